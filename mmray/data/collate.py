@@ -1,0 +1,38 @@
+"""From the blocks of a stream to the micro-batches of each step: slices, no copies of pixels.
+
+The sample's journey: the last station before the training device. A block holds one rank's rows of several steps; this
+file cuts it into steps and micro-batches and trims the padding of each to its own longest caption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+
+from mmray.data.order import Plan
+
+Batch = dict[str, torch.Tensor]
+
+
+def steps_of(blocks: Iterable[dict[str, np.ndarray]], plan: Plan) -> Iterator[list[Batch]]:
+    """The micro-batches of each step, in order, from one rank's blocks; a step never straddles two blocks."""
+    for block in blocks:
+        for start in range(0, len(block["pos"]), plan.share):
+            step = {name: column[start : start + plan.share] for name, column in block.items()}
+            yield [_batch(step, first, first + plan.micro) for first in range(0, plan.share, plan.micro)]
+
+
+def _batch(step: dict[str, np.ndarray], first: int, last: int) -> Batch:
+    rows = {name: column[first:last] for name, column in step.items()}
+    longest = int(rows["num_tokens"].max())
+    num_tokens = torch.from_numpy(rows["num_tokens"].astype(np.int64))
+    return {
+        "image": torch.from_numpy(rows["image"]),
+        "input_ids": torch.from_numpy(rows["input_ids"][:, :longest].astype(np.int64)),
+        "attention_mask": (torch.arange(longest) < num_tokens[:, None]).long(),
+        "key": torch.from_numpy(rows["key"]),
+        "valid": torch.from_numpy(rows["valid"]),
+        "pos": torch.from_numpy(rows["pos"]),
+    }

@@ -1,0 +1,146 @@
+"""The order of a run, as a function: which rows an optimizer step takes, for any step, seed and number of workers.
+
+The sample's journey: this file says *which* row comes when, before anything is read. Position p of a run is row
+`rows_at(p)`; an epoch is `num_rows` positions; step s takes the next `global_rows` positions of its epoch. Nothing is
+stored and nothing is drawn: a resumed or resized run asks the same function and gets the same rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+PADDING = -1
+_ROUNDS = 8
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def mix(value: np.ndarray) -> np.ndarray:
+    """Hash uint64 to uint64, any shape (the finaliser of splitmix64; Steele, Lea, Flood 2014)."""
+    z = value + _GOLDEN
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
+    """Keyed bijection of 0..size-1: uint64 `index` and `key` of one shape in, uint64 of that shape out.
+
+    A Feistel network over Z_a x Z_b with a*b >= size, walked along its cycle until it lands below size (Black and
+    Rogaway 2002, "Ciphers with arbitrary finite domains"). O(1) memory for an element, whatever the size.
+    """
+    out = _feistel(index, size, key)
+    outside = np.flatnonzero(out >= size)
+    while outside.size:
+        out[outside] = _feistel(out[outside], size, key[outside])
+        outside = outside[out[outside] >= size]
+    return out
+
+
+def _feistel(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
+    a = np.uint64(int(np.ceil(np.sqrt(size))))
+    b = np.uint64(-(-size // int(a)))
+    left, right = index // b, index % b
+    for turn in range(_ROUNDS):
+        salt = key + np.uint64(turn)
+        if turn % 2:
+            right = (right + mix(left ^ mix(salt)) % b) % b
+        else:
+            left = (left + mix(right ^ mix(salt)) % a) % a
+    return left * b + right
+
+
+def draw(seed: int, epoch: np.ndarray, key: np.ndarray, choices: np.ndarray) -> np.ndarray:
+    """A choice 0..choices-1 for each row (all int64, one shape), from (seed, epoch, key) alone."""
+    salt = mix(epoch.astype(np.uint64) ^ mix(np.full(epoch.shape, seed, np.uint64)))
+    return (mix(key.view(np.uint64) ^ salt) % choices.astype(np.uint64)).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rows of each step of a run at one world size.
+
+    global_rows = rows of a step over all workers; micro = rows of one forward pass; steps = length of the run.
+    """
+
+    num_rows: int
+    global_rows: int
+    world: int
+    micro: int
+    seed: int
+    steps: int
+    shuffle: bool = True
+
+    @property
+    def share(self) -> int:
+        """Rows of one rank in a step, padding included."""
+        return -(-self.global_rows // self.world)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of one rank in a step; the last may be ragged."""
+        return -(-self.share // self.micro)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.num_rows // self.global_rows)
+
+    def epoch(self, step: int) -> int:
+        return step // self.steps_per_epoch
+
+    def rows_start(self, step: int) -> int:
+        """Rows consumed by all steps before this one: the position of its first row."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        return epoch * self.num_rows + index * self.global_rows
+
+    def rows_stop(self, step: int) -> int:
+        """Rows consumed when this step is done."""
+        return min(self.rows_start(step) + self.global_rows, (self.epoch(step) + 1) * self.num_rows)
+
+    def step_at(self, rows_consumed: int) -> int:
+        """The step that begins at this many consumed rows (the inverse of `rows_start`)."""
+        epoch, offset = divmod(rows_consumed, self.num_rows)
+        step = epoch * self.steps_per_epoch + offset // self.global_rows
+        if self.rows_start(step) != rows_consumed:
+            raise ValueError(f"no step of {self.global_rows} rows begins at row {rows_consumed}")
+        return step
+
+    def positions(self, step: int, rank: int) -> np.ndarray:
+        """Positions [share] int64 of a rank's rows in a step, PADDING behind them."""
+        first = self.rows_start(step) + rank * self.share
+        last = min(self.rows_start(step) + (rank + 1) * self.share, self.rows_stop(step))
+        out = np.full(self.share, PADDING, np.int64)
+        out[: max(0, last - first)] = np.arange(first, max(first, last))
+        return out
+
+    def rows_at(self, positions: np.ndarray) -> np.ndarray:
+        """Row ids of positions, int64 of one shape; PADDING stays PADDING."""
+        real = positions >= 0
+        epoch, offset = np.divmod(np.where(real, positions, 0), self.num_rows)
+        rows = offset
+        if self.shuffle:
+            key = mix(mix(epoch.astype(np.uint64)) ^ np.uint64(self.seed))
+            rows = permute(offset.astype(np.uint64), self.num_rows, key).astype(np.int64)
+        return np.where(real, rows, PADDING)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Which positions each block of a stream holds: rank-major, blocks dealt in turn."""
+
+    plan: Plan
+    first_step: int
+    steps_per_block: int
+
+    @property
+    def count(self) -> int:
+        groups = -(-(self.plan.steps - self.first_step) // self.steps_per_block)
+        return groups * self.plan.world
+
+    def positions(self, block: int) -> np.ndarray:
+        """Positions [steps x share] of a block; every block of a group has the same length."""
+        group, rank = divmod(block, self.plan.world)
+        first = self.first_step + group * self.steps_per_block
+        last = min(first + self.steps_per_block, self.plan.steps)
+        return np.concatenate([self.plan.positions(step, rank) for step in range(first, last)])

@@ -1,0 +1,94 @@
+"""The stream: a prepared set as blocks of model inputs, in the run's order, dealt to the training workers.
+
+The sample's journey: Ray Data actors on CPU nodes read and decode (data/reader.py) what the order names (data/order.py)
+and Ray deals the blocks to the ranks in turn. This file is the room's composer: the only one that touches Ray.
+
+A block is one rank's rows of several consecutive steps, so that it is some 24 MB whatever the batch: each block costs
+Ray 10-15 ms, however small. One execution spans all remaining epochs: no stall at an epoch's end. The plan is a
+`ray.data.range` of block numbers in coarse tasks, flat in time and memory up to millions of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import ray.data
+import ray.train
+
+from mmray.data.order import Blocks, Plan
+from mmray.data.reader import BlockReader, RowReader
+
+BLOCKS_PER_TASK = 1000
+TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a group of workers begins: the plan at its size, the first step, the checkpoint to load (its folder)."""
+
+    plan: Plan
+    step: int
+    checkpoint: str | None = None
+
+
+def steps_per_block(plan: Plan, row_bytes: int, block_mb: float) -> int:
+    """Steps in a block of about `block_mb`, at least one, never more than the run has."""
+    fitting = int(block_mb * 1e6 / (plan.share * row_bytes))
+    return max(1, min(fitting, plan.steps))
+
+
+def plan_dataset(count: int) -> ray.data.Dataset:
+    """Block numbers 0..count-1, one a block, from few tasks."""
+    numbers = ray.data.range(count, override_num_blocks=max(1, -(-count // BLOCKS_PER_TASK)))
+    return numbers.repartition(target_num_rows_per_block=1, strict=True)
+
+
+def stream_dataset(reader: RowReader, blocks: Blocks, workers: int) -> ray.data.Dataset:
+    """The blocks in order, read by `workers` actors of one CPU each."""
+    dataset = plan_dataset(blocks.count).map_batches(
+        BlockReader,
+        fn_constructor_args=(reader, blocks),
+        batch_size=1,
+        compute=ray.data.ActorPoolStrategy(size=min(workers, blocks.count)),
+        num_cpus=1,
+    )
+    dataset.context.execution_options.preserve_order = True
+    dataset.context.enable_progress_bars = False
+    dataset.context.print_on_execution_start = False
+    return dataset
+
+
+class Stream(ray.train.DataConfig):
+    """Builds the stream anew for each group of training workers, from the position its checkpoint holds.
+
+    Ray Train calls `configure` once a group and dataset name, with the group's size. The dataset "start" answers every
+    rank with the same Start (so that all load the same checkpoint); "train" answers with each rank's iterator of it.
+    """
+
+    def __init__(self, begin: Callable[[int], Start], reader: RowReader, workers: int, block_mb: float):
+        super().__init__()
+        self.begin, self.reader, self.workers, self.block_mb = begin, reader, workers, block_mb
+        self.start: Start | None = None
+
+    def configure(self, datasets: dict[str, Any], world_size: int, *_: Any, **__: Any) -> list[dict[str, Any]]:
+        (name,) = datasets
+        if self.start is None:
+            self.start = self.begin(world_size)
+        if name == "start":
+            return [{name: self.start}] * world_size
+        row_bytes = 3 * self.reader.inputs.image_side**2 + TOKEN_BYTES * self.reader.inputs.max_tokens
+        size = steps_per_block(self.start.plan, row_bytes, self.block_mb)
+        blocks = Blocks(self.start.plan, self.start.step, size)
+        splits = stream_dataset(self.reader, blocks, self.workers).streaming_split(world_size, equal=True)
+        return [{name: split} for split in splits]
+
+    def datasets(self) -> dict[str, Callable[[], Any]]:
+        """What a TorchTrainer gets as `datasets`: names only, for `configure` makes them."""
+        return {"start": _placeholder, "train": _placeholder}
+
+
+def _placeholder() -> None:
+    """Ray Train asks for a dataset; `Stream.configure` ignores it."""

@@ -1,0 +1,35 @@
+"""Every error a user can meet, each with the exit code that scripts and schedulers read.
+
+Exit codes: 0 good, 2 usage, 3 training failed, 4 resources that cannot be had, 5 data over its error budget,
+130 interrupted. A message says what was wrong, the value, where it stood, and what to do next.
+"""
+
+
+class MmrayError(Exception):
+    """Base of all errors that are told to a user without a traceback."""
+
+    exit_code = 1
+
+
+class UsageError(MmrayError):
+    """A command, a setting or a file name that cannot be meant."""
+
+    exit_code = 2
+
+
+class TrainingError(MmrayError):
+    """Training started and could not be brought to its end."""
+
+    exit_code = 3
+
+
+class ResourceError(MmrayError):
+    """The cluster (or this machine) cannot give what the run asks for."""
+
+    exit_code = 4
+
+
+class DataError(MmrayError):
+    """The data cannot be used, or more of it is bad than the budget allows."""
+
+    exit_code = 5

@@ -1,0 +1,99 @@
+"""The order is a permutation per epoch, the same for any world size, and continues from any step."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmray.data.order import PADDING, Plan, draw
+
+
+def plan(num_rows=117, global_rows=8, world=1, micro=4, seed=0, steps=100, shuffle=True):
+    return Plan(num_rows, global_rows, world, micro, seed, steps, shuffle)
+
+
+def rows_of_step(p: Plan, step: int) -> np.ndarray:
+    positions = np.concatenate([p.positions(step, rank) for rank in range(p.world)])
+    return p.rows_at(positions[positions != PADDING])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(0, 5))
+def test_each_epoch_is_a_permutation(num_rows, seed, epoch):
+    p = plan(num_rows=num_rows, seed=seed)
+    rows = p.rows_at(np.arange(epoch * num_rows, (epoch + 1) * num_rows))
+    assert np.array_equal(np.sort(rows), np.arange(num_rows))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 400), st.integers(1, 64), st.integers(1, 7), st.integers(0, 40))
+def test_a_step_takes_the_same_rows_at_any_world_size(num_rows, global_rows, world, step):
+    one = rows_of_step(plan(num_rows=num_rows, global_rows=global_rows), step)
+    many = rows_of_step(plan(num_rows=num_rows, global_rows=global_rows, world=world), step)
+    assert np.array_equal(one, many)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 400), st.integers(1, 64), st.integers(1, 7))
+def test_steps_of_an_epoch_cover_it_exactly(num_rows, global_rows, world):
+    p = plan(num_rows=num_rows, global_rows=global_rows, world=world)
+    for epoch in range(2):
+        steps = range(epoch * p.steps_per_epoch, (epoch + 1) * p.steps_per_epoch)
+        rows = np.concatenate([rows_of_step(p, step) for step in steps])
+        assert np.array_equal(np.sort(rows), np.arange(num_rows))
+        assert p.rows_stop(steps[-1]) == (epoch + 1) * num_rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 400), st.integers(1, 64), st.integers(0, 100))
+def test_step_at_inverts_rows_start(num_rows, global_rows, step):
+    p = plan(num_rows=num_rows, global_rows=global_rows)
+    assert p.step_at(p.rows_start(step)) == step
+
+
+def test_step_at_refuses_a_row_inside_a_step():
+    with pytest.raises(ValueError, match="no step of 8 rows begins at row 3"):
+        plan().step_at(3)
+
+
+def test_epochs_and_seeds_differ_and_repeat():
+    p, other = plan(), plan(seed=1)
+    first, second = p.rows_at(np.arange(117)), p.rows_at(np.arange(117, 234))
+    assert not np.array_equal(first, second)
+    assert not np.array_equal(first, other.rows_at(np.arange(117)))
+    assert np.array_equal(first, plan(world=3).rows_at(np.arange(117)))
+
+
+def test_shuffle_off_keeps_source_order():
+    assert np.array_equal(plan(shuffle=False).rows_at(np.arange(117)), np.arange(117))
+
+
+def test_shuffle_has_no_visible_structure():
+    """Displacements of a uniform permutation: neighbours end up n/3 apart on average, half of the pairs are inverted."""
+    n = 20_000
+    rows = plan(num_rows=n, seed=7).rows_at(np.arange(n))
+    assert abs(np.abs(np.diff(rows)).mean() / n - 1 / 3) < 0.01
+    assert abs((np.diff(rows) < 0).mean() - 0.5) < 0.01
+    assert abs(np.corrcoef(rows, np.arange(n))[0, 1]) < 0.03
+
+
+def test_a_hundred_million_rows_need_no_memory_for_the_order():
+    p = plan(num_rows=100_000_000, global_rows=4096, world=8, micro=512, steps=10**6)
+    rows = p.rows_at(p.positions(900_000, 3))
+    assert rows.shape == (512,) and len(set(rows.tolist())) == 512 and rows.max() < 100_000_000
+
+
+def test_draw_depends_on_seed_epoch_and_key_only():
+    keys = np.arange(1000, dtype=np.int64)
+    epoch, choices = np.zeros(1000, np.int64), np.full(1000, 5)
+    first = draw(0, epoch, keys, choices)
+    assert np.array_equal(first, draw(0, epoch, keys, choices))
+    assert (first != draw(0, epoch + 1, keys, choices)).mean() > 0.7
+    assert (first != draw(1, epoch, keys, choices)).mean() > 0.7
+    assert set(first.tolist()) == {0, 1, 2, 3, 4}
+
+
+def test_share_and_accumulation():
+    p = plan(global_rows=8, world=3, micro=2)
+    assert (p.share, p.accumulation) == (3, 2)
+    assert p.positions(0, 2).tolist() == [6, 7, PADDING]
