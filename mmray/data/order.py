@@ -144,3 +144,12 @@ class Blocks:
         first = self.first_step + group * self.steps_per_block
         last = min(first + self.steps_per_block, self.plan.steps)
         return np.concatenate([self.plan.positions(step, rank) for step in range(first, last)])
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a group of workers begins: the plan at its size, the first step, the checkpoint to load (its folder)."""
+
+    plan: Plan
+    step: int
+    checkpoint: str | None = None

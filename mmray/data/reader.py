@@ -37,7 +37,9 @@ class RowReader:
         """
         rows = self._rows(plan.rows_at(positions))
         pixels = np.zeros((len(rows), 3, self.inputs.image_side, self.inputs.image_side), np.uint8)
-        valid = np.array([row is not None and self._draw_pixels(row, out) for row, out in zip(rows, pixels, strict=True)])
+        valid = np.array(
+            [row is not None and self._draw_pixels(row, out) for row, out in zip(rows, pixels, strict=True)]
+        )
         key = np.array([key_id(row.key) if row else 0 for row in rows], np.int64)
         input_ids, num_tokens = self._tokens(plan, positions, rows, key)
         return {

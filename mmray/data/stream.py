@@ -11,27 +11,17 @@ Ray 10-15 ms, however small. One execution spans all remaining epochs: no stall 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import ray
 import ray.data
 import ray.train
 
-from mmray.data.order import Blocks, Plan
+from mmray.data.order import Blocks, Plan, Start
 from mmray.data.reader import BlockReader, RowReader
 
 BLOCKS_PER_TASK = 1000
 TOKEN_BYTES = 4
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where a group of workers begins: the plan at its size, the first step, the checkpoint to load (its folder)."""
-
-    plan: Plan
-    step: int
-    checkpoint: str | None = None
 
 
 def steps_per_block(plan: Plan, row_bytes: int, block_mb: float) -> int:

@@ -1,0 +1,98 @@
+"""What a person sees while mmray works: a live bar in a terminal, plain lines in a log.
+
+Part of the command line (mmray/cli.py); nothing below it prints.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+LINE_EVERY_S = 5.0  # in a log; a terminal is drawn over in place
+RECALLS = (1, 5, 10)
+
+
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(task.fields.get("figures", ""), style="cyan")
+
+
+class Screen:
+    """Prints notes and progress; `note` for a line that stays, `show` for a measure of the work under way."""
+
+    def __init__(self, console: Console | None = None):
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self._live: Progress | None = None
+        self._task: Any = None
+        self._printed_s = 0.0
+
+    def note(self, text: str, label: str = "") -> None:
+        self.console.print(f"[bold]{label:<10}[/bold] {_plain(text)}" if label else _plain(text))
+
+    def error(self, text: str) -> None:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/bold red] {_plain(text)}")
+
+    @contextmanager
+    def work(self, title: str) -> Iterator[None]:
+        """A bar titled so while the block runs (in a terminal)."""
+        columns = (
+            SpinnerColumn(),
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
+            _Rate(),
+            TimeRemainingColumn(compact=True),
+        )
+        if not self.console.is_terminal:
+            yield
+            return
+        with Progress(*columns, console=self.console, transient=True) as live:
+            self._live, self._task = live, live.add_task(title, total=1, figures="", start=False)
+            try:
+                yield
+            finally:
+                self._live = None
+
+    def show(self, done: float, total: float, figures: str, word: str) -> None:
+        """Move the bar to done of total; in a log, a line each few seconds and the last."""
+        if self._live is not None:
+            self._live.start_task(self._task)
+            self._live.update(self._task, completed=done, total=total, figures=figures)
+            return
+        now = time.monotonic()
+        if not self.console.is_terminal and (now - self._printed_s >= LINE_EVERY_S or done >= total):
+            self._printed_s = now
+            self.console.print(f"{word} {done:,.0f}/{total:,.0f}  {figures}")
+
+
+def _plain(text: str) -> Text:
+    return Text.from_markup(text) if text.startswith("[") and "[/" in text else Text(text)
+
+
+def training_figures(metrics: dict[str, Any], seconds_left: float | None) -> str:
+    """One line of a step's metrics; what was not measured is left out."""
+    wait = metrics.get("time/data_wait_share")
+    parts = [
+        f"loss {metrics['train/loss']:.3f}",
+        f"{metrics['throughput/samples_per_s']:,.0f} samples/s" if "throughput/samples_per_s" in metrics else "",
+        f"data wait {wait:.0%}" if wait is not None else "",
+        f"{metrics['memory/peak_gib']:.2f} GiB" if "memory/peak_gib" in metrics else "",
+        f"{seconds_left:.0f} s left" if seconds_left is not None else "",
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def recall_table(metrics: dict[str, Any]) -> Table:
+    """Recall and median rank both ways."""
+    table = Table("", *(f"R@{k}" for k in RECALLS), "median rank", title_justify="left", show_edge=False)
+    for way in ("image_to_text", "text_to_image"):
+        recalls = [f"{metrics[f'recall_at_{k}/{way}']:.3f}" for k in RECALLS]
+        table.add_row(way.replace("_", " "), *recalls, f"{metrics[f'median_rank/{way}']:g}")
+    return table

@@ -1,0 +1,51 @@
+"""From what a user names to a prepared set: one is opened, a raw source is prepared into the cache first."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mmray.data import sample
+from mmray.data.prepare import Progress, prepare
+from mmray.data.store import MANIFEST, PreparedSet
+from mmray.errors import DataError
+
+if TYPE_CHECKING:
+    from mmray.config import Prepare
+
+
+def ensure_prepared(
+    source: str, cache: str, settings: Prepare, say: Callable[[str], None], progress: Callable[[Progress], None]
+) -> Path:
+    """Folder of the prepared set that `source` names; Ray must be there. Raises DataError.
+
+    A raw source goes to CACHE/NAME-HASH, where the hash is of its place and the settings: the second run finds it, and
+    rows that were added since are appended.
+    """
+    if source == "sample":
+        source = str(sample.draw(Path(cache) / "sample-drawn"))
+    place = Path(source).expanduser().resolve()
+    if (place / MANIFEST).exists():
+        return place
+    if place.is_dir():
+        raise DataError(f"{place} is not a prepared set (it has no {MANIFEST}): run `mmray prepare SOURCE {source}`")
+    if not place.exists():
+        raise DataError(f"there is no data at {place}: give a prepared set, a .jsonl file, or `sample`")
+    name = hashlib.sha256(f"{place}\n{settings.model_dump_json()}".encode()).hexdigest()[:8]
+    out = Path(cache).expanduser().resolve() / f"{place.stem}-{name}"
+    say(f"preparing {place} into {out}")
+    prepare(str(place), str(out), settings, progress)
+    return out
+
+
+def open_split(place: Path | str, split: str) -> PreparedSet:
+    """The rows of `split`, or all rows of a set without splits. Raises DataError naming the splits there are."""
+    whole = PreparedSet.open(str(place))
+    if not whole.has_split():
+        return whole
+    if split not in whole.splits:
+        known = ", ".join(f"{name} ({rows:,} rows)" for name, rows in sorted(whole.splits.items()))
+        raise DataError(f"{place} has no split `{split}`; it has {known}")
+    return PreparedSet.open(str(place), split)

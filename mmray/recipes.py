@@ -1,0 +1,83 @@
+"""Complete configs by name: plain functions that return a Config. `mmray train NAME --print-config` shows one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+
+from mmray.config import (
+    Batch,
+    Cluster,
+    Config,
+    Data,
+    Evaluate,
+    ImageTower,
+    Inputs,
+    Optimizer,
+    Prepare,
+    TextTower,
+    Train,
+    TwoTower,
+    from_yaml,
+)
+from mmray.errors import UsageError
+
+
+def sample() -> Config:
+    """The drawn sample set and a model of under a million parameters: learns on a laptop in a minute."""
+    return Config(
+        recipe="sample",
+        model=TwoTower(
+            inputs=Inputs(
+                image_side=64, fit="squash", interpolation="bilinear", mean=(0.5,) * 3, std=(0.25,) * 3, max_tokens=32
+            ),
+            image=ImageTower(name="convnet", width=32, depth=4),
+            text=TextTower(width=96, depth=2, heads=4),
+            embed_dim=128,
+        ),
+        prepare=Prepare(max_bad_fraction=0.05, vocab_size=512),
+        data=Data(train="sample"),
+        batch=Batch(micro=64, global_=128),
+        optimizer=Optimizer(lr=2e-3, warmup_steps=30, weight_decay=0.05),
+        train=Train(steps=300, log_every=10, checkpoint_every=100),
+        evaluate=Evaluate(every=150),
+        cluster=Cluster(workers=2),
+    )
+
+
+def resnet50_bert() -> Config:
+    """A torchvision ResNet-50 and BERT-base from their pretrained weights, at 224 pixels: the workhorse to begin with."""
+    return Config(
+        recipe="resnet50-bert",
+        model=TwoTower(
+            inputs=Inputs(tokenizer="bert-base-uncased", max_tokens=64),
+            image=ImageTower(name="resnet50", weights="pretrained"),
+            text=TextTower(weights="bert-base-uncased", width=768, depth=12, heads=12),
+            embed_dim=512,
+        ),
+        prepare=Prepare(image_side=256),
+        batch=Batch(micro=64, global_=1024),
+        optimizer=Optimizer(lr=1e-4, warmup_steps=500),
+        train=Train(epochs=10, log_every=20, checkpoint_every=500),
+        evaluate=Evaluate(every=500),
+        cluster=Cluster(workers=1),
+    )
+
+
+RECIPES: dict[str, Callable[[], Config]] = {"sample": sample, "resnet50-bert": resnet50_bert}
+
+
+def load(name: str) -> Config:
+    """The config of a built-in recipe, or of a YAML file; raises UsageError with the nearest name."""
+    if name in RECIPES:
+        return RECIPES[name]()
+    file = Path(name)
+    if file.suffix in (".yaml", ".yml"):
+        try:
+            return from_yaml(file.read_text(), str(file))
+        except OSError as error:
+            raise UsageError(f"cannot read the recipe {file}: {error.strerror}") from None
+    near = difflib.get_close_matches(name, RECIPES, n=1)
+    hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(RECIPES)}, or the path of a .yaml file"
+    raise UsageError(f"there is no recipe `{name}`; {hint}")

@@ -1,0 +1,152 @@
+"""A run's folder: its name, its files, and whether a command starts it, goes on with it, or must not touch it.
+
+runs/NAME/  config.yaml  data.json  environment.json  tokenizer.json  metrics.jsonl  events.*
+            quarantine.jsonl  checkpoints/step-N/  result.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from mmray.config import Config, forbidden_changes, to_yaml
+from mmray.errors import UsageError
+
+PACKAGES = ("mmray", "ray", "torch", "torchvision", "transformers", "pyarrow", "pillow", "numpy")
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths of one run."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def result(self) -> Path:
+        return self.path / "result.json"
+
+    @property
+    def quarantine(self) -> Path:
+        return self.path / "quarantine.jsonl"
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file whole or not at all."""
+        temporary = self.path / f".{name}.{os.getpid()}"
+        temporary.write_text(text)
+        temporary.replace(self.path / name)
+
+    def write_json(self, name: str, value: dict[str, Any]) -> None:
+        self.write(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        file = self.path / name
+        return json.loads(file.read_text()) if file.exists() else None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What lies at a run's path already."""
+
+    finished_steps: int | None  # of a finished run
+    changes: list[str]  # settings (or data) that differ in a way a continuation may not
+
+
+@dataclass(frozen=True)
+class Decision:
+    """`start` a new folder, `resume` what is there, or `done`: nothing is left to train."""
+
+    action: Literal["start", "resume", "done"]
+    path: Path
+
+
+def find(path: Path, config: Config, data: dict[str, Any]) -> Found | None:
+    """What a run of `config` on `data` would find at `path`; None when there is no run."""
+    if not (path / "config.yaml").exists():
+        if path.exists() and any(path.iterdir()):
+            raise UsageError(f"{path} exists and is not a run of mmray; choose another --run.name")
+        return None
+    run = RunDir(path)
+    before = yaml.safe_load((path / "config.yaml").read_text())
+    changes = forbidden_changes(before, config.model_dump(mode="json", by_alias=True))
+    old = run.read_json("data.json") or {}
+    changes += [f"data {key}: {old.get(key)!r} -> {data[key]!r}" for key in sorted(data) if old.get(key) != data[key]]
+    result = run.read_json("result.json") or {}
+    return Found(result.get("steps") if result.get("status") == "finished" else None, changes)
+
+
+def decide(config: Config, data: dict[str, Any], steps: int) -> Decision:
+    """Where this command trains. A named run is continued or refused; an unnamed one takes the next free name.
+
+    Raises UsageError where going on would make another run of it, with the settings that differ.
+    """
+    mode, named = config.run.resume, config.run.name is not None
+    for path in _names(config):
+        found = find(path, config, data)
+        if found is None:
+            if mode == "must":
+                raise UsageError(f"--run.resume must: there is no run at {path}")
+            return Decision("start", path)
+        if mode == "never":
+            if named:
+                raise UsageError(f"{path} exists; choose another --run.name, or go on with --run.resume auto")
+            continue
+        if found.changes and (named or mode == "must"):
+            raise UsageError(
+                f"{path} was run with other settings:\n  " + "\n  ".join(found.changes) + "\n"
+                "Going on would make another run of it: choose another --run.name, or set these back."
+            )
+        finished = found.finished_steps is not None and found.finished_steps >= steps
+        if found.changes or (finished and not named and mode == "auto"):
+            continue
+        return Decision("done" if finished else "resume", path)
+    raise AssertionError("the names never end")
+
+
+def _names(config: Config) -> Any:
+    """The run's path; an unnamed run's candidates are RECIPE, RECIPE-2, RECIPE-3, ..."""
+    storage = Path(config.run.storage).expanduser().resolve()
+    if config.run.name is not None:
+        while True:
+            yield storage / config.run.name
+    yield storage / config.recipe
+    number = 2
+    while True:
+        yield storage / f"{config.recipe}-{number}"
+        number += 1
+
+
+def create(path: Path, config: Config, data: dict[str, Any], tokenizer_json: str) -> RunDir:
+    """The folder with what a run is made of; config.yaml comes last, so that a half-made folder is no run."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        run = RunDir(path)
+        run.checkpoints.mkdir(exist_ok=True)
+        run.write("tokenizer.json", tokenizer_json)
+        run.write_json("data.json", data)
+        run.write_json("environment.json", environment())
+        run.write("config.yaml", to_yaml(config))
+    except OSError as error:
+        raise UsageError(f"cannot write the run's folder {path}: {error}; choose another --run.storage") from error
+    return run
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine, for the record."""
+    return {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "packages": {name: version(name) for name in PACKAGES},
+    }

@@ -1,0 +1,91 @@
+"""What is done with a run's checkpoint: score it on held-out rows, or export it. Touches Ray to score on the workers.
+
+The training workers' layout is used again (the same number, a GPU each where they had one), so that what fitted in
+training fits here, and a job whose driver has no GPU can score as well.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import ray.train.torch
+import yaml
+
+from mmray import objectives
+from mmray.cluster.join import joined
+from mmray.config import Config, from_yaml
+from mmray.data.sets import ensure_prepared, open_split
+from mmray.data.store import PreparedSet
+from mmray.errors import TrainingError, UsageError
+from mmray.evaluate.score import Retrieval
+from mmray.models.build import build
+from mmray.models.export import export
+from mmray.train import checkpoint, precision
+from mmray.train.board import Listener
+from mmray.train.group import Group
+from mmray.train.resources import torch_config, worker_resources
+from mmray.train.rundir import RunDir
+
+
+def open_run(folder: Path, step: int | None) -> tuple[Config, str, Path]:
+    """Config, tokenizer and checkpoint folder of a run. Raises UsageError naming what is missing."""
+    run = RunDir(folder.expanduser().resolve())
+    if not (run.path / "config.yaml").exists():
+        raise UsageError(f"{run.path} is not a run: it has no config.yaml")
+    config = from_yaml((run.path / "config.yaml").read_text(), str(run.path / "config.yaml"))
+    found = checkpoint.newest_good(run.checkpoints) if step is None else run.checkpoints / f"step-{step}"
+    if found is None or not found.exists():
+        there = ", ".join(sorted(path.name for path in run.checkpoints.glob("step-*"))) or "none"
+        raise UsageError(
+            f"{run.path} has no good checkpoint{'' if step is None else f' of step {step}'}; there: {there}"
+        )
+    return config, (run.path / "tokenizer.json").read_text(), found
+
+
+def export_run(folder: Path, out: Path, step: int | None) -> Path:
+    """Write the model of a run's checkpoint to `out`, for `mmray.load`."""
+    config, tokenizer_json, found = open_run(folder, step)
+    model = build(config.model, config.model.text.vocab_size, pretrained=False)
+    model.load_state_dict(checkpoint.load(found)["model"])
+    return export(model, config.model.model_dump(mode="json"), tokenizer_json, out)
+
+
+def score_run(
+    folder: Path, data: str | None, split: str, step: int | None, address: str | None, listener: Listener
+) -> dict[str, float]:
+    """Retrieval scores of a run's checkpoint on a set: `data`, or what the run held out."""
+    config, tokenizer_json, found = open_run(folder, step)
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"address": address})})
+    with joined(config.cluster):
+        held_out = _held_out(config, folder, data, split, listener)
+        trainer = ray.train.torch.TorchTrainer(
+            partial(_score_on_worker, config, tokenizer_json, held_out, found),
+            torch_config=torch_config(config),
+            scaling_config=worker_resources(config),
+            run_config=ray.train.RunConfig(storage_path=str(folder.resolve() / "ray")),
+        )
+        try:
+            return trainer.fit().return_value
+        except ray.train.TrainingFailedError as error:
+            raise TrainingError(f"the evaluation failed: {error}") from error
+
+
+def _held_out(config: Config, folder: Path, data: str | None, split: str, listener: Listener) -> PreparedSet:
+    if data is None:
+        trained_on = yaml.safe_load((folder / "data.json").read_text())["train"]
+        return open_split(config.data.eval or trained_on, split)
+    place = ensure_prepared(data, config.data.cache, config.prepare, listener.note, listener.preparing)
+    return open_split(place, split)
+
+
+def _score_on_worker(config: Config, tokenizer_json: str, held_out: PreparedSet, found: Path) -> dict[str, Any]:
+    group = Group.current(ray.train.torch.get_device())
+    model = build(config.model, config.model.text.vocab_size, pretrained=False)
+    model.load_state_dict(checkpoint.load(found)["model"])
+    scorer = Retrieval(held_out, config.model.inputs, tokenizer_json, config.evaluate)
+    with precision.choose(config.train.precision, group.device).autocast():
+        return scorer.score(model.to(group.device), group, objectives.build(config.objective), config.batch.global_)

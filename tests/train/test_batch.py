@@ -1,0 +1,51 @@
+"""Batch arithmetic and the length of a run."""
+
+import pytest
+
+from mmray.config import Batch, Train
+from mmray.errors import UsageError
+from mmray.train.batch import shape_of, total_steps
+
+
+@pytest.mark.parametrize(
+    ("given", "workers", "said"),
+    [
+        ({"micro": 8, "global": 64}, 2, "micro 8 x accumulation 4 x workers 2 = 64 rows a step"),
+        ({"micro": 8, "accumulation": 4}, 2, "micro 8 x accumulation 4 x workers 2 = 64 rows a step"),
+        ({"global": 64}, 2, "micro 32 x accumulation 1 x workers 2 = 64 rows a step"),
+        ({"global": 64, "accumulation": 4}, 2, "micro 8 x accumulation 4 x workers 2 = 64 rows a step"),
+        ({"global": 64, "micro": 64}, 4, "micro 16 x accumulation 1 x workers 4 = 64 rows a step"),
+        ({"global": 10, "micro": 4}, 1, "micro 4 x accumulation 3 x workers 1, cut to 10 rows a step"),
+        ({"micro": 5}, 3, "micro 5 x accumulation 1 x workers 3 = 15 rows a step"),
+    ],
+)
+def test_shape(given, workers, said):
+    assert str(shape_of(Batch(**given), workers)).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("given", "workers", "message"),
+    [
+        ({}, 1, "give `--batch.global`"),
+        ({"global": 2}, 3, "2 rows cannot feed 3 workers"),
+        ({"global": 64, "micro": 8, "accumulation": 3}, 2, "takes accumulation 4, not 3"),
+    ],
+)
+def test_contradictions(given, workers, message):
+    with pytest.raises(UsageError, match=message):
+        shape_of(Batch(**given), workers)
+
+
+@pytest.mark.parametrize(
+    ("length", "steps"),
+    [
+        ({"steps": 7}, 7),
+        ({"samples": 30}, 4),  # an epoch of 10 + 10 + 5, then 5 of the next
+        ({"samples": 25}, 3),
+        ({"samples": 26}, 4),
+        ({"epochs": 2}, 6),
+        ({}, 3),
+    ],
+)
+def test_total_steps(length, steps):
+    assert total_steps(Train(**length), num_rows=25, global_rows=10) == steps
