@@ -47,7 +47,7 @@ def sample() -> Config:
 
 
 def resnet50_bert() -> Config:
-    """A torchvision ResNet-50 and BERT-base from their pretrained weights, at 224 pixels: the workhorse to begin with."""
+    """A torchvision ResNet-50 and BERT-base from their pretrained weights, at 224 pixels: a good beginning."""
     return Config(
         recipe="resnet50-bert",
         model=TwoTower(

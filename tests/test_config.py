@@ -42,7 +42,7 @@ def test_settings_are_frozen():
 def test_unknown_recipe_answers_with_the_nearest():
     with pytest.raises(UsageError, match="did you mean `sample`"):
         recipes.load("sampel")
-    with pytest.raises(UsageError, match="cannot read the recipe nowhere.yaml"):
+    with pytest.raises(UsageError, match=r"cannot read the recipe nowhere.yaml"):
         recipes.load("nowhere.yaml")
 
 

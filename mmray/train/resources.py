@@ -1,4 +1,4 @@
-"""What a run's workers ask of Ray: how many, with which devices, in which process group; and data workers beside them."""
+"""What a run asks of Ray: training workers, their devices and process group, and data actors beside them."""
 
 from __future__ import annotations
 

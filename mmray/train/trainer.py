@@ -132,7 +132,7 @@ def _attempts(ready: Ready, run: rundir.RunDir, fence: int, listener: Listener) 
         try:
             outcome = _attempt(ready, run, fence, attempt, board, watch)
             break
-        except Exception as error:  # noqa: BLE001 - whatever ended the attempt is classified and told
+        except Exception as error:
             failure = _failure(error, watch.last_step)
             verdict = decide(failure, before, attempt, ready.config.cluster.max_failures)
             if isinstance(verdict, Raise):

@@ -173,8 +173,9 @@ def _watched(blocks: Iterable[Block], job: Job, start: Start) -> Iterator[Block]
             bad += 1
             told = _quarantine(job, start, int(position))
             if bad > job.config.data.max_bad_rows:
+                budget = f"data.max_bad_rows {job.config.data.max_bad_rows}"
                 raise DataError(
-                    f"{bad} rows could not be read (data.max_bad_rows {job.config.data.max_bad_rows}), the last: {told}. "
+                    f"{bad} rows could not be read ({budget}), the last: {told}. "
                     f"All are named in {job.folder / 'quarantine.jsonl'}; prepare the set again from its source"
                 )
         yield block
