@@ -58,6 +58,8 @@ class RowReader:
         except (OSError, ValueError) as error:
             return None, f"store: {error}"
         try:
+            if not record.is_intact:
+                return record, "checksum: the bytes are not those that were checked when the set was prepared"
             images.decode(record.images[0], self.max_pixels)
         except images.BadImage as error:
             return record, str(error)
@@ -81,6 +83,8 @@ class RowReader:
             return self._read(row_ids[:middle]) + self._read(row_ids[middle:])
 
     def _draw_pixels(self, row: Row, out: np.ndarray) -> bool:
+        if not row.is_intact:
+            return False
         try:
             picture = images.decode(row.images[0], self.max_pixels)
         except images.BadImage:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mmray.data import sample
 from mmray.data.prepare import Progress, prepare
-from mmray.data.store import MANIFEST, PreparedSet
+from mmray.data.manifest import MANIFEST
 from mmray.errors import DataError
 
 if TYPE_CHECKING:
@@ -38,14 +38,3 @@ def ensure_prepared(
     say(f"preparing {place} into {out}")
     prepare(str(place), str(out), settings, progress)
     return out
-
-
-def open_split(place: Path | str, split: str) -> PreparedSet:
-    """The rows of `split`, or all rows of a set without splits. Raises DataError naming the splits there are."""
-    whole = PreparedSet.open(str(place))
-    if not whole.has_split():
-        return whole
-    if split not in whole.splits:
-        known = ", ".join(f"{name} ({rows:,} rows)" for name, rows in sorted(whole.splits.items()))
-        raise DataError(f"{place} has no split `{split}`; it has {known}")
-    return PreparedSet.open(str(place), split)

@@ -14,11 +14,12 @@ import ray
 import ray.train
 import ray.train.torch
 import yaml
+from torch import nn
 
 from mmray import objectives
 from mmray.cluster.join import joined
 from mmray.config import Config, from_yaml
-from mmray.data.sets import ensure_prepared, open_split
+from mmray.data.sets import ensure_prepared
 from mmray.data.store import PreparedSet
 from mmray.errors import TrainingError, UsageError
 from mmray.evaluate.score import Retrieval
@@ -49,8 +50,7 @@ def open_run(folder: Path, step: int | None) -> tuple[Config, str, Path]:
 def export_run(folder: Path, out: Path, step: int | None) -> Path:
     """Write the model of a run's checkpoint to `out`, for `mmray.load`."""
     config, tokenizer_json, found = open_run(folder, step)
-    model = build(config.model, config.model.text.vocab_size, pretrained=False)
-    model.load_state_dict(checkpoint.load(found)["model"])
+    model = restored_model(config, found)
     return export(model, config.model.model_dump(mode="json"), tokenizer_json, out)
 
 
@@ -74,18 +74,24 @@ def score_run(
             raise TrainingError(f"the evaluation failed: {error}") from error
 
 
+def restored_model(config: Config, found: Path) -> nn.Module:
+    """The model of a checkpoint, on the CPU."""
+    model = build(config.model, config.model.text.vocab_size, checkpoint.load_meta(found).get("architecture"))
+    model.load_state_dict(checkpoint.load(found)["model"])
+    return model
+
+
 def _held_out(config: Config, folder: Path, data: str | None, split: str, listener: Listener) -> PreparedSet:
     if data is None:
         trained_on = yaml.safe_load((folder / "data.json").read_text())["train"]
-        return open_split(config.data.eval or trained_on, split)
+        return PreparedSet.open(config.data.eval or trained_on, split)
     place = ensure_prepared(data, config.data.cache, config.prepare, listener.note, listener.preparing)
-    return open_split(place, split)
+    return PreparedSet.open(str(place), split)
 
 
 def _score_on_worker(config: Config, tokenizer_json: str, held_out: PreparedSet, found: Path) -> dict[str, Any]:
     group = Group.current(ray.train.torch.get_device())
-    model = build(config.model, config.model.text.vocab_size, pretrained=False)
-    model.load_state_dict(checkpoint.load(found)["model"])
+    model = restored_model(config, found)
     scorer = Retrieval(held_out, config.model.inputs, tokenizer_json, config.evaluate)
     with precision.choose(config.train.precision, group.device).autocast():
         return scorer.score(model.to(group.device), group, objectives.build(config.objective), config.batch.global_)

@@ -25,7 +25,7 @@ from mmray.cluster.join import joined
 from mmray.config import Config
 from mmray.data.order import Plan, Start
 from mmray.data.reader import RowReader
-from mmray.data.sets import ensure_prepared, open_split
+from mmray.data.sets import ensure_prepared
 from mmray.data.store import PreparedSet
 from mmray.data.stream import Stream
 from mmray.data.text import TextEncoder, load_tokenizer
@@ -86,7 +86,7 @@ def settle(config: Config, listener: Listener) -> Ready:
     """Sets opened, tokenizer found, arithmetic done; everything a user can get wrong is found here or above."""
     notes = partial(ensure_prepared, cache=config.data.cache, settings=config.prepare, say=listener.note)
     place = notes(config.data.train, progress=listener.preparing)
-    train_set = open_split(place, config.data.train_split)
+    train_set = PreparedSet.open(str(place), config.data.train_split)
     eval_set = _eval_set(config, place, partial(notes, progress=listener.preparing))
     tokenizer_json = load_tokenizer(config.model.inputs.tokenizer, train_set.tokenizer_json)
     num_rows = min(train_set.num_rows, config.data.limit or train_set.num_rows)
@@ -106,10 +106,9 @@ def settle(config: Config, listener: Listener) -> Ready:
 
 def _eval_set(config: Config, train_place: Path, prepare: Callable[[str], Path]) -> PreparedSet | None:
     if config.data.eval is not None:
-        return open_split(prepare(config.data.eval), config.data.eval_split)
-    if config.data.eval_split in PreparedSet.open(str(train_place)).splits:
-        return PreparedSet.open(str(train_place), config.data.eval_split)
-    return None
+        return PreparedSet.open(str(prepare(config.data.eval)), config.data.eval_split)
+    whole = PreparedSet.open(str(train_place))
+    return PreparedSet.open(str(train_place), config.data.eval_split) if whole.has_split(config.data.eval_split) else None
 
 
 def _announce(ready: Ready, run: rundir.RunDir, listener: Listener) -> None:

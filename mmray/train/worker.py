@@ -57,7 +57,8 @@ def work(
     config = job.config
     _settle_torch(config)
     group = Group.current(device)
-    model = build(config.model, config.model.text.vocab_size).to(device)
+    architecture = None if start.checkpoint is None else checkpoint.load_meta(Path(start.checkpoint))["architecture"]
+    model = build(config.model, config.model.text.vocab_size, architecture).to(device)
     objective = objectives.build(config.objective)
     rehearse(model, objective, config, min(start.plan.micro, start.plan.share), device)
     state = None if start.checkpoint is None else checkpoint.load(Path(start.checkpoint))
@@ -71,7 +72,7 @@ def work(
         group=group,
         train=config.train,
         optimizer=config.optimizer,
-        save=partial(_save, job, group, start),
+        save=partial(_save, job, group, start, _architecture(model)),
         evaluate=_evaluator(job, group, model, objective, start),
         evaluate_every=config.evaluate.every,
         log=log,
@@ -133,7 +134,20 @@ def _load(name: str) -> Any:
         raise UsageError(f"train.callbacks: `{name}` cannot be loaded as package.module:Class: {error}") from error
 
 
-def _save(job: Job, group: Group, start: Start, step: int, state: loop.State, metrics: dict[str, Any]) -> None:
+def _architecture(model: nn.Module) -> dict[str, Any] | None:
+    """What the weights need to be loaded again without the pretrained ones; a user's own model may not tell."""
+    return model.architecture() if hasattr(model, "architecture") else None  # type: ignore[operator]
+
+
+def _save(
+    job: Job,
+    group: Group,
+    start: Start,
+    architecture: dict[str, Any] | None,
+    step: int,
+    state: loop.State,
+    metrics: dict[str, Any],
+) -> None:
     """Rank 0 writes the checkpoint, unless another run has taken the folder over."""
     if group.rank != 0:
         return
@@ -142,6 +156,7 @@ def _save(job: Job, group: Group, start: Start, step: int, state: loop.State, me
         "step": step,
         "rows_consumed": start.plan.rows_start(step),
         "world": group.world,
+        "architecture": architecture,
         "config": job.config.model_dump(mode="json", by_alias=True),
         "metrics": metrics,
     }

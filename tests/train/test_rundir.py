@@ -35,7 +35,7 @@ def test_an_unnamed_run_takes_the_next_name_when_done_or_different(tmp_path):
 
 def test_a_named_run_is_continued_refused_or_done(tmp_path):
     create(tmp_path / "mine", config(tmp_path, name="mine"), DATA, "{}")
-    with pytest.raises(UsageError, match="batch.global: 16 -> 32"):
+    with pytest.raises(UsageError, match=r"batch.global: 16 -> 32"):
         decide(config(tmp_path, global_rows=32, name="mine"), DATA, 10)
     with pytest.raises(UsageError, match="data fingerprint: 'ab' -> 'cd'"):
         decide(config(tmp_path, name="mine"), {**DATA, "fingerprint": "cd"}, 10)
@@ -63,5 +63,5 @@ def test_a_folder_that_is_no_run_is_left_alone(tmp_path):
 
 def test_no_permission_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="choose another --run.storage"):
+    with pytest.raises(UsageError, match=r"choose another --run.storage"):
         create(tmp_path / "file" / "run", config(tmp_path), DATA, "{}")

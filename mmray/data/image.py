@@ -1,0 +1,224 @@
+"""Encoded bytes to checked RGB pixels: the first thing that happens to an image, at prepare time and again in training.
+
+Pillow decodes (other decoders die of damaged files instead of raising). `decode` answers with an upright RGB image or
+raises BadImage, whatever the bytes are; `to_pixels` makes the square a model sees; `shrink` makes the smaller copy that
+a prepared set may keep. Nothing here guesses: half a picture is an error, never a picture that is half grey.
+"""
+
+from __future__ import annotations
+
+import io
+import zlib
+from typing import Literal
+
+import numpy as np
+from PIL import Image, ImageFile
+
+# Another library in the process may have switched this on; half a JPEG would then become mostly grey pixels.
+ImageFile.LOAD_TRUNCATED_IMAGES = False
+
+MAX_PIXELS = 25_000_000
+WHITE = (255, 255, 255)
+_RESAMPLING = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+# EXIF orientation (tag 0x0112) -> the move that brings the picture upright.
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+# PNG raw mode -> factor from the transparent grey value of the file to the value Pillow's pixels have.
+_GREY_SCALE = {"1": 255, "L;2": 85, "L;4": 17}
+
+
+class BadImage(ValueError):
+    """Bytes that are not a whole, readable, reasonably sized picture; `reason` is a short word, `detail` a sentence."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+def check_header(data: bytes, max_pixels: int = MAX_PIXELS) -> str:
+    """Format by content (JPEG, MPO, PNG, WEBP or GIF), from the header alone.
+
+    Raises BadImage with reason `empty`, `format`, `corrupt` or `too-large`.
+    """
+    return str(_open(data, max_pixels).format)
+
+
+def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """The picture as an upright RGB image.
+
+    EXIF orientation is applied, transparency is laid on white, 16-bit samples are scaled (not clipped), and of an
+    animation the first frame is taken. Colour profiles are ignored. Raises BadImage only.
+    """
+    image = _open(data, max_pixels)
+    if image.format == "PNG":
+        _check_png_chunks(data)
+        _correct_png_transparency(image)
+    try:
+        image.load()
+        upright = _turn_upright(image)
+        rgb = _to_rgb(upright)
+    except Exception as error:  # noqa: BLE001 - fed damaged bytes, a decoder raises what it likes (a dozen kinds seen)
+        text = f"{type(error).__name__}: {error}"
+        raise BadImage("truncated" if "truncated" in text else "corrupt", text[:300]) from None
+    if rgb.width * rgb.height > max_pixels:  # a GIF frame may be larger than its header says
+        raise BadImage("too-large", f"{rgb.width} x {rgb.height} is over {max_pixels} pixels")
+    return rgb
+
+
+def to_pixels(
+    image: Image.Image,
+    side: int,
+    fit: Literal["squash", "crop", "pad"],
+    interpolation: Literal["bilinear", "bicubic"],
+) -> np.ndarray:
+    """Pixels of a square: uint8 [3, side, side], contiguous.
+
+    `squash` ignores the aspect ratio, `crop` takes the central square, `pad` keeps everything on white. Crop and resize
+    are one `resize(box=)`: a third faster than one after the other, and no row of pixels is rounded away.
+    """
+    resampling = _RESAMPLING[interpolation]
+    width, height = image.size
+    if fit == "pad":
+        scale = side / max(width, height)
+        inner = (max(1, round(width * scale)), max(1, round(height * scale)))
+        square = Image.new("RGB", (side, side), WHITE)
+        square.paste(image.resize(inner, resampling), ((side - inner[0]) // 2, (side - inner[1]) // 2))
+    else:
+        square = image.resize((side, side), resampling, box=_source_box(width, height, fit))
+    return np.ascontiguousarray(np.asarray(square).transpose(2, 0, 1))
+
+
+def shrink(image: Image.Image, data: bytes, side: int) -> bytes:
+    """Encoded bytes whose shorter side is `side`; the same bytes where the picture is no larger than that.
+
+    `image` is what `decode(data)` gave. JPEG of quality 90; PNG where the source was lossless (PNG, GIF, lossless WebP).
+    """
+    shorter = min(image.size)
+    if shorter <= side:
+        return data
+    size = (max(1, round(image.width * side / shorter)), max(1, round(image.height * side / shorter)))
+    small = image.resize(size, Image.Resampling.BICUBIC)
+    out = io.BytesIO()
+    if _is_lossless(data):
+        small.save(out, "PNG")
+    else:
+        small.save(out, "JPEG", quality=90)
+    return out.getvalue()
+
+
+def _source_box(width: int, height: int, fit: str) -> tuple[float, float, float, float]:
+    """The part of the source that fills the square."""
+    if fit == "squash":
+        return (0, 0, width, height)
+    short = min(width, height)
+    left, top = (width - short) / 2, (height - short) / 2
+    return (left, top, left + short, top + short)
+
+
+def _sniff(data: bytes) -> str | None:
+    """Name of the decoder for these bytes, by their first ones (Pillow finds MPO inside its JPEG decoder)."""
+    if data.startswith(b"\xff\xd8\xff"):
+        return "JPEG"
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return "PNG"
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "WEBP"
+    return "GIF" if data[:6] in (b"GIF87a", b"GIF89a") else None
+
+
+def _is_lossless(data: bytes) -> bool:
+    return _sniff(data) in ("PNG", "GIF") or data[12:16] == b"VP8L"
+
+
+def _open(data: bytes, max_pixels: int) -> Image.Image:
+    """The image with its header read and nothing decoded yet. Raises BadImage."""
+    if not data:
+        raise BadImage("empty", "no bytes")
+    decoder = _sniff(data)
+    if decoder is None:
+        raise BadImage("format", f"neither JPEG, PNG, WebP, GIF nor MPO: it begins with {data[:12]!r}")
+    try:
+        image = Image.open(io.BytesIO(data), formats=(decoder,))
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise BadImage("too-large", str(error)) from None
+    except Exception as error:  # noqa: BLE001 - as in decode: a damaged header raises many kinds
+        if decoder == "PNG":
+            _check_png_chunks(data)  # says which chunk is damaged, where that is the cause
+        if decoder == "WEBP" and 8 + int.from_bytes(data[4:8], "little") > len(data):
+            raise BadImage("truncated", f"the WebP says it is longer than its {len(data)} bytes") from None
+        known = not isinstance(error, Image.UnidentifiedImageError)  # its text is a memory address
+        raise BadImage("corrupt", f"the {decoder} header cannot be read" + (f": {error}" if known else "")) from None
+    if image.width * image.height > max_pixels:
+        raise BadImage("too-large", f"{image.width} x {image.height} is over {max_pixels} pixels")
+    return image
+
+
+def _check_png_chunks(data: bytes) -> None:
+    """Checksums of the chunks that make the picture, up to the end mark: Pillow does not look at those of the pixels."""
+    start = 8
+    while start + 12 <= len(data):
+        length = int.from_bytes(data[start : start + 4], "big")
+        kind, end = data[start + 4 : start + 8], start + 8 + length
+        if end + 4 > len(data):
+            break
+        critical = kind[0] & 0x20 == 0  # PNG specification, 5.4: upper case means the picture needs it
+        if critical and zlib.crc32(data[start + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
+            raise BadImage("checksum", f"PNG chunk {kind!r} at byte {start} does not match its checksum")
+        if kind == b"IEND":
+            return
+        start = end + 4
+    raise BadImage("truncated", f"the PNG ends at byte {len(data)} without its end mark")
+
+
+def _correct_png_transparency(image: Image.Image) -> None:
+    """Bring the transparent colour of a PNG into the range of the decoded pixels.
+
+    The file states it at its own depth; Pillow compares it, unscaled, with 8-bit pixels (and of 16 bits the low byte).
+    """
+    transparent = image.info.get("transparency")
+    if transparent is None or not image.tile:
+        return
+    raw_mode = image.tile[0][3]
+    if raw_mode == "RGB;16B":
+        image.info["transparency"] = tuple(value >> 8 for value in transparent)
+    elif raw_mode in _GREY_SCALE:
+        image.info["transparency"] = transparent * _GREY_SCALE[raw_mode]
+
+
+def _turn_upright(image: Image.Image) -> Image.Image:
+    try:
+        orientation = image.getexif().get(0x0112, 1)
+    except Exception:  # noqa: BLE001 - damaged EXIF (any parser error) does not make the pixels bad: as if it said nothing
+        orientation = 1
+    return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if image.mode.startswith("I"):
+        return _wide_grey_to_rgb(image)
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    rgba = image.convert("RGBA")
+    canvas = Image.new("RGB", image.size, WHITE)
+    canvas.paste(rgba, mask=rgba.getchannel("A"))
+    return canvas
+
+
+def _wide_grey_to_rgb(image: Image.Image) -> Image.Image:
+    """16-bit grey scaled to 8 bits (Pillow's own conversion clips it to white), its transparent value laid on white."""
+    wide = np.asarray(image).astype(np.uint32)
+    grey = ((wide * 255 + 32767) // 65535).astype(np.uint8)
+    transparent = image.info.get("transparency")
+    if isinstance(transparent, int):
+        grey[wide == transparent] = 255
+    return Image.fromarray(grey).convert("RGB")

@@ -1,0 +1,92 @@
+"""What a prepared set says about itself: manifest.json, written last, and without which nothing counts.
+
+Other programs read it too: `num_rows`, `num_read`, `num_quarantined`, `splits` and `fingerprint` keep their names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import orjson
+
+from mmray.data.place import Place
+from mmray.errors import DataError
+
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+QUARANTINE = "quarantine.jsonl"
+SHARDS = "shards"
+PARTS = "parts"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of rows of one split; `dropped` are the row numbers in it that do not count (duplicates)."""
+
+    file: str
+    split: str | None
+    num_rows: int
+    num_bytes: int
+    sha256: str  # of the rows, in order
+    dropped: tuple[int, ...] = ()
+
+    @property
+    def num_live(self) -> int:
+        return self.num_rows - len(self.dropped)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Shard:
+        return cls(**{**values, "dropped": tuple(values.get("dropped", ()))})
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """num_rows + num_quarantined = num_read, always."""
+
+    num_rows: int
+    num_read: int
+    num_quarantined: int
+    reasons: dict[str, int]  # why rows were quarantined -> how many
+    num_leaks: int  # rows whose images are also in a row of another split
+    splits: dict[str, int]  # rows of each split; empty where no row has one
+    fingerprint: str  # of the rows: the same rows in the same order have the same
+    tokenizer: str | None  # file name
+    source: dict[str, Any]
+    settings: dict[str, Any]
+    shards: tuple[Shard, ...] = field(repr=False)
+    schema_version: int = SCHEMA_VERSION
+
+    def to_json(self) -> bytes:
+        values = asdict(self) | {"format": "mmray prepared set"}
+        return orjson.dumps(values, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+
+def fingerprint(shards: Iterable[Shard]) -> str:
+    """Hex digest of the rows that count, in order."""
+    digest = hashlib.sha256()
+    for shard in shards:
+        digest.update(f"{shard.sha256} {shard.split} {shard.dropped}\n".encode())
+    return digest.hexdigest()
+
+
+def read_manifest(place: Place) -> Manifest | None:
+    """The manifest of a prepared set; None where there is none. Raises DataError where it cannot be read."""
+    if place.size(MANIFEST) is None:
+        return None
+    try:
+        values = orjson.loads(place.read(MANIFEST))
+        if values["schema_version"] != SCHEMA_VERSION:
+            raise DataError(
+                f"{place.address} has schema version {values['schema_version']}, this mmray reads {SCHEMA_VERSION}: "
+                "prepare the source again into another folder"
+            )
+        del values["format"]
+        return Manifest(**{**values, "shards": tuple(Shard.from_json(item) for item in values["shards"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise DataError(
+            f"{place.address}/{MANIFEST} is damaged ({error}): delete it and run the same `mmray prepare` again"
+        ) from None

@@ -1,0 +1,193 @@
+"""Captions: what is accepted, and how it becomes token ids.
+
+`clean` stands in front of the prepared set; the tokenizer is trained on what it lets through, or comes from elsewhere,
+and travels as the text of its tokenizer.json. Only the light `tokenizers` package is used: data workers start in a
+fraction of the time that transformers would cost them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from mmray.errors import UsageError
+
+MAX_CAPTION_BYTES = 64 * 1024
+MAX_TRAINING_TEXTS = 1_000_000  # more captions move a vocabulary of some thousand pieces no further, and all are held
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
+_PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>", "</s>")
+
+
+class BadText(ValueError):
+    """A caption that cannot be used; `reason` is a short word, `detail` a sentence."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+def clean(text: str) -> str:
+    """The caption with control characters removed and runs of white space made one space.
+
+    Raises BadText with reason `type`, `encoding` (half a surrogate pair), `too-long` (64 KiB of UTF-8) or `blank`.
+    """
+    if not isinstance(text, str):
+        raise BadText("type", f"a caption must be text, not {type(text).__name__}")
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise BadText("encoding", f"character {error.start} is half a surrogate pair") from None
+    if num_bytes > MAX_CAPTION_BYTES:
+        raise BadText("too-long", f"{num_bytes} bytes are over {MAX_CAPTION_BYTES}")
+    words = " ".join(text.split())  # before controls go: tab and newline are both
+    kept = "".join(character for character in words if unicodedata.category(character) != "Cc")
+    kept = " ".join(kept.split())
+    if all(unicodedata.category(character) in ("Cf", "Zs") for character in kept):  # zero-width marks show nothing
+        raise BadText("blank", f"nothing to read in {text[:40]!r}")
+    return kept
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
+    """A lower-casing WordPiece tokenizer (BERT's normaliser), as the text of its tokenizer.json.
+
+    The same texts give the same tokenizer in every process. The library's trainer alone does not: it numbers the first
+    pieces as its randomly seeded hash map yields them, and breaks ties by number. So the alphabet is numbered here.
+    Of more than a million texts the first million count.
+    """
+    kept = list(itertools.islice(texts, MAX_TRAINING_TEXTS))
+    normalizer = normalizers.BertNormalizer(lowercase=True)
+    alphabet = _alphabet(kept, normalizer, limit=max(1, (vocab_size - len(SPECIAL)) // 2))
+    pieces = [*SPECIAL, *alphabet, *(f"##{character}" for character in alphabet)]
+    learner = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    learner.normalizer = normalizer
+    learner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=pieces, limit_alphabet=0, show_progress=False
+    )
+    learner.train_from_iterator(kept, trainer)
+    return str(_wordpiece(learner.get_vocab(), lowercase=True).to_str())
+
+
+def load_tokenizer(name: str, trained: str | None) -> str:
+    """The text of a tokenizer.json, for a name as `model.inputs.tokenizer` gives it.
+
+    `trained` is the tokenizer of the prepared set, if it has one. Other names: a directory with tokenizer.json or
+    vocab.txt, a tokenizer.json, a WordPiece vocabulary, or a name on the hub. Raises UsageError.
+    """
+    if name == "trained":
+        if trained is None:
+            raise UsageError(
+                "model.inputs.tokenizer is `trained`, but this prepared set holds no tokenizer: prepare it with "
+                "prepare.vocab_size above 0 (and captions outside the test split), or name another tokenizer"
+            )
+        return trained
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _load_folder(path)
+    if path.is_file():
+        return _load_file(path, None)
+    if name.startswith(("/", "./", "../", "~")) or name.endswith((".txt", ".json")):
+        raise UsageError(f"model.inputs.tokenizer: there is no file or directory {name}")
+    return _load_from_hub(name)
+
+
+class TextEncoder:
+    """Captions to token ids, right-padded to the longest of the call and cut at `max_tokens`."""
+
+    def __init__(self, tokenizer_json: str, max_tokens: int) -> None:
+        self._tokenizer = Tokenizer.from_str(tokenizer_json)
+        self.pad_id = _pad_id(self._tokenizer)
+        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+        self._tokenizer.no_padding()
+        self._tokenizer.enable_truncation(max_tokens)  # cuts the words, keeps [CLS] and [SEP]
+
+    def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int32 [N, T], num_tokens int32 [N]); T is the longest of these texts, at least 1."""
+        rows = [encoding.ids for encoding in self._tokenizer.encode_batch(texts)]
+        num_tokens = np.array([len(row) for row in rows], dtype=np.int32)
+        ids = np.full((len(rows), max(1, num_tokens.max(initial=0))), self.pad_id, dtype=np.int32)
+        for target, row in zip(ids, rows, strict=True):
+            target[: len(row)] = row
+        return ids, num_tokens
+
+
+def _alphabet(texts: list[str], normalizer: normalizers.Normalizer, limit: int) -> list[str]:
+    """The most frequent `limit` characters of the normalised texts, in the order of their code points."""
+    counts: Counter[str] = Counter()
+    for start in range(0, len(texts), 1000):  # one call for many texts: the call costs more than the work
+        counts.update(normalizer.normalize_str("\n".join(texts[start : start + 1000])))
+    ranked = sorted((-count, character) for character, count in counts.items() if not character.isspace())
+    return sorted(character for _, character in ranked[:limit])
+
+
+def _wordpiece(vocabulary: dict[str, int], lowercase: bool) -> Tokenizer:
+    """BERT's tokenizer over this vocabulary. Raises UsageError where it lacks a token that BERT cannot do without."""
+    missing = [token for token in ("[UNK]", "[CLS]", "[SEP]", "[PAD]") if token not in vocabulary]
+    if missing:
+        raise UsageError(f"model.inputs.tokenizer: the vocabulary has no {', '.join(missing)}: it is not WordPiece's")
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = processors.BertProcessing(
+        ("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"])
+    )
+    tokenizer.add_special_tokens([token for token in SPECIAL if token in vocabulary])
+    return tokenizer
+
+
+def _load_folder(folder: Path) -> str:
+    if (folder / "tokenizer.json").is_file():
+        return _load_file(folder / "tokenizer.json", None)
+    if not (folder / "vocab.txt").is_file():
+        raise UsageError(f"model.inputs.tokenizer: {folder} holds neither tokenizer.json nor vocab.txt")
+    settings = folder / "tokenizer_config.json"
+    try:
+        lowercase = json.loads(settings.read_text()).get("do_lower_case") if settings.is_file() else None
+    except (ValueError, AttributeError):
+        raise UsageError(f"model.inputs.tokenizer: {settings} is not a JSON object") from None
+    return _load_file(folder / "vocab.txt", lowercase)
+
+
+def _load_file(path: Path, lowercase: bool | None) -> str:
+    """A tokenizer.json as it is, or BERT's tokenizer over a vocabulary of one token a line.
+
+    A vocabulary does not say whether it is lower-cased; one without a single capital letter is.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        if text.lstrip().startswith("{"):
+            return str(Tokenizer.from_str(text).to_str())
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for a file it cannot parse
+        raise UsageError(f"model.inputs.tokenizer: {path} cannot be read as a tokenizer: {error}") from None
+    vocabulary = {token: index for index, token in enumerate(text.removesuffix("\n").split("\n"))}
+    if lowercase is None:
+        lowercase = not any(token != token.lower() for token in vocabulary if not token.startswith("["))
+    return str(_wordpiece(vocabulary, lowercase).to_str())
+
+
+def _load_from_hub(name: str) -> str:
+    try:
+        return str(Tokenizer.from_pretrained(name).to_str())
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for every cause
+        raise UsageError(
+            f"model.inputs.tokenizer: {name!r} is no file or directory here, and the hub did not give it "
+            f"({str(error).splitlines()[0][:200]}): check the name, or, where there is no network, name a directory "
+            "with tokenizer.json, a vocab.txt, or `trained`"
+        ) from None
+
+
+def _pad_id(tokenizer: Tokenizer) -> int:
+    """Id that fills up; padded positions are masked, so a tokenizer without a pad token may use any."""
+    if tokenizer.padding:
+        return int(tokenizer.padding["pad_id"])
+    found = (tokenizer.token_to_id(name) for name in _PAD_NAMES)
+    return next((index for index in found if index is not None), 0)

@@ -1,0 +1,213 @@
+"""Image encoders: pixels to one feature vector a picture, before the projection into the shared space.
+
+The sample's journey: uint8 pixels come from data/, two_tower.py normalises them on the training device, a tower here turns
+them into features [B, width]. Every tower has the attribute `width`. None but the ResNets has BatchNorm, none has dropout.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.error import URLError
+
+import safetensors.torch
+import torch
+import torchvision
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from mmray.errors import UsageError
+
+if TYPE_CHECKING:
+    from mmray.config import ImageTower
+
+GROUP_CHANNELS = 8  # channels of one GroupNorm group
+
+
+def build_image_tower(spec: ImageTower, image_side: int, batch_norm: str, fetch: bool = True) -> nn.Module:
+    """The image tower that `spec` names, with its weights; `fetch=False` leaves them for the caller to load.
+
+    batch_norm: `local`, `frozen` or `synced` (model.batch_norm); of the towers here it concerns the ResNets only.
+    Raises UsageError naming the setting.
+    """
+    if spec.name == "convnet":
+        tower: nn.Module = ConvNet(spec.width, spec.depth, image_side)
+    elif spec.name == "vit":
+        tower = _vit(spec, image_side)
+    else:
+        tower = _resnet(spec, batch_norm)
+    if fetch and spec.weights != "none":
+        _load(tower, _pretrained(spec.name) if spec.weights == "pretrained" else _read(spec.weights), spec)
+    return tower
+
+
+class ConvNet(nn.Module):
+    """Small residual network with GroupNorm: fast on a CPU, the same in training and evaluation.
+
+    Pixels [B, 3, S, S] -> features [B, width]. Stage i has `channels * i` channels and half the resolution of the one
+    before it. Source: pre-activation residual blocks (He et al. 2016, arXiv:1603.05027), GroupNorm (Wu & He 2018), and
+    two input channels that hold each pixel's place (Liu et al. 2018, arXiv:1807.03247), without which the mean over
+    the picture would forget where things are.
+    """
+
+    def __init__(self, channels: int, depth: int, image_side: int) -> None:
+        super().__init__()
+        if channels % GROUP_CHANNELS:
+            raise UsageError(f"model.image.width: a convnet takes a multiple of {GROUP_CHANNELS} (got {channels})")
+        if image_side < 2 ** (depth + 1):
+            raise UsageError(
+                f"model.image.depth: {depth} stages halve an image more often than {image_side} pixels allow "
+                f"(model.inputs.image_side); take a smaller depth or a larger image"
+            )
+        self.width = channels * depth
+        self.stem = nn.Conv2d(5, channels, 3, stride=2, padding=1, bias=False)
+        sizes = [channels * max(stage, 1) for stage in range(depth + 1)]
+        self.stages = nn.Sequential(*(_Block(sizes[i], sizes[i + 1]) for i in range(depth)))
+        self.norm = _norm(self.width)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Normalised pixels [B, 3, S, S] -> features [B, width]."""
+        hidden = self.stages(self.stem(torch.cat([pixels, _places(pixels)], dim=1)))
+        return self.norm(hidden).relu().mean(dim=(2, 3))
+
+
+class _Block(nn.Module):
+    """One stage: halves the resolution, pre-activation, two 3 x 3 convolutions and a 1 x 1 way round them."""
+
+    def __init__(self, channels_in: int, channels_out: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = _norm(channels_in), _norm(channels_out)
+        self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride=2, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
+        self.shortcut = nn.Sequential(nn.AvgPool2d(2), nn.Conv2d(channels_in, channels_out, 1, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        active = self.norm1(x).relu()
+        return self.shortcut(active) + self.conv2(self.norm2(self.conv1(active)).relu())
+
+
+def _norm(channels: int) -> nn.GroupNorm:
+    return nn.GroupNorm(channels // GROUP_CHANNELS, channels)
+
+
+def _places(pixels: Tensor) -> Tensor:
+    """Each pixel's row and column in -1..1, [B, 2, H, W]."""
+    height, width = pixels.shape[-2:]
+    rows = torch.linspace(-1, 1, height, device=pixels.device, dtype=pixels.dtype)
+    columns = torch.linspace(-1, 1, width, device=pixels.device, dtype=pixels.dtype)
+    return torch.stack(torch.meshgrid(rows, columns, indexing="ij")).expand(len(pixels), -1, -1, -1)
+
+
+class _Torchvision(nn.Module):
+    """A torchvision network without its classifier; `frozen` keeps BatchNorm on the statistics of its weights.
+
+    Frozen layers normalise as in evaluation while training too; their scale and shift still learn.
+    """
+
+    def __init__(self, net: nn.Module, width: int, frozen: bool = False) -> None:
+        super().__init__()
+        self.net, self.width, self.frozen = net, width, frozen
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Normalised pixels [B, 3, S, S] -> features [B, width]."""
+        features: Tensor = self.net(pixels)
+        return features
+
+    def train(self, mode: bool = True) -> _Torchvision:
+        super().train(mode)
+        if self.frozen:
+            for module in self.modules():
+                if isinstance(module, nn.BatchNorm2d):
+                    module.eval()
+        return self
+
+
+def _vit(spec: ImageTower, image_side: int) -> _Torchvision:
+    """torchvision's VisionTransformer (Dosovitskiy et al. 2021); features are the class token's."""
+    if spec.width % spec.heads:
+        raise UsageError(
+            f"model.image.heads: width {spec.width} cannot be shared out over {spec.heads} heads; "
+            f"take a number of heads that divides model.image.width"
+        )
+    if image_side % spec.patch:
+        raise UsageError(
+            f"model.image.patch: patches of {spec.patch} pixels do not tile an image of {image_side} "
+            f"(model.inputs.image_side); take a side that {spec.patch} divides"
+        )
+    net = torchvision.models.VisionTransformer(
+        image_side, spec.patch, spec.depth, spec.heads, spec.width, mlp_dim=4 * spec.width, num_classes=1
+    )
+    net.heads = nn.Identity()
+    return _Torchvision(net, spec.width)
+
+
+def _resnet(spec: ImageTower, batch_norm: str) -> _Torchvision:
+    """torchvision's ResNet (He et al. 2016) up to its pooled features."""
+    if batch_norm == "frozen" and spec.weights == "none":
+        raise UsageError(
+            "model.batch_norm: `frozen` keeps the running statistics of the weights, and model.image.weights is `none`; "
+            "set model.batch_norm to `local`, or model.image.weights to `pretrained` or a file"
+        )
+    net = torchvision.models.get_model(spec.name, weights=None)
+    width = net.fc.in_features
+    net.fc = nn.Identity()
+    if batch_norm == "synced":
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    return _Torchvision(net, width, frozen=batch_norm == "frozen")
+
+
+def _pretrained(name: str) -> dict[str, Tensor]:
+    """torchvision's best weights of a network, from its cache or the network. Raises UsageError."""
+    if not name.startswith("resnet"):
+        raise UsageError(f"model.image.weights: there are no pretrained weights for `{name}`; take `none` or a file")
+    weights = torchvision.models.get_model_weights(name).DEFAULT
+    try:
+        state: dict[str, Tensor] = weights.get_state_dict(progress=False, check_hash=True)
+    except (URLError, TimeoutError, ConnectionError) as error:
+        raise UsageError(
+            f"model.image.weights: the pretrained weights of {name} are not on this machine and cannot be fetched "
+            f"({error}); fetch {weights.url} where there is a network and set model.image.weights to the file, "
+            f"or set it to `none`"
+        ) from None
+    return state
+
+
+def _read(file: str) -> dict[str, Tensor]:
+    """Tensors of a .safetensors file, or of a file that torch.load reads with weights_only. Raises UsageError."""
+    path = Path(file).expanduser()
+    if not path.is_file():
+        raise UsageError(
+            f"model.image.weights: there is no file {path}; give `none`, `pretrained`, or a file of weights"
+        )
+    try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        state: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        raise UsageError(f"model.image.weights: {path} cannot be read as weights: {_first_line(error)}") from None
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise UsageError(
+            f"model.image.weights: {path} is not a state_dict (names to tensors); save `model.state_dict()`"
+        )
+    return state
+
+
+def _load(tower: nn.Module, state: dict[str, Tensor], spec: ImageTower) -> None:
+    """Put weights into a tower; a classifier's are dropped. Raises UsageError where names or shapes differ."""
+    target = tower.net if isinstance(tower, _Torchvision) else tower
+    state = {name: value for name, value in state.items() if not name.startswith(("fc.", "heads."))}
+    try:
+        missing, unexpected = target.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        detail = str(error).splitlines()[1].strip()
+        raise UsageError(f"model.image.weights: {spec.weights} is not of a {spec.name}: {detail}") from None
+    if missing or unexpected:
+        raise UsageError(
+            f"model.image.weights: {spec.weights} is not of a {spec.name} of this shape: {len(missing)} weights are "
+            f"missing and {len(unexpected)} unknown, the first is {[*missing, *unexpected][0]}"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,32 @@
+"""A batch of noise in the shape a model takes in: mistakes in a model show before any data is read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from mmray.config import Inputs
+
+
+def synthetic_batch(
+    inputs: Inputs, vocab_size: int, rows: int, device: torch.device | str, seed: int = 0
+) -> dict[str, Tensor]:
+    """`rows` valid rows of random pixels and full-length random captions, with distinct keys and positions.
+
+    Returns what data/collate.py returns: image uint8 [B, 3, S, S], input_ids and attention_mask int64 [B, max_tokens],
+    key and pos int64 [B], valid bool [B]. Drawn on the CPU, so that every device gets the same.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    side, tokens = inputs.image_side, inputs.max_tokens
+    batch = {
+        "image": torch.randint(0, 256, (rows, 3, side, side), dtype=torch.uint8, generator=draw),
+        "input_ids": torch.randint(0, vocab_size, (rows, tokens), generator=draw),
+        "attention_mask": torch.ones(rows, tokens, dtype=torch.long),
+        "key": torch.arange(rows),
+        "valid": torch.ones(rows, dtype=torch.bool),
+        "pos": torch.arange(rows),
+    }
+    return {name: column.to(device) for name, column in batch.items()}

@@ -1,0 +1,134 @@
+"""From the stream's micro-batches to a share on the training device: checked, without padding, one step ahead.
+
+Stands between data/stream.py (CPU tensors in the run's order) and train/step.py. Padding ends here: it would reach
+BatchNorm's statistics and cost time in every tower.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmray.errors import TrainingError
+from mmray.objectives.protocol import Batch
+
+Item = TypeVar("Item")
+Ready = TypeVar("Ready")
+
+
+class Positions(Protocol):
+    """What is needed here of data/order.py's Plan."""
+
+    def positions(self, step: int, rank: int) -> np.ndarray:
+        """Positions in the run's order [share] that a rank takes in a step; -1 is padding."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of a global batch: valid rows only, in micro-batches of at least one row each."""
+
+    micros: list[Batch]
+    keys: Tensor  # int64 [valid rows], on the CPU
+    rows: int  # rows with padding: the same on every rank, which the gather needs
+    wait_s: float = 0.0
+
+    @property
+    def empty(self) -> bool:
+        """No valid row at all: one padding row stands in, because every rank must take part in every collective."""
+        return len(self.keys) == 0
+
+
+def share_of(micros: list[Batch]) -> Share:
+    """A share from micro-batches as they come, invalid rows taken out."""
+    valid = torch.cat([micro["valid"] for micro in micros])
+    keys = torch.cat([micro["key"] for micro in micros])
+    if bool(valid.all()):
+        return Share(micros, keys, len(valid))
+    kept = [_rows(micro, micro["valid"]) for micro in micros if bool(micro["valid"].any())]
+    if not kept:
+        kept = [_rows(micros[0], torch.tensor([0]))]
+    return Share(kept, keys[valid], len(valid))
+
+
+def feed(steps: Iterable[list[Batch]], plan: Positions, first: int, rank: int, device: torch.device) -> Iterator[Share]:
+    """Shares on `device`, the first of step `first`; the next one is read and copied while the last one computes.
+
+    `wait_s` is the time the caller stood waiting. Raises TrainingError when rows are not those of the plan.
+    """
+    shares = _checked(steps, plan, first, rank)
+    if device.type == "cuda":
+        shares = _ahead(_copied(shares, device), _arrive)
+    return _timed(shares)
+
+
+def _checked(steps: Iterable[list[Batch]], plan: Positions, first: int, rank: int) -> Iterator[Share]:
+    for step, micros in enumerate(steps, start=first):
+        check_positions(torch.cat([micro["pos"] for micro in micros]).numpy(), plan.positions(step, rank), step, rank)
+        yield share_of(micros)
+
+
+def check_positions(got: np.ndarray, expected: np.ndarray, step: int, rank: int) -> None:
+    """Raise TrainingError at the first row that is not the one the order names."""
+    if np.array_equal(got, expected):
+        return
+    if len(got) != len(expected):
+        found = f"{len(got)} rows came where {len(expected)} belong"
+    else:
+        index = int(np.flatnonzero(got != expected)[0])
+        found = f"row {index} of the share is position {got[index]} where {expected[index]} belongs"
+    raise TrainingError(
+        f"the stream lost the order at step {step + 1} on rank {rank}: {found}. "
+        "No step was taken on it. Start the same command again: it goes on from the newest checkpoint"
+    )
+
+
+def _rows(micro: Batch, which: Tensor) -> Batch:
+    return {name: tensor[which] for name, tensor in micro.items()}
+
+
+def _timed(shares: Iterator[Share]) -> Iterator[Share]:
+    while True:
+        start_s = time.perf_counter()
+        share = next(shares, None)
+        if share is None:
+            return
+        yield replace(share, wait_s=time.perf_counter() - start_s)
+
+
+def _copied(shares: Iterator[Share], device: torch.device) -> Iterator[tuple[Share, torch.cuda.Event]]:
+    """Shares on their way to the device, each with the event of its arrival; copies run beside the computation."""
+    stream = torch.cuda.Stream(device)
+    for share in shares:
+        with torch.cuda.stream(stream):
+            micros = [
+                {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in micro.items()}
+                for micro in share.micros
+            ]
+            arrived = stream.record_event()
+        yield replace(share, micros=micros), arrived
+
+
+def _arrive(copied: tuple[Share, torch.cuda.Event]) -> Share:
+    share, arrived = copied
+    current = torch.cuda.current_stream()
+    current.wait_event(arrived)
+    for micro in share.micros:
+        for tensor in micro.values():
+            tensor.record_stream(current)  # else the allocator would reuse it for the next copy too early
+    return share
+
+
+def _ahead(items: Iterator[Item], ready: Callable[[Item], Ready]) -> Iterator[Ready]:
+    """Items through `ready`, the next one being made in a thread meanwhile."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="mmray-feed") as thread:
+        coming = thread.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = thread.submit(next, items, None)
+            yield ready(item)

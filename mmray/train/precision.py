@@ -1,0 +1,48 @@
+"""Mixed precision: which number format a forward runs in, and whether the loss must be scaled for it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What autocast uses; weights, loss and optimizer stay in float32."""
+
+    name: str
+    dtype: torch.dtype | None
+    device_type: str
+
+    @property
+    def needs_scaler(self) -> bool:
+        """Gradients of fp16 underflow unless the loss is scaled up; bf16 has float32's range."""
+        return self.dtype == torch.float16
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Scope of a forward. A fresh one each time: weights cast under no_grad must not be reused with gradients."""
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device_type, self.dtype)
+
+    def scaler(self) -> torch.amp.GradScaler:
+        """A loss scaler; it does nothing where none is needed."""
+        return torch.amp.GradScaler(self.device_type, enabled=self.needs_scaler)
+
+
+def choose(setting: str, device: torch.device) -> Precision:
+    """Precision for a `train.precision`: auto is bf16 on GPUs that have it, fp16 on older ones, fp32 on a CPU."""
+    if setting == "auto":
+        setting = _best(device)
+    return Precision(setting, _DTYPES[setting], device.type)
+
+
+def _best(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "fp32"
+    with torch.cuda.device(device):
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"

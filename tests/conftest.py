@@ -1,0 +1,35 @@
+"""What all tests share: one Ray on this machine, and the places of optional real data."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before Ray is imported anywhere: one authentication mode for heads and clients, and quick looks at workers.
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+ROOT = Path(__file__).parents[1]
+SHARED = Path(os.environ.get("MMRAY_SHARED", ROOT.parent / "shared" / "data"))
+
+
+@pytest.fixture(scope="session")
+def local_ray():
+    """Ray with 8 logical CPUs on this machine, started once for all tests that need it."""
+    import ray
+    import ray.data
+
+    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def shared_data():
+    """Real images beside the checkout, where there are any."""
+    if not SHARED.is_dir():
+        pytest.skip("needs the data folder beside the checkout (or MMRAY_SHARED)")
+    return SHARED

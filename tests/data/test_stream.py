@@ -1,0 +1,153 @@
+"""The stream on Ray: every row where the order puts it, for any number of workers, from any step."""
+
+import io
+
+import numpy as np
+import pytest
+import ray
+from PIL import Image
+
+from mmray.config import Inputs
+from mmray.data.collate import steps_of
+from mmray.data.manifest import MANIFEST, Manifest, fingerprint
+from mmray.data.order import PADDING, Blocks, Plan, Start
+from mmray.data.place import Place
+from mmray.data.reader import RowReader
+from mmray.data.store import PreparedSet, Row, images_sha256, key_id, write_shard
+from mmray.data.stream import Stream, steps_per_block
+from mmray.data.text import train_tokenizer
+
+INPUTS = Inputs(image_side=8, fit="squash", max_tokens=12)
+CAPTIONS = ["a", "a red one", "a much longer caption of a row"]
+
+
+def make_set(folder, num_rows, damage=()):
+    """A prepared set whose row r is an image of grey level r % 256; rows in `damage` have bytes that do not decode."""
+    rows = []
+    for number in range(num_rows):
+        file = io.BytesIO()
+        Image.new("RGB", (16, 16), (number % 256,) * 3).save(file, "PNG")
+        data = b"broken" if number in damage else file.getvalue()
+        rows.append(
+            Row(f"row-{number}", [data], [CAPTIONS[number % 3]], source=f"s:{number}", sha256=images_sha256([data]))
+        )
+    place = Place(str(folder))
+    place.make()
+    shards = (
+        write_shard(rows[: num_rows // 2], place, "0.arrow"),
+        write_shard(rows[num_rows // 2 :], place, "1.arrow"),
+    )
+    manifest = Manifest(num_rows, num_rows, 0, {}, 0, {}, fingerprint(shards), None, {}, {}, shards)
+    place.write(MANIFEST, manifest.to_json())
+    return PreparedSet.open(str(folder))
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    prepared = make_set(tmp_path_factory.mktemp("set"), 117)
+    return RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
+
+
+@ray.remote(num_cpus=0)
+def consume(iterator, plan):
+    """Keys of each step of one rank, as a training worker gets them."""
+    blocks = iterator.iter_batches(batch_size=None, batch_format="numpy")
+    return [
+        [
+            (int(k), int(p))
+            for micro in step
+            for k, p, v in zip(micro["key"], micro["pos"], micro["valid"], strict=True)
+            if v
+        ]
+        for step in steps_of(blocks, plan)
+    ]
+
+
+def stream(reader, plan, first_step):
+    made = Stream(lambda world: Start(plan, first_step), reader, workers=2, block_mb=0.01)
+    assert made.configure({"start": None}, plan.world)[0]["start"].step == first_step
+    iterators = [shard["train"] for shard in made.configure({"train": None}, plan.world)]
+    ranks = ray.get([consume.remote(iterator, plan) for iterator in iterators])
+    return [sorted(sum(parts, [])) for parts in zip(*ranks, strict=True)]
+
+
+def expected(plan, first_step):
+    out = []
+    for step in range(first_step, plan.steps):
+        positions = np.concatenate([plan.positions(step, rank) for rank in range(plan.world)])
+        positions = positions[positions != PADDING]
+        out.append(
+            sorted((key_id(f"row-{row}"), int(p)) for row, p in zip(plan.rows_at(positions), positions, strict=True))
+        )
+    return out
+
+
+@pytest.mark.parametrize(
+    ("world", "global_rows", "micro", "first_step"), [(1, 16, 16, 0), (2, 16, 4, 5), (3, 10, 2, 0)]
+)
+def test_every_row_where_the_order_puts_it(local_ray, reader, world, global_rows, micro, first_step):
+    plan = Plan(117, global_rows, world, micro, seed=3, steps=30)
+    assert stream(reader, plan, first_step) == expected(plan, first_step)
+
+
+def test_blocks_of_a_group_are_equal_and_cover_all_steps():
+    plan = Plan(117, 16, 3, 4, 0, steps=29)
+    blocks = Blocks(plan, 4, 7)
+    sizes = [len(blocks.positions(block)) for block in range(blocks.count)]
+    assert all(len(set(sizes[group : group + 3])) == 1 for group in range(0, blocks.count, 3))
+    seen = np.concatenate([blocks.positions(block) for block in range(blocks.count)])
+    assert sorted(seen[seen != PADDING]) == list(range(plan.rows_start(4), plan.rows_stop(28)))
+
+
+def test_block_size_follows_the_row():
+    plan = Plan(10**6, 256, 2, 64, 0, steps=10**6)
+    assert steps_per_block(plan, row_bytes=3 * 224 * 224, block_mb=24) == 1
+    assert steps_per_block(plan, row_bytes=3 * 64 * 64, block_mb=24) == 15
+
+
+def test_a_block_holds_pixels_tokens_and_padding(reader):
+    plan = Plan(117, 5, 2, 3, seed=0, steps=4, shuffle=False)
+    block = reader.block(plan, plan.positions(0, 1))
+    assert block["pos"].tolist() == [3, 4, PADDING]
+    assert block["valid"].tolist() == [True, True, False]
+    assert block["key"].tolist() == [key_id("row-3"), key_id("row-4"), 0]
+    assert (block["image"][0] == 3).all() and (block["image"][2] == 0).all()
+    (micro,) = next(steps_of([block], plan))
+    assert micro["attention_mask"].sum(1).tolist() == block["num_tokens"].tolist()
+    assert micro["input_ids"].shape[1] == block["num_tokens"].max()
+
+
+def test_a_row_that_cannot_be_read_keeps_its_place(tmp_path):
+    reader = RowReader(make_set(tmp_path, 6, damage={2}), INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
+    block = reader.block(Plan(6, 6, 1, 6, 0, 1, shuffle=False), np.arange(6))
+    assert block["valid"].tolist() == [True, True, False, True, True, True]
+    assert block["pos"].tolist() == list(range(6))
+    record, reason = reader.fault(2)
+    assert record.key == "row-2" and "format" in reason
+
+
+def test_a_damaged_record_costs_itself_only(tmp_path):
+    prepared = make_set(tmp_path, 40)
+    reader = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
+    shard = tmp_path / "0.arrow"
+    data = bytearray(shard.read_bytes())
+    at = data.index(prepared.read(np.array([11]))[0].images[0])
+    data[at + 40] ^= 1
+    shard.write_bytes(data)
+    block = reader.block(Plan(40, 40, 1, 40, 0, 1, shuffle=False), np.arange(40))
+    assert np.flatnonzero(~block["valid"]).tolist() == [11]
+    assert "checksum" in reader.fault(11)[1]
+
+
+def test_a_caption_is_chosen_anew_each_epoch_and_the_same_again(tmp_path):
+    data = make_set(tmp_path, 1).read(np.array([0]))[0].images[0]
+    place = Place(str(tmp_path / "many"))
+    place.make()
+    row = Row("k", [data], CAPTIONS, source="s:1", sha256=images_sha256([data]))
+    shards = (write_shard([row], place, "0.arrow"),)
+    place.write(MANIFEST, Manifest(1, 1, 0, {}, 0, {}, fingerprint(shards), None, {}, {}, shards).to_json())
+    reader = RowReader(PreparedSet.open(place.address), INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
+    plan = Plan(1, 1, 1, 1, seed=0, steps=40)
+    lengths = reader.block(plan, np.arange(40))["num_tokens"]
+    assert len(set(lengths.tolist())) == 3
+    assert np.array_equal(lengths[7:9], reader.block(plan, np.arange(7, 9))["num_tokens"])

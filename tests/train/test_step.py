@@ -1,0 +1,204 @@
+"""A step in any number of micro-batches is the step of the whole batch: gradients, weights, buffers, temperature."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mmray.train import optimizer
+from mmray.train.feed import share_of
+from mmray.train.precision import Precision
+from mmray.train.seeding import micro_seed
+from mmray.train.step import Learner, accumulate, local_count, optimizer_step
+from tests.train import toy
+
+ROWS = 29  # of no power of two: the last micro-batch is ragged at 2, 4 and 8
+INVALID = (3, 8, 9, 10, 11, 28)  # inside, at the end, and one whole micro-batch at 8
+STEPS = 20
+
+
+def micro_of(accumulation: int) -> int:
+    return -(-ROWS // accumulation)
+
+
+def take(learner: Learner, micros: list[dict[str, Tensor]], step: int):
+    share = share_of(micros)
+    total = local_count(learner.objective, share)
+    return optimizer_step(learner, share, total, lambda index: micro_seed(toy.SEED, step, 0, index))
+
+
+def train(model: nn.Module, micro: int, **options) -> Tensor:
+    learner = toy.learner(model, **options)
+    for step in range(STEPS):
+        assert take(learner, toy.cut(toy.rows(ROWS, step, INVALID), micro), step).finite
+    return toy.flat(model)
+
+
+def train_plainly(model: nn.Module, micro: int) -> Tensor:
+    adam = optimizer.build(model, toy.OPTIMIZER)
+    for step in range(STEPS):
+        toy.reference_gradients(model, toy.cut(toy.rows(ROWS, step, INVALID), micro), step)
+        nn.utils.clip_grad_norm_(model.parameters(), toy.OPTIMIZER.clip_norm)
+        adam.step()
+        model.constrain()
+        adam.zero_grad()
+    return toy.flat(model)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("accumulation", [1, 2, 4, 8])
+def test_accumulated_is_the_plain_step_in_float64(accumulation: int, dropout: float):
+    micro = micro_of(accumulation)
+    clever = train(toy.Toy(dropout).double(), micro)
+    plain = train_plainly(toy.Toy(dropout).double(), micro)
+    assert (clever - toy.flat(toy.Toy().double())).abs().max() > 0.01, "nothing was learned, nothing is compared"
+    torch.testing.assert_close(clever, plain, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("accumulation", [2, 4, 8])
+def test_accumulated_is_the_whole_batch_without_dropout(accumulation: int):
+    clever = train(toy.Toy().double(), micro_of(accumulation))
+    whole = train_plainly(toy.Toy().double(), ROWS)
+    torch.testing.assert_close(clever, whole, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("accumulation", [1, 2, 4, 8])
+def test_accumulated_is_the_plain_step_in_float32(accumulation: int, dropout: float):
+    start = toy.flat(toy.Toy())
+    clever = train(toy.Toy(dropout), micro_of(accumulation)) - start
+    plain = train_plainly(toy.Toy(dropout), micro_of(accumulation)) - start
+    assert (clever - plain).norm() / plain.norm() < 1e-4
+
+
+def test_dropout_is_really_on():
+    assert not torch.allclose(train(toy.Toy(0.3), 8), train(toy.Toy(0.0), 8), atol=1e-3)
+
+
+def test_plain_accumulation_would_have_differed():
+    """The equality above has teeth: losses within each micro-batch are another loss."""
+    micros = toy.cut(toy.rows(ROWS, 0), micro_of(4))
+    whole, pieces = toy.Toy().double(), toy.Toy().double()
+    toy.reference_gradients(whole, micros, 0)
+    for micro in micros:
+        out = pieces(micro)
+        share = len(micro["valid"]) / ROWS
+        (toy.naive_contrastive(out["image_embed"], out["text_embed"], out["logit_scale"]) * share).backward()
+    expected = toy.flat_gradient(whole)
+    assert (toy.flat_gradient(pieces) - expected).norm() / expected.norm() > 0.1
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_temperature_gradient_counts_once(accumulation: int):
+    micros = toy.cut(toy.rows(ROWS, 0), micro_of(accumulation))
+    expected, model = toy.Toy().double(), toy.Toy().double()
+    loss = toy.reference_gradients(expected, micros, 0)
+    learner, share = toy.learner(model), share_of(micros)
+    total = local_count(learner.objective, share)
+    sums, shared = accumulate(learner, share, total, lambda index: 0)
+    torch.testing.assert_close(model.log_scale.grad, expected.log_scale.grad, rtol=0, atol=1e-12)
+    torch.testing.assert_close(sums["loss"] / total, loss, rtol=0, atol=1e-12)
+    torch.testing.assert_close(shared["logit_scale"], expected.log_scale.exp().detach())
+
+
+def test_a_scaled_loss_gives_the_same_step():
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=3)
+    scaled = train(toy.Toy().double(), 8, scaler=scaler)
+    assert scaler.get_scale() > 2.0**14  # it was on, and saw finite steps
+    torch.testing.assert_close(scaled, train(toy.Toy().double(), 8), rtol=0, atol=1e-9)
+
+
+def test_running_statistics_see_each_valid_row_once():
+    micros = toy.cut(toy.rows(ROWS, 0, INVALID), micro_of(8))
+    clever, plain = toy.Toy(batch_norm=True).double(), toy.Toy(batch_norm=True).double()
+    take(toy.learner(clever), micros, 0)
+    for micro in micros:
+        if micro["valid"].any():
+            plain({name: tensor[micro["valid"]] for name, tensor in micro.items()})
+    for (name, got), (_, expected) in zip(clever.named_buffers(), plain.named_buffers(), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12, msg=name)
+
+
+def test_a_share_of_padding_leaves_gradients_and_statistics_alone():
+    model = toy.Toy(batch_norm=True).double()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    learner, share = toy.learner(model), share_of(toy.cut(toy.rows(4, 0, (0, 1, 2, 3)), 2))
+    assert share.empty
+    assert share.rows == 4
+    sums, _ = accumulate(learner, share, local_count(learner.objective, share), lambda index: 0)
+    assert sums["loss"] == 0
+    assert not toy.flat_gradient(model).any()
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, before[name], rtol=0, atol=0)
+
+
+def test_not_a_number_skips_the_step():
+    model = toy.Toy()
+    learner = toy.learner(model)
+    take(learner, toy.cut(toy.rows(8, 0), 4), 0)
+    before = toy.flat(model)
+    with torch.no_grad():
+        bias = model.caption[1].bias
+        kept = bias.clone()
+        bias[0] = float("nan")
+    result = take(learner, toy.cut(toy.rows(8, 1), 4), 1)
+    with torch.no_grad():
+        bias.copy_(kept)
+    assert not result.finite
+    torch.testing.assert_close(toy.flat(model), before, rtol=0, atol=0)
+    assert take(learner, toy.cut(toy.rows(8, 2), 4), 2).finite
+
+
+def test_what_stands_in_invalid_rows_does_not_matter():
+    micros = toy.cut(toy.rows(ROWS, 0, INVALID), 8)
+    models = [toy.Toy().double(), toy.Toy().double()]
+    for model, fill in zip(models, (0, 255), strict=True):
+        for micro in micros:
+            micro["image"][~micro["valid"]] = fill
+        take(toy.learner(model), micros, 0)
+    torch.testing.assert_close(toy.flat(models[0]), toy.flat(models[1]), rtol=0, atol=0)
+
+
+def test_bfloat16_comes_close_to_float32():
+    bf16 = Precision("bf16", torch.bfloat16, "cpu")
+    share = share_of(toy.cut(toy.rows(ROWS, 0), 8))
+    gradients = []
+    for precision in (toy.FP32, bf16):
+        model = toy.Toy()
+        learner = toy.learner(model, precision=precision)
+        accumulate(learner, share, local_count(learner.objective, share), lambda index: 0)
+        gradients.append(toy.flat_gradient(model))
+        assert gradients[-1].dtype == torch.float32
+    error = (gradients[1] - gradients[0]).norm() / gradients[0].norm()
+    assert 1e-6 < error < 0.05  # really another format, and not another gradient
+
+
+def test_a_frozen_branch_stays_and_the_rest_learns():
+    model = toy.Toy()
+    for parameter in model.pixels.parameters():
+        parameter.requires_grad_(False)
+    pixels, words = model.pixels[2].weight.clone(), model.words.weight.clone()
+    take(toy.learner(model), toy.cut(toy.rows(ROWS, 0), 8), 0)
+    torch.testing.assert_close(model.pixels[2].weight, pixels, rtol=0, atol=0)
+    assert not torch.equal(model.words.weight, words)
+
+
+@pytest.mark.parametrize("accumulation", [2, 4, 8])
+def test_a_row_by_row_objective_accumulates_to_the_whole(accumulation: int):
+    whole = train(toy.Toy().double(), ROWS, objective=toy.Regression())
+    pieces = train(toy.Toy().double(), micro_of(accumulation), objective=toy.Regression())
+    torch.testing.assert_close(pieces, whole, rtol=0, atol=1e-9)
+
+
+def test_a_row_by_row_step_has_the_gradient_of_the_mean():
+    batch = toy.rows(ROWS, 0)
+    expected, model = toy.Toy().double(), toy.Toy().double()
+    out = expected(batch)
+    weight = batch["attention_mask"].sum(1)
+    mean = ((out["image_embed"] - out["text_embed"]).square().sum(1) * weight).sum() / weight.sum()
+    (mean * out["logit_scale"]).backward()
+    learner, share = toy.learner(model, objective=toy.Regression()), share_of(toy.cut(batch, 8))
+    sums, _ = accumulate(learner, share, local_count(learner.objective, share), lambda index: 0)
+    torch.testing.assert_close(toy.flat_gradient(model), toy.flat_gradient(expected), rtol=0, atol=1e-12)
+    torch.testing.assert_close(sums["distance"] / weight.sum(), mean.detach(), rtol=0, atol=1e-12)
