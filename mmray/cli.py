@@ -39,13 +39,14 @@ class Reporter:
         self.screen.note(text, label)
 
     def preparing(self, progress: Any) -> None:
-        self.screen.show(progress.rows, progress.total_rows, f"{progress.quarantined:,} quarantined", "rows")
+        if progress.total_rows:  # unknown while the source is being scanned
+            figures = f"{progress.bad_rows:,} set aside"
+            self.screen.show(progress.done_rows, progress.total_rows, figures, f"{progress.stage}: row")
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:
-        if "recall_at_1/image_to_text" in metrics:
+        if "evaluate/recall_at_1/image_to_text" in metrics:
             self.note(evaluation_line(metrics), "evaluated")
-            return
-        done = metrics["step"] + 1
+        done = metrics["step"]
         self.screen.show(done, total_steps, training_figures(metrics, self._seconds_left(done, total_steps)), "step")
 
     def _seconds_left(self, done: int, total: int) -> float | None:
@@ -60,8 +61,8 @@ class Reporter:
 
 def evaluation_line(metrics: dict[str, Any]) -> str:
     ways = ("image_to_text", "text_to_image")
-    recalls = ", ".join(f"{way.replace('_', ' ')} {metrics[f'recall_at_1/{way}']:.3f}" for way in ways)
-    return f"step {metrics['step'] + 1:,}: recall@1 {recalls}, loss {metrics['loss']:.3f}"
+    recalls = ", ".join(f"{way.replace('_', ' ')} {metrics[f'evaluate/recall_at_1/{way}']:.3f}" for way in ways)
+    return f"step {metrics['step']:,}: recall@1 {recalls}"
 
 
 def train(argv: Sequence[str], screen: Screen) -> int:

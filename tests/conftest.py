@@ -12,15 +12,17 @@ os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 ROOT = Path(__file__).parents[1]
+os.environ["PYTHONPATH"] = str(ROOT)  # workers import faults from tests/
 SHARED = Path(os.environ.get("MMRAY_SHARED", ROOT.parent / "shared" / "data"))
 
 
 @pytest.fixture(scope="session")
-def local_ray():
+def local_ray(tmp_path_factory):
     """Ray with 8 logical CPUs on this machine, started once for all tests that need it."""
     import ray
     import ray.data
 
+    os.environ["MMRAY_TEST_FAULTS"] = str(tmp_path_factory.mktemp("faults"))  # workers inherit it from the start
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     ray.data.DataContext.get_current().enable_progress_bars = False
     yield

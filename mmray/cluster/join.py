@@ -58,7 +58,7 @@ def _start(ray: object, address: str | None, section: Cluster) -> None:
         if address:
             ray.init(address=address, runtime_env={"env_vars": _ENVIRONMENT}, **quiet)  # type: ignore[attr-defined]
         else:
-            os.environ.setdefault("RAY_AUTH_MODE", "token")  # nobody else on this machine may use this cluster
+            # Unless the user has set RAY_AUTH_MODE, Ray gives this cluster a token: nobody else may use it.
             ray.init(  # type: ignore[attr-defined]
                 address="local",
                 num_cpus=local_cpus(section, physical=os.cpu_count() or 1),

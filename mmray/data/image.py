@@ -99,7 +99,7 @@ def to_pixels(
 def shrink(image: Image.Image, data: bytes, side: int) -> bytes:
     """Encoded bytes whose shorter side is `side`; the same bytes where the picture is no larger than that.
 
-    `image` is what `decode(data)` gave. JPEG of quality 90; PNG where the source was lossless (PNG, GIF, lossless WebP).
+    `image` is what `decode(data)` gave. JPEG of quality 90; PNG where the source is PNG, GIF or lossless WebP.
     """
     shorter = min(image.size)
     if shorter <= side:
@@ -138,7 +138,7 @@ def _is_lossless(data: bytes) -> bool:
     return _sniff(data) in ("PNG", "GIF") or data[12:16] == b"VP8L"
 
 
-def _open(data: bytes, max_pixels: int) -> Image.Image:
+def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
     """The image with its header read and nothing decoded yet. Raises BadImage."""
     if not data:
         raise BadImage("empty", "no bytes")
@@ -162,7 +162,7 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
 
 
 def _check_png_chunks(data: bytes) -> None:
-    """Checksums of the chunks that make the picture, up to the end mark: Pillow does not look at those of the pixels."""
+    """Check the chunks that make the picture, up to the end mark: Pillow passes over the checksums of the pixels."""
     start = 8
     while start + 12 <= len(data):
         length = int.from_bytes(data[start : start + 4], "big")
@@ -178,7 +178,7 @@ def _check_png_chunks(data: bytes) -> None:
     raise BadImage("truncated", f"the PNG ends at byte {len(data)} without its end mark")
 
 
-def _correct_png_transparency(image: Image.Image) -> None:
+def _correct_png_transparency(image: ImageFile.ImageFile) -> None:
     """Bring the transparent colour of a PNG into the range of the decoded pixels.
 
     The file states it at its own depth; Pillow compares it, unscaled, with 8-bit pixels (and of 16 bits the low byte).

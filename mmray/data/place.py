@@ -25,6 +25,10 @@ class Place:
 
     address: str
 
+    def __post_init__(self) -> None:
+        if "://" not in self.address:  # another process may stand in another folder
+            object.__setattr__(self, "address", str(Path(self.address).expanduser().absolute()))
+
     @classmethod
     def split(cls, address: str) -> tuple[Place, str]:
         """The folder a file is in, and the file's name there; options of a URI (`?endpoint_override=`) stay."""
@@ -37,7 +41,7 @@ class Place:
         if "://" in self.address:
             system, root = fs.FileSystem.from_uri(self.address)
             return system, root.rstrip("/")
-        return fs.LocalFileSystem(), str(Path(self.address).expanduser().absolute())
+        return fs.LocalFileSystem(), self.address
 
     @property
     def local(self) -> Path | None:

@@ -8,8 +8,6 @@ shards and a manifest; which rows there are, and in which order, the manifest al
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -20,11 +18,11 @@ import orjson
 import pyarrow as pa
 
 from mmray.data.manifest import MANIFEST, PARTS, TOKENIZER, Manifest, Shard, fingerprint, read_manifest
+from mmray.data.open_shards import OpenShards
 from mmray.data.place import Place
 from mmray.errors import DataError
 
 BATCH_ROWS = 8
-MAX_OPEN_SHARDS = 256  # each holds a file descriptor
 SCHEMA = pa.schema(
     [
         pa.field("key", pa.string(), nullable=False),
@@ -127,7 +125,7 @@ class PreparedSet:
         self.place, self.manifest, self.split = place, manifest, split
         self._shards = [shard for shard in manifest.shards if split is None or shard.split == split]
         self._starts = np.concatenate([[0], np.cumsum([shard.num_live for shard in self._shards])]).astype(np.int64)
-        self._reset()
+        self._files = OpenShards(place, SCHEMA)
 
     @classmethod
     def open(cls, path: str, split: str | None = None) -> PreparedSet:
@@ -182,7 +180,7 @@ class PreparedSet:
         """
         out: list[Row | None] = [None] * len(rows)
         for shard, batch, places, inside in self._grouped(np.asarray(rows, np.int64)):
-            records = self._batch(shard, batch).take(pa.array(inside))
+            records = self._files.batch(self._shards[shard].file, batch).take(pa.array(inside))
             for place, record in zip(places, _to_pylist(records, self._shards[shard]), strict=True):
                 out[place] = Row(**record)
         return out  # type: ignore[return-value]  # every place belongs to one group
@@ -192,7 +190,7 @@ class PreparedSet:
         wanted = np.arange(self.num_rows) if rows is None else np.asarray(rows, np.int64)
         out = [""] * len(wanted)
         for shard, batch, places, inside in self._grouped(wanted):
-            keys = self._batch(shard, batch).column("key").take(pa.array(inside)).to_pylist()
+            keys = self._files.batch(self._shards[shard].file, batch).column("key").take(pa.array(inside)).to_pylist()
             for place, key in zip(places, keys, strict=True):
                 out[place] = key
         return out
@@ -214,40 +212,6 @@ class PreparedSet:
         """Row numbers in the file for row numbers among those that count."""
         entry = self._shards[shard]
         return np.delete(np.arange(entry.num_rows), entry.dropped)[live] if entry.dropped else live
-
-    def _batch(self, shard: int, batch: int) -> pa.RecordBatch:
-        entry = self._shards[shard]
-        try:
-            lock, reader = self._reader(shard)
-            with lock:
-                records = reader.get_batch(batch)
-            records.validate(full=True)  # damaged offsets would end the process, not raise
-            return records
-        except (OSError, pa.ArrowException) as error:
-            raise ValueError(f"{self.place.address}/{entry.file}, record batch {batch}: {error}") from None
-
-    def _reader(self, shard: int) -> tuple[threading.Lock, pa.RecordBatchFileReader]:
-        with self._lock:
-            if shard not in self._readers:
-                reader = pa.ipc.open_file(self.place.open(self._shards[shard].file, mapped=True))
-                if reader.schema != SCHEMA:
-                    raise pa.ArrowInvalid("its columns are not those of a shard")
-                self._readers[shard] = (threading.Lock(), reader)
-                if len(self._readers) > MAX_OPEN_SHARDS:
-                    self._readers.popitem(last=False)
-            self._readers.move_to_end(shard)
-            return self._readers[shard]
-
-    def _reset(self) -> None:
-        self._lock = threading.Lock()
-        self._readers: OrderedDict[int, tuple[threading.Lock, pa.RecordBatchFileReader]] = OrderedDict()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_readers")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._reset()
 
 
 def _to_pylist(records: pa.RecordBatch, shard: Shard) -> list[dict[str, Any]]:

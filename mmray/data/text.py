@@ -137,9 +137,7 @@ def _wordpiece(vocabulary: dict[str, int], lowercase: bool) -> Tokenizer:
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    tokenizer.post_processor = processors.BertProcessing(
-        ("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"])
-    )
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"]))
     tokenizer.add_special_tokens([token for token in SPECIAL if token in vocabulary])
     return tokenizer
 

@@ -96,7 +96,7 @@ class Watch:
 
 
 @contextmanager
-def _stopping(watch: Watch) -> Iterator[None]:
+def stopping(watch: Watch) -> Iterator[None]:
     """The first Ctrl-C or SIGTERM asks the workers for a checkpoint and an end; the second leaves at once."""
     asked: list[int] = []
 

@@ -12,30 +12,28 @@ A folder without SHA256SUMS does not count, whatever else is in it: that holds o
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
-import os
 import pickle
 import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mmray.errors import TrainingError
+from mmray.models import weights
+from mmray.train.plain import require_plain, strict_json
+from mmray.train.sums import SUMS, fault, seal
 
-MODEL, STATE, META, SUMS = "model.safetensors", "state.pt", "meta.json", "SHA256SUMS"
+MODEL, STATE, META = "model.safetensors", "state.pt", "meta.json"
 PARTS = (MODEL, STATE, META)
 LOWER_IS_BETTER = ("loss", "median_rank")  # parts of the names of metrics that should fall
 
 Report = Callable[[str], None]
-_WRITE_ERRORS = (OSError, SafetensorError, RuntimeError)  # a full disk is OSError only where Python itself writes
 
 
 def save(folder: Path, step: int, model_state: dict[str, Tensor], state: dict[str, Any], meta: dict[str, Any]) -> Path:
@@ -44,17 +42,17 @@ def save(folder: Path, step: int, model_state: dict[str, Tensor], state: dict[st
     What lies there already under that name is replaced. `state` holds tensors, numbers, text, lists, tuples and dicts
     (TypeError names anything else). Raises TrainingError when the storage does not take it; nothing of it then counts.
     """
-    _require_plain(state, "state")
+    require_plain(state, "state")
     path = folder / f"step-{step}"
     try:
         _discard(path)
         path.mkdir(parents=True)
-        save_file(_unshared(model_state), path / MODEL)
-        torch.save(state, path / STATE)
+        weights.save_weights(model_state, path / MODEL)
+        _write_state(state, path / STATE)
         record = {"step": step, **meta, "versions": {"python": platform.python_version(), "torch": torch.__version__}}
-        (path / META).write_text(json.dumps(_strict_json(record), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-        _seal(path)
-    except _WRITE_ERRORS as error:
+        (path / META).write_text(json.dumps(strict_json(record), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        seal(path, PARTS)
+    except (OSError, SafetensorError) as error:
         _discard(path, strict=False)
         raise TrainingError(_cannot_write(path, error)) from error
     return path
@@ -69,13 +67,13 @@ def newest_good(folder: Path, report: Report | None = None, set_aside: bool = Tr
     """
     tell = report or (lambda _: None)
     for path in reversed(_steps(folder)):
-        fault = _fault(path)
-        if fault is None:
+        found = _verify(path)
+        if found is None:
             return path
         moved = ""
         if set_aside and (path / SUMS).exists():
             moved = f"; it is now {_set_aside(path).name}"
-        tell(f"checkpoint {path} does not count: {fault}{moved}")
+        tell(f"checkpoint {path} does not count: {found}{moved}")
     return None
 
 
@@ -86,8 +84,8 @@ def load(path: Path) -> dict[str, Any]:
 
 def load_weights(path: Path) -> dict[str, Tensor]:
     """The weights alone, on the CPU. Raises TrainingError when they cannot be read."""
-    weights: dict[str, Tensor] = _read(path / MODEL, load_file)
-    return weights
+    tensors: dict[str, Tensor] = _read(path / MODEL, weights.load_weights)
+    return tensors
 
 
 def load_meta(path: Path) -> dict[str, Any]:
@@ -126,8 +124,14 @@ def _step_of(path: Path) -> int:
 
 def _steps(folder: Path) -> list[Path]:
     """All step-N folders, complete or not, oldest first."""
-    found = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal()]
-    return sorted(found, key=_step_of)
+    try:
+        there = list(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:  # not the same as empty: a run must not begin anew because its folder cannot be read
+        raise TrainingError(f"cannot list the checkpoints in {folder}: {error.strerror or error}") from error
+    named = [path for path in there if path.name.startswith("step-") and path.name[5:].isdecimal()]
+    return sorted(named, key=_step_of)
 
 
 def _complete(folder: Path) -> list[Path]:
@@ -145,61 +149,15 @@ def _score(path: Path, metric: str) -> float | None:
     return -value if any(part in metric.split("/") for part in LOWER_IS_BETTER) else value
 
 
-def _seal(path: Path) -> None:
-    """Put the parts on disk, then their sums, then the name of the sums: in this order, so that sums mean a whole."""
-    lines = [f"{_sha256(path / name)}  {name}\n" for name in PARTS]
-    for name in PARTS:
-        _sync(path / name)
-    _sync(path)
-    temporary = path / f".{SUMS}"
-    temporary.write_text("".join(lines))
-    _sync(temporary)
-    temporary.rename(path / SUMS)
-    _sync(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk."""
-    handle = os.open(path, os.O_RDONLY)
+def _verify(path: Path) -> str | None:
+    """What is wrong with a checkpoint, or None. A storage that cannot be read says nothing about it: TrainingError."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _fault(path: Path) -> str | None:
-    """What is wrong with a checkpoint, in words; None when it is whole."""
-    try:
-        if not (path / SUMS).exists():
-            return f"it was not written to its end (no {SUMS})"
-        expected = dict(_sums(path))
-        if set(expected) != set(PARTS):
-            return f"its {SUMS} is damaged"
-        for name in PARTS:
-            if not (path / name).exists():
-                return f"{name} is missing"
-            if _sha256(path / name) != expected[name]:
-                return f"{name} is not as it was written ({(path / name).stat().st_size:,} bytes now)"
+        return fault(path, PARTS)
     except OSError as error:
         raise TrainingError(
             f"the storage cannot read the checkpoint {path}: {error.strerror or error}. Check the storage, then start "
             "the same command again; to go on from an older checkpoint, move this one out of the folder"
         ) from error
-    return None
-
-
-def _sums(path: Path) -> Iterator[tuple[str, str]]:
-    """(name, digest) of the lines of SHA256SUMS; a line of another form is left out."""
-    for line in (path / SUMS).read_text(errors="replace").splitlines():
-        digest, _, name = line.partition("  ")
-        if len(digest) == 64:
-            yield name, digest
 
 
 def _set_aside(path: Path) -> Path:
@@ -226,8 +184,7 @@ def _discard(path: Path, strict: bool = True) -> None:
 
 def _cannot_write(path: Path, error: Exception) -> str:
     """The message for a checkpoint that could not be written: cause, room on the storage, next move."""
-    cause = error if isinstance(error, OSError) else error.__context__ or error
-    text = (getattr(cause, "strerror", None) or str(cause)).splitlines()[0]
+    text = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
     try:
         room = f" ({shutil.disk_usage(path.parent).free / 2**30:.2f} GiB free)"
     except OSError:
@@ -248,41 +205,16 @@ def _read(file: Path, reader: Callable[[Path], Any]) -> Any:
         ) from error
 
 
+def _write_state(state: dict[str, Any], file: Path) -> None:
+    try:
+        with file.open("wb") as stream:
+            torch.save(state, stream)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # torch's writer reports a full disk as an internal error of its own
+            raise error.__context__ from None
+        raise
+
+
 def _load_state(file: Path) -> dict[str, Any]:
     state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     return state
-
-
-def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, contiguous, no two in one storage: safetensors refuses tied weights, so each gets its own copy."""
-    seen: set[int] = set()
-    out: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        place = tensor.untyped_storage().data_ptr()
-        whole = tensor.detach().contiguous()
-        out[name] = whole.clone() if place in seen and place != 0 else whole
-        seen.add(place)
-    return out
-
-
-def _require_plain(value: Any, where: str) -> None:
-    """Raise TypeError where a value would need pickle to be stored, with its place."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            _require_plain(key, f"a key of {where}")
-            _require_plain(item, f"{where}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            _require_plain(item, f"{where}[{index}]")
-    # Exact types: numpy's numbers are subclasses of Python's, and need pickle.
-    elif not isinstance(value, Tensor) and type(value) not in (str, int, float, bool, type(None)):
-        raise TypeError(f"{where} is a {type(value).__name__}: a checkpoint holds tensors and plain values only")
-
-
-def _strict_json(value: Any) -> Any:
-    """NaN and infinity as null, which JSON has."""
-    if isinstance(value, dict):
-        return {key: _strict_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict_json(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

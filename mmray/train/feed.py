@@ -117,7 +117,7 @@ def _copied(shares: Iterator[Share], device: torch.device) -> Iterator[tuple[Sha
 
 def _arrive(copied: tuple[Share, torch.cuda.Event]) -> Share:
     share, arrived = copied
-    current = torch.cuda.current_stream()
+    current = torch.cuda.current_stream(share.micros[0]["valid"].device)
     current.wait_event(arrived)
     for micro in share.micros:
         for tensor in micro.values():

@@ -44,5 +44,4 @@ def choose(setting: str, device: torch.device) -> Precision:
 def _best(device: torch.device) -> str:
     if device.type != "cuda":
         return "fp32"
-    with torch.cuda.device(device):
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"  # in hardware since Ampere

@@ -19,7 +19,9 @@ import yaml
 
 from mmray.config import Config, forbidden_changes, to_yaml
 from mmray.errors import UsageError
+from mmray.train import lease
 
+MADE_FIRST = (lease.FOLDER, "checkpoints", "tokenizer.json", "data.json", "environment.json")  # before config.yaml
 PACKAGES = ("mmray", "ray", "torch", "torchvision", "transformers", "pyarrow", "pillow", "numpy")
 
 
@@ -74,7 +76,7 @@ class Decision:
 def find(path: Path, config: Config, data: dict[str, Any]) -> Found | None:
     """What a run of `config` on `data` would find at `path`; None when there is no run."""
     if not (path / "config.yaml").exists():
-        if path.exists() and any(path.iterdir()):
+        if path.exists() and any(file.name not in MADE_FIRST for file in path.iterdir()):
             raise UsageError(f"{path} exists and is not a run of mmray; choose another --run.name")
         return None
     run = RunDir(path)

@@ -126,6 +126,9 @@ def _attempts(ready: Ready, run: rundir.RunDir, fence: int, listener: Listener) 
     last_step = wasted_steps = 0
     while True:
         attempt += 1
+        newest = checkpoint.newest_good(run.checkpoints, partial(listener.note, label="checkpoint"))
+        if newest is not None:
+            listener.note(f"from {newest}", "going on")
         board = Board.remote()
         watch = Watch(board, listener, ready.steps, last_step, wasted_steps)
         try:

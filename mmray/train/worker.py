@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from mmray.config import Config
 
 Report = Callable[[dict[str, Any]], Any]
-BEST = "evaluate/recall_at_1/mean"
+BEST = "evaluate/recall_at_1/mean"  # the checkpoint kept beside the newest
 
 
 @dataclass(frozen=True)

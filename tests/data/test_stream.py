@@ -1,50 +1,26 @@
 """The stream on Ray: every row where the order puts it, for any number of workers, from any step."""
 
-import io
+import itertools
 
 import numpy as np
 import pytest
 import ray
-from PIL import Image
 
 from mmray.config import Inputs
 from mmray.data.collate import steps_of
-from mmray.data.manifest import MANIFEST, Manifest, fingerprint
 from mmray.data.order import PADDING, Blocks, Plan, Start
-from mmray.data.place import Place
 from mmray.data.reader import RowReader
-from mmray.data.store import PreparedSet, Row, images_sha256, key_id, write_shard
+from mmray.data.store import key_id
 from mmray.data.stream import Stream, steps_per_block
 from mmray.data.text import train_tokenizer
+from tests.made import CAPTIONS, make_set, row
 
 INPUTS = Inputs(image_side=8, fit="squash", max_tokens=12)
-CAPTIONS = ["a", "a red one", "a much longer caption of a row"]
-
-
-def make_set(folder, num_rows, damage=()):
-    """A prepared set whose row r is an image of grey level r % 256; rows in `damage` have bytes that do not decode."""
-    rows = []
-    for number in range(num_rows):
-        file = io.BytesIO()
-        Image.new("RGB", (16, 16), (number % 256,) * 3).save(file, "PNG")
-        data = b"broken" if number in damage else file.getvalue()
-        rows.append(
-            Row(f"row-{number}", [data], [CAPTIONS[number % 3]], source=f"s:{number}", sha256=images_sha256([data]))
-        )
-    place = Place(str(folder))
-    place.make()
-    shards = (
-        write_shard(rows[: num_rows // 2], place, "0.arrow"),
-        write_shard(rows[num_rows // 2 :], place, "1.arrow"),
-    )
-    manifest = Manifest(num_rows, num_rows, 0, {}, 0, {}, fingerprint(shards), None, {}, {}, shards)
-    place.write(MANIFEST, manifest.to_json())
-    return PreparedSet.open(str(folder))
 
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory):
-    prepared = make_set(tmp_path_factory.mktemp("set"), 117)
+    prepared = make_set(tmp_path_factory.mktemp("set"), [row(number) for number in range(117)])
     return RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
 
 
@@ -68,7 +44,7 @@ def stream(reader, plan, first_step):
     assert made.configure({"start": None}, plan.world)[0]["start"].step == first_step
     iterators = [shard["train"] for shard in made.configure({"train": None}, plan.world)]
     ranks = ray.get([consume.remote(iterator, plan) for iterator in iterators])
-    return [sorted(sum(parts, [])) for parts in zip(*ranks, strict=True)]
+    return [sorted(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)]
 
 
 def expected(plan, first_step):
@@ -77,7 +53,7 @@ def expected(plan, first_step):
         positions = np.concatenate([plan.positions(step, rank) for rank in range(plan.world)])
         positions = positions[positions != PADDING]
         out.append(
-            sorted((key_id(f"row-{row}"), int(p)) for row, p in zip(plan.rows_at(positions), positions, strict=True))
+            sorted((key_id(f"row-{r}"), int(p)) for r, p in zip(plan.rows_at(positions), positions, strict=True))
         )
     return out
 
@@ -118,7 +94,12 @@ def test_a_block_holds_pixels_tokens_and_padding(reader):
 
 
 def test_a_row_that_cannot_be_read_keeps_its_place(tmp_path):
-    reader = RowReader(make_set(tmp_path, 6, damage={2}), INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
+    reader = RowReader(
+        make_set(tmp_path, [row(number, b"broken" if number == 2 else None) for number in range(6)]),
+        INPUTS,
+        train_tokenizer(CAPTIONS, 60),
+        10**6,
+    )
     block = reader.block(Plan(6, 6, 1, 6, 0, 1, shuffle=False), np.arange(6))
     assert block["valid"].tolist() == [True, True, False, True, True, True]
     assert block["pos"].tolist() == list(range(6))
@@ -127,7 +108,7 @@ def test_a_row_that_cannot_be_read_keeps_its_place(tmp_path):
 
 
 def test_a_damaged_record_costs_itself_only(tmp_path):
-    prepared = make_set(tmp_path, 40)
+    prepared = make_set(tmp_path, [row(number) for number in range(40)])
     reader = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
     shard = tmp_path / "0.arrow"
     data = bytearray(shard.read_bytes())
@@ -140,13 +121,7 @@ def test_a_damaged_record_costs_itself_only(tmp_path):
 
 
 def test_a_caption_is_chosen_anew_each_epoch_and_the_same_again(tmp_path):
-    data = make_set(tmp_path, 1).read(np.array([0]))[0].images[0]
-    place = Place(str(tmp_path / "many"))
-    place.make()
-    row = Row("k", [data], CAPTIONS, source="s:1", sha256=images_sha256([data]))
-    shards = (write_shard([row], place, "0.arrow"),)
-    place.write(MANIFEST, Manifest(1, 1, 0, {}, 0, {}, fingerprint(shards), None, {}, {}, shards).to_json())
-    reader = RowReader(PreparedSet.open(place.address), INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
+    reader = RowReader(make_set(tmp_path, [row(0, texts=CAPTIONS)]), INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
     plan = Plan(1, 1, 1, 1, seed=0, steps=40)
     lengths = reader.block(plan, np.arange(40))["num_tokens"]
     assert len(set(lengths.tolist())) == 3

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -1,0 +1,229 @@
+"""Finished chunks become a set: duplicates over all of them, the quarantine, the tokenizer, and what the manifest says.
+
+Runs on the driver after the Ray job, over the records that the tasks left; memory holds digests and one record.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import orjson
+import pyarrow as pa
+
+from mmray.data.hygiene import NONE, digests, find_duplicates, first_of, text_digests
+from mmray.data.manifest import QUARANTINE, TOKENIZER, Manifest, Shard, fingerprint
+from mmray.data.pack import read_record, shards_of
+from mmray.data.place import Place
+from mmray.data.text import train_tokenizer
+from mmray.errors import DataError
+
+if TYPE_CHECKING:
+    from mmray.config import Prepare
+
+HELD_OUT = ("test", "val", "valid", "validation", "dev", "eval")  # captions of these never reach the tokenizer
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a look over all rows found: index of the first equal row or -1 [N], and rows that stand in two splits."""
+
+    same_key: np.ndarray
+    same_content: np.ndarray
+    num_leaks: int
+
+    @property
+    def first(self) -> np.ndarray:
+        """The row for which each duplicate is dropped; -1 for rows that stay."""
+        return np.where(self.same_key != NONE, self.same_key, self.same_content)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that were packed, duplicates among them."""
+        return len(self.same_key)
+
+    @property
+    def num_dropped(self) -> int:
+        return int((self.first != NONE).sum())
+
+
+def find(out: Place, chunks: Iterable[int], rule: Any) -> Findings:
+    """Duplicates among the rows of these chunks, in source order."""
+    keys, images, rows, splits = [], [], [], []
+    for _, record in _records(out, chunks):
+        keys.append(text_digests(record["rows"]["key"]))
+        images.append(digests(record["rows"]["image"]))
+        rows.append(digests(record["rows"]["row"]))
+        names = [str(shard["split"]) for shard in record["shards"]]
+        splits.append(text_digests([names[shard] for shard in record["rows"]["shard"]])[:, 0])
+    all_images, split = np.concatenate(images), np.concatenate(splits)
+    same_key, same_content = find_duplicates(np.concatenate(keys), all_images, np.concatenate(rows), rule)
+    twin = first_of(all_images)
+    return Findings(same_key, same_content, int(((twin != NONE) & (split != split[twin])).sum()))
+
+
+def write_quarantine(
+    out: Place, name: str, chunks: Iterable[int], findings: Findings
+) -> tuple[list[Shard], Counter[str]]:
+    """Write quarantine.jsonl and return the shards with what they drop, and how many rows went for each reason.
+
+    One object a line, in source order: key, source (`name`:line), stage, reason, detail.
+    """
+    shards: list[Shard] = []
+    reasons: Counter[str] = Counter()
+    firsts = _Firsts(findings)
+    with out.writing(QUARANTINE) as file:
+        start = 0
+        for _, record in _records(out, chunks):
+            faults = record["faults"] + firsts.faults(record, start)
+            for fault in sorted(faults, key=lambda item: item["line"]):
+                source = {"key": fault["key"], "source": f"{name}:{fault.pop('line')}"}
+                file.write(orjson.dumps(source | fault, option=orjson.OPT_APPEND_NEWLINE))
+                reasons[fault["reason"]] += 1
+            shards.extend(_with_drops(record, findings.first[start:]))
+            start += len(record["rows"]["key"])
+    return shards, reasons
+
+
+def name_splits(shards: list[Shard]) -> tuple[list[Shard], dict[str, int]]:
+    """Shards and rows of each split; where some rows have a split, those without one are `train`."""
+    if any(shard.split for shard in shards):
+        shards = [shard if shard.split else replace(shard, split="train") for shard in shards]
+    splits: Counter[str] = Counter()
+    for shard in shards:
+        if shard.split:
+            splits[shard.split] += shard.num_live
+    return shards, {split: rows for split, rows in splits.items() if rows}
+
+
+def check_budget(where: str, out: Place, num_read: int, total: int, reasons: Counter[str], budget: float) -> None:
+    """Raises DataError where more rows are bad than the budget allows, or none is good."""
+    bad = reasons.total()
+    if bad < num_read and bad <= budget * total:
+        return
+    lines = [f"{where}: {bad:,} of {num_read:,} rows are bad ({100 * bad / num_read:.3g} %)"]
+    if bad == num_read:
+        lines[0] += ", none is good"
+    else:
+        seen = "" if num_read == total else f" of all {total:,}: the rest was not read"
+        lines[0] += f", the budget is {100 * budget:.3g} %{seen} (prepare.max_bad_fraction)"
+    for reason, count in reasons.most_common(5):
+        lines.append(f"  {count:,} {reason}, for example {_example(out, reason)}")
+    lines.append(f"All of them are in {out.address}/{QUARANTINE}.")
+    if bad < num_read:
+        enough = -(-1000 * bad // total) / 1000
+        keep = ", keep duplicates with prepare.duplicates keep" if "duplicate" in reasons else ""
+        lines.append(
+            f"Correct them{keep}, or raise prepare.max_bad_fraction to {enough:g}; "
+            "the same command then goes on with what is done."
+        )
+    else:
+        lines.append("Correct the source; each row needs `image` (a path in its folder) and `text`.")
+    raise DataError("\n".join(lines))
+
+
+def tokenizer_for(out: Place, shards: list[Shard], vocab_size: int) -> str | None:
+    """A tokenizer trained on the captions outside the held-out splits; None where there are none."""
+    used = [shard for shard in shards if shard.split not in HELD_OUT and shard.num_live]
+    if not vocab_size or not used:
+        return None
+    return train_tokenizer((text for shard in used for text in _texts(out, shard)), vocab_size)
+
+
+def make_manifest(
+    settings: Prepare,
+    source: dict[str, Any],
+    shards: list[Shard],
+    reasons: Counter[str],
+    num_leaks: int,
+    has_tokenizer: bool,
+) -> Manifest:
+    """The manifest of a finished set."""
+    shards, splits = name_splits([shard for shard in shards if shard.num_live])
+    num_rows = sum(shard.num_live for shard in shards)
+    return Manifest(
+        num_rows=num_rows,
+        num_read=num_rows + reasons.total(),
+        num_quarantined=reasons.total(),
+        reasons=dict(reasons.most_common()),
+        num_leaks=num_leaks,
+        splits=splits,
+        fingerprint=fingerprint(shards),
+        tokenizer=TOKENIZER if has_tokenizer else None,
+        source=source,
+        settings=settings.model_dump(mode="json"),
+        shards=tuple(shards),
+    )
+
+
+class _Firsts:
+    """Remembers key and split of rows that others repeat, as the records pass in source order."""
+
+    def __init__(self, findings: Findings) -> None:
+        self.findings = findings
+        self.wanted = set(findings.first[findings.first != NONE].tolist())
+        self.known: dict[int, tuple[str, str | None]] = {}
+
+    def faults(self, record: dict[str, Any], start: int) -> list[dict[str, Any]]:
+        """Quarantine entries of the duplicates in this record, whose first row is row `start` of the set."""
+        rows, faults = record["rows"], []
+        for place, (line, key, shard) in enumerate(zip(rows["line"], rows["key"], rows["shard"], strict=True)):
+            split, first = record["shards"][shard]["split"], int(self.findings.first[start + place])
+            if start + place in self.wanted:
+                self.known[start + place] = (key, split)
+            if first != NONE:
+                repeated = self.findings.same_key[start + place] != NONE
+                faults.append({"line": line, "key": key} | self._fault(repeated, split, *self.known[first]))
+        return faults
+
+    @staticmethod
+    def _fault(repeated_key: bool, split: str | None, first: str, first_split: str | None) -> dict[str, str]:
+        if repeated_key:
+            return {"stage": "duplicates", "reason": "duplicate-key", "detail": "an earlier row has this id"}
+        leak = f" (which is in split {first_split})" if split != first_split else ""
+        return {"stage": "duplicates", "reason": "duplicate", "detail": f"the same as row {first}{leak}"}
+
+
+def _records(out: Place, chunks: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+    for index in chunks:
+        record = read_record(out, index)
+        if record is None:
+            raise DataError(f"{out.address}: the record of chunk {index} is gone: run the same command again")
+        yield index, record
+
+
+def _with_drops(record: dict[str, Any], first: np.ndarray) -> list[Shard]:
+    """The shards of a record, each with the numbers of its rows that are duplicates."""
+    numbers: Counter[int] = Counter()
+    drops: list[list[int]] = [[] for _ in record["shards"]]
+    for place, shard in enumerate(record["rows"]["shard"]):
+        if first[place] != NONE:
+            drops[shard].append(numbers[shard])
+        numbers[shard] += 1
+    return [replace(shard, dropped=tuple(drop)) for shard, drop in zip(shards_of(record), drops, strict=True)]
+
+
+def _texts(out: Place, shard: Shard) -> Iterator[str]:
+    """All captions of the rows of a shard that count; no image is read."""
+    dropped, row = set(shard.dropped), 0
+    only_texts = pa.ipc.IpcReadOptions(included_fields=[2])
+    with pa.ipc.open_file(out.open(shard.file, mapped=True), options=only_texts) as reader:
+        for batch in range(reader.num_record_batches):
+            for texts in reader.get_batch(batch).column("texts").to_pylist():
+                if row not in dropped:
+                    yield from texts
+                row += 1
+
+
+def _example(out: Place, reason: str) -> str:
+    """The first quarantined row of a reason, as `file:line: detail`."""
+    with io.BufferedReader(out.open(QUARANTINE)) as file:
+        for line in file:
+            fault = orjson.loads(line)
+            if fault["reason"] == reason:
+                return f"{fault['source']}: {fault['detail'][:160]}"
+    return "none"

@@ -1,0 +1,226 @@
+"""The sample set: drawn shapes with captions, so that the first run needs no download and really learns something.
+
+The sample's journey: its very beginning. 3,584 small pictures (JPEG and PNG, nine sizes) and a JSONL of captions are drawn
+from a seed, byte for byte the same each time with the same Pillow. The test split holds 512 *combinations* of shape,
+colour, size, arrangement and background that training never shows, one picture each, and no two share a caption: recall
+on it measures whether the parts were understood. Eight more rows are damaged on purpose, to show the quarantine at work.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import math
+import random
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+from mmray.errors import UsageError
+
+VERSION = 1  # of the drawing: a change in what is drawn takes another number, and another folder
+NUM_TRAIN = 3072
+NUM_TEST = 512
+
+SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
+COLOURS = {
+    "red": (214, 32, 38),
+    "orange": (250, 140, 20),
+    "yellow": (245, 222, 40),
+    "green": (34, 150, 60),
+    "blue": (38, 70, 210),
+    "purple": (140, 50, 170),
+}
+BACKGROUNDS = {"white": (250, 250, 250), "grey": (128, 128, 128), "black": (12, 12, 12), "pink": (250, 190, 205)}
+RADII = {"small": 0.13, "large": 0.21}  # of the shorter side
+CENTRES = {
+    "centre": (0.5, 0.5),
+    "top left": (0.27, 0.27),
+    "top right": (0.73, 0.27),
+    "bottom left": (0.27, 0.73),
+    "bottom right": (0.73, 0.73),
+}
+CORNERS = tuple(CENTRES)[1:]
+COUNTS = {"two": 2, "three": 3, "four": 4}
+CANVASES = ((64, 64), (80, 64), (96, 72), (72, 96), (96, 96), (128, 96), (96, 128), (128, 128), (160, 120))
+
+ONE = (
+    "a {size} {colour} {shape} at the {where} on a {background} background",
+    "{background} background with one {size} {colour} {shape}, {where}",
+    "{where}: a {shape}, {colour} and {size}, on {background}",
+)
+SEVERAL = (
+    "{where} {size} {colour} {shape}s on a {background} background",
+    "{background} background with {where} {shape}s, {size} and {colour}",
+    "a group of {where} {size} {shape}s in {colour} over {background}",
+)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One combination; `where` is a place for a single shape, or a number word for a group."""
+
+    shape: str
+    colour: str
+    size: str
+    where: str
+    background: str
+
+    def captions(self) -> list[str]:
+        """Three ways to say it; each names all parts, so no other scene has the same one."""
+        templates = SEVERAL if self.where in COUNTS else ONE
+        return [template.format(**vars(self)).replace("crosss", "crosses") for template in templates]
+
+
+def draw(out: Path, seed: int = 0) -> Path:
+    """Path of the sample set's JSONL under `out`, drawn unless it is there; takes about 3 s of one core.
+
+    Drawn into a temporary folder and renamed, so that what is there is whole. Raises UsageError where `out` cannot be
+    written.
+    """
+    folder = Path(out) / f"v{VERSION}-seed{seed}"
+    jsonl = folder / "sample.jsonl"
+    if jsonl.exists():
+        return jsonl
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out, prefix=".drawing-") as scratch:
+            _draw_all(Path(scratch) / "set", seed)
+            _take_place(Path(scratch) / "set", folder)
+    except OSError as error:
+        raise UsageError(
+            f"the sample set cannot be drawn into {out}: {error.strerror or error}; set data.cache to a folder that "
+            f"can be written"
+        ) from None
+    return jsonl
+
+
+def _take_place(drawn: Path, folder: Path) -> None:
+    """Rename; another process may have drawn the same meanwhile, and its set is as good."""
+    try:
+        drawn.rename(folder)
+    except OSError:
+        if not (folder / "sample.jsonl").exists():
+            raise
+
+
+def scenes(seed: int) -> tuple[list[Scene], list[Scene]]:
+    """The scenes of the train rows (some come twice) and of the test rows; no combination is in both."""
+    every = list(
+        map(Scene, *zip(*itertools.product(SHAPES, COLOURS, RADII, (*CENTRES, *COUNTS), BACKGROUNDS), strict=True))
+    )
+    random.Random(f"scenes {seed}").shuffle(every)
+    test, train = every[:NUM_TEST], every[NUM_TEST:]
+    return list(itertools.islice(itertools.cycle(train), NUM_TRAIN)), test
+
+
+def _draw_all(folder: Path, seed: int) -> None:
+    (folder / "images").mkdir(parents=True)
+    train, test = scenes(seed)
+    split_of = [("train", scene) for scene in train] + [("test", scene) for scene in test]
+    random.Random(f"order {seed}").shuffle(split_of)
+    lines = []
+    for number, (split, scene) in enumerate(split_of):
+        chance = random.Random(f"row {seed} {number}")
+        name = f"images/{number:05d}.{chance.choice(('jpg', 'jpg', 'png'))}"
+        (folder / name).write_bytes(_encode(_picture(scene, chance), name))
+        texts = chance.sample(scene.captions(), chance.choice((1, 2, 3)))
+        lines.append(_line(f"shapes-{number:05d}", name, texts, split))
+    for number, line in enumerate(_damaged(folder, lines)):
+        lines.insert((number + 1) * len(lines) // 10, line)
+    (folder / "sample.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+
+
+def _line(key: str, image: str, texts: list[str], split: str = "train") -> str:
+    return json.dumps({"id": key, "image": image, "texts": texts, "split": split})
+
+
+def _damaged(folder: Path, lines: list[str]) -> Iterator[str]:
+    """Eight lines that a check must find: five bad files, a blank caption, a broken line, and a picture seen before."""
+    rows = [json.loads(line) for line in lines if '"train"' in line]
+    jpg = (folder / next(row["image"] for row in rows if row["image"].endswith("jpg"))).read_bytes()
+    png = bytearray((folder / next(row["image"] for row in rows if row["image"].endswith("png"))).read_bytes())
+    png[len(png) // 2] ^= 0xFF
+    files = {
+        "truncated.jpg": jpg[: len(jpg) // 2],
+        "empty.jpg": b"",
+        "web-page.jpg": b"<!DOCTYPE html><html><body><h1>404 Not Found</h1></body></html>\n",
+        "flipped-byte.png": bytes(png),
+    }
+    for name, data in files.items():
+        (folder / "images" / name).write_bytes(data)
+    for name in (*files, "missing.jpg"):
+        yield _line(f"damaged-{Path(name).stem}", f"images/{name}", ["a picture that cannot be read"])
+    yield _line("damaged-blank-caption", rows[1]["image"], ["   "])
+    yield lines[2][: len(lines[2]) // 2]
+    yield _line("damaged-duplicate", rows[0]["image"], rows[0]["texts"])
+
+
+def _encode(picture: Image.Image, name: str) -> bytes:
+    file = io.BytesIO()
+    settings: dict[str, Any] = {"quality": 90} if name.endswith("jpg") else {"compress_level": 3}
+    picture.save(file, "JPEG" if name.endswith("jpg") else "PNG", **settings)
+    return file.getvalue()
+
+
+def _picture(scene: Scene, chance: random.Random) -> Image.Image:
+    """A scene on a canvas of some size, each shape a little off its place, turned and tinted; drawn at twice the size."""
+    width, height = chance.choice(CANVASES)
+    picture = Image.new("RGB", (2 * width, 2 * height), _tinted(BACKGROUNDS[scene.background], chance))
+    pen = ImageDraw.Draw(picture)
+    places = chance.sample(CORNERS, COUNTS[scene.where]) if scene.where in COUNTS else [scene.where]
+    for place in places:
+        x, y = (
+            2 * side * (at + chance.uniform(-0.03, 0.03))
+            for side, at in zip((width, height), CENTRES[place], strict=True)
+        )
+        radius = 2 * min(width, height) * RADII[scene.size] * chance.uniform(0.92, 1.08)
+        _shape(pen, scene.shape, x, y, radius, _tinted(COLOURS[scene.colour], chance), chance.uniform(-0.2, 0.2))
+    return picture.reduce(2)
+
+
+def _tinted(colour: tuple[int, int, int], chance: random.Random) -> tuple[int, ...]:
+    return tuple(min(255, max(0, value + chance.randint(-10, 10))) for value in colour)
+
+
+def _shape(
+    pen: ImageDraw.ImageDraw, shape: str, x: float, y: float, radius: float, colour: tuple[int, ...], turn: float
+) -> None:
+    box = (x - radius, y - radius, x + radius, y + radius)
+    if shape == "circle":
+        pen.ellipse(box, fill=colour)
+    elif shape == "ring":
+        pen.ellipse(box, outline=colour, width=max(2, round(radius * 0.4)))
+    else:
+        corners = (_turned(distance * radius, angle + turn) for distance, angle in OUTLINES[shape])
+        pen.polygon([(x + dx, y + dy) for dx, dy in corners], fill=colour)
+
+
+def _turned(distance: float, angle: float) -> tuple[float, float]:
+    return distance * math.sin(angle), -distance * math.cos(angle)
+
+
+def _star(points: int, inner: float) -> list[tuple[float, float]]:
+    return [(inner if corner % 2 else 1.0, math.pi * corner / points) for corner in range(2 * points)]
+
+
+def _cross(half_bar: float) -> list[tuple[float, float]]:
+    """Twelve corners of a plus sign with bars of twice `half_bar`."""
+    tip, inner = math.hypot(1, half_bar), half_bar * math.sqrt(2)
+    spread = math.atan2(half_bar, 1)
+    quarter = [(tip, -spread), (tip, spread), (inner, math.pi / 4)]
+    return [(distance, angle + turn * math.pi / 2) for turn in range(4) for distance, angle in quarter]
+
+
+# Corners as (distance from the centre over the radius, angle clockwise from the top).
+OUTLINES = {
+    "square": [(1.2, math.pi * (0.25 + 0.5 * corner)) for corner in range(4)],
+    "triangle": [(1.15, math.pi * 2 * corner / 3) for corner in range(3)],
+    "star": [(1.15 * distance, angle) for distance, angle in _star(5, 0.42)],
+    "cross": _cross(0.32),
+}

@@ -1,0 +1,70 @@
+"""The folder a prepare writes into: made, held against a second writer, and swept of what did not become part of it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mmray.data.manifest import MANIFEST, PARTS, SHARDS
+from mmray.data.pack import part_name, read_record
+from mmray.data.place import UNFINISHED, Place
+from mmray.errors import UsageError
+
+_LOCK = ".lock"
+
+
+def make(out: Place) -> None:
+    """Make the folder, where it is not one of something else. Raises UsageError."""
+    try:
+        names = set(out.names()) - {_LOCK}
+        if names and not names & {MANIFEST, PARTS}:
+            raise UsageError(f"{out.address} is not empty and holds no prepared set: choose another folder")
+        out.make(PARTS)
+        out.make(SHARDS)
+    except OSError as error:
+        raise UsageError(f"{out.address} cannot be written to ({error}): choose another folder") from None
+
+
+@contextmanager
+def one_writer(out: Place) -> Iterator[None]:
+    """Hold the folder against a second prepare (an object store has no locks). Raises UsageError."""
+    if out.local is None:
+        yield
+        return
+    try:
+        lock = os.open(out.local / _LOCK, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise UsageError(f"{out.address} cannot be written to ({error}): choose another folder") from None
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(lock, 200).decode(errors="replace")
+            raise UsageError(f"{out.address} is being prepared by {holder}: wait until it has ended") from None
+        os.truncate(lock, 0)
+        os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield
+    finally:
+        os.close(lock)  # which also lets go of it
+
+
+def sweep_unfinished(out: Place) -> None:
+    """Delete the files that a killed prepare was writing."""
+    for folder in ("", SHARDS, PARTS):
+        for name in out.names(folder):
+            if name.endswith(UNFINISHED):
+                out.delete(f"{folder}/{name}".lstrip("/"))
+
+
+def sweep(out: Place, num_chunks: int) -> None:
+    """Delete what killed tasks, other settings and earlier lines have left."""
+    records = [read_record(out, index) for index in range(num_chunks)]
+    wanted = {shard["file"] for record in records if record for shard in record["shards"]}
+    wanted |= {part_name(index) for index in range(num_chunks)}
+    for folder in (SHARDS, PARTS):
+        for name in out.names(folder):
+            if f"{folder}/{name}" not in wanted:
+                out.delete(f"{folder}/{name}")

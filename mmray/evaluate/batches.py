@@ -1,0 +1,99 @@
+"""The rows of an evaluation set as batches for the model: every row once, none dropped, in the process that scores.
+
+A rank reads its own part of the set with a pool of threads (Pillow lets go of the interpreter while it decodes), the
+next batch while the model embeds the last one. Without Ray, so that it serves in training, in `mmray evaluate`, and in
+a plain script alike.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmray.data.image import MAX_PIXELS, decode, to_pixels
+from mmray.data.store import PreparedSet
+from mmray.data.text import TextEncoder
+
+if TYPE_CHECKING:
+    from mmray.config import Inputs
+
+Batch = dict[str, Tensor]
+
+
+@dataclass
+class EvalBatches:
+    """Batches of one rank's part of the first `limit` rows; iterate as often as wanted.
+
+    A batch: image uint8 [B, 3, S, S]; row int64 [B]; input_ids, attention_mask int64 [C, T], all captions of these
+    rows; owner int64 [C], the row of each caption. Rows that cannot be read are left out and named in `faults`.
+    """
+
+    prepared: PreparedSet
+    inputs: Inputs
+    encoder: TextEncoder
+    batch: int
+    limit: int | None = None
+    rank: int = 0
+    world: int = 1
+    max_pixels: int = MAX_PIXELS
+    threads: int = field(default_factory=lambda: min(16, os.cpu_count() or 1))
+    faults: list[str] = field(default_factory=list)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Row numbers of this rank; the ranks' parts are disjoint, cover the set, and differ by one row at most."""
+        wanted = min(self.prepared.num_rows, self.limit or self.prepared.num_rows)
+        return np.array_split(np.arange(wanted), self.world)[self.rank]
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Batches with at least one row each."""
+        self.faults.clear()
+        rows = self.rows
+        parts = [rows[start : start + self.batch] for start in range(0, len(rows), self.batch)]
+        with ThreadPoolExecutor(self.threads, thread_name_prefix="mmray-eval") as pool:
+            coming = [pool.submit(self._read, int(row)) for row in parts[0]] if parts else []
+            for index in range(len(parts)):
+                reading = coming
+                if index + 1 < len(parts):
+                    coming = [pool.submit(self._read, int(row)) for row in parts[index + 1]]
+                if (batch := self._collate(parts[index], reading)) is not None:
+                    yield batch
+
+    def _read(self, row: int) -> tuple[np.ndarray, list[str]]:
+        """Pixels and captions of one row. Raises OSError or ValueError (BadImage is one)."""
+        record = self.prepared.read(np.array([row]))[0]
+        if not record.is_intact:
+            raise ValueError(f"{record.key} ({record.source}): its images are not those that were prepared")
+        picture = decode(record.images[0], self.max_pixels)
+        return to_pixels(picture, self.inputs.image_side, self.inputs.fit, self.inputs.interpolation), record.texts
+
+    def _collate(self, rows: np.ndarray, reading: list[Future[tuple[np.ndarray, list[str]]]]) -> Batch | None:
+        """The batch of what could be read; None when nothing could."""
+        good, pixels, texts, owner = [], [], [], []
+        for row, future in zip(rows.tolist(), reading, strict=True):
+            try:
+                image, captions = future.result()
+            except (OSError, ValueError) as error:
+                self.faults.append(f"row {row}: {error}")
+                continue
+            good.append(row)
+            pixels.append(image)
+            texts.extend(captions)
+            owner.extend([row] * len(captions))
+        if not good:
+            return None
+        ids, num_tokens = self.encoder.encode(texts)
+        return {
+            "image": torch.from_numpy(np.stack(pixels)),
+            "row": torch.tensor(good),
+            "input_ids": torch.from_numpy(ids.astype(np.int64)),
+            "attention_mask": (torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]).long(),
+            "owner": torch.tensor(owner),
+        }

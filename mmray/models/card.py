@@ -1,0 +1,62 @@
+"""What an exported model says of itself: a README.md for people, and its preprocessing in transformers' words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+RESAMPLING = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers
+FIT = {"squash": "Squashed to", "crop": "The central square, resized to", "pad": "Padded with white to"}
+
+
+def model_card(name: str, spec: dict[str, Any], num_parameters: int) -> str:
+    """Markdown: how to load the model, what it takes in, what comes out. `spec` is the `model` section."""
+    inputs = spec["inputs"]
+    return f"""---
+library_name: mmray
+tags: [image-text, retrieval, zero-shot]
+---
+
+# {name}
+
+An image-text model with one embedding space, trained with mmray: {num_parameters:,} parameters, embeddings of
+{spec["embed_dim"]} numbers and length 1. The dot product of an image's and a text's says how well they go together.
+
+```python
+import mmray
+model = mmray.load("{name}")
+scores = model.embed_images(["photo.jpg"]) @ model.embed_texts(["a red circle", "a blue square"]).T
+```
+
+- Images: PIL images, encoded bytes or paths. {FIT[inputs["fit"]]} {inputs["image_side"]} x {inputs["image_side"]}
+  pixels ({inputs["interpolation"]}); transparency is laid on white, EXIF orientation applied.
+- Texts: up to {inputs["max_tokens"]} tokens; what is longer is cut.
+- Image branch: {spec["image"]["name"]}. Text branch: {spec["text"]["name"]}. All settings are in `config.json`.
+- `tokenizer.json` opens in transformers as `PreTrainedTokenizerFast(tokenizer_file=...)`, `preprocessor_config.json`
+  as `AutoImageProcessor.from_pretrained(...)`: its pixels differ by at most one of 255 levels.
+"""
+
+
+def preprocessor_config(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The `inputs` section as transformers' image processors know it (padding with white they do not)."""
+    side = inputs["image_side"]
+    square = {"height": side, "width": side}
+    if inputs["fit"] == "crop":
+        shape = {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": side},
+            "do_center_crop": True,
+            "crop_size": square,
+            "do_convert_rgb": True,
+        }
+    else:
+        shape = {"image_processor_type": "ViTImageProcessor", "size": square, "do_convert_rgb": True}
+    return shape | {
+        "fit": inputs["fit"],
+        "do_resize": True,
+        "resample": RESAMPLING[inputs["interpolation"]],
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(inputs["mean"]),
+        "image_std": list(inputs["std"]),
+    }

@@ -1,0 +1,172 @@
+"""A trained model leaves the run: a folder that `mmray.load` opens, with all that embedding an image or a text takes.
+
+    config.json               the model's spec and what pretrained weights settled of it
+    model.safetensors         weights
+    tokenizer.json            of the `tokenizers` package; transformers reads it as well
+    preprocessor_config.json  pixels, in transformers' words
+    README.md                 the model card, with the lines that load it
+
+`load` is the inverse: the same decoder, the same pixels, the same tokens as in training, hence the same embeddings.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from mmray.data.image import MAX_PIXELS, decode, to_pixels
+from mmray.data.text import TextEncoder, clean
+from mmray.errors import DataError, UsageError
+from mmray.models.build import build
+from mmray.models.card import model_card, preprocessor_config
+from mmray.models.weights import load_weights, save_weights
+
+if TYPE_CHECKING:
+    from mmray.config import Inputs
+
+CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+PREPROCESSOR, CARD = "preprocessor_config.json", "README.md"
+
+_PNG_MODES = ("1", "L", "LA", "P", "I", "I;16", "I;16B", "RGB", "RGBA")
+Picture = Image.Image | bytes | str | Path
+Item = TypeVar("Item")
+
+
+def export(model: nn.Module, spec: dict[str, Any], tokenizer_json: str, out: Path) -> Path:
+    """Write `model` to the folder `out`, whole or not at all, and return it; an earlier export there is replaced.
+
+    spec: the `model` section as plain values, vocab_size settled. Raises UsageError where `out` holds something else or
+    cannot be written.
+    """
+    out = out.expanduser().resolve()
+    if out.exists() and not (out.is_dir() and _is_export_or_empty(out)):
+        raise UsageError(f"{out} exists and is not an exported model: choose another folder")
+    architecture = model.architecture() if hasattr(model, "architecture") else None
+    config = {"mmray": version("mmray"), "model": spec, "architecture": architecture}
+    temporary = out.with_name(f".{out.name}.exporting")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        save_weights(model.state_dict(), temporary / WEIGHTS)
+        (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        (temporary / TOKENIZER).write_text(tokenizer_json)
+        (temporary / PREPROCESSOR).write_text(json.dumps(preprocessor_config(spec["inputs"]), indent=2) + "\n")
+        (temporary / CARD).write_text(model_card(out.name, spec, sum(p.numel() for p in model.parameters())))
+        shutil.rmtree(out, ignore_errors=True)
+        temporary.rename(out)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise UsageError(f"cannot write the exported model {out}: {error}; choose another folder") from error
+    return out
+
+
+def load(folder: str | Path, device: torch.device | str = "cpu") -> Embedder:
+    """An exported model, ready to embed images and texts. Raises UsageError where the folder holds none."""
+    path = Path(folder).expanduser()
+    try:
+        config = json.loads((path / CONFIG).read_text())
+        tokenizer_json = (path / TOKENIZER).read_text()
+        weights = load_weights(path / WEIGHTS)
+        spec = _attributes(config["model"])
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise UsageError(f"{path} is not a model exported by `mmray export RUN {path}`: {error}") from error
+    encoder = TextEncoder(tokenizer_json, spec.inputs.max_tokens)
+    model = build(spec, spec.text.vocab_size or encoder.vocab_size, config["architecture"])
+    model.load_state_dict(weights)
+    return Embedder(model.to(device).eval(), spec.inputs, encoder, torch.device(device))
+
+
+class Embedder:
+    """Images and texts to embeddings of length 1 in one space: their dot product says how well they go together."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs, encoder: TextEncoder, device: torch.device):
+        self.model, self.inputs, self.device = model, inputs, device
+        self._encoder = encoder
+
+    def embed_images(self, images: Sequence[Picture], batch: int = 64) -> Tensor:
+        """Embeddings float32 [N, D], on the CPU, of pictures: PIL images, encoded bytes, or paths.
+
+        Raises DataError naming the first picture that cannot be read.
+        """
+        return self._embed(images, batch, self._embed_pictures)
+
+    def embed_texts(self, texts: Sequence[str], batch: int = 256) -> Tensor:
+        """Embeddings float32 [N, D], on the CPU. Raises DataError naming the first text that cannot be used."""
+        return self._embed(texts, batch, self._embed_captions)
+
+    @torch.no_grad()
+    def _embed(self, items: Sequence[Item], batch: int, embed: Callable[[int, Sequence[Item]], Tensor]) -> Tensor:
+        if isinstance(items, str | bytes):
+            raise TypeError("give a list, also for a single one")
+        parts = [embed(start, items[start : start + batch]) for start in range(0, len(items), batch)]
+        return torch.cat(parts).float().cpu() if parts else torch.zeros(0, self._width())
+
+    def _embed_pictures(self, start: int, images: Sequence[Picture]) -> Tensor:
+        pixels = [self._pixels(number, image) for number, image in enumerate(images, start)]
+        embedding: Tensor = self.model.embed_image(torch.from_numpy(np.stack(pixels)).to(self.device))  # type: ignore[operator]
+        return embedding
+
+    def _pixels(self, number: int, image: Picture) -> np.ndarray:
+        inputs = self.inputs
+        try:
+            return to_pixels(_picture(image), inputs.image_side, inputs.fit, inputs.interpolation)
+        except (OSError, ValueError) as error:
+            name = f" ({image})" if isinstance(image, str | Path) else ""
+            raise DataError(f"image {number}{name}: {error}") from error
+
+    def _embed_captions(self, start: int, texts: Sequence[str]) -> Tensor:
+        ids, num_tokens = self._encoder.encode([_caption(number, text) for number, text in enumerate(texts, start)])
+        mask = np.arange(ids.shape[1]) < num_tokens[:, None]
+        on_device = [torch.from_numpy(array.astype(np.int64)).to(self.device) for array in (ids, mask)]
+        embedding: Tensor = self.model.embed_text(*on_device)  # type: ignore[operator]
+        return embedding
+
+    def _width(self) -> int:
+        return self._embed_captions(0, ["a"]).shape[1]
+
+
+def _picture(image: Picture) -> Image.Image:
+    """An upright RGB image, as training saw it."""
+    if isinstance(image, str | Path):
+        return decode(Path(image).read_bytes(), MAX_PIXELS)
+    if isinstance(image, bytes):
+        return decode(image, MAX_PIXELS)
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode not in _PNG_MODES:
+        upright = upright.convert("RGBA" if upright.has_transparency_data else "RGB")
+    if upright.mode == "RGB" and "transparency" not in upright.info:
+        return upright
+    file = io.BytesIO()
+    upright.save(file, "PNG")  # lossless, and then read by the one function that decides about alpha and 16 bits
+    return decode(file.getvalue(), MAX_PIXELS)
+
+
+def _caption(number: int, text: str) -> str:
+    try:
+        return clean(text)
+    except ValueError as error:
+        raise DataError(f"text {number}: {error}") from error
+
+
+def _attributes(values: Any) -> Any:
+    """Plain values as the attributes of a config section."""
+    if isinstance(values, dict):
+        return SimpleNamespace(**{name: _attributes(value) for name, value in values.items()})
+    return values
+
+
+def _is_export_or_empty(folder: Path) -> bool:
+    names = {path.name for path in folder.iterdir()}
+    return not names or {CONFIG, WEIGHTS, TOKENIZER} <= names

@@ -1,0 +1,231 @@
+"""Who may write into a run's folder: one training at a time, even when an earlier one is only believed dead.
+
+The driver holds the lease while it trains; each rank that is about to write a checkpoint calls `check`. The lease is
+a file lease/N in the run's folder. N, the fence, only grows: whoever takes over creates the file N + 1, which succeeds
+for one process alone, and removes file N. A holder that was only asleep finds its file gone and stops (fencing tokens:
+Kleppmann 2017, Designing Data-Intensive Applications, chapter 8).
+
+No two clocks are compared. The age of a heartbeat is the difference of two file times that the same storage gave, and a
+lease is taken from a silent holder only after watching it stay silent; on this machine, a dead process is enough.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mmray.errors import TrainingError, UsageError
+
+FOLDER = "lease"
+
+
+class Lease:
+    """The right to write into `run_dir`, renewed by a thread every `heartbeat_s` seconds until released."""
+
+    def __init__(self, run_dir: Path, heartbeat_s: float = 10.0, stale_after_s: float = 60.0):
+        self._folder = run_dir / FOLDER
+        self._heartbeat_s, self._stale_after_s = heartbeat_s, stale_after_s
+        self._fence = 0
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def acquire(self) -> int:
+        """Take the lease and begin its heartbeat; returns the fence.
+
+        Raises UsageError while another process holds it, or where the folder cannot be written. Takes over at once from
+        a dead process of this machine; from a silent one elsewhere after watching for 1.5 heartbeats.
+        """
+        with _told(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            while not self._fence:
+                newest = max(_fences(self._folder), default=0)
+                if newest and self._is_held(newest):
+                    raise UsageError(_held_message(self._folder, newest))
+                self._fence = self._take(newest + 1)
+            for older in _fences(self._folder):
+                if older < self._fence:
+                    (self._folder / str(older)).unlink(missing_ok=True)
+        self._ended.clear()
+        self._thread = threading.Thread(target=self._beat, name="mmray-lease", daemon=True)
+        self._thread.start()
+        return self._fence
+
+    def release(self) -> None:
+        """End the heartbeat and let the next process have the run; nothing where it is lost or not held."""
+        if self._thread is None:
+            return
+        self._ended.set()
+        self._thread.join()
+        self._thread = None
+        mine = self._folder / str(self._fence)
+        self._fence = 0
+        with _told(self._folder):
+            if mine.exists():
+                # Renamed, not deleted: its number stays the highest, so that the next fence is a new one.
+                temporary = self._folder / f".{mine.name}.released"
+                temporary.write_text(json.dumps({"released": True}))
+                temporary.replace(mine)
+
+    def _take(self, fence: int) -> int:
+        """`fence` if this process is the one that got it, else 0."""
+        path = self._folder / str(fence)
+        try:
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return 0
+        with os.fdopen(handle, "w") as stream:
+            stream.write(json.dumps(_myself()))
+        if max(_fences(self._folder), default=0) > fence:  # a slow one: others took this number and more, meanwhile
+            path.unlink(missing_ok=True)
+            return 0
+        return fence
+
+    def _is_held(self, fence: int) -> bool:
+        """Whether the holder of a lease may still be at work; watches it for a while where only that can tell."""
+        path = self._folder / str(fence)
+        holder = _read(path)
+        if holder is None or holder.get("released"):
+            return False
+        alive = _lives_here(holder)
+        if alive is not None:
+            return alive
+        beat_s = _modified_s(path)
+        age_s = self._storage_now_s() - beat_s
+        if 0 <= age_s < self._stale_after_s:
+            return True
+        # It looks stale, or its clock ran back; a storage whose clock jumped would look so too. A beat settles it.
+        silence_s = 1.5 * self._heartbeat_s if age_s >= 0 else self._stale_after_s
+        until = time.monotonic() + silence_s
+        while time.monotonic() < until:
+            time.sleep(min(1.0, self._heartbeat_s / 4))
+            if _modified_s(path) != beat_s:
+                return True
+        return False
+
+    def _storage_now_s(self) -> float:
+        """The time that the storage gives to a file written now."""
+        probe = self._folder / f".now-{socket.gethostname()}-{os.getpid()}"
+        probe.write_text("now")
+        try:
+            return _modified_s(probe)
+        finally:
+            probe.unlink(missing_ok=True)
+
+    def _beat(self) -> None:
+        """Renew the lease until released or lost; a storage that fails for a while is tried again at the next beat."""
+        while not self._ended.wait(self._heartbeat_s):
+            try:
+                _touch(self._folder / str(self._fence))
+            except FileNotFoundError:
+                return  # lost: `check` tells those who write
+            except OSError:
+                continue
+
+
+def check(run_dir: Path, fence: int) -> None:
+    """Raise TrainingError where the lease with this fence was taken over: whoever holds it must write nothing more."""
+    folder = run_dir / FOLDER
+    newest = max(_fences(folder), default=0)
+    if newest > fence or not (folder / str(fence)).exists():
+        raise TrainingError(
+            f"{run_dir} was taken over by another training (lease {newest}, this one had {fence}): this one stops and "
+            "writes nothing more. Nothing is lost; give two trainings two names (--run.name) to run them side by side"
+        )
+
+
+def _fences(folder: Path) -> list[int]:
+    try:
+        return [int(path.name) for path in folder.iterdir() if path.name.isdecimal()]
+    except FileNotFoundError:
+        return []
+
+
+def _touch(path: Path) -> None:
+    """Give the file the storage's present time, by writing its first byte again; FileNotFoundError when it is gone."""
+    handle = os.open(path, os.O_RDWR)
+    try:
+        os.pwrite(handle, b"{", 0)  # not utime: some network mounts keep that to themselves
+    finally:
+        os.close(handle)
+
+
+def _modified_s(path: Path) -> float:
+    """Time of the last write, as the storage has it; opening the file makes a network mount ask the server."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return -1.0  # taken over or removed meanwhile: different from every beat
+    try:
+        return os.fstat(handle).st_mtime
+    finally:
+        os.close(handle)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """What the holder wrote; empty where it is only just writing it, None where the file is gone."""
+    try:
+        holder = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return {}
+    return holder if isinstance(holder, dict) else {}
+
+
+def _myself() -> dict[str, Any]:
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "pid": pid, "machine": _machine(), "process": _process(pid)}
+
+
+def _machine() -> str | None:
+    """This boot of this machine and this table of processes (a container has its own); None where it cannot be told."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return None
+
+
+def _process(pid: int) -> str | None:
+    """When a process began, in ticks since boot, which tells it from a later one of the same number; None: no such."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()  # proc(5): field 3 (state) first, field 22 is the start time
+    return None if fields[0] == "Z" else fields[19]
+
+
+def _lives_here(holder: dict[str, Any]) -> bool | None:
+    """Whether the holder's process lives; None where it ran elsewhere, so that only its heartbeat can tell."""
+    machine = _machine()
+    if machine is None or holder.get("machine") != machine or not isinstance(holder.get("pid"), int):
+        return None
+    return _process(holder["pid"]) == holder.get("process")
+
+
+def _held_message(folder: Path, fence: int) -> str:
+    holder = _read(folder / str(fence)) or {}
+    who = f"process {holder['pid']} on {holder['host']}" if {"pid", "host"} <= holder.keys() else "another process"
+    return (
+        f"{folder.parent} is being trained by {who}: wait for its end or stop it, or choose another --run.name. "
+        "If it is gone for good, the same command takes over a minute or two after its last sign of life"
+    )
+
+
+@contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    """Errors of the storage as one that a user can act on."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"cannot write the lease of the run in {folder}: {error.strerror or error}; choose another --run.storage"
+        ) from error

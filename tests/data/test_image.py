@@ -1,0 +1,246 @@
+"""Images: every accepted format, the traps of transparency, depth and orientation, and damaged bytes."""
+
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageOps
+
+from mmray.data.image import BadImage, check_header, decode, shrink, to_pixels
+
+
+def picture(width=40, height=30):
+    """A smooth picture in which every direction differs."""
+    y, x = np.mgrid[:height, :width]
+    return Image.fromarray(np.stack([x * 255 // width, y * 255 // height, (x + y) % 256], -1).astype(np.uint8))
+
+
+def encode(image, kind, **options):
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def png(depth, colour, rows, trns=b"", size=None):
+    """A PNG made by hand, for depths that Pillow does not write. `rows` are the bytes of each line of 2 pixels."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", *(size or (2, len(rows))), depth, colour, 0, 0, 0)
+    body = chunk(b"IHDR", header) + (chunk(b"tRNS", trns) if trns else b"")
+    body += chunk(b"IDAT", zlib.compress(b"".join(b"\0" + row for row in rows))) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+FORMATS = {
+    "JPEG": encode(picture(), "JPEG", quality=95),
+    "PNG": encode(picture(), "PNG"),
+    "WEBP": encode(picture(), "WEBP", lossless=True),
+    "GIF": encode(picture(), "GIF"),
+    "MPO": encode(picture(), "MPO", save_all=True, append_images=[picture(8, 8)], quality=95),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_format_is_known_by_content_and_decodes(name):
+    assert check_header(FORMATS[name], 10_000) == name
+    image = decode(FORMATS[name])
+    assert (image.mode, image.size) == ("RGB", (40, 30))
+    assert np.abs(np.asarray(image).astype(int) - np.asarray(picture())).mean() < 12
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_applied(kind, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encode(picture(), kind, exif=exif)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
+    assert np.array_equal(np.asarray(decode(data)), np.asarray(expected))
+    assert (decode(data).size == (30, 40)) == (orientation >= 5)
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
+def test_damaged_exif_does_not_cost_the_picture():
+    data = encode(picture(), "JPEG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xffgarbage")
+    assert decode(data).size == (40, 30)
+
+
+def test_transparency_is_laid_on_white():
+    rgba = Image.new("RGBA", (4, 4), (200, 0, 0, 0))
+    rgba.putpixel((0, 0), (200, 0, 0, 255))
+    rgba.putpixel((1, 0), (0, 0, 0, 51))
+    pixels = np.asarray(decode(encode(rgba, "PNG")))
+    assert pixels[0, 0].tolist() == [200, 0, 0]
+    assert pixels[0, 1].tolist() == [204, 204, 204]
+    assert (pixels[1:] == 255).all()
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (png(16, 0, [struct.pack(">2H", 0, 65535), struct.pack(">2H", 32768, 257)]), [0, 255, 128, 1]),
+        (png(16, 0, [struct.pack(">2H", 0, 1000)], struct.pack(">H", 1000)), [0, 255]),
+        (png(16, 0, [struct.pack(">2H", 1000, 999)], struct.pack(">H", 1000)), [255, 4]),
+        (png(4, 0, [b"\x5a"], struct.pack(">H", 5)), [255, 170]),
+        (png(2, 0, [b"\x40"], struct.pack(">H", 1)), [255, 0]),
+        (png(1, 0, [b"\x40"], struct.pack(">H", 0)), [255, 255]),
+        (png(1, 0, [b"\x40"], struct.pack(">H", 1)), [0, 255]),
+        (png(8, 0, [b"\x05\x06"], struct.pack(">H", 5)), [255, 6]),
+        (png(16, 2, [struct.pack(">6H", *[0x1234] * 3, *[0x5678] * 3)], struct.pack(">3H", *[0x1234] * 3)), [255, 86]),
+    ],
+)
+def test_depth_is_scaled_and_the_transparent_colour_is_found_at_every_depth(data, expected):
+    pixels = np.asarray(decode(data))
+    assert pixels[..., 0].ravel().tolist() == expected
+    assert (pixels == pixels[..., :1]).all()
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
+def test_first_frame_of_an_animation(kind):
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "lime")]
+    data = encode(frames[0], kind, save_all=True, append_images=frames[1:])
+    assert np.asarray(decode(data)).mean((0, 1)) == pytest.approx([255, 0, 0], abs=3)
+
+
+def test_cmyk_and_grey_become_rgb():
+    assert np.asarray(decode(encode(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG")))[4, 4, 0] > 200
+    assert np.asarray(decode(encode(Image.new("L", (8, 8), 77), "PNG")))[4, 4].tolist() == [77, 77, 77]
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "empty"),
+        (b"<html><body>404</body></html>", "format"),
+        (encode(picture(), "BMP"), "format"),
+        (encode(picture(), "TIFF"), "format"),
+        (FORMATS["PNG"][:60], "truncated"),
+        (FORMATS["PNG"][:-12], "truncated"),
+        (FORMATS["JPEG"][:-100], "truncated"),
+        (FORMATS["WEBP"][:-40], "truncated"),
+        (FORMATS["GIF"][:-400], "truncated"),
+        (FORMATS["PNG"][:60] + b"\0" + FORMATS["PNG"][61:], "checksum"),
+        (b"\x89PNG\r\n\x1a\n", "truncated"),
+        (b"\xff\xd8\xff\xe0", "corrupt"),
+        (png(8, 0, [b"\0\0"], size=(60000, 60000)), "too-large"),
+        (png(8, 0, [b"\0\0"], size=(6000, 6000)), "too-large"),
+    ],
+)
+def test_bad_bytes_are_told_with_their_reason(data, reason):
+    with pytest.raises(BadImage) as caught:
+        decode(data)
+    assert caught.value.reason == reason
+    assert caught.value.detail
+
+
+def test_too_large_is_refused_from_the_header():
+    data = encode(Image.new("L", (300, 200)), "PNG")
+    assert check_header(data, 60_000) == "PNG"
+    for call in (check_header, decode):
+        with pytest.raises(BadImage, match="300 x 200") as caught:
+            call(data, 59_999)
+        assert caught.value.reason == "too-large"
+
+
+@settings(max_examples=150, deadline=None)
+@given(name=st.sampled_from(sorted(FORMATS)), data=st.data())
+def test_damaged_bytes_give_a_picture_or_bad_image_and_nothing_else(name, data):
+    damaged = bytearray(FORMATS[name])
+    for _ in range(data.draw(st.integers(1, 8))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    del damaged[data.draw(st.integers(len(damaged) // 2, len(damaged))) :]
+    try:
+        assert decode(bytes(damaged), 1_000_000).mode == "RGB"
+    except BadImage as bad:
+        assert bad.reason in ("empty", "format", "too-large", "truncated", "corrupt", "checksum")
+
+
+def test_one_flipped_bit_in_a_png_is_always_found():
+    data = FORMATS["PNG"]
+    for position in range(8, len(data), 7):
+        damaged = bytearray(data)
+        damaged[position] ^= 4
+        with pytest.raises(BadImage):
+            decode(bytes(damaged))
+
+
+def test_squash_crop_and_pad():
+    image = Image.new("RGB", (90, 30), "black")
+    image.paste("red", (30, 0, 60, 30))
+    squash, crop, pad = (to_pixels(image, 12, fit, "bilinear") for fit in ("squash", "crop", "pad"))
+    for pixels in (squash, crop, pad):
+        assert (pixels.shape, pixels.dtype) == ((3, 12, 12), np.uint8)
+        assert pixels.flags.c_contiguous
+    assert (squash[0, :, 0] < 10).all()
+    assert (squash[0, :, 6] > 245).all()
+    assert (crop[0, :, 1:-1] == 255).all()  # at the edges the filter sees the black beyond, as after a whole resize
+    assert (crop[0] > 200).all()
+    assert (crop[1:] == 0).all()
+    assert (pad[:, :4] == 255).all()
+    assert (pad[:, 8:] == 255).all()
+    assert (pad[1, 4:8] < 10).all()
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("size", [(97, 61), (61, 97), (200, 64)])
+def test_fused_crop_agrees_with_resize_then_centre_crop(size, interpolation):
+    """The way pretrained models were fed: shorter side to `side`, then the centre; within 3 levels on average."""
+    image, side = picture(*size), 32
+    scale = side / min(size)
+    whole = image.resize(
+        (max(side, round(size[0] * scale)), max(side, round(size[1] * scale))),
+        {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}[interpolation],
+    )
+    left, top = (whole.width - side) // 2, (whole.height - side) // 2
+    usual = np.asarray(whole.crop((left, top, left + side, top + side))).transpose(2, 0, 1).astype(int)
+    assert np.abs(to_pixels(image, side, "crop", interpolation) - usual).mean() < 3
+
+
+def test_pixels_of_extreme_shapes():
+    for size in ((1, 1), (1000, 1), (1, 1000)):
+        for fit in ("squash", "crop", "pad"):
+            assert to_pixels(Image.new("RGB", size), 8, fit, "bicubic").shape == (3, 8, 8)
+
+
+def test_shrink_keeps_small_images_and_re_encodes_large_ones():
+    jpeg, lossless = FORMATS["JPEG"], FORMATS["PNG"]
+    assert shrink(decode(jpeg), jpeg, 30) is jpeg
+    assert shrink(decode(jpeg), jpeg, 64) is jpeg
+    small = shrink(decode(jpeg), jpeg, 15)
+    assert check_header(small, 1000) == "JPEG"
+    assert decode(small).size == (20, 15)
+    assert small == shrink(decode(jpeg), jpeg, 15)
+    for data in (lossless, FORMATS["WEBP"], FORMATS["GIF"]):
+        assert check_header(shrink(decode(data), data, 15), 1000) == "PNG"
+
+
+def test_shrink_keeps_what_decode_corrected():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encode(picture(), "JPEG", exif=exif)
+    assert decode(shrink(decode(data), data, 15)).size == (15, 20)
+
+
+def test_png_suite(shared_data):
+    """All colour types and depths decode; all files that are damaged on purpose (x*.png) are refused."""
+    for path in sorted((shared_data / "pngsuite").glob("*.png")):
+        if path.name.startswith("x"):
+            with pytest.raises(BadImage):
+                decode(path.read_bytes())
+        else:
+            assert decode(path.read_bytes()).mode == "RGB"
+
+
+def test_png_suite_backgrounds(shared_data):
+    """The same picture at several depths with a transparent background: white everywhere."""
+    names = ["tbbn0g04", "tbbn2c16", "tbbn3p08", "tbgn2c16", "tbrn2c08", "tbwn0g16", "tbyn3p08", "tp1n3p08"]
+    pixels = [np.asarray(decode((shared_data / f"pngsuite/{name}.png").read_bytes())) for name in names]
+    for other in pixels:
+        assert (other[0, :3] == 255).all()
+        assert np.abs(other.mean() - pixels[0].mean()) < 4

@@ -1,0 +1,83 @@
+"""Evaluation batches: every row once over the ranks, all captions, bad rows named and left out."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmray.data.store import PreparedSet
+from mmray.data.text import TextEncoder
+from mmray.evaluate.batches import EvalBatches
+from tests.made import CAPTIONS, make_set, row
+
+INPUTS = SimpleNamespace(image_side=8, fit="squash", interpolation="bilinear", max_tokens=16)
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> PreparedSet:
+    """23 rows with one to three captions each; row 5 is no picture, row 6 not the one that was prepared."""
+    rows = [row(number, texts=CAPTIONS[: 1 + number % 3]) for number in range(23)]
+    rows[5] = row(5, data=b"nothing")
+    rows[6].sha256 = "0" * 64
+    return make_set(tmp_path / "set", rows)
+
+
+def batches(prepared: PreparedSet, **options: int) -> EvalBatches:
+    encoder = TextEncoder(prepared.tokenizer_json or "", INPUTS.max_tokens)
+    return EvalBatches(prepared, INPUTS, encoder, **({"batch": 4} | options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 30])
+@pytest.mark.parametrize("limit", [None, 10])
+def test_every_row_once(prepared: PreparedSet, world: int, limit: int | None) -> None:
+    parts = [batches(prepared, rank=rank, world=world, limit=limit) for rank in range(world)]  # type: ignore[arg-type]
+    seen = [number for part in parts for batch in part for number in batch["row"].tolist()]
+    assert seen == [number for number in range(limit or 23) if number not in (5, 6)]
+    faults = [fault for part in parts for fault in part.faults]
+    assert [fault.split(":")[0] for fault in faults] == ["row 5", "row 6"]
+    sizes = [len(part.rows) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_all_captions_with_their_rows(prepared: PreparedSet) -> None:
+    reading = batches(prepared)
+    for batch in reading:
+        owner = batch["owner"].tolist()
+        assert owner == [number for number in batch["row"].tolist() for _ in range(1 + number % 3)]
+        texts = [CAPTIONS[place] for number in batch["row"].tolist() for place in range(1 + number % 3)]
+        ids, num_tokens = reading.encoder.encode(texts)
+        assert np.array_equal(batch["input_ids"].numpy(), ids)
+        assert batch["attention_mask"].sum(1).tolist() == num_tokens.tolist()
+        assert ((batch["attention_mask"].diff(dim=1)) <= 0).all()
+
+
+def test_pixels_are_those_of_the_row(prepared: PreparedSet) -> None:
+    for batch in batches(prepared):
+        assert batch["image"].shape[1:] == (3, 8, 8)
+        assert batch["image"][:, 0, 0, 0].tolist() == batch["row"].tolist()  # row N is grey N
+
+
+def test_iterated_twice_is_the_same(prepared: PreparedSet) -> None:
+    reading = batches(prepared)
+    first, second = [[batch["row"].tolist() for batch in reading] for _ in range(2)]
+    assert first == second
+    assert len(reading.faults) == 2
+
+
+def test_batch_without_a_good_row_is_left_out(prepared: PreparedSet) -> None:
+    sizes = [len(batch["row"]) for batch in batches(prepared, batch=1)]
+    assert sizes == [1] * 21
+
+
+def test_image_larger_than_allowed_is_a_fault(tmp_path: Path) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (30, 30)).save(file, "PNG")
+    prepared = make_set(tmp_path / "set", [row(0), row(1, data=file.getvalue())])
+    reading = batches(prepared, max_pixels=400)
+    assert [batch["row"].tolist() for batch in reading] == [[0]]
+    assert "too-large" in reading.faults[0]

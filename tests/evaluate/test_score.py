@@ -1,0 +1,198 @@
+"""The evaluator: its figures are right, and the same for any number of ranks."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmray.data.store import PreparedSet
+from mmray.errors import DataError
+from mmray.evaluate.score import Embedded, Retrieval, score_embedded
+from mmray.objectives.contrastive import Contrastive
+from tests.made import CAPTIONS, make_set, row
+
+SETTINGS = SimpleNamespace(batch=4, chunk=5, limit=None)
+INPUTS = SimpleNamespace(image_side=8, fit="squash", interpolation="bilinear", max_tokens=16)
+NUM_ROWS = 23
+
+
+class Toy(nn.Module):
+    """Embeds a row's grey level, and the length of a caption; follows the seam of a two-tower model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+        self.log_scale = nn.Parameter(torch.tensor(1.5))
+
+    def embed_image(self, image: Tensor) -> Tensor:
+        angle = self.dropout(image[:, 0, 0, :1].float())
+        return F.normalize(torch.cat([angle.cos(), angle.sin(), angle.sin() ** 2], dim=1), dim=1)
+
+    def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        angle = (input_ids * attention_mask).sum(1, keepdim=True).float()
+        return F.normalize(torch.cat([angle.cos(), angle.sin(), angle.cos() ** 2], dim=1), dim=1)
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            "image_embed": self.embed_image(batch["image"]),
+            "text_embed": self.embed_text(batch["input_ids"], batch["attention_mask"]),
+            "logit_scale": self.log_scale.exp(),
+        }
+
+
+@dataclass
+class Meeting:
+    """Where the threads of a test meet as ranks would."""
+
+    world: int
+    rows: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rows = [None] * self.world
+        self.barrier = threading.Barrier(self.world, timeout=30)
+
+
+@dataclass
+class Rank:
+    """A group, as far as evaluation knows one, whose ranks are threads."""
+
+    rank: int
+    meeting: Meeting
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def world(self) -> int:
+        return self.meeting.world
+
+    def gather_plain(self, rows: Tensor) -> Tensor:
+        self.meeting.rows[self.rank] = rows
+        self.meeting.barrier.wait()
+        everyone = torch.cat(self.meeting.rows)
+        self.meeting.barrier.wait()
+        return everyone
+
+
+def on_ranks(world: int, work: Any) -> list[Any]:
+    """What `work(group)` gives on each of `world` ranks; a raised error stands for its result."""
+    meeting, results = Meeting(world), [None] * world
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(Rank(rank, meeting))
+        except DataError as error:
+            results[rank] = error  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedSet:
+    rows = [row(number, texts=[f"{'a ' * (number % 5 + 1)}red", *CAPTIONS][: 1 + number % 3]) for number in range(23)]
+    rows[4] = row(4, data=b"nothing")
+    return make_set(tmp_path_factory.mktemp("scored") / "set", rows)
+
+
+def score(prepared: PreparedSet, group: Any, global_rows: int = 6, **settings: Any) -> dict[str, float]:
+    evaluator = Retrieval(prepared, INPUTS, prepared.tokenizer_json, SimpleNamespace(**vars(SETTINGS) | settings))  # type: ignore[arg-type]
+    return evaluator.score(Toy(), group, Contrastive(), global_rows)
+
+
+@pytest.mark.parametrize("world", [2, 3, 30])
+@pytest.mark.parametrize("limit", [None, 9])
+def test_the_same_for_any_number_of_ranks(prepared: PreparedSet, world: int, limit: int | None) -> None:
+    """30 ranks for 23 rows: some have nothing to embed."""
+    (alone,) = on_ranks(1, lambda group: score(prepared, group, limit=limit))
+    assert alone["rows"] == (limit or NUM_ROWS) - 1
+    assert alone["bad_rows"] == 1
+    for result in on_ranks(world, lambda group: score(prepared, group, limit=limit)):
+        assert result == alone
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 1000])
+def test_the_same_for_any_chunk(prepared: PreparedSet, chunk: int) -> None:
+    (one,) = on_ranks(1, lambda group: score(prepared, group))
+    (other,) = on_ranks(1, lambda group: score(prepared, group, chunk=chunk))
+    assert other.pop("loss") == pytest.approx(one.pop("loss"), rel=1e-6)
+    assert other == one
+
+
+def test_figures_of_a_case_worked_by_hand() -> None:
+    """Three images on the axes. Image 1 has two captions, one of them wrong; image 2's caption lies on image 0."""
+    axes = torch.eye(3)
+    embedded = Embedded(
+        row=torch.tensor([10, 11, 12]),
+        image=axes,
+        owner=torch.tensor([10, 11, 11, 12]),
+        text=axes[[0, 1, 2, 0]],
+        shared={"logit_scale": torch.tensor(2.0)},
+    )
+    (metrics,) = on_ranks(1, lambda group: score_embedded(embedded, group, Contrastive(), 2, 2))
+    # Image to text: image 0 ties with a wrong caption (rank 2), image 1 is right, image 2 scores 0 where wrong ones
+    # score 1, 0 and 0: rank 4. Text to image: 1, 1, then rank 3 (1, and a tie at 0), then rank 3 likewise.
+    assert metrics["recall_at_1/image_to_text"] == pytest.approx(1 / 3)
+    assert metrics["recall_at_1/text_to_image"] == pytest.approx(2 / 4)
+    assert metrics["recall_at_5/image_to_text"] == 1
+    assert metrics["median_rank/image_to_text"] == 2
+    assert metrics["median_rank/text_to_image"] == 2
+    assert metrics["recall_at_1/mean"] == pytest.approx((1 / 3 + 1 / 2) / 2)
+    # Groups of two rows and their first captions: {10, 11} match perfectly, {12} is alone and costs nothing.
+    two = torch.tensor([[2.0, 0.0], [0.0, 2.0]])
+    assert metrics["loss"] == pytest.approx(F.cross_entropy(two, torch.arange(2)).item() * 2 / 3, rel=1e-6)
+
+
+def test_loss_is_that_of_training(prepared: PreparedSet) -> None:
+    (metrics,) = on_ranks(1, lambda group: score(prepared, group, global_rows=100))
+    model = Toy().eval()
+    evaluator = Retrieval(prepared, INPUTS, prepared.tokenizer_json, SETTINGS)  # type: ignore[arg-type]
+    good = [number for number in range(NUM_ROWS) if number != 4]
+    texts = [prepared.read([number])[0].texts[0] for number in good]  # type: ignore[arg-type]
+    ids, num_tokens = evaluator._encoder.encode(texts)
+    batch = {
+        "image": torch.tensor(good, dtype=torch.uint8).view(-1, 1, 1, 1).repeat(1, 3, 8, 8),
+        "input_ids": torch.from_numpy(ids),
+        "attention_mask": (torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]).long(),
+        "valid": torch.ones(len(good), dtype=torch.bool),
+    }
+    loss_sum, count, _ = Contrastive().measure(model(batch), batch)
+    assert metrics["loss"] == pytest.approx((loss_sum / count).item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_mode_and_generator_are_left_as_they_were(prepared: PreparedSet, training: bool) -> None:
+    model, evaluator = Toy().train(training), Retrieval(prepared, INPUTS, prepared.tokenizer_json, SETTINGS)  # type: ignore[arg-type]
+    before = torch.get_rng_state()
+    on_ranks(1, lambda group: evaluator.score(model, group, Contrastive(), 6))
+    assert model.training == training
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("coupled", [("match_logits",), ()])
+def test_another_objective_has_no_loss_here(prepared: PreparedSet, coupled: tuple[str, ...]) -> None:
+    evaluator = Retrieval(prepared, INPUTS, prepared.tokenizer_json, SETTINGS)  # type: ignore[arg-type]
+    matching = SimpleNamespace(coupled=coupled, shared=())
+    (metrics,) = on_ranks(1, lambda group: evaluator.score(Toy(), group, matching, 6))  # type: ignore[arg-type]
+    assert "loss" not in metrics
+    assert "recall_at_10/text_to_image" in metrics
+
+
+def test_nothing_readable_is_told_on_every_rank(tmp_path: Path) -> None:
+    damaged = make_set(tmp_path / "set", [row(number, data=b"nothing") for number in range(2)])
+    for error in on_ranks(2, lambda group: score(damaged, group)):
+        assert isinstance(error, DataError)
+        assert "none of 2 evaluation rows" in str(error)

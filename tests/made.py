@@ -1,0 +1,43 @@
+"""Tiny data that tests make for themselves."""
+
+import io
+
+from PIL import Image
+
+from mmray.data.manifest import MANIFEST, TOKENIZER, Manifest, fingerprint
+from mmray.data.place import Place
+from mmray.data.store import PreparedSet, Row, images_sha256, write_shard
+from mmray.data.text import train_tokenizer
+
+CAPTIONS = ["a", "a red one", "a much longer caption of a row"]
+
+
+def png(grey, side=16):
+    file = io.BytesIO()
+    Image.new("RGB", (side, side), (grey % 256,) * 3).save(file, "PNG")
+    return file.getvalue()
+
+
+def row(number, data=None, texts=None):
+    """Row `number`: an image of that grey level, one of three captions."""
+    data = png(number) if data is None else data
+    texts = texts or [CAPTIONS[number % 3]]
+    return Row(f"row-{number}", [data], texts, source=f"made:{number}", sha256=images_sha256([data]))
+
+
+def make_set(folder, rows, test_rows=()):
+    """A prepared set of these rows in two shards, and a test split where there are rows for it."""
+    place = Place(str(folder))
+    place.make()
+    split = "train" if test_rows else None
+    half = max(1, len(rows) // 2)
+    parts = [(rows[:half], split), (rows[half:], split), (list(test_rows), "test")]
+    shards = tuple(
+        write_shard(part, place, f"{number}.arrow", name) for number, (part, name) in enumerate(parts) if part
+    )
+    splits = {"train": len(rows), "test": len(test_rows)} if test_rows else {}
+    place.write(TOKENIZER, train_tokenizer(CAPTIONS, 60).encode())
+    total = len(rows) + len(test_rows)
+    manifest = Manifest(total, total, 0, {}, 0, splits, fingerprint(shards), TOKENIZER, {}, {}, shards)
+    place.write(MANIFEST, manifest.to_json())
+    return PreparedSet.open(str(folder))

@@ -1,0 +1,231 @@
+"""Export and load: the folder alone gives the embeddings that the trained model gives."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import mmray
+from mmray.config import ImageTower, Inputs, TextTower, TwoTower
+from mmray.data.image import decode, to_pixels
+from mmray.data.text import TextEncoder, train_tokenizer
+from mmray.errors import DataError, UsageError
+from mmray.models.build import build
+from mmray.models.export import export
+
+TEXTS = ["a red circle", "a blue square on a green ground", "Two TRIANGLES,  left of a circle"]
+TOKENIZER = train_tokenizer(TEXTS, 80)
+
+
+def spec_of(fit: str = "crop", kind: str = "two_tower") -> TwoTower:
+    return TwoTower(
+        kind=kind,
+        inputs=Inputs(image_side=32, fit=fit, max_tokens=8, mean=(0.5,) * 3, std=(0.25,) * 3),
+        image=ImageTower(name="convnet", width=8, depth=2),
+        text=TextTower(width=16, depth=1, heads=2, dropout=0.1, vocab_size=TextEncoder(TOKENIZER, 8).vocab_size),
+        embed_dim=12,
+    )
+
+
+def trained(spec: TwoTower) -> nn.Module:
+    """A model with weights that no initialisation draws."""
+    torch.manual_seed(3)
+    model = build(spec, spec.text.vocab_size)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def picture(mode: str = "RGB") -> Image.Image:
+    noise = np.random.default_rng(0).integers(0, 256, (50, 70, 4), dtype=np.uint8)
+    return Image.fromarray(noise, "RGBA").convert(mode)
+
+
+def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def direct_images(model: nn.Module, spec: TwoTower, images: list[bytes]) -> Tensor:
+    """As training and evaluation see them."""
+    inputs = spec.inputs
+    pixels = [to_pixels(decode(data), inputs.image_side, inputs.fit, inputs.interpolation) for data in images]
+    with torch.no_grad():
+        return model.embed_image(torch.from_numpy(np.stack(pixels)))
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, TwoTower, Path]:
+    spec = spec_of()
+    model = trained(spec)
+    out = export(model, spec.model_dump(mode="json"), TOKENIZER, tmp_path_factory.mktemp("out") / "model")
+    return model, spec, out
+
+
+@pytest.mark.parametrize("fit", ["crop", "squash", "pad"])
+def test_images_as_the_trained_model_sees_them(tmp_path: Path, fit: str) -> None:
+    spec = spec_of(fit)
+    model = trained(spec)
+    loaded = mmray.load(export(model, spec.model_dump(mode="json"), TOKENIZER, tmp_path / "model"))
+    data = [encoded(picture(), "JPEG"), encoded(picture("RGBA"), "PNG"), encoded(picture("L"), "WEBP")]
+    (tmp_path / "file.jpg").write_bytes(data[0])
+    expected = direct_images(model, spec, data)
+    got = loaded.embed_images([tmp_path / "file.jpg", data[1], data[2]], batch=2)
+    assert got.dtype == torch.float32
+    assert (got - expected).abs().max() <= 1e-6
+    assert (expected[0] - expected[1]).abs().max() > 1e-3  # the model does look at its input
+    assert torch.allclose(got.norm(dim=1), torch.ones(3))
+
+
+def test_texts_as_the_trained_model_sees_them(exported: tuple[nn.Module, TwoTower, Path]) -> None:
+    model, spec, out = exported
+    ids, num_tokens = TextEncoder(TOKENIZER, spec.inputs.max_tokens).encode(TEXTS)
+    mask = torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]
+    with torch.no_grad():
+        expected = model.embed_text(torch.from_numpy(ids).long(), mask.long())
+    for batch in (1, 2, 256):
+        assert (mmray.load(out).embed_texts(TEXTS, batch) - expected).abs().max() <= 1e-6
+    assert (expected[0] - expected[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1", "CMYK", "I;16", "HSV"])
+def test_a_pil_image_is_what_its_file_would_be(exported: tuple[nn.Module, TwoTower, Path], mode: str) -> None:
+    loaded = mmray.load(exported[2])
+    if mode == "I;16":
+        image = Image.fromarray(np.arange(0, 65536, 16, dtype=np.uint16).reshape(64, 64))
+    else:
+        image = picture("RGB" if mode in ("CMYK", "HSV") else "RGBA").convert(mode)
+    file = encoded(image.convert("RGB") if mode in ("CMYK", "HSV") else image, "PNG")
+    assert torch.equal(loaded.embed_images([image]), loaded.embed_images([file]))
+
+
+def test_orientation_of_a_pil_image_counts(exported: tuple[nn.Module, TwoTower, Path]) -> None:
+    loaded, exif = mmray.load(exported[2]), Image.Exif()
+    exif[0x0112] = 6
+    turned = encoded(picture(), "JPEG", exif=exif)
+    opened = loaded.embed_images([Image.open(io.BytesIO(turned))])
+    assert torch.equal(opened, loaded.embed_images([turned]))
+    assert not torch.allclose(opened, loaded.embed_images([encoded(picture(), "JPEG")]), atol=1e-3)
+
+
+def test_loads_in_a_fresh_process_in_three_lines(exported: tuple[nn.Module, TwoTower, Path]) -> None:
+    """The lines of the model card, without Ray and pydantic."""
+    _, _, out = exported
+    card = (out / "README.md").read_text()
+    lines = card.split("```python\n")[1].split("```")[0]
+    assert len(lines.splitlines()) == 3
+    Image.new("RGB", (9, 9), "red").save(out.parent / "photo.jpg")
+    script = lines + "import sys\nprint(tuple(scores.shape), 'ray' in sys.modules, 'pydantic' in sys.modules)\n"
+    done = subprocess.run([sys.executable, "-c", script], cwd=out.parent, capture_output=True, text=True)
+    assert done.stdout.strip() == "(1, 2) False False", done.stderr
+
+
+def test_importing_mmray_is_light() -> None:
+    script = "import mmray, sys; print([m for m in ('torch', 'ray', 'transformers', 'pydantic') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "[]"
+    with pytest.raises(AttributeError, match="no_such"):
+        mmray.no_such  # noqa: B018
+
+
+def test_other_programs_read_the_folder(exported: tuple[nn.Module, TwoTower, Path]) -> None:
+    from transformers import AutoImageProcessor, PreTrainedTokenizerFast
+
+    _, spec, out = exported
+    ids, num_tokens = TextEncoder(TOKENIZER, 8).encode([TEXTS[0]])
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(out / "tokenizer.json"))(TEXTS[0])["input_ids"]
+    assert theirs == ids[0, : num_tokens[0]].tolist()
+    image = picture().resize((200, 120))
+    pixels = AutoImageProcessor.from_pretrained(out)(image, return_tensors="np")["pixel_values"][0]
+    mine = (to_pixels(image, 32, "crop", "bicubic") / 255 - 0.5) / 0.25
+    assert np.abs(pixels - mine).max() <= 1.01 / 255 / 0.25
+    assert json.loads((out / "config.json").read_text())["model"] == spec.model_dump(mode="json")
+
+
+def test_empty_lists(exported: tuple[nn.Module, TwoTower, Path]) -> None:
+    loaded = mmray.load(exported[2])
+    assert loaded.embed_images([]).shape == loaded.embed_texts([]).shape == (0, 12)
+
+
+def test_bad_input_is_named(exported: tuple[nn.Module, TwoTower, Path], tmp_path: Path) -> None:
+    loaded, good = mmray.load(exported[2]), encoded(picture(), "PNG")
+    with pytest.raises(DataError, match="image 1: truncated"):
+        loaded.embed_images([good, good[:100]], batch=1)
+    with pytest.raises(DataError, match=r"image 0 \(.*missing\.png\)"):
+        loaded.embed_images([tmp_path / "missing.png"])
+    with pytest.raises(DataError, match="text 1: blank"):
+        loaded.embed_texts(["good", " \n"])
+    with pytest.raises(TypeError, match="list"):
+        loaded.embed_texts("a bare string")
+
+
+def test_exported_again_replaces_but_never_another_folder(tmp_path: Path) -> None:
+    spec = spec_of()
+    model = trained(spec)
+    out = export(model, spec.model_dump(mode="json"), TOKENIZER, tmp_path / "model")
+    with torch.no_grad():
+        model.text.project.weight.mul_(-1)
+    export(model, spec.model_dump(mode="json"), TOKENIZER, out)
+    assert torch.equal(mmray.load(out).model.text.project.weight, model.text.project.weight)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years")
+    with pytest.raises(UsageError, match="is not an exported model"):
+        export(model, spec.model_dump(mode="json"), TOKENIZER, tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize("content", [None, b"nonsense"])
+def test_damaged_folder_is_told(tmp_path: Path, name: str, content: bytes | None) -> None:
+    spec = spec_of()
+    out = export(trained(spec), spec.model_dump(mode="json"), TOKENIZER, tmp_path / "model")
+    (out / name).unlink()
+    if content is not None:
+        (out / name).write_bytes(content)
+    with pytest.raises(UsageError, match="is not a model exported"):
+        mmray.load(out)
+
+
+def test_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    spec = spec_of()
+    with pytest.raises(UsageError, match="cannot write"):
+        export(trained(spec), spec.model_dump(mode="json"), TOKENIZER, tmp_path / "file" / "model")
+
+
+class Plain(nn.Module):
+    """A user's own model: the seam and nothing more, tied weights included."""
+
+    def __init__(self, spec: TwoTower, vocab_size: int):
+        super().__init__()
+        self.words = nn.Embedding(vocab_size, spec.embed_dim)
+        self.unembed = nn.Linear(spec.embed_dim, vocab_size, bias=False)
+        self.unembed.weight = self.words.weight
+        self.pixels = nn.Linear(3 * spec.inputs.image_side**2, spec.embed_dim)
+
+    def embed_image(self, image: Tensor) -> Tensor:
+        return self.pixels(image.flatten(1) / 255)
+
+    def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return (self.words(input_ids) * attention_mask[..., None]).sum(1)
+
+
+def test_a_users_own_model(tmp_path: Path) -> None:
+    spec = spec_of(kind=f"{__name__}:Plain")
+    model = build(spec, spec.text.vocab_size)
+    loaded = mmray.load(export(model, spec.model_dump(mode="json"), TOKENIZER, tmp_path / "model"))
+    assert torch.equal(loaded.model.words.weight, model.words.weight)
+    assert torch.equal(
+        loaded.embed_images([encoded(picture(), "PNG")]), direct_images(model, spec, [encoded(picture(), "PNG")])
+    )

@@ -1,0 +1,84 @@
+"""What is typed and what comes of it, without Ray: parsing, messages, exit codes."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from mmray import cli
+from mmray.config import from_yaml
+from mmray.console import Screen, recall_table, training_figures
+
+
+@pytest.fixture
+def typed(capfd):
+    """Type a command; get its exit code and all that it printed."""
+
+    def run(*words):
+        try:
+            code = cli.run(list(words), Screen(Console(force_terminal=False, width=100)))
+        except SystemExit as end:  # tyro ends the process itself after --help and unknown flags
+            code = end.code
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_print_config_is_a_recipe_again(typed, tmp_path):
+    code, out, _ = typed("train", "sample", "--batch.micro", "16", "--print-config")
+    assert code == 0 and from_yaml(out, "printed").batch.micro == 16
+    (tmp_path / "mine.yaml").write_text(out)
+    assert typed("train", str(tmp_path / "mine.yaml"), "--print-config")[1] == out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trian"], "did you mean `train`"),
+        (["train", "sampel"], "did you mean `sample`"),
+        (["train", "nowhere.yaml"], "cannot read the recipe nowhere.yaml"),
+        (["train", "--batch.micro", "0"], "batch.micro: input should be greater than or equal to 1 (got 0)"),
+        (["train", "--batch.micr", "3"], "--batch.micro"),
+        (["train", "--train.steps", "3", "--train.epochs", "2"], "give one of steps, samples, epochs"),
+        (["train", "--batch.global", "1"], "1 rows cannot feed 2 workers"),
+        (["evaluate", "nowhere"], "is not a run: it has no config.yaml"),
+        (["export", "nowhere", "out"], "is not a run: it has no config.yaml"),
+        (["bench", "everything"], "there is no bench `everything`"),
+    ],
+)
+def test_mistakes_are_answered_with_exit_code_2(typed, words, said):
+    code, _, err = typed(*words)
+    assert code == 2
+    assert said in " ".join(err.split())
+
+
+def test_help(typed):
+    code, out, _ = typed("train", "--help")
+    assert code == 0 and "--batch.global" in out and "Rows of one optimizer step over all workers" in out
+    code, out, _ = typed()
+    assert code == 0 and all(f"mmray {verb}" in out for verb in cli.VERBS)
+
+
+def test_a_log_gets_plain_lines_and_the_last_one_always():
+    text = io.StringIO()
+    screen = Screen(Console(file=text, width=100))
+    with screen.work("training"):
+        for step in range(1, 101):
+            screen.show(step, 100, "loss 1.0", "step")
+    lines = text.getvalue().splitlines()
+    assert lines[0] == "step 1/100  loss 1.0" and lines[-1] == "step 100/100  loss 1.0" and len(lines) <= 3
+
+
+def test_figures_leave_out_what_was_not_measured():
+    assert training_figures({"train/loss": 1.5}, None) == "loss 1.500"
+    metrics = {"train/loss": 1.5, "throughput/samples_per_s": 1234.5, "time/data_wait_share": 0.031}
+    assert training_figures(metrics, 61.0) == "loss 1.500  1,234 samples/s  data wait 3%  61 s left"
+
+
+def test_recall_table_shows_both_ways():
+    metrics = {f"recall_at_{k}/{way}": k / 10 for k in (1, 5, 10) for way in ("image_to_text", "text_to_image")}
+    metrics |= {"median_rank/image_to_text": 1.0, "median_rank/text_to_image": 2.5}
+    text = io.StringIO()
+    Console(file=text, width=80).print(recall_table(metrics))
+    assert "image to text" in text.getvalue() and "2.5" in text.getvalue() and "0.500" in text.getvalue()

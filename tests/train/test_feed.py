@@ -1,0 +1,82 @@
+"""Shares: padding out, positions checked, the next share made while this one is used."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from mmray.data.order import Plan
+from mmray.train import feed
+from tests.train import toy
+
+
+def test_padding_is_taken_out_and_the_rest_keeps_its_order():
+    batch = toy.rows(9, 0, invalid=(0, 3, 4, 5, 8))
+    share = feed.share_of(toy.cut(batch, 3))
+    kept = [1, 2, 6, 7]
+    assert [len(micro["valid"]) for micro in share.micros] == [2, 2]
+    for name in ("image", "key", "pos", "valid"):
+        assert torch.equal(torch.cat([micro[name] for micro in share.micros]), batch[name][kept]), name
+    assert torch.equal(share.keys, batch["key"][kept])
+    assert (share.rows, share.empty) == (9, False)
+
+
+def test_a_share_without_padding_is_passed_on_as_it_is():
+    micros = toy.cut(toy.rows(9, 0), 4)
+    assert feed.share_of(micros).micros is micros
+
+
+def test_waiting_is_measured():
+    plan = Plan(num_rows=20, global_rows=10, world=1, micro=5, seed=0, steps=2)
+
+    def slow():
+        for micros in toy.steps_of(plan, 0):
+            time.sleep(0.05)
+            yield micros
+
+    waits = [share.wait_s for share in feed.feed(slow(), plan, 0, 0, torch.device("cpu"))]
+    assert len(waits) == 2
+    assert all(0.05 <= wait < 0.5 for wait in waits)
+
+
+def test_positions_may_differ_nowhere():
+    right = np.arange(4)
+    feed.check_positions(right, right.copy(), 0, 0)
+    with pytest.raises(feed.TrainingError, match="step 8 on rank 1: row 2 of the share is position 9 where 2 belongs"):
+        feed.check_positions(np.array([0, 1, 9, 3]), right, 7, 1)
+
+
+def test_the_next_item_is_made_meanwhile_by_one_thread():
+    made, threads = [], set()
+
+    def items():
+        for number in range(4):
+            threads.add(threading.current_thread().name)
+            made.append(number)
+            yield number
+
+    ahead = feed._ahead(items(), lambda number: number * 10)
+    assert next(ahead) == 0
+    deadline = time.monotonic() + 5
+    while len(made) < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.02)
+    assert made == [0, 1]  # one ahead, and no more
+    assert list(ahead) == [10, 20, 30]
+    assert len(threads) == 1
+    assert threading.main_thread().name not in threads
+
+
+def test_an_error_in_the_thread_reaches_the_caller():
+    def items():
+        yield 1
+        raise feed.TrainingError("lost")
+
+    ahead = feed._ahead(items(), lambda number: number)
+    assert next(ahead) == 1
+    with pytest.raises(feed.TrainingError, match="lost"):
+        next(ahead)

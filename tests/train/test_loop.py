@@ -1,0 +1,203 @@
+"""The loop: resumes bitwise, checks its rows, logs what it says it logs, and ends when it must."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mmray.data.order import Plan
+from mmray.errors import TrainingError
+from mmray.train import loop
+from tests.train import toy
+
+
+def plan_of(steps: int, micro: int = 3, world: int = 1) -> Plan:
+    return Plan(num_rows=33, global_rows=10, world=world, micro=micro, seed=1, steps=steps)
+
+
+class Checkpoints(dict):
+    """States by step, as bytes that load without pickle, which is what a real checkpoint does to them."""
+
+    def save(self, step, state, metrics):
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        self[step] = buffer.getvalue()
+
+    def load(self, step):
+        return torch.load(io.BytesIO(self[step]), weights_only=True)
+
+
+def train(model, plan, state=None, first=0, **options):
+    return loop.run(toy.task(model, plan, **options), toy.steps_of(plan, 0, first), state)
+
+
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one():
+    plan, checkpoints, log = plan_of(8), Checkpoints(), toy.Lines()
+    whole = toy.Toy(dropout=0.2, batch_norm=True)
+    train(whole, plan, save=checkpoints.save, log=log)
+    assert list(checkpoints) == [3, 6, 8]
+
+    again, second_log = toy.Toy(dropout=0.2, batch_norm=True), toy.Lines()
+    torch.manual_seed(99)  # whatever the process drew before must not matter
+    train(again, plan, checkpoints.load(3), first=3, log=second_log)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    numbers = [{k: v for k, v in line.items() if not k.startswith(("time", "thr", "mem"))} for line in log.lines]
+    resumed = [{k: v for k, v in line.items() if not k.startswith(("time", "thr", "mem"))} for line in second_log.lines]
+    assert resumed == [line for line in numbers if line["step"] in (4, 6, 8)]
+
+
+def test_another_accumulation_takes_the_same_steps():
+    models = [toy.Toy().double(), toy.Toy().double()]
+    for model, micro in zip(models, (10, 4), strict=True):
+        train(model, plan_of(8, micro))
+    torch.testing.assert_close(toy.flat(models[0]), toy.flat(models[1]), rtol=0, atol=1e-9)
+
+
+def test_a_row_out_of_order_ends_the_run_before_it_counts():
+    plan, model = plan_of(4), toy.Toy()
+    steps = list(toy.steps_of(plan, 0))
+    steps[2][1]["pos"] = steps[2][1]["pos"].flip(0)
+    callback = Steps()
+    with pytest.raises(TrainingError, match=r"step 3 on rank 0: row 3 of the share is position 25 where 23 belongs"):
+        loop.run(toy.task(model, plan, callbacks=(callback,)), steps)
+    assert [step for step, _ in callback.seen] == [1, 2]
+
+
+def test_a_short_stream_ends_the_run():
+    plan = plan_of(4)
+    with pytest.raises(TrainingError, match="ended after step 3 of 4"):
+        loop.run(toy.task(toy.Toy(), plan), list(toy.steps_of(plan, 0))[:3])
+
+
+def test_a_missing_micro_batch_ends_the_run():
+    plan = plan_of(2)
+    steps = [micros[:-1] for micros in toy.steps_of(plan, 0)]
+    with pytest.raises(TrainingError, match="9 rows came where 10 belong"):
+        loop.run(toy.task(toy.Toy(), plan), steps)
+
+
+class Steps:
+    def __init__(self):
+        self.seen = []
+
+    def on_step(self, step, metrics):
+        self.seen.append((step, metrics))
+
+
+def test_what_is_logged_and_who_is_told():
+    plan, log, callback, saved = plan_of(5), toy.Lines(), Steps(), []
+    outcome = train(
+        toy.Toy(),
+        plan,
+        log=log,
+        callbacks=(callback,),
+        save=lambda step, state, metrics: saved.append((step, metrics)),
+        evaluate=lambda step: {"recall_at_1/image_to_text": step / 10},
+        evaluate_every=4,
+    )
+    assert [line["step"] for line in log.lines] == [2, 3, 4, 5]  # every 2nd; saved at 3; evaluated at 4; the last
+    assert [(line["rows_start"], line["rows_stop"], line["epoch"]) for line in log.lines] == [
+        (10, 20, 0),
+        (20, 30, 0),
+        (30, 33, 0),
+        (33, 43, 1),
+    ]
+    assert [line.get("evaluate/recall_at_1/image_to_text") for line in log.lines] == [None, None, 0.4, 0.5]
+    expected = {"train/loss", "train/lr", "train/grad_norm", "train/logit_scale", "train/skipped_steps"}
+    expected |= {"time/step_s", "time/data_wait_s", "time/data_wait_share", "throughput/samples_per_s"}
+    assert expected | {"memory/peak_gib", "rows_sha"} <= log.lines[0].keys()
+    assert [step for step, _ in callback.seen] == [1, 2, 3, 4, 5]
+    assert [metrics for _, metrics in callback.seen] == [None, *log.lines]
+    assert saved == [(3, log.lines[1]), (5, log.lines[3])]
+    assert outcome == loop.Outcome("finished", 5, 43, 0, log.lines[-1])
+
+
+def test_the_logged_loss_is_the_loss_of_the_step():
+    plan, log = plan_of(1), toy.Lines()
+    train(toy.Toy(), plan, log=log)
+    expected = toy.reference_gradients(toy.Toy(), next(toy.steps_of(plan, 0)), 0)
+    assert log.lines[0]["train/loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_learns_what_float32_learns(precision):
+    losses = {}
+    for name in ("fp32", precision):
+        log = toy.Lines()
+        train(toy.Toy(), plan_of(30), log=log, train=SimpleNamespace(**{**vars(toy.TRAIN), "precision": name}))
+        losses[name] = [line["train/loss"] for line in log.lines]
+    assert losses["fp32"][-1] < 0.8 * losses["fp32"][0]
+    assert losses[precision][-1] == pytest.approx(losses["fp32"][-1], rel=0.05)
+    assert losses[precision] != losses["fp32"]
+
+
+def test_evaluation_leaves_the_model_training():
+    model = toy.Toy(dropout=0.5)
+    train(model, plan_of(4), evaluate=lambda step: {"in_eval": float(not model.eval().training)}, evaluate_every=1)
+    assert model.training
+
+
+def test_nothing_left_to_do():
+    plan, checkpoints = plan_of(3), Checkpoints()
+    model = toy.Toy()
+    train(model, plan, save=checkpoints.save)
+    before = toy.flat(model)
+    outcome = train(model, plan, checkpoints.load(3), first=3)
+    assert outcome == loop.Outcome("finished", 3, 30, 0, {})
+    assert torch.equal(toy.flat(model), before)
+
+
+def test_a_stopped_run_leaves_a_checkpoint():
+    plan, checkpoints, asked = plan_of(100), Checkpoints(), iter(range(100))
+    outcome = train(toy.Toy(), plan, save=checkpoints.save, stop=lambda: next(asked) == 4)
+    assert (outcome.status, outcome.steps, list(checkpoints)) == ("stopped", 5, [3, 5])
+    assert checkpoints.load(5)["progress"]["step"] == 5
+
+
+class Poisoned(toy.Toy):
+    """Yields NaN at the given steps, counted from 1."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.steps, self.step = steps, 0
+
+    def forward(self, batch):
+        outputs = super().forward(batch)
+        outputs["image_embed"] = outputs["image_embed"] * (float("nan") if self.step + 1 in self.steps else 1.0)
+        return outputs
+
+    def on_step(self, step, metrics):
+        self.step = step
+
+
+def test_single_steps_that_are_not_finite_are_skipped_and_counted():
+    model, log = Poisoned(steps=(2, 3, 5)), toy.Lines()
+    outcome = train(model, plan_of(6), log=log, callbacks=(model,))
+    assert outcome.skipped_steps == 3
+    assert [line["train/skipped_steps"] for line in log.lines] == [1, 2, 3]
+    assert torch.isfinite(toy.flat(model)).all()
+
+
+def test_too_many_in_a_row_end_the_run_even_across_a_restart():
+    checkpoints, model = Checkpoints(), Poisoned(steps=(2, 3, 4))
+    with pytest.raises(TrainingError, match="3 steps in a row, the last being step 4"):
+        train(model, plan_of(6), save=checkpoints.save, callbacks=(model,))
+    again = Poisoned(steps=(4,))
+    again.step = 3
+    with pytest.raises(TrainingError, match="3 steps in a row"):
+        train(again, plan_of(6), checkpoints.load(3), first=3, callbacks=(again,))
+
+
+def test_it_runs_without_ray_and_pydantic():
+    code = (
+        "import sys; import mmray.train.loop, mmray.train.telemetry; "
+        "found = {'ray', 'pydantic', 'tensorboard'} & set(sys.modules); sys.exit(f'imports {found}' if found else 0)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,29 @@
+"""Which format `auto` is, and who needs a scaler."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmray.train.precision import choose
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("setting", "dtype", "scaled"),
+    [("auto", None, False), ("fp32", None, False), ("bf16", torch.bfloat16, False), ("fp16", torch.float16, True)],
+)
+def test_on_a_cpu(setting, dtype, scaled):
+    chosen = choose(setting, CPU)
+    assert (chosen.dtype, chosen.needs_scaler) == (dtype, scaled)
+    assert chosen.scaler().is_enabled() == scaled
+    with chosen.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == (dtype or torch.float32)
+
+
+@pytest.mark.parametrize(("capability", "name"), [((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp16")])
+def test_auto_on_a_gpu_is_what_its_hardware_does(monkeypatch, capability, name):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    chosen = choose("auto", torch.device("cuda:0"))
+    assert (chosen.name, chosen.device_type) == (name, "cuda")

@@ -1,0 +1,32 @@
+"""Warm-up, peak, half a cosine, floor."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from mmray.train.schedule import lr_at
+
+SECTION = SimpleNamespace(lr=1.0, warmup_steps=4, final_lr_fraction=0.2)
+
+
+def test_known_points():
+    rates = [lr_at(step, SECTION, 12) for step in range(13)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates[8] == pytest.approx(0.6)  # half way down from 1.0 to 0.2
+    assert rates[12] == pytest.approx(0.2)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+
+
+def test_no_warm_up_begins_at_the_peak():
+    assert lr_at(0, SimpleNamespace(lr=3.0, warmup_steps=0, final_lr_fraction=0.0), 10) == 3.0
+
+
+@pytest.mark.parametrize("total_steps", [1, 4, 5])
+def test_a_run_shorter_than_its_warm_up_has_positive_rates(total_steps):
+    assert all(0 < lr_at(step, SECTION, total_steps) <= 1 for step in range(total_steps))
+
+
+def test_beyond_the_end_it_stays_at_the_floor():
+    assert lr_at(40, SECTION, 12) == pytest.approx(0.2)

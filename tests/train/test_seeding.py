@@ -1,0 +1,30 @@
+"""The same masks for the same micro-batch, others for its neighbours, and the caller's generator untouched."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from mmray.train.seeding import micro_seed, seeded
+
+CPU = torch.device("cpu")
+
+
+def draw(seed: int) -> torch.Tensor:
+    with seeded(seed, CPU):
+        return torch.rand(4)
+
+
+def test_the_same_seed_draws_the_same_and_leaves_no_trace():
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    assert torch.equal(draw(11), draw(11))
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_every_step_rank_and_micro_batch_has_its_own():
+    seeds = {micro_seed(*numbers) for numbers in itertools.product(range(3), range(20), range(4), range(8))}
+    assert len(seeds) == 3 * 20 * 4 * 8
+    assert all(0 <= seed < 2**63 for seed in seeds)

@@ -1,0 +1,161 @@
+"""Whole runs on Ray with two workers: what they leave, and that nothing is lost when one is killed or stopped."""
+
+import json
+import os
+
+import pytest
+from safetensors.torch import load_file
+
+from mmray.config import Batch, Cluster, Config, Data, Evaluate, ImageTower, Inputs, Optimizer, Run, TextTower, Train
+from mmray.config import TwoTower as Model
+from mmray.errors import DataError, TrainingError
+from mmray.train.scoring import export_run, score_run
+from mmray.train.trainer import train
+from tests.made import make_set, row
+
+STEPS = 12
+
+
+class Silent:
+    """A listener that keeps what it was told, and may ask to stop."""
+
+    def __init__(self):
+        self.notes, self.steps = [], []
+
+    def note(self, text, label=""):
+        self.notes.append((label, text))
+
+    def preparing(self, progress):
+        pass
+
+    def step(self, metrics, total_steps):
+        self.steps.append(metrics["step"])
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("set")
+    make_set(folder, [row(number) for number in range(50)], [row(number) for number in range(100, 120)])
+    return folder
+
+
+def config(data, storage, name, callbacks=(), **train_settings):
+    return Config(
+        model=Model(
+            inputs=Inputs(image_side=16, fit="squash", max_tokens=12),
+            image=ImageTower(name="convnet", width=8, depth=2),
+            text=TextTower(width=16, depth=1, heads=2, dropout=0.1),
+            embed_dim=16,
+        ),
+        data=Data(train=str(data), block_mb=0.02, workers=1, max_bad_rows=2),
+        batch=Batch(micro=4, global_=16),
+        optimizer=Optimizer(lr=1e-3, warmup_steps=2),
+        train=Train(**{"steps": STEPS, "log_every": 1, "checkpoint_every": 3} | train_settings, callbacks=callbacks),
+        evaluate=Evaluate(every=6),
+        cluster=Cluster(workers=2),
+        run=Run(name=name, storage=str(storage)),
+    )
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def marks(folder):
+    return [(line["step"], line["rows_start"], line["rows_sha"]) for line in lines(folder)]
+
+
+def weights(folder):
+    return load_file(folder / "checkpoints" / f"step-{STEPS}" / "model.safetensors")
+
+
+def same_weights(one, other):
+    return one.keys() == other.keys() and all(bool((one[name] == other[name]).all()) for name in one)
+
+
+@pytest.fixture(scope="module")
+def unkilled(local_ray, data, tmp_path_factory):
+    """A run that nothing happened to."""
+    storage = tmp_path_factory.mktemp("runs")
+    listener = Silent()
+    return train(config(data, storage, "calm"), listener), listener
+
+
+def test_a_run_leaves_its_files_and_figures(unkilled):
+    outcome, listener = unkilled
+    result = outcome.result
+    assert (result["status"], result["steps"], result["restarts"], result["wasted_steps"]) == ("finished", STEPS, 0, 0)
+    assert result["rows_consumed"] == 150  # three epochs of 50 rows, each in steps of 16, 16, 16 and 2
+    assert [mark[:2] for mark in marks(outcome.path)][:6] == [(1, 0), (2, 16), (3, 32), (4, 48), (5, 50), (6, 66)]
+    assert json.loads((outcome.path / "result.json").read_text()) == result
+    assert {"recall_at_1/image_to_text", "recall_at_10/text_to_image", "median_rank/image_to_text"} <= set(
+        result["metrics"]
+    )
+    assert sorted(path.name for path in (outcome.path / "checkpoints").iterdir() if path.name.startswith("step-"))[-1]
+    assert list(outcome.path.glob("events.*"))
+    assert listener.steps == list(range(1, STEPS + 1))
+    assert ("batch", "micro 4 x accumulation 2 x workers 2 = 16 rows a step") in listener.notes
+
+
+def test_the_same_command_finds_it_done(unkilled, local_ray, data):
+    outcome, _ = unkilled
+    again = train(config(data, outcome.path.parent, "calm"), Silent())
+    assert again.already_done and again.result["steps"] == STEPS
+
+
+def test_killed_in_mid_epoch_is_the_same_as_never_killed(unkilled, data, tmp_path):
+    """Bitwise at two ranks, dropout on: a worker dies after step 5, the newest checkpoint is that of step 3."""
+    faulty = config(data, tmp_path, "killed", callbacks=("tests.train.faults:KillRankOneOnce",))
+    outcome = train(faulty, Silent())
+    calm, _ = unkilled
+    assert outcome.result["restarts"] == 1
+    assert outcome.result["wasted_steps"] >= 1
+    assert marks(outcome.path) == marks(calm.path)
+    assert same_weights(weights(outcome.path), weights(calm.path))
+
+
+def test_stopped_and_started_again_is_the_same(unkilled, data, tmp_path):
+    """The run is asked to stop (as Ctrl-C does) at its first steps, and the same command goes on."""
+
+    class Stopping(Silent):
+        def step(self, metrics, total_steps):
+            super().step(metrics, total_steps)
+            if metrics["step"] == 1:
+                os.kill(os.getpid(), 2)
+
+    wanted = config(data, tmp_path, "stopped")
+    first = train(wanted, Stopping())
+    assert first.result["status"] == "stopped" and 0 < first.result["steps"] <= STEPS
+    second = train(wanted, Silent())
+    calm, _ = unkilled
+    assert second.result["status"] == "finished"
+    assert marks(second.path) == marks(calm.path)
+    assert same_weights(weights(second.path), weights(calm.path))
+
+
+def test_a_users_own_error_is_told(data, local_ray, tmp_path):
+    wanted = config(data, tmp_path, "buggy", callbacks=("tests.train.faults:RaiseAtStepThree",), checkpoint_every=0)
+    with pytest.raises(TrainingError, match="KeyError: 'label'"):
+        train(wanted, Silent())
+    assert json.loads((tmp_path / "buggy" / "result.json").read_text())["status"] == "failed"
+
+
+def test_bad_rows_over_the_budget_end_the_run_with_their_names(local_ray, tmp_path):
+    rows = [row(number, b"broken" if number % 4 == 0 else None) for number in range(50)]
+    make_set(tmp_path / "set", rows)
+    with pytest.raises(DataError, match=r"3 rows could not be read .*row-\d+, made:\d+"):
+        train(config(tmp_path / "set", tmp_path, "bad"), Silent())
+    named = [json.loads(line) for line in (tmp_path / "bad" / "quarantine.jsonl").read_text().splitlines()]
+    assert all(entry["row"] % 4 == 0 and entry["stage"] == "train" for entry in named)
+
+
+def test_evaluate_and_export_of_a_run(unkilled, tmp_path):
+    import mmray
+
+    outcome, _ = unkilled
+    metrics = score_run(outcome.path, None, "test", None, None, Silent())
+    final = outcome.result["metrics"]
+    assert metrics["recall_at_5/image_to_text"] == final["recall_at_5/image_to_text"]
+    assert metrics["loss"] == pytest.approx(final["loss"], rel=1e-6)
+    model = mmray.load(export_run(outcome.path, tmp_path / "out", None))
+    assert model.embed_texts(["a red one"]).shape == (1, 16)
