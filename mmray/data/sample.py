@@ -1,9 +1,9 @@
 """The sample set: drawn shapes with captions, so that the first run needs no download and really learns something.
 
-The sample's journey: its very beginning. 3,584 small pictures (JPEG and PNG, nine sizes) and a JSONL of captions are drawn
-from a seed, byte for byte the same each time with the same Pillow. The test split holds 512 *combinations* of shape,
-colour, size, arrangement and background that training never shows, one picture each, and no two share a caption: recall
-on it measures whether the parts were understood. Eight more rows are damaged on purpose, to show the quarantine at work.
+The sample's journey: its very beginning. 3,584 small pictures (JPEG and PNG, nine sizes) and a JSONL of captions are
+drawn from a seed, byte for byte the same each time with the same Pillow. The test split holds 512 *combinations* of
+shape, colour, size, arrangement and background that training never shows, one picture each, and no two share a caption:
+recall on it measures whether the parts were understood. Eight more rows are damaged on purpose, to show the quarantine.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _encode(picture: Image.Image, name: str) -> bytes:
 
 
 def _picture(scene: Scene, chance: random.Random) -> Image.Image:
-    """A scene on a canvas of some size, each shape a little off its place, turned and tinted; drawn at twice the size."""
+    """A scene on a canvas of some size, its shapes a little off their places, turned and tinted; drawn at twice that."""
     width, height = chance.choice(CANVASES)
     picture = Image.new("RGB", (2 * width, 2 * height), _tinted(BACKGROUNDS[scene.background], chance))
     pen = ImageDraw.Draw(picture)

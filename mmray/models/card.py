@@ -32,7 +32,7 @@ scores = model.embed_images(["photo.jpg"]) @ model.embed_texts(["a red circle", 
 - Texts: up to {inputs["max_tokens"]} tokens; what is longer is cut.
 - Image branch: {spec["image"]["name"]}. Text branch: {spec["text"]["name"]}. All settings are in `config.json`.
 - `tokenizer.json` opens in transformers as `PreTrainedTokenizerFast(tokenizer_file=...)`, `preprocessor_config.json`
-  as `AutoImageProcessor.from_pretrained(...)`: its pixels differ by at most one of 255 levels.
+  as `AutoImageProcessor.from_pretrained(...)`, whose pixels agree up to rounding (a crop may lie half a pixel aside).
 """
 
 

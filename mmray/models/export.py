@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmray.data.image import MAX_PIXELS, decode, to_pixels
 from mmray.data.text import TextEncoder, clean
@@ -44,11 +44,11 @@ Picture = Image.Image | bytes | str | Path
 Item = TypeVar("Item")
 
 
-def export(model: nn.Module, spec: dict[str, Any], tokenizer_json: str, out: Path) -> Path:
+def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: Path) -> Path:
     """Write `model` to the folder `out`, whole or not at all, and return it; an earlier export there is replaced.
 
-    spec: the `model` section as plain values, vocab_size settled. Raises UsageError where `out` holds something else or
-    cannot be written.
+    model: an nn.Module with embed_image and embed_text. spec: its `model` section as plain values, vocab_size settled.
+    Raises UsageError where `out` holds something else or cannot be written.
     """
     out = out.expanduser().resolve()
     if out.exists() and not (out.is_dir() and _is_export_or_empty(out)):
@@ -80,9 +80,9 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Embedder:
         tokenizer_json = (path / TOKENIZER).read_text()
         weights = load_weights(path / WEIGHTS)
         spec = _attributes(config["model"])
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        encoder = TextEncoder(tokenizer_json, spec.inputs.max_tokens)
+    except Exception as error:  # the tokenizers package raises bare Exception for what it cannot parse
         raise UsageError(f"{path} is not a model exported by `mmray export RUN {path}`: {error}") from error
-    encoder = TextEncoder(tokenizer_json, spec.inputs.max_tokens)
     model = build(spec, spec.text.vocab_size or encoder.vocab_size, config["architecture"])
     model.load_state_dict(weights)
     return Embedder(model.to(device).eval(), spec.inputs, encoder, torch.device(device))
@@ -91,7 +91,7 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Embedder:
 class Embedder:
     """Images and texts to embeddings of length 1 in one space: their dot product says how well they go together."""
 
-    def __init__(self, model: nn.Module, inputs: Inputs, encoder: TextEncoder, device: torch.device):
+    def __init__(self, model: Any, inputs: Inputs, encoder: TextEncoder, device: torch.device):
         self.model, self.inputs, self.device = model, inputs, device
         self._encoder = encoder
 
@@ -115,7 +115,7 @@ class Embedder:
 
     def _embed_pictures(self, start: int, images: Sequence[Picture]) -> Tensor:
         pixels = [self._pixels(number, image) for number, image in enumerate(images, start)]
-        embedding: Tensor = self.model.embed_image(torch.from_numpy(np.stack(pixels)).to(self.device))  # type: ignore[operator]
+        embedding: Tensor = self.model.embed_image(torch.from_numpy(np.stack(pixels)).to(self.device))
         return embedding
 
     def _pixels(self, number: int, image: Picture) -> np.ndarray:
@@ -130,7 +130,7 @@ class Embedder:
         ids, num_tokens = self._encoder.encode([_caption(number, text) for number, text in enumerate(texts, start)])
         mask = np.arange(ids.shape[1]) < num_tokens[:, None]
         on_device = [torch.from_numpy(array.astype(np.int64)).to(self.device) for array in (ids, mask)]
-        embedding: Tensor = self.model.embed_text(*on_device)  # type: ignore[operator]
+        embedding: Tensor = self.model.embed_text(*on_device)
         return embedding
 
     def _width(self) -> int:
@@ -169,4 +169,4 @@ def _attributes(values: Any) -> Any:
 
 def _is_export_or_empty(folder: Path) -> bool:
     names = {path.name for path in folder.iterdir()}
-    return not names or {CONFIG, WEIGHTS, TOKENIZER} <= names
+    return not names or {CONFIG, WEIGHTS} <= names <= {CONFIG, WEIGHTS, TOKENIZER, PREPROCESSOR, CARD}

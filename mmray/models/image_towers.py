@@ -1,7 +1,8 @@
 """Image encoders: pixels to one feature vector a picture, before the projection into the shared space.
 
-The sample's journey: uint8 pixels come from data/, two_tower.py normalises them on the training device, a tower here turns
-them into features [B, width]. Every tower has the attribute `width`. None but the ResNets has BatchNorm, none has dropout.
+The sample's journey: uint8 pixels come from data/, two_tower.py normalises them on the training device, a tower here
+turns them into features [B, width]. Every tower has the attribute `width`. None but the ResNets has BatchNorm, none has
+dropout.
 """
 
 from __future__ import annotations
@@ -148,8 +149,8 @@ def _resnet(spec: ImageTower, batch_norm: str) -> _Torchvision:
     """torchvision's ResNet (He et al. 2016) up to its pooled features."""
     if batch_norm == "frozen" and spec.weights == "none":
         raise UsageError(
-            "model.batch_norm: `frozen` keeps the running statistics of the weights, and model.image.weights is `none`; "
-            "set model.batch_norm to `local`, or model.image.weights to `pretrained` or a file"
+            "model.batch_norm: `frozen` keeps the running statistics of the weights, and model.image.weights is "
+            "`none`; set model.batch_norm to `local`, or model.image.weights to `pretrained` or a file"
         )
     net = torchvision.models.get_model(spec.name, weights=None)
     width = net.fc.in_features

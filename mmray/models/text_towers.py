@@ -1,7 +1,7 @@
 """Text encoders: token ids to one feature vector a caption, before the projection into the shared space.
 
-The sample's journey: data/text.py has turned captions into padded ids; the tower here turns them into features [B, width].
-transformers is imported when a tower is built, not with this file: it costs seconds.
+The sample's journey: data/text.py has turned captions into padded ids; the tower here turns them into features
+[B, width]. transformers is imported when a tower is built, not with this file: it costs seconds.
 """
 
 from __future__ import annotations

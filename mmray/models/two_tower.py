@@ -8,11 +8,12 @@ Source: Radford et al. 2021 (arXiv:2103.00020).
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from mmray.errors import UsageError
 from mmray.models.image_towers import build_image_tower
@@ -81,34 +82,30 @@ class ImageBranch(nn.Module):
     def __init__(self, tower: nn.Module, embed_dim: int, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         super().__init__()
         self.tower = tower
-        self.project = nn.Linear(int(tower.width), embed_dim, bias=False)
+        self.project = nn.Linear(cast("int", tower.width), embed_dim, bias=False)
         # In units of a byte, and no part of the weights: they are settings, and the spec holds them.
         self.register_buffer("mean", 255 * torch.tensor(mean).view(-1, 1, 1), persistent=False)
         self.register_buffer("std", 255 * torch.tensor(std).view(-1, 1, 1), persistent=False)
+        self._norms = [layer for layer in tower.modules() if isinstance(layer, _BatchNorm)]
 
     def forward(self, image: Tensor, valid: Tensor | None = None) -> Tensor:
         """Pixels uint8 [B, 3, S, S] -> embeddings [B, D] of length 1; rows not valid may come back as zeros."""
-        rows = self._rows_for_statistics(valid)
+        rows = self._rows_for_statistics(valid) if any(norm.training for norm in self._norms) else None
         pixels = (image if rows is None else image[rows]).to(self.mean.dtype)
-        features = self.tower((pixels - self.mean) / self.std)
-        embedding = _unit(self.project(features))
+        embedding = _unit(self.project(self.tower((pixels - self.mean) / self.std)))
         if rows is None:
             return embedding
         return embedding.new_zeros(len(image), embedding.shape[1]).index_copy(0, rows, embedding)
 
     def _rows_for_statistics(self, valid: Tensor | None) -> Tensor | None:
-        """Rows to encode where padding must not reach BatchNorm's statistics; None where every row may be encoded."""
-        if valid is None or not self._gathers_statistics() or bool(valid.all()):
+        """Rows to encode, so that padding does not reach BatchNorm's statistics; None for all of them."""
+        if any(isinstance(norm, nn.SyncBatchNorm) for norm in self._norms) and not self.mean.is_cuda:
+            raise UsageError("model.batch_norm: `synced` needs GPUs; take `local` or `frozen` on a CPU")
+        if valid is None or bool(valid.all()):
             return None
         rows = valid.nonzero().flatten()
-        # A share of nothing but padding still goes through once, for the collectives that the other ranks wait in.
+        # A batch of nothing but padding still goes through once, for the collectives that other ranks wait in.
         return rows if len(rows) else torch.zeros(1, dtype=torch.long, device=valid.device)
-
-    def _gathers_statistics(self) -> bool:
-        layers = [layer for layer in self.tower.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
-        if any(isinstance(layer, nn.SyncBatchNorm) for layer in layers) and not self.mean.is_cuda and self.training:
-            raise UsageError("model.batch_norm: `synced` needs GPUs; take `local` or `frozen` on a CPU")
-        return any(layer.training for layer in layers)
 
 
 class TextBranch(nn.Module):

@@ -5,6 +5,7 @@ step.py asks here for the module inside, for a forward whose gradients stay loca
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -22,7 +23,12 @@ def wrap(module: nn.Module, group: Group) -> nn.Module:
     """
     if group.world == 1:
         return module
-    return DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
+    # 1x1 convolutions on a CPU bring such gradients; what torch warns of is one copy of a small weight.
+    warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
+    with warnings.catch_warnings():
+        # The name that takes its place is not yet in torch 2.11.
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        return DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=False)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch.distributed as dist
@@ -23,3 +24,10 @@ class RaiseAtStepThree:
     def on_step(self, step, metrics):
         if step == 3:
             raise KeyError("label")
+
+
+class Slowly:
+    """Steps long enough that a wish to stop arrives between them."""
+
+    def on_step(self, step, metrics):
+        time.sleep(0.4)

@@ -126,15 +126,13 @@ def test_the_logged_loss_is_the_loss_of_the_step():
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision_learns_what_float32_learns(precision):
-    losses = {}
-    for name in ("fp32", precision):
-        log = toy.Lines()
-        train(toy.Toy(), plan_of(30), log=log, train=SimpleNamespace(**{**vars(toy.TRAIN), "precision": name}))
-        losses[name] = [line["train/loss"] for line in log.lines]
-    assert losses["fp32"][-1] < 0.8 * losses["fp32"][0]
-    assert losses[precision][-1] == pytest.approx(losses["fp32"][-1], rel=0.05)
-    assert losses[precision] != losses["fp32"]
+def test_mixed_precision_learns(precision):
+    log = toy.Lines()
+    settings = SimpleNamespace(**{**vars(toy.TRAIN), "precision": precision})
+    outcome = train(toy.Toy(), plan_of(30), log=log, train=settings)
+    losses = [line["train/loss"] for line in log.lines]
+    assert losses[-1] < 0.5 * losses[0]
+    assert outcome.skipped_steps <= 2  # fp16 may find its scale at the start
 
 
 def test_evaluation_leaves_the_model_training():

@@ -160,15 +160,16 @@ def test_what_stands_in_invalid_rows_does_not_matter():
     torch.testing.assert_close(toy.flat(models[0]), toy.flat(models[1]), rtol=0, atol=0)
 
 
-def test_bfloat16_comes_close_to_float32():
-    bf16 = Precision("bf16", torch.bfloat16, "cpu")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_mixed_precision_has_nearly_the_gradient_of_float32(dtype: torch.dtype):
     share = share_of(toy.cut(toy.rows(ROWS, 0), 8))
     gradients = []
-    for precision in (toy.FP32, bf16):
+    for precision in (toy.FP32, Precision("mixed", dtype, "cpu")):
         model = toy.Toy()
-        learner = toy.learner(model, precision=precision)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024, enabled=precision.needs_scaler)
+        learner = toy.learner(model, precision=precision, scaler=scaler)
         accumulate(learner, share, local_count(learner.objective, share), lambda index: 0)
-        gradients.append(toy.flat_gradient(model))
+        gradients.append(toy.flat_gradient(model) / scaler.get_scale())
         assert gradients[-1].dtype == torch.float32
     error = (gradients[1] - gradients[0]).norm() / gradients[0].norm()
     assert 1e-6 < error < 0.05  # really another format, and not another gradient

@@ -123,10 +123,9 @@ def test_stopped_and_started_again_is_the_same(unkilled, data, tmp_path):
             if metrics["step"] == 1:
                 os.kill(os.getpid(), 2)
 
-    wanted = config(data, tmp_path, "stopped")
-    first = train(wanted, Stopping())
-    assert first.result["status"] == "stopped" and 0 < first.result["steps"] <= STEPS
-    second = train(wanted, Silent())
+    first = train(config(data, tmp_path, "stopped", callbacks=("tests.train.faults:Slowly",)), Stopping())
+    assert first.result["status"] == "stopped" and 0 < first.result["steps"] < STEPS
+    second = train(config(data, tmp_path, "stopped"), Silent())
     calm, _ = unkilled
     assert second.result["status"] == "finished"
     assert marks(second.path) == marks(calm.path)

@@ -1,0 +1,212 @@
+"""`mmray bench step`: what the training loop costs beside the work itself, measured against a bare loop.
+
+Both loops train the same model on the same synthetic batches in the same processes (one a worker, gloo on a CPU, NCCL
+on GPUs), in turns: loop, bare, bare, loop, and so on, so that a machine that grows slower does not favour one of them.
+A pair's ratio is of two windows side by side; the figure is the median of the pairs. No Ray, no data, no disk but logs.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import nn
+
+from mmray import objectives
+from mmray.bench import bare
+from mmray.bench.machine import describe
+from mmray.data.order import Plan
+from mmray.errors import ResourceError, UsageError
+from mmray.models.build import build
+from mmray.models.synthetic import synthetic_batch
+from mmray.models.text_towers import build_text_tower
+from mmray.train import loop
+from mmray.train.batch import shape_of
+from mmray.train.group import Group
+from mmray.train.telemetry import MetricsLog
+
+if TYPE_CHECKING:
+    from mmray.config import Config
+
+WARM_STEPS = 2  # of each window, not timed: allocation, DDP's buckets
+NUM_BATCHES = 4  # different ones, taken in turn
+VOCAB_SIZE = 30522  # where the settings leave it to a tokenizer: BERT's
+
+
+def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[str, Any]:
+    """Samples a second of both loops in `pairs` pairs of windows of about `window_s` seconds each.
+
+    Returns {"machine", "batch", "ratios": {"loop_vs_bare": median}, "spread": {"loop_vs_bare": {...}}, "rows"}, a row
+    for each pair. A step is one micro-batch a worker: a bare loop cannot accumulate a contrastive loss.
+    Raises UsageError, ResourceError.
+    """
+    if config.objective.kind != "contrastive":
+        raise UsageError(f"bench step: the bare loop knows `contrastive`, not objective.kind `{config.objective.kind}`")
+    device = _device(config)
+    micro, workers = shape_of(config.batch, config.cluster.workers).micro, config.cluster.workers
+    with tempfile.TemporaryDirectory(prefix="mmray-bench-") as folder:
+        torch.multiprocessing.spawn(_rank, (config, device.type, micro, pairs, window_s, folder), nprocs=workers)
+        rows = json.loads((Path(folder) / "rows.json").read_text())
+    ratios = [row["loop_vs_bare"] for row in rows]
+    return {
+        "machine": describe(device),
+        "batch": f"micro {micro} x accumulation 1 x workers {workers} = {micro * workers} rows a step",
+        "ratios": {"loop_vs_bare": statistics.median(ratios)},
+        "spread": {"loop_vs_bare": {"min": min(ratios), "max": max(ratios), "pairs": len(ratios)}},
+        "rows": rows,
+    }
+
+
+@dataclass
+class Window:
+    """Time from the end of the warm-up to the last step; a callback of the loop."""
+
+    last_step: int
+    device: torch.device
+    began_s: float = field(default=0.0)
+    took_s: float = field(default=0.0)
+
+    def on_step(self, step: int, metrics: dict[str, Any] | None = None) -> None:
+        if step not in (WARM_STEPS, self.last_step):
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # what was only queued is not done
+        now_s = time.perf_counter()
+        if step == WARM_STEPS:
+            self.began_s = now_s
+        else:
+            self.took_s = now_s - self.began_s
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What both loops work with on one rank; each window trains a fresh copy of the model."""
+
+    config: Config
+    group: Group
+    model: nn.Module
+    batches: list[bare.Batch]
+    log: MetricsLog | None
+
+    def loop_window(self, steps: int) -> tuple[float, float]:
+        """(seconds, last loss) of a window of mmray's loop, with its log and its checks."""
+        rows = len(self.batches[0]["valid"])
+        every = rows * self.group.world
+        plan = Plan(every * steps, every, self.group.world, rows, self.config.train.seed, steps)
+        window = Window(steps, self.group.device)
+        task = loop.Task(
+            model=deepcopy(self.model),
+            objective=objectives.build(self.config.objective),
+            plan=plan,
+            group=self.group,
+            train=self.config.train,
+            optimizer=self.config.optimizer,
+            log=self.log,
+            callbacks=(window,),
+        )
+        outcome = loop.run(task, self._steps(plan))
+        return window.took_s, outcome.metrics["train/loss"]
+
+    def bare_window(self, steps: int) -> tuple[float, float]:
+        """(seconds, last loss) of a window of the bare loop."""
+        window = Window(steps, self.group.device)
+        loss = bare.train(
+            deepcopy(self.model), self.batches, self.config, self.group.device, steps, on_step=window.on_step
+        )
+        return window.took_s, loss
+
+    def _steps(self, plan: Plan) -> Iterator[list[bare.Batch]]:
+        for step in range(plan.steps):
+            positions = torch.from_numpy(plan.positions(step, self.group.rank))
+            yield [self.batches[step % NUM_BATCHES] | {"pos": positions}]
+
+
+def measure(bench: Bench, pairs: int, window_s: float) -> list[dict[str, float]]:
+    """Rows of figures, one a pair; all ranks run the same windows, and rank 0's clock counts."""
+    steps = _steps_of_a_window(bench, window_s)
+    bench.loop_window(steps)  # its first window imports TensorBoard
+    rate = len(bench.batches[0]["valid"]) * bench.group.world * (steps - WARM_STEPS)
+    rows = []
+    for pair in range(pairs):
+        found: dict[str, tuple[float, float]] = {}
+        for arm in ("loop", "bare") if pair % 2 == 0 else ("bare", "loop"):
+            gc.collect()  # the last window's DDP is a cycle of references; no window pays for another
+            found[arm] = bench.loop_window(steps) if arm == "loop" else bench.bare_window(steps)
+        row = {f"{arm}_samples_per_s": round(rate / took_s, 2) for arm, (took_s, _) in found.items()}
+        row |= {f"{arm}_loss": round(loss, 6) for arm, (_, loss) in found.items()}
+        rows.append({"pair": pair, "loop_vs_bare": round(found["bare"][0] / found["loop"][0], 4)} | row)
+    return rows
+
+
+def _steps_of_a_window(bench: Bench, window_s: float) -> int:
+    """Steps, with the warm-up, that take about `window_s` seconds; whole intervals of logging."""
+    every = bench.config.train.log_every
+    took_s, _ = bench.bare_window(WARM_STEPS + 4)
+    wanted = max(4, round(window_s / (took_s / 4)))
+    return int(bench.group.broadcast_object(-(-(WARM_STEPS + wanted) // every) * every))
+
+
+def _device(config: Config) -> torch.device:
+    """A GPU for each worker where there are any, as a run would choose. Raises ResourceError."""
+    have, workers = torch.cuda.device_count(), config.cluster.workers
+    if config.cluster.accelerator == "cpu" or (config.cluster.accelerator == "auto" and have < workers):
+        return torch.device("cpu")
+    if have < workers:
+        raise ResourceError(f"bench step: {workers} workers with a GPU each, and this machine has {have}")
+    return torch.device("cuda", 0)
+
+
+def _rank(rank: int, config: Config, kind: str, micro: int, pairs: int, window_s: float, folder: str) -> None:
+    """One worker: joins the others, builds what a worker of a run builds, measures; rank 0 writes the rows."""
+    torch.set_num_threads(max(1, int(config.cluster.cpus_per_worker)))
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=config.cluster.workers,
+        timeout=timedelta(seconds=config.cluster.collective_timeout_s),
+    )
+    try:
+        log = MetricsLog(Path(folder)) if rank == 0 else None
+        rows = measure(prepared(config, Group.current(device), micro, log), pairs, window_s)
+        if rank == 0:
+            (Path(folder) / "rows.json").write_text(json.dumps(rows))
+    finally:
+        dist.destroy_process_group()
+
+
+def prepared(config: Config, group: Group, micro: int, log: MetricsLog | None = None) -> Bench:
+    """The model of `config` on its device, with drawn weights, and this rank's synthetic batches."""
+    trained = config.prepare.vocab_size if config.model.inputs.tokenizer == "trained" else 0
+    vocab_size = config.model.text.vocab_size or trained or VOCAB_SIZE
+    torch.manual_seed(config.train.seed)
+    model = build(config.model, vocab_size, _architecture(config, vocab_size)).to(group.device)
+    seeds = [group.rank * NUM_BATCHES + number for number in range(NUM_BATCHES)]
+    batches = [synthetic_batch(config.model.inputs, vocab_size, micro, "cpu", seed) for seed in seeds]
+    if group.device.type == "cuda":
+        batches = [{name: column.pin_memory() for name, column in batch.items()} for batch in batches]
+    return Bench(config, group, model, batches, log)
+
+
+def _architecture(config: Config, vocab_size: int) -> dict[str, Any] | None:
+    """Stands in for pretrained weights, which a measurement of time does not need to fetch."""
+    spec = config.model
+    if spec.kind != "two_tower" or (spec.text.weights == "none" and spec.image.weights == "none"):
+        return None
+    drawn = spec.text.model_copy(update={"weights": "none"})
+    return {"text": build_text_tower(drawn, vocab_size, spec.inputs.max_tokens).shape()}

@@ -1,0 +1,466 @@
+"""Prepare: rows in, a whole set out; every row accounted for; killed, grown, changed and refused sources.
+
+Most tests pack in this process (the same function, without Ray); the last ones run the Ray Data job.
+"""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmray.config import Prepare
+from mmray.data import prepare as prepare_module
+from mmray.data.hygiene import find_duplicates, first_of, text_digests
+from mmray.data.image import decode
+from mmray.data.pack import pack_chunk
+from mmray.data.place import Place
+from mmray.data.prepare import Progress, prepare
+from mmray.data.store import PreparedSet
+from mmray.errors import DataError, ResourceError, UsageError
+
+LAX = Prepare(max_bad_fraction=1.0, rows_per_shard=4, vocab_size=100)
+
+
+def run_here(job, chunks):
+    for chunk in chunks:
+        packed = pack_chunk(job, chunk)
+        yield packed.index, packed.num_rows, packed.num_bad
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Without Ray; the fixture is the list of the chunks that were packed."""
+    packed = []
+
+    def run(job, chunks):
+        packed.extend(chunk.index for chunk in chunks)
+        return run_here(job, chunks)
+
+    monkeypatch.setattr(prepare_module, "_run", run)
+    return packed
+
+
+def colour_image(number, kind="PNG", size=(12, 8)):
+    out = io.BytesIO()
+    Image.new("RGB", size, (number % 256, number // 256, 77)).save(out, kind)
+    return out.getvalue()
+
+
+def make_source(folder, count, start=0, **columns):
+    """JSONL of `count` rows with an image each, after the rows that are there."""
+    folder.mkdir(exist_ok=True)
+    with (folder / "rows.jsonl").open("a") as file:
+        for number in range(start, start + count):
+            (folder / f"{number}.png").write_bytes(colour_image(number))
+            file.write(json.dumps({"id": f"k{number}", "image": f"{number}.png", "text": f"colour {number}"} | columns))
+            file.write("\n")
+    return folder / "rows.jsonl"
+
+
+def add(source, *rows):
+    with source.open("ab") as file:
+        for row in rows:
+            file.write((row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n")
+
+
+def quarantine(out):
+    return [json.loads(line) for line in (Path(out) / "quarantine.jsonl").read_text().splitlines()]
+
+
+def test_every_row_is_in_the_set_or_in_quarantine(tmp_path, in_process):
+    source = make_source(tmp_path / "raw", 10)
+    (source.parent / "half.png").write_bytes(colour_image(900)[:50])
+    add(
+        source,
+        {"id": "a", "image": "gone.png", "text": "x"},
+        {"id": "b", "image": "half.png", "text": "x"},
+        {"id": "c", "image": "0.png", "text": " \n "},
+        b"{broken",
+        b"",
+        {"id": "d", "image": "../raw/0.png", "text": "x"},
+        {"id": "e", "image": "3.png", "text": "the same image again"},
+        {"id": "k4", "image": "half.png", "text": "bad before its id counts"},
+    )
+    (source.parent / "new.png").write_bytes(colour_image(901))
+    add(source, {"id": "k5", "image": "new.png", "text": "an id again"})
+    manifest = prepare(str(source), str(tmp_path / "out"), LAX)
+    assert (manifest.num_rows, manifest.num_quarantined, manifest.num_read) == (10, 8, 18)
+    assert [
+        (fault["key"], fault["source"], fault["stage"], fault["reason"]) for fault in quarantine(tmp_path / "out")
+    ] == [
+        ("a", "rows.jsonl:11", "read", "missing-image"),
+        ("b", "rows.jsonl:12", "decode", "truncated"),
+        ("c", "rows.jsonl:13", "text", "blank"),
+        ("rows.jsonl:14", "rows.jsonl:14", "parse", "json"),
+        ("d", "rows.jsonl:16", "columns", "path"),
+        ("e", "rows.jsonl:17", "duplicates", "duplicate"),
+        ("k4", "rows.jsonl:18", "decode", "truncated"),
+        ("k5", "rows.jsonl:19", "duplicates", "duplicate-key"),
+    ]
+    assert manifest.reasons == {
+        "truncated": 2, "missing-image": 1, "blank": 1, "json": 1, "path": 1, "duplicate": 1, "duplicate-key": 1
+    }  # fmt: skip
+    assert "k3" in quarantine(tmp_path / "out")[5]["detail"]
+    prepared = PreparedSet.open(str(tmp_path / "out"))
+    rows = prepared.read(np.arange(10))
+    assert [row.key for row in rows] == [f"k{number}" for number in range(10)]
+    assert all(row.is_intact and row.images == [colour_image(number)] for number, row in enumerate(rows))
+    assert rows[7].source == "rows.jsonl:8"
+    assert prepared.tokenizer_json
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["num_rows"] == 10
+
+
+def test_all_columns_are_kept(tmp_path, in_process):
+    source = make_source(tmp_path / "raw", 1)
+    make_source(tmp_path / "raw", 2, start=1, split="train", label=3, language="en")
+    add(source, {"image_path": "0.png", "texts": ["one", " two "], "split": "test"})
+    out = str(tmp_path / "out")
+    manifest = prepare(str(source), out, LAX.model_copy(update={"duplicates": "keep"}))
+    assert manifest.splits == {"train": 3, "test": 1}  # beside rows with a split, those without are for training
+    [test] = PreparedSet.open(out, "test").read(np.array([0]))
+    assert (test.key, test.texts, test.split, test.label) == ("rows.jsonl:4", ["one", "two"], "test", None)
+    train = PreparedSet.open(out, "train").read(np.arange(3))
+    assert [row.label for row in train] == [None, 3, 3]
+    assert [row.language for row in train] == [None, "en", "en"]
+
+
+def test_several_images_in_a_row(tmp_path, in_process):
+    source = make_source(tmp_path / "raw", 3)
+    add(source, {"id": "two", "images": ["0.png", "1.png"], "text": "x"})
+    add(source, {"id": "bad", "images": ["0.png", "gone.png"], "text": "x"})
+    manifest = prepare(str(source), str(tmp_path / "out"), LAX)
+    assert manifest.reasons == {"missing-image": 1}
+    row = PreparedSet.open(str(tmp_path / "out")).read(np.array([3]))[0]
+    assert row.images == [colour_image(0), colour_image(1)]
+    assert row.is_intact
+
+
+@pytest.mark.parametrize(
+    ("rule", "kept"), [("image", ["k0", "k1"]), ("row", ["k0", "k1", "b"]), ("keep", ["k0", "k1", "a", "b"])]
+)
+def test_rules_for_duplicates(tmp_path, in_process, rule, kept):
+    source = make_source(tmp_path / "raw", 2)
+    add(source, {"id": "a", "image": "0.png", "text": "colour 0"}, {"id": "b", "image": "0.png", "text": "other"})
+    manifest = prepare(str(source), str(tmp_path / "out"), LAX.model_copy(update={"duplicates": rule}))
+    assert PreparedSet.open(str(tmp_path / "out")).keys() == kept
+    assert manifest.num_rows + manifest.num_quarantined == manifest.num_read == 4
+
+
+def test_duplicates_are_found_across_chunks_and_leaks_are_reported(tmp_path, in_process):
+    source = make_source(tmp_path / "raw", 9, split="train")
+    add(source, {"id": "t", "image": "2.png", "text": "x", "split": "test"}, {"id": "u", "image": "2.png", "text": "x"})
+    manifest = prepare(str(source), str(tmp_path / "out"), LAX)
+    assert len(in_process) == 3
+    assert [fault["key"] for fault in quarantine(tmp_path / "out")] == ["t", "u"]
+    assert quarantine(tmp_path / "out")[0]["detail"] == "the same as row k2 (which is in split train)"
+    assert manifest.splits == {"train": 9}
+    assert manifest.num_leaks == 2
+
+
+def test_first_of_is_the_naive_search():
+    values = np.random.default_rng(0).integers(0, 12, (200, 2)).astype(np.uint64)
+    naive = []
+    for number, value in enumerate(values.tolist()):
+        first = values.tolist().index(value)
+        naive.append(first if first < number else -1)
+    assert first_of(values).tolist() == naive
+    assert first_of(np.zeros((0, 2), np.uint64)).tolist() == []
+
+
+def test_a_row_with_a_repeated_id_is_no_ones_first():
+    keys, images = text_digests(["k", "k", "l"]), text_digests(["a", "b", "b"])
+    same_key, same_content = find_duplicates(keys, images, images, "image")
+    assert same_key.tolist() == [-1, 0, -1]
+    assert same_content.tolist() == [-1, -1, -1]
+
+
+def test_holdout_goes_by_content_and_stays(tmp_path, in_process):
+    settings = LAX.model_copy(update={"holdout": 0.3, "duplicates": "keep"})
+    source = make_source(tmp_path / "raw", 60)
+    add(source, *({"id": f"twin{number}", "image": f"{number}.png", "text": "y"} for number in range(60)))
+    manifest = prepare(str(source), str(tmp_path / "out"), settings)
+    assert 20 < manifest.splits["test"] < 55
+    assert manifest.num_leaks == 0
+    before = PreparedSet.open(str(tmp_path / "out"), "test").keys()
+    assert {key.replace("twin", "k") for key in before} == {key for key in before if key.startswith("k")}
+    make_source(tmp_path / "raw", 10, start=100)
+    prepare(str(source), str(tmp_path / "out"), settings)
+    assert PreparedSet.open(str(tmp_path / "out"), "test").keys()[: len(before)] == before
+
+
+def test_image_side_re_encodes_and_the_rest_stays(tmp_path, in_process):
+    source = make_source(tmp_path / "raw", 2)
+    (source.parent / "1.png").write_bytes(colour_image(1, "JPEG", (90, 60)))
+    prepare(str(source), str(tmp_path / "out"), LAX.model_copy(update={"image_side": 30}))
+    rows = PreparedSet.open(str(tmp_path / "out")).read(np.arange(2))
+    assert rows[0].images == [colour_image(0)]
+    assert decode(rows[1].images[0]).size == (45, 30)
+    assert all(row.is_intact for row in rows)
+
+
+def test_a_second_prepare_does_nothing_and_a_grown_source_only_the_new_rows(tmp_path, in_process):
+    source, out = make_source(tmp_path / "raw", 10), tmp_path / "out"
+    first = prepare(str(source), str(out), LAX)
+    shards = {path.name: path.stat().st_mtime_ns for path in (out / "shards").iterdir()}
+    tokenizer = (out / "tokenizer.json").read_text()
+    in_process.clear()
+    assert prepare(str(source), str(out), LAX) == first
+    assert in_process == []
+    make_source(tmp_path / "raw", 7, start=10, text="words never seen before")
+    grown = prepare(str(source), str(out), LAX)
+    assert in_process == [3, 4]
+    assert grown.num_rows == 17
+    assert PreparedSet.open(str(out)).keys() == [f"k{number}" for number in range(17)]
+    assert {name: time for name, time in shards.items() if (out / "shards" / name).stat().st_mtime_ns == time} == shards
+    assert (out / "tokenizer.json").read_text() == tokenizer  # models were trained with it
+    assert grown.fingerprint != first.fingerprint
+
+
+def test_a_prepare_that_was_killed_goes_on(tmp_path, in_process, monkeypatch):
+    source, out = make_source(tmp_path / "raw", 20), tmp_path / "out"
+    whole = prepare(str(source), str(tmp_path / "whole"), LAX)
+    in_process.clear()
+
+    def killed(job, chunks):
+        yield from run_here(job, chunks[:2])
+        (out / "shards" / "00002-rows-x.arrow.1234.unfinished").write_bytes(b"half")
+        (out / "shards" / "00002-rows-y.arrow").write_bytes(b"whole, but its record was never written")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "_run", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(str(source), str(out), LAX)
+    with pytest.raises(DataError, match="not prepared to its end"):
+        PreparedSet.open(str(out))
+    seen = []
+    manifest = prepare(str(source), str(out), LAX, seen.append)
+    assert in_process == [2, 3, 4]
+    assert manifest.fingerprint == whole.fingerprint
+    assert Progress("pack", 8, 20, 0, 8) in seen
+    assert sorted(path.name for path in (out / "shards").iterdir()) == sorted(
+        Path(shard.file).name for shard in manifest.shards
+    )
+
+
+def test_what_changed_is_done_again(tmp_path, in_process):
+    source, out = make_source(tmp_path / "raw", 12), str(tmp_path / "out")
+    first = prepare(str(source), out, LAX)
+    for change, packed in [
+        (lambda: (source.parent / "5.png").write_bytes(colour_image(505)), [1]),
+        (lambda: (source.parent / "9.png").unlink(), [2]),
+        (lambda: source.write_text(source.read_text().replace("colour 2", "colour X")), [0]),
+        (lambda: next((tmp_path / "out" / "shards").glob("00001*")).write_bytes(b"cut"), [1]),
+        (lambda: (tmp_path / "out" / "parts" / "chunk-00000.json").write_bytes(b"{"), [0]),
+        (lambda: (tmp_path / "out" / "parts" / "chunk-00002.json").unlink(), [2]),
+    ]:
+        in_process.clear()
+        change()
+        prepare(str(source), out, LAX)
+        assert in_process == packed
+    prepared = PreparedSet.open(out)
+    assert prepared.num_rows == 11
+    assert prepared.read(np.array([5]))[0].images == [colour_image(505)]
+    in_process.clear()
+    (source.parent / "9.png").write_bytes(colour_image(9))
+    assert prepare(str(source), out, LAX).num_rows == 12  # a corrected image is taken up
+    assert prepare(str(source), out, LAX.model_copy(update={"image_side": 4})).fingerprint != first.fingerprint
+    assert in_process == [2, 0, 1, 2]
+    assert len(list((tmp_path / "out" / "shards").iterdir())) == 3
+
+
+def test_over_the_budget_is_a_data_error_and_a_larger_one_goes_on(tmp_path, in_process):
+    source, out = make_source(tmp_path / "raw", 16), str(tmp_path / "out")
+    (source.parent / "15.png").unlink()
+    (source.parent / "14.png").write_bytes(b"GIF")
+    tight = LAX.model_copy(update={"max_bad_fraction": 0.1})
+    with pytest.raises(DataError) as caught:
+        prepare(str(source), out, tight)
+    assert caught.value.exit_code == 5
+    message = str(caught.value)
+    assert "2 of 16 rows are bad (12.5 %), the budget is 10 %" in message
+    assert "1 missing-image, for example rows.jsonl:16: there is no file 15.png" in message
+    assert "1 format" in message
+    assert f"{out}/quarantine.jsonl" in message
+    assert "max_bad_fraction to 0.125" in message
+    assert len(quarantine(out)) == 2
+    with pytest.raises(DataError, match="not prepared to its end"):
+        PreparedSet.open(out)
+    in_process.clear()
+    assert prepare(str(source), out, LAX.model_copy(update={"max_bad_fraction": 0.125})).num_rows == 14
+    assert in_process == []
+
+
+def test_a_hopeless_source_ends_early(tmp_path, in_process):
+    source = make_source(tmp_path / "raw", 40)
+    for number in range(2, 8):
+        (source.parent / f"{number}.png").unlink()
+    seen = []
+    with pytest.raises(DataError, match=r"6 of 8 rows are bad .* of all 40: the rest was not read"):
+        prepare(str(source), str(tmp_path / "out"), LAX.model_copy(update={"max_bad_fraction": 0.1}), seen.append)
+    assert max(progress.done_rows for progress in seen if progress.stage == "pack") == 8
+
+
+def test_duplicates_count_against_the_budget(tmp_path, in_process):
+    source = make_source(tmp_path / "raw", 8)
+    add(source, {"image": "0.png", "text": "again"}, {"image": "1.png", "text": "again"})
+    with pytest.raises(DataError, match=r"2 duplicate, for example rows\.jsonl:9: the same as row k0"):
+        prepare(str(source), str(tmp_path / "out"), Prepare())
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"caption": "x", "url": "y"}] * 3, r"none is good\n.*3 no-image, .*\(the row has caption, url\)"),
+        ([{"image": "0.png"}], "no-text"),
+        ([{"image": "gone.png", "text": "x"}], r"there is no file gone\.png"),
+        ([b"\n", b"  "], "holds no rows"),
+        ([b"id,image,text", b"1,a.png,x"], "not JSON"),
+    ],
+)
+def test_no_good_row_is_a_fault_of_the_set(tmp_path, in_process, rows, message):
+    (tmp_path / "raw").mkdir()
+    source = tmp_path / "raw" / "rows.jsonl"
+    add(source, *rows)
+    with pytest.raises(DataError, match="(?s)" + message):
+        prepare(str(source), str(tmp_path / "out"), LAX)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+
+
+def test_a_missing_source_leaves_no_folder(tmp_path, in_process):
+    with pytest.raises(DataError, match="there is no file"):
+        prepare(str(tmp_path / "none.jsonl"), str(tmp_path / "out"), LAX)
+    assert not (tmp_path / "out").exists()
+
+
+def test_folders_that_cannot_be_meant(tmp_path, in_process):
+    source = make_source(tmp_path / "raw", 2)
+    with pytest.raises(UsageError, match="not empty and holds no prepared set"):
+        prepare(str(source), str(source.parent), LAX)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UsageError, match="cannot be written to"):
+        prepare(str(source), str(tmp_path / "file"), LAX)
+    with pytest.raises(UsageError, match="cannot be written to"):
+        prepare(str(source), "/proc/out", LAX)
+
+
+def test_another_source_does_not_replace_a_set(tmp_path, in_process):
+    out = str(tmp_path / "out")
+    prepare(str(make_source(tmp_path / "raw", 2)), out, LAX)
+    other = make_source(tmp_path / "other", 3, start=50)
+    other = other.rename(other.with_name("others.jsonl"))
+    with pytest.raises(UsageError, match=r"holds the set made from rows\.jsonl"):
+        prepare(str(other), out, LAX)
+    assert PreparedSet.open(out).keys() == ["k0", "k1"]
+
+
+def test_two_prepares_at_once_are_refused(tmp_path, in_process, monkeypatch):
+    source, out = make_source(tmp_path / "raw", 8), str(tmp_path / "out")
+
+    def meanwhile(job, chunks):
+        with pytest.raises(UsageError, match=f"being prepared by process {os.getpid()} on"):
+            prepare(str(source), out, LAX)
+        return run_here(job, chunks)
+
+    monkeypatch.setattr(prepare_module, "_run", meanwhile)
+    assert prepare(str(source), out, LAX).num_rows == 8
+
+
+def test_a_set_and_its_source_may_move(tmp_path, in_process):
+    source = make_source(tmp_path / "raw", 8)
+    first = prepare(str(source), str(tmp_path / "out"), LAX)
+    (tmp_path / "there").mkdir()
+    for name in ("raw", "out"):
+        (tmp_path / name).rename(tmp_path / "there" / name)
+    in_process.clear()
+    assert prepare(str(tmp_path / "there/raw/rows.jsonl"), str(tmp_path / "there/out"), LAX) == first
+    assert in_process == []
+
+
+def test_without_vocabulary_or_training_rows_there_is_no_tokenizer(tmp_path, in_process):
+    source = make_source(tmp_path / "raw", 4, split="test")
+    assert prepare(str(source), str(tmp_path / "a"), LAX).tokenizer is None
+    make_source(tmp_path / "raw", 4, start=4)
+    assert prepare(str(source), str(tmp_path / "b"), LAX.model_copy(update={"vocab_size": 0})).tokenizer is None
+    assert prepare(str(source), str(tmp_path / "c"), LAX).tokenizer == "tokenizer.json"
+
+
+def test_test_captions_do_not_reach_the_tokenizer(tmp_path, in_process):
+    source = make_source(tmp_path / "raw", 4, split="train", text="seen words")
+    make_source(tmp_path / "raw", 4, start=4, split="test", text="qqqq")
+    prepare(str(source), str(tmp_path / "out"), LAX)
+    vocabulary = json.loads((tmp_path / "out" / "tokenizer.json").read_text())["model"]["vocab"]
+    assert "words" in vocabulary
+    assert not any("q" in piece for piece in vocabulary)
+
+
+def test_packing_needs_neither_torch_nor_ray():
+    heavy = ("torch", "transformers", "ray", "pydantic")
+    code = f"import sys, mmray.data.pack; print([name for name in {heavy} if name in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_the_ray_job_gives_the_same_set(tmp_path, in_process, monkeypatch, local_ray):
+    source = make_source(tmp_path / "raw", 30)
+    add(source, {"image": "gone.png", "text": "x"}, {"image": "3.png", "text": "twin"})
+    here = prepare(str(source), str(tmp_path / "here"), LAX)
+    monkeypatch.undo()
+    seen = []
+    manifest = prepare(str(source), str(tmp_path / "out"), LAX, seen.append)
+    assert (manifest.fingerprint, manifest.reasons) == (here.fingerprint, here.reasons)
+    assert quarantine(tmp_path / "out") == quarantine(tmp_path / "here")
+    packed = [progress.done_rows for progress in seen if progress.stage == "pack"]
+    assert packed == sorted(packed)
+    assert packed[-1] == 32
+    assert len(packed) > 3
+
+
+def test_a_task_that_cannot_write_is_a_resource_error(tmp_path, local_ray):
+    source, out = make_source(tmp_path / "raw", 3), tmp_path / "out"
+
+    def take_away(progress):
+        if progress.stage == "pack":
+            (out / "shards").rmdir()
+
+    with pytest.raises(ResourceError, match=r"cannot write to .*the same command goes on"):
+        prepare(str(source), str(out), LAX, take_away)
+    assert prepare(str(source), str(out), LAX).num_rows == 3
+
+
+KILLED = """
+import sys, ray, ray.data
+from mmray.config import Prepare
+from mmray.data.prepare import prepare
+ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+prepare(sys.argv[1], sys.argv[2], Prepare(rows_per_shard=4, vocab_size=100), lambda p: print(p.done_rows, flush=True))
+"""
+
+
+@pytest.mark.cluster
+def test_a_killed_driver_leaves_what_the_next_one_goes_on_with(tmp_path, in_process):
+    source, out = make_source(tmp_path / "raw", 400), tmp_path / "out"
+    driver = subprocess.Popen([sys.executable, "-c", KILLED, str(source), str(out)])
+    deadline = time.monotonic() + 60
+    while len(list((out / "parts").glob("chunk-*.json"))) < 5:
+        assert time.monotonic() < deadline
+        assert driver.poll() is None
+        time.sleep(0.01)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    time.sleep(2)  # its workers end by themselves
+    assert not (out / "manifest.json").exists()
+    done = len(list((out / "parts").glob("chunk-*.json")))
+    manifest = prepare(str(source), str(out), Prepare(rows_per_shard=4, vocab_size=100))
+    assert len(in_process) == 100 - done < 96
+    assert (manifest.num_rows, manifest.num_quarantined) == (400, 0)
+    assert PreparedSet.open(str(out)).keys() == [f"k{number}" for number in range(400)]
+    assert not [name for name in Place(str(out)).names("shards") if name.endswith(".unfinished")]

@@ -1,0 +1,151 @@
+"""The sample set: the same bytes each time, a test split of unseen combinations, and damage that a check must find."""
+
+import hashlib
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from mmray.data import sample
+from mmray.errors import UsageError
+
+
+@pytest.fixture(scope="module")
+def jsonl(tmp_path_factory) -> Path:
+    return sample.draw(tmp_path_factory.mktemp("sample"))
+
+
+def _rows(jsonl: Path) -> list[dict]:
+    """The well-formed lines of undamaged rows."""
+    lines = [line for line in jsonl.read_text().splitlines() if line.endswith("}")]
+    return [row for row in map(json.loads, lines) if not row["id"].startswith("damaged")]
+
+
+def _digest(folder: Path) -> str:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    whole = hashlib.sha256()
+    for path in files:
+        whole.update(str(path.relative_to(folder)).encode() + hashlib.sha256(path.read_bytes()).digest())
+    return whole.hexdigest()
+
+
+def test_two_drawings_are_the_same_bytes_and_another_seed_is_not(jsonl, tmp_path):
+    assert _digest(sample.draw(tmp_path / "again").parent) == _digest(jsonl.parent)
+    other = sample.draw(tmp_path / "again", seed=1)
+    assert other.parent != sample.draw(tmp_path / "again").parent
+    assert _digest(other.parent) != _digest(jsonl.parent)
+
+
+def test_a_drawing_that_is_there_is_used_again(jsonl):
+    marked = jsonl.parent / "images" / "missing.jpg"
+    marked.write_bytes(b"mark")
+    try:
+        assert sample.draw(jsonl.parent.parent) == jsonl
+        assert marked.read_bytes() == b"mark"
+    finally:
+        marked.unlink()
+
+
+def test_an_interrupted_drawing_leaves_nothing_that_looks_whole(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sample, "_damaged", full)
+    with pytest.raises(UsageError, match=r"No space left on device.*data\.cache"):
+        sample.draw(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    assert sample.draw(tmp_path).exists()
+
+
+def test_the_folder_of_a_process_that_was_faster_is_taken(jsonl, tmp_path):
+    (tmp_path / "drawn").mkdir()
+    sample._take_place(tmp_path / "drawn", jsonl.parent)
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "file").touch()
+    with pytest.raises(OSError):
+        sample._take_place(tmp_path / "drawn", tmp_path / "foreign")
+
+
+def test_test_combinations_are_never_trained_on_but_each_of_their_parts_is():
+    train, test = sample.scenes(seed=0)
+    assert (len(train), len(test)) == (sample.NUM_TRAIN, sample.NUM_TEST)
+    assert len(set(test)) == len(test) >= 500
+    assert not set(train) & set(test)
+    for part in ("shape", "colour", "size", "where", "background"):
+        seen = Counter(getattr(scene, part) for scene in train)
+        assert {getattr(scene, part) for scene in test} <= set(seen)
+        assert min(seen.values()) > 200
+
+
+def test_rows_keep_the_splits_of_their_scenes_and_test_captions_are_unique(jsonl):
+    rows = _rows(jsonl)
+    train, test = sample.scenes(seed=0)
+    captions = {"train": {c for scene in train for c in scene.captions()}}
+    captions["test"] = {c for scene in test for c in scene.captions()}
+    assert not captions["train"] & captions["test"]
+    assert Counter(row["split"] for row in rows) == {"train": sample.NUM_TRAIN, "test": sample.NUM_TEST}
+    assert all(set(row["texts"]) <= captions[row["split"]] for row in rows)
+    assert {len(row["texts"]) for row in rows} == {1, 2, 3}
+    gallery = Counter(text for row in rows if row["split"] == "test" for text in row["texts"])
+    assert max(gallery.values()) == 1
+
+
+def test_pictures_differ_open_and_come_in_both_formats_and_many_sizes(jsonl):
+    rows = _rows(jsonl)
+    files = [jsonl.parent / row["image"] for row in rows]
+    assert len({hashlib.sha256(path.read_bytes()).digest() for path in files}) == len(rows)
+    assert len({row["id"] for row in rows}) == len(rows)
+    pictures = [Image.open(path) for path in files[:200]]
+    for picture in pictures:
+        picture.load()
+    assert {picture.format for picture in pictures} == {"JPEG", "PNG"}
+    assert {picture.size for picture in pictures} == set(sample.CANVASES)
+
+
+@pytest.mark.parametrize("where", [*sample.CENTRES, *sample.COUNTS])
+def test_a_picture_shows_its_shapes_where_the_caption_says(where):
+    import random
+
+    scene = sample.Scene("circle", "red", "small", where, "white")
+    picture = sample._picture(scene, random.Random(3))
+    width, height = picture.size
+
+    def is_red(corner):
+        x, y = sample.CENTRES[corner]
+        red, green, _ = picture.getpixel((round(x * width), round(y * height)))
+        return red - green > 100
+
+    shown = {place for place in sample.CENTRES if is_red(place)}
+    assert len(shown) == sample.COUNTS.get(where, 1)
+    assert "centre" not in shown if where in sample.COUNTS else shown == {where}
+
+
+def test_damaged_rows_are_there_one_of_each_kind(jsonl):
+    images, whole = jsonl.parent / "images", {row["image"] for row in _rows(jsonl)}
+    lines = jsonl.read_text().splitlines()
+    broken = [line for line in lines if not line.endswith("}")]
+    damaged = [json.loads(line) for line in lines if line.startswith('{"id": "damaged')]
+    assert len(broken) == 1
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(broken[0])
+    assert [row["id"].removeprefix("damaged-") for row in damaged] == [
+        "truncated",
+        "empty",
+        "web-page",
+        "flipped-byte",
+        "missing",
+        "blank-caption",
+        "duplicate",
+    ]
+    assert (images / "empty.jpg").read_bytes() == b""
+    assert b"<html>" in (images / "web-page.jpg").read_bytes()
+    assert not (images / "missing.jpg").exists()
+    for name in ("truncated.jpg", "empty.jpg", "web-page.jpg", "flipped-byte.png"):
+        with pytest.raises((OSError, SyntaxError)):
+            Image.open(images / name).load()
+    by_id = {row["id"]: row for row in damaged}
+    assert not by_id["damaged-blank-caption"]["texts"][0].strip()
+    assert by_id["damaged-duplicate"]["image"] in whole

@@ -1,0 +1,224 @@
+"""JSONL in chunks, strict rows, and images that stay in their folder."""
+
+import json
+import os
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmray.data import jsonl, sources
+from mmray.data.jsonl import BadRow, parse_line
+from mmray.data.place import Place
+from mmray.data.sources import SourceChanged, check_jsonl, read_image, read_lines, scan, stamp
+from mmray.errors import DataError
+
+
+def write(folder, data, name="a.jsonl"):
+    (folder / name).write_bytes(data)
+    return Place(str(folder)), name
+
+
+def lines_of(place, name, chunks):
+    return [item for chunk in chunks for item in read_lines(place, name, chunk)]
+
+
+@given(
+    lines=st.lists(st.sampled_from([b"", b"  ", b"{}", b'{"a":1}', b"x" * 40, b"\r"]), max_size=30),
+    last=st.sampled_from([b"", b"{}", b"\n"]),
+    rows=st.integers(1, 7),
+    bom=st.booleans(),
+)
+def test_chunks_cover_the_file_and_keep_line_numbers(tmp_path_factory, lines, last, rows, bom):
+    data = (b"\xef\xbb\xbf" if bom else b"") + b"".join(line + b"\n" for line in lines) + last
+    place, name = write(tmp_path_factory.mktemp("scan"), data)
+    chunks = list(scan(place, name, rows))
+    assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
+    assert [chunk.start for chunk in chunks][:1] in ([], [0])
+    assert all(one.stop == two.start for one, two in pairwise(chunks))
+    assert (chunks[-1].stop if chunks else 0) == len(data)
+    plain = data.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    expected = [(number, line) for number, line in enumerate(plain, 1) if line.strip()]
+    assert [(number, line.rstrip(b"\n")) for number, line in lines_of(place, name, chunks)] == expected
+    assert sum(chunk.num_rows for chunk in chunks) == len(expected)
+
+
+def test_a_grown_file_keeps_its_chunks(tmp_path):
+    old = b"".join(b'{"n":%d}\n' % number for number in range(25))
+    place, name = write(tmp_path, old)
+    before = list(scan(place, name, 10))
+    write(tmp_path, old + b'{"n":25}\n' * 12)
+    after = list(scan(place, name, 10, {chunk.stop for chunk in before}))
+    assert after[:3] == before
+    assert [chunk.num_rows for chunk in after] == [10, 10, 5, 10, 2]
+
+
+def test_a_last_line_without_newline_that_was_continued_is_another_chunk(tmp_path):
+    place, name = write(tmp_path, b"{}\n{}")
+    before = list(scan(place, name, 10))
+    write(tmp_path, b"{}\n{} \n{}\n")
+    after = list(scan(place, name, 10, {chunk.stop for chunk in before}))
+    assert [chunk.num_rows for chunk in after] == [3]
+
+
+def test_a_source_that_changes_while_it_is_read_is_noticed(tmp_path):
+    place, name = write(tmp_path, b'{"a":1}\n{"b":2}\n')
+    [chunk] = scan(place, name, 10)
+    write(tmp_path, b'{"a":1}\n{"b":3}\n')
+    with pytest.raises(SourceChanged, match="run the same command again"):
+        list(read_lines(place, name, chunk))
+
+
+def test_an_endless_line_costs_its_row_and_no_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_PIECE_BYTES", 16)
+    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 64)
+    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 64)
+    place, name = write(tmp_path, b"{}\n" + b"x" * 5000 + b"\n{}\n")
+    read = lines_of(place, name, scan(place, name, 10))
+    assert [number for number, _ in read] == [1, 2, 3]
+    assert len(read[1][1]) < 100
+    with pytest.raises(BadRow, match="over 64 bytes"):
+        parse_line(read[1][1], "a:2")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "is empty"),
+        (b"\x1f\x8b\x08rest", "is gzip"),
+        (b"PK\x03\x04rest", "zip archive"),
+        (b"PAR1rest", "is Parquet"),
+        ('{"a": 1}'.encode("utf-16"), "is UTF-16"),
+        (b'\n [{"image": "a.png"}]', "is a JSON array"),
+    ],
+)
+def test_files_that_are_plainly_no_jsonl(tmp_path, data, message):
+    with pytest.raises(DataError, match=message):
+        check_jsonl(*write(tmp_path, data))
+
+
+def test_a_file_that_is_not_there_or_a_folder(tmp_path):
+    with pytest.raises(DataError, match=r"there is no file .*b\.jsonl"):
+        check_jsonl(Place(str(tmp_path)), "b.jsonl")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match="cannot be read"):
+        check_jsonl(Place(str(tmp_path)), "folder")
+
+
+def test_a_row_as_it_is_meant():
+    row = parse_line(
+        b'{"id": 7, "images": ["a.png", "b/c.jpg"], "texts": ["x", "y"], "label": 3, "split": "train"}\r\n', "f:1"
+    )
+    assert (row.key, row.images, row.texts, row.label, row.split, row.language) == (
+        "7",
+        ("a.png", "b/c.jpg"),
+        ("x", "y"),
+        3,
+        "train",
+        None,
+    )
+    row = parse_line(b'{"image_path": "a.png", "text": "x", "label": null, "emoji": "#", "language": "pt-BR"}', "f:9")
+    assert (row.key, row.images, row.texts, row.label, row.language) == ("f:9", ("a.png",), ("x",), None, "pt-BR")
+
+
+GOOD = {"image": "a.png", "text": "x"}
+
+
+@pytest.mark.parametrize(
+    ("line", "stage", "reason"),
+    [
+        (b'{"image": "a.png", "text": "x"', "parse", "json"),
+        (b'{"image": "a.png", "text": "x"} {}', "parse", "json"),
+        (b'{"image": "a.png", "text": "x", "label": NaN}', "parse", "json"),
+        (b'{"image": "a.png", "image": "b.png", "text": "x"}', "parse", "json"),
+        (b"[1, 2]", "parse", "json"),
+        (b"5", "parse", "json"),
+        (b"[" * 100_000, "parse", "json"),
+        (b'{"label": ' + b"9" * 5000 + b"}", "parse", "json"),
+        (b'\xef\xbb\xbf{"image": "a.png", "text": "x"}', "parse", "json"),
+        (b'{"image": "a.png", "text": "caf\xe9"}', "parse", "encoding"),
+        ({"text": "x"}, "columns", "no-image"),
+        ({"image": None, "text": "x"}, "columns", "no-image"),
+        ({"images": [], "text": "x"}, "columns", "no-image"),
+        ({"image": "a.png"}, "columns", "no-text"),
+        ({"image": "a.png", "texts": []}, "columns", "no-text"),
+        (GOOD | {"image_path": "b.png"}, "columns", "ambiguous"),
+        (GOOD | {"texts": ["y"]}, "columns", "ambiguous"),
+        (GOOD | {"image": 5}, "columns", "image"),
+        (GOOD | {"image": " "}, "columns", "image"),
+        (GOOD | {"image": {"bytes": "x"}}, "columns", "image"),
+        (GOOD | {"image": "/etc/passwd"}, "columns", "path"),
+        (GOOD | {"image": "a/../../b.png"}, "columns", "path"),
+        (GOOD | {"image": "https://example.org/a.png"}, "columns", "path"),
+        (GOOD | {"image": "a\0.png"}, "columns", "path"),
+        (GOOD | {"image": "\ud800.png"}, "columns", "path"),
+        (GOOD | {"id": 1.5}, "columns", "key"),
+        (GOOD | {"id": True}, "columns", "key"),
+        (GOOD | {"id": ""}, "columns", "key"),
+        (GOOD | {"id": "a\nb"}, "columns", "key"),
+        (GOOD | {"id": "\udfff"}, "columns", "key"),
+        (GOOD | {"label": "cat"}, "columns", "label"),
+        (GOOD | {"label": True}, "columns", "label"),
+        (GOOD | {"label": 2**63}, "columns", "label"),
+        (GOOD | {"split": "../x"}, "columns", "split"),
+        (GOOD | {"split": 3}, "columns", "split"),
+        (GOOD | {"language": ["en"]}, "columns", "language"),
+    ],
+)
+def test_a_row_that_is_not_plainly_meant(line, stage, reason):
+    data = line if isinstance(line, bytes) else json.dumps(line).encode()
+    with pytest.raises(BadRow) as caught:
+        parse_line(data, "f:1")
+    assert (caught.value.stage, caught.value.reason) == (stage, reason)
+    assert caught.value.detail
+
+
+def test_a_fault_after_the_id_carries_the_id():
+    with pytest.raises(BadRow) as caught:
+        parse_line(b'{"id": "k", "text": "x", "emoji": 1}', "f:1")
+    assert caught.value.key == "k"
+    assert "the row has emoji, id, text" in caught.value.detail
+
+
+def test_images_are_read_from_the_folder_and_nowhere_else(tmp_path):
+    inside = tmp_path / "in"
+    (inside / "sub").mkdir(parents=True)
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    (inside / "sub" / "👩\u200d🚀.png").write_bytes(b"good")
+    (inside / "link.png").symlink_to(tmp_path / "secret.png")
+    (inside / "up").symlink_to(tmp_path)
+    (inside / "near.png").symlink_to(inside / "sub" / "👩\u200d🚀.png")
+    os.mkfifo(inside / "pipe.png")
+    place = Place(str(inside))
+    assert read_image(place, "sub/👩\u200d🚀.png") == b"good"
+    assert read_image(place, "near.png") == b"good"
+    for name, reason in [
+        ("link.png", "path"),
+        ("up/secret.png", "path"),
+        ("pipe.png", "not-a-file"),
+        ("sub", "not-a-file"),
+        ("gone.png", "missing-image"),
+        ("near.png/x", "missing-image"),
+        ("x" * 300, "unreadable"),
+    ]:
+        with pytest.raises(BadRow) as caught:
+            read_image(place, name)
+        assert (caught.value.stage, caught.value.reason) == ("read", reason), name
+
+
+def test_an_image_file_beyond_reason_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "MAX_IMAGE_BYTES", 10)
+    (tmp_path / "a.png").write_bytes(b"x" * 11)
+    with pytest.raises(BadRow, match="over 10"):
+        read_image(Place(str(tmp_path)), "a.png")
+
+
+def test_the_stamp_of_a_file_changes_with_it(tmp_path):
+    place = Place(str(tmp_path))
+    assert stamp(place, "a") == ("a", None, None)
+    (tmp_path / "a").write_bytes(b"1")
+    first = stamp(place, "a")
+    assert first == stamp(place, "a")
+    (tmp_path / "a").write_bytes(b"12")
+    assert stamp(place, "a") != first

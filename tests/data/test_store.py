@@ -1,0 +1,257 @@
+"""The prepared set at rest: every row comes back, from any process, and damage raises."""
+
+import pickle
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mmray.data import open_shards
+from mmray.data.manifest import MANIFEST, TOKENIZER, Manifest, Shard, fingerprint, read_manifest
+from mmray.data.place import Place
+from mmray.data.store import PreparedSet, Row, ShardWriter, images_sha256, key_id, write_shard
+from mmray.errors import DataError
+
+
+def make_rows(count, split=None, start=0):
+    rows = []
+    for number in range(start, start + count):
+        images = [bytes([number % 251]) * (number + 1)] * (1 + number % 2)
+        row = Row(f"key-{number}", images, [f"caption {number}", "zwei"], number, split, "en", f"x.jsonl:{number}")
+        rows.append(replace(row, sha256=images_sha256(images)))
+    return rows
+
+
+def make_set(folder, shards, tokenizer=None):
+    """A prepared set of these (rows, split, dropped)."""
+    place = Place(str(folder))
+    place.make("shards")
+    entries = []
+    for number, (rows, split, dropped) in enumerate(shards):
+        entries.append(replace(write_shard(rows, place, f"shards/{number}.arrow", split), dropped=dropped))
+    splits = {}
+    for entry in entries:
+        if entry.split:
+            splits[entry.split] = splits.get(entry.split, 0) + entry.num_live
+    num_rows = sum(entry.num_live for entry in entries)
+    manifest = Manifest(
+        num_rows, num_rows, 0, {}, 0, splits, fingerprint(entries), tokenizer and TOKENIZER, {}, {}, tuple(entries)
+    )
+    if tokenizer:
+        place.write(TOKENIZER, tokenizer.encode())
+    place.write(MANIFEST, manifest.to_json())
+    return str(folder)
+
+
+def test_rows_come_back_in_the_order_asked_for(tmp_path):
+    rows = make_rows(45)
+    prepared = PreparedSet.open(
+        make_set(tmp_path, [(rows[:20], None, ()), (rows[20:21], None, ()), (rows[21:], None, ())])
+    )
+    assert prepared.num_rows == 45
+    order = np.random.default_rng(0).integers(0, 45, 200)
+    assert prepared.read(order) == [rows[number] for number in order]
+    assert prepared.keys() == [row.key for row in rows]
+    assert prepared.keys(order) == [rows[number].key for number in order]
+    assert prepared.read(np.array([], np.int64)) == []
+    assert all(row.is_intact for row in prepared.read(np.arange(45)))
+
+
+def test_dropped_rows_do_not_count(tmp_path):
+    rows = make_rows(20)
+    prepared = PreparedSet.open(make_set(tmp_path, [(rows[:10], None, (0, 3, 9)), (rows[10:], None, (9,))]))
+    kept = [row for number, row in enumerate(rows) if number not in (0, 3, 9, 19)]
+    assert prepared.num_rows == 16
+    assert prepared.read(np.arange(16)) == kept
+    assert prepared.read(np.array([15, 6])) == [kept[15], kept[6]]
+
+
+@pytest.mark.parametrize("row", [-1, 20])
+def test_a_row_outside_the_set_is_an_error(tmp_path, row):
+    prepared = PreparedSet.open(make_set(tmp_path, [(make_rows(20), None, ())]))
+    with pytest.raises(IndexError, match="set of 20"):
+        prepared.read(np.array([3, row]))
+
+
+def test_splits(tmp_path):
+    train, test = make_rows(12, "train"), make_rows(5, "test", start=12)
+    path = make_set(tmp_path, [(train[:6], "train", ()), (test, "test", (0,)), (train[6:], "train", ())])
+    whole = PreparedSet.open(path)
+    assert (whole.num_rows, whole.splits) == (16, {"train": 12, "test": 4})
+    assert whole.has_split()
+    assert whole.has_split("test")
+    assert not whole.has_split("val")
+    assert PreparedSet.open(path, "train").read(np.arange(12)) == train
+    assert PreparedSet.open(path, "test").read(np.arange(4)) == test[1:]
+    assert PreparedSet.open(path, "test").splits == whole.splits
+    assert len({PreparedSet.open(path, split).fingerprint for split in (None, "train", "test")}) == 3
+    with pytest.raises(DataError, match=r"no split `val`; it has train \(12 rows\), test \(4 rows\)"):
+        PreparedSet.open(path, "val")
+
+
+def test_a_set_without_splits_answers_any_with_all_rows(tmp_path):
+    prepared = PreparedSet.open(make_set(tmp_path, [(make_rows(7), None, ())]), "train2017")
+    assert prepared.num_rows == 7
+    assert not prepared.has_split()
+    assert not prepared.has_split("train2017")
+
+
+def test_fingerprint_says_whether_the_rows_are_the_same(tmp_path):
+    rows = make_rows(9)
+    changed = [*rows[:8], replace(rows[8], texts=["other"])]
+    first = make_set(tmp_path / "a", [(rows, None, ())])
+    prints = [PreparedSet.open(first).fingerprint]
+    prints.append(PreparedSet.open(make_set(tmp_path / "b", [(rows, None, ())])).fingerprint)
+    prints.append(PreparedSet.open(make_set(tmp_path / "c", [(rows[::-1], None, ())])).fingerprint)
+    prints.append(PreparedSet.open(make_set(tmp_path / "d", [(rows, None, (2,))])).fingerprint)
+    prints.append(PreparedSet.open(make_set(tmp_path / "e", [(changed, None, ())])).fingerprint)
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 4
+
+
+def test_a_pickled_set_sees_the_rows_it_was_opened_with(tmp_path):
+    rows = make_rows(30)
+    path = make_set(tmp_path, [(rows[:20], None, ())])
+    prepared = PreparedSet.open(path)
+    prepared.read(np.array([3]))
+    data = pickle.dumps(prepared)
+    make_set(tmp_path, [(rows[:20], None, ()), (rows[20:], None, ())])  # the set grew meanwhile
+    (tmp_path / "set.bin").write_bytes(data)
+    code = (
+        "import pickle, pathlib, sys, numpy; s = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()); "
+        "print(s.num_rows, s.read(numpy.array([19]))[0].key)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "set.bin")], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split() == ["20", "key-19"]
+
+
+def test_threads_may_share_a_set_with_more_shards_than_may_be_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(open_shards, "MAX_OPEN", 2)
+    rows = make_rows(40)
+    prepared = PreparedSet.open(make_set(tmp_path, [(rows[start : start + 4], None, ()) for start in range(0, 40, 4)]))
+    orders = [np.random.default_rng(seed).permutation(40) for seed in range(16)]
+    with ThreadPoolExecutor(8) as pool:
+        for order, got in zip(orders, pool.map(prepared.read, orders), strict=True):
+            assert got == [rows[number] for number in order]
+
+
+def test_tokenizer_travels_with_the_set(tmp_path):
+    assert PreparedSet.open(make_set(tmp_path / "a", [(make_rows(2), None, ())], "{}")).tokenizer_json == "{}"
+    assert PreparedSet.open(make_set(tmp_path / "b", [(make_rows(2), None, ())])).tokenizer_json is None
+
+
+def test_what_is_no_finished_set_says_what_to_do(tmp_path):
+    with pytest.raises(DataError, match=r"mmray prepare SOURCE"):
+        PreparedSet.open(str(tmp_path / "nothing"))
+    Place(str(tmp_path / "half")).make("parts")
+    Place(str(tmp_path / "half")).write("parts/chunk-00000.json", b"{}")
+    with pytest.raises(DataError, match="not prepared to its end"):
+        PreparedSet.open(str(tmp_path / "half"))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"schema_version": 1}', b"\xff"])
+def test_a_damaged_manifest_is_a_data_error(tmp_path, content):
+    (tmp_path / MANIFEST).write_bytes(content)
+    with pytest.raises(DataError, match="damaged"):
+        PreparedSet.open(str(tmp_path))
+
+
+def test_a_manifest_of_another_version_is_refused(tmp_path):
+    path = make_set(tmp_path, [(make_rows(2), None, ())])
+    manifest = Path(path) / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"schema_version": 1', '"schema_version": 7'))
+    with pytest.raises(DataError, match="schema version 7"):
+        PreparedSet.open(path)
+
+
+def test_manifest_reads_back_equal(tmp_path):
+    path = make_set(tmp_path, [(make_rows(5), "train", (1,))])
+    manifest = read_manifest(Place(path))
+    assert manifest.shards[0].dropped == (1,)
+    Place(path).write(MANIFEST, manifest.to_json())
+    assert read_manifest(Place(path)) == manifest
+
+
+def test_damage_anywhere_in_a_shard_raises_or_is_seen_and_never_ends_the_process(tmp_path):
+    rows = make_rows(18)
+    path = make_set(tmp_path, [(rows, None, ())])
+    shard = tmp_path / "shards" / "0.arrow"
+    good = shard.read_bytes()
+    outcomes = set()
+    for position in range(0, len(good), 13):
+        damaged = bytearray(good)
+        damaged[position] ^= 1 << position % 8
+        shard.unlink()  # readers that map the old file keep it
+        shard.write_bytes(damaged)
+        for number in (0, 17):
+            try:
+                row = PreparedSet.open(path).read(np.array([number]))[0]
+                outcomes.add("same" if row == rows[number] else "intact" if row.is_intact else "seen")
+                assert row.images == rows[number].images or not row.is_intact
+            except (ValueError, OSError):
+                outcomes.add("raised")
+    assert {"raised", "seen", "same"} <= outcomes
+
+
+def test_a_missing_or_cut_shard_raises_with_its_name(tmp_path):
+    path = make_set(tmp_path, [(make_rows(18), None, ())])
+    shard = tmp_path / "shards" / "0.arrow"
+    data = shard.read_bytes()
+    shard.unlink()
+    with pytest.raises(ValueError, match=r"shards/0\.arrow"):
+        PreparedSet.open(path).read(np.array([0]))
+    shard.write_bytes(data[:-50])
+    with pytest.raises(ValueError, match=r"shards/0\.arrow"):
+        PreparedSet.open(path).read(np.array([0]))
+
+
+def test_a_shard_that_was_not_finished_leaves_no_file(tmp_path):
+    place = Place(str(tmp_path))
+    with pytest.raises(RuntimeError, match="killed"), ShardWriter(place, "a.arrow") as shard:
+        for row in make_rows(20):
+            shard.append(row)
+        raise RuntimeError("killed")
+    assert place.names() == []
+
+
+def test_shards_are_the_same_bytes_for_the_same_rows(tmp_path):
+    place = Place(str(tmp_path))
+    one, two = (write_shard(make_rows(20), place, name) for name in ("a.arrow", "b.arrow"))
+    assert place.read("a.arrow") == place.read("b.arrow")
+    assert one == Shard("a.arrow", None, 20, len(place.read("a.arrow")), two.sha256)
+
+
+def test_key_ids_are_the_same_in_every_process():
+    assert key_id("a") == 3405396810240292928
+    assert key_id("") != key_id("a")
+    assert all(-(2**63) <= key_id(f"k{number}") < 2**63 for number in range(100))
+    assert min(key_id(f"k{number}") for number in range(100)) < 0
+
+
+def test_a_set_is_found_by_uri_too(tmp_path):
+    path = make_set(tmp_path, [(make_rows(3), None, ())])
+    assert PreparedSet.open(f"file://{path}").keys() == ["key-0", "key-1", "key-2"]
+
+
+@pytest.mark.parametrize(
+    ("address", "folder", "name"),
+    [
+        ("/data/a.jsonl", "/data", "a.jsonl"),
+        ("/a.jsonl", "/", "a.jsonl"),
+        ("s3://bucket/x/a.jsonl?scheme=http", "s3://bucket/x?scheme=http", "a.jsonl"),
+    ],
+)
+def test_place_of_a_file(address, folder, name):
+    assert Place.split(address) == (Place(folder), name)
+
+
+def test_place_of_a_relative_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert Place.split("a.jsonl") == (Place(str(tmp_path)), "a.jsonl")
+    assert Place.split("b/a.jsonl") == (Place(f"{tmp_path}/b"), "a.jsonl")
