@@ -8,6 +8,7 @@ stored and nothing is drawn: a resumed or resized run asks the same function and
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -39,8 +40,8 @@ def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
 
 
 def _feistel(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    a = np.uint64(int(np.ceil(np.sqrt(size))))
-    b = np.uint64(-(-size // int(a)))
+    a: Any = np.uint64(int(np.ceil(np.sqrt(size))))
+    b: Any = np.uint64(-(-size // int(a)))
     left, right = index // b, index % b
     for turn in range(_ROUNDS):
         salt = key + np.uint64(turn)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmray.data import sample
-from mmray.data.prepare import Progress, prepare
 from mmray.data.manifest import MANIFEST
+from mmray.data.prepare import Progress, prepare
 from mmray.errors import DataError
 
 if TYPE_CHECKING:

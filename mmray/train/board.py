@@ -31,7 +31,6 @@ class Listener(Protocol):
     def step(self, metrics: dict[str, Any], total_steps: int) -> None: ...
 
 
-@ray.remote(num_cpus=0, max_concurrency=4)
 class Board:
     """Between the driver and rank 0: metrics one way, the wish to stop the other."""
 
@@ -51,6 +50,11 @@ class Board:
 
     def asked_to_stop(self) -> bool:
         return self._stop
+
+
+def new_board() -> Any:
+    """A board as an actor that needs no CPU, wherever Ray puts it."""
+    return ray.remote(Board).options(num_cpus=0).remote()
 
 
 @dataclass

@@ -32,17 +32,17 @@ class Positions(Protocol):
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of a global batch: valid rows only, in micro-batches of at least one row each."""
+    """One rank's part of a global batch: valid rows only, in as many micro-batches as every other rank has.
+
+    In a micro-batch without any valid row one padding row stands in: a model may hold collectives of its own (synced
+    BatchNorm), so that all ranks must go forward equally often.
+    """
 
     micros: list[Batch]
+    hollow: tuple[bool, ...]  # by micro-batch: only a stand-in
     keys: Tensor  # int64 [valid rows], on the CPU
     rows: int  # rows with padding: the same on every rank, which the gather needs
     wait_s: float = 0.0
-
-    @property
-    def empty(self) -> bool:
-        """No valid row at all: one padding row stands in, because every rank must take part in every collective."""
-        return len(self.keys) == 0
 
 
 def share_of(micros: list[Batch]) -> Share:
@@ -50,11 +50,11 @@ def share_of(micros: list[Batch]) -> Share:
     valid = torch.cat([micro["valid"] for micro in micros])
     keys = torch.cat([micro["key"] for micro in micros])
     if bool(valid.all()):
-        return Share(micros, keys, len(valid))
-    kept = [_rows(micro, micro["valid"]) for micro in micros if bool(micro["valid"].any())]
-    if not kept:
-        kept = [_rows(micros[0], torch.tensor([0]))]
-    return Share(kept, keys[valid], len(valid))
+        return Share(micros, (False,) * len(micros), keys, len(valid))
+    hollow = tuple(not bool(micro["valid"].any()) for micro in micros)
+    stand_in = torch.tensor([0])
+    kept = [_rows(micro, stand_in if empty else micro["valid"]) for micro, empty in zip(micros, hollow, strict=True)]
+    return Share(kept, hollow, keys[valid], len(valid))
 
 
 def feed(steps: Iterable[list[Batch]], plan: Positions, first: int, rank: int, device: torch.device) -> Iterator[Share]:

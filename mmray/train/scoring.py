@@ -26,6 +26,7 @@ from mmray.evaluate.score import Retrieval
 from mmray.models.build import build
 from mmray.models.export import export
 from mmray.train import checkpoint, precision
+from mmray.train.batch import shape_of
 from mmray.train.board import Listener
 from mmray.train.group import Group
 from mmray.train.resources import torch_config, worker_resources
@@ -63,13 +64,13 @@ def score_run(
     with joined(config.cluster):
         held_out = _held_out(config, folder, data, split, listener)
         trainer = ray.train.torch.TorchTrainer(
-            partial(_score_on_worker, config, tokenizer_json, held_out, found),
+            partial(_score_on_worker, config, tokenizer_json, held_out, found),  # type: ignore[arg-type]
             torch_config=torch_config(config),
             scaling_config=worker_resources(config),
             run_config=ray.train.RunConfig(storage_path=str(folder.resolve() / "ray")),
         )
         try:
-            return trainer.fit().return_value
+            return dict(trainer.fit().return_value)  # type: ignore[attr-defined]
         except ray.train.TrainingFailedError as error:
             raise TrainingError(f"the evaluation failed: {error}") from error
 
@@ -93,5 +94,6 @@ def _score_on_worker(config: Config, tokenizer_json: str, held_out: PreparedSet,
     group = Group.current(ray.train.torch.get_device())
     model = restored_model(config, found)
     scorer = Retrieval(held_out, config.model.inputs, tokenizer_json, config.evaluate)
+    rows = shape_of(config.batch, group.world).global_rows
     with precision.choose(config.train.precision, group.device).autocast():
-        return scorer.score(model.to(group.device), group, objectives.build(config.objective), config.batch.global_)
+        return scorer.score(model.to(group.device), group, objectives.build(config.objective), rows)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from mmray.objectives.protocol import Batch, Objective, Outputs
+from mmray.objectives.protocol import Objective, Outputs
 from mmray.train.feed import Share
 from mmray.train.group import Group
 from mmray.train.parallel import buffers_kept, synchronised, unwrapped
@@ -71,9 +71,7 @@ def accumulate(
     """Add the gradient of the global batch to the weights, scaled by the scaler; returns local sums, shared outputs."""
     factor = learner.group.world / total.clamp(min=1)
     run = _coupled if learner.objective.coupled else _row_by_row
-    # A row that only stands in for an empty share must not leave a trace in running statistics.
-    with buffers_kept(unwrapped(learner.model)) if share.empty else nullcontext():
-        return run(learner, share, factor, seed_of)
+    return run(learner, share, factor, seed_of)
 
 
 def update(learner: Learner) -> tuple[float, bool]:
@@ -103,9 +101,11 @@ def _constrain(module: nn.Module) -> None:
         constrain()
 
 
-def _forward(learner: Learner, model: nn.Module, batch: Batch, seed: int) -> Outputs:
-    with seeded(seed, learner.group.device), learner.precision.autocast():
-        outputs: Outputs = model(batch)
+def _forward(learner: Learner, model: nn.Module, share: Share, index: int, seed_of: SeedOf) -> Outputs:
+    """Outputs of one micro-batch; a stand-in row leaves no trace in running statistics."""
+    kept = buffers_kept(unwrapped(model)) if share.hollow[index] else nullcontext()
+    with kept, seeded(seed_of(index), learner.group.device), learner.precision.autocast():
+        outputs: Outputs = model(share.micros[index])
         return outputs
 
 
@@ -118,7 +118,7 @@ def _row_by_row(
     last = len(share.micros) - 1
     for index, micro in enumerate(share.micros):
         with synchronised(learner.model, last=index == last):
-            outputs = _forward(learner, learner.model, micro, seed_of(index))
+            outputs = _forward(learner, learner.model, share, index, seed_of)
             loss_sum, _, parts = learner.objective.measure(outputs, micro)
             learner.scaler.scale(loss_sum * factor.to(loss_sum.dtype)).backward()
         for name, value in {"loss": loss_sum, **parts}.items():
@@ -131,19 +131,17 @@ def _coupled(
     learner: Learner, share: Share, factor: Tensor, seed_of: SeedOf
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Cached accumulation: the gradient of a loss over all rows, with one micro-batch's activations in memory."""
-    model, micros, objective = learner.model, share.micros, learner.objective
-    last = len(micros) - 1
+    model, objective, last = learner.model, learner.objective, len(share.micros) - 1
     with synchronised(model, last=last == 0):
-        first = _forward(learner, model, micros[0], seed_of(0))
+        first = _forward(learner, model, share, 0, seed_of)
     embedded = [_detached(first, objective)]
     with torch.no_grad(), buffers_kept(unwrapped(model)) if last else nullcontext():
-        for index in range(1, len(micros)):
-            outputs = _forward(learner, unwrapped(model), micros[index], seed_of(index))
-            embedded.append(_detached(outputs, objective))
+        for index in range(1, len(share.micros)):
+            embedded.append(_detached(_forward(learner, unwrapped(model), share, index, seed_of), objective))
     sums, gradients = _loss_and_gradients(learner, share, embedded, factor)
-    for index, micro in enumerate(micros):
+    for index in range(len(share.micros)):
         with synchronised(model, last=index == last):
-            outputs = first if index == 0 else _forward(learner, model, micro, seed_of(index))
+            outputs = first if index == 0 else _forward(learner, model, share, index, seed_of)
             names = objective.coupled + (objective.shared if index == last else ())  # shared gradients count once
             _backward(outputs, gradients[index], names)
     return sums, {name: embedded[0][name] for name in objective.shared}

@@ -32,7 +32,7 @@ from mmray.data.text import TextEncoder, load_tokenizer
 from mmray.errors import MmrayError, TrainingError
 from mmray.train import checkpoint, rundir
 from mmray.train.batch import BatchShape, shape_of, total_steps
-from mmray.train.board import WASTED, Board, Listener, StopWish, Watch, stopping
+from mmray.train.board import WASTED, Listener, StopWish, Watch, new_board, stopping
 from mmray.train.lease import Lease
 from mmray.train.policy import Failure, Raise, decide
 from mmray.train.resources import data_actors, torch_config, worker_resources
@@ -107,8 +107,8 @@ def settle(config: Config, listener: Listener) -> Ready:
 def _eval_set(config: Config, train_place: Path, prepare: Callable[[str], Path]) -> PreparedSet | None:
     if config.data.eval is not None:
         return PreparedSet.open(str(prepare(config.data.eval)), config.data.eval_split)
-    whole = PreparedSet.open(str(train_place))
-    return PreparedSet.open(str(train_place), config.data.eval_split) if whole.has_split(config.data.eval_split) else None
+    split = config.data.eval_split
+    return PreparedSet.open(str(train_place), split) if PreparedSet.open(str(train_place)).has_split(split) else None
 
 
 def _announce(ready: Ready, run: rundir.RunDir, listener: Listener) -> None:
@@ -129,7 +129,7 @@ def _attempts(ready: Ready, run: rundir.RunDir, fence: int, listener: Listener) 
         newest = checkpoint.newest_good(run.checkpoints, partial(listener.note, label="checkpoint"))
         if newest is not None:
             listener.note(f"from {newest}", "going on")
-        board = Board.remote()
+        board = new_board()
         watch = Watch(board, listener, ready.steps, last_step, wasted_steps)
         try:
             outcome = _attempt(ready, run, fence, attempt, board, watch)
@@ -181,7 +181,7 @@ def _trainer(ready: Ready, run: rundir.RunDir, fence: int, attempt: int, board: 
     stream = Stream(partial(_begin, ready, run.checkpoints), reader, data_actors(config), config.data.block_mb)
     job = Job(config, run.path, fence, reader, ready.eval_set, ready.tokenizer_json)
     return ray.train.torch.TorchTrainer(
-        _on_worker,
+        _on_worker,  # type: ignore[arg-type]  # its annotation forgets that the result comes back
         train_loop_config={"job": job, "board": board},
         datasets=stream.datasets(),  # type: ignore[arg-type]
         dataset_config=stream,
@@ -190,7 +190,7 @@ def _trainer(ready: Ready, run: rundir.RunDir, fence: int, attempt: int, board: 
         run_config=ray.train.RunConfig(
             name=f"attempt-{fence}-{attempt}",
             storage_path=str(run.path / "ray"),
-            failure_config=ray.train.FailureConfig(max_failures=0, controller_failure_limit=0),
+            failure_config=ray.train.FailureConfig(max_failures=0, controller_failure_limit=0),  # type: ignore[call-arg]
         ),
     )
 
@@ -217,7 +217,7 @@ def _begin(ready: Ready, checkpoints: Path, world: int) -> Start:
 def _on_worker(given: dict[str, Any]) -> dict[str, Any]:
     """Runs on each training worker, in a process group that Ray has made."""
     board = given["board"]
-    start: Start = ray.train.get_dataset_shard("start")  # type: ignore[assignment]
+    start: Start = ray.train.get_dataset_shard("start")
     blocks = ray.train.get_dataset_shard("train").iter_batches(
         batch_size=None, batch_format="numpy", prefetch_batches=1
     )

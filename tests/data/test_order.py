@@ -69,7 +69,7 @@ def test_shuffle_off_keeps_source_order():
 
 
 def test_shuffle_has_no_visible_structure():
-    """Displacements of a uniform permutation: neighbours end up n/3 apart on average, half of the pairs are inverted."""
+    """Displacements of a uniform permutation: neighbours end up n/3 apart on average."""
     n = 20_000
     rows = plan(num_rows=n, seed=7).rows_at(np.arange(n))
     assert abs(np.abs(np.diff(rows)).mean() / n - 1 / 3) < 0.01

@@ -17,12 +17,13 @@ from tests.train import toy
 def test_padding_is_taken_out_and_the_rest_keeps_its_order():
     batch = toy.rows(9, 0, invalid=(0, 3, 4, 5, 8))
     share = feed.share_of(toy.cut(batch, 3))
-    kept = [1, 2, 6, 7]
-    assert [len(micro["valid"]) for micro in share.micros] == [2, 2]
+    rows, stand_in = [1, 2, 6, 7], [1, 2, 3, 6, 7]
+    assert [len(micro["valid"]) for micro in share.micros] == [2, 1, 2]
+    assert share.hollow == (False, True, False)
     for name in ("image", "key", "pos", "valid"):
-        assert torch.equal(torch.cat([micro[name] for micro in share.micros]), batch[name][kept]), name
-    assert torch.equal(share.keys, batch["key"][kept])
-    assert (share.rows, share.empty) == (9, False)
+        assert torch.equal(torch.cat([micro[name] for micro in share.micros]), batch[name][stand_in]), name
+    assert torch.equal(share.keys, batch["key"][rows])
+    assert share.rows == 9
 
 
 def test_a_share_without_padding_is_passed_on_as_it_is():

@@ -117,11 +117,12 @@ def naive_contrastive(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
 
 def reference_gradients(model: nn.Module, micros: list[dict[str, Tensor]], step: int) -> Tensor:
     """Forward the micro-batches singly under the same RNG, keep all graphs, one loss, one backward; the loss."""
-    outputs = []
-    for index, micro in enumerate(share_of(micros).micros):
+    outputs, kept = [], share_of(micros).micros
+    for index, micro in enumerate(kept):
         with seeded(micro_seed(SEED, step, 0, index), torch.device("cpu")):
             outputs.append(model(micro))
-    image, text = (torch.cat([out[name] for out in outputs]) for name in ("image_embed", "text_embed"))
+    valid = torch.cat([micro["valid"] for micro in kept])
+    image, text = (torch.cat([out[name] for out in outputs])[valid] for name in ("image_embed", "text_embed"))
     loss = naive_contrastive(image, text, outputs[0]["logit_scale"])
     loss.backward()
     return loss.detach()

@@ -1,0 +1,131 @@
+"""The text tower: pooling, saved and missing weights, and refusals that name the setting."""
+
+import json
+
+import pytest
+import torch
+from transformers import BertConfig, BertModel
+
+from mmray.config import TextTower
+from mmray.errors import UsageError
+from mmray.models.text_towers import build_text_tower
+
+SMALL = TextTower(width=16, depth=1, heads=2)
+IDS = torch.randint(0, 30, (3, 8), generator=torch.Generator().manual_seed(0))
+MASK = (torch.arange(8) < torch.tensor([[8], [5], [2]])).long()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A directory with a small BERT that transformers saved, and the network."""
+    torch.manual_seed(1)
+    config = BertConfig(vocab_size=30, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=48)
+    bert = BertModel(config)
+    bert.save_pretrained(tmp_path)
+    return tmp_path, bert
+
+
+def test_features_are_the_mean_over_real_tokens_of_plain_bert():
+    tower = build_text_tower(SMALL, 30, 12).eval()
+    tower.bert.set_attn_implementation("eager")
+    hidden = tower.bert(input_ids=IDS, attention_mask=MASK).last_hidden_state
+    naive = torch.stack([row[: mask.sum()].mean(0) for row, mask in zip(hidden, MASK, strict=True)])
+    tower.bert.set_attn_implementation("sdpa")
+    torch.testing.assert_close(tower(IDS, MASK), naive)
+
+
+def test_attention_is_sdpa_and_nothing_is_left_over():
+    tower = build_text_tower(SMALL, 30, 12)
+    assert tower.bert.config._attn_implementation == "sdpa"
+    assert tower.bert.pooler is None
+    assert tower.bert.config.vocab_size == 30
+    assert tower.bert.config.max_position_embeddings == 12
+
+
+def test_dropout_is_as_set():
+    torch.manual_seed(0)
+    still = build_text_tower(SMALL, 30, 12).train()
+    assert torch.equal(still(IDS, MASK), still(IDS, MASK))
+    dropping = build_text_tower(SMALL.model_copy(update={"dropout": 0.5}), 30, 12).train()
+    assert not torch.equal(dropping(IDS, MASK), dropping(IDS, MASK))
+
+
+def test_weights_come_from_a_directory(saved):
+    folder, bert = saved
+    tower = build_text_tower(TextTower(weights=str(folder), width=999, dropout=0.25), 30, 64)
+    assert tower.width == 24
+    assert tower.bert.config.hidden_dropout_prob == tower.bert.config.attention_probs_dropout_prob == 0.25
+    expected = bert.eval()(input_ids=IDS, attention_mask=torch.ones_like(IDS)).last_hidden_state.mean(1)
+    torch.testing.assert_close(tower.eval()(IDS, torch.ones_like(IDS)), expected)
+
+
+def test_a_tower_comes_back_from_its_shape_without_the_weights(saved):
+    folder, _ = saved
+    tower = build_text_tower(TextTower(weights=str(folder)), 30, 64).eval()
+    shape = json.loads(json.dumps(tower.shape()))
+    (folder / "config.json").unlink()
+    again = build_text_tower(TextTower(weights=str(folder)), 30, 64, shape).eval()
+    again.load_state_dict(tower.state_dict())
+    assert torch.equal(again(IDS, MASK), tower(IDS, MASK))
+
+
+@pytest.mark.parametrize(
+    ("spec", "vocab_size", "max_tokens", "message"),
+    [
+        (TextTower(width=20, heads=3), 30, 12, r"model\.text\.heads: width 20 .* 3 heads"),
+        (TextTower(width=16, vocab_size=20), 30, 12, r"model\.text\.vocab_size: 20 rows .* 30 tokens"),
+        (TextTower(weights="/no/such/place"), 30, 12, r"model\.text\.weights: there is no directory /no/such/place"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_named_with_its_value(spec, vocab_size, max_tokens, message):
+    with pytest.raises(UsageError, match=message):
+        build_text_tower(spec, vocab_size, max_tokens)
+
+
+def test_saved_weights_that_do_not_fit_the_data_are_refused(saved):
+    spec = TextTower(weights=str(saved[0]))
+    with pytest.raises(UsageError, match=r"30 rows of embedding are too few for a tokenizer of 31 tokens"):
+        build_text_tower(spec, 31, 64)
+    with pytest.raises(UsageError, match=r"model\.inputs\.max_tokens: 600 is more than the 512 positions"):
+        build_text_tower(spec, 30, 600)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model.safetensors", b"123", r"cannot be read as a saved BERT"),
+        ("config.json", b"{", r"cannot be read as a saved BERT"),
+        ("config.json", b'{"model_type": "gpt2"}', r"holds a model of type 'gpt2', not `bert`"),
+    ],
+)
+def test_a_damaged_or_foreign_directory_is_named(saved, file, content, message):
+    (saved[0] / file).write_bytes(content)
+    with pytest.raises(UsageError, match=rf"model\.text\.weights: .*{message}"):
+        build_text_tower(TextTower(weights=str(saved[0])), 30, 64)
+
+
+def test_a_directory_without_weights_is_named(saved):
+    (saved[0] / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match=r"model\.text\.weights: .*cannot be read as a saved BERT"):
+        build_text_tower(TextTower(weights=str(saved[0])), 30, 64)
+
+
+def test_weights_that_lack_a_layer_are_refused(saved):
+    folder, bert = saved
+    state = {name: value for name, value in bert.state_dict().items() if "layer.1." not in name}
+    bert.save_pretrained(folder, state_dict=state)
+    with pytest.raises(UsageError, match=r"lacks 16 weights of its BERT, first encoder\.layer\.1\."):
+        build_text_tower(TextTower(weights=str(folder)), 30, 64)
+
+
+def test_a_hub_name_offline_says_what_to_do(monkeypatch):
+    calls = []
+
+    def offline(name, **settings):
+        calls.append(settings.get("local_files_only", False))
+        raise OSError("We couldn't connect to the hub")
+
+    monkeypatch.setattr(BertConfig, "get_config_dict", offline)
+    with pytest.raises(UsageError, match=r"`bert-none`.*couldn't connect.*hf download bert-none --local-dir DIR"):
+        build_text_tower(TextTower(weights="bert-none"), 30, 12)
+    assert calls == [True, False]

@@ -1,0 +1,206 @@
+"""The two-tower model: what it promises of its outputs, and that padding of any kind leaves no trace."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from mmray.config import ImageTower, Inputs, TextTower, TwoTower
+from mmray.errors import UsageError
+from mmray.models.build import build
+from mmray.models.synthetic import synthetic_batch
+
+VOCAB = 50
+INPUTS = Inputs(image_side=32, mean=(0.5, 0.4, 0.3), std=(0.25, 0.2, 0.1), max_tokens=12)
+TEXT = TextTower(width=16, depth=1, heads=2)
+IMAGES = {
+    "convnet": ImageTower(name="convnet", width=8, depth=2),
+    "vit": ImageTower(name="vit", width=16, depth=1, heads=2, patch=8),
+    "resnet18": ImageTower(name="resnet18"),
+}
+
+
+def _spec(image: str = "convnet", **changes) -> TwoTower:
+    return TwoTower(inputs=INPUTS, image=IMAGES[image], text=TEXT, embed_dim=8, batch_norm="local", **changes)
+
+
+def _model(spec: TwoTower | None = None, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return build(spec or _spec(), VOCAB)
+
+
+def _batch(rows: int = 4, seed: int = 0) -> dict[str, torch.Tensor]:
+    return synthetic_batch(INPUTS, VOCAB, rows, "cpu", seed)
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_embeddings_have_length_one_and_every_parameter_learns(image):
+    model = _model(_spec(image))
+    outputs = model(_batch())
+    assert set(outputs) == {"image_embed", "text_embed", "logit_scale"}
+    for name in ("image_embed", "text_embed"):
+        assert outputs[name].shape == (4, 8)
+        torch.testing.assert_close(outputs[name].norm(dim=1), torch.ones(4))
+    scores = outputs["logit_scale"] * outputs["image_embed"] @ outputs["text_embed"].T
+    nn.functional.cross_entropy(scores, torch.arange(4)).backward()
+    assert [name for name, weight in model.named_parameters() if weight.grad is None] == []
+
+
+def test_the_branches_cover_all_but_the_temperature_and_share_nothing():
+    model = _model()
+    image, text = (set(branch.parameters()) for branch in model.branches().values())
+    assert list(model.branches()) == ["image", "text"]
+    assert not image & text
+    assert set(model.parameters()) - image - text == {model.log_scale}
+    batch = _batch()
+    torch.testing.assert_close(model.embed_image(batch["image"]), model(batch)["image_embed"])
+    torch.testing.assert_close(
+        model.embed_text(batch["input_ids"], batch["attention_mask"]), model(batch)["text_embed"]
+    )
+
+
+def test_pixels_are_normalised_by_the_inputs_inside_the_model():
+    model, batch = _model(), _batch(rows=2)
+    seen = []
+    model.image.tower.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+    model.embed_image(batch["image"])
+    mean, std = torch.tensor(INPUTS.mean), torch.tensor(INPUTS.std)
+    expected = (batch["image"].permute(0, 2, 3, 1) / 255 - mean) / std
+    torch.testing.assert_close(seen[0], expected.permute(0, 3, 1, 2), atol=1e-5, rtol=1e-5)
+    assert not [name for name in model.state_dict() if "mean" in name or "std" in name]
+
+
+def test_double_precision_goes_all_the_way_through():
+    outputs = _model().double()(_batch())
+    assert {value.dtype for value in outputs.values()} == {torch.float64}
+
+
+def test_half_precision_ends_in_float32_embeddings():
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = _model()(_batch())
+    assert outputs["image_embed"].dtype == outputs["text_embed"].dtype == torch.float32
+    torch.testing.assert_close(outputs["image_embed"].norm(dim=1), torch.ones(4))
+
+
+def test_the_temperature_starts_as_set_and_is_held_at_a_hundredth():
+    model = _model(_spec(temperature=0.2))
+    assert model(_batch())["logit_scale"].item() == pytest.approx(5.0)
+    model.constrain()
+    assert model(_batch())["logit_scale"].item() == pytest.approx(5.0)
+    with torch.no_grad():
+        model.log_scale.fill_(10.0)
+    model.constrain()
+    assert model.log_scale.item() == pytest.approx(math.log(100))
+    assert model.log_scale.requires_grad
+
+
+def test_padding_tokens_change_no_embedding():
+    model, batch = _model().double().eval(), _batch()
+    ids, mask = batch["input_ids"].clone(), batch["attention_mask"].clone()
+    mask[:, 7:] = 0
+    ids[:, 7:] = 0
+    short = model.embed_text(ids[:, :7], mask[:, :7])
+    torch.testing.assert_close(model.embed_text(ids, mask), short, rtol=1e-12, atol=1e-12)
+    ids[:, 7:] = 9
+    torch.testing.assert_close(model.embed_text(ids, mask), short, rtol=1e-12, atol=1e-12)
+
+
+def test_the_text_embedding_depends_on_word_order():
+    model, batch = _model().eval(), _batch()
+    turned = model.embed_text(batch["input_ids"].flip(1), batch["attention_mask"])
+    assert (turned - model.embed_text(batch["input_ids"], batch["attention_mask"])).abs().max() > 1e-3
+
+
+def test_a_row_without_tokens_stays_finite_forward_and_backward():
+    model, batch = _model(), _batch()
+    batch["attention_mask"][2:] = 0
+    embedding = model.embed_text(batch["input_ids"], batch["attention_mask"])
+    embedding.sum().backward()
+    assert embedding.isfinite().all()
+    assert all(weight.grad.isfinite().all() for weight in model.text.parameters())
+
+
+@pytest.mark.parametrize("image", ["convnet", "vit"])
+def test_a_row_does_not_see_its_neighbours(image):
+    model, batch = _model(_spec(image)).double(), _batch()
+    alone = model.embed_image(batch["image"][:1])
+    torch.testing.assert_close(model.embed_image(batch["image"])[:1], alone, rtol=1e-9, atol=1e-9)
+
+
+def test_padding_rows_reach_no_running_statistics():
+    batch = _batch(rows=6)
+    batch["valid"][4:] = False
+    padded, whole = _model(_spec("resnet18")), _model(_spec("resnet18"))
+    with_padding = padded(batch)["image_embed"]
+    without = whole({name: column[:4] for name, column in batch.items()})["image_embed"]
+    torch.testing.assert_close(with_padding[:4], without)
+    assert with_padding[4:].eq(0).all()
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(padded.state_dict()[name], value, msg=name)
+
+
+def test_a_batch_of_padding_alone_has_gradients_for_the_other_ranks():
+    model, batch = _model(_spec("resnet18")).double(), _batch()
+    batch["valid"][:] = False
+    model(batch)["image_embed"].sum().backward()
+    assert all(weight.grad is not None for weight in model.image.parameters())
+
+
+def test_synced_statistics_are_refused_on_a_cpu():
+    spec = TwoTower(inputs=INPUTS, image=IMAGES["resnet18"], text=TEXT, embed_dim=8, batch_norm="synced")
+    model = _model(spec)
+    assert any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
+    with pytest.raises(UsageError, match=r"model\.batch_norm: `synced` needs GPUs"):
+        model(_batch())
+    assert model.eval()(_batch())["image_embed"].shape == (4, 8)
+
+
+def test_the_same_seed_draws_the_same_weights_and_batches():
+    one, two, other = _model().state_dict(), _model().state_dict(), _model(seed=1).state_dict()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not all(torch.equal(one[name], other[name]) for name in one)
+    batch, again, differing = _batch(), _batch(), _batch(seed=1)
+    assert all(torch.equal(batch[name], again[name]) for name in batch)
+    assert not torch.equal(batch["image"], differing["image"])
+
+
+def test_a_synthetic_batch_is_as_a_collated_one():
+    batch = _batch(rows=3)
+    assert {name: (tuple(column.shape), column.dtype) for name, column in batch.items()} == {
+        "image": ((3, 3, 32, 32), torch.uint8),
+        "input_ids": ((3, 12), torch.int64),
+        "attention_mask": ((3, 12), torch.int64),
+        "key": ((3,), torch.int64),
+        "valid": ((3,), torch.bool),
+        "pos": ((3,), torch.int64),
+    }
+    assert int(batch["input_ids"].max()) < VOCAB
+    assert batch["valid"].all()
+
+
+class Own(nn.Module):
+    """A user's model."""
+
+    def __init__(self, spec: TwoTower, vocab_size: int) -> None:
+        super().__init__()
+        self.seen = (spec.kind, vocab_size)
+
+
+def test_a_model_of_ones_own_is_built_from_its_name():
+    kind = f"{__name__}:Own"
+    assert build(TwoTower(kind=kind), VOCAB).seen == (kind, VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("two_towers", r"there is no model `two_towers`"),
+        ("no_such_package:Model", r"`no_such_package:Model` cannot be loaded: No module named"),
+        ("mmray.models.build:Missing", r"`mmray\.models\.build:Missing` cannot be loaded"),
+        ("collections:Counter", r"cannot be built|built a|not a torch"),
+    ],
+)
+def test_an_unknown_kind_is_named(kind, message):
+    with pytest.raises(UsageError, match=rf"^model\.kind: .*{message}"):
+        build(TwoTower(kind=kind), VOCAB)
