@@ -38,10 +38,13 @@ class Reporter:
     def note(self, text: str, label: str = "") -> None:
         self.screen.note(text, label)
 
+    def phase(self, title: str) -> None:
+        self.screen.phase(title)
+
     def preparing(self, progress: Any) -> None:
         if progress.total_rows:  # unknown while the source is being scanned
             figures = f"{progress.bad_rows:,} set aside"
-            self.screen.show(progress.done_rows, progress.total_rows, figures, f"{progress.stage}: row")
+            self.screen.show(progress.done_rows, progress.total_rows, figures, f"{progress.stage} rows")
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:
         if "evaluate/recall_at_1/image_to_text" in metrics:
@@ -74,7 +77,7 @@ def train(argv: Sequence[str], screen: Screen) -> int:
     from mmray.train import trainer  # late: `--help` and `--print-config` must not import Ray and torch
 
     screen.note(f"mmray {version('mmray')}, recipe {config.recipe}")
-    with screen.work("training"):
+    with screen.work("starting Ray"):
         outcome = trainer.train(config, Reporter(screen))
     return _say_outcome(outcome, screen)
 
@@ -140,7 +143,7 @@ def prepare(argv: Sequence[str], screen: Screen) -> int:
     from mmray.data.prepare import prepare as prepare_rows
 
     began_s = time.monotonic()
-    with joined(Cluster(address=command.address)), screen.work("preparing"):
+    with joined(Cluster(address=command.address)), screen.work("starting Ray"):
         manifest = prepare_rows(command.source, command.out, command.settings, Reporter(screen).preparing)
     splits = ", ".join(f"{name or 'no split'} {rows:,}" for name, rows in sorted(manifest.splits.items()))
     screen.note(f"{manifest.num_read:,} rows read in {time.monotonic() - began_s:.0f} s", "read")

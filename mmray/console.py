@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -19,7 +19,12 @@ LINE_EVERY_S = 5.0  # in a log; a terminal is drawn over in place
 RECALLS = (1, 5, 10)
 
 
-class _Rate(ProgressColumn):
+class _Count(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text("" if task.total is None else f"{task.completed:,.0f}/{task.total:,.0f}")
+
+
+class _Figures(ProgressColumn):
     def render(self, task: Task) -> Text:
         return Text(task.fields.get("figures", ""), style="cyan")
 
@@ -46,25 +51,32 @@ class Screen:
             SpinnerColumn(),
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
-            TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
-            _Rate(),
-            TimeRemainingColumn(compact=True),
+            _Count(),
+            _Figures(),
         )
         if not self.console.is_terminal:
             yield
             return
         with Progress(*columns, console=self.console, transient=True) as live:
-            self._live, self._task = live, live.add_task(title, total=1, figures="", start=False)
+            self._live, self._task = live, live.add_task(title, total=None, figures="", start=False)
             try:
                 yield
             finally:
                 self._live = None
 
+    def phase(self, title: str) -> None:
+        """What begins now, before there is anything to count."""
+        if self._live is not None:
+            self._live.remove_task(self._task)  # a total once known cannot be made unknown again
+            self._task = self._live.add_task(title, total=None, figures="", start=False)
+        elif not self.console.is_terminal:
+            self.note(title)
+
     def show(self, done: float, total: float, figures: str, word: str) -> None:
         """Move the bar to done of total; in a log, a line each few seconds and the last."""
         if self._live is not None:
             self._live.start_task(self._task)
-            self._live.update(self._task, completed=done, total=total, figures=figures)
+            self._live.update(self._task, completed=done, total=total, figures=figures, description=word)
             return
         now = time.monotonic()
         if not self.console.is_terminal and (now - self._printed_s >= LINE_EVERY_S or done >= total):

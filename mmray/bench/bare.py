@@ -47,7 +47,7 @@ def train(
         with precision.autocast():
             outputs = net(batch)
         loss = contrastive(outputs, world)
-        scaler.scale(loss * world).backward()  # each rank has its own rows' gradient of the loss; DDP averages them
+        scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         if config.optimizer.clip_norm > 0:
             nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm)
@@ -72,7 +72,9 @@ def contrastive(outputs: dict[str, Tensor], world: int) -> Tensor:
 
 def _everyone(rows: Tensor) -> Tensor:
     """All ranks' rows, this rank's own among them with their graph."""
-    parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+    world = dist.get_world_size()
+    rows.register_hook(lambda gradient: gradient * world)  # one rank alone brings it, and DDP will average
+    parts = [torch.empty_like(rows) for _ in range(world)]
     dist.all_gather(parts, rows.detach())
     parts[dist.get_rank()] = rows
     return torch.cat(parts)

@@ -88,7 +88,7 @@ def _prepare(job: Job, settings: Prepare, report: Report) -> Manifest:
                 f"{job.out} holds the set made from {before.source['name']}: choose another folder for {job.name}"
             )
         before = None
-    done = _pack(job, chunks, int(settings.max_bad_fraction * total), report)
+    done = _pack(job, chunks, assemble.most_bad(settings.max_bad_fraction, total), report)
     report(Progress("assemble", total, total))
     findings = assemble.find(out, done, settings.duplicates)
     shards, reasons = assemble.write_quarantine(out, job.name, done, findings)

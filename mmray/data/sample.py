@@ -169,7 +169,7 @@ def _encode(picture: Image.Image, name: str) -> bytes:
 
 
 def _picture(scene: Scene, chance: random.Random) -> Image.Image:
-    """A scene on a canvas of some size, shapes a little off their places, turned and tinted; drawn at twice the size."""
+    """A scene on a canvas of some size, shapes a little off their places, turned and tinted; drawn double, halved."""
     width, height = chance.choice(CANVASES)
     picture = Image.new("RGB", (2 * width, 2 * height), _tinted(BACKGROUNDS[scene.background], chance))
     pen = ImageDraw.Draw(picture)

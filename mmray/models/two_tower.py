@@ -98,14 +98,16 @@ class ImageBranch(nn.Module):
         return embedding.new_zeros(len(image), embedding.shape[1]).index_copy(0, rows, embedding)
 
     def _rows_for_statistics(self, valid: Tensor | None) -> Tensor | None:
-        """Rows to encode, so that padding does not reach BatchNorm's statistics; None for all of them."""
+        """Rows to encode, so that padding does not reach BatchNorm's statistics; None for all of them.
+
+        A batch of nothing but padding goes through whole, for the collectives that other ranks wait in.
+        """
         if any(isinstance(norm, nn.SyncBatchNorm) for norm in self._norms) and not self.mean.is_cuda:
             raise UsageError("model.batch_norm: `synced` needs GPUs; take `local` or `frozen` on a CPU")
-        if valid is None or bool(valid.all()):
+        if valid is None:
             return None
         rows = valid.nonzero().flatten()
-        # A batch of nothing but padding still goes through once, for the collectives that other ranks wait in.
-        return rows if len(rows) else torch.zeros(1, dtype=torch.long, device=valid.device)
+        return rows if 0 < len(rows) < len(valid) else None
 
 
 class TextBranch(nn.Module):

@@ -129,6 +129,7 @@ def _attempts(ready: Ready, run: rundir.RunDir, fence: int, listener: Listener) 
         newest = checkpoint.newest_good(run.checkpoints, partial(listener.note, label="checkpoint"))
         if newest is not None:
             listener.note(f"from {newest}", "going on")
+        listener.phase(f"starting {ready.config.cluster.workers} workers")
         board = new_board()
         watch = Watch(board, listener, ready.steps, last_step, wasted_steps)
         try:

@@ -18,6 +18,7 @@ from PIL import Image
 
 from mmray.config import Prepare
 from mmray.data import prepare as prepare_module
+from mmray.data.assemble import most_bad
 from mmray.data.hygiene import find_duplicates, first_of, text_digests
 from mmray.data.image import decode
 from mmray.data.pack import pack_chunk
@@ -297,6 +298,10 @@ def test_over_the_budget_is_a_data_error_and_a_larger_one_goes_on(tmp_path, in_p
     in_process.clear()
     assert prepare(str(source), out, LAX.model_copy(update={"max_bad_fraction": 0.125})).num_rows == 14
     assert in_process == []
+
+
+def test_the_budget_that_a_message_names_is_enough():
+    assert all(most_bad(bad / 100, 100) == bad for bad in range(101))  # though 0.29 * 100 < 29
 
 
 def test_a_hopeless_source_ends_early(tmp_path, in_process):

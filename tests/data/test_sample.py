@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import random
 from collections import Counter
 from pathlib import Path
 
@@ -52,11 +53,14 @@ def test_an_interrupted_drawing_leaves_nothing_that_looks_whole(tmp_path, monkey
     def full(*_):
         raise OSError(28, "No space left on device")
 
+    monkeypatch.setattr(sample, "NUM_TRAIN", 20)
+    monkeypatch.setattr(sample, "NUM_TEST", 10)
+    intact = sample._damaged
     monkeypatch.setattr(sample, "_damaged", full)
     with pytest.raises(UsageError, match=r"No space left on device.*data\.cache"):
         sample.draw(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.undo()
+    monkeypatch.setattr(sample, "_damaged", intact)
     assert sample.draw(tmp_path).exists()
 
 
@@ -107,8 +111,6 @@ def test_pictures_differ_open_and_come_in_both_formats_and_many_sizes(jsonl):
 
 @pytest.mark.parametrize("where", [*sample.CENTRES, *sample.COUNTS])
 def test_a_picture_shows_its_shapes_where_the_caption_says(where):
-    import random
-
     scene = sample.Scene("circle", "red", "small", where, "white")
     picture = sample._picture(scene, random.Random(3))
     width, height = picture.size

@@ -34,7 +34,7 @@ def test_each_tower_gives_features_of_its_width(spec, width):
 
 
 def test_the_convnet_knows_where_things_are():
-    """Without its coordinate channels the mean over the picture would give the same for a moved shape."""
+    """Without its coordinate channels the maximum over the picture would give the same for a moved shape."""
     torch.manual_seed(0)
     tower = build_image_tower(ImageTower(name="convnet", width=16, depth=2), 64, "local").double()
     here, there = torch.zeros(1, 3, 64, 64).double(), torch.zeros(1, 3, 64, 64).double()
@@ -52,7 +52,7 @@ def test_the_convnet_is_the_same_in_training_and_evaluation():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (ImageTower(name="convnet", width=20), r"model\.image\.width: .*multiple of 8 \(got 20\)"),
+        (ImageTower(name="convnet", width=24), r"model\.image\.width: .*multiple of 16 \(got 24\)"),
         (ImageTower(name="convnet", width=16, depth=6), r"model\.image\.depth: 6 stages .* 64 pixels"),
         (ImageTower(name="vit", width=30, heads=4), r"model\.image\.heads: width 30 .* 4 heads"),
         (ImageTower(name="vit", width=32, patch=12), r"model\.image\.patch: patches of 12 pixels .* 64"),

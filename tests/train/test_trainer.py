@@ -4,32 +4,12 @@ import json
 import os
 
 import pytest
-from safetensors.torch import load_file
 
-from mmray.config import Batch, Cluster, Config, Data, Evaluate, ImageTower, Inputs, Optimizer, Run, TextTower, Train
-from mmray.config import TwoTower as Model
 from mmray.errors import DataError, TrainingError
 from mmray.train.scoring import export_run, score_run
 from mmray.train.trainer import train
 from tests.made import make_set, row
-
-STEPS = 12
-
-
-class Silent:
-    """A listener that keeps what it was told, and may ask to stop."""
-
-    def __init__(self):
-        self.notes, self.steps = [], []
-
-    def note(self, text, label=""):
-        self.notes.append((label, text))
-
-    def preparing(self, progress):
-        pass
-
-    def step(self, metrics, total_steps):
-        self.steps.append(metrics["step"])
+from tests.train.runs import STEPS, Silent, config, marks, same_weights, weights
 
 
 @pytest.fixture(scope="module")
@@ -37,40 +17,6 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("set")
     make_set(folder, [row(number) for number in range(50)], [row(number) for number in range(100, 120)])
     return folder
-
-
-def config(data, storage, name, callbacks=(), **train_settings):
-    return Config(
-        model=Model(
-            inputs=Inputs(image_side=16, fit="squash", max_tokens=12),
-            image=ImageTower(name="convnet", width=8, depth=2),
-            text=TextTower(width=16, depth=1, heads=2, dropout=0.1),
-            embed_dim=16,
-        ),
-        data=Data(train=str(data), block_mb=0.02, workers=1, max_bad_rows=2),
-        batch=Batch(micro=4, global_=16),
-        optimizer=Optimizer(lr=1e-3, warmup_steps=2),
-        train=Train(**{"steps": STEPS, "log_every": 1, "checkpoint_every": 3} | train_settings, callbacks=callbacks),
-        evaluate=Evaluate(every=6),
-        cluster=Cluster(workers=2),
-        run=Run(name=name, storage=str(storage)),
-    )
-
-
-def lines(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def marks(folder):
-    return [(line["step"], line["rows_start"], line["rows_sha"]) for line in lines(folder)]
-
-
-def weights(folder):
-    return load_file(folder / "checkpoints" / f"step-{STEPS}" / "model.safetensors")
-
-
-def same_weights(one, other):
-    return one.keys() == other.keys() and all(bool((one[name] == other[name]).all()) for name in one)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,65 @@
+"""Tiny runs for tests: a config, a listener that keeps what it is told, and what a run left behind."""
+
+import json
+
+from safetensors.torch import load_file
+
+from mmray.config import Batch, Cluster, Config, Data, Evaluate, ImageTower, Inputs, Optimizer, Run, TextTower, Train
+from mmray.config import TwoTower as Model
+
+STEPS = 12
+
+
+class Silent:
+    """A listener that keeps what it was told."""
+
+    def __init__(self):
+        self.notes, self.steps = [], []
+
+    def note(self, text, label=""):
+        self.notes.append((label, text))
+
+    def phase(self, title):
+        self.notes.append(("phase", title))
+
+    def preparing(self, progress):
+        self.notes.append(("preparing", progress.stage))
+
+    def step(self, metrics, total_steps):
+        self.steps.append(metrics["step"])
+
+
+def config(data, storage, name, callbacks=(), address=None, **train_settings):
+    """Two workers, two micro-batches each, 16 rows a step, dropout on."""
+    return Config(
+        model=Model(
+            inputs=Inputs(image_side=16, fit="squash", max_tokens=12),
+            image=ImageTower(name="convnet", width=8, depth=2),
+            text=TextTower(width=16, depth=1, heads=2, dropout=0.1),
+            embed_dim=16,
+        ),
+        data=Data(train=str(data), block_mb=0.02, workers=1, max_bad_rows=2),
+        batch=Batch(micro=4, global_=16),
+        optimizer=Optimizer(lr=1e-3, warmup_steps=2),
+        train=Train(**{"steps": STEPS, "log_every": 1, "checkpoint_every": 3} | train_settings, callbacks=callbacks),
+        evaluate=Evaluate(every=6),
+        cluster=Cluster(workers=2, address=address),
+        run=Run(name=name, storage=str(storage)),
+    )
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def marks(folder):
+    """Which rows each step took."""
+    return [(line["step"], line["rows_start"], line["rows_sha"]) for line in lines(folder)]
+
+
+def weights(folder):
+    return load_file(folder / "checkpoints" / f"step-{STEPS}" / "model.safetensors")
+
+
+def same_weights(one, other):
+    return one.keys() == other.keys() and all(bool((one[name] == other[name]).all()) for name in one)
