@@ -170,7 +170,7 @@ def _unfinished(job: Job, chunks: list[Chunk]) -> str:
     """The lines that were being packed when a worker died: those whose shards lie about unfinished."""
     names = Place(job.out).names(SHARDS)
     at = {int(name.partition("-")[0]) for name in names if name.endswith(UNFINISHED)}
-    lines = [f"{chunk.first_line}-{chunk.first_line + chunk.num_rows}" for chunk in chunks if chunk.index in at]
+    lines = [f"{chunk.first_line}-{chunk.first_line + chunk.num_rows - 1}" for chunk in chunks if chunk.index in at]
     return f"lines {', '.join(lines[:16])} of {job.name}" if lines else job.name
 
 

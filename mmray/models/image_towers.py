@@ -7,6 +7,7 @@ dropout.
 
 from __future__ import annotations
 
+import math
 import pickle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,7 @@ def build_image_tower(spec: ImageTower, image_side: int, batch_norm: str, fetch:
 class ConvNet(nn.Module):
     """Small residual network with GroupNorm: fast on a CPU, the same in training and evaluation.
 
-    Pixels [B, 3, S, S] -> features [B, width]. The stem has half of `channels` at S / 2, stage i has `channels * i` at
+    Pixels [B, 3, S, S] -> features [B, width]. The stem has about half of `channels` at S / 2, stage i `channels * i` at
     half the resolution of the one before it. Features are the maximum over the picture: on small things in front of a
     background the mean learns far slower. Source: pre-activation residual blocks (He et al. 2016, arXiv:1603.05027),
     GroupNorm (Wu & He 2018), and two input channels that hold each pixel's place (Liu et al. 2018, arXiv:1807.03247),
@@ -55,15 +56,16 @@ class ConvNet(nn.Module):
 
     def __init__(self, channels: int, depth: int, image_side: int) -> None:
         super().__init__()
-        if channels % (2 * GROUP_CHANNELS):
-            raise UsageError(f"model.image.width: a convnet takes a multiple of {2 * GROUP_CHANNELS} (got {channels})")
+        if channels % GROUP_CHANNELS:
+            raise UsageError(f"model.image.width: a convnet takes a multiple of {GROUP_CHANNELS} (got {channels})")
         if image_side < 2 ** (depth + 1):
             raise UsageError(
                 f"model.image.depth: {depth} stages halve an image more often than {image_side} pixels allow "
                 f"(model.inputs.image_side); take a smaller depth or a larger image"
             )
         self.width = channels * depth
-        sizes = [channels // 2, *(channels * stage for stage in range(1, depth + 1))]
+        half = GROUP_CHANNELS * math.ceil(channels / 2 / GROUP_CHANNELS)
+        sizes = [half, *(channels * stage for stage in range(1, depth + 1))]
         self.stem = nn.Conv2d(5, sizes[0], 3, stride=2, padding=1, bias=False)
         self.stages = nn.Sequential(*(_Block(sizes[i], sizes[i + 1]) for i in range(depth)))
         self.norm = _norm(self.width)

@@ -67,7 +67,7 @@ def newest_good(folder: Path, report: Report | None = None, set_aside: bool = Tr
     """
     tell = report or (lambda _: None)
     for path in reversed(_steps(folder)):
-        found = _verify(path)
+        found = verify(path)
         if found is None:
             return path
         moved = ""
@@ -149,7 +149,7 @@ def _score(path: Path, metric: str) -> float | None:
     return -value if any(part in metric.split("/") for part in LOWER_IS_BETTER) else value
 
 
-def _verify(path: Path) -> str | None:
+def verify(path: Path) -> str | None:
     """What is wrong with a checkpoint, or None. A storage that cannot be read says nothing about it: TrainingError."""
     try:
         return fault(path, PARTS)

@@ -39,13 +39,22 @@ def open_run(folder: Path, step: int | None) -> tuple[Config, str, Path]:
     if not (run.path / "config.yaml").exists():
         raise UsageError(f"{run.path} is not a run: it has no config.yaml")
     config = from_yaml((run.path / "config.yaml").read_text(), str(run.path / "config.yaml"))
-    found = checkpoint.newest_good(run.checkpoints) if step is None else run.checkpoints / f"step-{step}"
-    if found is None or not found.exists():
+    return config, (run.path / "tokenizer.json").read_text(), _good_checkpoint(run, step)
+
+
+def _good_checkpoint(run: RunDir, step: int | None) -> Path:
+    """The newest checkpoint that verifies, or that of `step`; nothing is moved, for training may be under way."""
+    faults: list[str] = []
+    if step is None:
+        found = checkpoint.newest_good(run.checkpoints, faults.append, set_aside=False)
+    else:
+        found = run.checkpoints / f"step-{step}"
+        if (fault := checkpoint.verify(found)) is not None:
+            faults, found = [f"checkpoint {found} does not count: {fault}"], None
+    if found is None:
         there = ", ".join(sorted(path.name for path in run.checkpoints.glob("step-*"))) or "none"
-        raise UsageError(
-            f"{run.path} has no good checkpoint{'' if step is None else f' of step {step}'}; there: {there}"
-        )
-    return config, (run.path / "tokenizer.json").read_text(), found
+        raise UsageError("\n".join([f"{run.path} has no such good checkpoint; there: {there}", *faults]))
+    return found
 
 
 def export_run(folder: Path, out: Path, step: int | None) -> Path:

@@ -29,7 +29,7 @@ from mmray.data.sets import ensure_prepared
 from mmray.data.store import PreparedSet
 from mmray.data.stream import Stream
 from mmray.data.text import TextEncoder, load_tokenizer
-from mmray.errors import MmrayError, TrainingError
+from mmray.errors import MmrayError, TrainingError, UsageError
 from mmray.train import checkpoint, rundir
 from mmray.train.batch import BatchShape, shape_of, total_steps
 from mmray.train.board import WASTED, Listener, StopWish, Watch, new_board, stopping
@@ -129,6 +129,8 @@ def _attempts(ready: Ready, run: rundir.RunDir, fence: int, listener: Listener) 
         newest = checkpoint.newest_good(run.checkpoints, partial(listener.note, label="checkpoint"))
         if newest is not None:
             listener.note(f"from {newest}", "going on")
+        elif ready.config.run.resume == "must":
+            raise UsageError(f"--run.resume must: {run.checkpoints} has no good checkpoint; `auto` would begin anew")
         listener.phase(f"starting {ready.config.cluster.workers} workers")
         board = new_board()
         watch = Watch(board, listener, ready.steps, last_step, wasted_steps)

@@ -441,6 +441,23 @@ def test_a_task_that_cannot_write_is_a_resource_error(tmp_path, local_ray):
     assert prepare(str(source), str(out), LAX).num_rows == 3
 
 
+def die(batch, job):
+    """A task whose decoder dies in the middle of a shard."""
+    Path(job.out, "shards", "00001-rows-x.arrow.1.unfinished").touch()
+    with Path(job.out, "deaths").open("a") as file:
+        file.write("x")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.cluster
+def test_an_image_that_kills_its_worker_ends_the_job_and_is_looked_for(tmp_path, monkeypatch, local_ray):
+    source, out = make_source(tmp_path / "raw", 8), tmp_path / "out"
+    monkeypatch.setattr(prepare_module, "_pack_batch", die)
+    with pytest.raises(ResourceError, match=r"(?s)while at lines 5-8 of rows\.jsonl.*The same command goes on"):
+        prepare(str(source), str(out), LAX)
+    assert (out / "deaths").stat().st_size <= 2 * (1 + prepare_module.MAX_RETRIES)
+
+
 KILLED = """
 import sys, ray, ray.data
 from mmray.config import Prepare

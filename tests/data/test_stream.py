@@ -1,6 +1,7 @@
 """The stream on Ray: every row where the order puts it, for any number of workers, from any step."""
 
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from mmray.data.collate import steps_of
 from mmray.data.order import PADDING, Blocks, Plan, Start
 from mmray.data.reader import RowReader
 from mmray.data.store import key_id
-from mmray.data.stream import Stream, steps_per_block
+from mmray.data.stream import Stream, plan_dataset, steps_per_block
 from mmray.data.text import train_tokenizer
 from tests.made import CAPTIONS, make_set, row
 
@@ -126,3 +127,12 @@ def test_a_caption_is_chosen_anew_each_epoch_and_the_same_again(tmp_path):
     lengths = reader.block(plan, np.arange(40))["num_tokens"]
     assert len(set(lengths.tolist())) == 3
     assert np.array_equal(lengths[7:9], reader.block(plan, np.arange(7, 9))["num_tokens"])
+
+
+def test_a_plan_of_a_million_blocks_costs_nothing_to_make(local_ray):
+    """Made and begun in seconds: block numbers come from coarse tasks, never a list of a million."""
+    began_s = time.monotonic()
+    numbers = plan_dataset(1_000_000)
+    assert time.monotonic() - began_s < 2
+    first = [int(batch["id"][0]) for batch in itertools.islice(numbers.iter_batches(batch_size=None), 100)]
+    assert first == list(range(100))

@@ -52,7 +52,7 @@ def test_the_convnet_is_the_same_in_training_and_evaluation():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (ImageTower(name="convnet", width=24), r"model\.image\.width: .*multiple of 16 \(got 24\)"),
+        (ImageTower(name="convnet", width=20), r"model\.image\.width: .*multiple of 8 \(got 20\)"),
         (ImageTower(name="convnet", width=16, depth=6), r"model\.image\.depth: 6 stages .* 64 pixels"),
         (ImageTower(name="vit", width=30, heads=4), r"model\.image\.heads: width 30 .* 4 heads"),
         (ImageTower(name="vit", width=32, patch=12), r"model\.image\.patch: patches of 12 pixels .* 64"),

@@ -15,7 +15,7 @@ VOCAB = 50
 INPUTS = Inputs(image_side=32, mean=(0.5, 0.4, 0.3), std=(0.25, 0.2, 0.1), max_tokens=12)
 TEXT = TextTower(width=16, depth=1, heads=2)
 IMAGES = {
-    "convnet": ImageTower(name="convnet", width=16, depth=2),
+    "convnet": ImageTower(name="convnet", width=8, depth=2),
     "vit": ImageTower(name="vit", width=16, depth=1, heads=2, patch=8),
     "resnet18": ImageTower(name="resnet18"),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -131,6 +133,14 @@ def test_a_share_of_padding_leaves_gradients_and_statistics_alone():
     assert not toy.flat_gradient(model).any()
     for name, buffer in model.named_buffers():
         torch.testing.assert_close(buffer, before[name], rtol=0, atol=0)
+
+
+def test_the_model_is_constrained_after_each_step():
+    model = toy.Toy().double()
+    with torch.no_grad():
+        model.log_scale.fill_(6)
+    take(toy.learner(model), toy.cut(toy.rows(8, 0), 4), 0)
+    assert model.log_scale.item() == math.log(100)
 
 
 def test_not_a_number_skips_the_step():
