@@ -32,7 +32,7 @@ def sample() -> Config:
             inputs=Inputs(
                 image_side=64, fit="squash", interpolation="bilinear", mean=(0.5,) * 3, std=(0.25,) * 3, max_tokens=32
             ),
-            image=ImageTower(name="convnet", width=32, depth=4),
+            image=ImageTower(name="convnet", width=32, depth=3),
             text=TextTower(width=96, depth=2, heads=4),
             embed_dim=128,
         ),
@@ -40,8 +40,8 @@ def sample() -> Config:
         data=Data(train="sample"),
         batch=Batch(micro=64, global_=128),
         optimizer=Optimizer(lr=2e-3, warmup_steps=30, weight_decay=0.05),
-        train=Train(steps=300, log_every=10, checkpoint_every=100),
-        evaluate=Evaluate(every=150),
+        train=Train(steps=400, log_every=10, checkpoint_every=200),
+        evaluate=Evaluate(every=200),
         cluster=Cluster(workers=2),
     )
 

@@ -47,8 +47,8 @@ def build_image_tower(spec: ImageTower, image_side: int, batch_norm: str, fetch:
 class ConvNet(nn.Module):
     """Small residual network with GroupNorm: fast on a CPU, the same in training and evaluation.
 
-    Pixels [B, 3, S, S] -> features [B, width]. The stem has about half of `channels` at S / 2, stage i `channels * i` at
-    half the resolution of the one before it. Features are the maximum over the picture: on small things in front of a
+    Pixels [B, 3, S, S] -> features [B, width]. The stem has about half of `channels` at S / 2, stage i `channels * i`
+    at half the resolution of the one before. Features are the maximum over the picture: on small things in front of a
     background the mean learns far slower. Source: pre-activation residual blocks (He et al. 2016, arXiv:1603.05027),
     GroupNorm (Wu & He 2018), and two input channels that hold each pixel's place (Liu et al. 2018, arXiv:1807.03247),
     without which the maximum would forget where things are.

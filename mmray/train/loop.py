@@ -22,7 +22,7 @@ from mmray.train.group import Group
 from mmray.train.schedule import lr_at
 from mmray.train.seeding import micro_seed
 from mmray.train.step import Learner, StepResult, local_count, optimizer_step
-from mmray.train.telemetry import Metrics, MetricsLog, Rates, peak_gib, rows_sha
+from mmray.train.telemetry import Metrics, MetricsLog, PeakMemory, Rates, rows_sha
 
 if TYPE_CHECKING:
     from mmray.config import Optimizer, Train
@@ -84,7 +84,7 @@ class _Run:
     learner: Learner
     progress: Progress
     rates: Rates = field(default_factory=Rates)
-    saved_step: int = -1
+    memory: PeakMemory = field(default_factory=PeakMemory)
 
 
 def run(task: Task, steps: Iterable[list[Batch]], state: State | None = None) -> Outcome:
@@ -221,7 +221,7 @@ def _measure(run: _Run, share: Share, result: StepResult, total: Tensor) -> Metr
     metrics["train/lr"] = learner.optimizer.param_groups[0]["lr"]
     metrics["train/grad_norm"] = result.grad_norm
     metrics["train/skipped_steps"] = run.progress.skipped
-    metrics["memory/peak_gib"] = peak_gib(task.group.device)
+    metrics["memory/peak_gib"] = run.memory.look_gib(task.group.device)
     return metrics | run.rates.take()
 
 

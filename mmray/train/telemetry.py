@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import math
-import resource
-import sys
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -126,9 +125,19 @@ def rows_sha(keys: Tensor) -> str:
     return sha256(keys.cpu().sort().values.numpy().astype("<i8").tobytes()).hexdigest()[:16]
 
 
-def peak_gib(device: torch.device) -> float:
-    """Most memory so far: of the GPU what torch allocated, else of this process what was resident."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    unit_bytes = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes / 2**30
+@dataclass
+class PeakMemory:
+    """Most memory so far, in GiB: of a GPU what torch allocated; on a CPU what this process alone held when looked at.
+
+    The kernel's own peak would count the pages of the object store that blocks passed through: it grows to the size of
+    the store whatever the run needs.
+    """
+
+    _most_bytes: int = 0
+
+    def look_gib(self, device: torch.device) -> float:
+        if device.type == "cuda":
+            return torch.cuda.max_memory_allocated(device) / 2**30
+        memory = psutil.Process().memory_info()
+        self._most_bytes = max(self._most_bytes, memory.rss - getattr(memory, "shared", 0))
+        return self._most_bytes / 2**30

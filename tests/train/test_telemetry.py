@@ -7,7 +7,7 @@ import json
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mmray.train.telemetry import MetricsLog, Rates, peak_gib, rows_sha
+from mmray.train.telemetry import MetricsLog, PeakMemory, Rates, rows_sha
 
 
 def lines_of(folder):
@@ -63,4 +63,4 @@ def test_rows_sha_names_the_set_and_not_its_order():
 
 def test_peak_memory_is_of_this_process():
     held = torch.ones(2**26)  # 0.25 GiB
-    assert held.nbytes / 2**30 < peak_gib(torch.device("cpu")) < 64
+    assert held.nbytes / 2**30 < PeakMemory().look_gib(torch.device("cpu")) < 64
