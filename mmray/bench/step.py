@@ -49,7 +49,8 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
     """Samples a second of both loops in `pairs` pairs of windows of about `window_s` seconds each.
 
     Returns {"machine", "batch", "ratios": {"loop_vs_bare": median}, "spread": {"loop_vs_bare": {...}}, "rows"}, a row
-    for each pair. A step is one micro-batch a worker: a bare loop cannot accumulate a contrastive loss.
+    for each pair, with both last losses (they drift apart by rounding only). A step is one micro-batch a worker: a bare
+    loop cannot accumulate a contrastive loss.
     Raises UsageError, ResourceError.
     """
     if config.objective.kind != "contrastive":

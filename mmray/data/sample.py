@@ -37,7 +37,7 @@ COLOURS = {
     "purple": (140, 50, 170),
 }
 BACKGROUNDS = {"white": (250, 250, 250), "grey": (128, 128, 128), "black": (12, 12, 12), "pink": (250, 190, 205)}
-RADII = {"small": 0.13, "large": 0.21}  # of the shorter side
+RADII = {"small": 0.14, "large": 0.22}  # of the shorter side
 CENTRES = {
     "centre": (0.5, 0.5),
     "top left": (0.27, 0.27),
@@ -180,7 +180,7 @@ def _picture(scene: Scene, chance: random.Random) -> Image.Image:
             for side, at in zip((width, height), CENTRES[place], strict=True)
         )
         radius = 2 * min(width, height) * RADII[scene.size] * chance.uniform(0.92, 1.08)
-        _shape(pen, scene.shape, x, y, radius, _tinted(COLOURS[scene.colour], chance), chance.uniform(-0.2, 0.2))
+        _shape(pen, scene.shape, x, y, radius, _tinted(COLOURS[scene.colour], chance), chance.uniform(-0.12, 0.12))
     return picture.reduce(2)
 
 

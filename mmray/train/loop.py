@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmray.errors import TrainingError
 from mmray.objectives.protocol import Batch, Objective
@@ -21,7 +21,7 @@ from mmray.train.feed import Share, feed
 from mmray.train.group import Group
 from mmray.train.schedule import lr_at
 from mmray.train.seeding import micro_seed
-from mmray.train.step import Learner, StepResult, local_count, optimizer_step
+from mmray.train.step import Learner, StepResult, optimizer_step
 from mmray.train.telemetry import Metrics, MetricsLog, PeakMemory, Rates, rows_sha
 
 if TYPE_CHECKING:
@@ -102,10 +102,11 @@ def run(task: Task, steps: Iterable[list[Batch]], state: State | None = None) ->
     while progress.step < plan.steps and not stopping:
         began_s = time.perf_counter()
         share = _next(shares, run)
-        result, total, stopping = _take_step(run, share)
+        result = _take_step(run, share)
+        stopping = bool(result.totals[1] > 0)
         rows = plan.rows_stop(progress.step - 1) - plan.rows_start(progress.step - 1)
         run.rates.add(time.perf_counter() - began_s, share.wait_s, rows)
-        metrics = _tell(run, share, result, total, stopping) or metrics
+        metrics = _tell(run, share, result, stopping) or metrics
     finished = progress.step >= plan.steps
     rows_consumed = plan.rows_start(progress.step)
     return Outcome("finished" if finished else "stopped", progress.step, rows_consumed, progress.skipped, metrics)
@@ -155,18 +156,18 @@ def _next(shares: Iterator[Share], run: _Run) -> Share:
     return share
 
 
-def _take_step(run: _Run, share: Share) -> tuple[StepResult, Tensor, bool]:
-    """One optimizer step; returns its result, the global count, and whether any rank wants to stop."""
+def _take_step(run: _Run, share: Share) -> StepResult:
+    """One optimizer step, counted."""
     task, learner, progress = run.task, run.learner, run.progress
     step, group = progress.step, task.group
     optimizer.set_lr(learner.optimizer, lr_at(step, task.optimizer, task.plan.steps))
-    count = local_count(learner.objective, share)
-    # The wish to stop rides along: ranks must leave the loop at the same step, or the rest wait for them for ever.
-    total, stops = group.all_reduce_sum(torch.stack([count, count.new_full((), task.stop())]))
-    result = optimizer_step(learner, share, total, lambda micro: micro_seed(task.train.seed, step, group.rank, micro))
+    # The wish to stop goes through the step: ranks must leave the loop together, or the rest wait for them for ever.
+    result = optimizer_step(
+        learner, share, lambda micro: micro_seed(task.train.seed, step, group.rank, micro), task.stop()
+    )
     progress.step += 1
     _count_skipped(progress, result, task.train.max_nonfinite)
-    return result, total, bool(stops > 0)
+    return result
 
 
 def _count_skipped(progress: Progress, result: StepResult, max_nonfinite: int) -> None:
@@ -180,7 +181,7 @@ def _count_skipped(progress: Progress, result: StepResult, max_nonfinite: int) -
         )
 
 
-def _tell(run: _Run, share: Share, result: StepResult, total: Tensor, stopping: bool) -> Metrics | None:
+def _tell(run: _Run, share: Share, result: StepResult, stopping: bool) -> Metrics | None:
     """All that follows a step: measure, evaluate, log, save, call back. Every rank comes to the same decisions."""
     task, step = run.task, run.progress.step
     last = step == task.plan.steps or stopping
@@ -188,7 +189,7 @@ def _tell(run: _Run, share: Share, result: StepResult, total: Tensor, stopping: 
     saving = task.save is not None and (last or _due(step, task.train.checkpoint_every))
     metrics = None
     if last or evaluating or saving or _due(step, task.train.log_every):
-        metrics = _measure(run, share, result, total)
+        metrics = _measure(run, share, result)
         if task.evaluate is not None and evaluating:
             metrics |= _evaluate(run, task.evaluate)
         if task.log is not None:
@@ -204,11 +205,11 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _measure(run: _Run, share: Share, result: StepResult, total: Tensor) -> Metrics:
+def _measure(run: _Run, share: Share, result: StepResult) -> Metrics:
     """The metrics of the step just taken; two small collectives, so only at steps that are logged."""
     task, learner, step = run.task, run.learner, run.progress.step - 1
     sums = torch.stack([value.to(torch.float64) for value in result.sums.values()])
-    means = (task.group.all_reduce_sum(sums) / total).tolist()
+    means = (task.group.all_reduce_sum(sums) / result.totals[0]).tolist()
     metrics: Metrics = {
         "step": step + 1,
         "epoch": task.plan.epoch(step),

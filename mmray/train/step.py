@@ -44,34 +44,45 @@ class Learner:
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """What came of a step. Tensors stay where they are: reading one makes the host wait for the device."""
+class Found:
+    """What forward and backward found. Tensors stay where they are: reading one makes the host wait for the device."""
 
     sums: dict[str, Tensor]  # this rank's: `loss` and the objective's parts, to be divided by the global count
     shared: dict[str, Tensor]  # the same on every rank, such as `logit_scale`
+    totals: Tensor  # float64 [2], over all ranks: the objective's count, and how many ranks wish to stop
+
+
+@dataclass(frozen=True)
+class StepResult(Found):
+    """What came of a step, its update included."""
+
     grad_norm: float
     finite: bool  # False: the step was not taken, on no rank
 
 
-def optimizer_step(learner: Learner, share: Share, total: Tensor, seed_of: SeedOf) -> StepResult:
-    """Forward, backward and update on all ranks together; `total` is the global count of the objective, a scalar."""
-    sums, shared = accumulate(learner, share, total, seed_of)
+def optimizer_step(learner: Learner, share: Share, seed_of: SeedOf, stop: bool = False) -> StepResult:
+    """Forward, backward and update on all ranks together; `stop` is this rank's wish to end the run after it."""
+    found = accumulate(learner, share, seed_of, stop)
     grad_norm, finite = update(learner)
-    return StepResult(sums, shared, grad_norm, finite)
+    return StepResult(**vars(found), grad_norm=grad_norm, finite=finite)
 
 
-def local_count(objective: Objective, share: Share) -> Tensor:
-    """This rank's part of the global count, a float64 scalar."""
-    return torch.stack([objective.count(micro) for micro in share.micros]).sum(dtype=torch.float64)
-
-
-def accumulate(
-    learner: Learner, share: Share, total: Tensor, seed_of: SeedOf
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Add the gradient of the global batch to the weights, scaled by the scaler; returns local sums, shared outputs."""
-    factor = learner.group.world / total.clamp(min=1)
+def accumulate(learner: Learner, share: Share, seed_of: SeedOf, stop: bool = False) -> Found:
+    """Add the gradient of the global batch to the weights, scaled by the scaler."""
+    local = _local_totals(learner.objective, share, stop)
     run = _coupled if learner.objective.coupled else _row_by_row
-    return run(learner, share, factor, seed_of)
+    return run(learner, share, local, seed_of)
+
+
+def _local_totals(objective: Objective, share: Share, stop: bool) -> Tensor:
+    """This rank's part of the objective's count, and its wish to stop: float64 [2]."""
+    count = torch.stack([objective.count(micro) for micro in share.micros]).sum(dtype=torch.float64)
+    return torch.stack([count, count.new_full((), stop)])
+
+
+def _factor(learner: Learner, totals: Tensor) -> Tensor:
+    """From a rank's loss sum to its part of the mean over all ranks; times the world, for DDP averages."""
+    return learner.group.world / totals[0].clamp(min=1)
 
 
 def update(learner: Learner) -> tuple[float, bool]:
@@ -109,10 +120,10 @@ def _forward(learner: Learner, model: nn.Module, share: Share, index: int, seed_
         return outputs
 
 
-def _row_by_row(
-    learner: Learner, share: Share, factor: Tensor, seed_of: SeedOf
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _row_by_row(learner: Learner, share: Share, local: Tensor, seed_of: SeedOf) -> Found:
     """Plain accumulation: right for a loss in which every row stands alone."""
+    totals = learner.group.all_reduce_sum(local)
+    factor = _factor(learner, totals)
     sums: dict[str, Tensor] = {}
     shared: dict[str, Tensor] = {}
     last = len(share.micros) - 1
@@ -124,12 +135,10 @@ def _row_by_row(
         for name, value in {"loss": loss_sum, **parts}.items():
             sums[name] = sums.get(name, 0) + value.detach()
         shared = {name: outputs[name].detach() for name in learner.objective.shared}
-    return sums, shared
+    return Found(sums, shared, totals)
 
 
-def _coupled(
-    learner: Learner, share: Share, factor: Tensor, seed_of: SeedOf
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _coupled(learner: Learner, share: Share, local: Tensor, seed_of: SeedOf) -> Found:
     """Cached accumulation: the gradient of a loss over all rows, with one micro-batch's activations in memory."""
     model, objective, last = learner.model, learner.objective, len(share.micros) - 1
     with synchronised(model, last=last == 0):
@@ -138,13 +147,13 @@ def _coupled(
     with torch.no_grad(), buffers_kept(unwrapped(model)) if last else nullcontext():
         for index in range(1, len(share.micros)):
             embedded.append(_detached(_forward(learner, unwrapped(model), share, index, seed_of), objective))
-    sums, gradients = _loss_and_gradients(learner, share, embedded, factor)
+    sums, gradients, totals = _loss_and_gradients(learner, share, embedded, local)
     for index in range(len(share.micros)):
         with synchronised(model, last=index == last):
             outputs = first if index == 0 else _forward(learner, model, share, index, seed_of)
             names = objective.coupled + (objective.shared if index == last else ())  # shared gradients count once
             _backward(outputs, gradients[index], names)
-    return sums, {name: embedded[0][name] for name in objective.shared}
+    return Found(sums, {name: embedded[0][name] for name in objective.shared}, totals)
 
 
 def _detached(outputs: Outputs, objective: Objective) -> Outputs:
@@ -158,9 +167,9 @@ def _backward(outputs: Outputs, gradients: Outputs, names: tuple[str, ...]) -> N
 
 
 def _loss_and_gradients(
-    learner: Learner, share: Share, embedded: list[Outputs], factor: Tensor
-) -> tuple[dict[str, Tensor], list[Outputs]]:
-    """Loss over the gathered global batch, and its gradient at the outputs of each micro-batch of this rank."""
+    learner: Learner, share: Share, embedded: list[Outputs], local: Tensor
+) -> tuple[dict[str, Tensor], list[Outputs], Tensor]:
+    """Loss over the gathered global batch, its gradient at the outputs of each micro-batch of this rank, the totals."""
     objective = learner.objective
     leaves = {name: torch.cat([outputs[name] for outputs in embedded]) for name in objective.coupled}
     leaves |= {name: embedded[0][name].clone() for name in objective.shared}
@@ -172,29 +181,36 @@ def _loss_and_gradients(
         if tensor.ndim == 1
     }
     coupled = {name: leaves[name] for name in objective.coupled}
-    loss_sum, _, parts = objective.measure(leaves, rows, _everyone(learner.group, coupled, rows["valid"], share.rows))
-    loss = learner.scaler.scale(loss_sum * factor.to(loss_sum.dtype))
+    everyone, totals = _everyone(learner.group, coupled, rows["valid"], share.rows, local)
+    loss_sum, _, parts = objective.measure(leaves, rows, everyone)
+    loss = learner.scaler.scale(loss_sum * _factor(learner, totals).to(loss_sum.dtype))
     flat = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
     sizes = [len(micro["valid"]) for micro in share.micros]
     sliced = {name: flat[name].split(sizes) for name in objective.coupled}
     whole = {name: flat[name] for name in objective.shared}
     gradients = [whole | {name: sliced[name][index] for name in sliced} for index in range(len(sizes))]
-    return {"loss": loss_sum.detach(), **parts}, gradients
+    return {"loss": loss_sum.detach(), **parts}, gradients, totals
 
 
-def _everyone(group: Group, coupled: Outputs, valid: Tensor, rows: int) -> dict[str, Any] | None:
-    """The coupled outputs of all ranks, padded to `rows` a rank; one collective forward, one backward.
+def _everyone(
+    group: Group, coupled: Outputs, valid: Tensor, rows: int, local: Tensor
+) -> tuple[dict[str, Any] | None, Tensor]:
+    """The coupled outputs of all ranks, padded to `rows` a rank, and the sum of `local`; one collective each way.
 
-    They go packed side by side with `valid`, in float32 at least, so that sums over ranks do not round to bfloat16.
+    They go packed side by side with `valid`, in float32 at least, so that sums over ranks do not round to bfloat16;
+    `local` rides along as a first row, for on slow links the number of collectives counts, not their size.
     """
     if group.world == 1:
-        return None
+        return None, local
     columns = [output.flatten(1) for output in coupled.values()]
     dtype = torch.promote_types(torch.float32, columns[0].dtype)
     packed = torch.cat([*(column.to(dtype) for column in columns), valid.to(dtype)[:, None]], dim=1)
-    gathered = group.gather(F.pad(packed, (0, 0, 0, rows - len(packed))))
-    *parts, flags = gathered.split([*(column.shape[1] for column in columns), 1], dim=1)
+    header = F.pad(local.to(dtype), (0, packed.shape[1] - len(local)))[None]
+    gathered = group.gather(torch.cat([header, F.pad(packed, (0, 0, 0, rows - len(packed)))]))
+    by_rank = gathered.view(group.world, rows + 1, -1)
+    totals = by_rank[:, 0, : len(local)].detach().double().sum(0)
+    *parts, flags = by_rank[:, 1:].flatten(0, 1).split([*(column.shape[1] for column in columns), 1], dim=1)
     everyone: dict[str, Any] = {
         name: part.reshape(-1, *output.shape[1:]) for (name, output), part in zip(coupled.items(), parts, strict=True)
     }
-    return everyone | {"valid": flags[:, 0] > 0, "offset": group.rank * rows}
+    return everyone | {"valid": flags[:, 0] > 0, "offset": group.rank * rows}, totals

@@ -12,7 +12,7 @@ from mmray.train import optimizer
 from mmray.train.feed import share_of
 from mmray.train.precision import Precision
 from mmray.train.seeding import micro_seed
-from mmray.train.step import Learner, accumulate, local_count, optimizer_step
+from mmray.train.step import Learner, accumulate, optimizer_step
 from tests.train import toy
 
 ROWS = 29  # of no power of two: the last micro-batch is ragged at 2, 4 and 8
@@ -26,8 +26,7 @@ def micro_of(accumulation: int) -> int:
 
 def take(learner: Learner, micros: list[dict[str, Tensor]], step: int):
     share = share_of(micros)
-    total = local_count(learner.objective, share)
-    return optimizer_step(learner, share, total, lambda index: micro_seed(toy.SEED, step, 0, index))
+    return optimizer_step(learner, share, lambda index: micro_seed(toy.SEED, step, 0, index))
 
 
 def train(model: nn.Module, micro: int, **options) -> Tensor:
@@ -97,11 +96,10 @@ def test_temperature_gradient_counts_once(accumulation: int):
     expected, model = toy.Toy().double(), toy.Toy().double()
     loss = toy.reference_gradients(expected, micros, 0)
     learner, share = toy.learner(model), share_of(micros)
-    total = local_count(learner.objective, share)
-    sums, shared = accumulate(learner, share, total, lambda index: 0)
+    found = accumulate(learner, share, lambda index: 0)
     torch.testing.assert_close(model.log_scale.grad, expected.log_scale.grad, rtol=0, atol=1e-12)
-    torch.testing.assert_close(sums["loss"] / total, loss, rtol=0, atol=1e-12)
-    torch.testing.assert_close(shared["logit_scale"], expected.log_scale.exp().detach())
+    torch.testing.assert_close(found.sums["loss"] / found.totals[0], loss, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.shared["logit_scale"], expected.log_scale.exp().detach())
 
 
 def test_a_scaled_loss_gives_the_same_step():
@@ -128,7 +126,7 @@ def test_a_share_of_padding_leaves_gradients_and_statistics_alone():
     learner, share = toy.learner(model), share_of(toy.cut(toy.rows(4, 0, (0, 1, 2, 3)), 2))
     assert share.hollow == (True, True)
     assert share.rows == 4
-    sums, _ = accumulate(learner, share, local_count(learner.objective, share), lambda index: 0)
+    sums = accumulate(learner, share, lambda index: 0).sums
     assert sums["loss"] == 0
     assert not toy.flat_gradient(model).any()
     for name, buffer in model.named_buffers():
@@ -178,7 +176,7 @@ def test_mixed_precision_has_nearly_the_gradient_of_float32(dtype: torch.dtype):
         model = toy.Toy()
         scaler = torch.amp.GradScaler("cpu", init_scale=1024, enabled=precision.needs_scaler)
         learner = toy.learner(model, precision=precision, scaler=scaler)
-        accumulate(learner, share, local_count(learner.objective, share), lambda index: 0)
+        accumulate(learner, share, lambda index: 0)
         gradients.append(toy.flat_gradient(model) / scaler.get_scale())
         assert gradients[-1].dtype == torch.float32
     error = (gradients[1] - gradients[0]).norm() / gradients[0].norm()
@@ -210,6 +208,6 @@ def test_a_row_by_row_step_has_the_gradient_of_the_mean():
     mean = ((out["image_embed"] - out["text_embed"]).square().sum(1) * weight).sum() / weight.sum()
     (mean * out["logit_scale"]).backward()
     learner, share = toy.learner(model, objective=toy.Regression()), share_of(toy.cut(batch, 8))
-    sums, _ = accumulate(learner, share, local_count(learner.objective, share), lambda index: 0)
+    sums = accumulate(learner, share, lambda index: 0).sums
     torch.testing.assert_close(toy.flat_gradient(model), toy.flat_gradient(expected), rtol=0, atol=1e-12)
     torch.testing.assert_close(sums["distance"] / weight.sum(), mean.detach(), rtol=0, atol=1e-12)

@@ -15,7 +15,7 @@ from mmray.train import loop
 from mmray.train.feed import share_of
 from mmray.train.group import Group
 from mmray.train.seeding import micro_seed
-from mmray.train.step import local_count, optimizer_step
+from mmray.train.step import optimizer_step
 from mmray.train.telemetry import MetricsLog
 from tests.train import toy
 
@@ -56,8 +56,7 @@ def steps_of_a_model(group: Group, micro: int, invalid: tuple[int, ...] = INVALI
     learner = toy.learner(model, group, **options)
     for step in range(STEPS):
         share = share_of(toy.cut(share_of_rank(toy.rows(ROWS, step, invalid), group), micro))
-        total = group.all_reduce_sum(local_count(learner.objective, share))
-        optimizer_step(learner, share, total, lambda index, step=step: micro_seed(toy.SEED, step, group.rank, index))
+        optimizer_step(learner, share, lambda index, step=step: micro_seed(toy.SEED, step, group.rank, index))
     return model
 
 
@@ -86,8 +85,7 @@ def not_a_number_on_one_rank(group: Group, folder: Path) -> dict[str, Any]:
     poison = model.caption[1].register_forward_hook(lambda module, given, out: out * float("nan"))
     if group.rank == 0:
         poison.remove()
-    total = group.all_reduce_sum(local_count(learner.objective, share))
-    result = optimizer_step(learner, share, total, lambda index: index)
+    result = optimizer_step(learner, share, lambda index: index)
     return {"finite": result.finite, "unchanged": torch.equal(toy.flat(model), before)}
 
 
