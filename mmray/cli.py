@@ -21,7 +21,7 @@ from tyro.conf import OmitArgPrefixes, Positional
 
 from mmray import recipes
 from mmray.config import Cluster, Config, Prepare, to_yaml
-from mmray.console import Screen, recall_table, training_figures
+from mmray.console import Screen, recall_table, rows_table, training_figures
 from mmray.errors import MmrayError, UsageError
 
 INTERRUPTED = 130
@@ -235,10 +235,13 @@ def bench(argv: Sequence[str], screen: Screen) -> int:
     from mmray.bench.step import bench_step
 
     result = bench_step(recipes.load(command.recipe), command.pairs, command.window_s)
-    for row in result["rows"]:
-        screen.note("  ".join(f"{name} {value}" for name, value in row.items()))
+    screen.note(result["batch"])
+    screen.console.print(rows_table(result["rows"]))
     for name, ratio in result["ratios"].items():
-        screen.note(f"{ratio:.3f}", name)
+        spread = result["spread"][name]
+        screen.note(
+            f"{ratio:.3f} (median of {spread['pairs']} pairs, {spread['min']:.3f} to {spread['max']:.3f})", name
+        )
     _write_json(command.json, result)
     return 0
 

@@ -127,7 +127,9 @@ class Prepare(Section):
     """How raw rows become a prepared set: checked, cleaned, packed."""
 
     path: ClassVar[str] = "prepare"
-    max_bad_fraction: float = Field(0.01, ge=0, le=1, description="More quarantined rows than this end it (exit 5).")
+    max_bad_fraction: float = Field(
+        0.01, ge=0, le=1, description="More quarantined rows than this, duplicates included, end it (exit 5)."
+    )
     image_side: int = Field(0, ge=0, description="Re-encode images whose shorter side is longer; 0 keeps the bytes.")
     max_pixels: int = Field(25_000_000, ge=1, description="Images whose header says more are refused before decode.")
     duplicates: Literal["image", "row", "keep"] = Field(

@@ -108,3 +108,12 @@ def recall_table(metrics: dict[str, Any]) -> Table:
         recalls = [f"{metrics[f'recall_at_{k}/{way}']:.3f}" for k in RECALLS]
         table.add_row(way.replace("_", " "), *recalls, f"{metrics[f'median_rank/{way}']:g}")
     return table
+
+
+def rows_table(rows: list[dict[str, Any]]) -> Table:
+    """Rows of figures under the names that they have in the JSON file."""
+    table = Table(*(name.replace("_", " ") for name in rows[0]), show_edge=False)
+    for row in rows:
+        values = [row[name] for name in rows[0]]  # a row may have been filled in another order
+        table.add_row(*(f"{value:,.3f}" if isinstance(value, float) else str(value) for value in values))
+    return table

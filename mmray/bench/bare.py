@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from mmray.train import optimizer as optimizers
+from mmray.train import parallel
+from mmray.train.group import Group
 from mmray.train.precision import choose
 from mmray.train.schedule import lr_at
 
@@ -36,9 +37,7 @@ def train(
 ) -> float:
     """Take `steps` steps on this rank's batches, one global batch each; returns the last loss."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    net: nn.Module = model.train()
-    if world > 1:
-        net = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+    net = parallel.wrap(model.train(), Group.current(device))  # the same DDP: it is not what is compared
     precision = choose(config.train.precision, device)
     optimizer, scaler = optimizers.build(model, config.optimizer), precision.scaler()
     for step, batch in enumerate(islice(cycle(batches), steps)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -182,13 +183,14 @@ def _rank(rank: int, config: Config, kind: str, micro: int, pairs: int, window_s
         world_size=config.cluster.workers,
         timeout=timedelta(seconds=config.cluster.collective_timeout_s),
     )
-    try:
-        log = MetricsLog(Path(folder)) if rank == 0 else None
-        rows = measure(prepared(config, Group.current(device), micro, log), pairs, window_s)
-        if rank == 0:
-            (Path(folder) / "rows.json").write_text(json.dumps(rows))
-    finally:
-        dist.destroy_process_group()
+    log = MetricsLog(Path(folder)) if rank == 0 else None
+    rows = measure(prepared(config, Group.current(device), micro, log), pairs, window_s)
+    if log is not None:
+        log.close()
+        (Path(folder) / "rows.json").write_text(json.dumps(rows))
+    dist.barrier()
+    # Not by way of the interpreter's end: a thread of gloo may still release a tensor then, and abort the process.
+    os._exit(0)
 
 
 def prepared(config: Config, group: Group, micro: int, log: MetricsLog | None = None) -> Bench:

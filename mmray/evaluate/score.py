@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from mmray.data.image import MAX_PIXELS
 from mmray.data.store import PreparedSet
 from mmray.data.text import TextEncoder
 from mmray.errors import DataError
@@ -52,7 +53,15 @@ class Embedded:
 class Retrieval:
     """Scores a two-tower model on one set of held-out rows, as often as wanted."""
 
-    def __init__(self, prepared: PreparedSet, inputs: Inputs, tokenizer_json: str, settings: Evaluate):
+    def __init__(
+        self,
+        prepared: PreparedSet,
+        inputs: Inputs,
+        tokenizer_json: str,
+        settings: Evaluate,
+        max_pixels: int = MAX_PIXELS,
+    ) -> None:
+        self._max_pixels = max_pixels
         self._prepared, self._inputs, self._settings = prepared, inputs, settings
         self._encoder = TextEncoder(tokenizer_json, inputs.max_tokens)
 
@@ -63,7 +72,14 @@ class Retrieval:
         """
         settings = self._settings
         batches = EvalBatches(
-            self._prepared, self._inputs, self._encoder, settings.batch, settings.limit, group.rank, group.world
+            prepared=self._prepared,
+            inputs=self._inputs,
+            encoder=self._encoder,
+            batch=settings.batch,
+            limit=settings.limit,
+            rank=group.rank,
+            world=group.world,
+            max_pixels=self._max_pixels,
         )
         embedded = embed(model, batches, group, objective, settings.chunk)
         bad_rows = int(group.gather_plain(torch.tensor([len(batches.faults)])).sum())

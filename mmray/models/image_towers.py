@@ -86,7 +86,9 @@ class _Block(nn.Module):
         self.norm1, self.norm2 = _norm(channels_in), _norm(channels_out)
         self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride=2, padding=1, bias=False)
         self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
-        self.shortcut = nn.Sequential(nn.AvgPool2d(2), nn.Conv2d(channels_in, channels_out, 1, bias=False))
+        self.shortcut = nn.Sequential(
+            nn.AvgPool2d(2, ceil_mode=True), nn.Conv2d(channels_in, channels_out, 1, bias=False)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         active = self.norm1(x).relu()

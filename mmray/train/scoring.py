@@ -102,7 +102,7 @@ def _held_out(config: Config, folder: Path, data: str | None, split: str, listen
 def _score_on_worker(config: Config, tokenizer_json: str, held_out: PreparedSet, found: Path) -> dict[str, Any]:
     group = Group.current(ray.train.torch.get_device())
     model = restored_model(config, found)
-    scorer = Retrieval(held_out, config.model.inputs, tokenizer_json, config.evaluate)
+    scorer = Retrieval(held_out, config.model.inputs, tokenizer_json, config.evaluate, config.prepare.max_pixels)
     rows = shape_of(config.batch, group.world).global_rows
     with precision.choose(config.train.precision, group.device).autocast():
         return scorer.score(model.to(group.device), group, objectives.build(config.objective), rows)

@@ -170,7 +170,9 @@ def _evaluator(
 ) -> Callable[[int], dict[str, float]] | None:
     if job.eval_set is None:
         return None
-    scorer = Retrieval(job.eval_set, job.config.model.inputs, job.tokenizer_json, job.config.evaluate)
+    scorer = Retrieval(
+        job.eval_set, job.config.model.inputs, job.tokenizer_json, job.config.evaluate, job.reader.max_pixels
+    )
     chosen = precision.choose(job.config.train.precision, group.device)
 
     def evaluate(_: int) -> dict[str, float]:

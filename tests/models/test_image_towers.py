@@ -10,7 +10,7 @@ from torch import nn
 
 from mmray.config import ImageTower
 from mmray.errors import UsageError
-from mmray.models.image_towers import build_image_tower
+from mmray.models.image_towers import ConvNet, build_image_tower
 
 PIXELS = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
 
@@ -154,3 +154,10 @@ def test_pretrained_weights_offline_say_what_to_do(monkeypatch):
     with pytest.raises(UsageError, match=r"resnet18 are not on this machine.*https://.*\.pth.*`none`"):
         build_image_tower(spec, 64, "frozen")
     assert build_image_tower(spec, 64, "frozen", fetch=False).width == 512
+
+
+@pytest.mark.parametrize("side", [36, 50, 64, 101])
+def test_a_convnet_takes_any_side(side):
+    """Odd sizes halve upwards, in the convolution and in the way round it."""
+    features = ConvNet(8, 2, side)(torch.zeros(2, 3, side, side))
+    assert features.shape == (2, 16)
