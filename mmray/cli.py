@@ -36,7 +36,7 @@ class Reporter:
         self._first: tuple[float, int] | None = None
 
     def note(self, text: str, label: str = "") -> None:
-        self.screen.note(text, label)
+        self.screen.note(text.replace(f"{Path.cwd()}/", ""), label)
 
     def phase(self, title: str) -> None:
         self.screen.phase(title)

@@ -90,6 +90,10 @@ def free_memory_gib() -> float:
 
 
 def _hush() -> None:
-    """Ray's loggers of this process go to its files only, warnings included."""
+    """Ray's loggers of this process go to its files only, warnings included; its progress bars would tear ours."""
+    from ray.data import DataContext
+
+    context = DataContext.get_current()
+    context.enable_progress_bars = context.print_on_execution_start = False
     for name in ("ray", "ray.data", "ray.train", "ray.tune"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmray.data import sample
-from mmray.data.manifest import MANIFEST
+from mmray.data.manifest import MANIFEST, QUARANTINE
 from mmray.data.prepare import Progress, prepare
 from mmray.errors import DataError
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def ensure_prepared(
-    source: str, cache: str, settings: Prepare, say: Callable[[str], None], progress: Callable[[Progress], None]
+    source: str, cache: str, settings: Prepare, say: Callable[[str, str], None], progress: Callable[[Progress], None]
 ) -> Path:
     """Folder of the prepared set that `source` names; Ray must be there. Raises DataError.
 
@@ -35,6 +35,7 @@ def ensure_prepared(
         raise DataError(f"there is no data at {place}: give a prepared set, a .jsonl file, or `sample`")
     name = hashlib.sha256(f"{place}\n{settings.model_dump_json()}".encode()).hexdigest()[:8]
     out = Path(cache).expanduser().resolve() / f"{place.stem}-{name}"
-    say(f"preparing {place} into {out}")
-    prepare(str(place), str(out), settings, progress)
+    manifest = prepare(str(place), str(out), settings, progress)
+    aside = f"{manifest.num_quarantined:,} set aside, each with its reason in {out}/{QUARANTINE}"
+    say(f"{manifest.num_rows:,} rows of {place.name} in {out}; {aside}", "prepared")
     return out
