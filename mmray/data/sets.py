@@ -36,6 +36,6 @@ def ensure_prepared(
     name = hashlib.sha256(f"{place}\n{settings.model_dump_json()}".encode()).hexdigest()[:8]
     out = Path(cache).expanduser().resolve() / f"{place.stem}-{name}"
     manifest = prepare(str(place), str(out), settings, progress)
-    aside = f"{manifest.num_quarantined:,} set aside, each with its reason in {out}/{QUARANTINE}"
-    say(f"{manifest.num_rows:,} rows of {place.name} in {out}; {aside}", "prepared")
+    aside = f"{manifest.num_quarantined:,} set aside (reasons in its {QUARANTINE})"
+    say(f"{out}: {manifest.num_rows:,} rows of {place.name}, {aside}", "prepared")
     return out
