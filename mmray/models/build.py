@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from mmray import plug
 from mmray.errors import UsageError
 from mmray.models.two_tower import TwoTower
 
@@ -23,19 +23,7 @@ def build(spec: Section, vocab_size: int, architecture: dict[str, Any] | None = 
     """
     if spec.kind == "two_tower":
         return TwoTower(spec, vocab_size, architecture)
-    if ":" not in spec.kind:
-        raise UsageError(
-            f"model.kind: there is no model `{spec.kind}`; take `two_tower`, or name your own as package.module:Class"
-        )
-    model = _load(spec.kind)(spec, vocab_size)
+    model = plug.load(spec.kind, "model.kind", ("two_tower",))(spec, vocab_size)
     if not isinstance(model, nn.Module):
         raise UsageError(f"model.kind: `{spec.kind}` built a {type(model).__name__}, not a torch.nn.Module")
     return model
-
-
-def _load(kind: str) -> Any:
-    module, _, name = kind.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"model.kind: `{kind}` cannot be loaded: {error}") from error

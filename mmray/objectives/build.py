@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from mmray import plug
 from mmray.errors import UsageError
 from mmray.objectives.contrastive import Contrastive
 from mmray.objectives.protocol import Objective
@@ -20,21 +20,8 @@ def build(section: Section) -> Objective:
     """The objective that `section.kind` names. Raises UsageError."""
     if section.kind in BUILT_IN:
         return BUILT_IN[section.kind]()
-    if ":" not in section.kind:
-        raise UsageError(
-            f"objective.kind: there is no objective `{section.kind}`; "
-            f"take one of {', '.join(BUILT_IN)}, or name your own as package.module:Class"
-        )
-    objective = _load(section.kind)(section)
+    objective = plug.load(section.kind, "objective.kind", tuple(BUILT_IN))(section)
     missing = [name for name in ("coupled", "shared", "count", "measure") if not hasattr(objective, name)]
     if missing:
         raise UsageError(f"objective.kind: `{section.kind}` has no {', '.join(missing)} (see objectives/protocol.py)")
     return objective
-
-
-def _load(kind: str) -> type:
-    module, _, name = kind.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"objective.kind: `{kind}` cannot be loaded: {error}") from error

@@ -5,7 +5,6 @@ trainer.py calls `work` on each Ray Train worker; under torchrun it can be calle
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -17,12 +16,12 @@ import orjson
 import torch
 from torch import nn
 
-from mmray import objectives
+from mmray import objectives, plug
 from mmray.data.collate import steps_of
 from mmray.data.order import Start
 from mmray.data.reader import Block, RowReader
 from mmray.data.store import PreparedSet
-from mmray.errors import DataError, TrainingError, UsageError
+from mmray.errors import DataError, TrainingError
 from mmray.evaluate.score import Retrieval
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
@@ -76,7 +75,10 @@ def work(
         evaluate=_evaluator(job, group, model, objective, start),
         evaluate_every=config.evaluate.every,
         log=log,
-        callbacks=(*_callbacks(config.train.callbacks), *((_Reporting(report),) if group.rank == 0 else ())),
+        callbacks=(
+            *(plug.load(name, "train.callbacks")() for name in config.train.callbacks),
+            *((_Reporting(report),) if group.rank == 0 else ()),
+        ),
         stop=stop,
     )
     try:
@@ -120,18 +122,6 @@ class _Reporting:
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
         if metrics is not None:
             self.report(metrics)
-
-
-def _callbacks(names: tuple[str, ...]) -> list[Any]:
-    return [_load(name)() for name in names]
-
-
-def _load(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"train.callbacks: `{name}` cannot be loaded as package.module:Class: {error}") from error
 
 
 def _architecture(model: nn.Module) -> dict[str, Any] | None:

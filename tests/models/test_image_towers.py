@@ -49,6 +49,13 @@ def test_the_convnet_is_the_same_in_training_and_evaluation():
     assert not [layer for layer in tower.modules() if isinstance(layer, (nn.BatchNorm2d, nn.Dropout))]
 
 
+@pytest.mark.parametrize("rows", [2, 64])
+def test_the_convnets_gradients_are_laid_out_as_its_weights_so_that_ddp_need_not_copy(rows):
+    tower = build_image_tower(ImageTower(name="convnet", width=16, depth=2), 64, "local")
+    tower(torch.rand(rows, 3, 64, 64)).sum().backward()
+    assert [name for name, weight in tower.named_parameters() if weight.grad.stride() != weight.stride()] == []
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [

@@ -37,7 +37,7 @@ def test_a_users_own_is_given_the_section(own):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("contrastiv", "no objective `contrastiv`; take one of contrastive"),
+        ("contrastiv", "there is no `contrastiv`; take one of contrastive"),
         ("no_such_module:Mine", "cannot be loaded: No module named 'no_such_module'"),
         ("own_objectives:Nobody", "cannot be loaded: .*Nobody"),
         ("own_objectives:Other", "has no shared, count, measure"),
