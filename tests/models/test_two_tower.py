@@ -195,7 +195,7 @@ def test_a_model_of_ones_own_is_built_from_its_name():
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("two_towers", r"model.kind: there is no `two_towers`; take one of two_tower"),
+        ("two_towers", r"there is no `two_towers`; take one of two_tower"),
         ("no_such_package:Model", r"`no_such_package:Model` cannot be loaded: No module named"),
         ("mmray.models.build:Missing", r"`mmray\.models\.build:Missing` cannot be loaded"),
         ("operator:is_", r"`operator:is_` built a bool, not a torch\.nn\.Module"),
