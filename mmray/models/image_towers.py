@@ -79,20 +79,21 @@ class ConvNet(nn.Module):
 
 
 class _Block(nn.Module):
-    """One stage: halves the resolution, pre-activation, two 3 x 3 convolutions and a 1 x 1 way round them."""
+    """One stage: halves the resolution, pre-activation, two 3 x 3 convolutions and a linear way round them."""
 
     def __init__(self, channels_in: int, channels_out: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = _norm(channels_in), _norm(channels_out)
         self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride=2, padding=1, bias=False)
         self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
-        self.shortcut = nn.Sequential(
-            nn.AvgPool2d(2, ceil_mode=True), nn.Conv2d(channels_in, channels_out, 1, bias=False)
-        )
+        self.pool = nn.AvgPool2d(2, ceil_mode=True)
+        # Not a 1 x 1 convolution: the strides of its gradient differ from its weight's, which DDP warns of and copies.
+        self.shortcut = nn.Linear(channels_in, channels_out, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         active = self.norm1(x).relu()
-        return self.shortcut(active) + self.conv2(self.norm2(self.conv1(active)).relu())
+        way_round: Tensor = self.shortcut(self.pool(active).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return way_round + self.conv2(self.norm2(self.conv1(active)).relu())
 
 
 def _norm(channels: int) -> nn.GroupNorm:
