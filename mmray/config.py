@@ -112,7 +112,7 @@ class TwoTower(Section):
     embed_dim: int = Field(256, ge=2, description="Width of the shared embedding.")
     temperature: float = Field(0.07, gt=0.01, le=1, description="Softmax temperature at the start; it is learned.")
     batch_norm: Literal["local", "frozen", "synced"] = Field(
-        "frozen", description="Running statistics: each worker's own, the weights' (eval mode), or synced (GPU only)."
+        "local", description="Running statistics: each worker's own, the weights' (eval mode), or synced (GPU only)."
     )
 
 

@@ -33,15 +33,15 @@ def sample() -> Config:
                 image_side=64, fit="squash", interpolation="bilinear", mean=(0.5,) * 3, std=(0.25,) * 3, max_tokens=32
             ),
             image=ImageTower(name="convnet", width=32, depth=3),
-            text=TextTower(width=96, depth=2, heads=4),
+            text=TextTower(width=96, depth=1, heads=4),
             embed_dim=128,
         ),
         prepare=Prepare(max_bad_fraction=0.05, vocab_size=512),
         data=Data(train="sample"),
         batch=Batch(micro=64, global_=128),
-        optimizer=Optimizer(lr=2e-3, warmup_steps=30, weight_decay=0.05),
-        train=Train(steps=400, log_every=10, checkpoint_every=200),
-        evaluate=Evaluate(every=200),
+        optimizer=Optimizer(lr=1e-3, warmup_steps=30, weight_decay=0.05),
+        train=Train(steps=500, log_every=10, checkpoint_every=250),
+        evaluate=Evaluate(every=250),
         cluster=Cluster(workers=2),
     )
 
@@ -55,6 +55,7 @@ def resnet50_bert() -> Config:
             image=ImageTower(name="resnet50", weights="pretrained"),
             text=TextTower(weights="bert-base-uncased", width=768, depth=12, heads=12),
             embed_dim=512,
+            batch_norm="frozen",  # exact under accumulation, and right for weights that bring their statistics
         ),
         prepare=Prepare(image_side=256),
         batch=Batch(micro=64, global_=1024),
