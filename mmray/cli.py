@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional
@@ -36,7 +36,7 @@ class Reporter:
         self._first: tuple[float, int] | None = None
 
     def note(self, text: str, label: str = "") -> None:
-        self.screen.note(text.replace(f"{Path.cwd()}/", ""), label)
+        self.screen.note(_short(text), label)
 
     def phase(self, title: str) -> None:
         self.screen.phase(title)
@@ -97,13 +97,14 @@ def _say_outcome(outcome: Any, screen: Screen) -> int:
     screen.note(f"{took}{restarts}", "finished")
     if "recall_at_1/image_to_text" in result["metrics"]:
         screen.console.print(recall_table(result["metrics"]))
-    name = _short(outcome.path)
+    name = _short(str(outcome.path))
     screen.note(f"mmray evaluate {name}    mmray export {name} exported/{outcome.path.name}", "next")
     return 0
 
 
-def _short(path: Path) -> str:
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+def _short(text: str) -> str:
+    """Paths below the working directory as they would be typed."""
+    return text.replace(f"{Path.cwd()}/", "")
 
 
 def parse_run(argv: Sequence[str], verb: str) -> tuple[Config, bool]:
@@ -251,8 +252,7 @@ def _write_json(file: str | None, value: dict[str, Any]) -> None:
         Path(file).write_text(json.dumps(value, indent=2) + "\n")
 
 
-Verb = Annotated[Callable[[Sequence[str], Screen], int], "from typed words to an exit code"]
-VERBS: dict[str, Verb] = {
+VERBS: dict[str, Callable[[Sequence[str], Screen], int]] = {
     "train": train,
     "prepare": prepare,
     "evaluate": evaluate,

@@ -261,31 +261,6 @@ class Config(Section):
     run: Run = Run()
 
 
-# May differ between a run and its continuation: they change neither the rows nor the mathematics of a step.
-MAY_CHANGE = (
-    "recipe",
-    "batch.micro",
-    "batch.accumulation",
-    "cluster",
-    "run",
-    "prepare",
-    "data.workers",
-    "data.block_mb",
-    "data.cache",
-    "data.max_bad_rows",
-    "data.eval",
-    "data.eval_split",
-    "evaluate",
-    "train.steps",
-    "train.samples",
-    "train.epochs",
-    "train.log_every",
-    "train.checkpoint_every",
-    "train.keep_checkpoints",
-    "train.callbacks",
-)
-
-
 def to_yaml(config: Section) -> str:
     """YAML that `from_yaml` reads back to an equal config."""
     return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
@@ -303,22 +278,3 @@ def from_yaml(text: str, where: str) -> Config:
         return Config.model_validate(values)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
-
-
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as {`section.field`: value}."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        flat.update(flatten(value, f"{name}.") if isinstance(value, dict) else {name: value})
-    return flat
-
-
-def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Lines `setting: old -> new` for every difference that would make a continuation another run."""
-    old, new = flatten(before), flatten(after)
-    return [
-        f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name) and not name.startswith(MAY_CHANGE)
-    ]

@@ -39,10 +39,10 @@ class Screen:
         self._printed_s = 0.0
 
     def note(self, text: str, label: str = "") -> None:
-        self.console.print(f"[bold]{label:<10}[/bold] {_plain(text)}" if label else _plain(text))
+        self.console.print(Text.assemble((f"{label:<10} ", "bold"), text) if label else Text(text))
 
     def error(self, text: str) -> None:
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/bold red] {_plain(text)}")
+        Console(stderr=True, highlight=False, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), text))
 
     @contextmanager
     def work(self, title: str) -> Iterator[None]:
@@ -82,10 +82,6 @@ class Screen:
         if not self.console.is_terminal and (now - self._printed_s >= LINE_EVERY_S or done >= total):
             self._printed_s = now
             self.console.print(f"{word} {done:,.0f}/{total:,.0f}  {figures}")
-
-
-def _plain(text: str) -> Text:
-    return Text.from_markup(text) if text.startswith("[") and "[/" in text else Text(text)
 
 
 def training_figures(metrics: dict[str, Any], seconds_left: float | None) -> str:

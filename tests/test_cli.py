@@ -82,3 +82,11 @@ def test_recall_table_shows_both_ways():
     text = io.StringIO()
     Console(file=text, width=80).print(recall_table(metrics))
     assert "image to text" in text.getvalue() and "2.5" in text.getvalue() and "0.500" in text.getvalue()
+
+
+def test_what_is_said_is_text_and_never_markup(capfd):
+    screen = Screen(Console(force_terminal=False, width=100))
+    screen.note('pip install -e ".[dev]"', "next")
+    screen.error("layers [bold] are unknown")
+    out, err = capfd.readouterr()
+    assert out == 'next       pip install -e ".[dev]"\n' and err == "error: layers [bold] are unknown\n"

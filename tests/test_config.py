@@ -4,8 +4,9 @@ import pytest
 from pydantic import ValidationError
 
 from mmray import recipes
-from mmray.config import Batch, Config, forbidden_changes, from_yaml, to_yaml
+from mmray.config import Batch, Config, from_yaml, to_yaml
 from mmray.errors import UsageError
+from mmray.train.continuation import forbidden_changes
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)

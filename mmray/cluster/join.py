@@ -28,7 +28,7 @@ _ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
-# Beside the training workers: the data actors, and one CPU that lets an evaluation or a plan task run.
+# Beside the training workers: a data actor, and one CPU for the tasks that feed it.
 SPARE_CPUS = 2
 
 

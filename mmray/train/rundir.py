@@ -17,9 +17,10 @@ from typing import Any, Literal
 
 import yaml
 
-from mmray.config import Config, forbidden_changes, to_yaml
+from mmray.config import Config, to_yaml
 from mmray.errors import UsageError
 from mmray.train import lease
+from mmray.train.continuation import forbidden_changes
 
 MADE_FIRST = (lease.FOLDER, "checkpoints", "tokenizer.json", "data.json", "environment.json")  # before config.yaml
 PACKAGES = ("mmray", "ray", "torch", "torchvision", "transformers", "pyarrow", "pillow", "numpy")
@@ -34,14 +35,6 @@ class RunDir:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
-
-    @property
-    def result(self) -> Path:
-        return self.path / "result.json"
-
-    @property
-    def quarantine(self) -> Path:
-        return self.path / "quarantine.jsonl"
 
     def write(self, name: str, text: str) -> None:
         """Write a file whole or not at all."""

@@ -13,7 +13,6 @@ from typing import Any
 import ray
 import ray.train
 import ray.train.torch
-import yaml
 from torch import nn
 
 from mmray import objectives
@@ -87,13 +86,13 @@ def score_run(
 def restored_model(config: Config, found: Path) -> nn.Module:
     """The model of a checkpoint, on the CPU."""
     model = build(config.model, config.model.text.vocab_size, checkpoint.load_meta(found).get("architecture"))
-    model.load_state_dict(checkpoint.load(found)["model"])
+    model.load_state_dict(checkpoint.load_weights(found))
     return model
 
 
 def _held_out(config: Config, folder: Path, data: str | None, split: str, listener: Listener) -> PreparedSet:
     if data is None:
-        trained_on = yaml.safe_load((folder / "data.json").read_text())["train"]
+        trained_on = (RunDir(folder).read_json("data.json") or {})["train"]
         return PreparedSet.open(config.data.eval or trained_on, split)
     place = ensure_prepared(data, config.data.cache, config.prepare, listener.note, listener.preparing)
     return PreparedSet.open(str(place), split)

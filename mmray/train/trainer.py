@@ -84,10 +84,16 @@ def train(config: Config, listener: Listener) -> Outcome:
 
 def settle(config: Config, listener: Listener) -> Ready:
     """Sets opened, tokenizer found, arithmetic done; everything a user can get wrong is found here or above."""
-    notes = partial(ensure_prepared, cache=config.data.cache, settings=config.prepare, say=listener.note)
-    place = notes(config.data.train, progress=listener.preparing)
+    prepared = partial(
+        ensure_prepared,
+        cache=config.data.cache,
+        settings=config.prepare,
+        say=listener.note,
+        progress=listener.preparing,
+    )
+    place = prepared(config.data.train)
     train_set = PreparedSet.open(str(place), config.data.train_split)
-    eval_set = _eval_set(config, place, partial(notes, progress=listener.preparing))
+    eval_set = _eval_set(config, place, train_set, prepared)
     tokenizer_json = load_tokenizer(config.model.inputs.tokenizer, train_set.tokenizer_json)
     num_rows = min(train_set.num_rows, config.data.limit or train_set.num_rows)
     shape = shape_of(config.batch, config.cluster.workers)
@@ -104,11 +110,13 @@ def settle(config: Config, listener: Listener) -> Ready:
     return Ready(settled, train_set, eval_set, tokenizer_json, shape, steps, data)
 
 
-def _eval_set(config: Config, train_place: Path, prepare: Callable[[str], Path]) -> PreparedSet | None:
-    if config.data.eval is not None:
-        return PreparedSet.open(str(prepare(config.data.eval)), config.data.eval_split)
+def _eval_set(
+    config: Config, place: Path, train_set: PreparedSet, prepared: Callable[[str], Path]
+) -> PreparedSet | None:
     split = config.data.eval_split
-    return PreparedSet.open(str(train_place), split) if PreparedSet.open(str(train_place)).has_split(split) else None
+    if config.data.eval is not None:
+        return PreparedSet.open(str(prepared(config.data.eval)), split)
+    return PreparedSet.open(str(place), split) if train_set.has_split(split) else None
 
 
 def _announce(ready: Ready, run: rundir.RunDir, listener: Listener) -> None:

@@ -12,12 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import orjson
 import torch
 from torch import nn
 
 from mmray import objectives, plug
 from mmray.data.collate import steps_of
+from mmray.data.manifest import QUARANTINE
 from mmray.data.order import Start
 from mmray.data.reader import Block, RowReader
 from mmray.data.store import PreparedSet
@@ -190,7 +192,7 @@ def _watched(blocks: Iterable[Block], job: Job, start: Start) -> Iterator[Block]
 
 def _quarantine(job: Job, start: Start, position: int) -> str:
     """Write down one row that failed in training; returns its name and reason."""
-    row = int(start.plan.rows_at(torch.tensor([position]).numpy())[0])
+    row = int(start.plan.rows_at(np.array([position]))[0])
     record, reason = job.reader.fault(row)
     entry = {
         "key": record.key if record else None,
@@ -199,6 +201,6 @@ def _quarantine(job: Job, start: Start, position: int) -> str:
         "stage": "train",
         "reason": reason,
     }
-    with (job.folder / "quarantine.jsonl").open("ab") as file:
+    with (job.folder / QUARANTINE).open("ab") as file:
         file.write(orjson.dumps(entry) + b"\n")
     return f"row {row} ({entry['key']}, {entry['source']}): {reason}"

@@ -1,0 +1,47 @@
+"""Which settings a continuation of a run may change: those that alter neither its rows nor the arithmetic of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MAY_CHANGE = (
+    "recipe",
+    "batch.micro",
+    "batch.accumulation",
+    "cluster",
+    "run",
+    "prepare",
+    "data.workers",
+    "data.block_mb",
+    "data.cache",
+    "data.max_bad_rows",
+    "data.eval",
+    "data.eval_split",
+    "evaluate",
+    "train.steps",
+    "train.samples",
+    "train.epochs",
+    "train.log_every",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.callbacks",
+)
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as {`section.field`: value}."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        flat.update(flatten(value, f"{name}.") if isinstance(value, dict) else {name: value})
+    return flat
+
+
+def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Lines `setting: old -> new` for every difference that would make a continuation another run."""
+    old, new = flatten(before), flatten(after)
+    return [
+        f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name) and not name.startswith(MAY_CHANGE)
+    ]
