@@ -4,6 +4,8 @@ Exit codes: 0 good, 2 usage, 3 training failed, 4 resources that cannot be had, 
 130 interrupted. A message says what was wrong, the value, where it stood, and what to do next.
 """
 
+INTERRUPTED = 130
+
 
 class MmrayError(Exception):
     """Base of all errors that are told to a user without a traceback."""
@@ -21,6 +23,17 @@ class TrainingError(MmrayError):
     """Training started and could not be brought to its end."""
 
     exit_code = 3
+
+
+class OutOfMemoryError(TrainingError):
+    """A worker's device had no room for a step. `micro`: rows of a micro-batch that may fit; 0: none is smaller."""
+
+    def __init__(self, message: str, micro: int = 0):
+        super().__init__(message, micro)
+        self.micro = micro
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class ResourceError(MmrayError):

@@ -8,14 +8,19 @@ from pathlib import Path
 
 from mmray.config import (
     Batch,
+    Clip,
     Cluster,
     Config,
+    CrossAttention,
     Data,
     Evaluate,
+    Fusion,
     ImageTower,
     Inputs,
+    Objective,
     Optimizer,
     Prepare,
+    Siglip,
     TextTower,
     Train,
     TwoTower,
@@ -60,13 +65,82 @@ def resnet50_bert() -> Config:
         prepare=Prepare(image_side=256),
         batch=Batch(micro=64, global_=1024),
         optimizer=Optimizer(lr=1e-4, warmup_steps=500),
+        train=Train(epochs=10, log_every=20),
+        evaluate=Evaluate(every=500),
+        cluster=Cluster(workers=1),
+    )
+
+
+def clip() -> Config:
+    """CLIP ViT-B/32 from OpenAI's weights, tuned gently; from nothing: --model.weights none --optimizer.lr 5e-4."""
+    return Config(
+        recipe="clip",
+        model=Clip(
+            weights="openai/clip-vit-base-patch32",
+            inputs=Inputs(
+                tokenizer="openai/clip-vit-base-patch32",
+                max_tokens=77,
+                mean=(0.48145466, 0.4578275, 0.40821073),
+                std=(0.26862954, 0.26130258, 0.27577711),
+            ),
+        ),
+        prepare=Prepare(image_side=256),
+        batch=Batch(micro=256, global_=1024),
+        optimizer=Optimizer(lr=1e-5, warmup_steps=200),
+        train=Train(epochs=5, log_every=20, checkpoint_every=500),
+        evaluate=Evaluate(every=500),
+        cluster=Cluster(workers=1),
+    )
+
+
+def siglip() -> Config:
+    """SigLIP ViT-B/16 from Google's weights, tuned gently; from nothing: --model.weights none --optimizer.lr 1e-3."""
+    return Config(
+        recipe="siglip",
+        model=Siglip(
+            weights="google/siglip-base-patch16-224",
+            inputs=Inputs(
+                tokenizer="google/siglip-base-patch16-224", max_tokens=64, fit="squash", mean=(0.5,) * 3, std=(0.5,) * 3
+            ),
+        ),
+        objective=Objective(kind="sigmoid"),
+        prepare=Prepare(image_side=256),
+        batch=Batch(micro=128, global_=1024),
+        optimizer=Optimizer(lr=1e-5, warmup_steps=200, weight_decay=1e-4, betas=(0.9, 0.95)),
+        train=Train(epochs=5, log_every=20, checkpoint_every=500),
+        evaluate=Evaluate(every=500),
+        cluster=Cluster(workers=1),
+    )
+
+
+def fusion() -> Config:
+    """ResNet-50 and BERT-base with four layers of cross-attention: retrieval, and whether image and text match."""
+    return Config(
+        recipe="fusion",
+        model=Fusion(
+            inputs=Inputs(tokenizer="bert-base-uncased", max_tokens=64),
+            image=ImageTower(name="resnet50", weights="pretrained"),
+            text=TextTower(weights="bert-base-uncased", width=768, depth=12, heads=12),
+            cross=CrossAttention(width=512, depth=4, heads=8, dropout=0.1),
+            batch_norm="frozen",
+        ),
+        objective=Objective(kind="contrastive + matching"),
+        prepare=Prepare(image_side=256),
+        batch=Batch(micro=64, global_=512),
+        optimizer=Optimizer(lr=3e-4, warmup_steps=500, lr_scale=("image.tower.*=0.1", "text.tower.*=0.1")),
         train=Train(epochs=10, log_every=20, checkpoint_every=500),
         evaluate=Evaluate(every=500),
         cluster=Cluster(workers=1),
     )
 
 
-RECIPES: dict[str, Callable[[], Config]] = {"sample": sample, "resnet50-bert": resnet50_bert}
+RECIPES: dict[str, Callable[[], Config]] = {
+    "sample": sample,
+    "resnet50-bert": resnet50_bert,
+    "clip": clip,
+    "siglip": siglip,
+    "fusion": fusion,
+}
 
 
 def load(name: str) -> Config:

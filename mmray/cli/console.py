@@ -1,21 +1,23 @@
 """What a person sees while mmray works: a live bar in a terminal, plain lines in a log.
 
-Part of the command line (mmray/cli.py); nothing below it prints.
+Part of the command line; nothing below it prints.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 LINE_EVERY_S = 5.0  # in a log; a terminal is drawn over in place
+LOG_WIDTH = 200
 RECALLS = (1, 5, 10)
 
 
@@ -41,6 +43,10 @@ class Screen:
     def note(self, text: str, label: str = "") -> None:
         self.console.print(Text.assemble((f"{label:<10} ", "bold"), text) if label else Text(text))
 
+    def table(self, table: Table) -> None:
+        """A table; in a log as wide as it is, for nobody there can widen the window."""
+        self.console.print(table, width=None if self.console.is_terminal else LOG_WIDTH)
+
     def error(self, text: str) -> None:
         Console(stderr=True, highlight=False, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), text))
 
@@ -63,6 +69,15 @@ class Screen:
                 yield
             finally:
                 self._live = None
+
+    @contextmanager
+    def live(self) -> Iterator[Callable[[RenderableType], None]]:
+        """A function that draws in place of what it drew before, while the block runs; in a log it draws nothing."""
+        if not self.console.is_terminal:
+            yield lambda _: None
+            return
+        with Live(console=self.console, transient=True, auto_refresh=False) as drawing:
+            yield lambda what: drawing.update(what, refresh=True)
 
     def phase(self, title: str) -> None:
         """What begins now, before there is anything to count."""
@@ -106,10 +121,27 @@ def recall_table(metrics: dict[str, Any]) -> Table:
     return table
 
 
+def class_notes(metrics: dict[str, Any]) -> list[str]:
+    """A line for each way in which classes were told apart."""
+    return [
+        f"top-1 {metrics[f'{name}/top_1']:.3f}"
+        + (f", top-5 {metrics[f'{name}/top_5']:.3f}" if f"{name}/top_5" in metrics else "")
+        + f" of {metrics[f'{name}/rows']:,.0f} labelled rows ({name.replace('_', '-')})"
+        for name in ("zero_shot", "classification")
+        if f"{name}/top_1" in metrics
+    ]
+
+
 def rows_table(rows: list[dict[str, Any]]) -> Table:
-    """Rows of figures under the names that they have in the JSON file."""
-    table = Table(*(name.replace("_", " ") for name in rows[0]), show_edge=False)
+    """Rows of figures under the names that they have in the JSON file; a row may lack some, and a dash is no figure."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    table = Table(*(name.replace("_", " ") for name in names), show_edge=False)
     for row in rows:
-        values = [row[name] for name in rows[0]]  # a row may have been filled in another order
-        table.add_row(*(f"{value:,.3f}" if isinstance(value, float) else str(value) for value in values))
+        table.add_row(*(_cell(row.get(name)) for name in names))
     return table
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.3f}" if isinstance(value, float) else str(value)

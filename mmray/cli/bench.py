@@ -1,0 +1,198 @@
+"""`mmray bench`: where the time goes, measured."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import tyro
+from rich.table import Table
+from tyro.conf import Positional
+
+from mmray import recipes
+from mmray.cli.console import Screen, rows_table
+from mmray.cli.parse import STYLE, write_json
+from mmray.cli.strategies import strategies
+from mmray.config.space import with_settings
+from mmray.errors import UsageError
+
+
+@dataclass(frozen=True)
+class StepCommand:
+    """The training loop against a bare torch loop of the same model; with --space, what each batch shape costs.
+
+    On synthetic batches, without Ray.
+    """
+
+    recipe: Positional[str] = "sample"
+    """The recipe whose model and batch are used."""
+    space: Annotated[list[str], tyro.conf.UseAppendAction] = field(default_factory=list)
+    """A setting and its values, as batch.micro=8,16,32 (repeated: each combination a row, in processes of its own)."""
+    pairs: int = 10
+    """Pairs of windows, in ABBA order (without --space)."""
+    window_s: float = 3.0
+    """Seconds of one window, about."""
+    json: str | None = None
+    """Write machine, ratios and rows to this file."""
+
+
+@dataclass(frozen=True)
+class LoaderCommand:
+    """The stream against PyTorch DataLoaders over the same images: 224 pixels, global batch 256, two consumers."""
+
+    data: str | None = None
+    """A prepared set or a raw source; without it, drawn photographs of 500 x 375, 110 KB."""
+    images: int = 512
+    """Rows of it that are measured on."""
+    rounds: int = 2
+    """Windows of each arm, in ABBA order."""
+    window_s: float = 3.0
+    """Seconds of one window."""
+    workers: int = 0
+    """Stream actors, and DataLoader workers over both consumers; 0: one a core."""
+    block_mb: float = 24.0
+    """Size of the stream's blocks."""
+    gpu_rate: float | None = None
+    """Images a second that a device takes: how many CPU workers must stand behind it?"""
+    json: str | None = None
+    """Write machine, ratios and rows to this file."""
+
+
+@dataclass(frozen=True)
+class ClaimsCommand:
+    """The textbook's recipe beside mmray's, on drawn photographs: what each difference adds, claim by claim."""
+
+    recipe: Positional[str] = "sample"
+    """The recipe whose model and batch are used."""
+    micro: int | None = None
+    """Rows of a worker's micro-batch; none: the recipe's (padding to 512 is slow on a CPU, so take few there)."""
+    images: int = 512
+    """Pictures that are trained on."""
+    rounds: int = 2
+    """Windows of each arm, in ABBA order."""
+    window_s: float = 3.0
+    """Seconds of the textbook's window; every arm takes as many micro-batches."""
+    json: str | None = None
+    """Write machine, ratios and rows to this file."""
+
+
+def bench(argv: Sequence[str], screen: Screen) -> int:
+    """mmray bench step|loader|claims|strategies [--space batch.micro=8,16,32] [--json FILE]"""
+    what, rest = (argv[0], argv[1:]) if argv else ("--help", [])
+    if what in ("-h", "--help"):
+        for name, run in BENCHES.items():
+            screen.note(f"mmray bench {name}: {run.__doc__} (--help for its options)")
+        return 0
+    if what not in BENCHES:
+        near = difflib.get_close_matches(what, BENCHES, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(BENCHES)}"
+        raise UsageError(f"there is no bench `{what}`; {hint}")
+    BENCHES[what](rest, screen)
+    return 0
+
+
+def _step(argv: Sequence[str], screen: Screen) -> None:
+    """the training loop against a bare one, or a table of batch shapes"""
+    command = tyro.cli(StepCommand, args=list(argv), prog="mmray bench step", config=STYLE)
+    config = recipes.load(command.recipe)
+    if command.space:
+        from mmray.bench.shapes import bench_shapes
+
+        result = bench_shapes(config, command.space, command.window_s)
+        _tell(result, shapes_table(result["rows"]), screen, command.json)
+        return
+    from mmray.bench.step import bench_step
+
+    result = bench_step(config, command.pairs, command.window_s)
+    screen.note(result["batch"])
+    _tell(result, rows_table(result["rows"]), screen, command.json)
+
+
+def _loader(argv: Sequence[str], screen: Screen) -> None:
+    """the stream against DataLoaders over the same images, and where its time goes"""
+    command = tyro.cli(LoaderCommand, args=list(argv), prog="mmray bench loader", config=STYLE)
+    from mmray.bench.loader import Settings, bench_loader
+
+    given = {name: value for name, value in vars(command).items() if name != "json"}
+    with screen.work("measuring"):
+        result = bench_loader(Settings(**given), screen.phase)
+    _tell(result, loader_table(result["rows"]), screen, command.json)
+
+
+def _claims(argv: Sequence[str], screen: Screen) -> None:
+    """the textbook's recipe beside mmray's: what parallel preprocessing, AMP and accumulation add"""
+    command = tyro.cli(ClaimsCommand, args=list(argv), prog="mmray bench claims", config=STYLE)
+    from mmray.bench.claims import bench_claims
+
+    config = recipes.load(command.recipe)
+    if command.micro is not None:
+        config = with_settings(config, {"batch.micro": command.micro, "batch.global": None})
+    with screen.work("measuring"):
+        result = bench_claims(config, command.images, command.rounds, command.window_s, screen.phase)
+    _tell(result, rows_table(result["rows"]), screen, command.json)
+
+
+def loader_table(rows: list[dict[str, Any]]) -> Table:
+    """Arms of the loader bench; a dash is a figure that the arm does not have."""
+    names = ("images/s", "CPU ms/image", "first batch s", "epoch stall s", "consumer MiB", "worker MiB")
+    table = Table("", *names, show_edge=False)
+    for row in rows:
+        peaks = row.get("peaks_mib", {})
+        worker = peaks.get("stream actor" if row["arm"].startswith("stream") else "DataLoader worker")
+        memory = [peaks.get("Consumer"), worker]
+        figures = [_figure(row.get(name)) for name in ("cpu_ms_per_image", "first_batch_s", "epoch_stall_s")]
+        table.add_row(row["arm"], f"{row['images_per_s']:,.0f}", *figures, *(_figure(mib, 0) for mib in memory))
+    return table
+
+
+def _figure(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def shapes_table(rows: list[dict[str, Any]]) -> Table:
+    """Batch shapes with their figures, in the units that people read; a row without figures says why."""
+    other = [name for name in rows[0]["settings"] if not name.startswith("batch.")]
+    table = Table(
+        "micro x accumulation x workers", *other, "samples/s", "p50 ms", "p95 ms", "peak GiB", show_edge=False
+    )
+    for row in rows:
+        cut = f"{row['micro']} x {row['accumulation']} x {row['workers']} = {row['global']}"
+        if row["status"] == "infeasible":
+            cut = ", ".join(f"{name} {value}" for name, value in row["settings"].items())
+        figures = [row["status"].replace("_", " "), "", "", ""]
+        if row["status"] == "measured":
+            reserved = f" ({row['peak_reserved_gib']:.2f} reserved)" if row["peak_reserved_gib"] else ""
+            figures = [
+                f"{row['samples_per_s']:,.1f}",
+                f"{row['step_p50_s'] * 1e3:,.1f}",
+                f"{row['step_p95_s'] * 1e3:,.1f}",
+            ]
+            figures.append(f"{row['peak_gib']:.2f}{reserved}")
+        table.add_row(cut, *(str(row["settings"][name]) for name in other), *figures)
+        if row["reason"]:
+            table.add_row(f"  {row['reason']}")
+    return table
+
+
+def _tell(result: dict[str, Any], table: Table, screen: Screen, json: str | None) -> None:
+    """The table, the ratios as lines, all of it as JSON where a file is named."""
+    machine = result["machine"]
+    screen.note(f"{machine['device']}, {machine['cpu']}, {machine['cores']} cores", "machine")
+    screen.console.print(table)
+    for name, ratio in result["ratios"].items():
+        spread = result.get("spread", {}).get(name)
+        of = f" (median of {spread['pairs']} pairs, {spread['min']:.3f} to {spread['max']:.3f})" if spread else ""
+        screen.note(f"{ratio:.3f}{of}", name)
+    for note in result.get("notes", ()):
+        screen.note(note)
+    write_json(json, result)
+
+
+BENCHES: dict[str, Callable[[Sequence[str], Screen], None]] = {
+    "step": _step,
+    "loader": _loader,
+    "claims": _claims,
+    "strategies": strategies,
+}

@@ -1,0 +1,50 @@
+"""`mmray evaluate`: scores of a run's checkpoint on held-out rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from tyro.conf import Positional
+
+from mmray.cli.console import Screen, class_notes, recall_table
+from mmray.cli.parse import STYLE, write_json
+from mmray.cli.reporter import Reporter
+
+
+@dataclass(frozen=True)
+class EvaluateCommand:
+    """Recall@1/5/10 and median rank, both ways, of a run's newest checkpoint."""
+
+    run: Positional[str]
+    """Folder of the run."""
+    data: str | None = None
+    """Prepared set or source; none: what the run held out."""
+    split: str = "test"
+    """Split of the set, where it has splits."""
+    step: int | None = None
+    """Checkpoint of this step; none: the newest good one."""
+    json: str | None = None
+    """Write the metrics to this file."""
+    address: str | None = None
+    """Ray address; none: RAY_ADDRESS where it is set, else this machine."""
+
+
+def evaluate(argv: Sequence[str], screen: Screen) -> int:
+    """mmray evaluate RUN [--data SET] [--split test] [--json FILE]"""
+    command = tyro.cli(EvaluateCommand, args=list(argv), prog="mmray evaluate", config=STYLE)
+    from mmray.train.scoring import score_run
+
+    with screen.work("evaluating"):
+        metrics = score_run(
+            Path(command.run), command.data, command.split, command.step, command.address, Reporter(screen)
+        )
+    screen.console.print(recall_table(metrics))
+    for line in class_notes(metrics):
+        screen.note(line, "classes")
+    loss = f"loss {metrics['loss']:.4f} over " if "loss" in metrics else ""
+    screen.note(f"{loss}{metrics['rows']:,.0f} rows", "held out")
+    write_json(command.json, {"metrics": metrics})
+    return 0

@@ -1,0 +1,36 @@
+"""`mmray export`: a run's model as a folder that loads in three lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from tyro.conf import Positional
+
+from mmray.cli.console import Screen
+from mmray.cli.parse import STYLE
+
+
+@dataclass(frozen=True)
+class ExportCommand:
+    """Write a run's model as a folder that `mmray.load` opens: weights, config, tokenizer, preprocessing."""
+
+    run: Positional[str]
+    """Folder of the run."""
+    out: Positional[str]
+    """Folder to write."""
+    step: int | None = None
+    """Checkpoint of this step; none: the newest good one."""
+
+
+def export(argv: Sequence[str], screen: Screen) -> int:
+    """mmray export RUN OUT [--step N]"""
+    command = tyro.cli(ExportCommand, args=list(argv), prog="mmray export", config=STYLE)
+    from mmray.train.scoring import export_run
+
+    out = export_run(Path(command.run), Path(command.out), command.step)
+    screen.note(str(out), "exported")
+    screen.note(f'import mmray; model = mmray.load("{out}"); model.embed_texts(["a red circle"])', "next")
+    return 0

@@ -1,0 +1,33 @@
+"""`mmray report`: a run or a sweep as one page to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from tyro.conf import Positional
+
+from mmray.cli.console import Screen
+from mmray.cli.parse import STYLE
+
+
+@dataclass(frozen=True)
+class ReportCommand:
+    """Write one self-contained HTML page of a run or a sweep; also of one that is under way."""
+
+    run: Positional[str]
+    """Folder of the run or the sweep."""
+    out: str | None = None
+    """File to write; none: report.html in the folder."""
+
+
+def report(argv: Sequence[str], screen: Screen) -> int:
+    """mmray report RUN [--out FILE]"""
+    command = tyro.cli(ReportCommand, args=list(argv), prog="mmray report", config=STYLE)
+    from mmray.report.write import write_report  # late: Plotly takes a second to import
+
+    page = write_report(Path(command.run), None if command.out is None else Path(command.out))
+    screen.note(f"{page} ({page.stat().st_size / 1e6:.1f} MB; opens without a network)", "report")
+    return 0

@@ -1,0 +1,49 @@
+"""`mmray train`: a recipe and flags to a trained run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+from mmray.cli.console import Screen, class_notes, recall_table
+from mmray.cli.parse import parse_run
+from mmray.cli.reporter import Reporter, short
+from mmray.config import to_yaml
+from mmray.errors import INTERRUPTED
+
+
+def train(argv: Sequence[str], screen: Screen) -> int:
+    """mmray train [RECIPE] [--section.field value ...] [--print-config]"""
+    config, print_config = parse_run(argv, "train")
+    if print_config:
+        print(to_yaml(config), end="")
+        return 0
+    from mmray.train import trainer  # late: `--help` and `--print-config` must not import Ray and torch
+
+    screen.note(f"mmray {version('mmray')}, recipe {config.recipe}")
+    with screen.work("starting Ray"):
+        outcome = trainer.train(config, Reporter(screen))
+    return _say_outcome(outcome, screen)
+
+
+def _say_outcome(outcome: Any, screen: Screen) -> int:
+    result = outcome.result
+    if outcome.already_done:
+        screen.note(f"{outcome.path} has finished its {result['steps']:,} steps; more with --train.steps", "done")
+        return 0
+    took = f"{result['steps']:,} steps in {result['elapsed_s']:.0f} s"
+    restarts = (
+        f", {result['restarts']} restarts, {result['wasted_steps']} steps done twice" if result["restarts"] else ""
+    )
+    if result["status"] == "stopped":
+        screen.note(f"{took}; the same command goes on from step {result['steps']:,}", "stopped")
+        return INTERRUPTED
+    screen.note(f"{took}{restarts}", "finished")
+    if "recall_at_1/image_to_text" in result["metrics"]:
+        screen.console.print(recall_table(result["metrics"]))
+        for line in class_notes(result["metrics"]):
+            screen.note(line, "classes")
+    name = short(str(outcome.path))
+    screen.note(f"mmray evaluate {name}    mmray export {name} exported/{outcome.path.name}", "next")
+    return 0

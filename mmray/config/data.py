@@ -1,0 +1,82 @@
+"""Settings of data: how raw rows become a prepared set, and how it is streamed."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from mmray.config.section import Section
+from mmray.errors import UsageError
+
+
+class Prepare(Section):
+    """How raw rows become a prepared set: checked, cleaned, packed."""
+
+    path: ClassVar[str] = "prepare"
+    max_bad_fraction: float = Field(
+        0.01, ge=0, le=1, description="More quarantined rows than this, duplicates included, end it (exit 5)."
+    )
+    image_side: int = Field(0, ge=0, description="Re-encode images whose shorter side is longer; 0 keeps the bytes.")
+    max_pixels: int = Field(25_000_000, ge=1, description="Images whose header says more are refused before decode.")
+    duplicates: Literal["image", "row", "keep"] = Field(
+        "image",
+        description="A later row is a duplicate when its images (or images and texts) came before; or keep all.",
+    )
+    holdout: float = Field(0.0, ge=0, lt=1, description="Share of the rows without a split that becomes split `test`.")
+    vocab_size: int = Field(8192, ge=0, description="Tokenizer trained on the captions: its size; 0 trains none.")
+    format: Literal[
+        "auto", "jsonl", "csv", "tsv", "parquet", "webdataset", "coco", "folders", "pairs", "lists", "saved"
+    ] = Field("auto", description="Format of the source; auto: by what it is.")
+    columns: tuple[str, ...] = Field((), description="Columns of other names, as OURS=THEIRS: image=url text=caption.")
+    caption: str = Field("a photo of a {}", description="Caption of a class, where a source has classes and no text.")
+    check: Literal["full", "header", "none"] = Field(
+        "full", description="Images are decoded whole, or their headers read, or taken as they are."
+    )
+    reference: bool = Field(
+        False, description="Keep the images where they are and write an index of them; the source must then stay."
+    )
+    rows_per_shard: int = Field(512, ge=1, le=65536, description="Source rows in one task and its shard files.")
+
+    @field_validator("columns")
+    @classmethod
+    def _columns_are_pairs(cls, columns: tuple[str, ...]) -> tuple[str, ...]:
+        known = ("id", "image", "images", "text", "texts", "label", "split", "language", "boxes", "box_labels")
+        for column in columns:
+            ours, mark, theirs = column.partition("=")
+            if not mark or not theirs or ours not in known:
+                raise ValueError(f"must be OURS=THEIRS, ours one of {', '.join(known)} (got {column!r})")
+        return columns
+
+    @model_validator(mode="after")
+    def _references_are_as_they_are(self) -> Prepare:
+        if self.reference and self.image_side:
+            raise UsageError("prepare.reference keeps images as they are: prepare.image_side must be 0 with it")
+        return self
+
+    @property
+    def column_names(self) -> dict[str, str]:
+        """Our name of a column -> the name it has in the source."""
+        return {ours: theirs for ours, _, theirs in (column.partition("=") for column in self.columns)}
+
+
+class Data(Section):
+    """Where rows come from and how they are streamed."""
+
+    path: ClassVar[str] = "data"
+    train: str = Field("sample", description="A prepared set, a raw source (prepared first, once), or `sample`.")
+    train_split: str = Field("train", description="Split to train on, where the set has splits.")
+    eval: str | None = Field(None, description="Set to evaluate on; none: `eval_split` of the training set, if there.")
+    eval_split: str = Field("test", description="Split to evaluate on, where the set has splits.")
+    cache: str = Field("prepared", description="Folder for sets that were prepared on the way.")
+    workers: int | Literal["auto"] = Field("auto", description="Ray Data actors that decode; auto: from cores, memory.")
+    limit: int | None = Field(None, ge=1, description="Train on the first N rows only, to try things.")
+    shuffle: bool = Field(True, description="Another order each epoch, from the seed; off: source order.")
+    block_mb: float = Field(24.0, gt=0, le=512, description="Size of a block in the object store, in MB.")
+    max_bad_rows: int = Field(16, ge=0, description="Rows that may fail at training time before the run fails.")
+
+    @model_validator(mode="after")
+    def _workers_is_positive(self) -> Data:
+        if isinstance(self.workers, int) and self.workers < 1:
+            raise ValueError(f"workers must be `auto` or at least 1 (got {self.workers})")
+        return self

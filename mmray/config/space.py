@@ -1,0 +1,142 @@
+"""The search space: what `--space key=values` means, its combinations in order, and a config with one of them.
+
+Any setting may be searched. Listed values are crossed; a range is drawn from, and the draws are crossed with the lists.
+Values stay text until `with_settings`: the config gives them their types. `mmray tune` and `mmray bench step` share it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import random
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from mmray.config import Config
+from mmray.errors import UsageError
+
+LENGTHS = ("train.steps", "train.samples", "train.epochs")
+_RANGE = re.compile(r"(uniform|loguniform)\(([^,]+),([^,]+)\)")
+_COMMA = re.compile(r",(?![^\[]*\])")  # not inside [ ]
+
+
+@dataclass(frozen=True)
+class Range:
+    """Values between two bounds, drawn evenly, or evenly in their logarithm."""
+
+    low: float
+    high: float
+    log: bool
+
+    def draw(self, source: random.Random) -> float:
+        """One value of four digits: a recipe is read by people."""
+        if self.log:
+            value = math.exp(source.uniform(math.log(self.low), math.log(self.high)))
+        else:
+            value = source.uniform(self.low, self.high)
+        return float(f"{value:.4g}")
+
+
+@dataclass(frozen=True)
+class Space:
+    """Settings to search, in the order given: {`section.field`: listed values, or a range}."""
+
+    axes: dict[str, tuple[Any, ...] | Range]
+    samples: int = 1  # draws from the ranges
+    seed: int = 0
+
+    def combinations(self) -> list[dict[str, Any]]:
+        """Each combination as {`section.field`: value as typed}; the axis named last changes fastest."""
+        source = random.Random(self.seed)
+        ranges = {key: axis for key, axis in self.axes.items() if isinstance(axis, Range)}
+        listed = {key: axis for key, axis in self.axes.items() if not isinstance(axis, Range)}
+        draws = [{key: axis.draw(source) for key, axis in ranges.items()} for _ in range(self.samples)]
+        crossed = [dict(zip(listed, values, strict=True)) for values in itertools.product(*listed.values())]
+        return [{key: (draw | lists)[key] for key in self.axes} for draw in draws for lists in crossed]
+
+
+def parse(given: Sequence[str], samples: int | None = None, seed: int = 0) -> Space:
+    """The space that `key=v1,v2` and `key=loguniform(low,high)` mean; raises UsageError."""
+    axes: dict[str, tuple[Any, ...] | Range] = {}
+    for text in given:
+        key, equals, values = text.partition("=")
+        key = key.strip().removeprefix("--").replace("-", "_")
+        if not equals or not key or not values.strip():
+            raise UsageError(f"--space {text}: write a setting and its values, as in --space batch.micro=8,16,32")
+        if key in axes:
+            raise UsageError(f"--space {key} is given twice; list its values after one `=`, with commas")
+        _refuse(key)
+        axes[key] = _axis(key, values.strip())
+    if not axes:
+        raise UsageError("nothing to search: give at least one --space, as in --space batch.micro=8,16,32")
+    drawn = any(isinstance(axis, Range) for axis in axes.values())
+    if drawn != (samples is not None):
+        raise UsageError("--samples N says how often a range is drawn from: give both, or neither")
+    return Space(axes, samples or 1, seed)
+
+
+def with_settings(base: Config, settings: dict[str, Any]) -> Config:
+    """`base` with these settings, typed and checked as a config is. Raises UsageError."""
+    values = base.model_dump(mode="json", by_alias=True)
+    for key, value in settings.items():
+        *sections, name = key.split(".")
+        group = values
+        for section in sections:
+            group = group.setdefault(section, {})
+            if not isinstance(group, dict):
+                raise UsageError(f"{key}: `{section}` is one setting, not a group of them")
+        if isinstance(group.get(name), dict):
+            raise UsageError(f"{key}: it is a group of settings; name one of them, as {key}.{next(iter(group[name]))}")
+        if name not in group and sections and group:
+            near = difflib.get_close_matches(name, group, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(group)}"
+            raise UsageError(f"{key}: there is no such setting; {hint}")
+        group[name] = value
+    return Config.model_validate(values)
+
+
+def value_at(config: Config, key: str) -> Any:
+    """The value of `section.field`, as JSON holds it."""
+    value: Any = config.model_dump(mode="json", by_alias=True)
+    for part in key.split("."):
+        value = value[part]
+    return value
+
+
+def _refuse(key: str) -> None:
+    """Settings that cannot differ between trials of one sweep."""
+    if key in LENGTHS:
+        raise UsageError(f"--space {key}: every trial trains as many samples, so a sweep has one length: --{key} N")
+    if key.startswith(("run.", "cluster.address")) or key == "recipe":
+        raise UsageError(f"--space {key}: it belongs to the whole sweep; give it once, as --{key} VALUE")
+
+
+def _axis(key: str, text: str) -> tuple[Any, ...] | Range:
+    match = _RANGE.fullmatch(text)
+    if match is None:
+        values = tuple(_value(item.strip()) for item in _COMMA.split(text))
+        if "" in values or any(values.count(value) > 1 for value in values):
+            raise UsageError(f"--space {key}={text}: a value is empty, or listed twice")
+        return values
+    try:
+        low, high = float(match[2]), float(match[3])
+    except ValueError:
+        raise UsageError(f"--space {key}={text}: the bounds are not numbers") from None
+    log = match[1] == "loguniform"
+    if not low < high or (log and low <= 0):
+        raise UsageError(
+            f"--space {key}={text}: a range goes from a smaller to a larger number, loguniform from above 0"
+        )
+    return Range(low, high, log)
+
+
+def _value(text: str) -> Any:
+    """One listed value: `None`, a list in brackets, else the text itself."""
+    if text.startswith("["):
+        return yaml.safe_load(text)
+    return None if text == "None" else text
