@@ -67,12 +67,10 @@ def find(out: Place, chunks: Iterable[int], rule: Any) -> Findings:
     return Findings(same_key, same_content, int(((twin != NONE) & (split != split[twin])).sum()))
 
 
-def write_quarantine(
-    out: Place, name: str, chunks: Iterable[int], findings: Findings
-) -> tuple[list[Shard], Counter[str]]:
+def write_quarantine(out: Place, chunks: Iterable[int], findings: Findings) -> tuple[list[Shard], Counter[str]]:
     """Write quarantine.jsonl and return the shards with what they drop, and how many rows went for each reason.
 
-    One object a line, in source order: key, source (`name`:line), stage, reason, detail.
+    One object a line, in source order: key, source (`file:line`), stage, reason, detail.
     """
     shards: list[Shard] = []
     reasons: Counter[str] = Counter()
@@ -82,8 +80,8 @@ def write_quarantine(
         for _, record in _records(out, chunks):
             faults = record["faults"] + firsts.faults(record, start)
             for fault in sorted(faults, key=lambda item: item["line"]):
-                source = {"key": fault["key"], "source": f"{name}:{fault.pop('line')}"}
-                file.write(orjson.dumps(source | fault, option=orjson.OPT_APPEND_NEWLINE))
+                del fault["line"]
+                file.write(orjson.dumps(fault, option=orjson.OPT_APPEND_NEWLINE))
                 reasons[fault["reason"]] += 1
             shards.extend(_with_drops(record, findings.first[start:]))
             start += len(record["rows"]["key"])
@@ -128,7 +126,10 @@ def check_budget(where: str, out: Place, num_read: int, total: int, reasons: Cou
             "the same command then goes on with what is done."
         )
     else:
-        lines.append("Correct the source; each row needs `image` (a path in its folder) and `text`.")
+        lines.append(
+            "Correct the source; each row needs `image` (a path in its folder) and `text`; "
+            "columns of other names are mapped with --columns image=NAME text=NAME."
+        )
     raise DataError("\n".join(lines))
 
 
@@ -177,13 +178,15 @@ class _Firsts:
     def faults(self, record: dict[str, Any], start: int) -> list[dict[str, Any]]:
         """Quarantine entries of the duplicates in this record, whose first row is row `start` of the set."""
         rows, faults = record["rows"], []
-        for place, (line, key, shard) in enumerate(zip(rows["line"], rows["key"], rows["shard"], strict=True)):
+        columns = (rows["line"], rows["origin"], rows["key"], rows["shard"])
+        for place, (line, origin, key, shard) in enumerate(zip(*columns, strict=True)):
             split, first = record["shards"][shard]["split"], int(self.findings.first[start + place])
             if start + place in self.wanted:
                 self.known[start + place] = (key, split)
             if first != NONE:
                 repeated = self.findings.same_key[start + place] != NONE
-                faults.append({"line": line, "key": key} | self._fault(repeated, split, *self.known[first]))
+                named = {"line": line, "key": key, "source": origin}
+                faults.append(named | self._fault(repeated, split, *self.known[first]))
         return faults
 
     @staticmethod

@@ -16,11 +16,17 @@ from mmray.data.order import Plan
 Batch = dict[str, torch.Tensor]
 
 
-def steps_of(blocks: Iterable[dict[str, np.ndarray]], plan: Plan) -> Iterator[list[Batch]]:
-    """The micro-batches of each step, in order, from one rank's blocks; a step never straddles two blocks."""
+def steps_of(blocks: Iterable[dict[str, np.ndarray]], plan: Plan, by_length: bool = False) -> Iterator[list[Batch]]:
+    """The micro-batches of each step, in order, from one rank's blocks; a step never straddles two blocks.
+
+    `by_length`: captions of like length share a micro-batch, longest first. The step's rows stay the same.
+    """
     for block in blocks:
         for start in range(0, len(block["pos"]), plan.share):
             step = {name: column[start : start + plan.share] for name, column in block.items()}
+            if by_length and plan.accumulation > 1:  # within one micro-batch an order changes nothing
+                order = np.argsort(-step["num_tokens"], kind="stable")
+                step = {name: column[order] for name, column in step.items()}
             yield [_batch(step, first, first + plan.micro) for first in range(0, plan.share, plan.micro)]
 
 
@@ -33,6 +39,7 @@ def _batch(step: dict[str, np.ndarray], first: int, last: int) -> Batch:
         "input_ids": torch.from_numpy(rows["input_ids"][:, :longest].astype(np.int64)),
         "attention_mask": (torch.arange(longest) < num_tokens[:, None]).long(),
         "key": torch.from_numpy(rows["key"]),
+        "label": torch.from_numpy(rows["label"]),
         "valid": torch.from_numpy(rows["valid"]),
         "pos": torch.from_numpy(rows["pos"]),
     }

@@ -1,25 +1,31 @@
 """Encoded bytes to checked RGB pixels: the first thing that happens to an image, at prepare time and again in training.
 
-Pillow decodes (other decoders die of damaged files instead of raising). `decode` answers with an upright RGB image or
-raises BadImage, whatever the bytes are; `to_pixels` makes the square a model sees; `shrink` makes the smaller copy that
-a prepared set may keep. Nothing here guesses: half a picture is an error, never a picture that is half grey.
+Pillow decodes (other decoders die of damaged files instead of raising), and libjpeg-turbo itself what is a plain JPEG
+without any fault. `decode` answers with an upright RGB image or raises BadImage, whatever the bytes are; `to_pixels`
+makes the square a model sees, `read_pixels` both at once; `shrink` makes the smaller copy that a prepared set may keep.
+Nothing here guesses: half a picture is an error, never a picture that is half grey.
 """
 
 from __future__ import annotations
 
 import io
+import warnings
 import zlib
 from typing import Literal
 
 import numpy as np
+import simplejpeg
 from PIL import Image, ImageFile
+
+from mmray.data.resample import Box, resample
 
 # Another library in the process may have switched this on; half a JPEG would then become mostly grey pixels.
 ImageFile.LOAD_TRUNCATED_IMAGES = False
+# Between this warning and Pillow's error lies what `max_pixels` decides here; a log would fill with it.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 MAX_PIXELS = 25_000_000
 WHITE = (255, 255, 255)
-_RESAMPLING = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 # EXIF orientation (tag 0x0112) -> the move that brings the picture upright.
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -51,13 +57,21 @@ def check_header(data: bytes, max_pixels: int = MAX_PIXELS) -> str:
     return str(_open(data, max_pixels).format)
 
 
+def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+    """(width, height) as the header says, before any turn. Raises BadImage as `check_header` does."""
+    return _open(data, max_pixels).size
+
+
 def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """The picture as an upright RGB image.
 
     EXIF orientation is applied, transparency is laid on white, 16-bit samples are scaled (not clipped), and of an
     animation the first frame is taken. Colour profiles are ignored. Raises BadImage only.
     """
-    image = _open(data, max_pixels)
+    return _decode(_open(data, max_pixels), data, max_pixels)
+
+
+def _decode(image: ImageFile.ImageFile, data: bytes, max_pixels: int) -> Image.Image:
     if image.format == "PNG":
         _check_png_chunks(data)
         _correct_png_transparency(image)
@@ -73,27 +87,89 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     return rgb
 
 
+def read_pixels(
+    data: bytes,
+    side: int,
+    fit: Literal["squash", "crop", "pad"],
+    interpolation: Literal["bilinear", "bicubic"],
+    max_pixels: int = MAX_PIXELS,
+) -> np.ndarray:
+    """What `to_pixels(decode(data))` gives, to the bit: uint8 [3, side, side]. Raises BadImage only.
+
+    The usual file, a whole JPEG that lies upright, goes to libjpeg-turbo without the detour over a Pillow image; any
+    other, and any that it finds fault with, takes the way of `decode`.
+    """
+    image = _open(data, max_pixels)
+    rgb = _plain_jpeg(image, data)
+    if rgb is None:
+        rgb = np.asarray(_decode(image, data, max_pixels))
+    return _channels_first(_square(rgb, side, fit, interpolation))
+
+
+def _plain_jpeg(image: ImageFile.ImageFile, data: bytes) -> np.ndarray | None:
+    """RGB [H, W, 3] of a JPEG in colour, without a turn in its EXIF and without any fault; else None."""
+    if image.format != "JPEG" or image.mode != "RGB" or "exif" in image.info:
+        return None
+    try:
+        if simplejpeg.decode_jpeg_header(data)[1::-1] != image.size:  # nothing larger than was checked is allocated
+            return None
+        rgb: np.ndarray = simplejpeg.decode_jpeg(data, "RGB", strict=True)  # strict: a warning is a fault
+    except ValueError:
+        return None
+    return rgb
+
+
 def to_pixels(
     image: Image.Image,
     side: int,
     fit: Literal["squash", "crop", "pad"],
     interpolation: Literal["bilinear", "bicubic"],
 ) -> np.ndarray:
-    """Pixels of a square: uint8 [3, side, side], contiguous.
+    """Pixels of the square that `resized` makes: uint8 [3, side, side], contiguous."""
+    return _channels_first(_square(np.asarray(image), side, fit, interpolation))
 
-    `squash` ignores the aspect ratio, `crop` takes the central square, `pad` keeps everything on white. Crop and resize
-    are one `resize(box=)`: a third faster than one after the other, and no row of pixels is rounded away.
+
+def channels_first(square: Image.Image) -> np.ndarray:
+    """uint8 [3, H, W], contiguous."""
+    return _channels_first(np.asarray(square))
+
+
+def _channels_first(rgb: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(rgb.transpose(2, 0, 1))
+
+
+def resized(
+    image: Image.Image,
+    side: int,
+    fit: Literal["squash", "crop", "pad"],
+    interpolation: Literal["bilinear", "bicubic"],
+    box: Box | None = None,
+) -> Image.Image:
+    """An RGB square of `side` pixels; `box` (left, top, right, bottom), where given, is the part that fills it.
+
+    Without one, `squash` ignores the aspect ratio, `crop` takes the central square, `pad` keeps everything on white.
+    Crop and resize are one call: a third faster than one after the other, and no row of pixels is rounded away.
     """
-    resampling = _RESAMPLING[interpolation]
-    width, height = image.size
-    if fit == "pad":
-        scale = side / max(width, height)
-        inner = (max(1, round(width * scale)), max(1, round(height * scale)))
-        square = Image.new("RGB", (side, side), WHITE)
-        square.paste(image.resize(inner, resampling), ((side - inner[0]) // 2, (side - inner[1]) // 2))
-    else:
-        square = image.resize((side, side), resampling, box=_source_box(width, height, fit))
-    return np.ascontiguousarray(np.asarray(square).transpose(2, 0, 1))
+    return Image.fromarray(_square(np.asarray(image), side, fit, interpolation, box))
+
+
+def _square(
+    rgb: np.ndarray,
+    side: int,
+    fit: Literal["squash", "crop", "pad"],
+    interpolation: Literal["bilinear", "bicubic"],
+    box: Box | None = None,
+) -> np.ndarray:
+    """uint8 [H, W, 3] to uint8 [side, side, 3], as `resized` says."""
+    height, width = rgb.shape[:2]
+    if fit != "pad" or box is not None:
+        return resample(rgb, (side, side), interpolation, box or _source_box(width, height, fit))
+    scale = side / max(width, height)
+    w, h = max(1, round(width * scale)), max(1, round(height * scale))
+    left, top = (side - w) // 2, (side - h) // 2
+    square = np.full((side, side, 3), WHITE, np.uint8)
+    square[top : top + h, left : left + w] = resample(rgb, (w, h), interpolation, (0, 0, width, height))
+    return square
 
 
 def shrink(image: Image.Image, data: bytes, side: int) -> bytes:
@@ -105,7 +181,7 @@ def shrink(image: Image.Image, data: bytes, side: int) -> bytes:
     if shorter <= side:
         return data
     size = (max(1, round(image.width * side / shorter)), max(1, round(image.height * side / shorter)))
-    small = image.resize(size, Image.Resampling.BICUBIC)
+    small = Image.fromarray(resample(np.asarray(image), size, "bicubic", (0, 0, *image.size)))
     out = io.BytesIO()
     if _is_lossless(data):
         small.save(out, "PNG")
@@ -114,7 +190,7 @@ def shrink(image: Image.Image, data: bytes, side: int) -> bytes:
     return out.getvalue()
 
 
-def _source_box(width: int, height: int, fit: str) -> tuple[float, float, float, float]:
+def _source_box(width: int, height: int, fit: str) -> Box:
     """The part of the source that fills the square."""
     if fit == "squash":
         return (0, 0, width, height)

@@ -20,7 +20,7 @@ TOKENIZER = "tokenizer.json"
 QUARANTINE = "quarantine.jsonl"
 SHARDS = "shards"
 PARTS = "parts"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)

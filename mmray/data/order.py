@@ -54,8 +54,19 @@ def _feistel(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
 
 def draw(seed: int, epoch: np.ndarray, key: np.ndarray, choices: np.ndarray) -> np.ndarray:
     """A choice 0..choices-1 for each row (all int64, one shape), from (seed, epoch, key) alone."""
+    return (_mark(seed, epoch, key) % choices.astype(np.uint64)).astype(np.int64)
+
+
+def uniform(seed: int, epoch: np.ndarray, key: np.ndarray, count: int) -> np.ndarray:
+    """Numbers in [0, 1) for each row: float64 [R, count], from (seed, epoch [R], key [R]) alone."""
+    numbers = mix(_mark(seed, epoch, key)[:, None] ^ mix(np.arange(1, count + 1, dtype=np.uint64)))
+    return (numbers >> np.uint64(11)) * 2.0**-53
+
+
+def _mark(seed: int, epoch: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Hash uint64 of (seed, epoch, key), one a row."""
     salt = mix(epoch.astype(np.uint64) ^ mix(np.full(epoch.shape, seed, np.uint64)))
-    return (mix(key.view(np.uint64) ^ salt) % choices.astype(np.uint64)).astype(np.int64)
+    return mix(key.view(np.uint64) ^ salt)
 
 
 @dataclass(frozen=True)

@@ -15,33 +15,46 @@ from typing import Any
 
 import orjson
 
-from mmray.data.image import BadImage, decode, shrink
-from mmray.data.jsonl import BadRow, RawRow, parse_line
+from mmray.data.files import read_picture, stamp
+from mmray.data.formats.choose import Chosen, source_of
+from mmray.data.formats.rows import BadRow, Picture, RawRow, row_of
+from mmray.data.formats.source import Chunk, Item, Source
+from mmray.data.image import BadImage, decode, header_size, shrink
 from mmray.data.manifest import PARTS, SHARDS, Shard
 from mmray.data.place import Place
-from mmray.data.sources import Chunk, read_image, read_lines, stamp
 from mmray.data.store import Row, ShardWriter, images_sha256
 from mmray.data.text import BadText, clean
+from mmray.data.trial import Trial
 
-_RECORD_VERSION = 1
+_RECORD_VERSION = 2
+_BOX_SLACK = 0.01  # annotators draw a pixel over the edge
 
 
 @dataclass(frozen=True)
 class Job:
     """What decides how a chunk is packed: another job packs it again."""
 
-    source: str
-    name: str
+    source: Chosen
     out: str
+    columns: tuple[tuple[str, str], ...]  # (ours, theirs)
+    template: str
+    check: str
+    reference: bool
     image_side: int
     max_pixels: int
     holdout: float
     rows_per_shard: int
+    careful: bool = False  # decode in a child process: a worker has died before
 
     def digest(self) -> str:
         """Of the settings alone: a set may be moved together with its source."""
-        settings = (_RECORD_VERSION, self.image_side, self.max_pixels, self.holdout, self.rows_per_shard)
+        settings: list[object] = [_RECORD_VERSION, self.image_side, self.max_pixels, self.holdout, self.rows_per_shard]
+        settings += [self.source.format, self.columns, self.template, self.check, self.reference]
         return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
+
+    def open(self) -> Source:
+        """The source, where the job stands: on the driver or in a task."""
+        return source_of(self.source, Place(self.out), dict(self.columns), self.template)
 
 
 @dataclass(frozen=True)
@@ -61,8 +74,9 @@ def pack_chunk(job: Job, chunk: Chunk) -> Packed:
     """Pack one chunk. Raises SourceChanged, or OSError where the set cannot be written."""
     task = _Task(job, chunk)
     with ExitStack() as files:
-        for line, data in read_lines(task.source, job.name, chunk):
-            task.pack(line, data, files)
+        files.callback(task.trial.close)
+        for item in job.open().read(chunk):
+            task.pack(item, files)
     record = task.record()
     Place(job.out).write(part_name(chunk.index), orjson.dumps(record))
     return Packed(chunk.index, len(record["rows"]["key"]) + len(record["faults"]), len(record["faults"]))
@@ -79,7 +93,7 @@ def read_record(out: Place, index: int) -> dict[str, Any] | None:
 
 def is_current(record: dict[str, Any], job: Job, chunk: Chunk) -> bool:
     """Whether this record stands for this chunk as it would be packed now: same lines, settings and image files."""
-    source, out = Place(job.source), Place(job.out)
+    source, out = Place(job.source.address), Place(job.out)
     return (
         record["job"] == job.digest()
         and record["chunk"] == asdict(chunk)
@@ -94,31 +108,32 @@ class _Task:
 
     def __init__(self, job: Job, chunk: Chunk) -> None:
         self.job, self.chunk = job, chunk
-        self.source, self.out = Place(job.source), Place(job.out)
+        self.source, self.out = Place(job.source.address), Place(job.out)
         self.writers: dict[str | None, ShardWriter] = {}
-        self.rows: dict[str, list[Any]] = {"line": [], "key": [], "image": [], "row": [], "shard": []}
+        self.rows: dict[str, list[Any]] = {"line": [], "origin": [], "key": [], "image": [], "row": [], "shard": []}
         self.faults: list[dict[str, Any]] = []
         self.files: list[tuple[str, int | None, int | None]] = []
         self.retry = False
+        self.trial = Trial()
         self.token = uuid.uuid4().hex[:8]  # never over a file that an earlier manifest may name
 
-    def pack(self, line: int, data: bytes, files: ExitStack) -> None:
-        where = f"{self.job.name}:{line}"
-        key = where
+    def pack(self, item: Item, files: ExitStack) -> None:
+        key = item.origin
         try:
-            raw = parse_line(data, where)
+            if isinstance(item.values, BadRow):
+                raise item.values
+            raw = row_of(item.values, item.origin)
             key = raw.key
-            row, original = self._check(raw, where)
+            row, original = self._check(raw, item.origin)
         except BadRow as bad:
             # "unreadable" may pass (a network file system), so such a chunk is tried again by the next prepare.
             self.retry = self.retry or bad.reason == "unreadable"
-            self.faults.append(
-                {"line": line, "key": bad.key or key, "stage": bad.stage, "reason": bad.reason, "detail": bad.detail}
-            )
+            fault = {"stage": bad.stage, "reason": bad.reason, "detail": bad.detail}
+            self.faults.append({"line": item.line, "key": bad.key or key, "source": item.origin} | fault)
             return
         self._writer(row.split, files).append(row)
         texts = hashlib.sha256(orjson.dumps([original, *row.texts])).hexdigest()
-        entry = (line, row.key, original[:32], texts[:32], list(self.writers).index(row.split))
+        entry = (item.line, item.origin, row.key, original[:32], texts[:32], list(self.writers).index(row.split))
         for column, value in zip(self.rows.values(), entry, strict=True):
             column.append(value)
 
@@ -140,24 +155,56 @@ class _Task:
             texts = [clean(text) for text in raw.texts]
         except BadText as bad:
             raise BadRow("text", bad.reason, bad.detail) from None
-        images = [self._read(name) for name in raw.images]
+        if self.job.reference and any(picture.file is None for picture in raw.images):
+            raise BadRow("read", "no-reference", "the image stands in the row itself: prepare without --reference")
+        if self.job.reference and self.job.check == "none":
+            self._stamp(raw.images)
+            return self._unread(raw, texts, where)
+        images = [self._read(picture) for picture in raw.images]
         original = images_sha256(images)
-        kept = [self._decode(name, data) for name, data in zip(raw.images, images, strict=True)]
+        checked = [self._decode(picture.name, data) for picture, data in zip(raw.images, images, strict=True)]
+        kept = [data for data, _ in checked]
         row = Row(raw.key, kept, texts, raw.label, raw.split, raw.language, where, images_sha256(kept))
+        if raw.boxes:
+            row.boxes, row.box_labels = _fractions(raw, checked[0][1]), list(raw.box_labels)
+        if self.job.reference:
+            row.images, row.refs = [], _refs(raw)
+        return self._placed(row, original), original
+
+    def _unread(self, raw: RawRow, texts: list[str], where: str) -> tuple[Row, str]:
+        """A row whose image is taken on trust: it has no checksum, and only the same file is its duplicate."""
+        refs = _refs(raw)
+        original = hashlib.sha256(orjson.dumps(refs)).hexdigest()
+        row = Row(raw.key, [], texts, raw.label, raw.split, raw.language, where, refs=refs)
+        if raw.boxes:
+            row.boxes, row.box_labels = _fractions(raw, (0, 0)), list(raw.box_labels)
+        return self._placed(row, original), original
+
+    def _placed(self, row: Row, original: str) -> Row:
+        """The row with the split that holds it out, where it has none."""
         if row.split is None and self.job.holdout > 0:
             # By content, so that twins are on one side and a row stays where it is when the set grows.
             row.split = "test" if int(original[:16], 16) / 2**64 < self.job.holdout else "train"
-        return row, original
+        return row
 
-    def _read(self, name: str) -> bytes:
-        self.files.append(stamp(self.source, name))
-        return read_image(self.source, name)
+    def _stamp(self, pictures: tuple[Picture, ...]) -> None:
+        self.files.extend(stamp(self.source, str(picture.file)) for picture in pictures if picture.data is None)
 
-    def _decode(self, name: str, data: bytes) -> bytes:
-        """The bytes to keep of an image that decodes to its end."""
+    def _read(self, picture: Picture) -> bytes:
+        self._stamp((picture,))
+        return read_picture(self.source, picture)
+
+    def _decode(self, name: str, data: bytes) -> tuple[bytes, tuple[int, int]]:
+        """The bytes to keep of an image, and its size; it decodes to its end, or as far as `check` asks."""
         try:
+            if self.job.check != "full" and not self.job.image_side:
+                return data, header_size(data, self.job.max_pixels) if self.job.check == "header" else (0, 0)
+            if self.job.careful:
+                size = self.trial.check(data, self.job.max_pixels)
+                if not self.job.image_side:
+                    return data, size
             image = decode(data, self.job.max_pixels)
-            return shrink(image, data, self.job.image_side) if self.job.image_side else data
+            return shrink(image, data, self.job.image_side) if self.job.image_side else data, image.size
         except BadImage as bad:
             raise BadRow("decode", bad.reason, f"{name}: {bad.detail}") from None
 
@@ -171,3 +218,19 @@ class _Task:
 def shards_of(record: dict[str, Any]) -> list[Shard]:
     """The shard files of a finished chunk."""
     return [Shard.from_json(values) for values in record["shards"]]
+
+
+def _refs(raw: RawRow) -> list[dict[str, Any]]:
+    """Where the images of a row are, as a shard keeps it."""
+    return [{"file": one.file, "offset": one.offset, "length": one.length} for one in raw.images]
+
+
+def _fractions(raw: RawRow, size: tuple[int, int]) -> list[list[float]]:
+    """Boxes as (left, top, right, bottom) in fractions of the image, which hold at any size. Raises BadRow."""
+    width, height = size
+    if not width:
+        raise BadRow("columns", "boxes", "boxes need the size of the image: prepare with --check full or header")
+    out = [[x / width, y / height, (x + w) / width, (y + h) / height] for x, y, w, h in raw.boxes]
+    if any(min(box) < -_BOX_SLACK or max(box) > 1 + _BOX_SLACK for box in out):
+        raise BadRow("columns", "boxes", f"a box leaves the image of {width} x {height} pixels")
+    return [[min(1.0, max(0.0, number)) for number in box] for box in out]

@@ -55,6 +55,24 @@ class Place:
         info = system.get_file_info(f"{root}/{name}")
         return info.size if info.type == fs.FileType.File else None
 
+    def info(self, name: str) -> tuple[int | None, int | None]:
+        """(bytes, time of change in ns) of a file, None where the store does not say. Raises FileNotFoundError."""
+        system, root = self._system
+        info = system.get_file_info(f"{root}/{name}")
+        if info.type != fs.FileType.File:
+            raise FileNotFoundError(f"there is no file {self.address}/{name}")
+        return info.size, info.mtime_ns
+
+    def is_folder(self, name: str = "") -> bool:
+        system, root = self._system
+        return bool(system.get_file_info(f"{root}/{name}".rstrip("/")).type == fs.FileType.Directory)
+
+    def tree(self, folder: str = "") -> list[str]:
+        """Names of all files below a folder, sorted, relative to this place."""
+        system, root = self._system
+        infos = system.get_file_info(fs.FileSelector(f"{root}/{folder}".rstrip("/"), recursive=True))
+        return sorted(info.path[len(root) :].lstrip("/") for info in infos if info.type == fs.FileType.File)
+
     def names(self, folder: str = "") -> list[str]:
         """Names of the files in a folder, sorted; none where there is no folder."""
         system, root = self._system

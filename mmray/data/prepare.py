@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,11 @@ import orjson
 import ray.data
 
 from mmray.data import assemble
+from mmray.data.formats.choose import choose
+from mmray.data.formats.source import Chunk, SourceChanged
 from mmray.data.manifest import MANIFEST, PARTS, SHARDS, TOKENIZER, Manifest, read_manifest
 from mmray.data.pack import Job, is_current, pack_chunk, read_record
 from mmray.data.place import UNFINISHED, Place
-from mmray.data.sources import Chunk, SourceChanged, check_jsonl, scan
 from mmray.data.target import make, one_writer, sweep, sweep_unfinished
 from mmray.errors import DataError, ResourceError, UsageError
 
@@ -46,59 +47,71 @@ class Progress:
 
 
 Report = Callable[[Progress], None]
+Say = Callable[[str, str], None]  # a line and its label
 
 
-def prepare(source: str, out: str, settings: Prepare, progress: Report | None = None) -> Manifest:
-    """Check, clean and pack a JSONL file of image-text rows into the folder `out`; Ray must be initialised.
+def prepare(
+    source: str, out: str, settings: Prepare, progress: Report | None = None, say: Say | None = None
+) -> Manifest:
+    """Check, clean and pack the image-text rows of a source into the folder `out`; Ray must be initialised.
 
     Returns the manifest that is then in the folder. Raises DataError (a fault of the whole source, or more bad rows
     than `settings.max_bad_fraction`), UsageError (a folder that cannot be meant), ResourceError (what failed may pass).
     """
-    place, name = Place.split(source)
+    chosen = choose(source, settings.format)
     target, report = Place(out), progress or (lambda _: None)
     job = Job(
-        source=place.address,
-        name=name,
+        source=chosen,
         out=target.address,
+        columns=tuple(settings.column_names.items()),
+        template=settings.caption,
+        check=settings.check,
+        reference=settings.reference,
         image_side=settings.image_side,
         max_pixels=settings.max_pixels,
         holdout=settings.holdout,
         rows_per_shard=settings.rows_per_shard,
     )
-    check_jsonl(place, name)
     make(target)
     with one_writer(target):
         try:
-            return _prepare(job, settings, report)
+            return _prepare(job, settings, report, say or (lambda _, __: None))
         except OSError as error:
             raise ResourceError(f"prepare stopped: {error}; put it right, and the same command goes on") from error
 
 
-def _prepare(job: Job, settings: Prepare, report: Report) -> Manifest:
+def _prepare(job: Job, settings: Prepare, report: Report, say: Say) -> Manifest:
     out = Place(job.out)
     sweep_unfinished(out)
     before = read_manifest(out)
     chunks = _scan(job, report)
-    total = sum(chunk.num_rows for chunk in chunks)
-    if not total:
-        raise DataError(f"{job.source}/{job.name} holds no rows: it must hold one JSON object a line")
-    if before is not None and not _is_continued(before, chunks):
-        if before.source["name"] != job.name:
+    total, called = _count(chunks), job.source.called
+    if not chunks or total == 0:
+        raise DataError(f"{_where(job)} holds no rows of {job.open().title}")
+    amount = f"{len(chunks):,} files" if total is None else f"{total:,} rows"
+    say(f"{amount} of {job.open().title} from {_where(job)}", "reading")
+    if before is not None and not _is_continued(before, job, chunks):
+        if before.source["name"] != called:
             raise UsageError(
-                f"{job.out} holds the set made from {before.source['name']}: choose another folder for {job.name}"
+                f"{job.out} holds the set made from {before.source['name']}: choose another folder for {called}"
             )
         before = None
-    done = _pack(job, chunks, assemble.most_bad(settings.max_bad_fraction, total), report)
+    done = _pack(job, chunks, total, settings.max_bad_fraction, report)
+    total = sum(_counted(read_record(out, index)) for index in done) if total is None else total
     report(Progress("assemble", total, total))
     findings = assemble.find(out, done, settings.duplicates)
-    shards, reasons = assemble.write_quarantine(out, job.name, done, findings)
+    shards, reasons = assemble.write_quarantine(out, done, findings)
     num_read = findings.num_rows + reasons.total() - findings.num_dropped
-    where = f"{job.source}/{job.name}"
-    assemble.check_budget(where, out, num_read, total, reasons, settings.max_bad_fraction)
+    assemble.check_budget(_where(job), out, num_read, total, reasons, settings.max_bad_fraction)
     report(Progress("tokenizer", num_read, total, reasons.total()))
     has_tokenizer = _write_tokenizer(out, shards, settings, before)
     manifest = assemble.make_manifest(
-        settings, _identity(job.name, chunks), shards, reasons, findings.num_leaks, has_tokenizer
+        settings,
+        _identity(job, chunks) | _found_at(job),
+        shards,
+        reasons,
+        findings.num_leaks,
+        has_tokenizer,
     )
     out.write(MANIFEST, manifest.to_json())
     sweep(out, len(chunks))
@@ -111,16 +124,34 @@ def _scan(job: Job, report: Report) -> list[Chunk]:
     records = (read_record(out, index) for index in range(len(out.names(PARTS))))
     stops = {record["chunk"]["stop"] for record in records if record and record["job"] == digest}
     chunks, rows = [], 0
-    for chunk in scan(Place(job.source), job.name, job.rows_per_shard, stops):
+    for chunk in job.open().scan(job.rows_per_shard, stops):
         chunks.append(chunk)
-        rows += chunk.num_rows
+        rows += chunk.num_rows or 0
         report(Progress("scan", rows, 0))
     return chunks
 
 
-def _pack(job: Job, chunks: list[Chunk], most_bad: int, report: Report) -> list[int]:
-    """Pack what is not done; the indices of the chunks that are. Ends early once more than `most_bad` rows are bad."""
-    out, total = Place(job.out), sum(chunk.num_rows for chunk in chunks)
+def _where(job: Job) -> str:
+    return f"{job.source.address}/{job.source.name}".rstrip("/")
+
+
+def _count(chunks: list[Chunk]) -> int | None:
+    """Rows of these chunks; None where some are only counted as they are read."""
+    counts = [chunk.num_rows for chunk in chunks if chunk.num_rows is not None]
+    return sum(counts) if len(counts) == len(chunks) else None
+
+
+def _counted(record: dict[str, Any] | None) -> int:
+    """Rows that a record accounts for."""
+    return len(record["rows"]["key"]) + len(record["faults"]) if record else 0
+
+
+def _pack(job: Job, chunks: list[Chunk], total: int | None, budget: float, report: Report) -> list[int]:
+    """Pack what is not done; the indices of the chunks that are.
+
+    Ends early once more rows are bad than the budget allows, where it is known beforehand how many there are.
+    """
+    out, most_bad = Place(job.out), None if total is None else assemble.most_bad(budget, total)
     done: list[int] = []
     todo: list[Chunk] = []
     rows = bad = 0
@@ -130,21 +161,46 @@ def _pack(job: Job, chunks: list[Chunk], most_bad: int, report: Report) -> list[
             todo.append(chunk)
             continue
         done.append(chunk.index)
-        rows, bad = rows + chunk.num_rows, bad + len(record["faults"])
+        rows, bad = rows + _counted(record), bad + len(record["faults"])
     kept = rows
-    report(Progress("pack", rows, total, bad, kept))
-    results = _run(job, todo) if bad <= most_bad else iter(())
+    report(Progress("pack", rows, _expected(total, rows, done, chunks), bad, kept))
+    results = _run(job, todo) if most_bad is None or bad <= most_bad else iter(())
     for index, num_rows, num_bad in results:
         done.append(index)
         rows, bad = rows + num_rows, bad + num_bad
-        report(Progress("pack", rows, total, bad, kept))
-        if bad > most_bad:
+        report(Progress("pack", rows, _expected(total, rows, done, chunks), bad, kept))
+        if most_bad is not None and bad > most_bad:
             break
     return sorted(done)
 
 
+def _expected(total: int | None, rows: int, done: list[int], chunks: list[Chunk]) -> int:
+    """Rows in all; where they are not known, as many in each file as in those that were read."""
+    return total if total is not None else round(rows * len(chunks) / max(1, len(done)))
+
+
 def _run(job: Job, chunks: list[Chunk]) -> Iterator[tuple[int, int, int]]:
-    """The Ray Data job: (index, rows, bad rows) of each chunk, as it is done."""
+    """(index, rows, bad rows) of each chunk, as it is done; after a worker's death the rest with decoders apart."""
+    done: set[int] = set()
+    try:
+        for answer in _ray_job(job, chunks):
+            done.add(answer[0])
+            yield answer
+        return
+    except ray.exceptions.RayError:
+        rest = [chunk for chunk in chunks if chunk.index not in done]
+    try:
+        yield from _ray_job(replace(job, careful=True), rest)
+    except ray.exceptions.RayError as error:
+        raise ResourceError(
+            f"the prepare job ended, while at {_unfinished(job, rest)}: {error}\nThe same command goes on where it "
+            "was; images are not the cause (they were decoded in processes of their own): memory may be, give a task "
+            "fewer rows with --rows-per-shard"
+        ) from error
+
+
+def _ray_job(job: Job, chunks: list[Chunk]) -> Iterator[tuple[int, int, int]]:
+    """The Ray Data job itself. Raises RayError once a chunk has killed its worker MAX_RETRIES times more."""
     if not chunks:
         return
     items = [{"chunk": orjson.dumps(asdict(chunk)).decode()} for chunk in chunks]
@@ -154,24 +210,18 @@ def _run(job: Job, chunks: list[Chunk]) -> Iterator[tuple[int, int, int]]:
         results = dataset.map_batches(
             partial(_pack_batch, job=job), batch_size=1, batch_format="numpy", max_retries=MAX_RETRIES
         )
-    try:
-        for row in results.iter_rows():
-            if row["fault"]:
-                raise (DataError if row["changed"] else ResourceError)(row["fault"])
-            yield int(row["index"]), int(row["num_rows"]), int(row["num_bad"])
-    except ray.exceptions.RayError as error:
-        raise ResourceError(
-            f"the prepare job ended, while at {_unfinished(job, chunks)}: {error}\nThe same command goes on where "
-            "it was; if it ends there again, an image of these lines kills the decoder: take it out"
-        ) from error
+    for row in results.iter_rows():
+        if row["fault"]:
+            raise (DataError if row["changed"] else ResourceError)(row["fault"])
+        yield int(row["index"]), int(row["num_rows"]), int(row["num_bad"])
 
 
 def _unfinished(job: Job, chunks: list[Chunk]) -> str:
-    """The lines that were being packed when a worker died: those whose shards lie about unfinished."""
+    """What was being packed when a worker died: those whose shards lie about unfinished."""
     names = Place(job.out).names(SHARDS)
     at = {int(name.partition("-")[0]) for name in names if name.endswith(UNFINISHED)}
-    lines = [f"{chunk.first_line}-{chunk.first_line + chunk.num_rows - 1}" for chunk in chunks if chunk.index in at]
-    return f"lines {', '.join(lines[:16])} of {job.name}" if lines else job.name
+    parts = [f"{chunk.file} from row {chunk.first_line}" for chunk in chunks if chunk.index in at]
+    return ", ".join(parts[:16]) or job.source.called
 
 
 def _pack_batch(batch: dict[str, np.ndarray], job: Job) -> dict[str, np.ndarray]:
@@ -188,14 +238,22 @@ def _pack_batch(batch: dict[str, np.ndarray], job: Job) -> dict[str, np.ndarray]
     return {name: np.array([value]) for name, value in answer.items()}
 
 
-def _is_continued(before: Manifest, chunks: list[Chunk]) -> bool:
+def _is_continued(before: Manifest, job: Job, chunks: list[Chunk]) -> bool:
     """Whether the source is the one of this manifest, with or without further rows."""
-    return before.source == _identity(before.source["name"], chunks[: before.source["num_chunks"]])
+    same = _identity(job, chunks[: before.source["num_chunks"]])
+    return same.items() <= before.source.items()
 
 
-def _identity(name: str, chunks: list[Chunk]) -> dict[str, Any]:
+def _identity(job: Job, chunks: list[Chunk]) -> dict[str, Any]:
+    """What says that a source is the same; where the images stay in it, its address too."""
     digest = hashlib.sha256("".join(chunk.sha256 for chunk in chunks).encode()).hexdigest()
-    return {"name": name, "num_chunks": len(chunks), "num_bytes": chunks[-1].stop, "sha256": digest}
+    identity = {"name": job.source.called, "num_chunks": len(chunks), "num_bytes": chunks[-1].stop, "sha256": digest}
+    return identity | ({"address": job.source.address} if job.reference else {})
+
+
+def _found_at(job: Job) -> dict[str, str]:
+    """Where the source was, for a report that shows what was set aside; it may have moved since."""
+    return {"format": job.source.format, "folder": job.source.address, "file": job.source.name}
 
 
 def _write_tokenizer(out: Place, shards: list[assemble.Shard], settings: Prepare, before: Manifest | None) -> bool:

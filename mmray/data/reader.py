@@ -12,41 +12,53 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmray.data import image as images
+from mmray.data.augment import draws, vary
 from mmray.data.order import PADDING, Blocks, Plan, draw
 from mmray.data.store import PreparedSet, Row, key_id
 from mmray.data.text import TextEncoder
 
 if TYPE_CHECKING:
-    from mmray.config import Inputs
+    from mmray.config import Augment, Inputs
 
+UNLABELLED = -1
 Block = dict[str, np.ndarray]
 
 
 class RowReader:
     """Reads rows of a prepared set as model inputs; cheap to pickle, opens the set on first use."""
 
-    def __init__(self, prepared: PreparedSet, inputs: Inputs, tokenizer_json: str, max_pixels: int):
+    def __init__(
+        self,
+        prepared: PreparedSet,
+        inputs: Inputs,
+        tokenizer_json: str,
+        max_pixels: int,
+        augment: Augment | None = None,
+    ):
         self.prepared, self.inputs, self.max_pixels = prepared, inputs, max_pixels
+        self.augment = augment if augment is not None and augment.varies else None
         self.encoder = TextEncoder(tokenizer_json, inputs.max_tokens)
 
     def block(self, plan: Plan, positions: np.ndarray) -> Block:
         """Arrays of the rows at `positions` [R] of the run's order.
 
         image uint8 [R, 3, S, S]; input_ids int32 [R, T]; num_tokens int32 [R] (1 for an invalid row); key int64 [R];
-        valid bool [R]; pos int64 [R]. Padding and unreadable rows are zeros with valid=False.
+        label int64 [R], -1 where there is none; valid bool [R]; pos int64 [R]. Padding and unreadable rows are zeros
+        with valid=False.
         """
         rows = self._rows(plan.rows_at(positions))
-        pixels = np.zeros((len(rows), 3, self.inputs.image_side, self.inputs.image_side), np.uint8)
-        valid = np.array(
-            [row is not None and self._draw_pixels(row, out) for row, out in zip(rows, pixels, strict=True)]
-        )
         key = np.array([key_id(row.key) if row else 0 for row in rows], np.int64)
-        input_ids, num_tokens = self._tokens(plan, positions, rows, key)
+        epoch = np.where(positions >= 0, positions, 0) // plan.num_rows
+        pixels, valid = self._pixels(rows, draws(plan.seed, epoch, key) if self.augment else None)
+        input_ids, num_tokens = self._tokens(plan.seed, epoch, rows, key)
         return {
             "image": pixels,
             "input_ids": input_ids,
             "num_tokens": np.where(valid, num_tokens, 1).astype(np.int32),
             "key": np.where(valid, key, 0),
+            "label": np.array(
+                [UNLABELLED if row is None or row.label is None else row.label for row in rows], np.int64
+            ),
             "valid": valid,
             "pos": positions,
         }
@@ -82,22 +94,32 @@ class RowReader:
             middle = len(row_ids) // 2  # one damaged record must not cost its neighbours
             return self._read(row_ids[:middle]) + self._read(row_ids[middle:])
 
-    def _draw_pixels(self, row: Row, out: np.ndarray) -> bool:
-        if not row.is_intact:
-            return False
-        try:
-            picture = images.decode(row.images[0], self.max_pixels)
-        except images.BadImage:
-            return False
-        out[:] = images.to_pixels(picture, self.inputs.image_side, self.inputs.fit, self.inputs.interpolation)
-        return True
+    def _pixels(self, rows: list[Row | None], drawn: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """Pixels uint8 [R, 3, S, S] and which of them are real, bool [R]; varied by `drawn` [R, DRAWS]."""
+        side = self.inputs.image_side
+        pixels, valid = np.zeros((len(rows), 3, side, side), np.uint8), np.zeros(len(rows), bool)
+        for place, row in enumerate(rows):
+            if row is None or not row.is_intact:
+                continue
+            try:
+                pixels[place] = self._square(row.images[0], None if drawn is None else drawn[place])
+                valid[place] = True
+            except images.BadImage:
+                continue
+        return pixels, valid
+
+    def _square(self, data: bytes, drawn: np.ndarray | None) -> np.ndarray:
+        """What the model sees of an encoded image, varied by `drawn` [DRAWS]. Raises BadImage."""
+        inputs = self.inputs
+        if self.augment is None or drawn is None:
+            return images.read_pixels(data, inputs.image_side, inputs.fit, inputs.interpolation, self.max_pixels)
+        return vary(images.decode(data, self.max_pixels), inputs, self.augment, drawn)
 
     def _tokens(
-        self, plan: Plan, positions: np.ndarray, rows: list[Row | None], key: np.ndarray
+        self, seed: int, epoch: np.ndarray, rows: list[Row | None], key: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         choices = np.array([len(row.texts) if row else 1 for row in rows], np.int64)
-        epoch = np.where(positions >= 0, positions, 0) // plan.num_rows
-        chosen = draw(plan.seed, epoch, key, choices)
+        chosen = draw(seed, epoch, key, choices)
         return self.encoder.encode([row.texts[c] if row else "" for row, c in zip(rows, chosen, strict=True)])
 
 

@@ -29,13 +29,11 @@ def ensure_prepared(
     place = Path(source).expanduser().resolve()
     if (place / MANIFEST).exists():
         return place
-    if place.is_dir():
-        raise DataError(f"{place} is not a prepared set (it has no {MANIFEST}): run `mmray prepare SOURCE {source}`")
-    if not place.exists():
-        raise DataError(f"there is no data at {place}: give a prepared set, a .jsonl file, or `sample`")
+    if not place.exists() and "," not in place.name:
+        raise DataError(f"there is no data at {place}: give a prepared set, a source of rows, or `sample`")
     name = hashlib.sha256(f"{place}\n{settings.model_dump_json()}".encode()).hexdigest()[:8]
     out = Path(cache).expanduser().resolve() / f"{place.stem}-{name}"
-    manifest = prepare(str(place), str(out), settings, progress)
+    manifest = prepare(str(place), str(out), settings, progress, say)
     aside = f"{manifest.num_quarantined:,} set aside (reasons in its {QUARANTINE})"
     say(f"{out}: {manifest.num_rows:,} rows of {place.name}, {aside}", "prepared")
     return out

@@ -17,6 +17,8 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
+from mmray.data.files import read_picture
+from mmray.data.formats.rows import Picture
 from mmray.data.manifest import MANIFEST, PARTS, TOKENIZER, Manifest, Shard, fingerprint, read_manifest
 from mmray.data.open_shards import OpenShards
 from mmray.data.place import Place
@@ -33,6 +35,9 @@ SCHEMA = pa.schema(
         ("language", pa.string()),
         pa.field("source", pa.string(), nullable=False),
         pa.field("sha256", pa.string(), nullable=False),
+        ("boxes", pa.list_(pa.list_(pa.float32(), 4))),
+        ("box_labels", pa.list_(pa.int64())),
+        ("refs", pa.list_(pa.struct([("file", pa.string()), ("offset", pa.int64()), ("length", pa.int64())]))),
     ]
 )
 
@@ -49,11 +54,17 @@ class Row:
     language: str | None = None
     source: str = ""
     sha256: str = ""  # of the images as they are kept
+    boxes: list[list[float]] | None = None  # of the first image: left, top, right, bottom in fractions of its sides
+    box_labels: list[int] | None = None
+    refs: list[dict[str, Any]] | None = None  # of a set by reference: file, offset, length in the source's folder
 
     @property
     def is_intact(self) -> bool:
-        """Whether the images are, byte for byte, those that were checked (a damaged JPEG often decodes)."""
-        return self.sha256 == images_sha256(self.images)
+        """Whether the images are, byte for byte, those that were checked (a damaged JPEG often decodes).
+
+        A reference that was not checked has no checksum, and is taken as it is.
+        """
+        return (not self.sha256 and self.refs is not None) or self.sha256 == images_sha256(self.images)
 
 
 def images_sha256(images: list[bytes]) -> str:
@@ -87,7 +98,21 @@ class ShardWriter:
         """Add a row; memory holds at most one record batch."""
         self._batch.append(row)
         self.num_rows += 1
-        self._digest.update(orjson.dumps([row.key, row.texts, row.label, row.split, row.language, row.sha256]))
+        self._digest.update(
+            orjson.dumps(
+                [
+                    row.key,
+                    row.texts,
+                    row.label,
+                    row.split,
+                    row.language,
+                    row.sha256,
+                    row.boxes,
+                    row.box_labels,
+                    row.refs,
+                ]
+            )
+        )
         if len(self._batch) == BATCH_ROWS:
             self._flush()
 
@@ -182,8 +207,15 @@ class PreparedSet:
         for shard, batch, places, inside in self._grouped(np.asarray(rows, np.int64)):
             records = self._files.batch(self._shards[shard].file, batch).take(pa.array(inside))
             for place, record in zip(places, _to_pylist(records, self._shards[shard]), strict=True):
-                out[place] = Row(**record)
+                out[place] = self._with_images(Row(**record))
         return out  # type: ignore[return-value]  # every place belongs to one group
+
+    def _with_images(self, row: Row) -> Row:
+        """The row with the images that it only refers to. Raises OSError or ValueError."""
+        if row.refs:
+            source = Place(self.manifest.source["address"])
+            row.images = [read_picture(source, Picture(ref["file"], **ref)) for ref in row.refs]
+        return row
 
     def keys(self, rows: np.ndarray | None = None) -> list[str]:
         """Keys of these rows (of all, in order, without an argument); images are not touched."""

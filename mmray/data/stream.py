@@ -36,8 +36,10 @@ def plan_dataset(count: int) -> ray.data.Dataset:
     return numbers.repartition(target_num_rows_per_block=1, strict=True)
 
 
-def stream_dataset(reader: RowReader, blocks: Blocks, workers: int) -> ray.data.Dataset:
-    """The blocks in order, read by `workers` actors of one CPU each."""
+def stream_dataset(
+    reader: RowReader, blocks: Blocks, workers: int, labels: dict[str, str] | None = None
+) -> ray.data.Dataset:
+    """The blocks in order, read by `workers` actors of one CPU each, on nodes of these labels."""
     dataset = plan_dataset(blocks.count).map_batches(
         BlockReader,
         fn_constructor_args=(reader, blocks),
@@ -46,6 +48,7 @@ def stream_dataset(reader: RowReader, blocks: Blocks, workers: int) -> ray.data.
         num_cpus=1,
     )
     dataset.context.execution_options.preserve_order = True
+    dataset.context.execution_options.label_selector = labels
     dataset.context.enable_progress_bars = False
     dataset.context.print_on_execution_start = False
     return dataset
@@ -58,9 +61,17 @@ class Stream(ray.train.DataConfig):
     rank with the same Start (so that all load the same checkpoint); "train" answers with each rank's iterator of it.
     """
 
-    def __init__(self, begin: Callable[[int], Start], reader: RowReader, workers: int, block_mb: float):
+    def __init__(
+        self,
+        begin: Callable[[int], Start],
+        reader: RowReader,
+        workers: int,
+        block_mb: float,
+        labels: dict[str, str] | None = None,
+    ):
         super().__init__()
         self.begin, self.reader, self.workers, self.block_mb = begin, reader, workers, block_mb
+        self.labels = labels
         self.start: Start | None = None
 
     def configure(self, datasets: dict[str, Any], world_size: int, *_: Any, **__: Any) -> list[dict[str, Any]]:
@@ -72,7 +83,7 @@ class Stream(ray.train.DataConfig):
         row_bytes = 3 * self.reader.inputs.image_side**2 + TOKEN_BYTES * self.reader.inputs.max_tokens
         size = steps_per_block(self.start.plan, row_bytes, self.block_mb)
         blocks = Blocks(self.start.plan, self.start.step, size)
-        splits = stream_dataset(self.reader, blocks, self.workers).streaming_split(world_size, equal=True)
+        splits = stream_dataset(self.reader, blocks, self.workers, self.labels).streaming_split(world_size, equal=True)
         return [{name: split} for split in splits]
 
     def datasets(self) -> dict[str, Callable[[], Any]]:

@@ -1,0 +1,61 @@
+"""Files that rows name, read from the source's folder and from nowhere else.
+
+What is wrong with one of them is a BadRow: the row that named it goes to quarantine.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from mmray.data.formats.rows import BadRow, Picture
+from mmray.data.place import Place
+
+MAX_IMAGE_BYTES = 256 * 1024 * 1024
+
+
+def read_picture(place: Place, picture: Picture) -> bytes:
+    """The bytes of an image, wherever the source keeps them. Raises BadRow (stage `read`)."""
+    if picture.data is not None:
+        return picture.data
+    if picture.length is None:
+        return read_file(place, str(picture.file))
+    with place.open(str(picture.file)) as file:
+        file.seek(picture.offset)
+        return bytes(file.read(picture.length))
+
+
+def read_file(place: Place, name: str) -> bytes:
+    """The bytes of a file in the source's folder. Raises BadRow (stage `read`)."""
+    try:
+        if place.local is not None:
+            _check_inside(str(place.local), name)
+        size = place.size(name)
+        if size is not None and size > MAX_IMAGE_BYTES:
+            raise BadRow("read", "too-large", f"{name} has {size} bytes, over {MAX_IMAGE_BYTES}")
+        return place.read(name)
+    except (FileNotFoundError, NotADirectoryError):
+        raise BadRow("read", "missing-image", f"there is no file {name}") from None
+    except OSError as error:
+        raise BadRow("read", "unreadable", f"{name}: {error}") from None
+
+
+def stamp(place: Place, name: str) -> tuple[str, int | None, int | None]:
+    """(name, size, time of change) by which a changed image is noticed; without the last two where there is no file
+    or no file system."""
+    try:
+        if place.local is None:
+            return (name, None, None)
+        info = os.stat(f"{place.local}/{name}")  # noqa: PTH116 - once for each image of the set
+        return (name, info.st_size, info.st_mtime_ns)
+    except OSError:
+        return (name, None, None)
+
+
+def _check_inside(root: str, name: str) -> None:
+    """Refuse what leaves the folder through a link, and what is no regular file (a pipe would never end)."""
+    real, inside = os.path.realpath(f"{root}/{name}"), os.path.realpath(root)
+    if not real.startswith(inside.rstrip("/") + "/"):
+        raise BadRow("read", "path", f"{name} is a link that leaves the folder of the source")
+    if not stat.S_ISREG(os.stat(real).st_mode):  # noqa: PTH116 - once for each image of the set
+        raise BadRow("read", "not-a-file", f"{name} is not a regular file")

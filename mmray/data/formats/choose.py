@@ -1,0 +1,110 @@
+"""Which format a source is: by what it is, unless it is forced; and the source itself, on the driver and in tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import PurePosixPath
+
+from mmray.data.formats.coco import coco_rows
+from mmray.data.formats.columnar import Parquet, SavedDataset
+from mmray.data.formats.delimited import Csv, Tsv
+from mmray.data.formats.folders import class_rows, is_image, list_rows, pair_rows
+from mmray.data.formats.jsonl import JsonLines
+from mmray.data.formats.listing import Listing
+from mmray.data.formats.source import Source, head_of
+from mmray.data.formats.webdataset import WebDataset
+from mmray.data.place import Place
+from mmray.errors import DataError, UsageError
+
+_OF_FILES: dict[str, Callable[[Place, str, dict[str, str]], Source]] = {
+    "jsonl": JsonLines, "csv": Csv, "tsv": Tsv, "parquet": Parquet, "webdataset": WebDataset, "saved": SavedDataset,
+}  # fmt: skip
+_SUFFIXES = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".tar": "webdataset",
+    ".json": "coco",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A source by its format, the folder that its paths are relative to, and the file in it (none: the folder)."""
+
+    format: str
+    address: str
+    name: str
+
+    @property
+    def called(self) -> str:
+        """The name people know it by: of the file, or of the folder."""
+        return self.name or PurePosixPath(self.address.partition("?")[0]).name
+
+
+def choose(address: str, forced: str = "auto") -> Chosen:
+    """The format of what is at `address`. Raises DataError where nothing is there, or nothing that is known."""
+    place, name = Place.split(address.rstrip("/") if len(address) > 1 else address)
+    if "," in name and (forced in ("auto", "lists")):
+        return Chosen("lists", place.address, name)
+    whole = Place(address)
+    if whole.is_folder():
+        kind = forced if forced != "auto" else _kind_of_folder(whole)
+        if kind in ("jsonl", "csv", "tsv", "coco", "lists"):
+            raise UsageError(f"{address} is a folder, and {kind} is a file: give the path of the file")
+        return Chosen(kind, whole.address, "")
+    found = _kind_of_file(place, name)
+    kind = found if forced == "auto" else forced
+    if kind in ("saved", "folders", "pairs"):
+        raise UsageError(f"{address} is a file, and {kind} is a folder: give the path of the folder")
+    if kind == "lists":
+        raise UsageError(f"{address}: two parallel lists are given as images.txt,captions.txt (one folder, a comma)")
+    if kind == "coco" and PurePosixPath(place.address).name == "annotations":  # its images stand beside that folder
+        place, folder = Place.split(place.address)
+        name = f"{folder}/{name}"
+    return Chosen(kind, place.address, name)
+
+
+def source_of(chosen: Chosen, out: Place, columns: dict[str, str], template: str) -> Source:
+    """The source; nothing is read yet. `out` is the folder of the prepared set, where a listing is kept."""
+    place, name = Place(chosen.address), chosen.name
+    if chosen.format in _OF_FILES:
+        return _OF_FILES[chosen.format](place, name, columns)
+    if chosen.format == "lists":
+        images, _, captions = name.partition(",")
+        return Listing(place, out, columns, "two parallel lists", partial(list_rows, place, images, captions))
+    if chosen.format == "folders":
+        return Listing(place, out, columns, "a folder for each class", partial(class_rows, place, template))
+    if chosen.format == "pairs":
+        return Listing(place, out, columns, "images beside texts", partial(pair_rows, place))
+    return Listing(place, out, columns, "COCO", partial(coco_rows, place, name, template))
+
+
+def _kind_of_file(place: Place, name: str) -> str:
+    """By its first bytes where they are plain, else by its suffix; JSON lines where neither says."""
+    head = head_of(place, name, 512)
+    if head.startswith(b"PAR1"):
+        return "parquet"
+    if head[257:262] == b"ustar":
+        return "webdataset"
+    return _SUFFIXES.get(PurePosixPath(name).suffix.lower(), "jsonl")
+
+
+def _kind_of_folder(place: Place) -> str:
+    names = place.tree()
+    bases = {name.rpartition("/")[2] for name in names}
+    suffixes = {PurePosixPath(name).suffix.lower() for name in names}
+    if "state.json" in bases and ".arrow" in suffixes:
+        return "saved"
+    for suffix, kind in ((".tar", "webdataset"), (".parquet", "parquet")):  # img2dataset puts a .parquet by each .tar
+        if suffix in suffixes:
+            return kind
+    images = [name for name in names if is_image(name)]
+    if images and {str(PurePosixPath(name).with_suffix(".txt")) for name in images} & set(names):
+        return "pairs"
+    if images and any("/" in name for name in images):
+        return "folders"
+    lines = [name for name in names if "/" not in name and PurePosixPath(name).suffix.lower() in _SUFFIXES]
+    named = f": give the path of one of its files ({', '.join(lines[:5])})" if lines else ""
+    raise DataError(
+        f"{place.address} holds no source that is known{named or ' (no tars, no Parquet, no folders of images)'}"
+    )

@@ -1,0 +1,71 @@
+"""COCO's JSON: captions (several an image) and instances (boxes and the names of their categories)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from mmray.data.formats.rows import is_inside
+from mmray.data.place import Place
+from mmray.errors import DataError
+
+
+def coco_rows(place: Place, name: str, template: str) -> Iterator[dict[str, Any]]:
+    """One row an image of the document `name`; its file is looked for in COCO's usual folders.
+
+    Without captions the caption is `template` of the category names. Boxes keep COCO's [x, y, width, height]. Raises
+    DataError for a document that is not COCO's.
+    """
+    document = _document(place, name)
+    images = _images_folder(place, name, document["images"])
+    captions: dict[Any, list[Any]] = {}
+    boxes: dict[Any, list[dict[str, Any]]] = {}
+    for note in document["annotations"]:
+        if "caption" in note:
+            captions.setdefault(note["image_id"], []).append(note["caption"])
+        if "bbox" in note:
+            boxes.setdefault(note["image_id"], []).append(note)
+    categories = {item["id"]: item["name"] for item in document.get("categories", [])}
+    for image in document["images"]:
+        row = {"origin": f"{name}:image {image['id']}", "id": image["id"], "image": f"{images}{image['file_name']}"}
+        found = boxes.get(image["id"], [])
+        if found:
+            row |= {"boxes": [note["bbox"] for note in found], "box_labels": [note["category_id"] for note in found]}
+        texts = captions.get(image["id"]) or _named(found, categories, template)
+        yield row | ({"texts": texts} if texts else {})
+
+
+def _named(found: list[dict[str, Any]], categories: dict[Any, str], template: str) -> list[str]:
+    names = list(dict.fromkeys(categories[note["category_id"]] for note in found if note["category_id"] in categories))
+    return [template.replace("{}", ", ".join(names))] if names else []
+
+
+def _images_folder(place: Place, name: str, images: list[dict[str, Any]]) -> str:
+    """Where the images are: beside the document, in `images/`, or in the folder its name ends with (val2017/)."""
+    folder, _, base = name.rpartition("/")
+    beside = f"{folder}/" if folder else ""
+    ending = base.removesuffix(".json").rpartition("_")[2]
+    for candidate in (f"{ending}/", "images/", f"images/{ending}/", f"{beside}images/", beside):
+        if any(_is_there(place, f"{candidate}{image['file_name']}") for image in images[:16]):
+            return candidate
+    return beside
+
+
+def _is_there(place: Place, name: str) -> bool:
+    return is_inside(name) and place.size(name) is not None
+
+
+def _document(place: Place, name: str) -> dict[str, Any]:
+    where = f"{place.address}/{name}"
+    try:
+        document = orjson.loads(place.read(name))
+        keys = ("id", "file_name")
+        if all(key in image for image in document["images"] for key in keys) and all(
+            "image_id" in note for note in document["annotations"]
+        ):
+            return dict(document)
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{where} is not COCO's JSON ({error}): it needs `images` and `annotations`") from None
+    raise DataError(f"{where} is not COCO's JSON: an image needs `id` and `file_name`, an annotation `image_id`")

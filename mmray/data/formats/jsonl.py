@@ -1,0 +1,91 @@
+"""JSON lines: one object a line, parsed strictly.
+
+Python's parser, because others fail a whole file for one bad line or turn a missing column into silent nulls; made
+strict, because it lets NaN and repeated names through.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from typing import Any, ClassVar
+
+from mmray.data.formats import lines
+from mmray.data.formats.rows import BadRow, renamed
+from mmray.data.formats.source import Chunk, Item, head_of
+from mmray.data.place import Place
+from mmray.errors import DataError
+
+_NOT_JSONL = (
+    (b"\x1f\x8b", "is gzip: unpack it first"),
+    (b"PK\x03\x04", "is a zip archive: unpack it first"),
+    (b"PAR1", "is Parquet: prepare it with --format parquet"),
+    (b"\xff\xfe", "is UTF-16: convert it to UTF-8"),
+    (b"\xfe\xff", "is UTF-16: convert it to UTF-8"),
+    (b"[", "is a JSON array: write one object a line, without brackets around them"),
+)
+
+
+class JsonLines:
+    """A .jsonl file; images are paths relative to it."""
+
+    title: ClassVar[str] = "JSON lines"
+
+    def __init__(self, place: Place, name: str, columns: dict[str, str]) -> None:
+        self.place, self.name, self.columns = place, name, columns
+
+    def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[Chunk]:
+        check_jsonl(self.place, self.name)
+        return lines.scan_lines(self.place, self.name, rows_per_chunk, stops)
+
+    def read(self, chunk: Chunk) -> Iterator[Item]:
+        for line, data in lines.read_lines(self.place, chunk):
+            values = parsed(data)
+            if not isinstance(values, BadRow):
+                values = renamed(values, self.columns)
+            yield Item(line, f"{self.name}:{line}", values)
+
+
+def check_jsonl(place: Place, name: str) -> None:
+    """Raises DataError for a file that is missing, empty, or plainly not JSONL."""
+    head, where = head_of(place, name), f"{place.address}/{name}"
+    if not head:
+        raise DataError(f"{where} is empty: it must hold one JSON object a line, with `image` and `text`")
+    for mark, advice in _NOT_JSONL:
+        if head.removeprefix(lines.BOM).lstrip().startswith(mark):
+            raise DataError(f"{where} {advice}")
+
+
+def parsed(data: bytes) -> dict[str, Any] | BadRow:
+    """The object of a line, or what is wrong with it."""
+    try:
+        return parse_json(data)
+    except BadRow as bad:
+        return bad
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    """A JSON object from bytes, without NaN and without repeated names. Raises BadRow."""
+    if len(data) > lines.MAX_LINE_BYTES:
+        raise BadRow("parse", "too-long", f"the line is over {lines.MAX_LINE_BYTES} bytes")
+    try:
+        values = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse)
+    except UnicodeDecodeError as error:
+        raise BadRow("parse", "encoding", f"not UTF-8 at byte {error.start} of the line") from None
+    except (ValueError, RecursionError) as error:
+        raise BadRow("parse", "json", f"not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise BadRow("parse", "json", f"must be an object {{...}}, is {type(values).__name__}")
+    return values
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is given twice")
+    return values
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not a JSON value")

@@ -1,0 +1,98 @@
+"""Text of one record a line, cut into chunks of whole records and read back with line numbers.
+
+Memory holds one piece of a line, however long it is. In a CSV a quoted field may hold newlines: such a record goes on
+while a quote is open, but no further than MAX_LINE_BYTES, so that one forgotten quote does not swallow the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from mmray.data.formats.source import Chunk, SourceChanged
+from mmray.data.place import Place
+
+MAX_LINE_BYTES = 16 * 1024 * 1024
+MAX_QUOTED_BYTES = 1024 * 1024
+_PIECE_BYTES = 1024 * 1024
+BOM = b"\xef\xbb\xbf"
+
+
+def scan_lines(
+    place: Place, name: str, rows_per_chunk: int, stops: Collection[int] = (), quoted: bool = False
+) -> Iterator[Chunk]:
+    """The chunks of a text file, in order.
+
+    A chunk ends after `rows_per_chunk` records, and at each offset of `stops` that is the end of one: where the chunks
+    of an earlier pass ended, so that a file that grew has the same chunks and then new ones.
+    """
+    index = start = offset = lines = records = rows = 0
+    line, blank, digest, ends = 1, True, hashlib.sha256(), _Ends(quoted)
+    with place.open(name) as file:
+        for piece in _pieces(file):
+            digest.update(piece)
+            blank = blank and not piece.removeprefix(BOM if offset == 0 else b"").strip()
+            offset, lines = offset + len(piece), lines + piece.endswith(b"\n")
+            if not ends.after(piece):
+                continue
+            records, rows, blank = records + 1, rows + (not blank), True
+            if records == rows_per_chunk or offset in stops:
+                yield Chunk(index, name, start, offset, line, rows, digest.hexdigest())
+                index, start, line, lines, records, rows = index + 1, offset, line + lines, 0, 0, 0
+                digest = hashlib.sha256()
+    if offset > start:  # the last line may lack its newline
+        yield Chunk(index, name, start, offset, line, rows + (not blank), digest.hexdigest())
+
+
+def read_lines(place: Place, chunk: Chunk, quoted: bool = False) -> Iterator[tuple[int, bytes]]:
+    """(line number, bytes) of the records of a chunk that are not blank; of an endless one only the beginning.
+
+    Raises SourceChanged at the end where the bytes are not those that were scanned.
+    """
+    digest, line, lines, kept, ends = hashlib.sha256(), chunk.first_line, 0, b"", _Ends(quoted)
+    with place.open(chunk.file) as file:
+        file.seek(chunk.start)
+        for piece in _pieces(file, chunk.stop - chunk.start):
+            digest.update(piece)
+            lines += piece.endswith(b"\n")
+            if len(kept) <= MAX_LINE_BYTES:
+                kept += piece
+            if not ends.after(piece):
+                continue
+            if line == 1:
+                kept = kept.removeprefix(BOM)
+            if kept.strip():
+                yield line, kept
+            line, lines, kept = line + lines, 0, b""
+    kept = kept.removeprefix(BOM if line == 1 else b"")
+    if kept.strip():
+        yield line, kept
+    if digest.hexdigest() != chunk.sha256:
+        raise SourceChanged(f"{chunk.file} changed while it was read: run the same command again")
+
+
+class _Ends:
+    """Whether a record ends with a piece of text: at a newline, unless a quote is open."""
+
+    def __init__(self, quoted: bool) -> None:
+        self.quoted, self.open, self.length = quoted, False, 0
+
+    def after(self, piece: bytes) -> bool:
+        self.length += len(piece)
+        if self.quoted and piece.count(b'"') % 2:
+            self.open = not self.open
+        if not piece.endswith(b"\n") or (self.open and self.length <= MAX_QUOTED_BYTES):
+            return False
+        self.open, self.length = False, 0
+        return True
+
+
+def _pieces(file: Any, limit: int | None = None) -> Iterator[bytes]:
+    """Lines, the very long ones in pieces; `limit` bytes in all."""
+    buffered = io.BufferedReader(file, _PIECE_BYTES)
+    left = limit
+    while piece := buffered.readline(_PIECE_BYTES if left is None else min(_PIECE_BYTES, left)):
+        yield piece
+        left = left if left is None else left - len(piece)

@@ -1,0 +1,63 @@
+"""Sources whose rows are stated by a file tree or by one JSON document: written out as a listing, one row a line.
+
+The driver writes the listing once, into the folder of the prepared set; the tasks then read their lines of it, as they
+would of JSONL. A row of it names its `origin`; a caption that stands in a file of its own is read in the task.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, ClassVar
+
+from mmray.data.files import read_file
+from mmray.data.formats import lines
+from mmray.data.formats.jsonl import parse_json
+from mmray.data.formats.rows import BadRow, renamed
+from mmray.data.formats.source import Chunk, Item
+from mmray.data.place import Place
+from mmray.errors import DataError
+
+LISTING = "listing.jsonl"
+Lister = Callable[[], Iterator[dict[str, Any]]]
+
+
+class Listing:
+    """Rows that `rows` lists; `out` is the folder the listing is in."""
+
+    title: ClassVar[str] = "a listing"
+
+    def __init__(self, place: Place, out: Place, columns: dict[str, str], title: str, rows: Lister) -> None:
+        self.place, self.out, self.columns, self.rows = place, out, columns, rows
+        self.title = title  # type: ignore[misc]  # each lister has its own
+
+    def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[Chunk]:
+        count = 0
+        with self.out.writing(LISTING) as file:
+            for row in self.rows():
+                count += 1
+                file.write(json.dumps(row).encode() + b"\n")  # ASCII: names may hold halves of surrogate pairs
+        if not count:
+            raise DataError(f"{self.place.address} holds no rows of {self.title}")
+        yield from lines.scan_lines(self.out, LISTING, rows_per_chunk, stops)
+
+    def read(self, chunk: Chunk) -> Iterator[Item]:
+        for line, data in lines.read_lines(self.out, chunk):
+            values = parse_json(data)
+            origin = values.pop("origin")
+            try:
+                yield Item(line, origin, renamed(self._with_text(values), self.columns))
+            except BadRow as bad:
+                yield Item(line, origin, bad)
+
+    def _with_text(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Each line of the row's caption file that is not blank is a caption."""
+        name = values.pop("text_file", None)
+        if name is None:
+            return values
+        try:
+            text = read_file(self.place, name).decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise BadRow("parse", "encoding", f"{name} is not UTF-8 at byte {error.start}") from None
+        texts = [line for line in text.splitlines() if line.strip()]
+        return values | {"texts": texts or [""]}

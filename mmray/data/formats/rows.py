@@ -1,0 +1,181 @@
+"""Named values of any source to a row, strictly: what is not plainly meant is a fault of that row."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+COLUMNS = (
+    "id", "key", "image_path", "image", "images", "text", "texts", "label", "split", "language", "boxes", "box_labels",
+)  # fmt: skip
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_IMAGE_COLUMNS = ("image_path", "image", "images")
+_TEXT_COLUMNS = ("text", "texts")
+
+
+class BadRow(ValueError):
+    """A row that goes to quarantine: at which stage, for which reason (a short word), and a sentence."""
+
+    def __init__(self, stage: str, reason: str, detail: str, key: str | None = None) -> None:
+        super().__init__(f"{stage} {reason}: {detail}")
+        self.stage, self.reason, self.detail, self.key = stage, reason, detail, key
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image as a source has it: a whole file of its folder, a part of one, or bytes that stand in the row itself.
+
+    `file` is None for bytes in the row. `length` is None for a whole file.
+    """
+
+    name: str
+    file: str | None = None
+    offset: int = 0
+    length: int | None = None
+    data: bytes | None = None
+
+
+@dataclass(frozen=True)
+class RawRow:
+    """A row as the source states it; boxes are (x, y, width, height) in pixels of the image."""
+
+    key: str
+    images: tuple[Picture, ...]
+    texts: tuple[Any, ...]
+    label: int | None
+    split: str | None
+    language: str | None
+    boxes: tuple[tuple[float, ...], ...] = ()
+    box_labels: tuple[int, ...] = ()
+
+
+def row_of(values: dict[str, Any], origin: str) -> RawRow:
+    """A row from named values. `origin` is its key where it states none. Raises BadRow."""
+    values = {name: value for name, value in values.items() if value is not None}
+    key = _key(values, origin)
+    try:
+        boxes = _boxes(values)
+        return RawRow(
+            key=key,
+            images=_images(values),
+            texts=_one_of(values, _TEXT_COLUMNS, "no-text"),
+            label=_label(values),
+            split=_name(values, "split"),
+            language=_name(values, "language"),
+            boxes=boxes,
+            box_labels=_box_labels(values, len(boxes)),
+        )
+    except BadRow as bad:
+        bad.key = key
+        raise
+
+
+def renamed(values: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+    """The values under our names, where `columns` maps ours to theirs."""
+    theirs = {their: value for their, value in values.items() if their in columns.values()}
+    rest = {name: value for name, value in values.items() if name not in theirs and name not in columns}
+    return rest | {our: theirs[their] for our, their in columns.items() if their in theirs}
+
+
+def is_inside(name: str) -> bool:
+    """Whether a name is a plain relative path that stays in its folder."""
+    path = PurePosixPath(name)
+    return not (path.is_absolute() or ".." in path.parts or "://" in name or not is_plain(name))
+
+
+def is_plain(text: str) -> bool:
+    """Without control characters, and possible in UTF-8 (JSON can spell half a surrogate pair)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return _CONTROL.search(text) is None
+
+
+def _key(values: dict[str, Any], origin: str) -> str:
+    key = values.get("id", values.get("key", origin))
+    if isinstance(key, bool) or not isinstance(key, (str, int)):
+        raise BadRow("columns", "key", f"id must be text or an integer, is {type(key).__name__}")
+    key = str(key)
+    if not key.strip() or len(key) > 1024 or not is_plain(key):
+        raise BadRow("columns", "key", f"id must be 1 to 1024 characters without controls, is {key[:40]!r}")
+    return key
+
+
+def _images(values: dict[str, Any]) -> tuple[Picture, ...]:
+    return tuple(_picture(value) for value in _one_of(values, _IMAGE_COLUMNS, "no-image"))
+
+
+def _picture(value: Any) -> Picture:
+    """From a path, bytes, or the pair of both that Hugging Face writes."""
+    if isinstance(value, Picture):
+        return value
+    name = value
+    if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
+        return Picture(str(value.get("path") or "the image"), data=value["bytes"])
+    if isinstance(value, dict) and set(value) == {"bytes", "path"} and value["bytes"] is None:
+        name = value["path"]
+    if isinstance(name, bytes):
+        return Picture("the image", data=name)
+    if not isinstance(name, str) or not name.strip():
+        raise BadRow("columns", "image", f"an image must be a path, is {str(name)[:80]!r}")
+    if not is_inside(name):
+        raise BadRow("columns", "path", f"{name[:200]!r} is not a path inside the folder of the source")
+    return Picture(name, file=name)
+
+
+def _one_of(values: dict[str, Any], columns: tuple[str, ...], missing: str) -> tuple[Any, ...]:
+    """The value of the one column of these that is there, as a tuple of at least one item."""
+    given = [column for column in columns if column in values]
+    if not given:
+        has = ", ".join(sorted(map(str, values))[:10]) or "nothing"
+        raise BadRow("columns", missing, f"none of the columns {', '.join(columns)} (the row has {has})")
+    if len(given) > 1:
+        raise BadRow("columns", "ambiguous", f"both {given[0]} and {given[1]}: give one")
+    value = values[given[0]]
+    items = tuple(value) if isinstance(value, list) else (value,)
+    if not items:
+        raise BadRow("columns", missing, f"{given[0]} is an empty list")
+    return items
+
+
+def _label(values: dict[str, Any]) -> int | None:
+    label = values.get("label")
+    if label is not None and not _is_label(label):
+        raise BadRow("columns", "label", f"label must be an integer (number your classes), is {str(label)[:40]!r}")
+    return label
+
+
+def _is_label(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def _name(values: dict[str, Any], column: str) -> str | None:
+    """A split or a language: a short plain word, as it becomes part of a file name."""
+    name = values.get(column)
+    if name is not None and not (isinstance(name, str) and _WORD.fullmatch(name)):
+        raise BadRow("columns", column, f"{column} must be a word of letters, digits, . _ -, is {str(name)[:40]!r}")
+    return name
+
+
+def _boxes(values: dict[str, Any]) -> tuple[tuple[float, ...], ...]:
+    boxes = values.get("boxes", [])
+    if not isinstance(boxes, list) or not all(_is_box(box) for box in boxes):
+        raise BadRow("columns", "boxes", f"boxes must be a list of [x, y, width, height], is {str(boxes)[:80]}")
+    return tuple(tuple(float(number) for number in box) for box in boxes)
+
+
+def _is_box(box: Any) -> bool:
+    numbers = isinstance(box, list) and len(box) == 4 and all(isinstance(number, (int, float)) for number in box)
+    return numbers and all(map(math.isfinite, box)) and box[2] >= 0 and box[3] >= 0
+
+
+def _box_labels(values: dict[str, Any], num_boxes: int) -> tuple[int, ...]:
+    labels = values.get("box_labels", [])
+    if not isinstance(labels, list) or not all(map(_is_label, labels)) or len(labels) not in (0, num_boxes):
+        raise BadRow("columns", "boxes", f"box_labels must be an integer for each of {num_boxes} boxes")
+    return tuple(labels)

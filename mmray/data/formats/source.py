@@ -1,0 +1,84 @@
+"""What a source of rows is, whatever its format: chunks planned on the driver, read in the tasks that pack them.
+
+A format is one file of this folder. `scan` cuts the source into chunks (nothing is decoded), `read` gives the rows of
+one chunk as named values, each with the place it came from; a row that cannot even be parsed is its BadRow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from mmray.data.formats.rows import BadRow
+from mmray.data.place import Place
+from mmray.errors import DataError
+
+
+class SourceChanged(Exception):
+    """The source was rewritten while it was being read."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of one file: bytes, row groups or record batches start..stop, as its format counts them."""
+
+    index: int
+    file: str
+    start: int
+    stop: int
+    first_line: int  # number of its first line or row in the file
+    num_rows: int | None  # None: only known once it was read (a tar)
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Item:
+    """A row as it stands in the source: `line` orders it in its chunk, `origin` names it for people (`file:line`)."""
+
+    line: int
+    origin: str
+    values: dict[str, Any] | BadRow
+
+
+class Source(Protocol):
+    """Rows of one format; cheap to make anew in each task."""
+
+    title: ClassVar[str]  # as it is said aloud
+
+    def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[Chunk]:
+        """The chunks in order; `stops` are ends that an earlier pass gave. Raises DataError for a fault of the set."""
+        ...
+
+    def read(self, chunk: Chunk) -> Iterator[Item]:
+        """The rows of a chunk. Raises SourceChanged where it is not what was scanned."""
+        ...
+
+
+def signature(place: Place, name: str) -> str:
+    """Digest of a file's name, size and time of change: what tells a large file from another without reading it."""
+    return hashlib.sha256(repr((name, *place.info(name))).encode()).hexdigest()
+
+
+def unchanged(place: Place, chunk: Chunk, expected: str) -> None:
+    """Raises SourceChanged where the file is not the one that was scanned, by `signature`."""
+    if signature(place, chunk.file) != expected:
+        raise SourceChanged(f"{chunk.file} changed while it was read: run the same command again")
+
+
+def head_of(place: Place, name: str, size: int = 64) -> bytes:
+    """The first bytes of a file. Raises DataError where it cannot be read."""
+    where = f"{place.address}/{name}"
+    try:
+        with place.open(name) as file:
+            return bytes(file.read(size))
+    except FileNotFoundError:
+        raise DataError(f"there is no file {where}: give the path of a source") from None
+    except OSError as error:
+        raise DataError(f"{where} cannot be read: {error}") from None
+
+
+def files_of(place: Place, name: str, suffix: str) -> list[str]:
+    """The one file that is named, or without a name those of the folder with this suffix, sorted."""
+    return [name] if name else [file for file in place.tree() if file.endswith(suffix)]

@@ -1,0 +1,139 @@
+"""WebDataset tars: files with one base name are one row, read in a single pass and never extracted.
+
+A tar is one chunk (so a task reads it once, from its beginning to its end), which is also how img2dataset cuts its
+output. What is no plain file, leaves its folder, or was cut off is a fault with the name of its member.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Collection, Iterator
+from typing import Any, ClassVar
+
+from mmray.data.files import MAX_IMAGE_BYTES
+from mmray.data.formats.jsonl import parse_json
+from mmray.data.formats.rows import BadRow, Picture, is_inside, renamed
+from mmray.data.formats.source import Chunk, Item, files_of, head_of, signature, unchanged
+from mmray.data.place import Place
+from mmray.errors import DataError
+
+IMAGES = ("jpg", "jpeg", "png", "webp", "gif")
+_FROM_JSON = ("text", "texts", "label", "split", "language", "boxes", "box_labels")
+_BUFFER_BYTES = 4 * 1024 * 1024
+_BLOCK = 512
+
+
+class WebDataset:
+    """A tar, or the tars of a folder in the order of their names."""
+
+    title: ClassVar[str] = "WebDataset"
+
+    def __init__(self, place: Place, name: str, columns: dict[str, str]) -> None:
+        self.place, self.name, self.columns = place, name, columns
+
+    def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[Chunk]:
+        for index, name in enumerate(files_of(self.place, self.name, ".tar")):
+            if head_of(self.place, name).startswith(b"\x1f\x8b"):
+                raise DataError(f"{self.place.address}/{name} is gzip: unpack it to a plain tar first")
+            size = self.place.size(name) or 0
+            yield Chunk(index, name, 0, size, 1, None, signature(self.place, name))
+
+    def read(self, chunk: Chunk) -> Iterator[Item]:
+        place = _Members(self.place, chunk.file)
+        for number, (stem, parts) in enumerate(_samples(place), 1):
+            origin = f"{chunk.file}/{stem}"
+            yield Item(number, origin, parts if isinstance(parts, BadRow) else self._values(origin, parts))
+        unchanged(self.place, chunk, chunk.sha256)
+
+    def _values(self, origin: str, parts: dict[str, Picture]) -> dict[str, Any] | BadRow:
+        key = origin.replace(".tar/", "/", 1)
+        try:
+            values = _described(parts)
+            values = renamed(values, self.columns)
+        except BadRow as bad:
+            bad.key = key
+            return bad
+        if found := [parts[kind] for kind in parts if kind.rpartition(".")[2] in IMAGES]:
+            values["images"] = found
+        return {"id": key} | values
+
+
+def _described(parts: dict[str, Picture]) -> dict[str, Any]:
+    """Caption, label and further columns from the txt, cls and json of a sample; what the txt says goes before."""
+    values: dict[str, Any] = {}
+    if "json" in parts:
+        stated = parse_json(parts["json"].data or b"")
+        values = {name: stated[name] for name in _FROM_JSON if name in stated}
+        if "caption" in stated and not {"text", "texts"} & set(values):
+            values["text"] = stated["caption"]
+    try:
+        if "txt" in parts:
+            values.pop("texts", None)
+            values["text"] = (parts["txt"].data or b"").decode()
+        if "cls" in parts:
+            values["label"] = int((parts["cls"].data or b"").decode())
+    except UnicodeDecodeError as error:
+        raise BadRow("parse", "encoding", f"the txt is not UTF-8 at byte {error.start}") from None
+    except ValueError:
+        raise BadRow("columns", "label", "the cls is not an integer (number your classes)") from None
+    return values
+
+
+class _Members:
+    """The members of a tar with their bytes, in one pass; the last is a BadRow where the tar does not end well."""
+
+    def __init__(self, place: Place, name: str) -> None:
+        self.place, self.name = place, name
+
+    def __iter__(self) -> Iterator[tuple[str, Picture | BadRow]]:
+        with self.place.open(self.name) as raw:
+            file = io.BufferedReader(raw, _BUFFER_BYTES)
+            last = "its beginning"
+            try:
+                with tarfile.open(fileobj=file, mode="r:") as tar:
+                    for member in tar:
+                        if member.isdir():
+                            continue
+                        last = member.name
+                        yield member.name, self._member(tar, member)
+                    end = tar.offset
+                file.seek(end)
+                if file.read(_BLOCK) != bytes(_BLOCK):
+                    yield "", BadRow("read", "truncated", f"the tar breaks off or is damaged after {last}, byte {end}")
+            except (tarfile.TarError, EOFError) as error:
+                yield "", BadRow("read", "truncated", f"the tar breaks off or is damaged after {last}: {error}")
+
+    def _member(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> Picture | BadRow:
+        if not member.isreg() or member.issparse():
+            return BadRow("read", "not-a-file", f"member {member.name[:200]!r} is a link, a device or a pipe")
+        if not is_inside(member.name):
+            return BadRow("columns", "path", f"member {member.name[:200]!r} is not a path inside a folder")
+        if member.size > MAX_IMAGE_BYTES:
+            return BadRow("read", "too-large", f"{member.name} has {member.size} bytes, over {MAX_IMAGE_BYTES}")
+        data = tar.extractfile(member).read()  # type: ignore[union-attr]  # a regular file has one
+        if len(data) < member.size:
+            return BadRow("read", "truncated", f"{member.name} has {len(data)} of its {member.size} bytes")
+        tar.members.clear()  # type: ignore[attr-defined]  # a tar of a million members would be held otherwise
+        return Picture(member.name, self.name, member.offset_data, member.size, data)
+
+
+def _samples(members: _Members) -> Iterator[tuple[str, dict[str, Picture] | BadRow]]:
+    """Consecutive members of one base name; a bad member takes its sample with it."""
+    stem: str | None = None
+    parts: dict[str, Picture] = {}
+    bad: BadRow | None = None
+    for name, member in members:
+        folder, _, base = name.removeprefix("./").rpartition("/")
+        first, _, kind = base.partition(".")
+        here = f"{folder}/{first}".lstrip("/")
+        if here != stem:
+            if stem is not None:
+                yield stem, bad or parts
+            stem, parts, bad = here, {}, None
+        if isinstance(member, BadRow):
+            bad = member
+        else:
+            parts[kind.lower()] = member
+    if stem is not None:
+        yield stem, bad or parts
