@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmray.data.image import MAX_PIXELS, decode, to_pixels
+from mmray.data.image import MAX_PIXELS, read_pixels
+from mmray.data.reader import UNLABELLED
 from mmray.data.store import PreparedSet
 from mmray.data.text import TextEncoder
 
@@ -31,8 +32,9 @@ Batch = dict[str, Tensor]
 class EvalBatches:
     """Batches of one rank's part of the first `limit` rows; iterate as often as wanted.
 
-    A batch: image uint8 [B, 3, S, S]; row int64 [B]; input_ids, attention_mask int64 [C, T], all captions of these
-    rows; owner int64 [C], the row of each caption. Rows that cannot be read are left out and named in `faults`.
+    A batch: image uint8 [B, 3, S, S]; row, label int64 [B] (-1: no label); input_ids, attention_mask int64 [C, T], all
+    captions of these rows; owner int64 [C], the row of each caption. Rows that cannot be read are left out and named in
+    `faults`.
     """
 
     prepared: PreparedSet
@@ -66,25 +68,27 @@ class EvalBatches:
                 if (batch := self._collate(parts[index], reading)) is not None:
                     yield batch
 
-    def _read(self, row: int) -> tuple[np.ndarray, list[str]]:
-        """Pixels and captions of one row. Raises OSError or ValueError (BadImage is one)."""
+    def _read(self, row: int) -> tuple[np.ndarray, list[str], int]:
+        """Pixels, captions and label of one row. Raises OSError or ValueError (BadImage is one)."""
         record = self.prepared.read(np.array([row]))[0]
         if not record.is_intact:
             raise ValueError(f"{record.key} ({record.source}): its images are not those that were prepared")
-        picture = decode(record.images[0], self.max_pixels)
-        return to_pixels(picture, self.inputs.image_side, self.inputs.fit, self.inputs.interpolation), record.texts
+        side, fit, interpolation = self.inputs.image_side, self.inputs.fit, self.inputs.interpolation
+        pixels = read_pixels(record.images[0], side, fit, interpolation, self.max_pixels)
+        return pixels, record.texts, UNLABELLED if record.label is None else record.label
 
-    def _collate(self, rows: np.ndarray, reading: list[Future[tuple[np.ndarray, list[str]]]]) -> Batch | None:
+    def _collate(self, rows: np.ndarray, reading: list[Future[tuple[np.ndarray, list[str], int]]]) -> Batch | None:
         """The batch of what could be read; None when nothing could."""
-        good, pixels, texts, owner = [], [], [], []
+        good, pixels, labels, texts, owner = [], [], [], [], []
         for row, future in zip(rows.tolist(), reading, strict=True):
             try:
-                image, captions = future.result()
+                image, captions, label = future.result()
             except (OSError, ValueError) as error:
                 self.faults.append(f"row {row}: {error}")
                 continue
             good.append(row)
             pixels.append(image)
+            labels.append(label)
             texts.extend(captions)
             owner.extend([row] * len(captions))
         if not good:
@@ -93,6 +97,7 @@ class EvalBatches:
         return {
             "image": torch.from_numpy(np.stack(pixels)),
             "row": torch.tensor(good),
+            "label": torch.tensor(labels),
             "input_ids": torch.from_numpy(ids.astype(np.int64)),
             "attention_mask": (torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]).long(),
             "owner": torch.tensor(owner),

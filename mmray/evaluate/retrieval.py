@@ -36,16 +36,47 @@ def ranks(
     out = torch.ones(len(queries), dtype=torch.int64)
     for first in range(0, len(queries), chunk):
         rows = slice(first, first + chunk)
-        owner, query = query_owner[rows].to(device), _exact(queries[rows], device)
+        owner, query = query_owner[rows].to(device), exact(queries[rows], device)
         right = _right_scores(query, query_owner[rows], gallery, gallery_owner, chunk)
         better = torch.zeros(len(query), dtype=torch.int64, device=device)
         for start in range(0, len(gallery), chunk):
             columns = slice(start, start + chunk)
-            scores = query @ _exact(gallery[columns], device).T
+            scores = query @ exact(gallery[columns], device).T
             wrong = gallery_owner[columns].to(device) != owner[:, None]
             better += (wrong & ~(scores < right[:, None])).sum(dim=1)
         out[rows] += better.cpu()
     return out
+
+
+def top(
+    queries: Tensor,
+    query_owner: Tensor,
+    gallery: Tensor,
+    gallery_owner: Tensor,
+    k: int,
+    chunk: int,
+    device: torch.device | str = "cpu",
+) -> tuple[Tensor, Tensor]:
+    """The `k` best gallery rows of each query and their scores: int64 and float64 [Q, min(k, G)], on the CPU.
+
+    Scores and order are those of `ranks`: a query of rank r has its best right answer in place r. Wrong answers that
+    tie stand in the gallery's order; a NaN is the best of wrong answers and the worst of right ones.
+    """
+    query, owner = exact(queries, device), query_owner.to(device)
+    best = torch.zeros(len(query), 0, dtype=torch.float64, device=device)
+    place, right = best.to(torch.int64), best.to(torch.int8)
+    for start in range(0, len(gallery), chunk):
+        columns = torch.arange(start, min(start + chunk, len(gallery)))
+        is_right = (gallery_owner[columns].to(device) == owner[:, None]).to(torch.int8)
+        scores = query @ exact(gallery[columns], device).T
+        scores = torch.where(scores.isnan(), torch.where(is_right > 0, -torch.inf, torch.inf), scores)
+        best, right = torch.cat([best, scores], dim=1), torch.cat([right, is_right], dim=1)
+        place = torch.cat([place, columns.to(device).expand(len(query), -1)], dim=1)
+        # Stable, the lesser criterion first: what ties keeps the gallery's order, right answers behind wrong ones.
+        order = right.argsort(dim=1, stable=True)
+        order = order.gather(1, best.gather(1, order).argsort(dim=1, descending=True, stable=True))[:, :k]
+        best, right, place = best.gather(1, order), right.gather(1, order), place.gather(1, order)
+    return place.cpu(), best.cpu()
 
 
 def retrieval_metrics(ranks: Tensor, direction: str) -> dict[str, float]:
@@ -55,7 +86,7 @@ def retrieval_metrics(ranks: Tensor, direction: str) -> dict[str, float]:
     return metrics | {f"median_rank/{direction}": middle.double().mean().item()}
 
 
-def _exact(embed: Tensor, device: torch.device | str) -> Tensor:
+def exact(embed: Tensor, device: torch.device | str = "cpu") -> Tensor:
     """Embeddings in float64 on `device`, on the grid on which their dot products are exact."""
     return (embed.to(device, torch.float64) * GRID).round() / GRID
 
@@ -67,7 +98,7 @@ def _right_scores(query: Tensor, query_owner: Tensor, gallery: Tensor, gallery_o
     for start in range(0, pairs.shape[1], chunk):
         row, column = pairs[:, start : start + chunk]
         row = row.to(query.device)
-        scores = (query[row] * _exact(gallery[column], query.device)).sum(dim=1)
+        scores = (query[row] * exact(gallery[column], query.device)).sum(dim=1)
         best.scatter_reduce_(0, row, scores, "amax")
     return best
 

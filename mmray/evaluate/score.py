@@ -1,12 +1,16 @@
-"""The retrieval evaluator: a model and held-out rows in, recall@k, median rank and validation loss out, on every rank.
+"""The evaluator: a model and held-out rows in, scores out, the same on every rank.
 
-Each rank embeds its part of the rows (batches.py), the embeddings meet, and each rank then scores its part of the
-queries against everyone (retrieval.py). All figures are those of one process, whatever the number of ranks.
+Recall@k, median rank and validation loss always; zero-shot accuracy where the classes are named (evaluate.classes); the
+accuracy of a classification head where the model has one. Each rank embeds its part of the rows (batches.py), the
+embeddings meet, and each rank then scores its part of the queries against everyone (retrieval.py, classes.py). All
+figures are those of one process, whatever the number of ranks. Whoever asks is given hits and misses with their
+pictures as well (examples.py), from the same ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,9 +21,12 @@ from mmray.data.store import PreparedSet
 from mmray.data.text import TextEncoder
 from mmray.errors import DataError
 from mmray.evaluate.batches import Batch, EvalBatches
-from mmray.evaluate.retrieval import ranks, retrieval_metrics
+from mmray.evaluate.classes import TOP, accuracies, ensemble, prompted, right_at
+from mmray.evaluate.embedded import Embedded
+from mmray.evaluate.examples import examples_of
+from mmray.evaluate.retrieval import exact, ranks, retrieval_metrics
 from mmray.models.synthetic import synthetic_batch
-from mmray.objectives.protocol import Objective
+from mmray.objectives.protocol import Objective, sorts
 
 if TYPE_CHECKING:
     from mmray.config import Evaluate, Inputs
@@ -39,19 +46,8 @@ class Group(Protocol):
         """Rows of all ranks in rank order; the ranks may bring different numbers of rows."""
 
 
-@dataclass(frozen=True)
-class Embedded:
-    """Embeddings on the CPU, sorted by row: of each row's image, and of every caption with its row."""
-
-    row: Tensor  # int64 [N]
-    image: Tensor  # float32 [N, D]
-    owner: Tensor  # int64 [C]
-    text: Tensor  # float32 [C, D]
-    shared: dict[str, Tensor]  # outputs of the model that belong to no row, such as the temperature
-
-
-class Retrieval:
-    """Scores a two-tower model on one set of held-out rows, as often as wanted."""
+class Evaluator:
+    """Scores a model with embeddings of images and texts on one set of held-out rows, as often as wanted."""
 
     def __init__(
         self,
@@ -65,10 +61,18 @@ class Retrieval:
         self._prepared, self._inputs, self._settings = prepared, inputs, settings
         self._encoder = TextEncoder(tokenizer_json, inputs.max_tokens)
 
-    def score(self, model: nn.Module, group: Group, objective: Objective, global_rows: int) -> dict[str, float]:
+    def score(
+        self,
+        model: nn.Module,
+        group: Group,
+        objective: Objective,
+        global_rows: int,
+        show: Callable[[dict[str, Any]], None] | None = None,
+    ) -> dict[str, float]:
         """The metrics of `score_embedded`, with `bad_rows`; every rank calls it and gets the same.
 
-        `model` is not wrapped; its mode is left as it was. Raises DataError, on every rank, when no row could be read.
+        `model` is not wrapped; its mode is left as it was. `show`, given on one rank (or none), gets examples of hits
+        and misses. Raises DataError, on every rank, when no row could be read.
         """
         settings = self._settings
         batches = EvalBatches(
@@ -85,44 +89,76 @@ class Retrieval:
         bad_rows = int(group.gather_plain(torch.tensor([len(batches.faults)])).sum())
         if len(embedded.row) == 0:
             raise DataError(f"none of {bad_rows} evaluation rows can be read, {'; '.join(batches.faults[:1])}")
-        metrics = score_embedded(embedded, group, objective, global_rows, settings.chunk)
+        found = ranks_both_ways(embedded, group, settings.chunk)
+        metrics = score_embedded(embedded, found, group, objective, global_rows, settings.chunk)
+        if show is not None:
+            show(examples_of(embedded, found, self._prepared, settings.chunk, group.device, self._max_pixels))
+        if settings.classes:
+            metrics |= self._zero_shot(model, embedded, group)
+        if (head := class_head(model)) is not None:
+            metrics |= accuracies(embedded.right, "classification", head.out_features)
         return metrics | {"bad_rows": float(bad_rows)}
+
+    @torch.no_grad()
+    def _zero_shot(self, model: nn.Module, embedded: Embedded, group: Group) -> dict[str, float]:
+        """Accuracy of the nearest class, each rank judging its part of the rows."""
+        classes, prompts = self._settings.classes, self._settings.prompts
+        ids, num_tokens = self._encoder.encode(prompted(classes, prompts))
+        mask = (torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]).long()
+        with _evaluating(model):
+            text = _embed_texts(model, torch.from_numpy(ids.astype("int64")), mask, self._settings.batch, group.device)
+        weights, mine = ensemble(text, len(prompts)), slice(group.rank, None, group.world)
+        image, label = (
+            embedded.image[mine].split(self._settings.chunk),
+            embedded.label[mine].split(self._settings.chunk),
+        )
+        found = [right_at(exact(rows) @ exact(weights).T, labels) for rows, labels in zip(image, label, strict=True)]
+        right = group.gather_plain(torch.stack([torch.zeros(3, dtype=torch.int64), *found]).sum(0)[None]).sum(0)
+        return accuracies(right.cpu(), "zero_shot", len(classes))
+
+
+def ranks_both_ways(embedded: Embedded, group: Group, chunk: int) -> dict[str, Tensor]:
+    """Rank of every image among captions and of every caption among images, int64 on the CPU, in their order."""
+    image, text = (embedded.image, embedded.row), (embedded.text, embedded.owner)
+    both = {}
+    for direction, (queries, owner), gallery in (("image_to_text", image, text), ("text_to_image", text, image)):
+        mine = slice(group.rank, None, group.world)
+        found = group.gather_plain(ranks(queries[mine], owner[mine], *gallery, chunk, group.device)).cpu()
+        dealt = torch.cat([torch.arange(len(queries))[rank :: group.world] for rank in range(group.world)])
+        both[direction] = torch.empty_like(found).scatter_(0, dealt, found)
+    return both
 
 
 def score_embedded(
-    embedded: Embedded, group: Group, objective: Objective, global_rows: int, chunk: int
+    embedded: Embedded, found: dict[str, Tensor], group: Group, objective: Objective, global_rows: int, chunk: int
 ) -> dict[str, float]:
     """recall_at_{1,5,10} and median_rank, each /image_to_text and /text_to_image; recall_at_1/mean; loss; rows.
 
-    Image to text asks for any caption of the image, text to image for the caption's one image. `loss` is there where
-    the objective reads nothing but the two embeddings.
+    Image to text asks for any caption of the image, text to image for the caption's one image. `found` is what
+    `ranks_both_ways` gave. `loss` is that of what meets in the objective, and there where this reads nothing but the
+    two embeddings.
     """
-    image, text = (embedded.image, embedded.row), (embedded.text, embedded.owner)
     metrics: dict[str, float] = {}
-    for direction, (queries, owner), gallery in (("image_to_text", image, text), ("text_to_image", text, image)):
-        mine = slice(group.rank, None, group.world)
-        found = group.gather_plain(ranks(queries[mine], owner[mine], *gallery, chunk, group.device))
-        metrics |= retrieval_metrics(found.cpu(), direction)
+    for direction, its_ranks in found.items():
+        metrics |= retrieval_metrics(its_ranks, direction)
     both = [metrics[f"recall_at_1/{direction}"] for direction in ("image_to_text", "text_to_image")]
     metrics["recall_at_1/mean"] = sum(both) / 2
-    if objective.coupled and set(objective.coupled) <= {"image_embed", "text_embed"}:
-        metrics["loss"] = _loss(embedded, group, objective, global_rows, chunk)
+    meeting = sorts(objective).meeting
+    if meeting is not None and set(meeting.coupled) <= {"image_embed", "text_embed"}:
+        metrics["loss"] = _loss(embedded, group, meeting, global_rows, chunk)
     return metrics | {"rows": float(len(embedded.row))}
 
 
 @torch.no_grad()
 def embed(model: nn.Module, batches: EvalBatches, group: Group, objective: Objective, chunk: int) -> Embedded:
     """Embeddings of all ranks' rows, the same on every rank; they travel `chunk` rows of a rank at a time."""
-    was_training = model.training
-    model.eval()
-    try:
+    with _evaluating(model):
         # One row of noise: a rank may have no row of its own, and must know the width and the shared outputs as well.
         outputs = model(synthetic_batch(batches.inputs, 1, 1, group.device))
         none = {"row": torch.zeros(0, dtype=torch.int64), "image": outputs["image_embed"][:0].float().cpu()}
-        parts = [none | {"owner": none["row"], "text": none["image"]}]
+        right = torch.zeros(0, len(TOP) + 1, dtype=torch.int64)
+        parts = [none | {"label": none["row"], "owner": none["row"], "text": none["image"], "right": right}]
         parts += [_embed_batch(model, batch, batches.batch, group.device) for batch in batches]
-    finally:
-        model.train(was_training)
     mine = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     everyone = {name: _gather(mine[name], group, chunk) for name in mine}
     by_row, by_owner = everyone["row"].argsort(), everyone["owner"].argsort(stable=True)
@@ -131,16 +167,52 @@ def embed(model: nn.Module, batches: EvalBatches, group: Group, objective: Objec
         image=everyone["image"][by_row],
         owner=everyone["owner"][by_owner],
         text=everyone["text"][by_owner],
+        label=everyone["label"][by_row],
+        right=everyone["right"].sum(dim=0),
         shared={name: outputs[name].detach() for name in objective.shared},
     )
 
 
 def _embed_batch(model: Any, batch: Batch, text_rows: int, device: torch.device) -> dict[str, Tensor]:
     """Embeddings of a batch, on the CPU; captions, of which there may be many to an image, `text_rows` at once."""
-    ids, mask = batch["input_ids"].split(text_rows), batch["attention_mask"].split(text_rows)
-    text = [model.embed_text(i.to(device), m.to(device)).float().cpu() for i, m in zip(ids, mask, strict=True)]
+    text = _embed_texts(model, batch["input_ids"], batch["attention_mask"], text_rows, device)
     image = model.embed_image(batch["image"].to(device)).float().cpu()
-    return {"row": batch["row"], "image": image, "owner": batch["owner"], "text": torch.cat(text)}
+    embedded = {"row": batch["row"], "image": image, "owner": batch["owner"], "text": text}
+    return embedded | {"label": batch["label"], "right": _classified(model, batch, device)}
+
+
+def _embed_texts(model: Any, input_ids: Tensor, attention_mask: Tensor, rows: int, device: torch.device) -> Tensor:
+    """Embeddings of captions, on the CPU, `rows` of them at once."""
+    pairs = zip(input_ids.split(rows), attention_mask.split(rows), strict=True)
+    return torch.cat([model.embed_text(ids.to(device), mask.to(device)).float().cpu() for ids, mask in pairs])
+
+
+def class_head(model: Any) -> nn.Linear | None:
+    """The model's classification head, if it has one."""
+    head: nn.Linear | None = getattr(model, "class_head", None)
+    return head
+
+
+def _classified(model: Any, batch: Batch, device: torch.device) -> Tensor:
+    """What the head judges rightly, each image with its first caption: a row of `right_at`, int64 [1, 3]."""
+    head = class_head(model)
+    if head is None:
+        return torch.zeros(1, len(TOP) + 1, dtype=torch.int64)
+    first = torch.searchsorted(batch["owner"], batch["row"])
+    ids, mask = batch["input_ids"][first].to(device), batch["attention_mask"][first].to(device)
+    logits = head(model.embed_pair(batch["image"].to(device), ids, mask))
+    return right_at(logits.float().cpu(), batch["label"])[None]
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode; afterwards it is as it was."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def _gather(rows: Tensor, group: Group, chunk: int) -> Tensor:
@@ -184,5 +256,5 @@ def _loss_of_group(
             everyone = {"image_embed": image, "text_embed": text, "valid": valid, "offset": start}
             outputs = {"image_embed": image[rows], "text_embed": text[rows], **shared}
             loss_sum, rows_counted, _ = objective.measure(outputs, {"valid": valid[rows]}, everyone)
-            total, count = total + float(loss_sum), count + float(rows_counted)
+            total, count = total + float(loss_sum.sum()), count + float(rows_counted.reshape(-1)[0])
     return total, count

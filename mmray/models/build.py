@@ -1,4 +1,4 @@
-"""From the `model` section to a model: the built-in two towers, or a user's own by `package.module:Class`."""
+"""From the `model` section to a model: a built-in kind, or a user's own by `package.module:Class`."""
 
 from __future__ import annotations
 
@@ -8,22 +8,42 @@ from torch import nn
 
 from mmray import plug
 from mmray.errors import UsageError
+from mmray.models.clip import Clip, Siglip
+from mmray.models.fusion import Fusion
 from mmray.models.two_tower import TwoTower
 
 if TYPE_CHECKING:
-    from mmray.config import TwoTower as Section
+    from mmray.config import Model as Section
+
+BUILT_IN: dict[str, Any] = {"two_tower": TwoTower, "clip": Clip, "siglip": Siglip, "fusion": Fusion}
 
 
 def build(spec: Section, vocab_size: int, architecture: dict[str, Any] | None = None) -> nn.Module:
     """The model that `spec.kind` names, its weights drawn from torch's generator or loaded as the spec says.
 
-    vocab_size: tokens the tokenizer has. architecture: `architecture()` of the same model when its weights will be
-    loaded from a checkpoint; pretrained ones are not looked for then. A user's class gets (spec, vocab_size).
-    Raises UsageError naming the setting and its value.
+    vocab_size: tokens the tokenizer has; model.vocab_size, where it is set, is the larger number of rows that the
+    embedding gets. architecture: `architecture()` of the same model when its weights will be loaded from a checkpoint;
+    pretrained ones are not looked for then. A user's class gets (spec, vocab_size). Raises UsageError naming the
+    setting and its value.
     """
-    if spec.kind == "two_tower":
-        return TwoTower(spec, vocab_size, architecture)
-    model = plug.load(spec.kind, "model.kind", ("two_tower",))(spec, vocab_size)
+    if 0 < spec.vocab_size < vocab_size:
+        raise UsageError(
+            f"model.vocab_size: {spec.vocab_size} rows of embedding are too few for a tokenizer of {vocab_size} "
+            "tokens; take 0, or a larger number"
+        )
+    rows = spec.vocab_size or vocab_size
+    if spec.kind in BUILT_IN:
+        built: nn.Module = BUILT_IN[spec.kind](spec, rows, architecture)
+        return built
+    model = plug.load(spec.kind, "model.kind", tuple(BUILT_IN))(spec, rows)
     if not isinstance(model, nn.Module):
         raise UsageError(f"model.kind: `{spec.kind}` built a {type(model).__name__}, not a torch.nn.Module")
     return model
+
+
+def drawn_architecture(spec: Section, vocab_size: int) -> dict[str, Any] | None:
+    """An `architecture` that stands in for pretrained weights, where what they have learned does not matter."""
+    if spec.kind not in BUILT_IN:
+        return None
+    architecture: dict[str, Any] = BUILT_IN[spec.kind].drawn_architecture(spec, vocab_size)
+    return architecture

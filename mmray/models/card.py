@@ -19,7 +19,7 @@ tags: [image-text, retrieval, zero-shot]
 # {name}
 
 An image-text model with one embedding space, trained with mmray: {num_parameters:,} parameters, embeddings of
-{spec["embed_dim"]} numbers and length 1. The dot product of an image's and a text's says how well they go together.
+length 1. The dot product of an image's and a text's says how well they go together.
 
 ```python
 import mmray
@@ -30,10 +30,16 @@ scores = model.embed_images(["photo.jpg"]) @ model.embed_texts(["a red circle", 
 - Images: PIL images, encoded bytes or paths. {FIT[inputs["fit"]]} {inputs["image_side"]} x {inputs["image_side"]}
   pixels ({inputs["interpolation"]}); transparency is laid on white, EXIF orientation applied.
 - Texts: up to {inputs["max_tokens"]} tokens; what is longer is cut.
-- Image branch: {spec["image"]["name"]}. Text branch: {spec["text"]["name"]}. All settings are in `config.json`.
+- Kind: {spec["kind"]}{_branches(spec)}. All settings are in `config.json`.
 - `tokenizer.json` opens in transformers as `PreTrainedTokenizerFast(tokenizer_file=...)`, `preprocessor_config.json`
   as `AutoImageProcessor.from_pretrained(...)`, whose pixels agree up to rounding (a crop may lie half a pixel aside).
 """
+
+
+def _branches(spec: dict[str, Any]) -> str:
+    """The names of the towers, where they have names."""
+    named = [f"{part} {spec[part]['name']}" for part in ("image", "text") if "name" in spec.get(part, {})]
+    return f" ({', '.join(named)})" if named else ""
 
 
 def preprocessor_config(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -3,8 +3,12 @@
     config.json               the model's spec and what pretrained weights settled of it
     model.safetensors         weights
     tokenizer.json            of the `tokenizers` package; transformers reads it as well
+    tokenizer_config.json     how transformers is to use it
     preprocessor_config.json  pixels, in transformers' words
     README.md                 the model card, with the lines that load it
+
+A CLIP or SigLIP leaves as transformers' own (their_form.py): its `AutoModel`, `AutoTokenizer` and `AutoImageProcessor`
+open the same folder, without mmray.
 
 `load` is the inverse: the same decoder, the same pixels, the same tokens as in training, hence the same embeddings.
 """
@@ -29,6 +33,7 @@ from torch import Tensor
 from mmray.data.image import MAX_PIXELS, decode, to_pixels
 from mmray.data.text import TextEncoder, clean
 from mmray.errors import DataError, UsageError
+from mmray.models import their_form
 from mmray.models.build import build
 from mmray.models.card import model_card, preprocessor_config
 from mmray.models.weights import load_weights, save_weights
@@ -36,8 +41,9 @@ from mmray.models.weights import load_weights, save_weights
 if TYPE_CHECKING:
     from mmray.config import Inputs
 
-CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
-PREPROCESSOR, CARD = "preprocessor_config.json", "README.md"
+CONFIG, WEIGHTS, PREPROCESSOR, CARD = "config.json", "model.safetensors", "preprocessor_config.json", "README.md"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+FILES = {CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, PREPROCESSOR, CARD}
 
 _PNG_MODES = ("1", "L", "LA", "P", "I", "I;16", "I;16B", "RGB", "RGBA")
 Picture = Image.Image | bytes | str | Path
@@ -53,16 +59,14 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: Path) -> 
     out = out.expanduser().resolve()
     if out.exists() and not (out.is_dir() and _is_export_or_empty(out)):
         raise UsageError(f"{out} exists and is not an exported model: choose another folder")
-    architecture = model.architecture() if hasattr(model, "architecture") else None
-    config = {"mmray": version("mmray"), "model": spec, "architecture": architecture}
+    config, weights, texts = _contents(model, spec, tokenizer_json)
     temporary = out.with_name(f".{out.name}.exporting")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        save_weights(model.state_dict(), temporary / WEIGHTS)
-        (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        (temporary / TOKENIZER).write_text(tokenizer_json)
-        (temporary / PREPROCESSOR).write_text(json.dumps(preprocessor_config(spec["inputs"]), indent=2) + "\n")
+        save_weights(weights, temporary / WEIGHTS)
+        for name, values in {CONFIG: config, PREPROCESSOR: preprocessor_config(spec["inputs"]), **texts}.items():
+            (temporary / name).write_text(values if isinstance(values, str) else json.dumps(values, indent=2) + "\n")
         (temporary / CARD).write_text(model_card(out.name, spec, sum(p.numel() for p in model.parameters())))
         shutil.rmtree(out, ignore_errors=True)
         temporary.rename(out)
@@ -70,6 +74,18 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: Path) -> 
         shutil.rmtree(temporary, ignore_errors=True)
         raise UsageError(f"cannot write the exported model {out}: {error}; choose another folder") from error
     return out
+
+
+def _contents(
+    model: Any, spec: dict[str, Any], tokenizer_json: str
+) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
+    """config.json, the weights, and the tokenizer's files by name."""
+    architecture = model.architecture() if hasattr(model, "architecture") else None
+    config = {"mmray": version("mmray"), "model": spec, "architecture": architecture}
+    theirs = their_form.config(model, tokenizer_json)
+    weights = model.state_dict() if theirs is None else their_form.weights(model)
+    tokenizer, settings = their_form.tokenizer(model, tokenizer_json, spec["inputs"]["max_tokens"])
+    return (theirs or {}) | config, weights, {TOKENIZER: tokenizer, TOKENIZER_CONFIG: settings}
 
 
 def load(folder: str | Path, device: torch.device | str = "cpu") -> Embedder:
@@ -83,8 +99,8 @@ def load(folder: str | Path, device: torch.device | str = "cpu") -> Embedder:
         encoder = TextEncoder(tokenizer_json, spec.inputs.max_tokens)
     except Exception as error:  # the tokenizers package raises bare Exception for what it cannot parse
         raise UsageError(f"{path} is not a model exported by `mmray export RUN {path}`: {error}") from error
-    model = build(spec, spec.text.vocab_size or encoder.vocab_size, config["architecture"])
-    model.load_state_dict(weights)
+    model = build(spec, spec.vocab_size or encoder.vocab_size, config["architecture"])
+    model.load_state_dict(their_form.mine(model, weights) if "model_type" in config else weights)
     return Embedder(model.to(device).eval(), spec.inputs, encoder, torch.device(device))
 
 
@@ -107,6 +123,32 @@ class Embedder:
         return self._embed(texts, batch, self._embed_captions)
 
     @torch.no_grad()
+    def match(self, images: Sequence[Picture], texts: Sequence[str], batch: int = 64) -> Tensor:
+        """Probability float32 [N] that each image and the text of the same place belong together (model.kind fusion).
+
+        Raises UsageError where the model has no head for it, and DataError as the others do.
+        """
+        return self._pairs("match_head", images, texts, batch).sigmoid().squeeze(1)
+
+    @torch.no_grad()
+    def classify(self, images: Sequence[Picture], texts: Sequence[str], batch: int = 64) -> Tensor:
+        """Probability float32 [N, C] of each class for each pair of image and text; raises as `match` does."""
+        return self._pairs("class_head", images, texts, batch).softmax(dim=1)
+
+    def _pairs(self, head: str, images: Sequence[Picture], texts: Sequence[str], batch: int) -> Tensor:
+        read = getattr(self.model, head, None)
+        if read is None:
+            raise UsageError(f"this model has no {head}: it was not trained to judge pairs")
+        if len(images) != len(texts):
+            raise UsageError(f"{len(images)} images and {len(texts)} texts are no pairs: give as many of each")
+        parts = [torch.zeros(0, read.out_features)]
+        for start in range(0, len(images), batch):
+            pixels = self._stacked(start, images[start : start + batch])
+            pair = self.model.embed_pair(pixels, *self._tokens(start, texts[start : start + batch]))
+            parts.append(read(pair).float().cpu())
+        return torch.cat(parts)
+
+    @torch.no_grad()
     def _embed(self, items: Sequence[Item], batch: int, embed: Callable[[int, Sequence[Item]], Tensor]) -> Tensor:
         if isinstance(items, str | bytes):
             raise TypeError("give a list, also for a single one")
@@ -114,9 +156,12 @@ class Embedder:
         return torch.cat(parts).float().cpu() if parts else torch.zeros(0, self._width())
 
     def _embed_pictures(self, start: int, images: Sequence[Picture]) -> Tensor:
-        pixels = [self._pixels(number, image) for number, image in enumerate(images, start)]
-        embedding: Tensor = self.model.embed_image(torch.from_numpy(np.stack(pixels)).to(self.device))
+        embedding: Tensor = self.model.embed_image(self._stacked(start, images))
         return embedding
+
+    def _stacked(self, start: int, images: Sequence[Picture]) -> Tensor:
+        pixels = [self._pixels(number, image) for number, image in enumerate(images, start)]
+        return torch.from_numpy(np.stack(pixels)).to(self.device)
 
     def _pixels(self, number: int, image: Picture) -> np.ndarray:
         inputs = self.inputs
@@ -127,11 +172,14 @@ class Embedder:
             raise DataError(f"image {number}{name}: {error}") from error
 
     def _embed_captions(self, start: int, texts: Sequence[str]) -> Tensor:
+        embedding: Tensor = self.model.embed_text(*self._tokens(start, texts))
+        return embedding
+
+    def _tokens(self, start: int, texts: Sequence[str]) -> list[Tensor]:
+        """Ids and mask [B, T] on the device."""
         ids, num_tokens = self._encoder.encode([_caption(number, text) for number, text in enumerate(texts, start)])
         mask = np.arange(ids.shape[1]) < num_tokens[:, None]
-        on_device = [torch.from_numpy(array.astype(np.int64)).to(self.device) for array in (ids, mask)]
-        embedding: Tensor = self.model.embed_text(*on_device)
-        return embedding
+        return [torch.from_numpy(array.astype(np.int64)).to(self.device) for array in (ids, mask)]
 
     def _width(self) -> int:
         return self._embed_captions(0, ["a"]).shape[1]
@@ -161,12 +209,13 @@ def _caption(number: int, text: str) -> str:
 
 
 def _attributes(values: Any) -> Any:
-    """Plain values as the attributes of a config section."""
+    """Plain values as the attributes of a config section; a user's own settings stay a dict, as they were."""
     if isinstance(values, dict):
-        return SimpleNamespace(**{name: _attributes(value) for name, value in values.items()})
+        named = {name: value if name == "settings" else _attributes(value) for name, value in values.items()}
+        return SimpleNamespace(**named)
     return values
 
 
 def _is_export_or_empty(folder: Path) -> bool:
     names = {path.name for path in folder.iterdir()}
-    return not names or {CONFIG, WEIGHTS} <= names <= {CONFIG, WEIGHTS, TOKENIZER, PREPROCESSOR, CARD}
+    return not names or {CONFIG, WEIGHTS} <= names <= FILES

@@ -17,7 +17,7 @@ def synthetic_batch(
     """`rows` valid rows of random pixels and full-length random captions, with distinct keys and positions.
 
     Returns what data/collate.py returns: image uint8 [B, 3, S, S], input_ids and attention_mask int64 [B, max_tokens],
-    key and pos int64 [B], valid bool [B]. Drawn on the CPU, so that every device gets the same.
+    key, label and pos int64 [B], valid bool [B]. Drawn on the CPU, so that every device gets the same.
     """
     draw = torch.Generator().manual_seed(seed)
     side, tokens = inputs.image_side, inputs.max_tokens
@@ -26,6 +26,7 @@ def synthetic_batch(
         "input_ids": torch.randint(0, vocab_size, (rows, tokens), generator=draw),
         "attention_mask": torch.ones(rows, tokens, dtype=torch.long),
         "key": torch.arange(rows),
+        "label": torch.zeros(rows, dtype=torch.long),
         "valid": torch.ones(rows, dtype=torch.bool),
         "pos": torch.arange(rows),
     }

@@ -6,22 +6,20 @@ The sample's journey: data/text.py has turned captions into padded ids; the towe
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from mmray.errors import UsageError
+from mmray.models.pretrained import fetch
 
 if TYPE_CHECKING:
     from transformers import BertConfig, BertModel
 
     from mmray.config import TextTower
 
+SETTING = "model.text.weights"
 FEED_FORWARD = 4  # width of the feed-forward layer over the width of a token, as in BERT
 
 
@@ -55,16 +53,35 @@ class BertTower(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Ids and mask [B, T] (1 is a token, right padded) -> features [B, width]; a row without tokens is finite."""
-        seen = attention_mask.bool() | (torch.arange(input_ids.shape[1], device=input_ids.device) == 0)
+        return self.pool(self.words(input_ids, attention_mask), attention_mask)
+
+    def words(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Ids and mask [B, T] -> features of each token [B, T, width]."""
         # A four-dimensional mask is taken as it is; a flat one would be looked at, which makes a GPU wait each step.
-        hidden = self.bert(input_ids=input_ids, attention_mask=seen[:, None, None, :]).last_hidden_state
-        weight = seen.unsqueeze(-1).to(hidden.dtype)
-        return (hidden * weight).sum(1) / weight.sum(1)
+        mask = seen(attention_mask)[:, None, None, :]
+        hidden: Tensor = self.bert(input_ids=input_ids, attention_mask=mask).last_hidden_state
+        return hidden
+
+    def pool(self, words: Tensor, attention_mask: Tensor) -> Tensor:
+        """Features of each token [B, T, width] -> of each caption [B, width]."""
+        weight = seen(attention_mask).unsqueeze(-1).to(words.dtype)
+        return (words * weight).sum(1) / weight.sum(1)
 
     def shape(self) -> dict[str, Any]:
         """The BertConfig as plain values, from which `build_text_tower` makes the same tower."""
         values: dict[str, Any] = self.bert.config.to_dict()
         return values
+
+
+def seen(attention_mask: Tensor) -> Tensor:
+    """Tokens that are looked at, bool [B, T]; in a row without any it is the first, so that nothing divides by zero."""
+    return attention_mask.bool() | (torch.arange(attention_mask.shape[1], device=attention_mask.device) == 0)
+
+
+def drawn_shape(spec: TextTower, vocab_size: int, max_tokens: int) -> dict[str, Any]:
+    """The shape of the tower that the spec describes without regard to its weights."""
+    values: dict[str, Any] = _config(spec, vocab_size, max_tokens).to_dict()
+    return values
 
 
 def _config(spec: TextTower, vocab_size: int, max_tokens: int) -> BertConfig:
@@ -76,7 +93,7 @@ def _config(spec: TextTower, vocab_size: int, max_tokens: int) -> BertConfig:
             f"take a number of heads that divides model.text.width"
         )
     return BertConfig(
-        vocab_size=spec.vocab_size or vocab_size,
+        vocab_size=vocab_size,
         hidden_size=spec.width,
         num_hidden_layers=spec.depth,
         num_attention_heads=spec.heads,
@@ -99,10 +116,11 @@ def _from_pretrained(spec: TextTower) -> BertModel:
     """BERT from a directory, the hub's cache or the hub; one that is not whole, or not BERT, is a UsageError."""
     from transformers import BertConfig, BertModel
 
-    found = _fetch(spec.weights, BertConfig.get_config_dict)[0].get("model_type")
+    found = fetch(SETTING, spec.weights, BertConfig.get_config_dict)[0].get("model_type")
     if found != "bert":
         raise UsageError(f"model.text.weights: {spec.weights} holds a model of type {found!r}, not `bert`")
-    model, report = _fetch(
+    model, report = fetch(
+        SETTING,
         spec.weights,
         BertModel.from_pretrained,
         add_pooling_layer=False,
@@ -120,36 +138,12 @@ def _from_pretrained(spec: TextTower) -> BertModel:
     return model
 
 
-def _fetch(name: str, read: Callable[..., Any], **settings: Any) -> Any:
-    """What `read` finds under `name` on this machine, else on the hub. Raises UsageError with the next move."""
-    place = Path(name).expanduser()
-    if place.is_dir():
-        name = str(place)
-    elif place.is_absolute() or name.startswith((".", "~")):
-        raise UsageError(f"model.text.weights: there is no directory {place}; give one saved by save_pretrained")
-    try:
-        return read(name, local_files_only=True, **settings)
-    except (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, ValueError, KeyError) as error:
-        if place.is_dir():
-            detail = str(error).splitlines()[0]
-            raise UsageError(f"model.text.weights: {name} cannot be read as a saved BERT: {detail}") from None
-    try:
-        return read(name, **settings)
-    except OSError as error:
-        raise UsageError(
-            f"model.text.weights: `{name}` is neither a directory nor on this machine, and the hub does not give it "
-            f"({str(error).splitlines()[0]}); run `hf download {name} --local-dir DIR` where there is a network and "
-            f"set model.text.weights to DIR, or set it to `none`"
-        ) from None
-
-
 def _check_fits(config: BertConfig, vocab_size: int, max_tokens: int, spec: TextTower) -> None:
     """Every id and every position of the data has its row in the embeddings."""
     if config.vocab_size < vocab_size:
-        where = "model.text.vocab_size" if spec.weights == "none" else f"model.text.weights: {spec.weights}"
         raise UsageError(
-            f"{where}: {config.vocab_size} rows of embedding are too few for a tokenizer of {vocab_size} tokens; "
-            f"take the tokenizer of the weights (model.inputs.tokenizer), or a larger vocab_size"
+            f"model.text.weights: {spec.weights}: {config.vocab_size} rows of embedding are too few for a tokenizer of "
+            f"{vocab_size} tokens; take the tokenizer of the weights (model.inputs.tokenizer)"
         )
     if config.max_position_embeddings < max_tokens:
         raise UsageError(

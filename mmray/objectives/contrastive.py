@@ -36,15 +36,15 @@ class Contrastive:
         Logits are [local rows, global rows] each way, never [global, global].
         """
         valid = batch["valid"]
-        image, text = _usable(outputs["image_embed"], valid), _usable(outputs["text_embed"], valid)
+        image, text = usable(outputs["image_embed"], valid), usable(outputs["text_embed"], valid)
         scale = outputs["logit_scale"].to(image.dtype)
         if everyone is None:
             logits = scale * image @ text.T
             to_text, to_image, columns, offset = logits, logits.T, valid, 0
         else:
             columns, offset = everyone["valid"], everyone["offset"]
-            to_text = scale * image @ _usable(everyone["text_embed"], columns).T
-            to_image = scale * text @ _usable(everyone["image_embed"], columns).T
+            to_text = scale * image @ usable(everyone["text_embed"], columns).T
+            to_image = scale * text @ usable(everyone["image_embed"], columns).T
         targets = torch.arange(offset, offset + len(valid), device=valid.device)
         image_to_text = _cross_entropy_sum(to_text, targets, valid, columns)
         text_to_image = _cross_entropy_sum(to_image, targets, valid, columns)
@@ -52,7 +52,7 @@ class Contrastive:
         return (image_to_text + text_to_image) / 2, self.count(batch), parts
 
 
-def _usable(embed: Tensor, valid: Tensor) -> Tensor:
+def usable(embed: Tensor, valid: Tensor) -> Tensor:
     """Float32 at least, invalid rows zero: whatever stands in padding, a NaN too, must not reach a gradient."""
     embed = embed.to(torch.promote_types(embed.dtype, torch.float32))
     return torch.where(valid[:, None], embed, 0)

@@ -2,17 +2,22 @@
 
 Stands between models/ (batch -> outputs) and train/step.py (loss -> gradients). A loss is a sum and a count, never a
 mean: only then do micro-batches and ranks add up to the global batch, whatever their sizes.
+
+Two sorts: where rows meet (`coupled` names the outputs that do) the loss is formed once over the whole global batch;
+where every row stands alone it is formed in each micro-batch. `combined.py` adds up objectives of both sorts.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from mmray.data.collate import Batch
 
 Outputs = dict[str, Tensor]
+Measured = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
 class Objective(Protocol):
@@ -27,13 +32,73 @@ class Objective(Protocol):
     shared: tuple[str, ...]
 
     def count(self, batch: Batch) -> Tensor:
-        """What the loss of `batch` is divided by, as a scalar: its valid rows, or its target tokens."""
+        """What the loss of `batch` is divided by, as a scalar: its valid rows, or its target tokens.
 
-    def measure(
-        self, outputs: Outputs, batch: Batch, everyone: dict[str, Any] | None = None
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        A sum of several losses, each with a count of its own, gives vectors [K] for the scalars here and below.
+        """
+
+    def measure(self, outputs: Outputs, batch: Batch, everyone: dict[str, Any] | None = None) -> Measured:
         """Loss summed over the valid rows of `batch`, its count, and further sums worth a look.
 
         `everyone` (coupled objectives only): each coupled output of all ranks [G, ...], `valid` bool [G], and `offset`,
         the row of `everyone` at which this rank's rows begin. None: the rows of `batch` are everyone.
         """
+
+
+@runtime_checkable
+class Mining(Protocol):
+    """An objective whose rows stand alone once each has been given a partner, chosen by a look at all rows.
+
+    `looks_at` names the outputs that the choice is made by, `borrows` the columns of the batch that a partner lends.
+    """
+
+    looks_at: tuple[str, ...]
+    borrows: tuple[str, ...]
+
+    def mine(self, outputs: Outputs, batch: Batch, everyone: dict[str, Any]) -> Batch:
+        """Further columns for the rows of a micro-batch, which the model will see.
+
+        outputs: those in `looks_at` and `shared`, without gradient. everyone: the outputs in `looks_at` and the columns
+        in `borrows` of all ranks [G, ...], `valid` bool [G], and `offset`, where the rows of this micro-batch begin.
+        The choice may depend on the rows alone, not on how they are cut into micro-batches and ranks.
+        """
+
+
+@runtime_checkable
+class Pairwise(Protocol):
+    """A coupled objective that is a sum over pairs, so that the texts of other ranks can come by, a chunk at a time.
+
+    `visiting` names the outputs that travel; the others in `coupled` stay at home. `chunk` is in rows.
+    """
+
+    visiting: tuple[str, ...]
+    chunk: int
+
+    def pairs(
+        self, outputs: Outputs, valid: Tensor, visitors: Outputs, visitors_valid: Tensor, partner: int | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss summed over the pairs of rows at home and visiting rows, and further sums.
+
+        partner: visiting row i belongs to row i + partner at home; None: the visitors are another rank's.
+        """
+
+
+@dataclass(frozen=True)
+class Sorts:
+    """An objective as the step takes it: what meets, and what stands alone."""
+
+    meeting: Objective | None
+    standing: Objective | None
+
+    @property
+    def mining(self) -> Mining | None:
+        """The part that must look at all rows before it can stand alone."""
+        return self.standing if isinstance(self.standing, Mining) and self.standing.looks_at else None
+
+
+def sorts(objective: Any) -> Sorts:
+    """The two parts of an objective, one of which may be missing."""
+    if hasattr(objective, "sorts"):
+        found: Sorts = objective.sorts
+        return found
+    return Sorts(objective, None) if objective.coupled else Sorts(None, objective)

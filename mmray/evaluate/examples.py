@@ -1,0 +1,133 @@
+"""Examples of retrieval for people to look at: a few hits and misses each way, with captions and small pictures.
+
+Taken from the ranks that the recall was computed from, on one rank, without another pass of the model. Which queries
+are shown follows from the ranks alone: hits spread evenly over the set, misses from the narrowest to the widest.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmray.data.image import decode
+from mmray.data.store import PreparedSet, Row
+from mmray.data.thumbnail import thumbnail
+from mmray.evaluate.embedded import Embedded
+from mmray.evaluate.retrieval import top
+
+SHOWN = 6  # of hits, and of misses, each way
+TOP = 5
+
+
+@dataclass(frozen=True)
+class _Side:
+    """Pictures, or captions, as they ask or are asked: embeddings, the row of each, and which of its captions it is."""
+
+    embed: Tensor  # float32 [N, D]
+    owner: Tensor  # int64 [N]
+    caption: Tensor  # int64 [N]; 0 for a picture, which is told by its first caption
+
+    def told(self, place: int, rows: dict[int, Row]) -> dict[str, Any]:
+        number = int(self.owner[place])
+        texts = rows[number].texts if number in rows else []
+        return {"row": number, "caption": texts[int(self.caption[place])] if texts else ""}
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A query that is shown: its place among the queries, its rank, and the best places of the gallery."""
+
+    query: int
+    rank: int
+    places: list[int]
+    scores: list[float]
+
+
+def examples_of(
+    embedded: Embedded,
+    found: dict[str, Tensor],
+    prepared: PreparedSet,
+    chunk: int,
+    device: torch.device | str,
+    max_pixels: int,
+) -> dict[str, Any]:
+    """`rows`, `image_to_text`, `text_to_image` and `pictures`: plain values, as examples.json holds them.
+
+    Each way is a list of {row, key, caption, rank, answers: [{row, caption, score, right}]}; a picture that asks (or is
+    an answer) is told by its first caption. `pictures` maps a row to a data URI, of as many rows as could be read.
+    """
+    first_caption = torch.searchsorted(embedded.owner, embedded.owner)
+    text = _Side(embedded.text, embedded.owner, torch.arange(len(embedded.owner)) - first_caption)
+    image = _Side(embedded.image, embedded.row, torch.zeros_like(embedded.row))
+    sides = {"image_to_text": (image, text), "text_to_image": (text, image)}
+    shown = {way: _chosen(*sides[way], found[way], chunk, device) for way in sides}
+    rows = _read(prepared, {row for way in sides for row in _rows_of(shown[way], *sides[way])})
+    told: dict[str, Any] = {way: [_told(item, *sides[way], rows) for item in shown[way]] for way in sides}
+    looked_at = {item["row"] for way in sides for item in told[way]}
+    looked_at |= {answer["row"] for item in told["text_to_image"] for answer in item["answers"]}
+    pictures = _pictures({number: rows[number] for number in sorted(looked_at & rows.keys())}, max_pixels)
+    return {"rows": len(embedded.row), **told, "pictures": pictures}
+
+
+def chosen_queries(ranks: Tensor, shown: int = SHOWN) -> Tensor:
+    """Numbers of the queries to show, int64: `shown` hits (rank 1), then `shown` misses, or as many as there are."""
+    hits, misses = (ranks == 1).nonzero().flatten(), (ranks > 1).nonzero().flatten()
+    by_rank = misses[ranks[misses].argsort(stable=True)]
+    return torch.cat([_spread(hits, shown), _spread(by_rank, shown)])
+
+
+def _spread(numbers: Tensor, wanted: int) -> Tensor:
+    """`wanted` of the numbers at even distances, first and last included."""
+    if len(numbers) <= wanted:
+        return numbers
+    return numbers[torch.arange(wanted) * (len(numbers) - 1) // (wanted - 1)]
+
+
+def _chosen(queries: _Side, gallery: _Side, ranks: Tensor, chunk: int, device: torch.device | str) -> list[_Shown]:
+    """The queries to show, with the best of the gallery."""
+    chosen = chosen_queries(ranks)
+    places, scores = top(queries.embed[chosen], queries.owner[chosen], gallery.embed, gallery.owner, TOP, chunk, device)
+    columns = (chosen, ranks[chosen], places, scores)
+    return [_Shown(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
+
+
+def _rows_of(shown: list[_Shown], queries: _Side, gallery: _Side) -> list[int]:
+    """Numbers of all rows that take part."""
+    asked = [int(queries.owner[item.query]) for item in shown]
+    return asked + [int(gallery.owner[place]) for item in shown for place in item.places]
+
+
+def _told(item: _Shown, queries: _Side, gallery: _Side, rows: dict[int, Row]) -> dict[str, Any]:
+    query = queries.told(item.query, rows)
+    answers = [gallery.told(place, rows) for place in item.places]
+    for answer, score in zip(answers, item.scores, strict=True):
+        answer["score"] = round(score, 4) if math.isfinite(score) else None
+        answer["right"] = answer["row"] == query["row"]
+    key = rows[query["row"]].key if query["row"] in rows else ""
+    return {**query, "key": key, "rank": item.rank, "answers": answers}
+
+
+def _read(prepared: PreparedSet, numbers: set[int]) -> dict[int, Row]:
+    """The rows that can be read; what cannot is left out, for an example is not worth an error."""
+    rows = {}
+    for number in sorted(numbers):
+        try:
+            rows[number] = prepared.read(np.array([number]))[0]
+        except (OSError, ValueError):
+            continue
+    return rows
+
+
+def _pictures(rows: dict[int, Row], max_pixels: int) -> dict[str, str]:
+    pictures = {}
+    for number, row in rows.items():
+        try:
+            pictures[str(number)] = thumbnail(decode(row.images[0], max_pixels))
+        except (OSError, ValueError):
+            continue
+    return pictures

@@ -1,0 +1,296 @@
+"""transformers' CLIP and SigLIP as dual encoders: from saved weights, an open_clip checkpoint, or drawn anew.
+
+The encoders are transformers' own, with scaled-dot-product attention; only the way through them is ours. Captions end
+at their last token whatever the tokenizer calls it, patches can be left out in training, and no mask makes a GPU wait.
+Sources: Radford et al. 2021 (arXiv:2103.00020), Zhai et al. 2023 (arXiv:2303.15343), patch dropout after Li et al. 2023
+(FLIP, arXiv:2212.00794). transformers is imported when a model is built, not with this file: it costs seconds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmray.errors import UsageError
+from mmray.models import open_clip
+from mmray.models.dual_encoder import DualEncoder, Pixels, unit
+from mmray.models.pretrained import fetch
+from mmray.models.weights import read_state
+
+if TYPE_CHECKING:
+    from mmray.config import Clip as ClipSection
+    from mmray.config import Inputs
+    from mmray.config import Siglip as SiglipSection
+
+SETTING = "model.weights"
+FEED_FORWARD = 4  # width of the feed-forward layer over the width of a token
+LEGACY_END = 2  # with this end token transformers' CLIP pools at the largest id instead
+
+
+class Clip(DualEncoder):
+    """transformers' CLIPModel, taken apart into its two branches.
+
+    spec: the `model` section. vocab_size: tokens the tokenizer has. architecture: what `architecture()` of the same
+    model gave; no weights are looked for then, the caller loads them. Raises UsageError.
+    """
+
+    their_names = (
+        ("image.tower.", "vision_model."),
+        ("image.project.", "visual_projection."),
+        ("text.tower.", "text_model."),
+        ("text.project.", "text_projection."),
+        ("log_scale", "logit_scale"),
+    )
+
+    def __init__(self, spec: ClipSection, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
+        from transformers import CLIPConfig, CLIPModel
+
+        net = _network(CLIPModel, CLIPConfig, spec, lambda: _clip_config(spec, vocab_size), architecture)
+        _check_fits(net.config, spec.inputs, vocab_size, spec.weights)
+        image = ClipImage(net.vision_model, net.visual_projection, spec.inputs, spec.patch_dropout)
+        super().__init__(image, ClipText(net.text_model, net.text_projection), spec)
+        self._config = net.config
+        if architecture is None and spec.weights != "none":
+            self.log_scale.data.copy_(net.logit_scale.detach())
+
+    def architecture(self) -> dict[str, Any]:
+        """The transformers configuration, from which the same model is built."""
+        return {"config": self._config.to_dict()}
+
+    @staticmethod
+    def drawn_architecture(spec: ClipSection, vocab_size: int) -> dict[str, Any]:
+        """The `architecture` of a model with drawn weights in the spec's own shape."""
+        return {"config": _clip_config(spec, vocab_size).to_dict()}
+
+    def their_config(self, end_id: int, pad_id: int) -> dict[str, Any] | None:
+        """config.json of the same model for transformers; None where its classes cannot hold it."""
+        if end_id == LEGACY_END or self.logit_bias is not None:
+            return None
+        text = {"eos_token_id": end_id, "pad_token_id": pad_id}
+        return _their_config(self._config, "CLIPModel", text)
+
+
+class Siglip(DualEncoder):
+    """transformers' SiglipModel, taken apart into its two branches; the temperature is not clamped, as in the source.
+
+    spec, vocab_size, architecture, errors: as for `Clip`.
+    """
+
+    max_log_scale = None
+    their_names = (
+        ("image.tower.", "vision_model."),
+        ("text.tower.", "text_model."),
+        ("log_scale", "logit_scale"),
+    )
+
+    def __init__(self, spec: SiglipSection, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
+        from transformers import SiglipConfig, SiglipModel
+
+        net = _network(SiglipModel, SiglipConfig, spec, lambda: _siglip_config(spec, vocab_size), architecture)
+        _check_fits(net.config, spec.inputs, vocab_size, spec.weights)
+        image = SiglipImage(net.vision_model, spec.inputs, spec.patch_dropout)
+        super().__init__(image, SiglipText(net.text_model, net.config.text_config), spec)
+        self._config = net.config
+        if architecture is None and spec.weights != "none":
+            self.log_scale.data.copy_(net.logit_scale.detach().squeeze())
+            if self.logit_bias is not None:
+                self.logit_bias.data.copy_(net.logit_bias.detach().squeeze())
+
+    def architecture(self) -> dict[str, Any]:
+        """The transformers configuration, from which the same model is built."""
+        return {"config": self._config.to_dict()}
+
+    @staticmethod
+    def drawn_architecture(spec: SiglipSection, vocab_size: int) -> dict[str, Any]:
+        """The `architecture` of a model with drawn weights in the spec's own shape."""
+        return {"config": _siglip_config(spec, vocab_size).to_dict()}
+
+    def their_config(self, end_id: int, pad_id: int) -> dict[str, Any] | None:
+        """config.json of the same model for transformers; None where its classes cannot hold it."""
+        if self.logit_bias is None:
+            return None
+        return _their_config(self._config, "SiglipModel", {"eos_token_id": end_id})
+
+    @property
+    def padded_to(self) -> tuple[int, int]:
+        """(tokens, pad id) that each caption is filled up to: the model looks at its padding."""
+        return self.text.length, self.text.pad_id  # type: ignore[return-value]
+
+
+class ClipImage(nn.Module):
+    """CLIP's vision transformer: features of the class token, projected."""
+
+    def __init__(self, tower: Any, project: nn.Linear, inputs: Inputs, patch_dropout: float) -> None:
+        super().__init__()
+        self.pixels, self.tower, self.project = Pixels(inputs.mean, inputs.std), tower, project
+        self.patch_dropout = patch_dropout
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Pixels uint8 [B, 3, S, S] -> embeddings [B, D] of length 1."""
+        hidden = self.tower.embeddings(self.pixels(image))
+        if self.training and self.patch_dropout:
+            patches = some_patches(hidden[:, 1:], self.patch_dropout)
+            hidden = torch.cat([hidden[:, :1], patches], dim=1)
+        hidden = self.tower.encoder(inputs_embeds=self.tower.pre_layrnorm(hidden)).last_hidden_state
+        return unit(self.project(self.tower.post_layernorm(hidden[:, 0])))
+
+
+class ClipText(nn.Module):
+    """CLIP's causal text transformer: features of a caption's last token, projected."""
+
+    def __init__(self, tower: Any, project: nn.Linear) -> None:
+        super().__init__()
+        self.tower, self.project = tower, project
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Ids and mask [B, T] (1 is a token, right padded) -> embeddings [B, D] of length 1."""
+        hidden = self.tower.embeddings(input_ids=input_ids)
+        # No mask of padding: causal attention lets no token see what comes after it, and the last real one is read.
+        hidden = self.tower.encoder(inputs_embeds=hidden, is_causal=True).last_hidden_state
+        last = (attention_mask.sum(dim=1) - 1).clamp(min=0)
+        features = hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[-1])).squeeze(1)
+        return unit(self.project(self.tower.final_layer_norm(features)))
+
+
+class SiglipImage(nn.Module):
+    """SigLIP's vision transformer: features by attention pooling."""
+
+    def __init__(self, tower: Any, inputs: Inputs, patch_dropout: float) -> None:
+        super().__init__()
+        self.pixels, self.tower = Pixels(inputs.mean, inputs.std), tower
+        self.patch_dropout = patch_dropout
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Pixels uint8 [B, 3, S, S] -> embeddings [B, D] of length 1."""
+        hidden = self.tower.embeddings(self.pixels(image))
+        if self.training and self.patch_dropout:
+            hidden = some_patches(hidden, self.patch_dropout)
+        hidden = self.tower.encoder(inputs_embeds=hidden).last_hidden_state
+        return unit(self.tower.head(self.tower.post_layernorm(hidden)))
+
+
+class SiglipText(nn.Module):
+    """SigLIP's text transformer: every caption is filled up to the same length and seen whole, padding included."""
+
+    def __init__(self, tower: Any, config: Any) -> None:
+        super().__init__()
+        self.tower = tower
+        self.length: int = config.max_position_embeddings
+        self.pad_id: int = config.pad_token_id
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Ids and mask [B, T] (1 is a token, right padded) -> embeddings [B, D] of length 1."""
+        ids = input_ids.masked_fill(attention_mask == 0, self.pad_id)
+        ids = F.pad(ids, (0, self.length - ids.shape[1]), value=self.pad_id)
+        hidden = self.tower.encoder(inputs_embeds=self.tower.embeddings(input_ids=ids)).last_hidden_state
+        return unit(self.tower.head(self.tower.final_layer_norm(hidden[:, -1])))
+
+
+def some_patches(patches: Tensor, dropout: float) -> Tensor:
+    """Tokens [B, N, W] -> a random round(N x (1 - dropout)) of each row's, in their order, at least one."""
+    kept = max(1, round(patches.shape[1] * (1 - dropout)))
+    drawn = torch.rand(patches.shape[:2], device=patches.device).argsort(dim=1)[:, :kept].sort(dim=1).values
+    return patches.gather(1, drawn[..., None].expand(-1, -1, patches.shape[-1]))
+
+
+def _network(kind: Any, config_kind: Any, spec: Any, drawn: Any, architecture: dict[str, Any] | None) -> Any:
+    """transformers' own model: of a known configuration, of saved weights, of an open_clip file, or drawn."""
+    if architecture is None and spec.weights != "none" and not open_clip.is_file(spec.weights):
+        return _saved(kind, config_kind, spec.weights)
+    config = config_kind.from_dict(architecture["config"]) if architecture else drawn()
+    config._attn_implementation = "sdpa"
+    net = kind(config)
+    if architecture is None and spec.weights != "none":
+        if spec.kind != "clip":
+            raise UsageError(f"{SETTING}: a checkpoint of open_clip ({spec.weights}) goes into model.kind clip only")
+        open_clip.load(net, read_state(SETTING, spec.weights), SETTING, spec.weights)
+    return net
+
+
+def _saved(kind: Any, config_kind: Any, name: str) -> Any:
+    found, wanted = fetch(SETTING, name, config_kind.get_config_dict)[0].get("model_type"), config_kind.model_type
+    if found != wanted:
+        raise UsageError(f"{SETTING}: {name} holds a model of type {found!r}, not `{wanted}`")
+    net, report = fetch(
+        SETTING,
+        name,
+        kind.from_pretrained,
+        attn_implementation="sdpa",
+        dtype=torch.float32,
+        output_loading_info=True,
+    )
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise UsageError(f"{SETTING}: {name} lacks {len(missing)} weights of its {wanted}, first {missing[0]}")
+    return net
+
+
+def _shape(part: Any) -> dict[str, int]:
+    if part.width % part.heads:
+        raise UsageError(
+            f"{part.path}.heads: width {part.width} cannot be shared out over {part.heads} heads; "
+            f"take a number of heads that divides {part.path}.width"
+        )
+    return {
+        "hidden_size": part.width,
+        "num_hidden_layers": part.depth,
+        "num_attention_heads": part.heads,
+        "intermediate_size": FEED_FORWARD * part.width,
+    }
+
+
+def _vision(spec: Any) -> dict[str, int]:
+    side, patch = spec.inputs.image_side, spec.image.patch
+    if side % patch:
+        raise UsageError(
+            f"model.image.patch: patches of {patch} pixels do not tile an image of {side} (model.inputs.image_side); "
+            f"take a side that {patch} divides"
+        )
+    return _shape(spec.image) | {"image_size": side, "patch_size": patch}
+
+
+def _text(spec: Any, vocab_size: int) -> dict[str, int | None]:
+    settled = {"max_position_embeddings": spec.inputs.max_tokens, "vocab_size": vocab_size}
+    return _shape(spec.text) | settled | {"bos_token_id": None, "eos_token_id": None}  # export learns them
+
+
+def _clip_config(spec: ClipSection, vocab_size: int) -> Any:
+    from transformers import CLIPConfig
+
+    text = _text(spec, vocab_size)
+    shared = {"projection_dim": spec.embed_dim, "hidden_act": spec.activation}
+    return CLIPConfig(text_config=text | shared, vision_config=_vision(spec) | shared, projection_dim=spec.embed_dim)
+
+
+def _siglip_config(spec: SiglipSection, vocab_size: int) -> Any:
+    from transformers import SiglipConfig
+
+    text = _text(spec, vocab_size)
+    return SiglipConfig(
+        text_config=text | {"projection_size": spec.image.width, "pad_token_id": 0}, vision_config=_vision(spec)
+    )
+
+
+def _check_fits(config: Any, inputs: Inputs, vocab_size: int, weights: str) -> None:
+    """Every pixel, id and position of the data has its place in the model."""
+    text, side = config.text_config, config.vision_config.image_size
+    if side != inputs.image_side:
+        raise UsageError(f"model.inputs.image_side: {weights} takes images of {side} pixels, not {inputs.image_side}")
+    if text.max_position_embeddings < inputs.max_tokens:
+        raise UsageError(
+            f"model.inputs.max_tokens: {inputs.max_tokens} is more than the {text.max_position_embeddings} positions "
+            f"of {weights}; take at most that many"
+        )
+    if text.vocab_size < vocab_size:
+        raise UsageError(
+            f"{SETTING}: {weights}: {text.vocab_size} rows of embedding are too few for a tokenizer of {vocab_size} "
+            "tokens; take the tokenizer of the weights (model.inputs.tokenizer)"
+        )
+
+
+def _their_config(config: Any, name: str, text: dict[str, int]) -> dict[str, Any]:
+    values: dict[str, Any] = config.to_dict()
+    return values | {"architectures": [name], "text_config": values["text_config"] | text}

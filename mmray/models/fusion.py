@@ -1,0 +1,172 @@
+"""Cross-attention between the words of a caption and the places of its image: a model that looks at both at once.
+
+Two towers as in two_tower.py give an embedding each, for retrieval and for the choice of hard negatives; then several
+layers let each word attend to the other words and to the image's feature map. What comes out says whether the two
+match, and of which class the pair is. Rows never see each other: attention is within a row, padding is masked.
+Source: the multimodal encoder of ALBEF (Li et al. 2021, arXiv:2107.07651, section 3.1), with pre-norm layers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from mmray.errors import UsageError
+from mmray.models.dual_encoder import DualEncoder, Pixels, unit
+from mmray.models.image_towers import build_image_tower
+from mmray.models.text_towers import BertTower, build_text_tower, drawn_shape, seen
+
+if TYPE_CHECKING:
+    from mmray.config import CrossAttention as CrossSection
+    from mmray.config import Fusion as Section
+
+FEED_FORWARD = 4  # width of the feed-forward layer over the width of a token
+
+
+class Fusion(DualEncoder):
+    """Two towers, the layers between them, and the heads that the section asks for.
+
+    spec: the `model` section. vocab_size: tokens the tokenizer has. architecture: what `architecture()` of the same
+    model gave; no pretrained weights are looked for then, the caller loads them. Raises UsageError.
+    """
+
+    image: FusionImage
+    text: FusionText
+
+    def __init__(self, spec: Section, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
+        inputs, shape = spec.inputs, architecture["text"] if architecture else None
+        image = build_image_tower(spec.image, inputs.image_side, spec.batch_norm, fetch=architecture is None)
+        text = build_text_tower(spec.text, vocab_size, inputs.max_tokens, shape)
+        pixels = Pixels(inputs.mean, inputs.std)
+        super().__init__(FusionImage(pixels, image, spec.embed_dim), FusionText(text, spec.embed_dim), spec)
+        num_places = _num_places(image, inputs.image_side)
+        self.cross = Cross(spec.cross, cast("int", image.width), num_places, text.width)
+        self.match_head = nn.Linear(spec.cross.width, 1) if spec.matching else None
+        self.class_head = nn.Linear(spec.cross.width, spec.classes) if spec.classes else None
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A batch -> `image_embed`, `text_embed` [B, D] of length 1, `logit_scale`, a scalar; and by the heads:
+
+        `class_logits` [B, C]; where the batch brings `negative_ids`, `negative_mask` [B, T] also `match` and
+        `match_negative` [B], the logits of each image with its own caption and with that one.
+        """
+        places, image_embed = self.image(batch["image"])
+        words, text_embed = self.text(batch["input_ids"], batch["attention_mask"])
+        outputs = {"image_embed": image_embed, "text_embed": text_embed, **self.shared_outputs()}
+        matching = self.match_head is not None and "negative_ids" in batch
+        if matching or self.class_head is not None:
+            pair = self.cross(places, words, batch["attention_mask"])
+            if self.class_head is not None:
+                outputs["class_logits"] = self.class_head(pair)
+        if self.match_head is not None and matching:
+            other, _ = self.text(batch["negative_ids"], batch["negative_mask"])
+            negative = self.cross(places, other, batch["negative_mask"])
+            outputs["match"] = self.match_head(pair).squeeze(1)
+            outputs["match_negative"] = self.match_head(negative).squeeze(1)
+        return outputs
+
+    def embed_image(self, image: Tensor) -> Tensor:
+        """Pixels uint8 [B, 3, S, S] -> embeddings [B, D] of length 1."""
+        embedding: Tensor = self.image(image)[1]
+        return embedding
+
+    def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Ids and mask [B, T] -> embeddings [B, D] of length 1."""
+        embedding: Tensor = self.text(input_ids, attention_mask)[1]
+        return embedding
+
+    def embed_pair(self, image: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Pixels and captions of the same rows -> what the heads read, [B, W]."""
+        words, _ = self.text(input_ids, attention_mask)
+        pair: Tensor = self.cross(self.image(image)[0], words, attention_mask)
+        return pair
+
+    def branches(self) -> dict[str, nn.Module]:
+        """The two towers, and the layers that need both."""
+        return {"image": self.image, "text": self.text, "cross": self.cross}
+
+    def architecture(self) -> dict[str, Any]:
+        """What the spec leaves to pretrained weights, as JSON values: the text encoder's own configuration."""
+        return {"text": self.text.tower.shape()}
+
+    @staticmethod
+    def drawn_architecture(spec: Section, vocab_size: int) -> dict[str, Any]:
+        """The `architecture` of a model with drawn weights in the spec's own shape."""
+        return {"text": drawn_shape(spec.text, vocab_size, spec.inputs.max_tokens)}
+
+
+class FusionImage(nn.Module):
+    """Normalises pixels and encodes them to a feature map, and to an embedding."""
+
+    def __init__(self, pixels: Pixels, tower: Any, embed_dim: int) -> None:
+        super().__init__()
+        self.pixels, self.tower = pixels, tower
+        self.project = nn.Linear(tower.width, embed_dim, bias=False)
+
+    def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
+        """Pixels uint8 [B, 3, S, S] -> places [B, N, W] and embeddings [B, D] of length 1."""
+        places = self.tower.places(self.pixels(image))
+        return places, unit(self.project(self.tower.pool(places)))
+
+
+class FusionText(nn.Module):
+    """Encodes captions to features of each word, and to an embedding."""
+
+    def __init__(self, tower: BertTower, embed_dim: int) -> None:
+        super().__init__()
+        self.tower = tower
+        self.project = nn.Linear(tower.width, embed_dim, bias=False)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids and mask [B, T] -> words [B, T, W] and embeddings [B, D] of length 1."""
+        words = self.tower.words(input_ids, attention_mask)
+        return words, unit(self.project(self.tower.pool(words, attention_mask)))
+
+
+class Cross(nn.Module):
+    """Layers of self-attention over the words and cross-attention from words to places."""
+
+    def __init__(self, spec: CrossSection, image_width: int, num_places: int, text_width: int) -> None:
+        super().__init__()
+        self.from_image, self.from_text = nn.Linear(image_width, spec.width), nn.Linear(text_width, spec.width)
+        self.position = nn.Parameter(0.02 * torch.randn(1, num_places, spec.width))  # a feature map does not know it
+        self.layers = nn.ModuleList(_layer(spec) for _ in range(spec.depth))
+        self.norm = nn.LayerNorm(spec.width)
+
+    def forward(self, places: Tensor, words: Tensor, attention_mask: Tensor) -> Tensor:
+        """places [B, N, W], words [B, T, W] and their mask [B, T] -> the mean over the words that are there, [B, W]."""
+        there = seen(attention_mask)
+        hidden, memory = self.from_text(words), self.from_image(places) + self.position
+        for layer in self.layers:
+            hidden = layer(hidden, memory, tgt_key_padding_mask=~there)
+        weight = there.unsqueeze(-1).to(hidden.dtype)
+        return (self.norm(hidden) * weight).sum(1) / weight.sum(1)
+
+
+def _layer(spec: CrossSection) -> nn.TransformerDecoderLayer:
+    if spec.width % spec.heads:
+        raise UsageError(
+            f"model.cross.heads: width {spec.width} cannot be shared out over {spec.heads} heads; "
+            f"take a number of heads that divides model.cross.width"
+        )
+    return nn.TransformerDecoderLayer(
+        spec.width,
+        spec.heads,
+        FEED_FORWARD * spec.width,
+        spec.dropout,
+        activation="gelu",
+        batch_first=True,
+        norm_first=True,
+    )
+
+
+@torch.no_grad()
+def _num_places(tower: Any, image_side: int) -> int:
+    """How many places the feature map of an image has; statistics are left alone."""
+    was_training = tower.training
+    tower.eval()
+    places: Tensor = tower.places(torch.zeros(1, 3, image_side, image_side))
+    tower.train(was_training)
+    return places.shape[1]

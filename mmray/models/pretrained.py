@@ -1,0 +1,35 @@
+"""Weights that transformers saved: a directory, the hub's cache, or the hub, with an error that says the next move."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from mmray.errors import UsageError
+
+
+def fetch(setting: str, name: str, read: Callable[..., Any], **options: Any) -> Any:
+    """What `read` finds under `name` on this machine, else on the hub. Raises UsageError naming the setting."""
+    place = Path(name).expanduser()
+    if place.is_dir():
+        name = str(place)
+    elif place.is_absolute() or name.startswith((".", "~")):
+        raise UsageError(f"{setting}: there is no directory {place}; give one saved by save_pretrained")
+    try:
+        return read(name, local_files_only=True, **options)
+    except (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, ValueError, KeyError) as error:
+        if place.is_dir():
+            detail = str(error).splitlines()[0]
+            raise UsageError(f"{setting}: {name} cannot be read as a saved model: {detail}") from None
+    try:
+        return read(name, **options)
+    except OSError as error:
+        raise UsageError(
+            f"{setting}: `{name}` is neither a directory nor on this machine, and the hub does not give it "
+            f"({str(error).splitlines()[0]}); run `hf download {name} --local-dir DIR` where there is a network and "
+            f"set {setting} to DIR, or set it to `none`"
+        ) from None

@@ -1,0 +1,60 @@
+"""A CLIP or SigLIP as transformers itself saves it, so that an export loads where mmray is not installed.
+
+For export.py. Other models have no class there; of them only the tokenizer and the pixels are said in their words.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from mmray.data.text import TextEncoder
+
+TOKENIZER_CLASS = "PreTrainedTokenizerFast"
+
+
+def config(model: Any, tokenizer_json: str) -> dict[str, Any] | None:
+    """config.json for transformers; None where it has no class for this model, or none that would compute the same."""
+    if not hasattr(model, "their_config"):
+        return None
+    encoder = TextEncoder(tokenizer_json, 8)
+    ids, num_tokens = encoder.encode(["a"])
+    values: dict[str, Any] | None = model.their_config(int(ids[0, num_tokens[0] - 1]), encoder.pad_id)
+    return values
+
+
+def weights(model: Any) -> dict[str, Tensor]:
+    """The model's weights under transformers' names."""
+    state = {_renamed(name, model.their_names): tensor for name, tensor in model.state_dict().items()}
+    if "logit_bias" in state:  # SigLIP's two scalars are vectors of one there
+        state |= {name: state[name].reshape(1) for name in ("logit_scale", "logit_bias")}
+    return state
+
+
+def mine(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `weights`."""
+    names = tuple((their, own) for own, their in model.their_names)
+    found = {_renamed(name, names): tensor for name, tensor in state.items()}
+    scalars = ("log_scale", "logit_bias")
+    return {name: tensor.reshape(()) if name in scalars else tensor for name, tensor in found.items()}
+
+
+def tokenizer(model: Any, tokenizer_json: str, max_tokens: int) -> tuple[str, dict[str, Any]]:
+    """tokenizer.json and tokenizer_config.json; a model that looks at its padding gets captions filled up."""
+    encoder, tokens = TextEncoder(tokenizer_json, max_tokens), Tokenizer.from_str(tokenizer_json)
+    length, pad_id = getattr(model, "padded_to", (max_tokens, encoder.pad_id))
+    pad = tokens.id_to_token(pad_id)
+    settings: dict[str, Any] = {"tokenizer_class": TOKENIZER_CLASS, "model_max_length": length, "pad_token": pad}
+    if not hasattr(model, "padded_to"):
+        return tokenizer_json, settings
+    tokens.enable_padding(length=length, pad_id=pad_id, pad_token=pad)
+    return str(tokens.to_str()), settings
+
+
+def _renamed(name: str, prefixes: tuple[tuple[str, str], ...]) -> str:
+    for own, their in prefixes:
+        if name.startswith(own):
+            return their + name.removeprefix(own)
+    return name

@@ -1,0 +1,46 @@
+"""Classification: which of the classes is it, with label smoothing; rows without a label do not count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmray.data.reader import UNLABELLED
+from mmray.objectives.protocol import Batch, Measured, Outputs
+
+
+class Classification:
+    """Cross-entropy with smoothed labels (Szegedy et al. 2016, arXiv:1512.00567, section 7).
+
+    Outputs: `class_logits` [B, C]. The batch's `label` is int64 [B], -1 for a row without one.
+    """
+
+    coupled: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+
+    def __init__(self, label_smoothing: float = 0.0) -> None:
+        self.label_smoothing = label_smoothing
+
+    def count(self, batch: Batch) -> Tensor:
+        """Valid rows that have a label."""
+        return _counted(batch).sum()
+
+    def measure(self, outputs: Outputs, batch: Batch, everyone: dict[str, Any] | None = None) -> Measured:
+        """Loss sum over the labelled rows, their count, and how many were classified rightly."""
+        logits, counted = outputs["class_logits"], _counted(batch)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = torch.where(counted[:, None], logits, 0)  # a NaN in padding stays there
+        target = torch.where(counted, batch["label"], UNLABELLED)
+        losses = F.cross_entropy(
+            logits, target, ignore_index=UNLABELLED, reduction="none", label_smoothing=self.label_smoothing
+        )
+        right = (counted & (logits.argmax(dim=1) == target)).sum()
+        loss = torch.where(counted, losses, 0).sum()
+        return loss, self.count(batch), {"class_accuracy": right.to(loss.dtype)}
+
+
+def _counted(batch: Batch) -> Tensor:
+    return batch["valid"] & (batch["label"] != UNLABELLED)
