@@ -20,8 +20,11 @@ class BatchShape:
     micro: int
     accumulation: int
     workers: int
+    auto: bool = False  # the workers look for the micro-batch: `micro` is the most it can be
 
     def __str__(self) -> str:
+        if self.auto:
+            return f"{self.global_rows} rows a step over {self.workers} workers, in micro-batches as large as fit"
         padded = self.micro * self.accumulation * self.workers
         cut = f"micro {self.micro} x accumulation {self.accumulation} x workers {self.workers}"
         if padded == self.global_rows:
@@ -32,6 +35,8 @@ class BatchShape:
 def shape_of(batch: Batch, workers: int) -> BatchShape:
     """The batch shape that the settings mean at this many workers; raises UsageError when they contradict."""
     micro, accumulation, total = batch.micro, batch.accumulation, batch.global_
+    if micro == "auto":
+        return _auto_shape(batch, workers)
     if total is None:
         if micro is None:
             raise UsageError("batch: give `--batch.global` and `--batch.micro`, or `--batch.micro` (and accumulation)")
@@ -49,6 +54,16 @@ def shape_of(batch: Batch, workers: int) -> BatchShape:
             f"not {accumulation}; leave one of the three out"
         )
     return BatchShape(total, min(micro, share), derived, workers)
+
+
+def _auto_shape(batch: Batch, workers: int) -> BatchShape:
+    if batch.global_ is None or batch.accumulation is not None:
+        raise UsageError("batch.micro: `auto` needs `--batch.global`, from which accumulation follows; give that alone")
+    if batch.global_ < workers:
+        raise UsageError(
+            f"batch.global: {batch.global_} rows cannot feed {workers} workers; ask for at least {workers}"
+        )
+    return BatchShape(batch.global_, -(-batch.global_ // workers), 1, workers, auto=True)
 
 
 def total_steps(train: Train, num_rows: int, global_rows: int) -> int:

@@ -94,10 +94,20 @@ def load_meta(path: Path) -> dict[str, Any]:
     return meta
 
 
+def newest_complete(folder: Path) -> Path | None:
+    """The newest checkpoint that was written to its end, unverified; None when there is none."""
+    return next(reversed(_complete(folder)), None)
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's folder is named by."""
+    return int(path.name.removeprefix("step-"))
+
+
 def best(folder: Path, metric: str) -> Path | None:
     """The checkpoint whose recorded `metric` is best, the newest of equals; None where none has it."""
     scored = [(score, path) for path in _complete(folder) if (score := _score(path, metric)) is not None]
-    return max(scored, key=lambda pair: (pair[0], _step_of(pair[1])))[1] if scored else None
+    return max(scored, key=lambda pair: (pair[0], step_of(pair[1])))[1] if scored else None
 
 
 def prune(folder: Path, keep: int, metric: str | None = None) -> list[Path]:
@@ -118,10 +128,6 @@ def prune(folder: Path, keep: int, metric: str | None = None) -> list[Path]:
     return gone
 
 
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
-
-
 def _steps(folder: Path) -> list[Path]:
     """All step-N folders, complete or not, oldest first."""
     try:
@@ -131,7 +137,7 @@ def _steps(folder: Path) -> list[Path]:
     except OSError as error:  # not the same as empty: a run must not begin anew because its folder cannot be read
         raise TrainingError(f"cannot list the checkpoints in {folder}: {error.strerror or error}") from error
     named = [path for path in there if path.name.startswith("step-") and path.name[5:].isdecimal()]
-    return sorted(named, key=_step_of)
+    return sorted(named, key=step_of)
 
 
 def _complete(folder: Path) -> list[Path]:

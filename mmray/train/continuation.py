@@ -25,6 +25,12 @@ MAY_CHANGE = (
     "train.checkpoint_every",
     "train.keep_checkpoints",
     "train.callbacks",
+    "train.profile",
+    "train.parallel",
+    "train.bucket_mb",
+    "train.gradient_views",
+    "train.refit_every",
+    "train.recompute",
 )
 
 

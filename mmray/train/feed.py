@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mmray.errors import TrainingError
 from mmray.objectives.protocol import Batch
+from mmray.train.telemetry import Phases
 
 Item = TypeVar("Item")
 Ready = TypeVar("Ready")
@@ -41,36 +42,76 @@ class Share:
     micros: list[Batch]
     hollow: tuple[bool, ...]  # by micro-batch: only a stand-in
     keys: Tensor  # int64 [valid rows], on the CPU
-    rows: int  # rows with padding: the same on every rank, which the gather needs
+    sizes: tuple[int, ...]  # rows of each micro-batch with padding: the same on every rank
+    tokens: int = 0  # of the captions of valid rows
     wait_s: float = 0.0
+
+    @property
+    def rows(self) -> int:
+        """Rows with padding: the same on every rank, which the gather needs."""
+        return sum(self.sizes)
 
 
 def share_of(micros: list[Batch]) -> Share:
     """A share from micro-batches as they come, invalid rows taken out."""
     valid = torch.cat([micro["valid"] for micro in micros])
     keys = torch.cat([micro["key"] for micro in micros])
+    sizes = tuple(len(micro["valid"]) for micro in micros)
     if bool(valid.all()):
-        return Share(micros, (False,) * len(micros), keys, len(valid))
+        return Share(micros, (False,) * len(micros), keys, sizes, _tokens(micros))
     hollow = tuple(not bool(micro["valid"].any()) for micro in micros)
     stand_in = torch.tensor([0])
     kept = [_rows(micro, stand_in if empty else micro["valid"]) for micro, empty in zip(micros, hollow, strict=True)]
-    return Share(kept, hollow, keys[valid], len(valid))
+    real = [micro for micro, empty in zip(kept, hollow, strict=True) if not empty]
+    return Share(kept, hollow, keys[valid], sizes, _tokens(real))
 
 
-def feed(steps: Iterable[list[Batch]], plan: Positions, first: int, rank: int, device: torch.device) -> Iterator[Share]:
+def _tokens(micros: list[Batch]) -> int:
+    return sum(int(micro["attention_mask"].sum()) for micro in micros if "attention_mask" in micro)
+
+
+def finer(share: Share, micro: int) -> Share:
+    """The same rows in micro-batches of at most `micro` rows, as many on every rank; views, nothing is copied."""
+    if max(share.sizes) <= micro:
+        return share
+    micros, hollow, sizes = [], [], []
+    for batch, was_hollow, size in zip(share.micros, share.hollow, share.sizes, strict=True):
+        valid_rows = 0 if was_hollow else len(batch["valid"])
+        for first in range(0, size, micro):
+            rows = slice(first, first + micro) if first < valid_rows else slice(0, 1)
+            stand_in = {} if first < valid_rows else {"valid": torch.zeros_like(batch["valid"][rows])}
+            micros.append({name: tensor[rows] for name, tensor in batch.items()} | stand_in)
+            hollow.append(first >= valid_rows)
+            sizes.append(min(micro, size - first))
+    return replace(share, micros=micros, hollow=tuple(hollow), sizes=tuple(sizes))
+
+
+def feed(
+    steps: Iterable[list[Batch]],
+    plan: Positions,
+    first: int,
+    rank: int,
+    device: torch.device,
+    phases: Phases,
+    arranged: bool = False,
+) -> Iterator[Share]:
     """Shares on `device`, the first of step `first`; the next one is read and copied while the last one computes.
 
+    `arranged`: data/collate.py has put the rows of each share into micro-batches by their length.
     `wait_s` is the time the caller stood waiting. Raises TrainingError when rows are not those of the plan.
     """
-    shares = _checked(steps, plan, first, rank)
+    shares = _checked(steps, plan, first, rank, arranged)
     if device.type == "cuda":
-        shares = _ahead(_copied(shares, device), _arrive)
+        shares = _ahead(_copied(shares, device, phases), _arrive)
     return _timed(shares)
 
 
-def _checked(steps: Iterable[list[Batch]], plan: Positions, first: int, rank: int) -> Iterator[Share]:
+def _checked(steps: Iterable[list[Batch]], plan: Positions, first: int, rank: int, arranged: bool) -> Iterator[Share]:
     for step, micros in enumerate(steps, start=first):
-        check_positions(torch.cat([micro["pos"] for micro in micros]).numpy(), plan.positions(step, rank), step, rank)
+        got, expected = torch.cat([micro["pos"] for micro in micros]).numpy(), plan.positions(step, rank)
+        if arranged:
+            got, expected = np.sort(got), np.sort(expected)
+        check_positions(got, expected, step, rank)
         yield share_of(micros)
 
 
@@ -102,16 +143,16 @@ def _timed(shares: Iterator[Share]) -> Iterator[Share]:
         yield replace(share, wait_s=time.perf_counter() - start_s)
 
 
-def _copied(shares: Iterator[Share], device: torch.device) -> Iterator[tuple[Share, torch.cuda.Event]]:
+def _copied(shares: Iterator[Share], device: torch.device, phases: Phases) -> Iterator[tuple[Share, torch.cuda.Event]]:
     """Shares on their way to the device, each with the event of its arrival; copies run beside the computation."""
     stream = torch.cuda.Stream(device)
     for share in shares:
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), phases("transfer"):
             micros = [
                 {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in micro.items()}
                 for micro in share.micros
             ]
-            arrived = stream.record_event()
+        arrived = stream.record_event()
         yield replace(share, micros=micros), arrived
 
 

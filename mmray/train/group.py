@@ -7,6 +7,8 @@ of one, and each method is the identity, so the same code runs in a notebook, un
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,13 +23,27 @@ class Group:
     rank: int = 0
     world: int = 1
     device: torch.device = field(default=torch.device("cpu"))
+    hosts: Any = field(default=None, compare=False, repr=False)  # gloo group of the same ranks; None: the default group
 
     @classmethod
-    def current(cls, device: torch.device | str = "cpu") -> Group:
+    def current(cls, device: torch.device | str = "cpu", timeout_s: float = 300.0) -> Group:
         """The default process group of torch.distributed, or a group of one where there is none."""
         if not dist.is_initialized():
             return cls(device=torch.device(device))
-        return cls(dist.get_rank(), dist.get_world_size(), torch.device(device))
+        hosts = None if dist.get_backend() == "gloo" else _hosts(dist.group.WORLD, timeout_s)
+        return cls(dist.get_rank(), dist.get_world_size(), torch.device(device), hosts)
+
+    def smallest(self, value: int) -> int:
+        """The smallest of the ranks' values. It goes from host to host and waits for no device."""
+        if self.world == 1:
+            return value
+        box = torch.tensor([value])
+        dist.all_reduce(box, dist.ReduceOp.MIN, group=self.hosts)
+        return int(box)
+
+    def all_agree(self, good: bool) -> bool:
+        """Whether it is good on every rank; from host to host."""
+        return bool(self.smallest(int(good)))
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, written into `tensor` and returned."""
@@ -36,11 +52,21 @@ class Group:
         return tensor
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Rows of all ranks [world x B, D] in rank order from [B, D] on each; gradients flow back to their ranks."""
+        """Rows of all ranks [world x B, D] in rank order from [B, D] on each."""
         if self.world == 1:
             return rows
-        gathered: Tensor = _Gather.apply(rows, self.world)
-        return gathered
+        rows = rows.detach().contiguous()
+        everyone = rows.new_empty(self.world * rows.shape[0], *rows.shape[1:])
+        dist.all_gather_into_tensor(everyone, rows)
+        return everyone
+
+    def gather_back(self, gradients: Tensor) -> Tensor:
+        """The transpose of `gather`: a row's gradient [B, D] is the sum of what the ranks gave it [world x B, D]."""
+        if self.world == 1:
+            return gradients
+        mine = gradients.new_empty(gradients.shape[0] // self.world, *gradients.shape[1:])
+        dist.reduce_scatter_tensor(mine, gradients.contiguous())
+        return mine
 
     def gather_plain(self, rows: Tensor) -> Tensor:
         """Rows of all ranks in rank order, without gradient; the ranks may bring different numbers of rows."""
@@ -56,10 +82,31 @@ class Group:
         dist.all_gather(everyone, padded)
         return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)])
 
+    def shift(self, tensor: Tensor) -> Tensor:
+        """The previous rank's tensor of the same shape, while this rank's goes to the next: once around the ring."""
+        if self.world == 1:
+            return tensor
+        arriving = torch.empty_like(tensor)
+        moves = [
+            dist.P2POp(dist.isend, tensor.contiguous(), (self.rank + 1) % self.world),
+            dist.P2POp(dist.irecv, arriving, (self.rank - 1) % self.world),
+        ]
+        for work in dist.batch_isend_irecv(moves):
+            work.wait()
+        return arriving
+
     def barrier(self) -> None:
         """Return when all ranks are here."""
         if self.world > 1:
             dist.barrier()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order; for what is rare and small, such as the text of an error."""
+        if self.world == 1:
+            return [value]
+        values = [None] * self.world
+        dist.all_gather_object(values, value, group=self.hosts)
+        return values
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """Rank `source`'s value, on every rank."""
@@ -70,18 +117,7 @@ class Group:
         return box[0]
 
 
-class _Gather(torch.autograd.Function):
-    """All-gather whose backward is its transpose: rows get the gradients that the losses of all ranks gave them."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, world: int) -> Tensor:
-        everyone = rows.new_empty(world * rows.shape[0], *rows.shape[1:])
-        dist.all_gather_into_tensor(everyone, rows.contiguous())
-        ctx.mine = rows.shape
-        return everyone
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        mine = gradients[0].new_empty(ctx.mine)
-        dist.reduce_scatter_tensor(mine, gradients[0].contiguous())
-        return mine, None
+@lru_cache(maxsize=1)
+def _hosts(world: Any, timeout_s: float) -> Any:
+    """A gloo group of all ranks, made once for a process group: what it says costs a device nothing."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))

@@ -8,27 +8,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from mmray.errors import TrainingError
+from mmray.errors import OutOfMemoryError, TrainingError
 from mmray.objectives.protocol import Batch, Objective
-from mmray.train import optimizer, parallel, precision
-from mmray.train.feed import Share, feed
+from mmray.train import clip, optimizer, parallel, precision, sharding, told
+from mmray.train.feed import Share, feed, finer
 from mmray.train.group import Group
+from mmray.train.measure import Meter
+from mmray.train.memory import smaller
+from mmray.train.profiling import profiled
+from mmray.train.rhythm import Rhythm, interval
 from mmray.train.schedule import lr_at
 from mmray.train.seeding import micro_seed
-from mmray.train.step import Learner, StepResult, optimizer_step
-from mmray.train.telemetry import Metrics, MetricsLog, PeakMemory, Rates, rows_sha
+from mmray.train.step import Learner, StepResult, optimizer_step, suspects
+from mmray.train.telemetry import Metrics, MetricsLog, Phases, Rates, over_ranks, rows_sha
+from mmray.train.trial import NoRoom
 
 if TYPE_CHECKING:
     from mmray.config import Optimizer, Train
     from mmray.data.order import Plan
 
 State = dict[str, Any]
+AVERAGE = "average"  # in a state: the averaged weights, under `module.` and the model's names
 
 
 class Callback(Protocol):
@@ -48,11 +56,22 @@ class Task:
     group: Group
     train: Train
     optimizer: Optimizer
-    save: Callable[[int, State, Metrics], None] | None = None
-    evaluate: Callable[[int], dict[str, float]] | None = None
+    save: Callable[[int, State, Metrics], float | None] | None = None  # answers what the last one cost, in s
+    evaluate: Callable[[int, nn.Module], dict[str, float]] | None = None  # given the averaged model where there is one
     evaluate_every: int = 0  # steps; 0: only after the last
     log: MetricsLog | None = None
     callbacks: tuple[Callback, ...] = ()
+    by_length: bool = False  # the steps' micro-batches are arranged by length
+    micro: int = 0  # rows of a micro-batch, fewer than the plan's; 0: the plan's
+    names: told.Names = told.by_number
+    note: Callable[[str, str], None] = lambda text, label: None  # a line for people, from rank 0
+    devices: tuple[torch.device, ...] = ()  # of this worker, where the strategy takes several
+    profile_to: Path | None = None  # file of the profile that `train.profile` asks for, on ranks that write one
+    slower: str = "image"  # the branch that takes longer, where the strategy divides them
+    constants: Metrics = field(default_factory=dict)  # metrics of the whole run, such as the memory table
+    votes: bool = (
+        False  # on memory, on a CPU too: there its end raises nothing, and each vote costs 4 % of a small step
+    )
     stop: Callable[[], bool] = lambda: False  # True on any rank ends the run after this step
 
 
@@ -74,6 +93,8 @@ class Progress:
     step: int = 0  # steps taken
     skipped: int = 0  # of these, not applied because the gradient was not finite
     skipped_in_row: int = 0
+    planned_micro: int = 0  # of the plan; with it holds `micro`, what was found to fit
+    micro: int = 0
 
 
 @dataclass
@@ -82,9 +103,11 @@ class _Run:
 
     task: Task
     learner: Learner
+    layout: parallel.Layout
     progress: Progress
-    rates: Rates = field(default_factory=Rates)
-    memory: PeakMemory = field(default_factory=PeakMemory)
+    meter: Meter
+    rhythm: Rhythm
+    average: AveragedModel | None = None  # weights averaged over steps
 
 
 def run(task: Task, steps: Iterable[list[Batch]], state: State | None = None) -> Outcome:
@@ -96,20 +119,31 @@ def run(task: Task, steps: Iterable[list[Batch]], state: State | None = None) ->
     """
     run = _start(task, state)
     plan, progress = task.plan, run.progress
-    shares = feed(steps, plan, progress.step, task.group.rank, task.group.device)
+    group, phases = task.group, run.learner.phases
+    shares = feed(steps, plan, progress.step, group.rank, group.device, phases, task.by_length)
     metrics: Metrics = {}
     stopping = False
-    while progress.step < plan.steps and not stopping:
-        began_s = time.perf_counter()
-        share = _next(shares, run)
-        result = _take_step(run, share)
-        stopping = bool(result.totals[1] > 0)
-        rows = plan.rows_stop(progress.step - 1) - plan.rows_start(progress.step - 1)
-        run.rates.add(time.perf_counter() - began_s, share.wait_s, rows)
-        metrics = _tell(run, share, result, stopping) or metrics
+    with profiled(task.train.profile, task.profile_to, task.group.device) as profile_step:
+        while progress.step < plan.steps and not stopping:
+            share, result = _timed_step(run, shares)
+            stopping = bool(result.totals[-1] > 0)
+            metrics = _tell(run, share, result, stopping) or metrics
+            profile_step()
     finished = progress.step >= plan.steps
     rows_consumed = plan.rows_start(progress.step)
     return Outcome("finished" if finished else "stopped", progress.step, rows_consumed, progress.skipped, metrics)
+
+
+def _timed_step(run: _Run, shares: Iterator[Share]) -> tuple[Share, StepResult]:
+    """The next share and the step on it."""
+    began_s, plan = time.perf_counter(), run.task.plan
+    share = _next(shares, run)
+    run.meter.look_at(run.learner, finer(share, run.progress.micro))
+    result = _take_step(run, share)
+    step = run.progress.step - 1
+    took_s = time.perf_counter() - began_s
+    run.meter.rates.add(took_s, share.wait_s, plan.rows_stop(step) - plan.rows_start(step), share.tokens)
+    return share, result
 
 
 def _start(task: Task, state: State | None) -> _Run:
@@ -120,27 +154,52 @@ def _start(task: Task, state: State | None) -> _Run:
         module.load_state_dict(state["model"])
     module.train()
     chosen = precision.choose(task.train.precision, device)
+    phases = Phases(device)
+    meter = Meter(Rates(phases), max(1, len(task.devices)))
+    layout = parallel.Layout.of(task.train, chosen.dtype, task.devices, task.slower)
+    model = parallel.wrap(module, task.group, layout)
     learner = Learner(
-        model=parallel.wrap(module, task.group),
+        model=model,
         objective=task.objective,
         group=task.group,
         precision=chosen,
         optimizer=optimizer.build(module, task.optimizer),
         scaler=chosen.scaler(),
+        clip_groups=clip.groups_of(module, task.optimizer.clip),
+        phases=phases,
         clip_norm=task.optimizer.clip_norm,
+        parts=parallel.may_part(model) or not (task.votes or device.type == "cuda"),
     )
+    average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(task.train.ema)) if task.train.ema else None
     if state is None:
-        return _Run(task, learner, Progress())
-    learner.optimizer.load_state_dict(state["optimizer"])
+        rhythm = Rhythm(task.train.checkpoint_every, 0)
+        return _Run(task, learner, layout, _fitting(task, Progress()), meter, rhythm, average)
+    sharding.load_optimizer(learner.optimizer, state["optimizer"])
     learner.scaler.load_state_dict(state["scaler"])
-    return _Run(task, learner, Progress(**state["progress"]))
+    if average is not None:
+        average.load_state_dict(state[AVERAGE])
+    progress = _fitting(task, Progress(**state["progress"]))
+    rhythm = Rhythm(task.train.checkpoint_every, progress.step)
+    return _Run(task, learner, layout, progress, meter, rhythm, average)
+
+
+def _fitting(task: Task, progress: Progress) -> Progress:
+    """Rows of a micro-batch: the plan's, or the fewer that were found to fit, as long as the plan is the same."""
+    planned = min(task.plan.micro, task.plan.share)
+    found = progress.micro if progress.planned_micro == planned and progress.micro else planned
+    progress.planned_micro, progress.micro = planned, min(found, task.micro or planned)
+    return progress
 
 
 def _state(run: _Run) -> State:
-    """References, not copies: to be written before the next step."""
-    return {
-        "model": run.task.model.state_dict(),
-        "optimizer": run.learner.optimizer.state_dict(),
+    """References, not copies: to be written, or copied, before the next step.
+
+    What is sharded comes whole: all ranks call this.
+    """
+    averaged = {} if run.average is None else {AVERAGE: run.average.state_dict()}
+    return averaged | {
+        "model": sharding.gathered(dict(run.task.model.state_dict())),
+        "optimizer": sharding.gathered(run.learner.optimizer.state_dict()),
         "scaler": run.learner.scaler.state_dict(),
         "progress": vars(run.progress).copy(),
     }
@@ -159,26 +218,65 @@ def _next(shares: Iterator[Share], run: _Run) -> Share:
 def _take_step(run: _Run, share: Share) -> StepResult:
     """One optimizer step, counted."""
     task, learner, progress = run.task, run.learner, run.progress
-    step, group = progress.step, task.group
+    step = progress.step
     optimizer.set_lr(learner.optimizer, lr_at(step, task.optimizer, task.plan.steps))
     # The wish to stop goes through the step: ranks must leave the loop together, or the rest wait for them for ever.
-    result = optimizer_step(
-        learner, share, lambda micro: micro_seed(task.train.seed, step, group.rank, micro), task.stop()
-    )
+    stop, result = task.stop(), None
+    while result is None:
+        result = _try_step(run, finer(share, progress.micro), stop)
     progress.step += 1
-    _count_skipped(progress, result, task.train.max_nonfinite)
+    if run.average is not None and result.finite:
+        run.average.update_parameters(task.model)
+    progress.skipped += not result.finite
+    progress.skipped_in_row = 0 if result.finite else progress.skipped_in_row + 1
+    if progress.skipped_in_row >= task.train.max_nonfinite:
+        raise TrainingError(_not_finite(run, share))
     return result
 
 
-def _count_skipped(progress: Progress, result: StepResult, max_nonfinite: int) -> None:
-    progress.skipped += not result.finite
-    progress.skipped_in_row = 0 if result.finite else progress.skipped_in_row + 1
-    if progress.skipped_in_row >= max_nonfinite:
-        raise TrainingError(
-            f"the gradient was not finite in {progress.skipped_in_row} steps in a row, the last being step "
-            f"{progress.step} (train.max_nonfinite {max_nonfinite}). Lower --optimizer.lr, or try "
-            "--train.precision fp32 to see whether the number format is the cause"
+def _try_step(run: _Run, share: Share, stop: bool) -> StepResult | None:
+    """One optimizer step; None when there was no room for it, anywhere, and the micro-batches are smaller now.
+
+    Raises OutOfMemoryError when smaller ones are not to be had, or the ranks have parted and must begin again.
+    """
+    task, step = run.task, run.progress.step
+    try:
+        return optimizer_step(
+            run.learner, share, lambda micro: micro_seed(task.train.seed, step, task.group.rank, micro), stop
         )
+    except NoRoom as error:
+        met = str(error)
+    except torch.OutOfMemoryError as error:
+        less = smaller(run.progress.micro, task.plan.share)
+        mine = told.rows_and_error(task.plan, step, task.group.rank, task.names, str(error))
+        raise OutOfMemoryError(told.no_room(step, run.progress.micro, [mine], less), less) from error
+    _shrink(run, met)  # here, where the error and what its traceback keeps alive are gone
+    return None
+
+
+def _shrink(run: _Run, met: str) -> None:
+    """Smaller micro-batches from here on, on all ranks; the gradients of the step that was given up are dropped."""
+    task, progress = run.task, run.progress
+    less = smaller(progress.micro, task.plan.share)
+    mine = met and told.rows_and_error(task.plan, progress.step, task.group.rank, task.names, met)
+    text = told.no_room(progress.step, progress.micro, task.group.gather_objects(mine), less)
+    if less == 0:
+        raise OutOfMemoryError(text)
+    progress.micro = less
+    run.learner.optimizer.zero_grad(set_to_none=True)
+    run.learner = replace(run.learner, model=parallel.rewrapped(run.learner.model, task.group, run.layout))
+    if task.group.device.type == "cuda":
+        torch.cuda.empty_cache()
+    task.note(text, "memory")
+
+
+def _not_finite(run: _Run, share: Share) -> str:
+    """What a person is told: on which rows of the last step the model itself fails, on any rank."""
+    task, progress = run.task, run.progress
+    mine = [int(row) for row in task.plan.rows_at(suspects(run.learner, share).numpy())]
+    named = [name for names in task.group.gather_objects(task.names(mine[: told.NAMED])) for name in names]
+    step, most = progress.step - 1, task.train.max_nonfinite
+    return told.not_finite(task.plan, step, progress.skipped_in_row, most, named)
 
 
 def _tell(run: _Run, share: Share, result: StepResult, stopping: bool) -> Metrics | None:
@@ -186,7 +284,8 @@ def _tell(run: _Run, share: Share, result: StepResult, stopping: bool) -> Metric
     task, step = run.task, run.progress.step
     last = step == task.plan.steps or stopping
     evaluating = task.evaluate is not None and (step == task.plan.steps or _due(step, task.evaluate_every))
-    saving = task.save is not None and (last or _due(step, task.train.checkpoint_every))
+    scored = evaluating and run.rhythm.every == "auto"  # what was scored is kept, or the best could not be
+    saving = task.save is not None and (last or scored or run.rhythm.due(step))
     metrics = None
     if last or evaluating or saving or _due(step, task.train.log_every):
         metrics = _measure(run, share, result)
@@ -194,11 +293,22 @@ def _tell(run: _Run, share: Share, result: StepResult, stopping: bool) -> Metric
             metrics |= _evaluate(run, task.evaluate)
         if task.log is not None:
             task.log.write(metrics)
-    if task.save is not None and saving:
-        task.save(step, _state(run), metrics or {})
+    if saving:
+        with run.learner.phases("checkpoint"):
+            _save(run, metrics or {}, last)
     for callback in task.callbacks:
         callback.on_step(step, metrics)
     return metrics
+
+
+def _save(run: _Run, metrics: Metrics, last: bool) -> None:
+    """Hand the state over; where no rhythm is set, rank 0's measure of what that costs sets it for all ranks."""
+    task, step, rhythm = run.task, run.progress.step, run.rhythm
+    assert task.save is not None
+    cost_s = task.save(step, _state(run), metrics)
+    if rhythm.every == "auto" and not last:
+        steps = interval(metrics.get("time/step_s"), cost_s, step - rhythm.begin)
+        rhythm.written(step, task.group.broadcast_object(steps))
 
 
 def _due(step: int, every: int) -> bool:
@@ -208,8 +318,9 @@ def _due(step: int, every: int) -> bool:
 def _measure(run: _Run, share: Share, result: StepResult) -> Metrics:
     """The metrics of the step just taken; two small collectives, so only at steps that are logged."""
     task, learner, step = run.task, run.learner, run.progress.step - 1
-    sums = torch.stack([value.to(torch.float64) for value in result.sums.values()])
-    means = (task.group.all_reduce_sum(sums) / result.totals[0]).tolist()
+    means, own = over_ranks(
+        task.group, [(value / result.counts).sum() for value in result.sums.values()], run.meter.take(learner)
+    )
     metrics: Metrics = {
         "step": step + 1,
         "epoch": task.plan.epoch(step),
@@ -221,14 +332,17 @@ def _measure(run: _Run, share: Share, result: StepResult) -> Metrics:
     metrics |= {f"train/{name}": float(value) for name, value in result.shared.items()}
     metrics["train/lr"] = learner.optimizer.param_groups[0]["lr"]
     metrics["train/grad_norm"] = result.grad_norm
+    metrics |= {f"train/grad_norm_{name}": norm for name, norm in result.grad_norms.items() if name != clip.WHOLE}
     metrics["train/skipped_steps"] = run.progress.skipped
-    metrics["memory/peak_gib"] = run.memory.look_gib(task.group.device)
-    return metrics | run.rates.take()
+    metrics["batch/micro"] = run.progress.micro
+    metrics |= task.constants
+    return metrics | own
 
 
-def _evaluate(run: _Run, evaluate: Callable[[int], dict[str, float]]) -> Metrics:
+def _evaluate(run: _Run, evaluate: Callable[[int, nn.Module], dict[str, float]]) -> Metrics:
     began_s = time.perf_counter()
-    scores = evaluate(run.progress.step)
+    with parallel.whole(run.task.model):
+        scores = evaluate(run.progress.step, run.task.model if run.average is None else run.average.module)
     run.task.model.train()
     metrics: Metrics = {f"evaluate/{name}": score for name, score in scores.items()}
     return metrics | {"time/evaluate_s": time.perf_counter() - began_s}

@@ -1,18 +1,25 @@
-"""What to do when training workers fail: a pure function, so that a test needs no cluster."""
+"""What to do when an attempt to train has ended too early: pure functions, so that a test needs no cluster.
+
+trainer.py turns what Ray Train raised into a `Failure`, asks `decide`, and does what it says.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from mmray.errors import MmrayError, TrainingError
+from mmray.errors import MmrayError, OutOfMemoryError, TrainingError
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt ended: `lost` (a worker, node or connection went away) or `raised` (code raised an error)."""
+    """Why an attempt ended.
 
-    kind: Literal["lost", "raised"]
+    `lost`: a worker, node or connection went away; `hung`: a rank stopped stepping and the watchdog ended the group;
+    `preempted`: its node was taken away with notice; `raised`: code raised an error.
+    """
+
+    kind: Literal["lost", "hung", "preempted", "raised"]
     error: BaseException
     step: int  # the last step that was logged; 0: none
 
@@ -26,9 +33,33 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Room:
+    """How many training workers the last attempt had, and how many the cluster has room for now."""
+
+    world: int
+    fits: int
+
+
+@dataclass(frozen=True)
 class Retry:
     """Begin again from the newest good checkpoint."""
 
+    reason: str
+
+
+@dataclass(frozen=True)
+class Shrink:
+    """Begin again from the newest good checkpoint, with micro-batches of `micro` rows."""
+
+    micro: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Resize:
+    """Begin again from the newest good checkpoint, with another number of workers."""
+
+    workers: int
     reason: str
 
 
@@ -39,21 +70,46 @@ class Raise:
     error: MmrayError
 
 
-def decide(failure: Failure, before: Failure | None, attempt: int, max_failures: int) -> Retry | Raise:
-    """Retry a lost worker up to `max_failures` times; raise what retrying cannot mend. `attempt` counts from 1."""
+def spent(failures: int, kind: str, progressed: bool) -> int:
+    """Failures in a row, this one included, where `failures` were before it; a newer checkpoint begins a new row.
+
+    Nodes that are taken away with notice are no failures. Each new row is some steps nearer to the end, so the count
+    ends a run that only fails, and never one that is unlucky now and then for weeks.
+    """
+    if kind == "preempted":
+        return 0 if progressed else failures
+    return 1 if progressed else failures + 1
+
+
+def decide(
+    failure: Failure, before: Failure | None, failures: int, max_failures: int, room: Room
+) -> Retry | Resize | Shrink | Raise:
+    """Retry what is lost, up to `max_failures` in a row, with as many workers as fit; raise what retrying cannot mend.
+
+    `failures` is what `spent` says, `before` the failure of the attempt before.
+    """
     error = failure.error
-    if isinstance(error, MmrayError):
+    if isinstance(error, OutOfMemoryError) and error.micro:
+        return Shrink(error.micro, str(error))
+    if isinstance(error, MmrayError) and failure.kind == "raised":
         return Raise(error)
     told = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
     if failure.same_as(before):
-        return Raise(_final(f"the same error came back after step {failure.step}: {told}", error))
+        return Raise(_final(f"{_traceback(error)}the same error came back after step {failure.step}: {told}", error))
     if failure.kind == "raised" and failure.step == 0:
-        return Raise(_final(f"before any step was logged: {told}", error))
-    if attempt > max_failures:
-        return Raise(
-            _final(f"{attempt} attempts failed (cluster.max_failures {max_failures}); the last: {told}", error)
-        )
-    return Retry(f"after step {failure.step}: {told.splitlines()[0]}")
+        return Raise(_final(f"{_traceback(error)}before any step was logged: {told}", error))
+    if failures > max_failures:
+        row = f"{failures} failures without a new checkpoint between them (cluster.max_failures {max_failures})"
+        return Raise(_final(f"{_traceback(error)}{row}; the last: {told}", error))
+    reason = f"{failure.kind} after step {failure.step}: {told.splitlines()[0]}"
+    if room.fits != room.world:
+        return Resize(room.fits, reason)
+    return Retry(reason)
+
+
+def _traceback(error: BaseException) -> str:
+    """Where the user's own code raised it, as the worker noted it down: a traceback does not travel by itself."""
+    return "".join(f"{note.rstrip()}\n" for note in getattr(error, "__notes__", ()))
 
 
 def _final(message: str, cause: BaseException) -> TrainingError:

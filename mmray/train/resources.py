@@ -2,22 +2,73 @@
 
 from __future__ import annotations
 
+import math
 import os
+from dataclasses import replace
+from pathlib import Path
 
 import ray
 from ray.train import ScalingConfig
 from ray.train.torch import TorchConfig
 
-from mmray.cluster.join import data_workers, free_memory_gib
+from mmray.cluster import nodes, storage
+from mmray.cluster.capacity import Demand, Labels, Node, Pool, Resources, feasible, most_workers
+from mmray.cluster.join import FEED_CPUS, data_workers, free_memory_gib
 from mmray.config import Config
 from mmray.errors import ResourceError
 
 
-def worker_resources(config: Config) -> ScalingConfig:
-    """The training workers, a GPU each where GPUs are used."""
-    use_gpu = _use_gpu(config)
-    resources = {"CPU": config.cluster.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
-    return ScalingConfig(num_workers=config.cluster.workers, use_gpu=use_gpu, resources_per_worker=resources)
+def demand_of(config: Config, with_data: bool = True) -> Demand:
+    """What the run takes at once, on the cluster that is joined: the workers, and CPUs for its data."""
+    here = nodes.nodes()
+    asked = config.data.workers if isinstance(config.data.workers, int) else 1
+    return Demand(
+        config.cluster.most_workers,
+        _per_worker(config, here, nodes.pools()),
+        asked + FEED_CPUS if with_data else 0,
+        nodes.train_labels(config.cluster.train_label, here),
+        nodes.data_labels(config.cluster.data_label, here),
+    )
+
+
+def check_room(config: Config, with_data: bool = True) -> None:
+    """Raise ResourceError where the cluster can never give what the run asks for, whatever it grows to."""
+    if config.cluster.grows:
+        return  # who knows into what: cluster.start_timeout_s ends the wait
+    least = config.on_cluster(workers=config.cluster.least_workers)
+    lacking = feasible(demand_of(least, with_data), nodes.nodes(), nodes.pools())
+    if lacking is not None:
+        raise ResourceError(lacking)
+
+
+def check_storage(config: Config) -> None:
+    """Raise where runs would be lost with a job, or a training node does not see their folder."""
+    storage.check_is_kept(config.run.storage, Path.cwd())
+    demand, here = demand_of(config, with_data=False), nodes.nodes()
+    if len(here) > 1:
+        theirs = [node for node in here if node.bears(demand.worker_labels) and node.holds(demand.per_worker)]
+        storage.probe(Path(config.run.storage).expanduser().absolute(), theirs)
+
+
+def fitting(config: Config, free: list[Node]) -> int:
+    """Training workers that have a place in `free` beside the data's, at most as many as asked for; 0: none."""
+    return most_workers(demand_of(config), free)
+
+
+def further(config: Config, free: list[Node], running: int) -> int:
+    """Workers that have a place in `free`, what is free beside a running group of `running` workers."""
+    return most_workers(replace(demand_of(config), workers=config.cluster.most_workers - running, data_cpus=0), free)
+
+
+def worker_resources(config: Config, labels: Labels | None = None) -> ScalingConfig:
+    """The training workers, where GPUs are used with one each, or one for each branch."""
+    demand = demand_of(config)
+    return ScalingConfig(
+        num_workers=demand.workers,
+        use_gpu="GPU" in demand.per_worker,
+        resources_per_worker=demand.per_worker,
+        label_selector=labels or demand.worker_labels or None,  # type: ignore[call-arg]  # of ray.train's, hidden behind the old
+    )
 
 
 def torch_config(config: Config) -> TorchConfig:
@@ -26,24 +77,40 @@ def torch_config(config: Config) -> TorchConfig:
 
 
 def data_actors(config: Config) -> int:
-    """Decoding actors of the stream: as configured, or what cores and memory leave."""
+    """Decoding actors of the stream: as configured, or what cores and memory leave on the nodes of the data."""
     if isinstance(config.data.workers, int):
         return config.data.workers
-    taken = config.cluster.workers * config.cluster.cpus_per_worker
-    cpus = ray.cluster_resources().get("CPU", 1)
-    if len(ray.nodes()) == 1:  # a cluster on this machine has more logical CPUs than real cores
-        cpus = min(cpus, os.cpu_count() or 1)
-    return data_workers(cpus, taken, free_memory_gib(), config.data.block_mb)
+    here, demand = nodes.nodes(), demand_of(config)
+    if len(here) == 1:  # a cluster on this machine has more logical CPUs than real cores
+        cpus = min(ray.cluster_resources().get("CPU", 1), os.cpu_count() or 1)
+        return data_workers(cpus, _taken(demand), free_memory_gib(), config.data.block_mb)
+    return shared_actors(demand, here, nodes.pools(), config.data.block_mb)
 
 
-def _use_gpu(config: Config) -> bool:
-    """Whether the workers get GPUs; raises ResourceError where GPUs are asked for and a lone machine has too few."""
-    have = ray.cluster_resources().get("GPU", 0)
+def shared_actors(demand: Demand, here: list[Node], pools: list[Pool], block_mb: float) -> int:
+    """Decoding actors that fit on the nodes of the data; where those have yet to start, on one of each CPU pool."""
+    theirs = [node for node in here if node.bears(demand.data_labels) and node.resources.get("CPU")]
+    theirs = theirs or [
+        Node(pool.resources)
+        for pool in pools
+        if not pool.resources.get("GPU") and Node({}, pool.labels).bears(demand.data_labels)
+    ]
+    cpus = sum(node.resources.get("CPU", 0) for node in theirs)
+    memory_gib = sum(node.resources.get("memory", math.inf) for node in theirs) / 2**30
+    apart = demand.data_labels and (demand.worker_labels or "GPU" in demand.per_worker)
+    return data_workers(cpus - FEED_CPUS, 0 if apart else _taken(demand), memory_gib, block_mb)
+
+
+def _taken(demand: Demand) -> float:
+    return demand.workers * demand.per_worker.get("CPU", 0)
+
+
+def _per_worker(config: Config, here: list[Node], pools: list[Pool]) -> Resources:
+    """What one worker holds; a GPU (one for each branch) where asked for, or where the cluster has or gets enough."""
+    has = sum(node.resources.get("GPU", 0) for node in here)
+    can = sum(pool.resources.get("GPU", 0) * pool.most for pool in pools)
     wanted = config.cluster.accelerator
-    joined_cluster = config.cluster.address or os.environ.get("RAY_ADDRESS")
-    if wanted == "gpu" and have < config.cluster.workers and not joined_cluster:
-        raise ResourceError(
-            f"cluster.workers {config.cluster.workers} with a GPU each: this machine has {have:g} GPUs; "
-            "ask for fewer, join a cluster (--cluster.address), or train on the CPU (--cluster.accelerator cpu)"
-        )
-    return wanted == "gpu" or (wanted == "auto" and have >= config.cluster.workers)
+    each = 2 if config.train.parallel == "branches" else 1
+    use_gpu = wanted == "gpu" or (wanted == "auto" and max(has, can) >= each * config.cluster.least_workers)
+    own = {"CPU": config.cluster.cpus_per_worker, **({"GPU": float(each)} if use_gpu else {})}
+    return {**own, **config.cluster.resources_per_worker}

@@ -1,7 +1,7 @@
 """A run's folder: its name, its files, and whether a command starts it, goes on with it, or must not touch it.
 
 runs/NAME/  config.yaml  data.json  environment.json  tokenizer.json  metrics.jsonl  events.*
-            quarantine.jsonl  checkpoints/step-N/  result.json
+            quarantine.jsonl  checkpoints/step-N/  examples.json  result.json  report.html
 """
 
 from __future__ import annotations
@@ -111,6 +111,11 @@ def decide(config: Config, data: dict[str, Any], steps: int) -> Decision:
 
 def _names(config: Config) -> Any:
     """The run's path; an unnamed run's candidates are RECIPE, RECIPE-2, RECIPE-3, ..."""
+    if "://" in config.run.storage:
+        raise UsageError(
+            f"run.storage: {config.run.storage} is an address; runs are kept in a folder that every node sees, such "
+            "as a network mount (sets may lie on an object store: --data.train s3://...)"
+        )
     storage = Path(config.run.storage).expanduser().resolve()
     if config.run.name is not None:
         while True:

@@ -17,18 +17,20 @@ from torch import nn
 
 from mmray import objectives
 from mmray.cluster.join import joined
+from mmray.cluster.nodes import nodes
 from mmray.config import Config, from_yaml
 from mmray.data.sets import ensure_prepared
 from mmray.data.store import PreparedSet
 from mmray.errors import TrainingError, UsageError
-from mmray.evaluate.score import Retrieval
+from mmray.evaluate.score import Evaluator
 from mmray.models.build import build
 from mmray.models.export import export
 from mmray.train import checkpoint, precision
 from mmray.train.batch import shape_of
 from mmray.train.board import Listener
 from mmray.train.group import Group
-from mmray.train.resources import torch_config, worker_resources
+from mmray.train.loop import AVERAGE
+from mmray.train.resources import check_room, fitting, torch_config, worker_resources
 from mmray.train.rundir import RunDir
 
 
@@ -66,10 +68,12 @@ def export_run(folder: Path, out: Path, step: int | None) -> Path:
 def score_run(
     folder: Path, data: str | None, split: str, step: int | None, address: str | None, listener: Listener
 ) -> dict[str, float]:
-    """Retrieval scores of a run's checkpoint on a set: `data`, or what the run held out."""
+    """Scores of a run's checkpoint on a set: `data`, or what the run held out."""
     config, tokenizer_json, found = open_run(folder, step)
-    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"address": address})})
+    config = config.on_cluster(address=address)
     with joined(config.cluster):
+        check_room(config, with_data=False)
+        config = config.on_cluster(workers=fitting(config, nodes()) or config.cluster.least_workers)
         held_out = _held_out(config, folder, data, split, listener)
         trainer = ray.train.torch.TorchTrainer(
             partial(_score_on_worker, config, tokenizer_json, held_out, found),  # type: ignore[arg-type]
@@ -84,9 +88,14 @@ def score_run(
 
 
 def restored_model(config: Config, found: Path) -> nn.Module:
-    """The model of a checkpoint, on the CPU."""
-    model = build(config.model, config.model.text.vocab_size, checkpoint.load_meta(found).get("architecture"))
-    model.load_state_dict(checkpoint.load_weights(found))
+    """The model of a checkpoint, on the CPU; with the averaged weights where the run kept them."""
+    model = build(config.model, config.model.vocab_size, checkpoint.load_meta(found).get("architecture"))
+    if config.train.ema:
+        averaged = checkpoint.load(found)[AVERAGE]
+        own = {name.removeprefix("module."): weight for name, weight in averaged.items() if name.startswith("module.")}
+        model.load_state_dict(own)
+    else:
+        model.load_state_dict(checkpoint.load_weights(found))
     return model
 
 
@@ -101,7 +110,7 @@ def _held_out(config: Config, folder: Path, data: str | None, split: str, listen
 def _score_on_worker(config: Config, tokenizer_json: str, held_out: PreparedSet, found: Path) -> dict[str, Any]:
     group = Group.current(ray.train.torch.get_device())
     model = restored_model(config, found)
-    scorer = Retrieval(held_out, config.model.inputs, tokenizer_json, config.evaluate, config.prepare.max_pixels)
+    scorer = Evaluator(held_out, config.model.inputs, tokenizer_json, config.evaluate, config.prepare.max_pixels)
     rows = shape_of(config.batch, group.world).global_rows
     with precision.choose(config.train.precision, group.device).autocast():
         return scorer.score(model.to(group.device), group, objectives.build(config.objective), rows)

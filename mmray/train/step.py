@@ -4,6 +4,9 @@ A loss is a sum; gradients are divided by the count over all ranks, and since DD
 the world size. Objectives whose rows meet take two passes (GradCache, Gao et al. 2021, section 3): all micro-batches
 are embedded, the loss is formed over the gathered global batch, and each micro-batch is forwarded again with the
 gradient of its embeddings. The first micro-batch keeps its graph, so one micro-batch is the plain single pass.
+
+What of an objective stands alone is measured in that second forward, with a graph of its own micro-batch only. Where
+it first needs a partner for each row (matching), the first pass finds it, and then no graph is kept from it.
 """
 
 from __future__ import annotations
@@ -12,20 +15,24 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from mmray.objectives.protocol import Objective, Outputs
+from mmray.objectives.protocol import Batch, Objective, Outputs, Pairwise, Sorts, sorts
+from mmray.train import clip, parallel
 from mmray.train.feed import Share
+from mmray.train.gather import Met, gathered, row_values
 from mmray.train.group import Group
-from mmray.train.parallel import buffers_kept, synchronised, unwrapped
+from mmray.train.meeting import borrowed, with_partners
 from mmray.train.precision import Precision
+from mmray.train.ring import around
 from mmray.train.seeding import seeded
+from mmray.train.telemetry import Phases
+from mmray.train.trial import NoRoom, Trial
 
 SeedOf = Callable[[int], int]  # micro index -> seed of its forward
 
@@ -40,16 +47,27 @@ class Learner:
     precision: Precision
     optimizer: Optimizer
     scaler: torch.amp.GradScaler
+    clip_groups: clip.Groups  # what is clipped together, by name
+    phases: Phases
     clip_norm: float = 0.0
+    parts: bool = False  # its forward holds collectives: a rank without memory cannot vote on going on
 
 
 @dataclass(frozen=True)
 class Found:
-    """What forward and backward found. Tensors stay where they are: reading one makes the host wait for the device."""
+    """What forward and backward found. Tensors stay where they are: reading one makes the host wait for the device.
 
-    sums: dict[str, Tensor]  # this rank's: `loss` and the objective's parts, to be divided by the global count
+    A sum is a vector [K], one number for each count that the objective has (K is 1 but for a sum of objectives).
+    """
+
+    sums: dict[str, Tensor]  # this rank's: `loss` and the objective's parts, to be divided by the global counts
     shared: dict[str, Tensor]  # the same on every rank, such as `logit_scale`
-    totals: Tensor  # float64 [2], over all ranks: the objective's count, and how many ranks wish to stop
+    totals: Tensor  # float64 [K + 1], over all ranks: the objective's counts, and how many ranks wish to stop
+
+    @property
+    def counts(self) -> Tensor:
+        """What the sums are divided by, float64 [K]; 1 where nothing was counted."""
+        return self.totals[:-1].clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -57,53 +75,77 @@ class StepResult(Found):
     """What came of a step, its update included."""
 
     grad_norm: float
+    grad_norms: dict[str, float]  # of each group that is clipped by itself
     finite: bool  # False: the step was not taken, on no rank
 
 
 def optimizer_step(learner: Learner, share: Share, seed_of: SeedOf, stop: bool = False) -> StepResult:
-    """Forward, backward and update on all ranks together; `stop` is this rank's wish to end the run after it."""
-    found = accumulate(learner, share, seed_of, stop)
-    grad_norm, finite = update(learner)
-    return StepResult(**vars(found), grad_norm=grad_norm, finite=finite)
+    """Forward, backward and update on all ranks together; `stop` is this rank's wish to end the run after it.
+
+    Raises NoRoom on all ranks together where the step may be taken again in smaller micro-batches, nothing having
+    changed; torch.OutOfMemoryError, on the rank that met it, where the ranks have parted.
+    """
+    found, error = None, ""
+    try:
+        found = accumulate(learner, share, seed_of, stop)
+    except torch.OutOfMemoryError as raised:
+        if learner.group.world > 1 or learner.parts:
+            raise
+        error = str(raised)
+    if found is None:
+        raise NoRoom(error)  # here, where the error and what its traceback keeps alive are gone
+    with learner.phases("optimizer"):
+        grad_norms, finite = update(learner)
+    return StepResult(**vars(found), grad_norm=math.hypot(*grad_norms.values()), grad_norms=grad_norms, finite=finite)
 
 
 def accumulate(learner: Learner, share: Share, seed_of: SeedOf, stop: bool = False) -> Found:
-    """Add the gradient of the global batch to the weights, scaled by the scaler."""
-    local = _local_totals(learner.objective, share, stop)
-    run = _coupled if learner.objective.coupled else _row_by_row
-    return run(learner, share, local, seed_of)
+    """Add the gradient of the global batch to the weights, scaled by the scaler. Raises as `optimizer_step` does."""
+    parts = sorts(learner.objective)
+    local = _local_totals(parts, share, stop)
+    run = _cached if parts.meeting is not None or parts.mining is not None else _row_by_row
+    found = run(learner, parts, share, local, seed_of, Trial(learner.group, learner.parts, learner.phases))
+    with learner.phases("sync"):
+        parallel.finish(learner.model, learner.group)
+    return found
 
 
-def _local_totals(objective: Objective, share: Share, stop: bool) -> Tensor:
-    """This rank's part of the objective's count, and its wish to stop: float64 [2]."""
-    count = torch.stack([objective.count(micro) for micro in share.micros]).sum(dtype=torch.float64)
-    return torch.stack([count, count.new_full((), stop)])
+def _local_totals(parts: Sorts, share: Share, stop: bool) -> Tensor:
+    """This rank's part of the objective's counts, and its wish to stop: float64 [K + 1]."""
+    objectives = [part for part in (parts.meeting, parts.standing) if part is not None]
+    counts = [torch.stack([part.count(micro) for micro in share.micros]).double().sum(0) for part in objectives]
+    flat = torch.cat([count.reshape(-1) for count in counts])
+    return torch.cat([flat, flat.new_full((1,), stop)])
 
 
-def _factor(learner: Learner, totals: Tensor) -> Tensor:
-    """From a rank's loss sum to its part of the mean over all ranks; times the world, for DDP averages."""
-    return learner.group.world / totals[0].clamp(min=1)
+def _factors(learner: Learner, parts: Sorts, share: Share, totals: Tensor) -> tuple[Tensor, Tensor]:
+    """From a rank's loss sums to its part of the mean over all ranks; times the world, for DDP averages.
+
+    Of what meets, and of what stands alone, each with the loss scale.
+    """
+    factors = learner.group.world / totals[:-1].clamp(min=1)
+    num_meeting = 0 if parts.meeting is None else parts.meeting.count(share.micros[0]).numel()
+    scaled = learner.scaler.scale(factors)
+    return scaled[:num_meeting], scaled[num_meeting:]
 
 
-def update(learner: Learner) -> tuple[float, bool]:
-    """Unscale, clip, step when the gradient is finite, and clear it; returns its norm before clipping, and whether.
+def update(learner: Learner) -> tuple[dict[str, float], bool]:
+    """Unscale, clip, step when the gradient is finite, and clear it; returns its norms before clipping, and whether.
 
     All ranks decide alike without asking: after the synchronising backward they hold the same gradients, and one
     rank's NaN or infinity is everyone's.
     """
     learner.scaler.unscale_(learner.optimizer)
-    parameters = [p for group in learner.optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = get_total_norm([p.grad for p in parameters])
-    grad_norm = norm.item()
-    finite = math.isfinite(grad_norm)
+    grad_norms, found = clip.norms(learner.clip_groups)
+    finite = all(math.isfinite(norm) for norm in grad_norms.values())
     if finite:
-        if 0 < learner.clip_norm < grad_norm:
-            clip_grads_with_norm_(parameters, learner.clip_norm, norm)
+        clip.clip(learner.clip_groups, found, grad_norms, learner.clip_norm)
         learner.scaler.step(learner.optimizer)
-        _constrain(unwrapped(learner.model))
+        _constrain(parallel.unwrapped(learner.model))
+        parallel.after_update(learner.model)
     learner.scaler.update()
     learner.optimizer.zero_grad(set_to_none=True)
-    return grad_norm, finite
+    return grad_norms, finite
 
 
 def _constrain(module: nn.Module) -> None:
@@ -112,105 +154,232 @@ def _constrain(module: nn.Module) -> None:
         constrain()
 
 
-def _forward(learner: Learner, model: nn.Module, share: Share, index: int, seed_of: SeedOf) -> Outputs:
+def _forward(learner: Learner, model: nn.Module, micro: Batch, share: Share, index: int, seed_of: SeedOf) -> Outputs:
     """Outputs of one micro-batch; a stand-in row leaves no trace in running statistics."""
-    kept = buffers_kept(unwrapped(model)) if share.hollow[index] else nullcontext()
-    with kept, seeded(seed_of(index), learner.group.device), learner.precision.autocast():
-        outputs: Outputs = model(share.micros[index])
+    kept = parallel.buffers_kept(parallel.unwrapped(model)) if share.hollow[index] else nullcontext()
+    seed = seeded(seed_of(index), learner.group.device)
+    with learner.phases("forward"), kept, seed, learner.precision.autocast():
+        outputs: Outputs = model(micro)
         return outputs
 
 
-def _row_by_row(learner: Learner, share: Share, local: Tensor, seed_of: SeedOf) -> Found:
-    """Plain accumulation: right for a loss in which every row stands alone."""
-    totals = learner.group.all_reduce_sum(local)
-    factor = _factor(learner, totals)
-    sums: dict[str, Tensor] = {}
-    shared: dict[str, Tensor] = {}
-    last = len(share.micros) - 1
+@torch.no_grad()
+def suspects(learner: Learner, share: Share) -> Tensor:
+    """Positions in the run's order of this rank's rows for which the model's outputs are not finite."""
+    model, found = parallel.without_sync(learner.model), [torch.zeros(0, dtype=torch.int64)]
     for index, micro in enumerate(share.micros):
-        with synchronised(learner.model, last=index == last):
-            outputs = _forward(learner, learner.model, share, index, seed_of)
-            loss_sum, _, parts = learner.objective.measure(outputs, micro)
-            learner.scaler.scale(loss_sum * factor.to(loss_sum.dtype)).backward()
-        for name, value in {"loss": loss_sum, **parts}.items():
-            sums[name] = sums.get(name, 0) + value.detach()
-        shared = {name: outputs[name].detach() for name in learner.objective.shared}
-    return Found(sums, shared, totals)
+        with parallel.buffers_kept(parallel.unwrapped(model)):
+            outputs = _forward(learner, model, micro, share, index, lambda _: 0)
+        rows = [
+            output.flatten(1) for output in outputs.values() if output.ndim > 1 and len(output) == len(micro["pos"])
+        ]
+        bad = torch.stack([~row.isfinite().all(1) for row in rows]).any(0) & micro["valid"]
+        found.append(micro["pos"][bad].cpu())
+    return torch.cat(found)
 
 
-def _coupled(learner: Learner, share: Share, local: Tensor, seed_of: SeedOf) -> Found:
+def _row_by_row(learner: Learner, parts: Sorts, share: Share, local: Tensor, seed_of: SeedOf, trial: Trial) -> Found:
+    """Plain accumulation: right for a loss in which every row stands alone."""
+    standing = parts.standing
+    assert standing is not None
+    with learner.phases("sync"):
+        totals = learner.group.all_reduce_sum(local)
+    _, factor = _factors(learner, parts, share, totals)
+    sums = _Sums(0, len(factor))
+
+    def forward(index: int) -> tuple[Tensor, dict[str, Tensor]]:
+        outputs = _forward(learner, learner.model, share.micros[index], share, index, seed_of)
+        scaled = _standing_loss(standing, outputs, share.micros[index], factor, sums)
+        return scaled, {name: outputs[name].detach() for name in learner.objective.shared}
+
+    def backward(index: int) -> None:
+        scaled, _ = forward(index)
+        with learner.phases("backward"):
+            scaled.backward()
+
+    last = len(share.micros) - 1
+    for index in range(last):
+        with parallel.synchronised(learner.model, last=False):
+            trial.of(partial(backward, index))
+    with parallel.synchronised(learner.model, last=True):
+        scaled, shared = trial.agreed(lambda: forward(last))
+        with learner.phases("backward"):
+            scaled.backward()
+    return Found(sums.found, shared, totals)
+
+
+def _cached(learner: Learner, parts: Sorts, share: Share, local: Tensor, seed_of: SeedOf, trial: Trial) -> Found:
     """Cached accumulation: the gradient of a loss over all rows, with one micro-batch's activations in memory."""
-    model, objective, last = learner.model, learner.objective, len(share.micros) - 1
-    with synchronised(model, last=last == 0):
-        first = _forward(learner, model, share, 0, seed_of)
-    embedded = [_detached(first, objective)]
-    with torch.no_grad(), buffers_kept(unwrapped(model)) if last else nullcontext():
-        for index in range(1, len(share.micros)):
-            embedded.append(_detached(_forward(learner, unwrapped(model), share, index, seed_of), objective))
-    sums, gradients, totals = _loss_and_gradients(learner, share, embedded, local)
-    for index in range(len(share.micros)):
-        with synchronised(model, last=index == last):
-            outputs = first if index == 0 else _forward(learner, model, share, index, seed_of)
-            names = objective.coupled + (objective.shared if index == last else ())  # shared gradients count once
-            _backward(outputs, gradients[index], names)
-    return Found(sums, {name: embedded[0][name] for name in objective.shared}, totals)
+    model, last = learner.model, len(share.micros) - 1
+    first, embedded = trial.agreed(lambda: _embed(learner, parts, share, seed_of))
+    if last == 0 and first:
+        trial.parts = True  # only the loss is left before the ranks meet: one vote a step will do
+    met, micros, factors, sums, gradients = _meet(learner, parts, share, embedded, local, trial)
+
+    def forward(index: int) -> Outputs:
+        return first.pop() if first else _forward(learner, model, micros[index], share, index, seed_of)
+
+    def backward(index: int, outputs: Outputs) -> None:
+        roots = _roots(parts, outputs, gradients[index], with_shared=index == last)
+        if parts.standing is not None:
+            roots.append((_standing_loss(parts.standing, outputs, micros[index], factors[1], sums), None))
+        with learner.phases("backward"):
+            torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+
+    def again(index: int) -> None:
+        backward(index, forward(index))
+
+    for index in range(last):
+        with parallel.synchronised(model, last=False):
+            trial.of(partial(again, index))
+    with parallel.synchronised(model, last=True):
+        backward(last, trial.agreed(lambda: forward(last)))
+    return Found(sums.found, {name: embedded[0][name] for name in learner.objective.shared}, met.totals)
 
 
-def _detached(outputs: Outputs, objective: Objective) -> Outputs:
-    return {name: outputs[name].detach() for name in (*objective.coupled, *objective.shared)}
+def _meet(
+    learner: Learner, parts: Sorts, share: Share, embedded: list[Outputs], local: Tensor, trial: Trial
+) -> tuple[Met, list[Batch], tuple[Tensor, Tensor], _Sums, list[Outputs]]:
+    """Where the ranks met, micro-batches with their partners, factors, sums, gradients of each micro-batch's outputs.
+
+    Without room for them there are no gradients, but the collectives are held: other ranks wait in them. On the ring,
+    where work and collectives alternate, a rank without room parts from the others.
+    """
+    group, objective = learner.group, parts.meeting
+    with learner.phases("sync"):
+        met = (
+            Met(group.all_reduce_sum(local))
+            if _travels(parts)
+            else gathered(group, embedded, share, local, _meeting_names(parts))
+        )
+    factors = _factors(learner, parts, share, met.totals)
+    sums = _Sums(len(factors[0]), len(factors[1]))
+    micros = share.micros
+    if (mining := parts.mining) is not None:
+        with learner.phases("sync"):
+            lent = borrowed(group, mining, share)
+        micros = trial.of(lambda: with_partners(mining, share, embedded, met, lent))
+    gradients: list[Outputs] = [{}] * len(share.micros)
+    if objective is None:
+        return met, micros, factors, sums, gradients
+    if _travels(parts) and isinstance(objective, Pairwise):
+        leaves = _leaves(objective, embedded)
+        valid = torch.cat([micro["valid"] for micro in share.micros])
+        loss_sum, further, own = around(objective, group, leaves, valid, share.rows, factors[0])
+        lossy, theirs = Lossy(loss_sum, further, own, None), {}
+    else:
+        lossy = trial.of(lambda: _loss_and_gradients(learner, objective, share, embedded, met, factors[0]))
+        with learner.phases("sync"):
+            theirs = met.unpacked(group.gather_back(met.gradient_like(lossy)))
+    gradients = trial.of(lambda: _by_micro(share, objective, lossy, theirs))
+    if gradients:
+        sums.add({"loss": lossy.loss_sum, **lossy.parts}, standing=False)
+    return met, micros, factors, sums, gradients
 
 
-def _backward(outputs: Outputs, gradients: Outputs, names: tuple[str, ...]) -> None:
-    """Continue the backward from given gradients of the outputs; outputs of frozen branches take none."""
-    learning = [name for name in names if outputs[name].requires_grad]
-    torch.autograd.backward([outputs[name] for name in learning], [gradients[name] for name in learning])
+class _Sums:
+    """Sums over micro-batches, each a vector [K]: places of what meets first, then of what stands alone."""
+
+    def __init__(self, num_meeting: int, num_standing: int) -> None:
+        self._sizes = num_meeting, num_standing
+        self.found: dict[str, Tensor] = {}
+
+    def add(self, sums: dict[str, Tensor], standing: bool) -> None:
+        padding = (self._sizes[0], 0) if standing else (0, self._sizes[1])
+        for name, value in sums.items():
+            placed = value.detach().reshape(-1)
+            if any(padding):
+                placed = F.pad(placed, padding)
+            self.found[name] = self.found[name] + placed if name in self.found else placed
 
 
-def _loss_and_gradients(
-    learner: Learner, share: Share, embedded: list[Outputs], local: Tensor
-) -> tuple[dict[str, Tensor], list[Outputs], Tensor]:
-    """Loss over the gathered global batch, its gradient at the outputs of each micro-batch of this rank, the totals."""
-    objective = learner.objective
+def _standing_loss(standing: Objective, outputs: Outputs, micro: Batch, factor: Tensor, sums: _Sums) -> Tensor:
+    """What stands alone in one micro-batch, as a scalar to go backward from."""
+    loss_sum, _, further = standing.measure(outputs, micro)
+    sums.add({"loss": loss_sum, **further}, standing=True)
+    return (loss_sum.reshape(-1) * factor.to(loss_sum.dtype)).sum()
+
+
+def _embed(learner: Learner, parts: Sorts, share: Share, seed_of: SeedOf) -> tuple[list[Outputs], list[Outputs]]:
+    """Outputs of the first micro-batch with its graph, in a list to be taken from; and of all without.
+
+    Where partners are to be found no graph is of use: the model has not yet seen them.
+    """
+    model, micros = learner.model, share.micros
+    names = dict.fromkeys((*_meeting_names(parts), *learner.objective.shared))
+    first: list[Outputs] = []
+    if parts.mining is None:
+        with parallel.synchronised(model, last=len(micros) == 1):
+            first.append(_forward(learner, model, micros[0], share, 0, seed_of))
+    embedded = [{name: outputs[name].detach() for name in names} for outputs in first]
+    inside, missing = parallel.without_sync(model), range(len(first), len(micros))
+    with torch.no_grad(), parallel.buffers_kept(parallel.unwrapped(model)) if missing else nullcontext():
+        for index in missing:
+            outputs = _forward(learner, inside, micros[index], share, index, seed_of)
+            embedded.append({name: outputs[name].detach() for name in names})
+    return first, embedded
+
+
+def _meeting_names(parts: Sorts) -> tuple[str, ...]:
+    """Outputs of which everyone's rows are looked at."""
+    coupled = () if parts.meeting is None else parts.meeting.coupled
+    return tuple(dict.fromkeys(coupled + (() if parts.mining is None else parts.mining.looks_at)))
+
+
+def _travels(parts: Sorts) -> bool:
+    """Whether rows go around the ring instead of to everyone at once."""
+    return isinstance(parts.meeting, Pairwise) and parts.mining is None
+
+
+@dataclass(frozen=True)
+class Lossy:
+    """The loss over the global batch, as far as this rank's rows have a part in it."""
+
+    loss_sum: Tensor
+    parts: dict[str, Tensor]
+    own: Outputs  # gradients of this rank's outputs as rows, all micro-batches together, and of the shared outputs
+    everyone: Tensor | None  # gradients of all ranks' outputs as columns, packed as they were gathered
+
+
+def _leaves(objective: Objective, embedded: list[Outputs]) -> Outputs:
+    """The outputs of all micro-batches as one, asking for a gradient."""
     leaves = {name: torch.cat([outputs[name] for outputs in embedded]) for name in objective.coupled}
     leaves |= {name: embedded[0][name].clone() for name in objective.shared}
     for leaf in leaves.values():
         leaf.requires_grad_()
-    rows = {
-        name: torch.cat([micro[name] for micro in share.micros])
-        for name, tensor in share.micros[0].items()
-        if tensor.ndim == 1
-    }
-    coupled = {name: leaves[name] for name in objective.coupled}
-    everyone, totals = _everyone(learner.group, coupled, rows["valid"], share.rows, local)
-    loss_sum, _, parts = objective.measure(leaves, rows, everyone)
-    loss = learner.scaler.scale(loss_sum * _factor(learner, totals).to(loss_sum.dtype))
-    flat = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+    return leaves
+
+
+def _loss_and_gradients(
+    learner: Learner, objective: Objective, share: Share, embedded: list[Outputs], met: Met, factor: Tensor
+) -> Lossy:
+    """The loss of this rank's rows against everyone's, and its gradients at both."""
+    leaves = _leaves(objective, embedded)
+    with learner.phases("forward"):
+        loss_sum, _, parts = objective.measure(leaves, row_values(share), met.everyone)
+        loss = (loss_sum.reshape(-1) * factor.to(loss_sum.dtype)).sum()
+    wanted = [*leaves.values(), *([] if met.packed is None else [met.packed])]
+    with learner.phases("backward"):
+        found = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
+    own = dict(zip(leaves, found, strict=False))
+    return Lossy(loss_sum.detach(), parts, own, None if met.packed is None else found[-1])
+
+
+def _by_micro(share: Share, objective: Objective, lossy: Lossy, theirs: Outputs) -> list[Outputs]:
+    """Gradients of the outputs of each micro-batch: what this rank's losses gave them, and all ranks' losses."""
     sizes = [len(micro["valid"]) for micro in share.micros]
-    sliced = {name: flat[name].split(sizes) for name in objective.coupled}
-    whole = {name: flat[name] for name in objective.shared}
-    gradients = [whole | {name: sliced[name][index] for name in sliced} for index in range(len(sizes))]
-    return {"loss": loss_sum.detach(), **parts}, gradients, totals
+    flat = {name: lossy.own[name] + theirs[name] if theirs else lossy.own[name] for name in objective.coupled}
+    sliced = {name: gradient.split(sizes) for name, gradient in flat.items()}
+    whole = {name: lossy.own[name] for name in objective.shared}
+    return [whole | {name: sliced[name][index] for name in sliced} for index in range(len(sizes))]
 
 
-def _everyone(
-    group: Group, coupled: Outputs, valid: Tensor, rows: int, local: Tensor
-) -> tuple[dict[str, Any] | None, Tensor]:
-    """The coupled outputs of all ranks, padded to `rows` a rank, and the sum of `local`; one collective each way.
+def _roots(parts: Sorts, outputs: Outputs, gradients: Outputs, with_shared: bool) -> list[tuple[Tensor, Tensor | None]]:
+    """Outputs to go backward from, with their cached gradients; those of frozen branches take none.
 
-    They go packed side by side with `valid`, in float32 at least, so that sums over ranks do not round to bfloat16;
-    `local` rides along as a first row, for on slow links the number of collectives counts, not their size.
+    Outputs that belong to the step take their gradient once.
     """
-    if group.world == 1:
-        return None, local
-    columns = [output.flatten(1) for output in coupled.values()]
-    dtype = torch.promote_types(torch.float32, columns[0].dtype)
-    packed = torch.cat([*(column.to(dtype) for column in columns), valid.to(dtype)[:, None]], dim=1)
-    header = F.pad(local.to(dtype), (0, packed.shape[1] - len(local)))[None]
-    gathered = group.gather(torch.cat([header, F.pad(packed, (0, 0, 0, rows - len(packed)))]))
-    by_rank = gathered.view(group.world, rows + 1, -1)
-    totals = by_rank[:, 0, : len(local)].detach().double().sum(0)
-    *parts, flags = by_rank[:, 1:].flatten(0, 1).split([*(column.shape[1] for column in columns), 1], dim=1)
-    everyone: dict[str, Any] = {
-        name: part.reshape(-1, *output.shape[1:]) for (name, output), part in zip(coupled.items(), parts, strict=True)
-    }
-    return everyone | {"valid": flags[:, 0] > 0, "offset": group.rank * rows}, totals
+    if parts.meeting is None:
+        return []
+    names = parts.meeting.coupled + (parts.meeting.shared if with_shared else ())
+    return [(outputs[name], gradients[name]) for name in names if outputs[name].requires_grad]

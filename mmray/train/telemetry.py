@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
 
+from mmray.train.group import Group
+from mmray.train.stopwatch import Stopwatch
+
 Metrics = dict[str, Any]
+RECENT_STEPS = 500  # whose times the percentiles are of: a window between two lines is too few for a 95th
 
 
 class MetricsLog:
@@ -85,39 +92,96 @@ def _step_of(line: str) -> int | None:
 
 @dataclass
 class Rates:
-    """Step times since the last look; the very first step (compilation, allocation, warm-up) is left out."""
+    """Step times since the last look; the very first step (compilation, allocation, warm-up) is kept apart."""
 
-    _first: bool = True
+    phases: Phases
+    first_step_s: float = 0.0
+    total_s: float = 0.0
     _steps: int = 0
-    _rows: int = 0
     _busy_s: float = 0.0
+    _rows: int = 0
+    _tokens: int = 0
     _wait_s: float = 0.0
-    total_s: float = field(default=0.0)
+    _recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
 
-    def add(self, step_s: float, wait_s: float, rows: int) -> None:
-        """One step: its whole time, the part of it spent waiting for rows, and the rows of the global batch."""
+    def add(self, step_s: float, wait_s: float, rows: int, tokens: int) -> None:
+        """A step: its time, the part of it spent waiting for rows, rows of the global batch, tokens of this rank."""
         self.total_s += step_s
-        if self._first:
-            self._first = False
+        if self.first_step_s == 0:
+            self.first_step_s = step_s
+            self.phases.take_s()
             return
         self._steps += 1
-        self._rows += rows
         self._busy_s += step_s
+        self._rows += rows
+        self._tokens += tokens
         self._wait_s += wait_s
+        self._recent_s.append(step_s)
 
-    def take(self) -> Metrics:
-        """Means since the last call; empty when there was no step but the first."""
-        if self._steps == 0:
+    def take(self, world: int) -> Metrics:
+        """Means since the last call, percentiles of the last 500 steps; empty when there was no step but the first."""
+        steps, busy_s = self._steps, self._busy_s
+        if steps == 0:
             return {}
+        p50_s, p95_s = np.quantile(self._recent_s, (0.5, 0.95)).tolist()
         metrics = {
-            "time/step_s": self._busy_s / self._steps,
-            "time/data_wait_s": self._wait_s / self._steps,
-            "time/data_wait_share": self._wait_s / self._busy_s,
-            "throughput/samples_per_s": self._rows / self._busy_s,
+            "time/step_s": busy_s / steps,
+            "time/step_p50_s": p50_s,
+            "time/step_p95_s": p95_s,
+            "time/first_step_s": self.first_step_s,
+            "time/data_wait_s": self._wait_s / steps,
+            "time/data_wait_share": self._wait_s / busy_s,
+            "throughput/samples_per_s": self._rows / busy_s,
+            "throughput/tokens_per_s": world * self._tokens / busy_s,
         }
-        self._steps = self._rows = 0
+        metrics |= {f"time/{name}_s": took_s / steps for name, took_s in self.phases.take_s().items()}
+        self._steps = self._rows = self._tokens = 0
         self._busy_s = self._wait_s = 0.0
         return metrics
+
+
+PHASES = ("transfer", "forward", "backward", "sync", "optimizer", "checkpoint")
+
+
+class Phases:
+    """Where a step's time goes, on its device: `with phases("forward"): ...`.
+
+    `sync` is the step's own collectives and votes; what DDP sends meanwhile is part of the last backward.
+    """
+
+    def __init__(self, device: torch.device):
+        self._watches = {name: Stopwatch(device) for name in PHASES}
+
+    def __call__(self, name: str) -> AbstractContextManager[None]:
+        return self._watches[name].running()
+
+    def take_s(self) -> dict[str, float]:
+        """Seconds of each since the last call."""
+        return {name: watch.take_s() for name, watch in self._watches.items()}
+
+
+# How a figure that each rank has of its own becomes the run's; what is not named is the mean.
+REDUCTIONS = {"time/step_p95_s": "max", "time/first_step_s": "max", "memory/": "max", "host/memory_gib": "max"}
+
+
+def over_ranks(group: Group, sums: list[Tensor], own: Metrics) -> tuple[list[float], Metrics]:
+    """Sums over ranks, and every rank's own figures reduced to the run's, in one collective.
+
+    Throughput is of the whole run on each rank already: its mean is the run's.
+    """
+    figures = torch.tensor([float(value) for value in own.values()], dtype=torch.float64, device=group.device)
+    local = torch.cat([*(value.to(torch.float64).reshape(1) for value in sums), figures])
+    everyone = group.gather(local[None]).cpu()
+    found = everyone[:, len(sums) :]
+    reduced = {
+        name: (found[:, index].max() if _reduction(name) == "max" else found[:, index].mean()).item()
+        for index, name in enumerate(own)
+    }
+    return everyone[:, : len(sums)].sum(0).tolist(), reduced
+
+
+def _reduction(name: str) -> str:
+    return next((how for prefix, how in REDUCTIONS.items() if name.startswith(prefix)), "mean")
 
 
 def rows_sha(keys: Tensor) -> str:

@@ -6,7 +6,7 @@ trainer.py calls `work` on each Ray Train worker; under torchrun it can be calle
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,18 +19,23 @@ from torch import nn
 
 from mmray import objectives, plug
 from mmray.data.collate import steps_of
-from mmray.data.manifest import QUARANTINE
-from mmray.data.order import Start
+from mmray.data.order import Plan, Start
 from mmray.data.reader import Block, RowReader
 from mmray.data.store import PreparedSet
-from mmray.errors import DataError, TrainingError
-from mmray.evaluate.score import Retrieval
+from mmray.errors import UsageError
+from mmray.evaluate.score import Evaluator
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
-from mmray.train import checkpoint, lease, loop, precision
+from mmray.report.run import EXAMPLES
+from mmray.train import checkpoint, lease, loop, memory, optimizer, precision
+from mmray.train.advice import Advising, advice
 from mmray.train.group import Group
-from mmray.train.parallel import buffers_kept
-from mmray.train.telemetry import MetricsLog
+from mmray.train.pulse import Pulse
+from mmray.train.shaping import shape
+from mmray.train.step import Learner
+from mmray.train.telemetry import MetricsLog, Phases
+from mmray.train.unreadable import watched
+from mmray.train.writer import Writer
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -49,23 +54,51 @@ class Job:
     reader: RowReader
     eval_set: PreparedSet | None
     tokenizer_json: str
+    data_workers: int = 1
+    micro: int = 0  # rows of a micro-batch, fewer than configured, after an attempt had no room; 0: as configured
 
 
-def work(
-    job: Job, start: Start, blocks: Iterable[Block], device: torch.device, report: Report, stop: Callable[[], bool]
+@dataclass(frozen=True)
+class Line:
+    """A worker's line to whoever started it: `report` is called on rank 0, the rest on every rank."""
+
+    report: Report
+    stop: Callable[[], bool]  # True ends the run after the next step, with a checkpoint
+    bad_row: Callable[[int], int]  # counts a row that could not be read; answers how many by now, 0 where it was known
+    beat: Callable[[dict[str, Any]], bool]  # takes a heartbeat; answers whether this rank's stacks are wanted
+    about: dict[str, Any]  # rank, node and process, for the heartbeat
+
+
+def work(job: Job, start: Start, blocks: Iterable[Block], device: torch.device, line: Line) -> dict[str, Any]:
+    """Train from `start` to the end of its plan; returns what result.json says."""
+    pulse = Pulse(line.beat, line.about, job.folder / "stacks" / f"step-{start.step}-rank-{line.about['rank']}.txt")
+    with pulse.beating(start.step):
+        return _work(job, start, blocks, device, line, pulse)
+
+
+def _work(
+    job: Job, start: Start, blocks: Iterable[Block], device: torch.device, line: Line, pulse: Pulse
 ) -> dict[str, Any]:
-    """Train from `start` to the end of its plan; returns what result.json says. `report` is called on rank 0."""
     config = job.config
     _settle_torch(config)
-    group = Group.current(device)
+    group = Group.current(device, config.cluster.collective_timeout_s)
     architecture = None if start.checkpoint is None else checkpoint.load_meta(Path(start.checkpoint))["architecture"]
-    model = build(config.model, config.model.text.vocab_size, architecture).to(device)
+    model = build(config.model, config.model.vocab_size, architecture)
+    model = shape(model, config.train, config.optimizer, device)
     objective = objectives.build(config.objective)
-    rehearse(model, objective, config, min(start.plan.micro, start.plan.share), device)
+    chosen = precision.choose(config.train.precision, device)
+    rehearsal = Learner(
+        model, objective, group, chosen, optimizer.build(model, config.optimizer), chosen.scaler(), {}, Phases(device)
+    )
+    rehearsed = _rehearse(job, rehearsal, start.plan)
+    apart = config.train.parallel == "branches"
+    del rehearsal
     state = None if start.checkpoint is None else checkpoint.load(Path(start.checkpoint))
     log = MetricsLog(job.folder, start.step) if group.rank == 0 else None
     if log is not None:
-        report({"wasted_steps": log.wasted_steps})
+        line.report({"wasted_steps": log.wasted_steps})
+    writer = Writer()
+    advising = Advising(partial(_advise, job, line.report, device))
     task = loop.Task(
         model=model,
         objective=objective,
@@ -73,21 +106,34 @@ def work(
         group=group,
         train=config.train,
         optimizer=config.optimizer,
-        save=partial(_save, job, group, start, _architecture(model)),
-        evaluate=_evaluator(job, group, model, objective, start),
+        save=partial(_save, job, group, start, _architecture(model), writer),
+        evaluate=_evaluator(job, group, objective, start),
         evaluate_every=config.evaluate.every,
         log=log,
         callbacks=(
             *(plug.load(name, "train.callbacks")() for name in config.train.callbacks),
-            *((_Reporting(report),) if group.rank == 0 else ()),
+            pulse,
+            *((_Reporting(line.report, writer), advising) if group.rank == 0 else ()),
         ),
-        stop=stop,
+        stop=line.stop,
+        by_length=config.batch.by_length,
+        profile_to=job.folder / "profile" / "rank-0.json" if group.rank == 0 else None,
+        micro=rehearsed.micro,
+        devices=_two_of(device) if apart else (device,),
+        slower=memory.slower_branch(model, _synthetic_of(job, device)(rehearsed.micro)) if apart else "image",
+        constants=rehearsed.table,
+        names=partial(_names, job.reader),
+        note=lambda text, label: line.report({"note": text, "label": label}),
     )
+    if config.batch.micro == "auto":
+        task.note(f"micro-batches of {rehearsed.micro} rows fit", "memory")
     try:
-        outcome = loop.run(task, steps_of(_watched(blocks, job, start), start.plan), state)
+        rows = watched(blocks, config, job.folder, job.reader, start.plan, line.bad_row)
+        outcome = loop.run(task, steps_of(rows, start.plan, config.batch.by_length), state)
     finally:
         if log is not None:
             log.close()
+        writer.close()  # the last checkpoint is there, or its error is raised, before this rank says that it is done
     return vars(outcome) | {"metrics": {key.removeprefix("evaluate/"): v for key, v in outcome.metrics.items()}}
 
 
@@ -99,31 +145,84 @@ def _settle_torch(config: Config) -> None:
         torch.use_deterministic_algorithms(True)
 
 
-def rehearse(model: nn.Module, objective: Any, config: Config, rows: int, device: torch.device) -> None:
-    """One synthetic micro-batch forward and backward, so that mistakes of shape and memory show before any data."""
-    batch = synthetic_batch(config.model.inputs, config.model.text.vocab_size, rows, device)
-    chosen = precision.choose(config.train.precision, device)
+def _rehearse(job: Job, learner: Learner, plan: Plan) -> memory.Rehearsed:
+    """A synthetic step, so that mistakes of shape and memory show before any data; the rows that fit."""
+    micro = min(plan.micro, plan.share, job.micro or plan.share)
+    auto = job.config.batch.micro == "auto" and not job.micro
+    batch_of = _synthetic_of(job, learner.group.device)
+    if job.config.train.parallel == "fsdp":  # here one device holds it all, which later none has to
+        rehearse(job.config, learner, batch_of, plan.share, 1, with_optimizer=False)
+        return memory.Rehearsed(micro, {})
+    return rehearse(job.config, learner, batch_of, plan.share, None if auto else micro)
+
+
+def rehearse(
+    config: Config,
+    learner: Learner,
+    batch_of: Callable[[int], dict[str, torch.Tensor]],
+    share: int,
+    micro: int | None,
+    with_optimizer: bool = True,
+) -> memory.Rehearsed:
+    """`memory.rehearse`, with its objections to what model and objective have to do with each other in words."""
     try:
-        with buffers_kept(model), chosen.autocast():
-            loss, _, _ = objective.measure(model(batch), batch)
-        loss.backward()
-    except torch.OutOfMemoryError as error:
-        raise TrainingError(f"a micro-batch of {rows} rows does not fit: lower --batch.micro ({error})") from error
-    except (RuntimeError, ValueError, IndexError, KeyError, TypeError) as error:
-        raise TrainingError(f"one synthetic micro-batch of {rows} rows did not pass the model: {error}") from error
-    finally:
-        model.zero_grad(set_to_none=True)
+        return memory.rehearse(
+            learner, batch_of, share, micro, with_optimizer, partial(_check_all_learn, learner.model, config)
+        )
+    except KeyError as error:
+        raise UsageError(
+            f"objective.kind: `{config.objective.kind}` reads `{error.args[0]}`, which a model of model.kind "
+            f"`{config.model.kind}` with these settings does not give; choose another objective or model"
+        ) from error
+
+
+def _synthetic_of(job: Job, device: torch.device) -> Callable[[int], dict[str, torch.Tensor]]:
+    spec = job.config.model
+    return lambda rows: synthetic_batch(spec.inputs, spec.vocab_size, rows, device)
+
+
+def _two_of(device: torch.device) -> tuple[torch.device, torch.device]:
+    """The worker's devices: its GPU and the other one it was given; on a CPU, two threads of it."""
+    if device.type != "cuda":
+        return device, device
+    if torch.cuda.device_count() < 2:
+        raise UsageError("train.parallel branches needs two GPUs in one worker, and this one sees one; take `ddp`")
+    return device, torch.device("cuda", 1 - (device.index or 0))
+
+
+def _check_all_learn(model: nn.Module, config: Config) -> None:
+    """Raise UsageError where a weight gets no gradient: DDP would wait for it for ever, and it is hardly meant so."""
+    silent = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
+    if silent:
+        raise UsageError(
+            f"objective.kind `{config.objective.kind}` gives {len(silent)} weights of the model no gradient, the first "
+            f"is {silent[0]}: choose another objective, or leave them as they are with "
+            f"--optimizer.freeze {' '.join(silent[:3])}"
+        )
 
 
 class _Reporting:
-    """Passes on what is logged; a callback like a user's own."""
+    """Passes on what is logged, and what a checkpoint cost; a callback like a user's own."""
 
-    def __init__(self, report: Report):
-        self.report = report
+    def __init__(self, report: Report, writer: Writer):
+        self.report, self.writer = report, writer
+        self._told_s: float | None = None
 
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
+        self.writer.check()
+        if self.writer.cost_s != self._told_s:
+            self._told_s = self.writer.cost_s
+            self.report({"checkpoint_s": self._told_s})
         if metrics is not None:
             self.report(metrics)
+
+
+def _advise(job: Job, report: Report, device: torch.device, wait_share: float) -> None:
+    """A line for people when training waits for rows."""
+    config, kind = job.config, "GPU" if device.type == "cuda" else "CPU"
+    line = advice(wait_share, job.data_workers, config.prepare.image_side, config.model.inputs.image_side, kind)
+    if line is not None:
+        report({"note": line, "label": "pace"})
 
 
 def _architecture(model: nn.Module) -> dict[str, Any] | None:
@@ -136,14 +235,14 @@ def _save(
     group: Group,
     start: Start,
     architecture: dict[str, Any] | None,
+    writer: Writer,
     step: int,
     state: loop.State,
     metrics: dict[str, Any],
-) -> None:
-    """Rank 0 writes the checkpoint, unless another run has taken the folder over."""
+) -> float | None:
+    """Rank 0 has the checkpoint written beside the training; answers what the one before cost, in seconds."""
     if group.rank != 0:
-        return
-    lease.check(job.folder, job.fence)
+        return None
     meta = {
         "step": step,
         "rows_consumed": start.plan.rows_start(step),
@@ -152,55 +251,48 @@ def _save(
         "config": job.config.model_dump(mode="json", by_alias=True),
         "metrics": metrics,
     }
+    writer.submit(state, partial(_write, job, step, meta))
+    return writer.cost_s
+
+
+def _write(job: Job, step: int, meta: dict[str, Any], state: loop.State) -> None:
+    """Write a checkpoint, unless another run has taken the folder over."""
+    lease.check(job.folder, job.fence)
     model_state = state.pop("model")
     checkpoint.save(job.folder / "checkpoints", step, model_state, state, meta)
     checkpoint.prune(job.folder / "checkpoints", job.config.train.keep_checkpoints, BEST)
 
 
 def _evaluator(
-    job: Job, group: Group, model: nn.Module, objective: Any, start: Start
-) -> Callable[[int], dict[str, float]] | None:
+    job: Job, group: Group, objective: Any, start: Start
+) -> Callable[[int, nn.Module], dict[str, float]] | None:
     if job.eval_set is None:
         return None
-    scorer = Retrieval(
+    scorer = Evaluator(
         job.eval_set, job.config.model.inputs, job.tokenizer_json, job.config.evaluate, job.reader.max_pixels
     )
     chosen = precision.choose(job.config.train.precision, group.device)
 
-    def evaluate(_: int) -> dict[str, float]:
+    def evaluate(step: int, model: nn.Module) -> dict[str, float]:
+        show = partial(_keep_examples, job.folder, step) if group.rank == 0 else None
         with chosen.autocast():
-            return scorer.score(model, group, objective, start.plan.global_rows)
+            return scorer.score(model, group, objective, start.plan.global_rows, show)
 
     return evaluate
 
 
-def _watched(blocks: Iterable[Block], job: Job, start: Start) -> Iterator[Block]:
-    """Blocks as they come; rows that could not be read are named in quarantine.jsonl, up to `data.max_bad_rows`."""
-    bad = 0
-    for block in blocks:
-        for position in block["pos"][~block["valid"] & (block["pos"] >= 0)]:
-            bad += 1
-            told = _quarantine(job, start, int(position))
-            if bad > job.config.data.max_bad_rows:
-                budget = f"data.max_bad_rows {job.config.data.max_bad_rows}"
-                raise DataError(
-                    f"{bad} rows could not be read ({budget}), the last: {told}. "
-                    f"All are named in {job.folder / 'quarantine.jsonl'}; prepare the set again from its source"
-                )
-        yield block
+def _keep_examples(folder: Path, step: int, examples: dict[str, Any]) -> None:
+    """Write what the report shows of the newest evaluation, whole or not at all."""
+    temporary = folder / f".{EXAMPLES}.new"
+    temporary.write_bytes(orjson.dumps({"step": step, **examples}))
+    temporary.replace(folder / EXAMPLES)
 
 
-def _quarantine(job: Job, start: Start, position: int) -> str:
-    """Write down one row that failed in training; returns its name and reason."""
-    row = int(start.plan.rows_at(np.array([position]))[0])
-    record, reason = job.reader.fault(row)
-    entry = {
-        "key": record.key if record else None,
-        "source": record.source if record else None,
-        "row": row,
-        "stage": "train",
-        "reason": reason,
-    }
-    with (job.folder / QUARANTINE).open("ab") as file:
-        file.write(orjson.dumps(entry) + b"\n")
-    return f"row {row} ({entry['key']}, {entry['source']}): {reason}"
+def _names(reader: RowReader, rows: list[int]) -> list[str]:
+    """Keys of rows of the set, for messages; a row that cannot be read goes by its number."""
+    try:
+        return [
+            f"{record.key} (row {row})" for row, record in zip(rows, reader.prepared.read(np.array(rows)), strict=True)
+        ]
+    except (OSError, ValueError):
+        return [f"row {row}" for row in rows]

@@ -1,0 +1,204 @@
+"""One attempt to train: a fresh `TorchTrainer`, what runs on its workers, and what ended it where it failed.
+
+attempts.py starts it and decides what follows; `_on_worker` hands over to train/worker.py, which knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.exceptions
+import ray.train
+import ray.train.torch
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+from ray.train.v2.api.exceptions import PreemptionError
+
+from mmray.cluster.present import Present
+from mmray.config import Config
+from mmray.data.order import Plan, Start
+from mmray.data.reader import RowReader
+from mmray.data.store import PreparedSet
+from mmray.data.stream import Stream
+from mmray.errors import MmrayError, ResourceError, TrainingError
+from mmray.train import checkpoint, rundir
+from mmray.train.batch import BatchShape
+from mmray.train.board import StopWish, Watch, stopping
+from mmray.train.guard import Guard
+from mmray.train.policy import Failure
+from mmray.train.resources import data_actors, demand_of, torch_config, worker_resources
+from mmray.train.worker import Job, Line, work
+
+POLL_S = 0.25
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A run that is settled and checked, about to start."""
+
+    config: Config
+    train_set: PreparedSet
+    eval_set: PreparedSet | None
+    tokenizer_json: str
+    shape: BatchShape
+    steps: int
+    data: dict[str, Any]
+    micro: int = 0  # rows of a micro-batch that an attempt without memory left; 0: as the shape says
+
+
+def run_attempt(trainer: ray.train.torch.TorchTrainer, watch: Watch, guard: Guard) -> dict[str, Any]:
+    """One TorchTrainer, in a thread, so that this one can print and hear Ctrl-C. The outcome of rank 0."""
+    ended: dict[str, Any] = {}
+
+    def fit() -> None:
+        try:
+            ended["result"] = trainer.fit()
+        except BaseException as error:  # noqa: BLE001 - carried over to the main thread, which raises it
+            ended["error"] = error
+
+    thread = threading.Thread(target=fit, name="mmray-fit", daemon=True)
+    with stopping(watch):
+        thread.start()
+        while thread.is_alive():
+            thread.join(POLL_S)
+            watch.look()
+            guard.look()
+    watch.look()
+    if "error" in ended:
+        raise ended["error"]
+    return ended["result"].return_value
+
+
+def trainer_of(
+    ready: Ready,
+    run: rundir.RunDir,
+    fence: int,
+    attempt: int,
+    sized: Config,
+    now: Present,
+    newest: Path | None,
+    board: Any,
+) -> ray.train.torch.TorchTrainer:
+    """The attempt's trainer: workers and data on the nodes that are there, all ranks from the checkpoint `newest`."""
+    config = ready.config
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(config.cluster.start_timeout_s)
+    demand = demand_of(sized)
+    reader = RowReader(
+        ready.train_set, config.model.inputs, ready.tokenizer_json, config.prepare.max_pixels, config.augment
+    )
+    actors = data_actors(config)  # beside the largest group: CPUs of workers that may come stay free
+    stream = Stream(
+        partial(_begin, ready, newest),
+        reader,
+        actors,
+        config.data.block_mb,
+        now.avoiding(demand.data_labels),
+    )
+    return ray.train.torch.TorchTrainer(
+        _on_worker,  # type: ignore[arg-type]  # its annotation forgets that the result comes back
+        train_loop_config={
+            "job": Job(config, run.path, fence, reader, ready.eval_set, ready.tokenizer_json, actors, ready.micro),
+            "board": board,
+        },
+        datasets=stream.datasets(),  # type: ignore[arg-type]
+        dataset_config=stream,
+        torch_config=torch_config(config),
+        scaling_config=worker_resources(sized, now.avoiding(demand.worker_labels)),
+        run_config=ray.train.RunConfig(
+            name=f"attempt-{fence}-{attempt}",
+            storage_path=str(run.path / "ray"),
+            failure_config=ray.train.FailureConfig(  # type: ignore[call-arg]
+                max_failures=0, controller_failure_limit=0, max_preemption_failures=0
+            ),
+        ),
+    )
+
+
+def _begin(ready: Ready, newest: Path | None, world: int) -> Start:
+    """Where a group of `world` workers begins: at the checkpoint that the driver verified. Beside the controller."""
+    shape, config = ready.shape, ready.config
+    plan = Plan(
+        num_rows=ready.data["num_rows"],
+        global_rows=shape.global_rows,
+        world=world,
+        micro=shape.micro,
+        seed=config.train.seed,
+        steps=ready.steps,
+        shuffle=config.data.shuffle,
+    )
+    if newest is None:
+        return Start(plan, 0)
+    rows_consumed = checkpoint.load_meta(newest)["rows_consumed"]
+    return Start(plan, plan.step_at(rows_consumed), str(newest))
+
+
+def _on_worker(given: dict[str, Any]) -> dict[str, Any]:
+    """Runs on each training worker, in a process group that Ray has made; train/worker.py knows nothing of Ray."""
+    board = given["board"]
+    start: Start = ray.train.get_dataset_shard("start")
+    blocks = ray.train.get_dataset_shard("train").iter_batches(
+        batch_size=None, batch_format="numpy", prefetch_batches=1
+    )
+    rank = ray.train.get_context().get_world_rank()
+    line = Line(
+        report=board.push.remote if rank == 0 else (lambda _: None),
+        stop=StopWish(board) if rank == 0 else (lambda: False),
+        bad_row=lambda row: ray.get(board.bad_row.remote(row)),
+        beat=partial(_beat, board),
+        about={"rank": rank, "node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()},
+    )
+    try:
+        return work(given["job"], start, blocks, ray.train.torch.get_device(), line)
+    except Exception as error:
+        if not isinstance(error, MmrayError):
+            error.add_note(traceback.format_exc())  # a traceback does not travel to the driver, a note does
+        raise
+
+
+def _beat(board: Any, beat: dict[str, Any]) -> bool:
+    """Send a heartbeat; a board that is busy, or gone, wants no stacks."""
+    try:
+        return bool(ray.get(board.beat.remote(beat), timeout=5))
+    except (ray.exceptions.RayError, TimeoutError):
+        return False
+
+
+def failure_of(error: BaseException, guard: Guard) -> Failure:
+    """What ended an attempt: a hang or a node taken away, where the guard saw one; else what Ray Train raises."""
+    last_step = guard.watch.last_step
+    if guard.hang is not None:
+        return Failure("hung", TrainingError(guard.hang.told), last_step)
+    if isinstance(error, MmrayError):
+        return Failure("raised", error, last_step)
+    if isinstance(error, PreemptionError):
+        return Failure("preempted", TrainingError("a node was taken away"), last_step)
+    if isinstance(error, ray.train.WorkerGroupError):
+        raised = [e for e in error.worker_failures.values() if not _is_loss(e)]
+        own = [e for e in raised if isinstance(e, MmrayError)]
+        cause = next(iter([*own, *raised, *error.worker_failures.values()]), error)
+        if raised:
+            return Failure("raised", cause, last_step)
+        return Failure("preempted" if guard.leaving else "lost", cause, last_step)
+    if isinstance(getattr(error, "controller_failure", None), WorkerGroupStartupTimeoutError):
+        return Failure("raised", _never_started(), last_step)
+    return Failure("lost", TrainingError(f"Ray Train gave up: {error}"), last_step)
+
+
+def _never_started() -> ResourceError:
+    waited_s = float(os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"])
+    return ResourceError(
+        f"the training workers did not start within {waited_s:g} s (cluster.start_timeout_s): their nodes are taken, "
+        "or did not come up; `ray status` on the head says which, and the same command goes on from where it was"
+    )
+
+
+def _is_loss(error: BaseException) -> bool:
+    """A worker or its connection went away (a peer of a dead rank sees only its own broken collective)."""
+    broken = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Socket Timeout")
+    return isinstance(error, ray.exceptions.RayError) or any(text in str(error) for text in broken)

@@ -1,0 +1,158 @@
+"""Attempts to train a run, until one brings it to its end: the driver's part, from the run's folder to result.json.
+
+An attempt is one fresh `TorchTrainer` with a fixed number of workers. Ray itself retries and resizes nothing: what
+happens after a failure is decided in one place (policy.py), on what guard.py and the board saw.
+
+Why not Ray's own elasticity, ScalingConfig(num_workers=(1, 4)): its coordinator counts the CPUs of a node that vanished
+for another half minute, each try with a number that cannot start costs the whole start timeout, and it ignores label
+selectors, so that it counts places where no worker may go (Ray 2.60, train/v2/_internal/execution/scaling_policy/
+elastic.py). Here the driver counts the places of nodes that answer, and a group gives way to a larger one at a
+checkpoint of its own, so that growing costs no step.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from mmray.cluster.present import Present, present
+from mmray.config import Config
+from mmray.errors import UsageError
+from mmray.train import checkpoint, rundir
+from mmray.train.attempt import Ready, failure_of, run_attempt, trainer_of
+from mmray.train.board import WASTED, Listener, Watch, new_board
+from mmray.train.guard import Guard
+from mmray.train.policy import Failure, Raise, Resize, Room, Shrink, decide, spent
+from mmray.train.resources import demand_of, fitting
+from mmray.train.unreadable import bad_rows
+
+SETTLE_S = 0.5  # between two looks at what is free, while the workers of the attempt before let go of their places
+SAME_LOOKS, MOST_LOOKS = 4, 20
+
+
+@dataclass
+class Tally:
+    """What a run has gone through so far."""
+
+    began_s: float = field(default_factory=time.monotonic)
+    attempts: int = 0
+    failures: int = 0  # in a row, see policy.spent
+    before: Failure | None = None
+    newest: Path | None = None
+    place: tuple[Present, int] | None = None  # of the next attempt, where it was looked at already
+    resized_from: list[int] = field(default_factory=list)  # numbers of workers that were given up for larger ones
+    preemptions: int = 0
+    watch: Watch | None = None  # of the last attempt
+
+    def resizes_in_vain(self, workers: int) -> int:
+        """How often a group of this size was given up before: others took the room, or Ray placed it otherwise."""
+        return self.resized_from.count(workers)
+
+    def counts(self) -> dict[str, Any]:
+        """What result.json says of it."""
+        return {
+            "restarts": self.attempts - 1,
+            "resizes": len(self.resized_from),
+            "preemptions": self.preemptions,
+            WASTED: self.watch.wasted_steps if self.watch else 0,
+            "elapsed_s": time.monotonic() - self.began_s,
+        }
+
+
+def attempts(ready: Ready, run: rundir.RunDir, fence: int, listener: Listener) -> dict[str, Any]:
+    """Attempts until one ends the run, the policy gives up, or the user stops it. Writes result.json either way."""
+    tally = Tally()
+    # For all attempts: fewer nodes must not change it.
+    device = "gpu" if "GPU" in demand_of(ready.config).per_worker else "cpu"
+    wanted = ready.config.on_cluster(accelerator=device)
+    while True:
+        tally.attempts += 1
+        found = checkpoint.newest_good(run.checkpoints, partial(listener.note, label="checkpoint"))
+        if found is not None:
+            listener.note(f"from {found}", "going on")
+        elif ready.config.run.resume == "must":
+            raise UsageError(f"--run.resume must: {run.checkpoints} has no good checkpoint; `auto` would begin anew")
+        tally.newest = found
+        now, workers = tally.place or places(wanted)
+        listener.phase(f"starting {workers} workers")
+        board = new_board(bad_rows(run.path))
+        watch = tally.watch = _watch(board, listener, ready.steps, tally.watch)
+        guard = Guard(wanted, workers, watch, _step_of(found), tally.resizes_in_vain(workers))
+        try:
+            sized = wanted.on_cluster(workers=workers)
+            trainer = trainer_of(ready, run, fence, tally.attempts, sized, now, found, board)
+            outcome = run_attempt(trainer, watch, guard)
+            if outcome["status"] == "finished" or watch.wish == "user":
+                break
+            tally.place = None
+            tally.preemptions += watch.wish == "preempted"
+            if watch.wish == "resize":
+                tally.resized_from.append(workers)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the policy decides
+            ready = _after(error, ready, run, tally, guard, wanted, listener)
+        finally:
+            ray.kill(board)
+    result = {**outcome, **tally.counts(), "batch": str(ready.shape)}
+    run.write_json("result.json", result)
+    return result
+
+
+def _after(
+    error: Exception, ready: Ready, run: rundir.RunDir, tally: Tally, guard: Guard, wanted: Config, listener: Listener
+) -> Ready:
+    """Decide what follows a failure: returns what the run goes on with, and raises where it does not."""
+    failure = failure_of(error, guard)
+    progressed = _step_of(_last(run)) > _step_of(tally.newest)
+    tally.failures = spent(tally.failures, failure.kind, progressed)
+    tally.preemptions += failure.kind == "preempted"
+    tally.place = places(wanted)
+    room = Room(guard.world, tally.place[1])
+    verdict = decide(failure, tally.before, tally.failures, wanted.cluster.max_failures, room)
+    if isinstance(verdict, Raise):
+        ended = {"status": "failed", "error": str(verdict.error), "batch": str(ready.shape)}
+        run.write_json("result.json", {**ended, **tally.counts()})
+        raise verdict.error from error
+    with_workers = f", with room for {verdict.workers} workers" if isinstance(verdict, Resize) else ""
+    listener.note(f"{verdict.reason}; starting again from the newest checkpoint{with_workers}", "failure")
+    tally.before = failure
+    return replace(ready, micro=verdict.micro) if isinstance(verdict, Shrink) else ready
+
+
+def places(wanted: Config) -> tuple[Present, int]:
+    """The nodes to start on, and the number of workers to start there.
+
+    A fixed number is asked for whatever is free, and so is the smallest one: Ray waits for it, and an autoscaler adds
+    nodes for it. In between, what fits when nothing that ended a moment ago holds places any more.
+    """
+    now = present()
+    if not wanted.cluster.elastic:
+        return now, wanted.cluster.most_workers
+    counts: list[int] = []
+    for _ in range(MOST_LOOKS):
+        counts.append(fitting(wanted, now.nodes))
+        settled = len(counts) >= SAME_LOOKS and len(set(counts[-SAME_LOOKS:])) == 1
+        if counts[-1] == wanted.cluster.most_workers or (settled and counts[-1]):
+            break
+        time.sleep(SETTLE_S)
+        now = present()
+    return now, max(counts[-1], wanted.cluster.least_workers)
+
+
+def _watch(board: Any, listener: Listener, steps: int, before: Watch | None) -> Watch:
+    if before is None:
+        return Watch(board, listener, steps)
+    return Watch(board, listener, steps, before.last_step, before.wasted_steps, before.step_s, before.checkpoint_s)
+
+
+def _last(run: rundir.RunDir) -> Path | None:
+    """The newest checkpoint that was written to its end; whether it is sound shows when it is taken."""
+    return checkpoint.newest_complete(run.checkpoints)
+
+
+def _step_of(path: Path | None) -> int:
+    return 0 if path is None else checkpoint.step_of(path)

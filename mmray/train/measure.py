@@ -1,0 +1,48 @@
+"""What a rank measures of itself when a line is due: rates, model FLOP/s, the branches' idle time, load, memory.
+
+loop.py keeps a Meter and reduces over ranks what it tells.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from mmray.train import parallel
+from mmray.train.branches import BranchParallel
+from mmray.train.feed import Share
+from mmray.train.flops import model_flops, peak_flops
+from mmray.train.load import machine_load
+from mmray.train.step import Learner
+from mmray.train.telemetry import Metrics, PeakMemory, Rates
+
+
+@dataclass
+class Meter:
+    """One rank's figures; `devices`: how many a worker has."""
+
+    rates: Rates
+    devices: int = 1
+    memory: PeakMemory = field(default_factory=PeakMemory)
+    flops_of_row: float = 0.0  # a forward and a backward
+
+    def look_at(self, learner: Learner, share: Share) -> None:
+        """Count the model's work once, on the first rows that come."""
+        if self.flops_of_row == 0:
+            first = share.micros[0]
+            flops = model_flops(parallel.unwrapped(learner.model), first, learner.precision)
+            self.flops_of_row = flops / len(first["valid"])
+
+    def take(self, learner: Learner) -> Metrics:
+        """Figures since the last call."""
+        device: torch.device = learner.group.device
+        metrics = self.rates.take(learner.group.world)
+        if metrics:
+            rate = self.flops_of_row * metrics["throughput/samples_per_s"] / learner.group.world / self.devices
+            metrics["throughput/tflops_per_device"] = rate / 1e12
+            if device.type == "cuda":
+                metrics["throughput/utilisation"] = rate / peak_flops(device, learner.precision)
+        if isinstance(learner.model, BranchParallel):
+            metrics |= learner.model.idle()
+        return metrics | machine_load(device) | {"memory/peak_gib": self.memory.look_gib(device)}

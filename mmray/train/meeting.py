@@ -1,0 +1,59 @@
+"""Partners for rows: what the ranks lend each other so that each row can be given another row's caption.
+
+For step.py, between its two passes, beside gather.py. What travels is token ids and positions; never pixels.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmray.objectives.protocol import Batch, Mining, Outputs
+from mmray.train.feed import Share
+from mmray.train.gather import Met
+from mmray.train.group import Group
+
+
+@torch.no_grad()
+def with_partners(mining: Mining, share: Share, embedded: list[Outputs], met: Met, lent: Batch) -> list[Batch]:
+    """The share's micro-batches with the columns that `mining` finds for their rows."""
+    if met.everyone is None:
+        known = {name: torch.cat([outputs[name] for outputs in embedded]) for name in mining.looks_at}
+        known |= {**lent, "valid": torch.cat([micro["valid"] for micro in share.micros])}
+        offset = 0
+    else:
+        known = {**{name: met.everyone[name].detach() for name in mining.looks_at}, **lent}
+        known |= {"valid": met.everyone["valid"]}
+        offset = met.everyone["offset"]
+    micros = []
+    for micro, outputs in zip(share.micros, embedded, strict=True):
+        micros.append(micro | mining.mine(outputs, micro, {**known, "offset": offset}))
+        offset += len(micro["valid"])
+    return micros
+
+
+def borrowed(group: Group, mining: Mining, share: Share) -> Batch:
+    """Columns of the batch that partners lend, of all ranks, each rank's padded to `share.rows`."""
+    columns = {name: _joined([micro[name] for micro in share.micros]) for name in mining.borrows}
+    if group.world == 1:
+        return columns
+    widths = torch.tensor([[column[0].numel() for column in columns.values()]])
+    widest = group.gather_plain(widths).max(dim=0).values.tolist()
+    return {
+        name: group.gather_plain(_filled(column, share.rows, width))
+        for (name, column), width in zip(columns.items(), widest, strict=True)
+    }
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Rows of all micro-batches, the narrow ones (captions are trimmed) filled up with zeros."""
+    widest = max(part[0].numel() for part in parts)
+    return torch.cat([_filled(part, len(part), widest) for part in parts])
+
+
+def _filled(column: Tensor, rows: int, width: int) -> Tensor:
+    """[B] or [B, T] -> [rows, ...], zeros where there was nothing."""
+    if column.ndim == 1:
+        return F.pad(column, (0, rows - len(column)))
+    return F.pad(column, (0, width - column.shape[1], 0, rows - len(column)))

@@ -1,0 +1,204 @@
+"""How many rows fit: a rehearsal of the step before the first, a table of what it holds, the next smaller batch.
+
+worker.py rehearses with synthetic rows before any data is read; loop.py asks for a smaller micro-batch when memory ran
+out in mid-run. The rehearsed step is step.py's own, in a group without partners, so that each rank tries by itself.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from mmray.errors import OutOfMemoryError, TrainingError
+from mmray.objectives.protocol import Batch
+from mmray.train import parallel
+from mmray.train.branches import INPUTS
+from mmray.train.feed import Share, share_of
+from mmray.train.group import Group
+from mmray.train.step import Learner, accumulate
+from mmray.train.stopwatch import Stopwatch
+from mmray.train.trial import NoRoom
+
+GIB = 2**30
+HOST_SHARE = 0.8  # of the memory that is free on a host: what the ranks there may plan with
+BatchOf = Callable[[int], Batch]  # rows -> a synthetic micro-batch on the training device
+
+
+class Alone(Group):
+    """A group in which every partner brings what this rank brings: the step's memory and arithmetic, no talk."""
+
+    def smallest(self, value: int) -> int:
+        return value
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        return tensor.mul_(self.world)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        return rows.repeat(self.world, *(1 for _ in rows.shape[1:]))
+
+    def gather_back(self, gradients: Tensor) -> Tensor:
+        return gradients.view(self.world, -1, *gradients.shape[1:]).sum(0)
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What the rehearsal found: rows of a micro-batch that fit on every rank, and this rank's memory, in GiB."""
+
+    micro: int
+    table: dict[str, float]
+
+
+def divisors(number: int) -> list[int]:
+    """Its divisors, smallest first."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def smaller(micro: int, share: int) -> int:
+    """The largest divisor of a rank's share of the global batch that is at most half of `micro`; 0 after 1."""
+    return max((d for d in divisors(share) if d <= micro // 2), default=0)
+
+
+def rehearse(
+    learner: Learner,
+    batch_of: BatchOf,
+    share: int,
+    micro: int | None,
+    with_optimizer: bool = True,
+    check: Callable[[], None] = lambda: None,
+) -> Rehearsed:
+    """One synthetic step in micro-batches of `micro` rows, or (None) of as many as fit on every rank.
+
+    `check` is called where a step has left its gradients. The model (not yet wrapped) and the generators of random
+    numbers come out as they went in. Raises OutOfMemoryError when `micro` rows, or one, do not fit, TrainingError when
+    the model cannot take the rows at all.
+    """
+    told = replace(learner, group=Alone(learner.group.rank, learner.group.world, learner.group.device))
+    if with_optimizer:
+        _allocate(learner)
+    smallest = 1 if micro is None else micro
+    found = _try(told, batch_of, 1 if micro is None else min(share, 2 * micro), smallest)
+    fits = found is not None
+    if fits and micro is None:
+        sizes = [size for size in divisors(share) if size <= _most_rows(learner.group, found or 0)]
+        # Memory grows with the rows, so that the sizes that fit come first.
+        fitting = bisect_right(sizes, False, key=lambda size: size > 1 and _try(told, batch_of, share, size) is None)
+        smallest = sizes[fitting - 1]
+    agreed = learner.group.smallest(smallest if fits else 0)
+    if agreed == 0:
+        raise _does_not_fit(micro)
+    saved = _try(told, batch_of, agreed, agreed, check) or 0
+    return Rehearsed(agreed, _table(learner, saved))
+
+
+def _try(
+    learner: Learner, batch_of: BatchOf, rows: int, micro: int, check: Callable[[], None] = lambda: None
+) -> int | None:
+    """Bytes that the backward of a step needs saved at once; None when `rows` rows in micro-batches do not fit."""
+    with parallel.buffers_kept(learner.model), _saved_bytes(learner.model) as saved:
+        try:
+            share = _share(batch_of, rows, micro)
+            accumulate(learner, share, lambda index: index)
+            check()
+            fits = True
+        except (torch.OutOfMemoryError, NoRoom):
+            fits = False
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            raise TrainingError(f"one synthetic micro-batch of {micro} rows did not pass the model: {error}") from error
+        finally:
+            learner.model.zero_grad(set_to_none=True)
+    if learner.group.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return saved[0] // -(-rows // micro) if fits else None
+
+
+def _share(batch_of: BatchOf, rows: int, micro: int) -> Share:
+    sizes = [min(micro, rows - first) for first in range(0, rows, micro)]
+    return share_of([batch_of(size) for size in sizes])
+
+
+def _allocate(learner: Learner) -> None:
+    """Optimizer state as after a first step, the weights unchanged: at learning rate 0 AdamW does nothing else."""
+    optimizer = learner.optimizer
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+@contextmanager
+def _saved_bytes(model: nn.Module) -> Iterator[list[int]]:
+    """Counts the bytes of tensors that autograd saves inside, weights apart, each storage once; in a list of one."""
+    seen = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    total = [0]
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total[0] += storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield total
+
+
+def _most_rows(group: Group, bytes_of_one_row: int) -> int:
+    """Rows that a host's free memory bears; a GPU says by itself what it bears.
+
+    On a CPU nothing raises in time: the kernel ends the process instead.
+    """
+    if group.device.type == "cuda":
+        return 2**31
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", group.world))
+    return max(1, int(HOST_SHARE * psutil.virtual_memory().available / ranks / max(1, bytes_of_one_row)))
+
+
+def _table(learner: Learner, saved_bytes: int) -> dict[str, float]:
+    """GiB of weights, gradients, optimizer state, and what one micro-batch saves for its backward."""
+    weights = list(learner.model.parameters())
+    states = [value for state in learner.optimizer.state.values() for value in state.values()]
+    held = {
+        "parameters": sum(weight.nbytes for weight in weights),
+        "gradients": sum(weight.nbytes for weight in weights if weight.requires_grad),
+        "optimizer": sum(value.nbytes for value in states if isinstance(value, Tensor)),
+        "activations": saved_bytes,
+    }
+    return {f"memory/{name}_gib": size / GIB for name, size in held.items()}
+
+
+def slower_branch(module: nn.Module, batch: Batch) -> str:
+    """The branch whose forward of a batch takes longer, by the clock, after one to warm up."""
+    took_s = {}
+    for name, branch in module.branches().items():  # type: ignore[operator]
+        watch = Stopwatch(batch["valid"].device)
+        with torch.no_grad(), parallel.buffers_kept(module):
+            for _ in range(2):
+                watch.take_s()
+                with watch.running():
+                    branch(*(batch[column] for column in INPUTS[name]))
+        took_s[name] = watch.take_s()
+    return max(took_s, key=lambda name: took_s[name])
+
+
+def _does_not_fit(micro: int | None) -> OutOfMemoryError:
+    if micro is None or micro == 1:
+        return OutOfMemoryError(f"a single row does not fit into the memory of a worker's device: {ADVICE}")
+    return OutOfMemoryError(f"a micro-batch of {micro} rows does not fit: lower --batch.micro, or set it to auto")
+
+
+ADVICE = (
+    "lower --model.inputs.image-side or --model.inputs.max-tokens, try --train.precision bf16 or --train.parallel "
+    "fsdp, or take a smaller model or a larger GPU"
+)

@@ -1,0 +1,69 @@
+"""What a strategy cannot serve, said before anything starts: a pure look at the settings. For trainer.py and bench."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mmray.errors import UsageError
+
+if TYPE_CHECKING:
+    from mmray.config import Config
+
+TWO_BRANCHES = ("two_tower", "clip", "siglip")  # kinds of models whose branches share nothing but the loss
+
+
+def check(config: Config) -> None:
+    """Raise UsageError with every reason why these settings do not go together."""
+    reasons = refusals(config)
+    if reasons:
+        raise UsageError("\n".join(reasons))
+
+
+def refusals(config: Config) -> list[str]:
+    """Reasons, each with what to do; none: it can be served."""
+    train, workers = config.train, config.cluster.most_workers
+    reasons = []
+    if train.compress != "none" and train.parallel != "ddp":
+        reasons.append(
+            f"train.compress {train.compress} is for `ddp`; --train.parallel {train.parallel} does not know it"
+        )
+    if train.parallel in ("single", "branches") and workers != 1:
+        reasons.append(f"train.parallel {train.parallel} is one worker's; set --cluster.workers 1 (got {workers})")
+    if train.parallel == "fsdp":
+        reasons += _sharded(config)
+    if train.parallel == "branches":
+        reasons += _apart(config)
+    if config.batch.micro == "auto" and getattr(config.model, "batch_norm", "") == "synced":
+        reasons.append("batch.micro auto cannot be tried with model.batch_norm synced; give --batch.micro")
+    if config.optimizer.clip == "branches" and config.model.kind not in TWO_BRANCHES:
+        reasons.append(f"optimizer.clip branches needs a model with branches, not model.kind `{config.model.kind}`")
+    return reasons
+
+
+def _sharded(config: Config) -> list[str]:
+    reasons = []
+    if config.cluster.least_workers < 2:
+        reasons.append("train.parallel fsdp shards over workers; set --cluster.workers 2 or more, or take `single`")
+    if config.train.precision == "fp16":
+        reasons.append("train.parallel fsdp takes fp32 or bf16; set --train.precision bf16")
+    if config.batch.micro == "auto":
+        reasons.append("batch.micro auto tries each worker by itself, which fsdp cannot; give --batch.micro")
+    if config.train.ema:
+        reasons.append("train.ema averages whole weights, which fsdp cuts up; take `ddp`, or --train.ema 0")
+    return reasons
+
+
+def _apart(config: Config) -> list[str]:
+    model, reasons = config.model, []
+    if model.kind not in TWO_BRANCHES:
+        reasons.append(f"train.parallel branches needs two branches, not model.kind `{model.kind}`; take `ddp`")
+    if (
+        getattr(getattr(model, "image", None), "name", "").startswith("resnet")
+        and getattr(model, "batch_norm", "frozen") != "frozen"
+    ):
+        reasons.append(
+            "train.parallel branches cuts micro-batches, which BatchNorm sees; set --model.batch-norm frozen"
+        )
+    if getattr(getattr(model, "text", None), "dropout", 0):
+        reasons.append("train.parallel branches cannot draw dropout twice alike; set --model.text.dropout 0")
+    return reasons

@@ -1,0 +1,55 @@
+"""Work that may find no room in memory, and the vote of the ranks on whether it did.
+
+step.py runs each stretch between two collectives through a Trial. A rank that met the end of its memory keeps still
+until the next vote, so that all ranks leave the step at one point, together; the loop then takes the same rows again in
+smaller micro-batches. The vote goes from host to host and waits for no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+from mmray.train.group import Group
+from mmray.train.telemetry import Phases
+
+T = TypeVar("T")
+
+
+class NoRoom(Exception):
+    """Some rank ran out of memory, all ranks know it, and nothing has changed: the step may be taken again.
+
+    The text is this rank's own error, empty where it was another's.
+    """
+
+
+class Trial:
+    """One step's stretches of work; `parts`: the model's own forward holds collectives, so that no vote can help."""
+
+    def __init__(self, group: Group, parts: bool, phases: Phases):
+        self.group, self.parts, self.phases = group, parts, phases
+        self._error: str | None = None
+
+    def of(self, work: Callable[[], T]) -> T:
+        """What `work` returns; None (whatever the type says) once this rank has met the end of its memory."""
+        if self.parts:
+            return work()
+        if self._error is None:
+            try:
+                return work()
+            except torch.OutOfMemoryError as error:
+                self._error = str(error)  # not the error itself: its traceback would keep the tensors alive
+        return cast("Any", None)
+
+    def agreed(self, work: Callable[[], T]) -> T:
+        """What `work` returns, after a vote that all ranks have had room so far; raises NoRoom on all of them."""
+        result = self.of(work)
+        if not self.parts and not self._vote():
+            raise NoRoom(self._error or "")
+        return result
+
+    def _vote(self) -> bool:
+        with self.phases("sync"):
+            return self.group.all_agree(self._error is None)

@@ -1,0 +1,66 @@
+"""Writes checkpoints beside the training: a copy of the state is taken at once, the disk is left to a thread.
+
+Between loop.py, whose weights change with the next step, and checkpoint.py, which takes its time with hashing and with
+the storage. Rank 0's alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor
+
+
+class Writer:
+    """At most one write is under way; an error of it is raised at the next call."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mmray-checkpoint")
+        self._under_way: Future[float] | None = None
+        self.cost_s: float | None = None  # of the last write: the copy, any wait for the one before, and the write
+
+    def submit(self, state: Any, write: Callable[[Any], Any]) -> None:
+        """Copy `state` and have `write` called with the copy; waits where the write before is still under way."""
+        began_s = time.perf_counter()
+        self.wait()
+        copied = copy_to_cpu(state)
+        stood_s = time.perf_counter() - began_s
+        self._under_way = self._thread.submit(_timed, write, copied, stood_s)
+
+    def check(self) -> None:
+        """Take note of a write that has ended. Raises its error."""
+        if self._under_way is not None and self._under_way.done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when nothing is under way. Raises the error of the last write."""
+        if self._under_way is not None:
+            under_way, self._under_way = self._under_way, None
+            self.cost_s = under_way.result()
+
+    def close(self) -> None:
+        """Wait for the last write and end the thread. Raises its error."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+
+
+def copy_to_cpu(state: Any) -> Any:
+    """The same nest of dicts, lists and tuples with every tensor copied to the CPU; other values as they are."""
+    if isinstance(state, Tensor):
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, dict):
+        return type(state)((key, copy_to_cpu(value)) for key, value in state.items())
+    if isinstance(state, (list, tuple)):
+        return type(state)(copy_to_cpu(value) for value in state)
+    return state
+
+
+def _timed(write: Callable[[Any], Any], copied: Any, stood_s: float) -> float:
+    began_s = time.perf_counter()
+    write(copied)
+    return stood_s + time.perf_counter() - began_s
