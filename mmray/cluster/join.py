@@ -7,7 +7,9 @@ Ray's own messages stay in its log files: what a user should read, the command l
 from __future__ import annotations
 
 import logging
+import math
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,61 +30,108 @@ _ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
-# Beside the training workers: a data actor, and one CPU for the tasks that feed it.
-SPARE_CPUS = 2
+FEED_CPUS = 1  # beside the data actors: the tasks that hand them their blocks
+ANSWER_TIMEOUT_S = 5.0
 
 
 @contextmanager
-def joined(section: Cluster) -> Iterator[None]:
-    """Ray is there inside the block; a cluster that this call started ends with it."""
+def joined(section: Cluster, data_actors: int = 1) -> Iterator[None]:
+    """Ray is there inside the block, its data placed; a cluster that this call started ends with it.
+
+    `data_actors` is what the run will decode with: a cluster started here has CPUs for them.
+    """
     import ray  # late: `mmray --help` must not pay for it
+
+    from mmray.cluster.nodes import place_data
 
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if ray.is_initialized():
+        place_data(section)
         yield
         return
     address = section.address or os.environ.get("RAY_ADDRESS")
-    _start(ray, address, section)
+    _start(ray, address, section, data_actors)
     _hush()
     try:
+        place_data(section)
         yield
     finally:
         ray.shutdown()
 
 
-def _start(ray: object, address: str | None, section: Cluster) -> None:
+def _start(ray: object, address: str | None, section: Cluster, data_actors: int) -> None:
+    from ray._common.utils import get_default_ray_temp_dir
+
     workers = {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH", "")]))}
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
     try:
         if address:
+            check_answer(address)
             ray.init(address=address, runtime_env={"env_vars": _ENVIRONMENT}, **quiet)  # type: ignore[attr-defined]
         else:
+            forget_dead_cluster(Path(get_default_ray_temp_dir()) / "ray_current_cluster")
             # Unless the user has set RAY_AUTH_MODE, Ray gives this cluster a token: nobody else may use it.
             ray.init(  # type: ignore[attr-defined]
                 address="local",
-                num_cpus=local_cpus(section, physical=os.cpu_count() or 1),
+                num_cpus=local_cpus(section, data_actors, physical=os.cpu_count() or 1),
                 runtime_env={"env_vars": {**_ENVIRONMENT, **workers}},
                 include_dashboard=False,
                 **quiet,
             )
+            _guard_token()
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ResourceError(f"cannot join Ray at {address or 'this machine'}: {error}") from error
 
 
-def local_cpus(section: Cluster, physical: int) -> int:
+def check_answer(address: str) -> None:
+    """Raise ResourceError where nothing listens at `host:port` (or `ray://host:port`): Ray would try for minutes."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not host or not port.isdigit():
+        return  # `auto` and the like: Ray knows them
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_TIMEOUT_S).close()
+    except OSError as error:
+        raise ResourceError(
+            f"nothing answers at the Ray address {address} ({error}): is the head running (`ray status` there), and is "
+            "its port (6379 unless told otherwise) open from here? --cluster.address or RAY_ADDRESS names it"
+        ) from None
+
+
+def forget_dead_cluster(file: Path) -> None:
+    """Remove Ray's note of the last cluster where nothing answers at it any more.
+
+    A head that was killed leaves it behind, and helpers of later clusters on this machine ask there first: each attempt
+    to train then takes some twelve seconds longer to end.
+    """
+    try:
+        check_answer(file.read_text().strip())
+    except ResourceError:
+        file.unlink(missing_ok=True)
+    except OSError:
+        return  # there is none
+
+
+def _guard_token() -> None:
+    """The token that Ray has made for the clusters of this user is readable by this user alone."""
+    file = Path.home() / ".ray" / "auth_token"
+    if file.exists() and file.stat().st_uid == os.getuid():
+        file.chmod(0o600)
+
+
+def local_cpus(section: Cluster, data_actors: int, physical: int) -> int:
     """Logical CPUs of a cluster on this machine: at least room for the workers and for data beside them.
 
     Ray counts CPUs to place work, it does not bind it: a laptop of 2 cores runs 2 training workers and a data actor,
     which share the cores, where a strict count would leave the data without a slot and the run waiting for ever.
     """
-    return max(physical, int(-(-section.workers * section.cpus_per_worker // 1)) + SPARE_CPUS)
+    return max(physical, math.ceil(section.most_workers * section.cpus_per_worker) + data_actors + FEED_CPUS)
 
 
 def data_workers(cpus: float, taken: float, memory_gib: float, block_mb: float) -> int:
     """Decoding actors that fit: a CPU each beside the training workers, and memory for themselves and their blocks."""
     actor_gib = 0.5 + 4 * block_mb / 1024
-    return max(1, min(int(cpus - taken), int(memory_gib * 0.5 / actor_gib)))
+    return max(1, int(min(cpus - taken, memory_gib * 0.5 / actor_gib)))
 
 
 def free_memory_gib() -> float:

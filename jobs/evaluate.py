@@ -1,0 +1,13 @@
+"""Score a run's newest checkpoint on held-out rows, on workers like those that trained it.
+
+    ray job submit --working-dir . -- python jobs/evaluate.py /shared/runs/resnet50-bert --data /shared/prepared/test
+
+Scores go to the job's log; `--json FILE` writes them to a file.
+"""
+
+import sys
+
+from mmray.cli import main
+
+if __name__ == "__main__":
+    main(["evaluate", *sys.argv[1:]])

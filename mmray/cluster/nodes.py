@@ -1,0 +1,114 @@
+"""The cluster as Ray describes it, in the words of capacity.py, and on which of its nodes data and training belong.
+
+A cluster whose nodes carry the label `mmray/role` (cluster.yaml gives it to each pool) is laid out by it: data on
+`data`, training on `train`. The head carries it too, so that the layout is known while both pools are empty.
+Without it, data keeps off the nodes with GPUs where others have CPUs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import ray.data
+import yaml
+from ray._private.state import state as ray_state
+
+from mmray.cluster.capacity import Labels, Node, Pool
+
+if TYPE_CHECKING:
+    from mmray.config import Cluster
+
+ROLE = "mmray/role"
+HEAD_MARK = "node:__internal_head__"
+LAUNCHER_FILE = Path("~/ray_bootstrap_config.yaml")
+UNLIMITED = 10_000  # nodes of a pool that has no end
+
+
+def nodes() -> list[Node]:
+    """The nodes that are alive, with all that they have."""
+    return [Node(dict(node["Resources"]), dict(node["Labels"])) for node in ray.nodes() if node["Alive"]]
+
+
+def free_nodes() -> list[Node]:
+    """The nodes that are alive, with what is free on them."""
+    free = ray_state.available_resources_per_node()
+    alive = {node["NodeID"]: dict(node["Labels"]) for node in ray.nodes() if node["Alive"]}
+    return [Node(dict(free.get(node_id, {})), labels) for node_id, labels in alive.items()]
+
+
+def pools() -> list[Pool]:
+    """What an autoscaling cluster may add; nothing where the cluster does not grow, or does not say how.
+
+    Some services tell Ray their pools; a cluster that `ray up` made has the launcher's file on its head, where
+    submitted jobs run.
+    """
+    config = ray_state.get_cluster_config()
+    if config is None:
+        file = LAUNCHER_FILE.expanduser()
+        return launcher_pools(yaml.safe_load(file.read_text())) if file.exists() else []
+    groups = [(group, UNLIMITED if group.max_count < 0 else group.max_count) for group in config.node_group_configs]
+    return [
+        Pool(group.name, {name: float(amount) for name, amount in group.resources.items()}, most)
+        for group, most in groups
+        if most
+    ]
+
+
+def launcher_pools(launcher: dict[str, Any]) -> list[Pool]:
+    """The pools of a launcher's file (cluster.yaml as `ray up` has settled it)."""
+    at_most = int(launcher.get("max_workers", 0))
+    kinds = {
+        name: kind
+        for name, kind in (launcher.get("available_node_types") or {}).items()
+        if name != launcher.get("head_node_type")
+    }
+    most = {name: min(at_most, int(kind.get("max_workers", at_most))) for name, kind in kinds.items()}
+    return [
+        Pool(name, {key: float(amount) for key, amount in kind.get("resources", {}).items()}, most[name], labels(kind))
+        for name, kind in kinds.items()
+        if most[name] > 0
+    ]
+
+
+def labels(kind: dict[str, Any]) -> Labels:
+    return {str(key): str(value) for key, value in (kind.get("labels") or {}).items()}
+
+
+def data_labels(wanted: str, here: list[Node]) -> Labels:
+    """Labels of the nodes on which data is read and decoded."""
+    if wanted != "auto":
+        return parsed(wanted)
+    if _has_roles(here):
+        return {ROLE: "data"}
+    with_gpus = [node for node in here if node.resources.get("GPU")]
+    others = [n for n in here if n not in with_gpus and n.resources.get("CPU") and HEAD_MARK not in n.resources]
+    if not with_gpus or not others:
+        return {}
+    return {"ray.io/node-id": f"!in({','.join(str((node.labels or {})['ray.io/node-id']) for node in with_gpus)})"}
+
+
+def train_labels(wanted: str, here: list[Node]) -> Labels:
+    """Labels of the nodes on which training workers run; GPUs by themselves need none."""
+    if wanted != "auto":
+        return parsed(wanted)
+    return {ROLE: "train"} if _has_roles(here) else {}
+
+
+def parsed(wanted: str) -> Labels:
+    """`none` or `key=value`."""
+    if wanted == "none":
+        return {}
+    key, _, value = wanted.partition("=")
+    return {key: value}
+
+
+def place_data(section: Cluster) -> None:
+    """Every Ray Data job that this process starts from here on keeps to the nodes of the data."""
+    labels = data_labels(section.data_label, nodes())
+    ray.data.DataContext.get_current().execution_options.label_selector = labels or None
+
+
+def _has_roles(here: list[Node]) -> bool:
+    return any((node.labels or {}).get(ROLE) for node in here)

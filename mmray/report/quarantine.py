@@ -1,0 +1,119 @@
+"""The rows that were set aside, for the report: how many for which reason, and some of them with their pictures.
+
+A prepared set keeps no picture of a row that it refused; the picture is looked up in the source, where that is still
+there and the picture can be decoded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+from mmray.data.files import read_picture
+from mmray.data.formats.choose import Chosen, source_of
+from mmray.data.formats.rows import BadRow, row_of
+from mmray.data.formats.source import Item, Source, SourceChanged
+from mmray.data.image import decode
+from mmray.data.manifest import MANIFEST, QUARANTINE
+from mmray.data.place import Place
+from mmray.data.thumbnail import thumbnail
+from mmray.errors import MmrayError
+from mmray.report.run import read_json, read_lines
+
+SHOWN = 12
+SECONDS = 5.0  # at most, to look for the pictures in the source
+CHUNK_ROWS = 512
+
+
+@dataclass
+class Aside:
+    """One row that was set aside; `picture` is a data URI, or None where it cannot be opened any more."""
+
+    key: str
+    source: str  # file:line
+    stage: str
+    reason: str
+    detail: str
+    picture: str | None = None
+
+
+@dataclass(frozen=True)
+class Quarantine:
+    """Rows of the prepared set and of the run that were set aside."""
+
+    num_read: int = 0  # rows of the source, 0 where that is not known
+    reasons: list[tuple[str, int]] = field(default_factory=list)  # the most frequent first
+    shown: list[Aside] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(count for _, count in self.reasons)
+
+
+def quarantine_of(run: Path, prepared: str | None) -> Quarantine:
+    """What was set aside when the set was prepared, and in training since."""
+    place = Path(prepared) if prepared and "://" not in prepared else None
+    manifest = read_json(place / MANIFEST) if place else {}
+    entries = list(read_lines(run / QUARANTINE))
+    reasons: Counter[str] = Counter("in training" for _ in entries)
+    by_reason: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for entry in chain(entries, read_lines(place / QUARANTINE) if place else ()):
+        reason = "in training" if entry.get("stage") == "train" else str(entry.get("reason"))
+        if reason != "in training":
+            reasons[reason] += 1
+        if len(by_reason[reason]) < SHOWN:  # a set may have set aside millions
+            by_reason[reason].append(entry)
+    shown = [_aside(entry) for entry in _in_turn(by_reason.values())][:SHOWN]
+    about, settings = manifest.get("source") or {}, manifest.get("settings") or {}
+    if shown and place and about.get("format"):
+        chosen = Chosen(about["format"], about["folder"], about["file"])
+        columns = {ours: theirs for ours, _, theirs in (each.partition("=") for each in settings.get("columns") or ())}
+        template = str(settings.get("caption") or "")
+        _find_pictures(shown, source_of(chosen, Place(str(place)), columns, template), Place(chosen.address))
+    return Quarantine(int(manifest.get("num_read") or 0), reasons.most_common(), shown)
+
+
+def _in_turn(lists: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One of each reason, then the second of each, and so on."""
+    return [entry for turn in zip_longest(*lists) for entry in turn if entry is not None]
+
+
+def _aside(entry: dict[str, Any]) -> Aside:
+    in_training = entry.get("stage") == "train"
+    return Aside(
+        key=str(entry.get("key") or ""),
+        source=str(entry.get("source") or ""),
+        stage=str(entry.get("stage") or ""),
+        reason="in training" if in_training else str(entry.get("reason") or ""),
+        detail=str(entry.get("reason" if in_training else "detail") or ""),
+    )
+
+
+def _find_pictures(rows: list[Aside], source: Source, place: Place) -> None:
+    """Pictures of these rows by where they came from, as far as the source is still there and they can be opened."""
+    wanted: dict[str, list[Aside]] = defaultdict(list)
+    for row in rows:
+        wanted[row.source].append(row)
+    until = time.monotonic() + SECONDS
+    try:
+        for item in chain.from_iterable(source.read(chunk) for chunk in source.scan(CHUNK_ROWS, ())):
+            for row in wanted.pop(item.origin, ()):
+                row.picture = _picture(place, item)
+            if not wanted or time.monotonic() > until:
+                return
+    except (OSError, ValueError, SourceChanged, MmrayError):
+        return  # the source is gone, or another one stands in its place: the rows are told without pictures
+
+
+def _picture(place: Place, item: Item) -> str | None:
+    if isinstance(item.values, BadRow):
+        return None
+    try:
+        return thumbnail(decode(read_picture(place, row_of(item.values, item.origin).images[0])))
+    except (OSError, ValueError):  # BadRow and BadImage among them: often the very reason it was set aside
+        return None

@@ -1,0 +1,87 @@
+"""A run's folder as the report reads it: whatever is there, however the run ended. Without Ray, torch and pydantic."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+EXAMPLES = "examples.json"  # hits and misses of the newest evaluation
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run left; empty where a file is missing, for a run may have ended anywhere."""
+
+    folder: Path
+    config: dict[str, Any]
+    data: dict[str, Any]
+    environment: dict[str, Any]
+    result: dict[str, Any]
+    examples: dict[str, Any]
+    lines: list[Line]  # of metrics.jsonl, by step
+
+    @classmethod
+    def read(cls, folder: Path) -> RunRecord:
+        """The run in `folder`, which has a config.yaml."""
+        return cls(
+            folder=folder,
+            config=yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")) or {},
+            data=read_json(folder / "data.json"),
+            environment=read_json(folder / "environment.json"),
+            result=read_json(folder / "result.json"),
+            examples=read_json(folder / EXAMPLES),
+            lines=[line for line in read_lines(folder / "metrics.jsonl") if isinstance(line.get("step"), int)],
+        )
+
+    @property
+    def status(self) -> str:
+        """finished, stopped or failed; `unfinished` of a run that is under way, or was cut off."""
+        return str(self.result.get("status", "unfinished"))
+
+    def series(self, name: str) -> tuple[list[int], list[float | None]]:
+        """Steps and values of a metric, at the steps that tell it; None where it was not a number."""
+        told = [line for line in self.lines if name in line]
+        return [line["step"] for line in told], [line[name] for line in told]
+
+    def values(self, name: str) -> list[float]:
+        """The values of a metric that are numbers."""
+        return [value for value in self.series(name)[1] if value is not None]
+
+    def newest(self, prefix: str) -> dict[str, float]:
+        """The metrics under `prefix`/ as they were told last, without the prefix."""
+        for line in reversed(self.lines):
+            found = {
+                key.removeprefix(prefix + "/"): value for key, value in line.items() if key.startswith(prefix + "/")
+            }
+            if found:
+                return found
+        return {}
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a file; empty where there is none, or only the half of one."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def read_lines(file: Path) -> Iterator[Line]:
+    """The objects of a file of JSON lines; a line that a kill cut off is left out."""
+    if not file.exists():
+        return
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(value, dict):
+                yield value

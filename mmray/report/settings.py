@@ -1,0 +1,66 @@
+"""The settings of a run as rows of a table: those that differ from the recipe it began as, and all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mmray.config import Config, Section
+from mmray.errors import UsageError
+from mmray.recipes import RECIPES
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting: its full name, its value, the recipe's, and the sentence that says what it is."""
+
+    name: str
+    value: str
+    recipe: str
+    description: str = ""
+
+    @property
+    def differs(self) -> bool:
+        return self.value != self.recipe
+
+
+def settings_of(config: dict[str, Any]) -> list[Setting]:
+    """All settings, in their order. A config that this version of mmray does not know is told without descriptions."""
+    recipe = RECIPES.get(str(config.get("recipe")), Config)()
+    theirs = _flat(recipe.model_dump(mode="json", by_alias=True))
+    try:
+        said = dict(_descriptions(Config.model_validate(config)))
+    except UsageError:
+        said = {}
+    return [
+        Setting(name, _text(value), _text(theirs[name]) if name in theirs else "", said.get(name, ""))
+        for name, value in _flat(config).items()
+    ]
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in values.items():
+        out |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return out
+
+
+def _descriptions(section: Section, prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, field in type(section).model_fields.items():
+        value, full = getattr(section, name), prefix + (field.alias or name)
+        if isinstance(value, Section):
+            yield from _descriptions(value, full + ".")
+        else:
+            yield full, field.description or ""
+
+
+def _text(value: Any) -> str:
+    """A value as one would type it."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(_text(item) for item in value) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,30 @@
+// Unpacks Plotly and draws each figure of the page in the reader's colours.
+(async () => {
+  const packed = document.getElementById("plotly").textContent;
+  const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const script = document.createElement("script");
+  script.textContent = await new Response(stream).text();
+  document.head.append(script);
+
+  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const axis = () => ({ gridcolor: colour("--grid"), linecolor: colour("--line"), tickcolor: colour("--line"), zerolinecolor: colour("--line") });
+  const themed = (layout) => {
+    const out = { ...layout, font: { family: getComputedStyle(document.body).fontFamily, size: 12.5, color: colour("--soft") } };
+    out.hoverlabel = { bgcolor: colour("--card"), bordercolor: colour("--line"), font: { color: colour("--ink") } };
+    for (const name of ["xaxis", "yaxis"]) {
+      out[name] = { ...layout[name], ...axis() };
+      if (out[name].title) out[name].title = { ...out[name].title, font: { size: 12.5 } };
+    }
+    return out;
+  };
+  const draw = () => {
+    for (const place of document.querySelectorAll(".plot")) {
+      const figure = JSON.parse(place.nextElementSibling.textContent);
+      Plotly.react(place, figure.data, themed(figure.layout), { displayModeBar: false, responsive: true });
+    }
+  };
+  draw();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  document.documentElement.dataset.drawn = "yes";
+})();

@@ -1,0 +1,100 @@
+"""Writes report.html: one page that says what a run or a sweep did, and needs nothing but itself.
+
+The room's composer: reads the folder, asks figures.py and the others for their parts, fills the templates. Plotly's
+JavaScript is inside the page, compressed: a page is about 2 MB and opens from a file, without a network.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import os
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from mmray.errors import UsageError
+from mmray.report import told
+from mmray.report.figures import run_figures
+from mmray.report.quarantine import quarantine_of
+from mmray.report.run import RunRecord
+from mmray.report.settings import settings_of
+from mmray.report.sweep import SWEEP, Sweep
+from mmray.report.sweep_figures import sweep_figures
+
+REPORT = "report.html"
+TEMPLATES = Path(__file__).with_name("templates")
+
+
+def write_report(folder: Path, out: Path | None = None) -> Path:
+    """Write the page of the run or the sweep in `folder`, to `out` or to its report.html; returns where it is.
+
+    Raises UsageError where there is neither, or the page cannot be written.
+    """
+    folder, out = folder.expanduser().resolve(), (out or folder / REPORT).expanduser()
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder}: give a run (runs/NAME) or a sweep")
+    if (folder / SWEEP).exists():
+        page = _sweep_page(folder)
+    elif (folder / "config.yaml").exists():
+        page = _run_page(folder)
+    else:
+        raise UsageError(f"{folder} is neither a run (it has no config.yaml) nor a sweep (no {SWEEP})")
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        temporary.write_text(page, encoding="utf-8")
+        temporary.replace(out)
+    except OSError as error:
+        raise UsageError(f"cannot write {out}: {error.strerror}; choose another --out") from error
+    return out
+
+
+def _run_page(folder: Path) -> str:
+    run = RunRecord.read(folder)
+    settings = settings_of(run.config)
+    return _render(
+        "run.html",
+        run=run,
+        title=folder.name,
+        key_figures=told.key_figures(run),
+        notices=told.notices(run),
+        batch=told.batch_line(run),
+        parts=run_figures(run),
+        recall=told.recall_rows(run),
+        evaluated=told.evaluated(run),
+        quarantine=quarantine_of(folder, run.data.get("train")),
+        changed=[setting for setting in settings if setting.differs],
+        settings=settings,
+    )
+
+
+def _sweep_page(folder: Path) -> str:
+    sweep = Sweep.read(folder)
+    return _render("sweep.html", sweep=sweep, title=folder.name, parts=sweep_figures(sweep))
+
+
+def _render(template: str, **values: Any) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"duration": told.duration, "number": told.number}
+    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    own = {name: Markup((TEMPLATES / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js")}
+    return environment.get_template(template).render(
+        **values, css=own["page.css"], js=own["page.js"], plotly=_plotly_js(), now=now
+    )
+
+
+@lru_cache(maxsize=1)
+def _plotly_js() -> str:
+    """Plotly's JavaScript (the wheel ships the whole of it, 4.8 MB) as base64 of gzip, which the browser unpacks."""
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()

@@ -1,0 +1,48 @@
+"""How many trials a cluster holds side by side; pure.
+
+A trial that gets its training workers but no CPU for its data waits for ever, in silence; so room for all of it is
+counted first. The trial's own driver takes no CPU: it sits on the head beside the command's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mmray.cluster.capacity import Demand, Node, Pool, concurrent, feasible
+from mmray.cluster.join import FEED_CPUS
+from mmray.errors import ResourceError
+
+
+def largest(demands: Sequence[Demand]) -> Demand:
+    """A demand that holds each of these."""
+    names = {name for demand in demands for name in demand.per_worker}
+    return replace(
+        demands[0],
+        workers=max(demand.workers for demand in demands),
+        per_worker={name: max(demand.per_worker.get(name, 0) for demand in demands) for name in names},
+        data_cpus=max(demand.data_cpus for demand in demands),
+    )
+
+
+def room_for(
+    free: Sequence[Node],
+    whole: Sequence[Node],
+    demand: Demand,
+    wanted: int,
+    pools: Sequence[Pool] = (),
+    waits: bool = False,
+) -> tuple[int, int]:
+    """(trials at a time, CPUs that each then has for data actors), up to `wanted` trials.
+
+    `free` is what is free on the nodes, `whole` all that they have. Where one trial has room once others let go of
+    theirs, or once nodes were added, one is tried: it waits as a run does. Raises ResourceError.
+    """
+    fitting = concurrent(demand, free, wanted)
+    lacking = None if fitting or waits else feasible(demand, whole, pools)
+    if lacking is not None:
+        raise ResourceError(f"not one trial has room: {lacking}")
+    at_once = max(1, fitting)
+    cpus = sum(node.resources.get("CPU", 0) for node in free if node.bears(demand.data_labels)) / at_once
+    taken = 0 if demand.data_labels else demand.workers * demand.per_worker.get("CPU", 0)
+    return at_once, max(1, int(cpus - taken) - FEED_CPUS)
