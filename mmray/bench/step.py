@@ -8,31 +8,26 @@ A pair's ratio is of two windows side by side; the figure is the median of the p
 from __future__ import annotations
 
 import gc
-import json
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
 from torch import nn
 
 from mmray import objectives
 from mmray.bench import bare
 from mmray.bench.machine import describe
+from mmray.bench.ranks import device_of, run_ranks
 from mmray.data.order import Plan
-from mmray.errors import ResourceError, UsageError
-from mmray.models.build import build
+from mmray.errors import UsageError
+from mmray.models.build import build, drawn_architecture
 from mmray.models.synthetic import synthetic_batch
-from mmray.models.text_towers import build_text_tower
 from mmray.train import loop
 from mmray.train.batch import shape_of
 from mmray.train.group import Group
@@ -56,14 +51,11 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
     """
     if config.objective.kind != "contrastive":
         raise UsageError(f"bench step: the bare loop knows `contrastive`, not objective.kind `{config.objective.kind}`")
-    device = _device(config)
-    micro, workers = shape_of(config.batch, config.cluster.workers).micro, config.cluster.workers
-    with tempfile.TemporaryDirectory(prefix="mmray-bench-") as folder:
-        torch.multiprocessing.spawn(_rank, (config, device.type, micro, pairs, window_s, folder), nprocs=workers)
-        rows = json.loads((Path(folder) / "rows.json").read_text())
+    micro, workers = shape_of(config.batch, config.cluster.most_workers).micro, config.cluster.most_workers
+    rows = run_ranks(partial(_pairs, micro=micro, pairs=pairs, window_s=window_s), config)
     ratios = [row["loop_vs_bare"] for row in rows]
     return {
-        "machine": describe(device),
+        "machine": describe(device_of(config)),
         "batch": f"micro {micro} x accumulation 1 x workers {workers} = {micro * workers} rows a step",
         "ratios": {"loop_vs_bare": statistics.median(ratios)},
         "spread": {"loop_vs_bare": {"min": min(ratios), "max": max(ratios), "pairs": len(ratios)}},
@@ -160,56 +152,25 @@ def _steps_of_a_window(bench: Bench, window_s: float) -> int:
     return int(bench.group.broadcast_object(-(-(WARM_STEPS + wanted) // every) * every))
 
 
-def _device(config: Config) -> torch.device:
-    """A GPU for each worker where there are any, as a run would choose. Raises ResourceError."""
-    have, workers = torch.cuda.device_count(), config.cluster.workers
-    if config.cluster.accelerator == "cpu" or (config.cluster.accelerator == "auto" and have < workers):
-        return torch.device("cpu")
-    if have < workers:
-        raise ResourceError(f"bench step: {workers} workers with a GPU each, and this machine has {have}")
-    return torch.device("cuda", 0)
-
-
-def _rank(rank: int, config: Config, kind: str, micro: int, pairs: int, window_s: float, folder: str) -> None:
-    """One worker: joins the others, builds what a worker of a run builds, measures; rank 0 writes the rows."""
-    torch.set_num_threads(max(1, int(config.cluster.cpus_per_worker)))
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=config.cluster.workers,
-        timeout=timedelta(seconds=config.cluster.collective_timeout_s),
-    )
-    log = MetricsLog(Path(folder)) if rank == 0 else None
-    rows = measure(prepared(config, Group.current(device), micro, log), pairs, window_s)
+def _pairs(
+    config: Config, group: Group, folder: Path, micro: int, pairs: int, window_s: float
+) -> list[dict[str, float]]:
+    """One worker: builds what a worker of a run builds, and measures."""
+    log = MetricsLog(folder) if group.rank == 0 else None
+    rows = measure(prepared(config, group, micro, log), pairs, window_s)
     if log is not None:
         log.close()
-        (Path(folder) / "rows.json").write_text(json.dumps(rows))
-    dist.barrier()
-    # Not by way of the interpreter's end: a thread of gloo may still release a tensor then, and abort the process.
-    os._exit(0)
+    return rows
 
 
 def prepared(config: Config, group: Group, micro: int, log: MetricsLog | None = None) -> Bench:
     """The model of `config` on its device, with drawn weights, and this rank's synthetic batches."""
     trained = config.prepare.vocab_size if config.model.inputs.tokenizer == "trained" else 0
-    vocab_size = config.model.text.vocab_size or trained or VOCAB_SIZE
+    vocab_size = config.model.vocab_size or trained or VOCAB_SIZE
     torch.manual_seed(config.train.seed)
-    model = build(config.model, vocab_size, _architecture(config, vocab_size)).to(group.device)
+    model = build(config.model, vocab_size, drawn_architecture(config.model, vocab_size)).to(group.device)
     seeds = [group.rank * NUM_BATCHES + number for number in range(NUM_BATCHES)]
     batches = [synthetic_batch(config.model.inputs, vocab_size, micro, "cpu", seed) for seed in seeds]
     if group.device.type == "cuda":
         batches = [{name: column.pin_memory() for name, column in batch.items()} for batch in batches]
     return Bench(config, group, model, batches, log)
-
-
-def _architecture(config: Config, vocab_size: int) -> dict[str, Any] | None:
-    """Stands in for pretrained weights, which a measurement of time does not need to fetch."""
-    spec = config.model
-    if spec.kind != "two_tower" or (spec.text.weights == "none" and spec.image.weights == "none"):
-        return None
-    drawn = spec.text.model_copy(update={"weights": "none"})
-    return {"text": build_text_tower(drawn, vocab_size, spec.inputs.max_tokens).shape()}

@@ -1,0 +1,221 @@
+"""`mmray bench strategies`: one model, data and global batch through every way to lay it on a machine's devices.
+
+Each strategy runs train/loop.py in a fresh process group (gloo on a CPU, NCCL on GPUs) on the same synthetic rows, from
+the same weights. Its loss after the last step beside that of DDP in float32 says whether formats and shards still learn
+the same. A strategy that cannot run is a row with its reason. No Ray, no data, no disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.multiprocessing
+from torch.profiler import ProfilerActivity, profile
+
+from mmray import objectives
+from mmray.bench.machine import describe
+from mmray.bench.ranks import join
+from mmray.bench.step import prepared
+from mmray.data.order import Plan
+from mmray.errors import ResourceError
+from mmray.train import loop
+from mmray.train.batch import shape_of
+from mmray.train.group import Group
+from mmray.train.served import refusals
+from mmray.train.telemetry import Metrics
+
+if TYPE_CHECKING:
+    from mmray.config import Config
+
+BASE = "ddp fp32"
+WARM_STEPS, PROFILED_STEPS = 3, 2
+TOLD = {"branches/idle_share_0": "idle_share_0", "branches/idle_share_1": "idle_share_1", "memory/peak_gib": "peak_gib"}
+FIGURES = ("samples_per_s", "step_p50_s", "step_p95_s", "communication_share", *TOLD.values(), "loss", "loss_vs_ddp")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One row: settings of `train`, and whether it is one worker's."""
+
+    name: str
+    train: dict[str, Any]
+    alone: bool = False
+
+
+STRATEGIES = (
+    Strategy(BASE, {"parallel": "ddp", "precision": "fp32"}),
+    Strategy("ddp fp32, sent as bf16", {"parallel": "ddp", "precision": "fp32", "compress": "bf16"}),
+    Strategy("ddp fp32, sent as fp16", {"parallel": "ddp", "precision": "fp32", "compress": "fp16"}),
+    Strategy("ddp bf16", {"parallel": "ddp", "precision": "bf16"}),
+    Strategy("ddp fp16", {"parallel": "ddp", "precision": "fp16"}),
+    Strategy("fsdp fp32", {"parallel": "fsdp", "precision": "fp32"}),
+    Strategy("fsdp bf16", {"parallel": "fsdp", "precision": "bf16"}),
+    Strategy("single fp32", {"parallel": "single", "precision": "fp32"}, alone=True),
+    Strategy("branches fp32", {"parallel": "branches", "precision": "fp32", "refit_every": 2}, alone=True),
+)
+
+
+def bench_strategies(config: Config, steps: int = 10, only: tuple[str, ...] = ()) -> dict[str, Any]:
+    """{"machine", "batch", "ratios", "rows"}: a row for each strategy; where it failed, figures null and `error` told.
+
+    `steps` are timed after a few to warm up; `only` names some of them (the base is always measured).
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells its own doings otherwise
+    workers = max(2, config.cluster.most_workers)
+    shape = shape_of(config.batch, workers)
+    kind = "cuda" if config.cluster.accelerator != "cpu" and torch.cuda.device_count() >= workers else "cpu"
+    chosen = [strategy for strategy in STRATEGIES if not only or strategy.name in (BASE, *only)]
+    rows = [_row(strategy, _settings(config, strategy, workers, shape), kind, steps) for strategy in chosen]
+    base = rows[0]
+    for row in rows:
+        if row["loss"] is not None and base["loss"] is not None:
+            row["loss_vs_ddp"] = round(row["loss"] / base["loss"] - 1, 6)
+    rates = {row["strategy"]: row["samples_per_s"] for row in rows if row["samples_per_s"] is not None}
+    ratios = {f"{name.replace(' ', '_').replace(',', '')}_vs_ddp": rate / rates[BASE] for name, rate in rates.items()}
+    return {"machine": describe(torch.device(kind)), "batch": str(shape), "ratios": ratios, "rows": rows}
+
+
+def _settings(config: Config, strategy: Strategy, workers: int, shape: Any) -> Config:
+    """The config of one strategy: the same rows a step, in the same micro-batches."""
+    return config.model_copy(
+        update={
+            "train": config.train.model_copy(update={"compress": "none", "profile": 0, **strategy.train}),
+            "cluster": config.cluster.model_copy(update={"workers": 1 if strategy.alone else workers}),
+            "batch": config.batch.model_copy(
+                update={"global_": shape.global_rows, "micro": shape.micro, "accumulation": None}
+            ),
+        }
+    )
+
+
+def _row(strategy: Strategy, config: Config, kind: str, steps: int) -> dict[str, Any]:
+    """Figures of one strategy in processes of its own, or the reason why there are none."""
+    row: dict[str, Any] = {"strategy": strategy.name, "workers": config.cluster.most_workers, **dict.fromkeys(FIGURES)}
+    reasons = refusals(config)
+    if reasons:
+        return row | {"error": "; ".join(reasons)}
+    with tempfile.TemporaryDirectory(prefix="mmray-bench-") as folder:
+        try:
+            torch.multiprocessing.spawn(_rank, (config, kind, steps, folder), nprocs=config.cluster.most_workers)
+        except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException) as error:
+            return row | {"error": str(error).strip().splitlines()[-1]}
+        return row | json.loads((Path(folder) / "row.json").read_text()) | {"error": None}
+
+
+@dataclass
+class Timer:
+    """Step times after the warm-up, the metrics of the last timed step, and a profile of a few more; a callback."""
+
+    timed: int  # the last step that is timed
+    device: torch.device
+    times_s: list[float] = field(default_factory=list)
+    metrics: Metrics = field(default_factory=dict)
+    communication_share: float = 0.0
+    _last_s: float = 0.0
+    _began_s: float = 0.0
+    _profile: Any = None
+
+    def on_step(self, step: int, metrics: Metrics | None) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # what was only queued is not done
+        now_s = time.perf_counter()
+        if WARM_STEPS < step <= self.timed:
+            self.times_s.append(now_s - self._last_s)
+        if step == self.timed:
+            self.metrics = metrics or {}
+            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
+            self._profile = profile(activities=kinds)
+            self._profile.start()
+        if step == self.timed + PROFILED_STEPS:
+            self._profile.stop()
+            self.communication_share = _communication_us(self._profile) / 1e6 / (now_s - self._began_s)
+        self._last_s = time.perf_counter()
+        if step == self.timed:
+            self._began_s = self._last_s
+
+
+def _communication_us(profiled: Any) -> float:
+    """Microseconds in which some collective was under way, by the profile."""
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profiled.events()
+        if event.name.startswith(("gloo:", "nccl:", "ncclDevKernel"))
+    )
+    total, reached = 0.0, float("-inf")
+    for start, end in spans:
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _rank(rank: int, config: Config, kind: str, steps: int, folder: str) -> None:
+    """One worker of one strategy; rank 0 writes the figures."""
+    group = join(rank, config, kind, folder, device_index=rank)
+    figures = _measure(config, group, steps)
+    if rank == 0:
+        (Path(folder) / "row.json").write_text(json.dumps(figures))
+    group.barrier()
+    # Not by way of the interpreter's end: a thread of gloo may still release a tensor then, and abort the process.
+    os._exit(0)
+
+
+def _measure(config: Config, group: Group, steps: int) -> dict[str, Any]:
+    """Figures of one strategy on one rank."""
+    shape = shape_of(config.batch, group.world)
+    timed = WARM_STEPS + steps
+    plan = Plan(2**30, shape.global_rows, group.world, shape.micro, config.train.seed, timed + PROFILED_STEPS)
+    # As rank 0 of one: every rank draws the whole global batches, and takes its own rows of them.
+    bench = prepared(config, Group(device=group.device), micro=shape.global_rows)
+    timer = Timer(timed, group.device)
+    devices = _devices(config, group.device)
+    train = config.train.model_copy(update={"log_every": timed})
+    task = loop.Task(
+        model=bench.model,
+        objective=objectives.build(config.objective),
+        plan=plan,
+        group=group,
+        train=train,
+        optimizer=config.optimizer,
+        callbacks=(timer,),
+        devices=devices,
+    )
+    loop.run(task, _steps(plan, group.rank, bench.batches))
+    found = {told: timer.metrics[name] for name, told in TOLD.items() if name in timer.metrics}
+    times_s = sorted(timer.times_s)
+    return {
+        "samples_per_s": shape.global_rows / statistics.mean(times_s),
+        "step_p50_s": statistics.median(times_s),
+        "step_p95_s": times_s[min(len(times_s) - 1, round(0.95 * len(times_s)))],
+        "communication_share": timer.communication_share,
+        "loss": timer.metrics["train/loss"],
+        **found,
+    }
+
+
+def _devices(config: Config, device: torch.device) -> tuple[torch.device, ...]:
+    if config.train.parallel != "branches":
+        return (device,)
+    if device.type == "cuda" and torch.cuda.device_count() < 2:
+        raise ResourceError("branches needs two GPUs, and this machine has one")
+    return (device, torch.device("cuda", 1)) if device.type == "cuda" else (device, device)
+
+
+def _steps(plan: Plan, rank: int, batches: list[dict[str, torch.Tensor]]) -> Iterator[list[dict[str, torch.Tensor]]]:
+    """This rank's micro-batches of each step, cut from the global batches in turn."""
+    for step in range(plan.steps):
+        positions = plan.positions(step, rank)
+        rows = torch.arange(rank * plan.share, rank * plan.share + len(positions))
+        batch, real = batches[step % len(batches)], torch.from_numpy(positions >= 0)
+        mine = {name: column[rows.clamp(max=len(column) - 1)] for name, column in batch.items()}
+        mine |= {"pos": torch.from_numpy(positions), "valid": real}
+        parts = [slice(first, first + plan.micro) for first in range(0, plan.share, plan.micro)]
+        yield [{name: column[part] for name, column in mine.items()} for part in parts]
