@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 
 from mmray import cli
+from mmray.cli.console import Screen, recall_table, training_figures
 from mmray.config import from_yaml
-from mmray.console import Screen, recall_table, training_figures
 
 
 @pytest.fixture
@@ -32,6 +32,12 @@ def test_print_config_is_a_recipe_again(typed, tmp_path):
     assert typed("train", str(tmp_path / "mine.yaml"), "--print-config")[1] == out
 
 
+def test_flags_take_what_yaml_writes(typed):
+    code, out, _ = typed("train", "--data.shuffle", "false", "--augment.crop-scale", "0.5", "1", "--print-config")
+    config = from_yaml(out, "printed")
+    assert code == 0 and not config.data.shuffle and config.augment.crop_scale == (0.5, 1.0)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -42,6 +48,10 @@ def test_print_config_is_a_recipe_again(typed, tmp_path):
         (["train", "--batch.micr", "3"], "--batch.micro"),
         (["train", "--train.steps", "3", "--train.epochs", "2"], "give one of steps, samples, epochs"),
         (["train", "--batch.global", "1"], "1 rows cannot feed 2 workers"),
+        (["tune", "sample"], "nothing to search: give at least one --space"),
+        (["tune", "sample", "--space", "batch.micr=8"], "there is no such setting; did you mean `micro`"),
+        (["tune", "sample", "--space", "batch.micro=8,0"], "batch.micro: input should be greater than or equal to 1"),
+        (["tune", "sample", "--space", "batch.micro=128"], "a worker's share of 128 rows over 2 workers is 64"),
         (["evaluate", "nowhere"], "is not a run: it has no config.yaml"),
         (["export", "nowhere", "out"], "is not a run: it has no config.yaml"),
         (["bench", "everything"], "there is no bench `everything`"),

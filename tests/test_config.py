@@ -4,7 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from mmray import recipes
-from mmray.config import Batch, Config, from_yaml, to_yaml
+from mmray.cli.parse import parse_run
+from mmray.config import Batch, Clip, Cluster, Config, Own, Siglip, TwoTower, from_yaml, to_yaml
 from mmray.errors import UsageError
 from mmray.train.continuation import forbidden_changes
 
@@ -26,6 +27,10 @@ def test_yaml_reads_back_equal(name):
         ("model: {inputs: {image_side: big}}", r"model.inputs.image_side: .*integer.*\(got 'big'\)"),
         ("data: {workers: 0}", "data: workers must be `auto` or at least 1"),
         ("run: {name: '../x'}", "run.name: .*pattern"),
+        ("model: {kind: clap}", r"model.kind: there is no `clap`; take one of two_tower, clip, siglip"),
+        ("model: {kind: clip, embed_dm: 3}", "model.embed_dm: there is no such setting; did you mean `embed_dim`"),
+        ("model: {kind: siglip, image: {patch: 0}}", r"model.image.patch: .*greater than or equal to 1 \(got 0\)"),
+        ("optimizer: {lr_scale: ['image.*']}", r"optimizer.lr_scale: write `pattern=factor`.*\(got `image\.\*`\)"),
         ("- 1", "run.yaml holds no settings"),
         ("a: [", "run.yaml is not YAML"),
     ],
@@ -33,6 +38,27 @@ def test_yaml_reads_back_equal(name):
 def test_bad_settings_are_named(text, message):
     with pytest.raises(UsageError, match=message):
         from_yaml(text, "run.yaml")
+
+
+def test_the_kind_says_which_model_it_is():
+    own = from_yaml("model: {kind: 'my.models:Mine', settings: {width: 3, deep: true}}", "run.yaml").model
+    assert isinstance(own, Own)
+    assert own.settings == {"width": 3, "deep": True}
+    assert isinstance(from_yaml("model: {kind: siglip}", "run.yaml").model, Siglip)
+    assert isinstance(from_yaml("model: {temperature: 0.1}", "run.yaml").model, TwoTower)
+    for model in (own, Siglip(), Config().model):
+        assert from_yaml(to_yaml(Config(model=model)), "here").model == model
+
+
+def test_another_kind_may_be_asked_for_by_a_flag():
+    config, _ = parse_run(["sample", "--model.kind", "clip", "--model.image.patch", "8"], "train")
+    assert isinstance(config.model, Clip)
+    assert config.model.image.patch == 8
+    assert config.model.inputs == recipes.load("sample").model.inputs
+    config, _ = parse_run(["--model.kind=my.models:Mine"], "train")
+    assert config.model == Own(kind="my.models:Mine", inputs=config.model.inputs)
+    with pytest.raises(UsageError, match="there is no `clap`"):
+        parse_run(["sample", "--model.kind", "clap"], "train")
 
 
 def test_settings_are_frozen():
@@ -53,3 +79,16 @@ def test_a_continuation_may_change_the_cut_but_not_the_rows():
     other = Config(batch=Batch(micro=4, global_=32)).model_dump(mode="json", by_alias=True)
     assert forbidden_changes(before, recut) == []
     assert forbidden_changes(before, other) == ["batch.global: 16 -> 32"]
+
+
+@pytest.mark.parametrize(("given", "least", "most"), [(2, 2, 2), ("1-4", 1, 4), ("3", 3, 3)])
+def test_workers_are_a_number_or_a_range(given, least, most):
+    cluster = Cluster(workers=given)
+    assert (cluster.least_workers, cluster.most_workers, cluster.elastic) == (least, most, least != most)
+    assert from_yaml(to_yaml(Config(cluster=cluster)), "here").cluster == cluster
+
+
+@pytest.mark.parametrize("given", [0, "4-1", "0-2", "some", "1-", -1])
+def test_workers_that_are_no_range_are_refused(given):
+    with pytest.raises(UsageError, match=r"cluster.workers: must be a number, or two as in 1-4"):
+        Cluster(workers=given)

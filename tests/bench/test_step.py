@@ -20,7 +20,8 @@ def tiny(workers: int = 1, **sections: object) -> Config:
     model = TwoTower(
         inputs=Inputs(image_side=16, max_tokens=6),
         image=ImageTower(name="convnet", width=8, depth=2),
-        text=TextTower(width=8, depth=1, heads=2, vocab_size=32),
+        text=TextTower(width=8, depth=1, heads=2),
+        vocab_size=32,
         embed_dim=8,
     )
     cluster = Cluster(workers=workers, accelerator="cpu")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from mmray.data.image import BadImage, check_header, decode, shrink, to_pixels
+from mmray.data.image import BadImage, check_header, decode, read_pixels, shrink, to_pixels
 
 
 def picture(width=40, height=30):
@@ -200,6 +200,52 @@ def test_fused_crop_agrees_with_resize_then_centre_crop(size, interpolation):
     left, top = (whole.width - side) // 2, (whole.height - side) // 2
     usual = np.asarray(whole.crop((left, top, left + side, top + side))).transpose(2, 0, 1).astype(int)
     assert np.abs(to_pixels(image, side, "crop", interpolation) - usual).mean() < 3
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_read_pixels_is_decode_and_resize_to_the_bit(name):
+    data = FORMATS[name]
+    assert np.array_equal(read_pixels(data, 24, "crop", "bicubic"), to_pixels(decode(data), 24, "crop", "bicubic"))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"subsampling": 0}, {"progressive": True}, {"quality": 30}, {"optimize": True}]
+)
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+def test_a_jpeg_is_decoded_as_pillow_decodes_it(mode, options):
+    for size in ((64, 48), (37, 61), (1, 1), (17, 8)):
+        data = encode(picture(*size).convert(mode), "JPEG", **options)
+        assert np.array_equal(read_pixels(data, 16, "pad", "bilinear"), to_pixels(decode(data), 16, "pad", "bilinear"))
+
+
+def test_a_turned_jpeg_is_brought_upright():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encode(picture(40, 30), "JPEG", exif=exif)
+    assert np.array_equal(
+        read_pixels(data, 16, "squash", "bilinear"), to_pixels(decode(data), 16, "squash", "bilinear")
+    )
+
+
+def test_damaged_jpegs_are_judged_as_by_decode():
+    """Whatever byte is damaged: the same pixels, or BadImage from both."""
+    whole, draw = encode(picture(64, 48), "JPEG"), np.random.default_rng(0)
+    outcomes = set()
+    for _ in range(800):
+        data = bytearray(whole)
+        for at in draw.integers(2, len(whole), draw.integers(1, 4)):
+            data[at] = draw.integers(256)
+        data = bytes(data[: draw.integers(2, len(whole))] if draw.random() < 0.2 else data)
+        try:
+            expected = to_pixels(decode(data, 10**6), 16, "squash", "bilinear")
+        except BadImage:
+            outcomes.add("bad")
+            with pytest.raises(BadImage):
+                read_pixels(data, 16, "squash", "bilinear", 10**6)
+            continue
+        outcomes.add("good")
+        assert np.array_equal(read_pixels(data, 16, "squash", "bilinear", 10**6), expected)
+    assert outcomes == {"bad", "good"}
 
 
 def test_pixels_of_extreme_shapes():

@@ -8,11 +8,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmray.data import jsonl, sources
-from mmray.data.jsonl import BadRow, parse_line
+from mmray.data import files
+from mmray.data.files import read_file, stamp
+from mmray.data.formats import lines as lines_module
+from mmray.data.formats.jsonl import check_jsonl, parse_json
+from mmray.data.formats.lines import read_lines
+from mmray.data.formats.lines import scan_lines as scan
+from mmray.data.formats.rows import BadRow, row_of
+from mmray.data.formats.source import SourceChanged
 from mmray.data.place import Place
-from mmray.data.sources import SourceChanged, check_jsonl, read_image, read_lines, scan, stamp
 from mmray.errors import DataError
+
+
+def parse_line(data, origin):
+    return row_of(parse_json(data), origin)
+
+
+def names(row):
+    return tuple(picture.name for picture in row.images)
 
 
 def write(folder, data, name="a.jsonl"):
@@ -21,7 +34,7 @@ def write(folder, data, name="a.jsonl"):
 
 
 def lines_of(place, name, chunks):
-    return [item for chunk in chunks for item in read_lines(place, name, chunk)]
+    return [item for chunk in chunks for item in read_lines(place, chunk)]
 
 
 @given(
@@ -67,13 +80,12 @@ def test_a_source_that_changes_while_it_is_read_is_noticed(tmp_path):
     [chunk] = scan(place, name, 10)
     write(tmp_path, b'{"a":1}\n{"b":3}\n')
     with pytest.raises(SourceChanged, match="run the same command again"):
-        list(read_lines(place, name, chunk))
+        list(read_lines(place, chunk))
 
 
 def test_an_endless_line_costs_its_row_and_no_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "_PIECE_BYTES", 16)
-    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 64)
-    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 64)
+    monkeypatch.setattr(lines_module, "_PIECE_BYTES", 16)
+    monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 64)
     place, name = write(tmp_path, b"{}\n" + b"x" * 5000 + b"\n{}\n")
     read = lines_of(place, name, scan(place, name, 10))
     assert [number for number, _ in read] == [1, 2, 3]
@@ -110,7 +122,7 @@ def test_a_row_as_it_is_meant():
     row = parse_line(
         b'{"id": 7, "images": ["a.png", "b/c.jpg"], "texts": ["x", "y"], "label": 3, "split": "train"}\r\n', "f:1"
     )
-    assert (row.key, row.images, row.texts, row.label, row.split, row.language) == (
+    assert (row.key, names(row), row.texts, row.label, row.split, row.language) == (
         "7",
         ("a.png", "b/c.jpg"),
         ("x", "y"),
@@ -119,7 +131,7 @@ def test_a_row_as_it_is_meant():
         None,
     )
     row = parse_line(b'{"image_path": "a.png", "text": "x", "label": null, "emoji": "#", "language": "pt-BR"}', "f:9")
-    assert (row.key, row.images, row.texts, row.label, row.language) == ("f:9", ("a.png",), ("x",), None, "pt-BR")
+    assert (row.key, names(row), row.texts, row.label, row.language) == ("f:9", ("a.png",), ("x",), None, "pt-BR")
 
 
 GOOD = {"image": "a.png", "text": "x"}
@@ -191,8 +203,8 @@ def test_images_are_read_from_the_folder_and_nowhere_else(tmp_path):
     (inside / "near.png").symlink_to(inside / "sub" / "👩\u200d🚀.png")
     os.mkfifo(inside / "pipe.png")
     place = Place(str(inside))
-    assert read_image(place, "sub/👩\u200d🚀.png") == b"good"
-    assert read_image(place, "near.png") == b"good"
+    assert read_file(place, "sub/👩\u200d🚀.png") == b"good"
+    assert read_file(place, "near.png") == b"good"
     for name, reason in [
         ("link.png", "path"),
         ("up/secret.png", "path"),
@@ -203,15 +215,15 @@ def test_images_are_read_from_the_folder_and_nowhere_else(tmp_path):
         ("x" * 300, "unreadable"),
     ]:
         with pytest.raises(BadRow) as caught:
-            read_image(place, name)
+            read_file(place, name)
         assert (caught.value.stage, caught.value.reason) == ("read", reason), name
 
 
 def test_an_image_file_beyond_reason_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "MAX_IMAGE_BYTES", 10)
+    monkeypatch.setattr(files, "MAX_IMAGE_BYTES", 10)
     (tmp_path / "a.png").write_bytes(b"x" * 11)
     with pytest.raises(BadRow, match="over 10"):
-        read_image(Place(str(tmp_path)), "a.png")
+        read_file(Place(str(tmp_path)), "a.png")
 
 
 def test_the_stamp_of_a_file_changes_with_it(tmp_path):

@@ -165,7 +165,7 @@ def test_a_damaged_manifest_is_a_data_error(tmp_path, content):
 def test_a_manifest_of_another_version_is_refused(tmp_path):
     path = make_set(tmp_path, [(make_rows(2), None, ())])
     manifest = Path(path) / MANIFEST
-    manifest.write_text(manifest.read_text().replace('"schema_version": 1', '"schema_version": 7'))
+    manifest.write_text(manifest.read_text().replace('"schema_version": 2', '"schema_version": 7'))
     with pytest.raises(DataError, match="schema version 7"):
         PreparedSet.open(path)
 

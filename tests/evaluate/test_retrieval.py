@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmray.evaluate.retrieval import ranks, retrieval_metrics
+from mmray.evaluate.retrieval import ranks, retrieval_metrics, top
 
 
 def naive_ranks(queries: Tensor, query_owner: Tensor, gallery: Tensor, gallery_owner: Tensor) -> list[int]:
@@ -48,6 +48,41 @@ def test_chunked_equals_naive_with_ties(vectors: list[list[int]], captions_of: l
         expected = naive_ranks(*arguments)
         for chunk in range(1, len(text) + 2):
             assert ranks(*arguments, chunk).tolist() == expected
+
+
+@given(
+    vectors=st.lists(st.lists(st.integers(-8, 8), min_size=3, max_size=3), min_size=1, max_size=4),
+    captions_of=st.lists(st.integers(1, 3), min_size=1, max_size=7),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=40, deadline=None)
+def test_top_is_the_head_of_the_naive_order(vectors: list[list[int]], captions_of: list[int], seed: int) -> None:
+    """The whole gallery sorted as plainly as can be, ties included; its first right answer stands in place `rank`."""
+    draw = np.random.default_rng(seed)
+    pool = torch.tensor(vectors, dtype=torch.float32) / 8
+    owner = several_captions(len(captions_of), captions_of)
+    owner = owner[torch.from_numpy(draw.permutation(len(owner)))]
+    image = pool[torch.from_numpy(draw.integers(len(pool), size=len(captions_of)))]
+    text = pool[torch.from_numpy(draw.integers(len(pool), size=len(owner)))]
+    rows = torch.arange(len(image))
+    for queries, query_owner, gallery, gallery_owner in ((image, rows, text, owner), (text, owner, image, rows)):
+        scores = (queries.double() @ gallery.double().T).tolist()
+        right = (gallery_owner == query_owner[:, None]).tolist()
+        naive = [
+            sorted(range(len(gallery)), key=lambda place: (-scores[q][place], right[q][place], place))
+            for q in range(len(queries))
+        ]
+        found = ranks(queries, query_owner, gallery, gallery_owner, 3)
+        for k, chunk in ((2, 1), (5, 3), (5, 100)):
+            places, best = top(queries, query_owner, gallery, gallery_owner, k, chunk)
+            assert places.tolist() == [order[:k] for order in naive]
+            assert best.tolist() == [[scores[q][place] for place in order[:k]] for q, order in enumerate(naive)]
+        assert found.tolist() == [1 + [right[q][p] for p in order].index(True) for q, order in enumerate(naive)]
+
+
+def test_top_of_a_model_that_gives_nan_has_the_right_answer_last() -> None:
+    places, best = top(torch.full((1, 2), torch.nan), torch.tensor([1]), torch.eye(2), torch.arange(2), 5, 1)
+    assert places.tolist() == [[0, 1]] and best.tolist() == [[math.inf, -math.inf]]
 
 
 @pytest.mark.parametrize("dim", [8, 512])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from mmray.data.store import PreparedSet
 from mmray.errors import DataError
-from mmray.evaluate.score import Embedded, Retrieval, score_embedded
+from mmray.evaluate.embedded import Embedded
+from mmray.evaluate.score import Evaluator, ranks_both_ways, score_embedded
 from mmray.objectives.contrastive import Contrastive
 from tests.made import CAPTIONS, make_set, row
 
-SETTINGS = SimpleNamespace(batch=4, chunk=5, limit=None)
+SETTINGS = SimpleNamespace(batch=4, chunk=5, limit=None, classes=(), prompts=("{}",))
 INPUTS = SimpleNamespace(image_side=8, fit="squash", interpolation="bilinear", max_tokens=16)
 NUM_ROWS = 23
 
@@ -108,8 +109,12 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedSet:
     return make_set(tmp_path_factory.mktemp("scored") / "set", rows)
 
 
+def score_all(embedded: Embedded, group: Any) -> dict[str, float]:
+    return score_embedded(embedded, ranks_both_ways(embedded, group, 2), group, Contrastive(), 2, 2)
+
+
 def score(prepared: PreparedSet, group: Any, global_rows: int = 6, **settings: Any) -> dict[str, float]:
-    evaluator = Retrieval(prepared, INPUTS, prepared.tokenizer_json, SimpleNamespace(**vars(SETTINGS) | settings))  # type: ignore[arg-type]
+    evaluator = Evaluator(prepared, INPUTS, prepared.tokenizer_json, SimpleNamespace(**vars(SETTINGS) | settings))  # type: ignore[arg-type]
     return evaluator.score(Toy(), group, Contrastive(), global_rows)
 
 
@@ -140,9 +145,11 @@ def test_figures_of_a_case_worked_by_hand() -> None:
         image=axes,
         owner=torch.tensor([10, 11, 11, 12]),
         text=axes[[0, 1, 2, 0]],
+        label=torch.full((3,), -1),
+        right=torch.zeros(3),
         shared={"logit_scale": torch.tensor(2.0)},
     )
-    (metrics,) = on_ranks(1, lambda group: score_embedded(embedded, group, Contrastive(), 2, 2))
+    (metrics,) = on_ranks(1, lambda group: score_all(embedded, group))
     # Image to text: image 0 ties with a wrong caption (rank 2), image 1 is right, image 2 scores 0 where wrong ones
     # score 1, 0 and 0: rank 4. Text to image: 1, 1, then rank 3 (1, and a tie at 0), then rank 3 likewise.
     assert metrics["recall_at_1/image_to_text"] == pytest.approx(1 / 3)
@@ -159,7 +166,7 @@ def test_figures_of_a_case_worked_by_hand() -> None:
 def test_loss_is_that_of_training(prepared: PreparedSet) -> None:
     (metrics,) = on_ranks(1, lambda group: score(prepared, group, global_rows=100))
     model = Toy().eval()
-    evaluator = Retrieval(prepared, INPUTS, prepared.tokenizer_json, SETTINGS)  # type: ignore[arg-type]
+    evaluator = Evaluator(prepared, INPUTS, prepared.tokenizer_json, SETTINGS)  # type: ignore[arg-type]
     good = [number for number in range(NUM_ROWS) if number != 4]
     texts = [prepared.read([number])[0].texts[0] for number in good]  # type: ignore[arg-type]
     ids, num_tokens = evaluator._encoder.encode(texts)
@@ -175,7 +182,7 @@ def test_loss_is_that_of_training(prepared: PreparedSet) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_mode_and_generator_are_left_as_they_were(prepared: PreparedSet, training: bool) -> None:
-    model, evaluator = Toy().train(training), Retrieval(prepared, INPUTS, prepared.tokenizer_json, SETTINGS)  # type: ignore[arg-type]
+    model, evaluator = Toy().train(training), Evaluator(prepared, INPUTS, prepared.tokenizer_json, SETTINGS)  # type: ignore[arg-type]
     before = torch.get_rng_state()
     on_ranks(1, lambda group: evaluator.score(model, group, Contrastive(), 6))
     assert model.training == training
@@ -184,11 +191,61 @@ def test_mode_and_generator_are_left_as_they_were(prepared: PreparedSet, trainin
 
 @pytest.mark.parametrize("coupled", [("match_logits",), ()])
 def test_another_objective_has_no_loss_here(prepared: PreparedSet, coupled: tuple[str, ...]) -> None:
-    evaluator = Retrieval(prepared, INPUTS, prepared.tokenizer_json, SETTINGS)  # type: ignore[arg-type]
+    evaluator = Evaluator(prepared, INPUTS, prepared.tokenizer_json, SETTINGS)  # type: ignore[arg-type]
     matching = SimpleNamespace(coupled=coupled, shared=())
     (metrics,) = on_ranks(1, lambda group: evaluator.score(Toy(), group, matching, 6))  # type: ignore[arg-type]
     assert "loss" not in metrics
     assert "recall_at_10/text_to_image" in metrics
+
+
+class Labelled(Toy):
+    """Classifies a pair by its image's grey level: always right but for rows of class 2, which it takes for class 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.class_head = nn.Linear(1, 3)
+        self.class_head.forward = head  # type: ignore[method-assign]
+
+    def embed_pair(self, image: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return image[:, 0, 0, :1].float()
+
+
+def head(grey: Tensor) -> Tensor:
+    return F.one_hot((grey[:, 0] % 3 % 2).long(), 3).float()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_the_head_and_the_names_of_classes_are_scored(tmp_path: Path, world: int) -> None:
+    """Rows 0..11 with class row % 3, two of them without a label and one with a label beyond the classes."""
+    rows = [replace(row(number), label=number % 3) for number in range(12)]
+    rows[3], rows[4], rows[5] = replace(rows[3], label=None), replace(rows[4], label=None), replace(rows[5], label=7)
+    held_out = make_set(tmp_path / "set", rows)
+    settings = SimpleNamespace(**vars(SETTINGS) | {"classes": ("a", "red", "one"), "prompts": ("{}", "a {}")})
+    evaluator = Evaluator(held_out, INPUTS, held_out.tokenizer_json, settings)  # type: ignore[arg-type]
+    for metrics in on_ranks(world, lambda group: evaluator.score(Labelled(), group, Contrastive(), 6)):
+        assert metrics["classification/rows"] == metrics["zero_shot/rows"] == 9
+        assert metrics["classification/top_1"] == pytest.approx(6 / 9)
+        assert "classification/top_5" not in metrics  # of three classes
+        assert metrics["zero_shot/top_1"] == pytest.approx(zero_shot_by_hand(Labelled(), evaluator, rows))
+
+
+def zero_shot_by_hand(model: Labelled, evaluator: Evaluator, rows: list[Any]) -> float:
+    model.eval()
+    classes = []
+    for name in ("a", "red", "one"):
+        ids, _ = evaluator._encoder.encode([name])
+        longer, _ = evaluator._encoder.encode([f"a {name}"])
+        both = [
+            model.embed_text(torch.from_numpy(each), torch.ones_like(torch.from_numpy(each))) for each in (ids, longer)
+        ]
+        classes.append(F.normalize((both[0] + both[1]) / 2))
+    right = []
+    for number, record in enumerate(rows):
+        image = model.embed_image(torch.full((1, 3, 8, 8), number, dtype=torch.uint8))
+        scores = torch.tensor([float((image * each).sum()) for each in classes])
+        if record.label in (0, 1, 2):
+            right.append(int(scores.argmax()) == record.label)
+    return sum(right) / len(right)
 
 
 def test_nothing_readable_is_told_on_every_rank(tmp_path: Path) -> None:

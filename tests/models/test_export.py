@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import mmray
-from mmray.config import ImageTower, Inputs, TextTower, TwoTower
+from mmray.config import ImageTower, Inputs, Model, Own, TextTower, TwoTower
 from mmray.data.image import decode, to_pixels
 from mmray.data.text import TextEncoder, train_tokenizer
 from mmray.errors import DataError, UsageError
@@ -24,22 +24,23 @@ from mmray.models.export import export
 
 TEXTS = ["a red circle", "a blue square on a green ground", "Two TRIANGLES,  left of a circle"]
 TOKENIZER = train_tokenizer(TEXTS, 80)
+VOCAB = TextEncoder(TOKENIZER, 8).vocab_size
 
 
-def spec_of(fit: str = "crop", kind: str = "two_tower") -> TwoTower:
+def spec_of(fit: str = "crop") -> TwoTower:
     return TwoTower(
-        kind=kind,
         inputs=Inputs(image_side=32, fit=fit, max_tokens=8, mean=(0.5,) * 3, std=(0.25,) * 3),
         image=ImageTower(name="convnet", width=8, depth=2),
-        text=TextTower(width=16, depth=1, heads=2, dropout=0.1, vocab_size=TextEncoder(TOKENIZER, 8).vocab_size),
+        text=TextTower(width=16, depth=1, heads=2, dropout=0.1),
+        vocab_size=VOCAB,
         embed_dim=12,
     )
 
 
-def trained(spec: TwoTower) -> nn.Module:
+def trained(spec: Model) -> nn.Module:
     """A model with weights that no initialisation draws."""
     torch.manual_seed(3)
-    model = build(spec, spec.text.vocab_size)
+    model = build(spec, VOCAB)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -57,7 +58,7 @@ def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
     return file.getvalue()
 
 
-def direct_images(model: nn.Module, spec: TwoTower, images: list[bytes]) -> Tensor:
+def direct_images(model: nn.Module, spec: Model, images: list[bytes]) -> Tensor:
     """As training and evaluation see them."""
     inputs = spec.inputs
     pixels = [to_pixels(decode(data), inputs.image_side, inputs.fit, inputs.interpolation) for data in images]
@@ -148,7 +149,8 @@ def test_other_programs_read_the_folder(exported: tuple[nn.Module, TwoTower, Pat
     image = picture().resize((240, 120))  # its crop lies on whole pixels, as theirs always does
     pixels = AutoImageProcessor.from_pretrained(out)(image, return_tensors="np")["pixel_values"][0]
     mine = (to_pixels(image, 32, "crop", "bicubic") / 255 - 0.5) / 0.25
-    assert np.abs(pixels - mine).max() <= 1.01 / 255 / 0.25
+    assert np.abs(pixels - mine).max() <= 3.01 / 255 / 0.25  # of noise: each side is up to 2 levels from the exact sum
+    assert np.abs(pixels - mine).mean() <= 0.5 / 255 / 0.25
     assert json.loads((out / "config.json").read_text())["model"] == spec.model_dump(mode="json")
 
 
@@ -167,6 +169,11 @@ def test_bad_input_is_named(exported: tuple[nn.Module, TwoTower, Path], tmp_path
         loaded.embed_texts(["good", " \n"])
     with pytest.raises(TypeError, match="list"):
         loaded.embed_texts("a bare string")
+
+
+def test_the_files_follow_the_umask(exported: tuple[nn.Module, TwoTower, Path]) -> None:
+    modes = {path.name: path.stat().st_mode for path in exported[2].iterdir()}
+    assert len(set(modes.values())) == 1, modes
 
 
 def test_exported_again_replaces_but_never_another_folder(tmp_path: Path) -> None:
@@ -207,12 +214,13 @@ def test_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 class Plain(nn.Module):
     """A user's own model: the seam and nothing more, tied weights included."""
 
-    def __init__(self, spec: TwoTower, vocab_size: int):
+    def __init__(self, spec: Own, vocab_size: int):
         super().__init__()
-        self.words = nn.Embedding(vocab_size, spec.embed_dim)
-        self.unembed = nn.Linear(spec.embed_dim, vocab_size, bias=False)
+        width = spec.settings["width"]
+        self.words = nn.Embedding(vocab_size, width)
+        self.unembed = nn.Linear(width, vocab_size, bias=False)
         self.unembed.weight = self.words.weight
-        self.pixels = nn.Linear(3 * spec.inputs.image_side**2, spec.embed_dim)
+        self.pixels = nn.Linear(3 * spec.inputs.image_side**2, width)
 
     def embed_image(self, image: Tensor) -> Tensor:
         return self.pixels(image.flatten(1) / 255)
@@ -222,8 +230,8 @@ class Plain(nn.Module):
 
 
 def test_a_users_own_model(tmp_path: Path) -> None:
-    spec = spec_of(kind=f"{__name__}:Plain")
-    model = build(spec, spec.text.vocab_size)
+    spec = Own(kind=f"{__name__}:Plain", inputs=Inputs(image_side=32, max_tokens=8), settings={"width": 12})
+    model = build(spec, VOCAB)
     loaded = mmray.load(export(model, spec.model_dump(mode="json"), TOKENIZER, tmp_path / "model"))
     assert torch.equal(loaded.model.words.weight, model.words.weight)
     assert torch.equal(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmray.config import ImageTower, Inputs, TextTower, TwoTower
+from mmray.config import ImageTower, Inputs, Own, TextTower, TwoTower, section_of
 from mmray.errors import UsageError
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
@@ -128,34 +128,6 @@ def test_a_row_does_not_see_its_neighbours(image):
     torch.testing.assert_close(model.embed_image(batch["image"])[:1], alone, rtol=1e-9, atol=1e-9)
 
 
-def test_padding_rows_reach_no_running_statistics():
-    batch = _batch(rows=6)
-    batch["valid"][4:] = False
-    padded, whole = _model(_spec("resnet18")), _model(_spec("resnet18"))
-    with_padding = padded(batch)["image_embed"]
-    without = whole({name: column[:4] for name, column in batch.items()})["image_embed"]
-    torch.testing.assert_close(with_padding[:4], without)
-    assert with_padding[4:].eq(0).all()
-    for name, value in whole.state_dict().items():
-        torch.testing.assert_close(padded.state_dict()[name], value, msg=name)
-
-
-def test_a_batch_of_padding_alone_has_gradients_for_the_other_ranks():
-    model, batch = _model(_spec("resnet18")).double(), _batch()
-    batch["valid"][:] = False
-    model(batch)["image_embed"].sum().backward()
-    assert all(weight.grad is not None for weight in model.image.parameters())
-
-
-def test_synced_statistics_are_refused_on_a_cpu():
-    spec = TwoTower(inputs=INPUTS, image=IMAGES["resnet18"], text=TEXT, embed_dim=8, batch_norm="synced")
-    model = _model(spec)
-    assert any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules())
-    with pytest.raises(UsageError, match=r"model\.batch_norm: `synced` needs GPUs"):
-        model(_batch())
-    assert model.eval()(_batch())["image_embed"].shape == (4, 8)
-
-
 def test_the_same_seed_draws_the_same_weights_and_batches():
     one, two, other = _model().state_dict(), _model().state_dict(), _model(seed=1).state_dict()
     assert all(torch.equal(one[name], two[name]) for name in one)
@@ -172,6 +144,7 @@ def test_a_synthetic_batch_is_as_a_collated_one():
         "input_ids": ((3, 12), torch.int64),
         "attention_mask": ((3, 12), torch.int64),
         "key": ((3,), torch.int64),
+        "label": ((3,), torch.int64),
         "valid": ((3,), torch.bool),
         "pos": ((3,), torch.int64),
     }
@@ -182,14 +155,14 @@ def test_a_synthetic_batch_is_as_a_collated_one():
 class Own(nn.Module):
     """A user's model."""
 
-    def __init__(self, spec: TwoTower, vocab_size: int) -> None:
+    def __init__(self, spec: Own, vocab_size: int) -> None:
         super().__init__()
         self.seen = (spec.kind, vocab_size)
 
 
 def test_a_model_of_ones_own_is_built_from_its_name():
     kind = f"{__name__}:Own"
-    assert build(TwoTower(kind=kind), VOCAB).seen == (kind, VOCAB)
+    assert build(section_of(kind)(kind=kind), VOCAB).seen == (kind, VOCAB)
 
 
 @pytest.mark.parametrize(
@@ -203,4 +176,4 @@ def test_a_model_of_ones_own_is_built_from_its_name():
 )
 def test_an_unknown_kind_is_named(kind, message):
     with pytest.raises(UsageError, match=rf"^model\.kind: .*{message}"):
-        build(TwoTower(kind=kind), VOCAB)
+        build(section_of(kind)(kind=kind), VOCAB)

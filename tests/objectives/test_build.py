@@ -6,14 +6,16 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 from mmray import objectives
 from mmray.errors import UsageError
 from mmray.objectives.contrastive import Contrastive
+from mmray.objectives.protocol import sorts
 
 
 def kind(name: str) -> SimpleNamespace:
-    return SimpleNamespace(kind=name)
+    return SimpleNamespace(kind=name, chunk=16, label_smoothing=0.1)
 
 
 @pytest.fixture
@@ -27,6 +29,31 @@ def own(monkeypatch):
 
 def test_built_in():
     assert isinstance(objectives.build(kind("contrastive")), Contrastive)
+
+
+def test_a_sum_is_of_both_sorts(own):
+    combined = objectives.build(kind("contrastive + 0.5*matching + 1e-1 * own_objectives:Mine"))
+    assert combined.coupled == Contrastive.coupled
+    assert combined.shared == ("logit_scale",)
+    found = sorts(combined)
+    assert found.standing.looks_at == Contrastive.coupled
+    assert found.mining is found.standing
+    assert found.meeting.count({"valid": torch.ones(3)}).tolist() == [3, 3]
+    assert sorts(objectives.build(kind("classification"))).meeting is None
+    assert isinstance(sorts(objectives.build(kind("contrastive + classification"))).meeting, Contrastive)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "contrastive +", "contrastive + contrastive", "0 * sigmoid", "-1 * sigmoid", "1.2.3*sigmoid"]
+)
+def test_what_is_no_sum_is_said(name):
+    with pytest.raises(UsageError, match="is not an objective or a sum of different ones"):
+        objectives.build(kind(name))
+
+
+def test_settings_reach_the_objective():
+    assert objectives.build(kind("sigmoid")).chunk == 16
+    assert objectives.build(kind("classification")).label_smoothing == 0.1
 
 
 def test_a_users_own_is_given_the_section(own):

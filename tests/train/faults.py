@@ -1,5 +1,6 @@
 """Faults, brought in by the callback path that users have; none of this is in the package."""
 
+import ctypes
 import os
 import signal
 import time
@@ -7,15 +8,56 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from mmray.errors import OutOfMemoryError
+
+
+def _first_time(name, step, at, rank=1):
+    """Whether this rank should fail now: once for each folder named in MMRAY_TEST_FAULTS."""
+    mark = Path(os.environ["MMRAY_TEST_FAULTS"]) / name
+    if step != at or dist.get_rank() != rank or mark.exists():
+        return False
+    mark.touch()
+    return True
+
 
 class KillRankOneOnce:
-    """SIGKILL to rank 1 after step 5, once for each folder named in MMRAY_TEST_FAULTS."""
+    """SIGKILL to rank 1 after step 5."""
 
     def on_step(self, step, metrics):
-        mark = Path(os.environ["MMRAY_TEST_FAULTS"]) / "killed"
-        if step == 5 and dist.get_rank() == 1 and not mark.exists():
-            mark.touch()
+        if _first_time("killed", step, 5):
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class SegfaultOnce:
+    """Rank 1 reads where nothing is."""
+
+    def on_step(self, step, metrics):
+        if _first_time("segfault", step, 5):
+            ctypes.string_at(0)
+
+
+class HangOnce:
+    """Rank 1 waits for something that never comes."""
+
+    def on_step(self, step, metrics):
+        if _first_time("hung", step, 5):
+            time.sleep(1e6)
+
+
+class StopOnce:
+    """Rank 1's process is stopped, as by a debugger or a machine that sleeps."""
+
+    def on_step(self, step, metrics):
+        if _first_time("stopped", step, 8):
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class NoRoomOnRankOneOnce:
+    """Memory runs out on rank 1 where the ranks cannot vote."""
+
+    def on_step(self, step, metrics):
+        if _first_time("no-room", step, 5):
+            raise OutOfMemoryError("no room for step 6 in the optimizer", micro=2)
 
 
 class RaiseAtStepThree:

@@ -49,3 +49,11 @@ def test_contradictions(given, workers, message):
 )
 def test_total_steps(length, steps):
     assert total_steps(Train(**length), num_rows=25, global_rows=10) == steps
+
+
+def test_auto_leaves_the_micro_batch_to_the_workers():
+    shape = shape_of(Batch(micro="auto", global_=48), workers=2)
+    assert (shape.global_rows, shape.micro, shape.auto) == (48, 24, True)
+    assert str(shape) == "48 rows a step over 2 workers, in micro-batches as large as fit"
+    with pytest.raises(UsageError, match=r"auto` needs `--batch.global`"):
+        shape_of(Batch(micro="auto"), workers=2)

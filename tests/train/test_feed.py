@@ -11,7 +11,10 @@ import torch
 
 from mmray.data.order import Plan
 from mmray.train import feed
+from mmray.train.telemetry import Phases
 from tests.train import toy
+
+CPU = torch.device("cpu")
 
 
 def test_padding_is_taken_out_and_the_rest_keeps_its_order():
@@ -39,7 +42,7 @@ def test_waiting_is_measured():
             time.sleep(0.05)
             yield micros
 
-    waits = [share.wait_s for share in feed.feed(slow(), plan, 0, 0, torch.device("cpu"))]
+    waits = [share.wait_s for share in feed.feed(slow(), plan, 0, 0, CPU, Phases(CPU))]
     assert len(waits) == 2
     assert all(0.05 <= wait < 0.5 for wait in waits)
 
@@ -81,3 +84,15 @@ def test_an_error_in_the_thread_reaches_the_caller():
     assert next(ahead) == 1
     with pytest.raises(feed.TrainingError, match="lost"):
         next(ahead)
+
+
+def test_rows_arranged_by_length_are_still_those_of_the_plan():
+    plan = Plan(num_rows=20, global_rows=10, world=1, micro=5, seed=0, steps=2)
+    steps = list(toy.steps_of(plan, 0))
+    swapped = [[second, first] for first, second in steps]
+    shares = feed.feed(swapped, plan, 0, 0, CPU, Phases(CPU), arranged=True)
+    assert [share.rows for share in shares] == [10, 10]
+    with pytest.raises(feed.TrainingError, match="lost the order"):
+        list(feed.feed(swapped, plan, 0, 0, CPU, Phases(CPU)))
+    with pytest.raises(feed.TrainingError, match="lost the order"):
+        list(feed.feed(steps[::-1], plan, 0, 0, CPU, Phases(CPU), arranged=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from mmray.data.order import Plan
 from mmray.errors import TrainingError
 from mmray.train import loop
+from mmray.train.telemetry import PHASES
 from tests.train import toy
 
 
@@ -47,8 +49,11 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one():
     train(again, plan, checkpoints.load(3), first=3, log=second_log)
     for name, value in whole.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
-    numbers = [{k: v for k, v in line.items() if not k.startswith(("time", "thr", "mem"))} for line in log.lines]
-    resumed = [{k: v for k, v in line.items() if not k.startswith(("time", "thr", "mem"))} for line in second_log.lines]
+    measured = ("time", "thr", "mem", "host", "gpu")
+    numbers, resumed = (
+        [{k: v for k, v in line.items() if not k.startswith(measured)} for line in each.lines]
+        for each in (log, second_log)
+    )
     assert resumed == [line for line in numbers if line["step"] in (4, 6, 8)]
 
 
@@ -62,9 +67,9 @@ def test_another_accumulation_takes_the_same_steps():
 def test_a_row_out_of_order_ends_the_run_before_it_counts():
     plan, model = plan_of(4), toy.Toy()
     steps = list(toy.steps_of(plan, 0))
-    steps[2][1]["pos"] = steps[2][1]["pos"].flip(0)
+    steps[2][1]["pos"][0] = 99
     callback = Steps()
-    with pytest.raises(TrainingError, match=r"step 3 on rank 0: row 3 of the share is position 25 where 23 belongs"):
+    with pytest.raises(TrainingError, match=r"step 3 on rank 0: row 3 of the share is position 99 where 23 belongs"):
         loop.run(toy.task(model, plan, callbacks=(callback,)), steps)
     assert [step for step, _ in callback.seen] == [1, 2]
 
@@ -98,7 +103,7 @@ def test_what_is_logged_and_who_is_told():
         log=log,
         callbacks=(callback,),
         save=lambda step, state, metrics: saved.append((step, metrics)),
-        evaluate=lambda step: {"recall_at_1/image_to_text": step / 10},
+        evaluate=lambda step, _: {"recall_at_1/image_to_text": step / 10},
         evaluate_every=4,
     )
     assert [line["step"] for line in log.lines] == [2, 3, 4, 5]  # every 2nd; saved at 3; evaluated at 4; the last
@@ -111,6 +116,8 @@ def test_what_is_logged_and_who_is_told():
     assert [line.get("evaluate/recall_at_1/image_to_text") for line in log.lines] == [None, None, 0.4, 0.5]
     expected = {"train/loss", "train/lr", "train/grad_norm", "train/logit_scale", "train/skipped_steps"}
     expected |= {"time/step_s", "time/data_wait_s", "time/data_wait_share", "throughput/samples_per_s"}
+    expected |= {"time/step_p50_s", "time/step_p95_s", "time/first_step_s", "throughput/tokens_per_s"}
+    expected |= {f"time/{phase}_s" for phase in PHASES} | {"host/cpu_percent", "throughput/tflops_per_device"}
     assert expected | {"memory/peak_gib", "rows_sha"} <= log.lines[0].keys()
     assert [step for step, _ in callback.seen] == [1, 2, 3, 4, 5]
     assert [metrics for _, metrics in callback.seen] == [None, *log.lines]
@@ -137,8 +144,36 @@ def test_mixed_precision_learns(precision):
 
 def test_evaluation_leaves_the_model_training():
     model = toy.Toy(dropout=0.5)
-    train(model, plan_of(4), evaluate=lambda step: {"in_eval": float(not model.eval().training)}, evaluate_every=1)
+    train(model, plan_of(4), evaluate=lambda _, model: {"in_eval": float(not model.eval().training)}, evaluate_every=1)
     assert model.training
+
+
+def test_averaged_weights_are_evaluated_and_go_on_after_a_resume():
+    settings = SimpleNamespace(**{**vars(toy.TRAIN), "ema": 0.8})
+    plan, checkpoints, model, seen = plan_of(8), Checkpoints(), toy.Toy(), []
+    expected = None
+
+    class Naive:
+        def on_step(self, step, metrics):
+            nonlocal expected
+            now = toy.flat(model)
+            expected = now if expected is None else 0.8 * expected + 0.2 * now
+
+    train(
+        model,
+        plan,
+        save=checkpoints.save,
+        train=settings,
+        callbacks=(Naive(),),
+        evaluate=lambda _, averaged: seen.append(toy.flat(averaged)) or {},
+    )
+    torch.testing.assert_close(seen[0], expected)
+    assert not torch.allclose(seen[0], toy.flat(model), atol=1e-4)
+    again = Checkpoints()
+    train(toy.Toy(), plan, checkpoints.load(3), first=3, save=again.save, train=settings)
+    whole, resumed = checkpoints.load(8)[loop.AVERAGE], again.load(8)[loop.AVERAGE]
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 def test_nothing_left_to_do():
@@ -190,6 +225,33 @@ def test_too_many_in_a_row_end_the_run_even_across_a_restart():
     again.step = 3
     with pytest.raises(TrainingError, match="3 steps in a row"):
         train(again, plan_of(6), checkpoints.load(3), first=3, callbacks=(again,))
+
+
+class PoisonedRow(toy.Toy):
+    """Yields NaN for one row, known by its tokens."""
+
+    def forward(self, batch):
+        outputs = super().forward(batch)
+        poison = torch.where(batch["key"] == toy.rows(33, 0)["key"][POISONED], float("nan"), 1.0)
+        return outputs | {"text_embed": outputs["text_embed"] * poison[:, None]}
+
+
+POISONED = 17
+
+
+def test_the_row_on_which_the_model_fails_is_named():
+    plan = Plan(num_rows=33, global_rows=33, world=1, micro=8, seed=1, steps=5)
+    with pytest.raises(TrainingError, match=r"3 steps in a row.*outputs not finite for sample 17\)"):
+        train(PoisonedRow(), plan, names=lambda rows: [f"sample {row}" for row in rows])
+
+
+def test_when_no_row_is_to_blame_the_rows_of_the_step_are_named(monkeypatch):
+    monkeypatch.setattr(loop, "optimizer_step", lambda *given: replace(taken(*given), finite=False))
+    with pytest.raises(TrainingError, match=r"all outputs finite, and the rows are rows 20 to 29 of the run's order"):
+        train(toy.Toy(), plan_of(5))
+
+
+taken = loop.optimizer_step
 
 
 def test_it_runs_without_ray_and_pydantic():

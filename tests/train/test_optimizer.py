@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
+
+from mmray.errors import UsageError
 from mmray.train import optimizer
 from tests.train import toy
 
@@ -10,10 +15,11 @@ def test_matrices_decay_and_nothing_else():
     model = toy.Toy(batch_norm=True)
     adam = optimizer.build(model, toy.OPTIMIZER)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    decay, rest = ({names[p] for p in group["params"]} for group in adam.param_groups)
+    decay, *others = ({names[p] for p in group["params"]} for group in adam.param_groups)
+    rest = set().union(*others)
     assert decay == {"pixels.2.weight", "pixels.6.weight", "words.weight", "caption.1.weight"}
     assert decay | rest == set(names.values())
-    assert [group["weight_decay"] for group in adam.param_groups] == [0.1, 0.0]
+    assert [group["weight_decay"] for group in adam.param_groups] == [0.1, 0.0, 0.0]
     assert "log_scale" in rest
 
 
@@ -27,4 +33,31 @@ def test_frozen_weights_are_left_out():
 def test_the_rate_reaches_every_group():
     adam = optimizer.build(toy.Toy(), toy.OPTIMIZER)
     optimizer.set_lr(adam, 0.125)
-    assert [group["lr"] for group in adam.param_groups] == [0.125, 0.125]
+    assert [group["lr"] for group in adam.param_groups] == [0.125] * 3
+
+
+def test_rates_of_their_own_by_pattern_the_last_counts():
+    model = toy.Toy()
+    section = SimpleNamespace(**vars(toy.OPTIMIZER) | {"lr_scale": ("pixels.*=0.1", "*.bias=2", "log_scale=1e-2")})
+    adam = optimizer.build(model, section)
+    optimizer.set_lr(adam, 0.5)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    rates = {names[weight]: group["lr"] for group in adam.param_groups for weight in group["params"]}
+    assert rates.keys() == set(names.values())
+    assert rates["pixels.2.weight"] == rates["pixels.3.weight"] == 0.05
+    assert rates["pixels.2.bias"] == rates["caption.1.bias"] == 1.0
+    assert rates["words.weight"] == 0.5
+    assert rates["log_scale"] == 0.005
+    decays = {names[weight] for group in adam.param_groups for weight in group["params"] if group["weight_decay"]}
+    assert decays == {name for name, parameter in model.named_parameters() if parameter.ndim >= 2}
+    with pytest.raises(UsageError, match=r"optimizer\.lr_scale: `image\.\*` fits no weight .* log_scale"):
+        optimizer.build(model, SimpleNamespace(**vars(section) | {"lr_scale": ("image.*=0.1",)}))
+
+
+def test_a_group_keeps_its_factor_after_a_resume():
+    model = toy.Toy()
+    section = SimpleNamespace(**vars(toy.OPTIMIZER) | {"lr_scale": ("pixels.*=0.1",)})
+    again = optimizer.build(model, section)
+    again.load_state_dict(optimizer.build(model, section).state_dict())
+    optimizer.set_lr(again, 1.0)
+    assert sorted({group["lr"] for group in again.param_groups}) == [0.1, 1.0]

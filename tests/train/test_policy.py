@@ -1,35 +1,75 @@
 """What happens after a failure, without a cluster."""
 
+import pickle
+
 import pytest
 
-from mmray.errors import DataError, TrainingError
-from mmray.train.policy import Failure, Raise, Retry, decide
+from mmray.errors import DataError, OutOfMemoryError, TrainingError
+from mmray.train.policy import Failure, Raise, Resize, Retry, Room, Shrink, decide, spent
 
 LOST = Failure("lost", RuntimeError("worker died"), step=7)
+SAME = Room(2, 2)
+
+
+def raised(error, step=7):
+    return Failure("raised", error, step)
 
 
 def test_a_lost_worker_is_retried_until_the_budget_is_spent():
-    assert isinstance(decide(LOST, None, attempt=1, max_failures=2), Retry)
-    assert isinstance(decide(LOST, LOST, attempt=2, max_failures=2), Retry)
-    verdict = decide(LOST, LOST, attempt=3, max_failures=2)
+    assert isinstance(decide(LOST, None, 1, 2, SAME), Retry)
+    assert isinstance(decide(LOST, LOST, 2, 2, SAME), Retry)
+    verdict = decide(LOST, LOST, 3, 2, SAME)
     assert isinstance(verdict, Raise) and "cluster.max_failures 2" in str(verdict.error)
 
 
-def test_a_users_error_is_retried_once_and_raised_when_it_comes_back():
-    first = Failure("raised", KeyError("label"), step=7)
-    assert isinstance(decide(first, None, 1, 3), Retry)
-    again = decide(Failure("raised", KeyError("label"), step=7), first, 2, 3)
+@pytest.mark.parametrize("kind", ["lost", "hung", "preempted"])
+def test_what_is_gone_is_replaced_by_as_many_workers_as_fit(kind):
+    verdict = decide(Failure(kind, TrainingError("a node went"), 7), None, 1, 3, Room(world=4, fits=3))
+    assert isinstance(verdict, Resize) and verdict.workers == 3 and verdict.reason.startswith(f"{kind} after step 7")
+    assert isinstance(decide(Failure(kind, TrainingError("a node went"), 7), None, 1, 3, SAME), Retry)
+
+
+def test_a_users_error_is_retried_once_and_raised_with_its_own_traceback_when_it_comes_back():
+    first = raised(KeyError("label"))
+    assert isinstance(decide(first, None, 1, 3, SAME), Retry)
+    error = KeyError("label")
+    error.add_note('Traceback (most recent call last):\n  File "mine.py", line 3, in on_step\n')
+    again = decide(raised(error), first, 2, 3, SAME)
     assert isinstance(again, Raise) and "KeyError: 'label'" in str(again.error)
-    assert isinstance(again.error.__cause__, KeyError)
-    assert isinstance(decide(Failure("raised", KeyError("label"), step=9), first, 2, 3), Retry)
+    assert str(again.error).startswith("Traceback") and 'File "mine.py", line 3' in str(again.error)
+    assert again.error.__cause__ is error
+    assert isinstance(decide(raised(KeyError("label"), 9), first, 2, 3, SAME), Retry)
 
 
 def test_an_error_before_the_first_step_is_raised_at_once():
-    verdict = decide(Failure("raised", ValueError("shape"), step=0), None, 1, 3)
+    verdict = decide(raised(ValueError("shape"), 0), None, 1, 3, SAME)
     assert isinstance(verdict, Raise) and "before any step" in str(verdict.error)
 
 
 @pytest.mark.parametrize("error", [DataError("17 bad rows"), TrainingError("NaN")])
 def test_our_own_errors_are_final_and_keep_their_exit_code(error):
-    verdict = decide(Failure("raised", error, step=7), None, 1, 3)
+    verdict = decide(raised(error), None, 1, 3, Room(2, 1))
     assert isinstance(verdict, Raise) and verdict.error is error
+
+
+def test_without_memory_an_attempt_begins_again_with_smaller_micro_batches():
+    shrink = decide(Failure("raised", OutOfMemoryError("no room", 8), step=0), None, 9, 0, SAME)
+    assert shrink == Shrink(8, "no room")
+    last = decide(Failure("raised", OutOfMemoryError("a single row is too many"), step=7), None, 1, 3, SAME)
+    assert isinstance(last, Raise) and last.error.exit_code == 3
+    again = pickle.loads(pickle.dumps(OutOfMemoryError("no room", 8)))  # as it comes from a worker
+    assert (str(again), again.micro) == ("no room", 8)
+
+
+def test_a_run_that_only_fails_ends_and_one_that_moves_on_does_not():
+    failures, attempts = 0, 0
+    while not isinstance(decide(LOST, LOST, failures, 3, SAME), Raise):
+        failures, attempts = spent(failures, "lost", progressed=False), attempts + 1
+    assert attempts == 4
+    assert spent(3, "lost", progressed=True) == 1
+    assert spent(3, "hung", progressed=False) == 4
+
+
+def test_preemptions_do_not_touch_the_failure_budget():
+    assert spent(2, "preempted", progressed=False) == 2
+    assert isinstance(decide(Failure("preempted", TrainingError("gone"), 7), None, 3, 3, SAME), Retry)

@@ -65,3 +65,16 @@ def test_no_permission_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"choose another --run.storage"):
         create(tmp_path / "file" / "run", config(tmp_path), DATA, "{}")
+
+
+def test_an_address_as_storage_is_refused_with_a_way_out(tmp_path):
+    wanted = config(tmp_path)
+    wanted = wanted.model_copy(update={"run": Run(storage="s3://bucket/runs")})
+    with pytest.raises(UsageError, match=r"run.storage: s3://bucket/runs is an address; .* every node sees"):
+        decide(wanted, DATA, 10)
+
+
+def test_another_tokenizer_is_another_run(tmp_path):
+    create(tmp_path / "mine", config(tmp_path, name="mine"), DATA | {"tokenizer": "ab"}, "{}")
+    with pytest.raises(UsageError, match="data tokenizer: 'ab' -> 'cd'"):
+        decide(config(tmp_path, name="mine"), DATA | {"tokenizer": "cd"}, 10)

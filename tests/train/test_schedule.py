@@ -1,4 +1,4 @@
-"""Warm-up, peak, half a cosine, floor."""
+"""Warm-up, peak, the way down, floor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from mmray.train.schedule import lr_at
 
-SECTION = SimpleNamespace(lr=1.0, warmup_steps=4, final_lr_fraction=0.2)
+SECTION = SimpleNamespace(lr=1.0, warmup_steps=4, final_lr_fraction=0.2, schedule="cosine")
 
 
 def test_known_points():
@@ -20,7 +20,7 @@ def test_known_points():
 
 
 def test_no_warm_up_begins_at_the_peak():
-    assert lr_at(0, SimpleNamespace(lr=3.0, warmup_steps=0, final_lr_fraction=0.0), 10) == 3.0
+    assert lr_at(0, SimpleNamespace(lr=3.0, warmup_steps=0, final_lr_fraction=0.0, schedule="cosine"), 10) == 3.0
 
 
 @pytest.mark.parametrize("total_steps", [1, 4, 5])
@@ -30,3 +30,14 @@ def test_a_run_shorter_than_its_warm_up_has_positive_rates(total_steps):
 
 def test_beyond_the_end_it_stays_at_the_floor():
     assert lr_at(40, SECTION, 12) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "half", "last"), [("linear", 0.6, 0.2), ("constant", 1.0, 1.0), ("cooldown", 1.0, 0.2)]
+)
+def test_other_ways_down(schedule, half, last):
+    section = SimpleNamespace(**{**vars(SECTION), "schedule": schedule, "cooldown_fraction": 0.25})
+    rates = [lr_at(step, section, 12) for step in range(13)]
+    assert (rates[4], rates[8], rates[12]) == pytest.approx((1.0, half, last))
+    if schedule == "cooldown":
+        assert rates[10:12] == pytest.approx([1.0, 0.6])  # it falls in the last quarter of the eight steps

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 
+import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from mmray.train.telemetry import MetricsLog, PeakMemory, Rates, rows_sha
+from mmray.train.advice import Advising, advice
+from mmray.train.flops import model_flops
+from mmray.train.profiling import profiled
+from mmray.train.telemetry import PHASES, RECENT_STEPS, MetricsLog, PeakMemory, Phases, Rates, rows_sha
+from tests.train import toy
 
 
 def lines_of(folder):
@@ -40,18 +46,99 @@ def test_a_line_is_on_disk_at_once_and_is_strict_json(tmp_path):
 
 
 def test_rates_leave_the_first_step_out():
-    rates = Rates()
-    rates.add(step_s=100, wait_s=90, rows=64)
-    assert rates.take() == {}
-    rates.add(step_s=1, wait_s=0.25, rows=64)
-    rates.add(step_s=3, wait_s=0.75, rows=32)
-    assert rates.take() == {
+    phases = Phases(torch.device("cpu"))
+    rates = Rates(phases)
+    with phases("forward"):
+        time.sleep(0.2)
+    rates.add(step_s=100, wait_s=90, rows=64, tokens=9)
+    assert rates.take(world=2) == {}
+    for _ in range(2):
+        with phases("backward"):
+            time.sleep(0.01)
+    rates.add(step_s=1, wait_s=0.25, rows=64, tokens=6)
+    rates.add(step_s=3, wait_s=0.75, rows=32, tokens=6)
+    taken = rates.take(world=2)
+    assert 0.01 <= taken.pop("time/backward_s") < 0.1
+    assert {name: taken.pop(f"time/{name}_s") for name in PHASES if name != "backward"} == {
+        name: 0.0 for name in PHASES if name != "backward"
+    }
+    assert taken == {
         "time/step_s": 2,
+        "time/step_p50_s": 2,
+        "time/step_p95_s": pytest.approx(2.9),
+        "time/first_step_s": 100,
         "time/data_wait_s": 0.5,
         "time/data_wait_share": 0.25,
         "throughput/samples_per_s": 24,
+        "throughput/tokens_per_s": 6,
     }
-    assert rates.take() == {}
+    assert rates.take(world=2) == {}
+
+
+def test_what_a_step_is_asked_costs_little():
+    """Twenty phases a step, far more than a step has, stay under a thousandth of a step of 0.2 seconds."""
+    phases = Phases(torch.device("cpu"))
+    began_s = time.perf_counter()
+    for _ in range(200):
+        for _ in range(20):
+            with phases("forward"):
+                pass
+        phases.take_s()
+    assert (time.perf_counter() - began_s) / 200 < 2e-3 * 0.2 * 5  # five times over, for a busy machine
+
+
+def test_work_is_counted_as_by_hand():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16, bias=False), torch.nn.Linear(16, 4, bias=False))
+    forward = 2 * 5 * (8 * 16 + 16 * 4)
+    assert model_flops(model, torch.ones(5, 8), toy.FP32) == 3 * forward
+    branched, batch = toy.Branched(), toy.rows(5, 0)
+    whole = model_flops(branched, batch, toy.FP32)
+    for parameter in branched.image.parameters():
+        parameter.requires_grad_(False)
+    image = 2 * 5 * (3 * toy.SIDE * toy.SIDE * 16 + 16 * 8)
+    assert whole - model_flops(branched, batch, toy.FP32) == 2 * image
+
+
+@pytest.mark.parametrize(
+    ("wait", "workers", "prepared", "said"),
+    [
+        (0.62, 2, 0, "input-bound 62%: 4 more CPU workers or --prepare.image-side 256 would feed this GPU"),
+        (0.2, 2, 256, "input-bound 20%: 1 more CPU worker would feed this GPU"),
+        (0.1, 2, 0, None),
+    ],
+)
+def test_advice(wait, workers, prepared, said):
+    assert advice(wait, workers, prepared, 224, "GPU") == said
+
+
+def test_advice_is_given_every_so_many_steps_over_what_was_between():
+    said = []
+    advising = Advising(said.append)
+    for step in range(10, 310, 10):
+        advising.on_step(step, {"time/data_wait_share": 0.5 if step <= 100 else 0.1})
+        advising.on_step(step + 1, None)
+    assert said == pytest.approx([0.5, 0.1, 0.1])
+
+
+def test_a_profile_of_some_steps_is_written(tmp_path):
+    file = tmp_path / "profile" / "rank-0.json"
+    with profiled(2, file, torch.device("cpu")) as step_done:
+        for _ in range(6):
+            torch.ones(3) + 1
+            step_done()
+    trace = json.loads(file.read_text())
+    assert sum(event.get("name") == "aten::add" for event in trace["traceEvents"]) == 2
+    with profiled(0, tmp_path / "none.json", torch.device("cpu")) as step_done:
+        step_done()
+    assert not (tmp_path / "none.json").exists()
+
+
+def test_percentiles_are_of_the_recent_steps_and_not_of_one_window():
+    rates = Rates(Phases(torch.device("cpu")))
+    for step in range(1 + RECENT_STEPS + 100):
+        rates.add(step_s=50 if step <= 100 else step % 100 + 1, wait_s=0, rows=1, tokens=1)
+        taken = rates.take(world=1)
+    assert (taken["time/step_p50_s"], taken["time/step_p95_s"]) == (50.5, pytest.approx(95.05, abs=0.05))
 
 
 def test_rows_sha_names_the_set_and_not_its_order():

@@ -6,10 +6,11 @@ import os
 import pytest
 
 from mmray.errors import DataError, TrainingError
+from mmray.report.at_end import draw_at_end
 from mmray.train.scoring import export_run, score_run
 from mmray.train.trainer import train
 from tests.made import make_set, row
-from tests.train.runs import STEPS, Silent, config, marks, same_weights, weights
+from tests.train.runs import STEPS, Silent, config, lines, marks, same_weights, weights
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +40,9 @@ def test_a_run_leaves_its_files_and_figures(unkilled):
     )
     assert sorted(path.name for path in (outcome.path / "checkpoints").iterdir() if path.name.startswith("step-"))[-1]
     assert list(outcome.path.glob("events.*"))
+    examples = json.loads((outcome.path / "examples.json").read_text())
+    assert (examples["step"], examples["rows"]) == (STEPS, 20) and examples["pictures"]
+    assert ("report", str(outcome.path / "report.html")) in listener.notes and (outcome.path / "report.html").exists()
     assert listener.steps == list(range(1, STEPS + 1))
     assert ("batch", "micro 4 x accumulation 2 x workers 2 = 16 rows a step") in listener.notes
 
@@ -58,6 +62,21 @@ def test_killed_in_mid_epoch_is_the_same_as_never_killed(unkilled, data, tmp_pat
     assert outcome.result["wasted_steps"] >= 1
     assert marks(outcome.path) == marks(calm.path)
     assert same_weights(weights(outcome.path), weights(calm.path))
+
+
+@pytest.mark.cluster
+def test_without_room_where_ranks_cannot_vote_the_group_begins_again_with_smaller_micro_batches(
+    unkilled, data, tmp_path
+):
+    listener = Silent()
+    cramped = config(data, tmp_path, "cramped", callbacks=("tests.train.faults:NoRoomOnRankOneOnce",))
+    outcome = train(cramped, listener)
+    calm, _ = unkilled
+    assert (outcome.result["status"], outcome.result["restarts"]) == ("finished", 1)
+    assert marks(outcome.path) == marks(calm.path)
+    micros = [line["batch/micro"] for line in lines(outcome.path)]
+    assert micros[:3] == [4] * 3 and micros[3:] == [2] * (STEPS - 3)
+    assert any("no room for step 6 in the optimizer" in text for _, text in listener.notes)
 
 
 def test_stopped_and_started_again_is_the_same(unkilled, data, tmp_path):
@@ -83,12 +102,19 @@ def test_a_users_own_error_is_told(data, local_ray, tmp_path):
     with pytest.raises(TrainingError, match="KeyError: 'label'"):
         train(wanted, Silent())
     assert json.loads((tmp_path / "buggy" / "result.json").read_text())["status"] == "failed"
+    assert "KeyError: &#39;label&#39;" in (tmp_path / "buggy" / "report.html").read_text()
+
+
+def test_a_report_that_cannot_be_drawn_is_told_and_costs_nothing(tmp_path):
+    listener = Silent()
+    draw_at_end(tmp_path, listener.note)  # a folder without a run
+    assert listener.notes[0][0] == "report" and "UsageError" in listener.notes[0][1]
 
 
 def test_bad_rows_over_the_budget_end_the_run_with_their_names(local_ray, tmp_path):
     rows = [row(number, b"broken" if number % 4 == 0 else None) for number in range(50)]
     make_set(tmp_path / "set", rows)
-    with pytest.raises(DataError, match=r"3 rows could not be read .*row-\d+, made:\d+"):
+    with pytest.raises(DataError, match=r"[3-9] rows could not be read .*row-\d+, made:\d+"):
         train(config(tmp_path / "set", tmp_path, "bad"), Silent())
     named = [json.loads(line) for line in (tmp_path / "bad" / "quarantine.jsonl").read_text().splitlines()]
     assert all(entry["row"] % 4 == 0 and entry["stage"] == "train" for entry in named)

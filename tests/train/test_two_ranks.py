@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from mmray.data.order import Plan
+from mmray.objectives.contrastive import Contrastive
 from mmray.train import loop
 from mmray.train.group import Group
 from tests.train import toy, two_ranks
-
-
-@pytest.fixture(scope="module")
-def played(tmp_path_factory):
-    """Results of all scenes, by rank."""
-    folder = tmp_path_factory.mktemp("two-ranks")
-    mp.spawn(two_ranks.play, args=(str(folder),), nprocs=two_ranks.WORLD)
-    results = [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(two_ranks.WORLD)]
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return results, [json.loads(line) for line in lines]
 
 
 @pytest.mark.parametrize("scene", ["whole_shares", "accumulated_shares"])
@@ -30,6 +18,18 @@ def test_two_ranks_are_one_rank(played, scene):
     assert (one - toy.flat(toy.Toy().double())).abs().max() > 0.01
     for result in played[0]:
         torch.testing.assert_close(result[scene], one, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", two_ranks.KINDS)
+def test_two_ranks_are_one_rank_in_every_objective(played, kind):
+    one = toy.flat(two_ranks.steps_of_a_kind(Group(), 21, kind))
+    assert (one - toy.flat(toy.Toy(kind=kind).double())).abs().max() > 0.01
+    for result in played[0]:
+        torch.testing.assert_close(result["every_kind"][kind], one, rtol=0, atol=1e-9)
+
+
+def test_a_shift_brings_the_other_ranks_rows(played):
+    assert [result["around_the_ring"].tolist() for result in played[0]] == [[1, 1], [0, 0]]
 
 
 def test_a_rank_without_rows_takes_part(played):
@@ -73,3 +73,50 @@ def test_the_loop_takes_the_same_steps_at_one_rank(played):
         assert [line[key] for line in lines] == [line[key] for line in log.lines]
     for key in ("train/loss", "train/loss_image_to_text", "train/grad_norm", "train/logit_scale", "train/lr"):
         assert [line[key] for line in lines] == pytest.approx([line[key] for line in log.lines], abs=1e-9)
+
+
+SHRUNK = [*((place, Contrastive) for place in toy.PLACES)]
+SHRUNK += [(f"row by row: {place}", toy.Regression) for place in two_ranks.ROW_BY_ROW_PLACES]
+
+
+@pytest.mark.parametrize(("scene", "objective"), SHRUNK)
+def test_a_step_without_room_on_one_rank_is_taken_again_in_smaller_micro_batches(played, scene, objective):
+    """Shrunk = never shrunk, wherever in the step it was; the ranks vote, go on together, and the rows are named."""
+    plain = two_ranks.cramped(Group(), "nowhere", objective())
+    assert plain["micros"] == [4] * 4
+    for result in played[0]:
+        shrunk = result["without_room"][scene]
+        torch.testing.assert_close(shrunk["weights"], plain["weights"], rtol=0, atol=1e-9)
+        assert shrunk["micros"] == [4, 2, 2, 2]  # lines of steps 2, 4, 6 and 8
+        place = scene.removeprefix("row by row: ")
+        names = ", ".join(f"row {row}" for row in rows_of(step=2, rank=1)[:4])
+        (told,) = shrunk["told"]
+        assert (
+            f"no room for step 3 in micro-batches of 4 rows (rank 1, with {names} and 4 more: no room at {place})"
+            in told
+        )
+        assert told.endswith("the same rows again, 2 at a time")
+
+
+def rows_of(step, rank):
+    plan = Plan(num_rows=60, global_rows=16, world=2, micro=4, seed=1, steps=8)
+    positions = plan.positions(step, rank)
+    return [int(row) for row in plan.rows_at(positions[positions >= 0])]
+
+
+def test_without_room_for_one_row_there_is_a_clear_error_on_every_rank(played):
+    for result in played[0]:
+        told = result["without_room_for_one_row"]
+        assert told.startswith("0 no room for step 3 in micro-batches of 1 rows (rank 1, with row")
+        assert "--model.inputs.image-side" in told
+
+
+def test_ranks_agree_on_the_largest_micro_batch_that_fits_them_all(played):
+    assert [result["rehearsals"] for result in played[0]] == [{"both": 3, "all": 12}] * 2
+
+
+def test_without_room_where_the_ranks_have_parted_the_error_carries_the_smaller_micro_batch(played):
+    left, met = (result["parting"] for result in played[0])
+    assert met["micro"] == 2
+    assert "no room at synchronising backward" in met["error"]
+    assert left["error"].startswith("a broken collective")

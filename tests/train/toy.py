@@ -11,29 +11,55 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmray import objectives
 from mmray.data.order import Plan
+from mmray.objectives.build import terms_of
 from mmray.objectives.contrastive import Contrastive
-from mmray.train import loop, optimizer, parallel
+from mmray.objectives.matching import gumbel
+from mmray.train import clip, loop, optimizer, parallel
 from mmray.train.feed import share_of
 from mmray.train.group import Group
 from mmray.train.precision import Precision
 from mmray.train.seeding import micro_seed, seeded
 from mmray.train.step import Learner
+from mmray.train.telemetry import Phases
 
 SEED = 7
 VOCAB = 23
 SIDE = 4
+CLASSES = 5
 OPTIMIZER = SimpleNamespace(
-    lr=0.01, final_lr_fraction=0.0, warmup_steps=2, weight_decay=0.1, betas=(0.9, 0.98), eps=1e-6, clip_norm=1.0
+    lr=0.01,
+    final_lr_fraction=0.0,
+    warmup_steps=2,
+    weight_decay=0.1,
+    betas=(0.9, 0.98),
+    eps=1e-6,
+    clip_norm=1.0,
+    freeze=(),
+    lr_scale=(),
 )
-TRAIN = SimpleNamespace(precision="fp32", seed=SEED, log_every=2, checkpoint_every=3, max_nonfinite=3)
+vars(OPTIMIZER).update(clip="global", schedule="cosine")
+
+TRAIN = SimpleNamespace(precision="fp32", seed=SEED, log_every=2, checkpoint_every=3, max_nonfinite=3, ema=0.0)
+STRATEGY = {
+    "parallel": "ddp",
+    "bucket_mb": 25.0,
+    "gradient_views": True,
+    "compress": "none",
+    "refit_every": 3,
+    "profile": 0,
+}
+vars(TRAIN).update(STRATEGY)
 FP32 = Precision("fp32", None, "cpu")
 
 
 class Toy(nn.Module):
-    """Two small towers; dropout, and BatchNorm in the image tower, where asked for."""
+    """Two small towers; dropout, BatchNorm in the image tower, and what an objective reads, where asked for."""
 
-    def __init__(self, dropout: float = 0.0, batch_norm: bool = False, width: int = 16, dim: int = 8):
+    def __init__(
+        self, dropout: float = 0.0, batch_norm: bool = False, width: int = 16, dim: int = 8, kind: str = "contrastive"
+    ):
         super().__init__()
         with seeded(1, torch.device("cpu")):
             self.pixels = nn.Sequential(
@@ -48,21 +74,135 @@ class Toy(nn.Module):
             self.words = nn.Embedding(VOCAB, width)
             self.caption = nn.Sequential(nn.Dropout(dropout), nn.Linear(width, dim))
             self.log_scale = nn.Parameter(torch.tensor(math.log(1 / 0.2)))
+            if "sigmoid" in kind:
+                self.bias = nn.Parameter(torch.tensor(-1.0))
+            if "matching" in kind:
+                both = nn.Linear(2 * dim, width)
+                self.fuse = nn.Sequential(both, nn.GELU(), nn.Dropout(dropout), nn.Linear(width, 1))
+            if "classification" in kind:
+                self.classes = nn.Linear(dim, CLASSES)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         kind = self.log_scale.dtype
         image = self.pixels(batch["image"].to(kind) / 255 - 0.5)
-        mask = batch["attention_mask"][..., None].to(kind)
-        text = self.caption((self.words(batch["input_ids"]) * mask).sum(1) / mask.sum(1))
-        return {
+        text = self.read(batch["input_ids"], batch["attention_mask"])
+        outputs = {
             "image_embed": F.normalize(image, dim=-1),
             "text_embed": F.normalize(text, dim=-1),
             "logit_scale": self.log_scale.exp(),
         }
+        if hasattr(self, "bias"):
+            outputs["logit_bias"] = self.bias * 1
+        if hasattr(self, "classes"):
+            outputs["class_logits"] = self.classes(image)
+        if "negative_ids" in batch:
+            other = self.read(batch["negative_ids"], batch["negative_mask"])
+            outputs["match"] = self.fuse(torch.cat([image, text], dim=1))[:, 0]
+            outputs["match_negative"] = self.fuse(torch.cat([image, other], dim=1))[:, 0]
+        return outputs
+
+    def read(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        mask = attention_mask[..., None].to(self.log_scale.dtype)
+        text: Tensor = self.caption((self.words(input_ids) * mask).sum(1) / mask.sum(1))
+        return text
 
     def constrain(self) -> None:
         with torch.no_grad():
             self.log_scale.clamp_(max=math.log(100))
+
+
+class ToyPixels(nn.Module):
+    def __init__(self, width: int, dim: int):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE * SIDE, width), nn.GELU(), nn.Linear(width, dim))
+
+    def forward(self, image: Tensor) -> Tensor:
+        return F.normalize(self.layers(image.to(self.layers[1].weight.dtype) / 255 - 0.5), dim=-1)
+
+
+class ToyWords(nn.Module):
+    def __init__(self, width: int, dim: int):
+        super().__init__()
+        self.words = nn.Embedding(VOCAB, width)
+        self.blocks = nn.ModuleList([nn.Linear(width, width), nn.Linear(width, dim)])
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        mask = attention_mask[..., None].to(self.words.weight.dtype)
+        pooled = (self.words(input_ids) * mask).sum(1) / mask.sum(1)
+        return F.normalize(self.blocks[1](F.gelu(self.blocks[0](pooled))), dim=-1)
+
+
+class Branched(nn.Module):
+    """A toy with two branches that share nothing but the loss, as strategies want it."""
+
+    def __init__(self, width: int = 16, dim: int = 8):
+        super().__init__()
+        with seeded(1, torch.device("cpu")):
+            self.image, self.text = ToyPixels(width, dim), ToyWords(width, dim)
+            self.log_scale = nn.Parameter(torch.tensor(math.log(1 / 0.2)))
+
+    def branches(self) -> dict[str, nn.Module]:
+        return {"image": self.image, "text": self.text}
+
+    def shared_outputs(self) -> dict[str, Tensor]:
+        return {"logit_scale": self.log_scale.exp()}
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        text = self.text(batch["input_ids"], batch["attention_mask"])
+        return {"image_embed": self.image(batch["image"]), "text_embed": text, **self.shared_outputs()}
+
+
+# Where rank 1 of a step with two micro-batches or more can meet the end of its memory.
+PLACES = ("forward", "embedding", "loss", "backward", "last forward")
+
+
+class Fault:
+    """Raises torch's OutOfMemoryError once, at `place` of step `at_step`; and at any size above `most_rows`."""
+
+    def __init__(self, place: str, at_step: int = 1, most_rows: int = 10**9):
+        self.place, self.at_step, self.most_rows = place, at_step, most_rows
+        self.step, self.forwards, self.raised = 1, 0, False
+
+    def on_step(self, step, metrics):
+        self.step, self.forwards = step + 1, 0
+
+    def at(self, place: str, rows: int = 0) -> None:
+        if rows > self.most_rows or (place == self.place and self.step == self.at_step and not self.raised):
+            self.raised = True
+            raise torch.OutOfMemoryError(f"no room at {place}")
+
+
+class Cramped(Toy):
+    """A toy that meets the end of its memory where its fault says."""
+
+    def __init__(self, fault: Fault, micros: int = 2):
+        super().__init__()
+        self.fault, self.micros = fault, micros
+
+    def forward(self, batch):
+        rows = len(batch["valid"])
+        if not torch.is_grad_enabled():
+            self.fault.at("embedding", rows)
+            return super().forward(batch)
+        self.fault.forwards += 1
+        first = self.fault.forwards == 1
+        self.fault.at("forward" if first else "last forward", rows)
+        outputs = super().forward(batch)
+        place = "backward" if first else "synchronising backward"
+        outputs["image_embed"].register_hook(lambda gradient: self.fault.at(place))
+        return outputs
+
+
+def crampable(objective, fault: Fault):
+    """The objective, whose loss meets the end of memory where the fault says."""
+    measure = objective.measure
+
+    def cramped(outputs, batch, everyone=None):
+        fault.at("loss")
+        return measure(outputs, batch, everyone)
+
+    objective.measure = cramped
+    return objective
 
 
 def rows(num: int, step: int, invalid: tuple[int, ...] = (), longest: int = 6) -> dict[str, Tensor]:
@@ -77,6 +217,7 @@ def rows(num: int, step: int, invalid: tuple[int, ...] = (), longest: int = 6) -
         "attention_mask": (torch.arange(longest) < num_tokens[:, None]).long(),
         "key": torch.randint(-(2**62), 2**62, (num,), generator=draw),
         "valid": valid,
+        "label": torch.randint(-1, CLASSES, (num,), generator=draw),
         "pos": torch.arange(num) + step * num,
     }
 
@@ -103,6 +244,8 @@ def learner(model: nn.Module, group: Group | None = None, objective=None, precis
         precision=precision,
         optimizer=optimizer.build(model, OPTIMIZER),
         scaler=scaler or precision.scaler(),
+        clip_groups=clip.groups_of(model, OPTIMIZER.clip),
+        phases=Phases(torch.device("cpu")),
         clip_norm=OPTIMIZER.clip_norm,
     )
 
@@ -115,17 +258,92 @@ def naive_contrastive(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
     return (to_text + to_image) / 2
 
 
-def reference_gradients(model: nn.Module, micros: list[dict[str, Tensor]], step: int) -> Tensor:
+def naive_sigmoid(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    """The formula: z is 1 for a pair that belongs together, else -1."""
+    z = 2 * torch.eye(len(image), dtype=image.dtype) - 1
+    return -(1 / (1 + (-z * (scale * image @ text.T + bias)).exp())).log().sum() / len(image)
+
+
+def naive_matching(match: Tensor, negative: Tensor, asked: Tensor) -> Tensor:
+    own = F.binary_cross_entropy_with_logits(match, torch.ones_like(match), reduction="sum")
+    other = F.binary_cross_entropy_with_logits(negative[asked], torch.zeros_like(negative[asked]), reduction="sum")
+    return (own + other) / (2 * len(match))
+
+
+def naive_negatives(outputs: list[dict[str, Tensor]], micros: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """The micro-batches with a hard negative for each row, chosen row by row in Python."""
+    captions = [
+        tuple(ids[mask.bool()].tolist())
+        for micro in micros
+        for ids, mask in zip(micro["input_ids"], micro["attention_mask"], strict=True)
+    ]
+    valid, pos = (torch.cat([micro[name] for micro in micros]) for name in ("valid", "pos"))
+    image, text = (torch.cat([out[name] for out in outputs]) for name in ("image_embed", "text_embed"))
+    noise = gumbel(pos, pos)
+    chosen = []
+    for row, own in enumerate(captions):
+        others = [other for other in range(len(captions)) if valid[other] and captions[other] != own]
+        scores = (outputs[0]["logit_scale"] * image[row] @ text[others].T + noise[row, others]).tolist()
+        chosen.append(captions[others[scores.index(max(scores))]] if others else None)
+    found, first = [], 0
+    for micro in micros:
+        mine, first = chosen[first : first + len(micro["valid"])], first + len(micro["valid"])
+        ids = torch.zeros(len(mine), 6, dtype=torch.long)
+        for target, caption in zip(ids, mine, strict=True):
+            target[: len(caption or ())] = torch.tensor(caption or (), dtype=torch.long)
+        mask = (torch.arange(6) < torch.tensor([len(caption or (1,)) for caption in mine])[:, None]).long()
+        asked = torch.tensor([caption is not None for caption in mine])
+        found.append(micro | {"negative_ids": ids, "negative_mask": mask, "has_negative": asked})
+    return found
+
+
+def naive_loss(kind: str, outputs: list[dict[str, Tensor]], micros: list[dict[str, Tensor]]) -> Tensor:
+    """The objective `kind` by its formulas, each term the mean over what it counts."""
+    valid = torch.cat([micro["valid"] for micro in micros])
+    out = {
+        name: outputs[0][name] if value.ndim == 0 else torch.cat([some[name] for some in outputs])[valid]
+        for name, value in outputs[0].items()
+    }
+    columns = {
+        name: torch.cat([micro[name] for micro in micros])[valid]
+        for name in ("label", "has_negative")
+        if name in micros[0]
+    }
+    formulas = {
+        "contrastive": lambda: naive_contrastive(out["image_embed"], out["text_embed"], out["logit_scale"]),
+        "sigmoid": lambda: naive_sigmoid(*(out[n] for n in ("image_embed", "text_embed", "logit_scale", "logit_bias"))),
+        "matching": lambda: naive_matching(out["match"], out["match_negative"], columns["has_negative"]),
+        "classification": lambda: F.cross_entropy(
+            out["class_logits"][columns["label"] >= 0], columns["label"][columns["label"] >= 0], label_smoothing=0.1
+        ),
+    }
+    return sum(weight * formulas[name]() for name, weight in terms_of(kind).items())
+
+
+def reference_gradients(
+    model: nn.Module, micros: list[dict[str, Tensor]], step: int, kind: str = "contrastive"
+) -> Tensor:
     """Forward the micro-batches singly under the same RNG, keep all graphs, one loss, one backward; the loss."""
-    outputs, kept = [], share_of(micros).micros
-    for index, micro in enumerate(kept):
-        with seeded(micro_seed(SEED, step, 0, index), torch.device("cpu")):
-            outputs.append(model(micro))
-    valid = torch.cat([micro["valid"] for micro in kept])
-    image, text = (torch.cat([out[name] for out in outputs])[valid] for name in ("image_embed", "text_embed"))
-    loss = naive_contrastive(image, text, outputs[0]["logit_scale"])
+
+    def forward(given: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        outputs = []
+        for index, micro in enumerate(given):
+            with seeded(micro_seed(SEED, step, 0, index), torch.device("cpu")):
+                outputs.append(model(micro))
+        return outputs
+
+    kept = share_of(micros).micros
+    if "matching" in kind:
+        with torch.no_grad():
+            kept = naive_negatives(forward(kept), kept)
+    loss = naive_loss(kind, forward(kept), kept)
     loss.backward()
     return loss.detach()
+
+
+def objective(kind: str, chunk: int = 4):
+    """An objective as objectives/build.py makes it; `chunk` is small, so that sigmoid takes several."""
+    return objectives.build(SimpleNamespace(kind=kind, label_smoothing=0.1, chunk=chunk))
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -165,7 +383,7 @@ class Lines:
 def task(model: nn.Module, plan: Plan, group: Group | None = None, **options) -> loop.Task:
     """A task for the loop with the settings above."""
     given = {"objective": Contrastive(), "train": TRAIN, "optimizer": OPTIMIZER} | options
-    return loop.Task(model=model, plan=plan, group=group or Group(), **given)
+    return loop.Task(votes=True, model=model, plan=plan, group=group or Group(), **given)
 
 
 def steps_of(plan: Plan, rank: int, first: int = 0) -> Iterator[list[dict[str, Tensor]]]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import os
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mmray.data.order import Plan
-from mmray.train import loop
+from mmray.errors import OutOfMemoryError
+from mmray.objectives.contrastive import Contrastive
+from mmray.train import loop, memory, optimizer
 from mmray.train.feed import share_of
 from mmray.train.group import Group
 from mmray.train.seeding import micro_seed
@@ -24,6 +29,12 @@ ROWS = 21  # the second rank gets one row of padding
 INVALID = (2, 5, 6, 7)
 STEPS = 20
 GLOBAL_ROWS = 10
+KINDS = (
+    "sigmoid",
+    "matching",
+    "contrastive + 0.5 * matching + 0.25 * classification",
+    "sigmoid + 0.5 * contrastive",
+)
 
 
 def play(rank: int, folder: str) -> None:
@@ -35,7 +46,7 @@ def play(rank: int, folder: str) -> None:
     group = Group.current()
     results = {scene.__name__: scene(group, Path(folder)) for scene in SCENES}
     torch.save(results, f"{folder}/rank-{rank}.pt")
-    group.barrier()
+    # No barrier: the last scene broke the group.
     # Past the interpreter's own end: gloo's threads may still be giving back the tensors of the last collective, for
     # which they need the GIL, and where that is gone they abort the process (seen in 1 of 20 runs on a busy machine).
     os._exit(0)
@@ -51,8 +62,10 @@ def share_of_rank(batch: dict[str, torch.Tensor], group: Group) -> dict[str, tor
     return padded
 
 
-def steps_of_a_model(group: Group, micro: int, invalid: tuple[int, ...] = INVALID, **options: Any) -> torch.nn.Module:
-    model = toy.Toy().double()
+def steps_of_a_model(
+    group: Group, micro: int, invalid: tuple[int, ...] = INVALID, model: torch.nn.Module | None = None, **options: Any
+) -> torch.nn.Module:
+    model = model or toy.Toy().double()
     learner = toy.learner(model, group, **options)
     for step in range(STEPS):
         share = share_of(toy.cut(share_of_rank(toy.rows(ROWS, step, invalid), group), micro))
@@ -92,13 +105,12 @@ def not_a_number_on_one_rank(group: Group, folder: Path) -> dict[str, Any]:
 def gathering(group: Group, folder: Path) -> dict[str, Any]:
     """Each rank weighs all rows by its own number; a row's gradient is the sum of the weights."""
     rows = torch.arange(6.0).reshape(3, 2) + 10 * group.rank
-    rows.requires_grad_()
     everyone = group.gather(rows)
-    (everyone.sum() * (group.rank + 1)).backward()
+    gradient = group.gather_back(torch.full_like(everyone, group.rank + 1.0))
     uneven = group.gather_plain(torch.full((2 + group.rank,), group.rank))
     return {
-        "everyone": everyone.detach(),
-        "gradient": rows.grad,
+        "everyone": everyone,
+        "gradient": gradient,
         "uneven": uneven,
         "told": group.broadcast_object({"rank": group.rank}),
     }
@@ -117,12 +129,140 @@ def whole_loop(group: Group, folder: Path) -> dict[str, Any]:
     return {"status": outcome.status, "steps": outcome.steps, "weights": toy.flat(model), "metrics": outcome.metrics}
 
 
+def cramped(group: Group, place: str, objective: Any = None, micro: int = 4) -> dict[str, Any]:
+    """A run in which rank 1 alone meets the end of its memory once, at `place`; what it came to, and what was told."""
+    fault = toy.Fault(place if group.rank == 1 else "nowhere", at_step=3)
+    log, told = toy.Lines(), []
+    plan = Plan(num_rows=60, global_rows=16, world=group.world, micro=micro, seed=1, steps=8)
+    model = toy.Cramped(fault).double()
+    task = toy.task(
+        model,
+        plan,
+        group,
+        objective=toy.crampable(objective or Contrastive(), fault),
+        log=log,
+        callbacks=(fault,),
+        note=lambda text, label: told.append(text),
+    )
+    outcome = loop.run(task, toy.steps_of(plan, group.rank))
+    micros = [line["batch/micro"] for line in log.lines]
+    return {"weights": toy.flat(model), "status": outcome.status, "micros": micros, "told": told}
+
+
+def without_room(group: Group, folder: Path) -> dict[str, Any]:
+    scenes = {place: cramped(group, place) for place in toy.PLACES}
+    return scenes | {f"row by row: {place}": cramped(group, place, toy.Regression()) for place in ROW_BY_ROW_PLACES}
+
+
+def without_room_for_one_row(group: Group, folder: Path) -> str:
+    try:
+        cramped(group, "forward", micro=1)
+    except OutOfMemoryError as error:
+        return f"{error.micro} {error}"
+    return "it went on"
+
+
+def rehearsals(group: Group, folder: Path) -> dict[str, int]:
+    """Rank 1 has room for fewer rows than rank 0."""
+    found = {}
+    for name, limits in {"both": (6, 3), "all": (99, 99)}.items():
+        model = toy.Cramped(toy.Fault("nowhere", most_rows=limits[group.rank]))
+        learner = replace(toy.learner(toy.Toy(), group), model=model, optimizer=optimizer.build(model, toy.OPTIMIZER))
+        found[name] = memory.rehearse(learner, lambda rows: toy.rows(rows, 0), share=12, micro=None).micro
+    return found
+
+
+def parting(group: Group, folder: Path) -> dict[str, Any]:
+    """Rank 1 meets the end of its memory in the synchronising backward: rank 0 is left in it. The last scene of all."""
+    try:
+        cramped(group, "synchronising backward")
+    except OutOfMemoryError as error:
+        return {"error": str(error), "micro": error.micro}
+    except RuntimeError as error:
+        return {"error": f"a broken collective: {error}", "micro": -1}
+    return {"error": "it went on", "micro": -1}
+
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "ddp, small buckets, gradients apart": {"bucket_mb": 0.001, "gradient_views": False},
+    "fsdp": {"parallel": "fsdp"},
+    "ddp, bf16 on the way": {"compress": "bf16"},
+    "ddp, fp16 on the way": {"compress": "fp16"},
+}
+
+
+def strategy(group: Group, objective: Any, first: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
+    """Eight steps under a strategy (the last six, from `first`): weights, losses, and the state after the second."""
+    log, states, model = toy.Lines(), {}, toy.Branched().double()
+    plan = Plan(num_rows=30, global_rows=12, world=group.world, micro=3, seed=1, steps=8)
+    train = SimpleNamespace(**vars(toy.TRAIN) | {"log_every": 1, "checkpoint_every": 2} | settings)
+
+    def evaluate(step: int, _: Any) -> dict[str, float]:
+        """Each rank forwards as often as its own rows take: no rank may wait for another."""
+        for _ in range(1 + group.rank):
+            model(toy.rows(2, 0))
+        return {"scored": 1.0}
+
+    def save(step: int, state: dict[str, Any], metrics: dict[str, Any]) -> None:
+        states[step] = copy.deepcopy(state)
+
+    options = {"objective": objective, "train": train, "log": log, "save": save, "evaluate": evaluate}
+    task = toy.task(model, plan, group, **options, evaluate_every=3, devices=(group.device, group.device))
+    loop.run(task, toy.steps_of(plan, group.rank, 2 if first else 0), first)
+    weights = torch.cat([tensor.flatten() for tensor in states[8]["model"].values()])
+    return {"weights": weights, "losses": [line["train/loss"] for line in log.lines], "state": states.get(2)}
+
+
+def strategies(group: Group, folder: Path) -> dict[str, Any]:
+    return {
+        f"{name}: {objective.__name__}": strategy(group, objective(), **settings)
+        for name, settings in STRATEGIES.items()
+        for objective in (Contrastive, toy.Regression)
+    }
+
+
+def resharded(group: Group, folder: Path) -> dict[str, Any]:
+    """A checkpoint of replicas goes on sharded, and the other way round."""
+    states = {kind: strategy(group, Contrastive(), parallel=kind)["state"] for kind in ("ddp", "fsdp")}
+    return {
+        "ddp to fsdp": strategy(group, Contrastive(), states["ddp"], parallel="fsdp")["weights"],
+        "fsdp to ddp": strategy(group, Contrastive(), states["fsdp"], parallel="ddp")["weights"],
+    }
+
+
+ROW_BY_ROW_PLACES = ("forward", "backward", "last forward")
+
+
+def every_kind(group: Group, folder: Path) -> dict[str, torch.Tensor]:
+    """Each objective that looks at more than one row or has more than one count, rows missing on rank 1 included."""
+    return {kind: toy.flat(steps_of_a_kind(group, 4, kind)) for kind in KINDS}
+
+
+def steps_of_a_kind(group: Group, micro: int, kind: str) -> torch.nn.Module:
+    model = toy.Toy(kind=kind).double()
+    model.log_scale.requires_grad_(kind != "matching")  # of no use there, and DDP waits for every weight that learns
+    return steps_of_a_model(group, micro, (*INVALID, 11, 12, 13, 14), model, objective=toy.objective(kind, chunk=5))
+
+
+def around_the_ring(group: Group, folder: Path) -> torch.Tensor:
+    return group.shift(torch.full((2,), group.rank))
+
+
 SCENES = (
     gathering,
+    around_the_ring,
+    every_kind,
     whole_shares,
     accumulated_shares,
     a_rank_without_rows,
     row_by_row,
     not_a_number_on_one_rank,
     whole_loop,
+    without_room,
+    without_room_for_one_row,
+    rehearsals,
+    strategies,
+    resharded,
+    parting,
 )

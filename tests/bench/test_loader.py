@@ -1,0 +1,122 @@
+"""The loaders that are measured bring the same pictures, and their bench runs from end to end."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from PIL import Image
+
+from mmray.bench import loader, photos
+from mmray.bench.loader import Settings, bench_loader
+from mmray.bench.processes import ProcessWatch, role_of, spent_s
+from mmray.bench.torch_loaders import Source, Textbook, Tuned
+from mmray.bench.torch_loaders import loader as torch_loader
+from mmray.bench.windows import SKIP, Arrival, cpu_s_per_row
+from mmray.config import Inputs
+from mmray.data.image import channels_first, decode, resized
+from mmray.data.order import Plan
+from mmray.data.reader import RowReader
+from mmray.data.text import train_tokenizer
+from mmray.errors import UsageError
+from tests.made import make_set, row
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Six drawn photographs as files and as a prepared set of the same bytes, and a tokenizer."""
+    items = list(photos.photos(6))
+    folder = photos.write_files(iter(items), tmp_path_factory.mktemp("photos") / "files", 6)
+    prepared = make_set(
+        tmp_path_factory.mktemp("set"), [row(n, data=data, texts=[text]) for n, (data, text) in enumerate(items)]
+    )
+    return photos.read_captions(folder), prepared, train_tokenizer([text for _, text in items], 60)
+
+
+def test_photographs_cost_what_photographs_do_and_are_drawn_again_the_same():
+    first, again = list(photos.photos(3)), list(photos.photos(2))
+    assert first[:2] == again and first[0] != first[1]
+    assert Image.open(io.BytesIO(first[0][0])).size == (500, 375)
+    assert 70_000 < np.mean([len(data) for data, _ in first]) < 150_000
+    assert 5 <= len(first[0][1].split()) <= 60
+
+
+def test_files_are_written_once_and_whole(tmp_path):
+    items = [(b"one", "a"), (b"two", "b")]
+    folder = photos.write_files(iter(items), tmp_path / "x", 2)
+    assert photos.write_files(iter([]), tmp_path / "x", 2) == folder
+    assert [Path(name).read_bytes() for name, _ in photos.read_captions(folder)] == [b"one", b"two"]
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_all_loaders_bring_the_same_pictures(made):
+    files, prepared, tokenizer = made
+    plan = Plan(6, 6, 1, 6, seed=0, steps=1, shuffle=False)
+    inputs = Inputs(image_side=224, fit="crop", interpolation="bilinear", max_tokens=160)
+    block = RowReader(prepared, inputs, tokenizer, 10**7).block(plan, np.arange(6))
+    for source in (Source(files), Source(None, prepared)):
+        tuned = Tuned.collate([Tuned(source, tokenizer, 224, 160)[index] for index in range(6)])
+        assert np.abs(tuned["image"].numpy().astype(int) - block["image"]).max() <= 2
+        assert np.array_equal(tuned["input_ids"].numpy(), block["input_ids"])
+        assert tuned["attention_mask"].sum(1).tolist() == block["num_tokens"].tolist()
+        textbook = Textbook(source, tokenizer, 224)[3]
+        mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+        pixels = (textbook["image"] * std[:, None, None] + mean[:, None, None]) * 255
+        cut = 375 * 224 / 256  # it crops what it resized to 256
+        box = ((500 - cut) / 2, (375 - cut) / 2, (500 + cut) / 2, (375 + cut) / 2)
+        square = resized(decode(prepared.read(np.array([3]))[0].images[0]), 224, "crop", "bilinear", box)
+        assert np.abs(pixels.numpy() - channels_first(square)).mean() < 6  # an uncut one: 29
+        length = int(block["num_tokens"][3])
+        assert textbook["input_ids"].shape == (512,) and textbook["attention_mask"].sum() == length
+        assert textbook["input_ids"][:length].tolist() == block["input_ids"][3, :length].tolist()
+
+
+def test_a_loader_has_no_epochs_end(made):
+    files, _, tokenizer = made
+    batches = iter(torch_loader(Tuned(Source(files), tokenizer, 32, 16), rank=0, world=2, batch=2, workers=0))
+    assert [len(next(batches)["image"]) for _ in range(7)] == [2] * 7  # of 3 rows an epoch
+
+
+def test_memory_is_told_by_role():
+    with ProcessWatch() as watch:
+        held = np.ones(60_000_000)
+        while "driver" not in watch.peaks_mib():
+            pass
+    number, mib = watch.peaks_mib()["driver"]
+    assert len(held) and number == 1 and mib > 400
+    assert role_of(["ray::MapWorker(MapBatches(BlockReader)).submit"], None) == "stream actor"
+    assert role_of(["ray::Consumer.stream"], psutil.Process()) == "Consumer"
+    assert role_of(["/usr/lib/ray/raylet --x"], None) == "raylet"
+
+
+def test_cpu_time_is_counted_between_looks():
+    history = [(0.0, 5.0), (1.0, 6.0), (2.0, 8.0), (3.0, 11.0)]
+    assert spent_s(history, 0.5, 3.5) == (5.0, 1.0, 3.0)
+    assert spent_s(history, 0.5, 1.5) is None
+    consumers = [[Arrival(second / 10, 4) for second in range(40)]] * 2  # 80 rows a second from 0.2 s on
+    assert cpu_s_per_row(consumers, history) == pytest.approx(5 / 160)
+
+
+@pytest.mark.cluster
+def test_bench_loader_from_end_to_end(local_ray, tmp_path, monkeypatch):
+    monkeypatch.setattr(loader.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(loader, "GLOBAL_ROWS", 16)
+    monkeypatch.setattr(loader, "SIDE", 32)
+    monkeypatch.setattr(loader, "LEAST_STEPS", SKIP + 4)
+    said = []
+    result = bench_loader(
+        Settings(images=20, image_side=48, rounds=1, window_s=0.1, gpu_rate=500.0, block_mb=0.03), said.append
+    )
+    arms = {each["arm"]: each for each in result["rows"]}
+    assert list(result["ratios"]) == list(loader.RATIOS)
+    assert result["ratios"]["stream_vs_tuned"] == pytest.approx(
+        arms["stream prepared"]["images_per_s"] / arms["tuned prepared"]["images_per_s"], rel=0.01
+    )
+    assert arms["stream original"]["store_bytes_per_image"] > 3 * 32 * 32
+    assert arms["stream original"]["epoch_stall_s"] is not None and arms["raw read"]["mb_per_s"] > 1
+    assert any("the bottleneck is" in note for note in result["notes"])
+    assert any("CPU workers" in note for note in result["notes"]) and len(said) == 1 + len(arms)
+    with pytest.raises(UsageError, match="fewer than a global batch"):
+        bench_loader(Settings(images=4, rounds=1), said.append)

@@ -1,0 +1,100 @@
+"""Batch shapes measured: each row in its own processes, memory of its own, and what does not fit is a row."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+
+from mmray.bench import ranks, shapes
+from mmray.bench.ranks import RankFailed, is_out_of_memory, run_ranks
+from mmray.bench.shapes import LEAST_STEPS, StepTimes, bench_shapes, peak_resident_bytes
+from mmray.bench.step import WARM_STEPS
+from mmray.cli.bench import shapes_table
+from mmray.cli.console import Screen
+from mmray.config.model import Own
+from mmray.errors import UsageError
+from tests.bench.test_step import tiny
+
+
+class Hungry(torch.nn.Module):
+    """A model that asks for more memory than there is, once micro-batches are larger than 4."""
+
+    def __init__(self, spec: object, vocab_size: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        rows = len(batch["image"])
+        if rows > 4:
+            torch.empty(2**60)
+        embed = self.weight.expand(rows, 8) * batch["input_ids"][:, :1]
+        return {"image_embed": embed, "text_embed": embed, "logit_scale": self.weight[0]}
+
+
+def test_rows_of_a_space_and_one_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = Own(kind="tests.bench.test_shapes:Hungry", inputs=tiny().model.inputs, vocab_size=32)
+    result = bench_shapes(tiny(model=spec), ["batch.micro=4,8"], window_s=0.02)
+    fits, fails = result["rows"]
+    assert (fits["status"], fails["status"]) == ("measured", "out_of_memory")
+    assert fits["samples_per_s"] > 0 and fits["step_p50_s"] <= fits["step_p95_s"] and 0.05 < fits["peak_gib"] < 4
+    assert fits["settings"] == {"batch.micro": 4} and (fits["micro"], fits["global"]) == (4, 4)
+    assert fails["samples_per_s"] is None and "allocate" in fails["reason"]
+    json.dumps(result)
+    Screen().console.print(shapes_table(result["rows"]))
+    assert "out of memory" in capsys.readouterr().out
+
+
+def test_accumulation_takes_the_whole_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(shapes, "run_ranks", lambda measure, config: asked.append(measure.keywords["shape"]) or {})
+    spaces = ["batch.micro=2,4", "batch.accumulation=1,3"]
+    rows = bench_shapes(tiny(batch={"micro": 8, "global": 64}), spaces)["rows"]  # the recipe's global does not bind
+    assert [shape.global_rows for shape in asked] == [row["global"] for row in rows] == [2, 6, 4, 12]
+    rows = bench_shapes(tiny(), ["batch.micro=4", "batch.global=16", "batch.accumulation=3"])["rows"]
+    assert rows[0]["status"] == "infeasible" and "takes accumulation 4" in rows[0]["reason"]
+
+
+def test_memory_is_the_process_own_not_its_parents() -> None:
+    held = bytearray(os.urandom(1) * 600_000_000)  # what ru_maxrss of a child would begin with
+    row = bench_shapes(tiny(), ["batch.micro=2"], window_s=0.01)["rows"][0]
+    assert len(held) and row["peak_gib"] * 2**30 < peak_resident_bytes() - 200_000_000
+
+
+def test_steps_are_counted_from_the_warm_up_to_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr(shapes.time, "perf_counter", lambda: float(next(clock)))
+    times = StepTimes(torch.device("cpu"), window_s=8.0)
+    step = 0
+    while not times.enough():
+        step += 1
+        times.on_step(step)
+    assert step == WARM_STEPS + 8 and times.times_s == [1.0] * 8
+    short = StepTimes(torch.device("cpu"), window_s=0.0)
+    for number in range(1, WARM_STEPS + LEAST_STEPS):
+        assert not short.enough()
+        short.on_step(number)
+    assert short.enough()
+
+
+def test_what_changes_no_step_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"data\.workers: it changes nothing in a step"):
+        bench_shapes(tiny(), ["data.workers=1,2"])
+    with pytest.raises(UsageError, match=r"batch\.micr: there is no such setting; did you mean `micro`"):
+        bench_shapes(tiny(), ["batch.micr=1,2"])
+
+
+def _dies(config: object, group: object, folder: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_process_is_out_of_memory_and_a_bug_is_not() -> None:
+    with pytest.raises(RankFailed, match="SIGKILL") as killed:
+        run_ranks(_dies, tiny())
+    assert killed.value.out_of_memory
+    assert is_out_of_memory(torch.OutOfMemoryError()) and is_out_of_memory(MemoryError())
+    assert not is_out_of_memory(RuntimeError("shapes do not match")) and not is_out_of_memory(ValueError())
+    assert ranks.device_of(tiny()).type == "cpu"

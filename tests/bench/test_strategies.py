@@ -1,0 +1,76 @@
+"""The strategies benchmark: the same rows for all, figures put together rightly, reasons where there are none."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from mmray.bench import strategies
+from mmray.bench.strategies import BASE, Timer, bench_strategies
+from mmray.config import Batch, Optimizer
+from mmray.data.order import Plan
+from tests.bench.test_step import tiny
+
+
+def test_rows_are_measured_and_what_fails_has_its_reason(monkeypatch):
+    """With so large an epsilon a gradient's size counts: a strategy that scaled it otherwise would show in the loss."""
+    sensitive = Optimizer(lr=1.0, eps=1.0, warmup_steps=0, clip_norm=0)
+    refused = strategies.Strategy("refused", {"parallel": "fsdp", "precision": "fp32"}, alone=True)
+    monkeypatch.setattr(strategies, "STRATEGIES", (*strategies.STRATEGIES, refused))
+    config = tiny(workers=2, optimizer=sensitive, batch=Batch(micro=3, global_=12))
+    result = bench_strategies(config, steps=2, only=("branches fp32", "refused"))
+    base, branches, no = result["rows"]
+    assert [row["strategy"] for row in result["rows"]] == [BASE, "branches fp32", "refused"]
+    assert result["batch"] == "micro 3 x accumulation 2 x workers 2 = 12 rows a step"
+    assert base["loss_vs_ddp"] == 0
+    assert branches["loss"] == pytest.approx(base["loss"], rel=1e-4)
+    assert 0 < base["communication_share"] < 1
+    assert (branches["communication_share"], branches["workers"]) == (0, 1)
+    assert 0 <= min(branches["idle_share_0"], branches["idle_share_1"]) <= 1
+    assert base["step_p50_s"] <= base["step_p95_s"]
+    assert "set --cluster.workers 2" in no["error"] and no["loss"] is None
+    assert result["ratios"]["branches_fp32_vs_ddp"] == pytest.approx(branches["samples_per_s"] / base["samples_per_s"])
+    json.dumps(result)
+
+
+def test_a_strategy_that_raises_in_its_process_is_a_row(monkeypatch):
+    def spawn(*_, **__):
+        raise torch.multiprocessing.ProcessRaisedException("Traceback\n  ...\nRuntimeError: no such device", 0, 1)
+
+    monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
+    result = bench_strategies(tiny(workers=2), steps=2, only=("fsdp fp32",))
+    assert [row["error"] for row in result["rows"]] == ["RuntimeError: no such device"] * 2
+    assert result["ratios"] == {}
+
+
+def test_communication_is_the_time_in_which_any_collective_was_under_way():
+    def event(name, start, end):
+        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
+
+    events = [event("gloo:all_reduce", 10, 20), event("gloo:all_gather", 15, 30), event("aten::mm", 0, 99)]
+    profiled = SimpleNamespace(events=lambda: [*events, event("nccl:broadcast", 50, 55)])
+    assert strategies._communication_us(profiled) == 25
+
+
+def test_all_ranks_together_take_the_global_batch():
+    batches = [{"image": torch.arange(10) + 100 * index, "pos": torch.zeros(10)} for index in range(2)]
+    for world in (1, 2, 3):
+        plan = Plan(2**30, 10, world, 2, 0, 2)
+        for step in range(2):
+            parts = [list(strategies._steps(plan, rank, batches))[step] for rank in range(world)]
+            rows = torch.cat([micro["image"][micro["valid"]] for micros in parts for micro in micros])
+            assert torch.equal(rows, batches[step]["image"])
+            got = np.concatenate([torch.cat([micro["pos"] for micro in micros]).numpy() for micros in parts])
+            assert np.array_equal(got, np.concatenate([plan.positions(step, rank) for rank in range(world)]))
+
+
+def test_warm_up_and_profile_are_not_timed(monkeypatch):
+    timer = Timer(timed=strategies.WARM_STEPS + 2, device=torch.device("cpu"))
+    for step in range(1, strategies.WARM_STEPS + 2 + strategies.PROFILED_STEPS + 1):
+        timer.on_step(step, {"step": step})
+    assert len(timer.times_s) == 2
+    assert timer.metrics == {"step": strategies.WARM_STEPS + 2}

@@ -1,0 +1,42 @@
+"""A cluster of several Ray nodes on this machine, started once for the tests of this folder that need one."""
+
+import os
+
+import pytest
+
+
+class Nodes:
+    """A head without CPUs and nodes that come and go."""
+
+    def __init__(self, cluster):
+        self.cluster, self.address, self.workers = cluster, cluster.address, []
+
+    def add(self, num_cpus, slots):
+        """A node with so many CPUs, and places for training workers."""
+        self.workers.append(self.cluster.add_node(num_cpus=num_cpus, resources={"slot": slots}))
+        return self.workers[-1]
+
+    def remove(self, node):
+        self.workers.remove(node)
+        self.cluster.remove_node(node, allow_graceful=False)
+
+    def reset(self, sizes):
+        """Fresh nodes of (CPUs, slots): what a test has left on the old ones goes with them."""
+        for node in list(self.workers):
+            self.remove(node)
+        for size in sizes:
+            self.add(*size)
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    import ray
+    from ray.cluster_utils import Cluster
+
+    if ray.is_initialized():
+        ray.shutdown()
+    os.environ["MMRAY_TEST_FAULTS"] = str(tmp_path_factory.mktemp("faults"))
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    yield Nodes(cluster)
+    ray.shutdown()
+    cluster.shutdown()

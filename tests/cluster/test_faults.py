@@ -1,0 +1,165 @@
+"""The fault table, on several Ray nodes of this machine: whatever goes away, the same rows make the same model.
+
+Faults come by the callbacks that users have (tests/train/faults.py), or from the outside, through a listener that is
+called on the driver's main thread at each logged step.
+"""
+
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+import ray
+import torch
+from ray._raylet import GcsClient
+from ray.core.generated import autoscaler_pb2
+
+from mmray.config import Cluster
+from mmray.data.order import PADDING, Blocks, Plan, Start
+from mmray.data.reader import BlockReader, RowReader
+from mmray.data.store import PreparedSet, key_id
+from mmray.data.text import TextEncoder
+from mmray.train import guard
+from mmray.train.lease import Lease
+from mmray.train.telemetry import rows_sha
+from mmray.train.trainer import train
+from mmray.train.worker import Job, Line, work
+from tests.made import make_set, row
+from tests.train.runs import Silent, config, lines, marks
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+SLOT = {"slot": 1.0}  # a worker takes one, so that it is known where workers can be
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("set")
+    make_set(folder, [row(number) for number in range(50)])
+    return folder
+
+
+def settings(data, storage, name, nodes, steps=12, callbacks=(), cluster=None, **given):
+    """A run of steps that take a moment, without dropout, so that any number of workers makes the same model."""
+    made = config(data, storage, name, ("tests.train.faults:Slowly", *callbacks), steps=steps, **given)
+    text = made.model.text.model_copy(update={"dropout": 0.0})
+    section = {"workers": 2, "resources_per_worker": SLOT, "address": nodes.address} | (cluster or {})
+    return made.model_copy(
+        update={"model": made.model.model_copy(update={"text": text}), "cluster": Cluster(**section)}
+    )
+
+
+def expected_marks(steps):
+    """What the order says each step takes, computed without the stream."""
+    plan = Plan(50, 16, 1, 16, 0, steps)
+    for step in range(steps):
+        positions = plan.positions(step, 0)
+        keys = [key_id(f"row-{number}") for number in plan.rows_at(positions[positions != PADDING])]
+        yield step + 1, plan.rows_start(step), rows_sha(torch.tensor(np.array(keys, np.int64)))
+
+
+def losses_of_one_worker(wanted, folder):
+    """The same run by one worker in this process, without Ray and without any fault."""
+    prepared = PreparedSet.open(wanted.data.train, "train")
+    tokenizer = prepared.tokenizer_json
+    vocab_size = TextEncoder(tokenizer, 8).vocab_size
+    calm = wanted.model_copy(
+        update={
+            "model": wanted.model.model_copy(update={"vocab_size": vocab_size}),
+            "train": wanted.train.model_copy(update={"callbacks": ()}),
+        }
+    )
+    lease = Lease(folder)
+    fence = lease.acquire()
+    plan = Plan(50, 16, 1, 4, 0, calm.train.steps)
+    reader = RowReader(prepared, calm.model.inputs, tokenizer, calm.prepare.max_pixels, calm.augment)
+    read, blocks = BlockReader(reader, Blocks(plan, 0, 1)), Blocks(plan, 0, 1)
+    stream = (read({"id": np.array([number])}) for number in range(blocks.count))
+    line = Line(lambda _: None, lambda: False, lambda _: 0, lambda _: False, {"rank": 0, "node": "", "pid": 0})
+    work(Job(calm, folder, fence, reader, None, tokenizer), Start(plan, 0), stream, torch.device("cpu"), line)
+    lease.release()
+    return [entry["train/loss"] for entry in lines(folder)]
+
+
+class Acting(Silent):
+    """Does something from outside at certain steps, once each: {(step, workers): action}."""
+
+    def __init__(self, acts):
+        super().__init__()
+        self.acts, self.workers = dict(acts), 0
+
+    def phase(self, title):
+        super().phase(title)
+        self.workers = int(title.split()[1])
+
+    def step(self, metrics, total_steps):
+        super().step(metrics, total_steps)
+        for step, workers in list(self.acts):
+            if metrics["step"] >= step and self.workers == workers:
+                self.acts.pop((step, workers))()
+
+
+def told(listener, label):
+    return [text for kind, text in listener.notes if kind == label]
+
+
+@pytest.mark.slow  # two minutes; run by hand
+def test_workers_come_and_go_from_two_to_one_to_three(nodes, data, tmp_path, monkeypatch):
+    """A node is removed under a rank, later a larger one comes: the rows of the order, the losses of one worker."""
+    monkeypatch.setattr(guard, "ROOM_LOOK_S", 1.0)
+    nodes.reset([(4, 1), (2, 1)])
+    going = nodes.workers[1]
+    listener = Acting({(4, 2): partial(nodes.remove, going), (8, 1): partial(nodes.add, 2, 2)})
+    wanted = settings(data, tmp_path, "elastic", nodes, steps=30, cluster={"workers": "1-3"})
+    outcome = train(wanted, listener)
+    starts = [text for kind, text in listener.notes if kind == "phase"]
+    assert starts == ["starting 2 workers", "starting 1 workers", "starting 3 workers"]
+    assert outcome.result["resizes"] == 1 and outcome.result["status"] == "finished"
+    assert outcome.result["wasted_steps"] <= 3  # one checkpoint interval; growing wastes none
+    assert marks(outcome.path) == list(expected_marks(30))
+    calm = losses_of_one_worker(wanted, tmp_path / "calm")
+    assert [entry["train/loss"] for entry in lines(outcome.path)] == pytest.approx(calm, rel=1e-4)
+
+
+def test_ranks_that_hang_or_stop_or_crash_are_named_and_replaced(nodes, data, tmp_path):
+    """One rank sleeps for ever, later its process is stopped, later it reads where nothing is."""
+    nodes.reset([(4, 2)])
+    faults = [f"tests.train.faults:{name}" for name in ("HangOnce", "StopOnce", "SegfaultOnce")]
+    listener = Silent()
+    wanted = settings(data, tmp_path, "hung", nodes, callbacks=faults, cluster={"hang_timeout_s": 6.0})
+    outcome = train(wanted, listener)
+    hung, stopped = told(listener, "hang")
+    assert "rank 1 (" in hung and "stands at" in hung and "faults.py" in hung and "rank 0" not in hung
+    assert "rank 1 (" in stopped and "does not answer" in stopped and "rank 0" not in stopped
+    stacks = {file.name: file.read_text() for file in (outcome.path / "stacks").iterdir()}
+    assert any(name.endswith("rank-1.txt") and "on_step" in text for name, text in stacks.items())
+    assert any(name.endswith("rank-0.txt") and "step.py" in text for name, text in stacks.items())
+    assert outcome.result["restarts"] == 3
+    assert marks(outcome.path) == list(expected_marks(12))
+
+
+def test_a_node_taken_away_with_notice_costs_no_step_and_no_failure(nodes, data, tmp_path):
+    """Drained with a deadline: a checkpoint in time, the group goes on elsewhere; no failure is allowed here at all."""
+    nodes.reset([(4, 1), (2, 1), (2, 1)])
+
+    def drain():
+        (node,) = {
+            entry["NodeID"] for entry in ray.nodes() if entry["Alive"] and entry["Resources"].get("slot")
+        } & _nodes_of_slots_taken(leave_first=nodes.workers[0].node_id)
+        reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        GcsClient(address=nodes.address).drain_node(node, reason, "spot", int((time.time() + 10) * 1000))
+
+    listener = Acting({(4, 2): drain})
+    wanted = settings(data, tmp_path, "spot", nodes, steps=40, cluster={"max_failures": 0})
+    outcome = train(wanted, listener)
+    assert (outcome.result["preemptions"], outcome.result["restarts"]) == (1, 1)
+    assert outcome.result["wasted_steps"] <= 2
+    assert marks(outcome.path) == list(expected_marks(40))
+
+
+def _nodes_of_slots_taken(leave_first):
+    from ray._private import state
+
+    free = state.available_resources_per_node()
+    taken = {node for node, resources in free.items() if not resources.get("slot")}
+    with_slots = {entry["NodeID"] for entry in ray.nodes() if entry["Resources"].get("slot")}
+    return {sorted((taken & with_slots) - {leave_first})[0]}

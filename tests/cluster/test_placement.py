@@ -1,0 +1,91 @@
+"""Where data and training run, on nodes of this machine: read from what Ray's state API says afterwards."""
+
+import time
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.state import list_actors
+
+from mmray.cluster.nodes import ROLE
+from mmray.config import Batch
+from mmray.errors import ResourceError
+from mmray.train.trainer import train
+from tests.made import make_set, row
+from tests.train.runs import Silent, config
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def roles():
+    """A head without CPUs, two nodes for training and one for data, as cluster.yaml labels them."""
+    if ray.is_initialized():
+        ray.shutdown()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "labels": {ROLE: "head"}})
+    for role, cpus in (("train", 3), ("train", 3), ("data", 3)):
+        cluster.add_node(num_cpus=cpus, labels={ROLE: role})
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def joined_roles(roles):
+    ray.init(address=roles.address, log_to_driver=False, logging_level="ERROR")
+    yield {node["NodeID"]: node["Labels"][ROLE] for node in ray.nodes()}
+    ray.shutdown()
+
+
+def actors_by_role(nodes):
+    """{class of actor: roles of the nodes it ran on}, of all that ever lived."""
+    found: dict[str, set[str]] = {}
+    for actor in list_actors(limit=1000, detail=True):
+        if actor.node_id in nodes:
+            found.setdefault(actor.class_name, set()).add(nodes[actor.node_id])
+    return found
+
+
+def test_decoding_runs_on_data_nodes_and_training_on_train_nodes(joined_roles, tmp_path):
+    make_set(tmp_path / "set", [row(number) for number in range(50)])
+    wanted = config(tmp_path / "set", tmp_path, "run", steps=STEPS, checkpoint_every=0)
+    assert train(wanted, Silent()).result["status"] == "finished"
+    found = actors_by_role(joined_roles)
+    decoders = [roles for name, roles in found.items() if "MapWorker" in name]
+    trainers = [roles for name, roles in found.items() if "RayTrainWorker" in name]
+    assert decoders and all(roles == {"data"} for roles in decoders), found
+    assert trainers and all(roles == {"train"} for roles in trainers), found
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"workers": 99, "accelerator": "gpu"}, "no node has any GPU"),
+        ({"resources_per_worker": {"gpu_slto": 1.0}}, "no node has any gpu_slto"),
+        ({"train_label": "role=gup"}, "no node for training is labelled role=gup"),
+        ({"workers": 7}, "6 workers fit beside the data"),
+    ],
+)
+def test_what_can_never_start_is_refused_within_10_s(joined_roles, tmp_path, settings, said):
+    wanted = config(tmp_path / "none", tmp_path, "never")
+    cluster = wanted.cluster.model_copy(update=settings)
+    wanted = wanted.model_copy(update={"cluster": cluster, "batch": Batch(micro=4, global_=128)})
+    began_s = time.monotonic()
+    with pytest.raises(ResourceError, match=said):
+        train(wanted, Silent())
+    assert time.monotonic() - began_s < 10
+    assert not (tmp_path / "never").exists()
+
+
+def test_workers_that_do_not_come_up_in_time_are_told(joined_roles, tmp_path):
+    """The nodes could hold them, but something else has them: the start-up deadline ends the wait."""
+    make_set(tmp_path / "set", [row(number) for number in range(50)])
+    blocker = ray.util.placement_group([{"CPU": 3}] * 2, bundle_label_selector=[{ROLE: "train"}] * 2)
+    ray.get(blocker.ready(), timeout=20)
+    wanted = config(tmp_path / "set", tmp_path, "late", steps=STEPS)
+    wanted = wanted.model_copy(update={"cluster": wanted.cluster.model_copy(update={"start_timeout_s": 5})})
+    try:
+        with pytest.raises(ResourceError, match=r"did not start within 5 s \(cluster.start_timeout_s\)"):
+            train(wanted, Silent())
+    finally:
+        ray.util.remove_placement_group(blocker)

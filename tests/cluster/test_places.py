@@ -1,0 +1,88 @@
+"""On which nodes data and training belong, how many decoders they get, and what a machine must count for them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mmray.cluster.capacity import Demand, Node, Pool, feasible
+from mmray.cluster.join import local_cpus
+from mmray.cluster.nodes import HEAD_MARK, ROLE, data_labels, launcher_pools, train_labels
+from mmray.cluster.storage import check_is_kept
+from mmray.config import Cluster
+from mmray.errors import UsageError
+from mmray.train.resources import shared_actors
+
+LAPTOP = [Node({"CPU": 8.0, "GPU": 1.0, HEAD_MARK: 1.0}, {"ray.io/node-id": "a"})]
+HEAD = Node({"CPU": 4.0, HEAD_MARK: 1.0}, {"ray.io/node-id": "h"})
+GPU_NODE = Node({"CPU": 8.0, "GPU": 4.0, "memory": 64 * 2.0**30}, {"ray.io/node-id": "g"})
+CPU_NODE = Node({"CPU": 16.0, "memory": 64 * 2.0**30}, {"ray.io/node-id": "c"})
+
+
+@pytest.mark.parametrize(
+    ("here", "data"),
+    [
+        (LAPTOP, {}),
+        ([HEAD, GPU_NODE], {}),  # the head's few CPUs would starve the GPUs
+        ([HEAD, CPU_NODE], {}),
+        ([HEAD, GPU_NODE, CPU_NODE], {"ray.io/node-id": "!in(g)"}),
+        ([Node({"CPU": 0.0}, {ROLE: "head"})], {ROLE: "data"}),
+    ],
+)
+def test_data_keeps_off_gpu_nodes_where_others_have_cpus(here, data):
+    assert data_labels("auto", here) == data
+    assert data_labels("none", here) == {}
+    assert data_labels("pool=big", here) == {"pool": "big"}
+
+
+def test_training_follows_roles_alone():
+    assert train_labels("auto", [HEAD, GPU_NODE, CPU_NODE]) == {}
+    assert train_labels("auto", [Node({}, {ROLE: "head"})]) == {ROLE: "train"}
+    assert train_labels("pool=big", LAPTOP) == {"pool": "big"}
+
+
+def test_a_label_is_key_and_value():
+    with pytest.raises(UsageError, match=r"cluster.data_label"):
+        Cluster(data_label="cpu-nodes")
+
+
+def test_decoders_fill_the_nodes_of_the_data_but_for_the_feed():
+    here = [HEAD, GPU_NODE, CPU_NODE]
+    gpus = Demand(4, {"CPU": 1.0, "GPU": 1.0}, 2, {}, data_labels("auto", here))
+    assert shared_actors(gpus, here, [], 24.0) == 19  # 16 and the head's 4, and one for the feed
+    cpus = Demand(4, {"CPU": 2.0}, 2)
+    assert shared_actors(cpus, [CPU_NODE], [], 24.0) == 7
+
+
+def test_decoders_of_a_pool_that_has_yet_to_start():
+    head = Node({"CPU": 0.0}, {ROLE: "head"})
+    pools = [Pool("cpu", {"CPU": 16.0}, 8), Pool("gpu", {"CPU": 8.0, "GPU": 1.0}, 4)]
+    demand = Demand(4, {"CPU": 1.0, "GPU": 1.0}, 2, {ROLE: "train"}, {ROLE: "data"})
+    assert shared_actors(demand, [head], pools, 24.0) == 15
+
+
+@pytest.mark.parametrize(("actors", "cpus"), [(1, 4), (3, 6), (64, 67)])
+def test_a_machine_counts_a_cpu_for_each_decoder_that_is_asked_for(actors, cpus):
+    assert local_cpus(Cluster(workers=2), actors, physical=2) == cpus
+
+
+def test_a_job_may_not_leave_its_run_in_a_folder_that_ray_deletes():
+    job = Path("/tmp/ray/session/runtime_resources/working_dir_files/_ray_pkg_1")
+    with pytest.raises(UsageError, match=r"run.storage runs is relative"):
+        check_is_kept("runs", job)
+    check_is_kept("/shared/runs", job)
+    check_is_kept("runs", Path("/home/me/project"))
+
+
+def test_a_launchers_file_says_what_may_come():
+    file = Path(__file__).parents[2] / "cluster.yaml"
+    found = {pool.name: pool for pool in launcher_pools(yaml.safe_load(file.read_text()))}
+    assert found.keys() == {"cpu", "gpu"}
+    assert found["gpu"].resources == {"CPU": 8, "GPU": 1} and found["gpu"].most == 4
+    assert found["gpu"].labels == {"mmray/role": "train"} and found["cpu"].labels == {"mmray/role": "data"}
+    head = [Node({}, {"mmray/role": "head"})]
+    demand = Demand(4, {"CPU": 1, "GPU": 1}, 2, {"mmray/role": "train"}, {"mmray/role": "data"})
+    assert feasible(demand, head, list(found.values())) is None
+    assert "4 workers fit" in (feasible(replace(demand, workers=5), head, list(found.values())) or "")
+    assert feasible(demand, head, [found["gpu"]]) is not None  # no pool bears the data

@@ -1,0 +1,80 @@
+"""The command as a person or a scheduler ends it: Ctrl-C, then a kill without notice, then left alone to its end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import ray
+from ray._private.state import actors
+
+from mmray.config import Cluster, to_yaml
+from tests.cluster.test_faults import expected_marks
+from tests.made import make_set, row
+from tests.train.runs import config, marks
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(180)]  # two minutes; run by hand
+CANARY = "canary-5f1d0c"  # a secret that belongs in no file of a run
+COMMAND = [sys.executable, "-c", "from mmray.cli import main; main()", "train"]
+
+
+def start(recipe):
+    secrets = {"AWS_SECRET_ACCESS_KEY": CANARY, "WANDB_API_KEY": CANARY, "HF_TOKEN": CANARY}
+    return subprocess.Popen(
+        [*COMMAND, str(recipe)], env=os.environ | secrets, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def wait_for_step(process, run, step, timeout_s=60.0):
+    file, end_s = run / "metrics.jsonl", time.monotonic() + timeout_s
+    while not file.exists() or f'"step": {step},' not in file.read_text():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < end_s, f"step {step} never came"
+        time.sleep(0.1)
+
+
+def left_on(address, within_s=10.0):
+    """Actors and placement groups that are still there; those of Ray's own that serve all drivers (detached) may be."""
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    try:
+        end_s = time.monotonic() + within_s
+        while True:
+            alive = [a["ActorClassName"] for a in actors().values() if a["State"] == "ALIVE" and not a["IsDetached"]]
+            groups = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"]
+            if (not alive and not groups) or time.monotonic() > end_s:
+                return alive, groups
+            time.sleep(0.5)
+    finally:
+        ray.shutdown()
+
+
+def test_stopped_then_killed_then_left_alone_is_one_run(nodes, tmp_path):
+    """Exit 130 with nothing left on the cluster; a killed driver loses one interval at most; no secret is kept."""
+    nodes.reset([(4, 2)])
+    make_set(tmp_path / "set", [row(number) for number in range(50)])
+    made = config(tmp_path / "set", tmp_path, "run", ("tests.train.faults:Slowly",))
+    made = made.model_copy(update={"cluster": Cluster(workers=2, address=nodes.address)})
+    recipe, run = tmp_path / "mine.yaml", tmp_path / "run"
+    recipe.write_text(to_yaml(made))
+
+    stopped = start(recipe)
+    wait_for_step(stopped, run, 2)
+    stopped.send_signal(signal.SIGINT)
+    told = stopped.communicate(timeout=60)[0]
+    assert stopped.returncode == 130, told
+    assert "goes on from step" in told and "Traceback" not in told and "raylet" not in told
+    assert left_on(nodes.address) == ([], [])
+
+    killed = start(recipe)
+    wait_for_step(killed, run, 7)
+    killed.kill()
+    killed.communicate()
+
+    done = start(recipe)
+    told = done.communicate(timeout=90)[0]
+    assert done.returncode == 0, told
+    assert marks(run) == list(expected_marks(12))
+    kept = [file for file in run.rglob("*") if file.is_file() and CANARY.encode() in file.read_bytes()]
+    assert not kept and CANARY not in told

@@ -1,0 +1,139 @@
+"""Bad and odd inputs, each made here, and what becomes of it: the one list behind the tests and the README's table.
+
+`python -m tests.data.matrix` prints the table.
+"""
+
+import io
+import json
+import os
+import struct
+import zlib
+
+from PIL import Image
+
+BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
+KEPT = "kept"
+
+
+def encoded(kind="PNG", mode="RGB", size=(9, 6), colour=None, **options):
+    out = io.BytesIO()
+    Image.new(mode, size, colour or 0).save(out, kind, **options)
+    return out.getvalue()
+
+
+def png_header(width, height):
+    def chunk(name, data):
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
+
+
+def animated(kind):
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    return encoded_frames(frames, kind)
+
+
+def encoded_frames(frames, kind):
+    out = io.BytesIO()
+    frames[0].save(out, kind, save_all=True, append_images=frames[1:])
+    return out.getvalue()
+
+
+def turned(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return encoded("JPEG", colour=(orientation, 9, 9), exif=exif)
+
+
+def palette():
+    image = Image.new("P", (8, 8), 1)
+    image.putpalette([0, 0, 0, 200, 100, 50])
+    out = io.BytesIO()
+    image.save(out, "PNG", transparency=1)
+    return out.getvalue()
+
+
+# what it is -> (bytes of the image file, what becomes of the row, a word on it)
+IMAGES = {
+    "a truncated JPEG": (encoded("JPEG", size=(90, 60))[:-40], "decode truncated", "never a half-grey picture"),
+    "a truncated PNG": (encoded()[:50], "decode truncated", ""),
+    "a PNG with a damaged chunk": (encoded().replace(b"IDAT\x78", b"IDAT\x79"), "decode checksum", ""),
+    "zero bytes": (b"", "decode empty", ""),
+    "HTML named .jpg": (b"<html><body>404</body></html>", "decode format", ""),
+    "SVG named .jpg": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "decode format", ""),
+    "TIFF": (encoded("TIFF"), "decode format", "neither libtiff nor its messages come into play"),
+    "WebP named .jpg": (encoded("WEBP", colour=(1, 2, 3)), KEPT, "format by content, not by name"),
+    "CMYK JPEG": (encoded("JPEG", "CMYK", colour=(0, 255, 255, 0)), KEPT, "converted to RGB"),
+    "grey": (encoded(mode="L", colour=77), KEPT, "converted to RGB"),
+    "palette with transparency": (palette(), KEPT, "laid on white"),
+    "16-bit grey": (encoded(mode="I;16", colour=32768), KEPT, "scaled, not clipped"),
+    "RGBA with hidden colours": (encoded(mode="RGBA", colour=(200, 0, 0, 0)), KEPT, "laid on white"),
+    "animated GIF": (animated("GIF"), KEPT, "first frame"),
+    "animated WebP": (animated("WEBP"), KEPT, "first frame"),
+    "animated PNG": (animated("PNG"), KEPT, "first frame"),
+    **{f"EXIF orientation {turn}": (turned(turn), KEPT, "turned upright") for turn in range(1, 9)},
+    "1 x 1": (encoded(size=(1, 1), colour=(5, 5, 5)), KEPT, ""),
+    "1 x 4000": (encoded(size=(1, 4000), colour=(6, 6, 6)), KEPT, ""),
+    "a header of 100 megapixels": (png_header(10_000, 10_000), "decode too-large", "refused before it is decoded"),
+    "a header of 900 megapixels": (png_header(30_000, 30_000), "decode too-large", "refused before it is decoded"),
+}
+GOOD = {"image": "good.png", "text": "x"}
+# what it is -> (a line of JSONL, what becomes of the row, a word on it)
+LINES = {
+    "an image that is not there": (GOOD | {"image": "gone.png"}, "read missing-image", ""),
+    "a link out of the folder": (GOOD | {"image": "link.png"}, "read path", ""),
+    "a path with ../": (GOOD | {"image": "../secret.png"}, "columns path", ""),
+    "an absolute path": (GOOD | {"image": "/etc/passwd"}, "columns path", ""),
+    "a URL": (GOOD | {"image": "https://example.org/a.png"}, "columns path", "nothing is downloaded"),
+    "a pipe": (GOOD | {"image": "pipe.png"}, "read not-a-file", "it would never end"),
+    "a malformed line": (b'{"image": "good.png", "text"', "parse json", ""),
+    "no caption": ({"image": "good.png"}, "columns no-text", ""),
+    "no image": ({"text": "x"}, "columns no-image", ""),
+    "an image that is a number": (GOOD | {"image": 5}, "columns image", ""),
+    "a caption that is a number": (GOOD | {"text": 5}, "text type", ""),
+    "NaN": (b'{"image": "good.png", "text": "x", "label": NaN}', "parse json", ""),
+    "a name given twice": (b'{"image": "good.png", "text": "x", "text": "y"}', "parse json", ""),
+    "NUL in a path": (GOOD | {"image": "a\0.png"}, "columns path", ""),
+    "NUL in a caption": (GOOD | {"id": "nul", "text": "a\0b"}, KEPT, "control characters are removed"),
+    "CRLF": (b'{"id": "crlf", "image": "good.png", "text": "x"}\r', KEPT, ""),
+    "half a surrogate pair": (b'{"image": "good.png", "text": "\\ud800"}', "text encoding", ""),
+    "a line that is not UTF-8": (b'{"image": "good.png", "text": "caf\xe9"}', "parse encoding", ""),
+    "a blank caption": (GOOD | {"text": " \n"}, "text blank", ""),
+    "a caption of 1 MB": (GOOD | {"text": "x" * 1_000_000}, "text too-long", "the limit is 64 KiB"),
+    "an id again": (GOOD | {"id": "crlf"}, "duplicates duplicate-key", ""),
+}
+
+
+def write_source(folder):
+    """A JSONL file with a row for each entry, its byte order mark before; returns its path."""
+    (folder / "in").mkdir()
+    (folder / "secret.png").write_bytes(encoded())
+    (folder / "in" / "good.png").write_bytes(encoded(colour=(1, 1, 1)))
+    (folder / "in" / "link.png").symlink_to(folder / "secret.png")
+    os.mkfifo(folder / "in" / "pipe.png")
+    lines = []
+    for number, (data, _, _) in enumerate(IMAGES.values()):
+        (folder / "in" / f"{number}.jpg").write_bytes(data)
+        lines.append({"id": f"image {number}", "image": f"{number}.jpg", "text": "x"})
+    lines += [line for line, _, _ in LINES.values()]
+    whole = b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+    (folder / "in" / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + whole)
+    return folder / "in" / "rows.jsonl"
+
+
+def table():
+    """The README's table, between its marks."""
+    rows = ["| input | what becomes of its row |", "|---|---|"]
+    for name, (_, outcome, word) in (IMAGES | LINES).items():
+        if name.startswith("EXIF orientation"):
+            if not name.endswith("1"):
+                continue
+            name = "EXIF orientations 1 to 8"
+        told = KEPT if outcome == KEPT else f"set aside: `{outcome}`"
+        rows.append(f"| {name} | {told}{f', {word}' if word else ''} |")
+    return "\n".join([BEGIN, *rows, END])
+
+
+if __name__ == "__main__":
+    print(table())

@@ -1,0 +1,130 @@
+"""Variations come from (seed, epoch, key) alone, and each kind is torchvision's."""
+
+import io
+
+import numpy as np
+import pytest
+import torchvision.transforms.v2.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from mmray.config import Augment, Config, Inputs
+from mmray.data.augment import CROP, DRAWS, FACTORS, FLIP, TURNS, draws, random_box, vary
+from mmray.data.image import resized, to_pixels
+from mmray.data.order import Plan, uniform
+from mmray.data.reader import RowReader
+from mmray.data.text import train_tokenizer
+from mmray.errors import UsageError
+from tests.made import CAPTIONS, make_set, row
+
+INPUTS = Inputs(image_side=16, fit="squash", interpolation="bilinear", max_tokens=12)
+ALL = Augment(crop_scale=(0.5, 0.9), flip=0.5, brightness=0.2, contrast=0.2, saturation=0.2, hue=0.1)
+
+
+def picture(width=40, height=30):
+    ramp = np.arange(width * height * 3).reshape(height, width, 3) * 7 % 256
+    return Image.fromarray(ramp.astype(np.uint8))
+
+
+def drawn(**places):
+    """Draws of 0.5, which change nothing, but for some places."""
+    numbers = np.full(DRAWS, 0.5)
+    numbers[TURNS] = [0.1, 0.2, 0.3, 0.4]
+    for place, value in places.items():
+        numbers[{"flip": FLIP, "factors": FACTORS, "turns": TURNS, "crop": CROP}[place]] = value
+    return numbers
+
+
+def test_uniform_is_flat_and_a_function_of_its_arguments():
+    key = np.arange(2000, dtype=np.int64)
+    numbers = uniform(3, np.zeros(2000, np.int64), key, 5)
+    assert numbers.shape == (2000, 5) and numbers.min() >= 0 and numbers.max() < 1
+    counts, _ = np.histogram(numbers, bins=10, range=(0, 1))
+    assert abs(counts / numbers.size - 0.1).max() < 0.01
+    assert abs(np.corrcoef(numbers.T) - np.eye(5)).max() < 0.08
+    assert np.array_equal(numbers[7:9], uniform(3, np.zeros(2, np.int64), key[7:9], 5))
+    assert (numbers != uniform(3, np.ones(2000, np.int64), key, 5)).all()
+    assert (numbers != uniform(4, np.zeros(2000, np.int64), key, 5)).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 500), st.integers(1, 500), st.integers(0, 2**62), st.floats(0.01, 1.0))
+def test_a_random_box_lies_inside_and_keeps_its_promises(width, height, key, low):
+    augment = Augment(crop_scale=(low, 1.0))
+    numbers = draws(0, np.zeros(1, np.int64), np.array([key]))[0]
+    left, top, right, bottom = random_box((width, height), augment, numbers[CROP])
+    assert 0 <= left < right <= width + 1e-9 and 0 <= top < bottom <= height + 1e-9
+    ratio = (right - left) / (bottom - top)
+    area = (right - left) * (bottom - top) / (width * height)
+    central = abs(left + right - width) < 1e-6 and abs(top + bottom - height) < 1e-6
+    assert 0.75 - 1e-6 <= ratio <= 4 / 3 + 1e-6
+    assert central or low - 1e-6 <= area <= 1 + 1e-6
+
+
+def test_the_box_fills_the_square():
+    augment = Augment(crop_scale=(0.25, 0.25), crop_ratio=(1.0, 1.0))
+    image = picture(40, 40)
+    numbers = drawn(crop=np.tile([0.0, 0.0, 0.5, 0.25], 10))
+    expected = image.crop((10, 5, 30, 25)).resize((16, 16), Image.Resampling.BILINEAR)
+    inner = (slice(None), slice(1, -1), slice(1, -1))  # at its rim, resize(box=) also sees the pixels beside the box
+    mine = vary(image, INPUTS, augment, numbers)[inner].astype(int)
+    assert np.abs(mine - np.asarray(expected).transpose(2, 0, 1)[inner]).max() <= 1
+
+
+def test_a_flip_is_a_mirror_image():
+    plain = to_pixels(picture(), 16, "squash", "bilinear")
+    assert np.array_equal(vary(picture(), INPUTS, Augment(flip=0.5), drawn(flip=0.4)), plain[:, :, ::-1])
+    assert np.array_equal(vary(picture(), INPUTS, Augment(flip=0.5), drawn(flip=0.5)), plain)
+
+
+def test_jitter_is_torchvisions_in_the_drawn_order():
+    augment = Augment(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.2)
+    square = resized(picture(), 16, "squash", "bilinear")
+    mine = vary(picture(), INPUTS, augment, drawn(factors=[0.75, 0.1, 0.9, 0.75], turns=[0.3, 0.9, 0.1, 0.5]))
+    theirs = F.adjust_saturation(square, 1 + 0.4 * 0.8)
+    theirs = F.adjust_brightness(theirs, 1.2)
+    theirs = F.adjust_hue(theirs, 0.1)
+    theirs = F.adjust_contrast(theirs, 1 - 0.4 * 0.8)
+    difference = np.abs(mine.astype(int) - np.asarray(theirs).transpose(2, 0, 1))
+    assert difference.max() <= 2  # the hue is rounded here, cut off there
+
+
+def test_a_row_varies_by_epoch_and_not_by_place(tmp_path):
+    prepared = make_set(tmp_path, [row(number, data=_noisy(number)) for number in range(6)])
+    plain = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
+    varied = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6, ALL)
+    off = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6, Augment())
+    plan = Plan(num_rows=6, global_rows=3, world=1, micro=3, seed=1, steps=8)
+    positions = np.arange(12)
+    block = varied.block(plan, positions)
+    by_key = [{int(k): p for k, p in zip(block["key"][e], block["image"][e], strict=True)} for e in _epochs(6)]
+    assert all((by_key[0][key] != by_key[1][key]).any() for key in by_key[0])
+    alone = varied.block(plan, positions[4:5])
+    assert np.array_equal(alone["image"][0], block["image"][4])
+    assert np.array_equal(off.block(plan, positions)["image"], plain.block(plan, positions)["image"])
+
+
+def _epochs(rows):
+    return slice(0, rows), slice(rows, 2 * rows)
+
+
+def _noisy(number):
+    file = io.BytesIO()
+    pixels = np.random.default_rng(number).integers(0, 256, (20, 24, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"crop_scale": (0.9, 0.5)}, "augment: crop_scale must be two shares"),
+        ({"crop_ratio": (0, 1)}, "augment: crop_ratio must be two ratios"),
+        ({"flip": 1.5}, "augment.flip"),
+        ({"hue": 0.7}, "augment.hue"),
+    ],
+)
+def test_bad_settings_are_refused(given, said):
+    with pytest.raises(UsageError, match=said):
+        Config(augment=given)

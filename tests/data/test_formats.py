@@ -1,0 +1,395 @@
+"""Each format as a source: the same rows, faults named by their place, nothing lost, chosen by what it is."""
+
+import csv
+import io
+import json
+import tarfile
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mmray.config import Prepare
+from mmray.data import prepare as prepare_module
+from mmray.data.formats.choose import choose
+from mmray.data.pack import pack_chunk
+from mmray.data.prepare import prepare
+from mmray.data.store import PreparedSet
+from mmray.errors import DataError, UsageError
+from tests.data.test_prepare import colour_image
+
+LAX = Prepare(max_bad_fraction=1.0, rows_per_shard=3, vocab_size=0)
+COUNT = 7
+
+
+@pytest.fixture(autouse=True)
+def in_process(monkeypatch):
+    """Without Ray; the fixture is the list of the chunks that were packed."""
+    packed = []
+
+    def run(job, chunks):
+        for chunk in chunks:
+            packed.append(chunk.index)
+            done = pack_chunk(job, chunk)
+            yield done.index, done.num_rows, done.num_bad
+
+    monkeypatch.setattr(prepare_module, "_run", run)
+    return packed
+
+
+def prepared(source, out, **settings):
+    """(manifest, rows, quarantine as {source: reason}) of a source."""
+    manifest = prepare(str(source), str(out), LAX.model_copy(update=settings))
+    rows = PreparedSet.open(str(out)).read(np.arange(manifest.num_rows))
+    faults = [json.loads(line) for line in (out / "quarantine.jsonl").read_text().splitlines()]
+    assert manifest.num_read == manifest.num_rows + len(faults)
+    return manifest, rows, {fault["source"]: fault["reason"] for fault in faults}
+
+
+def text(number):
+    return f"colour, {number}"
+
+
+def images(folder, count=COUNT):
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        (folder / f"{number}.png").write_bytes(colour_image(number))
+    return folder
+
+
+def csv_source(folder, delimiter=","):
+    images(folder)
+    source = folder / ("rows.csv" if delimiter == "," else "rows.tsv")
+    with source.open("w", newline="") as file:
+        writer = csv.writer(file) if delimiter == "," else csv.writer(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+        writer.writerow(["image", "text", "label"])
+        writer.writerows([f"{number}.png", text(number), number] for number in range(COUNT))
+    return source
+
+
+def tsv_source(folder):
+    return csv_source(folder, "\t")
+
+
+def parquet_paths(folder):
+    images(folder)
+    columns = {"image": [f"{n}.png" for n in range(COUNT)], "text": [text(n) for n in range(COUNT)]}
+    pq.write_table(pa.table(columns | {"label": range(COUNT), "url": ["u"] * COUNT}), folder / "rows.parquet", 2)
+    return folder / "rows.parquet"
+
+
+def parquet_bytes(folder):
+    folder.mkdir(parents=True)
+    pictures = [{"bytes": colour_image(n), "path": f"{n}.png"} for n in range(COUNT)]
+    columns = {"image": pictures, "text": [text(n) for n in range(COUNT)], "label": range(COUNT)}
+    pq.write_table(pa.table(columns).slice(0, 4), folder / "a.parquet", 2)
+    pq.write_table(pa.table(columns).slice(4), folder / "b.parquet", 2)
+    return folder
+
+
+def add(tar, name, data):
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    tar.addfile(member, io.BytesIO(data))
+
+
+def tars(folder, count=COUNT):
+    """As img2dataset writes them: jpg/png, txt and json of a key, and a Parquet and a JSON of figures beside."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for shard in range(2):
+        with tarfile.open(folder / f"{shard:05d}.tar", "w") as tar:
+            for number in range(shard * 4, min(count, shard * 4 + 4)):
+                stated = {"caption": "of the json", "label": number, "url": "http://x", "status": "success"}
+                add(tar, f"{number:09d}.png", colour_image(number))
+                add(tar, f"{number:09d}.txt", text(number).encode())
+                add(tar, f"{number:09d}.json", json.dumps(stated).encode())
+        pq.write_table(pa.table({"url": ["http://x"], "caption": ["x"]}), folder / f"{shard:05d}.parquet")
+        (folder / f"{shard:05d}_stats.json").write_text("{}")
+    return folder
+
+
+def coco_captions(folder):
+    images(folder / "val2017")
+    (folder / "annotations").mkdir()
+    notes = [{"image_id": n, "caption": c} for n in range(COUNT) for c in (text(n), "another")]
+    notes += [{"image_id": n, "bbox": [3, 2, 6, 4], "category_id": n} for n in range(COUNT)]
+    document = {"images": [{"id": n, "file_name": f"{n}.png"} for n in range(COUNT)], "annotations": notes}
+    (folder / "annotations" / "captions_val2017.json").write_text(json.dumps(document))
+    return folder / "annotations" / "captions_val2017.json"
+
+
+def pairs(folder):
+    images(folder / "some")
+    for number in range(COUNT):
+        (folder / "some" / f"{number}.txt").write_text(f"{text(number)}\n")
+    return folder
+
+
+def lists(folder):
+    images(folder)
+    (folder / "images.txt").write_text("".join(f"{n}.png\n" for n in range(COUNT)))
+    (folder / "captions.txt").write_text("".join(f"{text(n)}\n" for n in range(COUNT)))
+    return folder / "images.txt,captions.txt"
+
+
+def saved(folder):
+    """As `datasets.Dataset.save_to_disk` writes it: an Arrow stream, and a state that names it."""
+    folder.mkdir(parents=True)
+    pictures = [{"bytes": colour_image(n), "path": None} for n in range(COUNT)]
+    table = pa.table({"image": pictures, "text": [text(n) for n in range(COUNT)], "label": range(COUNT)})
+    with pa.ipc.new_stream(folder / "data-00000-of-00001.arrow", table.schema) as stream:
+        stream.write_table(table, max_chunksize=2)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+SOURCES = {
+    "CSV": csv_source,
+    "TSV": tsv_source,
+    "Parquet": parquet_paths,
+    "Parquet of bytes": parquet_bytes,
+    "WebDataset": tars,
+    "COCO": coco_captions,
+    "images beside texts": pairs,
+    "two parallel lists": lists,
+    "Hugging Face datasets": saved,
+}
+
+
+@pytest.mark.parametrize("title", SOURCES)
+def test_every_format_gives_the_same_rows_and_is_known_by_what_it_is(tmp_path, title, in_process):
+    source, said = SOURCES[title](tmp_path / "raw"), []
+    manifest = prepare(str(source), str(tmp_path / "out"), LAX, say=lambda line, label: said.append(line))
+    amount = "2 files" if title == "WebDataset" else "7 rows"
+    assert said[0].startswith(f"{amount} of {title.removesuffix(' of bytes')} from {tmp_path}")
+    assert len(in_process) > 1
+    rows = PreparedSet.open(str(tmp_path / "out")).read(np.arange(COUNT))
+    assert (manifest.num_rows, manifest.num_read) == (COUNT, COUNT)
+    assert [row.images for row in rows] == [[colour_image(number)] for number in range(COUNT)]
+    assert [row.texts[0] for row in rows] == [text(number) for number in range(COUNT)]
+    assert all(row.is_intact for row in rows)
+    assert len({row.key for row in rows}) == len({row.source for row in rows}) == COUNT
+    if title not in ("COCO", "images beside texts", "two parallel lists"):
+        assert [row.label for row in rows] == list(range(COUNT))
+    in_process.clear()
+    assert prepare(str(source), str(tmp_path / "out"), LAX) == manifest
+    assert in_process == []
+
+
+def test_coco_keeps_captions_and_boxes(tmp_path):
+    _, rows, _ = prepared(coco_captions(tmp_path / "raw"), tmp_path / "out", image_side=4)
+    assert rows[2].texts == [text(2), "another"]
+    assert (rows[2].key, rows[2].source) == ("2", "annotations/captions_val2017.json:image 2")
+    assert rows[2].boxes == [[0.25, 0.25, 0.75, 0.75]]  # of 12 x 8 pixels; the kept image is 6 x 4
+    assert rows[2].box_labels == [2]
+
+
+def test_coco_without_captions_names_its_categories(tmp_path):
+    images(tmp_path / "raw", 2)
+    notes = [{"image_id": 0, "bbox": [0, 0, 4, 4], "category_id": c} for c in (1, 2, 1)]
+    notes.append({"image_id": 1, "bbox": [0, 0, 40, 4], "category_id": 1})
+    document = {
+        "images": [{"id": n, "file_name": f"{n}.png"} for n in range(2)],
+        "annotations": notes,
+        "categories": [{"id": 1, "name": "cat"}, {"id": 2, "name": "dog"}],
+    }
+    (tmp_path / "raw" / "instances.json").write_text(json.dumps(document))
+    _, rows, faults = prepared(tmp_path / "raw" / "instances.json", tmp_path / "out")
+    assert rows[0].texts == ["a photo of a cat, dog"]
+    assert faults == {"instances.json:image 1": "boxes"}
+
+
+def test_a_folder_for_each_class(tmp_path):
+    for name in ("red_fox", "cat"):
+        images(tmp_path / "raw" / name, 2)
+    (tmp_path / "raw" / "cat" / "1.png").write_bytes(b"<html>")
+    (tmp_path / "raw" / "stray.png").write_bytes(colour_image(9))
+    _, rows, faults = prepared(tmp_path / "raw", tmp_path / "out", caption="the {}!", duplicates="keep")
+    assert [(row.key, row.texts, row.label) for row in rows] == [
+        ("cat/0.png", ["the cat!"], 0), ("red_fox/0.png", ["the red fox!"], 1), ("red_fox/1.png", ["the red fox!"], 1)
+    ]  # fmt: skip
+    assert faults == {"cat/1.png": "format", "stray.png": "no-text"}
+
+
+def test_split_folders_above_classes(tmp_path):
+    for split, number in (("train", 0), ("val", 1)):
+        folder = tmp_path / "raw" / split / "cat"
+        folder.mkdir(parents=True)
+        (folder / f"{number}.png").write_bytes(colour_image(number))
+    manifest, rows, _ = prepared(tmp_path / "raw", tmp_path / "out")
+    assert manifest.splits == {"train": 1, "val": 1}
+    assert [row.label for row in rows] == [0, 0]
+
+
+def test_pairs_without_a_half_and_captions_that_are_no_utf8(tmp_path):
+    source = pairs(tmp_path / "raw")
+    (source / "some" / "1.txt").unlink()
+    (source / "some" / "2.png").unlink()
+    (source / "some" / "3.txt").write_bytes(b"caf\xe9")
+    (source / "some" / "4.txt").write_text(" \n")
+    (source / "some" / "5.txt").write_text("one\n\ntwo\n")
+    _, rows, faults = prepared(source, tmp_path / "out")
+    assert faults == {
+        "some/1.png": "no-text", "some/2.txt": "no-image", "some/3.png": "encoding", "some/4.png": "blank"
+    }  # fmt: skip
+    assert [row.texts for row in rows] == [[text(0)], ["one", "two"], [text(6)]]
+
+
+def test_lists_of_unequal_length_are_a_fault_of_the_set(tmp_path):
+    source = lists(tmp_path / "raw")
+    (tmp_path / "raw" / "captions.txt").write_text("one\n")
+    with pytest.raises(DataError, match=r"images\.txt has 7 lines, captions\.txt 1: make them equal"):
+        prepared(source, tmp_path / "out")
+
+
+def test_csv_in_quotes_and_what_is_wrong_with_its_lines(tmp_path):
+    folder = images(tmp_path / "raw")
+    (folder / "a.csv").write_bytes(
+        b'\xef\xbb\xbfimage,text,label\r\n\r\n0.png,"two\r\nlines, ""quoted""",3\r\n1.png\r\n2.png,caf\xe9,1\r\n'
+        b'3.png,x,cat\r\n4.png,"open,1\r\n5.png,y,\r\n'
+    )
+    _, rows, faults = prepared(folder / "a.csv", tmp_path / "out")
+    assert (rows[0].texts, rows[0].label, rows[0].source) == (['two lines, "quoted"'], 3, "a.csv:3")
+    assert faults == {"a.csv:5": "columns", "a.csv:6": "encoding", "a.csv:7": "label", "a.csv:8": "csv"}
+
+
+def test_a_csv_that_grew_is_appended_to(tmp_path, in_process):
+    source = csv_source(tmp_path / "raw")
+    prepared(source, tmp_path / "out")
+    in_process.clear()
+    (tmp_path / "raw" / "new.png").write_bytes(colour_image(99))
+    source.write_bytes(source.read_bytes() + b"new.png,new,\r\n")
+    assert prepared(source, tmp_path / "out")[0].num_rows == COUNT + 1
+    assert len(in_process) == 1
+
+
+def test_columns_of_other_names(tmp_path):
+    folder = images(tmp_path / "raw")
+    table = {"path": [f"{n}.png" for n in range(COUNT)], "caption": [text(n) for n in range(COUNT)], "text": ["no"] * 7}
+    pq.write_table(pa.table(table), folder / "rows.parquet")
+    with pytest.raises(DataError, match=r"columns path, caption, text: none is `image`.*--columns image=NAME"):
+        prepared(folder / "rows.parquet", tmp_path / "out")
+    _, rows, _ = prepared(folder / "rows.parquet", tmp_path / "b", columns=("image=path", "text=caption"))
+    assert [row.texts for row in rows] == [[text(n)] for n in range(COUNT)]
+    with pytest.raises(UsageError, match="OURS=THEIRS"):
+        Prepare(columns=("picture=x",))
+
+
+def test_parquet_with_rows_that_are_bad(tmp_path):
+    (tmp_path / "raw").mkdir()
+    texts = pa.array([b"a", b"caf\xe9", b" ", b"b"], pa.binary()).view(pa.string())
+    table = pa.table({"image": [colour_image(0), colour_image(1), colour_image(2), b""], "text": texts})
+    pq.write_table(table, tmp_path / "raw" / "rows.parquet")
+    _, rows, faults = prepared(tmp_path / "raw" / "rows.parquet", tmp_path / "out")
+    assert [row.source for row in rows] == ["rows.parquet:1"]
+    assert faults == {"rows.parquet:2": "encoding", "rows.parquet:3": "blank", "rows.parquet:4": "empty"}
+
+
+def test_a_damaged_parquet_page_costs_its_rows_and_they_are_named(tmp_path):
+    source = parquet_bytes(tmp_path / "raw") / "a.parquet"
+    data = bytearray(source.read_bytes())
+    at = pq.ParquetFile(source).metadata.row_group(1).column(0).data_page_offset
+    data[at : at + 40] = b"\xff" * 40
+    source.write_bytes(data)
+    _, rows, faults = prepared(source, tmp_path / "out")
+    assert [row.source for row in rows] == ["a.parquet:1", "a.parquet:2"]
+    assert faults == {"a.parquet:3": "damaged", "a.parquet:4": "damaged"}
+
+
+def test_a_saved_dataset_with_splits_and_one_with_indices(tmp_path):
+    (tmp_path / "raw").mkdir()
+    saved(tmp_path / "raw" / "train")
+    (tmp_path / "raw" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    assert prepared(tmp_path / "raw", tmp_path / "out")[0].splits == {"train": COUNT}
+    state = json.loads((tmp_path / "raw" / "train" / "state.json").read_text())
+    (tmp_path / "raw" / "train" / "state.json").write_text(json.dumps(state | {"_indices_data_files": ["x"]}))
+    with pytest.raises(DataError, match="flatten_indices"):
+        prepared(tmp_path / "raw", tmp_path / "b")
+
+
+def hostile_tar(path):
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
+        for number, kind in enumerate((tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE)):
+            member = tarfile.TarInfo(f"kind{number}.png")
+            member.type, member.linkname = kind, "/etc/passwd"
+            tar.addfile(member)
+            add(tar, f"kind{number}.txt", b"x")
+        add(tar, "../up.png", colour_image(0))
+        add(tar, "/abs.png", colour_image(0))
+        add(tar, "latin.png", colour_image(1))
+        add(tar, "latin.txt", b"caf\xe9")
+        add(tar, "cls.png", colour_image(2))
+        add(tar, "cls.cls", b"cat")
+        add(tar, "only.txt", b"no image")
+        add(tar, "nojson.png", colour_image(3))
+        add(tar, "nojson.json", b'{"caption": NaN}')
+        add(tar, "good.png", colour_image(4))
+        add(tar, "good.json", json.dumps({"caption": "from the json"}).encode())
+
+
+def test_a_hostile_tar(tmp_path):
+    (tmp_path / "raw").mkdir()
+    hostile_tar(tmp_path / "raw" / "a.tar")
+    _, rows, faults = prepared(tmp_path / "raw" / "a.tar", tmp_path / "out")
+    assert [(row.key, row.texts, row.source) for row in rows] == [("a/good", ["from the json"], "a.tar/good")]
+    assert faults == {
+        **{f"a.tar/kind{number}": "not-a-file" for number in range(4)},
+        "a.tar/../up": "path", "a.tar/abs": "path", "a.tar/latin": "encoding", "a.tar/cls": "label",
+        "a.tar/only": "no-image", "a.tar/nojson": "json",
+    }  # fmt: skip
+    assert not (tmp_path / "up.png").exists()
+
+
+@pytest.mark.parametrize("keep", [0.35, 0.5, 0.52, 0.65, 0.75])
+def test_a_tar_that_breaks_off_anywhere_says_so(tmp_path, keep):
+    source = tars(tmp_path / "raw") / "00000.tar"
+    data = source.read_bytes()
+    with tarfile.open(source) as tar:
+        content = tar.getmembers()[-1]
+    source.write_bytes(data[: int((content.offset_data + 512) * keep)])
+    manifest, rows, faults = prepared(source, tmp_path / "out")
+    assert "truncated" in faults.values()
+    assert manifest.num_rows < 4
+    assert [row.texts for row in rows] == [[text(number)] for number in range(len(rows))]
+
+
+def test_a_damaged_tar_header_in_the_middle_is_not_taken_for_the_end(tmp_path):
+    source = tars(tmp_path / "raw") / "00000.tar"
+    data = bytearray(source.read_bytes())
+    with tarfile.open(source) as tar:
+        third = tar.getmembers()[6]
+    data[third.offset + 5] ^= 0xFF
+    source.write_bytes(data)
+    _, rows, faults = prepared(source, tmp_path / "out")
+    assert len(rows) == 2
+    assert list(faults.values()) == ["truncated"]
+
+
+def test_a_tar_beside_others_is_appended(tmp_path, in_process):
+    source = tars(tmp_path / "raw")
+    prepared(source, tmp_path / "out")
+    in_process.clear()
+    with tarfile.open(source / "00002.tar", "w") as tar:
+        add(tar, "new.png", colour_image(50))
+        add(tar, "new.txt", b"new")
+    manifest, rows, _ = prepared(source, tmp_path / "out")
+    assert in_process == [2]
+    assert [row.key for row in rows][-1] == "00002/new"
+    assert manifest.num_rows == COUNT + 1
+
+
+def test_what_is_no_source(tmp_path):
+    with pytest.raises(DataError, match="there is no file"):
+        choose(str(tmp_path / "none.csv"))
+    (tmp_path / "rows.csv").write_text("image,text\n")
+    with pytest.raises(DataError, match=r"give the path of one of its files \(rows\.csv\)"):
+        choose(str(tmp_path))
+    with pytest.raises(UsageError, match="is a folder, and csv is a file"):
+        choose(str(tmp_path), "csv")
+    with pytest.raises(UsageError, match="is a file, and pairs is a folder"):
+        choose(str(tmp_path / "rows.csv"), "pairs")
+    assert choose(str(tmp_path / "rows.csv"), "tsv").format == "tsv"
+    with pytest.raises(DataError, match="holds no rows of CSV"):
+        prepared(tmp_path / "rows.csv", tmp_path / "out")

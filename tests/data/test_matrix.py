@@ -1,0 +1,80 @@
+"""Every entry of the matrix gets what it says, in one prepare; and the README says the same."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mmray.config import Prepare
+from mmray.data import prepare as prepare_module
+from mmray.data.image import BadImage
+from mmray.data.pack import pack_chunk
+from mmray.data.prepare import prepare
+from mmray.data.trial import Trial
+from tests.conftest import ROOT
+from tests.data import matrix
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """What became of each line of the matrix's source: `kept`, or stage and reason."""
+    folder = tmp_path_factory.mktemp("matrix")
+
+    def run(job, chunks):
+        for chunk in chunks:
+            done = pack_chunk(job, chunk)
+            yield done.index, done.num_rows, done.num_bad
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_module, "_run", run)
+        settings = Prepare(max_bad_fraction=1.0, vocab_size=0, duplicates="keep")
+        manifest = prepare(str(matrix.write_source(folder)), str(folder / "out"), settings)
+    faults = [json.loads(line) for line in (folder / "out" / "quarantine.jsonl").read_text().splitlines()]
+    assert manifest.num_rows + len(faults) == len(matrix.IMAGES) + len(matrix.LINES)
+    assert all(fault["detail"] for fault in faults)
+    return {int(fault["source"].split(":")[1]): f"{fault['stage']} {fault['reason']}" for fault in faults}
+
+
+@pytest.mark.parametrize(("line", "name"), list(enumerate(matrix.IMAGES | matrix.LINES, 1)))
+def test_what_becomes_of(outcomes, line, name):
+    assert outcomes.get(line, matrix.KEPT) == (matrix.IMAGES | matrix.LINES)[name][1]
+
+
+def test_the_readme_says_the_same():
+    readme = (ROOT / "README.md").read_text()
+    assert readme.count(matrix.BEGIN) == readme.count(matrix.END) == 1
+    assert matrix.table() in readme, "put the output of `python -m tests.data.matrix` between the marks"
+
+
+DYING = """
+import os, sys
+from mmray.data import trial
+whole = trial.decode
+trial.decode = lambda data, limit: os.abort() if b"kills" in data else whole(data, limit)
+trial.answer_all(sys.stdin.buffer, sys.stdout.buffer)
+"""
+
+
+def test_an_image_that_kills_the_decoder_is_named_and_the_next_is_decoded(monkeypatch):
+    monkeypatch.setattr("mmray.data.trial.COMMAND", (sys.executable, "-c", DYING))
+    trial, good = Trial(), matrix.encoded()
+    assert trial.check(good, 1000) == (9, 6)
+    with pytest.raises(BadImage, match="the decoder died of it") as caught:
+        trial.check(good + b"kills", 1000)
+    assert caught.value.reason == "crash"
+    assert trial.check(good, 1000) == (9, 6)
+    with pytest.raises(BadImage) as caught:
+        trial.check(b"", 1000)
+    assert caught.value.reason == "empty"
+    child = trial._child
+    trial.close()
+    assert child is not None and child.poll() == 0
+
+
+def test_the_child_decodes_as_the_parent_does():
+    data = matrix.encoded()
+    run = subprocess.run(
+        [sys.executable, "-m", "mmray.data.trial"], input=b"%d 53\n" % len(data) + data, capture_output=True, check=True
+    )
+    assert json.loads(run.stdout)["reason"] == "too-large"

@@ -1,0 +1,65 @@
+"""Sets by reference: the same rows and the same blocks as a packed set, with no image written a second time."""
+
+import numpy as np
+import pytest
+
+from mmray.config import Inputs, Prepare
+from mmray.data.order import Plan
+from mmray.data.reader import RowReader
+from mmray.data.store import PreparedSet
+from mmray.data.text import train_tokenizer
+from mmray.errors import DataError, UsageError
+from tests.data import test_formats as formats
+from tests.data.test_formats import COUNT, colour_image, prepared, text
+
+in_process = formats.in_process
+
+
+@pytest.mark.parametrize("title", ["CSV", "WebDataset", "COCO", "images beside texts"])
+@pytest.mark.parametrize("check", ["full", "header", "none"])
+def test_a_stream_by_reference_is_the_stream_of_the_packed_set(tmp_path, title, check):
+    source = formats.SOURCES[title](tmp_path / "raw")
+    if title == "COCO" and check == "none":  # boxes need the size of their image
+        source.write_text(source.read_text().replace('"bbox"', '"no box"'))
+    prepared(source, tmp_path / "packed")
+    prepared(source, tmp_path / "index", reference=True, check=check)
+    plan = Plan(num_rows=COUNT, global_rows=4, world=1, micro=4, seed=3, steps=9)
+    blocks = []
+    for out in ("packed", "index"):
+        tokenizer = train_tokenizer([text(number) for number in range(COUNT)], 60)
+        reader = RowReader(PreparedSet.open(str(tmp_path / out)), Inputs(image_side=8, max_tokens=12), tokenizer, 10**6)
+        blocks.append(reader.block(plan, np.arange(2 * COUNT)))
+    assert blocks[0].keys() == blocks[1].keys()
+    assert blocks[0]["valid"].all()
+    for name, column in blocks[0].items():
+        assert np.array_equal(column, blocks[1][name]), name
+    images = b"".join(path.read_bytes() for path in (tmp_path / "index" / "shards").iterdir())
+    assert not any(colour_image(number) in images for number in range(COUNT))
+
+
+def test_a_referenced_image_that_changed_or_went_is_noticed_and_its_neighbours_stay(tmp_path):
+    source = formats.csv_source(tmp_path / "raw")
+    prepared(source, tmp_path / "out", reference=True)
+    (tmp_path / "raw" / "2.png").write_bytes(colour_image(200))
+    (tmp_path / "raw" / "4.png").unlink()
+    tokenizer = train_tokenizer(["x"], 60)
+    reader = RowReader(PreparedSet.open(str(tmp_path / "out")), Inputs(image_side=8, max_tokens=12), tokenizer, 10**6)
+    plan = Plan(num_rows=COUNT, global_rows=COUNT, world=1, micro=COUNT, seed=0, steps=1, shuffle=False)
+    assert reader.block(plan, np.arange(COUNT))["valid"].tolist() == [n not in (2, 4) for n in range(COUNT)]
+
+
+def test_what_cannot_be_referred_to(tmp_path):
+    with pytest.raises(DataError, match="7 no-reference"):
+        prepared(formats.parquet_bytes(tmp_path / "raw"), tmp_path / "out", reference=True)
+    with pytest.raises(UsageError, match="image_side must be 0"):
+        Prepare(reference=True, image_side=8)
+
+
+def test_header_checks_less_than_full_and_none_nothing(tmp_path):
+    source = formats.csv_source(tmp_path / "raw")
+    (tmp_path / "raw" / "1.png").write_bytes(colour_image(1)[:-20])
+    (tmp_path / "raw" / "2.png").write_bytes(b"<html>")
+    found = {check: prepared(source, tmp_path / check, check=check)[2] for check in ("full", "header", "none")}
+    assert found == {
+        "full": {"rows.csv:3": "truncated", "rows.csv:4": "format"}, "header": {"rows.csv:4": "format"}, "none": {}
+    }  # fmt: skip

@@ -1,0 +1,16 @@
+"""Pictures inside pages."""
+
+import base64
+import io
+
+from PIL import Image
+
+from mmray.data.thumbnail import thumbnail
+
+
+def test_a_thumbnail_is_small_and_never_enlarged():
+    def side(width, height):
+        data = thumbnail(Image.new("RGB", (width, height))).partition(",")[2]
+        return Image.open(io.BytesIO(base64.b64decode(data))).size
+
+    assert side(1000, 500) == (128, 64) and side(20, 10) == (20, 10)

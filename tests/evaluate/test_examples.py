@@ -1,0 +1,76 @@
+"""Examples of retrieval: which are shown, that they are those of the recall, and the same for any number of ranks."""
+
+import base64
+import io
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from PIL import Image
+
+from mmray.evaluate.examples import SHOWN, chosen_queries
+from mmray.evaluate.score import Evaluator
+from mmray.objectives.contrastive import Contrastive
+from tests.evaluate.test_score import INPUTS, SETTINGS, Toy, on_ranks, prepared  # noqa: F401 - a fixture
+
+WAYS = ("image_to_text", "text_to_image")
+
+
+def shown_of(prepared, world=1, **settings):  # noqa: F811
+    """What rank 0 shows, and the metrics of the same evaluation."""
+    evaluator = Evaluator(prepared, INPUTS, prepared.tokenizer_json, SimpleNamespace(**vars(SETTINGS) | settings))
+    kept = []
+
+    def score(group):
+        return evaluator.score(Toy(), group, Contrastive(), 6, kept.append if group.rank == 0 else None)
+
+    return kept, on_ranks(world, score)[0]
+
+
+def test_the_same_for_any_number_of_ranks_and_any_chunk(prepared):  # noqa: F811
+    (alone,), _ = shown_of(prepared)
+    for others, _ in (shown_of(prepared, world=3), shown_of(prepared, world=30), shown_of(prepared, chunk=2)):
+        assert others == [alone]
+
+
+def test_examples_agree_with_the_recall_and_with_the_set(prepared):  # noqa: F811
+    (examples,), metrics = shown_of(prepared)
+    assert examples["rows"] == metrics["rows"]
+    for way in WAYS:
+        hits = [item for item in examples[way] if item["rank"] == 1]
+        assert len(hits) <= SHOWN and 0 < len(examples[way]) - len(hits) <= SHOWN
+        for item in examples[way]:
+            row = prepared.read(np.array([item["row"]]))[0]
+            assert item["key"] == row.key and item["caption"] in row.texts
+            assert [answer["score"] for answer in item["answers"]] == sorted(
+                (answer["score"] for answer in item["answers"]), reverse=True
+            )
+            marked = [place for place, answer in enumerate(item["answers"], 1) if answer["right"]]
+            assert (marked[:1] == [item["rank"]]) if item["rank"] <= 5 else not marked
+            for answer in item["answers"]:
+                assert answer["right"] == (answer["row"] == item["row"])
+                assert answer["caption"] in prepared.read(np.array([answer["row"]]))[0].texts
+
+
+def test_captions_are_told_as_the_ones_that_were_asked(prepared):  # noqa: F811
+    """Of rows with several captions each, by name and number."""
+    (examples,), _ = shown_of(prepared)
+    told = {(item["row"], item["caption"]) for item in examples["text_to_image"]}
+    assert any(caption != prepared.read(np.array([row]))[0].texts[0] for row, caption in told)
+
+
+def test_every_picture_that_is_looked_at_is_there(prepared):  # noqa: F811
+    (examples,), _ = shown_of(prepared)
+    wanted = {item["row"] for way in WAYS for item in examples[way]}
+    wanted |= {answer["row"] for item in examples["text_to_image"] for answer in item["answers"]}
+    assert set(examples["pictures"]) == {str(row) for row in wanted}
+    head, _, data = examples["pictures"][str(max(wanted))].partition(",")
+    assert head == "data:image/webp;base64"
+    assert abs(Image.open(io.BytesIO(base64.b64decode(data))).convert("L").getpixel((8, 8)) - max(wanted)) <= 2
+
+
+def test_queries_are_spread_over_hits_and_from_narrow_to_wide_misses():
+    ranks = torch.tensor([1, 9, 1, 2, 1, 300, 1, 2])
+    assert chosen_queries(ranks, 3).tolist() == [0, 2, 6, 3, 7, 5]
+    assert chosen_queries(torch.ones(2, dtype=torch.int64), 3).tolist() == [0, 1]
+    assert chosen_queries(torch.tensor([7]), 3).tolist() == [0]

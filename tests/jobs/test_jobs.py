@@ -1,0 +1,138 @@
+"""Jobs as users submit them, to a head of the test's own: what they leave, their exit codes, how they are stopped."""
+
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from ray.job_submission import JobStatus, JobSubmissionClient
+from ray.util.state import list_actors, list_placement_groups
+
+from mmray.cli import VERBS
+from mmray.config import to_yaml
+from tests.jobs.head import Head
+from tests.jobs.test_lines import submit_line
+from tests.made import make_set, row
+from tests.train.runs import STEPS, config, marks
+
+ROOT = Path(__file__).parents[2]
+ENDED = {JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED}
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory):
+    with Head(tmp_path_factory.mktemp("head")) as head:
+        yield head
+
+
+@pytest.fixture(scope="module")
+def client(head):
+    return JobSubmissionClient(head.url)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("set")
+    make_set(folder, [row(number) for number in range(50)], [row(number) for number in range(100, 120)])
+    return folder
+
+
+def submit(head, job, *arguments):
+    """The docstring's own line with these arguments in place of its own; the job's id, without waiting."""
+    words = submit_line(job)
+    at = words.index("--")
+    line = [*words[:at], "--no-wait", "--submission-id", f"{job}-{time.time_ns()}", *words[at : at + 3], *arguments]
+    told = subprocess.run(line, cwd=ROOT, env=head.env, capture_output=True, text=True, timeout=60)
+    assert told.returncode == 0, told.stdout + told.stderr
+    return line[line.index("--submission-id") + 1]
+
+
+def ended(client, job_id, within_s=120):
+    """(status, exit code of the driver, log) of a job once it is over."""
+    until = time.monotonic() + within_s
+    while client.get_job_status(job_id) not in ENDED:
+        assert time.monotonic() < until, client.get_job_logs(job_id)
+        time.sleep(0.3)
+    return client.get_job_status(job_id), client.get_job_info(job_id).driver_exit_code, client.get_job_logs(job_id)
+
+
+def test_a_usage_error_and_bad_data_tell_their_exit_codes(head, client, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    typo = submit(head, "train", "sample", "--train.stepz", "3")
+    unknown = submit(head, "train", "no-such-recipe")
+    empty = submit(head, "prepare", str(tmp_path / "empty.jsonl"), str(tmp_path / "out"))
+    impossible = submit(head, "train", "sample", "--cluster.workers", "99", "--cluster.accelerator", "gpu")
+    for job_id, code, said in [
+        (typo, 2, "stepz"),
+        (unknown, 2, "no-such-recipe"),
+        (empty, 5, "empty.jsonl is empty"),
+        (impossible, 4, "99 training workers of 1 CPU and 1 GPU each"),
+    ]:
+        status, exit_code, log = ended(client, job_id)
+        assert (status, exit_code) == (JobStatus.FAILED, code), log
+        assert said in log and "Traceback" not in log
+
+
+@pytest.mark.parametrize("shipped", [True, False])
+def test_mmray_comes_with_the_job_or_from_where_it_is_installed(head, client, shipped):
+    """A working directory wins over an installed mmray, in the driver and in the workers alike."""
+    runtime_env = {"working_dir": str(ROOT)} if shipped else {}
+    job_id = client.submit_job(entrypoint=f"python {ROOT}/tests/jobs/where.py", runtime_env=runtime_env)
+    status, _, log = ended(client, job_id)
+    assert status == JobStatus.SUCCEEDED, log
+    found = dict(line.split(" ", 1) for line in log.splitlines() if line.startswith(("driver ", "worker ")))
+    assert set(found) == {"driver", "worker"} and len(set(found.values())) == 1
+    assert all(("working_dir_files" in place) is shipped for place in found.values())
+
+
+def test_a_stopped_training_leaves_nothing_behind_and_the_same_line_goes_on(head, client, data, tmp_path):
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(to_yaml(config(data, tmp_path, "run", callbacks=("tests.train.faults:Slowly",))))
+    first = submit(head, "train", str(recipe))
+    steps = tmp_path / "run" / "metrics.jsonl"
+    until = time.monotonic() + 90
+    while not (steps.exists() and steps.read_text().count("\n") >= 1):
+        assert time.monotonic() < until, client.get_job_logs(first)
+        time.sleep(0.2)
+    subprocess.run(["ray", "job", "stop", first], cwd=ROOT, env=head.env, check=True, timeout=60, capture_output=True)
+    status, _, log = ended(client, first)
+    assert status == JobStatus.STOPPED, log
+    stopped = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert stopped["status"] == "stopped" and 0 < stopped["steps"] < STEPS
+    assert (tmp_path / "run" / "checkpoints" / f"step-{stopped['steps']}" / "SHA256SUMS").exists()
+    assert "the same command goes on from step" in log
+    assert left_behind(head) == []
+
+    status, code, log = ended(client, submit(head, "train", str(recipe)))
+    assert (status, code) == (JobStatus.SUCCEEDED, 0), log
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "finished"
+    assert [mark[0] for mark in marks(tmp_path / "run")] == list(range(1, STEPS + 1))
+    assert "\x1b" not in log and "\r" not in log  # plain lines: a log is no terminal
+    assert f"{STEPS}/{STEPS}" in log and "recall" not in log.splitlines()[0]
+
+
+def left_behind(head, within_s=15):
+    """Actors and placement groups of ended jobs, after a moment; detached actors are those Ray keeps for itself."""
+    until = time.monotonic() + within_s
+    while True:
+        actors = [a for a in list_actors(head.url, detail=True) if a.state != "DEAD" and not a.is_detached]
+        groups = [group for group in list_placement_groups(head.url) if group.state != "REMOVED"]
+        left = [a.class_name for a in actors if a.class_name != "JobSupervisor"] + [g.name for g in groups]
+        if not left or time.monotonic() > until:
+            return left
+        time.sleep(0.5)
+
+
+@pytest.mark.skipif("tune" not in VERBS, reason="this tree has no verb tune")
+def test_a_sweep_leaves_its_recommendation(head, client, data, tmp_path):
+    recipe = tmp_path / "tiny.yaml"
+    recipe.write_text(to_yaml(config(data, tmp_path, "sweep")))
+    space = ("--space", "batch.micro=4,8", "--train.samples", "32")
+    status, code, log = ended(client, submit(head, "tune", str(recipe), *space), within_s=200)
+    assert (status, code) == (JobStatus.SUCCEEDED, 0), log
+    summary = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
+    assert (summary["kind"], summary["status"]) == ("sweep", "finished")
+    assert len((tmp_path / "sweep" / "trials.jsonl").read_text().splitlines()) == 2
+    assert (tmp_path / "sweep" / "best.yaml").exists()

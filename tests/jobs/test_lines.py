@@ -1,0 +1,45 @@
+"""Each job says how it is submitted, and that line means what the command line understands."""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mmray.cli import VERBS
+
+ROOT = Path(__file__).parents[2]
+JOBS = sorted((ROOT / "jobs").glob("*.py"))
+LINE = re.compile(r"^    (ray job submit (?:.*\\\n)*.*)$", re.MULTILINE)  # a backslash continues it
+
+
+def submit_line(name):
+    """The words of the submit line in the docstring of jobs/NAME.py."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "jobs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)  # guarded: nothing runs
+    (line,) = LINE.findall(module.__doc__)
+    return shlex.split(line.replace("\\\n", " "))
+
+
+@pytest.mark.parametrize("job", [job.stem for job in JOBS])
+def test_a_job_is_a_verb_with_its_line(job):
+    if job not in VERBS:
+        pytest.skip(f"this tree has no verb {job}")
+    words = submit_line(job)
+    assert words[:7] == ["ray", "job", "submit", "--working-dir", ".", "--", "python"]
+    assert words[7] == f"jobs/{job}.py"
+    assert f'main(["{job}", *sys.argv[1:]])' in (ROOT / "jobs" / f"{job}.py").read_text()
+
+
+def test_what_is_shipped_is_small_and_is_the_package(monkeypatch):
+    """`--working-dir .` takes what .gitignore and .rayignore leave; Ray refuses more than 512 MiB."""
+    from ray._private.runtime_env.packaging import _dir_travel
+
+    monkeypatch.chdir(ROOT)
+    shipped = []
+    _dir_travel(ROOT, [], shipped.append, include_gitignore=True)
+    names = {path.relative_to(ROOT).parts[0] for path in shipped if path != ROOT}
+    assert {"jobs", "mmray"} <= names and not names & {".git", "runs", "prepared", ".mypy_cache"}
+    assert sum(path.stat().st_size for path in shipped if path.is_file()) < 5_000_000

@@ -1,0 +1,306 @@
+"""CLIP and SigLIP: the numbers that transformers' own classes give, from every place weights come from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+
+import mmray
+from mmray.config import Clip, ClipImage, ClipText, Inputs, Model, Siglip
+from mmray.data.image import to_pixels
+from mmray.data.text import TextEncoder, train_tokenizer
+from mmray.errors import UsageError
+from mmray.models.build import build, drawn_architecture
+from mmray.models.clip import some_patches
+from mmray.models.export import export
+from mmray.models.synthetic import synthetic_batch
+
+TEXTS = ["a red circle", "a blue square on a green ground", "Two TRIANGLES,  left of a circle"]
+TOKENIZER = train_tokenizer(TEXTS, 80)
+VOCAB = TextEncoder(TOKENIZER, 8).vocab_size
+INPUTS = Inputs(image_side=32, max_tokens=10, fit="squash", mean=(0.5, 0.4, 0.3), std=(0.25, 0.2, 0.1))
+IMAGE, TEXT = ClipImage(width=32, depth=2, heads=2, patch=8), ClipText(width=24, depth=2, heads=3)
+SPECS: dict[str, Model] = {
+    "clip": Clip(inputs=INPUTS, image=IMAGE, text=TEXT, embed_dim=16),
+    "siglip": Siglip(inputs=INPUTS, image=IMAGE, text=TEXT),
+}
+
+
+def model_of(spec: Model, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return build(spec, VOCAB).eval()
+
+
+def batch_of(rows: int = 4) -> dict[str, Tensor]:
+    batch = synthetic_batch(INPUTS, VOCAB, rows, "cpu")
+    num_tokens = torch.arange(rows) % 5 + 3
+    batch["attention_mask"] = (torch.arange(INPUTS.max_tokens) < num_tokens[:, None]).long()
+    return batch
+
+
+def picture() -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_exported_it_is_transformers_own_model(kind: str, tmp_path: Path) -> None:
+    """AutoModel, AutoTokenizer and AutoImageProcessor alone give the embeddings; so does mmray.load."""
+    from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
+
+    spec, model = SPECS[kind], model_of(SPECS[kind])
+    out = export(
+        model, spec.model_copy(update={"vocab_size": VOCAB}).model_dump(mode="json"), TOKENIZER, tmp_path / "m"
+    )
+    loaded = mmray.load(out)
+    theirs, report = AutoModel.from_pretrained(out, output_loading_info=True)
+    assert not any(report.values())
+    processed = AutoImageProcessor.from_pretrained(out)(picture(), return_tensors="pt")
+    tokens = AutoTokenizer.from_pretrained(out)(TEXTS, padding="max_length", return_tensors="pt")
+    with torch.no_grad():
+        given = theirs(input_ids=tokens["input_ids"], pixel_values=processed["pixel_values"])
+        pixels = torch.from_numpy(to_pixels(picture(), 32, "squash", "bicubic"))[None]
+        normalised = model.image.pixels(pixels)
+        image = theirs(input_ids=tokens["input_ids"], pixel_values=normalised).image_embeds
+    torch.testing.assert_close(loaded.embed_texts(TEXTS), given.text_embeds, rtol=0, atol=1e-6)
+    torch.testing.assert_close(loaded.embed_images([picture()]), image, rtol=0, atol=1e-6)
+    assert F.cosine_similarity(given.image_embeds, image).item() > 0.999  # their resize rounds pixels another way
+    assert theirs.logit_scale.exp().item() == pytest.approx(model.log_scale.exp().item())
+    assert loaded.model.state_dict().keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_weights_come_from_what_transformers_saved(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModel
+
+    drawn = model_of(SPECS[kind])
+    config = AutoConfig.for_model(**drawn.architecture()["config"])
+    torch.manual_seed(5)
+    config.text_config.eos_token_id = 3
+    theirs = AutoModel.from_config(config).eval()
+    with torch.no_grad():
+        theirs.logit_scale.fill_(2.5)
+    theirs.save_pretrained(tmp_path)
+    model = model_of(SPECS[kind].model_copy(update={"weights": str(tmp_path)}))
+    assert model.log_scale.item() == 2.5
+    ids = torch.cat([torch.randint(5, VOCAB, (3, INPUTS.max_tokens - 1)), torch.full((3, 1), 3)], dim=1)
+    pixels = batch_of(3)["image"]
+    with torch.no_grad():
+        features = theirs.text_model(input_ids=ids)
+        expected = theirs.text_projection(features.pooler_output) if kind == "clip" else features.pooler_output
+        image = theirs.get_image_features(pixel_values=model.image.pixels(pixels)).pooler_output
+        torch.testing.assert_close(
+            model.embed_text(ids, torch.ones_like(ids)), F.normalize(expected), atol=1e-6, rtol=0
+        )
+        torch.testing.assert_close(model.embed_image(pixels), F.normalize(image), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_a_model_comes_back_from_its_architecture_without_the_weights(kind: str) -> None:
+    model = model_of(SPECS[kind])
+    gone = SPECS[kind].model_copy(update={"weights": "/no/such/place"})
+    again = build(gone, VOCAB, json.loads(json.dumps(model.architecture()))).eval()
+    again.load_state_dict(model.state_dict())
+    batch = batch_of()
+    assert torch.equal(again(batch)["text_embed"], model(batch)["text_embed"])
+    assert drawn_architecture(gone, VOCAB)["config"]["text_config"]["vocab_size"] == VOCAB
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_padding_and_neighbours_change_no_embedding(kind: str) -> None:
+    model, batch = model_of(SPECS[kind]).double(), batch_of()
+    ids, mask = batch["input_ids"].clone(), batch["attention_mask"]
+    expected = model.embed_text(ids, mask)
+    ids[mask == 0] = 7
+    torch.testing.assert_close(model.embed_text(ids, mask), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(model.embed_text(ids[:1, :3], mask[:1, :3]), expected[:1], rtol=0, atol=1e-12)
+    image = model.embed_image(batch["image"])
+    torch.testing.assert_close(model.embed_image(batch["image"][:1]), image[:1], rtol=0, atol=1e-9)
+    assert (expected[0] - expected[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_every_weight_learns(kind: str) -> None:
+    model = model_of(SPECS[kind]).train()
+    outputs = model(batch_of())
+    sum((output * torch.arange(output.numel()).view(output.shape)).sum() for output in outputs.values()).backward()
+    silent = [name for name, weight in model.named_parameters() if weight.grad is None]
+    assert silent == []
+    parts = [set(branch.parameters()) for branch in model.branches().values()]
+    assert not parts[0] & parts[1]
+
+
+def test_siglip_has_a_bias_and_no_bound_on_its_temperature() -> None:
+    models = {kind: model_of(spec) for kind, spec in SPECS.items()}
+    assert models["siglip"](batch_of())["logit_bias"].item() == -10
+    assert "logit_bias" not in models["clip"](batch_of())
+    for model in models.values():
+        model.log_scale.data.fill_(4.8)  # Google's weights have 4.77
+        model.constrain()
+    assert models["siglip"].log_scale.item() == pytest.approx(4.8)
+    assert models["clip"].log_scale.item() == pytest.approx(np.log(100))
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_patches_are_dropped_in_training_only(kind: str) -> None:
+    spec = SPECS[kind].model_copy(update={"patch_dropout": 0.5})
+    model, image, seen = model_of(spec), batch_of()["image"], []
+    model.image.tower.encoder.register_forward_pre_hook(
+        lambda _, __, given: seen.append(given["inputs_embeds"].shape[1]), with_kwargs=True
+    )
+    whole = model.embed_image(image)
+    first, second = model.train().embed_image(image), model.embed_image(image)
+    extra = kind == "clip"  # the class token stays
+    assert seen == [16 + extra, 8 + extra, 8 + extra]
+    assert not torch.allclose(first, second, atol=1e-4)
+    assert torch.equal(model.eval().embed_image(image), whole)
+
+
+def test_some_patches_are_a_rows_own_in_their_order() -> None:
+    patches = torch.arange(24.0).reshape(2, 12, 1)
+    kept = some_patches(patches, 0.75)
+    assert kept.shape == (2, 3, 1)
+    assert bool((kept.diff(dim=1) > 0).all())
+    assert bool((kept[0] < 12).all() and (kept[1] >= 12).all())
+    assert some_patches(patches, 0.99).shape == (2, 1, 1)
+
+
+class OpenClipBlock(nn.Module):
+    """A residual block with the names and the packed attention of open_clip."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attn = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.mlp = nn.ModuleDict({"c_fc": nn.Linear(width, 4 * width), "c_proj": nn.Linear(4 * width, width)})
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        y = self.ln_1(x)
+        x = x + self.attn(y, y, y, attn_mask=mask, need_weights=False)[0]
+        y = self.mlp["c_fc"](self.ln_2(x))
+        return x + self.mlp["c_proj"](y * torch.sigmoid(1.702 * y))
+
+
+class OpenClip(nn.Module):
+    """CLIP as open_clip writes it down, from its paper and the names in its checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.randn
+        self.visual = nn.Module()
+        self.visual.conv1 = nn.Conv2d(3, 32, 8, 8, bias=False)
+        self.visual.class_embedding = nn.Parameter(draw(32))
+        self.visual.positional_embedding = nn.Parameter(draw(17, 32))
+        self.visual.ln_pre, self.visual.ln_post = nn.LayerNorm(32), nn.LayerNorm(32)
+        self.visual.transformer = nn.Module()
+        self.visual.transformer.resblocks = nn.ModuleList(OpenClipBlock(32, 2) for _ in range(2))
+        self.visual.proj = nn.Parameter(draw(32, 16))
+        self.token_embedding = nn.Embedding(VOCAB, 24)
+        self.positional_embedding = nn.Parameter(draw(10, 24))
+        self.transformer = nn.Module()
+        self.transformer.resblocks = nn.ModuleList(OpenClipBlock(24, 3) for _ in range(2))
+        self.ln_final = nn.LayerNorm(24)
+        self.text_projection = nn.Parameter(draw(24, 16))
+        self.logit_scale = nn.Parameter(torch.tensor(3.0))
+
+    def encode_image(self, pixels: Tensor) -> Tensor:
+        x = self.visual.conv1(pixels).flatten(2).transpose(1, 2)
+        x = torch.cat([self.visual.class_embedding.expand(len(x), 1, -1), x], dim=1) + self.visual.positional_embedding
+        x = self.visual.ln_pre(x)
+        for block in self.visual.transformer.resblocks:
+            x = block(x, None)
+        return self.visual.ln_post(x[:, 0]) @ self.visual.proj
+
+    def encode_text(self, ids: Tensor) -> Tensor:
+        x = self.token_embedding(ids) + self.positional_embedding[: ids.shape[1]]
+        mask = torch.full((ids.shape[1], ids.shape[1]), -torch.inf).triu(1)
+        for block in self.transformer.resblocks:
+            x = block(x, mask)
+        return self.ln_final(x)[:, -1] @ self.text_projection
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_open_clip_checkpoint_is_taken_over(wrapped: bool, tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    theirs, file = OpenClip().eval(), tmp_path / "open_clip_model.pt"
+    state = theirs.state_dict()
+    named = {f"module.{name}": tensor for name, tensor in state.items()}
+    torch.save({"epoch": 3, "state_dict": named} if wrapped else state, file)
+    model = model_of(SPECS["clip"].model_copy(update={"weights": str(file)}))
+    ids = torch.randint(0, VOCAB, (3, 10))
+    pixels = batch_of(3)["image"]
+    with torch.no_grad():
+        image = F.normalize(theirs.encode_image(model.image.pixels(pixels)))
+        text = F.normalize(theirs.encode_text(ids))
+        torch.testing.assert_close(model.embed_image(pixels), image, rtol=0, atol=2e-6)
+        torch.testing.assert_close(model.embed_text(ids, torch.ones_like(ids)), text, rtol=0, atol=2e-6)
+    assert model.log_scale.item() == 3.0
+
+
+def spec_with(kind: str, **changes: object) -> Model:
+    return SPECS[kind].model_copy(update=changes)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (spec_with("clip", image=ClipImage(width=30, heads=4)), r"model\.image\.heads: width 30 .* 4 heads"),
+        (spec_with("siglip", text=ClipText(width=30, heads=4)), r"model\.text\.heads: width 30 .* 4 heads"),
+        (spec_with("clip", image=ClipImage(patch=12)), r"model\.image\.patch: patches of 12 pixels .* 32"),
+        (spec_with("clip", vocab_size=20), r"model\.vocab_size: 20 rows of embedding are too few"),
+        (spec_with("clip", weights="/no/such/place"), r"model\.weights: there is no directory /no/such/place"),
+        (spec_with("clip", weights="/no/such/file.pt"), r"model\.weights: there is no file /no/such/file\.pt"),
+        (spec_with("siglip", weights="/no/such/file.pt"), r"model\.weights: .*model\.kind clip only"),
+    ],
+)
+def test_what_cannot_be_names_setting_and_value(spec: Model, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        build(spec, VOCAB)
+
+
+def test_saved_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    from transformers import CLIPConfig, CLIPModel
+
+    CLIPModel(CLIPConfig.from_dict(model_of(SPECS["clip"]).architecture()["config"])).save_pretrained(tmp_path)
+    at = {"weights": str(tmp_path)}
+    for spec, vocab_size, message in (
+        (spec_with("clip", **at, inputs=INPUTS.model_copy(update={"image_side": 64})), VOCAB, "32 pixels, not 64"),
+        (spec_with("clip", **at, inputs=INPUTS.model_copy(update={"max_tokens": 11})), VOCAB, "more than the 10 posit"),
+        (spec_with("clip", **at), VOCAB + 1, f"{VOCAB} rows of embedding are too few for a tokenizer of {VOCAB + 1}"),
+        (spec_with("siglip", **at), VOCAB, "holds a model of type 'clip', not `siglip`"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            build(spec, vocab_size)
+    torch.save({"visual.layer1.0.conv1.weight": torch.zeros(1)}, tmp_path / "resnet.pt")
+    torch.save({"visual.proj": torch.zeros(3, 3)}, tmp_path / "other.pt")
+    for name, message in (("resnet.pt", "no CLIP of open_clip with a ViT"), ("other.pt", "another shape than model")):
+        with pytest.raises(UsageError, match=message):
+            build(spec_with("clip", weights=str(tmp_path / name)), VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("name", "fit", "side"),
+    [("CLIPImageProcessorPil", "crop", 224), ("SiglipImageProcessorPil", "squash", 224)],
+)
+def test_pixels_agree_with_the_models_own_processor(name: str, fit: str, side: int) -> None:
+    """Within 1 of 255 on average and 4 at most for photographs; a crop may lie half a pixel aside."""
+    import transformers
+
+    processor = getattr(transformers, name)(
+        size={"shortest_edge": side} if fit == "crop" else {"height": side, "width": side}
+    )
+    rows, columns = np.mgrid[0:360, 0:480]
+    waves = [127 + 120 * np.sin(columns / 37 + k) * np.cos(rows / (23 + 9 * k)) for k in range(3)]
+    image = Image.fromarray(np.stack(waves, axis=-1).astype(np.uint8))
+    theirs = processor(image, return_tensors="np")["pixel_values"][0]
+    mean, std = (np.array(value)[:, None, None] for value in (processor.image_mean, processor.image_std))
+    difference = np.abs((theirs * std + mean) * 255 - to_pixels(image, side, fit, "bicubic"))
+    print(difference.mean(), difference.max())
+    assert difference.mean() <= 1
+    assert difference.max() <= 4

@@ -1,0 +1,106 @@
+"""Hard negatives: never an equal caption or padding, drawn as the softmax says, and from nothing but the rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmray.objectives.matching import NONE, Matching, caption_codes, choose, gumbel
+
+D = 6
+
+
+def rows(num: int, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Outputs and batch of `num` rows with captions of their own."""
+    draw = torch.Generator().manual_seed(seed)
+    outputs = {name: F.normalize(torch.randn(num, D, generator=draw), dim=1) for name in ("image_embed", "text_embed")}
+    batch = {
+        "input_ids": torch.arange(5, 5 + num)[:, None].expand(-1, 3).contiguous(),
+        "attention_mask": torch.tensor([[1, 1, 0]]).expand(num, -1).contiguous(),
+        "pos": torch.arange(num) + 100,
+        "valid": torch.ones(num, dtype=torch.bool),
+    }
+    return outputs | {"logit_scale": torch.tensor(2.0)}, batch
+
+
+def everyone_of(outputs: dict[str, Tensor], batch: dict[str, Tensor], offset: int = 0) -> dict[str, object]:
+    return {**{name: outputs[name] for name in Matching.looks_at}, **batch, "offset": offset}
+
+
+def test_neither_itself_nor_padding_nor_an_equal_caption() -> None:
+    outputs, batch = rows(8)
+    batch["input_ids"][1] = batch["input_ids"][0]
+    batch["input_ids"][1, 2] = 99  # behind the mask: still the same caption
+    batch["valid"][5] = False
+    for shift in range(50):
+        batch["pos"] = torch.arange(8) + 8 * shift
+        chosen = choose(outputs, batch, everyone_of(outputs, batch))
+        assert not set(chosen.tolist()) & {5, NONE}
+        assert all(int(chosen[row]) != row for row in range(8))
+        assert int(chosen[0]) != 1
+        assert int(chosen[1]) != 0
+
+
+def test_part_of_the_rows_chooses_as_all_of_them() -> None:
+    outputs, batch = rows(9)
+    whole = choose(outputs, batch, everyone_of(outputs, batch))
+    part = slice(4, 7)
+    mine = {name: value if value.ndim == 0 else value[part] for name, value in outputs.items()}
+    cut = {name: value[part] for name, value in batch.items()}
+    assert torch.equal(choose(mine, cut, everyone_of(outputs, batch, offset=4)), whole[part])
+
+
+def test_they_are_drawn_as_the_softmax_over_the_scores_says() -> None:
+    outputs, batch = rows(5)
+    counts = torch.zeros(5)
+    for step in range(4000):
+        batch["pos"] = torch.arange(5) + 5 * step
+        counts[choose(outputs, batch, everyone_of(outputs, batch))[0]] += 1
+    scores = 2 * outputs["image_embed"][0] @ outputs["text_embed"].T
+    scores[0] = -torch.inf
+    torch.testing.assert_close(counts / 4000, scores.softmax(0), rtol=0, atol=0.03)
+
+
+def test_noise_is_gumbels_and_a_function_of_the_places() -> None:
+    place = torch.arange(300) + 12345
+    noise = gumbel(place, place + 7_000_000)
+    assert torch.equal(noise[3:5], gumbel(place[3:5], place + 7_000_000))
+    assert noise.mean().item() == pytest.approx(0.5772, abs=0.02)
+    assert noise.var().item() == pytest.approx(torch.pi**2 / 6, abs=0.05)
+    assert abs(torch.corrcoef(torch.stack([noise[:, :-1].flatten(), noise[:, 1:].flatten()]))[0, 1]) < 0.02
+    assert not torch.equal(noise, gumbel(place + 7_000_000, place).T)
+
+
+def test_a_row_alone_has_no_negative_and_half_the_loss() -> None:
+    outputs, batch = rows(1)
+    columns = Matching().mine(outputs, batch, everyone_of(outputs, batch))
+    assert columns["has_negative"].tolist() == [False]
+    judged = {"match": torch.tensor([0.0]), "match_negative": torch.tensor([50.0])}
+    loss, count, parts = Matching().measure(judged, batch | columns)
+    assert loss.item() == pytest.approx(torch.tensor(2.0).log().item() / 2)
+    assert (int(count), parts["match_accuracy"].item()) == (1, 0)
+
+
+def test_the_negative_caption_is_that_of_the_chosen_row() -> None:
+    outputs, batch = rows(6)
+    chosen = choose(outputs, batch, everyone_of(outputs, batch))
+    columns = Matching().mine(outputs, batch, everyone_of(outputs, batch))
+    assert torch.equal(columns["negative_ids"], batch["input_ids"][chosen])
+    assert torch.equal(columns["negative_mask"], batch["attention_mask"][chosen])
+
+
+def test_a_captions_code_does_not_see_its_padding() -> None:
+    ids, mask = torch.randint(0, 1000, (500, 6)), torch.ones(500, 6, dtype=torch.long)
+    codes = caption_codes(ids, mask)
+    assert torch.equal(caption_codes(F.pad(ids, (0, 3), value=9), F.pad(mask, (0, 3))), codes)
+    assert len(set(codes.tolist())) == len({tuple(row) for row in ids.tolist()})
+    assert (caption_codes(ids.flip(1), mask) != codes).sum() > 490
+
+
+def test_rubbish_in_padding_reaches_nothing() -> None:
+    judged = {"match": torch.tensor([1.0, float("nan")]).requires_grad_(), "match_negative": torch.zeros(2)}
+    batch = {"valid": torch.tensor([True, False]), "has_negative": torch.tensor([True, True])}
+    loss, _, _ = Matching().measure(judged, batch)
+    assert torch.isfinite(loss)

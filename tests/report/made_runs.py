@@ -1,0 +1,125 @@
+"""Run and sweep folders as they are left on disk, made without a run."""
+
+import json
+
+from PIL import Image
+
+from mmray import recipes
+from mmray.config import to_yaml
+from mmray.data.thumbnail import thumbnail
+
+WAYS = ("image_to_text", "text_to_image")
+
+
+def line(step, **changes):
+    """A line of metrics.jsonl."""
+    told = {
+        "step": step,
+        "train/loss": 4.0 / step,
+        "train/lr": 0.001,
+        "train/grad_norm": 1.5,
+        "train/skipped_steps": 0,
+        "memory/peak_gib": 0.5,
+        "time/step_s": 0.1,
+        "time/data_wait_s": 0.01,
+        "time/data_wait_share": 0.1,
+        "throughput/samples_per_s": 1000.0 + step,
+    }
+    return told | changes
+
+
+def scores(recall):
+    """What an evaluation adds to a line."""
+    both = {f"evaluate/recall_at_{k}/{way}": recall for k in (1, 5, 10) for way in WAYS}
+    ranks = {f"evaluate/median_rank/{way}": 1.0 for way in WAYS}
+    return (
+        both | ranks | {"evaluate/loss": 2.5, "evaluate/rows": 20.0, "evaluate/bad_rows": 0.0, "time/evaluate_s": 1.0}
+    )
+
+
+def examples(caption="a cat"):
+    """A hit and a miss each way."""
+
+    def item(rank):
+        answers = [
+            {"row": n, "caption": f"answer {n}", "score": 0.9 - n / 10, "right": n == rank - 1} for n in range(5)
+        ]
+        return {"row": rank - 1, "key": f"row-{rank}", "caption": caption, "rank": rank, "answers": answers}
+
+    pictures = {str(n): thumbnail(Image.new("RGB", (16, 16), (40 * n, 90, 90))) for n in range(5)}
+    return {"step": 20, "rows": 20, "image_to_text": [item(1), item(7)], "text_to_image": [item(1), item(7)]} | {
+        "pictures": pictures
+    }
+
+
+def make_run(folder, lines=(), result=None, shown=None, **changes):
+    """A run's folder; `changes` are sections of the config."""
+    folder.mkdir(parents=True)
+    config = recipes.sample()
+    sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
+    (folder / "config.yaml").write_text(to_yaml(config.model_copy(update=sections)))
+    if lines:
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    if result is not None:
+        (folder / "result.json").write_text(json.dumps(result))
+    if shown is not None:
+        (folder / "examples.json").write_text(json.dumps(shown))
+    return folder
+
+
+def make_whole_run(folder):
+    """A run that finished, with everything a page can show but rows set aside."""
+    lines = [line(step, **(scores(step / 20) if step % 10 == 0 else {})) for step in range(1, 21)]
+    result = {"status": "finished", "steps": 20, "elapsed_s": 61.0, "restarts": 1, "wasted_steps": 3}
+    return make_run(
+        folder, lines, result | {"batch": "micro 64 x accumulation 1 x workers 2 = 128 rows a step"}, examples()
+    )
+
+
+def trial(name, micro, accumulation, rate, **changes):
+    told = {
+        "trial": name,
+        "status": "finished",
+        "settings": {"batch.micro": micro, "batch.accumulation": accumulation},
+        "micro": micro,
+        "accumulation": accumulation,
+        "workers": 2,
+        "global": micro * accumulation * 2,
+        "samples_per_s": rate,
+        "samples_per_s_min": rate and rate * 0.9,
+        "samples_per_s_max": rate and rate * 1.1,
+        "step_p50_s": 0.1,
+        "step_p95_s": 0.2,
+        "peak_gib": rate and micro / 16,
+        "loss": 3.0,
+        "error": None,
+        "run": f"trials/{name}",
+    }
+    return told | changes
+
+
+def make_sweep(folder, trials, **changes):
+    folder.mkdir(parents=True)
+    about = {
+        "kind": "sweep",
+        "recipe": "sample",
+        "space": {"batch.micro": [8, 16], "batch.accumulation": [1, 2]},
+        "goal": "throughput",
+        "status": "finished",
+        "concurrency": 2,
+        "elapsed_s": 100.0,
+        "environment": {},
+        "recommendation": {"best": "t002", "per_global": {"16": "t001", "32": "t002"}, "why": "t002 is the fastest."},
+    }
+    (folder / "sweep.json").write_text(json.dumps(about | changes))
+    (folder / "trials.jsonl").write_text("".join(json.dumps(each) + "\n" for each in trials))
+    (folder / "best.yaml").write_text("recipe: sample\n")
+    return folder
+
+
+def make_whole_sweep(folder):
+    """Four shapes, one of which did not fit."""
+    oom = trial("t004", 16, 2, None, status="out_of_memory", loss=None, error="a micro-batch of 16 rows does not fit")
+    return make_sweep(
+        folder, [trial("t001", 8, 1, 500.0), trial("t002", 16, 1, 900.0), trial("t003", 8, 2, 450.0), oom]
+    )

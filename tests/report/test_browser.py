@@ -1,0 +1,75 @@
+"""The page in a real browser, from its file: every chart is drawn, nothing complains, nothing scrolls sideways."""
+
+import html
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from mmray.report.write import write_report
+from tests.report.made_runs import line, make_run, make_whole_run, make_whole_sweep
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs chromium (or google-chrome) on PATH")
+PASSIVE = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
+
+
+def opened(file, profile):
+    """(the page's DOM once it is drawn, what its console said), from the file, with an own profile."""
+    command = [BROWSER, *PASSIVE, f"--user-data-dir={profile}", "--enable-logging=stderr", "--v=0"]
+    command += ["--virtual-time-budget=10000", "--window-size=1400,1000", "--dump-dom", f"file://{file}"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=True, env={**os.environ, "LANG": "C"}
+    )
+    return done.stdout, [said for said in done.stderr.splitlines() if ":CONSOLE" in said]
+
+
+def undrawn(dom):
+    """Charts without a trace in them."""
+    parts = re.split(r'id="plot-([a-z0-9-]+)"', dom)
+    assert len(parts) > 1, "the page has no charts"
+    marks = ('class="trace', "<image", 'class="point')
+    return [
+        name
+        for name, part in zip(parts[1::2], parts[2::2], strict=True)
+        if "main-svg" not in part.split("</figure>")[0] or not any(mark in part.split("</figure>")[0] for mark in marks)
+    ]
+
+
+@pytest.mark.parametrize("make", [make_whole_run, make_whole_sweep])
+def test_every_chart_is_drawn_and_the_console_is_silent(tmp_path, make):
+    dom, said = opened(write_report(make(tmp_path / "folder")), tmp_path / "profile")
+    assert 'data-drawn="yes"' in dom
+    assert undrawn(dom) == []
+    assert said == []
+
+
+def test_the_test_above_can_fail(tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text('<figure><div class="plot" id="plot-loss"></div></figure><script>throw new Error("told")</script>')
+    dom, said = opened(page, tmp_path / "profile")
+    assert undrawn(dom) == ["loss"] and len(said) == 1 and "told" in said[0]
+
+
+MEASURE = """<script>
+const told = (page) => [page.dataset.drawn, page.scrollWidth - page.clientWidth,
+                        page.querySelectorAll(".plot:not(:has(.main-svg))").length].join(" ");
+onload = () => setTimeout(() => {
+  document.title = [...document.querySelectorAll("iframe")].map((frame) =>
+    told(frame.contentDocument.documentElement)).join(", ");
+}, 5000);
+</script>"""
+
+
+def test_nothing_scrolls_sideways_at_420_pixels(tmp_path):
+    """A run, a sweep, and a run of one step whose next loss was not a number; wide tables scroll within themselves."""
+    folders = [make_whole_run(tmp_path / "run"), make_whole_sweep(tmp_path / "sweep")]
+    folders.append(make_run(tmp_path / "bare", [line(1), line(2, **{"train/loss": None})]))
+    pages = [html.escape(write_report(folder).read_text()) for folder in folders]
+    frames = "".join(f'<iframe style="width: 420px; height: 900px" srcdoc="{page}"></iframe>' for page in pages)
+    (tmp_path / "frames.html").write_text("<title>none</title>" + frames + MEASURE)
+    dom, said = opened(tmp_path / "frames.html", tmp_path / "profile")
+    assert re.search("<title>(.*)</title>", dom).group(1) == "yes 0 0, yes 0 0, yes 0 0"
+    assert said == []

@@ -1,0 +1,200 @@
+"""The page says what the folder holds, whatever is missing, and never runs what a caption says."""
+
+import json
+import re
+
+import pytest
+
+from mmray import cli
+from mmray.cli.console import Screen
+from mmray.errors import UsageError
+from mmray.report.write import write_report
+from tests.made import png
+from tests.report.made_runs import examples, line, make_run, make_sweep, make_whole_run, make_whole_sweep, scores, trial
+
+MOST_BYTES = 3_000_000
+
+
+def page_of(folder):
+    """The page without the packed library, which is most of it."""
+    return re.sub(r'id="plotly">[^<]*<', 'id="plotly"><', write_report(folder).read_text())
+
+
+def plots(page):
+    return re.findall(r'id="plot-([a-z0-9-]+)"', page)
+
+
+def test_a_whole_run(tmp_path):
+    page = page_of(make_whole_run(tmp_path / "calm"))
+    assert plots(page) == ["loss", "lr", "gradient", "recall", "throughput", "step", "memory"]
+    assert '<span class="pill finished">finished</span>' in page and "<title>calm · mmray</title>" in page
+    assert "micro 64 x accumulation 1 x workers 2 = 128 rows a step" in page
+    assert "100.0%" in page and "1,010" in page and "61 s" in page and "10.0%" in page
+    assert "Workers failed 1 times; 3 steps were taken twice." in page
+    assert page.count('class="right"') == 2 + 1  # of a hit each way, and the right picture beside a miss
+    assert "As in the recipe." in page
+
+
+def test_a_page_is_one_small_file_that_asks_nothing_of_the_network(tmp_path):
+    page = write_report(make_whole_run(tmp_path / "calm"))
+    assert page.stat().st_size < MOST_BYTES
+    assert not re.search(r'(src|href)="(?!data:|#)', page.read_text())
+
+
+@pytest.mark.parametrize("where", ["caption", "key", "name"])
+def test_what_users_wrote_is_text(tmp_path, where):
+    hostile = "<script>alert(1)</script>"
+    if where == "name":  # no flag gives such a name, but a folder may be renamed
+        folder = make_run(tmp_path / "<script>alert(1)<", [line(1)])
+        hostile = "<script>alert(1)<"
+    else:
+        shown = examples(hostile if where == "caption" else "a cat")
+        if where == "key":
+            shown["image_to_text"][0]["answers"][1]["caption"] = hostile
+        folder = make_run(tmp_path / "run", [line(1, **scores(0.5))], shown=shown)
+    page = page_of(folder)
+    assert hostile not in page and "&lt;script&gt;alert(1)" in page
+
+
+def test_charts_hold_hostile_names_safely(tmp_path):
+    hostile = "</script><script>alert(1)</script>"
+    page = page_of(make_sweep(tmp_path / "sweep", [trial(hostile, 8, 1, 10.0), trial("t002", 16, 1, 20.0)]))
+    assert hostile not in page and "\\u003c/script\\u003e" in page
+
+
+@pytest.mark.parametrize(
+    ("lines", "result", "drawn", "said"),
+    [
+        ([], None, [], "No step was logged."),
+        ([], {"status": "failed", "error": "no <data>"}, [], "The run failed: no &lt;data&gt;"),
+        (
+            [{"step": 1, "train/loss": 4.0}],
+            {"status": "stopped", "steps": 1, "elapsed_s": 3.0},
+            ["loss"],
+            "was stopped",
+        ),
+        ([line(1), line(2, **{"train/loss": None})], None, None, "not a number at 1 of 2 logged steps"),
+        ([line(1, **{"train/loss": None})], None, None, "not a number at 1 of 1 logged steps"),
+        ([line(1, **{"train/skipped_steps": 4})], None, None, "4 steps were skipped"),
+        ([line(1, **{"time/data_wait_share": 0.6})], None, None, "waited for data 60% of the time"),
+    ],
+)
+def test_a_run_that_ended_anywhere_has_a_page(tmp_path, lines, result, drawn, said):
+    page = page_of(make_run(tmp_path / "run", lines, result))
+    assert said in page
+    assert drawn is None or plots(page) == drawn
+    assert ("The run has no result yet" in page) == (result is None)
+
+
+def test_half_written_files_are_left_out(tmp_path):
+    folder = make_run(tmp_path / "run", [line(1)])
+    (folder / "metrics.jsonl").write_text(json.dumps(line(1)) + '\n{"step": 2, "tra')
+    (folder / "examples.json").write_text('{"step": 2')
+    assert "loss" in plots(page_of(folder))
+
+
+def test_settings_that_differ_stand_first_and_all_are_told(tmp_path):
+    page = page_of(make_run(tmp_path / "run", optimizer={"lr": 0.25}))
+    changed, everything = page.split("<details>", 1)
+    assert "optimizer.lr" in changed and '<td>0.25</td><td class="soft">0.001</td>' in changed
+    assert "optimizer.eps" not in changed and "AdamW&#39;s epsilon." in everything
+
+
+def test_settings_of_another_version_are_told_as_they_are(tmp_path):
+    folder = make_run(tmp_path / "run")
+    (folder / "config.yaml").write_text("recipe: sample\nbatch: {of_old: 3}\n")
+    assert "batch.of_old" in page_of(folder)
+
+
+@pytest.fixture
+def set_aside(tmp_path):
+    """A run on a set of which rows were set aside, its source still there."""
+    prepared, source = tmp_path / "set", tmp_path / "raw"
+    prepared.mkdir()
+    source.mkdir()
+    (source / "good.png").write_bytes(png(9))
+    (source / "bad.png").write_bytes(png(9)[:40])
+    rows = [
+        {"image": "good.png", "text": "one"},
+        {"image": "bad.png", "text": "two"},
+        {"image": "gone.png", "text": "3"},
+    ]
+    (source / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reasons = ("duplicate", "truncated", "missing-image")
+    entries = [
+        {"key": f"k{n}", "source": f"rows.jsonl:{n}", "stage": "decode", "reason": reason, "detail": f"about {reason}"}
+        for n, reason in enumerate(reasons, 1)
+    ]
+    (prepared / "quarantine.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries * 20))
+    (prepared / "manifest.json").write_text(
+        json.dumps({"num_read": 500, "source": {"format": "jsonl", "file": "rows.jsonl", "folder": str(source)}})
+    )
+    folder = make_run(tmp_path / "run", [line(1)])
+    (folder / "data.json").write_text(json.dumps({"train": str(prepared), "num_rows": 440}))
+    late = {"key": "k1", "source": "rows.jsonl:1", "row": 7, "stage": "train", "reason": "its images changed"}
+    (folder / "quarantine.jsonl").write_text(json.dumps(late) + "\n")
+    return folder, source
+
+
+def test_rows_set_aside_are_told_with_pictures_where_there_are_any(set_aside):
+    folder, source = set_aside
+    page = page_of(folder)
+    assert "61 rows of 500 that were read" in page
+    assert page.index("in training</span>") < page.index("duplicate</span><p>")  # one of each reason in turn
+    assert "its images changed" in page and "about truncated" in page
+    assert page.count('alt="the picture of') == 1 + 4  # of the row that failed in training, and of the duplicates
+    assert page.count("cannot be opened") == 12 - 5
+    for file in source.iterdir():
+        file.unlink()
+    assert page_of(folder).count("cannot be opened") == 12
+
+
+def test_a_sweep(tmp_path):
+    folder = make_whole_sweep(tmp_path / "sweep")
+    (folder / "trials" / "t001").mkdir(parents=True)
+    (folder / "trials" / "t001" / "report.html").touch()
+    page = page_of(folder)
+    assert plots(page) == ["grid-1", "throughput", "memory"]
+    assert "t002 is the fastest." in page and "★" in page and f"mmray train {folder}/best.yaml" in page
+    assert "out of\\u003cbr\\u003ememory" in page and "micro 16, accumulation 2: out of memory" in page
+    assert '<a href="trials/t001/report.html">' in page and "trials/t002/" not in page
+    # Two trials share the global batch of 32: one is its best, the other the second.
+    ranks = re.findall(r'</span></td>\n<td class="num">(\d+)</td>\n<td class="num">(\d|–)</td>', page)
+    assert ranks == [("16", "1"), ("32", "1"), ("32", "2"), ("64", "–")]
+
+
+def test_a_sweep_for_the_loss_calls_the_least_the_best(tmp_path):
+    trials = [trial("t001", 8, 2, 500.0, loss=2.0), trial("t002", 16, 1, 900.0, loss=3.0)]
+    page = page_of(make_sweep(tmp_path / "sweep", trials, goal="loss"))
+    assert re.findall(r'<td class="num">32</td>\n<td class="num">(\d)</td>', page) == ["1", "2"]
+
+
+@pytest.mark.parametrize("status", ["out_of_memory", "failed", "infeasible"])
+def test_a_sweep_without_a_measured_trial(tmp_path, status):
+    nothing = trial("t001", 8, 1, None, status=status, peak_gib=None, step_p50_s=None)
+    page = page_of(make_sweep(tmp_path / "sweep", [nothing], recommendation=None, status="failed"))
+    assert "no trial was measured to its end" in page and plots(page) == []
+    assert "No trial has ended yet" in page_of(make_sweep(tmp_path / "empty", [], recommendation=None))
+
+
+def test_a_link_never_leaves_the_sweep(tmp_path):
+    (tmp_path / "report.html").touch()
+    page = page_of(make_sweep(tmp_path / "sweep", [trial("t001", 8, 1, 1.0, run="..")]))
+    assert '<a href=".' not in page
+
+
+def test_what_is_typed(tmp_path, capfd):
+    folder = make_whole_run(tmp_path / "calm")
+    assert cli.run(["report", str(folder), "--out", str(tmp_path / "page.html")], Screen()) == 0
+    assert "page.html (2." in capfd.readouterr().out and not (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [("nowhere", "there is no folder"), (".", "is neither a run"), ("calm/no/page.html", "cannot write")],
+)
+def test_mistakes_are_usage_errors(tmp_path, folder, said):
+    make_whole_run(tmp_path / "calm")
+    out = tmp_path / folder if folder.endswith(".html") else None
+    with pytest.raises(UsageError, match=said):
+        write_report(tmp_path / ("calm" if out else folder), out)

@@ -1,0 +1,85 @@
+"""cluster.yaml is what Ray's launcher takes, and keeps the promises of its comments."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
+
+from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, feasible
+from mmray.cluster.nodes import ROLE, data_labels, train_labels
+
+FILE = Path(__file__).parents[1] / "cluster.yaml"
+TEXT = FILE.read_text()
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """As Ray sees it, its own defaults filled in."""
+    config = prepare_config(yaml.safe_load(TEXT))
+    validate_config(config)
+    return config
+
+
+def test_ray_refuses_a_misspelt_key():
+    config = prepare_config(yaml.safe_load(TEXT) | {"idle_timeout_minuets": 5})
+    with pytest.raises(Exception, match="idle_timeout_minuets"):
+        validate_config(config)
+
+
+def test_the_head_does_no_work_and_is_not_spot(cluster):
+    head = cluster["available_node_types"][cluster["head_node_type"]]
+    assert (head["resources"]["CPU"], head["resources"]["GPU"]) == (0, 0)
+    assert "InstanceMarketOptions" not in head["node_config"]
+
+
+@pytest.mark.parametrize(("pool", "role"), [("cpu", "data"), ("gpu", "train")])
+def test_pools_begin_at_zero_on_spot_with_their_role(cluster, pool, role):
+    node_type = cluster["available_node_types"][pool]
+    assert node_type["min_workers"] == 0 < node_type["max_workers"] <= cluster["max_workers"]
+    assert node_type["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
+    assert node_type["labels"] == {ROLE: role}
+    assert bool(node_type["resources"].get("GPU")) is (role == "train")
+    assert any("--shm-size" in option for option in node_type["docker"]["worker_run_options"])
+
+
+def test_idle_pools_go_and_are_not_kept_stopped(cluster):
+    assert 0 < cluster["idle_timeout_minutes"] <= 30
+    assert cluster["provider"]["cache_stopped_nodes"] is False
+
+
+def test_versions_are_those_of_the_package(cluster):
+    wanted = re.search(r"ray\[[^]]*\]~=(\d+\.\d+)", (FILE.parent / "pyproject.toml").read_text()).group(1)
+    assert cluster["docker"]["image"].startswith(f"rayproject/ray:{wanted}.")
+    assert f'"ray[default]=={wanted}.' in TEXT
+
+
+def test_every_node_speaks_with_the_token(cluster):
+    assert "~/.ray/auth_token" in cluster["file_mounts"]
+    starts = [
+        line for key in ("head", "worker") for line in cluster[f"{key}_start_ray_commands"] if "ray start" in line
+    ]
+    assert len(starts) == 2 and all("RAY_AUTH_MODE=token" in line for line in starts)
+    assert "--dashboard-host=127.0.0.1" in starts[0]
+
+
+def test_from_zero_a_run_has_its_place_and_an_impossible_one_is_refused(cluster):
+    """What mmray sees of this cluster while both pools are empty: the head's labels, and the pools' resources."""
+    types = cluster["available_node_types"]
+    head = Node({"CPU": 0.0}, {**types["head"]["labels"], NODE_GROUP: "head"})
+    pools = [
+        Pool(name, {key: float(amount) for key, amount in types[name]["resources"].items()}, types[name]["max_workers"])
+        for name in ("cpu", "gpu")
+    ]
+    labels = {"worker_labels": train_labels("auto", [head]), "data_labels": data_labels("auto", [head])}
+    assert labels == {"worker_labels": {ROLE: "train"}, "data_labels": {ROLE: "data"}}
+    gpus = int(types["gpu"]["max_workers"] * types["gpu"]["resources"]["GPU"])
+    assert feasible(Demand(gpus, {"CPU": 1.0, "GPU": 1.0}, 2, **labels), [head], pools) is None
+    said = feasible(Demand(99, {"CPU": 1.0, "GPU": 1.0}, 2, **labels), [head], pools)
+    assert said is not None and f"--cluster.workers {gpus} would fit" in said
+
+
+def test_the_submit_lines_name_jobs_that_are_there():
+    scripts = re.findall(r"python (jobs/\w+\.py)", TEXT)
+    assert scripts and all((FILE.parent / script).exists() for script in scripts)

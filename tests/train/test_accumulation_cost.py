@@ -1,0 +1,96 @@
+"""What cached accumulation costs against the whole share in one pass: time bounded, memory of one micro-batch."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mmray import recipes
+from mmray.bench.step import prepared
+from mmray.objectives.contrastive import Contrastive
+from mmray.train.feed import finer, share_of
+from mmray.train.group import Group
+from mmray.train.step import accumulate
+from tests.train import toy
+
+SHARE, MICRO = 64, 16
+
+
+class Held:
+    """A saved tensor; counts the bytes that are held at once."""
+
+    live = peak = 0
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+        Held.live += tensor.nbytes
+        Held.peak = max(Held.peak, Held.live)
+
+    def __del__(self):
+        Held.live -= self.tensor.nbytes
+
+
+@pytest.fixture(scope="module")
+def bench():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the processor's time is then the work's, whatever else the machine does
+    config = recipes.load("sample")
+    inputs = config.model.inputs.model_copy(update={"image_side": 96})  # at 64 pixels a row is hardly work
+    yield prepared(
+        config.model_copy(update={"model": config.model.model_copy(update={"inputs": inputs})}), Group(), 4 * SHARE
+    )
+    torch.set_num_threads(threads)
+
+
+def step_of(bench, rows, micro):
+    learner = toy.learner(bench.model, objective=Contrastive())
+    batch = {name: column[:rows] for name, column in bench.batches[0].items()}
+    share = finer(share_of([batch]), micro)
+
+    def step():
+        accumulate(learner, share, lambda index: index)
+        learner.optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def peak_bytes(step):
+    Held.live = Held.peak = 0
+    with torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.tensor):
+        step()
+    return Held.peak
+
+
+def test_memory_is_flat_in_the_number_of_micro_batches(bench):
+    peaks = {k: peak_bytes(step_of(bench, k * MICRO, MICRO)) for k in (1, 2, 4, 16)}
+    whole = peak_bytes(step_of(bench, 16 * MICRO, 16 * MICRO))
+    assert peaks[16] < 1.10 * peaks[1]  # what grows is the logits of the loss
+    assert whole > 10 * peaks[16]
+
+
+def test_time_is_at_most_one_and_a_half_of_one_pass(bench):
+    steps = {micro: step_of(bench, SHARE, micro) for micro in (SHARE, MICRO)}
+    took_s = {micro: [] for micro in steps}
+    for _ in range(5):  # in turns: a machine that grows slower does not favour one of them
+        for micro, step in steps.items():
+            began_s = time.process_time()
+            step()
+            took_s[micro].append(time.process_time() - began_s)
+    ratios = [cached / whole for cached, whole in zip(took_s[MICRO][1:], took_s[SHARE][1:], strict=True)]
+    assert statistics.median(ratios) <= 1.5
+
+
+def test_finer_micro_batches_are_the_same_step(bench):
+    """What is measured above is the same gradient."""
+    gradients = []
+    for micro in (SHARE, MICRO):
+        learner = toy.learner(bench.model, objective=Contrastive())
+        batch = {name: column[:SHARE] for name, column in bench.batches[0].items()}
+        accumulate(replace(learner), finer(share_of([batch]), micro), lambda index: index)
+        gradients.append(toy.flat_gradient(bench.model))
+        learner.optimizer.zero_grad(set_to_none=True)
+    assert (gradients[0] - gradients[1]).norm() / gradients[0].norm() < 1e-4

@@ -1,0 +1,25 @@
+"""What the board keeps, without Ray: it is a plain class until it becomes an actor."""
+
+from mmray.train.board import Board
+from mmray.train.unreadable import bad_rows
+
+
+def test_a_bad_row_counts_once_on_whatever_rank_epoch_and_attempt():
+    board = Board({7})  # named by an attempt before
+    assert [board.bad_row(row) for row in (7, 3, 3, 9)] == [0, 2, 0, 3]
+
+
+def test_rows_named_by_earlier_attempts_are_read_back_and_a_line_cut_off_is_none(tmp_path):
+    assert bad_rows(tmp_path) == set()
+    (tmp_path / "quarantine.jsonl").write_text('{"row": 7, "key": "a"}\n{"row": 12}\n{"ro')
+    assert bad_rows(tmp_path) == {7, 12}
+
+
+def test_a_heartbeat_grows_old_and_a_rank_that_ended_is_forgotten():
+    board = Board(set())
+    assert board.beat({"rank": 0, "step": 3}) is False
+    board.beat({"rank": 1, "step": 3})
+    board.ask_for_stacks()
+    assert board.beat({"rank": 1, "ended": True}) is True
+    news, (beat,) = board.take()
+    assert news == [] and beat["rank"] == 0 and beat["age_s"] >= 0

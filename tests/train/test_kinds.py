@@ -1,0 +1,130 @@
+"""A run of each kind of model without Ray: trained by a worker, resumed, scored, exported, opened again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import mmray
+from mmray.config import (
+    Batch,
+    Clip,
+    ClipImage,
+    ClipText,
+    Config,
+    CrossAttention,
+    Data,
+    Evaluate,
+    Fusion,
+    ImageTower,
+    Inputs,
+    Model,
+    Objective,
+    Optimizer,
+    Run,
+    Siglip,
+    TextTower,
+    Train,
+)
+from mmray.data.order import Blocks, Plan, Start
+from mmray.data.reader import RowReader
+from mmray.data.store import PreparedSet
+from mmray.data.text import TextEncoder
+from mmray.models import weights
+from mmray.train import rundir
+from mmray.train.lease import Lease
+from mmray.train.scoring import export_run
+from mmray.train.worker import Job, Line, work
+from tests.made import CAPTIONS, make_set, png, row
+from tests.train.runs import lines
+
+INPUTS = Inputs(image_side=16, fit="squash", max_tokens=12)
+IMAGE, TEXT = ClipImage(width=16, depth=1, heads=2, patch=8), ClipText(width=16, depth=1, heads=2)
+KINDS: dict[str, tuple[Model, str]] = {
+    "clip": (Clip(inputs=INPUTS, image=IMAGE, text=TEXT, embed_dim=8, patch_dropout=0.5), "contrastive"),
+    "siglip": (Siglip(inputs=INPUTS, image=IMAGE, text=TEXT), "sigmoid"),
+    "fusion": (
+        Fusion(
+            inputs=INPUTS,
+            image=ImageTower(name="convnet", width=8, depth=2),
+            text=TextTower(width=16, depth=1, heads=2, dropout=0.1),
+            cross=CrossAttention(width=16, depth=1, heads=2, dropout=0.1),
+            embed_dim=8,
+            classes=3,
+        ),
+        "contrastive + 0.5 * matching + classification",
+    ),
+}
+STEPS = 6
+LINE = Line(lambda _: None, lambda: False, lambda _: 0, lambda _: False, {"rank": 0, "node": "", "pid": 0})
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreparedSet, PreparedSet]:
+    """Rows with label row % 3; a training split and one to evaluate on."""
+    rows = [replace(row(number), label=number % 3) for number in range(30)]
+    place = tmp_path_factory.mktemp("kinds") / "set"
+    make_set(place, rows[:22], rows[22:])
+    return PreparedSet.open(str(place), "train"), PreparedSet.open(str(place), "test")
+
+
+def config_of(kind: str, storage: Path) -> Config:
+    model, objective = KINDS[kind]
+    return Config(
+        model=model,
+        objective=Objective(kind=objective),
+        data=Data(train="made"),
+        batch=Batch(micro=4, global_=8),
+        optimizer=Optimizer(lr=1e-3, warmup_steps=1, lr_scale=("image.*=0.5",)),
+        train=Train(steps=STEPS, log_every=1, checkpoint_every=3, ema=0.5, recompute=("image", "text")),
+        evaluate=Evaluate(classes=("a", "red", "one")),
+        run=Run(name=kind, storage=str(storage)),
+    )
+
+
+def trained(config: Config, sets: tuple[PreparedSet, PreparedSet], folder: Path, checkpoint: str | None = None) -> dict:
+    """What one worker, alone, makes of the run from its beginning or from a checkpoint."""
+    train_set, eval_set = sets
+    tokenizer = train_set.tokenizer_json
+    vocab_size = TextEncoder(tokenizer, 8).vocab_size
+    config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocab_size})})
+    reader = RowReader(train_set, config.model.inputs, tokenizer, config.prepare.max_pixels)
+    plan = Plan(num_rows=22, global_rows=8, world=1, micro=4, seed=0, steps=STEPS)
+    start = Start(plan, 3 if checkpoint else 0, checkpoint)
+    blocks = Blocks(plan, start.step, 2)
+    rundir.create(folder, config, {"train": "made"}, tokenizer)
+    lease = Lease(folder)
+    job = Job(config, folder, lease.acquire(), reader, eval_set, tokenizer)
+    read = (reader.block(plan, blocks.positions(number)) for number in range(blocks.count))
+    try:
+        return work(job, start, read, torch.device("cpu"), LINE)
+    finally:
+        lease.release()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_rows_to_an_exported_model(kind: str, prepared: tuple[PreparedSet, PreparedSet], tmp_path: Path) -> None:
+    config, folder = config_of(kind, tmp_path), tmp_path / kind
+    outcome = trained(config, prepared, folder)
+    assert (outcome["status"], outcome["steps"], outcome["skipped_steps"]) == ("finished", STEPS, 0)
+    metrics = outcome["metrics"]
+    assert {"recall_at_1/image_to_text", "loss", "zero_shot/top_1"} <= metrics.keys()
+    assert ("classification/top_1" in metrics) == (kind == "fusion")
+    assert ("train/loss_matching" in lines(folder)[0]) == (kind == "fusion")
+
+    again = tmp_path / "again"
+    trained(config, prepared, again, str(folder / "checkpoints" / "step-3"))
+    ended = [
+        weights.load_weights(run / "checkpoints" / f"step-{STEPS}" / "model.safetensors") for run in (folder, again)
+    ]
+    assert all(torch.equal(ended[0][name], ended[1][name]) for name in ended[0])
+
+    loaded = mmray.load(export_run(folder, tmp_path / "exported", None))
+    scores = loaded.embed_images([png(3), png(200)]) @ loaded.embed_texts(CAPTIONS).T
+    assert scores.shape == (2, 3)
+    assert scores.isfinite().all()
+    if kind == "fusion":
+        assert loaded.match([png(3)], CAPTIONS[:1]).shape == (1,)

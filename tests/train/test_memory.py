@@ -1,0 +1,124 @@
+"""The rehearsal leaves no trace and finds what fits; a smaller micro-batch is a divisor of the share."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from mmray.errors import OutOfMemoryError, TrainingError
+from mmray.train import loop, memory
+from mmray.train.feed import finer, share_of
+from mmray.train.group import Group
+from tests.train import toy
+from tests.train.test_loop import Checkpoints, plan_of, train
+
+
+def learner_with(most_rows: int = 10**9, group: Group | None = None):
+    model = toy.Cramped(toy.Fault("nowhere", most_rows=most_rows))
+    return toy.learner(model, group)
+
+
+@pytest.mark.parametrize(("micro", "share", "less"), [(64, 64, 32), (24, 64, 8), (5, 10, 2), (7, 7, 1), (1, 8, 0)])
+def test_the_next_micro_batch_is_the_largest_divisor_of_the_share_that_is_at_most_half(micro, share, less):
+    assert memory.smaller(micro, share) == less
+
+
+@pytest.mark.parametrize(("room", "found"), [(99, 12), (11, 6), (5, 4), (1, 1)])
+def test_auto_finds_the_largest_divisor_that_fits(room, found):
+    assert memory.rehearse(learner_with(room), lambda rows: toy.rows(rows, 0), 12, None).micro == found
+
+
+def test_what_does_not_fit_is_said_before_any_data():
+    rows_of = lambda rows: toy.rows(rows, 0)  # noqa: E731
+    with pytest.raises(OutOfMemoryError, match=r"micro-batch of 8 rows does not fit: lower --batch.micro"):
+        memory.rehearse(learner_with(7), rows_of, 16, 8)
+    with pytest.raises(OutOfMemoryError, match="a single row does not fit"):
+        memory.rehearse(learner_with(0), rows_of, 16, None)
+    broken = lambda rows: toy.rows(rows, 0) | {"input_ids": torch.full((rows, 6), 99)}  # noqa: E731
+    with pytest.raises(TrainingError, match="4 rows did not pass the model"):
+        memory.rehearse(learner_with(), broken, 16, 4)
+
+
+def test_a_rehearsal_leaves_no_trace():
+    model = toy.Toy(dropout=0.3, batch_norm=True)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    draws = torch.random.get_rng_state()
+    memory.rehearse(toy.learner(model), lambda rows: toy.rows(rows, 0), 12, None)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.random.get_rng_state(), draws)
+
+
+def test_the_table_counts_bytes():
+    learner = learner_with()
+    table = memory.rehearse(learner, lambda rows: toy.rows(rows, 0), 12, 6).table
+    weights = sum(parameter.nbytes for parameter in learner.model.parameters())
+    assert table["memory/parameters_gib"] == table["memory/gradients_gib"] == weights / 2**30
+    assert table["memory/optimizer_gib"] == pytest.approx(2 * weights / 2**30, rel=0.1)
+    twice = memory.rehearse(learner, lambda rows: toy.rows(rows, 0), 12, 12).table
+    assert twice["memory/activations_gib"] == pytest.approx(2 * table["memory/activations_gib"], rel=0.2)
+
+
+def test_on_a_cpu_the_free_memory_of_the_host_is_the_limit(monkeypatch):
+    one_row = memory.rehearse(learner_with(), lambda rows: toy.rows(rows, 0), 12, 1).table["memory/activations_gib"]
+    room = SimpleNamespace(available=5 * one_row * 2**30 / memory.HOST_SHARE)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: room)
+    assert memory.rehearse(learner_with(), lambda rows: toy.rows(rows, 0), 12, None).micro == 4
+
+
+def test_a_rehearsal_for_many_ranks_sees_the_whole_batch_as_columns():
+    """Its step is the one of a group in which all ranks bring the same rows: four times the negatives."""
+    widths = []
+    learner = toy.learner(toy.Toy())
+    measure = learner.objective.measure
+    learner.objective.measure = lambda *given: (widths.append(len(given[2]["valid"])), measure(*given))[1]
+    four = memory.replace(learner, group=Group(rank=1, world=4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Group, "smallest", lambda self, value: value)
+        memory.rehearse(four, lambda rows: toy.rows(rows, 0), 8, 8)
+    assert set(widths) == {32}
+
+
+def test_finer_keeps_the_rows_and_as_many_micro_batches_on_every_rank():
+    batch = toy.rows(10, 0, invalid=(4, 5, 6, 7, 8, 9))
+    share = share_of(toy.cut(batch, 4))
+    fine = finer(share, 2)
+    assert fine.sizes == (2, 2, 2, 2, 2)
+    assert fine.hollow == (False, False, True, True, True)
+    assert fine.rows == share.rows == 10
+    kept = torch.cat([micro["key"][micro["valid"]] for micro in fine.micros])
+    assert torch.equal(kept, batch["key"][:4])
+    assert finer(share, 4) is share
+
+
+def test_what_was_found_to_fit_holds_after_a_restart_until_another_is_asked_for():
+    plan, checkpoints = plan_of(6, micro=5), Checkpoints()
+    fault = toy.Fault("forward", at_step=2)
+    train(toy.Cramped(fault), plan, save=checkpoints.save, callbacks=(fault,))
+    assert checkpoints.load(3)["progress"]["micro"] == 2
+    for asked, found in ((5, 2), (10, 10)):
+        log = toy.Lines()
+        train(toy.Toy(), plan_of(6, micro=asked), checkpoints.load(3), first=3, log=log)
+        assert {line["batch/micro"] for line in log.lines} == {found}
+
+
+def test_alone_even_the_last_backward_is_taken_again():
+    models = [toy.Toy().double(), toy.Cramped(toy.Fault("synchronising backward", at_step=2)).double()]
+    for model in models:
+        callbacks = (model.fault,) if isinstance(model, toy.Cramped) else ()
+        train(model, plan_of(4, micro=5), callbacks=callbacks)
+    assert models[1].fault.raised
+    torch.testing.assert_close(toy.flat(models[1]), toy.flat(models[0]), rtol=0, atol=1e-9)
+
+
+def test_without_room_in_the_optimizer_the_run_begins_again_with_less(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("no room for a state")
+
+    monkeypatch.setattr(loop.optimizer, "set_lr", lambda optimizer, lr: setattr(optimizer, "step", full))
+    with pytest.raises(OutOfMemoryError, match="no room for a state") as raised:
+        train(toy.Toy(), plan_of(4, micro=5))
+    assert raised.value.micro == 2

@@ -1,0 +1,43 @@
+"""What a strategy cannot serve is said before anything starts, each reason with what to do."""
+
+import pytest
+
+from mmray import recipes
+from mmray.errors import UsageError
+from mmray.train.served import check, refusals
+
+
+def config(recipe="sample", workers=1, **sections):
+    base = recipes.load(recipe)
+    given = {name: getattr(base, name).model_copy(update=values) for name, values in sections.items()}
+    return base.model_copy(update={"cluster": base.cluster.model_copy(update={"workers": workers}), **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"workers": 2, "train": {"parallel": "single"}}, "set --cluster.workers 1"),
+        ({"workers": 2, "train": {"parallel": "branches"}}, "set --cluster.workers 1"),
+        ({"workers": 1, "train": {"parallel": "fsdp"}}, "set --cluster.workers 2"),
+        ({"workers": 2, "train": {"parallel": "fsdp", "precision": "fp16"}}, "set --train.precision bf16"),
+        ({"workers": 2, "train": {"parallel": "fsdp"}, "batch": {"micro": "auto"}}, "give --batch.micro"),
+        ({"workers": 2, "train": {"parallel": "fsdp", "compress": "bf16"}}, "train.compress bf16 is for `ddp`"),
+        ({"train": {"parallel": "branches"}, "model": {"kind": "my.package:Mine"}}, "needs two branches"),
+        ({"optimizer": {"clip": "branches"}, "model": {"kind": "my.package:Mine"}}, "needs a model with branches"),
+        ({"batch": {"micro": "auto"}, "model": {"batch_norm": "synced"}}, "give --batch.micro"),
+    ],
+)
+def test_refused(given, said):
+    with pytest.raises(UsageError, match=said):
+        check(config(**given))
+
+
+def test_batch_norm_and_branches():
+    given = {"recipe": "resnet50-bert", "train": {"parallel": "branches"}}
+    assert refusals(config(**given)) == []
+    assert "BatchNorm" in refusals(config(**given, model={"batch_norm": "local"}))[0]
+
+
+@pytest.mark.parametrize(("parallel", "workers"), [("ddp", 1), ("ddp", 4), ("fsdp", 2), ("branches", 1), ("single", 1)])
+def test_served(parallel, workers):
+    check(config(workers=workers, train={"parallel": parallel}))

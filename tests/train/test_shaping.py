@@ -1,0 +1,163 @@
+"""Recomputed activations, compiled branches and channels-last weights take the steps of the plain model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mmray import objectives
+from mmray.config import (
+    Clip,
+    ClipImage,
+    ClipText,
+    Config,
+    Fusion,
+    ImageTower,
+    Inputs,
+    Model,
+    Objective,
+    TextTower,
+    TwoTower,
+)
+from mmray.config import Optimizer as OptimizerSection
+from mmray.errors import DataError, UsageError
+from mmray.models.build import build
+from mmray.models.synthetic import synthetic_batch
+from mmray.train import optimizer
+from mmray.train.feed import share_of
+from mmray.train.seeding import micro_seed
+from mmray.train.shaping import shape
+from mmray.train.step import optimizer_step
+from mmray.train.unreadable import _check_labels
+from mmray.train.worker import rehearse
+from tests.train import toy
+
+VOCAB = 40
+INPUTS = Inputs(image_side=32, max_tokens=8)
+TEXT = TextTower(width=16, depth=2, heads=2, dropout=0.2)
+SPECS: dict[str, Model] = {
+    "convnet": TwoTower(inputs=INPUTS, image=ImageTower(name="convnet", width=8, depth=2), text=TEXT, embed_dim=8),
+    "resnet18": TwoTower(inputs=INPUTS, image=ImageTower(name="resnet18"), text=TEXT, embed_dim=8),
+    "clip": Clip(
+        inputs=INPUTS,
+        image=ClipImage(width=16, depth=2, heads=2, patch=16),
+        text=ClipText(width=16, depth=2, heads=2),
+        embed_dim=8,
+        patch_dropout=0.5,
+    ),
+}
+CPU = torch.device("cpu")
+
+
+def settings(**changes: object) -> SimpleNamespace:
+    return SimpleNamespace(**{"recompute": (), "compile": "none", "channels_last": False} | changes)
+
+
+def shaped(name: str, **changes: object) -> nn.Module:
+    torch.manual_seed(0)
+    return shape(build(SPECS[name], VOCAB), settings(**changes), OptimizerSection(), CPU).double()
+
+
+def trained(model: nn.Module, steps: int = 3) -> dict[str, Tensor]:
+    """Weights and statistics after some steps of two micro-batches."""
+    learner = toy.learner(model.train())
+    for step in range(steps):
+        batch = synthetic_batch(INPUTS, VOCAB, 6, CPU, seed=step)
+        share = share_of(toy.cut(batch, 3))
+        optimizer_step(learner, share, lambda index, step=step: micro_seed(1, step, 0, index))
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_recomputed_activations_change_nothing(name: str) -> None:
+    """Dropout, patch dropout and BatchNorm's statistics included."""
+    plain, again = trained(shaped(name)), trained(shaped(name, recompute=("image", "text")))
+    assert plain.keys() == again.keys()
+    for key, value in plain.items():
+        torch.testing.assert_close(again[key], value, rtol=0, atol=1e-12, msg=key)
+
+
+def test_recomputing_keeps_fewer_activations() -> None:
+    def kept(model: nn.Module) -> int:
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: sizes.append(tensor.numel()) or tensor, lambda t: t
+        ):
+            model(synthetic_batch(INPUTS, VOCAB, 6, CPU))
+        return sum(sizes)
+
+    assert kept(shaped("clip", recompute=("image", "text"))) < 0.5 * kept(shaped("clip"))
+
+
+def test_compiled_branches_take_the_same_steps() -> None:
+    plain, compiled = trained(shaped("convnet"), 1), trained(shaped("convnet", compile="eager"), 1)
+    assert plain.keys() == compiled.keys()
+    for key, value in plain.items():
+        torch.testing.assert_close(compiled[key], value, rtol=0, atol=1e-9, msg=key)
+
+
+def test_channels_last_has_the_same_gradient() -> None:
+    models = [shaped("resnet18", channels_last=True), shaped("resnet18")]
+    assert models[0].image.tower.net.conv1.weight.is_contiguous(memory_format=torch.channels_last)
+    for model in models:
+        model.image(synthetic_batch(INPUTS, VOCAB, 6, CPU)["image"])[:, 0].sum().backward()
+    for (name, one), other in zip(models[0].image.named_parameters(), models[1].image.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-9, msg=name)
+
+
+def test_what_cannot_be_is_said() -> None:
+    with pytest.raises(UsageError, match=r"train\.recompute: the model has no branch `vision`; it has image, text"):
+        shaped("clip", recompute=("vision",))
+    synced = SPECS["resnet18"].model_copy(update={"batch_norm": "synced"})
+    with pytest.raises(UsageError, match=r"model\.batch_norm: `synced` needs GPUs"):
+        shape(build(synced, VOCAB), settings(), OptimizerSection(), CPU)
+
+
+def test_frozen_by_pattern_stays_and_the_rest_learns() -> None:
+    torch.manual_seed(0)
+    given = OptimizerSection(freeze=("image.tower.*", "log_scale"))
+    model = shape(build(SPECS["clip"], VOCAB), settings(), given, CPU)
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    trained(model)
+    moved = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
+    assert moved == {name for name in before if not name.startswith("image.tower.") and name != "log_scale"}
+
+
+@pytest.mark.parametrize("patterns", [("vision.*",), ("*",)])
+def test_a_pattern_that_cannot_be_meant_is_said(patterns: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError, match=r"optimizer\.freeze: .*(fits no weight|leaves no weight)"):
+        optimizer.freeze(toy.Toy(), patterns)
+
+
+def rehearsed(spec: Model, kind: str) -> None:
+    config = Config(model=spec.model_copy(update={"vocab_size": VOCAB}), objective=Objective(kind=kind))
+    learner = toy.learner(build(spec, VOCAB), objective=objectives.build(config.objective))
+    rehearse(config, learner, lambda rows: synthetic_batch(INPUTS, VOCAB, rows, CPU), 3, 3)
+
+
+def test_a_rehearsal_names_weights_that_would_not_learn() -> None:
+    rehearsed(SPECS["convnet"], "contrastive")
+    with_bias = SPECS["convnet"].model_copy(update={"logit_bias": -10.0})
+    rehearsed(with_bias, "sigmoid")
+    with pytest.raises(UsageError, match=r"`contrastive` gives 1 weights .* --optimizer\.freeze logit_bias"):
+        rehearsed(with_bias, "contrastive")
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing"), [("sigmoid", "logit_bias"), ("matching", "match"), ("classification", "class_logits")]
+)
+def test_a_rehearsal_names_the_output_that_the_model_lacks(kind: str, missing: str) -> None:
+    with pytest.raises(UsageError, match=rf"objective\.kind: `{kind}` reads `{missing}`, .*model\.kind `two_tower`"):
+        rehearsed(SPECS["convnet"], kind)
+
+
+def test_a_label_without_a_class_ends_the_run() -> None:
+    job = SimpleNamespace(config=Config(model=Fusion(classes=3)))
+    _check_labels({"label": np.array([2, -1])}, job.config)
+    with pytest.raises(DataError, match=r"has the label 3, and model\.classes is 3: .* --model\.classes to 4"):
+        _check_labels({"label": np.array([0, 3])}, job.config)
+    _check_labels({"label": np.array([9])}, Config())

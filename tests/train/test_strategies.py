@@ -1,0 +1,124 @@
+"""Every strategy takes the steps of one process with one device, for any objective; branches keep both devices busy."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mmray.data.order import Plan
+from mmray.objectives.contrastive import Contrastive
+from mmray.train import loop
+from mmray.train.branches import BranchParallel, fitted
+from mmray.train.group import Group
+from tests.train import toy, two_ranks
+
+OBJECTIVES = (Contrastive, toy.Regression)
+TOLERANCE = {"bf16": 3e-2, "fp16": 3e-3}  # of what was learned, where gradients travel in half the bits
+
+
+@pytest.fixture(scope="module")
+def single():
+    return {kind.__name__: two_ranks.strategy(Group(), kind(), parallel="single") for kind in OBJECTIVES}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("name", two_ranks.STRATEGIES)
+def test_two_ranks_under_any_strategy_are_one_process(played, single, name, objective):
+    plain = single[objective.__name__]
+    start = torch.cat([tensor.flatten() for tensor in toy.Branched().double().state_dict().values()])
+    tolerance = TOLERANCE.get(two_ranks.STRATEGIES[name].get("compress", ""), 0)
+    for result in played[0]:
+        found = result["strategies"][f"{name}: {objective.__name__}"]
+        error = (found["weights"] - plain["weights"]).norm() / (plain["weights"] - start).norm()
+        assert error <= (tolerance or 1e-9)
+        assert (error > 1e-9) == (tolerance > 0)  # it did travel in another format
+        assert found["losses"] == pytest.approx(plain["losses"], rel=tolerance or 1e-9)
+
+
+@pytest.mark.parametrize("way", ["ddp to fsdp", "fsdp to ddp"])
+def test_a_checkpoint_goes_on_under_another_strategy(played, single, way):
+    for result in played[0]:
+        torch.testing.assert_close(result["resharded"][way], single["Contrastive"]["weights"], rtol=0, atol=1e-9)
+
+
+def test_a_sharded_checkpoint_goes_on_in_one_process(played, single):
+    state = played[0][1]["strategies"]["fsdp: Contrastive"]["state"]
+    again = two_ranks.strategy(Group(), Contrastive(), state, parallel="single")
+    torch.testing.assert_close(again["weights"], single["Contrastive"]["weights"], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_branches_on_two_devices_are_one_device(single, objective):
+    found = two_ranks.strategy(Group(), objective(), parallel="branches", refit_every=3)
+    plain = single[objective.__name__]
+    torch.testing.assert_close(found["weights"], plain["weights"], rtol=0, atol=1e-9)
+    assert found["losses"] == pytest.approx(plain["losses"], rel=1e-9)
+    resumed = two_ranks.strategy(Group(), objective(), found["state"], parallel="branches")
+    torch.testing.assert_close(resumed["weights"], plain["weights"], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("fast_s", "slow_s", "replica_s", "share"), [(1, 10, 10, 0.55), (0, 2, 2, 0.5), (5, 3, 3, 1.0), (1, 4, 12, 0.8125)]
+)
+def test_the_cut_lets_both_devices_end_together(fast_s, slow_s, replica_s, share):
+    assert fitted(fast_s, slow_s, replica_s) == pytest.approx(share)
+    if share < 1:
+        assert share * slow_s == pytest.approx(fast_s + (1 - share) * replica_s)
+
+
+class Slow(torch.autograd.Function):
+    """Takes its time for each row, forwards and backwards."""
+
+    @staticmethod
+    def forward(ctx, rows, row_s):
+        ctx.row_s = row_s
+        time.sleep(len(rows) * row_s)
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(len(gradient) * ctx.row_s)
+        return gradient, None
+
+
+class Delayed(nn.Module):
+    """A branch that takes `row_s` seconds a row, each way."""
+
+    def __init__(self, branch: nn.Module, row_s: float):
+        super().__init__()
+        self.branch, self.row_s = branch, row_s
+
+    def forward(self, *columns):
+        return F.normalize(Slow.apply(self.branch(*columns), self.row_s), dim=-1)
+
+
+def test_with_delays_of_ten_to_one_neither_device_is_idle_for_more_than_a_tenth():
+    model = toy.Branched()
+    model.image, model.text = Delayed(model.image, 0.004), Delayed(model.text, 0.0004)
+    log, plan = toy.Lines(), Plan(num_rows=256, global_rows=64, world=1, micro=32, seed=1, steps=6)
+    settings = vars(toy.TRAIN) | {"parallel": "branches", "refit_every": 2, "log_every": 1}
+    task = toy.task(model, plan, log=log, train=SimpleNamespace(**settings), devices=(torch.device("cpu"),) * 2)
+    loop.run(task, toy.steps_of(plan, 0))
+    idle = [[line[f"branches/idle_share_{device}"] for device in (0, 1)] for line in log.lines]
+    assert log.lines[-1]["branches/rows_share_0"] == pytest.approx(0.55, abs=0.05)
+    assert sum(map(max, idle[3:])) / len(idle[3:]) <= 0.10
+    one_device_s = 2 * 1.5 * 64 * 0.0044  # a forward and a backward of both branches, and half the rows once more
+    assert log.lines[-1]["time/step_s"] < 0.8 * one_device_s
+
+
+def test_the_bare_module_still_works_when_its_branches_are_apart():
+    model = toy.Branched()
+    wrapped = BranchParallel(model, (torch.device("cpu"),) * 2, "image", 3)
+    batch = toy.rows(5, 0)
+    with torch.no_grad():
+        for name, value in toy.Branched()(batch).items():
+            torch.testing.assert_close(model(batch)[name], value)
+            torch.testing.assert_close(wrapped(batch)[name], value)
+    assert [name for name, _ in wrapped.named_parameters()] == [
+        f"module.{name}" for name, _ in model.named_parameters()
+    ]

@@ -1,0 +1,68 @@
+"""Which rank holds the others up, from heartbeats alone; and what a heartbeat says of a thread."""
+
+import threading
+import time
+
+import pytest
+
+from mmray.train.guard import leave_at_s
+from mmray.train.pulse import Pulse
+from mmray.train.watchdog import Beat, Watchdog, culprits
+
+
+def beat(rank, waits=False, age_s=0.5, step=7, mark=7):
+    return Beat(rank, f"node{rank}", 100 + rank, step, mark, f"mine.py:{rank} in on_step", waits, age_s)
+
+
+@pytest.mark.parametrize(
+    ("beats", "named"),
+    [
+        ([beat(0, waits=True), beat(1)], [1]),  # one stands outside the collective in which the other waits
+        ([beat(0, waits=True), beat(1, waits=True, age_s=30)], [1]),  # one does not answer (SIGSTOP)
+        ([beat(0), beat(1, age_s=30)], [1]),
+        ([beat(0, waits=True), beat(1, waits=True)], [0, 1]),  # the network: nobody is to blame
+    ],
+)
+def test_the_culprit_is_the_one_the_others_wait_for(beats, named):
+    assert [one.rank for one in culprits(beats)] == named
+
+
+def test_a_rank_without_a_step_for_the_limit_is_named_and_one_that_moves_is_not():
+    dog = Watchdog(limit_s=10, start_limit_s=60, first_step=3)
+    assert dog.look([beat(0, True), beat(1)], 0.0) is None
+    assert dog.look([beat(0, True), beat(1)], 9.0) is None
+    assert dog.look([beat(0, True, mark=8), beat(1, mark=8)], 11.0) is None
+    hang = dog.look([beat(0, True, mark=8), beat(1, mark=8)], 22.0)
+    assert hang.culprits == (1,) and "rank 1 (process 101, node node1) stands at mine.py:1" in hang.told
+
+
+def test_before_the_first_step_the_start_up_time_counts():
+    dog = Watchdog(limit_s=10, start_limit_s=60, first_step=7)
+    assert dog.look([beat(0)], 0.0) is None
+    assert dog.look([beat(0)], 50.0) is None
+    assert dog.look([beat(0)], 61.0) is not None
+
+
+def test_a_pulse_says_where_its_thread_stands_and_writes_stacks_when_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr("mmray.train.pulse.EVERY_S", 0.05)
+    sent, wanted = [], threading.Event()
+
+    def send(one):
+        sent.append(one)
+        return wanted.is_set()
+
+    pulse = Pulse(send, {"rank": 1, "node": "n", "pid": 1}, tmp_path / "stacks" / "rank-1.txt")
+    with pulse.beating(4):
+        time.sleep(0.2)
+        pulse.on_step(5, None)
+        wanted.set()
+        time.sleep(0.2)
+    assert sent[0]["step"] == 4 and sent[-2]["step"] == 5 and sent[-1]["ended"]
+    assert not sent[0]["waits"]
+    assert "test_watchdog.py" in (tmp_path / "stacks" / "rank-1.txt").read_text()
+
+
+def test_a_node_is_left_twice_the_write_before_its_deadline_and_at_once_where_nothing_is_known():
+    assert leave_at_s(1000.0, checkpoint_s=10.0, step_s=1.0) == 1000 - 20 - 2 - 3
+    assert leave_at_s(1000.0, checkpoint_s=0.0, step_s=1.0) == 0
+    assert leave_at_s(0.0, checkpoint_s=10.0, step_s=1.0) == 0

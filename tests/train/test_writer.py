@@ -1,0 +1,71 @@
+"""Checkpoints beside the training: what is written is the state as it was, and how often is no more than it costs."""
+
+import threading
+
+import pytest
+import torch
+
+from mmray.errors import TrainingError
+from mmray.train import checkpoint
+from mmray.train.rhythm import COST_SHARE, Rhythm, interval
+from mmray.train.writer import Writer
+
+
+def test_what_is_written_aside_is_the_state_at_the_call_to_the_byte(tmp_path):
+    weights = torch.arange(6.0).reshape(2, 3)
+    state = {
+        "model": {"a": weights, "tied": weights},
+        "optimizer": {"state": {0: {"m": weights * 2}}, "betas": (0.9, 1)},
+    }
+    there, gate = tmp_path / "aside", threading.Event()
+
+    def write(copied):
+        gate.wait(5)
+        checkpoint.save(there, 3, copied.pop("model"), copied, {})
+
+    writer = Writer()
+    plain = {key: value for key, value in state.items() if key != "model"}
+    checkpoint.save(tmp_path / "at-once", 3, state["model"], plain, {})
+    writer.submit(state, write)
+    weights.add_(100)  # the next step
+    gate.set()
+    writer.close()
+    for name in (checkpoint.MODEL, checkpoint.STATE):
+        assert (there / "step-3" / name).read_bytes() == (tmp_path / "at-once" / "step-3" / name).read_bytes()
+    assert writer.cost_s > 0
+
+
+def test_one_write_at_a_time_and_its_error_comes_at_the_next_call():
+    writer, gate, order = Writer(), threading.Event(), []
+    writer.submit({}, lambda _: (gate.wait(5), order.append("first")))
+    threading.Timer(0.1, gate.set).start()
+    writer.submit({}, lambda _: order.append("second"))
+    assert order[0] == "first"
+
+    def full(_):
+        raise TrainingError("no space left")
+
+    writer.submit({}, full)
+    with pytest.raises(TrainingError, match="no space"):
+        writer.wait()
+    writer.close()
+
+
+def test_checkpoints_cost_less_than_their_share_once_measured():
+    for step_s, cost_s in [(0.1, 1.0), (2.0, 0.5), (0.3, 60.0)]:
+        steps = interval(step_s, cost_s, 10)
+        assert cost_s / (steps * step_s) <= COST_SHARE + 1e-9
+
+
+def test_an_automatic_rhythm_begins_early_doubles_until_measured_and_then_follows_the_cost():
+    rhythm, taken = Rhythm("auto", begin=100), []
+    for step in range(101, 400):
+        if rhythm.due(step):
+            taken.append(step)
+            rhythm.written(step, interval(0.1, None if len(taken) < 3 else 0.2, step - 100))
+    assert taken == [110, 120, 140, 240, 340]
+
+
+def test_a_set_rhythm_is_kept_and_nought_is_never():
+    assert [step for step in range(1, 10) if Rhythm(3, 0).due(step)] == [3, 6, 9]
+    assert not any(Rhythm(0, 0).due(step) for step in range(1, 10))

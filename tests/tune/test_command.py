@@ -1,0 +1,92 @@
+"""How the command ends for each end of a sweep, without Ray: what is printed, and the exit code."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from mmray import recipes
+from mmray.cli.console import Screen
+from mmray.cli.sweep_reporter import trial_line, trials_table
+from mmray.cli.tune import _say_outcome
+from mmray.config import from_yaml
+from mmray.config.space import parse
+from mmray.errors import TrainingError
+from mmray.tune.plan import trials_of
+from mmray.tune.rank import recommend
+from mmray.tune.rows import Ended, row_of
+from mmray.tune.search import SweepOutcome
+
+LINES = [
+    {"step": step, "rows_stop": 128 * step, "throughput/samples_per_s": rate, "time/step_s": 0.2, "train/loss": 2.0}
+    | {"time/step_p50_s": 0.19, "time/step_p95_s": 0.25, "memory/peak_gib": 0.5}
+    for step, rate in ((2, 100), (4, 500), (6, 700))
+]
+
+
+@pytest.fixture
+def outcome(tmp_path):
+    """Make the outcome of two trials that ended so."""
+
+    def make(status, *ends):
+        trials = trials_of(recipes.load("sample"), parse(["batch.micro=32,64"]))
+        rows = [row_of(t, e, LINES if e.status == "finished" else [], None) for t, e in zip(trials, ends, strict=True)]
+        found = recommend(rows, "throughput", True)
+        summary = {"status": status, "goal": "throughput", "elapsed_s": 61.2, "recommendation": found}
+        return SweepOutcome(tmp_path / "sample-tune", summary, rows)
+
+    return make
+
+
+def said(outcome, width=80):
+    text = io.StringIO()
+    code = _say_outcome(outcome, Screen(Console(file=text, width=width, soft_wrap=True)))
+    return code, text.getvalue()
+
+
+def test_a_finished_sweep_says_the_best_and_what_to_type_next(outcome):
+    oom = Ended("out_of_memory", "CUDA out of memory", 3.0)
+    code, text = said(outcome("finished", Ended("finished", None, 9.0), oom))
+    assert code == 0
+    assert "1 of 2 trials measured in 61 s" in text and "t002       out of memory: CUDA out of memory" in text
+    assert "t001 is the only trial that finished: 600 samples/s." in text
+    assert "mmray train " in text and "sample-tune/best.yaml" in text
+
+
+def test_a_stopped_sweep_ends_with_130_and_its_best_so_far(outcome):
+    code, text = said(outcome("stopped", Ended("finished", None, 9.0), Ended("stopped")))
+    assert code == 130 and "the same command goes on with the rest" in text and "best.yaml" in text
+    code, text = said(outcome("stopped", Ended("stopped"), Ended("stopped")))
+    assert code == 130 and "best.yaml" not in text
+
+
+def test_where_no_trial_could_be_measured_each_reason_is_told(outcome):
+    failed = outcome("failed", Ended("failed", "KeyError: 'label'"), Ended("out_of_memory", "CUDA out of memory"))
+    with pytest.raises(TrainingError) as caught:
+        said(failed)
+    assert caught.value.exit_code == 3
+    assert "t001 failed: KeyError: 'label'" in str(caught.value)
+    assert "t002 out of memory: CUDA out of memory" in str(caught.value)
+
+
+def test_finished_trials_without_the_goals_figure_are_an_error_too(outcome):
+    blind = outcome("finished", Ended("finished", None, 9.0), Ended("finished", None, 9.0))
+    blind.summary.update(goal="loss", recommendation=None)
+    with pytest.raises(TrainingError, match="none has a finite figure for --goal loss"):
+        said(blind)
+
+
+def test_the_table_fits_eighty_columns(outcome):
+    rows = outcome("finished", Ended("finished", None, 9.0), Ended("finished", None, 9.0)).rows
+    text = io.StringIO()
+    Console(file=text, width=80).print(trials_table(rows, "throughput", recommend(rows, "throughput", True)))
+    line = next(line for line in text.getvalue().splitlines() if line.startswith("t001*"))
+    assert "32x2x2" in line and "600 (500-700)" in line and "190/250" in line and line.rstrip().endswith("finished")
+    assert trial_line(rows[0]) == "batch.micro=32: finished in 9 s  600 (500-700) samples/s  loss 2.000  0.50 GiB"
+
+
+def test_print_config_is_the_recipe_that_the_trials_vary(capfd):
+    from mmray import cli
+
+    code = cli.run(["tune", "sample", "--space", "batch.micro=32", "--train.steps", "5", "--print-config"], Screen())
+    assert code == 0 and from_yaml(capfd.readouterr().out, "printed") == recipes.load("sample")

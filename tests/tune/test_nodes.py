@@ -1,0 +1,44 @@
+"""A sweep on several Ray nodes: as many trials at a time as they hold, none waiting for another's CPUs."""
+
+import json
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from mmray.config.space import parse
+from mmray.tune.plan import opened
+from mmray.tune.search import Sweep, search
+from tests.made import make_set, row
+from tests.train.runs import config
+from tests.tune.test_search import Watching
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def nodes():
+    if ray.is_initialized():
+        ray.shutdown()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    for _ in range(2):
+        cluster.add_node(num_cpus=4)
+    yield cluster
+    cluster.shutdown()
+
+
+def test_two_trials_run_side_by_side(nodes, tmp_path):
+    make_set(tmp_path / "set", [row(number) for number in range(50)])
+    recipe = config(tmp_path / "set", tmp_path, "sweep", address=nodes.address)
+    text = recipe.model.text.model_copy(update={"dropout": 0.0})  # masks are drawn for each micro-batch
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"text": text})})
+    typed = opened(recipe, [])
+    length = typed.model_copy(update={"train": typed.train.model_copy(update={"steps": 4})})
+    listener = Watching()
+    outcome = search(Sweep(recipe, length, parse(["batch.micro=4,8"])), listener)
+    assert (outcome.summary["status"], outcome.summary["concurrency"]) == ("finished", 2)
+    together = max(sum(row["status"] == "running" for row in table) for table in listener.tables)
+    assert together == 2
+    cut, whole = (json.loads(line) for line in (outcome.path / "trials.jsonl").read_text().splitlines())
+    assert (cut["accumulation"], whole["accumulation"]) == (2, 1)
+    assert cut["loss"] == pytest.approx(whole["loss"], rel=1e-4)  # one global batch, whatever its cut

@@ -1,0 +1,115 @@
+"""From recipe and space to trials: typed by the config, validated whole, equal in samples, and a recipe again."""
+
+from pathlib import Path
+
+import pytest
+
+from mmray import recipes
+from mmray.config import Config
+from mmray.config.space import parse
+from mmray.errors import UsageError
+from mmray.tune.plan import STEPS, as_run, best_recipe, closed, opened, samples_per_trial, trials_of, warm_up_doubt
+
+SAMPLE = recipes.load("sample")  # micro 64, global 128, 2 workers, 500 steps
+
+
+def trials(*given, base=SAMPLE, samples=None):
+    return trials_of(base, parse(given, samples))
+
+
+def set_batch(config, **batch):
+    return config.model_copy(update={"batch": config.batch.model_copy(update=batch)})
+
+
+def set_train(config, **train):
+    return config.model_copy(update={"train": config.train.model_copy(update=train)})
+
+
+def test_values_get_the_types_of_their_settings():
+    found = trials("optimizer.lr=1e-4,3e-4", "train.precision=fp32,bf16", "data.shuffle=false", "data.workers=auto,2")
+    assert found[0].settings == {
+        "optimizer.lr": 1e-4,
+        "train.precision": "fp32",
+        "data.shuffle": False,
+        "data.workers": "auto",
+    }
+    assert found[-1].config.optimizer.lr == 3e-4 and found[-1].config.data.workers == 2
+    assert [trial.name for trial in found] == [f"t{number:03}" for number in range(1, 9)]
+
+
+def test_where_accumulation_is_searched_the_global_batch_follows():
+    base = opened(SAMPLE, ["batch.micro", "batch.accumulation"])
+    shapes = [t.shape for t in trials("batch.micro=8,16", "batch.accumulation=1,2", base=base)]
+    assert [(s.micro, s.accumulation, s.global_rows) for s in shapes] == [
+        (8, 1, 16),
+        (8, 2, 32),
+        (16, 1, 32),
+        (16, 2, 64),
+    ]
+
+
+def test_with_a_global_batch_accumulation_is_derived():
+    shapes = [trial.shape for trial in trials("batch.micro=16,32,64")]
+    assert [(s.micro, s.accumulation, s.global_rows) for s in shapes] == [(16, 4, 128), (32, 2, 128), (64, 1, 128)]
+    assert opened(SAMPLE, ["batch.micro"]).batch.global_ == 128
+
+
+def test_arithmetic_that_cannot_be_makes_a_trial_infeasible_and_ends_nothing():
+    one, other = trials("batch.micro=32,128")
+    assert one.shape is not None and one.infeasible is None
+    assert other.shape is None and "a worker's share of 128 rows over 2 workers is 64" in other.infeasible
+    contradicting = trials("batch.accumulation=1,2", base=set_batch(SAMPLE, micro=32))
+    assert [t.infeasible is None for t in contradicting] == [False, True]
+    with pytest.raises(UsageError, match="no combination can be run"):
+        trials("batch.micro=128,256")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("batch.micr=8", "batch.micr: there is no such setting; did you mean `micro`"),
+        ("btach.micro=8", "did you mean `batch`"),
+        ("batch.micro=8,0", r"batch.micro: input should be greater than or equal to 1 \(got '0'\)"),
+        ("train.precision=fp32,fp8", "train.precision"),
+        ("model.image=resnet50", "it is a group of settings; name one of them, as model.image.name"),
+        ("batch.micro.rows=8", "`micro` is one setting, not a group"),
+    ],
+)
+def test_a_value_that_is_wrong_everywhere_is_an_error_of_the_command(given, said):
+    with pytest.raises(UsageError, match=said):
+        trials(given, "optimizer.lr=1e-4,3e-4")
+
+
+def test_every_trial_trains_as_many_samples():
+    base = opened(SAMPLE, ["batch.micro", "batch.accumulation"])
+    found = trials("batch.micro=16,64", "batch.accumulation=1,2", base=base)  # global 32, 64, 128, 256
+    assert samples_per_trial(base, found, 3000) == STEPS * 256
+    assert samples_per_trial(set_train(base, steps=6), found, 3000) == 6 * 256
+    assert samples_per_trial(set_train(base, samples=1000), found, 3000) == 1000
+    assert samples_per_trial(set_train(base, epochs=2), found, 3000) == 6000
+    runs = [as_run(trial, 6 * 256, 10_000, Path("/sweeps/one"), "throughput") for trial in found]
+    assert {run.train.samples for run in runs} == {6 * 256} and {run.train.steps for run in runs} == {None}
+    assert [run.train.log_every for run in runs] == [4, 2, 1, 1]  # 48, 24, 12, 6 steps: about ten lines each
+    assert (runs[0].run.storage, runs[0].run.name) == ("/sweeps/one/trials", "t001")
+    assert runs[0].cluster.max_failures == 0 and runs[0].evaluate.limit == 512
+    assert as_run(found[0], 100, 1000, Path("/sweeps/one"), "recall").evaluate.limit is None
+
+
+def test_a_loss_measured_within_the_warm_up_is_doubted():
+    runs = [as_run(trial, 30 * 128, 10_000, Path("/sweeps/one"), "loss") for trial in trials("batch.micro=32,64")]
+    assert "t001 takes 30 steps, all of them in the warm-up of 30" in warm_up_doubt(runs, 10_000, "loss")
+    assert warm_up_doubt(runs, 10_000, "throughput") is None
+    longer = [as_run(trial, 31 * 128, 10_000, Path("/sweeps/one"), "loss") for trial in trials("batch.micro=64")]
+    assert warm_up_doubt(longer, 10_000, "loss") is None
+
+
+def test_the_best_trial_is_a_recipe_with_the_recipes_own_length():
+    typed = set_train(opened(SAMPLE, ["batch.accumulation"]), steps=6)
+    base = closed(typed, SAMPLE)
+    assert base.train == SAMPLE.train
+    trial = trials("batch.micro=16", "batch.accumulation=2", "optimizer.lr=1e-4", base=base)[0]
+    best = best_recipe(trial)
+    assert (best.batch.micro, best.batch.global_, best.batch.accumulation) == (16, 64, None)
+    assert (best.train.steps, best.optimizer.lr, best.run.name) == (500, 1e-4, None)
+    assert best.data == SAMPLE.data and best.evaluate == SAMPLE.evaluate and best.cluster == SAMPLE.cluster
+    assert Config.model_validate(best.model_dump(mode="json", by_alias=True)) == best

@@ -1,0 +1,78 @@
+"""A row's figures from logged lines, and what its error was."""
+
+import pytest
+import torch
+
+from mmray.errors import TrainingError
+from mmray.train.policy import Failure, Room, decide
+from mmray.tune.rows import ended_by, figures, one_line
+
+
+def line(step, rate, step_s, loss=1.0, **more):
+    rates = {"throughput/samples_per_s": rate, "time/step_s": step_s} if rate else {}
+    return {"step": step, "rows_stop": step * 10, "train/loss": loss, "memory/peak_gib": step / 10, **rates, **more}
+
+
+def test_the_first_window_warms_up_and_a_short_last_one_is_no_spread():
+    lines = [line(4, 1, 10), line(8, 100, 0.1), line(12, 50, 0.2), line(13, 10, 1.0)]
+    found = figures(lines)
+    # Rows over seconds of 4 steps at 100/s, 4 at 50/s and 1 at 10/s: (40 + 40 + 10) / (0.4 + 0.8 + 1).
+    assert found["samples_per_s"] == pytest.approx(90 / 2.2)
+    assert (found["samples_per_s_min"], found["samples_per_s_max"]) == (50, 100)
+    assert (found["steps"], found["samples"], found["peak_gib"]) == (13, 130, 1.3)
+
+
+def test_percentiles_are_the_last_lines_and_the_loss_is_of_the_last_quarter():
+    lines = [line(step, 10, 1, loss=float(step)) for step in range(1, 9)]
+    lines[-1] |= {"time/step_p50_s": 0.5, "time/step_p95_s": 0.9}
+    found = figures(lines)
+    assert (found["step_p50_s"], found["step_p95_s"], found["loss"]) == (0.5, 0.9, 7.5)
+    assert figures([*lines, line(9, 10, 1, loss=None)])["loss"] is None  # not finite: no mean hides it
+
+
+def test_what_was_not_measured_is_none():
+    assert set(figures([]).values()) == {None}
+    assert figures([line(1, None, None)])["samples_per_s"] is None
+
+
+class WorkerGroupError(Exception):
+    """As Ray Train's: the workers' own errors beside its message."""
+
+    def __init__(self, failures):
+        super().__init__("a worker failed")
+        self.worker_failures = failures
+
+
+def raised_by_policy(error):
+    """What a run raises for it, with its cause kept as an actor boundary keeps it: not at all."""
+    return decide(Failure("raised", error, 3), None, 1, 0, Room(1, 1)).error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("allocation failed"),
+        MemoryError(),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+        TrainingError("a worker died: Task was killed due to the node running low on memory."),
+        WorkerGroupError({1: torch.OutOfMemoryError("allocation failed")}),
+        raised_by_policy(torch.OutOfMemoryError("allocation failed")),
+        TrainingError(str(raised_by_policy(torch.OutOfMemoryError("allocation failed")))),
+    ],
+)
+def test_memory_that_ran_out_is_known_however_it_is_said(error):
+    assert ended_by(error).status == "out_of_memory"
+
+
+def test_a_worker_killed_for_an_unknown_reason_is_no_proof_of_memory():
+    said = "The actor died unexpectedly. Potential root causes: (1) SIGKILL by OOM killer due to high memory usage."
+    assert ended_by(TrainingError(said)).status == "failed"
+
+
+def test_any_other_error_is_a_failure_in_one_line():
+    error = TrainingError("KeyError: 'label'\n  at some line")
+    assert ended_by(error, 1.5).status == "failed" and ended_by(error, 1.5).elapsed_s == 1.5
+    assert one_line(error) == "KeyError: 'label'"
+    assert one_line(ValueError()) == "ValueError" and len(one_line(ValueError("x" * 1000))) == 240

@@ -1,0 +1,159 @@
+"""A sweep on Ray: stopped after its first trial, continued by the same command, its best trained as a recipe."""
+
+import io
+import json
+import os
+
+import pytest
+from rich.console import Console
+
+from mmray import cli
+from mmray.cli.console import Screen
+from mmray.cli.sweep_reporter import trials_table
+from mmray.config import from_yaml, to_yaml
+from mmray.config.space import parse
+from mmray.errors import ResourceError
+from mmray.train.trainer import train
+from mmray.tune.plan import opened
+from mmray.tune.search import Sweep, search
+from tests.made import make_set, row
+from tests.train.runs import Silent, config, lines
+
+OOM = "tests.tune.faults:OutOfMemory"
+SPACE = ["batch.micro=4,64", f"train.callbacks=[],[{OOM}]"]  # 64 rows are more than a worker's share of 16
+
+
+class Watching(Silent):
+    """Keeps the rows; asks for the end, as Ctrl-C does, once a trial has ended."""
+
+    def __init__(self, stop=False):
+        super().__init__()
+        self.stop, self.rows, self.tables = stop, [], []
+
+    def trials(self, rows):
+        self.tables.append(rows)
+
+    def ended(self, row):
+        self.rows.append(row)
+        if self.stop and row["status"] == "finished":
+            os.kill(os.getpid(), 2)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sweeps")
+    make_set(folder / "set", [row(number) for number in range(50)], [row(number) for number in range(100, 120)])
+    return config(folder / "set", folder, "first")
+
+
+@pytest.fixture(scope="module")
+def stopped(local_ray, recipe):
+    typed = opened(recipe, ["batch.micro", "train.callbacks"])
+    length = typed.model_copy(update={"train": typed.train.model_copy(update={"steps": 4})})
+    listener = Watching(stop=True)
+    return search(Sweep(recipe, length, parse(SPACE)), listener), listener
+
+
+@pytest.fixture(scope="module")
+def finished(stopped, recipe):
+    """The same command, typed: exit code, what it printed, the sweep's folder."""
+    outcome, _ = stopped
+    file = outcome.path.parent / "mine.yaml"
+    file.write_text(to_yaml(recipe))
+    words = [word for space in SPACE for word in ("--space", space)]
+    text = io.StringIO()
+    code = cli.run(["tune", str(file), *words, "--train.steps", "4"], Screen(Console(file=text, width=100)))
+    return code, text.getvalue(), outcome.path
+
+
+def rows_of(folder):
+    return {row["trial"]: row for row in map(json.loads, (folder / "trials.jsonl").read_text().splitlines())}
+
+
+def test_a_stopped_sweep_keeps_what_it_has(stopped):
+    outcome, listener = stopped
+    assert outcome.summary["status"] == "stopped"
+    assert ("stopping", "with what is measured; once more leaves at once") in listener.notes
+    assert listener.rows[0]["trial"] == "t001"
+    assert any(row.get("doing", "").startswith("step ") for table in listener.tables for row in table)
+    assert [row["status"] for row in outcome.rows][2:] == ["infeasible", "infeasible"]
+    assert outcome.summary["recommendation"]["best"] == "t001"
+
+
+def test_the_same_command_goes_on_with_the_rest(stopped, finished):
+    code, text, folder = finished
+    assert code == 0
+    assert "4 of 64 samples each, 1 measured before, 2 cannot be run" in text
+    assert "t002       batch.micro=4 train.callbacks" in text and "t001       batch.micro" not in text
+    before, after = stopped[0].rows[0], rows_of(folder)
+    assert after["t001"] == before  # measured once
+    assert [after[name]["status"] for name in sorted(after)] == [
+        "finished",
+        "out_of_memory",
+        "infeasible",
+        "infeasible",
+    ]
+    assert "CUDA out of memory" in after["t002"]["error"]
+
+
+def test_a_row_holds_what_its_run_measured(finished):
+    _, _, folder = finished
+    found = rows_of(folder)["t001"]
+    logged = lines(folder / found["run"])
+    assert (found["micro"], found["accumulation"], found["workers"], found["global"]) == (4, 2, 2, 16)
+    assert (found["steps"], found["samples"]) == (logged[-1]["step"], logged[-1]["rows_stop"])
+    assert 64 <= found["samples"] < 64 + 16  # whole steps
+    assert found["loss"] == logged[-1]["train/loss"] and found["peak_gib"] > 0
+    assert 0 < found["samples_per_s_min"] <= found["samples_per_s"] <= found["samples_per_s_max"]
+    assert 0 < found["step_p50_s"] <= found["step_p95_s"] == logged[-1]["time/step_p95_s"]
+    result = json.loads((folder / "trials" / "t001" / "result.json").read_text())
+    assert result["status"] == "finished"
+    both = [result["metrics"][f"recall_at_1/{way}"] for way in ("image_to_text", "text_to_image")]
+    assert found["recall_at_1"] == sum(both) / 2
+    assert json.loads((folder / "trials" / "t002" / "result.json").read_text())["status"] == "failed"
+
+
+def test_the_folder_holds_what_the_report_reads(finished):
+    _, text, folder = finished
+    summary = json.loads((folder / "sweep.json").read_text())
+    assert (summary["kind"], summary["status"], summary["goal"]) == ("sweep", "finished", "throughput")
+    assert summary["space"] == {"batch.micro": [4, 64], "train.callbacks": [[], [OOM]]}
+    assert (summary["samples_per_trial"], summary["concurrency"]) == (64, 1)
+    assert summary["recommendation"]["best"] == "t001" and summary["recommendation"]["per_global"] == {"16": "t001"}
+    assert summary["recommendation"]["why"] in text and summary["environment"]["packages"]["ray"]
+    assert not (folder / "ray").exists()
+
+
+def test_the_best_is_a_recipe_that_trains(finished, recipe):
+    _, _, folder = finished
+    best = from_yaml((folder / "best.yaml").read_text(), "best.yaml")
+    assert best.train == recipe.train  # its own length, not the trial's
+    assert (best.batch.micro, best.batch.global_, best.run.name) == (4, 16, None)
+    short = best.model_copy(update={"train": best.train.model_copy(update={"steps": 2})})
+    outcome = train(short, Silent())
+    assert (outcome.result["status"], outcome.result["steps"]) == ("finished", 2)
+    assert [line["rows_sha"] for line in lines(outcome.path)] == [
+        line["rows_sha"] for line in lines(folder / "trials" / "t001")
+    ][:2]
+
+
+def test_a_sweep_that_cannot_fit_says_what_is_missing(local_ray, recipe):
+    wide = recipe.model_copy(
+        update={
+            "cluster": recipe.cluster.model_copy(update={"cpus_per_worker": 9.0}),
+            "run": recipe.run.model_copy(update={"name": "wide"}),
+        }
+    )
+    with pytest.raises(
+        ResourceError, match=r"not one trial has room: 2 training workers of 9 CPU each.* the cluster has 8 CPU"
+    ):
+        search(Sweep(wide, opened(wide, []), parse(["batch.micro=4"])), Watching())
+
+
+def test_the_table_fits_a_terminal_and_marks_the_best(finished):
+    _, _, folder = finished
+    text = io.StringIO()
+    rows = list(rows_of(folder).values())
+    found = json.loads((folder / "sweep.json").read_text())["recommendation"]
+    Console(file=text, width=100).print(trials_table(rows, "throughput", found))
+    assert "t001*" in text.getvalue() and "4x2x2" in text.getvalue() and "out of memory" in text.getvalue()
