@@ -1,6 +1,7 @@
 """What all tests share: one Ray on this machine, and the places of optional real data."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,17 +17,24 @@ os.environ["PYTHONPATH"] = str(ROOT)  # workers import faults from tests/
 SHARED = Path(os.environ.get("MMRAY_SHARED", ROOT.parent / "shared" / "data"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def local_ray(tmp_path_factory):
-    """Ray with 8 logical CPUs on this machine, started once for all tests that need it."""
+    """Ray with 8 logical CPUs on this machine, left running for the next module that needs it.
+
+    A module that starts a cluster of its own ends this one first; the next that asks gets another.
+    """
     import ray
     import ray.data
 
-    os.environ["MMRAY_TEST_FAULTS"] = str(tmp_path_factory.mktemp("faults"))  # workers inherit it from the start
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    yield
-    ray.shutdown()
+    if not ray.is_initialized():
+        os.environ["MMRAY_TEST_FAULTS"] = str(tmp_path_factory.mktemp("faults"))  # workers inherit it from the start
+        ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        ray.data.DataContext.get_current().enable_progress_bars = False
+
+
+def pytest_sessionfinish():
+    if "ray" in sys.modules:
+        sys.modules["ray"].shutdown()
 
 
 @pytest.fixture(scope="session")
