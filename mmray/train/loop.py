@@ -21,13 +21,14 @@ from mmray.objectives.protocol import Batch, Objective
 from mmray.train import clip, optimizer, parallel, precision, sharding, told
 from mmray.train.feed import Share, feed, finer
 from mmray.train.group import Group
+from mmray.train.learner import Learner
 from mmray.train.measure import Meter
 from mmray.train.memory import smaller
 from mmray.train.profiling import profiled
 from mmray.train.rhythm import Rhythm, interval
 from mmray.train.schedule import lr_at
 from mmray.train.seeding import micro_seed
-from mmray.train.step import Learner, StepResult, optimizer_step, suspects
+from mmray.train.step import StepResult, optimizer_step, suspects
 from mmray.train.telemetry import Metrics, MetricsLog, Phases, Rates, over_ranks, rows_sha
 from mmray.train.trial import NoRoom
 

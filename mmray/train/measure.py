@@ -13,8 +13,8 @@ from mmray.train import parallel
 from mmray.train.branches import BranchParallel
 from mmray.train.feed import Share
 from mmray.train.flops import model_flops, peak_flops
+from mmray.train.learner import Learner
 from mmray.train.load import machine_load
-from mmray.train.step import Learner
 from mmray.train.telemetry import Metrics, PeakMemory, Rates
 
 

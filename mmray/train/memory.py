@@ -22,7 +22,8 @@ from mmray.train import parallel
 from mmray.train.branches import INPUTS
 from mmray.train.feed import Share, share_of
 from mmray.train.group import Group
-from mmray.train.step import Learner, accumulate
+from mmray.train.learner import Learner
+from mmray.train.step import accumulate
 from mmray.train.stopwatch import Stopwatch
 from mmray.train.trial import NoRoom
 

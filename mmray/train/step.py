@@ -12,45 +12,19 @@ it first needs a partner for each row (matching), the first pass finds it, and t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from mmray.objectives.protocol import Batch, Objective, Outputs, Pairwise, Sorts, sorts
+from mmray.objectives.protocol import Outputs, Sorts, sorts
 from mmray.train import clip, parallel
 from mmray.train.feed import Share
-from mmray.train.gather import Met, gathered, row_values
-from mmray.train.group import Group
-from mmray.train.meeting import borrowed, with_partners
-from mmray.train.precision import Precision
-from mmray.train.ring import around
-from mmray.train.seeding import seeded
-from mmray.train.telemetry import Phases
+from mmray.train.learner import Learner, SeedOf, Sums, factors_of, forward_of, standing_loss
+from mmray.train.meet import meet, meeting_names
 from mmray.train.trial import NoRoom, Trial
-
-SeedOf = Callable[[int], int]  # micro index -> seed of its forward
-
-
-@dataclass(frozen=True)
-class Learner:
-    """Everything a step changes or consults, apart from the rows."""
-
-    model: nn.Module  # as train/parallel.py wrapped it
-    objective: Objective
-    group: Group
-    precision: Precision
-    optimizer: Optimizer
-    scaler: torch.amp.GradScaler
-    clip_groups: clip.Groups  # what is clipped together, by name
-    phases: Phases
-    clip_norm: float = 0.0
-    parts: bool = False  # its forward holds collectives: a rank without memory cannot vote on going on
 
 
 @dataclass(frozen=True)
@@ -118,17 +92,6 @@ def _local_totals(parts: Sorts, share: Share, stop: bool) -> Tensor:
     return torch.cat([flat, flat.new_full((1,), stop)])
 
 
-def _factors(learner: Learner, parts: Sorts, share: Share, totals: Tensor) -> tuple[Tensor, Tensor]:
-    """From a rank's loss sums to its part of the mean over all ranks; times the world, for DDP averages.
-
-    Of what meets, and of what stands alone, each with the loss scale.
-    """
-    factors = learner.group.world / totals[:-1].clamp(min=1)
-    num_meeting = 0 if parts.meeting is None else parts.meeting.count(share.micros[0]).numel()
-    scaled = learner.scaler.scale(factors)
-    return scaled[:num_meeting], scaled[num_meeting:]
-
-
 def update(learner: Learner) -> tuple[dict[str, float], bool]:
     """Unscale, clip, step when the gradient is finite, and clear it; returns its norms before clipping, and whether.
 
@@ -154,22 +117,13 @@ def _constrain(module: nn.Module) -> None:
         constrain()
 
 
-def _forward(learner: Learner, model: nn.Module, micro: Batch, share: Share, index: int, seed_of: SeedOf) -> Outputs:
-    """Outputs of one micro-batch; a stand-in row leaves no trace in running statistics."""
-    kept = parallel.buffers_kept(parallel.unwrapped(model)) if share.hollow[index] else nullcontext()
-    seed = seeded(seed_of(index), learner.group.device)
-    with learner.phases("forward"), kept, seed, learner.precision.autocast():
-        outputs: Outputs = model(micro)
-        return outputs
-
-
 @torch.no_grad()
 def suspects(learner: Learner, share: Share) -> Tensor:
     """Positions in the run's order of this rank's rows for which the model's outputs are not finite."""
     model, found = parallel.without_sync(learner.model), [torch.zeros(0, dtype=torch.int64)]
     for index, micro in enumerate(share.micros):
         with parallel.buffers_kept(parallel.unwrapped(model)):
-            outputs = _forward(learner, model, micro, share, index, lambda _: 0)
+            outputs = forward_of(learner, model, micro, share, index, lambda _: 0)
         rows = [
             output.flatten(1) for output in outputs.values() if output.ndim > 1 and len(output) == len(micro["pos"])
         ]
@@ -184,12 +138,12 @@ def _row_by_row(learner: Learner, parts: Sorts, share: Share, local: Tensor, see
     assert standing is not None
     with learner.phases("sync"):
         totals = learner.group.all_reduce_sum(local)
-    _, factor = _factors(learner, parts, share, totals)
-    sums = _Sums(0, len(factor))
+    _, factor = factors_of(learner, parts, share, totals)
+    sums = Sums(0, len(factor))
 
     def forward(index: int) -> tuple[Tensor, dict[str, Tensor]]:
-        outputs = _forward(learner, learner.model, share.micros[index], share, index, seed_of)
-        scaled = _standing_loss(standing, outputs, share.micros[index], factor, sums)
+        outputs = forward_of(learner, learner.model, share.micros[index], share, index, seed_of)
+        scaled = standing_loss(standing, outputs, share.micros[index], factor, sums)
         return scaled, {name: outputs[name].detach() for name in learner.objective.shared}
 
     def backward(index: int) -> None:
@@ -214,15 +168,15 @@ def _cached(learner: Learner, parts: Sorts, share: Share, local: Tensor, seed_of
     first, embedded = trial.agreed(lambda: _embed(learner, parts, share, seed_of))
     if last == 0 and first:
         trial.parts = True  # only the loss is left before the ranks meet: one vote a step will do
-    met, micros, factors, sums, gradients = _meet(learner, parts, share, embedded, local, trial)
+    met, micros, factors, sums, gradients = meet(learner, parts, share, embedded, local, trial)
 
     def forward(index: int) -> Outputs:
-        return first.pop() if first else _forward(learner, model, micros[index], share, index, seed_of)
+        return first.pop() if first else forward_of(learner, model, micros[index], share, index, seed_of)
 
     def backward(index: int, outputs: Outputs) -> None:
         roots = _roots(parts, outputs, gradients[index], with_shared=index == last)
         if parts.standing is not None:
-            roots.append((_standing_loss(parts.standing, outputs, micros[index], factors[1], sums), None))
+            roots.append((standing_loss(parts.standing, outputs, micros[index], factors[1], sums), None))
         with learner.phases("backward"):
             torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
 
@@ -237,141 +191,24 @@ def _cached(learner: Learner, parts: Sorts, share: Share, local: Tensor, seed_of
     return Found(sums.found, {name: embedded[0][name] for name in learner.objective.shared}, met.totals)
 
 
-def _meet(
-    learner: Learner, parts: Sorts, share: Share, embedded: list[Outputs], local: Tensor, trial: Trial
-) -> tuple[Met, list[Batch], tuple[Tensor, Tensor], _Sums, list[Outputs]]:
-    """Where the ranks met, micro-batches with their partners, factors, sums, gradients of each micro-batch's outputs.
-
-    Without room for them there are no gradients, but the collectives are held: other ranks wait in them. On the ring,
-    where work and collectives alternate, a rank without room parts from the others.
-    """
-    group, objective = learner.group, parts.meeting
-    with learner.phases("sync"):
-        met = (
-            Met(group.all_reduce_sum(local))
-            if _travels(parts)
-            else gathered(group, embedded, share, local, _meeting_names(parts))
-        )
-    factors = _factors(learner, parts, share, met.totals)
-    sums = _Sums(len(factors[0]), len(factors[1]))
-    micros = share.micros
-    if (mining := parts.mining) is not None:
-        with learner.phases("sync"):
-            lent = borrowed(group, mining, share)
-        micros = trial.of(lambda: with_partners(mining, share, embedded, met, lent))
-    gradients: list[Outputs] = [{}] * len(share.micros)
-    if objective is None:
-        return met, micros, factors, sums, gradients
-    if _travels(parts) and isinstance(objective, Pairwise):
-        leaves = _leaves(objective, embedded)
-        valid = torch.cat([micro["valid"] for micro in share.micros])
-        loss_sum, further, own = around(objective, group, leaves, valid, share.rows, factors[0])
-        lossy, theirs = Lossy(loss_sum, further, own, None), {}
-    else:
-        lossy = trial.of(lambda: _loss_and_gradients(learner, objective, share, embedded, met, factors[0]))
-        with learner.phases("sync"):
-            theirs = met.unpacked(group.gather_back(met.gradient_like(lossy)))
-    gradients = trial.of(lambda: _by_micro(share, objective, lossy, theirs))
-    if gradients:
-        sums.add({"loss": lossy.loss_sum, **lossy.parts}, standing=False)
-    return met, micros, factors, sums, gradients
-
-
-class _Sums:
-    """Sums over micro-batches, each a vector [K]: places of what meets first, then of what stands alone."""
-
-    def __init__(self, num_meeting: int, num_standing: int) -> None:
-        self._sizes = num_meeting, num_standing
-        self.found: dict[str, Tensor] = {}
-
-    def add(self, sums: dict[str, Tensor], standing: bool) -> None:
-        padding = (self._sizes[0], 0) if standing else (0, self._sizes[1])
-        for name, value in sums.items():
-            placed = value.detach().reshape(-1)
-            if any(padding):
-                placed = F.pad(placed, padding)
-            self.found[name] = self.found[name] + placed if name in self.found else placed
-
-
-def _standing_loss(standing: Objective, outputs: Outputs, micro: Batch, factor: Tensor, sums: _Sums) -> Tensor:
-    """What stands alone in one micro-batch, as a scalar to go backward from."""
-    loss_sum, _, further = standing.measure(outputs, micro)
-    sums.add({"loss": loss_sum, **further}, standing=True)
-    return (loss_sum.reshape(-1) * factor.to(loss_sum.dtype)).sum()
-
-
 def _embed(learner: Learner, parts: Sorts, share: Share, seed_of: SeedOf) -> tuple[list[Outputs], list[Outputs]]:
     """Outputs of the first micro-batch with its graph, in a list to be taken from; and of all without.
 
     Where partners are to be found no graph is of use: the model has not yet seen them.
     """
     model, micros = learner.model, share.micros
-    names = dict.fromkeys((*_meeting_names(parts), *learner.objective.shared))
+    names = dict.fromkeys((*meeting_names(parts), *learner.objective.shared))
     first: list[Outputs] = []
     if parts.mining is None:
         with parallel.synchronised(model, last=len(micros) == 1):
-            first.append(_forward(learner, model, micros[0], share, 0, seed_of))
+            first.append(forward_of(learner, model, micros[0], share, 0, seed_of))
     embedded = [{name: outputs[name].detach() for name in names} for outputs in first]
     inside, missing = parallel.without_sync(model), range(len(first), len(micros))
     with torch.no_grad(), parallel.buffers_kept(parallel.unwrapped(model)) if missing else nullcontext():
         for index in missing:
-            outputs = _forward(learner, inside, micros[index], share, index, seed_of)
+            outputs = forward_of(learner, inside, micros[index], share, index, seed_of)
             embedded.append({name: outputs[name].detach() for name in names})
     return first, embedded
-
-
-def _meeting_names(parts: Sorts) -> tuple[str, ...]:
-    """Outputs of which everyone's rows are looked at."""
-    coupled = () if parts.meeting is None else parts.meeting.coupled
-    return tuple(dict.fromkeys(coupled + (() if parts.mining is None else parts.mining.looks_at)))
-
-
-def _travels(parts: Sorts) -> bool:
-    """Whether rows go around the ring instead of to everyone at once."""
-    return isinstance(parts.meeting, Pairwise) and parts.mining is None
-
-
-@dataclass(frozen=True)
-class Lossy:
-    """The loss over the global batch, as far as this rank's rows have a part in it."""
-
-    loss_sum: Tensor
-    parts: dict[str, Tensor]
-    own: Outputs  # gradients of this rank's outputs as rows, all micro-batches together, and of the shared outputs
-    everyone: Tensor | None  # gradients of all ranks' outputs as columns, packed as they were gathered
-
-
-def _leaves(objective: Objective, embedded: list[Outputs]) -> Outputs:
-    """The outputs of all micro-batches as one, asking for a gradient."""
-    leaves = {name: torch.cat([outputs[name] for outputs in embedded]) for name in objective.coupled}
-    leaves |= {name: embedded[0][name].clone() for name in objective.shared}
-    for leaf in leaves.values():
-        leaf.requires_grad_()
-    return leaves
-
-
-def _loss_and_gradients(
-    learner: Learner, objective: Objective, share: Share, embedded: list[Outputs], met: Met, factor: Tensor
-) -> Lossy:
-    """The loss of this rank's rows against everyone's, and its gradients at both."""
-    leaves = _leaves(objective, embedded)
-    with learner.phases("forward"):
-        loss_sum, _, parts = objective.measure(leaves, row_values(share), met.everyone)
-        loss = (loss_sum.reshape(-1) * factor.to(loss_sum.dtype)).sum()
-    wanted = [*leaves.values(), *([] if met.packed is None else [met.packed])]
-    with learner.phases("backward"):
-        found = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
-    own = dict(zip(leaves, found, strict=False))
-    return Lossy(loss_sum.detach(), parts, own, None if met.packed is None else found[-1])
-
-
-def _by_micro(share: Share, objective: Objective, lossy: Lossy, theirs: Outputs) -> list[Outputs]:
-    """Gradients of the outputs of each micro-batch: what this rank's losses gave them, and all ranks' losses."""
-    sizes = [len(micro["valid"]) for micro in share.micros]
-    flat = {name: lossy.own[name] + theirs[name] if theirs else lossy.own[name] for name in objective.coupled}
-    sliced = {name: gradient.split(sizes) for name, gradient in flat.items()}
-    whole = {name: lossy.own[name] for name in objective.shared}
-    return [whole | {name: sliced[name][index] for name in sliced} for index in range(len(sizes))]
 
 
 def _roots(parts: Sorts, outputs: Outputs, gradients: Outputs, with_shared: bool) -> list[tuple[Tensor, Tensor | None]]:

@@ -30,9 +30,9 @@ from mmray.report.run import EXAMPLES
 from mmray.train import checkpoint, lease, loop, memory, optimizer, precision
 from mmray.train.advice import Advising, advice
 from mmray.train.group import Group
+from mmray.train.learner import Learner
 from mmray.train.pulse import Pulse
 from mmray.train.shaping import shape
-from mmray.train.step import Learner
 from mmray.train.telemetry import MetricsLog, Phases
 from mmray.train.unreadable import watched
 from mmray.train.writer import Writer

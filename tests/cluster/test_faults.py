@@ -27,7 +27,7 @@ from mmray.train.worker import Job, Line, work
 from tests.made import make_set, row
 from tests.train.runs import Silent, config, lines, marks
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 SLOT = {"slot": 1.0}  # a worker takes one, so that it is known where workers can be
 
 

@@ -15,7 +15,7 @@ from mmray.train.trainer import train
 from tests.made import make_set, row
 from tests.train.runs import STEPS, Silent, config, marks
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from mmray.train.trainer import train
 from tests.made import make_set, row
 from tests.train.runs import Silent, config
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 STEPS = 3
 
 

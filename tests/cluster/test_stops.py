@@ -15,7 +15,7 @@ from tests.cluster.test_faults import expected_marks
 from tests.made import make_set, row
 from tests.train.runs import config, marks
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(180)]  # two minutes; run by hand
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]  # two minutes; run by hand
 CANARY = "canary-5f1d0c"  # a secret that belongs in no file of a run
 COMMAND = [sys.executable, "-c", "from mmray.cli import main; main()", "train"]
 

@@ -18,7 +18,7 @@ from tests.train.runs import STEPS, config, marks
 
 ROOT = Path(__file__).parents[2]
 ENDED = {JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED}
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

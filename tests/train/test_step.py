@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from mmray.train import optimizer
 from mmray.train.feed import share_of
+from mmray.train.learner import Learner
 from mmray.train.precision import Precision
 from mmray.train.seeding import micro_seed
-from mmray.train.step import Learner, accumulate, optimizer_step
+from mmray.train.step import accumulate, optimizer_step
 from tests.train import toy
 
 ROWS = 29  # of no power of two: the last micro-batch is ragged at 2, 4 and 8

@@ -19,9 +19,9 @@ from mmray.objectives.matching import gumbel
 from mmray.train import clip, loop, optimizer, parallel
 from mmray.train.feed import share_of
 from mmray.train.group import Group
+from mmray.train.learner import Learner
 from mmray.train.precision import Precision
 from mmray.train.seeding import micro_seed, seeded
-from mmray.train.step import Learner
 from mmray.train.telemetry import Phases
 
 SEED = 7

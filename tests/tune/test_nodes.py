@@ -13,7 +13,7 @@ from tests.made import make_set, row
 from tests.train.runs import config
 from tests.tune.test_search import Watching
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
