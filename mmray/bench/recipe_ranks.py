@@ -27,6 +27,7 @@ from mmray.data.order import Plan
 from mmray.models.build import build
 from mmray.train import loop, optimizer, parallel
 from mmray.train.precision import choose
+from mmray.train.task import Task
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -65,7 +66,7 @@ class Rank:
     def mmray(self, iterator: Any, plan: Plan) -> list[Arrival]:
         """mmray whole: its loop, its exact accumulation, its choice of precision, over its stream."""
         clock = _Clock(self.group.device, plan.share)
-        task = loop.Task(
+        task = Task(
             model=deepcopy(self.model),
             objective=objectives.build(self.config.objective),
             plan=plan,

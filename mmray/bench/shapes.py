@@ -28,6 +28,7 @@ from mmray.objectives.protocol import Batch
 from mmray.train import loop
 from mmray.train.batch import BatchShape, shape_of
 from mmray.train.group import Group
+from mmray.train.task import Task
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -104,7 +105,7 @@ def measure_shape(config: Config, group: Group, _: Path, shape: BatchShape, wind
     bench = prepared(config, group, shape.micro)
     times = StepTimes(group.device, window_s)
     plan = Plan(shape.global_rows, shape.global_rows, group.world, shape.micro, config.train.seed, MOST_STEPS)
-    task = loop.Task(
+    task = Task(
         model=bench.model,
         objective=objectives.build(config.objective),
         plan=plan,

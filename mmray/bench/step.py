@@ -31,6 +31,7 @@ from mmray.models.synthetic import synthetic_batch
 from mmray.train import loop
 from mmray.train.batch import shape_of
 from mmray.train.group import Group
+from mmray.train.task import Task
 from mmray.train.telemetry import MetricsLog
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class Bench:
         every = rows * self.group.world
         plan = Plan(every * steps, every, self.group.world, rows, self.config.train.seed, steps)
         window = Window(steps, self.group.device)
-        task = loop.Task(
+        task = Task(
             model=deepcopy(self.model),
             objective=objectives.build(self.config.objective),
             plan=plan,

@@ -31,6 +31,7 @@ from mmray.train import loop
 from mmray.train.batch import shape_of
 from mmray.train.group import Group
 from mmray.train.served import refusals
+from mmray.train.task import Task
 from mmray.train.telemetry import Metrics
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ def _measure(config: Config, group: Group, steps: int) -> dict[str, Any]:
     timer = Timer(timed, group.device)
     devices = _devices(config, group.device)
     train = config.train.model_copy(update={"log_every": timed})
-    task = loop.Task(
+    task = Task(
         model=bench.model,
         objective=objectives.build(config.objective),
         plan=plan,

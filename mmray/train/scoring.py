@@ -29,9 +29,9 @@ from mmray.train import checkpoint, precision
 from mmray.train.batch import shape_of
 from mmray.train.board import Listener
 from mmray.train.group import Group
-from mmray.train.loop import AVERAGE
 from mmray.train.resources import check_room, fitting, torch_config, worker_resources
 from mmray.train.rundir import RunDir
+from mmray.train.task import AVERAGE
 
 
 def open_run(folder: Path, step: int | None) -> tuple[Config, str, Path]:

@@ -33,6 +33,7 @@ from mmray.train.group import Group
 from mmray.train.learner import Learner
 from mmray.train.pulse import Pulse
 from mmray.train.shaping import shape
+from mmray.train.task import State, Task
 from mmray.train.telemetry import MetricsLog, Phases
 from mmray.train.unreadable import watched
 from mmray.train.writer import Writer
@@ -99,7 +100,7 @@ def _work(
         line.report({"wasted_steps": log.wasted_steps})
     writer = Writer()
     advising = Advising(partial(_advise, job, line.report, device))
-    task = loop.Task(
+    task = Task(
         model=model,
         objective=objective,
         plan=start.plan,
@@ -237,7 +238,7 @@ def _save(
     architecture: dict[str, Any] | None,
     writer: Writer,
     step: int,
-    state: loop.State,
+    state: State,
     metrics: dict[str, Any],
 ) -> float | None:
     """Rank 0 has the checkpoint written beside the training; answers what the one before cost, in seconds."""
@@ -255,7 +256,7 @@ def _save(
     return writer.cost_s
 
 
-def _write(job: Job, step: int, meta: dict[str, Any], state: loop.State) -> None:
+def _write(job: Job, step: int, meta: dict[str, Any], state: State) -> None:
     """Write a checkpoint, unless another run has taken the folder over."""
     lease.check(job.folder, job.fence)
     model_state = state.pop("model")

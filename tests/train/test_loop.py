@@ -14,6 +14,7 @@ import torch
 from mmray.data.order import Plan
 from mmray.errors import TrainingError
 from mmray.train import loop
+from mmray.train.task import AVERAGE, Outcome
 from mmray.train.telemetry import PHASES
 from tests.train import toy
 
@@ -122,7 +123,7 @@ def test_what_is_logged_and_who_is_told():
     assert [step for step, _ in callback.seen] == [1, 2, 3, 4, 5]
     assert [metrics for _, metrics in callback.seen] == [None, *log.lines]
     assert saved == [(3, log.lines[1]), (5, log.lines[3])]
-    assert outcome == loop.Outcome("finished", 5, 43, 0, log.lines[-1])
+    assert outcome == Outcome("finished", 5, 43, 0, log.lines[-1])
 
 
 def test_the_logged_loss_is_the_loss_of_the_step():
@@ -171,7 +172,7 @@ def test_averaged_weights_are_evaluated_and_go_on_after_a_resume():
     assert not torch.allclose(seen[0], toy.flat(model), atol=1e-4)
     again = Checkpoints()
     train(toy.Toy(), plan, checkpoints.load(3), first=3, save=again.save, train=settings)
-    whole, resumed = checkpoints.load(8)[loop.AVERAGE], again.load(8)[loop.AVERAGE]
+    whole, resumed = checkpoints.load(8)[AVERAGE], again.load(8)[AVERAGE]
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
@@ -182,7 +183,7 @@ def test_nothing_left_to_do():
     train(model, plan, save=checkpoints.save)
     before = toy.flat(model)
     outcome = train(model, plan, checkpoints.load(3), first=3)
-    assert outcome == loop.Outcome("finished", 3, 30, 0, {})
+    assert outcome == Outcome("finished", 3, 30, 0, {})
     assert torch.equal(toy.flat(model), before)
 
 

@@ -10,8 +10,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from mmray.models.build import build
 from mmray.train import checkpoint
-from mmray.train.loop import AVERAGE
 from mmray.train.scoring import restored_model
+from mmray.train.task import AVERAGE
 from tests.train import runs
 
 

@@ -16,12 +16,13 @@ from mmray.data.order import Plan
 from mmray.objectives.build import terms_of
 from mmray.objectives.contrastive import Contrastive
 from mmray.objectives.matching import gumbel
-from mmray.train import clip, loop, optimizer, parallel
+from mmray.train import clip, optimizer, parallel
 from mmray.train.feed import share_of
 from mmray.train.group import Group
 from mmray.train.learner import Learner
 from mmray.train.precision import Precision
 from mmray.train.seeding import micro_seed, seeded
+from mmray.train.task import Task
 from mmray.train.telemetry import Phases
 
 SEED = 7
@@ -380,10 +381,10 @@ class Lines:
         self.lines.append(metrics)
 
 
-def task(model: nn.Module, plan: Plan, group: Group | None = None, **options) -> loop.Task:
+def task(model: nn.Module, plan: Plan, group: Group | None = None, **options) -> Task:
     """A task for the loop with the settings above."""
     given = {"objective": Contrastive(), "train": TRAIN, "optimizer": OPTIMIZER} | options
-    return loop.Task(votes=True, model=model, plan=plan, group=group or Group(), **given)
+    return Task(votes=True, model=model, plan=plan, group=group or Group(), **given)
 
 
 def steps_of(plan: Plan, rank: int, first: int = 0) -> Iterator[list[dict[str, Tensor]]]:
