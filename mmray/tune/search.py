@@ -1,4 +1,4 @@
-"""A sweep from space to recommendation on a Ray cluster: the room's composer, and the only file of it that touches Ray.
+"""A sweep from space to recommendation on a Ray cluster: the room's composer.
 
 Ray Tune starts the trials, as many at a time as the cluster holds. A trial is a function in an actor on the head that
 drives one run, by the same `train` as `mmray train`, into a run folder of its own. What a trial measured is read from
@@ -8,39 +8,30 @@ that folder, so a sweep is as good a record as its runs are; Tune's own state is
 from __future__ import annotations
 
 import os
-import queue
-import shutil
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import ray
-from ray import tune
 
 from mmray.cluster import nodes
 from mmray.cluster.capacity import Demand, Node, concurrent
 from mmray.cluster.join import joined
 from mmray.config import Config, to_yaml
 from mmray.config.space import Space
-from mmray.errors import TrainingError, UsageError
+from mmray.errors import UsageError
 from mmray.report.at_end import draw_at_end
-from mmray.train.board import hearing
 from mmray.train.lease import Lease
 from mmray.train.resources import data_actors, demand_of
 from mmray.train.rundir import environment
 from mmray.train.trainer import settle
 from mmray.tune import sweepdir
-from mmray.tune.drive import drive
 from mmray.tune.fit import largest, room_for
 from mmray.tune.plan import Trial, as_run, best_recipe, samples_per_trial, searched, trials_of, warm_up_doubt, widest
 from mmray.tune.rank import recommend
-from mmray.tune.rows import Ended, ended_by, infeasible_row
+from mmray.tune.ray_tune import run_trials
+from mmray.tune.rows import infeasible_row
 from mmray.tune.running import Row, Running, SweepListener
 from mmray.tune.sweepdir import KIND, SweepDir
 
@@ -52,8 +43,6 @@ _ENVIRONMENT = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
 }
-# A trial's driver takes no CPU: on a laptop the last one is the data's. It sits on the head, where a run's driver does.
-_DRIVER = {"node:__internal_head__": 0.001}
 
 
 @dataclass(frozen=True)
@@ -132,7 +121,7 @@ def _search(
     folder.write_rows(list(running.rows.values()))
     running.announce(identity, sweep.goal, len(kept), at_once)
     if todo:
-        _run(running, runs_now, at_once)
+        run_trials(running, runs_now, at_once)
     found = recommend(list(running.rows.values()), sweep.goal, sweep.base.objective.kind == "contrastive")
     summary |= {
         "status": running.status(),
@@ -199,119 +188,3 @@ def _free_nodes(demand: Demand) -> list[Node]:
         if not waiting or concurrent(demand, free, 1) or time.monotonic() > until:
             return free
         time.sleep(POLL_S)
-
-
-def _run(running: Running, runs: dict[str, Config], at_once: int) -> None:
-    """Ray Tune in a thread, so that this one can draw and hear Ctrl-C; every trial that began has a row afterwards."""
-    news: queue.SimpleQueue[tuple[str, str, Any]] = queue.SimpleQueue()
-    for name in runs:
-        running.folder.clear_trial(name)
-    scratch = running.folder.path / "ray"
-    shutil.rmtree(scratch, ignore_errors=True)
-    tuner = tune.Tuner(
-        tune.with_resources(tune.with_parameters(_trial, configs=runs), _DRIVER),
-        param_space={"trial": tune.grid_search(list(runs))},
-        # One actor drives many trials: importing torch anew costs each several seconds.
-        tune_config=tune.TuneConfig(max_concurrent_trials=at_once, reuse_actors=True),
-        run_config=tune.RunConfig(
-            name="tune",
-            storage_path=str(scratch),
-            verbose=0,
-            stop=_Stopper(running.stop),
-            callbacks=[_Telling(news)],
-            failure_config=tune.FailureConfig(max_failures=0),
-        ),
-    )
-    failure: list[BaseException] = []
-    thread = threading.Thread(target=partial(_fit, tuner, failure), name="mmray-tune", daemon=True)
-    with _stopping(running):
-        thread.start()
-        while thread.is_alive():
-            thread.join(POLL_S)
-            _hear(running, news)
-    _hear(running, news)
-    for name in list(running.live):
-        running.end(name, Ended("stopped"))
-    shutil.rmtree(scratch, ignore_errors=True)
-    if failure:
-        raise TrainingError(f"Ray Tune gave up: {failure[0]}") from failure[0]
-
-
-def _fit(tuner: tune.Tuner, failure: list[BaseException]) -> None:
-    try:
-        tuner.fit()
-    except BaseException as error:  # noqa: BLE001 - carried over to the main thread, which raises it
-        failure.append(error)
-
-
-def _hear(running: Running, news: queue.SimpleQueue[tuple[str, str, Any]]) -> None:
-    """Take in what Tune's thread has heard, and show how the trials stand."""
-    while not news.empty():
-        what, name, value = news.get()
-        if what == "ended":
-            running.end(name, value)
-        else:
-            running.now(name, value)
-    running.listener.trials(running.table())
-
-
-@contextmanager
-def _stopping(running: Running) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM ends the trials that run and keeps what is measured; the second leaves at once."""
-
-    def ask(_: int, __: FrameType | None) -> None:
-        if running.stop.is_set():
-            raise KeyboardInterrupt
-        running.stop.set()
-        running.listener.note("with what is measured; once more leaves at once", "stopping")
-
-    with hearing(ask):
-        yield
-
-
-def _trial(given: dict[str, Any], configs: dict[str, Config]) -> None:
-    drive(configs[given["trial"]], tune.report)
-
-
-class _Stopper(tune.Stopper):
-    """Ends the experiment once the event is set. Tune stores it for a restore that never comes: without the event."""
-
-    def __init__(self, stop: threading.Event):
-        self._stop = stop
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        return False
-
-    def stop_all(self) -> bool:
-        return self._stop.is_set()
-
-
-class _Telling(tune.Callback):
-    """Puts what Tune's thread hears of the trials into a queue."""
-
-    def __init__(self, news: queue.SimpleQueue[tuple[str, str, Any]]):
-        self._news = news
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._tell(trial, "now", {"status": "running", "doing": "starting"})
-
-    def on_trial_result(
-        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
-    ) -> None:
-        if "ended" in result:
-            self._tell(trial, "ended", Ended(**result["ended"]))
-        else:
-            self._tell(trial, "now", result["now"])
-
-    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        error = trial.get_pickled_error() or TrainingError("its driver died; the head's logs say why")
-        self._tell(trial, "ended", ended_by(error))
-
-    def _tell(self, trial: Any, what: str, value: Any) -> None:
-        self._news.put((what, trial.config["trial"], value))
