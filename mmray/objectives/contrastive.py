@@ -23,6 +23,7 @@ class Contrastive:
 
     coupled: tuple[str, ...] = ("image_embed", "text_embed")
     shared: tuple[str, ...] = ("logit_scale",)
+    row_values: tuple[str, ...] = ("valid",)
 
     def count(self, batch: Batch) -> Tensor:
         """Valid rows of the batch."""

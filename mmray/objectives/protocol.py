@@ -26,6 +26,9 @@ class Objective(Protocol):
     `coupled` names the outputs whose rows meet in the loss (empty: every row stands alone). A coupled objective reads
     only the outputs in `coupled` and `shared`, and of the batch only the tensors of one dimension (a value a row).
     `shared` names outputs that belong to the step, not to a row, such as a temperature.
+
+    A coupled objective that reads nothing of the batch but `valid` may say so, `row_values = ("valid",)`: a small
+    global batch then needs one collective a step fewer.
     """
 
     coupled: tuple[str, ...]

@@ -18,6 +18,8 @@ from mmray.train.partners import borrowed, with_partners
 from mmray.train.ring import around
 from mmray.train.trial import Trial
 
+MOST_ROWS_OF_ALL = 1024  # up to here the whole matrix of logits (4 MiB) is formed on every rank
+
 
 def meet(
     learner: Learner, parts: Sorts, share: Share, embedded: list[Outputs], local: Tensor, trial: Trial
@@ -42,13 +44,16 @@ def meet(
             lent = borrowed(group, mining, share)
         micros = trial.of(lambda: with_partners(mining, share, embedded, met, lent))
     gradients: list[Outputs] = [{}] * len(share.micros)
+    theirs: Outputs = {}
     if objective is None:
         return met, micros, factors, sums, gradients
     if _travels(parts) and isinstance(objective, Pairwise):
         leaves = _leaves(objective, embedded)
         valid = torch.cat([micro["valid"] for micro in share.micros])
         loss_sum, further, own = around(objective, group, leaves, valid, share.rows, factors[0])
-        lossy, theirs = Lossy(loss_sum, further, own, None), {}
+        lossy = Lossy(loss_sum, further, own, None)
+    elif _is_small(objective, met):
+        lossy = trial.of(lambda: _loss_of_all(learner, objective, share, embedded, met, factors[0]))
     else:
         lossy = trial.of(lambda: _loss_and_gradients(learner, objective, share, embedded, met, factors[0]))
         with learner.phases("sync"):
@@ -70,6 +75,13 @@ def _travels(parts: Sorts) -> bool:
     return isinstance(parts.meeting, Pairwise) and parts.mining is None
 
 
+def _is_small(objective: Objective, met: Met) -> bool:
+    """Whether the loss of all ranks' rows costs less than the collective that would bring its gradients together."""
+    if met.everyone is None or getattr(objective, "row_values", None) != ("valid",):
+        return False
+    return len(met.everyone["valid"]) <= MOST_ROWS_OF_ALL
+
+
 @dataclass(frozen=True)
 class Lossy:
     """The loss over the global batch, as far as this rank's rows have a part in it."""
@@ -82,7 +94,7 @@ class Lossy:
 
 def _leaves(objective: Objective, embedded: list[Outputs]) -> Outputs:
     """The outputs of all micro-batches as one, asking for a gradient."""
-    leaves = {name: torch.cat([outputs[name] for outputs in embedded]) for name in objective.coupled}
+    leaves = {name: torch.cat([outputs[name].detach() for outputs in embedded]) for name in objective.coupled}
     leaves |= {name: embedded[0][name].clone() for name in objective.shared}
     for leaf in leaves.values():
         leaf.requires_grad_()
@@ -102,6 +114,28 @@ def _loss_and_gradients(
         found = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
     own = dict(zip(leaves, found, strict=False))
     return Lossy(loss_sum.detach(), parts, own, None if met.packed is None else found[-1])
+
+
+def _loss_of_all(
+    learner: Learner, objective: Objective, share: Share, embedded: list[Outputs], met: Met, factor: Tensor
+) -> Lossy:
+    """The loss of all ranks' rows, formed on each of them alike: its gradients at this rank's rows need no collective.
+
+    What belongs to the step rather than to a row would be counted once a rank; it is divided by their number.
+    """
+    assert met.everyone is not None
+    world, offset = learner.group.world, met.everyone["offset"]
+    mine = slice(offset, offset + sum(len(micro["valid"]) for micro in share.micros))
+    leaves = _leaves(objective, [met.everyone | {name: embedded[0][name] for name in objective.shared}])
+    with learner.phases("forward"):
+        loss_sum, _, parts = objective.measure(leaves, {"valid": met.everyone["valid"]})
+        loss = (loss_sum.reshape(-1) * factor.to(loss_sum.dtype)).sum()
+    with learner.phases("backward"):
+        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    gradients = dict(zip(leaves, found, strict=True))
+    own = {name: gradients[name][mine] for name in objective.coupled}
+    own |= {name: gradients[name] / world for name in objective.shared}
+    return Lossy(loss_sum.detach() / world, {name: part / world for name, part in parts.items()}, own, None)
 
 
 def _by_micro(share: Share, objective: Objective, lossy: Lossy, theirs: Outputs) -> list[Outputs]:

@@ -12,7 +12,7 @@ from mmray.train.group import Group
 from tests.train import toy, two_ranks
 
 
-@pytest.mark.parametrize("scene", ["whole_shares", "accumulated_shares"])
+@pytest.mark.parametrize("scene", ["whole_shares", "accumulated_shares", "gathered_shares"])
 def test_two_ranks_are_one_rank(played, scene):
     one = toy.flat(two_ranks.steps_of_a_model(Group(), micro=two_ranks.ROWS))
     assert (one - toy.flat(toy.Toy().double())).abs().max() > 0.01

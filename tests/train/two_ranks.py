@@ -16,7 +16,7 @@ import torch.distributed as dist
 from mmray.data.order import Plan
 from mmray.errors import OutOfMemoryError
 from mmray.objectives.contrastive import Contrastive
-from mmray.train import loop, memory, optimizer
+from mmray.train import loop, meet, memory, optimizer
 from mmray.train.feed import share_of
 from mmray.train.group import Group
 from mmray.train.seeding import micro_seed
@@ -79,6 +79,15 @@ def whole_shares(group: Group, folder: Path) -> torch.Tensor:
 
 def accumulated_shares(group: Group, folder: Path) -> torch.Tensor:
     return toy.flat(steps_of_a_model(group, micro=4))
+
+
+def gathered_shares(group: Group, folder: Path) -> torch.Tensor:
+    """As a large global batch goes: each rank forms the loss of its own rows, the gradients are brought together."""
+    most, meet.MOST_ROWS_OF_ALL = meet.MOST_ROWS_OF_ALL, 0
+    try:
+        return accumulated_shares(group, folder)
+    finally:
+        meet.MOST_ROWS_OF_ALL = most
 
 
 def a_rank_without_rows(group: Group, folder: Path) -> torch.Tensor:
@@ -255,6 +264,7 @@ SCENES = (
     every_kind,
     whole_shares,
     accumulated_shares,
+    gathered_shares,
     a_rank_without_rows,
     row_by_row,
     not_a_number_on_one_rank,
