@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from mmray.config.section import Section
 from mmray.errors import UsageError
@@ -34,6 +34,33 @@ class Inputs(Section):
         if min(self.std) <= 0:
             raise ValueError(f"std must be above 0 in each channel (got {self.std})")
         return self
+
+
+class Chat(Section):
+    """How a conversation is laid out for a model that writes; `{}` is what is said."""
+
+    path: ClassVar[str] = "model.inputs.chat"
+    image: str = Field("<image>", min_length=1, description="Token in whose place the image stands.")
+    after_image: str = Field("\n", description="What follows it, before the first words of the user.")
+    system: str = Field("{} ", description="Words of the system, where a conversation begins with some.")
+    user: str = Field("USER: {} ", description="Words of the user.")
+    assistant: str = Field("ASSISTANT: {}", description="Words of the assistant: these are learned.")
+    end: str = Field("</s>", description="Token that ends the assistant's words; it is learned as well.")
+    question: str = Field("Describe the image.", description="What is asked where a row has captions only.")
+
+    @field_validator("system", "user", "assistant")
+    @classmethod
+    def _have_a_place(cls, value: str) -> str:
+        if value.count("{}") != 1:
+            raise ValueError(f"needs one place `{{}}` for what is said (got {value!r})")
+        return value
+
+
+class ChatInputs(Inputs):
+    """What a model that writes takes in."""
+
+    chat: Chat = Chat()
+    max_tokens: int = Field(512, ge=4, le=8192, description="Longest conversation in tokens; what is longer is cut.")
 
 
 class Model(Section):
@@ -169,6 +196,26 @@ class Siglip(Transformers):
     logit_bias: float | None = Field(-10.0, description="Start of the learned bias; none: there is no bias.")
 
 
+class Decoder(Section):
+    """The language model (ignored where saved weights bring their own shape)."""
+
+    path: ClassVar[str] = "model.text"
+    width: int = Field(512, ge=8, description="Width of a token.")
+    depth: int = Field(8, ge=1, description="Layers.")
+    heads: int = Field(8, ge=1, description="Attention heads.")
+    max_positions: int = Field(2048, ge=8, description="Longest conversation, the image's places included.")
+
+
+class Generative(Model):
+    """transformers' LLaVA: features of one picture in a Llama's words, trained on what the assistant says."""
+
+    kind: Literal["generative"] = Field("generative", description="transformers' LLaVA, one crop an image.")
+    inputs: ChatInputs = ChatInputs()
+    weights: str = Field("none", description="`none`, a directory saved by transformers, or a hub name.")
+    image: ClipImage = ClipImage(patch=16)
+    text: Decoder = Decoder()
+
+
 class Own(Model):
     """A model of your own, called with this section and the number of tokens."""
 
@@ -176,7 +223,13 @@ class Own(Model):
     settings: dict[str, bool | int | float | str] = Field({}, description="Whatever your class wants to know.")
 
 
-KINDS: dict[str, type[Model]] = {"two_tower": TwoTower, "clip": Clip, "siglip": Siglip, "fusion": Fusion}
+KINDS: dict[str, type[Model]] = {
+    "two_tower": TwoTower,
+    "clip": Clip,
+    "siglip": Siglip,
+    "fusion": Fusion,
+    "generative": Generative,
+}
 
 
 def section_of(kind: str) -> type[Model]:
@@ -200,6 +253,7 @@ AnyModel = Annotated[
     | Annotated[Clip, Tag("Clip")]
     | Annotated[Siglip, Tag("Siglip")]
     | Annotated[Fusion, Tag("Fusion")]
+    | Annotated[Generative, Tag("Generative")]
     | Annotated[Own, Tag("Own")],
     Discriminator(_tag),
 ]
@@ -211,8 +265,8 @@ class Objective(Section):
     path: ClassVar[str] = "objective"
     kind: str = Field(
         "contrastive",
-        description="`contrastive`, `sigmoid`, `matching`, `classification`, your own `package.module:Class`, or a sum "
-        "such as `contrastive + 0.5 * matching`.",
+        description="`contrastive`, `sigmoid`, `matching`, `classification`, `language_modelling`, your own "
+        "`package.module:Class`, or a sum such as `contrastive + 0.5 * matching`.",
     )
     chunk: int = Field(4096, ge=1, description="Texts that `sigmoid` scores at once.")
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Share that `classification` gives to all classes.")

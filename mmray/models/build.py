@@ -10,12 +10,19 @@ from mmray import plug
 from mmray.errors import UsageError
 from mmray.models.clip import Clip, Siglip
 from mmray.models.fusion import Fusion
+from mmray.models.generative import Generative
 from mmray.models.two_tower import TwoTower
 
 if TYPE_CHECKING:
     from mmray.config import Model as Section
 
-BUILT_IN: dict[str, Any] = {"two_tower": TwoTower, "clip": Clip, "siglip": Siglip, "fusion": Fusion}
+BUILT_IN: dict[str, Any] = {
+    "two_tower": TwoTower,
+    "clip": Clip,
+    "siglip": Siglip,
+    "fusion": Fusion,
+    "generative": Generative,
+}
 
 
 def build(spec: Section, vocab_size: int, architecture: dict[str, Any] | None = None) -> nn.Module:

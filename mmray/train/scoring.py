@@ -22,7 +22,7 @@ from mmray.config import Config, from_yaml
 from mmray.data.sets import ensure_prepared
 from mmray.data.store import PreparedSet
 from mmray.errors import TrainingError, UsageError
-from mmray.evaluate.score import Evaluator
+from mmray.evaluate.choose import evaluator_of
 from mmray.models.build import build
 from mmray.models.export import export
 from mmray.train import checkpoint, precision
@@ -110,7 +110,7 @@ def _held_out(config: Config, folder: Path, data: str | None, split: str, listen
 def _score_on_worker(config: Config, tokenizer_json: str, held_out: PreparedSet, found: Path) -> dict[str, Any]:
     group = Group.current(ray.train.torch.get_device())
     model = restored_model(config, found)
-    scorer = Evaluator(held_out, config.model.inputs, tokenizer_json, config.evaluate, config.prepare.max_pixels)
+    scorer = evaluator_of(config, held_out, tokenizer_json)
     rows = shape_of(config.batch, group.world).global_rows
     with precision.choose(config.train.precision, group.device).autocast():
-        return scorer.score(model.to(group.device), group, objectives.build(config.objective), rows)
+        return dict(scorer.score(model.to(group.device), group, objectives.build(config.objective), rows))

@@ -18,6 +18,7 @@ from mmray.config import Config
 from mmray.data.sets import ensure_prepared
 from mmray.data.store import PreparedSet
 from mmray.data.text import TextEncoder, load_tokenizer
+from mmray.data.words import fitted
 from mmray.errors import MmrayError
 from mmray.report.at_end import draw_at_end
 from mmray.train import rundir, served
@@ -79,7 +80,8 @@ def settle(config: Config, listener: Listener) -> Ready:
     place = prepared(config.data.train)
     train_set = PreparedSet.open(str(place), config.data.train_split)
     eval_set = _eval_set(config, place, train_set, prepared)
-    tokenizer_json = load_tokenizer(config.model.inputs.tokenizer, train_set.tokenizer_json)
+    inputs = config.model.inputs
+    tokenizer_json = fitted(load_tokenizer(inputs.tokenizer, train_set.tokenizer_json), inputs)
     num_rows = min(train_set.num_rows, config.data.limit or train_set.num_rows)
     shape = shape_of(config.batch, config.cluster.most_workers)
     steps = total_steps(config.train, num_rows, shape.global_rows)
