@@ -63,6 +63,18 @@ class ChatInputs(Inputs):
     max_tokens: int = Field(512, ge=4, le=8192, description="Longest conversation in tokens; what is longer is cut.")
 
 
+class Lora(Section):
+    """Low-rank adapters beside the weights: with them, nothing else learns."""
+
+    path: ClassVar[str] = "model.lora"
+    rank: int = Field(0, ge=0, le=1024, description="Rank of the adapters; 0: none, and all weights learn.")
+    alpha: int = Field(16, ge=1, description="What they add is scaled by alpha / rank.")
+    targets: tuple[str, ...] = Field(
+        ("*.q_proj", "*.v_proj"), min_length=1, description="Linear layers that get one, by patterns of their names."
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout of what the adapters read.")
+
+
 class Model(Section):
     """What every kind of model has; data, evaluation and export need no more of it than this."""
 
@@ -70,6 +82,7 @@ class Model(Section):
     kind: str
     inputs: Inputs = Inputs()
     vocab_size: int = Field(0, ge=0, description="Rows of the token embedding; 0: as many as the tokenizer has.")
+    lora: Lora = Lora()
 
 
 class TwoEncoders(Model):

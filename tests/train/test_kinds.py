@@ -25,6 +25,7 @@ from mmray.config import (
     Generative,
     ImageTower,
     Inputs,
+    Lora,
     Model,
     Objective,
     Optimizer,
@@ -142,8 +143,12 @@ def test_from_rows_to_an_exported_model(kind: str, prepared: tuple[PreparedSet, 
         assert loaded.match([png(3)], CAPTIONS[:1]).shape == (1,)
 
 
-def test_a_model_that_writes(prepared: tuple[PreparedSet, PreparedSet], tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_model_that_writes(rank: int, prepared: tuple[PreparedSet, PreparedSet], tmp_path: Path) -> None:
     config, folder = config_of("generative", tmp_path), tmp_path / "run"
+    adapted = config.model.model_copy(update={"lora": Lora(rank=rank)})
+    optimizer = config.optimizer.model_copy(update={"lr": 0.02})
+    config = config.model_copy(update={"model": adapted, "optimizer": optimizer})
     outcome = trained(config, prepared, folder)
     assert (outcome["status"], outcome["steps"], outcome["skipped_steps"]) == ("finished", STEPS, 0)
     metrics, logged = outcome["metrics"], lines(folder)
