@@ -21,7 +21,7 @@ from mmray.data.text import TextEncoder, load_tokenizer
 from mmray.data.words import fitted
 from mmray.errors import MmrayError
 from mmray.report.at_end import draw_at_end
-from mmray.train import rundir, served
+from mmray.train import rundir, served, tracking
 from mmray.train.attempt import Ready
 from mmray.train.attempts import attempts
 from mmray.train.batch import shape_of, total_steps
@@ -43,6 +43,7 @@ def train(config: Config, listener: Listener) -> Outcome:
     """Train `config` to its end, or go on with it; raises MmrayError with its exit code."""
     shape_of(config.batch, config.cluster.most_workers)  # contradictions show before anything starts
     served.check(config)
+    tracking.check(config)
     objectives.build(config.objective)
     with joined(config.cluster, 1 if config.data.workers == "auto" else config.data.workers):
         check_room(config)
@@ -58,7 +59,9 @@ def train(config: Config, listener: Listener) -> Outcome:
             run = rundir.create(decision.path, ready.config, ready.data, ready.tokenizer_json)
             _announce(ready, run, listener)
             try:
-                result = attempts(ready, run, fence, listener)
+                with tracking.tracked(ready.config, run.path, listener) as told:
+                    result = attempts(ready, run, fence, told)
+                    told.status = result["status"]
             except MmrayError:
                 draw_at_end(run.path, listener.note)
                 raise
