@@ -91,7 +91,7 @@ def settle(config: Config, listener: Listener) -> Ready:
     vocab_size = config.model.vocab_size or TextEncoder(tokenizer_json, 8).vocab_size
     settled = config.model_copy(
         update={
-            "model": config.model.model_copy(update={"vocab_size": vocab_size}),
+            "model": config.model.with_absolute_weights().model_copy(update={"vocab_size": vocab_size}),
             "batch": config.batch.model_copy(
                 update={"global_": shape.global_rows, "micro": "auto" if shape.auto else shape.micro}
             ),
