@@ -125,7 +125,7 @@ def language_note(metrics: dict[str, Any]) -> str:
     """A line about a model that writes."""
     return (
         f"perplexity {metrics['perplexity']:.3f}, {metrics['token_accuracy']:.1%} of {metrics['tokens']:,.0f} tokens "
-        "guessed"
+        "guessed" + (f"; BLEU-4 {metrics['bleu_4']:.3f}, CIDEr {metrics['cider']:.3f}" if "cider" in metrics else "")
     )
 
 

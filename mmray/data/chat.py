@@ -62,6 +62,15 @@ class ChatEncoder:
                 learned[number, : len(row.ids)] = _within(row.offsets, row.special_tokens_mask, spans)
         return {"input_ids": ids, "num_tokens": num_tokens, "learned": learned, "image_at": image_at}
 
+    def question_of(self, conversations: list[list[Message]]) -> tuple[str, list[str]]:
+        """What is asked about a row's image, and what may be answered: by `words_of`, the first turns of each."""
+        asked = next((message["content"] for message in conversations[0] if message["role"] == "user"), "")
+        answers = [
+            next(message["content"] for message in conversation if message["role"] == "assistant")
+            for conversation in conversations
+        ]
+        return asked, answers
+
     def laid_out(self, conversation: list[Message]) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and the spans of its letters that are learned."""
         chat, text, spans = self._chat, "", []

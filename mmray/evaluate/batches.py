@@ -60,15 +60,15 @@ class EvalBatches:
         rows = self.rows
         parts = [rows[start : start + self.batch] for start in range(0, len(rows), self.batch)]
         with ThreadPoolExecutor(self.threads, thread_name_prefix="mmray-eval") as pool:
-            coming = [pool.submit(self._read, int(row)) for row in parts[0]] if parts else []
+            coming = [pool.submit(self.read, int(row)) for row in parts[0]] if parts else []
             for index in range(len(parts)):
                 reading = coming
                 if index + 1 < len(parts):
-                    coming = [pool.submit(self._read, int(row)) for row in parts[index + 1]]
+                    coming = [pool.submit(self.read, int(row)) for row in parts[index + 1]]
                 if (batch := self._collate(parts[index], reading)) is not None:
                     yield batch
 
-    def _read(self, row: int) -> tuple[np.ndarray, list[Any], int]:
+    def read(self, row: int) -> tuple[np.ndarray, list[Any], int]:
         """Pixels, words and label of one row. Raises OSError or ValueError (BadImage is one)."""
         record = self.prepared.read(np.array([row]))[0]
         if not record.is_intact:

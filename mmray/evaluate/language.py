@@ -17,6 +17,7 @@ from mmray.data.image import MAX_PIXELS
 from mmray.data.store import PreparedSet
 from mmray.data.words import encoder_of
 from mmray.errors import DataError
+from mmray.evaluate.answers import answer_scores
 from mmray.evaluate.batches import Batch, EvalBatches
 from mmray.evaluate.score import Group, evaluating
 from mmray.objectives.language_modelling import LanguageModelling
@@ -48,21 +49,13 @@ class LanguageEvaluator:
         global_rows: int,
         show: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, float]:
-        """loss, perplexity, token_accuracy, tokens, rows, bad_rows; the same on every rank.
+        """loss, perplexity, token_accuracy, tokens, rows, bad_rows; the same on every rank. Where answers are asked
+        for (evaluate.answers) also bleu_4, cider and answered.
 
         Raises DataError, on every rank, when no row could be read.
         """
         settings = self._settings
-        batches = EvalBatches(
-            self._prepared,
-            self._inputs,
-            self._encoder,
-            settings.batch,
-            settings.limit,
-            group.rank,
-            group.world,
-            self._max_pixels,
-        )
+        batches = self._batches(group, settings.limit)
         sums = torch.zeros(5, dtype=torch.float64)  # loss, tokens, right, rows, and rows that cannot be read
         with evaluating(model):
             for batch in batches:
@@ -73,8 +66,12 @@ class LanguageEvaluator:
         loss, tokens, right, rows, bad_rows = group.gather_plain(sums[None]).sum(0).tolist()
         if not rows:
             raise DataError(f"none of {bad_rows:.0f} evaluation rows can be read, {'; '.join(batches.faults[:1])}")
-        mean = loss / max(1.0, tokens)
-        return {
+        mean, answers = loss / max(1.0, tokens), {}
+        if settings.answers:
+            with evaluating(model):
+                asked = self._batches(group, min(settings.answers, settings.limit or settings.answers))
+                answers = answer_scores(model, asked, group, settings.answer_tokens)
+        return answers | {
             "loss": mean,
             "perplexity": math.exp(min(mean, 700.0)),  # beyond it a float is infinite
             "token_accuracy": right / max(1.0, tokens),
@@ -82,6 +79,18 @@ class LanguageEvaluator:
             "rows": rows,
             "bad_rows": bad_rows,
         }
+
+    def _batches(self, group: Group, limit: int | None) -> EvalBatches:
+        return EvalBatches(
+            self._prepared,
+            self._inputs,
+            self._encoder,
+            self._settings.batch,
+            limit,
+            group.rank,
+            group.world,
+            self._max_pixels,
+        )
 
 
 def _parts(batch: Batch, rows: int) -> list[Batch]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mmray.data.chat import ChatEncoder
 from mmray.models.pictures import Picture, stacked
@@ -33,12 +34,16 @@ class Answerer:
         asked = question if question is not None else self.inputs.chat.question
         questions = [asked] * len(images) if isinstance(asked, str) else list(asked)
         pairs = zip(images, questions, strict=True)
-        return [self._answered(number, image, text, max_new_tokens) for number, (image, text) in enumerate(pairs)]
+        return [
+            answered(self.model, self._encoder, stacked([image], self.inputs, number), text, max_new_tokens)
+            for number, (image, text) in enumerate(pairs)
+        ]
 
-    @torch.no_grad()
-    def _answered(self, number: int, image: Picture, question: str, most: int) -> str:
-        pixels = stacked([image], self.inputs, number).to(self.device)
-        ids, at = self._encoder.prompted(question)
-        asked, place = (torch.from_numpy(array.astype(np.int64)).to(self.device) for array in (ids, at))
-        said = self.model.text.continued(self.model.image(pixels), asked, place, self._encoder.end_id, most)
-        return str(self._encoder.tokenizer.decode(said)).strip()
+
+@torch.no_grad()
+def answered(model: Any, encoder: ChatEncoder, pixels: Tensor, question: str, most: int) -> str:
+    """The model's answer to a question about one image, uint8 [1, 3, S, S], of `most` tokens at the longest."""
+    device = next(model.parameters()).device
+    ids, at = (torch.from_numpy(array.astype(np.int64)).to(device) for array in encoder.prompted(question))
+    said = model.text.continued(model.image(pixels.to(device)), ids, at, encoder.end_id, most)
+    return str(encoder.tokenizer.decode(said)).strip()

@@ -151,15 +151,16 @@ def rows_of(step: int) -> dict[str, Tensor]:
     return batch
 
 
-@pytest.mark.parametrize("accumulation", [2, 4, 8])
-def test_accumulated_is_the_whole_batch(accumulation: int) -> None:
-    def trained(micro: int) -> Tensor:
-        model = model_of().double().train()
-        learner = toy.learner(model, objective=toy.objective("language_modelling"))
-        for step in range(5):
-            assert take(learner, toy.cut(rows_of(step), micro), step).finite
-        return toy.flat(model)
+def trained(micro: int) -> Tensor:
+    model = model_of().double().train()
+    learner = toy.learner(model, objective=toy.objective("language_modelling"))
+    for step in range(3):
+        assert take(learner, toy.cut(rows_of(step), micro), step).finite
+    return toy.flat(model)
 
+
+def test_accumulated_is_the_whole_batch() -> None:
     whole = trained(ROWS)
     assert (whole - toy.flat(model_of().double())).abs().max() > 0.01
-    torch.testing.assert_close(trained(micro_of(accumulation)), whole, rtol=0, atol=1e-9)
+    for accumulation in (2, 4, 8):
+        torch.testing.assert_close(trained(micro_of(accumulation)), whole, rtol=0, atol=1e-9)
