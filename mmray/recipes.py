@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mmray.config import (
     Batch,
+    ChatInputs,
     Clip,
     Cluster,
     Config,
@@ -15,6 +16,7 @@ from mmray.config import (
     Data,
     Evaluate,
     Fusion,
+    Generative,
     ImageTower,
     Inputs,
     Objective,
@@ -134,12 +136,36 @@ def fusion() -> Config:
     )
 
 
+def llava() -> Config:
+    """LLaVA 1.5 (7B) from its weights: what the assistant says about an image; the image's encoder stays as it is."""
+    return Config(
+        recipe="llava",
+        model=Generative(
+            weights="llava-hf/llava-1.5-7b-hf",
+            inputs=ChatInputs(
+                image_side=336,
+                tokenizer="llava-hf/llava-1.5-7b-hf",
+                max_tokens=512,
+                mean=(0.48145466, 0.4578275, 0.40821073),
+                std=(0.26862954, 0.26130258, 0.27577711),
+            ),
+        ),
+        objective=Objective(kind="language_modelling"),
+        batch=Batch(micro=4, global_=128, by_length=True),
+        optimizer=Optimizer(lr=2e-5, warmup_steps=100, weight_decay=0.0, betas=(0.9, 0.999), freeze=("image.tower.*",)),
+        train=Train(epochs=1, log_every=10, checkpoint_every=500, recompute=("text",), parallel="fsdp"),
+        evaluate=Evaluate(every=500, batch=16),
+        cluster=Cluster(workers=8),
+    )
+
+
 RECIPES: dict[str, Callable[[], Config]] = {
     "sample": sample,
     "resnet50-bert": resnet50_bert,
     "clip": clip,
     "siglip": siglip,
     "fusion": fusion,
+    "llava": llava,
 }
 
 

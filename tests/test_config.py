@@ -5,7 +5,19 @@ from pydantic import ValidationError
 
 from mmray import recipes
 from mmray.cli.parse import parse_run
-from mmray.config import Batch, Clip, Cluster, Config, Own, Siglip, TwoTower, from_yaml, to_yaml
+from mmray.config import (
+    Batch,
+    Clip,
+    Cluster,
+    Config,
+    ImageTower,
+    Own,
+    Siglip,
+    TextTower,
+    TwoTower,
+    from_yaml,
+    to_yaml,
+)
 from mmray.errors import UsageError
 from mmray.train.continuation import forbidden_changes
 
@@ -92,3 +104,15 @@ def test_workers_are_a_number_or_a_range(given, least, most):
 def test_workers_that_are_no_range_are_refused(given):
     with pytest.raises(UsageError, match=r"cluster.workers: must be a number, or two as in 1-4"):
         Cluster(workers=given)
+
+
+def test_weights_on_this_machine_get_names_that_hold_on_a_worker(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "exported").mkdir()
+    assert Clip(weights="exported").with_absolute_weights().weights == str(tmp_path / "exported")
+    assert Clip(weights="openai/clip-vit-base-patch32").with_absolute_weights() == Clip(
+        weights="openai/clip-vit-base-patch32"
+    )
+    towers = TwoTower(text=TextTower(weights="exported"), image=ImageTower(weights="pretrained"))
+    found = towers.with_absolute_weights()
+    assert (found.text.weights, found.image.weights) == (str(tmp_path / "exported"), "pretrained")

@@ -121,6 +121,14 @@ def recall_table(metrics: dict[str, Any]) -> Table:
     return table
 
 
+def language_note(metrics: dict[str, Any]) -> str:
+    """A line about a model that writes."""
+    return (
+        f"perplexity {metrics['perplexity']:.3f}, {metrics['token_accuracy']:.1%} of {metrics['tokens']:,.0f} tokens "
+        "guessed" + (f"; BLEU-4 {metrics['bleu_4']:.3f}, CIDEr {metrics['cider']:.3f}" if "cider" in metrics else "")
+    )
+
+
 def class_notes(metrics: dict[str, Any]) -> list[str]:
     """A line for each way in which classes were told apart."""
     return [

@@ -9,14 +9,14 @@ from pathlib import Path
 import tyro
 from tyro.conf import Positional
 
-from mmray.cli.console import Screen, class_notes, recall_table
+from mmray.cli.console import Screen, class_notes, language_note, recall_table
 from mmray.cli.parse import STYLE, write_json
 from mmray.cli.reporter import Reporter
 
 
 @dataclass(frozen=True)
 class EvaluateCommand:
-    """Recall@1/5/10 and median rank, both ways, of a run's newest checkpoint."""
+    """Recall@1/5/10 and median rank, or perplexity, of a run's newest checkpoint."""
 
     run: Positional[str]
     """Folder of the run."""
@@ -41,7 +41,10 @@ def evaluate(argv: Sequence[str], screen: Screen) -> int:
         metrics = score_run(
             Path(command.run), command.data, command.split, command.step, command.address, Reporter(screen)
         )
-    screen.console.print(recall_table(metrics))
+    if "perplexity" in metrics:
+        screen.note(language_note(metrics), "language")
+    else:
+        screen.console.print(recall_table(metrics))
     for line in class_notes(metrics):
         screen.note(line, "classes")
     loss = f"loss {metrics['loss']:.4f} over " if "loss" in metrics else ""

@@ -28,9 +28,11 @@ class ExportCommand:
 def export(argv: Sequence[str], screen: Screen) -> int:
     """mmray export RUN OUT [--step N]"""
     command = tyro.cli(ExportCommand, args=list(argv), prog="mmray export", config=STYLE)
+    from mmray.models.their_form import PROCESSOR
     from mmray.train.scoring import export_run
 
     out = export_run(Path(command.run), Path(command.out), command.step)
     screen.note(str(out), "exported")
-    screen.note(f'import mmray; model = mmray.load("{out}"); model.embed_texts(["a red circle"])', "next")
+    call = 'model.answer(["photo.jpg"])' if (out / PROCESSOR).exists() else 'model.embed_texts(["a red circle"])'
+    screen.note(f'import mmray; model = mmray.load("{out}"); {call}', "next")
     return 0

@@ -47,7 +47,10 @@ def of_kind(recipe: Config, words: Sequence[str]) -> Config:
     kind = next((word.partition("=")[2] for word in words if word.startswith("--model.kind=")), kind)
     if kind is None or kind == recipe.model.kind:
         return recipe
-    model = section_of(kind)(kind=kind, inputs=recipe.model.inputs)
+    section = section_of(kind)
+    inputs: Any = section.model_fields["inputs"].annotation
+    shared = {name: value for name, value in vars(recipe.model.inputs).items() if name in inputs.model_fields}
+    model = section(kind=kind, inputs=inputs(**shared))
     return recipe.model_copy(update={"model": model})
 
 

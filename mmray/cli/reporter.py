@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mmray.cli.console import Screen, training_figures
+from mmray.cli.console import Screen, language_note, training_figures
 
 
 class Reporter:
@@ -30,6 +30,9 @@ class Reporter:
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:
         if "evaluate/recall_at_1/image_to_text" in metrics:
             self.note(evaluation_line(metrics), "evaluated")
+        elif "evaluate/perplexity" in metrics:
+            scores = {name.removeprefix("evaluate/"): value for name, value in metrics.items()}
+            self.note(f"step {metrics['step']:,}: {language_note(scores)}", "evaluated")
         done = metrics["step"]
         self.screen.show(done, total_steps, training_figures(metrics, self._seconds_left(done, total_steps)), "step")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from mmray.cli.console import Screen, class_notes, recall_table
+from mmray.cli.console import Screen, class_notes, language_note, recall_table
 from mmray.cli.parse import parse_run
 from mmray.cli.reporter import Reporter, short
 from mmray.config import to_yaml
@@ -44,6 +44,8 @@ def _say_outcome(outcome: Any, screen: Screen) -> int:
         screen.console.print(recall_table(result["metrics"]))
         for line in class_notes(result["metrics"]):
             screen.note(line, "classes")
+    if "perplexity" in result["metrics"]:
+        screen.note(language_note(result["metrics"]), "language")
     name = short(str(outcome.path))
     screen.note(f"mmray evaluate {name}    mmray export {name} exported/{outcome.path.name}", "next")
     return 0

@@ -13,17 +13,18 @@ from pydantic import Field
 
 from mmray.config.augment import Augment
 from mmray.config.data import Data, Prepare
+from mmray.config.inputs import Chat, ChatInputs, Fit, Inputs, Interpolation
 from mmray.config.model import (
     AnyModel,
     Clip,
     ClipImage,
     ClipText,
     CrossAttention,
-    Fit,
+    Decoder,
     Fusion,
+    Generative,
     ImageTower,
-    Inputs,
-    Interpolation,
+    Lora,
     Model,
     Objective,
     Own,
@@ -40,6 +41,8 @@ from mmray.errors import UsageError
 __all__ = [
     "Augment",
     "Batch",
+    "Chat",
+    "ChatInputs",
     "Clip",
     "ClipImage",
     "ClipText",
@@ -47,12 +50,15 @@ __all__ = [
     "Config",
     "CrossAttention",
     "Data",
+    "Decoder",
     "Evaluate",
     "Fit",
     "Fusion",
+    "Generative",
     "ImageTower",
     "Inputs",
     "Interpolation",
+    "Lora",
     "Model",
     "Objective",
     "Optimizer",

@@ -41,7 +41,19 @@ class Prepare(Section):
     @field_validator("columns")
     @classmethod
     def _columns_are_pairs(cls, columns: tuple[str, ...]) -> tuple[str, ...]:
-        known = ("id", "image", "images", "text", "texts", "label", "split", "language", "boxes", "box_labels")
+        known = (
+            "id",
+            "image",
+            "images",
+            "text",
+            "texts",
+            "label",
+            "split",
+            "language",
+            "boxes",
+            "box_labels",
+            "messages",
+        )
         for column in columns:
             ours, mark, theirs = column.partition("=")
             if not mark or not theirs or ours not in known:

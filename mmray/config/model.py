@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 
+from mmray.config.inputs import ChatInputs, Inputs
 from mmray.config.section import Section
 from mmray.errors import UsageError
 
-Fit = Literal["squash", "crop", "pad"]
-Interpolation = Literal["bilinear", "bicubic"]
 
+class Lora(Section):
+    """Low-rank adapters beside the weights: with them, nothing else learns."""
 
-class Inputs(Section):
-    """What the model takes in: data, evaluation and export read it here and hold no second copy."""
-
-    path: ClassVar[str] = "model.inputs"
-    image_side: int = Field(224, ge=8, le=4096, description="Height and width of the pixels the model sees.")
-    fit: Fit = Field("crop", description="How an image becomes square: crop its centre, squash it, or pad with white.")
-    interpolation: Interpolation = Field("bicubic", description="Resampling filter.")
-    mean: tuple[float, float, float] = Field((0.485, 0.456, 0.406), description="Per-channel mean, pixels in 0..1.")
-    std: tuple[float, float, float] = Field((0.229, 0.224, 0.225), description="Per-channel deviation, pixels in 0..1.")
-    tokenizer: str = Field(
-        "trained",
-        description="`trained` (on the captions, at prepare time), a directory with tokenizer.json, "
-        "a WordPiece vocab.txt, or a hub name.",
+    path: ClassVar[str] = "model.lora"
+    rank: int = Field(0, ge=0, le=1024, description="Rank of the adapters; 0: none, and all weights learn.")
+    alpha: int = Field(16, ge=1, description="What they add is scaled by alpha / rank.")
+    targets: tuple[str, ...] = Field(
+        ("*.q_proj", "*.v_proj"), min_length=1, description="Linear layers that get one, by patterns of their names."
     )
-    max_tokens: int = Field(64, ge=4, le=8192, description="Longest caption in tokens; what is longer is cut.")
-
-    @model_validator(mode="after")
-    def _std_is_positive(self) -> Inputs:
-        if min(self.std) <= 0:
-            raise ValueError(f"std must be above 0 in each channel (got {self.std})")
-        return self
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout of what the adapters read.")
 
 
 class Model(Section):
@@ -43,6 +31,22 @@ class Model(Section):
     kind: str
     inputs: Inputs = Inputs()
     vocab_size: int = Field(0, ge=0, description="Rows of the token embedding; 0: as many as the tokenizer has.")
+    lora: Lora = Lora()
+
+    def with_absolute_weights(self) -> Self:
+        """The same model, its weights on this machine under names that a worker in another folder finds as well."""
+        update: dict[str, Any] = {}
+        for name in ("image", "text"):
+            if isinstance(part := getattr(self, name, None), Section) and hasattr(part, "weights"):
+                update[name] = part.model_copy(update={"weights": _absolute(part.weights)})
+        if hasattr(self, "weights"):
+            update["weights"] = _absolute(self.weights)
+        return self.model_copy(update=update)
+
+
+def _absolute(weights: str) -> str:
+    place = Path(weights).expanduser()
+    return str(place.resolve()) if weights not in ("none", "pretrained") and place.exists() else weights
 
 
 class TwoEncoders(Model):
@@ -169,6 +173,26 @@ class Siglip(Transformers):
     logit_bias: float | None = Field(-10.0, description="Start of the learned bias; none: there is no bias.")
 
 
+class Decoder(Section):
+    """The language model (ignored where saved weights bring their own shape)."""
+
+    path: ClassVar[str] = "model.text"
+    width: int = Field(512, ge=8, description="Width of a token.")
+    depth: int = Field(8, ge=1, description="Layers.")
+    heads: int = Field(8, ge=1, description="Attention heads.")
+    max_positions: int = Field(2048, ge=8, description="Longest conversation, the image's places included.")
+
+
+class Generative(Model):
+    """transformers' LLaVA: features of one picture in a Llama's words, trained on what the assistant says."""
+
+    kind: Literal["generative"] = Field("generative", description="transformers' LLaVA, one crop an image.")
+    inputs: ChatInputs = ChatInputs()
+    weights: str = Field("none", description="`none`, a directory saved by transformers, or a hub name.")
+    image: ClipImage = ClipImage(patch=16)
+    text: Decoder = Decoder()
+
+
 class Own(Model):
     """A model of your own, called with this section and the number of tokens."""
 
@@ -176,7 +200,13 @@ class Own(Model):
     settings: dict[str, bool | int | float | str] = Field({}, description="Whatever your class wants to know.")
 
 
-KINDS: dict[str, type[Model]] = {"two_tower": TwoTower, "clip": Clip, "siglip": Siglip, "fusion": Fusion}
+KINDS: dict[str, type[Model]] = {
+    "two_tower": TwoTower,
+    "clip": Clip,
+    "siglip": Siglip,
+    "fusion": Fusion,
+    "generative": Generative,
+}
 
 
 def section_of(kind: str) -> type[Model]:
@@ -200,6 +230,7 @@ AnyModel = Annotated[
     | Annotated[Clip, Tag("Clip")]
     | Annotated[Siglip, Tag("Siglip")]
     | Annotated[Fusion, Tag("Fusion")]
+    | Annotated[Generative, Tag("Generative")]
     | Annotated[Own, Tag("Own")],
     Discriminator(_tag),
 ]
@@ -211,8 +242,8 @@ class Objective(Section):
     path: ClassVar[str] = "objective"
     kind: str = Field(
         "contrastive",
-        description="`contrastive`, `sigmoid`, `matching`, `classification`, your own `package.module:Class`, or a sum "
-        "such as `contrastive + 0.5 * matching`.",
+        description="`contrastive`, `sigmoid`, `matching`, `classification`, `language_modelling`, your own "
+        "`package.module:Class`, or a sum such as `contrastive + 0.5 * matching`.",
     )
     chunk: int = Field(4096, ge=1, description="Texts that `sigmoid` scores at once.")
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Share that `classification` gives to all classes.")

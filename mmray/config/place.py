@@ -82,3 +82,8 @@ class Run(Section):
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Its folder; none: the recipe.")
     storage: str = Field("runs", description="Folder that every node sees.")
     resume: Literal["auto", "never", "must"] = Field("auto", description="Go on from the newest checkpoint, or not.")
+    trackers: tuple[str, ...] = Field(
+        (),
+        description="`mlflow`, `wandb`, your own `package.module:Class`: told what is logged; one that fails is left.",
+    )
+    project: str = Field("mmray", min_length=1, description="Project (experiment) of the run there.")

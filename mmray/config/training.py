@@ -124,6 +124,10 @@ class Evaluate(Section):
     batch: int = Field(128, ge=1, description="Rows embedded at once by one worker.")
     chunk: int = Field(4096, ge=1, description="Rows of the gallery scored at once; memory is chunk x chunk.")
     limit: int | None = Field(None, ge=1, description="Evaluate on the first N rows only.")
+    answers: int = Field(
+        0, ge=0, description="Rows a model that writes is asked about: BLEU and CIDEr against their captions; 0: none."
+    )
+    answer_tokens: int = Field(64, ge=1, description="Longest answer in tokens.")
     classes: tuple[str, ...] = Field((), description="Names of the labels 0, 1, ...: zero-shot classification by them.")
     prompts: tuple[str, ...] = Field(
         ("a photo of a {}.",), min_length=1, description="Sentences for a class, `{}` its name; their mean counts."

@@ -14,6 +14,7 @@ import torch
 from mmray.data.order import Plan
 
 Batch = dict[str, torch.Tensor]
+UNLEARNED = -100  # transformers' word for a token that has no part in the loss
 
 
 def steps_of(blocks: Iterable[dict[str, np.ndarray]], plan: Plan, by_length: bool = False) -> Iterator[list[Batch]]:
@@ -34,7 +35,7 @@ def _batch(step: dict[str, np.ndarray], first: int, last: int) -> Batch:
     rows = {name: column[first:last] for name, column in step.items()}
     longest = int(rows["num_tokens"].max())
     num_tokens = torch.from_numpy(rows["num_tokens"].astype(np.int64))
-    return {
+    return learned_of(rows, longest) | {
         "image": torch.from_numpy(rows["image"]),
         "input_ids": torch.from_numpy(rows["input_ids"][:, :longest].astype(np.int64)),
         "attention_mask": (torch.arange(longest) < num_tokens[:, None]).long(),
@@ -43,3 +44,11 @@ def _batch(step: dict[str, np.ndarray], first: int, last: int) -> Batch:
         "valid": torch.from_numpy(rows["valid"]),
         "pos": torch.from_numpy(rows["pos"]),
     }
+
+
+def learned_of(rows: dict[str, np.ndarray], longest: int) -> Batch:
+    """Of rows for a model that writes: labels int64 [B, T], -100 for tokens that are not learned; image_at [B]."""
+    if "learned" not in rows:
+        return {}
+    labels = np.where(rows["learned"], rows["input_ids"], UNLEARNED)[:, :longest].astype(np.int64)
+    return {"labels": torch.from_numpy(labels), "image_at": torch.from_numpy(rows["image_at"].astype(np.int64))}

@@ -26,7 +26,7 @@ from mmray.data.store import Row, ShardWriter, images_sha256
 from mmray.data.text import BadText, clean
 from mmray.data.trial import Trial
 
-_RECORD_VERSION = 2
+_RECORD_VERSION = 3
 _BOX_SLACK = 0.01  # annotators draw a pixel over the edge
 
 
@@ -132,7 +132,7 @@ class _Task:
             self.faults.append({"line": item.line, "key": bad.key or key, "source": item.origin} | fault)
             return
         self._writer(row.split, files).append(row)
-        texts = hashlib.sha256(orjson.dumps([original, *row.texts])).hexdigest()
+        texts = hashlib.sha256(orjson.dumps([original, *row.texts, *(row.messages or [])])).hexdigest()
         entry = (item.line, item.origin, row.key, original[:32], texts[:32], list(self.writers).index(row.split))
         for column, value in zip(self.rows.values(), entry, strict=True):
             column.append(value)
@@ -165,6 +165,7 @@ class _Task:
         checked = [self._decode(picture.name, data) for picture, data in zip(raw.images, images, strict=True)]
         kept = [data for data, _ in checked]
         row = Row(raw.key, kept, texts, raw.label, raw.split, raw.language, where, images_sha256(kept))
+        row.messages = list(raw.messages) or None
         if raw.boxes:
             row.boxes, row.box_labels = _fractions(raw, checked[0][1]), list(raw.box_labels)
         if self.job.reference:
@@ -176,6 +177,7 @@ class _Task:
         refs = _refs(raw)
         original = hashlib.sha256(orjson.dumps(refs)).hexdigest()
         row = Row(raw.key, [], texts, raw.label, raw.split, raw.language, where, refs=refs)
+        row.messages = list(raw.messages) or None
         if raw.boxes:
             row.boxes, row.box_labels = _fractions(raw, (0, 0)), list(raw.box_labels)
         return self._placed(row, original), original

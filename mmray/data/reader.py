@@ -15,7 +15,7 @@ from mmray.data import image as images
 from mmray.data.augment import draws, vary
 from mmray.data.order import PADDING, Blocks, Plan, draw
 from mmray.data.store import PreparedSet, Row, key_id
-from mmray.data.text import TextEncoder
+from mmray.data.words import encoder_of
 
 if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
@@ -37,24 +37,24 @@ class RowReader:
     ):
         self.prepared, self.inputs, self.max_pixels = prepared, inputs, max_pixels
         self.augment = augment if augment is not None and augment.varies else None
-        self.encoder = TextEncoder(tokenizer_json, inputs.max_tokens)
+        self.encoder = encoder_of(tokenizer_json, inputs)
 
     def block(self, plan: Plan, positions: np.ndarray) -> Block:
         """Arrays of the rows at `positions` [R] of the run's order.
 
         image uint8 [R, 3, S, S]; input_ids int32 [R, T]; num_tokens int32 [R] (1 for an invalid row); key int64 [R];
-        label int64 [R], -1 where there is none; valid bool [R]; pos int64 [R]. Padding and unreadable rows are zeros
-        with valid=False.
+        label int64 [R], -1 where there is none; valid bool [R]; pos int64 [R]; for a model that writes also learned
+        bool [R, T] and image_at int32 [R] (data/chat.py). Padding and unreadable rows are zeros with valid=False.
         """
         rows = self._rows(plan.rows_at(positions))
         key = np.array([key_id(row.key) if row else 0 for row in rows], np.int64)
         epoch = np.where(positions >= 0, positions, 0) // plan.num_rows
         pixels, valid = self._pixels(rows, draws(plan.seed, epoch, key) if self.augment else None)
-        input_ids, num_tokens = self._tokens(plan.seed, epoch, rows, key)
+        words = self._words(plan.seed, epoch, rows, key)
         return {
             "image": pixels,
-            "input_ids": input_ids,
-            "num_tokens": np.where(valid, num_tokens, 1).astype(np.int32),
+            **words,
+            "num_tokens": np.where(valid, words["num_tokens"], 1).astype(np.int32),
             "key": np.where(valid, key, 0),
             "label": np.array(
                 [UNLABELLED if row is None or row.label is None else row.label for row in rows], np.int64
@@ -115,12 +115,11 @@ class RowReader:
             return images.read_pixels(data, inputs.image_side, inputs.fit, inputs.interpolation, self.max_pixels)
         return vary(images.decode(data, self.max_pixels), inputs, self.augment, drawn)
 
-    def _tokens(
-        self, seed: int, epoch: np.ndarray, rows: list[Row | None], key: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        choices = np.array([len(row.texts) if row else 1 for row in rows], np.int64)
-        chosen = draw(seed, epoch, key, choices)
-        return self.encoder.encode([row.texts[c] if row else "" for row, c in zip(rows, chosen, strict=True)])
+    def _words(self, seed: int, epoch: np.ndarray, rows: list[Row | None], key: np.ndarray) -> Block:
+        """Columns of what the rows say, one of several captions drawn."""
+        words = [self.encoder.words_of(row) if row else [self.encoder.nothing] for row in rows]
+        chosen = draw(seed, epoch, key, np.array([len(choices) for choices in words], np.int64))
+        return self.encoder.columns([choices[c] for choices, c in zip(words, chosen, strict=True)])
 
 
 class BlockReader:

@@ -38,6 +38,7 @@ SCHEMA = pa.schema(
         ("boxes", pa.list_(pa.list_(pa.float32(), 4))),
         ("box_labels", pa.list_(pa.int64())),
         ("refs", pa.list_(pa.struct([("file", pa.string()), ("offset", pa.int64()), ("length", pa.int64())]))),
+        ("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
     ]
 )
 
@@ -57,6 +58,7 @@ class Row:
     boxes: list[list[float]] | None = None  # of the first image: left, top, right, bottom in fractions of its sides
     box_labels: list[int] | None = None
     refs: list[dict[str, Any]] | None = None  # of a set by reference: file, offset, length in the source's folder
+    messages: list[dict[str, str]] | None = None  # a conversation about the image: role and content of each turn
 
     @property
     def is_intact(self) -> bool:
@@ -110,6 +112,7 @@ class ShardWriter:
                     row.boxes,
                     row.box_labels,
                     row.refs,
+                    *([row.messages] if row.messages else []),
                 ]
             )
         )

@@ -13,11 +13,15 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from mmray.errors import UsageError
+
+if TYPE_CHECKING:
+    from mmray.data.store import Row
 
 MAX_CAPTION_BYTES = 64 * 1024
 MAX_TRAINING_TEXTS = 1_000_000  # more captions move a vocabulary of some thousand pieces no further, and all are held
@@ -102,16 +106,27 @@ def load_tokenizer(name: str, trained: str | None) -> str:
 class TextEncoder:
     """Captions to token ids, right-padded to the longest of the call and cut at `max_tokens`."""
 
+    nothing = ""  # stands for a row without words
+
     def __init__(self, tokenizer_json: str, max_tokens: int) -> None:
-        self._tokenizer = Tokenizer.from_str(tokenizer_json)
-        self.pad_id = _pad_id(self._tokenizer)
-        self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
-        self._tokenizer.no_padding()
-        self._tokenizer.enable_truncation(max_tokens)  # cuts the words, keeps [CLS] and [SEP]
+        self.tokenizer = Tokenizer.from_str(tokenizer_json)
+        self.pad_id = _pad_id(self.tokenizer)
+        self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
+        self.tokenizer.no_padding()
+        self.tokenizer.enable_truncation(max_tokens)  # cuts the words, keeps [CLS] and [SEP]
+
+    def words_of(self, row: Row) -> list[str]:
+        """What a row has to say: its captions."""
+        return row.texts
+
+    def columns(self, texts: list[str]) -> dict[str, np.ndarray]:
+        """What `encode` gives, by the names of a batch: input_ids int32 [N, T], num_tokens int32 [N]."""
+        ids, num_tokens = self.encode(texts)
+        return {"input_ids": ids, "num_tokens": num_tokens}
 
     def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32 [N, T], num_tokens int32 [N]); T is the longest of these texts, at least 1."""
-        rows = [encoding.ids for encoding in self._tokenizer.encode_batch(texts)]
+        rows = [encoding.ids for encoding in self.tokenizer.encode_batch(texts)]
         num_tokens = np.array([len(row) for row in rows], dtype=np.int32)
         ids = np.full((len(rows), max(1, num_tokens.max(initial=0))), self.pad_id, dtype=np.int32)
         for target, row in zip(ids, rows, strict=True):

@@ -11,16 +11,16 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mmray.data.collate import learned_of
 from mmray.data.image import MAX_PIXELS, read_pixels
 from mmray.data.reader import UNLABELLED
 from mmray.data.store import PreparedSet
-from mmray.data.text import TextEncoder
 
 if TYPE_CHECKING:
     from mmray.config import Inputs
@@ -33,13 +33,13 @@ class EvalBatches:
     """Batches of one rank's part of the first `limit` rows; iterate as often as wanted.
 
     A batch: image uint8 [B, 3, S, S]; row, label int64 [B] (-1: no label); input_ids, attention_mask int64 [C, T], all
-    captions of these rows; owner int64 [C], the row of each caption. Rows that cannot be read are left out and named in
-    `faults`.
+    captions of these rows; owner int64 [C], the row of each caption; for a model that writes also labels and image_at
+    (data/collate.py). Rows that cannot be read are left out and named in `faults`.
     """
 
     prepared: PreparedSet
     inputs: Inputs
-    encoder: TextEncoder
+    encoder: Any  # data/words.py
     batch: int
     limit: int | None = None
     rank: int = 0
@@ -60,24 +60,24 @@ class EvalBatches:
         rows = self.rows
         parts = [rows[start : start + self.batch] for start in range(0, len(rows), self.batch)]
         with ThreadPoolExecutor(self.threads, thread_name_prefix="mmray-eval") as pool:
-            coming = [pool.submit(self._read, int(row)) for row in parts[0]] if parts else []
+            coming = [pool.submit(self.read, int(row)) for row in parts[0]] if parts else []
             for index in range(len(parts)):
                 reading = coming
                 if index + 1 < len(parts):
-                    coming = [pool.submit(self._read, int(row)) for row in parts[index + 1]]
+                    coming = [pool.submit(self.read, int(row)) for row in parts[index + 1]]
                 if (batch := self._collate(parts[index], reading)) is not None:
                     yield batch
 
-    def _read(self, row: int) -> tuple[np.ndarray, list[str], int]:
-        """Pixels, captions and label of one row. Raises OSError or ValueError (BadImage is one)."""
+    def read(self, row: int) -> tuple[np.ndarray, list[Any], int]:
+        """Pixels, words and label of one row. Raises OSError or ValueError (BadImage is one)."""
         record = self.prepared.read(np.array([row]))[0]
         if not record.is_intact:
             raise ValueError(f"{record.key} ({record.source}): its images are not those that were prepared")
         side, fit, interpolation = self.inputs.image_side, self.inputs.fit, self.inputs.interpolation
         pixels = read_pixels(record.images[0], side, fit, interpolation, self.max_pixels)
-        return pixels, record.texts, UNLABELLED if record.label is None else record.label
+        return pixels, self.encoder.words_of(record), UNLABELLED if record.label is None else record.label
 
-    def _collate(self, rows: np.ndarray, reading: list[Future[tuple[np.ndarray, list[str], int]]]) -> Batch | None:
+    def _collate(self, rows: np.ndarray, reading: list[Future[tuple[np.ndarray, list[Any], int]]]) -> Batch | None:
         """The batch of what could be read; None when nothing could."""
         good, pixels, labels, texts, owner = [], [], [], [], []
         for row, future in zip(rows.tolist(), reading, strict=True):
@@ -93,8 +93,9 @@ class EvalBatches:
             owner.extend([row] * len(captions))
         if not good:
             return None
-        ids, num_tokens = self.encoder.encode(texts)
-        return {
+        columns = self.encoder.columns(texts)
+        ids, num_tokens = columns["input_ids"], columns["num_tokens"]
+        return learned_of(columns, ids.shape[1]) | {
             "image": torch.from_numpy(np.stack(pixels)),
             "row": torch.tensor(good),
             "label": torch.tensor(labels),

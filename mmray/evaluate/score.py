@@ -105,7 +105,7 @@ class Evaluator:
         classes, prompts = self._settings.classes, self._settings.prompts
         ids, num_tokens = self._encoder.encode(prompted(classes, prompts))
         mask = (torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]).long()
-        with _evaluating(model):
+        with evaluating(model):
             text = _embed_texts(model, torch.from_numpy(ids.astype("int64")), mask, self._settings.batch, group.device)
         weights, mine = ensemble(text, len(prompts)), slice(group.rank, None, group.world)
         image, label = (
@@ -152,7 +152,7 @@ def score_embedded(
 @torch.no_grad()
 def embed(model: nn.Module, batches: EvalBatches, group: Group, objective: Objective, chunk: int) -> Embedded:
     """Embeddings of all ranks' rows, the same on every rank; they travel `chunk` rows of a rank at a time."""
-    with _evaluating(model):
+    with evaluating(model):
         # One row of noise: a rank may have no row of its own, and must know the width and the shared outputs as well.
         outputs = model(synthetic_batch(batches.inputs, 1, 1, group.device))
         none = {"row": torch.zeros(0, dtype=torch.int64), "image": outputs["image_embed"][:0].float().cpu()}
@@ -205,7 +205,7 @@ def _classified(model: Any, batch: Batch, device: torch.device) -> Tensor:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """The model in evaluation mode; afterwards it is as it was."""
     was_training = model.training
     model.eval()

@@ -8,14 +8,22 @@ from torch import nn
 
 from mmray import plug
 from mmray.errors import UsageError
+from mmray.models import lora
 from mmray.models.clip import Clip, Siglip
 from mmray.models.fusion import Fusion
+from mmray.models.generative import Generative
 from mmray.models.two_tower import TwoTower
 
 if TYPE_CHECKING:
     from mmray.config import Model as Section
 
-BUILT_IN: dict[str, Any] = {"two_tower": TwoTower, "clip": Clip, "siglip": Siglip, "fusion": Fusion}
+BUILT_IN: dict[str, Any] = {
+    "two_tower": TwoTower,
+    "clip": Clip,
+    "siglip": Siglip,
+    "fusion": Fusion,
+    "generative": Generative,
+}
 
 
 def build(spec: Section, vocab_size: int, architecture: dict[str, Any] | None = None) -> nn.Module:
@@ -23,7 +31,8 @@ def build(spec: Section, vocab_size: int, architecture: dict[str, Any] | None = 
 
     vocab_size: tokens the tokenizer has; model.vocab_size, where it is set, is the larger number of rows that the
     embedding gets. architecture: `architecture()` of the same model when its weights will be loaded from a checkpoint;
-    pretrained ones are not looked for then. A user's class gets (spec, vocab_size). Raises UsageError naming the
+    pretrained ones are not looked for then. Where model.lora.rank is
+    set, adapters are added. A user's class gets (spec, vocab_size). Raises UsageError naming the
     setting and its value.
     """
     if 0 < spec.vocab_size < vocab_size:
@@ -31,7 +40,14 @@ def build(spec: Section, vocab_size: int, architecture: dict[str, Any] | None = 
             f"model.vocab_size: {spec.vocab_size} rows of embedding are too few for a tokenizer of {vocab_size} "
             "tokens; take 0, or a larger number"
         )
-    rows = spec.vocab_size or vocab_size
+    model = _built(spec, spec.vocab_size or vocab_size, architecture)
+    adapters = getattr(spec, "lora", None)  # an export of an earlier version says nothing of them
+    if adapters is not None and adapters.rank:
+        lora.add(model, adapters)
+    return model
+
+
+def _built(spec: Section, rows: int, architecture: dict[str, Any] | None) -> nn.Module:
     if spec.kind in BUILT_IN:
         built: nn.Module = BUILT_IN[spec.kind](spec, rows, architecture)
         return built

@@ -11,6 +11,8 @@ FIT = {"squash": "Squashed to", "crop": "The central square, resized to", "pad":
 def model_card(name: str, spec: dict[str, Any], num_parameters: int) -> str:
     """Markdown: how to load the model, what it takes in, what comes out. `spec` is the `model` section."""
     inputs = spec["inputs"]
+    if "chat" in inputs:
+        return _writing_card(name, spec, num_parameters)
     return f"""---
 library_name: mmray
 tags: [image-text, retrieval, zero-shot]
@@ -33,6 +35,32 @@ scores = model.embed_images(["photo.jpg"]) @ model.embed_texts(["a red circle", 
 - Kind: {spec["kind"]}{_branches(spec)}. All settings are in `config.json`.
 - `tokenizer.json` opens in transformers as `PreTrainedTokenizerFast(tokenizer_file=...)`, `preprocessor_config.json`
   as `AutoImageProcessor.from_pretrained(...)`, whose pixels agree up to rounding (a crop may lie half a pixel aside).
+"""
+
+
+def _writing_card(name: str, spec: dict[str, Any], num_parameters: int) -> str:
+    """The card of a model that writes."""
+    inputs, chat = spec["inputs"], spec["inputs"]["chat"]
+    return f"""---
+library_name: mmray
+tags: [image-text-to-text]
+---
+
+# {name}
+
+A model that answers questions about an image, trained with mmray: {num_parameters:,} parameters.
+
+```python
+import mmray
+model = mmray.load("{name}")
+model.answer(["photo.jpg"], "{chat["question"]}")
+```
+
+- Images: PIL images, encoded bytes or paths. {FIT[inputs["fit"]]} {inputs["image_side"]} x {inputs["image_side"]}
+  pixels ({inputs["interpolation"]}), one crop each.
+- Conversations of up to {inputs["max_tokens"]} tokens and one image, laid out as
+  `{chat["user"].format(chat["image"] + "...").strip()} {chat["assistant"].format("...")}{chat["end"]}`.
+- Kind: {spec["kind"]}. All settings are in `config.json`; in transformers it is a `LlavaForConditionalGeneration`.
 """
 
 

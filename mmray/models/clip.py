@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mmray.errors import UsageError
 from mmray.models import open_clip
 from mmray.models.dual_encoder import DualEncoder, Pixels, unit
-from mmray.models.pretrained import fetch
+from mmray.models.pretrained import saved_network
 from mmray.models.weights import read_state
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def some_patches(patches: Tensor, dropout: float) -> Tensor:
 def _network(kind: Any, config_kind: Any, spec: Any, drawn: Any, architecture: dict[str, Any] | None) -> Any:
     """transformers' own model: of a known configuration, of saved weights, of an open_clip file, or drawn."""
     if architecture is None and spec.weights != "none" and not open_clip.is_file(spec.weights):
-        return _saved(kind, config_kind, spec.weights)
+        return saved_network(SETTING, kind, config_kind, spec.weights)
     config = config_kind.from_dict(architecture["config"]) if architecture else drawn()
     config._attn_implementation = "sdpa"
     net = kind(config)
@@ -207,24 +207,6 @@ def _network(kind: Any, config_kind: Any, spec: Any, drawn: Any, architecture: d
         if spec.kind != "clip":
             raise UsageError(f"{SETTING}: a checkpoint of open_clip ({spec.weights}) goes into model.kind clip only")
         open_clip.load(net, read_state(SETTING, spec.weights), SETTING, spec.weights)
-    return net
-
-
-def _saved(kind: Any, config_kind: Any, name: str) -> Any:
-    found, wanted = fetch(SETTING, name, config_kind.get_config_dict)[0].get("model_type"), config_kind.model_type
-    if found != wanted:
-        raise UsageError(f"{SETTING}: {name} holds a model of type {found!r}, not `{wanted}`")
-    net, report = fetch(
-        SETTING,
-        name,
-        kind.from_pretrained,
-        attn_implementation="sdpa",
-        dtype=torch.float32,
-        output_loading_info=True,
-    )
-    if report["missing_keys"]:
-        missing = sorted(report["missing_keys"])
-        raise UsageError(f"{SETTING}: {name} lacks {len(missing)} weights of its {wanted}, first {missing[0]}")
     return net
 
 

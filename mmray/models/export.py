@@ -7,15 +7,14 @@
     preprocessor_config.json  pixels, in transformers' words
     README.md                 the model card, with the lines that load it
 
-A CLIP or SigLIP leaves as transformers' own (their_form.py): its `AutoModel`, `AutoTokenizer` and `AutoImageProcessor`
-open the same folder, without mmray.
+A CLIP, SigLIP or LLaVA leaves as transformers' own (their_form.py): its `AutoModel`, `AutoTokenizer` and
+`AutoImageProcessor` open the same folder, without mmray; a LLaVA has a processor_config.json as well.
 
 `load` is the inverse: the same decoder, the same pixels, the same tokens as in training, hence the same embeddings.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -26,16 +25,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
 from safetensors import SafetensorError
 from torch import Tensor
 
-from mmray.data.image import MAX_PIXELS, decode, to_pixels
 from mmray.data.text import TextEncoder, clean
+from mmray.data.words import encoder_of
 from mmray.errors import DataError, UsageError
 from mmray.models import their_form
+from mmray.models.answers import Answerer
 from mmray.models.build import build
 from mmray.models.card import model_card, preprocessor_config
+from mmray.models.pictures import Picture, stacked
 from mmray.models.weights import load_weights, save_weights
 
 if TYPE_CHECKING:
@@ -43,17 +43,16 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS, PREPROCESSOR, CARD = "config.json", "model.safetensors", "preprocessor_config.json", "README.md"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-FILES = {CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, PREPROCESSOR, CARD}
+FILES = {CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, PREPROCESSOR, their_form.PROCESSOR, CARD}
 
-_PNG_MODES = ("1", "L", "LA", "P", "I", "I;16", "I;16B", "RGB", "RGBA")
-Picture = Image.Image | bytes | str | Path
 Item = TypeVar("Item")
 
 
 def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: Path) -> Path:
     """Write `model` to the folder `out`, whole or not at all, and return it; an earlier export there is replaced.
 
-    model: an nn.Module with embed_image and embed_text. spec: its `model` section as plain values, vocab_size settled.
+    model: an nn.Module with embed_image and embed_text, or one that writes. spec: its `model` section as plain values,
+    vocab_size settled.
     Raises UsageError where `out` holds something else or cannot be written.
     """
     out = out.expanduser().resolve()
@@ -65,6 +64,7 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: Path) -> 
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         save_weights(weights, temporary / WEIGHTS)
+        texts |= their_form.processor(model)
         for name, values in {CONFIG: config, PREPROCESSOR: preprocessor_config(spec["inputs"]), **texts}.items():
             (temporary / name).write_text(values if isinstance(values, str) else json.dumps(values, indent=2) + "\n")
         (temporary / CARD).write_text(model_card(out.name, spec, sum(p.numel() for p in model.parameters())))
@@ -88,20 +88,24 @@ def _contents(
     return (theirs or {}) | config, weights, {TOKENIZER: tokenizer, TOKENIZER_CONFIG: settings}
 
 
-def load(folder: str | Path, device: torch.device | str = "cpu") -> Embedder:
-    """An exported model, ready to embed images and texts. Raises UsageError where the folder holds none."""
+def load(folder: str | Path, device: torch.device | str = "cpu") -> Any:
+    """An exported model: an Embedder of images and texts, or an Answerer where the model writes.
+
+    Raises UsageError where the folder holds none.
+    """
     path = Path(folder).expanduser()
     try:
         config = json.loads((path / CONFIG).read_text())
         tokenizer_json = (path / TOKENIZER).read_text()
         weights = load_weights(path / WEIGHTS)
         spec = _attributes(config["model"])
-        encoder = TextEncoder(tokenizer_json, spec.inputs.max_tokens)
+        encoder = encoder_of(tokenizer_json, spec.inputs)
     except Exception as error:  # the tokenizers package raises bare Exception for what it cannot parse
         raise UsageError(f"{path} is not a model exported by `mmray export RUN {path}`: {error}") from error
     model = build(spec, spec.vocab_size or encoder.vocab_size, config["architecture"])
     model.load_state_dict(their_form.mine(model, weights) if "model_type" in config else weights)
-    return Embedder(model.to(device).eval(), spec.inputs, encoder, torch.device(device))
+    kind = Answerer if hasattr(spec.inputs, "chat") else Embedder
+    return kind(model.to(device).eval(), spec.inputs, encoder, torch.device(device))
 
 
 class Embedder:
@@ -160,16 +164,7 @@ class Embedder:
         return embedding
 
     def _stacked(self, start: int, images: Sequence[Picture]) -> Tensor:
-        pixels = [self._pixels(number, image) for number, image in enumerate(images, start)]
-        return torch.from_numpy(np.stack(pixels)).to(self.device)
-
-    def _pixels(self, number: int, image: Picture) -> np.ndarray:
-        inputs = self.inputs
-        try:
-            return to_pixels(_picture(image), inputs.image_side, inputs.fit, inputs.interpolation)
-        except (OSError, ValueError) as error:
-            name = f" ({image})" if isinstance(image, str | Path) else ""
-            raise DataError(f"image {number}{name}: {error}") from error
+        return stacked(images, self.inputs, start).to(self.device)
 
     def _embed_captions(self, start: int, texts: Sequence[str]) -> Tensor:
         embedding: Tensor = self.model.embed_text(*self._tokens(start, texts))
@@ -183,22 +178,6 @@ class Embedder:
 
     def _width(self) -> int:
         return self._embed_captions(0, ["a"]).shape[1]
-
-
-def _picture(image: Picture) -> Image.Image:
-    """An upright RGB image, as training saw it."""
-    if isinstance(image, str | Path):
-        return decode(Path(image).read_bytes(), MAX_PIXELS)
-    if isinstance(image, bytes):
-        return decode(image, MAX_PIXELS)
-    upright = ImageOps.exif_transpose(image)
-    if upright.mode not in _PNG_MODES:
-        upright = upright.convert("RGBA" if upright.has_transparency_data else "RGB")
-    if upright.mode == "RGB" and "transparency" not in upright.info:
-        return upright
-    file = io.BytesIO()
-    upright.save(file, "PNG")  # lossless, and then read by the one function that decides about alpha and 16 bits
-    return decode(file.getvalue(), MAX_PIXELS)
 
 
 def _caption(number: int, text: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 
 from mmray.errors import UsageError
@@ -33,3 +34,22 @@ def fetch(setting: str, name: str, read: Callable[..., Any], **options: Any) -> 
             f"({str(error).splitlines()[0]}); run `hf download {name} --local-dir DIR` where there is a network and "
             f"set {setting} to DIR, or set it to `none`"
         ) from None
+
+
+def saved_network(setting: str, kind: Any, config_kind: Any, name: str) -> Any:
+    """A model of class `kind` with the weights saved under `name`, float32. Raises UsageError for another or a part."""
+    found, wanted = fetch(setting, name, config_kind.get_config_dict)[0].get("model_type"), config_kind.model_type
+    if found != wanted:
+        raise UsageError(f"{setting}: {name} holds a model of type {found!r}, not `{wanted}`")
+    net, report = fetch(
+        setting,
+        name,
+        kind.from_pretrained,
+        attn_implementation="sdpa",
+        dtype=torch.float32,
+        output_loading_info=True,
+    )
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise UsageError(f"{setting}: {name} lacks {len(missing)} weights of its {wanted}, first {missing[0]}")
+    return net

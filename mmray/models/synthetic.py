@@ -17,7 +17,8 @@ def synthetic_batch(
     """`rows` valid rows of random pixels and full-length random captions, with distinct keys and positions.
 
     Returns what data/collate.py returns: image uint8 [B, 3, S, S], input_ids and attention_mask int64 [B, max_tokens],
-    key, label and pos int64 [B], valid bool [B]. Drawn on the CPU, so that every device gets the same.
+    key, label and pos int64 [B], valid bool [B]; where the model writes labels [B, max_tokens], all learned, and
+    image_at [B]. Drawn on the CPU, so that every device gets the same.
     """
     draw = torch.Generator().manual_seed(seed)
     side, tokens = inputs.image_side, inputs.max_tokens
@@ -30,4 +31,6 @@ def synthetic_batch(
         "valid": torch.ones(rows, dtype=torch.bool),
         "pos": torch.arange(rows),
     }
+    if hasattr(inputs, "chat"):
+        batch |= {"labels": batch["input_ids"].clone(), "image_at": torch.zeros(rows, dtype=torch.long)}
     return {name: column.to(device) for name, column in batch.items()}

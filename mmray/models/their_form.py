@@ -1,4 +1,4 @@
-"""A CLIP or SigLIP as transformers itself saves it, so that an export loads where mmray is not installed.
+"""A CLIP, SigLIP or LLaVA as transformers itself saves it, so that an export loads where mmray is not installed.
 
 For export.py. Other models have no class there; of them only the tokenizer and the pixels are said in their words.
 """
@@ -10,8 +10,10 @@ from typing import Any
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from mmray.data.chat import ChatEncoder
 from mmray.data.text import TextEncoder
 
+PROCESSOR = "processor_config.json"
 TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 
 
@@ -19,6 +21,10 @@ def config(model: Any, tokenizer_json: str) -> dict[str, Any] | None:
     """config.json for transformers; None where it has no class for this model, or none that would compute the same."""
     if not hasattr(model, "their_config"):
         return None
+    if hasattr(model, "chat"):
+        marks = ChatEncoder(tokenizer_json, model.chat, 8)
+        written: dict[str, Any] = model.their_config(marks.end_id, marks.pad_id, marks.image_id)
+        return written
     encoder = TextEncoder(tokenizer_json, 8)
     ids, num_tokens = encoder.encode(["a"])
     values: dict[str, Any] | None = model.their_config(int(ids[0, num_tokens[0] - 1]), encoder.pad_id)
@@ -47,10 +53,17 @@ def tokenizer(model: Any, tokenizer_json: str, max_tokens: int) -> tuple[str, di
     length, pad_id = getattr(model, "padded_to", (max_tokens, encoder.pad_id))
     pad = tokens.id_to_token(pad_id)
     settings: dict[str, Any] = {"tokenizer_class": TOKENIZER_CLASS, "model_max_length": length, "pad_token": pad}
+    if hasattr(model, "chat"):
+        settings |= {"eos_token": model.chat.end, "image_token": model.chat.image}
     if not hasattr(model, "padded_to"):
         return tokenizer_json, settings
     tokens.enable_padding(length=length, pad_id=pad_id, pad_token=pad)
     return str(tokens.to_str()), settings
+
+
+def processor(model: Any) -> dict[str, dict[str, Any]]:
+    """processor_config.json by its name, where transformers has a class that lays out image and text together."""
+    return {PROCESSOR: model.their_processor()} if hasattr(model, "their_processor") else {}
 
 
 def _renamed(name: str, prefixes: tuple[tuple[str, str], ...]) -> str:

@@ -11,6 +11,7 @@ from mmray.errors import UsageError
 from mmray.objectives.classification import Classification
 from mmray.objectives.combined import Combined, Term
 from mmray.objectives.contrastive import Contrastive
+from mmray.objectives.language_modelling import LanguageModelling
 from mmray.objectives.matching import Matching
 from mmray.objectives.protocol import Objective
 from mmray.objectives.sigmoid import Sigmoid
@@ -23,6 +24,7 @@ BUILT_IN: dict[str, Callable[[Any], Objective]] = {
     "sigmoid": lambda section: Sigmoid(section.chunk),
     "matching": lambda _: Matching(),
     "classification": lambda section: Classification(section.label_smoothing),
+    "language_modelling": lambda _: LanguageModelling(),
 }
 _TERM = re.compile(r"(?:([\d.]+(?:e-?\d+)?)\s*\*)?\s*([A-Za-z_][\w.:]*)$")
 SEAM = ("coupled", "shared", "count", "measure")

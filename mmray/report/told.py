@@ -38,13 +38,16 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def key_figures(run: RunRecord) -> list[KeyFigure]:
-    """Recall both ways, loss, speed, data wait and duration, as far as they were measured."""
+    """Recall both ways or perplexity, loss, speed, data wait and duration, as far as they were measured."""
     scores, figures = run.newest("evaluate"), []
     for way, (title, _) in WAYS.items():
         if f"recall_at_1/{way}" in scores:
             middle = scores.get(f"median_rank/{way}")
             note = f"median rank {middle:g}" if middle is not None else ""
             figures.append(KeyFigure(f"Recall@1 {title}", f"{scores[f'recall_at_1/{way}']:.1%}", note))
+    if "perplexity" in scores:
+        note = f"{scores['token_accuracy']:.1%} of tokens guessed"
+        figures.append(KeyFigure("Perplexity", number(scores["perplexity"]), note))
     if losses := run.values("train/loss"):
         figures.append(KeyFigure("Loss", number(losses[-1]), f"{number(losses[0])} at first"))
     if rates := run.values("throughput/samples_per_s"):

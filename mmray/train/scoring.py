@@ -18,11 +18,12 @@ from torch import nn
 from mmray import objectives
 from mmray.cluster.join import joined
 from mmray.cluster.nodes import nodes
-from mmray.config import Config, from_yaml
+from mmray.config import Config, Lora, from_yaml
 from mmray.data.sets import ensure_prepared
 from mmray.data.store import PreparedSet
 from mmray.errors import TrainingError, UsageError
-from mmray.evaluate.score import Evaluator
+from mmray.evaluate.choose import evaluator_of
+from mmray.models import lora
 from mmray.models.build import build
 from mmray.models.export import export
 from mmray.train import checkpoint, precision
@@ -61,8 +62,9 @@ def _good_checkpoint(run: RunDir, step: int | None) -> Path:
 def export_run(folder: Path, out: Path, step: int | None) -> Path:
     """Write the model of a run's checkpoint to `out`, for `mmray.load`."""
     config, tokenizer_json, found = open_run(folder, step)
-    model = restored_model(config, found)
-    return export(model, config.model.model_dump(mode="json"), tokenizer_json, out)
+    model = lora.merge(restored_model(config, found))
+    spec = config.model.model_copy(update={"lora": Lora()})  # what leaves has no adapters: they are in its weights
+    return export(model, spec.model_dump(mode="json"), tokenizer_json, out)
 
 
 def score_run(
@@ -110,7 +112,7 @@ def _held_out(config: Config, folder: Path, data: str | None, split: str, listen
 def _score_on_worker(config: Config, tokenizer_json: str, held_out: PreparedSet, found: Path) -> dict[str, Any]:
     group = Group.current(ray.train.torch.get_device())
     model = restored_model(config, found)
-    scorer = Evaluator(held_out, config.model.inputs, tokenizer_json, config.evaluate, config.prepare.max_pixels)
+    scorer = evaluator_of(config, held_out, tokenizer_json)
     rows = shape_of(config.batch, group.world).global_rows
     with precision.choose(config.train.precision, group.device).autocast():
-        return scorer.score(model.to(group.device), group, objectives.build(config.objective), rows)
+        return dict(scorer.score(model.to(group.device), group, objectives.build(config.objective), rows))

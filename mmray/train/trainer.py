@@ -18,9 +18,10 @@ from mmray.config import Config
 from mmray.data.sets import ensure_prepared
 from mmray.data.store import PreparedSet
 from mmray.data.text import TextEncoder, load_tokenizer
+from mmray.data.words import fitted
 from mmray.errors import MmrayError
 from mmray.report.at_end import draw_at_end
-from mmray.train import rundir, served
+from mmray.train import rundir, served, tracking
 from mmray.train.attempt import Ready
 from mmray.train.attempts import attempts
 from mmray.train.batch import shape_of, total_steps
@@ -42,6 +43,7 @@ def train(config: Config, listener: Listener) -> Outcome:
     """Train `config` to its end, or go on with it; raises MmrayError with its exit code."""
     shape_of(config.batch, config.cluster.most_workers)  # contradictions show before anything starts
     served.check(config)
+    tracking.check(config)
     objectives.build(config.objective)
     with joined(config.cluster, 1 if config.data.workers == "auto" else config.data.workers):
         check_room(config)
@@ -57,7 +59,9 @@ def train(config: Config, listener: Listener) -> Outcome:
             run = rundir.create(decision.path, ready.config, ready.data, ready.tokenizer_json)
             _announce(ready, run, listener)
             try:
-                result = attempts(ready, run, fence, listener)
+                with tracking.tracked(ready.config, run.path, listener) as told:
+                    result = attempts(ready, run, fence, told)
+                    told.status = result["status"]
             except MmrayError:
                 draw_at_end(run.path, listener.note)
                 raise
@@ -79,14 +83,15 @@ def settle(config: Config, listener: Listener) -> Ready:
     place = prepared(config.data.train)
     train_set = PreparedSet.open(str(place), config.data.train_split)
     eval_set = _eval_set(config, place, train_set, prepared)
-    tokenizer_json = load_tokenizer(config.model.inputs.tokenizer, train_set.tokenizer_json)
+    inputs = config.model.inputs
+    tokenizer_json = fitted(load_tokenizer(inputs.tokenizer, train_set.tokenizer_json), inputs)
     num_rows = min(train_set.num_rows, config.data.limit or train_set.num_rows)
     shape = shape_of(config.batch, config.cluster.most_workers)
     steps = total_steps(config.train, num_rows, shape.global_rows)
     vocab_size = config.model.vocab_size or TextEncoder(tokenizer_json, 8).vocab_size
     settled = config.model_copy(
         update={
-            "model": config.model.model_copy(update={"vocab_size": vocab_size}),
+            "model": config.model.with_absolute_weights().model_copy(update={"vocab_size": vocab_size}),
             "batch": config.batch.model_copy(
                 update={"global_": shape.global_rows, "micro": "auto" if shape.auto else shape.micro}
             ),

@@ -23,7 +23,7 @@ from mmray.data.order import Plan, Start
 from mmray.data.reader import Block, RowReader
 from mmray.data.store import PreparedSet
 from mmray.errors import UsageError
-from mmray.evaluate.score import Evaluator
+from mmray.evaluate.choose import best_by, evaluator_of
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
 from mmray.report.run import EXAMPLES
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from mmray.config import Config
 
 Report = Callable[[dict[str, Any]], Any]
-BEST = "evaluate/recall_at_1/mean"  # the checkpoint kept beside the newest
 
 
 @dataclass(frozen=True)
@@ -261,7 +260,7 @@ def _write(job: Job, step: int, meta: dict[str, Any], state: State) -> None:
     lease.check(job.folder, job.fence)
     model_state = state.pop("model")
     checkpoint.save(job.folder / "checkpoints", step, model_state, state, meta)
-    checkpoint.prune(job.folder / "checkpoints", job.config.train.keep_checkpoints, BEST)
+    checkpoint.prune(job.folder / "checkpoints", job.config.train.keep_checkpoints, best_by(job.config))
 
 
 def _evaluator(
@@ -269,9 +268,7 @@ def _evaluator(
 ) -> Callable[[int, nn.Module], dict[str, float]] | None:
     if job.eval_set is None:
         return None
-    scorer = Evaluator(
-        job.eval_set, job.config.model.inputs, job.tokenizer_json, job.config.evaluate, job.reader.max_pixels
-    )
+    scorer = evaluator_of(job.config, job.eval_set, job.tokenizer_json)
     chosen = precision.choose(job.config.train.precision, group.device)
 
     def evaluate(step: int, model: nn.Module) -> dict[str, float]:

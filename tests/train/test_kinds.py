@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,16 +12,20 @@ import torch
 import mmray
 from mmray.config import (
     Batch,
+    ChatInputs,
     Clip,
     ClipImage,
     ClipText,
     Config,
     CrossAttention,
     Data,
+    Decoder,
     Evaluate,
     Fusion,
+    Generative,
     ImageTower,
     Inputs,
+    Lora,
     Model,
     Objective,
     Optimizer,
@@ -33,13 +38,14 @@ from mmray.data.order import Blocks, Plan, Start
 from mmray.data.reader import RowReader
 from mmray.data.store import PreparedSet
 from mmray.data.text import TextEncoder
+from mmray.data.words import fitted
 from mmray.models import weights
 from mmray.train import rundir
 from mmray.train.lease import Lease
 from mmray.train.scoring import export_run
 from mmray.train.worker import Job, Line, work
 from tests.made import CAPTIONS, make_set, png, row
-from tests.train.runs import lines
+from tests.train.runs import lines, same_weights
 
 INPUTS = Inputs(image_side=16, fit="squash", max_tokens=12)
 IMAGE, TEXT = ClipImage(width=16, depth=1, heads=2, patch=8), ClipText(width=16, depth=1, heads=2)
@@ -58,6 +64,11 @@ KINDS: dict[str, tuple[Model, str]] = {
         "contrastive + 0.5 * matching + classification",
     ),
 }
+WRITING = Generative(
+    inputs=ChatInputs(image_side=16, fit="squash", max_tokens=32),
+    image=IMAGE,
+    text=Decoder(width=16, depth=1, heads=2, max_positions=64),
+)
 STEPS = 6
 LINE = Line(lambda _: None, lambda: False, lambda _: 0, lambda _: False, {"rank": 0, "node": "", "pid": 0})
 
@@ -72,7 +83,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreparedSet, Pre
 
 
 def config_of(kind: str, storage: Path) -> Config:
-    model, objective = KINDS[kind]
+    model, objective = (KINDS | {"generative": (WRITING, "language_modelling")})[kind]
     return Config(
         model=model,
         objective=Objective(kind=objective),
@@ -88,7 +99,7 @@ def config_of(kind: str, storage: Path) -> Config:
 def trained(config: Config, sets: tuple[PreparedSet, PreparedSet], folder: Path, checkpoint: str | None = None) -> dict:
     """What one worker, alone, makes of the run from its beginning or from a checkpoint."""
     train_set, eval_set = sets
-    tokenizer = train_set.tokenizer_json
+    tokenizer = fitted(train_set.tokenizer_json, config.model.inputs)
     vocab_size = TextEncoder(tokenizer, 8).vocab_size
     config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocab_size})})
     reader = RowReader(train_set, config.model.inputs, tokenizer, config.prepare.max_pixels)
@@ -105,6 +116,11 @@ def trained(config: Config, sets: tuple[PreparedSet, PreparedSet], folder: Path,
         lease.release()
 
 
+def ended(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights that a run ended with."""
+    return weights.load_weights(folder / "checkpoints" / f"step-{STEPS}" / "model.safetensors")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_from_rows_to_an_exported_model(kind: str, prepared: tuple[PreparedSet, PreparedSet], tmp_path: Path) -> None:
     config, folder = config_of(kind, tmp_path), tmp_path / kind
@@ -117,10 +133,7 @@ def test_from_rows_to_an_exported_model(kind: str, prepared: tuple[PreparedSet, 
 
     again = tmp_path / "again"
     trained(config, prepared, again, str(folder / "checkpoints" / "step-3"))
-    ended = [
-        weights.load_weights(run / "checkpoints" / f"step-{STEPS}" / "model.safetensors") for run in (folder, again)
-    ]
-    assert all(torch.equal(ended[0][name], ended[1][name]) for name in ended[0])
+    assert same_weights(ended(folder), ended(again))
 
     loaded = mmray.load(export_run(folder, tmp_path / "exported", None))
     scores = loaded.embed_images([png(3), png(200)]) @ loaded.embed_texts(CAPTIONS).T
@@ -128,3 +141,24 @@ def test_from_rows_to_an_exported_model(kind: str, prepared: tuple[PreparedSet, 
     assert scores.isfinite().all()
     if kind == "fusion":
         assert loaded.match([png(3)], CAPTIONS[:1]).shape == (1,)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_model_that_writes(rank: int, prepared: tuple[PreparedSet, PreparedSet], tmp_path: Path) -> None:
+    config, folder = config_of("generative", tmp_path), tmp_path / "run"
+    adapted = config.model.model_copy(update={"lora": Lora(rank=rank)})
+    optimizer = config.optimizer.model_copy(update={"lr": 0.02})
+    config = config.model_copy(update={"model": adapted, "optimizer": optimizer})
+    outcome = trained(config, prepared, folder)
+    assert (outcome["status"], outcome["steps"], outcome["skipped_steps"]) == ("finished", STEPS, 0)
+    metrics, logged = outcome["metrics"], lines(folder)
+    assert metrics["perplexity"] == pytest.approx(math.exp(metrics["loss"]))
+    assert logged[-1]["train/loss"] < logged[0]["train/loss"]
+    assert 0 <= logged[0]["train/token_accuracy"] <= 1
+
+    again = tmp_path / "again"
+    trained(config, prepared, again, str(folder / "checkpoints" / "step-3"))
+    assert same_weights(ended(folder), ended(again))
+
+    answers = mmray.load(export_run(folder, tmp_path / "exported", None)).answer([png(3), png(200)], max_new_tokens=5)
+    assert [type(answer) for answer in answers] == [str, str]

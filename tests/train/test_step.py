@@ -24,6 +24,8 @@ KINDS = (
     "sigmoid",
     "matching",
     "classification",
+    "language_modelling",
+    "contrastive + 0.1 * language_modelling",
     "contrastive + 0.5 * matching + 0.25 * classification",
     "sigmoid + 0.5 * contrastive",
 )

@@ -25,7 +25,10 @@ def unkilled(local_ray, data, tmp_path_factory):
     """A run that nothing happened to."""
     storage = tmp_path_factory.mktemp("runs")
     listener = Silent()
-    return train(config(data, storage, "calm"), listener), listener
+    wanted = config(data, storage, "calm")
+    trackers = ("tests.train.trackers:Keeping", "tests.train.trackers:Failing")
+    wanted = wanted.model_copy(update={"run": wanted.run.model_copy(update={"trackers": trackers})})
+    return train(wanted, listener), listener
 
 
 def test_a_run_leaves_its_files_and_figures(unkilled):
@@ -45,6 +48,15 @@ def test_a_run_leaves_its_files_and_figures(unkilled):
     assert ("report", str(outcome.path / "report.html")) in listener.notes and (outcome.path / "report.html").exists()
     assert listener.steps == list(range(1, STEPS + 1))
     assert ("batch", "micro 4 x accumulation 2 x workers 2 = 16 rows a step") in listener.notes
+
+
+def test_trackers_get_every_line_and_one_that_fails_is_a_note(unkilled):
+    outcome, listener = unkilled
+    kept = [json.loads(line) for line in (outcome.path / "kept.jsonl").read_text().splitlines()]
+    told = {line["step"]: line["metrics"]["train/loss"] for line in kept if "step" in line}
+    assert told == {line["step"]: line["train/loss"] for line in lines(outcome.path)}
+    assert kept[-1] == {"finish": True}
+    assert any(label == "tracker" and "503 from https://***@" in text for label, text in listener.notes)
 
 
 def test_the_same_command_finds_it_done(unkilled, local_ray, data):

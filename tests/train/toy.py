@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmray import objectives
+from mmray.data.collate import UNLEARNED
 from mmray.data.order import Plan
 from mmray.objectives.build import terms_of
 from mmray.objectives.contrastive import Contrastive
@@ -82,6 +83,8 @@ class Toy(nn.Module):
                 self.fuse = nn.Sequential(both, nn.GELU(), nn.Dropout(dropout), nn.Linear(width, 1))
             if "classification" in kind:
                 self.classes = nn.Linear(dim, CLASSES)
+            if "language_modelling" in kind:
+                self.says = nn.Linear(dim, VOCAB)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         kind = self.log_scale.dtype
@@ -96,6 +99,8 @@ class Toy(nn.Module):
             outputs["logit_bias"] = self.bias * 1
         if hasattr(self, "classes"):
             outputs["class_logits"] = self.classes(image)
+        if hasattr(self, "says"):
+            outputs["logits"] = self.says(image[:, None] + self.caption(self.words(batch["input_ids"])))
         if "negative_ids" in batch:
             other = self.read(batch["negative_ids"], batch["negative_mask"])
             outputs["match"] = self.fuse(torch.cat([image, text], dim=1))[:, 0]
@@ -212,7 +217,7 @@ def rows(num: int, step: int, invalid: tuple[int, ...] = (), longest: int = 6) -
     num_tokens = torch.randint(1, 7, (num,), generator=draw)
     valid = torch.ones(num, dtype=torch.bool)
     valid[list(invalid)] = False
-    return {
+    batch = {
         "image": torch.randint(0, 256, (num, 3, SIDE, SIDE), dtype=torch.uint8, generator=draw),
         "input_ids": torch.randint(1, VOCAB, (num, longest), generator=draw),
         "attention_mask": (torch.arange(longest) < num_tokens[:, None]).long(),
@@ -221,6 +226,8 @@ def rows(num: int, step: int, invalid: tuple[int, ...] = (), longest: int = 6) -
         "label": torch.randint(-1, CLASSES, (num,), generator=draw),
         "pos": torch.arange(num) + step * num,
     }
+    learned = batch["attention_mask"].bool() & (torch.rand(num, longest, generator=draw) < 0.6)  # some rows have none
+    return batch | {"labels": torch.where(learned, batch["input_ids"], UNLEARNED)}
 
 
 def cut(batch: dict[str, Tensor], micro: int) -> list[dict[str, Tensor]]:
@@ -229,7 +236,7 @@ def cut(batch: dict[str, Tensor], micro: int) -> list[dict[str, Tensor]]:
     for first in range(0, len(batch["valid"]), micro):
         part = {name: tensor[first : first + micro] for name, tensor in batch.items()}
         longest = int(part["attention_mask"].sum(1).max())
-        for name in ("input_ids", "attention_mask"):
+        for name in ("input_ids", "attention_mask", "labels"):
             part[name] = part[name][:, :longest]
         micros.append(part)
     return micros
@@ -271,6 +278,18 @@ def naive_matching(match: Tensor, negative: Tensor, asked: Tensor) -> Tensor:
     return (own + other) / (2 * len(match))
 
 
+def naive_language_modelling(outputs: list[dict[str, Tensor]], micros: list[dict[str, Tensor]]) -> Tensor:
+    """Token by token in Python: minus the logarithm of what the token before gives it, the mean over all."""
+    losses = [
+        -out["logits"][row, place].log_softmax(0)[label]
+        for out, micro in zip(outputs, micros, strict=True)
+        for row, labels in enumerate(micro["labels"].tolist())
+        for place, label in enumerate(labels[1:])
+        if label != UNLEARNED and micro["valid"][row]
+    ]
+    return torch.stack(losses).mean()
+
+
 def naive_negatives(outputs: list[dict[str, Tensor]], micros: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     """The micro-batches with a hard negative for each row, chosen row by row in Python."""
     captions = [
@@ -304,6 +323,7 @@ def naive_loss(kind: str, outputs: list[dict[str, Tensor]], micros: list[dict[st
     out = {
         name: outputs[0][name] if value.ndim == 0 else torch.cat([some[name] for some in outputs])[valid]
         for name, value in outputs[0].items()
+        if name != "logits"  # whose micro-batches differ in length
     }
     columns = {
         name: torch.cat([micro[name] for micro in micros])[valid]
@@ -317,6 +337,7 @@ def naive_loss(kind: str, outputs: list[dict[str, Tensor]], micros: list[dict[st
         "classification": lambda: F.cross_entropy(
             out["class_logits"][columns["label"] >= 0], columns["label"][columns["label"] >= 0], label_smoothing=0.1
         ),
+        "language_modelling": lambda: naive_language_modelling(outputs, micros),
     }
     return sum(weight * formulas[name]() for name, weight in terms_of(kind).items())
 

@@ -32,6 +32,7 @@ GLOBAL_ROWS = 10
 KINDS = (
     "sigmoid",
     "matching",
+    "language_modelling",
     "contrastive + 0.5 * matching + 0.25 * classification",
     "sigmoid + 0.5 * contrastive",
 )
@@ -250,7 +251,9 @@ def every_kind(group: Group, folder: Path) -> dict[str, torch.Tensor]:
 
 def steps_of_a_kind(group: Group, micro: int, kind: str) -> torch.nn.Module:
     model = toy.Toy(kind=kind).double()
-    model.log_scale.requires_grad_(kind != "matching")  # of no use there, and DDP waits for every weight that learns
+    model.log_scale.requires_grad_(
+        kind not in ("matching", "language_modelling")
+    )  # of no use there, and DDP waits for every weight that learns
     return steps_of_a_model(group, micro, (*INVALID, 11, 12, 13, 14), model, objective=toy.objective(kind, chunk=5))
 
 

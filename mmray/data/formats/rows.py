@@ -8,21 +8,17 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from mmray.data.formats.bad_row import BadRow as BadRow
+from mmray.data.formats.messages import messages_of
+
 COLUMNS = (
     "id", "key", "image_path", "image", "images", "text", "texts", "label", "split", "language", "boxes", "box_labels",
+    "messages",
 )  # fmt: skip
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _IMAGE_COLUMNS = ("image_path", "image", "images")
 _TEXT_COLUMNS = ("text", "texts")
-
-
-class BadRow(ValueError):
-    """A row that goes to quarantine: at which stage, for which reason (a short word), and a sentence."""
-
-    def __init__(self, stage: str, reason: str, detail: str, key: str | None = None) -> None:
-        super().__init__(f"{stage} {reason}: {detail}")
-        self.stage, self.reason, self.detail, self.key = stage, reason, detail, key
 
 
 @dataclass(frozen=True)
@@ -51,6 +47,7 @@ class RawRow:
     language: str | None
     boxes: tuple[tuple[float, ...], ...] = ()
     box_labels: tuple[int, ...] = ()
+    messages: tuple[dict[str, str], ...] = ()
 
 
 def row_of(values: dict[str, Any], origin: str) -> RawRow:
@@ -59,15 +56,17 @@ def row_of(values: dict[str, Any], origin: str) -> RawRow:
     key = _key(values, origin)
     try:
         boxes = _boxes(values)
+        messages = messages_of(values["messages"]) if "messages" in values else ()
         return RawRow(
             key=key,
             images=_images(values),
-            texts=_one_of(values, _TEXT_COLUMNS, "no-text"),
+            texts=_texts(values, messages),
             label=_label(values),
             split=_name(values, "split"),
             language=_name(values, "language"),
             boxes=boxes,
             box_labels=_box_labels(values, len(boxes)),
+            messages=messages,
         )
     except BadRow as bad:
         bad.key = key
@@ -141,6 +140,13 @@ def _one_of(values: dict[str, Any], columns: tuple[str, ...], missing: str) -> t
     if not items:
         raise BadRow("columns", missing, f"{given[0]} is an empty list")
     return items
+
+
+def _texts(values: dict[str, Any], messages: tuple[dict[str, str], ...]) -> tuple[Any, ...]:
+    """Captions; of a row that has a conversation only, what the assistant says."""
+    if messages and not any(column in values for column in _TEXT_COLUMNS):
+        return tuple(message["content"] for message in messages if message["role"] == "assistant")
+    return _one_of(values, _TEXT_COLUMNS, "no-text")
 
 
 def _label(values: dict[str, Any]) -> int | None:

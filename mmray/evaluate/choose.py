@@ -1,0 +1,31 @@
+"""Which evaluator a model takes: by embeddings, or by what it writes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mmray.data.store import PreparedSet
+from mmray.evaluate.language import LanguageEvaluator
+from mmray.evaluate.score import Evaluator
+
+if TYPE_CHECKING:
+    from mmray.config import Config
+
+BEST = {True: "evaluate/loss", False: "evaluate/recall_at_1/mean"}  # by whether it writes: what the best model is
+
+
+def evaluator_of(config: Config, prepared: PreparedSet, tokenizer_json: str) -> Any:
+    """The evaluator of this run's sort of model over a set of held-out rows."""
+    inputs = config.model.inputs
+    kind = LanguageEvaluator if writes(config) else Evaluator
+    return kind(prepared, inputs, tokenizer_json, config.evaluate, config.prepare.max_pixels)
+
+
+def writes(config: Config) -> bool:
+    """Whether the model writes, instead of giving embeddings."""
+    return hasattr(config.model.inputs, "chat")
+
+
+def best_by(config: Config) -> str:
+    """The metric by which a checkpoint is kept beside the newest."""
+    return BEST[writes(config)]

@@ -1,0 +1,146 @@
+"""Conversations as token ids: what is learned, where the image stands, and what becomes of marks in the words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from mmray.config import Chat, ChatInputs, Inputs
+from mmray.data.chat import NOWHERE, ChatEncoder, with_marks
+from mmray.data.collate import UNLEARNED, learned_of
+from mmray.data.formats.rows import BadRow, row_of
+from mmray.data.order import Plan
+from mmray.data.reader import RowReader
+from mmray.data.store import PreparedSet, Row
+from mmray.data.text import train_tokenizer
+from mmray.data.words import encoder_of, fitted
+from tests.made import make_set, png, row
+
+CHAT = Chat()
+WORDPIECE = with_marks(train_tokenizer(["user assistant describe the image a red circle what is it"], 90), CHAT)
+SAID = [
+    {"role": "system", "content": "be short"},
+    {"role": "user", "content": "what is it"},
+    {"role": "assistant", "content": "a red circle"},
+    {"role": "user", "content": "what"},
+    {"role": "assistant", "content": "a circle"},
+]
+
+
+def words(encoder: ChatEncoder, ids: np.ndarray) -> str:
+    return str(encoder.tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+
+
+def learned_words(encoder: ChatEncoder, conversation: list) -> str:
+    columns = encoder.columns([conversation])
+    return words(encoder, columns["input_ids"][0][columns["learned"][0]])
+
+
+def spaced() -> str:
+    """A tokenizer whose words begin with the space before them, as Llama's do."""
+    vocabulary = {"<unk>": 0, "▁a": 1, "▁red": 2, "▁circle": 3, "▁ASSISTANT:": 4}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    return str(tokenizer.to_str())
+
+
+def test_the_assistants_words_and_their_ends_are_learned() -> None:
+    encoder = ChatEncoder(WORDPIECE, CHAT, 64)
+    assert learned_words(encoder, SAID) == "a red circle </s> a circle </s>"
+    text, spans = encoder.laid_out(SAID)
+    assert text == ("be short USER: <image>\nwhat is it ASSISTANT: a red circle</s>USER: what ASSISTANT: a circle</s>")
+    assert [text[first:last] for first, last in spans] == ["a red circle</s>", "a circle</s>"]
+
+
+def test_a_word_that_begins_with_its_space_is_learned() -> None:
+    encoder = ChatEncoder(with_marks(spaced(), CHAT), CHAT, 64)
+    columns = encoder.columns([encoder.asked("a red circle")])
+    learned = columns["input_ids"][0][columns["learned"][0]]
+    assert [encoder.tokenizer.id_to_token(token) for token in learned] == ["▁a", "▁red", "▁circle", "</s>"]
+
+
+def test_captions_answer_the_question_that_is_set() -> None:
+    encoder = ChatEncoder(WORDPIECE, Chat(question="what is it"), 64)
+    (asked,) = encoder.words_of(row(1, texts=["a circle"]))
+    assert encoder.laid_out(asked)[0] == "USER: <image>\nwhat is it ASSISTANT: a circle</s>"
+
+
+def test_the_image_has_one_place_whatever_is_written() -> None:
+    encoder = ChatEncoder(WORDPIECE, CHAT, 64)
+    tricky = [
+        {"role": "user", "content": "a <image> </s> b<ima<image>ge>"},
+        {"role": "assistant", "content": "[SEP] a"},
+    ]
+    ids, at = (encoder.columns([tricky])[name][0] for name in ("input_ids", "image_at"))
+    assert (ids == encoder.image_id).sum() == 1 and ids[at] == encoder.image_id
+    assert (ids == encoder.end_id).sum() == 1
+    alone = encoder.columns([[{"role": "assistant", "content": "a"}]])
+    assert alone["image_at"][0] == 1  # after [CLS]
+
+
+def test_a_conversation_whose_image_was_cut_off_learns_nothing() -> None:
+    encoder = ChatEncoder(WORDPIECE, CHAT, 8)
+    columns = encoder.columns([[{"role": "system", "content": "a red circle " * 5}, *SAID[1:]], []])
+    assert columns["image_at"].tolist() == [NOWHERE, NOWHERE]
+    assert not columns["learned"].any()
+
+
+def test_a_tokenizer_gets_the_marks_it_lacks_and_no_second_ones() -> None:
+    assert with_marks(WORDPIECE, CHAT) == WORDPIECE
+    assert fitted(WORDPIECE, Inputs()) == WORDPIECE
+    assert isinstance(encoder_of(WORDPIECE, ChatInputs()), ChatEncoder)
+
+
+def test_a_prepared_set_keeps_conversations_and_a_block_teaches_them(tmp_path: Any) -> None:
+    talking = Row("talk", [png(5)], ["a red circle"], source="made", sha256=row(5).sha256, messages=SAID[1:3])
+    make_set(tmp_path, [talking, row(7, texts=["a circle"])])
+    prepared = PreparedSet.open(str(tmp_path))
+    assert [found.messages for found in prepared.read(np.array([0, 1]))] == [SAID[1:3], None]
+    reader = RowReader(prepared, ChatInputs(image_side=16, max_tokens=40), WORDPIECE, 10**6)
+    block = reader.block(Plan(2, 2, 1, 2, 0, 1, shuffle=False), np.array([0, 1, -1]))
+    labels = learned_of(block, block["input_ids"].shape[1])["labels"].numpy()
+    said = [words(reader.encoder, line[line != UNLEARNED]) for line in labels]
+    assert said == ["a red circle </s>", "a circle </s>", ""]
+    assert block["valid"].tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [{"role": "user", "content": "what"}, {"role": "assistant", "content": "a\nb"}],
+        [{"from": "human", "value": "<image>\nwhat"}, {"from": "gpt", "value": "a\nb"}],
+        [
+            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "a\nb"}]},
+        ],
+    ],
+)
+def test_conversations_as_people_have_them(value: list) -> None:
+    found = row_of({"image": "a.png", "messages": value}, "made:1")
+    assert found.messages == ({"role": "user", "content": "what"}, {"role": "assistant", "content": "a\nb"})
+    assert found.texts == ("a\nb",)
+
+
+@pytest.mark.parametrize(
+    ("value", "detail"),
+    [
+        ("hello", "must be a list"),
+        ([], "must be a list"),
+        ([{"role": "user", "content": "what"}], "nothing to learn"),
+        ([{"role": "teacher", "content": "what"}], "the role of a message"),
+        ([{"role": "assistant", "content": " "}], "is empty"),
+        ([{"role": "assistant", "content": 3}], "content must be text"),
+        ([{"role": "assistant", "content": [{"type": "video"}]}], "content must be text"),
+        ([{"role": "assistant", "content": "a"}, {"role": "system", "content": "b"}], "only the first"),
+        ([{"role": "assistant", "content": "\ud83d"}], "surrogate"),
+        ([{"role": "assistant", "content": "a" * 70000}], "is over"),
+        (["hello"], "must be {role, content}"),
+    ],
+)
+def test_what_is_no_conversation_is_set_aside(value: Any, detail: str) -> None:
+    with pytest.raises(BadRow, match=detail) as bad:
+        row_of({"image": "a.png", "messages": value}, "made:1")
+    assert (bad.value.stage, bad.value.reason, bad.value.key) == ("columns", "messages", "made:1")

@@ -1,0 +1,116 @@
+"""Scores of a model that writes: right, and the same for any number of ranks; its captions against people's."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mmray.data.store import PreparedSet
+from mmray.errors import DataError
+from mmray.evaluate.captions import caption_scores, cider_d, words
+from mmray.evaluate.language import LanguageEvaluator
+from mmray.models.answers import answered
+from tests.evaluate.test_score import on_ranks
+from tests.made import make_set, row
+from tests.models.test_generative import ENCODER, INPUTS, SAID, TOKENIZER, model_of
+
+TEXTS = [["a red circle", "a circle"], ["a blue square on a green ground"], ["a blue ground"]]
+SETTINGS = SimpleNamespace(batch=2, limit=None, answers=0, answer_tokens=6)
+MODEL = model_of()  # once: ranks are threads here, and would draw from one generator
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedSet:
+    """Nine rows: captions, a conversation, and one that cannot be read."""
+    rows = [row(number, texts=TEXTS[number % 3]) for number in range(9)]
+    rows[3].messages = SAID[2]
+    rows[5] = row(5, data=b"nothing")
+    return make_set(tmp_path_factory.mktemp("language") / "set", rows)
+
+
+def score(prepared: PreparedSet, group: Any, **settings: Any) -> dict[str, float]:
+    evaluator = LanguageEvaluator(prepared, INPUTS, TOKENIZER, SimpleNamespace(**vars(SETTINGS) | settings))  # type: ignore[arg-type]
+    return evaluator.score(MODEL, group, None, 4)
+
+
+def test_perplexity_is_that_of_every_learned_token(prepared: PreparedSet) -> None:
+    (found,) = on_ranks(1, lambda group: score(prepared, group))
+    losses, right = [], []
+    for number, record in enumerate(prepared.read(np.arange(9))):
+        if number == 5:
+            continue
+        pixels = torch.full((1, 3, 32, 32), number, dtype=torch.uint8)  # a picture of one grey
+        for conversation in ENCODER.words_of(record):
+            columns = ENCODER.columns([conversation])
+            ids = torch.from_numpy(columns["input_ids"].astype(np.int64))
+            at = torch.from_numpy(columns["image_at"].astype(np.int64))
+            with torch.no_grad():
+                logits = MODEL({"image": pixels, "input_ids": ids, "image_at": at})["logits"][0].double()
+            for place in np.flatnonzero(columns["learned"][0]):
+                losses.append(-logits[place - 1].log_softmax(0)[ids[0, place]].item())
+                right.append(logits[place - 1].argmax().item() == ids[0, place])
+    assert found["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
+    assert found["token_accuracy"] == pytest.approx(np.mean(right))
+    assert (found["tokens"], found["rows"], found["bad_rows"]) == (len(losses), 8, 1)
+
+
+@pytest.mark.parametrize("world", [2, 11])
+def test_the_same_for_any_number_of_ranks(prepared: PreparedSet, world: int) -> None:
+    (alone,) = on_ranks(1, lambda group: score(prepared, group, answers=6))
+    assert {"bleu_4", "cider"} <= alone.keys() and alone["answered"] == 5
+    for result in on_ranks(world, lambda group: score(prepared, group, answers=6)):
+        assert result == pytest.approx(alone, rel=1e-6)
+
+
+def test_no_row_that_can_be_read_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    broken = make_set(tmp_path / "set", [row(number, data=b"nothing") for number in range(2)])
+    for result in on_ranks(2, lambda group: score(broken, group, answers=2)):
+        assert isinstance(result, DataError)
+
+
+def test_answers_are_what_the_likeliest_tokens_say() -> None:
+    """One token at a time from the whole text again, without a cache."""
+    model, pixels, said = model_of(seed=1), torch.full((1, 3, 32, 32), 90, dtype=torch.uint8), []
+    ids, at = (torch.from_numpy(array.astype(np.int64)) for array in ENCODER.prompted("a red"))
+    with torch.no_grad():
+        for _ in range(7):
+            token = model({"image": pixels, "input_ids": ids, "image_at": at})["logits"][0, -1].argmax()
+            if token == ENCODER.end_id:
+                break
+            said.append(int(token))
+            ids = torch.cat([ids, token[None, None]], dim=1)
+    assert said
+    assert answered(model, ENCODER, pixels, "a red", 7) == ENCODER.tokenizer.decode(said).strip()
+
+
+def test_the_best_captions_have_the_highest_scores() -> None:
+    right = ["A red circle, on a green ground.", "two blue squares in the corner", "one yellow ring at the left side"]
+    references = [[text] for text in right]
+    best = caption_scores(right, references)
+    assert best == {"bleu_4": pytest.approx(1.0), "cider": pytest.approx(10.0)}
+    shuffled = caption_scores([right[1], right[2], right[0]], references)
+    near = caption_scores([text.replace("a", "the") for text in right], references)
+    assert shuffled["cider"] < 0.5 < near["cider"] < best["cider"]
+    assert shuffled["bleu_4"] < near["bleu_4"] < 1 or near["bleu_4"] == shuffled["bleu_4"] == 0
+    assert caption_scores(["", "", ""], references) == {"bleu_4": 0.0, "cider": 0.0}
+
+
+def test_cider_by_hand() -> None:
+    """Two images, one word each in common: idf is ln 2 for words of one image, 0 for those of both."""
+    references = [[words("a dog")], [words("a cat")]]
+    assert cider_d([words("a dog"), words("a dog")], references) == pytest.approx(10 * (2 / 4 + 0) / 2)
+    twice = cider_d([words("a dog dog"), words("a cat")], references)  # its second "dog" earns nothing: it is clipped
+    one_gram = math.exp(-1 / 72) * 1 * 1 / (2 * 1)
+    two_grams = math.exp(-1 / 72) * 1 / math.sqrt(1 + 1)
+    assert twice == pytest.approx(10 * ((one_gram + two_grams) / 4 + 2 / 4) / 2)
+
+
+def test_words_are_without_case_and_punctuation() -> None:
+    assert words("A dog's ball, naïve_2!") == ["a", "dog's", "ball", "naïve", "2"]

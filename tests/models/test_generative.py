@@ -1,0 +1,166 @@
+"""The model that writes: the numbers and tokens of transformers' own classes, from every place weights come from.
+
+Here too: what the step makes of it in any number of micro-batches, with as many learned tokens in each as there are.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import mmray
+from mmray.config import Chat, ChatInputs, ClipImage, Decoder, Generative
+from mmray.data.chat import ChatEncoder, with_marks
+from mmray.data.collate import UNLEARNED, learned_of
+from mmray.data.image import to_pixels
+from mmray.data.text import train_tokenizer
+from mmray.errors import UsageError
+from mmray.models.build import build
+from mmray.models.export import export
+from tests.train import toy
+from tests.train.test_step import INVALID, ROWS, micro_of, take
+
+TEXTS = ["a red circle", "a blue square on a green ground", "what is this?", "user: assistant: describe the image."]
+CHAT = Chat(question="what is this?")
+TOKENIZER = with_marks(train_tokenizer(TEXTS, 90), CHAT)
+ENCODER = ChatEncoder(TOKENIZER, CHAT, 40)
+INPUTS = ChatInputs(image_side=32, max_tokens=40, fit="squash", mean=(0.5, 0.4, 0.3), std=(0.25, 0.2, 0.1), chat=CHAT)
+SPEC = Generative(
+    inputs=INPUTS,
+    image=ClipImage(width=16, depth=2, heads=2, patch=8),
+    text=Decoder(width=24, depth=2, heads=2, max_positions=64),
+    vocab_size=ENCODER.vocab_size,
+)
+SAID = (
+    [{"role": "system", "content": "a red"}, {"role": "user", "content": ""}, {"role": "assistant", "content": "a"}],
+    ENCODER.asked("a blue square on a green ground"),
+    [*ENCODER.asked("a red circle"), *ENCODER.asked("a circle")],
+)
+
+
+def model_of(spec: Generative = SPEC, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = build(spec, ENCODER.vocab_size)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight) * 0.05)
+    return model.eval()
+
+
+def picture(seed: int = 0) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (32, 32, 3), dtype=np.uint8))
+
+
+def batch_of(conversations: list, seed: int = 0) -> dict[str, Tensor]:
+    columns = ENCODER.columns(conversations)
+    ids = torch.from_numpy(columns["input_ids"].astype(np.int64))
+    pixels = [to_pixels(picture(seed + number), 32, "squash", "bicubic") for number in range(len(ids))]
+    return learned_of(columns, ids.shape[1]) | {
+        "image": torch.from_numpy(np.stack(pixels)),
+        "input_ids": ids,
+        "attention_mask": (torch.arange(ids.shape[1]) < torch.from_numpy(columns["num_tokens"])[:, None]).long(),
+        "key": torch.arange(len(ids)),
+        "valid": torch.ones(len(ids), dtype=torch.bool),
+        "pos": torch.arange(len(ids)),
+    }
+
+
+def exported(model: nn.Module, folder: Path, spec: Generative = SPEC) -> Path:
+    return export(model, spec.model_dump(mode="json"), TOKENIZER, folder)
+
+
+@torch.no_grad()
+def test_exported_it_is_transformers_own_llava(tmp_path: Path) -> None:
+    """Its processor lays out the same text and pixels, its model says the same at each token, and goes on alike."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    model = model_of()
+    out = exported(model, tmp_path / "m")
+    processor, theirs = AutoProcessor.from_pretrained(out), AutoModelForImageTextToText.from_pretrained(out).eval()
+    for number, conversation in enumerate(SAID):
+        text, _ = ENCODER.laid_out(conversation)
+        given = processor(images=[picture(number)], text=[text], return_tensors="pt")
+        expected = theirs(**given).logits[0]
+        batch = batch_of([conversation], number)
+        mine = model(batch)["logits"][0]
+        places = given["input_ids"][0] == ENCODER.image_id
+        assert places.sum() == 16
+        said = (~places) | (torch.cumsum(places, 0) == 16)  # of the image, its last feature speaks
+        torch.testing.assert_close(mine, expected[said], rtol=1e-4, atol=1e-4)
+    asked = ENCODER.laid_out(ENCODER.asked("")[:1])[0] + "ASSISTANT:"
+    given = processor(images=[picture()], text=[asked], return_tensors="pt")
+    cut = given["input_ids"].shape[1] - 1  # without what the tokenizer closes a text with
+    given = {name: value[:, :cut] if value.ndim == 2 else value for name, value in given.items()}
+    written = theirs.generate(**given, max_new_tokens=12, do_sample=False)[0, cut:].tolist()
+    ended = written.index(ENCODER.end_id) if ENCODER.end_id in written else len(written)
+    assert mmray.load(out).answer([picture()], max_new_tokens=12) == [ENCODER.tokenizer.decode(written[:ended]).strip()]
+
+
+@torch.no_grad()
+def test_rows_do_not_see_each_other_nor_padding() -> None:
+    model = model_of()
+    together = model(batch_of(list(SAID)))["logits"]
+    for number, conversation in enumerate(SAID):
+        alone = model(batch_of([conversation], number))["logits"][0]
+        torch.testing.assert_close(together[number, : len(alone)], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_of_a_directory_are_those(tmp_path: Path) -> None:
+    model = model_of()
+    out = exported(model, tmp_path / "m")
+    again = build(SPEC.model_copy(update={"weights": str(out)}), ENCODER.vocab_size)
+    for (name, mine), (_, theirs) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, msg=name)
+    unread = ("image.tower.post_layernorm.weight", "image.tower.post_layernorm.bias")
+    assert {name for name, weight in again.named_parameters() if not weight.requires_grad} == set(unread)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"weights": "/nowhere"}, "there is no directory"),
+        ({"inputs": INPUTS.model_copy(update={"max_tokens": 60})}, "more than the 64 positions"),
+        ({"image": ClipImage(width=16, depth=1, heads=2, patch=7)}, "do not tile"),
+        ({"text": Decoder(width=24, depth=1, heads=5)}, "cannot be shared out over 5 heads"),
+    ],
+)
+def test_what_cannot_be_is_said(change: dict, complaint: str) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        build(SPEC.model_copy(update=change), ENCODER.vocab_size)
+
+
+def test_another_sort_of_model_is_refused(tmp_path: Path) -> None:
+    from transformers import BertConfig
+
+    BertConfig().save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="holds a model of type 'bert', not `llava`"):
+        build(SPEC.model_copy(update={"weights": str(tmp_path)}), ENCODER.vocab_size)
+
+
+def rows_of(step: int) -> dict[str, Tensor]:
+    """Rows with one to forty learned tokens, some with none, some invalid."""
+    draw = np.random.default_rng(step)
+    batch = batch_of([SAID[number] for number in draw.integers(0, 3, ROWS)], step)
+    batch["labels"][draw.integers(0, ROWS, 4)] = UNLEARNED
+    batch["valid"][list(INVALID)] = False
+    return batch
+
+
+def trained(micro: int) -> Tensor:
+    model = model_of().double().train()
+    learner = toy.learner(model, objective=toy.objective("language_modelling"))
+    for step in range(3):
+        assert take(learner, toy.cut(rows_of(step), micro), step).finite
+    return toy.flat(model)
+
+
+def test_accumulated_is_the_whole_batch() -> None:
+    whole = trained(ROWS)
+    assert (whole - toy.flat(model_of().double())).abs().max() > 0.01
+    for accumulation in (2, 4, 8):
+        torch.testing.assert_close(trained(micro_of(accumulation)), whole, rtol=0, atol=1e-9)

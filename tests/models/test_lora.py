@@ -1,0 +1,119 @@
+"""Adapters: at first they change nothing, then they alone learn, and merged they are the weights of a plain model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mmray
+from mmray.config import Clip, ClipImage, ClipText, Inputs, Lora, Model
+from mmray.errors import UsageError
+from mmray.models import lora
+from mmray.models.build import build
+from mmray.models.synthetic import synthetic_batch
+from tests.models import test_generative as writing
+from tests.train import toy
+from tests.train.test_step import take
+
+INPUTS = Inputs(image_side=32, max_tokens=10, fit="squash")
+VOCAB = 23
+ADAPTERS = Lora(rank=3, alpha=6, dropout=0.0)
+SPECS: dict[str, tuple[Model, str, str]] = {  # with the objective, and an output that the adapters change
+    "clip": (
+        Clip(
+            inputs=INPUTS,
+            image=ClipImage(width=16, depth=2, heads=2, patch=8),
+            text=ClipText(width=16, depth=2, heads=2),
+            embed_dim=8,
+        ),
+        "contrastive",
+        "image_embed",
+    ),
+    "generative": (writing.SPEC, "language_modelling", "logits"),
+}
+
+
+def models_of(kind: str) -> tuple[nn.Module, nn.Module]:
+    """The same drawn model without adapters and with them, float64."""
+    spec = SPECS[kind][0]
+    found = []
+    for section in (Lora(), ADAPTERS):
+        torch.manual_seed(0)
+        found.append(build(spec.model_copy(update={"lora": section}), spec.vocab_size or VOCAB).double())
+    return found[0], found[1]
+
+
+def trained(kind: str, model: nn.Module, micro: int = 4) -> nn.Module:
+    """Three steps of eight rows."""
+    spec, objective, _ = SPECS[kind]
+    learner = toy.learner(model.train(), objective=toy.objective(objective))
+    for step in range(3):
+        batch = synthetic_batch(spec.inputs, spec.vocab_size or VOCAB, 8, "cpu", step)
+        assert take(learner, toy.cut({"labels": batch["input_ids"]} | batch, micro), step).finite
+    return model.eval()
+
+
+def base_of(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name.replace(".base_layer", ""): weight for name, weight in model.state_dict().items() if "lora_" not in name
+    }
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_adapters_alone_learn_and_merge_into_the_weights(kind: str) -> None:
+    spec, _, output = SPECS[kind]
+    plain, adapted = models_of(kind)
+    batch = synthetic_batch(spec.inputs, spec.vocab_size or VOCAB, 3, "cpu", 9)
+    with torch.no_grad():
+        before = plain.eval()(batch)[output]
+        torch.testing.assert_close(adapted.eval()(batch)[output], before, rtol=0, atol=0)
+    learning = [name for name, weight in adapted.named_parameters() if weight.requires_grad]
+    assert learning and all("lora_" in name for name in learning)
+    trained(kind, adapted)
+    for name, weight in base_of(adapted).items():
+        assert torch.equal(weight, plain.state_dict()[name]), name
+    with torch.no_grad():
+        after = adapted(batch)[output]
+        assert (after - before).abs().max() > 1e-6
+        merged = lora.merge(adapted)
+        assert merged.state_dict().keys() == plain.state_dict().keys()
+        torch.testing.assert_close(merged(batch)[output], after, rtol=0, atol=1e-9)
+
+
+def test_accumulated_is_the_whole_batch_with_adapters() -> None:
+    ended = [toy.flat(trained("generative", models_of("generative")[1], micro)) for micro in (8, 3)]
+    torch.testing.assert_close(ended[0], ended[1], rtol=0, atol=1e-9)
+
+
+def test_layers_without_a_reader_get_no_adapter() -> None:
+    """Of saved LLaVAs the last layer of the image's encoder is not read: an adapter there would never learn."""
+    torch.manual_seed(0)
+    model = build(writing.SPEC, writing.ENCODER.vocab_size)
+    model.image.tower.encoder.layers[1].requires_grad_(False)
+    lora.add(model, ADAPTERS)
+    adapted = [name for name, layer in model.named_modules() if hasattr(layer, "lora_A")]
+    assert any(name.startswith("image.tower.encoder.layers.0") for name in adapted)
+    assert not any(name.startswith("image.tower.encoder.layers.1") for name in adapted)
+
+
+def test_a_merged_export_answers_as_the_run_did(tmp_path: Path) -> None:
+    adapted = trained("generative", models_of("generative")[1]).float()
+    batch = writing.batch_of(list(writing.SAID))
+    with torch.no_grad():
+        expected = adapted(batch)["logits"]
+        loaded = mmray.load(writing.exported(lora.merge(adapted), tmp_path / "m"))
+        torch.testing.assert_close(loaded.model(batch)["logits"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SPECS["clip"][0]
+    wrong = ADAPTERS.model_copy(update={"targets": ("*.q_proj", "*.query")})
+    with pytest.raises(UsageError, match=r"model.lora.targets: `\*.query` fits no linear layer"):
+        build(spec.model_copy(update={"lora": wrong}), VOCAB)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UsageError, match=r"pip install \"mmray\[lora\]\""):
+        build(spec.model_copy(update={"lora": ADAPTERS}), VOCAB)

@@ -1,0 +1,70 @@
+"""A run of each kind of model on Ray: the same weights as in one process, and on from a checkpoint to the same end."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import mmray
+from mmray.config import Cluster, Config, Data
+from mmray.data.store import PreparedSet
+from mmray.train.scoring import export_run, score_run
+from mmray.train.trainer import train
+from tests.made import CAPTIONS, make_set, png, row
+from tests.train.runs import Silent, lines, same_weights
+from tests.train.test_kinds import KINDS, STEPS, config_of, ended, trained
+
+SCORES = ("recall_at", "median_rank", "zero_shot", "classification", "loss")
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows with label row % 3; a training split and one to evaluate on."""
+    rows = [replace(row(number), label=number % 3) for number in range(30)]
+    folder = tmp_path_factory.mktemp("kinds-on-ray") / "set"
+    make_set(folder, rows[:22], rows[22:])
+    return folder
+
+
+def on_ray(kind: str, place: Path, storage: Path) -> Config:
+    config = config_of(kind, storage)
+    return config.model_copy(update={"data": Data(train=str(place), workers=1), "cluster": Cluster(workers=1)})
+
+
+@pytest.fixture
+def alone(place: Path, tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, dict]:
+    """A run of the kind in this process: its folder, and what it measured at its end."""
+    sets = PreparedSet.open(str(place), "train"), PreparedSet.open(str(place), "test")
+    folder = tmp_path / "alone"
+    return folder, trained(config_of(request.param, tmp_path), sets, folder)["metrics"]
+
+
+@pytest.mark.parametrize(("kind", "alone"), [(kind, kind) for kind in KINDS], indirect=["alone"])
+def test_a_checkpoint_goes_on_on_ray_to_the_same_end(
+    kind: str, alone: tuple[Path, dict], local_ray: None, place: Path, tmp_path: Path
+) -> None:
+    folder, metrics = alone
+    config = on_ray(kind, place, tmp_path)
+    shutil.copytree(folder / "checkpoints" / "step-3", tmp_path / kind / "checkpoints" / "step-3")
+    run = train(config, Silent())
+    assert (run.result["status"], run.result["steps"], run.result["restarts"]) == ("finished", STEPS, 0)
+    assert [line["step"] for line in lines(run.path)] == [4, 5, 6]
+    assert same_weights(ended(run.path), ended(folder))
+    scores = {name: value for name, value in run.result["metrics"].items() if name.startswith(SCORES)}
+    assert {name: metrics[name] for name in scores} == pytest.approx(scores, rel=1e-6)
+    loaded = mmray.load(export_run(run.path, tmp_path / "exported", None))
+    assert (loaded.embed_images([png(3)]) @ loaded.embed_texts(CAPTIONS).T).isfinite().all()
+
+
+@pytest.mark.parametrize("alone", ["fusion"], indirect=True)
+def test_on_ray_as_in_one_process(alone: tuple[Path, dict], local_ray: None, place: Path, tmp_path: Path) -> None:
+    folder, metrics = alone
+    run = train(on_ray("fusion", place, tmp_path), Silent())
+    assert same_weights(ended(run.path), ended(folder))
+    scores = score_run(run.path, None, "test", None, None, Silent())
+    for found in (run.result["metrics"], metrics):
+        assert {name: found[name] for name in scores} == pytest.approx(scores, rel=1e-6)
