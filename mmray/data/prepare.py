@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from mmray.config import Prepare
 
 MAX_BLOCKS = 2000  # a Ray task each; a larger source gets several chunks a task
-MAX_RETRIES = 3  # left alone, Ray starts a task again for ever whose worker dies (of a hostile file, say)
+# Left alone, Ray starts a task again for ever whose worker dies. Of a death it cannot say the cause: an image gets two
+# tries in the worker and one in a child of it; after that it is named, and only a lost node is left as a cause.
+MAX_RETRIES, MAX_RETRIES_APART = 1, 3
 
 
 @dataclass(frozen=True)
@@ -183,14 +185,14 @@ def _run(job: Job, chunks: list[Chunk]) -> Iterator[tuple[int, int, int]]:
     """(index, rows, bad rows) of each chunk, as it is done; after a worker's death the rest with decoders apart."""
     done: set[int] = set()
     try:
-        for answer in _ray_job(job, chunks):
+        for answer in _ray_job(job, chunks, MAX_RETRIES):
             done.add(answer[0])
             yield answer
         return
     except ray.exceptions.RayError:
         rest = [chunk for chunk in chunks if chunk.index not in done]
     try:
-        yield from _ray_job(replace(job, careful=True), rest)
+        yield from _ray_job(replace(job, careful=True), rest, MAX_RETRIES_APART)
     except ray.exceptions.RayError as error:
         raise ResourceError(
             f"the prepare job ended, while at {_unfinished(job, rest)}: {error}\nThe same command goes on where it "
@@ -199,8 +201,8 @@ def _run(job: Job, chunks: list[Chunk]) -> Iterator[tuple[int, int, int]]:
         ) from error
 
 
-def _ray_job(job: Job, chunks: list[Chunk]) -> Iterator[tuple[int, int, int]]:
-    """The Ray Data job itself. Raises RayError once a chunk has killed its worker MAX_RETRIES times more."""
+def _ray_job(job: Job, chunks: list[Chunk], retries: int) -> Iterator[tuple[int, int, int]]:
+    """The Ray Data job itself. Raises RayError once a chunk has killed its worker `retries` times more."""
     if not chunks:
         return
     items = [{"chunk": orjson.dumps(asdict(chunk)).decode()} for chunk in chunks]
@@ -208,7 +210,7 @@ def _ray_job(job: Job, chunks: list[Chunk]) -> Iterator[tuple[int, int, int]]:
     with warnings.catch_warnings():  # Ray 2.60 has no other way to say max_retries, and means to drop this one
         warnings.simplefilter("ignore")
         results = dataset.map_batches(
-            partial(_pack_batch, job=job), batch_size=1, batch_format="numpy", max_retries=MAX_RETRIES
+            partial(_pack_batch, job=job), batch_size=1, batch_format="numpy", max_retries=retries
         )
     for row in results.iter_rows():
         if row["fault"]:
