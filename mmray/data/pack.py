@@ -26,7 +26,7 @@ from mmray.data.store import Row, ShardWriter, images_sha256
 from mmray.data.text import BadText, clean
 from mmray.data.trial import Trial
 
-_RECORD_VERSION = 2
+_RECORD_VERSION = 3
 _BOX_SLACK = 0.01  # annotators draw a pixel over the edge
 
 
@@ -110,7 +110,10 @@ class _Task:
         self.job, self.chunk = job, chunk
         self.source, self.out = Place(job.source.address), Place(job.out)
         self.writers: dict[str | None, ShardWriter] = {}
-        self.rows: dict[str, list[Any]] = {"line": [], "origin": [], "key": [], "image": [], "row": [], "shard": []}
+        self.rows: dict[str, list[Any]] = {
+            "line": [], "origin": [], "key": [], "image": [], "row": [], "text": [],
+            "shard": [],
+        }  # fmt: skip
         self.faults: list[dict[str, Any]] = []
         self.files: list[tuple[str, int | None, int | None]] = []
         self.retry = False
@@ -132,8 +135,11 @@ class _Task:
             self.faults.append({"line": item.line, "key": bad.key or key, "source": item.origin} | fault)
             return
         self._writer(row.split, files).append(row)
-        texts = hashlib.sha256(orjson.dumps([original, *row.texts])).hexdigest()
-        entry = (item.line, item.origin, row.key, original[:32], texts[:32], list(self.writers).index(row.split))
+        text, whole = (
+            hashlib.sha256(orjson.dumps(values)).hexdigest() for values in (row.texts, [original, *row.texts])
+        )
+        shard = list(self.writers).index(row.split)
+        entry = (item.line, item.origin, row.key, original[:32], whole[:32], text[:32], shard)
         for column, value in zip(self.rows.values(), entry, strict=True):
             column.append(value)
 

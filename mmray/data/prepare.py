@@ -9,29 +9,27 @@ appended to, and a larger error budget costs nothing. Nothing counts before mani
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import orjson
-import ray.data
+import ray
 
-from mmray.data import assemble
+from mmray.data import against, assemble
 from mmray.data.formats.choose import choose
 from mmray.data.formats.source import Chunk, SourceChanged
 from mmray.data.manifest import MANIFEST, PARTS, SHARDS, TOKENIZER, Manifest, read_manifest
 from mmray.data.pack import Job, is_current, pack_chunk, read_record
 from mmray.data.place import UNFINISHED, Place
 from mmray.data.target import make, one_writer, sweep, sweep_unfinished
+from mmray.data.tasks import answer_of, item_of, run_tasks
 from mmray.errors import DataError, ResourceError, UsageError
 
 if TYPE_CHECKING:
     from mmray.config import Prepare
 
-MAX_BLOCKS = 2000  # a Ray task each; a larger source gets several chunks a task
 # Left alone, Ray starts a task again for ever whose worker dies. Of a death it cannot say the cause: an image gets two
 # tries in the worker and one in a child of it; after that it is named, and only a lost node is left as a cause.
 MAX_RETRIES, MAX_RETRIES_APART = 1, 3
@@ -41,7 +39,7 @@ MAX_RETRIES, MAX_RETRIES_APART = 1, 3
 class Progress:
     """How far a prepare is."""
 
-    stage: str  # scan, pack, assemble or tokenizer
+    stage: str  # scan, pack, assemble, compare or tokenizer
     done_rows: int
     total_rows: int  # 0 while the source is being scanned
     bad_rows: int = 0
@@ -60,6 +58,7 @@ def prepare(
     Returns the manifest that is then in the folder. Raises DataError (a fault of the whole source, or more bad rows
     than `settings.max_bad_fraction`), UsageError (a folder that cannot be meant), ResourceError (what failed may pass).
     """
+    against.check(settings, out)
     chosen = choose(source, settings.format)
     target, report = Place(out), progress or (lambda _: None)
     job = Job(
@@ -102,6 +101,7 @@ def _prepare(job: Job, settings: Prepare, report: Report, say: Say) -> Manifest:
     total = sum(_counted(read_record(out, index)) for index in done) if total is None else total
     report(Progress("assemble", total, total))
     findings = assemble.find(out, done, settings.duplicates)
+    findings, leakage = _compare(job, settings, done, findings, report)
     shards, reasons = assemble.write_quarantine(out, done, findings)
     num_read = findings.num_rows + reasons.total() - findings.num_dropped
     assemble.check_budget(_where(job), out, num_read, total, reasons, settings.max_bad_fraction)
@@ -112,12 +112,26 @@ def _prepare(job: Job, settings: Prepare, report: Report, say: Say) -> Manifest:
         _identity(job, chunks) | _found_at(job),
         shards,
         reasons,
-        findings.num_leaks,
+        findings,
+        leakage,
         has_tokenizer,
     )
     out.write(MANIFEST, manifest.to_json())
     sweep(out, len(chunks))
     return manifest
+
+
+def _compare(
+    job: Job, settings: Prepare, done: list[int], findings: assemble.Findings, report: Report
+) -> tuple[assemble.Findings, dict[str, Any]]:
+    """Leaks into other sets and across splits, where they are asked for: findings with those to set aside, summary."""
+    if not against.wanted(settings):
+        return findings, {}
+    source = job.source.address if job.reference else ""
+    told, summary = against.leaks_of(
+        Place(job.out), done, source, findings, settings, lambda rows, total: report(Progress("compare", rows, total))
+    )
+    return replace(findings, leaked=told) if settings.drop_leaked else findings, summary
 
 
 def _scan(job: Job, report: Report) -> list[Chunk]:
@@ -203,16 +217,7 @@ def _run(job: Job, chunks: list[Chunk]) -> Iterator[tuple[int, int, int]]:
 
 def _ray_job(job: Job, chunks: list[Chunk], retries: int) -> Iterator[tuple[int, int, int]]:
     """The Ray Data job itself. Raises RayError once a chunk has killed its worker `retries` times more."""
-    if not chunks:
-        return
-    items = [{"chunk": orjson.dumps(asdict(chunk)).decode()} for chunk in chunks]
-    dataset = ray.data.from_items(items, override_num_blocks=min(len(items), MAX_BLOCKS))
-    with warnings.catch_warnings():  # Ray 2.60 has no other way to say max_retries, and means to drop this one
-        warnings.simplefilter("ignore")
-        results = dataset.map_batches(
-            partial(_pack_batch, job=job), batch_size=1, batch_format="numpy", max_retries=retries
-        )
-    for row in results.iter_rows():
+    for row in run_tasks(partial(_pack_batch, job=job), [asdict(chunk) for chunk in chunks], retries):
         if row["fault"]:
             raise (DataError if row["changed"] else ResourceError)(row["fault"])
         yield int(row["index"]), int(row["num_rows"]), int(row["num_bad"])
@@ -228,7 +233,7 @@ def _unfinished(job: Job, chunks: list[Chunk]) -> str:
 
 def _pack_batch(batch: dict[str, np.ndarray], job: Job) -> dict[str, np.ndarray]:
     """The Ray task: one chunk. What is expected to fail comes back as a value, so that Ray does not try it again."""
-    chunk = Chunk(**orjson.loads(batch["chunk"][0]))
+    chunk = Chunk(**item_of(batch))
     answer: dict[str, Any] = {"index": chunk.index, "num_rows": 0, "num_bad": 0, "fault": "", "changed": False}
     try:
         packed = pack_chunk(job, chunk)
@@ -237,7 +242,7 @@ def _pack_batch(batch: dict[str, np.ndarray], job: Job) -> dict[str, np.ndarray]
         answer |= {"fault": str(error), "changed": True}
     except OSError as error:
         answer |= {"fault": f"cannot write to {job.out}: {error}; the same command goes on once that is put right"}
-    return {name: np.array([value]) for name, value in answer.items()}
+    return answer_of(answer)
 
 
 def _is_continued(before: Manifest, job: Job, chunks: list[Chunk]) -> bool:
