@@ -29,13 +29,15 @@ class PrepareCommand:
     out: Positional[str]
     """Folder of the prepared set; prepared again, it goes on where it was and takes only new rows."""
     settings: OmitArgPrefixes[Prepare] = field(default_factory=Prepare)
+    retry_quarantine: bool = False
+    """Try again what was set aside because it could not be read or decoded, with the rest of its shard."""
     address: str | None = None
     """Ray address; none: RAY_ADDRESS where it is set, else this machine."""
 
 
 def _with_values(words: Sequence[str]) -> list[str]:
     """The words, with `True` behind a switch that stands alone, as in `--reference`."""
-    switches = {
+    switches = {"--retry-quarantine"} | {
         f"--{name.replace('_', '-')}" for name, setting in Prepare.model_fields.items() if setting.annotation is bool
     }
     out: list[str] = []
@@ -68,7 +70,14 @@ def prepare(argv: Sequence[str], screen: Screen) -> int:
     began_s = time.monotonic()
     with joined(Cluster(address=command.address)), screen.work("starting Ray"):
         reporter = Reporter(screen)
-        manifest = prepare_rows(command.source, command.out, command.settings, reporter.preparing, reporter.note)
+        manifest = prepare_rows(
+            command.source,
+            command.out,
+            command.settings,
+            reporter.preparing,
+            reporter.note,
+            command.retry_quarantine,
+        )
     splits = ", ".join(f"{name or 'no split'} {rows:,}" for name, rows in sorted(manifest.splits.items()))
     screen.note(f"{manifest.num_read:,} rows read in {time.monotonic() - began_s:.0f} s", "read")
     screen.note(f"{manifest.num_rows:,} rows ({splits}) in {command.out}", "prepared")

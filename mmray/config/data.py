@@ -18,6 +18,9 @@ class Prepare(Section):
     max_bad_fraction: float = Field(
         0.01, ge=0, le=1, description="More quarantined rows than this, duplicates included, end it (exit 5)."
     )
+    max_bad_run: int = Field(
+        0, ge=0, description="So many bad rows one after another end it too (a folder that is gone); 0: no limit."
+    )
     image_side: int = Field(0, ge=0, description="Re-encode images whose shorter side is longer; 0 keeps the bytes.")
     max_pixels: int = Field(25_000_000, ge=1, description="Images whose header says more are refused before decode.")
     duplicates: Literal["image", "row", "keep"] = Field(

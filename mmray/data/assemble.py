@@ -5,7 +5,6 @@ Runs on the driver after the Ray job, over the records that the tasks left; memo
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
+from mmray.data.budget import LEAKED
 from mmray.data.hygiene import HELD_OUT, NONE, digests, find_duplicates, first_of, text_digests
 from mmray.data.manifest import QUARANTINE, TOKENIZER, Manifest, Shard, fingerprint
 from mmray.data.pack import read_record, shards_of
@@ -25,9 +25,6 @@ from mmray.errors import DataError
 
 if TYPE_CHECKING:
     from mmray.config import Prepare
-
-
-LEAKED = "leaked"  # the reason of rows that --drop-leaked sets aside; the budget of bad rows does not count them
 
 
 @dataclass(frozen=True)
@@ -111,45 +108,6 @@ def name_splits(shards: list[Shard]) -> tuple[list[Shard], dict[str, int]]:
         if shard.split:
             splits[shard.split] += shard.num_live
     return shards, {split: rows for split, rows in splits.items() if rows}
-
-
-def most_bad(budget: float, total: int) -> int:
-    """Rows that may be bad; 0.29 of 100 is 29, though the product of the floats is a little less."""
-    return int(budget * total + 1e-6)
-
-
-def check_budget(where: str, out: Place, num_read: int, total: int, reasons: Counter[str], budget: float) -> None:
-    """Raises DataError where more rows are bad than the budget allows, or none is good."""
-    bad = reasons.total() - reasons[LEAKED]
-    if reasons[LEAKED] and reasons.total() == num_read:
-        raise DataError(
-            f"{where}: none of {num_read:,} rows is left, {reasons[LEAKED]:,} leak (prepare.drop_leaked) into the sets "
-            f"it is held against: {out.address}/{QUARANTINE} says which into which; hold it against other sets"
-        )
-    if bad < num_read and bad <= most_bad(budget, total):
-        return
-    lines = [f"{where}: {bad:,} of {num_read:,} rows are bad ({100 * bad / num_read:.3g} %)"]
-    if bad == num_read:
-        lines[0] += ", none is good"
-    else:
-        seen = "" if num_read == total else f" of all {total:,}: the rest was not read"
-        lines[0] += f", the budget is {100 * budget:.3g} %{seen} (prepare.max_bad_fraction)"
-    for reason, count in reasons.most_common(5):
-        lines.append(f"  {count:,} {reason}, for example {_example(out, reason)}")
-    lines.append(f"All of them are in {out.address}/{QUARANTINE}.")
-    if bad < num_read:
-        enough = -(-1000 * bad // total) / 1000
-        keep = ", keep duplicates with prepare.duplicates keep" if "duplicate" in reasons else ""
-        lines.append(
-            f"Correct them{keep}, or raise prepare.max_bad_fraction to {enough:g}; "
-            "the same command then goes on with what is done."
-        )
-    else:
-        lines.append(
-            "Correct the source; each row needs `image` (a path in its folder) and `text`; "
-            "columns of other names are mapped with --columns image=NAME text=NAME."
-        )
-    raise DataError("\n".join(lines))
 
 
 def tokenizer_for(out: Place, shards: list[Shard], vocab_size: int) -> str | None:
@@ -252,13 +210,3 @@ def _texts(out: Place, shard: Shard) -> Iterator[str]:
                 if row not in dropped:
                     yield from texts
                 row += 1
-
-
-def _example(out: Place, reason: str) -> str:
-    """The first quarantined row of a reason, as `file:line: detail`."""
-    with io.BufferedReader(out.open(QUARANTINE)) as file:
-        for line in file:
-            fault = orjson.loads(line)
-            if fault["reason"] == reason:
-                return f"{fault['source']}: {fault['detail'][:160]}"
-    return "none"

@@ -103,6 +103,11 @@ def is_current(record: dict[str, Any], job: Job, chunk: Chunk) -> bool:
     )
 
 
+def has_unread(record: dict[str, Any]) -> bool:
+    """Whether rows of the chunk were set aside that may be good another time: their files did not open or decode."""
+    return any(fault["stage"] in ("read", "decode") for fault in record["faults"])
+
+
 class _Task:
     """The state of one chunk while it is packed."""
 

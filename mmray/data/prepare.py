@@ -18,10 +18,11 @@ import numpy as np
 import ray
 
 from mmray.data import against, assemble
+from mmray.data.budget import BadRuns, Fault, check_budget, check_run, most_bad
 from mmray.data.formats.choose import choose
 from mmray.data.formats.source import Chunk, SourceChanged
 from mmray.data.manifest import MANIFEST, PARTS, SHARDS, TOKENIZER, Manifest, read_manifest
-from mmray.data.pack import Job, is_current, pack_chunk, read_record
+from mmray.data.pack import Job, has_unread, is_current, pack_chunk, read_record
 from mmray.data.place import UNFINISHED, Place
 from mmray.data.target import make, one_writer, sweep, sweep_unfinished
 from mmray.data.tasks import answer_of, item_of, run_tasks
@@ -51,12 +52,18 @@ Say = Callable[[str, str], None]  # a line and its label
 
 
 def prepare(
-    source: str, out: str, settings: Prepare, progress: Report | None = None, say: Say | None = None
+    source: str,
+    out: str,
+    settings: Prepare,
+    progress: Report | None = None,
+    say: Say | None = None,
+    retry: bool = False,
 ) -> Manifest:
     """Check, clean and pack the image-text rows of a source into the folder `out`; Ray must be initialised.
 
-    Returns the manifest that is then in the folder. Raises DataError (a fault of the whole source, or more bad rows
-    than `settings.max_bad_fraction`), UsageError (a folder that cannot be meant), ResourceError (what failed may pass).
+    `retry` tries again what an earlier prepare set aside because it could not be read or decoded. Returns the manifest
+    that is then in the folder. Raises DataError (a fault of the whole source, or more bad rows
+    than `settings` allow), UsageError (a folder that cannot be meant), ResourceError (what failed may pass).
     """
     against.check(settings, out)
     chosen = choose(source, settings.format)
@@ -76,12 +83,12 @@ def prepare(
     make(target)
     with one_writer(target):
         try:
-            return _prepare(job, settings, report, say or (lambda _, __: None))
+            return _prepare(job, settings, report, say or (lambda _, __: None), retry)
         except OSError as error:
             raise ResourceError(f"prepare stopped: {error}; put it right, and the same command goes on") from error
 
 
-def _prepare(job: Job, settings: Prepare, report: Report, say: Say) -> Manifest:
+def _prepare(job: Job, settings: Prepare, report: Report, say: Say, retry: bool) -> Manifest:
     out = Place(job.out)
     sweep_unfinished(out)
     before = read_manifest(out)
@@ -97,14 +104,15 @@ def _prepare(job: Job, settings: Prepare, report: Report, say: Say) -> Manifest:
                 f"{job.out} holds the set made from {before.source['name']}: choose another folder for {called}"
             )
         before = None
-    done = _pack(job, chunks, total, settings.max_bad_fraction, report)
+    done, run = _pack(job, chunks, total, settings, report, retry)
     total = sum(_counted(read_record(out, index)) for index in done) if total is None else total
     report(Progress("assemble", total, total))
     findings = assemble.find(out, done, settings.duplicates)
-    findings, leakage = _compare(job, settings, done, findings, report)
+    findings, leakage = (findings, {}) if run else _compare(job, settings, done, findings, report)
     shards, reasons = assemble.write_quarantine(out, done, findings)
     num_read = findings.num_rows + reasons.total() - findings.num_dropped
-    assemble.check_budget(_where(job), out, num_read, total, reasons, settings.max_bad_fraction)
+    check_run(_where(job), out, run, settings.max_bad_run)
+    check_budget(_where(job), out, num_read, total, reasons, settings.max_bad_fraction)
     report(Progress("tokenizer", num_read, total, reasons.total()))
     has_tokenizer = _write_tokenizer(out, shards, settings, before)
     manifest = assemble.make_manifest(
@@ -162,32 +170,39 @@ def _counted(record: dict[str, Any] | None) -> int:
     return len(record["rows"]["key"]) + len(record["faults"]) if record else 0
 
 
-def _pack(job: Job, chunks: list[Chunk], total: int | None, budget: float, report: Report) -> list[int]:
-    """Pack what is not done; the indices of the chunks that are.
+def _pack(
+    job: Job, chunks: list[Chunk], total: int | None, settings: Prepare, report: Report, retry: bool
+) -> tuple[list[int], list[Fault] | None]:
+    """Pack what is not done; the indices of the chunks that are, and a run of bad rows that is too long.
 
-    Ends early once more rows are bad than the budget allows, where it is known beforehand how many there are.
+    Ends early with such a run, or once more rows are bad than the budget allows, where it is known beforehand how many
+    there are.
     """
-    out, most_bad = Place(job.out), None if total is None else assemble.most_bad(budget, total)
+    out, most = Place(job.out), None if total is None else most_bad(settings.max_bad_fraction, total)
+    runs, run = BadRuns(settings.max_bad_run), None
     done: list[int] = []
     todo: list[Chunk] = []
     rows = bad = 0
     for chunk in chunks:
         record = read_record(out, chunk.index)
-        if record is None or not is_current(record, job, chunk):
+        if record is None or not is_current(record, job, chunk) or (retry and has_unread(record)):
             todo.append(chunk)
             continue
         done.append(chunk.index)
         rows, bad = rows + _counted(record), bad + len(record["faults"])
+        run = run or runs.add(chunk.index, record)
     kept = rows
     report(Progress("pack", rows, _expected(total, rows, done, chunks), bad, kept))
-    results = _run(job, todo) if most_bad is None or bad <= most_bad else iter(())
+    results = _run(job, todo) if run is None and (most is None or bad <= most) else iter(())
     for index, num_rows, num_bad in results:
         done.append(index)
         rows, bad = rows + num_rows, bad + num_bad
         report(Progress("pack", rows, _expected(total, rows, done, chunks), bad, kept))
-        if most_bad is not None and bad > most_bad:
+        record = read_record(out, index) if settings.max_bad_run else None
+        run = runs.add(index, record) if record else None
+        if run or (most is not None and bad > most):
             break
-    return sorted(done)
+    return sorted(done), run
 
 
 def _expected(total: int | None, rows: int, done: list[int], chunks: list[Chunk]) -> int:

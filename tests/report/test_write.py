@@ -133,7 +133,7 @@ def set_aside(tmp_path):
                 "source": {"format": "jsonl", "file": "rows.jsonl", "folder": str(source)},
                 "leakage": {"exact": 1, "near": 2, "near_bits": 7, "dropped": True, "found_in": {"/e": 3, "splits": 0}},
             }
-        )  # fmt: skip
+        )
     )
     small = "data:image/webp;base64,AAAA"
     leaks = [
