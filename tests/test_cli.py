@@ -7,6 +7,7 @@ from rich.console import Console
 
 from mmray import cli
 from mmray.cli.console import Screen, recall_table, training_figures
+from mmray.cli.prepare import _with_values
 from mmray.config import from_yaml
 
 
@@ -36,6 +37,18 @@ def test_flags_take_what_yaml_writes(typed):
     code, out, _ = typed("train", "--data.shuffle", "false", "--augment.crop-scale", "0.5", "1", "--print-config")
     config = from_yaml(out, "printed")
     assert code == 0 and not config.data.shuffle and config.augment.crop_scale == (0.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["a", "b", "--reference"], ["a", "b", "--reference", "True"]),
+        (["--drop-leaked", "--against", "x"], ["--drop-leaked", "True", "--against", "x"]),
+        (["--reference", "False", "a", "b"], ["--reference", "False", "a", "b"]),
+    ],
+)
+def test_a_switch_of_prepare_may_stand_alone(words, meant):
+    assert _with_values(words) == meant
 
 
 @pytest.mark.parametrize(

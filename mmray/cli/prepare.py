@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import tyro
 from tyro.conf import OmitArgPrefixes, Positional
@@ -13,6 +14,9 @@ from mmray.cli.console import Screen
 from mmray.cli.parse import STYLE
 from mmray.cli.reporter import Reporter
 from mmray.config import Cluster, Prepare
+
+if TYPE_CHECKING:
+    from mmray.data.manifest import Manifest
 
 
 @dataclass(frozen=True)
@@ -25,25 +29,62 @@ class PrepareCommand:
     out: Positional[str]
     """Folder of the prepared set; prepared again, it goes on where it was and takes only new rows."""
     settings: OmitArgPrefixes[Prepare] = field(default_factory=Prepare)
+    retry_quarantine: bool = False
+    """Try again what was set aside because it could not be read or decoded, with the rest of its shard."""
     address: str | None = None
     """Ray address; none: RAY_ADDRESS where it is set, else this machine."""
 
 
+def _with_values(words: Sequence[str]) -> list[str]:
+    """The words, with `True` behind a switch that stands alone, as in `--reference`."""
+    switches = {"--retry-quarantine"} | {
+        f"--{name.replace('_', '-')}" for name, setting in Prepare.model_fields.items() if setting.annotation is bool
+    }
+    out: list[str] = []
+    for word, after in zip(words, [*words[1:], "--"], strict=True):
+        out += [word, "True"] if word in switches and after.startswith("--") else [word]
+    return out
+
+
+def _findings(manifest: Manifest, out: str) -> Iterator[tuple[str, str]]:
+    """(label, line) of what was found beyond bad rows."""
+    if manifest.num_same_text:
+        yield "captions", f"{manifest.num_same_text:,} rows repeat the captions of an earlier row; they are kept"
+    if found := manifest.leakage:
+        total = found["exact"] + found["near"]
+        where = ", ".join(
+            f"{rows:,} in {'another split' if name == 'splits' else name}" for name, rows in found["found_in"].items()
+        )
+        kept = "set aside" if found["dropped"] else "kept; --drop-leaked sets them aside"
+        yield "leaked", f"{total:,} rows ({found['exact']:,} exact, {found['near']:,} alike): {where}; {kept}"
+        if total:
+            yield "", f"each with its twin in {out}/leaks.jsonl"
+
+
 def prepare(argv: Sequence[str], screen: Screen) -> int:
-    """mmray prepare SOURCE OUT [--max-bad-fraction 0.01] [--image-side 256] [--holdout 0.1] ..."""
-    command = tyro.cli(PrepareCommand, args=list(argv), prog="mmray prepare", config=STYLE)
+    """mmray prepare SOURCE OUT [--max-bad-fraction 0.01] [--image-side 256] [--against SET] ..."""
+    command = tyro.cli(PrepareCommand, args=_with_values(argv), prog="mmray prepare", config=STYLE)
     from mmray.cluster.join import joined
     from mmray.data.prepare import prepare as prepare_rows
 
     began_s = time.monotonic()
     with joined(Cluster(address=command.address)), screen.work("starting Ray"):
         reporter = Reporter(screen)
-        manifest = prepare_rows(command.source, command.out, command.settings, reporter.preparing, reporter.note)
+        manifest = prepare_rows(
+            command.source,
+            command.out,
+            command.settings,
+            reporter.preparing,
+            reporter.note,
+            command.retry_quarantine,
+        )
     splits = ", ".join(f"{name or 'no split'} {rows:,}" for name, rows in sorted(manifest.splits.items()))
     screen.note(f"{manifest.num_read:,} rows read in {time.monotonic() - began_s:.0f} s", "read")
     screen.note(f"{manifest.num_rows:,} rows ({splits}) in {command.out}", "prepared")
     screen.note(
         f"{manifest.num_quarantined:,} rows, each with its reason in {command.out}/quarantine.jsonl", "set aside"
     )
+    for label, line in _findings(manifest, command.out):
+        screen.note(line, label)
     screen.note(f"mmray train --data.train {command.out}", "next")
     return 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
+import tyro
 from pydantic import Field, field_validator, model_validator
 
 from mmray.config.section import Section
@@ -16,6 +17,9 @@ class Prepare(Section):
     path: ClassVar[str] = "prepare"
     max_bad_fraction: float = Field(
         0.01, ge=0, le=1, description="More quarantined rows than this, duplicates included, end it (exit 5)."
+    )
+    max_bad_run: int = Field(
+        0, ge=0, description="So many bad rows one after another end it too (a folder that is gone); 0: no limit."
     )
     image_side: int = Field(0, ge=0, description="Re-encode images whose shorter side is longer; 0 keeps the bytes.")
     max_pixels: int = Field(25_000_000, ge=1, description="Images whose header says more are refused before decode.")
@@ -35,6 +39,15 @@ class Prepare(Section):
     )
     reference: bool = Field(
         False, description="Keep the images where they are and write an index of them; the source must then stay."
+    )
+    against: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = Field(
+        (), description="A prepared set whose images must not be in this one (repeat for several): leaks are counted."
+    )
+    near_bits: int = Field(
+        7, ge=-1, le=31, description="Bits of a 256-bit perceptual hash that near-duplicates may differ in; -1: exact."
+    )
+    drop_leaked: bool = Field(
+        False, description="Set leaks aside: rows in `against`, or of `train` in a held-out split."
     )
     rows_per_shard: int = Field(512, ge=1, le=65536, description="Source rows in one task and its shard files.")
 

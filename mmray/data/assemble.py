@@ -5,10 +5,9 @@ Runs on the driver after the Ray job, over the records that the tasks left; memo
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,8 @@ import numpy as np
 import orjson
 import pyarrow as pa
 
-from mmray.data.hygiene import NONE, digests, find_duplicates, first_of, text_digests
+from mmray.data.budget import LEAKED
+from mmray.data.hygiene import HELD_OUT, NONE, digests, find_duplicates, first_of, text_digests
 from mmray.data.manifest import QUARANTINE, TOKENIZER, Manifest, Shard, fingerprint
 from mmray.data.pack import read_record, shards_of
 from mmray.data.place import Place
@@ -26,8 +26,6 @@ from mmray.errors import DataError
 if TYPE_CHECKING:
     from mmray.config import Prepare
 
-HELD_OUT = ("test", "val", "valid", "validation", "dev", "eval")  # captions of these never reach the tokenizer
-
 
 @dataclass(frozen=True)
 class Findings:
@@ -36,11 +34,20 @@ class Findings:
     same_key: np.ndarray
     same_content: np.ndarray
     num_leaks: int
+    num_same_text: int = 0  # rows that stay, with the captions of an earlier one
+    leaked: dict[int, str] = field(default_factory=dict)  # rows that are set aside as leaks, and what is said of them
 
     @cached_property
     def first(self) -> np.ndarray:
         """The row for which each duplicate is dropped; -1 for rows that stay."""
         return np.where(self.same_key != NONE, self.same_key, self.same_content)
+
+    @property
+    def dropped(self) -> np.ndarray:
+        """Whether each row is set aside: bool [N]."""
+        dropped = self.first != NONE
+        dropped[list(self.leaked)] = True
+        return dropped
 
     @property
     def num_rows(self) -> int:
@@ -49,22 +56,25 @@ class Findings:
 
     @property
     def num_dropped(self) -> int:
-        return int((self.first != NONE).sum())
+        return int(self.dropped.sum())
 
 
 def find(out: Place, chunks: Iterable[int], rule: Any) -> Findings:
     """Duplicates among the rows of these chunks, in source order."""
-    keys, images, rows, splits = [], [], [], []
-    for _, record in _records(out, chunks):
+    keys, images, rows, texts, splits = [], [], [], [], []
+    for _, record in records(out, chunks):
         keys.append(text_digests(record["rows"]["key"]))
         images.append(digests(record["rows"]["image"]))
         rows.append(digests(record["rows"]["row"]))
+        texts.append(digests(record["rows"]["text"]))
         names = [str(shard["split"]) for shard in record["shards"]]
         splits.append(text_digests([names[shard] for shard in record["rows"]["shard"]])[:, 0])
     all_images, split = np.concatenate(images), np.concatenate(splits)
     same_key, same_content = find_duplicates(np.concatenate(keys), all_images, np.concatenate(rows), rule)
     twin = first_of(all_images)
-    return Findings(same_key, same_content, int(((twin != NONE) & (split != split[twin])).sum()))
+    findings = Findings(same_key, same_content, int(((twin != NONE) & (split != split[twin])).sum()))
+    same_text = first_of(np.concatenate(texts)[~findings.dropped]) != NONE
+    return replace(findings, num_same_text=int(same_text.sum()))
 
 
 def write_quarantine(out: Place, chunks: Iterable[int], findings: Findings) -> tuple[list[Shard], Counter[str]]:
@@ -77,13 +87,14 @@ def write_quarantine(out: Place, chunks: Iterable[int], findings: Findings) -> t
     firsts = _Firsts(findings)
     with out.writing(QUARANTINE) as file:
         start = 0
-        for _, record in _records(out, chunks):
+        dropped = findings.dropped
+        for _, record in records(out, chunks):
             faults = record["faults"] + firsts.faults(record, start)
             for fault in sorted(faults, key=lambda item: item["line"]):
                 del fault["line"]
                 file.write(orjson.dumps(fault, option=orjson.OPT_APPEND_NEWLINE))
                 reasons[fault["reason"]] += 1
-            shards.extend(_with_drops(record, findings.first[start:]))
+            shards.extend(_with_drops(record, dropped[start:]))
             start += len(record["rows"]["key"])
     return shards, reasons
 
@@ -99,40 +110,6 @@ def name_splits(shards: list[Shard]) -> tuple[list[Shard], dict[str, int]]:
     return shards, {split: rows for split, rows in splits.items() if rows}
 
 
-def most_bad(budget: float, total: int) -> int:
-    """Rows that may be bad; 0.29 of 100 is 29, though the product of the floats is a little less."""
-    return int(budget * total + 1e-6)
-
-
-def check_budget(where: str, out: Place, num_read: int, total: int, reasons: Counter[str], budget: float) -> None:
-    """Raises DataError where more rows are bad than the budget allows, or none is good."""
-    bad = reasons.total()
-    if bad < num_read and bad <= most_bad(budget, total):
-        return
-    lines = [f"{where}: {bad:,} of {num_read:,} rows are bad ({100 * bad / num_read:.3g} %)"]
-    if bad == num_read:
-        lines[0] += ", none is good"
-    else:
-        seen = "" if num_read == total else f" of all {total:,}: the rest was not read"
-        lines[0] += f", the budget is {100 * budget:.3g} %{seen} (prepare.max_bad_fraction)"
-    for reason, count in reasons.most_common(5):
-        lines.append(f"  {count:,} {reason}, for example {_example(out, reason)}")
-    lines.append(f"All of them are in {out.address}/{QUARANTINE}.")
-    if bad < num_read:
-        enough = -(-1000 * bad // total) / 1000
-        keep = ", keep duplicates with prepare.duplicates keep" if "duplicate" in reasons else ""
-        lines.append(
-            f"Correct them{keep}, or raise prepare.max_bad_fraction to {enough:g}; "
-            "the same command then goes on with what is done."
-        )
-    else:
-        lines.append(
-            "Correct the source; each row needs `image` (a path in its folder) and `text`; "
-            "columns of other names are mapped with --columns image=NAME text=NAME."
-        )
-    raise DataError("\n".join(lines))
-
-
 def tokenizer_for(out: Place, shards: list[Shard], vocab_size: int) -> str | None:
     """A tokenizer trained on the captions outside the held-out splits; None where there are none."""
     used = [shard for shard in shards if shard.split not in HELD_OUT and shard.num_live]
@@ -146,7 +123,8 @@ def make_manifest(
     source: dict[str, Any],
     shards: list[Shard],
     reasons: Counter[str],
-    num_leaks: int,
+    findings: Findings,
+    leakage: dict[str, Any],
     has_tokenizer: bool,
 ) -> Manifest:
     """The manifest of a finished set."""
@@ -157,13 +135,15 @@ def make_manifest(
         num_read=num_rows + reasons.total(),
         num_quarantined=reasons.total(),
         reasons=dict(reasons.most_common()),
-        num_leaks=num_leaks,
+        num_leaks=findings.num_leaks,
         splits=splits,
         fingerprint=fingerprint(shards),
         tokenizer=TOKENIZER if has_tokenizer else None,
         source=source,
         settings=settings.model_dump(mode="json"),
         shards=tuple(shards),
+        num_same_text=findings.num_same_text,
+        leakage=leakage,
     )
 
 
@@ -187,6 +167,9 @@ class _Firsts:
                 repeated = self.findings.same_key[start + place] != NONE
                 named = {"line": line, "key": key, "source": origin}
                 faults.append(named | self._fault(repeated, split, *self.known[first]))
+            elif told := self.findings.leaked.get(start + place):
+                fault = {"stage": "leakage", "reason": LEAKED, "detail": told}
+                faults.append({"line": line, "key": key, "source": origin} | fault)
         return faults
 
     @staticmethod
@@ -197,7 +180,8 @@ class _Firsts:
         return {"stage": "duplicates", "reason": "duplicate", "detail": f"the same as row {first}{leak}"}
 
 
-def _records(out: Place, chunks: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+def records(out: Place, chunks: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(chunk, record) of finished chunks. Raises DataError where one is gone."""
     for index in chunks:
         record = read_record(out, index)
         if record is None:
@@ -205,12 +189,12 @@ def _records(out: Place, chunks: Iterable[int]) -> Iterator[tuple[int, dict[str,
         yield index, record
 
 
-def _with_drops(record: dict[str, Any], first: np.ndarray) -> list[Shard]:
-    """The shards of a record, each with the numbers of its rows that are duplicates."""
+def _with_drops(record: dict[str, Any], dropped: np.ndarray) -> list[Shard]:
+    """The shards of a record, each with the numbers of its rows that are set aside."""
     numbers: Counter[int] = Counter()
     drops: list[list[int]] = [[] for _ in record["shards"]]
     for place, shard in enumerate(record["rows"]["shard"]):
-        if first[place] != NONE:
+        if dropped[place]:
             drops[shard].append(numbers[shard])
         numbers[shard] += 1
     return [replace(shard, dropped=tuple(drop)) for shard, drop in zip(shards_of(record), drops, strict=True)]
@@ -226,13 +210,3 @@ def _texts(out: Place, shard: Shard) -> Iterator[str]:
                 if row not in dropped:
                     yield from texts
                 row += 1
-
-
-def _example(out: Place, reason: str) -> str:
-    """The first quarantined row of a reason, as `file:line: detail`."""
-    with io.BufferedReader(out.open(QUARANTINE)) as file:
-        for line in file:
-            fault = orjson.loads(line)
-            if fault["reason"] == reason:
-                return f"{fault['source']}: {fault['detail'][:160]}"
-    return "none"

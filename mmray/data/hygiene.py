@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 NONE = -1
+HELD_OUT = ("test", "val", "valid", "validation", "dev", "eval")  # names of splits that are not trained on
 
 
 def digests(hexadecimal: Sequence[str]) -> np.ndarray:

@@ -59,6 +59,8 @@ class Manifest:
     settings: dict[str, Any]
     shards: tuple[Shard, ...] = field(repr=False)
     schema_version: int = SCHEMA_VERSION
+    num_same_text: int = 0  # rows whose captions an earlier row has too; they are kept
+    leakage: dict[str, Any] = field(default_factory=dict)  # what was found in other sets and across splits, if asked
 
     def to_json(self) -> bytes:
         values = asdict(self) | {"format": "mmray prepared set"}

@@ -103,6 +103,11 @@ def is_current(record: dict[str, Any], job: Job, chunk: Chunk) -> bool:
     )
 
 
+def has_unread(record: dict[str, Any]) -> bool:
+    """Whether rows of the chunk were set aside that may be good another time: their files did not open or decode."""
+    return any(fault["stage"] in ("read", "decode") for fault in record["faults"])
+
+
 class _Task:
     """The state of one chunk while it is packed."""
 
@@ -110,7 +115,10 @@ class _Task:
         self.job, self.chunk = job, chunk
         self.source, self.out = Place(job.source.address), Place(job.out)
         self.writers: dict[str | None, ShardWriter] = {}
-        self.rows: dict[str, list[Any]] = {"line": [], "origin": [], "key": [], "image": [], "row": [], "shard": []}
+        self.rows: dict[str, list[Any]] = {
+            "line": [], "origin": [], "key": [], "image": [], "row": [], "text": [],
+            "shard": [],
+        }  # fmt: skip
         self.faults: list[dict[str, Any]] = []
         self.files: list[tuple[str, int | None, int | None]] = []
         self.retry = False
@@ -132,8 +140,10 @@ class _Task:
             self.faults.append({"line": item.line, "key": bad.key or key, "source": item.origin} | fault)
             return
         self._writer(row.split, files).append(row)
-        texts = hashlib.sha256(orjson.dumps([original, *row.texts, *(row.messages or [])])).hexdigest()
-        entry = (item.line, item.origin, row.key, original[:32], texts[:32], list(self.writers).index(row.split))
+        said = [*row.texts, *(row.messages or [])]
+        text, whole = (hashlib.sha256(orjson.dumps(values)).hexdigest() for values in (said, [original, *said]))
+        shard = list(self.writers).index(row.split)
+        entry = (item.line, item.origin, row.key, original[:32], whole[:32], text[:32], shard)
         for column, value in zip(self.rows.values(), entry, strict=True):
             column.append(value)
 

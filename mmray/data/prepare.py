@@ -9,37 +9,38 @@ appended to, and a larger error budget costs nothing. Nothing counts before mani
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import orjson
-import ray.data
+import ray
 
-from mmray.data import assemble
+from mmray.data import against, assemble
+from mmray.data.budget import BadRuns, Fault, check_budget, check_run, most_bad
 from mmray.data.formats.choose import choose
 from mmray.data.formats.source import Chunk, SourceChanged
 from mmray.data.manifest import MANIFEST, PARTS, SHARDS, TOKENIZER, Manifest, read_manifest
-from mmray.data.pack import Job, is_current, pack_chunk, read_record
+from mmray.data.pack import Job, has_unread, is_current, pack_chunk, read_record
 from mmray.data.place import UNFINISHED, Place
 from mmray.data.target import make, one_writer, sweep, sweep_unfinished
+from mmray.data.tasks import answer_of, item_of, run_tasks
 from mmray.errors import DataError, ResourceError, UsageError
 
 if TYPE_CHECKING:
     from mmray.config import Prepare
 
-MAX_BLOCKS = 2000  # a Ray task each; a larger source gets several chunks a task
-MAX_RETRIES = 3  # left alone, Ray starts a task again for ever whose worker dies (of a hostile file, say)
+# Left alone, Ray starts a task again for ever whose worker dies. Of a death it cannot say the cause: an image gets two
+# tries in the worker and one in a child of it; after that it is named, and only a lost node is left as a cause.
+MAX_RETRIES, MAX_RETRIES_APART = 1, 3
 
 
 @dataclass(frozen=True)
 class Progress:
     """How far a prepare is."""
 
-    stage: str  # scan, pack, assemble or tokenizer
+    stage: str  # scan, pack, assemble, compare or tokenizer
     done_rows: int
     total_rows: int  # 0 while the source is being scanned
     bad_rows: int = 0
@@ -51,13 +52,20 @@ Say = Callable[[str, str], None]  # a line and its label
 
 
 def prepare(
-    source: str, out: str, settings: Prepare, progress: Report | None = None, say: Say | None = None
+    source: str,
+    out: str,
+    settings: Prepare,
+    progress: Report | None = None,
+    say: Say | None = None,
+    retry: bool = False,
 ) -> Manifest:
     """Check, clean and pack the image-text rows of a source into the folder `out`; Ray must be initialised.
 
-    Returns the manifest that is then in the folder. Raises DataError (a fault of the whole source, or more bad rows
-    than `settings.max_bad_fraction`), UsageError (a folder that cannot be meant), ResourceError (what failed may pass).
+    `retry` tries again what an earlier prepare set aside because it could not be read or decoded. Returns the manifest
+    that is then in the folder. Raises DataError (a fault of the whole source, or more bad rows
+    than `settings` allow), UsageError (a folder that cannot be meant), ResourceError (what failed may pass).
     """
+    against.check(settings, out)
     chosen = choose(source, settings.format)
     target, report = Place(out), progress or (lambda _: None)
     job = Job(
@@ -75,12 +83,12 @@ def prepare(
     make(target)
     with one_writer(target):
         try:
-            return _prepare(job, settings, report, say or (lambda _, __: None))
+            return _prepare(job, settings, report, say or (lambda _, __: None), retry)
         except OSError as error:
             raise ResourceError(f"prepare stopped: {error}; put it right, and the same command goes on") from error
 
 
-def _prepare(job: Job, settings: Prepare, report: Report, say: Say) -> Manifest:
+def _prepare(job: Job, settings: Prepare, report: Report, say: Say, retry: bool) -> Manifest:
     out = Place(job.out)
     sweep_unfinished(out)
     before = read_manifest(out)
@@ -96,13 +104,15 @@ def _prepare(job: Job, settings: Prepare, report: Report, say: Say) -> Manifest:
                 f"{job.out} holds the set made from {before.source['name']}: choose another folder for {called}"
             )
         before = None
-    done = _pack(job, chunks, total, settings.max_bad_fraction, report)
+    done, run = _pack(job, chunks, total, settings, report, retry)
     total = sum(_counted(read_record(out, index)) for index in done) if total is None else total
     report(Progress("assemble", total, total))
     findings = assemble.find(out, done, settings.duplicates)
+    findings, leakage = (findings, {}) if run else _compare(job, settings, done, findings, report)
     shards, reasons = assemble.write_quarantine(out, done, findings)
     num_read = findings.num_rows + reasons.total() - findings.num_dropped
-    assemble.check_budget(_where(job), out, num_read, total, reasons, settings.max_bad_fraction)
+    check_run(_where(job), out, run, settings.max_bad_run)
+    check_budget(_where(job), out, num_read, total, reasons, settings.max_bad_fraction)
     report(Progress("tokenizer", num_read, total, reasons.total()))
     has_tokenizer = _write_tokenizer(out, shards, settings, before)
     manifest = assemble.make_manifest(
@@ -110,12 +120,26 @@ def _prepare(job: Job, settings: Prepare, report: Report, say: Say) -> Manifest:
         _identity(job, chunks) | _found_at(job),
         shards,
         reasons,
-        findings.num_leaks,
+        findings,
+        leakage,
         has_tokenizer,
     )
     out.write(MANIFEST, manifest.to_json())
     sweep(out, len(chunks))
     return manifest
+
+
+def _compare(
+    job: Job, settings: Prepare, done: list[int], findings: assemble.Findings, report: Report
+) -> tuple[assemble.Findings, dict[str, Any]]:
+    """Leaks into other sets and across splits, where they are asked for: findings with those to set aside, summary."""
+    if not against.wanted(settings):
+        return findings, {}
+    source = job.source.address if job.reference else ""
+    told, summary = against.leaks_of(
+        Place(job.out), done, source, findings, settings, lambda rows, total: report(Progress("compare", rows, total))
+    )
+    return replace(findings, leaked=told) if settings.drop_leaked else findings, summary
 
 
 def _scan(job: Job, report: Report) -> list[Chunk]:
@@ -146,32 +170,39 @@ def _counted(record: dict[str, Any] | None) -> int:
     return len(record["rows"]["key"]) + len(record["faults"]) if record else 0
 
 
-def _pack(job: Job, chunks: list[Chunk], total: int | None, budget: float, report: Report) -> list[int]:
-    """Pack what is not done; the indices of the chunks that are.
+def _pack(
+    job: Job, chunks: list[Chunk], total: int | None, settings: Prepare, report: Report, retry: bool
+) -> tuple[list[int], list[Fault] | None]:
+    """Pack what is not done; the indices of the chunks that are, and a run of bad rows that is too long.
 
-    Ends early once more rows are bad than the budget allows, where it is known beforehand how many there are.
+    Ends early with such a run, or once more rows are bad than the budget allows, where it is known beforehand how many
+    there are.
     """
-    out, most_bad = Place(job.out), None if total is None else assemble.most_bad(budget, total)
+    out, most = Place(job.out), None if total is None else most_bad(settings.max_bad_fraction, total)
+    runs, run = BadRuns(settings.max_bad_run), None
     done: list[int] = []
     todo: list[Chunk] = []
     rows = bad = 0
     for chunk in chunks:
         record = read_record(out, chunk.index)
-        if record is None or not is_current(record, job, chunk):
+        if record is None or not is_current(record, job, chunk) or (retry and has_unread(record)):
             todo.append(chunk)
             continue
         done.append(chunk.index)
         rows, bad = rows + _counted(record), bad + len(record["faults"])
+        run = run or runs.add(chunk.index, record)
     kept = rows
     report(Progress("pack", rows, _expected(total, rows, done, chunks), bad, kept))
-    results = _run(job, todo) if most_bad is None or bad <= most_bad else iter(())
+    results = _run(job, todo) if run is None and (most is None or bad <= most) else iter(())
     for index, num_rows, num_bad in results:
         done.append(index)
         rows, bad = rows + num_rows, bad + num_bad
         report(Progress("pack", rows, _expected(total, rows, done, chunks), bad, kept))
-        if most_bad is not None and bad > most_bad:
+        record = read_record(out, index) if settings.max_bad_run else None
+        run = runs.add(index, record) if record else None
+        if run or (most is not None and bad > most):
             break
-    return sorted(done)
+    return sorted(done), run
 
 
 def _expected(total: int | None, rows: int, done: list[int], chunks: list[Chunk]) -> int:
@@ -183,14 +214,14 @@ def _run(job: Job, chunks: list[Chunk]) -> Iterator[tuple[int, int, int]]:
     """(index, rows, bad rows) of each chunk, as it is done; after a worker's death the rest with decoders apart."""
     done: set[int] = set()
     try:
-        for answer in _ray_job(job, chunks):
+        for answer in _ray_job(job, chunks, MAX_RETRIES):
             done.add(answer[0])
             yield answer
         return
     except ray.exceptions.RayError:
         rest = [chunk for chunk in chunks if chunk.index not in done]
     try:
-        yield from _ray_job(replace(job, careful=True), rest)
+        yield from _ray_job(replace(job, careful=True), rest, MAX_RETRIES_APART)
     except ray.exceptions.RayError as error:
         raise ResourceError(
             f"the prepare job ended, while at {_unfinished(job, rest)}: {error}\nThe same command goes on where it "
@@ -199,18 +230,9 @@ def _run(job: Job, chunks: list[Chunk]) -> Iterator[tuple[int, int, int]]:
         ) from error
 
 
-def _ray_job(job: Job, chunks: list[Chunk]) -> Iterator[tuple[int, int, int]]:
-    """The Ray Data job itself. Raises RayError once a chunk has killed its worker MAX_RETRIES times more."""
-    if not chunks:
-        return
-    items = [{"chunk": orjson.dumps(asdict(chunk)).decode()} for chunk in chunks]
-    dataset = ray.data.from_items(items, override_num_blocks=min(len(items), MAX_BLOCKS))
-    with warnings.catch_warnings():  # Ray 2.60 has no other way to say max_retries, and means to drop this one
-        warnings.simplefilter("ignore")
-        results = dataset.map_batches(
-            partial(_pack_batch, job=job), batch_size=1, batch_format="numpy", max_retries=MAX_RETRIES
-        )
-    for row in results.iter_rows():
+def _ray_job(job: Job, chunks: list[Chunk], retries: int) -> Iterator[tuple[int, int, int]]:
+    """The Ray Data job itself. Raises RayError once a chunk has killed its worker `retries` times more."""
+    for row in run_tasks(partial(_pack_batch, job=job), [asdict(chunk) for chunk in chunks], retries):
         if row["fault"]:
             raise (DataError if row["changed"] else ResourceError)(row["fault"])
         yield int(row["index"]), int(row["num_rows"]), int(row["num_bad"])
@@ -226,7 +248,7 @@ def _unfinished(job: Job, chunks: list[Chunk]) -> str:
 
 def _pack_batch(batch: dict[str, np.ndarray], job: Job) -> dict[str, np.ndarray]:
     """The Ray task: one chunk. What is expected to fail comes back as a value, so that Ray does not try it again."""
-    chunk = Chunk(**orjson.loads(batch["chunk"][0]))
+    chunk = Chunk(**item_of(batch))
     answer: dict[str, Any] = {"index": chunk.index, "num_rows": 0, "num_bad": 0, "fault": "", "changed": False}
     try:
         packed = pack_chunk(job, chunk)
@@ -235,7 +257,7 @@ def _pack_batch(batch: dict[str, np.ndarray], job: Job) -> dict[str, np.ndarray]
         answer |= {"fault": str(error), "changed": True}
     except OSError as error:
         answer |= {"fault": f"cannot write to {job.out}: {error}; the same command goes on once that is put right"}
-    return {name: np.array([value]) for name, value in answer.items()}
+    return answer_of(answer)
 
 
 def _is_continued(before: Manifest, job: Job, chunks: list[Chunk]) -> bool:

@@ -7,6 +7,7 @@ always has the rows that the order gave it.
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ from mmray.data import image as images
 from mmray.data.augment import draws, vary
 from mmray.data.order import PADDING, Blocks, Plan, draw
 from mmray.data.store import PreparedSet, Row, key_id
+from mmray.data.trial import Trial
 from mmray.data.words import encoder_of
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ class RowReader:
         self.prepared, self.inputs, self.max_pixels = prepared, inputs, max_pixels
         self.augment = augment if augment is not None and augment.varies else None
         self.encoder = encoder_of(tokenizer_json, inputs)
+        self.trial: Trial | None = None  # where each image is tried first; only in a process begun after a death
 
     def block(self, plan: Plan, positions: np.ndarray) -> Block:
         """Arrays of the rows at `positions` [R] of the run's order.
@@ -72,7 +75,8 @@ class RowReader:
         try:
             if not record.is_intact:
                 return record, "checksum: the bytes are not those that were checked when the set was prepared"
-            images.decode(record.images[0], self.max_pixels)
+            with closing(Trial()) as trial:  # it may be what killed a worker
+                trial.check(record.images[0], self.max_pixels)
         except images.BadImage as error:
             return record, str(error)
         return record, "read well the second time"
@@ -111,6 +115,8 @@ class RowReader:
     def _square(self, data: bytes, drawn: np.ndarray | None) -> np.ndarray:
         """What the model sees of an encoded image, varied by `drawn` [DRAWS]. Raises BadImage."""
         inputs = self.inputs
+        if self.trial is not None:
+            self.trial.check(data, self.max_pixels)
         if self.augment is None or drawn is None:
             return images.read_pixels(data, inputs.image_side, inputs.fit, inputs.interpolation, self.max_pixels)
         return vary(images.decode(data, self.max_pixels), inputs, self.augment, drawn)

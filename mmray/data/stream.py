@@ -18,9 +18,11 @@ import ray.data
 import ray.train
 
 from mmray.data.order import Blocks, Plan, Start
-from mmray.data.reader import BlockReader, RowReader
+from mmray.data.reader import Block, BlockReader, RowReader
+from mmray.data.trial import Trial
 
 BLOCKS_PER_TASK = 1000
+WARY_BLOCKS = 8
 TOKEN_BYTES = 4
 
 
@@ -36,12 +38,31 @@ def plan_dataset(count: int) -> ray.data.Dataset:
     return numbers.repartition(target_num_rows_per_block=1, strict=True)
 
 
+class Decoder(BlockReader):
+    """The Ray Data actor. Begun again after its process died, it tries each image in a child first: one may have
+    killed it. Ray gives it the same block again, without end, so that the image must be told from the rest here."""
+
+    def __init__(self, reader: RowReader, blocks: Blocks):
+        super().__init__(reader, blocks)
+        self.wary = WARY_BLOCKS if ray.get_runtime_context().was_current_actor_reconstructed else 0
+        reader.trial = Trial() if self.wary else None
+
+    def __call__(self, batch: Block) -> Block:
+        block, trial = super().__call__(batch), self.reader.trial
+        if trial is not None and not trial.deaths:  # its node may have gone instead
+            self.wary -= 1
+            if not self.wary:
+                trial.close()
+                self.reader.trial = None
+        return block
+
+
 def stream_dataset(
     reader: RowReader, blocks: Blocks, workers: int, labels: dict[str, str] | None = None
 ) -> ray.data.Dataset:
     """The blocks in order, read by `workers` actors of one CPU each, on nodes of these labels."""
     dataset = plan_dataset(blocks.count).map_batches(
-        BlockReader,
+        Decoder,
         fn_constructor_args=(reader, blocks),
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(size=min(workers, blocks.count)),

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import orjson
 
-from mmray.data.image import BadImage, decode
+from mmray.data.image import BadImage, decode, read_pixels
 
 COMMAND = (sys.executable, "-m", "mmray.data.trial")
 
@@ -22,6 +22,7 @@ class Trial:
     """A child that decodes; begun with the first image, and anew after each death."""
 
     def __init__(self) -> None:
+        self.deaths = 0
         self._child: subprocess.Popen[bytes] | None = None
 
     def check(self, data: bytes, max_pixels: int) -> tuple[int, int]:
@@ -35,7 +36,7 @@ class Trial:
             child.stdin.flush()
             line = child.stdout.readline()
         if not line:
-            self._child = None
+            self._child, self.deaths = None, self.deaths + 1
             raise BadImage("crash", f"the decoder died of it (exit status {child.wait()})")
         answer = orjson.loads(line)
         if "reason" in answer:
@@ -54,7 +55,9 @@ def answer_all(source: BinaryIO, out: BinaryIO) -> None:
     while head := source.readline():
         length, max_pixels = map(int, head.split())
         try:
-            image = decode(source.read(length), max_pixels)
+            data = source.read(length)
+            image = decode(data, max_pixels)
+            read_pixels(data, 1, "squash", "bilinear", max_pixels)  # the stream's decoder, where it is another
             answer: dict[str, int | str] = {"width": image.width, "height": image.height}
         except BadImage as bad:
             answer = {"reason": bad.reason, "detail": bad.detail}

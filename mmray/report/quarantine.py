@@ -10,7 +10,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,16 @@ from mmray.data.formats.choose import Chosen, source_of
 from mmray.data.formats.rows import BadRow, row_of
 from mmray.data.formats.source import Item, Source, SourceChanged
 from mmray.data.image import decode
+from mmray.data.leakage import LEAKS, SHOWN
 from mmray.data.manifest import MANIFEST, QUARANTINE
 from mmray.data.place import Place
 from mmray.data.thumbnail import thumbnail
 from mmray.errors import MmrayError
 from mmray.report.run import read_json, read_lines
 
-SHOWN = 12
 SECONDS = 5.0  # at most, to look for the pictures in the source
 CHUNK_ROWS = 512
+LOOKED_AT = 100_000  # lines of leaks.jsonl
 
 
 @dataclass
@@ -49,6 +50,8 @@ class Quarantine:
     num_read: int = 0  # rows of the source, 0 where that is not known
     reasons: list[tuple[str, int]] = field(default_factory=list)  # the most frequent first
     shown: list[Aside] = field(default_factory=list)
+    leakage: dict[str, Any] = field(default_factory=dict)  # the manifest's summary, where it was looked for
+    leaks: list[dict[str, Any]] = field(default_factory=list)  # lines of leaks.jsonl that have pictures
 
     @property
     def num_rows(self) -> int:
@@ -75,7 +78,9 @@ def quarantine_of(run: Path, prepared: str | None) -> Quarantine:
         columns = {ours: theirs for ours, _, theirs in (each.partition("=") for each in settings.get("columns") or ())}
         template = str(settings.get("caption") or "")
         _find_pictures(shown, source_of(chosen, Place(str(place)), columns, template), Place(chosen.address))
-    return Quarantine(int(manifest.get("num_read") or 0), reasons.most_common(), shown)
+    leaks = [line for line in islice(read_lines(place / LEAKS), LOOKED_AT) if line.get("pictures")] if place else []
+    num_read, found = int(manifest.get("num_read") or 0), manifest.get("leakage") or {}
+    return Quarantine(num_read, reasons.most_common(), shown, found, leaks[:SHOWN] if found else [])
 
 
 def _in_turn(lists: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from PIL import Image
 
 from mmray.config import Prepare
 from mmray.data import prepare as prepare_module
-from mmray.data.assemble import most_bad
+from mmray.data.budget import BadRuns, most_bad
 from mmray.data.hygiene import find_duplicates, first_of, text_digests
 from mmray.data.image import decode
 from mmray.data.pack import pack_chunk
@@ -313,6 +313,70 @@ def test_a_hopeless_source_ends_early(tmp_path, in_process):
     with pytest.raises(DataError, match=r"6 of 8 rows are bad .* of all 40: the rest was not read"):
         prepare(str(source), str(tmp_path / "out"), LAX.model_copy(update={"max_bad_fraction": 0.1}), seen.append)
     assert max(progress.done_rows for progress in seen if progress.stage == "pack") == 8
+
+
+def test_bad_rows_in_a_row_end_it_and_a_larger_limit_goes_on(tmp_path, in_process):
+    source, out = make_source(tmp_path / "raw", 40), str(tmp_path / "out")
+    for number in (2, 5, *range(10, 17), 30):
+        (source.parent / f"{number}.png").unlink()
+    (source.parent / "14.png").write_bytes(b"GIF")
+    short = LAX.model_copy(update={"max_bad_run": 7})
+    with pytest.raises(DataError) as caught:
+        prepare(str(source), out, short)
+    assert caught.value.exit_code == 5
+    message = str(caught.value)
+    assert "7 rows in a row are bad, rows.jsonl:11 to rows.jsonl:17, the limit is 7 (prepare.max_bad_run)" in message
+    assert "6 missing-image, for example rows.jsonl:11: there is no file 10.png" in message
+    assert "1 format, for example rows.jsonl:15" in message
+    assert in_process == list(range(10)) and len(quarantine(out)) == 9  # packed to row 20, and no further
+    with pytest.raises(DataError, match="7 rows in a row"):  # known without a look at the source
+        prepare(str(source), out, short)
+    assert prepare(str(source), out, LAX.model_copy(update={"max_bad_run": 8})).num_rows == 30
+
+
+def test_bad_runs_are_found_in_whatever_order_the_chunks_come():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        bad = rng.random((7, 3)) < 0.6
+        longest = max(map(len, "".join("x" if each else " " for each in bad.ravel()).split()), default=0)
+        for limit in (longest, longest + 1):
+            runs, found = BadRuns(limit), None
+            for index in rng.permutation(7).tolist():
+                lines = [index * 3 + place for place in range(3)]
+                record = {
+                    "rows": {"line": [line for line, is_bad in zip(lines, bad[index], strict=True) if not is_bad]},
+                    "faults": [{"line": line} for line, is_bad in zip(lines, bad[index], strict=True) if is_bad],
+                }
+                found = found or runs.add(index, record)
+            assert (found is not None) == (0 < limit <= longest)
+            if found:
+                numbers = [fault["line"] for fault in found]
+                assert len(numbers) >= limit and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+
+
+def test_what_was_set_aside_is_tried_again_and_the_rest_stays(tmp_path, in_process, monkeypatch):
+    source, out = make_source(tmp_path / "raw", 16), tmp_path / "out"
+    whole = prepare(str(source), str(tmp_path / "whole"), LAX)
+    add(source, {"image": "0.png", "text": " "})
+    lost = {number: (source.parent / f"{number}.png").read_bytes() for number in (5, 9, 10)}
+    with monkeypatch.context() as patch:  # a store that shows no time of change, as an object store does not
+        for module in ("files", "pack"):
+            patch.setattr(f"mmray.data.{module}.stamp", lambda place, name: (name, None, None))
+        for number in lost:
+            (source.parent / f"{number}.png").unlink()
+        assert prepare(str(source), str(out), LAX).reasons == {"missing-image": 3, "blank": 1}
+        kept = {path.name for path in (out / "shards").iterdir() if path.name.startswith(("00000", "00003"))}
+        for number, data in lost.items():
+            (source.parent / f"{number}.png").write_bytes(data)
+        in_process.clear()
+        assert prepare(str(source), str(out), LAX).num_rows == 13
+        assert in_process == []
+        manifest = prepare(str(source), str(out), LAX, retry=True)
+        assert in_process == [1, 2]  # a blank caption is not tried again
+        assert prepare(str(source), str(out), LAX, retry=True) == manifest
+        assert in_process == [1, 2]
+    assert (manifest.fingerprint, manifest.reasons) == (whole.fingerprint, {"blank": 1})
+    assert kept < {path.name for path in (out / "shards").iterdir()}
 
 
 def test_duplicates_count_against_the_budget(tmp_path, in_process):

@@ -127,8 +127,21 @@ def set_aside(tmp_path):
     ]
     (prepared / "quarantine.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries * 20))
     (prepared / "manifest.json").write_text(
-        json.dumps({"num_read": 500, "source": {"format": "jsonl", "file": "rows.jsonl", "folder": str(source)}})
+        json.dumps(
+            {
+                "num_read": 500,
+                "source": {"format": "jsonl", "file": "rows.jsonl", "folder": str(source)},
+                "leakage": {"exact": 1, "near": 2, "near_bits": 7, "dropped": True, "found_in": {"/e": 3, "splits": 0}},
+            }
+        )
     )
+    small = "data:image/webp;base64,AAAA"
+    leaks = [
+        {"key": "<i>k8</i>", "set": "/e", "other": "e1", "bits": 3, "pictures": [small, None]},
+        {"key": "k9", "set": "/e", "other": "e2", "bits": None, "pictures": [small, small]},
+        {"key": "k10", "set": "/e", "other": "e3", "bits": 4},
+    ]
+    (prepared / "leaks.jsonl").write_text("".join(json.dumps(leak) + "\n" for leak in leaks))
     folder = make_run(tmp_path / "run", [line(1)])
     (folder / "data.json").write_text(json.dumps({"train": str(prepared), "num_rows": 440}))
     late = {"key": "k1", "source": "rows.jsonl:1", "row": 7, "stage": "train", "reason": "its images changed"}
@@ -143,10 +156,18 @@ def test_rows_set_aside_are_told_with_pictures_where_there_are_any(set_aside):
     assert page.index("in training</span>") < page.index("duplicate</span><p>")  # one of each reason in turn
     assert "its images changed" in page and "about truncated" in page
     assert page.count('alt="the picture of') == 1 + 4  # of the row that failed in training, and of the duplicates
-    assert page.count("cannot be opened") == 12 - 5
+    assert page.count("cannot be opened") == 12 - 5 + 1  # the one more is the twin of a leak
     for file in source.iterdir():
         file.unlink()
-    assert page_of(folder).count("cannot be opened") == 12
+    assert page_of(folder).count("cannot be opened") == 12 + 1
+
+
+def test_leaks_are_shown_side_by_side(set_aside):
+    page = page_of(set_aside[0])
+    assert "3 rows are also elsewhere (1 exact, 2 alike in all but 7 of 256 bits): 3 in /e, 0 in another split" in page
+    assert page.count('alt="its twin"') == 1 and page.count('alt="the row"') == 2
+    assert "3 bits</span>" in page and "&lt;i&gt;k8&lt;/i&gt;" in page
+    assert "k10" not in page  # it has no pictures
 
 
 def test_a_sweep(tmp_path):

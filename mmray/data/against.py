@@ -1,0 +1,118 @@
+"""Holds a set that is being prepared against other prepared sets, and its splits against each other: prepare's part
+that looks at images a second time, in Ray tasks, a shard each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+
+from mmray.data import leakage
+from mmray.data.assemble import Findings, records, shards_of
+from mmray.data.looks import LOOKS, all_rows, look_at, looks_name, missing, read_looks
+from mmray.data.manifest import Manifest, Shard
+from mmray.data.place import Place
+from mmray.data.store import PreparedSet
+from mmray.data.tasks import answer_of, item_of, run_tasks
+from mmray.errors import DataError, ResourceError, UsageError
+
+if TYPE_CHECKING:
+    from mmray.config import Prepare
+
+_RETRIES = 3
+Tell = Callable[[int, int], None]  # rows looked at, of how many
+
+
+def check(settings: Prepare, out: str) -> None:
+    """Raises UsageError or DataError for what can be known before anything is read."""
+    if wanted(settings) and settings.near_bits >= 0 and find_spec("imagehash") is None:
+        raise UsageError(
+            "near-duplicates are looked for with the package imagehash: pip install 'mmray[leakage]', or compare "
+            "contents alone with --near-bits -1"
+        )
+    for address in settings.against:
+        if Place(address).address == Place(out).address:
+            raise UsageError(f"--against {address} is the set that is being prepared: name another one")
+        PreparedSet.open(address)
+
+
+def wanted(settings: Prepare) -> bool:
+    return bool(settings.against) or settings.drop_leaked
+
+
+def leaks_of(
+    out: Place, chunks: Sequence[int], source: str, findings: Findings, settings: Prepare, tell: Tell
+) -> tuple[dict[int, str], dict[str, Any]]:
+    """Rows that leak -> what the quarantine says of them, and the manifest's summary; leaks.jsonl is written.
+
+    Raises DataError, or ResourceError where tasks die.
+    """
+    others = [PreparedSet.open(address) for address in settings.against]
+    own = [shard for _, record in records(out, chunks) for shard in shards_of(record)]
+    shards_by = [(out.address, source, own)]
+    shards_by += [(each.place.address, _source(each.manifest), list(each.manifest.shards)) for each in others]
+    near = settings.near_bits >= 0
+    _look(out, shards_by, near, settings.max_pixels, tell)
+    columns = [(record["rows"]["shard"], record["shards"]) for _, record in records(out, chunks)]
+    places = leakage.in_source_order([a for a, _ in columns], [[each["num_rows"] for each in b] for _, b in columns])
+    splits = [shards[number]["split"] for numbers, shards in columns for number in numbers]
+    leaks = leakage.search(
+        read_looks(out, own, near, live=False)[places],
+        ~findings.dropped,
+        splits,
+        [read_looks(out, shards, near, live=True) for _, _, shards in shards_by[1:]],
+        settings.near_bits,
+    )
+    rows = all_rows(out.address, source, own)
+    lines = list(leakage.told(leaks, rows, places, others))
+    leakage.write(out, leaks, lines, rows, places, others)
+    told = {int(row): leakage.sentence(line) for row, line in zip(leaks.row, lines, strict=True)}
+    return told, leakage.summary(leaks, settings.against, settings.near_bits, settings.drop_leaked)
+
+
+def _source(manifest: Manifest) -> str:
+    return str(manifest.source.get("address") or "")
+
+
+def _look(out: Place, shards_by: list[tuple[str, str, list[Shard]]], near: bool, max_pixels: int, tell: Tell) -> None:
+    out.make(LOOKS)
+    names = {looks_name(shard, near).rpartition("/")[2] for _, _, shards in shards_by for shard in shards}
+    for name in set(out.names(LOOKS)) - names:  # of shards that are no more
+        out.delete(f"{LOOKS}/{name}")
+    items: list[dict[str, Any]] = [
+        {"address": address, "source": source, "shard": asdict(shard)}
+        for address, source, shards in shards_by
+        for shard in missing(out, shards, near)
+    ]
+    done, total = 0, sum(item["shard"]["num_rows"] for item in items)
+    tell(done, total)
+    try:
+        for answer in run_tasks(
+            partial(_look_batch, out=out.address, near=near, max_pixels=max_pixels), items, _RETRIES
+        ):
+            if answer["fault"]:
+                raise DataError(answer["fault"])
+            done += int(answer["num_rows"])
+            tell(done, total)
+    except ray.exceptions.RayError as error:
+        raise ResourceError(
+            f"looking for leaks ended: {error}\nThe same command goes on where it was. If an image kills the task, one "
+            "of the sets was prepared without decoding it: prepare that set with --check full"
+        ) from error
+
+
+def _look_batch(batch: dict[str, np.ndarray], out: str, near: bool, max_pixels: int) -> dict[str, np.ndarray]:
+    """The Ray task: the looks of one shard."""
+    item = item_of(batch)
+    shard = Shard.from_json(item["shard"])
+    try:
+        look_at(Place(out), item["address"], item["source"], shard, near, max_pixels)
+    except OSError as error:
+        return answer_of({"num_rows": 0, "fault": f"{item['address']}/{shard.file} cannot be compared: {error}"})
+    return answer_of({"num_rows": shard.num_rows, "fault": ""})

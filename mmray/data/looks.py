@@ -1,0 +1,78 @@
+"""How the images of a prepared set look: a file of LOOK records for each of its shards, made once, in tasks.
+
+They are kept in `looks/` of the set that is being prepared, also those of the sets it is held against, which may be
+nobody's to write to. A shard is named by the digest of its rows: one that has not changed is not looked at again.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from mmray.data.image import BadImage, decode
+from mmray.data.manifest import Manifest, Shard
+from mmray.data.near import LOOK, look_of
+from mmray.data.place import Place
+from mmray.data.store import PreparedSet, Row, images_sha256
+
+LOOKS = "looks"
+_ROWS = 64  # read at a time
+
+
+def looks_name(shard: Shard, near: bool) -> str:
+    return f"{LOOKS}/{shard.sha256[:32]}{'' if near else '-exact'}.npy"
+
+
+def missing(out: Place, shards: Iterable[Shard], near: bool) -> list[Shard]:
+    """Shards that were not looked at yet."""
+    there = set(out.names(LOOKS))
+    return [shard for shard in shards if looks_name(shard, near).rpartition("/")[2] not in there]
+
+
+def all_rows(address: str, source: str, shards: Iterable[Shard]) -> PreparedSet:
+    """Every row of these shards, also those that do not count; `source` is where a set by reference has its images."""
+    whole = tuple(replace(shard, dropped=(), split=None) for shard in shards)
+    num_rows = sum(shard.num_rows for shard in whole)
+    return PreparedSet(
+        Place(address), Manifest(num_rows, num_rows, 0, {}, 0, {}, "", None, {"address": source}, {}, whole)
+    )
+
+
+def look_at(out: Place, address: str, source: str, shard: Shard, near: bool, max_pixels: int) -> None:
+    """Write the looks of a shard; a row that cannot be read has none, and is like no other. Raises OSError."""
+    rows = all_rows(address, source, [shard])
+    looks = np.zeros(shard.num_rows, LOOK)
+    for start in range(0, shard.num_rows, _ROWS):
+        for place, row in enumerate(_read(rows, np.arange(start, min(start + _ROWS, shard.num_rows))), start):
+            if row is None:
+                continue
+            looks["sha"][place] = np.frombuffer(bytes.fromhex(images_sha256(row.images)[:32]), "<u8")
+            if near:
+                try:
+                    looks["hash"][place], looks["colours"][place] = look_of(decode(row.images[0], max_pixels))
+                    looks["seen"][place] = True
+                except BadImage:
+                    continue  # its content is compared all the same
+    file = io.BytesIO()
+    np.save(file, looks)
+    out.write(looks_name(shard, near), file.getvalue())
+
+
+def _read(rows: PreparedSet, numbers: np.ndarray) -> list[Row | None]:
+    """The rows of these numbers; None for one whose image is gone from where a set by reference has it."""
+    try:
+        return list(rows.read(numbers))
+    except (OSError, ValueError):
+        return [None] if len(numbers) == 1 else [row for number in numbers for row in _read(rows, np.array([number]))]
+
+
+def read_looks(out: Place, shards: Iterable[Shard], near: bool, live: bool) -> np.ndarray:
+    """LOOK records of these shards, of the rows that count (`live`) or of all: 97 bytes a row."""
+    parts = [np.zeros(0, LOOK)]
+    for shard in shards:
+        looks = np.load(io.BytesIO(out.read(looks_name(shard, near))), allow_pickle=False)
+        parts.append(np.delete(looks, shard.dropped) if live and shard.dropped else looks)
+    return np.concatenate(parts)

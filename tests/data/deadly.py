@@ -1,0 +1,43 @@
+"""Images that kill the process which decodes them, as a decoder with a fault in its native code would.
+
+Tests patch `open_image` in where workers decode; as a program this is the child that decodes in their stead.
+"""
+
+import os
+import signal
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+from mmray.data import image, trial
+
+MARK = b"this kills its decoder, which is written down in "
+COMMAND = (sys.executable, "-m", "tests.data.deadly")
+_open = image._open
+
+
+def deadly(data, log):
+    """The image with its mark behind it; each process that a try of it kills adds a line to the file `log`."""
+    return data + MARK + str(log).encode()
+
+
+def open_image(data, max_pixels):
+    _, mark, log = data.partition(MARK)
+    if mark:
+        with Path(log.decode()).open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        signal.raise_signal(signal.SIGSEGV)
+    return _open(data, max_pixels)
+
+
+@contextmanager
+def decoder_dies():
+    """In this process and in the children that it starts."""
+    with patch.object(image, "_open", open_image), patch.object(trial, "COMMAND", COMMAND):
+        yield
+
+
+if __name__ == "__main__":
+    with patch.object(image, "_open", open_image):
+        trial.answer_all(sys.stdin.buffer, sys.stdout.buffer)

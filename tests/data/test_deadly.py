@@ -1,0 +1,109 @@
+"""A decoder that dies natively: its image is named after three tries at most, and everything else goes on."""
+
+import json
+
+import numpy as np
+import pytest
+import ray
+
+from mmray.config import Inputs, Prepare
+from mmray.data import prepare as prepare_module
+from mmray.data import stream as stream_module
+from mmray.data.image import BadImage
+from mmray.data.order import Plan, Start
+from mmray.data.prepare import prepare
+from mmray.data.reader import RowReader
+from mmray.data.store import PreparedSet, key_id
+from mmray.data.text import train_tokenizer
+from mmray.data.trial import Trial
+from tests.data.deadly import deadly, decoder_dies
+from tests.made import png
+
+_pack_batch = prepare_module._pack_batch
+
+
+def pack_batch(batch, job):
+    """The prepare task on a worker with that decoder."""
+    with decoder_dies():
+        return _pack_batch(batch, job)
+
+
+class Decoder(stream_module.Decoder):
+    """The stream's actor with that decoder."""
+
+    def __call__(self, batch):
+        with decoder_dies():
+            return super().__call__(batch)
+
+
+def make_source(folder, count, bad):
+    """JSONL of `count` rows with an image each; those of the rows `bad` kill, and log it in `tries-N`."""
+    folder.mkdir()
+    for number in range(count):
+        data = png(number)
+        data = deadly(data, folder / f"tries-{number}") if number in bad else data
+        (folder / f"{number}.png").write_bytes(data)
+    rows = [{"id": f"k{number}", "image": f"{number}.png", "text": f"row {number}"} for number in range(count)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "rows.jsonl"
+
+
+def tries(source, number):
+    return len((source.parent / f"tries-{number}").read_text().splitlines())
+
+
+def test_a_child_dies_instead_and_the_next_one_goes_on(tmp_path):
+    trial = Trial()
+    with decoder_dies():
+        assert trial.check(png(1), 10**6) == (16, 16)
+        with pytest.raises(BadImage, match=r"crash: the decoder died of it \(exit status -11\)"):
+            trial.check(deadly(png(2), tmp_path / "log"), 10**6)
+        with pytest.raises(BadImage, match="format"):
+            trial.check(b"<html>", 10**6)
+        assert trial.check(png(3, side=9), 10**6) == (9, 9)
+    trial.close()
+    assert trial.deaths == 1
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("image_side", [0, 8])
+def test_prepare_names_the_image_and_packs_the_rest(tmp_path, monkeypatch, local_ray, image_side):
+    bad = (5, 6, 13)  # two of one task, and one that stands first in its own
+    source, out = make_source(tmp_path / "raw", 32, bad), str(tmp_path / "out")
+    settings = Prepare(max_bad_fraction=0.5, rows_per_shard=4, vocab_size=100, image_side=image_side)
+    monkeypatch.setattr(prepare_module, "_pack_batch", pack_batch)
+    manifest = prepare(str(source), out, settings)
+    assert (manifest.num_rows, manifest.reasons) == (29, {"crash": 3})
+    faults = [json.loads(line) for line in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()]
+    assert [(fault["key"], fault["source"]) for fault in faults] == [(f"k{n}", f"rows.jsonl:{n + 1}") for n in bad]
+    assert all("the decoder died of it" in fault["detail"] for fault in faults)
+    assert PreparedSet.open(out).keys() == [f"k{number}" for number in range(32) if number not in bad]
+    assert all(1 <= tries(source, number) <= 3 for number in bad)
+    assert prepare(str(source), out, settings) == manifest  # and is not tried again
+    assert all(tries(source, number) <= 3 for number in bad)
+
+
+@ray.remote(num_cpus=0)
+def consume(iterator):
+    return list(iterator.iter_batches(batch_size=None, batch_format="numpy"))
+
+
+@pytest.mark.cluster
+def test_a_stream_by_reference_goes_on_without_that_row(tmp_path, monkeypatch, local_ray):
+    source, out = make_source(tmp_path / "raw", 40, [17]), str(tmp_path / "out")
+    prepare(str(source), out, Prepare(rows_per_shard=16, vocab_size=60, reference=True, check="none"))
+    tokenizer = train_tokenizer([f"row {number}" for number in range(40)], 60)
+    reader = RowReader(PreparedSet.open(out), Inputs(image_side=8, max_tokens=12), tokenizer, 10**6)
+    plan = Plan(40, 4, 1, 4, seed=0, steps=20)  # two epochs
+    monkeypatch.setattr(stream_module, "Decoder", Decoder)
+    made = stream_module.Stream(lambda world: Start(plan, 0), reader, workers=1, block_mb=0.01)
+    blocks = ray.get(consume.remote(made.configure({"train": None}, 1)[0]["train"]))
+    column = {name: np.concatenate([block[name] for block in blocks]) for name in ("pos", "key", "valid")}
+    rows = plan.rows_at(np.arange(80))
+    assert column["pos"].tolist() == list(range(80))
+    assert column["valid"].tolist() == (rows != 17).tolist()
+    assert column["key"].tolist() == [0 if row == 17 else key_id(f"k{row}") for row in rows]
+    assert tries(source, 17) == 3  # one that killed the actor, then one an epoch, in a child
+    with decoder_dies():
+        record, reason = reader.fault(17)
+    assert record.key == "k17" and reason.startswith("crash")

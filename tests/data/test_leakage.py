@@ -1,0 +1,237 @@
+"""Leakage: what stands in another set or split is found, exact and alike, counted, shown and set aside."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from mmray.config import Prepare
+from mmray.data import against
+from mmray.data import prepare as prepare_module
+from mmray.data.leakage import OWN, search
+from mmray.data.near import BITS, COLOUR_LEVELS, LOOK, NONE, bands, look_of, nearest
+from mmray.data.prepare import prepare
+from mmray.data.store import PreparedSet
+from mmray.data.tasks import run_tasks
+from mmray.errors import DataError, UsageError
+from tests.data.test_prepare import quarantine, run_here
+
+LAX = Prepare(max_bad_fraction=0.0, rows_per_shard=4, vocab_size=100, near_bits=20)
+
+
+def run_tasks_here(work, items, retries):
+    for item in items:
+        yield {name: column[0] for name, column in work({"item": np.array([json.dumps(item)])}).items()}
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """Without Ray; the fixture is the list of the shards that were looked at."""
+    looked = []
+
+    def tasks(work, items, retries):
+        looked.extend(item["shard"]["file"] for item in items)
+        return run_tasks_here(work, items, retries)
+
+    monkeypatch.setattr(prepare_module, "_run", run_here)
+    monkeypatch.setattr(against, "run_tasks", tasks)
+    return looked
+
+
+def picture(number):
+    """A picture of coloured patches, unlike that of any other number."""
+    patches = np.random.default_rng(number).integers(0, 256, (24, 24, 3), dtype=np.uint8)
+    return Image.fromarray(patches).resize((96, 96), Image.Resampling.BICUBIC)
+
+
+def encoded(image, kind="PNG", **options):
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def make_source(folder, images, splits=None, texts=None):
+    """JSONL of these encoded images; returns its path."""
+    folder.mkdir()
+    with (folder / "rows.jsonl").open("w") as file:
+        for number, data in enumerate(images):
+            (folder / f"{number}.img").write_bytes(data)
+            row = {"id": f"{folder.name}{number}", "image": f"{number}.img", "text": f"row {number}"}
+            if splits:
+                row["split"] = splits[number]
+            if texts:
+                row["text"] = texts[number]
+            file.write(json.dumps(row) + "\n")
+    return str(folder / "rows.jsonl")
+
+
+@pytest.fixture
+def two(tmp_path, in_process):
+    """A prepared evaluation set of 6, and a source of 10 that has two of it exactly and two re-encoded."""
+    seen = [encoded(picture(number)) for number in range(6)]
+    prepare(make_source(tmp_path / "e", seen), str(tmp_path / "eval"), LAX)
+    images = [encoded(picture(number)) for number in range(20, 30)]
+    images[2], images[7] = seen[4], seen[0]
+    images[3] = encoded(picture(1).resize((64, 64)), "JPEG", quality=75)
+    images[9] = encoded(picture(5).resize((150, 150)), "WEBP", quality=80)
+    return make_source(tmp_path / "t", images), str(tmp_path / "eval")
+
+
+def leaks_in(out):
+    return [json.loads(line) for line in (out / "leaks.jsonl").read_text().splitlines()]
+
+
+def test_leaks_are_counted_named_and_shown(tmp_path, two):
+    source, eval_set = two
+    manifest = prepare(source, str(tmp_path / "out"), LAX.model_copy(update={"against": (eval_set,)}))
+    assert manifest.num_rows == 10
+    assert manifest.leakage == {
+        "exact": 2, "near": 2, "near_bits": 20, "dropped": False, "found_in": {eval_set: 4, "splits": 0}
+    }  # fmt: skip
+    lines = leaks_in(tmp_path / "out")
+    assert [(line["key"], line["other"]) for line in lines] == [("t2", "e4"), ("t3", "e1"), ("t7", "e0"), ("t9", "e5")]
+    assert [line["bits"] is None for line in lines] == [True, False, True, False]
+    assert all(data.startswith("data:image/webp") for line in lines for data in line["pictures"])
+
+
+def test_leaks_are_set_aside_and_the_set_is_as_if_they_had_not_been_there(tmp_path, two, in_process):
+    source, eval_set = two
+    settings = LAX.model_copy(update={"against": (eval_set,)})
+    prepare(source, str(tmp_path / "out"), settings)
+    in_process.clear()
+    manifest = prepare(source, str(tmp_path / "out"), settings.model_copy(update={"drop_leaked": True}))
+    assert in_process == []  # no image is looked at again
+    assert (manifest.num_rows, manifest.num_quarantined, manifest.reasons) == (6, 4, {"leaked": 4})
+    assert PreparedSet.open(str(tmp_path / "out")).keys() == ["t0", "t1", "t4", "t5", "t6", "t8"]
+    faults = quarantine(tmp_path / "out")
+    assert [(fault["key"], fault["source"]) for fault in faults] == [
+        (f"t{n}", f"rows.jsonl:{n + 1}") for n in (2, 3, 7, 9)
+    ]
+    assert faults[0]["detail"] == f"the same image: row e4 of {eval_set}"
+    assert "looks like it (" in faults[1]["detail"]
+    exact = prepare(source, str(tmp_path / "exact"), settings.model_copy(update={"drop_leaked": True, "near_bits": -1}))
+    assert exact.reasons == {"leaked": 2}
+
+
+def test_between_splits_the_row_of_training_goes(tmp_path, in_process):
+    images = [encoded(picture(number)) for number in range(8)]
+    images[6] = encoded(picture(1), "JPEG", quality=80)  # of test, after its twin in train
+    images[2] = encoded(picture(7), "JPEG", quality=80)  # of train, before its twin in test
+    images[5] = encoded(picture(3), "JPEG", quality=80)  # both in train: no leak
+    source = make_source(tmp_path / "s", images, splits=["train"] * 6 + ["test"] * 2)
+    manifest = prepare(source, str(tmp_path / "out"), LAX.model_copy(update={"drop_leaked": True}))
+    assert manifest.splits == {"train": 4, "test": 2}
+    assert [fault["key"] for fault in quarantine(tmp_path / "out")] == ["s1", "s2"]
+    assert manifest.leakage["found_in"] == {"splits": 2}
+
+
+def test_captions_that_come_again_are_counted_and_kept(tmp_path, in_process):
+    images = [encoded(picture(number)) for number in range(6)]
+    source = make_source(tmp_path / "s", images, texts=["a", "b", "a", "a", "c", "b "])
+    manifest = prepare(source, str(tmp_path / "out"), LAX)
+    assert (manifest.num_rows, manifest.num_same_text) == (6, 3)
+
+
+def test_a_source_that_leaks_whole_is_a_data_error(tmp_path, two):
+    settings = LAX.model_copy(update={"against": (two[1],), "drop_leaked": True})
+    with pytest.raises(DataError, match=r"none of 6 rows is left, 6 leak \(prepare.drop_leaked\)"):
+        prepare(str(tmp_path / "e" / "rows.jsonl"), str(tmp_path / "out"), settings)
+
+
+def test_what_cannot_be_held_against(tmp_path, two, monkeypatch):
+    source, eval_set = two
+    with pytest.raises(UsageError, match="is the set that is being prepared"):
+        prepare(source, eval_set, LAX.model_copy(update={"against": (eval_set,)}))
+    with pytest.raises(DataError, match="not a prepared set"):
+        prepare(source, str(tmp_path / "out"), LAX.model_copy(update={"against": (str(tmp_path / "t"),)}))
+    monkeypatch.setattr(against, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"pip install 'mmray\[leakage\]'"):
+        prepare(source, str(tmp_path / "out"), LAX.model_copy(update={"against": (eval_set,)}))
+
+
+def test_a_referenced_image_that_is_gone_is_like_no_other(tmp_path, two):
+    source, _ = two
+    settings = LAX.model_copy(update={"reference": True})
+    prepare(str(tmp_path / "e" / "rows.jsonl"), str(tmp_path / "index"), settings)
+    (tmp_path / "e" / "0.img").unlink()
+    found = prepare(source, str(tmp_path / "out"), LAX.model_copy(update={"against": (str(tmp_path / "index"),)}))
+    assert (found.leakage["exact"], found.leakage["near"]) == (1, 2)
+
+
+def test_the_ray_job_finds_the_same(tmp_path, two, monkeypatch, local_ray):
+    source, eval_set = two
+    settings = LAX.model_copy(update={"against": (eval_set,), "drop_leaked": True})
+    here = prepare(source, str(tmp_path / "here"), settings)
+    monkeypatch.setattr(against, "run_tasks", run_tasks)
+    found = prepare(source, str(tmp_path / "out"), settings)
+    assert (found.fingerprint, found.leakage) == (here.fingerprint, here.leakage)
+    assert leaks_in(tmp_path / "out") == leaks_in(tmp_path / "here")
+
+
+def looks(rng, count, base=None):
+    """Looks that are near each other often: a few centres, some bits turned, some colours moved."""
+    out = np.zeros(count, LOOK)
+    centres = base if base is not None else rng.integers(0, 2**63, (4, 4), dtype=np.uint64)
+    out["hash"] = centres[rng.integers(0, len(centres), count)]
+    for _ in range(12):
+        word, bit, turned = rng.integers(0, 4, count), rng.integers(0, 64, count), rng.random(count) < 0.6
+        out["hash"][np.flatnonzero(turned), word[turned]] ^= np.uint64(1) << bit[turned].astype(np.uint64)
+    out["colours"] = 100 + rng.integers(0, 3, (count, 1)) * 4
+    out["seen"] = rng.random(count) < 0.9
+    return out
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 40), st.integers(0, 40), st.integers(0, 31))
+def test_the_search_by_bands_is_the_search_of_all_pairs(seed, num_queries, num_references, most_bits):
+    rng = np.random.default_rng(seed)
+    base = rng.integers(0, 2**63, (3, 4), dtype=np.uint64)
+    queries, references = looks(rng, num_queries, base), looks(rng, num_references, base)
+    index, bits = nearest(queries, references, most_bits)
+    for number, query in enumerate(queries):
+        best = (BITS + 1, NONE)
+        for place, reference in enumerate(references):
+            differ = int(np.bitwise_count(query["hash"] ^ reference["hash"]).sum())
+            apart = np.abs(query["colours"].astype(int) - reference["colours"]).mean()
+            if query["seen"] and reference["seen"] and differ <= most_bits and apart <= COLOUR_LEVELS:
+                best = min(best, (differ, place))
+        assert (index[number], bits[number]) == ((best[1], best[0]) if best[1] != NONE else (NONE, NONE))
+
+
+def test_bands_hold_all_bits_and_equal_hashes_share_them():
+    hashes = np.random.default_rng(0).integers(0, 2**63, (50, 4), dtype=np.uint64)
+    for count in (1, 3, 8, 32):
+        turned = hashes.copy()
+        turned[:, 1] ^= np.uint64(1) << np.uint64(7)
+        same = bands(hashes, count) == bands(turned, count)
+        assert same.sum(axis=0).tolist() == [count - 1] * 50
+
+
+def test_ten_thousand_blank_pages_cost_as_much_as_one():
+    pages = np.zeros(10_000, LOOK)
+    pages["seen"] = True
+    index, bits = nearest(pages, pages, 7)
+    assert not index.any() and not bits.any()
+
+
+def test_a_row_is_told_once_and_rows_that_do_not_count_are_no_ones_twin():
+    rows = looks(np.random.default_rng(0), 6, np.arange(4, dtype=np.uint64)[None])
+    rows["seen"] = False
+    rows["sha"] = np.array([[1, 1], [1, 1], [2, 2], [2, 2], [3, 3], [0, 0]])
+    live = np.array([True, True, False, True, True, True])
+    found = search(rows, live, ["test", None, "test", "train", "train", "train"], [rows[4:5], rows[4:]], 7)
+    assert found.row.tolist() == [1, 4]
+    assert found.where.tolist() == [OWN, 0]
+    assert found.twin.tolist() == [0, 0]
+
+
+def test_another_colour_is_another_picture():
+    red, blue = (look_of(Image.new("RGB", (32, 32), colour)) for colour in ((200, 0, 0), (0, 0, 200)))
+    assert np.array_equal(red[0], blue[0])
+    both = np.zeros(2, LOOK)
+    both["hash"], both["colours"], both["seen"] = [red[0], blue[0]], [red[1], blue[1]], True
+    assert nearest(both[:1], both[1:], 7)[0].tolist() == [NONE]
