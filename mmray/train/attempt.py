@@ -26,7 +26,7 @@ from mmray.data.reader import RowReader
 from mmray.data.remote import Folder
 from mmray.data.store import PreparedSet
 from mmray.data.stream import Stream
-from mmray.errors import MmrayError, ResourceError, TrainingError
+from mmray.errors import MmrayError, ResourceError, StorageError, TrainingError
 from mmray.train import checkpoint, rundir
 from mmray.train.batch import BatchShape
 from mmray.train.board import StopWish, Watch, stopping
@@ -182,6 +182,8 @@ def failure_of(error: BaseException, guard: Guard) -> Failure:
         raised = [e for e in error.worker_failures.values() if not _is_loss(e)]
         own = [e for e in raised if isinstance(e, MmrayError)]
         cause = next(iter([*own, *raised, *error.worker_failures.values()]), error)
+        if isinstance(cause, StorageError) and guard.watch.wish in ("resize", "preempted"):
+            return Failure("lost", cause, last_step)  # nobody wanted an end: from the checkpoint before, elsewhere
         if raised:
             return Failure("raised", cause, last_step)
         return Failure("preempted" if guard.leaving else "lost", cause, last_step)

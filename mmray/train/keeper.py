@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mmray.data.remote import Folder
-from mmray.errors import StorageError
+from mmray.errors import StorageError, TrainingError
 from mmray.train import checkpoint, lease
 from mmray.train.growing import Growing
 from mmray.train.writer import Writer
@@ -29,7 +29,8 @@ class Keeper:
     ):
         self._folder, self._fence, self._config, self._about = folder, fence, config, about
         self.growing = Growing(folder, partial(tell, "storage"))
-        self.writer = Writer()
+        self._tell = partial(tell, "checkpoint")
+        self.writer = Writer(self._tell)
 
     def save(self, step: int, rows_consumed: int, state: dict[str, Any], metrics: dict[str, Any]) -> float | None:
         """Have a checkpoint written; answers what the one before cost, in seconds."""
@@ -59,4 +60,7 @@ class Keeper:
             raise StorageError(f"the storage does not answer, so step {step} has no checkpoint: {error}") from error
         model_state = state.pop("model")
         checkpoint.save(self._folder / "checkpoints", step, model_state, state, meta)
-        checkpoint.prune(self._folder / "checkpoints", self._config.train.keep_checkpoints, BEST)
+        try:
+            checkpoint.prune(self._folder / "checkpoints", self._config.train.keep_checkpoints, BEST)
+        except TrainingError as error:  # the new one is there, which is what counts
+            self._tell(str(error))

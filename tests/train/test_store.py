@@ -6,12 +6,14 @@ import threading
 import pytest
 import torch
 
+from mmray.config import Config, Run
 from mmray.data import remote
 from mmray.data.remote import folder_at
 from mmray.errors import StorageError, TrainingError, UsageError
 from mmray.train import checkpoint, growing, lease
 from mmray.train.claims import ObjectClaims
 from mmray.train.growing import Growing
+from mmray.train.keeper import Keeper
 from mmray.train.lease import Lease, check
 
 
@@ -63,6 +65,43 @@ def test_an_upload_that_fails_for_good_leaves_nothing_that_counts(s3, monkeypatc
         put(folder, 6)
     assert checkpoint.step_of(checkpoint.newest_good(folder)) == 3
     assert checkpoint.names(folder) == ["step-3"]
+
+
+def keeper_of(run, told):
+    wanted = Config(recipe="sample", run=Run(storage=str(run.parent), name=run.name))
+    held = Lease(run)
+    return held, Keeper(run, held.acquire(), wanted, {"world": 1}, lambda label, text: told.append((label, text)))
+
+
+def state(step):
+    return {"model": {"w": torch.full((5,), float(step))}, "progress": {"step": step}}
+
+
+def test_a_store_that_fails_for_a_while_costs_a_checkpoint_and_not_the_run(s3, monkeypatch):
+    monkeypatch.setattr(remote, "ATTEMPTS", 1)
+    run, told = folder_at(s3.address) / "mine", []
+    held, keeper = keeper_of(run, told)
+    s3.fail("PUT", "step-6/", 1000)
+    for step in (3, 6, 9):
+        keeper.save(step, step, state(step), {})
+    keeper.close()
+    held.release()
+    assert checkpoint.names(run / "checkpoints") == ["step-3", "step-9"]
+    ((label, text),) = told
+    assert label == "checkpoint" and "step-6" in text and "The run goes on" in text
+
+
+def test_a_store_that_fails_at_the_end_is_an_error_and_the_checkpoint_before_stands(s3, monkeypatch):
+    monkeypatch.setattr(remote, "ATTEMPTS", 1)
+    run, told = folder_at(s3.address) / "mine", []
+    held, keeper = keeper_of(run, told)
+    keeper.save(3, 3, state(3), {})
+    s3.fail("PUT", "checkpoints/step-6/", 1000)
+    keeper.save(6, 6, state(6), {})
+    with pytest.raises(StorageError, match=r"step-6: .*start the same command again"):
+        keeper.close()
+    held.release()
+    assert checkpoint.step_of(checkpoint.newest_good(run / "checkpoints")) == 3
 
 
 def test_a_lease_on_the_store_holds_off_a_second_and_outlives_neither_release_nor_take_over(s3, monkeypatch):
