@@ -25,6 +25,10 @@ class TrainingError(MmrayError):
     exit_code = 3
 
 
+class StorageError(TrainingError):
+    """The storage did not take a checkpoint; nothing of it counts, and older ones are as they were."""
+
+
 class OutOfMemoryError(TrainingError):
     """A worker's device had no room for a step. `micro`: rows of a micro-batch that may fit; 0: none is smaller."""
 

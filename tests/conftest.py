@@ -1,7 +1,10 @@
 """What all tests share: one Ray on this machine, and the places of optional real data."""
 
 import os
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,18 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
 os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+with socket.socket() as _free:
+    _free.bind(("127.0.0.1", 0))
+    S3_PORT = _free.getsockname()[1]
+# The S3 server of the tests, known to every process before it is there (`s3` starts it); no test reaches another.
+os.environ |= {
+    "AWS_ENDPOINT_URL": f"http://127.0.0.1:{S3_PORT}",
+    "AWS_ACCESS_KEY_ID": "tests",
+    "AWS_SECRET_ACCESS_KEY": "canary-of-the-tests",
+    "AWS_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
 
 ROOT = Path(__file__).parents[1]
 os.environ["PYTHONPATH"] = str(ROOT)  # workers import faults from tests/
@@ -30,6 +45,52 @@ def local_ray(tmp_path_factory):
         os.environ["MMRAY_TEST_FAULTS"] = str(tmp_path_factory.mktemp("faults"))  # workers inherit it from the start
         ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         ray.data.DataContext.get_current().enable_progress_bars = False
+
+
+class Bucket:
+    """A bucket of the server; `fail("PUT", "step-6", 3)` has three such requests answered with an error."""
+
+    def __init__(self, address, faults):
+        self.address, self._faults = address, faults
+
+    def fail(self, method, text, count):
+        self._faults.write_text(f"{method} {text} {count}")
+
+    def failures_left(self):
+        return int(self._faults.read_text().split()[2])
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory):
+    """An S3 server on loopback, in a process of its own; the file that directs its faults."""
+    pytest.importorskip("moto")
+    folder = tmp_path_factory.mktemp("s3")
+    with (folder / "log").open("w") as log:
+        command = [sys.executable, "-m", "tests.s3_server", str(S3_PORT), str(folder / "faults")]
+        server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+    until = time.monotonic() + 60
+    while time.monotonic() < until and server.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", S3_PORT), 1).close()
+            break
+        except OSError:
+            time.sleep(0.1)
+    yield folder / "faults"
+    server.kill()
+    server.wait()
+
+
+@pytest.fixture
+def s3(s3_server, tmp_path):
+    """A bucket of this test alone."""
+    from pyarrow import fs
+
+    s3_server.unlink(missing_ok=True)
+    name = f"bucket-{time.time_ns()}"
+    system, _ = fs.FileSystem.from_uri(f"s3://{name}?allow_bucket_creation=true")
+    system.create_dir(name)
+    yield Bucket(f"s3://{name}/runs", s3_server)
+    s3_server.unlink(missing_ok=True)
 
 
 def pytest_sessionfinish():

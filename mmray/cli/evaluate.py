@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import tyro
 from tyro.conf import Positional
@@ -19,7 +18,7 @@ class EvaluateCommand:
     """Recall@1/5/10 and median rank, or perplexity, of a run's newest checkpoint."""
 
     run: Positional[str]
-    """Folder of the run."""
+    """Folder (or address, s3://...) of the run."""
     data: str | None = None
     """Prepared set or source; none: what the run held out."""
     split: str = "test"
@@ -35,11 +34,12 @@ class EvaluateCommand:
 def evaluate(argv: Sequence[str], screen: Screen) -> int:
     """mmray evaluate RUN [--data SET] [--split test] [--json FILE]"""
     command = tyro.cli(EvaluateCommand, args=list(argv), prog="mmray evaluate", config=STYLE)
+    from mmray.data.remote import folder_at
     from mmray.train.scoring import score_run
 
     with screen.work("evaluating"):
         metrics = score_run(
-            Path(command.run), command.data, command.split, command.step, command.address, Reporter(screen)
+            folder_at(command.run), command.data, command.split, command.step, command.address, Reporter(screen)
         )
     if "perplexity" in metrics:
         screen.note(language_note(metrics), "language")

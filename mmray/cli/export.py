@@ -18,7 +18,7 @@ class ExportCommand:
     """Write a run's model as a folder that `mmray.load` opens: weights, config, tokenizer, preprocessing."""
 
     run: Positional[str]
-    """Folder of the run."""
+    """Folder (or address, s3://...) of the run."""
     out: Positional[str]
     """Folder to write."""
     step: int | None = None
@@ -28,10 +28,11 @@ class ExportCommand:
 def export(argv: Sequence[str], screen: Screen) -> int:
     """mmray export RUN OUT [--step N]"""
     command = tyro.cli(ExportCommand, args=list(argv), prog="mmray export", config=STYLE)
+    from mmray.data.remote import folder_at
     from mmray.models.their_form import PROCESSOR
     from mmray.train.scoring import export_run
 
-    out = export_run(Path(command.run), Path(command.out), command.step)
+    out = export_run(folder_at(command.run), Path(command.out), command.step)
     screen.note(str(out), "exported")
     call = 'model.answer(["photo.jpg"])' if (out / PROCESSOR).exists() else 'model.embed_texts(["a red circle"])'
     screen.note(f'import mmray; model = mmray.load("{out}"); {call}', "next")

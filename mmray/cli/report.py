@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import tyro
 from tyro.conf import Positional
@@ -18,7 +17,7 @@ class ReportCommand:
     """Write one self-contained HTML page of a run or a sweep; also of one that is under way."""
 
     run: Positional[str]
-    """Folder of the run or the sweep."""
+    """Folder (or address, s3://...) of the run, or folder of the sweep."""
     out: str | None = None
     """File to write; none: report.html in the folder."""
 
@@ -26,8 +25,9 @@ class ReportCommand:
 def report(argv: Sequence[str], screen: Screen) -> int:
     """mmray report RUN [--out FILE]"""
     command = tyro.cli(ReportCommand, args=list(argv), prog="mmray report", config=STYLE)
+    from mmray.data.remote import folder_at
     from mmray.report.write import write_report  # late: Plotly takes a second to import
 
-    page = write_report(Path(command.run), None if command.out is None else Path(command.out))
+    page = write_report(folder_at(command.run), None if command.out is None else folder_at(command.out))
     screen.note(f"{page} ({page.stat().st_size / 1e6:.1f} MB; opens without a network)", "report")
     return 0

@@ -23,6 +23,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from mmray.cluster.join import joined
+from mmray.cluster.storage import probe
 from mmray.config import Cluster
 from mmray.errors import ResourceError
 
@@ -52,9 +53,10 @@ def examine(address: str | None, storage: str) -> Iterator[Finding]:
     yield memory(psutil.virtual_memory().available / GIB)
     yield shm(_size_gib(Path("/dev/shm")), psutil.virtual_memory().total / GIB)
     yield open_files()
-    yield disk("disk of run.storage", Path(storage).expanduser())
+    if "://" not in storage:
+        yield disk("disk of run.storage", Path(storage).expanduser())
     yield disk("disk of Ray's files", Path(tempfile.gettempdir()))
-    yield writable(Path(storage).expanduser())
+    yield reachable(storage) if "://" in storage else writable(Path(storage).expanduser())
     yield token(os.environ.get("RAY_AUTH_MODE"), Path.home() / ".ray" / "auth_token")
     yield from _ray(address or os.environ.get("RAY_ADDRESS"))
 
@@ -153,6 +155,16 @@ def writable(place: Path) -> Finding:
     except OSError as error:
         return Finding("fail", "run.storage", f"{place} cannot be written: {error}", "choose another --run.storage")
     return Finding("ok", "run.storage", f"{place} can be written")
+
+
+def reachable(address: str) -> Finding:
+    """An object is put at the address of runs, read back, and deleted."""
+    began_s = time.monotonic()
+    try:
+        probe(address, [])
+    except ResourceError as error:
+        return Finding("fail", "run.storage", str(error), "mend what it says, or choose another --storage")
+    return Finding("ok", "run.storage", f"{address} takes and gives objects, in {time.monotonic() - began_s:.1f} s")
 
 
 def token(mode: str | None, file: Path) -> Finding:

@@ -30,6 +30,8 @@ _ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
+# Where an object store is, for workers of a cluster that is joined; never who may use it: Ray logs what it is given.
+_STORE = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_EC2_METADATA_DISABLED")
 FEED_CPUS = 1  # beside the data actors: the tasks that hand them their blocks
 ANSWER_TIMEOUT_S = 5.0
 
@@ -68,7 +70,8 @@ def _start(ray: object, address: str | None, section: Cluster, data_actors: int)
     try:
         if address:
             check_answer(address)
-            ray.init(address=address, runtime_env={"env_vars": _ENVIRONMENT}, **quiet)  # type: ignore[attr-defined]
+            store = {name: os.environ[name] for name in _STORE if name in os.environ}
+            ray.init(address=address, runtime_env={"env_vars": {**_ENVIRONMENT, **store}}, **quiet)  # type: ignore[attr-defined]
         else:
             forget_dead_cluster(Path(get_default_ray_temp_dir()) / "ray_current_cluster")
             # Unless the user has set RAY_AUTH_MODE, Ray gives this cluster a token: nobody else may use it.

@@ -12,6 +12,9 @@ from mmray.config.section import Section
 LABEL = r"^(auto|none|[A-Za-z0-9._/-]+=\S+)$"
 
 
+SECRET = re.compile(r"://[^/?]*@|[?&](access_key|secret_key|session_token)=", re.IGNORECASE)
+
+
 class Cluster(Section):
     """What a run asks of Ray."""
 
@@ -80,10 +83,20 @@ class Run(Section):
 
     path: ClassVar[str] = "run"
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Its folder; none: the recipe.")
-    storage: str = Field("runs", description="Folder that every node sees.")
+    storage: str = Field("runs", description="Folder that every node sees, or s3://bucket/prefix.")
     resume: Literal["auto", "never", "must"] = Field("auto", description="Go on from the newest checkpoint, or not.")
     trackers: tuple[str, ...] = Field(
         (),
         description="`mlflow`, `wandb`, your own `package.module:Class`: told what is logged; one that fails is left.",
     )
     project: str = Field("mmray", min_length=1, description="Project (experiment) of the run there.")
+
+    @field_validator("storage")
+    @classmethod
+    def _keeps_no_secret(cls, storage: str) -> str:
+        if SECRET.search(storage):
+            raise ValueError(
+                "an address may not hold credentials, for it is written into config.yaml and logs: set "
+                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment"
+            )
+        return storage

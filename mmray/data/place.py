@@ -16,6 +16,8 @@ from pathlib import Path
 import pyarrow as pa
 from pyarrow import fs
 
+from mmray.errors import UsageError
+
 UNFINISHED = ".unfinished"
 
 
@@ -37,51 +39,55 @@ class Place:
         return cls((folder or ("/" if head.startswith("/") else ".")) + mark + options), name
 
     @cached_property
-    def _system(self) -> tuple[fs.FileSystem, str]:
-        if "://" in self.address:
-            system, root = fs.FileSystem.from_uri(self.address)
-            return system, root.rstrip("/")
-        return fs.LocalFileSystem(), self.address
+    def system(self) -> tuple[fs.FileSystem, str]:
+        """The file system and the folder's path there. Raises UsageError for an address that nothing serves."""
+        if "://" not in self.address:
+            return fs.LocalFileSystem(), self.address
+        try:
+            system, root = fs.FileSystem.from_uri(_in_one_request(self.address))
+        except pa.ArrowInvalid as error:
+            system, root = _by_fsspec(self.address, error)
+        return system, root.rstrip("/")
 
     @property
     def local(self) -> Path | None:
         """The folder as a path, where it is on a file system of this machine."""
-        system, root = self._system
+        system, root = self.system
         return Path(root) if isinstance(system, fs.LocalFileSystem) else None
 
     def size(self, name: str) -> int | None:
         """Bytes of a file; None where there is no such file."""
-        system, root = self._system
+        system, root = self.system
         info = system.get_file_info(f"{root}/{name}")
         return info.size if info.type == fs.FileType.File else None
 
     def info(self, name: str) -> tuple[int | None, int | None]:
         """(bytes, time of change in ns) of a file, None where the store does not say. Raises FileNotFoundError."""
-        system, root = self._system
+        system, root = self.system
         info = system.get_file_info(f"{root}/{name}")
         if info.type != fs.FileType.File:
             raise FileNotFoundError(f"there is no file {self.address}/{name}")
         return info.size, info.mtime_ns
 
     def is_folder(self, name: str = "") -> bool:
-        system, root = self._system
+        system, root = self.system
         return bool(system.get_file_info(f"{root}/{name}".rstrip("/")).type == fs.FileType.Directory)
 
     def tree(self, folder: str = "") -> list[str]:
         """Names of all files below a folder, sorted, relative to this place."""
-        system, root = self._system
+        system, root = self.system
         infos = system.get_file_info(fs.FileSelector(f"{root}/{folder}".rstrip("/"), recursive=True))
         return sorted(info.path[len(root) :].lstrip("/") for info in infos if info.type == fs.FileType.File)
 
     def names(self, folder: str = "") -> list[str]:
         """Names of the files in a folder, sorted; none where there is no folder."""
-        system, root = self._system
+        system, root = self.system
         selector = fs.FileSelector(f"{root}/{folder}".rstrip("/"), allow_not_found=True)
         return sorted(info.base_name for info in system.get_file_info(selector))
 
     def make(self, folder: str = "") -> None:
         """Create a folder and those above it."""
-        system, root = self._system
+        system, root = self.system
         system.create_dir(f"{root}/{folder}".rstrip("/"), recursive=True)
 
     def open(self, name: str, mapped: bool = False) -> pa.NativeFile:
@@ -89,7 +95,7 @@ class Place:
 
         Map only what nobody changes: a mapped file that is cut short ends the process that reads it.
         """
-        system, root = self._system
+        system, root = self.system
         if mapped and isinstance(system, fs.LocalFileSystem):
             return pa.memory_map(f"{root}/{name}")
         return system.open_input_file(f"{root}/{name}")
@@ -102,7 +108,7 @@ class Place:
     @contextmanager
     def writing(self, name: str) -> Iterator[pa.NativeFile]:
         """A file to write; it appears under its name when the block ends well, and not otherwise."""
-        system, root = self._system
+        system, root = self.system
         target = f"{root}/{name}"
         if not isinstance(system, fs.LocalFileSystem):
             with system.open_output_stream(target) as stream:
@@ -123,5 +129,23 @@ class Place:
 
     def delete(self, name: str) -> None:
         """Delete a file."""
-        system, root = self._system
+        system, root = self.system
         system.delete_file(f"{root}/{name}")
+
+
+def _in_one_request(address: str) -> str:
+    """Small objects of S3 go out in one request, and nothing is begun on the store before there is something to put."""
+    if not address.startswith("s3://") or "allow_delayed_open" in address:
+        return address
+    return f"{address}{'&' if '?' in address else '?'}allow_delayed_open=true"
+
+
+def _by_fsspec(address: str, refused: Exception) -> tuple[fs.FileSystem, str]:
+    """What pyarrow does not know itself: fsspec's own schemes, and those of packages that are installed for it."""
+    try:
+        from fsspec.core import url_to_fs
+
+        system, root = url_to_fs(address)
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"{address} cannot be opened: {refused}; fsspec: {error}") from None
+    return fs.PyFileSystem(fs.FSSpecHandler(system)), root

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from mmray.data import sample
 from mmray.data.manifest import MANIFEST, QUARANTINE
 from mmray.data.prepare import Progress, prepare
+from mmray.data.remote import Folder, folder_at
 from mmray.errors import DataError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 def ensure_prepared(
     source: str, cache: str, settings: Prepare, say: Callable[[str, str], None], progress: Callable[[Progress], None]
-) -> Path:
+) -> Folder:
     """Folder of the prepared set that `source` names; Ray must be there. Raises DataError.
 
     A raw source goes to CACHE/NAME-HASH, where the hash is of its place and the settings: the second run finds it, and
@@ -26,13 +27,13 @@ def ensure_prepared(
     """
     if source == "sample":
         source = str(sample.draw(Path(cache) / "sample-drawn"))
-    place = Path(source).expanduser().resolve()
+    place = folder_at(source)
     if (place / MANIFEST).exists():
         return place
     if not place.exists() and "," not in place.name:
         raise DataError(f"there is no data at {place}: give a prepared set, a source of rows, or `sample`")
     name = hashlib.sha256(f"{place}\n{settings.model_dump_json()}".encode()).hexdigest()[:8]
-    out = Path(cache).expanduser().resolve() / f"{place.stem}-{name}"
+    out = folder_at(cache) / f"{place.stem}-{name}"
     manifest = prepare(str(place), str(out), settings, progress, say)
     aside = f"{manifest.num_quarantined:,} set aside (reasons in its {QUARANTINE})"
     say(f"{out}: {manifest.num_rows:,} rows of {place.name}, {aside}", "prepared")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+
+from mmray.data.remote import Folder
 
 
-def draw_at_end(folder: Path, note: Callable[[str, str], None]) -> None:
+def draw_at_end(folder: Folder, note: Callable[[str, str], None]) -> None:
     """Write the page of `folder`, however its run or sweep ended; that it cannot be drawn is told by `note`."""
     try:
         from mmray.report.write import write_report  # late: Plotly is of no use before

@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
-from pathlib import Path
 from typing import Any
 
 from mmray.data.files import read_picture
@@ -22,6 +21,7 @@ from mmray.data.image import decode
 from mmray.data.leakage import LEAKS, SHOWN
 from mmray.data.manifest import MANIFEST, QUARANTINE
 from mmray.data.place import Place
+from mmray.data.remote import Folder, folder_at
 from mmray.data.thumbnail import thumbnail
 from mmray.errors import MmrayError
 from mmray.report.run import read_json, read_lines
@@ -58,9 +58,9 @@ class Quarantine:
         return sum(count for _, count in self.reasons)
 
 
-def quarantine_of(run: Path, prepared: str | None) -> Quarantine:
+def quarantine_of(run: Folder, prepared: str | None) -> Quarantine:
     """What was set aside when the set was prepared, and in training since."""
-    place = Path(prepared) if prepared and "://" not in prepared else None
+    place = folder_at(prepared) if prepared else None
     manifest = read_json(place / MANIFEST) if place else {}
     entries = list(read_lines(run / QUARANTINE))
     reasons: Counter[str] = Counter("in training" for _ in entries)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
+
+from mmray.data.folders import fetched
+from mmray.data.remote import Folder
 
 EXAMPLES = "examples.json"  # hits and misses of the newest evaluation
 Line = dict[str, Any]
@@ -18,7 +20,7 @@ Line = dict[str, Any]
 class RunRecord:
     """What a run left; empty where a file is missing, for a run may have ended anywhere."""
 
-    folder: Path
+    folder: Folder
     config: dict[str, Any]
     data: dict[str, Any]
     environment: dict[str, Any]
@@ -27,7 +29,7 @@ class RunRecord:
     lines: list[Line]  # of metrics.jsonl, by step
 
     @classmethod
-    def read(cls, folder: Path) -> RunRecord:
+    def read(cls, folder: Folder) -> RunRecord:
         """The run in `folder`, which has a config.yaml."""
         return cls(
             folder=folder,
@@ -64,7 +66,7 @@ class RunRecord:
         return {}
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Folder) -> dict[str, Any]:
     """The object in a file; empty where there is none, or only the half of one."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
@@ -73,11 +75,11 @@ def read_json(file: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def read_lines(file: Path) -> Iterator[Line]:
+def read_lines(file: Folder) -> Iterator[Line]:
     """The objects of a file of JSON lines; a line that a kill cut off is left out."""
     if not file.exists():
         return
-    with file.open(encoding="utf-8", errors="replace") as lines:
+    with fetched(file) as here, here.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
                 value = json.loads(line)

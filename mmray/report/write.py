@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import gzip
-import os
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +17,8 @@ import jinja2
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
+from mmray.data.folders import write_whole
+from mmray.data.remote import Folder
 from mmray.errors import UsageError
 from mmray.report import told
 from mmray.report.figures import run_figures
@@ -31,7 +32,7 @@ REPORT = "report.html"
 TEMPLATES = Path(__file__).with_name("templates")
 
 
-def write_report(folder: Path, out: Path | None = None) -> Path:
+def write_report(folder: Folder, out: Folder | None = None) -> Folder:
     """Write the page of the run or the sweep in `folder`, to `out` or to its report.html; returns where it is.
 
     Raises UsageError where there is neither, or the page cannot be written.
@@ -39,22 +40,20 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     folder, out = folder.expanduser().resolve(), (out or folder / REPORT).expanduser()
     if not folder.is_dir():
         raise UsageError(f"there is no folder {folder}: give a run (runs/NAME) or a sweep")
-    if (folder / SWEEP).exists():
+    if isinstance(folder, Path) and (folder / SWEEP).exists():
         page = _sweep_page(folder)
     elif (folder / "config.yaml").exists():
         page = _run_page(folder)
     else:
         raise UsageError(f"{folder} is neither a run (it has no config.yaml) nor a sweep (no {SWEEP})")
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        temporary.write_text(page, encoding="utf-8")
-        temporary.replace(out)
+        write_whole(out, page)
     except OSError as error:
-        raise UsageError(f"cannot write {out}: {error.strerror}; choose another --out") from error
+        raise UsageError(f"cannot write {out}: {error.strerror or error}; choose another --out") from error
     return out
 
 
-def _run_page(folder: Path) -> str:
+def _run_page(folder: Folder) -> str:
     run = RunRecord.read(folder)
     settings = settings_of(run.config)
     return _render(

@@ -10,7 +10,6 @@ import threading
 import traceback
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -24,15 +23,16 @@ from mmray.cluster.present import Present
 from mmray.config import Config
 from mmray.data.order import Plan, Start
 from mmray.data.reader import RowReader
+from mmray.data.remote import Folder
 from mmray.data.store import PreparedSet
 from mmray.data.stream import Stream
-from mmray.errors import MmrayError, ResourceError, TrainingError
+from mmray.errors import MmrayError, ResourceError, StorageError, TrainingError
 from mmray.train import checkpoint, rundir
 from mmray.train.batch import BatchShape
 from mmray.train.board import StopWish, Watch, stopping
 from mmray.train.guard import Guard
 from mmray.train.policy import Failure
-from mmray.train.resources import data_actors, demand_of, torch_config, worker_resources
+from mmray.train.resources import data_actors, demand_of, ray_files, torch_config, worker_resources
 from mmray.train.worker import Job, Line, work
 
 POLL_S = 0.25
@@ -82,7 +82,7 @@ def trainer_of(
     attempt: int,
     sized: Config,
     now: Present,
-    newest: Path | None,
+    newest: Folder | None,
     board: Any,
 ) -> ray.train.torch.TorchTrainer:
     """The attempt's trainer: workers and data on the nodes that are there, all ranks from the checkpoint `newest`."""
@@ -112,7 +112,7 @@ def trainer_of(
         scaling_config=worker_resources(sized, now.avoiding(demand.worker_labels)),
         run_config=ray.train.RunConfig(
             name=f"attempt-{fence}-{attempt}",
-            storage_path=str(run.path / "ray"),
+            **ray_files(run.path),
             failure_config=ray.train.FailureConfig(  # type: ignore[call-arg]
                 max_failures=0, controller_failure_limit=0, max_preemption_failures=0
             ),
@@ -120,7 +120,7 @@ def trainer_of(
     )
 
 
-def _begin(ready: Ready, newest: Path | None, world: int) -> Start:
+def _begin(ready: Ready, newest: Folder | None, world: int) -> Start:
     """Where a group of `world` workers begins: at the checkpoint that the driver verified. Beside the controller."""
     shape, config = ready.shape, ready.config
     plan = Plan(
@@ -182,6 +182,8 @@ def failure_of(error: BaseException, guard: Guard) -> Failure:
         raised = [e for e in error.worker_failures.values() if not _is_loss(e)]
         own = [e for e in raised if isinstance(e, MmrayError)]
         cause = next(iter([*own, *raised, *error.worker_failures.values()]), error)
+        if isinstance(cause, StorageError) and guard.watch.wish in ("resize", "preempted"):
+            return Failure("lost", cause, last_step)  # nobody wanted an end: from the checkpoint before, elsewhere
         if raised:
             return Failure("raised", cause, last_step)
         return Failure("preempted" if guard.leaving else "lost", cause, last_step)

@@ -15,13 +15,15 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray
 
 from mmray.cluster.present import Present, present
 from mmray.config import Config
+from mmray.data.folders import gather
+from mmray.data.manifest import QUARANTINE
+from mmray.data.remote import Folder
 from mmray.errors import UsageError
 from mmray.train import checkpoint, rundir
 from mmray.train.attempt import Ready, failure_of, run_attempt, trainer_of
@@ -43,7 +45,7 @@ class Tally:
     attempts: int = 0
     failures: int = 0  # in a row, see policy.spent
     before: Failure | None = None
-    newest: Path | None = None
+    newest: Folder | None = None
     place: tuple[Present, int] | None = None  # of the next attempt, where it was looked at already
     resized_from: list[int] = field(default_factory=list)  # numbers of workers that were given up for larger ones
     preemptions: int = 0
@@ -80,6 +82,7 @@ def attempts(ready: Ready, run: rundir.RunDir, fence: int, listener: Listener) -
         tally.newest = found
         now, workers = tally.place or places(wanted)
         listener.phase(f"starting {workers} workers")
+        gather(run.path / QUARANTINE)
         board = new_board(bad_rows(run.path))
         watch = tally.watch = _watch(board, listener, ready.steps, tally.watch)
         guard = Guard(wanted, workers, watch, _step_of(found), tally.resizes_in_vain(workers))
@@ -149,10 +152,10 @@ def _watch(board: Any, listener: Listener, steps: int, before: Watch | None) -> 
     return Watch(board, listener, steps, before.last_step, before.wasted_steps, before.step_s, before.checkpoint_s)
 
 
-def _last(run: rundir.RunDir) -> Path | None:
+def _last(run: rundir.RunDir) -> Folder | None:
     """The newest checkpoint that was written to its end; whether it is sound shows when it is taken."""
     return checkpoint.newest_complete(run.checkpoints)
 
 
-def _step_of(path: Path | None) -> int:
+def _step_of(path: Folder | None) -> int:
     return 0 if path is None else checkpoint.step_of(path)

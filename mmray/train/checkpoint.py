@@ -7,7 +7,8 @@ The loop hands over weights and state after a step; a later attempt (or evaluati
                          meta.json           step, rows consumed, config, metrics, world, versions
                          SHA256SUMS          written last; `sha256sum -c SHA256SUMS` checks it by hand
 
-A folder without SHA256SUMS does not count, whatever else is in it: that holds on storage without a rename as well.
+A folder without SHA256SUMS does not count, whatever else is in it: that holds on an object store, which has no rename,
+as well. There a checkpoint is written on this machine first, and SHA256SUMS uploaded when the rest is there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from mmray.errors import TrainingError
+from mmray.data.folders import fetched, move_tree, remove_tree, staged
+from mmray.data.remote import Folder
+from mmray.errors import StorageError, TrainingError
 from mmray.models import weights
 from mmray.train.plain import require_plain, strict_json
 from mmray.train.sums import SUMS, fault, seal
@@ -36,29 +39,30 @@ LOWER_IS_BETTER = ("loss", "median_rank")  # parts of the names of metrics that 
 Report = Callable[[str], None]
 
 
-def save(folder: Path, step: int, model_state: dict[str, Tensor], state: dict[str, Any], meta: dict[str, Any]) -> Path:
+def save(
+    folder: Folder, step: int, model_state: dict[str, Tensor], state: dict[str, Any], meta: dict[str, Any]
+) -> Folder:
     """Write folder/step-N and return it; it counts only once it is complete and on disk.
 
     What lies there already under that name is replaced. `state` holds tensors, numbers, text, lists, tuples and dicts
-    (TypeError names anything else). Raises TrainingError when the storage does not take it; nothing of it then counts.
+    (TypeError names anything else). Raises StorageError when the storage does not take it; nothing of it then counts.
     """
     require_plain(state, "state")
     path = folder / f"step-{step}"
     try:
         _discard(path)
-        path.mkdir(parents=True)
-        weights.save_weights(model_state, path / MODEL)
-        _write_state(state, path / STATE)
-        record = {"step": step, **meta, "versions": {"python": platform.python_version(), "torch": torch.__version__}}
-        (path / META).write_text(json.dumps(strict_json(record), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-        seal(path, PARTS)
+        with staged(path, (*PARTS, SUMS)) as here:
+            weights.save_weights(model_state, here / MODEL)
+            _write_state(state, here / STATE)
+            (here / META).write_text(_record(step, meta))
+            seal(here, PARTS)
     except (OSError, SafetensorError) as error:
         _discard(path, strict=False)
-        raise TrainingError(_cannot_write(path, error)) from error
+        raise StorageError(_cannot_write(path, error)) from error
     return path
 
 
-def newest_good(folder: Path, report: Report | None = None, set_aside: bool = True) -> Path | None:
+def newest_good(folder: Folder, report: Report | None = None, set_aside: bool = True) -> Folder | None:
     """The newest checkpoint whose every byte is as it was written; None when there is none.
 
     Each newer one that does not count is named, with its fault, to `report`; a damaged one is renamed to
@@ -77,40 +81,48 @@ def newest_good(folder: Path, report: Report | None = None, set_aside: bool = Tr
     return None
 
 
-def load(path: Path) -> dict[str, Any]:
+def load(path: Folder) -> dict[str, Any]:
     """What `save` was given, on the CPU: the weights under `model`, beside the keys of `state`."""
     return {"model": load_weights(path), **_read(path / STATE, _load_state)}
 
 
-def load_weights(path: Path) -> dict[str, Tensor]:
+def load_weights(path: Folder) -> dict[str, Tensor]:
     """The weights alone, on the CPU. Raises TrainingError when they cannot be read."""
     tensors: dict[str, Tensor] = _read(path / MODEL, weights.load_weights)
     return tensors
 
 
-def load_meta(path: Path) -> dict[str, Any]:
+def load_meta(path: Folder) -> dict[str, Any]:
     """The readable record: step, rows consumed, config, metrics. Raises TrainingError when it cannot be read."""
     meta: dict[str, Any] = _read(path / META, lambda file: json.loads(file.read_bytes()))
     return meta
 
 
-def newest_complete(folder: Path) -> Path | None:
+def newest_complete(folder: Folder) -> Folder | None:
     """The newest checkpoint that was written to its end, unverified; None when there is none."""
     return next(reversed(_complete(folder)), None)
 
 
-def step_of(path: Path) -> int:
+def names(folder: Folder) -> list[str]:
+    """The checkpoints that are there, complete or not, and those set aside, in words for people."""
+    try:
+        return sorted(path.name for path in folder.iterdir() if path.name.startswith("step-"))
+    except OSError:
+        return []
+
+
+def step_of(path: Folder) -> int:
     """The step that a checkpoint's folder is named by."""
     return int(path.name.removeprefix("step-"))
 
 
-def best(folder: Path, metric: str) -> Path | None:
+def best(folder: Folder, metric: str) -> Folder | None:
     """The checkpoint whose recorded `metric` is best, the newest of equals; None where none has it."""
     scored = [(score, path) for path in _complete(folder) if (score := _score(path, metric)) is not None]
     return max(scored, key=lambda pair: (pair[0], step_of(pair[1])))[1] if scored else None
 
 
-def prune(folder: Path, keep: int, metric: str | None = None) -> list[Path]:
+def prune(folder: Folder, keep: int, metric: str | None = None) -> list[Folder]:
     """Delete all but the newest `keep` and the best by `metric`, and what was never finished; returns the deleted.
 
     Only complete checkpoints are counted. Raises TrainingError when the storage refuses.
@@ -128,10 +140,10 @@ def prune(folder: Path, keep: int, metric: str | None = None) -> list[Path]:
     return gone
 
 
-def _steps(folder: Path) -> list[Path]:
+def _steps(folder: Folder) -> list[Folder]:
     """All step-N folders, complete or not, oldest first."""
     try:
-        there = list(folder.iterdir())
+        there: list[Folder] = list(folder.iterdir())
     except FileNotFoundError:
         return []
     except OSError as error:  # not the same as empty: a run must not begin anew because its folder cannot be read
@@ -140,11 +152,11 @@ def _steps(folder: Path) -> list[Path]:
     return sorted(named, key=step_of)
 
 
-def _complete(folder: Path) -> list[Path]:
+def _complete(folder: Folder) -> list[Folder]:
     return [path for path in _steps(folder) if (path / SUMS).exists()]
 
 
-def _score(path: Path, metric: str) -> float | None:
+def _score(path: Folder, metric: str) -> float | None:
     """The recorded metric, turned so that larger is better; None where there is none, or it is not a number."""
     try:
         value = load_meta(path).get("metrics", {}).get(metric)
@@ -155,7 +167,7 @@ def _score(path: Path, metric: str) -> float | None:
     return -value if any(part in metric.split("/") for part in LOWER_IS_BETTER) else value
 
 
-def verify(path: Path) -> str | None:
+def verify(path: Folder) -> str | None:
     """What is wrong with a checkpoint, or None. A storage that cannot be read says nothing about it: TrainingError."""
     try:
         return fault(path, PARTS)
@@ -166,33 +178,31 @@ def verify(path: Path) -> str | None:
         ) from error
 
 
-def _set_aside(path: Path) -> Path:
+def _set_aside(path: Folder) -> Folder:
     """Rename a damaged checkpoint out of the way, for whoever wants to look at it."""
     target = path.with_name(f"{path.name}.damaged")
     try:
-        shutil.rmtree(target, ignore_errors=True)  # an older one of the same step: the newer tells more
-        path.rename(target)
+        move_tree(path, target)  # an older one of the same step is replaced: the newer tells more
     except OSError as error:
         raise TrainingError(f"cannot move the damaged checkpoint {path} aside: {error.strerror or error}") from error
     return target
 
 
-def _discard(path: Path, strict: bool = True) -> None:
+def _discard(path: Folder, strict: bool = True) -> None:
     """Delete a checkpoint, its sums first: a deletion cut short leaves nothing that counts."""
     try:
         (path / SUMS).unlink(missing_ok=True)
-        if path.exists():
-            shutil.rmtree(path)
+        remove_tree(path)
     except OSError:
         if strict:
             raise
 
 
-def _cannot_write(path: Path, error: Exception) -> str:
+def _cannot_write(path: Folder, error: Exception) -> str:
     """The message for a checkpoint that could not be written: cause, room on the storage, next move."""
     text = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
     try:
-        room = f" ({shutil.disk_usage(path.parent).free / 2**30:.2f} GiB free)"
+        room = f" ({shutil.disk_usage(path.parent).free / 2**30:.2f} GiB free)" if isinstance(path, Path) else ""
     except OSError:
         room = ""
     return (
@@ -201,14 +211,21 @@ def _cannot_write(path: Path, error: Exception) -> str:
     )
 
 
-def _read(file: Path, reader: Callable[[Path], Any]) -> Any:
+def _read(file: Folder, reader: Callable[[Path], Any]) -> Any:
     try:
-        return reader(file)
+        with fetched(file) as here:
+            return reader(here)
     except (OSError, SafetensorError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise TrainingError(
             f"cannot read {file}: {str(error).splitlines()[0] if str(error) else type(error).__name__}. "
             "Start the same command again: it verifies the checkpoints and goes on from the newest good one"
         ) from error
+
+
+def _record(step: int, meta: dict[str, Any]) -> str:
+    """The readable record, meta.json."""
+    record = {"step": step, **meta, "versions": {"python": platform.python_version(), "torch": torch.__version__}}
+    return json.dumps(strict_json(record), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _write_state(state: dict[str, Any], file: Path) -> None:

@@ -1,11 +1,11 @@
 """Who may write into a run's folder: one training at a time, even when an earlier one is only believed dead.
 
-The driver holds the lease while it trains; each rank that is about to write a checkpoint calls `check`. The lease is
-a file lease/N in the run's folder. N, the fence, only grows: whoever takes over creates the file N + 1, which succeeds
-for one process alone, and removes file N. A holder that was only asleep finds its file gone and stops (fencing tokens:
+The driver holds the lease while it trains; each rank that is about to write a checkpoint calls `check`. The lease is a
+claim lease/N in the run's folder (claims.py). N, the fence, only grows: whoever takes over claims N + 1, which succeeds
+for one process alone, and removes N. A holder that was only asleep finds its claim gone and stops (fencing tokens:
 Kleppmann 2017, Designing Data-Intensive Applications, chapter 8).
 
-No two clocks are compared. The age of a heartbeat is the difference of two file times that the same storage gave, and a
+No two clocks are compared. The age of a heartbeat is the difference of two times that the same storage gave, and a
 lease is taken from a silent holder only after watching it stay silent; on this machine, a dead process is enough.
 """
 
@@ -21,7 +21,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mmray.data.remote import Folder
 from mmray.errors import TrainingError, UsageError
+from mmray.train.claims import claims_in
 
 FOLDER = "lease"
 
@@ -29,8 +31,9 @@ FOLDER = "lease"
 class Lease:
     """The right to write into `run_dir`, renewed by a thread every `heartbeat_s` seconds until released."""
 
-    def __init__(self, run_dir: Path, heartbeat_s: float = 10.0, stale_after_s: float = 60.0):
+    def __init__(self, run_dir: Folder, heartbeat_s: float = 10.0, stale_after_s: float = 60.0):
         self._folder = run_dir / FOLDER
+        self._claims = claims_in(self._folder)
         self._heartbeat_s, self._stale_after_s = heartbeat_s, stale_after_s
         self._fence = 0
         self._ended = threading.Event()
@@ -43,15 +46,14 @@ class Lease:
         a dead process of this machine; from a silent one elsewhere after watching for 1.5 heartbeats.
         """
         with _told(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
             while not self._fence:
-                newest = max(_fences(self._folder), default=0)
+                newest = max(self._claims.fences(), default=0)
                 if newest and self._is_held(newest):
-                    raise UsageError(_held_message(self._folder, newest))
-                self._fence = self._take(newest + 1)
-            for older in _fences(self._folder):
+                    raise UsageError(_held_message(self._folder, self._holder(newest)))
+                self._fence = newest + 1 if self._claims.take(newest + 1, json.dumps(_myself())) else 0
+            for older in self._claims.fences():
                 if older < self._fence:
-                    (self._folder / str(older)).unlink(missing_ok=True)
+                    self._claims.remove(older)
         self._ended.clear()
         self._thread = threading.Thread(target=self._beat, name="mmray-lease", daemon=True)
         self._thread.start()
@@ -64,39 +66,20 @@ class Lease:
         self._ended.set()
         self._thread.join()
         self._thread = None
-        mine = self._folder / str(self._fence)
-        self._fence = 0
+        fence, self._fence = self._fence, 0
         with _told(self._folder):
-            if mine.exists():
-                # Renamed, not deleted: its number stays the highest, so that the next fence is a new one.
-                temporary = self._folder / f".{mine.name}.released"
-                temporary.write_text(json.dumps({"released": True}))
-                temporary.replace(mine)
-
-    def _take(self, fence: int) -> int:
-        """`fence` if this process is the one that got it, else 0."""
-        path = self._folder / str(fence)
-        try:
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        except FileExistsError:
-            return 0
-        with os.fdopen(handle, "w") as stream:
-            stream.write(json.dumps(_myself()))
-        if max(_fences(self._folder), default=0) > fence:  # a slow one: others took this number and more, meanwhile
-            path.unlink(missing_ok=True)
-            return 0
-        return fence
+            # Rewritten, not deleted: its number stays the highest, so that the next fence is a new one.
+            self._claims.rewrite(fence, json.dumps({"released": True}))
 
     def _is_held(self, fence: int) -> bool:
         """Whether the holder of a lease may still be at work; watches it for a while where only that can tell."""
-        path = self._folder / str(fence)
-        holder = _read(path)
+        holder = self._holder(fence)
         if holder is None or holder.get("released"):
             return False
         alive = _lives_here(holder)
         if alive is not None:
             return alive
-        beat_s = _modified_s(path)
+        beat_s = self._claims.modified_s(fence)
         age_s = self._storage_now_s() - beat_s
         if 0 <= age_s < self._stale_after_s:
             return True
@@ -105,78 +88,45 @@ class Lease:
         until = time.monotonic() + silence_s
         while time.monotonic() < until:
             time.sleep(min(1.0, self._heartbeat_s / 4))
-            if _modified_s(path) != beat_s:
+            if self._claims.modified_s(fence) != beat_s:
                 return True
         return False
 
     def _storage_now_s(self) -> float:
-        """The time that the storage gives to a file written now."""
-        probe = self._folder / f".now-{socket.gethostname()}-{os.getpid()}"
-        probe.write_text("now")
+        return self._claims.now_s()
+
+    def _holder(self, fence: int) -> dict[str, Any] | None:
+        """What the holder wrote; empty where it is only just writing it, None where the claim is gone."""
+        text = self._claims.read(fence)
         try:
-            return _modified_s(probe)
-        finally:
-            probe.unlink(missing_ok=True)
+            holder = None if text is None else json.loads(text)
+        except ValueError:
+            return {}
+        return holder if isinstance(holder, dict) or text is None else {}
 
     def _beat(self) -> None:
         """Renew the lease until released or lost; a storage that fails for a while is tried again at the next beat."""
         while not self._ended.wait(self._heartbeat_s):
             try:
-                _touch(self._folder / str(self._fence))
+                self._claims.beat(self._fence)
             except FileNotFoundError:
                 return  # lost: `check` tells those who write
             except OSError:
                 continue
 
 
-def check(run_dir: Path, fence: int) -> None:
-    """Raise TrainingError where the lease with this fence was taken over: whoever holds it must write nothing more."""
-    folder = run_dir / FOLDER
-    newest = max(_fences(folder), default=0)
-    if newest > fence or not (folder / str(fence)).exists():
+def check(run_dir: Folder, fence: int) -> None:
+    """Raise TrainingError where the lease with this fence was taken over: whoever holds it must write nothing more.
+
+    Raises OSError where the storage does not answer.
+    """
+    fences = claims_in(run_dir / FOLDER).fences()
+    newest = max(fences, default=0)
+    if newest > fence or fence not in fences:
         raise TrainingError(
             f"{run_dir} was taken over by another training (lease {newest}, this one had {fence}): this one stops and "
             "writes nothing more. Nothing is lost; give two trainings two names (--run.name) to run them side by side"
         )
-
-
-def _fences(folder: Path) -> list[int]:
-    try:
-        return [int(path.name) for path in folder.iterdir() if path.name.isdecimal()]
-    except FileNotFoundError:
-        return []
-
-
-def _touch(path: Path) -> None:
-    """Give the file the storage's present time, by writing its first byte again; FileNotFoundError when it is gone."""
-    handle = os.open(path, os.O_RDWR)
-    try:
-        os.pwrite(handle, b"{", 0)  # not utime: some network mounts keep that to themselves
-    finally:
-        os.close(handle)
-
-
-def _modified_s(path: Path) -> float:
-    """Time of the last write, as the storage has it; opening the file makes a network mount ask the server."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return -1.0  # taken over or removed meanwhile: different from every beat
-    try:
-        return os.fstat(handle).st_mtime
-    finally:
-        os.close(handle)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """What the holder wrote; empty where it is only just writing it, None where the file is gone."""
-    try:
-        holder = json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
-    except ValueError:
-        return {}
-    return holder if isinstance(holder, dict) else {}
 
 
 def _myself() -> dict[str, Any]:
@@ -211,8 +161,8 @@ def _lives_here(holder: dict[str, Any]) -> bool | None:
     return _process(holder["pid"]) == holder.get("process")
 
 
-def _held_message(folder: Path, fence: int) -> str:
-    holder = _read(folder / str(fence)) or {}
+def _held_message(folder: Folder, holder: dict[str, Any] | None) -> str:
+    holder = holder or {}
     who = f"process {holder['pid']} on {holder['host']}" if {"pid", "host"} <= holder.keys() else "another process"
     return (
         f"{folder.parent} is being trained by {who}: wait for its end or stop it, or choose another --run.name. "
@@ -221,7 +171,7 @@ def _held_message(folder: Path, fence: int) -> str:
 
 
 @contextmanager
-def _told(folder: Path) -> Iterator[None]:
+def _told(folder: Folder) -> Iterator[None]:
     """Errors of the storage as one that a user can act on."""
     try:
         yield

@@ -16,6 +16,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from mmray.data.folders import written
+from mmray.data.remote import Folder
+
 EVERY_S = 1.0
 PACKAGE = str(Path(__file__).parents[1])
 LONG = {"_evaluate", "_save"}  # of loop.py and worker.py: no steps are taken in them
@@ -25,7 +28,7 @@ WAITING = ("torch/distributed/", "torch/autograd/")  # DDP's collectives hide in
 class Pulse:
     """Callback of the loop and sender of beats; `stacks` is where this rank's stacks go."""
 
-    def __init__(self, send: Callable[[dict[str, Any]], bool], about: dict[str, Any], stacks: Path):
+    def __init__(self, send: Callable[[dict[str, Any]], bool], about: dict[str, Any], stacks: Folder):
         self._send, self._about, self._stacks = send, about, stacks
         self._thread_id = threading.get_ident()
         self._step = self._mark = 0
@@ -70,8 +73,7 @@ class Pulse:
         return {"step": self._step, "mark": self._mark, "where": _where(frames, ours), "waits": _waits(frames)}
 
     def _dump(self) -> None:
-        self._stacks.parent.mkdir(parents=True, exist_ok=True)
-        with self._stacks.open("w") as file:
+        with written(self._stacks) as here, here.open("w") as file:
             file.write(f"{self._about}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)

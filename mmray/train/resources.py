@@ -6,6 +6,7 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray.train import ScalingConfig
@@ -15,6 +16,7 @@ from mmray.cluster import nodes, storage
 from mmray.cluster.capacity import Demand, Labels, Node, Pool, Resources, feasible, most_workers
 from mmray.cluster.join import FEED_CPUS, data_workers, free_memory_gib
 from mmray.config import Config
+from mmray.data.remote import Folder, RemotePath
 from mmray.errors import ResourceError
 
 
@@ -45,9 +47,16 @@ def check_storage(config: Config) -> None:
     """Raise where runs would be lost with a job, or a training node does not see their folder."""
     storage.check_is_kept(config.run.storage, Path.cwd())
     demand, here = demand_of(config, with_data=False), nodes.nodes()
-    if len(here) > 1:
+    if len(here) > 1 or "://" in config.run.storage:
         theirs = [node for node in here if node.bears(demand.worker_labels) and node.holds(demand.per_worker)]
-        storage.probe(Path(config.run.storage).expanduser().absolute(), theirs)
+        storage.probe(config.run.storage, theirs)
+
+
+def ray_files(folder: Folder) -> dict[str, Any]:
+    """Where Ray Train keeps the small files of its own, as arguments of its RunConfig."""
+    if isinstance(folder, RemotePath):
+        return {"storage_path": (folder / "ray").key, "storage_filesystem": folder.place.system[0]}
+    return {"storage_path": str(folder / "ray")}
 
 
 def fitting(config: Config, free: list[Node]) -> int:

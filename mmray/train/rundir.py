@@ -10,14 +10,16 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
 from mmray.config import Config, to_yaml
+from mmray.data.folders import write_whole
+from mmray.data.remote import Folder, folder_at
 from mmray.errors import UsageError
 from mmray.train import lease
 from mmray.train.continuation import forbidden_changes
@@ -30,17 +32,15 @@ PACKAGES = ("mmray", "ray", "torch", "torchvision", "transformers", "pyarrow", "
 class RunDir:
     """Paths of one run."""
 
-    path: Path
+    path: Folder
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoints(self) -> Folder:
         return self.path / "checkpoints"
 
     def write(self, name: str, text: str) -> None:
         """Write a file whole or not at all."""
-        temporary = self.path / f".{name}.{os.getpid()}"
-        temporary.write_text(text)
-        temporary.replace(self.path / name)
+        write_whole(self.path / name, text)
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         self.write(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
@@ -63,10 +63,10 @@ class Decision:
     """`start` a new folder, `resume` what is there, or `done`: nothing is left to train."""
 
     action: Literal["start", "resume", "done"]
-    path: Path
+    path: Folder
 
 
-def find(path: Path, config: Config, data: dict[str, Any]) -> Found | None:
+def find(path: Folder, config: Config, data: dict[str, Any]) -> Found | None:
     """What a run of `config` on `data` would find at `path`; None when there is no run."""
     if not (path / "config.yaml").exists():
         if path.exists() and any(file.name not in MADE_FIRST for file in path.iterdir()):
@@ -109,14 +109,9 @@ def decide(config: Config, data: dict[str, Any], steps: int) -> Decision:
     raise AssertionError("the names never end")
 
 
-def _names(config: Config) -> Any:
+def _names(config: Config) -> Iterator[Folder]:
     """The run's path; an unnamed run's candidates are RECIPE, RECIPE-2, RECIPE-3, ..."""
-    if "://" in config.run.storage:
-        raise UsageError(
-            f"run.storage: {config.run.storage} is an address; runs are kept in a folder that every node sees, such "
-            "as a network mount (sets may lie on an object store: --data.train s3://...)"
-        )
-    storage = Path(config.run.storage).expanduser().resolve()
+    storage = folder_at(config.run.storage)
     if config.run.name is not None:
         while True:
             yield storage / config.run.name
@@ -127,7 +122,7 @@ def _names(config: Config) -> Any:
         number += 1
 
 
-def create(path: Path, config: Config, data: dict[str, Any], tokenizer_json: str) -> RunDir:
+def create(path: Folder, config: Config, data: dict[str, Any], tokenizer_json: str) -> RunDir:
     """The folder with what a run is made of; config.yaml comes last, so that a half-made folder is no run."""
     try:
         path.mkdir(parents=True, exist_ok=True)

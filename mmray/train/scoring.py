@@ -19,6 +19,7 @@ from mmray import objectives
 from mmray.cluster.join import joined
 from mmray.cluster.nodes import nodes
 from mmray.config import Config, Lora, from_yaml
+from mmray.data.remote import Folder
 from mmray.data.sets import ensure_prepared
 from mmray.data.store import PreparedSet
 from mmray.errors import TrainingError, UsageError
@@ -30,12 +31,12 @@ from mmray.train import checkpoint, precision
 from mmray.train.batch import shape_of
 from mmray.train.board import Listener
 from mmray.train.group import Group
-from mmray.train.resources import check_room, fitting, torch_config, worker_resources
+from mmray.train.resources import check_room, fitting, ray_files, torch_config, worker_resources
 from mmray.train.rundir import RunDir
 from mmray.train.task import AVERAGE
 
 
-def open_run(folder: Path, step: int | None) -> tuple[Config, str, Path]:
+def open_run(folder: Folder, step: int | None) -> tuple[Config, str, Folder]:
     """Config, tokenizer and checkpoint folder of a run. Raises UsageError naming what is missing."""
     run = RunDir(folder.expanduser().resolve())
     if not (run.path / "config.yaml").exists():
@@ -44,7 +45,7 @@ def open_run(folder: Path, step: int | None) -> tuple[Config, str, Path]:
     return config, (run.path / "tokenizer.json").read_text(), _good_checkpoint(run, step)
 
 
-def _good_checkpoint(run: RunDir, step: int | None) -> Path:
+def _good_checkpoint(run: RunDir, step: int | None) -> Folder:
     """The newest checkpoint that verifies, or that of `step`; nothing is moved, for training may be under way."""
     faults: list[str] = []
     if step is None:
@@ -54,12 +55,12 @@ def _good_checkpoint(run: RunDir, step: int | None) -> Path:
         if (fault := checkpoint.verify(found)) is not None:
             faults, found = [f"checkpoint {found} does not count: {fault}"], None
     if found is None:
-        there = ", ".join(sorted(path.name for path in run.checkpoints.glob("step-*"))) or "none"
+        there = ", ".join(checkpoint.names(run.checkpoints)) or "none"
         raise UsageError("\n".join([f"{run.path} has no such good checkpoint; there: {there}", *faults]))
     return found
 
 
-def export_run(folder: Path, out: Path, step: int | None) -> Path:
+def export_run(folder: Folder, out: Path, step: int | None) -> Path:
     """Write the model of a run's checkpoint to `out`, for `mmray.load`."""
     config, tokenizer_json, found = open_run(folder, step)
     model = lora.merge(restored_model(config, found))
@@ -68,7 +69,7 @@ def export_run(folder: Path, out: Path, step: int | None) -> Path:
 
 
 def score_run(
-    folder: Path, data: str | None, split: str, step: int | None, address: str | None, listener: Listener
+    folder: Folder, data: str | None, split: str, step: int | None, address: str | None, listener: Listener
 ) -> dict[str, float]:
     """Scores of a run's checkpoint on a set: `data`, or what the run held out."""
     config, tokenizer_json, found = open_run(folder, step)
@@ -81,7 +82,7 @@ def score_run(
             partial(_score_on_worker, config, tokenizer_json, held_out, found),  # type: ignore[arg-type]
             torch_config=torch_config(config),
             scaling_config=worker_resources(config),
-            run_config=ray.train.RunConfig(storage_path=str(folder.resolve() / "ray")),
+            run_config=ray.train.RunConfig(**ray_files(folder.resolve())),
         )
         try:
             return dict(trainer.fit().return_value)  # type: ignore[attr-defined]
@@ -89,7 +90,7 @@ def score_run(
             raise TrainingError(f"the evaluation failed: {error}") from error
 
 
-def restored_model(config: Config, found: Path) -> nn.Module:
+def restored_model(config: Config, found: Folder) -> nn.Module:
     """The model of a checkpoint, on the CPU; with the averaged weights where the run kept them."""
     model = build(config.model, config.model.vocab_size, checkpoint.load_meta(found).get("architecture"))
     if config.train.ema:
@@ -101,7 +102,7 @@ def restored_model(config: Config, found: Path) -> nn.Module:
     return model
 
 
-def _held_out(config: Config, folder: Path, data: str | None, split: str, listener: Listener) -> PreparedSet:
+def _held_out(config: Config, folder: Folder, data: str | None, split: str, listener: Listener) -> PreparedSet:
     if data is None:
         trained_on = (RunDir(folder).read_json("data.json") or {})["train"]
         return PreparedSet.open(config.data.eval or trained_on, split)
@@ -109,7 +110,7 @@ def _held_out(config: Config, folder: Path, data: str | None, split: str, listen
     return PreparedSet.open(str(place), split)
 
 
-def _score_on_worker(config: Config, tokenizer_json: str, held_out: PreparedSet, found: Path) -> dict[str, Any]:
+def _score_on_worker(config: Config, tokenizer_json: str, held_out: PreparedSet, found: Folder) -> dict[str, Any]:
     group = Group.current(ray.train.torch.get_device())
     model = restored_model(config, found)
     scorer = evaluator_of(config, held_out, tokenizer_json)

@@ -11,6 +11,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from mmray.data.folders import fetched
+from mmray.data.remote import Folder
+
 SUMS = "SHA256SUMS"
 
 
@@ -28,7 +31,7 @@ def seal(path: Path, names: tuple[str, ...]) -> None:
     _sync(path.parent)
 
 
-def fault(path: Path, names: tuple[str, ...]) -> str | None:
+def fault(path: Folder, names: tuple[str, ...]) -> str | None:
     """What is wrong with a sealed folder, in words; None when every byte is as it was. Raises OSError."""
     if not (path / SUMS).exists():
         return f"it was not written to its end (no {SUMS})"
@@ -55,12 +58,12 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
+def _sha256(file: Folder) -> str:
+    with fetched(file) as here, here.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _sums(path: Path) -> Iterator[tuple[str, str]]:
+def _sums(path: Folder) -> Iterator[tuple[str, str]]:
     """(name, digest) of the lines of SHA256SUMS; a line of another form is left out."""
     for line in (path / SUMS).read_text(errors="replace").splitlines():
         digest, _, name = line.partition("  ")

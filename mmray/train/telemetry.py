@@ -23,6 +23,7 @@ from mmray.train.group import Group
 from mmray.train.stopwatch import Stopwatch
 
 Metrics = dict[str, Any]
+METRICS = "metrics.jsonl"
 RECENT_STEPS = 500  # whose times the percentiles are of: a window between two lines is too few for a 95th
 
 
@@ -35,7 +36,7 @@ class MetricsLog:
 
     def __init__(self, folder: Path, start_step: int = 0):
         self._folder, self._start_step = folder, start_step
-        self._path = folder / "metrics.jsonl"
+        self._path = folder / METRICS
         self.wasted_steps = _drop_after(self._path, start_step)
         self._file = self._path.open("a", encoding="utf-8")
         self._events: Any = None

@@ -18,11 +18,11 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from queue import Empty, Full, Queue
 from typing import TYPE_CHECKING, Any
 
 from mmray import plug
+from mmray.data.remote import Folder
 from mmray.errors import UsageError
 from mmray.train.redacted import redacted
 
@@ -50,7 +50,7 @@ def check(config: Config) -> None:
 
 
 @contextmanager
-def tracked(config: Config, folder: Path, listener: Listener) -> Iterator[Tracked]:
+def tracked(config: Config, folder: Folder, listener: Listener) -> Iterator[Tracked]:
     """The listener, with the run's trackers beside it; they are ended with the block, however it ends."""
     if not config.run.trackers:
         yield Tracked(listener, [])

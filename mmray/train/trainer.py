@@ -9,17 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 from mmray import objectives
 from mmray.cluster.join import joined
 from mmray.config import Config
+from mmray.data.folders import gather
+from mmray.data.manifest import QUARANTINE
+from mmray.data.remote import Folder
 from mmray.data.sets import ensure_prepared
 from mmray.data.store import PreparedSet
 from mmray.data.text import TextEncoder, load_tokenizer
 from mmray.data.words import fitted
-from mmray.errors import MmrayError
 from mmray.report.at_end import draw_at_end
 from mmray.train import rundir, served, tracking
 from mmray.train.attempt import Ready
@@ -34,7 +35,7 @@ from mmray.train.resources import check_room, check_storage
 class Outcome:
     """How a run ended; `result` is what result.json says."""
 
-    path: Path
+    path: Folder
     result: dict[str, Any]
     already_done: bool = False
 
@@ -62,10 +63,8 @@ def train(config: Config, listener: Listener) -> Outcome:
                 with tracking.tracked(ready.config, run.path, listener) as told:
                     result = attempts(ready, run, fence, told)
                     told.status = result["status"]
-            except MmrayError:
-                draw_at_end(run.path, listener.note)
-                raise
-            draw_at_end(run.path, listener.note)
+            finally:
+                _tidy(run, listener)
             return Outcome(run.path, result)
         finally:
             lease.release()
@@ -107,12 +106,21 @@ def settle(config: Config, listener: Listener) -> Ready:
 
 
 def _eval_set(
-    config: Config, place: Path, train_set: PreparedSet, prepared: Callable[[str], Path]
+    config: Config, place: Folder, train_set: PreparedSet, prepared: Callable[[str], Folder]
 ) -> PreparedSet | None:
     split = config.data.eval_split
     if config.data.eval is not None:
         return PreparedSet.open(str(prepared(config.data.eval)), split)
     return PreparedSet.open(str(place), split) if train_set.has_split(split) else None
+
+
+def _tidy(run: rundir.RunDir, listener: Listener) -> None:
+    """What is left to do to the folder when a run has ended, well or not: the report, and what it needs."""
+    try:
+        gather(run.path / QUARANTINE)
+    except OSError as error:
+        listener.note(f"{QUARANTINE} is still in parts: {error}", "storage")
+    draw_at_end(run.path, listener.note)
 
 
 def _announce(ready: Ready, run: rundir.RunDir, listener: Listener) -> None:

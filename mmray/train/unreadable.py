@@ -6,14 +6,15 @@ worker.py lets the blocks of the stream pass through here. A row keeps its place
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import orjson
 
+from mmray.data.folders import append_line
 from mmray.data.manifest import QUARANTINE
 from mmray.data.order import Plan
 from mmray.data.reader import Block, RowReader
+from mmray.data.remote import Folder
 from mmray.errors import DataError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def watched(
-    blocks: Iterable[Block], config: Config, folder: Path, reader: RowReader, plan: Plan, count: Callable[[int], int]
+    blocks: Iterable[Block], config: Config, folder: Folder, reader: RowReader, plan: Plan, count: Callable[[int], int]
 ) -> Iterator[Block]:
     """Blocks as they come; rows that could not be read are named in quarantine.jsonl, up to `data.max_bad_rows`.
 
@@ -54,7 +55,7 @@ def _check_labels(block: Block, config: Config) -> None:
         )
 
 
-def bad_rows(folder: Path) -> set[int]:
+def bad_rows(folder: Folder) -> set[int]:
     """Rows that a run has named in quarantine.jsonl so far; a line that a kill cut off in the middle names none."""
     rows, file = set(), folder / QUARANTINE
     for line in file.read_bytes().splitlines() if file.exists() else ():
@@ -65,7 +66,7 @@ def bad_rows(folder: Path) -> set[int]:
     return rows
 
 
-def _quarantine(folder: Path, reader: RowReader, row: int) -> str:
+def _quarantine(folder: Folder, reader: RowReader, row: int) -> str:
     """Write down one row that failed in training; returns its name and reason."""
     record, reason = reader.fault(row)
     entry = {
@@ -75,6 +76,5 @@ def _quarantine(folder: Path, reader: RowReader, row: int) -> str:
         "stage": "train",
         "reason": reason,
     }
-    with (folder / QUARANTINE).open("ab") as file:
-        file.write(orjson.dumps(entry) + b"\n")
+    append_line(folder / QUARANTINE, orjson.dumps(entry))
     return f"row {row} ({entry['key']}, {entry['source']}): {reason}"

@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,17 +18,20 @@ from torch import nn
 
 from mmray import objectives, plug
 from mmray.data.collate import steps_of
+from mmray.data.folders import write_whole
 from mmray.data.order import Plan, Start
 from mmray.data.reader import Block, RowReader
+from mmray.data.remote import Folder, folder_at
 from mmray.data.store import PreparedSet
 from mmray.errors import UsageError
-from mmray.evaluate.choose import best_by, evaluator_of
+from mmray.evaluate.choose import evaluator_of
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
 from mmray.report.run import EXAMPLES
-from mmray.train import checkpoint, lease, loop, memory, optimizer, precision
+from mmray.train import checkpoint, loop, memory, optimizer, precision
 from mmray.train.advice import Advising, advice
 from mmray.train.group import Group
+from mmray.train.keeper import Keeper
 from mmray.train.learner import Learner
 from mmray.train.pulse import Pulse
 from mmray.train.shaping import shape
@@ -49,7 +51,7 @@ class Job:
     """A run as its workers see it."""
 
     config: Config
-    folder: Path
+    folder: Folder
     fence: int
     reader: RowReader
     eval_set: PreparedSet | None
@@ -82,7 +84,8 @@ def _work(
     config = job.config
     _settle_torch(config)
     group = Group.current(device, config.cluster.collective_timeout_s)
-    architecture = None if start.checkpoint is None else checkpoint.load_meta(Path(start.checkpoint))["architecture"]
+    found = None if start.checkpoint is None else folder_at(start.checkpoint)
+    architecture = None if found is None else checkpoint.load_meta(found)["architecture"]
     model = build(config.model, config.model.vocab_size, architecture)
     model = shape(model, config.train, config.optimizer, device)
     objective = objectives.build(config.objective)
@@ -93,11 +96,11 @@ def _work(
     rehearsed = _rehearse(job, rehearsal, start.plan)
     apart = config.train.parallel == "branches"
     del rehearsal
-    state = None if start.checkpoint is None else checkpoint.load(Path(start.checkpoint))
-    log = MetricsLog(job.folder, start.step) if group.rank == 0 else None
+    state = None if found is None else checkpoint.load(found)
+    keeper = _keeper(job, group, model, line.report)
+    log = None if keeper is None else MetricsLog(keeper.growing.here, start.step)
     if log is not None:
         line.report({"wasted_steps": log.wasted_steps})
-    writer = Writer()
     advising = Advising(partial(_advise, job, line.report, device))
     task = Task(
         model=model,
@@ -106,24 +109,24 @@ def _work(
         group=group,
         train=config.train,
         optimizer=config.optimizer,
-        save=partial(_save, job, group, start, _architecture(model), writer),
-        evaluate=_evaluator(job, group, objective, start),
+        save=partial(_save, keeper, start),
+        evaluate=_evaluator(job, group, objective, start, line.report),
         evaluate_every=config.evaluate.every,
         log=log,
         callbacks=(
             *(plug.load(name, "train.callbacks")() for name in config.train.callbacks),
             pulse,
-            *((_Reporting(line.report, writer), advising) if group.rank == 0 else ()),
+            *(() if keeper is None else (_Reporting(line.report, keeper.writer), advising)),
         ),
         stop=line.stop,
         by_length=config.batch.by_length,
-        profile_to=job.folder / "profile" / "rank-0.json" if group.rank == 0 else None,
+        profile_to=None if keeper is None else keeper.growing.here / "profile" / "rank-0.json",
         micro=rehearsed.micro,
         devices=_two_of(device) if apart else (device,),
         slower=memory.slower_branch(model, _synthetic_of(job, device)(rehearsed.micro)) if apart else "image",
         constants=rehearsed.table,
         names=partial(_names, job.reader),
-        note=lambda text, label: line.report({"note": text, "label": label}),
+        note=lambda text, label: _tell(line.report, label, text),
     )
     if config.batch.micro == "auto":
         task.note(f"micro-batches of {rehearsed.micro} rows fit", "memory")
@@ -133,7 +136,8 @@ def _work(
     finally:
         if log is not None:
             log.close()
-        writer.close()  # the last checkpoint is there, or its error is raised, before this rank says that it is done
+        if keeper is not None:
+            keeper.close()  # the last checkpoint is there, or its error raised, before this rank says that it is done
     return vars(outcome) | {"metrics": {key.removeprefix("evaluate/"): v for key, v in outcome.metrics.items()}}
 
 
@@ -222,7 +226,7 @@ def _advise(job: Job, report: Report, device: torch.device, wait_share: float) -
     config, kind = job.config, "GPU" if device.type == "cuda" else "CPU"
     line = advice(wait_share, job.data_workers, config.prepare.image_side, config.model.inputs.image_side, kind)
     if line is not None:
-        report({"note": line, "label": "pace"})
+        _tell(report, "pace", line)
 
 
 def _architecture(model: nn.Module) -> dict[str, Any] | None:
@@ -230,41 +234,21 @@ def _architecture(model: nn.Module) -> dict[str, Any] | None:
     return model.architecture() if hasattr(model, "architecture") else None  # type: ignore[operator]
 
 
-def _save(
-    job: Job,
-    group: Group,
-    start: Start,
-    architecture: dict[str, Any] | None,
-    writer: Writer,
-    step: int,
-    state: State,
-    metrics: dict[str, Any],
-) -> float | None:
-    """Rank 0 has the checkpoint written beside the training; answers what the one before cost, in seconds."""
+def _keeper(job: Job, group: Group, model: nn.Module, report: Report) -> Keeper | None:
+    """Rank 0's keeper of checkpoints and logs; None on the others."""
     if group.rank != 0:
         return None
-    meta = {
-        "step": step,
-        "rows_consumed": start.plan.rows_start(step),
-        "world": group.world,
-        "architecture": architecture,
-        "config": job.config.model_dump(mode="json", by_alias=True),
-        "metrics": metrics,
-    }
-    writer.submit(state, partial(_write, job, step, meta))
-    return writer.cost_s
+    about = {"world": group.world, "architecture": _architecture(model)}
+    return Keeper(job.folder, job.fence, job.config, about, lambda label, text: _tell(report, label, text))
 
 
-def _write(job: Job, step: int, meta: dict[str, Any], state: State) -> None:
-    """Write a checkpoint, unless another run has taken the folder over."""
-    lease.check(job.folder, job.fence)
-    model_state = state.pop("model")
-    checkpoint.save(job.folder / "checkpoints", step, model_state, state, meta)
-    checkpoint.prune(job.folder / "checkpoints", job.config.train.keep_checkpoints, best_by(job.config))
+def _save(keeper: Keeper | None, start: Start, step: int, state: State, metrics: dict[str, Any]) -> float | None:
+    """Rank 0 has the checkpoint written beside the training; answers what the one before cost, in seconds."""
+    return None if keeper is None else keeper.save(step, start.plan.rows_start(step), state, metrics)
 
 
 def _evaluator(
-    job: Job, group: Group, objective: Any, start: Start
+    job: Job, group: Group, objective: Any, start: Start, report: Report
 ) -> Callable[[int, nn.Module], dict[str, float]] | None:
     if job.eval_set is None:
         return None
@@ -272,18 +256,24 @@ def _evaluator(
     chosen = precision.choose(job.config.train.precision, group.device)
 
     def evaluate(step: int, model: nn.Module) -> dict[str, float]:
-        show = partial(_keep_examples, job.folder, step) if group.rank == 0 else None
+        show = partial(_keep_examples, job.folder, report, step) if group.rank == 0 else None
         with chosen.autocast():
             return scorer.score(model, group, objective, start.plan.global_rows, show)
 
     return evaluate
 
 
-def _keep_examples(folder: Path, step: int, examples: dict[str, Any]) -> None:
-    """Write what the report shows of the newest evaluation, whole or not at all."""
-    temporary = folder / f".{EXAMPLES}.new"
-    temporary.write_bytes(orjson.dumps({"step": step, **examples}))
-    temporary.replace(folder / EXAMPLES)
+def _keep_examples(folder: Folder, tell: Report, step: int, examples: dict[str, Any]) -> None:
+    """Write what the report shows of the newest evaluation; that the storage does not take it is told."""
+    try:
+        write_whole(folder / EXAMPLES, orjson.dumps({"step": step, **examples}).decode())
+    except OSError as error:
+        _tell(tell, "storage", f"the examples of step {step} are not kept: {error}")
+
+
+def _tell(report: Report, label: str, text: str) -> None:
+    """A line for people."""
+    report({"note": text, "label": label})
 
 
 def _names(reader: RowReader, rows: list[int]) -> list[str]:

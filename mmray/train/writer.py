@@ -13,11 +13,19 @@ from typing import Any
 
 from torch import Tensor
 
+from mmray.errors import StorageError
+
 
 class Writer:
-    """At most one write is under way; an error of it is raised at the next call."""
+    """At most one write is under way.
 
-    def __init__(self) -> None:
+    What the storage does not take is told (`tell`) and the training goes on with the checkpoint before; only the last
+    write has to succeed. Any other error of a write, such as a lost lease, is raised at the next call.
+    """
+
+    def __init__(self, tell: Callable[[str], None] = lambda _: None) -> None:
+        self._tell = tell
+        self._failed: StorageError | None = None  # of the last write
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mmray-checkpoint")
         self._under_way: Future[float] | None = None
         self.cost_s: float | None = None  # of the last write: the copy, any wait for the one before, and the write
@@ -25,28 +33,40 @@ class Writer:
     def submit(self, state: Any, write: Callable[[Any], Any]) -> None:
         """Copy `state` and have `write` called with the copy; waits where the write before is still under way."""
         began_s = time.perf_counter()
-        self.wait()
+        self._settle()
         copied = copy_to_cpu(state)
         stood_s = time.perf_counter() - began_s
         self._under_way = self._thread.submit(_timed, write, copied, stood_s)
 
     def check(self) -> None:
-        """Take note of a write that has ended. Raises its error."""
+        """Take note of a write that has ended."""
         if self._under_way is not None and self._under_way.done():
-            self.wait()
-
-    def wait(self) -> None:
-        """Return when nothing is under way. Raises the error of the last write."""
-        if self._under_way is not None:
-            under_way, self._under_way = self._under_way, None
-            self.cost_s = under_way.result()
+            self._settle()
 
     def close(self) -> None:
-        """Wait for the last write and end the thread. Raises its error."""
+        """Wait for the last write and end the thread. Raises its error, told or not."""
         try:
-            self.wait()
+            if self._under_way is not None:
+                self._wait(self._under_way)
+            if self._failed is not None:
+                raise self._failed
         finally:
             self._thread.shutdown()
+
+    def _settle(self) -> None:
+        """Return when nothing is under way."""
+        if self._under_way is None:
+            return
+        under_way, self._under_way = self._under_way, None
+        self._wait(under_way)
+        if self._failed is not None:
+            self._tell(f"{self._failed}. The run goes on, and will try again at its next checkpoint")
+
+    def _wait(self, under_way: Future[float]) -> None:
+        try:
+            self.cost_s, self._failed = under_way.result(), None
+        except StorageError as error:
+            self._failed = error
 
 
 def copy_to_cpu(state: Any) -> Any:

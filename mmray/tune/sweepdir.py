@@ -27,7 +27,9 @@ MAY_DIFFER = ("run.", "cluster.address", "cluster.start_timeout_s", "cluster.col
 
 @dataclass(frozen=True)
 class SweepDir(RunDir):
-    """Paths and files of one sweep."""
+    """Paths and files of one sweep; a folder of a file system (see _names)."""
+
+    path: Path
 
     def read_rows(self) -> list[dict[str, Any]]:
         """What trials.jsonl holds; nothing where there is none."""
@@ -107,6 +109,11 @@ def _changes(found: SweepDir, before: dict[str, Any], base: Config, identity: di
 
 def _names(base: Config) -> Iterator[Path]:
     """The sweep's path; an unnamed sweep's candidates are RECIPE-tune, RECIPE-tune-2, RECIPE-tune-3, ..."""
+    if "://" in base.run.storage:
+        raise UsageError(
+            f"run.storage: {base.run.storage} is an address; a sweep is kept in a folder that every node sees, such as "
+            "a network mount (a single run may lie on an object store)"
+        )
     storage = Path(base.run.storage).expanduser().resolve()
     if base.run.name is not None:
         yield storage / base.run.name

@@ -67,10 +67,19 @@ def test_no_permission_is_a_clear_error(tmp_path):
         create(tmp_path / "file" / "run", config(tmp_path), DATA, "{}")
 
 
-def test_an_address_as_storage_is_refused_with_a_way_out(tmp_path):
-    wanted = config(tmp_path)
-    wanted = wanted.model_copy(update={"run": Run(storage="s3://bucket/runs")})
-    with pytest.raises(UsageError, match=r"run.storage: s3://bucket/runs is an address; .* every node sees"):
+def test_a_run_on_an_object_store_is_found_and_gone_on_with(s3):
+    wanted = config(s3.address, name="mine")
+    assert decide(wanted, DATA, 10).action == "start"
+    run = create(decide(wanted, DATA, 10).path, wanted, DATA, "{}")
+    assert str(run.path) == f"{s3.address}/mine" and run.read_json("data.json") == DATA
+    assert decide(wanted, DATA, 10).action == "resume"
+    run.write_json("result.json", {"status": "finished", "steps": 10})
+    assert decide(wanted, DATA, 10).action == "done"
+    with pytest.raises(UsageError, match="data num_rows"):
+        decide(wanted, DATA | {"num_rows": 7}, 10)
+    with pytest.raises(UsageError, match="not a run of mmray"):
+        (run.path / "config.yaml").unlink()
+        (run.path / "other").write_text("")
         decide(wanted, DATA, 10)
 
 

@@ -1,11 +1,12 @@
 """Checkpoints beside the training: what is written is the state as it was, and how often is no more than it costs."""
 
 import threading
+import time
 
 import pytest
 import torch
 
-from mmray.errors import TrainingError
+from mmray.errors import StorageError, TrainingError
 from mmray.train import checkpoint
 from mmray.train.rhythm import COST_SHARE, Rhythm, interval
 from mmray.train.writer import Writer
@@ -35,19 +36,59 @@ def test_what_is_written_aside_is_the_state_at_the_call_to_the_byte(tmp_path):
     assert writer.cost_s > 0
 
 
-def test_one_write_at_a_time_and_its_error_comes_at_the_next_call():
+def test_one_write_at_a_time():
     writer, gate, order = Writer(), threading.Event(), []
     writer.submit({}, lambda _: (gate.wait(5), order.append("first")))
     threading.Timer(0.1, gate.set).start()
     writer.submit({}, lambda _: order.append("second"))
     assert order[0] == "first"
+    writer.close()
+    assert order == ["first", "second"]
 
-    def full(_):
-        raise TrainingError("no space left")
 
-    writer.submit({}, full)
-    with pytest.raises(TrainingError, match="no space"):
-        writer.wait()
+def failing(error):
+    def write(_):
+        raise error
+
+    return write
+
+
+def done(writer):
+    while not writer._under_way.done():
+        time.sleep(0.001)
+
+
+def test_what_the_storage_does_not_take_is_told_and_the_next_write_makes_it_good():
+    told = []
+    writer = Writer(told.append)
+    writer.submit({}, failing(StorageError("no space for step 3")))
+    writer.submit({}, failing(StorageError("no space for step 6")))
+    assert [text[:19] for text in told] == ["no space for step 3"]
+    done(writer)
+    writer.check()
+    assert "no space for step 6" in told[1] and "The run goes on" in told[1]
+    writer.submit({}, lambda _: None)
+    writer.close()
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize("looked_at", [False, True])
+def test_the_last_write_has_to_succeed(looked_at):
+    writer = Writer()
+    writer.submit({}, failing(StorageError("no space for the last step")))
+    done(writer)
+    if looked_at:
+        writer.check()
+    with pytest.raises(StorageError, match="the last step"):
+        writer.close()
+
+
+def test_a_lost_lease_ends_the_training_at_the_next_look():
+    writer = Writer()
+    writer.submit({}, failing(TrainingError("taken over")))
+    done(writer)
+    with pytest.raises(TrainingError, match="taken over"):
+        writer.check()
     writer.close()
 
 

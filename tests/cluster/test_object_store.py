@@ -1,0 +1,78 @@
+"""Runs whose folder is on an object store (an S3 server on loopback): all that is on a disk elsewhere is there."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from mmray.data.place import Place
+from mmray.data.remote import folder_at
+from mmray.train.scoring import export_run, score_run
+from mmray.train.trainer import train
+from tests.made import make_set, row
+from tests.train.runs import STEPS, Silent, config, marks, same_weights, weights
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("set")
+    make_set(folder, [row(number) for number in range(50)], [row(number) for number in range(100, 120)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def calm(local_ray, data, tmp_path_factory):
+    """A run on a disk that nothing happened to."""
+    return train(config(data, tmp_path_factory.mktemp("runs"), "calm"), Silent())
+
+
+class Stopping(Silent):
+    """Presses Ctrl-C once, at the first step from `at` on."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at = at
+
+    def step(self, metrics, total_steps):
+        super().step(metrics, total_steps)
+        if self.at and metrics["step"] >= self.at:
+            self.at = 0
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def copied(run, folder):
+    """The parts of a run that tests compare, on a disk."""
+    for name in ("metrics.jsonl", f"checkpoints/step-{STEPS}/model.safetensors"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        folder_at(f"{run}/{name}").download(folder / name)
+    return folder
+
+
+def test_killed_then_stopped_it_goes_on_from_the_store_and_every_verb_reads_there(calm, data, s3, tmp_path):
+    """A rank is killed after step 5, Ctrl-C comes later, the set is on the store too: the run on a disk, bitwise."""
+    place = Place(f"{s3.address}/set")
+    for name in Place(str(data)).tree():
+        place.write(name, (data / name).read_bytes())
+    (Path(os.environ["MMRAY_TEST_FAULTS"]) / "killed").unlink(missing_ok=True)
+    faults = ("tests.train.faults:KillRankOneOnce", "tests.train.faults:Slowly")
+    stopped = train(config(place.address, s3.address, "remote", callbacks=faults), Stopping(7))
+    assert stopped.result["restarts"] == 1 and stopped.result["status"] == "stopped" and stopped.result["steps"] < STEPS
+    listener = Silent()
+    outcome = train(config(place.address, s3.address, "remote"), listener)
+    assert outcome.result["status"] == "finished" and str(outcome.path) == f"{s3.address}/remote"
+    assert [text for label, text in listener.notes if label == "going on"] == [
+        f"from {s3.address}/remote/checkpoints/step-{stopped.result['steps']}"
+    ]
+    copy = copied(outcome.path, tmp_path / "copy")
+    assert marks(copy) == marks(calm.path) and same_weights(weights(copy), weights(calm.path))
+    scores = score_run(outcome.path, None, "test", None, None, listener)
+    assert scores == pytest.approx(outcome.result["metrics"] | scores) and scores["rows"] == 20
+    assert export_run(outcome.path, tmp_path / "exported", None).is_dir()
+    there = Place(str(outcome.path))
+    names = there.tree()
+    assert {"config.yaml", "result.json", "examples.json", "report.html"} <= set(names)
+    assert any(name.startswith("events.") for name in names)
+    assert not [name for name in names if b"canary-of-the-tests" in there.read(name)]

@@ -1,0 +1,130 @@
+"""Paths on an object store: the same words as a Path's, whole objects only, and patience with a store that stumbles."""
+
+import numpy as np
+import pytest
+
+from mmray.config import Run
+from mmray.data import remote
+from mmray.data.folders import append_line, fetched, gather, move_tree, remove_tree, staged, write_whole, written
+from mmray.data.place import Place
+from mmray.data.remote import RemotePath, folder_at
+from mmray.data.store import PreparedSet
+from mmray.errors import UsageError
+from tests.made import make_set, row
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(remote, "LONGEST_WAIT_S", 0.01)
+
+
+def test_words_of_a_path(s3):
+    folder = folder_at(s3.address)
+    assert isinstance(folder, RemotePath) and not folder.exists()
+    with pytest.raises(FileNotFoundError):
+        list(folder.iterdir())
+    (folder / "a" / "one.json").write_text("{}")
+    (folder / "a" / "two").write_bytes(b"12345")
+    assert [path.name for path in folder.iterdir()] == ["a"]
+    assert [path.name for path in (folder / "a").iterdir()] == ["one.json", "two"]
+    assert (folder / "a").is_dir() and (folder / "a" / "two").is_file() and not (folder / "a" / "three").exists()
+    assert (folder / "a" / "two").stat().st_size == 5 and (folder / "a" / "one.json").stem == "one"
+    assert str(folder / "a" / "two") == f"{s3.address}/a/two"
+    assert (folder / "a" / "two").with_name("one.json").read_text() == "{}"
+    (folder / "a" / "two").unlink()
+    with pytest.raises(FileNotFoundError):
+        (folder / "a" / "two").unlink()
+    assert not (folder / "a" / "two").exists()
+
+
+def test_options_of_an_address_stay_at_its_end():
+    path = folder_at("s3://bucket/runs?endpoint_override=127.0.0.1:9000&scheme=http") / "one" / "config.yaml"
+    assert str(path) == "s3://bucket/runs/one/config.yaml?endpoint_override=127.0.0.1:9000&scheme=http"
+    assert path.key == "bucket/runs/one/config.yaml" and folder_at(str(path)).key == path.key
+
+
+@pytest.mark.parametrize("kind", ["store", "disk"])
+def test_files_and_folders_alike_on_both(kind, s3, tmp_path):
+    folder = folder_at(s3.address if kind == "store" else tmp_path)
+    with staged(folder / "step-1", ("a", "SUMS")) as here:
+        (here / "a").write_bytes(b"a" * 1000)
+        (here / "SUMS").write_text("sums")
+    with written(folder / "stacks" / "rank-0.txt") as here:
+        here.write_text("line")
+    move_tree(folder / "step-1", folder / "step-1.damaged")
+    with fetched(folder / "step-1.damaged" / "a") as here:
+        assert here.read_bytes() == b"a" * 1000
+    assert not (folder / "step-1").exists()
+    write_whole(folder / "result.json", "é")
+    assert (folder / "result.json").read_text() == "é"
+    for line in (b"one", b"two"):
+        append_line(folder / "quarantine.jsonl", line)
+        gather(folder / "quarantine.jsonl")
+    append_line(folder / "quarantine.jsonl", b"three")
+    append_line(folder / "quarantine.jsonl", b"four")
+    gather(folder / "quarantine.jsonl")
+    assert (folder / "quarantine.jsonl").read_bytes() == b"one\ntwo\nthree\nfour\n"
+    remove_tree(folder / "step-1.damaged")
+    remove_tree(folder / "never-there")
+    assert sorted(path.name for path in folder.iterdir()) == ["quarantine.jsonl", "result.json", "stacks"]
+
+
+def test_the_last_file_is_put_only_when_the_others_are_there(s3, monkeypatch):
+    monkeypatch.setattr(remote, "ATTEMPTS", 1)
+    path = folder_at(s3.address) / "step-1"
+    s3.fail("PUT", "step-1/b", 1000)
+    with pytest.raises(OSError, match=r"SLOW_DOWN|503|SlowDown"), staged(path, ("a", "b", "SUMS")) as here:
+        for name in ("a", "b", "SUMS"):
+            (here / name).write_text(name)
+    assert (path / "a").exists() and not (path / "SUMS").exists()
+
+
+def test_a_store_that_fails_for_a_moment_is_asked_again(s3):
+    file = folder_at(s3.address) / "file"
+    s3.fail("PUT", "/file", 7)  # more than the library itself tries
+    file.write_text("there")
+    assert s3.failures_left() == 0 and file.read_text() == "there"
+
+
+def test_what_does_not_pass_is_not_tried_again(monkeypatch):
+    calls = []
+
+    def refuse(error):
+        calls.append(error)
+        raise error
+
+    for error in (FileNotFoundError("no"), OSError("AWS Error ACCESS_DENIED during PutObject"), ValueError("odd")):
+        with pytest.raises(type(error)):
+            remote.steadily(lambda error=error: refuse(error))
+    assert len(calls) == 3
+    with pytest.raises(OSError, match="slow"):
+        remote.steadily(lambda: refuse(OSError("slow down")))
+    assert len(calls) == 3 + remote.ATTEMPTS
+
+
+def test_an_address_that_nothing_serves_is_told():
+    with pytest.raises(UsageError, match=r"nonsense://bucket/x cannot be opened"):
+        folder_at("nonsense://bucket/x").exists()
+
+
+def test_what_pyarrow_does_not_know_goes_through_fsspec():
+    folder = folder_at("memory://some/runs")
+    (folder / "a").write_text("there")
+    assert [path.name for path in folder.iterdir()] == ["a"] and (folder / "a").read_text() == "there"
+    assert (folder / "a").stat().st_size == 5
+
+
+@pytest.mark.parametrize("address", ["s3://key:canary@bucket/runs", "s3://bucket/runs?secret_key=canary"])
+def test_credentials_in_an_address_are_refused(address):
+    with pytest.raises(UsageError, match=r"run\.storage.*AWS_SECRET_ACCESS_KEY") as told:
+        Run(storage=address)
+    assert "canary" not in str(told.value)
+
+
+def test_a_prepared_set_on_the_store_reads_as_on_a_disk(s3, tmp_path):
+    make_set(tmp_path, [row(number) for number in range(20)])
+    place = Place(f"{s3.address}/set")
+    for name in Place(str(tmp_path)).tree():
+        place.write(name, (tmp_path / name).read_bytes())
+    order = np.array([19, 0, 7, 7])
+    assert PreparedSet.open(f"{s3.address}/set").read(order) == PreparedSet.open(str(tmp_path)).read(order)

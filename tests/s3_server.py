@@ -1,0 +1,41 @@
+"""An S3 server on loopback (moto's), which fails where a test asks for it: python -m tests.s3_server PORT FAULTS.
+
+FAULTS is a file that need not be there; it holds `METHOD TEXT COUNT`: so many requests of this method, whose address
+holds this text, are answered with 503 (Slow Down), as S3 does when it is asked too much. COUNT counts down in the file.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import run_simple
+
+BODY = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+
+
+class Failing:
+    def __init__(self, app, faults):
+        self.app, self.faults = app, faults
+
+    def __call__(self, environ, start_response):
+        if self._fails(environ):
+            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            start_response("503 Slow Down", [("Content-Type", "application/xml")])
+            return [BODY]
+        return self.app(environ, start_response)
+
+    def _fails(self, environ):
+        if not self.faults.exists():
+            return False
+        method, text, count = self.faults.read_text().split()
+        if environ["REQUEST_METHOD"] != method or text not in environ["PATH_INFO"] or int(count) == 0:
+            return False
+        self.faults.write_text(f"{method} {text} {int(count) - 1}")
+        return True
+
+
+if __name__ == "__main__":
+    app = DomainDispatcherApplication(create_backend_app)
+    run_simple("127.0.0.1", int(sys.argv[1]), Failing(app, Path(sys.argv[2])), threaded=True)

@@ -1,0 +1,175 @@
+"""Runs on an object store: checkpoints count only when they are whole, a lease has one holder, files grow."""
+
+import json
+import threading
+
+import pytest
+import torch
+
+from mmray.config import Config, Run
+from mmray.data import remote
+from mmray.data.remote import folder_at
+from mmray.errors import StorageError, TrainingError, UsageError
+from mmray.train import checkpoint, growing, lease
+from mmray.train.claims import ObjectClaims
+from mmray.train.growing import Growing
+from mmray.train.keeper import Keeper
+from mmray.train.lease import Lease, check
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(remote, "LONGEST_WAIT_S", 0.01)
+
+
+def put(folder, step, **metrics):
+    state = {"optimizer": {"m": torch.arange(4.0) * step}, "progress": {"step": step}}
+    return checkpoint.save(folder, step, {"w": torch.full((5,), float(step))}, state, {"metrics": metrics})
+
+
+def test_a_checkpoint_comes_back_and_old_ones_go(s3):
+    folder = folder_at(s3.address) / "checkpoints"
+    assert checkpoint.newest_good(folder) is None and checkpoint.newest_complete(folder) is None
+    for step, recall in ((3, 0.5), (6, 0.9), (9, 0.1), (12, 0.2)):
+        put(folder, step, recall=recall)
+        checkpoint.prune(folder, 2, "recall")
+    assert checkpoint.names(folder) == ["step-12", "step-6", "step-9"]
+    newest = checkpoint.newest_good(folder)
+    assert checkpoint.step_of(newest) == 12 and checkpoint.load_meta(newest)["metrics"] == {"recall": 0.2}
+    loaded = checkpoint.load(newest)
+    assert torch.equal(loaded["model"]["w"], torch.full((5,), 12.0))
+    assert torch.equal(loaded["optimizer"]["m"], torch.arange(4.0) * 12)
+
+
+def test_what_does_not_verify_is_named_and_set_aside(s3):
+    folder, told = folder_at(s3.address) / "checkpoints", []
+    for step in (1, 2, 3, 4):
+        put(folder, step)
+    (folder / "step-4" / checkpoint.SUMS).unlink()  # killed before its last object
+    (folder / "step-3" / checkpoint.MODEL).write_bytes(b"cut short")
+    (folder / "step-2" / checkpoint.STATE).unlink()
+    assert checkpoint.step_of(checkpoint.newest_good(folder, told.append)) == 1
+    assert "not written to its end" in told[0] and "is not as it was written (9 bytes now)" in told[1]
+    assert "state.pt is missing; it is now step-2.damaged" in told[2]
+    assert checkpoint.names(folder) == ["step-1", "step-2.damaged", "step-3.damaged", "step-4"]
+    put(folder, 3)
+    assert checkpoint.step_of(checkpoint.newest_good(folder)) == 3
+
+
+def test_an_upload_that_fails_for_good_leaves_nothing_that_counts(s3, monkeypatch):
+    monkeypatch.setattr(remote, "ATTEMPTS", 1)
+    folder = folder_at(s3.address) / "checkpoints"
+    put(folder, 3)
+    s3.fail("PUT", "step-6/state.pt", 1000)
+    with pytest.raises(StorageError, match=r"cannot write the checkpoint s3://.*/step-6: .*Older checkpoints"):
+        put(folder, 6)
+    assert checkpoint.step_of(checkpoint.newest_good(folder)) == 3
+    assert checkpoint.names(folder) == ["step-3"]
+
+
+def keeper_of(run, told):
+    wanted = Config(recipe="sample", run=Run(storage=str(run.parent), name=run.name))
+    held = Lease(run)
+    return held, Keeper(run, held.acquire(), wanted, {"world": 1}, lambda label, text: told.append((label, text)))
+
+
+def state(step):
+    return {"model": {"w": torch.full((5,), float(step))}, "progress": {"step": step}}
+
+
+def test_a_store_that_fails_for_a_while_costs_a_checkpoint_and_not_the_run(s3, monkeypatch):
+    monkeypatch.setattr(remote, "ATTEMPTS", 1)
+    run, told = folder_at(s3.address) / "mine", []
+    held, keeper = keeper_of(run, told)
+    s3.fail("PUT", "step-6/", 1000)
+    for step in (3, 6, 9):
+        keeper.save(step, step, state(step), {})
+    keeper.close()
+    held.release()
+    assert checkpoint.names(run / "checkpoints") == ["step-3", "step-9"]
+    ((label, text),) = told
+    assert label == "checkpoint" and "step-6" in text and "The run goes on" in text
+
+
+def test_a_store_that_fails_at_the_end_is_an_error_and_the_checkpoint_before_stands(s3, monkeypatch):
+    monkeypatch.setattr(remote, "ATTEMPTS", 1)
+    run, told = folder_at(s3.address) / "mine", []
+    held, keeper = keeper_of(run, told)
+    keeper.save(3, 3, state(3), {})
+    s3.fail("PUT", "checkpoints/step-6/", 1000)
+    keeper.save(6, 6, state(6), {})
+    with pytest.raises(StorageError, match=r"step-6: .*start the same command again"):
+        keeper.close()
+    held.release()
+    assert checkpoint.step_of(checkpoint.newest_good(run / "checkpoints")) == 3
+
+
+def test_a_lease_on_the_store_holds_off_a_second_and_outlives_neither_release_nor_take_over(s3, monkeypatch):
+    run = folder_at(s3.address) / "mine"
+    first = Lease(run)
+    assert first.acquire() == 1
+    check(run, 1)
+    with pytest.raises(UsageError, match=r"is being trained by process"):
+        Lease(run).acquire()
+    monkeypatch.setattr(lease, "_lives_here", lambda _: None)  # as seen from another machine
+    with pytest.raises(UsageError):
+        Lease(run).acquire()
+    first.release()
+    second = Lease(run)
+    assert second.acquire() == 2
+    with pytest.raises(TrainingError, match="taken over"):
+        check(run, 1)
+    second.release()
+
+
+def test_a_silent_holder_is_replaced_and_its_late_beat_changes_nothing(s3):
+    run = folder_at(s3.address) / "mine"
+    asleep = ObjectClaims(run / "lease")
+    assert asleep.take(4, json.dumps({"host": "node-7", "pid": 1, "machine": "another", "process": "1"}))
+    with pytest.raises(UsageError, match="node-7"):
+        Lease(run, heartbeat_s=0.5, stale_after_s=60).acquire()
+    held = Lease(run, heartbeat_s=0.5, stale_after_s=0)
+    assert held.acquire() == 5
+    with pytest.raises(FileNotFoundError):
+        asleep.beat(4)
+    (run / "lease" / f"4-{asleep._token}").write_text("{}")  # a beat that was on its way when the lease was taken over
+    check(run, 5)
+    with pytest.raises(TrainingError, match="taken over"):
+        check(run, 4)
+    held.release()
+
+
+def test_of_several_at_once_at_most_one_wins_a_number(s3):
+    claims = [ObjectClaims(folder_at(s3.address) / "lease") for _ in range(4)]
+    for fence in (1, 2, 3):
+        start, won = threading.Barrier(4), []
+
+        def contend(own, fence=fence, start=start, won=won):
+            start.wait(10)
+            won.append(own.take(fence, "{}"))
+
+        threads = [threading.Thread(target=contend, args=(own,)) for own in claims]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sum(won) <= 1 and len(won) == 4
+    assert claims[0].take(4, "{}") and not claims[1].take(4, "{}")
+
+
+def test_files_that_grow_are_carried_whole_and_go_on(s3, monkeypatch):
+    monkeypatch.setattr(growing, "EVERY_S", 0.2)
+    folder, told = folder_at(s3.address) / "mine", []
+    for text in ("one\n", "two\n"):
+        files = Growing(folder, told.append)
+        with (files.here / "metrics.jsonl").open("a") as file:
+            file.write(text)
+        (files.here / "profile").mkdir()
+        (files.here / "profile" / "rank-0.json").write_text(text)
+        files.push()
+        assert (folder / "metrics.jsonl").read_text().endswith(text)
+        with (files.here / "metrics.jsonl").open("a") as file:
+            file.write("last\n")
+        files.close()
+    assert (folder / "metrics.jsonl").read_text() == "one\nlast\ntwo\nlast\n"
+    assert (folder / "profile" / "rank-0.json").read_text() == "two\n" and not files.here.exists() and not told
