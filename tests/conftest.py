@@ -98,6 +98,17 @@ def pytest_sessionfinish():
         sys.modules["ray"].shutdown()
 
 
+@pytest.fixture
+def one_thread():
+    """Tiny models run faster on one thread, and much faster where other work has the cores."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def shared_data():
     """Real images beside the checkout, where there are any."""

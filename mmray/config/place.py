@@ -87,7 +87,7 @@ class Run(Section):
     resume: Literal["auto", "never", "must"] = Field("auto", description="Go on from the newest checkpoint, or not.")
     trackers: tuple[str, ...] = Field(
         (),
-        description="`mlflow`, `wandb`, your own `package.module:Class`: told what is logged; one that fails is left.",
+        description="`mlflow`, `wandb`, your own `package.module:Class`: told what `mmray train` logs.",
     )
     project: str = Field("mmray", min_length=1, description="Project (experiment) of the run there.")
 

@@ -37,7 +37,17 @@ def refusals(config: Config) -> list[str]:
         reasons.append("batch.micro auto cannot be tried with model.batch_norm synced; give --batch.micro")
     if config.optimizer.clip == "branches" and config.model.kind not in TWO_BRANCHES:
         reasons.append(f"optimizer.clip branches needs a model with branches, not model.kind `{config.model.kind}`")
-    return reasons
+    return reasons + _scored(config)
+
+
+def _scored(config: Config) -> list[str]:
+    """What is asked of an evaluation that the model cannot give."""
+    writes = hasattr(config.model.inputs, "chat")
+    if writes and config.evaluate.classes:
+        return ["evaluate.classes: a model that writes has no embeddings to tell classes apart by; leave it empty"]
+    if not writes and config.evaluate.answers:
+        return [f"evaluate.answers: model.kind `{config.model.kind}` does not write; set it to 0"]
+    return []
 
 
 def _sharded(config: Config) -> list[str]:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mmray.config import Chat, ChatInputs, Inputs
 from mmray.data.chat import NOWHERE, ChatEncoder, with_marks
 from mmray.data.collate import UNLEARNED, learned_of
+from mmray.data.formats.columnar import Parquet
 from mmray.data.formats.rows import BadRow, row_of
 from mmray.data.order import Plan
+from mmray.data.place import Place
 from mmray.data.reader import RowReader
 from mmray.data.store import PreparedSet, Row
 from mmray.data.text import train_tokenizer
@@ -124,6 +129,15 @@ def test_conversations_as_people_have_them(value: list) -> None:
     assert found.texts == ("a\nb",)
 
 
+def test_conversations_of_a_parquet_file(tmp_path: Path) -> None:
+    said = [{"from": "human", "value": "<image>\nwhat"}, {"from": "gpt", "value": "a circle"}]
+    table = pa.table({"picture": [png(3)], "conversations": [[turn | {"role": None} for turn in said]]})
+    pq.write_table(table, tmp_path / "talk.parquet")
+    source = Parquet(Place(str(tmp_path)), "talk.parquet", {"image": "picture", "messages": "conversations"})
+    (item,) = [item for chunk in source.scan(8, ()) for item in source.read(chunk)]
+    assert row_of(item.values, item.origin).messages[1] == {"role": "assistant", "content": "a circle"}
+
+
 @pytest.mark.parametrize(
     ("value", "detail"),
     [
@@ -138,6 +152,7 @@ def test_conversations_as_people_have_them(value: list) -> None:
         ([{"role": "assistant", "content": "\ud83d"}], "surrogate"),
         ([{"role": "assistant", "content": "a" * 70000}], "is over"),
         (["hello"], "must be {role, content}"),
+        ([{"role": "user", "content": "<image> <image>"}, {"role": "assistant", "content": "a"}], "about 2 images"),
     ],
 )
 def test_what_is_no_conversation_is_set_aside(value: Any, detail: str) -> None:

@@ -20,6 +20,7 @@ from tests.evaluate.test_score import on_ranks
 from tests.made import make_set, row
 from tests.models.test_generative import ENCODER, INPUTS, SAID, TOKENIZER, model_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = [["a red circle", "a circle"], ["a blue square on a green ground"], ["a blue ground"]]
 SETTINGS = SimpleNamespace(batch=2, limit=None, answers=0, answer_tokens=6)
 MODEL = model_of()  # once: ranks are threads here, and would draw from one generator

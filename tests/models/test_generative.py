@@ -25,6 +25,7 @@ from mmray.models.export import export
 from tests.train import toy
 from tests.train.test_step import INVALID, ROWS, micro_of, take
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = ["a red circle", "a blue square on a green ground", "what is this?", "user: assistant: describe the image."]
 CHAT = Chat(question="what is this?")
 TOKENIZER = with_marks(train_tokenizer(TEXTS, 90), CHAT)

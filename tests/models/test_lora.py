@@ -19,6 +19,7 @@ from tests.models import test_generative as writing
 from tests.train import toy
 from tests.train.test_step import take
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 INPUTS = Inputs(image_side=32, max_tokens=10, fit="squash")
 VOCAB = 23
 ADAPTERS = Lora(rank=3, alpha=6, dropout=0.0)

@@ -148,11 +148,13 @@ def test_a_model_that_writes(rank: int, prepared: tuple[PreparedSet, PreparedSet
     config, folder = config_of("generative", tmp_path), tmp_path / "run"
     adapted = config.model.model_copy(update={"lora": Lora(rank=rank)})
     optimizer = config.optimizer.model_copy(update={"lr": 0.02})
-    config = config.model_copy(update={"model": adapted, "optimizer": optimizer})
+    changes = {"model": adapted, "optimizer": optimizer, "evaluate": Evaluate(answers=4, answer_tokens=5)}
+    config = config.model_copy(update=changes)
     outcome = trained(config, prepared, folder)
     assert (outcome["status"], outcome["steps"], outcome["skipped_steps"]) == ("finished", STEPS, 0)
     metrics, logged = outcome["metrics"], lines(folder)
     assert metrics["perplexity"] == pytest.approx(math.exp(metrics["loss"]))
+    assert metrics["answered"] == 4 and 0 <= metrics["bleu_4"] <= 1
     assert logged[-1]["train/loss"] < logged[0]["train/loss"]
     assert 0 <= logged[0]["train/token_accuracy"] <= 1
 

@@ -25,6 +25,8 @@ def config(recipe="sample", workers=1, **sections):
         ({"train": {"parallel": "branches"}, "model": {"kind": "my.package:Mine"}}, "needs two branches"),
         ({"optimizer": {"clip": "branches"}, "model": {"kind": "my.package:Mine"}}, "needs a model with branches"),
         ({"batch": {"micro": "auto"}, "model": {"batch_norm": "synced"}}, "give --batch.micro"),
+        ({"recipe": "llava", "workers": 2, "evaluate": {"classes": ("cat", "dog")}}, "evaluate.classes: a model that"),
+        ({"evaluate": {"answers": 5}}, "evaluate.answers: model.kind `two_tower` does not write"),
     ],
 )
 def test_refused(given, said):

@@ -91,7 +91,8 @@ class Parquet:
         ours = {self.columns.get(column, column) for column in COLUMNS}
         wanted = [column for column in schema.names if column in ours]
         mapped = renamed(dict.fromkeys(wanted, True), self.columns)
-        for kinds, kind in ((("image", "image_path", "images"), "image"), (("text", "texts"), "text")):
+        texts = ("text", "texts", "messages")
+        for kinds, kind in ((("image", "image_path", "images"), "image"), (texts, "text")):
             if not set(kinds) & set(mapped):
                 raise DataError(
                     f"{self.place.address}/{name} has the columns {', '.join(schema.names)[:300]}: none is "

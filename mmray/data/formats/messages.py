@@ -20,6 +20,8 @@ def messages_of(value: Any) -> tuple[dict[str, str], ...]:
     if not isinstance(value, list) or not value:
         raise _bad(f"must be a list of {{role, content}}, is {str(value)[:80]!r}")
     messages = tuple(_message(item) for item in value)
+    if (images := sum(_text(_said(item)).count(_IMAGE) for item in value)) > 1:
+        raise _bad(f"the conversation is about {images} images, and a model here looks at one")
     if any(message["role"] == "system" for message in messages[1:]):
         raise _bad("only the first message may be that of the system")
     if not any(message["role"] == "assistant" for message in messages):
@@ -30,11 +32,11 @@ def messages_of(value: Any) -> tuple[dict[str, str], ...]:
 def _message(item: Any) -> dict[str, str]:
     if not isinstance(item, dict):
         raise _bad(f"a message must be {{role, content}}, is {str(item)[:80]!r}")
-    said = item.get("role", item.get("from"))
+    said = item.get("role") or item.get("from")
     role = _ROLES.get(said) if isinstance(said, str) else None
     if role is None:
         raise _bad(f"the role of a message must be one of {', '.join(_ROLES)}, is {str(said)[:40]!r}")
-    content = _text(item.get("content", item.get("value"))).replace(_IMAGE, "").strip()
+    content = _text(_said(item)).replace(_IMAGE, "").strip()
     try:
         num_bytes = len(content.encode())
     except UnicodeEncodeError as error:
@@ -45,6 +47,12 @@ def _message(item: Any) -> dict[str, str]:
     if not content and role != "user":  # a user may show the image and say nothing
         raise _bad(f"a message of the {role} is empty")
     return {"role": role, "content": content}
+
+
+def _said(item: dict[str, Any]) -> Any:
+    """What a message says; a column of Arrow has both names, and nothing under the other one."""
+    content = item.get("content")
+    return item.get("value") if content is None else content
 
 
 def _text(content: Any) -> str:

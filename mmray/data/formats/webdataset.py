@@ -19,7 +19,7 @@ from mmray.data.place import Place
 from mmray.errors import DataError
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif")
-_FROM_JSON = ("text", "texts", "label", "split", "language", "boxes", "box_labels")
+_FROM_JSON = ("text", "texts", "label", "split", "language", "boxes", "box_labels", "messages")
 _BUFFER_BYTES = 4 * 1024 * 1024
 _BLOCK = 512
 
