@@ -14,6 +14,7 @@ import numpy as np
 
 from mmray.data import image as images
 from mmray.data.augment import draws, vary
+from mmray.data.mixed import MixedSet
 from mmray.data.order import PADDING, Blocks, Plan, draw
 from mmray.data.store import PreparedSet, Row, key_id
 from mmray.data.text import TextEncoder
@@ -31,7 +32,7 @@ class RowReader:
 
     def __init__(
         self,
-        prepared: PreparedSet,
+        prepared: PreparedSet | MixedSet,
         inputs: Inputs,
         tokenizer_json: str,
         max_pixels: int,
@@ -51,7 +52,7 @@ class RowReader:
         """
         rows = self._rows(plan.rows_at(positions))
         key = np.array([key_id(row.key) if row else 0 for row in rows], np.int64)
-        epoch = np.where(positions >= 0, positions, 0) // plan.num_rows
+        epoch = plan.passes_at(positions)
         pixels, valid = self._pixels(rows, draws(plan.seed, epoch, key) if self.augment else None)
         input_ids, num_tokens = self._tokens(plan.seed, epoch, rows, key)
         return {

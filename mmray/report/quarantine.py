@@ -14,6 +14,7 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
+from mmray.config.mixture import parse_mixture
 from mmray.data.files import read_picture
 from mmray.data.formats.choose import Chosen, source_of
 from mmray.data.formats.rows import BadRow, row_of
@@ -59,7 +60,8 @@ class Quarantine:
 
 
 def quarantine_of(run: Path, prepared: str | None) -> Quarantine:
-    """What was set aside when the set was prepared, and in training since."""
+    """What was set aside when the set was prepared (of several that were mixed, the first), and in training since."""
+    prepared = parse_mixture(prepared)[0][0] if prepared else None
     place = Path(prepared) if prepared and "://" not in prepared else None
     manifest = read_json(place / MANIFEST) if place else {}
     entries = list(read_lines(run / QUARANTINE))
