@@ -34,7 +34,7 @@ def _batch(step: dict[str, np.ndarray], first: int, last: int) -> Batch:
     rows = {name: column[first:last] for name, column in step.items()}
     longest = int(rows["num_tokens"].max())
     num_tokens = torch.from_numpy(rows["num_tokens"].astype(np.int64))
-    return {
+    return _boxes(rows) | {
         "image": torch.from_numpy(rows["image"]),
         "input_ids": torch.from_numpy(rows["input_ids"][:, :longest].astype(np.int64)),
         "attention_mask": (torch.arange(longest) < num_tokens[:, None]).long(),
@@ -42,4 +42,18 @@ def _batch(step: dict[str, np.ndarray], first: int, last: int) -> Batch:
         "label": torch.from_numpy(rows["label"]),
         "valid": torch.from_numpy(rows["valid"]),
         "pos": torch.from_numpy(rows["pos"]),
+    }
+
+
+def _boxes(rows: dict[str, np.ndarray]) -> Batch:
+    """boxes float32 [B, N, 4], box_labels int64 [B, N], box_mask bool [B, N] of real ones; N is the most that a row of
+    these has. Without columns of boxes none of them."""
+    if "boxes" not in rows:
+        return {}
+    num_boxes = torch.from_numpy(rows["num_boxes"])
+    most = int(num_boxes.max())
+    return {
+        "boxes": torch.from_numpy(rows["boxes"][:, :most]),
+        "box_labels": torch.from_numpy(rows["box_labels"][:, :most]),
+        "box_mask": torch.arange(most) < num_boxes[:, None],
     }
