@@ -95,7 +95,11 @@ class Data(Section):
 
     @model_validator(mode="after")
     def _train_is_a_set_or_a_sum(self) -> Data:
-        if is_mixture(self.train) and self.limit is not None:
+        try:
+            mixed = is_mixture(self.train)
+        except ValueError as error:
+            raise UsageError(f"data.train: {error}") from None
+        if mixed and self.limit is not None:
             raise UsageError("data.limit is for one set; give the sets of a sum smaller weights instead")
         return self
 

@@ -76,6 +76,11 @@ def test_what_is_no_sum(text):
         parse_mixture(text)
 
 
+def test_a_sum_that_is_none_is_a_usage_error():
+    with pytest.raises(UsageError, match=r"data\.train: `0 \* a` is neither"):
+        Data(train="0 * a")
+
+
 def test_a_sum_has_no_limit():
     with pytest.raises(UsageError, match=r"data\.limit is for one set"):
         Data(train="a + b", limit=3)

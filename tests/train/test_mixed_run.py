@@ -10,11 +10,25 @@ from mmray.data.order import PADDING, Part, Plan
 from mmray.data.store import key_id
 from mmray.errors import UsageError
 from mmray.train.telemetry import rows_sha
-from mmray.train.trainer import train
+from mmray.train.trainer import settle, train
 from tests.made import make_set, png, row
 from tests.train.runs import STEPS, Silent, config, lines, marks, same_weights, weights
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+
+@pytest.fixture
+def sets(tmp_path):
+    """A sum of 30 rows, with 20 held out, and of 1.5 times 8 rows of the same keys."""
+    make_set(tmp_path / "one", [row(number) for number in range(30)], [row(number) for number in range(100, 120)])
+    make_set(tmp_path / "two", [row(number, png(150 + number)) for number in range(8)])
+    return f"{tmp_path / 'one'} + 1.5 * {tmp_path / 'two'}"
+
+
+def test_an_epoch_of_a_sum_is_its_shares_and_what_is_held_out_is_the_first_sets(sets, tmp_path):
+    ready = settle(config(sets, tmp_path, "r"), Silent())
+    assert ready.data["num_rows"] == 42 and ready.data["train"] == sets
+    assert ready.eval_set.num_rows == 20 and ready.eval_set.keys()[0] == "row-100"
+    again = settle(config(sets.replace("1.5 * ", ""), tmp_path, "r"), Silent())
+    assert again.data["num_rows"] == 38 and again.data["fingerprint"] != ready.data["fingerprint"]
 
 
 class Stopping(Silent):
@@ -24,10 +38,9 @@ class Stopping(Silent):
             os.kill(os.getpid(), 2)
 
 
-def test_a_mixture_trains_and_goes_on_as_if_it_had_not_been_stopped(local_ray, tmp_path):
-    make_set(tmp_path / "one", [row(number) for number in range(30)], [row(number) for number in range(100, 120)])
-    make_set(tmp_path / "two", [row(number, png(150 + number)) for number in range(8)])
-    sets = f"{tmp_path / 'one'} + 1.5 * {tmp_path / 'two'}"
+@pytest.mark.cluster
+@pytest.mark.timeout(180)
+def test_a_mixture_trains_and_goes_on_as_if_it_had_not_been_stopped(local_ray, sets, tmp_path):
     listener = Silent()
     calm = train(config(sets, tmp_path / "runs", "calm"), listener)
     assert ("mixed", "12 rows of two an epoch (8 in it)") in listener.notes
