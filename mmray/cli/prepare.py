@@ -78,7 +78,7 @@ def prepare(argv: Sequence[str], screen: Screen) -> int:
             reporter.note,
             command.retry_quarantine,
         )
-    splits = ", ".join(f"{name or 'no split'} {rows:,}" for name, rows in sorted(manifest.splits.items()))
+    splits = ", ".join(f"{name} {rows:,}" for name, rows in sorted(manifest.splits.items())) or "no splits"
     screen.note(f"{manifest.num_read:,} rows read in {time.monotonic() - began_s:.0f} s", "read")
     screen.note(f"{manifest.num_rows:,} rows ({splits}) in {command.out}", "prepared")
     screen.note(

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 from pydantic import Field, field_validator, model_validator
 
+from mmray.config.mixture import is_mixture
 from mmray.config.section import Section
 from mmray.errors import UsageError
 
@@ -89,7 +90,11 @@ class Data(Section):
     """Where rows come from and how they are streamed."""
 
     path: ClassVar[str] = "data"
-    train: str = Field("sample", description="A prepared set, a raw source (prepared first, once), or `sample`.")
+    train: str = Field(
+        "sample",
+        description="A prepared set, a raw source (prepared first, once), `sample`, or a sum of them, each weight "
+        "times an epoch: `prepared/a + 2 * prepared/b`.",
+    )
     train_split: str = Field("train", description="Split to train on, where the set has splits.")
     eval: str | None = Field(None, description="Set to evaluate on; none: `eval_split` of the training set, if there.")
     eval_split: str = Field("test", description="Split to evaluate on, where the set has splits.")
@@ -99,6 +104,16 @@ class Data(Section):
     shuffle: bool = Field(True, description="Another order each epoch, from the seed; off: source order.")
     block_mb: float = Field(24.0, gt=0, le=512, description="Size of a block in the object store, in MB.")
     max_bad_rows: int = Field(16, ge=0, description="Rows that may fail at training time before the run fails.")
+
+    @model_validator(mode="after")
+    def _train_is_a_set_or_a_sum(self) -> Data:
+        try:
+            mixed = is_mixture(self.train)
+        except ValueError as error:
+            raise UsageError(f"data.train: {error}") from None
+        if mixed and self.limit is not None:
+            raise UsageError("data.limit is for one set; give the sets of a sum smaller weights instead")
+        return self
 
     @model_validator(mode="after")
     def _workers_is_positive(self) -> Data:

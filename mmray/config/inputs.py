@@ -27,6 +27,9 @@ class Inputs(Section):
         "a WordPiece vocab.txt, or a hub name.",
     )
     max_tokens: int = Field(64, ge=4, le=8192, description="Longest caption in tokens; what is longer is cut.")
+    max_boxes: int = Field(
+        0, ge=0, le=1024, description="Boxes of an image in a batch, the largest; 0: batches have none."
+    )
 
     @model_validator(mode="after")
     def _std_is_positive(self) -> Inputs:

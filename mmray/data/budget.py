@@ -59,8 +59,8 @@ def check_run(where: str, out: Place, run: list[Fault] | None, limit: int) -> No
     if run is None:
         return
     lines = [
-        f"{where}: {len(run):,} rows in a row are bad, {run[0]['source']} to {run[-1]['source']}, the limit is"
-        f" {limit:,} (prepare.max_bad_run); the rest was not read"
+        f"{where}: {len(run):,} rows in a row are bad, {run[0]['source']} to {run[-1]['source']}, "
+        f"the limit is {limit:,} (prepare.max_bad_run)"
     ]
     for reason, count in Counter(fault["reason"] for fault in run).most_common(5):
         first = next(fault for fault in run if fault["reason"] == reason)

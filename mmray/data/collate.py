@@ -35,15 +35,19 @@ def _batch(step: dict[str, np.ndarray], first: int, last: int) -> Batch:
     rows = {name: column[first:last] for name, column in step.items()}
     longest = int(rows["num_tokens"].max())
     num_tokens = torch.from_numpy(rows["num_tokens"].astype(np.int64))
-    return learned_of(rows, longest) | {
-        "image": torch.from_numpy(rows["image"]),
-        "input_ids": torch.from_numpy(rows["input_ids"][:, :longest].astype(np.int64)),
-        "attention_mask": (torch.arange(longest) < num_tokens[:, None]).long(),
-        "key": torch.from_numpy(rows["key"]),
-        "label": torch.from_numpy(rows["label"]),
-        "valid": torch.from_numpy(rows["valid"]),
-        "pos": torch.from_numpy(rows["pos"]),
-    }
+    return (
+        learned_of(rows, longest)
+        | _boxes(rows)
+        | {
+            "image": torch.from_numpy(rows["image"]),
+            "input_ids": torch.from_numpy(rows["input_ids"][:, :longest].astype(np.int64)),
+            "attention_mask": (torch.arange(longest) < num_tokens[:, None]).long(),
+            "key": torch.from_numpy(rows["key"]),
+            "label": torch.from_numpy(rows["label"]),
+            "valid": torch.from_numpy(rows["valid"]),
+            "pos": torch.from_numpy(rows["pos"]),
+        }
+    )
 
 
 def learned_of(rows: dict[str, np.ndarray], longest: int) -> Batch:
@@ -52,3 +56,19 @@ def learned_of(rows: dict[str, np.ndarray], longest: int) -> Batch:
         return {}
     labels = np.where(rows["learned"], rows["input_ids"], UNLEARNED)[:, :longest].astype(np.int64)
     return {"labels": torch.from_numpy(labels), "image_at": torch.from_numpy(rows["image_at"].astype(np.int64))}
+
+
+def _boxes(rows: dict[str, np.ndarray]) -> Batch:
+    """boxes float32 [B, N, 4], box_labels int64 [B, N], box_mask bool [B, N] of real ones.
+
+    N is the most that a row of these has. Without columns of boxes none of them.
+    """
+    if "boxes" not in rows:
+        return {}
+    num_boxes = torch.from_numpy(rows["num_boxes"])
+    most = int(num_boxes.max())
+    return {
+        "boxes": torch.from_numpy(rows["boxes"][:, :most]),
+        "box_labels": torch.from_numpy(rows["box_labels"][:, :most]),
+        "box_mask": torch.arange(most) < num_boxes[:, None],
+    }

@@ -163,10 +163,8 @@ def _square(
     """uint8 [H, W, 3] to uint8 [side, side, 3], as `resized` says."""
     height, width = rgb.shape[:2]
     if fit != "pad" or box is not None:
-        return resample(rgb, (side, side), interpolation, box or _source_box(width, height, fit))
-    scale = side / max(width, height)
-    w, h = max(1, round(width * scale)), max(1, round(height * scale))
-    left, top = (side - w) // 2, (side - h) // 2
+        return resample(rgb, (side, side), interpolation, box or source_box(width, height, fit))
+    left, top, w, h = pad_place(width, height, side)
     square = np.full((side, side, 3), WHITE, np.uint8)
     square[top : top + h, left : left + w] = resample(rgb, (w, h), interpolation, (0, 0, width, height))
     return square
@@ -190,7 +188,14 @@ def shrink(image: Image.Image, data: bytes, side: int) -> bytes:
     return out.getvalue()
 
 
-def _source_box(width: int, height: int, fit: str) -> Box:
+def pad_place(width: int, height: int, side: int) -> tuple[int, int, int, int]:
+    """(left, top, width, height) of an image on a square of `side` pixels that shows all of it."""
+    scale = side / max(width, height)
+    w, h = max(1, round(width * scale)), max(1, round(height * scale))
+    return (side - w) // 2, (side - h) // 2, w, h
+
+
+def source_box(width: int, height: int, fit: str) -> Box:
     """The part of the source that fills the square."""
     if fit == "squash":
         return (0, 0, width, height)

@@ -70,10 +70,41 @@ def _mark(seed: int, epoch: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
+class Part:
+    """One of several sets that are mixed: its rows, and how many of them an epoch takes."""
+
+    num_rows: int
+    per_epoch: int
+
+
+def mixed(
+    parts: tuple[Part, ...], slots: np.ndarray, epoch: np.ndarray, seed: int, shuffle: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """(row, pass) int64 of slots of epochs, all of one shape; rows are numbered through, set after set.
+
+    An epoch has a slot for each of its rows, part after part. A part's own order runs on from epoch to epoch, pass
+    after pass, each pass every row once: so in any epochs no row of a set comes more than once more often than another,
+    and e epochs of weight w have every row e x w times where that is whole.
+    """
+    rows, passes = np.zeros(slots.shape, np.int64), np.zeros(slots.shape, np.int64)
+    first_slot = first_row = 0
+    for number, part in enumerate(parts):
+        here = (slots >= first_slot) & (slots < first_slot + part.per_epoch)
+        passed, row = np.divmod(epoch[here] * part.per_epoch + slots[here] - first_slot, part.num_rows)
+        if shuffle:
+            key = mix(mix(mix(passed.astype(np.uint64)) ^ np.uint64(seed)) ^ np.uint64(number + 1))
+            row = permute(row.astype(np.uint64), part.num_rows, key).astype(np.int64)
+        rows[here], passes[here] = row + first_row, passed
+        first_slot, first_row = first_slot + part.per_epoch, first_row + part.num_rows
+    return rows, passes
+
+
+@dataclass(frozen=True)
 class Plan:
     """The rows of each step of a run at one world size.
 
-    global_rows = rows of a step over all workers; micro = rows of one forward pass; steps = length of the run.
+    num_rows = rows of an epoch; global_rows = rows of a step over all workers; micro = rows of one forward pass;
+    steps = length of the run; parts = the sets that are mixed, if several, whose `per_epoch` add up to num_rows.
     """
 
     num_rows: int
@@ -83,6 +114,7 @@ class Plan:
     seed: int
     steps: int
     shuffle: bool = True
+    parts: tuple[Part, ...] = ()
 
     @property
     def share(self) -> int:
@@ -128,13 +160,21 @@ class Plan:
 
     def rows_at(self, positions: np.ndarray) -> np.ndarray:
         """Row ids of positions, int64 of one shape; PADDING stays PADDING."""
-        real = positions >= 0
-        epoch, offset = np.divmod(np.where(real, positions, 0), self.num_rows)
-        rows = offset
+        return np.where(positions >= 0, self._drawn(positions)[0], PADDING)
+
+    def passes_at(self, positions: np.ndarray) -> np.ndarray:
+        """The how-manieth time each row comes, from 0, int64 of one shape: what a row is varied by; 0 for PADDING."""
+        return self._drawn(positions)[1]
+
+    def _drawn(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        epoch, offset = np.divmod(np.maximum(positions, 0), self.num_rows)
         if self.shuffle:
             key = mix(mix(epoch.astype(np.uint64)) ^ np.uint64(self.seed))
-            rows = permute(offset.astype(np.uint64), self.num_rows, key).astype(np.int64)
-        return np.where(real, rows, PADDING)
+            offset = permute(offset.astype(np.uint64), self.num_rows, key).astype(np.int64)
+        if not self.parts:
+            return offset, np.where(positions >= 0, epoch, 0)
+        rows, passes = mixed(self.parts, offset, epoch, self.seed, self.shuffle)
+        return rows, np.where(positions >= 0, passes, 0)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mmray.data import boxes
 from mmray.data import image as images
 from mmray.data.augment import draws, vary
+from mmray.data.mixed import MixedSet
 from mmray.data.order import PADDING, Blocks, Plan, draw
 from mmray.data.store import PreparedSet, Row, key_id
 from mmray.data.trial import Trial
@@ -31,7 +33,7 @@ class RowReader:
 
     def __init__(
         self,
-        prepared: PreparedSet,
+        prepared: PreparedSet | MixedSet,
         inputs: Inputs,
         tokenizer_json: str,
         max_pixels: int,
@@ -47,12 +49,14 @@ class RowReader:
 
         image uint8 [R, 3, S, S]; input_ids int32 [R, T]; num_tokens int32 [R] (1 for an invalid row); key int64 [R];
         label int64 [R], -1 where there is none; valid bool [R]; pos int64 [R]; for a model that writes also learned
-        bool [R, T] and image_at int32 [R] (data/chat.py). Padding and unreadable rows are zeros with valid=False.
+        bool [R, T] and image_at int32 [R] (data/chat.py); with `inputs.max_boxes` M also boxes float32 [R, M, 4] in
+        fractions of the square, box_labels int64 [R, M], num_boxes int32 [R]. Padding and unreadable rows are zeros
+        with valid=False.
         """
         rows = self._rows(plan.rows_at(positions))
         key = np.array([key_id(row.key) if row else 0 for row in rows], np.int64)
-        epoch = np.where(positions >= 0, positions, 0) // plan.num_rows
-        pixels, valid = self._pixels(rows, draws(plan.seed, epoch, key) if self.augment else None)
+        epoch = plan.passes_at(positions)
+        pixels, valid, found = self._pixels(rows, draws(plan.seed, epoch, key) if self.augment else None)
         words = self._words(plan.seed, epoch, rows, key)
         return {
             "image": pixels,
@@ -64,7 +68,7 @@ class RowReader:
             ),
             "valid": valid,
             "pos": positions,
-        }
+        } | found
 
     def fault(self, row: int) -> tuple[Row | None, str]:
         """Why a row cannot be read, and the row itself where at least its record can (for the quarantine)."""
@@ -98,19 +102,26 @@ class RowReader:
             middle = len(row_ids) // 2  # one damaged record must not cost its neighbours
             return self._read(row_ids[:middle]) + self._read(row_ids[middle:])
 
-    def _pixels(self, rows: list[Row | None], drawn: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """Pixels uint8 [R, 3, S, S] and which of them are real, bool [R]; varied by `drawn` [R, DRAWS]."""
+    def _pixels(self, rows: list[Row | None], drawn: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, Block]:
+        """Pixels uint8 [R, 3, S, S], which of them are real, bool [R], and columns of boxes; varied by `drawn`."""
         side = self.inputs.image_side
         pixels, valid = np.zeros((len(rows), 3, side, side), np.uint8), np.zeros(len(rows), bool)
+        found = boxes.columns(len(rows), self.inputs.max_boxes)
         for place, row in enumerate(rows):
             if row is None or not row.is_intact:
                 continue
+            draw_of = None if drawn is None else drawn[place]
             try:
-                pixels[place] = self._square(row.images[0], None if drawn is None else drawn[place])
+                if found and row.boxes:
+                    pixels[place], each = self._boxed(row, draw_of)
+                    for name, value in each.items():
+                        found[name][place] = value
+                else:
+                    pixels[place] = self._square(row.images[0], draw_of)
                 valid[place] = True
             except images.BadImage:
                 continue
-        return pixels, valid
+        return pixels, valid, found
 
     def _square(self, data: bytes, drawn: np.ndarray | None) -> np.ndarray:
         """What the model sees of an encoded image, varied by `drawn` [DRAWS]. Raises BadImage."""
@@ -120,6 +131,20 @@ class RowReader:
         if self.augment is None or drawn is None:
             return images.read_pixels(data, inputs.image_side, inputs.fit, inputs.interpolation, self.max_pixels)
         return vary(images.decode(data, self.max_pixels), inputs, self.augment, drawn)
+
+    def _boxed(self, row: Row, drawn: np.ndarray | None) -> tuple[np.ndarray, Block]:
+        """What `_square` gives, and the row's boxes on it. Raises BadImage."""
+        inputs, data = self.inputs, row.images[0]
+        if self.trial is not None:
+            self.trial.check(data, self.max_pixels)
+        image = images.decode(data, self.max_pixels)  # for its size, which the way of read_pixels does not tell
+        if self.augment is None or drawn is None:
+            square = images.to_pixels(image, inputs.image_side, inputs.fit, inputs.interpolation)
+        else:
+            square = vary(image, inputs, self.augment, drawn)
+        assert row.boxes is not None
+        found, labels, count = boxes.seen(row.boxes, row.box_labels or [], image.size, inputs, self.augment, drawn)
+        return square, {"boxes": found, "box_labels": labels, "num_boxes": np.array(count)}
 
     def _words(self, seed: int, epoch: np.ndarray, rows: list[Row | None], key: np.ndarray) -> Block:
         """Columns of what the rows say, one of several captions drawn."""

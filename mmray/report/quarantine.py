@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
 from typing import Any
 
+from mmray.config.mixture import parse_mixture
 from mmray.data.files import read_picture
 from mmray.data.formats.choose import Chosen, source_of
 from mmray.data.formats.rows import BadRow, row_of
@@ -59,8 +60,8 @@ class Quarantine:
 
 
 def quarantine_of(run: Folder, prepared: str | None) -> Quarantine:
-    """What was set aside when the set was prepared, and in training since."""
-    place = folder_at(prepared) if prepared else None
+    """What was set aside when the set was prepared (of several that were mixed, the first), and in training since."""
+    place = folder_at(parse_mixture(prepared)[0][0]) if prepared else None
     manifest = read_json(place / MANIFEST) if place else {}
     entries = list(read_lines(run / QUARANTINE))
     reasons: Counter[str] = Counter("in training" for _ in entries)

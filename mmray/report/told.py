@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from statistics import median
 
+from mmray.config.mixture import parse_mixture, write_mixture
 from mmray.report.figures import WAYS
 from mmray.report.run import RunRecord
 
@@ -35,6 +36,11 @@ def duration(seconds: float | None) -> str:
 def number(value: float | None, digits: int = 3) -> str:
     """A figure with so many digits behind the point, thousands set apart; a dash for what was not measured."""
     return "–" if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
+
+
+def set_names(trained_on: str) -> str:
+    """The last parts of the paths in `data.train`: `a + 2 * b`."""
+    return write_mixture([(path.rstrip("/").rpartition("/")[2], weight) for path, weight in parse_mixture(trained_on)])
 
 
 def key_figures(run: RunRecord) -> list[KeyFigure]:

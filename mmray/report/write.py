@@ -85,7 +85,7 @@ def _render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"duration": told.duration, "number": told.number}
+    environment.filters |= {"duration": told.duration, "number": told.number, "set_names": told.set_names}
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     own = {name: Markup((TEMPLATES / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js")}
     return environment.get_template(template).render(

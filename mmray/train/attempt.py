@@ -21,6 +21,7 @@ from ray.train.v2.api.exceptions import PreemptionError
 
 from mmray.cluster.present import Present
 from mmray.config import Config
+from mmray.data.mixed import MixedSet
 from mmray.data.order import Plan, Start
 from mmray.data.reader import RowReader
 from mmray.data.remote import Folder
@@ -43,7 +44,7 @@ class Ready:
     """A run that is settled and checked, about to start."""
 
     config: Config
-    train_set: PreparedSet
+    train_set: PreparedSet | MixedSet
     eval_set: PreparedSet | None
     tokenizer_json: str
     shape: BatchShape
@@ -131,6 +132,7 @@ def _begin(ready: Ready, newest: Folder | None, world: int) -> Start:
         seed=config.train.seed,
         steps=ready.steps,
         shuffle=config.data.shuffle,
+        parts=ready.train_set.parts if isinstance(ready.train_set, MixedSet) else (),
     )
     if newest is None:
         return Start(plan, 0)

@@ -19,6 +19,7 @@ from mmray import objectives
 from mmray.cluster.join import joined
 from mmray.cluster.nodes import nodes
 from mmray.config import Config, Lora, from_yaml
+from mmray.config.mixture import parse_mixture
 from mmray.data.remote import Folder
 from mmray.data.sets import ensure_prepared
 from mmray.data.store import PreparedSet
@@ -104,7 +105,7 @@ def restored_model(config: Config, found: Folder) -> nn.Module:
 
 def _held_out(config: Config, folder: Folder, data: str | None, split: str, listener: Listener) -> PreparedSet:
     if data is None:
-        trained_on = (RunDir(folder).read_json("data.json") or {})["train"]
+        trained_on = parse_mixture((RunDir(folder).read_json("data.json") or {})["train"])[0][0]
         return PreparedSet.open(config.data.eval or trained_on, split)
     place = ensure_prepared(data, config.data.cache, config.prepare, listener.note, listener.preparing)
     return PreparedSet.open(str(place), split)

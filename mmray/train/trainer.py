@@ -14,8 +14,10 @@ from typing import Any
 from mmray import objectives
 from mmray.cluster.join import joined
 from mmray.config import Config
+from mmray.config.mixture import is_mixture, parse_mixture, write_mixture
 from mmray.data.folders import gather
 from mmray.data.manifest import QUARANTINE
+from mmray.data.mixed import MixedSet
 from mmray.data.remote import Folder
 from mmray.data.sets import ensure_prepared
 from mmray.data.store import PreparedSet
@@ -79,12 +81,17 @@ def settle(config: Config, listener: Listener) -> Ready:
         say=listener.note,
         progress=listener.preparing,
     )
-    place = prepared(config.data.train)
-    train_set = PreparedSet.open(str(place), config.data.train_split)
-    eval_set = _eval_set(config, place, train_set, prepared)
+    terms = [(str(prepared(source)), weight) for source, weight in parse_mixture(config.data.train)]
+    train_sets = [PreparedSet.open(place, config.data.train_split) for place, _ in terms]
+    eval_set = _eval_set(config, terms[0][0], train_sets[0], prepared)
+    train_set: PreparedSet | MixedSet = train_sets[0]
+    if is_mixture(config.data.train):
+        train_set = MixedSet(train_sets, [weight for _, weight in terms])
     inputs = config.model.inputs
     tokenizer_json = fitted(load_tokenizer(inputs.tokenizer, train_set.tokenizer_json), inputs)
     num_rows = min(train_set.num_rows, config.data.limit or train_set.num_rows)
+    if isinstance(train_set, MixedSet):
+        num_rows = sum(part.per_epoch for part in train_set.parts)
     shape = shape_of(config.batch, config.cluster.most_workers)
     steps = total_steps(config.train, num_rows, shape.global_rows)
     vocab_size = config.model.vocab_size or TextEncoder(tokenizer_json, 8).vocab_size
@@ -97,7 +104,7 @@ def settle(config: Config, listener: Listener) -> Ready:
         }
     )
     data = {
-        "train": str(place),
+        "train": write_mixture(terms),
         "fingerprint": train_set.fingerprint,
         "num_rows": num_rows,
         "tokenizer": sha256(tokenizer_json.encode()).hexdigest(),
@@ -106,12 +113,12 @@ def settle(config: Config, listener: Listener) -> Ready:
 
 
 def _eval_set(
-    config: Config, place: Folder, train_set: PreparedSet, prepared: Callable[[str], Folder]
+    config: Config, place: str, train_set: PreparedSet, prepared: Callable[[str], Folder]
 ) -> PreparedSet | None:
     split = config.data.eval_split
     if config.data.eval is not None:
         return PreparedSet.open(str(prepared(config.data.eval)), split)
-    return PreparedSet.open(str(place), split) if train_set.has_split(split) else None
+    return PreparedSet.open(place, split) if train_set.has_split(split) else None
 
 
 def _tidy(run: rundir.RunDir, listener: Listener) -> None:
@@ -128,5 +135,8 @@ def _announce(ready: Ready, run: rundir.RunDir, listener: Listener) -> None:
     epochs = ready.steps * ready.shape.global_rows / ready.data["num_rows"]
     listener.note(str(run.path), "run")
     listener.note(f"{ready.data['train']}: {ready.data['num_rows']:,} rows, {held_out}", "data")
+    if isinstance(ready.train_set, MixedSet):
+        for name, part in zip(ready.train_set.names, ready.train_set.parts, strict=True):
+            listener.note(f"{part.per_epoch:,} rows of {name} an epoch ({part.num_rows:,} in it)", "mixed")
     listener.note(str(ready.shape), "batch")
     listener.note(f"{ready.steps:,} steps, about {epochs:.1f} epochs", "length")

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmray.data.order import PADDING, Plan, draw
+from mmray.data.order import PADDING, Part, Plan, draw
 
 
 def plan(num_rows=117, global_rows=8, world=1, micro=4, seed=0, steps=100, shuffle=True):
@@ -97,3 +97,73 @@ def test_share_and_accumulation():
     p = plan(global_rows=8, world=3, micro=2)
     assert (p.share, p.accumulation) == (3, 2)
     assert p.positions(0, 2).tolist() == [6, 7, PADDING]
+
+
+PARTS = st.lists(st.builds(Part, st.integers(1, 60), st.integers(1, 150)), min_size=1, max_size=4).map(tuple)
+
+
+def mixture(parts, world=1, global_rows=8, shuffle=True, seed=3):
+    return Plan(sum(part.per_epoch for part in parts), global_rows, world, 4, seed, 10**6, shuffle, parts)
+
+
+def counts_of(p, epochs):
+    """How often each row of each part comes in the first epochs: a list of arrays."""
+    rows = p.rows_at(np.arange(epochs * p.num_rows))
+    counts = np.bincount(rows, minlength=sum(part.num_rows for part in p.parts))
+    return np.split(counts, np.cumsum([part.num_rows for part in p.parts])[:-1])
+
+
+@settings(max_examples=80, deadline=None)
+@given(PARTS, st.integers(1, 5), st.booleans())
+def test_an_epoch_of_a_mixture_takes_its_share_of_each_set_exactly(parts, epochs, shuffle):
+    for part, counts in zip(parts, counts_of(mixture(parts, shuffle=shuffle), epochs), strict=True):
+        assert counts.sum() == epochs * part.per_epoch
+        assert counts.max() - counts.min() <= 1
+        if epochs * part.per_epoch % part.num_rows == 0:
+            assert (counts == epochs * part.per_epoch // part.num_rows).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(PARTS, st.integers(1, 64), st.integers(1, 7), st.integers(0, 60))
+def test_a_step_of_a_mixture_takes_the_same_rows_at_any_world_size_and_from_any_step(parts, global_rows, world, step):
+    one, many = mixture(parts, 1, global_rows), mixture(parts, world, global_rows)
+    assert np.array_equal(rows_of_step(one, step), rows_of_step(many, step))
+    whole = one.rows_at(np.arange(one.rows_stop(step)))
+    assert np.array_equal(whole[one.rows_start(step) :], rows_of_step(one, step))
+    assert one.step_at(one.rows_start(step)) == step
+
+
+@settings(max_examples=60, deadline=None)
+@given(PARTS, st.integers(1, 4))
+def test_a_row_and_its_pass_come_once(parts, epochs):
+    """So that a row that comes twice an epoch is varied twice."""
+    p = mixture(parts)
+    positions = np.arange(epochs * p.num_rows)
+    pairs = set(zip(p.rows_at(positions).tolist(), p.passes_at(positions).tolist(), strict=True))
+    assert len(pairs) == len(positions)
+
+
+def test_one_set_of_weight_one_is_each_row_once_and_padding_stays():
+    p = mixture((Part(117, 117),))
+    for epoch in range(3):
+        assert np.array_equal(np.sort(p.rows_at(np.arange(epoch * 117, epoch * 117 + 117))), np.arange(117))
+    assert p.rows_at(np.array([PADDING])).tolist() == [PADDING] and p.passes_at(np.array([PADDING])).tolist() == [0]
+
+
+def test_a_mixture_is_mixed_through_the_epoch_and_other_seeds_and_epochs_differ():
+    p = mixture((Part(9000, 9000), Part(500, 1000)))
+    rows = p.rows_at(np.arange(30_000))
+    share = (rows >= 9000).reshape(-1, 1000).mean(axis=1)
+    assert abs(share - 0.1).max() < 0.04
+    assert not np.array_equal(rows[:10_000], rows[10_000:20_000])
+    assert not np.array_equal(rows, mixture(p.parts, seed=4).rows_at(np.arange(30_000)))
+
+
+def test_a_mixture_of_a_hundred_million_rows_needs_no_memory_for_the_order():
+    p = mixture((Part(100_000_000, 150_000_000), Part(7, 1000)), world=8, global_rows=4096)
+    rows = p.rows_at(p.positions(900_000, 3))
+    assert rows.shape == (512,) and rows.max() < 100_000_007
+
+
+def test_a_plan_without_parts_passes_by_epochs():
+    assert plan(num_rows=5).passes_at(np.arange(12)).tolist() == [0] * 5 + [1] * 5 + [2] * 2

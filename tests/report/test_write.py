@@ -162,6 +162,15 @@ def test_rows_set_aside_are_told_with_pictures_where_there_are_any(set_aside):
     assert page_of(folder).count("cannot be opened") == 12 + 1
 
 
+def test_sets_that_are_mixed_are_named(set_aside):
+    folder, _ = set_aside
+    prepared = json.loads((folder / "data.json").read_text())["train"]
+    (folder / "data.json").write_text(json.dumps({"train": f"{prepared} + 0.5 * /there/other/", "num_rows": 440}))
+    page = page_of(folder)
+    assert ">set + 0.5 * other</span>" in page
+    assert "61 rows of 500 that were read" in page  # of the first
+
+
 def test_leaks_are_shown_side_by_side(set_aside):
     page = page_of(set_aside[0])
     assert "3 rows are also elsewhere (1 exact, 2 alike in all but 7 of 256 bits): 3 in /e, 0 in another split" in page

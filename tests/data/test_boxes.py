@@ -1,0 +1,139 @@
+"""Boxes go where their pixels go: through squash, crop, pad, random crops and flips, into padded batches."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from mmray.config import Augment, Inputs
+from mmray.data.augment import draws, vary
+from mmray.data.boxes import UNLABELLED, on_square, padded, seen, visible
+from mmray.data.collate import steps_of
+from mmray.data.image import to_pixels
+from mmray.data.order import PADDING, Plan
+from mmray.data.reader import RowReader
+from mmray.data.text import train_tokenizer
+from mmray.models.synthetic import synthetic_batch
+from tests.made import CAPTIONS, make_set, row
+
+SIDE = 64
+
+
+def inputs(fit="squash", max_boxes=4, side=SIDE):
+    return Inputs(image_side=side, fit=fit, interpolation="bilinear", max_tokens=12, max_boxes=max_boxes)
+
+
+def scene(width, height, box):
+    """A black picture with a white rectangle at `box`, in fractions."""
+    left, top, right, bottom = (round(edge * side) for edge, side in zip(box, (width, height) * 2, strict=True))
+    pixels = np.zeros((height, width, 3), np.uint8)
+    pixels[top:bottom, left:right] = 255
+    return Image.fromarray(pixels), [left / width, top / height, right / width, bottom / height]
+
+
+def bright(square):
+    """The box [4] of what is white on a square uint8 [3, S, S] (of padding too), in fractions."""
+    rows, columns = np.flatnonzero(square[0].max(axis=1) > 127), np.flatnonzero(square[0].max(axis=0) > 127)
+    return np.array([columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]) / square.shape[1]
+
+
+@pytest.mark.parametrize("fit", ["squash", "crop"])
+@pytest.mark.parametrize("size", [(90, 60), (60, 90), (77, 77), (31, 200)])
+def test_a_box_is_where_its_rectangle_is(fit, size):
+    image, box = scene(*size, (0.4, 0.45, 0.6, 0.55))
+    found = on_square(np.array([box]), size, inputs(fit), None, None)[0]
+    assert np.abs(found.clip(0, 1) - bright(to_pixels(image, SIDE, fit, "bilinear"))).max() <= 1.01 / SIDE
+
+
+@pytest.mark.parametrize("size", [(90, 60), (60, 90), (77, 77), (31, 200)])
+def test_padding_moves_the_box_with_the_picture(size):
+    image, box = scene(*size, (0.2, 0.3, 0.8, 0.6))
+    inverted = Image.fromarray(255 - np.asarray(image))  # the padding is white
+    found = on_square(np.array([box]), size, inputs("pad"), None, None)[0]
+    shown = bright(255 - to_pixels(inverted, SIDE, "pad", "bilinear"))
+    assert np.abs(found - shown).max() <= 1.01 / SIDE
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(20, 120), st.integers(20, 120), st.integers(0, 2**62), st.sampled_from(["squash", "crop", "pad"]),
+    st.sampled_from([0.0, 1.0]), st.sampled_from([(1.0, 1.0), (0.3, 0.9)]),
+)  # fmt: skip
+def test_a_varied_box_is_where_its_rectangle_is(width, height, key, fit, flip, scale):
+    """Random crop and flip; a rectangle of which enough shows, on a square large enough to measure it."""
+    augment = Augment(crop_scale=scale, flip=flip)
+    drawn = draws(0, np.zeros(1, np.int64), np.array([key]))[0]
+    image, box = scene(width, height, (0.2, 0.25, 0.6, 0.7))
+    if fit == "pad" and scale == (1.0, 1.0):
+        image = Image.fromarray(255 - np.asarray(image))
+    square = vary(image, inputs(fit), augment, drawn)
+    square = 255 - square if fit == "pad" and scale == (1.0, 1.0) else square
+    cut, shows = visible(on_square(np.array([box]), (width, height), inputs(fit), augment, drawn))
+    if not shows[0] or (cut[0, 2:] - cut[0, :2]).min() < 4 / SIDE:
+        return
+    blur = 1 / SIDE + 1 / min(width, height)  # half a pixel of the source and of the square on either side
+    assert np.abs(cut[0] - bright(square)).max() <= blur
+
+
+def test_a_flip_is_its_own_inverse_and_swaps_left_and_right():
+    augment, still = Augment(flip=1.0), np.full(49, 0.5)
+    boxes = np.array([[0.1, 0.2, 0.3, 0.9], [0, 0, 1, 1]])
+    flipped = on_square(boxes, (50, 40), inputs(), augment, still)
+    assert np.allclose(flipped, [[0.7, 0.2, 0.9, 0.9], [0, 0, 1, 1]])
+    assert np.allclose(on_square(flipped, (50, 40), inputs(), augment, still), boxes)
+
+
+def test_boxes_that_a_crop_cuts_off_are_left_out():
+    boxes = np.array([[0.0, 0.2, 0.2, 0.8], [0.2, 0.2, 0.3, 0.8], [0.3, 0.0, 0.7, 1.0], [0.5, 0.5, 0.5, 0.9]])
+    cut, shows = visible(on_square(boxes, (400, 200), inputs("crop"), None, None))  # the middle half is seen
+    assert shows.tolist() == [False, True, True, False]
+    assert np.allclose(cut[1:3], [[0, 0.2, 0.1, 0.8], [0.1, 0, 0.9, 1]])
+    assert not visible(np.array([[-0.95, 0.0, 0.05, 1.0]]))[1][0]  # a twentieth shows
+
+
+def test_of_too_many_the_largest_stay_in_their_order():
+    boxes = np.array([[0, 0, side, side] for side in (0.3, 0.1, 0.9, 0.5)])
+    found, labels, count = padded(boxes, np.array([7, 8, 9, 10]), 3)
+    assert labels.tolist() == [7, 9, 10] and count == 3 and np.allclose(found[:, 2], [0.3, 0.9, 0.5])
+    found, labels, count = padded(boxes[:1], np.array([7]), 3)
+    assert labels.tolist() == [7, UNLABELLED, UNLABELLED] and count == 1 and not found[1:].any()
+    assert seen([], [], (9, 9), inputs())[2] == 0
+    assert seen([[0, 0, 1, 1]], [], (9, 9), inputs())[1].tolist() == [UNLABELLED] * 4
+
+
+def boxed(number, count):
+    file = io.BytesIO()
+    Image.new("RGB", (40, 20), (number, number, number)).save(file, "PNG")
+    made = row(number, file.getvalue())
+    made.boxes = [[0.5, 0.1 * each, 0.9, 0.1 * each + 0.1] for each in range(count)] or None
+    made.box_labels = list(range(count)) or None
+    return made
+
+
+@pytest.mark.parametrize("augment", [None, Augment(flip=1.0)])
+def test_batches_carry_boxes_with_a_mask(tmp_path, augment):
+    prepared = make_set(tmp_path, [boxed(number, number % 3) for number in range(6)])
+    tokenizer = train_tokenizer(CAPTIONS, 60)
+    plan = Plan(6, 4, 1, 2, seed=0, steps=2, shuffle=False)
+    positions = np.concatenate([plan.positions(step, 0) for step in range(2)])
+    plain = RowReader(prepared, inputs(max_boxes=0), tokenizer, 10**6, augment).block(plan, positions)
+    block = RowReader(prepared, inputs(), tokenizer, 10**6, augment).block(plan, positions)
+    assert block["num_boxes"].tolist() == [0, 1, 2, 0, 1, 2, 0, 0]  # the last two positions are padding
+    assert not {"boxes", "box_labels", "num_boxes"} & set(plain)
+    assert all(np.array_equal(block[name], plain[name]) for name in plain)
+    micros = [micro for step in steps_of([block], plan) for micro in step]
+    assert [tuple(micro["boxes"].shape) for micro in micros] == [(2, 1, 4), (2, 2, 4), (2, 2, 4), (2, 0, 4)]
+    assert micros[1]["box_mask"].tolist() == [[True, True], [False, False]]
+    assert micros[1]["box_labels"].tolist() == [[0, 1], [UNLABELLED, UNLABELLED]]
+    left, right = (0.5, 0.9) if augment is None else (0.1, 0.5)
+    expected = torch.tensor([[left, 0.0, right, 0.1], [left, 0.1, right, 0.2]])
+    assert torch.allclose(micros[1]["boxes"][0], expected, atol=1e-6)
+    noise = synthetic_batch(inputs(), 60, 2, "cpu")
+    assert {name: (each.dtype, each.ndim) for name, each in noise.items()} == {
+        name: (each.dtype, each.ndim) for name, each in micros[1].items()
+    }
+    assert micros[3]["pos"].tolist() == [PADDING, PADDING]

@@ -1,0 +1,86 @@
+"""Several sets as one: each row by its number, whatever set it is in, under a key of its own."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from mmray.config import Data, Inputs
+from mmray.config.mixture import is_mixture, parse_mixture, write_mixture
+from mmray.data.mixed import MixedSet
+from mmray.data.order import Part, Plan
+from mmray.data.reader import RowReader
+from mmray.data.store import key_id
+from mmray.data.text import train_tokenizer
+from mmray.errors import UsageError
+from tests.made import CAPTIONS, make_set, png, row
+
+
+@pytest.fixture
+def both(tmp_path):
+    one = make_set(tmp_path / "one", [row(number) for number in range(7)])
+    other = make_set(tmp_path / "other", [row(number, png(100 + number), CAPTIONS) for number in range(4)])
+    return MixedSet([one, other], [1, 2.5])
+
+
+def test_rows_are_numbered_through(both):
+    assert both.parts == (Part(7, 7), Part(4, 10)) and both.num_rows == 11
+    rows = both.read(np.array([10, 0, 7, 6, 10]))
+    assert [each.key for each in rows] == ["other/row-3", "one/row-0", "other/row-0", "one/row-6", "other/row-3"]
+    assert rows[0].images == [png(103)] and all(each.is_intact for each in rows)
+    assert [each.key for each in pickle.loads(pickle.dumps(both)).read(np.array([7]))] == ["other/row-0"]
+    for number in (-1, 11):
+        with pytest.raises(IndexError, match="of sets of 11"):
+            both.read(np.array([number]))
+
+
+def test_the_fingerprint_knows_rows_and_weights(both, tmp_path):
+    assert both.fingerprint != MixedSet(both.sets, [1, 2]).fingerprint
+    assert both.fingerprint != MixedSet(both.sets[::-1], [1, 2.5]).fingerprint
+    assert both.fingerprint == MixedSet(both.sets, [1, 2.5]).fingerprint
+
+
+def test_sets_of_the_same_name_have_names_of_their_own(tmp_path):
+    sets = [make_set(tmp_path / folder / "set", [row(0), row(1)]) for folder in ("a", "b")]
+    assert [each.key for each in MixedSet(sets, [1, 1]).read(np.array([0, 2]))] == ["set-0/row-0", "set-1/row-0"]
+
+
+def test_blocks_hold_the_rows_of_the_order_and_a_row_that_comes_again_has_another_caption(both):
+    reader = RowReader(both, Inputs(image_side=8, fit="squash", max_tokens=12), train_tokenizer(CAPTIONS, 60), 10**6)
+    plan = Plan(17, 4, 1, 4, seed=0, steps=50, parts=both.parts)
+    block = reader.block(plan, np.arange(17 * 8))
+    names = [f"one/row-{number}" for number in range(7)] + [f"other/row-{number}" for number in range(4)]
+    assert block["valid"].all()
+    assert block["key"].tolist() == [key_id(names[number]) for number in plan.rows_at(np.arange(17 * 8))]
+    in_one_epoch = block["num_tokens"][:17][block["key"][:17] == key_id("other/row-0")]
+    lengths = block["num_tokens"][block["key"] == key_id("other/row-0")]
+    assert len(in_one_epoch) >= 2 and len(lengths) == 20 and len(set(lengths.tolist())) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "terms"),
+    [
+        ("prepared/a", [("prepared/a", 1.0)]),
+        ("a + 2 * b", [("a", 1.0), ("b", 2.0)]),
+        ("0.5 * s3://x/a?r=1 + my sets/b+c", [("s3://x/a?r=1", 0.5), ("my sets/b+c", 1.0)]),
+    ],
+)
+def test_a_sum_is_read_and_written(text, terms):
+    assert parse_mixture(text) == terms and write_mixture(terms) == text
+    assert is_mixture(text) == (len(terms) > 1)
+
+
+@pytest.mark.parametrize("text", ["a + ", "0 * a", "-1 * a + b", "inf * a", "x * a", "a + a", ""])
+def test_what_is_no_sum(text):
+    with pytest.raises(ValueError, match="neither a set nor a sum of different ones"):
+        parse_mixture(text)
+
+
+def test_a_sum_that_is_none_is_a_usage_error():
+    with pytest.raises(UsageError, match=r"data\.train: `0 \* a` is neither"):
+        Data(train="0 * a")
+
+
+def test_a_sum_has_no_limit():
+    with pytest.raises(UsageError, match=r"data\.limit is for one set"):
+        Data(train="a + b", limit=3)

@@ -1,0 +1,63 @@
+"""Training on two sets at once, on Ray with two workers: the rows of every step, and a stop in the middle."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from mmray.data.order import PADDING, Part, Plan
+from mmray.data.store import key_id
+from mmray.errors import UsageError
+from mmray.train.telemetry import rows_sha
+from mmray.train.trainer import settle, train
+from tests.made import make_set, png, row
+from tests.train.runs import STEPS, Silent, config, lines, marks, same_weights, weights
+
+
+@pytest.fixture
+def sets(tmp_path):
+    """A sum of 30 rows, with 20 held out, and of 1.5 times 8 rows of the same keys."""
+    make_set(tmp_path / "one", [row(number) for number in range(30)], [row(number) for number in range(100, 120)])
+    make_set(tmp_path / "two", [row(number, png(150 + number)) for number in range(8)])
+    return f"{tmp_path / 'one'} + 1.5 * {tmp_path / 'two'}"
+
+
+def test_an_epoch_of_a_sum_is_its_shares_and_what_is_held_out_is_the_first_sets(sets, tmp_path):
+    ready = settle(config(sets, tmp_path, "r"), Silent())
+    assert ready.data["num_rows"] == 42 and ready.data["train"] == sets
+    assert ready.eval_set.num_rows == 20 and ready.eval_set.keys()[0] == "row-100"
+    again = settle(config(sets.replace("1.5 * ", ""), tmp_path, "r"), Silent())
+    assert again.data["num_rows"] == 38 and again.data["fingerprint"] != ready.data["fingerprint"]
+
+
+class Stopping(Silent):
+    def step(self, metrics, total_steps):
+        super().step(metrics, total_steps)
+        if metrics["step"] == 1:
+            os.kill(os.getpid(), 2)
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(180)
+def test_a_mixture_trains_and_goes_on_as_if_it_had_not_been_stopped(local_ray, sets, tmp_path):
+    listener = Silent()
+    calm = train(config(sets, tmp_path / "runs", "calm"), listener)
+    assert ("mixed", "12 rows of two an epoch (8 in it)") in listener.notes
+    assert calm.result["status"] == "finished" and calm.result["metrics"]["recall_at_10/image_to_text"] >= 0
+    plan = Plan(42, 16, 1, 16, 0, STEPS, parts=(Part(30, 30), Part(8, 12)))
+    names = [f"one/row-{number}" for number in range(30)] + [f"two/row-{number}" for number in range(8)]
+    expected = []
+    for step in range(STEPS):
+        positions = plan.positions(step, 0)
+        keys = [key_id(names[number]) for number in plan.rows_at(positions[positions != PADDING])]
+        expected.append((step + 1, plan.rows_start(step), rows_sha(torch.tensor(np.array(keys, np.int64)))))
+    assert marks(calm.path) == expected
+    first = train(config(sets, tmp_path / "runs", "stopped", ("tests.train.faults:Slowly",)), Stopping())
+    assert first.result["status"] == "stopped" and 0 < first.result["steps"] < STEPS
+    second = train(config(sets, tmp_path / "runs", "stopped"), Silent())
+    assert marks(second.path) == expected
+    assert same_weights(weights(second.path), weights(calm.path))
+    assert [line["train/loss"] for line in lines(second.path)] == [line["train/loss"] for line in lines(calm.path)]
+    with pytest.raises(UsageError, match="was run with other settings"):
+        train(config(sets.replace("1.5", "2"), tmp_path / "runs", "stopped"), Silent())
