@@ -39,6 +39,7 @@ class ScaleUp:
             return
         from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import ResourceRequestPriority
 
+        self._count, self._asked_s = count, time.monotonic()
         self._tell(
             "request_resources",
             requester_id=self.name,
@@ -47,7 +48,6 @@ class ScaleUp:
             expire_after_s=EXPIRES_S,
             priority=ResourceRequestPriority.HIGH,
         )
-        self._count, self._asked_s = count, time.monotonic()
 
     def end(self) -> None:
         """Take the wish back."""
