@@ -14,6 +14,7 @@ from tyro.conf import Positional
 from mmray import recipes
 from mmray.cli.console import Screen, rows_table
 from mmray.cli.parse import STYLE, write_json
+from mmray.cli.recovery import recovery
 from mmray.cli.strategies import strategies
 from mmray.config.space import with_settings
 from mmray.errors import UsageError
@@ -79,7 +80,7 @@ class ClaimsCommand:
 
 
 def bench(argv: Sequence[str], screen: Screen) -> int:
-    """mmray bench step|loader|claims|strategies [--space batch.micro=8,16,32] [--json FILE]"""
+    """mmray bench step|loader|claims|strategies|recovery [--space batch.micro=8,16,32] [--json FILE]"""
     what, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     if what in ("-h", "--help"):
         for name, run in BENCHES.items():
@@ -195,4 +196,5 @@ BENCHES: dict[str, Callable[[Sequence[str], Screen], None]] = {
     "loader": _loader,
     "claims": _claims,
     "strategies": strategies,
+    "recovery": recovery,
 }

@@ -20,6 +20,7 @@ from typing import Any
 import ray
 
 from mmray.cluster.present import Present, present
+from mmray.cluster.scale import ScaleUp
 from mmray.config import Config
 from mmray.data.folders import gather
 from mmray.data.manifest import QUARANTINE
@@ -30,7 +31,7 @@ from mmray.train.attempt import Ready, failure_of, run_attempt, trainer_of
 from mmray.train.board import WASTED, Listener, Watch, new_board
 from mmray.train.guard import Guard
 from mmray.train.policy import Failure, Raise, Resize, Room, Shrink, decide, spent
-from mmray.train.resources import demand_of, fitting
+from mmray.train.resources import ask_for_more, demand_of, fitting
 from mmray.train.unreadable import bad_rows
 
 SETTLE_S = 0.5  # between two looks at what is free, while the workers of the attempt before let go of their places
@@ -72,6 +73,7 @@ def attempts(ready: Ready, run: rundir.RunDir, fence: int, listener: Listener) -
     # For all attempts: fewer nodes must not change it.
     device = "gpu" if "GPU" in demand_of(ready.config).per_worker else "cpu"
     wanted = ready.config.on_cluster(accelerator=device)
+    scale_up = ScaleUp(f"mmray-{run.path.name}-{fence}")
     while True:
         tally.attempts += 1
         found = checkpoint.newest_good(run.checkpoints, partial(listener.note, label="checkpoint"))
@@ -80,12 +82,13 @@ def attempts(ready: Ready, run: rundir.RunDir, fence: int, listener: Listener) -
         elif ready.config.run.resume == "must":
             raise UsageError(f"--run.resume must: {run.checkpoints} has no good checkpoint; `auto` would begin anew")
         tally.newest = found
-        now, workers = tally.place or places(wanted)
+        now, workers = tally.place or places(wanted, scale_up)
+        ask_for_more(wanted, scale_up, workers)
         listener.phase(f"starting {workers} workers")
         gather(run.path / QUARANTINE)
         board = new_board(bad_rows(run.path))
         watch = tally.watch = _watch(board, listener, ready.steps, tally.watch)
-        guard = Guard(wanted, workers, watch, _step_of(found), tally.resizes_in_vain(workers))
+        guard = Guard(wanted, workers, watch, _step_of(found), tally.resizes_in_vain(workers), scale_up)
         try:
             sized = wanted.on_cluster(workers=workers)
             trainer = trainer_of(ready, run, fence, tally.attempts, sized, now, found, board)
@@ -99,6 +102,7 @@ def attempts(ready: Ready, run: rundir.RunDir, fence: int, listener: Listener) -
         except Exception as error:  # noqa: BLE001 - whatever it is, the policy decides
             ready = _after(error, ready, run, tally, guard, wanted, listener)
         finally:
+            scale_up.end()
             ray.kill(board)
     result = {**outcome, **tally.counts(), "batch": str(ready.shape)}
     run.write_json("result.json", result)
@@ -113,7 +117,7 @@ def _after(
     progressed = _step_of(_last(run)) > _step_of(tally.newest)
     tally.failures = spent(tally.failures, failure.kind, progressed)
     tally.preemptions += failure.kind == "preempted"
-    tally.place = places(wanted)
+    tally.place = places(wanted, guard.scale_up)
     room = Room(guard.world, tally.place[1])
     verdict = decide(failure, tally.before, tally.failures, wanted.cluster.max_failures, room)
     if isinstance(verdict, Raise):
@@ -126,15 +130,17 @@ def _after(
     return replace(ready, micro=verdict.micro) if isinstance(verdict, Shrink) else ready
 
 
-def places(wanted: Config) -> tuple[Present, int]:
+def places(wanted: Config, scale_up: ScaleUp) -> tuple[Present, int]:
     """The nodes to start on, and the number of workers to start there.
 
     A fixed number is asked for whatever is free, and so is the smallest one: Ray waits for it, and an autoscaler adds
-    nodes for it. In between, what fits when nothing that ended a moment ago holds places any more.
+    nodes for it. In between, an autoscaler is asked for the most, and what fits is counted when nothing that ended a
+    moment ago holds places any more.
     """
     now = present()
     if not wanted.cluster.elastic:
         return now, wanted.cluster.most_workers
+    ask_for_more(wanted, scale_up, running=0)
     counts: list[int] = []
     for _ in range(MOST_LOOKS):
         counts.append(fitting(wanted, now.nodes))

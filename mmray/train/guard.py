@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 import ray.exceptions
 
 from mmray.cluster.present import draining, end_processes, present
+from mmray.cluster.scale import ScaleUp
 from mmray.config import Config
 from mmray.train.board import Watch
-from mmray.train.resources import further
+from mmray.train.resources import ask_for_more, further
 from mmray.train.watchdog import Hang, Watchdog
 
 HANG_LOOK_S, DRAIN_LOOK_S, ROOM_LOOK_S = 1.0, 1.0, 5.0
@@ -45,6 +46,7 @@ class Guard:
     watch: Watch
     first_step: int
     in_vain: int = 0  # how often such a group made way for a larger one, and was back
+    scale_up: ScaleUp = field(default_factory=lambda: ScaleUp("mmray"))  # the wish for nodes that a larger group needs
     hang: Hang | None = None
     leaving: bool = False  # a node of the group is being taken away
     _due_s: dict[str, float] = field(default_factory=dict)
@@ -97,6 +99,7 @@ class Guard:
 
     def _grow(self) -> None:
         """Ask for a checkpoint and a larger group where more workers have a place, at several looks in a row."""
+        ask_for_more(self.config, self.scale_up, self.world)
         more = further(self.config, present().nodes, self.world) if self.watch.beats else 0
         self._room_seen = self._room_seen + 1 if more else 0
         if self._room_seen >= ROOM_LOOKS * 4**self.in_vain:

@@ -15,6 +15,7 @@ from ray.train.torch import TorchConfig
 from mmray.cluster import nodes, storage
 from mmray.cluster.capacity import Demand, Labels, Node, Pool, Resources, feasible, most_workers
 from mmray.cluster.join import FEED_CPUS, data_workers, free_memory_gib
+from mmray.cluster.scale import ScaleUp
 from mmray.config import Config
 from mmray.data.remote import Folder, RemotePath
 from mmray.errors import ResourceError
@@ -67,6 +68,13 @@ def fitting(config: Config, free: list[Node]) -> int:
 def further(config: Config, free: list[Node], running: int) -> int:
     """Workers that have a place in `free`, what is free beside a running group of `running` workers."""
     return most_workers(replace(demand_of(config), workers=config.cluster.most_workers - running, data_cpus=0), free)
+
+
+def ask_for_more(config: Config, scale_up: ScaleUp, running: int) -> None:
+    """Wish for nodes for as many workers as an elastic run can use beside `running`, where the cluster may grow."""
+    if config.cluster.grows or nodes.pools():
+        demand = demand_of(config, with_data=False)
+        scale_up.ask(demand.per_worker, demand.worker_labels, config.cluster.most_workers - running)
 
 
 def worker_resources(config: Config, labels: Labels | None = None) -> ScalingConfig:

@@ -2,7 +2,10 @@
 
 import ctypes
 import os
+import random
+import resource
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -70,6 +73,34 @@ class RaiseAtStepThree:
 
 class Slowly:
     """Steps long enough that a wish to stop arrives between them."""
+
+    def on_step(self, step, metrics):
+        time.sleep(0.4)
+
+
+class FullDiskAtStepSix:
+    """No file of rank 0's process may grow beyond 16 KiB while the checkpoint of step 6 is written."""
+
+    def on_step(self, step, metrics):
+        if dist.get_rank() == 0 and step in (5, 8):
+            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (16384 if step == 5 else hard, hard))
+
+
+class KillAtRandom:
+    """SIGKILL to some rank at a moment that nobody chose, of any step, once for each folder in MMRAY_TEST_FAULTS."""
+
+    def __init__(self):
+        mark = Path(os.environ["MMRAY_TEST_FAULTS"]) / "killed-at-random"
+        chosen = random.Random(f"{mark.parent}{len(list(mark.parent.iterdir()))}")
+        if dist.get_rank() == chosen.randrange(dist.get_world_size()) and not mark.exists():
+            timer = threading.Timer(chosen.uniform(0.0, 5.0), self._kill, (mark,))
+            timer.daemon = True
+            timer.start()
+
+    def _kill(self, mark):
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def on_step(self, step, metrics):
         time.sleep(0.4)

@@ -1,0 +1,35 @@
+"""Clusters that grow: a run from no worker node at all, and the nodes that an elastic run could use, asked for."""
+
+import pytest
+import ray
+
+from mmray.cluster.nodes import ROLE
+from mmray.config import Cluster
+from mmray.train.trainer import train
+from tests.cluster.fake_autoscaler import FakeAutoscaler
+from tests.cluster.test_faults import expected_marks
+from tests.made import make_set, row
+from tests.train.runs import Silent, config, marks
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+POOLS = {
+    "train": {"resources": {"CPU": 1, "slot": 1}, "labels": {ROLE: "train"}, "max_workers": 2},
+    "data": {"resources": {"CPU": 2}, "labels": {ROLE: "data"}, "max_workers": 1},
+}
+
+
+def test_from_no_worker_node_an_elastic_run_gets_the_nodes_it_can_use(tmp_path):
+    if ray.is_initialized():
+        ray.shutdown()
+    make_set(tmp_path / "set", [row(number) for number in range(50)])
+    made = config(tmp_path / "set", tmp_path, "grown", ("tests.train.faults:Slowly",), steps=60)
+    text = made.model.text.model_copy(update={"dropout": 0.0})
+    with FakeAutoscaler(POOLS, tmp_path) as address:
+        labels = {"train_label": f"{ROLE}=train", "data_label": f"{ROLE}=data"}
+        section = Cluster(workers="1-2", resources_per_worker={"slot": 1.0}, address=address, grows=True, **labels)
+        wanted = made.model_copy(update={"model": made.model.model_copy(update={"text": text}), "cluster": section})
+        listener = Silent()
+        outcome = train(wanted, listener)
+    starts = [text for kind, text in listener.notes if kind == "phase"]
+    assert starts[-1] == "starting 2 workers" and outcome.result["status"] == "finished"
+    assert outcome.result["wasted_steps"] == 0 and marks(outcome.path) == list(expected_marks(60))

@@ -1,0 +1,52 @@
+"""The place of runs, tried before the first step: an address is written, read and cleaned up, or told what is wrong."""
+
+from pathlib import Path
+
+import pytest
+
+from mmray.cluster import scale
+from mmray.cluster.doctor import reachable
+from mmray.cluster.scale import ScaleUp
+from mmray.cluster.storage import check_is_kept, probe
+from mmray.data.place import Place
+from mmray.errors import ResourceError
+
+
+def test_a_bucket_that_is_there_passes_and_is_left_as_it_was(s3):
+    probe(s3.address, [])
+    assert reachable(s3.address).level == "ok"
+    assert Place(s3.address.removesuffix("/runs")).tree() == []
+
+
+def test_a_bucket_that_is_not_there_is_told_with_the_fix(s3):
+    with pytest.raises(ResourceError, match=r"s3://no-such-bucket/runs cannot be written: .*AWS_ENDPOINT_URL"):
+        probe("s3://no-such-bucket/runs", [])
+    found = reachable("s3://no-such-bucket/runs")
+    assert found.level == "fail" and "The bucket has to exist" in found.seen
+
+
+def test_a_folder_is_tried_the_same_way(tmp_path):
+    probe(str(tmp_path / "runs"), [])
+    assert list((tmp_path / "runs").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResourceError, match="cannot be written"):
+        probe(str(tmp_path / "file" / "runs"), [])
+
+
+def test_a_job_may_keep_its_runs_at_an_address():
+    check_is_kept("s3://bucket/runs", Path("/tmp/ray/session/working_dir_files/_ray_pkg_1"))
+
+
+def test_a_wish_for_nodes_is_made_again_before_it_expires_and_taken_back(monkeypatch):
+    told, clock = [], [100.0]
+    monkeypatch.setattr(ScaleUp, "_tell", lambda self, what, **given: told.append((what, given)))
+    monkeypatch.setattr(scale.time, "monotonic", lambda: clock[0])
+    wish = ScaleUp("mine")
+    wish.end()
+    for clock[0], count in ((100, 2), (105, 2), (106, 1), (122, 1), (123, 0), (124, 0)):
+        wish.ask({"CPU": 1.0, "GPU": 1.0}, {"mmray/role": "train"}, count)
+    assert [what for what, _ in told] == ["request_resources"] * 3 + ["cancel_request"]
+    first = told[0][1]
+    assert first["resources"] == [{"CPU": 1.0, "GPU": 1.0}] * 2
+    assert first["label_selectors"] == [{"mmray/role": "train"}] * 2 and first["requester_id"] == "mine"
+    assert scale.EXPIRES_S > 2 * scale.AGAIN_S + scale.ANSWER_S

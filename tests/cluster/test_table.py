@@ -1,0 +1,134 @@
+"""Rows of the fault table on one Ray of this machine: no room for files or blocks, few rows, two at once, kills."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import torch
+
+from mmray.config import to_yaml
+from mmray.data.store import key_id
+from mmray.errors import UsageError
+from mmray.train.telemetry import rows_sha
+from mmray.train.trainer import train
+from tests.cluster.test_faults import expected_marks
+from tests.cluster.test_stops import start, wait_for_step
+from tests.made import make_set, png, row
+from tests.train.runs import STEPS, Silent, config, marks, same_weights, weights
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+RANDOM_KILLS = int(os.environ.get("MMRAY_TEST_KILLS", "20"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("set")
+    make_set(folder, [row(number) for number in range(50)])
+    return folder
+
+
+class StartingTwice(Silent):
+    """Gives the same command a second time while the first trains."""
+
+    def __init__(self, wanted):
+        super().__init__()
+        self.wanted, self.refusal = wanted, ""
+
+    def step(self, metrics, total_steps):
+        super().step(metrics, total_steps)
+        if metrics["step"] == 2:
+            with pytest.raises(UsageError) as refused:
+                train(self.wanted, Silent())
+            self.refusal = str(refused.value)
+
+
+def test_a_full_disk_costs_a_checkpoint_and_the_same_name_twice_at_once_is_refused(local_ray, data, tmp_path):
+    faults = ("tests.train.faults:FullDiskAtStepSix", "tests.train.faults:Slowly")
+    wanted = config(data, tmp_path, "full", callbacks=faults, keep_checkpoints=9)
+    listener = StartingTwice(wanted)
+    outcome = train(wanted, listener)
+    assert (outcome.result["status"], outcome.result["restarts"]) == ("finished", 0)
+    (told,) = [text for label, text in listener.notes if label == "checkpoint"]
+    assert "step-6" in told and "File too large" in told and "The run goes on" in told
+    kept = sorted(path.name for path in (outcome.path / "checkpoints").iterdir())
+    assert kept == ["step-12", "step-3", "step-9"]
+    assert marks(outcome.path) == list(expected_marks(STEPS))
+    assert "is being trained by process" in listener.refusal and "--run.name" in listener.refusal
+
+
+def test_fewer_rows_than_ranks_are_exact_epochs(local_ray, tmp_path):
+    """One row, two ranks: one rank has nothing but padding, and each step is an epoch of that row."""
+    make_set(tmp_path / "set", [row(0)])
+    outcome = train(config(tmp_path / "set", tmp_path, "one", steps=3, checkpoint_every=0), Silent())
+    sha = rows_sha(torch.tensor([key_id("row-0")]))
+    assert marks(outcome.path) == [(1, 0, sha), (2, 1, sha), (3, 2, sha)] and outcome.result["rows_consumed"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_killed_at_random_moments_all_finish_the_same(local_ray, data, tmp_path):
+    """MMRAY_TEST_KILLS runs (20), a rank of each killed at a random moment: rows of all steps and weights, bitwise."""
+    faults = Path(os.environ["MMRAY_TEST_FAULTS"])
+    calm = train(config(data, tmp_path, "calm"), Silent())
+    restarts = 0
+    for number in range(RANDOM_KILLS):
+        (faults / "killed-at-random").unlink(missing_ok=True)
+        (faults / f"draw-{number}").touch()
+        wanted = config(data, tmp_path, f"run-{number}", callbacks=("tests.train.faults:KillAtRandom",))
+        outcome = train(wanted, Silent())
+        assert marks(outcome.path) == marks(calm.path), number
+        assert same_weights(weights(outcome.path), weights(calm.path)), number
+        restarts += outcome.result["restarts"]
+    assert restarts >= RANDOM_KILLS // 2  # a kill may come when the run has just ended
+
+
+def test_a_whole_cluster_killed_and_started_again_goes_on_at_the_same_row(data, tmp_path):
+    """Driver, head and workers get SIGKILL at once; the same command starts a new Ray and goes on."""
+    made = config(data, tmp_path, "run", ("tests.train.faults:Slowly",))
+    recipe, run = tmp_path / "mine.yaml", tmp_path / "run"
+    recipe.write_text(to_yaml(made))
+    killed = start(recipe)
+    wait_for_step(killed, run, 7, timeout_s=120)
+    everything = [psutil.Process(killed.pid), *psutil.Process(killed.pid).children(recursive=True)]
+    assert any("raylet" in process.name() or "gcs_server" in process.name() for process in everything)
+    for process in everything:
+        try:
+            process.send_signal(signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            continue
+    killed.communicate()
+    done = start(recipe)
+    try:
+        told = done.communicate(timeout=180)[0]
+    except subprocess.TimeoutExpired:
+        done.kill()
+        raise
+    assert done.returncode == 0, told
+    assert "going on" in told and marks(run) == list(expected_marks(STEPS))
+
+
+def test_an_object_store_of_80_mb_passes_more_than_it_holds(tmp_path):
+    """30 steps of 64 images of 160 pixels, 147 MB of blocks in all, one size at a time: no deadlock."""
+    ray.shutdown()
+    ray.init(
+        address="local",
+        num_cpus=8,
+        object_store_memory=80 * 10**6,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    try:
+        make_set(tmp_path / "set", [row(number, png(number, 160)) for number in range(64)])
+        wanted = config(tmp_path / "set", tmp_path, "tiny", steps=30, checkpoint_every=0)
+        model = wanted.model.model_copy(update={"inputs": wanted.model.inputs.model_copy(update={"image_side": 160})})
+        batch = wanted.batch.model_copy(update={"micro": 16, "global_": 64})
+        wide = wanted.data.model_copy(update={"block_mb": 24.0})
+        outcome = train(wanted.model_copy(update={"model": model, "batch": batch, "data": wide}), Silent())
+        assert (outcome.result["status"], outcome.result["restarts"]) == ("finished", 0)
+    finally:
+        ray.shutdown()
