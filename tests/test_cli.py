@@ -1,14 +1,16 @@
 """What is typed and what comes of it, without Ray: parsing, messages, exit codes."""
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from mmray import cli
 from mmray.cli.console import Screen, recall_table, training_figures
-from mmray.cli.prepare import _with_values
+from mmray.cli.prepare import _findings, _with_values
 from mmray.config import from_yaml
+from mmray.data.manifest import Manifest
 
 
 @pytest.fixture
@@ -49,6 +51,20 @@ def test_flags_take_what_yaml_writes(typed):
 )
 def test_a_switch_of_prepare_may_stand_alone(words, meant):
     assert _with_values(words) == meant
+
+
+def test_what_prepare_says_of_leaks_and_repeated_captions():
+    found = {"exact": 2, "near": 1, "near_bits": 7, "dropped": False, "found_in": {"prepared/eval": 2, "splits": 1}}
+    manifest = Manifest(9, 9, 0, {}, 0, {}, "", None, {}, {}, (), num_same_text=4, leakage=found)
+    assert list(_findings(manifest, "out")) == [
+        ("captions", "4 rows repeat the captions of an earlier row; they are kept"),
+        (
+            "leaked",
+            "3 rows (2 exact, 1 alike): 2 in prepared/eval, 1 in another split; kept; --drop-leaked sets them aside",
+        ),
+        ("", "each with its twin in out/leaks.jsonl"),
+    ]
+    assert list(_findings(replace(manifest, num_same_text=0, leakage={}), "out")) == []
 
 
 @pytest.mark.parametrize(

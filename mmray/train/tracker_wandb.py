@@ -16,7 +16,7 @@ class WandbTracker:
     def start(self, about: dict[str, Any], run_id: str | None) -> str:
         import wandb
 
-        mode: Any = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
         run_id = run_id or uuid.uuid4().hex[:12]
         self._run = wandb.init(
             project=about["project"],

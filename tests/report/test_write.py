@@ -173,7 +173,7 @@ def test_sets_that_are_mixed_are_named(set_aside):
 
 def test_leaks_are_shown_side_by_side(set_aside):
     page = page_of(set_aside[0])
-    assert "3 rows are also elsewhere (1 exact, 2 alike in all but 7 of 256 bits): 3 in /e, 0 in another split" in page
+    assert "3 rows are also elsewhere (1 exact, 2 alike within 7 of 256 bits): 3 in /e, 0 in another split" in page
     assert page.count('alt="its twin"') == 1 and page.count('alt="the row"') == 2
     assert "3 bits</span>" in page and "&lt;i&gt;k8&lt;/i&gt;" in page
     assert "k10" not in page  # it has no pictures
