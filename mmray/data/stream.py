@@ -33,8 +33,9 @@ def steps_per_block(plan: Plan, row_bytes: int, block_mb: float) -> int:
 
 
 def plan_dataset(count: int) -> ray.data.Dataset:
-    """Block numbers 0..count-1, one a block, from few tasks."""
+    """Block numbers 0..count-1 in order, one a block, from few tasks; what is built upon it keeps the order."""
     numbers = ray.data.range(count, override_num_blocks=max(1, -(-count // BLOCKS_PER_TASK)))
+    numbers.context.execution_options.preserve_order = True
     return numbers.repartition(target_num_rows_per_block=1, strict=True)
 
 
@@ -68,7 +69,6 @@ def stream_dataset(
         compute=ray.data.ActorPoolStrategy(size=min(workers, blocks.count)),
         num_cpus=1,
     )
-    dataset.context.execution_options.preserve_order = True
     dataset.context.execution_options.label_selector = labels
     dataset.context.enable_progress_bars = False
     dataset.context.print_on_execution_start = False

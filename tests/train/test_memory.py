@@ -74,7 +74,7 @@ def test_a_rehearsal_for_many_ranks_sees_the_whole_batch_as_columns():
     widths = []
     learner = toy.learner(toy.Toy())
     measure = learner.objective.measure
-    learner.objective.measure = lambda *given: (widths.append(len(given[2]["valid"])), measure(*given))[1]
+    learner.objective.measure = lambda *given: (widths.append(len(given[-1]["valid"])), measure(*given))[1]
     four = memory.replace(learner, group=Group(rank=1, world=4))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Group, "smallest", lambda self, value: value)
