@@ -32,9 +32,10 @@ from mmray.train import checkpoint, rundir
 from mmray.train.batch import BatchShape
 from mmray.train.board import StopWish, Watch, stopping
 from mmray.train.guard import Guard
+from mmray.train.job import Job, Line
 from mmray.train.policy import Failure
 from mmray.train.resources import data_actors, demand_of, ray_files, torch_config, worker_resources
-from mmray.train.worker import Job, Line, work
+from mmray.train.worker import work
 
 POLL_S = 0.25
 

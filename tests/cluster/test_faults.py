@@ -20,10 +20,11 @@ from mmray.data.reader import BlockReader, RowReader
 from mmray.data.store import PreparedSet, key_id
 from mmray.data.text import TextEncoder
 from mmray.train import guard
+from mmray.train.job import Job, Line
 from mmray.train.lease import Lease
 from mmray.train.telemetry import rows_sha
 from mmray.train.trainer import train
-from mmray.train.worker import Job, Line, work
+from mmray.train.worker import work
 from tests.made import make_set, row
 from tests.train.runs import Silent, config, lines, marks
 

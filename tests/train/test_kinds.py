@@ -41,9 +41,10 @@ from mmray.data.text import TextEncoder
 from mmray.data.words import fitted
 from mmray.models import weights
 from mmray.train import rundir
+from mmray.train.job import Job, Line
 from mmray.train.lease import Lease
 from mmray.train.scoring import export_run
-from mmray.train.worker import Job, Line, work
+from mmray.train.worker import work
 from tests.made import CAPTIONS, make_set, png, row
 from tests.train.runs import lines, same_weights
 

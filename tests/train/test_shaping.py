@@ -29,11 +29,11 @@ from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
 from mmray.train import optimizer
 from mmray.train.feed import share_of
+from mmray.train.rehearsal import rehearse
 from mmray.train.seeding import micro_seed
 from mmray.train.shaping import shape
 from mmray.train.step import optimizer_step
 from mmray.train.unreadable import _check_labels
-from mmray.train.worker import rehearse
 from tests.train import toy
 
 VOCAB = 40

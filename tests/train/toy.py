@@ -236,7 +236,7 @@ def cut(batch: dict[str, Tensor], micro: int) -> list[dict[str, Tensor]]:
     for first in range(0, len(batch["valid"]), micro):
         part = {name: tensor[first : first + micro] for name, tensor in batch.items()}
         longest = int(part["attention_mask"].sum(1).max())
-        for name in ("input_ids", "attention_mask", "labels"):
+        for name in {"input_ids", "attention_mask", "labels"} & part.keys():
             part[name] = part[name][:, :longest]
         micros.append(part)
     return micros

@@ -1,0 +1,70 @@
+"""A synthetic step before any data, for a run: mistakes of shape and memory show in the first seconds.
+
+memory.py measures; here its objections become words about the settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from mmray.data.order import Plan
+from mmray.errors import UsageError
+from mmray.models.synthetic import synthetic_batch
+from mmray.train import memory
+from mmray.train.job import Job
+from mmray.train.learner import Learner
+
+if TYPE_CHECKING:
+    from mmray.config import Config
+
+
+def rehearse_job(job: Job, learner: Learner, plan: Plan) -> memory.Rehearsed:
+    """A synthetic step, so that mistakes of shape and memory show before any data; the rows that fit."""
+    micro = min(plan.micro, plan.share, job.micro or plan.share)
+    auto = job.config.batch.micro == "auto" and not job.micro
+    batch_of = synthetic_of(job, learner.group.device)
+    if job.config.train.parallel == "fsdp":  # here one device holds it all, which later none has to
+        rehearse(job.config, learner, batch_of, plan.share, 1, with_optimizer=False)
+        return memory.Rehearsed(micro, {})
+    return rehearse(job.config, learner, batch_of, plan.share, None if auto else micro)
+
+
+def rehearse(
+    config: Config,
+    learner: Learner,
+    batch_of: Callable[[int], dict[str, torch.Tensor]],
+    share: int,
+    micro: int | None,
+    with_optimizer: bool = True,
+) -> memory.Rehearsed:
+    """`memory.rehearse`, with its objections to what model and objective have to do with each other in words."""
+    try:
+        return memory.rehearse(
+            learner, batch_of, share, micro, with_optimizer, partial(_check_all_learn, learner.model, config)
+        )
+    except KeyError as error:
+        raise UsageError(
+            f"objective.kind: `{config.objective.kind}` reads `{error.args[0]}`, which a model of model.kind "
+            f"`{config.model.kind}` with these settings does not give; choose another objective or model"
+        ) from error
+
+
+def synthetic_of(job: Job, device: torch.device) -> Callable[[int], dict[str, torch.Tensor]]:
+    spec = job.config.model
+    return lambda rows: synthetic_batch(spec.inputs, spec.vocab_size, rows, device)
+
+
+def _check_all_learn(model: nn.Module, config: Config) -> None:
+    """Raise UsageError where a weight gets no gradient: DDP would wait for it for ever, and it is hardly meant so."""
+    silent = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
+    if silent:
+        raise UsageError(
+            f"objective.kind `{config.objective.kind}` gives {len(silent)} weights of the model no gradient, the first "
+            f"is {silent[0]}: choose another objective, or leave them as they are with "
+            f"--optimizer.freeze {' '.join(silent[:3])}"
+        )
