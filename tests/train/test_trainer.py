@@ -65,6 +65,7 @@ def test_the_same_command_finds_it_done(unkilled, local_ray, data):
     assert again.already_done and again.result["steps"] == STEPS
 
 
+@pytest.mark.cluster
 def test_killed_in_mid_epoch_is_the_same_as_never_killed(unkilled, data, tmp_path):
     """Bitwise at two ranks, dropout on: a worker dies after step 5, the newest checkpoint is that of step 3."""
     faulty = config(data, tmp_path, "killed", callbacks=("tests.train.faults:KillRankOneOnce",))
@@ -109,6 +110,7 @@ def test_stopped_and_started_again_is_the_same(unkilled, data, tmp_path):
     assert same_weights(weights(second.path), weights(calm.path))
 
 
+@pytest.mark.cluster
 def test_a_users_own_error_is_told(data, local_ray, tmp_path):
     wanted = config(data, tmp_path, "buggy", callbacks=("tests.train.faults:RaiseAtStepThree",), checkpoint_every=0)
     with pytest.raises(TrainingError, match="KeyError: 'label'"):
