@@ -18,6 +18,7 @@ from mmray.errors import UsageError
 from mmray.models import open_clip
 from mmray.models.dual_encoder import DualEncoder, Pixels, unit
 from mmray.models.pretrained import saved_network
+from mmray.models.sizes import encoder_shape, tiles
 from mmray.models.weights import read_state
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from mmray.config import Siglip as SiglipSection
 
 SETTING = "model.weights"
-FEED_FORWARD = 4  # width of the feed-forward layer over the width of a token
 LEGACY_END = 2  # with this end token transformers' CLIP pools at the largest id instead
 
 
@@ -210,33 +210,13 @@ def _network(kind: Any, config_kind: Any, spec: Any, drawn: Any, architecture: d
     return net
 
 
-def _shape(part: Any) -> dict[str, int]:
-    if part.width % part.heads:
-        raise UsageError(
-            f"{part.path}.heads: width {part.width} cannot be shared out over {part.heads} heads; "
-            f"take a number of heads that divides {part.path}.width"
-        )
-    return {
-        "hidden_size": part.width,
-        "num_hidden_layers": part.depth,
-        "num_attention_heads": part.heads,
-        "intermediate_size": FEED_FORWARD * part.width,
-    }
-
-
 def _vision(spec: Any) -> dict[str, int]:
-    side, patch = spec.inputs.image_side, spec.image.patch
-    if side % patch:
-        raise UsageError(
-            f"model.image.patch: patches of {patch} pixels do not tile an image of {side} (model.inputs.image_side); "
-            f"take a side that {patch} divides"
-        )
-    return _shape(spec.image) | {"image_size": side, "patch_size": patch}
+    return encoder_shape(spec.image) | tiles(spec)
 
 
 def _text(spec: Any, vocab_size: int) -> dict[str, int | None]:
     settled = {"max_position_embeddings": spec.inputs.max_tokens, "vocab_size": vocab_size}
-    return _shape(spec.text) | settled | {"bos_token_id": None, "eos_token_id": None}  # export learns them
+    return encoder_shape(spec.text) | settled | {"bos_token_id": None, "eos_token_id": None}  # export learns them
 
 
 def _clip_config(spec: ClipSection, vocab_size: int) -> Any:

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from mmray.errors import UsageError
 from mmray.models.dual_encoder import Pixels
 from mmray.models.pretrained import saved_network
+from mmray.models.sizes import encoder_shape, tiles
 
 if TYPE_CHECKING:
     from mmray.config import Generative as Section
     from mmray.config import Inputs
 
 SETTING = "model.weights"
-FEED_FORWARD = 4  # width of the feed-forward layer over the width of a token
 VISION = ("clip_vision_model", "siglip_vision_model")
 
 
@@ -175,38 +175,18 @@ def _network(spec: Section, vocab_size: int, architecture: dict[str, Any] | None
 def _drawn(spec: Section, vocab_size: int) -> Any:
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
-    side, patch = spec.inputs.image_side, spec.image.patch
-    if side % patch:
-        raise UsageError(
-            f"model.image.patch: patches of {patch} pixels do not tile an image of {side} (model.inputs.image_side); "
-            f"take a side that {patch} divides"
-        )
-    places: dict[str, Any] = {"image_size": side, "patch_size": patch}
+    places: dict[str, Any] = tiles(spec)
     ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # export learns them
     text = LlamaConfig(
-        vocab_size=vocab_size, max_position_embeddings=spec.text.max_positions, **_shape(spec.text), **ends
+        vocab_size=vocab_size, max_position_embeddings=spec.text.max_positions, **encoder_shape(spec.text), **ends
     )
     return LlavaConfig(
-        vision_config=CLIPVisionConfig(**_shape(spec.image), **places),
+        vision_config=CLIPVisionConfig(**encoder_shape(spec.image), **places),
         text_config=text,
-        image_seq_length=(side // patch) ** 2,
+        image_seq_length=(places["image_size"] // places["patch_size"]) ** 2,
         image_token_index=0,
         vision_feature_layer=-1,
     )
-
-
-def _shape(part: Any) -> dict[str, Any]:
-    if part.width % part.heads:
-        raise UsageError(
-            f"{part.path}.heads: width {part.width} cannot be shared out over {part.heads} heads; "
-            f"take a number of heads that divides {part.path}.width"
-        )
-    return {
-        "hidden_size": part.width,
-        "num_hidden_layers": part.depth,
-        "num_attention_heads": part.heads,
-        "intermediate_size": FEED_FORWARD * part.width,
-    }
 
 
 def _has_class_token(tower: Any) -> int:

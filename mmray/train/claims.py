@@ -94,12 +94,7 @@ class FileClaims:
 
     def now_s(self) -> float:
         """The time that the storage gives to a file written now."""
-        probe = self._folder / f".now-{socket.gethostname()}-{os.getpid()}"
-        probe.write_text("now")
-        try:
-            return probe.stat().st_mtime
-        finally:
-            probe.unlink(missing_ok=True)
+        return _written_now_s(self._folder / f".now-{socket.gethostname()}-{os.getpid()}")
 
     def rewrite(self, fence: int, text: str) -> None:
         """Another text for a claim of one's own, whole or not at all; nothing where it is gone."""
@@ -163,12 +158,7 @@ class ObjectClaims:
 
     def now_s(self) -> float:
         """The time that the storage gives to an object put now."""
-        probe = self._folder / f".now-{self._token}"
-        probe.write_text("now")
-        try:
-            return probe.stat().st_mtime
-        finally:
-            probe.unlink(missing_ok=True)
+        return _written_now_s(self._folder / f".now-{self._token}")
 
     def rewrite(self, fence: int, text: str) -> None:
         """Another text for a claim of one's own; nothing where it is gone."""
@@ -192,3 +182,12 @@ class ObjectClaims:
             return [path.name for path in self._folder.iterdir() if path.name.partition("-")[0].isdecimal()]
         except FileNotFoundError:
             return []
+
+
+def _written_now_s(probe: Folder) -> float:
+    """The time that the storage gives to a file written now, which goes again."""
+    probe.write_text("now")
+    try:
+        return probe.stat().st_mtime
+    finally:
+        probe.unlink(missing_ok=True)

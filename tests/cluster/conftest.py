@@ -4,6 +4,8 @@ import os
 
 import pytest
 
+from tests.nodes import several_nodes
+
 
 class Nodes:
     """A head without CPUs and nodes that come and go."""
@@ -30,13 +32,6 @@ class Nodes:
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory):
-    import ray
-    from ray.cluster_utils import Cluster
-
-    if ray.is_initialized():
-        ray.shutdown()
     os.environ["MMRAY_TEST_FAULTS"] = str(tmp_path_factory.mktemp("faults"))
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    yield Nodes(cluster)
-    ray.shutdown()
-    cluster.shutdown()
+    with several_nodes() as cluster:
+        yield Nodes(cluster)

@@ -4,15 +4,14 @@ import json
 
 import numpy as np
 import pytest
-import ray
 import torch
-from ray.cluster_utils import Cluster
 
 from mmray.data.order import PADDING, Plan
 from mmray.data.store import key_id
 from mmray.train.telemetry import rows_sha
 from mmray.train.trainer import train
 from tests.made import make_set, row
+from tests.nodes import several_nodes
 from tests.train.runs import STEPS, Silent, config, marks
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -20,13 +19,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 @pytest.fixture
 def nodes():
-    if ray.is_initialized():
-        ray.shutdown()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    for _ in range(2):
-        cluster.add_node(num_cpus=3)
-    yield cluster
-    cluster.shutdown()
+    with several_nodes({"num_cpus": 3}, {"num_cpus": 3}) as cluster:
+        yield cluster
 
 
 def expected_marks():

@@ -4,7 +4,6 @@ import time
 
 import pytest
 import ray
-from ray.cluster_utils import Cluster
 from ray.util.state import list_actors
 
 from mmray.cluster.nodes import ROLE
@@ -12,6 +11,7 @@ from mmray.config import Batch
 from mmray.errors import ResourceError
 from mmray.train.trainer import train
 from tests.made import make_set, row
+from tests.nodes import several_nodes
 from tests.train.runs import Silent, config
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -21,13 +21,9 @@ STEPS = 3
 @pytest.fixture(scope="module")
 def roles():
     """A head without CPUs, two nodes for training and one for data, as cluster.yaml labels them."""
-    if ray.is_initialized():
-        ray.shutdown()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "labels": {ROLE: "head"}})
-    for role, cpus in (("train", 3), ("train", 3), ("data", 3)):
-        cluster.add_node(num_cpus=cpus, labels={ROLE: role})
-    yield cluster
-    cluster.shutdown()
+    nodes = [{"num_cpus": 3, "labels": {ROLE: role}} for role in ("train", "train", "data")]
+    with several_nodes(*nodes, head={"labels": {ROLE: "head"}}) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")

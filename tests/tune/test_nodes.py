@@ -3,13 +3,12 @@
 import json
 
 import pytest
-import ray
-from ray.cluster_utils import Cluster
 
 from mmray.config.space import parse
 from mmray.tune.plan import opened
 from mmray.tune.search import Sweep, search
 from tests.made import make_set, row
+from tests.nodes import several_nodes
 from tests.train.runs import config
 from tests.tune.test_search import Watching
 
@@ -18,13 +17,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 @pytest.fixture
 def nodes():
-    if ray.is_initialized():
-        ray.shutdown()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    for _ in range(2):
-        cluster.add_node(num_cpus=4)
-    yield cluster
-    cluster.shutdown()
+    with several_nodes({"num_cpus": 4}, {"num_cpus": 4}) as cluster:
+        yield cluster
 
 
 def test_two_trials_run_side_by_side(nodes, tmp_path):
