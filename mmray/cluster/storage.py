@@ -98,6 +98,8 @@ def _answer(answer: Any, storage: str, written: str) -> str | None:
         fault = ray.get(answer, timeout=0)
     except ray.exceptions.GetTimeoutError:
         return f"did not answer within {PROBE_TIMEOUT_S:g} s"
+    except ray.exceptions.RayTaskError as error:
+        return f"could not try: {str(error.cause).strip() or type(error.cause).__name__}"
     except ray.exceptions.RayError:
         return None
     system, root = opened(storage)

@@ -7,12 +7,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
+from mmray.address import NO_CREDENTIALS, holds_credentials
 from mmray.config.section import Section
 
 LABEL = r"^(auto|none|[A-Za-z0-9._/-]+=\S+)$"
-
-
-SECRET = re.compile(r"://[^/?]*@|[?&](access_key|secret_key|session_token)=", re.IGNORECASE)
 
 
 class Cluster(Section):
@@ -94,9 +92,6 @@ class Run(Section):
     @field_validator("storage")
     @classmethod
     def _keeps_no_secret(cls, storage: str) -> str:
-        if SECRET.search(storage):
-            raise ValueError(
-                "an address may not hold credentials, for it is written into config.yaml and logs: set "
-                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment"
-            )
+        if holds_credentials(storage):
+            raise ValueError(NO_CREDENTIALS)
         return storage

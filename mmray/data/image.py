@@ -37,6 +37,7 @@ _UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 # PNG raw mode -> factor from the transparent grey value of the file to the value Pillow's pixels have.
+_LYING = (5, 6, 7, 8)  # orientations whose sides change places
 _GREY_SCALE = {"1": 255, "L;2": 85, "L;4": 17}
 
 
@@ -58,8 +59,9 @@ def check_header(data: bytes, max_pixels: int = MAX_PIXELS) -> str:
 
 
 def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """(width, height) as the header says, before any turn. Raises BadImage as `check_header` does."""
-    return _open(data, max_pixels).size
+    """(width, height) of the upright picture, as the header says. Raises BadImage as `check_header` does."""
+    image = _open(data, max_pixels)
+    return image.size if _orientation(image) not in _LYING else (image.height, image.width)
 
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -274,11 +276,16 @@ def _correct_png_transparency(image: ImageFile.ImageFile) -> None:
         image.info["transparency"] = transparent * _GREY_SCALE[raw_mode]
 
 
-def _turn_upright(image: Image.Image) -> Image.Image:
+def _orientation(image: Image.Image) -> int:
+    """Of EXIF; 1 is upright."""
     try:
-        orientation = image.getexif().get(0x0112, 1)
+        return int(image.getexif().get(0x0112, 1))
     except Exception:  # noqa: BLE001 - damaged EXIF (any parser error) does not make the pixels bad: as if it said nothing
-        orientation = 1
+        return 1
+
+
+def _turn_upright(image: Image.Image) -> Image.Image:
+    orientation = _orientation(image)
     return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
 
 

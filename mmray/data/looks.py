@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from mmray.data.formats.rows import BadRow
 from mmray.data.image import BadImage, decode
 from mmray.data.manifest import Manifest, Shard
 from mmray.data.near import LOOK, look_of
@@ -62,11 +63,18 @@ def look_at(out: Place, address: str, source: str, shard: Shard, near: bool, max
 
 
 def _read(rows: PreparedSet, numbers: np.ndarray) -> list[Row | None]:
-    """The rows of these numbers; None for one whose image is gone from where a set by reference has it."""
+    """The rows of these numbers; None for one whose image is gone from where a set by reference has it.
+
+    Raises OSError where a shard cannot be read: what nobody saw must not count as seen.
+    """
     try:
         return list(rows.read(numbers))
-    except (OSError, ValueError):
+    except BadRow as bad:
+        if bad.reason == "unreadable":
+            raise OSError(bad.detail) from bad
         return [None] if len(numbers) == 1 else [row for number in numbers for row in _read(rows, np.array([number]))]
+    except ValueError as error:
+        raise OSError(str(error)) from error
 
 
 def read_looks(out: Place, shards: Iterable[Shard], near: bool, live: bool) -> np.ndarray:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 from pyarrow import fs
 
+from mmray.address import NO_CREDENTIALS, holds_credentials
 from mmray.errors import UsageError
 
 UNFINISHED = ".unfinished"
@@ -28,6 +29,8 @@ class Place:
     address: str
 
     def __post_init__(self) -> None:
+        if holds_credentials(self.address):
+            raise UsageError(f"{self.address.partition('?')[0].rpartition('@')[2]}: {NO_CREDENTIALS}")
         if "://" not in self.address:  # another process may stand in another folder
             object.__setattr__(self, "address", str(Path(self.address).expanduser().absolute()))
 

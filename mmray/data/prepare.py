@@ -104,11 +104,11 @@ def _prepare(job: Job, settings: Prepare, report: Report, say: Say, retry: bool)
                 f"{job.out} holds the set made from {before.source['name']}: choose another folder for {called}"
             )
         before = None
-    done, run = _pack(job, chunks, total, settings, report, retry)
+    done, run, over = _pack(job, chunks, total, settings, report, retry)
     total = sum(_counted(read_record(out, index)) for index in done) if total is None else total
     report(Progress("assemble", total, total))
     findings = assemble.find(out, done, settings.duplicates)
-    findings, leakage = (findings, {}) if run else _compare(job, settings, done, findings, report)
+    findings, leakage = (findings, {}) if run or over else _compare(job, settings, done, findings, report)
     shards, reasons = assemble.write_quarantine(out, done, findings)
     num_read = findings.num_rows + reasons.total() - findings.num_dropped
     check_run(_where(job), out, run, settings.max_bad_run)
@@ -172,8 +172,9 @@ def _counted(record: dict[str, Any] | None) -> int:
 
 def _pack(
     job: Job, chunks: list[Chunk], total: int | None, settings: Prepare, report: Report, retry: bool
-) -> tuple[list[int], list[Fault] | None]:
-    """Pack what is not done; the indices of the chunks that are, and a run of bad rows that is too long.
+) -> tuple[list[int], list[Fault] | None, bool]:
+    """Pack what is not done; the indices of the chunks that are, a run of bad rows that is too long, and whether more
+    rows are bad than may be.
 
     Ends early with such a run, or once more rows are bad than the budget allows, where it is known beforehand how many
     there are.
@@ -202,7 +203,7 @@ def _pack(
         run = runs.add(index, record) if record else None
         if run or (most is not None and bad > most):
             break
-    return sorted(done), run
+    return sorted(done), run, most is not None and bad > most
 
 
 def _expected(total: int | None, rows: int, done: list[int], chunks: list[Chunk]) -> int:

@@ -25,12 +25,13 @@ from mmray.config import Config
 from mmray.data.folders import gather
 from mmray.data.manifest import QUARANTINE
 from mmray.data.remote import Folder
-from mmray.errors import UsageError
+from mmray.errors import TrainingError, UsageError
 from mmray.train import checkpoint, rundir
 from mmray.train.attempt import Ready, failure_of, run_attempt, trainer_of
 from mmray.train.board import WASTED, Listener, Watch, new_board
 from mmray.train.guard import Guard
 from mmray.train.policy import Failure, Raise, Resize, Room, Shrink, decide, spent
+from mmray.train.redacted import safe
 from mmray.train.resources import ask_for_more, demand_of, fitting
 from mmray.train.unreadable import bad_rows
 
@@ -96,6 +97,8 @@ def attempts(ready: Ready, run: rundir.RunDir, fence: int, listener: Listener) -
             if outcome["status"] == "finished" or watch.wish == "user":
                 break
             tally.place = None
+            if _step_of(_last(run)) > _step_of(found):  # given up at a checkpoint of its own, which begins a new row
+                tally.failures = 0
             tally.preemptions += watch.wish == "preempted"
             if watch.wish == "resize":
                 tally.resized_from.append(workers)
@@ -121,13 +124,24 @@ def _after(
     room = Room(guard.world, tally.place[1])
     verdict = decide(failure, tally.before, tally.failures, wanted.cluster.max_failures, room)
     if isinstance(verdict, Raise):
-        ended = {"status": "failed", "error": str(verdict.error), "batch": str(ready.shape)}
-        run.write_json("result.json", {**ended, **tally.counts()})
+        _end(run, {"status": "failed", "error": safe(str(verdict.error)), "batch": str(ready.shape)}, tally, listener)
         raise verdict.error from error
+    if guard.watch.wish == "user":  # the group failed before it could stop; what it wrote stands
+        ended = {"status": "stopped", "steps": _step_of(_last(run)), "batch": str(ready.shape)}
+        _end(run, ended, tally, listener)
+        raise KeyboardInterrupt from error
     with_workers = f", with room for {verdict.workers} workers" if isinstance(verdict, Resize) else ""
     listener.note(f"{verdict.reason}; starting again from the newest checkpoint{with_workers}", "failure")
     tally.before = failure
     return replace(ready, micro=verdict.micro) if isinstance(verdict, Shrink) else ready
+
+
+def _end(run: rundir.RunDir, ended: dict[str, Any], tally: Tally, listener: Listener) -> None:
+    """Write result.json; a storage that does not take it is told, and what ended the run is still what is raised."""
+    try:
+        run.write_json("result.json", {**ended, **tally.counts()})
+    except OSError as error:
+        listener.note(f"result.json is not written: {error}", "storage")
 
 
 def places(wanted: Config, scale_up: ScaleUp) -> tuple[Present, int]:
@@ -159,8 +173,11 @@ def _watch(board: Any, listener: Listener, steps: int, before: Watch | None) -> 
 
 
 def _last(run: rundir.RunDir) -> Folder | None:
-    """The newest checkpoint that was written to its end; whether it is sound shows when it is taken."""
-    return checkpoint.newest_complete(run.checkpoints)
+    """The newest checkpoint that was written to its end; whether it can be read and is sound shows when it is taken."""
+    try:
+        return checkpoint.newest_complete(run.checkpoints)
+    except TrainingError:
+        return None
 
 
 def _step_of(path: Folder | None) -> int:

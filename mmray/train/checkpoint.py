@@ -153,7 +153,11 @@ def _steps(folder: Folder) -> list[Folder]:
 
 
 def _complete(folder: Folder) -> list[Folder]:
-    return [path for path in _steps(folder) if (path / SUMS).exists()]
+    steps = _steps(folder)
+    try:
+        return [path for path in steps if (path / SUMS).exists()]
+    except OSError as error:
+        raise TrainingError(f"cannot look at the checkpoints in {folder}: {error.strerror or error}") from error
 
 
 def _score(path: Folder, metric: str) -> float | None:

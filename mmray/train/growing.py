@@ -54,12 +54,16 @@ class Growing:
                 self._sent[file] = state
 
     def close(self) -> None:
-        """Carry the rest; the files on this machine are gone then."""
+        """Carry the rest; the files on this machine are gone then, unless the store did not take them."""
         if self._thread is None:
             return
         self._ended.set()
         self._thread.join()
-        self._try()
+        try:
+            self.push()
+        except OSError as error:
+            self._tell(f"the last lines of what was logged are not on the storage; they are in {self.here}: {error}")
+            return
         shutil.rmtree(self.here, ignore_errors=True)
 
     def _carry(self) -> None:

@@ -39,7 +39,7 @@ def leave_at_s(deadline_s: float, checkpoint_s: float, step_s: float) -> float:
 
 @dataclass
 class Guard:
-    """What the driver does about one attempt while it runs, `config` being that of its number of workers."""
+    """What the driver does about one attempt of `world` workers while it runs."""
 
     config: Config  # as the user asked
     world: int

@@ -24,8 +24,8 @@ class MlflowTracker:
         from mmray.train.continuation import flatten
 
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow asks for it where the store is a folder
-        beside = (Path(about["folder"]).parent / "mlruns").as_uri()
-        self._client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI", beside))
+        address = os.environ.get("MLFLOW_TRACKING_URI") or (Path(about["folder"]).parent / "mlruns").as_uri()
+        self._client = MlflowClient(tracking_uri=address)
         self._run_id = run_id or self._created(about)
         if run_id is not None:
             self._client.update_run(run_id, status="RUNNING")

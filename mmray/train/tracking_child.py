@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from mmray import plug
+from mmray.data.folders import write_whole
+from mmray.data.remote import Folder, folder_at
 from mmray.train.redacted import safe
 
 STATUS = {"finished": True, "stopped": True, "failed": False}
@@ -38,11 +40,12 @@ class Desk:
     def __init__(self, tracker: Tracker, name: str, out: TextIO) -> None:
         self.tracker, self.name, self.out = tracker, name, out
         self.num_errors, self.last_step, self.good = 0, 0, False
-        self.file, self.run_id = Path(), ""
+        self.run_id = ""
+        self.file: Folder = Path()
 
     def begin(self, about: dict[str, Any]) -> bool:
         """Whether the tracker could begin."""
-        self.file = Path(about["folder"]) / f"tracker-{self.name}.json"
+        self.file = folder_at(about["folder"]) / f"tracker-{self.name}.json"
         with contextlib.suppress(OSError, ValueError, KeyError):  # none yet, or damaged: another run there
             known = json.loads(self.file.read_text())
             self.run_id, self.last_step = known["id"], known["last_step"]
@@ -69,7 +72,8 @@ class Desk:
                 self._tell(f"it did not take step {line['step']}: {_first(error)}")
             return
         self.last_step = line["step"]
-        self._remember()
+        with contextlib.suppress(OSError):  # a resume then tells the tracker some steps twice
+            self._remember()
 
     def end(self) -> None:
         try:
@@ -80,9 +84,7 @@ class Desk:
             self._tell(f"it did not take {self.num_errors} lines (metrics.jsonl has them all)")
 
     def _remember(self) -> None:
-        temporary = self.file.with_suffix(".new")
-        temporary.write_text(json.dumps({"id": self.run_id, "last_step": self.last_step}) + "\n")
-        temporary.replace(self.file)
+        write_whole(self.file, json.dumps({"id": self.run_id, "last_step": self.last_step}) + "\n")
 
     def _tell(self, text: str) -> None:
         print(safe(text), file=self.out, flush=True)

@@ -6,7 +6,8 @@ trainer.py calls `work` on each Ray Train worker; under torchrun it can be calle
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from mmray.data.collate import steps_of
 from mmray.data.order import Start
 from mmray.data.reader import Block
 from mmray.data.remote import folder_at
-from mmray.errors import UsageError
+from mmray.errors import MmrayError, UsageError
 from mmray.evaluate.choose import evaluator_of
 from mmray.models.build import build
 from mmray.train import checkpoint, loop, memory, optimizer, precision, reporting
@@ -83,14 +84,9 @@ def _work(
     )
     if config.batch.micro == "auto":
         task.note(f"micro-batches of {rehearsed.micro} rows fit", "memory")
-    try:
+    with _closing(log, keeper):
         rows = watched(blocks, config, job.folder, job.reader, start.plan, line.bad_row)
         outcome = loop.run(task, steps_of(rows, start.plan, config.batch.by_length), state)
-    finally:
-        if log is not None:
-            log.close()
-        if keeper is not None:
-            keeper.close()  # the last checkpoint is there, or its error raised, before this rank says that it is done
     return vars(outcome) | {"metrics": {key.removeprefix("evaluate/"): v for key, v in outcome.metrics.items()}}
 
 
@@ -100,6 +96,25 @@ def _settle_torch(config: Config) -> None:
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+
+
+@contextmanager
+def _closing(log: MetricsLog | None, keeper: Keeper | None) -> Iterator[None]:
+    """Closes both with the block: the last checkpoint is there, or its error raised, before a rank says it is done.
+
+    What ended the block is what the policy has to see, not a write that failed on the way and was told.
+    """
+    with ExitStack() as both:
+        if keeper is not None:
+            both.callback(keeper.close)
+        if log is not None:
+            both.callback(log.close)
+        try:
+            yield
+        except BaseException:
+            with suppress(MmrayError, OSError):
+                both.close()
+            raise
 
 
 def _model(config: Config, architecture: dict[str, Any] | None, device: torch.device) -> nn.Module:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from mmray.data.image import BadImage, check_header, decode, read_pixels, shrink, to_pixels
+from mmray.data.image import BadImage, check_header, decode, header_size, read_pixels, shrink, to_pixels
 
 
 def picture(width=40, height=30):
@@ -290,3 +290,11 @@ def test_png_suite_backgrounds(shared_data):
     for other in pixels:
         assert (other[0, :3] == 255).all()
         assert np.abs(other.mean() - pixels[0].mean()) < 4
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_the_header_says_the_size_of_the_upright_picture(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encode(picture(40, 30), "JPEG", exif=exif)
+    assert header_size(data) == decode(data).size == ((30, 40) if orientation >= 5 else (40, 30))

@@ -235,3 +235,13 @@ def test_another_colour_is_another_picture():
     both = np.zeros(2, LOOK)
     both["hash"], both["colours"], both["seen"] = [red[0], blue[0]], [red[1], blue[1]], True
     assert nearest(both[:1], both[1:], 7)[0].tolist() == [NONE]
+
+
+def test_a_shard_that_cannot_be_read_is_no_answer(tmp_path, in_process):
+    """What nobody saw must not count as seen: an error, and nothing is kept of it."""
+    images = [encoded(picture(number)) for number in range(4)]
+    other = prepare(make_source(tmp_path / "other", images), str(tmp_path / "eval"), LAX)
+    (tmp_path / "eval" / other.shards[0].file).write_bytes(b"gone")
+    wanted = LAX.model_copy(update={"against": (str(tmp_path / "eval"),)})
+    with pytest.raises(DataError, match="cannot be compared"):
+        prepare(make_source(tmp_path / "mine", images), str(tmp_path / "out"), wanted)

@@ -1,5 +1,6 @@
 """Runs on an object store: checkpoints count only when they are whole, a lease has one holder, files grow."""
 
+import io
 import json
 import threading
 
@@ -15,6 +16,8 @@ from mmray.train.claims import ObjectClaims
 from mmray.train.growing import Growing
 from mmray.train.keeper import Keeper
 from mmray.train.lease import Lease, check
+from mmray.train.tracking_child import Desk
+from mmray.train.worker import _closing
 
 
 @pytest.fixture(autouse=True)
@@ -173,3 +176,38 @@ def test_files_that_grow_are_carried_whole_and_go_on(s3, monkeypatch):
         files.close()
     assert (folder / "metrics.jsonl").read_text() == "one\nlast\ntwo\nlast\n"
     assert (folder / "profile" / "rank-0.json").read_text() == "two\n" and not files.here.exists() and not told
+
+
+def test_what_ended_a_run_is_not_hidden_by_a_write_that_failed_before(s3, monkeypatch):
+    """The policy has to see it: a store that failed a while ago must not make a lost worker final."""
+    monkeypatch.setattr(checkpoint, "save", refuse)
+    held, keeper = keeper_of(folder_at(s3.address) / "mine", [])
+    keeper.save(1, 4, state(1), {})
+    with pytest.raises(RuntimeError, match="connection closed by peer"), _closing(None, keeper):
+        raise RuntimeError("connection closed by peer")
+    held.release()
+    assert not keeper.growing.here.exists()
+
+
+def refuse(*_):
+    raise StorageError("no room")
+
+
+def test_a_tracker_remembers_its_run_on_the_store(s3):
+    for last in (2, 3):
+        desk = Desk(Counting(), "counting", io.StringIO())
+        assert desk.begin({"folder": f"{s3.address}/run"}) and desk.tracker.known == (None if last == 2 else "one")
+        for step in range(1, last + 1):
+            desk.take({"step": step, "metrics": {}})
+    assert desk.tracker.steps == [3]
+
+
+class Counting:
+    """A tracker with one run."""
+
+    def start(self, about, run_id):
+        self.known, self.steps = run_id, []
+        return "one"
+
+    def log(self, step, metrics):
+        self.steps.append(step)

@@ -61,16 +61,16 @@ def test_a_tracker_hears_the_run_and_its_continuation(tmp_path: Path) -> None:
         ("Failing", ["did not take step 1: ConnectionError: 503", "could not end: TimeoutError", "take 5 lines"]),
         ("Unreachable", ["could not begin, and gets nothing of this run: ConnectionError: no route"]),
         ("Dying", ["ended with exit code 7"]),
-        ("Hanging", ["did not end within 3 s and was stopped"]),
+        ("Hanging", ["did not end within 10 s and was stopped"]),
     ],
 )
 def test_a_bad_tracker_stops_nothing(
     bad: str, complaints: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracking, "ENDING_S", 3.0)
+    monkeypatch.setattr(tracking, "ENDING_S", 10.0)
     began_s = time.monotonic()
     listener = told(config_of(bad, "Keeping"), tmp_path)
-    assert time.monotonic() - began_s < 20
+    assert time.monotonic() - began_s < 60
     notes = [text for label, text in listener.notes if label == "tracker"]
     for complaint in complaints:
         assert any(complaint in note for note in notes), notes
