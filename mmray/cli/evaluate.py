@@ -21,8 +21,8 @@ class EvaluateCommand:
     """Folder (or address, s3://...) of the run."""
     data: str | None = None
     """Prepared set or source; none: what the run held out."""
-    split: str = "test"
-    """Split of the set, where it has splits."""
+    split: str | None = None
+    """Split of the set, where it has splits; none: the run's own data.eval_split, of another set `test`."""
     step: int | None = None
     """Checkpoint of this step; none: the newest good one."""
     json: str | None = None
@@ -32,7 +32,7 @@ class EvaluateCommand:
 
 
 def evaluate(argv: Sequence[str], screen: Screen) -> int:
-    """mmray evaluate RUN [--data SET] [--split test] [--json FILE]"""
+    """mmray evaluate RUN [--data SET] [--split NAME] [--json FILE]"""
     command = tyro.cli(EvaluateCommand, args=list(argv), prog="mmray evaluate", config=STYLE)
     from mmray.data.remote import folder_at
     from mmray.train.scoring import score_run

@@ -150,7 +150,8 @@ class Words(nn.Module):
         place = torch.arange(input_ids.shape[1] + num_places - 1, device=at.device)[None]
         seen = (place >= at) & (place < at + num_places)
         word = torch.where(place < at, place, (place - num_places + 1).clamp(min=0))
-        return torch.where(seen[..., None], _at(picture, place - at), _at(embedded, word).to(picture.dtype))
+        # As the words are: the sums of all layers would stay in the half precision that autocast gives the picture.
+        return torch.where(seen[..., None], _at(picture, place - at).to(embedded.dtype), _at(embedded, word))
 
 
 def _at(rows: Tensor, index: Tensor) -> Tensor:

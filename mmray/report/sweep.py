@@ -14,7 +14,12 @@ SWEEP, TRIALS = "sweep.json", "trials.jsonl"
 AXES = ("batch.micro", "batch.accumulation", "batch.global")
 OUT_OF_MEMORY = "out_of_memory"
 # How a goal is read: the field of a trial, its title, and whether more is better.
-GOALS = {"throughput": ("samples_per_s", "samples/s", True), "loss": ("loss", "loss", False)}
+GOALS = {
+    "throughput": ("samples_per_s", "samples/s", True),
+    "loss": ("loss", "loss", False),
+    "recall": ("recall_at_1", "recall@1", True),
+    "memory": ("peak_gib", "peak GiB", False),
+}
 
 
 @dataclass(frozen=True)

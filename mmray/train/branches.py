@@ -155,7 +155,10 @@ class BranchParallel(nn.Module):
 
         def work() -> None:
             here = torch.cuda.device(self.devices[1]) if kind == "cuda" else nullcontext()
-            with here, torch.set_grad_enabled(grad), torch.autocast(kind, dtype, enabled=on, cache_enabled=False):
+            # Its backward ends on the first device, whose own autograd thread waits for it: it runs in this thread.
+            alone = torch.autograd.set_multithreading_enabled(False)
+            autocast = torch.autocast(kind, dtype, enabled=on, cache_enabled=False)
+            with here, alone, torch.set_grad_enabled(grad), autocast:
                 second()
 
         other = self._second.submit(work)

@@ -25,7 +25,8 @@ def groups_of(module: nn.Module, clip: str) -> Groups:
 
 def norms(groups: Groups) -> tuple[dict[str, float], Tensor]:
     """The gradient norm of each group; and the same as a tensor, for `clip`. The host waits for the device once."""
-    found = torch.stack([_norm([p.grad for p in group if p.grad is not None]) for group in groups.values()])
+    each = [_norm([p.grad for p in group if p.grad is not None]) for group in groups.values()]
+    found = torch.stack([norm.to(each[0].device) for norm in each])  # branches may lie on two devices
     return dict(zip(groups, found.tolist(), strict=True)), found
 
 

@@ -45,7 +45,7 @@ def model_flops(model: nn.Module, batch: Batch, precision: Precision) -> float:
     total = counter.get_total_flops()
     branches: dict[str, nn.Module] = model.branches() if hasattr(model, "branches") else {}  # type: ignore[operator]
     counts, root = counter.get_flop_counts(), type(model).__name__
-    frozen = sum(sum(counts[f"{root}.{name}"].values()) for name, part in branches.items() if not _learns(part))
+    frozen = sum(sum(counts.get(f"{root}.{name}", {}).values()) for name, part in branches.items() if not _learns(part))
     return float(3 * total - 2 * frozen)
 
 

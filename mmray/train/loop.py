@@ -83,7 +83,7 @@ def _timed_step(run: _Run, shares: Iterator[Share]) -> tuple[Share, StepResult]:
 def _start(task: Task, state: State | None) -> _Run:
     """The model on its device, wrapped, with optimizer and scaler, where `state` left them."""
     device = task.group.device
-    module = task.model.to(device)
+    module = task.model.to(parallel.first_place(task.train.parallel, device))
     if state is not None:
         module.load_state_dict(state["model"])
     module.train()
@@ -131,9 +131,10 @@ def _state(run: _Run) -> State:
     What is sharded comes whole: all ranks call this.
     """
     averaged = {} if run.average is None else {AVERAGE: run.average.state_dict()}
+    keep = run.task.group.rank == 0  # which alone writes
     return averaged | {
-        "model": sharding.gathered(dict(run.task.model.state_dict())),
-        "optimizer": sharding.gathered(run.learner.optimizer.state_dict()),
+        "model": sharding.gathered(dict(run.task.model.state_dict()), keep),
+        "optimizer": sharding.gathered(run.learner.optimizer.state_dict(), keep),
         "scaler": run.learner.scaler.state_dict(),
         "progress": vars(run.progress).copy(),
     }

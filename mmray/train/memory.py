@@ -44,6 +44,12 @@ class Alone(Group):
     def gather(self, rows: Tensor) -> Tensor:
         return rows.repeat(self.world, *(1 for _ in rows.shape[1:]))
 
+    def gather_plain(self, rows: Tensor) -> Tensor:
+        return self.gather(rows.detach().to(self.device))
+
+    def shift(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
     def gather_back(self, gradients: Tensor) -> Tensor:
         return gradients.view(self.world, -1, *gradients.shape[1:]).sum(0)
 
@@ -95,6 +101,8 @@ def rehearse(
     if agreed == 0:
         raise _does_not_fit(micro)
     saved = _try(told, batch_of, agreed, agreed, check) or 0
+    if learner.group.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(learner.group.device)  # the peak that is told is that of the training
     return Rehearsed(agreed, _table(learner, saved))
 
 

@@ -48,6 +48,11 @@ class Layout:
         return cls(*chosen, dtype, devices, slower)
 
 
+def first_place(kind: str, device: torch.device) -> torch.device:
+    """Where a model lies until it is wrapped: under `fsdp` in the host's memory, where each rank cuts its part."""
+    return torch.device("cpu") if kind == "fsdp" else device
+
+
 def wrap(module: nn.Module, group: Group, layout: Layout | None = None) -> nn.Module:
     """The module as all ranks train it; rank 0's weights win under DDP, all bring the same under FSDP.
 
@@ -57,7 +62,7 @@ def wrap(module: nn.Module, group: Group, layout: Layout | None = None) -> nn.Mo
     if layout.kind == "branches":
         return BranchParallel(module, layout.devices, layout.slower, layout.refit_every)
     if group.world == 1:
-        return module
+        return module.to(group.device)
     if layout.kind == "fsdp":
         if layout.shard_dtype == torch.float16:
             raise UsageError("train.parallel fsdp takes fp32 or bf16, and this device's best is fp16; set one of them")

@@ -38,11 +38,9 @@ def borrowed(group: Group, mining: Mining, share: Share) -> Batch:
     columns = {name: _joined([micro[name] for micro in share.micros]) for name in mining.borrows}
     if group.world == 1:
         return columns
-    widths = torch.tensor([[column[0].numel() for column in columns.values()]])
-    widest = group.gather_plain(widths).max(dim=0).values.tolist()
     return {
-        name: group.gather_plain(_filled(column, share.rows, width))
-        for (name, column), width in zip(columns.items(), widest, strict=True)
+        name: group.gather(_filled(column, share.rows, -group.smallest(-column[0].numel())))  # as wide as the widest
+        for name, column in columns.items()
     }
 
 

@@ -22,6 +22,8 @@ from mmray.data.remote import Folder
 EVERY_S = 1.0
 PACKAGE = str(Path(__file__).parents[1])
 LONG = {"_evaluate", "_save"}  # of loop.py and worker.py: no steps are taken in them
+WRITER = str(Path(PACKAGE, "train", "writer.py"))
+READING = tuple(str(Path(PACKAGE, "train", name)) for name in ("clip.py", "group.py"))  # the device's results
 WAITING = ("torch/distributed/", "torch/autograd/")  # DDP's collectives hide in the backward
 
 
@@ -67,7 +69,8 @@ class Pulse:
         ours = [frame for frame in frames if frame.f_code.co_filename.startswith(PACKAGE)]
         names = {frame.f_code.co_name for frame in ours}
         seen = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
-        if seen != self._seen and (names & LONG or "run" not in names):
+        writes = bool(ours) and ours[0].f_code.co_filename == WRITER  # waits for a checkpoint, which may take its time
+        if writes or (seen != self._seen and (names & LONG or "run" not in names)):
             self._mark += 1  # not in a step, but moving: before the loop or after it, evaluating, saving
         self._seen = seen
         return {"step": self._step, "mark": self._mark, "where": _where(frames, ours), "waits": _waits(frames)}
@@ -91,7 +94,7 @@ def _waits(frames: list[FrameType]) -> bool:
     files = (frame.f_code.co_filename.replace(os.sep, "/") for frame in frames)
     if any(part in file for file in files for part in WAITING):
         return True
-    return bool(frames) and frames[0].f_code.co_name == "update" and frames[0].f_code.co_filename.startswith(PACKAGE)
+    return bool(frames) and frames[0].f_code.co_filename in READING
 
 
 def _where(frames: list[FrameType], ours: list[FrameType]) -> str:

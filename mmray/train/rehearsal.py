@@ -28,10 +28,16 @@ def rehearse_job(job: Job, learner: Learner, plan: Plan) -> memory.Rehearsed:
     micro = min(plan.micro, plan.share, job.micro or plan.share)
     auto = job.config.batch.micro == "auto" and not job.micro
     batch_of = synthetic_of(job, learner.group.device)
-    if job.config.train.parallel == "fsdp":  # here one device holds it all, which later none has to
-        rehearse(job.config, learner, batch_of, plan.share, 1, with_optimizer=False)
+    if job.config.train.parallel == "fsdp":  # one device need not hold it all: a GPU is tried by the first step
+        if learner.group.device.type != "cuda":
+            rehearse(job.config, learner, batch_of, plan.share, 1, with_optimizer=False)
         return memory.Rehearsed(micro, {})
-    return rehearse(job.config, learner, batch_of, plan.share, None if auto else micro)
+    # The averaged weights will lie beside the others.
+    average = [weight.detach().clone() for weight in learner.model.parameters()] if job.config.train.ema else []
+    try:
+        return rehearse(job.config, learner, batch_of, plan.share, None if auto else micro)
+    finally:
+        average.clear()
 
 
 def rehearse(

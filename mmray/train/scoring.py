@@ -70,7 +70,7 @@ def export_run(folder: Folder, out: Path, step: int | None) -> Path:
 
 
 def score_run(
-    folder: Folder, data: str | None, split: str, step: int | None, address: str | None, listener: Listener
+    folder: Folder, data: str | None, split: str | None, step: int | None, address: str | None, listener: Listener
 ) -> dict[str, float]:
     """Scores of a run's checkpoint on a set: `data`, or what the run held out."""
     config, tokenizer_json, found = open_run(folder, step)
@@ -103,12 +103,12 @@ def restored_model(config: Config, found: Folder) -> nn.Module:
     return model
 
 
-def _held_out(config: Config, folder: Folder, data: str | None, split: str, listener: Listener) -> PreparedSet:
+def _held_out(config: Config, folder: Folder, data: str | None, split: str | None, listener: Listener) -> PreparedSet:
     if data is None:
         trained_on = parse_mixture((RunDir(folder).read_json("data.json") or {})["train"])[0][0]
-        return PreparedSet.open(config.data.eval or trained_on, split)
+        return PreparedSet.open(config.data.eval or trained_on, split or config.data.eval_split)
     place = ensure_prepared(data, config.data.cache, config.prepare, listener.note, listener.preparing)
-    return PreparedSet.open(str(place), split)
+    return PreparedSet.open(str(place), split or "test")
 
 
 def _score_on_worker(config: Config, tokenizer_json: str, held_out: PreparedSet, found: Folder) -> dict[str, Any]:

@@ -76,4 +76,9 @@ def _apart(config: Config) -> list[str]:
         )
     if getattr(getattr(model, "text", None), "dropout", 0):
         reasons.append("train.parallel branches cannot draw dropout twice alike; set --model.text.dropout 0")
+    if getattr(model, "patch_dropout", 0) or (model.lora.rank and model.lora.dropout):
+        reasons.append(
+            "train.parallel branches cannot draw what is dropped twice alike; set --model.patch-dropout 0 and "
+            "--model.lora.dropout 0"
+        )
     return reasons

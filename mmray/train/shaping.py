@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mmray.errors import UsageError
 from mmray.train.optimizer import freeze
-from mmray.train.parallel import buffers_kept
+from mmray.train.parallel import buffers_kept, first_place
 
 if TYPE_CHECKING:
     from mmray.config import Optimizer, Train
@@ -28,7 +28,7 @@ def shape(model: nn.Module, train: Train, optimizer: Optimizer, device: torch.de
     freeze(model, optimizer.freeze)
     if device.type == "cpu" and any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
         raise UsageError("model.batch_norm: `synced` needs GPUs; take `local` or `frozen` on a CPU")
-    model.to(device)
+    model.to(first_place(train.parallel, device))
     if train.channels_last:
         model.to(memory_format=torch.channels_last)
     for name in train.recompute:

@@ -36,6 +36,8 @@ def shard(module: nn.Module, group: Group, dtype: torch.dtype | None) -> nn.Modu
     reduce_dtype = None if dtype is None else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     kept = set(_replicated(module))
+    for parameter in kept:
+        parameter.data = parameter.data.to(group.device)  # the rest goes there as it is cut
     for part in [*_parts(module), module]:
         fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=kept)
     for name in METHODS:
@@ -79,13 +81,17 @@ def whole(module: nn.Module) -> Iterator[None]:
             part.reshard()
 
 
-def gathered(state: Any) -> Any:
-    """The state of a module or an optimizer with every tensor whole; a collective where it was cut."""
+def gathered(state: Any, keep: bool = True) -> Any:
+    """The state of a module or an optimizer with every tensor whole; a collective where it was cut.
+
+    What was cut is kept on the CPU, or (`keep` False, for ranks that write nothing) goes again: None.
+    """
     if isinstance(state, DTensor):
-        return state.full_tensor().cpu()
+        whole = state.full_tensor()
+        return whole.cpu() if keep else None
     if isinstance(state, dict):
-        return {key: gathered(value) for key, value in state.items()}
-    return [gathered(value) for value in state] if isinstance(state, list) else state
+        return {key: gathered(value, keep) for key, value in state.items()}
+    return [gathered(value, keep) for value in state] if isinstance(state, list) else state
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -45,10 +45,13 @@ class Watchdog:
     def look(self, beats: Sequence[Beat], now_s: float) -> Hang | None:
         """The hang that these beats show at this time, or None."""
         stood_s = [self._still_s(beat, now_s) for beat in beats]
-        if not any(
-            still_s > (self.limit_s if beat.step > self.first_step else max(self.limit_s, self.start_limit_s))
+        over = [
+            beat
             for beat, still_s in zip(beats, stood_s, strict=True)
-        ):
+            if still_s > (self.limit_s if beat.step > self.first_step else max(self.limit_s, self.start_limit_s))
+        ]
+        waiting = all(beat.waits and beat.age_s <= SILENT_S for beat in over)
+        if not over or (waiting and min(stood_s) < self.limit_s):  # for a rank that writes or evaluates, and moves
             return None
         return _name(beats, max(stood_s))
 

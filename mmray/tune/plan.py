@@ -166,7 +166,8 @@ def best_recipe(trial: Trial) -> Config:
     """The trial as a recipe: the recipe's own length, its batch as `global` and `micro`, the name left to the run."""
     assert trial.config is not None and trial.shape is not None
     config = trial.config
-    batch = {"micro": trial.shape.micro, "accumulation": None, "global_": trial.shape.global_rows}
+    micro = "auto" if trial.shape.auto else trial.shape.micro
+    batch = {"micro": micro, "accumulation": None, "global_": trial.shape.global_rows}
     return config.model_copy(
         update={
             "batch": config.batch.model_copy(update=batch),

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mmray.train.batch import BatchShape
 from mmray.tune.plan import Trial
 
 Status = Literal["finished", "out_of_memory", "failed", "stopped", "infeasible"]
@@ -74,8 +75,7 @@ def row_of(trial: Trial, ended: Ended, lines: list[dict[str, Any]], result: dict
         "trial": trial.name,
         "status": ended.status,
         "settings": trial.settings,
-        "micro": shape.micro if shape else None,
-        "accumulation": shape.accumulation if shape else None,
+        **_cut(shape, lines),
         "workers": shape.workers if shape else None,
         "global": shape.global_rows if shape else None,
         **figures(lines),
@@ -84,6 +84,16 @@ def row_of(trial: Trial, ended: Ended, lines: list[dict[str, Any]], result: dict
         "elapsed_s": ended.elapsed_s,
         "run": None if trial.infeasible else f"trials/{trial.name}",
     }
+
+
+def _cut(shape: BatchShape | None, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Micro-batch and accumulation: those asked for, or those that the workers found to fit."""
+    if shape is None:
+        return {"micro": None, "accumulation": None}
+    found = int(lines[-1].get("batch/micro") or shape.micro) if lines else shape.micro
+    if not shape.auto or found >= shape.micro:
+        return {"micro": shape.micro, "accumulation": shape.accumulation}
+    return {"micro": found, "accumulation": -(-shape.global_rows // (shape.workers * found))}
 
 
 def infeasible_row(trial: Trial) -> dict[str, Any]:

@@ -82,6 +82,16 @@ def test_a_rehearsal_for_many_ranks_sees_the_whole_batch_as_columns():
     assert set(widths) == {32}
 
 
+@pytest.mark.parametrize("kind", ["sigmoid", "matching"])
+def test_a_rehearsal_talks_to_nobody_whatever_the_objective_lends_or_sends_around(kind):
+    """Ranks try other sizes, each for itself: a collective inside would meet another one of another shape."""
+    learner = toy.learner(toy.Toy(kind=kind), objective=toy.objective(kind))
+    four = memory.replace(learner, group=Group(rank=1, world=4))  # without a process group behind it
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Group, "smallest", lambda self, value: value)
+        assert memory.rehearse(four, lambda rows: toy.rows(rows, 0), 8, 4).micro == 4
+
+
 def test_finer_keeps_the_rows_and_as_many_micro_batches_on_every_rank():
     batch = toy.rows(10, 0, invalid=(4, 5, 6, 7, 8, 9))
     share = share_of(toy.cut(batch, 4))

@@ -36,6 +36,23 @@ def test_a_rank_without_a_step_for_the_limit_is_named_and_one_that_moves_is_not(
     assert hang.culprits == (1,) and "rank 1 (process 101, node node1) stands at mine.py:1" in hang.told
 
 
+def test_ranks_that_wait_for_one_that_writes_or_evaluates_are_no_hang():
+    dog = Watchdog(limit_s=10, start_limit_s=10)
+    for second in range(60):
+        moving = [beat(0, waits=False, mark=second), beat(1, waits=True), beat(2, waits=True)]
+        assert dog.look(moving, float(second)) is None
+    stands = [beat(0, waits=False, mark=59), beat(1, waits=True), beat(2, waits=True)]
+    assert dog.look(stands, 65.0) is None
+    assert dog.look(stands, 71.0).culprits == (0,)
+
+
+def test_a_rank_that_stands_outside_a_collective_is_named_though_others_move():
+    dog = Watchdog(limit_s=10, start_limit_s=10)
+    beats = [[beat(0, waits=False), beat(1, waits=False, mark=second)] for second in range(12)]
+    found = [dog.look(each, float(second)) for second, each in enumerate(beats)]
+    assert found[10] is None and 0 in found[11].culprits
+
+
 def test_before_the_first_step_the_start_up_time_counts():
     dog = Watchdog(limit_s=10, start_limit_s=60, first_step=7)
     assert dog.look([beat(0)], 0.0) is None
