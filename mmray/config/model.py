@@ -120,6 +120,10 @@ class Fusion(Towers):
     cross: CrossAttention = CrossAttention()
     matching: bool = Field(True, description="A head that says whether image and text match (objective `matching`).")
     classes: int = Field(0, ge=0, description="Classes of the pair (objective `classification`); 0: no such head.")
+    regions: bool = Field(False, description="A head that names boxes by texts of labels (objective `region_text`).")
+    region_labels: tuple[str, ...] = Field(
+        (), description="Names of the box labels 0, 1, ...; empty: those that the training set knows (COCO's do)."
+    )
 
 
 class ClipImage(Section):
@@ -242,8 +246,8 @@ class Objective(Section):
     path: ClassVar[str] = "objective"
     kind: str = Field(
         "contrastive",
-        description="`contrastive`, `sigmoid`, `matching`, `classification`, `language_modelling`, your own "
-        "`package.module:Class`, or a sum such as `contrastive + 0.5 * matching`.",
+        description="`contrastive`, `sigmoid`, `matching`, `classification`, `region_text`, `language_modelling`, your "
+        "own `package.module:Class`, or a sum such as `contrastive + 0.5 * matching`.",
     )
     chunk: int = Field(4096, ge=1, description="Texts that `sigmoid` scores at once.")
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Share that `classification` gives to all classes.")

@@ -81,6 +81,10 @@ class ConvNet(nn.Module):
         """Features of each place [B, N, width] -> of the picture [B, width]."""
         return places.amax(dim=1)
 
+    def grid(self, places: Tensor) -> Tensor:
+        """Features of each place [B, N, width] -> laid out as the picture is, [B, width, H, H]."""
+        return _square(places)
+
     def _map(self, pixels: Tensor) -> Tensor:
         # Channels last: the convolutions of a CPU take 0.6 of the time, and a GPU's half-precision ones less too.
         placed = torch.cat([pixels, _places(pixels)], dim=1).contiguous(memory_format=torch.channels_last)
@@ -148,6 +152,10 @@ class _Torchvision(nn.Module):
         """Features of each place [B, N, width] -> of the picture [B, width]; of a ViT the class token's."""
         return places[:, 0] if isinstance(self.net, torchvision.models.VisionTransformer) else places.mean(dim=1)
 
+    def grid(self, places: Tensor) -> Tensor:
+        """Features of each place [B, N, width] -> laid out as the picture is, [B, width, H, H]; no class token."""
+        return _square(places[:, 1:] if isinstance(self.net, torchvision.models.VisionTransformer) else places)
+
     def train(self, mode: bool = True) -> _Torchvision:
         super().train(mode)
         if self.frozen:
@@ -155,6 +163,11 @@ class _Torchvision(nn.Module):
                 if isinstance(module, nn.BatchNorm2d):
                     module.eval()
         return self
+
+
+def _square(places: Tensor) -> Tensor:
+    """[B, H x H, width] -> [B, width, H, H]."""
+    return places.transpose(1, 2).unflatten(2, (math.isqrt(places.shape[1]), -1))
 
 
 def _vit(spec: ImageTower, image_side: int) -> _Torchvision:

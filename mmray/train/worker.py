@@ -23,9 +23,11 @@ from mmray.data.order import Plan, Start
 from mmray.data.reader import Block, RowReader
 from mmray.data.remote import Folder, folder_at
 from mmray.data.store import PreparedSet
+from mmray.data.words import encoder_of
 from mmray.errors import UsageError
 from mmray.evaluate.choose import evaluator_of
 from mmray.models.build import build
+from mmray.models.regions import LabelTexts
 from mmray.models.synthetic import synthetic_batch
 from mmray.report.run import EXAMPLES
 from mmray.train import checkpoint, loop, memory, optimizer, precision
@@ -87,6 +89,7 @@ def _work(
     found = None if start.checkpoint is None else folder_at(start.checkpoint)
     architecture = None if found is None else checkpoint.load_meta(found)["architecture"]
     model = build(config.model, config.model.vocab_size, architecture)
+    _tell_labels(model, job)
     model = shape(model, config.train, config.optimizer, device)
     objective = objectives.build(config.objective)
     chosen = precision.choose(config.train.precision, device)
@@ -139,6 +142,13 @@ def _work(
         if keeper is not None:
             keeper.close()  # the last checkpoint is there, or its error raised, before this rank says that it is done
     return vars(outcome) | {"metrics": {key.removeprefix("evaluate/"): v for key, v in outcome.metrics.items()}}
+
+
+def _tell_labels(model: nn.Module, job: Job) -> None:
+    """A model that reads the names of labels gets their tokens; one from a checkpoint has them."""
+    labels = getattr(model, "labels", None)
+    if isinstance(labels, LabelTexts) and not labels.known:
+        labels.read(encoder_of(job.tokenizer_json, job.config.model.inputs))
 
 
 def _settle_torch(config: Config) -> None:

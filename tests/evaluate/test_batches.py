@@ -15,7 +15,7 @@ from mmray.data.text import TextEncoder
 from mmray.evaluate.batches import EvalBatches
 from tests.made import CAPTIONS, make_set, row
 
-INPUTS = SimpleNamespace(image_side=8, fit="squash", interpolation="bilinear", max_tokens=16)
+INPUTS = SimpleNamespace(image_side=8, fit="squash", interpolation="bilinear", max_tokens=16, max_boxes=0)
 
 
 @pytest.fixture
