@@ -78,8 +78,11 @@ class TextTower(Section):
     """The text branch."""
 
     path: ClassVar[str] = "model.text"
-    name: Literal["bert"] = Field("bert", description="transformers' BERT.")
-    weights: str = Field("none", description="`none`, a directory saved by transformers, or a hub name.")
+    name: Literal["bert"] = Field("bert", description="transformers' BERT, or what of its like the weights are.")
+    weights: str = Field(
+        "none",
+        description="`none`, a directory saved by transformers, or a hub name: BERT, RoBERTa, DistilBERT and the like.",
+    )
     width: int = Field(128, ge=8, description="Width of a token (ignored with pretrained weights).")
     depth: int = Field(2, ge=1, description="Layers (ignored with pretrained weights).")
     heads: int = Field(4, ge=1, description="Attention heads (ignored with pretrained weights).")
