@@ -62,11 +62,15 @@ class ImageTower(Section):
     """The image branch."""
 
     path: ClassVar[str] = "model.image"
-    name: Literal["convnet", "vit", "resnet18", "resnet34", "resnet50", "resnet101"] = Field(
-        "resnet50", description="A small GroupNorm network, a ViT, or a torchvision ResNet."
+    name: Literal["convnet", "vit", "resnet18", "resnet34", "resnet50", "resnet101", "transformers"] = Field(
+        "resnet50",
+        description="A small GroupNorm network, a ViT, a torchvision ResNet, or the ViT, DINOv2 or ResNet of "
+        "transformers that `weights` holds.",
     )
     weights: str = Field(
-        "none", description="`none`, `pretrained` (torchvision's, through the hub), or a file of weights."
+        "none",
+        description="`none`, `pretrained` (torchvision's, through the hub), or a file of weights; with `transformers` "
+        "a directory it saved, or a hub name.",
     )
     width: int = Field(48, ge=8, description="Channels of the first stage (convnet), or of a token (vit).")
     depth: int = Field(4, ge=1, description="Stages (convnet) or blocks (vit).")

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from mmray.errors import UsageError
+from mmray.models import image_towers
 from mmray.models.dual_encoder import DualEncoder, Pixels, unit
-from mmray.models.image_towers import build_image_tower
 from mmray.models.regions import LabelTexts, RegionHead, region_logits
 from mmray.models.text_towers import BertTower, build_text_tower, drawn_shape, seen
 
@@ -39,7 +39,7 @@ class Fusion(DualEncoder):
 
     def __init__(self, spec: Section, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
         inputs, shape = spec.inputs, architecture["text"] if architecture else None
-        image = build_image_tower(spec.image, inputs.image_side, spec.batch_norm, fetch=architecture is None)
+        image = image_towers.build_image_tower(spec.image, inputs.image_side, spec.batch_norm, architecture)
         text = build_text_tower(spec.text, vocab_size, inputs.max_tokens, shape)
         pixels = Pixels(inputs.mean, inputs.std)
         super().__init__(FusionImage(pixels, image, spec.embed_dim), FusionText(text, spec.embed_dim), spec)
@@ -115,15 +115,16 @@ class Fusion(DualEncoder):
         return {"image": self.image, "text": self.text, "cross": self.cross}
 
     def architecture(self) -> dict[str, Any]:
-        """What the spec leaves open, as JSON values: the text encoder's own configuration, the tokens of labels."""
+        """What the spec leaves open, as JSON values: the encoders' own configurations, the tokens of labels."""
         labels = {} if self.labels is None else {"labels": self.labels.plain()}
-        return {"text": self.text.tower.shape()} | labels
+        return {"text": self.text.tower.shape()} | image_towers.shape_of(self.image.tower) | labels
 
     @staticmethod
     def drawn_architecture(spec: Section, vocab_size: int) -> dict[str, Any]:
         """The `architecture` of a model with drawn weights in the spec's own shape; a label is one token then."""
         labels = {"labels": [[number % vocab_size] for number in range(len(spec.region_labels))]}
-        return {"text": drawn_shape(spec.text, vocab_size, spec.inputs.max_tokens)} | (labels if spec.regions else {})
+        towers = {"text": drawn_shape(spec.text, vocab_size, spec.inputs.max_tokens)}
+        return towers | image_towers.drawn_shape(spec.image) | (labels if spec.regions else {})
 
 
 class FusionImage(nn.Module):

@@ -16,6 +16,7 @@ import torchvision
 from torch import Tensor, nn
 
 from mmray.errors import UsageError
+from mmray.models.their_image_towers import TheirTower, build_their_tower, saved_shape
 from mmray.models.weights import read_state
 
 if TYPE_CHECKING:
@@ -25,22 +26,36 @@ SETTING = "model.image.weights"
 GROUP_CHANNELS = 8  # channels of one GroupNorm group
 
 
-def build_image_tower(spec: ImageTower, image_side: int, batch_norm: str, fetch: bool = True) -> nn.Module:
-    """The image tower that `spec` names, with its weights; `fetch=False` leaves them for the caller to load.
+def build_image_tower(
+    spec: ImageTower, image_side: int, batch_norm: str, architecture: dict[str, Any] | None = None
+) -> nn.Module:
+    """The image tower that `spec` names, with its weights; where the model's `architecture` is given, without them.
 
     batch_norm: `local`, `frozen` or `synced` (model.batch_norm); of the towers here it concerns the ResNets only.
     Raises UsageError naming the setting.
     """
+    if spec.name == "transformers":
+        return build_their_tower(spec, image_side, batch_norm, architecture["image"] if architecture else None)
     if spec.name == "convnet":
         tower: nn.Module = ConvNet(spec.width, spec.depth, image_side)
     elif spec.name == "vit":
         tower = _vit(spec, image_side)
     else:
         tower = _resnet(spec, batch_norm)
-    if fetch and spec.weights != "none":
+    if architecture is None and spec.weights != "none":
         saved = _pretrained(spec.name) if spec.weights == "pretrained" else read_state(SETTING, spec.weights)
         _load(tower, saved, spec)
     return tower
+
+
+def shape_of(tower: nn.Module) -> dict[str, Any]:
+    """`image` in the model's `architecture`: what the spec leaves to saved weights of the tower; else nothing."""
+    return {"image": tower.shape()} if isinstance(tower, TheirTower) else {}
+
+
+def drawn_shape(spec: ImageTower) -> dict[str, Any]:
+    """The same, without the weights. Raises UsageError."""
+    return {"image": saved_shape(spec)} if spec.name == "transformers" else {}
 
 
 class ConvNet(nn.Module):

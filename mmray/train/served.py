@@ -85,7 +85,7 @@ def _apart(config: Config) -> list[str]:
     if model.kind not in TWO_BRANCHES:
         reasons.append(f"train.parallel branches needs two branches, not model.kind `{model.kind}`; take `ddp`")
     if (
-        getattr(getattr(model, "image", None), "name", "").startswith("resnet")
+        getattr(getattr(model, "image", None), "name", "").startswith(("resnet", "transformers"))
         and getattr(model, "batch_norm", "frozen") != "frozen"
     ):
         reasons.append(
