@@ -62,11 +62,15 @@ class ImageTower(Section):
     """The image branch."""
 
     path: ClassVar[str] = "model.image"
-    name: Literal["convnet", "vit", "resnet18", "resnet34", "resnet50", "resnet101"] = Field(
-        "resnet50", description="A small GroupNorm network, a ViT, or a torchvision ResNet."
+    name: Literal["convnet", "vit", "resnet18", "resnet34", "resnet50", "resnet101", "transformers"] = Field(
+        "resnet50",
+        description="A small GroupNorm network, a ViT, a torchvision ResNet, or the ViT, DINOv2 or ResNet of "
+        "transformers that `weights` holds.",
     )
     weights: str = Field(
-        "none", description="`none`, `pretrained` (torchvision's, through the hub), or a file of weights."
+        "none",
+        description="`none`, `pretrained` (torchvision's, through the hub), or a file of weights; with `transformers` "
+        "a directory it saved, or a hub name.",
     )
     width: int = Field(48, ge=8, description="Channels of the first stage (convnet), or of a token (vit).")
     depth: int = Field(4, ge=1, description="Stages (convnet) or blocks (vit).")
@@ -78,8 +82,11 @@ class TextTower(Section):
     """The text branch."""
 
     path: ClassVar[str] = "model.text"
-    name: Literal["bert"] = Field("bert", description="transformers' BERT.")
-    weights: str = Field("none", description="`none`, a directory saved by transformers, or a hub name.")
+    name: Literal["bert"] = Field("bert", description="transformers' BERT, or what of its like the weights are.")
+    weights: str = Field(
+        "none",
+        description="`none`, a directory saved by transformers, or a hub name: BERT, RoBERTa, DistilBERT and the like.",
+    )
     width: int = Field(128, ge=8, description="Width of a token (ignored with pretrained weights).")
     depth: int = Field(2, ge=1, description="Layers (ignored with pretrained weights).")
     heads: int = Field(4, ge=1, description="Attention heads (ignored with pretrained weights).")
@@ -120,6 +127,10 @@ class Fusion(Towers):
     cross: CrossAttention = CrossAttention()
     matching: bool = Field(True, description="A head that says whether image and text match (objective `matching`).")
     classes: int = Field(0, ge=0, description="Classes of the pair (objective `classification`); 0: no such head.")
+    regions: bool = Field(False, description="A head that names boxes by texts of labels (objective `region_text`).")
+    region_labels: tuple[str, ...] = Field(
+        (), description="Names of the box labels 0, 1, ...; empty: those that the training set knows (COCO's do)."
+    )
 
 
 class ClipImage(Section):
@@ -242,8 +253,8 @@ class Objective(Section):
     path: ClassVar[str] = "objective"
     kind: str = Field(
         "contrastive",
-        description="`contrastive`, `sigmoid`, `matching`, `classification`, `language_modelling`, your own "
-        "`package.module:Class`, or a sum such as `contrastive + 0.5 * matching`.",
+        description="`contrastive`, `sigmoid`, `matching`, `classification`, `region_text`, `language_modelling`, your "
+        "own `package.module:Class`, or a sum such as `contrastive + 0.5 * matching`.",
     )
     chunk: int = Field(4096, ge=1, description="Texts that `sigmoid` scores at once.")
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Share that `classification` gives to all classes.")

@@ -126,6 +126,7 @@ def make_manifest(
     findings: Findings,
     leakage: dict[str, Any],
     has_tokenizer: bool,
+    box_names: dict[str, str],
 ) -> Manifest:
     """The manifest of a finished set."""
     shards, splits = name_splits([shard for shard in shards if shard.num_live])
@@ -144,6 +145,7 @@ def make_manifest(
         shards=tuple(shards),
         num_same_text=findings.num_same_text,
         leakage=leakage,
+        box_names=box_names,
     )
 
 

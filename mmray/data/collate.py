@@ -37,7 +37,7 @@ def _batch(step: dict[str, np.ndarray], first: int, last: int) -> Batch:
     num_tokens = torch.from_numpy(rows["num_tokens"].astype(np.int64))
     return (
         learned_of(rows, longest)
-        | _boxes(rows)
+        | boxes_of(rows)
         | {
             "image": torch.from_numpy(rows["image"]),
             "input_ids": torch.from_numpy(rows["input_ids"][:, :longest].astype(np.int64)),
@@ -58,7 +58,7 @@ def learned_of(rows: dict[str, np.ndarray], longest: int) -> Batch:
     return {"labels": torch.from_numpy(labels), "image_at": torch.from_numpy(rows["image_at"].astype(np.int64))}
 
 
-def _boxes(rows: dict[str, np.ndarray]) -> Batch:
+def boxes_of(rows: dict[str, np.ndarray]) -> Batch:
     """boxes float32 [B, N, 4], box_labels int64 [B, N], box_mask bool [B, N] of real ones.
 
     N is the most that a row of these has. Without columns of boxes none of them.

@@ -61,6 +61,7 @@ class Manifest:
     schema_version: int = SCHEMA_VERSION
     num_same_text: int = 0  # rows whose captions an earlier row has too; they are kept
     leakage: dict[str, Any] = field(default_factory=dict)  # what was found in other sets and across splits, if asked
+    box_names: dict[str, str] = field(default_factory=dict)  # names of box labels, where the source says them
 
     def to_json(self) -> bytes:
         values = asdict(self) | {"format": "mmray prepared set"}

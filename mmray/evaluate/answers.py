@@ -23,7 +23,7 @@ def answer_scores(model: Any, batches: EvalBatches, group: Group, most: int) -> 
     found = []
     for row in batches.rows.tolist():
         try:
-            pixels, conversations, _ = batches.read(row)
+            pixels, _, conversations, _ = batches.read(row)
         except (OSError, ValueError):
             continue  # counted and named where the loss is measured
         question, right = batches.encoder.question_of(conversations)

@@ -17,15 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmray.data.collate import learned_of
-from mmray.data.image import MAX_PIXELS, read_pixels
-from mmray.data.reader import UNLABELLED
-from mmray.data.store import PreparedSet
+from mmray.data import boxes
+from mmray.data.collate import boxes_of, learned_of
+from mmray.data.image import MAX_PIXELS, decode, read_pixels, to_pixels
+from mmray.data.reader import UNLABELLED, Block
+from mmray.data.store import PreparedSet, Row
 
 if TYPE_CHECKING:
     from mmray.config import Inputs
 
 Batch = dict[str, Tensor]
+Read = tuple[np.ndarray, Block, list[Any], int]
 
 
 @dataclass
@@ -34,7 +36,8 @@ class EvalBatches:
 
     A batch: image uint8 [B, 3, S, S]; row, label int64 [B] (-1: no label); input_ids, attention_mask int64 [C, T], all
     captions of these rows; owner int64 [C], the row of each caption; for a model that writes also labels and image_at
-    (data/collate.py). Rows that cannot be read are left out and named in `faults`.
+    (data/collate.py); with `inputs.max_boxes` columns of boxes, as there. Rows that cannot be read are left
+    out and named in `faults`.
     """
 
     prepared: PreparedSet
@@ -68,26 +71,37 @@ class EvalBatches:
                 if (batch := self._collate(parts[index], reading)) is not None:
                     yield batch
 
-    def read(self, row: int) -> tuple[np.ndarray, list[Any], int]:
-        """Pixels, words and label of one row. Raises OSError or ValueError (BadImage is one)."""
+    def read(self, row: int) -> Read:
+        """Pixels, columns of boxes, words and label of one row. Raises OSError or ValueError (BadImage is one)."""
         record = self.prepared.read(np.array([row]))[0]
         if not record.is_intact:
             raise ValueError(f"{record.key} ({record.source}): its images are not those that were prepared")
-        side, fit, interpolation = self.inputs.image_side, self.inputs.fit, self.inputs.interpolation
-        pixels = read_pixels(record.images[0], side, fit, interpolation, self.max_pixels)
-        return pixels, self.encoder.words_of(record), UNLABELLED if record.label is None else record.label
+        label = UNLABELLED if record.label is None else record.label
+        return *self._seen(record), self.encoder.words_of(record), label
 
-    def _collate(self, rows: np.ndarray, reading: list[Future[tuple[np.ndarray, list[Any], int]]]) -> Batch | None:
+    def _seen(self, record: Row) -> tuple[np.ndarray, Block]:
+        """Pixels of a row, and its boxes on them where they are asked for."""
+        inputs, data = self.inputs, record.images[0]
+        square = (inputs.image_side, inputs.fit, inputs.interpolation)
+        if not (inputs.max_boxes and record.boxes):
+            return read_pixels(data, *square, self.max_pixels), boxes.columns(1, inputs.max_boxes)
+        image = decode(data, self.max_pixels)  # for its size
+        found, labels, count = boxes.seen(record.boxes, record.box_labels or [], image.size, inputs)
+        columns = {"boxes": found[None], "box_labels": labels[None], "num_boxes": np.array([count], np.int32)}
+        return to_pixels(image, *square), columns
+
+    def _collate(self, rows: np.ndarray, reading: list[Future[Read]]) -> Batch | None:
         """The batch of what could be read; None when nothing could."""
-        good, pixels, labels, texts, owner = [], [], [], [], []
+        good, pixels, boxed, labels, texts, owner = [], [], [], [], [], []
         for row, future in zip(rows.tolist(), reading, strict=True):
             try:
-                image, captions, label = future.result()
+                image, found, captions, label = future.result()
             except (OSError, ValueError) as error:
                 self.faults.append(f"row {row}: {error}")
                 continue
             good.append(row)
             pixels.append(image)
+            boxed.append(found)
             labels.append(label)
             texts.extend(captions)
             owner.extend([row] * len(captions))
@@ -95,11 +109,16 @@ class EvalBatches:
             return None
         columns = self.encoder.columns(texts)
         ids, num_tokens = columns["input_ids"], columns["num_tokens"]
-        return learned_of(columns, ids.shape[1]) | {
-            "image": torch.from_numpy(np.stack(pixels)),
-            "row": torch.tensor(good),
-            "label": torch.tensor(labels),
-            "input_ids": torch.from_numpy(ids.astype(np.int64)),
-            "attention_mask": (torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]).long(),
-            "owner": torch.tensor(owner),
-        }
+        regions = boxes_of({name: np.concatenate([found[name] for found in boxed]) for name in boxed[0]})
+        return (
+            learned_of(columns, ids.shape[1])
+            | regions
+            | {
+                "image": torch.from_numpy(np.stack(pixels)),
+                "row": torch.tensor(good),
+                "label": torch.tensor(labels),
+                "input_ids": torch.from_numpy(ids.astype(np.int64)),
+                "attention_mask": (torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]).long(),
+                "owner": torch.tensor(owner),
+            }
+        )

@@ -39,12 +39,15 @@ def right_at(scores: Tensor, label: Tensor) -> Tensor:
     return torch.stack([*((better < k).sum() for k in TOP), labelled.sum()])
 
 
-def accuracies(right: Tensor, name: str, num_classes: int) -> dict[str, float]:
-    """`NAME/top_1`, `NAME/top_5` (with more than 5 classes) and `NAME/rows` from the sums of `right_at`."""
+def accuracies(right: Tensor, name: str, num_classes: int, judged: str = "rows") -> dict[str, float]:
+    """`NAME/top_1`, `NAME/top_5` (with more than 5 classes) and `NAME/rows` from the sums of `right_at`.
+
+    judged: what stands for `rows` where something else is.
+    """
     rows = int(right[-1])
     found = {
         f"{name}/top_{k}": int(right[place]) / rows
         for place, k in enumerate(TOP)
         if rows and (k == 1 or k < num_classes)
     }
-    return found | {f"{name}/rows": float(rows)}
+    return found | {f"{name}/{judged}": float(rows)}

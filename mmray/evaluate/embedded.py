@@ -17,4 +17,5 @@ class Embedded:
     text: Tensor  # float32 [C, D]
     label: Tensor  # int64 [N], -1 where there is none
     right: Tensor  # int64 [3]: the classification head's rights among the top 1, the top 5, and the labelled rows
+    regions: Tensor  # int64 [3]: the same of the boxes that the region head names
     shared: dict[str, Tensor]  # outputs of the model that belong to no row, such as the temperature

@@ -1,10 +1,10 @@
 """The evaluator: a model and held-out rows in, scores out, the same on every rank.
 
 Recall@k, median rank and validation loss always; zero-shot accuracy where the classes are named (evaluate.classes); the
-accuracy of a classification head where the model has one. Each rank embeds its part of the rows (batches.py), the
-embeddings meet, and each rank then scores its part of the queries against everyone (retrieval.py, classes.py). All
-figures are those of one process, whatever the number of ranks. Whoever asks is given hits and misses with their
-pictures as well (examples.py), from the same ranks.
+accuracy of a classification head, and of one that names boxes, where the model has it. Each rank embeds its part of the
+rows (batches.py), the embeddings meet, and each rank then scores its part of the queries against everyone
+(retrieval.py, classes.py). All figures are those of one process, whatever the number of ranks. Whoever asks is given
+hits and misses with their pictures as well (examples.py), from the same ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmray.data.image import MAX_PIXELS
+from mmray.data.reader import UNLABELLED
 from mmray.data.store import PreparedSet
 from mmray.data.text import TextEncoder
 from mmray.errors import DataError
@@ -25,6 +26,7 @@ from mmray.evaluate.classes import TOP, accuracies, ensemble, prompted, right_at
 from mmray.evaluate.embedded import Embedded
 from mmray.evaluate.examples import examples_of
 from mmray.evaluate.retrieval import exact, ranks, retrieval_metrics
+from mmray.models.regions import LabelTexts
 from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.protocol import Objective, sorts
 
@@ -97,6 +99,8 @@ class Evaluator:
             metrics |= self._zero_shot(model, embedded, group)
         if (head := class_head(model)) is not None:
             metrics |= accuracies(embedded.right, "classification", head.out_features)
+        if (labels := region_labels(model)) is not None:
+            metrics |= accuracies(embedded.regions, "regions", int(labels.named.sum()), "boxes")
         return metrics | {"bad_rows": float(bad_rows)}
 
     @torch.no_grad()
@@ -157,7 +161,8 @@ def embed(model: nn.Module, batches: EvalBatches, group: Group, objective: Objec
         outputs = model(synthetic_batch(batches.inputs, 1, 1, group.device))
         none = {"row": torch.zeros(0, dtype=torch.int64), "image": outputs["image_embed"][:0].float().cpu()}
         right = torch.zeros(0, len(TOP) + 1, dtype=torch.int64)
-        parts = [none | {"label": none["row"], "owner": none["row"], "text": none["image"], "right": right}]
+        none |= {"label": none["row"], "owner": none["row"], "text": none["image"]}
+        parts = [none | {"right": right, "regions": right}]
         parts += [_embed_batch(model, batch, batches.batch, group.device) for batch in batches]
     mine = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     everyone = {name: _gather(mine[name], group, chunk) for name in mine}
@@ -169,6 +174,7 @@ def embed(model: nn.Module, batches: EvalBatches, group: Group, objective: Objec
         text=everyone["text"][by_owner],
         label=everyone["label"][by_row],
         right=everyone["right"].sum(dim=0),
+        regions=everyone["regions"].sum(dim=0),
         shared={name: outputs[name].detach() for name in objective.shared},
     )
 
@@ -178,7 +184,8 @@ def _embed_batch(model: Any, batch: Batch, text_rows: int, device: torch.device)
     text = _embed_texts(model, batch["input_ids"], batch["attention_mask"], text_rows, device)
     image = model.embed_image(batch["image"].to(device)).float().cpu()
     embedded = {"row": batch["row"], "image": image, "owner": batch["owner"], "text": text}
-    return embedded | {"label": batch["label"], "right": _classified(model, batch, device)}
+    judged = {"right": _classified(model, batch, device), "regions": _named(model, batch, device)}
+    return embedded | judged | {"label": batch["label"]}
 
 
 def _embed_texts(model: Any, input_ids: Tensor, attention_mask: Tensor, rows: int, device: torch.device) -> Tensor:
@@ -202,6 +209,21 @@ def _classified(model: Any, batch: Batch, device: torch.device) -> Tensor:
     ids, mask = batch["input_ids"][first].to(device), batch["attention_mask"][first].to(device)
     logits = head(model.embed_pair(batch["image"].to(device), ids, mask))
     return right_at(logits.float().cpu(), batch["label"])[None]
+
+
+def region_labels(model: Any) -> LabelTexts | None:
+    """The texts that the model names boxes by, if it does."""
+    labels = getattr(model, "labels", None)
+    return labels if isinstance(labels, LabelTexts) else None
+
+
+def _named(model: Any, batch: Batch, device: torch.device) -> Tensor:
+    """What the model names rightly of the labelled boxes: a row of `right_at`, int64 [1, 3]."""
+    if region_labels(model) is None or "boxes" not in batch:
+        return torch.zeros(1, len(TOP) + 1, dtype=torch.int64)
+    logits = model.name_regions(batch["image"].to(device), batch["boxes"].to(device)).float().cpu()
+    label = torch.where(batch["box_mask"], batch["box_labels"], UNLABELLED)
+    return right_at(logits.flatten(0, 1), label.flatten())[None]
 
 
 @contextmanager

@@ -35,7 +35,8 @@ from mmray.models import their_form
 from mmray.models.answers import Answerer
 from mmray.models.build import build
 from mmray.models.card import model_card, preprocessor_config
-from mmray.models.pictures import Picture, stacked
+from mmray.models.pictures import Picture, boxed, stacked
+from mmray.models.regions import region_logits
 from mmray.models.weights import load_weights, save_weights
 
 if TYPE_CHECKING:
@@ -138,6 +139,27 @@ class Embedder:
     def classify(self, images: Sequence[Picture], texts: Sequence[str], batch: int = 64) -> Tensor:
         """Probability float32 [N, C] of each class for each pair of image and text; raises as `match` does."""
         return self._pairs("class_head", images, texts, batch).softmax(dim=1)
+
+    @torch.no_grad()
+    def name_boxes(
+        self, image: Picture, boxes: Sequence[Sequence[float]], texts: Sequence[str] | None = None
+    ) -> Tensor:
+        """Probability float32 [N, C] that each box of an image shows what each text says (model.kind fusion).
+
+        boxes: (left, top, width, height) in pixels. texts: any; none: the labels of the training set, in their order.
+        Raises UsageError where the model has no head for it, and DataError naming what cannot be used.
+        """
+        if getattr(self.model, "region_head", None) is None:
+            raise UsageError("this model has no region_head: it was not trained to name boxes")
+        pixels, placed = (part.to(self.device) for part in boxed(image, boxes, self.inputs))
+        if texts is None:
+            logits = self.model.name_regions(pixels, placed)
+        else:
+            regions = self.model.embed_regions(pixels, placed)
+            words = self.embed_texts(texts).to(self.device)
+            logits = region_logits(regions, words, self.model.shared_outputs()["logit_scale"])
+        probability: Tensor = logits[0].softmax(dim=1).float().cpu()
+        return probability
 
     def _pairs(self, head: str, images: Sequence[Picture], texts: Sequence[str], batch: int) -> Tensor:
         read = getattr(self.model, head, None)

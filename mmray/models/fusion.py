@@ -2,7 +2,8 @@
 
 Two towers as in two_tower.py give an embedding each, for retrieval and for the choice of hard negatives; then several
 layers let each word attend to the other words and to the image's feature map. What comes out says whether the two
-match, and of which class the pair is. Rows never see each other: attention is within a row, padding is masked.
+match, and of which class the pair is. Where rows have boxes, each is set beside the texts of all labels (regions.py).
+Rows never see each other: attention is within a row, padding is masked.
 Source: the multimodal encoder of ALBEF (Li et al. 2021, arXiv:2107.07651, section 3.1), with pre-norm layers.
 """
 
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from mmray.errors import UsageError
+from mmray.models import image_towers
 from mmray.models.dual_encoder import DualEncoder, Pixels, unit
-from mmray.models.image_towers import build_image_tower
+from mmray.models.regions import LabelTexts, RegionHead, region_logits
 from mmray.models.text_towers import BertTower, build_text_tower, drawn_shape, seen
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ class Fusion(DualEncoder):
 
     def __init__(self, spec: Section, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
         inputs, shape = spec.inputs, architecture["text"] if architecture else None
-        image = build_image_tower(spec.image, inputs.image_side, spec.batch_norm, fetch=architecture is None)
+        image = image_towers.build_image_tower(spec.image, inputs.image_side, spec.batch_norm, architecture)
         text = build_text_tower(spec.text, vocab_size, inputs.max_tokens, shape)
         pixels = Pixels(inputs.mean, inputs.std)
         super().__init__(FusionImage(pixels, image, spec.embed_dim), FusionText(text, spec.embed_dim), spec)
@@ -45,12 +47,16 @@ class Fusion(DualEncoder):
         self.cross = Cross(spec.cross, cast("int", image.width), num_places, text.width)
         self.match_head = nn.Linear(spec.cross.width, 1) if spec.matching else None
         self.class_head = nn.Linear(spec.cross.width, spec.classes) if spec.classes else None
+        regions = getattr(spec, "regions", False)  # an export of an earlier version says nothing of them
+        self.region_head = RegionHead(cast("int", image.width), spec.embed_dim) if regions else None
+        self.labels = LabelTexts(spec.region_labels, (architecture or {}).get("labels")) if regions else None
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """A batch -> `image_embed`, `text_embed` [B, D] of length 1, `logit_scale`, a scalar; and by the heads:
 
         `class_logits` [B, C]; where the batch brings `negative_ids`, `negative_mask` [B, T] also `match` and
-        `match_negative` [B], the logits of each image with its own caption and with that one.
+        `match_negative` [B], the logits of each image with its own caption and with that one; where it brings `boxes`
+        [B, N, 4] also `region_logits` [B, N, C], of each box with the text of each label.
         """
         places, image_embed = self.image(batch["image"])
         words, text_embed = self.text(batch["input_ids"], batch["attention_mask"])
@@ -65,6 +71,8 @@ class Fusion(DualEncoder):
             negative = self.cross(places, other, batch["negative_mask"])
             outputs["match"] = self.match_head(pair).squeeze(1)
             outputs["match_negative"] = self.match_head(negative).squeeze(1)
+        if self.labels is not None and "boxes" in batch:
+            outputs["region_logits"] = self._named(self._regions(places, batch["boxes"]))
         return outputs
 
     def embed_image(self, image: Tensor) -> Tensor:
@@ -83,18 +91,40 @@ class Fusion(DualEncoder):
         pair: Tensor = self.cross(self.image(image)[0], words, attention_mask)
         return pair
 
+    def embed_regions(self, image: Tensor, boxes: Tensor) -> Tensor:
+        """Pixels and boxes [B, N, 4] in fractions of the square -> embeddings [B, N, D] of length 1."""
+        return self._regions(self.image(image)[0], boxes)
+
+    def name_regions(self, image: Tensor, boxes: Tensor) -> Tensor:
+        """Pixels and boxes [B, N, 4] in fractions of the square -> logits [B, N, C] of the labels."""
+        return self._named(self.embed_regions(image, boxes))
+
+    def _regions(self, places: Tensor, boxes: Tensor) -> Tensor:
+        assert self.region_head is not None
+        regions: Tensor = self.region_head(self.image.tower.grid(places), boxes)
+        return regions
+
+    def _named(self, regions: Tensor) -> Tensor:
+        """Embeddings [B, N, D] -> logits [B, N, C] of the labels, whose texts the text branch reads."""
+        assert self.labels is not None
+        texts = self.text(*self.labels.tokens())[1]
+        return region_logits(regions, texts, self.log_scale.exp(), self.labels.named)
+
     def branches(self) -> dict[str, nn.Module]:
         """The two towers, and the layers that need both."""
         return {"image": self.image, "text": self.text, "cross": self.cross}
 
     def architecture(self) -> dict[str, Any]:
-        """What the spec leaves to pretrained weights, as JSON values: the text encoder's own configuration."""
-        return {"text": self.text.tower.shape()}
+        """What the spec leaves open, as JSON values: the encoders' own configurations, the tokens of labels."""
+        labels = {} if self.labels is None else {"labels": self.labels.plain()}
+        return {"text": self.text.tower.shape()} | image_towers.shape_of(self.image.tower) | labels
 
     @staticmethod
     def drawn_architecture(spec: Section, vocab_size: int) -> dict[str, Any]:
-        """The `architecture` of a model with drawn weights in the spec's own shape."""
-        return {"text": drawn_shape(spec.text, vocab_size, spec.inputs.max_tokens)}
+        """The `architecture` of a model with drawn weights in the spec's own shape; a label is one token then."""
+        labels = {"labels": [[number % vocab_size] for number in range(len(spec.region_labels))]}
+        towers = {"text": drawn_shape(spec.text, vocab_size, spec.inputs.max_tokens)}
+        return towers | image_towers.drawn_shape(spec.image) | (labels if spec.regions else {})
 
 
 class FusionImage(nn.Module):

@@ -16,6 +16,7 @@ import torchvision
 from torch import Tensor, nn
 
 from mmray.errors import UsageError
+from mmray.models.their_image_towers import TheirTower, build_their_tower, saved_shape
 from mmray.models.weights import read_state
 
 if TYPE_CHECKING:
@@ -25,22 +26,36 @@ SETTING = "model.image.weights"
 GROUP_CHANNELS = 8  # channels of one GroupNorm group
 
 
-def build_image_tower(spec: ImageTower, image_side: int, batch_norm: str, fetch: bool = True) -> nn.Module:
-    """The image tower that `spec` names, with its weights; `fetch=False` leaves them for the caller to load.
+def build_image_tower(
+    spec: ImageTower, image_side: int, batch_norm: str, architecture: dict[str, Any] | None = None
+) -> nn.Module:
+    """The image tower that `spec` names, with its weights; where the model's `architecture` is given, without them.
 
     batch_norm: `local`, `frozen` or `synced` (model.batch_norm); of the towers here it concerns the ResNets only.
     Raises UsageError naming the setting.
     """
+    if spec.name == "transformers":
+        return build_their_tower(spec, image_side, batch_norm, architecture["image"] if architecture else None)
     if spec.name == "convnet":
         tower: nn.Module = ConvNet(spec.width, spec.depth, image_side)
     elif spec.name == "vit":
         tower = _vit(spec, image_side)
     else:
         tower = _resnet(spec, batch_norm)
-    if fetch and spec.weights != "none":
+    if architecture is None and spec.weights != "none":
         saved = _pretrained(spec.name) if spec.weights == "pretrained" else read_state(SETTING, spec.weights)
         _load(tower, saved, spec)
     return tower
+
+
+def shape_of(tower: nn.Module) -> dict[str, Any]:
+    """`image` in the model's `architecture`: what the spec leaves to saved weights of the tower; else nothing."""
+    return {"image": tower.shape()} if isinstance(tower, TheirTower) else {}
+
+
+def drawn_shape(spec: ImageTower) -> dict[str, Any]:
+    """The same, without the weights. Raises UsageError."""
+    return {"image": saved_shape(spec)} if spec.name == "transformers" else {}
 
 
 class ConvNet(nn.Module):
@@ -80,6 +95,10 @@ class ConvNet(nn.Module):
     def pool(self, places: Tensor) -> Tensor:
         """Features of each place [B, N, width] -> of the picture [B, width]."""
         return places.amax(dim=1)
+
+    def grid(self, places: Tensor) -> Tensor:
+        """Features of each place [B, N, width] -> laid out as the picture is, [B, width, H, H]."""
+        return _square(places)
 
     def _map(self, pixels: Tensor) -> Tensor:
         # Channels last: the convolutions of a CPU take 0.6 of the time, and a GPU's half-precision ones less too.
@@ -148,6 +167,10 @@ class _Torchvision(nn.Module):
         """Features of each place [B, N, width] -> of the picture [B, width]; of a ViT the class token's."""
         return places[:, 0] if isinstance(self.net, torchvision.models.VisionTransformer) else places.mean(dim=1)
 
+    def grid(self, places: Tensor) -> Tensor:
+        """Features of each place [B, N, width] -> laid out as the picture is, [B, width, H, H]; no class token."""
+        return _square(places[:, 1:] if isinstance(self.net, torchvision.models.VisionTransformer) else places)
+
     def train(self, mode: bool = True) -> _Torchvision:
         super().train(mode)
         if self.frozen:
@@ -155,6 +178,11 @@ class _Torchvision(nn.Module):
                 if isinstance(module, nn.BatchNorm2d):
                     module.eval()
         return self
+
+
+def _square(places: Tensor) -> Tensor:
+    """[B, H x H, width] -> [B, width, H, H]."""
+    return places.transpose(1, 2).unflatten(2, (math.isqrt(places.shape[1]), -1))
 
 
 def _vit(spec: ImageTower, image_side: int) -> _Torchvision:

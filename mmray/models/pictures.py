@@ -12,6 +12,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from mmray.data.boxes import on_square, visible
 from mmray.data.image import MAX_PIXELS, decode, to_pixels
 from mmray.errors import DataError
 
@@ -29,6 +30,26 @@ def stacked(images: Sequence[Picture], inputs: Inputs, first: int = 0) -> Tensor
     """
     pixels = [_pixels(number, image, inputs) for number, image in enumerate(images, first)]
     return torch.from_numpy(np.stack(pixels))
+
+
+def boxed(image: Picture, boxes: Sequence[Sequence[float]], inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Pixels uint8 [1, 3, S, S] of a picture, and its boxes float32 [1, N, 4] in fractions of that square.
+
+    boxes: (left, top, width, height) in pixels of the upright picture, as COCO has them. Raises DataError for a picture
+    that cannot be read, and for a box of which the model sees too little.
+    """
+    pixels = stacked([image], inputs)
+    width, height = _picture(image).size
+    corners = [[x / width, y / height, (x + w) / width, (y + h) / height] for x, y, w, h in boxes]
+    fractions = np.array(corners, np.float64).reshape(-1, 4)
+    placed, shows = visible(on_square(fractions, (width, height), inputs, None, None))
+    if not shows.all():
+        first = int(np.flatnonzero(~shows)[0])
+        raise DataError(
+            f"box {first} {tuple(boxes[first])} lies outside of what the model sees of an image of {width} x {height} "
+            f"pixels (model.inputs.fit {inputs.fit})"
+        )
+    return pixels, torch.from_numpy(placed.astype(np.float32))[None]
 
 
 def _pixels(number: int, image: Picture, inputs: Inputs) -> np.ndarray:

@@ -15,12 +15,26 @@ from mmray.errors import UsageError
 from mmray.models.pretrained import fetch
 
 if TYPE_CHECKING:
-    from transformers import BertConfig, BertModel
+    from transformers import BertConfig, PreTrainedConfig, PreTrainedModel
 
     from mmray.config import TextTower
 
 SETTING = "model.text.weights"
 FEED_FORWARD = 4  # width of the feed-forward layer over the width of a token, as in BERT
+_BERTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+# Encoders of the same seam (ids and a mask in, features of each token out), by model_type: their names for dropout.
+FAMILIES = {
+    "bert": _BERTS,
+    "roberta": _BERTS,
+    "xlm-roberta": _BERTS,
+    "camembert": _BERTS,
+    "ernie": _BERTS,
+    "albert": _BERTS,
+    "electra": _BERTS,
+    "distilbert": ("dropout", "attention_dropout"),
+}
+UNPOOLED = ("electra", "distilbert")  # have no pooling layer to leave out
+OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert")  # count positions from behind the id of padding
 
 
 def build_text_tower(
@@ -28,13 +42,13 @@ def build_text_tower(
 ) -> BertTower:
     """The text tower that `spec` names, with its weights.
 
-    vocab_size: tokens the tokenizer has. shape: a BertConfig as `BertTower.shape()` gave it; the tower is built to it
-    without looking for weights, which the caller then loads. Raises UsageError naming the setting.
+    vocab_size: tokens the tokenizer has. shape: a configuration as `BertTower.shape()` gave it; the tower is built to
+    it without looking for weights, which the caller then loads. Raises UsageError naming the setting.
     """
-    from transformers import BertConfig
+    from transformers import AutoConfig
 
     if shape is not None:
-        bert = _from_config(BertConfig.from_dict(shape))
+        bert = _from_config(AutoConfig.for_model(**{"model_type": "bert", **shape}))
     elif spec.weights == "none":
         bert = _from_config(_config(spec, vocab_size, max_tokens))
     else:
@@ -44,12 +58,12 @@ def build_text_tower(
 
 
 class BertTower(nn.Module):
-    """transformers' BERT (Devlin et al. 2019) with the mean over a caption's tokens as its features."""
+    """transformers' BERT (Devlin et al. 2019), or its like, with the mean over a caption's tokens as its features."""
 
-    def __init__(self, bert: BertModel) -> None:
+    def __init__(self, bert: PreTrainedModel) -> None:
         super().__init__()
-        self.bert = bert
-        self.width: int = bert.config.hidden_size
+        self.bert: Any = bert  # of whatever family: the name is in checkpoints
+        self.width: int = self.bert.config.hidden_size
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Ids and mask [B, T] (1 is a token, right padded) -> features [B, width]; a row without tokens is finite."""
@@ -68,7 +82,7 @@ class BertTower(nn.Module):
         return (words * weight).sum(1) / weight.sum(1)
 
     def shape(self) -> dict[str, Any]:
-        """The BertConfig as plain values, from which `build_text_tower` makes the same tower."""
+        """The configuration as plain values, from which `build_text_tower` makes the same tower."""
         values: dict[str, Any] = self.bert.config.to_dict()
         return values
 
@@ -105,48 +119,60 @@ def _config(spec: TextTower, vocab_size: int, max_tokens: int) -> BertConfig:
     )
 
 
-def _from_config(config: BertConfig) -> BertModel:
-    from transformers import BertModel
+def _from_config(config: Any) -> PreTrainedModel:
+    from transformers import MODEL_MAPPING
 
     config._attn_implementation = "sdpa"
-    return BertModel(config, add_pooling_layer=False)
-
-
-def _from_pretrained(spec: TextTower) -> BertModel:
-    """BERT from a directory, the hub's cache or the hub; one that is not whole, or not BERT, is a UsageError."""
-    from transformers import BertConfig, BertModel
-
-    found = fetch(SETTING, spec.weights, BertConfig.get_config_dict)[0].get("model_type")
-    if found != "bert":
-        raise UsageError(f"model.text.weights: {spec.weights} holds a model of type {found!r}, not `bert`")
-    model, report = fetch(
-        SETTING,
-        spec.weights,
-        BertModel.from_pretrained,
-        add_pooling_layer=False,
-        attn_implementation="sdpa",
-        dtype=torch.float32,
-        hidden_dropout_prob=spec.dropout,
-        attention_probs_dropout_prob=spec.dropout,
-        output_loading_info=True,
-    )
-    if report["missing_keys"]:
-        first = sorted(report["missing_keys"])[0]
-        raise UsageError(
-            f"model.text.weights: {spec.weights} lacks {len(report['missing_keys'])} weights of its BERT, first {first}"
-        )
+    classes: Any = MODEL_MAPPING
+    model: PreTrainedModel = classes[type(config)](config, **_unpooled(config.model_type))
     return model
 
 
-def _check_fits(config: BertConfig, vocab_size: int, max_tokens: int, spec: TextTower) -> None:
+def _unpooled(family: str) -> dict[str, bool]:
+    return {} if family in UNPOOLED else {"add_pooling_layer": False}
+
+
+def _from_pretrained(spec: TextTower) -> PreTrainedModel:
+    """An encoder from a directory, the hub's cache or the hub; one not whole, or not like BERT, is a UsageError."""
+    from transformers import AutoModel, BertConfig
+
+    found = fetch(SETTING, spec.weights, BertConfig.get_config_dict)[0].get("model_type")
+    if found not in FAMILIES:
+        raise UsageError(
+            f"model.text.weights: {spec.weights} holds a model of type {found!r}; a text tower is one of "
+            f"{', '.join(FAMILIES)}"
+        )
+    model, report = fetch(
+        SETTING,
+        spec.weights,
+        AutoModel.from_pretrained,
+        attn_implementation="sdpa",
+        dtype=torch.float32,
+        output_loading_info=True,
+        **_unpooled(found),
+        **dict.fromkeys(FAMILIES[found], spec.dropout),
+    )
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise UsageError(
+            f"model.text.weights: {spec.weights} lacks {len(missing)} weights of its {found}, first {missing[0]}"
+        )
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _check_fits(config: PreTrainedConfig, vocab_size: int, max_tokens: int, spec: TextTower) -> None:
     """Every id and every position of the data has its row in the embeddings."""
     if config.vocab_size < vocab_size:
         raise UsageError(
             f"model.text.weights: {spec.weights}: {config.vocab_size} rows of embedding are too few for a tokenizer of "
             f"{vocab_size} tokens; take the tokenizer of the weights (model.inputs.tokenizer)"
         )
-    if config.max_position_embeddings < max_tokens:
+    positions = config.max_position_embeddings
+    if config.model_type in OFFSET_POSITIONS:
+        positions -= config.pad_token_id + 1
+    if positions < max_tokens:
         raise UsageError(
-            f"model.inputs.max_tokens: {max_tokens} is more than the {config.max_position_embeddings} positions of "
+            f"model.inputs.max_tokens: {max_tokens} is more than the {positions} positions of "
             f"{spec.weights}; take at most that many"
         )

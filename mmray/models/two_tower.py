@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
+from mmray.models import image_towers
 from mmray.models.dual_encoder import DualEncoder, Pixels, unit
-from mmray.models.image_towers import build_image_tower
 from mmray.models.text_towers import BertTower, build_text_tower, drawn_shape
 
 if TYPE_CHECKING:
@@ -21,24 +21,26 @@ class TwoTower(DualEncoder):
     model gave; no pretrained weights are looked for then, the caller loads them. Raises UsageError.
     """
 
+    image: ImageBranch
     text: TextBranch
 
     def __init__(self, spec: Section, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
         inputs, shape = spec.inputs, architecture["text"] if architecture else None
-        image = build_image_tower(spec.image, inputs.image_side, spec.batch_norm, fetch=architecture is None)
+        image = image_towers.build_image_tower(spec.image, inputs.image_side, spec.batch_norm, architecture)
         text = build_text_tower(spec.text, vocab_size, inputs.max_tokens, shape)
         super().__init__(
             ImageBranch(image, spec.embed_dim, inputs.mean, inputs.std), TextBranch(text, spec.embed_dim), spec
         )
 
     def architecture(self) -> dict[str, Any]:
-        """What the spec leaves to pretrained weights, as JSON values: the text encoder's own configuration."""
-        return {"text": self.text.tower.shape()}
+        """What the spec leaves to pretrained weights, as JSON values: the encoders' own configurations."""
+        return {"text": self.text.tower.shape()} | image_towers.shape_of(self.image.tower)
 
     @staticmethod
     def drawn_architecture(spec: Section, vocab_size: int) -> dict[str, Any]:
         """The `architecture` of a model with drawn weights in the spec's own shape."""
-        return {"text": drawn_shape(spec.text, vocab_size, spec.inputs.max_tokens)}
+        text = drawn_shape(spec.text, vocab_size, spec.inputs.max_tokens)
+        return {"text": text} | image_towers.drawn_shape(spec.image)
 
 
 class ImageBranch(nn.Module):

@@ -14,6 +14,7 @@ from mmray.objectives.contrastive import Contrastive
 from mmray.objectives.language_modelling import LanguageModelling
 from mmray.objectives.matching import Matching
 from mmray.objectives.protocol import Objective
+from mmray.objectives.region_text import RegionText
 from mmray.objectives.sigmoid import Sigmoid
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ BUILT_IN: dict[str, Callable[[Any], Objective]] = {
     "sigmoid": lambda section: Sigmoid(section.chunk),
     "matching": lambda _: Matching(),
     "classification": lambda section: Classification(section.label_smoothing),
+    "region_text": lambda _: RegionText(),
     "language_modelling": lambda _: LanguageModelling(),
 }
 _TERM = re.compile(r"(?:([\d.]+(?:e-?\d+)?)\s*\*)?\s*([A-Za-z_][\w.:]*)$")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mmray.errors import UsageError
+from mmray.objectives.build import terms_of
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -37,7 +38,7 @@ def refusals(config: Config) -> list[str]:
         reasons.append("batch.micro auto cannot be tried with model.batch_norm synced; give --batch.micro")
     if config.optimizer.clip == "branches" and config.model.kind not in TWO_BRANCHES:
         reasons.append(f"optimizer.clip branches needs a model with branches, not model.kind `{config.model.kind}`")
-    return reasons + _scored(config)
+    return reasons + _scored(config) + _regional(config)
 
 
 def _scored(config: Config) -> list[str]:
@@ -48,6 +49,22 @@ def _scored(config: Config) -> list[str]:
     if not writes and config.evaluate.answers:
         return [f"evaluate.answers: model.kind `{config.model.kind}` does not write; set it to 0"]
     return []
+
+
+def _regional(config: Config) -> list[str]:
+    """What objective `region_text` and the head for it lack."""
+    model, learned = config.model, "region_text" in terms_of(config.objective.kind)
+    head = bool(getattr(model, "regions", False))
+    reasons = []
+    if learned and model.kind != "fusion" and ":" not in model.kind:
+        reasons.append(f"objective region_text is for model.kind `fusion`, not `{model.kind}`; set --model.kind fusion")
+    elif learned and model.kind == "fusion" and not head:
+        reasons.append("objective region_text needs a head that names boxes; set --model.regions True")
+    if head and not learned:
+        reasons.append("model.regions: nothing teaches the head; add `+ region_text` to --objective.kind")
+    if (learned or head) and not model.inputs.max_boxes:
+        reasons.append("objective region_text needs boxes in the batches; set --model.inputs.max-boxes, as to 32")
+    return reasons
 
 
 def _sharded(config: Config) -> list[str]:
@@ -68,7 +85,7 @@ def _apart(config: Config) -> list[str]:
     if model.kind not in TWO_BRANCHES:
         reasons.append(f"train.parallel branches needs two branches, not model.kind `{model.kind}`; take `ddp`")
     if (
-        getattr(getattr(model, "image", None), "name", "").startswith("resnet")
+        getattr(getattr(model, "image", None), "name", "").startswith(("resnet", "transformers"))
         and getattr(model, "batch_norm", "frozen") != "frozen"
     ):
         reasons.append(

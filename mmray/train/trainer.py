@@ -30,6 +30,7 @@ from mmray.train.attempts import attempts
 from mmray.train.batch import shape_of, total_steps
 from mmray.train.board import Listener
 from mmray.train.lease import Lease
+from mmray.train.region_labels import with_names
 from mmray.train.resources import check_room, check_storage
 
 
@@ -95,9 +96,10 @@ def settle(config: Config, listener: Listener) -> Ready:
     shape = shape_of(config.batch, config.cluster.most_workers)
     steps = total_steps(config.train, num_rows, shape.global_rows)
     vocab_size = config.model.vocab_size or TextEncoder(tokenizer_json, 8).vocab_size
+    model = with_names(config.model, train_sets, eval_set)
     settled = config.model_copy(
         update={
-            "model": config.model.with_absolute_weights().model_copy(update={"vocab_size": vocab_size}),
+            "model": model.with_absolute_weights().model_copy(update={"vocab_size": vocab_size}),
             "batch": config.batch.model_copy(
                 update={"global_": shape.global_rows, "micro": "auto" if shape.auto else shape.micro}
             ),

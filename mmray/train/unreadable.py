@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
 import orjson
 
 from mmray.data.folders import append_line
 from mmray.data.manifest import QUARANTINE
 from mmray.data.order import Plan
-from mmray.data.reader import Block, RowReader
+from mmray.data.reader import UNLABELLED, Block, RowReader
 from mmray.data.remote import Folder
 from mmray.errors import DataError
 
@@ -30,6 +31,7 @@ def watched(
     """
     for block in blocks:
         _check_labels(block, config)
+        _check_box_labels(block, config)
         positions = block["pos"][~block["valid"] & (block["pos"] >= 0)]
         for row in plan.rows_at(positions).tolist():
             bad = count(row)
@@ -52,6 +54,20 @@ def _check_labels(block: Block, config: Config) -> None:
         raise DataError(
             f"a row of {config.data.train} has the label {largest}, and model.classes is {classes}: labels count "
             f"from 0; set --model.classes to {largest + 1} or more"
+        )
+
+
+def _check_box_labels(block: Block, config: Config) -> None:
+    """Raise DataError at a box whose label has no name."""
+    names = getattr(config.model, "region_labels", ())
+    if not names or "box_labels" not in block:
+        return
+    labels = np.unique(block["box_labels"])
+    bad = [label for label in labels.tolist() if label != UNLABELLED and not (label < len(names) and names[label])]
+    if bad:
+        raise DataError(
+            f"a box of {config.data.train} has the label {bad[0]}, which model.region_labels has no name for: give "
+            "one for each label, counted from 0"
         )
 
 

@@ -19,9 +19,11 @@ from mmray.data.collate import steps_of
 from mmray.data.order import Start
 from mmray.data.reader import Block
 from mmray.data.remote import folder_at
+from mmray.data.words import encoder_of
 from mmray.errors import MmrayError, UsageError
 from mmray.evaluate.choose import evaluator_of
 from mmray.models.build import build
+from mmray.models.regions import LabelTexts
 from mmray.train import checkpoint, loop, memory, optimizer, precision, reporting
 from mmray.train.advice import Advising
 from mmray.train.group import Group
@@ -53,7 +55,7 @@ def _work(
     _settle_torch(config)
     group = Group.current(device, config.cluster.collective_timeout_s)
     found = None if start.checkpoint is None else folder_at(start.checkpoint)
-    model = _model(config, None if found is None else checkpoint.load_meta(found)["architecture"], device)
+    model = _model(job, None if found is None else checkpoint.load_meta(found)["architecture"], device)
     objective = objectives.build(config.objective)
     rehearsed = rehearse_job(job, _rehearsing(config, model, objective, group), start.plan)
     state = None if found is None else checkpoint.load(found)
@@ -117,10 +119,19 @@ def _closing(log: MetricsLog | None, keeper: Keeper | None) -> Iterator[None]:
             raise
 
 
-def _model(config: Config, architecture: dict[str, Any] | None, device: torch.device) -> nn.Module:
+def _model(job: Job, architecture: dict[str, Any] | None, device: torch.device) -> nn.Module:
     """The model on its device, not wrapped; with the architecture of a checkpoint that is to be loaded into it."""
+    config = job.config
     model = build(config.model, config.model.vocab_size, architecture)
+    _tell_labels(model, job)
     return shape(model, config.train, config.optimizer, device)
+
+
+def _tell_labels(model: nn.Module, job: Job) -> None:
+    """A model that reads the names of labels gets their tokens; one from a checkpoint has them."""
+    labels = getattr(model, "labels", None)
+    if isinstance(labels, LabelTexts) and not labels.known:
+        labels.read(encoder_of(job.tokenizer_json, job.config.model.inputs))
 
 
 def _rehearsing(config: Config, model: nn.Module, objective: Any, group: Group) -> Learner:

@@ -196,8 +196,9 @@ def test_coco_without_captions_names_its_categories(tmp_path):
         "categories": [{"id": 1, "name": "cat"}, {"id": 2, "name": "dog"}],
     }
     (tmp_path / "raw" / "instances.json").write_text(json.dumps(document))
-    _, rows, faults = prepared(tmp_path / "raw" / "instances.json", tmp_path / "out")
+    manifest, rows, faults = prepared(tmp_path / "raw" / "instances.json", tmp_path / "out")
     assert rows[0].texts == ["a photo of a cat, dog"]
+    assert manifest.box_names == {"1": "cat", "2": "dog"} == PreparedSet.open(str(tmp_path / "out")).manifest.box_names
     assert faults == {"instances.json:image 1": "boxes"}
 
 

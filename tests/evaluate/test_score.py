@@ -17,6 +17,7 @@ from mmray.data.store import PreparedSet
 from mmray.errors import DataError
 from mmray.evaluate.embedded import Embedded
 from mmray.evaluate.score import Evaluator, ranks_both_ways, score_embedded
+from mmray.models.regions import LabelTexts
 from mmray.objectives.contrastive import Contrastive
 from tests.made import CAPTIONS, make_set, row
 
@@ -147,6 +148,7 @@ def test_figures_of_a_case_worked_by_hand() -> None:
         text=axes[[0, 1, 2, 0]],
         label=torch.full((3,), -1),
         right=torch.zeros(3),
+        regions=torch.zeros(3),
         shared={"logit_scale": torch.tensor(2.0)},
     )
     (metrics,) = on_ranks(1, lambda group: score_all(embedded, group))
@@ -246,6 +248,35 @@ def zero_shot_by_hand(model: Labelled, evaluator: Evaluator, rows: list[Any]) ->
         if record.label in (0, 1, 2):
             right.append(int(scores.argmax()) == record.label)
     return sum(right) / len(right)
+
+
+class Naming(Toy):
+    """Names a box by its left edge: 0.0 is label 1, 0.1 label 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels = LabelTexts(("", "a", "red"), [[1], [2], [3]])
+
+    def name_regions(self, image: Tensor, boxes: Tensor) -> Tensor:
+        return F.one_hot((boxes[..., 0] * 10).round().long() + 1, 3).float()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_names_of_boxes_are_scored(world: int, tmp_path: Path) -> None:
+    """Row r has r % 3 boxes, all labelled 1 but the first of each fourth row, which has no label."""
+    rows = []
+    for number in range(10):
+        boxes = [[0.1 * each, 0.0, 0.9, 1.0] for each in range(number % 3)]
+        labels = [-1 if not each and number % 4 == 0 else 1 for each in range(number % 3)]
+        rows.append(replace(row(number), boxes=boxes, box_labels=labels))
+    prepared = make_set(tmp_path / "set", rows)
+    inputs = SimpleNamespace(**vars(INPUTS) | {"max_boxes": 2})
+    evaluator = Evaluator(prepared, inputs, prepared.tokenizer_json, SETTINGS)
+    labelled = [(each, label) for made in rows for each, label in enumerate(made.box_labels) if label >= 0]
+    for metrics in on_ranks(world, lambda group: evaluator.score(Naming(), group, Contrastive(), 6)):
+        assert metrics["regions/boxes"] == len(labelled) == 7
+        assert metrics["regions/top_1"] == sum(each == 0 for each, _ in labelled) / len(labelled)
+        assert "regions/top_5" not in metrics  # of two names
 
 
 def test_nothing_readable_is_told_on_every_rank(tmp_path: Path) -> None:

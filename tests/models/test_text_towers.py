@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel
+from transformers import AutoConfig, AutoModel, BertConfig, BertModel
 
 from mmray.config import TextTower
 from mmray.errors import UsageError
-from mmray.models.text_towers import build_text_tower
+from mmray.models.text_towers import FAMILIES, OFFSET_POSITIONS, build_text_tower
 
 SMALL = TextTower(width=16, depth=1, heads=2)
 IDS = torch.randint(0, 30, (3, 8), generator=torch.Generator().manual_seed(0))
@@ -59,6 +59,34 @@ def test_weights_come_from_a_directory(saved):
     torch.testing.assert_close(tower.eval()(IDS, torch.ones_like(IDS)), expected)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_gives_the_mean_of_its_own_features(family, tmp_path):
+    """As transformers computes them, with its own mask, and what fills the captions up does not matter."""
+    own = {"dim": 24, "n_layers": 2, "n_heads": 3, "hidden_dim": 48} if family == "distilbert" else {}
+    own = own or {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 48}
+    config = AutoConfig.for_model(family, vocab_size=30, max_position_embeddings=16, **own)
+    torch.manual_seed(1)
+    theirs = AutoModel.from_config(config).eval()
+    theirs.save_pretrained(tmp_path)
+    ids = torch.where(MASK.bool(), IDS.clamp(min=4), config.pad_token_id)
+    hidden = theirs(input_ids=ids, attention_mask=MASK).last_hidden_state
+    expected = torch.stack([row[: mask.sum()].mean(0) for row, mask in zip(hidden, MASK, strict=True)])
+    tower = build_text_tower(TextTower(weights=str(tmp_path)), 30, 12).eval()
+    torch.testing.assert_close(tower(ids, MASK), expected)
+    torch.testing.assert_close(tower(torch.where(MASK.bool(), ids, 9), MASK), expected)
+    tower(ids, MASK).sum().backward()
+    assert not [name for name, weight in tower.named_parameters() if weight.grad is None]
+    again = build_text_tower(TextTower(), 30, 12, json.loads(json.dumps(tower.shape()))).eval()
+    again.load_state_dict(tower.state_dict())
+    assert torch.equal(again(ids, MASK), tower(ids, MASK))
+    dropping = build_text_tower(TextTower(weights=str(tmp_path), dropout=0.5), 30, 12).train()
+    assert not torch.equal(dropping(ids, MASK), dropping(ids, MASK))
+    positions = 14 if family in OFFSET_POSITIONS else 16
+    tower(torch.full((1, positions), 9), torch.ones(1, positions, dtype=torch.long))
+    with pytest.raises(UsageError, match=f"{positions + 1} is more than the {positions} positions"):
+        build_text_tower(TextTower(weights=str(tmp_path)), 30, positions + 1)
+
+
 def test_a_tower_comes_back_from_its_shape_without_the_weights(saved):
     folder, _ = saved
     tower = build_text_tower(TextTower(weights=str(folder)), 30, 64).eval()
@@ -94,7 +122,7 @@ def test_saved_weights_that_do_not_fit_the_data_are_refused(saved):
     [
         ("model.safetensors", b"123", r"cannot be read as a saved model"),
         ("config.json", b"{", r"cannot be read as a saved model"),
-        ("config.json", b'{"model_type": "gpt2"}', r"holds a model of type 'gpt2', not `bert`"),
+        ("config.json", b'{"model_type": "gpt2"}', r"holds a model of type 'gpt2'; a text tower is one of bert, "),
     ],
 )
 def test_a_damaged_or_foreign_directory_is_named(saved, file, content, message):
@@ -113,7 +141,7 @@ def test_weights_that_lack_a_layer_are_refused(saved):
     folder, bert = saved
     state = {name: value for name, value in bert.state_dict().items() if "layer.1." not in name}
     bert.save_pretrained(folder, state_dict=state)
-    with pytest.raises(UsageError, match=r"lacks 16 weights of its BERT, first encoder\.layer\.1\."):
+    with pytest.raises(UsageError, match=r"lacks 16 weights of its bert, first encoder\.layer\.1\."):
         build_text_tower(TextTower(weights=str(folder)), 30, 64)
 
 

@@ -36,7 +36,7 @@ from mmray.config import (
 )
 from mmray.data.order import Blocks, Plan, Start
 from mmray.data.reader import RowReader
-from mmray.data.store import PreparedSet
+from mmray.data.store import PreparedSet, Row
 from mmray.data.text import TextEncoder
 from mmray.data.words import fitted
 from mmray.models import weights
@@ -55,14 +55,16 @@ KINDS: dict[str, tuple[Model, str]] = {
     "siglip": (Siglip(inputs=INPUTS, image=IMAGE, text=TEXT), "sigmoid"),
     "fusion": (
         Fusion(
-            inputs=INPUTS,
+            inputs=INPUTS.model_copy(update={"max_boxes": 2}),
             image=ImageTower(name="convnet", width=8, depth=2),
             text=TextTower(width=16, depth=1, heads=2, dropout=0.1),
             cross=CrossAttention(width=16, depth=1, heads=2, dropout=0.1),
             embed_dim=8,
             classes=3,
+            regions=True,
+            region_labels=("", "a", "red"),
         ),
-        "contrastive + 0.5 * matching + classification",
+        "contrastive + 0.5 * matching + classification + region_text",
     ),
 }
 WRITING = Generative(
@@ -74,10 +76,16 @@ STEPS = 6
 LINE = Line(lambda _: None, lambda: False, lambda _: 0, lambda _: False, {"rank": 0, "node": "", "pid": 0})
 
 
+def told(number: int) -> Row:
+    """A row with label row % 3, and row % 4 boxes with labels 1 and 2."""
+    boxes, labels = [[0.1 * each, 0.2, 0.5, 0.9] for each in range(number % 4)], [1, 2, 1][: number % 4]
+    return replace(row(number), label=number % 3, boxes=boxes, box_labels=labels)
+
+
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreparedSet, PreparedSet]:
-    """Rows with label row % 3; a training split and one to evaluate on."""
-    rows = [replace(row(number), label=number % 3) for number in range(30)]
+    """A training split and one to evaluate on."""
+    rows = [told(number) for number in range(30)]
     place = tmp_path_factory.mktemp("kinds") / "set"
     make_set(place, rows[:22], rows[22:])
     return PreparedSet.open(str(place), "train"), PreparedSet.open(str(place), "test")
@@ -131,6 +139,10 @@ def test_from_rows_to_an_exported_model(kind: str, prepared: tuple[PreparedSet, 
     assert {"recall_at_1/image_to_text", "loss", "zero_shot/top_1"} <= metrics.keys()
     assert ("classification/top_1" in metrics) == (kind == "fusion")
     assert ("train/loss_matching" in lines(folder)[0]) == (kind == "fusion")
+    if kind == "fusion":
+        assert lines(folder)[0]["train/loss_region_text"] > 0
+        assert metrics["regions/boxes"] == sum(min(2, number % 4) for number in range(22, 30))
+        assert 0 <= metrics["regions/top_1"] <= 1
 
     again = tmp_path / "again"
     trained(config, prepared, again, str(folder / "checkpoints" / "step-3"))
@@ -142,6 +154,8 @@ def test_from_rows_to_an_exported_model(kind: str, prepared: tuple[PreparedSet, 
     assert scores.isfinite().all()
     if kind == "fusion":
         assert loaded.match([png(3)], CAPTIONS[:1]).shape == (1,)
+        named = loaded.name_boxes(png(3), [[1, 2, 8, 9], [0, 0, 16, 16]])
+        assert (named.shape, named[:, 0].tolist()) == ((2, 3), [0, 0])  # label 0 has no name
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,18 +12,18 @@ from mmray.config import Cluster, Config, Data
 from mmray.data.store import PreparedSet
 from mmray.train.scoring import export_run, score_run
 from mmray.train.trainer import train
-from tests.made import CAPTIONS, make_set, png, row
+from tests.made import CAPTIONS, make_set, png
 from tests.train.runs import Silent, lines, same_weights
-from tests.train.test_kinds import KINDS, STEPS, config_of, ended, trained
+from tests.train.test_kinds import KINDS, STEPS, config_of, ended, told, trained
 
-SCORES = ("recall_at", "median_rank", "zero_shot", "classification", "loss")
+SCORES = ("recall_at", "median_rank", "zero_shot", "classification", "regions", "loss")
 pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows with label row % 3; a training split and one to evaluate on."""
-    rows = [replace(row(number), label=number % 3) for number in range(30)]
+    """A training split and one to evaluate on."""
+    rows = [told(number) for number in range(30)]
     folder = tmp_path_factory.mktemp("kinds-on-ray") / "set"
     make_set(folder, rows[:22], rows[22:])
     return folder

@@ -26,6 +26,13 @@ def config(recipe="sample", workers=1, **sections):
         ({"optimizer": {"clip": "branches"}, "model": {"kind": "my.package:Mine"}}, "needs a model with branches"),
         ({"batch": {"micro": "auto"}, "model": {"batch_norm": "synced"}}, "give --batch.micro"),
         ({"recipe": "llava", "workers": 2, "evaluate": {"classes": ("cat", "dog")}}, "evaluate.classes: a model that"),
+        ({"objective": {"kind": "region_text"}}, "for model.kind `fusion`, not `two_tower`"),
+        ({"recipe": "fusion", "objective": {"kind": "matching + region_text"}}, "set --model.regions True"),
+        ({"recipe": "fusion", "model": {"regions": True}}, r"add `\+ region_text` to --objective.kind"),
+        (
+            {"recipe": "fusion", "model": {"regions": True}, "objective": {"kind": "matching + region_text"}},
+            "set --model.inputs.max-boxes",
+        ),
         ({"evaluate": {"answers": 5}}, "evaluate.answers: model.kind `two_tower` does not write"),
     ],
 )

@@ -25,7 +25,8 @@ KINDS = (
     "matching",
     "classification",
     "language_modelling",
-    "contrastive + 0.1 * language_modelling",
+    "region_text",
+    "contrastive + 0.1 * language_modelling + 0.5 * region_text",
     "contrastive + 0.5 * matching + 0.25 * classification",
     "sigmoid + 0.5 * contrastive",
 )

@@ -30,6 +30,7 @@ SEED = 7
 VOCAB = 23
 SIDE = 4
 CLASSES = 5
+MOST_BOXES = 3
 OPTIMIZER = SimpleNamespace(
     lr=0.01,
     final_lr_fraction=0.0,
@@ -83,6 +84,8 @@ class Toy(nn.Module):
                 self.fuse = nn.Sequential(both, nn.GELU(), nn.Dropout(dropout), nn.Linear(width, 1))
             if "classification" in kind:
                 self.classes = nn.Linear(dim, CLASSES)
+            if "region_text" in kind:
+                self.region = nn.Linear(dim + 4, dim)
             if "language_modelling" in kind:
                 self.says = nn.Linear(dim, VOCAB)
 
@@ -99,6 +102,8 @@ class Toy(nn.Module):
             outputs["logit_bias"] = self.bias * 1
         if hasattr(self, "classes"):
             outputs["class_logits"] = self.classes(image)
+        if hasattr(self, "region"):
+            outputs["region_logits"] = self.name(image, batch["boxes"].to(kind), outputs["logit_scale"])
         if hasattr(self, "says"):
             outputs["logits"] = self.says(image[:, None] + self.caption(self.words(batch["input_ids"])))
         if "negative_ids" in batch:
@@ -111,6 +116,12 @@ class Toy(nn.Module):
         mask = attention_mask[..., None].to(self.log_scale.dtype)
         text: Tensor = self.caption((self.words(input_ids) * mask).sum(1) / mask.sum(1))
         return text
+
+    def name(self, image: Tensor, boxes: Tensor, scale: Tensor) -> Tensor:
+        """Each box beside the texts of the labels, which are one token each."""
+        regions = self.region(torch.cat([image[:, None].expand(-1, boxes.shape[1], -1), boxes], dim=2))
+        ids = torch.arange(1, CLASSES + 1)[:, None]
+        return scale * F.normalize(regions, dim=-1) @ F.normalize(self.read(ids, torch.ones_like(ids)), dim=-1).T
 
     def constrain(self) -> None:
         with torch.no_grad():
@@ -227,17 +238,26 @@ def rows(num: int, step: int, invalid: tuple[int, ...] = (), longest: int = 6) -
         "pos": torch.arange(num) + step * num,
     }
     learned = batch["attention_mask"].bool() & (torch.rand(num, longest, generator=draw) < 0.6)  # some rows have none
-    return batch | {"labels": torch.where(learned, batch["input_ids"], UNLEARNED)}
+    num_boxes = torch.randint(0, MOST_BOXES + 1, (num,), generator=draw)
+    boxed = {
+        "boxes": torch.rand(num, MOST_BOXES, 4, generator=draw),
+        "box_labels": torch.randint(-1, CLASSES, (num, MOST_BOXES), generator=draw),
+        "box_mask": torch.arange(MOST_BOXES) < num_boxes[:, None],
+    }
+    return batch | boxed | {"labels": torch.where(learned, batch["input_ids"], UNLEARNED)}
 
 
 def cut(batch: dict[str, Tensor], micro: int) -> list[dict[str, Tensor]]:
-    """Micro-batches of `micro` rows, the last maybe ragged, captions trimmed to each one's longest."""
+    """Micro-batches of `micro` rows, the last maybe ragged, captions and boxes trimmed to each one's longest."""
     micros = []
     for first in range(0, len(batch["valid"]), micro):
         part = {name: tensor[first : first + micro] for name, tensor in batch.items()}
         longest = int(part["attention_mask"].sum(1).max())
         for name in {"input_ids", "attention_mask", "labels"} & part.keys():
             part[name] = part[name][:, :longest]
+        most = int(part["box_mask"].sum(1).max())
+        for name in ("boxes", "box_labels", "box_mask"):
+            part[name] = part[name][:, :most]
         micros.append(part)
     return micros
 
@@ -290,6 +310,18 @@ def naive_language_modelling(outputs: list[dict[str, Tensor]], micros: list[dict
     return torch.stack(losses).mean()
 
 
+def naive_region_text(outputs: list[dict[str, Tensor]], micros: list[dict[str, Tensor]]) -> Tensor:
+    """Box by box in Python: minus the logarithm of what the text of its label gets, the mean over all."""
+    losses = [
+        -out["region_logits"][row, place].log_softmax(0)[label]
+        for out, micro in zip(outputs, micros, strict=True)
+        for row, labels in enumerate(micro["box_labels"].tolist())
+        for place, label in enumerate(labels)
+        if label >= 0 and micro["box_mask"][row, place] and micro["valid"][row]
+    ]
+    return torch.stack(losses).mean()
+
+
 def naive_negatives(outputs: list[dict[str, Tensor]], micros: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     """The micro-batches with a hard negative for each row, chosen row by row in Python."""
     captions = [
@@ -323,7 +355,7 @@ def naive_loss(kind: str, outputs: list[dict[str, Tensor]], micros: list[dict[st
     out = {
         name: outputs[0][name] if value.ndim == 0 else torch.cat([some[name] for some in outputs])[valid]
         for name, value in outputs[0].items()
-        if name != "logits"  # whose micro-batches differ in length
+        if name not in ("logits", "region_logits")  # whose micro-batches differ in length
     }
     columns = {
         name: torch.cat([micro[name] for micro in micros])[valid]
@@ -337,6 +369,7 @@ def naive_loss(kind: str, outputs: list[dict[str, Tensor]], micros: list[dict[st
         "classification": lambda: F.cross_entropy(
             out["class_logits"][columns["label"] >= 0], columns["label"][columns["label"] >= 0], label_smoothing=0.1
         ),
+        "region_text": lambda: naive_region_text(outputs, micros),
         "language_modelling": lambda: naive_language_modelling(outputs, micros),
     }
     return sum(weight * formulas[name]() for name, weight in terms_of(kind).items())

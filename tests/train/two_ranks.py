@@ -33,7 +33,8 @@ KINDS = (
     "sigmoid",
     "matching",
     "language_modelling",
-    "contrastive + 0.5 * matching + 0.25 * classification",
+    "region_text",
+    "contrastive + 0.5 * matching + 0.25 * classification + region_text",
     "sigmoid + 0.5 * contrastive",
 )
 

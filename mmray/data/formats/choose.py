@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
 
-from mmray.data.formats.coco import coco_rows
+from mmray.data.formats import coco
 from mmray.data.formats.columnar import Parquet, SavedDataset
 from mmray.data.formats.delimited import Csv, Tsv
 from mmray.data.formats.folders import class_rows, is_image, list_rows, pair_rows
@@ -76,7 +76,12 @@ def source_of(chosen: Chosen, out: Place, columns: dict[str, str], template: str
         return Listing(place, out, columns, "a folder for each class", partial(class_rows, place, template))
     if chosen.format == "pairs":
         return Listing(place, out, columns, "images beside texts", partial(pair_rows, place))
-    return Listing(place, out, columns, "COCO", partial(coco_rows, place, name, template))
+    return Listing(place, out, columns, "COCO", partial(coco.coco_rows, place, name, template))
+
+
+def label_names(chosen: Chosen) -> dict[str, str]:
+    """What the source calls its box labels, by label; empty where its format does not say."""
+    return coco.label_names(Place(chosen.address), chosen.name) if chosen.format == "coco" else {}
 
 
 def _kind_of_file(place: Place, name: str) -> str:

@@ -37,6 +37,13 @@ def coco_rows(place: Place, name: str, template: str) -> Iterator[dict[str, Any]
         yield row | ({"texts": texts} if texts else {})
 
 
+def label_names(place: Place, name: str) -> dict[str, str]:
+    """The names of the document's categories by their ids; JSON's keys are texts. Raises DataError."""
+    categories = _document(place, name).get("categories", [])
+    named = [item for item in categories if isinstance(item.get("id"), int) and isinstance(item.get("name"), str)]
+    return {str(item["id"]): item["name"] for item in sorted(named, key=lambda item: item["id"])}
+
+
 def _named(found: list[dict[str, Any]], categories: dict[Any, str], template: str) -> list[str]:
     names = list(dict.fromkeys(categories[note["category_id"]] for note in found if note["category_id"] in categories))
     return [template.replace("{}", ", ".join(names))] if names else []

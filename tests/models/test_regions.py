@@ -1,0 +1,160 @@
+"""The region-text head: features are those inside the box, of its own image; names are what the text branch reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+import mmray
+from mmray import objectives
+from mmray.config import Objective
+from mmray.data.text import TextEncoder
+from mmray.errors import DataError, UsageError
+from mmray.models.build import build, drawn_architecture
+from mmray.models.export import export
+from mmray.models.image_towers import build_image_tower
+from mmray.models.regions import NAMELESS, SAMPLES, LabelTexts, region_features
+from mmray.models.synthetic import synthetic_batch
+from mmray.train import optimizer
+from mmray.train.feed import share_of
+from mmray.train.step import optimizer_step
+from tests.models.test_fusion import IMAGES, INPUTS, TOKENIZER, VOCAB, spec_of
+from tests.train import toy
+
+LABELS = ("", "red circle", "blue square", "triangle")
+BOXED = INPUTS.model_copy(update={"max_boxes": 3})
+ENCODER = TextEncoder(TOKENIZER, 8)
+
+
+def model_of(image: str = "convnet", seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    spec = spec_of(image, inputs=BOXED, regions=True, region_labels=LABELS, matching=False, classes=0)
+    model = build(spec, VOCAB)
+    model.labels.read(ENCODER)
+    return model.eval()
+
+
+def batch_of(rows: int = 4) -> dict[str, torch.Tensor]:
+    batch, draw = synthetic_batch(BOXED, VOCAB, rows, "cpu"), torch.Generator().manual_seed(5)
+    corners = torch.rand(rows, 3, 2, 2, generator=draw).sort(dim=2).values
+    return batch | {"boxes": corners.flatten(2), "box_labels": torch.randint(1, 4, (rows, 3), generator=draw)}
+
+
+def test_features_are_the_mean_inside_the_box_of_the_own_row() -> None:
+    """Against torch's own bilinear sampling at the same points."""
+    draw = torch.Generator().manual_seed(0)
+    grid = torch.randn(3, 5, 6, 6, dtype=torch.float64, generator=draw)
+    boxes = torch.tensor([[[0.1, 0.2, 0.7, 0.9], [0.0, 0.0, 1.0, 1.0]]], dtype=torch.float64).expand(3, -1, -1)
+    steps = (torch.arange(SAMPLES, dtype=torch.float64) + 0.5) / SAMPLES
+    for row in range(3):
+        for number, (left, top, right, bottom) in enumerate(boxes[row].tolist()):
+            x, y = left + steps * (right - left), top + steps * (bottom - top)
+            points = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=2)[None] * 2 - 1
+            sampled = F.grid_sample(grid[row : row + 1], points, padding_mode="border", align_corners=False)
+            expected = sampled.mean(dim=(0, 2, 3))
+            found = region_features(grid, boxes).view(3, 2, 5)[row, number]
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_a_grid_lies_as_the_picture_does(image: str) -> None:
+    """What changes in a corner of the picture changes that corner of the grid most."""
+    torch.manual_seed(0)
+    side = 128 if image == "resnet18" else 32  # it halves five times
+    tower = build_image_tower(IMAGES[image], side, "local").eval()
+    pixels = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(1))
+    other = pixels.clone()
+    other[:, :, : side // 2, side // 2 :] += 2  # top right
+    with torch.no_grad():
+        change = (tower.grid(tower.places(other)) - tower.grid(tower.places(pixels))).abs().mean(1)[0]
+    half = change.shape[0] // 2
+    quarters = {(y, x): float(change[half * y :, half * x :][:half, :half].mean()) for y in (0, 1) for x in (0, 1)}
+    assert max(quarters, key=lambda place: quarters[place]) == (0, 1)
+
+
+@pytest.mark.parametrize("image", ["convnet", "vit"])
+def test_one_rows_boxes_change_no_other_box(image: str) -> None:
+    model, batch = model_of(image).double(), batch_of()
+    before = model(batch)["region_logits"]
+    assert before.shape == (4, 3, 4)
+    assert (before[..., 0] == NAMELESS).all()
+    changed = batch | {"boxes": batch["boxes"].clone()}
+    changed["boxes"][1, 2] = torch.tensor([0.0, 0.1, 0.2, 0.3])
+    after = model(changed)["region_logits"]
+    same = torch.ones(4, 3, dtype=torch.bool)
+    same[1, 2] = False
+    torch.testing.assert_close(after[same], before[same], rtol=0, atol=1e-12)
+    assert (after[1, 2, 1:] - before[1, 2, 1:]).abs().max() > 1e-6
+
+
+def test_logits_are_scaled_cosines_with_the_texts_of_the_labels() -> None:
+    model, batch = model_of(), batch_of(2)
+    with torch.no_grad():
+        regions = model.embed_regions(batch["image"], batch["boxes"])
+        for number, name in enumerate(LABELS[1:], 1):
+            ids, _ = ENCODER.encode([name])
+            ids = torch.from_numpy(ids).long()
+            expected = model.log_scale.exp() * regions @ model.embed_text(ids, torch.ones_like(ids))[0]
+            torch.testing.assert_close(model(batch)["region_logits"][..., number], expected, rtol=0, atol=1e-5)
+
+
+def test_a_micro_batch_without_boxes_passes_forward_and_backward() -> None:
+    model, batch = model_of().train(), batch_of(2)
+    outputs = model(batch | {"boxes": torch.zeros(2, 0, 4)})
+    assert outputs["region_logits"].shape == (2, 0, 4)
+    sum(value.sum() for value in outputs.values()).backward()
+    assert not model.region_head.project.weight.grad.any()
+
+
+def test_names_are_read_once_and_kept_with_the_architecture() -> None:
+    spec = spec_of(inputs=BOXED, regions=True, region_labels=LABELS)
+    with pytest.raises(UsageError, match="the names were not read"):
+        build(spec, VOCAB)(batch_of(1))
+    model = model_of()
+    again = LabelTexts(LABELS, model.architecture()["labels"])
+    torch.testing.assert_close(again.tokens(), model.labels.tokens())
+    assert build(spec, VOCAB, drawn_architecture(spec, VOCAB))(batch_of(1))["region_logits"].shape == (1, 3, 4)
+
+
+def test_it_learns_what_is_in_a_box() -> None:
+    """Each image has two bright quarters of different colour; what a box is called hangs on where it lies alone."""
+    torch.manual_seed(0)
+    model = model_of().train()
+    for weight in (*model.cross.parameters(),):
+        weight.requires_grad_(False)
+    learner = toy.learner(model, objective=objectives.build(Objective(kind="contrastive + region_text")))
+    optimizer.set_lr(learner.optimizer, 0.003)
+    first = torch.arange(12) % 2
+    image = torch.zeros(12, 3, 32, 32, dtype=torch.uint8)
+    image[torch.arange(12), first, :16, :16] = 255
+    image[torch.arange(12), 1 - first, 16:, 16:] = 255
+    boxes = torch.tensor([[0.0, 0.0, 0.5, 0.5], [0.5, 0.5, 1.0, 1.0]]).expand(12, -1, -1)
+    batch = synthetic_batch(BOXED, VOCAB, 12, "cpu") | {"image": image, "boxes": boxes}
+    batch |= {"box_labels": torch.stack([first, 1 - first], dim=1) + 1, "box_mask": torch.ones(12, 2, dtype=torch.bool)}
+    for step in range(60):
+        found = optimizer_step(learner, share_of([batch | {"pos": batch["pos"] + 12 * step}]), lambda _: 0)
+    assert float((found.sums["region_accuracy"] / found.counts).sum()) == 1
+
+
+def test_exported_it_names_boxes_as_trained(tmp_path: Path) -> None:
+    spec = spec_of(inputs=BOXED.model_copy(update={"fit": "squash"}), regions=True, region_labels=LABELS)
+    torch.manual_seed(1)
+    model = build(spec.model_copy(update={"vocab_size": VOCAB}), VOCAB).eval()
+    model.labels.read(ENCODER)
+    values = spec.model_copy(update={"vocab_size": VOCAB}).model_dump(mode="json")
+    loaded = mmray.load(export(model, values, TOKENIZER, tmp_path / "model"))
+    noise = torch.randint(0, 256, (1, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    picture = Image.fromarray(noise[0].permute(1, 2, 0).numpy())
+    fractions = torch.tensor([[[0.25, 0.0, 0.75, 0.5], [0.5, 0.5, 1.0, 1.0]]])
+    with torch.no_grad():
+        expected = model.name_regions(noise, fractions)[0].softmax(1)
+    boxes = [(8, 0, 16, 16), (16, 16, 16, 16)]
+    named = loaded.name_boxes(picture, boxes)
+    torch.testing.assert_close(named, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(loaded.name_boxes(picture, boxes, LABELS[1:]), named[:, 1:], rtol=0, atol=1e-5)
+    with pytest.raises(DataError, match=r"box 1 \(40, 0, 4, 4\) lies outside"):
+        loaded.name_boxes(picture, [boxes[0], (40, 0, 4, 4)])

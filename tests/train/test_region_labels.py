@@ -1,0 +1,63 @@
+"""What a head for regions needs of the data is settled, or said, before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mmray.config import Fusion, Inputs
+from mmray.data.manifest import MANIFEST
+from mmray.data.place import Place
+from mmray.data.store import PreparedSet
+from mmray.errors import DataError, UsageError
+from mmray.train.region_labels import with_names
+from mmray.train.unreadable import watched
+from tests.made import make_set, row
+
+MODEL = Fusion(inputs=Inputs(max_boxes=4), regions=True)
+
+
+def named(folder: Path, names: dict[str, str], boxed: bool = True) -> PreparedSet:
+    """A set of three rows, the last with a box, that calls its box labels so."""
+    box = {"boxes": [[0.0, 0.0, 1.0, 1.0]], "box_labels": [1]} if boxed else {}
+    made = make_set(folder, [row(0), row(1), replace(row(2), **box)])
+    Place(str(folder)).write(MANIFEST, replace(made.manifest, box_names=names).to_json())
+    return PreparedSet.open(str(folder))
+
+
+def test_names_are_those_of_the_sets_a_label_without_one_has_none(tmp_path: Path) -> None:
+    one, two = named(tmp_path / "one", {"1": "cat"}), named(tmp_path / "two", {"1": "cat", "4": "dog"}, boxed=False)
+    assert with_names(MODEL, [one, two], None).region_labels == ("", "cat", "", "", "dog")
+    given = MODEL.model_copy(update={"region_labels": ("sky", "sea")})
+    assert with_names(given, [one], two).region_labels == ("sky", "sea")
+    plain = Fusion()
+    assert with_names(plain, [one], None) is plain
+
+
+def test_what_is_missing_or_contradicts_is_said(tmp_path: Path) -> None:
+    one = named(tmp_path / "one", {"1": "cat"})
+    with pytest.raises(UsageError, match=r"box label 1 is `cat` in one set and `dog` in .*/other"):
+        with_names(MODEL, [one], named(tmp_path / "other", {"1": "dog"}))
+    with pytest.raises(UsageError, match=r"with --model\.region-labels$"):
+        with_names(MODEL, [named(tmp_path / "nameless", {})], None)
+    with pytest.raises(UsageError, match=r"a box label 90000 \(far\)"):
+        with_names(MODEL, [named(tmp_path / "far", {"90000": "far"})], None)
+    with pytest.raises(DataError, match=r"none of 128 rows of .*/bare has a box with a label"):
+        with_names(MODEL, [named(tmp_path / "bare", {"1": "cat"}, boxed=False)], None)
+
+
+@pytest.mark.parametrize(("labels", "bad"), [([0, -1], 0), ([1, 3], 3), ([1, -1], None)])
+def test_a_box_whose_label_has_no_name_ends_the_run(labels: list[int], bad: int | None, tmp_path: Path) -> None:
+    block = {"label": np.array([-1]), "box_labels": np.array([labels]), "valid": np.array([True]), "pos": np.array([0])}
+    config = SimpleNamespace(model=SimpleNamespace(region_labels=("", "cat")), data=SimpleNamespace(train="made"))
+    plan = SimpleNamespace(rows_at=lambda positions: positions)
+    passing = watched([block], config, tmp_path, None, plan, lambda _: 0)  # type: ignore[arg-type]
+    if bad is None:
+        assert list(passing) == [block]
+    else:
+        with pytest.raises(DataError, match=f"a box of made has the label {bad}, which model.region_labels"):
+            list(passing)

@@ -1,0 +1,95 @@
+"""From COCO's instances to a model that names boxes: prepared, trained on Ray, scored, exported, asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import mmray
+from mmray.config import (
+    Batch,
+    Cluster,
+    Config,
+    CrossAttention,
+    Data,
+    Evaluate,
+    Fusion,
+    ImageTower,
+    Inputs,
+    Objective,
+    Optimizer,
+    Prepare,
+    Run,
+    TextTower,
+    Train,
+)
+from mmray.train.scoring import export_run
+from mmray.train.trainer import train
+from tests.train.runs import Silent, lines
+
+pytestmark = pytest.mark.cluster
+COLOURS = {"ruby": (220, 20, 30), "leaf": (20, 200, 40), "ocean": (20, 40, 220)}
+IDS = {"ruby": 3, "leaf": 7, "ocean": 8}  # with gaps, as COCO's
+
+
+def instances(folder: Path, count: int = 80) -> Path:
+    """Images of 64 x 48 pixels with two coloured rectangles each, and their boxes and names."""
+    draw, names = np.random.default_rng(0), list(COLOURS)
+    (folder / "images").mkdir(parents=True)
+    notes = []
+    for number in range(count):
+        pixels = draw.integers(90, 140, (48, 64, 3), dtype=np.uint8)
+        for left in (0, 32):
+            name = names[int(draw.integers(3))]
+            x, y, w, h = left + int(draw.integers(0, 8)), int(draw.integers(0, 16)), 20, 24
+            pixels[y : y + h, x : x + w] = COLOURS[name]
+            notes.append({"image_id": number, "bbox": [x, y, w, h], "category_id": IDS[name]})
+        Image.fromarray(pixels).save(folder / "images" / f"{number}.png")
+    document = {
+        "images": [{"id": number, "file_name": f"{number}.png"} for number in range(count)],
+        "annotations": notes,
+        "categories": [{"id": label, "name": name} for name, label in IDS.items()],
+    }
+    (folder / "instances.json").write_text(json.dumps(document))
+    return folder / "instances.json"
+
+
+def config_of(source: Path, storage: Path) -> Config:
+    return Config(
+        model=Fusion(
+            inputs=Inputs(image_side=48, fit="squash", max_tokens=12, max_boxes=4),
+            image=ImageTower(name="convnet", width=16, depth=2),
+            text=TextTower(width=32, depth=1, heads=2),
+            cross=CrossAttention(width=16, depth=1, heads=2),
+            embed_dim=32,
+            regions=True,
+        ),
+        objective=Objective(kind="contrastive + matching + region_text"),
+        prepare=Prepare(holdout=0.2, duplicates="keep", max_bad_fraction=0.0),
+        data=Data(train=str(source), cache=str(storage / "prepared"), workers=1),
+        batch=Batch(micro=8, global_=16),
+        optimizer=Optimizer(lr=3e-3, warmup_steps=5),
+        train=Train(steps=60, log_every=20),
+        evaluate=Evaluate(batch=16),
+        cluster=Cluster(workers=2),
+        run=Run(name="regions", storage=str(storage / "runs")),
+    )
+
+
+@pytest.mark.timeout(180)
+def test_coco_instances_train_a_model_that_names_boxes(local_ray: None, tmp_path: Path) -> None:
+    run = train(config_of(instances(tmp_path / "coco"), tmp_path), Silent())
+    metrics = run.result["metrics"]
+    assert (run.result["status"], run.result["skipped_steps"]) == ("finished", 0)
+    assert lines(run.path)[-1]["train/region_accuracy"] > 0.9
+    assert metrics["regions/boxes"] == 2 * metrics["rows"]
+    assert metrics["regions/top_1"] > 0.9
+    loaded = mmray.load(export_run(run.path, tmp_path / "exported", None))
+    pixels = np.full((48, 64, 3), 110, np.uint8)
+    pixels[10:34, 4:24], pixels[12:36, 36:56] = COLOURS["ocean"], COLOURS["leaf"]
+    named = loaded.name_boxes(Image.fromarray(pixels), [(4, 10, 20, 24), (36, 12, 20, 24)])
+    assert named.argmax(dim=1).tolist() == [IDS["ocean"], IDS["leaf"]]
