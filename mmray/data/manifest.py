@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import orjson
 
 from mmray.data.place import Place
@@ -33,6 +34,7 @@ class Shard:
     num_bytes: int
     sha256: str  # of the rows, in order
     dropped: tuple[int, ...] = ()
+    batches: str = ""  # byte at which each record batch begins, and at which the last ends; none in older sets
 
     @property
     def num_live(self) -> int:
@@ -41,6 +43,11 @@ class Shard:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Shard:
         return cls(**{**values, "dropped": tuple(values.get("dropped", ()))})
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """`batches` as numbers, int64 [record batches + 1]; record batch b is bytes offsets[b]..offsets[b + 1]."""
+        return np.array(self.batches.split(), np.int64)
 
 
 @dataclass(frozen=True)
