@@ -1,7 +1,7 @@
 """A folder of this machine that keeps what was read of an object store, up to a number of bytes; processes share it.
 
-An entry is a file under a name that says what is in it, with a checksum behind its bytes. It appears whole (it is
-renamed to its name), and is left to whoever has the most use for it: the entries longest unused go first.
+An entry is a file under a name that says what is in it. It appears whole (it is renamed to its name), and is mapped
+where it is read, so that a row costs its own bytes. The entries longest unused make room for others.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pyarrow as pa
+
 from mmray.data.place import UNFINISHED
 from mmray.errors import UsageError
 
 LOCKS = 1024
 SHARE_UNCOUNTED = 1 / 256  # of the limit, written by a process before it counts the folder again
-SUM_BYTES = 4
 
 
 class LocalCache:
@@ -31,36 +32,38 @@ class LocalCache:
         self._uncounted: float = most_bytes  # others may have written before
         self._told = False
 
-    def get(self, name: str, fetch: Callable[[], bytes]) -> bytes:
-        """The entry of this name, fetched where it is not there or damaged: once, whoever else wants it now.
+    def get(self, name: str, size: int, fetch: Callable[[], bytes]) -> pa.Buffer:
+        """The entry of this name, of `size` bytes, fetched where it is not there: once, whoever else wants it now.
 
         Raises what `fetch` raises, and UsageError where the folder cannot be made.
         """
-        data = self._read(name)
-        if data is not None:
-            return data
+        found = self._mapped(name, size)
+        if found is not None:
+            return found
         with self._alone(str(zlib.crc32(name.encode()) % LOCKS)):
-            data = self._read(name)
-            if data is None:
-                data = fetch()
-                self._write(name, data)
-        return data
+            found = self._mapped(name, size)
+            if found is not None:
+                return found
+            data = fetch()
+            self._write(name, data)
+        return pa.py_buffer(data)
 
-    def _read(self, name: str) -> bytes | None:
+    def drop(self, name: str) -> None:
+        """Delete an entry that was found to be damaged; whoever has it mapped keeps what is mapped."""
+        (self.folder / name).unlink(missing_ok=True)
+
+    def _mapped(self, name: str, size: int) -> pa.Buffer | None:
         try:
             os.utime(self.folder / name)  # it was of use now
-            data = (self.folder / name).read_bytes()
-        except OSError:  # not there, taken away just now, or on a bad sector
+            found = pa.memory_map(str(self.folder / name)).read_buffer()
+        except OSError:  # not there, or taken away just now
             return None
-        good = zlib.crc32(data[:-SUM_BYTES]).to_bytes(SUM_BYTES, "little") == data[-SUM_BYTES:]
-        return data[:-SUM_BYTES] if good else None
+        return found if found.size == size else None
 
     def _write(self, name: str, data: bytes) -> None:
         unfinished = self.folder / f"{name}.{uuid.uuid4().hex[:8]}{UNFINISHED}"
         try:
-            with unfinished.open("wb") as file:
-                file.write(data)
-                file.write(zlib.crc32(data).to_bytes(SUM_BYTES, "little"))
+            unfinished.write_bytes(data)
             unfinished.replace(self.folder / name)
         except OSError as error:  # a full disk is no reason to end a run that can read the store
             unfinished.unlink(missing_ok=True)

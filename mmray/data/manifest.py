@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,12 @@ class Shard:
     @property
     def offsets(self) -> np.ndarray:
         """`batches` as numbers, int64 [record batches + 1]; record batch b is bytes offsets[b]..offsets[b + 1]."""
-        return np.array(self.batches.split(), np.int64)
+        return _numbers(self.batches)
+
+
+@lru_cache(maxsize=4096)
+def _numbers(text: str) -> np.ndarray:
+    return np.array(text.split(), np.int64)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ class OpenShards:
         self._place, self._schema = place, schema
         self._forget()
 
-    def each(self, wanted: Sequence[Wanted], use: Callable[[int, pa.RecordBatch], None]) -> None:
+    def each(self, wanted: Sequence[Wanted], use: Callable[[int, pa.RecordBatch], bool]) -> None:
         """Call `use` with the number of each wanted record batch, and it. Raises as `batch` does."""
         for number, one in enumerate(wanted):
             use(number, self.batch(one.shard.file, one.batch))

@@ -18,7 +18,7 @@ from mmray.data.ranges import RangeFiles, coalesced, together
 
 MAGIC_BYTES = 8  # what an Arrow IPC file begins with, padded
 
-Use = Callable[[int, pa.RecordBatch], None]
+Use = Callable[[int, pa.RecordBatch], bool]
 
 
 def first_batch(schema: pa.Schema) -> int:
@@ -36,6 +36,9 @@ class RemoteShards:
     def each(self, wanted: Sequence[Wanted], use: Use) -> None:
         """Call `use` with the number of each wanted record batch, and it, from several threads.
 
+        `use` answers whether the rows are those that were checked; where they are not and came from the cache, it is
+        called once more, with what the store has.
+
         Raises OSError, or ValueError naming the file where it is damaged.
         """
         jobs: list[Callable[[], None]] = []
@@ -48,7 +51,7 @@ class RemoteShards:
             if not shard.batches:
                 jobs.append(partial(self._one_by_one, chosen, use))
             elif self._cache is not None:
-                jobs += self._kept(shard, chosen, use)
+                jobs += self._kept(self._cache, shard, chosen, use)
             else:
                 jobs += self._read(shard, chosen, use)
         if self._cache is not None:  # so that actors that begin a window together fetch each its own part of it
@@ -72,7 +75,7 @@ class RemoteShards:
 
         return [partial(job, *read) for read in coalesced(spans)]
 
-    def _kept(self, shard: Shard, wanted: dict[int, Wanted], use: Use) -> list[Callable[[], None]]:
+    def _kept(self, cache: LocalCache, shard: Shard, wanted: dict[int, Wanted], use: Use) -> list[Callable[[], None]]:
         """Jobs that each take a chunk's record batches from the cache, or fetch them into it in one request."""
         offsets = shard.offsets
         chunks: dict[tuple[int, int], list[int]] = {}
@@ -83,14 +86,23 @@ class RemoteShards:
             start, stop = int(offsets[first]), int(offsets[last + 1])
             name = f"{self._place.address}/{shard.file} {shard.sha256} {shard.num_bytes} {start} {stop}"
             entry = hashlib.sha256(name.encode()).hexdigest()[:32]
-            assert self._cache is not None
-            data = self._cache.get(entry, lambda: self._files.read(shard.file, start, stop))
-            for number in numbers:
-                use(number, self._decoded(shard, wanted[number].batch, data, start))
+
+            def used() -> bool:
+                data = cache.get(entry, stop - start, lambda: self._files.read(shard.file, start, stop))
+                answers = [use(n, self._decoded(shard, wanted[n].batch, data, start)) for n in numbers]
+                return all(answers)
+
+            try:
+                good = used()
+            except ValueError:
+                good = False
+            if not good:  # damaged here, or on the store as well, which `use` then gets
+                cache.drop(entry)
+                used()
 
         return [partial(job, *chunk, numbers) for chunk, numbers in chunks.items()]
 
-    def _decoded(self, shard: Shard, batch: int, data: bytes, start: int) -> pa.RecordBatch:
+    def _decoded(self, shard: Shard, batch: int, data: bytes | pa.Buffer, start: int) -> pa.RecordBatch:
         """A record batch from the bytes that were read from `start` on, without a copy."""
         offsets: Any = shard.offsets - start
         try:

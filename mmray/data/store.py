@@ -194,11 +194,13 @@ class PreparedSet:
         out: list[Any] = [None] * len(rows)
         groups = list(self._grouped(rows))
 
-        def fill(number: int, records: pa.RecordBatch) -> None:
+        def fill(number: int, records: pa.RecordBatch) -> bool:
             group = groups[number]
             taken = (records.select(columns) if columns else records).take(pa.array(group.inside))
-            for place, value in zip(group.places, of(taken, group.shard), strict=True):
+            values = of(taken, group.shard)
+            for place, value in zip(group.places, values, strict=True):
                 out[place] = value
+            return not self._chunk or all(value.is_intact for value in values if isinstance(value, Row))
 
         self._files.each([group.wanted for group in groups], fill)
         return out

@@ -193,8 +193,8 @@ def test_a_cache_answers_without_the_store_and_a_damaged_entry_is_fetched_again(
     there.place.delete(shard)
     again = PreparedSet(there.place, there.manifest).cached(cache, 16)
     assert again.read(np.arange(39, -1, -1)) == rows[::-1]
-    for number, damage in enumerate((lambda data: data[:-9], lambda data: b"", lambda data: b"\0" + data[1:])):
-        file = sorted(files_of(cache))[number]
+    damages = (lambda data: data[:-9], lambda data: b"", lambda data: data[:4] + b"\xff" + data[5:])
+    for file, damage in zip(sorted(files_of(cache)), damages, strict=True):
         file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(FileNotFoundError):
         again.read(np.arange(40))
@@ -202,6 +202,23 @@ def test_a_cache_answers_without_the_store_and_a_damaged_entry_is_fetched_again(
     assert PreparedSet(there.place, there.manifest).cached(cache, 16).read(np.arange(40)) == rows
     there.place.delete(shard)
     assert PreparedSet(there.place, there.manifest).cached(cache, 16).read(np.arange(40)) == rows
+
+
+def test_a_bit_that_fell_over_in_the_cache_is_seen_and_one_in_the_store_is_left_to_the_reader(memory, cache):
+    rows = make_rows(20)
+    there = put(memory, [(rows, None, ())]).cached(cache, 100)
+    assert there.read(np.arange(20)) == rows
+    (entry,) = files_of(cache)
+    shard, good = there.manifest.shards[0].file, entry.read_bytes()
+    for place in range(good.index(rows[9].images[0]), len(good), 400):
+        entry.write_bytes(good[:place] + bytes([good[place] ^ 64]) + good[place + 1 :])
+        assert [row.images for row in there.read(np.arange(20))] == [row.images for row in rows]
+    stored = bytearray(there.place.read(shard))
+    stored[stored.index(rows[9].images[0]) + 3] ^= 64
+    there.place.write(shard, bytes(stored))
+    cache.drop(entry.name)
+    found = PreparedSet(there.place, there.manifest).cached(cache, 100).read(np.arange(20))
+    assert [number for number, row in enumerate(found) if not row.is_intact] == [9]
 
 
 def test_another_set_at_the_same_address_is_another_entry(memory, cache):
@@ -215,7 +232,7 @@ def test_a_cache_stays_under_its_limit_and_keeps_what_was_of_use_last(tmp_path):
     cache, fetched = LocalCache(str(tmp_path), 10_000), []
 
     def get(name):
-        return cache.get(name, lambda: fetched.append(name) or bytes(900))
+        return cache.get(name, 900, lambda: fetched.append(name) or bytes(900)).to_pybytes()
 
     for number in range(30):
         assert get(f"entry-{number}") == get("kept") == bytes(900)
@@ -234,7 +251,7 @@ def test_several_that_want_an_entry_at_once_fetch_it_once(cache):
 
     def get(_):
         ready.wait()
-        return pickle.loads(pickle.dumps(cache)).get("entry", fetch)
+        return pickle.loads(pickle.dumps(cache)).get("entry", 10_000, fetch).to_pybytes()
 
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(get, range(8))) == {bytes(10_000)}
@@ -244,25 +261,25 @@ def test_several_that_want_an_entry_at_once_fetch_it_once(cache):
 def test_a_process_killed_while_it_fetches_leaves_neither_a_lock_nor_half_an_entry(cache):
     code = (
         "import os, sys; from mmray.data.local_cache import LocalCache; "
-        "LocalCache(sys.argv[1], 10**9).get('entry', lambda: os._exit(9))"
+        "LocalCache(sys.argv[1], 10**9).get('entry', 5, lambda: os._exit(9))"
     )
     run = subprocess.run([sys.executable, "-c", code, str(cache.folder)], check=False)
     assert run.returncode == 9 and files_of(cache) == []
-    assert cache.get("entry", lambda: b"whole") == b"whole"
+    assert cache.get("entry", 5, lambda: b"whole") == b"whole"
 
 
 def test_a_full_disk_is_told_once_and_a_folder_that_cannot_be_is_an_error(cache, monkeypatch, caplog, tmp_path):
-    assert cache.get("one", lambda: b"1") == b"1"
+    assert cache.get("one", 1, lambda: b"1") == b"1"
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(local_cache.Path, "replace", full)
-    assert [cache.get("two", lambda: b"2") for _ in range(3)] == [b"2"] * 3
+    assert [cache.get("two", 1, lambda: b"2") for _ in range(3)] == [b"2"] * 3
     assert caplog.text.count("No space left on device") == 1 and len(files_of(cache)) == 1
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"data\.local_cache .* cannot be used"):
-        LocalCache(str(tmp_path / "file" / "below"), 10**9).get("one", lambda: b"1")
+        LocalCache(str(tmp_path / "file" / "below"), 10**9).get("one", 1, lambda: b"1")
 
 
 def test_referenced_images_of_a_store_come_in_few_reads_in_the_order_asked_for(memory, monkeypatch):
