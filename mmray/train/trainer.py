@@ -89,6 +89,8 @@ def settle(config: Config, listener: Listener) -> Ready:
     chunk, window = chunk_and_window(config.data, train_sets, shape.global_rows)
     train_sets = [kept_here(config.data, each, chunk) for each in train_sets]
     eval_set = eval_set and kept_here(config.data, eval_set, chunk)
+    if config.data.local_cache and all(each.place.local for each in [*train_sets, eval_set] if each):
+        listener.note("data.local_cache keeps nothing: every set is on a disk already", "cache")
     train_set: PreparedSet | MixedSet = train_sets[0]
     if is_mixture(config.data.train):
         train_set = MixedSet(train_sets, [weight for _, weight in terms])

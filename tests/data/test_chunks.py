@@ -97,3 +97,10 @@ def test_a_run_on_a_store_is_settled_in_chunks_and_its_plan_says_so(memory, tmp_
     plan = attempt._begin(ready, None, 2).plan
     assert (plan.chunk, plan.window, plan.num_rows) == (chunk, window, 30)
     assert len(ready.train_set.read(np.arange(30))) == 30 and (tmp_path / "cache").exists() == cached
+
+
+def test_a_cache_for_sets_on_a_disk_is_told_to_keep_nothing(tmp_path):
+    made.make_set(tmp_path / "set", [made.row(number) for number in range(30)])
+    asked, listener = config(tmp_path / "set", tmp_path, "r"), Silent()
+    settle(asked.model_copy(update={"data": asked.data.model_copy(update={"local_cache": "/c"})}), listener)
+    assert listener.notes == [("cache", "data.local_cache keeps nothing: every set is on a disk already")]
