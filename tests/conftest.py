@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,18 @@ class Bucket:
 
     def failures_left(self):
         return int(self._faults.read_text().split()[2])
+
+    @contextmanager
+    def requests(self):
+        """A list that after the block holds (method, path, bytes asked for) of the requests made in it."""
+        seen, made = self._faults.parent / "requests", []
+        seen.write_text("")
+        try:
+            yield made
+            lines = [line.split() for line in seen.read_text().splitlines()]
+            made += [(method, path, int(asked)) for method, path, asked in lines]
+        finally:
+            seen.unlink()
 
 
 @pytest.fixture(scope="session")

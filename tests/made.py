@@ -6,7 +6,8 @@ from PIL import Image
 
 from mmray.data.manifest import MANIFEST, TOKENIZER, Manifest, fingerprint
 from mmray.data.place import Place
-from mmray.data.store import PreparedSet, Row, images_sha256, write_shard
+from mmray.data.shard_writer import write_shard
+from mmray.data.store import PreparedSet, Row, images_sha256
 from mmray.data.text import train_tokenizer
 
 CAPTIONS = ["a", "a red one", "a much longer caption of a row"]

@@ -2,6 +2,7 @@
 
 FAULTS is a file that need not be there; it holds `METHOD TEXT COUNT`: so many requests of this method, whose address
 holds this text, are answered with 503 (Slow Down), as S3 does when it is asked too much. COUNT counts down in the file.
+A file `requests` beside it, where a test has made one, gets a line for each request: `METHOD PATH BYTES-ASKED-FOR`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,20 @@ class Failing:
         self.app, self.faults = app, faults
 
     def __call__(self, environ, start_response):
+        self._note(environ)
         if self._fails(environ):
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response("503 Slow Down", [("Content-Type", "application/xml")])
             return [BODY]
         return self.app(environ, start_response)
+
+    def _note(self, environ):
+        seen = self.faults.parent / "requests"
+        if seen.exists():
+            first, _, last = environ.get("HTTP_RANGE", "").removeprefix("bytes=").partition("-")
+            asked = int(last) - int(first) + 1 if first and last else 0
+            with seen.open("a") as file:
+                file.write(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']} {asked}\n")
 
     def _fails(self, environ):
         if not self.faults.exists():

@@ -10,6 +10,7 @@ from mmray.config import (
     Clip,
     Cluster,
     Config,
+    Data,
     ImageTower,
     Own,
     Siglip,
@@ -91,6 +92,24 @@ def test_a_continuation_may_change_the_cut_but_not_the_rows():
     other = Config(batch=Batch(micro=4, global_=32)).model_dump(mode="json", by_alias=True)
     assert forbidden_changes(before, recut) == []
     assert forbidden_changes(before, other) == ["batch.global: 16 -> 32"]
+
+
+def test_a_run_from_before_there_were_chunks_goes_on_in_the_order_it_had():
+    before = Config().model_dump(mode="json", by_alias=True)
+    for setting in ("chunk", "window", "local_cache", "local_cache_gb"):
+        del before["data"][setting]
+    after = [
+        Config(data=Data(chunk=chunk, window=window, local_cache="/tmp/c")).model_dump(mode="json", by_alias=True)
+        for chunk, window in ((1, 1), (8, 16))
+    ]
+    changes = [forbidden_changes(before, each) for each in after]
+    assert changes == [[], ["data.chunk: 1 -> 8", "data.window: 1 -> 16"]]
+
+
+@pytest.mark.parametrize("given", ["0", "-1"])
+def test_a_chunk_is_auto_or_a_number(given):
+    with pytest.raises(UsageError, match=r"data\.chunk"):
+        parse_run(["sample", f"--data.chunk={given}"], "train")
 
 
 @pytest.mark.parametrize(("given", "least", "most"), [(2, 2, 2), ("1-4", 1, 4), ("3", 3, 3)])

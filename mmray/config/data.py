@@ -102,6 +102,18 @@ class Data(Section):
     workers: int | Literal["auto"] = Field("auto", description="Ray Data actors that decode; auto: from cores, memory.")
     limit: int | None = Field(None, ge=1, description="Train on the first N rows only, to try things.")
     shuffle: bool = Field(True, description="Another order each epoch, from the seed; off: source order.")
+    chunk: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto",
+        description="Rows that lie together and come near each other, for few large reads of an object store; 1: any "
+        "row comes anywhere; auto: 1 on a disk, from the bytes of a row on a store.",
+    )
+    window: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto", description="Chunks whose rows are mixed; auto: 16; with a local cache 256 or a step's rows."
+    )
+    local_cache: str | None = Field(
+        None, description="Folder of each data node that keeps what was read of an object store; none: nothing is kept."
+    )
+    local_cache_gb: float = Field(20.0, gt=0, description="What the local cache may hold, in GB.")
     block_mb: float = Field(24.0, gt=0, le=512, description="Size of a block in the object store, in MB.")
     max_bad_rows: int = Field(16, ge=0, description="Rows that may fail at training time before the run fails.")
 

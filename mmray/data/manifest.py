@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import orjson
 
 from mmray.data.place import Place
@@ -33,6 +35,7 @@ class Shard:
     num_bytes: int
     sha256: str  # of the rows, in order
     dropped: tuple[int, ...] = ()
+    batches: str = ""  # byte at which each record batch begins, and at which the last ends; none in older sets
 
     @property
     def num_live(self) -> int:
@@ -41,6 +44,16 @@ class Shard:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Shard:
         return cls(**{**values, "dropped": tuple(values.get("dropped", ()))})
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """`batches` as numbers, int64 [record batches + 1]; record batch b is bytes offsets[b]..offsets[b + 1]."""
+        return _numbers(self.batches)
+
+
+@lru_cache(maxsize=4096)
+def _numbers(text: str) -> np.ndarray:
+    return np.array(text.split(), np.int64)
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from mmray.data.manifest import Shard
 from mmray.data.place import Place
 
 MAX_OPEN = 256  # each holds a file descriptor, and a process has about a thousand
+
+
+class Wanted(NamedTuple):
+    """A record batch of a shard, and the first and last of those that are worth keeping with it."""
+
+    shard: Shard
+    batch: int
+    first: int
+    last: int
 
 
 class OpenShards:
@@ -19,6 +30,11 @@ class OpenShards:
     def __init__(self, place: Place, schema: pa.Schema) -> None:
         self._place, self._schema = place, schema
         self._forget()
+
+    def each(self, wanted: Sequence[Wanted], use: Callable[[int, pa.RecordBatch], bool]) -> None:
+        """Call `use` with the number of each wanted record batch, and it. Raises as `batch` does."""
+        for number, one in enumerate(wanted):
+            use(number, self.batch(one.shard.file, one.batch))
 
     def batch(self, file: str, index: int) -> pa.RecordBatch:
         """A record batch, on a local disk without a copy. Raises ValueError naming the file where it is damaged."""

@@ -8,48 +8,12 @@ stored and nothing is drawn: a resumed or resized run asks the same function and
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from mmray.data.bijection import chunked, mix, within_windows
+
 PADDING = -1
-_ROUNDS = 8
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def mix(value: np.ndarray) -> np.ndarray:
-    """Hash uint64 to uint64, any shape (the finaliser of splitmix64; Steele, Lea, Flood 2014)."""
-    z = value + _GOLDEN
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
-
-
-def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    """Keyed bijection of 0..size-1: uint64 `index` and `key` of one shape in, uint64 of that shape out.
-
-    A Feistel network over Z_a x Z_b with a*b >= size, walked along its cycle until it lands below size (Black and
-    Rogaway 2002, "Ciphers with arbitrary finite domains"). O(1) memory for an element, whatever the size.
-    """
-    out = _feistel(index, size, key)
-    outside = np.flatnonzero(out >= size)
-    while outside.size:
-        out[outside] = _feistel(out[outside], size, key[outside])
-        outside = outside[out[outside] >= size]
-    return out
-
-
-def _feistel(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    a: Any = np.uint64(int(np.ceil(np.sqrt(size))))
-    b: Any = np.uint64(-(-size // int(a)))
-    left, right = index // b, index % b
-    for turn in range(_ROUNDS):
-        salt = key + np.uint64(turn)
-        if turn % 2:
-            right = (right + mix(left ^ mix(salt)) % b) % b
-        else:
-            left = (left + mix(right ^ mix(salt)) % a) % a
-    return left * b + right
 
 
 def draw(seed: int, epoch: np.ndarray, key: np.ndarray, choices: np.ndarray) -> np.ndarray:
@@ -78,7 +42,7 @@ class Part:
 
 
 def mixed(
-    parts: tuple[Part, ...], slots: np.ndarray, epoch: np.ndarray, seed: int, shuffle: bool
+    parts: tuple[Part, ...], slots: np.ndarray, epoch: np.ndarray, seed: int, shuffle: bool, chunk: int, window: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """(row, pass) int64 of slots of epochs, all of one shape; rows are numbered through, set after set.
 
@@ -93,10 +57,23 @@ def mixed(
         passed, row = np.divmod(epoch[here] * part.per_epoch + slots[here] - first_slot, part.num_rows)
         if shuffle:
             key = mix(mix(mix(passed.astype(np.uint64)) ^ np.uint64(seed)) ^ np.uint64(number + 1))
-            row = permute(row.astype(np.uint64), part.num_rows, key).astype(np.int64)
+            row = chunked(row.astype(np.uint64), part.num_rows, key, chunk, window).astype(np.int64)
         rows[here], passes[here] = row + first_row, passed
         first_slot, first_row = first_slot + part.per_epoch, first_row + part.num_rows
     return rows, passes
+
+
+def dealt(parts: tuple[Part, ...], positions: np.ndarray) -> np.ndarray:
+    """Slots (see `mixed`) of positions of an epoch, int64: every part's in their order, evenly through the epoch."""
+    slots, rest = np.empty(positions.size, np.int64), np.arange(positions.size)
+    place, left, first = positions.ravel(), sum(part.per_epoch for part in parts), 0
+    for part in parts:  # of the places that are left, every (left / per_epoch)th is this part's
+        before = place * part.per_epoch // left
+        mine = (place + 1) * part.per_epoch // left > before
+        slots[rest[mine]] = first + before[mine]
+        rest, place = rest[~mine], (place - before)[~mine]
+        left, first = left - part.per_epoch, first + part.per_epoch
+    return slots.reshape(positions.shape)
 
 
 @dataclass(frozen=True)
@@ -105,6 +82,7 @@ class Plan:
 
     num_rows = rows of an epoch; global_rows = rows of a step over all workers; micro = rows of one forward pass;
     steps = length of the run; parts = the sets that are mixed, if several, whose `per_epoch` add up to num_rows.
+    chunk = rows that lie together and come near each other, `window` chunks at a time; 1 = any row comes anywhere.
     """
 
     num_rows: int
@@ -115,6 +93,8 @@ class Plan:
     steps: int
     shuffle: bool = True
     parts: tuple[Part, ...] = ()
+    chunk: int = 1
+    window: int = 1
 
     @property
     def share(self) -> int:
@@ -170,11 +150,19 @@ class Plan:
         epoch, offset = np.divmod(np.maximum(positions, 0), self.num_rows)
         if self.shuffle:
             key = mix(mix(epoch.astype(np.uint64)) ^ np.uint64(self.seed))
-            offset = permute(offset.astype(np.uint64), self.num_rows, key).astype(np.int64)
+            offset = self._shuffled(offset.astype(np.uint64), key).astype(np.int64)
         if not self.parts:
             return offset, np.where(positions >= 0, epoch, 0)
-        rows, passes = mixed(self.parts, offset, epoch, self.seed, self.shuffle)
+        if self.shuffle and self.chunk > 1:
+            offset = dealt(self.parts, offset)
+        rows, passes = mixed(self.parts, offset, epoch, self.seed, self.shuffle, self.chunk, self.window)
         return rows, np.where(positions >= 0, passes, 0)
+
+    def _shuffled(self, offset: np.ndarray, key: np.ndarray) -> np.ndarray:
+        """Of one set the row, of several the slot; in chunks it stays near, and its part's own order takes it on."""
+        if self.chunk > 1 and self.parts:
+            return within_windows(offset, self.num_rows, key, self.chunk * self.window)
+        return chunked(offset, self.num_rows, key, self.chunk, self.window)
 
 
 @dataclass(frozen=True)

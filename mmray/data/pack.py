@@ -22,7 +22,8 @@ from mmray.data.formats.source import Chunk, Item, Source
 from mmray.data.image import BadImage, decode, header_size, shrink
 from mmray.data.manifest import PARTS, SHARDS, Shard
 from mmray.data.place import Place
-from mmray.data.store import Row, ShardWriter, images_sha256
+from mmray.data.shard_writer import ShardWriter
+from mmray.data.store import Row, images_sha256
 from mmray.data.text import BadText, clean
 from mmray.data.trial import Trial
 

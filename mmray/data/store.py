@@ -8,20 +8,20 @@ shards and a manifest; which rows there are, and in which order, the manifest al
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import orjson
 import pyarrow as pa
 
-from mmray.data.files import read_picture
+from mmray.data.files import read_pictures
 from mmray.data.formats.rows import Picture
+from mmray.data.local_cache import LocalCache
 from mmray.data.manifest import MANIFEST, PARTS, TOKENIZER, Manifest, Shard, fingerprint, read_manifest
-from mmray.data.open_shards import OpenShards
+from mmray.data.open_shards import OpenShards, Wanted
 from mmray.data.place import Place
+from mmray.data.remote_shards import RemoteShards
 from mmray.errors import DataError
 
 BATCH_ROWS = 8
@@ -41,6 +41,9 @@ SCHEMA = pa.schema(
         ("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
     ]
 )
+
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -81,65 +84,13 @@ def key_id(key: str) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-class ShardWriter:
-    """A shard being written, row by row; its file is there once the `with` block has ended well, and not otherwise."""
+class _Group(NamedTuple):
+    """Rows asked for that are in one record batch: their places in the answer, their numbers in the batch."""
 
-    def __init__(self, place: Place, name: str, split: str | None = None) -> None:
-        self._place, self._name, self._split = place, name, split
-        self._digest, self.num_rows = hashlib.sha256(), 0
-        self._batch: list[Row] = []
-
-    def __enter__(self) -> ShardWriter:
-        with ExitStack() as files:
-            stream = files.enter_context(self._place.writing(self._name))
-            self._writer = files.enter_context(pa.ipc.new_file(stream, SCHEMA))
-            self._files = files.pop_all()
-        return self
-
-    def append(self, row: Row) -> None:
-        """Add a row; memory holds at most one record batch."""
-        self._batch.append(row)
-        self.num_rows += 1
-        self._digest.update(
-            orjson.dumps(
-                [
-                    row.key,
-                    row.texts,
-                    row.label,
-                    row.split,
-                    row.language,
-                    row.sha256,
-                    row.boxes,
-                    row.box_labels,
-                    row.refs,
-                    *([row.messages] if row.messages else []),
-                ]
-            )
-        )
-        if len(self._batch) == BATCH_ROWS:
-            self._flush()
-
-    def __exit__(self, *error: Any) -> None:
-        if error[0] is None and self._batch:
-            self._flush()
-        self._files.__exit__(*error)
-
-    def entry(self) -> Shard:
-        """The finished file's line in the manifest."""
-        size = self._place.size(self._name) or 0
-        return Shard(self._name, self._split, self.num_rows, size, self._digest.hexdigest())
-
-    def _flush(self) -> None:
-        self._writer.write_batch(pa.RecordBatch.from_pylist([vars(row) for row in self._batch], schema=SCHEMA))
-        self._batch.clear()
-
-
-def write_shard(rows: Iterable[Row], place: Place, name: str, split: str | None = None) -> Shard:
-    """Write rows as the file `name` in `place` and return its manifest entry."""
-    with ShardWriter(place, name, split) as shard:
-        for row in rows:
-            shard.append(row)
-    return shard.entry()
+    shard: Shard
+    wanted: Wanted
+    places: np.ndarray
+    inside: np.ndarray
 
 
 class PreparedSet:
@@ -149,11 +100,19 @@ class PreparedSet:
     has grown since) and opens shards as it needs them. Threads may share one.
     """
 
-    def __init__(self, place: Place, manifest: Manifest, split: str | None = None) -> None:
+    def __init__(
+        self,
+        place: Place,
+        manifest: Manifest,
+        split: str | None = None,
+        cache: LocalCache | None = None,
+        chunk: int = BATCH_ROWS,
+    ) -> None:
         self.place, self.manifest, self.split = place, manifest, split
         self._shards = [shard for shard in manifest.shards if split is None or shard.split == split]
         self._starts = np.concatenate([[0], np.cumsum([shard.num_live for shard in self._shards])]).astype(np.int64)
-        self._files = OpenShards(place, SCHEMA)
+        self._files = OpenShards(place, SCHEMA) if place.local is not None else RemoteShards(place, SCHEMA, cache)
+        self._chunk = chunk if cache is not None and place.local is None else 0
 
     @classmethod
     def open(cls, path: str, split: str | None = None) -> PreparedSet:
@@ -171,6 +130,10 @@ class PreparedSet:
             known = ", ".join(f"{name} ({rows:,} rows)" for name, rows in manifest.splits.items())
             raise DataError(f"{path} has no split `{split}`; it has {known}")
         return cls(place, manifest, split)
+
+    def cached(self, cache: LocalCache, chunk: int) -> PreparedSet:
+        """The same set, of which whole chunks of so many rows are kept in `cache` where it is not on a disk."""
+        return PreparedSet(self.place, self.manifest, self.split, cache, chunk)
 
     @property
     def num_rows(self) -> int:
@@ -206,42 +169,64 @@ class PreparedSet:
         Raises IndexError for a number outside the set, OSError or ValueError (naming the shard) where a file is gone or
         damaged.
         """
-        out: list[Row | None] = [None] * len(rows)
-        for shard, batch, places, inside in self._grouped(np.asarray(rows, np.int64)):
-            records = self._files.batch(self._shards[shard].file, batch).take(pa.array(inside))
-            for place, record in zip(places, _to_pylist(records, self._shards[shard]), strict=True):
-                out[place] = self._with_images(Row(**record))
-        return out  # type: ignore[return-value]  # every place belongs to one group
+        found = self._each(rows, lambda records, shard: [Row(**each) for each in _to_pylist(records, shard)])
+        return self._with_images(found)
 
-    def _with_images(self, row: Row) -> Row:
-        """The row with the images that it only refers to. Raises OSError or ValueError."""
-        if row.refs:
-            source = Place(self.manifest.source["address"])
-            row.images = [read_picture(source, Picture(ref["file"], **ref)) for ref in row.refs]
-        return row
+    def _with_images(self, rows: list[Row]) -> list[Row]:
+        """The rows with the images that they only refer to. Raises OSError or ValueError."""
+        pictures = [Picture(ref["file"], **ref) for row in rows for ref in row.refs or ()]
+        images = iter(read_pictures(Place(self.manifest.source["address"]), pictures) if pictures else ())
+        for row in rows:
+            if row.refs:
+                row.images = [next(images) for _ in row.refs]
+        return rows
 
     def keys(self, rows: np.ndarray | None = None) -> list[str]:
         """Keys of these rows (of all, in order, without an argument); images are not touched."""
-        wanted = np.arange(self.num_rows) if rows is None else np.asarray(rows, np.int64)
-        out = [""] * len(wanted)
-        for shard, batch, places, inside in self._grouped(wanted):
-            keys = self._files.batch(self._shards[shard].file, batch).column("key").take(pa.array(inside)).to_pylist()
-            for place, key in zip(places, keys, strict=True):
-                out[place] = key
+        wanted = np.arange(self.num_rows) if rows is None else rows
+        return self._each(wanted, lambda records, _: records.column("key").to_pylist(), ["key"])
+
+    def _each(
+        self, rows: np.ndarray, of: Callable[[pa.RecordBatch, Shard], list[T]], columns: list[str] | None = None
+    ) -> list[T]:
+        """What `of` makes of the records of these rows, in their order."""
+        rows = np.asarray(rows, np.int64)
+        out: list[Any] = [None] * len(rows)
+        groups = list(self._grouped(rows))
+
+        def fill(number: int, records: pa.RecordBatch) -> bool:
+            group = groups[number]
+            taken = (records.select(columns) if columns else records).take(pa.array(group.inside))
+            values = of(taken, group.shard)
+            for place, value in zip(group.places, values, strict=True):
+                out[place] = value
+            return not self._chunk or all(value.is_intact for value in values if isinstance(value, Row))
+
+        self._files.each([group.wanted for group in groups], fill)
         return out
 
-    def _grouped(self, rows: np.ndarray) -> Iterator[tuple[int, int, np.ndarray, np.ndarray]]:
-        """(shard, record batch, places in the answer, rows in the batch), each record batch once."""
+    def _grouped(self, rows: np.ndarray) -> Iterator[_Group]:
+        """The rows by the record batch they are in, each record batch once."""
         if rows.size and (rows.min() < 0 or rows.max() >= self.num_rows):
             raise IndexError(f"rows {rows.min()}..{rows.max()} of a set of {self.num_rows}")
         shards = np.searchsorted(self._starts, rows, side="right") - 1
         within = rows - self._starts[shards]
-        for shard in np.unique(shards):
+        for shard in np.unique(shards).tolist():
             places = np.flatnonzero(shards == shard)
-            physical = self._physical(int(shard), within[places])
-            for batch in np.unique(physical // BATCH_ROWS):
+            physical = self._physical(shard, within[places])
+            for batch in np.unique(physical // BATCH_ROWS).tolist():
                 here = physical // BATCH_ROWS == batch
-                yield int(shard), int(batch), places[here], physical[here] % BATCH_ROWS
+                keep = self._chunk_of(shard, int(rows[places[here]].min())) if self._chunk else (batch, batch)
+                entry = self._shards[shard]
+                yield _Group(entry, Wanted(entry, batch, *keep), places[here], physical[here] % BATCH_ROWS)
+
+    def _chunk_of(self, shard: int, row: int) -> tuple[int, int]:
+        """First and last record batch, in this shard, of the chunk that a row is in."""
+        first, rows = int(self._starts[shard]), self._shards[shard].num_live
+        start = row // self._chunk * self._chunk - first
+        ends = np.array([max(start, 0), min(start + self._chunk, rows) - 1])
+        begin, end = (self._physical(shard, ends) // BATCH_ROWS).tolist()
+        return begin, end
 
     def _physical(self, shard: int, live: np.ndarray) -> np.ndarray:
         """Row numbers in the file for row numbers among those that count."""

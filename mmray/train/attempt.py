@@ -125,6 +125,8 @@ def trainer_of(
 def _begin(ready: Ready, newest: Folder | None, world: int) -> Start:
     """Where a group of `world` workers begins: at the checkpoint that the driver verified. Beside the controller."""
     shape, config = ready.shape, ready.config
+    chunk, window = config.data.chunk, config.data.window
+    assert isinstance(chunk, int) and isinstance(window, int), "settle leaves no `auto`"
     plan = Plan(
         num_rows=ready.data["num_rows"],
         global_rows=shape.global_rows,
@@ -134,6 +136,8 @@ def _begin(ready: Ready, newest: Folder | None, world: int) -> Start:
         steps=ready.steps,
         shuffle=config.data.shuffle,
         parts=ready.train_set.parts if isinstance(ready.train_set, MixedSet) else (),
+        chunk=chunk,
+        window=window,
     )
     if newest is None:
         return Start(plan, 0)

@@ -14,6 +14,7 @@ MAY_CHANGE = (
     "data.workers",
     "data.block_mb",
     "data.cache",
+    "data.local_cache",
     "data.max_bad_rows",
     "data.eval",
     "data.eval_split",
@@ -33,6 +34,8 @@ MAY_CHANGE = (
     "train.recompute",
 )
 
+BEFORE = {"data.chunk": 1, "data.window": 1}  # what runs did that are older than these settings
+
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings as {`section.field`: value}."""
@@ -45,7 +48,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Lines `setting: old -> new` for every difference that would make a continuation another run."""
-    old, new = flatten(before), flatten(after)
+    old, new = BEFORE | flatten(before), flatten(after)
     return [
         f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
         for name in sorted(old.keys() | new.keys())

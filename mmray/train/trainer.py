@@ -15,6 +15,7 @@ from mmray import objectives
 from mmray.cluster.join import joined
 from mmray.config import Config
 from mmray.config.mixture import is_mixture, parse_mixture, write_mixture
+from mmray.data.chunks import chunk_and_window, kept_here
 from mmray.data.folders import gather
 from mmray.data.manifest import QUARANTINE
 from mmray.data.mixed import MixedSet
@@ -85,6 +86,12 @@ def settle(config: Config, listener: Listener) -> Ready:
     terms = [(str(prepared(source)), weight) for source, weight in parse_mixture(config.data.train)]
     train_sets = [PreparedSet.open(place, config.data.train_split) for place, _ in terms]
     eval_set = _eval_set(config, terms[0][0], train_sets[0], prepared)
+    shape = shape_of(config.batch, config.cluster.most_workers)
+    chunk, window = chunk_and_window(config.data, train_sets, shape.global_rows)
+    train_sets = [kept_here(config.data, each, chunk) for each in train_sets]
+    eval_set = eval_set and kept_here(config.data, eval_set, chunk)
+    if config.data.local_cache and all(each.place.local for each in [*train_sets, eval_set] if each):
+        listener.note("data.local_cache keeps nothing: every set is on a disk already", "cache")
     train_set: PreparedSet | MixedSet = train_sets[0]
     if is_mixture(config.data.train):
         train_set = MixedSet(train_sets, [weight for _, weight in terms])
@@ -93,13 +100,13 @@ def settle(config: Config, listener: Listener) -> Ready:
     num_rows = min(train_set.num_rows, config.data.limit or train_set.num_rows)
     if isinstance(train_set, MixedSet):
         num_rows = sum(part.per_epoch for part in train_set.parts)
-    shape = shape_of(config.batch, config.cluster.most_workers)
     steps = total_steps(config.train, num_rows, shape.global_rows)
     vocab_size = config.model.vocab_size or TextEncoder(tokenizer_json, 8).vocab_size
     model = with_names(config.model, train_sets, eval_set)
     settled = config.model_copy(
         update={
             "model": model.with_absolute_weights().model_copy(update={"vocab_size": vocab_size}),
+            "data": config.data.model_copy(update={"chunk": chunk, "window": window}),
             "batch": config.batch.model_copy(
                 update={"global_": shape.global_rows, "micro": "auto" if shape.auto else shape.micro}
             ),
@@ -140,5 +147,8 @@ def _announce(ready: Ready, run: rundir.RunDir, listener: Listener) -> None:
     if isinstance(ready.train_set, MixedSet):
         for name, part in zip(ready.train_set.names, ready.train_set.parts, strict=True):
             listener.note(f"{part.per_epoch:,} rows of {name} an epoch ({part.num_rows:,} in it)", "mixed")
+    data = ready.config.data
+    if data.chunk != 1:
+        listener.note(f"in chunks of {data.chunk:,} rows that lie together, {data.window:,} of them mixed", "order")
     listener.note(str(ready.shape), "batch")
     listener.note(f"{ready.steps:,} steps, about {epochs:.1f} epochs", "length")

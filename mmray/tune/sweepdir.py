@@ -22,7 +22,14 @@ from mmray.tune.rows import KEPT
 
 KIND = "sweep"
 # Of the recipe: what may differ when a sweep goes on.
-MAY_DIFFER = ("run.", "cluster.address", "cluster.start_timeout_s", "cluster.collective_timeout_s", "data.cache")
+MAY_DIFFER = (
+    "run.",
+    "cluster.address",
+    "cluster.start_timeout_s",
+    "cluster.collective_timeout_s",
+    "data.cache",
+    "data.local_cache",
+)
 
 
 @dataclass(frozen=True)

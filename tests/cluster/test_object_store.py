@@ -23,10 +23,16 @@ def data(tmp_path_factory):
     return folder
 
 
+def in_chunks(config, cache=None):
+    """The same order on a disk, where it is any order unless asked, as on the store."""
+    chosen = {"chunk": 8, "window": 2, "local_cache": cache}
+    return config.model_copy(update={"data": config.data.model_copy(update=chosen)})
+
+
 @pytest.fixture(scope="module")
 def calm(local_ray, data, tmp_path_factory):
     """A run on a disk that nothing happened to."""
-    return train(config(data, tmp_path_factory.mktemp("runs"), "calm"), Silent())
+    return train(in_chunks(config(data, tmp_path_factory.mktemp("runs"), "calm")), Silent())
 
 
 class Stopping(Silent):
@@ -58,14 +64,18 @@ def test_killed_then_stopped_it_goes_on_from_the_store_and_every_verb_reads_ther
         place.write(name, (data / name).read_bytes())
     (Path(os.environ["MMRAY_TEST_FAULTS"]) / "killed").unlink(missing_ok=True)
     faults = ("tests.train.faults:KillRankOneOnce", "tests.train.faults:Slowly")
-    stopped = train(config(place.address, s3.address, "remote", callbacks=faults), Stopping(7))
+    cache = str(tmp_path / "cache")
+    slowly = in_chunks(config(place.address, s3.address, "remote", callbacks=faults), cache)
+    stopped = train(slowly, Stopping(7))
     assert stopped.result["restarts"] == 1 and stopped.result["status"] == "stopped" and stopped.result["steps"] < STEPS
     listener = Silent()
-    outcome = train(config(place.address, s3.address, "remote"), listener)
+    outcome = train(in_chunks(config(place.address, s3.address, "remote"), cache), listener)
     assert outcome.result["status"] == "finished" and str(outcome.path) == f"{s3.address}/remote"
     assert [text for label, text in listener.notes if label == "going on"] == [
         f"from {s3.address}/remote/checkpoints/step-{stopped.result['steps']}"
     ]
+    assert ("order", "in chunks of 8 rows that lie together, 2 of them mixed") in listener.notes
+    assert len([file for file in Path(cache).iterdir() if file.is_file()]) >= 50 // 8 + 20 // 8
     copy = copied(outcome.path, tmp_path / "copy")
     assert marks(copy) == marks(calm.path) and same_weights(weights(copy), weights(calm.path))
     scores = score_run(outcome.path, None, "test", None, None, listener)

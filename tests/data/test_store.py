@@ -13,7 +13,8 @@ import pytest
 from mmray.data import open_shards
 from mmray.data.manifest import MANIFEST, TOKENIZER, Manifest, Shard, fingerprint, read_manifest
 from mmray.data.place import Place
-from mmray.data.store import PreparedSet, Row, ShardWriter, images_sha256, key_id, write_shard
+from mmray.data.shard_writer import ShardWriter, write_shard
+from mmray.data.store import PreparedSet, Row, images_sha256, key_id
 from mmray.errors import DataError
 
 
@@ -224,7 +225,7 @@ def test_shards_are_the_same_bytes_for_the_same_rows(tmp_path):
     place = Place(str(tmp_path))
     one, two = (write_shard(make_rows(20), place, name) for name in ("a.arrow", "b.arrow"))
     assert place.read("a.arrow") == place.read("b.arrow")
-    assert one == Shard("a.arrow", None, 20, len(place.read("a.arrow")), two.sha256)
+    assert one == Shard("a.arrow", None, 20, len(place.read("a.arrow")), two.sha256, batches=two.batches)
 
 
 def test_key_ids_are_the_same_in_every_process():

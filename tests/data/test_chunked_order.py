@@ -1,0 +1,128 @@
+"""The order in chunks: as exact as the plain one, rows of a chunk near each other, a batch from many chunks."""
+
+from hashlib import sha256
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmray.bench.shuffle import quality
+from mmray.data.order import PADDING, Part, Plan
+
+CHUNKS = st.integers(1, 70)
+WINDOWS = st.integers(1, 9)
+PARTS = st.lists(st.builds(Part, st.integers(1, 60), st.integers(1, 150)), min_size=1, max_size=4).map(tuple)
+
+
+def plan(num_rows, chunk, window, world=1, seed=3, global_rows=8, parts=()):
+    return Plan(num_rows, global_rows, world, 4, seed, 10**6, parts=parts, chunk=chunk, window=window)
+
+
+def mixture(parts, chunk, window, world=1, global_rows=8):
+    return plan(sum(part.per_epoch for part in parts), chunk, window, world, global_rows=global_rows, parts=parts)
+
+
+def rows_of_step(p, step):
+    positions = np.concatenate([p.positions(step, rank) for rank in range(p.world)])
+    return p.rows_at(positions[positions != PADDING])
+
+
+def epoch_of(p, number):
+    return p.rows_at(np.arange(number * p.num_rows, (number + 1) * p.num_rows))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 3000), CHUNKS, WINDOWS, st.integers(0, 2**63 - 1), st.integers(0, 5))
+def test_each_epoch_is_a_permutation(num_rows, chunk, window, seed, epoch):
+    rows = epoch_of(plan(num_rows, chunk, window, seed=seed), epoch)
+    assert np.array_equal(np.sort(rows), np.arange(num_rows))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 400), CHUNKS, WINDOWS, st.integers(1, 64), st.integers(1, 7), st.integers(0, 40))
+def test_any_step_gives_its_rows_at_any_world_size(num_rows, chunk, window, global_rows, world, step):
+    one = plan(num_rows, chunk, window, global_rows=global_rows)
+    assert np.array_equal(
+        rows_of_step(one, step), rows_of_step(plan(num_rows, chunk, window, world, global_rows=global_rows), step)
+    )
+    whole = one.rows_at(np.arange(one.rows_stop(step)))
+    assert np.array_equal(whole[one.rows_start(step) :], rows_of_step(one, step))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(200, 3000), st.integers(2, 40), WINDOWS)
+def test_a_window_takes_its_chunks_whole_but_for_what_the_ragged_one_lacks(num_rows, chunk, window):
+    """So that what is read for a window is not read for another; without a ragged chunk, exactly."""
+    rows = epoch_of(plan(num_rows, chunk, window), 1)
+    chunks = -(-num_rows // chunk)
+    windows = max(1, chunks // window)
+    length, longer = divmod(chunks, windows)
+    sizes = np.repeat([length + 1, length], [longer, windows - longer]) * chunk
+    seen = [set((part // chunk).tolist()) for part in np.split(rows, np.cumsum(sizes)[:-1])]
+    shared = sum(len(each) for each in seen) - chunks
+    assert 0 <= shared <= chunks * chunk - num_rows
+
+
+def test_epochs_and_seeds_differ_and_chunk_and_window_change_the_order():
+    p = plan(1000, 16, 4)
+    orders = [epoch_of(p, 0), epoch_of(p, 1), epoch_of(plan(1000, 16, 4, seed=4), 0), epoch_of(plan(1000, 16, 5), 0)]
+    orders += [epoch_of(plan(1000, 17, 4), 0), epoch_of(plan(1000, 1, 1), 0)]
+    assert len({order.tobytes() for order in orders}) == len(orders)
+    assert np.array_equal(orders[0], epoch_of(plan(1000, 16, 4, world=3), 0))
+
+
+def test_a_chunk_of_one_is_the_order_as_it_was_before_there_were_chunks():
+    """So that runs from then go on: digests taken from that version."""
+    assert sha256(Plan(1003, 8, 1, 4, 5, 100).rows_at(np.arange(3009)).tobytes()).hexdigest()[:16] == "1d62c0f1717a6839"
+    p = Plan(123, 8, 1, 4, 5, 100, parts=(Part(90, 120), Part(7, 3)))
+    both = p.rows_at(np.arange(1230)).tobytes() + p.passes_at(np.arange(1230)).tobytes()
+    assert sha256(both).hexdigest()[:16] == "acd5ea266ce82c52"
+
+
+@pytest.mark.parametrize(("chunk", "window"), [(10**9, 1), (117, 10**9), (116, 1), (2, 1)])
+def test_chunks_and_windows_larger_than_the_set(chunk, window):
+    assert np.array_equal(np.sort(epoch_of(plan(117, chunk, window), 0)), np.arange(117))
+
+
+def test_a_hundred_million_rows_need_no_memory_for_the_order():
+    p = plan(100_000_000, 32, 64, world=8, global_rows=4096)
+    rows = p.rows_at(p.positions(900_000, 3))
+    assert rows.shape == (512,) and len(set(rows.tolist())) == 512 and rows.max() < 100_000_000
+
+
+@settings(max_examples=60, deadline=None)
+@given(PARTS, CHUNKS, WINDOWS, st.integers(1, 5))
+def test_a_mixture_takes_its_share_of_each_set_exactly_and_a_row_and_its_pass_once(parts, chunk, window, epochs):
+    p = mixture(parts, chunk, window)
+    positions = np.arange(epochs * p.num_rows)
+    rows, passes = p.rows_at(positions), p.passes_at(positions)
+    assert len(set(zip(rows.tolist(), passes.tolist(), strict=True))) == len(positions)
+    counts = np.bincount(rows, minlength=sum(part.num_rows for part in parts))
+    for part, here in zip(parts, np.split(counts, np.cumsum([part.num_rows for part in parts])[:-1]), strict=True):
+        assert here.sum() == epochs * part.per_epoch and here.max() - here.min() <= 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(PARTS, CHUNKS, WINDOWS, st.integers(1, 64), st.integers(1, 7), st.integers(0, 60))
+def test_any_step_of_a_mixture_gives_its_rows_at_any_world_size(parts, chunk, window, global_rows, world, step):
+    one, many = (mixture(parts, chunk, window, size, global_rows) for size in (1, world))
+    assert np.array_equal(rows_of_step(one, step), rows_of_step(many, step))
+    whole = one.rows_at(np.arange(one.rows_stop(step)))
+    assert np.array_equal(whole[one.rows_start(step) :], rows_of_step(one, step))
+
+
+def test_a_mixture_is_mixed_through_the_epoch_in_chunks_too():
+    p = mixture((Part(9000, 9000), Part(500, 1000)), 16, 8, global_rows=256)
+    share = (p.rows_at(np.arange(30_000)) >= 9000).reshape(-1, 250).mean(axis=1)
+    assert abs(share - 0.1).max() < 0.08
+    near, full = (len(set((each.rows_at(np.arange(256)) // 16).tolist())) for each in (p, mixture(p.parts, 1, 1)))
+    assert near < 40 and full > 180
+
+
+def test_a_batch_draws_from_as_many_chunks_as_chance_leaves_of_a_window():
+    """256 draws from 64 equal chunks meet 64 * (1 - (63/64)**256) = 62.9 of them."""
+    near, full = quality(2**17, 32, 64), quality(2**17, 1, 1, of=32)
+    assert near.chunks == pytest.approx(62.9, abs=0.5) and full.chunks == pytest.approx(248.2, abs=1.5)
+    assert near.distance == pytest.approx(1 / 3, abs=0.02) and full.distance == pytest.approx(1 / 3, abs=0.01)
+    assert near.deviation > full.deviation == pytest.approx(1, abs=0.15)

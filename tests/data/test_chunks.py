@@ -1,0 +1,106 @@
+"""Which order a run takes, by where its sets are, and what is kept of them on this machine."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mmray.config import Data
+from mmray.data.chunks import chunk_and_window, kept_here
+from mmray.data.place import Place
+from mmray.data.store import PreparedSet
+from mmray.errors import UsageError
+from mmray.train import attempt
+from mmray.train.trainer import settle
+from tests import made
+from tests.data.test_ranges import memory, put  # noqa: F401 - a fixture
+from tests.data.test_store import make_rows, make_set
+from tests.train.runs import Silent, config
+
+
+def weighing(prepared, row_bytes, **settings):
+    """The set, as if its rows had so many bytes each."""
+    (shard,) = prepared.manifest.shards
+    manifest = replace(
+        prepared.manifest, shards=(replace(shard, num_bytes=row_bytes * shard.num_rows),), settings=settings
+    )
+    return PreparedSet(prepared.place, manifest)
+
+
+@pytest.fixture
+def there(memory):  # noqa: F811
+    return put(memory, [(make_rows(20), None, ())])
+
+
+@pytest.fixture
+def here(tmp_path):
+    return PreparedSet.open(make_set(tmp_path / "disk", [(make_rows(20), None, ())]))
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "cached", "expected"),
+    [
+        (1_000_000, False, (8, 16)), (66_000, False, (8, 16)), (20_000, False, (24, 16)), (300, False, (32, 16)),
+        (1_000_000, True, (8, 256)), (110_000, True, (40, 256)), (66_000, True, (64, 256)), (300, True, (64, 256)),
+    ],
+)  # fmt: skip
+def test_auto_is_by_the_bytes_of_a_row_on_a_store_and_any_order_on_a_disk(there, here, row_bytes, cached, expected):
+    data = Data(local_cache="/somewhere" if cached else None)
+    assert chunk_and_window(data, [weighing(there, row_bytes)], 64) == expected
+    assert chunk_and_window(data, [weighing(here, row_bytes), weighing(there, row_bytes)], 64) == expected
+    assert chunk_and_window(data, [weighing(here, row_bytes)], 64) == (1, 1)
+
+
+def test_a_window_follows_the_step_and_what_the_cache_can_hold(there):
+    rows = [weighing(there, 100_000)]
+    assert chunk_and_window(Data(local_cache="/c"), rows, 1000) == (40, 1000)
+    assert chunk_and_window(Data(local_cache="/c"), rows, 10**6) == (40, 1250)
+    assert chunk_and_window(Data(local_cache="/c", local_cache_gb=0.8), rows, 64) == (40, 50)
+    assert chunk_and_window(Data(), rows, 10**6) == (8, 16)
+
+
+def test_what_is_given_is_taken(there, here):
+    assert chunk_and_window(Data(chunk=1), [there], 64) == (1, 1)
+    assert chunk_and_window(Data(chunk=1, window=9), [there], 64) == (1, 1)
+    assert chunk_and_window(Data(chunk=5, window=9), [here], 64) == (5, 9)
+    assert chunk_and_window(Data(chunk=5), [here], 64) == (5, 16)
+    assert chunk_and_window(Data(chunk=5, shuffle=False), [there], 64) == (1, 1)
+
+
+def test_a_set_by_reference_has_its_images_elsewhere(there, here, tmp_path):
+    indexed, data = weighing(there, 300, reference=True), Data(local_cache=str(tmp_path))
+    assert chunk_and_window(Data(), [indexed], 64) == (1, 1)
+    assert chunk_and_window(Data(chunk=16), [indexed], 64) == (16, 16)
+    with pytest.raises(UsageError, match=r"data\.local_cache keeps what a set holds, and .* only refers"):
+        kept_here(data, indexed, 16)
+    assert kept_here(data, here, 16) is here
+
+
+def test_what_was_read_is_kept_in_the_folder_that_is_named(there, tmp_path):
+    kept = kept_here(Data(local_cache=str(tmp_path / "cache")), there, 16)
+    assert kept.read(np.arange(20)) == make_rows(20)
+    assert len([file for file in (tmp_path / "cache").iterdir() if file.is_file()]) == 2
+
+
+@pytest.mark.parametrize(("cached", "window"), [(False, 16), (True, 256)])
+def test_a_run_on_a_store_is_settled_in_chunks_and_its_plan_says_so(memory, tmp_path, cached, window):  # noqa: F811
+    made.make_set(tmp_path / "set", [made.row(number) for number in range(30)])
+    place = Place(f"{memory}/run")
+    for name in Place(str(tmp_path / "set")).tree():
+        place.write(name, (tmp_path / "set" / name).read_bytes())
+    asked = config(place.address, tmp_path, "r")
+    cache = str(tmp_path / "cache") if cached else None
+    asked = asked.model_copy(update={"data": asked.data.model_copy(update={"local_cache": cache})})
+    ready = settle(asked, Silent())
+    chunk = ready.config.data.chunk
+    assert (chunk, ready.config.data.window) == (64 if cached else 32, window)
+    plan = attempt._begin(ready, None, 2).plan
+    assert (plan.chunk, plan.window, plan.num_rows) == (chunk, window, 30)
+    assert len(ready.train_set.read(np.arange(30))) == 30 and (tmp_path / "cache").exists() == cached
+
+
+def test_a_cache_for_sets_on_a_disk_is_told_to_keep_nothing(tmp_path):
+    made.make_set(tmp_path / "set", [made.row(number) for number in range(30)])
+    asked, listener = config(tmp_path / "set", tmp_path, "r"), Silent()
+    settle(asked.model_copy(update={"data": asked.data.model_copy(update={"local_cache": "/c"})}), listener)
+    assert listener.notes == [("cache", "data.local_cache keeps nothing: every set is on a disk already")]

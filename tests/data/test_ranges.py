@@ -1,0 +1,298 @@
+"""Reading a prepared set on an object store: the rows of a disk, in fewer and larger requests, kept where asked."""
+
+import pickle
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import fsspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmray.data import local_cache, ranges, remote, shard_writer, store
+from mmray.data.files import read_picture, read_pictures
+from mmray.data.formats.rows import BadRow, Picture
+from mmray.data.local_cache import LocalCache
+from mmray.data.manifest import MANIFEST, Manifest, fingerprint
+from mmray.data.mixed import MixedSet
+from mmray.data.order import Plan
+from mmray.data.place import Place
+from mmray.data.ranges import coalesced
+from mmray.data.shard_writer import write_shard
+from mmray.data.store import PreparedSet, Row, images_sha256
+from mmray.errors import UsageError
+from tests.data.test_store import make_rows, make_set
+
+SPANS = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 60)).map(lambda s: (s[0], s[0] + s[1])), max_size=30)
+
+
+@pytest.fixture
+def memory():
+    """The address of a folder that is no disk, without a server."""
+    yield "memory://set"
+    fsspec.filesystem("memory").store.clear()
+
+
+def put(address, shards, name="set"):
+    """A prepared set of (rows, split, dropped) at an address; and the set."""
+    place = Place(f"{address}/{name}")
+    entries = [
+        replace(write_shard(rows, place, f"shards/{number}.arrow", split), dropped=dropped)
+        for number, (rows, split, dropped) in enumerate(shards)
+    ]
+    num_rows = sum(entry.num_live for entry in entries)
+    splits = {split: num_rows for _, split, _ in shards if split}
+    manifest = Manifest(num_rows, num_rows, 0, {}, 0, splits, fingerprint(entries), None, {}, {}, tuple(entries))
+    place.write(MANIFEST, manifest.to_json())
+    return PreparedSet.open(place.address)
+
+
+def random_rows(first, count, size=300):
+    """Rows with an image of so many bytes, which nothing decodes."""
+    data = np.random.default_rng(first).bytes(count * size)
+    images = [data[number * size : (number + 1) * size] for number in range(count)]
+    return [
+        Row(f"row-{first + number}", [image], ["a caption"], sha256=images_sha256([image]))
+        for number, image in enumerate(images)
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(SPANS, st.integers(0, 40), st.integers(1, 200))
+def test_reads_hold_each_span_once_and_do_not_bridge_more_than_the_gap(spans, gap, most):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranges, "GAP_BYTES", gap)
+        patch.setattr(ranges, "MOST_BYTES", most)
+        reads = coalesced(spans)
+    assert sorted(number for read in reads for number in read.spans) == list(range(len(spans)))
+    for read in reads:
+        inside = sorted(spans[number] for number in read.spans)
+        assert read.start == inside[0][0] and read.stop == max(stop for _, stop in inside)
+        assert read.stop - read.start <= max(most, *(stop - start for start, stop in inside))
+        reach = inside[0][1]
+        for start, stop in inside:
+            assert start - reach <= gap
+            reach = max(reach, stop)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_rows_of_a_store_are_the_rows_of_a_disk(memory, tmp_path, cached):
+    rows = make_rows(150)
+    shards = [(rows[:61], None, (0, 3, 9, 40)), (rows[61:62], None, ()), (rows[62:], None, tuple(range(5, 20)))]
+    there, here = put(memory, shards), PreparedSet.open(make_set(tmp_path / "disk", shards))
+    if cached:
+        there = there.cached(LocalCache(str(tmp_path / "cache"), 10**9), 10)
+    for seed in range(4):
+        order = np.random.default_rng(seed).integers(0, here.num_rows, 100)
+        assert there.read(order) == here.read(order)
+        assert there.keys(order) == here.keys(order)
+    assert there.keys() == here.keys()
+    assert pickle.loads(pickle.dumps(there)).read(np.array([130, 2])) == here.read(np.array([130, 2]))
+    both = MixedSet([there, here], [1, 1]), MixedSet([here, here], [1, 1])
+    one, other = ([row.images for row in each.read(np.arange(0, 260, 7))] for each in both)
+    assert one == other
+    with pytest.raises(IndexError):
+        there.read(np.array([here.num_rows]))
+
+
+def test_a_set_without_an_index_and_one_of_fewer_columns_are_read_too(memory, monkeypatch):
+    rows = make_rows(40)
+    there = put(memory, [(rows, None, ())])
+    old = replace(there.manifest, shards=tuple(replace(shard, batches="") for shard in there.manifest.shards))
+    there.place.write(MANIFEST, old.to_json())
+    assert PreparedSet.open(there.place.address).read(np.arange(39, -1, -1)) == rows[::-1]
+    fewer = store.SCHEMA.remove(len(store.SCHEMA) - 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_writer, "SCHEMA", fewer)
+        older = put(memory, [(rows, None, ())], "older").place.address
+    assert PreparedSet.open(older).read(np.arange(40)) == rows
+
+
+def test_damage_on_a_store_raises_or_is_seen_and_never_ends_the_process(memory):
+    rows = make_rows(18)
+    there = put(memory, [(rows, None, ())])
+    shard = there.manifest.shards[0]
+    good, outcomes = there.place.read(shard.file), set()
+    for position in range(0, len(good), 61):
+        damaged = bytearray(good)
+        damaged[position] ^= 1 << position % 8
+        there.place.write(shard.file, bytes(damaged))
+        for number in (0, 17):
+            try:
+                row = PreparedSet.open(there.place.address).read(np.array([number]))[0]
+                outcomes.add("same" if row == rows[number] else "intact" if row.is_intact else "seen")
+                assert row.images == rows[number].images or not row.is_intact
+            except (ValueError, OSError) as error:
+                assert shard.file in str(error)
+                outcomes.add("raised")
+    assert {"raised", "seen", "same"} <= outcomes
+    there.place.write(shard.file, good[: len(good) // 2])
+    with pytest.raises(ValueError, match=r"shards/0\.arrow ends at byte"):
+        PreparedSet.open(there.place.address).read(np.array([17]))
+
+
+BLOCK_ROWS = 128
+
+
+def cost_of(s3, prepared, chunk, window, blocks=2):
+    """(requests, bytes / bytes of the rows) of a block, over those of two ranks in steps of 256 rows."""
+    plan = Plan(prepared.num_rows, 2 * BLOCK_ROWS, 2, BLOCK_ROWS, 0, 100, chunk=chunk, window=window)
+    with s3.requests() as made:
+        for block in range(blocks):
+            rows = prepared.read(plan.rows_at(plan.positions(*divmod(block, 2))))
+            assert all(row.is_intact for row in rows) and len(rows) == BLOCK_ROWS
+    reads = [asked for method, _, asked in made if method == "GET"]
+    row_bytes = prepared.num_bytes / prepared.num_rows
+    return len(reads) / blocks, sum(reads) / row_bytes / blocks / BLOCK_ROWS
+
+
+def test_a_block_in_chunks_takes_an_eighth_of_the_requests_and_with_a_cache_a_thirtieth(s3, tmp_path, monkeypatch):
+    """8,192 rows in 16 shards; the gap is some ten rows, as 1 MiB is of rows of 100 KB."""
+    monkeypatch.setattr(ranges, "GAP_BYTES", 5000)
+    prepared = put(s3.address, [(random_rows(first, 512), None, ()) for first in range(0, 8192, 512)])
+    cached = prepared.cached(LocalCache(str(tmp_path), 10**9), 32)
+    cost = {
+        "any order": cost_of(s3, prepared, 1, 1),
+        "8 x 16": cost_of(s3, prepared, 8, 16),
+        "32 x 64": cost_of(s3, prepared, 32, 64),
+        "32 x 64, cached": cost_of(s3, cached, 32, 64, blocks=16),
+    }
+    print("\n" + "\n".join(f"{name:>16}: {n:.1f} requests, {b:.1f} x the bytes" for name, (n, b) in cost.items()))
+    assert cost["any order"][0] > 100 and cost["any order"][1] > 6
+    assert cost["8 x 16"][0] <= 16.5 and cost["8 x 16"][1] < 1.2
+    assert cost["32 x 64, cached"][0] < 4.6 and cost["32 x 64, cached"][1] < 1.2
+
+
+def test_requests_that_fail_for_a_moment_are_made_again(s3, monkeypatch):
+    monkeypatch.setattr(remote, "LONGEST_WAIT_S", 0.01)
+    prepared = put(s3.address, [(random_rows(0, 40), None, ())])
+    s3.fail("GET", "shards/0.arrow", 5)
+    assert all(row.is_intact for row in prepared.read(np.arange(40)))
+    assert s3.failures_left() == 0
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return LocalCache(str(tmp_path / "cache"), 10**9)
+
+
+def files_of(cache):
+    return [file for file in cache.folder.iterdir() if file.is_file()]
+
+
+def test_a_cache_answers_without_the_store_and_a_damaged_entry_is_fetched_again(memory, cache):
+    rows = make_rows(40)
+    there = put(memory, [(rows, None, ())]).cached(cache, 16)
+    assert there.read(np.arange(40)) == rows and len(files_of(cache)) == 3
+    shard = there.manifest.shards[0].file
+    good = there.place.read(shard)
+    there.place.delete(shard)
+    again = PreparedSet(there.place, there.manifest).cached(cache, 16)
+    assert again.read(np.arange(39, -1, -1)) == rows[::-1]
+    damages = (lambda data: data[:-9], lambda data: b"", lambda data: data[:4] + b"\xff" + data[5:])
+    for file, damage in zip(sorted(files_of(cache)), damages, strict=True):
+        file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(FileNotFoundError):
+        again.read(np.arange(40))
+    there.place.write(shard, good)
+    assert PreparedSet(there.place, there.manifest).cached(cache, 16).read(np.arange(40)) == rows
+    there.place.delete(shard)
+    assert PreparedSet(there.place, there.manifest).cached(cache, 16).read(np.arange(40)) == rows
+
+
+def test_a_bit_that_fell_over_in_the_cache_is_seen_and_one_in_the_store_is_left_to_the_reader(memory, cache):
+    rows = make_rows(20)
+    there = put(memory, [(rows, None, ())]).cached(cache, 100)
+    assert there.read(np.arange(20)) == rows
+    (entry,) = files_of(cache)
+    shard, good = there.manifest.shards[0].file, entry.read_bytes()
+    for place in range(good.index(rows[9].images[0]), len(good), 400):
+        entry.write_bytes(good[:place] + bytes([good[place] ^ 64]) + good[place + 1 :])
+        assert [row.images for row in there.read(np.arange(20))] == [row.images for row in rows]
+    stored = bytearray(there.place.read(shard))
+    stored[stored.index(rows[9].images[0]) + 3] ^= 64
+    there.place.write(shard, bytes(stored))
+    cache.drop(entry.name)
+    found = PreparedSet(there.place, there.manifest).cached(cache, 100).read(np.arange(20))
+    assert [number for number, row in enumerate(found) if not row.is_intact] == [9]
+
+
+def test_another_set_at_the_same_address_is_another_entry(memory, cache):
+    first = put(memory, [(make_rows(20), None, ())]).cached(cache, 16)
+    assert first.read(np.arange(20)) == make_rows(20)
+    other = put(memory, [(make_rows(20)[::-1], None, ())]).cached(cache, 16)
+    assert other.read(np.arange(20)) == make_rows(20)[::-1]
+
+
+def test_a_cache_stays_under_its_limit_and_keeps_what_was_of_use_last(tmp_path):
+    cache, fetched = LocalCache(str(tmp_path), 10_000), []
+
+    def get(name):
+        return cache.get(name, 900, lambda: fetched.append(name) or bytes(900)).to_pybytes()
+
+    for number in range(30):
+        assert get(f"entry-{number}") == get("kept") == bytes(900)
+        assert sum(file.stat().st_size for file in files_of(cache)) <= 10_000
+    assert fetched.count("kept") == 1 and len(files_of(cache)) == 11
+    get("entry-29"), get("entry-0")
+    assert fetched.count("entry-29") == 1 and fetched.count("entry-0") == 2
+
+
+def test_several_that_want_an_entry_at_once_fetch_it_once(cache):
+    fetched, ready = [], threading.Barrier(8)
+
+    def fetch():
+        fetched.append(1)
+        return bytes(10_000)
+
+    def get(_):
+        ready.wait()
+        return pickle.loads(pickle.dumps(cache)).get("entry", 10_000, fetch).to_pybytes()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(get, range(8))) == {bytes(10_000)}
+    assert len(fetched) == 1
+
+
+def test_a_process_killed_while_it_fetches_leaves_neither_a_lock_nor_half_an_entry(cache):
+    code = (
+        "import os, sys; from mmray.data.local_cache import LocalCache; "
+        "LocalCache(sys.argv[1], 10**9).get('entry', 5, lambda: os._exit(9))"
+    )
+    run = subprocess.run([sys.executable, "-c", code, str(cache.folder)], check=False)
+    assert run.returncode == 9 and files_of(cache) == []
+    assert cache.get("entry", 5, lambda: b"whole") == b"whole"
+
+
+def test_a_full_disk_is_told_once_and_a_folder_that_cannot_be_is_an_error(cache, monkeypatch, caplog, tmp_path):
+    assert cache.get("one", 1, lambda: b"1") == b"1"
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(local_cache.Path, "replace", full)
+    assert [cache.get("two", 1, lambda: b"2") for _ in range(3)] == [b"2"] * 3
+    assert caplog.text.count("No space left on device") == 1 and len(files_of(cache)) == 1
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"data\.local_cache .* cannot be used"):
+        LocalCache(str(tmp_path / "file" / "below"), 10**9).get("one", 1, lambda: b"1")
+
+
+def test_referenced_images_of_a_store_come_in_few_reads_in_the_order_asked_for(memory, monkeypatch):
+    place, data = Place(f"{memory}/raw"), np.random.default_rng(0).bytes(5000)
+    for name in ("a.tar", "b.tar", "whole.jpg"):
+        place.write(name, name.encode() + data)
+    pictures = [Picture("", f"{'ab'[n % 2]}.tar", offset=n * 90, length=60 + n) for n in range(50)]
+    pictures = [pictures[n] for n in np.random.default_rng(1).permutation(50)] + [Picture("", "whole.jpg")] * 2
+    made, read = [], ranges.RangeFiles.read
+    monkeypatch.setattr(ranges.RangeFiles, "read", lambda *args: made.append(args) or read(*args))
+    assert read_pictures(place, pictures) == [read_picture(place, picture) for picture in pictures]
+    assert len(made) == 2
+    with pytest.raises(BadRow, match=r"there is no file gone\.jpg"):
+        read_pictures(place, [*pictures, Picture("", "gone.jpg")])
+    with pytest.raises(ValueError, match=r"a\.tar ends at byte 5005"):
+        read_pictures(place, [Picture("", "a.tar", offset=5000, length=100)])
