@@ -121,6 +121,17 @@ def test_a_damaged_record_costs_itself_only(tmp_path):
     assert "checksum" in reader.fault(11)[1]
 
 
+def test_a_store_that_does_not_answer_is_no_fault_of_the_rows(reader, monkeypatch):
+    """They keep their place in the epoch: whoever reads them fails, and is begun again."""
+
+    def refuse(*_):
+        raise OSError("503 slow down")
+
+    monkeypatch.setattr(type(reader.prepared), "read", refuse)
+    with pytest.raises(OSError, match="503"):
+        reader.block(Plan(40, 40, 1, 40, 0, 1, shuffle=False), np.arange(40))
+
+
 def test_a_caption_is_chosen_anew_each_epoch_and_the_same_again(tmp_path):
     reader = RowReader(make_set(tmp_path, [row(0, texts=CAPTIONS)]), INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
     plan = Plan(1, 1, 1, 1, seed=0, steps=40)
