@@ -79,7 +79,9 @@ def test_killed_then_stopped_it_goes_on_from_the_store_and_every_verb_reads_ther
     copy = copied(outcome.path, tmp_path / "copy")
     assert marks(copy) == marks(calm.path) and same_weights(weights(copy), weights(calm.path))
     scores = score_run(outcome.path, None, "test", None, None, listener)
-    assert scores == pytest.approx(outcome.result["metrics"] | scores) and scores["rows"] == 20
+    told = {name: outcome.result["metrics"][name] for name in scores if name in outcome.result["metrics"]}
+    assert {"recall_at_1/image_to_text", "median_rank/text_to_image", "rows"} <= told.keys() and scores["rows"] == 20
+    assert {name: scores[name] for name in told} == pytest.approx(told)
     assert export_run(outcome.path, tmp_path / "exported", None).is_dir()
     there = Place(str(outcome.path))
     names = there.tree()
