@@ -96,10 +96,7 @@ class RowReader:
     def _read(self, row_ids: np.ndarray) -> list[Row | None]:
         try:
             return list(self.prepared.read(row_ids))
-        except (
-            FileNotFoundError,
-            ValueError,
-        ):  # any other error of a store, after its retries, says nothing of the rows
+        except (FileNotFoundError, ValueError):  # any other error of a store says nothing of the rows
             if len(row_ids) <= 1:
                 return [None] * len(row_ids)
             middle = len(row_ids) // 2  # one damaged record must not cost its neighbours
