@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.error import URLError
 
 import torch
-import torchvision
 from torch import Tensor, nn
 
 from mmray.errors import UsageError
@@ -143,9 +142,9 @@ class _Torchvision(nn.Module):
     Frozen layers normalise as in evaluation while training too; their scale and shift still learn.
     """
 
-    def __init__(self, net: nn.Module, width: int, frozen: bool = False) -> None:
+    def __init__(self, net: nn.Module, width: int, frozen: bool = False, class_token: bool = False) -> None:
         super().__init__()
-        self.net, self.width, self.frozen = net, width, frozen
+        self.net, self.width, self.frozen, self.class_token = net, width, frozen, class_token
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Normalised pixels [B, 3, S, S] -> features [B, width]."""
@@ -155,7 +154,7 @@ class _Torchvision(nn.Module):
     def places(self, pixels: Tensor) -> Tensor:
         """Normalised pixels [B, 3, S, S] -> features of each place of the picture [B, N, width]."""
         net: Any = self.net
-        if isinstance(net, torchvision.models.VisionTransformer):
+        if self.class_token:
             patches = net._process_input(pixels)
             tokens: Tensor = net.encoder(torch.cat([net.class_token.expand(len(patches), -1, -1), patches], dim=1))
             return tokens
@@ -165,11 +164,11 @@ class _Torchvision(nn.Module):
 
     def pool(self, places: Tensor) -> Tensor:
         """Features of each place [B, N, width] -> of the picture [B, width]; of a ViT the class token's."""
-        return places[:, 0] if isinstance(self.net, torchvision.models.VisionTransformer) else places.mean(dim=1)
+        return places[:, 0] if self.class_token else places.mean(dim=1)
 
     def grid(self, places: Tensor) -> Tensor:
         """Features of each place [B, N, width] -> laid out as the picture is, [B, width, H, H]; no class token."""
-        return _square(places[:, 1:] if isinstance(self.net, torchvision.models.VisionTransformer) else places)
+        return _square(places[:, 1:] if self.class_token else places)
 
     def train(self, mode: bool = True) -> _Torchvision:
         super().train(mode)
@@ -197,11 +196,13 @@ def _vit(spec: ImageTower, image_side: int) -> _Torchvision:
             f"model.image.patch: patches of {spec.patch} pixels do not tile an image of {image_side} "
             f"(model.inputs.image_side); take a side that {spec.patch} divides"
         )
-    net = torchvision.models.VisionTransformer(
+    from torchvision.models import VisionTransformer
+
+    net = VisionTransformer(
         image_side, spec.patch, spec.depth, spec.heads, spec.width, mlp_dim=4 * spec.width, num_classes=1
     )
     net.heads = nn.Identity()
-    return _Torchvision(net, spec.width)
+    return _Torchvision(net, spec.width, class_token=True)
 
 
 def _resnet(spec: ImageTower, batch_norm: str) -> _Torchvision:
@@ -211,7 +212,9 @@ def _resnet(spec: ImageTower, batch_norm: str) -> _Torchvision:
             "model.batch_norm: `frozen` keeps the running statistics of the weights, and model.image.weights is "
             "`none`; set model.batch_norm to `local`, or model.image.weights to `pretrained` or a file"
         )
-    net = torchvision.models.get_model(spec.name, weights=None)
+    from torchvision.models import get_model
+
+    net = get_model(spec.name, weights=None)
     width = net.fc.in_features
     net.fc = nn.Identity()
     if batch_norm == "synced":
@@ -223,7 +226,9 @@ def _pretrained(name: str) -> dict[str, Tensor]:
     """torchvision's best weights of a network, from its cache or the network. Raises UsageError."""
     if not name.startswith("resnet"):
         raise UsageError(f"model.image.weights: there are no pretrained weights for `{name}`; take `none` or a file")
-    weights = torchvision.models.get_model_weights(name).DEFAULT
+    from torchvision.models import get_model_weights
+
+    weights = get_model_weights(name).DEFAULT
     try:
         state: dict[str, Tensor] = weights.get_state_dict(progress=False, check_hash=True)
     except (URLError, TimeoutError, ConnectionError) as error:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchvision.ops import roi_align
 
 from mmray.errors import UsageError
 from mmray.models.dual_encoder import unit
@@ -38,6 +37,8 @@ class RegionHead(nn.Module):
 
 def region_features(grid: Tensor, boxes: Tensor) -> Tensor:
     """Feature map [B, W, H, H] and boxes [B, N, 4] in fractions of the square -> mean inside each box [B x N, W]."""
+    from torchvision.ops import roi_align
+
     num_rows, num_boxes = boxes.shape[:2]
     precise = grid.to(torch.promote_types(grid.dtype, torch.float32))  # a row's number has no room in half precision
     row = torch.arange(num_rows, device=boxes.device).repeat_interleave(num_boxes)
