@@ -46,6 +46,8 @@ def local_ray(tmp_path_factory):
         os.environ["MMRAY_TEST_FAULTS"] = str(tmp_path_factory.mktemp("faults"))  # workers inherit it from the start
         ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         ray.data.DataContext.get_current().enable_progress_bars = False
+    for done_once in Path(os.environ["MMRAY_TEST_FAULTS"]).iterdir():  # by faults of the module before
+        done_once.unlink(missing_ok=True)
 
 
 class Bucket:

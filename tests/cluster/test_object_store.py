@@ -62,11 +62,10 @@ def test_killed_then_stopped_it_goes_on_from_the_store_and_every_verb_reads_ther
     place = Place(f"{s3.address}/set")
     for name in Place(str(data)).tree():
         place.write(name, (data / name).read_bytes())
-    (Path(os.environ["MMRAY_TEST_FAULTS"]) / "killed").unlink(missing_ok=True)
-    faults = ("tests.train.faults:KillRankOneOnce", "tests.train.faults:Slowly")
+    faults = ("tests.train.faults:KillRankOneOnce", "tests.train.faults:Slower")
     cache = str(tmp_path / "cache")
     slowly = in_chunks(config(place.address, s3.address, "remote", callbacks=faults), cache)
-    stopped = train(slowly, Stopping(7))
+    stopped = train(slowly, Stopping(6))
     assert stopped.result["restarts"] == 1 and stopped.result["status"] == "stopped" and stopped.result["steps"] < STEPS
     listener = Silent()
     outcome = train(in_chunks(config(place.address, s3.address, "remote"), cache), listener)

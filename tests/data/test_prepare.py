@@ -521,7 +521,8 @@ def test_an_image_that_kills_its_worker_ends_the_job_and_is_looked_for(tmp_path,
     monkeypatch.setattr(prepare_module, "_pack_batch", die)
     with pytest.raises(ResourceError, match=r"(?s)while at rows\.jsonl from row 5.*The same command goes on"):
         prepare(str(source), str(out), LAX)
-    assert (out / "deaths").stat().st_size <= 4 * (1 + prepare_module.MAX_RETRIES)  # in two passes
+    two_passes = 2 + prepare_module.MAX_RETRIES + prepare_module.MAX_RETRIES_APART
+    assert (out / "deaths").stat().st_size <= 2 * two_passes  # of two chunks
 
 
 KILLED = """

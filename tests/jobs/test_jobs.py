@@ -89,7 +89,7 @@ def test_mmray_comes_with_the_job_or_from_where_it_is_installed(head, client, sh
 
 def test_a_stopped_training_leaves_nothing_behind_and_the_same_line_goes_on(head, client, data, tmp_path):
     recipe = tmp_path / "tiny.yaml"
-    recipe.write_text(to_yaml(config(data, tmp_path, "run", callbacks=("tests.train.faults:Slowly",))))
+    recipe.write_text(to_yaml(config(data, tmp_path, "run", callbacks=("tests.train.faults:Slower",))))
     first = submit(head, "train", str(recipe))
     steps = tmp_path / "run" / "metrics.jsonl"
     until = time.monotonic() + 90

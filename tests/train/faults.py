@@ -78,6 +78,13 @@ class Slowly:
         time.sleep(0.4)
 
 
+class Slower:
+    """Steps so long that a command typed meanwhile is begun and heard before the last."""
+
+    def on_step(self, step, metrics):
+        time.sleep(1.5)
+
+
 class FullDiskAtStepSix:
     """No file of rank 0's process may grow beyond 16 KiB while the checkpoint of step 6 is written."""
 
