@@ -54,7 +54,7 @@ CPU = torch.device("cpu")
 
 
 def settings(**changes: object) -> SimpleNamespace:
-    return SimpleNamespace(**{"recompute": (), "compile": "none", "channels_last": False} | changes)
+    return SimpleNamespace(**{"recompute": (), "compile": "none", "channels_last": False, "parallel": "ddp"} | changes)
 
 
 def shaped(name: str, **changes: object) -> nn.Module:

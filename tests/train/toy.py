@@ -255,8 +255,8 @@ def cut(batch: dict[str, Tensor], micro: int) -> list[dict[str, Tensor]]:
         longest = int(part["attention_mask"].sum(1).max())
         for name in {"input_ids", "attention_mask", "labels"} & part.keys():
             part[name] = part[name][:, :longest]
-        most = int(part["box_mask"].sum(1).max())
-        for name in ("boxes", "box_labels", "box_mask"):
+        most = int(part["box_mask"].sum(1).max()) if "box_mask" in part else 0
+        for name in {"boxes", "box_labels", "box_mask"} & part.keys():
             part[name] = part[name][:, :most]
         micros.append(part)
     return micros
