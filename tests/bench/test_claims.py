@@ -25,6 +25,7 @@ def test_what_the_textbook_cannot_train_is_refused():
         bench_claims(tiny(objective=Objective(kind="my.package:Mine")), 8, 1, 1.0, print)
 
 
+@pytest.mark.cluster
 def test_bench_claims_from_end_to_end(local_ray, tmp_path, monkeypatch):
     monkeypatch.setattr(claims.tempfile, "gettempdir", lambda: str(tmp_path))
     said = []

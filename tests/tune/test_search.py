@@ -19,6 +19,7 @@ from mmray.tune.search import Sweep, search
 from tests.made import make_set, row
 from tests.train.runs import Silent, config, lines
 
+pytestmark = pytest.mark.cluster
 OOM = "tests.tune.faults:OutOfMemory"
 SPACE = ["batch.micro=4,64", f"train.callbacks=[],[{OOM}]"]  # 64 rows are more than a worker's share of 16
 
