@@ -91,7 +91,7 @@ def _arms(config: Config, images: int, folder: str, say: Say) -> Arms:
 
         def run(count: int) -> list[list[Arrival]]:
             plan = Plan(images, world * rows, world, rows, config.train.seed, steps=count)
-            stream = Stream(lambda _: Start(plan, 0), reader, actors, BLOCK_MB)
+            stream = Stream(Start(plan, 0), reader, actors, BLOCK_MB)
             pairs = list(zip(ranks, stream.configure({"train": None}, world), strict=True))
             if recipe is None:
                 return list(ray.get([one.mmray.remote(each["train"], plan) for one, each in pairs]))

@@ -174,7 +174,7 @@ def _stream(
     """A window of mmray's stream, as training workers get it. Its plan ends with it: no actor is left in mid-block."""
     steps = max(LEAST_STEPS, round(settings.window_s * GUESS * actors / plan.global_rows))
     plan = replace(plan, steps=steps)
-    shards = Stream(lambda _: Start(plan, 0), reader, actors, settings.block_mb).configure({"train": None}, plan.world)
+    shards = Stream(Start(plan, 0), reader, actors, settings.block_mb).configure({"train": None}, plan.world)
     pairs = zip(consumers, shards, strict=True)
     arrivals: list[list[Arrival]] = ray.get([one.stream.remote(each["train"], plan) for one, each in pairs])
     return arrivals

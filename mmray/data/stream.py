@@ -76,31 +76,26 @@ def stream_dataset(
 
 
 class Stream(ray.train.DataConfig):
-    """Builds the stream anew for each group of training workers, from the position its checkpoint holds.
+    """Builds the stream of one group of training workers, from where it starts; Ray Train calls `configure` for it.
 
-    Ray Train calls `configure` once a group and dataset name, with the group's size. The dataset "start" answers every
-    rank with the same Start (so that all load the same checkpoint); "train" answers with each rank's iterator of it.
+    What travels with it is all that Ray's data actors have to import: no torch.
     """
 
     def __init__(
         self,
-        begin: Callable[[int], Start],
+        start: Start,
         reader: RowReader,
         workers: int,
         block_mb: float,
         labels: dict[str, str] | None = None,
     ):
         super().__init__()
-        self.begin, self.reader, self.workers, self.block_mb = begin, reader, workers, block_mb
+        self.start, self.reader, self.workers, self.block_mb = start, reader, workers, block_mb
         self.labels = labels
-        self.start: Start | None = None
 
     def configure(self, datasets: dict[str, Any], world_size: int, *_: Any, **__: Any) -> list[dict[str, Any]]:
         (name,) = datasets
-        if self.start is None:
-            self.start = self.begin(world_size)
-        if name == "start":
-            return [{name: self.start}] * world_size
+        assert world_size == self.start.plan.world, "a group has the size that its plan was made for"
         row_bytes = 3 * self.reader.inputs.image_side**2 + TOKEN_BYTES * self.reader.inputs.max_tokens
         size = steps_per_block(self.start.plan, row_bytes, self.block_mb)
         blocks = Blocks(self.start.plan, self.start.step, size)
@@ -108,8 +103,8 @@ class Stream(ray.train.DataConfig):
         return [{name: split} for split in splits]
 
     def datasets(self) -> dict[str, Callable[[], Any]]:
-        """What a TorchTrainer gets as `datasets`: names only, for `configure` makes them."""
-        return {"start": _placeholder, "train": _placeholder}
+        """What a TorchTrainer gets as `datasets`: a name only, for `configure` makes it."""
+        return {"train": _placeholder}
 
 
 def _placeholder() -> None:

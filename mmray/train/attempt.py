@@ -95,8 +95,9 @@ def trainer_of(
         ready.train_set, config.model.inputs, ready.tokenizer_json, config.prepare.max_pixels, config.augment
     )
     actors = data_actors(config)  # beside the largest group: CPUs of workers that may come stay free
+    start = _start(ready, newest, sized.cluster.most_workers)
     stream = Stream(
-        partial(_begin, ready, newest),
+        start,
         reader,
         actors,
         config.data.block_mb,
@@ -106,6 +107,7 @@ def trainer_of(
         _on_worker,  # type: ignore[arg-type]  # its annotation forgets that the result comes back
         train_loop_config={
             "job": Job(config, run.path, fence, reader, ready.eval_set, ready.tokenizer_json, actors, ready.micro),
+            "start": start,
             "board": board,
         },
         datasets=stream.datasets(),  # type: ignore[arg-type]
@@ -122,8 +124,8 @@ def trainer_of(
     )
 
 
-def _begin(ready: Ready, newest: Folder | None, world: int) -> Start:
-    """Where a group of `world` workers begins: at the checkpoint that the driver verified. Beside the controller."""
+def _start(ready: Ready, newest: Folder | None, world: int) -> Start:
+    """Where a group of `world` workers begins: at the checkpoint that was verified, the same for every rank."""
     shape, config = ready.shape, ready.config
     chunk, window = config.data.chunk, config.data.window
     assert isinstance(chunk, int) and isinstance(window, int), "settle leaves no `auto`"
@@ -147,8 +149,7 @@ def _begin(ready: Ready, newest: Folder | None, world: int) -> Start:
 
 def _on_worker(given: dict[str, Any]) -> dict[str, Any]:
     """Runs on each training worker, in a process group that Ray has made; train/worker.py knows nothing of Ray."""
-    board = given["board"]
-    start: Start = ray.train.get_dataset_shard("start")
+    board, start = given["board"], given["start"]
     blocks = ray.train.get_dataset_shard("train").iter_batches(
         batch_size=None, batch_format="numpy", prefetch_batches=1
     )

@@ -96,7 +96,7 @@ def test_a_stream_by_reference_goes_on_without_that_row(tmp_path, monkeypatch, l
     reader = RowReader(PreparedSet.open(out), Inputs(image_side=8, max_tokens=12), tokenizer, 10**6)
     plan = Plan(40, 4, 1, 4, seed=0, steps=20)  # two epochs
     monkeypatch.setattr(stream_module, "Decoder", Decoder)
-    made = stream_module.Stream(lambda world: Start(plan, 0), reader, workers=1, block_mb=0.01)
+    made = stream_module.Stream(Start(plan, 0), reader, workers=1, block_mb=0.01)
     blocks = ray.get(consume.remote(made.configure({"train": None}, 1)[0]["train"]))
     column = {name: np.concatenate([block[name] for block in blocks]) for name in ("pos", "key", "valid")}
     rows = plan.rows_at(np.arange(80))

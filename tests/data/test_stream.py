@@ -41,8 +41,7 @@ def consume(iterator, plan):
 
 
 def stream(reader, plan, first_step):
-    made = Stream(lambda world: Start(plan, first_step), reader, workers=2, block_mb=0.01)
-    assert made.configure({"start": None}, plan.world)[0]["start"].step == first_step
+    made = Stream(Start(plan, first_step), reader, workers=2, block_mb=0.01)
     iterators = [shard["train"] for shard in made.configure({"train": None}, plan.world)]
     ranks = ray.get([consume.remote(iterator, plan) for iterator in iterators])
     return [sorted(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)]
