@@ -11,7 +11,7 @@ from tests.cluster.test_faults import expected_marks
 from tests.made import make_set, row
 from tests.train.runs import Silent, config, marks
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(400)]  # three minutes
 POOLS = {
     "train": {"resources": {"CPU": 1, "slot": 1}, "labels": {ROLE: "train"}, "max_workers": 2},
     "data": {"resources": {"CPU": 2}, "labels": {ROLE: "data"}, "max_workers": 1},

@@ -42,11 +42,8 @@ def alone(place: Path, tmp_path: Path, request: pytest.FixtureRequest) -> tuple[
     return folder, trained(config_of(request.param, tmp_path), sets, folder)["metrics"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "alone"),
-    [pytest.param(kind, kind, marks=() if kind == "fusion" else pytest.mark.slow) for kind in KINDS],
-    indirect=["alone"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "alone"), [(kind, kind) for kind in KINDS], indirect=["alone"])
 def test_a_checkpoint_goes_on_on_ray_to_the_same_end(
     kind: str, alone: tuple[Path, dict], local_ray: None, place: Path, tmp_path: Path
 ) -> None:

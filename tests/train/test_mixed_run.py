@@ -39,6 +39,7 @@ class Stopping(Silent):
             os.kill(os.getpid(), 2)
 
 
+@pytest.mark.slow  # two minutes
 @pytest.mark.cluster
 @pytest.mark.timeout(180)
 def test_a_mixture_trains_and_goes_on_as_if_it_had_not_been_stopped(local_ray, sets, tmp_path):

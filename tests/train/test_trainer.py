@@ -92,6 +92,7 @@ def test_without_room_where_ranks_cannot_vote_the_group_begins_again_with_smalle
     assert any("no room for step 6 in the optimizer" in text for _, text in listener.notes)
 
 
+@pytest.mark.slow  # test_object_store.py does as much on a store
 @pytest.mark.cluster
 def test_stopped_and_started_again_is_the_same(unkilled, data, tmp_path):
     """The run is asked to stop (as Ctrl-C does) at its first steps, and the same command goes on."""

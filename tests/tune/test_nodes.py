@@ -12,7 +12,7 @@ from tests.nodes import several_nodes
 from tests.train.runs import config
 from tests.tune.test_search import Watching
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(600)]  # two minutes
 
 
 @pytest.fixture
