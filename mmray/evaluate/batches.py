@@ -22,9 +22,10 @@ from mmray.data.collate import boxes_of, learned_of
 from mmray.data.image import MAX_PIXELS, decode, read_pixels, to_pixels
 from mmray.data.reader import UNLABELLED, Block
 from mmray.data.store import PreparedSet, Row
+from mmray.data.words import encoder_of
 
 if TYPE_CHECKING:
-    from mmray.config import Inputs
+    from mmray.config import Evaluate, Inputs
 
 Batch = dict[str, Tensor]
 Read = tuple[np.ndarray, Block, list[Any], int]
@@ -121,4 +122,25 @@ class EvalBatches:
                 "attention_mask": (torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]).long(),
                 "owner": torch.tensor(owner),
             }
+        )
+
+
+class HeldOut:
+    """A set of held-out rows and how a model's inputs are made of them: what each evaluator is built upon."""
+
+    def __init__(
+        self,
+        prepared: PreparedSet,
+        inputs: Inputs,
+        tokenizer_json: str,
+        settings: Evaluate,
+        max_pixels: int = MAX_PIXELS,
+    ) -> None:
+        self._prepared, self._inputs, self._settings, self._max_pixels = prepared, inputs, settings, max_pixels
+        self._encoder = encoder_of(tokenizer_json, inputs)
+
+    def _batches(self, rank: int, world: int, limit: int | None) -> EvalBatches:
+        """One rank's part of the first `limit` rows."""
+        return EvalBatches(
+            self._prepared, self._inputs, self._encoder, self._settings.batch, limit, rank, world, self._max_pixels
         )

@@ -13,32 +13,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmray.data.image import MAX_PIXELS
-from mmray.data.store import PreparedSet
-from mmray.data.words import encoder_of
 from mmray.errors import DataError
 from mmray.evaluate.answers import answer_scores
-from mmray.evaluate.batches import Batch, EvalBatches
+from mmray.evaluate.batches import Batch, HeldOut
 from mmray.evaluate.score import Group, evaluating
 from mmray.objectives.language_modelling import LanguageModelling
 
 if TYPE_CHECKING:
-    from mmray.config import Evaluate, Inputs
+    pass
 
 
-class LanguageEvaluator:
+class LanguageEvaluator(HeldOut):
     """Scores a model with `logits` on one set of held-out rows, as often as wanted; called as `Evaluator` is."""
-
-    def __init__(
-        self,
-        prepared: PreparedSet,
-        inputs: Inputs,
-        tokenizer_json: str,
-        settings: Evaluate,
-        max_pixels: int = MAX_PIXELS,
-    ) -> None:
-        self._prepared, self._inputs, self._settings, self._max_pixels = prepared, inputs, settings, max_pixels
-        self._encoder = encoder_of(tokenizer_json, inputs)
 
     @torch.no_grad()
     def score(
@@ -55,7 +41,7 @@ class LanguageEvaluator:
         Raises DataError, on every rank, when no row could be read.
         """
         settings = self._settings
-        batches = self._batches(group, settings.limit)
+        batches = self._batches(group.rank, group.world, settings.limit)
         sums = torch.zeros(5, dtype=torch.float64)  # loss, tokens, right, rows, and rows that cannot be read
         with evaluating(model):
             for batch in batches:
@@ -69,7 +55,9 @@ class LanguageEvaluator:
         mean, answers = loss / max(1.0, tokens), {}
         if settings.answers:
             with evaluating(model):
-                asked = self._batches(group, min(settings.answers, settings.limit or settings.answers))
+                asked = self._batches(
+                    group.rank, group.world, min(settings.answers, settings.limit or settings.answers)
+                )
                 answers = answer_scores(model, asked, group, settings.answer_tokens)
         return answers | {
             "loss": mean,
@@ -79,18 +67,6 @@ class LanguageEvaluator:
             "rows": rows,
             "bad_rows": bad_rows,
         }
-
-    def _batches(self, group: Group, limit: int | None) -> EvalBatches:
-        return EvalBatches(
-            self._prepared,
-            self._inputs,
-            self._encoder,
-            self._settings.batch,
-            limit,
-            group.rank,
-            group.world,
-            self._max_pixels,
-        )
 
 
 def _parts(batch: Batch, rows: int) -> list[Batch]:

@@ -16,12 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from mmray.data.image import MAX_PIXELS
 from mmray.data.reader import UNLABELLED
-from mmray.data.store import PreparedSet
-from mmray.data.text import TextEncoder
 from mmray.errors import DataError
-from mmray.evaluate.batches import Batch, EvalBatches
+from mmray.evaluate.batches import Batch, EvalBatches, HeldOut
 from mmray.evaluate.classes import TOP, accuracies, ensemble, prompted, right_at
 from mmray.evaluate.embedded import Embedded
 from mmray.evaluate.examples import examples_of
@@ -31,7 +28,7 @@ from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.protocol import Objective, sorts
 
 if TYPE_CHECKING:
-    from mmray.config import Evaluate, Inputs
+    pass
 
 
 class Group(Protocol):
@@ -48,20 +45,8 @@ class Group(Protocol):
         """Rows of all ranks in rank order; the ranks may bring different numbers of rows."""
 
 
-class Evaluator:
+class Evaluator(HeldOut):
     """Scores a model with embeddings of images and texts on one set of held-out rows, as often as wanted."""
-
-    def __init__(
-        self,
-        prepared: PreparedSet,
-        inputs: Inputs,
-        tokenizer_json: str,
-        settings: Evaluate,
-        max_pixels: int = MAX_PIXELS,
-    ) -> None:
-        self._max_pixels = max_pixels
-        self._prepared, self._inputs, self._settings = prepared, inputs, settings
-        self._encoder = TextEncoder(tokenizer_json, inputs.max_tokens)
 
     def score(
         self,
@@ -77,16 +62,7 @@ class Evaluator:
         and misses. Raises DataError, on every rank, when no row could be read.
         """
         settings = self._settings
-        batches = EvalBatches(
-            prepared=self._prepared,
-            inputs=self._inputs,
-            encoder=self._encoder,
-            batch=settings.batch,
-            limit=settings.limit,
-            rank=group.rank,
-            world=group.world,
-            max_pixels=self._max_pixels,
-        )
+        batches = self._batches(group.rank, group.world, settings.limit)
         embedded = embed(model, batches, group, objective, settings.chunk)
         bad_rows = int(group.gather_plain(torch.tensor([len(batches.faults)])).sum())
         if len(embedded.row) == 0:

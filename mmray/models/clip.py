@@ -211,7 +211,7 @@ def _network(kind: Any, config_kind: Any, spec: Any, drawn: Any, architecture: d
 
 
 def _vision(spec: Any) -> dict[str, int]:
-    return encoder_shape(spec.image) | tiles(spec)
+    return encoder_shape(spec.image) | tiles(spec.inputs.image_side, spec.image.patch)
 
 
 def _text(spec: Any, vocab_size: int) -> dict[str, int | None]:

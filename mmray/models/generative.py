@@ -176,7 +176,7 @@ def _network(spec: Section, vocab_size: int, architecture: dict[str, Any] | None
 def _drawn(spec: Section, vocab_size: int) -> Any:
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
-    places: dict[str, Any] = tiles(spec)
+    places: dict[str, Any] = tiles(spec.inputs.image_side, spec.image.patch)
     ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # export learns them
     text = LlamaConfig(
         vocab_size=vocab_size, max_position_embeddings=spec.text.max_positions, **encoder_shape(spec.text), **ends

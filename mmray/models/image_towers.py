@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from mmray.errors import UsageError
+from mmray.models.places import PlacesTower, square
+from mmray.models.sizes import encoder_shape, tiles
 from mmray.models.their_image_towers import TheirTower, build_their_tower, saved_shape
 from mmray.models.weights import read_state
 
@@ -97,7 +99,7 @@ class ConvNet(nn.Module):
 
     def grid(self, places: Tensor) -> Tensor:
         """Features of each place [B, N, width] -> laid out as the picture is, [B, width, H, H]."""
-        return _square(places)
+        return square(places)
 
     def _map(self, pixels: Tensor) -> Tensor:
         # Channels last: the convolutions of a CPU take 0.6 of the time, and a GPU's half-precision ones less too.
@@ -136,15 +138,8 @@ def _places(pixels: Tensor) -> Tensor:
     return torch.stack(torch.meshgrid(rows, columns, indexing="ij")).expand(len(pixels), -1, -1, -1)
 
 
-class _Torchvision(nn.Module):
-    """A torchvision network without its classifier; `frozen` keeps BatchNorm on the statistics of its weights.
-
-    Frozen layers normalise as in evaluation while training too; their scale and shift still learn.
-    """
-
-    def __init__(self, net: nn.Module, width: int, frozen: bool = False, class_token: bool = False) -> None:
-        super().__init__()
-        self.net, self.width, self.frozen, self.class_token = net, width, frozen, class_token
+class _Torchvision(PlacesTower):
+    """A torchvision network without its classifier."""
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Normalised pixels [B, 3, S, S] -> features [B, width]."""
@@ -154,7 +149,7 @@ class _Torchvision(nn.Module):
     def places(self, pixels: Tensor) -> Tensor:
         """Normalised pixels [B, 3, S, S] -> features of each place of the picture [B, N, width]."""
         net: Any = self.net
-        if self.class_token:
+        if self.first_token:
             patches = net._process_input(pixels)
             tokens: Tensor = net.encoder(torch.cat([net.class_token.expand(len(patches), -1, -1), patches], dim=1))
             return tokens
@@ -162,47 +157,18 @@ class _Torchvision(nn.Module):
         hidden = net.layer4(net.layer3(net.layer2(net.layer1(hidden))))
         return hidden.flatten(2).transpose(1, 2)
 
-    def pool(self, places: Tensor) -> Tensor:
-        """Features of each place [B, N, width] -> of the picture [B, width]; of a ViT the class token's."""
-        return places[:, 0] if self.class_token else places.mean(dim=1)
-
-    def grid(self, places: Tensor) -> Tensor:
-        """Features of each place [B, N, width] -> laid out as the picture is, [B, width, H, H]; no class token."""
-        return _square(places[:, 1:] if self.class_token else places)
-
-    def train(self, mode: bool = True) -> _Torchvision:
-        super().train(mode)
-        if self.frozen:
-            for module in self.modules():
-                if isinstance(module, nn.BatchNorm2d):
-                    module.eval()
-        return self
-
-
-def _square(places: Tensor) -> Tensor:
-    """[B, H x H, width] -> [B, width, H, H]."""
-    return places.transpose(1, 2).unflatten(2, (math.isqrt(places.shape[1]), -1))
-
 
 def _vit(spec: ImageTower, image_side: int) -> _Torchvision:
     """torchvision's VisionTransformer (Dosovitskiy et al. 2021); features are the class token's."""
-    if spec.width % spec.heads:
-        raise UsageError(
-            f"model.image.heads: width {spec.width} cannot be shared out over {spec.heads} heads; "
-            f"take a number of heads that divides model.image.width"
-        )
-    if image_side % spec.patch:
-        raise UsageError(
-            f"model.image.patch: patches of {spec.patch} pixels do not tile an image of {image_side} "
-            f"(model.inputs.image_side); take a side that {spec.patch} divides"
-        )
+    encoder_shape(spec)
+    tiles(image_side, spec.patch)
     from torchvision.models import VisionTransformer
 
     net = VisionTransformer(
         image_side, spec.patch, spec.depth, spec.heads, spec.width, mlp_dim=4 * spec.width, num_classes=1
     )
     net.heads = nn.Identity()
-    return _Torchvision(net, spec.width, class_token=True)
+    return _Torchvision(net, spec.width, first_token=True, frozen=False)
 
 
 def _resnet(spec: ImageTower, batch_norm: str) -> _Torchvision:
@@ -219,7 +185,7 @@ def _resnet(spec: ImageTower, batch_norm: str) -> _Torchvision:
     net.fc = nn.Identity()
     if batch_norm == "synced":
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    return _Torchvision(net, width, frozen=batch_norm == "frozen")
+    return _Torchvision(net, width, first_token=False, frozen=batch_norm == "frozen")
 
 
 def _pretrained(name: str) -> dict[str, Tensor]:

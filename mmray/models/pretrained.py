@@ -41,15 +41,13 @@ def saved_network(setting: str, kind: Any, config_kind: Any, name: str) -> Any:
     found, wanted = fetch(setting, name, config_kind.get_config_dict)[0].get("model_type"), config_kind.model_type
     if found != wanted:
         raise UsageError(f"{setting}: {name} holds a model of type {found!r}, not `{wanted}`")
-    net, report = fetch(
-        setting,
-        name,
-        kind.from_pretrained,
-        attn_implementation="sdpa",
-        dtype=torch.float32,
-        output_loading_info=True,
-    )
+    return whole_network(setting, name, kind.from_pretrained, wanted, attn_implementation="sdpa")
+
+
+def whole_network(setting: str, name: str, read: Callable[..., Any], family: str, **options: Any) -> Any:
+    """What `read` makes of the weights saved under `name`, float32. Raises UsageError where some are missing."""
+    net, report = fetch(setting, name, read, dtype=torch.float32, output_loading_info=True, **options)
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
-        raise UsageError(f"{setting}: {name} lacks {len(missing)} weights of its {wanted}, first {missing[0]}")
+        raise UsageError(f"{setting}: {name} lacks {len(missing)} weights of its {family}, first {missing[0]}")
     return net

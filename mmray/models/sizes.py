@@ -24,9 +24,8 @@ def encoder_shape(part: Any) -> dict[str, Any]:
     }
 
 
-def tiles(spec: Any) -> dict[str, int]:
+def tiles(side: int, patch: int) -> dict[str, int]:
     """Sides of image and patch, in pixels. Raises UsageError where patches do not tile the image."""
-    side, patch = spec.inputs.image_side, spec.image.patch
     if side % patch:
         raise UsageError(
             f"model.image.patch: patches of {patch} pixels do not tile an image of {side} (model.inputs.image_side); "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmray.errors import UsageError
-from mmray.models.pretrained import fetch
+from mmray.models.pretrained import fetch, whole_network
 
 if TYPE_CHECKING:
     from transformers import BertConfig, PreTrainedConfig, PreTrainedModel
@@ -142,22 +142,8 @@ def _from_pretrained(spec: TextTower) -> PreTrainedModel:
             f"model.text.weights: {spec.weights} holds a model of type {found!r}; a text tower is one of "
             f"{', '.join(FAMILIES)}"
         )
-    model, report = fetch(
-        SETTING,
-        spec.weights,
-        AutoModel.from_pretrained,
-        attn_implementation="sdpa",
-        dtype=torch.float32,
-        output_loading_info=True,
-        **_unpooled(found),
-        **dict.fromkeys(FAMILIES[found], spec.dropout),
-    )
-    if report["missing_keys"]:
-        missing = sorted(report["missing_keys"])
-        raise UsageError(
-            f"model.text.weights: {spec.weights} lacks {len(missing)} weights of its {found}, first {missing[0]}"
-        )
-    loaded: PreTrainedModel = model
+    options = {"attn_implementation": "sdpa", **_unpooled(found), **dict.fromkeys(FAMILIES[found], spec.dropout)}
+    loaded: PreTrainedModel = whole_network(SETTING, spec.weights, AutoModel.from_pretrained, found, **options)
     return loaded
 
 

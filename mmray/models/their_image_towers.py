@@ -5,14 +5,13 @@ transformers is imported when a tower is built, not with this file: it costs sec
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from mmray.errors import UsageError
-from mmray.models.pretrained import fetch
+from mmray.models.places import PlacesTower
+from mmray.models.pretrained import fetch, whole_network
 
 if TYPE_CHECKING:
     from mmray.config import ImageTower
@@ -50,15 +49,12 @@ def saved_shape(spec: ImageTower) -> dict[str, Any]:
     return values
 
 
-class TheirTower(nn.Module):
-    """transformers' ViT, DINOv2 or ResNet without a head; `frozen` keeps BatchNorm on the statistics of its weights."""
+class TheirTower(PlacesTower):
+    """transformers' ViT, DINOv2 or ResNet without a head."""
 
     def __init__(self, net: Any, frozen: bool = False) -> None:
-        super().__init__()
-        self.net, self.frozen = net, frozen
-        config = net.config
-        self.has_token: bool = config.model_type != "resnet"
-        self.width: int = config.hidden_size if self.has_token else config.hidden_sizes[-1]
+        config, first_token = net.config, net.config.model_type != "resnet"
+        super().__init__(net, config.hidden_size if first_token else config.hidden_sizes[-1], first_token, frozen)
         for name, weight in net.named_parameters():
             if name.endswith("mask_token"):  # of DINOv2: read in its own pretraining only, never here
                 weight.requires_grad_(False)
@@ -70,29 +66,12 @@ class TheirTower(nn.Module):
     def places(self, pixels: Tensor) -> Tensor:
         """Normalised pixels [B, 3, S, S] -> features of each place of the picture [B, N, width]."""
         hidden: Tensor = self.net(pixel_values=pixels).last_hidden_state
-        return hidden if self.has_token else hidden.flatten(2).transpose(1, 2)
-
-    def pool(self, places: Tensor) -> Tensor:
-        """Features of each place [B, N, width] -> of the picture [B, width]."""
-        return places[:, 0] if self.has_token else places.mean(dim=1)
-
-    def grid(self, places: Tensor) -> Tensor:
-        """Features of each place [B, N, width] -> laid out as the picture is, [B, width, H, H]; no first token."""
-        laid = places[:, 1:] if self.has_token else places
-        return laid.transpose(1, 2).unflatten(2, (math.isqrt(laid.shape[1]), -1))
+        return hidden if self.first_token else hidden.flatten(2).transpose(1, 2)
 
     def shape(self) -> dict[str, Any]:
         """The configuration as plain values, from which `build_their_tower` makes the same tower."""
         values: dict[str, Any] = self.net.config.to_dict()
         return values
-
-    def train(self, mode: bool = True) -> TheirTower:
-        super().train(mode)
-        if self.frozen:
-            for module in self.modules():
-                if isinstance(module, nn.BatchNorm2d):
-                    module.eval()
-        return self
 
 
 def _family(spec: ImageTower) -> str:
@@ -122,14 +101,7 @@ def _from_pretrained(spec: ImageTower) -> Any:
     from transformers import AutoModel
 
     family = _family(spec)
-    options = {"output_loading_info": True, "dtype": torch.float32} | _unpooled(family)
-    net, report = fetch(SETTING, spec.weights, AutoModel.from_pretrained, **options)
-    if report["missing_keys"]:
-        missing = sorted(report["missing_keys"])
-        raise UsageError(
-            f"model.image.weights: {spec.weights} lacks {len(missing)} weights of its {family}, first {missing[0]}"
-        )
-    return net
+    return whole_network(SETTING, spec.weights, AutoModel.from_pretrained, family, **_unpooled(family))
 
 
 def _check_fits(config: Any, image_side: int, weights: str) -> None:
