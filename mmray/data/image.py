@@ -18,6 +18,7 @@ import simplejpeg
 from PIL import Image, ImageFile
 
 from mmray.data.resample import Box, resample
+from mmray.data.upright import turn_upright, upright_size
 
 # Another library in the process may have switched this on; half a JPEG would then become mostly grey pixels.
 ImageFile.LOAD_TRUNCATED_IMAGES = False
@@ -26,18 +27,7 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 MAX_PIXELS = 25_000_000
 WHITE = (255, 255, 255)
-# EXIF orientation (tag 0x0112) -> the move that brings the picture upright.
-_UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 # PNG raw mode -> factor from the transparent grey value of the file to the value Pillow's pixels have.
-_LYING = (5, 6, 7, 8)  # orientations whose sides change places
 _GREY_SCALE = {"1": 255, "L;2": 85, "L;4": 17}
 
 
@@ -61,7 +51,7 @@ def check_header(data: bytes, max_pixels: int = MAX_PIXELS) -> str:
 def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """(width, height) of the upright picture, as the header says. Raises BadImage as `check_header` does."""
     image = _open(data, max_pixels)
-    return image.size if _orientation(image) not in _LYING else (image.height, image.width)
+    return upright_size(image)
 
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -79,7 +69,7 @@ def _decode(image: ImageFile.ImageFile, data: bytes, max_pixels: int) -> Image.I
         _correct_png_transparency(image)
     try:
         image.load()
-        upright = _turn_upright(image)
+        upright = turn_upright(image)
         rgb = _to_rgb(upright)
     except Exception as error:  # noqa: BLE001 - fed damaged bytes, a decoder raises what it likes (a dozen kinds seen)
         text = f"{type(error).__name__}: {error}"
@@ -274,19 +264,6 @@ def _correct_png_transparency(image: ImageFile.ImageFile) -> None:
         image.info["transparency"] = tuple(value >> 8 for value in transparent)
     elif raw_mode in _GREY_SCALE:
         image.info["transparency"] = transparent * _GREY_SCALE[raw_mode]
-
-
-def _orientation(image: Image.Image) -> int:
-    """Of EXIF; 1 is upright."""
-    try:
-        return int(image.getexif().get(0x0112, 1))
-    except Exception:  # noqa: BLE001 - damaged EXIF (any parser error) does not make the pixels bad: as if it said nothing
-        return 1
-
-
-def _turn_upright(image: Image.Image) -> Image.Image:
-    orientation = _orientation(image)
-    return image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
