@@ -94,7 +94,7 @@ def test_a_run_on_a_store_is_settled_in_chunks_and_its_plan_says_so(memory, tmp_
     ready = settle(asked, Silent())
     chunk = ready.config.data.chunk
     assert (chunk, ready.config.data.window) == (64 if cached else 32, window)
-    plan = attempt._begin(ready, None, 2).plan
+    plan = attempt._start(ready, None, 2).plan
     assert (plan.chunk, plan.window, plan.num_rows) == (chunk, window, 30)
     assert len(ready.train_set.read(np.arange(30))) == 30 and (tmp_path / "cache").exists() == cached
 
