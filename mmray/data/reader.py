@@ -17,7 +17,7 @@ from mmray.data import image as images
 from mmray.data.augment import draws, vary
 from mmray.data.mixed import MixedSet
 from mmray.data.order import PADDING, Blocks, Plan, draw
-from mmray.data.store import PreparedSet, Row, key_id
+from mmray.data.store import ROW_ERRORS, PreparedSet, Row, key_id
 from mmray.data.trial import Trial
 from mmray.data.words import encoder_of
 
@@ -96,7 +96,7 @@ class RowReader:
     def _read(self, row_ids: np.ndarray) -> list[Row | None]:
         try:
             return list(self.prepared.read(row_ids))
-        except (FileNotFoundError, ValueError):  # any other error of a store says nothing of the rows
+        except ROW_ERRORS:
             if len(row_ids) <= 1:
                 return [None] * len(row_ids)
             middle = len(row_ids) // 2  # one damaged record must not cost its neighbours

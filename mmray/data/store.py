@@ -25,6 +25,7 @@ from mmray.data.remote_shards import RemoteShards
 from mmray.errors import DataError
 
 BATCH_ROWS = 8
+ROW_ERRORS = (FileNotFoundError, ValueError)  # any other error of a store says nothing of the row that was asked for
 SCHEMA = pa.schema(
     [
         pa.field("key", pa.string(), nullable=False),

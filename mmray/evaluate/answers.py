@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mmray.data.store import ROW_ERRORS
 from mmray.evaluate.batches import EvalBatches
 from mmray.evaluate.captions import caption_scores
 from mmray.evaluate.score import Group
@@ -24,7 +25,7 @@ def answer_scores(model: Any, batches: EvalBatches, group: Group, most: int) -> 
     for row in batches.rows.tolist():
         try:
             pixels, _, conversations, _ = batches.read(row)
-        except (OSError, ValueError):
+        except ROW_ERRORS:
             continue  # counted and named where the loss is measured
         question, right = batches.encoder.question_of(conversations)
         found.append([row, answered(model, batches.encoder, torch.from_numpy(pixels)[None], question, most), right])

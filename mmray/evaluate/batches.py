@@ -8,9 +8,10 @@ a plain script alike.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from mmray.data import boxes
 from mmray.data.collate import boxes_of, learned_of
 from mmray.data.image import MAX_PIXELS, decode, read_pixels, to_pixels
 from mmray.data.reader import UNLABELLED, Block
-from mmray.data.store import PreparedSet, Row
+from mmray.data.store import BATCH_ROWS, ROW_ERRORS, PreparedSet, Row
 from mmray.data.words import encoder_of
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 Batch = dict[str, Tensor]
 Read = tuple[np.ndarray, Block, list[Any], int]
+Found = Read | FileNotFoundError | ValueError
 
 
 @dataclass
@@ -38,7 +40,7 @@ class EvalBatches:
     A batch: image uint8 [B, 3, S, S]; row, label int64 [B] (-1: no label); input_ids, attention_mask int64 [C, T], all
     captions of these rows; owner int64 [C], the row of each caption; for a model that writes also labels and image_at
     (data/collate.py); with `inputs.max_boxes` columns of boxes, as there. Rows that cannot be read are left
-    out and named in `faults`.
+    out and named in `faults`; a store that does not answer raises OSError.
     """
 
     prepared: PreparedSet
@@ -64,17 +66,39 @@ class EvalBatches:
         rows = self.rows
         parts = [rows[start : start + self.batch] for start in range(0, len(rows), self.batch)]
         with ThreadPoolExecutor(self.threads, thread_name_prefix="mmray-eval") as pool:
-            coming = [pool.submit(self.read, int(row)) for row in parts[0]] if parts else []
+            coming = self._ask(pool, parts[0]) if parts else []
             for index in range(len(parts)):
                 reading = coming
                 if index + 1 < len(parts):
-                    coming = [pool.submit(self.read, int(row)) for row in parts[index + 1]]
-                if (batch := self._collate(parts[index], reading)) is not None:
+                    coming = self._ask(pool, parts[index + 1])
+                found = chain.from_iterable(one.result() for one in reading)
+                if (batch := self._collate(parts[index], found)) is not None:
                     yield batch
+
+    def _ask(self, pool: ThreadPoolExecutor, rows: np.ndarray) -> list[Future[list[Found]]]:
+        """Jobs of few rows each that lie together, so that a store is asked once for all of them."""
+        return [pool.submit(self._read_all, rows[at : at + BATCH_ROWS]) for at in range(0, len(rows), BATCH_ROWS)]
+
+    def _read_all(self, rows: np.ndarray) -> list[Found]:
+        """What `read` gives for each of these rows, or what it raises."""
+        records: list[Row | None]
+        try:
+            records = [*self.prepared.read(rows)]
+        except ROW_ERRORS:  # at one of them; which, shows row by row
+            records = [None] * len(rows)
+        found: list[Found] = []
+        for row, record in zip(rows.tolist(), records, strict=True):
+            try:
+                found.append(self._made(record) if record else self.read(row))
+            except ROW_ERRORS as error:
+                found.append(error)
+        return found
 
     def read(self, row: int) -> Read:
         """Pixels, columns of boxes, words and label of one row. Raises OSError or ValueError (BadImage is one)."""
-        record = self.prepared.read(np.array([row]))[0]
+        return self._made(self.prepared.read(np.array([row]))[0])
+
+    def _made(self, record: Row) -> Read:
         if not record.is_intact:
             raise ValueError(f"{record.key} ({record.source}): its images are not those that were prepared")
         label = UNLABELLED if record.label is None else record.label
@@ -91,18 +115,17 @@ class EvalBatches:
         columns = {"boxes": found[None], "box_labels": labels[None], "num_boxes": np.array([count], np.int32)}
         return to_pixels(image, *square), columns
 
-    def _collate(self, rows: np.ndarray, reading: list[Future[Read]]) -> Batch | None:
+    def _collate(self, rows: np.ndarray, found: Iterable[Found]) -> Batch | None:
         """The batch of what could be read; None when nothing could."""
         good, pixels, boxed, labels, texts, owner = [], [], [], [], [], []
-        for row, future in zip(rows.tolist(), reading, strict=True):
-            try:
-                image, found, captions, label = future.result()
-            except (OSError, ValueError) as error:
-                self.faults.append(f"row {row}: {error}")
+        for row, one in zip(rows.tolist(), found, strict=True):
+            if isinstance(one, Exception):
+                self.faults.append(f"row {row}: {one}")
                 continue
+            image, regions, captions, label = one
             good.append(row)
             pixels.append(image)
-            boxed.append(found)
+            boxed.append(regions)
             labels.append(label)
             texts.extend(captions)
             owner.extend([row] * len(captions))
@@ -110,10 +133,9 @@ class EvalBatches:
             return None
         columns = self.encoder.columns(texts)
         ids, num_tokens = columns["input_ids"], columns["num_tokens"]
-        regions = boxes_of({name: np.concatenate([found[name] for found in boxed]) for name in boxed[0]})
         return (
             learned_of(columns, ids.shape[1])
-            | regions
+            | boxes_of({name: np.concatenate([each[name] for each in boxed]) for name in boxed[0]})
             | {
                 "image": torch.from_numpy(np.stack(pixels)),
                 "row": torch.tensor(good),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmray.data.store import PreparedSet
+from mmray.data.store import PreparedSet, Row
 from mmray.data.text import TextEncoder
 from mmray.evaluate.batches import EvalBatches
 from tests.made import CAPTIONS, make_set, row
@@ -81,3 +81,37 @@ def test_image_larger_than_allowed_is_a_fault(tmp_path: Path) -> None:
     reading = batches(prepared, max_pixels=400)
     assert [batch["row"].tolist() for batch in reading] == [[0]]
     assert "too-large" in reading.faults[0]
+
+
+def test_rows_that_lie_together_are_read_together(prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    read = PreparedSet.read
+    monkeypatch.setattr(PreparedSet, "read", lambda self, rows: asked.append(len(rows)) or read(self, rows))
+    assert sum(len(batch["row"]) for batch in batches(prepared, batch=20)) == 21
+    assert sorted(asked) == [3, 4, 8, 8]
+
+
+def test_a_damaged_record_costs_its_rows_alone(prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = PreparedSet.read
+
+    def damaged(self: PreparedSet, rows: np.ndarray) -> list[Row]:
+        if 9 in rows:
+            raise ValueError("shard 0, record batch 1: damaged")
+        return read(self, rows)
+
+    monkeypatch.setattr(PreparedSet, "read", damaged)
+    reading = batches(prepared)
+    seen = [number for batch in reading for number in batch["row"].tolist()]
+    assert seen == [number for number in range(23) if number not in (5, 6, 9)]
+    assert [fault.split(":")[0] for fault in reading.faults] == ["row 5", "row 6", "row 9"]
+
+
+def test_a_store_that_does_not_answer_is_no_fault_of_the_rows(
+    prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(self: PreparedSet, rows: np.ndarray) -> list[Row]:
+        raise TimeoutError("the store does not answer")
+
+    monkeypatch.setattr(PreparedSet, "read", silent)
+    with pytest.raises(TimeoutError):
+        list(batches(prepared))
