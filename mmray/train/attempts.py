@@ -30,6 +30,7 @@ from mmray.train import checkpoint, rundir
 from mmray.train.attempt import Ready, failure_of, run_attempt, trainer_of
 from mmray.train.board import WASTED, Listener, Watch, new_board
 from mmray.train.guard import Guard
+from mmray.train.lease import Lease
 from mmray.train.policy import Failure, Raise, Resize, Room, Shrink, decide, spent
 from mmray.train.redacted import safe
 from mmray.train.resources import ask_for_more, demand_of, fitting
@@ -68,15 +69,17 @@ class Tally:
         }
 
 
-def attempts(ready: Ready, run: rundir.RunDir, fence: int, listener: Listener) -> dict[str, Any]:
+def attempts(ready: Ready, run: rundir.RunDir, lease: Lease, listener: Listener) -> dict[str, Any]:
     """Attempts until one ends the run, the policy gives up, or the user stops it. Writes result.json either way."""
     tally = Tally()
     # For all attempts: fewer nodes must not change it.
     device = "gpu" if "GPU" in demand_of(ready.config).per_worker else "cpu"
     wanted = ready.config.on_cluster(accelerator=device)
-    scale_up = ScaleUp(f"mmray-{run.path.name}-{fence}")
+    scale_up = ScaleUp(f"mmray-{run.path.name}-{lease.fence}")
     while True:
         tally.attempts += 1
+        if tally.attempts > 1:
+            lease.advance()
         found = checkpoint.newest_good(run.checkpoints, partial(listener.note, label="checkpoint"))
         if found is not None:
             listener.note(f"from {found}", "going on")
@@ -92,7 +95,7 @@ def attempts(ready: Ready, run: rundir.RunDir, fence: int, listener: Listener) -
         guard = Guard(wanted, workers, watch, _step_of(found), tally.resizes_in_vain(workers), scale_up)
         try:
             sized = wanted.on_cluster(workers=workers)
-            trainer = trainer_of(ready, run, fence, tally.attempts, sized, now, found, board)
+            trainer = trainer_of(ready, run, lease.fence, tally.attempts, sized, now, found, board)
             outcome = run_attempt(trainer, watch, guard)
             if outcome["status"] == "finished" or watch.wish == "user":
                 break

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mmray.data.remote import Folder
-from mmray.errors import TrainingError, UsageError
+from mmray.errors import StorageError, TrainingError, UsageError
 from mmray.train.claims import claims_in
 
 FOLDER = "lease"
@@ -35,7 +35,7 @@ class Lease:
         self._folder = run_dir / FOLDER
         self._claims = claims_in(self._folder)
         self._heartbeat_s, self._stale_after_s = heartbeat_s, stale_after_s
-        self._fence = 0
+        self.fence = 0  # of what is written now; 0: not held
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -46,18 +46,33 @@ class Lease:
         a dead process of this machine; from a silent one elsewhere after watching for 1.5 heartbeats.
         """
         with _told(self._folder):
-            while not self._fence:
+            while not self.fence:
                 newest = max(self._claims.fences(), default=0)
                 if newest and self._is_held(newest):
                     raise UsageError(_held_message(self._folder, self._holder(newest)))
-                self._fence = newest + 1 if self._claims.take(newest + 1, json.dumps(_myself())) else 0
+                self.fence = newest + 1 if self._claims.take(newest + 1, json.dumps(_myself())) else 0
             for older in self._claims.fences():
-                if older < self._fence:
+                if older < self.fence:
                     self._claims.remove(older)
         self._ended.clear()
         self._thread = threading.Thread(target=self._beat, name="mmray-lease", daemon=True)
         self._thread.start()
-        return self._fence
+        return self.fence
+
+    def advance(self) -> int:
+        """A new fence for the next attempt of the same holder: a worker of an earlier one that wakes up writes no more.
+
+        Raises TrainingError where the lease is lost, StorageError where the storage fails.
+        """
+        before = self.fence
+        try:
+            while not self._claims.take(before + 1, json.dumps(_myself())):
+                check(self._folder.parent, before)
+            self.fence = before + 1
+            self._claims.remove(before)
+        except OSError as error:
+            raise StorageError(f"cannot write the lease of the run in {self._folder}: {error}") from error
+        return self.fence
 
     def release(self) -> None:
         """End the heartbeat and let the next process have the run; nothing where it is lost or not held."""
@@ -66,7 +81,7 @@ class Lease:
         self._ended.set()
         self._thread.join()
         self._thread = None
-        fence, self._fence = self._fence, 0
+        fence, self.fence = self.fence, 0
         with suppress(OSError):  # it goes stale by itself, and how the training ended is more than how its lease did
             # Rewritten, not deleted: its number stays the highest, so that the next fence is a new one.
             self._claims.rewrite(fence, json.dumps({"released": True}))
@@ -107,10 +122,12 @@ class Lease:
     def _beat(self) -> None:
         """Renew the lease until released or lost; a storage that fails for a while is tried again at the next beat."""
         while not self._ended.wait(self._heartbeat_s):
+            fence = self.fence
             try:
-                self._claims.beat(self._fence)
+                self._claims.beat(fence)
             except FileNotFoundError:
-                return  # lost: `check` tells those who write
+                if fence == self.fence:  # it was not this holder that went on to the next
+                    return  # lost: `check` tells those who write
             except OSError:
                 continue
 
@@ -124,8 +141,9 @@ def check(run_dir: Folder, fence: int) -> None:
     newest = max(fences, default=0)
     if newest > fence or fence not in fences:
         raise TrainingError(
-            f"{run_dir} was taken over by another training (lease {newest}, this one had {fence}): this one stops and "
-            "writes nothing more. Nothing is lost; give two trainings two names (--run.name) to run them side by side"
+            f"{run_dir} was taken over by another training or a later attempt (lease {newest}, this one had {fence}): "
+            "this one stops and writes nothing more. Nothing is lost; give two trainings two names (--run.name) to run "
+            "them side by side"
         )
 
 

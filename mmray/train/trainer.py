@@ -59,13 +59,13 @@ def train(config: Config, listener: Listener) -> Outcome:
             result = rundir.RunDir(decision.path).read_json("result.json") or {}
             return Outcome(decision.path, result, already_done=True)
         lease = Lease(decision.path)
-        fence = lease.acquire()
+        lease.acquire()
         try:
             run = rundir.create(decision.path, ready.config, ready.data, ready.tokenizer_json)
             _announce(ready, run, listener)
             try:
                 with tracking.tracked(ready.config, run.path, listener) as told:
-                    result = attempts(ready, run, fence, told)
+                    result = attempts(ready, run, lease, told)
                     told.status = result["status"]
             finally:
                 _tidy(run, listener)

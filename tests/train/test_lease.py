@@ -69,6 +69,25 @@ def test_stale_lease_is_taken_over_and_the_orphan_stops(tmp_path: Path) -> None:
         check(tmp_path, 4)
 
 
+def test_each_attempt_has_a_fence_of_its_own_and_one_that_wakes_up_writes_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = short(tmp_path)
+    assert (held.acquire(), held.advance(), held.advance(), held.fence) == (1, 2, 3, 3)
+    check(tmp_path, 3)
+    for earlier in (1, 2):
+        with pytest.raises(TrainingError, match="a later attempt"):
+            check(tmp_path, earlier)
+    monkeypatch.setattr(lease, "_lives_here", lambda _: None)
+    time.sleep(STALE_S + 4 * BEAT_S)
+    with pytest.raises(UsageError):  # its heart beats on
+        short(tmp_path).acquire()
+    hold_elsewhere(tmp_path, fence=4)
+    with pytest.raises(TrainingError, match=r"lease 4, this one had 3"):
+        held.advance()
+    held.release()
+
+
 def test_heartbeat_keeps_it_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = short(tmp_path)
     held.acquire()

@@ -119,9 +119,11 @@ def test_a_lease_on_the_store_holds_off_a_second_and_outlives_neither_release_no
         Lease(run).acquire()
     first.release()
     second = Lease(run)
-    assert second.acquire() == 2
-    with pytest.raises(TrainingError, match="taken over"):
-        check(run, 1)
+    assert (second.acquire(), second.advance()) == (2, 3)
+    for earlier in (1, 2):
+        with pytest.raises(TrainingError, match="taken over"):
+            check(run, earlier)
+    check(run, 3)
     second.release()
 
 
