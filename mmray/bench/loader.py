@@ -28,6 +28,7 @@ from mmray.bench.windows import Arrival
 from mmray.cluster.join import joined
 from mmray.config import Cluster, Inputs, Prepare
 from mmray.data.order import Plan, Start
+from mmray.data.prepare import Progress, prepare
 from mmray.data.reader import RowReader
 from mmray.data.sets import ensure_prepared
 from mmray.data.store import PreparedSet
@@ -41,14 +42,17 @@ FOREVER = 10**6  # steps of a plan whose end no window reaches
 SHOWN = ("Consumer", "DataLoader worker", "stream actor", "SplitCoordinator", "driver", "raylet")
 COPY_BYTES = 2**28
 GUESS = 600  # images a second and actor, from which the length of a stream's window follows
+SHARDS = 16  # of a window of `mmray prepare`: its clock's ticks
 RATIOS = {
     "stream_original_vs_textbook": ("stream original", "textbook original"),
     "stream_prepared_vs_textbook": ("stream prepared", "textbook original"),
     "stream_vs_tuned": ("stream prepared", "tuned prepared"),
     "stream_original_vs_tuned": ("stream original", "tuned original"),
     "stream_vs_reader": ("stream prepared", "reader prepared"),
+    "prepare_vs_decode": ("prepare", "decode"),
 }
 Say = Callable[[str], None]
+Arms = dict[str, Callable[[], list[list[Arrival]]]]
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ def bench_loader(settings: Settings, say: Say) -> dict[str, Any]:
 class Bench:
     """The arms by name, each a function that runs a window and returns the arrivals of every consumer."""
 
-    arms: dict[str, Callable[[], list[list[Arrival]]]]
+    arms: Arms
     consumers: list[Any]
 
     def window(self, name: str, found: Found) -> float:
@@ -154,9 +158,10 @@ def _bench(settings: Settings, actors: int, say: Say) -> Bench:
         return partial(_stream, consumers, rows[name], plan, settings, actors)
 
     original, prepared = Source(files), Source(None, sets["prepared"])
-    arms = {
+    arms: Arms = {
         "raw read": each(readers, "raw", files),
         "decode": each(readers, "decode", files),
+        "prepare": partial(_prepare, folder, round(window_s * GUESS * actors)),
         "reader original": each(readers, "reader", rows["original"], plan),
         "reader prepared": each(readers, "reader", rows["prepared"], plan),
         "textbook original": torch_arm(Textbook(original, tokenizer, SIDE)),
@@ -166,6 +171,21 @@ def _bench(settings: Settings, actors: int, say: Say) -> Bench:
         "stream prepared": stream_arm("prepared"),
     }
     return Bench(arms, consumers)
+
+
+def _prepare(folder: Path, num_rows: int) -> list[list[Arrival]]:
+    """A window of `mmray prepare` over the files as they are: an arrival for each shard that it has written."""
+    arrivals: list[Arrival] = []
+
+    def report(progress: Progress) -> None:
+        new = progress.done_rows - sum(arrival.rows for arrival in arrivals)
+        if progress.stage == "pack" and new:
+            arrivals.append(Arrival(time.time(), new))
+
+    settings = Prepare(duplicates="keep", max_bad_fraction=1.0, rows_per_shard=max(1, num_rows // SHARDS))
+    with tempfile.TemporaryDirectory(dir=folder.parent) as out:
+        prepare(str(photos.repeated(folder, num_rows)), f"{out}/set", settings, report)
+    return [arrivals]
 
 
 def _stream(

@@ -72,6 +72,16 @@ def read_captions(folder: Path) -> list[tuple[str, str]]:
     return [(str(folder / row["image"]), row["text"]) for row in rows]
 
 
+def repeated(folder: Path, num: int) -> Path:
+    """A JSONL beside the files of `folder` that names them over and over, `num` rows with keys of their own."""
+    path, rows = folder / f"repeated-{num}.jsonl", read_captions(folder)
+    if not path.exists():
+        named = ((number, *rows[number % len(rows)]) for number in range(num))
+        lines = (json.dumps({"id": str(at), "image": Path(file).name, "text": text}) for at, file, text in named)
+        path.write_text("\n".join(lines) + "\n")
+    return path
+
+
 def prepared(folder: Path, side: int, place: Path) -> PreparedSet:
     """The files of `folder` as a prepared set in `place`, re-encoded at `side` (0: as they are); Ray must be there."""
     settings = Prepare(image_side=side, duplicates="keep", max_bad_fraction=1.0)

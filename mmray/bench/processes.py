@@ -14,6 +14,8 @@ from types import TracebackType
 
 import psutil
 
+from mmray.data.stream import Decoder
+
 EVERY_S = 0.25
 
 
@@ -80,6 +82,6 @@ def role_of(command: list[str], parent: psutil.Process | None) -> str:
         return title.rpartition("/")[2].split(" ")[0] or "?"
     if parent is not None and (parent.cmdline() or [""])[0].startswith("ray::"):
         return "DataLoader worker"
-    if "BlockReader" in title:
+    if f"({Decoder.__name__})" in title:
         return "stream actor"
     return re.split(r"[.(]", title.removeprefix("ray::"))[0]

@@ -86,7 +86,7 @@ def test_memory_is_told_by_role():
             pass
     number, mib = watch.peaks_mib()["driver"]
     assert len(held) and number == 1 and mib > 400
-    assert role_of(["ray::MapWorker(MapBatches(BlockReader)).submit"], None) == "stream actor"
+    assert role_of(["ray::MapWorker(MapBatches(Decoder)).submit"], None) == "stream actor"
     assert role_of(["ray::Consumer.stream"], psutil.Process()) == "Consumer"
     assert role_of(["/usr/lib/ray/raylet --x"], None) == "raylet"
 
