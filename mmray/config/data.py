@@ -114,7 +114,9 @@ class Data(Section):
         None, description="Folder of each data node that keeps what was read of an object store; none: nothing is kept."
     )
     local_cache_gb: float = Field(20.0, gt=0, description="What the local cache may hold, in GB.")
-    block_mb: float = Field(24.0, gt=0, le=512, description="Size of a block in the object store, in MB.")
+    block_mb: float = Field(
+        24.0, gt=0, le=512, description="Size of a block in MB; less where object stores are small."
+    )
     max_bad_rows: int = Field(16, ge=0, description="Rows that may fail at training time before the run fails.")
 
     @model_validator(mode="after")

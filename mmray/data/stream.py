@@ -23,13 +23,23 @@ from mmray.data.trial import Trial
 
 BLOCKS_PER_TASK = 1000
 WARY_BLOCKS = 8
+DIED = (
+    "a data worker died, and has begun again on {node}: what it was reading is read again. Where no image is named as "
+    "the cause, its node may have run out of memory: fewer --data.workers, or a smaller --data.block-mb"
+)
 TOKEN_BYTES = 4
+SPARE_SHARE = 0.3  # of an object store: Ray Data fills half of it with blocks made ahead, and beyond 80 % Ray spills
 
 
 def steps_per_block(plan: Plan, row_bytes: int, block_mb: float) -> int:
     """Steps in a block of about `block_mb`, at least one, never more than the run has."""
     fitting = int(block_mb * 1e6 / (plan.share * row_bytes))
     return max(1, min(fitting, plan.steps))
+
+
+def most_block_mb(store_bytes: float, world: int) -> float:
+    """The largest block of which each rank can hold two, in object stores of so many bytes, without any spilled."""
+    return SPARE_SHARE * store_bytes / 1e6 / (2 * world)
 
 
 def plan_dataset(count: int) -> ray.data.Dataset:
@@ -40,13 +50,17 @@ def plan_dataset(count: int) -> ray.data.Dataset:
 
 
 class Decoder(BlockReader):
-    """The Ray Data actor. Begun again after its process died, it tries each image in a child first: one may have
-    killed it. Ray gives it the same block again, without end, so that the image must be told from the rest here."""
+    """The Ray Data actor. Begun again after its process died, it says so on the board, where there is one, and tries
+    each image in a child first: one may have killed it. Ray gives it the same block again, without end, so that the
+    image must be told from the rest here."""
 
-    def __init__(self, reader: RowReader, blocks: Blocks):
+    def __init__(self, reader: RowReader, blocks: Blocks, board: Any = None):
         super().__init__(reader, blocks)
-        self.wary = WARY_BLOCKS if ray.get_runtime_context().was_current_actor_reconstructed else 0
-        reader.trial = Trial() if self.wary else None
+        again = ray.get_runtime_context().was_current_actor_reconstructed
+        self.wary = WARY_BLOCKS if again else 0
+        reader.trial = Trial() if again else None
+        if again and board is not None:
+            board.push.remote({"note": DIED.format(node=ray.util.get_node_ip_address()), "label": "data"})
 
     def __call__(self, batch: Block) -> Block:
         block, trial = super().__call__(batch), self.reader.trial
@@ -59,12 +73,12 @@ class Decoder(BlockReader):
 
 
 def stream_dataset(
-    reader: RowReader, blocks: Blocks, workers: int, labels: dict[str, str] | None = None
+    reader: RowReader, blocks: Blocks, workers: int, labels: dict[str, str] | None = None, board: Any = None
 ) -> ray.data.Dataset:
     """The blocks in order, read by `workers` actors of one CPU each, on nodes of these labels."""
     dataset = plan_dataset(blocks.count).map_batches(
         Decoder,
-        fn_constructor_args=(reader, blocks),
+        fn_constructor_args=(reader, blocks, board),
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(size=min(workers, blocks.count)),
         num_cpus=1,
@@ -78,7 +92,8 @@ def stream_dataset(
 class Stream(ray.train.DataConfig):
     """Builds the stream of one group of training workers, from where it starts; Ray Train calls `configure` for it.
 
-    What travels with it is all that Ray's data actors have to import: no torch.
+    What travels with it is all that Ray's data actors have to import: no torch. `board` is the actor that is told what
+    the user should know (train/board.py).
     """
 
     def __init__(
@@ -88,18 +103,21 @@ class Stream(ray.train.DataConfig):
         workers: int,
         block_mb: float,
         labels: dict[str, str] | None = None,
+        board: Any = None,
     ):
         super().__init__()
         self.start, self.reader, self.workers, self.block_mb = start, reader, workers, block_mb
-        self.labels = labels
+        self.labels, self.board = labels, board
 
     def configure(self, datasets: dict[str, Any], world_size: int, *_: Any, **__: Any) -> list[dict[str, Any]]:
         (name,) = datasets
         assert world_size == self.start.plan.world, "a group has the size that its plan was made for"
         row_bytes = 3 * self.reader.inputs.image_side**2 + TOKEN_BYTES * self.reader.inputs.max_tokens
-        size = steps_per_block(self.start.plan, row_bytes, self.block_mb)
+        most_mb = most_block_mb(ray.cluster_resources()["object_store_memory"], world_size)
+        size = steps_per_block(self.start.plan, row_bytes, min(self.block_mb, most_mb))
         blocks = Blocks(self.start.plan, self.start.step, size)
-        splits = stream_dataset(self.reader, blocks, self.workers, self.labels).streaming_split(world_size, equal=True)
+        dataset = stream_dataset(self.reader, blocks, self.workers, self.labels, self.board)
+        splits = dataset.streaming_split(world_size, equal=True)
         return [{name: split} for split in splits]
 
     def datasets(self) -> dict[str, Callable[[], Any]]:

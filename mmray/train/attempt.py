@@ -96,13 +96,7 @@ def trainer_of(
     )
     actors = data_actors(config)  # beside the largest group: CPUs of workers that may come stay free
     start = _start(ready, newest, sized.cluster.most_workers)
-    stream = Stream(
-        start,
-        reader,
-        actors,
-        config.data.block_mb,
-        now.avoiding(demand.data_labels),
-    )
+    stream = Stream(start, reader, actors, config.data.block_mb, now.avoiding(demand.data_labels), board)
     return ray.train.torch.TorchTrainer(
         _on_worker,  # type: ignore[arg-type]  # its annotation forgets that the result comes back
         train_loop_config={

@@ -9,7 +9,9 @@ import psutil
 import pytest
 import ray
 import torch
+from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
+from mmray.bench.processes import role_of
 from mmray.config import to_yaml
 from mmray.data.store import key_id
 from mmray.errors import UsageError
@@ -111,10 +113,23 @@ def test_a_whole_cluster_killed_and_started_again_goes_on_at_the_same_row(data, 
     assert "going on" in told and marks(run) == list(expected_marks(STEPS))
 
 
-def test_an_object_store_of_80_mb_passes_more_than_it_holds(tmp_path):
-    """30 steps of 64 images of 160 pixels, 147 MB of blocks in all, one size at a time: no deadlock."""
+class KillingAReader(Silent):
+    """Kills a process of the stream at step 20."""
+
+    killed = None
+
+    def step(self, metrics, total_steps):
+        super().step(metrics, total_steps)
+        if metrics["step"] >= 20 and self.killed is None:
+            below = psutil.Process().children(recursive=True)
+            self.killed = next(each for each in below if role_of(each.cmdline(), None) == "stream actor")
+            self.killed.kill()
+
+
+def test_an_object_store_of_80_mb_passes_five_times_that_and_a_reader_killed_costs_nothing(tmp_path):
+    """80 steps of 64 images of 160 pixels, 393 MB of blocks in all: no deadlock, nothing on the disk, memory flat."""
     ray.shutdown()
-    ray.init(
+    started = ray.init(
         address="local",
         num_cpus=8,
         object_store_memory=80 * 10**6,
@@ -124,11 +139,16 @@ def test_an_object_store_of_80_mb_passes_more_than_it_holds(tmp_path):
     )
     try:
         make_set(tmp_path / "set", [row(number, png(number, 160)) for number in range(64)])
-        wanted = config(tmp_path / "set", tmp_path, "tiny", steps=30, checkpoint_every=0)
+        wanted = config(tmp_path / "set", tmp_path, "tiny", steps=80, checkpoint_every=0)
         model = wanted.model.model_copy(update={"inputs": wanted.model.inputs.model_copy(update={"image_side": 160})})
         batch = wanted.batch.model_copy(update={"micro": 16, "global_": 64})
         wide = wanted.data.model_copy(update={"block_mb": 24.0})
-        outcome = train(wanted.model_copy(update={"model": model, "batch": batch, "data": wide}), Silent())
-        assert (outcome.result["status"], outcome.result["restarts"]) == ("finished", 0)
+        listener = KillingAReader()
+        outcome = train(wanted.model_copy(update={"model": model, "batch": batch, "data": wide}), listener)
+        state = get_state_from_address(started.address_info["address"])
+        spilled = get_memory_info_reply(state).store_stats.spilled_bytes_total
     finally:
         ray.shutdown()
+    assert (outcome.result["status"], outcome.result["restarts"], spilled) == ("finished", 0, 0)
+    assert marks(outcome.path) == list(expected_marks(80, rows=64, global_rows=64))
+    assert len([text for _, text in listener.notes if "a data worker died" in text]) == 1

@@ -12,7 +12,7 @@ from mmray.data.collate import steps_of
 from mmray.data.order import PADDING, Blocks, Plan, Start
 from mmray.data.reader import RowReader
 from mmray.data.store import key_id
-from mmray.data.stream import Stream, plan_dataset, steps_per_block
+from mmray.data.stream import Stream, most_block_mb, plan_dataset, steps_per_block
 from mmray.data.text import train_tokenizer
 from tests.made import CAPTIONS, make_set, row
 
@@ -79,6 +79,7 @@ def test_block_size_follows_the_row():
     plan = Plan(10**6, 256, 2, 64, 0, steps=10**6)
     assert steps_per_block(plan, row_bytes=3 * 224 * 224, block_mb=24) == 1
     assert steps_per_block(plan, row_bytes=3 * 64 * 64, block_mb=24) == 15
+    assert most_block_mb(80e6, world=2) == pytest.approx(6) and most_block_mb(60e9, world=8) > 512  # any size asked for
 
 
 def test_a_block_holds_pixels_tokens_and_padding(reader):
