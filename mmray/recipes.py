@@ -47,8 +47,8 @@ def sample() -> Config:
         data=Data(train="sample"),
         batch=Batch(micro=64, global_=128),
         optimizer=Optimizer(lr=1e-3, warmup_steps=30, weight_decay=0.05),
-        train=Train(steps=500, log_every=10, checkpoint_every=250),
-        evaluate=Evaluate(every=250),
+        train=Train(steps=350, log_every=10, checkpoint_every=175),
+        evaluate=Evaluate(every=175),
         cluster=Cluster(workers=2),
     )
 

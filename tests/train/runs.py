@@ -8,6 +8,8 @@ from mmray.config import Batch, Cluster, Config, Data, Evaluate, ImageTower, Inp
 from mmray.config import TwoTower as Model
 
 STEPS = 12
+IMAGE = ImageTower(name="convnet", width=8, depth=2)
+TEXT = TextTower(width=16, depth=1, heads=2, dropout=0.1)
 
 
 class Silent:
@@ -34,8 +36,8 @@ def config(data, storage, name, callbacks=(), address=None, **train_settings):
     return Config(
         model=Model(
             inputs=Inputs(image_side=16, fit="squash", max_tokens=12),
-            image=ImageTower(name="convnet", width=8, depth=2),
-            text=TextTower(width=16, depth=1, heads=2, dropout=0.1),
+            image=IMAGE,
+            text=TEXT,
             embed_dim=16,
         ),
         data=Data(train=str(data), block_mb=0.02, workers=1, max_bad_rows=2),

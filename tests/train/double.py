@@ -1,0 +1,14 @@
+"""A model in double precision: what differs between numbers of workers then is an error, not rounding."""
+
+from mmray.config import TwoTower as Section
+from mmray.models.two_tower import TwoTower
+from tests.train.runs import IMAGE, TEXT
+
+
+class DoubleTowers(TwoTower):
+    """The towers of runs.py without dropout, as a user's own model; its weights and sums are float64."""
+
+    def __init__(self, spec, vocab_size):
+        text = TEXT.model_copy(update={"dropout": 0.0})
+        super().__init__(Section(inputs=spec.inputs, image=IMAGE, text=text, embed_dim=16), vocab_size)
+        self.double()
