@@ -2,7 +2,8 @@
 
 Pillow decodes (other decoders die of damaged files instead of raising), and libjpeg-turbo itself what is a plain JPEG
 without any fault. `decode` answers with an upright RGB image or raises BadImage, whatever the bytes are; `to_pixels`
-makes the square a model sees, `read_pixels` both at once; `shrink` makes the smaller copy that a prepared set may keep.
+makes the square a model sees, `read_pixels` both at once; `checked_size` only finds out whether `decode` would answer;
+`shrink` makes the smaller copy that a prepared set may keep.
 Nothing here guesses: half a picture is an error, never a picture that is half grey.
 """
 
@@ -79,6 +80,28 @@ def _decode(image: ImageFile.ImageFile, data: bytes, max_pixels: int) -> Image.I
     return rgb
 
 
+def checked_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+    """(width, height) of what `decode(data)` gives, at half its price. Raises BadImage as `decode` does.
+
+    All bits of a JPEG are read, which is where its faults are found, and one pixel in 64 is made of them.
+    """
+    image = _open(data, max_pixels)
+    if _plain_jpeg(image, data, "GRAY", least=1) is not None:
+        return image.size
+    return _decode(image, data, max_pixels).size
+
+
+def read_rgb(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+    """What `decode(data)` gives, to the bit: uint8 [H, W, 3]. Raises BadImage only.
+
+    The usual file, a whole JPEG that lies upright, goes to libjpeg-turbo without the detour over a Pillow image; any
+    other, and any that it finds fault with, takes the way of `decode`.
+    """
+    image = _open(data, max_pixels)
+    rgb = _plain_jpeg(image, data)
+    return np.asarray(_decode(image, data, max_pixels)) if rgb is None else rgb
+
+
 def read_pixels(
     data: bytes,
     side: int,
@@ -86,29 +109,28 @@ def read_pixels(
     interpolation: Literal["bilinear", "bicubic"],
     max_pixels: int = MAX_PIXELS,
 ) -> np.ndarray:
-    """What `to_pixels(decode(data))` gives, to the bit: uint8 [3, side, side]. Raises BadImage only.
+    """What `to_pixels(decode(data))` gives, to the bit: uint8 [3, side, side]. Raises BadImage only."""
+    return _channels_first(_square(read_rgb(data, max_pixels), side, fit, interpolation))
 
-    The usual file, a whole JPEG that lies upright, goes to libjpeg-turbo without the detour over a Pillow image; any
-    other, and any that it finds fault with, takes the way of `decode`.
+
+def _plain_jpeg(
+    image: ImageFile.ImageFile, data: bytes, colours: Literal["RGB", "GRAY"] = "RGB", least: int = 0
+) -> np.ndarray | None:
+    """[H, W, 3 or 1] of a JPEG in colour, without a turn in its EXIF and without any fault; else None.
+
+    `least`: pixels that each side is to have at least, of a copy up to 8 times smaller; 0: the whole picture.
     """
-    image = _open(data, max_pixels)
-    rgb = _plain_jpeg(image, data)
-    if rgb is None:
-        rgb = np.asarray(_decode(image, data, max_pixels))
-    return _channels_first(_square(rgb, side, fit, interpolation))
-
-
-def _plain_jpeg(image: ImageFile.ImageFile, data: bytes) -> np.ndarray | None:
-    """RGB [H, W, 3] of a JPEG in colour, without a turn in its EXIF and without any fault; else None."""
     if image.format != "JPEG" or image.mode != "RGB" or "exif" in image.info:
         return None
     try:
         if simplejpeg.decode_jpeg_header(data)[1::-1] != image.size:  # nothing larger than was checked is allocated
             return None
-        rgb: np.ndarray = simplejpeg.decode_jpeg(data, "RGB", strict=True)  # strict: a warning is a fault
+        pixels: np.ndarray = simplejpeg.decode_jpeg(  # strict: a warning is a fault
+            data, colours, min_height=least, min_width=least, strict=True
+        )
     except ValueError:
         return None
-    return rgb
+    return pixels
 
 
 def to_pixels(
@@ -162,16 +184,17 @@ def _square(
     return square
 
 
-def shrink(image: Image.Image, data: bytes, side: int) -> bytes:
+def shrink(rgb: np.ndarray, data: bytes, side: int) -> bytes:
     """Encoded bytes whose shorter side is `side`; the same bytes where the picture is no larger than that.
 
-    `image` is what `decode(data)` gave. JPEG of quality 90; PNG where the source is PNG, GIF or lossless WebP.
+    `rgb` is what `read_rgb(data)` gave. JPEG of quality 90; PNG where the source is PNG, GIF or lossless WebP.
     """
-    shorter = min(image.size)
+    height, width = rgb.shape[:2]
+    shorter = min(width, height)
     if shorter <= side:
         return data
-    size = (max(1, round(image.width * side / shorter)), max(1, round(image.height * side / shorter)))
-    small = Image.fromarray(resample(np.asarray(image), size, "bicubic", (0, 0, *image.size)))
+    size = (max(1, round(width * side / shorter)), max(1, round(height * side / shorter)))
+    small = Image.fromarray(resample(rgb, size, "bicubic", (0, 0, width, height)))
     out = io.BytesIO()
     if _is_lossless(data):
         small.save(out, "PNG")

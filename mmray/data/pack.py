@@ -19,7 +19,7 @@ from mmray.data.files import read_picture, stamp
 from mmray.data.formats.choose import Chosen, source_of
 from mmray.data.formats.rows import BadRow, Picture, RawRow, row_of
 from mmray.data.formats.source import Chunk, Item, Source
-from mmray.data.image import BadImage, decode, header_size, shrink
+from mmray.data.image import BadImage, checked_size, header_size, read_rgb, shrink
 from mmray.data.manifest import PARTS, SHARDS, Shard
 from mmray.data.place import Place
 from mmray.data.shard_writer import ShardWriter
@@ -175,7 +175,8 @@ class _Task:
         original = images_sha256(images)
         checked = [self._decode(picture.name, data) for picture, data in zip(raw.images, images, strict=True)]
         kept = [data for data, _ in checked]
-        row = Row(raw.key, kept, texts, raw.label, raw.split, raw.language, where, images_sha256(kept))
+        sha256 = original if kept == images else images_sha256(kept)
+        row = Row(raw.key, kept, texts, raw.label, raw.split, raw.language, where, sha256)
         row.messages = list(raw.messages) or None
         if raw.boxes:
             row.boxes, row.box_labels = _fractions(raw, checked[0][1]), list(raw.box_labels)
@@ -216,8 +217,10 @@ class _Task:
                 size = self.trial.check(data, self.job.max_pixels)
                 if not self.job.image_side:
                     return data, size
-            image = decode(data, self.job.max_pixels)
-            return shrink(image, data, self.job.image_side) if self.job.image_side else data, image.size
+            if not self.job.image_side:
+                return data, checked_size(data, self.job.max_pixels)
+            rgb = read_rgb(data, self.job.max_pixels)
+            return shrink(rgb, data, self.job.image_side), (rgb.shape[1], rgb.shape[0])
         except BadImage as bad:
             raise BadRow("decode", bad.reason, f"{name}: {bad.detail}") from None
 

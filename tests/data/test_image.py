@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from mmray.data.image import BadImage, check_header, decode, header_size, read_pixels, shrink, to_pixels
+from mmray.data.image import (
+    BadImage,
+    check_header,
+    checked_size,
+    decode,
+    header_size,
+    read_pixels,
+    read_rgb,
+    shrink,
+    to_pixels,
+)
 
 
 def picture(width=40, height=30):
@@ -206,6 +216,7 @@ def test_fused_crop_agrees_with_resize_then_centre_crop(size, interpolation):
 def test_read_pixels_is_decode_and_resize_to_the_bit(name):
     data = FORMATS[name]
     assert np.array_equal(read_pixels(data, 24, "crop", "bicubic"), to_pixels(decode(data), 24, "crop", "bicubic"))
+    assert checked_size(data) == decode(data).size
 
 
 @pytest.mark.parametrize(
@@ -216,6 +227,7 @@ def test_a_jpeg_is_decoded_as_pillow_decodes_it(mode, options):
     for size in ((64, 48), (37, 61), (1, 1), (17, 8)):
         data = encode(picture(*size).convert(mode), "JPEG", **options)
         assert np.array_equal(read_pixels(data, 16, "pad", "bilinear"), to_pixels(decode(data), 16, "pad", "bilinear"))
+        assert checked_size(data) == size
 
 
 def test_a_turned_jpeg_is_brought_upright():
@@ -225,11 +237,13 @@ def test_a_turned_jpeg_is_brought_upright():
     assert np.array_equal(
         read_pixels(data, 16, "squash", "bilinear"), to_pixels(decode(data), 16, "squash", "bilinear")
     )
+    assert checked_size(data) == (30, 40)
 
 
-def test_damaged_jpegs_are_judged_as_by_decode():
-    """Whatever byte is damaged: the same pixels, or BadImage from both."""
-    whole, draw = encode(picture(64, 48), "JPEG"), np.random.default_rng(0)
+@pytest.mark.parametrize("progressive", [False, True])
+def test_damaged_jpegs_are_judged_as_by_decode(progressive):
+    """Whatever byte is damaged: the same pixels and size, or the same reason from all."""
+    whole, draw = encode(picture(64, 48), "JPEG", progressive=progressive), np.random.default_rng(0)
     outcomes = set()
     for _ in range(800):
         data = bytearray(whole)
@@ -237,13 +251,17 @@ def test_damaged_jpegs_are_judged_as_by_decode():
             data[at] = draw.integers(256)
         data = bytes(data[: draw.integers(2, len(whole))] if draw.random() < 0.2 else data)
         try:
+            whole_size = decode(data, 10**6).size
             expected = to_pixels(decode(data, 10**6), 16, "squash", "bilinear")
-        except BadImage:
+        except BadImage as bad:
             outcomes.add("bad")
-            with pytest.raises(BadImage):
-                read_pixels(data, 16, "squash", "bilinear", 10**6)
+            for read in (read_rgb, checked_size):
+                with pytest.raises(BadImage) as judged:
+                    read(data, 10**6)
+                assert str(judged.value) == str(bad)
             continue
         outcomes.add("good")
+        assert checked_size(data, 10**6) == whole_size
         assert np.array_equal(read_pixels(data, 16, "squash", "bilinear", 10**6), expected)
     assert outcomes == {"bad", "good"}
 
@@ -256,21 +274,21 @@ def test_pixels_of_extreme_shapes():
 
 def test_shrink_keeps_small_images_and_re_encodes_large_ones():
     jpeg, lossless = FORMATS["JPEG"], FORMATS["PNG"]
-    assert shrink(decode(jpeg), jpeg, 30) is jpeg
-    assert shrink(decode(jpeg), jpeg, 64) is jpeg
-    small = shrink(decode(jpeg), jpeg, 15)
+    assert shrink(read_rgb(jpeg), jpeg, 30) is jpeg
+    assert shrink(read_rgb(jpeg), jpeg, 64) is jpeg
+    small = shrink(read_rgb(jpeg), jpeg, 15)
     assert check_header(small, 1000) == "JPEG"
     assert decode(small).size == (20, 15)
-    assert small == shrink(decode(jpeg), jpeg, 15)
+    assert small == shrink(read_rgb(jpeg), jpeg, 15)
     for data in (lossless, FORMATS["WEBP"], FORMATS["GIF"]):
-        assert check_header(shrink(decode(data), data, 15), 1000) == "PNG"
+        assert check_header(shrink(read_rgb(data), data, 15), 1000) == "PNG"
 
 
 def test_shrink_keeps_what_decode_corrected():
     exif = Image.Exif()
     exif[0x0112] = 6
     data = encode(picture(), "JPEG", exif=exif)
-    assert decode(shrink(decode(data), data, 15)).size == (15, 20)
+    assert decode(shrink(read_rgb(data), data, 15)).size == (15, 20)
 
 
 def test_png_suite(shared_data):
