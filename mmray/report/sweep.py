@@ -48,6 +48,12 @@ class Trial:
         others.pop("cluster.workers", None)
         return {"workers": self.values.get("workers"), **others}
 
+    @property
+    def told(self) -> str:
+        """What is said below its figures: other searched settings, and why it failed."""
+        others = ", ".join(f"{name} {value}" for name, value in self.rest.items() if name != "workers")
+        return "; ".join(part for part in (others, self.values.get("error")) if part)
+
 
 @dataclass(frozen=True)
 class Grid:

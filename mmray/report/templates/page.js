@@ -21,10 +21,13 @@
   const draw = () => {
     for (const place of document.querySelectorAll(".plot")) {
       const figure = JSON.parse(place.nextElementSibling.textContent);
-      Plotly.react(place, figure.data, themed(figure.layout), { displayModeBar: false, responsive: true });
+      Plotly.react(place, figure.data, themed(figure.layout), { displayModeBar: false });
     }
   };
   draw();
+  // Of its place, not of the window: a scroll bar that comes with the charts narrows the one and not the other.
+  const fitted = new ResizeObserver((changed) => changed.forEach(({ target }) => Plotly.Plots.resize(target)));
+  document.querySelectorAll(".plot").forEach((place) => fitted.observe(place));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   document.documentElement.dataset.drawn = "yes";
 })();
