@@ -24,13 +24,13 @@ class KeyFigure:
 
 
 def duration(seconds: float | None) -> str:
-    """45 s, 3 min 20 s, 2 h 05 min."""
+    """45 s, 3m 20s, 2h 05m."""
     if seconds is None or not math.isfinite(seconds):
         return "–"
     if seconds < 100:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes}m {rest:02d}s" if minutes < 60 else f"{minutes // 60}h {minutes % 60:02d}m"
 
 
 def number(value: float | None, digits: int = 3) -> str:
