@@ -110,6 +110,6 @@ def test_the_best_trial_is_a_recipe_with_the_recipes_own_length():
     trial = trials("batch.micro=16", "batch.accumulation=2", "optimizer.lr=1e-4", base=base)[0]
     best = best_recipe(trial)
     assert (best.batch.micro, best.batch.global_, best.batch.accumulation) == (16, 64, None)
-    assert (best.train.steps, best.optimizer.lr, best.run.name) == (500, 1e-4, None)
+    assert (best.train.steps, best.optimizer.lr, best.run.name) == (SAMPLE.train.steps, 1e-4, None)
     assert best.data == SAMPLE.data and best.evaluate == SAMPLE.evaluate and best.cluster == SAMPLE.cluster
     assert Config.model_validate(best.model_dump(mode="json", by_alias=True)) == best
