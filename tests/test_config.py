@@ -99,7 +99,7 @@ def test_a_run_from_before_there_were_chunks_goes_on_in_the_order_it_had():
     for setting in ("chunk", "window", "local_cache", "local_cache_gb"):
         del before["data"][setting]
     after = [
-        Config(data=Data(chunk=chunk, window=window, local_cache="/tmp/c")).model_dump(mode="json", by_alias=True)
+        Config(data=Data(chunk=chunk, window=window, local_cache="cache")).model_dump(mode="json", by_alias=True)
         for chunk, window in ((1, 1), (8, 16))
     ]
     changes = [forbidden_changes(before, each) for each in after]

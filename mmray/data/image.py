@@ -19,6 +19,7 @@ import simplejpeg
 from PIL import Image, ImageFile
 
 from mmray.data.resample import Box, resample
+from mmray.data.rgb import WHITE, correct_png_transparency, to_rgb
 from mmray.data.upright import turn_upright, upright_size
 
 # Another library in the process may have switched this on; half a JPEG would then become mostly grey pixels.
@@ -27,9 +28,6 @@ ImageFile.LOAD_TRUNCATED_IMAGES = False
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 MAX_PIXELS = 25_000_000
-WHITE = (255, 255, 255)
-# PNG raw mode -> factor from the transparent grey value of the file to the value Pillow's pixels have.
-_GREY_SCALE = {"1": 255, "L;2": 85, "L;4": 17}
 
 
 class BadImage(ValueError):
@@ -67,11 +65,11 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
 def _decode(image: ImageFile.ImageFile, data: bytes, max_pixels: int) -> Image.Image:
     if image.format == "PNG":
         _check_png_chunks(data)
-        _correct_png_transparency(image)
+        correct_png_transparency(image)
     try:
         image.load()
         upright = turn_upright(image)
-        rgb = _to_rgb(upright)
+        rgb = to_rgb(upright)
     except Exception as error:  # noqa: BLE001 - fed damaged bytes, a decoder raises what it likes (a dozen kinds seen)
         text = f"{type(error).__name__}: {error}"
         raise BadImage("truncated" if "truncated" in text else "corrupt", text[:300]) from None
@@ -86,7 +84,7 @@ def checked_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     All bits of a JPEG are read, which is where its faults are found, and one pixel in 64 is made of them.
     """
     image = _open(data, max_pixels)
-    if _plain_jpeg(image, data, "GRAY", least=1) is not None:
+    if _plain_jpeg(image, data, sketch=True) is not None:
         return image.size
     return _decode(image, data, max_pixels).size
 
@@ -113,18 +111,17 @@ def read_pixels(
     return _channels_first(_square(read_rgb(data, max_pixels), side, fit, interpolation))
 
 
-def _plain_jpeg(
-    image: ImageFile.ImageFile, data: bytes, colours: Literal["RGB", "GRAY"] = "RGB", least: int = 0
-) -> np.ndarray | None:
-    """[H, W, 3 or 1] of a JPEG in colour, without a turn in its EXIF and without any fault; else None.
+def _plain_jpeg(image: ImageFile.ImageFile, data: bytes, sketch: bool = False) -> np.ndarray | None:
+    """RGB [H, W, 3] of a JPEG in colour, without a turn in its EXIF and without any fault; else None.
 
-    `least`: pixels that each side is to have at least, of a copy up to 8 times smaller; 0: the whole picture.
+    As a `sketch`, grey and an eighth of its size.
     """
     if image.format != "JPEG" or image.mode != "RGB" or "exif" in image.info:
         return None
     try:
         if simplejpeg.decode_jpeg_header(data)[1::-1] != image.size:  # nothing larger than was checked is allocated
             return None
+        colours, least = ("GRAY", 1) if sketch else ("RGB", 0)  # `least` of 0: whole
         pixels: np.ndarray = simplejpeg.decode_jpeg(  # strict: a warning is a fault
             data, colours, min_height=least, min_width=least, strict=True
         )
@@ -272,41 +269,3 @@ def _check_png_chunks(data: bytes) -> None:
             return
         start = end + 4
     raise BadImage("truncated", f"the PNG ends at byte {len(data)} without its end mark")
-
-
-def _correct_png_transparency(image: ImageFile.ImageFile) -> None:
-    """Bring the transparent colour of a PNG into the range of the decoded pixels.
-
-    The file states it at its own depth; Pillow compares it, unscaled, with 8-bit pixels (and of 16 bits the low byte).
-    """
-    transparent = image.info.get("transparency")
-    if transparent is None or not image.tile:
-        return
-    raw_mode = image.tile[0][3]
-    if raw_mode == "RGB;16B":
-        image.info["transparency"] = tuple(value >> 8 for value in transparent)
-    elif raw_mode in _GREY_SCALE:
-        image.info["transparency"] = transparent * _GREY_SCALE[raw_mode]
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode == "RGB" and "transparency" not in image.info:
-        return image
-    if image.mode.startswith("I"):
-        return _wide_grey_to_rgb(image)
-    if not image.has_transparency_data:
-        return image.convert("RGB")
-    rgba = image.convert("RGBA")
-    canvas = Image.new("RGB", image.size, WHITE)
-    canvas.paste(rgba, mask=rgba.getchannel("A"))
-    return canvas
-
-
-def _wide_grey_to_rgb(image: Image.Image) -> Image.Image:
-    """16-bit grey scaled to 8 bits (Pillow's own conversion clips it to white), its transparent value laid on white."""
-    wide = np.asarray(image).astype(np.uint32)
-    grey = ((wide * 255 + 32767) // 65535).astype(np.uint8)
-    transparent = image.info.get("transparency")
-    if isinstance(transparent, int):
-        grey[wide == transparent] = 255
-    return Image.fromarray(grey).convert("RGB")

@@ -211,16 +211,15 @@ class _Task:
     def _decode(self, name: str, data: bytes) -> tuple[bytes, tuple[int, int]]:
         """The bytes to keep of an image, and its size; it decodes to its end, or as far as `check` asks."""
         try:
-            if self.job.check != "full" and not self.job.image_side:
+            if self.job.image_side:
+                if self.job.careful:
+                    self.trial.check(data, self.job.max_pixels)
+                rgb = read_rgb(data, self.job.max_pixels)
+                return shrink(rgb, data, self.job.image_side), (rgb.shape[1], rgb.shape[0])
+            if self.job.check != "full":
                 return data, header_size(data, self.job.max_pixels) if self.job.check == "header" else (0, 0)
-            if self.job.careful:
-                size = self.trial.check(data, self.job.max_pixels)
-                if not self.job.image_side:
-                    return data, size
-            if not self.job.image_side:
-                return data, checked_size(data, self.job.max_pixels)
-            rgb = read_rgb(data, self.job.max_pixels)
-            return shrink(rgb, data, self.job.image_side), (rgb.shape[1], rgb.shape[0])
+            check = self.trial.check if self.job.careful else checked_size
+            return data, check(data, self.job.max_pixels)
         except BadImage as bad:
             raise BadRow("decode", bad.reason, f"{name}: {bad.detail}") from None
 

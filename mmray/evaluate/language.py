@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,6 @@ from mmray.evaluate.answers import answer_scores
 from mmray.evaluate.batches import Batch, HeldOut
 from mmray.evaluate.score import Group, evaluating
 from mmray.objectives.language_modelling import LanguageModelling
-
-if TYPE_CHECKING:
-    pass
 
 
 class LanguageEvaluator(HeldOut):

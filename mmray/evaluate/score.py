@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,6 @@ from mmray.evaluate.retrieval import exact, ranks, retrieval_metrics
 from mmray.models.regions import LabelTexts
 from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.protocol import Objective, sorts
-
-if TYPE_CHECKING:
-    pass
 
 
 class Group(Protocol):

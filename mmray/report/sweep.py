@@ -42,17 +42,15 @@ class Trial:
         return " × ".join(str(self.values.get(name, "?")) for name in ("micro", "accumulation", "workers"))
 
     @property
-    def rest(self) -> dict[str, Any]:
-        """The searched settings that are no axis of a heat map, the workers first."""
-        others = {k: v for k, v in (self.values.get("settings") or {}).items() if k not in AXES}
-        others.pop("cluster.workers", None)
-        return {"workers": self.values.get("workers"), **others}
+    def others(self) -> str:
+        """The searched settings that are no axis of a heat map, the workers left out."""
+        settings = (self.values.get("settings") or {}).items()
+        return ", ".join(f"{name} {value}" for name, value in settings if name not in (*AXES, "cluster.workers"))
 
     @property
     def told(self) -> str:
         """What is said below its figures: other searched settings, and why it failed."""
-        others = ", ".join(f"{name} {value}" for name, value in self.rest.items() if name != "workers")
-        return "; ".join(part for part in (others, self.values.get("error")) if part)
+        return "; ".join(part for part in (self.others, self.values.get("error")) if part)
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,8 @@ class Sweep:
         groups: dict[str, list[Trial]] = defaultdict(list)
         for trial in self.trials:
             if isinstance(trial.values.get("micro"), int) and isinstance(trial.values.get("accumulation"), int):
-                groups[", ".join(f"{name} {value}" for name, value in trial.rest.items())].append(trial)
+                workers = f"workers {trial.values.get('workers')}"
+                groups[f"{workers}, {trial.others}" if trial.others else workers].append(trial)
         grids = [_grid(title, trials, self.goal) for title, trials in groups.items()]
         return [grid for grid in grids if len(grid.cells) > 1]
 

@@ -34,7 +34,7 @@ def test_a_folder_is_tried_the_same_way(tmp_path):
 
 
 def test_a_job_may_keep_its_runs_at_an_address():
-    check_is_kept("s3://bucket/runs", Path("/tmp/ray/session/working_dir_files/_ray_pkg_1"))
+    check_is_kept("s3://bucket/runs", Path("/session/working_dir_files/_ray_pkg_1"))
 
 
 def test_a_wish_for_nodes_is_made_again_before_it_expires_and_taken_back(monkeypatch):
