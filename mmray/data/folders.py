@@ -57,12 +57,12 @@ def fetched(path: Folder) -> Iterator[Path]:
 
 @contextmanager
 def staged(path: Folder, names: Sequence[str]) -> Iterator[Path]:
-    """A new folder of this machine for the files `names`, which are at `path` when the block ends well.
+    """A folder of this machine for the files `names`, which are at `path` when the block ends well.
 
     On an object store they are put in this order, the last one only when all others are there in full length.
     """
     if not isinstance(path, RemotePath):
-        path.mkdir(parents=True)
+        path.mkdir(parents=True, exist_ok=True)
         yield path
         return
     with on_its_way() as here:

@@ -9,27 +9,29 @@ The loop hands over weights and state after a step; a later attempt (or evaluati
 
 A folder without SHA256SUMS does not count, whatever else is in it: that holds on an object store, which has no rename,
 as well. There a checkpoint is written on this machine first, and SHA256SUMS uploaded when the rest is there.
+
+Of a model that is cut over the ranks no rank has the whole: each writes a file of its own (shards.py) in place of
+model.safetensors, state.pt keeps an outline where a tensor lies in those, and rank 0 seals the folder when all are
+there. What is read is the same: whole for whoever asks so, or cut as the reader's model is, by any number of ranks.
 """
 
 from __future__ import annotations
 
 import json
-import pickle
-import platform
-import shutil
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from mmray.data.folders import fetched, move_tree, remove_tree, staged
+from mmray.data.folders import move_tree, remove_tree, staged
 from mmray.data.remote import Folder
 from mmray.errors import StorageError, TrainingError
 from mmray.models import weights
-from mmray.train.plain import require_plain, strict_json
+from mmray.train import shards
+from mmray.train.plain import require_plain
+from mmray.train.stored import cannot_write, load_state, read, record, told, write_state
 from mmray.train.sums import SUMS, fault, seal
 
 MODEL, STATE, META = "model.safetensors", "state.pt", "meta.json"
@@ -37,6 +39,7 @@ PARTS = (MODEL, STATE, META)
 LOWER_IS_BETTER = ("loss", "median_rank")  # parts of the names of metrics that should fall
 
 Report = Callable[[str], None]
+Cut = Callable[[shards.At, Tensor], Tensor]  # an empty tensor for the one outlined, cut as the reader wants it
 
 
 def save(
@@ -53,12 +56,52 @@ def save(
         _discard(path)
         with staged(path, (*PARTS, SUMS)) as here:
             weights.save_weights(model_state, here / MODEL)
-            _write_state(state, here / STATE)
-            (here / META).write_text(_record(step, meta))
+            write_state(state, here / STATE)
+            (here / META).write_text(record(step, meta))
             seal(here, PARTS)
     except (OSError, SafetensorError) as error:
         _discard(path, strict=False)
-        raise StorageError(_cannot_write(path, error)) from error
+        raise StorageError(cannot_write(path, error)) from error
+    return path
+
+
+def save_shards(
+    folder: Folder,
+    step: int,
+    state: dict[str, Any],
+    meta: dict[str, Any],
+    ranks: Any,
+    check: Callable[[], None] | None = None,
+) -> Folder:
+    """As `save`, of a `state` with the weights under `model`: all ranks call it together, each with its own cut.
+
+    `ranks` is a process group on hosts. Rank 0's `meta` and plain values are kept, and it alone gives a `check`, called
+    before any rank writes and before the folder is sealed; what goes wrong on one rank is raised on all.
+    """
+    plain = shards.mapped(state, shards.outline)
+    require_plain(plain, "state")
+    path = folder / f"step-{step}"
+
+    def opened() -> None:
+        assert check is not None
+        check()
+        _discard(path)
+        path.mkdir(parents=True)
+
+    def closed(parts: dict[str, shards.Part]) -> None:
+        assert check is not None
+        check()
+        with staged(path, (STATE, META, SUMS)) as here:
+            write_state(plain, here / STATE)
+            (here / META).write_text(record(step, {"shards": len(parts), **meta}))
+            seal(here, (STATE, META), {name: part.digest for name, part in parts.items()})
+
+    try:
+        shards.write(path, state, ranks, opened, closed)
+    except (OSError, SafetensorError) as error:
+        if check is not None:
+            _discard(path, strict=False)
+        raise StorageError(cannot_write(path, error)) from error
     return path
 
 
@@ -81,20 +124,34 @@ def newest_good(folder: Folder, report: Report | None = None, set_aside: bool = 
     return None
 
 
-def load(path: Folder) -> dict[str, Any]:
-    """What `save` was given, on the CPU: the weights under `model`, beside the keys of `state`."""
-    return {"model": load_weights(path), **_read(path / STATE, _load_state)}
+def load(path: Folder, cut: Cut | None = None) -> dict[str, Any]:
+    """What was saved: the weights under `model`, beside the keys of `state`; whole and on the CPU.
+
+    Of a sharded one, tensors come as `cut` has them, and no more of each is read.
+    """
+    state: dict[str, Any] = read(path / STATE, load_state)
+    if world := shards_of(path):
+        return _filled(path, state, world, cut or _uncut)
+    return {"model": load_weights(path), **state}
 
 
 def load_weights(path: Folder) -> dict[str, Tensor]:
     """The weights alone, on the CPU. Raises TrainingError when they cannot be read."""
-    tensors: dict[str, Tensor] = _read(path / MODEL, weights.load_weights)
+    if world := shards_of(path):
+        found: dict[str, Any] = _filled(path, {"model": read(path / STATE, load_state)["model"]}, world, _uncut)
+        return dict(found["model"])
+    tensors: dict[str, Tensor] = read(path / MODEL, weights.load_weights)
     return tensors
+
+
+def shards_of(path: Folder) -> int:
+    """The number of ranks whose files a checkpoint is in; 0 where it is whole."""
+    return int(load_meta(path).get("shards", 0))
 
 
 def load_meta(path: Folder) -> dict[str, Any]:
     """The readable record: step, rows consumed, config, metrics. Raises TrainingError when it cannot be read."""
-    meta: dict[str, Any] = _read(path / META, lambda file: json.loads(file.read_bytes()))
+    meta: dict[str, Any] = read(path / META, lambda file: json.loads(file.read_bytes()))
     return meta
 
 
@@ -174,12 +231,30 @@ def _score(path: Folder, metric: str) -> float | None:
 def verify(path: Folder) -> str | None:
     """What is wrong with a checkpoint, or None. A storage that cannot be read says nothing about it: TrainingError."""
     try:
-        return fault(path, PARTS)
+        return fault(path, _is_whole)
     except OSError as error:
         raise TrainingError(
             f"the storage cannot read the checkpoint {path}: {error.strerror or error}. Check the storage, then start "
             "the same command again; to go on from an older checkpoint, move this one out of the folder"
         ) from error
+
+
+def _is_whole(names: Collection[str]) -> bool:
+    return set(names) in ({*PARTS}, {STATE, META, *shards.names(len(names) - 2)})
+
+
+def _filled(path: Folder, state: dict[str, Any], world: int, cut: Cut) -> dict[str, Any]:
+    """The state with the tensors that it outlines, cut by `cut`."""
+    wanted: dict[shards.At, Tensor] = {}
+    shards.mapped(state, lambda at, outline: wanted.setdefault(at, cut(at, outline)))
+    with told(path):
+        shards.read(path, wanted, world)
+    filled: dict[str, Any] = shards.mapped(state, lambda at, _: wanted[at])
+    return filled
+
+
+def _uncut(at: shards.At, outline: Tensor) -> Tensor:
+    return torch.empty_like(outline, device="cpu")
 
 
 def _set_aside(path: Folder) -> Folder:
@@ -200,48 +275,3 @@ def _discard(path: Folder, strict: bool = True) -> None:
     except OSError:
         if strict:
             raise
-
-
-def _cannot_write(path: Folder, error: Exception) -> str:
-    """The message for a checkpoint that could not be written: cause, room on the storage, next move."""
-    text = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
-    try:
-        room = f" ({shutil.disk_usage(path.parent).free / 2**30:.2f} GiB free)" if isinstance(path, Path) else ""
-    except OSError:
-        room = ""
-    return (
-        f"cannot write the checkpoint {path}: {text}{room}. Older checkpoints are untouched: make room (or mend the "
-        "permissions) and start the same command again, or choose another --run.storage"
-    )
-
-
-def _read(file: Folder, reader: Callable[[Path], Any]) -> Any:
-    try:
-        with fetched(file) as here:
-            return reader(here)
-    except (OSError, SafetensorError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        raise TrainingError(
-            f"cannot read {file}: {str(error).splitlines()[0] if str(error) else type(error).__name__}. "
-            "Start the same command again: it verifies the checkpoints and goes on from the newest good one"
-        ) from error
-
-
-def _record(step: int, meta: dict[str, Any]) -> str:
-    """The readable record, meta.json."""
-    record = {"step": step, **meta, "versions": {"python": platform.python_version(), "torch": torch.__version__}}
-    return json.dumps(strict_json(record), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _write_state(state: dict[str, Any], file: Path) -> None:
-    try:
-        with file.open("wb") as stream:
-            torch.save(state, stream)
-    except RuntimeError as error:
-        if isinstance(error.__context__, OSError):  # torch's writer reports a full disk as an internal error of its own
-            raise error.__context__ from None
-        raise
-
-
-def _load_state(file: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    return state

@@ -1,4 +1,7 @@
-"""What rank 0 keeps of a run while it trains: its checkpoints and the files that grow. For worker.py."""
+"""What is kept of a run while it trains: its checkpoints and the files that grow. For worker.py.
+
+The keeper is rank 0; of a model that is cut over the ranks, the others are helpers who write their own parts.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,19 @@ class Keeper:
     """Writes checkpoints beside the training into `folder`, as the holder of the lease `fence`.
 
     `about` goes into each meta.json. `tell` hears, with a label, what the storage did not take while the run goes on.
+    `ranks` is the process group, on hosts and for this alone, of a model that is cut over them.
     """
 
     def __init__(
-        self, folder: Folder, fence: int, config: Config, about: dict[str, Any], tell: Callable[[str, str], None]
+        self,
+        folder: Folder,
+        fence: int,
+        config: Config,
+        about: dict[str, Any],
+        tell: Callable[[str, str], None],
+        ranks: Any = None,
     ):
+        self._ranks = ranks
         self._folder, self._fence, self._config, self._about = folder, fence, config, about
         self.growing = Growing(folder, partial(tell, "storage"))
         self._tell = partial(tell, "checkpoint")
@@ -52,14 +63,40 @@ class Keeper:
 
     def _write(self, step: int, meta: dict[str, Any], state: dict[str, Any]) -> None:
         """Write a checkpoint, unless another run has taken the folder over; first what was logged up to it."""
+        folder, check = self._folder / "checkpoints", partial(self._check, step)
+        if self._ranks is None:
+            check()
+            model_state = state.pop("model")
+            checkpoint.save(folder, step, model_state, state, meta)
+        else:
+            checkpoint.save_shards(folder, step, state, meta, self._ranks, check)
+        try:
+            checkpoint.prune(folder, self._config.train.keep_checkpoints, best_by(self._config))
+        except TrainingError as error:  # the new one is there, which is what counts
+            self._tell(str(error))
+
+    def _check(self, step: int) -> None:
         try:
             lease.check(self._folder, self._fence)
             self.growing.push()
         except OSError as error:
             raise StorageError(f"the storage does not answer, so step {step} has no checkpoint: {error}") from error
-        model_state = state.pop("model")
-        checkpoint.save(self._folder / "checkpoints", step, model_state, state, meta)
-        try:
-            checkpoint.prune(self._folder / "checkpoints", self._config.train.keep_checkpoints, best_by(self._config))
-        except TrainingError as error:  # the new one is there, which is what counts
-            self._tell(str(error))
+
+
+class Helper:
+    """On every rank but the first: writes its part of each checkpoint, beside the training, as the keeper does."""
+
+    def __init__(self, folder: Folder, ranks: Any):
+        self._folder, self._ranks, self._writer = folder / "checkpoints", ranks, Writer()
+
+    def save(self, step: int, rows_consumed: int, state: dict[str, Any], metrics: dict[str, Any]) -> float | None:
+        """Have this rank's part written; the keeper knows the rest."""
+        self._writer.submit(state, partial(self._write, step))
+        return self._writer.cost_s
+
+    def close(self) -> None:
+        """The last part is there, or its error is raised."""
+        self._writer.close()
+
+    def _write(self, step: int, state: dict[str, Any]) -> None:
+        checkpoint.save_shards(self._folder, step, state, {}, self._ranks)

@@ -26,7 +26,7 @@ from mmray.train.rhythm import Rhythm, interval
 from mmray.train.schedule import lr_at
 from mmray.train.seeding import micro_seed
 from mmray.train.step import StepResult, optimizer_step, suspects
-from mmray.train.task import AVERAGE, Outcome, Progress, State, Task
+from mmray.train.task import AVERAGE, Outcome, Progress, State, Stored, Task
 from mmray.train.telemetry import Metrics, Phases, Rates, over_ranks, rows_sha
 from mmray.train.trial import NoRoom
 
@@ -44,12 +44,12 @@ class _Run:
     average: AveragedModel | None = None  # weights averaged over steps
 
 
-def run(task: Task, steps: Iterable[list[Batch]], state: State | None = None) -> Outcome:
+def run(task: Task, steps: Iterable[list[Batch]], state: State | Stored | None = None) -> Outcome:
     """Train to the last step of the plan, or until told to stop.
 
     `steps` yields the CPU micro-batches of each step of this rank, the first being the first step not yet taken.
-    `state` is what `save` was given. Raises TrainingError: wrong rows, too few of them, or gradients that stay
-    non-finite.
+    `state` is what `save` was given, or reads it for a model that is cut. Raises TrainingError: wrong rows, too few of
+    them, or gradients that stay non-finite.
     """
     run = _start(task, state)
     plan, progress = task.plan, run.progress
@@ -80,11 +80,11 @@ def _timed_step(run: _Run, shares: Iterator[Share]) -> tuple[Share, StepResult]:
     return share, result
 
 
-def _start(task: Task, state: State | None) -> _Run:
+def _start(task: Task, state: State | Stored | None) -> _Run:
     """The model on its device, wrapped, with optimizer and scaler, where `state` left them."""
     device = task.group.device
     module = task.model.to(parallel.first_place(task.train.parallel, device))
-    if state is not None:
+    if isinstance(state, dict):
         module.load_state_dict(state["model"])
     module.train()
     chosen = precision.choose(task.train.precision, device)
@@ -108,6 +108,9 @@ def _start(task: Task, state: State | None) -> _Run:
     if state is None:
         rhythm = Rhythm(task.train.checkpoint_every, 0)
         return _Run(task, learner, layout, _fitting(task, Progress()), meter, rhythm, average)
+    if not isinstance(state, dict):  # each rank reads what it holds, so only now that this is known
+        state = state(sharding.cut_for(module, learner.optimizer))
+        module.load_state_dict(state["model"])
     sharding.load_optimizer(learner.optimizer, state["optimizer"])
     learner.scaler.load_state_dict(state["scaler"])
     if average is not None:
@@ -126,15 +129,11 @@ def _fitting(task: Task, progress: Progress) -> Progress:
 
 
 def _state(run: _Run) -> State:
-    """References, not copies: to be written, or copied, before the next step.
-
-    What is sharded comes whole: all ranks call this.
-    """
+    """References, not copies: to be written, or copied, before the next step. What is sharded is this rank's cut."""
     averaged = {} if run.average is None else {AVERAGE: run.average.state_dict()}
-    keep = run.task.group.rank == 0  # which alone writes
     return averaged | {
-        "model": sharding.gathered(dict(run.task.model.state_dict()), keep),
-        "optimizer": sharding.gathered(run.learner.optimizer.state_dict(), keep),
+        "model": dict(run.task.model.state_dict()),
+        "optimizer": run.learner.optimizer.state_dict(),
         "scaler": run.learner.scaler.state_dict(),
         "progress": vars(run.progress).copy(),
     }

@@ -1,11 +1,11 @@
-"""Weights, gradients and optimizer state cut over the ranks (`fully_shard`, Zhao et al. 2023), and whole again at rest.
+"""Weights, gradients and optimizer state cut over the ranks (`fully_shard`, Zhao et al. 2023), in use and at rest.
 
-parallel.py shards through here; loop.py asks for state that any strategy and any number of ranks can load.
+parallel.py shards through here; loop.py has state read back cut as its own is, whatever it was cut like before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -81,22 +81,27 @@ def whole(module: nn.Module) -> Iterator[None]:
             part.reshard()
 
 
-def gathered(state: Any, keep: bool = True) -> Any:
-    """The state of a module or an optimizer with every tensor whole; a collective where it was cut.
+def cut_for(module: nn.Module, optimizer: Optimizer) -> Callable[[tuple[Any, ...], Tensor], Tensor]:
+    """Makes the room for a tensor of a stored state: cut as this module's weights are, whole where it is not cut."""
+    own: dict[tuple[Any, ...], Any] = {("model", name): weight for name, weight in module.state_dict().items()}
+    own |= {("optimizer", "state", index): weight for index, weight in enumerate(_learning(optimizer))}
 
-    What was cut is kept on the CPU, or (`keep` False, for ranks that write nothing) goes again: None.
-    """
-    if isinstance(state, DTensor):
-        whole = state.full_tensor()
-        return whole.cpu() if keep else None
-    if isinstance(state, dict):
-        return {key: gathered(value, keep) for key, value in state.items()}
-    return [gathered(value, keep) for value in state] if isinstance(state, list) else state
+    def empty(at: tuple[Any, ...], outline: Tensor) -> Tensor:
+        like = own.get(at[:3] if at[0] == "optimizer" else at)
+        if isinstance(like, DTensor) and like.shape == outline.shape:
+            return torch.empty_like(like, dtype=outline.dtype, requires_grad=False)
+        return torch.empty_like(outline, device="cpu")
+
+    return empty
+
+
+def _learning(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load what `gathered` gave, cut as this optimizer's own weights are, whatever it was cut like before."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    """Load state that is whole, or cut already, cut as this optimizer's own weights are."""
+    parameters = _learning(optimizer)
     cut = {
         index: {name: _cut_like(parameters[index], value) for name, value in values.items()}
         for index, values in state["state"].items()
@@ -105,7 +110,9 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
 
 
 def _cut_like(parameter: Tensor, value: Any) -> Any:
-    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.shape != parameter.shape:
+    if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
+        return value
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     whole = value.to(parameter.device)
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)

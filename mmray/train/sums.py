@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from mmray.data.folders import fetched
@@ -17,9 +17,13 @@ from mmray.data.remote import Folder
 SUMS = "SHA256SUMS"
 
 
-def seal(path: Path, names: tuple[str, ...]) -> None:
-    """Put the files `names` of a folder on disk, then their sums, then the name of the sums, in this order."""
-    lines = [f"{_sha256(path / name)}  {name}\n" for name in names]
+def seal(path: Path, names: tuple[str, ...], elsewhere: dict[str, str] | None = None) -> None:
+    """Put the files `names` of a folder on disk, then their sums, then the name of the sums, in this order.
+
+    `elsewhere` has the sums of files that others have put on disk: name to digest.
+    """
+    known = (elsewhere or {}) | {name: sha256(path / name) for name in names}
+    lines = [f"{digest}  {name}\n" for name, digest in known.items()]
     for name in names:
         _sync(path / name)
     _sync(path)
@@ -31,17 +35,20 @@ def seal(path: Path, names: tuple[str, ...]) -> None:
     _sync(path.parent)
 
 
-def fault(path: Folder, names: tuple[str, ...]) -> str | None:
-    """What is wrong with a sealed folder, in words; None when every byte is as it was. Raises OSError."""
+def fault(path: Folder, whole: Callable[[Collection[str]], bool]) -> str | None:
+    """What is wrong with a sealed folder, in words; None when every byte is as it was. Raises OSError.
+
+    `whole` says whether files of these names are a folder in full.
+    """
     if not (path / SUMS).exists():
         return f"it was not written to its end (no {SUMS})"
     expected = dict(_sums(path))
-    if set(expected) != set(names):
+    if not whole(expected):
         return f"its {SUMS} is damaged"
-    for name in names:
+    for name, digest in expected.items():
         if not (path / name).exists():
             return f"{name} is missing"
-        if _sha256(path / name) != expected[name]:
+        if sha256(path / name) != digest:
             return f"{name} is not as it was written ({(path / name).stat().st_size:,} bytes now)"
     return None
 
@@ -58,7 +65,8 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _sha256(file: Folder) -> str:
+def sha256(file: Folder) -> str:
+    """The digest of a file, as `sha256sum` says it."""
     with fetched(file) as here, here.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

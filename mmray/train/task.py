@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmray.objectives.protocol import Objective
 from mmray.train import told
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mmray.data.order import Plan
 
 State = dict[str, Any]
+Stored = Callable[[Callable[[tuple[Any, ...], Tensor], Tensor]], State]  # reads a state into the room made for it
 AVERAGE = "average"  # in a state: the averaged weights, under `module.` and the model's names
 
 

@@ -18,7 +18,7 @@ from mmray import objectives, plug
 from mmray.data.collate import steps_of
 from mmray.data.order import Start
 from mmray.data.reader import Block
-from mmray.data.remote import folder_at
+from mmray.data.remote import Folder, folder_at
 from mmray.data.words import encoder_of
 from mmray.errors import MmrayError, UsageError
 from mmray.evaluate.choose import evaluator_of
@@ -28,17 +28,19 @@ from mmray.train import checkpoint, loop, memory, optimizer, precision, reportin
 from mmray.train.advice import Advising
 from mmray.train.group import Group
 from mmray.train.job import Job, Line, Report
-from mmray.train.keeper import Keeper
+from mmray.train.keeper import Helper, Keeper
 from mmray.train.learner import Learner
 from mmray.train.pulse import Pulse
 from mmray.train.rehearsal import rehearse_job, synthetic_of
 from mmray.train.shaping import shape
-from mmray.train.task import Callback, State, Task
+from mmray.train.task import Callback, State, Stored, Task
 from mmray.train.telemetry import MetricsLog, Phases
 from mmray.train.unreadable import watched
 
 if TYPE_CHECKING:
     from mmray.config import Config
+
+WRITING_S = 3600.0  # the longest that a rank's part of a checkpoint may take longer than another's
 
 
 def work(job: Job, start: Start, blocks: Iterable[Block], device: torch.device, line: Line) -> dict[str, Any]:
@@ -55,11 +57,14 @@ def _work(
     _settle_torch(config)
     group = Group.current(device, config.cluster.collective_timeout_s)
     found = None if start.checkpoint is None else folder_at(start.checkpoint)
+    cut = config.train.parallel == "fsdp" and group.world > 1
     model = _model(job, None if found is None else checkpoint.load_meta(found)["architecture"], device)
     objective = objectives.build(config.objective)
     rehearsed = rehearse_job(job, _rehearsing(config, model, objective, group), start.plan)
-    state = None if found is None else checkpoint.load(found)
-    keeper = _keeper(job, group, model, line.report)
+    state = None if found is None else _state(found, cut)
+    ranks = group.apart(WRITING_S) if cut else None
+    keeper = _keeper(job, group, model, line.report, ranks)
+    writes = keeper or (Helper(job.folder, ranks) if cut else None)
     log = None if keeper is None else MetricsLog(keeper.growing.here, start.step)
     if log is not None:
         line.report({"wasted_steps": log.wasted_steps})
@@ -70,7 +75,7 @@ def _work(
         group=group,
         train=config.train,
         optimizer=config.optimizer,
-        save=partial(_save, keeper, start),
+        save=partial(_save, writes, start),
         evaluate=_evaluator(job, group, objective, start, line.report),
         evaluate_every=config.evaluate.every,
         log=log,
@@ -86,7 +91,7 @@ def _work(
     )
     if config.batch.micro == "auto":
         task.note(f"micro-batches of {rehearsed.micro} rows fit", "memory")
-    with _closing(log, keeper):
+    with _closing(log, writes):
         rows = watched(blocks, config, job.folder, job.reader, start.plan, line.bad_row)
         outcome = loop.run(task, steps_of(rows, start.plan, config.batch.by_length), state)
     return vars(outcome) | {"metrics": {key.removeprefix("evaluate/"): v for key, v in outcome.metrics.items()}}
@@ -101,7 +106,7 @@ def _settle_torch(config: Config) -> None:
 
 
 @contextmanager
-def _closing(log: MetricsLog | None, keeper: Keeper | None) -> Iterator[None]:
+def _closing(log: MetricsLog | None, keeper: Keeper | Helper | None) -> Iterator[None]:
     """Closes both with the block: the last checkpoint is there, or its error raised, before a rank says it is done.
 
     What ended the block is what the policy has to see, not a write that failed on the way and was told.
@@ -114,7 +119,7 @@ def _closing(log: MetricsLog | None, keeper: Keeper | None) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            with suppress(MmrayError, OSError):
+            with suppress(MmrayError, OSError, RuntimeError):  # the last: ranks that lost each other
                 both.close()
             raise
 
@@ -169,16 +174,25 @@ def _architecture(model: nn.Module) -> dict[str, Any] | None:
     return model.architecture() if hasattr(model, "architecture") else None  # type: ignore[operator]
 
 
-def _keeper(job: Job, group: Group, model: nn.Module, report: Report) -> Keeper | None:
+def _keeper(job: Job, group: Group, model: nn.Module, report: Report, ranks: Any) -> Keeper | None:
     """Rank 0's keeper of checkpoints and logs; None on the others."""
     if group.rank != 0:
         return None
     about = {"world": group.world, "architecture": _architecture(model)}
-    return Keeper(job.folder, job.fence, job.config, about, partial(reporting.tell, report))
+    return Keeper(job.folder, job.fence, job.config, about, partial(reporting.tell, report), ranks)
 
 
-def _save(keeper: Keeper | None, start: Start, step: int, state: State, metrics: dict[str, Any]) -> float | None:
-    """Rank 0 has the checkpoint written beside the training; answers what the one before cost, in seconds."""
+def _state(found: Folder, cut: bool) -> State | Stored:
+    """What a checkpoint holds; where it and the model are cut, what reads it when each rank knows its part."""
+    if cut and checkpoint.shards_of(found):
+        return partial(checkpoint.load, found)
+    return checkpoint.load(found)
+
+
+def _save(
+    keeper: Keeper | Helper | None, start: Start, step: int, state: State, metrics: dict[str, Any]
+) -> float | None:
+    """Those who write have the checkpoint written beside the training; answers what the one before cost, in seconds."""
     return None if keeper is None else keeper.save(step, start.plan.rows_start(step), state, metrics)
 
 

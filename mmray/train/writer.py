@@ -1,7 +1,7 @@
 """Writes checkpoints beside the training: a copy of the state is taken at once, the disk is left to a thread.
 
 Between loop.py, whose weights change with the next step, and checkpoint.py, which takes its time with hashing and with
-the storage. Rank 0's alone.
+the storage. Rank 0's alone, or each rank's for its own part of a sharded model.
 """
 
 from __future__ import annotations

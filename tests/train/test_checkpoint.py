@@ -207,7 +207,7 @@ def test_read_error_does_not_condemn_a_checkpoint(tmp_path: Path, monkeypatch: p
     def fail(*_: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("mmray.train.sums._sha256", fail)
+    monkeypatch.setattr("mmray.train.sums.sha256", fail)
     with pytest.raises(TrainingError, match="Input/output error"):
         checkpoint.newest_good(tmp_path)
     assert path.exists()

@@ -1,0 +1,131 @@
+"""Sharded checkpoints: each rank writes its own, any number of them read it, whole or cut, and never by halves."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from pyarrow import fs
+
+from mmray.data.remote import folder_at
+from mmray.errors import TrainingError
+from mmray.train import checkpoint, shards
+from mmray.train.group import Group
+from tests.train import shard_ranks, toy
+
+HEADER_BYTES = 8192  # of a file, at most: names, places and types
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory, s3_server):
+    """The folder of all scenes, the run on an object store, and what each rank came to."""
+    folder = tmp_path_factory.mktemp("shards")
+    bucket = f"bucket-{time.time_ns()}"
+    system, _ = fs.FileSystem.from_uri(f"s3://{bucket}?allow_bucket_creation=true")
+    system.create_dir(bucket)
+    mp.spawn(shard_ranks.play, args=(str(folder), f"s3://{bucket}/runs"), nprocs=shard_ranks.MOST)
+    results = [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(shard_ranks.MOST)]
+    return folder, folder_at(f"s3://{bucket}/runs") / "run", results
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The weights of a run in one process that nothing interrupts."""
+    return shard_ranks.flat(shard_ranks.train(Group(), None, None, "single", 0))
+
+
+@pytest.mark.parametrize("world", shard_ranks.WORLDS)
+@pytest.mark.parametrize("kind", shard_ranks.KINDS)
+def test_what_two_ranks_saved_goes_on_at_any_number_of_them(ranks, plain, kind, world):
+    for result in ranks[2][:world]:
+        torch.testing.assert_close(result[f"{kind} at {world}"]["weights"], plain, rtol=0, atol=1e-9)
+
+
+def test_no_rank_holds_more_than_its_part(ranks):
+    """Of the weights and both moments: at most a row of each more than its share, beside the scalars and the counts."""
+    folder, _, results = ranks
+    path = folder / "run" / "checkpoints" / "step-4"
+    whole, weights = shard_ranks.elements(checkpoint.load(path)), list(toy.Branched().parameters())
+    beside = 3 * sum(weight[0].numel() for weight in weights if weight.ndim) + 3 + len(weights)
+    for result in results[:2]:
+        assert 0 < result["saved"]["elements"] <= whole / 2 + beside
+    for world in (2, 3, 4):
+        for result in results[:world]:
+            assert 0 < result[f"fsdp at {world}"]["elements"] <= whole / world + beside
+    sizes = [(path / name).stat().st_size for name in shards.names(2)]
+    assert max(sizes) < 8 * (whole / 2 + beside) + HEADER_BYTES
+
+
+def test_its_folder_says_what_it_is(ranks):
+    path = ranks[0] / "run" / "checkpoints" / "step-8"
+    meta = checkpoint.load_meta(path)
+    assert (meta["shards"], meta["world"], meta["step"], meta["rows_consumed"]) == (2, 2, 8, 96)
+    assert sorted(file.name for file in path.iterdir()) == sorted(
+        [*shards.names(2), "state.pt", "meta.json", "SHA256SUMS"]
+    )
+    assert checkpoint.names(path.parent) == ["step-4", "step-6", "step-8"]
+    state = torch.load(path / "state.pt", weights_only=True)
+    assert {tensor.device.type for tensor in state["model"].values()} == {"meta"}
+
+
+def test_its_weights_are_read_whole_for_who_evaluates_or_exports(ranks, plain):
+    for run in (ranks[0] / "run", folder_at(str(ranks[0] / "run"))):
+        model = toy.Branched().double()
+        model.load_state_dict(checkpoint.load_weights(run / "checkpoints" / "step-8"))
+        torch.testing.assert_close(shard_ranks.flat(model), plain, rtol=0, atol=1e-9)
+
+
+def test_on_an_object_store_lies_what_lies_on_a_disk(ranks):
+    folder, run, _ = ranks
+    found = checkpoint.newest_good(run / "checkpoints")
+    assert found == run / "checkpoints" / "step-4"
+    tensors: list[list[torch.Tensor]] = [[], []]
+    for into, path in zip(tensors, (folder / "run" / "checkpoints" / "step-4", found), strict=True):
+        shards.mapped(checkpoint.load(path), lambda _, tensor, into=into: into.append(tensor))
+    assert len(tensors[0]) > 20
+    assert all(torch.equal(*pair) for pair in zip(*tensors, strict=True))
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def forget(file: Path) -> None:
+    """Neither the file nor its sum."""
+    file.unlink()
+    sums = file.with_name("SHA256SUMS")
+    sums.write_text("".join(line for line in sums.open() if file.name not in line))
+
+
+@pytest.mark.parametrize("damage", [truncate, Path.unlink, forget])
+def test_a_damaged_part_falls_back_to_the_checkpoint_before(ranks, tmp_path, damage):
+    shutil.copytree(ranks[0] / "run" / "checkpoints", tmp_path / "checkpoints")
+    damage(tmp_path / "checkpoints" / "step-8" / shards.names(2)[1])
+    said: list[str] = []
+    assert checkpoint.newest_good(tmp_path / "checkpoints", said.append) == tmp_path / "checkpoints" / "step-6"
+    assert "step-8 does not count" in said[0] and "it is now step-8.damaged" in said[0]
+
+
+def test_files_of_another_number_of_ranks_are_not_mixed_in(ranks, tmp_path):
+    path = shutil.copytree(ranks[0] / "run" / "checkpoints" / "step-8", tmp_path / "step-8")
+    shutil.copy(path / shards.names(2)[1], path / shards.names(4)[3])
+    with pytest.raises(TrainingError, match="shard-4-of-4"):
+        checkpoint.load(path)
+
+
+def test_a_disk_that_is_full_on_one_rank_is_told_by_all_and_nothing_counts(ranks):
+    folder, _, results = ranks
+    for result in results[:2]:
+        assert "step-1: No space left on device (on rank 1)" in result["full"]
+    assert checkpoint.names(folder / "full" / "checkpoints") == []
+
+
+def test_a_rank_that_dies_while_it_writes_leaves_nothing_that_counts(ranks):
+    dying = ranks[0] / "dying"
+    assert (dying / "said").read_text()
+    assert checkpoint.names(dying / "checkpoints") == ["step-1"]
+    assert checkpoint.newest_good(dying / "checkpoints") is None
