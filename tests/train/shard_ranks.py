@@ -111,7 +111,7 @@ def saved(group: Group, run: Folder, steps: int = 8) -> dict[str, Any]:
         DTensor.full_tensor = WHOLE
     if lease is not None:
         lease.release()
-    return {"weights": flat(model), "elements": max(held), "told": told}
+    return {"weights": toy.flat(model), "elements": max(held), "told": told}
 
 
 def elements(state: Any) -> int:
@@ -119,11 +119,6 @@ def elements(state: Any) -> int:
     counts: list[int] = []
     shards.mapped(state, lambda _, tensor: counts.append(getattr(tensor, "_local_tensor", tensor).numel()))
     return sum(counts)
-
-
-def flat(model: torch.nn.Module) -> torch.Tensor:
-    weights = [getattr(weight, "full_tensor", lambda weight=weight: weight)() for weight in model.parameters()]
-    return torch.cat([weight.detach().flatten() for weight in weights])
 
 
 def goes_on(group: Group, found: Path, kind: str) -> dict[str, Any]:
@@ -137,7 +132,7 @@ def goes_on(group: Group, found: Path, kind: str) -> dict[str, Any]:
 
     sharded = kind == "fsdp" and group.world > 1
     model = train(group, None, stored if sharded else checkpoint.load(found), kind, 4)
-    return {"weights": flat(model), "elements": max(read, default=0)}
+    return {"weights": toy.flat(model), "elements": max(read, default=0)}
 
 
 def full(group: Group, run: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import shutil
 import time
 from pathlib import Path
@@ -27,7 +28,9 @@ def ranks(tmp_path_factory, s3_server):
     bucket = f"bucket-{time.time_ns()}"
     system, _ = fs.FileSystem.from_uri(f"s3://{bucket}?allow_bucket_creation=true")
     system.create_dir(bucket)
-    mp.spawn(shard_ranks.play, args=(str(folder), f"s3://{bucket}/runs"), nprocs=shard_ranks.MOST)
+    multiprocessing.set_forkserver_preload([shard_ranks.__name__])  # imported once for all four
+    given = (str(folder), f"s3://{bucket}/runs")
+    mp.start_processes(shard_ranks.play, args=given, nprocs=shard_ranks.MOST, start_method="forkserver")
     results = [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(shard_ranks.MOST)]
     return folder, folder_at(f"s3://{bucket}/runs") / "run", results
 
@@ -35,7 +38,7 @@ def ranks(tmp_path_factory, s3_server):
 @pytest.fixture(scope="module")
 def plain():
     """The weights of a run in one process that nothing interrupts."""
-    return shard_ranks.flat(shard_ranks.train(Group(), None, None, "single", 0))
+    return toy.flat(shard_ranks.train(Group(), None, None, "single", 0))
 
 
 @pytest.mark.parametrize("world", shard_ranks.WORLDS)
@@ -76,7 +79,7 @@ def test_its_weights_are_read_whole_for_who_evaluates_or_exports(ranks, plain):
     for run in (ranks[0] / "run", folder_at(str(ranks[0] / "run"))):
         model = toy.Branched().double()
         model.load_state_dict(checkpoint.load_weights(run / "checkpoints" / "step-8"))
-        torch.testing.assert_close(shard_ranks.flat(model), plain, rtol=0, atol=1e-9)
+        torch.testing.assert_close(toy.flat(model), plain, rtol=0, atol=1e-9)
 
 
 def test_on_an_object_store_lies_what_lies_on_a_disk(ranks):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from mmray import objectives
 from mmray.data.collate import UNLEARNED
@@ -403,7 +404,12 @@ def objective(kind: str, chunk: int = 4):
 
 def flat(model: nn.Module) -> Tensor:
     """All weights in one vector."""
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+    return torch.cat([whole(p.detach()).flatten() for p in model.parameters()])
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor together again where it is cut over the ranks, which then all call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def flat_gradient(model: nn.Module) -> Tensor:

@@ -20,6 +20,7 @@ from mmray.train import loop, meet, memory, optimizer
 from mmray.train.feed import share_of
 from mmray.train.group import Group
 from mmray.train.seeding import micro_seed
+from mmray.train.shards import mapped
 from mmray.train.step import optimizer_step
 from mmray.train.telemetry import MetricsLog
 from tests.train import toy
@@ -216,13 +217,11 @@ def strategy(group: Group, objective: Any, first: dict[str, Any] | None = None, 
         return {"scored": 1.0}
 
     def save(step: int, state: dict[str, Any], metrics: dict[str, Any]) -> None:
-        states[step] = copy.deepcopy(state)
+        states[step] = copy.deepcopy(mapped(state, lambda _, tensor: toy.whole(tensor)))
 
     options = {"objective": objective, "train": train, "log": log, "save": save, "evaluate": evaluate}
     task = toy.task(model, plan, group, **options, evaluate_every=3, devices=(group.device, group.device))
     loop.run(task, toy.steps_of(plan, group.rank, 2 if first else 0), first)
-    if settings.get("parallel") == "fsdp":  # rank 0 alone keeps what it writes
-        states = group.broadcast_object(states)
     weights = torch.cat([tensor.flatten() for tensor in states[8]["model"].values()])
     return {"weights": weights, "losses": [line["train/loss"] for line in log.lines], "state": states.get(2)}
 
