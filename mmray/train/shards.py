@@ -90,10 +90,14 @@ def read(path: Folder, wanted: dict[At, Tensor], world: int) -> None:
     Raises OSError, SafetensorError, RuntimeError, ValueError.
     """
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _brought_here(path, world) as here, _causes(), warnings.catch_warnings():
+    by_key: dict[str, Any] = {_key(at): tensor for at, tensor in wanted.items()}
+    with _brought_here(path, world) as here, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # so it is meant
-        by_key: dict[str, Any] = {_key(at): tensor for at, tensor in wanted.items()}
-        dcp.load(by_key, storage_reader=HuggingFaceStorageReader(str(here)), planner=planner, no_dist=True)
+        try:
+            with _causes():
+                dcp.load(by_key, storage_reader=HuggingFaceStorageReader(str(here)), planner=planner, no_dist=True)
+        except (AssertionError, KeyError) as error:  # torch's words for a file that is not what it should be
+            raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 class _Writer(HuggingFaceStorageWriter):
@@ -128,9 +132,10 @@ class _Writer(HuggingFaceStorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         parts = {result.index.fqn: result.storage_data for written in results for result in written}
         for name, part in parts.items():
-            there = (self._there / name).stat().st_size
+            file = self._there / name
+            there = file.stat().st_size if file.exists() else 0
             if there != part.num_bytes:
-                raise OSError(f"{self._there / name} has {there:,} bytes, and its rank wrote {part.num_bytes:,}")
+                raise OSError(f"{file} has {there:,} bytes, and its rank wrote {part.num_bytes:,}: do all see it?")
         self._closed(parts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import shutil
 import time
 from pathlib import Path
@@ -91,6 +92,22 @@ def test_on_an_object_store_lies_what_lies_on_a_disk(ranks):
         shards.mapped(checkpoint.load(path), lambda _, tensor, into=into: into.append(tensor))
     assert len(tensors[0]) > 20
     assert all(torch.equal(*pair) for pair in zip(*tensors, strict=True))
+
+
+class Bomb:
+    def __reduce__(self):
+        return pytest.fail, ("a pickle was opened",)
+
+
+def test_no_pickle_is_opened(ranks, tmp_path):
+    """Neither what torch's own storage would look for, nor one in the place of what is read."""
+    path = shutil.copytree(ranks[0] / "run" / "checkpoints" / "step-8", tmp_path / "step-8")
+    for name in (".metadata", "__0.metadata"):
+        (path / name).write_bytes(pickle.dumps(Bomb()))
+    checkpoint.load(path)
+    (path / shards.names(2)[0]).write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(TrainingError, match=r"cannot read .*step-8"):
+        checkpoint.load(path)
 
 
 def truncate(file: Path) -> None:

@@ -1,0 +1,39 @@
+"""A sharded run through Ray: a worker killed, gone on with as replicas on one worker, evaluated and exported."""
+
+import pytest
+import torch
+
+import mmray
+from mmray.train import checkpoint
+from mmray.train.scoring import export_run, score_run
+from mmray.train.trainer import train
+from tests.made import make_set, row
+from tests.train.runs import STEPS, Silent, config, marks
+
+FSDP = {"parallel": "fsdp", "precision": "fp32"}
+
+
+def weights(run, step):
+    return checkpoint.load_weights(run.path / "checkpoints" / f"step-{step}")
+
+
+@pytest.mark.slow
+def test_a_sharded_run_loses_nothing_and_goes_on_as_any_other(local_ray, tmp_path):
+    make_set(tmp_path / "set", [row(number) for number in range(50)], [row(number) for number in range(100, 120)])
+    calm = train(config(tmp_path / "set", tmp_path, "calm", **FSDP), Silent())
+    kill = ("tests.train.faults:KillRankOneOnce",)
+    killed = train(config(tmp_path / "set", tmp_path, "killed", callbacks=kill, **FSDP), Silent())
+    assert killed.result["restarts"] == 1 and marks(killed.path) == marks(calm.path)
+    assert checkpoint.shards_of(killed.path / "checkpoints" / f"step-{STEPS}") == 2
+    ours, theirs = weights(killed, STEPS), weights(calm, STEPS)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    scores = score_run(calm.path, None, None, None, None, Silent())
+    assert scores["recall_at_1/image_to_text"] == calm.result["metrics"]["recall_at_1/image_to_text"]
+    assert mmray.load(str(export_run(calm.path, tmp_path / "model", None))).embed_texts(["a red one"]).shape == (1, 16)
+    for name, parallel, workers in (("calm", "ddp", 1), ("killed", "fsdp", 3)):
+        wanted = config(tmp_path / "set", tmp_path, name, **FSDP | {"parallel": parallel, "steps": STEPS + 3})
+        further = train(wanted.on_cluster(workers=workers), Silent())
+        assert (further.result["status"], further.result["steps"]) == ("finished", STEPS + 3)
+        assert marks(further.path)[:STEPS] == marks(calm.path)[:STEPS]
+        newest = further.path / "checkpoints" / f"step-{STEPS + 3}"
+        assert checkpoint.shards_of(newest) == (3 if parallel == "fsdp" else 0)
