@@ -16,15 +16,21 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from mmray.config import Config, Run, Train
 from mmray.data import remote
-from mmray.data.order import Plan
+from mmray.data.order import Blocks, Plan, Start
+from mmray.data.reader import RowReader
 from mmray.data.remote import Folder, folder_at
+from mmray.data.store import PreparedSet
+from mmray.data.text import TextEncoder
+from mmray.data.words import fitted
 from mmray.errors import StorageError
 from mmray.objectives.contrastive import Contrastive
-from mmray.train import checkpoint, loop, shards
+from mmray.train import checkpoint, loop, rundir, shards
 from mmray.train.group import Group
+from mmray.train.job import Job, Line
 from mmray.train.keeper import Helper, Keeper
 from mmray.train.lease import Lease
-from tests.train import toy
+from mmray.train.worker import work
+from tests.train import runs, toy
 
 MOST = 4
 WORLDS = (1, 2, 3, 4)
@@ -42,6 +48,9 @@ def play(rank: int, folder: str, address: str) -> None:
         results["saved"] = saved(group, here / "run")
         results["uploaded"] = saved(group, folder_at(address) / "run", steps=4)
         results["full"] = full(group, here / "full")
+        results["worked"] = worked(group, here, "worked", "fsdp")
+        for kind in KINDS:
+            results[f"worked on, {kind}"] = worked(group, here, kind, kind, str(here / "worked/checkpoints/step-3"))
         dist.destroy_process_group()
     for world in WORLDS:
         if rank < world:
@@ -161,6 +170,33 @@ def full(group: Group, run: Path) -> str:
 def cut(group: Group) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (group.world,))
     return {"more": distribute_tensor(torch.arange(5.0), mesh, [Shard(0)])}
+
+
+def worked(group: Group, folder: Path, name: str, kind: str, found: str | None = None) -> dict[str, torch.Tensor]:
+    """The weights that a run of six steps ends with, as the workers of a real run have it; `found`: from the third."""
+    config = runs.config(folder / "set", folder, name, steps=6, parallel=kind, precision="fp32")
+    train_set = PreparedSet.open(str(folder / "set"), "train")
+    tokenizer = fitted(train_set.tokenizer_json, config.model.inputs)
+    model = config.model.model_copy(update={"vocab_size": TextEncoder(tokenizer, 8).vocab_size})
+    config = config.model_copy(update={"model": model})
+    plan = Plan(num_rows=22, global_rows=8, world=group.world, micro=2, seed=0, steps=6)
+    start = Start(plan, 3 if found else 0, found)
+    if group.rank == 0:
+        rundir.create(folder / name, config, {"train": "made"}, tokenizer)
+    group.barrier()
+    lease = Lease(folder / name) if group.rank == 0 else None
+    fence = lease.acquire() if lease else 0
+    reader, blocks = RowReader(train_set, config.model.inputs, tokenizer, 10**6), Blocks(plan, start.step, 2)
+    job = Job(config, folder / name, fence, reader, None, tokenizer)
+    mine = range(group.rank, blocks.count, group.world)
+    read = (reader.block(plan, blocks.positions(number)) for number in mine)
+    about = {"rank": group.rank, "node": "", "pid": 0}
+    line = Line(lambda _: None, lambda: False, lambda _: 0, lambda _: False, about)
+    work(job, start, read, torch.device("cpu"), line)
+    group.barrier()
+    if lease:
+        lease.release()
+    return checkpoint.load_weights(folder / name / "checkpoints" / "step-6")
 
 
 def dying(group: Group, run: Path) -> None:

@@ -17,6 +17,7 @@ from mmray.data.remote import folder_at
 from mmray.errors import TrainingError
 from mmray.train import checkpoint, shards
 from mmray.train.group import Group
+from tests.made import make_set, row
 from tests.train import shard_ranks, toy
 
 HEADER_BYTES = 8192  # of a file, at most: names, places and types
@@ -30,6 +31,7 @@ def ranks(tmp_path_factory, s3_server):
     system, _ = fs.FileSystem.from_uri(f"s3://{bucket}?allow_bucket_creation=true")
     system.create_dir(bucket)
     multiprocessing.set_forkserver_preload([shard_ranks.__name__])  # imported once for all four
+    make_set(folder / "set", [row(number) for number in range(22)], [row(number) for number in range(22, 30)])
     given = (str(folder), f"s3://{bucket}/runs")
     mp.start_processes(shard_ranks.play, args=given, nprocs=shard_ranks.MOST, start_method="forkserver")
     results = [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(shard_ranks.MOST)]
@@ -47,6 +49,16 @@ def plain():
 def test_what_two_ranks_saved_goes_on_at_any_number_of_them(ranks, plain, kind, world):
     for result in ranks[2][:world]:
         torch.testing.assert_close(result[f"{kind} at {world}"]["weights"], plain, rtol=0, atol=1e-9)
+
+
+def test_workers_go_on_from_their_parts_as_if_never_interrupted(ranks):
+    """Bitwise when sharded again, and to rounding (float32) as replicas; dropout on."""
+    assert checkpoint.shards_of(ranks[0] / "worked" / "checkpoints" / "step-3") == 2
+    for result in ranks[2][:2]:
+        calm = result["worked"]
+        for kind, tolerance in (("fsdp", 0.0), ("ddp", 1e-4)):
+            for name, weight in result[f"worked on, {kind}"].items():
+                torch.testing.assert_close(weight, calm[name], rtol=tolerance, atol=tolerance)
 
 
 def test_no_rank_holds_more_than_its_part(ranks):
