@@ -3,9 +3,10 @@
 The sample's journey: Ray Data actors on CPU nodes read and decode (data/reader.py) what the order names (data/order.py)
 and Ray deals the blocks to the ranks in turn. This file is the room's composer: the only one that touches Ray.
 
-A block is one rank's rows of several consecutive steps, so that it is some 24 MB whatever the batch: each block costs
-Ray 10-15 ms, however small. One execution spans all remaining epochs: no stall at an epoch's end. The plan is a
-`ray.data.range` of block numbers in coarse tasks, flat in time and memory up to millions of blocks.
+A block is one rank's rows of several consecutive steps, or a part of those of one, so that it is some 24 MB whatever
+the batch: each block costs Ray 10-15 ms, however small, and object stores hold few large ones. One execution spans all
+remaining epochs: no stall at an epoch's end. The plan is a `ray.data.range` of block numbers in coarse tasks, flat in
+time and memory up to millions of blocks.
 """
 
 from __future__ import annotations
@@ -31,10 +32,17 @@ TOKEN_BYTES = 4
 SPARE_SHARE = 0.3  # of an object store: Ray Data fills half of it with blocks made ahead, and beyond 80 % Ray spills
 
 
-def steps_per_block(plan: Plan, row_bytes: int, block_mb: float) -> int:
-    """Steps in a block of about `block_mb`, at least one, never more than the run has."""
-    fitting = int(block_mb * 1e6 / (plan.share * row_bytes))
-    return max(1, min(fitting, plan.steps))
+def block_shape(plan: Plan, row_bytes: int, block_mb: float) -> tuple[int, int]:
+    """(steps in a block, blocks that a step of one rank is cut into); one of the two is 1.
+
+    A block is of about `block_mb`, or down to a quarter of it where the rows of a step divide no better; it is larger
+    where they do not divide (a prime number of them).
+    """
+    fitting = max(1, int(block_mb * 1e6 / row_bytes))  # rows
+    if fitting >= plan.share:
+        return max(1, min(fitting // plan.share, plan.steps)), 1
+    fewest = -(-plan.share // fitting)
+    return 1, next((parts for parts in range(fewest, 4 * fewest) if plan.share % parts == 0), 1)
 
 
 def most_block_mb(store_bytes: float, world: int) -> float:
@@ -114,8 +122,8 @@ class Stream(ray.train.DataConfig):
         assert world_size == self.start.plan.world, "a group has the size that its plan was made for"
         row_bytes = 3 * self.reader.inputs.image_side**2 + TOKEN_BYTES * self.reader.inputs.max_tokens
         most_mb = most_block_mb(ray.cluster_resources()["object_store_memory"], world_size)
-        size = steps_per_block(self.start.plan, row_bytes, min(self.block_mb, most_mb))
-        blocks = Blocks(self.start.plan, self.start.step, size)
+        shape = block_shape(self.start.plan, row_bytes, min(self.block_mb, most_mb))
+        blocks = Blocks(self.start.plan, self.start.step, *shape)
         dataset = stream_dataset(self.reader, blocks, self.workers, self.labels, self.board)
         splits = dataset.streaming_split(world_size, equal=True)
         return [{name: split} for split in splits]
