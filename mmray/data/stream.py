@@ -18,16 +18,11 @@ import ray
 import ray.data
 import ray.train
 
+from mmray.data.decoder import Decoder
 from mmray.data.order import Blocks, Plan, Start
-from mmray.data.reader import Block, BlockReader, RowReader
-from mmray.data.trial import Trial
+from mmray.data.reader import RowReader
 
 BLOCKS_PER_TASK = 1000
-WARY_BLOCKS = 8
-DIED = (
-    "a data worker died, and has begun again on {node}: what it was reading is read again. Where no image is named as "
-    "the cause, its node may have run out of memory: fewer --data.workers, or a smaller --data.block-mb"
-)
 TOKEN_BYTES = 4
 SPARE_SHARE = 0.3  # of an object store: Ray Data fills half of it with blocks made ahead, and beyond 80 % Ray spills
 
@@ -55,29 +50,6 @@ def plan_dataset(count: int) -> ray.data.Dataset:
     numbers = ray.data.range(count, override_num_blocks=max(1, -(-count // BLOCKS_PER_TASK)))
     numbers.context.execution_options.preserve_order = True
     return numbers.repartition(target_num_rows_per_block=1, strict=True)
-
-
-class Decoder(BlockReader):
-    """The Ray Data actor. Begun again after its process died, it says so on the board, where there is one, and tries
-    each image in a child first: one may have killed it. Ray gives it the same block again, without end, so that the
-    image must be told from the rest here."""
-
-    def __init__(self, reader: RowReader, blocks: Blocks, board: Any = None):
-        super().__init__(reader, blocks)
-        again = ray.get_runtime_context().was_current_actor_reconstructed
-        self.wary = WARY_BLOCKS if again else 0
-        reader.trial = Trial() if again else None
-        if again and board is not None:
-            board.push.remote({"note": DIED.format(node=ray.util.get_node_ip_address()), "label": "data"})
-
-    def __call__(self, batch: Block) -> Block:
-        block, trial = super().__call__(batch), self.reader.trial
-        if trial is not None and not trial.deaths:  # its node may have gone instead
-            self.wary -= 1
-            if not self.wary:
-                trial.close()
-                self.reader.trial = None
-        return block
 
 
 def stream_dataset(
