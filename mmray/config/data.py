@@ -35,10 +35,10 @@ class Prepare(Section):
         "auto", "jsonl", "csv", "tsv", "parquet", "webdataset", "coco", "folders", "pairs", "lists", "saved"
     ] = Field("auto", description="Format of the source; auto: by what it is.")
     columns: tuple[str, ...] = Field((), description="Columns of other names, as OURS=THEIRS: image=url text=caption.")
-    allow_urls: tuple[str, ...] = Field(
+    allow_urls: Annotated[tuple[str, ...], tyro.conf.arg(metavar="HOST [HOST ...]")] = Field(
         (),
-        description="Hosts (`host` or `host:port`) that images named by https addresses are fetched from; none: such "
-        "rows are refused.",
+        description="Hosts that images are fetched from where rows name them by https addresses "
+        "(images.example.org, or host:8443); none: such rows are set aside.",
     )
     caption: str = Field("a photo of a {}", description="Caption of a class, where a source has classes and no text.")
     check: Literal["full", "header", "none"] = Field(

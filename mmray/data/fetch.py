@@ -147,7 +147,9 @@ class Fetcher:
             raise BadRow("read", "private-address", f"{name}: {error}") from None
         except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientConnectorSSLError) as error:
             raise BadRow("read", "refused", f"{name}: no connection that can be trusted ({_told(error)})") from None
-        except (aiohttp.ClientError, OSError) as error:
+        except BadRow:
+            raise
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: an answer that cannot be understood
             raise _Passing(f"the connection failed ({_told(error)})") from None
         raise BadRow("read", "redirect", f"{name}: more than {REDIRECTS} redirects")
 
@@ -188,7 +190,7 @@ class _Passing(Exception):
 
     def __init__(self, told: str, after: str = "") -> None:
         super().__init__(told)
-        self.after_s = int(after) if after.isascii() and after.isdigit() else 0
+        self.after_s = int(after) if re.fullmatch("[0-9]{1,6}", after) else 0
 
 
 class _Pause(wait_random_exponential):

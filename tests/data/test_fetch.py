@@ -1,9 +1,12 @@
 """Images at addresses: from the hosts that are allowed and public addresses only, capped, overlapping, in order."""
 
+import hashlib
 import json
 import threading
 import time
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from urllib.parse import quote
 
 import numpy as np
@@ -17,12 +20,15 @@ from mmray.data import prepare as prepare_module
 from mmray.data.ahead import WINDOW, rows_ahead
 from mmray.data.fetch import Fetcher, Limits
 from mmray.data.formats.bad_row import BadRow
+from mmray.data.formats.choose import Chosen
 from mmray.data.formats.rows import row_of
 from mmray.data.formats.source import Item
-from mmray.data.pack import pack_chunk
+from mmray.data.pack import Job, pack_chunk
 from mmray.data.prepare import prepare
+from mmray.data.sets import ensure_prepared
 from mmray.data.store import PreparedSet
 from mmray.errors import DataError, UsageError
+from mmray.report.quarantine import quarantine_of
 from tests.data.https_server import Names, Server
 from tests.data.test_prepare import colour_image, quarantine
 
@@ -194,7 +200,7 @@ def test_what_may_pass_is_tried_again(server, fetching):
         for path, kind, tries in (
             ("busy/99/9", "unreadable", 3), ("429", "unreadable", 3), ("cut", "unreadable", 3), ("404",
             "missing-image", 1),
-            ("403", "missing-image", 1), ("418", "refused", 1),
+            ("403", "missing-image", 1), ("later", "unreadable", 1), ("418", "refused", 1),
         ):  # fmt: skip
             assert fault(fetcher, server.address(path))[0] == f"read {kind}"
             assert server.asked[f"/{path}"] == tries
@@ -270,7 +276,7 @@ def test_a_set_from_addresses(server, fetching, tmp_path, monkeypatch, kind):
 
     def run(job, chunks):
         for chunk in chunks:
-            done = pack_chunk(job, chunk, lambda hosts: fetching(hosts))
+            done = pack_chunk(job, chunk, fetching)
             packed.append(done.index)
             yield done.index, done.num_rows, done.num_bad
 
@@ -295,9 +301,31 @@ def test_a_set_from_addresses(server, fetching, tmp_path, monkeypatch, kind):
     for file in out.rglob("*"):
         assert not file.is_file() or b"hush" not in file.read_bytes(), file
 
+    asked = server.asked.total()
+    assert [aside.picture for aside in quarantine_of(tmp_path, str(out)).shown] == [None] * 4
+    assert server.asked.total() == asked, "a report fetches nothing"
     manifest = prepare(str(source), str(out), settings)  # what was busy is tried again
     assert (manifest.num_rows, packed) == (4, [0, 0])
     prepare(str(source), str(out), settings)
     assert packed == [0, 0], "what is fetched stays"
+    again = settings.model_copy(update={"reference": True})
+    with pytest.raises(DataError, match=r"6 no-reference, .* an address: prepare without --reference"):
+        prepare(str(source), str(tmp_path / "index"), again)
+    assert len(packed) == 3 and server.asked.total() == asked + 6
     with pytest.raises(DataError, match=r"7 path, .* \(--allow-urls names the hosts"):
         prepare(str(source), str(tmp_path / "none"), settings.model_copy(update={"allow_urls": ()}))
+
+
+def test_sets_of_before_stay_current_and_keep_their_names(tmp_path, monkeypatch):
+    job = Job(Chosen("jsonl", "/a", "rows.jsonl"), "/out", (("image", "url"),), "a {}", "full", False, 0, 100, 0.0, 4)
+    assert job.digest() == "63bc8f4e51894e9d", "a set prepared before there was the setting is packed again"
+    assert replace(job, allow_urls=("a.b",)).digest() != job.digest()
+
+    outs = []
+    manifest = SimpleNamespace(num_rows=0, num_quarantined=0)
+    monkeypatch.setattr("mmray.data.sets.prepare", lambda source, out, *_: outs.append(out) or manifest)
+    before = Prepare().model_dump_json(exclude={"allow_urls"})
+    for settings in (Prepare(), Prepare(allow_urls=("a.b",))):
+        ensure_prepared(str(tmp_path), str(tmp_path / "cache"), settings, lambda *_: None, lambda _: None)
+    name = hashlib.sha256(f"{tmp_path}\n{before}".encode()).hexdigest()[:8]
+    assert [out.endswith(name) for out in map(str, outs)] == [True, False]
