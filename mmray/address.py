@@ -32,7 +32,8 @@ def is_url(name: str) -> bool:
 
 def shown(address: str) -> str:
     """An address as it may be told: without login, query and fragment (a signed address is a secret)."""
-    return re.split(r"[?#]", re.sub(r"//[^/]*@", "//", address), maxsplit=1)[0][:200]
+    told = re.split(r"[?#]", re.sub(r"//[^/]*@", "//", address), maxsplit=1)[0][:200]
+    return told.encode(errors="backslashreplace").decode()  # a redirect may hold what is no UTF-8
 
 
 def host_of(name: str) -> str:

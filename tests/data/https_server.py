@@ -71,7 +71,7 @@ class Answers(BaseHTTPRequestHandler):
             time.sleep(0.2)
             self._send(200, self.server.image(int(rest[0])))
         elif kind == "to":
-            self._send(302, b"", Location=parse_qs(urlsplit(self.path).query)["at"][0])
+            self._send(302, b"", Location=parse_qs(urlsplit(self.path).query, encoding="latin-1")["at"][0])
         elif kind == "busy":
             busy = self.server.asked[self.path] <= int(rest[0])
             self._send(503 if busy else 200, b"" if busy else self.server.image(int(rest[1])))
