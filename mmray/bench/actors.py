@@ -5,6 +5,7 @@ Each method runs one window and answers with arrivals. What is consumed is throw
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from mmray.data.collate import steps_of
 from mmray.data.image import decode
 from mmray.data.order import Plan
 from mmray.data.reader import RowReader
+from mmray.data.store import PreparedSet
 
 CHUNK_ROWS = 32  # of the arms without batches: a clock's tick
 
@@ -49,9 +51,9 @@ class Consumer:
         """Image bytes to pixels and nothing else: the limit."""
         return collect(_decoded(files[self.rank :: world]), window_s)
 
-    def raw(self, world: int, files: list[tuple[str, str]], window_s: float) -> list[Arrival]:
-        """The bytes of the files, read."""
-        return collect(_read_raw(files[self.rank :: world]), window_s)
+    def raw(self, world: int, prepared: PreparedSet, window_s: float) -> list[Arrival]:
+        """The bytes of a set's images where they lie, read once in the order of the set."""
+        return collect(_read_raw(prepared, self.rank, world), window_s)
 
     def copied_bytes_per_s(self, num_bytes: int) -> float | None:
         """Bandwidth from pinned host memory to this machine's device; None where there is none."""
@@ -108,9 +110,20 @@ def _decoded(files: list[tuple[str, str]]) -> Iterator[Arrival]:
             yield Arrival(time.time(), len(chunk))
 
 
-def _read_raw(files: list[tuple[str, str]]) -> Iterator[Arrival]:
-    while True:
-        for start in range(0, len(files), CHUNK_ROWS):
-            chunk = files[start : start + CHUNK_ROWS]
-            num_bytes = sum(len(Path(name).read_bytes()) for name, _ in chunk)
-            yield Arrival(time.time(), len(chunk), num_bytes=num_bytes)
+def _read_raw(prepared: PreparedSet, rank: int, world: int) -> Iterator[Arrival]:
+    yield Arrival(time.time(), 0)  # the clock's start: a small set may have no more than one other
+    for start in range(rank * CHUNK_ROWS, prepared.num_rows, world * CHUNK_ROWS):
+        rows = prepared.read(np.arange(start, min(start + CHUNK_ROWS, prepared.num_rows)))
+        yield Arrival(time.time(), len(rows), num_bytes=sum(len(image) for row in rows for image in row.images))
+
+
+def forget_cached(prepared: PreparedSet) -> bool:
+    """Have the system drop what it holds of a set's shards in memory; False where it cannot be told to."""
+    root = prepared.place.local
+    if root is None or not hasattr(os, "posix_fadvise") or prepared.manifest.settings.get("reference"):
+        return False
+    for shard in prepared.manifest.shards:
+        with (root / shard.file).open("rb") as file:
+            os.fdatasync(file.fileno())  # what is not yet on the disk would stay
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return True

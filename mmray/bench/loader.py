@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ import numpy as np
 import ray
 import torch
 
+from mmray.bench import loader_told as told
 from mmray.bench import photos, windows
-from mmray.bench.actors import Consumer
+from mmray.bench.actors import Consumer, forget_cached
+from mmray.bench.loader_told import RATIOS, Copies, Found, Raw
 from mmray.bench.machine import describe
 from mmray.bench.processes import ProcessWatch
 from mmray.bench.torch_loaders import Source, Textbook, Tuned
@@ -39,18 +41,9 @@ from mmray.errors import UsageError
 GLOBAL_ROWS, CONSUMERS, SIDE = 256, 2, 224
 LEAST_STEPS = 12  # of a stream's window: the first blocks do not count
 FOREVER = 10**6  # steps of a plan whose end no window reaches
-SHOWN = ("Consumer", "DataLoader worker", "stream actor", "SplitCoordinator", "driver", "raylet")
 COPY_BYTES = 2**28
 GUESS = 600  # images a second and actor, from which the length of a stream's window follows
 SHARDS = 16  # of a window of `mmray prepare`: its clock's ticks
-RATIOS = {
-    "stream_original_vs_textbook": ("stream original", "textbook original"),
-    "stream_prepared_vs_textbook": ("stream prepared", "textbook original"),
-    "stream_vs_tuned": ("stream prepared", "tuned prepared"),
-    "stream_original_vs_tuned": ("stream original", "tuned original"),
-    "stream_vs_reader": ("stream prepared", "reader prepared"),
-    "prepare_vs_decode": ("prepare", "decode"),
-}
 Say = Callable[[str], None]
 Arms = dict[str, Callable[[], list[list[Arrival]]]]
 
@@ -67,18 +60,6 @@ class Settings:
     workers: int = 0  # 0: one a core
     block_mb: float = 24.0
     gpu_rate: float | None = None  # images/s
-
-
-@dataclass
-class Found:
-    """What the windows of one arm showed."""
-
-    rates: list[float] = field(default_factory=list)
-    cpu_ms: list[float] = field(default_factory=list)  # a row's, of all processes
-    first_s: list[float] = field(default_factory=list)
-    stalls_s: list[float] = field(default_factory=list)
-    bytes_per_image: float | None = None
-    memory_mib: dict[str, tuple[int, float]] = field(default_factory=dict)
 
 
 def bench_loader(settings: Settings, say: Say) -> dict[str, Any]:
@@ -99,7 +80,21 @@ def bench_loader(settings: Settings, say: Say) -> dict[str, Any]:
                 say(f"round {turn + 1} of {settings.rounds}: {name} {rates[name]:,.0f} images/s")
             rounds.append(rates)
         copied = ray.get(bench.consumers[0].copied_bytes_per_s.remote(COPY_BYTES))
-    return _result(settings, actors, found, rounds, copied)
+    spread = windows.ratios(rounds, RATIOS)
+    rates = {name: float(np.median(each.rates)) for name, each in found.items()}
+    copies = Copies(copied, copied / (3 * SIDE**2)) if copied is not None else None
+    machine = describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")) | {"data_workers": actors}
+    return {
+        "machine": machine,
+        "ratios": {name: each["median"] for name, each in spread.items()},
+        "spread": spread,
+        "rows": told.rows(rates, found, bench.raw, copies),
+        "memory_mib": {name: each.memory_mib for name, each in found.items()},
+        "notes": [
+            *told.notes(rates, bench.raw, copies, settings.gpu_rate, actors),
+            told.memory(found["stream prepared"].memory_mib),
+        ],
+    }
 
 
 @dataclass
@@ -108,6 +103,7 @@ class Bench:
 
     arms: Arms
     consumers: list[Any]
+    raw: Raw
 
     def window(self, name: str, found: Found) -> float:
         """Run a window of an arm; its rate."""
@@ -131,7 +127,7 @@ class Bench:
 def _bench(settings: Settings, actors: int, say: Say) -> Bench:
     place = Path(tempfile.gettempdir()) / "mmray-bench"
     say("preparing the images as they are, and re-encoded")
-    folder = _files(settings, place)
+    folder, own = _files(settings, place)
     sets = {
         name: photos.prepared(folder, side, place)
         for name, side in (("original", 0), ("prepared", settings.image_side))
@@ -157,9 +153,12 @@ def _bench(settings: Settings, actors: int, say: Say) -> Bench:
     def stream_arm(name: str) -> Callable[[], list[list[Arrival]]]:
         return partial(_stream, consumers, rows[name], plan, settings, actors)
 
+    source = own or sets["original"]
+    cold = forget_cached(source)
+    say("reading what the images weigh, once")
+    raw = _raw(each(readers, "raw", source)(), source, cold)
     original, prepared = Source(files), Source(None, sets["prepared"])
     arms: Arms = {
-        "raw read": each(readers, "raw", files),
         "decode": each(readers, "decode", files),
         "prepare": partial(_prepare, folder, round(window_s * GUESS * actors)),
         "reader original": each(readers, "reader", rows["original"], plan),
@@ -170,7 +169,14 @@ def _bench(settings: Settings, actors: int, say: Say) -> Bench:
         "tuned prepared": torch_arm(Tuned(prepared, tokenizer, SIDE, inputs.max_tokens)),
         "stream prepared": stream_arm("prepared"),
     }
-    return Bench(arms, consumers)
+    return Bench(arms, consumers, raw)
+
+
+def _raw(arrivals: list[list[Arrival]], source: PreparedSet, cold: bool) -> Raw:
+    rows, num_bytes = (sum(getattr(one, name) for each in arrivals for one in each) for name in ("rows", "num_bytes"))
+    rate = windows.rate(arrivals, skip=0)
+    where = source.place.address + ("" if cold else ", some of it perhaps from memory")
+    return Raw(rate, rate * num_bytes / rows / 1e6, where)
 
 
 def _prepare(folder: Path, num_rows: int) -> list[list[Arrival]]:
@@ -200,64 +206,13 @@ def _stream(
     return arrivals
 
 
-def _files(settings: Settings, place: Path) -> Path:
-    """A folder of image files with captions: drawn, or taken from the user's set."""
+def _files(settings: Settings, place: Path) -> tuple[Path, PreparedSet | None]:
+    """A folder of image files with captions, drawn, or taken from the user's set; and that set."""
     if settings.data is None:
         folder = place / f"photos-{photos.VERSION}-{settings.images}"
-        return photos.write_files(photos.photos(settings.images), folder, settings.images)
+        return photos.write_files(photos.photos(settings.images), folder, settings.images), None
     path = ensure_prepared(settings.data, str(place), Prepare(), say=lambda *_: None, progress=lambda _: None)
     prepared = PreparedSet.open(str(path))
     folder = place / f"{path.name}-{prepared.fingerprint[:8]}-{settings.images}"
-    return photos.write_files(photos.rows_of(prepared, settings.images), folder, settings.images)
-
-
-def _result(
-    settings: Settings, actors: int, found: dict[str, Found], rounds: list[dict[str, float]], copied: float | None
-) -> dict[str, Any]:
-    rates = {name: float(np.median(each.rates)) for name, each in found.items()}
-    rows = [_row(name, rates[name], each) for name, each in found.items()]
-    if copied is not None:
-        rows.append({"arm": "host to device", "images_per_s": round(copied / (3 * SIDE**2), 1)})
-    spread = windows.ratios(rounds, RATIOS)
-    machine = describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")) | {"data_workers": actors}
-    return {
-        "machine": machine,
-        "ratios": {name: each["median"] for name, each in spread.items()},
-        "spread": spread,
-        "rows": rows,
-        "memory_mib": {name: each.memory_mib for name, each in found.items()},
-        "notes": _notes(settings, actors, rates, copied),
-    }
-
-
-def _row(name: str, rate: float, found: Found) -> dict[str, Any]:
-    row: dict[str, Any] = {"arm": name, "images_per_s": round(rate, 1)}
-    row["cpu_ms_per_image"] = round(float(np.median(found.cpu_ms)), 3) if found.cpu_ms else None
-    row |= dict.fromkeys(("first_batch_s", "epoch_stall_s"))
-    row["peaks_mib"] = {role: found.memory_mib[role][1] for role in SHOWN if role in found.memory_mib}
-    if name.startswith(("stream", "textbook", "tuned")):
-        row["first_batch_s"] = round(min(found.first_s), 3)
-    if name == "raw read":
-        row["mb_per_s"] = round(rate * (found.bytes_per_image or 0) / 1e6, 1)
-    if name.startswith("stream"):
-        row["epoch_stall_s"] = round(float(np.median(found.stalls_s)), 3) if found.stalls_s else None
-        row["store_bytes_per_image"] = round(found.bytes_per_image or 0)
-    return row
-
-
-def _notes(settings: Settings, actors: int, rates: dict[str, float], copied: float | None) -> list[str]:
-    """The bottleneck by name, and the workers that a device of a given rate needs."""
-    notes = []
-    for name in ("original", "prepared"):
-        limits = {"reading and decoding on the CPU": rates[f"reader {name}"]}
-        if name == "original":
-            limits["reading the files"] = rates["raw read"]
-        if copied is not None:
-            limits["the copy to the device"] = copied / (3 * SIDE**2)
-        if settings.gpu_rate is not None:
-            limits["the device"] = settings.gpu_rate
-        notes.append(f"{name}: the bottleneck is {windows.bottleneck(limits, rates[f'stream {name}'])}")
-        if settings.gpu_rate is not None:
-            needed = windows.workers_for(settings.gpu_rate, rates[f"stream {name}"], actors)
-            notes.append(f"{name}: a device of {settings.gpu_rate:,.0f} images/s needs {needed} CPU workers like these")
-    return notes
+    photos.write_files(photos.rows_of(prepared, settings.images), folder, settings.images)
+    return folder, PreparedSet.open(str(path))  # anew: what was read of it stays in memory while it is open

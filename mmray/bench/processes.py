@@ -14,7 +14,7 @@ from types import TracebackType
 
 import psutil
 
-from mmray.data.stream import Decoder
+from mmray.data.decoder import Decoder
 
 EVERY_S = 0.25
 

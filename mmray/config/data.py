@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 from pydantic import Field, field_validator, model_validator
 
+from mmray.address import host_of
 from mmray.config.mixture import is_mixture
 from mmray.config.section import Section
 from mmray.errors import UsageError
@@ -34,6 +35,11 @@ class Prepare(Section):
         "auto", "jsonl", "csv", "tsv", "parquet", "webdataset", "coco", "folders", "pairs", "lists", "saved"
     ] = Field("auto", description="Format of the source; auto: by what it is.")
     columns: tuple[str, ...] = Field((), description="Columns of other names, as OURS=THEIRS: image=url text=caption.")
+    allow_urls: Annotated[tuple[str, ...], tyro.conf.arg(metavar="HOST [HOST ...]")] = Field(
+        (),
+        description="Hosts that images are fetched from where rows name them by https addresses "
+        "(images.example.org, or host:8443); none: such rows are set aside.",
+    )
     caption: str = Field("a photo of a {}", description="Caption of a class, where a source has classes and no text.")
     check: Literal["full", "header", "none"] = Field(
         "full", description="Images are decoded whole, or their headers read, or taken as they are."
@@ -73,6 +79,11 @@ class Prepare(Section):
             if not mark or not theirs or ours not in known:
                 raise ValueError(f"must be OURS=THEIRS, ours one of {', '.join(known)} (got {column!r})")
         return columns
+
+    @field_validator("allow_urls")
+    @classmethod
+    def _urls_are_of_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(sorted({host_of(host) for host in hosts}))
 
     @model_validator(mode="after")
     def _references_are_as_they_are(self) -> Prepare:

@@ -1,7 +1,8 @@
-"""From the blocks of a stream to the micro-batches of each step: slices, no copies of pixels.
+"""From the blocks of a stream to the micro-batches of each step: slices, no copies of pixels where a block has them.
 
-The sample's journey: the last station before the training device. A block holds one rank's rows of several steps; this
-file cuts it into steps and micro-batches and trims the padding of each to its own longest caption.
+The sample's journey: the last station before the training device. A block holds one rank's rows of several steps, or a
+part of those of one; this file cuts it into steps and micro-batches and trims the padding of each to its own longest
+caption.
 """
 
 from __future__ import annotations
@@ -14,25 +15,61 @@ import torch
 from mmray.data.order import Plan
 
 Batch = dict[str, torch.Tensor]
+Columns = dict[str, np.ndarray]
 UNLEARNED = -100  # transformers' word for a token that has no part in the loss
 
 
-def steps_of(blocks: Iterable[dict[str, np.ndarray]], plan: Plan, by_length: bool = False) -> Iterator[list[Batch]]:
-    """The micro-batches of each step, in order, from one rank's blocks; a step never straddles two blocks.
+def steps_of(blocks: Iterable[Columns], plan: Plan, by_length: bool = False) -> Iterator[list[Batch]]:
+    """The micro-batches of each step, in order, from one rank's blocks: of whole steps, or of equal parts of one.
 
     `by_length`: captions of like length share a micro-batch, longest first. The step's rows stay the same.
     """
+    for parts in _by_step(blocks, plan.share):
+        if by_length and plan.accumulation > 1:  # within one micro-batch an order changes nothing
+            whole = _rows(parts, 0, plan.share)
+            order = np.argsort(-whole["num_tokens"], kind="stable")
+            parts = [{name: column[order] for name, column in whole.items()}]
+        starts = range(0, plan.share, plan.micro)
+        yield [_batch(_rows(parts, first, min(first + plan.micro, plan.share))) for first in starts]
+
+
+def _by_step(blocks: Iterable[Columns], share: int) -> Iterator[list[Columns]]:
+    """What each step is made of: a slice of a block, or several blocks."""
+    held: list[Columns] = []
     for block in blocks:
-        for start in range(0, len(block["pos"]), plan.share):
-            step = {name: column[start : start + plan.share] for name, column in block.items()}
-            if by_length and plan.accumulation > 1:  # within one micro-batch an order changes nothing
-                order = np.argsort(-step["num_tokens"], kind="stable")
-                step = {name: column[order] for name, column in step.items()}
-            yield [_batch(step, first, first + plan.micro) for first in range(0, plan.share, plan.micro)]
+        size = len(block["pos"])
+        if size >= share:
+            for first in range(0, size, share):
+                yield [{name: column[first : first + share] for name, column in block.items()}]
+            continue
+        held.append(block)
+        if len(held) * size == share:
+            yield held
+            held = []
 
 
-def _batch(step: dict[str, np.ndarray], first: int, last: int) -> Batch:
-    rows = {name: column[first:last] for name, column in step.items()}
+def _rows(parts: list[Columns], first: int, last: int) -> Columns:
+    """Rows first..last of equal parts: a view where one part has them all."""
+    size = len(parts[0]["pos"])
+    pieces = [
+        {name: column[max(0, first - start) : last - start] for name, column in part.items()}
+        for start, part in zip(range(0, len(parts) * size, size), parts, strict=True)
+        if start < last and first < start + size
+    ]
+    if len(pieces) == 1:
+        return pieces[0]
+    return {name: _joined([piece[name] for piece in pieces]) for name in pieces[0]}
+
+
+def _joined(columns: list[np.ndarray]) -> np.ndarray:
+    """One column of several: tokens are as wide in a block as its longest caption, zeros follow."""
+    if columns[0].ndim == 2:
+        widest = max(column.shape[1] for column in columns)
+        columns = [np.pad(column, ((0, 0), (0, widest - column.shape[1]))) for column in columns]
+    return np.concatenate(columns)
+
+
+def _batch(rows: Columns) -> Batch:
     longest = int(rows["num_tokens"].max())
     num_tokens = torch.from_numpy(rows["num_tokens"].astype(np.int64))
     return (

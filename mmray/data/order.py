@@ -167,23 +167,31 @@ class Plan:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which positions each block of a stream holds: rank-major, blocks dealt in turn."""
+    """Which positions each block of a stream holds: one rank's rows of several steps, or a part of its rows of one.
+
+    Blocks are dealt to the ranks in turn. `parts` divides `plan.share`, so that all are equal; with several of them
+    `steps_per_block` is 1.
+    """
 
     plan: Plan
     first_step: int
     steps_per_block: int
+    parts: int = 1
 
     @property
     def count(self) -> int:
         groups = -(-(self.plan.steps - self.first_step) // self.steps_per_block)
-        return groups * self.plan.world
+        return groups * self.parts * self.plan.world
 
     def positions(self, block: int) -> np.ndarray:
-        """Positions [steps x share] of a block; every block of a group has the same length."""
+        """Positions [rows] of a block; every block of a group, one for each rank, has the same length."""
         group, rank = divmod(block, self.plan.world)
+        group, part = divmod(group, self.parts)
         first = self.first_step + group * self.steps_per_block
         last = min(first + self.steps_per_block, self.plan.steps)
-        return np.concatenate([self.plan.positions(step, rank) for step in range(first, last)])
+        rows = np.concatenate([self.plan.positions(step, rank) for step in range(first, last)])
+        size = len(rows) // self.parts
+        return rows[part * size : (part + 1) * size]
 
 
 @dataclass(frozen=True)

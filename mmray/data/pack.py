@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import uuid
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from mmray.data.ahead import rows_ahead
 from mmray.data.files import read_picture, stamp
 from mmray.data.formats.choose import Chosen, source_of
-from mmray.data.formats.rows import BadRow, Picture, RawRow, row_of
+from mmray.data.formats.rows import BadRow, Picture, RawRow
 from mmray.data.formats.source import Chunk, Item, Source
 from mmray.data.image import BadImage, checked_size, header_size, read_rgb, shrink
 from mmray.data.manifest import PARTS, SHARDS, Shard
@@ -26,6 +28,9 @@ from mmray.data.shard_writer import ShardWriter
 from mmray.data.store import Row, images_sha256
 from mmray.data.text import BadText, clean
 from mmray.data.trial import Trial
+
+if TYPE_CHECKING:
+    from mmray.data.fetch import Fetcher
 
 _RECORD_VERSION = 3
 _BOX_SLACK = 0.01  # annotators draw a pixel over the edge
@@ -45,12 +50,14 @@ class Job:
     max_pixels: int
     holdout: float
     rows_per_shard: int
+    allow_urls: tuple[str, ...] = ()
     careful: bool = False  # decode in a child process: a worker has died before
 
     def digest(self) -> str:
         """Of the settings alone: a set may be moved together with its source."""
         settings: list[object] = [_RECORD_VERSION, self.image_side, self.max_pixels, self.holdout, self.rows_per_shard]
         settings += [self.source.format, self.columns, self.template, self.check, self.reference]
+        settings += [self.allow_urls] if self.allow_urls else []  # sets of before that setting stay as they are
         return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
     def open(self) -> Source:
@@ -71,13 +78,20 @@ def part_name(index: int) -> str:
     return f"{PARTS}/chunk-{index:05d}.json"
 
 
-def pack_chunk(job: Job, chunk: Chunk) -> Packed:
-    """Pack one chunk. Raises SourceChanged, or OSError where the set cannot be written."""
-    task = _Task(job, chunk)
+def pack_chunk(job: Job, chunk: Chunk, fetcher: Callable[[tuple[str, ...]], Fetcher] | None = None) -> Packed:
+    """Pack one chunk; `fetcher` makes what fetches images from the hosts that are allowed (none: the usual one).
+
+    Raises SourceChanged, or OSError where the set cannot be written.
+    """
+    task, fetch = _Task(job, chunk), None
     with ExitStack() as files:
         files.callback(task.trial.close)
-        for item in job.open().read(chunk):
-            task.pack(item, files)
+        if job.allow_urls and not job.reference:
+            from mmray.data.fetch import Fetcher  # tasks without addresses do without a client
+
+            fetch = files.enter_context((fetcher or Fetcher)(job.allow_urls)).fetch
+        for item, raw in rows_ahead(job.open().read(chunk), job.allow_urls, fetch):
+            task.pack(item, raw, files)
     record = task.record()
     Place(job.out).write(part_name(chunk.index), orjson.dumps(record))
     return Packed(chunk.index, len(record["rows"]["key"]) + len(record["faults"]), len(record["faults"]))
@@ -126,19 +140,17 @@ class _Task:
         self.trial = Trial()
         self.token = uuid.uuid4().hex[:8]  # never over a file that an earlier manifest may name
 
-    def pack(self, item: Item, files: ExitStack) -> None:
-        key = item.origin
+    def pack(self, item: Item, raw: RawRow | BadRow, files: ExitStack) -> None:
+        key = raw.key or item.origin
         try:
-            if isinstance(item.values, BadRow):
-                raise item.values
-            raw = row_of(item.values, item.origin)
-            key = raw.key
+            if isinstance(raw, BadRow):
+                raise raw
             row, original = self._check(raw, item.origin)
         except BadRow as bad:
             # "unreadable" may pass (a network file system), so such a chunk is tried again by the next prepare.
             self.retry = self.retry or bad.reason == "unreadable"
             fault = {"stage": bad.stage, "reason": bad.reason, "detail": bad.detail}
-            self.faults.append({"line": item.line, "key": bad.key or key, "source": item.origin} | fault)
+            self.faults.append({"line": item.line, "key": key, "source": item.origin} | fault)
             return
         self._writer(row.split, files).append(row)
         said = [*row.texts, *(row.messages or [])]
@@ -166,6 +178,8 @@ class _Task:
             texts = [clean(text) for text in raw.texts]
         except BadText as bad:
             raise BadRow("text", bad.reason, bad.detail) from None
+        if self.job.reference and any(picture.url for picture in raw.images):
+            raise BadRow("read", "no-reference", "the image lies at an address: prepare without --reference")
         if self.job.reference and any(picture.file is None for picture in raw.images):
             raise BadRow("read", "no-reference", "the image stands in the row itself: prepare without --reference")
         if self.job.reference and self.job.check == "none":

@@ -79,6 +79,7 @@ def prepare(
         max_pixels=settings.max_pixels,
         holdout=settings.holdout,
         rows_per_shard=settings.rows_per_shard,
+        allow_urls=settings.allow_urls,
     )
     make(target)
     with one_writer(target):
@@ -98,6 +99,8 @@ def _prepare(job: Job, settings: Prepare, report: Report, say: Say, retry: bool)
         raise DataError(f"{_where(job)} holds no rows of {job.open().title}")
     amount = f"{len(chunks):,} files" if total is None else f"{total:,} rows"
     say(f"{amount} of {job.open().title} from {_where(job)}", "reading")
+    if job.allow_urls:
+        say(f"images named by addresses, from {', '.join(job.allow_urls)} and nowhere else", "fetching")
     if before is not None and not _is_continued(before, job, chunks):
         if before.source["name"] != called:
             raise UsageError(

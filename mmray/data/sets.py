@@ -32,7 +32,8 @@ def ensure_prepared(
         return place
     if not place.exists() and "," not in place.name:
         raise DataError(f"there is no data at {place}: give a prepared set, a source of rows, or `sample`")
-    name = hashlib.sha256(f"{place}\n{settings.model_dump_json()}".encode()).hexdigest()[:8]
+    without = set() if settings.allow_urls else {"allow_urls"}  # sets of before that setting keep their names
+    name = hashlib.sha256(f"{place}\n{settings.model_dump_json(exclude=without)}".encode()).hexdigest()[:8]
     out = folder_at(cache) / f"{place.stem}-{name}"
     manifest = prepare(str(place), str(out), settings, progress, say)
     aside = f"{manifest.num_quarantined:,} set aside (reasons in its {QUARANTINE})"

@@ -3,9 +3,10 @@
 The sample's journey: Ray Data actors on CPU nodes read and decode (data/reader.py) what the order names (data/order.py)
 and Ray deals the blocks to the ranks in turn. This file is the room's composer: the only one that touches Ray.
 
-A block is one rank's rows of several consecutive steps, so that it is some 24 MB whatever the batch: each block costs
-Ray 10-15 ms, however small. One execution spans all remaining epochs: no stall at an epoch's end. The plan is a
-`ray.data.range` of block numbers in coarse tasks, flat in time and memory up to millions of blocks.
+A block is one rank's rows of several consecutive steps, or a part of those of one, so that it is some 24 MB whatever
+the batch: each block costs Ray 10-15 ms, however small, and object stores hold few large ones. One execution spans all
+remaining epochs: no stall at an epoch's end. The plan is a `ray.data.range` of block numbers in coarse tasks, flat in
+time and memory up to millions of blocks.
 """
 
 from __future__ import annotations
@@ -17,24 +18,26 @@ import ray
 import ray.data
 import ray.train
 
+from mmray.data.decoder import Decoder
 from mmray.data.order import Blocks, Plan, Start
-from mmray.data.reader import Block, BlockReader, RowReader
-from mmray.data.trial import Trial
+from mmray.data.reader import RowReader
 
 BLOCKS_PER_TASK = 1000
-WARY_BLOCKS = 8
-DIED = (
-    "a data worker died, and has begun again on {node}: what it was reading is read again. Where no image is named as "
-    "the cause, its node may have run out of memory: fewer --data.workers, or a smaller --data.block-mb"
-)
 TOKEN_BYTES = 4
 SPARE_SHARE = 0.3  # of an object store: Ray Data fills half of it with blocks made ahead, and beyond 80 % Ray spills
 
 
-def steps_per_block(plan: Plan, row_bytes: int, block_mb: float) -> int:
-    """Steps in a block of about `block_mb`, at least one, never more than the run has."""
-    fitting = int(block_mb * 1e6 / (plan.share * row_bytes))
-    return max(1, min(fitting, plan.steps))
+def block_shape(plan: Plan, row_bytes: int, block_mb: float) -> tuple[int, int]:
+    """(steps in a block, blocks that a step of one rank is cut into); one of the two is 1.
+
+    A block is of about `block_mb`, or down to a quarter of it where the rows of a step divide no better; it is larger
+    where they do not divide (a prime number of them).
+    """
+    fitting = max(1, int(block_mb * 1e6 / row_bytes))  # rows
+    if fitting >= plan.share:
+        return max(1, min(fitting // plan.share, plan.steps)), 1
+    fewest = -(-plan.share // fitting)
+    return 1, next((parts for parts in range(fewest, 4 * fewest) if plan.share % parts == 0), 1)
 
 
 def most_block_mb(store_bytes: float, world: int) -> float:
@@ -47,29 +50,6 @@ def plan_dataset(count: int) -> ray.data.Dataset:
     numbers = ray.data.range(count, override_num_blocks=max(1, -(-count // BLOCKS_PER_TASK)))
     numbers.context.execution_options.preserve_order = True
     return numbers.repartition(target_num_rows_per_block=1, strict=True)
-
-
-class Decoder(BlockReader):
-    """The Ray Data actor. Begun again after its process died, it says so on the board, where there is one, and tries
-    each image in a child first: one may have killed it. Ray gives it the same block again, without end, so that the
-    image must be told from the rest here."""
-
-    def __init__(self, reader: RowReader, blocks: Blocks, board: Any = None):
-        super().__init__(reader, blocks)
-        again = ray.get_runtime_context().was_current_actor_reconstructed
-        self.wary = WARY_BLOCKS if again else 0
-        reader.trial = Trial() if again else None
-        if again and board is not None:
-            board.push.remote({"note": DIED.format(node=ray.util.get_node_ip_address()), "label": "data"})
-
-    def __call__(self, batch: Block) -> Block:
-        block, trial = super().__call__(batch), self.reader.trial
-        if trial is not None and not trial.deaths:  # its node may have gone instead
-            self.wary -= 1
-            if not self.wary:
-                trial.close()
-                self.reader.trial = None
-        return block
 
 
 def stream_dataset(
@@ -114,8 +94,8 @@ class Stream(ray.train.DataConfig):
         assert world_size == self.start.plan.world, "a group has the size that its plan was made for"
         row_bytes = 3 * self.reader.inputs.image_side**2 + TOKEN_BYTES * self.reader.inputs.max_tokens
         most_mb = most_block_mb(ray.cluster_resources()["object_store_memory"], world_size)
-        size = steps_per_block(self.start.plan, row_bytes, min(self.block_mb, most_mb))
-        blocks = Blocks(self.start.plan, self.start.step, size)
+        shape = block_shape(self.start.plan, row_bytes, min(self.block_mb, most_mb))
+        blocks = Blocks(self.start.plan, self.start.step, *shape)
         dataset = stream_dataset(self.reader, blocks, self.workers, self.labels, self.board)
         splits = dataset.streaming_split(world_size, equal=True)
         return [{name: split} for split in splits]

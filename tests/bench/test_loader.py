@@ -10,7 +10,9 @@ import torch
 from PIL import Image
 
 from mmray.bench import loader, photos
+from mmray.bench.actors import _read_raw, forget_cached
 from mmray.bench.loader import Settings, bench_loader
+from mmray.bench.loader_told import RATIOS
 from mmray.bench.processes import ProcessWatch, role_of, spent_s
 from mmray.bench.torch_loaders import Source, Textbook, Tuned
 from mmray.bench.torch_loaders import loader as torch_loader
@@ -73,6 +75,14 @@ def test_all_loaders_bring_the_same_pictures(made):
         assert textbook["input_ids"][:length].tolist() == block["input_ids"][3, :length].tolist()
 
 
+def test_the_raw_read_is_of_every_image_once_from_the_disk(made):
+    _, prepared, _ = made
+    assert forget_cached(prepared)  # the set stays as it is
+    arrivals = list(_read_raw(prepared, 0, 1))
+    sizes = [len(row.images[0]) for row in prepared.read(np.arange(6))]
+    assert [(each.rows, each.num_bytes) for each in arrivals] == [(0, 0), (6, sum(sizes))]
+
+
 def test_a_loader_has_no_epochs_end(made):
     files, _, tokenizer = made
     batches = iter(torch_loader(Tuned(Source(files), tokenizer, 32, 16), rank=0, world=2, batch=2, workers=0))
@@ -110,7 +120,7 @@ def test_bench_loader_from_end_to_end(local_ray, tmp_path, monkeypatch):
         Settings(images=20, image_side=48, rounds=1, window_s=0.1, gpu_rate=500.0, block_mb=0.03), said.append
     )
     arms = {each["arm"]: each for each in result["rows"]}
-    assert list(result["ratios"]) == list(loader.RATIOS)
+    assert list(result["ratios"]) == list(RATIOS)
     assert result["ratios"]["stream_vs_tuned"] == pytest.approx(
         arms["stream prepared"]["images_per_s"] / arms["tuned prepared"]["images_per_s"], rel=0.01
     )
@@ -118,5 +128,8 @@ def test_bench_loader_from_end_to_end(local_ray, tmp_path, monkeypatch):
     assert arms["stream original"]["epoch_stall_s"] is not None and arms["raw read"]["mb_per_s"] > 1
     assert any("the bottleneck is" in note for note in result["notes"])
     assert any("CPU workers" in note for note in result["notes"]) and len(said) == 1 + len(arms)
+    assert all(arms[f"stream {name}"]["first_batch_s"] > 0 for name in ("original", "prepared"))
+    assert {"driver", "stream actor", "Consumer"} <= set(result["memory_mib"]["stream prepared"])
+    assert "stream actor" in result["notes"][-1]
     with pytest.raises(UsageError, match="fewer than a global batch"):
         bench_loader(Settings(images=4, rounds=1), said.append)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from mmray.data.collate import steps_of
 from mmray.data.order import Plan
@@ -37,6 +38,20 @@ def test_by_length_is_the_same_step_with_less_padding(micro):
         assert padding_share(sorted_) < 0.7 * padding_share(plain)
     else:
         assert padding_share(sorted_) == padding_share(plain)
+
+
+@pytest.mark.parametrize("by_length", [False, True])
+@pytest.mark.parametrize("micro", [4, 5, 16])
+def test_a_step_in_several_blocks_is_the_step_in_one(micro, by_length):
+    plan = Plan(num_rows=30, global_rows=16, world=1, micro=micro, seed=0, steps=4)
+    lengths = np.random.default_rng(0).integers(2, 30, 30)
+    (whole,) = blocks(plan, lengths)
+    parts = [{name: column[first : first + 4] for name, column in whole.items()} for first in range(0, 64, 4)]
+    for part in parts:  # as wide as its longest caption, as blocks come
+        part["input_ids"] = part["input_ids"][:, : part["num_tokens"].max()]
+    for one, other in zip(steps_of([whole], plan, by_length), steps_of(parts, plan, by_length), strict=True):
+        for first, second in zip(one, other, strict=True):
+            assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def rows_of(step):

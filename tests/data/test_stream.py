@@ -12,7 +12,7 @@ from mmray.data.collate import steps_of
 from mmray.data.order import PADDING, Blocks, Plan, Start
 from mmray.data.reader import RowReader
 from mmray.data.store import key_id
-from mmray.data.stream import Stream, most_block_mb, plan_dataset, steps_per_block
+from mmray.data.stream import Stream, block_shape, most_block_mb, plan_dataset
 from mmray.data.text import train_tokenizer
 from tests.made import CAPTIONS, make_set, row
 
@@ -59,7 +59,8 @@ def expected(plan, first_step):
 
 
 @pytest.mark.parametrize(
-    ("world", "global_rows", "micro", "first_step"), [(1, 16, 16, 0), (2, 16, 4, 5), (3, 10, 2, 0)]
+    ("world", "global_rows", "micro", "first_step"),
+    [(1, 16, 16, 0), (2, 16, 4, 5), (3, 10, 2, 0), (2, 96, 32, 1)],  # the last in blocks of a part of a step
 )
 def test_every_row_where_the_order_puts_it(local_ray, reader, world, global_rows, micro, first_step):
     plan = Plan(117, global_rows, world, micro, seed=3, steps=30)
@@ -75,10 +76,24 @@ def test_blocks_of_a_group_are_equal_and_cover_all_steps():
     assert sorted(seen[seen != PADDING]) == list(range(plan.rows_start(4), plan.rows_stop(28)))
 
 
+def test_parts_of_a_step_are_equal_and_in_order():
+    plan = Plan(117, 36, 2, 5, 0, steps=9)
+    blocks = Blocks(plan, 3, 1, parts=3)
+    of_ranks = [[blocks.positions(block) for block in range(rank, blocks.count, 2)] for rank in (0, 1)]
+    assert {len(positions) for positions in of_ranks[0] + of_ranks[1]} == {6}
+    for rank, positions in enumerate(of_ranks):
+        whole = np.concatenate([plan.positions(step, rank) for step in range(3, 9)])
+        assert np.concatenate(positions).tolist() == whole.tolist()
+
+
 def test_block_size_follows_the_row():
     plan = Plan(10**6, 256, 2, 64, 0, steps=10**6)
-    assert steps_per_block(plan, row_bytes=3 * 224 * 224, block_mb=24) == 1
-    assert steps_per_block(plan, row_bytes=3 * 64 * 64, block_mb=24) == 15
+    assert block_shape(plan, row_bytes=3 * 224 * 224, block_mb=24) == (1, 1)
+    assert block_shape(plan, row_bytes=3 * 64 * 64, block_mb=24) == (15, 1)
+    assert block_shape(plan, row_bytes=3 * 224 * 224, block_mb=6) == (1, 4)
+    large = Plan(10**6, 4096, 1, 256, 0, steps=100)
+    assert block_shape(large, row_bytes=3 * 224 * 224, block_mb=24) == (1, 32)  # 617 MB in one otherwise
+    assert block_shape(Plan(10**6, 1021, 1, 64, 0, 100), 3 * 224 * 224, 24) == (1, 1)  # a prime number of rows
     assert most_block_mb(80e6, world=2) == pytest.approx(6) and most_block_mb(60e9, world=8) > 512  # any size asked for
 
 

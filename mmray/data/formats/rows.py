@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from mmray.address import is_url, shown, unfit
 from mmray.data.formats.bad_row import BadRow as BadRow
 from mmray.data.formats.messages import messages_of
 
@@ -23,9 +24,11 @@ _TEXT_COLUMNS = ("text", "texts")
 
 @dataclass(frozen=True)
 class Picture:
-    """An image as a source has it: a whole file of its folder, a part of one, or bytes that stand in the row itself.
+    """An image as a source has it: a whole file of its folder, a part of one, bytes that stand in the row itself, or
+    an address that is allowed.
 
-    `file` is None for bytes in the row. `length` is None for a whole file.
+    `file` is None for bytes in the row and for an address. `length` is None for a whole file. `url` may hold a secret
+    (a signature), `name` never does.
     """
 
     name: str
@@ -33,6 +36,7 @@ class Picture:
     offset: int = 0
     length: int | None = None
     data: bytes | None = None
+    url: str | None = None
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,8 @@ class RawRow:
     messages: tuple[dict[str, str], ...] = ()
 
 
-def row_of(values: dict[str, Any], origin: str) -> RawRow:
-    """A row from named values. `origin` is its key where it states none. Raises BadRow."""
+def row_of(values: dict[str, Any], origin: str, hosts: tuple[str, ...] = ()) -> RawRow:
+    """A row from named values. `origin` is its key where it states none; images may lie at `hosts`. Raises BadRow."""
     values = {name: value for name, value in values.items() if value is not None}
     key = _key(values, origin)
     try:
@@ -59,7 +63,7 @@ def row_of(values: dict[str, Any], origin: str) -> RawRow:
         messages = messages_of(values["messages"]) if "messages" in values else ()
         return RawRow(
             key=key,
-            images=_images(values),
+            images=tuple(_picture(value, hosts) for value in _one_of(values, _IMAGE_COLUMNS, "no-image")),
             texts=_texts(values, messages),
             label=_label(values),
             split=_name(values, "split"),
@@ -105,12 +109,8 @@ def _key(values: dict[str, Any], origin: str) -> str:
     return key
 
 
-def _images(values: dict[str, Any]) -> tuple[Picture, ...]:
-    return tuple(_picture(value) for value in _one_of(values, _IMAGE_COLUMNS, "no-image"))
-
-
-def _picture(value: Any) -> Picture:
-    """From a path, bytes, or the pair of both that Hugging Face writes."""
+def _picture(value: Any, hosts: tuple[str, ...]) -> Picture:
+    """From a path, bytes, the pair of both that Hugging Face writes, or an address at one of `hosts`."""
     if isinstance(value, Picture):
         return value
     name = value
@@ -122,8 +122,14 @@ def _picture(value: Any) -> Picture:
         return Picture("the image", data=name)
     if not isinstance(name, str) or not name.strip():
         raise BadRow("columns", "image", f"an image must be a path, is {str(name)[:80]!r}")
+    if hosts and is_url(name) and is_plain(name):
+        if why := unfit(name, hosts):
+            raise BadRow("columns", "url", f"{shown(name)}: {why}")
+        return Picture(shown(name), url=name)
     if not is_inside(name):
-        raise BadRow("columns", "path", f"{name[:200]!r} is not a path inside the folder of the source")
+        told = shown(name) if "://" in name else name[:200]
+        hint = " (--allow-urls names the hosts that images are fetched from)" if is_url(name) else ""
+        raise BadRow("columns", "path", f"{told!r} is not a path inside the folder of the source{hint}")
     return Picture(name, file=name)
 
 

@@ -1,0 +1,104 @@
+"""What the windows of `bench loader` showed, as rows of a table and as sentences.
+
+Pure: images/s of each arm in, figures and the bottleneck by name out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from mmray.bench import windows
+
+SHOWN = ("Consumer", "DataLoader worker", "stream actor", "SplitCoordinator", "driver", "raylet")
+RATIOS = {
+    "stream_original_vs_textbook": ("stream original", "textbook original"),
+    "stream_prepared_vs_textbook": ("stream prepared", "textbook original"),
+    "stream_vs_tuned": ("stream prepared", "tuned prepared"),
+    "stream_original_vs_tuned": ("stream original", "tuned original"),
+    "stream_vs_reader": ("stream prepared", "reader prepared"),
+    "prepare_vs_decode": ("prepare", "decode"),
+}
+
+
+@dataclass
+class Found:
+    """What the windows of one arm showed."""
+
+    rates: list[float] = field(default_factory=list)
+    cpu_ms: list[float] = field(default_factory=list)  # a row's, of all processes
+    first_s: list[float] = field(default_factory=list)
+    stalls_s: list[float] = field(default_factory=list)
+    bytes_per_image: float | None = None
+    memory_mib: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Raw:
+    """What the place of the images gives, read once before all else: later the system would hold them in memory."""
+
+    images_per_s: float
+    mb_per_s: float
+    where: str
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Pinned copies to the device: bytes and images a second."""
+
+    bytes_per_s: float
+    images_per_s: float
+
+
+def rows(rates: dict[str, float], found: dict[str, Found], raw: Raw, copies: Copies | None) -> list[dict[str, Any]]:
+    """A row an arm, images/s being the median window, between what the disk gives and what the device takes."""
+    out = [{"arm": "raw read", "images_per_s": round(raw.images_per_s, 1), "mb_per_s": round(raw.mb_per_s, 1)}]
+    out += [_row(name, rates[name], each) for name, each in found.items()]
+    if copies is not None:
+        rate, mb_per_s = round(copies.images_per_s, 1), round(copies.bytes_per_s / 1e6, 1)
+        out.append({"arm": "host to device", "images_per_s": rate, "mb_per_s": mb_per_s})
+    return out
+
+
+def _row(name: str, rate: float, found: Found) -> dict[str, Any]:
+    row: dict[str, Any] = {"arm": name, "images_per_s": round(rate, 1)}
+    row["cpu_ms_per_image"] = round(float(np.median(found.cpu_ms)), 3) if found.cpu_ms else None
+    row |= dict.fromkeys(("first_batch_s", "epoch_stall_s"))
+    row["peaks_mib"] = {role: found.memory_mib[role][1] for role in SHOWN if role in found.memory_mib}
+    if name.startswith(("stream", "textbook", "tuned")):
+        row["first_batch_s"] = round(float(np.median(found.first_s)), 3)
+    if name.startswith("stream"):
+        row["epoch_stall_s"] = round(float(np.median(found.stalls_s)), 3) if found.stalls_s else None
+        row["store_bytes_per_image"] = round(found.bytes_per_image or 0)
+    return row
+
+
+def notes(rates: dict[str, float], raw: Raw, copies: Copies | None, gpu_rate: float | None, actors: int) -> list[str]:
+    """What the disk gives, the bottleneck by name, and the workers that a device of a given rate needs."""
+    said = [f"raw read: {raw.mb_per_s:,.0f} MB/s from {raw.where}"]
+    if copies is not None:
+        said.append(f"host to device: {copies.bytes_per_s / 1e9:,.1f} GB/s, pinned")
+    for name in ("original", "prepared"):
+        limits = {"reading and decoding on the CPU": rates[f"reader {name}"]}
+        if name == "original":
+            limits["reading the files"] = raw.images_per_s
+        if copies is not None:
+            limits["the copy to the device"] = copies.images_per_s
+        if gpu_rate is not None:
+            limits["the device"] = gpu_rate
+        said.append(f"{name}: the bottleneck is {windows.bottleneck(limits, rates[f'stream {name}'])}")
+        if gpu_rate is not None:
+            needed = windows.workers_for(gpu_rate, rates[f"stream {name}"], actors)
+            said.append(f"{name}: a device of {gpu_rate:,.0f} images/s needs {needed} CPU workers like these")
+    return said
+
+
+def memory(peaks: dict[str, tuple[int, float]]) -> str:
+    """What every process of the stream held at most."""
+    told = ", ".join(
+        f"{role} {mib:,.0f}" + (f" (x {number})" if number > 1 else "") for role, (number, mib) in peaks.items()
+    )
+    elsewhere = "" if "raylet" in peaks else "; processes of the cluster that was joined are not seen from here"
+    return f"memory of the stream's processes at most, MiB: {told}{elsewhere}"

@@ -1,0 +1,152 @@
+"""An HTTPS server on loopback with a certificate of its own, and a look-up of names that the test writes."""
+
+import datetime
+import ipaddress
+import socket
+import ssl
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
+
+from aiohttp.abc import AbstractResolver
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+NAMES = ("allowed.test", "other.test", "inner.test", "localhost")
+
+
+class Server(ThreadingHTTPServer):
+    """`with Server(folder, image) as server`: server.port; `image(number)` are the bytes of /N."""
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, folder, image):
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.image, self.asked, self.now, self.most = image, Counter(), 0, 0
+        self.lock, self.stopping = threading.Lock(), threading.Event()
+        self.trusted = ssl.create_default_context(cafile=write_certificate(folder))
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(folder / "certificate.pem", folder / "key.pem")
+        self.socket = context.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+    @property
+    def port(self):
+        return self.server_address[1]
+
+    def address(self, path, host="allowed.test"):
+        return f"https://{host}:{self.port}/{path}"
+
+    def __exit__(self, *_):
+        self.stopping.set()
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, *_):
+        """A client that went away is what the tests are about."""
+
+
+class Answers(BaseHTTPRequestHandler):
+    """/N an image; /slow/N the same after 0.2 s; /to?at=ADDRESS; /busy/M/N refused M times; /404 and the like."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        with self.server.lock:
+            self.server.asked[self.path] += 1
+            self.server.now += 1
+            self.server.most = max(self.server.most, self.server.now)
+        try:
+            self._answer(*urlsplit(self.path).path.strip("/").split("/"))
+        finally:
+            with self.server.lock:
+                self.server.now -= 1
+
+    def _answer(self, kind, *rest):
+        if kind == "slow":
+            time.sleep(0.2)
+            self._send(200, self.server.image(int(rest[0])))
+        elif kind == "to":
+            self._send(302, b"", Location=parse_qs(urlsplit(self.path).query, encoding="latin-1")["at"][0])
+        elif kind == "busy":
+            busy = self.server.asked[self.path] <= int(rest[0])
+            self._send(503 if busy else 200, b"" if busy else self.server.image(int(rest[1])))
+        elif kind == "endless":  # no length is told
+            self._send(200, None)
+            while not self.server.stopping.is_set():
+                self.wfile.write(bytes(65536))
+        elif kind == "later":
+            self._send(429, b"", **{"Retry-After": "60"})
+        elif kind == "drip":
+            self._send(200, b"", **{"Content-Length": "200000"})
+            while not self.server.stopping.wait(0.05):
+                self.wfile.write(b"x")
+        elif kind == "cut":
+            self._send(200, b"half", **{"Content-Length": "1000"})
+            self.close_connection = True
+        elif kind == "large":
+            self._send(200, b"", **{"Content-Length": str(10**12)})
+        else:
+            number = int(kind)
+            self._send(number if number >= 400 else 200, b"" if number >= 400 else self.server.image(number))
+
+    def _send(self, status, body, **headers):
+        self.send_response(status)
+        for name, value in ({} if body is None else {"Content-Length": str(len(body))} | headers).items():
+            self.send_header(name, value)
+        self.close_connection = body is None
+        self.end_headers()
+        self.wfile.write(body or b"")
+
+    def log_message(self, *_):
+        """Nothing is said in the middle of a test."""
+
+
+class Names(AbstractResolver):
+    """What each name is looked up as: a list of numeric addresses."""
+
+    def __init__(self, **names):
+        self.names = {name.replace("_", "."): found for name, found in names.items()}
+
+    async def resolve(self, host, port=0, family=socket.AF_INET):
+        if host not in self.names:
+            raise OSError(f"{host} is not known")
+        return [
+            {"hostname": host, "host": each, "port": port, "family": family_of(each), "proto": 0, "flags": 0}
+            for each in self.names[host]
+        ]
+
+    async def close(self):
+        pass
+
+
+def family_of(address):
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def write_certificate(folder):
+    """certificate.pem, signed by itself, and key.pem; the path of the first."""
+    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.UTC)
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "tests")])
+    names = [x509.DNSName(each) for each in NAMES] + [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    encoding = serialization.Encoding.PEM
+    plain = serialization.NoEncryption()
+    (folder / "certificate.pem").write_bytes(certificate.public_bytes(encoding))
+    (folder / "key.pem").write_bytes(key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, plain))
+    return folder / "certificate.pem"

@@ -1,0 +1,332 @@
+"""Images at addresses: from the hosts that are allowed and public addresses only, capped, overlapping, in order."""
+
+import hashlib
+import json
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from urllib.parse import quote
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mmray.address import host_of, is_public, shown, unfit
+from mmray.config import Prepare
+from mmray.data import prepare as prepare_module
+from mmray.data.ahead import WINDOW, rows_ahead
+from mmray.data.fetch import Fetcher, Limits
+from mmray.data.formats.bad_row import BadRow
+from mmray.data.formats.choose import Chosen
+from mmray.data.formats.rows import row_of
+from mmray.data.formats.source import Item
+from mmray.data.pack import Job, pack_chunk
+from mmray.data.prepare import prepare
+from mmray.data.sets import ensure_prepared
+from mmray.data.store import PreparedSet
+from mmray.errors import DataError, UsageError
+from mmray.report.quarantine import quarantine_of
+from tests.data.https_server import Names, Server
+from tests.data.test_prepare import colour_image, quarantine
+
+LIMITS = Limits(num_bytes=300_000, seconds=5.0, pause_s=0.01)
+LOOPBACK = partial(Names, allowed_test=["127.0.0.1"], other_test=["127.0.0.1"])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with Server(tmp_path_factory.mktemp("https"), colour_image) as server:
+        yield server
+
+
+@pytest.fixture
+def fetching(server):
+    """Makes the fetcher of a test: loopback counts as public where nothing else is said."""
+
+    def make(hosts=None, limits=LIMITS, resolver=LOOPBACK, public=lambda _: True):
+        return Fetcher(hosts or (f"allowed.test:{server.port}",), limits, server.trusted, resolver, public)
+
+    return make
+
+
+def fault(fetcher, address):
+    """(stage reason, detail) of an address that cannot be had."""
+    with pytest.raises(BadRow) as caught:
+        fetcher.fetch(address).result(timeout=20)
+    return f"{caught.value.stage} {caught.value.reason}", caught.value.detail
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::8.8.8.8"])
+def test_addresses_of_the_open_internet(address):
+    assert is_public(address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0",
+        "224.0.0.1", "255.255.255.255", "192.0.2.1", "198.18.0.1", "::1", "::", "fe80::1", "fe80::1%eth0",
+        "fd00:ec2::254",
+        "ff02::1", "ff0e::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "::127.0.0.1", "64:ff9b::127.0.0.1",
+        "64:ff9b::a9fe:a9fe", "64:ff9b:1::8.8.8.8", "2002:7f00:1::", "2002:808:808::", "2001:0:1:2::3", "2001:db8::1",
+        "localhost", "", "2130706433", "127.1",
+    ],
+)  # fmt: skip
+def test_addresses_that_are_not(address):
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize(
+    ("name", "host"),
+    [("Images.Example.ORG", "images.example.org"), ("a.b:443", "a.b"), ("a.b:8443", ""), ("xn--bcher-kva.de", "")],
+)
+def test_names_of_hosts(name, host):
+    assert host_of(name) == (host or name)
+    assert Prepare(allow_urls=("z.org", name, name)).allow_urls == tuple(sorted({host or name, "z.org"}))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "https://a.b", "a.b/c", "me@a.b", "127.0.0.1", "0x7f.1", "2130706433", "1.2", "[::1]", "::1", "a.b:0",
+        "a.b:99999",
+        "*.a.b", "a..b", ".a", "a.", "-a.b", "bücher.de", "a b", "", "a.b:", "a" * 64, ".".join(["abcdefg"] * 40),
+    ],
+)  # fmt: skip
+def test_what_is_no_name_of_a_host(name):
+    with pytest.raises(UsageError, match=r"prepare\.allow_urls: must be the name of a host, such as"):
+        Prepare(allow_urls=(name,))
+
+
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("https://a.b/x.jpg", ""), ("HTTPS://A.b:443/x", ""), ("https://a.b", ""), ("https://a.b?x", ""),
+        ("https://c.d:8443/x", ""),
+        ("http://a.b/x", "only https"), ("https://me:pass@a.b/x", "login"), ("https://a.b@evil.org/x", "login"),
+        ("https://a.b\\@evil.org/x", "login"), ("https://127.0.0.1/x", "numbers"), ("https://[::1]/x", "numbers"),
+        ("https://2130706433/", "numbers"), ("https://0x7f000001/", "numbers"), ("https:///x", "not a name"),
+        ("https://a.b:8443/x", "--allow-urls a.b:8443"), ("https://c.d/x", "--allow-urls c.d"), ("https://a.b./x",
+        "not a name"),
+        ("https://evil.org/https://a.b/", "prepare.allow_urls"), ("https://a.b.evil.org/",
+        "--allow-urls a.b.evil.org"),
+        ("https://a.b\tx/", "not a name"), ("ftp://a.b/", "only https"), ("//a.b/", "only https"),
+    ],
+)  # fmt: skip
+def test_which_addresses_are_fetched(address, why):
+    found = unfit(address, ("a.b", "c.d:8443"))
+    assert why in found if why else not found
+
+
+def test_what_is_told_of_an_address_holds_no_secret():
+    for address in ("https://a.b/x.png?sig=hush", "https://a.b/x.png#hush", "https://me:hush@a.b/x.png?hush"):
+        assert shown(address) == "https://a.b/x.png"
+        for hosts in ((), ("other.org",), ("a.b",)):
+            row = {"image": address, "text": "x"}
+            try:
+                found = row_of(row, "o", hosts).images[0]
+                assert (found.name, found.url, found.file) == (shown(address), address, None)
+            except BadRow as bad:
+                assert "hush" not in bad.detail
+                assert bad.reason == ("url" if hosts else "path")
+                assert "--allow-urls" in bad.detail or "login" in bad.detail
+
+
+def test_an_image_and_where_redirects_may_lead(server, fetching):
+    def to(address):
+        return server.address(f"to?at={quote(address, safe='')}")
+
+    with fetching((f"allowed.test:{server.port}", f"other.test:{server.port}")) as fetcher:
+        assert fetcher.fetch(server.address("1?sig=a%2Fb")).result() == colour_image(1)
+        assert server.asked["/1?sig=a%2Fb"] == 1, "the query goes out as it was signed"
+        assert fetcher.fetch(to(server.address("2", "other.test"))).result() == colour_image(2)
+        assert fetcher.fetch(to("/3")).result() == colour_image(3)
+    with fetching() as fetcher:
+        for address, told in (
+            (server.address("4?hush", "other.test"), f"--allow-urls other.test:{server.port})"),
+            (server.address("4").replace("https", "http"), "only https"),
+            (f"https://127.0.0.1:{server.port}/4", "numbers"),
+            (server.address("4").replace("//", "//me:hush@"), "login"),
+            ("https://[bad/4", "cannot be read"),
+            (f"https://allowed.test:{server.port}\\@other.test/4", "cannot be read"),
+        ):
+            kind, detail = fault(fetcher, to(address))
+            assert (kind, told in detail, "hush" in detail) == ("read redirect", True, False), detail
+        fault(fetcher, server.address("to?at=https://allowed.test/%FF"))[1].encode()  # half a character can be told
+        assert not any(path.startswith("/4") for path in server.asked)
+        assert fault(fetcher, to(to(to(to(to(to("/5")))))))[1].endswith("more than 5 redirects")
+
+
+@pytest.mark.parametrize("found", ["10.0.0.1", "127.0.0.1", "::1", "169.254.169.254", "::ffff:127.0.0.1"])
+def test_a_name_that_leads_inside_is_refused(server, fetching, found):
+    with fetching(
+        (f"inner.test:{server.port}",), resolver=partial(Names, inner_test=[found]), public=is_public
+    ) as fetcher:
+        kind, detail = fault(fetcher, server.address("6?hush", "inner.test"))
+    assert kind == "read private-address"
+    assert "inner.test is at" in detail and "hush" not in detail
+    assert not server.asked["/6?hush"]
+
+
+def test_localhost_is_refused_as_it_is_looked_up_and_a_redirect_to_it_too(server):
+    hosts = (f"localhost:{server.port}",)
+    with Fetcher(hosts, LIMITS, server.trusted) as fetcher:
+        together = [fetcher.fetch(server.address("7", "localhost")) for _ in range(9)]
+        assert {coming.exception().reason for coming in together} == {"private-address"}
+    assert not server.asked["/7"]
+
+
+def test_of_several_addresses_the_public_ones_are_taken(server, fetching):
+    resolver = partial(Names, allowed_test=["10.255.255.1", "127.0.0.1"])
+    with fetching(resolver=resolver, public=lambda address: address == "127.0.0.1") as fetcher:
+        assert fetcher.fetch(server.address("8")).result() == colour_image(8)
+
+
+def test_size_and_time_are_capped(server, fetching):
+    with fetching(limits=Limits(num_bytes=300_000, seconds=0.6, pause_s=0.01)) as fetcher:
+        for path in ("large", "endless"):
+            assert fault(fetcher, server.address(path))[0] == "read too-large"
+        began = time.monotonic()
+        kind, detail = fault(fetcher, server.address("drip"))
+        assert (kind, "not whole within 0.6 s" in detail) == ("read unreadable", True)
+        assert 0.5 < time.monotonic() - began < 3
+
+
+def test_what_may_pass_is_tried_again(server, fetching):
+    with fetching((f"allowed.test:{server.port}", "nowhere.test")) as fetcher:
+        assert fetcher.fetch(server.address("busy/2/9")).result() == colour_image(9)
+        for path, kind, tries in (
+            ("busy/99/9", "unreadable", 3), ("429", "unreadable", 3), ("cut", "unreadable", 3), ("404",
+            "missing-image", 1),
+            ("403", "missing-image", 1), ("later", "unreadable", 1), ("418", "refused", 1),
+        ):  # fmt: skip
+            assert fault(fetcher, server.address(path))[0] == f"read {kind}"
+            assert server.asked[f"/{path}"] == tries
+        assert fault(fetcher, "https://nowhere.test/x")[0] == "read unreadable"
+
+
+def test_a_certificate_that_nobody_vouches_for(server):
+    with Fetcher((f"allowed.test:{server.port}",), LIMITS, True, LOOPBACK, lambda _: True) as fetcher:
+        kind, detail = fault(fetcher, server.address("10"))
+    assert (kind, "certificate" in detail.lower()) == ("read refused", True)
+
+
+def test_images_overlap_and_rows_keep_their_order(server, fetching):
+    server.most, began = 0, time.monotonic()
+    rows = [{"id": n, "image": server.address(f"slow/{n}"), "text": "x"} for n in range(40)]
+    items = [Item(n, f"made:{n}", row) for n, row in enumerate(rows)]
+    items[5], items[7] = Item(5, "made:5", {"text": "x"}), Item(7, "made:7", BadRow("parse", "json", "x"))
+    items[9] = Item(9, "made:9", {"image": "a.png", "text": "x"})
+    seen, most = [], 0
+
+    def fetch(address):
+        seen.append(address)
+        return fetcher.fetch(address)
+
+    with fetching() as fetcher:
+        for number, (item, raw) in enumerate(rows_ahead(items, fetcher.hosts, fetch)):
+            most = max(most, len(seen) - number)
+            assert item.line == number
+            if number in (5, 7):
+                assert isinstance(raw, BadRow)
+            elif number != 9:
+                assert [one.data for one in raw.images] == [colour_image(number)]
+    assert number == 39
+    assert time.monotonic() - began < 0.6 * 40 * 0.2
+    assert 4 < server.most <= LIMITS.connections
+    assert most <= WINDOW + 1
+
+
+def test_a_fetcher_that_is_left_ends_at_once(server, fetching):
+    threads = threading.active_count()
+    began = time.monotonic()
+    with fetching() as fetcher:
+        coming = [fetcher.fetch(server.address(f"slow/{n}")) for n in range(40)]
+    assert all(one.done() for one in coming)
+    assert time.monotonic() - began < 1.5
+    assert not fetcher._thread.is_alive()
+    assert threading.active_count() <= threads + LIMITS.connections, "the server's own may still sleep"
+
+
+def source_line(source, row):
+    """How row `row`, counted from 0, is named; a CSV has a line of column names before."""
+    return f"{source.name}:{row + 1 + (source.suffix == '.csv')}"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_a_set_from_addresses(server, fetching, tmp_path, monkeypatch, kind):
+    port, said = server.port, []
+    urls = [server.address(f"{n}?sig=hush") for n in (20, 21, 22)]
+    urls += [
+        server.address("404?sig=hush"),
+        server.address("23?sig=hush", "other.test"),
+        server.address(f"busy/3/{len(kind)}?hush"),
+    ]
+    urls += [f"https://allowed.test:{port}/to?at=https://other.test/a?hush"]
+    source = tmp_path / f"rows.{kind}"
+    if kind == "jsonl":
+        source.write_text("".join(json.dumps({"url": url, "caption": "x"}) + "\n" for url in urls))
+    elif kind == "csv":
+        source.write_text("\n".join(["url,caption", *(f"{url},x" for url in urls)]))
+    else:
+        pq.write_table(pa.table({"url": urls, "caption": ["x"] * len(urls)}), source)
+    packed = []
+
+    def run(job, chunks):
+        for chunk in chunks:
+            done = pack_chunk(job, chunk, fetching)
+            packed.append(done.index)
+            yield done.index, done.num_rows, done.num_bad
+
+    monkeypatch.setattr(prepare_module, "_run", run)
+    settings = Prepare(
+        max_bad_fraction=1.0, rows_per_shard=64, vocab_size=0, columns=("image=url", "text=caption"),
+        allow_urls=(f"ALLOWED.test:{port}",),
+    )  # fmt: skip
+    out = tmp_path / "out"
+    manifest = prepare(str(source), str(out), settings, say=lambda line, label: said.append((label, line)))
+    assert (manifest.num_rows, manifest.num_read) == (3, len(urls))
+    rows = PreparedSet.open(str(out)).read(np.arange(3))
+    assert [row.images for row in rows] == [[colour_image(n)] for n in (20, 21, 22)]
+    faults = quarantine(out)
+    assert [(each["source"], each["stage"], each["reason"]) for each in faults] == [
+        (source_line(source, 3), "read", "missing-image"),
+        (source_line(source, 4), "columns", "url"),
+        (source_line(source, 5), "read", "unreadable"),
+        (source_line(source, 6), "read", "redirect"),
+    ]
+    assert ("fetching", f"images named by addresses, from allowed.test:{port} and nowhere else") in said
+    for file in out.rglob("*"):
+        assert not file.is_file() or b"hush" not in file.read_bytes(), file
+
+    asked = server.asked.total()
+    assert [aside.picture for aside in quarantine_of(tmp_path, str(out)).shown] == [None] * 4
+    assert server.asked.total() == asked, "a report fetches nothing"
+    manifest = prepare(str(source), str(out), settings)  # what was busy is tried again
+    assert (manifest.num_rows, packed) == (4, [0, 0])
+    prepare(str(source), str(out), settings)
+    assert packed == [0, 0], "what is fetched stays"
+    again = settings.model_copy(update={"reference": True})
+    with pytest.raises(DataError, match=r"6 no-reference, .* an address: prepare without --reference"):
+        prepare(str(source), str(tmp_path / "index"), again)
+    assert len(packed) == 3 and server.asked.total() == asked + 6
+    with pytest.raises(DataError, match=r"7 path, .* \(--allow-urls names the hosts"):
+        prepare(str(source), str(tmp_path / "none"), settings.model_copy(update={"allow_urls": ()}))
+
+
+def test_sets_of_before_stay_current_and_keep_their_names(tmp_path, monkeypatch):
+    job = Job(Chosen("jsonl", "/a", "rows.jsonl"), "/out", (("image", "url"),), "a {}", "full", False, 0, 100, 0.0, 4)
+    assert job.digest() == "63bc8f4e51894e9d", "a set prepared before there was the setting is packed again"
+    assert replace(job, allow_urls=("a.b",)).digest() != job.digest()
+
+    outs = []
+    manifest = SimpleNamespace(num_rows=0, num_quarantined=0)
+    monkeypatch.setattr("mmray.data.sets.prepare", lambda source, out, *_: outs.append(out) or manifest)
+    before = Prepare().model_dump_json(exclude={"allow_urls"})
+    for settings in (Prepare(), Prepare(allow_urls=("a.b",))):
+        ensure_prepared(str(tmp_path), str(tmp_path / "cache"), settings, lambda *_: None, lambda _: None)
+    name = hashlib.sha256(f"{tmp_path}\n{before}".encode()).hexdigest()[:8]
+    assert [out.endswith(name) for out in map(str, outs)] == [True, False]
