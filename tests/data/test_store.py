@@ -1,5 +1,6 @@
 """The prepared set at rest: every row comes back, from any process, and damage raises."""
 
+import errno
 import pickle
 import subprocess
 import sys
@@ -205,11 +206,23 @@ def test_a_missing_or_cut_shard_raises_with_its_name(tmp_path):
     shard = tmp_path / "shards" / "0.arrow"
     data = shard.read_bytes()
     shard.unlink()
-    with pytest.raises(ValueError, match=r"shards/0\.arrow"):
+    with pytest.raises(FileNotFoundError, match=r"shards/0\.arrow"):
         PreparedSet.open(path).read(np.array([0]))
     shard.write_bytes(data[:-50])
     with pytest.raises(ValueError, match=r"shards/0\.arrow"):
         PreparedSet.open(path).read(np.array([0]))
+
+
+def test_a_disk_that_does_not_answer_is_not_taken_for_damage(tmp_path, monkeypatch):
+    prepared = PreparedSet.open(make_set(tmp_path, [(make_rows(18), None, ())]))
+
+    def stale(place, name, mapped=False):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Stale"):
+        patch.setattr(Place, "open", stale)
+        prepared.read(np.array([0]))
+    assert prepared.read(np.array([0])) == make_rows(1)
 
 
 def test_a_shard_that_was_not_finished_leaves_no_file(tmp_path):
