@@ -106,7 +106,11 @@ def _key(values: dict[str, Any], origin: str) -> str:
 
 
 def _images(values: dict[str, Any]) -> tuple[Picture, ...]:
-    return tuple(_picture(value) for value in _one_of(values, _IMAGE_COLUMNS, "no-image"))
+    given = _one_of(values, _IMAGE_COLUMNS, "no-image")
+    if len(given) > 1:
+        detail = f"the row has {len(given)} images, and a model here looks at one: give each a row of its own"
+        raise BadRow("columns", "several-images", detail)
+    return (_picture(given[0]),)
 
 
 def _picture(value: Any) -> Picture:
