@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -225,13 +226,26 @@ def test_a_disk_that_does_not_answer_is_not_taken_for_damage(tmp_path, monkeypat
     assert prepared.read(np.array([0])) == make_rows(1)
 
 
-def test_a_shard_that_was_not_finished_leaves_no_file(tmp_path):
-    place = Place(str(tmp_path))
+@pytest.mark.parametrize("kind", ["disk", "store", "memory"])
+def test_a_shard_that_was_not_finished_leaves_no_file(tmp_path, request, kind):
+    addresses = {"disk": lambda: str(tmp_path), "store": lambda: request.getfixturevalue("s3").address}
+    place = Place(addresses.get(kind, lambda: "memory://unfinished")())
     with pytest.raises(RuntimeError, match="killed"), ShardWriter(place, "a.arrow") as shard:
         for row in make_rows(20):
             shard.append(row)
         raise RuntimeError("killed")
     assert place.names() == []
+
+
+def test_what_a_store_does_not_take_leaves_what_was_there():
+    store, place = Mock(), Place("memory://whole")
+    vars(place)["system"] = (store, "whole")
+    store.open_output_stream().close.side_effect = OSError("slow down")
+    with pytest.raises(OSError, match="slow down"):
+        place.write("a", b"after")
+    with pytest.raises(RuntimeError, match="killed"), place.writing("a"):
+        raise RuntimeError("killed")
+    assert not store.delete_file.called
 
 
 def test_shards_are_the_same_bytes_for_the_same_rows(tmp_path):
