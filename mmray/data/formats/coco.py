@@ -84,4 +84,4 @@ def _document(place: Place, name: str) -> dict[str, Any]:
 
 
 def _is_id(value: Any) -> bool:
-    return isinstance(value, (int, str)) and not isinstance(value, bool)
+    return isinstance(value, (int, float, str)) and not isinstance(value, bool)
