@@ -411,7 +411,7 @@ def test_what_is_not_taken_from_a_json_condemns_no_row(tmp_path):
     source = folder_of_tar(tmp_path / "raw", members)
     _, rows, faults = prepared(source, tmp_path / "out")
     assert [row.texts for row in rows] == [["c"], ["e"]] and faults == {"A.TAR/b": "json"}
-    _, rows, faults = prepared(source, tmp_path / "alt", columns=("text=alt",))
+    _, rows, faults = prepared(source, tmp_path / "alt", columns=("text=alt", "image=caption"))
     assert [row.texts for row in rows] == [["d"], ["d"]] and faults == {"A.TAR/a": "no-text"}
 
 

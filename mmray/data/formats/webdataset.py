@@ -72,7 +72,7 @@ def _described(parts: dict[str, Picture], columns: dict[str, str]) -> dict[str, 
     """
     values: dict[str, Any] = {}
     if "json" in parts:
-        mapped = set(columns.values())
+        mapped = {their for our, their in columns.items() if our not in ("image", "images")}  # these are members
         stated = {"label"} if "cls" in parts else set()
         stated |= set(_TEXTS) if "txt" in parts or {"text", "texts"} & set(columns) else set()
         values = parse_only(parts["json"].data or b"", {*_FROM_JSON} - stated | mapped)
