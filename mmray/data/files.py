@@ -1,23 +1,28 @@
 """Files that rows name, read from the source's folder and from nowhere else.
 
-What is wrong with one of them is a BadRow: the row that named it goes to quarantine.
+What is wrong with one of them is a BadRow: the row that named it goes to quarantine. A disk or a store that does not
+answer is an OSError, and no fault of the row; only a prepare, which can come again, sets such rows aside (`tried`).
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from mmray.data.formats.rows import BadRow, Picture
 from mmray.data.place import Place
 from mmray.data.ranges import RangeFiles, Read, coalesced, together
+from mmray.data.remote import steadily
 
 MAX_IMAGE_BYTES = 256 * 1024 * 1024
+_OF_THE_NAME = (errno.ENAMETOOLONG, errno.ELOOP)  # errors that say no more than that there can be no such file
 
 
 def read_picture(place: Place, picture: Picture) -> bytes:
-    """The bytes of an image, wherever the source keeps them. Raises BadRow (stage `read`)."""
+    """The bytes of an image, wherever the source keeps them. Raises BadRow (stage `read`) or OSError."""
     if picture.data is not None:
         return picture.data
     if picture.length is None:
@@ -43,7 +48,7 @@ def read_pictures(place: Place, pictures: Sequence[Picture]) -> list[bytes]:
         reads += [(file, read, spans, numbers) for read in coalesced(spans)]
 
     def read_whole(number: int) -> None:
-        out[number] = read_picture(place, pictures[number])
+        out[number] = steadily(lambda: read_picture(place, pictures[number]))
 
     def read_parts(job: tuple[str, Read, list[tuple[int, int]], list[int]]) -> None:
         file, read, spans, numbers = job
@@ -58,7 +63,7 @@ def read_pictures(place: Place, pictures: Sequence[Picture]) -> list[bytes]:
 
 
 def read_file(place: Place, name: str) -> bytes:
-    """The bytes of a file in the source's folder. Raises BadRow (stage `read`)."""
+    """The bytes of a file in the source's folder. Raises BadRow (stage `read`) or OSError."""
     try:
         if place.local is not None:
             _check_inside(str(place.local), name)
@@ -68,6 +73,17 @@ def read_file(place: Place, name: str) -> bytes:
         return place.read(name)
     except (FileNotFoundError, NotADirectoryError):
         raise BadRow("read", "missing-image", f"there is no file {name}") from None
+    except OSError as error:
+        if error.errno not in _OF_THE_NAME:
+            raise
+        raise BadRow("read", "unreadable", f"{name}: {error}") from None
+
+
+@contextmanager
+def tried(name: str) -> Iterator[None]:
+    """Make an OSError of the block the fault of the row that named this file, of a kind that may pass: a BadRow."""
+    try:
+        yield
     except OSError as error:
         raise BadRow("read", "unreadable", f"{name}: {error}") from None
 

@@ -69,9 +69,7 @@ def _read(rows: PreparedSet, numbers: np.ndarray) -> list[Row | None]:
     """
     try:
         return list(rows.read(numbers))
-    except BadRow as bad:
-        if bad.reason == "unreadable":
-            raise OSError(bad.detail) from bad
+    except BadRow:
         return [None] if len(numbers) == 1 else [row for number in numbers for row in _read(rows, np.array([number]))]
     except ValueError as error:
         raise OSError(str(error)) from error

@@ -76,6 +76,11 @@ class Manifest:
     leakage: dict[str, Any] = field(default_factory=dict)  # what was found in other sets and across splits, if asked
     box_names: dict[str, str] = field(default_factory=dict)  # names of box labels, where the source says them
 
+    @property
+    def is_decoded(self) -> bool:
+        """Whether each image was decoded whole, and killed nobody, when the set was prepared."""
+        return self.settings.get("check", "full") == "full" or bool(self.settings.get("image_side"))
+
     def to_json(self) -> bytes:
         values = asdict(self) | {"format": "mmray prepared set"}
         return orjson.dumps(values, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)

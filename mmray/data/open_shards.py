@@ -37,7 +37,10 @@ class OpenShards:
             use(number, self.batch(one.shard.file, one.batch))
 
     def batch(self, file: str, index: int) -> pa.RecordBatch:
-        """A record batch, on a local disk without a copy. Raises ValueError naming the file where it is damaged."""
+        """A record batch, on a local disk without a copy.
+
+        Raises OSError where the disk or the store does not give it, ValueError naming the file where it is damaged.
+        """
         try:
             lock, reader = self._reader(file)
             with lock:
@@ -45,6 +48,9 @@ class OpenShards:
             records.validate(full=True)  # damaged offsets would end the process, not raise
             return records
         except (OSError, pa.ArrowException) as error:
+            # Of a file that ends too soon Arrow makes an OSError as well, but one without a number.
+            if isinstance(error, OSError) and (error.errno or self._place.local is None):
+                raise
             raise ValueError(f"{self._place.address}/{file}, record batch {index}: {error}") from None
 
     def _reader(self, file: str) -> tuple[threading.Lock, pa.RecordBatchFileReader]:

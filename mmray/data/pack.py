@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from mmray.data.ahead import rows_ahead
-from mmray.data.files import read_picture, stamp
+from mmray.data.files import read_picture, stamp, tried
 from mmray.data.formats.choose import Chosen, source_of
 from mmray.data.formats.rows import BadRow, Picture, RawRow
 from mmray.data.formats.source import Chunk, Item, Source
@@ -220,7 +220,8 @@ class _Task:
 
     def _read(self, picture: Picture) -> bytes:
         self._stamp((picture,))
-        return read_picture(self.source, picture)
+        with tried(picture.name):
+            return read_picture(self.source, picture)
 
     def _decode(self, name: str, data: bytes) -> tuple[bytes, tuple[int, int]]:
         """The bytes to keep of an image, and its size; it decodes to its end, or as far as `check` asks."""

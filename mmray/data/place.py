@@ -1,14 +1,15 @@
 """A folder on a disk or an object store, with the few operations that sources and prepared sets need.
 
 Everything is addressed by a name inside the folder, so that a set can be copied or moved whole. A file written here is
-there entirely or not at all: under another name first on a file system, and an object store shows only whole objects.
+there entirely or not at all: under another name first on a file system, and an object store shows only whole objects
+(one whose writer fails is deleted).
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -114,7 +115,7 @@ class Place:
         system, root = self.system
         target = f"{root}/{name}"
         if not isinstance(system, fs.LocalFileSystem):
-            with system.open_output_stream(target) as stream:
+            with _object(system, target) as stream:
                 yield stream
             return
         unfinished = f"{target}.{uuid.uuid4().hex[:8]}{UNFINISHED}"
@@ -134,6 +135,20 @@ class Place:
         """Delete a file."""
         system, root = self.system
         system.delete_file(f"{root}/{name}")
+
+
+@contextmanager
+def _object(system: fs.FileSystem, path: str) -> Iterator[pa.NativeFile]:
+    """An object to write, deleted where the block fails: pyarrow cannot abandon one, closing it puts what there is."""
+    stream = system.open_output_stream(path)
+    try:
+        yield stream
+    except BaseException:
+        with suppress(OSError):  # where the store does not take it, what was there before stays
+            stream.close()
+            system.delete_file(path)
+        raise
+    stream.close()
 
 
 def _in_one_request(address: str) -> str:

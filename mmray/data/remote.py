@@ -148,18 +148,18 @@ class RemotePath:
             shutil.copyfileobj(source, target, CHUNK_BYTES)
 
     def _upload(self, file: Path) -> None:
-        with file.open("rb") as source, self.place.system[0].open_output_stream(self.key) as target:
+        with file.open("rb") as source, self.place.writing(self.inner) as target:
             shutil.copyfileobj(source, target, CHUNK_BYTES)
 
     def _copy(self, other: RemotePath) -> None:
         with (
             self.place.system[0].open_input_stream(self.key) as source,
-            other.place.system[0].open_output_stream(other.key) as target,
+            other.place.writing(other.inner) as target,
         ):
             shutil.copyfileobj(source, target, CHUNK_BYTES)
 
     def _write(self, data: bytes) -> None:
-        with self.place.system[0].open_output_stream(self.key) as stream:
+        with self.place.writing(self.inner) as stream:
             stream.write(data)
 
 

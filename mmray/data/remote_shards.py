@@ -15,6 +15,7 @@ from mmray.data.manifest import Shard
 from mmray.data.open_shards import OpenShards, Wanted
 from mmray.data.place import Place
 from mmray.data.ranges import RangeFiles, coalesced, together
+from mmray.data.remote import steadily
 
 MAGIC_BYTES = 8  # what an Arrow IPC file begins with, padded
 
@@ -60,7 +61,7 @@ class RemoteShards:
 
     def _one_by_one(self, wanted: dict[int, Wanted], use: Use) -> None:
         for number, one in wanted.items():
-            use(number, self._without_index.batch(one.shard.file, one.batch))
+            use(number, steadily(partial(self._without_index.batch, one.shard.file, one.batch)))
 
     def _read(self, shard: Shard, wanted: dict[int, Wanted], use: Use) -> list[Callable[[], None]]:
         """Jobs that each make one request."""

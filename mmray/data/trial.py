@@ -1,7 +1,8 @@
 """Decodes images in a process of its own, for sources in which one has killed its worker.
 
 A decoder that dies natively takes its process with it, and no `except` sees it. Here that is a child's process: the
-image it was given last is the one to name. Slower by a copy of the bytes, so it is used only after a death.
+image it was given last is the one to name. Slower by a copy of the bytes, so it is used only after a death, and where
+a death would cost a training worker: for held-out images that no prepare has decoded.
 """
 
 from __future__ import annotations
@@ -48,6 +49,36 @@ class Trial:
         if self._child is not None:
             self._child.communicate()
             self._child = None
+
+
+class Trials:
+    """Tries images once each, for several threads, each of which has a child of its own meanwhile."""
+
+    def __init__(self) -> None:
+        self._free: list[Trial] = []
+        self._known: dict[str, BadImage | None] = {}
+
+    def check(self, key: str, data: bytes, max_pixels: int) -> None:
+        """Raises BadImage as `Trial.check` does; what it found for a key holds from then on."""
+        if key not in self._known:
+            try:
+                trial = self._free.pop()
+            except IndexError:
+                trial = Trial()
+            try:
+                trial.check(data, max_pixels)
+                self._known[key] = None
+            except BadImage as bad:
+                self._known[key] = bad
+            finally:
+                self._free.append(trial)
+        if (found := self._known[key]) is not None:
+            raise BadImage(found.reason, f"{key}: {found.detail}")
+
+    def close(self) -> None:
+        """End the children; what they found stays known."""
+        while self._free:
+            self._free.pop().close()
 
 
 def answer_all(source: BinaryIO, out: BinaryIO) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -22,13 +23,14 @@ def answer_scores(model: Any, batches: EvalBatches, group: Group, most: int) -> 
     `most` tokens at the longest. Rows that cannot be read are left out.
     """
     found = []
-    for row in batches.rows.tolist():
-        try:
-            pixels, _, conversations, _ = batches.read(row)
-        except ROW_ERRORS:
-            continue  # counted and named where the loss is measured
-        question, right = batches.encoder.question_of(conversations)
-        found.append([row, answered(model, batches.encoder, torch.from_numpy(pixels)[None], question, most), right])
+    with closing(batches):
+        for row in batches.rows.tolist():
+            try:
+                pixels, _, conversations, _ = batches.read(row)
+            except ROW_ERRORS:
+                continue  # counted and named where the loss is measured
+            question, right = batches.encoder.question_of(conversations)
+            found.append([row, answered(model, batches.encoder, torch.from_numpy(pixels)[None], question, most), right])
     everyone = sorted(_gathered(found, group))
     if not everyone:
         return {}

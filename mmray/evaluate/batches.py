@@ -7,9 +7,11 @@ a plain script alike.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,7 @@ from mmray.data.collate import boxes_of, learned_of
 from mmray.data.image import MAX_PIXELS, decode, read_pixels, to_pixels
 from mmray.data.reader import UNLABELLED, Block
 from mmray.data.store import BATCH_ROWS, ROW_ERRORS, PreparedSet, Row
+from mmray.data.trial import Trials
 from mmray.data.words import encoder_of
 
 if TYPE_CHECKING:
@@ -39,8 +42,9 @@ class EvalBatches:
 
     A batch: image uint8 [B, 3, S, S]; row, label int64 [B] (-1: no label); input_ids, attention_mask int64 [C, T], all
     captions of these rows; owner int64 [C], the row of each caption; for a model that writes also labels and image_at
-    (data/collate.py); with `inputs.max_boxes` columns of boxes, as there. Rows that cannot be read are left
-    out and named in `faults`; a store that does not answer raises OSError.
+    (data/collate.py); with `inputs.max_boxes` columns of boxes, as there. Rows that cannot be read are left out and
+    named in `faults`; a store that does not answer raises OSError. With `apart` each image is tried there first: one
+    that kills its decoder would take this process, which trains, with it.
     """
 
     prepared: PreparedSet
@@ -51,6 +55,7 @@ class EvalBatches:
     rank: int = 0
     world: int = 1
     max_pixels: int = MAX_PIXELS
+    apart: Trials | None = None
     threads: int = field(default_factory=lambda: min(16, os.cpu_count() or 1))
     faults: list[str] = field(default_factory=list)
 
@@ -65,7 +70,7 @@ class EvalBatches:
         self.faults.clear()
         rows = self.rows
         parts = [rows[start : start + self.batch] for start in range(0, len(rows), self.batch)]
-        with ThreadPoolExecutor(self.threads, thread_name_prefix="mmray-eval") as pool:
+        with closing(self), ThreadPoolExecutor(self.threads, thread_name_prefix="mmray-eval") as pool:
             coming = self._ask(pool, parts[0]) if parts else []
             for index in range(len(parts)):
                 reading = coming
@@ -74,6 +79,11 @@ class EvalBatches:
                 found = chain.from_iterable(one.result() for one in reading)
                 if (batch := self._collate(parts[index], found)) is not None:
                     yield batch
+
+    def close(self) -> None:
+        """End what was begun to read rows apart; it begins again with the next one."""
+        if self.apart is not None:
+            self.apart.close()
 
     def _ask(self, pool: ThreadPoolExecutor, rows: np.ndarray) -> list[Future[list[Found]]]:
         """Jobs of few rows each that lie together, so that a store is asked once for all of them."""
@@ -101,6 +111,8 @@ class EvalBatches:
     def _made(self, record: Row) -> Read:
         if not record.is_intact:
             raise ValueError(f"{record.key} ({record.source}): its images are not those that were prepared")
+        if self.apart is not None:
+            self.apart.check(record.key, record.images[0], self.max_pixels)
         label = UNLABELLED if record.label is None else record.label
         return *self._seen(record), self.encoder.words_of(record), label
 
@@ -121,6 +133,8 @@ class EvalBatches:
         for row, one in zip(rows.tolist(), found, strict=True):
             if isinstance(one, Exception):
                 self.faults.append(f"row {row}: {one}")
+                if len(self.faults) % 1000 == 1:
+                    logging.getLogger(__name__).warning("an evaluation leaves out %s", self.faults[-1])
                 continue
             image, regions, captions, label = one
             good.append(row)
@@ -160,9 +174,18 @@ class HeldOut:
     ) -> None:
         self._prepared, self._inputs, self._settings, self._max_pixels = prepared, inputs, settings, max_pixels
         self._encoder = encoder_of(tokenizer_json, inputs)
+        self._apart = None if prepared.manifest.is_decoded else Trials()
 
     def _batches(self, rank: int, world: int, limit: int | None) -> EvalBatches:
         """One rank's part of the first `limit` rows."""
         return EvalBatches(
-            self._prepared, self._inputs, self._encoder, self._settings.batch, limit, rank, world, self._max_pixels
+            self._prepared,
+            self._inputs,
+            self._encoder,
+            self._settings.batch,
+            limit,
+            rank,
+            world,
+            self._max_pixels,
+            self._apart,
         )

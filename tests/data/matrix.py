@@ -7,6 +7,7 @@ import io
 import json
 import os
 import struct
+import tarfile
 import zlib
 
 from PIL import Image
@@ -54,6 +55,25 @@ def palette():
     return out.getvalue()
 
 
+def tar(*members):
+    """A tar of a good row `a`, these members (name, bytes, type where it is no file), and a good row `z`."""
+    out = io.BytesIO()
+    first, last = ([(f"{key}.png", encoded()), (f"{key}.txt", b"x")] for key in "az")
+    with tarfile.open(fileobj=out, mode="w") as file:
+        for name, data, *kind in [*first, *members, *last]:
+            member = tarfile.TarInfo(name)
+            member.size, member.linkname = len(data), "/etc/passwd"
+            member.type = kind[0] if kind else tarfile.REGTYPE
+            file.addfile(member, io.BytesIO(data))
+    return out.getvalue()
+
+
+def damaged(data, name):
+    """A tar with a fault in the header of this member."""
+    at = data.index(name.encode().ljust(100, b"\0"))
+    return data[: at + 5] + b"\xff" + data[at + 6 :]
+
+
 # what it is -> (bytes of the image file, what becomes of the row, a word on it)
 IMAGES = {
     "a truncated JPEG": (encoded("JPEG", size=(90, 60))[:-40], "decode truncated", "never a half-grey picture"),
@@ -79,6 +99,7 @@ IMAGES = {
     "a header of 900 megapixels": (png_header(30_000, 30_000), "decode too-large", "refused before it is decoded"),
 }
 GOOD = {"image": "good.png", "text": "x"}
+FIRST = {"a byte order mark": (b'\xef\xbb\xbf{"id": "bom", "image": "good.png", "text": "x"}', KEPT, "")}
 # what it is -> (a line of JSONL, what becomes of the row, a word on it)
 LINES = {
     "an image that is not there": (GOOD | {"image": "gone.png"}, "read missing-image", ""),
@@ -101,31 +122,67 @@ LINES = {
     "a line that is not UTF-8": (b'{"image": "good.png", "text": "caf\xe9"}', "parse encoding", ""),
     "a blank caption": (GOOD | {"text": " \n"}, "text blank", ""),
     "a caption of 1 MB": (GOOD | {"text": "x" * 1_000_000}, "text too-long", "the limit is 64 KiB"),
+    "several images in one row": (GOOD | {"image": ["good.png"] * 2}, "columns several-images", "a model looks at one"),
     "an id again": (GOOD | {"id": "crlf"}, "duplicates duplicate-key", ""),
 }
+TEXT = ("m.txt", b"x")
+# what it is -> (bytes of a tar with a good row before and after, what becomes of the row, a word on it)
+TARS = {
+    "a member with ../ in a tar": (tar(("../up.png", encoded())), "columns path", "nothing is extracted"),
+    "a link in a tar": (tar(("m.png", b"", tarfile.SYMTYPE), TEXT), "read not-a-file", ""),
+    "a device in a tar": (tar(("m.png", b"", tarfile.CHRTYPE), TEXT), "read not-a-file", ""),
+    "a.mask.png before a.png in a tar": (
+        tar(("m.mask.png", b"?"), ("m.png", encoded()), TEXT),
+        KEPT,
+        "the kind is all after the first dot",
+    ),
+    "a member twice in a tar": (tar(("m.png", encoded()), TEXT, TEXT), "columns no-image", "a row of its own"),
+    "NaN in an unused field of a tar's JSON": (
+        tar(("m.png", encoded()), ("m.json", b'{"caption": "x", "similarity": NaN}')),
+        KEPT,
+        "",
+    ),
+    "a tar that breaks off": (tar()[:2300], "read truncated", "the rows before are kept"),
+    "a damaged header in a tar": (damaged(tar(), "z.png"), "read truncated", "the rows before are kept"),
+}
+
+ALL = FIRST | IMAGES | LINES | TARS
 
 
 def write_source(folder):
-    """A JSONL file with a row for each entry, its byte order mark before; returns its path."""
+    """A JSONL file with a row for each entry but those of tars, and the folder of these; returns both paths."""
     (folder / "in").mkdir()
     (folder / "secret.png").write_bytes(encoded())
     (folder / "in" / "good.png").write_bytes(encoded(colour=(1, 1, 1)))
     (folder / "in" / "link.png").symlink_to(folder / "secret.png")
     os.mkfifo(folder / "in" / "pipe.png")
-    lines = []
+    (folder / "in" / "tars").mkdir()
+    for number, (data, _, _) in enumerate(TARS.values()):
+        (folder / "in" / "tars" / f"{number}.tar").write_bytes(data)
+    lines = [line for line, _, _ in FIRST.values()]
     for number, (data, _, _) in enumerate(IMAGES.values()):
         (folder / "in" / f"{number}.jpg").write_bytes(data)
         lines.append({"id": f"image {number}", "image": f"{number}.jpg", "text": "x"})
     lines += [line for line, _, _ in LINES.values()]
     whole = b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
-    (folder / "in" / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + whole)
-    return folder / "in" / "rows.jsonl"
+    (folder / "in" / "rows.jsonl").write_bytes(whole)
+    return folder / "in" / "rows.jsonl", folder / "in" / "tars"
+
+
+def places():
+    """(line, or name of a tar, and what it is) of each entry."""
+    return [*enumerate(FIRST | IMAGES | LINES, 1), *((f"{number}.tar", name) for number, name in enumerate(TARS))]
+
+
+def count(source):
+    """Rows of one of the sources; of the tars one has a row twice, and two end before their last."""
+    return len(FIRST | IMAGES | LINES) if source.is_file() else 3 * len(TARS) - 1
 
 
 def table():
     """The README's table, between its marks."""
     rows = ["| input | what becomes of its row |", "|---|---|"]
-    for name, (_, outcome, word) in (IMAGES | LINES).items():
+    for name, (_, outcome, word) in (IMAGES | FIRST | LINES | TARS).items():
         if name.startswith("EXIF orientation"):
             if not name.endswith("1"):
                 continue

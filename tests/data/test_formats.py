@@ -12,6 +12,7 @@ import pytest
 
 from mmray.config import Prepare
 from mmray.data import prepare as prepare_module
+from mmray.data.formats import lines, listing
 from mmray.data.formats.choose import choose
 from mmray.data.pack import pack_chunk
 from mmray.data.prepare import prepare
@@ -202,6 +203,31 @@ def test_coco_without_captions_names_its_categories(tmp_path):
     assert faults == {"instances.json:image 1": "boxes"}
 
 
+def test_coco_that_lacks_something_is_told(tmp_path):
+    document = {
+        "images": [{"id": n, "file_name": f"{n}.png"} for n in range(2)],
+        "annotations": [{"image_id": 0, "bbox": [0, 0, 4, 4]}, {"image_id": 1, "bbox": [0, 0, 4, 4], "category_id": 1}],
+        "categories": [{"id": 1, "name": "cat"}],
+    }
+    source = images(tmp_path / "raw", 2) / "instances.json"
+    source.write_text(
+        json.dumps(document | {"annotations": [*document["annotations"], {"image_id": 0, "caption": "x"}]})
+    )
+    _, rows, faults = prepared(source, tmp_path / "out")
+    assert [row.key for row in rows] == ["1"] and faults == {"instances.json:image 0": "boxes"}
+    for name, item, told in (
+        ("categories", {"id": 1}, r"categories\[0\] needs `id` and `name`"),
+        ("categories", {"name": "cat"}, r"categories\[0\] needs `id` and `name`"),
+        ("images", {"id": 0}, r"images\[0\] needs `id` and `file_name`"),
+        ("annotations", {"caption": "x"}, r"annotations\[0\] needs `image_id`, is {'caption': 'x'}"),
+        ("annotations", {"image_id": [1]}, r"annotations\[0\] needs `image_id`"),
+        ("annotations", "image_id", "is not COCO's JSON"),
+    ):
+        source.write_text(json.dumps(document | {name: [item]}))
+        with pytest.raises(DataError, match=told):
+            prepared(source, tmp_path / "bad")
+
+
 def test_a_folder_for_each_class(tmp_path):
     for name in ("red_fox", "cat"):
         images(tmp_path / "raw" / name, 2)
@@ -243,6 +269,16 @@ def test_lists_of_unequal_length_are_a_fault_of_the_set(tmp_path):
     (tmp_path / "raw" / "captions.txt").write_text("one\n")
     with pytest.raises(DataError, match=r"images\.txt has 7 lines, captions\.txt 1: make them equal"):
         prepared(source, tmp_path / "out")
+
+
+def test_a_caption_longer_than_a_line_may_be_costs_its_row(tmp_path, monkeypatch):
+    for module in (lines, listing):
+        monkeypatch.setattr(module, "MAX_LINE_BYTES", 10_000)
+    source = lists(tmp_path / "raw")
+    said = [text(number) if number != 3 else "x" * 10_000 for number in range(COUNT)]
+    (tmp_path / "raw" / "captions.txt").write_text("".join(f"{each}\n" for each in said))
+    _, rows, faults = prepared(source, tmp_path / "out")
+    assert len(rows) == COUNT - 1 and faults == {"images.txt:4": "too-long"}
 
 
 def test_csv_in_quotes_and_what_is_wrong_with_its_lines(tmp_path):
@@ -341,6 +377,42 @@ def test_a_hostile_tar(tmp_path):
         "a.tar/only": "no-image", "a.tar/nojson": "json",
     }  # fmt: skip
     assert not (tmp_path / "up.png").exists()
+
+
+def folder_of_tar(folder, members, name="A.TAR"):
+    folder.mkdir()
+    with tarfile.open(folder / name, "w") as tar:
+        for member, data in members:
+            add(tar, member, data)
+    return folder
+
+
+def test_the_kind_of_a_member_is_all_that_follows_the_first_dot(tmp_path):
+    members = [("a.mask.png", colour_image(9)), ("a.PNG", colour_image(1)), ("a.txt", b"one")]
+    members += [("b.depth.png", colour_image(8)), ("b.txt", b"two")]
+    _, rows, faults = prepared(folder_of_tar(tmp_path / "raw", members), tmp_path / "out")
+    assert [(row.key, row.images) for row in rows] == [("A/a", [colour_image(1)])]
+    assert faults == {"A.TAR/b": "no-image"}
+    assert "it has depth.png" in (tmp_path / "out" / "quarantine.jsonl").read_text()
+
+
+def test_a_member_that_comes_again_is_a_row_again(tmp_path):
+    members = [("a.png", colour_image(1)), ("a.txt", b"one"), ("a.png", colour_image(2)), ("a.txt", b"two")]
+    members += [("b.png", colour_image(3)), ("b.txt", b"x"), ("b.txt", b"y")]
+    manifest, rows, _ = prepared(folder_of_tar(tmp_path / "raw", members), tmp_path / "out")
+    assert [(row.key, row.texts) for row in rows] == [("A/a", ["one"]), ("A/b", ["x"])]
+    assert (manifest.num_read, manifest.reasons) == (4, {"duplicate-key": 1, "no-image": 1})
+
+
+def test_what_is_not_taken_from_a_json_condemns_no_row(tmp_path):
+    stated = (b'{"similarity": NaN, "caption": "c", "x": [{"y": 1, "y": 2}]}', b'{"caption": NaN, "alt": "d"}')
+    members = [("a.png", colour_image(1)), ("a.json", stated[0]), ("b.png", colour_image(2)), ("b.json", stated[1])]
+    members += [("c.png", colour_image(3)), ("c.txt", b"e"), ("c.json", stated[1])]
+    source = folder_of_tar(tmp_path / "raw", members)
+    _, rows, faults = prepared(source, tmp_path / "out")
+    assert [row.texts for row in rows] == [["c"], ["e"]] and faults == {"A.TAR/b": "json"}
+    _, rows, faults = prepared(source, tmp_path / "alt", columns=("text=alt", "image=caption"))
+    assert [row.texts for row in rows] == [["d"], ["d"]] and faults == {"A.TAR/a": "no-text"}
 
 
 @pytest.mark.parametrize("keep", [0.35, 0.5, 0.52, 0.65, 0.75])

@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
 from mmray.config import Prepare
 from mmray.data import prepare as prepare_module
-from mmray.data.image import BadImage
+from mmray.data.image import BadImage, checked_size, read_pixels, read_rgb
 from mmray.data.pack import pack_chunk
 from mmray.data.prepare import prepare
 from mmray.data.trial import Trial
@@ -18,8 +19,18 @@ from tests.data import matrix
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """What became of each line of the matrix's source: `kept`, or stage and reason."""
+    """What became of each line (number) and of each tar (name) of the matrix's sources: stage and reason."""
     folder = tmp_path_factory.mktemp("matrix")
+    lines, tars = matrix.write_source(folder)
+    of_lines, of_tars = faults_of(lines, folder / "lines"), faults_of(tars, folder / "tars")
+    assert not list(folder.rglob("up.png"))
+    return {int(place.rpartition(":")[2]): fault for place, fault in of_lines.items()} | {
+        place.partition("/")[0]: fault for place, fault in of_tars.items()
+    }
+
+
+def faults_of(source, out):
+    """{place: stage and reason} of the rows that are set aside; all others are kept."""
 
     def run(job, chunks):
         for chunk in chunks:
@@ -29,16 +40,24 @@ def outcomes(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare_module, "_run", run)
         settings = Prepare(max_bad_fraction=1.0, vocab_size=0, duplicates="keep")
-        manifest = prepare(str(matrix.write_source(folder)), str(folder / "out"), settings)
-    faults = [json.loads(line) for line in (folder / "out" / "quarantine.jsonl").read_text().splitlines()]
-    assert manifest.num_rows + len(faults) == len(matrix.IMAGES) + len(matrix.LINES)
+        manifest = prepare(str(source), str(out), settings)
+    faults = [json.loads(line) for line in (out / "quarantine.jsonl").read_text().splitlines()]
+    assert manifest.num_rows + len(faults) == manifest.num_read == matrix.count(source)
     assert all(fault["detail"] for fault in faults)
-    return {int(fault["source"].split(":")[1]): f"{fault['stage']} {fault['reason']}" for fault in faults}
+    return {fault["source"]: f"{fault['stage']} {fault['reason']}" for fault in faults}
 
 
-@pytest.mark.parametrize(("line", "name"), list(enumerate(matrix.IMAGES | matrix.LINES, 1)))
-def test_what_becomes_of(outcomes, line, name):
-    assert outcomes.get(line, matrix.KEPT) == (matrix.IMAGES | matrix.LINES)[name][1]
+@pytest.mark.parametrize(("place", "name"), matrix.places())
+def test_what_becomes_of(outcomes, place, name):
+    assert outcomes.get(place, matrix.KEPT) == matrix.ALL[name][1]
+
+
+def test_no_image_writes_past_python_into_the_log(capfd):
+    for data, _, _ in matrix.IMAGES.values():
+        for read in (checked_size, read_rgb, lambda each: read_pixels(each, 8, "squash", "bilinear")):
+            with suppress(BadImage):
+                read(data)
+    assert capfd.readouterr().err == ""
 
 
 def test_the_readme_says_the_same():

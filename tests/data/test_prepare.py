@@ -134,17 +134,6 @@ def test_all_columns_are_kept(tmp_path, in_process):
     assert [row.language for row in train] == [None, "en", "en"]
 
 
-def test_several_images_in_a_row(tmp_path, in_process):
-    source = make_source(tmp_path / "raw", 3)
-    add(source, {"id": "two", "images": ["0.png", "1.png"], "text": "x"})
-    add(source, {"id": "bad", "images": ["0.png", "gone.png"], "text": "x"})
-    manifest = prepare(str(source), str(tmp_path / "out"), LAX)
-    assert manifest.reasons == {"missing-image": 1}
-    row = PreparedSet.open(str(tmp_path / "out")).read(np.array([3]))[0]
-    assert row.images == [colour_image(0), colour_image(1)]
-    assert row.is_intact
-
-
 @pytest.mark.parametrize(
     ("rule", "kept"), [("image", ["k0", "k1"]), ("row", ["k0", "k1", "b"]), ("keep", ["k0", "k1", "a", "b"])]
 )

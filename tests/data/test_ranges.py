@@ -173,6 +173,15 @@ def test_requests_that_fail_for_a_moment_are_made_again(s3, monkeypatch):
     s3.fail("GET", "shards/0.arrow", 5)
     assert all(row.is_intact for row in prepared.read(np.arange(40)))
     assert s3.failures_left() == 0
+    place = Place(f"{s3.address}/raw")
+    place.write("a.jpg", b"an image")
+    s3.fail("GET", "raw/a.jpg", 3)
+    assert read_pictures(place, [Picture("a.jpg", "a.jpg")]) == [b"an image"]
+    assert s3.failures_left() == 0
+    s3.fail("GET", "raw/a.jpg", 1000)
+    monkeypatch.setattr(remote, "ATTEMPTS", 2)
+    with pytest.raises(OSError, match="AWS Error"):
+        read_pictures(place, [Picture("a.jpg", "a.jpg")])
 
 
 @pytest.fixture

@@ -1,10 +1,13 @@
 """Sets by reference: the same rows and the same blocks as a packed set, with no image written a second time."""
 
+import errno
+
 import numpy as np
 import pytest
 
 from mmray.config import Inputs, Prepare
 from mmray.data.order import Plan
+from mmray.data.place import Place
 from mmray.data.reader import RowReader
 from mmray.data.store import PreparedSet
 from mmray.data.text import train_tokenizer
@@ -46,6 +49,26 @@ def test_a_referenced_image_that_changed_or_went_is_noticed_and_its_neighbours_s
     reader = RowReader(PreparedSet.open(str(tmp_path / "out")), Inputs(image_side=8, max_tokens=12), tokenizer, 10**6)
     plan = Plan(num_rows=COUNT, global_rows=COUNT, world=1, micro=COUNT, seed=0, steps=1, shuffle=False)
     assert reader.block(plan, np.arange(COUNT))["valid"].tolist() == [n not in (2, 4) for n in range(COUNT)]
+
+
+def test_a_disk_that_does_not_answer_is_no_fault_of_a_row_but_in_a_prepare_which_tries_again(tmp_path, monkeypatch):
+    source, read = formats.csv_source(tmp_path / "raw"), Place.read
+
+    def stale(place, name):
+        if name == "2.png":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read(place, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Place, "read", stale)
+        assert prepared(source, tmp_path / "out", reference=True)[2] == {"rows.csv:4": "unreadable"}
+    assert prepared(source, tmp_path / "out", reference=True)[0].num_rows == COUNT
+    rows = PreparedSet.open(str(tmp_path / "out"))
+    reader = RowReader(rows, Inputs(image_side=8, max_tokens=12), train_tokenizer(["x"], 60), 10**6)
+    plan = Plan(num_rows=COUNT, global_rows=COUNT, world=1, micro=COUNT, seed=0, steps=1, shuffle=False)
+    monkeypatch.setattr(Place, "read", stale)
+    with pytest.raises(OSError, match="Stale"):
+        reader.block(plan, np.arange(COUNT))
 
 
 def test_what_cannot_be_referred_to(tmp_path):

@@ -1,11 +1,13 @@
 """The prepared set at rest: every row comes back, from any process, and damage raises."""
 
+import errno
 import pickle
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -205,20 +207,45 @@ def test_a_missing_or_cut_shard_raises_with_its_name(tmp_path):
     shard = tmp_path / "shards" / "0.arrow"
     data = shard.read_bytes()
     shard.unlink()
-    with pytest.raises(ValueError, match=r"shards/0\.arrow"):
+    with pytest.raises(FileNotFoundError, match=r"shards/0\.arrow"):
         PreparedSet.open(path).read(np.array([0]))
     shard.write_bytes(data[:-50])
     with pytest.raises(ValueError, match=r"shards/0\.arrow"):
         PreparedSet.open(path).read(np.array([0]))
 
 
-def test_a_shard_that_was_not_finished_leaves_no_file(tmp_path):
-    place = Place(str(tmp_path))
+def test_a_disk_that_does_not_answer_is_not_taken_for_damage(tmp_path, monkeypatch):
+    prepared = PreparedSet.open(make_set(tmp_path, [(make_rows(18), None, ())]))
+
+    def stale(place, name, mapped=False):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Stale"):
+        patch.setattr(Place, "open", stale)
+        prepared.read(np.array([0]))
+    assert prepared.read(np.array([0])) == make_rows(1)
+
+
+@pytest.mark.parametrize("kind", ["disk", "store", "memory"])
+def test_a_shard_that_was_not_finished_leaves_no_file(tmp_path, request, kind):
+    addresses = {"disk": lambda: str(tmp_path), "store": lambda: request.getfixturevalue("s3").address}
+    place = Place(addresses.get(kind, lambda: "memory://unfinished")())
     with pytest.raises(RuntimeError, match="killed"), ShardWriter(place, "a.arrow") as shard:
         for row in make_rows(20):
             shard.append(row)
         raise RuntimeError("killed")
     assert place.names() == []
+
+
+def test_what_a_store_does_not_take_leaves_what_was_there():
+    store, place = Mock(), Place("memory://whole")
+    vars(place)["system"] = (store, "whole")
+    store.open_output_stream().close.side_effect = OSError("slow down")
+    with pytest.raises(OSError, match="slow down"):
+        place.write("a", b"after")
+    with pytest.raises(RuntimeError, match="killed"), place.writing("a"):
+        raise RuntimeError("killed")
+    assert not store.delete_file.called
 
 
 def test_shards_are_the_same_bytes_for_the_same_rows(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,8 +13,9 @@ from PIL import Image
 
 from mmray.data.store import PreparedSet, Row
 from mmray.data.text import TextEncoder
-from mmray.evaluate.batches import EvalBatches
-from tests.made import CAPTIONS, make_set, row
+from mmray.evaluate.batches import EvalBatches, HeldOut
+from tests.data.deadly import deadly, decoder_dies
+from tests.made import CAPTIONS, make_set, png, row
 
 INPUTS = SimpleNamespace(image_side=8, fit="squash", interpolation="bilinear", max_tokens=16, max_boxes=0)
 
@@ -81,6 +83,22 @@ def test_image_larger_than_allowed_is_a_fault(tmp_path: Path) -> None:
     reading = batches(prepared, max_pixels=400)
     assert [batch["row"].tolist() for batch in reading] == [[0]]
     assert "too-large" in reading.faults[0]
+
+
+def test_a_deadly_image_of_a_set_that_nobody_decoded_is_named_and_tried_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, log = row(3, data=deadly(png(3), tmp_path / "tries")), tmp_path / "tries"
+    made = make_set(tmp_path / "set", [*map(row, range(3)), bad, row(4)])
+    unchecked = PreparedSet(made.place, replace(made.manifest, settings={"check": "header", "image_side": 0}))
+    held = HeldOut(unchecked, INPUTS, made.tokenizer_json, SimpleNamespace(batch=2))  # type: ignore[arg-type]
+    with decoder_dies():
+        for _ in range(2):
+            reading = held._batches(0, 1, None)
+            assert [number for batch in reading for number in batch["row"].tolist()] == [0, 1, 2, 4]
+            assert reading.faults[0].startswith("row 3: crash: row-3: the decoder died of it")
+    assert len(log.read_text().splitlines()) == 1 and "row-3" in caplog.text
+    assert HeldOut(made, INPUTS, made.tokenizer_json, SimpleNamespace())._apart is None  # type: ignore[arg-type]
 
 
 def test_rows_that_lie_together_are_read_together(prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch) -> None:

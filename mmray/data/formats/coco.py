@@ -11,6 +11,8 @@ from mmray.data.formats.rows import is_inside
 from mmray.data.place import Place
 from mmray.errors import DataError
 
+_NEEDED = (("images", "id", "file_name"), ("annotations", "image_id", None), ("categories", "id", "name"))
+
 
 def coco_rows(place: Place, name: str, template: str) -> Iterator[dict[str, Any]]:
     """One row an image of the document `name`; its file is looked for in COCO's usual folders.
@@ -32,7 +34,8 @@ def coco_rows(place: Place, name: str, template: str) -> Iterator[dict[str, Any]
         row = {"origin": f"{name}:image {image['id']}", "id": image["id"], "image": f"{images}{image['file_name']}"}
         found = boxes.get(image["id"], [])
         if found:
-            row |= {"boxes": [note["bbox"] for note in found], "box_labels": [note["category_id"] for note in found]}
+            labels = [note.get("category_id") for note in found]  # one without is a fault of its row
+            row |= {"boxes": [note["bbox"] for note in found], "box_labels": labels}
         texts = captions.get(image["id"]) or _named(found, categories, template)
         yield row | ({"texts": texts} if texts else {})
 
@@ -40,12 +43,13 @@ def coco_rows(place: Place, name: str, template: str) -> Iterator[dict[str, Any]
 def label_names(place: Place, name: str) -> dict[str, str]:
     """The names of the document's categories by their ids; JSON's keys are texts. Raises DataError."""
     categories = _document(place, name).get("categories", [])
-    named = [item for item in categories if isinstance(item.get("id"), int) and isinstance(item.get("name"), str)]
+    named = [item for item in categories if isinstance(item["id"], int)]
     return {str(item["id"]): item["name"] for item in sorted(named, key=lambda item: item["id"])}
 
 
 def _named(found: list[dict[str, Any]], categories: dict[Any, str], template: str) -> list[str]:
-    names = list(dict.fromkeys(categories[note["category_id"]] for note in found if note["category_id"] in categories))
+    labels = [note.get("category_id") for note in found]
+    names = list(dict.fromkeys(categories[label] for label in labels if _is_id(label) and label in categories))
     return [template.replace("{}", ", ".join(names))] if names else []
 
 
@@ -68,11 +72,16 @@ def _document(place: Place, name: str) -> dict[str, Any]:
     where = f"{place.address}/{name}"
     try:
         document = orjson.loads(place.read(name))
-        keys = ("id", "file_name")
-        if all(key in image for image in document["images"] for key in keys) and all(
-            "image_id" in note for note in document["annotations"]
-        ):
-            return dict(document)
-    except (ValueError, KeyError, TypeError) as error:
+        for items, id_of, text in _NEEDED:
+            given = document.get(items, []) if items == "categories" else document[items]
+            for number, item in enumerate(given):
+                if not (_is_id(item.get(id_of)) and (text is None or isinstance(item.get(text), str))):
+                    needs = f"`{id_of}`" + (f" and `{text}`" if text else "")
+                    raise DataError(f"{where}: {items}[{number}] needs {needs}, is {str(item)[:200]}")
+        return dict(document)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{where} is not COCO's JSON ({error}): it needs `images` and `annotations`") from None
-    raise DataError(f"{where} is not COCO's JSON: an image needs `id` and `file_name`, an annotation `image_id`")
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, (int, float, str)) and not isinstance(value, bool)

@@ -7,7 +7,9 @@ strict, because it lets NaN and repeated names through.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mmray.data.formats import lines
@@ -66,10 +68,50 @@ def parsed(data: bytes) -> dict[str, Any] | BadRow:
 
 def parse_json(data: bytes) -> dict[str, Any]:
     """A JSON object from bytes, without NaN and without repeated names. Raises BadRow."""
+    return _object(data, _unique, _refuse)
+
+
+def parse_only(data: bytes, names: Iterable[str]) -> dict[str, Any]:
+    """The values of these names in a JSON object, as `parse_json` takes them; NaN in another is no fault of these.
+
+    Raises BadRow.
+    """
+    values = _object(data, _marked, _Wrong)
+    wanted = {name: values[name] for name in names if name in values}
+    try:
+        json.dumps(wanted, default=_tell)
+    except (ValueError, RecursionError) as error:
+        raise BadRow("parse", "json", f"not JSON: {error}") from None
+    return wanted
+
+
+@dataclass(frozen=True)
+class _Wrong:
+    """Stands for a value that is none."""
+
+    constant: str
+    why: str = "is not a JSON value"
+
+
+def _tell(wrong: _Wrong) -> None:
+    raise ValueError(f"{wrong.constant} {wrong.why}")
+
+
+def _marked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        values |= {name: _Wrong(repr(name), "is given twice") for name, count in counts.items() if count > 1}
+    return values
+
+
+def _object(
+    data: bytes, of_pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]], of_constant: Callable[[str], Any]
+) -> dict[str, Any]:
     if len(data) > lines.MAX_LINE_BYTES:
         raise BadRow("parse", "too-long", f"the line is over {lines.MAX_LINE_BYTES} bytes")
     try:
-        values = json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse)
+        values = json.loads(data.decode(), object_pairs_hook=of_pairs, parse_constant=of_constant)
     except UnicodeDecodeError as error:
         raise BadRow("parse", "encoding", f"not UTF-8 at byte {error.start} of the line") from None
     except (ValueError, RecursionError) as error:

@@ -10,15 +10,17 @@ import json
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, ClassVar
 
-from mmray.data.files import read_file
+from mmray.data.files import read_file, tried
 from mmray.data.formats import lines
 from mmray.data.formats.jsonl import parse_json
+from mmray.data.formats.lines import MAX_LINE_BYTES
 from mmray.data.formats.rows import BadRow, renamed
 from mmray.data.formats.source import Chunk, Item
 from mmray.data.place import Place
 from mmray.errors import DataError
 
 LISTING = "listing.jsonl"
+_TOO_LONG = "bytes of a row that is too long"
 Lister = Callable[[], Iterator[dict[str, Any]]]
 
 
@@ -36,7 +38,7 @@ class Listing:
         with self.out.writing(LISTING) as file:
             for row in self.rows():
                 count += 1
-                file.write(json.dumps(row).encode() + b"\n")  # ASCII: names may hold halves of surrogate pairs
+                file.write(_line(row))
         if not count:
             raise DataError(f"{self.place.address} holds no rows of {self.title}")
         yield from lines.scan_lines(self.out, LISTING, rows_per_chunk, stops)
@@ -46,6 +48,8 @@ class Listing:
             values = parse_json(data)
             origin = values.pop("origin")
             try:
+                if _TOO_LONG in values:
+                    raise BadRow("parse", "too-long", f"the row has {values[_TOO_LONG]} bytes, over {MAX_LINE_BYTES}")
                 yield Item(line, origin, renamed(self._with_text(values), self.columns))
             except BadRow as bad:
                 yield Item(line, origin, bad)
@@ -56,8 +60,20 @@ class Listing:
         if name is None:
             return values
         try:
-            text = read_file(self.place, name).decode("utf-8-sig")
+            with tried(name):
+                text = read_file(self.place, name).decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise BadRow("parse", "encoding", f"{name} is not UTF-8 at byte {error.start}") from None
         texts = [line for line in text.splitlines() if line.strip()]
         return values | {"texts": texts or [""]}
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    """A row as a line of the listing: in ASCII, for names may hold halves of surrogate pairs.
+
+    Of one that is longer than a line may be, where it is and its length.
+    """
+    line = json.dumps(row).encode() + b"\n"
+    if len(line) <= MAX_LINE_BYTES:
+        return line
+    return json.dumps({"origin": row["origin"], _TOO_LONG: len(line)}).encode() + b"\n"

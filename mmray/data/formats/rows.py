@@ -63,7 +63,7 @@ def row_of(values: dict[str, Any], origin: str, hosts: tuple[str, ...] = ()) -> 
         messages = messages_of(values["messages"]) if "messages" in values else ()
         return RawRow(
             key=key,
-            images=tuple(_picture(value, hosts) for value in _one_of(values, _IMAGE_COLUMNS, "no-image")),
+            images=_images(values, hosts),
             texts=_texts(values, messages),
             label=_label(values),
             split=_name(values, "split"),
@@ -107,6 +107,14 @@ def _key(values: dict[str, Any], origin: str) -> str:
     if not key.strip() or len(key) > 1024 or not is_plain(key):
         raise BadRow("columns", "key", f"id must be 1 to 1024 characters without controls, is {key[:40]!r}")
     return key
+
+
+def _images(values: dict[str, Any], hosts: tuple[str, ...]) -> tuple[Picture, ...]:
+    given = _one_of(values, _IMAGE_COLUMNS, "no-image")
+    if len(given) > 1:
+        detail = f"the row has {len(given)} images, and a model here looks at one: give each a row of its own"
+        raise BadRow("columns", "several-images", detail)
+    return (_picture(given[0], hosts),)
 
 
 def _picture(value: Any, hosts: tuple[str, ...]) -> Picture:

@@ -80,5 +80,5 @@ def head_of(place: Place, name: str, size: int = 64) -> bytes:
 
 
 def files_of(place: Place, name: str, suffix: str) -> list[str]:
-    """The one file that is named, or without a name those of the folder with this suffix, sorted."""
-    return [name] if name else [file for file in place.tree() if file.endswith(suffix)]
+    """The one file that is named, or without a name those of the folder with this suffix in any case, sorted."""
+    return [name] if name else [file for file in place.tree() if file.lower().endswith(suffix)]

@@ -1,25 +1,29 @@
 """WebDataset tars: files with one base name are one row, read in a single pass and never extracted.
 
-A tar is one chunk (so a task reads it once, from its beginning to its end), which is also how img2dataset cuts its
+The base name ends at the first dot, and what follows is the kind: `a.jpg` is the image of `a`, `a.mask.png` is not. A
+tar is one chunk (so a task reads it once, from its beginning to its end), which is also how img2dataset cuts its
 output. What is no plain file, leaves its folder, or was cut off is a fault with the name of its member.
 """
 
 from __future__ import annotations
 
 import io
+import re
 import tarfile
 from collections.abc import Collection, Iterator
 from typing import Any, ClassVar
 
 from mmray.data.files import MAX_IMAGE_BYTES
-from mmray.data.formats.jsonl import parse_json
+from mmray.data.formats.jsonl import parse_only
 from mmray.data.formats.rows import BadRow, Picture, is_inside, renamed
 from mmray.data.formats.source import Chunk, Item, files_of, head_of, signature, unchanged
 from mmray.data.place import Place
 from mmray.errors import DataError
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif")
-_FROM_JSON = ("text", "texts", "label", "split", "language", "boxes", "box_labels", "messages")
+_TEXTS = ("text", "texts", "caption")
+_FROM_JSON = (*_TEXTS, "label", "split", "language", "boxes", "box_labels", "messages")
+_SUFFIX = re.compile(r"\.tar/", re.IGNORECASE)
 _BUFFER_BYTES = 4 * 1024 * 1024
 _BLOCK = 512
 
@@ -47,29 +51,36 @@ class WebDataset:
         unchanged(self.place, chunk, chunk.sha256)
 
     def _values(self, origin: str, parts: dict[str, Picture]) -> dict[str, Any] | BadRow:
-        key = origin.replace(".tar/", "/", 1)
+        key = _SUFFIX.sub("/", origin, count=1)
         try:
-            values = _described(parts)
-            values = renamed(values, self.columns)
+            values = renamed(_described(parts, self.columns), self.columns)
         except BadRow as bad:
             bad.key = key
             return bad
-        if found := [parts[kind] for kind in parts if kind.rpartition(".")[2] in IMAGES]:
+        if found := [parts[kind] for kind in parts if kind in IMAGES]:
             values["images"] = found
+        elif others := [kind for kind in parts if kind.rpartition(".")[2] in IMAGES]:
+            detail = f"it has {', '.join(others)[:200]}; its image is the part named up to the first dot, as KEY.jpg"
+            return BadRow("columns", "no-image", detail, key)
         return {"id": key} | values
 
 
-def _described(parts: dict[str, Picture]) -> dict[str, Any]:
-    """Caption, label and further columns from the txt, cls and json of a sample; what the txt says goes before."""
+def _described(parts: dict[str, Picture], columns: dict[str, str]) -> dict[str, Any]:
+    """Caption, label and further columns from the txt, cls and json of a sample; what the txt says goes before.
+
+    `columns` maps our names to those of the json. What is not taken from the json is no fault of the sample.
+    """
     values: dict[str, Any] = {}
     if "json" in parts:
-        stated = parse_json(parts["json"].data or b"")
-        values = {name: stated[name] for name in _FROM_JSON if name in stated}
-        if "caption" in stated and not {"text", "texts"} & set(values):
-            values["text"] = stated["caption"]
+        mapped = {their for our, their in columns.items() if our not in ("image", "images")}  # these are members
+        stated = {"label"} if "cls" in parts else set()
+        stated |= set(_TEXTS) if "txt" in parts or {"text", "texts"} & set(columns) else set()
+        values = parse_only(parts["json"].data or b"", {*_FROM_JSON} - stated | mapped)
+        if "caption" in values and "caption" not in mapped:
+            caption = values.pop("caption")
+            values = {"text": caption} | values if "texts" not in values else values
     try:
         if "txt" in parts:
-            values.pop("texts", None)
             values["text"] = (parts["txt"].data or b"").decode()
         if "cls" in parts:
             values["label"] = int((parts["cls"].data or b"").decode())
@@ -119,18 +130,23 @@ class _Members:
 
 
 def _samples(members: _Members) -> Iterator[tuple[str, dict[str, Picture] | BadRow]]:
-    """Consecutive members of one base name; a bad member takes its sample with it."""
+    """Consecutive members of one base name; a bad member takes its sample with it.
+
+    A member that comes again begins another sample, so that none vanishes: one of the two has its id twice.
+    """
     stem: str | None = None
+    kinds: set[str] = set()
     parts: dict[str, Picture] = {}
     bad: BadRow | None = None
     for name, member in members:
         folder, _, base = name.removeprefix("./").rpartition("/")
         first, _, kind = base.partition(".")
         here = f"{folder}/{first}".lstrip("/")
-        if here != stem:
+        if here != stem or kind.lower() in kinds:
             if stem is not None:
                 yield stem, bad or parts
-            stem, parts, bad = here, {}, None
+            stem, kinds, parts, bad = here, set(), {}, None
+        kinds.add(kind.lower())
         if isinstance(member, BadRow):
             bad = member
         else:

@@ -1,0 +1,62 @@
+"""A source on an object store is the source on a disk: the same chunks, rows and images, and the same faults."""
+
+import fsspec
+import pytest
+
+from mmray.data.files import read_picture
+from mmray.data.formats.choose import choose, source_of
+from mmray.data.formats.rows import BadRow, row_of
+from mmray.data.place import Place
+from tests.data.test_formats import SOURCES, colour_image, images
+
+
+def jsonl(folder):
+    images(folder)
+    rows = [f'{{"image": "{number}.png", "text": "{number}"}}\n' for number in range(7)]
+    (folder / "rows.jsonl").write_text("".join([*rows, "{\n"]))
+    return folder / "rows.jsonl"
+
+
+def classes(folder):
+    for number, name in enumerate(("cat", "red_fox")):
+        images(folder / name, number + 1)
+    (folder / "stray.png").write_bytes(colour_image(9))
+    return folder
+
+
+ALL = SOURCES | {"JSON lines": jsonl, "a folder for each class": classes}
+
+
+def read(address, out):
+    """(chunks without their digests, rows) of a source; a row is where it stands, what it states, and its images."""
+    source = source_of(choose(address), Place(out), {}, "a {}")
+    chunks = list(source.scan(3, ()))
+    items = [item for chunk in chunks for item in source.read(chunk)]
+    return [(one.file, one.start, one.stop, one.first_line, one.num_rows) for one in chunks], [
+        (item.line, item.origin, told(source.place, item)) for item in items
+    ]
+
+
+def told(place, item):
+    try:
+        if isinstance(item.values, BadRow):
+            raise item.values
+        row = row_of(item.values, item.origin)
+    except BadRow as bad:
+        return bad.stage, bad.reason, bad.detail
+    return row.key, row.texts, row.label, row.boxes, [read_picture(place, picture) for picture in row.images]
+
+
+@pytest.mark.parametrize("title", ALL)
+def test_rows_of_a_source_on_a_store_are_those_on_a_disk(tmp_path, title):
+    source, disk = ALL[title](tmp_path / "raw"), Place(str(tmp_path / "raw"))
+    store = Place(f"memory://{tmp_path.name}/raw")
+    try:
+        for name in disk.tree():
+            store.write(name, disk.read(name))
+        here = read(str(source), str(tmp_path))
+        there = read(str(source).replace(disk.address, store.address, 1), f"memory://{tmp_path.name}")
+    finally:
+        fsspec.filesystem("memory").store.clear()
+    assert there == here
+    assert len(here[1]) >= 4 and any(isinstance(row[-1], list) for *_, row in here[1])
