@@ -32,7 +32,7 @@ from mmray.data.trial import Trial
 if TYPE_CHECKING:
     from mmray.data.fetch import Fetcher
 
-_RECORD_VERSION = 3
+_RECORD_VERSION = 4
 _BOX_SLACK = 0.01  # annotators draw a pixel over the edge
 
 
