@@ -24,9 +24,10 @@ class Prepare(Section):
     )
     image_side: int = Field(0, ge=0, description="Re-encode images whose shorter side is longer; 0 keeps the bytes.")
     max_pixels: int = Field(25_000_000, ge=1, description="Images whose header says more are refused before decode.")
-    duplicates: Literal["image", "row", "keep"] = Field(
+    duplicates: Literal["image", "row", "text", "keep"] = Field(
         "image",
-        description="A later row is a duplicate when its images (or images and texts) came before; or keep all.",
+        description="A later row is a duplicate when its images (row: images and captions; text: images or captions) "
+        "came before; or keep all.",
     )
     holdout: float = Field(0.0, ge=0, lt=1, description="Share of the rows without a split that becomes split `test`.")
     vocab_size: int = Field(8192, ge=0, description="Tokenizer trained on the captions: its size; 0 trains none.")

@@ -160,6 +160,11 @@ class PreparedSet:
         return fingerprint(self._shards)
 
     @property
+    def languages(self) -> frozenset[str]:
+        """Languages of the rows of the whole set."""
+        return frozenset(self.manifest.languages)
+
+    @property
     def tokenizer_json(self) -> str | None:
         """The tokenizer trained on this set's captions, where one was."""
         return self.place.read(TOKENIZER).decode() if self.manifest.tokenizer else None
