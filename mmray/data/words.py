@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def encoder_of(tokenizer_json: str, inputs: Inputs) -> Any:
-    """The encoder that the inputs of a model ask for: both have words_of, columns, nothing, pad_id and vocab_size."""
+    """The encoder that the inputs of a model ask for: all have words_of, columns, nothing, pad_id and vocab_size."""
     chat = getattr(inputs, "chat", None)
     if chat is not None:
         return ChatEncoder(tokenizer_json, chat, inputs.max_tokens)
