@@ -1,6 +1,8 @@
 """Tiny data that tests make for themselves."""
 
 import io
+from collections import Counter
+from dataclasses import replace
 
 from PIL import Image
 
@@ -19,11 +21,12 @@ def png(grey, side=16):
     return file.getvalue()
 
 
-def row(number, data=None, texts=None):
+def row(number, data=None, texts=None, language=None):
     """Row `number`: an image of that grey level, one of three captions."""
     data = png(number) if data is None else data
     texts = texts or [CAPTIONS[number % 3]]
-    return Row(f"row-{number}", [data], texts, source=f"made:{number}", sha256=images_sha256([data]))
+    sha256 = images_sha256([data])
+    return Row(f"row-{number}", [data], texts, language=language, source=f"made:{number}", sha256=sha256)
 
 
 def make_set(folder, rows, test_rows=()):
@@ -40,5 +43,7 @@ def make_set(folder, rows, test_rows=()):
     place.write(TOKENIZER, train_tokenizer(CAPTIONS, 60).encode())
     total = len(rows) + len(test_rows)
     manifest = Manifest(total, total, 0, {}, 0, splits, fingerprint(shards), TOKENIZER, {}, {}, shards)
+    languages = Counter(each.language for each in [*rows, *test_rows] if each.language)
+    manifest = replace(manifest, languages=dict(languages))
     place.write(MANIFEST, manifest.to_json())
     return PreparedSet.open(str(folder))

@@ -27,9 +27,21 @@ class Inputs(Section):
         "a WordPiece vocab.txt, or a hub name.",
     )
     max_tokens: int = Field(64, ge=4, le=8192, description="Longest caption in tokens; what is longer is cut.")
+    language_token: str = Field(
+        "",
+        description="Token of a row's `language` before its words, `{}` the language: `[{}]`, or as a given "
+        "tokenizer calls it; empty: none.",
+    )
     max_boxes: int = Field(
         0, ge=0, le=1024, description="Boxes of an image in a batch, the largest; 0: batches have none."
     )
+
+    @field_validator("language_token")
+    @classmethod
+    def _language_has_a_place(cls, value: str) -> str:
+        if value and not (value.count("{}") == 1 and all(value.split("{}"))):
+            raise ValueError(f"needs one place `{{}}` for the language, and a sign on each side of it (got {value!r})")
+        return value
 
     @model_validator(mode="after")
     def _std_is_positive(self) -> Inputs:
@@ -63,3 +75,10 @@ class ChatInputs(Inputs):
 
     chat: Chat = Chat()
     max_tokens: int = Field(512, ge=4, le=8192, description="Longest conversation in tokens; what is longer is cut.")
+
+    @field_validator("language_token")
+    @classmethod
+    def _has_no_language_token(cls, value: str) -> str:
+        if value:
+            raise ValueError(f"a model that writes has no token of a language; leave it empty (got {value!r})")
+        return value

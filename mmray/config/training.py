@@ -133,6 +133,11 @@ class Evaluate(Section):
         ("a photo of a {}.",), min_length=1, description="Sentences for a class, `{}` its name; their mean counts."
     )
 
+    language: str | None = Field(
+        None,
+        description="Language of `classes` and `prompts`, where the model has tokens of languages.",
+    )
+
     @field_validator("prompts")
     @classmethod
     def _prompts_have_a_place(cls, value: tuple[str, ...]) -> tuple[str, ...]:

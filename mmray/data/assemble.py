@@ -16,7 +16,7 @@ import orjson
 import pyarrow as pa
 
 from mmray.data.budget import LEAKED
-from mmray.data.hygiene import HELD_OUT, NONE, digests, find_duplicates, first_of, text_digests
+from mmray.data.hygiene import HELD_OUT, NONE, Duplicates, digests, find_duplicates, first_of, text_digests
 from mmray.data.manifest import QUARANTINE, TOKENIZER, Manifest, Shard, fingerprint
 from mmray.data.pack import read_record, shards_of
 from mmray.data.place import Place
@@ -29,10 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a look over all rows found: index of the first equal row or -1 [N], and rows that stand in two splits."""
+    """What a look over all rows found: rows that repeat an earlier one, and rows that stand in two splits."""
 
-    same_key: np.ndarray
-    same_content: np.ndarray
+    same: Duplicates
     num_leaks: int
     num_same_text: int = 0  # rows that stay, with the captions of an earlier one
     leaked: dict[int, str] = field(default_factory=dict)  # rows that are set aside as leaks, and what is said of them
@@ -40,7 +39,7 @@ class Findings:
     @cached_property
     def first(self) -> np.ndarray:
         """The row for which each duplicate is dropped; -1 for rows that stay."""
-        return np.where(self.same_key != NONE, self.same_key, self.same_content)
+        return np.max(self.same, axis=0)  # each has one reason at most
 
     @property
     def dropped(self) -> np.ndarray:
@@ -52,7 +51,7 @@ class Findings:
     @property
     def num_rows(self) -> int:
         """Rows that were packed, duplicates among them."""
-        return len(self.same_key)
+        return len(self.same.same_key)
 
     @property
     def num_dropped(self) -> int:
@@ -70,20 +69,24 @@ def find(out: Place, chunks: Iterable[int], rule: Any) -> Findings:
         names = [str(shard["split"]) for shard in record["shards"]]
         splits.append(text_digests([names[shard] for shard in record["rows"]["shard"]])[:, 0])
     all_images, split = np.concatenate(images), np.concatenate(splits)
-    same_key, same_content = find_duplicates(np.concatenate(keys), all_images, np.concatenate(rows), rule)
+    all_texts = np.concatenate(texts)
+    same = find_duplicates(np.concatenate(keys), all_images, np.concatenate(rows), all_texts, rule)
     twin = first_of(all_images)
-    findings = Findings(same_key, same_content, int(((twin != NONE) & (split != split[twin])).sum()))
-    same_text = first_of(np.concatenate(texts)[~findings.dropped]) != NONE
+    findings = Findings(same, int(((twin != NONE) & (split != split[twin])).sum()))
+    same_text = first_of(all_texts[~findings.dropped]) != NONE
     return replace(findings, num_same_text=int(same_text.sum()))
 
 
-def write_quarantine(out: Place, chunks: Iterable[int], findings: Findings) -> tuple[list[Shard], Counter[str]]:
-    """Write quarantine.jsonl and return the shards with what they drop, and how many rows went for each reason.
+def write_quarantine(
+    out: Place, chunks: Iterable[int], findings: Findings
+) -> tuple[list[Shard], Counter[str], Counter[str]]:
+    """Write quarantine.jsonl; the shards with what they drop, rows by why they went, rows that stay by language.
 
     One object a line, in source order: key, source (`file:line`), stage, reason, detail.
     """
     shards: list[Shard] = []
     reasons: Counter[str] = Counter()
+    languages: Counter[str] = Counter()
     firsts = _Firsts(findings)
     with out.writing(QUARANTINE) as file:
         start = 0
@@ -95,8 +98,10 @@ def write_quarantine(out: Place, chunks: Iterable[int], findings: Findings) -> t
                 file.write(orjson.dumps(fault, option=orjson.OPT_APPEND_NEWLINE))
                 reasons[fault["reason"]] += 1
             shards.extend(_with_drops(record, dropped[start:]))
+            spoken = record["rows"].get("language", ())  # records of an earlier version say nothing of it
+            languages.update(each for place, each in enumerate(spoken, start) if each and not dropped[place])
             start += len(record["rows"]["key"])
-    return shards, reasons
+    return shards, reasons, languages
 
 
 def name_splits(shards: list[Shard]) -> tuple[list[Shard], dict[str, int]]:
@@ -123,6 +128,7 @@ def make_manifest(
     source: dict[str, Any],
     shards: list[Shard],
     reasons: Counter[str],
+    languages: Counter[str],
     findings: Findings,
     leakage: dict[str, Any],
     has_tokenizer: bool,
@@ -146,6 +152,7 @@ def make_manifest(
         num_same_text=findings.num_same_text,
         leakage=leakage,
         box_names=box_names,
+        languages=dict(sorted(languages.items())),
     )
 
 
@@ -166,19 +173,20 @@ class _Firsts:
             if start + place in self.wanted:
                 self.known[start + place] = (key, split)
             if first != NONE:
-                repeated = self.findings.same_key[start + place] != NONE
                 named = {"line": line, "key": key, "source": origin}
-                faults.append(named | self._fault(repeated, split, *self.known[first]))
+                faults.append(named | self._fault(start + place, split, *self.known[first]))
             elif told := self.findings.leaked.get(start + place):
                 fault = {"stage": "leakage", "reason": LEAKED, "detail": told}
                 faults.append({"line": line, "key": key, "source": origin} | fault)
         return faults
 
-    @staticmethod
-    def _fault(repeated_key: bool, split: str | None, first: str, first_split: str | None) -> dict[str, str]:
-        if repeated_key:
+    def _fault(self, row: int, split: str | None, first: str, first_split: str | None) -> dict[str, str]:
+        if self.findings.same.same_key[row] != NONE:
             return {"stage": "duplicates", "reason": "duplicate-key", "detail": "an earlier row has this id"}
         leak = f" (which is in split {first_split})" if split != first_split else ""
+        if self.findings.same.same_text[row] != NONE:
+            detail = f"the captions of row {first}{leak} again"
+            return {"stage": "duplicates", "reason": "duplicate-text", "detail": detail}
         return {"stage": "duplicates", "reason": "duplicate", "detail": f"the same as row {first}{leak}"}
 
 

@@ -100,7 +100,8 @@ def check_budget(where: str, out: Place, num_read: int, total: int, reasons: Cou
     lines.append(f"All of them are in {out.address}/{QUARANTINE}.")
     if bad < num_read:
         enough = -(-1000 * bad // total) / 1000
-        keep = ", keep duplicates with prepare.duplicates keep" if "duplicate" in reasons else ""
+        repeated = {"duplicate", "duplicate-text"} & reasons.keys()
+        keep = ", keep duplicates with prepare.duplicates keep" if repeated else ""
         lines.append(
             f"Correct them{keep}, or raise prepare.max_bad_fraction to {enough:g}; "
             "the same command then goes on with what is done."

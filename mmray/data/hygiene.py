@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -35,18 +35,52 @@ def first_of(values: np.ndarray) -> np.ndarray:
     return out
 
 
-def find_duplicates(
-    keys: np.ndarray, images: np.ndarray, rows: np.ndarray, rule: Literal["image", "row", "keep"]
-) -> tuple[np.ndarray, np.ndarray]:
-    """(first row with the same key [N], first row with the same content [N]); -1 where there is none.
+class Duplicates(NamedTuple):
+    """For each row the first with the same key, the same content, the same captions: int64 [N], -1 where none is."""
 
-    Arguments are digests [N, 2] in source order: of keys, of images, of images and texts. A repeated key is a fault
-    whatever the rule, and such a row is no one's first.
+    same_key: np.ndarray
+    same_content: np.ndarray
+    same_text: np.ndarray
+
+
+def find_duplicates(
+    keys: np.ndarray,
+    images: np.ndarray,
+    rows: np.ndarray,
+    texts: np.ndarray,
+    rule: Literal["image", "row", "text", "keep"],
+) -> Duplicates:
+    """The rows that repeat an earlier one, each for one reason.
+
+    Arguments are digests [N, 2] in source order: of keys, of images, of images and captions, of captions. A repeated
+    key is a fault whatever the rule, and such a row is no one's first.
     """
     same_key = first_of(keys)
-    same_content = np.full(len(keys), NONE, dtype=np.int64)
-    if rule != "keep":
-        unique = np.flatnonzero(same_key == NONE)
+    same_content, same_text = (np.full(len(keys), NONE, dtype=np.int64) for _ in range(2))
+    unique = np.flatnonzero(same_key == NONE)
+    if rule == "text":
+        for target, found in zip((same_content, same_text), _first_kept(images[unique], texts[unique]), strict=True):
+            target[unique[found != NONE]] = unique[found[found != NONE]]
+    elif rule != "keep":
         found = first_of((images if rule == "image" else rows)[unique])
         same_content[unique[found != NONE]] = unique[found[found != NONE]]
-    return same_key, same_content
+    return Duplicates(same_key, same_content, same_text)
+
+
+def _first_kept(images: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, ...]:
+    """For each row the kept row before it with the same images, else the one with the same captions; -1 where none is.
+
+    Row by row: one that went for its captions must not take along another that has its image, nor the other way.
+    """
+    groups = [np.where(first == NONE, np.arange(len(first)), first) for first in (first_of(images), first_of(texts))]
+    out, kept = ([np.full(len(group), NONE, dtype=np.int64) for group in groups] for _ in range(2))
+    shared = [np.bincount(group, minlength=len(group))[group] > 1 for group in groups]
+    for row in np.flatnonzero(shared[0] | shared[1]).tolist():
+        firsts = [int(holder[group[row]]) for holder, group in zip(kept, groups, strict=True)]
+        same = next((each for each, first in enumerate(firsts) if first != NONE), None)
+        if same is not None:
+            out[same][row] = firsts[same]
+        else:
+            for holder, group in zip(kept, groups, strict=True):
+                holder[group[row]] = row
+    return tuple(out)

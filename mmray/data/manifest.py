@@ -75,6 +75,7 @@ class Manifest:
     num_same_text: int = 0  # rows whose captions an earlier row has too; they are kept
     leakage: dict[str, Any] = field(default_factory=dict)  # what was found in other sets and across splits, if asked
     box_names: dict[str, str] = field(default_factory=dict)  # names of box labels, where the source says them
+    languages: dict[str, int] = field(default_factory=dict)  # rows of each language; rows without one are in none
 
     @property
     def is_decoded(self) -> bool:

@@ -44,6 +44,11 @@ class MixedSet:
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     @property
+    def languages(self) -> frozenset[str]:
+        """Languages of the rows of all sets."""
+        return frozenset[str]().union(*(each.languages for each in self.sets))
+
+    @property
     def tokenizer_json(self) -> str | None:
         """The tokenizer of the first set that has one."""
         return next((found for each in self.sets if (found := each.tokenizer_json)), None)

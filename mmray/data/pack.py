@@ -132,7 +132,7 @@ class _Task:
         self.writers: dict[str | None, ShardWriter] = {}
         self.rows: dict[str, list[Any]] = {
             "line": [], "origin": [], "key": [], "image": [], "row": [], "text": [],
-            "shard": [],
+            "shard": [], "language": [],
         }  # fmt: skip
         self.faults: list[dict[str, Any]] = []
         self.files: list[tuple[str, int | None, int | None]] = []
@@ -156,7 +156,7 @@ class _Task:
         said = [*row.texts, *(row.messages or [])]
         text, whole = (hashlib.sha256(orjson.dumps(values)).hexdigest() for values in (said, [original, *said]))
         shard = list(self.writers).index(row.split)
-        entry = (item.line, item.origin, row.key, original[:32], whole[:32], text[:32], shard)
+        entry = (item.line, item.origin, row.key, original[:32], whole[:32], text[:32], shard, row.language)
         for column, value in zip(self.rows.values(), entry, strict=True):
             column.append(value)
 

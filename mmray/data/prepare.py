@@ -112,7 +112,7 @@ def _prepare(job: Job, settings: Prepare, report: Report, say: Say, retry: bool)
     report(Progress("assemble", total, total))
     findings = assemble.find(out, done, settings.duplicates)
     findings, leakage = (findings, {}) if run or over else _compare(job, settings, done, findings, report)
-    shards, reasons = assemble.write_quarantine(out, done, findings)
+    shards, reasons, languages = assemble.write_quarantine(out, done, findings)
     num_read = findings.num_rows + reasons.total() - findings.num_dropped
     check_run(_where(job), out, run, settings.max_bad_run)
     check_budget(_where(job), out, num_read, total, reasons, settings.max_bad_fraction)
@@ -123,6 +123,7 @@ def _prepare(job: Job, settings: Prepare, report: Report, say: Say, retry: bool)
         _identity(job, chunks) | _found_at(job),
         shards,
         reasons,
+        languages,
         findings,
         leakage,
         has_tokenizer,

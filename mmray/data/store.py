@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -125,6 +125,8 @@ class PreparedSet:
         manifest = read_manifest(place)
         if manifest is None:
             raise DataError(_not_a_set(place))
+        if place.local is not None:  # where record batches begin is for range reads: most of what would be sent around
+            manifest = replace(manifest, shards=tuple(replace(shard, batches="") for shard in manifest.shards))
         if split is None or not manifest.splits:
             return cls(place, manifest)
         if split not in manifest.splits:
@@ -158,6 +160,11 @@ class PreparedSet:
     def fingerprint(self) -> str:
         """Hex digest of these rows in this order."""
         return fingerprint(self._shards)
+
+    @property
+    def languages(self) -> frozenset[str]:
+        """Languages of the rows of the whole set."""
+        return frozenset(self.manifest.languages)
 
     @property
     def tokenizer_json(self) -> str | None:

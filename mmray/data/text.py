@@ -119,6 +119,15 @@ class TextEncoder:
         """What a row has to say: its captions."""
         return row.texts
 
+    def said(self, text: str, language: str | None = None) -> str:
+        """A text as a caption of that language is tokenised (data/language.py). Raises UsageError."""
+        if language is not None:
+            raise UsageError(
+                f"a text of language {language!r}, but the model has no tokens of languages: it was trained without "
+                "model.inputs.language_token"
+            )
+        return text
+
     def columns(self, texts: list[str]) -> dict[str, np.ndarray]:
         """What `encode` gives, by the names of a batch: input_ids int32 [N, T], num_tokens int32 [N]."""
         ids, num_tokens = self.encode(texts)

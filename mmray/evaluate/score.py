@@ -79,8 +79,9 @@ class Evaluator(HeldOut):
     @torch.no_grad()
     def _zero_shot(self, model: nn.Module, embedded: Embedded, group: Group) -> dict[str, float]:
         """Accuracy of the nearest class, each rank judging its part of the rows."""
-        classes, prompts = self._settings.classes, self._settings.prompts
-        ids, num_tokens = self._encoder.encode(prompted(classes, prompts))
+        classes, prompts, language = self._settings.classes, self._settings.prompts, self._settings.language
+        said = [self._encoder.said(text, language) for text in prompted(classes, prompts)]
+        ids, num_tokens = self._encoder.encode(said)
         mask = (torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]).long()
         with evaluating(model):
             text = _embed_texts(model, torch.from_numpy(ids.astype("int64")), mask, self._settings.batch, group.device)

@@ -31,7 +31,7 @@ scores = model.embed_images(["photo.jpg"]) @ model.embed_texts(["a red circle", 
 
 - Images: PIL images, encoded bytes or paths. {FIT[inputs["fit"]]} {inputs["image_side"]} x {inputs["image_side"]}
   pixels ({inputs["interpolation"]}); transparency is laid on white, EXIF orientation applied.
-- Texts: up to {inputs["max_tokens"]} tokens; what is longer is cut.
+- Texts: up to {inputs["max_tokens"]} tokens; what is longer is cut.{_spoken(inputs)}
 - Kind: {spec["kind"]}{_branches(spec)}. All settings are in `config.json`.
 - `tokenizer.json` opens in transformers as `PreTrainedTokenizerFast(tokenizer_file=...)`, `preprocessor_config.json`
   as `AutoImageProcessor.from_pretrained(...)`, whose pixels agree up to rounding (a crop may lie half a pixel aside).
@@ -62,6 +62,14 @@ model.answer(["photo.jpg"], "{chat["question"]}")
   `{chat["user"].format(chat["image"] + "...").strip()} {chat["assistant"].format("...")}{chat["end"]}`.
 - Kind: {spec["kind"]}. All settings are in `config.json`; in transformers it is a `LlavaForConditionalGeneration`.
 """
+
+
+def _spoken(inputs: dict[str, Any]) -> str:
+    """How a text says its language, where the model has tokens of languages."""
+    if not (pattern := inputs.get("language_token", "")):
+        return ""
+    mark = pattern.replace("{}", "de")
+    return f' Their language: `embed_texts(texts, language="de")`, or `{mark}` in front of a text elsewhere.'
 
 
 def _branches(spec: dict[str, Any]) -> str:

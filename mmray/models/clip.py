@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmray.data.words import language_token_of
 from mmray.errors import UsageError
 from mmray.models import open_clip
 from mmray.models.dual_encoder import DualEncoder, Pixels, unit
-from mmray.models.pretrained import saved_network
+from mmray.models.pretrained import saved_network, with_languages
 from mmray.models.sizes import encoder_shape, tiles
 from mmray.models.weights import read_state
 
@@ -48,7 +49,7 @@ class Clip(DualEncoder):
     def __init__(self, spec: ClipSection, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
         from transformers import CLIPConfig, CLIPModel
 
-        net = _network(CLIPModel, CLIPConfig, spec, lambda: _clip_config(spec, vocab_size), architecture)
+        net = _network(CLIPModel, CLIPConfig, spec, vocab_size, _clip_config, architecture)
         _check_fits(net.config, spec.inputs, vocab_size, spec.weights)
         image = ClipImage(net.vision_model, net.visual_projection, spec.inputs, spec.patch_dropout)
         super().__init__(image, ClipText(net.text_model, net.text_projection), spec)
@@ -89,7 +90,7 @@ class Siglip(DualEncoder):
     def __init__(self, spec: SiglipSection, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
         from transformers import SiglipConfig, SiglipModel
 
-        net = _network(SiglipModel, SiglipConfig, spec, lambda: _siglip_config(spec, vocab_size), architecture)
+        net = _network(SiglipModel, SiglipConfig, spec, vocab_size, _siglip_config, architecture)
         _check_fits(net.config, spec.inputs, vocab_size, spec.weights)
         image = SiglipImage(net.vision_model, spec.inputs, spec.patch_dropout)
         super().__init__(image, SiglipText(net.text_model, net.config.text_config), spec)
@@ -196,18 +197,28 @@ def some_patches(patches: Tensor, dropout: float) -> Tensor:
     return patches.gather(1, drawn[..., None].expand(-1, -1, patches.shape[-1]))
 
 
-def _network(kind: Any, config_kind: Any, spec: Any, drawn: Any, architecture: dict[str, Any] | None) -> Any:
+def _network(
+    kind: Any, config_kind: Any, spec: Any, vocab_size: int, drawn: Any, architecture: dict[str, Any] | None
+) -> Any:
     """transformers' own model: of a known configuration, of saved weights, of an open_clip file, or drawn."""
-    if architecture is None and spec.weights != "none" and not open_clip.is_file(spec.weights):
-        return saved_network(SETTING, kind, config_kind, spec.weights)
-    config = config_kind.from_dict(architecture["config"]) if architecture else drawn()
-    config._attn_implementation = "sdpa"
-    net = kind(config)
+    token = language_token_of(spec.inputs)
     if architecture is None and spec.weights != "none":
+        if not open_clip.is_file(spec.weights):
+            return with_languages(saved_network(SETTING, kind, config_kind, spec.weights), vocab_size, token)
         if spec.kind != "clip":
             raise UsageError(f"{SETTING}: a checkpoint of open_clip ({spec.weights}) goes into model.kind clip only")
-        open_clip.load(net, read_state(SETTING, spec.weights), SETTING, spec.weights)
-    return net
+        state = read_state(SETTING, spec.weights)
+        rows = min(vocab_size, open_clip.num_tokens(state) or vocab_size) if token else vocab_size
+        net = kind(_with_sdpa(drawn(spec, rows)))
+        open_clip.load(net, state, SETTING, spec.weights)
+        return with_languages(net, vocab_size, token)
+    config = config_kind.from_dict(architecture["config"]) if architecture else drawn(spec, vocab_size)
+    return kind(_with_sdpa(config))
+
+
+def _with_sdpa(config: Any) -> Any:
+    config._attn_implementation = "sdpa"
+    return config
 
 
 def _vision(spec: Any) -> dict[str, int]:

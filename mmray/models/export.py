@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,22 +124,29 @@ class Embedder:
         """
         return self._embed(images, batch, self._embed_pictures)
 
-    def embed_texts(self, texts: Sequence[str], batch: int = 256) -> Tensor:
-        """Embeddings float32 [N, D], on the CPU. Raises DataError naming the first text that cannot be used."""
-        return self._embed(texts, batch, self._embed_captions)
+    def embed_texts(self, texts: Sequence[str], batch: int = 256, language: str | None = None) -> Tensor:
+        """Embeddings float32 [N, D], on the CPU. `language`: of the texts, where the model has tokens of languages.
+
+        Raises DataError naming the first text that cannot be used, UsageError for a language without a token.
+        """
+        return self._embed(texts, batch, partial(self._embed_captions, language=language))
 
     @torch.no_grad()
-    def match(self, images: Sequence[Picture], texts: Sequence[str], batch: int = 64) -> Tensor:
+    def match(
+        self, images: Sequence[Picture], texts: Sequence[str], batch: int = 64, language: str | None = None
+    ) -> Tensor:
         """Probability float32 [N] that each image and the text of the same place belong together (model.kind fusion).
 
         Raises UsageError where the model has no head for it, and DataError as the others do.
         """
-        return self._pairs("match_head", images, texts, batch).sigmoid().squeeze(1)
+        return self._pairs("match_head", images, texts, batch, language).sigmoid().squeeze(1)
 
     @torch.no_grad()
-    def classify(self, images: Sequence[Picture], texts: Sequence[str], batch: int = 64) -> Tensor:
+    def classify(
+        self, images: Sequence[Picture], texts: Sequence[str], batch: int = 64, language: str | None = None
+    ) -> Tensor:
         """Probability float32 [N, C] of each class for each pair of image and text; raises as `match` does."""
-        return self._pairs("class_head", images, texts, batch).softmax(dim=1)
+        return self._pairs("class_head", images, texts, batch, language).softmax(dim=1)
 
     @torch.no_grad()
     def name_boxes(
@@ -161,7 +169,9 @@ class Embedder:
         probability: Tensor = logits[0].softmax(dim=1).float().cpu()
         return probability
 
-    def _pairs(self, head: str, images: Sequence[Picture], texts: Sequence[str], batch: int) -> Tensor:
+    def _pairs(
+        self, head: str, images: Sequence[Picture], texts: Sequence[str], batch: int, language: str | None
+    ) -> Tensor:
         read = getattr(self.model, head, None)
         if read is None:
             raise UsageError(f"this model has no {head}: it was not trained to judge pairs")
@@ -170,7 +180,7 @@ class Embedder:
         parts = [torch.zeros(0, read.out_features)]
         for start in range(0, len(images), batch):
             pixels = self._stacked(start, images[start : start + batch])
-            pair = self.model.embed_pair(pixels, *self._tokens(start, texts[start : start + batch]))
+            pair = self.model.embed_pair(pixels, *self._tokens(start, texts[start : start + batch], language))
             parts.append(read(pair).float().cpu())
         return torch.cat(parts)
 
@@ -188,13 +198,14 @@ class Embedder:
     def _stacked(self, start: int, images: Sequence[Picture]) -> Tensor:
         return stacked(images, self.inputs, start).to(self.device)
 
-    def _embed_captions(self, start: int, texts: Sequence[str]) -> Tensor:
-        embedding: Tensor = self.model.embed_text(*self._tokens(start, texts))
+    def _embed_captions(self, start: int, texts: Sequence[str], language: str | None = None) -> Tensor:
+        embedding: Tensor = self.model.embed_text(*self._tokens(start, texts, language))
         return embedding
 
-    def _tokens(self, start: int, texts: Sequence[str]) -> list[Tensor]:
+    def _tokens(self, start: int, texts: Sequence[str], language: str | None) -> list[Tensor]:
         """Ids and mask [B, T] on the device."""
-        ids, num_tokens = self._encoder.encode([_caption(number, text) for number, text in enumerate(texts, start)])
+        said = [self._encoder.said(_caption(number, text), language) for number, text in enumerate(texts, start)]
+        ids, num_tokens = self._encoder.encode(said)
         mask = np.arange(ids.shape[1]) < num_tokens[:, None]
         return [torch.from_numpy(array.astype(np.int64)).to(self.device) for array in (ids, mask)]
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from mmray.data.words import language_token_of
 from mmray.errors import UsageError
 from mmray.models import image_towers
 from mmray.models.dual_encoder import DualEncoder, Pixels, unit
@@ -40,7 +41,7 @@ class Fusion(DualEncoder):
     def __init__(self, spec: Section, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
         inputs, shape = spec.inputs, architecture["text"] if architecture else None
         image = image_towers.build_image_tower(spec.image, inputs.image_side, spec.batch_norm, architecture)
-        text = build_text_tower(spec.text, vocab_size, inputs.max_tokens, shape)
+        text = build_text_tower(spec.text, vocab_size, inputs.max_tokens, shape, language_token_of(inputs))
         pixels = Pixels(inputs.mean, inputs.std)
         super().__init__(FusionImage(pixels, image, spec.embed_dim), FusionText(text, spec.embed_dim), spec)
         num_places = _num_places(image, inputs.image_side)

@@ -44,6 +44,12 @@ def is_file(name: str) -> bool:
     return Path(name).suffix in SUFFIXES and not Path(name).expanduser().is_dir()
 
 
+def num_tokens(state: dict[str, Tensor]) -> int:
+    """Rows of the checkpoint's embedding of tokens; 0 where it has none."""
+    found = [tensor for name, tensor in state.items() if name.removeprefix("module.") == "token_embedding.weight"]
+    return len(found[0]) if found else 0
+
+
 def load(net: nn.Module, state: dict[str, Tensor], setting: str, name: str) -> None:
     """Put a checkpoint into transformers' CLIPModel. Raises UsageError where names or shapes differ."""
     try:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from mmray.data.language import MOST_LANGUAGES
 from mmray.errors import UsageError
 
 
@@ -42,6 +43,18 @@ def saved_network(setting: str, kind: Any, config_kind: Any, name: str) -> Any:
     if found != wanted:
         raise UsageError(f"{setting}: {name} holds a model of type {found!r}, not `{wanted}`")
     return whole_network(setting, name, kind.from_pretrained, wanted, attn_implementation="sdpa")
+
+
+def with_languages(net: Any, rows: int, language_token: str) -> Any:
+    """The network of saved weights, with rows of embedding for tokens of languages that its tokenizer had not.
+
+    They are drawn as the network draws its own. Other tokens that have no row are the caller's fault to name.
+    """
+    text = getattr(net, "text_model", net)  # of a CLIP or SigLIP, which shares its configuration
+    missing = rows - text.config.vocab_size
+    if language_token and 0 < missing <= MOST_LANGUAGES:
+        text.resize_token_embeddings(rows, mean_resizing=False)
+    return net
 
 
 def whole_network(setting: str, name: str, read: Callable[..., Any], family: str, **options: Any) -> Any:

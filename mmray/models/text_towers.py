@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmray.errors import UsageError
-from mmray.models.pretrained import fetch, whole_network
+from mmray.models.pretrained import fetch, whole_network, with_languages
 
 if TYPE_CHECKING:
     from transformers import BertConfig, PreTrainedConfig, PreTrainedModel
@@ -38,12 +38,13 @@ OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert")  # count positions fr
 
 
 def build_text_tower(
-    spec: TextTower, vocab_size: int, max_tokens: int, shape: dict[str, Any] | None = None
+    spec: TextTower, vocab_size: int, max_tokens: int, shape: dict[str, Any] | None = None, language_token: str = ""
 ) -> BertTower:
     """The text tower that `spec` names, with its weights.
 
     vocab_size: tokens the tokenizer has. shape: a configuration as `BertTower.shape()` gave it; the tower is built to
-    it without looking for weights, which the caller then loads. Raises UsageError naming the setting.
+    it without looking for weights, which the caller then loads. language_token: that of the model's inputs; saved
+    weights get rows for such tokens. Raises UsageError naming the setting.
     """
     from transformers import AutoConfig
 
@@ -52,7 +53,7 @@ def build_text_tower(
     elif spec.weights == "none":
         bert = _from_config(_config(spec, vocab_size, max_tokens))
     else:
-        bert = _from_pretrained(spec)
+        bert = with_languages(_from_pretrained(spec), vocab_size, language_token)
     _check_fits(bert.config, vocab_size, max_tokens, spec)
     return BertTower(bert)
 

@@ -34,7 +34,8 @@ MAY_CHANGE = (
     "train.recompute",
 )
 
-BEFORE = {"data.chunk": 1, "data.window": 1}  # what runs did that are older than these settings
+# What runs did that are older than these settings.
+BEFORE = {"data.chunk": 1, "data.window": 1, "model.inputs.language_token": ""}
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -44,6 +44,8 @@ class Share:
     keys: Tensor  # int64 [valid rows], on the CPU
     sizes: tuple[int, ...]  # rows of each micro-batch with padding: the same on every rank
     tokens: int = 0  # of the captions of valid rows
+    places: int = 0  # for tokens in the micro-batches, padding included
+    plain_places: int = 0  # what they would be in the order of the rows, where they are arranged by length
     wait_s: float = 0.0
 
     @property
@@ -52,22 +54,30 @@ class Share:
         return sum(self.sizes)
 
 
-def share_of(micros: list[Batch]) -> Share:
-    """A share from micro-batches as they come, invalid rows taken out."""
+def share_of(micros: list[Batch], arranged: bool = False) -> Share:
+    """A share from micro-batches as they come, invalid rows taken out; `arranged`: not in the order of their rows."""
     valid = torch.cat([micro["valid"] for micro in micros])
     keys = torch.cat([micro["key"] for micro in micros])
     sizes = tuple(len(micro["valid"]) for micro in micros)
     if bool(valid.all()):
-        return Share(micros, (False,) * len(micros), keys, sizes, _tokens(micros))
+        return Share(micros, (False,) * len(micros), keys, sizes, *_tokens(micros, sizes, arranged))
     hollow = tuple(not bool(micro["valid"].any()) for micro in micros)
     stand_in = torch.tensor([0])
     kept = [_rows(micro, stand_in if empty else micro["valid"]) for micro, empty in zip(micros, hollow, strict=True)]
     real = [micro for micro, empty in zip(kept, hollow, strict=True) if not empty]
-    return Share(kept, hollow, keys[valid], sizes, _tokens(real))
+    return Share(kept, hollow, keys[valid], sizes, *_tokens(real, sizes, arranged))
 
 
-def _tokens(micros: list[Batch]) -> int:
-    return sum(int(micro["attention_mask"].sum()) for micro in micros if "attention_mask" in micro)
+def _tokens(micros: list[Batch], sizes: tuple[int, ...], arranged: bool) -> tuple[int, int, int]:
+    """Tokens of these micro-batches, places for them, and what the places would be in micro-batches as rows come."""
+    masks = [micro["attention_mask"] for micro in micros if "attention_mask" in micro]
+    places = sum(mask.numel() for mask in masks)
+    if not (arranged and masks):
+        return sum(int(mask.sum()) for mask in masks), places, places
+    lengths = torch.cat([mask.sum(dim=1) for mask in masks])
+    by_row = lengths[torch.cat([micro["pos"] for micro in micros]).argsort()]
+    plain = sum(int(part.max()) * len(part) for part in by_row.split(max(sizes)))
+    return int(lengths.sum()), places, plain
 
 
 def finer(share: Share, micro: int) -> Share:
@@ -112,7 +122,7 @@ def _checked(steps: Iterable[list[Batch]], plan: Positions, first: int, rank: in
         if arranged:
             got, expected = np.sort(got), np.sort(expected)
         check_positions(got, expected, step, rank)
-        yield share_of(micros)
+        yield share_of(micros, arranged)
 
 
 def check_positions(got: np.ndarray, expected: np.ndarray, step: int, rank: int) -> None:

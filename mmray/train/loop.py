@@ -19,7 +19,7 @@ from mmray.objectives.protocol import Batch
 from mmray.train import clip, optimizer, parallel, precision, sharding, told
 from mmray.train.feed import Share, feed, finer
 from mmray.train.learner import Learner
-from mmray.train.measure import Meter
+from mmray.train.measure import Meter, Padding
 from mmray.train.memory import smaller
 from mmray.train.profiling import profiled
 from mmray.train.rhythm import Rhythm, interval
@@ -252,9 +252,9 @@ def _due(step: int, every: int) -> bool:
 def _measure(run: _Run, share: Share, result: StepResult) -> Metrics:
     """The metrics of the step just taken; two small collectives, so only at steps that are logged."""
     task, learner, step = run.task, run.learner, run.progress.step - 1
-    means, own = over_ranks(
-        task.group, [(value / result.counts).sum() for value in result.sums.values()], run.meter.take(learner)
-    )
+    means = [(value / result.counts).sum() for value in result.sums.values()]
+    counted = run.meter.padding.take(task.group.device)
+    sums, own = over_ranks(task.group, [*means, *counted], run.meter.take(learner))
     metrics: Metrics = {
         "step": step + 1,
         "epoch": task.plan.epoch(step),
@@ -262,13 +262,14 @@ def _measure(run: _Run, share: Share, result: StepResult) -> Metrics:
         "rows_stop": task.plan.rows_stop(step),
         "rows_sha": rows_sha(task.group.gather_plain(share.keys)),
     }
-    metrics |= {f"train/{name}": mean for name, mean in zip(result.sums, means, strict=True)}
+    metrics |= {f"train/{name}": mean for name, mean in zip(result.sums, sums[: len(means)], strict=True)}
     metrics |= {f"train/{name}": float(value) for name, value in result.shared.items()}
     metrics["train/lr"] = learner.optimizer.param_groups[0]["lr"]
     metrics["train/grad_norm"] = result.grad_norm
     metrics |= {f"train/grad_norm_{name}": norm for name, norm in result.grad_norms.items() if name != clip.WHOLE}
     metrics["train/skipped_steps"] = run.progress.skipped
     metrics["batch/micro"] = run.progress.micro
+    metrics |= Padding.over(sums[len(means) :], task.by_length)
     metrics |= task.constants
     return metrics | own
 

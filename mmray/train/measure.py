@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from mmray.train import parallel
 from mmray.train.branches import BranchParallel
@@ -19,16 +20,47 @@ from mmray.train.telemetry import Metrics, PeakMemory, Rates
 
 
 @dataclass
+class Padding:
+    """One rank's tokens and places for them since the last line; `over` makes of the ranks' sums the run's shares."""
+
+    tokens: int = 0
+    places: int = 0
+    plain_places: int = 0
+
+    def add(self, share: Share) -> None:
+        self.tokens += share.tokens
+        self.places += share.places
+        self.plain_places += share.plain_places
+
+    def take(self, device: torch.device) -> list[Tensor]:
+        """Scalars to be summed over ranks; counted anew from here."""
+        counted = [self.tokens, self.places, self.plain_places]
+        self.tokens = self.places = self.plain_places = 0
+        return list(torch.tensor(counted, dtype=torch.float64, device=device))
+
+    @staticmethod
+    def over(sums: list[float], by_length: bool) -> Metrics:
+        """The share of the places that no token stands in; with buckets also what it were without."""
+        tokens, places, plain = sums
+        if not places:
+            return {}
+        unsorted = {"batch/padding_unsorted": 1 - tokens / plain} if by_length else {}
+        return {"batch/padding": 1 - tokens / places} | unsorted
+
+
+@dataclass
 class Meter:
     """One rank's figures; `devices`: how many a worker has."""
 
     rates: Rates
     devices: int = 1
+    padding: Padding = field(default_factory=Padding)
     memory: PeakMemory = field(default_factory=PeakMemory)
     flops_of_row: float = 0.0  # a forward and a backward
 
     def look_at(self, learner: Learner, share: Share) -> None:
-        """Count the model's work once, on the first rows that come."""
+        """Count the tokens of a step, and once, on the first rows that come, the model's work."""
+        self.padding.add(share)
         if self.flops_of_row == 0:
             first = share.micros[0]
             flops = model_flops(parallel.unwrapped(learner.model), first, learner.precision)

@@ -44,6 +44,10 @@ def refusals(config: Config) -> list[str]:
 def _scored(config: Config) -> list[str]:
     """What is asked of an evaluation that the model cannot give."""
     writes = hasattr(config.model.inputs, "chat")
+    if config.evaluate.language is not None and not config.model.inputs.language_token:
+        return [
+            "evaluate.language: the model has no token of a language; set --model.inputs.language-token, as to '[{}]'"
+        ]
     if writes and config.evaluate.classes:
         return ["evaluate.classes: a model that writes has no embeddings to tell classes apart by; leave it empty"]
     if not writes and config.evaluate.answers:

@@ -22,8 +22,8 @@ from mmray.data.mixed import MixedSet
 from mmray.data.remote import Folder
 from mmray.data.sets import ensure_prepared
 from mmray.data.store import PreparedSet
-from mmray.data.text import TextEncoder, load_tokenizer
-from mmray.data.words import fitted
+from mmray.data.text import load_tokenizer
+from mmray.data.words import encoder_of, fitted
 from mmray.report.at_end import draw_at_end
 from mmray.train import rundir, served, tracking
 from mmray.train.attempt import Ready
@@ -96,12 +96,16 @@ def settle(config: Config, listener: Listener) -> Ready:
     if is_mixture(config.data.train):
         train_set = MixedSet(train_sets, [weight for _, weight in terms])
     inputs = config.model.inputs
-    tokenizer_json = fitted(load_tokenizer(inputs.tokenizer, train_set.tokenizer_json), inputs)
+    loaded = load_tokenizer(inputs.tokenizer, train_set.tokenizer_json)
+    tokenizer_json = fitted(loaded, inputs, train_set.languages)
+    encoder = encoder_of(tokenizer_json, inputs)
+    if config.evaluate.language is not None:
+        encoder.said("", config.evaluate.language)  # one that it does not know shows here
     num_rows = min(train_set.num_rows, config.data.limit or train_set.num_rows)
     if isinstance(train_set, MixedSet):
         num_rows = sum(part.per_epoch for part in train_set.parts)
     steps = total_steps(config.train, num_rows, shape.global_rows)
-    vocab_size = config.model.vocab_size or TextEncoder(tokenizer_json, 8).vocab_size
+    vocab_size = config.model.vocab_size or encoder.vocab_size
     model = with_names(config.model, train_sets, eval_set)
     settled = config.model_copy(
         update={

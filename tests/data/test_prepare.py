@@ -132,17 +132,31 @@ def test_all_columns_are_kept(tmp_path, in_process):
     train = PreparedSet.open(out, "train").read(np.arange(3))
     assert [row.label for row in train] == [None, 3, 3]
     assert [row.language for row in train] == [None, "en", "en"]
+    assert manifest.languages == {"en": 2} and PreparedSet.open(out, "test").languages == {"en"}
 
 
 @pytest.mark.parametrize(
-    ("rule", "kept"), [("image", ["k0", "k1"]), ("row", ["k0", "k1", "b"]), ("keep", ["k0", "k1", "a", "b"])]
+    ("rule", "kept"),
+    [
+        ("image", ["k0", "k1", "c", "d"]),
+        ("row", ["k0", "k1", "b", "c", "d"]),
+        ("text", ["k0", "k1", "d"]),
+        ("keep", ["k0", "k1", "a", "b", "c", "d"]),
+    ],
 )
 def test_rules_for_duplicates(tmp_path, in_process, rule, kept):
     source = make_source(tmp_path / "raw", 2)
     add(source, {"id": "a", "image": "0.png", "text": "colour 0"}, {"id": "b", "image": "0.png", "text": "other"})
+    for number, said in ((5, "colour 1"), (6, "other")):  # b went for its image: its caption is still to come
+        (tmp_path / "raw" / f"{number}.png").write_bytes(colour_image(number))
+        add(source, {"id": "cd"[number - 5], "image": f"{number}.png", "text": said})
     manifest = prepare(str(source), str(tmp_path / "out"), LAX.model_copy(update={"duplicates": rule}))
     assert PreparedSet.open(str(tmp_path / "out")).keys() == kept
-    assert manifest.num_rows + manifest.num_quarantined == manifest.num_read == 4
+    assert manifest.num_rows + manifest.num_quarantined == manifest.num_read == 6
+    told = {fault["key"]: (fault["stage"], fault["reason"], fault["detail"]) for fault in quarantine(tmp_path / "out")}
+    repeated = ("duplicates", "duplicate-text", "the captions of row k1 again")
+    assert told.get("c") == (repeated if rule == "text" else None)
+    assert manifest.num_same_text == {"image": 1, "row": 2, "text": 0, "keep": 3}[rule]
 
 
 def test_duplicates_are_found_across_chunks_and_leaks_are_reported(tmp_path, in_process):
@@ -168,9 +182,23 @@ def test_first_of_is_the_naive_search():
 
 def test_a_row_with_a_repeated_id_is_no_ones_first():
     keys, images = text_digests(["k", "k", "l"]), text_digests(["a", "b", "b"])
-    same_key, same_content = find_duplicates(keys, images, images, "image")
-    assert same_key.tolist() == [-1, 0, -1]
-    assert same_content.tolist() == [-1, -1, -1]
+    same = find_duplicates(keys, images, images, images, "image")
+    assert same.same_key.tolist() == [-1, 0, -1]
+    assert same.same_content.tolist() == same.same_text.tolist() == [-1, -1, -1]
+
+
+def test_what_is_set_aside_repeats_a_row_that_is_kept():
+    """Rule `text` as a plain loop over rows has it, and nothing of the image of one that went is lost with it."""
+    images, texts = np.random.default_rng(1).integers(0, 40, (2, 90, 2)).astype(np.uint64) // 8
+    keys = text_digests([str(number) for number in range(90)])
+    same = find_duplicates(keys, images, images, texts, "text")
+    kept: list[int] = []
+    for number in range(90):
+        image = next((one for one in kept if (images[one] == images[number]).all()), -1)
+        text = next((one for one in kept if (texts[one] == texts[number]).all()), -1) if image < 0 else -1
+        assert (same.same_content[number], same.same_text[number]) == (image, text)
+        kept += [number] if image == text == -1 else []
+    assert 5 < len(kept) < 25
 
 
 def test_holdout_goes_by_content_and_stays(tmp_path, in_process):

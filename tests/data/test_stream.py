@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 import ray
+import torch
 
 from mmray.config import Inputs
 from mmray.data.collate import steps_of
@@ -14,7 +15,7 @@ from mmray.data.reader import RowReader
 from mmray.data.store import key_id
 from mmray.data.stream import Stream, block_shape, most_block_mb, plan_dataset
 from mmray.data.text import train_tokenizer
-from tests.made import CAPTIONS, make_set, row
+from tests.made import CAPTIONS, make_set, png, row
 
 INPUTS = Inputs(image_side=8, fit="squash", max_tokens=12)
 
@@ -26,30 +27,28 @@ def reader(tmp_path_factory):
 
 
 @ray.remote(num_cpus=0)
-def consume(iterator, plan):
-    """Keys of each step of one rank, as a training worker gets them."""
-    blocks = iterator.iter_batches(batch_size=None, batch_format="numpy")
-    return [
-        [
-            (int(k), int(p))
-            for micro in step
-            for k, p, v in zip(micro["key"], micro["pos"], micro["valid"], strict=True)
-            if v
-        ]
-        for step in steps_of(blocks, plan)
-    ]
+def consume(iterator, plan, pause_s=0.0, steps=None):
+    """Keys of each step of one rank, as a training worker gets them, which takes `pause_s` over each step."""
+    taken = []
+    for step in itertools.islice(steps_of(iterator.iter_batches(batch_size=None, batch_format="numpy"), plan), steps):
+        columns = (torch.cat([micro[name] for micro in step]) for name in ("key", "pos", "valid"))
+        taken.append([(k, p) for k, p, v in zip(*(column.tolist() for column in columns), strict=True) if v])
+        time.sleep(pause_s)
+    return taken
 
 
-def stream(reader, plan, first_step):
-    made = Stream(Start(plan, first_step), reader, workers=2, block_mb=0.01)
+def stream(reader, plan, first_step, pauses_s=(), steps=None, block_mb=0.01):
+    """Keys and positions of each step over all ranks; `steps`: so many, and then the group goes."""
+    made = Stream(Start(plan, first_step), reader, workers=2, block_mb=block_mb)
     iterators = [shard["train"] for shard in made.configure({"train": None}, plan.world)]
-    ranks = ray.get([consume.remote(iterator, plan) for iterator in iterators])
+    pairs = itertools.zip_longest(iterators, pauses_s, fillvalue=0.0)
+    ranks = ray.get([consume.remote(iterator, plan, pause_s, steps) for iterator, pause_s in pairs])
     return [sorted(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)]
 
 
-def expected(plan, first_step):
+def expected(plan, first_step, steps=None):
     out = []
-    for step in range(first_step, plan.steps):
+    for step in range(first_step, plan.steps)[:steps]:
         positions = np.concatenate([plan.positions(step, rank) for rank in range(plan.world)])
         positions = positions[positions != PADDING]
         out.append(
@@ -59,12 +58,37 @@ def expected(plan, first_step):
 
 
 @pytest.mark.parametrize(
-    ("world", "global_rows", "micro", "first_step"),
-    [(1, 16, 16, 0), (2, 16, 4, 5), (3, 10, 2, 0), (2, 96, 32, 1)],  # the last in blocks of a part of a step
+    ("world", "global_rows", "micro", "first_step", "steps"),
+    [(1, 1, 1, 0, 125), (3, 4, 1, 7, 60), (2, 96, 32, 1, 12)],  # the last in blocks of a part of a step
 )
-def test_every_row_where_the_order_puts_it(local_ray, reader, world, global_rows, micro, first_step):
-    plan = Plan(117, global_rows, world, micro, seed=3, steps=30)
+def test_every_row_where_the_order_puts_it(local_ray, reader, world, global_rows, micro, first_step, steps):
+    """117 rows, which steps of 4 do not divide, nor 3 ranks a step: into the next epoch, from any step."""
+    plan = Plan(117, global_rows, world, micro, seed=3, steps=steps)
     assert stream(reader, plan, first_step) == expected(plan, first_step)
+
+
+def test_a_slow_consumer_gets_its_own_rows_and_holds_the_order_for_the_fast_one(local_ray, tmp_path):
+    """5,000 rows, an epoch and a part of the next; one of two ranks stands still for a while at each step."""
+    encoded = png(7, side=1)
+    prepared = make_set(tmp_path, [row(number, encoded) for number in range(5000)])
+    plan = Plan(5000, 250, 2, 125, seed=5, steps=24)
+    reader = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
+    found = stream(reader, plan, 0, pauses_s=(0.1, 0.0), block_mb=0.1)
+    assert found == expected(plan, 0)
+    assert sorted(key for step in found[:20] for key, _ in step) == sorted(key_id(f"row-{n}") for n in range(5000))
+
+
+def test_consumers_come_and_go_and_the_rows_of_each_step_stay(local_ray, reader):
+    """One worker, then three, then two: each group begins where the last one's rows end."""
+    rows_consumed, found, plans = 0, [], []
+    for world, steps in ((1, 5), (3, 9), (2, 16)):
+        plan = Plan(117, 16, world, 4, seed=3, steps=30)
+        first_step = plan.step_at(rows_consumed)
+        taken = stream(reader, plan, first_step, steps=steps)
+        assert taken == expected(plan, first_step, steps)
+        rows_consumed, found = plan.rows_start(first_step + steps), found + taken
+        plans.append(plan)
+    assert [expected(plan, 0) for plan in plans] == [found] * 3
 
 
 def test_blocks_of_a_group_are_equal_and_cover_all_steps():

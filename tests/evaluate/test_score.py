@@ -21,7 +21,7 @@ from mmray.models.regions import LabelTexts
 from mmray.objectives.contrastive import Contrastive
 from tests.made import CAPTIONS, make_set, row
 
-SETTINGS = SimpleNamespace(batch=4, chunk=5, limit=None, classes=(), prompts=("{}",))
+SETTINGS = SimpleNamespace(batch=4, chunk=5, limit=None, classes=(), prompts=("{}",), language=None)
 INPUTS = SimpleNamespace(image_side=8, fit="squash", interpolation="bilinear", max_tokens=16, max_boxes=0)
 NUM_ROWS = 23
 

@@ -119,7 +119,8 @@ def test_what_is_logged_and_who_is_told():
     expected |= {"time/step_s", "time/data_wait_s", "time/data_wait_share", "throughput/samples_per_s"}
     expected |= {"time/step_p50_s", "time/step_p95_s", "time/first_step_s", "throughput/tokens_per_s"}
     expected |= {f"time/{phase}_s" for phase in PHASES} | {"host/cpu_percent", "throughput/tflops_per_device"}
-    assert expected | {"memory/peak_gib", "rows_sha"} <= log.lines[0].keys()
+    assert expected | {"memory/peak_gib", "rows_sha", "batch/padding"} <= log.lines[0].keys()
+    assert "batch/padding_unsorted" not in log.lines[0]  # the rows stand as they came
     assert [step for step, _ in callback.seen] == [1, 2, 3, 4, 5]
     assert [metrics for _, metrics in callback.seen] == [None, *log.lines]
     assert saved == [(3, log.lines[1]), (5, log.lines[3])]

@@ -1,0 +1,137 @@
+"""A token for a row's language: the same in training, in evaluation and in what is exported."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+import mmray
+from mmray.config import ChatInputs, Config, Evaluate, ImageTower, Inputs, TextTower, TwoTower
+from mmray.data.language import MOST_LANGUAGES, LanguageEncoder, with_languages
+from mmray.data.order import Plan
+from mmray.data.reader import RowReader
+from mmray.data.text import load_tokenizer, train_tokenizer
+from mmray.data.words import encoder_of, fitted
+from mmray.errors import UsageError
+from mmray.evaluate.batches import EvalBatches
+from mmray.evaluate.score import Evaluator
+from mmray.models.build import build
+from mmray.models.export import export
+from mmray.objectives.contrastive import Contrastive
+from mmray.train import served
+from mmray.train.continuation import forbidden_changes
+from tests.evaluate.test_score import Toy, on_ranks
+from tests.made import CAPTIONS, make_set, row
+
+INPUTS = Inputs(image_side=16, fit="squash", max_tokens=12, language_token="[{}]")
+TRAINED = train_tokenizer([*CAPTIONS, "de pt br"], 60)
+TOKENIZER = fitted(TRAINED, INPUTS, {"de", "pt-BR"})
+SAID = ["de", None, "pt-BR", "xx", "de"]  # xx came after the tokenizer was made
+
+
+def tokens(ids: np.ndarray) -> list[str]:
+    tokenizer = Tokenizer.from_str(TOKENIZER)
+    return [tokenizer.id_to_token(each) for each in ids.tolist()]
+
+
+def test_stream_and_evaluation_put_it_before_the_words(tmp_path: Path) -> None:
+    prepared = make_set(tmp_path, [row(n, texts=["a red one"], language=said) for n, said in enumerate(SAID)])
+    assert prepared.languages == {"de", "pt-BR", "xx"}
+    block = RowReader(prepared, INPUTS, TOKENIZER, 10**6).block(Plan(5, 5, 1, 5, 0, 1, shuffle=False), np.arange(5))
+    (batch,) = EvalBatches(prepared, INPUTS, encoder_of(TOKENIZER, INPUTS), 8)
+    assert np.array_equal(batch["input_ids"].numpy(), block["input_ids"])
+    plain = encoder_of(TRAINED, Inputs(max_tokens=12)).encode(["a red one"])[0][0].tolist()
+    marks = [[Tokenizer.from_str(TOKENIZER).token_to_id(f"[{said}]")] * (said in ("de", "pt-BR")) for said in SAID]
+    for ids, mark, length in zip(block["input_ids"], marks, block["num_tokens"], strict=True):
+        assert ids[:length].tolist() == [plain[0], *mark, *plain[1:]]
+    assert marks[0] and marks[0] != marks[2] and not marks[1] and not marks[3]
+
+
+def test_what_a_person_writes_is_no_token_of_a_language() -> None:
+    encoder = encoder_of(TOKENIZER, INPUTS)
+    assert isinstance(encoder, LanguageEncoder) and encoder.languages == ("de", "pt-BR")
+    (words,) = encoder.words_of(row(0, texts=["a [d[pt-BR]e] red [de] one"], language="pt-BR"))
+    assert words == "[pt-BR]a  red  one"
+    long = encoder.said("a " * 40, "de")
+    assert tokens(encoder.encode([long])[0][0]) == ["[CLS]", "[de]", *["a"] * 9, "[SEP]"]
+    with pytest.raises(UsageError, match=r"no token for language 'xx'; it knows de, pt-BR"):
+        encoder.said("a", "xx")
+    with pytest.raises(UsageError, match=r"without model\.inputs\.language_token"):
+        encoder_of(TRAINED, Inputs()).said("a", "de")
+
+
+def test_a_tokenizer_that_has_the_token_keeps_its_id(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<2de>", "a"]))
+    inputs = INPUTS.model_copy(update={"language_token": "<2{}>"})
+    encoder = encoder_of(fitted(load_tokenizer(str(tmp_path), None), inputs, {"de", "fr"}), inputs)
+    ids, _ = encoder.encode([encoder.said("a", said) for said in (None, "de", "fr")])
+    assert ids.tolist() == [[2, 6, 3, 0], [2, 5, 6, 3], [2, 7, 6, 3]] and encoder.vocab_size == 8
+    again = with_languages(encoder.tokenizer.to_str(), "<2{}>", {"de", "fr"})
+    assert encoder_of(again, inputs).vocab_size == 8
+
+
+@pytest.mark.parametrize(
+    ("languages", "why"),
+    [
+        ((), "no row of the training set has a `language`"),
+        ([f"l{number}" for number in range(MOST_LANGUAGES + 1)], "has 1,001 languages"),
+        (("de", "PAD"), r"'\[PAD\]' would be the token of a language"),
+    ],
+)
+def test_languages_that_cannot_be_served(languages: list[str], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        fitted(TRAINED, INPUTS, languages)
+
+
+def test_settings_that_cannot_be_served() -> None:
+    for pattern in ("[]", "{}", "{}]", "[{}", "[{}{}]"):
+        with pytest.raises(UsageError, match=r"language_token.*one place"):
+            Inputs(language_token=pattern)
+    with pytest.raises(UsageError, match="a model that writes has no token of a language"):
+        ChatInputs(language_token="[{}]")
+    assert "set --model.inputs.language-token" in served.refusals(Config(evaluate=Evaluate(language="de")))[0]
+    assert forbidden_changes({"data": {}}, {"data": {"chunk": 1, "window": 1}} | LANGUAGELESS) == []
+
+
+LANGUAGELESS = {"model": {"inputs": {"language_token": ""}}}  # a run of an earlier version goes on
+
+
+def test_an_exported_model_reads_a_language_as_training_does(tmp_path: Path) -> None:
+    prepared = make_set(tmp_path / "set", [row(0, texts=["a red one"], language="de")])
+    block = RowReader(prepared, INPUTS, TOKENIZER, 10**6).block(Plan(1, 1, 1, 1, 0, 1, shuffle=False), np.arange(1))
+    vocab_size = encoder_of(TOKENIZER, INPUTS).vocab_size
+    text, image = TextTower(width=16, depth=1, heads=2), ImageTower(name="convnet", width=8, depth=2)
+    spec = TwoTower(inputs=INPUTS, image=image, text=text, vocab_size=vocab_size, embed_dim=12)
+    torch.manual_seed(0)
+    model = build(spec, vocab_size).eval()
+    with torch.no_grad():
+        ids = torch.from_numpy(block["input_ids"]).long()
+        trained = model.embed_text(ids, torch.ones_like(ids))
+    out = export(model, spec.model_dump(mode="json"), TOKENIZER, tmp_path / "model")
+    loaded = mmray.load(out)
+    assert (loaded.embed_texts(["a red one"], language="de") - trained).abs().max() <= 1e-6
+    assert (loaded.embed_texts(["a red one"]) - trained).abs().max() > 1e-3
+    assert 'language="de"' in (out / "README.md").read_text()
+    with pytest.raises(UsageError, match="no token for language 'fr'"):
+        loaded.embed_texts(["a"], language="fr")
+
+
+def test_prompts_of_classes_have_the_language_they_are_asked_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_out = make_set(tmp_path, [replace(row(0, language="de"), label=0)])
+    seen: list[list[str]] = []
+    embed_text = Toy.embed_text
+    monkeypatch.setattr(
+        Toy, "embed_text", lambda self, ids, mask: seen.append(tokens(ids[0])) or embed_text(self, ids, mask)
+    )
+    for language, expected in ((None, ["[CLS]", "a", "[SEP]"]), ("de", ["[CLS]", "[de]", "a", "[SEP]"])):
+        settings = Evaluate(classes=("a", "a"), prompts=("{}",), language=language)
+        evaluator = Evaluator(held_out, INPUTS, TOKENIZER, settings)
+        on_ranks(1, lambda group, of=evaluator: of.score(Toy(), group, Contrastive(), 1))
+        assert seen[-1] == expected

@@ -1,0 +1,39 @@
+"""What a run is settled to before it starts: rows, steps, tokens."""
+
+import numpy as np
+import pytest
+
+from mmray.config import Evaluate
+from mmray.data.words import encoder_of
+from mmray.errors import UsageError
+from mmray.train.attempt import _start
+from mmray.train.trainer import settle
+from tests.made import make_set, row
+from tests.train.runs import Silent, config
+
+
+def test_a_limit_takes_so_many_rows_an_epoch(tmp_path):
+    make_set(tmp_path / "set", [row(number) for number in range(50)])
+    wanted = config(tmp_path / "set", tmp_path, "limited", steps=None, epochs=2.0)
+    limited = wanted.model_copy(update={"data": wanted.data.model_copy(update={"limit": 20})})
+    whole, first = settle(wanted, Silent()), settle(limited, Silent())
+    assert (whole.data["num_rows"], first.data["num_rows"]) == (50, 20)
+    assert (whole.steps, first.steps) == (8, 4)
+    plan = _start(first, None, 2).plan
+    for epoch in range(2):
+        assert sorted(plan.rows_at(np.arange(20) + 20 * epoch)) == list(range(20))
+
+
+def test_tokens_of_languages_are_those_of_the_sets(tmp_path):
+    make_set(tmp_path / "a", [row(number, language="de") for number in range(4)])
+    make_set(tmp_path / "b", [row(number, language=["fr", None][number % 2]) for number in range(4)])
+    wanted = config(f"{tmp_path}/a + {tmp_path}/b", tmp_path, "mixed")
+    inputs = wanted.model.inputs.model_copy(update={"language_token": "[{}]"})
+    speaking = wanted.model_copy(update={"model": wanted.model.model_copy(update={"inputs": inputs})})
+    plain, settled = settle(wanted, Silent()), settle(speaking, Silent())
+    assert encoder_of(settled.tokenizer_json, inputs).languages == ("de", "fr")
+    assert settled.config.model.vocab_size == plain.config.model.vocab_size + 2
+    assert settled.data["tokenizer"] != plain.data["tokenizer"]
+    asked = speaking.model_copy(update={"evaluate": Evaluate(classes=("a", "b"), language="en")})
+    with pytest.raises(UsageError, match="no token for language 'en'; it knows de, fr"):
+        settle(asked, Silent())
