@@ -11,6 +11,7 @@ from mmray.errors import StorageError, TrainingError
 from mmray.evaluate.choose import best_by
 from mmray.train import checkpoint, lease
 from mmray.train.growing import Growing
+from mmray.train.telemetry import MetricsLog
 from mmray.train.writer import Writer
 
 if TYPE_CHECKING:
@@ -26,10 +27,15 @@ class Keeper:
     def __init__(
         self, folder: Folder, fence: int, config: Config, about: dict[str, Any], tell: Callable[[str, str], None]
     ):
-        self._folder, self._fence, self._config, self._about = folder, fence, config, about
-        self.growing = Growing(folder, partial(tell, "storage"))
-        self._tell = partial(tell, "checkpoint")
+        self._folder, self._config, self._about = folder, config, about
+        self._check = partial(lease.check, folder, fence)
+        self._tell_storage, self._tell = partial(tell, "storage"), partial(tell, "checkpoint")
+        self.growing = Growing(folder, self._tell_storage, self._check)
         self.writer = Writer(self._tell)
+
+    def log_from(self, step: int) -> MetricsLog:
+        """The log of the steps after `step`."""
+        return MetricsLog(self.growing.here, step, self._tell_storage, self._check)
 
     def save(self, step: int, rows_consumed: int, state: dict[str, Any], metrics: dict[str, Any]) -> float | None:
         """Have a checkpoint written; answers what the one before cost, in seconds."""
@@ -53,7 +59,7 @@ class Keeper:
     def _write(self, step: int, meta: dict[str, Any], state: dict[str, Any]) -> None:
         """Write a checkpoint, unless another run has taken the folder over; first what was logged up to it."""
         try:
-            lease.check(self._folder, self._fence)
+            self._check()
             self.growing.push()
         except OSError as error:
             raise StorageError(f"the storage does not answer, so step {step} has no checkpoint: {error}") from error
