@@ -27,14 +27,22 @@ from mmray.data.reader import RowReader
 from mmray.data.remote import Folder
 from mmray.data.store import PreparedSet
 from mmray.data.stream import Stream
-from mmray.errors import MmrayError, OutOfMemoryError, ResourceError, StorageError, TrainingError
+from mmray.errors import MmrayError, OutOfMemoryError, StorageError, TrainingError
 from mmray.train import checkpoint, memory, rundir
 from mmray.train.batch import BatchShape
 from mmray.train.board import StopWish, Watch, stopping
 from mmray.train.guard import Guard
 from mmray.train.job import Job, Line
 from mmray.train.policy import Failure
-from mmray.train.resources import data_actors, demand_of, ray_files, torch_config, worker_resources
+from mmray.train.resources import (
+    data_actors,
+    demand_of,
+    never_started,
+    no_retries,
+    ray_files,
+    torch_config,
+    worker_resources,
+)
 from mmray.train.worker import work
 
 POLL_S = 0.25
@@ -122,9 +130,7 @@ def trainer_of(
         run_config=ray.train.RunConfig(
             name=f"attempt-{fence}-{attempt}",
             **ray_files(run.path),
-            failure_config=ray.train.FailureConfig(  # type: ignore[call-arg]
-                max_failures=0, controller_failure_limit=0, max_preemption_failures=0
-            ),
+            failure_config=no_retries(),
         ),
     )
 
@@ -205,7 +211,7 @@ def failure_of(error: BaseException, guard: Guard, ready: Ready) -> Failure:
             return Failure("raised", cause, last_step)
         return Failure("preempted" if guard.leaving else "lost", cause, last_step)
     if isinstance(getattr(error, "controller_failure", None), WorkerGroupStartupTimeoutError):
-        return Failure("raised", _never_started(), last_step)
+        return Failure("raised", never_started(), last_step)
     return Failure("lost", TrainingError(f"Ray Train gave up: {error}"), last_step)
 
 
@@ -217,14 +223,6 @@ def _killed(error: BaseException, guard: Guard, ready: Ready) -> OutOfMemoryErro
     told = f"a node had no room for its worker with micro-batches of {before} rows ({str(error).splitlines()[0]})"
     next_move = f"Now the same rows again, {less} at a time" if less else "What else runs on it?"
     return OutOfMemoryError(f"{told}. {next_move}", less)
-
-
-def _never_started() -> ResourceError:
-    waited_s = float(os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"])
-    return ResourceError(
-        f"the training workers did not start within {waited_s:g} s (cluster.start_timeout_s): their nodes are taken, "
-        "or did not come up; `ray status` on the head says which, and the same command goes on from where it was"
-    )
 
 
 def _is_loss(error: BaseException) -> bool:
