@@ -13,6 +13,10 @@ class MmrayError(Exception):
     exit_code = 1
 
 
+class AtOnce(KeyboardInterrupt):
+    """Who asks twice for an end waits for nothing that can be done without: no report, no tracker."""
+
+
 class UsageError(MmrayError):
     """A command, a setting or a file name that cannot be meant."""
 
@@ -26,7 +30,7 @@ class TrainingError(MmrayError):
 
 
 class StorageError(TrainingError):
-    """The storage did not take a checkpoint; nothing of it counts, and older ones are as they were."""
+    """The storage did not take a checkpoint, or does not answer; what is complete there is as it was."""
 
 
 class OutOfMemoryError(TrainingError):

@@ -33,11 +33,13 @@ class PrepareCommand:
     """Try again what was set aside because it could not be read or decoded, with the rest of its shard."""
     address: str | None = None
     """Ray address; none: RAY_ADDRESS where it is set, else this machine."""
+    grows: bool = False
+    """Wait for nodes, though Ray does not say that any may come."""
 
 
 def _with_values(words: Sequence[str]) -> list[str]:
     """The words, with `True` behind a switch that stands alone, as in `--reference`."""
-    switches = {"--retry-quarantine"} | {
+    switches = {"--retry-quarantine", "--grows"} | {
         f"--{name.replace('_', '-')}" for name, setting in Prepare.model_fields.items() if setting.annotation is bool
     }
     out: list[str] = []
@@ -65,10 +67,13 @@ def prepare(argv: Sequence[str], screen: Screen) -> int:
     """mmray prepare SOURCE OUT [--max-bad-fraction 0.01] [--image-side 256] [--against SET] ..."""
     command = tyro.cli(PrepareCommand, args=_with_values(argv), prog="mmray prepare", config=STYLE)
     from mmray.cluster.join import joined
+    from mmray.cluster.nodes import check_data_room
     from mmray.data.prepare import prepare as prepare_rows
 
     began_s = time.monotonic()
-    with joined(Cluster(address=command.address)), screen.work("starting Ray"):
+    section = Cluster(address=command.address, grows=command.grows)
+    with joined(section), screen.work("starting Ray"):
+        check_data_room(section)
         reporter = Reporter(screen)
         manifest = prepare_rows(
             command.source,

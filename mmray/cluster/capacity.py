@@ -60,13 +60,15 @@ class Demand:
 
     def __str__(self) -> str:
         workers = f"{self.workers} training workers of {shown(self.per_worker)} each{on(self.worker_labels)}"
-        if not self.data_cpus:
-            return workers
-        return f"{workers}, and {self.data_cpus} CPUs for the data{on(self.data_labels)}"
+        data = f"{self.data_cpus} CPUs for the data{on(self.data_labels)}"
+        return ", and ".join(part for part, asked in ((workers, self.workers), (data, self.data_cpus)) if asked)
 
 
 def feasible(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool] = ()) -> str | None:
-    """None where the demand fits the nodes, or what the pools can grow to; else what is missing and what would fit."""
+    """None where the demand fits the nodes, or what the pools can grow to; else what is missing and what would fit.
+
+    A demand of no workers is one of data alone.
+    """
     if concurrent(demand, nodes, 1):
         return None
     reach = grown(demand, nodes, pools)

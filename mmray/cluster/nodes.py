@@ -15,7 +15,8 @@ import ray.data
 import yaml
 from ray._private.state import state as ray_state
 
-from mmray.cluster.capacity import Labels, Node, Pool
+from mmray.cluster.capacity import Demand, Labels, Node, Pool, feasible
+from mmray.errors import ResourceError
 
 if TYPE_CHECKING:
     from mmray.config import Cluster
@@ -108,6 +109,14 @@ def place_data(section: Cluster) -> None:
     """Every Ray Data job that this process starts from here on keeps to the nodes of the data."""
     labels = data_labels(section.data_label, nodes())
     ray.data.DataContext.get_current().execution_options.label_selector = labels or None
+
+
+def check_data_room(section: Cluster) -> None:
+    """Raise ResourceError where no node for the data has a CPU, or can get one: Ray would wait for it for ever."""
+    here = nodes()
+    lacking = feasible(Demand(0, {}, 1, {}, data_labels(section.data_label, here)), here, pools())
+    if lacking is not None and not section.grows:
+        raise ResourceError(f"{lacking}, or say that nodes are yet to come (--cluster.grows; of prepare --grows)")
 
 
 def _has_roles(here: list[Node]) -> bool:

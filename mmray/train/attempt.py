@@ -16,7 +16,7 @@ import ray
 import ray.exceptions
 import ray.train
 import ray.train.torch
-from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckTimeoutError
 from ray.train.v2.api.exceptions import PreemptionError
 
 from mmray.cluster.present import Present
@@ -27,17 +27,36 @@ from mmray.data.reader import RowReader
 from mmray.data.remote import Folder
 from mmray.data.store import PreparedSet
 from mmray.data.stream import Stream
-from mmray.errors import MmrayError, ResourceError, StorageError, TrainingError
-from mmray.train import checkpoint, rundir
+from mmray.errors import MmrayError, OutOfMemoryError, StorageError, TrainingError
+from mmray.train import checkpoint, memory, rundir
 from mmray.train.batch import BatchShape
 from mmray.train.board import StopWish, Watch, stopping
 from mmray.train.guard import Guard
 from mmray.train.job import Job, Line
 from mmray.train.policy import Failure
-from mmray.train.resources import data_actors, demand_of, ray_files, torch_config, worker_resources
+from mmray.train.resources import (
+    data_actors,
+    demand_of,
+    never_started,
+    no_retries,
+    ray_files,
+    torch_config,
+    worker_resources,
+)
 from mmray.train.worker import work
 
 POLL_S = 0.25
+# What collectives say that broke, or waited in vain: gloo's, NCCL's, and those of the store through which ranks meet.
+BROKEN = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "NCCL",
+    "Socket Timeout",
+    "recv operation to complete",
+    "send operation to complete",
+    "wait timeout after",
+)
 
 
 @dataclass(frozen=True)
@@ -111,9 +130,7 @@ def trainer_of(
         run_config=ray.train.RunConfig(
             name=f"attempt-{fence}-{attempt}",
             **ray_files(run.path),
-            failure_config=ray.train.FailureConfig(  # type: ignore[call-arg]
-                max_failures=0, controller_failure_limit=0, max_preemption_failures=0
-            ),
+            failure_config=no_retries(),
         ),
     )
 
@@ -171,7 +188,7 @@ def _beat(board: Any, beat: dict[str, Any]) -> bool:
         return False
 
 
-def failure_of(error: BaseException, guard: Guard) -> Failure:
+def failure_of(error: BaseException, guard: Guard, ready: Ready) -> Failure:
     """What ended an attempt: a hang or a node taken away, where the guard saw one; else what Ray Train raises."""
     last_step = guard.watch.last_step
     if guard.hang is not None:
@@ -181,28 +198,34 @@ def failure_of(error: BaseException, guard: Guard) -> Failure:
     if isinstance(error, PreemptionError):
         return Failure("preempted", TrainingError("a node was taken away"), last_step)
     if isinstance(error, ray.train.WorkerGroupError):
-        raised = [e for e in error.worker_failures.values() if not _is_loss(e)]
+        failures = [getattr(e, "health_check_failure", e) for e in error.worker_failures.values()]  # as Ray has it
+        raised = [e for e in failures if not _is_loss(e)]
         own = [e for e in raised if isinstance(e, MmrayError)]
-        cause = next(iter([*own, *raised, *error.worker_failures.values()]), error)
+        cause = next(iter([*own, *raised, *failures]), error)
+        killed = next((e for e in failures if isinstance(e, ray.exceptions.OutOfMemoryError)), None)
+        if killed is not None and not raised:
+            return Failure("lost", _killed(killed, guard, ready), last_step)
         if isinstance(cause, StorageError) and guard.watch.wish in ("resize", "preempted"):
             return Failure("lost", cause, last_step)  # nobody wanted an end: from the checkpoint before, elsewhere
         if raised:
             return Failure("raised", cause, last_step)
         return Failure("preempted" if guard.leaving else "lost", cause, last_step)
     if isinstance(getattr(error, "controller_failure", None), WorkerGroupStartupTimeoutError):
-        return Failure("raised", _never_started(), last_step)
+        return Failure("raised", never_started(), last_step)
     return Failure("lost", TrainingError(f"Ray Train gave up: {error}"), last_step)
 
 
-def _never_started() -> ResourceError:
-    waited_s = float(os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"])
-    return ResourceError(
-        f"the training workers did not start within {waited_s:g} s (cluster.start_timeout_s): their nodes are taken, "
-        "or did not come up; `ray status` on the head says which, and the same command goes on from where it was"
-    )
+def _killed(error: BaseException, guard: Guard, ready: Ready) -> OutOfMemoryError:
+    """A worker that Ray's memory monitor has ended: not a device, its node had no room."""
+    share = -(-ready.shape.global_rows // guard.world)
+    before = min(rows for rows in (guard.watch.micro, ready.micro, ready.shape.micro, share) if rows)
+    less = memory.smaller(before, share)
+    told = f"a node had no room for its worker with micro-batches of {before} rows ({str(error).splitlines()[0]})"
+    next_move = f"Now the same rows again, {less} at a time" if less else "What else runs on it?"
+    return OutOfMemoryError(f"{told}. {next_move}", less)
 
 
 def _is_loss(error: BaseException) -> bool:
-    """A worker or its connection went away (a peer of a dead rank sees only its own broken collective)."""
-    broken = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL", "Socket Timeout")
-    return isinstance(error, ray.exceptions.RayError) or any(text in str(error) for text in broken)
+    """A worker or its connection went away (a peer of a dead or slow rank sees only its own broken collective)."""
+    gone = isinstance(error, ray.exceptions.RayError | WorkerHealthCheckTimeoutError)
+    return gone or any(text in str(error) for text in BROKEN)

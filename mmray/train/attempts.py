@@ -25,7 +25,7 @@ from mmray.config import Config
 from mmray.data.folders import gather
 from mmray.data.manifest import QUARANTINE
 from mmray.data.remote import Folder
-from mmray.errors import TrainingError, UsageError
+from mmray.errors import ResourceError, StorageError, TrainingError, UsageError
 from mmray.train import checkpoint, rundir
 from mmray.train.attempt import Ready, failure_of, run_attempt, trainer_of
 from mmray.train.board import WASTED, Listener, Watch, new_board
@@ -38,6 +38,7 @@ from mmray.train.unreadable import bad_rows
 
 SETTLE_S = 0.5  # between two looks at what is free, while the workers of the attempt before let go of their places
 SAME_LOOKS, MOST_LOOKS = 4, 20
+STORAGE_PAUSES_S = (1.0, 5.0, 30.0)  # until a storage that fails between two attempts is asked again
 
 
 @dataclass
@@ -77,10 +78,7 @@ def attempts(ready: Ready, run: rundir.RunDir, lease: Lease, listener: Listener)
     wanted = ready.config.on_cluster(accelerator=device)
     scale_up = ScaleUp(f"mmray-{run.path.name}-{lease.fence}")
     while True:
-        tally.attempts += 1
-        if tally.attempts > 1:
-            lease.advance()
-        found = checkpoint.newest_good(run.checkpoints, partial(listener.note, label="checkpoint"))
+        found, known_bad = _begin(run, lease, tally, listener)
         if found is not None:
             listener.note(f"from {found}", "going on")
         elif ready.config.run.resume == "must":
@@ -89,8 +87,7 @@ def attempts(ready: Ready, run: rundir.RunDir, lease: Lease, listener: Listener)
         now, workers = tally.place or places(wanted, scale_up)
         ask_for_more(wanted, scale_up, workers)
         listener.phase(f"starting {workers} workers")
-        gather(run.path / QUARANTINE)
-        board = new_board(bad_rows(run.path))
+        board = new_board(known_bad)
         watch = tally.watch = _watch(board, listener, ready.steps, tally.watch)
         guard = Guard(wanted, workers, watch, _step_of(found), tally.resizes_in_vain(workers), scale_up)
         try:
@@ -106,20 +103,64 @@ def attempts(ready: Ready, run: rundir.RunDir, lease: Lease, listener: Listener)
             if watch.wish == "resize":
                 tally.resized_from.append(workers)
         except Exception as error:  # noqa: BLE001 - whatever it is, the policy decides
-            ready = _after(error, ready, run, tally, guard, wanted, listener)
+            ready = _after(error, ready, run, lease, tally, guard, wanted, listener)
         finally:
             scale_up.end()
             ray.kill(board)
+    return _finished(run, lease, ready, outcome, tally)
+
+
+def _finished(run: rundir.RunDir, lease: Lease, ready: Ready, outcome: dict[str, Any], tally: Tally) -> dict[str, Any]:
+    """Write result.json of a run that came to its end, or was stopped; returns what it says."""
     result = {**outcome, **tally.counts(), "batch": str(ready.shape)}
-    run.write_json("result.json", result)
+    try:
+        lease.check()
+        run.write_json("result.json", result)
+    except OSError as error:
+        raise ResourceError(
+            f"the weights of step {outcome['steps']} are in {run.checkpoints}, but {run.path / 'result.json'} is not "
+            f"written: {error.strerror or error}. Make room (or mend the storage) and give the same command again: it "
+            "takes no step twice"
+        ) from error
     return result
 
 
+def _begin(run: rundir.RunDir, lease: Lease, tally: Tally, listener: Listener) -> tuple[Folder | None, set[int]]:
+    """The checkpoint from which the next attempt goes on, and the bad rows that earlier ones have named.
+
+    A storage that does not answer between two attempts is asked again before the run is given up for it.
+    """
+    tally.attempts += 1
+    pauses_s = iter(STORAGE_PAUSES_S if tally.attempts > 1 else ())
+    while True:
+        try:
+            if tally.attempts > 1:
+                lease.advance()
+            found = checkpoint.newest_good(run.checkpoints, partial(listener.note, label="checkpoint"))
+            gather(run.path / QUARANTINE)
+            return found, bad_rows(run.path)
+        except (StorageError, OSError) as error:
+            pause_s = next(pauses_s, None)
+            told = f"the storage of {run.path} fails: {error}"
+            if pause_s is None:
+                _end(run, lease, {"status": "failed", "error": safe(told)}, tally, listener)
+                raise StorageError(f"{told}. Mend it, and the same command goes on") from error
+        listener.note(f"{told}; asking it again in {pause_s:g} s", "storage")
+        time.sleep(pause_s)
+
+
 def _after(
-    error: Exception, ready: Ready, run: rundir.RunDir, tally: Tally, guard: Guard, wanted: Config, listener: Listener
+    error: Exception,
+    ready: Ready,
+    run: rundir.RunDir,
+    lease: Lease,
+    tally: Tally,
+    guard: Guard,
+    wanted: Config,
+    listener: Listener,
 ) -> Ready:
     """Decide what follows a failure: returns what the run goes on with, and raises where it does not."""
-    failure = failure_of(error, guard)
+    failure = failure_of(error, guard, ready)
     progressed = _step_of(_last(run)) > _step_of(tally.newest)
     tally.failures = spent(tally.failures, failure.kind, progressed)
     tally.preemptions += failure.kind == "preempted"
@@ -127,11 +168,12 @@ def _after(
     room = Room(guard.world, tally.place[1])
     verdict = decide(failure, tally.before, tally.failures, wanted.cluster.max_failures, room)
     if isinstance(verdict, Raise):
-        _end(run, {"status": "failed", "error": safe(str(verdict.error)), "batch": str(ready.shape)}, tally, listener)
+        ended = {"status": "failed", "error": safe(str(verdict.error)), "batch": str(ready.shape)}
+        _end(run, lease, ended, tally, listener)
         raise verdict.error from error
     if guard.watch.wish == "user":  # the group failed before it could stop; what it wrote stands
-        ended = {"status": "stopped", "steps": _step_of(_last(run)), "batch": str(ready.shape)}
-        _end(run, ended, tally, listener)
+        stopped = {"status": "stopped", "steps": _step_of(_last(run)), "batch": str(ready.shape)}
+        _end(run, lease, stopped, tally, listener)
         raise KeyboardInterrupt from error
     with_workers = f", with room for {verdict.workers} workers" if isinstance(verdict, Resize) else ""
     listener.note(f"{verdict.reason}; starting again from the newest checkpoint{with_workers}", "failure")
@@ -139,11 +181,15 @@ def _after(
     return replace(ready, micro=verdict.micro) if isinstance(verdict, Shrink) else ready
 
 
-def _end(run: rundir.RunDir, ended: dict[str, Any], tally: Tally, listener: Listener) -> None:
-    """Write result.json; a storage that does not take it is told, and what ended the run is still what is raised."""
+def _end(run: rundir.RunDir, lease: Lease, ended: dict[str, Any], tally: Tally, listener: Listener) -> None:
+    """Write result.json, unless another training has the run now.
+
+    A storage that does not take it is told, and what ended the run is still what is raised.
+    """
     try:
+        lease.check()
         run.write_json("result.json", {**ended, **tally.counts()})
-    except OSError as error:
+    except (OSError, TrainingError) as error:
         listener.note(f"result.json is not written: {error}", "storage")
 
 
@@ -172,7 +218,8 @@ def places(wanted: Config, scale_up: ScaleUp) -> tuple[Present, int]:
 def _watch(board: Any, listener: Listener, steps: int, before: Watch | None) -> Watch:
     if before is None:
         return Watch(board, listener, steps)
-    return Watch(board, listener, steps, before.last_step, before.wasted_steps, before.step_s, before.checkpoint_s)
+    figures = (before.last_step, before.wasted_steps, before.step_s, before.checkpoint_s, before.micro)
+    return Watch(board, listener, steps, *figures)
 
 
 def _last(run: rundir.RunDir) -> Folder | None:

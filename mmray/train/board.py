@@ -20,6 +20,7 @@ import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mmray.data.prepare import Progress
+from mmray.errors import AtOnce
 from mmray.train.watchdog import Beat
 
 WASTED, CHECKPOINT_S = "wasted_steps", "checkpoint_s"
@@ -117,6 +118,7 @@ class Watch:
     wasted_steps: int = 0
     step_s: float = 0.0  # as last measured, as are the seconds that a checkpoint takes; 0: not yet
     checkpoint_s: float = 0.0
+    micro: int = 0  # rows of a micro-batch, as last logged
     beats: list[Beat] = field(default_factory=list)
     begun: bool = False  # a worker has been heard of
     wish: Wish | None = None  # why the group was asked to end
@@ -135,6 +137,7 @@ class Watch:
                 self.listener.note(metrics["note"], metrics["label"])
             self.step_s = metrics.get("time/step_s", self.step_s)
             self.checkpoint_s = metrics.get(CHECKPOINT_S, self.checkpoint_s)
+            self.micro = metrics.get("batch/micro", self.micro)
             if "step" in metrics:
                 self.last_step = max(self.last_step, metrics["step"])
                 self.listener.step(metrics, self.total_steps)
@@ -158,7 +161,7 @@ def stopping(watch: Watch) -> Iterator[None]:
     def ask(number: int, _: FrameType | None) -> None:
         asked.append(number)
         if len(asked) > 1 or not watch.begun:
-            raise KeyboardInterrupt
+            raise AtOnce
         watch.wish = None  # whatever else the group was asked to end for, the user does not want another
         watch.ask("user", "after this step, with a checkpoint; once more leaves at once")
 

@@ -110,7 +110,7 @@ def newest_good(folder: Folder, report: Report | None = None, set_aside: bool = 
 
     Each newer one that does not count is named, with its fault, to `report`; a damaged one is renamed to
     step-N.damaged unless `set_aside` is off (a reader beside a running training must not move its files). Raises
-    TrainingError when the storage cannot be read: that says nothing about the checkpoint.
+    StorageError when the storage cannot be read: that says nothing about the checkpoint.
     """
     tell = report or (lambda _: None)
     for path in reversed(_steps(folder)):
@@ -204,7 +204,7 @@ def _steps(folder: Folder) -> list[Folder]:
     except FileNotFoundError:
         return []
     except OSError as error:  # not the same as empty: a run must not begin anew because its folder cannot be read
-        raise TrainingError(f"cannot list the checkpoints in {folder}: {error.strerror or error}") from error
+        raise StorageError(f"cannot list the checkpoints in {folder}: {error.strerror or error}") from error
     named = [path for path in there if path.name.startswith("step-") and path.name[5:].isdecimal()]
     return sorted(named, key=step_of)
 
@@ -214,7 +214,7 @@ def _complete(folder: Folder) -> list[Folder]:
     try:
         return [path for path in steps if (path / SUMS).exists()]
     except OSError as error:
-        raise TrainingError(f"cannot look at the checkpoints in {folder}: {error.strerror or error}") from error
+        raise StorageError(f"cannot look at the checkpoints in {folder}: {error.strerror or error}") from error
 
 
 def _score(path: Folder, metric: str) -> float | None:
@@ -229,11 +229,11 @@ def _score(path: Folder, metric: str) -> float | None:
 
 
 def verify(path: Folder) -> str | None:
-    """What is wrong with a checkpoint, or None. A storage that cannot be read says nothing about it: TrainingError."""
+    """What is wrong with a checkpoint, or None. A storage that cannot be read says nothing about it: StorageError."""
     try:
         return fault(path, _is_whole)
     except OSError as error:
-        raise TrainingError(
+        raise StorageError(
             f"the storage cannot read the checkpoint {path}: {error.strerror or error}. Check the storage, then start "
             "the same command again; to go on from an older checkpoint, move this one out of the folder"
         ) from error
@@ -263,7 +263,7 @@ def _set_aside(path: Folder) -> Folder:
     try:
         move_tree(path, target)  # an older one of the same step is replaced: the newer tells more
     except OSError as error:
-        raise TrainingError(f"cannot move the damaged checkpoint {path} aside: {error.strerror or error}") from error
+        raise StorageError(f"cannot move the damaged checkpoint {path} aside: {error.strerror or error}") from error
     return target
 
 

@@ -59,8 +59,12 @@ class FileClaims:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
             return False
-        with os.fdopen(handle, "w") as stream:
-            stream.write(text)
+        try:
+            with os.fdopen(handle, "w") as stream:
+                stream.write(text)
+        except OSError:
+            path.unlink(missing_ok=True)  # or who tries again would find it taken
+            raise
         if max(self.fences(), default=0) > fence:  # a slow one: others took this number and more, meanwhile
             path.unlink(missing_ok=True)
             return False

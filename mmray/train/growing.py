@@ -7,14 +7,15 @@ and at the end.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
+from mmray.data.folders import on_its_way
 from mmray.data.remote import Folder, RemotePath
+from mmray.errors import TrainingError
 from mmray.train.telemetry import METRICS
 
 EVERY_S = 10.0
@@ -22,27 +23,32 @@ COST_SHARE = 0.05  # of the time at most: a file that has grown large goes out l
 
 
 class Growing:
-    """`here` is the folder of this machine to write into; `tell` hears of what could not be carried."""
+    """`here` is the folder of this machine to write into; `tell` hears of what could not be carried.
 
-    def __init__(self, folder: Folder, tell: Callable[[str], None]):
-        self._folder, self._tell = folder, tell
+    `check` raises TrainingError where the folder is another training's now: nothing is carried then.
+    """
+
+    def __init__(self, folder: Folder, tell: Callable[[str], None], check: Callable[[], None] = lambda: None):
+        self._folder, self._tell, self._check = folder, tell, check
         self._sent: dict[Path, tuple[int, int]] = {}
         self._one_at_a_time, self._ended = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
         if not isinstance(folder, RemotePath):
             self.here = folder
             return
-        self.here = Path(tempfile.mkdtemp(prefix="mmray-growing-"))
+        self._lent = ExitStack()
+        self.here = self._lent.enter_context(on_its_way())
         if (folder / METRICS).exists():
             (folder / METRICS).download(self.here / METRICS)
         self._thread = threading.Thread(target=self._carry, name="mmray-growing", daemon=True)
         self._thread.start()
 
     def push(self) -> None:
-        """Carry what has changed. Raises OSError where the store does not take it."""
+        """Carry what has changed. Raises OSError where the store does not take it, and what `check` raises."""
         if not isinstance(self._folder, RemotePath):
             return
         with self._one_at_a_time:
+            self._check()
             for file in sorted(path for path in self.here.rglob("*") if path.is_file()):
                 state = (file.stat().st_size, file.stat().st_mtime_ns)
                 if self._sent.get(file) == state:
@@ -59,22 +65,27 @@ class Growing:
             return
         self._ended.set()
         self._thread.join()
-        try:
-            self.push()
-        except OSError as error:
-            self._tell(f"the last lines of what was logged are not on the storage; they are in {self.here}: {error}")
-            return
-        shutil.rmtree(self.here, ignore_errors=True)
+        with self._lent:
+            try:
+                self.push()
+            except OSError as error:
+                kept = self.here.rename(self.here.with_name(f"mmray-not-stored-{self.here.name[-8:]}"))
+                self._tell(f"the last lines of what was logged are not on the storage; they are in {kept}: {error}")
 
     def _carry(self) -> None:
         pause_s = EVERY_S
         while not self._ended.wait(pause_s):
             began_s = time.monotonic()
-            self._try()
+            if not self._try():
+                return
             pause_s = max(EVERY_S, (time.monotonic() - began_s) / COST_SHARE)
 
-    def _try(self) -> None:
+    def _try(self) -> bool:
+        """Whether this is still the run's training: who writes next is told that it is not."""
         try:
             self.push()
         except OSError as error:
             self._tell(f"metrics are not on the storage yet: {error}")
+        except TrainingError:
+            return False
+        return True

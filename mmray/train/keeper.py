@@ -14,6 +14,7 @@ from mmray.errors import StorageError, TrainingError
 from mmray.evaluate.choose import best_by
 from mmray.train import checkpoint, lease
 from mmray.train.growing import Growing
+from mmray.train.telemetry import MetricsLog
 from mmray.train.writer import Writer
 
 if TYPE_CHECKING:
@@ -37,10 +38,15 @@ class Keeper:
         ranks: Any = None,
     ):
         self._ranks = ranks
-        self._folder, self._fence, self._config, self._about = folder, fence, config, about
-        self.growing = Growing(folder, partial(tell, "storage"))
-        self._tell = partial(tell, "checkpoint")
+        self._folder, self._config, self._about = folder, config, about
+        self._check = partial(lease.check, folder, fence)
+        self._tell_storage, self._tell = partial(tell, "storage"), partial(tell, "checkpoint")
+        self.growing = Growing(folder, self._tell_storage, self._check)
         self.writer = Writer(self._tell)
+
+    def log_from(self, step: int) -> MetricsLog:
+        """The log of the steps after `step`."""
+        return MetricsLog(self.growing.here, step, self._tell_storage, self._check)
 
     def save(self, step: int, rows_consumed: int, state: dict[str, Any], metrics: dict[str, Any]) -> float | None:
         """Have a checkpoint written; answers what the one before cost, in seconds."""
@@ -63,7 +69,7 @@ class Keeper:
 
     def _write(self, step: int, meta: dict[str, Any], state: dict[str, Any]) -> None:
         """Write a checkpoint, unless another run has taken the folder over; first what was logged up to it."""
-        folder, check = self._folder / "checkpoints", partial(self._check, step)
+        folder, check = self._folder / "checkpoints", partial(self._begin, step)
         if self._ranks is None:
             check()
             model_state = state.pop("model")
@@ -75,9 +81,10 @@ class Keeper:
         except TrainingError as error:  # the new one is there, which is what counts
             self._tell(str(error))
 
-    def _check(self, step: int) -> None:
+    def _begin(self, step: int) -> None:
+        """This run still has the folder, and what was logged is there."""
         try:
-            lease.check(self._folder, self._fence)
+            self._check()
             self.growing.push()
         except OSError as error:
             raise StorageError(f"the storage does not answer, so step {step} has no checkpoint: {error}") from error

@@ -74,6 +74,10 @@ class Lease:
             raise StorageError(f"cannot write the lease of the run in {self._folder}: {error}") from error
         return self.fence
 
+    def check(self) -> None:
+        """Raise TrainingError where another training has the run now, OSError where the storage does not answer."""
+        check(self._folder.parent, self.fence)
+
     def release(self) -> None:
         """End the heartbeat and let the next process have the run; nothing where it is lost or not held."""
         if self._thread is None:

@@ -10,6 +10,7 @@ import faulthandler
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,10 +29,16 @@ WAITING = ("torch/distributed/", "torch/autograd/")  # DDP's collectives hide in
 
 
 class Pulse:
-    """Callback of the loop and sender of beats; `stacks` is where this rank's stacks go."""
+    """Callback of the loop and sender of beats; `stacks` is where this rank's stacks go.
 
-    def __init__(self, send: Callable[[dict[str, Any]], bool], about: dict[str, Any], stacks: Folder):
-        self._send, self._about, self._stacks = send, about, stacks
+    Waiting for a checkpoint counts as moving on for `write_limit_s`: a mount that died takes for ever.
+    """
+
+    def __init__(
+        self, send: Callable[[dict[str, Any]], bool], about: dict[str, Any], stacks: Folder, write_limit_s: float
+    ):
+        self._send, self._about, self._stacks, self._write_limit_s = send, about, stacks, write_limit_s
+        self._writes_since_s: float | None = None
         self._thread_id = threading.get_ident()
         self._step = self._mark = 0
         self._seen: tuple[Any, ...] = ()
@@ -69,11 +76,19 @@ class Pulse:
         ours = [frame for frame in frames if frame.f_code.co_filename.startswith(PACKAGE)]
         names = {frame.f_code.co_name for frame in ours}
         seen = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
-        writes = bool(ours) and ours[0].f_code.co_filename == WRITER  # waits for a checkpoint, which may take its time
-        if writes or (seen != self._seen and (names & LONG or "run" not in names)):
+        if self._writes(ours) or (seen != self._seen and (names & LONG or "run" not in names)):
             self._mark += 1  # not in a step, but moving: before the loop or after it, evaluating, saving
         self._seen = seen
         return {"step": self._step, "mark": self._mark, "where": _where(frames, ours), "waits": _waits(frames)}
+
+    def _writes(self, ours: list[FrameType]) -> bool:
+        """Whether the thread waits for a checkpoint, which may take its time, though not all of it."""
+        now_s = time.monotonic()
+        if not ours or ours[0].f_code.co_filename != WRITER:
+            self._writes_since_s = None
+            return False
+        since_s = self._writes_since_s = self._writes_since_s or now_s
+        return now_s - since_s < self._write_limit_s
 
     def _dump(self) -> None:
         with written(self._stacks) as here, here.open("w") as file:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.train import ScalingConfig
+from ray.train import FailureConfig, ScalingConfig
 from ray.train.torch import TorchConfig
 
 from mmray.cluster import nodes, storage
@@ -19,6 +20,8 @@ from mmray.cluster.scale import ScaleUp
 from mmray.config import Config
 from mmray.data.remote import Folder, RemotePath
 from mmray.errors import ResourceError
+
+FREE_LOOK_S = 4.0  # until what is taken counts as taken: workers that have ended a moment ago hold their places
 
 
 def demand_of(config: Config, with_data: bool = True) -> Demand:
@@ -42,6 +45,22 @@ def check_room(config: Config, with_data: bool = True) -> None:
     lacking = feasible(demand_of(least, with_data), nodes.nodes(), nodes.pools())
     if lacking is not None:
         raise ResourceError(lacking)
+
+
+def free_workers(config: Config) -> int:
+    """How many of the workers, without data beside them, have a place that is free; asked for a moment.
+
+    Raises ResourceError where the fewest have none and the cluster does not grow; where it may, it is left to Ray.
+    """
+    demand, until_s = demand_of(config, with_data=False), time.monotonic() + FREE_LOOK_S
+    fewest = replace(demand, workers=config.cluster.least_workers)
+    while (lacking := feasible(fewest, nodes.free_nodes())) is not None and time.monotonic() < until_s:
+        time.sleep(0.5)
+    if lacking is None:
+        return most_workers(demand, nodes.free_nodes()) or fewest.workers
+    if config.cluster.grows or nodes.pools():
+        return fewest.workers
+    raise ResourceError(f"with what is free now: {lacking}; or wait until what runs there has ended")
 
 
 def check_storage(config: Config) -> None:
@@ -91,6 +110,20 @@ def worker_resources(config: Config, labels: Labels | None = None) -> ScalingCon
 def torch_config(config: Config) -> TorchConfig:
     """NCCL with GPUs and gloo without, as Ray Train chooses; with a timeout, which neither has by default."""
     return TorchConfig(timeout_s=int(config.cluster.collective_timeout_s))
+
+
+def no_retries() -> FailureConfig:
+    """Ray tries nothing again by itself, and waits no longer than its start-up limit."""
+    return FailureConfig(max_failures=0, controller_failure_limit=0, max_preemption_failures=0)  # type: ignore[call-arg]
+
+
+def never_started() -> ResourceError:
+    """Ray's start-up limit has passed."""
+    waited_s = float(os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"])
+    return ResourceError(
+        f"the training workers did not start within {waited_s:g} s (cluster.start_timeout_s): their nodes are taken, "
+        "or did not come up; `ray status` on the head says which, and the same command goes on from where it was"
+    )
 
 
 def data_actors(config: Config) -> int:

@@ -6,6 +6,7 @@ training fits here, and a job whose driver has no GPU can score as well.
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,16 @@ from typing import Any
 import ray
 import ray.train
 import ray.train.torch
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from torch import nn
 
 from mmray import objectives
 from mmray.cluster.join import joined
-from mmray.cluster.nodes import nodes
+from mmray.cluster.nodes import check_data_room
 from mmray.config import Config, Lora, from_yaml
 from mmray.config.mixture import parse_mixture
-from mmray.data.remote import Folder
+from mmray.data.manifest import MANIFEST
+from mmray.data.remote import Folder, folder_at
 from mmray.data.sets import ensure_prepared
 from mmray.data.store import PreparedSet
 from mmray.errors import TrainingError, UsageError
@@ -32,7 +35,15 @@ from mmray.train import checkpoint, precision
 from mmray.train.batch import shape_of
 from mmray.train.board import Listener
 from mmray.train.group import Group
-from mmray.train.resources import check_room, fitting, ray_files, torch_config, worker_resources
+from mmray.train.resources import (
+    check_room,
+    free_workers,
+    never_started,
+    no_retries,
+    ray_files,
+    torch_config,
+    worker_resources,
+)
 from mmray.train.rundir import RunDir
 from mmray.train.task import AVERAGE
 
@@ -77,17 +88,20 @@ def score_run(
     config = config.on_cluster(address=address)
     with joined(config.cluster):
         check_room(config, with_data=False)
-        config = config.on_cluster(workers=fitting(config, nodes()) or config.cluster.least_workers)
         held_out = _held_out(config, folder, data, split, listener)
+        config = config.on_cluster(workers=free_workers(config))
+        os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(config.cluster.start_timeout_s)
         trainer = ray.train.torch.TorchTrainer(
             partial(_score_on_worker, config, tokenizer_json, held_out, found),  # type: ignore[arg-type]
             torch_config=torch_config(config),
             scaling_config=worker_resources(config),
-            run_config=ray.train.RunConfig(**ray_files(folder.resolve())),
+            run_config=ray.train.RunConfig(**ray_files(folder.resolve()), failure_config=no_retries()),
         )
         try:
             return dict(trainer.fit().return_value)  # type: ignore[attr-defined]
         except ray.train.TrainingFailedError as error:
+            if isinstance(getattr(error, "controller_failure", None), WorkerGroupStartupTimeoutError):
+                raise never_started() from error
             raise TrainingError(f"the evaluation failed: {error}") from error
 
 
@@ -107,6 +121,8 @@ def _held_out(config: Config, folder: Folder, data: str | None, split: str | Non
     if data is None:
         trained_on = parse_mixture((RunDir(folder).read_json("data.json") or {})["train"])[0][0]
         return PreparedSet.open(config.data.eval or trained_on, split or config.data.eval_split)
+    if not (folder_at(data) / MANIFEST).exists():
+        check_data_room(config.cluster)
     place = ensure_prepared(data, config.data.cache, config.prepare, listener.note, listener.preparing)
     return PreparedSet.open(str(place), split or "test")
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -19,11 +21,14 @@ import psutil
 import torch
 from torch import Tensor
 
+from mmray.errors import StorageError
 from mmray.train.group import Group
 from mmray.train.stopwatch import Stopwatch
 
 Metrics = dict[str, Any]
 METRICS = "metrics.jsonl"
+NEWLINE = b"\n"
+CHECK_EVERY_S = 10.0  # between two looks at whether this is still the run's training
 RECENT_STEPS = 500  # whose times the percentiles are of: a window between two lines is too few for a 95th
 
 
@@ -31,36 +36,94 @@ class MetricsLog:
     """metrics.jsonl and TensorBoard events of a run that begins, or goes on, after `start_step` steps.
 
     Lines of later steps, left by an attempt that failed, are dropped: those steps are taken again.
-    `wasted_steps` is how many steps they prove.
+    `wasted_steps` is how many steps they prove. What the disk does not take is told (`tell`, once for each time that it
+    fails) and written when it takes lines again. `check` raises where the folder is another training's now: at a line
+    every ten seconds at most, and at the end. Raises StorageError where the log cannot even be opened.
     """
 
-    def __init__(self, folder: Path, start_step: int = 0):
-        self._folder, self._start_step = folder, start_step
+    def __init__(
+        self,
+        folder: Path,
+        start_step: int = 0,
+        tell: Callable[[str], None] = lambda _: None,
+        check: Callable[[], None] = lambda: None,
+    ):
+        self._folder, self._purge_step = folder, start_step + 1
+        self._tell, self._check = tell, check
         self._path = folder / METRICS
-        self.wasted_steps = _drop_after(self._path, start_step)
-        self._file = self._path.open("a", encoding="utf-8")
+        self._pending = b""  # lines that the disk has not taken yet
+        self._refused = False
+        self._checked_s = time.time()  # of day: it goes on while the machine sleeps
         self._events: Any = None
+        try:
+            self.wasted_steps = _drop_after(self._path, start_step)
+            self._file = self._path.open("ab", buffering=0)
+        except OSError as error:
+            raise StorageError(
+                f"cannot write {self._path}: {error.strerror or error}. Make room (or mend the permissions) and start "
+                "the same command again"
+            ) from error
 
     def write(self, metrics: Metrics) -> None:
         """One line, at once on disk; numbers that JSON lacks (NaN, infinity) become null."""
-        self._file.write(json.dumps({key: _plain(value) for key, value in metrics.items()}, allow_nan=False) + "\n")
-        self._file.flush()
-        for key, value in metrics.items():
-            if "/" in key:
-                self._writer().add_scalar(key, value, metrics["step"])
+        line = json.dumps({key: _plain(value) for key, value in metrics.items()}, allow_nan=False) + "\n"
+        self._own(CHECK_EVERY_S)
+        self._pending += line.encode()
+        try:
+            self._write_out()
+            self._plot(metrics)
+            self._refused = False
+        except OSError as error:
+            if not self._refused:
+                self._tell(f"{self._refusal(error)}. Its lines are kept, and written as soon as it takes them again")
+            self._refused = True
 
     def close(self) -> None:
         """Write out what is pending; a log that is not closed loses TensorBoard's last two minutes at most."""
-        self._file.close()
-        if self._events is not None:
-            self._events.close()
+        try:
+            self._own(0.0)
+            self._write_out()
+            if self._events is not None:
+                self._events.close()
+        except OSError as error:
+            self._tell(f"{self._refusal(error)}: its last {self._pending.count(NEWLINE)} lines are lost")
+        finally:
+            self._file.close()
+
+    def _own(self, every_s: float) -> None:
+        """Raise TrainingError where this is not the run's training any more; where nobody can say, the write will."""
+        if abs(time.time() - self._checked_s) < every_s:
+            return
+        try:
+            self._check()
+            self._checked_s = time.time()
+        except OSError:
+            return
+
+    def _write_out(self) -> None:
+        """Write what is pending, and go on where a write was cut short. Raises OSError."""
+        while self._pending:
+            self._pending = self._pending[self._file.write(self._pending) :]
+
+    def _plot(self, metrics: Metrics) -> None:
+        """The line for TensorBoard. Raises OSError; what was on its way is then missing there, and only there."""
+        try:
+            for key, value in metrics.items():
+                if "/" in key:
+                    self._writer().add_scalar(key, value, metrics["step"])
+        except OSError:  # the writer's thread has ended; another file goes on from here
+            self._events, self._purge_step = None, metrics["step"]
+            raise
 
     def _writer(self) -> Any:
         if self._events is None:
             from torch.utils.tensorboard import SummaryWriter  # seconds of import: after training began, on one rank
 
-            self._events = SummaryWriter(str(self._folder), purge_step=self._start_step + 1)
+            self._events = SummaryWriter(str(self._folder), purge_step=self._purge_step)
         return self._events
+
+    def _refusal(self, error: OSError) -> str:
+        return f"the storage does not take {self._path}: {error.strerror or error}"
 
 
 def _plain(value: Any) -> Any:

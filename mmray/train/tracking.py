@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmray import plug
 from mmray.data.remote import Folder
-from mmray.errors import UsageError
+from mmray.errors import AtOnce, UsageError
 from mmray.train.redacted import redacted
 
 if TYPE_CHECKING:
@@ -62,10 +62,14 @@ def tracked(config: Config, folder: Folder, listener: Listener) -> Iterator[Trac
         "config": redacted(config.model_dump(mode="json", by_alias=True)),
     }
     told = Tracked(listener, [Remote(name, about) for name in config.run.trackers])
+    wait_s = ENDING_S
     try:
         yield told
+    except AtOnce:
+        wait_s = 0.0
+        raise
     finally:
-        told.end()
+        told.end(wait_s)
 
 
 class Tracked:
@@ -90,9 +94,9 @@ class Tracked:
         self._pass_on()
         self.listener.step(metrics, total_steps)
 
-    def end(self) -> None:
-        """Tell the trackers how the run ended, and wait a little while for them."""
-        deadline_s = time.monotonic() + ENDING_S
+    def end(self, wait_s: float) -> None:
+        """Tell the trackers how the run ended, and wait so long for them."""
+        deadline_s = time.monotonic() + wait_s
         for remote in self.remotes:
             remote.put({"status": self.status})
         for remote in self.remotes:

@@ -24,6 +24,7 @@ from mmray.data.sets import ensure_prepared
 from mmray.data.store import PreparedSet
 from mmray.data.text import load_tokenizer
 from mmray.data.words import encoder_of, fitted
+from mmray.errors import AtOnce, TrainingError
 from mmray.report.at_end import draw_at_end
 from mmray.train import rundir, served, tracking
 from mmray.train.attempt import Ready
@@ -67,8 +68,12 @@ def train(config: Config, listener: Listener) -> Outcome:
                 with tracking.tracked(ready.config, run.path, listener) as told:
                     result = attempts(ready, run, lease, told)
                     told.status = result["status"]
-            finally:
-                _tidy(run, listener)
+            except AtOnce:
+                raise
+            except BaseException:
+                _tidy(run, lease, listener)
+                raise
+            _tidy(run, lease, listener)
             return Outcome(run.path, result)
         finally:
             lease.release()
@@ -134,10 +139,16 @@ def _eval_set(
     return PreparedSet.open(place, split) if train_set.has_split(split) else None
 
 
-def _tidy(run: rundir.RunDir, listener: Listener) -> None:
-    """What is left to do to the folder when a run has ended, well or not: the report, and what it needs."""
+def _tidy(run: rundir.RunDir, lease: Lease, listener: Listener) -> None:
+    """What is left to do to the folder when a run has ended, well or not: the report, and what it needs.
+
+    Nothing where another training has the run now.
+    """
     try:
+        lease.check()
         gather(run.path / QUARANTINE)
+    except TrainingError:
+        return
     except OSError as error:
         listener.note(f"{QUARANTINE} is still in parts: {error}", "storage")
     draw_at_end(run.path, listener.note)

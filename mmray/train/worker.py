@@ -40,12 +40,13 @@ from mmray.train.unreadable import watched
 if TYPE_CHECKING:
     from mmray.config import Config
 
-WRITING_S = 3600.0  # the longest that a rank's part of a checkpoint may take longer than another's
+WRITES_HANGS = 10  # hang_timeout_s this often: how long a rank may wait for a checkpoint to be written
 
 
 def work(job: Job, start: Start, blocks: Iterable[Block], device: torch.device, line: Line) -> dict[str, Any]:
     """Train from `start` to the end of its plan; returns what result.json says."""
-    pulse = Pulse(line.beat, line.about, job.folder / "stacks" / f"step-{start.step}-rank-{line.about['rank']}.txt")
+    stacks = job.folder / "stacks" / f"step-{start.step}-rank-{line.about['rank']}.txt"
+    pulse = Pulse(line.beat, line.about, stacks, WRITES_HANGS * job.config.cluster.hang_timeout_s)
     with pulse.beating(start.step):
         return _work(job, start, blocks, device, line, pulse)
 
@@ -62,10 +63,10 @@ def _work(
     objective = objectives.build(config.objective)
     rehearsed = rehearse_job(job, _rehearsing(config, model, objective, group), start.plan)
     state = None if found is None else _state(found, cut)
-    ranks = group.apart(WRITING_S) if cut else None
+    ranks = group.apart(WRITES_HANGS * config.cluster.hang_timeout_s) if cut else None
     keeper = _keeper(job, group, model, line.report, ranks)
     writes = keeper or (Helper(job.folder, ranks) if cut else None)
-    log = None if keeper is None else MetricsLog(keeper.growing.here, start.step)
+    log = None if keeper is None else keeper.log_from(start.step)
     if log is not None:
         line.report({"wasted_steps": log.wasted_steps})
     task = Task(

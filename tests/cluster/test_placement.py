@@ -6,9 +6,13 @@ import pytest
 import ray
 from ray.util.state import list_actors
 
+from mmray.cli import run
+from mmray.cli.console import Screen
+from mmray.cluster import nodes
 from mmray.cluster.nodes import ROLE
 from mmray.config import Batch
 from mmray.errors import ResourceError
+from mmray.train.resources import free_workers
 from mmray.train.trainer import train
 from tests.made import make_set, row
 from tests.nodes import several_nodes
@@ -21,8 +25,8 @@ STEPS = 3
 @pytest.fixture(scope="module")
 def roles():
     """A head without CPUs, two nodes for training and one for data, as cluster.yaml labels them."""
-    nodes = [{"num_cpus": 3, "labels": {ROLE: role}} for role in ("train", "train", "data")]
-    with several_nodes(*nodes, head={"labels": {ROLE: "head"}}) as cluster:
+    three = [{"num_cpus": 3, "labels": {ROLE: role}} for role in ("train", "train", "data")]
+    with several_nodes(*three, head={"labels": {ROLE: "head"}}) as cluster:
         yield cluster
 
 
@@ -33,12 +37,12 @@ def joined_roles(roles):
     ray.shutdown()
 
 
-def actors_by_role(nodes):
+def actors_by_role(roles_of):
     """{class of actor: roles of the nodes it ran on}, of all that ever lived."""
     found: dict[str, set[str]] = {}
     for actor in list_actors(limit=1000, detail=True):
-        if actor.node_id in nodes:
-            found.setdefault(actor.class_name, set()).add(nodes[actor.node_id])
+        if actor.node_id in roles_of:
+            found.setdefault(actor.class_name, set()).add(roles_of[actor.node_id])
     return found
 
 
@@ -73,8 +77,19 @@ def test_what_can_never_start_is_refused_within_10_s(joined_roles, tmp_path, set
     assert not (tmp_path / "never").exists()
 
 
+def test_a_prepare_without_a_cpu_for_the_data_is_refused_within_10_s(joined_roles, tmp_path, monkeypatch, capsys):
+    with_roles = nodes.nodes()
+    monkeypatch.setattr(nodes, "nodes", lambda: [node for node in with_roles if node.labels[ROLE] != "data"])
+    began_s = time.monotonic()
+    assert run(["prepare", str(tmp_path / "rows.jsonl"), str(tmp_path / "set")], Screen()) == 4
+    said = " ".join(capsys.readouterr().err.split())
+    assert "1 CPUs for the data on nodes labelled mmray/role=data: no node for data is labelled" in said
+    assert "--grows" in said and time.monotonic() - began_s < 10
+
+
 def test_workers_that_do_not_come_up_in_time_are_told(joined_roles, tmp_path):
-    """The nodes could hold them, but something else has them: the start-up deadline ends the wait."""
+    """The nodes could hold them, but something else has them: the start-up deadline ends the wait, of an evaluation
+    (which may as well come later) a look at what is free."""
     make_set(tmp_path / "set", [row(number) for number in range(50)])
     blocker = ray.util.placement_group([{"CPU": 3}] * 2, bundle_label_selector=[{ROLE: "train"}] * 2)
     ray.get(blocker.ready(), timeout=20)
@@ -83,5 +98,9 @@ def test_workers_that_do_not_come_up_in_time_are_told(joined_roles, tmp_path):
     try:
         with pytest.raises(ResourceError, match=r"did not start within 5 s \(cluster.start_timeout_s\)"):
             train(wanted, Silent())
+        began_s = time.monotonic()
+        with pytest.raises(ResourceError, match=r"with what is free now: 2 training workers.*wait until"):
+            free_workers(wanted)
+        assert time.monotonic() - began_s < 10
     finally:
         ray.util.remove_placement_group(blocker)

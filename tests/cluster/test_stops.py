@@ -67,6 +67,17 @@ def test_stopped_then_killed_then_left_alone_is_one_run(nodes, tmp_path):
     assert "goes on from step" in told and "Traceback" not in told and "raylet" not in told
     assert left_on(nodes.address) == ([], [])
 
+    page = (run / "report.html").stat().st_mtime_ns
+    at_once = start(recipe)
+    wait_for_step(at_once, run, 5)
+    at_once.send_signal(signal.SIGSTOP)  # so that both come before the workers have answered the first
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
+        at_once.send_signal(number)
+    began_s = time.monotonic()
+    told = at_once.communicate(timeout=30)[0]
+    assert at_once.returncode == 130 and time.monotonic() - began_s < 5, told
+    assert "interrupted" in told and "Traceback" not in told and (run / "report.html").stat().st_mtime_ns == page
+
     killed = start(recipe)
     wait_for_step(killed, run, 7)
     killed.kill()

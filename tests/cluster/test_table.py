@@ -17,7 +17,7 @@ from mmray.data.store import key_id
 from mmray.errors import UsageError
 from mmray.train.telemetry import rows_sha
 from mmray.train.trainer import train
-from tests.cluster.test_faults import expected_marks
+from tests.cluster.test_faults import assert_same_model, expected_marks, in_double, losses_of_one_worker
 from tests.cluster.test_stops import start, wait_for_step
 from tests.made import make_set, png, row
 from tests.train.runs import STEPS, Silent, config, marks, same_weights, weights
@@ -55,6 +55,8 @@ def test_a_full_disk_costs_a_checkpoint_and_the_same_name_twice_at_once_is_refus
     listener = StartingTwice(wanted)
     outcome = train(wanted, listener)
     assert (outcome.result["status"], outcome.result["restarts"]) == ("finished", 0)
+    (logged,) = [text for label, text in listener.notes if label == "storage"]
+    assert "metrics.jsonl: File too large" in logged and "Its lines are kept" in logged
     (told,) = [text for label, text in listener.notes if label == "checkpoint"]
     assert "step-6" in told and "File too large" in told and "The run goes on" in told
     kept = sorted(path.name for path in (outcome.path / "checkpoints").iterdir())
@@ -91,7 +93,7 @@ def test_killed_at_random_moments_all_finish_the_same(local_ray, data, tmp_path)
 
 def test_a_whole_cluster_killed_and_started_again_goes_on_at_the_same_row(data, tmp_path):
     """Driver, head and workers get SIGKILL at once; the same command starts a new Ray and goes on."""
-    made = config(data, tmp_path, "run", ("tests.train.faults:Slowly",))
+    made = in_double(config(data, tmp_path, "run", ("tests.train.faults:Slowly",)))
     recipe, run = tmp_path / "mine.yaml", tmp_path / "run"
     recipe.write_text(to_yaml(made))
     killed = start(recipe)
@@ -112,6 +114,8 @@ def test_a_whole_cluster_killed_and_started_again_goes_on_at_the_same_row(data, 
         raise
     assert done.returncode == 0, told
     assert "going on" in told and marks(run) == list(expected_marks(STEPS))
+    losses_of_one_worker(made, tmp_path / "calm")
+    assert_same_model(run, tmp_path / "calm")
 
 
 class KillingAReader(Silent):

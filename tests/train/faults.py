@@ -86,12 +86,12 @@ class Slower:
 
 
 class FullDiskAtStepSix:
-    """No file of rank 0's process may grow beyond 16 KiB while the checkpoint of step 6 is written."""
+    """No file of rank 0, its log included, may grow beyond 2 KiB while the checkpoint of step 6 is written."""
 
     def on_step(self, step, metrics):
         if dist.get_rank() == 0 and step in (5, 8):
             hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-            resource.setrlimit(resource.RLIMIT_FSIZE, (16384 if step == 5 else hard, hard))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2048 if step == 5 else hard, hard))
 
 
 class KillAtRandom:

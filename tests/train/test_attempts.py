@@ -4,11 +4,17 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import ray.exceptions
+import ray.train
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
 
 from mmray.config import Config
-from mmray.errors import TrainingError
-from mmray.train import attempts
-from mmray.train.policy import Failure
+from mmray.errors import OutOfMemoryError, ResourceError, StorageError, TrainingError
+from mmray.train import attempts, checkpoint, trainer
+from mmray.train.attempt import failure_of
+from mmray.train.batch import BatchShape
+from mmray.train.lease import Lease
+from mmray.train.policy import Failure, Retry, Room, Shrink, decide
 from mmray.train.rundir import RunDir
 from tests.train.runs import Silent
 
@@ -17,16 +23,19 @@ from tests.train.runs import Silent
 def fails(monkeypatch, tmp_path):
     """fails(wish, error) has an attempt of two workers end with the error at step 7, the user having wished or not."""
     ready = SimpleNamespace(shape="16 rows a step", micro=0)
+    lease = Lease(tmp_path)
+    lease.acquire()
     monkeypatch.setattr(attempts, "places", lambda *_: (None, 2))
 
     def after(wish, error, kind="lost", tally=None):
         monkeypatch.setattr(attempts, "failure_of", lambda *_: Failure(kind, error, 7))
         guard = SimpleNamespace(watch=SimpleNamespace(wish=wish), world=2, scale_up=None)
         tally = tally or attempts.Tally(attempts=1)
-        attempts._after(error, ready, RunDir(tmp_path), tally, guard, Config(), Silent())
+        attempts._after(error, ready, RunDir(tmp_path), lease, tally, guard, Config(), Silent())
         return tally
 
-    return after
+    yield after
+    lease.release()
 
 
 def test_who_asked_for_an_end_gets_no_further_attempt(fails, tmp_path):
@@ -52,3 +61,107 @@ def test_a_storage_that_does_not_take_the_result_hides_nothing(fails, monkeypatc
     monkeypatch.setattr(RunDir, "write_json", refuse)
     with pytest.raises(TrainingError, match="what happened"):
         fails(None, TrainingError("what happened"), kind="raised")
+
+
+def overtake(run):
+    """Another training takes the run over, and finishes it."""
+    newest = max(int(file.name) for file in (run / "lease").iterdir() if file.name.isdecimal())
+    (run / "lease" / str(newest)).unlink()
+    (run / "lease" / str(newest + 1)).write_text("{}")
+    (run / "result.json").write_text('{"status": "finished"}')
+
+
+def test_who_was_taken_over_meanwhile_leaves_the_others_result_and_report_alone(fails, tmp_path, monkeypatch):
+    overtake(tmp_path)
+    with pytest.raises(TrainingError, match="what happened"):
+        fails(None, TrainingError("what happened"), kind="raised")
+    assert json.loads((tmp_path / "result.json").read_text()) == {"status": "finished"}
+    monkeypatch.setattr(trainer, "draw_at_end", lambda *_: pytest.fail("it drew the report"))
+    asleep = Lease(tmp_path)
+    asleep.fence = 1
+    trainer._tidy(RunDir(tmp_path), asleep, Silent())
+
+
+def full_disk(*_):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_trained_run_whose_result_finds_no_room_says_what_to_do(tmp_path, monkeypatch):
+    lease, run = Lease(tmp_path), RunDir(tmp_path)
+    lease.acquire()
+    ready = SimpleNamespace(shape="16 rows a step")
+    outcome = {"status": "finished", "steps": 12}
+    with monkeypatch.context() as full:
+        full.setattr(RunDir, "write_json", full_disk)
+        with pytest.raises(ResourceError, match=r"step 12 are in .*checkpoints.*No space left.*the same command again"):
+            attempts._finished(run, lease, ready, outcome, attempts.Tally(attempts=1))
+    assert attempts._finished(run, lease, ready, outcome, attempts.Tally(attempts=1))["batch"] == "16 rows a step"
+    overtake(tmp_path)
+    with pytest.raises(TrainingError, match="taken over"):
+        attempts._finished(run, lease, ready, outcome, attempts.Tally(attempts=1))
+    assert json.loads((tmp_path / "result.json").read_text()) == {"status": "finished"}
+    lease.release()
+
+
+@pytest.mark.parametrize(("place", "name"), [(checkpoint, "newest_good"), (Lease, "advance"), (attempts, "bad_rows")])
+def test_a_storage_that_fails_for_a_moment_between_attempts_is_asked_again(tmp_path, monkeypatch, place, name):
+    sound, left = getattr(place, name), [2]
+
+    def flaky(*given, **named):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise StorageError("it does not answer") if name != "bad_rows" else OSError(5, "Input/output error")
+        return sound(*given, **named)
+
+    monkeypatch.setattr(place, name, flaky)
+    monkeypatch.setattr(attempts, "STORAGE_PAUSES_S", (0.0, 0.0))
+    lease, listener = Lease(tmp_path), Silent()
+    lease.acquire()
+    assert attempts._begin(RunDir(tmp_path), lease, attempts.Tally(attempts=1), listener) == (None, set())
+    assert [label for label, _ in listener.notes] == ["storage", "storage"] and lease.fence >= 2
+    left[0] = 10**6
+    with pytest.raises(StorageError, match="the same command goes on"):
+        attempts._begin(RunDir(tmp_path), lease, attempts.Tally(attempts=1), listener)
+    assert json.loads((tmp_path / "result.json").read_text())["status"] == "failed"
+    lease.release()
+
+
+def failed(*errors, micro=0, logged=0):
+    """What Ray Train raises when workers end so, as a failure; of a run of 16 rows a step in micro-batches of 4."""
+    watch = SimpleNamespace(last_step=0, wish=None, micro=logged)
+    ready = SimpleNamespace(micro=micro, shape=BatchShape(16, 4, 2, 2))
+    guard = SimpleNamespace(hang=None, leaving=False, watch=watch, world=2)
+    return failure_of(ray.train.WorkerGroupError("told", dict(enumerate(errors))), guard, ready)
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(f"{GLOO} recv operation to complete"),
+        RuntimeError(f"{GLOO} send operation to complete"),
+        RuntimeError("wait timeout after 1000ms, keys: /0//1//cpu//0/1"),
+        RuntimeError("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE)"),
+        WorkerHealthCheckFailedError("A worker health check failed.", ray.exceptions.ActorDiedError()),
+        WorkerHealthCheckTimeoutError("A worker health check timed out."),
+    ],
+)
+def test_a_rank_that_others_waited_for_in_vain_is_lost_and_tried_again_even_before_the_first_step(error):
+    """A rank may take longer to load its model than a collective waits for it; a worker may die while it does."""
+    failure = failed(error)
+    assert failure.kind == "lost"
+    assert isinstance(decide(failure, None, 1, 3, Room(2, 2)), Retry)
+    assert failed(ValueError("a bug"), error).kind == "raised"
+
+
+def test_a_worker_that_rays_memory_monitor_killed_comes_back_with_smaller_micro_batches():
+    killed = WorkerHealthCheckFailedError("A check failed.", ray.exceptions.OutOfMemoryError("1 worker(s) killed\n..."))
+    peer = RuntimeError("Connection closed by peer")
+    verdict = decide(failed(killed, peer), None, 1, 3, Room(2, 2))
+    assert isinstance(verdict, Shrink) and verdict.micro == 2
+    assert "no room for its worker with micro-batches of 4 rows (1 worker(s) killed)" in verdict.reason
+    assert decide(failed(killed, peer, logged=2), None, 1, 3, Room(2, 2)).micro == 1
+    alone = failed(killed, peer, micro=1)
+    assert isinstance(alone.error, OutOfMemoryError) and isinstance(decide(alone, None, 1, 3, Room(2, 2)), Retry)

@@ -3,12 +3,14 @@
 import io
 import json
 import threading
+from functools import partial
 
 import pytest
 import torch
 
 from mmray.config import Config, Run
-from mmray.data import remote
+from mmray.data import folders, remote
+from mmray.data.folders import on_its_way
 from mmray.data.remote import folder_at
 from mmray.errors import StorageError, TrainingError, UsageError
 from mmray.train import checkpoint, growing, lease
@@ -178,6 +180,30 @@ def test_files_that_grow_are_carried_whole_and_go_on(s3, monkeypatch):
         files.close()
     assert (folder / "metrics.jsonl").read_text() == "one\nlast\ntwo\nlast\n"
     assert (folder / "profile" / "rank-0.json").read_text() == "two\n" and not files.here.exists() and not told
+
+
+def test_files_that_grow_are_not_carried_over_those_of_another_training(s3):
+    folder = folder_at(s3.address) / "mine"
+    held = Lease(folder)
+    files = Growing(folder, print, partial(check, folder, held.acquire()))
+    (files.here / "metrics.jsonl").write_text("one\n")
+    files.push()
+    held.advance()
+    (files.here / "metrics.jsonl").write_text("one\nof the orphan\n")
+    for late in (files.push, files.close):
+        with pytest.raises(TrainingError, match="taken over"):
+            late()
+    held.release()
+    assert (folder / "metrics.jsonl").read_text() == "one\n" and not files.here.exists()
+
+
+def test_files_that_grow_are_swept_like_uploads_though_not_while_their_process_lives(s3, monkeypatch):
+    monkeypatch.setattr(folders, "LEFT_AFTER_S", -1.0)
+    files = Growing(folder_at(s3.address) / "mine", print)
+    with on_its_way():  # sweeps
+        assert files.here.exists() and files.here.name.startswith(folders.PREFIX)
+    files.close()
+    assert not files.here.exists()
 
 
 def test_what_ended_a_run_is_not_hidden_by_a_write_that_failed_before(s3, monkeypatch):

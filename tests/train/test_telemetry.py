@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from mmray.errors import StorageError, TrainingError
+from mmray.train import telemetry
 from mmray.train.advice import Advising, advice
 from mmray.train.flops import model_flops
 from mmray.train.profiling import profiled
@@ -43,6 +46,91 @@ def test_a_line_is_on_disk_at_once_and_is_strict_json(tmp_path):
     assert lines_of(tmp_path) == [{"step": 1, "train/loss": None, "train/grad_norm": None}]
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
     log.close()
+
+
+class Disk:
+    """The log's file, on a disk with room for so many more bytes."""
+
+    def __init__(self, log, room):
+        self.file, self.room = log._file, room
+        log._file = self
+
+    def write(self, line):
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = self.file.write(line[: self.room])
+        self.room -= taken
+        return taken
+
+    def close(self):
+        self.file.close()
+
+
+def test_a_full_disk_is_told_once_and_its_lines_are_written_when_there_is_room_again(tmp_path):
+    told = []
+    log = MetricsLog(tmp_path, tell=told.append)
+    disk = Disk(log, room=70)
+    for step in range(1, 6):
+        log.write({"step": step, "train/loss": 1 / step})
+    assert len(told) == 1 and "metrics.jsonl: No space left on device" in told[0] and "are kept" in told[0]
+    assert (tmp_path / "metrics.jsonl").stat().st_size == 70  # two lines and a half
+    disk.room = 10**6
+    log.write({"step": 6, "train/loss": 0.1})
+    disk.room = 0
+    log.write({"step": 7, "train/loss": 0.1})
+    disk.room = 10**6
+    log.close()
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
+    assert len(told) == 2  # it was full twice
+
+
+def test_lines_that_never_found_room_are_counted_at_the_end_and_cost_no_run(tmp_path):
+    told = []
+    log = MetricsLog(tmp_path, tell=told.append)
+    Disk(log, room=0)
+    for step in (1, 2):
+        log.write({"step": step})
+    log.close()
+    assert len(told) == 2 and "its last 2 lines are lost" in told[1]
+
+
+def test_tensorboard_without_room_is_told_and_begins_another_file_later(tmp_path):
+    told = []
+    log = MetricsLog(tmp_path, tell=told.append)
+    log.write({"step": 1, "train/loss": 1.0})
+    writer = log._events._get_file_writer().event_writer._async_writer
+    writer._worker.exception = OSError(errno.ENOSPC, "No space left on device")
+    log.write({"step": 2, "train/loss": 0.5})
+    assert len(told) == 1
+    log.write({"step": 3, "train/loss": 0.25})
+    log.close()
+    assert len(told) == 1 and len(lines_of(tmp_path)) == 3 and len(list(tmp_path.glob("events.*"))) == 2
+    assert EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")[-1].step == 3
+
+
+def test_a_log_that_cannot_be_opened_is_an_error_with_the_next_move(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(StorageError, match=r"cannot write .*metrics\.jsonl: Is a directory\. Make room"):
+        MetricsLog(tmp_path)
+
+
+def test_a_log_that_another_training_has_taken_over_gets_no_further_line(tmp_path, monkeypatch):
+    now_s, ours = [1000.0], [True]
+    monkeypatch.setattr(telemetry.time, "time", lambda: now_s[0])
+
+    def check():
+        if not ours[0]:
+            raise TrainingError("taken over")
+
+    log = MetricsLog(tmp_path, check=check)
+    log.write({"step": 1})
+    ours[0] = False
+    log.write({"step": 2})  # the lease is no file to look at with each step
+    now_s[0] += telemetry.CHECK_EVERY_S
+    for late in (lambda: log.write({"step": 3}), log.close):
+        with pytest.raises(TrainingError, match="taken over"):
+            late()
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
 
 
 def test_rates_leave_the_first_step_out():

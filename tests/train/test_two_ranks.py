@@ -51,6 +51,15 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_both(played):
     assert [result["not_a_number_on_one_rank"] for result in played[0]] == [{"finite": False, "unchanged": True}] * 2
 
 
+def test_a_gradient_that_overflows_fp16_is_skipped_on_both_and_the_scale_halves_until_it_does_not(played):
+    one, other = (result["overflow"] for result in played[0])
+    assert one["stood"] == other["stood"] and torch.equal(one["weights"], other["weights"])
+    skipped = one["stood"].count(True)
+    assert one["stood"][:3] == [True] * 3 and 3 <= skipped < two_ranks.STEPS // 2  # what is not skipped, learns
+    for result in (one, other):
+        assert (result["skipped"], result["scale"]) == (skipped, two_ranks.LARGE_SCALE / 2**skipped)
+
+
 def test_gather_keeps_rank_order_and_returns_gradients(played):
     first = torch.arange(6.0).reshape(3, 2)
     for result in played[0]:

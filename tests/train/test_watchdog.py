@@ -8,6 +8,7 @@ import pytest
 from mmray.train.guard import leave_at_s
 from mmray.train.pulse import Pulse
 from mmray.train.watchdog import Beat, Watchdog, culprits
+from mmray.train.writer import Writer
 
 
 def beat(rank, waits=False, age_s=0.5, step=7, mark=7):
@@ -68,7 +69,7 @@ def test_a_pulse_says_where_its_thread_stands_and_writes_stacks_when_asked(tmp_p
         sent.append(one)
         return wanted.is_set()
 
-    pulse = Pulse(send, {"rank": 1, "node": "n", "pid": 1}, tmp_path / "stacks" / "rank-1.txt")
+    pulse = Pulse(send, {"rank": 1, "node": "n", "pid": 1}, tmp_path / "stacks" / "rank-1.txt", 60)
     with pulse.beating(4):
         time.sleep(0.2)
         pulse.on_step(5, None)
@@ -77,6 +78,22 @@ def test_a_pulse_says_where_its_thread_stands_and_writes_stacks_when_asked(tmp_p
     assert sent[0]["step"] == 4 and sent[-2]["step"] == 5 and sent[-1]["ended"]
     assert not sent[0]["waits"]
     assert "test_watchdog.py" in (tmp_path / "stacks" / "rank-1.txt").read_text()
+
+
+def test_a_checkpoint_may_take_its_time_but_not_for_ever(tmp_path, monkeypatch):
+    """The storage does not answer, as a network mount that died: waiting for it is no progress after a while."""
+    monkeypatch.setattr("mmray.train.pulse.EVERY_S", 0.02)
+    sent, answers = [], threading.Event()
+    pulse = Pulse(sent.append, {"rank": 0, "node": "n", "pid": 1}, tmp_path / "rank-0.txt", write_limit_s=0.3)
+    writer = Writer()
+    writer.submit({}, lambda _: answers.wait(10))
+    threading.Timer(0.9, answers.set).start()
+    with pulse.beating(4):
+        writer.submit({}, lambda _: None)
+    writer.close()
+    marks = [one["mark"] for one in sent[:-1] if "writer.py" in one["where"]]
+    moved = len(set(marks))
+    assert 3 < moved < len(marks) - 3 and len(set(marks[moved:])) == 1
 
 
 def test_a_node_is_left_twice_the_write_before_its_deadline_and_at_once_where_nothing_is_known():

@@ -6,9 +6,11 @@ import copy
 import os
 from dataclasses import replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from mmray.objectives.contrastive import Contrastive
 from mmray.train import loop, meet, memory, optimizer
 from mmray.train.feed import share_of
 from mmray.train.group import Group
+from mmray.train.precision import Precision
 from mmray.train.seeding import micro_seed
 from mmray.train.shards import mapped
 from mmray.train.step import optimizer_step
@@ -30,6 +33,7 @@ ROWS = 21  # the second rank gets one row of padding
 INVALID = (2, 5, 6, 7)
 STEPS = 20
 GLOBAL_ROWS = 10
+LARGE_SCALE = 2.0**20
 KINDS = (
     "sigmoid",
     "matching",
@@ -139,6 +143,31 @@ def whole_loop(group: Group, folder: Path) -> dict[str, Any]:
     if log is not None:
         log.close()
     return {"status": outcome.status, "steps": outcome.steps, "weights": toy.flat(model), "metrics": outcome.metrics}
+
+
+class Weights:
+    """A callback that keeps the weights after each step."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.model = model
+        self.seen = [toy.flat(model)]
+
+    def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
+        self.seen.append(toy.flat(self.model))
+
+
+def overflow(group: Group, folder: Path) -> dict[str, Any]:
+    """The loop in fp16 with a loss scaled so high that the first gradients overflow."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=LARGE_SCALE)
+    train = SimpleNamespace(**{**vars(toy.TRAIN), "precision": "fp16", "max_nonfinite": STEPS})
+    plan = Plan(num_rows=33, global_rows=GLOBAL_ROWS, world=WORLD, micro=2, seed=1, steps=STEPS)
+    model = toy.Toy()
+    weights = Weights(model)
+    with patch.object(Precision, "scaler", lambda _: scaler):
+        task = toy.task(model, plan, group, train=train, callbacks=(weights,))
+        outcome = loop.run(task, toy.steps_of(plan, group.rank))
+    stood = [torch.equal(one, after) for one, after in pairwise(weights.seen)]
+    return {"stood": stood, "skipped": outcome.skipped_steps, "scale": scaler.get_scale(), "weights": toy.flat(model)}
 
 
 def cramped(group: Group, place: str, objective: Any = None, micro: int = 4) -> dict[str, Any]:
@@ -274,6 +303,7 @@ SCENES = (
     row_by_row,
     not_a_number_on_one_rank,
     whole_loop,
+    overflow,
     without_room,
     without_room_for_one_row,
     rehearsals,
