@@ -15,6 +15,7 @@ from mmray.train.feed import Share
 from mmray.train.flops import model_flops, peak_flops
 from mmray.train.learner import Learner
 from mmray.train.load import machine_load
+from mmray.train.room import is_out_of_memory
 from mmray.train.telemetry import Metrics, PeakMemory, Rates
 
 
@@ -25,21 +26,31 @@ class Meter:
     rates: Rates
     devices: int = 1
     memory: PeakMemory = field(default_factory=PeakMemory)
-    flops_of_row: float = 0.0  # a forward and a backward
+    flops_of_row: float | None = None  # a forward and a backward
 
     def look_at(self, learner: Learner, share: Share) -> None:
-        """Count the model's work once, on the first rows that come."""
-        if self.flops_of_row == 0:
-            first = share.micros[0]
+        """Count the model's work once, on the first rows that come.
+
+        Without room for it, it waits for the next step: this one meets the same end, and takes smaller micro-batches.
+        Raises what says so where ranks wait for each other in a forward.
+        """
+        if self.flops_of_row is not None:
+            return
+        first = share.micros[0]
+        try:
             flops = model_flops(parallel.unwrapped(learner.model), first, learner.precision)
-            self.flops_of_row = flops / len(first["valid"])
+        except (RuntimeError, MemoryError) as error:
+            if parallel.may_part(learner.model) or not is_out_of_memory(error):
+                raise
+            return
+        self.flops_of_row = flops / len(first["valid"])
 
     def take(self, learner: Learner) -> Metrics:
         """Figures since the last call."""
         device: torch.device = learner.group.device
         metrics = self.rates.take(learner.group.world)
         if metrics:
-            rate = self.flops_of_row * metrics["throughput/samples_per_s"] / learner.group.world / self.devices
+            rate = (self.flops_of_row or 0.0) * metrics["throughput/samples_per_s"] / learner.group.world / self.devices
             metrics["throughput/tflops_per_device"] = rate / 1e12
             if device.type == "cuda":
                 metrics["throughput/utilisation"] = rate / peak_flops(device, learner.precision)

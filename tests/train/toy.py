@@ -174,10 +174,13 @@ PLACES = ("forward", "embedding", "loss", "backward", "last forward")
 
 
 class Fault:
-    """Raises torch's OutOfMemoryError once, at `place` of step `at_step`; and at any size above `most_rows`."""
+    """Raises torch's OutOfMemoryError once, at `place` of step `at_step`; and at any size above `most_rows`.
 
-    def __init__(self, place: str, at_step: int = 1, most_rows: int = 10**9):
-        self.place, self.at_step, self.most_rows = place, at_step, most_rows
+    `as_what` makes another error that says the same.
+    """
+
+    def __init__(self, place: str, at_step: int = 1, most_rows: int = 10**9, as_what=torch.OutOfMemoryError):
+        self.place, self.at_step, self.most_rows, self.as_what = place, at_step, most_rows, as_what
         self.step, self.forwards, self.raised = 1, 0, False
 
     def on_step(self, step, metrics):
@@ -186,7 +189,7 @@ class Fault:
     def at(self, place: str, rows: int = 0) -> None:
         if rows > self.most_rows or (place == self.place and self.step == self.at_step and not self.raised):
             self.raised = True
-            raise torch.OutOfMemoryError(f"no room at {place}")
+            raise self.as_what(f"no room at {place}")
 
 
 class Cramped(Toy):
