@@ -5,7 +5,7 @@ loop.py keeps a Meter and reduces over ranks what it tells.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -16,7 +16,7 @@ from mmray.train.flops import model_flops, peak_flops
 from mmray.train.learner import Learner
 from mmray.train.load import machine_load
 from mmray.train.room import is_out_of_memory
-from mmray.train.telemetry import Metrics, PeakMemory, Rates
+from mmray.train.telemetry import Metrics, Rates
 
 
 @dataclass
@@ -25,7 +25,6 @@ class Meter:
 
     rates: Rates
     devices: int = 1
-    memory: PeakMemory = field(default_factory=PeakMemory)
     flops_of_row: float | None = None  # a forward and a backward
 
     def look_at(self, learner: Learner, share: Share) -> None:
@@ -56,4 +55,4 @@ class Meter:
                 metrics["throughput/utilisation"] = rate / peak_flops(device, learner.precision)
         if isinstance(learner.model, BranchParallel):
             metrics |= learner.model.idle()
-        return metrics | machine_load(device) | {"memory/peak_gib": self.memory.look_gib(device)}
+        return metrics | machine_load(device) | {"memory/peak_gib": self.rates.phases.memory.look_gib(device)}

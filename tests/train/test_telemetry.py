@@ -206,6 +206,15 @@ def test_rows_sha_names_the_set_and_not_its_order():
     assert rows_sha(keys) != rows_sha(keys[:2])
 
 
+def test_the_peak_is_of_the_backwards_begin_and_not_of_what_is_left_after_the_step():
+    phases = Phases(torch.device("cpu"))
+    before_gib = phases.memory.look_gib(torch.device("cpu"))
+    activations = torch.ones(2**26)  # 0.25 GiB
+    with phases("backward"):
+        del activations
+    assert phases.memory.look_gib(torch.device("cpu")) > before_gib + 0.2
+
+
 def test_peak_memory_is_of_this_process():
     held = torch.ones(2**26)  # 0.25 GiB
     assert held.nbytes / 2**30 < PeakMemory().look_gib(torch.device("cpu")) < 64
