@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,13 +14,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mmray.data.order import Plan
 from mmray.errors import OutOfMemoryError
 from mmray.objectives.sigmoid import Sigmoid
-from mmray.train import loop, sharding
+from mmray.train import loop, meet, sharding
 from mmray.train.group import Group
 from mmray.train.parallel import Layout
 from tests.train import toy, two_ranks
 
 WORLD = 4
-SHARDED_STEPS = 6
+STEPS = 4
 REPLICATED = ("0.5 * sigmoid", "contrastive + 0.5 * matching + 0.25 * classification + region_text")
 
 
@@ -46,24 +45,29 @@ def join(folder: str, name: str, rank: int, world: int) -> Group:
 
 def ragged(group: Group) -> torch.Tensor:
     """21 rows: shares of 6, of which the last rank has 3; micro-batches of 4 and 2."""
-    return toy.flat(two_ranks.steps_of_a_model(group, micro=4))
+    return toy.flat(two_ranks.steps_of_a_model(group, micro=4, steps=STEPS))
 
 
 def gathered(group: Group) -> torch.Tensor:
-    return two_ranks.gathered_shares(group, Path())
+    """As a large global batch goes: each rank forms the loss of its own rows."""
+    most, meet.MOST_ROWS_OF_ALL = meet.MOST_ROWS_OF_ALL, 0
+    try:
+        return ragged(group)
+    finally:
+        meet.MOST_ROWS_OF_ALL = most
 
 
 def row_by_row(group: Group) -> torch.Tensor:
-    return toy.flat(two_ranks.steps_of_a_model(group, micro=4, objective=toy.Regression()))
+    return toy.flat(two_ranks.steps_of_a_model(group, micro=4, steps=STEPS, objective=toy.Regression()))
 
 
 def replicated(group: Group) -> dict[str, torch.Tensor]:
-    return {kind: toy.flat(two_ranks.steps_of_a_kind(group, 4, kind)) for kind in REPLICATED}
+    return {kind: toy.flat(two_ranks.steps_of_a_kind(group, 4, kind, steps=STEPS)) for kind in REPLICATED}
 
 
 def sharded(group: Group) -> dict[str, torch.Tensor]:
     """Each objective with cut weights; some have fewer rows than there are ranks."""
-    options = {"layout": Layout(kind="fsdp"), "steps": SHARDED_STEPS}
+    options = {"layout": Layout(kind="fsdp"), "steps": STEPS}
     return {kind: whole(two_ranks.steps_of_a_kind(group, 4, kind, **options)) for kind in two_ranks.KINDS}
 
 
@@ -91,7 +95,7 @@ def bf16(group: Group) -> dict[str, list[float]]:
     """The losses of a sharded run whose weights are gathered in half the bits, and of one in float32."""
     losses = {}
     for precision in ("fp32", "bf16"):
-        log, plan = toy.Lines(), Plan(num_rows=48, global_rows=24, world=group.world, micro=3, seed=1, steps=12)
+        log, plan = toy.Lines(), Plan(num_rows=12, global_rows=12, world=group.world, micro=3, seed=1, steps=6)
         settings = vars(toy.TRAIN) | {"parallel": "fsdp", "precision": precision, "log_every": 1}
         model = toy.Branched(bias=True)
         options = {"objective": Sigmoid(), "log": log, "train": SimpleNamespace(**settings)}

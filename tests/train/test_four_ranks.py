@@ -25,27 +25,27 @@ def same(found, expected, start):
 
 @pytest.mark.parametrize("scene", ["ragged", "gathered"])
 def test_four_ranks_are_one_rank(four, scene):
-    one = toy.flat(two_ranks.steps_of_a_model(Group(), micro=two_ranks.ROWS))
+    one = toy.flat(two_ranks.steps_of_a_model(Group(), micro=two_ranks.ROWS, steps=four_ranks.STEPS))
     for result in four:
         same(result[scene], one, toy.flat(toy.Toy().double()))
 
 
 def test_four_ranks_are_one_rank_where_rows_stand_alone(four):
-    one = toy.flat(two_ranks.steps_of_a_model(Group(), micro=8, objective=toy.Regression()))
+    one = toy.flat(two_ranks.steps_of_a_model(Group(), micro=8, steps=four_ranks.STEPS, objective=toy.Regression()))
     for result in four:
         same(result["row_by_row"], one, toy.flat(toy.Toy().double()))
 
 
 @pytest.mark.parametrize("kind", four_ranks.REPLICATED)
 def test_four_ranks_are_one_rank_in_every_sort_of_objective(four, kind):
-    one = toy.flat(two_ranks.steps_of_a_kind(Group(), 21, kind))
+    one = toy.flat(two_ranks.steps_of_a_kind(Group(), 21, kind, steps=four_ranks.STEPS))
     for result in four:
         same(result["replicated"][kind], one, toy.flat(toy.Toy(kind=kind).double()))
 
 
 @pytest.mark.parametrize("kind", two_ranks.KINDS)
 def test_sharded_is_one_rank_in_every_objective(four, kind):
-    one = toy.flat(two_ranks.steps_of_a_kind(Group(), 21, kind, steps=four_ranks.SHARDED_STEPS))
+    one = toy.flat(two_ranks.steps_of_a_kind(Group(), 21, kind, steps=four_ranks.STEPS))
     for result in four:
         same(result["sharded"][kind], one, toy.flat(toy.Toy(kind=kind).double()))
 
