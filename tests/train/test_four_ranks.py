@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from mmray.train.group import Group
 from tests.train import four_ranks, toy, two_ranks
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    """Results of all scenes, by rank."""
-    folder = tmp_path_factory.mktemp("four-ranks")
-    mp.spawn(four_ranks.play, args=(str(folder),), nprocs=four_ranks.WORLD)
-    return [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(four_ranks.WORLD)]
 
 
 def same(found, expected, start):

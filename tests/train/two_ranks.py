@@ -282,10 +282,10 @@ def over_the_ranks(group: Group, folder: Path) -> tuple[list[float], dict[str, f
 
 
 def cost_of_a_line(group: Group, folder: Path) -> float:
-    """Seconds of the processor that a logged line's figures take: a rank's own, those of all ranks, the mark of the rows."""
+    """Seconds of the processor for a logged line: a rank's own figures, those of all ranks, the mark of the rows."""
     phases, learner = Phases(group.device), toy.learner(toy.Toy(), group)
     meter, keys, took_s = Meter(Rates(phases)), torch.arange(128), []
-    for step in range(20):
+    for step in range(9):
         for _ in range(10):
             for name in PHASES:
                 with phases(name):
