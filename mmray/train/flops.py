@@ -67,11 +67,12 @@ class _Work(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.total = 0.0
+        self.supports_higher_order_operators = True  # such as flex_attention
         self._followed: WeakIdKeyDictionary = WeakIdKeyDictionary()  # what comes after a weight that learns
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        packet = func._overloadpacket
+        packet = getattr(func, "_overloadpacket", func)
         out = func(*args, **kwargs)
         if packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=out)
