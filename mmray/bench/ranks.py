@@ -19,6 +19,7 @@ import torch.multiprocessing
 
 from mmray.errors import ResourceError, TrainingError
 from mmray.train.group import Group
+from mmray.train.room import is_out_of_memory
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -58,13 +59,6 @@ def run_ranks(measure: Measure, config: Config) -> Any:
         except torch.multiprocessing.ProcessRaisedException:
             raise _raised(Path(folder)) from None
         return json.loads((Path(folder) / "answer.json").read_text())
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: a GPU's, or the host's (torch raises a plain RuntimeError for that)."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and ("allocate memory" in str(error) or "out of memory" in str(error))
 
 
 def _enter(rank: int, measure: Measure, config: Config, kind: str, folder: str) -> None:

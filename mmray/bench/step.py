@@ -31,6 +31,8 @@ from mmray.models.synthetic import synthetic_batch
 from mmray.train import loop
 from mmray.train.batch import shape_of
 from mmray.train.group import Group
+from mmray.train.seeding import settle
+from mmray.train.shaping import compiled, shape
 from mmray.train.task import Task
 from mmray.train.telemetry import MetricsLog
 
@@ -102,7 +104,7 @@ class Bench:
         plan = Plan(every * steps, every, self.group.world, rows, self.config.train.seed, steps)
         window = Window(steps, self.group.device)
         task = Task(
-            model=deepcopy(self.model),
+            model=self._copy(),
             objective=objectives.build(self.config.objective),
             plan=plan,
             group=self.group,
@@ -117,10 +119,12 @@ class Bench:
     def bare_window(self, steps: int) -> tuple[float, float]:
         """(seconds, last loss) of a window of the bare loop."""
         window = Window(steps, self.group.device)
-        loss = bare.train(
-            deepcopy(self.model), self.batches, self.config, self.group.device, steps, on_step=window.on_step
-        )
+        model = self._copy().to(self.group.device)
+        loss = bare.train(model, self.batches, self.config, self.group.device, steps, on_step=window.on_step)
         return window.took_s, loss
+
+    def _copy(self) -> nn.Module:
+        return compiled(deepcopy(self.model), self.config.train)
 
     def _steps(self, plan: Plan) -> Iterator[list[bare.Batch]]:
         for step in range(plan.steps):
@@ -165,11 +169,12 @@ def _pairs(
 
 
 def prepared(config: Config, group: Group, micro: int, log: MetricsLog | None = None) -> Bench:
-    """The model of `config` on its device, with drawn weights, and this rank's synthetic batches."""
+    """The model of `config` shaped as a worker shapes it, with drawn weights, and this rank's synthetic batches."""
     trained = config.prepare.vocab_size if config.model.inputs.tokenizer == "trained" else 0
     vocab_size = config.model.vocab_size or trained or VOCAB_SIZE
-    torch.manual_seed(config.train.seed)
-    model = build(config.model, vocab_size, drawn_architecture(config.model, vocab_size)).to(group.device)
+    settle(config.train.seed, config.train.deterministic)
+    model = build(config.model, vocab_size, drawn_architecture(config.model, vocab_size))
+    model = shape(model, config.train, config.optimizer, group.device)
     seeds = [group.rank * NUM_BATCHES + number for number in range(NUM_BATCHES)]
     batches = [synthetic_batch(config.model.inputs, vocab_size, micro, "cpu", seed) for seed in seeds]
     if group.device.type == "cuda":

@@ -24,12 +24,14 @@ from torch.profiler import ProfilerActivity, profile
 from mmray import objectives
 from mmray.bench.machine import describe
 from mmray.bench.ranks import join
+from mmray.bench.shapes import peak_resident_bytes
 from mmray.bench.step import prepared
 from mmray.data.order import Plan
 from mmray.errors import ResourceError
 from mmray.train import loop
 from mmray.train.batch import shape_of
 from mmray.train.group import Group
+from mmray.train.memory import slower_branch
 from mmray.train.served import refusals
 from mmray.train.task import Task
 from mmray.train.telemetry import Metrics
@@ -39,8 +41,11 @@ if TYPE_CHECKING:
 
 BASE = "ddp fp32"
 WARM_STEPS, PROFILED_STEPS = 3, 2
-TOLD = {"branches/idle_share_0": "idle_share_0", "branches/idle_share_1": "idle_share_1", "memory/peak_gib": "peak_gib"}
-FIGURES = ("samples_per_s", "step_p50_s", "step_p95_s", "communication_share", *TOLD.values(), "loss", "loss_vs_ddp")
+TOLD = {"branches/idle_share_0": "idle_share_0", "branches/idle_share_1": "idle_share_1"}
+FIGURES = (
+    *("samples_per_s", "step_p50_s", "step_p95_s", "communication_share"),
+    *(*TOLD.values(), "peak_gib", "loss", "loss_vs_ddp"),
+)
 
 
 @dataclass(frozen=True)
@@ -81,8 +86,14 @@ def bench_strategies(config: Config, steps: int = 10, only: tuple[str, ...] = ()
         if row["loss"] is not None and base["loss"] is not None:
             row["loss_vs_ddp"] = round(row["loss"] / base["loss"] - 1, 6)
     rates = {row["strategy"]: row["samples_per_s"] for row in rows if row["samples_per_s"] is not None}
-    ratios = {f"{name.replace(' ', '_').replace(',', '')}_vs_ddp": rate / rates[BASE] for name, rate in rates.items()}
-    return {"machine": describe(torch.device(kind)), "batch": str(shape), "ratios": ratios, "rows": rows}
+    return {"machine": describe(torch.device(kind)), "batch": str(shape), "ratios": _ratios(rates), "rows": rows}
+
+
+def _ratios(rates: dict[str, float]) -> dict[str, float]:
+    """Samples a second of each over the base's; none where the base failed."""
+    if BASE not in rates:
+        return {}
+    return {f"{name.replace(' ', '_').replace(',', '')}_vs_ddp": rate / rates[BASE] for name, rate in rates.items()}
 
 
 def _settings(config: Config, strategy: Strategy, workers: int, shape: Any) -> Config:
@@ -117,7 +128,8 @@ class Timer:
     """Step times after the warm-up, the metrics of the last timed step, and a profile of a few more; a callback."""
 
     timed: int  # the last step that is timed
-    device: torch.device
+    devices: tuple[torch.device, ...]  # of this worker
+    peak_gib: float = 0.0
     times_s: list[float] = field(default_factory=list)
     metrics: Metrics = field(default_factory=dict)
     communication_share: float = 0.0
@@ -126,14 +138,15 @@ class Timer:
     _profile: Any = None
 
     def on_step(self, step: int, metrics: Metrics | None) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # what was only queued is not done
+        for device in self.devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # what was only queued is not done
         now_s = time.perf_counter()
         if WARM_STEPS < step <= self.timed:
             self.times_s.append(now_s - self._last_s)
         if step == self.timed:
-            self.metrics = metrics or {}
-            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
+            self.metrics, self.peak_gib = metrics or {}, _peak_gib(self.devices)  # before the profile takes its own
+            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.devices[0].type == "cuda" else [])]
             self._profile = profile(activities=kinds)
             self._profile.start()
         if step == self.timed + PROFILED_STEPS:
@@ -142,6 +155,13 @@ class Timer:
         self._last_s = time.perf_counter()
         if step == self.timed:
             self._began_s = self._last_s
+
+
+def _peak_gib(devices: tuple[torch.device, ...]) -> float:
+    """GPUs: what torch allocated at most, of all of the worker's together; a CPU: the most the process ever held."""
+    if devices[0].type == "cuda":
+        return sum(torch.cuda.max_memory_allocated(device) for device in devices) / 2**30
+    return peak_resident_bytes() / 2**30
 
 
 def _communication_us(profiled: Any) -> float:
@@ -176,8 +196,11 @@ def _measure(config: Config, group: Group, steps: int) -> dict[str, Any]:
     plan = Plan(2**30, shape.global_rows, group.world, shape.micro, config.train.seed, timed + PROFILED_STEPS)
     # As rank 0 of one: every rank draws the whole global batches, and takes its own rows of them.
     bench = prepared(config, Group(device=group.device), micro=shape.global_rows)
-    timer = Timer(timed, group.device)
-    devices = _devices(config, group.device)
+    devices, slower = _devices(config, group.device), "image"
+    timer = Timer(timed, devices)
+    if config.train.parallel == "branches":
+        batch = {name: column[: shape.micro].to(group.device) for name, column in bench.batches[0].items()}
+        slower = slower_branch(bench.model, batch)
     train = config.train.model_copy(update={"log_every": timed})
     task = Task(
         model=bench.model,
@@ -188,6 +211,7 @@ def _measure(config: Config, group: Group, steps: int) -> dict[str, Any]:
         optimizer=config.optimizer,
         callbacks=(timer,),
         devices=devices,
+        slower=slower,
     )
     loop.run(task, _steps(plan, group.rank, bench.batches))
     found = {told: timer.metrics[name] for name, told in TOLD.items() if name in timer.metrics}
@@ -197,6 +221,7 @@ def _measure(config: Config, group: Group, steps: int) -> dict[str, Any]:
         "step_p50_s": statistics.median(times_s),
         "step_p95_s": times_s[min(len(times_s) - 1, round(0.95 * len(times_s)))],
         "communication_share": timer.communication_share,
+        "peak_gib": timer.peak_gib,
         "loss": timer.metrics["train/loss"],
         **found,
     }

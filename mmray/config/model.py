@@ -256,5 +256,9 @@ class Objective(Section):
         description="`contrastive`, `sigmoid`, `matching`, `classification`, `region_text`, `language_modelling`, your "
         "own `package.module:Class`, or a sum such as `contrastive + 0.5 * matching`.",
     )
-    chunk: int = Field(4096, ge=1, description="Texts that `sigmoid` scores at once.")
+    chunk: int = Field(
+        4096,
+        ge=1,
+        description="Texts that `sigmoid` scores at once; all of them in a sum with `contrastive` or `matching`.",
+    )
     label_smoothing: float = Field(0.0, ge=0, lt=1, description="Share that `classification` gives to all classes.")

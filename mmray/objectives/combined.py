@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmray.objectives.protocol import Batch, Measured, Mining, Objective, Outputs, Sorts
+from mmray.objectives.protocol import Batch, Measured, Mining, Objective, Outputs, Pairwise, Sorts
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,30 @@ class Weighted:
         return columns
 
 
+class WeightedPairs(Weighted):
+    """One term that is a sum over pairs: what it looks at still comes by a chunk at a time."""
+
+    def __init__(self, term: Term) -> None:
+        super().__init__([term])
+        self._term = term
+        self.visiting: tuple[str, ...] = term.objective.visiting
+        self.chunk: int = term.objective.chunk
+
+    def pairs(
+        self, outputs: Outputs, valid: Tensor, visitors: Outputs, visitors_valid: Tensor, partner: int | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The term's weighted loss summed over the pairs, its own loss and its sums."""
+        loss, parts = self._term.objective.pairs(outputs, valid, visitors, visitors_valid, partner)
+        return self._term.weight * loss, {f"loss_{self._term.name}": loss.detach(), **parts}
+
+
 def _one(terms: list[Term]) -> Objective | None:
     """Terms of one sort as one objective; a single one of weight 1 is itself."""
     if len(terms) == 1 and terms[0].weight == 1:
         only: Objective = terms[0].objective
         return only
+    if len(terms) == 1 and isinstance(terms[0].objective, Pairwise):
+        return WeightedPairs(terms[0])
     return Weighted(terms) if terms else None
 
 

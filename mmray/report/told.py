@@ -89,6 +89,17 @@ def recall_rows(run: RunRecord) -> list[dict[str, str]]:
     return rows
 
 
+HELD = ("parameters", "gradients", "optimizer", "activations")  # as the rehearsal of a step found them
+
+
+def memory_rows(run: RunRecord) -> list[tuple[str, str]]:
+    """What a worker's memory is spent on, and its peak, in GiB; empty where no step was rehearsed."""
+    found = run.newest("memory")
+    rows = [(name, f"{found[f'{name}_gib']:.3f}") for name in HELD if f"{name}_gib" in found]
+    peaks = run.values("memory/peak_gib")
+    return [*rows, ("peak", f"{max(peaks):.3f}")] if rows and peaks else rows
+
+
 def evaluated(run: RunRecord) -> list[tuple[str, str]]:
     """What else the newest evaluation says, by name."""
     scores, spent_s = run.newest("evaluate"), run.values("time/evaluate_s")

@@ -66,6 +66,7 @@ def _run_page(folder: Folder) -> str:
         parts=run_figures(run),
         recall=told.recall_rows(run),
         evaluated=told.evaluated(run),
+        memory=told.memory_rows(run),
         quarantine=quarantine_of(folder, run.data.get("train")),
         changed=[setting for setting in settings if setting.differs],
         settings=settings,

@@ -49,6 +49,7 @@ class BranchParallel(nn.Module):
         self._watches = {name: Stopwatch(devices[name != "slow"]) for name in ("slow", "fast", "replica")}
         self._rows = dict.fromkeys(self._watches, 0)
         self._busy_s = [0.0, 0.0]
+        self._spans = [Stopwatch(device) for device in devices]  # of what both do side by side, waiting included
         self._second = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mmray-branch")
         self._anchor = torch.zeros((), requires_grad=True)  # makes autograd call the join's backward
 
@@ -114,10 +115,13 @@ class BranchParallel(nn.Module):
             self._refit()
 
     def idle(self) -> dict[str, float]:
-        """Idle share of each device since the last call, of the time in which either had work; and the cut."""
+        """Idle share of each device since the last call, of the time from both's begin to both's end; and the cut.
+
+        One after the other, each would be idle while the other works: about one half.
+        """
         self._look()
-        span = max(*self._busy_s, 1e-12)
-        shares = {f"branches/idle_share_{index}": 1 - busy / span for index, busy in enumerate(self._busy_s)}
+        span_s = max(*(watch.take_s() for watch in self._spans), 1e-12)
+        shares = {f"branches/idle_share_{index}": max(0.0, 1 - b / span_s) for index, b in enumerate(self._busy_s)}
         self._busy_s = [0.0, 0.0]
         return shares | {"branches/rows_share_0": self.share}
 
@@ -161,11 +165,12 @@ class BranchParallel(nn.Module):
             with here, alone, torch.set_grad_enabled(grad), autocast:
                 second()
 
-        other = self._second.submit(work)
-        try:
-            first()
-        finally:
-            other.result()
+        with self._spans[0].running(), self._spans[1].running():
+            other = self._second.submit(work)
+            try:
+                first()
+            finally:
+                other.result()
 
 
 def _backward(outputs: list[Tensor], gradient: Tensor) -> None:

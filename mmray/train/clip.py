@@ -7,15 +7,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from mmray.errors import UsageError
+
 Groups = dict[str, list[nn.Parameter]]
 WHOLE, REST = "", "rest"
 
 
 def groups_of(module: nn.Module, clip: str) -> Groups:
-    """What is clipped together: everything (`global`), or (`branches`) each branch, and the rest."""
+    """What is clipped together: everything (`global`), or (`branches`) each branch, and the rest. Raises UsageError."""
     learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if clip == "global":
         return {WHOLE: learning}
+    if not hasattr(module, "branches"):
+        raise UsageError(f"optimizer.clip branches: a {type(module).__name__} has no branches(); take `global`")
     branches: dict[str, nn.Module] = module.branches()  # type: ignore[operator]
     groups = {name: [p for p in branch.parameters() if p.requires_grad] for name, branch in branches.items()}
     taken = {id(parameter) for group in groups.values() for parameter in group}

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
 
 from mmray.objectives.protocol import Batch
 from mmray.train.parallel import buffers_kept
@@ -29,24 +34,20 @@ PEAKS = {
 }
 
 
+WITH_BIAS = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)  # whose first argument is added
+
+
 @torch.no_grad()
 def model_flops(model: nn.Module, batch: Batch, precision: Precision) -> float:
     """Floating point operations of a forward and a backward of `batch`, without what accumulation computes again.
 
-    A backward is counted as two forwards (Narayanan et al. 2021, section 5.1) for what learns, as none for the rest.
-    NaN where torch cannot follow the model: a figure that is missing must not cost a run.
+    A backward is two forwards (Narayanan et al. 2021, section 5.1) where everything learns. Where weights are frozen,
+    their own gradients are left out, and what no weight that learns comes before, altogether.
     """
-    counter = FlopCounterMode(display=False)
-    try:
-        with buffers_kept(model), precision.autocast(), counter:
-            model(batch)
-    except AssertionError:  # its module tracker, on outputs without a history
-        return float("nan")
-    total = counter.get_total_flops()
-    branches: dict[str, nn.Module] = model.branches() if hasattr(model, "branches") else {}  # type: ignore[operator]
-    counts, root = counter.get_flop_counts(), type(model).__name__
-    frozen = sum(sum(counts.get(f"{root}.{name}", {}).values()) for name, part in branches.items() if not _learns(part))
-    return float(3 * total - 2 * frozen)
+    work = _Work()
+    with buffers_kept(model), precision.autocast(), work:
+        model(batch)
+    return work.total
 
 
 def peak_flops(device: torch.device, precision: Precision) -> float:
@@ -56,5 +57,39 @@ def peak_flops(device: torch.device, precision: Precision) -> float:
     return float("nan") if known is None else known[0 if precision.dtype is not None else 1] * 1e12
 
 
-def _learns(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters())
+class _Work(TorchDispatchMode):
+    """Adds up the products of matrices (and convolutions) of a forward, and what their backward will take.
+
+    A product's backward is another of the same size for each of its two operands that a gradient is asked for: a weight
+    that learns, or what comes after one. It is followed here and not by autograd, so that no graph is kept.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+        self.supports_higher_order_operators = True  # such as flex_attention
+        self._followed: WeakIdKeyDictionary = WeakIdKeyDictionary()  # what comes after a weight that learns
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        packet = getattr(func, "_overloadpacket", func)
+        out = func(*args, **kwargs)
+        if packet in flop_registry:
+            flops = flop_registry[packet](*args, **kwargs, out_val=out)
+            self.total += flops * (1 + self._backward(packet, args))
+        if packet is not torch.ops.aten.detach and any(self._learns(value) for value in tree_leaves((args, kwargs))):
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                    self._followed[tensor] = True
+        return out
+
+    def _backward(self, packet: Any, args: Any) -> float:
+        """The backward's work as a multiple of the forward's."""
+        if "attention" in str(packet):  # two products: queries with keys, what comes of them with values
+            query, key, value = (self._learns(tensor) for tensor in args[:3])
+            return (query + key + value + (query or key)) / 2
+        first = 1 if packet in WITH_BIAS else 0
+        return sum(self._learns(tensor) for tensor in args[first : first + 2])
+
+    def _learns(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and (value in self._followed or (value.is_leaf and value.requires_grad))

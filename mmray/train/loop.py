@@ -23,6 +23,7 @@ from mmray.train.measure import Meter, Padding
 from mmray.train.memory import smaller
 from mmray.train.profiling import profiled
 from mmray.train.rhythm import Rhythm, interval
+from mmray.train.room import is_out_of_memory
 from mmray.train.schedule import lr_at
 from mmray.train.seeding import micro_seed
 from mmray.train.step import StepResult, optimizer_step, suspects
@@ -72,7 +73,6 @@ def _timed_step(run: _Run, shares: Iterator[Share]) -> tuple[Share, StepResult]:
     """The next share and the step on it."""
     began_s, plan = time.perf_counter(), run.task.plan
     share = _next(shares, run)
-    run.meter.look_at(run.learner, finer(share, run.progress.micro))
     result = _take_step(run, share)
     step = run.progress.step - 1
     took_s = time.perf_counter() - began_s
@@ -112,7 +112,8 @@ def _start(task: Task, state: State | Stored | None) -> _Run:
         state = state(sharding.cut_for(module, learner.optimizer))
         module.load_state_dict(state["model"])
     sharding.load_optimizer(learner.optimizer, state["optimizer"])
-    learner.scaler.load_state_dict(state["scaler"])
+    if state["scaler"]:  # empty where it was taken in a format that needs none
+        learner.scaler.load_state_dict(state["scaler"])
     if average is not None:
         average.load_state_dict(state[AVERAGE])
     progress = _fitting(task, Progress(**state["progress"]))
@@ -164,7 +165,7 @@ def _take_step(run: _Run, share: Share) -> StepResult:
     progress.skipped += not result.finite
     progress.skipped_in_row = 0 if result.finite else progress.skipped_in_row + 1
     if progress.skipped_in_row >= task.train.max_nonfinite:
-        raise TrainingError(_not_finite(run, share))
+        raise TrainingError(_not_finite(run, finer(share, progress.micro)))
     return result
 
 
@@ -175,12 +176,15 @@ def _try_step(run: _Run, share: Share, stop: bool) -> StepResult | None:
     """
     task, step = run.task, run.progress.step
     try:
+        run.meter.look_at(run.learner, share)
         return optimizer_step(
             run.learner, share, lambda micro: micro_seed(task.train.seed, step, task.group.rank, micro), stop
         )
     except NoRoom as error:
         met = str(error)
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         less = smaller(run.progress.micro, task.plan.share)
         mine = told.rows_and_error(task.plan, step, task.group.rank, task.names, str(error))
         raise OutOfMemoryError(told.no_room(step, run.progress.micro, [mine], less), less) from error

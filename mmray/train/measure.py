@@ -16,7 +16,8 @@ from mmray.train.feed import Share
 from mmray.train.flops import model_flops, peak_flops
 from mmray.train.learner import Learner
 from mmray.train.load import machine_load
-from mmray.train.telemetry import Metrics, PeakMemory, Rates
+from mmray.train.room import is_out_of_memory
+from mmray.train.telemetry import Metrics, Rates
 
 
 @dataclass
@@ -55,26 +56,35 @@ class Meter:
     rates: Rates
     devices: int = 1
     padding: Padding = field(default_factory=Padding)
-    memory: PeakMemory = field(default_factory=PeakMemory)
-    flops_of_row: float = 0.0  # a forward and a backward
+    flops_of_row: float | None = None  # a forward and a backward
 
     def look_at(self, learner: Learner, share: Share) -> None:
-        """Count the tokens of a step, and once, on the first rows that come, the model's work."""
+        """Count the tokens of a step, and once, on the first rows that come, the model's work.
+
+        Without room for it, it waits for the next step: this one meets the same end, and takes smaller micro-batches.
+        Raises what says so where ranks wait for each other in a forward.
+        """
         self.padding.add(share)
-        if self.flops_of_row == 0:
-            first = share.micros[0]
+        if self.flops_of_row is not None:
+            return
+        first = share.micros[0]
+        try:
             flops = model_flops(parallel.unwrapped(learner.model), first, learner.precision)
-            self.flops_of_row = flops / len(first["valid"])
+        except (RuntimeError, MemoryError) as error:
+            if parallel.may_part(learner.model) or not is_out_of_memory(error):
+                raise
+            return
+        self.flops_of_row = flops / len(first["valid"])
 
     def take(self, learner: Learner) -> Metrics:
         """Figures since the last call."""
         device: torch.device = learner.group.device
         metrics = self.rates.take(learner.group.world)
         if metrics:
-            rate = self.flops_of_row * metrics["throughput/samples_per_s"] / learner.group.world / self.devices
+            rate = (self.flops_of_row or 0.0) * metrics["throughput/samples_per_s"] / learner.group.world / self.devices
             metrics["throughput/tflops_per_device"] = rate / 1e12
             if device.type == "cuda":
                 metrics["throughput/utilisation"] = rate / peak_flops(device, learner.precision)
         if isinstance(learner.model, BranchParallel):
             metrics |= learner.model.idle()
-        return metrics | machine_load(device) | {"memory/peak_gib": self.memory.look_gib(device)}
+        return metrics | machine_load(device) | {"memory/peak_gib": self.rates.phases.memory.look_gib(device)}

@@ -23,6 +23,7 @@ from mmray.train.branches import INPUTS
 from mmray.train.feed import Share, share_of
 from mmray.train.group import Group
 from mmray.train.learner import Learner
+from mmray.train.room import is_out_of_memory
 from mmray.train.step import accumulate
 from mmray.train.stopwatch import Stopwatch
 from mmray.train.trial import NoRoom
@@ -90,36 +91,52 @@ def rehearse(
     if with_optimizer:
         _allocate(learner)
     smallest = 1 if micro is None else micro
-    found = _try(told, batch_of, 1 if micro is None else min(share, 2 * micro), smallest)
+    held = learner.group.world > 1  # DDP's buckets lie there all the time
+    found = _try(told, batch_of, 1 if micro is None else min(share, 2 * micro), smallest, held)
     fits = found is not None
     if fits and micro is None:
         sizes = [size for size in divisors(share) if size <= _most_rows(learner.group, found or 0)]
         # Memory grows with the rows, so that the sizes that fit come first.
-        fitting = bisect_right(sizes, False, key=lambda size: size > 1 and _try(told, batch_of, share, size) is None)
+        fitting = bisect_right(
+            sizes, False, key=lambda size: size > 1 and _try(told, batch_of, share, size, held) is None
+        )
         smallest = sizes[fitting - 1]
     agreed = learner.group.smallest(smallest if fits else 0)
     if agreed == 0:
         raise _does_not_fit(micro)
-    saved = _try(told, batch_of, agreed, agreed, check) or 0
+    saved = _try(told, batch_of, agreed, agreed, check=check) or 0
     if learner.group.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(learner.group.device)  # the peak that is told is that of the training
     return Rehearsed(agreed, _table(learner, saved))
 
 
 def _try(
-    learner: Learner, batch_of: BatchOf, rows: int, micro: int, check: Callable[[], None] = lambda: None
+    learner: Learner,
+    batch_of: BatchOf,
+    rows: int,
+    micro: int,
+    held: bool = False,
+    check: Callable[[], None] = lambda: None,
 ) -> int | None:
-    """Bytes that the backward of a step needs saved at once; None when `rows` rows in micro-batches do not fit."""
+    """Bytes that the backward of a step needs saved at once; None when `rows` rows in micro-batches do not fit.
+
+    held: gradients take their room before the forward.
+    """
     with parallel.buffers_kept(learner.model), _saved_bytes(learner.model) as saved:
         try:
+            for weight in learner.model.parameters():
+                weight.grad = torch.zeros_like(weight) if held and weight.requires_grad else None
             share = _share(batch_of, rows, micro)
             accumulate(learner, share, lambda index: index)
             check()
             fits = True
-        except (torch.OutOfMemoryError, NoRoom):
+        except NoRoom:
             fits = False
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            raise TrainingError(f"one synthetic micro-batch of {micro} rows did not pass the model: {error}") from error
+        except (RuntimeError, MemoryError, ValueError, IndexError, TypeError) as error:
+            fits = False
+            if not is_out_of_memory(error):
+                said = f"one synthetic micro-batch of {micro} rows did not pass the model: {error}"
+                raise TrainingError(said) from error
         finally:
             learner.model.zero_grad(set_to_none=True)
     if learner.group.device.type == "cuda":

@@ -156,11 +156,19 @@ def _taken(demand: Demand) -> float:
 
 
 def _per_worker(config: Config, here: list[Node], pools: list[Pool]) -> Resources:
-    """What one worker holds; a GPU (one for each branch) where asked for, or where the cluster has or gets enough."""
+    """What one worker holds; a GPU (one for each branch) where asked for, or where the cluster has or gets enough.
+
+    Raises ResourceError where a lone GPU would be left aside without a word.
+    """
     has = sum(node.resources.get("GPU", 0) for node in here)
     can = sum(pool.resources.get("GPU", 0) * pool.most for pool in pools)
     wanted = config.cluster.accelerator
     each = 2 if config.train.parallel == "branches" else 1
+    if each == 2 and wanted == "auto" and max(has, can) == 1:
+        raise ResourceError(
+            "train.parallel branches takes two GPUs in one worker, and the cluster has one: take --train.parallel "
+            "single to train on it, or --cluster.accelerator cpu to leave it aside"
+        )
     use_gpu = wanted == "gpu" or (wanted == "auto" and max(has, can) >= each * config.cluster.least_workers)
     own = {"CPU": config.cluster.cpus_per_worker, **({"GPU": float(each)} if use_gpu else {})}
     return {**own, **config.cluster.resources_per_worker}

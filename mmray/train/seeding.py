@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,14 @@ def micro_seed(seed: int, step: int, rank: int, micro_index: int) -> int:
     """A 63-bit seed for the forward of one micro-batch; hashed, since neighbouring seeds give kindred streams."""
     digest = blake2b(struct.pack("<4q", seed, step, rank, micro_index), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def settle(seed: int, deterministic: bool) -> None:
+    """Torch's generators start from `seed`; `deterministic`: from here on it takes no other algorithms."""
+    torch.manual_seed(seed)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
 
 
 @contextmanager

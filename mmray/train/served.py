@@ -36,8 +36,6 @@ def refusals(config: Config) -> list[str]:
         reasons += _apart(config)
     if config.batch.micro == "auto" and getattr(config.model, "batch_norm", "") == "synced":
         reasons.append("batch.micro auto cannot be tried with model.batch_norm synced; give --batch.micro")
-    if config.optimizer.clip == "branches" and config.model.kind not in TWO_BRANCHES:
-        reasons.append(f"optimizer.clip branches needs a model with branches, not model.kind `{config.model.kind}`")
     return reasons + _scored(config) + _regional(config)
 
 

@@ -33,6 +33,11 @@ def shape(model: nn.Module, train: Train, optimizer: Optimizer, device: torch.de
         model.to(memory_format=torch.channels_last)
     for name in train.recompute:
         recompute(_branch(model, name))
+    return compiled(model, train)
+
+
+def compiled(model: nn.Module, train: Train) -> nn.Module:
+    """The model, its branches compiled where that is asked for; a copy of a compiled model has to be compiled again."""
     if train.compile != "none":
         for branch in _branches(model).values():
             branch.compile(backend=train.compile)

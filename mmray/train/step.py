@@ -24,6 +24,7 @@ from mmray.train import clip, parallel
 from mmray.train.feed import Share
 from mmray.train.learner import Learner, SeedOf, Sums, factors_of, forward_of, standing_loss
 from mmray.train.meet import meet, meeting_names
+from mmray.train.room import is_out_of_memory
 from mmray.train.trial import NoRoom, Trial
 
 
@@ -57,13 +58,13 @@ def optimizer_step(learner: Learner, share: Share, seed_of: SeedOf, stop: bool =
     """Forward, backward and update on all ranks together; `stop` is this rank's wish to end the run after it.
 
     Raises NoRoom on all ranks together where the step may be taken again in smaller micro-batches, nothing having
-    changed; torch.OutOfMemoryError, on the rank that met it, where the ranks have parted.
+    changed; the error itself, on the rank that met it, where the ranks have parted.
     """
     found, error = None, ""
     try:
         found = accumulate(learner, share, seed_of, stop)
-    except torch.OutOfMemoryError as raised:
-        if learner.group.world > 1 or learner.parts:
+    except (RuntimeError, MemoryError) as raised:
+        if learner.group.world > 1 or learner.parts or not is_out_of_memory(raised):
             raise
         error = str(raised)
     if found is None:
@@ -121,11 +122,19 @@ def _constrain(module: nn.Module) -> None:
 def suspects(learner: Learner, share: Share) -> Tensor:
     """Positions in the run's order of this rank's rows for which the model's outputs are not finite."""
     model, found = parallel.without_sync(learner.model), [torch.zeros(0, dtype=torch.int64)]
+    mining = sorts(learner.objective).mining
     for index, micro in enumerate(share.micros):
         with parallel.buffers_kept(parallel.unwrapped(model)):
             outputs = forward_of(learner, model, micro, share, index, lambda _: 0)
+            if mining is not None:  # partners from the same micro-batch: what the model makes of a pair shows as well
+                near = {name: outputs[name] for name in mining.looks_at}
+                near |= {name: micro[name] for name in (*mining.borrows, "valid")}
+                paired = micro | mining.mine(outputs, micro, {**near, "offset": 0})
+                outputs = forward_of(learner, model, paired, share, index, lambda _: 0)
         rows = [
-            output.flatten(1) for output in outputs.values() if output.ndim > 1 and len(output) == len(micro["pos"])
+            output.reshape(len(output), -1)
+            for output in outputs.values()
+            if output.ndim > 0 and len(output) == len(micro["pos"])
         ]
         bad = torch.stack([~row.isfinite().all(1) for row in rows]).any(0) & micro["valid"]
         found.append(micro["pos"][bad].cpu())

@@ -215,8 +215,11 @@ class Phases:
 
     def __init__(self, device: torch.device):
         self._watches = {name: Stopwatch(device) for name in PHASES}
+        self._device, self.memory = device, PeakMemory()
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
+        if name == "backward":
+            self.memory.look(self._device)  # when it begins, the activations are all there
         return self._watches[name].running()
 
     def take_s(self) -> dict[str, float]:
@@ -257,15 +260,23 @@ def rows_sha(keys: Tensor) -> str:
 class PeakMemory:
     """Most memory so far, in GiB: of a GPU what torch allocated; on a CPU what this process alone held when looked at.
 
+    Looked at as each backward begins and as a line is due, which costs some microseconds.
     The kernel's own peak would count the pages of the object store that blocks passed through: it grows to the size of
     the store whatever the run needs.
     """
 
     _most_bytes: int = 0
 
+    _process: psutil.Process = field(default_factory=psutil.Process)
+
+    def look(self, device: torch.device) -> None:
+        """See what is held now; torch sees to it for a GPU."""
+        if device.type != "cuda":
+            memory = self._process.memory_info()
+            self._most_bytes = max(self._most_bytes, memory.rss - getattr(memory, "shared", 0))
+
     def look_gib(self, device: torch.device) -> float:
         if device.type == "cuda":
             return torch.cuda.max_memory_allocated(device) / 2**30
-        memory = psutil.Process().memory_info()
-        self._most_bytes = max(self._most_bytes, memory.rss - getattr(memory, "shared", 0))
+        self.look(device)
         return self._most_bytes / 2**30

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-import torch
-
 from mmray.train.group import Group
+from mmray.train.room import is_out_of_memory
 from mmray.train.telemetry import Phases
 
 T = TypeVar("T")
@@ -39,7 +38,9 @@ class Trial:
         if self._error is None:
             try:
                 return work()
-            except torch.OutOfMemoryError as error:
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 self._error = str(error)  # not the error itself: its traceback would keep the tensors alive
         return cast("Any", None)
 

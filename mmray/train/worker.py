@@ -5,7 +5,6 @@ trainer.py calls `work` on each Ray Train worker; under torchrun it can be calle
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -32,6 +31,7 @@ from mmray.train.keeper import Helper, Keeper
 from mmray.train.learner import Learner
 from mmray.train.pulse import Pulse
 from mmray.train.rehearsal import rehearse_job, synthetic_of
+from mmray.train.seeding import settle
 from mmray.train.shaping import shape
 from mmray.train.task import Callback, State, Stored, Task
 from mmray.train.telemetry import MetricsLog, Phases
@@ -55,7 +55,8 @@ def _work(
     job: Job, start: Start, blocks: Iterable[Block], device: torch.device, line: Line, pulse: Pulse
 ) -> dict[str, Any]:
     config = job.config
-    _settle_torch(config)
+    torch.set_num_threads(max(1, int(config.cluster.cpus_per_worker)))  # fixed: sums in another order are other sums
+    settle(config.train.seed, config.train.deterministic)
     group = Group.current(device, config.cluster.collective_timeout_s)
     found = None if start.checkpoint is None else folder_at(start.checkpoint)
     cut = config.train.parallel == "fsdp" and group.world > 1
@@ -96,14 +97,6 @@ def _work(
         rows = watched(blocks, config, job.folder, job.reader, start.plan, line.bad_row)
         outcome = loop.run(task, steps_of(rows, start.plan, config.batch.by_length), state)
     return vars(outcome) | {"metrics": {key.removeprefix("evaluate/"): v for key, v in outcome.metrics.items()}}
-
-
-def _settle_torch(config: Config) -> None:
-    torch.set_num_threads(max(1, int(config.cluster.cpus_per_worker)))  # fixed: sums in another order are other sums
-    torch.manual_seed(config.train.seed)
-    if config.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
 
 
 @contextmanager

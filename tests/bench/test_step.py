@@ -102,6 +102,21 @@ def test_what_cannot_be_measured_is_refused() -> None:
             bench_step(tiny(cluster=Cluster(workers=64, accelerator="gpu"), batch=Batch(micro=4)))
 
 
+def test_the_model_is_shaped_as_a_worker_shapes_it() -> None:
+    train = Train(steps=1, log_every=4, deterministic=True, recompute=("text",), compile="eager")
+    try:
+        bench = prepared(tiny(optimizer=Optimizer(freeze=("image.*",)), train=train), Group(), micro=4)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    learning = {name.split(".")[0] for name, weight in bench.model.named_parameters() if weight.requires_grad}
+    assert learning == {"text", "log_scale"}
+    copy = bench._copy()
+    assert all(branch._compiled_call_impl is not None for branch in copy.branches().values())  # deepcopy alone drops it
+    blocks = [part for part in copy.text.modules() if "forward" in vars(part)]
+    assert blocks and all(part.forward.args[0] is part for part in blocks)
+
+
 def test_pretrained_recipe_needs_no_weights() -> None:
     spec = tiny().model
     named = spec.model_copy(update={"text": spec.text.model_copy(update={"weights": "a-name-on-no-hub"})})

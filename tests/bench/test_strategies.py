@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch
 
 from mmray.bench import strategies
 from mmray.bench.strategies import BASE, Timer, bench_strategies
-from mmray.config import Batch, Optimizer
+from mmray.config import Batch, Optimizer, TextTower, Train
 from mmray.data.order import Plan
+from mmray.train.group import Group
 from tests.bench.test_step import tiny
 
 
@@ -47,6 +49,42 @@ def test_a_strategy_that_raises_in_its_process_is_a_row(monkeypatch):
     assert result["ratios"] == {}
 
 
+def test_where_the_base_fails_the_others_are_told_without_ratios(monkeypatch):
+    figures = dict.fromkeys(strategies.FIGURES, 1.0) | {"loss_vs_ddp": None}
+
+    def spawn(enter, given, nprocs):
+        config, *_, folder = given
+        if config.train.parallel == "ddp":
+            raise torch.multiprocessing.ProcessRaisedException("RuntimeError: no room", 0, 1)
+        (Path(folder) / "row.json").write_text(json.dumps(figures))
+
+    monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
+    result = bench_strategies(tiny(workers=2), steps=2, only=("fsdp fp32",))
+    told = [(row["error"], row["samples_per_s"]) for row in result["rows"]]
+    assert told == [("RuntimeError: no room", None), (None, 1)]
+    assert result["ratios"] == {} and result["rows"][1]["loss_vs_ddp"] is None
+
+
+class Stopped(Exception):
+    """The loop would start here."""
+
+
+def test_branches_give_the_slower_branch_the_replica(monkeypatch):
+    """A text tower of many layers beside a small convnet: by the clock, as a run finds it."""
+    seen = []
+
+    def run(task, steps):
+        seen.append(task)
+        raise Stopped
+
+    monkeypatch.setattr(strategies.loop, "run", run)
+    base = tiny(train=Train(parallel="branches", steps=1))
+    spec = base.model.model_copy(update={"text": TextTower(width=32, depth=12, heads=2)})
+    with pytest.raises(Stopped):
+        strategies._measure(base.model_copy(update={"model": spec}), Group(), 2)
+    assert (seen[0].slower, len(seen[0].devices)) == ("text", 2)
+
+
 def test_communication_is_the_time_in_which_any_collective_was_under_way():
     def event(name, start, end):
         return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
@@ -69,7 +107,7 @@ def test_all_ranks_together_take_the_global_batch():
 
 
 def test_warm_up_and_profile_are_not_timed(monkeypatch):
-    timer = Timer(timed=strategies.WARM_STEPS + 2, device=torch.device("cpu"))
+    timer = Timer(timed=strategies.WARM_STEPS + 2, devices=(torch.device("cpu"),))
     for step in range(1, strategies.WARM_STEPS + 2 + strategies.PROFILED_STEPS + 1):
         timer.on_step(step, {"step": step})
     assert len(timer.times_s) == 2

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -11,13 +12,26 @@ from mmray.cluster.join import local_cpus
 from mmray.cluster.nodes import HEAD_MARK, ROLE, data_labels, launcher_pools, train_labels
 from mmray.cluster.storage import check_is_kept
 from mmray.config import Cluster
-from mmray.errors import UsageError
+from mmray.errors import ResourceError, UsageError
+from mmray.train import resources
 from mmray.train.resources import shared_actors
 
 LAPTOP = [Node({"CPU": 8.0, "GPU": 1.0, HEAD_MARK: 1.0}, {"ray.io/node-id": "a"})]
 HEAD = Node({"CPU": 4.0, HEAD_MARK: 1.0}, {"ray.io/node-id": "h"})
 GPU_NODE = Node({"CPU": 8.0, "GPU": 4.0, "memory": 64 * 2.0**30}, {"ray.io/node-id": "g"})
 CPU_NODE = Node({"CPU": 16.0, "memory": 64 * 2.0**30}, {"ray.io/node-id": "c"})
+
+
+def test_branches_do_not_leave_a_lone_gpu_aside_without_a_word():
+    def asked(accelerator):
+        config = SimpleNamespace(
+            cluster=Cluster(workers=1, accelerator=accelerator), train=SimpleNamespace(parallel="branches")
+        )
+        return resources._per_worker(config, LAPTOP, [])
+
+    with pytest.raises(ResourceError, match=r"takes two GPUs .* has one: take --train\.parallel single"):
+        asked("auto")
+    assert "GPU" not in asked("cpu") and asked("gpu")["GPU"] == 2
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,17 @@ def test_a_whole_run(tmp_path):
     assert "As in the recipe." in page
 
 
+def test_what_memory_is_spent_on_is_a_table(tmp_path):
+    page = page_of(make_run(tmp_path / "run", [line(1), line(2, **{"memory/peak_gib": 0.75}), line(3)]))
+    table = re.search(r"A worker's memory.*?</table>", page, re.DOTALL)[0]
+    told = re.findall(r'<th scope="row">(\w+)</th><td class="num">([\d.]+)</td>', table)
+    sizes = {"parameters": "0.062", "gradients": "0.031", "optimizer": "0.125", "activations": "0.250", "peak": "0.750"}
+    assert dict(told) == sizes
+    sharded = {f"memory/{name}_gib": None for name in sizes if name != "peak"}
+    lines = [{key: value for key, value in line(1).items() if key not in sharded}]
+    assert "A worker's memory" not in page_of(make_run(tmp_path / "sharded", lines))  # never rehearsed whole
+
+
 def test_a_page_is_one_small_file_that_asks_nothing_of_the_network(tmp_path):
     page = write_report(make_whole_run(tmp_path / "calm"))
     assert page.stat().st_size < MOST_BYTES

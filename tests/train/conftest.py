@@ -1,19 +1,32 @@
-"""Two gloo ranks, started once for all tests that ask what they came to."""
+"""Two gloo ranks, and four, started once for all tests that ask what they came to."""
 
 import json
 
 import pytest
 import torch
 import torch.multiprocessing as mp
+from torch.multiprocessing import get_context
 
-from tests.train import two_ranks
+from tests.train import four_ranks, two_ranks
+
+
+def spawned(play, folder, world):
+    """What each rank that `play` was called in has left; they are forks of one process that has imported everything."""
+    get_context("forkserver").set_forkserver_preload(["tests.train.four_ranks"])
+    mp.start_processes(play, args=(str(folder),), nprocs=world, start_method="forkserver")
+    return [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(world)]
 
 
 @pytest.fixture(scope="session")
 def played(tmp_path_factory):
     """Results of all scenes, by rank, and the lines that rank 0 logged in the first of the loop's."""
     folder = tmp_path_factory.mktemp("two-ranks")
-    mp.spawn(two_ranks.play, args=(str(folder),), nprocs=two_ranks.WORLD)
-    results = [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(two_ranks.WORLD)]
+    results = spawned(two_ranks.play, folder, two_ranks.WORLD)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return results, [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="session")
+def four(tmp_path_factory):
+    """Results of all scenes of four ranks, by rank."""
+    return spawned(four_ranks.play, tmp_path_factory.mktemp("four-ranks"), four_ranks.WORLD)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from mmray.errors import UsageError
 from mmray.train import clip
 from tests.train import toy
 from tests.train.test_loop import plan_of, train
@@ -58,6 +59,8 @@ def test_frozen_branches_are_no_group_and_nothing_is_clipped_at_zero():
 def test_the_norms_are_logged_apart_and_together():
     log = toy.Lines()
     settings = SimpleNamespace(**vars(toy.OPTIMIZER) | {"clip": "branches"})
+    with pytest.raises(UsageError, match=r"a Toy has no branches\(\); take `global`"):
+        train(toy.Toy(), plan_of(2), optimizer=settings)
     train(toy.Branched(), plan_of(2), log=log, optimizer=settings)
     (line,) = log.lines
     parts = [line[f"train/grad_norm_{name}"] for name in ("image", "text", "rest")]

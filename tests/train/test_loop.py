@@ -247,6 +247,48 @@ def test_the_row_on_which_the_model_fails_is_named():
         train(PoisonedRow(), plan, names=lambda rows: [f"sample {row}" for row in rows])
 
 
+def test_the_search_for_the_row_takes_no_more_rows_at_a_time_than_found_room():
+    sizes = []
+
+    class Watched(PoisonedRow):
+        def forward(self, batch):
+            if not torch.is_grad_enabled():
+                sizes.append(len(batch["valid"]))
+            return super().forward(batch)
+
+    plan = Plan(num_rows=33, global_rows=33, world=1, micro=8, seed=1, steps=5)
+    with pytest.raises(TrainingError, match="row 17"):
+        train(Watched(), plan, micro=4)
+    assert max(sizes) == 4
+
+
+class PoisonedPair(toy.Toy):
+    """What it makes of a pair is NaN for one row's own pair; its embeddings are not."""
+
+    def forward(self, batch):
+        outputs = super().forward(batch)
+        if "match" in outputs:
+            bad = batch["key"] == toy.rows(33, 0)["key"][POISONED]
+            outputs["match"] = outputs["match"] * torch.where(bad, float("nan"), 1.0)
+        return outputs
+
+
+def test_a_row_that_fails_only_beside_its_partner_is_named():
+    plan = Plan(num_rows=33, global_rows=33, world=1, micro=8, seed=1, steps=5)
+    with pytest.raises(TrainingError, match=r"outputs not finite for sample 17\)"):
+        model, names = PoisonedPair(kind="matching"), lambda rows: [f"sample {row}" for row in rows]
+        train(model, plan, objective=toy.objective("matching"), names=names)
+
+
+@pytest.mark.parametrize(("before", "after"), [("bf16", "fp16"), ("fp16", "bf16"), ("fp32", "fp16")])
+def test_a_checkpoint_goes_on_in_another_precision(before, after):
+    plan, checkpoints = plan_of(6), Checkpoints()
+    first, then = (SimpleNamespace(**{**vars(toy.TRAIN), "precision": name}) for name in (before, after))
+    train(toy.Toy(), plan, save=checkpoints.save, train=first)
+    outcome = train(toy.Toy(), plan, checkpoints.load(3), first=3, train=then)
+    assert (outcome.status, outcome.steps) == ("finished", 6)
+
+
 def test_when_no_row_is_to_blame_the_rows_of_the_step_are_named(monkeypatch):
     monkeypatch.setattr(loop, "optimizer_step", lambda *given: replace(taken(*given), finite=False))
     with pytest.raises(TrainingError, match=r"all outputs finite, and the rows are rows 20 to 29 of the run's order"):

@@ -42,6 +42,51 @@ def test_what_does_not_fit_is_said_before_any_data():
         memory.rehearse(learner_with(), broken, 16, 4)
 
 
+NO_ROOM = {
+    "cublas": lambda _: RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "cudnn": lambda _: RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    "host": lambda _: RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory"),
+    "python": MemoryError,
+}
+
+
+@pytest.mark.parametrize("said", NO_ROOM)
+def test_libraries_that_find_no_room_by_themselves_are_out_of_memory_too(said):
+    fault = toy.Fault("nowhere", most_rows=5, as_what=NO_ROOM[said])
+    learner = toy.learner(toy.Cramped(fault))
+    assert memory.rehearse(learner, lambda rows: toy.rows(rows, 0), 12, None).micro == 4
+    log, fault = toy.Lines(), toy.Fault("forward", at_step=2, as_what=NO_ROOM[said])
+    train(toy.Cramped(fault), plan_of(4, micro=5), callbacks=(fault,), log=log)
+    assert [line["batch/micro"] for line in log.lines] == [2, 2]
+
+
+def test_without_room_for_the_count_of_work_the_step_shrinks_and_the_count_follows():
+    log, fault = toy.Lines(), toy.Fault("nowhere", most_rows=2)
+    outcome = train(toy.Cramped(fault), plan_of(4, micro=5), callbacks=(fault,), log=log)
+    assert (outcome.status, outcome.skipped_steps) == ("finished", 0)
+    assert [line["batch/micro"] for line in log.lines] == [2, 2]
+    assert log.lines[-1]["throughput/tflops_per_device"] > 0
+
+
+def test_where_ddp_will_hold_gradients_all_the_time_the_probe_holds_them_too():
+    """Its buckets lie there during the forward, which a group of one does not have."""
+    held = []
+
+    class Watched(toy.Toy):
+        def forward(self, batch):
+            held.append(all(weight.grad is not None for weight in self.parameters()))
+            return super().forward(batch)
+
+    for world, expected in ((1, False), (4, True)):
+        held.clear()
+        learner = memory.replace(toy.learner(Watched()), group=Group(rank=0, world=world))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Group, "smallest", lambda self, value: value)
+            memory.rehearse(learner, lambda rows: toy.rows(rows, 0), 4, None)
+        assert held[0] is expected and held[-1] is False  # the last looks which weights get a gradient
+        assert all(weight.grad is None for weight in learner.model.parameters())
+
+
 def test_a_rehearsal_leaves_no_trace():
     model = toy.Toy(dropout=0.3, batch_norm=True)
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -23,7 +23,6 @@ def config(recipe="sample", workers=1, **sections):
         ({"workers": 2, "train": {"parallel": "fsdp"}, "batch": {"micro": "auto"}}, "give --batch.micro"),
         ({"workers": 2, "train": {"parallel": "fsdp", "compress": "bf16"}}, "train.compress bf16 is for `ddp`"),
         ({"train": {"parallel": "branches"}, "model": {"kind": "my.package:Mine"}}, "needs two branches"),
-        ({"optimizer": {"clip": "branches"}, "model": {"kind": "my.package:Mine"}}, "needs a model with branches"),
         ({"batch": {"micro": "auto"}, "model": {"batch_norm": "synced"}}, "give --batch.micro"),
         ({"recipe": "llava", "workers": 2, "evaluate": {"classes": ("cat", "dog")}}, "evaluate.classes: a model that"),
         ({"objective": {"kind": "region_text"}}, "for model.kind `fusion`, not `two_tower`"),
@@ -45,6 +44,11 @@ def test_batch_norm_and_branches():
     given = {"recipe": "resnet50-bert", "train": {"parallel": "branches"}}
     assert refusals(config(**given)) == []
     assert "BatchNorm" in refusals(config(**given, model={"batch_norm": "local"}))[0]
+
+
+@pytest.mark.parametrize("recipe", ["sample", "clip", "siglip", "fusion", "llava"])
+def test_every_built_in_model_can_be_clipped_by_branches(recipe):
+    assert not any("clip" in reason for reason in refusals(config(recipe, optimizer={"clip": "branches"})))
 
 
 @pytest.mark.parametrize(("parallel", "workers"), [("ddp", 1), ("ddp", 4), ("fsdp", 2), ("branches", 1), ("single", 1)])

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.flop_counter import FlopCounterMode
 
 from mmray.errors import StorageError, TrainingError
 from mmray.train import telemetry
@@ -178,13 +179,70 @@ def test_what_a_step_is_asked_costs_little():
 def test_work_is_counted_as_by_hand():
     model = torch.nn.Sequential(torch.nn.Linear(8, 16, bias=False), torch.nn.Linear(16, 4, bias=False))
     forward = 2 * 5 * (8 * 16 + 16 * 4)
-    assert model_flops(model, torch.ones(5, 8), toy.FP32) == 3 * forward
+    first = 2 * 5 * 8 * 16  # nobody asks for the gradient of its input
+    assert model_flops(model, torch.ones(5, 8), toy.FP32) == 3 * forward - first
     branched, batch = toy.Branched(), toy.rows(5, 0)
     whole = model_flops(branched, batch, toy.FP32)
     for parameter in branched.image.parameters():
         parameter.requires_grad_(False)
-    image = 2 * 5 * (3 * toy.SIDE * toy.SIDE * 16 + 16 * 8)
-    assert whole - model_flops(branched, batch, toy.FP32) == 2 * image
+    first, second = 2 * 5 * 3 * toy.SIDE * toy.SIDE * 16, 2 * 5 * 16 * 8
+    assert whole - model_flops(branched, batch, toy.FP32) == first + 2 * second
+
+
+class Adapted(torch.nn.Module):
+    """Convolution, frozen layers with a low-rank path beside one of them, attention, and a head; all products named."""
+
+    def __init__(self):
+        super().__init__()
+        self.pixels = torch.nn.Conv2d(3, 8, 2, stride=2)
+        self.before, self.base, self.after = (torch.nn.Linear(8, 8) for _ in range(3))
+        self.down, self.up = torch.nn.Linear(8, 2, bias=False), torch.nn.Linear(2, 8, bias=False)
+        self.head = torch.nn.Linear(8, 5)
+
+    def forward(self, image):
+        rows = self.before(self.pixels(image).flatten(2).transpose(1, 2).relu()).relu()
+        rows = (self.base(rows) + self.up(self.down(rows))).relu()
+        mixed = (rows @ rows.transpose(1, 2)).softmax(-1) @ rows
+        return self.head(self.after(mixed).relu())
+
+
+LEARNING = {
+    "everything": ("pixels", "before", "base", "after", "down", "up", "head"),
+    "adapters": ("down", "up"),
+    "head": ("head",),
+    "first": ("pixels",),
+    "nothing before the middle": ("base", "head"),
+}
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_work_is_that_of_a_real_forward_and_backward_whatever_is_frozen(name):
+    model, image = Adapted(), torch.rand(4, 3, 8, 8)
+    for part, layer in model.named_children():
+        layer.requires_grad_(part in LEARNING[name])
+    with FlopCounterMode(display=False) as counter:
+        model(image).sum().backward()
+    assert model_flops(model, image, toy.FP32) == counter.get_total_flops()
+
+
+class Attending(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = (torch.nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, rows):
+        return torch.nn.functional.scaled_dot_product_attention(self.query(rows), self.key(rows), self.value(rows))
+
+
+@pytest.mark.parametrize(("frozen", "backward"), [((), 4), (("query", "key"), 1), (("value",), 3), (("key",), 3)])
+def test_attention_counts_as_two_products_and_those_of_its_backward(frozen, backward):
+    """The rows carry no gradient. torch's own count has the scores once more, which its backward computes again."""
+    model, rows = Attending(), torch.rand(4, 2, 6, 8)
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
+    linear, product = 2 * 48 * 8 * 8, 2 * 8 * 6 * 6 * 8
+    expected = (3 + 3 - len(frozen)) * linear + (2 + backward) * product
+    assert model_flops(model, rows, toy.FP32) == expected
 
 
 @pytest.mark.parametrize(
@@ -234,6 +292,15 @@ def test_rows_sha_names_the_set_and_not_its_order():
     known = "f3fbe98ff7a73904"  # hashlib over struct.pack("<3q", -5, 3, 2**62)
     assert rows_sha(keys) == rows_sha(keys.flip(0)) == known
     assert rows_sha(keys) != rows_sha(keys[:2])
+
+
+def test_the_peak_is_of_the_backwards_begin_and_not_of_what_is_left_after_the_step():
+    phases = Phases(torch.device("cpu"))
+    before_gib = phases.memory.look_gib(torch.device("cpu"))
+    activations = torch.ones(2**26)  # 0.25 GiB
+    with phases("backward"):
+        del activations
+    assert phases.memory.look_gib(torch.device("cpu")) > before_gib + 0.2
 
 
 def test_peak_memory_is_of_this_process():

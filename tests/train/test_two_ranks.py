@@ -8,11 +8,12 @@ from itertools import islice
 import pytest
 import torch
 
+from mmray.config import Train
 from mmray.data.order import Plan
 from mmray.objectives.contrastive import Contrastive
 from mmray.train import feed, loop
 from mmray.train.group import Group
-from tests.train import toy, two_ranks
+from tests.train import real_models, toy, two_ranks
 
 
 @pytest.mark.parametrize("scene", ["whole_shares", "accumulated_shares", "gathered_shares"])
@@ -29,6 +30,29 @@ def test_two_ranks_are_one_rank_in_every_objective(played, kind):
     assert (one - toy.flat(toy.Toy(kind=kind).double())).abs().max() > 0.01
     for result in played[0]:
         torch.testing.assert_close(result["every_kind"][kind], one, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", real_models.MODELS)
+def test_two_ranks_are_one_process_for_every_kind_of_model(played, kind, way):
+    one, start = (real_models.weights_of(kind, Group(), "single", steps) for steps in (real_models.STEPS, 0))
+    assert (one - start).abs().max() > 0.01
+    for result in played[0]:
+        torch.testing.assert_close(result["real_models"][f"{kind}, {way}"], one, rtol=0, atol=1e-9)
+
+
+def test_what_is_a_worst_case_is_the_largest_of_the_ranks_and_the_rest_their_mean(played):
+    worst = ("time/step_p95_s", "time/first_step_s", "memory/peak_gib", "host/memory_gib")
+    for result in played[0]:
+        sums, own = result["over_the_ranks"]
+        assert sums == [3.0]
+        assert own == dict.fromkeys(worst, 3.0) | {"time/step_s": 2.0, "gpu/busy": 2.0}
+
+
+def test_telemetry_takes_less_than_a_hundredth_of_the_sample_runs_time(played):
+    """Of its steps of 50 ms, in as many of them as lie between two lines."""
+    for result in played[0]:
+        assert result["cost_of_a_line"] < 0.01 * 0.05 * Train().log_every
 
 
 def test_a_shift_brings_the_other_ranks_rows(played):

@@ -153,17 +153,18 @@ class ToyWords(nn.Module):
 class Branched(nn.Module):
     """A toy with two branches that share nothing but the loss, as strategies want it."""
 
-    def __init__(self, width: int = 16, dim: int = 8):
+    def __init__(self, width: int = 16, dim: int = 8, bias: bool = False):
         super().__init__()
         with seeded(1, torch.device("cpu")):
             self.image, self.text = ToyPixels(width, dim), ToyWords(width, dim)
             self.log_scale = nn.Parameter(torch.tensor(math.log(1 / 0.2)))
+            self.bias = nn.Parameter(torch.tensor(-1.0)) if bias else None
 
     def branches(self) -> dict[str, nn.Module]:
         return {"image": self.image, "text": self.text}
 
     def shared_outputs(self) -> dict[str, Tensor]:
-        return {"logit_scale": self.log_scale.exp()}
+        return {"logit_scale": self.log_scale.exp()} | ({} if self.bias is None else {"logit_bias": self.bias * 1})
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         text = self.text(batch["input_ids"], batch["attention_mask"])
@@ -175,10 +176,13 @@ PLACES = ("forward", "embedding", "loss", "backward", "last forward")
 
 
 class Fault:
-    """Raises torch's OutOfMemoryError once, at `place` of step `at_step`; and at any size above `most_rows`."""
+    """Raises torch's OutOfMemoryError once, at `place` of step `at_step`; and at any size above `most_rows`.
 
-    def __init__(self, place: str, at_step: int = 1, most_rows: int = 10**9):
-        self.place, self.at_step, self.most_rows = place, at_step, most_rows
+    `as_what` makes another error that says the same.
+    """
+
+    def __init__(self, place: str, at_step: int = 1, most_rows: int = 10**9, as_what=torch.OutOfMemoryError):
+        self.place, self.at_step, self.most_rows, self.as_what = place, at_step, most_rows, as_what
         self.step, self.forwards, self.raised = 1, 0, False
 
     def on_step(self, step, metrics):
@@ -187,7 +191,7 @@ class Fault:
     def at(self, place: str, rows: int = 0) -> None:
         if rows > self.most_rows or (place == self.place and self.step == self.at_step and not self.raised):
             self.raised = True
-            raise torch.OutOfMemoryError(f"no room at {place}")
+            raise self.as_what(f"no room at {place}")
 
 
 class Cramped(Toy):
@@ -263,11 +267,13 @@ def cut(batch: dict[str, Tensor], micro: int) -> list[dict[str, Tensor]]:
     return micros
 
 
-def learner(model: nn.Module, group: Group | None = None, objective=None, precision=FP32, scaler=None) -> Learner:
+def learner(
+    model: nn.Module, group: Group | None = None, objective=None, precision=FP32, scaler=None, layout=None
+) -> Learner:
     """A learner as loop.py makes it."""
     group = group or Group()
     return Learner(
-        model=parallel.wrap(model, group),
+        model=parallel.wrap(model, group, layout),
         objective=objective or Contrastive(),
         group=group,
         precision=precision,

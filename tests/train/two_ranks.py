@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import statistics
+import time
 from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
@@ -18,14 +20,16 @@ import torch.distributed as dist
 from mmray.data.order import Plan
 from mmray.errors import OutOfMemoryError
 from mmray.objectives.contrastive import Contrastive
+from mmray.objectives.sigmoid import Sigmoid
 from mmray.train import loop, meet, memory, optimizer
 from mmray.train.feed import share_of
 from mmray.train.group import Group
+from mmray.train.measure import Meter
 from mmray.train.precision import Precision
 from mmray.train.seeding import micro_seed
 from mmray.train.shards import mapped
 from mmray.train.step import optimizer_step
-from mmray.train.telemetry import MetricsLog
+from mmray.train.telemetry import PHASES, MetricsLog, Phases, Rates, over_ranks, rows_sha
 from tests.train import toy
 
 WORLD = 2
@@ -36,6 +40,7 @@ GLOBAL_ROWS = 10
 LARGE_SCALE = 2.0**20
 KINDS = (
     "sigmoid",
+    "0.5 * sigmoid",
     "matching",
     "language_modelling",
     "region_text",
@@ -70,11 +75,16 @@ def share_of_rank(batch: dict[str, torch.Tensor], group: Group) -> dict[str, tor
 
 
 def steps_of_a_model(
-    group: Group, micro: int, invalid: tuple[int, ...] = INVALID, model: torch.nn.Module | None = None, **options: Any
+    group: Group,
+    micro: int,
+    invalid: tuple[int, ...] = INVALID,
+    model: torch.nn.Module | None = None,
+    steps: int = STEPS,
+    **options: Any,
 ) -> torch.nn.Module:
     model = model or toy.Toy().double()
     learner = toy.learner(model, group, **options)
-    for step in range(STEPS):
+    for step in range(steps):
         share = share_of(toy.cut(share_of_rank(toy.rows(ROWS, step, invalid), group), micro))
         optimizer_step(learner, share, lambda index, step=step: micro_seed(toy.SEED, step, group.rank, index))
     return model
@@ -170,7 +180,7 @@ def overflow(group: Group, folder: Path) -> dict[str, Any]:
     return {"stood": stood, "skipped": outcome.skipped_steps, "scale": scaler.get_scale(), "weights": toy.flat(model)}
 
 
-def cramped(group: Group, place: str, objective: Any = None, micro: int = 4) -> dict[str, Any]:
+def cramped(group: Group, place: str, objective: Any = None, micro: int = 4, **settings: Any) -> dict[str, Any]:
     """A run in which rank 1 alone meets the end of its memory once, at `place`; what it came to, and what was told."""
     fault = toy.Fault(place if group.rank == 1 else "nowhere", at_step=3)
     log, told = toy.Lines(), []
@@ -182,6 +192,7 @@ def cramped(group: Group, place: str, objective: Any = None, micro: int = 4) -> 
         group,
         objective=toy.crampable(objective or Contrastive(), fault),
         log=log,
+        train=SimpleNamespace(**vars(toy.TRAIN) | settings),
         callbacks=(fault,),
         note=lambda text, label: told.append(text),
     )
@@ -224,6 +235,7 @@ def parting(group: Group, folder: Path) -> dict[str, Any]:
     return {"error": "it went on", "micro": -1}
 
 
+OBJECTIVES = (Contrastive, Sigmoid, toy.Regression)
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {},
     "ddp, small buckets, gradients apart": {"bucket_mb": 0.001, "gradient_views": False},
@@ -235,7 +247,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 def strategy(group: Group, objective: Any, first: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
     """Eight steps under a strategy (the last six, from `first`): weights, losses, and the state after the second."""
-    log, states, model = toy.Lines(), {}, toy.Branched().double()
+    log, states, model = toy.Lines(), {}, toy.Branched(bias="logit_bias" in objective.shared).double()
     plan = Plan(num_rows=30, global_rows=12, world=group.world, micro=3, seed=1, steps=8)
     train = SimpleNamespace(**vars(toy.TRAIN) | {"log_every": 1, "checkpoint_every": 2} | settings)
 
@@ -259,7 +271,7 @@ def strategies(group: Group, folder: Path) -> dict[str, Any]:
     return {
         f"{name}: {objective.__name__}": strategy(group, objective(), **settings)
         for name, settings in STRATEGIES.items()
-        for objective in (Contrastive, toy.Regression)
+        for objective in OBJECTIVES
     }
 
 
@@ -280,21 +292,57 @@ def every_kind(group: Group, folder: Path) -> dict[str, torch.Tensor]:
     return {kind: toy.flat(steps_of_a_kind(group, 4, kind)) for kind in KINDS}
 
 
-def steps_of_a_kind(group: Group, micro: int, kind: str) -> torch.nn.Module:
+def steps_of_a_kind(group: Group, micro: int, kind: str, **options: Any) -> torch.nn.Module:
     model = toy.Toy(kind=kind).double()
     model.log_scale.requires_grad_(
         kind not in ("matching", "language_modelling")
     )  # of no use there, and DDP waits for every weight that learns
-    return steps_of_a_model(group, micro, (*INVALID, 11, 12, 13, 14), model, objective=toy.objective(kind, chunk=5))
+    return steps_of_a_model(
+        group, micro, (*INVALID, 11, 12, 13, 14), model, objective=toy.objective(kind, chunk=5), **options
+    )
+
+
+def over_the_ranks(group: Group, folder: Path) -> tuple[list[float], dict[str, float]]:
+    """Figures of which rank 1 has the larger ones, and a sum."""
+    names = ("time/step_s", "time/step_p95_s", "time/first_step_s", "memory/peak_gib", "host/memory_gib", "gpu/busy")
+    own = {name: float(1 + 2 * group.rank) for name in names}
+    return over_ranks(group, [torch.tensor(1.0 + group.rank)], own)
+
+
+def cost_of_a_line(group: Group, folder: Path) -> float:
+    """Seconds of the processor for a logged line: a rank's own figures, those of all ranks, the mark of the rows."""
+    phases, learner = Phases(group.device), toy.learner(toy.Toy(), group)
+    meter, keys, took_s = Meter(Rates(phases)), torch.arange(128), []
+    for step in range(9):
+        for _ in range(10):
+            for name in PHASES:
+                with phases(name):
+                    pass
+            meter.rates.add(0.05, 0.01, 256, 999)
+        began_s = time.process_time()
+        means, own = over_ranks(group, [torch.ones(1, dtype=torch.float64)] * 3, meter.take(learner))
+        assert len(rows_sha(group.gather_plain(keys + step))) == 16 and len(means) == 3 and own["time/step_s"] > 0
+        took_s.append(time.process_time() - began_s)
+    return statistics.median(took_s)
 
 
 def around_the_ring(group: Group, folder: Path) -> torch.Tensor:
     return group.shift(torch.full((2,), group.rank))
 
 
+def real_models(group: Group, folder: Path) -> dict[str, torch.Tensor]:
+    """Every built-in kind of model, replicated and cut."""
+    from tests.train.real_models import MODELS, weights_of  # transformers: seconds that one rank alone need not spend
+
+    return {f"{kind}, {way}": weights_of(kind, group, way) for kind in MODELS for way in ("ddp", "fsdp")}
+
+
 SCENES = (
     gathering,
     around_the_ring,
+    over_the_ranks,
+    cost_of_a_line,
+    real_models,
     every_kind,
     whole_shares,
     accumulated_shares,

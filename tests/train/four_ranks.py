@@ -1,0 +1,134 @@
+"""Scenes played by four gloo ranks, then by two pairs of them, each of which breaks; test_four_ranks.py judges."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from mmray.data.order import Plan
+from mmray.errors import OutOfMemoryError
+from mmray.objectives.sigmoid import Sigmoid
+from mmray.train import loop, meet, sharding
+from mmray.train.group import Group
+from mmray.train.parallel import Layout
+from tests.train import toy, two_ranks
+
+WORLD = 4
+STEPS = 4
+REPLICATED = ("0.5 * sigmoid", "contrastive + 0.5 * matching + 0.25 * classification + region_text")
+
+
+def play(rank: int, folder: str) -> None:
+    """Entry of a rank: all scenes in one group, then one in a pair."""
+    torch.set_num_threads(1)
+    group = join(folder, "all", rank, WORLD)
+    results: dict[str, Any] = {scene.__name__: scene(group) for scene in SCENES}
+    group.barrier()
+    dist.destroy_process_group()
+    parting = (sharded_without_room, optimizer_without_room)[rank // 2]
+    results["parting"] = parting(join(folder, parting.__name__, rank % 2, 2))
+    torch.save(results, f"{folder}/rank-{rank}.pt")
+    os._exit(0)  # the pairs broke; see two_ranks.py
+
+
+def join(folder: str, name: str, rank: int, world: int) -> Group:
+    store, timeout = f"file://{folder}/{name}", timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timeout)
+    return Group.current()
+
+
+def ragged(group: Group) -> torch.Tensor:
+    """21 rows: shares of 6, of which the last rank has 3; micro-batches of 4 and 2."""
+    return toy.flat(two_ranks.steps_of_a_model(group, micro=4, steps=STEPS))
+
+
+def gathered(group: Group) -> torch.Tensor:
+    """As a large global batch goes: each rank forms the loss of its own rows."""
+    most, meet.MOST_ROWS_OF_ALL = meet.MOST_ROWS_OF_ALL, 0
+    try:
+        return ragged(group)
+    finally:
+        meet.MOST_ROWS_OF_ALL = most
+
+
+def row_by_row(group: Group) -> torch.Tensor:
+    return toy.flat(two_ranks.steps_of_a_model(group, micro=4, steps=STEPS, objective=toy.Regression()))
+
+
+def replicated(group: Group) -> dict[str, torch.Tensor]:
+    return {kind: toy.flat(two_ranks.steps_of_a_kind(group, 4, kind, steps=STEPS)) for kind in REPLICATED}
+
+
+def sharded(group: Group) -> dict[str, torch.Tensor]:
+    """Each objective with cut weights; some have fewer rows than there are ranks."""
+    options = {"layout": Layout(kind="fsdp"), "steps": STEPS}
+    return {kind: whole(two_ranks.steps_of_a_kind(group, 4, kind, **options)) for kind in two_ranks.KINDS}
+
+
+def whole(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in sharding.gathered(dict(model.state_dict())).values()])
+
+
+def ring(group: Group) -> dict[str, Any]:
+    """What the objective sees at once, and whether anything was gathered."""
+    seen, objective = [], toy.objective("0.5 * sigmoid", chunk=3)
+    inner = objective.sorts.meeting._term.objective
+    pairs = inner.pairs
+    inner.pairs = lambda *given: (seen.append((len(given[1]), len(given[3]))), pairs(*given))[1]
+    gathers: list[int] = []
+    watched = SimpleNamespace(gather=Group.gather)
+    Group.gather = lambda self, rows: (gathers.append(len(rows)), watched.gather(self, rows))[1]  # type: ignore[method-assign]
+    try:
+        two_ranks.steps_of_a_model(group, 4, model=toy.Toy(kind="sigmoid"), steps=1, objective=objective)
+    finally:
+        Group.gather = watched.gather  # type: ignore[method-assign]
+    return {"home": max(seen)[0], "visiting": max(there for _, there in seen), "calls": len(seen), "gathers": gathers}
+
+
+def bf16(group: Group) -> dict[str, list[float]]:
+    """The losses of a sharded run whose weights are gathered in half the bits, and of one in float32."""
+    losses = {}
+    for precision in ("fp32", "bf16"):
+        log, plan = toy.Lines(), Plan(num_rows=12, global_rows=12, world=group.world, micro=3, seed=1, steps=6)
+        settings = vars(toy.TRAIN) | {"parallel": "fsdp", "precision": precision, "log_every": 1}
+        model = toy.Branched(bias=True)
+        options = {"objective": Sigmoid(), "log": log, "train": SimpleNamespace(**settings)}
+        loop.run(toy.task(model, plan, group, **options), toy.steps_of(plan, group.rank))
+        losses[precision] = [line["train/loss"] for line in log.lines]
+    return losses
+
+
+def parted(group: Group, place: str, **settings: Any) -> dict[str, Any]:
+    try:
+        two_ranks.cramped(group, place, **settings)
+    except OutOfMemoryError as error:
+        return {"error": str(error), "micro": error.micro}
+    except RuntimeError as error:
+        return {"error": f"a broken collective: {error}", "micro": -1}
+    return {"error": "it went on", "micro": -1}
+
+
+def sharded_without_room(group: Group) -> dict[str, Any]:
+    """Rank 1 has no room in a forward that gathers weights: rank 0 waits there."""
+    return parted(group, "last forward", parallel="fsdp")
+
+
+def optimizer_without_room(group: Group) -> dict[str, Any]:
+    """Rank 1 has no room for the optimizer's state at its third step; rank 0 is a step ahead."""
+    steps = iter(range(100))
+
+    def full(*_: Any) -> None:
+        if group.rank == 1 and next(steps) == 2:
+            raise torch.OutOfMemoryError("no room for a state")
+
+    register_optimizer_step_pre_hook(full)
+    return parted(group, "nowhere")
+
+
+SCENES = (ragged, gathered, row_by_row, replicated, sharded, ring, bf16)

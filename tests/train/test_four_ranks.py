@@ -1,0 +1,63 @@
+"""Four ranks with ragged shares take the step of one, sharded or not; who finds no room when the ranks have parted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mmray.train.group import Group
+from tests.train import four_ranks, toy, two_ranks
+
+
+def same(found, expected, start):
+    assert (expected - start).abs().max() > 0.005, "nothing was learned or is compared"
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("scene", ["ragged", "gathered"])
+def test_four_ranks_are_one_rank(four, scene):
+    one = toy.flat(two_ranks.steps_of_a_model(Group(), micro=two_ranks.ROWS, steps=four_ranks.STEPS))
+    for result in four:
+        same(result[scene], one, toy.flat(toy.Toy().double()))
+
+
+def test_four_ranks_are_one_rank_where_rows_stand_alone(four):
+    one = toy.flat(two_ranks.steps_of_a_model(Group(), micro=8, steps=four_ranks.STEPS, objective=toy.Regression()))
+    for result in four:
+        same(result["row_by_row"], one, toy.flat(toy.Toy().double()))
+
+
+@pytest.mark.parametrize("kind", four_ranks.REPLICATED)
+def test_four_ranks_are_one_rank_in_every_sort_of_objective(four, kind):
+    one = toy.flat(two_ranks.steps_of_a_kind(Group(), 21, kind, steps=four_ranks.STEPS))
+    for result in four:
+        same(result["replicated"][kind], one, toy.flat(toy.Toy(kind=kind).double()))
+
+
+@pytest.mark.parametrize("kind", two_ranks.KINDS)
+def test_sharded_is_one_rank_in_every_objective(four, kind):
+    one = toy.flat(two_ranks.steps_of_a_kind(Group(), 21, kind, steps=four_ranks.STEPS))
+    for result in four:
+        same(result["sharded"][kind], one, toy.flat(toy.Toy(kind=kind).double()))
+
+
+def test_a_weighted_sigmoid_sees_a_chunk_of_one_ranks_texts_at_a_time(four):
+    for result in four:
+        told = result["ring"]
+        assert (told["visiting"], told["gathers"]) == (3, [])
+        assert told["home"] <= 6
+        assert told["calls"] == 2 * four_ranks.WORLD  # chunks of a rank's 6 rows, times ranks
+
+
+def test_sharded_in_bf16_learns_nearly_as_in_float32(four):
+    for result in four:
+        plain, half = result["bf16"]["fp32"], result["bf16"]["bf16"]
+        assert half == pytest.approx(plain, rel=0.03) and half != pytest.approx(plain, rel=1e-6)
+        assert plain[-1] < 0.95 * plain[0]
+
+
+@pytest.mark.parametrize(("pair", "said"), [(0, "no room at last forward"), (2, "no room for a state")])
+def test_without_room_where_the_ranks_have_parted_the_smaller_micro_batch_is_told(four, pair, said):
+    left, met = four[pair]["parting"], four[pair + 1]["parting"]
+    assert met["micro"] == 2 and said in met["error"]
+    assert left["error"].startswith("a broken collective")
