@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mmray.data.order import Plan
 from mmray.errors import OutOfMemoryError
 from mmray.objectives.sigmoid import Sigmoid
-from mmray.train import loop, meet, sharding
+from mmray.train import loop, meet
 from mmray.train.group import Group
 from mmray.train.parallel import Layout
 from tests.train import toy, two_ranks
@@ -72,7 +72,7 @@ def sharded(group: Group) -> dict[str, torch.Tensor]:
 
 
 def whole(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([tensor.flatten() for tensor in sharding.gathered(dict(model.state_dict())).values()])
+    return torch.cat([toy.whole(tensor).flatten() for tensor in model.state_dict().values()])
 
 
 def ring(group: Group) -> dict[str, Any]:

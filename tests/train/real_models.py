@@ -21,7 +21,6 @@ from mmray.config import (
 )
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
-from mmray.train import sharding
 from mmray.train.feed import share_of
 from mmray.train.group import Group
 from mmray.train.parallel import Layout
@@ -68,5 +67,4 @@ def weights_of(kind: str, group: Group, parallel: str, steps: int = STEPS) -> to
         batch["valid"][-1] = False
         mine = {name: column[group.rank * share : (group.rank + 1) * share] for name, column in batch.items()}
         optimizer_step(learner, share_of(toy.cut(mine, 3)), lambda index: index)
-    state = sharding.gathered({name: tensor.detach() for name, tensor in model.named_parameters()})
-    return torch.cat([tensor.flatten() for tensor in state.values()])
+    return torch.cat([toy.whole(tensor.detach()).flatten() for tensor in model.parameters()])
