@@ -75,7 +75,7 @@ def test_stopped_then_killed_then_left_alone_is_one_run(nodes, tmp_path):
         at_once.send_signal(number)
     began_s = time.monotonic()
     told = at_once.communicate(timeout=30)[0]
-    assert at_once.returncode == 130 and time.monotonic() - began_s < 5, told
+    assert at_once.returncode == 130 and time.monotonic() - began_s < 10, told
     assert "interrupted" in told and "Traceback" not in told and (run / "report.html").stat().st_mtime_ns == page
 
     killed = start(recipe)
