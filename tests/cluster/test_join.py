@@ -1,6 +1,9 @@
 """Joining a cluster: what does not answer is said at once."""
 
+import os
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -29,6 +32,38 @@ def test_an_address_where_something_listens_passes():
 
 def test_ray_resolves_its_own_words():
     check_answer("auto")
+
+
+STARTED = """
+import ray
+from mmray.cluster.join import joined
+from mmray.config import Cluster
+with joined(Cluster(workers=1)):
+    print(ray.get_runtime_context().gcs_address, ray._private.worker._global_node.webui_url, flush=True)
+    input()
+"""
+
+
+@pytest.mark.cluster
+def test_a_cluster_started_here_wants_the_token_of_its_user(tmp_path):
+    """Its file is for the user alone, and who has none, or another, is turned away; the dashboard is on loopback."""
+    own = os.environ | {"HOME": str(tmp_path)}
+    del own["RAY_AUTH_MODE"]
+    cluster = subprocess.Popen(
+        [sys.executable, "-c", STARTED], env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        address, dashboard = cluster.stdout.readline().split()
+        token = tmp_path / ".ray" / "auth_token"
+        assert token.stat().st_mode & 0o777 == 0o600 and len(token.read_text()) >= 32
+        assert dashboard == "None" or dashboard.startswith("127.0.0.1:")
+        asked = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
+        with_it = subprocess.run(asked, env=own | {"RAY_AUTH_MODE": "token"}, capture_output=True, text=True)
+        assert with_it.returncode == 0, with_it.stderr
+        without = subprocess.run(asked, env=own | {"RAY_AUTH_MODE": "disabled"}, capture_output=True, text=True)
+        assert without.returncode != 0 and "nauthenticated" in without.stdout + without.stderr
+    finally:
+        cluster.communicate("", timeout=60)
 
 
 def test_a_note_of_a_dead_cluster_is_removed_and_a_living_one_stays(tmp_path):

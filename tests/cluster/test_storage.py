@@ -6,6 +6,7 @@ import pytest
 
 from mmray.cluster import scale
 from mmray.cluster.doctor import reachable
+from mmray.cluster.nodes import nodes
 from mmray.cluster.scale import ScaleUp
 from mmray.cluster.storage import check_is_kept, probe
 from mmray.data.place import Place
@@ -31,6 +32,14 @@ def test_a_folder_is_tried_the_same_way(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match="cannot be written"):
         probe(str(tmp_path / "file" / "runs"), [])
+
+
+def test_a_node_that_sees_another_folder_under_the_same_name_is_told(local_ray, tmp_path, monkeypatch):
+    """Here `~` is made another folder than it is for the workers of the node."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ResourceError, match=r"not the same folder on every training node:\n  node \w+: .*mount one"):
+        probe("~/no-folder-of-anybody", nodes())
+    assert list((tmp_path / "no-folder-of-anybody").iterdir()) == []
 
 
 def test_a_job_may_keep_its_runs_at_an_address():

@@ -298,6 +298,17 @@ def test_when_no_row_is_to_blame_the_rows_of_the_step_are_named(monkeypatch):
 taken = loop.optimizer_step
 
 
+@pytest.mark.cluster
+def test_two_ranks_under_torchrun_are_one_process(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = ["-m", "tests.train.under_torchrun", tmp_path / "weights.pt"]
+    ended = subprocess.run([*torchrun, *script], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    alone = toy.Toy().double()
+    train(alone, plan_of(8, micro=2))
+    torch.testing.assert_close(torch.load(tmp_path / "weights.pt"), toy.flat(alone), rtol=1e-9, atol=1e-12)
+
+
 def test_it_runs_without_ray_and_pydantic():
     code = (
         "import sys; import mmray.train.loop, mmray.train.telemetry; "
