@@ -5,8 +5,8 @@ and Ray deals the blocks to the ranks in turn. This file is the room's composer:
 
 A block is one rank's rows of several consecutive steps, or a part of those of one, so that it is some 24 MB whatever
 the batch: each block costs Ray 10-15 ms, however small, and object stores hold few large ones. One execution spans all
-remaining epochs: no stall at an epoch's end. The plan is a `ray.data.range` of block numbers in coarse tasks, flat in
-time and memory up to millions of blocks.
+remaining epochs: no stall at an epoch's end. The plan is a list of block numbers, of many a `ray.data.range` in coarse
+tasks, flat in time and memory up to millions of blocks.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from mmray.data.order import Blocks, Plan, Start
 from mmray.data.reader import RowReader
 
 BLOCKS_PER_TASK = 1000
+LISTED_BLOCKS = 1000  # half a second of the driver, where a task is a process that imports Ray Data
 TOKEN_BYTES = 4
 SPARE_SHARE = 0.3  # of an object store: Ray Data fills half of it with blocks made ahead, and beyond 80 % Ray spills
 
@@ -46,8 +47,15 @@ def most_block_mb(store_bytes: float, world: int) -> float:
 
 
 def plan_dataset(count: int) -> ray.data.Dataset:
-    """Block numbers 0..count-1 in order, one a block, from few tasks; what is built upon it keeps the order."""
-    numbers = ray.data.range(count, override_num_blocks=max(1, -(-count // BLOCKS_PER_TASK)))
+    """Block numbers 0..count-1 in order, one a block; what is built upon it keeps the order.
+
+    Few are listed: no task has to start for them, and the first block comes the sooner. Many come from coarse tasks.
+    """
+    if count <= LISTED_BLOCKS:
+        listed = ray.data.from_items([{"id": number} for number in range(count)], override_num_blocks=count)
+        listed.context.execution_options.preserve_order = True
+        return listed
+    numbers = ray.data.range(count, override_num_blocks=-(-count // BLOCKS_PER_TASK))
     numbers.context.execution_options.preserve_order = True
     return numbers.repartition(target_num_rows_per_block=1, strict=True)
 

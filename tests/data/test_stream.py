@@ -67,6 +67,13 @@ def test_every_row_where_the_order_puts_it(local_ray, reader, world, global_rows
     assert stream(reader, plan, first_step) == expected(plan, first_step)
 
 
+def test_blocks_that_are_too_many_to_list_come_in_the_same_order(local_ray, reader, monkeypatch):
+    monkeypatch.setattr("mmray.data.stream.LISTED_BLOCKS", 3)
+    plan = Plan(117, 4, 2, 1, seed=3, steps=40)
+    assert stream(reader, plan, 2) == expected(plan, 2)
+    assert not ray.data.DataContext.get_current().execution_options.preserve_order  # of these streams alone
+
+
 def test_a_slow_consumer_gets_its_own_rows_and_holds_the_order_for_the_fast_one(local_ray, tmp_path):
     """5,000 rows, an epoch and a part of the next; one of two ranks stands still for a while at each step."""
     encoded = png(7, side=1)
