@@ -39,7 +39,7 @@ import ray
 from mmray.cluster.join import joined
 from mmray.config import Cluster
 with joined(Cluster(workers=1)):
-    print(ray.get_runtime_context().gcs_address, ray._private.worker._global_node.webui_url, flush=True)
+    print(ray.get_runtime_context().gcs_address, ray._private.worker._global_node.webui_url or None, flush=True)
     input()
 """
 
