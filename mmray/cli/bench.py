@@ -136,17 +136,17 @@ def _claims(argv: Sequence[str], screen: Screen) -> None:
 
 
 def loader_table(rows: list[dict[str, Any]]) -> Table:
-    """Arms of the loader bench; `store`: of the object store, an image. A dash: the arm has no such figure."""
-    names = ("images/s", "MB/s", "CPU ms/image", "first batch s", "stall s", "store KB", "consumer MiB", "worker MiB")
+    """Arms of the loader bench; CPU time and bytes of the object store are an image's. A dash: no such figure."""
+    names = ("img/s", "MB/s", "CPU ms", "first s", "stall s", "store KB", "worker MiB")
     table = Table("", *names, show_edge=False)
+    table.columns[0].no_wrap = True
     for row in rows:
         peaks = row.get("peaks_mib", {})
         worker = peaks.get("stream actor" if row["arm"].startswith("stream") else "DataLoader worker")
-        memory = [peaks.get("Consumer"), worker]
         figures = [_figure(row.get(name)) for name in ("cpu_ms_per_image", "first_batch_s", "epoch_stall_s")]
         stored = row.get("store_bytes_per_image")
         figures = [_figure(row.get("mb_per_s"), 0), *figures, _figure(stored and stored / 1e3, 0)]
-        table.add_row(row["arm"], f"{row['images_per_s']:,.0f}", *figures, *(_figure(mib, 0) for mib in memory))
+        table.add_row(row["arm"], f"{row['images_per_s']:,.0f}", *figures, _figure(worker, 0))
     return table
 
 
