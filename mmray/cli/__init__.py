@@ -7,6 +7,7 @@ Each verb is a small function, in a file of its name, from the typed arguments t
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -19,7 +20,7 @@ from mmray.cli.prepare import prepare
 from mmray.cli.report import report
 from mmray.cli.train import train
 from mmray.cli.tune import tune
-from mmray.errors import INTERRUPTED, MmrayError, UsageError
+from mmray.errors import INTERRUPTED, AtOnce, MmrayError, UsageError
 
 _AS_IN_YAML = {"true": "True", "false": "False"}  # what --print-config writes, in tyro's spelling
 
@@ -37,11 +38,19 @@ VERBS: dict[str, Callable[[Sequence[str], Screen], int]] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The entry point: exits with the code of the verb, or of the error it met."""
-    sys.exit(run(list(sys.argv[1:] if argv is None else argv), Screen()))
+    screen = Screen()
+    try:
+        code = run(list(sys.argv[1:] if argv is None else argv), screen)
+    except AtOnce:
+        screen.error("interrupted")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(INTERRUPTED)  # a thread still waits in Ray's C++, which does not survive the interpreter's own end
+    sys.exit(code)
 
 
 def run(argv: list[str], screen: Screen) -> int:
-    """Exit code of what was typed; errors made for people are printed without a traceback."""
+    """Exit code of what was typed; errors made for people are printed without a traceback. Raises AtOnce."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         _usage(screen)
         return 0
@@ -54,6 +63,8 @@ def run(argv: list[str], screen: Screen) -> int:
     except MmrayError as error:
         screen.error(str(error))
         return error.exit_code
+    except AtOnce:
+        raise
     except KeyboardInterrupt:
         screen.error("interrupted")
         return INTERRUPTED
