@@ -37,7 +37,7 @@ def test_a_folder_is_tried_the_same_way(tmp_path):
 def test_a_node_that_sees_another_folder_under_the_same_name_is_told(local_ray, tmp_path, monkeypatch):
     """Here `~` is made another folder than it is for the workers of the node."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(ResourceError, match=r"(?s)not the same folder on every training node:\n  node \w+: .*mount one"):
+    with pytest.raises(ResourceError, match=r"(?s)not the same folder on every training node:\n  node \w+: .*mount"):
         probe("~/no-folder-of-anybody", nodes())
     assert list((tmp_path / "no-folder-of-anybody").iterdir()) == []
 
