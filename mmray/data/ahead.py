@@ -20,14 +20,14 @@ def rows_ahead(
 ) -> Iterator[tuple[Item, RawRow | BadRow]]:
     """Each item with its row, or what is wrong with it; without `fetch` an address stays one.
 
-    Memory holds WINDOW fetched images, or those of one row where it has more.
+    Memory holds WINDOW fetched images: a row has one at most.
     """
     waiting: deque[_Waiting] = deque()
     for item in items:
         raw = _parsed(item, hosts)
         wanted = raw.images if fetch and isinstance(raw, RawRow) else ()
         waiting.append((item, raw, [fetch(one.url) if fetch and one.url else None for one in wanted]))
-        while waiting and (_is_full(waiting) or not any(waiting[0][2])):
+        while waiting and (len(waiting) > WINDOW or not any(waiting[0][2])):
             yield _fetched(*waiting.popleft())
     while waiting:
         yield _fetched(*waiting.popleft())
@@ -40,10 +40,6 @@ def _parsed(item: Item, hosts: tuple[str, ...]) -> RawRow | BadRow:
         return row_of(item.values, item.origin, hosts)
     except BadRow as bad:
         return bad
-
-
-def _is_full(waiting: deque[_Waiting]) -> bool:
-    return sum(max(1, len(images)) for _, _, images in waiting) > WINDOW
 
 
 def _fetched(item: Item, raw: RawRow | BadRow, images: list[Future[bytes] | None]) -> tuple[Item, RawRow | BadRow]:

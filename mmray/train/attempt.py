@@ -16,7 +16,7 @@ import ray
 import ray.exceptions
 import ray.train
 import ray.train.torch
-from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError, WorkerHealthCheckTimeoutError
+from ray.train.v2._internal.exceptions import WorkerHealthCheckTimeoutError
 from ray.train.v2.api.exceptions import PreemptionError
 
 from mmray.cluster.present import Present
@@ -37,6 +37,7 @@ from mmray.train.policy import Failure
 from mmray.train.resources import (
     data_actors,
     demand_of,
+    limit_start,
     never_started,
     no_retries,
     ray_files,
@@ -108,7 +109,7 @@ def trainer_of(
 ) -> ray.train.torch.TorchTrainer:
     """The attempt's trainer: workers and data on the nodes that are there, all ranks from the checkpoint `newest`."""
     config = ready.config
-    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(config.cluster.start_timeout_s)
+    limit_start(config)
     demand = demand_of(sized)
     reader = RowReader(
         ready.train_set, config.model.inputs, ready.tokenizer_json, config.prepare.max_pixels, config.augment
@@ -210,8 +211,8 @@ def failure_of(error: BaseException, guard: Guard, ready: Ready) -> Failure:
         if raised:
             return Failure("raised", cause, last_step)
         return Failure("preempted" if guard.leaving else "lost", cause, last_step)
-    if isinstance(getattr(error, "controller_failure", None), WorkerGroupStartupTimeoutError):
-        return Failure("raised", never_started(), last_step)
+    if (late := never_started(error)) is not None:
+        return Failure("raised", late, last_step)
     return Failure("lost", TrainingError(f"Ray Train gave up: {error}"), last_step)
 
 

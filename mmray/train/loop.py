@@ -77,6 +77,7 @@ def _timed_step(run: _Run, shares: Iterator[Share]) -> tuple[Share, StepResult]:
     step = run.progress.step - 1
     took_s = time.perf_counter() - began_s
     run.meter.rates.add(took_s, share.wait_s, plan.rows_stop(step) - plan.rows_start(step), share.tokens)
+    run.meter.padding.add(share)
     return share, result
 
 

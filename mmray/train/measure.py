@@ -59,12 +59,11 @@ class Meter:
     flops_of_row: float | None = None  # a forward and a backward
 
     def look_at(self, learner: Learner, share: Share) -> None:
-        """Count the tokens of a step, and once, on the first rows that come, the model's work.
+        """Count the model's work once, on the first rows that come.
 
         Without room for it, it waits for the next step: this one meets the same end, and takes smaller micro-batches.
         Raises what says so where ranks wait for each other in a forward.
         """
-        self.padding.add(share)
         if self.flops_of_row is not None:
             return
         first = share.micros[0]

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 from ray.train import FailureConfig, ScalingConfig
 from ray.train.torch import TorchConfig
+from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
 from mmray.cluster import nodes, storage
 from mmray.cluster.capacity import Demand, Labels, Node, Pool, Resources, feasible, most_workers
@@ -117,8 +118,15 @@ def no_retries() -> FailureConfig:
     return FailureConfig(max_failures=0, controller_failure_limit=0, max_preemption_failures=0)  # type: ignore[call-arg]
 
 
-def never_started() -> ResourceError:
-    """Ray's start-up limit has passed."""
+def limit_start(config: Config) -> None:
+    """How long Ray waits for the workers of the next group; by itself it would try for ever."""
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(config.cluster.start_timeout_s)
+
+
+def never_started(error: BaseException) -> ResourceError | None:
+    """What is told where this error says that the limit has passed; None for any other."""
+    if not isinstance(getattr(error, "controller_failure", None), WorkerGroupStartupTimeoutError):
+        return None
     waited_s = float(os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"])
     return ResourceError(
         f"the training workers did not start within {waited_s:g} s (cluster.start_timeout_s): their nodes are taken, "

@@ -6,7 +6,6 @@ training fits here, and a job whose driver has no GPU can score as well.
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import ray
 import ray.train
 import ray.train.torch
-from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 from torch import nn
 
 from mmray import objectives
@@ -38,6 +36,7 @@ from mmray.train.group import Group
 from mmray.train.resources import (
     check_room,
     free_workers,
+    limit_start,
     never_started,
     no_retries,
     ray_files,
@@ -90,7 +89,7 @@ def score_run(
         check_room(config, with_data=False)
         held_out = _held_out(config, folder, data, split, listener)
         config = config.on_cluster(workers=free_workers(config))
-        os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(config.cluster.start_timeout_s)
+        limit_start(config)
         trainer = ray.train.torch.TorchTrainer(
             partial(_score_on_worker, config, tokenizer_json, held_out, found),  # type: ignore[arg-type]
             torch_config=torch_config(config),
@@ -100,9 +99,7 @@ def score_run(
         try:
             return dict(trainer.fit().return_value)  # type: ignore[attr-defined]
         except ray.train.TrainingFailedError as error:
-            if isinstance(getattr(error, "controller_failure", None), WorkerGroupStartupTimeoutError):
-                raise never_started() from error
-            raise TrainingError(f"the evaluation failed: {error}") from error
+            raise never_started(error) or TrainingError(f"the evaluation failed: {error}") from error
 
 
 def restored_model(config: Config, found: Folder) -> nn.Module:
