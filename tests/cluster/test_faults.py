@@ -29,6 +29,7 @@ from tests.made import make_set, row
 from tests.train.runs import Silent, config, lines, marks, weights
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+AWAY_S = 60.0  # from a node that goes to the first step elsewhere
 SLOT = {"slot": 1.0}  # a worker takes one, so that it is known where workers can be
 
 
@@ -93,21 +94,27 @@ def assert_same_model(folder, calm):
 
 
 class Acting(Silent):
-    """Does something from outside at certain steps, once each: {(step, workers): action}."""
+    """Does something from outside at certain steps, once each: {(step, workers): action}; `away_s`: what each cost."""
 
     def __init__(self, acts):
         super().__init__()
         self.acts, self.workers = dict(acts), 0
+        self.waiting, self.acted_s = False, None
+        self.away_s = []  # seconds from each action to the first step of the next group
 
     def phase(self, title):
         super().phase(title)
-        self.workers = int(title.split()[1])
+        self.workers, self.waiting = int(title.split()[1]), self.acted_s is not None
 
     def step(self, metrics, total_steps):
         super().step(metrics, total_steps)
+        if self.waiting:
+            self.away_s.append(time.monotonic() - self.acted_s)
+            self.acted_s, self.waiting = None, False
         for step, workers in list(self.acts):
             if metrics["step"] >= step and self.workers == workers:
                 self.acts.pop((step, workers))()
+                self.acted_s = time.monotonic()
 
 
 def told(listener, label):
@@ -129,6 +136,7 @@ def test_workers_come_and_go_from_two_to_one_to_three(nodes, data, tmp_path, mon
     assert starts == ["starting 2 workers", "starting 1 workers", "starting 3 workers"]
     assert outcome.result["resizes"] == 1 and outcome.result["status"] == "finished"
     assert outcome.result["wasted_steps"] <= 3  # one checkpoint interval; growing wastes none
+    assert listener.away_s[0] < AWAY_S
     assert marks(outcome.path) == list(expected_marks(30))
     calm = losses_of_one_worker(wanted, tmp_path / "calm")
     assert [entry["train/loss"] for entry in lines(outcome.path)] == pytest.approx(calm, rel=1e-9)
