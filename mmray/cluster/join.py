@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process more for each group: the driver looks by itself (guard.py)
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     "RAY_task_oom_retries": "5",  # Ray starts a task that its node has no memory for again for ever
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -1,15 +1,12 @@
 """One attempt to train: a fresh `TorchTrainer`, what runs on its workers, and what ended it where it failed.
 
-attempts.py starts it and decides what follows; `_on_worker` hands over to train/worker.py, which knows nothing of Ray.
+attempts.py starts it and decides what follows; entry.py is what the workers run.
 """
 
 from __future__ import annotations
 
-import os
 import threading
-import traceback
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import ray
@@ -17,7 +14,6 @@ import ray.exceptions
 import ray.train
 import ray.train.torch
 from ray.train.v2._internal.exceptions import WorkerHealthCheckTimeoutError
-from ray.train.v2.api.exceptions import PreemptionError
 
 from mmray.cluster.present import Present
 from mmray.config import Config
@@ -28,11 +24,12 @@ from mmray.data.remote import Folder
 from mmray.data.store import PreparedSet
 from mmray.data.stream import Stream
 from mmray.errors import MmrayError, OutOfMemoryError, StorageError, TrainingError
-from mmray.train import checkpoint, memory, rundir
-from mmray.train.batch import BatchShape
-from mmray.train.board import StopWish, Watch, stopping
+from mmray.train import checkpoint, rundir
+from mmray.train.batch import BatchShape, smaller
+from mmray.train.board import Watch, stopping
+from mmray.train.entry import on_worker
 from mmray.train.guard import Guard
-from mmray.train.job import Job, Line
+from mmray.train.job import Job
 from mmray.train.policy import Failure
 from mmray.train.resources import (
     data_actors,
@@ -44,7 +41,6 @@ from mmray.train.resources import (
     torch_config,
     worker_resources,
 )
-from mmray.train.worker import work
 
 POLL_S = 0.25
 # What collectives say that broke, or waited in vain: gloo's, NCCL's, and those of the store through which ranks meet.
@@ -118,7 +114,7 @@ def trainer_of(
     start = _start(ready, newest, sized.cluster.most_workers)
     stream = Stream(start, reader, actors, config.data.block_mb, now.avoiding(demand.data_labels), board)
     return ray.train.torch.TorchTrainer(
-        _on_worker,  # type: ignore[arg-type]  # its annotation forgets that the result comes back
+        on_worker,  # type: ignore[arg-type]  # its annotation forgets that the result comes back
         train_loop_config={
             "job": Job(config, run.path, fence, reader, ready.eval_set, ready.tokenizer_json, actors, ready.micro),
             "start": start,
@@ -159,36 +155,6 @@ def _start(ready: Ready, newest: Folder | None, world: int) -> Start:
     return Start(plan, plan.step_at(rows_consumed), str(newest))
 
 
-def _on_worker(given: dict[str, Any]) -> dict[str, Any]:
-    """Runs on each training worker, in a process group that Ray has made; train/worker.py knows nothing of Ray."""
-    board, start = given["board"], given["start"]
-    blocks = ray.train.get_dataset_shard("train").iter_batches(
-        batch_size=None, batch_format="numpy", prefetch_batches=1
-    )
-    rank = ray.train.get_context().get_world_rank()
-    line = Line(
-        report=board.push.remote if rank == 0 else (lambda _: None),
-        stop=StopWish(board) if rank == 0 else (lambda: False),
-        bad_row=lambda row: ray.get(board.bad_row.remote(row)),
-        beat=partial(_beat, board),
-        about={"rank": rank, "node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()},
-    )
-    try:
-        return work(given["job"], start, blocks, ray.train.torch.get_device(), line)
-    except Exception as error:
-        if not isinstance(error, MmrayError):
-            error.add_note(traceback.format_exc())  # a traceback does not travel to the driver, a note does
-        raise
-
-
-def _beat(board: Any, beat: dict[str, Any]) -> bool:
-    """Send a heartbeat; a board that is busy, or gone, wants no stacks."""
-    try:
-        return bool(ray.get(board.beat.remote(beat), timeout=5))
-    except (ray.exceptions.RayError, TimeoutError):
-        return False
-
-
 def failure_of(error: BaseException, guard: Guard, ready: Ready) -> Failure:
     """What ended an attempt: a hang or a node taken away, where the guard saw one; else what Ray Train raises."""
     last_step = guard.watch.last_step
@@ -196,8 +162,6 @@ def failure_of(error: BaseException, guard: Guard, ready: Ready) -> Failure:
         return Failure("hung", TrainingError(guard.hang.told), last_step)
     if isinstance(error, MmrayError):
         return Failure("raised", error, last_step)
-    if isinstance(error, PreemptionError):
-        return Failure("preempted", TrainingError("a node was taken away"), last_step)
     if isinstance(error, ray.train.WorkerGroupError):
         failures = [getattr(e, "health_check_failure", e) for e in error.worker_failures.values()]  # as Ray has it
         raised = [e for e in failures if not _is_loss(e)]
@@ -220,7 +184,7 @@ def _killed(error: BaseException, guard: Guard, ready: Ready) -> OutOfMemoryErro
     """A worker that Ray's memory monitor has ended: not a device, its node had no room."""
     share = -(-ready.shape.global_rows // guard.world)
     before = min(rows for rows in (guard.watch.micro, ready.micro, ready.shape.micro, share) if rows)
-    less = memory.smaller(before, share)
+    less = smaller(before, share)
     told = f"a node had no room for its worker with micro-batches of {before} rows ({str(error).splitlines()[0]})"
     next_move = f"Now the same rows again, {less} at a time" if less else "What else runs on it?"
     return OutOfMemoryError(f"{told}. {next_move}", less)

@@ -75,3 +75,13 @@ def total_steps(train: Train, num_rows: int, global_rows: int) -> int:
         epochs, rest = divmod(train.samples, num_rows)
         return epochs * plan.steps_per_epoch + -(-rest // global_rows)
     return max(1, round((train.epochs or 1.0) * plan.steps_per_epoch))
+
+
+def divisors(number: int) -> list[int]:
+    """Its divisors, smallest first."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def smaller(micro: int, share: int) -> int:
+    """The largest divisor of a rank's share of the global batch that is at most half of `micro`; 0 after 1."""
+    return max((d for d in divisors(share) if d <= micro // 2), default=0)

@@ -13,15 +13,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mmray.data.prepare import Progress
 from mmray.errors import AtOnce
 from mmray.train.watchdog import Beat
+
+if TYPE_CHECKING:
+    from mmray.data.prepare import Progress  # not for the actor: it would import Ray Data
 
 WASTED, CHECKPOINT_S = "wasted_steps", "checkpoint_s"
 Wish = Literal["user", "resize", "preempted"]

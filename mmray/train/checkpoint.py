@@ -29,7 +29,7 @@ from mmray.data.folders import move_tree, remove_tree, staged
 from mmray.data.remote import Folder
 from mmray.errors import StorageError, TrainingError
 from mmray.models import weights
-from mmray.train import shards
+from mmray.train import nest
 from mmray.train.plain import require_plain
 from mmray.train.stored import cannot_write, load_state, read, record, told, write_state
 from mmray.train.sums import SUMS, fault, seal
@@ -39,7 +39,7 @@ PARTS = (MODEL, STATE, META)
 LOWER_IS_BETTER = ("loss", "median_rank")  # parts of the names of metrics that should fall
 
 Report = Callable[[str], None]
-Cut = Callable[[shards.At, Tensor], Tensor]  # an empty tensor for the one outlined, cut as the reader wants it
+Cut = Callable[[nest.At, Tensor], Tensor]  # an empty tensor for the one outlined, cut as the reader wants it
 
 
 def save(
@@ -78,7 +78,9 @@ def save_shards(
     `ranks` is a process group on hosts. Rank 0's `meta` and plain values are kept, and it alone gives a `check`, called
     before any rank writes and before the folder is sealed; what goes wrong on one rank is raised on all.
     """
-    plain = shards.mapped(state, shards.outline)
+    from mmray.train import shards  # late, here and below: seconds of import that few need, and no driver does
+
+    plain = nest.mapped(state, nest.outline)
     require_plain(plain, "state")
     path = folder / f"step-{step}"
 
@@ -88,7 +90,7 @@ def save_shards(
         _discard(path)
         path.mkdir(parents=True)
 
-    def closed(parts: dict[str, shards.Part]) -> None:
+    def closed(parts: dict[str, nest.Part]) -> None:
         assert check is not None
         check()
         with staged(path, (STATE, META, SUMS)) as here:
@@ -240,20 +242,22 @@ def verify(path: Folder) -> str | None:
 
 
 def _is_whole(names: Collection[str]) -> bool:
-    return set(names) in ({*PARTS}, {STATE, META, *shards.names(len(names) - 2)})
+    return set(names) in ({*PARTS}, {STATE, META, *nest.names(len(names) - 2)})
 
 
 def _filled(path: Folder, state: dict[str, Any], world: int, cut: Cut) -> dict[str, Any]:
     """The state with the tensors that it outlines, cut by `cut`."""
-    wanted: dict[shards.At, Tensor] = {}
-    shards.mapped(state, lambda at, outline: wanted.setdefault(at, cut(at, outline)))
+    from mmray.train import shards
+
+    wanted: dict[nest.At, Tensor] = {}
+    nest.mapped(state, lambda at, outline: wanted.setdefault(at, cut(at, outline)))
     with told(path):
         shards.read(path, wanted, world)
-    filled: dict[str, Any] = shards.mapped(state, lambda at, _: wanted[at])
+    filled: dict[str, Any] = nest.mapped(state, lambda at, _: wanted[at])
     return filled
 
 
-def _uncut(at: shards.At, outline: Tensor) -> Tensor:
+def _uncut(at: nest.At, outline: Tensor) -> Tensor:
     return torch.empty_like(outline, device="cpu")
 
 

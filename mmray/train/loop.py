@@ -17,10 +17,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from mmray.errors import OutOfMemoryError, TrainingError
 from mmray.objectives.protocol import Batch
 from mmray.train import clip, optimizer, parallel, precision, sharding, told
+from mmray.train.batch import smaller
 from mmray.train.feed import Share, feed, finer
 from mmray.train.learner import Learner
 from mmray.train.measure import Meter, Padding
-from mmray.train.memory import smaller
 from mmray.train.profiling import profiled
 from mmray.train.rhythm import Rhythm, interval
 from mmray.train.room import is_out_of_memory

@@ -1,7 +1,7 @@
-"""How many rows fit: a rehearsal of the step before the first, a table of what it holds, the next smaller batch.
+"""How many rows fit: a rehearsal of the step before the first, and a table of what it holds.
 
-worker.py rehearses with synthetic rows before any data is read; loop.py asks for a smaller micro-batch when memory ran
-out in mid-run. The rehearsed step is step.py's own, in a group without partners, so that each rank tries by itself.
+worker.py rehearses with synthetic rows before any data is read. The rehearsed step is step.py's own, in a group without
+partners, so that each rank tries by itself.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mmray.errors import OutOfMemoryError, TrainingError
 from mmray.objectives.protocol import Batch
 from mmray.train import parallel
+from mmray.train.batch import divisors
 from mmray.train.branches import INPUTS
 from mmray.train.feed import Share, share_of
 from mmray.train.group import Group
@@ -61,16 +62,6 @@ class Rehearsed:
 
     micro: int
     table: dict[str, float]
-
-
-def divisors(number: int) -> list[int]:
-    """Its divisors, smallest first."""
-    return [d for d in range(1, number + 1) if number % d == 0]
-
-
-def smaller(micro: int, share: int) -> int:
-    """The largest divisor of a rank's share of the global batch that is at most half of `micro`; 0 after 1."""
-    return max((d for d in divisors(share) if d <= micro // 2), default=0)
 
 
 def rehearse(

@@ -4,6 +4,8 @@ For checkpoint.py, over torch.distributed.checkpoint with its safetensors storag
 part of which tensor lies in it. (torch's usual storage says so in a pickle, and no pickle is opened here.)
 
     shard-2-of-4.safetensors  what the second of four ranks holds; what all ranks hold alike is in the first one's file
+
+Imported by those who write or read such files only: torch's part for it costs seconds.
 """
 
 from __future__ import annotations
@@ -12,9 +14,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
@@ -30,37 +31,8 @@ from torch.futures import Future
 from mmray.data.folders import on_its_way
 from mmray.data.remote import Folder, RemotePath
 from mmray.errors import MmrayError
+from mmray.train.nest import At, Part, key_of, mapped, names
 from mmray.train.sums import sha256
-
-At = tuple[Any, ...]  # keys from the top of a state to one of its tensors
-
-
-class Part(NamedTuple):
-    """What rank 0 hears of a file that another rank wrote."""
-
-    digest: str
-    num_bytes: int
-
-
-def names(world: int) -> tuple[str, ...]:
-    """The files of `world` ranks."""
-    return tuple(f"shard-{rank + 1}-of-{world}.safetensors" for rank in range(world))
-
-
-def mapped(nest: Any, change: Callable[[At, Tensor], Any], at: At = ()) -> Any:
-    """The same nest of dicts, lists and tuples, each tensor changed by one who is told where it stands."""
-    if isinstance(nest, Tensor):
-        return change(at, nest)
-    if isinstance(nest, dict):
-        return type(nest)((key, mapped(value, change, (*at, key))) for key, value in nest.items())
-    if isinstance(nest, (list, tuple)):
-        return type(nest)(mapped(value, change, (*at, index)) for index, value in enumerate(nest))
-    return nest
-
-
-def outline(at: At, tensor: Tensor) -> Tensor:
-    """A tensor's whole size and type, without its values."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def write(
@@ -76,7 +48,7 @@ def write(
 
     def take(at: At, tensor: Tensor) -> None:
         if first or isinstance(tensor, DTensor):
-            mine[_key(at)] = tensor.contiguous()
+            mine[key_of(at)] = tensor.contiguous()
 
     mapped(state, take)
     planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -90,7 +62,7 @@ def read(path: Folder, wanted: dict[At, Tensor], world: int) -> None:
     Raises OSError, SafetensorError, RuntimeError, ValueError.
     """
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    by_key: dict[str, Any] = {_key(at): tensor for at, tensor in wanted.items()}
+    by_key: dict[str, Any] = {key_of(at): tensor for at, tensor in wanted.items()}
     with _brought_here(path, world) as here, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # so it is meant
         try:
@@ -137,10 +109,6 @@ class _Writer(HuggingFaceStorageWriter):
             if there != part.num_bytes:
                 raise OSError(f"{file} has {there:,} bytes, and its rank wrote {part.num_bytes:,}: do all see it?")
         self._closed(parts)
-
-
-def _key(at: At) -> str:
-    return "/".join(map(str, at))
 
 
 @contextmanager

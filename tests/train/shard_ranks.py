@@ -24,7 +24,7 @@ from mmray.data.text import TextEncoder
 from mmray.data.words import fitted
 from mmray.errors import StorageError
 from mmray.objectives.contrastive import Contrastive
-from mmray.train import checkpoint, loop, rundir, shards
+from mmray.train import checkpoint, loop, nest, rundir, shards
 from mmray.train.group import Group
 from mmray.train.job import Job, Line
 from mmray.train.keeper import Helper, Keeper
@@ -126,7 +126,7 @@ def saved(group: Group, run: Folder, steps: int = 8) -> dict[str, Any]:
 def elements(state: Any) -> int:
     """Numbers that a state takes on this rank."""
     counts: list[int] = []
-    shards.mapped(state, lambda _, tensor: counts.append(getattr(tensor, "_local_tensor", tensor).numel()))
+    nest.mapped(state, lambda _, tensor: counts.append(getattr(tensor, "_local_tensor", tensor).numel()))
     return sum(counts)
 
 

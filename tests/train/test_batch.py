@@ -4,7 +4,7 @@ import pytest
 
 from mmray.config import Batch, Train
 from mmray.errors import UsageError
-from mmray.train.batch import shape_of, total_steps
+from mmray.train.batch import shape_of, smaller, total_steps
 
 
 @pytest.mark.parametrize(
@@ -57,3 +57,8 @@ def test_auto_leaves_the_micro_batch_to_the_workers():
     assert str(shape) == "48 rows a step over 2 workers, in micro-batches as large as fit"
     with pytest.raises(UsageError, match=r"auto` needs `--batch.global`"):
         shape_of(Batch(micro="auto"), workers=2)
+
+
+@pytest.mark.parametrize(("micro", "share", "less"), [(64, 64, 32), (24, 64, 8), (5, 10, 2), (7, 7, 1), (1, 8, 0)])
+def test_the_next_micro_batch_is_the_largest_divisor_of_the_share_that_is_at_most_half(micro, share, less):
+    assert smaller(micro, share) == less

@@ -1,4 +1,4 @@
-"""The rehearsal leaves no trace and finds what fits; a smaller micro-batch is a divisor of the share."""
+"""The rehearsal leaves no trace and finds what fits."""
 
 from __future__ import annotations
 
@@ -19,11 +19,6 @@ from tests.train.test_loop import Checkpoints, plan_of, train
 def learner_with(most_rows: int = 10**9, group: Group | None = None):
     model = toy.Cramped(toy.Fault("nowhere", most_rows=most_rows))
     return toy.learner(model, group)
-
-
-@pytest.mark.parametrize(("micro", "share", "less"), [(64, 64, 32), (24, 64, 8), (5, 10, 2), (7, 7, 1), (1, 8, 0)])
-def test_the_next_micro_batch_is_the_largest_divisor_of_the_share_that_is_at_most_half(micro, share, less):
-    assert memory.smaller(micro, share) == less
 
 
 @pytest.mark.parametrize(("room", "found"), [(99, 12), (11, 6), (5, 4), (1, 1)])

@@ -15,7 +15,7 @@ from pyarrow import fs
 
 from mmray.data.remote import folder_at
 from mmray.errors import TrainingError
-from mmray.train import checkpoint, shards
+from mmray.train import checkpoint, nest
 from mmray.train.group import Group
 from tests.made import make_set, row
 from tests.train import shard_ranks, toy
@@ -72,7 +72,7 @@ def test_no_rank_holds_more_than_its_part(ranks):
     for world in (2, 3, 4):
         for result in results[:world]:
             assert 0 < result[f"fsdp at {world}"]["elements"] <= whole / world + beside
-    sizes = [(path / name).stat().st_size for name in shards.names(2)]
+    sizes = [(path / name).stat().st_size for name in nest.names(2)]
     assert max(sizes) < 8 * (whole / 2 + beside) + HEADER_BYTES
 
 
@@ -81,7 +81,7 @@ def test_its_folder_says_what_it_is(ranks):
     meta = checkpoint.load_meta(path)
     assert (meta["shards"], meta["world"], meta["step"], meta["rows_consumed"]) == (2, 2, 8, 96)
     assert sorted(file.name for file in path.iterdir()) == sorted(
-        [*shards.names(2), "state.pt", "meta.json", "SHA256SUMS"]
+        [*nest.names(2), "state.pt", "meta.json", "SHA256SUMS"]
     )
     assert checkpoint.names(path.parent) == ["step-4", "step-6", "step-8"]
     state = torch.load(path / "state.pt", weights_only=True)
@@ -101,7 +101,7 @@ def test_on_an_object_store_lies_what_lies_on_a_disk(ranks):
     assert found == run / "checkpoints" / "step-4"
     tensors: list[list[torch.Tensor]] = [[], []]
     for into, path in zip(tensors, (folder / "run" / "checkpoints" / "step-4", found), strict=True):
-        shards.mapped(checkpoint.load(path), lambda _, tensor, into=into: into.append(tensor))
+        nest.mapped(checkpoint.load(path), lambda _, tensor, into=into: into.append(tensor))
     assert len(tensors[0]) > 20
     assert all(torch.equal(*pair) for pair in zip(*tensors, strict=True))
 
@@ -117,7 +117,7 @@ def test_no_pickle_is_opened(ranks, tmp_path):
     for name in (".metadata", "__0.metadata"):
         (path / name).write_bytes(pickle.dumps(Bomb()))
     checkpoint.load(path)
-    (path / shards.names(2)[0]).write_bytes(pickle.dumps(Bomb()))
+    (path / nest.names(2)[0]).write_bytes(pickle.dumps(Bomb()))
     with pytest.raises(TrainingError, match=r"cannot read .*step-8"):
         checkpoint.load(path)
 
@@ -136,7 +136,7 @@ def forget(file: Path) -> None:
 @pytest.mark.parametrize("damage", [truncate, Path.unlink, forget])
 def test_a_damaged_part_falls_back_to_the_checkpoint_before(ranks, tmp_path, damage):
     shutil.copytree(ranks[0] / "run" / "checkpoints", tmp_path / "checkpoints")
-    damage(tmp_path / "checkpoints" / "step-8" / shards.names(2)[1])
+    damage(tmp_path / "checkpoints" / "step-8" / nest.names(2)[1])
     said: list[str] = []
     assert checkpoint.newest_good(tmp_path / "checkpoints", said.append) == tmp_path / "checkpoints" / "step-6"
     assert "step-8 does not count" in said[0] and "it is now step-8.damaged" in said[0]
@@ -144,7 +144,7 @@ def test_a_damaged_part_falls_back_to_the_checkpoint_before(ranks, tmp_path, dam
 
 def test_files_of_another_number_of_ranks_are_not_mixed_in(ranks, tmp_path):
     path = shutil.copytree(ranks[0] / "run" / "checkpoints" / "step-8", tmp_path / "step-8")
-    shutil.copy(path / shards.names(2)[1], path / shards.names(4)[3])
+    shutil.copy(path / nest.names(2)[1], path / nest.names(4)[3])
     with pytest.raises(TrainingError, match="shard-4-of-4"):
         checkpoint.load(path)
 

@@ -25,9 +25,9 @@ from mmray.train import loop, meet, memory, optimizer
 from mmray.train.feed import share_of
 from mmray.train.group import Group
 from mmray.train.measure import Meter
+from mmray.train.nest import mapped
 from mmray.train.precision import Precision
 from mmray.train.seeding import micro_seed
-from mmray.train.shards import mapped
 from mmray.train.step import optimizer_step
 from mmray.train.telemetry import PHASES, MetricsLog, Phases, Rates, over_ranks, rows_sha
 from tests.train import toy

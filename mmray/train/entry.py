@@ -1,0 +1,60 @@
+"""What runs on each Ray Train worker: its stream begun at once, then the work that train/worker.py knows without Ray.
+
+A module of its own, so that the driver does not import the engine to start it (two seconds of a core).
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import ray
+import ray.exceptions
+import ray.train
+import ray.train.torch
+
+from mmray.data.begun import begun
+from mmray.data.reader import Block
+from mmray.errors import MmrayError
+from mmray.train.board import StopWish
+from mmray.train.job import Line
+
+
+def on_worker(given: dict[str, Any]) -> dict[str, Any]:
+    """Trains in a process group that Ray has made; what it is given stands in attempt.py."""
+    board, start = given["board"], given["start"]
+    blocks = begun(_blocks)
+    from mmray.train.worker import work  # late: seconds of import, in which the processes of the data start
+
+    rank = ray.train.get_context().get_world_rank()
+    line = Line(
+        report=board.push.remote if rank == 0 else (lambda _: None),
+        stop=StopWish(board) if rank == 0 else (lambda: False),
+        bad_row=lambda row: ray.get(board.bad_row.remote(row)),
+        beat=partial(_beat, board),
+        about={"rank": rank, "node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()},
+    )
+    try:
+        return work(given["job"], start, blocks, ray.train.torch.get_device(), line)
+    except Exception as error:
+        if not isinstance(error, MmrayError):
+            error.add_note(traceback.format_exc())  # a traceback does not travel to the driver, a note does
+        raise
+
+
+def _blocks() -> Iterable[Block]:
+    """This rank's blocks: Ray starts the stream's coordinator for the first who asks, the decoders for all who do."""
+    shard = ray.train.get_dataset_shard("train")
+    blocks: Iterable[Block] = shard.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=1)
+    return blocks
+
+
+def _beat(board: Any, beat: dict[str, Any]) -> bool:
+    """Send a heartbeat; a board that is busy, or gone, wants no stacks."""
+    try:
+        return bool(ray.get(board.beat.remote(beat), timeout=5))
+    except (ray.exceptions.RayError, TimeoutError):
+        return False
