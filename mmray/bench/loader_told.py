@@ -5,6 +5,7 @@ Pure: images/s of each arm in, figures and the bottleneck by name out.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from mmray.bench import windows
 
 SHOWN = ("Consumer", "DataLoader worker", "stream actor", "SplitCoordinator", "driver", "raylet")
+LEAST_MS = 0.05  # of a block, to be named
 RATIOS = {
     "stream_original_vs_textbook": ("stream original", "textbook original"),
     "stream_prepared_vs_textbook": ("stream prepared", "textbook original"),
@@ -28,10 +30,11 @@ class Found:
     """What the windows of one arm showed."""
 
     rates: list[float] = field(default_factory=list)
-    cpu_ms: list[float] = field(default_factory=list)  # a row's, of all processes
+    cpu_ms: list[dict[str, float]] = field(default_factory=list)  # a row's, by role of process
     first_s: list[float] = field(default_factory=list)
     stalls_s: list[float] = field(default_factory=list)
     bytes_per_image: float | None = None
+    rows_per_block: float = 0.0
     memory_mib: dict[str, tuple[int, float]] = field(default_factory=dict)
 
 
@@ -64,7 +67,7 @@ def rows(rates: dict[str, float], found: dict[str, Found], raw: Raw, copies: Cop
 
 def _row(name: str, rate: float, found: Found) -> dict[str, Any]:
     row: dict[str, Any] = {"arm": name, "images_per_s": round(rate, 1)}
-    row["cpu_ms_per_image"] = round(float(np.median(found.cpu_ms)), 3) if found.cpu_ms else None
+    row["cpu_ms_per_image"] = round(_median(sum(each.values()) for each in found.cpu_ms), 3) if found.cpu_ms else None
     row |= dict.fromkeys(("first_batch_s", "epoch_stall_s"))
     row["peaks_mib"] = {role: found.memory_mib[role][1] for role in SHOWN if role in found.memory_mib}
     if name.startswith(("stream", "textbook", "tuned")):
@@ -72,7 +75,20 @@ def _row(name: str, rate: float, found: Found) -> dict[str, Any]:
     if name.startswith("stream"):
         row["epoch_stall_s"] = round(float(np.median(found.stalls_s)), 3) if found.stalls_s else None
         row["store_bytes_per_image"] = round(found.bytes_per_image or 0)
+        row["cpu_ms_per_block"] = _block_ms(found)
     return row
+
+
+def _block_ms(found: Found) -> dict[str, float]:
+    """Milliseconds of processors that a block costs, by role of process, the largest first; what is nothing is left."""
+    roles = {role for each in found.cpu_ms for role in each}
+    cost = {role: found.rows_per_block * _median(each.get(role, 0.0) for each in found.cpu_ms) for role in roles}
+    ordered = sorted(cost.items(), key=lambda item: -item[1])
+    return {role: round(ms, 2) for role, ms in ordered if ms >= LEAST_MS}
+
+
+def _median(values: Iterable[float]) -> float:
+    return float(np.median(list(values)))
 
 
 def notes(rates: dict[str, float], raw: Raw, copies: Copies | None, gpu_rate: float | None, actors: int) -> list[str]:
@@ -92,6 +108,23 @@ def notes(rates: dict[str, float], raw: Raw, copies: Copies | None, gpu_rate: fl
         if gpu_rate is not None:
             needed = windows.workers_for(gpu_rate, rates[f"stream {name}"], actors)
             said.append(f"{name}: a device of {gpu_rate:,.0f} images/s needs {needed} CPU workers like these")
+    return said
+
+
+def own_and_ray(found: dict[str, Found]) -> list[str]:
+    """What of a stream's start, and of each of its blocks, is Ray's: a stream of blank blocks has nothing else."""
+    of = {name: found[f"stream {name}"] for name in ("original", "prepared", "blank")}
+    first_s = {name: _median(each.first_s) for name, each in of.items()}
+    said = [
+        f"first batch after {first_s['original']:.1f} s (original), {first_s['prepared']:.1f} s (prepared); "
+        f"{first_s['blank']:.1f} s of it is Ray's own start, of a stream of blank blocks"
+    ]
+    for name, each in of.items():
+        cost = _block_ms(each)
+        if cost:
+            parts = ", ".join(f"{role} {ms:.1f}" for role, ms in cost.items())
+            rows = f"{each.rows_per_block:.0f} rows"
+            said.append(f"{name}: a block of {rows} takes {sum(cost.values()):.0f} ms of processors: {parts}")
     return said
 
 

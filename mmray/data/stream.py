@@ -61,14 +61,14 @@ def plan_dataset(count: int) -> ray.data.Dataset:
 
 
 def stream_dataset(
-    reader: RowReader, blocks: Blocks, workers: int, labels: dict[str, str] | None = None, board: Any = None
+    actor: type, arguments: tuple[Any, ...], count: int, workers: int, labels: dict[str, str] | None = None
 ) -> ray.data.Dataset:
-    """The blocks in order, read by `workers` actors of one CPU each, on nodes of these labels."""
-    dataset = plan_dataset(blocks.count).map_batches(
-        Decoder,
-        fn_constructor_args=(reader, blocks, board),
+    """`count` blocks in order, made by `workers` actors of one CPU each, on nodes of these labels."""
+    dataset = plan_dataset(count).map_batches(
+        actor,
+        fn_constructor_args=arguments,
         batch_size=1,
-        compute=ray.data.ActorPoolStrategy(size=min(workers, blocks.count)),
+        compute=ray.data.ActorPoolStrategy(size=min(workers, count)),
         num_cpus=1,
     )
     dataset.context.execution_options.label_selector = labels
@@ -104,9 +104,12 @@ class Stream(ray.train.DataConfig):
         most_mb = most_block_mb(ray.cluster_resources()["object_store_memory"], world_size)
         shape = block_shape(self.start.plan, row_bytes, min(self.block_mb, most_mb))
         blocks = Blocks(self.start.plan, self.start.step, *shape)
-        dataset = stream_dataset(self.reader, blocks, self.workers, self.labels, self.board)
-        splits = dataset.streaming_split(world_size, equal=True)
+        splits = self.dataset(blocks).streaming_split(world_size, equal=True)
         return [{name: split} for split in splits]
+
+    def dataset(self, blocks: Blocks) -> ray.data.Dataset:
+        """The blocks in order, read and decoded."""
+        return stream_dataset(Decoder, (self.reader, blocks, self.board), blocks.count, self.workers, self.labels)
 
     def datasets(self) -> dict[str, Callable[[], Any]]:
         """What a TorchTrainer gets as `datasets`: a name only, for `configure` makes it."""
