@@ -94,7 +94,7 @@ def bench_loader(settings: Settings, say: Say) -> dict[str, Any]:
         "memory_mib": {name: each.memory_mib for name, each in found.items()},
         "notes": [
             *told.notes(rates, bench.raw, copies, settings.gpu_rate, actors),
-            *told.own_and_ray(found),
+            *told.processors(found),
             told.memory(found["stream prepared"].memory_mib),
         ],
     }

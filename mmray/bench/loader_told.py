@@ -14,7 +14,7 @@ import numpy as np
 from mmray.bench import windows
 
 SHOWN = ("Consumer", "DataLoader worker", "stream actor", "SplitCoordinator", "driver", "raylet")
-LEAST_MS = 0.05  # of a block, to be named
+LEAST_SHARE = 0.03  # of the processors' time, for a role to be named
 RATIOS = {
     "stream_original_vs_textbook": ("stream original", "textbook original"),
     "stream_prepared_vs_textbook": ("stream prepared", "textbook original"),
@@ -68,6 +68,7 @@ def rows(rates: dict[str, float], found: dict[str, Found], raw: Raw, copies: Cop
 def _row(name: str, rate: float, found: Found) -> dict[str, Any]:
     row: dict[str, Any] = {"arm": name, "images_per_s": round(rate, 1)}
     row["cpu_ms_per_image"] = round(_median(sum(each.values()) for each in found.cpu_ms), 3) if found.cpu_ms else None
+    row["cpu_ms_by_role"] = _by_role(found)
     row |= dict.fromkeys(("first_batch_s", "epoch_stall_s"))
     row["peaks_mib"] = {role: found.memory_mib[role][1] for role in SHOWN if role in found.memory_mib}
     if name.startswith(("stream", "textbook", "tuned")):
@@ -75,16 +76,15 @@ def _row(name: str, rate: float, found: Found) -> dict[str, Any]:
     if name.startswith("stream"):
         row["epoch_stall_s"] = round(float(np.median(found.stalls_s)), 3) if found.stalls_s else None
         row["store_bytes_per_image"] = round(found.bytes_per_image or 0)
-        row["cpu_ms_per_block"] = _block_ms(found)
+        row["rows_per_block"] = found.rows_per_block
     return row
 
 
-def _block_ms(found: Found) -> dict[str, float]:
-    """Milliseconds of processors that a block costs, by role of process, the largest first; what is nothing is left."""
+def _by_role(found: Found, num_rows: float = 1) -> dict[str, float]:
+    """Milliseconds of processors that so many rows cost, by role of process, the largest first."""
     roles = {role for each in found.cpu_ms for role in each}
-    cost = {role: found.rows_per_block * _median(each.get(role, 0.0) for each in found.cpu_ms) for role in roles}
-    ordered = sorted(cost.items(), key=lambda item: -item[1])
-    return {role: round(ms, 2) for role, ms in ordered if ms >= LEAST_MS}
+    cost = {role: num_rows * _median(each.get(role, 0.0) for each in found.cpu_ms) for role in roles}
+    return {role: round(ms, 3) for role, ms in sorted(cost.items(), key=lambda item: -item[1]) if ms}
 
 
 def _median(values: Iterable[float]) -> float:
@@ -111,21 +111,29 @@ def notes(rates: dict[str, float], raw: Raw, copies: Copies | None, gpu_rate: fl
     return said
 
 
-def own_and_ray(found: dict[str, Found]) -> list[str]:
-    """What of a stream's start, and of each of its blocks, is Ray's: a stream of blank blocks has nothing else."""
-    of = {name: found[f"stream {name}"] for name in ("original", "prepared", "blank")}
-    first_s = {name: _median(each.first_s) for name, each in of.items()}
-    said = [
-        f"first batch after {first_s['original']:.1f} s (original), {first_s['prepared']:.1f} s (prepared); "
-        f"{first_s['blank']:.1f} s of it is Ray's own start, of a stream of blank blocks"
-    ]
-    for name, each in of.items():
-        cost = _block_ms(each)
-        if cost:
-            parts = ", ".join(f"{role} {ms:.1f}" for role, ms in cost.items())
-            rows = f"{each.rows_per_block:.0f} rows"
-            said.append(f"{name}: a block of {rows} takes {sum(cost.values()):.0f} ms of processors: {parts}")
+def processors(found: dict[str, Found]) -> list[str]:
+    """The start of the streams, and what a row of a prepare and a block of each stream costs, by role of process.
+
+    A stream of blank blocks costs what Ray does: the rest of another's is reading and decoding.
+    """
+    names = ("original", "prepared", "blank")
+    first_s = [f"{_median(found[f'stream {name}'].first_s):.1f} s ({name})" for name in names]
+    said = [f"first batch after {', '.join(first_s)}: a blank one is Ray's own start"]
+    for name, amount in (("prepare", "row"), *((f"stream {name}", "block") for name in names)):
+        num_rows = found[name].rows_per_block if amount == "block" else 1
+        if cost := _by_role(found[name], num_rows):
+            whole = f"a block of {num_rows:.0f} rows" if amount == "block" else "a row"
+            said.append(f"{name}: {whole} takes {sum(cost.values()):.1f} ms of processors: {_named(cost)}")
     return said
+
+
+def _named(cost: dict[str, float]) -> str:
+    """The roles that cost more than a little, and the rest in one."""
+    least = LEAST_SHARE * sum(cost.values())
+    named = {role: ms for role, ms in cost.items() if ms >= least}
+    rest = sum(cost.values()) - sum(named.values())
+    parts = [f"{role} {ms:.1f}" for role, ms in named.items()]
+    return ", ".join([*parts, f"others {rest:.1f}"] if round(rest, 1) else parts)
 
 
 def memory(peaks: dict[str, tuple[int, float]]) -> str:

@@ -15,7 +15,7 @@ from mmray.bench import loader, photos
 from mmray.bench.actors import _read_raw, forget_cached
 from mmray.bench.blank import Blank
 from mmray.bench.loader import Settings, bench_loader
-from mmray.bench.loader_told import RATIOS, Found, Raw, own_and_ray, rows
+from mmray.bench.loader_told import RATIOS, Found, Raw, processors, rows
 from mmray.bench.processes import ProcessWatch, role_of, spent_s
 from mmray.bench.torch_loaders import Source, Textbook, Tuned
 from mmray.bench.torch_loaders import loader as torch_loader
@@ -119,18 +119,21 @@ def test_the_watch_tells_what_each_role_spent():
     assert 0.4 < watch.history[-1][1][role] < 1.2
 
 
-def test_what_of_a_block_and_of_the_start_is_rays_own_is_told():
-    """Medians of windows, a block's milliseconds being its rows' times; what costs next to nothing is not named."""
+def test_what_a_row_and_a_block_cost_is_told_by_role():
+    """Medians of windows; a block's milliseconds are its rows' times, and who does next to nothing is not named."""
     read = Found([300.0], [{"stream actor": each, "raylet": 0.01} for each in (0.5, 0.7, 0.6)], [7.0, 8.0], [])
     read.rows_per_block = 100
-    blank = Found([3000.0], [{"SplitCoordinator": 0.1, "raylet": 0.0001}], [6.0], [], None, 100)
-    found = {"stream original": read, "stream prepared": read, "stream blank": blank}
-    first, original, _, of_blank = own_and_ray(found)
-    assert first.startswith("first batch after 7.5 s (original), 7.5 s (prepared); 6.0 s of it is Ray's own")
-    assert original == "original: a block of 100 rows takes 61 ms of processors: stream actor 60.0, raylet 1.0"
-    assert of_blank == "blank: a block of 100 rows takes 10 ms of processors: SplitCoordinator 10.0"
-    told = rows(dict.fromkeys(found, 1.0), found, Raw(1.0, 1.0, "here"), None)
-    assert told[1]["cpu_ms_per_block"] == {"stream actor": 60.0, "raylet": 1.0} and told[1]["cpu_ms_per_image"] == 0.61
+    blank = Found([3000.0], [{"SplitCoordinator": 0.1, "raylet": 0.03}], [6.0], [], None, 100)
+    found = {"stream original": read, "stream prepared": read, "stream blank": blank, "prepare": read}
+    first, prepare, original, _, of_blank = processors(found)
+    assert (
+        first == "first batch after 7.5 s (original), 7.5 s (prepared), 6.0 s (blank): a blank one is Ray's own start"
+    )
+    assert prepare == "prepare: a row takes 0.6 ms of processors: stream actor 0.6"
+    assert original.endswith("a block of 100 rows takes 61.0 ms of processors: stream actor 60.0, others 1.0")
+    assert of_blank.endswith("a block of 100 rows takes 13.0 ms of processors: SplitCoordinator 10.0, raylet 3.0")
+    told = rows(dict.fromkeys(found, 1.0), found, Raw(1.0, 1.0, "here"), None)[1]
+    assert told["cpu_ms_by_role"] == {"stream actor": 0.6, "raylet": 0.01} and told["cpu_ms_per_image"] == 0.61
 
 
 def test_a_blank_block_is_as_large_as_a_read_one(made):
