@@ -17,11 +17,13 @@ from typing import Any
 
 import numpy as np
 import ray
+import ray.data
 import torch
 
 from mmray.bench import loader_told as told
 from mmray.bench import photos, windows
 from mmray.bench.actors import Consumer, forget_cached
+from mmray.bench.blank import Blank
 from mmray.bench.loader_told import RATIOS, Copies, Found, Raw
 from mmray.bench.machine import describe
 from mmray.bench.processes import ProcessWatch
@@ -29,12 +31,12 @@ from mmray.bench.torch_loaders import Source, Textbook, Tuned
 from mmray.bench.windows import Arrival
 from mmray.cluster.join import joined
 from mmray.config import Cluster, Inputs, Prepare
-from mmray.data.order import Plan, Start
+from mmray.data.order import Blocks, Plan, Start
 from mmray.data.prepare import Progress, prepare
 from mmray.data.reader import RowReader
 from mmray.data.sets import ensure_prepared
 from mmray.data.store import PreparedSet
-from mmray.data.stream import Stream
+from mmray.data.stream import Stream, stream_dataset
 from mmray.data.text import load_tokenizer
 from mmray.errors import UsageError
 
@@ -42,7 +44,7 @@ GLOBAL_ROWS, CONSUMERS, SIDE = 256, 2, 224
 LEAST_STEPS = 12  # of a stream's window: the first blocks do not count
 FOREVER = 10**6  # steps of a plan whose end no window reaches
 COPY_BYTES = 2**28
-GUESS = 600  # images a second and actor, from which the length of a stream's window follows
+GUESS, GUESS_BLANK = 600, 3000  # images a second and actor, from which the length of a stream's window follows
 SHARDS = 16  # of a window of `mmray prepare`: its clock's ticks
 Say = Callable[[str], None]
 Arms = dict[str, Callable[[], list[list[Arrival]]]]
@@ -92,6 +94,7 @@ def bench_loader(settings: Settings, say: Say) -> dict[str, Any]:
         "memory_mib": {name: each.memory_mib for name, each in found.items()},
         "notes": [
             *told.notes(rates, bench.raw, copies, settings.gpu_rate, actors),
+            *told.processors(found),
             told.memory(found["stream prepared"].memory_mib),
         ],
     }
@@ -113,12 +116,13 @@ class Bench:
         found.rates.append(windows.rate(arrivals))
         cpu_s = windows.cpu_s_per_row(arrivals, watch.history)
         if cpu_s is not None:
-            found.cpu_ms.append(cpu_s * 1e3)
+            found.cpu_ms.append({role: seconds * 1e3 for role, seconds in cpu_s.items()})
         found.first_s.append(max(each[0].at_s for each in arrivals) - began_s)
         stall_s = windows.epoch_stall_s(arrivals)
         if stall_s is not None:
             found.stalls_s.append(stall_s)
         rows = sum(arrival.rows for each in arrivals for arrival in each)
+        found.rows_per_block = rows / sum(len(each) for each in arrivals)
         found.bytes_per_image = sum(arrival.num_bytes for each in arrivals for arrival in each) / rows or None
         found.memory_mib |= watch.peaks_mib()
         return found.rates[-1]
@@ -150,8 +154,10 @@ def _bench(settings: Settings, actors: int, say: Say) -> Bench:
     def torch_arm(dataset: Textbook | Tuned) -> Callable[[], list[list[Arrival]]]:
         return each(consumers, "loader", dataset, share, apiece)
 
-    def stream_arm(name: str) -> Callable[[], list[list[Arrival]]]:
-        return partial(_stream, consumers, rows[name], plan, settings, actors)
+    def stream_arm(name: str, kind: type[Stream] = Stream, guess: int = GUESS) -> Callable[[], list[list[Arrival]]]:
+        steps = max(LEAST_STEPS, round(settings.window_s * guess * actors / plan.global_rows))
+        start = Start(replace(plan, steps=steps), 0)
+        return lambda: _stream(consumers, kind(start, rows[name], actors, settings.block_mb))
 
     source = own or sets["original"]
     cold = forget_cached(source)
@@ -168,6 +174,7 @@ def _bench(settings: Settings, actors: int, say: Say) -> Bench:
         "tuned original": torch_arm(Tuned(original, tokenizer, SIDE, inputs.max_tokens)),
         "tuned prepared": torch_arm(Tuned(prepared, tokenizer, SIDE, inputs.max_tokens)),
         "stream prepared": stream_arm("prepared"),
+        "stream blank": stream_arm("prepared", BlankStream, GUESS_BLANK),
     }
     return Bench(arms, consumers, raw)
 
@@ -194,13 +201,18 @@ def _prepare(folder: Path, num_rows: int) -> list[list[Arrival]]:
     return [arrivals]
 
 
-def _stream(
-    consumers: list[Any], reader: RowReader, plan: Plan, settings: Settings, actors: int
-) -> list[list[Arrival]]:
+class BlankStream(Stream):
+    """The same stream with nothing in it: what it costs is Ray's own."""
+
+    def dataset(self, blocks: Blocks) -> ray.data.Dataset:
+        shape = (self.reader.inputs.image_side, self.reader.inputs.max_tokens)
+        return stream_dataset(Blank, (*shape, blocks), blocks.count, self.workers, self.labels)
+
+
+def _stream(consumers: list[Any], stream: Stream) -> list[list[Arrival]]:
     """A window of mmray's stream, as training workers get it. Its plan ends with it: no actor is left in mid-block."""
-    steps = max(LEAST_STEPS, round(settings.window_s * GUESS * actors / plan.global_rows))
-    plan = replace(plan, steps=steps)
-    shards = Stream(Start(plan, 0), reader, actors, settings.block_mb).configure({"train": None}, plan.world)
+    plan = stream.start.plan
+    shards = stream.configure({"train": None}, plan.world)
     pairs = zip(consumers, shards, strict=True)
     arrivals: list[list[Arrival]] = ray.get([one.stream.remote(each["train"], plan) for one, each in pairs])
     return arrivals

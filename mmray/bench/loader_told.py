@@ -5,6 +5,7 @@ Pure: images/s of each arm in, figures and the bottleneck by name out.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from mmray.bench import windows
 
 SHOWN = ("Consumer", "DataLoader worker", "stream actor", "SplitCoordinator", "driver", "raylet")
+LEAST_SHARE = 0.03  # of the processors' time, for a role to be named
 RATIOS = {
     "stream_original_vs_textbook": ("stream original", "textbook original"),
     "stream_prepared_vs_textbook": ("stream prepared", "textbook original"),
@@ -28,10 +30,11 @@ class Found:
     """What the windows of one arm showed."""
 
     rates: list[float] = field(default_factory=list)
-    cpu_ms: list[float] = field(default_factory=list)  # a row's, of all processes
+    cpu_ms: list[dict[str, float]] = field(default_factory=list)  # a row's, by role of process
     first_s: list[float] = field(default_factory=list)
     stalls_s: list[float] = field(default_factory=list)
     bytes_per_image: float | None = None
+    rows_per_block: float = 0.0
     memory_mib: dict[str, tuple[int, float]] = field(default_factory=dict)
 
 
@@ -64,7 +67,8 @@ def rows(rates: dict[str, float], found: dict[str, Found], raw: Raw, copies: Cop
 
 def _row(name: str, rate: float, found: Found) -> dict[str, Any]:
     row: dict[str, Any] = {"arm": name, "images_per_s": round(rate, 1)}
-    row["cpu_ms_per_image"] = round(float(np.median(found.cpu_ms)), 3) if found.cpu_ms else None
+    row["cpu_ms_per_image"] = round(_median(sum(each.values()) for each in found.cpu_ms), 3) if found.cpu_ms else None
+    row["cpu_ms_by_role"] = _by_role(found)
     row |= dict.fromkeys(("first_batch_s", "epoch_stall_s"))
     row["peaks_mib"] = {role: found.memory_mib[role][1] for role in SHOWN if role in found.memory_mib}
     if name.startswith(("stream", "textbook", "tuned")):
@@ -72,7 +76,19 @@ def _row(name: str, rate: float, found: Found) -> dict[str, Any]:
     if name.startswith("stream"):
         row["epoch_stall_s"] = round(float(np.median(found.stalls_s)), 3) if found.stalls_s else None
         row["store_bytes_per_image"] = round(found.bytes_per_image or 0)
+        row["rows_per_block"] = found.rows_per_block
     return row
+
+
+def _by_role(found: Found, num_rows: float = 1) -> dict[str, float]:
+    """Milliseconds of processors that so many rows cost, by role of process, the largest first."""
+    roles = {role for each in found.cpu_ms for role in each}
+    cost = {role: num_rows * _median(each.get(role, 0.0) for each in found.cpu_ms) for role in roles}
+    return {role: round(ms, 3) for role, ms in sorted(cost.items(), key=lambda item: -item[1]) if ms}
+
+
+def _median(values: Iterable[float]) -> float:
+    return float(np.median(list(values)))
 
 
 def notes(rates: dict[str, float], raw: Raw, copies: Copies | None, gpu_rate: float | None, actors: int) -> list[str]:
@@ -93,6 +109,31 @@ def notes(rates: dict[str, float], raw: Raw, copies: Copies | None, gpu_rate: fl
             needed = windows.workers_for(gpu_rate, rates[f"stream {name}"], actors)
             said.append(f"{name}: a device of {gpu_rate:,.0f} images/s needs {needed} CPU workers like these")
     return said
+
+
+def processors(found: dict[str, Found]) -> list[str]:
+    """The start of the streams, and what a row of a prepare and a block of each stream costs, by role of process.
+
+    A stream of blank blocks costs what Ray does: the rest of another's is reading and decoding.
+    """
+    names = ("original", "prepared", "blank")
+    first_s = [f"{_median(found[f'stream {name}'].first_s):.1f} s ({name})" for name in names]
+    said = [f"first batch after {', '.join(first_s)}: a blank one is Ray's own start"]
+    for name, amount in (("prepare", "row"), *((f"stream {name}", "block") for name in names)):
+        num_rows = found[name].rows_per_block if amount == "block" else 1
+        if cost := _by_role(found[name], num_rows):
+            whole = f"a block of {num_rows:.0f} rows" if amount == "block" else "a row"
+            said.append(f"{name}: {whole} takes {sum(cost.values()):.1f} ms of processors: {_named(cost)}")
+    return said
+
+
+def _named(cost: dict[str, float]) -> str:
+    """The roles that cost more than a little, and the rest in one."""
+    least = LEAST_SHARE * sum(cost.values())
+    named = {role: ms for role, ms in cost.items() if ms >= least}
+    rest = sum(cost.values()) - sum(named.values())
+    parts = [f"{role} {ms:.1f}" for role, ms in named.items()]
+    return ", ".join([*parts, f"others {rest:.1f}"] if round(rest, 1) else parts)
 
 
 def memory(peaks: dict[str, tuple[int, float]]) -> str:

@@ -1,4 +1,4 @@
-"""What the processes of a measurement cost: the most memory each held, by what it is for, and the CPU time of all.
+"""What the processes of a measurement cost, by what they are for: the most memory each held, and CPU time.
 
 CPU time a row says what a loader needs whatever else the machine does meanwhile; rates alone do not.
 """
@@ -14,8 +14,6 @@ from types import TracebackType
 
 import psutil
 
-from mmray.data.decoder import Decoder
-
 EVERY_S = 0.25
 
 
@@ -24,8 +22,9 @@ class ProcessWatch:
 
     def __init__(self) -> None:
         self._peaks: dict[tuple[str, int], float] = defaultdict(float)
-        self._spent_s: dict[int, float] = {}  # by process below this one, ended ones too
-        self.history: list[tuple[float, float]] = []  # (clock, CPU seconds of all of them so far)
+        self._seen_s: dict[int, float] = {}  # CPU seconds by process below this one
+        self._spent_s: dict[str, float] = defaultdict(float)  # the same by role, ended ones too
+        self.history: list[tuple[float, dict[str, float]]] = []  # (clock, CPU seconds by role so far)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="mmray-processes", daemon=True)
 
@@ -52,7 +51,7 @@ class ProcessWatch:
                     self._look(process, driver)
                 except psutil.Error:  # it ended while it was looked at
                     continue
-            self.history.append((time.time(), sum(self._spent_s.values())))
+            self.history.append((time.time(), dict(self._spent_s)))
             if self._ended.wait(EVERY_S):
                 return
 
@@ -63,16 +62,24 @@ class ProcessWatch:
         own_mib = (memory.rss - getattr(memory, "shared", 0)) / 2**20
         self._peaks[role, process.pid] = max(self._peaks[role, process.pid], own_mib)
         if process != driver:  # which does the looking
-            self._spent_s[process.pid] = times.user + times.system
+            spent_s = times.user + times.system
+            self._spent_s[role] += spent_s - self._seen_s.get(process.pid, 0.0)
+            self._seen_s[process.pid] = spent_s
 
 
-def spent_s(history: list[tuple[float, float]], start_s: float, stop_s: float) -> tuple[float, float, float] | None:
-    """(CPU seconds, first clock, last clock) from the first look to the last within [start, stop]; None: too short."""
-    first = bisect_right(history, (start_s, float("inf")))
-    last = bisect_right(history, (stop_s, float("inf"))) - 1
+def spent_s(
+    history: list[tuple[float, dict[str, float]]], start_s: float, stop_s: float
+) -> tuple[dict[str, float], float, float] | None:
+    """(CPU seconds by role, first clock, last clock) from the first look to the last within [start, stop].
+
+    None: too short for two looks.
+    """
+    first = bisect_right(history, start_s, key=lambda look: look[0])
+    last = bisect_right(history, stop_s, key=lambda look: look[0]) - 1
     if last <= first:
         return None
-    return history[last][1] - history[first][1], history[first][0], history[last][0]
+    (first_s, before), (last_s, after) = history[first], history[last]
+    return {role: spent - before.get(role, 0.0) for role, spent in after.items()}, first_s, last_s
 
 
 def role_of(command: list[str], parent: psutil.Process | None) -> str:
@@ -82,6 +89,6 @@ def role_of(command: list[str], parent: psutil.Process | None) -> str:
         return title.rpartition("/")[2].split(" ")[0] or "?"
     if parent is not None and (parent.cmdline() or [""])[0].startswith("ray::"):
         return "DataLoader worker"
-    if f"({Decoder.__name__})" in title:
+    if title.startswith("ray::MapWorker("):
         return "stream actor"
     return re.split(r"[.(]", title.removeprefix("ray::"))[0]

@@ -37,16 +37,16 @@ def _rate(arrivals: Sequence[Arrival]) -> float:
 
 
 def cpu_s_per_row(
-    consumers: Sequence[Sequence[Arrival]], history: list[tuple[float, float]], skip: int = SKIP
-) -> float | None:
-    """CPU seconds of all processes for a row, over the window that `rate` counts; None: too short to tell."""
+    consumers: Sequence[Sequence[Arrival]], history: list[tuple[float, dict[str, float]]], skip: int = SKIP
+) -> dict[str, float] | None:
+    """CPU seconds for a row by role of process, over the window that `rate` counts; None: too short to tell."""
     counted = [arrivals[min(skip, max(0, len(arrivals) - 2)) :] for arrivals in consumers]
     spent = spent_s(history, max(each[0].at_s for each in counted), min(each[-1].at_s for each in counted))
     if spent is None:
         return None
-    seconds, first_s, last_s = spent
+    roles, first_s, last_s = spent
     rows = sum(_rate(each) for each in counted) * (last_s - first_s)
-    return seconds / rows if rows else None
+    return {role: seconds / rows for role, seconds in roles.items()} if rows else None
 
 
 def epoch_stall_s(consumers: Sequence[Sequence[Arrival]], skip: int = SKIP) -> float | None:

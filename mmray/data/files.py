@@ -65,9 +65,7 @@ def read_pictures(place: Place, pictures: Sequence[Picture]) -> list[bytes]:
 def read_file(place: Place, name: str) -> bytes:
     """The bytes of a file in the source's folder. Raises BadRow (stage `read`) or OSError."""
     try:
-        if place.local is not None:
-            _check_inside(str(place.local), name)
-        size = place.size(name)
+        size = place.size(name) if place.local is None else _size_inside(place, name)
         if size is not None and size > MAX_IMAGE_BYTES:
             raise BadRow("read", "too-large", f"{name} has {size} bytes, over {MAX_IMAGE_BYTES}")
         return place.read(name)
@@ -100,10 +98,13 @@ def stamp(place: Place, name: str) -> tuple[str, int | None, int | None]:
         return (name, None, None)
 
 
-def _check_inside(root: str, name: str) -> None:
-    """Refuse what leaves the folder through a link, and what is no regular file (a pipe would never end)."""
-    real, inside = os.path.realpath(f"{root}/{name}"), os.path.realpath(root)
-    if not real.startswith(inside.rstrip("/") + "/"):
+def _size_inside(place: Place, name: str) -> int:
+    """Bytes of a local file; refuses what leaves the folder through a link, and what is no regular file (a pipe would
+    never end)."""
+    real = os.path.realpath(f"{place.local}/{name}")
+    if not real.startswith(place.inside):
         raise BadRow("read", "path", f"{name} is a link that leaves the folder of the source")
-    if not stat.S_ISREG(os.stat(real).st_mode):  # noqa: PTH116 - once for each image of the set
+    info = os.stat(real)  # noqa: PTH116 - once for each image of the set
+    if not stat.S_ISREG(info.st_mode):
         raise BadRow("read", "not-a-file", f"{name} is not a regular file")
+    return info.st_size

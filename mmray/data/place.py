@@ -7,6 +7,7 @@ there entirely or not at all: under another name first on a file system, and an 
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -53,11 +54,16 @@ class Place:
             system, root = _by_fsspec(self.address, error)
         return system, root.rstrip("/")
 
-    @property
+    @cached_property
     def local(self) -> Path | None:
         """The folder as a path, where it is on a file system of this machine."""
         system, root = self.system
         return Path(root) if isinstance(system, fs.LocalFileSystem) else None
+
+    @cached_property
+    def inside(self) -> str:
+        """What the path of a file begins with that lies in this local folder, all links followed."""
+        return os.path.realpath(str(self.local)).rstrip("/") + "/"
 
     def size(self, name: str) -> int | None:
         """Bytes of a file; None where there is no such file."""

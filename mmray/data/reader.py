@@ -8,7 +8,8 @@ always has the rows that the order gave it.
 from __future__ import annotations
 
 from contextlib import closing
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 UNLABELLED = -1
 Block = dict[str, np.ndarray]
+T = TypeVar("T")
 
 
 class RowReader:
@@ -39,9 +41,9 @@ class RowReader:
         max_pixels: int,
         augment: Augment | None = None,
     ):
-        self.prepared, self.inputs, self.max_pixels = prepared, inputs, max_pixels
-        self.augment = augment if augment is not None and augment.varies else None
-        self.encoder = encoder_of(tokenizer_json, inputs)
+        self.prepared, self.inputs, self.max_pixels = prepared, _plain(inputs), max_pixels
+        self.augment = _plain(augment) if augment is not None and augment.varies else None
+        self.encoder = encoder_of(tokenizer_json, self.inputs)
         self.trial: Trial | None = None  # where each image is tried first; only in a process begun after a death
 
     def block(self, plan: Plan, positions: np.ndarray) -> Block:
@@ -151,6 +153,15 @@ class RowReader:
         words = [self.encoder.words_of(row) if row else [self.encoder.nothing] for row in rows]
         chosen = draw(seed, epoch, key, np.array([len(choices) for choices in words], np.int64))
         return self.encoder.columns([choices[c] for choices, c in zip(words, chosen, strict=True)])
+
+
+def _plain(settings: T) -> T:
+    """The same values under the same names, and nothing else: their types would have every data worker import pydantic
+    and tyro, a third of a second of its start."""
+    computed = (name for name, value in vars(type(settings)).items() if isinstance(value, property))
+    values = {name: getattr(settings, name) for name in (*vars(settings), *computed)}
+    values |= {name: _plain(value) for name, value in values.items() if hasattr(value, "model_fields_set")}
+    return cast(T, SimpleNamespace(**values))
 
 
 class BlockReader:

@@ -4,9 +4,10 @@ The sample's journey: Ray Data actors on CPU nodes read and decode (data/reader.
 and Ray deals the blocks to the ranks in turn. This file is the room's composer: the only one that touches Ray.
 
 A block is one rank's rows of several consecutive steps, or a part of those of one, so that it is some 24 MB whatever
-the batch: each block costs Ray 10-15 ms, however small, and object stores hold few large ones. One execution spans all
-remaining epochs: no stall at an epoch's end. The plan is a list of block numbers, of many a `ray.data.range` in coarse
-tasks, flat in time and memory up to millions of blocks.
+the batch: each block costs Ray 10-15 ms, however small, and object stores hold few large ones. Of the coordinator's
+part, half is the account of resources that it draws up anew at each dispatch, and that keeps blocks from being spilled.
+One execution spans all remaining epochs: no stall at an epoch's end. The plan is a list of block numbers, of many a
+`ray.data.range` in coarse tasks, flat in time and memory up to millions of blocks.
 """
 
 from __future__ import annotations
@@ -61,19 +62,20 @@ def plan_dataset(count: int) -> ray.data.Dataset:
 
 
 def stream_dataset(
-    reader: RowReader, blocks: Blocks, workers: int, labels: dict[str, str] | None = None, board: Any = None
+    actor: type, arguments: tuple[Any, ...], count: int, workers: int, labels: dict[str, str] | None = None
 ) -> ray.data.Dataset:
-    """The blocks in order, read by `workers` actors of one CPU each, on nodes of these labels."""
-    dataset = plan_dataset(blocks.count).map_batches(
-        Decoder,
-        fn_constructor_args=(reader, blocks, board),
+    """`count` blocks in order, made by `workers` actors of one CPU each, on nodes of these labels."""
+    dataset = plan_dataset(count).map_batches(
+        actor,
+        fn_constructor_args=arguments,
         batch_size=1,
-        compute=ray.data.ActorPoolStrategy(size=min(workers, blocks.count)),
+        compute=ray.data.ActorPoolStrategy(size=min(workers, count)),
         num_cpus=1,
     )
     dataset.context.execution_options.label_selector = labels
     dataset.context.enable_progress_bars = False
     dataset.context.print_on_execution_start = False
+    dataset.context.memory_usage_poll_interval_s = None  # a thread for each block otherwise, some 1 ms
     return dataset
 
 
@@ -104,9 +106,12 @@ class Stream(ray.train.DataConfig):
         most_mb = most_block_mb(ray.cluster_resources()["object_store_memory"], world_size)
         shape = block_shape(self.start.plan, row_bytes, min(self.block_mb, most_mb))
         blocks = Blocks(self.start.plan, self.start.step, *shape)
-        dataset = stream_dataset(self.reader, blocks, self.workers, self.labels, self.board)
-        splits = dataset.streaming_split(world_size, equal=True)
+        splits = self.dataset(blocks).streaming_split(world_size, equal=True)
         return [{name: split} for split in splits]
+
+    def dataset(self, blocks: Blocks) -> ray.data.Dataset:
+        """The blocks in order, read and decoded."""
+        return stream_dataset(Decoder, (self.reader, blocks, self.board), blocks.count, self.workers, self.labels)
 
     def datasets(self) -> dict[str, Callable[[], Any]]:
         """What a TorchTrainer gets as `datasets`: a name only, for `configure` makes it."""

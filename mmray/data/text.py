@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 MAX_CAPTION_BYTES = 64 * 1024
 MAX_TRAINING_TEXTS = 1_000_000  # more captions move a vocabulary of some thousand pieces no further, and all are held
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # Unicode's category Cc, which is never added to
 _PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>", "</s>")
 
 
@@ -52,8 +54,7 @@ def clean(text: str) -> str:
     if num_bytes > MAX_CAPTION_BYTES:
         raise BadText("too-long", f"{num_bytes} bytes are over {MAX_CAPTION_BYTES}")
     words = " ".join(text.split())  # before controls go: tab and newline are both
-    kept = "".join(character for character in words if unicodedata.category(character) != "Cc")
-    kept = " ".join(kept.split())
+    kept = " ".join(_CONTROLS.sub("", words).split())
     if all(unicodedata.category(character) in ("Cf", "Zs") for character in kept):  # zero-width marks show nothing
         raise BadText("blank", f"nothing to read in {text[:40]!r}")
     return kept

@@ -1,6 +1,8 @@
 """The loaders that are measured bring the same pictures, and their bench runs from end to end."""
 
 import io
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +13,16 @@ from PIL import Image
 
 from mmray.bench import loader, photos
 from mmray.bench.actors import _read_raw, forget_cached
+from mmray.bench.blank import Blank
 from mmray.bench.loader import Settings, bench_loader
-from mmray.bench.loader_told import RATIOS
+from mmray.bench.loader_told import RATIOS, Found, Raw, processors, rows
 from mmray.bench.processes import ProcessWatch, role_of, spent_s
 from mmray.bench.torch_loaders import Source, Textbook, Tuned
 from mmray.bench.torch_loaders import loader as torch_loader
 from mmray.bench.windows import SKIP, Arrival, cpu_s_per_row
 from mmray.config import Inputs
 from mmray.data.image import channels_first, decode, resized
-from mmray.data.order import Plan
+from mmray.data.order import Blocks, Plan
 from mmray.data.reader import RowReader
 from mmray.data.text import train_tokenizer
 from mmray.errors import UsageError
@@ -102,11 +105,46 @@ def test_memory_is_told_by_role():
 
 
 def test_cpu_time_is_counted_between_looks():
-    history = [(0.0, 5.0), (1.0, 6.0), (2.0, 8.0), (3.0, 11.0)]
-    assert spent_s(history, 0.5, 3.5) == (5.0, 1.0, 3.0)
+    history = [(0.0, {"a": 5.0}), (1.0, {"a": 6.0}), (2.0, {"a": 8.0, "b": 1.0}), (3.0, {"a": 10.0, "b": 1.5})]
+    assert spent_s(history, 0.5, 3.5) == ({"a": 4.0, "b": 1.5}, 1.0, 3.0)
     assert spent_s(history, 0.5, 1.5) is None
     consumers = [[Arrival(second / 10, 4) for second in range(40)]] * 2  # 80 rows a second from 0.2 s on
-    assert cpu_s_per_row(consumers, history) == pytest.approx(5 / 160)
+    assert cpu_s_per_row(consumers, history) == pytest.approx({"a": 4 / 160, "b": 1.5 / 160})
+
+
+def test_the_watch_tells_what_each_role_spent():
+    with ProcessWatch() as watch:
+        subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.8: pass"], check=True)
+    role = Path(sys.executable).name
+    assert 0.4 < watch.history[-1][1][role] < 1.2
+
+
+def test_what_a_row_and_a_block_cost_is_told_by_role():
+    """Medians of windows; a block's milliseconds are its rows' times, and who does next to nothing is not named."""
+    read = Found([300.0], [{"stream actor": each, "raylet": 0.01} for each in (0.5, 0.7, 0.6)], [7.0, 8.0], [])
+    read.rows_per_block = 100
+    blank = Found([3000.0], [{"SplitCoordinator": 0.1, "raylet": 0.03}], [6.0], [], None, 100)
+    found = {"stream original": read, "stream prepared": read, "stream blank": blank, "prepare": read}
+    first, prepare, original, _, of_blank = processors(found)
+    assert (
+        first == "first batch after 7.5 s (original), 7.5 s (prepared), 6.0 s (blank): a blank one is Ray's own start"
+    )
+    assert prepare == "prepare: a row takes 0.6 ms of processors: stream actor 0.6"
+    assert original.endswith("a block of 100 rows takes 61.0 ms of processors: stream actor 60.0, others 1.0")
+    assert of_blank.endswith("a block of 100 rows takes 13.0 ms of processors: SplitCoordinator 10.0, raylet 3.0")
+    told = rows(dict.fromkeys(found, 1.0), found, Raw(1.0, 1.0, "here"), None)[1]
+    assert told["cpu_ms_by_role"] == {"stream actor": 0.6, "raylet": 0.01} and told["cpu_ms_per_image"] == 0.61
+
+
+def test_a_blank_block_is_as_large_as_a_read_one(made):
+    _, prepared, tokenizer = made
+    plan = Plan(6, 4, 2, 2, seed=0, steps=1)
+    block = RowReader(prepared, Inputs(image_side=32), tokenizer, 10**7).block(plan, plan.positions(0, 1))
+    blank = Blank(32, block["input_ids"].shape[1], Blocks(plan, 0, 1))({"id": np.array([1])})
+    assert {name: (each.shape, each.dtype) for name, each in blank.items()} == {
+        name: (each.shape, each.dtype) for name, each in block.items()
+    }
+    assert blank["pos"].tolist() == block["pos"].tolist() and blank["valid"].tolist() == block["valid"].tolist()
 
 
 @pytest.mark.cluster
@@ -129,6 +167,8 @@ def test_bench_loader_from_end_to_end(local_ray, tmp_path, monkeypatch):
     assert any("the bottleneck is" in note for note in result["notes"])
     assert any("CPU workers" in note for note in result["notes"]) and len(said) == 1 + len(arms)
     assert all(arms[f"stream {name}"]["first_batch_s"] > 0 for name in ("original", "prepared"))
+    assert arms["stream blank"]["store_bytes_per_image"] > 3 * 32 * 32
+    assert any("Ray's own start" in note for note in result["notes"])
     assert {"driver", "stream actor", "Consumer"} <= set(result["memory_mib"]["stream prepared"])
     assert "stream actor" in result["notes"][-1]
     with pytest.raises(UsageError, match="fewer than a global batch"):

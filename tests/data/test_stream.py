@@ -1,6 +1,9 @@
 """The stream on Ray: every row where the order puts it, for any number of workers, from any step."""
 
 import itertools
+import pickle
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -8,7 +11,7 @@ import pytest
 import ray
 import torch
 
-from mmray.config import Inputs
+from mmray.config import Augment, ChatInputs, Inputs
 from mmray.data.collate import steps_of
 from mmray.data.order import PADDING, Blocks, Plan, Start
 from mmray.data.reader import RowReader
@@ -138,6 +141,24 @@ def test_a_block_holds_pixels_tokens_and_padding(reader):
     (micro,) = next(steps_of([block], plan))
     assert micro["attention_mask"].sum(1).tolist() == block["num_tokens"].tolist()
     assert micro["input_ids"].shape[1] == block["num_tokens"].max()
+
+
+def test_a_data_worker_reads_without_the_types_of_settings(tmp_path):
+    """They would cost each of its starts a third of a second, and the stream's first batch two of these."""
+    inputs, augment = ChatInputs(image_side=8, max_tokens=40), Augment(flip=1.0, crop_scale=(0.5, 1.0))
+    reader = RowReader(
+        make_set(tmp_path, [row(0, texts=CAPTIONS)]), inputs, train_tokenizer(CAPTIONS, 60), 10**6, augment
+    )
+    heavy = ("pydantic", "tyro", "mmray.config", "torch", "ray")
+    code = f"""
+import pickle, sys
+from mmray.data.order import Plan
+plan = Plan(1, 1, 1, 1, seed=0, steps=1)
+block = pickle.load(sys.stdin.buffer).block(plan, plan.positions(0, 0))
+print(block["image"].shape, block["valid"], [name for name in {heavy} if name in sys.modules])
+"""
+    run = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(reader), capture_output=True, check=True)
+    assert run.stdout.decode().strip() == "(1, 3, 8, 8) [ True] []"
 
 
 def test_a_row_that_cannot_be_read_keeps_its_place(tmp_path):
