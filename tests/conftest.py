@@ -53,13 +53,16 @@ def local_ray(tmp_path_factory):
 
 
 class Bucket:
-    """A bucket of the server; `fail("PUT", "step-6", 3)` has three such requests answered with an error."""
+    """A bucket of the server; `fail("PUT", "step-6", 3)` has three such requests answered with an error.
+
+    A 503 pyarrow asks again itself, every 0.2 s for six seconds; what it does not ask again is quick: `status=400`.
+    """
 
     def __init__(self, address, faults):
         self.address, self._faults = address, faults
 
-    def fail(self, method, text, count):
-        self._faults.write_text(f"{method} {text} {count}")
+    def fail(self, method, text, count, status=503):
+        self._faults.write_text(f"{method} {text} {count} {status}")
 
     def failures_left(self):
         return int(self._faults.read_text().split()[2])
