@@ -1,7 +1,7 @@
 """An S3 server on loopback (moto's), which fails where a test asks for it: python -m tests.s3_server PORT FAULTS.
 
 FAULTS is a file that need not be there; it holds `METHOD TEXT COUNT STATUS`: so many requests of this method, whose
-address holds this text, are answered with this status: 503 (Slow Down), as S3 does when it is asked too much, or another.
+address holds this text, are answered with this status: 503 (Slow Down), as S3 does when it is asked too much, or 400.
 COUNT counts down in the file.
 A file `requests` beside it, where a test has made one, gets a line for each request: `METHOD PATH BYTES-ASKED-FOR`.
 """
@@ -14,9 +14,10 @@ from pathlib import Path
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import run_simple
 
+BODY = "<?xml version='1.0'?><Error><Code>{}</Code><Message>{}</Message></Error>"
 BODIES = {
-    "503": b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>",
-    "400": b"<?xml version='1.0'?><Error><Code>InvalidRequest</Code><Message>It came to nothing.</Message></Error>",
+    "503": BODY.format("SlowDown", "Please reduce your request rate.").encode(),
+    "400": BODY.format("InvalidRequest", "It came to nothing.").encode(),
 }
 
 

@@ -9,7 +9,6 @@ from torch.multiprocessing import get_context
 
 from tests.train import four_ranks, two_ranks
 
-
 # What the ranks of all scenes import, and what torch and transformers import when they are first used: many seconds.
 IMPORTED_ONCE = (
     "tests.train.four_ranks",
