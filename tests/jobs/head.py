@@ -1,4 +1,4 @@
-"""A Ray head of a test's own, as `ray start` makes it: on loopback, on free ports, ended by its process group."""
+"""A Ray head of a test's own, as `ray start` makes it: on loopback, on free ports, ended by its process id."""
 
 import os
 import signal
@@ -11,6 +11,7 @@ import urllib.request
 from pathlib import Path
 
 START_S = 60
+END_S = 35  # it drains for up to 30 s
 
 
 class Head:
@@ -48,9 +49,12 @@ class Head:
         raise RuntimeError(f"the head did not start: {log.read_text()[-800:]}")
 
     def __exit__(self, *_: object) -> None:
-        """At once and with all it started: asked to end, it drains for half a minute."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
 
 def free_ports(count: int) -> list[int]:

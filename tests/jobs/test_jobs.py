@@ -105,7 +105,6 @@ def test_a_stopped_training_leaves_nothing_behind_and_the_same_line_goes_on(head
     assert "the same command goes on from step" in log
     assert left_behind(head) == []
 
-    recipe.write_text(to_yaml(config(data, tmp_path, "run")))  # nothing makes it slow now
     status, code, log = ended(client, submit(head, "train", str(recipe)))
     assert (status, code) == (JobStatus.SUCCEEDED, 0), log
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "finished"
