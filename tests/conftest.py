@@ -42,9 +42,10 @@ def local_ray(tmp_path_factory):
     import ray
     import ray.data
 
+    # The address that a head of other tests left, also while this Ray ran: Ray Train asks there whether its controller
+    # lives, and waits for an answer.
+    ray._common.utils.reset_ray_address()
     if not ray.is_initialized():
-        # The address that a head of other tests left: Ray Train asks there whether its controller lives, 12 s a run.
-        ray._common.utils.reset_ray_address()
         os.environ["MMRAY_TEST_FAULTS"] = str(tmp_path_factory.mktemp("faults"))  # workers inherit it from the start
         ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         ray.data.DataContext.get_current().enable_progress_bars = False
@@ -53,13 +54,16 @@ def local_ray(tmp_path_factory):
 
 
 class Bucket:
-    """A bucket of the server; `fail("PUT", "step-6", 3)` has three such requests answered with an error."""
+    """A bucket of the server; `fail("PUT", "step-6", 3)` has three such requests answered with an error.
+
+    A 503 pyarrow asks again itself, every 0.2 s for six seconds; what it does not ask again is quick: `status=400`.
+    """
 
     def __init__(self, address, faults):
         self.address, self._faults = address, faults
 
-    def fail(self, method, text, count):
-        self._faults.write_text(f"{method} {text} {count}")
+    def fail(self, method, text, count, status=503):
+        self._faults.write_text(f"{method} {text} {count} {status}")
 
     def failures_left(self):
         return int(self._faults.read_text().split()[2])

@@ -1,7 +1,8 @@
 """An S3 server on loopback (moto's), which fails where a test asks for it: python -m tests.s3_server PORT FAULTS.
 
-FAULTS is a file that need not be there; it holds `METHOD TEXT COUNT`: so many requests of this method, whose address
-holds this text, are answered with 503 (Slow Down), as S3 does when it is asked too much. COUNT counts down in the file.
+FAULTS is a file that need not be there; it holds `METHOD TEXT COUNT STATUS`: so many requests of this method, whose
+address holds this text, are answered with this status: 503 (Slow Down), as S3 does when it is asked too much, or 400.
+COUNT counts down in the file.
 A file `requests` beside it, where a test has made one, gets a line for each request: `METHOD PATH BYTES-ASKED-FOR`.
 """
 
@@ -13,7 +14,11 @@ from pathlib import Path
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import run_simple
 
-BODY = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+BODY = "<?xml version='1.0'?><Error><Code>{}</Code><Message>{}</Message></Error>"
+BODIES = {
+    "503": BODY.format("SlowDown", "Please reduce your request rate.").encode(),
+    "400": BODY.format("InvalidRequest", "It came to nothing.").encode(),
+}
 
 
 class Failing:
@@ -22,10 +27,10 @@ class Failing:
 
     def __call__(self, environ, start_response):
         self._note(environ)
-        if self._fails(environ):
+        if status := self._failure(environ):
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-            start_response("503 Slow Down", [("Content-Type", "application/xml")])
-            return [BODY]
+            start_response(f"{status} Failing", [("Content-Type", "application/xml")])
+            return [BODIES[status]]
         return self.app(environ, start_response)
 
     def _note(self, environ):
@@ -36,14 +41,15 @@ class Failing:
             with seen.open("a") as file:
                 file.write(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']} {asked}\n")
 
-    def _fails(self, environ):
+    def _failure(self, environ):
+        """The status that this request is answered with; None where it does not fail."""
         if not self.faults.exists():
-            return False
-        method, text, count = self.faults.read_text().split()
+            return None
+        method, text, count, status = self.faults.read_text().split()
         if environ["REQUEST_METHOD"] != method or text not in environ["PATH_INFO"] or int(count) == 0:
-            return False
-        self.faults.write_text(f"{method} {text} {int(count) - 1}")
-        return True
+            return None
+        self.faults.write_text(f"{method} {text} {int(count) - 1} {status}")
+        return status
 
 
 if __name__ == "__main__":

@@ -33,11 +33,20 @@ def _digest(folder: Path) -> str:
     return whole.hexdigest()
 
 
-def test_two_drawings_are_the_same_bytes_and_another_seed_is_not(jsonl, tmp_path):
-    assert _digest(sample.draw(tmp_path / "again").parent) == _digest(jsonl.parent)
-    other = sample.draw(tmp_path / "again", seed=1)
-    assert other.parent != sample.draw(tmp_path / "again").parent
-    assert _digest(other.parent) != _digest(jsonl.parent)
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(sample, "NUM_TRAIN", 20)
+    monkeypatch.setattr(sample, "NUM_TEST", 10)
+
+
+def test_two_drawings_are_the_same_bytes(jsonl, tmp_path):
+    assert _digest(sample.draw(tmp_path).parent) == _digest(jsonl.parent)
+
+
+def test_drawings_of_two_seeds_are_not_the_same_bytes(small, tmp_path):
+    one, other = (sample.draw(tmp_path, seed=seed).parent for seed in (0, 1))
+    assert other != one and sample.draw(tmp_path).parent == one
+    assert _digest(other) != _digest(one)
 
 
 def test_a_drawing_that_is_there_is_used_again(jsonl):
@@ -50,12 +59,10 @@ def test_a_drawing_that_is_there_is_used_again(jsonl):
         marked.unlink()
 
 
-def test_an_interrupted_drawing_leaves_nothing_that_looks_whole(tmp_path, monkeypatch):
+def test_an_interrupted_drawing_leaves_nothing_that_looks_whole(small, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sample, "NUM_TRAIN", 20)
-    monkeypatch.setattr(sample, "NUM_TEST", 10)
     intact = sample._damaged
     monkeypatch.setattr(sample, "_damaged", full)
     with pytest.raises(UsageError, match=r"No space left on device.*data\.cache"):

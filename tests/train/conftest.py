@@ -9,11 +9,23 @@ from torch.multiprocessing import get_context
 
 from tests.train import four_ranks, two_ranks
 
+# What the ranks of all scenes import, and what torch and transformers import when they are first used: many seconds.
+IMPORTED_ONCE = (
+    "tests.train.four_ranks",
+    "tests.train.shard_ranks",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "transformers.models.clip.modeling_clip",
+)
 
-def spawned(play, folder, world):
-    """What each rank that `play` was called in has left; they are forks of one process that has imported everything."""
-    get_context("forkserver").set_forkserver_preload(["tests.train.four_ranks"])
-    mp.start_processes(play, args=(str(folder),), nprocs=world, start_method="forkserver")
+
+def spawned(play, folder, world, *given):
+    """What each rank that `play` was called in has left; they are forks of one process that has imported everything.
+
+    There is one such process for all that pytest starts, and it imports what the first asks for.
+    """
+    get_context("forkserver").set_forkserver_preload(list(IMPORTED_ONCE))
+    mp.start_processes(play, args=(str(folder), *given), nprocs=world, start_method="forkserver")
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(world)]
 
 

@@ -66,7 +66,7 @@ def peak_bytes(step):
 
 
 def test_memory_is_flat_in_the_number_of_micro_batches(bench):
-    peaks = {k: peak_bytes(step_of(bench, k * MICRO, MICRO)) for k in (1, 2, 4, 16)}
+    peaks = {k: peak_bytes(step_of(bench, k * MICRO, MICRO)) for k in (1, 16)}
     whole = peak_bytes(step_of(bench, 16 * MICRO, 16 * MICRO))
     assert peaks[16] < 1.10 * peaks[1]  # what grows is the logits of the loss
     assert whole > 10 * peaks[16]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import shutil
 import time
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from pyarrow import fs
 
 from mmray.data.remote import folder_at
@@ -19,6 +17,7 @@ from mmray.train import checkpoint, nest
 from mmray.train.group import Group
 from tests.made import make_set, row
 from tests.train import shard_ranks, toy
+from tests.train.conftest import spawned
 
 HEADER_BYTES = 8192  # of a file, at most: names, places and types
 
@@ -30,11 +29,8 @@ def ranks(tmp_path_factory, s3_server):
     bucket = f"bucket-{time.time_ns()}"
     system, _ = fs.FileSystem.from_uri(f"s3://{bucket}?allow_bucket_creation=true")
     system.create_dir(bucket)
-    multiprocessing.set_forkserver_preload([shard_ranks.__name__])  # imported once for all four
     make_set(folder / "set", [row(number) for number in range(22)], [row(number) for number in range(22, 30)])
-    given = (str(folder), f"s3://{bucket}/runs")
-    mp.start_processes(shard_ranks.play, args=given, nprocs=shard_ranks.MOST, start_method="forkserver")
-    results = [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(shard_ranks.MOST)]
+    results = spawned(shard_ranks.play, folder, shard_ranks.MOST, f"s3://{bucket}/runs")
     return folder, folder_at(f"s3://{bucket}/runs") / "run", results
 
 

@@ -65,7 +65,7 @@ def test_an_upload_that_fails_for_good_leaves_nothing_that_counts(s3, monkeypatc
     monkeypatch.setattr(remote, "ATTEMPTS", 1)
     folder = folder_at(s3.address) / "checkpoints"
     put(folder, 3)
-    s3.fail("PUT", "step-6/state.pt", 1000)
+    s3.fail("PUT", "step-6/state.pt", 1000, status=400)
     with pytest.raises(StorageError, match=r"cannot write the checkpoint s3://.*/step-6: .*Older checkpoints"):
         put(folder, 6)
     assert checkpoint.step_of(checkpoint.newest_good(folder)) == 3
@@ -86,7 +86,7 @@ def test_a_store_that_fails_for_a_while_costs_a_checkpoint_and_not_the_run(s3, m
     monkeypatch.setattr(remote, "ATTEMPTS", 1)
     run, told = folder_at(s3.address) / "mine", []
     held, keeper = keeper_of(run, told)
-    s3.fail("PUT", "step-6/", 1000)
+    s3.fail("PUT", "step-6/", 1000, status=400)
     for step in (3, 6, 9):
         keeper.save(step, step, state(step), {})
     keeper.close()
@@ -101,7 +101,7 @@ def test_a_store_that_fails_at_the_end_is_an_error_and_the_checkpoint_before_sta
     run, told = folder_at(s3.address) / "mine", []
     held, keeper = keeper_of(run, told)
     keeper.save(3, 3, state(3), {})
-    s3.fail("PUT", "checkpoints/step-6/", 1000)
+    s3.fail("PUT", "checkpoints/step-6/", 1000, status=400)
     keeper.save(6, 6, state(6), {})
     with pytest.raises(StorageError, match=r"step-6: .*start the same command again"):
         keeper.close()
