@@ -41,16 +41,17 @@ def device_of(config: Config) -> torch.device:
     if config.cluster.accelerator == "cpu" or (config.cluster.accelerator == "auto" and have < workers):
         return torch.device("cpu")
     if have < workers:
-        raise ResourceError(f"bench step: {workers} workers with a GPU each, and this machine has {have}")
+        raise ResourceError(f"mmray bench: {workers} workers with a GPU each, and this machine has {have}")
     return torch.device("cuda", 0)
 
 
-def run_ranks(measure: Measure, config: Config) -> Any:
+def run_ranks(measure: Measure, config: Config, kind: str = "") -> Any:
     """What rank 0's `measure` (a function of a module) returns, measured in `cluster.most_workers` new processes.
 
-    `measure` gets a folder that is gone afterwards. Raises RankFailed where one of them raised or was killed.
+    `measure` gets a folder that is gone afterwards; `kind` of device, `cpu` or `cuda`: as a run would choose where none
+    is given. Raises RankFailed where one of them raised or was killed.
     """
-    kind = device_of(config).type
+    kind = kind or device_of(config).type
     with tempfile.TemporaryDirectory(prefix="mmray-bench-") as folder:
         try:
             torch.multiprocessing.spawn(_enter, (measure, config, kind, folder), nprocs=config.cluster.most_workers)

@@ -7,23 +7,21 @@ the same. A strategy that cannot run is a row with its reason. No Ray, no data, 
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.multiprocessing
 from torch.profiler import ProfilerActivity, profile
 
 from mmray import objectives
 from mmray.bench.machine import describe
-from mmray.bench.ranks import join
+from mmray.bench.ranks import RankFailed, device_of, run_ranks
 from mmray.bench.shapes import peak_resident_bytes
 from mmray.bench.step import prepared
 from mmray.data.order import Plan
@@ -78,7 +76,7 @@ def bench_strategies(config: Config, steps: int = 10, only: tuple[str, ...] = ()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells its own doings otherwise
     workers = max(2, config.cluster.most_workers)
     shape = shape_of(config.batch, workers)
-    kind = "cuda" if config.cluster.accelerator != "cpu" and torch.cuda.device_count() >= workers else "cpu"
+    kind = device_of(_workers(config, workers)).type  # of all rows, those of one worker too
     chosen = [strategy for strategy in STRATEGIES if not only or strategy.name in (BASE, *only)]
     rows = [_row(strategy, _settings(config, strategy, workers, shape), kind, steps) for strategy in chosen]
     base = rows[0]
@@ -98,15 +96,18 @@ def _ratios(rates: dict[str, float]) -> dict[str, float]:
 
 def _settings(config: Config, strategy: Strategy, workers: int, shape: Any) -> Config:
     """The config of one strategy: the same rows a step, in the same micro-batches."""
-    return config.model_copy(
+    return _workers(config, 1 if strategy.alone else workers).model_copy(
         update={
             "train": config.train.model_copy(update={"compress": "none", "profile": 0, **strategy.train}),
-            "cluster": config.cluster.model_copy(update={"workers": 1 if strategy.alone else workers}),
             "batch": config.batch.model_copy(
                 update={"global_": shape.global_rows, "micro": shape.micro, "accumulation": None}
             ),
         }
     )
+
+
+def _workers(config: Config, workers: int) -> Config:
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"workers": workers})})
 
 
 def _row(strategy: Strategy, config: Config, kind: str, steps: int) -> dict[str, Any]:
@@ -115,12 +116,10 @@ def _row(strategy: Strategy, config: Config, kind: str, steps: int) -> dict[str,
     reasons = refusals(config)
     if reasons:
         return row | {"error": "; ".join(reasons)}
-    with tempfile.TemporaryDirectory(prefix="mmray-bench-") as folder:
-        try:
-            torch.multiprocessing.spawn(_rank, (config, kind, steps, folder), nprocs=config.cluster.most_workers)
-        except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException) as error:
-            return row | {"error": str(error).strip().splitlines()[-1]}
-        return row | json.loads((Path(folder) / "row.json").read_text()) | {"error": None}
+    try:
+        return row | run_ranks(partial(_measure, steps=steps), config, kind) | {"error": None}
+    except RankFailed as error:
+        return row | {"error": str(error)}
 
 
 @dataclass
@@ -178,18 +177,7 @@ def _communication_us(profiled: Any) -> float:
     return total
 
 
-def _rank(rank: int, config: Config, kind: str, steps: int, folder: str) -> None:
-    """One worker of one strategy; rank 0 writes the figures."""
-    group = join(rank, config, kind, folder, device_index=rank)
-    figures = _measure(config, group, steps)
-    if rank == 0:
-        (Path(folder) / "row.json").write_text(json.dumps(figures))
-    group.barrier()
-    # Not by way of the interpreter's end: a thread of gloo may still release a tensor then, and abort the process.
-    os._exit(0)
-
-
-def _measure(config: Config, group: Group, steps: int) -> dict[str, Any]:
+def _measure(config: Config, group: Group, _: Path, *, steps: int) -> dict[str, Any]:
     """Figures of one strategy on one rank."""
     shape = shape_of(config.batch, group.world)
     timed = WARM_STEPS + steps

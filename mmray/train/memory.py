@@ -1,7 +1,7 @@
 """How many rows fit: a rehearsal of the step before the first, and a table of what it holds.
 
 worker.py rehearses with synthetic rows before any data is read. The rehearsed step is step.py's own, in a group without
-partners, so that each rank tries by itself.
+partners, so that each rank tries by itself; where the model's own forward holds collectives, all ranks try together.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import psutil
 import torch
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 
 from mmray.errors import OutOfMemoryError, TrainingError
 from mmray.objectives.protocol import Batch
-from mmray.train import parallel
-from mmray.train.batch import divisors
+from mmray.train import parallel, sharding
+from mmray.train.batch import divisors, smaller
 from mmray.train.branches import INPUTS
 from mmray.train.feed import Share, share_of
 from mmray.train.group import Group
@@ -65,40 +66,75 @@ class Rehearsed:
 
 
 def rehearse(
-    learner: Learner,
-    batch_of: BatchOf,
-    share: int,
-    micro: int | None,
-    with_optimizer: bool = True,
-    check: Callable[[], None] = lambda: None,
+    learner: Learner, batch_of: BatchOf, share: int, micro: int | None, check: Callable[[], None] = lambda: None
 ) -> Rehearsed:
     """One synthetic step in micro-batches of `micro` rows, or (None) of as many as fit on every rank.
 
-    `check` is called where a step has left its gradients. The model (not yet wrapped) and the generators of random
-    numbers come out as they went in. Raises OutOfMemoryError when `micro` rows, or one, do not fit, TrainingError when
-    the model cannot take the rows at all.
+    `check` is called where a step has left its gradients. The model (not yet wrapped, or a copy that is cut over the
+    ranks) and the generators of random numbers come out as they went in. Raises OutOfMemoryError when `micro` rows, or
+    one, do not fit, TrainingError when the model cannot take the rows at all.
     """
-    told = replace(learner, group=Alone(learner.group.rank, learner.group.world, learner.group.device))
-    if with_optimizer:
-        _allocate(learner)
+    alone = Alone(learner.group.rank, learner.group.world, learner.group.device)
+    told = replace(learner, group=alone, parts=parallel.may_part(learner.model))
+    _allocate(learner)
+    agreed = (_together if told.parts else _each)(learner.group, told, batch_of, share, micro)
+    saved = _try(told, batch_of, agreed, agreed, check=check) or 0
+    if learner.group.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(learner.group.device)  # the peak that is told is that of the training
+    return Rehearsed(agreed, _table(learner, saved))
+
+
+def _each(group: Group, told: Learner, batch_of: BatchOf, share: int, micro: int | None) -> int:
+    """Rows that fit on every rank: each tries by itself what it likes, then they agree."""
     smallest = 1 if micro is None else micro
-    held = learner.group.world > 1  # DDP's buckets lie there all the time
+    held = group.world > 1  # DDP's buckets lie there all the time
     found = _try(told, batch_of, 1 if micro is None else min(share, 2 * micro), smallest, held)
     fits = found is not None
     if fits and micro is None:
-        sizes = [size for size in divisors(share) if size <= _most_rows(learner.group, found or 0)]
+        sizes = [size for size in divisors(share) if size <= _most_rows(group, found or 0)]
         # Memory grows with the rows, so that the sizes that fit come first.
         fitting = bisect_right(
             sizes, False, key=lambda size: size > 1 and _try(told, batch_of, share, size, held) is None
         )
         smallest = sizes[fitting - 1]
-    agreed = learner.group.smallest(smallest if fits else 0)
+    agreed = group.smallest(smallest if fits else 0)
     if agreed == 0:
         raise _does_not_fit(micro)
-    saved = _try(told, batch_of, agreed, agreed, check=check) or 0
-    if learner.group.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(learner.group.device)  # the peak that is told is that of the training
-    return Rehearsed(agreed, _table(learner, saved))
+    return agreed
+
+
+def _together(group: Group, told: Learner, batch_of: BatchOf, share: int, micro: int | None) -> int:
+    """Rows that fit where a forward holds collectives: all ranks try the same sizes in the same order, upwards.
+
+    A rank that runs out of memory there leaves the others in a collective, and no vote can bring them back. Its error
+    carries the size before, for which every rank had room, and the group begins again with that, as it does in mid-run;
+    upwards, so that it does so once. Trying a whole model, each rank by itself, would not do: no device need hold it,
+    and what the parts leave free shows only where it is cut.
+    """
+    least = 1 if micro is None else micro
+    less = 0 if micro is None else smaller(micro, share)
+    found = _fit_or_part(group, told, batch_of, min(share, 2 * least), least, less)
+    if micro is not None:
+        return micro
+    most = group.smallest(_most_rows(group, found))
+    sizes = [size for size in divisors(share) if size <= most]
+    for less, size in pairwise(sizes):
+        _fit_or_part(group, told, batch_of, min(share, 2 * size), size, less)
+    if 2 * sizes[-1] < share:  # the outputs of all rows lie there at once
+        _fit_or_part(group, told, batch_of, share, sizes[-1], smaller(sizes[-1], share))
+    return sizes[-1]
+
+
+def _fit_or_part(group: Group, told: Learner, batch_of: BatchOf, rows: int, micro: int, less: int) -> int:
+    """What `_try` finds; where there is no room, the error with which the group begins again in `less` rows."""
+    found = _try(told, batch_of, rows, micro)
+    if found is not None:
+        return found
+    if less == 0:
+        raise _does_not_fit(None)
+    raise OutOfMemoryError(
+        f"no room for a synthetic step in micro-batches of {micro} rows (rank {group.rank}). Now {less} at a time", less
+    )
 
 
 def _try(
@@ -157,13 +193,13 @@ def _allocate(learner: Learner) -> None:
 @contextmanager
 def _saved_bytes(model: nn.Module) -> Iterator[list[int]]:
     """Counts the bytes of tensors that autograd saves inside, weights apart, each storage once; in a list of one."""
-    seen = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    total = [0]
+    weights, seen, total = sharding.addresses(model), set(), [0]
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
+        address = storage.data_ptr()
+        if address not in seen and address not in weights():
+            seen.add(address)
             total[0] += storage.nbytes()
         return tensor
 
@@ -183,13 +219,16 @@ def _most_rows(group: Group, bytes_of_one_row: int) -> int:
 
 
 def _table(learner: Learner, saved_bytes: int) -> dict[str, float]:
-    """GiB of weights, gradients, optimizer state, and what one micro-batch saves for its backward."""
+    """GiB of weights, gradients, optimizer state, and what one micro-batch saves for its backward.
+
+    Of what is cut, this rank's part; rank 0, whose table is logged, has the largest.
+    """
     weights = list(learner.model.parameters())
     states = [value for state in learner.optimizer.state.values() for value in state.values()]
     held = {
-        "parameters": sum(weight.nbytes for weight in weights),
-        "gradients": sum(weight.nbytes for weight in weights if weight.requires_grad),
-        "optimizer": sum(value.nbytes for value in states if isinstance(value, Tensor)),
+        "parameters": sum(sharding.own(weight).nbytes for weight in weights),
+        "gradients": sum(sharding.own(weight).nbytes for weight in weights if weight.requires_grad),
+        "optimizer": sum(sharding.own(value).nbytes for value in states if isinstance(value, Tensor)),
         "activations": saved_bytes,
     }
     return {f"memory/{name}_gib": size / GIB for name, size in held.items()}

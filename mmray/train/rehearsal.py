@@ -5,7 +5,9 @@ memory.py measures; here its objections become words about the settings.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,9 +17,10 @@ from torch import nn
 from mmray.data.order import Plan
 from mmray.errors import UsageError
 from mmray.models.synthetic import synthetic_batch
-from mmray.train import memory
+from mmray.train import memory, optimizer, parallel
 from mmray.train.job import Job
 from mmray.train.learner import Learner
+from mmray.train.shaping import compiled
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -28,10 +31,8 @@ def rehearse_job(job: Job, learner: Learner, plan: Plan) -> memory.Rehearsed:
     micro = min(plan.micro, plan.share, job.micro or plan.share)
     auto = job.config.batch.micro == "auto" and not job.micro
     batch_of = synthetic_of(job, learner.group.device)
-    if job.config.train.parallel == "fsdp":  # one device need not hold it all: a GPU is tried by the first step
-        if learner.group.device.type != "cuda":
-            rehearse(job.config, learner, batch_of, plan.share, 1, with_optimizer=False)
-        return memory.Rehearsed(micro, {})
+    if job.config.train.parallel == "fsdp":
+        learner = _cut(job.config, learner)
     # The averaged weights will lie beside the others.
     average = [weight.detach().clone() for weight in learner.model.parameters()] if job.config.train.ema else []
     try:
@@ -40,19 +41,27 @@ def rehearse_job(job: Job, learner: Learner, plan: Plan) -> memory.Rehearsed:
         average.clear()
 
 
+def _cut(config: Config, learner: Learner) -> Learner:
+    """What takes the step with a copy of the model that is cut over the ranks, as it will be; it goes with the step.
+
+    A copy, since state that is whole can only be loaded into weights that are.
+    """
+    module = compiled(copy.deepcopy(learner.model), config.train)
+    layout = parallel.Layout.of(config.train, learner.precision.dtype, (), "")
+    model = parallel.wrap(module, learner.group, layout)
+    return replace(learner, model=model, optimizer=optimizer.build(module, config.optimizer))
+
+
 def rehearse(
     config: Config,
     learner: Learner,
     batch_of: Callable[[int], dict[str, torch.Tensor]],
     share: int,
     micro: int | None,
-    with_optimizer: bool = True,
 ) -> memory.Rehearsed:
     """`memory.rehearse`, with its objections to what model and objective have to do with each other in words."""
     try:
-        return memory.rehearse(
-            learner, batch_of, share, micro, with_optimizer, partial(_check_all_learn, learner.model, config)
-        )
+        return memory.rehearse(learner, batch_of, share, micro, partial(_check_all_learn, learner.model, config))
     except KeyError as error:
         raise UsageError(
             f"objective.kind: `{config.objective.kind}` reads `{error.args[0]}`, which a model of model.kind "

@@ -75,8 +75,6 @@ def _sharded(config: Config) -> list[str]:
         reasons.append("train.parallel fsdp shards over workers; set --cluster.workers 2 or more, or take `single`")
     if config.train.precision == "fp16":
         reasons.append("train.parallel fsdp takes fp32 or bf16; set --train.precision bf16")
-    if config.batch.micro == "auto":
-        reasons.append("batch.micro auto tries each worker by itself, which fsdp cannot; give --batch.micro")
     if config.train.ema:
         reasons.append("train.ema averages whole weights, which fsdp cuts up; take `ddp`, or --train.ema 0")
     return reasons

@@ -47,16 +47,21 @@ def compiled(model: nn.Module, train: Train) -> nn.Module:
 def recompute(branch: nn.Module) -> None:
     """The blocks of a branch keep their input only and are computed again in backward (Chen et al. 2016).
 
-    Running statistics are left alone the second time, dropout draws the same masks.
+    Running statistics are left alone the second time, dropout draws the same masks. torch.compile takes no such second
+    time that differs from the first: blocks with running statistics are left out of its graphs.
     """
     for block in _blocks(branch):
-        block.forward = partial(_recomputed, block, block.forward)
+        if next(block.buffers(), None) is None:
+            block.forward = partial(_recomputed, block.forward, {})
+        else:
+            settings = {"context_fn": partial(_contexts, block)}
+            block.forward = partial(torch.compiler.disable(_recomputed), block.forward, settings)  # a copy has its own
 
 
-def _recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _recomputed(forward: Callable[..., Any], settings: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=partial(_contexts, block), **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **settings, **kwargs)
 
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -58,6 +58,23 @@ def _replicated(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.ndim == 0]
 
 
+def own(tensor: Tensor) -> Tensor:
+    """What this rank holds of it: its part where it is cut."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def addresses(module: nn.Module) -> Callable[[], set[int]]:
+    """Where weights lie whole on this rank at the moment it is asked: what is cut is gathered for its use only."""
+    places = [(part._parameters, name) for part in module.modules() for name in part._parameters]
+
+    def now() -> set[int]:
+        weights = (parameters[name] for parameters, name in places)
+        return {w.untyped_storage().data_ptr() for w in weights if w is not None and not isinstance(w, DTensor)}
+
+    always = now()
+    return now if is_sharded(module) else lambda: always
+
+
 def average_replicated(module: nn.Module, group: Group) -> None:
     """Gradients of what every rank keeps, averaged as those of the shards were."""
     for parameter in _replicated(module):

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from mmray.bench import strategies
+from mmray.bench import ranks, strategies
+from mmray.bench.ranks import RankFailed
 from mmray.bench.strategies import BASE, Timer, bench_strategies
 from mmray.config import Batch, Optimizer, TextTower, Train
 from mmray.data.order import Plan
+from mmray.errors import ResourceError
 from mmray.train.group import Group
 from tests.bench.test_step import tiny
 
@@ -39,30 +41,59 @@ def test_rows_are_measured_and_what_fails_has_its_reason(monkeypatch):
     json.dumps(result)
 
 
-def test_a_strategy_that_raises_in_its_process_is_a_row(monkeypatch):
-    def spawn(*_, **__):
-        raise torch.multiprocessing.ProcessRaisedException("Traceback\n  ...\nRuntimeError: no such device", 0, 1)
+def test_the_reason_of_a_row_is_that_of_the_rank_that_failed_by_itself(tmp_path, monkeypatch):
+    """Rank 0 sees a broken connection only, and what rank 1 says is many lines long."""
+    broken = RuntimeError("Connection closed by peer\nCheck the logs of the remote worker")
+    own = torch.OutOfMemoryError("no room for the bucket\nCompile with TORCH_USE_CUDA_DSA")
 
-    monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
-    result = bench_strategies(tiny(workers=2), steps=2, only=("fsdp fp32",))
-    assert [row["error"] for row in result["rows"]] == ["RuntimeError: no such device"] * 2
-    assert result["ratios"] == {}
+    def joined(rank, *_, **__):
+        raise own if rank else broken
+
+    monkeypatch.setattr(ranks, "join", joined)
+    for rank, error in enumerate((broken, own)):
+        with pytest.raises(type(error)):
+            ranks._enter(rank, strategies._measure, tiny(workers=2), "cpu", str(tmp_path))
+
+    def failed(measure, config, kind):
+        raise ranks._raised(tmp_path)
+
+    monkeypatch.setattr(strategies, "run_ranks", failed)
+    (row,) = bench_strategies(tiny(workers=2), steps=2, only=(BASE,))["rows"]
+    assert row["error"] == "OutOfMemoryError: no room for the bucket" and row["loss"] is None
 
 
 def test_where_the_base_fails_the_others_are_told_without_ratios(monkeypatch):
-    figures = dict.fromkeys(strategies.FIGURES, 1.0) | {"loss_vs_ddp": None}
-
-    def spawn(enter, given, nprocs):
-        config, *_, folder = given
+    def measured(measure, config, kind):
         if config.train.parallel == "ddp":
-            raise torch.multiprocessing.ProcessRaisedException("RuntimeError: no room", 0, 1)
-        (Path(folder) / "row.json").write_text(json.dumps(figures))
+            raise RankFailed("RuntimeError: no room", True)
+        return dict.fromkeys(strategies.FIGURES, 1.0) | {"loss_vs_ddp": None}
 
-    monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
+    monkeypatch.setattr(strategies, "run_ranks", measured)
     result = bench_strategies(tiny(workers=2), steps=2, only=("fsdp fp32",))
     told = [(row["error"], row["samples_per_s"]) for row in result["rows"]]
     assert told == [("RuntimeError: no room", None), (None, 1)]
     assert result["ratios"] == {} and result["rows"][1]["loss_vs_ddp"] is None
+
+
+def test_every_row_is_measured_on_the_same_kind_of_device(monkeypatch):
+    """One GPU would do for one worker, but not for the base that it is compared with; asked for by name, it is said."""
+    kinds = []
+
+    def measured(measure, config, kind):
+        kinds.append((kind, config.cluster.workers))
+        return dict.fromkeys(strategies.FIGURES, 1.0)
+
+    monkeypatch.setattr(strategies, "run_ranks", measured)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config = tiny(workers=1)
+    bench_strategies(set_accelerator(config, "auto"), steps=2, only=("single fp32",))
+    assert kinds == [("cpu", 2), ("cpu", 1)]
+    with pytest.raises(ResourceError, match="2 workers with a GPU each, and this machine has 1"):
+        bench_strategies(set_accelerator(config, "gpu"), steps=2, only=("single fp32",))
+
+
+def set_accelerator(config, accelerator):
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"accelerator": accelerator})})
 
 
 class Stopped(Exception):
@@ -81,7 +112,7 @@ def test_branches_give_the_slower_branch_the_replica(monkeypatch):
     base = tiny(train=Train(parallel="branches", steps=1))
     spec = base.model.model_copy(update={"text": TextTower(width=32, depth=12, heads=2)})
     with pytest.raises(Stopped):
-        strategies._measure(base.model_copy(update={"model": spec}), Group(), 2)
+        strategies._measure(base.model_copy(update={"model": spec}), Group(), Path(), steps=2)
     assert (seen[0].slower, len(seen[0].devices)) == ("text", 2)
 
 

@@ -19,13 +19,14 @@ IMPORTED_ONCE = (
 )
 
 
-def spawned(play, folder, world, *given):
-    """What each rank that `play` was called in has left; they are forks of one process that has imported everything.
+def spawned(play, folder, world, *given, apart=0):
+    """What each of `world` ranks that `play` was called in has left; forks of one process that has imported everything.
 
-    There is one such process for all that pytest starts, and it imports what the first asks for.
+    There is one such process for all that pytest starts, and it imports what the first asks for. `apart`: further ranks
+    in a group of their own, which leave nothing here.
     """
     get_context("forkserver").set_forkserver_preload(list(IMPORTED_ONCE))
-    mp.start_processes(play, args=(str(folder), *given), nprocs=world, start_method="forkserver")
+    mp.start_processes(play, args=(str(folder), *given), nprocs=world + apart, start_method="forkserver")
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=True) for rank in range(world)]
 
 

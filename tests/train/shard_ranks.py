@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,27 +26,31 @@ from mmray.data.remote import Folder, folder_at
 from mmray.data.store import PreparedSet
 from mmray.data.text import TextEncoder
 from mmray.data.words import fitted
-from mmray.errors import StorageError
+from mmray.errors import MmrayError, OutOfMemoryError, StorageError
 from mmray.objectives.contrastive import Contrastive
-from mmray.train import checkpoint, loop, nest, rundir, shards
+from mmray.train import checkpoint, loop, memory, nest, rundir, shards
 from mmray.train.group import Group
 from mmray.train.job import Job, Line
 from mmray.train.keeper import Helper, Keeper
 from mmray.train.lease import Lease
+from mmray.train.rehearsal import rehearse_job
 from mmray.train.worker import work
 from tests.train import runs, toy
 
-MOST = 4
+MOST, APART = 4, 2
 WORLDS = (1, 2, 3, 4)
 KINDS = ("ddp", "fsdp")
 TIMEOUT = timedelta(seconds=120)
 
 
 def play(rank: int, folder: str, address: str) -> None:
-    """Entry of a rank: two of them train and save, then one to four go on, then one of two dies."""
+    """Entry of a rank: two of them train and save, then one to four go on, then one of two dies; two others part."""
     torch.set_num_threads(1)
     remote.ATTEMPTS = 1
     here, results = Path(folder), {}
+    if rank >= MOST:
+        cramped(joined(rank - MOST, 2, here, "cramped"), here / f"cramped-{rank - MOST}.json")
+        os._exit(0)
     if rank < 2:
         group = joined(rank, 2, here, "saving")
         results["saved"] = saved(group, here / "run")
@@ -51,6 +59,9 @@ def play(rank: int, folder: str, address: str) -> None:
         results["worked"] = worked(group, here, "worked", "fsdp")
         for kind in KINDS:
             results[f"worked on, {kind}"] = worked(group, here, kind, kind, str(here / "worked/checkpoints/step-3"))
+        results["tried"] = tried(group)
+        results["tried with little"] = tried(group, free=(1000, 4)[rank])
+        results["again"] = tried(group, micro=3)
         dist.destroy_process_group()
     for world in WORLDS:
         if rank < world:
@@ -82,12 +93,20 @@ def of(group: Group, run: Folder, ranks: Any, told: list[str]) -> tuple[Keeper |
     return Keeper(run, held.acquire(), config, about, lambda label, text: told.append(text), ranks), held
 
 
-def train(group: Group, save: Any, state: Any, kind: str, first: int, steps: int = 8) -> toy.Branched:
-    plan = Plan(num_rows=30, global_rows=12, world=group.world, micro=3, seed=1, steps=8)
-    settings = SimpleNamespace(**vars(toy.TRAIN) | {"checkpoint_every": 2, "parallel": kind})
-    model = toy.Branched().double()
+def plan_of(group: Group, micro: int = 3) -> Plan:
+    return Plan(num_rows=30, global_rows=12, world=group.world, micro=micro, seed=1, steps=8)
+
+
+def settings(kind: str) -> SimpleNamespace:
+    return SimpleNamespace(**vars(toy.TRAIN) | {"checkpoint_every": 2, "parallel": kind, "compile": "none"})
+
+
+def train(
+    group: Group, save: Any, state: Any, kind: str, first: int, steps: int = 8, planned: int = 3, **given: Any
+) -> toy.Branched:
+    plan, model = plan_of(group, planned), toy.Branched().double()
     asked = iter(range(first + 1, 9))
-    options = {"objective": Contrastive(), "train": settings, "save": save}
+    options = {"objective": Contrastive(), "train": settings(kind), "save": save} | given
     task = toy.task(model, plan, group, **options, stop=lambda: next(asked) == steps)
     loop.run(task, toy.steps_of(plan, group.rank, first), state)
     return model
@@ -142,6 +161,58 @@ def goes_on(group: Group, found: Path, kind: str) -> dict[str, Any]:
     sharded = kind == "fsdp" and group.world > 1
     model = train(group, None, stored if sharded else checkpoint.load(found), kind, 4)
     return {"weights": toy.flat(model), "elements": max(read, default=0)}
+
+
+class Narrow(toy.Branched):
+    """One whose forward has room for so many rows only."""
+
+    def __init__(self, most_rows: int):
+        super().__init__()
+        self.most_rows = most_rows
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        toy.Fault("nowhere", most_rows=self.most_rows).at("forward", len(batch["valid"]))
+        return super().forward(batch)
+
+
+def rehearsed(group: Group, model: toy.Branched, kind: str, micro: int) -> memory.Rehearsed:
+    """As a worker rehearses with `batch.micro: auto`, or with what an attempt before it found."""
+    config = SimpleNamespace(train=settings(kind), batch=SimpleNamespace(micro="auto"), optimizer=toy.OPTIMIZER)
+    config.model = SimpleNamespace(inputs=SimpleNamespace(image_side=4, max_tokens=6, max_boxes=0), vocab_size=20)
+    alone = Group(group.rank, 1, group.device)
+    learner = replace(toy.learner(model, alone), group=group)
+    return rehearse_job(SimpleNamespace(config=config, micro=micro), learner, plan_of(group, micro or 6))
+
+
+def tried(group: Group, micro: int = 0, free: int = 1000) -> dict[str, Any]:
+    """What the probe finds, and the run with it; `free`: rows for which this rank's host has memory."""
+    model, log = toy.Branched().double(), toy.Lines()
+    before = copy.deepcopy(model.state_dict())
+    one_row = rehearsed(Group(group.rank, 1), model, "ddp", 1).table["memory/activations_gib"] * memory.GIB
+    room = SimpleNamespace(available=(free + 0.5) * one_row * group.world / memory.HOST_SHARE)
+    with patch.object(psutil, "virtual_memory", lambda: room):
+        found = rehearsed(group, model, "fsdp", micro)
+    same = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    trained = train(group, None, None, "fsdp", 0, planned=6, micro=found.micro, constants=found.table, log=log)
+    return {
+        "micro": found.micro,
+        "table": found.table,
+        "whole activations": rehearsed(group, model, "ddp", found.micro).table["memory/activations_gib"],
+        "model is as it was": same,
+        "weights": toy.flat(trained),
+        "line": log.lines[-1],
+    }
+
+
+def cramped(group: Group, found: Path) -> None:
+    """Rank 1 runs out of memory in the probe, at more than three rows: rank 0 is left in a collective until it ends."""
+    model = Narrow(3 if group.rank else 99).double()
+    try:
+        rehearsed(group, model, "fsdp", 0)
+    except OutOfMemoryError as error:
+        found.write_text(json.dumps({"error": str(error), "micro": error.micro}))
+    except MmrayError as error:
+        found.write_text(json.dumps({"error": str(error), "micro": -1}))
 
 
 def full(group: Group, run: Path) -> str:

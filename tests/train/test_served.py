@@ -20,7 +20,6 @@ def config(recipe="sample", workers=1, **sections):
         ({"workers": 2, "train": {"parallel": "branches"}}, "set --cluster.workers 1"),
         ({"workers": 1, "train": {"parallel": "fsdp"}}, "set --cluster.workers 2"),
         ({"workers": 2, "train": {"parallel": "fsdp", "precision": "fp16"}}, "set --train.precision bf16"),
-        ({"workers": 2, "train": {"parallel": "fsdp"}, "batch": {"micro": "auto"}}, "give --batch.micro"),
         ({"workers": 2, "train": {"parallel": "fsdp", "compress": "bf16"}}, "train.compress bf16 is for `ddp`"),
         ({"train": {"parallel": "branches"}, "model": {"kind": "my.package:Mine"}}, "needs two branches"),
         ({"batch": {"micro": "auto"}, "model": {"batch_norm": "synced"}}, "give --batch.micro"),
@@ -52,5 +51,6 @@ def test_every_built_in_model_can_be_clipped_by_branches(recipe):
 
 
 @pytest.mark.parametrize(("parallel", "workers"), [("ddp", 1), ("ddp", 4), ("fsdp", 2), ("branches", 1), ("single", 1)])
-def test_served(parallel, workers):
-    check(config(workers=workers, train={"parallel": parallel}))
+@pytest.mark.parametrize("micro", [8, "auto"])
+def test_served(parallel, workers, micro):
+    check(config(workers=workers, train={"parallel": parallel}, batch={"micro": micro}))

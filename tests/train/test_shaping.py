@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import numpy as np
@@ -95,6 +96,26 @@ def test_recomputing_keeps_fewer_activations() -> None:
 
 def test_compiled_branches_take_the_same_steps() -> None:
     plain, compiled = trained(shaped("convnet"), 1), trained(shaped("convnet", compile="eager"), 1)
+    assert plain.keys() == compiled.keys()
+    for key, value in plain.items():
+        torch.testing.assert_close(compiled[key], value, rtol=0, atol=1e-9, msg=key)
+
+
+@pytest.mark.parametrize("name", ["clip", "resnet18"])
+def test_a_copy_of_a_recomputed_model_learns_by_itself(name: str) -> None:
+    model = shaped(name, recompute=("image",))
+    copied = copy.deepcopy(model)
+    copied.image(synthetic_batch(INPUTS, VOCAB, 2, CPU)["image"])[:, 0].sum().backward()
+    assert all(weight.grad is None for weight in model.parameters())
+    assert all(weight.grad is not None for weight in copied.image.parameters())
+
+
+@pytest.mark.parametrize("name", ["clip", "resnet18"])
+def test_recomputed_activations_are_compiled_as_well(name: str) -> None:
+    """Patches drop alike; blocks with running statistics stay out of the graphs, and keep them."""
+    plain, compiled = (
+        trained(shaped(name, recompute=("image",), compile=backend), 1) for backend in ("none", "aot_eager")
+    )
     assert plain.keys() == compiled.keys()
     for key, value in plain.items():
         torch.testing.assert_close(compiled[key], value, rtol=0, atol=1e-9, msg=key)
