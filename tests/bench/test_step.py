@@ -114,7 +114,7 @@ def test_the_model_is_shaped_as_a_worker_shapes_it() -> None:
     copy = bench._copy()
     assert all(branch._compiled_call_impl is not None for branch in copy.branches().values())  # deepcopy alone drops it
     blocks = [part for part in copy.text.modules() if "forward" in vars(part)]
-    assert blocks and all(part.forward.args[0] is part for part in blocks)
+    assert blocks and all(part.forward.args[0].__self__ is part for part in blocks)
 
 
 def test_pretrained_recipe_needs_no_weights() -> None:
