@@ -123,7 +123,8 @@ def processors(found: dict[str, Found]) -> list[str]:
         num_rows = found[name].rows_per_block if amount == "block" else 1
         if cost := _by_role(found[name], num_rows):
             whole = f"a block of {num_rows:.0f} rows" if amount == "block" else "a row"
-            said.append(f"{name}: {whole} takes {sum(cost.values()):.1f} ms of processors: {_named(cost)}")
+            beside = " beside the driver, which hands out its tasks" if name == "prepare" else ""
+            said.append(f"{name}: {whole} takes {sum(cost.values()):.1f} ms of processors{beside}: {_named(cost)}")
     return said
 
 

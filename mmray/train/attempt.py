@@ -1,4 +1,4 @@
-"""One attempt to train: a fresh `TorchTrainer`, what runs on its workers, and what ended it where it failed.
+"""One attempt to train: a fresh `TorchTrainer`, and what ended it where it failed.
 
 attempts.py starts it and decides what follows; entry.py is what the workers run.
 """
@@ -14,6 +14,7 @@ import ray.exceptions
 import ray.train
 import ray.train.torch
 from ray.train.v2._internal.exceptions import WorkerHealthCheckTimeoutError
+from ray.train.v2.api.exceptions import PreemptionError
 
 from mmray.cluster.present import Present
 from mmray.config import Config
@@ -48,6 +49,8 @@ BROKEN = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
+    "Connection timed out",
+    "No route to host",
     "NCCL",
     "Socket Timeout",
     "recv operation to complete",
@@ -162,10 +165,13 @@ def failure_of(error: BaseException, guard: Guard, ready: Ready) -> Failure:
         return Failure("hung", TrainingError(guard.hang.told), last_step)
     if isinstance(error, MmrayError):
         return Failure("raised", error, last_step)
+    if isinstance(error, PreemptionError):  # where the user has turned Ray's own watcher on
+        return Failure("preempted", TrainingError("a node was taken away"), last_step)
     if isinstance(error, ray.train.WorkerGroupError):
         failures = [getattr(e, "health_check_failure", e) for e in error.worker_failures.values()]  # as Ray has it
         raised = [e for e in failures if not _is_loss(e)]
         own = [e for e in raised if isinstance(e, MmrayError)]
+        own.sort(key=lambda e: not isinstance(e, OutOfMemoryError))  # the others lost the one without memory
         cause = next(iter([*own, *raised, *failures]), error)
         killed = next((e for e in failures if isinstance(e, ray.exceptions.OutOfMemoryError)), None)
         if killed is not None and not raised:

@@ -3,7 +3,7 @@
 `look` is called a few times a second by attempts.py; each concern has its own pace. What it decides reaches the ranks
 through the board, and rides on the vote of the next step: no rank waits for anybody in the hot path.
 `ray.train.get_preemption_info` would do for the second, but it is a barrier over all ranks; the driver reads what Ray's
-watcher reads.
+watcher, which is off, would read.
 """
 
 from __future__ import annotations

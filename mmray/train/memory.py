@@ -1,6 +1,6 @@
 """How many rows fit: a rehearsal of the step before the first, and a table of what it holds.
 
-worker.py rehearses with synthetic rows before any data is read. The rehearsed step is step.py's own, in a group without
+worker.py rehearses with synthetic rows before the first step. The rehearsed step is step.py's own, in a group without
 partners, so that each rank tries by itself; where the model's own forward holds collectives, all ranks try together.
 """
 
@@ -127,7 +127,8 @@ def _together(group: Group, told: Learner, batch_of: BatchOf, share: int, micro:
 
 def _fit_or_part(group: Group, told: Learner, batch_of: BatchOf, rows: int, micro: int, less: int) -> int:
     """What `_try` finds; where there is no room, the error with which the group begins again in `less` rows."""
-    found = _try(told, batch_of, rows, micro)
+    held = group.world > 1 and not sharding.is_sharded(told.model)  # DDP's buckets
+    found = _try(told, batch_of, rows, micro, held)
     if found is not None:
         return found
     if less == 0:

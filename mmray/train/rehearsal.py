@@ -1,4 +1,4 @@
-"""A synthetic step before any data, for a run: mistakes of shape and memory show in the first seconds.
+"""A synthetic step before the first, for a run: mistakes of shape and memory show in the first seconds.
 
 memory.py measures; here its objections become words about the settings.
 """
@@ -6,6 +6,7 @@ memory.py measures; here its objections become words about the settings.
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -27,11 +28,12 @@ if TYPE_CHECKING:
 
 
 def rehearse_job(job: Job, learner: Learner, plan: Plan) -> memory.Rehearsed:
-    """A synthetic step, so that mistakes of shape and memory show before any data; the rows that fit."""
+    """A synthetic step, so that mistakes of shape and memory show before the first; the rows that fit."""
     micro = min(plan.micro, plan.share, job.micro or plan.share)
     auto = job.config.batch.micro == "auto" and not job.micro
     batch_of = synthetic_of(job, learner.group.device)
-    if job.config.train.parallel == "fsdp":
+    cut = job.config.train.parallel == "fsdp"
+    if cut:
         learner = _cut(job.config, learner)
     # The averaged weights will lie beside the others.
     average = [weight.detach().clone() for weight in learner.model.parameters()] if job.config.train.ema else []
@@ -39,14 +41,27 @@ def rehearse_job(job: Job, learner: Learner, plan: Plan) -> memory.Rehearsed:
         return rehearse(job.config, learner, batch_of, plan.share, None if auto else micro)
     finally:
         average.clear()
+        if cut:
+            del learner
+            gc.collect()  # what cuts a module refers to it, and is referred to: it would stay for a while
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
 
 
 def _cut(config: Config, learner: Learner) -> Learner:
     """What takes the step with a copy of the model that is cut over the ranks, as it will be; it goes with the step.
 
-    A copy, since state that is whole can only be loaded into weights that are.
+    A copy, since state that is whole can only be loaded into weights that are. Raises UsageError for a model of the
+    user's own that cannot be copied.
     """
-    module = compiled(copy.deepcopy(learner.model), config.train)
+    try:
+        whole = copy.deepcopy(learner.model)
+    except (TypeError, RuntimeError) as error:  # it holds a lock or a file, or weights that are computed
+        raise UsageError(
+            "train.parallel fsdp tries a copy of the model before the first step, and model.kind "
+            f"`{config.model.kind}` cannot be copied ({error}): give it a __deepcopy__, or take another strategy"
+        ) from error
+    module = compiled(whole, config.train)
     layout = parallel.Layout.of(config.train, learner.precision.dtype, (), "")
     model = parallel.wrap(module, learner.group, layout)
     return replace(learner, model=model, optimizer=optimizer.build(module, config.optimizer))

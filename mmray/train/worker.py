@@ -1,6 +1,6 @@
 """What one training worker does: builds the model, rehearses, restores, then lets the loop run. Knows nothing of Ray.
 
-trainer.py calls `work` on each Ray Train worker; under torchrun it can be called as well, with blocks from anywhere.
+entry.py calls `work` on each Ray Train worker; under torchrun it can be called as well, with blocks from anywhere.
 """
 
 from __future__ import annotations

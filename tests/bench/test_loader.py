@@ -130,7 +130,9 @@ def test_what_a_row_and_a_block_cost_is_told_by_role():
     assert (
         first == "first batch after 7.5 s (original), 7.5 s (prepared), 6.0 s (blank): a blank one is Ray's own start"
     )
-    assert prepare == "prepare: a row takes 0.6 ms of processors: stream actor 0.6"
+    assert prepare == (
+        "prepare: a row takes 0.6 ms of processors beside the driver, which hands out its tasks: stream actor 0.6"
+    )
     assert original.endswith("a block of 100 rows takes 61.0 ms of processors: stream actor 60.0, others 1.0")
     assert of_blank.endswith("a block of 100 rows takes 13.0 ms of processors: SplitCoordinator 10.0, raylet 3.0")
     told = rows(dict.fromkeys(found, 1.0), found, Raw(1.0, 1.0, "here"), None)[1]

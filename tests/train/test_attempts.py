@@ -165,3 +165,10 @@ def test_a_worker_that_rays_memory_monitor_killed_comes_back_with_smaller_micro_
     assert decide(failed(killed, peer, logged=2), None, 1, 3, Room(2, 2)).micro == 1
     alone = failed(killed, peer, micro=1)
     assert isinstance(alone.error, OutOfMemoryError) and isinstance(decide(alone, None, 1, 3, Room(2, 2)), Retry)
+
+
+def test_a_rank_without_memory_decides_whatever_the_ranks_that_lost_it_say():
+    """In a probe under `fsdp`: the other's error is wrapped, and its words are those of whatever broke."""
+    lost = TrainingError("one synthetic micro-batch did not pass the model: what?")
+    verdict = decide(failed(lost, OutOfMemoryError("no room", 2)), None, 1, 3, Room(2, 2))
+    assert isinstance(verdict, Shrink) and verdict.micro == 2
