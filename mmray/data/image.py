@@ -57,7 +57,8 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """The picture as an upright RGB image.
 
     EXIF orientation is applied, transparency is laid on white, 16-bit samples are scaled (not clipped), and of an
-    animation the first frame is taken. Colour profiles are ignored. Raises BadImage only.
+    animation the first frame is taken. Colour profiles are ignored. Raises BadImage, and MemoryError where this process
+    has no room for it, only.
     """
     return _decode(_open(data, max_pixels), data, max_pixels)
 
@@ -70,6 +71,8 @@ def _decode(image: ImageFile.ImageFile, data: bytes, max_pixels: int) -> Image.I
         image.load()
         upright = turn_upright(image)
         rgb = to_rgb(upright)
+    except MemoryError:
+        raise  # no fault of the image: its row must not be set aside for it
     except Exception as error:  # noqa: BLE001 - fed damaged bytes, a decoder raises what it likes (a dozen kinds seen)
         text = f"{type(error).__name__}: {error}"
         raise BadImage("truncated" if "truncated" in text else "corrupt", text[:300]) from None
@@ -242,6 +245,8 @@ def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
         image = Image.open(io.BytesIO(data), formats=(decoder,))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise BadImage("too-large", str(error)) from None
+    except MemoryError:
+        raise
     except Exception as error:  # noqa: BLE001 - as in decode: a damaged header raises many kinds
         if decoder == "PNG":
             _check_png_chunks(data)  # says which chunk is damaged, where that is the cause

@@ -92,6 +92,8 @@ def answer_all(source: BinaryIO, out: BinaryIO) -> None:
             answer: dict[str, int | str] = {"width": image.width, "height": image.height}
         except BadImage as bad:
             answer = {"reason": bad.reason, "detail": bad.detail}
+        except MemoryError:  # here, where nothing else takes any, it is the image's
+            answer = {"reason": "memory", "detail": "no memory to decode it"}
         out.write(orjson.dumps(answer) + b"\n")
         out.flush()
 

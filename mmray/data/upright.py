@@ -32,5 +32,7 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 def _orientation(image: Image.Image) -> int:
     try:
         return int(image.getexif().get(ORIENTATION, 1))
+    except MemoryError:
+        raise
     except Exception:  # noqa: BLE001 - damaged EXIF (any parser error) does not make the pixels bad: as if it said nothing
         return 1

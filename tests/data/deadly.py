@@ -15,6 +15,7 @@ from mmray.data import image, trial
 MARK = b"this kills its decoder, which is written down in "
 COMMAND = (sys.executable, "-m", "tests.data.deadly")
 _open = image._open
+NEED = b"this needs more memory than there is"
 
 
 def deadly(data, log):
@@ -29,6 +30,19 @@ def open_image(data, max_pixels):
             file.write(f"{os.getpid()}\n")
         signal.raise_signal(signal.SIGSEGV)
     return _open(data, max_pixels)
+
+
+def open_needy(data, max_pixels):
+    if NEED in data:
+        raise MemoryError
+    return _open(data, max_pixels)
+
+
+@contextmanager
+def decoder_finds_no_memory():
+    """In this process alone."""
+    with patch.object(image, "_open", open_needy):
+        yield
 
 
 @contextmanager

@@ -1,6 +1,7 @@
-"""A decoder that dies natively: its image is named after three tries at most, and everything else goes on."""
+"""A decoder that dies natively, or finds no memory: its image is named, and everything else goes on."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import ray
 from mmray.config import Inputs, Prepare
 from mmray.data import prepare as prepare_module
 from mmray.data import stream as stream_module
+from mmray.data import trial as trial_module
 from mmray.data.image import BadImage
 from mmray.data.order import Plan, Start
 from mmray.data.prepare import prepare
@@ -16,7 +18,7 @@ from mmray.data.reader import RowReader
 from mmray.data.store import PreparedSet, key_id
 from mmray.data.text import train_tokenizer
 from mmray.data.trial import Trial
-from tests.data.deadly import deadly, decoder_dies
+from tests.data.deadly import NEED, deadly, decoder_dies, decoder_finds_no_memory
 from tests.made import png
 
 _pack_batch = prepare_module._pack_batch
@@ -63,6 +65,43 @@ def test_a_child_dies_instead_and_the_next_one_goes_on(tmp_path):
         assert trial.check(png(3, side=9), 10**6) == (9, 9)
     trial.close()
     assert trial.deaths == 1
+
+
+CRAMPED = """
+import resource, sys
+from mmray.data import trial
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 24 * 2**20,) * 2)
+trial.answer_all(sys.stdin.buffer, sys.stdout.buffer)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of a process's memory as Linux has them")
+def test_an_image_for_which_there_is_no_memory_is_not_called_corrupt(monkeypatch):
+    """16 million pixels where 24 MiB are left, then a small one."""
+    monkeypatch.setattr(trial_module, "COMMAND", (sys.executable, "-c", CRAMPED))
+    trial = Trial()
+    with pytest.raises(BadImage, match="memory: no memory to decode it"):
+        trial.check(png(1, side=4000), 25 * 10**6)
+    assert trial.check(png(3, side=9), 10**6) == (9, 9)
+    trial.close()
+    assert trial.deaths == 0
+
+
+def pack_batch_without_memory(batch, job):
+    """The prepare task on a worker that has none for some images."""
+    with decoder_finds_no_memory():
+        return _pack_batch(batch, job)
+
+
+@pytest.mark.cluster
+def test_rows_whose_task_had_no_memory_are_tried_apart_and_kept(tmp_path, monkeypatch, local_ray):
+    source = make_source(tmp_path / "raw", 12, ())
+    with (tmp_path / "raw" / "5.png").open("ab") as file:
+        file.write(NEED)
+    monkeypatch.setattr(prepare_module, "_pack_batch", pack_batch_without_memory)
+    manifest = prepare(str(source), str(tmp_path / "out"), Prepare(rows_per_shard=4, vocab_size=60))
+    assert (manifest.num_rows, manifest.reasons) == (12, {})
 
 
 @pytest.mark.cluster
