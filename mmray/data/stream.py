@@ -75,7 +75,6 @@ def stream_dataset(
     dataset.context.execution_options.label_selector = labels
     dataset.context.enable_progress_bars = False
     dataset.context.print_on_execution_start = False
-    dataset.context.memory_usage_poll_interval_s = None  # a thread for each block otherwise, some 1 ms
     return dataset
 
 

@@ -1,4 +1,4 @@
-"""What runs on each Ray Train worker: its stream begun at once, then the work that train/worker.py knows without Ray.
+"""What runs on each Ray Train worker: its stream, and the work that train/worker.py knows without Ray.
 
 A module of its own, so that the driver does not import the engine to start it (two seconds of a core).
 """
@@ -16,7 +16,6 @@ import ray.exceptions
 import ray.train
 import ray.train.torch
 
-from mmray.data.begun import begun
 from mmray.data.reader import Block
 from mmray.errors import MmrayError
 from mmray.train.board import StopWish
@@ -26,8 +25,7 @@ from mmray.train.job import Line
 def on_worker(given: dict[str, Any]) -> dict[str, Any]:
     """Trains in a process group that Ray has made; what it is given stands in attempt.py."""
     board, start = given["board"], given["start"]
-    blocks = begun(_blocks)
-    from mmray.train.worker import work  # late: seconds of import, in which the processes of the data start
+    from mmray.train.worker import work  # late: the driver imports this module, and needs no engine
 
     rank = ray.train.get_context().get_world_rank()
     line = Line(
@@ -38,7 +36,7 @@ def on_worker(given: dict[str, Any]) -> dict[str, Any]:
         about={"rank": rank, "node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()},
     )
     try:
-        return work(given["job"], start, blocks, ray.train.torch.get_device(), line)
+        return work(given["job"], start, _blocks(), ray.train.torch.get_device(), line)
     except Exception as error:
         if not isinstance(error, MmrayError):
             error.add_note(traceback.format_exc())  # a traceback does not travel to the driver, a note does
