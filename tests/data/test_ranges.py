@@ -305,3 +305,15 @@ def test_referenced_images_of_a_store_come_in_few_reads_in_the_order_asked_for(m
         read_pictures(place, [*pictures, Picture("", "gone.jpg")])
     with pytest.raises(ValueError, match=r"a\.tar ends at byte 5005"):
         read_pictures(place, [Picture("", "a.tar", offset=5000, length=100)])
+
+
+def test_threads_that_read_one_object_of_a_store_at_once_each_get_its_bytes(memory):
+    place, data = Place(f"{memory}/raw"), np.random.default_rng(0).bytes(5000)
+    place.write("whole.jpg", data)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(100):
+            assert read_pictures(place, [Picture("", "whole.jpg")] * 8) == [data] * 8
+    finally:
+        sys.setswitchinterval(before)
