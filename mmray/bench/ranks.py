@@ -19,6 +19,7 @@ import torch.multiprocessing
 
 from mmray.errors import ResourceError, TrainingError
 from mmray.train.group import Group
+from mmray.train.heap import keep_freed_memory
 from mmray.train.room import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ def _enter(rank: int, measure: Measure, config: Config, kind: str, folder: str) 
 def join(rank: int, config: Config, kind: str, folder: str, device_index: int) -> Group:
     """The group of all ranks, which meet through a file in `folder`; `kind` is `cpu` or `cuda`."""
     torch.set_num_threads(max(1, int(config.cluster.cpus_per_worker)))
+    if kind == "cpu":
+        keep_freed_memory()  # as a worker does
     device = torch.device(kind, device_index) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)

@@ -26,6 +26,7 @@ from mmray.models.regions import LabelTexts
 from mmray.train import checkpoint, loop, memory, optimizer, precision, reporting
 from mmray.train.advice import Advising
 from mmray.train.group import Group
+from mmray.train.heap import keep_freed_memory
 from mmray.train.job import Job, Line, Report
 from mmray.train.keeper import Helper, Keeper
 from mmray.train.learner import Learner
@@ -56,6 +57,8 @@ def _work(
 ) -> dict[str, Any]:
     config = job.config
     torch.set_num_threads(max(1, int(config.cluster.cpus_per_worker)))  # fixed: sums in another order are other sums
+    if device.type == "cpu":
+        keep_freed_memory()
     settle(config.train.seed, config.train.deterministic)
     group = Group.current(device, config.cluster.collective_timeout_s)
     found = None if start.checkpoint is None else folder_at(start.checkpoint)
