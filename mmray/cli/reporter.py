@@ -10,7 +10,7 @@ from mmray.cli.console import Screen, language_note, training_figures
 
 
 class Reporter:
-    """Tells the screen what a run does; implements mmray.train.trainer.Listener."""
+    """Tells the screen what a run does; implements mmray.train.board.Listener."""
 
     def __init__(self, screen: Screen):
         self.screen = screen

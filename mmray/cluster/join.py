@@ -10,7 +10,8 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,11 +28,14 @@ _ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process more for each group: the driver looks by itself (guard.py)
+    "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent to anyone whom the user did not name
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     "RAY_task_oom_retries": "5",  # Ray starts a task that its node has no memory for again for ever
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TOKENIZERS_PARALLELISM": "false",
 }
+# What a process of a cluster of this machine imports while nobody has taken it yet: a second of a data actor's start.
+_PRELOAD, _PRELOADED = "RAY_preload_python_modules", "ray.data,mmray.data.decoder"
 # Where an object store is, for workers of a cluster that is joined; never who may use it: Ray logs what it is given.
 _STORE = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_EC2_METADATA_DISABLED")
 FEED_CPUS = 1  # beside the data actors: the tasks that hand them their blocks
@@ -39,10 +43,11 @@ ANSWER_TIMEOUT_S = 5.0
 
 
 @contextmanager
-def joined(section: Cluster, data_actors: int = 1) -> Iterator[None]:
+def joined(section: Cluster, data_actors: int = 1, beside: Callable[[], None] | None = None) -> Iterator[None]:
     """Ray is there inside the block, its data placed; a cluster that this call started ends with it.
 
-    `data_actors` is what the run will decode with: a cluster started here has CPUs for them.
+    `data_actors` is what the run will decode with: a cluster started here has CPUs for them. `beside` is done while Ray
+    starts, in a thread; it must not import Ray's modules, which this one does. Raises what it raises.
     """
     import ray  # late: `mmray --help` must not pay for it
 
@@ -51,13 +56,19 @@ def joined(section: Cluster, data_actors: int = 1) -> Iterator[None]:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if ray.is_initialized():
+        if beside is not None:
+            beside()
         place_data(section)
         yield
         return
     address = section.address or os.environ.get("RAY_ADDRESS")
-    _start(ray, address, section, data_actors)
-    _hush()
+    with ThreadPoolExecutor(1) as threads:
+        done = threads.submit(beside) if beside is not None else None
+        _start(ray, address, section, data_actors)
     try:
+        if done is not None:
+            done.result()
+        _hush()
         place_data(section)
         yield
     finally:
@@ -68,6 +79,7 @@ def _start(ray: object, address: str | None, section: Cluster, data_actors: int)
     from ray._common.utils import get_default_ray_temp_dir
 
     workers = {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH", "")]))}
+    workers[_PRELOAD] = os.environ.get(_PRELOAD, _PRELOADED)
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
     try:
         if address:
@@ -77,16 +89,34 @@ def _start(ray: object, address: str | None, section: Cluster, data_actors: int)
         else:
             forget_dead_cluster(Path(get_default_ray_temp_dir()) / "ray_current_cluster")
             # Unless the user has set RAY_AUTH_MODE, Ray gives this cluster a token: nobody else may use it.
-            ray.init(  # type: ignore[attr-defined]
-                address="local",
-                num_cpus=local_cpus(section, data_actors, physical=os.cpu_count() or 1),
-                runtime_env={"env_vars": {**_ENVIRONMENT, **workers}},
-                include_dashboard=False,
-                **quiet,
-            )
+            with _with_environment(workers):
+                ray.init(  # type: ignore[attr-defined]
+                    address="local",
+                    num_cpus=local_cpus(section, data_actors, physical=os.cpu_count() or 1),
+                    include_dashboard=False,
+                    **quiet,
+                )
             _guard_token()
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ResourceError(f"cannot join Ray at {address or 'this machine'}: {error}") from error
+
+
+@contextmanager
+def _with_environment(values: dict[str, str]) -> Iterator[None]:
+    """Variables that processes started inside have too.
+
+    For a cluster of this machine: by a runtime environment they would reach only processes begun for it, and those that
+    Ray has begun ahead would never be taken.
+    """
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def check_answer(address: str) -> None:

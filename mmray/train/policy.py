@@ -1,6 +1,6 @@
 """What to do when an attempt to train has ended too early: pure functions, so that a test needs no cluster.
 
-trainer.py turns what Ray Train raised into a `Failure`, asks `decide`, and does what it says.
+attempts.py turns what Ray Train raised into a `Failure`, asks `decide`, and does what it says.
 """
 
 from __future__ import annotations

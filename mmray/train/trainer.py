@@ -1,169 +1,37 @@
 """One run from config to weights on a Ray cluster: the room's composer.
 
-`train` runs on the driver: it prepares, checks, takes the run's folder, then leaves it to attempts.py to train.
+What it needs of torch is imported while Ray starts, each four seconds of a laptop; what it needs of Ray after that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
-from typing import Any
+from typing import TYPE_CHECKING
 
-from mmray import objectives
 from mmray.cluster.join import joined
-from mmray.config import Config
-from mmray.config.mixture import is_mixture, parse_mixture, write_mixture
-from mmray.data.chunks import chunk_and_window, kept_here
-from mmray.data.folders import gather
-from mmray.data.manifest import QUARANTINE
-from mmray.data.mixed import MixedSet
-from mmray.data.remote import Folder
-from mmray.data.sets import ensure_prepared
-from mmray.data.store import PreparedSet
-from mmray.data.text import load_tokenizer
-from mmray.data.words import encoder_of, fitted
-from mmray.errors import AtOnce, TrainingError
-from mmray.report.at_end import draw_at_end
-from mmray.train import rundir, served, tracking
-from mmray.train.attempt import Ready
-from mmray.train.attempts import attempts
-from mmray.train.batch import shape_of, total_steps
-from mmray.train.board import Listener
-from mmray.train.lease import Lease
-from mmray.train.region_labels import with_names
-from mmray.train.resources import check_room, check_storage
 
-
-@dataclass
-class Outcome:
-    """How a run ended; `result` is what result.json says."""
-
-    path: Folder
-    result: dict[str, Any]
-    already_done: bool = False
+if TYPE_CHECKING:
+    from mmray.config import Config
+    from mmray.train.board import Listener
+    from mmray.train.course import Outcome
 
 
 def train(config: Config, listener: Listener) -> Outcome:
     """Train `config` to its end, or go on with it; raises MmrayError with its exit code."""
-    shape_of(config.batch, config.cluster.most_workers)  # contradictions show before anything starts
+    actors = 1 if config.data.workers == "auto" else config.data.workers
+    with joined(config.cluster, actors, beside=partial(check, config)):
+        from mmray.train.course import course
+
+        return course(config, listener)
+
+
+def check(config: Config) -> None:
+    """Raise UsageError for settings that contradict each other, before any data is looked at."""
+    from mmray import objectives
+    from mmray.train import served, tracking
+    from mmray.train.batch import shape_of
+
+    shape_of(config.batch, config.cluster.most_workers)
     served.check(config)
     tracking.check(config)
     objectives.build(config.objective)
-    with joined(config.cluster, 1 if config.data.workers == "auto" else config.data.workers):
-        check_room(config)
-        check_storage(config)
-        ready = settle(config, listener)
-        decision = rundir.decide(ready.config, ready.data, ready.steps)
-        if decision.action == "done":
-            result = rundir.RunDir(decision.path).read_json("result.json") or {}
-            return Outcome(decision.path, result, already_done=True)
-        lease = Lease(decision.path)
-        lease.acquire()
-        try:
-            run = rundir.create(decision.path, ready.config, ready.data, ready.tokenizer_json)
-            _announce(ready, run, listener)
-            try:
-                with tracking.tracked(ready.config, run.path, listener) as told:
-                    result = attempts(ready, run, lease, told)
-                    told.status = result["status"]
-            except AtOnce:
-                raise
-            except BaseException:
-                _tidy(run, lease, listener)
-                raise
-            _tidy(run, lease, listener)
-            return Outcome(run.path, result)
-        finally:
-            lease.release()
-
-
-def settle(config: Config, listener: Listener) -> Ready:
-    """Sets opened, tokenizer found, arithmetic done; everything a user can get wrong is found here or above."""
-    prepared = partial(
-        ensure_prepared,
-        cache=config.data.cache,
-        settings=config.prepare,
-        say=listener.note,
-        progress=listener.preparing,
-    )
-    terms = [(str(prepared(source)), weight) for source, weight in parse_mixture(config.data.train)]
-    train_sets = [PreparedSet.open(place, config.data.train_split) for place, _ in terms]
-    eval_set = _eval_set(config, terms[0][0], train_sets[0], prepared)
-    shape = shape_of(config.batch, config.cluster.most_workers)
-    chunk, window = chunk_and_window(config.data, train_sets, shape.global_rows)
-    train_sets = [kept_here(config.data, each, chunk) for each in train_sets]
-    eval_set = eval_set and kept_here(config.data, eval_set, chunk)
-    if config.data.local_cache and all(each.place.local for each in [*train_sets, eval_set] if each):
-        listener.note("data.local_cache keeps nothing: every set is on a disk already", "cache")
-    train_set: PreparedSet | MixedSet = train_sets[0]
-    if is_mixture(config.data.train):
-        train_set = MixedSet(train_sets, [weight for _, weight in terms])
-    inputs = config.model.inputs
-    loaded = load_tokenizer(inputs.tokenizer, train_set.tokenizer_json)
-    tokenizer_json = fitted(loaded, inputs, train_set.languages)
-    encoder = encoder_of(tokenizer_json, inputs)
-    if config.evaluate.language is not None:
-        encoder.said("", config.evaluate.language)  # one that it does not know shows here
-    num_rows = min(train_set.num_rows, config.data.limit or train_set.num_rows)
-    if isinstance(train_set, MixedSet):
-        num_rows = sum(part.per_epoch for part in train_set.parts)
-    steps = total_steps(config.train, num_rows, shape.global_rows)
-    vocab_size = config.model.vocab_size or encoder.vocab_size
-    model = with_names(config.model, train_sets, eval_set)
-    settled = config.model_copy(
-        update={
-            "model": model.with_absolute_weights().model_copy(update={"vocab_size": vocab_size}),
-            "data": config.data.model_copy(update={"chunk": chunk, "window": window}),
-            "batch": config.batch.model_copy(
-                update={"global_": shape.global_rows, "micro": "auto" if shape.auto else shape.micro}
-            ),
-        }
-    )
-    data = {
-        "train": write_mixture(terms),
-        "fingerprint": train_set.fingerprint,
-        "num_rows": num_rows,
-        "tokenizer": sha256(tokenizer_json.encode()).hexdigest(),
-    }
-    return Ready(settled, train_set, eval_set, tokenizer_json, shape, steps, data)
-
-
-def _eval_set(
-    config: Config, place: str, train_set: PreparedSet, prepared: Callable[[str], Folder]
-) -> PreparedSet | None:
-    split = config.data.eval_split
-    if config.data.eval is not None:
-        return PreparedSet.open(str(prepared(config.data.eval)), split)
-    return PreparedSet.open(place, split) if train_set.has_split(split) else None
-
-
-def _tidy(run: rundir.RunDir, lease: Lease, listener: Listener) -> None:
-    """What is left to do to the folder when a run has ended, well or not: the report, and what it needs.
-
-    Nothing where another training has the run now.
-    """
-    try:
-        lease.check()
-        gather(run.path / QUARANTINE)
-    except TrainingError:
-        return
-    except OSError as error:
-        listener.note(f"{QUARANTINE} is still in parts: {error}", "storage")
-    draw_at_end(run.path, listener.note)
-
-
-def _announce(ready: Ready, run: rundir.RunDir, listener: Listener) -> None:
-    held_out = f"{ready.eval_set.num_rows:,} held out" if ready.eval_set else "none held out, so no evaluation"
-    epochs = ready.steps * ready.shape.global_rows / ready.data["num_rows"]
-    listener.note(str(run.path), "run")
-    listener.note(f"{ready.data['train']}: {ready.data['num_rows']:,} rows, {held_out}", "data")
-    if isinstance(ready.train_set, MixedSet):
-        for name, part in zip(ready.train_set.names, ready.train_set.parts, strict=True):
-            listener.note(f"{part.per_epoch:,} rows of {name} an epoch ({part.num_rows:,} in it)", "mixed")
-    data = ready.config.data
-    if data.chunk != 1:
-        listener.note(f"in chunks of {data.chunk:,} rows that lie together, {data.window:,} of them mixed", "order")
-    listener.note(str(ready.shape), "batch")
-    listener.note(f"{ready.steps:,} steps, about {epochs:.1f} epochs", "length")

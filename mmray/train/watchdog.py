@@ -1,6 +1,6 @@
 """Which rank has stopped, told from heartbeats: pure functions and the driver's memory of what each rank last did.
 
-pulse.py sends the heartbeats from every training worker, board.py carries them, trainer.py acts on what is found here.
+pulse.py sends the heartbeats from every training worker, board.py carries them, attempts.py acts on what is found here.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from mmray.report.at_end import draw_at_end
 from mmray.train.lease import Lease
 from mmray.train.resources import data_actors, demand_of
 from mmray.train.rundir import environment
-from mmray.train.trainer import settle
+from mmray.train.settle import settle
 from mmray.tune import sweepdir
 from mmray.tune.fit import largest, room_for
 from mmray.tune.plan import Trial, as_run, best_recipe, samples_per_trial, searched, trials_of, warm_up_doubt, widest

@@ -11,7 +11,7 @@ from mmray.data.place import Place
 from mmray.data.store import PreparedSet
 from mmray.errors import UsageError
 from mmray.train import attempt
-from mmray.train.trainer import settle
+from mmray.train.settle import settle
 from tests import made
 from tests.data.test_ranges import memory, put  # noqa: F401 - a fixture
 from tests.data.test_store import make_rows, make_set

@@ -10,7 +10,7 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, Work
 
 from mmray.config import Config
 from mmray.errors import OutOfMemoryError, ResourceError, StorageError, TrainingError
-from mmray.train import attempts, checkpoint, trainer
+from mmray.train import attempts, checkpoint, course
 from mmray.train.attempt import failure_of
 from mmray.train.batch import BatchShape
 from mmray.train.lease import Lease
@@ -76,10 +76,10 @@ def test_who_was_taken_over_meanwhile_leaves_the_others_result_and_report_alone(
     with pytest.raises(TrainingError, match="what happened"):
         fails(None, TrainingError("what happened"), kind="raised")
     assert json.loads((tmp_path / "result.json").read_text()) == {"status": "finished"}
-    monkeypatch.setattr(trainer, "draw_at_end", lambda *_: pytest.fail("it drew the report"))
+    monkeypatch.setattr(course, "draw_at_end", lambda *_: pytest.fail("it drew the report"))
     asleep = Lease(tmp_path)
     asleep.fence = 1
-    trainer._tidy(RunDir(tmp_path), asleep, Silent())
+    course._tidy(RunDir(tmp_path), asleep, Silent())
 
 
 def full_disk(*_):

@@ -9,8 +9,9 @@ import torch
 from mmray.data.order import PADDING, Part, Plan
 from mmray.data.store import key_id
 from mmray.errors import UsageError
+from mmray.train.settle import settle
 from mmray.train.telemetry import rows_sha
-from mmray.train.trainer import settle, train
+from mmray.train.trainer import train
 from tests.made import make_set, png, row
 from tests.train.runs import STEPS, Silent, config, lines, marks, same_weights, weights
 

@@ -7,7 +7,7 @@ from mmray.config import Evaluate
 from mmray.data.words import encoder_of
 from mmray.errors import UsageError
 from mmray.train.attempt import _start
-from mmray.train.trainer import settle
+from mmray.train.settle import settle
 from tests.made import make_set, row
 from tests.train.runs import Silent, config
 

@@ -1,0 +1,92 @@
+"""The course of one run on a cluster that is there: prepared, checked, its folder taken, trained, tidied up.
+
+It runs on the driver, and leaves the training to attempts.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mmray.config import Config
+from mmray.data.folders import gather
+from mmray.data.manifest import QUARANTINE
+from mmray.data.mixed import MixedSet
+from mmray.data.remote import Folder
+from mmray.errors import AtOnce, TrainingError
+from mmray.report.at_end import draw_at_end
+from mmray.train import rundir, tracking
+from mmray.train.attempt import Ready
+from mmray.train.attempts import attempts
+from mmray.train.board import Listener
+from mmray.train.lease import Lease
+from mmray.train.resources import check_room, check_storage
+from mmray.train.settle import settle
+
+
+@dataclass
+class Outcome:
+    """How a run ended; `result` is what result.json says."""
+
+    path: Folder
+    result: dict[str, Any]
+    already_done: bool = False
+
+
+def course(config: Config, listener: Listener) -> Outcome:
+    """Train `config` to its end, or go on with it. Raises MmrayError."""
+    check_room(config)
+    check_storage(config)
+    ready = settle(config, listener)
+    decision = rundir.decide(ready.config, ready.data, ready.steps)
+    if decision.action == "done":
+        result = rundir.RunDir(decision.path).read_json("result.json") or {}
+        return Outcome(decision.path, result, already_done=True)
+    lease = Lease(decision.path)
+    lease.acquire()
+    try:
+        run = rundir.create(decision.path, ready.config, ready.data, ready.tokenizer_json)
+        _announce(ready, run, listener)
+        try:
+            with tracking.tracked(ready.config, run.path, listener) as told:
+                result = attempts(ready, run, lease, told)
+                told.status = result["status"]
+        except AtOnce:
+            raise
+        except BaseException:
+            _tidy(run, lease, listener)
+            raise
+        _tidy(run, lease, listener)
+        return Outcome(run.path, result)
+    finally:
+        lease.release()
+
+
+def _tidy(run: rundir.RunDir, lease: Lease, listener: Listener) -> None:
+    """What is left to do to the folder when a run has ended, well or not: the report, and what it needs.
+
+    Nothing where another training has the run now.
+    """
+    try:
+        lease.check()
+        gather(run.path / QUARANTINE)
+    except TrainingError:
+        return
+    except OSError as error:
+        listener.note(f"{QUARANTINE} is still in parts: {error}", "storage")
+    draw_at_end(run.path, listener.note)
+
+
+def _announce(ready: Ready, run: rundir.RunDir, listener: Listener) -> None:
+    held_out = f"{ready.eval_set.num_rows:,} held out" if ready.eval_set else "none held out, so no evaluation"
+    epochs = ready.steps * ready.shape.global_rows / ready.data["num_rows"]
+    listener.note(str(run.path), "run")
+    listener.note(f"{ready.data['train']}: {ready.data['num_rows']:,} rows, {held_out}", "data")
+    if isinstance(ready.train_set, MixedSet):
+        for name, part in zip(ready.train_set.names, ready.train_set.parts, strict=True):
+            listener.note(f"{part.per_epoch:,} rows of {name} an epoch ({part.num_rows:,} in it)", "mixed")
+    data = ready.config.data
+    if data.chunk != 1:
+        listener.note(f"in chunks of {data.chunk:,} rows that lie together, {data.window:,} of them mixed", "order")
+    listener.note(str(ready.shape), "batch")
+    listener.note(f"{ready.steps:,} steps, about {epochs:.1f} epochs", "length")
