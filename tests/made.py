@@ -4,6 +4,7 @@ import io
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 from PIL import Image
 
 from mmray.data.manifest import MANIFEST, TOKENIZER, Manifest, fingerprint
@@ -18,6 +19,14 @@ CAPTIONS = ["a", "a red one", "a much longer caption of a row"]
 def png(grey, side=16):
     file = io.BytesIO()
     Image.new("RGB", (side, side), (grey % 256,) * 3).save(file, "PNG")
+    return file.getvalue()
+
+
+def noisy(number):
+    """A PNG of which no part is like another."""
+    file = io.BytesIO()
+    pixels = np.random.default_rng(number).integers(0, 256, (20, 24, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
 
 

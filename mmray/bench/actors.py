@@ -22,6 +22,7 @@ from mmray.data.image import decode
 from mmray.data.order import Plan
 from mmray.data.reader import RowReader
 from mmray.data.store import PreparedSet
+from mmray.data.stream import blocks_of
 
 CHUNK_ROWS = 32  # of the arms without batches: a clock's tick
 
@@ -36,8 +37,7 @@ class Consumer:
 
     def stream(self, iterator: Any, plan: Plan) -> list[Arrival]:
         """mmray's stream to its end, cut into the micro-batches that a training worker gets."""
-        blocks = iterator.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=1)
-        return list(_blocks(blocks, plan))
+        return list(_blocks(blocks_of(iterator), plan))
 
     def loader(self, world: int, dataset: Textbook | Tuned, batch: int, workers: int, window_s: float) -> list[Arrival]:
         """A DataLoader of `workers` processes."""

@@ -24,6 +24,7 @@ from mmray.bench.torch_loaders import Textbook, loader
 from mmray.bench.windows import Arrival
 from mmray.data.collate import steps_of
 from mmray.data.order import Plan
+from mmray.data.stream import blocks_of
 from mmray.models.build import build
 from mmray.train import loop, optimizer, parallel
 from mmray.train.precision import choose
@@ -61,7 +62,7 @@ class Rank:
 
     def stream(self, iterator: Any, plan: Plan, recipe: Recipe) -> list[Arrival]:
         """The same loop, fed by mmray's stream to the stream's end."""
-        return self._train(_micros(_blocks(iterator), plan), recipe, plan.steps)
+        return self._train(_micros(blocks_of(iterator), plan), recipe, plan.steps)
 
     def mmray(self, iterator: Any, plan: Plan) -> list[Arrival]:
         """mmray whole: its loop, its exact accumulation, its choice of precision, over its stream."""
@@ -75,7 +76,7 @@ class Rank:
             optimizer=self.config.optimizer,
             callbacks=(clock,),
         )
-        loop.run(task, clock.begun(steps_of(_blocks(iterator), plan)))
+        loop.run(task, clock.begun(steps_of(blocks_of(iterator), plan)))
         return clock.arrivals
 
     def _train(self, batches: Iterable[Batch], recipe: Recipe, count: int) -> list[Arrival]:
@@ -133,13 +134,6 @@ def _trimmed(batch: Batch) -> Batch:
     """Captions cut to the longest of the batch."""
     longest = int(batch["attention_mask"].sum(1).max())
     return {name: column[:, :longest] if column.ndim == 2 else column for name, column in batch.items()}
-
-
-def _blocks(iterator: Any) -> Iterable[dict[str, np.ndarray]]:
-    blocks: Iterable[dict[str, np.ndarray]] = iterator.iter_batches(
-        batch_size=None, batch_format="numpy", prefetch_batches=1
-    )
-    return blocks
 
 
 def _micros(blocks: Iterable[dict[str, np.ndarray]], plan: Plan) -> Iterator[Batch]:

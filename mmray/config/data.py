@@ -131,6 +131,12 @@ class Data(Section):
     block_mb: float = Field(
         24.0, gt=0, le=512, description="Size of a block in MB; less where object stores are small."
     )
+    keep_mb: float = Field(
+        256.0,
+        ge=0,
+        description="Memory of a data worker for decoded images, in MB, where those of the whole set fit and nothing "
+        "varies them; 0: each is decoded in each epoch.",
+    )
     max_bad_rows: int = Field(16, ge=0, description="Rows that may fail at training time before the run fails.")
 
     @model_validator(mode="after")

@@ -40,9 +40,13 @@ class RowReader:
         tokenizer_json: str,
         max_pixels: int,
         augment: Augment | None = None,
+        keep_mb: float = 0.0,
     ):
         self.prepared, self.inputs, self.max_pixels = prepared, _plain(inputs), max_pixels
         self.augment = _plain(augment) if augment is not None and augment.varies else None
+        fits = prepared.num_rows * 3 * inputs.image_side**2 <= keep_mb * 1e6
+        # Squares by row, where they come again as they are: of a set of which they do not all fit, few would come.
+        self.kept: dict[int, np.ndarray] | None = {} if fits and self.augment is None else None
         self.encoder = encoder_of(tokenizer_json, self.inputs)
         self.trial: Trial | None = None  # where each image is tried first; only in a process begun after a death
 
@@ -55,10 +59,11 @@ class RowReader:
         fractions of the square, box_labels int64 [R, M], num_boxes int32 [R]. Padding and unreadable rows are zeros
         with valid=False.
         """
-        rows = self._rows(plan.rows_at(positions))
+        row_ids = plan.rows_at(positions)
+        rows = self._rows(row_ids)
         key = np.array([key_id(row.key) if row else 0 for row in rows], np.int64)
         epoch = plan.passes_at(positions)
-        pixels, valid, found = self._pixels(rows, draws(plan.seed, epoch, key) if self.augment else None)
+        pixels, valid, found = self._pixels(row_ids, rows, draws(plan.seed, epoch, key) if self.augment else None)
         words = self._words(plan.seed, epoch, rows, key)
         return {
             "image": pixels,
@@ -104,7 +109,9 @@ class RowReader:
             middle = len(row_ids) // 2  # one damaged record must not cost its neighbours
             return self._read(row_ids[:middle]) + self._read(row_ids[middle:])
 
-    def _pixels(self, rows: list[Row | None], drawn: np.ndarray | None) -> tuple[np.ndarray, np.ndarray, Block]:
+    def _pixels(
+        self, row_ids: np.ndarray, rows: list[Row | None], drawn: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray, Block]:
         """Pixels uint8 [R, 3, S, S], which of them are real, bool [R], and columns of boxes; varied by `drawn`."""
         side = self.inputs.image_side
         pixels, valid = np.zeros((len(rows), 3, side, side), np.uint8), np.zeros(len(rows), bool)
@@ -119,14 +126,21 @@ class RowReader:
                     for name, value in each.items():
                         found[name][place] = value
                 else:
-                    pixels[place] = self._square(row.images[0], draw_of)
+                    pixels[place] = self._square(int(row_ids[place]), row.images[0], draw_of)
                 valid[place] = True
             except images.BadImage:
                 continue
         return pixels, valid, found
 
-    def _square(self, data: bytes, drawn: np.ndarray | None) -> np.ndarray:
-        """What the model sees of an encoded image, varied by `drawn` [DRAWS]. Raises BadImage."""
+    def _square(self, row_id: int, data: bytes, drawn: np.ndarray | None) -> np.ndarray:
+        """What the model sees of a row's encoded image, varied by `drawn` [DRAWS]. Raises BadImage."""
+        if self.kept is None:
+            return self._decoded(data, drawn)
+        if row_id not in self.kept:
+            self.kept[row_id] = self._decoded(data, drawn)
+        return self.kept[row_id]
+
+    def _decoded(self, data: bytes, drawn: np.ndarray | None) -> np.ndarray:
         inputs = self.inputs
         if self.trial is not None:
             self.trial.check(data, self.max_pixels)

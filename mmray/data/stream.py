@@ -12,16 +12,17 @@ One execution spans all remaining epochs: no stall at an epoch's end. The plan i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import ray
 import ray.data
 import ray.train
 
+from mmray.cluster.spare import begin_processes
 from mmray.data.decoder import Decoder
 from mmray.data.order import Blocks, Plan, Start
-from mmray.data.reader import RowReader
+from mmray.data.reader import Block, RowReader
 
 BLOCKS_PER_TASK = 1000
 LISTED_BLOCKS = 1000  # half a second of the driver, where a task is a process that imports Ray Data
@@ -105,6 +106,7 @@ class Stream(ray.train.DataConfig):
         most_mb = most_block_mb(ray.cluster_resources()["object_store_memory"], world_size)
         shape = block_shape(self.start.plan, row_bytes, min(self.block_mb, most_mb))
         blocks = Blocks(self.start.plan, self.start.step, *shape)
+        begin_processes(min(self.workers, blocks.count), self.labels)
         splits = self.dataset(blocks).streaming_split(world_size, equal=True)
         return [{name: split} for split in splits]
 
@@ -115,6 +117,15 @@ class Stream(ray.train.DataConfig):
     def datasets(self) -> dict[str, Callable[[], Any]]:
         """What a TorchTrainer gets as `datasets`: a name only, for `configure` makes it."""
         return {"train": _placeholder}
+
+
+def blocks_of(split: Any) -> Iterable[Block]:
+    """One consumer's blocks in order. A thread of Ray's has the next one ready.
+
+    No more are asked for ahead: Ray would not hand out the first before the second is made.
+    """
+    blocks: Iterable[Block] = split.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=0)
+    return blocks
 
 
 def _placeholder() -> None:

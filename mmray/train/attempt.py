@@ -111,7 +111,12 @@ def trainer_of(
     limit_start(config)
     demand = demand_of(sized)
     reader = RowReader(
-        ready.train_set, config.model.inputs, ready.tokenizer_json, config.prepare.max_pixels, config.augment
+        ready.train_set,
+        config.model.inputs,
+        ready.tokenizer_json,
+        config.prepare.max_pixels,
+        config.augment,
+        config.data.keep_mb,
     )
     actors = data_actors(config)  # beside the largest group: CPUs of workers that may come stay free
     start = _start(ready, newest, sized.cluster.most_workers)

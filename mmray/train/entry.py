@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ import ray.exceptions
 import ray.train
 import ray.train.torch
 
-from mmray.data.reader import Block
+from mmray.data.stream import blocks_of
 from mmray.errors import MmrayError
 from mmray.train.board import StopWish
 from mmray.train.job import Line
@@ -36,18 +35,12 @@ def on_worker(given: dict[str, Any]) -> dict[str, Any]:
         about={"rank": rank, "node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()},
     )
     try:
-        return work(given["job"], start, _blocks(), ray.train.torch.get_device(), line)
+        blocks = blocks_of(ray.train.get_dataset_shard("train"))
+        return work(given["job"], start, blocks, ray.train.torch.get_device(), line)
     except Exception as error:
         if not isinstance(error, MmrayError):
             error.add_note(traceback.format_exc())  # a traceback does not travel to the driver, a note does
         raise
-
-
-def _blocks() -> Iterable[Block]:
-    """This rank's blocks: Ray starts the stream's coordinator for the first who asks, the decoders for all who do."""
-    shard = ray.train.get_dataset_shard("train")
-    blocks: Iterable[Block] = shard.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=1)
-    return blocks
 
 
 def _beat(board: Any, beat: dict[str, Any]) -> bool:

@@ -1,7 +1,5 @@
 """Variations come from (seed, epoch, key) alone, and each kind is torchvision's."""
 
-import io
-
 import numpy as np
 import pytest
 import torchvision.transforms.v2.functional as F
@@ -16,7 +14,7 @@ from mmray.data.order import Plan, uniform
 from mmray.data.reader import RowReader
 from mmray.data.text import train_tokenizer
 from mmray.errors import UsageError
-from tests.made import CAPTIONS, make_set, row
+from tests.made import CAPTIONS, make_set, noisy, row
 
 INPUTS = Inputs(image_side=16, fit="squash", interpolation="bilinear", max_tokens=12)
 ALL = Augment(crop_scale=(0.5, 0.9), flip=0.5, brightness=0.2, contrast=0.2, saturation=0.2, hue=0.1)
@@ -91,7 +89,7 @@ def test_jitter_is_torchvisions_in_the_drawn_order():
 
 
 def test_a_row_varies_by_epoch_and_not_by_place(tmp_path):
-    prepared = make_set(tmp_path, [row(number, data=_noisy(number)) for number in range(6)])
+    prepared = make_set(tmp_path, [row(number, data=noisy(number)) for number in range(6)])
     plain = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
     varied = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6, ALL)
     off = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6, Augment())
@@ -107,13 +105,6 @@ def test_a_row_varies_by_epoch_and_not_by_place(tmp_path):
 
 def _epochs(rows):
     return slice(0, rows), slice(rows, 2 * rows)
-
-
-def _noisy(number):
-    file = io.BytesIO()
-    pixels = np.random.default_rng(number).integers(0, 256, (20, 24, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,67 @@
+"""Decoded images that a data worker keeps: each of a small set is decoded once, and the blocks are the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mmray.config import Augment, Inputs
+from mmray.data import image as images
+from mmray.data.order import Plan
+from mmray.data.reader import RowReader
+from mmray.data.text import train_tokenizer
+from tests.made import CAPTIONS, make_set, noisy, row
+
+INPUTS = Inputs(image_side=16, fit="squash", interpolation="bilinear", max_tokens=12)
+ROWS = 6
+ALL_MB = ROWS * 3 * 16 * 16 / 1e6
+PLAN = Plan(num_rows=ROWS, global_rows=3, world=1, micro=3, seed=1, steps=6)
+POSITIONS = np.arange(3 * ROWS)  # three epochs
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """The images that were decoded, one after the other."""
+    seen, read = [], images.read_pixels
+    monkeypatch.setattr(images, "read_pixels", lambda data, *rest: seen.append(data) or read(data, *rest))
+    return seen
+
+
+def blocks(prepared, **settings):
+    reader = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6, **settings)
+    return [reader.block(PLAN, part) for part in np.split(POSITIONS, 3)]
+
+
+def test_each_is_decoded_once_and_the_blocks_are_the_same(tmp_path, decoded):
+    prepared = make_set(tmp_path, [row(number, data=noisy(number)) for number in range(ROWS)])
+    plain = blocks(prepared)
+    assert len(decoded) == 3 * ROWS
+    decoded.clear()
+    kept = blocks(prepared, keep_mb=ALL_MB)
+    assert sorted(decoded) == sorted(noisy(number) for number in range(ROWS))
+    for mine, theirs in zip(kept, plain, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(np.array_equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_a_set_of_which_not_all_fit_is_decoded_each_time(tmp_path, decoded):
+    prepared = make_set(tmp_path, [row(number, data=noisy(number)) for number in range(ROWS)])
+    blocks(prepared, keep_mb=0.99 * ALL_MB)
+    assert len(decoded) == 3 * ROWS
+
+
+def test_what_varies_is_not_kept(tmp_path):
+    prepared = make_set(tmp_path, [row(number, data=noisy(number)) for number in range(ROWS)])
+    augment = Augment(crop_scale=(0.3, 0.6))
+    first, second, _ = blocks(prepared, keep_mb=ALL_MB, augment=augment)
+    by_key = [dict(zip(block["key"].tolist(), block["image"], strict=True)) for block in (first, second)]
+    assert all((by_key[0][key] != by_key[1][key]).any() for key in by_key[0])
+
+
+def test_an_image_that_cannot_be_read_is_tried_again(tmp_path, decoded):
+    prepared = make_set(tmp_path, [row(0, data=b"no image"), *(row(number, data=noisy(number)) for number in (1, 2))])
+    reader = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6, keep_mb=1.0)
+    plan = Plan(num_rows=3, global_rows=3, world=1, micro=3, seed=1, steps=2)
+    valid = [reader.block(plan, part)["valid"].sum() for part in np.split(np.arange(6), 2)]
+    assert valid == [2, 2]
+    assert decoded.count(b"no image") == 2
