@@ -7,6 +7,7 @@ Without it, data keeps off the nodes with GPUs where others have CPUs.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,12 @@ UNLIMITED = 10_000  # nodes of a pool that has no end
 def nodes() -> list[Node]:
     """The nodes that are alive, with all that they have."""
     return [Node(dict(node["Resources"]), dict(node["Labels"])) for node in ray.nodes() if node["Alive"]]
+
+
+def cores_here() -> int | None:
+    """Cores of this machine where it is the whole cluster and Ray counts more CPUs than it has (join.py); else None."""
+    here, cores = nodes(), os.cpu_count() or 1
+    return cores if len(here) == 1 and here[0].resources.get("CPU", 0) > cores else None
 
 
 def free_nodes() -> list[Node]:

@@ -10,7 +10,10 @@ import numpy as np
 import orjson
 import ray.data
 
+from mmray.cluster.nodes import cores_here
+
 MAX_BLOCKS = 2000  # a Ray task each; of more items, several go to a task
+MANY_FOR_A_CORE = 10
 
 Answer = dict[str, Any]
 
@@ -23,11 +26,26 @@ def run_tasks(work: Callable[..., dict[str, np.ndarray]], items: Sequence[Any], 
     if not items:
         return
     rows = [{"item": orjson.dumps(item).decode()} for item in items]
-    dataset = ray.data.from_items(rows, override_num_blocks=min(len(rows), MAX_BLOCKS))
+    tasks = min(len(rows), MAX_BLOCKS)
+    dataset = ray.data.from_items(rows, override_num_blocks=tasks)
     with warnings.catch_warnings():  # Ray 2.60 has no other way to say max_retries, and means to drop this one
         warnings.simplefilter("ignore")
-        results = dataset.map_batches(work, batch_size=1, batch_format="numpy", max_retries=retries)
+        results = dataset.map_batches(
+            work, batch_size=1, batch_format="numpy", max_retries=retries, concurrency=_at_once(tasks)
+        )
     yield from results.iter_rows()
+
+
+def _at_once(count: int) -> int | None:
+    """How many of so many tasks run side by side; None: as many as Ray has CPUs for.
+
+    A process costs two seconds of a core before it does anything, so that more of them than there are cores only take
+    time; but for one where the tasks are many: it works while another waits, a fifth of a second, for its next.
+    """
+    cores = cores_here()
+    if cores is None:
+        return None
+    return min(count, cores if count < MANY_FOR_A_CORE * cores else cores + 1)
 
 
 def item_of(batch: dict[str, np.ndarray]) -> Any:
