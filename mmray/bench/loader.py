@@ -45,7 +45,11 @@ LEAST_STEPS = 12  # of a stream's window: the first blocks do not count
 FOREVER = 10**6  # steps of a plan whose end no window reaches
 COPY_BYTES = 2**28
 GUESS, GUESS_BLANK = 600, 3000  # images a second and actor, from which the length of a stream's window follows
-SHARDS = 16  # of a window of `mmray prepare`: its clock's ticks
+# A prepare starts its own processes, some of them while it is under way, and only a longer window outweighs that.
+PREPARE_WINDOWS = 3
+LEAST_SHARDS = 16  # of such a window: its clock's ticks
+# A stream's first block comes from the actor that is there first, and its rate is that of all of them.
+STREAM_WINDOWS, STREAM_SKIP = 2, 6
 Say = Callable[[str], None]
 Arms = dict[str, Callable[[], list[list[Arrival]]]]
 
@@ -113,12 +117,13 @@ class Bench:
         began_s = time.time()
         with ProcessWatch() as watch:
             arrivals = self.arms[name]()
-        found.rates.append(windows.rate(arrivals))
-        cpu_s = windows.cpu_s_per_row(arrivals, watch.history)
+        skip = STREAM_SKIP if name.startswith("stream") else windows.SKIP
+        found.rates.append(windows.rate(arrivals, skip))
+        cpu_s = windows.cpu_s_per_row(arrivals, watch.history, skip)
         if cpu_s is not None:
             found.cpu_ms.append({role: seconds * 1e3 for role, seconds in cpu_s.items()})
         found.first_s.append(max(each[0].at_s for each in arrivals) - began_s)
-        stall_s = windows.epoch_stall_s(arrivals)
+        stall_s = windows.epoch_stall_s(arrivals, skip)
         if stall_s is not None:
             found.stalls_s.append(stall_s)
         rows = sum(arrival.rows for each in arrivals for arrival in each)
@@ -155,7 +160,7 @@ def _bench(settings: Settings, actors: int, say: Say) -> Bench:
         return each(consumers, "loader", dataset, share, apiece)
 
     def stream_arm(name: str, kind: type[Stream] = Stream, guess: int = GUESS) -> Callable[[], list[list[Arrival]]]:
-        steps = max(LEAST_STEPS, round(settings.window_s * guess * actors / plan.global_rows))
+        steps = max(LEAST_STEPS, round(STREAM_WINDOWS * settings.window_s * guess * actors / plan.global_rows))
         start = Start(replace(plan, steps=steps), 0)
         return lambda: _stream(consumers, kind(start, rows[name], actors, settings.block_mb))
 
@@ -166,7 +171,7 @@ def _bench(settings: Settings, actors: int, say: Say) -> Bench:
     original, prepared = Source(files), Source(None, sets["prepared"])
     arms: Arms = {
         "decode": each(readers, "decode", files),
-        "prepare": partial(_prepare, folder, round(window_s * GUESS * actors)),
+        "prepare": partial(_prepare, folder, round(PREPARE_WINDOWS * window_s * GUESS * actors)),
         "reader original": each(readers, "reader", rows["original"], plan),
         "reader prepared": each(readers, "reader", rows["prepared"], plan),
         "textbook original": torch_arm(Textbook(original, tokenizer, SIDE)),
@@ -195,7 +200,8 @@ def _prepare(folder: Path, num_rows: int) -> list[list[Arrival]]:
         if progress.stage == "pack" and new:
             arrivals.append(Arrival(time.time(), new))
 
-    settings = Prepare(duplicates="keep", max_bad_fraction=1.0, rows_per_shard=max(1, num_rows // SHARDS))
+    apiece = max(1, min(Prepare().rows_per_shard, num_rows // LEAST_SHARDS))
+    settings = Prepare(duplicates="keep", max_bad_fraction=1.0, rows_per_shard=apiece)
     with tempfile.TemporaryDirectory(dir=folder.parent) as out:
         prepare(str(photos.repeated(folder, num_rows)), f"{out}/set", settings, report)
     return [arrivals]

@@ -14,6 +14,7 @@ MAY_CHANGE = (
     "data.workers",
     "data.block_mb",
     "data.cache",
+    "data.keep_mb",
     "data.local_cache",
     "data.max_bad_rows",
     "data.eval",

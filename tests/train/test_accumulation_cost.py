@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import replace
 
@@ -79,8 +80,8 @@ def test_time_is_at_most_one_and_a_half_of_one_pass(bench):
             began_s = time.process_time()
             step()
             took_s[micro].append(time.process_time() - began_s)
-    # The quickest of each: what else a machine does at that time makes steps longer, never shorter.
-    assert min(took_s[MICRO][1:]) <= 1.5 * min(took_s[SHARE][1:])
+    ratios = [cut / whole for cut, whole in zip(took_s[MICRO][1:], took_s[SHARE][1:], strict=True)]
+    assert statistics.median(ratios) <= 1.5
 
 
 def test_finer_micro_batches_are_the_same_step(bench):

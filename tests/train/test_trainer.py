@@ -127,6 +127,7 @@ def test_a_report_that_cannot_be_drawn_is_told_and_costs_nothing(tmp_path):
     assert listener.notes[0][0] == "report" and "UsageError" in listener.notes[0][1]
 
 
+@pytest.mark.cluster
 def test_bad_rows_over_the_budget_end_the_run_with_their_names(local_ray, tmp_path):
     rows = [row(number, b"broken" if number % 4 == 0 else None) for number in range(50)]
     make_set(tmp_path / "set", rows)

@@ -313,7 +313,7 @@ def cost_of_a_line(group: Group, folder: Path) -> float:
     """Seconds of the processor for a logged line: a rank's own figures, those of all ranks, the mark of the rows."""
     phases, learner = Phases(group.device), toy.learner(toy.Toy(), group)
     meter, keys, took_s = Meter(Rates(phases)), torch.arange(128), []
-    for step in range(9):
+    for step in range(41):  # what else the machine does comes in bursts longer than a few of them
         for _ in range(10):
             for name in PHASES:
                 with phases(name):
