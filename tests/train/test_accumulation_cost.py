@@ -34,16 +34,26 @@ class Held:
         Held.live -= self.tensor.nbytes
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread_in_all():
+    """The processor's time is then the work's, whatever else the machine does."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def bench():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the processor's time is then the work's, whatever else the machine does
+    return bench_of(96, 16 * MICRO)  # at 64 pixels a row is hardly work
+
+
+def bench_of(image_side, rows):
     config = recipes.load("sample")
-    inputs = config.model.inputs.model_copy(update={"image_side": 96})  # at 64 pixels a row is hardly work
-    yield prepared(
-        config.model_copy(update={"model": config.model.model_copy(update={"inputs": inputs})}), Group(), 4 * SHARE
+    inputs = config.model.inputs.model_copy(update={"image_side": image_side})
+    return prepared(
+        config.model_copy(update={"model": config.model.model_copy(update={"inputs": inputs})}), Group(), rows
     )
-    torch.set_num_threads(threads)
 
 
 def step_of(bench, rows, micro):
@@ -72,10 +82,12 @@ def test_memory_is_flat_in_the_number_of_micro_batches(bench):
     assert whole > 10 * peaks[16]
 
 
-def test_time_is_at_most_one_and_a_half_of_one_pass(bench):
+def test_time_is_at_most_one_and_a_half_of_one_pass():
+    # Three forwards for each two, 4/3 of the work; what a pass costs whatever its rows (8 ms) comes on top of that.
+    bench = bench_of(160, SHARE)
     steps = {micro: step_of(bench, SHARE, micro) for micro in (SHARE, MICRO)}
     took_s = {micro: [] for micro in steps}
-    for _ in range(5):  # in turns: a machine that grows slower does not favour one of them
+    for _ in range(8):  # in turns: a machine that grows slower does not favour one of them
         for micro, step in steps.items():
             began_s = time.process_time()
             step()
