@@ -194,6 +194,10 @@ class PreparedSet:
         wanted = np.arange(self.num_rows) if rows is None else rows
         return self._each(wanted, lambda records, _: records.column("key").to_pylist(), ["key"])
 
+    def refs(self, rows: np.ndarray) -> list[list[dict[str, Any]] | None]:
+        """Where the images are (file, offset, length) that these rows refer to; the images are not touched."""
+        return self._each(rows, lambda records, _: records.column("refs").to_pylist(), ["refs"])
+
     def _each(
         self, rows: np.ndarray, of: Callable[[pa.RecordBatch, Shard], list[T]], columns: list[str] | None = None
     ) -> list[T]:
