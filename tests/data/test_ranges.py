@@ -197,6 +197,9 @@ def test_a_block_in_chunks_by_reference_reads_members_of_tars_together(s3, tmp_p
     any_order, in_chunks = (cost_of(s3, prepared, *order, blocks=1)[0] for order in ((1, 1), by_default))
     print(f"\nindex on a {index}: any order {any_order:.1f} requests, in chunks {in_chunks:.1f}")
     assert any_order > 100 and in_chunks <= (33 if index == "store" else 16.5)
+    with s3.requests() as made:  # the files are open
+        assert all(row.is_intact for row in prepared.read(np.arange(2000, 2008)))
+    assert len(made) == (2 if index == "store" else 1)
 
 
 def test_requests_that_fail_for_a_moment_are_made_again(s3, monkeypatch):
