@@ -100,11 +100,13 @@ def _kind_of_folder(place: Place) -> str:
     suffixes = {PurePosixPath(name).suffix.lower() for name in names}
     if "state.json" in bases and ".arrow" in suffixes:
         return "saved"
-    for suffix, kind in ((".tar", "webdataset"), (".parquet", "parquet")):  # img2dataset puts a .parquet by each .tar
-        if suffix in suffixes:
-            return kind
+    if ".tar" in suffixes:  # img2dataset puts a .parquet by each
+        return "webdataset"
     images = [name for name in names if is_image(name)]
-    if images and {str(PurePosixPath(name).with_suffix(".txt")) for name in images} & set(names):
+    paired = bool(images) and bool({str(PurePosixPath(name).with_suffix(".txt")) for name in images} & set(names))
+    if ".parquet" in suffixes and not (paired and _tells_of_downloads(names, images)):
+        return "parquet"
+    if paired:
         return "pairs"
     if images and any("/" in name for name in images):
         return "folders"
@@ -113,3 +115,8 @@ def _kind_of_folder(place: Place) -> str:
     raise DataError(
         f"{place.address} holds no source that is known{named or ' (no tars, no Parquet, no folders of images)'}"
     )
+
+
+def _tells_of_downloads(names: list[str], images: list[str]) -> bool:
+    """Whether the Parquet files are img2dataset's lists of what it fetched: FOLDER.parquet by each FOLDER of images."""
+    return {f"{PurePosixPath(name).parent}.parquet" for name in images} <= set(names)
