@@ -19,7 +19,7 @@ import ray
 
 from mmray.data import against, assemble
 from mmray.data.budget import BadRuns, Fault, check_budget, check_run, most_bad
-from mmray.data.formats.choose import choose, label_names
+from mmray.data.formats.choose import choose, label_names, left_beside
 from mmray.data.formats.source import Chunk, SourceChanged
 from mmray.data.manifest import MANIFEST, PARTS, SHARDS, TOKENIZER, Manifest, read_manifest
 from mmray.data.pack import Job, has_unread, is_current, pack_chunk, read_record
@@ -99,6 +99,8 @@ def _prepare(job: Job, settings: Prepare, report: Report, say: Say, retry: bool)
         raise DataError(f"{_where(job)} holds no rows of {job.open().title}")
     amount = f"{len(chunks):,} files" if total is None else f"{total:,} rows"
     say(f"{amount} of {job.open().title} from {_where(job)}", "reading")
+    if beside := left_beside(job.source):
+        say(f"{beside} lies beside it and is not read: {_where(job)},{beside} reads both", "beside")
     if job.allow_urls:
         say(f"images named by addresses, from {', '.join(job.allow_urls)} and nowhere else", "fetching")
     if before is not None and not _is_continued(before, job, chunks):

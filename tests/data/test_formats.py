@@ -202,55 +202,6 @@ def test_every_format_gives_the_same_rows_and_is_known_by_what_it_is(tmp_path, t
     assert in_process == []
 
 
-def test_coco_keeps_captions_and_boxes(tmp_path):
-    _, rows, _ = prepared(coco_captions(tmp_path / "raw"), tmp_path / "out", image_side=4)
-    assert rows[2].texts == [text(2), "another"]
-    assert (rows[2].key, rows[2].source) == ("2", "annotations/captions_val2017.json:image 2")
-    assert rows[2].boxes == [[0.25, 0.25, 0.75, 0.75]]  # of 12 x 8 pixels; the kept image is 6 x 4
-    assert rows[2].box_labels == [2]
-
-
-def test_coco_without_captions_names_its_categories(tmp_path):
-    images(tmp_path / "raw", 2)
-    notes = [{"image_id": 0, "bbox": [0, 0, 4, 4], "category_id": c} for c in (1, 2, 1)]
-    notes.append({"image_id": 1, "bbox": [0, 0, 40, 4], "category_id": 1})
-    document = {
-        "images": [{"id": n, "file_name": f"{n}.png"} for n in range(2)],
-        "annotations": notes,
-        "categories": [{"id": 1, "name": "cat"}, {"id": 2, "name": "dog"}],
-    }
-    (tmp_path / "raw" / "instances.json").write_text(json.dumps(document))
-    manifest, rows, faults = prepared(tmp_path / "raw" / "instances.json", tmp_path / "out")
-    assert rows[0].texts == ["a photo of a cat, dog"]
-    assert manifest.box_names == {"1": "cat", "2": "dog"} == PreparedSet.open(str(tmp_path / "out")).manifest.box_names
-    assert faults == {"instances.json:image 1": "boxes"}
-
-
-def test_coco_that_lacks_something_is_told(tmp_path):
-    document = {
-        "images": [{"id": n, "file_name": f"{n}.png"} for n in range(2)],
-        "annotations": [{"image_id": 0, "bbox": [0, 0, 4, 4]}, {"image_id": 1, "bbox": [0, 0, 4, 4], "category_id": 1}],
-        "categories": [{"id": 1, "name": "cat"}],
-    }
-    source = images(tmp_path / "raw", 2) / "instances.json"
-    source.write_text(
-        json.dumps(document | {"annotations": [*document["annotations"], {"image_id": 0, "caption": "x"}]})
-    )
-    _, rows, faults = prepared(source, tmp_path / "out")
-    assert [row.key for row in rows] == ["1"] and faults == {"instances.json:image 0": "boxes"}
-    for name, item, told in (
-        ("categories", {"id": 1}, r"categories\[0\] needs `id` and `name`"),
-        ("categories", {"name": "cat"}, r"categories\[0\] needs `id` and `name`"),
-        ("images", {"id": 0}, r"images\[0\] needs `id` and `file_name`"),
-        ("annotations", {"caption": "x"}, r"annotations\[0\] needs `image_id`, is {'caption': 'x'}"),
-        ("annotations", {"image_id": [1]}, r"annotations\[0\] needs `image_id`"),
-        ("annotations", "image_id", "is not COCO's JSON"),
-    ):
-        source.write_text(json.dumps(document | {name: [item]}))
-        with pytest.raises(DataError, match=told):
-            prepared(source, tmp_path / "bad")
-
-
 def test_a_folder_for_each_class(tmp_path):
     for name in ("red_fox", "cat"):
         images(tmp_path / "raw" / name, 2)
