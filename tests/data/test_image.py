@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
+from mmray.data import image as image_module
 from mmray.data.image import (
     BadImage,
     check_header,
@@ -238,6 +239,23 @@ def test_a_turned_jpeg_is_brought_upright():
         read_pixels(data, 16, "squash", "bilinear"), to_pixels(decode(data), 16, "squash", "bilinear")
     )
     assert checked_size(data) == (30, 40)
+
+
+def test_a_jpeg_that_its_xmp_turns_is_brought_upright():
+    packet = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    data = encode(picture(40, 30), "JPEG", xmp=packet)
+    assert decode(data).size == (30, 40)
+    assert np.array_equal(read_rgb(data), np.asarray(decode(data)))
+    assert checked_size(data) == (30, 40)
+
+
+def test_a_jpeg_whose_exif_says_that_it_lies_upright_takes_the_short_way(monkeypatch):
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010F] = 1, "a camera"
+    data = encode(picture(40, 30), "JPEG", exif=exif)
+    expected = np.asarray(decode(data))
+    monkeypatch.setattr(image_module, "_decode", lambda *_: pytest.fail("the long way"))
+    assert np.array_equal(read_rgb(data), expected)
 
 
 @pytest.mark.parametrize("progressive", [False, True])
