@@ -14,6 +14,8 @@ IMPORTED_ONCE = (
     "tests.train.four_ranks",
     "tests.train.shard_ranks",
     "torch._dynamo",
+    "torch._inductor.fx_passes.post_grad",
+    "functorch.compile",
     "torch.distributed.fsdp",
     "transformers.models.clip.modeling_clip",
 )
