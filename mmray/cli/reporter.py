@@ -20,6 +20,7 @@ class Reporter:
         self.screen.note(short(text), label)
 
     def phase(self, title: str) -> None:
+        self._first = None  # the steps after it have a pace of their own: what a restart took is in none of them
         self.screen.phase(title)
 
     def preparing(self, progress: Any) -> None:
@@ -37,7 +38,7 @@ class Reporter:
         self.screen.show(done, total_steps, training_figures(metrics, self._seconds_left(done, total_steps)), "step")
 
     def _seconds_left(self, done: int, total: int) -> float | None:
-        """From the pace since the first line: the first steps, which warm up, are left out."""
+        """From the pace since the first line of an attempt: its first steps, which warm up, are left out."""
         now = time.monotonic()
         if self._first is None or done <= self._first[1]:
             self._first = (now, done)

@@ -119,7 +119,7 @@ class Data(Section):
     chunk: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto",
         description="Rows that lie together and come near each other, for few large reads of an object store; 1: any "
-        "row comes anywhere; auto: 1 on a disk, from the bytes of a row on a store.",
+        "row comes anywhere; auto: from the bytes of a row on a store, 1 on a disk or of single files.",
     )
     window: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto", description="Chunks whose rows are mixed; auto: 16; with a local cache 256 or a step's rows."

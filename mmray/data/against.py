@@ -5,7 +5,8 @@ that looks at images a second time, in Ray tasks, a shard each.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -19,14 +20,25 @@ from mmray.data.looks import LOOKS, all_rows, look_at, looks_name, missing, read
 from mmray.data.manifest import Manifest, Shard
 from mmray.data.place import Place
 from mmray.data.store import PreparedSet
-from mmray.data.tasks import answer_of, item_of, run_tasks
+from mmray.data.tasks import MAX_RETRIES, MAX_RETRIES_APART, answer_of, item_of, run_tasks
+from mmray.data.trial import Trial
 from mmray.errors import DataError, ResourceError, UsageError
 
 if TYPE_CHECKING:
     from mmray.config import Prepare
 
-_RETRIES = 3
 Tell = Callable[[int, int], None]  # rows looked at, of how many
+Say = Callable[[str, str], None]  # a sentence, and its label
+
+
+@dataclass(frozen=True)
+class Look:
+    """How shards are looked at; `careful`: each image is decoded in a process of its own first."""
+
+    out: str
+    near: bool
+    max_pixels: int
+    careful: bool = False
 
 
 def check(settings: Prepare, out: str) -> None:
@@ -47,7 +59,7 @@ def wanted(settings: Prepare) -> bool:
 
 
 def leaks_of(
-    out: Place, chunks: Sequence[int], source: str, findings: Findings, settings: Prepare, tell: Tell
+    out: Place, chunks: Sequence[int], source: str, findings: Findings, settings: Prepare, tell: Tell, say: Say
 ) -> tuple[dict[int, str], dict[str, Any]]:
     """Rows that leak -> what the quarantine says of them, and the manifest's summary; leaks.jsonl is written.
 
@@ -58,7 +70,7 @@ def leaks_of(
     shards_by = [(out.address, source, own)]
     shards_by += [(each.place.address, _source(each.manifest), list(each.manifest.shards)) for each in others]
     near = settings.near_bits >= 0
-    _look(out, shards_by, near, settings.max_pixels, tell)
+    _look(shards_by, Look(out.address, near, settings.max_pixels), tell, say)
     columns = [(record["rows"]["shard"], record["shards"]) for _, record in records(out, chunks)]
     places = leakage.in_source_order([a for a, _ in columns], [[each["num_rows"] for each in b] for _, b in columns])
     splits = [shards[number]["split"] for numbers, shards in columns for number in numbers]
@@ -80,39 +92,61 @@ def _source(manifest: Manifest) -> str:
     return str(manifest.source.get("address") or "")
 
 
-def _look(out: Place, shards_by: list[tuple[str, str, list[Shard]]], near: bool, max_pixels: int, tell: Tell) -> None:
+def _look(shards_by: list[tuple[str, str, list[Shard]]], look: Look, tell: Tell, say: Say) -> None:
+    out = Place(look.out)
     out.make(LOOKS)
-    names = {looks_name(shard, near).rpartition("/")[2] for _, _, shards in shards_by for shard in shards}
+    names = {looks_name(shard, look.near).rpartition("/")[2] for _, _, shards in shards_by for shard in shards}
     for name in set(out.names(LOOKS)) - names:  # of shards that are no more
         out.delete(f"{LOOKS}/{name}")
-    items: list[dict[str, Any]] = [
-        {"address": address, "source": source, "shard": asdict(shard)}
-        for address, source, shards in shards_by
-        for shard in missing(out, shards, near)
-    ]
-    done, total = 0, sum(item["shard"]["num_rows"] for item in items)
-    tell(done, total)
+    items = _unseen(shards_by, look)
+    total = _rows_of(items)
+    tell(0, total)
     try:
-        for answer in run_tasks(
-            partial(_look_batch, out=out.address, near=near, max_pixels=max_pixels), items, _RETRIES
-        ):
-            if answer["fault"]:
-                raise DataError(answer["fault"])
-            done += int(answer["num_rows"])
-            tell(done, total)
+        _look_at_all(items, look, MAX_RETRIES, total, tell, say)
+        return
+    except ray.exceptions.RayError:
+        items = _unseen(shards_by, look)  # one may hold an image that kills: decoded apart, it is named
+    try:
+        _look_at_all(items, replace(look, careful=True), MAX_RETRIES_APART, total, tell, say)
     except ray.exceptions.RayError as error:
         raise ResourceError(
-            f"looking for leaks ended: {error}\nThe same command goes on where it was. If an image kills the task, one "
-            "of the sets was prepared without decoding it: prepare that set with --check full"
+            f"looking for leaks ended: {error}\nThe same command goes on where it was; images are not the cause (they "
+            "were decoded in processes of their own): memory may be"
         ) from error
 
 
-def _look_batch(batch: dict[str, np.ndarray], out: str, near: bool, max_pixels: int) -> dict[str, np.ndarray]:
+def _unseen(shards_by: list[tuple[str, str, list[Shard]]], look: Look) -> list[dict[str, Any]]:
+    return [
+        {"address": address, "source": source, "shard": asdict(shard)}
+        for address, source, shards in shards_by
+        for shard in missing(Place(look.out), shards, look.near)
+    ]
+
+
+def _rows_of(items: list[dict[str, Any]]) -> int:
+    return sum(item["shard"]["num_rows"] for item in items)
+
+
+def _look_at_all(items: list[dict[str, Any]], look: Look, retries: int, total: int, tell: Tell, say: Say) -> None:
+    done = total - _rows_of(items)
+    for answer in run_tasks(partial(_look_batch, look=look), items, retries):
+        if answer["fault"]:
+            raise DataError(answer["fault"])
+        if answer["deadly"]:
+            say(f"{answer['deadly']}: the decoder dies of the image; only its bytes were compared", "crash")
+        done += int(answer["num_rows"])
+        tell(done, total)
+
+
+def _look_batch(batch: dict[str, np.ndarray], look: Look) -> dict[str, np.ndarray]:
     """The Ray task: the looks of one shard."""
     item = item_of(batch)
     shard = Shard.from_json(item["shard"])
     try:
-        look_at(Place(out), item["address"], item["source"], shard, near, max_pixels)
+        with closing(Trial()) as trial:
+            where = (Place(look.out), item["address"], item["source"])
+            deadly = look_at(*where, shard, look.near, look.max_pixels, trial if look.careful else None)
     except OSError as error:
-        return answer_of({"num_rows": 0, "fault": f"{item['address']}/{shard.file} cannot be compared: {error}"})
-    return answer_of({"num_rows": shard.num_rows, "fault": ""})
+        fault = f"{item['address']}/{shard.file} cannot be compared: {error}"
+        return answer_of({"num_rows": 0, "fault": fault, "deadly": ""})
+    return answer_of({"num_rows": shard.num_rows, "fault": "", "deadly": ", ".join(deadly)})

@@ -29,14 +29,16 @@ def draws(seed: int, epoch: np.ndarray, key: np.ndarray) -> np.ndarray:
     return uniform(seed, epoch, key, DRAWS)
 
 
-def vary(image: Image.Image, inputs: Inputs, augment: Augment, drawn: np.ndarray) -> np.ndarray:
-    """A varied square of an upright RGB image: uint8 [3, side, side]; `drawn` float64 [DRAWS].
+def vary(image: Image.Image | np.ndarray, inputs: Inputs, augment: Augment, drawn: np.ndarray) -> np.ndarray:
+    """A varied square of an upright RGB image or uint8 [H, W, 3]: uint8 [3, side, side]; `drawn` float64 [DRAWS].
 
     A random crop fills the square, whatever `inputs.fit` says. Jitter works on the small square: the factors are of
     its pixels, and the cost does not grow with the source.
     """
-    box = random_box(image.size, augment, drawn[CROP]) if augment.crops else None
-    square = resized(image, inputs.image_side, inputs.fit, inputs.interpolation, box)
+    rgb = np.asarray(image)
+    height, width = rgb.shape[:2]
+    box = random_box((width, height), augment, drawn[CROP]) if augment.crops else None
+    square = resized(rgb, inputs.image_side, inputs.fit, inputs.interpolation, box)
     if drawn[FLIP] < augment.flip:
         square = square.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     return channels_first(_jitter(square, augment, drawn[FACTORS], np.argsort(drawn[TURNS])))

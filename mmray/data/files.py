@@ -32,11 +32,14 @@ def read_picture(place: Place, picture: Picture) -> bytes:
         return bytes(file.read(picture.length))
 
 
-def read_pictures(place: Place, pictures: Sequence[Picture]) -> list[bytes]:
-    """The bytes of several images, in their order; of an object store in few requests. Raises BadRow or OSError."""
+def read_pictures(place: Place, pictures: Sequence[Picture], files: RangeFiles | None = None) -> list[bytes]:
+    """The bytes of several images, in their order; of an object store in few requests. Raises BadRow or OSError.
+
+    `files` are those of the place that are open already: to open one is a request.
+    """
     if place.local is not None:
         return [read_picture(place, picture) for picture in pictures]
-    out, files = [b""] * len(pictures), RangeFiles(place)
+    out, files = [b""] * len(pictures), files or RangeFiles(place)
     whole = [number for number, picture in enumerate(pictures) if picture.length is None]
     parts: dict[str, list[int]] = {}
     for number, picture in enumerate(pictures):

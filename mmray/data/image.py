@@ -20,7 +20,7 @@ from PIL import Image, ImageFile
 
 from mmray.data.resample import Box, resample
 from mmray.data.rgb import WHITE, correct_png_transparency, to_rgb
-from mmray.data.upright import turn_upright, upright_size
+from mmray.data.upright import is_upright, turn_upright, upright_size
 
 # Another library in the process may have switched this on; half a JPEG would then become mostly grey pixels.
 ImageFile.LOAD_TRUNCATED_IMAGES = False
@@ -115,11 +115,11 @@ def read_pixels(
 
 
 def _plain_jpeg(image: ImageFile.ImageFile, data: bytes, sketch: bool = False) -> np.ndarray | None:
-    """RGB [H, W, 3] of a JPEG in colour, without a turn in its EXIF and without any fault; else None.
+    """RGB [H, W, 3] of a JPEG in colour that lies upright and has no fault; else None.
 
     As a `sketch`, grey and an eighth of its size.
     """
-    if image.format != "JPEG" or image.mode != "RGB" or "exif" in image.info:
+    if image.format != "JPEG" or image.mode != "RGB" or not is_upright(image):
         return None
     try:
         if simplejpeg.decode_jpeg_header(data)[1::-1] != image.size:  # nothing larger than was checked is allocated
@@ -134,12 +134,12 @@ def _plain_jpeg(image: ImageFile.ImageFile, data: bytes, sketch: bool = False) -
 
 
 def to_pixels(
-    image: Image.Image,
+    image: Image.Image | np.ndarray,
     side: int,
     fit: Literal["squash", "crop", "pad"],
     interpolation: Literal["bilinear", "bicubic"],
 ) -> np.ndarray:
-    """Pixels of the square that `resized` makes: uint8 [3, side, side], contiguous."""
+    """The square that `resized` makes: uint8 [3, side, side], contiguous."""
     return _channels_first(_square(np.asarray(image), side, fit, interpolation))
 
 
@@ -153,15 +153,16 @@ def _channels_first(rgb: np.ndarray) -> np.ndarray:
 
 
 def resized(
-    image: Image.Image,
+    image: Image.Image | np.ndarray,
     side: int,
     fit: Literal["squash", "crop", "pad"],
     interpolation: Literal["bilinear", "bicubic"],
     box: Box | None = None,
 ) -> Image.Image:
-    """An RGB square of `side` pixels; `box` (left, top, right, bottom), where given, is the part that fills it.
+    """A square of `side` pixels, of an RGB image or uint8 [H, W, 3]; `box`, where given, is the part that fills it.
 
-    Without one, `squash` ignores the aspect ratio, `crop` takes the central square, `pad` keeps everything on white.
+    A box is (left, top, right, bottom). Without one, `squash` ignores the aspect ratio, `crop` takes the central
+    square, `pad` keeps everything on white.
     Crop and resize are one call: a third faster than one after the other, and no row of pixels is rounded away.
     """
     return Image.fromarray(_square(np.asarray(image), side, fit, interpolation, box))

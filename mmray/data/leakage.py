@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import Any
@@ -16,11 +17,11 @@ import numpy as np
 import orjson
 
 from mmray.data.hygiene import HELD_OUT, first_of
-from mmray.data.image import BadImage, decode
 from mmray.data.near import NONE, nearest
 from mmray.data.place import Place
 from mmray.data.store import PreparedSet
-from mmray.data.thumbnail import thumbnail
+from mmray.data.thumbnail import thumbnail_of
+from mmray.data.trial import Trial
 
 LEAKS = "leaks.jsonl"
 OWN, EXACT = -1, -1
@@ -115,20 +116,22 @@ def write(
     near, exact = np.flatnonzero(leaks.bits != EXACT), np.flatnonzero(leaks.bits == EXACT)
     turns = chain.from_iterable(zip_longest(near[:SHOWN].tolist(), exact[:SHOWN].tolist()))
     shown = set([number for number in turns if number is not None][:SHOWN])
-    with out.writing(LEAKS) as file:
+    with out.writing(LEAKS) as file, closing(Trial()) as trial:
         for number, line in enumerate(lines):
             if number in shown:
                 where, twin = int(leaks.where[number]), int(leaks.twin[number])
-                theirs = _picture(own, int(places[twin])) if where == OWN else _picture(others[where], twin)
-                line = line | {"pictures": [_picture(own, int(places[leaks.row[number]])), theirs]}
+                rows, at = (own, int(places[twin])) if where == OWN else (others[where], twin)
+                ours = _picture(own, int(places[leaks.row[number]]), trial)
+                line = line | {"pictures": [ours, _picture(rows, at, trial)]}
             file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
 
-def _picture(rows: PreparedSet, number: int) -> str | None:
+def _picture(rows: PreparedSet, number: int, trial: Trial) -> str | None:
     try:
-        return thumbnail(decode(rows.read(np.array([number]))[0].images[0]))
-    except (OSError, ValueError, BadImage):
+        data = rows.read(np.array([number]))[0].images[0]
+    except (OSError, ValueError):
         return None
+    return thumbnail_of(data, trial)
 
 
 def summary(leaks: Leaks, addresses: Sequence[str], near_bits: int, is_dropped: bool) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from mmray.data.manifest import Manifest, Shard
 from mmray.data.near import LOOK, look_of
 from mmray.data.place import Place
 from mmray.data.store import PreparedSet, Row, images_sha256
+from mmray.data.trial import CRASH, Trial
 
 LOOKS = "looks"
 _ROWS = 64  # read at a time
@@ -42,10 +43,15 @@ def all_rows(address: str, source: str, shards: Iterable[Shard]) -> PreparedSet:
     )
 
 
-def look_at(out: Place, address: str, source: str, shard: Shard, near: bool, max_pixels: int) -> None:
-    """Write the looks of a shard; a row that cannot be read has none, and is like no other. Raises OSError."""
+def look_at(
+    out: Place, address: str, source: str, shard: Shard, near: bool, max_pixels: int, trial: Trial | None = None
+) -> list[str]:
+    """Write the looks of a shard; a row that cannot be read has none, and is like no other. Raises OSError.
+
+    With a `trial`, images are tried in its child first; the rows whose image killed it are told, as `key (source)`.
+    """
     rows = all_rows(address, source, [shard])
-    looks = np.zeros(shard.num_rows, LOOK)
+    looks, deadly = np.zeros(shard.num_rows, LOOK), []
     for start in range(0, shard.num_rows, _ROWS):
         for place, row in enumerate(_read(rows, np.arange(start, min(start + _ROWS, shard.num_rows))), start):
             if row is None:
@@ -53,13 +59,16 @@ def look_at(out: Place, address: str, source: str, shard: Shard, near: bool, max
             looks["sha"][place] = np.frombuffer(bytes.fromhex(images_sha256(row.images)[:32]), "<u8")
             if near:
                 try:
+                    if trial is not None:
+                        trial.check(row.images[0], max_pixels)
                     looks["hash"][place], looks["colours"][place] = look_of(decode(row.images[0], max_pixels))
                     looks["seen"][place] = True
-                except BadImage:
-                    continue  # its content is compared all the same
+                except BadImage as bad:  # its content is compared all the same
+                    deadly += [f"{row.key} ({row.source})"] if bad.reason == CRASH else []
     file = io.BytesIO()
     np.save(file, looks)
     out.write(looks_name(shard, near), file.getvalue())
+    return deadly
 
 
 def _read(rows: PreparedSet, numbers: np.ndarray) -> list[Row | None]:

@@ -19,13 +19,13 @@ import ray
 
 from mmray.data import against, assemble
 from mmray.data.budget import BadRuns, Fault, check_budget, check_run, most_bad
-from mmray.data.formats.choose import choose, label_names
+from mmray.data.formats.choose import choose, label_names, left_beside
 from mmray.data.formats.source import Chunk, SourceChanged
 from mmray.data.manifest import MANIFEST, PARTS, SHARDS, TOKENIZER, Manifest, read_manifest
 from mmray.data.pack import Job, has_unread, is_current, pack_chunk, read_record
 from mmray.data.place import UNFINISHED, Place
 from mmray.data.target import make, one_writer, sweep, sweep_unfinished
-from mmray.data.tasks import answer_of, item_of, run_tasks
+from mmray.data.tasks import MAX_RETRIES, MAX_RETRIES_APART, answer_of, item_of, run_tasks
 from mmray.errors import DataError, ResourceError, UsageError
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 # Left alone, Ray starts a task again for ever whose worker dies. Of a death it cannot say the cause: an image gets two
 # tries in the worker and one in a child of it; after that it is named, and only a lost node is left as a cause.
-MAX_RETRIES, MAX_RETRIES_APART = 1, 3
 
 
 @dataclass(frozen=True)
@@ -99,6 +98,8 @@ def _prepare(job: Job, settings: Prepare, report: Report, say: Say, retry: bool)
         raise DataError(f"{_where(job)} holds no rows of {job.open().title}")
     amount = f"{len(chunks):,} files" if total is None else f"{total:,} rows"
     say(f"{amount} of {job.open().title} from {_where(job)}", "reading")
+    if beside := left_beside(job.source):
+        say(f"{beside} lies beside it and is not read: {_where(job)},{beside} reads both", "beside")
     if job.allow_urls:
         say(f"images named by addresses, from {', '.join(job.allow_urls)} and nowhere else", "fetching")
     if before is not None and not _is_continued(before, job, chunks):
@@ -111,7 +112,7 @@ def _prepare(job: Job, settings: Prepare, report: Report, say: Say, retry: bool)
     total = sum(_counted(read_record(out, index)) for index in done) if total is None else total
     report(Progress("assemble", total, total))
     findings = assemble.find(out, done, settings.duplicates)
-    findings, leakage = (findings, {}) if run or over else _compare(job, settings, done, findings, report)
+    findings, leakage = (findings, {}) if run or over else _compare(job, settings, done, findings, report, say)
     shards, reasons, languages = assemble.write_quarantine(out, done, findings)
     num_read = findings.num_rows + reasons.total() - findings.num_dropped
     check_run(_where(job), out, run, settings.max_bad_run)
@@ -135,15 +136,17 @@ def _prepare(job: Job, settings: Prepare, report: Report, say: Say, retry: bool)
 
 
 def _compare(
-    job: Job, settings: Prepare, done: list[int], findings: assemble.Findings, report: Report
+    job: Job, settings: Prepare, done: list[int], findings: assemble.Findings, report: Report, say: Say
 ) -> tuple[assemble.Findings, dict[str, Any]]:
     """Leaks into other sets and across splits, where they are asked for: findings with those to set aside, summary."""
     if not against.wanted(settings):
         return findings, {}
     source = job.source.address if job.reference else ""
-    told, summary = against.leaks_of(
-        Place(job.out), done, source, findings, settings, lambda rows, total: report(Progress("compare", rows, total))
-    )
+
+    def tell(rows: int, total: int) -> None:
+        report(Progress("compare", rows, total))
+
+    told, summary = against.leaks_of(Place(job.out), done, source, findings, settings, tell, say)
     return replace(findings, leaked=told) if settings.drop_leaked else findings, summary
 
 

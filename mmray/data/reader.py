@@ -146,20 +146,21 @@ class RowReader:
             self.trial.check(data, self.max_pixels)
         if self.augment is None or drawn is None:
             return images.read_pixels(data, inputs.image_side, inputs.fit, inputs.interpolation, self.max_pixels)
-        return vary(images.decode(data, self.max_pixels), inputs, self.augment, drawn)
+        return vary(images.read_rgb(data, self.max_pixels), inputs, self.augment, drawn)
 
     def _boxed(self, row: Row, drawn: np.ndarray | None) -> tuple[np.ndarray, Block]:
         """What `_square` gives, and the row's boxes on it. Raises BadImage."""
         inputs, data = self.inputs, row.images[0]
         if self.trial is not None:
             self.trial.check(data, self.max_pixels)
-        image = images.decode(data, self.max_pixels)  # for its size, which the way of read_pixels does not tell
+        rgb = images.read_rgb(data, self.max_pixels)  # for its size, which the way of read_pixels does not tell
         if self.augment is None or drawn is None:
-            square = images.to_pixels(image, inputs.image_side, inputs.fit, inputs.interpolation)
+            square = images.to_pixels(rgb, inputs.image_side, inputs.fit, inputs.interpolation)
         else:
-            square = vary(image, inputs, self.augment, drawn)
+            square = vary(rgb, inputs, self.augment, drawn)
         assert row.boxes is not None
-        found, labels, count = boxes.seen(row.boxes, row.box_labels or [], image.size, inputs, self.augment, drawn)
+        size = (rgb.shape[1], rgb.shape[0])
+        found, labels, count = boxes.seen(row.boxes, row.box_labels or [], size, inputs, self.augment, drawn)
         return square, {"boxes": found, "box_labels": labels, "num_boxes": np.array(count)}
 
     def _words(self, seed: int, epoch: np.ndarray, rows: list[Row | None], key: np.ndarray) -> Block:

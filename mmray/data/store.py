@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -21,6 +22,7 @@ from mmray.data.local_cache import LocalCache
 from mmray.data.manifest import MANIFEST, PARTS, TOKENIZER, Manifest, Shard, fingerprint, read_manifest
 from mmray.data.open_shards import OpenShards, Wanted
 from mmray.data.place import Place
+from mmray.data.ranges import RangeFiles
 from mmray.data.remote_shards import RemoteShards
 from mmray.errors import DataError
 
@@ -180,10 +182,16 @@ class PreparedSet:
         found = self._each(rows, lambda records, shard: [Row(**each) for each in _to_pylist(records, shard)])
         return self._with_images(found)
 
+    @cached_property
+    def _referred(self) -> tuple[Place, RangeFiles]:
+        """Where the images of a set by reference are, with the files that blocks before have opened there."""
+        place = Place(self.manifest.source["address"])
+        return place, RangeFiles(place)
+
     def _with_images(self, rows: list[Row]) -> list[Row]:
         """The rows with the images that they only refer to. Raises OSError or ValueError."""
         pictures = [Picture(ref["file"], **ref) for row in rows for ref in row.refs or ()]
-        images = iter(read_pictures(Place(self.manifest.source["address"]), pictures) if pictures else ())
+        images = iter(read_pictures(self._referred[0], pictures, self._referred[1]) if pictures else ())
         for row in rows:
             if row.refs:
                 row.images = [next(images) for _ in row.refs]
@@ -193,6 +201,10 @@ class PreparedSet:
         """Keys of these rows (of all, in order, without an argument); images are not touched."""
         wanted = np.arange(self.num_rows) if rows is None else rows
         return self._each(wanted, lambda records, _: records.column("key").to_pylist(), ["key"])
+
+    def refs(self, rows: np.ndarray) -> list[list[dict[str, Any]] | None]:
+        """Where the images are (file, offset, length) that these rows refer to; the images are not touched."""
+        return self._each(rows, lambda records, _: records.column("refs").to_pylist(), ["refs"])
 
     def _each(
         self, rows: np.ndarray, of: Callable[[pa.RecordBatch, Shard], list[T]], columns: list[str] | None = None

@@ -14,6 +14,7 @@ from mmray.cluster.nodes import cores_here
 
 MAX_BLOCKS = 2000  # a Ray task each; of more items, several go to a task
 MANY_FOR_A_CORE = 10
+MAX_RETRIES, MAX_RETRIES_APART = 1, 3  # of a task that killed its worker; of one that decodes in processes apart
 
 Answer = dict[str, Any]
 

@@ -7,6 +7,9 @@ import io
 
 from PIL import Image
 
+from mmray.data.image import MAX_PIXELS, BadImage, decode
+from mmray.data.trial import Trial
+
 SIDE = 128
 
 
@@ -17,3 +20,15 @@ def thumbnail(picture: Image.Image, side: int = SIDE) -> str:
     file = io.BytesIO()
     small.save(file, "WEBP", quality=80, method=2)
     return "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def thumbnail_of(data: bytes, trial: Trial) -> str | None:
+    """The thumbnail of encoded bytes of which nobody knows whether they can be decoded; None where they cannot.
+
+    They are tried in the child of `trial` first: this process is one that must not die of them.
+    """
+    try:
+        trial.check(data, MAX_PIXELS)
+        return thumbnail(decode(data))
+    except (BadImage, MemoryError):
+        return None

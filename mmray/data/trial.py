@@ -17,6 +17,7 @@ import orjson
 from mmray.data.image import BadImage, decode, read_pixels
 
 COMMAND = (sys.executable, "-m", "mmray.data.trial")
+CRASH = "crash"  # the reason that is told of an image which killed its decoder
 
 
 class Trial:
@@ -38,7 +39,7 @@ class Trial:
             line = child.stdout.readline()
         if not line:
             self._child, self.deaths = None, self.deaths + 1
-            raise BadImage("crash", f"the decoder died of it (exit status {child.wait()})")
+            raise BadImage(CRASH, f"the decoder died of it (exit status {child.wait()})")
         answer = orjson.loads(line)
         if "reason" in answer:
             raise BadImage(answer["reason"], answer["detail"])

@@ -24,6 +24,11 @@ def turn_upright(image: Image.Image) -> Image.Image:
     return image if move is None else image.transpose(move)
 
 
+def is_upright(image: Image.Image) -> bool:
+    """Whether nothing in the file, EXIF or XMP, asks for a move."""
+    return _orientation(image) not in _MOVES
+
+
 def upright_size(image: Image.Image) -> tuple[int, int]:
     """(width, height) that the picture has when it is upright."""
     return (image.height, image.width) if _orientation(image) in _LYING else image.size

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mmray.data import boxes
 from mmray.data.collate import boxes_of, learned_of
-from mmray.data.image import MAX_PIXELS, decode, read_pixels, to_pixels
+from mmray.data.image import MAX_PIXELS, read_pixels, read_rgb, to_pixels
 from mmray.data.reader import UNLABELLED, Block
 from mmray.data.store import BATCH_ROWS, ROW_ERRORS, PreparedSet, Row
 from mmray.data.trial import Trials
@@ -122,10 +122,11 @@ class EvalBatches:
         square = (inputs.image_side, inputs.fit, inputs.interpolation)
         if not (inputs.max_boxes and record.boxes):
             return read_pixels(data, *square, self.max_pixels), boxes.columns(1, inputs.max_boxes)
-        image = decode(data, self.max_pixels)  # for its size
-        found, labels, count = boxes.seen(record.boxes, record.box_labels or [], image.size, inputs)
+        rgb = read_rgb(data, self.max_pixels)  # for its size
+        size = (rgb.shape[1], rgb.shape[0])
+        found, labels, count = boxes.seen(record.boxes, record.box_labels or [], size, inputs)
         columns = {"boxes": found[None], "box_labels": labels[None], "num_boxes": np.array([count], np.int32)}
-        return to_pixels(image, *square), columns
+        return to_pixels(rgb, *square), columns
 
     def _collate(self, rows: np.ndarray, found: Iterable[Found]) -> Batch | None:
         """The batch of what could be read; None when nothing could."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
 from typing import Any
@@ -18,12 +19,12 @@ from mmray.data.files import read_picture
 from mmray.data.formats.choose import Chosen, source_of
 from mmray.data.formats.rows import BadRow, row_of
 from mmray.data.formats.source import Item, Source, SourceChanged
-from mmray.data.image import decode
 from mmray.data.leakage import LEAKS, SHOWN
 from mmray.data.manifest import MANIFEST, QUARANTINE
 from mmray.data.place import Place
 from mmray.data.remote import Folder, folder_at
-from mmray.data.thumbnail import thumbnail
+from mmray.data.thumbnail import thumbnail_of
+from mmray.data.trial import Trial
 from mmray.errors import MmrayError
 from mmray.report.run import read_json, read_lines
 
@@ -107,19 +108,21 @@ def _find_pictures(rows: list[Aside], source: Source, place: Place) -> None:
         wanted[row.source].append(row)
     until = time.monotonic() + SECONDS
     try:
-        for item in chain.from_iterable(source.read(chunk) for chunk in source.scan(CHUNK_ROWS, ())):
-            for row in wanted.pop(item.origin, ()):
-                row.picture = _picture(place, item)
-            if not wanted or time.monotonic() > until:
-                return
+        with closing(Trial()) as trial:
+            for item in chain.from_iterable(source.read(chunk) for chunk in source.scan(CHUNK_ROWS, ())):
+                for row in wanted.pop(item.origin, ()):
+                    row.picture = _picture(place, item, trial)
+                if not wanted or time.monotonic() > until:
+                    return
     except (OSError, ValueError, SourceChanged, MmrayError):
         return  # the source is gone, or another one stands in its place: the rows are told without pictures
 
 
-def _picture(place: Place, item: Item) -> str | None:
+def _picture(place: Place, item: Item, trial: Trial) -> str | None:
     if isinstance(item.values, BadRow):
         return None
     try:
-        return thumbnail(decode(read_picture(place, row_of(item.values, item.origin).images[0])))
-    except (OSError, ValueError):  # BadRow and BadImage among them: often the very reason it was set aside
+        data = read_picture(place, row_of(item.values, item.origin).images[0])
+    except (OSError, ValueError):  # BadRow among them: often the very reason it was set aside
         return None
+    return thumbnail_of(data, trial)

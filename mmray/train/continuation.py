@@ -16,6 +16,7 @@ MAY_CHANGE = (
     "data.cache",
     "data.keep_mb",
     "data.local_cache",
+    "data.local_cache_gb",
     "data.max_bad_rows",
     "data.eval",
     "data.eval_split",
@@ -54,5 +55,10 @@ def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str
     return [
         f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
         for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name) and not name.startswith(MAY_CHANGE)
+        if old.get(name) != new.get(name) and not may_change(name)
     ]
+
+
+def may_change(name: str) -> bool:
+    """Whether MAY_CHANGE names this setting, or a section that it is in."""
+    return any(name == each or name.startswith(f"{each}.") for each in MAY_CHANGE)

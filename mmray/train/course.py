@@ -23,6 +23,8 @@ from mmray.train.lease import Lease
 from mmray.train.resources import check_room, check_storage
 from mmray.train.settle import settle
 
+TOLD_RUNS = 3
+
 
 @dataclass
 class Outcome:
@@ -39,6 +41,7 @@ def course(config: Config, listener: Listener) -> Outcome:
     check_storage(config)
     ready = settle(config, listener)
     decision = rundir.decide(ready.config, ready.data, ready.steps)
+    _say_passed(decision, listener)
     if decision.action == "done":
         result = rundir.RunDir(decision.path).read_json("result.json") or {}
         return Outcome(decision.path, result, already_done=True)
@@ -75,6 +78,18 @@ def _tidy(run: rundir.RunDir, lease: Lease, listener: Listener) -> None:
     except OSError as error:
         listener.note(f"{QUARANTINE} is still in parts: {error}", "storage")
     draw_at_end(run.path, listener.note)
+
+
+def _say_passed(decision: rundir.Decision, listener: Listener) -> None:
+    """The newest of the runs that an unnamed one could have gone on with, why it does not, and what it does."""
+    left_out = len(decision.passed) - TOLD_RUNS
+    if left_out > 0:
+        listener.note(f"{left_out:,} earlier runs of other settings, or finished", "earlier")
+    for line in decision.passed[-TOLD_RUNS:]:
+        listener.note(line, "earlier")
+    if decision.passed and decision.action == "start":
+        told = "a new run begins; an earlier one goes on with its own settings, a finished one with more --train.steps"
+        listener.note(told, "new")
 
 
 def _announce(ready: Ready, run: rundir.RunDir, listener: Listener) -> None:

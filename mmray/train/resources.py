@@ -110,7 +110,7 @@ def worker_resources(config: Config, labels: Labels | None = None) -> ScalingCon
 
 def torch_config(config: Config) -> TorchConfig:
     """NCCL with GPUs and gloo without, as Ray Train chooses; with a timeout, which neither has by default."""
-    return TorchConfig(timeout_s=int(config.cluster.collective_timeout_s))
+    return TorchConfig(timeout_s=math.ceil(config.cluster.collective_timeout_s))
 
 
 def no_retries() -> FailureConfig:

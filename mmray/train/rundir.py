@@ -25,6 +25,7 @@ from mmray.train import lease
 from mmray.train.continuation import forbidden_changes
 
 MADE_FIRST = (lease.FOLDER, "checkpoints", "tokenizer.json", "data.json", "environment.json")  # before config.yaml
+TOLD_CHANGES = 3  # of an earlier run that is passed over; the rest are counted
 PACKAGES = ("mmray", "ray", "torch", "torchvision", "transformers", "pyarrow", "pillow", "numpy")
 
 
@@ -57,6 +58,13 @@ class Found:
     finished_steps: int | None  # of a finished run
     changes: list[str]  # settings (or data) that differ in a way a continuation may not
 
+    def why_not(self) -> str:
+        """Why an unnamed run does not go on with it."""
+        if not self.changes:
+            return f"has finished its {self.finished_steps or 0:,} steps"
+        more = f", and {len(self.changes) - TOLD_CHANGES:,} more" if len(self.changes) > TOLD_CHANGES else ""
+        return "is another run: " + ", ".join(self.changes[:TOLD_CHANGES]) + more
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -64,6 +72,7 @@ class Decision:
 
     action: Literal["start", "resume", "done"]
     path: Folder
+    passed: tuple[str, ...] = ()  # earlier runs that an unnamed one does not go on with, each with its reason
 
 
 def find(path: Folder, config: Config, data: dict[str, Any]) -> Found | None:
@@ -87,12 +96,13 @@ def decide(config: Config, data: dict[str, Any], steps: int) -> Decision:
     Raises UsageError where going on would make another run of it, with the settings that differ.
     """
     mode, named = config.run.resume, config.run.name is not None
+    passed: list[str] = []
     for path in _names(config):
         found = find(path, config, data)
         if found is None:
             if mode == "must":
                 raise UsageError(f"--run.resume must: there is no run at {path}")
-            return Decision("start", path)
+            return Decision("start", path, tuple(passed))
         if mode == "never":
             if named:
                 raise UsageError(f"{path} exists; choose another --run.name, or go on with --run.resume auto")
@@ -104,8 +114,9 @@ def decide(config: Config, data: dict[str, Any], steps: int) -> Decision:
             )
         finished = found.finished_steps is not None and found.finished_steps >= steps
         if found.changes or (finished and not named and mode == "auto"):
+            passed.append(f"{path} {found.why_not()}")
             continue
-        return Decision("done" if finished else "resume", path)
+        return Decision("done" if finished else "resume", path, tuple(passed))
     raise AssertionError("the names never end")
 
 

@@ -115,13 +115,16 @@ def restored_model(config: Config, found: Folder) -> nn.Module:
 
 
 def _held_out(config: Config, folder: Folder, data: str | None, split: str | None, listener: Listener) -> PreparedSet:
-    if data is None:
+    """What is asked for, or what the run held out: its own set for that (a source is prepared first), or a split."""
+    own = config.data.eval_split if data is None else "test"
+    source = data or config.data.eval
+    if source is None:
         trained_on = parse_mixture((RunDir(folder).read_json("data.json") or {})["train"])[0][0]
-        return PreparedSet.open(config.data.eval or trained_on, split or config.data.eval_split)
-    if not (folder_at(data) / MANIFEST).exists():
+        return PreparedSet.open(trained_on, split or own)
+    if not (folder_at(source) / MANIFEST).exists():
         check_data_room(config.cluster)
-    place = ensure_prepared(data, config.data.cache, config.prepare, listener.note, listener.preparing)
-    return PreparedSet.open(str(place), split or "test")
+    place = ensure_prepared(source, config.data.cache, config.prepare, listener.note, listener.preparing)
+    return PreparedSet.open(str(place), split or own)
 
 
 def _score_on_worker(config: Config, tokenizer_json: str, held_out: PreparedSet, found: Folder) -> dict[str, Any]:

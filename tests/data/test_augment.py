@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from mmray import recipes
 from mmray.config import Augment, Config, Inputs
 from mmray.data.augment import CROP, DRAWS, FACTORS, FLIP, TURNS, draws, random_box, vary
 from mmray.data.image import resized, to_pixels
@@ -74,6 +75,14 @@ def test_a_flip_is_a_mirror_image():
     plain = to_pixels(picture(), 16, "squash", "bilinear")
     assert np.array_equal(vary(picture(), INPUTS, Augment(flip=0.5), drawn(flip=0.4)), plain[:, :, ::-1])
     assert np.array_equal(vary(picture(), INPUTS, Augment(flip=0.5), drawn(flip=0.5)), plain)
+
+
+def test_nothing_is_varied_unless_asked_for():
+    """A flip above all: it makes a caption that names sides wrong."""
+    assert Augment().flip == 0 and not Augment().varies
+    assert not any(recipes.load(name).augment.flip for name in recipes.RECIPES)
+    plain = to_pixels(picture(), 16, "squash", "bilinear")
+    assert all(np.array_equal(vary(picture(), INPUTS, Augment(), drawn(flip=chance)), plain) for chance in (0.0, 0.99))
 
 
 def test_jitter_is_torchvisions_in_the_drawn_order():

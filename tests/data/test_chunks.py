@@ -8,6 +8,7 @@ import pytest
 from mmray.config import Data
 from mmray.data.chunks import chunk_and_window, kept_here
 from mmray.data.place import Place
+from mmray.data.shard_writer import write_shard
 from mmray.data.store import PreparedSet
 from mmray.errors import UsageError
 from mmray.train import attempt
@@ -18,12 +19,10 @@ from tests.data.test_store import make_rows, make_set
 from tests.train.runs import Silent, config
 
 
-def weighing(prepared, row_bytes, **settings):
+def weighing(prepared, row_bytes):
     """The set, as if its rows had so many bytes each."""
     (shard,) = prepared.manifest.shards
-    manifest = replace(
-        prepared.manifest, shards=(replace(shard, num_bytes=row_bytes * shard.num_rows),), settings=settings
-    )
+    manifest = replace(prepared.manifest, shards=(replace(shard, num_bytes=row_bytes * shard.num_rows),))
     return PreparedSet(prepared.place, manifest)
 
 
@@ -67,13 +66,47 @@ def test_what_is_given_is_taken(there, here):
     assert chunk_and_window(Data(chunk=5, shuffle=False), [there], 64) == (1, 1)
 
 
-def test_a_set_by_reference_has_its_images_elsewhere(there, here, tmp_path):
-    indexed, data = weighing(there, 300, reference=True), Data(local_cache=str(tmp_path))
-    assert chunk_and_window(Data(), [indexed], 64) == (1, 1)
-    assert chunk_and_window(Data(chunk=16), [indexed], 64) == (16, 16)
-    with pytest.raises(UsageError, match=r"data\.local_cache keeps what a set holds, and .* only refers"):
-        kept_here(data, indexed, 16)
-    assert kept_here(data, here, 16) is here
+def referring(prepared, address, **ref):
+    """The set, as if its rows referred to images at an address."""
+    rows = [replace(row, images=[], refs=[{"file": "a", "offset": 0, "length": None} | ref]) for row in make_rows(20)]
+    entry = write_shard(rows, prepared.place, prepared.manifest.shards[0].file, None)
+    manifest = replace(prepared.manifest, shards=(entry,), settings={"reference": True}, source={"address": address})
+    return PreparedSet(prepared.place, manifest)
+
+
+def test_a_set_by_reference_is_read_in_chunks_where_its_images_lie_together_on_a_store(there, here, tmp_path):
+    disk, store = str(tmp_path), "memory://raw"
+    assert chunk_and_window(Data(), [referring(here, store, length=66_000)], 64) == (8, 16)
+    assert chunk_and_window(Data(), [referring(here, store, length=20_000)], 64) == (24, 16)
+    assert chunk_and_window(Data(), [referring(here, disk, length=20_000)], 64) == (1, 1)
+    assert chunk_and_window(Data(), [referring(there, store, length=20_000)], 64) == (24, 16)
+    assert chunk_and_window(Data(), [referring(there, disk)], 64) == (32, 16)  # the index alone is on the store
+    assert chunk_and_window(Data(chunk=1), [referring(there, store, length=20_000)], 64) == (1, 1)
+
+
+def test_images_that_are_single_files_gain_nothing_by_chunks(there, here):
+    for prepared in (here, there):
+        single = referring(prepared, "memory://raw")
+        assert chunk_and_window(Data(), [single], 64) == (1, 1)
+        assert chunk_and_window(Data(chunk=16), [single], 64) == (16, 16)
+
+
+def test_a_row_that_is_damaged_does_not_end_a_run_that_asks_how_large_its_images_are(there):
+    indexed = referring(there, "memory://raw", length=66_000)
+    shard = indexed.manifest.shards[0]
+    data = bytearray(there.place.read(shard.file))
+    data[shard.offsets[0] : shard.offsets[1]] = bytes(int(shard.offsets[1] - shard.offsets[0]))
+    there.place.write(shard.file, bytes(data))
+    assert chunk_and_window(Data(), [indexed], 64) == (8, 16)
+
+
+def test_a_cache_is_refused_for_a_set_by_reference_that_is_not_all_on_disks(there, here, tmp_path):
+    data = Data(local_cache=str(tmp_path / "cache"))
+    for indexed in (referring(there, "memory://raw"), referring(here, "memory://raw"), referring(there, str(tmp_path))):
+        with pytest.raises(UsageError, match=r"data\.local_cache keeps what a set holds, and .* only refers"):
+            kept_here(data, indexed, 16)
+    on_disks = referring(here, str(tmp_path))
+    assert kept_here(data, on_disks, 16) is on_disks and kept_here(Data(), there, 16) is there
 
 
 def test_what_was_read_is_kept_in_the_folder_that_is_named(there, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import ray
 
 from mmray.config import Inputs, Prepare
+from mmray.data import against
 from mmray.data import prepare as prepare_module
 from mmray.data import stream as stream_module
 from mmray.data import trial as trial_module
@@ -21,7 +22,7 @@ from mmray.data.trial import Trial
 from tests.data.deadly import NEED, deadly, decoder_dies, decoder_finds_no_memory
 from tests.made import png
 
-_pack_batch = prepare_module._pack_batch
+_pack_batch, _look_batch = prepare_module._pack_batch, against._look_batch
 
 
 def pack_batch(batch, job):
@@ -120,6 +121,30 @@ def test_prepare_names_the_image_and_packs_the_rest(tmp_path, monkeypatch, local
     assert all(1 <= tries(source, number) <= 3 for number in bad)
     assert prepare(str(source), out, settings) == manifest  # and is not tried again
     assert all(tries(source, number) <= 3 for number in bad)
+
+
+def look_batch(batch, look):
+    """The task that looks for leaks, on a worker with that decoder."""
+    with decoder_dies():
+        return _look_batch(batch, look)
+
+
+@pytest.mark.cluster
+def test_a_set_that_nobody_decoded_is_held_against_another_all_the_same(tmp_path, monkeypatch, local_ray):
+    """The image that kills is named, compared by its bytes, and shown to nobody."""
+    source, out = make_source(tmp_path / "raw", 12, [5]), str(tmp_path / "out")
+    unseen = Prepare(rows_per_shard=4, vocab_size=60, reference=True, check="none", max_bad_fraction=1.0)
+    prepare(str(source), str(tmp_path / "other"), unseen)
+    monkeypatch.setattr(against, "_look_batch", look_batch)
+    said = []
+    with decoder_dies():
+        settings = unseen.model_copy(update={"against": (str(tmp_path / "other"),)})
+        manifest = prepare(str(source), out, settings, say=lambda *told: said.append(told))
+    assert (manifest.num_rows, manifest.leakage["exact"]) == (12, 12)
+    (named, _) = (text for text, label in said if label == "crash")
+    assert named.startswith("k5 (rows.jsonl:6): the decoder dies")
+    shown = {line["key"]: line.get("pictures") for line in map(json.loads, (tmp_path / "out" / "leaks.jsonl").open())}
+    assert shown["k5"] == [None, None] and all(shown["k4"])
 
 
 @ray.remote(num_cpus=0)

@@ -52,6 +52,11 @@ def text(number):
     return f"colour, {number}"
 
 
+def lossy(number, kind):
+    """Of colours so far apart that no two are saved alike."""
+    return colour_image(number * 30, kind)
+
+
 def images(folder, count=COUNT):
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(count):
@@ -95,17 +100,35 @@ def add(tar, name, data):
     tar.addfile(member, io.BytesIO(data))
 
 
-def tars(folder, count=COUNT):
+def tars(folder, count=COUNT, kind="png"):
     """As img2dataset writes them: jpg/png, txt and json of a key, and a Parquet and a JSON of figures beside."""
     folder.mkdir(parents=True, exist_ok=True)
     for shard in range(2):
         with tarfile.open(folder / f"{shard:05d}.tar", "w") as tar:
             for number in range(shard * 4, min(count, shard * 4 + 4)):
                 stated = {"caption": "of the json", "label": number, "url": "http://x", "status": "success"}
-                add(tar, f"{number:09d}.png", colour_image(number))
+                add(tar, f"{number:09d}.{kind}", colour_image(number) if kind == "png" else lossy(number, "JPEG"))
                 add(tar, f"{number:09d}.txt", text(number).encode())
                 add(tar, f"{number:09d}.json", json.dumps(stated).encode())
         pq.write_table(pa.table({"url": ["http://x"], "caption": ["x"]}), folder / f"{shard:05d}.parquet")
+        (folder / f"{shard:05d}_stats.json").write_text("{}")
+    return folder
+
+
+def downloaded(folder):
+    """As img2dataset writes single files, which is its default: 00000/000000000.jpg, .txt and .json of each, and a
+    Parquet of all that was asked for beside each folder; of the last one nothing came."""
+    for shard in range(2):
+        images_of = folder / f"{shard:05d}"
+        images_of.mkdir(parents=True)
+        for number in range(shard * 4, min(COUNT, shard * 4 + 4)):
+            stem = images_of / f"{shard * 10**4 + number:09d}"
+            stem.with_suffix(".jpg").write_bytes(lossy(number, "JPEG"))
+            stem.with_suffix(".txt").write_text(text(number))
+            stem.with_suffix(".json").write_text(json.dumps({"caption": "of the json", "url": "http://x"}))
+    for shard in range(3):
+        columns = {"url": ["http://x"], "caption": ["x"], "key": ["000000000"], "status": ["success"]}
+        pq.write_table(pa.table(columns), folder / f"{shard:05d}.parquet")
         (folder / f"{shard:05d}_stats.json").write_text("{}")
     return folder
 
@@ -177,55 +200,6 @@ def test_every_format_gives_the_same_rows_and_is_known_by_what_it_is(tmp_path, t
     in_process.clear()
     assert prepare(str(source), str(tmp_path / "out"), LAX) == manifest
     assert in_process == []
-
-
-def test_coco_keeps_captions_and_boxes(tmp_path):
-    _, rows, _ = prepared(coco_captions(tmp_path / "raw"), tmp_path / "out", image_side=4)
-    assert rows[2].texts == [text(2), "another"]
-    assert (rows[2].key, rows[2].source) == ("2", "annotations/captions_val2017.json:image 2")
-    assert rows[2].boxes == [[0.25, 0.25, 0.75, 0.75]]  # of 12 x 8 pixels; the kept image is 6 x 4
-    assert rows[2].box_labels == [2]
-
-
-def test_coco_without_captions_names_its_categories(tmp_path):
-    images(tmp_path / "raw", 2)
-    notes = [{"image_id": 0, "bbox": [0, 0, 4, 4], "category_id": c} for c in (1, 2, 1)]
-    notes.append({"image_id": 1, "bbox": [0, 0, 40, 4], "category_id": 1})
-    document = {
-        "images": [{"id": n, "file_name": f"{n}.png"} for n in range(2)],
-        "annotations": notes,
-        "categories": [{"id": 1, "name": "cat"}, {"id": 2, "name": "dog"}],
-    }
-    (tmp_path / "raw" / "instances.json").write_text(json.dumps(document))
-    manifest, rows, faults = prepared(tmp_path / "raw" / "instances.json", tmp_path / "out")
-    assert rows[0].texts == ["a photo of a cat, dog"]
-    assert manifest.box_names == {"1": "cat", "2": "dog"} == PreparedSet.open(str(tmp_path / "out")).manifest.box_names
-    assert faults == {"instances.json:image 1": "boxes"}
-
-
-def test_coco_that_lacks_something_is_told(tmp_path):
-    document = {
-        "images": [{"id": n, "file_name": f"{n}.png"} for n in range(2)],
-        "annotations": [{"image_id": 0, "bbox": [0, 0, 4, 4]}, {"image_id": 1, "bbox": [0, 0, 4, 4], "category_id": 1}],
-        "categories": [{"id": 1, "name": "cat"}],
-    }
-    source = images(tmp_path / "raw", 2) / "instances.json"
-    source.write_text(
-        json.dumps(document | {"annotations": [*document["annotations"], {"image_id": 0, "caption": "x"}]})
-    )
-    _, rows, faults = prepared(source, tmp_path / "out")
-    assert [row.key for row in rows] == ["1"] and faults == {"instances.json:image 0": "boxes"}
-    for name, item, told in (
-        ("categories", {"id": 1}, r"categories\[0\] needs `id` and `name`"),
-        ("categories", {"name": "cat"}, r"categories\[0\] needs `id` and `name`"),
-        ("images", {"id": 0}, r"images\[0\] needs `id` and `file_name`"),
-        ("annotations", {"caption": "x"}, r"annotations\[0\] needs `image_id`, is {'caption': 'x'}"),
-        ("annotations", {"image_id": [1]}, r"annotations\[0\] needs `image_id`"),
-        ("annotations", "image_id", "is not COCO's JSON"),
-    ):
-        source.write_text(json.dumps(document | {name: [item]}))
-        with pytest.raises(DataError, match=told):
-            prepared(source, tmp_path / "bad")
 
 
 def test_a_folder_for_each_class(tmp_path):
@@ -322,6 +296,38 @@ def test_parquet_with_rows_that_are_bad(tmp_path):
     _, rows, faults = prepared(tmp_path / "raw" / "rows.parquet", tmp_path / "out")
     assert [row.source for row in rows] == ["rows.parquet:1"]
     assert faults == {"rows.parquet:2": "encoding", "rows.parquet:3": "blank", "rows.parquet:4": "empty"}
+
+
+def test_what_img2dataset_writes_by_default_is_images_beside_texts(tmp_path):
+    source, said = downloaded(tmp_path / "raw"), []
+    manifest = prepare(str(source), str(tmp_path / "out"), LAX, say=lambda line, label: said.append(line))
+    assert said[0].startswith("7 rows of images beside texts") and manifest.num_read == COUNT
+    rows = PreparedSet.open(str(tmp_path / "out")).read(np.arange(COUNT))
+    assert [row.key for row in rows][3:5] == ["00000/000000003.jpg", "00001/000010004.jpg"]
+    assert [(row.texts, row.images) for row in rows] == [([text(n)], [lossy(n, "JPEG")]) for n in range(COUNT)]
+
+
+def test_a_parquet_beside_paired_images_that_is_no_account_of_them_is_the_source(tmp_path):
+    source = parquet_paths(tmp_path / "raw").parent
+    pairs(source)
+    assert choose(str(source)).format == "parquet" and choose(str(source), "pairs").format == "pairs"
+    (source / "some.parquet").write_bytes((source / "rows.parquet").read_bytes())
+    assert choose(str(source)).format == "parquet"  # images of the top folder have no Parquet of their name
+
+
+def test_jpegs_in_img2datasets_tars(tmp_path):
+    _, rows, faults = prepared(tars(tmp_path / "raw", kind="jpg"), tmp_path / "out")
+    assert [(row.texts, row.images) for row in rows] == [([text(n)], [lossy(n, "JPEG")]) for n in range(COUNT)]
+    assert [row.key for row in rows][3:5] == ["00000/000000003", "00001/000000004"] and not faults
+
+
+def test_a_cls_is_the_label_of_its_webp(tmp_path):
+    members = [("a.webp", lossy(1, "WEBP")), ("a.txt", b"one"), ("a.cls", b"3")]
+    members += [("b.webp", lossy(2, "WEBP")), ("b.txt", b"two"), ("b.cls", b" 11\n")]
+    members += [("b.json", b'{"label": 5, "caption": "no"}')]
+    _, rows, faults = prepared(folder_of_tar(tmp_path / "raw", members), tmp_path / "out")
+    assert [(row.key, row.texts, row.label) for row in rows] == [("A/a", ["one"], 3), ("A/b", ["two"], 11)]
+    assert rows[1].images == [lossy(2, "WEBP")] and not faults
 
 
 def test_a_damaged_parquet_page_costs_its_rows_and_they_are_named(tmp_path):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
+from mmray.data import image as image_module
 from mmray.data.image import (
     BadImage,
     check_header,
@@ -240,6 +241,23 @@ def test_a_turned_jpeg_is_brought_upright():
     assert checked_size(data) == (30, 40)
 
 
+def test_a_jpeg_that_its_xmp_turns_is_brought_upright():
+    packet = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    data = encode(picture(40, 30), "JPEG", xmp=packet)
+    assert decode(data).size == (30, 40)
+    assert np.array_equal(read_rgb(data), np.asarray(decode(data)))
+    assert checked_size(data) == (30, 40)
+
+
+def test_a_jpeg_whose_exif_says_that_it_lies_upright_takes_the_short_way(monkeypatch):
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010F] = 1, "a camera"
+    data = encode(picture(40, 30), "JPEG", exif=exif)
+    expected = np.asarray(decode(data))
+    monkeypatch.setattr(image_module, "_decode", lambda *_: pytest.fail("the long way"))
+    assert np.array_equal(read_rgb(data), expected)
+
+
 @pytest.mark.parametrize("progressive", [False, True])
 def test_damaged_jpegs_are_judged_as_by_decode(progressive):
     """Whatever byte is damaged: the same pixels and size, or the same reason from all."""
@@ -293,12 +311,15 @@ def test_shrink_keeps_what_decode_corrected():
 
 def test_png_suite(shared_data):
     """All colour types and depths decode; all files that are damaged on purpose (x*.png) are refused."""
-    for path in sorted((shared_data / "pngsuite").glob("*.png")):
+    refused, paths = [], sorted((shared_data / "pngsuite").glob("*.png"))
+    for path in paths:
         if path.name.startswith("x"):
             with pytest.raises(BadImage):
                 decode(path.read_bytes())
+            refused.append(path.stem)
         else:
             assert decode(path.read_bytes()).mode == "RGB"
+    assert (len(paths), len(refused)) == (175, 14)
 
 
 def test_png_suite_backgrounds(shared_data):

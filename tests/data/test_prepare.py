@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mmray.cli import main
 from mmray.config import Prepare
 from mmray.data import prepare as prepare_module
 from mmray.data.budget import BadRuns, most_bad
@@ -510,6 +511,19 @@ def test_the_ray_job_gives_the_same_set(tmp_path, in_process, monkeypatch, local
     assert packed == sorted(packed)
     assert packed[-1] == 32
     assert len(packed) > 3
+
+
+def test_a_typed_prepare_over_the_budget_ends_with_exit_status_5(tmp_path, in_process, local_ray, capsys):
+    source, out = make_source(tmp_path / "raw", 7), tmp_path / "out"
+    add(source, {"image": "gone.png", "text": "x"})
+    typed = ["prepare", str(source), str(out), "--rows-per-shard", "4", "--max-bad-fraction"]
+    with pytest.raises(SystemExit) as ended:
+        main([*typed, "0.1"])
+    assert ended.value.code == 5
+    assert "error: " in (told := capsys.readouterr().err) and "1 of 8 rows are bad (12.5 %)" in told
+    with pytest.raises(SystemExit) as ended:
+        main([*typed, "0.125"])
+    assert ended.value.code == 0
 
 
 def test_a_task_that_cannot_write_is_a_resource_error(tmp_path, local_ray):

@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmray.data import local_cache, ranges, remote, shard_writer, store
+from mmray.config import Data
+from mmray.data import chunks, local_cache, ranges, remote, shard_writer, store
+from mmray.data.chunks import chunk_and_window
 from mmray.data.files import read_picture, read_pictures
 from mmray.data.formats.rows import BadRow, Picture
 from mmray.data.local_cache import LocalCache
@@ -59,6 +61,22 @@ def random_rows(first, count, size=300):
         Row(f"row-{first + number}", [image], ["a caption"], sha256=images_sha256([image]))
         for number, image in enumerate(images)
     ]
+
+
+def referring(place, images, rows, size=300, per_tar=512):
+    """A prepared set at `place` of so many rows, whose images are members of tars at the place `images`: as in
+    WebDataset's, a header before each, and a caption after it."""
+    shards = []
+    for tar, first in enumerate(range(0, rows, per_tar)):
+        here = random_rows(first, min(per_tar, rows - first), size)
+        images.write(f"{tar}.tar", b"".join(bytes(512) + row.images[0] + bytes(1024) for row in here))
+        for number, row in enumerate(here):
+            ref = {"file": f"{tar}.tar", "offset": number * (size + 1536) + 512, "length": size}
+            row.images, row.refs = [], [ref]
+        shards.append(write_shard(here, place, f"shards/{tar}.arrow", None))
+    settings, source = {"reference": True}, {"address": images.address}
+    place.write(MANIFEST, Manifest(rows, rows, 0, {}, 0, {}, "", None, source, settings, tuple(shards)).to_json())
+    return PreparedSet.open(place.address)
 
 
 @settings(max_examples=60, deadline=None)
@@ -165,6 +183,23 @@ def test_a_block_in_chunks_takes_an_eighth_of_the_requests_and_with_a_cache_a_th
     assert cost["any order"][0] > 100 and cost["any order"][1] > 6
     assert cost["8 x 16"][0] <= 16.5 and cost["8 x 16"][1] < 1.2
     assert cost["32 x 64, cached"][0] < 4.6 and cost["32 x 64, cached"][1] < 1.2
+
+
+@pytest.mark.parametrize("index", ["store", "disk"])
+def test_a_block_in_chunks_by_reference_reads_members_of_tars_together(s3, tmp_path, monkeypatch, index):
+    monkeypatch.setattr(ranges, "GAP_BYTES", 5000)  # some three members
+    monkeypatch.setattr(chunks, "REQUEST_BYTES", 2000)  # as many rows as it is of images of 66 KB
+    place = Place(f"{s3.address}/index" if index == "store" else str(tmp_path / "index"))
+    place.make("shards")
+    prepared = referring(place, Place(f"{s3.address}/raw"), 4096)
+    by_default = chunk_and_window(Data(), [prepared], 64)
+    assert by_default == (8, 16)
+    any_order, in_chunks = (cost_of(s3, prepared, *order, blocks=1)[0] for order in ((1, 1), by_default))
+    print(f"\nindex on a {index}: any order {any_order:.1f} requests, in chunks {in_chunks:.1f}")
+    assert any_order > 100 and in_chunks <= (33 if index == "store" else 16.5)
+    with s3.requests() as made:  # the files are open
+        assert all(row.is_intact for row in prepared.read(np.arange(2000, 2008)))
+    assert len(made) == (2 if index == "store" else 1)
 
 
 def test_requests_that_fail_for_a_moment_are_made_again(s3, monkeypatch):

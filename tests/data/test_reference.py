@@ -14,8 +14,26 @@ from mmray.data.text import train_tokenizer
 from mmray.errors import DataError, UsageError
 from tests.data import test_formats as formats
 from tests.data.test_formats import COUNT, colour_image, prepared, text
+from tests.data.test_sources_remote import ALL
 
 in_process = formats.in_process
+TOKENIZER = train_tokenizer([text(number) for number in range(COUNT)], 60)
+
+
+def blocks_of(source, tmp_path, **settings):
+    """What a model gets of the set by reference, and of the packed set, in two epochs."""
+    blocks = []
+    for out, how in (("packed", {}), ("index", {"reference": True} | settings)):
+        prepared(source, tmp_path / out, duplicates="keep", **how)
+        rows = PreparedSet.open(str(tmp_path / out))
+        reader = RowReader(rows, Inputs(image_side=8, max_tokens=12), TOKENIZER, 10**6)
+        plan = Plan(num_rows=rows.num_rows, global_rows=4, world=1, micro=4, seed=3, steps=9)
+        blocks.append(reader.block(plan, np.arange(2 * rows.num_rows)))
+    return blocks
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("title", ["CSV", "WebDataset", "COCO", "images beside texts"])
@@ -24,20 +42,17 @@ def test_a_stream_by_reference_is_the_stream_of_the_packed_set(tmp_path, title, 
     source = formats.SOURCES[title](tmp_path / "raw")
     if title == "COCO" and check == "none":  # boxes need the size of their image
         source.write_text(source.read_text().replace('"bbox"', '"no box"'))
-    prepared(source, tmp_path / "packed")
-    prepared(source, tmp_path / "index", reference=True, check=check)
-    plan = Plan(num_rows=COUNT, global_rows=4, world=1, micro=4, seed=3, steps=9)
-    blocks = []
-    for out in ("packed", "index"):
-        tokenizer = train_tokenizer([text(number) for number in range(COUNT)], 60)
-        reader = RowReader(PreparedSet.open(str(tmp_path / out)), Inputs(image_side=8, max_tokens=12), tokenizer, 10**6)
-        blocks.append(reader.block(plan, np.arange(2 * COUNT)))
-    assert blocks[0].keys() == blocks[1].keys()
-    assert blocks[0]["valid"].all()
-    for name, column in blocks[0].items():
-        assert np.array_equal(column, blocks[1][name]), name
+    packed, index = blocks_of(source, tmp_path, check=check)
+    assert same(packed, index) and packed["valid"].all() and len(packed["valid"]) == 2 * COUNT
     images = b"".join(path.read_bytes() for path in (tmp_path / "index" / "shards").iterdir())
     assert not any(colour_image(number) in images for number in range(COUNT))
+
+
+@pytest.mark.parametrize("title", ["JSON lines", "Parquet", "two parallel lists", "a folder for each class", "TSV"])
+def test_every_format_that_names_files_can_be_referred_to(tmp_path, title):
+    packed, index = blocks_of(ALL[title](tmp_path / "raw"), tmp_path)
+    assert same(packed, index) and packed["valid"].all()
+    assert len(packed["valid"]) == 2 * (3 if title == "a folder for each class" else COUNT)
 
 
 def test_a_referenced_image_that_changed_or_went_is_noticed_and_its_neighbours_stay(tmp_path):

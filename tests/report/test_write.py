@@ -9,6 +9,7 @@ from mmray import cli
 from mmray.cli.console import Screen
 from mmray.errors import UsageError
 from mmray.report.write import write_report
+from tests.data.deadly import deadly, decoder_dies
 from tests.made import png
 from tests.report.made_runs import examples, line, make_run, make_sweep, make_whole_run, make_whole_sweep, scores, trial
 
@@ -171,6 +172,15 @@ def test_rows_set_aside_are_told_with_pictures_where_there_are_any(set_aside):
     for file in source.iterdir():
         file.unlink()
     assert page_of(folder).count("cannot be opened") == 12 + 1
+
+
+def test_an_image_that_kills_its_decoder_does_not_kill_the_report(set_aside):
+    folder, source = set_aside
+    (source / "good.png").write_bytes(deadly(png(9), source / "tries"))
+    with decoder_dies():
+        page = page_of(folder)
+    assert "61 rows of 500 that were read" in page and page.count("cannot be opened") == 12 + 1
+    assert (source / "tries").read_text()  # in a process of its own
 
 
 def test_sets_that_are_mixed_are_named(set_aside):

@@ -4,13 +4,76 @@ import pytest
 
 from mmray.config import Batch, Config, Run
 from mmray.errors import UsageError
+from mmray.train.continuation import MAY_CHANGE
+from mmray.train.course import _say_passed
 from mmray.train.rundir import create, decide
+from tests.train.runs import Silent
 
 DATA = {"train": "set", "fingerprint": "ab", "num_rows": 100}
+ALLOWED = {
+    "recipe": "mine",
+    "batch.micro": 8,
+    "batch.accumulation": 2,
+    "cluster.workers": 3,
+    "cluster.resources_per_worker": {"slot": 1.0},
+    "run.project": "another",
+    "prepare.image_side": 64,
+    "data.workers": 3,
+    "data.block_mb": 6.0,
+    "data.cache": "elsewhere",
+    "data.keep_mb": 0.0,
+    "data.local_cache": "cache",
+    "data.local_cache_gb": 5.0,
+    "data.max_bad_rows": 0,
+    "data.eval": "another",
+    "data.eval_split": "val",
+    "evaluate.every": 5,
+    "train.steps": 20,
+    "train.samples": 500,
+    "train.epochs": 2.0,
+    "train.log_every": 1,
+    "train.checkpoint_every": 7,
+    "train.keep_checkpoints": 5,
+    "train.callbacks": ["my.module:Class"],
+    "train.profile": 3,
+    "train.parallel": "single",
+    "train.bucket_mb": 5.0,
+    "train.gradient_views": False,
+    "train.refit_every": 9,
+    "train.recompute": ["text"],
+}
+FORBIDDEN = {
+    "batch.global": 32,
+    "batch.by_length": True,
+    "data.train": "another",
+    "data.limit": 10,
+    "data.shuffle": False,
+    "data.chunk": 8,
+    "augment.flip": 0.5,
+    "objective.kind": "sigmoid",
+    "optimizer.lr": 0.5,
+    "model.embed_dim": 64,
+    "model.image.depth": 2,
+    "model.inputs.image_side": 32,
+    "train.seed": 1,
+    "train.precision": "bf16",
+    "train.ema": 0.9,
+}
 
 
 def config(tmp_path, global_rows=16, **run):
     return Config(recipe="sample", batch=Batch(micro=4, global_=global_rows), run=Run(storage=str(tmp_path), **run))
+
+
+def changed(before, setting, value):
+    """The config with one setting changed, as a flag would."""
+    values = before.model_dump(mode="json", by_alias=True)
+    *sections, name = setting.split(".")
+    inner = values
+    for section in sections:
+        inner = inner[section]
+    inner[name] = value
+    return Config.model_validate(values)
 
 
 def finish(path, steps):
@@ -42,6 +105,57 @@ def test_a_named_run_is_continued_refused_or_done(tmp_path):
     finish(tmp_path / "mine", 10)
     assert decide(config(tmp_path, name="mine"), DATA, 10).action == "done"
     assert decide(config(tmp_path, name="mine"), DATA, 11).action == "resume"
+
+
+def test_every_setting_that_may_change_is_tried():
+    assert {each for each in MAY_CHANGE if not any(f"{name}.".startswith(f"{each}.") for name in ALLOWED)} == set()
+
+
+@pytest.mark.parametrize("setting", ALLOWED)
+def test_a_run_goes_on_with_another(tmp_path, setting):
+    before = config(tmp_path, name="mine")
+    create(tmp_path / "mine", before, DATA, "{}")
+    decision = decide(changed(before, setting, ALLOWED[setting]), DATA, 10)
+    assert (decision.action, decision.passed) == ("resume", ())
+
+
+@pytest.mark.parametrize("setting", FORBIDDEN)
+def test_a_run_does_not_go_on_with_another(tmp_path, setting):
+    before = config(tmp_path, name="mine")
+    create(tmp_path / "mine", before, DATA, "{}")
+    with pytest.raises(UsageError) as refused:
+        decide(changed(before, setting, FORBIDDEN[setting]), DATA, 10)
+    lines = str(refused.value).splitlines()
+    assert lines[0].endswith("mine was run with other settings:") and "set these back" in lines[-1]
+    assert len(lines) == 3 and lines[1].startswith(f"  {setting}: ") and lines[1].endswith(f"-> {FORBIDDEN[setting]!r}")
+
+
+def test_an_unnamed_run_says_which_it_passes_over_and_why(tmp_path):
+    """A changed setting would otherwise begin anew without a word where the same command was to go on."""
+
+    def told(wanted, data):
+        listener = Silent()
+        decision = decide(wanted, data, 10)
+        _say_passed(decision, listener)
+        return decision.action, [f"{label} {text}" for label, text in listener.notes]
+
+    create(tmp_path / "sample", config(tmp_path), DATA, "{}")
+    assert told(config(tmp_path), DATA) == ("resume", [])
+    action, lines = told(config(tmp_path, global_rows=32), DATA)
+    assert action == "start" and lines[0] == f"earlier {tmp_path}/sample is another run: batch.global: 16 -> 32"
+    assert lines[1].startswith("new a new run begins")
+    create(tmp_path / "sample-2", config(tmp_path, global_rows=32), DATA, "{}")
+    assert told(config(tmp_path, global_rows=32), DATA) == ("resume", lines[:1])
+    finish(tmp_path / "sample", 10)
+    action, lines = told(config(tmp_path), {"train": "b", "fingerprint": "c", "num_rows": 9})
+    assert action == "start" and "sample is another run: data fingerprint: 'ab' -> 'c', data num_rows: 1" in lines[0]
+    assert lines[1].endswith(", and 1 more")  # than three: its global rows
+    assert told(config(tmp_path), DATA)[1][0] == f"earlier {tmp_path}/sample has finished its 10 steps"
+    for number in (3, 4, 5):
+        create(tmp_path / f"sample-{number}", config(tmp_path, global_rows=8 * number), DATA, "{}")
+    action, lines = told(config(tmp_path, global_rows=64), DATA)
+    assert action == "start" and lines[0] == "earlier 2 earlier runs of other settings, or finished"
+    assert [line.split(" is ")[0][-1] for line in lines[1:4]] == ["3", "4", "5"] and len(lines) == 5
 
 
 def test_resume_modes(tmp_path):

@@ -1,17 +1,21 @@
-"""What evaluation and export take out of a checkpoint: the weights, or their average where the run kept one."""
+"""What evaluation and export take out of a run: its weights, or their average, and the rows that it held out."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from mmray.data import prepare as prepare_module
 from mmray.models.build import build
-from mmray.train import checkpoint
+from mmray.train import checkpoint, scoring
 from mmray.train.scoring import restored_model
 from mmray.train.task import AVERAGE
+from tests.data.test_prepare import make_source, run_here
+from tests.made import make_set, row
 from tests.train import runs
 
 
@@ -34,3 +38,24 @@ def test_averaged_weights_are_taken_where_there_are_any(tmp_path: Path, ema: flo
     assert found.log_scale.item() == pytest.approx(start + (0.5 if ema else 1))
     expected = average.module if ema else model
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
+
+
+def test_without_a_set_it_is_what_the_run_held_out_whatever_form_that_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare_module, "_run", run_here)
+    monkeypatch.setattr(scoring, "check_data_room", lambda _: None)
+    monkeypatch.chdir(tmp_path)
+    trained_on = make_set(tmp_path / "set", [row(number) for number in range(6)], [row(number) for number in (7, 8)])
+    (tmp_path / "data.json").write_text(json.dumps({"train": str(tmp_path / "set")}))
+    config = runs.config(tmp_path / "set", tmp_path, "one")
+
+    def held_out(eval_set: str | None, data: str | None = None, split: str | None = None) -> int:
+        given = config.model_copy(update={"data": config.data.model_copy(update={"eval": eval_set})})
+        return scoring._held_out(given, tmp_path, data, split, runs.Silent()).num_rows
+
+    raw = str(make_source(tmp_path / "raw", 5))
+    assert trained_on.num_rows == 8
+    assert (held_out(None), held_out(None, split="train"), held_out(str(tmp_path / "set"))) == (2, 6, 2)
+    assert held_out(raw) == 5  # a run takes a source for data.eval, so evaluation does
+    assert held_out(raw, data=str(tmp_path / "set")) == 2

@@ -5,18 +5,20 @@ import os
 
 import pytest
 
+from mmray.cli import main
 from mmray.errors import DataError, TrainingError
 from mmray.report.at_end import draw_at_end
-from mmray.train.scoring import export_run, score_run
 from mmray.train.trainer import train
 from tests.made import make_set, row
 from tests.train.runs import STEPS, Silent, config, lines, marks, same_weights, weights
+
+HELD_OUT = [row(number) for number in range(100, 120)]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("set")
-    make_set(folder, [row(number) for number in range(50)], [row(number) for number in range(100, 120)])
+    make_set(folder, [row(number) for number in range(50)], HELD_OUT)
     return folder
 
 
@@ -137,13 +139,43 @@ def test_bad_rows_over_the_budget_end_the_run_with_their_names(local_ray, tmp_pa
     assert all(entry["row"] % 4 == 0 and entry["stage"] == "train" for entry in named)
 
 
-def test_evaluate_and_export_of_a_run(unkilled, tmp_path):
+def typed(*words):
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    assert ended.value.code == 0
+
+
+def test_a_typed_evaluation_of_a_set_gives_what_training_did_on_the_same_rows(unkilled, tmp_path, capfd):
+    outcome, _ = unkilled
+    make_set(tmp_path / "set", HELD_OUT)
+    typed("evaluate", outcome.path, "--data", tmp_path / "set", "--json", tmp_path / "scores.json")
+    found = json.loads((tmp_path / "scores.json").read_text())["metrics"]
+    final = outcome.result["metrics"]
+    assert {name for name in found if name not in final} == set()
+    assert found == pytest.approx({name: final[name] for name in found}, rel=1e-6)
+    told = capfd.readouterr().out
+    assert "median rank" in told and f"loss {final['loss']:.4f} over 20 rows" in told
+
+
+def test_a_typed_evaluation_prepares_a_raw_source_first_and_once(unkilled, tmp_path, capfd, monkeypatch):
+    outcome, _ = unkilled
+    monkeypatch.chdir(tmp_path)  # the run's cache is a relative path
+    with (tmp_path / "rows.jsonl").open("w") as file:
+        for each in HELD_OUT:
+            (tmp_path / f"{each.key}.png").write_bytes(each.images[0])
+            file.write(json.dumps({"id": each.key, "image": f"{each.key}.png", "text": each.texts[0]}) + "\n")
+    typed("evaluate", outcome.path, "--data", "rows.jsonl", "--json", "scores.json")
+    found = json.loads((tmp_path / "scores.json").read_text())["metrics"]
+    final = outcome.result["metrics"]
+    assert found == pytest.approx({name: final[name] for name in found}, rel=1e-6)
+    (prepared,) = (tmp_path / "prepared").iterdir()
+    assert f"{prepared.name}: 20 rows of rows.jsonl, 0 set aside" in capfd.readouterr().out
+
+
+def test_a_typed_export_loads(unkilled, tmp_path, capfd):
     import mmray
 
     outcome, _ = unkilled
-    metrics = score_run(outcome.path, None, "test", None, None, Silent())
-    final = outcome.result["metrics"]
-    assert metrics["recall_at_5/image_to_text"] == final["recall_at_5/image_to_text"]
-    assert metrics["loss"] == pytest.approx(final["loss"], rel=1e-6)
-    model = mmray.load(export_run(outcome.path, tmp_path / "out", None))
-    assert model.embed_texts(["a red one"]).shape == (1, 16)
+    typed("export", outcome.path, tmp_path / "out")
+    assert "mmray.load(" in capfd.readouterr().out
+    assert mmray.load(tmp_path / "out").embed_texts(["a red one"]).shape == (1, 16)

@@ -44,8 +44,8 @@ class Chosen:
 def choose(address: str, forced: str = "auto") -> Chosen:
     """The format of what is at `address`. Raises DataError where nothing is there, or nothing that is known."""
     place, name = Place.split(address.rstrip("/") if len(address) > 1 else address)
-    if "," in name and (forced in ("auto", "lists")):
-        return Chosen("lists", place.address, name)
+    if "," in name and forced in ("auto", "lists", "coco"):
+        return _of_several(place, name, forced)
     whole = Place(address)
     if whole.is_folder():
         kind = forced if forced != "auto" else _kind_of_folder(whole)
@@ -58,10 +58,7 @@ def choose(address: str, forced: str = "auto") -> Chosen:
         raise UsageError(f"{address} is a file, and {kind} is a folder: give the path of the folder")
     if kind == "lists":
         raise UsageError(f"{address}: two parallel lists are given as images.txt,captions.txt (one folder, a comma)")
-    if kind == "coco" and PurePosixPath(place.address).name == "annotations":  # its images stand beside that folder
-        place, folder = Place.split(place.address)
-        name = f"{folder}/{name}"
-    return Chosen(kind, place.address, name)
+    return _coco(place, name) if kind == "coco" else Chosen(kind, place.address, name)
 
 
 def source_of(chosen: Chosen, out: Place, columns: dict[str, str], template: str) -> Source:
@@ -84,6 +81,28 @@ def label_names(chosen: Chosen) -> dict[str, str]:
     return coco.label_names(Place(chosen.address), chosen.name) if chosen.format == "coco" else {}
 
 
+def left_beside(chosen: Chosen) -> str | None:
+    """A file beside the source that says more of the same images, and is not read."""
+    return coco.left_beside(Place(chosen.address), chosen.name) if chosen.format == "coco" else None
+
+
+def _of_several(place: Place, name: str, forced: str) -> Chosen:
+    """Files of one folder that are one source: COCO's documents, or a list of images and one of captions."""
+    names = name.split(",")
+    if forced == "lists" or (forced == "auto" and not all(each.lower().endswith(".json") for each in names)):
+        return Chosen("lists", place.address, name)
+    for each in names:
+        head_of(place, each)
+    return _coco(place, name)
+
+
+def _coco(place: Place, name: str) -> Chosen:
+    if PurePosixPath(place.address).name == "annotations":  # its images stand beside that folder
+        place, folder = Place.split(place.address)
+        name = f"{folder}/{name}"
+    return Chosen("coco", place.address, name)
+
+
 def _kind_of_file(place: Place, name: str) -> str:
     """By its first bytes where they are plain, else by its suffix; JSON lines where neither says."""
     head = head_of(place, name, 512)
@@ -100,11 +119,13 @@ def _kind_of_folder(place: Place) -> str:
     suffixes = {PurePosixPath(name).suffix.lower() for name in names}
     if "state.json" in bases and ".arrow" in suffixes:
         return "saved"
-    for suffix, kind in ((".tar", "webdataset"), (".parquet", "parquet")):  # img2dataset puts a .parquet by each .tar
-        if suffix in suffixes:
-            return kind
+    if ".tar" in suffixes:  # img2dataset puts a .parquet by each
+        return "webdataset"
     images = [name for name in names if is_image(name)]
-    if images and {str(PurePosixPath(name).with_suffix(".txt")) for name in images} & set(names):
+    paired = bool(images) and bool({str(PurePosixPath(name).with_suffix(".txt")) for name in images} & set(names))
+    if ".parquet" in suffixes and not (paired and _tells_of_downloads(names, images)):
+        return "parquet"
+    if paired:
         return "pairs"
     if images and any("/" in name for name in images):
         return "folders"
@@ -113,3 +134,8 @@ def _kind_of_folder(place: Place) -> str:
     raise DataError(
         f"{place.address} holds no source that is known{named or ' (no tars, no Parquet, no folders of images)'}"
     )
+
+
+def _tells_of_downloads(names: list[str], images: list[str]) -> bool:
+    """Whether the Parquet files are img2dataset's lists of what it fetched: FOLDER.parquet by each FOLDER of images."""
+    return {f"{PurePosixPath(name).parent}.parquet" for name in images} <= set(names)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 import orjson
@@ -14,52 +16,103 @@ from mmray.errors import DataError
 _NEEDED = (("images", "id", "file_name"), ("annotations", "image_id", None), ("categories", "id", "name"))
 
 
-def coco_rows(place: Place, name: str, template: str) -> Iterator[dict[str, Any]]:
-    """One row an image of the document `name`; its file is looked for in COCO's usual folders.
+@dataclass
+class _Notes:
+    """What documents say together, by the id of the image."""
 
-    Without captions the caption is `template` of the category names. Boxes keep COCO's [x, y, width, height]. Raises
-    DataError for a document that is not COCO's.
+    images: list[tuple[str, dict[str, Any]]]  # with the document that each stands in
+    captions: dict[Any, list[Any]]
+    boxes: dict[Any, list[dict[str, Any]]]
+    categories: dict[Any, str]
+
+
+def coco_rows(place: Place, name: str, template: str) -> Iterator[dict[str, Any]]:
+    """One row an image of the document `name`, or of several (`captions_X.json,instances_X.json`) joined by image id.
+
+    An image's file is looked for in COCO's usual folders. Without captions the caption is `template` of the category
+    names. Boxes keep COCO's [x, y, width, height]. Raises DataError for a document that is not COCO's, or that speaks
+    of other images than the rest.
     """
-    document = _document(place, name)
-    images = _images_folder(place, name, document["images"])
-    captions: dict[Any, list[Any]] = {}
-    boxes: dict[Any, list[dict[str, Any]]] = {}
-    for note in document["annotations"]:
-        if "caption" in note:
-            captions.setdefault(note["image_id"], []).append(note["caption"])
-        if "bbox" in note:
-            boxes.setdefault(note["image_id"], []).append(note)
-    categories = {item["id"]: item["name"] for item in document.get("categories", [])}
-    for image in document["images"]:
-        row = {"origin": f"{name}:image {image['id']}", "id": image["id"], "image": f"{images}{image['file_name']}"}
-        found = boxes.get(image["id"], [])
+    notes = _joined(place, documents(name))
+    folder = _images_folder(place, documents(name)[0], [image for _, image in notes.images[:16]])
+    for document, image in notes.images:
+        row = {"origin": f"{document}:image {image['id']}", "id": image["id"], "image": f"{folder}{image['file_name']}"}
+        found = notes.boxes.get(image["id"], [])
         if found:
-            labels = [note.get("category_id") for note in found]  # one without is a fault of its row
+            labels = [note["category_id"] for note in found]  # one without is a fault of its row
             row |= {"boxes": [note["bbox"] for note in found], "box_labels": labels}
-        texts = captions.get(image["id"]) or _named(found, categories, template)
+        texts = notes.captions.get(image["id"]) or _named(found, notes.categories, template)
         yield row | ({"texts": texts} if texts else {})
 
 
 def label_names(place: Place, name: str) -> dict[str, str]:
-    """The names of the document's categories by their ids; JSON's keys are texts. Raises DataError."""
-    categories = _document(place, name).get("categories", [])
-    named = [item for item in categories if isinstance(item["id"], int)]
-    return {str(item["id"]): item["name"] for item in sorted(named, key=lambda item: item["id"])}
+    """The names of the documents' categories by their ids; JSON's keys are texts. Raises DataError."""
+    items = [item for each in documents(name) for item in _document(place, each).get("categories", [])]
+    named = {item["id"]: item["name"] for item in items if isinstance(item["id"], int)}
+    return {str(number): named[number] for number in sorted(named)}
+
+
+def documents(name: str) -> list[str]:
+    """The documents that `folder/a.json,b.json` names: both in that folder."""
+    folder, mark, bases = name.rpartition("/")
+    return [f"{folder}{mark}{base}" for base in bases.split(",")]
+
+
+def left_beside(place: Place, name: str) -> str | None:
+    """The other half of COCO, instances of captions or the reverse, where `name` is one alone and it lies beside it."""
+    folder, mark, base = name.rpartition("/")
+    for mine, other in (("captions_", "instances_"), ("instances_", "captions_")):
+        found = f"{other}{base.removeprefix(mine)}"
+        if base.startswith(mine) and "," not in base and place.size(f"{folder}{mark}{found}") is not None:
+            return found
+    return None
+
+
+def _joined(place: Place, names: list[str]) -> _Notes:
+    """All that is needed of the documents; one is held at a time, for outlines take most of it."""
+    notes = _Notes([], {}, {}, {})
+    files: dict[Any, str] = {}
+    for name in names:
+        document, before = _document(place, name), dict(files)
+        for image in document["images"]:
+            base = PurePosixPath(image["file_name"]).name
+            if before.get(image["id"], base) != base:
+                told = f"{image['id']} is {before[image['id']]} in {names[0]} and {base} in {name}"
+                raise DataError(f"{place.address}: these are of different images: {told}")
+            if image["id"] not in before:
+                notes.images.append((name, image))
+            files[image["id"]] = base
+        if before and not any(image["id"] in before for image in document["images"]):
+            raise DataError(f"{place.address}: {names[0]} and {name} have no image in common")
+        for item in document.get("categories", []):
+            known = notes.categories.get(item["id"], item["name"])
+            if before and known != item["name"]:
+                raise DataError(
+                    f"{place.address}: {name} calls category {item['id']} {item['name']}, before it is {known}"
+                )
+            notes.categories[item["id"]] = item["name"]
+        for note in document["annotations"]:
+            if "caption" in note:
+                notes.captions.setdefault(note["image_id"], []).append(note["caption"])
+            if "bbox" in note:
+                box = {"bbox": note["bbox"], "category_id": note.get("category_id")}
+                notes.boxes.setdefault(note["image_id"], []).append(box)
+    return notes
 
 
 def _named(found: list[dict[str, Any]], categories: dict[Any, str], template: str) -> list[str]:
-    labels = [note.get("category_id") for note in found]
+    labels = [note["category_id"] for note in found]
     names = list(dict.fromkeys(categories[label] for label in labels if _is_id(label) and label in categories))
     return [template.replace("{}", ", ".join(names))] if names else []
 
 
 def _images_folder(place: Place, name: str, images: list[dict[str, Any]]) -> str:
-    """Where the images are: beside the document, in `images/`, or in the folder its name ends with (val2017/)."""
+    """Where these images are: beside the document, in `images/`, or in the folder its name ends with (val2017/)."""
     folder, _, base = name.rpartition("/")
     beside = f"{folder}/" if folder else ""
     ending = base.removesuffix(".json").rpartition("_")[2]
     for candidate in (f"{ending}/", "images/", f"images/{ending}/", f"{beside}images/", beside):
-        if any(_is_there(place, f"{candidate}{image['file_name']}") for image in images[:16]):
+        if any(_is_there(place, f"{candidate}{image['file_name']}") for image in images):
             return candidate
     return beside
 

@@ -1,0 +1,156 @@
+"""COCO's documents: captions, boxes and the names of their categories, in one document or joined by image id."""
+
+import json
+
+import pytest
+
+from mmray.data.prepare import prepare
+from mmray.data.store import PreparedSet
+from mmray.errors import DataError, UsageError
+from tests.data import test_formats as formats
+from tests.data.test_formats import COUNT, LAX, coco_captions, images, prepared, text
+
+in_process = formats.in_process
+CAPTIONS, INSTANCES = "annotations/captions_val2017.json", "annotations/instances_val2017.json"
+
+
+def test_coco_keeps_captions_and_boxes(tmp_path):
+    _, rows, _ = prepared(coco_captions(tmp_path / "raw"), tmp_path / "out", image_side=4)
+    assert rows[2].texts == [text(2), "another"]
+    assert (rows[2].key, rows[2].source) == ("2", "annotations/captions_val2017.json:image 2")
+    assert rows[2].boxes == [[0.25, 0.25, 0.75, 0.75]]  # of 12 x 8 pixels; the kept image is 6 x 4
+    assert rows[2].box_labels == [2]
+
+
+def test_coco_without_captions_names_its_categories(tmp_path):
+    images(tmp_path / "raw", 2)
+    notes = [{"image_id": 0, "bbox": [0, 0, 4, 4], "category_id": c} for c in (1, 2, 1)]
+    notes.append({"image_id": 1, "bbox": [0, 0, 40, 4], "category_id": 1})
+    document = {
+        "images": [{"id": n, "file_name": f"{n}.png"} for n in range(2)],
+        "annotations": notes,
+        "categories": [{"id": 1, "name": "cat"}, {"id": 2, "name": "dog"}],
+    }
+    (tmp_path / "raw" / "instances.json").write_text(json.dumps(document))
+    manifest, rows, faults = prepared(tmp_path / "raw" / "instances.json", tmp_path / "out")
+    assert rows[0].texts == ["a photo of a cat, dog"]
+    assert manifest.box_names == {"1": "cat", "2": "dog"} == PreparedSet.open(str(tmp_path / "out")).manifest.box_names
+    assert faults == {"instances.json:image 1": "boxes"}
+
+
+def test_coco_that_lacks_something_is_told(tmp_path):
+    document = {
+        "images": [{"id": n, "file_name": f"{n}.png"} for n in range(2)],
+        "annotations": [{"image_id": 0, "bbox": [0, 0, 4, 4]}, {"image_id": 1, "bbox": [0, 0, 4, 4], "category_id": 1}],
+        "categories": [{"id": 1, "name": "cat"}],
+    }
+    source = images(tmp_path / "raw", 2) / "instances.json"
+    source.write_text(
+        json.dumps(document | {"annotations": [*document["annotations"], {"image_id": 0, "caption": "x"}]})
+    )
+    _, rows, faults = prepared(source, tmp_path / "out")
+    assert [row.key for row in rows] == ["1"] and faults == {"instances.json:image 0": "boxes"}
+    for name, item, told in (
+        ("categories", {"id": 1}, r"categories\[0\] needs `id` and `name`"),
+        ("categories", {"name": "cat"}, r"categories\[0\] needs `id` and `name`"),
+        ("images", {"id": 0}, r"images\[0\] needs `id` and `file_name`"),
+        ("annotations", {"caption": "x"}, r"annotations\[0\] needs `image_id`, is {'caption': 'x'}"),
+        ("annotations", {"image_id": [1]}, r"annotations\[0\] needs `image_id`"),
+        ("annotations", "image_id", "is not COCO's JSON"),
+    ):
+        source.write_text(json.dumps(document | {name: [item]}))
+        with pytest.raises(DataError, match=told):
+            prepared(source, tmp_path / "bad")
+
+
+def write_json(path, **document):
+    path.write_text(json.dumps(document))
+
+
+def coco_halves(folder):
+    """As COCO itself is: captions in one document, boxes and categories in another; image 3 has no box."""
+    images(folder / "val2017")
+    (folder / "annotations").mkdir()
+    pictures = [{"id": n, "file_name": f"{n}.png"} for n in range(COUNT)]
+    captions = [
+        {"image_id": n, "id": 2 * n + k, "caption": c} for n in range(COUNT) for k, c in enumerate((text(n), "x"))
+    ]
+    boxes = [
+        {"image_id": n, "bbox": [3, 2, 6, 4], "category_id": 7 + n % 2, "segmentation": []} for n in (6, 0, 1, 2, 4)
+    ]
+    boxes.append({"image_id": 2, "bbox": [0, 0, 12, 8], "category_id": 8})
+    boxes.append({"image_id": 5, "bbox": [0, 0, 3, 4], "category_id": 7})
+    kinds = [{"id": 8, "name": "dog"}, {"id": 7, "name": "cat"}]
+    write_json(folder / CAPTIONS, images=pictures, annotations=captions)
+    write_json(folder / INSTANCES, images=pictures[::-1], annotations=boxes, categories=kinds)
+    return folder / f"{CAPTIONS},{INSTANCES.rpartition('/')[2]}"
+
+
+def test_coco_captions_and_instances_are_joined_by_the_image(tmp_path):
+    manifest, rows, faults = prepared(coco_halves(tmp_path / "raw"), tmp_path / "out")
+    assert [(row.key, row.texts) for row in rows] == [(str(n), [text(n), "x"]) for n in range(COUNT)] and not faults
+    middle = [0.25, 0.25, 0.75, 0.75]  # of 12 x 8 pixels
+    assert [(row.boxes, row.box_labels) for row in rows] == [
+        ([middle], [7]), ([middle], [8]), ([middle, [0, 0, 1, 1]], [7, 8]), (None, None), ([middle], [7]),
+        ([[0, 0, 0.25, 0.5]], [7]), ([middle], [7]),
+    ]  # fmt: skip
+    assert rows[3].source == f"{CAPTIONS}:image 3"
+    assert manifest.box_names == {"7": "cat", "8": "dog"}
+
+
+def test_a_change_of_the_second_document_is_noticed(tmp_path, in_process):
+    source, out = coco_halves(tmp_path / "raw"), tmp_path / "out"
+    before = prepared(source, out)[0]
+    in_process.clear()
+    assert prepare(str(source), str(out), LAX) == before and in_process == []
+    document = json.loads((tmp_path / "raw" / INSTANCES).read_text())
+    document["annotations"][0]["bbox"] = [0, 0, 6, 4]  # of image 6, which is in the last chunk
+    write_json(tmp_path / "raw" / INSTANCES, **document)
+    manifest, rows, _ = prepared(source, out)
+    assert in_process == [2] and manifest.fingerprint != before.fingerprint
+    assert rows[6].boxes == [[0, 0, 0.5, 0.5]]
+    with pytest.raises(UsageError, match=r"holds the set made from .*instances_val2017\.json: choose another folder"):
+        prepared(tmp_path / "raw" / CAPTIONS, out)
+
+
+def test_half_of_coco_alone_says_that_the_other_half_lies_beside_it(tmp_path):
+    both, said = coco_halves(tmp_path / "raw"), []
+    for source, beside in ((tmp_path / "raw" / CAPTIONS, "instances"), (tmp_path / "raw" / INSTANCES, "captions")):
+        prepare(str(source), str(tmp_path / beside), LAX, say=lambda line, label: said.append(line))
+        assert (
+            said[-1]
+            == f"{beside}_val2017.json lies beside it and is not read: {source},{beside}_val2017.json reads both"
+        )
+    prepare(str(both), str(tmp_path / "both"), LAX, say=lambda line, label: said.append(line))
+    assert said[-1] == f"7 rows of COCO from {both}"
+
+
+def test_documents_of_coco_that_do_not_go_together(tmp_path):
+    source = coco_halves(tmp_path / "raw")
+    path = tmp_path / "raw" / INSTANCES
+    good = json.loads(path.read_text())
+    others = [{"id": n, "file_name": f"other-{n}.png"} for n in range(COUNT)]
+    for document, told in (
+        ("{", r"raw/annotations/instances_val2017\.json is not COCO's JSON"),
+        (json.dumps({"images": []}), r"instances_val2017\.json is not COCO's JSON \('annotations'\)"),
+        (
+            json.dumps(good | {"annotations": [{"id": 1}]}),
+            r"instances_val2017\.json: annotations\[0\] needs `image_id`",
+        ),
+        (
+            json.dumps(good | {"images": []}),
+            r"captions_val2017\.json and .*instances_val2017\.json have no image in common",
+        ),
+        (json.dumps(good | {"images": others}), r"different images: 0 is 0\.png in .* and other-0\.png in .*instances"),
+    ):
+        path.write_text(document)
+        with pytest.raises(DataError, match=told):
+            prepared(source, tmp_path / "out")
+    captions = json.loads((tmp_path / "raw" / CAPTIONS).read_text())
+    write_json(tmp_path / "raw" / CAPTIONS, **captions, categories=[{"id": 7, "name": "kite"}])
+    path.write_text(json.dumps(good))
+    with pytest.raises(DataError, match=r"instances_val2017\.json calls category 7 cat, before it is kite"):
+        prepared(source, tmp_path / "out")
+    path.unlink()
+    with pytest.raises(DataError, match=r"there is no file .*instances_val2017\.json"):
+        prepared(source, tmp_path / "out")

@@ -1,0 +1,42 @@
+"""Prepare on an object store alone: a source in a bucket becomes a set in a bucket, the one that a disk gives."""
+
+import numpy as np
+
+from mmray.config import Data
+from mmray.data.chunks import chunk_and_window
+from mmray.data.place import Place
+from mmray.data.prepare import prepare
+from mmray.data.store import PreparedSet
+from tests.data import test_formats as formats
+from tests.data.test_formats import COUNT, LAX, colour_image, tars
+
+in_process = formats.in_process
+
+
+def put(s3, raw):
+    """The tars of a folder in the bucket."""
+    place = Place(f"{s3.address}/raw")
+    for name in raw.tree():
+        if name.endswith(".tar"):
+            place.write(name, raw.read(name))
+    return place.address
+
+
+def test_a_bucket_is_prepared_into_a_bucket_and_goes_on_there(s3, tmp_path, in_process):
+    raw, here, out = Place(str(tars(tmp_path / "raw"))), str(tmp_path / "out"), Place(f"{s3.address}/out")
+    source = put(s3, raw)
+    there = prepare(source, out.address, LAX)
+    on_disk = prepare(raw.address, here, LAX)
+    assert there.fingerprint == on_disk.fingerprint and there.num_rows == COUNT
+    rows = np.arange(COUNT)
+    assert PreparedSet.open(out.address).read(rows) == PreparedSet.open(here).read(rows)
+    in_process.clear()
+    assert prepare(source, out.address, LAX) == there and in_process == []
+
+
+def test_a_bucket_that_is_referred_to_is_read_in_chunks(s3, tmp_path):
+    raw, out = Place(str(tars(tmp_path / "raw"))), f"{s3.address}/index"
+    prepare(put(s3, raw), out, LAX.model_copy(update={"reference": True}))
+    indexed = PreparedSet.open(out)
+    assert [row.images for row in indexed.read(np.arange(COUNT))] == [[colour_image(number)] for number in range(COUNT)]
+    assert chunk_and_window(Data(), [indexed], 64) == (32, 16)

@@ -1,0 +1,103 @@
+"""What a person sees of a run that is under way, in a terminal, and when it is said to end."""
+
+import io
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from mmray.cli.console import Screen
+from mmray.cli.reporter import Reporter
+
+FIGURES = ("loss 1.234", "2,560 samples/s", "data wait 3%", "0.45 GiB")
+
+
+def line(step):
+    measured = {"throughput/samples_per_s": 2560.4, "time/data_wait_share": 0.031, "memory/peak_gib": 0.45}
+    return {"step": step, "train/loss": 1.2341} | measured
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until it is set."""
+    now = SimpleNamespace(s=0.0)
+    monkeypatch.setattr("mmray.cli.reporter.time", SimpleNamespace(monotonic=lambda: now.s))
+    return now
+
+
+class Terminal:
+    """A terminal of so many columns, and a run that reports to it."""
+
+    def __init__(self, width=140):
+        self._file = io.StringIO()
+        console = Console(force_terminal=True, file=self._file, width=width, color_system=None, _environ={})
+        self.screen = Screen(console)
+        self.reporter = Reporter(self.screen)
+
+    def drawn(self):
+        """The words of the newest drawing, without what moves the cursor."""
+        self._file.truncate(self._file.seek(0))
+        self.screen._live.refresh()
+        return " ".join(self._file.getvalue().split())
+
+    def left(self):
+        """All that is there when the bar has gone."""
+        return self._file.getvalue()
+
+
+@pytest.mark.parametrize("width", [140, 80])
+def test_a_terminal_shows_a_bar_with_every_figure_and_the_time_left(clock, width):
+    terminal = Terminal(width)
+    with terminal.screen.work("starting Ray"):
+        assert "starting Ray" in terminal.drawn()
+        terminal.reporter.phase("starting 2 workers")
+        assert "starting 2 workers" in terminal.drawn()
+        terminal.reporter.step(line(310), 1350)
+        first = terminal.drawn()
+        assert "step" in first and "310/1,350" in first and "left" not in first  # a pace takes two lines
+        clock.s = 155.0
+        terminal.reporter.step(line(620), 1350)
+        second = terminal.drawn()
+        assert "620/1,350" in second and "━" in second
+        assert all(word in second for figure in FIGURES for word in figure.split()), second
+        assert "365 s left" in second  # 730 steps at two a second
+
+
+def test_what_stays_is_written_above_the_bar_and_the_bar_goes(clock):
+    terminal = Terminal()
+    with terminal.screen.work("training"):
+        terminal.reporter.step(line(10), 20)
+        terminal.reporter.note("a worker ended", "failure")
+    assert "failure    a worker ended\n" in terminal.left()
+    assert terminal.left().rstrip("\r").endswith("\x1b[2K")  # the bar's line is wiped
+    assert terminal.screen._live is None
+
+
+def seconds_left(reporter, clock, steps, pace_s, total):
+    """What is said at each of the steps, `pace_s` apart for each step between them."""
+    said, before = [], steps[0]
+    for step in steps:
+        clock.s += (step - before) * pace_s
+        before = step
+        said.append(reporter._seconds_left(step, total))
+    return said
+
+
+def test_the_time_left_of_a_steady_run_is_right_at_every_line(clock):
+    said = seconds_left(Reporter(Screen()), clock, range(10, 101, 10), 0.5, 100)
+    assert said == [None, *(pytest.approx((100 - step) * 0.5) for step in range(20, 101, 10))]
+
+
+def test_a_resumed_run_counts_its_own_steps_alone(clock):
+    clock.s = 40.0
+    assert seconds_left(Reporter(Screen()), clock, (510, 520, 590), 2.0, 600) == [None, 160.0, 20.0]
+
+
+@pytest.mark.parametrize("again", [30, 60])
+def test_after_a_restart_the_pace_is_that_of_the_new_attempt(clock, again):
+    """From an older checkpoint, or from the newest step: the minute that the restart took is in no step's pace."""
+    reporter = Reporter(Screen())
+    assert seconds_left(reporter, clock, (10, 60), 1.0, 100) == [None, 40.0]
+    clock.s += 60.0
+    reporter.phase("starting 1 workers")
+    assert seconds_left(reporter, clock, (again + 5, again + 15), 2.0, 100) == [None, 2.0 * (100 - again - 15)]

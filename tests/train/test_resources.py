@@ -1,0 +1,85 @@
+"""What a run asks of Ray, by rule: decoders that cores and memory allow, and how the workers' process group is made."""
+
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from ray.train.torch import config as ray_torch
+
+from mmray.cluster.capacity import Node
+from mmray.cluster.join import data_workers
+from mmray.config import Cluster, Config, Data
+from mmray.train import resources
+from mmray.train.resources import data_actors, torch_config, worker_resources
+
+
+@pytest.mark.parametrize(
+    ("cpus", "taken", "memory_gib", "block_mb", "actors"),
+    [
+        (16, 2, 1000.0, 24.0, 14),  # cores decide
+        (16, 2, 8.0, 128.0, 4),  # an actor of 0.5 GiB with four blocks is 1 GiB, and half of the memory is theirs
+        (16, 2, 8.0, 512.0, 1),
+        (16, 2, float("inf"), 512.0, 14),  # Ray does not say how much there is
+        (2, 2, 1000.0, 24.0, 1),  # a laptop's workers have all cores, and share them
+        (16, 2, 0.1, 24.0, 1),
+    ],
+)
+def test_decoders_are_what_cores_and_memory_leave_and_never_none(cpus, taken, memory_gib, block_mb, actors):
+    assert data_workers(cpus, taken, memory_gib, block_mb) == actors
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """One node that Ray counts 12 CPUs and 2 GPUs of, on a machine of 8 cores with 20 GiB free."""
+    counted = {"CPU": 12.0, "GPU": 2.0}
+    monkeypatch.setattr(resources.nodes, "nodes", lambda: [Node(counted)])
+    monkeypatch.setattr(resources.nodes, "pools", list)
+    monkeypatch.setattr(resources.ray, "cluster_resources", lambda: counted)
+    monkeypatch.setattr(resources.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(resources, "free_memory_gib", lambda: 20.0)
+
+
+@pytest.mark.parametrize(
+    ("workers", "data", "actors"),
+    [
+        (2, Data(), 6),  # of the cores that there are, not of the CPUs that Ray counts
+        (2, Data(block_mb=512), 4),  # 2.5 GiB each, of 10
+        (8, Data(), 1),
+        (2, Data(workers=11), 11),  # who names a number gets it
+    ],
+)
+def test_decoders_on_one_node_are_counted_by_its_real_cores_and_free_memory(here, workers, data, actors):
+    assert data_actors(Config(cluster=Cluster(workers=workers), data=data)) == actors
+
+
+class Two(SimpleNamespace):
+    """A group of two workers."""
+
+    def __len__(self):
+        return 2
+
+
+@pytest.mark.parametrize(("accelerator", "backend"), [("gpu", "nccl"), ("auto", "nccl"), ("cpu", "gloo")])
+@pytest.mark.parametrize(("settings", "seconds"), [({}, 300), ({"collective_timeout_s": 0.5}, 1)])
+def test_gpus_meet_by_nccl_and_cpus_by_gloo_and_a_collective_has_a_deadline(
+    here, monkeypatch, accelerator, backend, settings, seconds
+):
+    """What Ray makes of our TorchConfig, up to the call of init_process_group."""
+    config = Config(cluster=Cluster(workers=2, accelerator=accelerator, **settings))
+    ranks, made = [], []
+    group = Two(
+        get_resources_per_worker=lambda: worker_resources(config).resources_per_worker,
+        execute=lambda *_, **__: None,
+        execute_single=lambda *_: ("127.0.0.1", 1),
+        execute_single_async=lambda _, call, **given: ranks.append((call, given)),
+    )
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # Ray sets it otherwise, for good
+    monkeypatch.setattr(ray_torch.ray, "get", lambda _: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda **given: made.append(given))
+    ours = torch_config(config)
+    ours.backend_cls().on_start(group, ours)
+    for call, given in ranks:
+        call(**given)
+    assert [each["rank"] for each in made] == [0, 1]
+    assert all(each["backend"] == backend and each["timeout"] == timedelta(seconds=seconds) for each in made)
