@@ -9,6 +9,8 @@ from mmray.train.attempt import BROKEN
 from mmray.train.group import Group
 from tests.train import four_ranks, toy, two_ranks
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have
+
 
 def same(found, expected, start):
     assert (expected - start).abs().max() > 0.005, "nothing was learned or is compared"

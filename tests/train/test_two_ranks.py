@@ -16,6 +16,8 @@ from mmray.train import feed, loop
 from mmray.train.group import Group
 from tests.train import real_models, toy, two_ranks
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have
+
 
 @pytest.mark.parametrize("scene", ["whole_shares", "accumulated_shares", "gathered_shares"])
 def test_two_ranks_are_one_rank(played, scene):
