@@ -82,11 +82,11 @@ def collect(arrivals: Iterable[Arrival], window_s: float) -> list[Arrival]:
 
 def _blocks(blocks: Iterable[dict[str, np.ndarray]], plan: Plan) -> Iterator[Arrival]:
     for block in blocks:
-        now_s, num_bytes = time.time(), sum(column.nbytes for column in block.values())
+        now_s = time.time()
         for _ in steps_of([block], plan):
             pass
         epoch = int(block["pos"].max()) // plan.num_rows
-        yield Arrival(now_s, int(block["valid"].sum()), epoch, num_bytes)
+        yield Arrival(now_s, int(block["valid"].sum()), epoch)
 
 
 def _batches(batches: Iterable[dict[str, torch.Tensor]]) -> Iterator[Arrival]:

@@ -27,6 +27,7 @@ from mmray.bench.blank import Blank
 from mmray.bench.loader_told import RATIOS, Copies, Found, Raw
 from mmray.bench.machine import describe
 from mmray.bench.processes import ProcessWatch
+from mmray.bench.stored import created_bytes
 from mmray.bench.torch_loaders import Source, Textbook, Tuned
 from mmray.bench.windows import Arrival
 from mmray.cluster.join import joined
@@ -114,7 +115,7 @@ class Bench:
 
     def window(self, name: str, found: Found) -> float:
         """Run a window of an arm; its rate."""
-        began_s = time.time()
+        stored, began_s = created_bytes(), time.time()
         with ProcessWatch() as watch:
             arrivals = self.arms[name]()
         skip = STREAM_SKIP if name.startswith("stream") else windows.SKIP
@@ -128,7 +129,7 @@ class Bench:
             found.stalls_s.append(stall_s)
         rows = sum(arrival.rows for each in arrivals for arrival in each)
         found.rows_per_block = rows / sum(len(each) for each in arrivals)
-        found.bytes_per_image = sum(arrival.num_bytes for each in arrivals for arrival in each) / rows or None
+        found.stored_bytes.append((created_bytes() - stored) / rows)  # all that a stream makes arrives: its plan ends
         found.memory_mib |= watch.peaks_mib()
         return found.rates[-1]
 

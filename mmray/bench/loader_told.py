@@ -33,7 +33,7 @@ class Found:
     cpu_ms: list[dict[str, float]] = field(default_factory=list)  # a row's, by role of process
     first_s: list[float] = field(default_factory=list)
     stalls_s: list[float] = field(default_factory=list)
-    bytes_per_image: float | None = None
+    stored_bytes: list[float] = field(default_factory=list)  # that an image put into the object store
     rows_per_block: float = 0.0
     memory_mib: dict[str, tuple[int, float]] = field(default_factory=dict)
 
@@ -75,7 +75,7 @@ def _row(name: str, rate: float, found: Found) -> dict[str, Any]:
         row["first_batch_s"] = round(float(np.median(found.first_s)), 3)
     if name.startswith("stream"):
         row["epoch_stall_s"] = round(float(np.median(found.stalls_s)), 3) if found.stalls_s else None
-        row["store_bytes_per_image"] = round(found.bytes_per_image or 0)
+        row["store_bytes_per_image"] = round(_median(found.stored_bytes))
         row["rows_per_block"] = found.rows_per_block
     return row
 

@@ -24,8 +24,9 @@ from mmray.data.upright import is_upright, turn_upright, upright_size
 
 # Another library in the process may have switched this on; half a JPEG would then become mostly grey pixels.
 ImageFile.LOAD_TRUNCATED_IMAGES = False
-# Between this warning and Pillow's error lies what `max_pixels` decides here; a log would fill with it.
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+# What Pillow warns of is a file's: damaged EXIF, which costs no picture, or a size that `max_pixels` decides upon. Each
+# text has the file's own numbers in it, so that Python would show, and remember, one for every such file.
+warnings.filterwarnings("ignore", module=r"PIL\.")
 
 MAX_PIXELS = 25_000_000
 

@@ -122,9 +122,10 @@ def test_the_watch_tells_what_each_role_spent():
 
 def test_what_a_row_and_a_block_cost_is_told_by_role():
     """Medians of windows; a block's milliseconds are its rows' times, and who does next to nothing is not named."""
-    read = Found([300.0], [{"stream actor": each, "raylet": 0.01} for each in (0.5, 0.7, 0.6)], [7.0, 8.0], [])
-    read.rows_per_block = 100
-    blank = Found([3000.0], [{"SplitCoordinator": 0.1, "raylet": 0.03}], [6.0], [], None, 100)
+    read = Found(
+        [300.0], [{"stream actor": each, "raylet": 0.01} for each in (0.5, 0.7, 0.6)], [7.0, 8.0], [], [9e4], 100
+    )
+    blank = Found([3000.0], [{"SplitCoordinator": 0.1, "raylet": 0.03}], [6.0], [], [9e4], 100)
     found = {"stream original": read, "stream prepared": read, "stream blank": blank, "prepare": read}
     first, prepare, original, _, of_blank = processors(found)
     assert (
@@ -154,23 +155,24 @@ def test_a_blank_block_is_as_large_as_a_read_one(made):
 def test_bench_loader_from_end_to_end(local_ray, tmp_path, monkeypatch):
     monkeypatch.setattr(loader.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(loader, "GLOBAL_ROWS", 16)
-    monkeypatch.setattr(loader, "SIDE", 32)
+    monkeypatch.setattr(loader, "SIDE", 96)
     monkeypatch.setattr(loader, "LEAST_STEPS", SKIP + 4)
     said = []
     result = bench_loader(
-        Settings(images=20, image_side=48, rounds=1, window_s=0.1, gpu_rate=500.0, block_mb=0.03), said.append
+        Settings(images=20, image_side=48, rounds=1, window_s=0.1, gpu_rate=500.0, block_mb=0.25), said.append
     )
     arms = {each["arm"]: each for each in result["rows"]}
     assert list(result["ratios"]) == list(RATIOS)
     assert result["ratios"]["stream_vs_tuned"] == pytest.approx(
         arms["stream prepared"]["images_per_s"] / arms["tuned prepared"]["images_per_s"], rel=0.01
     )
-    assert arms["stream original"]["store_bytes_per_image"] > 3 * 32 * 32
+    for name in ("original", "prepared", "blank"):  # blocks of eight rows, padding among them, each stored once
+        stored = arms[f"stream {name}"]["store_bytes_per_image"] * arms[f"stream {name}"]["rows_per_block"]
+        assert stored == pytest.approx(8 * 3 * 96**2, rel=0.05), name
     assert arms["stream original"]["epoch_stall_s"] is not None and arms["raw read"]["mb_per_s"] > 1
     assert any("the bottleneck is" in note for note in result["notes"])
     assert any("CPU workers" in note for note in result["notes"]) and len(said) == 1 + len(arms)
     assert all(arms[f"stream {name}"]["first_batch_s"] > 0 for name in ("original", "prepared"))
-    assert arms["stream blank"]["store_bytes_per_image"] > 3 * 32 * 32
     assert any("Ray's own start" in note for note in result["notes"])
     assert {"driver", "stream actor", "Consumer"} <= set(result["memory_mib"]["stream prepared"])
     assert "stream actor" in result["notes"][-1]

@@ -148,9 +148,10 @@ class KillingAReader(Silent):
 
 
 def test_an_object_store_of_80_mb_passes_five_times_that_and_a_reader_killed_costs_nothing(tmp_path):
-    """80 steps of 64 images of 160 pixels, 393 MB of blocks in all: no deadlock, nothing on the disk, memory flat.
+    """An epoch of 5,120 rows of 160 pixels, 393 MB once decoded: no deadlock, nothing on the disk, memory flat.
 
-    From a third of it to the end half of the blocks, 197 MB, pass each role: were they kept, it would show.
+    Each row comes once, and all are more than `data.keep_mb`. From a third of it to the end half of the blocks, 197 MB,
+    pass each role: were they kept, it would show.
     """
     ray.shutdown()
     started = ray.init(
@@ -162,11 +163,13 @@ def test_an_object_store_of_80_mb_passes_five_times_that_and_a_reader_killed_cos
         logging_level="ERROR",
     )
     try:
-        make_set(tmp_path / "set", [row(number, png(number, 160)) for number in range(64)])
+        greys = [png(grey, 160) for grey in range(64)]
+        make_set(tmp_path / "set", [row(number, greys[number % 64]) for number in range(5120)])
         wanted = config(tmp_path / "set", tmp_path, "tiny", steps=80, checkpoint_every=0)
         model = wanted.model.model_copy(update={"inputs": wanted.model.inputs.model_copy(update={"image_side": 160})})
         batch = wanted.batch.model_copy(update={"micro": 16, "global_": 64})
         wide = wanted.data.model_copy(update={"block_mb": 24.0})
+        assert max(wide.keep_mb * 1e6, 4 * 80e6) < 5120 * 3 * 160**2  # no decoded square is kept for another epoch
         listener = KillingAReader()
         outcome = train(wanted.model_copy(update={"model": model, "batch": batch, "data": wide}), listener)
         state = get_state_from_address(started.address_info["address"])
@@ -174,7 +177,7 @@ def test_an_object_store_of_80_mb_passes_five_times_that_and_a_reader_killed_cos
     finally:
         ray.shutdown()
     assert (outcome.result["status"], outcome.result["restarts"], spilled) == ("finished", 0, 0)
-    assert marks(outcome.path) == list(expected_marks(80, rows=64, global_rows=64))
+    assert marks(outcome.path) == list(expected_marks(80, rows=5120, global_rows=64))
     assert len([text for _, text in listener.notes if "a data worker died" in text]) == 1
     early, late = listener.held_mib.values()
     print({role: (round(early[role]), round(late.get(role, 0))) for role in early})

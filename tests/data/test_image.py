@@ -1,7 +1,10 @@
 """Images: every accepted format, the traps of transparency, depth and orientation, and damaged bytes."""
 
 import io
+import pickle
 import struct
+import subprocess
+import sys
 import zlib
 
 import numpy as np
@@ -80,6 +83,34 @@ def test_exif_orientation_is_applied(kind, orientation):
 def test_damaged_exif_does_not_cost_the_picture():
     data = encode(picture(), "JPEG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xffgarbage")
     assert decode(data).size == (40, 30)
+
+
+def damaged_exif(number):
+    """A JPEG whose EXIF is damaged in a way of its own: a text longer than the file, or a list of tags that ends."""
+    entry = struct.pack(">HHHLL", 1, 0x010E + number, 2, 10**6 + number, 26) + bytes(4)
+    header = b"Exif\0\0MM\0*" + struct.pack(">L", 8)
+    return encode(picture(), "JPEG", exif=header + (entry if number % 2 else entry[: 3 + number]))
+
+
+def test_no_log_fills_with_what_pillow_finds_odd_about_files():
+    """In a process as a data worker is; with Pillow alone each of these files has a text of its own."""
+    code = """
+import io, pickle, sys
+from PIL import Image
+pictures = pickle.load(sys.stdin.buffer)
+sys.stderr.write("alone\\n")
+for data in pictures:
+    Image.open(io.BytesIO(data)).getexif()
+sys.stderr.write("mmray\\n")
+from mmray.data.image import checked_size, decode
+for data in pictures:
+    assert checked_size(data) == decode(data).size == (40, 30)
+"""
+    pictures = pickle.dumps([damaged_exif(number) for number in range(8)])
+    run = subprocess.run([sys.executable, "-c", code], input=pictures, capture_output=True, check=True)
+    alone, _, ours = run.stderr.decode().removeprefix("alone\n").partition("mmray\n")
+    assert len({line for line in alone.splitlines() if "Warning: " in line}) == 8, alone
+    assert ours == ""
 
 
 def test_transparency_is_laid_on_white():

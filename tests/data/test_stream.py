@@ -24,82 +24,111 @@ from tests.made import CAPTIONS, make_set, png, row
 INPUTS = Inputs(image_side=8, fit="squash", max_tokens=12)
 
 
+TINY = png(7, side=1)
+
+
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory):
-    prepared = make_set(tmp_path_factory.mktemp("set"), [row(number) for number in range(117)])
-    return RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
+def readers(tmp_path_factory):
+    """{rows: the reader of a set of so many}."""
+    made = {117: [row(number) for number in range(117)], 5000: [row(number, TINY) for number in range(5000)]}
+    tokenizer = train_tokenizer(CAPTIONS, 60)
+    return {
+        count: RowReader(make_set(tmp_path_factory.mktemp("set"), rows), INPUTS, tokenizer, 10**6)
+        for count, rows in made.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def reader(readers):
+    return readers[117]
+
+
+def taken(iterator, plan, pause_s):
+    """Keys and positions of each step of one rank, as a training worker gets them, which pauses after each."""
+    for step in steps_of(iterator.iter_batches(batch_size=None, batch_format="numpy"), plan):
+        columns = (torch.cat([micro[name] for micro in step]) for name in ("key", "pos", "valid"))
+        yield [(k, p) for k, p, v in zip(*(column.tolist() for column in columns), strict=True) if v]
+        time.sleep(pause_s)
 
 
 @ray.remote(num_cpus=0)
-def consume(iterator, plan, pause_s=0.0, steps=None):
-    """Keys of each step of one rank, as a training worker gets them, which takes `pause_s` over each step."""
-    taken = []
-    for step in itertools.islice(steps_of(iterator.iter_batches(batch_size=None, batch_format="numpy"), plan), steps):
-        columns = (torch.cat([micro[name] for micro in step]) for name in ("key", "pos", "valid"))
-        taken.append([(k, p) for k, p, v in zip(*(column.tolist() for column in columns), strict=True) if v])
-        time.sleep(pause_s)
-    return taken
+def consume(iterator, plan, pause_s, steps):
+    """So many steps of a rank, which then leaves; None: all of them."""
+    return list(itertools.islice(taken(iterator, plan, pause_s), steps))
 
 
-def stream(reader, plan, first_step, pauses_s=(), steps=None, block_mb=0.01):
-    """Keys and positions of each step over all ranks; `steps`: so many, and then the group goes."""
+@ray.remote(num_cpus=0)
+class Mortal:
+    """A rank that stays in the midst of its stream, until it is killed there."""
+
+    def __init__(self, iterator, plan, pause_s):
+        self.left = taken(iterator, plan, pause_s)
+
+    def take(self, steps=None):
+        return list(itertools.islice(self.left, steps))
+
+
+def stream(reader, plan, first_step, pause_s, steps, block_mb, killed):
+    """Keys and positions of each step, rank after rank; `steps`: so many, and then the group goes, or is `killed`.
+
+    The first rank pauses after each step; the others take what comes.
+    """
     made = Stream(Start(plan, first_step), reader, workers=2, block_mb=block_mb)
     iterators = [shard["train"] for shard in made.configure({"train": None}, plan.world)]
-    pairs = itertools.zip_longest(iterators, pauses_s, fillvalue=0.0)
-    ranks = ray.get([consume.remote(iterator, plan, pause_s, steps) for iterator, pause_s in pairs])
-    return [sorted(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)]
+    given = [(iterator, plan, 0.0 if rank else pause_s) for rank, iterator in enumerate(iterators)]
+    if killed:
+        mortals = [Mortal.remote(*each) for each in given]
+        ranks = ray.get([mortal.take.remote(steps) for mortal in mortals])
+        for mortal in mortals:
+            mortal.take.remote()  # what it would take next goes with it
+            ray.kill(mortal)
+    else:
+        ranks = ray.get([consume.remote(*each, steps) for each in given])
+    return [list(itertools.chain(*parts)) for parts in zip(*ranks, strict=True)]
 
 
-def expected(plan, first_step, steps=None):
+def expected(plan):
+    """What the order says of each step: keys and positions, rank after rank."""
     out = []
-    for step in range(first_step, plan.steps)[:steps]:
+    for step in range(plan.steps):
         positions = np.concatenate([plan.positions(step, rank) for rank in range(plan.world)])
         positions = positions[positions != PADDING]
-        out.append(
-            sorted((key_id(f"row-{r}"), int(p)) for r, p in zip(plan.rows_at(positions), positions, strict=True))
-        )
+        out.append([(key_id(f"row-{r}"), int(p)) for r, p in zip(plan.rows_at(positions), positions, strict=True)])
     return out
 
 
 @pytest.mark.parametrize(
-    ("world", "global_rows", "micro", "first_step", "steps"),
-    [(1, 1, 1, 0, 125), (3, 4, 1, 7, 60)],
+    ("num_rows", "global_rows", "stops", "pause_s", "block_mb", "killed"),
+    [
+        pytest.param(117, 1, (40, 90, 125), 0.01, 0.01, False, id="one row a step"),
+        pytest.param(117, 4, (11, 37, 70), 0.02, 0.01, False, id="four rows, which do not divide the set"),
+        pytest.param(117, 4, (11, 37, 70), 0.02, 0.01, True, id="killed", marks=pytest.mark.cluster),
+        pytest.param(5000, 250, (7, 13, 24), 0.05, 0.02, False, id="5000 rows, blocks of a part of a step"),
+    ],
 )
-def test_every_row_where_the_order_puts_it(local_ray, reader, world, global_rows, micro, first_step, steps):
-    """117 rows, which steps of 4 do not divide, nor 3 ranks a step: into the next epoch, from any step."""
-    plan = Plan(117, global_rows, world, micro, seed=3, steps=steps)
-    assert stream(reader, plan, first_step) == expected(plan, first_step)
+def test_consumers_come_and_go_and_the_rows_of_each_step_stay(
+    local_ray, readers, monkeypatch, num_rows, global_rows, stops, pause_s, block_mb, killed
+):
+    """One worker, then three, then two: each group goes in mid-epoch, the next begins where its counted rows end.
 
-
-def test_blocks_of_a_part_of_a_step_and_too_many_to_list_come_in_the_same_order(local_ray, reader, monkeypatch):
-    monkeypatch.setattr("mmray.data.stream.LISTED_BLOCKS", 3)
-    plan = Plan(117, 96, 2, 32, seed=3, steps=12)
-    assert stream(reader, plan, 1) == expected(plan, 1)
-    assert not ray.data.DataContext.get_current().execution_options.preserve_order  # of these streams alone
-
-
-def test_a_slow_consumer_gets_its_own_rows_and_holds_the_order_for_the_fast_one(local_ray, tmp_path):
-    """5,000 rows, an epoch and a part of the next; one of two ranks stands still for a while at each step."""
-    encoded = png(7, side=1)
-    prepared = make_set(tmp_path, [row(number, encoded) for number in range(5000)])
-    plan = Plan(5000, 250, 2, 125, seed=5, steps=24)
-    reader = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
-    found = stream(reader, plan, 0, pauses_s=(0.1, 0.0), block_mb=0.1)
-    assert found == expected(plan, 0)
-    assert sorted(key for step in found[:20] for key, _ in step) == sorted(key_id(f"row-{n}") for n in range(5000))
-
-
-def test_consumers_come_and_go_and_the_rows_of_each_step_stay(local_ray, reader):
-    """One worker, then three, then two: each group begins where the last one's rows end."""
+    One of each group is slow. The last goes on to the end of the run, which is not that of an epoch.
+    """
+    if num_rows == 5000:
+        monkeypatch.setattr("mmray.data.stream.LISTED_BLOCKS", 3)  # too many to list, as in a long run
     rows_consumed, found, plans = 0, [], []
-    for world, steps in ((1, 5), (3, 9), (2, 16)):
-        plan = Plan(117, 16, world, 4, seed=3, steps=30)
-        first_step = plan.step_at(rows_consumed)
-        taken = stream(reader, plan, first_step, steps=steps)
-        assert taken == expected(plan, first_step, steps)
-        rows_consumed, found = plan.rows_start(first_step + steps), found + taken
+    for world, stop in zip((1, 3, 2), stops, strict=True):
+        plan = Plan(num_rows, global_rows, world, micro=1 if global_rows < 16 else 32, seed=3, steps=stops[-1])
+        first_step, leaving = plan.step_at(rows_consumed), stop < plan.steps
+        steps = stop - first_step if leaving else None
+        found += stream(readers[num_rows], plan, first_step, pause_s, steps, block_mb, killed and leaving)
+        rows_consumed = plan.rows_start(stop)
         plans.append(plan)
-    assert [expected(plan, 0) for plan in plans] == [found] * 3
+    assert [expected(plan) == found for plan in plans] == [True] * 3
+    everyone = sorted(key_id(f"row-{number}") for number in range(num_rows))
+    for epoch in range(plan.epoch(plan.steps)):
+        steps_of_it = found[epoch * plan.steps_per_epoch : (epoch + 1) * plan.steps_per_epoch]
+        assert sorted(key for step in steps_of_it for key, _ in step) == everyone
+    assert not ray.data.DataContext.get_current().execution_options.preserve_order  # of these streams alone
 
 
 def test_blocks_of_a_group_are_equal_and_cover_all_steps():

@@ -1,0 +1,160 @@
+"""What `bench loader` tells of made-up windows, on the screen and as JSON, and which pictures it takes; without Ray."""
+
+import io
+import itertools
+import json
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from mmray.bench import loader, photos
+from mmray.bench.loader import Bench, Settings, bench_loader
+from mmray.bench.loader_told import RATIOS, Raw
+from mmray.bench.windows import Arrival
+from mmray.cli.bench import bench
+from mmray.cli.console import Screen
+from mmray.config import Prepare
+from tests.made import make_set, row
+
+RATES = {  # images/s of each arm
+    "decode": 500.0,
+    "prepare": 450.0,
+    "reader original": 400.0,
+    "reader prepared": 1500.0,
+    "textbook original": 190.0,
+    "stream original": 380.0,
+    "tuned original": 304.0,
+    "tuned prepared": 1200.0,
+    "stream prepared": 900.0,
+    "stream blank": 3600.0,
+}
+FIRST_S, STALL_S, ROWS, SKIPPED, COUNTED = 1.5, 0.25, 32, 6, 13
+CORES_BUSY, STORED = 1.8, 150_600
+
+
+def arrivals(rate, stall_s):
+    """Of two consumers that get `rate` rows a second between them, once a longer wait, for the rows of a new epoch."""
+    every_s = 2 * ROWS / rate - stall_s / COUNTED
+    at_s = FIRST_S + every_s * np.arange(1 + SKIPPED + COUNTED)
+    at_s[SKIPPED + 5 :] += stall_s
+    return [[Arrival(at, ROWS, int(number >= SKIPPED + 5)) for number, at in enumerate(at_s)]] * 2
+
+
+class Watch:
+    """As a machine looks on which 1.8 cores work all the time."""
+
+    def __init__(self):
+        self.history = [(look / 10, {"stream actor": CORES_BUSY * look / 10}) for look in range(1000)]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def peaks_mib(self):
+        return {"driver": (1, 210.0), "stream actor": (4, 321.0), "DataLoader worker": (4, 654.0)}
+
+
+@pytest.fixture
+def with_a_gpu(monkeypatch):
+    """Windows as if four actors had run them beside a device that takes 6 GB/s."""
+    arms = {name: partial(arrivals, rate, STALL_S * name.startswith("stream")) for name, rate in RATES.items()}
+    copies = SimpleNamespace(copied_bytes_per_s=SimpleNamespace(remote=lambda _: 6e9))
+    made = Bench(arms, [copies], Raw(5000.0, 550.0, "/data/mine"))
+    window_rows = 2 * (1 + SKIPPED + COUNTED) * ROWS
+    stored = itertools.cycle([0, STORED * window_rows])
+    monkeypatch.setattr(loader, "_bench", lambda *_: made)
+    monkeypatch.setattr(loader, "joined", lambda _: nullcontext())
+    monkeypatch.setattr(loader, "created_bytes", lambda: next(stored))
+    monkeypatch.setattr(loader, "ProcessWatch", Watch)
+    monkeypatch.setattr(loader, "time", SimpleNamespace(time=lambda: 0.0))
+    monkeypatch.setattr(loader.ray, "get", lambda what: what)
+
+
+def test_every_column_is_told_and_written(with_a_gpu, tmp_path):
+    out, file = io.StringIO(), tmp_path / "loader.json"
+    words = ["loader", "--rounds", "1", "--workers", "4", "--gpu-rate", "2000", "--json", str(file)]
+    assert bench(words, Screen(Console(file=out, width=120, highlight=False, soft_wrap=True))) == 0
+    told = [" ".join(line.replace("│", " ").replace("┃", " ").split()) for line in out.getvalue().splitlines()]
+    assert "img/s MB/s CPU ms first s stall s store KB worker MiB" in told
+    assert "raw read 5,000 550 - - - - -" in told
+    assert "decode 500 - 3.60 - - - 654" in told
+    assert "textbook original 190 - 9.47 1.50 - - 654" in told
+    assert "stream prepared 900 - 2.00 1.50 0.25 151 321" in told
+    assert "host to device 39,860 6,000 - - - - -" in told
+    assert any("stream_prepared_vs_textbook" in line and "4.737 (median of 1 pairs" in line for line in told)
+    written = json.loads(file.read_text())
+    assert list(written) == ["machine", "ratios", "spread", "rows", "memory_mib", "notes"]
+    assert written["machine"]["data_workers"] == 4 and list(written["ratios"]) == list(RATIOS)
+    assert [each["arm"] for each in written["rows"]] == ["raw read", *RATES, "host to device"]
+    (stream,) = [each for each in written["rows"] if each["arm"] == "stream prepared"]
+    assert stream == {
+        "arm": "stream prepared",
+        "images_per_s": 900.0,
+        "cpu_ms_per_image": 2.0,
+        "cpu_ms_by_role": {"stream actor": 2.0},
+        "first_batch_s": 1.5,
+        "epoch_stall_s": 0.25,
+        "peaks_mib": {"DataLoader worker": 654.0, "stream actor": 321.0, "driver": 210.0},
+        "store_bytes_per_image": STORED,
+        "rows_per_block": 32.0,
+    }
+    assert set(written["notes"]) <= set(told)
+
+
+def test_the_bottleneck_is_named_and_a_device_has_its_cpu_workers_counted(with_a_gpu):
+    notes = bench_loader(Settings(rounds=2, workers=4, gpu_rate=2000.0), lambda _: None)["notes"]
+    assert notes[:6] == [
+        "raw read: 550 MB/s from /data/mine",
+        "host to device: 6.0 GB/s, pinned",
+        "original: the bottleneck is reading and decoding on the CPU",
+        "original: a device of 2,000 images/s needs 22 CPU workers like these",
+        "prepared: the bottleneck is the stream itself (Ray, and copies of blocks)",
+        "prepared: a device of 2,000 images/s needs 9 CPU workers like these",
+    ]
+    slow = bench_loader(Settings(rounds=1, workers=4, gpu_rate=120.0), lambda _: None)["notes"]
+    assert "original: the bottleneck is the device" in slow
+
+
+def files(folder):
+    return [(Path(name).read_bytes(), text) for name, text in photos.read_captions(folder)]
+
+
+def test_pictures_come_from_the_users_own_set_evenly_and_it_stays_beside_them(tmp_path):
+    """Of another set of that name they are others; more than there are is all of them."""
+    sets = [
+        make_set(tmp_path / parent / "mine", [row(number + shift) for number in range(100)])
+        for parent, shift in (("a", 0), ("b", 100))
+    ]
+    folders = []
+    for made in sets:
+        folder, own = loader._files(Settings(data=made.place.address, images=10), tmp_path / "place")
+        assert own is not None and own.num_rows == 100 and own.fingerprint == made.fingerprint
+        chosen = made.read(np.arange(0, 100, 11))
+        assert files(folder) == [(each.images[0], each.texts[0]) for each in chosen]
+        folders.append(folder)
+    assert folders[0] != folders[1]
+    folder, _ = loader._files(Settings(data=sets[0].place.address, images=500), tmp_path / "place")
+    assert files(folder) == [(each.images[0], each.texts[0]) for each in sets[0].read(np.arange(100))]
+
+
+def test_a_raw_source_is_prepared_beside_the_pictures_and_none_is_drawn(tmp_path, monkeypatch):
+    made, asked = make_set(tmp_path / "prepared", [row(number) for number in range(3)]), []
+
+    def prepare(source, cache, settings, say, progress):
+        asked.append((source, cache, settings))
+        return tmp_path / "prepared"
+
+    monkeypatch.setattr(loader, "ensure_prepared", prepare)
+    monkeypatch.setattr(photos, "photos", lambda num: ((bytes([number]), "drawn") for number in range(num)))
+    folder, own = loader._files(Settings(data="my.jsonl", images=3), tmp_path / "place")
+    assert asked == [("my.jsonl", str(tmp_path / "place"), Prepare())]
+    assert own.fingerprint == made.fingerprint and [len(data) > 1 for data, _ in files(folder)] == [True] * 3
+    folder, own = loader._files(Settings(images=3), tmp_path / "place")
+    assert own is None and files(folder) == [(bytes([number]), "drawn") for number in range(3)] and len(asked) == 1
