@@ -122,6 +122,9 @@ class Words(nn.Module):
 
         A row without a place (-1: padding, or its image was cut off) is shown the picture first.
         """
+        # Given no mask, transformers looks whether rows were packed (`find_packed_sequence_indices`), which makes a GPU
+        # wait once a micro-batch. A flat mask would be looked at as well; one of four dimensions would not, but then
+        # attention could no longer be told that it is causal, which costs its fastest kernel: the dearer of the two.
         hidden = self.tower(inputs_embeds=self._joined(picture, input_ids, image_at), use_cache=False).last_hidden_state
         # What follows the image's token is said by the last of its features.
         text = torch.arange(input_ids.shape[1], device=hidden.device)[None]

@@ -27,11 +27,10 @@ def groups_of(module: nn.Module, clip: str) -> Groups:
     return {name: group for name, group in groups.items() if group}
 
 
-def norms(groups: Groups) -> tuple[dict[str, float], Tensor]:
-    """The gradient norm of each group; and the same as a tensor, for `clip`. The host waits for the device once."""
+def norms(groups: Groups) -> Tensor:
+    """The gradient norm of each group, in their order; it stays on the device."""
     each = [_norm([p.grad for p in group if p.grad is not None]) for group in groups.values()]
-    found = torch.stack([norm.to(each[0].device) for norm in each])  # branches may lie on two devices
-    return dict(zip(groups, found.tolist(), strict=True)), found
+    return torch.stack([norm.to(each[0].device) for norm in each])  # branches may lie on two devices
 
 
 def clip(groups: Groups, found: Tensor, of_group: dict[str, float], max_norm: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -16,18 +17,22 @@ from mmray.train.parallel import buffers_kept
 from mmray.train.precision import Precision
 
 # Dense tensor-core peaks of the makers' data sheets, in TFLOP/s: (bf16 and fp16, fp32 as torch computes it by default).
+# By words of a device's name, the longer ones first.
 PEAKS = {
     "H200": (989, 67),
     "H100 PCIe": (756, 51),
+    "H100 NVL": (835, 60),
     "H100": (989, 67),
     "GH200": (989, 67),
     "B200": (2250, 75),
+    "GB200": (2500, 80),
     "A100": (312, 19.5),
     "A10G": (70, 35),
     "A10": (125, 31),
     "A30": (165, 10.3),
     "A40": (150, 37),
     "L40S": (362, 92),
+    "L40": (181, 90.5),
     "L4": (121, 30),
     "V100": (125, 15.7),
     "T4": (65, 8.1),
@@ -53,7 +58,8 @@ def model_flops(model: nn.Module, batch: Batch, precision: Precision) -> float:
 def peak_flops(device: torch.device, precision: Precision) -> float:
     """What a GPU does at most in a second at this precision; NaN for one that is not in the table."""
     name = torch.cuda.get_device_name(device)
-    known = next((peaks for key, peaks in PEAKS.items() if key in name), None)
+    # Whole words: an RTX A4000 is no A40, nor an L40 an L4.
+    known = next((peaks for key, peaks in PEAKS.items() if re.search(rf"\b{key}\b", name)), None)
     return float("nan") if known is None else known[0 if precision.dtype is not None else 1] * 1e12
 
 

@@ -61,7 +61,7 @@ def run(task: Task, steps: Iterable[list[Batch]], state: State | Stored | None =
     with profiled(task.train.profile, task.profile_to, task.group.device) as profile_step:
         while progress.step < plan.steps and not stopping:
             share, result = _timed_step(run, shares)
-            stopping = bool(result.totals[-1] > 0)
+            stopping = result.stopping
             metrics = _tell(run, share, result, stopping) or metrics
             profile_step()
     finished = progress.step >= plan.steps

@@ -85,7 +85,11 @@ def average_replicated(module: nn.Module, group: Group) -> None:
 
 @contextmanager
 def whole(module: nn.Module) -> Iterator[None]:
-    """All weights on every rank inside, so that a forward talks to nobody; costs the memory of the whole model."""
+    """All weights on every rank inside, so that a forward talks to nobody; costs the memory of the whole model.
+
+    For evaluations: gathered block by block, a rank with a batch, a prompt or a token of an answer more than the others
+    would wait for them for ever, and what calls a part of the model past its forward would find this rank's cut.
+    """
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
     for part in parts:
         part.set_reshard_after_forward(False, recurse=False)

@@ -52,6 +52,7 @@ class StepResult(Found):
     grad_norm: float
     grad_norms: dict[str, float]  # of each group that is clipped by itself
     finite: bool  # False: the step was not taken, on no rank
+    stopping: bool  # some rank wished to end the run after it
 
 
 def optimizer_step(learner: Learner, share: Share, seed_of: SeedOf, stop: bool = False) -> StepResult:
@@ -70,8 +71,9 @@ def optimizer_step(learner: Learner, share: Share, seed_of: SeedOf, stop: bool =
     if found is None:
         raise NoRoom(error)  # here, where the error and what its traceback keeps alive are gone
     with learner.phases("optimizer"):
-        grad_norms, finite = update(learner)
-    return StepResult(**vars(found), grad_norm=math.hypot(*grad_norms.values()), grad_norms=grad_norms, finite=finite)
+        grad_norms, finite, stopping = update(learner, found.totals[-1:])
+    norm = math.hypot(*grad_norms.values())
+    return StepResult(**vars(found), grad_norm=norm, grad_norms=grad_norms, finite=finite, stopping=stopping)
 
 
 def accumulate(learner: Learner, share: Share, seed_of: SeedOf, stop: bool = False) -> Found:
@@ -93,14 +95,17 @@ def _local_totals(parts: Sorts, share: Share, stop: bool) -> Tensor:
     return torch.cat([flat, flat.new_full((1,), stop)])
 
 
-def update(learner: Learner) -> tuple[dict[str, float], bool]:
-    """Unscale, clip, step when the gradient is finite, and clear it; returns its norms before clipping, and whether.
+def update(learner: Learner, wishes: Tensor) -> tuple[dict[str, float], bool, bool]:
+    """Unscale, clip, step when the gradient is finite, and clear it; its norms before clipping, whether it was finite.
 
-    All ranks decide alike without asking: after the synchronising backward they hold the same gradients, and one
-    rank's NaN or infinity is everyone's.
+    wishes: [1], how many ranks wish to stop; whether any does is returned as well, for nowhere else in a step does the
+    host wait for the device. All ranks decide alike without asking: after the synchronising backward they hold the same
+    gradients, and one rank's NaN or infinity is everyone's.
     """
     learner.scaler.unscale_(learner.optimizer)
-    grad_norms, found = clip.norms(learner.clip_groups)
+    found = clip.norms(learner.clip_groups)
+    *norms, wishing = torch.cat([found, wishes.to(found)]).tolist()
+    grad_norms = dict(zip(learner.clip_groups, norms, strict=True))
     finite = all(math.isfinite(norm) for norm in grad_norms.values())
     if finite:
         clip.clip(learner.clip_groups, found, grad_norms, learner.clip_norm)
@@ -109,7 +114,7 @@ def update(learner: Learner) -> tuple[dict[str, float], bool]:
         parallel.after_update(learner.model)
     learner.scaler.update()
     learner.optimizer.zero_grad(set_to_none=True)
-    return grad_norms, finite
+    return grad_norms, finite, wishing > 0
 
 
 def _constrain(module: nn.Module) -> None:

@@ -14,6 +14,8 @@ IMPORTED_ONCE = (
     "tests.train.four_ranks",
     "tests.train.shard_ranks",
     "torch._dynamo",
+    "torch._inductor.fx_passes.post_grad",
+    "functorch.compile",
     "torch.distributed.fsdp",
     "transformers.models.clip.modeling_clip",
 )
@@ -40,6 +42,12 @@ def played(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def four(tmp_path_factory):
+def pairs(tmp_path_factory):
+    """Results of four ranks, and of further ones that only part in pairs."""
+    return spawned(four_ranks.play, tmp_path_factory.mktemp("four-ranks"), 2 * four_ranks.PAIRS)
+
+
+@pytest.fixture(scope="session")
+def four(pairs):
     """Results of all scenes of four ranks, by rank."""
-    return spawned(four_ranks.play, tmp_path_factory.mktemp("four-ranks"), four_ranks.WORLD)
+    return pairs[: four_ranks.WORLD]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import torch
 
 from mmray.config import (
@@ -19,11 +24,15 @@ from mmray.config import (
     Siglip,
     TextTower,
 )
+from mmray.data.collate import steps_of
+from mmray.data.order import Plan
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
+from mmray.train import loop
 from mmray.train.feed import share_of
 from mmray.train.group import Group
 from mmray.train.parallel import Layout
+from mmray.train.shaping import recompute, shape
 from mmray.train.step import optimizer_step
 from tests.train import toy
 
@@ -55,11 +64,16 @@ MODELS: dict[str, tuple[Model, str]] = {
 }
 
 
-def weights_of(kind: str, group: Group, parallel: str, steps: int = STEPS) -> torch.Tensor:
-    """All weights after some steps in micro-batches of 3 rows; the last row is padding."""
+RECOMPUTED = tuple((kind, way) for kind in ("fusion", "generative") for way in ("ddp", "fsdp"))
+
+
+def weights_of(kind: str, group: Group, parallel: str, steps: int = STEPS, again: bool = False) -> torch.Tensor:
+    """All weights after some steps in micro-batches of 3 rows; the last row is padding. `again`: all is recomputed."""
     spec, objective = MODELS[kind]
     torch.manual_seed(3)
     model = build(spec, VOCAB).double().train()
+    for branch in model.branches().values() if again else ():
+        recompute(branch)
     learner = toy.learner(model, group, toy.objective(objective), layout=Layout(kind=parallel))
     share = ROWS // group.world
     for step in range(steps):
@@ -68,3 +82,35 @@ def weights_of(kind: str, group: Group, parallel: str, steps: int = STEPS) -> to
         mine = {name: column[group.rank * share : (group.rank + 1) * share] for name, column in batch.items()}
         optimizer_step(learner, share_of(toy.cut(mine, 3)), lambda index: index)
     return torch.cat([toy.whole(tensor.detach()).flatten() for tensor in model.parameters()])
+
+
+def as_llava(group: Group, micro: int, by_length: bool = True, **settings: Any) -> torch.Tensor:
+    """The weights of a run of the loop whose model writes, as recipe `llava` has it: captions of unlike length."""
+    plan = Plan(num_rows=20, global_rows=8, world=group.world, micro=micro, seed=1, steps=5)
+    train = SimpleNamespace(**vars(toy.TRAIN) | {"recompute": (), "compile": "none", "channels_last": False} | settings)
+    torch.manual_seed(3)
+    model = shape(build(MODELS["generative"][0], VOCAB).double(), train, toy.OPTIMIZER, group.device)
+    options = {"objective": toy.objective("language_modelling"), "train": train, "by_length": by_length}
+    loop.run(toy.task(model, plan, group, **options), steps_of(blocks_of(plan, group.rank), plan, by_length))
+    return toy.flat(model)
+
+
+def blocks_of(plan: Plan, rank: int) -> Iterator[dict[str, np.ndarray]]:
+    """A rank's blocks of a step each, as data/reader.py makes them of conversations; what is learned is drawn."""
+    draw, spec = np.random.default_rng(2), MODELS["generative"][0]
+    side, longest, rows = spec.inputs.image_side, spec.inputs.max_tokens, plan.num_rows
+    everything = {
+        "image": draw.integers(0, 256, (rows, 3, side, side), dtype=np.uint8),
+        "input_ids": draw.integers(1, VOCAB, (rows, longest)).astype(np.int32),
+        "num_tokens": draw.integers(2, longest + 1, rows).astype(np.int32),
+        "learned": draw.random((rows, longest)) < 0.6,
+        "image_at": np.zeros(rows, np.int32),
+        "key": np.arange(rows),
+        "label": np.full(rows, -1),
+    }
+    everything["learned"] &= np.arange(longest) < everything["num_tokens"][:, None]
+    for step in range(plan.steps):
+        positions = plan.positions(step, rank)
+        real = positions >= 0
+        block = {name: column[np.where(real, plan.rows_at(positions), 0)] for name, column in everything.items()}
+        yield block | {"valid": real, "pos": positions}

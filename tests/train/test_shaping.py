@@ -12,15 +12,20 @@ from torch import Tensor, nn
 
 from mmray import objectives
 from mmray.config import (
+    ChatInputs,
     Clip,
     ClipImage,
     ClipText,
     Config,
+    CrossAttention,
+    Decoder,
     Fusion,
+    Generative,
     ImageTower,
     Inputs,
     Model,
     Objective,
+    Siglip,
     TextTower,
     TwoTower,
 )
@@ -40,16 +45,31 @@ from tests.train import toy
 VOCAB = 40
 INPUTS = Inputs(image_side=32, max_tokens=8)
 TEXT = TextTower(width=16, depth=2, heads=2, dropout=0.2)
+CONVNET = ImageTower(name="convnet", width=8, depth=2)
+IMAGE, WORDS = ClipImage(width=16, depth=2, heads=2, patch=16), ClipText(width=16, depth=2, heads=2)
 SPECS: dict[str, Model] = {
-    "convnet": TwoTower(inputs=INPUTS, image=ImageTower(name="convnet", width=8, depth=2), text=TEXT, embed_dim=8),
+    "convnet": TwoTower(inputs=INPUTS, image=CONVNET, text=TEXT, embed_dim=8),
     "resnet18": TwoTower(inputs=INPUTS, image=ImageTower(name="resnet18"), text=TEXT, embed_dim=8),
-    "clip": Clip(
+    "clip": Clip(inputs=INPUTS, image=IMAGE, text=WORDS, embed_dim=8, patch_dropout=0.5),
+    "siglip": Siglip(inputs=INPUTS, image=IMAGE, text=WORDS, patch_dropout=0.5),
+    "fusion": Fusion(
         inputs=INPUTS,
-        image=ClipImage(width=16, depth=2, heads=2, patch=16),
-        text=ClipText(width=16, depth=2, heads=2),
+        image=CONVNET,
+        text=TEXT,
+        cross=CrossAttention(width=16, depth=2, heads=2, dropout=0.2),
         embed_dim=8,
-        patch_dropout=0.5,
+        classes=3,
     ),
+    "generative": Generative(
+        inputs=ChatInputs(image_side=32, max_tokens=8),
+        image=IMAGE,
+        text=Decoder(width=16, depth=2, heads=2, max_positions=64),
+    ),
+}
+OBJECTIVES = {
+    "siglip": "sigmoid",
+    "fusion": "contrastive + 0.5 * matching + classification",
+    "generative": "language_modelling",
 }
 CPU = torch.device("cpu")
 
@@ -63,11 +83,12 @@ def shaped(name: str, **changes: object) -> nn.Module:
     return shape(build(SPECS[name], VOCAB), settings(**changes), OptimizerSection(), CPU).double()
 
 
-def trained(model: nn.Module, steps: int = 3) -> dict[str, Tensor]:
+def trained(model: nn.Module, steps: int = 3, name: str = "") -> dict[str, Tensor]:
     """Weights and statistics after some steps of two micro-batches."""
-    learner = toy.learner(model.train())
+    learner = toy.learner(model.train(), objective=toy.objective(OBJECTIVES.get(name, "contrastive")))
+    inputs = SPECS[name].inputs if name else INPUTS
     for step in range(steps):
-        batch = synthetic_batch(INPUTS, VOCAB, 6, CPU, seed=step)
+        batch = synthetic_batch(inputs, VOCAB, 6, CPU, seed=step)
         share = share_of(toy.cut(batch, 3))
         optimizer_step(learner, share, lambda index, step=step: micro_seed(1, step, 0, index))
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -75,23 +96,29 @@ def trained(model: nn.Module, steps: int = 3) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_recomputed_activations_change_nothing(name: str) -> None:
-    """Dropout, patch dropout and BatchNorm's statistics included."""
-    plain, again = trained(shaped(name)), trained(shaped(name, recompute=("image", "text")))
+    """Dropout, patch dropout, BatchNorm's statistics and layers of cross-attention included."""
+    branches = tuple(shaped(name).branches())
+    plain, again = trained(shaped(name), name=name), trained(shaped(name, recompute=branches), name=name)
+    start = shaped(name).state_dict()
+    assert max(float((plain[key] - start[key]).abs().max()) for key in start) > 0.01
     assert plain.keys() == again.keys()
     for key, value in plain.items():
         torch.testing.assert_close(again[key], value, rtol=0, atol=1e-12, msg=key)
 
 
-def test_recomputing_keeps_fewer_activations() -> None:
+@pytest.mark.parametrize(("name", "branch"), [("clip", "text"), ("fusion", "cross"), ("generative", "text")])
+def test_recomputing_keeps_fewer_activations(name: str, branch: str) -> None:
     def kept(model: nn.Module) -> int:
         sizes: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: sizes.append(tensor.numel()) or tensor, lambda t: t
         ):
-            model(synthetic_batch(INPUTS, VOCAB, 6, CPU))
+            model.train()(synthetic_batch(SPECS[name].inputs, VOCAB, 6, CPU))
         return sum(sizes)
 
-    assert kept(shaped("clip", recompute=("image", "text"))) < 0.5 * kept(shaped("clip"))
+    others = tuple(other for other in shaped(name).branches() if other != branch)
+    all_but_one = kept(shaped(name, recompute=others))
+    assert kept(shaped(name, recompute=(*others, branch))) < 0.5 * all_but_one < 0.5 * kept(shaped(name))
 
 
 def test_compiled_branches_take_the_same_steps() -> None:

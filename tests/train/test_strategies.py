@@ -42,6 +42,17 @@ def test_two_ranks_under_any_strategy_are_one_process(played, single, name, obje
         assert found["losses"] == pytest.approx(plain["losses"], rel=tolerance or 1e-9)
 
 
+@pytest.mark.parametrize("name", two_ranks.COMPILED)
+def test_two_ranks_with_compiled_branches_are_one_plain_process(played, name):
+    _, objective = two_ranks.COMPILED[name]
+    plain = two_ranks.of_compiled(Group(), "single", objective(), "none")
+    assert (plain - toy.flat(toy.Branched().double())).abs().max() > 0.01
+    for result in played[0]:
+        found = result["branches_compiled"][name]
+        assert found["graphs"] >= {"ddp": 4, "ddp, row by row": 2, "fsdp": 2}[name]  # a branch, a forward with gradient
+        torch.testing.assert_close(found["weights"], plain, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("way", ["ddp to fsdp", "fsdp to ddp"])
 def test_a_checkpoint_goes_on_under_another_strategy(played, single, way):
     for result in played[0]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import islice
 
@@ -14,6 +15,8 @@ from mmray.objectives.contrastive import Contrastive
 from mmray.train import feed, loop
 from mmray.train.group import Group
 from tests.train import real_models, toy, two_ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have
 
 
 @pytest.mark.parametrize("scene", ["whole_shares", "accumulated_shares", "gathered_shares"])
@@ -39,6 +42,23 @@ def test_two_ranks_are_one_process_for_every_kind_of_model(played, kind, way):
     assert (one - start).abs().max() > 0.01
     for result in played[0]:
         torch.testing.assert_close(result["real_models"][f"{kind}, {way}"], one, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("kind", "way"), real_models.RECOMPUTED)
+def test_two_ranks_that_recompute_activations_are_one_process_that_does_not(played, kind, way):
+    one = real_models.weights_of(kind, Group(), "single")
+    for result in played[0]:
+        torch.testing.assert_close(result["recomputed"][f"{kind}, {way}"], one, rtol=0, atol=1e-9)
+
+
+def test_sharded_recomputed_and_arranged_by_length_as_llava_is_the_plain_run(played):
+    """Half of an epoch's last step is padding."""
+    one = real_models.as_llava(Group(), 3, by_length=False, parallel="single")
+    torch.manual_seed(3)
+    start = toy.flat(real_models.build(real_models.MODELS["generative"][0], real_models.VOCAB).double())
+    assert (one - start).abs().max() > 0.01
+    for result in played[0]:
+        torch.testing.assert_close(result["recomputed"]["llava"], one, rtol=0, atol=1e-9)
 
 
 def test_what_is_a_worst_case_is_the_largest_of_the_ranks_and_the_rest_their_mean(played):
@@ -73,6 +93,25 @@ def test_row_by_row_losses_are_divided_by_the_global_count(played):
 
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_both(played):
     assert [result["not_a_number_on_one_rank"] for result in played[0]] == [{"finite": False, "unchanged": True}] * 2
+
+
+@pytest.mark.parametrize("way", two_ranks.CLIPPED)
+def test_each_branch_is_clipped_by_its_own_norm_over_both_ranks(played, way):
+    one = two_ranks.clipped(Group(), "single")
+    at_once = toy.flat(two_ranks.steps_of_a_model(Group(), two_ranks.ROWS, model=toy.Branched().double()))
+    assert (one - at_once).abs().max() > 0.001, "clipped as one it would be the same"
+    for result in played[0]:
+        torch.testing.assert_close(result["clipped_by_branches"][way], one, rtol=0, atol=1e-9)
+
+
+def test_after_a_step_that_is_not_finite_on_one_rank_both_go_on_alike(played):
+    one = two_ranks.skipping(Group(), None)
+    assert one["skipped"] == 1 and [math.isnan(norm) for norm in one["norms"]].index(True) == 2
+    for result in played[0]:
+        found = result["skipping"]
+        assert found["skipped"] == 1
+        torch.testing.assert_close(found["weights"], one["weights"], rtol=0, atol=1e-9)
+        assert found["norms"] == pytest.approx(one["norms"], rel=1e-9, nan_ok=True)
 
 
 def test_a_gradient_that_overflows_fp16_is_skipped_on_both_and_the_scale_halves_until_it_does_not(played):

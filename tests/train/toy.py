@@ -18,6 +18,7 @@ from mmray.data.order import Plan
 from mmray.objectives.build import terms_of
 from mmray.objectives.contrastive import Contrastive
 from mmray.objectives.matching import gumbel
+from mmray.objectives.sigmoid import Sigmoid
 from mmray.train import clip, optimizer, parallel
 from mmray.train.feed import share_of
 from mmray.train.group import Group
@@ -197,8 +198,8 @@ class Fault:
 class Cramped(Toy):
     """A toy that meets the end of its memory where its fault says."""
 
-    def __init__(self, fault: Fault, micros: int = 2):
-        super().__init__()
+    def __init__(self, fault: Fault, micros: int = 2, kind: str = "contrastive"):
+        super().__init__(kind=kind)
         self.fault, self.micros = fault, micros
 
     def forward(self, batch):
@@ -216,14 +217,15 @@ class Cramped(Toy):
 
 
 def crampable(objective, fault: Fault):
-    """The objective, whose loss meets the end of memory where the fault says."""
-    measure = objective.measure
+    """The objective, whose loss meets the end of memory where the fault says; on the ring, where pairs are summed."""
+    name = "pairs" if isinstance(objective, Sigmoid) else "measure"
+    plain = getattr(objective, name)
 
-    def cramped(outputs, batch, everyone=None):
+    def cramped(*given):
         fault.at("loss")
-        return measure(outputs, batch, everyone)
+        return plain(*given)
 
-    objective.measure = cramped
+    setattr(objective, name, cramped)
     return objective
 
 
@@ -268,7 +270,13 @@ def cut(batch: dict[str, Tensor], micro: int) -> list[dict[str, Tensor]]:
 
 
 def learner(
-    model: nn.Module, group: Group | None = None, objective=None, precision=FP32, scaler=None, layout=None
+    model: nn.Module,
+    group: Group | None = None,
+    objective=None,
+    precision=FP32,
+    scaler=None,
+    layout=None,
+    clipped=OPTIMIZER.clip,
 ) -> Learner:
     """A learner as loop.py makes it."""
     group = group or Group()
@@ -279,7 +287,7 @@ def learner(
         precision=precision,
         optimizer=optimizer.build(model, OPTIMIZER),
         scaler=scaler or precision.scaler(),
-        clip_groups=clip.groups_of(model, OPTIMIZER.clip),
+        clip_groups=clip.groups_of(model, clipped),
         phases=Phases(torch.device("cpu")),
         clip_norm=OPTIMIZER.clip_norm,
     )

@@ -26,8 +26,10 @@ from mmray.train.feed import share_of
 from mmray.train.group import Group
 from mmray.train.measure import Meter
 from mmray.train.nest import mapped
+from mmray.train.parallel import Layout
 from mmray.train.precision import Precision
 from mmray.train.seeding import micro_seed
+from mmray.train.shaping import compiled
 from mmray.train.step import optimizer_step
 from mmray.train.telemetry import PHASES, MetricsLog, Phases, Rates, over_ranks, rows_sha
 from tests.train import toy
@@ -128,6 +130,45 @@ def not_a_number_on_one_rank(group: Group, folder: Path) -> dict[str, Any]:
     return {"finite": result.finite, "unchanged": torch.equal(toy.flat(model), before)}
 
 
+CLIPPED = ("ddp", "fsdp")
+
+
+def clipped(group: Group, way: str) -> torch.Tensor:
+    model = toy.Branched().double()
+    options = {"layout": Layout(kind=way), "clipped": "branches"}
+    return toy.flat(steps_of_a_model(group, 4, model=model, **options))
+
+
+def clipped_by_branches(group: Group, folder: Path) -> dict[str, torch.Tensor]:
+    return {way: clipped(group, way) for way in CLIPPED}
+
+
+class NanAtStep:
+    """A hook that makes a module's output NaN on the last rank, at one step of a loop."""
+
+    def __init__(self, group: Group, at_step: int):
+        self.poisons, self.at_step, self.step = group.rank == group.world - 1, at_step, 1
+
+    def __call__(self, module: Any, given: Any, out: torch.Tensor) -> torch.Tensor:
+        return out * float("nan") if self.poisons and self.step == self.at_step else out
+
+    def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
+        self.step = step + 1
+
+
+def skipping(group: Group, folder: Path | None) -> dict[str, Any]:
+    """The loop, each branch clipped by itself; the third step is not finite on the last rank."""
+    model, poison, log = toy.Branched().double(), NanAtStep(group, 3), toy.Lines()
+    model.text.register_forward_hook(poison)
+    plan = Plan(num_rows=33, global_rows=GLOBAL_ROWS, world=group.world, micro=2, seed=1, steps=8)
+    train = SimpleNamespace(**vars(toy.TRAIN) | {"log_every": 1})
+    settings = SimpleNamespace(**vars(toy.OPTIMIZER) | {"clip": "branches"})
+    options = {"train": train, "optimizer": settings, "callbacks": (poison,), "log": log}
+    outcome = loop.run(toy.task(model, plan, group, **options), toy.steps_of(plan, group.rank))
+    norms = [line["train/grad_norm_text"] for line in log.lines]
+    return {"skipped": outcome.skipped_steps, "weights": toy.flat(model), "norms": norms}
+
+
 def gathering(group: Group, folder: Path) -> dict[str, Any]:
     """Each rank weighs all rows by its own number; a row's gradient is the sum of the weights."""
     rows = torch.arange(6.0).reshape(3, 2) + 10 * group.rank
@@ -180,12 +221,14 @@ def overflow(group: Group, folder: Path) -> dict[str, Any]:
     return {"stood": stood, "skipped": outcome.skipped_steps, "scale": scaler.get_scale(), "weights": toy.flat(model)}
 
 
-def cramped(group: Group, place: str, objective: Any = None, micro: int = 4, **settings: Any) -> dict[str, Any]:
+def cramped(
+    group: Group, place: str, objective: Any = None, micro: int = 4, kind: str = "contrastive", **settings: Any
+) -> dict[str, Any]:
     """A run in which rank 1 alone meets the end of its memory once, at `place`; what it came to, and what was told."""
     fault = toy.Fault(place if group.rank == 1 else "nowhere", at_step=3)
     log, told = toy.Lines(), []
     plan = Plan(num_rows=60, global_rows=16, world=group.world, micro=micro, seed=1, steps=8)
-    model = toy.Cramped(fault).double()
+    model = toy.Cramped(fault, kind=kind).double()
     task = toy.task(
         model,
         plan,
@@ -275,6 +318,37 @@ def strategies(group: Group, folder: Path) -> dict[str, Any]:
     }
 
 
+COMPILED = {
+    "ddp": ("ddp", Contrastive),
+    "ddp, row by row": ("ddp", toy.Regression),
+    "fsdp": ("fsdp", Contrastive),
+}
+
+
+def branches_compiled(group: Group, folder: Path) -> dict[str, Any]:
+    """Each branch as graphs of its own, in forwards with gradient and without; how many graphs there were."""
+    found = {}
+    for name, (way, objective) in COMPILED.items():
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):  # else it would go on as the plain code
+            weights = of_compiled(group, way, objective(), "aot_eager")
+        found[name] = {"weights": weights, "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
+    return found
+
+
+def of_compiled(group: Group, way: str, objective: Any, backend: str) -> torch.Tensor:
+    """The weights after steps of two micro-batches a rank, all of one shape: for each other one there were graphs."""
+    model = compiled(toy.Branched().double(), SimpleNamespace(compile=backend))
+    learner = toy.learner(model, group, objective, layout=Layout(kind=way))
+    for step in range(STEPS):
+        batch = share_of_rank(toy.rows(12, step), group)
+        micro = len(batch["valid"]) // 2
+        micros = [{name: rows[at : at + micro] for name, rows in batch.items()} for at in (0, micro)]
+        optimizer_step(learner, share_of(micros), lambda index, step=step: micro_seed(toy.SEED, step, 0, index))
+    return toy.flat(model)
+
+
 def resharded(group: Group, folder: Path) -> dict[str, Any]:
     """A checkpoint of replicas goes on sharded, and the other way round."""
     states = {kind: strategy(group, Contrastive(), parallel=kind)["state"] for kind in ("ddp", "fsdp")}
@@ -337,12 +411,21 @@ def real_models(group: Group, folder: Path) -> dict[str, torch.Tensor]:
     return {f"{kind}, {way}": weights_of(kind, group, way) for kind in MODELS for way in ("ddp", "fsdp")}
 
 
+def recomputed(group: Group, folder: Path) -> dict[str, torch.Tensor]:
+    """Activations computed again in backward, in every branch; and as recipe `llava` does it."""
+    from tests.train.real_models import RECOMPUTED, as_llava, weights_of
+
+    found = {f"{kind}, {way}": weights_of(kind, group, way, again=True) for kind, way in RECOMPUTED}
+    return found | {"llava": as_llava(group, 2, parallel="fsdp", recompute=("text",))}
+
+
 SCENES = (
     gathering,
     around_the_ring,
     over_the_ranks,
     cost_of_a_line,
     real_models,
+    recomputed,
     every_kind,
     whole_shares,
     accumulated_shares,
@@ -350,12 +433,15 @@ SCENES = (
     a_rank_without_rows,
     row_by_row,
     not_a_number_on_one_rank,
+    clipped_by_branches,
+    skipping,
     whole_loop,
     overflow,
     without_room,
     without_room_for_one_row,
     rehearsals,
     strategies,
+    branches_compiled,
     resharded,
     parting,
 )

@@ -1,0 +1,111 @@
+"""One worker alone, without Ray: it finds its micro-batch, and is deterministic where that is asked for."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from mmray.config import Batch
+from mmray.data.order import Blocks, Plan, Start
+from mmray.data.reader import RowReader
+from mmray.data.store import PreparedSet
+from mmray.data.text import TextEncoder
+from mmray.data.words import fitted
+from mmray.train import checkpoint, memory, rundir
+from mmray.train.batch import shape_of
+from mmray.train.job import Job, Line
+from mmray.train.lease import Lease
+from mmray.train.seeding import settle
+from mmray.train.worker import work
+from tests.made import make_set, row
+from tests.train import runs
+
+pytestmark = pytest.mark.usefixtures("one_thread")  # a worker sets its own number of them
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    place = tmp_path_factory.mktemp("worker") / "set"
+    make_set(place, [row(number) for number in range(22)])
+    return PreparedSet.open(str(place))
+
+
+def ran(prepared, folder, micro, dropout=0.0, **settings):
+    """What a worker left of a run of 8 rows a step: its checkpoint, its lines, and what it told."""
+    config = runs.config("made", folder.parent, folder.name, steps=STEPS, precision="fp32", **settings)
+    tokenizer = fitted(prepared.tokenizer_json, config.model.inputs)
+    text = config.model.text.model_copy(update={"dropout": dropout})
+    model = config.model.model_copy(update={"vocab_size": TextEncoder(tokenizer, 8).vocab_size, "text": text})
+    config = config.model_copy(update={"model": model, "batch": Batch(micro=micro, global_=8)})
+    plan = Plan(num_rows=22, global_rows=8, world=1, micro=shape_of(config.batch, 1).micro, seed=0, steps=STEPS)
+    rundir.create(folder, config, {"train": "made"}, tokenizer)
+    lease, told = Lease(folder), []
+    reader, blocks = RowReader(prepared, config.model.inputs, tokenizer, 10**6), Blocks(plan, 0, 2)
+    job = Job(config, folder, lease.acquire(), reader, None, tokenizer)
+    read = (reader.block(plan, blocks.positions(number)) for number in range(blocks.count))
+    line = Line(told.append, lambda: False, lambda _: 0, lambda _: False, {"rank": 0, "node": "", "pid": 0})
+    try:
+        work(job, Start(plan, 0, None), read, torch.device("cpu"), line)
+    finally:
+        lease.release()
+    state = checkpoint.load(folder / "checkpoints" / f"step-{STEPS}")
+    return state, runs.lines(folder), [message["note"] for message in told if "note" in message]
+
+
+def test_a_worker_finds_its_micro_batch_records_it_and_trains_as_with_that_one(prepared, tmp_path, monkeypatch):
+    given, lines, notes = ran(prepared, tmp_path / "given", 4)
+    assert not any("rows fit" in note for note in notes)
+    one_row = lines[0]["memory/activations_gib"] / 4 * 2**30
+    room = SimpleNamespace(available=5.5 * one_row / memory.HOST_SHARE, used=0)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: room)
+    found, found_lines, notes = ran(prepared, tmp_path / "auto", "auto")
+    assert "micro-batches of 4 rows fit" in notes
+    assert {line["batch/micro"] for line in lines + found_lines} == {4}
+    assert (found["progress"]["micro"], found["progress"]["planned_micro"]) == (4, 8)
+    assert abs(lines[0]["train/loss"] - lines[-1]["train/loss"]) > 0.01
+    for line, other in zip(lines, found_lines, strict=True):
+        assert line["rows_sha"] == other["rows_sha"]
+        assert line["train/loss"] == pytest.approx(other["train/loss"], rel=1e-4)
+    for name, weight in given["model"].items():
+        torch.testing.assert_close(found["model"][name], weight, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.fixture
+def settled():
+    """What `settle` sets for the whole process, put back."""
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    before, workspace = torch.are_deterministic_algorithms_enabled(), os.environ.pop(name, None)
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(before)
+    os.environ.pop(name, None)
+    if workspace is not None:
+        os.environ[name] = workspace
+
+
+@pytest.mark.usefixtures("settled")
+def test_two_deterministic_runs_are_bitwise_one(prepared, tmp_path):
+    """Dropout on; whatever was drawn in the process before does not matter."""
+    first, lines, _ = ran(prepared, tmp_path / "first", 4, 0.3, deterministic=True)
+    assert torch.are_deterministic_algorithms_enabled()
+    torch.rand(1000)
+    second, second_lines, _ = ran(prepared, tmp_path / "second", 4, 0.3, deterministic=True)
+    assert [line["train/loss"] for line in lines] == [line["train/loss"] for line in second_lines]
+    assert runs.same_weights(first["model"], second["model"])
+
+
+@pytest.mark.usefixtures("settled")
+def test_deterministic_takes_no_algorithm_that_is_not():
+    numbers, places = torch.zeros(4), torch.tensor([0, 0])
+    settle(1, deterministic=False)
+    numbers.put_(places, torch.ones(2))
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    settle(1, deterministic=True)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
+        numbers.put_(places, torch.ones(2))
