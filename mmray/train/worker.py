@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +99,9 @@ def _work(
         task.note(f"micro-batches of {rehearsed.micro} rows fit", "memory")
     with _closing(log, writes):
         rows = watched(blocks, config, job.folder, job.reader, start.plan, line.bad_row)
-        outcome = loop.run(task, steps_of(rows, start.plan, config.batch.by_length), state)
+        # Cut here to what fits: by_length has something to arrange, and each micro-batch its own longest caption.
+        fitting = replace(start.plan, micro=rehearsed.micro)
+        outcome = loop.run(task, steps_of(rows, fitting, config.batch.by_length), state)
     return vars(outcome) | {"metrics": {key.removeprefix("evaluate/"): v for key, v in outcome.metrics.items()}}
 
 

@@ -35,13 +35,13 @@ def prepared(tmp_path_factory):
     return PreparedSet.open(str(place))
 
 
-def ran(prepared, folder, micro, dropout=0.0, **settings):
+def ran(prepared, folder, micro, dropout=0.0, by_length=False, **settings):
     """What a worker left of a run of 8 rows a step: its checkpoint, its lines, and what it told."""
     config = runs.config("made", folder.parent, folder.name, steps=STEPS, precision="fp32", **settings)
     tokenizer = fitted(prepared.tokenizer_json, config.model.inputs)
     text = config.model.text.model_copy(update={"dropout": dropout})
     model = config.model.model_copy(update={"vocab_size": TextEncoder(tokenizer, 8).vocab_size, "text": text})
-    config = config.model_copy(update={"model": model, "batch": Batch(micro=micro, global_=8)})
+    config = config.model_copy(update={"model": model, "batch": Batch(micro=micro, global_=8, by_length=by_length)})
     plan = Plan(num_rows=22, global_rows=8, world=1, micro=shape_of(config.batch, 1).micro, seed=0, steps=STEPS)
     rundir.create(folder, config, {"train": "made"}, tokenizer)
     lease, told = Lease(folder), []
@@ -57,22 +57,24 @@ def ran(prepared, folder, micro, dropout=0.0, **settings):
     return state, runs.lines(folder), [message["note"] for message in told if "note" in message]
 
 
-def test_a_worker_finds_its_micro_batch_records_it_and_trains_as_with_that_one(prepared, tmp_path, monkeypatch):
-    given, lines, notes = ran(prepared, tmp_path / "given", 4)
+@pytest.mark.parametrize("by_length", [False, True])
+def test_a_worker_finds_its_micro_batch_records_it_and_trains_as_with_that_one(
+    prepared, tmp_path, monkeypatch, by_length
+):
+    given, lines, notes = ran(prepared, tmp_path / "given", 4, by_length=by_length)
     assert not any("rows fit" in note for note in notes)
     one_row = lines[0]["memory/activations_gib"] / 4 * 2**30
     room = SimpleNamespace(available=5.5 * one_row / memory.HOST_SHARE, used=0)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: room)
-    found, found_lines, notes = ran(prepared, tmp_path / "auto", "auto")
+    found, found_lines, notes = ran(prepared, tmp_path / "auto", "auto", by_length=by_length)
     assert "micro-batches of 4 rows fit" in notes
     assert {line["batch/micro"] for line in lines + found_lines} == {4}
     assert (found["progress"]["micro"], found["progress"]["planned_micro"]) == (4, 8)
     assert abs(lines[0]["train/loss"] - lines[-1]["train/loss"]) > 0.01
-    for line, other in zip(lines, found_lines, strict=True):
-        assert line["rows_sha"] == other["rows_sha"]
-        assert line["train/loss"] == pytest.approx(other["train/loss"], rel=1e-4)
-    for name, weight in given["model"].items():
-        torch.testing.assert_close(found["model"][name], weight, rtol=1e-4, atol=1e-6, msg=name)
+    same = ("rows_sha", "train/loss", "batch/padding")
+    assert [[line[name] for name in same] for line in lines] == [[line[name] for name in same] for line in found_lines]
+    assert ("batch/padding_unsorted" in lines[0]) == by_length
+    assert runs.same_weights(given["model"], found["model"])
 
 
 @pytest.fixture
