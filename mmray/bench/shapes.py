@@ -7,7 +7,7 @@ memory of another. What does not fit is a row that says so. No Ray, no data.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,11 +39,14 @@ FIGURES = (
     *("micro", "accumulation", "workers", "global"),
     *("samples_per_s", "step_p50_s", "step_p95_s", "peak_gib", "peak_reserved_gib"),
 )
+Say = Callable[[str], None]
 IN_A_STEP = ("model.", "objective.", "batch.", "optimizer.", "train.precision", "train.deterministic", "cluster.")
 
 
-def bench_shapes(config: Config, given: Sequence[str], window_s: float = 3.0) -> dict[str, Any]:
-    """A row for each combination of `--space` texts: {"machine", "ratios": {}, "rows"}.
+def bench_shapes(
+    config: Config, given: Sequence[str], window_s: float = 3.0, say: Say = lambda _: None
+) -> dict[str, Any]:
+    """A row for each combination of `--space` texts: {"machine", "ratios": {}, "rows"}; `say` hears of each when done.
 
     A row holds the searched `settings`, micro, accumulation, workers, global, `status` (measured, out_of_memory, failed
     or infeasible), samples_per_s, step_p50_s, step_p95_s, peak_gib (a GPU: allocated by torch; a CPU: resident, of rank
@@ -59,7 +62,12 @@ def bench_shapes(config: Config, given: Sequence[str], window_s: float = 3.0) ->
     if "batch.global" not in space.axes:  # it follows: the recipe's own would turn a larger micro-batch into the same
         config = config.model_copy(update={"batch": config.batch.model_copy(update={"global_": None})})
     configs = [with_settings(config, typed) for typed in space.combinations()]  # all typed before the first is run
-    rows = [_row(each, {key: value_at(each, key) for key in space.axes}, window_s) for each in configs]
+    rows = []
+    for number, each in enumerate(configs, 1):
+        row = _row(each, {key: value_at(each, key) for key in space.axes}, window_s)
+        chosen = ", ".join(f"{key}={value}" for key, value in row["settings"].items())
+        say(f"{number} of {len(configs)}, {chosen}: {row['status'].replace('_', ' ')}")
+        rows.append(row)
     return {"machine": describe(device_of(config)), "ratios": {}, "rows": rows}
 
 

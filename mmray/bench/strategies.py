@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mmray.config import Config
 
 BASE = "ddp fp32"
+Say = Callable[[str], None]
 WARM_STEPS, PROFILED_STEPS = 3, 2
 TOLD = {"branches/idle_share_0": "idle_share_0", "branches/idle_share_1": "idle_share_1"}
 FIGURES = (
@@ -68,17 +69,25 @@ STRATEGIES = (
 )
 
 
-def bench_strategies(config: Config, steps: int = 10, only: tuple[str, ...] = ()) -> dict[str, Any]:
+def bench_strategies(
+    config: Config, steps: int = 10, only: tuple[str, ...] = (), say: Say = lambda _: None
+) -> dict[str, Any]:
     """{"machine", "batch", "ratios", "rows"}: a row for each strategy; where it failed, figures null and `error` told.
 
-    `steps` are timed after a few to warm up; `only` names some of them (the base is always measured).
+    `steps` are timed after a few to warm up; `only` names some of them (the base is always measured). `say` hears of
+    each when it is done.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells its own doings otherwise
     workers = max(2, config.cluster.most_workers)
     shape = shape_of(config.batch, workers)
     kind = device_of(_workers(config, workers)).type  # of all rows, those of one worker too
     chosen = [strategy for strategy in STRATEGIES if not only or strategy.name in (BASE, *only)]
-    rows = [_row(strategy, _settings(config, strategy, workers, shape), kind, steps) for strategy in chosen]
+    rows = []
+    for number, strategy in enumerate(chosen, 1):
+        row = _row(strategy, _settings(config, strategy, workers, shape), kind, steps)
+        told = "no figures" if row["error"] else f"{row['samples_per_s']:,.0f} samples/s"
+        say(f"{number} of {len(chosen)}, {strategy.name}: {told}")
+        rows.append(row)
     base = rows[0]
     for row in rows:
         if row["loss"] is not None and base["loss"] is not None:

@@ -101,11 +101,13 @@ def _step(argv: Sequence[str], screen: Screen) -> None:
     if command.space:
         from mmray.bench.shapes import bench_shapes
 
-        result = bench_shapes(config, command.space, command.window_s)
+        result = bench_shapes(config, command.space, command.window_s, screen.phase)
         _tell(result, shapes_table(result["rows"]), screen, command.json)
         return
     from mmray.bench.step import bench_step
 
+    took_s = 2 * command.pairs * command.window_s
+    screen.phase(f"{command.pairs} pairs of windows of {command.window_s:g} s, some {took_s:.0f} s and the start")
     result = bench_step(config, command.pairs, command.window_s)
     screen.note(result["batch"])
     _tell(result, rows_table(result["rows"]), screen, command.json)

@@ -46,7 +46,7 @@ def strategies(argv: Sequence[str], screen: Screen) -> None:
     command = tyro.cli(StrategiesCommand, args=list(argv), prog="mmray bench strategies", config=STYLE)
     from mmray.bench.strategies import bench_strategies
 
-    result = bench_strategies(recipes.load(command.recipe), command.steps, command.only)
+    result = bench_strategies(recipes.load(command.recipe), command.steps, command.only, screen.phase)
     screen.note(result["batch"])
     screen.console.print(_table(result["rows"]))
     screen.note(

@@ -37,8 +37,10 @@ class Hungry(torch.nn.Module):
 
 def test_rows_of_a_space_and_one_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     spec = Own(kind="tests.bench.test_shapes:Hungry", inputs=tiny().model.inputs, vocab_size=32)
-    result = bench_shapes(tiny(model=spec), ["batch.micro=4,8"], window_s=0.02)
+    said = []
+    result = bench_shapes(tiny(model=spec), ["batch.micro=4,8"], window_s=0.02, say=said.append)
     fits, fails = result["rows"]
+    assert said == ["1 of 2, batch.micro=4: measured", "2 of 2, batch.micro=8: out of memory"]
     assert (fits["status"], fails["status"]) == ("measured", "out_of_memory")
     assert fits["samples_per_s"] > 0 and fits["step_p50_s"] <= fits["step_p95_s"] and 0.05 < fits["peak_gib"] < 4
     assert fits["settings"] == {"batch.micro": 4} and (fits["micro"], fits["global"]) == (4, 4)

@@ -26,8 +26,11 @@ def test_rows_are_measured_and_what_fails_has_its_reason(monkeypatch):
     refused = strategies.Strategy("refused", {"parallel": "fsdp", "precision": "fp32"}, alone=True)
     monkeypatch.setattr(strategies, "STRATEGIES", (*strategies.STRATEGIES, refused))
     config = tiny(workers=2, optimizer=sensitive, batch=Batch(micro=3, global_=12))
-    result = bench_strategies(config, steps=2, only=("branches fp32", "refused"))
+    said = []
+    result = bench_strategies(config, steps=2, only=("branches fp32", "refused"), say=said.append)
     base, branches, no = result["rows"]
+    assert [line.partition(":")[0] for line in said] == ["1 of 3, ddp fp32", "2 of 3, branches fp32", "3 of 3, refused"]
+    assert said[2].endswith("no figures") and all(line.endswith(" samples/s") for line in said[:2])
     assert [row["strategy"] for row in result["rows"]] == [BASE, "branches fp32", "refused"]
     assert result["batch"] == "micro 3 x accumulation 2 x workers 2 = 12 rows a step"
     assert base["loss_vs_ddp"] == 0
