@@ -4,7 +4,7 @@ The sample's journey: Ray Data actors on CPU nodes read and decode (data/reader.
 and Ray deals the blocks to the ranks in turn. This file is the room's composer: the only one that touches Ray.
 
 A block is one rank's rows of several consecutive steps, or a part of those of one, so that it is some 24 MB whatever
-the batch: one of 19 MB costs 32 ms of processors beside its rows' own (`mmray bench loader`), much of it however small
+the batch: one of 19 MB costs 28 ms of processors beside its rows' own (`mmray bench loader`), much of it however small
 it is, and object stores hold few large ones. Of the coordinator's part, half is the account of resources that it draws
 up anew at each dispatch, and that keeps blocks from being spilled.
 One execution spans all remaining epochs: no stall at an epoch's end. The plan is a list of block numbers, of many a
