@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmray.data.local_cache import LocalCache
-from mmray.data.place import Place
 from mmray.data.store import BATCH_ROWS, ROW_ERRORS, PreparedSet
 from mmray.errors import UsageError
 
@@ -54,7 +53,7 @@ def _rows_of(row_bytes: float, kept: bool) -> int:
 def _near_bytes(prepared: PreparedSet) -> float:
     """Bytes of a row that lie on a store beside those of the next row; 0 where chunks save no request worth one."""
     in_set = max(1.0, prepared.num_bytes / max(1, prepared.num_rows)) if prepared.place.local is None else 0.0
-    if not by_reference(prepared) or _images_of(prepared).local is not None:
+    if not by_reference(prepared) or prepared.images_place.local is not None:
         return in_set
     refs = _some_refs(prepared)
     if not refs or any(ref["length"] is None for ref in refs):
@@ -77,14 +76,9 @@ def by_reference(prepared: PreparedSet) -> bool:
     return bool(prepared.manifest.settings.get("reference"))
 
 
-def _images_of(prepared: PreparedSet) -> Place:
-    """Where the images of a set by reference are."""
-    return Place(prepared.manifest.source["address"])
-
-
 def kept_here(data: Data, prepared: PreparedSet, chunk: int) -> PreparedSet:
     """The set, with what is read of it kept in `data.local_cache` where it is not on a disk. Raises UsageError."""
-    places = [prepared.place, *([_images_of(prepared)] if by_reference(prepared) else [])]
+    places = [prepared.place, *([prepared.images_place] if by_reference(prepared) else [])]
     if data.local_cache is None or all(place.local is not None for place in places):
         return prepared
     if by_reference(prepared):  # an entry is named by a shard's digest, and what is referred to has none

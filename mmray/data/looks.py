@@ -64,7 +64,8 @@ def look_at(
                     looks["hash"][place], looks["colours"][place] = look_of(decode(row.images[0], max_pixels))
                     looks["seen"][place] = True
                 except BadImage as bad:  # its content is compared all the same
-                    deadly += [f"{row.key} ({row.source})"] if bad.reason == CRASH else []
+                    if bad.reason == CRASH:
+                        deadly.append(f"{row.key} ({row.source})")
     file = io.BytesIO()
     np.save(file, looks)
     out.write(looks_name(shard, near), file.getvalue())

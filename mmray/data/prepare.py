@@ -31,9 +31,6 @@ from mmray.errors import DataError, ResourceError, UsageError
 if TYPE_CHECKING:
     from mmray.config import Prepare
 
-# Left alone, Ray starts a task again for ever whose worker dies. Of a death it cannot say the cause: an image gets two
-# tries in the worker and one in a child of it; after that it is named, and only a lost node is left as a cause.
-
 
 @dataclass(frozen=True)
 class Progress:

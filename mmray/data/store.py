@@ -185,8 +185,12 @@ class PreparedSet:
     @cached_property
     def _referred(self) -> tuple[Place, RangeFiles]:
         """Where the images of a set by reference are, with the files that blocks before have opened there."""
-        place = Place(self.manifest.source["address"])
-        return place, RangeFiles(place)
+        return self.images_place, RangeFiles(self.images_place)
+
+    @property
+    def images_place(self) -> Place:
+        """Where the images of a set by reference are."""
+        return Place(self.manifest.source["address"])
 
     def _with_images(self, rows: list[Row]) -> list[Row]:
         """The rows with the images that they only refer to. Raises OSError or ValueError."""

@@ -14,7 +14,9 @@ from mmray.cluster.nodes import cores_here
 
 MAX_BLOCKS = 2000  # a Ray task each; of more items, several go to a task
 MANY_FOR_A_CORE = 10
-MAX_RETRIES, MAX_RETRIES_APART = 1, 3  # of a task that killed its worker; of one that decodes in processes apart
+# Left alone, Ray starts a task again for ever whose worker dies. Of a death it cannot say the cause: an image gets two
+# tries in the worker and one in a child of it; after that it is named, and only a lost node is left as a cause.
+MAX_RETRIES, MAX_RETRIES_APART = 1, 3
 
 Answer = dict[str, Any]
 
