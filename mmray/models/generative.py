@@ -122,10 +122,10 @@ class Words(nn.Module):
 
         A row without a place (-1: padding, or its image was cut off) is shown the picture first.
         """
-        # Given no mask, transformers looks whether rows were packed (`find_packed_sequence_indices`), which makes a GPU
-        # wait once a micro-batch. A flat mask would be looked at as well; one of four dimensions would not, but then
-        # attention could no longer be told that it is causal, which costs its fastest kernel: the dearer of the two.
-        hidden = self.tower(inputs_embeds=self._joined(picture, input_ids, image_at), use_cache=False).last_hidden_state
+        # Given neither mask nor cache, transformers looks whether rows were packed, and the host waits for a GPU's answer
+        # in each micro-batch. With a mask, attention could not be told that it is causal, which is its fastest kernel.
+        joined = self._joined(picture, input_ids, image_at)
+        hidden = self.tower(inputs_embeds=joined, past_key_values=_no_cache(), use_cache=False).last_hidden_state
         # What follows the image's token is said by the last of its features.
         text = torch.arange(input_ids.shape[1], device=hidden.device)[None]
         at, more = image_at.clamp(min=0)[:, None], picture.shape[1] - 1
@@ -155,6 +155,17 @@ class Words(nn.Module):
         word = torch.where(place < at, place, (place - num_places + 1).clamp(min=0))
         # As the words are: the sums of all layers would stay in the half precision that autocast gives the picture.
         return torch.where(seen[..., None], _at(picture, place - at).to(embedded.dtype), _at(embedded, word))
+
+
+def _no_cache() -> Any:
+    """A cache of transformers that is empty and stays so: each layer has the keys and values it was just given."""
+    from transformers.cache_utils import Cache, DynamicLayer
+
+    class Unkept(DynamicLayer):
+        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            return key_states, value_states
+
+    return Cache(layer_class_to_replicate=Unkept)
 
 
 def _at(rows: Tensor, index: Tensor) -> Tensor:
