@@ -122,7 +122,7 @@ class Toy(nn.Module):
     def name(self, image: Tensor, boxes: Tensor, scale: Tensor) -> Tensor:
         """Each box beside the texts of the labels, which are one token each."""
         regions = self.region(torch.cat([image[:, None].expand(-1, boxes.shape[1], -1), boxes], dim=2))
-        ids = torch.arange(1, CLASSES + 1)[:, None]
+        ids = torch.arange(1, CLASSES + 1, device=boxes.device)[:, None]
         return scale * F.normalize(regions, dim=-1) @ F.normalize(self.read(ids, torch.ones_like(ids)), dim=-1).T
 
     def constrain(self) -> None:

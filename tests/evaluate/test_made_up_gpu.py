@@ -1,0 +1,57 @@
+"""Evaluation on a made-up GPU: the scores of a CPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from mmray.evaluate.language import LanguageEvaluator
+from mmray.evaluate.score import Evaluator
+from mmray.objectives.contrastive import Contrastive
+from mmray.train.group import Group
+from tests.evaluate import test_language, test_score
+from tests.made import make_set, row
+from tests.models import test_generative, test_regions
+from tests.train.made_up_gpu import CPU, DEVICES, made_up_gpus
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CLASSES = {"classes": ("red circle", "blue square"), "prompts": ("{}", "a {}")}
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """Nine rows of two classes, one of which cannot be read; each picture with two boxes."""
+    rows = [row(number, texts=test_language.TEXTS[number % 3]) for number in range(9)]
+    for number, record in enumerate(rows):
+        record.label = number % 2
+        record.boxes = [[0.0, 0.1, 0.5, 0.9], [0.2, 0.0, 1.0, 0.4]]
+        record.box_labels = [1 + number % 2, 3]
+    rows[5] = row(5, data=b"nothing")
+    return make_set(tmp_path / "set", rows)
+
+
+def by_embeddings(prepared, device):
+    """Of a model that names boxes and whose classes are named."""
+    model = test_regions.model_of().double().to(device)
+    settings = SimpleNamespace(**vars(test_score.SETTINGS) | CLASSES)
+    shown = []
+    evaluator = Evaluator(prepared, test_regions.BOXED, test_regions.TOKENIZER, settings)
+    return evaluator.score(model, Group(device=device), Contrastive(), 4, shown.append), shown
+
+
+def by_writing(prepared, device):
+    model = test_generative.model_of().double().to(device)
+    settings = SimpleNamespace(**vars(test_language.SETTINGS) | {"answers": 3})
+    evaluator = LanguageEvaluator(prepared, test_generative.INPUTS, test_generative.TOKENIZER, settings)
+    return evaluator.score(model, Group(device=device), None, 4), []
+
+
+@pytest.mark.parametrize("scored", [by_embeddings, by_writing])
+def test_scores_are_those_of_a_cpu(monkeypatch, prepared, scored):
+    plain, shown = scored(prepared, CPU)
+    with made_up_gpus(monkeypatch):
+        there, shown_there = scored(prepared, DEVICES[0])
+    assert there == pytest.approx(plain, rel=1e-9)
+    assert shown_there == shown
+    assert there["bad_rows"] == 1

@@ -1,0 +1,50 @@
+"""One worker alone, without Ray, on a set of made rows."""
+
+from __future__ import annotations
+
+import torch
+
+from mmray.config import Batch
+from mmray.data.order import Blocks, Plan, Start
+from mmray.data.reader import RowReader
+from mmray.data.store import PreparedSet
+from mmray.data.text import TextEncoder
+from mmray.data.words import fitted
+from mmray.train import checkpoint, rundir
+from mmray.train.batch import shape_of
+from mmray.train.job import Job, Line
+from mmray.train.lease import Lease
+from mmray.train.worker import work
+from tests.made import make_set, row
+from tests.train import runs
+
+STEPS = 4
+CPU = torch.device("cpu")
+
+
+def rows_of(place):
+    """A prepared set of 22 rows at `place`."""
+    make_set(place, [row(number) for number in range(22)])
+    return PreparedSet.open(str(place))
+
+
+def ran(prepared, folder, micro, dropout=0.0, by_length=False, device=CPU, **settings):
+    """What a worker left of a run of 8 rows a step: its checkpoint, its lines, and what it told."""
+    config = runs.config("made", folder.parent, folder.name, **{"steps": STEPS, "precision": "fp32"} | settings)
+    tokenizer = fitted(prepared.tokenizer_json, config.model.inputs)
+    text = config.model.text.model_copy(update={"dropout": dropout})
+    model = config.model.model_copy(update={"vocab_size": TextEncoder(tokenizer, 8).vocab_size, "text": text})
+    config = config.model_copy(update={"model": model, "batch": Batch(micro=micro, global_=8, by_length=by_length)})
+    plan = Plan(num_rows=22, global_rows=8, world=1, micro=shape_of(config.batch, 1).micro, seed=0, steps=STEPS)
+    rundir.create(folder, config, {"train": "made"}, tokenizer)
+    lease, told = Lease(folder), []
+    reader, blocks = RowReader(prepared, config.model.inputs, tokenizer, 10**6), Blocks(plan, 0, 2)
+    job = Job(config, folder, lease.acquire(), reader, prepared, tokenizer)
+    read = (reader.block(plan, blocks.positions(number)) for number in range(blocks.count))
+    line = Line(told.append, lambda: False, lambda _: 0, lambda _: False, {"rank": 0, "node": "", "pid": 0})
+    try:
+        work(job, Start(plan, 0, None), read, device, line)
+    finally:
+        lease.release()
+    state = checkpoint.load(folder / "checkpoints" / f"step-{STEPS}")
+    return state, runs.lines(folder), [message["note"] for message in told if "note" in message]

@@ -1,0 +1,344 @@
+"""GPUs that are not there: tensors that say they lie on `cuda`, and compute on the CPU.
+
+As on a true one, an operator takes no tensor of the host beside one of a device, nor tensors of two devices; and how
+often the host has to know what lies on a device, for which it would wait, is counted. What tests see so is that all
+that makes up a step is where it belongs. Not to be seen: speed, memory, a GPU's own arithmetic, what streams do out of
+order, and the hooks of torch's autograd engine, by which DDP and FSDP work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+DEVICES = torch.device("cuda", 0), torch.device("cuda", 1)
+CPU = torch.device("cpu")
+BETWEEN_DEVICES = (aten._to_copy.default, aten.copy_.default)
+INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
+BY_VALUE = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default)
+
+
+class Reads:
+    """How often the host asked for what a device holds, or for a shape that depends on it."""
+
+    count = 0
+
+
+class OnDevice(Tensor):
+    """A tensor that says it lies on `device`; `here` holds what it holds."""
+
+    here: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # else a copy on the CPU would be of this class
+
+    @staticmethod
+    def __new__(cls, here: Tensor, device: torch.device) -> OnDevice:
+        layout = {"strides": here.stride(), "storage_offset": here.storage_offset()}
+        made = Tensor._make_wrapper_subclass(cls, here.size(), dtype=here.dtype, device=device, **layout)
+        made.here = here
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return computed(func, args, kwargs or {})
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"OnDevice({self.here}, {self.device})"
+
+    def tolist(self) -> Any:
+        Reads.count += 1
+        return self.here.tolist()
+
+    def numpy(self, **_: Any) -> Any:
+        raise TypeError(f"can't convert {self.device} device type tensor to numpy")
+
+    def untyped_storage(self) -> Any:
+        return self.here.untyped_storage()
+
+
+def computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator gives, on the device where its tensors lie or where it is asked to put it."""
+    given = _tensors((args, kwargs))
+    there = [tensor for tensor in given if isinstance(tensor, OnDevice)]
+    asked = kwargs.get("device")
+    place = torch.device(asked) if asked is not None else there[0].device if there else CPU
+    if not there and place.type == "cpu":
+        return func(*args, **kwargs)
+    _check_places(func, given)
+    by_truth = func in INDEXING and any(tensor.dtype == torch.bool for tensor in given[1:])
+    Reads.count += bool(there) and (func in BY_VALUE or by_truth)
+    if asked is not None:
+        kwargs = kwargs | {"device": CPU}
+    args, kwargs = _with(lambda tensor: tensor.here if isinstance(tensor, OnDevice) else tensor, (args, kwargs))
+    out = ON_CPU.get(func, func)(*args, **kwargs)
+    if place.type == "cpu":
+        return out
+    known = {id(tensor.here): tensor for tensor in there}  # what works in place gives back what it was given
+    where = place if place.index is not None else DEVICES[0]
+
+    def placed(tensor: Tensor) -> Tensor:
+        return known[id(tensor)] if id(tensor) in known else OnDevice(tensor, where)
+
+    return _with(placed, out)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _with(lambda tensor: found.append(tensor) or tensor, values)
+    return found
+
+
+def _with(change: Callable[[Tensor], Tensor], values: Any) -> Any:
+    """What operators take and give, lists and tuples of tensors among it, with each tensor changed."""
+    if isinstance(values, Tensor):
+        return change(values)
+    if isinstance(values, list | tuple):
+        return type(values)([_with(change, value) for value in values])
+    if isinstance(values, dict):
+        return {name: _with(change, value) for name, value in values.items()}
+    return values
+
+
+def _check_places(func: Any, given: list[Tensor]) -> None:
+    """Raise RuntimeError where a true device would; a scalar may lie on the host, and so may indices."""
+    if func in BETWEEN_DEVICES:
+        return
+    indices = [tensor for tensor in given[1:] if not tensor.is_floating_point()] if func in INDEXING else []
+    freely = {id(tensor) for tensor in [*indices, *(t for t in given if t.ndim == 0 and t.device == CPU)]}
+    places = sorted({str(tensor.device) for tensor in given if id(tensor) not in freely})
+    if len(places) > 1:
+        raise RuntimeError(f"expected all tensors on the same device, but {func} is given some on {places}")
+
+
+def _softmax(values: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    return aten._softmax(values.float() if half_to_float else values, dim, False)
+
+
+def _log_softmax(values: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    return aten._log_softmax(values.float() if half_to_float else values, dim, False)
+
+
+def _softmax_backward(gradient: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    return aten._softmax_backward_data(gradient, output, dim, gradient.dtype).to(dtype)
+
+
+def _log_softmax_backward(gradient: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    return aten._log_softmax_backward_data(gradient, output, dim, gradient.dtype).to(dtype)
+
+
+# Half precision in, float32 out: what kernels of a CPU do not take.
+ON_CPU = {
+    aten._softmax.default: _softmax,
+    aten._log_softmax.default: _log_softmax,
+    aten._softmax_backward_data.default: _softmax_backward,
+    aten._log_softmax_backward_data.default: _log_softmax_backward,
+}
+
+
+class Operators(TorchDispatchMode):
+    """Sees what is made on a device out of nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return computed(func, args, kwargs or {})
+
+
+class Functions(TorchFunctionMode):
+    """Sees what fills a device's memory without an operator."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.tensor and kwargs.get("device") is not None:
+            device = kwargs.pop("device")
+            return torch.tensor(*args, **kwargs).to(device)
+        if func is Tensor.new_tensor:
+            like, data = args
+            return torch.tensor(data, dtype=like.dtype, **kwargs).to(like.device)
+        return func(*args, **kwargs)
+
+
+class Inline:
+    """An executor that works at once: what is set for torch, such as a mode, is set for one thread."""
+
+    def __init__(self, **_: Any): ...
+
+    def __enter__(self) -> Inline:
+        return self
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    def submit(self, work: Any, *given: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(work(*given))
+        return future
+
+
+class Stream:
+    """What was recorded on it, or waited for."""
+
+    def __init__(self, device: Any = None):
+        self.events: list[Event] = []
+
+    def record_event(self) -> Event:
+        return Event()
+
+    def wait_event(self, event: Event) -> None:
+        self.events.append(event)
+
+
+class Event:
+    """A moment; every two are a millisecond apart."""
+
+    def __init__(self, enable_timing: bool = False): ...
+
+    def record(self, stream: Stream) -> None:
+        stream.events.append(self)
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1.0
+
+
+def of_cuda(capability: tuple[int, int]) -> dict[str, Any]:
+    """What stands in for functions of torch.cuda, by name."""
+    current, state = Stream(), torch.zeros(16, dtype=torch.uint8)
+    random = {"get_rng_state": lambda device=None: state, "set_rng_state": lambda state, device=None: None}
+    about = SimpleNamespace(uuid="none", major=capability[0])
+    return {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "device_count": lambda: len(DEVICES),
+        "current_device": lambda: 0,
+        "_exchange_device": lambda index: 0,
+        "_maybe_exchange_device": lambda index: 0,
+        "manual_seed": lambda seed: None,
+        **random,
+        **{f"random.{name}": stand_in for name, stand_in in random.items()},
+        "synchronize": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "max_memory_allocated": lambda device=None: 2**30,
+        "is_bf16_supported": lambda including_emulation=True: capability >= (8, 0),
+        "get_device_capability": lambda device=None: capability,
+        "get_device_name": lambda device=None: "NVIDIA H100 80GB HBM3",
+        "get_device_properties": lambda device=None: about,
+        "Stream": Stream,
+        "Event": Event,
+        "stream": _on,
+        "current_stream": lambda device=None: current,
+    }
+
+
+@contextmanager
+def made_up_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> Iterator[type[Reads]]:
+    """Two GPUs in this process, and how often the host had to know what lies there, counted from here."""
+    with FakeTensorMode():
+        pass  # torch takes note that there is no driver, and asks it for no streams from here on
+    with monkeypatch.context() as inside:
+        for name, stand_in in of_cuda(capability).items():
+            inside.setattr(f"torch.cuda.{name}", stand_in)
+        inside.setattr(Tensor, "pin_memory", lambda tensor: tensor)
+        inside.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+        inside.setattr(nn.Module, "to", _moved)
+        inside.setattr("torch.backends.cudnn.enabled", False)
+        inside.setattr("torch.autograd.graph._engine_run_backward", backward)
+        inside.setattr("torch.autograd._engine_run_backward", backward)
+        inside.setattr("mmray.train.feed.ThreadPoolExecutor", Inline)
+        inside.setattr("mmray.train.branches.ThreadPoolExecutor", Inline)
+        Reads.count = 0
+        with Functions(), Operators():
+            yield Reads
+
+
+@contextmanager
+def _on(stream: Stream) -> Iterator[None]:
+    yield
+
+
+def _moved(module: nn.Module, *args: Any, **options: Any) -> nn.Module:
+    """As `nn.Module.to`, which would put what is on the device into the weights that were on the CPU."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor if "memory_format" in options and tensor.ndim != 4 else tensor.to(*args, **options)
+
+    for part in module.modules():
+        for name, weight in part._parameters.items():
+            if weight is not None:
+                part._parameters[name] = nn.Parameter(moved(weight.detach()), weight.requires_grad)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = moved(buffer)
+    return module
+
+
+def backward(
+    roots: tuple[Tensor, ...],
+    gradients: tuple[Tensor, ...],
+    keep_graph: bool,
+    create_graph: bool,
+    inputs: tuple[Tensor, ...] = (),
+    *_: Any,
+    **__: Any,
+) -> tuple[Tensor | None, ...]:
+    """What torch's engine does, without asking a driver for streams: each node after all that lead to it."""
+    wanted = [_edge(tensor) for tensor in inputs]
+    waiting: dict[Any, list[Tensor | None]] = {}
+    arrived: dict[tuple[Any, int], Tensor] = {}
+    with torch.no_grad():
+        for root, gradient in zip(roots, gradients, strict=True):
+            _arrive(waiting, arrived, _edge(root), gradient)
+        for node in _in_order([_edge(root)[0] for root in roots]):
+            given = waiting.pop(node, None)
+            if given is None or (wanted and "AccumulateGrad" in node.name()):
+                continue
+            out = node(*given) if callable(node) else node.apply(*given)
+            for edge, gradient in zip(node.next_functions, out if isinstance(out, tuple) else (out,), strict=False):
+                if edge[0] is not None and gradient is not None:
+                    _arrive(waiting, arrived, edge, gradient)
+    return tuple(arrived.get(edge) for edge in wanted)
+
+
+def _edge(tensor: Tensor) -> tuple[Any, int]:
+    edge = torch.autograd.graph.get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def _arrive(
+    waiting: dict[Any, list[Tensor | None]],
+    arrived: dict[tuple[Any, int], Tensor],
+    edge: tuple[Any, int],
+    gradient: Tensor,
+) -> None:
+    """Add a gradient to what waits for a node, in the shape, type and place that the node expects."""
+    node, slot = edge
+    expected = node._input_metadata[slot]
+    if gradient.device != expected.device:
+        raise RuntimeError(f"{node.name()} on {expected.device} gets a gradient on {gradient.device}")
+    gradient = gradient.sum_to_size(expected.shape).to(expected.dtype)
+    slots = waiting.setdefault(node, [None] * len(node._input_metadata))
+    before = slots[slot]
+    slots[slot] = arrived[edge] = gradient if before is None else before + gradient
+
+
+def _in_order(roots: list[Any]) -> list[Any]:
+    """Nodes of a graph, each before those that it leads to."""
+    seen, order, ahead = set(), [], [(root, False) for root in roots]
+    while ahead:
+        node, done = ahead.pop()
+        if done:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            ahead.append((node, True))
+            ahead.extend((following, False) for following, _ in node.next_functions if following is not None)
+    return order[::-1]
