@@ -122,8 +122,8 @@ class Words(nn.Module):
 
         A row without a place (-1: padding, or its image was cut off) is shown the picture first.
         """
-        # Given neither mask nor cache, transformers looks whether rows were packed, and the host waits for a GPU's answer
-        # in each micro-batch. With a mask, attention could not be told that it is causal, which is its fastest kernel.
+        # Given neither mask nor cache, transformers looks whether rows were packed; the host waits for the device in
+        # each micro-batch. With a mask, attention could not be told that it is causal, which is its fastest kernel.
         joined = self._joined(picture, input_ids, image_at)
         hidden = self.tower(inputs_embeds=joined, past_key_values=_no_cache(), use_cache=False).last_hidden_state
         # What follows the image's token is said by the last of its features.
