@@ -9,7 +9,8 @@ appended to, and a larger error budget costs nothing. Nothing counts before mani
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -199,15 +200,16 @@ def _pack(
         run = run or runs.add(chunk.index, record)
     kept = rows
     report(Progress("pack", rows, _expected(total, rows, done, chunks), bad, kept))
-    results = _run(job, todo) if run is None and (most is None or bad <= most) else iter(())
-    for index, num_rows, num_bad in results:
-        done.append(index)
-        rows, bad = rows + num_rows, bad + num_bad
-        report(Progress("pack", rows, _expected(total, rows, done, chunks), bad, kept))
-        record = read_record(out, index) if settings.max_bad_run else None
-        run = runs.add(index, record) if record else None
-        if run or (most is not None and bad > most):
-            break
+    within = run is None and (most is None or bad <= most)
+    with closing(_run(job, todo if within else [])) as results:  # an error of `report` ends the job too
+        for index, num_rows, num_bad in results:
+            done.append(index)
+            rows, bad = rows + num_rows, bad + num_bad
+            report(Progress("pack", rows, _expected(total, rows, done, chunks), bad, kept))
+            record = read_record(out, index) if settings.max_bad_run else None
+            run = runs.add(index, record) if record else None
+            if run or (most is not None and bad > most):
+                break
     return sorted(done), run, most is not None and bad > most
 
 
@@ -216,7 +218,7 @@ def _expected(total: int | None, rows: int, done: list[int], chunks: list[Chunk]
     return total if total is not None else round(rows * len(chunks) / max(1, len(done)))
 
 
-def _run(job: Job, chunks: list[Chunk]) -> Iterator[tuple[int, int, int]]:
+def _run(job: Job, chunks: list[Chunk]) -> Generator[tuple[int, int, int], None, None]:
     """(index, rows, bad rows) of each chunk, as it is done; after a worker's death the rest with decoders apart."""
     done: set[int] = set()
     try:

@@ -19,6 +19,7 @@ from mmray.train import rundir, tracking
 from mmray.train.attempt import Ready
 from mmray.train.attempts import attempts
 from mmray.train.board import Listener
+from mmray.train.early import tried_meanwhile
 from mmray.train.lease import Lease
 from mmray.train.resources import check_room, check_storage
 from mmray.train.settle import settle
@@ -39,7 +40,8 @@ def course(config: Config, listener: Listener) -> Outcome:
     """Train `config` to its end, or go on with it. Raises MmrayError."""
     check_room(config)
     check_storage(config)
-    ready = settle(config, listener)
+    with tried_meanwhile(config, listener) as told:
+        ready = settle(config, told)
     decision = rundir.decide(ready.config, ready.data, ready.steps)
     _say_passed(decision, listener)
     if decision.action == "done":

@@ -1,6 +1,7 @@
 """A synthetic step before the first, for a run: mistakes of shape and memory show in the first seconds.
 
-memory.py measures; here its objections become words about the settings.
+memory.py measures; here its objections become words about the settings. worker.py rehearses before the first step,
+early.py while the data is still being prepared.
 """
 
 from __future__ import annotations
@@ -10,21 +11,64 @@ import gc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from mmray import objectives
 from mmray.data.order import Plan
+from mmray.data.text import load_tokenizer
+from mmray.data.words import encoder_of, fitted
 from mmray.errors import UsageError
+from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
-from mmray.train import memory, optimizer, parallel
+from mmray.train import memory, optimizer, parallel, precision
+from mmray.train.batch import shape_of
+from mmray.train.group import Group
 from mmray.train.job import Job
 from mmray.train.learner import Learner
-from mmray.train.shaping import compiled
+from mmray.train.shaping import compiled, shape
+from mmray.train.telemetry import Phases
 
 if TYPE_CHECKING:
     from mmray.config import Config
+
+FEW_TOKENS = 64
+
+
+def try_alone(config: Config, on_gpu: bool) -> None:
+    """A synthetic step of a run whose data is not there yet, taken by one worker; raises MmrayError as `rehearse` does.
+
+    Without the run's GPU its micro-batches are of two rows, and it shows mistakes of shape alone.
+    """
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    spec, planned = config.model, shape_of(config.batch, config.cluster.most_workers)
+    share = -(-planned.global_rows // planned.workers)
+    micro = min(share, 2) if planned.auto or not on_gpu else planned.micro
+    if not on_gpu and getattr(spec, "batch_norm", "") == "synced":
+        spec = spec.model_copy(update={"batch_norm": "local"})
+    vocab_size = spec.vocab_size or _vocab_size(config)
+    model = build(spec, vocab_size, None)
+    plain = config.train.model_copy(update={"parallel": "single", "compile": "none"})
+    model = shape(model, plain, config.optimizer, device)
+    learner = learner_of(config, model, objectives.build(config.objective), Group(device=device))
+    rehearse(config, learner, lambda rows: synthetic_batch(spec.inputs, vocab_size, rows, device), share, micro)
+
+
+def _vocab_size(config: Config) -> int:
+    """Rows of the token embedding; a few, where the tokenizer will be trained: no weights can be at odds with them."""
+    inputs = config.model.inputs
+    if inputs.tokenizer == "trained":
+        return FEW_TOKENS
+    return encoder_of(fitted(load_tokenizer(inputs.tokenizer, None), inputs), inputs).vocab_size
+
+
+def learner_of(config: Config, model: nn.Module, objective: Any, group: Group) -> Learner:
+    """What takes the synthetic step: with an optimizer of its own, which goes with it."""
+    chosen, phases = precision.choose(config.train.precision, group.device), Phases(group.device)
+    apart = optimizer.build(model, config.optimizer)
+    return Learner(model, objective, group, chosen, apart, chosen.scaler(), {}, phases)
 
 
 def rehearse_job(job: Job, learner: Learner, plan: Plan) -> memory.Rehearsed:

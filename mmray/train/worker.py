@@ -24,23 +24,22 @@ from mmray.errors import MmrayError, UsageError
 from mmray.evaluate.choose import evaluator_of
 from mmray.models.build import build
 from mmray.models.regions import LabelTexts
-from mmray.train import checkpoint, loop, memory, optimizer, precision, reporting
+from mmray.train import checkpoint, loop, memory, precision, reporting
 from mmray.train.advice import Advising
 from mmray.train.group import Group
 from mmray.train.heap import keep_freed_memory
 from mmray.train.job import Job, Line, Report
 from mmray.train.keeper import Helper, Keeper
-from mmray.train.learner import Learner
 from mmray.train.pulse import Pulse
-from mmray.train.rehearsal import rehearse_job, synthetic_of
+from mmray.train.rehearsal import learner_of, rehearse_job, synthetic_of
 from mmray.train.seeding import settle
 from mmray.train.shaping import shape
 from mmray.train.task import Callback, State, Stored, Task
-from mmray.train.telemetry import MetricsLog, Phases
+from mmray.train.telemetry import MetricsLog
 from mmray.train.unreadable import watched
 
 if TYPE_CHECKING:
-    from mmray.config import Config
+    pass
 
 WRITES_HANGS = 10  # hang_timeout_s this often: how long a rank may wait for a checkpoint to be written
 
@@ -66,7 +65,7 @@ def _work(
     cut = config.train.parallel == "fsdp" and group.world > 1
     model = _model(job, None if found is None else checkpoint.load_meta(found)["architecture"], device)
     objective = objectives.build(config.objective)
-    rehearsed = rehearse_job(job, _rehearsing(config, model, objective, group), start.plan)
+    rehearsed = rehearse_job(job, learner_of(config, model, objective, group), start.plan)
     state = None if found is None else _state(found, cut)
     ranks = group.apart(WRITES_HANGS * config.cluster.hang_timeout_s) if cut else None
     keeper = _keeper(job, group, model, line.report, ranks)
@@ -137,13 +136,6 @@ def _tell_labels(model: nn.Module, job: Job) -> None:
     labels = getattr(model, "labels", None)
     if isinstance(labels, LabelTexts) and not labels.known:
         labels.read(encoder_of(job.tokenizer_json, job.config.model.inputs))
-
-
-def _rehearsing(config: Config, model: nn.Module, objective: Any, group: Group) -> Learner:
-    """What takes the synthetic step: with an optimizer of its own, which goes with it."""
-    chosen, phases = precision.choose(config.train.precision, group.device), Phases(group.device)
-    apart = optimizer.build(model, config.optimizer)
-    return Learner(model, objective, group, chosen, apart, chosen.scaler(), {}, phases)
 
 
 def _callbacks(job: Job, keeper: Keeper | None, device: torch.device, line: Line, pulse: Pulse) -> tuple[Callback, ...]:
