@@ -114,8 +114,10 @@ class Words(nn.Module):
     """A causal language model that reads a picture's features at one place of each row."""
 
     def __init__(self, tower: Any, head: nn.Linear) -> None:
+        from mmray.models.no_cache import no_cache
+
         super().__init__()
-        self.tower, self.head = tower, head
+        self.tower, self.head, self._no_cache = tower, head, no_cache
 
     def forward(self, picture: Tensor, input_ids: Tensor, image_at: Tensor) -> Tensor:
         """Features [B, N, W], ids [B, T], place of the image's token [B] -> logits [B, T, V].
@@ -125,7 +127,7 @@ class Words(nn.Module):
         # Given neither mask nor cache, transformers looks whether rows were packed; the host waits for the device in
         # each micro-batch. With a mask, attention could not be told that it is causal, which is its fastest kernel.
         joined = self._joined(picture, input_ids, image_at)
-        hidden = self.tower(inputs_embeds=joined, past_key_values=_no_cache(), use_cache=False).last_hidden_state
+        hidden = self.tower(inputs_embeds=joined, past_key_values=self._no_cache(), use_cache=False).last_hidden_state
         # What follows the image's token is said by the last of its features.
         text = torch.arange(input_ids.shape[1], device=hidden.device)[None]
         at, more = image_at.clamp(min=0)[:, None], picture.shape[1] - 1
@@ -155,17 +157,6 @@ class Words(nn.Module):
         word = torch.where(place < at, place, (place - num_places + 1).clamp(min=0))
         # As the words are: the sums of all layers would stay in the half precision that autocast gives the picture.
         return torch.where(seen[..., None], _at(picture, place - at).to(embedded.dtype), _at(embedded, word))
-
-
-def _no_cache() -> Any:
-    """A cache of transformers that is empty and stays so: each layer has the keys and values it was just given."""
-    from transformers.cache_utils import Cache, DynamicLayer
-
-    class Unkept(DynamicLayer):
-        def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-            return key_states, value_states
-
-    return Cache(layer_class_to_replicate=Unkept)
 
 
 def _at(rows: Tensor, index: Tensor) -> Tensor:

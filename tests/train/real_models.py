@@ -67,13 +67,21 @@ MODELS: dict[str, tuple[Model, str]] = {
 RECOMPUTED = tuple((kind, way) for kind in ("fusion", "generative") for way in ("ddp", "fsdp"))
 
 
-def weights_of(kind: str, group: Group, parallel: str, steps: int = STEPS, again: bool = False) -> torch.Tensor:
-    """All weights after some steps in micro-batches of 3 rows; the last row is padding. `again`: all is recomputed."""
+def weights_of(
+    kind: str, group: Group, parallel: str, steps: int = STEPS, again: bool = False, backend: Any = None
+) -> torch.Tensor:
+    """All weights after some steps in micro-batches of 3 rows; the last row is padding.
+
+    `again`: all is recomputed. `backend`: of torch.compile, for the branches.
+    """
     spec, objective = MODELS[kind]
     torch.manual_seed(3)
     model = build(spec, VOCAB).double().train()
-    for branch in model.branches().values() if again else ():
-        recompute(branch)
+    for branch in model.branches().values():
+        if again:
+            recompute(branch)
+        if backend is not None:
+            branch.compile(backend=backend)
     learner = toy.learner(model, group, toy.objective(objective), layout=Layout(kind=parallel))
     share = ROWS // group.world
     for step in range(steps):

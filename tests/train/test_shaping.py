@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from mmray import objectives
 from mmray.config import (
@@ -35,12 +36,13 @@ from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
 from mmray.train import optimizer
 from mmray.train.feed import share_of
+from mmray.train.group import Group
 from mmray.train.rehearsal import rehearse
-from mmray.train.seeding import micro_seed
+from mmray.train.seeding import micro_seed, seeded
 from mmray.train.shaping import shape
 from mmray.train.step import optimizer_step
 from mmray.train.unreadable import _check_labels
-from tests.train import toy
+from tests.train import real_models, toy
 
 VOCAB = 40
 INPUTS = Inputs(image_side=32, max_tokens=8)
@@ -126,6 +128,39 @@ def test_compiled_branches_take_the_same_steps() -> None:
     assert plain.keys() == compiled.keys()
     for key, value in plain.items():
         torch.testing.assert_close(compiled[key], value, rtol=0, atol=1e-9, msg=key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", real_models.MODELS)
+def test_inductor_takes_the_same_steps(kind: str) -> None:
+    plain = real_models.weights_of(kind, Group(), "ddp")
+    compiled = real_models.weights_of(kind, Group(), "ddp", backend="inductor")
+    assert (compiled - plain).abs().max() < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["convnet", "clip"])
+def test_inductor_drops_alike_with_and_without_gradients(name: str) -> None:
+    """Cached accumulation forwards a micro-batch twice; other dropout the second time would be another gradient."""
+    model, batch = shaped(name, compile="inductor").train(), synthetic_batch(INPUTS, VOCAB, 3, CPU)
+    with seeded(5, CPU), torch.no_grad():
+        first = model(batch)
+    with seeded(5, CPU):
+        second = model(batch)
+    with seeded(6, CPU):
+        other = model(batch)
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert any(not torch.allclose(other[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize("kind", ["clip", "generative"])
+def test_further_steps_compile_nothing_more(kind: str) -> None:
+    compiled = []
+    for steps in (1, 3):
+        counted = CompileCounter()
+        real_models.weights_of(kind, Group(), "ddp", steps, backend=counted)
+        compiled.append(counted.frame_count)
+    assert compiled[0] == compiled[1] > 0
 
 
 @pytest.mark.parametrize("name", ["clip", "resnet18"])
