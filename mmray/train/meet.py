@@ -26,8 +26,7 @@ def meet(
 ) -> tuple[Met, list[Batch], tuple[Tensor, Tensor], Sums, list[Outputs]]:
     """Where the ranks met, micro-batches with their partners, factors, sums, gradients of each micro-batch's outputs.
 
-    Without room for them there are no gradients, but the collectives are held: other ranks wait in them. On the ring,
-    where work and collectives alternate, a rank without room parts from the others.
+    Without room for them there are no gradients, but the collectives are held: other ranks wait in them.
     """
     group, objective = learner.group, parts.meeting
     with learner.phases("sync"):
@@ -50,7 +49,7 @@ def meet(
     if _travels(parts) and isinstance(objective, Pairwise):
         leaves = _leaves(objective, embedded)
         valid = torch.cat([micro["valid"] for micro in share.micros])
-        loss_sum, further, own = around(objective, group, leaves, valid, share.rows, factors[0])
+        loss_sum, further, own = around(objective, leaves, valid, share.rows, factors[0], trial)
         lossy = Lossy(loss_sum, further, own, None)
     elif _is_small(objective, met):
         lossy = trial.of(lambda: _loss_of_all(learner, objective, share, embedded, met, factors[0]))

@@ -8,45 +8,49 @@ Source: Zhai et al. 2023 (SigLIP, arXiv:2303.15343), section 3.3, with the gradi
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mmray.objectives.protocol import Outputs, Pairwise
-from mmray.train.group import Group
+from mmray.train.trial import Trial
 
 
 def around(
-    objective: Pairwise, group: Group, leaves: Outputs, valid: Tensor, rows: int, factor: Tensor
+    objective: Pairwise, leaves: Outputs, valid: Tensor, rows: int, factor: Tensor, trial: Trial
 ) -> tuple[Tensor, dict[str, Tensor], Outputs]:
     """This rank's loss sum, its parts, and the gradient of (all ranks' losses x factor) at its own outputs.
 
     leaves: outputs of this rank's rows that require gradients. rows: the same on every rank, at least this rank's.
-    factor: what the loss is multiplied by before the backward, the loss scale among it.
+    factor: what the loss is multiplied by before the backward, the loss scale among it. A rank that finds no room hands
+    the visitors on as they came, and what it returns is of no use: the others wait for them, until all ranks vote.
     """
     home = {name: leaf for name, leaf in leaves.items() if name not in objective.visiting}
     gradients = {name: torch.zeros_like(leaf) for name, leaf in home.items()}
-    loss = factor.new_zeros(())
-    parts: dict[str, Tensor] = {}
+    sums = {"loss": factor.new_zeros(())}
     visitors = _packed({name: leaves[name].detach() for name in objective.visiting}, valid, rows)
-    for hop in range(group.world):
+
+    def receive(visitors: Tensor, own: bool) -> None:
         for first in range(0, rows, objective.chunk):
             chunk = slice(first, min(first + objective.chunk, rows))
             outputs, flags = _unpacked(visitors[chunk], leaves, objective.visiting)
-            partner = first if hop == 0 else None
-            found, further = objective.pairs(home, valid, outputs, flags, partner)
+            found, further = objective.pairs(home, valid, outputs, flags, first if own else None)
             asked = {**home, **outputs}
             flat = torch.autograd.grad(found * factor.to(found.dtype), list(asked.values()))
+            theirs = _gradients_of(visitors[chunk], leaves, objective.visiting)
             for name, gradient in zip(asked, flat, strict=True):
-                if name in home:
-                    gradients[name] += gradient
-                else:
-                    _gradients_of(visitors[chunk], leaves, objective.visiting)[name].add_(gradient)
-            loss = loss + found.detach()
-            parts = {name: parts.get(name, 0) + value for name, value in further.items()}
-        visitors = group.shift(visitors)
+                (gradients if name in home else theirs)[name].add_(gradient)
+            for name, value in {"loss": found.detach(), **further}.items():
+                sums[name] = sums[name] + value if name in sums else value
+
+    for hop in range(trial.group.world):
+        trial.of(partial(receive, visitors, own=hop == 0))
+        visitors = trial.group.shift(visitors)
     returned = _gradients_of(visitors, leaves, objective.visiting)
-    return loss, parts, gradients | {name: returned[name][: len(valid)] for name in objective.visiting}
+    loss = sums.pop("loss")
+    return loss, sums, gradients | {name: returned[name][: len(valid)] for name in objective.visiting}
 
 
 def _packed(outputs: Outputs, valid: Tensor, rows: int) -> Tensor:

@@ -11,8 +11,11 @@ from mmray.objectives.protocol import Pairwise, sorts
 from mmray.objectives.sigmoid import Sigmoid
 from mmray.train.group import Group
 from mmray.train.ring import around
+from mmray.train.telemetry import Phases
+from mmray.train.trial import Trial
 
 B, D = 7, 5
+ALONE = Trial(Group(), False, Phases(torch.device("cpu")))
 
 
 def drawn(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -61,7 +64,7 @@ def test_around_a_ring_of_one_it_is_the_same_in_any_chunk(chunk: int) -> None:
     loss, _, parts = Sigmoid().measure(outputs, batch)
     expected = torch.autograd.grad(loss * 3, list(outputs.values()))
     factor = torch.tensor([3.0], dtype=torch.float64)
-    found, further, gradients = around(Sigmoid(chunk), Group(), drawn(), batch["valid"], B, factor)
+    found, further, gradients = around(Sigmoid(chunk), drawn(), batch["valid"], B, factor, ALONE)
     torch.testing.assert_close(found, loss.detach())
     torch.testing.assert_close(further["loss_negative"], parts["loss_negative"])
     for name, value in zip(outputs, expected, strict=True):
@@ -77,7 +80,7 @@ def test_scores_of_a_chunk_are_all_that_is_held() -> None:
     }
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: sizes.append(tensor.numel()) or tensor, lambda t: t):
         valid, factor = torch.ones(rows, dtype=torch.bool), torch.ones(1, dtype=torch.float64)
-        around(Sigmoid(chunk), Group(), leaves, valid, rows, factor)
+        around(Sigmoid(chunk), leaves, valid, rows, factor, ALONE)
     assert max(sizes) == rows * chunk
 
 

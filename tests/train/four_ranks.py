@@ -23,7 +23,7 @@ from mmray.train.parallel import Layout
 from tests.train import toy, two_ranks
 
 WORLD = 4
-PAIRS = 3
+PAIRS = 2
 STEPS = 20
 SHARDED_STEPS = 4
 REPLICATED = (
@@ -37,7 +37,7 @@ def play(rank: int, folder: str) -> None:
     """Entry of a rank: all scenes in one group, then one in a pair."""
     torch.set_num_threads(1)
     results: dict[str, Any] = together(join(folder, "all", rank, WORLD)) if rank < WORLD else {}
-    parting = (sharded_without_room, optimizer_without_room, ring_without_room)[rank // 2]
+    parting = (sharded_without_room, optimizer_without_room)[rank // 2]
     results["parting"] = parting(join(folder, parting.__name__, rank % 2, 2))
     torch.save(results, f"{folder}/rank-{rank}.pt")
     os._exit(0)  # the pairs broke; see two_ranks.py
@@ -142,11 +142,6 @@ def optimizer_without_room(group: Group) -> dict[str, Any]:
 
     register_optimizer_step_pre_hook(full)
     return parted(group, "nowhere")
-
-
-def ring_without_room(group: Group) -> dict[str, Any]:
-    """Rank 1 has no room for the pairs of the texts at home: rank 0 waits for them to come around."""
-    return parted(group, "loss", objective=Sigmoid(chunk=3), kind="sigmoid")
 
 
 SCENES = (ragged, gathered, row_by_row, replicated, sharded, ring, bf16)

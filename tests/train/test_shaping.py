@@ -135,7 +135,8 @@ def test_compiled_branches_take_the_same_steps() -> None:
 def test_inductor_takes_the_same_steps(kind: str) -> None:
     plain = real_models.weights_of(kind, Group(), "ddp")
     compiled = real_models.weights_of(kind, Group(), "ddp", backend="inductor")
-    assert (compiled - plain).abs().max() < 1e-9
+    within = 1e-5 if kind == "generative" else 1e-9  # transformers' language models norm in float32 whatever they are
+    assert (compiled - plain).abs().max() < within
 
 
 @pytest.mark.slow

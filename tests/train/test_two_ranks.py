@@ -12,6 +12,7 @@ import torch
 from mmray.config import Train
 from mmray.data.order import Plan
 from mmray.objectives.contrastive import Contrastive
+from mmray.objectives.sigmoid import Sigmoid
 from mmray.train import feed, loop
 from mmray.train.group import Group
 from tests.train import real_models, toy, two_ranks
@@ -155,19 +156,21 @@ def test_the_loop_takes_the_same_steps_at_one_rank(played):
 
 
 SHRUNK = [*((place, Contrastive) for place in toy.PLACES)]
+SHRUNK += [(f"ring: {place}", Sigmoid) for place in toy.PLACES]
 SHRUNK += [(f"row by row: {place}", toy.Regression) for place in two_ranks.ROW_BY_ROW_PLACES]
 
 
 @pytest.mark.parametrize(("scene", "objective"), SHRUNK)
 def test_a_step_without_room_on_one_rank_is_taken_again_in_smaller_micro_batches(played, scene, objective):
     """Shrunk = never shrunk, wherever in the step it was; the ranks vote, go on together, and the rows are named."""
-    plain = two_ranks.cramped(Group(), "nowhere", objective())
+    kind = "sigmoid" if objective is Sigmoid else "contrastive"
+    plain = two_ranks.cramped(Group(), "nowhere", objective(), kind=kind)
     assert plain["micros"] == [4] * 4
     for result in played[0]:
         shrunk = result["without_room"][scene]
         torch.testing.assert_close(shrunk["weights"], plain["weights"], rtol=0, atol=1e-9)
         assert shrunk["micros"] == [4, 2, 2, 2]  # lines of steps 2, 4, 6 and 8
-        place = scene.removeprefix("row by row: ")
+        place = scene.rpartition(": ")[2]
         names = ", ".join(f"row {row}" for row in rows_of(step=2, rank=1)[:4])
         (told,) = shrunk["told"]
         assert (
