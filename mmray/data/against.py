@@ -129,13 +129,14 @@ def _rows_of(items: list[dict[str, Any]]) -> int:
 
 def _look_at_all(items: list[dict[str, Any]], look: Look, retries: int, total: int, tell: Tell, say: Say) -> None:
     done = total - _rows_of(items)
-    for answer in run_tasks(partial(_look_batch, look=look), items, retries):
-        if answer["fault"]:
-            raise DataError(answer["fault"])
-        if answer["deadly"]:
-            say(f"{answer['deadly']}: the decoder dies of the image; only its bytes were compared", "crash")
-        done += int(answer["num_rows"])
-        tell(done, total)
+    with closing(run_tasks(partial(_look_batch, look=look), items, retries)) as answers:
+        for answer in answers:
+            if answer["fault"]:
+                raise DataError(answer["fault"])
+            if answer["deadly"]:
+                say(f"{answer['deadly']}: the decoder dies of the image; only its bytes were compared", "crash")
+            done += int(answer["num_rows"])
+            tell(done, total)
 
 
 def _look_batch(batch: dict[str, np.ndarray], look: Look) -> dict[str, np.ndarray]:

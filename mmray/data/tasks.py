@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,12 @@ MANY_FOR_A_CORE = 10
 MAX_RETRIES, MAX_RETRIES_APART = 1, 3
 
 Answer = dict[str, Any]
+Work = Callable[..., dict[str, np.ndarray]]
 
 
-def run_tasks(work: Callable[..., dict[str, np.ndarray]], items: Sequence[Any], retries: int) -> Iterator[Answer]:
+def run_tasks(
+    work: Callable[..., dict[str, np.ndarray]], items: Sequence[Any], retries: int
+) -> Generator[Answer, None, None]:
     """Answers of `work` (a batch of one item as JSON in, columns of one row out) as they come, in no order.
 
     Raises RayError once a task has killed its worker `retries` times more.

@@ -32,7 +32,7 @@ def meet(
     with learner.phases("sync"):
         met = (
             Met(group.all_reduce_sum(local))
-            if _travels(parts)
+            if travels(parts)
             else gathered(group, embedded, share, local, meeting_names(parts))
         )
     factors = factors_of(learner, parts, share, met.totals)
@@ -46,7 +46,7 @@ def meet(
     theirs: Outputs = {}
     if objective is None:
         return met, micros, factors, sums, gradients
-    if _travels(parts) and isinstance(objective, Pairwise):
+    if travels(parts) and isinstance(objective, Pairwise):
         leaves = _leaves(objective, embedded)
         valid = torch.cat([micro["valid"] for micro in share.micros])
         loss_sum, further, own = around(objective, leaves, valid, share.rows, factors[0], trial)
@@ -69,7 +69,7 @@ def meeting_names(parts: Sorts) -> tuple[str, ...]:
     return tuple(dict.fromkeys(coupled + (() if parts.mining is None else parts.mining.looks_at)))
 
 
-def _travels(parts: Sorts) -> bool:
+def travels(parts: Sorts) -> bool:
     """Whether rows go around the ring instead of to everyone at once."""
     return isinstance(parts.meeting, Pairwise) and parts.mining is None
 

@@ -18,8 +18,6 @@ from torch import nn
 
 from mmray import objectives
 from mmray.data.order import Plan
-from mmray.data.text import load_tokenizer
-from mmray.data.words import encoder_of, fitted
 from mmray.errors import UsageError
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
@@ -34,34 +32,21 @@ from mmray.train.telemetry import Phases
 if TYPE_CHECKING:
     from mmray.config import Config
 
-FEW_TOKENS = 64
-
 
 def try_alone(config: Config, on_gpu: bool) -> None:
     """A synthetic step of a run whose data is not there yet, taken by one worker; raises MmrayError as `rehearse` does.
 
-    Without the run's GPU its micro-batches are of two rows, and it shows mistakes of shape alone.
+    On a CPU, and where the micro-batch is yet to be found, of at most two rows at a time: mistakes of shape show.
     """
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     spec, planned = config.model, shape_of(config.batch, config.cluster.most_workers)
     share = -(-planned.global_rows // planned.workers)
-    micro = min(share, 2) if planned.auto or not on_gpu else planned.micro
-    if not on_gpu and getattr(spec, "batch_norm", "") == "synced":
-        spec = spec.model_copy(update={"batch_norm": "local"})
-    vocab_size = spec.vocab_size or _vocab_size(config)
-    model = build(spec, vocab_size, None)
+    micro = min(planned.micro, 2) if planned.auto or not on_gpu else planned.micro
+    model = build(spec, spec.vocab_size, None)
     plain = config.train.model_copy(update={"parallel": "single", "compile": "none"})
     model = shape(model, plain, config.optimizer, device)
     learner = learner_of(config, model, objectives.build(config.objective), Group(device=device))
-    rehearse(config, learner, lambda rows: synthetic_batch(spec.inputs, vocab_size, rows, device), share, micro)
-
-
-def _vocab_size(config: Config) -> int:
-    """Rows of the token embedding; a few, where the tokenizer will be trained: no weights can be at odds with them."""
-    inputs = config.model.inputs
-    if inputs.tokenizer == "trained":
-        return FEW_TOKENS
-    return encoder_of(fitted(load_tokenizer(inputs.tokenizer, None), inputs), inputs).vocab_size
+    rehearse(config, learner, synthetic_of(config, device), share, micro)
 
 
 def learner_of(config: Config, model: nn.Module, objective: Any, group: Group) -> Learner:
@@ -75,7 +60,7 @@ def rehearse_job(job: Job, learner: Learner, plan: Plan) -> memory.Rehearsed:
     """A synthetic step, so that mistakes of shape and memory show before the first; the rows that fit."""
     micro = min(plan.micro, plan.share, job.micro or plan.share)
     auto = job.config.batch.micro == "auto" and not job.micro
-    batch_of = synthetic_of(job, learner.group.device)
+    batch_of = synthetic_of(job.config, learner.group.device)
     cut = job.config.train.parallel == "fsdp"
     if cut:
         learner = _cut(job.config, learner)
@@ -128,8 +113,8 @@ def rehearse(
         ) from error
 
 
-def synthetic_of(job: Job, device: torch.device) -> Callable[[int], dict[str, torch.Tensor]]:
-    spec = job.config.model
+def synthetic_of(config: Config, device: torch.device) -> Callable[[int], dict[str, torch.Tensor]]:
+    spec = config.model
     return lambda rows: synthetic_batch(spec.inputs, spec.vocab_size, rows, device)
 
 

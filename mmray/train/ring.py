@@ -25,7 +25,7 @@ def around(
 
     leaves: outputs of this rank's rows that require gradients. rows: the same on every rank, at least this rank's.
     factor: what the loss is multiplied by before the backward, the loss scale among it. A rank that finds no room hands
-    the visitors on as they came, and what it returns is of no use: the others wait for them, until all ranks vote.
+    the visitors on as they are, and what it returns is of no use: the others wait for them, until all ranks vote.
     """
     home = {name: leaf for name, leaf in leaves.items() if name not in objective.visiting}
     gradients = {name: torch.zeros_like(leaf) for name, leaf in home.items()}

@@ -97,7 +97,7 @@ def decide(config: Config, data: dict[str, Any], steps: int) -> Decision:
     """
     mode, named = config.run.resume, config.run.name is not None
     passed: list[str] = []
-    for path in _names(config):
+    for path in names(config):
         found = find(path, config, data)
         if found is None:
             if mode == "must":
@@ -120,7 +120,7 @@ def decide(config: Config, data: dict[str, Any], steps: int) -> Decision:
     raise AssertionError("the names never end")
 
 
-def _names(config: Config) -> Iterator[Folder]:
+def names(config: Config) -> Iterator[Folder]:
     """The run's path; an unnamed run's candidates are RECIPE, RECIPE-2, RECIPE-3, ..."""
     storage = folder_at(config.run.storage)
     if config.run.name is not None:

@@ -23,7 +23,7 @@ from mmray.objectives.protocol import Outputs, Sorts, sorts
 from mmray.train import clip, parallel
 from mmray.train.feed import Share
 from mmray.train.learner import Learner, SeedOf, Sums, factors_of, forward_of, standing_loss
-from mmray.train.meet import meet, meeting_names
+from mmray.train.meet import meet, meeting_names, travels
 from mmray.train.room import is_out_of_memory
 from mmray.train.trial import NoRoom, Trial
 
@@ -180,7 +180,7 @@ def _cached(learner: Learner, parts: Sorts, share: Share, local: Tensor, seed_of
     """Cached accumulation: the gradient of a loss over all rows, with one micro-batch's activations in memory."""
     model, last = learner.model, len(share.micros) - 1
     first, embedded = trial.agreed(lambda: _embed(learner, parts, share, seed_of))
-    if last == 0 and first:
+    if last == 0 and first and not travels(parts):
         trial.parts = True  # only the loss is left before the ranks meet: one vote a step will do
     met, micros, factors, sums, gradients = meet(learner, parts, share, embedded, local, trial)
 

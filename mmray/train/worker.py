@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,9 +37,6 @@ from mmray.train.shaping import shape
 from mmray.train.task import Callback, State, Stored, Task
 from mmray.train.telemetry import MetricsLog
 from mmray.train.unreadable import watched
-
-if TYPE_CHECKING:
-    pass
 
 WRITES_HANGS = 10  # hang_timeout_s this often: how long a rank may wait for a checkpoint to be written
 
@@ -149,7 +146,7 @@ def _callbacks(job: Job, keeper: Keeper | None, device: torch.device, line: Line
 
 def _branches(job: Job, model: nn.Module, micro: int, device: torch.device) -> dict[str, Any]:
     """What the strategy `branches` asks of a task: two devices, and the branch that takes longer."""
-    return {"devices": _two_of(device), "slower": memory.slower_branch(model, synthetic_of(job, device)(micro))}
+    return {"devices": _two_of(device), "slower": memory.slower_branch(model, synthetic_of(job.config, device)(micro))}
 
 
 def _two_of(device: torch.device) -> tuple[torch.device, torch.device]:

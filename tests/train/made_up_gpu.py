@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 aten = torch.ops.aten
 DEVICES = torch.device("cuda", 0), torch.device("cuda", 1)
 CPU = torch.device("cpu")
+MEMORY = {"allocated_bytes.all.peak": 2**30, "reserved_bytes.all.peak": 2**31}
 BETWEEN_DEVICES = (aten._to_copy.default, aten.copy_.default)
 INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
 BY_VALUE = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default)
@@ -228,6 +229,7 @@ def of_cuda(capability: tuple[int, int]) -> dict[str, Any]:
         "empty_cache": lambda: None,
         "reset_peak_memory_stats": lambda device=None: None,
         "max_memory_allocated": lambda device=None: 2**30,
+        "memory_stats": lambda device=None: MEMORY,
         "is_bf16_supported": lambda including_emulation=True: capability >= (8, 0),
         "get_device_capability": lambda device=None: capability,
         "get_device_name": lambda device=None: "NVIDIA H100 80GB HBM3",

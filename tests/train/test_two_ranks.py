@@ -180,6 +180,15 @@ def test_a_step_without_room_on_one_rank_is_taken_again_in_smaller_micro_batches
         assert told.endswith("the same rows again, 2 at a time")
 
 
+def test_where_texts_go_round_the_ranks_vote_with_one_micro_batch_as_well(played):
+    plain = two_ranks.cramped(Group(), "nowhere", Sigmoid(), micro=8, kind="sigmoid")
+    for result in played[0]:
+        shrunk = result["without_room"]["ring at once: loss"]
+        torch.testing.assert_close(shrunk["weights"], plain["weights"], rtol=0, atol=1e-9)
+        assert shrunk["micros"] == [8, 4, 4, 4]
+        assert shrunk["told"][0].startswith("no room for step 3 in micro-batches of 8 rows (rank 1, with")
+
+
 def rows_of(step, rank):
     plan = Plan(num_rows=60, global_rows=16, world=2, micro=4, seed=1, steps=8)
     positions = plan.positions(step, rank)

@@ -247,6 +247,7 @@ def cramped(
 def without_room(group: Group, folder: Path) -> dict[str, Any]:
     scenes = {place: cramped(group, place) for place in toy.PLACES}
     scenes |= {f"ring: {place}": cramped(group, place, Sigmoid(chunk=3), kind="sigmoid") for place in toy.PLACES}
+    scenes["ring at once: loss"] = cramped(group, "loss", Sigmoid(chunk=3), micro=8, kind="sigmoid")
     return scenes | {f"row by row: {place}": cramped(group, place, toy.Regression()) for place in ROW_BY_ROW_PLACES}
 
 
