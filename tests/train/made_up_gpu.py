@@ -21,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.train.made_up_autograd import backward
+
 aten = torch.ops.aten
 DEVICES = torch.device("cuda", 0), torch.device("cuda", 1)
 CPU = torch.device("cpu")
@@ -76,15 +78,15 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
     if not there and place.type == "cpu":
         return func(*args, **kwargs)
     _check_places(func, given)
-    by_truth = func in INDEXING and any(tensor.dtype == torch.bool for tensor in given[1:])
-    Reads.count += bool(there) and (func in BY_VALUE or by_truth)
+    Reads.count += _is_read(func, given, kwargs, place)
     if asked is not None:
         kwargs = kwargs | {"device": CPU}
     args, kwargs = _with(lambda tensor: tensor.here if isinstance(tensor, OnDevice) else tensor, (args, kwargs))
     out = ON_CPU.get(func, func)(*args, **kwargs)
     if place.type == "cpu":
         return out
-    known = {id(tensor.here): tensor for tensor in there}  # what works in place gives back what it was given
+    # What works in place gives back what it was given.
+    known = {id(tensor.here if isinstance(tensor, OnDevice) else tensor): tensor for tensor in given}
     where = place if place.index is not None else DEVICES[0]
 
     def placed(tensor: Tensor) -> Tensor:
@@ -108,6 +110,16 @@ def _with(change: Callable[[Tensor], Tensor], values: Any) -> Any:
     if isinstance(values, dict):
         return {name: _with(change, value) for name, value in values.items()}
     return values
+
+
+def _is_read(func: Any, given: list[Tensor], kwargs: Any, place: torch.device) -> bool:
+    """Whether the host waits for what a device holds: a copy to it, a number, or how many there are of something."""
+    if not any(isinstance(tensor, OnDevice) for tensor in given):
+        return False
+    by_truth = func in INDEXING and any(tensor.dtype == torch.bool for tensor in given[1:])
+    home = func in BETWEEN_DEVICES and CPU in (place, given[0].device) and not kwargs.get("non_blocking")
+    home = home and isinstance(given[-1], OnDevice)  # not on its way there
+    return by_truth or home or func in BY_VALUE
 
 
 def _check_places(func: Any, given: list[Tensor]) -> None:
@@ -281,66 +293,3 @@ def _moved(module: nn.Module, *args: Any, **options: Any) -> nn.Module:
             if buffer is not None:
                 part._buffers[name] = moved(buffer)
     return module
-
-
-def backward(
-    roots: tuple[Tensor, ...],
-    gradients: tuple[Tensor, ...],
-    keep_graph: bool,
-    create_graph: bool,
-    inputs: tuple[Tensor, ...] = (),
-    *_: Any,
-    **__: Any,
-) -> tuple[Tensor | None, ...]:
-    """What torch's engine does, without asking a driver for streams: each node after all that lead to it."""
-    wanted = [_edge(tensor) for tensor in inputs]
-    waiting: dict[Any, list[Tensor | None]] = {}
-    arrived: dict[tuple[Any, int], Tensor] = {}
-    with torch.no_grad():
-        for root, gradient in zip(roots, gradients, strict=True):
-            _arrive(waiting, arrived, _edge(root), gradient)
-        for node in _in_order([_edge(root)[0] for root in roots]):
-            given = waiting.pop(node, None)
-            if given is None or (wanted and "AccumulateGrad" in node.name()):
-                continue
-            out = node(*given) if callable(node) else node.apply(*given)
-            for edge, gradient in zip(node.next_functions, out if isinstance(out, tuple) else (out,), strict=False):
-                if edge[0] is not None and gradient is not None:
-                    _arrive(waiting, arrived, edge, gradient)
-    return tuple(arrived.get(edge) for edge in wanted)
-
-
-def _edge(tensor: Tensor) -> tuple[Any, int]:
-    edge = torch.autograd.graph.get_gradient_edge(tensor)
-    return edge.node, edge.output_nr
-
-
-def _arrive(
-    waiting: dict[Any, list[Tensor | None]],
-    arrived: dict[tuple[Any, int], Tensor],
-    edge: tuple[Any, int],
-    gradient: Tensor,
-) -> None:
-    """Add a gradient to what waits for a node, in the shape, type and place that the node expects."""
-    node, slot = edge
-    expected = node._input_metadata[slot]
-    if gradient.device != expected.device:
-        raise RuntimeError(f"{node.name()} on {expected.device} gets a gradient on {gradient.device}")
-    gradient = gradient.sum_to_size(expected.shape).to(expected.dtype)
-    slots = waiting.setdefault(node, [None] * len(node._input_metadata))
-    before = slots[slot]
-    slots[slot] = arrived[edge] = gradient if before is None else before + gradient
-
-
-def _in_order(roots: list[Any]) -> list[Any]:
-    """Nodes of a graph, each before those that it leads to."""
-    seen, order, ahead = set(), [], [(root, False) for root in roots]
-    while ahead:
-        node, done = ahead.pop()
-        if done:
-            order.append(node)
-        elif node not in seen:
-            seen.add(node)
-            ahead.append((node, True))
-            ahead.extend((following, False) for following, _ in node.next_functions if following is not None)
-    return order[::-1]

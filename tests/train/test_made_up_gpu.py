@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +29,7 @@ from tests.train.made_up_gpu import CPU, DEVICES, OnDevice, made_up_gpus
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GPU, OTHER = DEVICES
-PLAN = Plan(num_rows=20, global_rows=8, world=1, micro=3, seed=1, steps=4)  # an epoch ends with 4 rows and padding
+PLAN = Plan(num_rows=20, global_rows=8, world=1, micro=3, seed=1, steps=3)  # the last of 4 rows and padding
 SETTINGS = vars(toy.TRAIN) | {
     "recompute": (),
     "compile": "none",
@@ -57,7 +58,7 @@ class Watch:
         self.lines += [metrics] if metrics else []
 
     def of_steps(self):
-        return [after - before for before, after in zip(self.counts, self.counts[1:], strict=False)]
+        return [after - before for before, after in pairwise(self.counts)]
 
 
 def task_of(kind, device, double=True, options=None, watch=None, **settings):
@@ -216,6 +217,8 @@ def test_what_lies_elsewhere_is_refused(monkeypatch, elsewhere):
         float,
         bool,
         torch.nonzero,
+        torch.Tensor.cpu,
+        lambda tensor: tensor.to("cpu"),
         lambda tensor: tensor.reshape(1)[tensor.reshape(1) > 0],
         lambda tensor: tensor.reshape(1).tolist(),
     ],
