@@ -22,9 +22,7 @@ Answer = dict[str, Any]
 Work = Callable[..., dict[str, np.ndarray]]
 
 
-def run_tasks(
-    work: Callable[..., dict[str, np.ndarray]], items: Sequence[Any], retries: int
-) -> Generator[Answer, None, None]:
+def run_tasks(work: Work, items: Sequence[Any], retries: int) -> Generator[Answer, None, None]:
     """Answers of `work` (a batch of one item as JSON in, columns of one row out) as they come, in no order.
 
     Raises RayError once a task has killed its worker `retries` times more.

@@ -181,7 +181,8 @@ def _cached(learner: Learner, parts: Sorts, share: Share, local: Tensor, seed_of
     model, last = learner.model, len(share.micros) - 1
     first, embedded = trial.agreed(lambda: _embed(learner, parts, share, seed_of))
     if last == 0 and first and not travels(parts):
-        trial.parts = True  # only the loss is left before the ranks meet: one vote a step will do
+        # Only the loss is left before the ranks meet: one vote a step will do. On the ring they meet within the loss.
+        trial.parts = True
     met, micros, factors, sums, gradients = meet(learner, parts, share, embedded, local, trial)
 
     def forward(index: int) -> Outputs:

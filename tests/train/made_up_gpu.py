@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mmray.train.feed import Share
 from tests.train.made_up_autograd import backward
 
 aten = torch.ops.aten
@@ -272,6 +274,11 @@ def made_up_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = 
         Reads.count = 0
         with Functions(), Operators():
             yield Reads
+
+
+def share_on(share: Share, device: torch.device) -> Share:
+    """A share whose micro-batches are on a device."""
+    return replace(share, micros=[{name: it.to(device) for name, it in micro.items()} for micro in share.micros])
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def test_a_named_tokenizer_is_read_where_the_command_is_typed(tmp_path):
         assert asked.model.vocab_size == TextEncoder(train_tokenizer(CAPTIONS, 60), 8).vocab_size
 
 
-def test_there_is_no_trial_of_what_is_not_known(monkeypatch, tmp_path):
+def test_there_is_no_trial_of_what_is_not_known(tmp_path):
     regions = wanted(tmp_path).model.model_copy(update={"regions": True})
     weights = CLIP.model_copy(update={"weights": str(tmp_path)})
     assert [early.known(wanted(tmp_path, model=model)) for model in (regions, weights)] == [None, None]
@@ -143,13 +143,13 @@ def test_a_short_prepare_is_not_kept_waiting(tmp_path):
     assert [label for label, _ in listener.notes] == ["preparing"] * 2
 
 
-def refused(*_, **__):
+def no_nodes(*_, **__):
     raise ResourceError("no such nodes")
 
 
 def test_what_goes_wrong_at_its_begin_is_left_to_the_run(monkeypatch, tmp_path):
     trial = early._Early(wanted(tmp_path), Silent(), 0)
-    monkeypatch.setattr(early, "demand_of", refused)
+    monkeypatch.setattr(early, "demand_of", no_nodes)
     trial._begin()
     assert trial._trial is None
 

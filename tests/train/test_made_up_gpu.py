@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -25,7 +24,7 @@ from mmray.train.telemetry import Phases
 from mmray.train.writer import copy_to_cpu
 from tests.train import real_models, toy
 from tests.train.lone_worker import ran, rows_of
-from tests.train.made_up_gpu import CPU, DEVICES, OnDevice, made_up_gpus
+from tests.train.made_up_gpu import CPU, DEVICES, OnDevice, made_up_gpus, share_on
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GPU, OTHER = DEVICES
@@ -170,9 +169,7 @@ def test_what_meets_has_the_gradient_of_a_cpu(monkeypatch, kind):
     def gradient(device):
         learner = toy.learner(toy.Toy(kind=kind).double(), Group(device=device), toy.objective(kind))
         rows = toy.rows(9, 0, invalid=(4,)) | {"pos": torch.arange(9)}
-        share = share_of(toy.cut(rows, 4))
-        micros = [{name: column.to(device) for name, column in micro.items()} for micro in share.micros]
-        accumulate(learner, replace(share, micros=micros), lambda index: index)
+        accumulate(learner, share_on(share_of(toy.cut(rows, 4)), device), lambda index: index)
         return toy.flat_gradient(learner.model).cpu()
 
     plain = gradient(CPU)
@@ -186,9 +183,8 @@ def test_rows_that_a_model_fails_on_are_found(monkeypatch):
         rows = toy.rows(6, 0)
         rows["image"] = rows["image"].float()
         rows["image"][2] = math.nan
-        micros = [{name: column.to(GPU) for name, column in micro.items()} for micro in toy.cut(rows, 4)]
         learner = toy.learner(model, Group(device=GPU))
-        assert suspects(learner, replace(share_of(toy.cut(rows, 4)), micros=micros)).tolist() == [2]
+        assert suspects(learner, share_on(share_of(toy.cut(rows, 4)), GPU)).tolist() == [2]
 
 
 class Reaching(nn.Module):

@@ -5,7 +5,6 @@ That of the built-in models, in each precision: test_made_up_gpu.py.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ from mmray.train.feed import share_of
 from mmray.train.group import Group
 from mmray.train.step import optimizer_step
 from tests.train import toy
-from tests.train.made_up_gpu import DEVICES, made_up_gpus
+from tests.train.made_up_gpu import DEVICES, made_up_gpus, share_on
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GPU = DEVICES[0]
@@ -44,7 +43,6 @@ def test_a_step_of_any_objective_reads_once(monkeypatch, kind):
     share = share_of(toy.cut(toy.rows(9, 0), 4))
     with made_up_gpus(monkeypatch) as reads:
         learner = toy.learner(toy.Toy(kind=kind), Group(device=GPU), toy.objective(kind))
-        micros = [{name: column.to(GPU) for name, column in micro.items()} for micro in share.micros]
-        before = reads.count
-        assert optimizer_step(learner, replace(share, micros=micros), lambda index: index).finite
+        moved, before = share_on(share, GPU), reads.count
+        assert optimizer_step(learner, moved, lambda index: index).finite
         assert reads.count == before + 1
