@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from mmray.errors import OutOfMemoryError, TrainingError
 from mmray.objectives.protocol import Batch
 from mmray.train import clip, optimizer, parallel, precision, sharding, told
+from mmray.train.average import MovingAverage
 from mmray.train.batch import smaller
 from mmray.train.feed import Share, feed, finer
 from mmray.train.learner import Learner
@@ -42,7 +42,7 @@ class _Run:
     progress: Progress
     meter: Meter
     rhythm: Rhythm
-    average: AveragedModel | None = None  # weights averaged over steps
+    average: MovingAverage | None = None
 
 
 def run(task: Task, steps: Iterable[list[Batch]], state: State | Stored | None = None) -> Outcome:
@@ -105,7 +105,7 @@ def _start(task: Task, state: State | Stored | None) -> _Run:
         clip_norm=task.optimizer.clip_norm,
         parts=parallel.may_part(model) or not (task.votes or device.type == "cuda"),
     )
-    average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(task.train.ema)) if task.train.ema else None
+    average = MovingAverage(module, task.train.ema) if task.train.ema else None
     if state is None:
         rhythm = Rhythm(task.train.checkpoint_every, 0)
         return _Run(task, learner, layout, _fitting(task, Progress()), meter, rhythm, average)

@@ -1,9 +1,9 @@
 """GPUs that are not there: tensors that say they lie on `cuda`, and compute on the CPU.
 
 As on a true one, an operator takes no tensor of the host beside one of a device, nor tensors of two devices; and how
-often the host has to know what lies on a device, for which it would wait, is counted. What tests see so is that all
-that makes up a step is where it belongs. Not to be seen: speed, memory, a GPU's own arithmetic, what streams do out of
-order, and the hooks of torch's autograd engine, by which DDP and FSDP work.
+often the host would wait for a device is counted: for what lies there, or until a copy to it is done. What tests see so
+is that all that makes up a step is where it belongs. Not to be seen: speed, memory, a GPU's own arithmetic, what
+streams do out of order, and the hooks of torch's autograd engine, by which DDP and FSDP work.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, 
 BY_VALUE = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default)
 
 
-class Reads:
-    """How often the host asked for what a device holds, or for a shape that depends on it."""
+class Waits:
+    """How often the host waited for a device: for what it holds, a shape that depends on it, or a copy to it."""
 
     count = 0
 
@@ -61,7 +61,7 @@ class OnDevice(Tensor):
         return f"OnDevice({self.here}, {self.device})"
 
     def tolist(self) -> Any:
-        Reads.count += 1
+        Waits.count += 1
         return self.here.tolist()
 
     def numpy(self, **_: Any) -> Any:
@@ -80,7 +80,7 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
     if not there and place.type == "cpu":
         return func(*args, **kwargs)
     _check_places(func, given)
-    Reads.count += _is_read(func, given, kwargs, place)
+    Waits.count += _waits(func, args, kwargs, given, place)
     if asked is not None:
         kwargs = kwargs | {"device": CPU}
     args, kwargs = _with(lambda tensor: tensor.here if isinstance(tensor, OnDevice) else tensor, (args, kwargs))
@@ -114,14 +114,25 @@ def _with(change: Callable[[Tensor], Tensor], values: Any) -> Any:
     return values
 
 
-def _is_read(func: Any, given: list[Tensor], kwargs: Any, place: torch.device) -> bool:
-    """Whether the host waits for what a device holds: a copy to it, a number, or how many there are of something."""
+def _waits(func: Any, args: Any, kwargs: Any, given: list[Tensor], place: torch.device) -> bool:
+    """Whether the host waits for a device: for a copy, either way, a number, or how many there are of something."""
+    if func in BETWEEN_DEVICES:
+        to, origin = (given[0].device, given[1].device) if func is aten.copy_.default else (place, given[0].device)
+        blocking = not (kwargs.get("non_blocking") or (func is aten.copy_.default and args[2:] == (True,)))
+        return blocking and (to.type == "cpu") != (origin.type == "cpu")
     if not any(isinstance(tensor, OnDevice) for tensor in given):
         return False
-    by_truth = func in INDEXING and any(tensor.dtype == torch.bool for tensor in given[1:])
-    home = func in BETWEEN_DEVICES and CPU in (place, given[0].device) and not kwargs.get("non_blocking")
-    home = home and isinstance(given[-1], OnDevice)  # not on its way there
-    return by_truth or home or func in BY_VALUE
+    # By truth it asks how many there are; indices of the host are copied first.
+    by_index = func in INDEXING and any(index.dtype == torch.bool or _on_host(index) for index in _indices(func, args))
+    return by_index or func in BY_VALUE
+
+
+def _indices(func: Any, args: Any) -> list[Tensor]:
+    return _tensors(args[1]) if func in INDEXING else []
+
+
+def _on_host(tensor: Tensor) -> bool:
+    return not isinstance(tensor, OnDevice) and tensor.ndim > 0
 
 
 def _check_places(func: Any, given: list[Tensor]) -> None:
@@ -256,8 +267,8 @@ def of_cuda(capability: tuple[int, int]) -> dict[str, Any]:
 
 
 @contextmanager
-def made_up_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> Iterator[type[Reads]]:
-    """Two GPUs in this process, and how often the host had to know what lies there, counted from here."""
+def made_up_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> Iterator[type[Waits]]:
+    """Two GPUs in this process, and how often the host waited for one, counted from here."""
     with FakeTensorMode():
         pass  # torch takes note that there is no driver, and asks it for no streams from here on
     with monkeypatch.context() as inside:
@@ -271,9 +282,9 @@ def made_up_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = 
         inside.setattr("torch.autograd._engine_run_backward", backward)
         inside.setattr("mmray.train.feed.ThreadPoolExecutor", Inline)
         inside.setattr("mmray.train.branches.ThreadPoolExecutor", Inline)
-        Reads.count = 0
+        Waits.count = 0
         with Functions(), Operators():
-            yield Reads
+            yield Waits
 
 
 def share_on(share: Share, device: torch.device) -> Share:

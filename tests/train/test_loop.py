@@ -299,12 +299,15 @@ taken = loop.optimizer_step
 
 
 @pytest.mark.cluster
-def test_two_ranks_under_torchrun_are_one_process(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = ["-m", "tests.train.under_torchrun", tmp_path / "weights.pt"]
-    ended = subprocess.run([*torchrun, *script], capture_output=True, text=True)
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_ranks_under_torchrun_are_one_process(tmp_path, parallel):
+    """Two of them, or one for each GPU where there are GPUs."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    script = ["-m", "tests.train.under_torchrun", tmp_path / "weights.pt", parallel]
+    world = str(torch.cuda.device_count() or 2)
+    ended = subprocess.run([*torchrun, world, *script], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    alone = toy.Toy().double()
+    alone = toy.Branched().double()
     train(alone, plan_of(8, micro=2))
     torch.testing.assert_close(torch.load(tmp_path / "weights.pt"), toy.flat(alone), rtol=1e-9, atol=1e-12)
 

@@ -1,6 +1,6 @@
 """A training step reads from its device once: each further read would have the host wait, and the device run dry.
 
-That of the built-in models, in each precision: test_made_up_gpu.py.
+That of the built-in models, in each precision: test_on_gpu.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from mmray.train.feed import share_of
 from mmray.train.group import Group
 from mmray.train.step import optimizer_step
 from tests.train import toy
-from tests.train.made_up_gpu import DEVICES, made_up_gpus, share_on
+from tests.train.gpus import gpus
+from tests.train.made_up_gpu import DEVICES, share_on
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GPU = DEVICES[0]
@@ -29,11 +30,12 @@ def test_a_step_of_the_loop_between_two_lines_reads_once(monkeypatch, objective,
     """The norms and the ranks' wish to stop, in one; three micro-batches."""
     plan = Plan(num_rows=30, global_rows=10, world=1, micro=4, seed=1, steps=6)
     settings = SimpleNamespace(**vars(toy.OPTIMIZER) | {"clip": clip})
-    with made_up_gpus(monkeypatch) as reads:
-        counts = [0]
-        seen = SimpleNamespace(on_step=lambda step, metrics: counts.append(reads.count))
+    with gpus(monkeypatch) as waits:
+        model = toy.Branched().to(GPU)
+        counts = [waits.count]
+        seen = SimpleNamespace(on_step=lambda step, metrics: counts.append(waits.count))
         options = {"objective": objective, "optimizer": settings, "train": QUIET, "callbacks": (seen,)}
-        loop.run(toy.task(toy.Branched().to(GPU), plan, Group(device=GPU), **options), toy.steps_of(plan, 0))
+        loop.run(toy.task(model, plan, Group(device=GPU), **options), toy.steps_of(plan, 0))
     of_steps = [after - before for before, after in pairwise(counts)]
     assert of_steps[:-1] == [1] * (plan.steps - 1)  # the last is logged
 
@@ -41,8 +43,8 @@ def test_a_step_of_the_loop_between_two_lines_reads_once(monkeypatch, objective,
 @pytest.mark.parametrize("kind", ["sigmoid", "language_modelling", "contrastive + 0.5 * matching + region_text"])
 def test_a_step_of_any_objective_reads_once(monkeypatch, kind):
     share = share_of(toy.cut(toy.rows(9, 0), 4))
-    with made_up_gpus(monkeypatch) as reads:
+    with gpus(monkeypatch) as waits:
         learner = toy.learner(toy.Toy(kind=kind), Group(device=GPU), toy.objective(kind))
-        moved, before = share_on(share, GPU), reads.count
+        moved, before = share_on(share, GPU), waits.count
         assert optimizer_step(learner, moved, lambda index: index).finite
-        assert reads.count == before + 1
+        assert waits.count == before + 1

@@ -1,7 +1,12 @@
-"""A script for `torchrun`: the engine by itself, its rows from memory; rank 0 leaves its weights in the file named."""
+"""A script for `torchrun`: the engine by itself, its rows from memory; rank 0 leaves its weights in the file named.
 
+On GPUs, which meet by NCCL, where there is one for each rank; else on CPUs, by gloo.
+"""
+
+import os
 import sys
 from datetime import timedelta
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -12,16 +17,21 @@ from mmray.train.group import Group
 from tests.train import toy
 
 
-def main(out: str) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    group = Group.current("cpu")
+def main(out: str, parallel: str) -> None:
+    device = torch.device("cpu")
+    if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=60))
+    group = Group.current(device)
     plan = Plan(num_rows=33, global_rows=10, world=group.world, micro=2, seed=1, steps=8)
-    model = toy.Toy().double()
-    loop.run(toy.task(model, plan, group), toy.steps_of(plan, group.rank))
+    model, train = toy.Branched().double(), SimpleNamespace(**vars(toy.TRAIN) | {"parallel": parallel})
+    loop.run(toy.task(model, plan, group, train=train), toy.steps_of(plan, group.rank))
+    weights = toy.flat(model).cpu()
     if group.rank == 0:
-        torch.save(toy.flat(model), out)
+        torch.save(weights, out)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

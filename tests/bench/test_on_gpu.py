@@ -1,4 +1,4 @@
-"""The benches of a step on made-up GPUs: each arm runs there, and both loops do the same work."""
+"""The benches of a step on GPUs, true or made up: each arm runs there, and both loops do the same work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from mmray.config import Batch, Train
 from mmray.train.batch import shape_of
 from mmray.train.group import Group
 from tests.bench.test_step import tiny
-from tests.train.made_up_gpu import DEVICES, made_up_gpus
+from tests.train.gpus import gpus
+from tests.train.made_up_gpu import DEVICES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GROUP = Group(device=DEVICES[0])
@@ -20,7 +21,7 @@ GROUP = Group(device=DEVICES[0])
 
 @pytest.mark.parametrize("number", ["fp32", "bf16"])
 def test_both_loops_take_the_same_steps(monkeypatch: pytest.MonkeyPatch, number: str) -> None:
-    with made_up_gpus(monkeypatch):
+    with gpus(monkeypatch):
         bench = prepared(tiny(train=Train(steps=1, log_every=4, precision=number)), GROUP, micro=4)
         took_s, loop_loss = bench.loop_window(4)
         _, bare_loss = bench.bare_window(4)
@@ -30,6 +31,6 @@ def test_both_loops_take_the_same_steps(monkeypatch: pytest.MonkeyPatch, number:
 
 def test_a_row_of_a_batch_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny(batch=Batch(micro=2, global_=6))
-    with made_up_gpus(monkeypatch):
+    with gpus(monkeypatch):
         row = measure_shape(config, GROUP, Path(), shape_of(config.batch, 1), 0.01)
-    assert row["samples_per_s"] > 0 and (row["peak_gib"], row["peak_reserved_gib"]) == (1.0, 2.0)
+    assert row["samples_per_s"] > 0 and 0 < row["peak_gib"] < row["peak_reserved_gib"]

@@ -1,0 +1,49 @@
+"""GPUs for a test: this machine's own where it has enough of them, and made-up ones elsewhere."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from tests.train.made_up_gpu import Waits, made_up_gpus
+
+
+class CountedByTorch:
+    """How often torch warned that the host waits for a device."""
+
+    def __init__(self, told: list[warnings.WarningMessage]):
+        self.told = told
+
+    @property
+    def count(self) -> int:
+        return sum("synchronizing CUDA operation" in str(warning.message) for warning in self.told)
+
+
+def true(count: int = 1) -> bool:
+    """Whether this machine has that many GPUs."""
+    return torch.cuda.device_count() >= count
+
+
+@contextmanager
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int = 1) -> Iterator[type[Waits] | CountedByTorch]:
+    """`count` GPUs, and how often the host waited for one, counted from here."""
+    if not true(count):
+        with made_up_gpus(monkeypatch) as waits:
+            yield waits
+        return
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield CountedByTorch(told)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def within(kind: str = "") -> float:
+    """How far a float64 run on a GPU may be from a CPU's; a model that writes has norms in float32."""
+    return 1e-5 if kind == "generative" and true() else 1e-9
