@@ -31,7 +31,7 @@ from mmray.train.board import Watch, stopping
 from mmray.train.entry import on_worker
 from mmray.train.guard import Guard
 from mmray.train.job import Job
-from mmray.train.policy import Failure
+from mmray.train.policy import Failure, Kind
 from mmray.train.resources import (
     data_actors,
     demand_of,
@@ -165,13 +165,17 @@ def _start(ready: Ready, newest: Folder | None, world: int) -> Start:
 
 def failure_of(error: BaseException, guard: Guard, ready: Ready) -> Failure:
     """What ended an attempt: a hang or a node taken away, where the guard saw one; else what Ray Train raises."""
-    last_step = guard.watch.last_step
+    kind, cause = _cause(error, guard, ready)
+    return Failure(kind, cause, guard.watch.last_step, guard.watch.logged)
+
+
+def _cause(error: BaseException, guard: Guard, ready: Ready) -> tuple[Kind, BaseException]:
     if guard.hang is not None:
-        return Failure("hung", TrainingError(guard.hang.told), last_step)
+        return "hung", TrainingError(guard.hang.told)
     if isinstance(error, MmrayError):
-        return Failure("raised", error, last_step)
+        return "raised", error
     if isinstance(error, PreemptionError):  # where the user has turned Ray's own watcher on
-        return Failure("preempted", TrainingError("a node was taken away"), last_step)
+        return "preempted", TrainingError("a node was taken away")
     if isinstance(error, ray.train.WorkerGroupError):
         failures = [getattr(e, "health_check_failure", e) for e in error.worker_failures.values()]  # as Ray has it
         raised = [e for e in failures if not _is_loss(e)]
@@ -180,15 +184,16 @@ def failure_of(error: BaseException, guard: Guard, ready: Ready) -> Failure:
         cause = next(iter([*own, *raised, *failures]), error)
         killed = next((e for e in failures if isinstance(e, ray.exceptions.OutOfMemoryError)), None)
         if killed is not None and not raised:
-            return Failure("lost", _killed(killed, guard, ready), last_step)
+            return "lost", _killed(killed, guard, ready)
         if isinstance(cause, StorageError) and guard.watch.wish in ("resize", "preempted"):
-            return Failure("lost", cause, last_step)  # nobody wanted an end: from the checkpoint before, elsewhere
+            return "lost", cause  # nobody wanted an end: from the checkpoint before, elsewhere
         if raised:
-            return Failure("raised", cause, last_step)
-        return Failure("preempted" if guard.leaving else "lost", cause, last_step)
+            return "raised", cause
+        return "preempted" if guard.leaving else "lost", cause
     if (late := never_started(error)) is not None:
-        return Failure("raised", late, last_step)
-    return Failure("lost", TrainingError(f"Ray Train gave up: {error}"), last_step)
+        # More workers than need be: others took the places, or a node went, and fewer may start.
+        return "lost" if guard.world > guard.config.cluster.least_workers else "raised", late
+    return "lost", TrainingError(f"Ray Train gave up: {error}")
 
 
 def _killed(error: BaseException, guard: Guard, ready: Ready) -> OutOfMemoryError:

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import ray
+import ray.exceptions
 
 from mmray.cluster.present import Present, present
 from mmray.cluster.scale import ScaleUp
@@ -31,7 +32,7 @@ from mmray.train.attempt import Ready, failure_of, run_attempt, trainer_of
 from mmray.train.board import WASTED, Listener, Watch, new_board
 from mmray.train.guard import Guard
 from mmray.train.lease import Lease
-from mmray.train.policy import Failure, Raise, Resize, Room, Shrink, decide, spent
+from mmray.train.policy import Failure, Raise, Shrink, decide, spent
 from mmray.train.redacted import safe
 from mmray.train.resources import ask_for_more, demand_of, fitting
 from mmray.train.unreadable import bad_rows
@@ -87,9 +88,9 @@ def attempts(ready: Ready, run: rundir.RunDir, lease: Lease, listener: Listener)
         now, workers = tally.place or places(wanted, scale_up)
         ask_for_more(wanted, scale_up, workers)
         listener.phase(f"starting {workers} workers")
-        board = new_board(known_bad)
-        watch = tally.watch = _watch(board, listener, ready.steps, tally.watch)
-        guard = Guard(wanted, workers, watch, _step_of(found), tally.resizes_in_vain(workers), scale_up)
+        board, first_step = new_board(known_bad), _step_of(found)
+        watch = tally.watch = (tally.watch or Watch(board, listener, ready.steps)).over(board, first_step)
+        guard = Guard(wanted, workers, watch, first_step, tally.resizes_in_vain(workers), scale_up)
         try:
             sized = wanted.on_cluster(workers=workers)
             trainer = trainer_of(ready, run, lease.fence, tally.attempts, sized, now, found, board)
@@ -97,7 +98,7 @@ def attempts(ready: Ready, run: rundir.RunDir, lease: Lease, listener: Listener)
             if outcome["status"] == "finished" or watch.wish == "user":
                 break
             tally.place = None
-            if _step_of(_last(run)) > _step_of(found):  # given up at a checkpoint of its own, which begins a new row
+            if _step_of(_last(run)) > first_step:  # given up at a checkpoint of its own, which begins a new row
                 tally.failures = 0
             tally.preemptions += watch.wish == "preempted"
             if watch.wish == "resize":
@@ -164,21 +165,29 @@ def _after(
     progressed = _step_of(_last(run)) > _step_of(tally.newest)
     tally.failures = spent(tally.failures, failure.kind, progressed)
     tally.preemptions += failure.kind == "preempted"
-    tally.place = places(wanted, guard.scale_up)
-    room = Room(guard.world, tally.place[1])
-    verdict = decide(failure, tally.before, tally.failures, wanted.cluster.max_failures, room)
+    verdict = decide(failure, tally.before, tally.failures, wanted.cluster.max_failures)
     if isinstance(verdict, Raise):
-        ended = {"status": "failed", "error": safe(str(verdict.error)), "batch": str(ready.shape)}
-        _end(run, lease, ended, tally, listener)
+        _end(run, lease, _failed(verdict.error, ready), tally, listener)
         raise verdict.error from error
     if guard.watch.wish == "user":  # the group failed before it could stop; what it wrote stands
         stopped = {"status": "stopped", "steps": _step_of(_last(run)), "batch": str(ready.shape)}
         _end(run, lease, stopped, tally, listener)
         raise KeyboardInterrupt from error
-    with_workers = f", with room for {verdict.workers} workers" if isinstance(verdict, Resize) else ""
+    try:
+        tally.place = places(wanted, guard.scale_up)
+    except (ray.exceptions.RayError, RuntimeError, OSError) as gone:
+        told = f"{verdict.reason}; then Ray did not answer any more: {gone}. The same command goes on from {run.path}"
+        _end(run, lease, _failed(TrainingError(told), ready), tally, listener)
+        raise TrainingError(told) from error
+    fits = tally.place[1]
+    with_workers = f", with room for {fits} workers" if fits != guard.world else ""
     listener.note(f"{verdict.reason}; starting again from the newest checkpoint{with_workers}", "failure")
     tally.before = failure
     return replace(ready, micro=verdict.micro) if isinstance(verdict, Shrink) else ready
+
+
+def _failed(error: Exception, ready: Ready) -> dict[str, Any]:
+    return {"status": "failed", "error": safe(str(error)), "batch": str(ready.shape)}
 
 
 def _end(run: rundir.RunDir, lease: Lease, ended: dict[str, Any], tally: Tally, listener: Listener) -> None:
@@ -213,13 +222,6 @@ def places(wanted: Config, scale_up: ScaleUp) -> tuple[Present, int]:
         time.sleep(SETTLE_S)
         now = present()
     return now, max(counts[-1], wanted.cluster.least_workers)
-
-
-def _watch(board: Any, listener: Listener, steps: int, before: Watch | None) -> Watch:
-    if before is None:
-        return Watch(board, listener, steps)
-    figures = (before.last_step, before.wasted_steps, before.step_s, before.checkpoint_s, before.micro)
-    return Watch(board, listener, steps, *figures)
 
 
 def _last(run: rundir.RunDir) -> Folder | None:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -111,12 +111,13 @@ class StopWish:
 
 @dataclass
 class Watch:
-    """The driver's eyes on an attempt, and the one who asks it to stop; the figures go on from the attempt before."""
+    """The driver's eyes on an attempt, and the one who asks it to stop."""
 
     board: Any
     listener: Listener
     total_steps: int
-    last_step: int = 0
+    last_step: int = 0  # that was logged; of an attempt that has logged none, where it began
+    logged: bool = False  # this attempt or one before it has logged a step
     wasted_steps: int = 0
     step_s: float = 0.0  # as last measured, as are the seconds that a checkpoint takes; 0: not yet
     checkpoint_s: float = 0.0
@@ -124,6 +125,10 @@ class Watch:
     beats: list[Beat] = field(default_factory=list)
     begun: bool = False  # a worker has been heard of
     wish: Wish | None = None  # why the group was asked to end
+
+    def over(self, board: Any, first_step: int) -> Watch:
+        """For the next attempt, which begins at `first_step`: what was measured stays known."""
+        return replace(self, board=board, last_step=first_step, beats=[], begun=False, wish=None)
 
     def look(self) -> None:
         """Pass on what is new."""
@@ -141,7 +146,7 @@ class Watch:
             self.checkpoint_s = metrics.get(CHECKPOINT_S, self.checkpoint_s)
             self.micro = metrics.get("batch/micro", self.micro)
             if "step" in metrics:
-                self.last_step = max(self.last_step, metrics["step"])
+                self.last_step, self.logged = metrics["step"], True
                 self.listener.step(metrics, self.total_steps)
 
     def ask(self, wish: Wish, told: str) -> None:

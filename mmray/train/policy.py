@@ -10,6 +10,8 @@ from typing import Literal
 
 from mmray.errors import MmrayError, OutOfMemoryError, TrainingError
 
+Kind = Literal["lost", "hung", "preempted", "raised"]
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -19,9 +21,10 @@ class Failure:
     `preempted`: its node was taken away with notice; `raised`: code raised an error.
     """
 
-    kind: Literal["lost", "hung", "preempted", "raised"]
+    kind: Kind
     error: BaseException
-    step: int  # the last step that was logged; 0: none
+    step: int  # the last that the attempt logged; the one it began from where it logged none
+    logged: bool = True  # this attempt, or one before it, logged a step
 
     def same_as(self, other: Failure | None) -> bool:
         """The same error at the same step: doing it again would not help."""
@@ -33,16 +36,8 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Room:
-    """How many training workers the last attempt had, and how many the cluster has room for now."""
-
-    world: int
-    fits: int
-
-
-@dataclass(frozen=True)
-class Retry:
-    """Begin again from the newest good checkpoint."""
+class Again:
+    """Begin again from the newest good checkpoint, with as many workers as there is room for."""
 
     reason: str
 
@@ -52,14 +47,6 @@ class Shrink:
     """Begin again from the newest good checkpoint, with micro-batches of `micro` rows."""
 
     micro: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Resize:
-    """Begin again from the newest good checkpoint, with another number of workers."""
-
-    workers: int
     reason: str
 
 
@@ -81,10 +68,8 @@ def spent(failures: int, kind: str, progressed: bool) -> int:
     return 1 if progressed else failures + 1
 
 
-def decide(
-    failure: Failure, before: Failure | None, failures: int, max_failures: int, room: Room
-) -> Retry | Resize | Shrink | Raise:
-    """Retry what is lost, up to `max_failures` in a row, with as many workers as fit; raise what retrying cannot mend.
+def decide(failure: Failure, before: Failure | None, failures: int, max_failures: int) -> Again | Shrink | Raise:
+    """Begin again after what was lost, up to `max_failures` in a row; raise what that cannot mend.
 
     `failures` is what `spent` says, `before` the failure of the attempt before.
     """
@@ -96,15 +81,12 @@ def decide(
     told = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
     if failure.same_as(before):
         return Raise(_final(f"{_traceback(error)}the same error came back after step {failure.step}: {told}", error))
-    if failure.kind == "raised" and failure.step == 0:
+    if failure.kind == "raised" and not failure.logged:
         return Raise(_final(f"{_traceback(error)}before any step was logged: {told}", error))
     if failures > max_failures:
         row = f"{failures} failures without a new checkpoint between them (cluster.max_failures {max_failures})"
         return Raise(_final(f"{_traceback(error)}{row}; the last: {told}", error))
-    reason = f"{failure.kind} after step {failure.step}: {told.splitlines()[0]}"
-    if room.fits != room.world:
-        return Resize(room.fits, reason)
-    return Retry(reason)
+    return Again(f"{failure.kind} after step {failure.step}: {told.splitlines()[0]}")
 
 
 def _traceback(error: BaseException) -> str:

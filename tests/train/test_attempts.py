@@ -6,7 +6,11 @@ from types import SimpleNamespace
 import pytest
 import ray.exceptions
 import ray.train
-from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
+from ray.train.v2._internal.exceptions import (
+    WorkerGroupStartupTimeoutError,
+    WorkerHealthCheckFailedError,
+    WorkerHealthCheckTimeoutError,
+)
 
 from mmray.config import Config
 from mmray.errors import OutOfMemoryError, ResourceError, StorageError, TrainingError
@@ -14,7 +18,7 @@ from mmray.train import attempts, checkpoint, course
 from mmray.train.attempt import failure_of
 from mmray.train.batch import BatchShape
 from mmray.train.lease import Lease
-from mmray.train.policy import Failure, Retry, Room, Shrink, decide
+from mmray.train.policy import Again, Failure, Raise, Shrink, decide
 from mmray.train.rundir import RunDir
 from tests.train.runs import Silent
 
@@ -126,12 +130,43 @@ def test_a_storage_that_fails_for_a_moment_between_attempts_is_asked_again(tmp_p
     lease.release()
 
 
-def failed(*errors, micro=0, logged=0):
-    """What Ray Train raises when workers end so, as a failure; of a run of 16 rows a step in micro-batches of 4."""
-    watch = SimpleNamespace(last_step=0, wish=None, micro=logged)
+def failure_from(error, micro=0, logged=0, least=2):
+    """What becomes of an error of Ray Train; of a run of 16 rows a step in micro-batches of 4, on two workers."""
+    watch = SimpleNamespace(last_step=0, logged=False, wish=None, micro=logged)
     ready = SimpleNamespace(micro=micro, shape=BatchShape(16, 4, 2, 2))
-    guard = SimpleNamespace(hang=None, leaving=False, watch=watch, world=2)
-    return failure_of(ray.train.WorkerGroupError("told", dict(enumerate(errors))), guard, ready)
+    config = SimpleNamespace(cluster=SimpleNamespace(least_workers=least))
+    guard = SimpleNamespace(hang=None, leaving=False, watch=watch, world=2, config=config)
+    return failure_of(error, guard, ready)
+
+
+def failed(*errors, **given):
+    """What becomes of workers that end so."""
+    return failure_from(ray.train.WorkerGroupError("told", dict(enumerate(errors))), **given)
+
+
+def test_more_workers_than_need_be_that_find_no_place_are_tried_again_with_fewer(monkeypatch):
+    """Another run took the places that were free when they were counted."""
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "600")
+    late = ray.train.ControllerError(WorkerGroupStartupTimeoutError(2))
+    assert isinstance(decide(failure_from(late, least=1), None, 1, 3), Again)
+    verdict = decide(failure_from(late, least=2), None, 1, 3)
+    assert isinstance(verdict, Raise) and "start_timeout_s" in str(verdict.error)
+
+
+def test_a_cluster_that_is_gone_when_places_are_looked_for_is_told_with_what_came_before(fails, tmp_path, monkeypatch):
+    def gone(*_):
+        raise ray.exceptions.RaySystemError("the head does not answer")
+
+    monkeypatch.setattr(attempts, "places", gone)
+    with pytest.raises(TrainingError, match=r"a worker died; then Ray did not answer any more: .*the head"):
+        fails(None, RuntimeError("a worker died"))
+    assert json.loads((tmp_path / "result.json").read_text())["status"] == "failed"
+
+
+def test_an_error_that_ends_the_run_looks_for_no_places(fails, monkeypatch):
+    monkeypatch.setattr(attempts, "places", lambda *_: pytest.fail("it asked for nodes"))
+    with pytest.raises(TrainingError, match="a mistake"):
+        fails(None, TrainingError("a mistake"), kind="raised")
 
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for"
@@ -152,23 +187,23 @@ def test_a_rank_that_others_waited_for_in_vain_is_lost_and_tried_again_even_befo
     """A rank may take longer to load its model than a collective waits for it; a worker may die while it does."""
     failure = failed(error)
     assert failure.kind == "lost"
-    assert isinstance(decide(failure, None, 1, 3, Room(2, 2)), Retry)
+    assert isinstance(decide(failure, None, 1, 3), Again)
     assert failed(ValueError("a bug"), error).kind == "raised"
 
 
 def test_a_worker_that_rays_memory_monitor_killed_comes_back_with_smaller_micro_batches():
     killed = WorkerHealthCheckFailedError("A check failed.", ray.exceptions.OutOfMemoryError("1 worker(s) killed\n..."))
     peer = RuntimeError("Connection closed by peer")
-    verdict = decide(failed(killed, peer), None, 1, 3, Room(2, 2))
+    verdict = decide(failed(killed, peer), None, 1, 3)
     assert isinstance(verdict, Shrink) and verdict.micro == 2
     assert "no room for its worker with micro-batches of 4 rows (1 worker(s) killed)" in verdict.reason
-    assert decide(failed(killed, peer, logged=2), None, 1, 3, Room(2, 2)).micro == 1
+    assert decide(failed(killed, peer, logged=2), None, 1, 3).micro == 1
     alone = failed(killed, peer, micro=1)
-    assert isinstance(alone.error, OutOfMemoryError) and isinstance(decide(alone, None, 1, 3, Room(2, 2)), Retry)
+    assert isinstance(alone.error, OutOfMemoryError) and isinstance(decide(alone, None, 1, 3), Again)
 
 
 def test_a_rank_without_memory_decides_whatever_the_ranks_that_lost_it_say():
     """In a probe under `fsdp`: the other's error is wrapped, and its words are those of whatever broke."""
     lost = TrainingError("one synthetic micro-batch did not pass the model: what?")
-    verdict = decide(failed(lost, OutOfMemoryError("no room", 2)), None, 1, 3, Room(2, 2))
+    verdict = decide(failed(lost, OutOfMemoryError("no room", 2)), None, 1, 3)
     assert isinstance(verdict, Shrink) and verdict.micro == 2

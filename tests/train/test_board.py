@@ -1,6 +1,9 @@
 """What the board keeps, without Ray: it is a plain class until it becomes an actor."""
 
-from mmray.train.board import Board
+from types import SimpleNamespace
+
+from mmray.train import board
+from mmray.train.board import Board, Watch
 from mmray.train.unreadable import bad_rows
 
 
@@ -23,3 +26,20 @@ def test_a_heartbeat_grows_old_and_a_rank_that_ended_is_forgotten():
     assert board.beat({"rank": 1, "ended": True}) is True
     news, (beat,) = board.take()
     assert news == [] and beat["rank"] == 0 and beat["age_s"] >= 0
+
+
+def test_an_attempt_counts_its_own_steps_and_keeps_what_was_measured(monkeypatch):
+    """Else the same words at another step would pass for the same error at the same step."""
+    news = [{"step": 120, "time/step_s": 0.5}]
+    monkeypatch.setattr(board.ray, "get", lambda *_, **__: (news, []))
+    asked = SimpleNamespace(take=SimpleNamespace(remote=lambda: None))
+    listener = SimpleNamespace(step=lambda *_: None)
+    first = Watch(asked, listener, 200).over(asked, 0)
+    assert (first.last_step, first.logged) == (0, False)
+    first.look()
+    first.wish = "resize"
+    second = first.over(asked, 20)
+    assert (second.last_step, second.logged, second.step_s, second.wish) == (20, True, 0.5, None)
+    news[0]["step"] = 40
+    second.look()
+    assert second.last_step == 40

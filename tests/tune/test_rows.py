@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mmray.errors import TrainingError
-from mmray.train.policy import Failure, Room, decide
+from mmray.train.policy import Failure, decide
 from mmray.tune.rows import ended_by, figures, one_line
 
 
@@ -45,7 +45,7 @@ class WorkerGroupError(Exception):
 
 def raised_by_policy(error):
     """What a run raises for it, with its cause kept as an actor boundary keeps it: not at all."""
-    return decide(Failure("raised", error, 3), None, 1, 0, Room(1, 1)).error
+    return decide(Failure("raised", error, 3), None, 1, 0).error
 
 
 @pytest.mark.parametrize(
