@@ -7,7 +7,6 @@ on the same real images, and whether a claim came out is computed from them, on 
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from mmray.data.reader import RowReader
 from mmray.data.stream import Stream
 from mmray.data.text import TextEncoder, load_tokenizer
 from mmray.errors import UsageError
+from mmray.machine import cores
 from mmray.train.batch import shape_of
 
 ACCUMULATION = 4
@@ -77,11 +77,11 @@ def _arms(config: Config, images: int, folder: str, say: Say) -> Arms:
     world, rows = config.cluster.most_workers, shape_of(config.batch, config.cluster.most_workers).micro
     if world * rows > images:
         raise UsageError(f"bench claims: {images} images are fewer than a batch of {world * rows}; give more --images")
-    kind, inputs, cores = device_of(config).type, config.model.inputs, os.cpu_count() or 1
+    kind, inputs = device_of(config).type, config.model.inputs
     start = Rank.options(num_gpus=int(kind == "cuda")).remote  # type: ignore[attr-defined]
     ranks = [start(rank, _with_model(config, tokenizer), kind, folder) for rank in range(world)]
     dataset = Textbook(Source(photos.read_captions(source)), tokenizer, inputs.image_side)
-    actors = cores if config.data.workers == "auto" else config.data.workers
+    actors = cores() if config.data.workers == "auto" else config.data.workers
 
     def from_loader(workers: int, recipe: Recipe) -> Callable[[int], list[list[Arrival]]]:
         return lambda count: ray.get([one.torch_loader.remote(dataset, rows, workers, recipe, count) for one in ranks])
@@ -101,7 +101,7 @@ def _arms(config: Config, images: int, folder: str, say: Say) -> Arms:
 
     return {
         "textbook, no workers": from_loader(0, Recipe(trim=False)),
-        "textbook": from_loader(max(1, cores // world), Recipe(trim=False)),
+        "textbook": from_loader(max(1, cores() // world), Recipe(trim=False)),
         "no workers, no padding": from_loader(0, Recipe()),
         "+ Ray Data stream": from_stream(0, Recipe()),
         "+ AMP": from_stream(0, Recipe("bf16")),

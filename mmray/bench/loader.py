@@ -6,7 +6,6 @@ consumers, and runs each arm in windows in turn (ABBA), so that a ratio is of wi
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -40,6 +39,7 @@ from mmray.data.store import PreparedSet
 from mmray.data.stream import Stream, stream_dataset
 from mmray.data.text import load_tokenizer
 from mmray.errors import UsageError
+from mmray.machine import cores
 
 GLOBAL_ROWS, CONSUMERS, SIDE = 256, 2, 224
 LEAST_STEPS = 12  # of a stream's window: the first blocks do not count
@@ -74,8 +74,7 @@ def bench_loader(settings: Settings, say: Say) -> dict[str, Any]:
 
     Raises UsageError where there are fewer rows than one global batch.
     """
-    cores = os.cpu_count() or 1
-    actors = settings.workers or cores
+    actors = settings.workers or cores()
     with joined(Cluster(workers=max(actors, CONSUMERS))):
         bench = _bench(settings, actors, say)
         found: dict[str, Found] = {name: Found() for name in bench.arms}

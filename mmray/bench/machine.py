@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
+from mmray.machine import cores
+
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Processor, cores, accelerator, versions, and how busy the machine was with other things."""
     return {
         "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
+        "cores": cores(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "load_1min": os.getloadavg()[0],
         "python": platform.python_version(),

@@ -26,6 +26,7 @@ from mmray.cluster.join import joined
 from mmray.cluster.storage import probe
 from mmray.config import Cluster
 from mmray.errors import ResourceError
+from mmray.machine import cores, free_memory
 
 GIB = 2**30
 LEAST_MEMORY_GIB = 2.0
@@ -50,7 +51,7 @@ def examine(address: str | None, storage: str) -> Iterator[Finding]:
     yield from _packages()
     yield _torch()
     yield _gpus()
-    yield memory(psutil.virtual_memory().available / GIB)
+    yield memory(free_memory() / GIB)
     yield shm(_size_gib(Path("/dev/shm")), psutil.virtual_memory().total / GIB)
     yield open_files()
     if "://" not in storage:
@@ -110,7 +111,7 @@ def gpus(listed: int, usable: list[str]) -> Finding:
 
 
 def memory(available_gib: float) -> Finding:
-    seen = f"{available_gib:.1f} GiB free, {os.cpu_count()} cores"
+    seen = f"{available_gib:.1f} GiB free, {cores()} cores"
     if available_gib < LEAST_MEMORY_GIB:
         return Finding("warn", "memory", seen, "close other programs; fewer --cluster.workers and --data.workers")
     return Finding("ok", "memory", seen)

@@ -16,9 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
-from mmray.errors import ResourceError
+from mmray.errors import ResourceError, UsageError
+from mmray.machine import cores
 
 if TYPE_CHECKING:
     from mmray.config import Cluster
@@ -84,15 +83,17 @@ def _start(ray: object, address: str | None, section: Cluster, data_actors: int)
     try:
         if address:
             check_answer(address)
-            store = {name: os.environ[name] for name in _STORE if name in os.environ}
-            ray.init(address=address, runtime_env={"env_vars": {**_ENVIRONMENT, **store}}, **quiet)  # type: ignore[attr-defined]
+            theirs = {name: os.environ[name] for name in (*_ENVIRONMENT, *_STORE) if name in os.environ}
+            # A job's own variables are in this environment too: the same name in both is no conflict.
+            os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
+            ray.init(address=address, runtime_env={"env_vars": theirs}, **quiet)  # type: ignore[attr-defined]
         else:
             forget_dead_cluster(Path(get_default_ray_temp_dir()) / "ray_current_cluster")
             # Unless the user has set RAY_AUTH_MODE, Ray gives this cluster a token: nobody else may use it.
             with _with_environment(workers):
                 ray.init(  # type: ignore[attr-defined]
                     address="local",
-                    num_cpus=local_cpus(section, data_actors, physical=os.cpu_count() or 1),
+                    num_cpus=local_cpus(section, data_actors, physical=cores()),
                     include_dashboard=False,
                     **quiet,
                 )
@@ -120,8 +121,16 @@ def _with_environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def check_answer(address: str) -> None:
-    """Raise ResourceError where nothing listens at `host:port` (or `ray://host:port`): Ray would try for minutes."""
-    host, _, port = address.rpartition("://")[2].rpartition(":")
+    """Raise ResourceError where nothing listens at `host:port`: Ray would try for minutes.
+
+    UsageError for an address of Ray Client, which is not told what the nodes have.
+    """
+    if address.startswith("ray://"):
+        raise UsageError(
+            f"{address} is an address of Ray Client, which mmray does not speak: submit the command as a job (`ray job "
+            "submit --address http://HEAD:8265 -- mmray ...`), or run it on a node of the cluster with RAY_ADDRESS=auto"
+        )
+    host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return  # `auto` and the like: Ray knows them
     try:
@@ -167,10 +176,6 @@ def data_workers(cpus: float, taken: float, memory_gib: float, block_mb: float) 
     """Decoding actors that fit: a CPU each beside the training workers, and memory for themselves and their blocks."""
     actor_gib = 0.5 + 4 * block_mb / 1024
     return max(1, int(min(cpus - taken, memory_gib * 0.5 / actor_gib)))
-
-
-def free_memory_gib() -> float:
-    return psutil.virtual_memory().available / 2**30
 
 
 def _hush() -> None:

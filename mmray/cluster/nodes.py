@@ -7,7 +7,6 @@ Without it, data keeps off the nodes with GPUs where others have CPUs.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from ray._private.state import state as ray_state
 
 from mmray.cluster.capacity import Demand, Labels, Node, Pool, feasible
 from mmray.errors import ResourceError
+from mmray.machine import cores
 
 if TYPE_CHECKING:
     from mmray.config import Cluster
@@ -35,8 +35,8 @@ def nodes() -> list[Node]:
 
 def cores_here() -> int | None:
     """Cores of this machine where it is the whole cluster and Ray counts more CPUs than it has (join.py); else None."""
-    here, cores = nodes(), os.cpu_count() or 1
-    return cores if len(here) == 1 and here[0].resources.get("CPU", 0) > cores else None
+    here, there = nodes(), cores()
+    return there if len(here) == 1 and here[0].resources.get("CPU", 0) > there else None
 
 
 def free_nodes() -> list[Node]:

@@ -8,7 +8,6 @@ a plain script alike.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -27,6 +26,7 @@ from mmray.data.reader import UNLABELLED, Block
 from mmray.data.store import BATCH_ROWS, ROW_ERRORS, PreparedSet, Row
 from mmray.data.trial import Trials
 from mmray.data.words import encoder_of
+from mmray.machine import cores
 
 if TYPE_CHECKING:
     from mmray.config import Evaluate, Inputs
@@ -56,7 +56,7 @@ class EvalBatches:
     world: int = 1
     max_pixels: int = MAX_PIXELS
     apart: Trials | None = None
-    threads: int = field(default_factory=lambda: min(16, os.cpu_count() or 1))
+    threads: int = field(default_factory=lambda: min(16, cores()))
     faults: list[str] = field(default_factory=list)
 
     @property

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import psutil
 import torch
 from torch import Tensor, nn
 
 from mmray.errors import OutOfMemoryError, TrainingError
+from mmray.machine import free_memory
 from mmray.objectives.protocol import Batch
 from mmray.train import parallel, sharding
 from mmray.train.batch import divisors, smaller
@@ -216,7 +216,7 @@ def _most_rows(group: Group, bytes_of_one_row: int) -> int:
     if group.device.type == "cuda":
         return 2**31
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", group.world))
-    return max(1, int(HOST_SHARE * psutil.virtual_memory().available / ranks / max(1, bytes_of_one_row)))
+    return max(1, int(HOST_SHARE * free_memory() / ranks / max(1, bytes_of_one_row)))
 
 
 def _table(learner: Learner, saved_bytes: int) -> dict[str, float]:

@@ -16,11 +16,12 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
 from mmray.cluster import nodes, storage
 from mmray.cluster.capacity import Demand, Labels, Node, Pool, Resources, feasible, most_workers
-from mmray.cluster.join import FEED_CPUS, data_workers, free_memory_gib
+from mmray.cluster.join import FEED_CPUS, data_workers
 from mmray.cluster.scale import ScaleUp
 from mmray.config import Config
 from mmray.data.remote import Folder, RemotePath
 from mmray.errors import ResourceError
+from mmray.machine import cores, free_memory
 
 FREE_LOOK_S = 4.0  # until what is taken counts as taken: workers that have ended a moment ago hold their places
 
@@ -140,8 +141,8 @@ def data_actors(config: Config) -> int:
         return config.data.workers
     here, demand = nodes.nodes(), demand_of(config)
     if len(here) == 1:  # a cluster on this machine has more logical CPUs than real cores
-        cpus = min(ray.cluster_resources().get("CPU", 1), os.cpu_count() or 1)
-        return data_workers(cpus, _taken(demand), free_memory_gib(), config.data.block_mb)
+        cpus = min(ray.cluster_resources().get("CPU", 1), cores())
+        return data_workers(cpus, _taken(demand), free_memory() / 2**30, config.data.block_mb)
     return shared_actors(demand, here, nodes.pools(), config.data.block_mb)
 
 

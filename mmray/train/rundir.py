@@ -7,7 +7,6 @@ runs/NAME/  config.yaml  data.json  environment.json  tokenizer.json  metrics.js
 from __future__ import annotations
 
 import json
-import os
 import platform
 import sys
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from mmray.config import Config, to_yaml
 from mmray.data.folders import write_whole
 from mmray.data.remote import Folder, folder_at
 from mmray.errors import UsageError
+from mmray.machine import cores
 from mmray.train import lease
 from mmray.train.continuation import forbidden_changes
 
@@ -153,6 +153,6 @@ def environment() -> dict[str, Any]:
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
-        "cores": os.cpu_count(),
+        "cores": cores(),
         "packages": {name: version(name) for name in PACKAGES},
     }

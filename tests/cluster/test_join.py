@@ -5,21 +5,24 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+from ray._private.worker import _merge_runtime_env
 
+from mmray.cluster import join
 from mmray.cluster.join import check_answer, forget_dead_cluster
-from mmray.errors import ResourceError
+from mmray.config import Cluster
+from mmray.errors import ResourceError, UsageError
 
 
-@pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://127.0.0.1:{}"])
-def test_an_address_where_nothing_listens_is_refused_at_once(form):
+def test_an_address_where_nothing_listens_is_refused_at_once():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     began_s = time.monotonic()
     with pytest.raises(ResourceError, match=f"nothing answers at the Ray address .*{port}"):
-        check_answer(form.format(port))
+        check_answer(f"127.0.0.1:{port}")
     assert time.monotonic() - began_s < 10
 
 
@@ -28,6 +31,26 @@ def test_an_address_where_something_listens_passes():
         head.bind(("127.0.0.1", 0))
         head.listen()
         check_answer(f"127.0.0.1:{head.getsockname()[1]}")
+
+
+def test_an_address_of_ray_client_says_what_to_do():
+    with pytest.raises(UsageError, match="ray job submit"):
+        check_answer("ray://head:10001")
+
+
+def test_what_a_job_brings_in_its_environment_is_no_conflict_and_stays(monkeypatch):
+    """Ray puts a job's variables into the driver's environment, and refuses a name that both bring."""
+    brought = {"AWS_ENDPOINT_URL": "http://store:9000", "TOKENIZERS_PARALLELISM": "true", "MINE": "1"}
+    for name, value in brought.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("RAY_OVERRIDE_JOB_RUNTIME_ENV", raising=False)
+    asked = {}
+    join._start(SimpleNamespace(init=lambda **given: asked.update(given)), "auto", Cluster(), 1)
+    override = os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] == "1"
+    monkeypatch.delenv("RAY_OVERRIDE_JOB_RUNTIME_ENV")
+    merged = _merge_runtime_env({"env_vars": brought}, asked["runtime_env"], override=override)
+    assert merged["env_vars"].items() >= brought.items()
+    assert merged["env_vars"]["RAY_TRAIN_ENABLE_PRINT_PATCH"] == "0"
 
 
 def test_ray_resolves_its_own_words():

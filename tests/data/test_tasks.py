@@ -1,6 +1,5 @@
 """How many tasks of a job run side by side, on a machine of which Ray counts more CPUs than it has cores."""
 
-import os
 import time
 
 import pytest
@@ -23,7 +22,7 @@ def at_once(answers):
 
 @pytest.mark.parametrize(("cores", "count", "most"), [(1, 6, 1), (1, 12, 2), (2, 8, 2)])
 def test_no_more_processes_than_cores_but_for_one_where_tasks_are_many(local_ray, monkeypatch, cores, count, most):
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(nodes, "cores", lambda: cores)
     answers = list(run_tasks(task, list(range(count)), retries=0))
     assert sorted(answer["item"] for answer in answers) == list(range(count))
     assert at_once(answers) == most
@@ -35,6 +34,6 @@ def test_no_more_processes_than_cores_but_for_one_where_tasks_are_many(local_ray
     ids=["as many", "more", "nobody", "a head without", "several nodes"],
 )
 def test_a_cluster_whose_cpus_are_cores_has_all_of_them_at_work(monkeypatch, here, cores):
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(nodes, "cores", lambda: 16)
     monkeypatch.setattr(nodes, "nodes", lambda: [Node({"CPU": cpus}) for cpus in here])
     assert nodes.cores_here() == cores

@@ -36,8 +36,8 @@ def here(monkeypatch):
     monkeypatch.setattr(resources.nodes, "nodes", lambda: [Node(counted)])
     monkeypatch.setattr(resources.nodes, "pools", list)
     monkeypatch.setattr(resources.ray, "cluster_resources", lambda: counted)
-    monkeypatch.setattr(resources.os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(resources, "free_memory_gib", lambda: 20.0)
+    monkeypatch.setattr(resources, "cores", lambda: 8)
+    monkeypatch.setattr(resources, "free_memory", lambda: 20 * 2**30)
 
 
 @pytest.mark.parametrize(

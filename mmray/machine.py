@@ -1,0 +1,72 @@
+"""Cores and memory of this machine that this process may use: a container, a pod or a batch job leaves it a part.
+
+Limits of cgroups, version 2 at each level above the process, version 1 at the root, where containers see their own
+(https://docs.kernel.org/admin-guide/cgroup-v2.html, `cpu.max`, `memory.max`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def cores() -> int:
+    """Cores that this process may keep busy: those it is bound to, or fewer where a quota says so."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(min([bound, *_quotas()])))
+
+
+def free_memory() -> int:
+    """Bytes that can still be taken: what the machine has available, or less where a limit comes first."""
+    return int(max(0, min([psutil.virtual_memory().available, *_left()])))
+
+
+def _quotas() -> Iterator[float]:
+    for folder in _levels():
+        quota, period = (_words(folder / "cpu.max") or ["max", "1"])[:2]
+        if quota != "max":
+            yield int(quota) / int(period)
+    quota, period = _number(CGROUPS / "cpu/cpu.cfs_quota_us"), _number(CGROUPS / "cpu/cpu.cfs_period_us")
+    if quota > 0 and period < math.inf:
+        yield quota / period
+
+
+def _left() -> Iterator[float]:
+    """What each limit leaves; cached files that nobody uses give way, and do not count."""
+    for folder in _levels():
+        yield _number(folder / "memory.max") - _used(folder, "memory.current", "inactive_file")
+    folder = CGROUPS / "memory"
+    yield _number(folder / "memory.limit_in_bytes") - _used(folder, "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _used(folder: Path, file: str, idle: str) -> float:
+    words = _words(folder / "memory.stat")
+    counts = dict(zip(words[::2], words[1::2], strict=False))
+    taken = _number(folder / file)
+    return 0 if math.isinf(taken) else taken - int(counts.get(idle, 0))
+
+
+def _levels() -> list[Path]:
+    """The folders of this process's cgroup of version 2 and of those above it; only the root in most containers."""
+    own = next((line[3:] for line in _words(OWN_CGROUP) if line.startswith("0::")), "/")
+    place = CGROUPS / own.lstrip("/")
+    return [CGROUPS, *(folder for folder in [place, *place.parents] if CGROUPS in folder.parents)]
+
+
+def _number(file: Path) -> float:
+    """Infinity where there is no such file, or no limit in it."""
+    words = _words(file)
+    return float(words[0]) if words and words[0] != "max" else math.inf
+
+
+def _words(file: Path) -> list[str]:
+    try:
+        return file.read_text().split()
+    except OSError:
+        return []
