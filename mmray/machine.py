@@ -29,9 +29,9 @@ def free_memory() -> int:
 
 def _quotas() -> Iterator[float]:
     for folder in _levels():
-        quota, period = (_words(folder / "cpu.max") or ["max", "1"])[:2]
-        if quota != "max":
-            yield int(quota) / int(period)
+        most, each = (_words(folder / "cpu.max") or ["max", "1"])[:2]
+        if most != "max":
+            yield int(most) / int(each)
     quota, period = _number(CGROUPS / "cpu/cpu.cfs_quota_us"), _number(CGROUPS / "cpu/cpu.cfs_period_us")
     if quota > 0 and period < math.inf:
         yield quota / period

@@ -49,8 +49,10 @@ class Finding:
 def examine(address: str | None, storage: str) -> Iterator[Finding]:
     """Findings about this machine, and about the Ray cluster at `address` (RAY_ADDRESS; none: one started here)."""
     yield from _packages()
-    yield _torch()
-    yield _gpus()
+    torch = _torch()
+    yield torch
+    if torch.level == "ok":
+        yield _gpus()
     yield memory(free_memory() / GIB)
     yield shm(_size_gib(Path("/dev/shm")), psutil.virtual_memory().total / GIB)
     yield open_files()
@@ -99,14 +101,17 @@ def _gpus() -> Finding:
     except (OSError, subprocess.TimeoutExpired):
         listed = []
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    return gpus(len([line for line in listed if line.startswith("GPU")]), names)
+    return gpus(len([line for line in listed if line.startswith("GPU")]), names, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def gpus(listed: int, usable: list[str]) -> Finding:
-    """Holds the GPUs that the driver lists against those that torch can use."""
+def gpus(listed: int, usable: list[str], visible: str | None = None) -> Finding:
+    """Holds the GPUs that the driver lists against those that torch can use; `visible` is CUDA_VISIBLE_DEVICES."""
     if listed > len(usable):
-        fix = "update the driver, or install the torch build of its CUDA version; see also CUDA_VISIBLE_DEVICES"
-        return Finding("fail", "GPUs", f"the driver lists {listed}, torch can use {len(usable)}", fix)
+        seen = f"the driver lists {listed}, torch can use {len(usable)}"
+        if visible is not None:
+            fix = f"CUDA_VISIBLE_DEVICES={visible} hides the others; unset it to use them all"
+            return Finding("warn", "GPUs", seen, fix)
+        return Finding("fail", "GPUs", seen, "update the driver, or install the torch build of its CUDA version")
     return Finding("ok", "GPUs", ", ".join(usable) or "none: mmray trains on the CPU here")
 
 

@@ -208,5 +208,7 @@ def _killed(error: BaseException, guard: Guard, ready: Ready) -> OutOfMemoryErro
 
 def _is_loss(error: BaseException) -> bool:
     """A worker or its connection went away (a peer of a dead or slow rank sees only its own broken collective)."""
+    if isinstance(error, MmrayError):
+        return False  # it may quote NCCL, that had no memory: the rank knows better
     gone = isinstance(error, ray.exceptions.RayError | WorkerHealthCheckTimeoutError)
     return gone or any(text in str(error) for text in BROKEN)

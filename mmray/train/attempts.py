@@ -19,6 +19,7 @@ from typing import Any
 
 import ray
 import ray.exceptions
+import ray.train
 
 from mmray.cluster.present import Present, present
 from mmray.cluster.scale import ScaleUp
@@ -26,7 +27,7 @@ from mmray.config import Config
 from mmray.data.folders import gather
 from mmray.data.manifest import QUARANTINE
 from mmray.data.remote import Folder
-from mmray.errors import ResourceError, StorageError, TrainingError, UsageError
+from mmray.errors import MmrayError, ResourceError, StorageError, TrainingError, UsageError
 from mmray.train import checkpoint, rundir
 from mmray.train.attempt import Ready, failure_of, run_attempt, trainer_of
 from mmray.train.board import WASTED, Listener, Watch, new_board
@@ -39,6 +40,8 @@ from mmray.train.unreadable import bad_rows
 
 SETTLE_S = 0.5  # between two looks at what is free, while the workers of the attempt before let go of their places
 SAME_LOOKS, MOST_LOOKS = 4, 20
+# What an attempt ends with: Ray Train's word, our own, or a cluster or storage that does not answer.
+ENDED = (ray.train.TrainingFailedError, MmrayError, ray.exceptions.RayError, RuntimeError, OSError)
 STORAGE_PAUSES_S = (1.0, 5.0, 30.0)  # until a storage that fails between two attempts is asked again
 
 
@@ -103,7 +106,7 @@ def attempts(ready: Ready, run: rundir.RunDir, lease: Lease, listener: Listener)
             tally.preemptions += watch.wish == "preempted"
             if watch.wish == "resize":
                 tally.resized_from.append(workers)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the policy decides
+        except ENDED as error:  # anything else is a mistake of this code, and another attempt would meet it again
             ready = _after(error, ready, run, lease, tally, guard, wanted, listener)
         finally:
             scale_up.end()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -92,6 +93,8 @@ class Desk:
 
 def main(spec: str) -> int:
     """Take lines to the tracker of class `spec` until there are none; what a library prints goes nowhere."""
+    # A job that is stopped has all its processes signalled; the run's own end, and the end of input, come after that.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     lines, out = sys.stdin, sys.stdout
     sys.stdout = sys.stderr
     about = json.loads(lines.readline())

@@ -1,6 +1,7 @@
 """The doctor: each finding from what it was shown, and the whole on a real machine."""
 
 import json
+import sys
 
 import pytest
 
@@ -13,6 +14,16 @@ def test_gpus_that_torch_cannot_use_are_a_failure():
     assert doctor.gpus(0, []).level == "ok"
     found = doctor.gpus(2, ["H200"])
     assert found.level == "fail" and "lists 2, torch can use 1" in found.seen and "driver" in found.fix
+    hidden = doctor.gpus(8, ["H200"], visible="0")
+    assert hidden.level == "warn" and "CUDA_VISIBLE_DEVICES=0" in hidden.fix
+
+
+def test_a_torch_that_cannot_be_imported_is_a_finding_and_the_rest_is_looked_at(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(doctor, "_ray", lambda _: iter(()))
+    found = list(doctor.examine(None, "runs"))
+    assert [each.level for each in found if each.what == "torch"] == ["fail"]
+    assert "memory" in [each.what for each in found] and "GPUs" not in [each.what for each in found]
 
 
 @pytest.mark.parametrize(

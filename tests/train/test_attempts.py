@@ -202,6 +202,32 @@ def test_a_worker_that_rays_memory_monitor_killed_comes_back_with_smaller_micro_
     assert isinstance(alone.error, OutOfMemoryError) and isinstance(decide(alone, None, 1, 3), Again)
 
 
+def test_a_rank_whose_nccl_had_no_memory_decides_whatever_the_others_lost():
+    lost = RuntimeError("NCCL communicator was aborted")
+    mine = OutOfMemoryError("NCCL error in: ncclUnhandledCudaError: out of memory", 2)
+    assert decide(failed(lost, mine), None, 1, 3) == Shrink(2, str(mine))
+
+
+def test_a_mistake_of_the_drivers_own_is_not_tried_again(tmp_path, monkeypatch):
+    def mistaken(*_):
+        raise AttributeError("'NoneType' object has no attribute 'foo'")
+
+    monkeypatch.setattr(attempts, "trainer_of", mistaken)
+    monkeypatch.setattr(attempts, "places", lambda *_: (None, 2))
+    monkeypatch.setattr(attempts, "demand_of", lambda _: SimpleNamespace(per_worker={}))
+    monkeypatch.setattr(attempts, "ask_for_more", lambda *_: None)
+    monkeypatch.setattr(attempts, "new_board", lambda _: None)
+    monkeypatch.setattr(attempts.ray, "kill", lambda _: None)
+    monkeypatch.setattr(attempts, "ScaleUp", lambda _: SimpleNamespace(end=lambda: None))
+    lease, listener = Lease(tmp_path), Silent()
+    lease.acquire()
+    ready = SimpleNamespace(config=Config(), steps=3, shape="16 rows a step")
+    with pytest.raises(AttributeError, match="foo"):
+        attempts.attempts(ready, RunDir(tmp_path), lease, listener)
+    assert "failure" not in [label for label, _ in listener.notes]
+    lease.release()
+
+
 def test_a_rank_without_memory_decides_whatever_the_ranks_that_lost_it_say():
     """In a probe under `fsdp`: the other's error is wrapped, and its words are those of whatever broke."""
     lost = TrainingError("one synthetic micro-batch did not pass the model: what?")

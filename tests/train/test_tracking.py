@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mmray.config import Config, Data, Run
@@ -49,6 +50,21 @@ def told(
 
 def kept(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "kept.jsonl").read_text().splitlines()]
+
+
+def test_a_stopped_job_still_tells_how_the_run_ended(tmp_path: Path) -> None:
+    """Ray signals all processes of a job that is stopped, and the run ends by a checkpoint."""
+
+    def stopped() -> None:
+        trackers = [child for child in psutil.Process().children() if "mmray.train.tracking_child" in child.cmdline()]
+        assert len(trackers) == 1
+        while not kept(tmp_path):  # it has begun
+            time.sleep(0.05)
+        trackers[0].terminate()
+
+    (tmp_path / "kept.jsonl").touch()
+    told(config_of("Keeping"), tmp_path, range(1, 3), "stopped", at_end=stopped)
+    assert [line["finish"] for line in kept(tmp_path) if "finish" in line] == [True]
 
 
 def test_a_tracker_hears_the_run_and_its_continuation(tmp_path: Path) -> None:
