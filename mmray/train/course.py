@@ -21,7 +21,7 @@ from mmray.train.attempts import attempts
 from mmray.train.board import Listener
 from mmray.train.early import tried_meanwhile
 from mmray.train.lease import Lease
-from mmray.train.resources import check_room, check_storage
+from mmray.train.resources import check_room, check_storage, workers_told
 from mmray.train.settle import settle
 
 TOLD_RUNS = 3
@@ -105,5 +105,6 @@ def _announce(ready: Ready, run: rundir.RunDir, listener: Listener) -> None:
     data = ready.config.data
     if data.chunk != 1:
         listener.note(f"in chunks of {data.chunk:,} rows that lie together, {data.window:,} of them mixed", "order")
+    listener.note(workers_told(ready.config), "workers")
     listener.note(str(ready.shape), "batch")
     listener.note(f"{ready.steps:,} steps, about {epochs:.1f} epochs", "length")

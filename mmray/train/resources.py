@@ -114,6 +114,16 @@ def torch_config(config: Config) -> TorchConfig:
     return TorchConfig(timeout_s=math.ceil(config.cluster.collective_timeout_s))
 
 
+def workers_told(config: Config) -> str:
+    """How many workers train, and on what; GPUs of the cluster that they leave aside."""
+    each, there = demand_of(config).per_worker.get("GPU", 0), _gpus(nodes.nodes(), nodes.pools())
+    if each:
+        return f"{config.cluster.workers}, {'a GPU' if each == 1 else f'{each:g} GPUs'} each"
+    return f"{config.cluster.workers}, on CPUs" + (
+        f"; the cluster's {there} GPU{'s' * (there > 1)} idle" if there else ""
+    )
+
+
 def no_retries() -> FailureConfig:
     """Ray tries nothing again by itself, and waits no longer than its start-up limit."""
     return FailureConfig(max_failures=0, controller_failure_limit=0, max_preemption_failures=0)  # type: ignore[call-arg]
@@ -167,17 +177,28 @@ def _taken(demand: Demand) -> float:
 def _per_worker(config: Config, here: list[Node], pools: list[Pool]) -> Resources:
     """What one worker holds; a GPU (one for each branch) where asked for, or where the cluster has or gets enough.
 
-    Raises ResourceError where a lone GPU would be left aside without a word.
+    Raises ResourceError where there are GPUs, and fewer than the workers want: they would stand idle without a word.
     """
-    has = sum(node.resources.get("GPU", 0) for node in here)
-    can = sum(pool.resources.get("GPU", 0) * pool.most for pool in pools)
-    wanted = config.cluster.accelerator
+    wanted, most = config.cluster.accelerator, _gpus(here, pools)
     each = 2 if config.train.parallel == "branches" else 1
-    if each == 2 and wanted == "auto" and max(has, can) == 1:
-        raise ResourceError(
-            "train.parallel branches takes two GPUs in one worker, and the cluster has one: take --train.parallel "
-            "single to train on it, or --cluster.accelerator cpu to leave it aside"
-        )
-    use_gpu = wanted == "gpu" or (wanted == "auto" and max(has, can) >= each * config.cluster.least_workers)
+    if wanted == "auto" and 0 < most < each * config.cluster.least_workers:
+        raise ResourceError(_too_few(most, each, config.cluster.least_workers))
+    use_gpu = wanted == "gpu" or (wanted == "auto" and most > 0)
     own = {"CPU": config.cluster.cpus_per_worker, **({"GPU": float(each)} if use_gpu else {})}
     return {**own, **config.cluster.resources_per_worker}
+
+
+def _gpus(here: list[Node], pools: list[Pool]) -> int:
+    """GPUs that the cluster has, or can come to have."""
+    has = sum(node.resources.get("GPU", 0) for node in here)
+    return int(max(has, sum(pool.resources.get("GPU", 0) * pool.most for pool in pools)))
+
+
+def _too_few(most: int, each: int, workers: int) -> str:
+    gpus = f"{most} GPU{'s' * (most > 1)}"
+    asked = f"{workers} training worker{'s' * (workers > 1)} of {'a GPU' if each == 1 else f'{each} GPUs'} each"
+    if most < each:
+        fewer = "--train.parallel single trains on it"
+    else:
+        fewer = f"--cluster.workers {most // each} trains on them, with the same global batch"
+    return f"the run asks for {asked}, and the cluster has {gpus}: {fewer}; --cluster.accelerator cpu leaves them aside"

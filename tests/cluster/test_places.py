@@ -13,6 +13,7 @@ from mmray.cluster.nodes import HEAD_MARK, ROLE, data_labels, launcher_pools, tr
 from mmray.cluster.storage import check_is_kept
 from mmray.config import Cluster
 from mmray.errors import ResourceError, UsageError
+from mmray.recipes import RECIPES
 from mmray.train import resources
 from mmray.train.resources import shared_actors
 
@@ -22,16 +23,35 @@ GPU_NODE = Node({"CPU": 8.0, "GPU": 4.0, "memory": 64 * 2.0**30}, {"ray.io/node-
 CPU_NODE = Node({"CPU": 16.0, "memory": 64 * 2.0**30}, {"ray.io/node-id": "c"})
 
 
-def test_branches_do_not_leave_a_lone_gpu_aside_without_a_word():
-    def asked(accelerator):
-        config = SimpleNamespace(
-            cluster=Cluster(workers=1, accelerator=accelerator), train=SimpleNamespace(parallel="branches")
-        )
-        return resources._per_worker(config, LAPTOP, [])
+def per_worker(here, parallel="ddp", **cluster):
+    config = SimpleNamespace(cluster=Cluster(**cluster), train=SimpleNamespace(parallel=parallel))
+    return resources._per_worker(config, here, [])
 
-    with pytest.raises(ResourceError, match=r"takes two GPUs .* has one: take --train\.parallel single"):
-        asked("auto")
-    assert "GPU" not in asked("cpu") and asked("gpu")["GPU"] == 2
+
+@pytest.mark.parametrize(
+    ("here", "given", "said"),
+    [
+        (LAPTOP, {"parallel": "branches"}, r"1 training worker of 2 GPUs each, .* has 1 GPU: --train\.parallel single"),
+        ([HEAD, GPU_NODE], {"workers": 8}, r"8 training workers of a GPU each, .* has 4 GPUs: --cluster\.workers 4 tr"),
+        (
+            [GPU_NODE],
+            {"workers": "3-4", "parallel": "branches"},
+            r"3 .* of 2 GPUs .* 4 GPUs: --cluster\.workers 2 trains",
+        ),
+    ],
+)
+def test_gpus_are_not_left_aside_without_a_word(here, given, said):
+    with pytest.raises(ResourceError, match=said):
+        per_worker(here, **given)
+    assert "GPU" not in per_worker(here, accelerator="cpu", **given)
+    assert per_worker(here, accelerator="gpu", **given)["GPU"] == (2 if "parallel" in given else 1)
+
+
+def test_the_sample_recipe_takes_a_lone_gpu_and_two_cpus():
+    cluster = RECIPES["sample"]().cluster
+    assert per_worker(LAPTOP, workers=cluster.workers) == {"CPU": 1.0, "GPU": 1.0}
+    assert per_worker([CPU_NODE], workers=cluster.workers) == {"CPU": 1.0}
+    assert cluster.most_workers == 2
 
 
 @pytest.mark.parametrize(

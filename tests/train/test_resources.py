@@ -45,7 +45,7 @@ def here(monkeypatch):
     [
         (2, Data(), 6),  # of the cores that there are, not of the CPUs that Ray counts
         (2, Data(block_mb=512), 4),  # 2.5 GiB each, of 10
-        (8, Data(), 1),
+        ("2-8", Data(), 1),
         (2, Data(workers=11), 11),  # who names a number gets it
     ],
 )
