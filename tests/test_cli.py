@@ -1,6 +1,8 @@
 """What is typed and what comes of it, without Ray: parsing, messages, exit codes."""
 
 import io
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -90,6 +92,35 @@ def test_mistakes_are_answered_with_exit_code_2(typed, words, said):
     code, _, err = typed(*words)
     assert code == 2
     assert said in " ".join(err.split())
+
+
+ENDLESS = """
+import time
+from mmray import cli
+def endless(argv, screen):
+    {work}
+cli.VERBS["endless"] = endless
+cli.main(["endless"])
+"""
+JOINED = """
+    from mmray.cluster.join import joined
+    from mmray.config import Cluster
+    with joined(Cluster()):
+        print("begun", flush=True); time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    "work", ['print("begun", flush=True); time.sleep(60)', pytest.param(JOINED, marks=pytest.mark.cluster)]
+)
+def test_a_command_that_is_told_to_end_answers_130(work):
+    """As `ray job stop` tells it; Ray's own answer, where it has joined, would be 15."""
+    command = [sys.executable, "-c", ENDLESS.format(work=work.strip())]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert running.stdout.readline() == "begun\n"
+    running.terminate()
+    _, said = running.communicate(timeout=60)
+    assert (running.returncode, "interrupted" in said) == (130, True), said
 
 
 def test_help(typed):

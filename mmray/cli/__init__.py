@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -39,6 +40,7 @@ VERBS: dict[str, Callable[[Sequence[str], Screen], int]] = {
 def main(argv: Sequence[str] | None = None) -> None:
     """The entry point: exits with the code of the verb, or of the error it met."""
     screen = Screen()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: `ray job stop` sends it
     try:
         code = run(list(sys.argv[1:] if argv is None else argv), screen)
     except AtOnce:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -61,9 +63,12 @@ def joined(section: Cluster, data_actors: int = 1, beside: Callable[[], None] | 
         yield
         return
     address = section.address or os.environ.get("RAY_ADDRESS")
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     with ThreadPoolExecutor(1) as threads:
         done = threads.submit(beside) if beside is not None else None
         _start(ray, address, section, data_actors)
+    if callable(on_sigterm) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own there, which exits with 15
     try:
         if done is not None:
             done.result()

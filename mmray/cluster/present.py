@@ -33,10 +33,12 @@ class Present:
     left_out: tuple[str, ...]
 
     def avoiding(self, labels: Labels | None) -> Labels | None:
-        """A label selector that also keeps off the nodes that are gone or going."""
+        """A label selector that also keeps off the nodes that are gone or going, besides those that it already does."""
         if not self.left_out:
             return labels or None
-        return {**(labels or {}), NODE_ID: f"!in({','.join(self.left_out)})"}
+        shunned = (labels or {}).get(NODE_ID, "").removeprefix("!in(").removesuffix(")")
+        left_out = sorted({*self.left_out, *filter(None, shunned.split(","))})
+        return {**(labels or {}), NODE_ID: f"!in({','.join(left_out)})"}
 
 
 def present() -> Present:

@@ -119,9 +119,8 @@ def workers_told(config: Config) -> str:
     each, there = demand_of(config).per_worker.get("GPU", 0), _gpus(nodes.nodes(), nodes.pools())
     if each:
         return f"{config.cluster.workers}, {'a GPU' if each == 1 else f'{each:g} GPUs'} each"
-    return f"{config.cluster.workers}, on CPUs" + (
-        f"; the cluster's {there} GPU{'s' * (there > 1)} idle" if there else ""
-    )
+    idle = f"; the cluster's {there} GPU{'s' * (there > 1)} left idle" if there else ""
+    return f"{config.cluster.workers}, on CPUs{idle}"
 
 
 def no_retries() -> FailureConfig:

@@ -10,6 +10,7 @@ import yaml
 from mmray.cluster.capacity import Demand, Node, Pool, feasible
 from mmray.cluster.join import local_cpus
 from mmray.cluster.nodes import HEAD_MARK, ROLE, data_labels, launcher_pools, train_labels
+from mmray.cluster.present import NODE_ID, Present
 from mmray.cluster.storage import check_is_kept
 from mmray.config import Cluster
 from mmray.errors import ResourceError, UsageError
@@ -68,6 +69,13 @@ def test_data_keeps_off_gpu_nodes_where_others_have_cpus(here, data):
     assert data_labels("auto", here) == data
     assert data_labels("none", here) == {}
     assert data_labels("pool=big", here) == {"pool": "big"}
+
+
+def test_nodes_that_go_are_kept_off_besides_those_with_gpus():
+    going = Present([], ("c2", "a"))
+    assert going.avoiding({NODE_ID: "!in(g)", "pool": "big"}) == {NODE_ID: "!in(a,c2,g)", "pool": "big"}
+    assert going.avoiding(None) == {NODE_ID: "!in(a,c2)"}
+    assert Present([], ()).avoiding({NODE_ID: "!in(g)"}) == {NODE_ID: "!in(g)"}
 
 
 def test_training_follows_roles_alone():
