@@ -25,8 +25,7 @@ def submit_line(name):
 
 @pytest.mark.parametrize("job", [job.stem for job in JOBS])
 def test_a_job_is_a_verb_with_its_line(job):
-    if job not in VERBS:
-        pytest.skip(f"this tree has no verb {job}")
+    assert job in VERBS
     words = submit_line(job)
     assert words[:7] == ["ray", "job", "submit", "--working-dir", ".", "--", "python"]
     assert words[7] == f"jobs/{job}.py"
