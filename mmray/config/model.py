@@ -33,6 +33,10 @@ class Model(Section):
     vocab_size: int = Field(0, ge=0, description="Rows of the token embedding; 0: as many as the tokenizer has.")
     lora: Lora = Lora()
 
+    def with_tokens(self, vocab_size: int, pad_id: int | None) -> Self:
+        """The same model, with what it leaves to its tokenizer: the number of tokens, and the one that it pads with."""
+        return self.model_copy(update={"vocab_size": self.vocab_size or vocab_size})
+
     def with_absolute_weights(self) -> Self:
         """The same model, its weights on this machine under names that a worker in another folder finds as well."""
         update: dict[str, Any] = {}
@@ -182,6 +186,14 @@ class Siglip(Transformers):
     text: ClipText = ClipText(width=768, heads=12)
     temperature: float = Field(0.1, gt=0.001, le=1, description="Temperature of the scores at the start; it learns.")
     logit_bias: float | None = Field(-10.0, description="Start of the learned bias; none: there is no bias.")
+    pad_id: int | None = Field(
+        None, ge=0, description="Token that captions are filled up with; none: the tokenizer's, else the weights' own."
+    )
+
+    def with_tokens(self, vocab_size: int, pad_id: int | None) -> Self:
+        """As of every model; this one looks at its padding."""
+        update = {"pad_id": pad_id if self.pad_id is None else self.pad_id}
+        return super().with_tokens(vocab_size, pad_id).model_copy(update=update)
 
 
 class Decoder(Section):

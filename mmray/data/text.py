@@ -14,7 +14,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 MAX_CAPTION_BYTES = 64 * 1024
 MAX_TRAINING_TEXTS = 1_000_000  # more captions move a vocabulary of some thousand pieces no further, and all are held
+TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # Unicode's category Cc, which is never added to
 _PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>", "</s>")
@@ -85,7 +86,8 @@ def load_tokenizer(name: str, trained: str | None) -> str:
     """The text of a tokenizer.json, for a name as `model.inputs.tokenizer` gives it.
 
     `trained` is the tokenizer of the prepared set, if it has one. Other names: a directory with tokenizer.json or
-    vocab.txt, a tokenizer.json, a WordPiece vocabulary, or a name on the hub. Raises UsageError.
+    vocab.txt, a tokenizer.json, a WordPiece vocabulary, or a name on the hub. The pad token that tokenizer_config.json
+    declares is carried as `padding`. Raises UsageError.
     """
     if name == "trained":
         if trained is None:
@@ -98,10 +100,15 @@ def load_tokenizer(name: str, trained: str | None) -> str:
     if path.is_dir():
         return _load_folder(path)
     if path.is_file():
-        return _load_file(path, None)
+        return _load_folder(path.parent) if path.name == TOKENIZER else _load_file(path, None)
     if name.startswith(("/", "./", "../", "~")) or name.endswith((".txt", ".json")):
         raise UsageError(f"model.inputs.tokenizer: there is no file or directory {name}")
     return _load_from_hub(name)
+
+
+def declared_pad_id(tokenizer_json: str) -> int | None:
+    """Id of the token that the tokenizer says it pads with; None where it says nothing."""
+    return _declared(Tokenizer.from_str(tokenizer_json))
 
 
 class TextEncoder:
@@ -168,16 +175,35 @@ def _wordpiece(vocabulary: dict[str, int], lowercase: bool) -> Tokenizer:
 
 
 def _load_folder(folder: Path) -> str:
-    if (folder / "tokenizer.json").is_file():
-        return _load_file(folder / "tokenizer.json", None)
+    file = folder / SETTINGS
+    settings = _settings(file) if file.is_file() else {}
+    if (folder / TOKENIZER).is_file():
+        return _with_padding(_load_file(folder / TOKENIZER, None), settings)
     if not (folder / "vocab.txt").is_file():
         raise UsageError(f"model.inputs.tokenizer: {folder} holds neither tokenizer.json nor vocab.txt")
-    settings = folder / "tokenizer_config.json"
+    return _with_padding(_load_file(folder / "vocab.txt", settings.get("do_lower_case")), settings)
+
+
+def _settings(file: Path) -> dict[str, Any]:
     try:
-        lowercase = json.loads(settings.read_text()).get("do_lower_case") if settings.is_file() else None
-    except (ValueError, AttributeError):
-        raise UsageError(f"model.inputs.tokenizer: {settings} is not a JSON object") from None
-    return _load_file(folder / "vocab.txt", lowercase)
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        settings = None
+    if not isinstance(settings, dict):
+        raise UsageError(f"model.inputs.tokenizer: {file} is not a JSON object")
+    return settings
+
+
+def _with_padding(tokenizer_json: str, settings: dict[str, Any]) -> str:
+    """The tokenizer with the pad token of its tokenizer_config.json, which goes before its own, as in transformers."""
+    pad = settings.get("pad_token")
+    pad = pad.get("content") if isinstance(pad, dict) else pad  # a token is a name, or its whole description
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    pad_id = tokenizer.token_to_id(pad) if isinstance(pad, str) else None
+    if pad_id is None or pad_id == _declared(tokenizer):
+        return tokenizer_json
+    tokenizer.enable_padding(pad_id=pad_id, pad_token=pad)
+    return str(tokenizer.to_str())
 
 
 def _load_file(path: Path, lowercase: bool | None) -> str:
@@ -199,7 +225,9 @@ def _load_file(path: Path, lowercase: bool | None) -> str:
 
 def _load_from_hub(name: str) -> str:
     try:
-        return str(Tokenizer.from_pretrained(name).to_str())
+        return _with_padding(str(Tokenizer.from_pretrained(name).to_str()), _hub_settings(name))
+    except UsageError:
+        raise
     except Exception as error:  # noqa: BLE001 - the library raises bare Exception for every cause
         raise UsageError(
             f"model.inputs.tokenizer: {name!r} is no file or directory here, and the hub did not give it "
@@ -208,9 +236,24 @@ def _load_from_hub(name: str) -> str:
         ) from None
 
 
+def _hub_settings(name: str) -> dict[str, Any]:
+    """tokenizer_config.json of a name on the hub; nothing where it has none (not where it cannot be asked)."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import RemoteEntryNotFoundError
+
+    try:
+        return _settings(Path(hf_hub_download(name, SETTINGS)))
+    except RemoteEntryNotFoundError:
+        return {}
+
+
+def _declared(tokenizer: Tokenizer) -> int | None:
+    return int(tokenizer.padding["pad_id"]) if tokenizer.padding else None
+
+
 def _pad_id(tokenizer: Tokenizer) -> int:
     """Id that fills up; padded positions are masked, so a tokenizer without a pad token may use any."""
-    if tokenizer.padding:
-        return int(tokenizer.padding["pad_id"])
+    if (declared := _declared(tokenizer)) is not None:
+        return declared
     found = (tokenizer.token_to_id(name) for name in _PAD_NAMES)
     return next((index for index in found if index is not None), 0)

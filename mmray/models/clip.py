@@ -92,6 +92,7 @@ class Siglip(DualEncoder):
 
         net = _network(SiglipModel, SiglipConfig, spec, vocab_size, _siglip_config, architecture)
         _check_fits(net.config, spec.inputs, vocab_size, spec.weights)
+        _settle_padding(net.config.text_config, spec)
         image = SiglipImage(net.vision_model, spec.inputs, spec.patch_dropout)
         super().__init__(image, SiglipText(net.text_model, net.config.text_config), spec)
         self._config = net.config
@@ -261,6 +262,21 @@ def _check_fits(config: Any, inputs: Inputs, vocab_size: int, weights: str) -> N
         raise UsageError(
             f"{SETTING}: {weights}: {text.vocab_size} rows of embedding are too few for a tokenizer of {vocab_size} "
             "tokens; take the tokenizer of the weights (model.inputs.tokenizer)"
+        )
+
+
+def _settle_padding(text: Any, spec: SiglipSection) -> None:
+    """The configuration says what the model fills captions up with: that of the tokenizer, where the spec has it.
+
+    Saved weights need not say it: SigLIP 2's leave transformers' default, which its own tokenizer does not pad with.
+    """
+    if spec.pad_id is not None:
+        text.pad_token_id = spec.pad_id
+    pad_id = text.pad_token_id
+    if pad_id is None or not 0 <= pad_id < text.vocab_size:
+        raise UsageError(
+            f"model.pad_id: {pad_id} is no token of a model with {text.vocab_size} rows of embedding; take "
+            "the id that the tokenizer pads with"
         )
 
 

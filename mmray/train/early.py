@@ -112,9 +112,7 @@ def known(config: Config) -> Config | None:
     if not spec.vocab_size and inputs.tokenizer == "trained" and _has_weights(spec.model_dump()):
         return None  # theirs and the tokenizer's tokens have to agree
     vocab_size = spec.vocab_size or _vocab_size(inputs)
-    return config.model_copy(
-        update={"model": spec.with_absolute_weights().model_copy(update={"vocab_size": vocab_size})}
-    )
+    return config.model_copy(update={"model": spec.with_absolute_weights().with_tokens(vocab_size, None)})
 
 
 def _has_weights(values: dict[str, Any]) -> bool:

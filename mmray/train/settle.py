@@ -13,7 +13,7 @@ from mmray.data.mixed import MixedSet
 from mmray.data.remote import Folder
 from mmray.data.sets import ensure_prepared
 from mmray.data.store import PreparedSet
-from mmray.data.text import load_tokenizer
+from mmray.data.text import declared_pad_id, load_tokenizer
 from mmray.data.words import encoder_of, fitted
 from mmray.train.attempt import Ready
 from mmray.train.batch import shape_of, total_steps
@@ -52,11 +52,10 @@ def settle(config: Config, listener: Listener) -> Ready:
     if isinstance(train_set, MixedSet):
         num_rows = sum(part.per_epoch for part in train_set.parts)
     steps = total_steps(config.train, num_rows, shape.global_rows)
-    vocab_size = config.model.vocab_size or encoder.vocab_size
-    model = with_names(config.model, train_sets, eval_set)
+    model = with_names(config.model, train_sets, eval_set).with_absolute_weights()
     settled = config.model_copy(
         update={
-            "model": model.with_absolute_weights().model_copy(update={"vocab_size": vocab_size}),
+            "model": model.with_tokens(encoder.vocab_size, declared_pad_id(tokenizer_json)),
             "data": config.data.model_copy(update={"chunk": chunk, "window": window}),
             "batch": config.batch.model_copy(
                 update={"global_": shape.global_rows, "micro": "auto" if shape.auto else shape.micro}

@@ -4,15 +4,18 @@ import hashlib
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import huggingface_hub
 import numpy as np
 import pytest
+from huggingface_hub.errors import RemoteEntryNotFoundError
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import BertWordPieceTokenizer
+from tokenizers import BertWordPieceTokenizer, Tokenizer
 
 from mmray.data import text
-from mmray.data.text import BadText, TextEncoder, clean, load_tokenizer, train_tokenizer
+from mmray.data.text import BadText, TextEncoder, clean, declared_pad_id, load_tokenizer, train_tokenizer
 from mmray.errors import UsageError
 
 CAPTIONS = [f"A {size} {colour} {shape}, déjà vu" for size in ("big", "small") for colour in ("red", "blue", "green")
@@ -124,6 +127,41 @@ def test_vocabulary_file_and_directories(tmp_path, trained):
     assert TextEncoder(load_tokenizer(str(tmp_path), None), 8).encode(["A cats"])[0].tolist() == [[2, 1, 5, 6, 3]]
     (tmp_path / "tokenizer.json").write_text(trained)
     assert load_tokenizer(str(tmp_path), None) == trained
+
+
+def test_the_pad_token_that_a_tokenizer_declares_is_carried(tmp_path, trained):
+    (tmp_path / "tokenizer.json").write_text(trained)
+    assert declared_pad_id(load_tokenizer(str(tmp_path), None)) is None
+    settings = tmp_path / "tokenizer_config.json"
+    for declared, pad_id in (("[MASK]", 4), ({"content": "[SEP]", "special": True}, 3), ("<of no id>", None)):
+        settings.write_text(json.dumps({"pad_token": declared}))
+        found = load_tokenizer(str(tmp_path / "tokenizer.json"), None)
+        assert declared_pad_id(found) == pad_id
+        assert TextEncoder(found, 8).pad_id == (pad_id or 0)
+        assert TextEncoder(found, 8).encode(["red"])[0].tolist() == TextEncoder(trained, 8).encode(["red"])[0].tolist()
+    padded = Tokenizer.from_str(trained)
+    padded.enable_padding(pad_id=1, pad_token="[UNK]", length=8)
+    (tmp_path / "tokenizer.json").write_text(padded.to_str())
+    assert declared_pad_id(load_tokenizer(str(tmp_path), None)) == 1
+    settings.write_text('{"pad_token": "[MASK]"}')
+    assert declared_pad_id(load_tokenizer(str(tmp_path), None)) == 4  # the two contradict: as transformers reads them
+    settings.write_text("[]")
+    with pytest.raises(UsageError, match=r"tokenizer_config\.json is not a JSON object"):
+        load_tokenizer(str(tmp_path), None)
+
+
+@pytest.mark.parametrize(("there", "pad_id"), [('{"pad_token": "[MASK]"}', 4), (None, None)])
+def test_a_tokenizer_of_the_hub_declares_its_pad_token_as_well(tmp_path, trained, monkeypatch, there, pad_id):
+    def downloaded(name, file):
+        if there is None:
+            raise RemoteEntryNotFoundError("no such file", response=SimpleNamespace(headers={}, request=None))
+        (tmp_path / file).write_text(there)
+        return str(tmp_path / file)
+
+    hub = SimpleNamespace(from_str=Tokenizer.from_str, from_pretrained=lambda name: Tokenizer.from_str(trained))
+    monkeypatch.setattr(text, "Tokenizer", hub)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", downloaded)
+    assert declared_pad_id(load_tokenizer("some/model", None)) == pad_id
 
 
 def test_a_vocabulary_with_capitals_is_not_lower_cased(tmp_path):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import mmray
 from mmray.config import Clip, ClipImage, ClipText, Inputs, Model, Siglip
 from mmray.data.image import to_pixels
-from mmray.data.text import TextEncoder, train_tokenizer
+from mmray.data.text import TextEncoder, declared_pad_id, load_tokenizer, train_tokenizer
 from mmray.errors import UsageError
 from mmray.models.build import build, drawn_architecture
 from mmray.models.clip import some_patches
@@ -99,6 +99,47 @@ def test_weights_come_from_what_transformers_saved(kind: str, tmp_path: Path) ->
             model.embed_text(ids, torch.ones_like(ids)), F.normalize(expected), atol=1e-6, rtol=0
         )
         torch.testing.assert_close(model.embed_image(pixels), F.normalize(image), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("named", ["folder", "file"])
+def test_siglip_fills_up_with_what_its_tokenizer_pads_with_whatever_the_weights_say(named: str, tmp_path: Path) -> None:
+    """As SigLIP 2: config.json leaves the pad id to transformers' default 1, another token of its tokenizer."""
+    from transformers import AutoModel, AutoTokenizer, SiglipConfig
+
+    values = model_of(SPECS["siglip"]).architecture()["config"]
+    del values["text_config"]["pad_token_id"]
+    torch.manual_seed(6)
+    theirs = AutoModel.from_config(SiglipConfig.from_dict(values)).eval()
+    theirs.save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / "tokenizer.json").write_text(TOKENIZER)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "[MASK]", "model_max_length": 10}
+    (tmp_path / "saved" / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "saved")(TEXTS, padding="max_length", return_tensors="pt")
+    assert tokens["input_ids"][0, -1] == 4 != theirs.config.text_config.pad_token_id == 1
+    with torch.no_grad():
+        expected = F.normalize(theirs.text_model(input_ids=tokens["input_ids"]).pooler_output)
+
+    place = tmp_path / "saved" / ("tokenizer.json" if named == "file" else "")
+    tokenizer = load_tokenizer(str(place), None)
+    left_open = SPECS["siglip"].model_copy(update={"weights": str(tmp_path / "saved")})
+    spec = left_open.with_tokens(VOCAB, declared_pad_id(tokenizer))
+    model = build(spec, VOCAB).eval()
+    ids, num_tokens = TextEncoder(tokenizer, 10).encode(TEXTS)
+    ids[np.arange(ids.shape[1]) >= num_tokens[:, None]] = 7  # whatever the batch is filled with
+    mask = torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]
+    with torch.no_grad():
+        torch.testing.assert_close(
+            model.embed_text(torch.from_numpy(ids).long(), mask.long()), expected, rtol=0, atol=1e-6
+        )
+        other = build(left_open.model_copy(update={"pad_id": 1}), VOCAB).eval()
+        wrong = other.embed_text(torch.from_numpy(ids).long(), mask.long())
+        assert (wrong - expected).abs().max() > 1e-3  # the model does look at its padding
+
+    out = export(model, spec.model_dump(mode="json"), tokenizer, tmp_path / "out")
+    torch.testing.assert_close(mmray.load(out).embed_texts(TEXTS), expected, rtol=0, atol=1e-6)
+    again = AutoTokenizer.from_pretrained(out)(TEXTS, padding="max_length", return_tensors="pt")
+    assert torch.equal(again["input_ids"], tokens["input_ids"])
+    assert AutoModel.from_pretrained(out).config.text_config.pad_token_id == 4
 
 
 @pytest.mark.parametrize("kind", SPECS)
@@ -256,6 +297,7 @@ def spec_with(kind: str, **changes: object) -> Model:
         (spec_with("clip", vocab_size=20), r"model\.vocab_size: 20 rows of embedding are too few"),
         (spec_with("clip", weights="/no/such/place"), r"model\.weights: there is no directory /no/such/place"),
         (spec_with("clip", weights="/no/such/file.pt"), r"model\.weights: there is no file /no/such/file\.pt"),
+        (spec_with("siglip", pad_id=999), r"model\.pad_id: 999 is no token of a model with"),
         (spec_with("siglip", weights="/no/such/file.pt"), r"model\.weights: .*model\.kind clip only"),
     ],
 )
