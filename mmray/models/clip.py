@@ -8,6 +8,7 @@ Sources: Radford et al. 2021 (arXiv:2103.00020), Zhai et al. 2023 (arXiv:2303.15
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,9 +67,12 @@ class Clip(DualEncoder):
         """The `architecture` of a model with drawn weights in the spec's own shape."""
         return {"config": _clip_config(spec, vocab_size).to_dict()}
 
-    def their_config(self, end_id: int, pad_id: int) -> dict[str, Any] | None:
-        """config.json of the same model for transformers; None where its classes cannot hold it."""
-        if end_id == LEGACY_END or self.logit_bias is not None:
+    def their_config(self, end_id: int | None, pad_id: int) -> dict[str, Any] | None:
+        """config.json of the same model for transformers; None where its classes cannot hold it.
+
+        end_id: of the token behind each caption, whose features theirs takes; None: there is none.
+        """
+        if end_id in (None, LEGACY_END) or self.logit_bias is not None:
             return None
         text = {"eos_token_id": end_id, "pad_token_id": pad_id}
         return _their_config(self._config, "CLIPModel", text)
@@ -110,7 +114,7 @@ class Siglip(DualEncoder):
         """The `architecture` of a model with drawn weights in the spec's own shape."""
         return {"config": _siglip_config(spec, vocab_size).to_dict()}
 
-    def their_config(self, end_id: int, pad_id: int) -> dict[str, Any] | None:
+    def their_config(self, end_id: int | None, pad_id: int) -> dict[str, Any] | None:
         """config.json of the same model for transformers; None where its classes cannot hold it."""
         if self.logit_bias is None:
             return None
@@ -280,6 +284,6 @@ def _settle_padding(text: Any, spec: SiglipSection) -> None:
         )
 
 
-def _their_config(config: Any, name: str, text: dict[str, int]) -> dict[str, Any]:
+def _their_config(config: Any, name: str, text: Mapping[str, int | None]) -> dict[str, Any]:
     values: dict[str, Any] = config.to_dict()
     return values | {"architectures": [name], "text_config": values["text_config"] | text}

@@ -25,9 +25,7 @@ def config(model: Any, tokenizer_json: str) -> dict[str, Any] | None:
         marks = ChatEncoder(tokenizer_json, model.chat, 8)
         written: dict[str, Any] = model.their_config(marks.end_id, marks.pad_id, marks.image_id)
         return written
-    encoder = TextEncoder(tokenizer_json, 8)
-    ids, num_tokens = encoder.encode(["a"])
-    values: dict[str, Any] | None = model.their_config(int(ids[0, num_tokens[0] - 1]), encoder.pad_id)
+    values: dict[str, Any] | None = model.their_config(_end_id(tokenizer_json), TextEncoder(tokenizer_json, 8).pad_id)
     return values
 
 
@@ -64,6 +62,15 @@ def tokenizer(model: Any, tokenizer_json: str, max_tokens: int) -> tuple[str, di
 def processor(model: Any) -> dict[str, dict[str, Any]]:
     """processor_config.json by its name, where transformers has a class that lays out image and text together."""
     return {PROCESSOR: model.their_processor()} if hasattr(model, "their_processor") else {}
+
+
+def _end_id(tokenizer_json: str) -> int | None:
+    """The token that the tokenizer puts behind each caption and nowhere else; None where there is no such token."""
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    tokenizer.no_padding()
+    caption = tokenizer.encode("a")
+    ids, added = caption.ids, caption.special_tokens_mask
+    return ids[-1] if 0 in added and added[-1] and ids.index(ids[-1]) == len(ids) - 1 else None
 
 
 def _renamed(name: str, prefixes: tuple[tuple[str, str], ...]) -> str:

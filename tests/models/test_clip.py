@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from tokenizers import Tokenizer, processors
 from torch import Tensor, nn
 
 import mmray
@@ -73,6 +74,36 @@ def test_exported_it_is_transformers_own_model(kind: str, tmp_path: Path) -> Non
     assert F.cosine_similarity(given.image_embeds, image).item() > 0.999  # their resize rounds pixels another way
     assert theirs.logit_scale.exp().item() == pytest.approx(model.log_scale.exp().item())
     assert loaded.model.state_dict().keys() == model.state_dict().keys()
+
+
+def tokenizer_adding(*added: str) -> str:
+    """The tokenizer, which puts around a caption (`$A`) what is asked for."""
+    tokenizer = Tokenizer.from_str(TOKENIZER)
+    marks = [(mark, tokenizer.token_to_id(mark)) for mark in {*added} - {"$A"}]
+    tokenizer.post_processor = processors.TemplateProcessing(single=list(added), special_tokens=marks)
+    return str(tokenizer.to_str())
+
+
+@pytest.mark.parametrize("added", [("$A",), ("[CLS]", "$A"), ("[SEP]", "$A", "[SEP]"), ("$A", "[SEP]")])
+@pytest.mark.parametrize("kind", SPECS)
+def test_exported_as_transformers_own_it_gives_the_same_whatever_ends_a_caption(
+    kind: str, added: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Their CLIP takes the features of the first end token: without a token that is only there, it is not ours."""
+    from transformers import AutoModel, AutoTokenizer
+
+    spec, tokenizer = SPECS[kind].model_copy(update={"vocab_size": VOCAB}), tokenizer_adding(*added)
+    out = export(model_of(spec), spec.model_dump(mode="json"), tokenizer, tmp_path / "m")
+    theirs = "model_type" in json.loads((out / "config.json").read_text())
+    assert theirs == (kind == "siglip" or added == ("$A", "[SEP]"))
+    embedded = mmray.load(out).embed_texts(TEXTS)
+    assert torch.pdist(embedded).min() > 1e-3
+    if theirs:
+        tokens = AutoTokenizer.from_pretrained(out)(TEXTS, padding="max_length", return_tensors="pt")
+        model = AutoModel.from_pretrained(out)
+        with torch.no_grad():
+            given = model(input_ids=tokens["input_ids"], pixel_values=torch.zeros(1, 3, 32, 32)).text_embeds
+        torch.testing.assert_close(embedded, given, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", SPECS)
