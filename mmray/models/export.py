@@ -16,7 +16,6 @@ A CLIP, SigLIP or LLaVA leaves as transformers' own (their_form.py): its `AutoMo
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -36,6 +35,7 @@ from mmray.models import their_form
 from mmray.models.answers import Answerer
 from mmray.models.build import build
 from mmray.models.card import model_card, preprocessor_config
+from mmray.models.export_folder import CONFIG, MADE_BY, check_free, replacing
 from mmray.models.pictures import Picture, boxed, stacked
 from mmray.models.regions import region_logits
 from mmray.models.weights import load_weights, save_weights
@@ -43,7 +43,7 @@ from mmray.models.weights import load_weights, save_weights
 if TYPE_CHECKING:
     from mmray.config import Inputs
 
-CONFIG, WEIGHTS, PREPROCESSOR, CARD = "config.json", "model.safetensors", "preprocessor_config.json", "README.md"
+WEIGHTS, PREPROCESSOR, CARD = "model.safetensors", "preprocessor_config.json", "README.md"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 FILES = {CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, PREPROCESSOR, their_form.PROCESSOR, CARD}
 
@@ -58,36 +58,28 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: Path) -> 
     Raises UsageError where `out` holds something else or cannot be written.
     """
     out = out.expanduser().resolve()
-    if out.exists() and not (out.is_dir() and _is_export_or_empty(out)):
-        raise UsageError(f"{out} exists and is not an exported model: choose another folder")
-    config, weights, texts = _contents(model, spec, tokenizer_json)
-    temporary = out.with_name(f".{out.name}.exporting")
+    check_free(out, FILES)
+    weights, texts = _contents(model, spec, tokenizer_json)
+    texts[CARD] = model_card(out.name, spec, sum(p.numel() for p in model.parameters()))
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        save_weights(weights, temporary / WEIGHTS)
-        texts |= their_form.processor(model)
-        for name, values in {CONFIG: config, PREPROCESSOR: preprocessor_config(spec["inputs"]), **texts}.items():
-            (temporary / name).write_text(values if isinstance(values, str) else json.dumps(values, indent=2) + "\n")
-        (temporary / CARD).write_text(model_card(out.name, spec, sum(p.numel() for p in model.parameters())))
-        shutil.rmtree(out, ignore_errors=True)
-        temporary.rename(out)
+        with replacing(out) as here:
+            save_weights(weights, here / WEIGHTS)
+            for name, values in texts.items():
+                (here / name).write_text(values if isinstance(values, str) else json.dumps(values, indent=2) + "\n")
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise UsageError(f"cannot write the exported model {out}: {error}; choose another folder") from error
     return out
 
 
-def _contents(
-    model: Any, spec: dict[str, Any], tokenizer_json: str
-) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
-    """config.json, the weights, and the tokenizer's files by name."""
+def _contents(model: Any, spec: dict[str, Any], tokenizer_json: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The weights, and by their names all files but those and the card: text, or values of JSON."""
     architecture = model.architecture() if hasattr(model, "architecture") else None
-    config = {"mmray": version("mmray"), "model": spec, "architecture": architecture}
+    config = {MADE_BY: version("mmray"), "model": spec, "architecture": architecture}
     theirs = their_form.config(model, tokenizer_json)
     weights = model.state_dict() if theirs is None else their_form.weights(model)
     tokenizer, settings = their_form.tokenizer(model, tokenizer_json, spec["inputs"]["max_tokens"])
-    return (theirs or {}) | config, weights, {TOKENIZER: tokenizer, TOKENIZER_CONFIG: settings}
+    texts = {CONFIG: (theirs or {}) | config, TOKENIZER: tokenizer, TOKENIZER_CONFIG: settings}
+    return weights, texts | {PREPROCESSOR: preprocessor_config(spec["inputs"])} | their_form.processor(model)
 
 
 def load(folder: str | Path, device: torch.device | str = "cpu") -> Any:
@@ -226,8 +218,3 @@ def _attributes(values: Any) -> Any:
         named = {name: value if name == "settings" else _attributes(value) for name, value in values.items()}
         return SimpleNamespace(**named)
     return values
-
-
-def _is_export_or_empty(folder: Path) -> bool:
-    names = {path.name for path in folder.iterdir()}
-    return not names or {CONFIG, WEIGHTS} <= names <= FILES

@@ -192,6 +192,47 @@ def test_exported_again_replaces_but_never_another_folder(tmp_path: Path) -> Non
     assert (tmp_path / "mine" / "thesis.tex").exists()
 
 
+@pytest.mark.parametrize("config", ['{"model_type": "clip"}', "[]", "{broken"])
+def test_a_folder_of_the_same_files_that_is_not_ours_stays(tmp_path: Path, config: str) -> None:
+    """As transformers' save_pretrained leaves it."""
+    spec, theirs = spec_of(), tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "config.json").write_text(config)
+    (theirs / "model.safetensors").write_bytes(b"weights of weeks")
+    with pytest.raises(UsageError, match="is not an exported model"):
+        export(trained(spec), spec.model_dump(mode="json"), TOKENIZER, theirs)
+    assert (theirs / "model.safetensors").read_bytes() == b"weights of weeks"
+
+
+@pytest.mark.parametrize("ends", [1, 2, None])
+def test_what_was_there_is_whole_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: int) -> None:
+    """`ends`: the renaming at which the command is interrupted."""
+    spec, rename, seen = spec_of(), Path.rename, []
+    model = trained(spec)
+    out = export(model, spec.model_dump(mode="json"), TOKENIZER, tmp_path / "model")
+    before = mmray.load(out).model.text.project.weight
+    with torch.no_grad():
+        model.text.project.weight.mul_(-1)
+
+    def renamed(path: Path, target: Path) -> Path:
+        found = [mmray.load(each).model.text.project.weight for each in tmp_path.iterdir()]
+        seen.append(any(torch.equal(weight, before) for weight in found))
+        if len(seen) == ends:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", renamed)
+    if ends is None:
+        export(model, spec.model_dump(mode="json"), TOKENIZER, out)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            export(model, spec.model_dump(mode="json"), TOKENIZER, out)
+    assert seen[:2] == [True, True][: len(seen)] and len(seen) == {1: 1, 2: 3, None: 2}[ends]
+    expected = model.text.project.weight if ends is None else before
+    assert torch.equal(mmray.load(out).model.text.project.weight, expected)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 @pytest.mark.parametrize("content", [None, b"nonsense"])
 def test_damaged_folder_is_told(tmp_path: Path, name: str, content: bytes | None) -> None:

@@ -1,0 +1,56 @@
+"""Where an exported model is written: whole or not at all, in place of an earlier export and of nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mmray.data.folders import move_tree
+from mmray.errors import UsageError
+
+CONFIG, MADE_BY = "config.json", "mmray"  # the file that says what a folder holds, and the key by which it is ours
+
+
+def check_free(out: Path, files: Collection[str]) -> None:
+    """Raise UsageError unless `out` is not there, is empty, or is an export of mmray with no file but `files`."""
+    if out.exists() and not (out.is_dir() and _is_export_or_empty(out, files)):
+        raise UsageError(f"{out} exists and is not an exported model: choose another folder")
+
+
+@contextmanager
+def replacing(out: Path) -> Iterator[Path]:
+    """A folder to write, which is `out` when the block ends well; until then what was there stays.
+
+    Killed on the way, what was there is still whole: at its place, or beside it under .NAME.replaced.
+    """
+    new, old = (out.with_name(f".{out.name}.{word}") for word in ("exporting", "replaced"))
+    try:
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        yield new
+        if out.exists():
+            move_tree(out, old)
+        move_tree(new, out)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        if old.exists() and not out.exists():
+            move_tree(old, out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)  # what is left of it, the next export removes
+
+
+def _is_export_or_empty(folder: Path, files: Collection[str]) -> bool:
+    names = {path.name for path in folder.iterdir()}
+    return not names or (names <= set(files) and CONFIG in names and _is_ours(folder / CONFIG))
+
+
+def _is_ours(config: Path) -> bool:
+    """Whether mmray wrote it: transformers' own has the same name."""
+    try:
+        values = json.loads(config.read_text())
+    except ValueError:
+        return False
+    return isinstance(values, dict) and MADE_BY in values
