@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import tyro
 from tyro.conf import Positional
@@ -20,7 +19,7 @@ class ExportCommand:
     run: Positional[str]
     """Folder (or address, s3://...) of the run."""
     out: Positional[str]
-    """Folder to write."""
+    """Folder (or address, s3://...) to write."""
     step: int | None = None
     """Checkpoint of this step; none: the newest good one."""
 
@@ -32,7 +31,7 @@ def export(argv: Sequence[str], screen: Screen) -> int:
     from mmray.models.their_form import PROCESSOR
     from mmray.train.scoring import export_run
 
-    out = export_run(folder_at(command.run), Path(command.out), command.step)
+    out = export_run(folder_at(command.run), command.out, command.step)
     screen.note(str(out), "exported")
     call = 'model.answer(["photo.jpg"])' if (out / PROCESSOR).exists() else 'model.embed_texts(["a red circle"])'
     screen.note(f'import mmray; model = mmray.load("{out}"); {call}', "next")

@@ -19,7 +19,6 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,6 +27,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from mmray.data.folders import fetched
+from mmray.data.remote import Folder, folder_at
 from mmray.data.text import TextEncoder, clean
 from mmray.data.words import encoder_of
 from mmray.errors import DataError, UsageError
@@ -50,19 +51,23 @@ FILES = {CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, PREPROCESSOR, their_form.
 Item = TypeVar("Item")
 
 
-def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: Path) -> Path:
+def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | Folder) -> Folder:
     """Write `model` to the folder `out`, whole or not at all, and return it; an earlier export there is replaced.
 
     model: an nn.Module with embed_image and embed_text, or one that writes. spec: its `model` section as plain values,
-    vocab_size settled.
+    vocab_size settled. out: a path, or an address (s3://...).
     Raises UsageError where `out` holds something else or cannot be written.
     """
-    out = out.expanduser().resolve()
-    check_free(out, FILES)
-    weights, texts = _contents(model, spec, tokenizer_json)
-    texts[CARD] = model_card(out.name, spec, sum(p.numel() for p in model.parameters()))
+    out = folder_at(out)
     try:
-        with replacing(out) as here:
+        check_free(out, FILES)
+    except OSError as error:
+        raise UsageError(f"cannot read the folder {out}: {error}; choose another one") from error
+    weights, texts = _contents(model, spec, tokenizer_json)
+    card = model_card(out.name, spec, sum(p.numel() for p in model.parameters()))
+    texts = {CARD: card} | texts
+    try:
+        with replacing(out, [WEIGHTS, *texts]) as here:
             save_weights(weights, here / WEIGHTS)
             for name, values in texts.items():
                 (here / name).write_text(values if isinstance(values, str) else json.dumps(values, indent=2) + "\n")
@@ -72,26 +77,27 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: Path) -> 
 
 
 def _contents(model: Any, spec: dict[str, Any], tokenizer_json: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The weights, and by their names all files but those and the card: text, or values of JSON."""
+    """The weights, and by their names all files but those and the card, config.json last: text, or values of JSON."""
     architecture = model.architecture() if hasattr(model, "architecture") else None
     config = {MADE_BY: version("mmray"), "model": spec, "architecture": architecture}
     theirs = their_form.config(model, tokenizer_json)
     weights = model.state_dict() if theirs is None else their_form.weights(model)
     tokenizer, settings = their_form.tokenizer(model, tokenizer_json, spec["inputs"]["max_tokens"])
-    texts = {CONFIG: (theirs or {}) | config, TOKENIZER: tokenizer, TOKENIZER_CONFIG: settings}
-    return weights, texts | {PREPROCESSOR: preprocessor_config(spec["inputs"])} | their_form.processor(model)
+    texts = {TOKENIZER: tokenizer, TOKENIZER_CONFIG: settings, PREPROCESSOR: preprocessor_config(spec["inputs"])}
+    return weights, texts | their_form.processor(model) | {CONFIG: (theirs or {}) | config}
 
 
-def load(folder: str | Path, device: torch.device | str = "cpu") -> Any:
+def load(folder: str | Folder, device: torch.device | str = "cpu") -> Any:
     """An exported model: an Embedder of images and texts, or an Answerer where the model writes.
 
-    Raises UsageError where the folder holds none.
+    folder: a path, or an address (s3://...). Raises UsageError where the folder holds none.
     """
-    path = Path(folder).expanduser()
+    path = folder_at(folder)
     try:
         config = json.loads((path / CONFIG).read_text())
         tokenizer_json = (path / TOKENIZER).read_text()
-        weights = load_weights(path / WEIGHTS)
+        with fetched(path / WEIGHTS) as file:
+            weights = load_weights(file)
         spec = _attributes(config["model"])
         encoder = encoder_of(tokenizer_json, spec.inputs)
     except Exception as error:  # the tokenizers package raises bare Exception for what it cannot parse

@@ -7,7 +7,6 @@ training fits here, and a job whose driver has no GPU can score as well.
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -71,7 +70,7 @@ def _good_checkpoint(run: RunDir, step: int | None) -> Folder:
     return found
 
 
-def export_run(folder: Folder, out: Path, step: int | None) -> Path:
+def export_run(folder: Folder, out: str | Folder, step: int | None) -> Folder:
     """Write the model of a run's checkpoint to `out`, for `mmray.load`."""
     config, tokenizer_json, found = open_run(folder, step)
     model = lora.merge(restored_model(config, found))

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import mmray
 from mmray.config import ImageTower, Inputs, Model, Own, TextTower, TwoTower
+from mmray.data import remote
 from mmray.data.image import decode, to_pixels
 from mmray.data.text import TextEncoder, train_tokenizer
 from mmray.errors import DataError, UsageError
@@ -231,6 +233,34 @@ def test_what_was_there_is_whole_at_every_moment(tmp_path: Path, monkeypatch: py
     expected = model.text.project.weight if ends is None else before
     assert torch.equal(mmray.load(out).model.text.project.weight, expected)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_object_store_takes_an_export_and_gives_it_back(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "LONGEST_WAIT_S", 0.01)
+    spec, address = spec_of(), f"{s3.address}/model"
+    model = trained(spec)
+    out = export(model, spec.model_dump(mode="json"), TOKENIZER, address)
+    assert str(out) == address and not Path("s3:").exists()
+    assert f'mmray.load("{out.name}")' in (out / "README.md").read_text()
+    loaded, data = mmray.load(address), [encoded(picture(), "PNG")]
+    torch.testing.assert_close(loaded.embed_images(data), direct_images(model, spec, data), rtol=0, atol=1e-6)
+
+    (out / "processor_config.json").write_text("{}")  # as a model that writes would have left it
+    with torch.no_grad():
+        model.text.project.weight.mul_(-1)
+    s3.fail("PUT", "model.safetensors", 1000, status=400)  # in the middle of replacing it
+    with pytest.raises(UsageError, match=r"cannot write the exported model s3://.*; choose another folder"):
+        export(model, spec.model_dump(mode="json"), TOKENIZER, address)
+    with pytest.raises(UsageError, match="is not a model exported"):
+        mmray.load(address)
+    s3.fail("PUT", "model.safetensors", 0)
+    export(model, spec.model_dump(mode="json"), TOKENIZER, address)
+    assert torch.equal(mmray.load(address).model.text.project.weight, model.text.project.weight)
+    assert "processor_config.json" not in [path.name for path in out.iterdir()]
+
+    (out / "config.json").write_text('{"model_type": "clip"}')
+    with pytest.raises(UsageError, match=r"s3://.* exists and is not an exported model"):
+        export(model, spec.model_dump(mode="json"), TOKENIZER, address)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import mmray
+from mmray import cli
+from mmray.cli.console import Screen
 from mmray.data import prepare as prepare_module
+from mmray.data.remote import Folder, folder_at
+from mmray.data.text import TextEncoder, train_tokenizer
+from mmray.evaluate.choose import best_by
 from mmray.models.build import build
-from mmray.train import checkpoint, scoring
+from mmray.train import checkpoint, rundir, scoring
 from mmray.train.scoring import restored_model
 from mmray.train.task import AVERAGE
 from tests.data.test_prepare import make_source, run_here
-from tests.made import make_set, row
+from tests.made import CAPTIONS, make_set, row
 from tests.train import runs
 
 
@@ -59,3 +66,30 @@ def test_without_a_set_it_is_what_the_run_held_out_whatever_form_that_has(
     assert (held_out(None), held_out(None, split="train"), held_out(str(tmp_path / "set"))) == (2, 6, 2)
     assert held_out(raw) == 5  # a run takes a source for data.eval, so evaluation does
     assert held_out(raw, data=str(tmp_path / "set")) == 2
+
+
+def made_run(folder: Folder, tmp_path: Path, **recalls: float) -> Folder:
+    """A run whose checkpoints `step_N` were found so good."""
+    config = runs.config("none", tmp_path, "one")
+    tokenizer = train_tokenizer(CAPTIONS, 60)
+    size = TextEncoder(tokenizer, 8).vocab_size
+    config = config.model_copy(update={"model": config.model.with_tokens(size, None)})
+    rundir.create(folder, config, {}, tokenizer)
+    for name, recall in recalls.items():
+        step = int(name.removeprefix("step_"))
+        torch.manual_seed(step)
+        model = build(config.model, size)
+        meta = {"architecture": model.architecture(), "metrics": {best_by(config): recall}}
+        checkpoint.save(folder / "checkpoints", step, model.state_dict(), {}, meta)
+    return folder
+
+
+def test_a_run_on_an_object_store_is_exported_to_one(
+    s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = made_run(folder_at(f"{s3.address}/one"), tmp_path, step_3=0.5)
+    assert cli.run(["export", str(folder), f"{s3.address}/exported"], Screen()) == 0
+    assert f'mmray.load("{s3.address}/exported")' in capfd.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+    assert mmray.load(f"{s3.address}/exported").embed_texts(["a red one"]).shape == (1, 16)
