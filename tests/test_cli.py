@@ -4,15 +4,21 @@ import io
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
+import torch
 from rich.console import Console
 
 from mmray import cli
 from mmray.cli.console import Screen, recall_table, training_figures
 from mmray.cli.prepare import _findings, _with_values
-from mmray.config import from_yaml
+from mmray.config import Own, from_yaml, to_yaml
 from mmray.data.manifest import Manifest
+from mmray.data.text import train_tokenizer
+from mmray.train import checkpoint
+from tests.made import CAPTIONS
+from tests.train import runs
 
 
 @pytest.fixture
@@ -160,3 +166,41 @@ def test_what_is_said_is_text_and_never_markup(capfd):
     screen.error("layers [bold] are unknown")
     out, err = capfd.readouterr()
     assert out == 'next       pip install -e ".[dev]"\n' and err == "error: layers [bold] are unknown\n"
+
+
+OWN_MODEL = """
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, spec, vocab_size):
+        super().__init__()
+        self.words = nn.Embedding(vocab_size, 2)
+"""
+
+
+def test_export_finds_a_model_of_the_working_directory_as_training_does(tmp_path):
+    """By an installed script, whose own folder, and not the working directory, is on Python's path."""
+    config = runs.config("none", tmp_path, "one")
+    model = Own(kind="mine:Net", inputs=config.model.inputs, vocab_size=90)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(to_yaml(config.model_copy(update={"model": model})))
+    (run / "tokenizer.json").write_text(train_tokenizer(CAPTIONS, 60))
+    checkpoint.save(run / "checkpoints", 1, {"words.weight": torch.ones(90, 2)}, {}, {})
+    (tmp_path / "mine.py").write_text(OWN_MODEL)
+    script = tmp_path / "bin" / "mmray"
+    script.parent.mkdir()
+    script.write_text("from mmray.cli import main\nmain()\n")
+    told = subprocess.run(
+        [sys.executable, str(script), "export", "run", "out"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert told.returncode == 0, told.stderr
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_the_command_is_a_module_too_and_tells_its_version(tmp_path):
+    told = subprocess.run(
+        [sys.executable, "-m", "mmray", "--version"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert told.stdout == f"mmray {version('mmray')}\n"

@@ -11,6 +11,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
 
 from mmray.cli.bench import bench
 from mmray.cli.console import Screen
@@ -41,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The entry point: exits with the code of the verb, or of the error it met."""
     screen = Screen()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: `ray job stop` sends it
+    # A user's own classes are looked for in the working directory, as on the workers (cluster/join.py); an installed
+    # script has its own folder on the path instead. Last, so that a file there hides no package.
+    sys.path.append(str(Path.cwd()))
     try:
         code = run(list(sys.argv[1:] if argv is None else argv), screen)
     except AtOnce:
@@ -55,6 +60,9 @@ def run(argv: list[str], screen: Screen) -> int:
     """Exit code of what was typed; errors made for people are printed without a traceback. Raises AtOnce."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         _usage(screen)
+        return 0
+    if argv[0] == "--version":
+        screen.note(f"mmray {version('mmray')}")
         return 0
     try:
         if argv[0] not in VERBS:
