@@ -170,13 +170,16 @@ RECIPES: dict[str, Callable[[], Config]] = {
 
 
 def load(name: str) -> Config:
-    """The config of a built-in recipe, or of a YAML file; raises UsageError with the nearest name."""
+    """The config of a built-in recipe, or of a YAML file, which may name one and say only what differs from it.
+
+    Raises UsageError with the nearest name.
+    """
     if name in RECIPES:
         return RECIPES[name]()
     file = Path(name)
     if file.suffix in (".yaml", ".yml"):
         try:
-            return from_yaml(file.read_text(), str(file))
+            return from_yaml(file.read_text(), str(file), RECIPES)
         except OSError as error:
             raise UsageError(f"cannot read the recipe {file}: {error.strerror}") from None
     near = difflib.get_close_matches(name, RECIPES, n=1)

@@ -5,6 +5,9 @@ import torch
 
 from mmray import recipes
 from mmray.bench.step import Bench, prepared
+from mmray.config import Batch, Config, Train, to_yaml
+from mmray.config.space import with_settings
+from mmray.errors import UsageError
 from mmray.models.build import build
 from mmray.train.group import Group
 
@@ -32,3 +35,41 @@ def test_resnet50_bert_takes_a_step(monkeypatch):
         assert len(learning & changed) > 0.9 * len(learning), branch
     assert not any("running_" in name or "num_batches" in name for name in changed)  # batch_norm: frozen
     assert all(bool(value.isfinite().all()) for value in after.values()) and loss == pytest.approx(0.69, abs=0.2)
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_a_whole_recipe_as_yaml_is_itself_again(name, tmp_path):
+    """Whatever was changed in it, back to a default of no recipe included."""
+    changed = recipes.load(name).model_copy(update={"train": Train(steps=3), "batch": Batch(micro=2, accumulation=3)})
+    other_kind = recipes.load(name).of_kind("fusion" if name != "fusion" else "clip")
+    for config in (recipes.load(name), changed, other_kind, Config(recipe=name)):
+        (tmp_path / "whole.yaml").write_text(to_yaml(config))
+        assert recipes.load(str(tmp_path / "whole.yaml")) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("batch: {micro: 8, global: 64}", {"batch.micro": 8, "batch.global": 64}),
+        ("model: {image: {depth: 2}, weights: none}", {"model.image.depth": 2, "model.weights": "none"}),
+        ("train: {steps: 9}", {"train.steps": 9, "train.epochs": None}),
+        ("train: {steps: null}", {}),
+        ("batch: {micro: 8, accumulation: 4}", {"batch.micro": 8, "batch.accumulation": 4, "batch.global": None}),
+    ],
+)
+def test_a_short_yaml_is_the_recipe_that_it_names_with_what_it_says(text, expected, tmp_path):
+    (tmp_path / "short.yaml").write_text(f"recipe: clip\n{text}\n")
+    assert recipes.load(str(tmp_path / "short.yaml")) == with_settings(recipes.clip(), expected)
+
+
+def test_a_short_yaml_may_take_another_kind_of_model(tmp_path):
+    (tmp_path / "short.yaml").write_text("recipe: clip\nmodel: {kind: siglip, logit_bias: -5}\n")
+    config = recipes.load(str(tmp_path / "short.yaml"))
+    model = recipes.clip().of_kind("siglip").model.model_copy(update={"logit_bias": -5.0})
+    assert config == recipes.clip().model_copy(update={"model": model})
+
+
+def test_a_mistake_in_a_short_yaml_is_told_with_its_file(tmp_path):
+    (tmp_path / "short.yaml").write_text("recipe: clip\nbatch: {micr: 8}\n")
+    with pytest.raises(UsageError, match=r"short.yaml: batch.micr: there is no such setting; did you mean `micro`"):
+        recipes.load(str(tmp_path / "short.yaml"))

@@ -17,10 +17,9 @@ from typing import Any
 
 import yaml
 
-from mmray.config import Config
+from mmray.config import LENGTHS, Config
 from mmray.errors import UsageError
 
-LENGTHS = ("train.steps", "train.samples", "train.epochs")
 _RANGE = re.compile(r"(uniform|loguniform)\(([^,]+),([^,]+)\)")
 _COMMA = re.compile(r",(?![^\[]*\])")  # not inside [ ]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmray.config import Cluster, Config
+from mmray.config import LENGTHS, Cluster, Config
 from mmray.config.space import Space, value_at, with_settings
 from mmray.errors import UsageError
 from mmray.train.batch import BatchShape, shape_of, total_steps
@@ -36,11 +36,7 @@ def opened(recipe: Config, keys: Sequence[str]) -> Config:
 
     These are its length, and its global batch where accumulation is searched: that follows, then, from the rest.
     """
-    train = recipe.train.model_copy(update=dict.fromkeys(("steps", "samples", "epochs")))
-    batch = recipe.batch
-    if "batch.accumulation" in keys and "batch.global" not in keys:
-        batch = batch.model_copy(update={"global_": None})
-    return recipe.model_copy(update={"train": train, "batch": batch})
+    return recipe.making_way([*LENGTHS, "batch.micro", *keys])
 
 
 def closed(typed: Config, recipe: Config) -> Config:
