@@ -12,8 +12,10 @@ from rich.console import Console
 
 from mmray import cli
 from mmray.cli.console import Screen, recall_table, training_figures
-from mmray.cli.prepare import _findings, _with_values
-from mmray.config import Own, from_yaml, to_yaml
+from mmray.cli.parse import parsed
+from mmray.cli.prepare import PrepareCommand, _findings
+from mmray.config import Own, Siglip, from_yaml, to_yaml
+from mmray.config.model import KINDS
 from mmray.data.manifest import Manifest
 from mmray.data.text import train_tokenizer
 from mmray.train import checkpoint
@@ -49,16 +51,58 @@ def test_flags_take_what_yaml_writes(typed):
     assert code == 0 and not config.data.shuffle and config.augment.crop_scale == (0.5, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("words", "meant"),
-    [
-        (["a", "b", "--reference"], ["a", "b", "--reference", "True"]),
-        (["--drop-leaked", "--against", "x"], ["--drop-leaked", "True", "--against", "x"]),
-        (["--reference", "False", "a", "b"], ["--reference", "False", "a", "b"]),
-    ],
-)
-def test_a_switch_of_prepare_may_stand_alone(words, meant):
-    assert _with_values(words) == meant
+@pytest.mark.parametrize("word", ["true", "True", "=true", "=True", ""])
+def test_a_switch_takes_yamls_words_and_pythons_or_none(typed, word):
+    flag = [f"--batch.by-length{word}"] if word.startswith("=") else ["--batch.by-length", word][: 1 + bool(word)]
+    code, out, _ = typed("train", *flag, "--data.shuffle=false", "--print-config")
+    config = from_yaml(out, "printed")
+    assert code == 0 and config.batch.by_length and not config.data.shuffle
+
+
+@pytest.mark.parametrize("words", [["--drop-leaked", "--against", "x"], ["--against", "x", "--drop-leaked", "true"]])
+def test_a_switch_of_prepare_may_stand_alone(words):
+    settings = parsed(PrepareCommand, ["a", "b", *words], "mmray prepare").settings
+    assert settings.drop_leaked and settings.against == ("x",) and not settings.reference
+
+
+def test_words_that_are_values_stay_as_they_are(typed):
+    """`true` is the name of a class here, and `null` what YAML writes for nothing."""
+    words = ["--evaluate.classes", "true", "false", "null", "--evaluate.limit", "null", "--evaluate.language=null"]
+    evaluate = from_yaml(typed("train", *words, "--print-config")[1], "printed").evaluate
+    assert evaluate.classes == ("true", "false", "null") and evaluate.limit is None and evaluate.language is None
+
+
+def test_settings_of_an_own_model_keep_their_types(typed):
+    words = ["--model.settings", "deep", "true", "width", "3", "name", "x", "thin", "false", "rate", "0.5"]
+    _, out, _ = typed("train", "--model.kind", "mine:Net", *words, "--print-config")
+    assert from_yaml(out, "printed").model.settings == {
+        "deep": True,
+        "width": 3,
+        "name": "x",
+        "thin": False,
+        "rate": 0.5,
+    }
+
+
+def test_a_length_takes_the_place_of_the_recipes(typed):
+    """clip names epochs, resnet50-bert a global batch."""
+    _, out, _ = typed("train", "clip", "--train.steps", "7", "--print-config")
+    assert (from_yaml(out, "x").train.steps, from_yaml(out, "x").train.epochs) == (7, None)
+    words = ["--batch.micro", "8", "--batch.accumulation=2"]
+    batch = from_yaml(typed("train", "clip", *words, "--print-config")[1], "x").batch
+    assert (batch.micro, batch.accumulation, batch.global_) == (8, 2, None)
+    assert (
+        from_yaml(typed("train", "clip", *words, "--batch.global", "64", "--print-config")[1], "x").batch.global_ == 64
+    )
+
+
+@pytest.mark.parametrize("verb", ["train", "tune"])
+def test_another_kind_of_model_is_asked_for_by_name(typed, verb):
+    code, out, _ = typed(verb, "clip", "--model.kind", "siglip", "--model.logit-bias", "-5", "--print-config")
+    model = from_yaml(out, "printed").model
+    assert code == 0 and isinstance(model, Siglip) and model.logit_bias == -5 and model.inputs.max_tokens == 77
+    told = "".join(typed(verb, "clip", "--help")[1].split())
+    assert f"--model.kind{{{','.join(KINDS)}}}|package.module:Class" in told
 
 
 def test_what_prepare_says_of_leaks_and_repeated_captions():

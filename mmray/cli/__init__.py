@@ -25,8 +25,6 @@ from mmray.cli.train import train
 from mmray.cli.tune import tune
 from mmray.errors import INTERRUPTED, AtOnce, MmrayError, UsageError
 
-_AS_IN_YAML = {"true": "True", "false": "False"}  # what --print-config writes, in tyro's spelling
-
 VERBS: dict[str, Callable[[Sequence[str], Screen], int]] = {
     "train": train,
     "prepare": prepare,
@@ -69,7 +67,7 @@ def run(argv: list[str], screen: Screen) -> int:
             near = difflib.get_close_matches(argv[0], VERBS, n=1)
             hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(VERBS)}"
             raise UsageError(f"there is no command `{argv[0]}`; {hint}")
-        return VERBS[argv[0]]([_AS_IN_YAML.get(word, word) for word in argv[1:]], screen)
+        return VERBS[argv[0]](argv[1:], screen)
     except MmrayError as error:
         screen.error(str(error))
         return error.exit_code

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import tyro
 from rich.text import Text
 
 from mmray.cli.console import Screen
-from mmray.cli.parse import STYLE, write_json
+from mmray.cli.parse import parsed, write_json
 from mmray.errors import ResourceError
 
 MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "bold red")}
@@ -29,7 +28,7 @@ class DoctorCommand:
 
 def doctor(argv: Sequence[str], screen: Screen) -> int:
     """mmray doctor [--address A] [--storage runs]"""
-    command = tyro.cli(DoctorCommand, args=list(argv), prog="mmray doctor", config=STYLE)
+    command = parsed(DoctorCommand, argv, "mmray doctor")
     from mmray.cluster.doctor import examine
 
     findings = []

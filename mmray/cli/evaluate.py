@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import tyro
 from tyro.conf import Positional
 
 from mmray.cli.console import Screen, class_notes, language_note, recall_table
-from mmray.cli.parse import STYLE, write_json
+from mmray.cli.parse import parsed, write_json
 from mmray.cli.reporter import Reporter
 
 
@@ -33,7 +32,7 @@ class EvaluateCommand:
 
 def evaluate(argv: Sequence[str], screen: Screen) -> int:
     """mmray evaluate RUN [--data SET] [--split NAME] [--json FILE]"""
-    command = tyro.cli(EvaluateCommand, args=list(argv), prog="mmray evaluate", config=STYLE)
+    command = parsed(EvaluateCommand, argv, "mmray evaluate")
     from mmray.data.remote import folder_at
     from mmray.train.scoring import score_run
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import tyro
 from tyro.conf import Positional
 
 from mmray.cli.console import Screen
-from mmray.cli.parse import STYLE
+from mmray.cli.parse import parsed
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class ExportCommand:
 
 def export(argv: Sequence[str], screen: Screen) -> int:
     """mmray export RUN OUT [--step N]"""
-    command = tyro.cli(ExportCommand, args=list(argv), prog="mmray export", config=STYLE)
+    command = parsed(ExportCommand, argv, "mmray export")
     from mmray.data.remote import folder_at
     from mmray.models.their_form import PROCESSOR
     from mmray.train.scoring import export_run

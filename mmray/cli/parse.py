@@ -6,14 +6,50 @@ import json
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from mmray import recipes
-from mmray.config import Config, section_of
+from mmray.config import Config
 
 STYLE = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
+SWITCH = {"True": True, "False": False, "true": True, "false": False}  # in Python's words, and in YAML's
+NOTHING = ("None", "null")
+Command = TypeVar("Command")
+
+_WORDS = ConstructorRegistry()
+
+
+@_WORDS.primitive_rule
+def _switch(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[bool] | None:
+    """True or False, in either spelling; a switch that stands alone is on."""
+    if info.type is not bool:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=(0, 1),
+        metavar="{True,False}",
+        instance_from_str=lambda words: SWITCH[words[0]] if words else True,
+        is_instance=lambda value: isinstance(value, bool),
+        str_from_instance=lambda value: [str(value)],
+        choices=tuple(SWITCH),
+    )
+
+
+@_WORDS.primitive_rule
+def _nothing(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[None] | None:
+    """No value, in either spelling."""
+    if info.type is not type(None):
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{None}",
+        instance_from_str=lambda words: None,
+        is_instance=lambda value: value is None,
+        str_from_instance=lambda value: ["None"],
+        choices=NOTHING,
+    )
 
 
 def split_run(argv: Sequence[str]) -> tuple[str, list[str], bool]:
@@ -26,32 +62,38 @@ def split_run(argv: Sequence[str]) -> tuple[str, list[str], bool]:
 def parse_run(argv: Sequence[str], verb: str) -> tuple[Config, bool]:
     """The config that a recipe name and flags mean, and whether it is only to be printed."""
     name, rest, print_config = split_run(argv)
-    recipe = of_kind(recipes.load(name), rest)
+    named = [word.removeprefix("--").partition("=")[0].replace("-", "_") for word in rest if word.startswith("--")]
+    recipe = recipe_for(name, rest).making_way(named)
     description = (
         f"Train the recipe `{name}`; each setting below has the recipe's value. "
         f"Recipes: {', '.join(recipes.RECIPES)}, or a YAML file. --print-config prints the settings and ends."
     )
-    config = tyro.cli(
-        Config, args=rest, default=recipe, prog=f"mmray {verb} {name}", description=description, config=STYLE
-    )
-    return config, print_config
+    return parsed(Config, rest, f"mmray {verb} {name}", recipe, description), print_config
 
 
-def of_kind(recipe: Config, words: Sequence[str]) -> Config:
+def recipe_for(name: str, words: Sequence[str]) -> Config:
     """The recipe, with another kind of model where `--model.kind` among the words asks for it.
 
-    Which flags there are depends on the kind, so it is settled before the rest is read. The other kind begins with its
-    own defaults, and with the recipe's inputs.
+    Which flags there are depends on the kind, so it is settled before the rest is read.
     """
     kind = next((asked for flag, asked in pairwise(words) if flag == "--model.kind"), None)
     kind = next((word.partition("=")[2] for word in words if word.startswith("--model.kind=")), kind)
-    if kind is None or kind == recipe.model.kind:
-        return recipe
-    section = section_of(kind)
-    inputs: Any = section.model_fields["inputs"].annotation
-    shared = {name: value for name, value in vars(recipe.model.inputs).items() if name in inputs.model_fields}
-    model = section(kind=kind, inputs=inputs(**shared))
-    return recipe.model_copy(update={"model": model})
+    recipe = recipes.load(name)
+    return recipe if kind is None else recipe.of_kind(kind)
+
+
+def parsed(
+    command: type[Command],
+    words: Sequence[str],
+    prog: str,
+    default: Command | None = None,
+    description: str | None = None,
+) -> Command:
+    """What was typed, as the command's own type; the process ends for `--help`, and for words that mean nothing."""
+    given: dict[str, Any] = {} if default is None else {"default": default}
+    return tyro.cli(
+        command, args=list(words), prog=prog, description=description, config=STYLE, registry=_WORDS, **given
+    )
 
 
 def write_json(file: str | None, value: dict[str, Any]) -> None:

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import tyro
 from tyro.conf import OmitArgPrefixes, Positional
 
 from mmray.cli.console import Screen
-from mmray.cli.parse import STYLE
+from mmray.cli.parse import parsed
 from mmray.cli.reporter import Reporter
 from mmray.config import Cluster, Prepare
 
@@ -37,17 +36,6 @@ class PrepareCommand:
     """Wait for nodes, though Ray does not say that any may come."""
 
 
-def _with_values(words: Sequence[str]) -> list[str]:
-    """The words, with `True` behind a switch that stands alone, as in `--reference`."""
-    switches = {"--retry-quarantine", "--grows"} | {
-        f"--{name.replace('_', '-')}" for name, setting in Prepare.model_fields.items() if setting.annotation is bool
-    }
-    out: list[str] = []
-    for word, after in zip(words, [*words[1:], "--"], strict=True):
-        out += [word, "True"] if word in switches and after.startswith("--") else [word]
-    return out
-
-
 def _findings(manifest: Manifest, out: str) -> Iterator[tuple[str, str]]:
     """(label, line) of what was found beyond bad rows."""
     if manifest.num_same_text:
@@ -65,7 +53,7 @@ def _findings(manifest: Manifest, out: str) -> Iterator[tuple[str, str]]:
 
 def prepare(argv: Sequence[str], screen: Screen) -> int:
     """mmray prepare SOURCE OUT [--max-bad-fraction 0.01] [--image-side 256] [--against SET] ..."""
-    command = tyro.cli(PrepareCommand, args=_with_values(argv), prog="mmray prepare", config=STYLE)
+    command = parsed(PrepareCommand, argv, "mmray prepare")
     from mmray.cluster.join import joined
     from mmray.cluster.nodes import check_data_room
     from mmray.data.prepare import prepare as prepare_rows

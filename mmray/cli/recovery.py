@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import tyro
 from rich.table import Table
 from tyro.conf import Positional
 
 from mmray import recipes
 from mmray.cli.console import Screen
-from mmray.cli.parse import STYLE, write_json
+from mmray.cli.parse import parsed, write_json
 from mmray.config.space import with_settings
 
 
@@ -35,7 +34,7 @@ class RecoveryCommand:
 
 def recovery(argv: Sequence[str], screen: Screen) -> None:
     """a worker killed in mid-run: time until it goes on, steps done twice, what checkpoints cost"""
-    command = tyro.cli(RecoveryCommand, args=list(argv), prog="mmray bench recovery", config=STYLE)
+    command = parsed(RecoveryCommand, argv, "mmray bench recovery")
     from mmray.bench.recovery import bench_recovery
 
     config = with_settings(recipes.load(command.recipe), {"cluster.workers": command.workers})

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import tyro
 from tyro.conf import Positional
 
 from mmray.cli.console import Screen
-from mmray.cli.parse import STYLE
+from mmray.cli.parse import parsed
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class ReportCommand:
 
 def report(argv: Sequence[str], screen: Screen) -> int:
     """mmray report RUN [--out FILE]"""
-    command = tyro.cli(ReportCommand, args=list(argv), prog="mmray report", config=STYLE)
+    command = parsed(ReportCommand, argv, "mmray report")
     from mmray.data.remote import folder_at
     from mmray.report.write import write_report  # late: Plotly takes a second to import
 

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import tyro
 from rich.table import Table
 from tyro.conf import Positional
 
 from mmray import recipes
 from mmray.cli.console import Screen
-from mmray.cli.parse import STYLE, write_json
+from mmray.cli.parse import parsed, write_json
 
 COLUMNS = {
     "samples_per_s": ("samples/s", ",.0f"),
@@ -43,7 +42,7 @@ class StrategiesCommand:
 
 def strategies(argv: Sequence[str], screen: Screen) -> None:
     """every way to lay the model on this machine's devices, side by side"""
-    command = tyro.cli(StrategiesCommand, args=list(argv), prog="mmray bench strategies", config=STYLE)
+    command = parsed(StrategiesCommand, argv, "mmray bench strategies")
     from mmray.bench.strategies import bench_strategies
 
     result = bench_strategies(recipes.load(command.recipe), command.steps, command.only, screen.phase)

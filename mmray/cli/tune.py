@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import UseAppendAction
 
-from mmray import recipes
 from mmray.cli.console import Screen
-from mmray.cli.parse import STYLE, split_run
+from mmray.cli.parse import parsed, recipe_for, split_run
 from mmray.cli.reporter import short
 from mmray.cli.sweep_reporter import SweepReporter, reasons, trials_table
 from mmray.config import Config, to_yaml
@@ -51,14 +50,13 @@ def tune(argv: Sequence[str], screen: Screen) -> int:
     from mmray.config import space  # late: the config and its errors need neither, and they import numpy
     from mmray.tune import plan
 
-    recipe = recipes.load(name)
-    command = tyro.cli(
+    recipe = recipe_for(name, rest)
+    command = parsed(
         TuneCommand,
-        args=rest,
-        default=TuneCommand(plan.opened(recipe, _searched(rest))),
-        prog=f"mmray tune {name}",
-        description=DESCRIPTION.strip().format(name=name),
-        config=STYLE,
+        rest,
+        f"mmray tune {name}",
+        TuneCommand(plan.opened(recipe, _searched(rest))),
+        DESCRIPTION.strip().format(name=name),
     )
     base = plan.closed(command.settings, recipe)
     if print_config:

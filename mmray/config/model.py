@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+import tyro
 from pydantic import Discriminator, Field, Tag
 
 from mmray.config.inputs import ChatInputs, Inputs
 from mmray.config.section import Section
 from mmray.errors import UsageError
+
+_EACH_KIND = tyro.conf.arg(metavar="{two_tower,clip,siglip,fusion,generative}|package.module:Class")
 
 
 class Lora(Section):
@@ -111,7 +114,9 @@ class Towers(TwoEncoders):
 class TwoTower(Towers):
     """Two encoders that meet at the loss (CLIP's layout)."""
 
-    kind: Literal["two_tower"] = Field("two_tower", description="Two towers that meet at the loss.")
+    kind: Annotated[Literal["two_tower"], _EACH_KIND] = Field(
+        "two_tower", description="Two towers that meet at the loss."
+    )
 
 
 class CrossAttention(Section):
@@ -127,7 +132,9 @@ class CrossAttention(Section):
 class Fusion(Towers):
     """Two towers, and layers of cross-attention between words and places of the image."""
 
-    kind: Literal["fusion"] = Field("fusion", description="Cross-attention between words and places of the image.")
+    kind: Annotated[Literal["fusion"], _EACH_KIND] = Field(
+        "fusion", description="Cross-attention between words and places of the image."
+    )
     cross: CrossAttention = CrossAttention()
     matching: bool = Field(True, description="A head that says whether image and text match (objective `matching`).")
     classes: int = Field(0, ge=0, description="Classes of the pair (objective `classification`); 0: no such head.")
@@ -170,7 +177,7 @@ class Transformers(TwoEncoders):
 class Clip(Transformers):
     """transformers' CLIP: causal text encoder, features of the last token, softmax contrastive."""
 
-    kind: Literal["clip"] = Field("clip", description="transformers' CLIP.")
+    kind: Annotated[Literal["clip"], _EACH_KIND] = Field("clip", description="transformers' CLIP.")
     embed_dim: int = Field(512, ge=2, description="Width of the shared embedding.")
     activation: Literal["quick_gelu", "gelu"] = Field(
         "quick_gelu", description="As in OpenAI's weights; most others of open_clip use gelu."
@@ -180,7 +187,7 @@ class Clip(Transformers):
 class Siglip(Transformers):
     """transformers' SigLIP: attention pooling, text padded to max_tokens, a sigmoid for each pair."""
 
-    kind: Literal["siglip"] = Field("siglip", description="transformers' SigLIP.")
+    kind: Annotated[Literal["siglip"], _EACH_KIND] = Field("siglip", description="transformers' SigLIP.")
     inputs: Inputs = Inputs(fit="squash", mean=(0.5,) * 3, std=(0.5,) * 3)
     image: ClipImage = ClipImage(patch=16)
     text: ClipText = ClipText(width=768, heads=12)
@@ -209,7 +216,9 @@ class Decoder(Section):
 class Generative(Model):
     """transformers' LLaVA: features of one picture in a Llama's words, trained on what the assistant says."""
 
-    kind: Literal["generative"] = Field("generative", description="transformers' LLaVA, one crop an image.")
+    kind: Annotated[Literal["generative"], _EACH_KIND] = Field(
+        "generative", description="transformers' LLaVA, one crop an image."
+    )
     inputs: ChatInputs = ChatInputs()
     weights: str = Field("none", description="`none`, a directory saved by transformers, or a hub name.")
     image: ClipImage = ClipImage(patch=16)
@@ -219,7 +228,7 @@ class Generative(Model):
 class Own(Model):
     """A model of your own, called with this section and the number of tokens."""
 
-    kind: str = Field(description="`package.module:Class`.")
+    kind: Annotated[str, _EACH_KIND] = Field(description="`package.module:Class`.")
     settings: dict[str, bool | int | float | str] = Field({}, description="Whatever your class wants to know.")
 
 
