@@ -33,8 +33,8 @@ scores = model.embed_images(["photo.jpg"]) @ model.embed_texts(["a red circle", 
   pixels ({inputs["interpolation"]}); transparency is laid on white, EXIF orientation applied.
 - Texts: up to {inputs["max_tokens"]} tokens; what is longer is cut.{_spoken(inputs)}
 - Kind: {spec["kind"]}{_branches(spec)}. All settings are in `config.json`.
-- `tokenizer.json` opens in transformers as `PreTrainedTokenizerFast(tokenizer_file=...)`, `preprocessor_config.json`
-  as `AutoImageProcessor.from_pretrained(...)`, whose pixels agree up to rounding (a crop may lie half a pixel aside).
+- `tokenizer.json` opens in transformers as `PreTrainedTokenizerFast(tokenizer_file=...)`.
+- {_pixels_elsewhere(inputs)}
 """
 
 
@@ -61,7 +61,21 @@ model.answer(["photo.jpg"], "{chat["question"]}")
 - Conversations of up to {inputs["max_tokens"]} tokens and one image, laid out as
   `{chat["user"].format(chat["image"] + "...").strip()} {chat["assistant"].format("...")}{chat["end"]}`.
 - Kind: {spec["kind"]}. All settings are in `config.json`; in transformers it is a `LlavaForConditionalGeneration`.
+- {_pixels_elsewhere(inputs)}
 """
+
+
+def _pixels_elsewhere(inputs: dict[str, Any]) -> str:
+    """How transformers prepares the images, where it can."""
+    if preprocessor_config(inputs) is None:
+        return (
+            "transformers has no image processor that pads with white, so there is no `preprocessor_config.json`:\n"
+            "  elsewhere, pad and resize images as above before they are normalised (`config.json` has mean and std)."
+        )
+    return (
+        "`preprocessor_config.json` opens in transformers as `AutoImageProcessor.from_pretrained(...)`, whose pixels\n"
+        "  agree up to rounding (a crop may lie half a pixel aside)."
+    )
 
 
 def _spoken(inputs: dict[str, Any]) -> str:
@@ -78,8 +92,10 @@ def _branches(spec: dict[str, Any]) -> str:
     return f" ({', '.join(named)})" if named else ""
 
 
-def preprocessor_config(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The `inputs` section as transformers' image processors know it (padding with white they do not)."""
+def preprocessor_config(inputs: dict[str, Any]) -> dict[str, Any] | None:
+    """The `inputs` section as transformers' image processors know it; None for padding with white, which none does."""
+    if inputs["fit"] == "pad":
+        return None
     side = inputs["image_side"]
     square = {"height": side, "width": side}
     if inputs["fit"] == "crop":

@@ -4,7 +4,7 @@
     model.safetensors         weights
     tokenizer.json            of the `tokenizers` package; transformers reads it as well
     tokenizer_config.json     how transformers is to use it
-    preprocessor_config.json  pixels, in transformers' words
+    preprocessor_config.json  pixels, in transformers' words where it has any (not for `fit: pad`)
     README.md                 the model card, with the lines that load it
 
 A CLIP, SigLIP or LLaVA leaves as transformers' own (their_form.py): its `AutoModel`, `AutoTokenizer` and
@@ -83,8 +83,10 @@ def _contents(model: Any, spec: dict[str, Any], tokenizer_json: str) -> tuple[di
     theirs = their_form.config(model, tokenizer_json)
     weights = model.state_dict() if theirs is None else their_form.weights(model)
     tokenizer, settings = their_form.tokenizer(model, tokenizer_json, spec["inputs"]["max_tokens"])
-    texts = {TOKENIZER: tokenizer, TOKENIZER_CONFIG: settings, PREPROCESSOR: preprocessor_config(spec["inputs"])}
-    return weights, texts | their_form.processor(model) | {CONFIG: (theirs or {}) | config}
+    texts = {TOKENIZER: tokenizer, TOKENIZER_CONFIG: settings} | their_form.processor(model)
+    if (pixels := preprocessor_config(spec["inputs"])) is not None:
+        texts[PREPROCESSOR] = pixels
+    return weights, texts | {CONFIG: (theirs or {}) | config}
 
 
 def load(folder: str | Folder, device: torch.device | str = "cpu") -> Any:

@@ -156,6 +156,26 @@ def test_other_programs_read_the_folder(exported: tuple[nn.Module, TwoTower, Pat
     assert json.loads((out / "config.json").read_text())["model"] == spec.model_dump(mode="json")
 
 
+@pytest.mark.parametrize("fit", ["crop", "squash", "pad"])
+def test_pixels_are_said_in_transformers_words_only_where_it_makes_the_same(tmp_path: Path, fit: str) -> None:
+    """Whatever the card promises of them holds, for a picture that is no square."""
+    from transformers import AutoImageProcessor
+
+    spec = spec_of(fit)
+    out = export(trained(spec), spec.model_dump(mode="json"), TOKENIZER, tmp_path / "model")
+    promised = "whose pixels\n  agree up to rounding" in (out / "README.md").read_text()
+    assert promised == (out / "preprocessor_config.json").exists() == (fit != "pad")
+    if not promised:
+        assert "no image processor that pads with white" in (out / "README.md").read_text()
+        with pytest.raises((OSError, ValueError)):
+            AutoImageProcessor.from_pretrained(out)
+        return
+    rows, columns = np.mgrid[0:120, 0:240]
+    image = Image.fromarray(np.stack([rows, columns, 255 - columns], axis=-1).astype(np.uint8))
+    theirs = AutoImageProcessor.from_pretrained(out)(image, return_tensors="np")["pixel_values"][0]
+    assert np.abs((theirs * 0.25 + 0.5) * 255 - to_pixels(image, 32, fit, "bicubic")).mean() <= 1
+
+
 def test_empty_lists(exported: tuple[nn.Module, TwoTower, Path]) -> None:
     loaded = mmray.load(exported[2])
     assert loaded.embed_images([]).shape == loaded.embed_texts([]).shape == (0, 12)
