@@ -144,12 +144,17 @@ def never_started(error: BaseException) -> ResourceError | None:
     )
 
 
+def is_lone_machine(config: Config) -> bool:
+    """Whether one machine is the whole cluster, and stays so: a head whose pools are empty is none."""
+    return len(nodes.nodes()) == 1 and not nodes.pools() and not config.cluster.grows
+
+
 def data_actors(config: Config) -> int:
     """Decoding actors of the stream: as configured, or what cores and memory leave on the nodes of the data."""
     if isinstance(config.data.workers, int):
         return config.data.workers
     here, demand = nodes.nodes(), demand_of(config)
-    if len(here) == 1:  # a cluster on this machine has more logical CPUs than real cores
+    if is_lone_machine(config):  # a cluster on this machine has more logical CPUs than real cores
         cpus = min(ray.cluster_resources().get("CPU", 1), cores())
         return data_workers(cpus, _taken(demand), free_memory() / 2**30, config.data.block_mb)
     return shared_actors(demand, here, nodes.pools(), config.data.block_mb)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mmray.cluster.capacity import Demand, Node, Pool, concurrent, feasible
+from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, concurrent, feasible, grown
 from mmray.cluster.join import FEED_CPUS
 from mmray.errors import ResourceError
 
@@ -35,14 +35,25 @@ def room_for(
 ) -> tuple[int, int]:
     """(trials at a time, CPUs that each then has for data actors), up to `wanted` trials.
 
-    `free` is what is free on the nodes, `whole` all that they have. Where one trial has room once others let go of
-    theirs, or once nodes were added, one is tried: it waits as a run does. Raises ResourceError.
+    `free` is what is free on the nodes, `whole` all that they have; nodes that the pools have yet to add count as free.
+    Where one trial has room once others let go of theirs, one is tried: it waits as a run does. Raises ResourceError.
     """
-    fitting = concurrent(demand, free, wanted)
-    lacking = None if fitting or waits else feasible(demand, whole, pools)
-    if lacking is not None:
-        raise ResourceError(f"not one trial has room: {lacking}")
-    at_once = max(1, fitting)
-    cpus = sum(node.resources.get("CPU", 0) for node in free if node.bears(demand.data_labels)) / at_once
+    together = replace(demand, workers=demand.workers * wanted, data_cpus=demand.data_cpus * wanted)
+    reach = [*free, *to_come(together, whole, pools)]
+    at_once = concurrent(demand, reach, wanted)
+    if at_once == 0:
+        lacking = None if waits else feasible(demand, whole, pools)
+        if lacking is not None:
+            raise ResourceError(f"not one trial has room: {lacking}")
+        at_once, reach = 1, grown(demand, whole, pools)
+    cpus = sum(node.resources.get("CPU", 0) for node in reach if node.bears(demand.data_labels)) / at_once
     taken = 0 if demand.data_labels else demand.workers * demand.per_worker.get("CPU", 0)
     return at_once, max(1, int(cpus - taken) - FEED_CPUS)
+
+
+def to_come(demand: Demand, here: Sequence[Node], pools: Sequence[Pool]) -> list[Node]:
+    """The nodes that the pools may add to those that are here, as far as the demand could use them."""
+    group_of = [(node.labels or {}).get(NODE_GROUP) for node in here]
+    theirs = [node for node, group in zip(here, group_of, strict=True) if group in {pool.name for pool in pools}]
+    left = [replace(pool, most=pool.most - group_of.count(pool.name)) for pool in pools]
+    return grown(demand, theirs, left)

@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from mmray.cluster import nodes
 from mmray.cluster.capacity import Demand, Node, concurrent
 from mmray.cluster.join import joined
@@ -23,7 +21,7 @@ from mmray.config.space import Space
 from mmray.errors import UsageError
 from mmray.report.at_end import draw_at_end
 from mmray.train.lease import Lease
-from mmray.train.resources import data_actors, demand_of
+from mmray.train.resources import data_actors, demand_of, is_lone_machine
 from mmray.train.rundir import environment
 from mmray.train.settle import settle
 from mmray.tune import sweepdir
@@ -165,7 +163,8 @@ def _at_once(runs: dict[str, Config], asked: int | None) -> tuple[int, dict[str,
     if not runs:
         return 1, runs
     demand = largest([demand_of(config) for config in runs.values()])
-    wanted = min(asked or (1 if len(ray.nodes()) == 1 else len(runs)), len(runs))
+    lone = all(is_lone_machine(config) for config in runs.values())
+    wanted = min(asked or (1 if lone else len(runs)), len(runs))
     waits = any(config.cluster.grows for config in runs.values())
     at_once, actors = room_for(_free_nodes(demand), nodes.nodes(), demand, wanted, nodes.pools(), waits)
     return at_once, {name: _with_actors(config, actors) for name, config in runs.items()}

@@ -1,11 +1,22 @@
 """How many trials fit, and what is said when none does."""
 
-import pytest
+from pathlib import Path
 
-from mmray.cluster.capacity import Demand, Node, Pool, concurrent
+import pytest
+import yaml
+
+from mmray.cluster import nodes as cluster
+from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, concurrent
+from mmray.cluster.nodes import HEAD_MARK, ROLE, launcher_pools
+from mmray.config import Cluster, Config
 from mmray.errors import ResourceError
 from mmray.tune.fit import largest, room_for
+from mmray.tune.search import _at_once
 
+CLUSTER_YAML = yaml.safe_load((Path(__file__).parents[2] / "cluster.yaml").read_text())  # 8 x 16 CPUs, 4 x 1 GPU
+POOLS = launcher_pools(CLUSTER_YAML)
+HEAD = Node({HEAD_MARK: 1.0}, {ROLE: "head"})
+ON_ROLES = Demand(1, {"CPU": 1.0, "GPU": 1.0}, 2, {ROLE: "train"}, {ROLE: "data"})
 TWO_CPU_WORKERS = Demand(2, {"CPU": 1.0}, data_cpus=2)
 GPU_WORKERS = Demand(2, {"CPU": 1.0, "GPU": 1.0}, data_cpus=3)
 
@@ -51,3 +62,50 @@ def test_a_cluster_that_can_grow_is_waited_for():
 
 def test_room_that_others_hold_now_is_waited_for():
     assert room_for([], nodes({"CPU": 8.0}), TWO_CPU_WORKERS, 3)[0] == 1
+
+
+def test_a_cluster_whose_pools_are_empty_is_counted_as_what_it_grows_to():
+    assert room_for([HEAD], [HEAD], ON_ROLES, 6, POOLS) == (4, 31)  # a GPU each, and a fourth of 128 CPUs
+    assert room_for([HEAD], [HEAD], ON_ROLES, 2, POOLS)[0] == 2
+
+
+def pool_node(pool, role, taken=False, **resources):
+    return Node({} if taken else resources, {NODE_GROUP: pool, ROLE: role})
+
+
+def test_nodes_that_others_hold_are_not_counted_again_as_those_that_come():
+    def here(taken):
+        return [HEAD, *(pool_node("gpu", "train", taken, CPU=8.0, GPU=1.0) for _ in range(3))]
+
+    assert room_for(here(taken=True), here(taken=False), ON_ROLES, 6, POOLS)[0] == 1  # the fourth
+    assert room_for(here(taken=False), here(taken=False), ON_ROLES, 6, POOLS)[0] == 4
+
+
+def test_a_trial_that_waits_for_others_has_its_data_actors_counted_on_what_they_hold():
+    here = [HEAD, *(pool_node("gpu", "train", CPU=8.0, GPU=1.0) for _ in range(4))]
+    here += [pool_node("cpu", "data", CPU=16.0) for _ in range(8)]
+    assert room_for([HEAD], here, ON_ROLES, 6, POOLS) == (1, 3 * 16 - 1)  # of as many nodes as one trial could need
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Six trials on cluster.yaml's cluster, before a node of its pools has started."""
+    monkeypatch.setattr(cluster, "nodes", lambda: [HEAD])
+    monkeypatch.setattr(cluster, "free_nodes", lambda: [HEAD])
+    monkeypatch.setattr(cluster, "pools", lambda: POOLS)
+    return {f"t{number:03}": Config(cluster=Cluster(workers=1)) for number in range(1, 7)}
+
+
+def test_a_head_alone_with_empty_pools_is_no_lone_machine(runs):
+    at_once, sized = _at_once(runs, None)
+    assert at_once == 4
+    assert {config.data.workers for config in sized.values()} == {15}  # a node of the pool, one CPU for the feed
+
+
+def test_on_a_lone_machine_trials_run_one_after_another(runs, monkeypatch):
+    monkeypatch.setattr(cluster, "pools", list)
+    monkeypatch.setattr(cluster, "nodes", lambda: [Node({"CPU": 16.0})])
+    monkeypatch.setattr(cluster, "free_nodes", lambda: [Node({"CPU": 16.0})])
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 16.0})
+    assert _at_once(runs, None)[0] == 1
+    assert _at_once(runs, 3)[0] == 3
