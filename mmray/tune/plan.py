@@ -122,7 +122,10 @@ def samples_per_trial(typed: Config, trials: Sequence[Trial], num_rows: int) -> 
 
 
 def as_run(trial: Trial, samples: int, num_rows: int, folder: Path, goal: str) -> Config:
-    """The config of the trial's run: its length, about ten lines of metrics, no retry, its place in the sweep."""
+    """The config of the trial's run: its length, about ten lines of metrics, no retry, its place in the sweep.
+
+    An elastic recipe trains with its most workers, all the time: those are what the trial's row says.
+    """
     assert trial.config is not None and trial.shape is not None
     config = trial.config
     train = config.train.model_copy(
@@ -136,7 +139,7 @@ def as_run(trial: Trial, samples: int, num_rows: int, folder: Path, goal: str) -
         update={
             "train": train.model_copy(update={"log_every": max(1, steps // WINDOWS)}),
             "evaluate": config.evaluate.model_copy(update={"every": 0, "limit": limit}),
-            "cluster": config.cluster.model_copy(update={"max_failures": 0}),
+            "cluster": config.cluster.model_copy(update={"workers": config.cluster.most_workers, "max_failures": 0}),
             "run": config.run.model_copy(
                 update={"name": trial.name, "storage": str(folder / "trials"), "resume": "auto"}
             ),

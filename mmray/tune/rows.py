@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mmray.train.batch import BatchShape
@@ -71,11 +71,13 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 def row_of(trial: Trial, ended: Ended, lines: list[dict[str, Any]], result: dict[str, Any] | None) -> dict[str, Any]:
     """One object of trials.jsonl."""
     shape = trial.shape
+    found = _found(shape, lines)
+    ended = _without_room(shape, ended, found)
     return {
         "trial": trial.name,
         "status": ended.status,
         "settings": trial.settings,
-        **_cut(shape, lines),
+        **_cut(shape, found),
         "workers": shape.workers if shape else None,
         "global": shape.global_rows if shape else None,
         **figures(lines),
@@ -86,14 +88,27 @@ def row_of(trial: Trial, ended: Ended, lines: list[dict[str, Any]], result: dict
     }
 
 
-def _cut(shape: BatchShape | None, lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Micro-batch and accumulation: those asked for, or those that the workers found to fit."""
+def _cut(shape: BatchShape | None, found: int) -> dict[str, Any]:
+    """Micro-batch and accumulation: those asked for, or, of `auto`, those that the workers found to fit."""
     if shape is None:
         return {"micro": None, "accumulation": None}
-    found = int(lines[-1].get("batch/micro") or shape.micro) if lines else shape.micro
-    if not shape.auto or found >= shape.micro:
+    if not shape.auto or found == shape.micro:
         return {"micro": shape.micro, "accumulation": shape.accumulation}
     return {"micro": found, "accumulation": -(-shape.global_rows // (shape.workers * found))}
+
+
+def _found(shape: BatchShape | None, lines: list[dict[str, Any]]) -> int:
+    """Rows of a micro-batch at the run's end: fewer than the shape's where memory held no more."""
+    most = shape.micro if shape else 0
+    return min(most, int(lines[-1].get("batch/micro") or most)) if lines else most
+
+
+def _without_room(shape: BatchShape | None, ended: Ended, found: int) -> Ended:
+    """The end as the sweep counts it: a run that went on in smaller micro-batches has not measured those asked for."""
+    if shape is None or ended.status != "finished" or shape.auto or found == shape.micro:
+        return ended
+    told = f"no room for micro-batches of {shape.micro} rows; the figures are of {found}: ask for those, or for `auto`"
+    return replace(ended, status="out_of_memory", error=told)
 
 
 def infeasible_row(trial: Trial) -> dict[str, Any]:

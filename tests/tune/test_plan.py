@@ -95,6 +95,14 @@ def test_every_trial_trains_as_many_samples():
     assert as_run(found[0], 100, 1000, Path("/sweeps/one"), "recall").evaluate.limit is None
 
 
+def test_a_trial_of_an_elastic_recipe_runs_on_the_workers_that_its_row_names():
+    elastic = SAMPLE.on_cluster(workers="1-4")
+    trial = trials("batch.micro=16", base=elastic)[0]
+    run = as_run(trial, 1000, 10_000, Path("/sweeps/one"), "throughput")
+    assert (run.cluster.least_workers, run.cluster.most_workers, trial.shape.workers) == (4, 4, 4)
+    assert best_recipe(trial).cluster == elastic.cluster
+
+
 def test_a_loss_measured_within_the_warm_up_is_doubted():
     runs = [as_run(trial, 30 * 128, 10_000, Path("/sweeps/one"), "loss") for trial in trials("batch.micro=32,64")]
     assert "t001 takes 30 steps, all of them in the warm-up of 30" in warm_up_doubt(runs, 10_000, "loss")

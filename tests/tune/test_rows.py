@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from mmray.errors import TrainingError
+from mmray.train.batch import BatchShape
 from mmray.train.policy import Failure, decide
-from mmray.tune.rows import ended_by, figures, one_line
+from mmray.tune.plan import Trial
+from mmray.tune.rank import recommend
+from mmray.tune.rows import Ended, ended_by, figures, one_line, row_of
 
 
 def line(step, rate, step_s, loss=1.0, **more):
@@ -76,3 +79,28 @@ def test_any_other_error_is_a_failure_in_one_line():
     assert ended_by(error, 1.5).status == "failed" and ended_by(error, 1.5).elapsed_s == 1.5
     assert one_line(error) == "KeyError: 'label'"
     assert one_line(ValueError()) == "ValueError" and len(one_line(ValueError("x" * 1000))) == 240
+
+
+def row_with(found, status="finished", auto=False):
+    """A row of a trial of micro-batches of 64 rows whose run ended with `found`."""
+    trial = Trial("t001", {"batch.micro": 64}, None, BatchShape(256, 64, 2, 2, auto))
+    lines = [line(step, 100, 0.1) | {"batch/micro": 64 if step == 1 else found} for step in (1, 2, 3)]
+    return row_of(trial, Ended(status, None, 3.0), lines, None)
+
+
+def test_a_trial_that_went_on_in_smaller_micro_batches_is_not_told_as_what_was_asked_for():
+    row = row_with(16)
+    assert (row["status"], row["micro"], row["accumulation"]) == ("out_of_memory", 64, 2)
+    assert "no room for micro-batches of 64 rows; the figures are of 16" in row["error"]
+    assert row["elapsed_s"] == 3.0 and row["samples_per_s"] == 100
+    assert recommend([row], "throughput", relative_to_chance=False) is None
+
+
+@pytest.mark.parametrize(("found", "auto", "cut"), [(64, False, (64, 2)), (16, True, (16, 8)), (64, True, (64, 2))])
+def test_a_trial_that_measured_what_was_asked_for_has_finished(found, auto, cut):
+    row = row_with(found, auto=auto)
+    assert (row["status"], row["error"], (row["micro"], row["accumulation"])) == ("finished", None, cut)
+
+
+def test_a_trial_that_was_stopped_is_measured_again():
+    assert row_with(16, "stopped")["status"] == "stopped"
