@@ -14,7 +14,7 @@ from typing import Any
 from ray import tune
 
 from mmray.config import Config
-from mmray.errors import TrainingError
+from mmray.errors import AtOnce, TrainingError
 from mmray.train.board import hearing
 from mmray.tune.drive import drive
 from mmray.tune.rows import Ended, ended_by
@@ -85,7 +85,7 @@ def _stopping(running: Running) -> Iterator[None]:
 
     def ask(_: int, __: FrameType | None) -> None:
         if running.stop.is_set():
-            raise KeyboardInterrupt
+            raise AtOnce
         running.stop.set()
         running.listener.note("with what is measured; once more leaves at once", "stopping")
 

@@ -1,0 +1,21 @@
+"""What a sweep does with signals while Ray Tune has its thread; no Ray."""
+
+import signal
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from mmray.errors import AtOnce
+from mmray.tune.ray_tune import _stopping
+from tests.train.runs import Silent
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_ctrl_c_leaves_without_the_end_of_an_interpreter_whose_threads_are_in_ray(number):
+    running = SimpleNamespace(stop=threading.Event(), listener=Silent())
+    with _stopping(running):
+        signal.raise_signal(number)
+        assert running.stop.is_set()
+        with pytest.raises(AtOnce):
+            signal.raise_signal(number)
