@@ -11,18 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mmray.train.batch import BatchShape
+from mmray.train.room import is_out_of_memory
 from mmray.tune.plan import Trial
 
 Status = Literal["finished", "out_of_memory", "failed", "stopped", "infeasible"]
 KEPT = ("finished", "out_of_memory")  # a sweep that goes on does not run these again
 ERROR_LENGTH = 240
-
-# What torch, CUDA, cuBLAS, the C library and Ray's memory monitor say when memory ran out.
-_OUT_OF_MEMORY = re.compile(
-    r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|can't allocate memory|Cannot allocate memory|not enough memory"
-    r"|running low on memory|memory pressure|OutOfMemoryError|MemoryError",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -39,9 +33,7 @@ _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")  # the lin
 
 def ended_by(error: BaseException, elapsed_s: float | None = None) -> Ended:
     """The end that an error makes: out_of_memory where it, or what caused it, says so, else failed; in one line."""
-    chain = list(_causes(error))
-    out = any(type(cause).__name__ in ("OutOfMemoryError", "MemoryError") for cause in chain)
-    out = out or any(_OUT_OF_MEMORY.search(str(cause)) for cause in chain)
+    out = any(is_out_of_memory(cause) for cause in _causes(error))
     return Ended("out_of_memory" if out else "failed", one_line(error), elapsed_s)
 
 

@@ -58,6 +58,8 @@ def raised_by_policy(error):
         MemoryError(),
         RuntimeError("CUDA error: out of memory"),
         RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling cusolverDnCreate"),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
         TrainingError("a worker died: Task was killed due to the node running low on memory."),
         WorkerGroupError({1: torch.OutOfMemoryError("allocation failed")}),

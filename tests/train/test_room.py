@@ -1,0 +1,54 @@
+"""What counts as memory that ran out: by the error's type, or by its words where a type has not travelled."""
+
+import subprocess
+import sys
+
+import pytest
+import ray.exceptions
+import torch
+
+from mmray import errors
+from mmray.train.room import is_out_of_memory
+
+
+class TheirOwn(torch.OutOfMemoryError):
+    """As a library may derive one."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError(),
+        TheirOwn("no block"),
+        MemoryError(),
+        errors.OutOfMemoryError("no room", 4),
+        ray.exceptions.OutOfMemoryError("killed"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+        RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+        errors.TrainingError("Task was killed due to the node running low on memory."),
+        errors.TrainingError("before any step was logged: OutOfMemoryError: allocation failed"),
+    ],
+)
+def test_memory_that_ran_out(error):
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("shapes do not match"),
+        ValueError(),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED"),
+    ],
+)
+def test_another_error(error):
+    assert not is_out_of_memory(error)
+
+
+def test_a_sweep_knows_it_without_torch():
+    asked = "import sys, mmray.tune.rows; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0
