@@ -47,7 +47,12 @@ class Csv:
     def split(self, text: str) -> list[str]:
         """The fields of a record. Raises csv.Error."""
         csv.field_size_limit(lines.MAX_LINE_BYTES)
-        return next(csv.reader(io.StringIO(text, newline=""), strict=True), [])
+        rows = list(csv.reader(io.StringIO(text, newline=""), strict=True))
+        if len(rows) > 1:
+            raise csv.Error(
+                f"a carriage return cuts it into {len(rows)} records: quote the field, or end lines with \\n"
+            )
+        return rows[0] if rows else []
 
     @cached_property
     def _header(self) -> tuple[int, list[str]]:

@@ -1,7 +1,7 @@
 """Text of one record a line, cut into chunks of whole records and read back with line numbers.
 
 Memory holds one piece of a line, however long it is. In a CSV a quoted field may hold newlines: such a record goes on
-while a quote is open, but no further than MAX_LINE_BYTES, so that one forgotten quote does not swallow the file.
+while the field is open, but no further than MAX_QUOTED_BYTES, so that one forgotten quote does not swallow the file.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Collection, Iterator
+from enum import Enum
 from typing import Any
 
 from mmray.data.formats.source import Chunk, SourceChanged
@@ -33,9 +34,10 @@ def scan_lines(
     with place.open(name) as file:
         for piece in _pieces(file):
             digest.update(piece)
-            blank = blank and not piece.removeprefix(BOM if offset == 0 else b"").strip()
+            text = piece.removeprefix(BOM if offset == 0 else b"")
+            blank = blank and not text.strip()
             offset, lines = offset + len(piece), lines + piece.endswith(b"\n")
-            if not ends.after(piece):
+            if not ends.after(text):
                 continue
             records, rows, blank = records + 1, rows + (not blank), True
             if records == rows_per_chunk or offset in stops:
@@ -52,41 +54,69 @@ def read_lines(place: Place, chunk: Chunk, quoted: bool = False) -> Iterator[tup
     Raises SourceChanged at the end where the bytes are not those that were scanned.
     """
     digest, line, lines, kept, ends = hashlib.sha256(), chunk.first_line, 0, b"", _Ends(quoted)
+    mark = BOM if chunk.start == 0 else b""
     with place.open(chunk.file) as file:
         file.seek(chunk.start)
         for piece in _pieces(file, chunk.stop - chunk.start):
             digest.update(piece)
+            text, mark = piece.removeprefix(mark), b""
             lines += piece.endswith(b"\n")
             if len(kept) <= MAX_LINE_BYTES:
-                kept += piece
-            if not ends.after(piece):
+                kept += text
+            if not ends.after(text):
                 continue
-            if line == 1:
-                kept = kept.removeprefix(BOM)
             if kept.strip():
                 yield line, kept
             line, lines, kept = line + lines, 0, b""
-    kept = kept.removeprefix(BOM if line == 1 else b"")
     if kept.strip():
         yield line, kept
     if digest.hexdigest() != chunk.sha256:
         raise SourceChanged(f"{chunk.file} changed while it was read: run the same command again")
 
 
+class _At(Enum):
+    """Where in a CSV record a scan stands, as Python's csv sees it."""
+
+    BEGIN = "the begin of a field"
+    PLAIN = "a field without quotes, in which a quote is a letter like any other"
+    QUOTED = "a quoted field"
+    CLOSED = "behind a quote in a quoted field: its end, or the first half of a doubled one"
+
+
 class _Ends:
-    """Whether a record ends with a piece of text: at a newline, unless a quote is open."""
+    """Whether a record ends with a piece of text: at a newline, unless it stands in a quoted field."""
 
     def __init__(self, quoted: bool) -> None:
-        self.quoted, self.open, self.length = quoted, False, 0
+        self.quoted, self.at, self.length = quoted, _At.BEGIN, 0
 
     def after(self, piece: bytes) -> bool:
         self.length += len(piece)
-        if self.quoted and piece.count(b'"') % 2:
-            self.open = not self.open
-        if not piece.endswith(b"\n") or (self.open and self.length <= MAX_QUOTED_BYTES):
+        if self.quoted:
+            self.at = _at_end(piece, self.at)
+        if not piece.endswith(b"\n") or (self.at is _At.QUOTED and self.length <= MAX_QUOTED_BYTES):
             return False
-        self.open, self.length = False, 0
+        self.at, self.length = _At.BEGIN, 0
         return True
+
+
+def _at_end(piece: bytes, at: _At) -> _At:
+    """Where a scan that stood `at` before this piece of a record stands behind it."""
+    place = 0
+    while place < len(piece):
+        if at in (_At.BEGIN, _At.CLOSED):
+            is_quote = piece.startswith(b'"', place)
+            at, place = (_At.QUOTED, place + 1) if is_quote else (_At.PLAIN, place)
+        elif at is _At.QUOTED:
+            found = piece.find(b'"', place)
+            if found < 0:
+                return at
+            at, place = _At.CLOSED, found + 1
+        else:
+            found = piece.find(b',"', place)
+            if found < 0:
+                return _At.BEGIN if piece.endswith(b",") else at
+            at, place = _At.QUOTED, found + 2
+    return at
 
 
 def _pieces(file: Any, limit: int | None = None) -> Iterator[bytes]:

@@ -1,0 +1,72 @@
+"""A CSV is cut into the records that Python's csv reads, wherever quotes and newlines stand, and none is lost."""
+
+import csv
+import io
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmray.data.formats import lines
+from mmray.data.formats.delimited import Csv
+from mmray.data.formats.rows import BadRow
+from mmray.data.place import Place
+
+NAMES = ["image", "text", "id"]
+FIELDS = st.lists(st.text('ab",\n\r é', min_size=1, max_size=6), min_size=3, max_size=3)
+PLAIN = st.text('ab"é ', min_size=1, max_size=6).filter(lambda text: not text.startswith('"') and text.strip())
+
+
+def rows_of(folder, data, rows_per_chunk=2):
+    """The rows of a CSV of these bytes: lists of fields, or BadRow."""
+    (folder / "a.csv").write_bytes(data)
+    source = Csv(Place(str(folder)), "a.csv", {})
+    items = [item.values for chunk in source.scan(rows_per_chunk, ()) for item in source.read(chunk)]
+    return [item if isinstance(item, BadRow) else [item.get(name, "") for name in NAMES] for item in items]
+
+
+def written(rows, **options):
+    out = io.StringIO(newline="")
+    csv.writer(out, **options).writerows([NAMES, *rows])
+    return out.getvalue().encode()
+
+
+@settings(deadline=None)
+@given(rows=st.lists(FIELDS, max_size=6), quoting=st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]))
+def test_what_csv_writes_is_read_back(tmp_path_factory, rows, quoting):
+    assert rows_of(tmp_path_factory.mktemp("csv"), written(rows, quoting=quoting)) == rows
+
+
+@settings(deadline=None)
+@given(rows=st.lists(st.lists(PLAIN, min_size=3, max_size=3), max_size=6), end=st.sampled_from(["\n", "\r\n"]))
+def test_what_is_joined_by_commas_is_read_as_csv_reads_it(tmp_path_factory, rows, end):
+    text = "".join(",".join(row) + end for row in [NAMES, *rows])
+    assert list(csv.reader(io.StringIO(text, newline="")))[1:] == rows
+    assert rows_of(tmp_path_factory.mktemp("csv"), text.encode()) == rows
+
+
+@settings(deadline=None)
+@given(rows=st.lists(FIELDS, max_size=4), size=st.integers(1, 4))
+def test_a_record_ends_in_the_same_place_however_it_comes_in_pieces(tmp_path_factory, rows, size):
+    whole, folder = written(rows), tmp_path_factory.mktemp("csv")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lines, "_PIECE_BYTES", size)
+        assert rows_of(folder, whole) == rows
+
+
+def test_an_inch_mark_in_two_captions_loses_no_row(tmp_path):
+    captions = [f'a 5" pipe {number}' if number in (2, 6) else f"row {number}" for number in range(10)]
+    data = "image,text,id\n" + "".join(f"{number}.png,{text},{number}\n" for number, text in enumerate(captions))
+    assert [row[1] for row in rows_of(tmp_path, data.encode())] == captions
+
+
+def test_a_byte_order_mark_before_a_quoted_name_is_no_letter(tmp_path):
+    data = lines.BOM + b'"image","text\n","id"\n0.png,"two\nlines",0\n'
+    assert rows_of(tmp_path, data) == [["0.png", "two\nlines", "0"]]
+
+
+def test_a_carriage_return_in_a_field_is_a_fault_that_is_told(tmp_path):
+    good, bad = rows_of(tmp_path, b"image,text,id\n0.png,x,0\n1.png,one\rtwo,1\n")
+    assert good == ["0.png", "x", "0"]
+    assert (bad.stage, bad.reason) == ("parse", "csv")
+    assert "carriage return" in bad.detail
