@@ -7,10 +7,12 @@ BatchNorm's statistics and cost time in every tower.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from mmray.errors import TrainingError
 from mmray.objectives.protocol import Batch
+from mmray.train.room import is_out_of_memory
 from mmray.train.telemetry import Phases
 
 Item = TypeVar("Item")
@@ -108,12 +111,15 @@ def feed(
     """Shares on `device`, the first of step `first`; the next one is read and copied while the last one computes.
 
     `arranged`: data/collate.py has put the rows of each share into micro-batches by their length.
-    `wait_s` is the time the caller stood waiting. Raises TrainingError when rows are not those of the plan.
+    `wait_s` is the time the caller stood waiting. On a GPU lie the share under way and the next one, as long as the
+    caller lets go of a share before it asks for the one after. Raises TrainingError when rows are not those of the
+    plan, and what says that a GPU has no room where even between two steps there is none for a share.
     """
     shares = _checked(steps, plan, first, rank, arranged)
     if device.type == "cuda":
-        shares = _ahead(_copied(shares, device, phases), _arrive)
-    return _timed(shares)
+        copied = map(partial(_copied, device=device, stream=torch.cuda.Stream(device), phases=phases), shares)
+        shares = _ahead(copied, partial(_arrive, device=device), device)
+    return iter(partial(_timed, shares), None)  # nothing here keeps a share that the caller has let go of
 
 
 def _checked(steps: Iterable[list[Batch]], plan: Positions, first: int, rank: int, arranged: bool) -> Iterator[Share]:
@@ -144,31 +150,45 @@ def _rows(micro: Batch, which: Tensor) -> Batch:
     return {name: tensor[which] for name, tensor in micro.items()}
 
 
-def _timed(shares: Iterator[Share]) -> Iterator[Share]:
-    while True:
-        start_s = time.perf_counter()
-        share = next(shares, None)
-        if share is None:
-            return
-        yield replace(share, wait_s=time.perf_counter() - start_s)
+def _timed(shares: Iterator[Share]) -> Share | None:
+    """The next share, with the time that it took to come; None after the last."""
+    start_s = time.perf_counter()
+    share = next(shares, None)
+    return None if share is None else replace(share, wait_s=time.perf_counter() - start_s)
 
 
-def _copied(shares: Iterator[Share], device: torch.device, phases: Phases) -> Iterator[tuple[Share, torch.cuda.Event]]:
-    """Shares on their way to the device, each with the event of its arrival; copies run beside the computation."""
-    stream = torch.cuda.Stream(device)
-    for share in shares:
+Copied = tuple[Share, torch.cuda.Event | None]
+
+
+def _copied(share: Share, device: torch.device, stream: torch.cuda.Stream, phases: Phases) -> Copied:
+    """A share on its way to the device, with the event of its arrival; copies run beside the computation.
+
+    At the peak of a step there may be no room for the next share: it then stays on the CPU, without an event.
+    """
+    try:
         with torch.cuda.stream(stream), phases("transfer"):
-            micros = [
-                {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in micro.items()}
-                for micro in share.micros
-            ]
-        arrived = stream.record_event()
-        yield replace(share, micros=micros), arrived
+            return _on(share, device), stream.record_event()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+    return share, None
 
 
-def _arrive(copied: tuple[Share, torch.cuda.Event]) -> Share:
+def _on(share: Share, device: torch.device) -> Share:
+    """The share on a device, on the stream that is current."""
+    micros = [
+        {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in micro.items()}
+        for micro in share.micros
+    ]
+    return replace(share, micros=micros)
+
+
+def _arrive(copied: Copied, device: torch.device) -> Share:
+    """The share as the stream of the computation may use it; called between two steps, when there is most room."""
     share, arrived = copied
-    current = torch.cuda.current_stream(share.micros[0]["valid"].device)
+    if arrived is None:
+        return _on(share, device)
+    current = torch.cuda.current_stream(device)
     current.wait_event(arrived)
     for micro in share.micros:
         for tensor in micro.values():
@@ -176,10 +196,18 @@ def _arrive(copied: tuple[Share, torch.cuda.Event]) -> Share:
     return share
 
 
-def _ahead(items: Iterator[Item], ready: Callable[[Item], Ready]) -> Iterator[Ready]:
-    """Items through `ready`, the next one being made in a thread meanwhile."""
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="mmray-feed") as thread:
-        coming = thread.submit(next, items, None)
-        while (item := coming.result()) is not None:
-            coming = thread.submit(next, items, None)
-            yield ready(item)
+def _ahead(items: Iterator[Item], ready: Callable[[Item], Ready], device: torch.device) -> Iterator[Ready]:
+    """Items through `ready`, the next one being made in a thread meanwhile, for which `device` is the current GPU.
+
+    Where the caller leaves while the stream stalls, nobody waits for the item under way.
+    """
+    # Of itself a thread's current GPU is the first, and pinned memory and streams would open a context there.
+    enter = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
+    thread = ThreadPoolExecutor(1, "mmray-feed", *enter)
+    try:
+        coming = deque([thread.submit(next, items, None)])
+        while coming[0].result() is not None:
+            coming.append(thread.submit(next, items, None))
+            yield ready(cast("Item", coming.popleft().result()))
+    finally:
+        thread.shutdown(wait=False, cancel_futures=True)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmray.errors import OutOfMemoryError, TrainingError
 from mmray.objectives.protocol import Batch
@@ -29,7 +30,7 @@ from mmray.train.seeding import micro_seed
 from mmray.train.step import StepResult, optimizer_step, suspects
 from mmray.train.task import AVERAGE, Outcome, Progress, State, Stored, Task
 from mmray.train.telemetry import Metrics, Phases, Rates, over_ranks, rows_sha
-from mmray.train.trial import NoRoom
+from mmray.train.trial import NoRoom, said
 
 
 @dataclass
@@ -60,17 +61,36 @@ def run(task: Task, steps: Iterable[list[Batch]], state: State | Stored | None =
     stopping = False
     with profiled(task.train.profile, task.profile_to, task.group.device) as profile_step:
         while progress.step < plan.steps and not stopping:
-            share, result = _timed_step(run, shares)
-            stopping = result.stopping
-            metrics = _tell(run, share, result, stopping) or metrics
+            with _in_room(run):
+                stopping, told_now = _step(run, shares)
+            metrics = told_now or metrics
             profile_step()
     finished = progress.step >= plan.steps
     rows_consumed = plan.rows_start(progress.step)
     return Outcome("finished" if finished else "stopped", progress.step, rows_consumed, progress.skipped, metrics)
 
 
-def _timed_step(run: _Run, shares: Iterator[Share]) -> tuple[Share, StepResult]:
-    """The next share and the step on it."""
+@contextmanager
+def _in_room(run: _Run) -> Iterator[None]:
+    """Where memory runs out inside, but not within a step, whatever the others do: begin again with less at a time."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        less = smaller(run.progress.micro, run.task.plan.share)
+        text = told.no_room_between(run.progress.step, run.progress.micro, run.task.group.rank, said(error), less)
+        raise OutOfMemoryError(text, less) from error
+
+
+def _step(run: _Run, shares: Iterator[Share]) -> tuple[bool, Metrics | None]:
+    """A step and all that follows it; whether the run stops here, and what was logged."""
+    keys, result = _timed_step(run, shares)
+    return result.stopping, _tell(run, keys, result)
+
+
+def _timed_step(run: _Run, shares: Iterator[Share]) -> tuple[Tensor, StepResult]:
+    """The next share's step; the keys of its rows, all that is left of it, and what came of the step."""
     began_s, plan = time.perf_counter(), run.task.plan
     share = _next(shares, run)
     result = _take_step(run, share)
@@ -78,7 +98,7 @@ def _timed_step(run: _Run, shares: Iterator[Share]) -> tuple[Share, StepResult]:
     took_s = time.perf_counter() - began_s
     run.meter.rates.add(took_s, share.wait_s, plan.rows_stop(step) - plan.rows_start(step), share.tokens)
     run.meter.padding.add(share)
-    return share, result
+    return share.keys, result
 
 
 def _start(task: Task, state: State | Stored | None) -> _Run:
@@ -187,7 +207,7 @@ def _try_step(run: _Run, share: Share, stop: bool) -> StepResult | None:
         if not is_out_of_memory(error):
             raise
         less = smaller(run.progress.micro, task.plan.share)
-        mine = told.rows_and_error(task.plan, step, task.group.rank, task.names, str(error))
+        mine = told.rows_and_error(task.plan, step, task.group.rank, task.names, said(error))
         raise OutOfMemoryError(told.no_room(step, run.progress.micro, [mine], less), less) from error
     _shrink(run, met)  # here, where the error and what its traceback keeps alive are gone
     return None
@@ -218,16 +238,16 @@ def _not_finite(run: _Run, share: Share) -> str:
     return told.not_finite(task.plan, step, progress.skipped_in_row, most, named)
 
 
-def _tell(run: _Run, share: Share, result: StepResult, stopping: bool) -> Metrics | None:
+def _tell(run: _Run, keys: Tensor, result: StepResult) -> Metrics | None:
     """All that follows a step: measure, evaluate, log, save, call back. Every rank comes to the same decisions."""
     task, step = run.task, run.progress.step
-    last = step == task.plan.steps or stopping
+    last = step == task.plan.steps or result.stopping
     evaluating = task.evaluate is not None and (step == task.plan.steps or _due(step, task.evaluate_every))
     scored = evaluating and run.rhythm.every == "auto"  # what was scored is kept, or the best could not be
     saving = task.save is not None and (last or scored or run.rhythm.due(step))
     metrics = None
     if last or evaluating or saving or _due(step, task.train.log_every):
-        metrics = _measure(run, share, result)
+        metrics = _measure(run, keys, result)
         if task.evaluate is not None and evaluating:
             metrics |= _evaluate(run, task.evaluate)
         if task.log is not None:
@@ -254,7 +274,7 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _measure(run: _Run, share: Share, result: StepResult) -> Metrics:
+def _measure(run: _Run, keys: Tensor, result: StepResult) -> Metrics:
     """The metrics of the step just taken; two small collectives, so only at steps that are logged."""
     task, learner, step = run.task, run.learner, run.progress.step - 1
     means = [(value / result.counts).sum() for value in result.sums.values()]
@@ -265,7 +285,7 @@ def _measure(run: _Run, share: Share, result: StepResult) -> Metrics:
         "epoch": task.plan.epoch(step),
         "rows_start": task.plan.rows_start(step),
         "rows_stop": task.plan.rows_stop(step),
-        "rows_sha": rows_sha(task.group.gather_plain(share.keys)),
+        "rows_sha": rows_sha(task.group.gather_plain(keys)),
     }
     metrics |= {f"train/{name}": mean for name, mean in zip(result.sums, sums[: len(means)], strict=True)}
     metrics |= {f"train/{name}": float(value) for name, value in result.shared.items()}

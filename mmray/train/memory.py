@@ -78,7 +78,7 @@ def rehearse(
     told = replace(learner, group=alone, parts=parallel.may_part(learner.model))
     _allocate(learner)
     agreed = (_together if told.parts else _each)(learner.group, told, batch_of, share, micro)
-    saved = _try(told, batch_of, agreed, agreed, check=check) or 0
+    saved = _try(told, batch_of, share, agreed, agreed, check=check) or 0
     if learner.group.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(learner.group.device)  # the peak that is told is that of the training
     return Rehearsed(agreed, _table(learner, saved))
@@ -88,13 +88,13 @@ def _each(group: Group, told: Learner, batch_of: BatchOf, share: int, micro: int
     """Rows that fit on every rank: each tries by itself what it likes, then they agree."""
     smallest = 1 if micro is None else micro
     held = group.world > 1  # DDP's buckets lie there all the time
-    found = _try(told, batch_of, 1 if micro is None else min(share, 2 * micro), smallest, held)
+    found = _try(told, batch_of, share, 1 if micro is None else min(share, 2 * micro), smallest, held)
     fits = found is not None
     if fits and micro is None:
         sizes = [size for size in divisors(share) if size <= _most_rows(group, found or 0)]
         # Memory grows with the rows, so that the sizes that fit come first.
         fitting = bisect_right(
-            sizes, False, key=lambda size: size > 1 and _try(told, batch_of, share, size, held) is None
+            sizes, False, key=lambda size: size > 1 and _try(told, batch_of, share, share, size, held) is None
         )
         smallest = sizes[fitting - 1]
     agreed = group.smallest(smallest if fits else 0)
@@ -113,22 +113,22 @@ def _together(group: Group, told: Learner, batch_of: BatchOf, share: int, micro:
     """
     least = 1 if micro is None else micro
     less = 0 if micro is None else smaller(micro, share)
-    found = _fit_or_part(group, told, batch_of, min(share, 2 * least), least, less)
+    found = _fit_or_part(group, told, batch_of, share, min(share, 2 * least), least, less)
     if micro is not None:
         return micro
     most = group.smallest(_most_rows(group, found))
     sizes = [size for size in divisors(share) if size <= most]
     for less, size in pairwise(sizes):
-        _fit_or_part(group, told, batch_of, min(share, 2 * size), size, less)
+        _fit_or_part(group, told, batch_of, share, min(share, 2 * size), size, less)
     if 2 * sizes[-1] < share:  # the outputs of all rows lie there at once
-        _fit_or_part(group, told, batch_of, share, sizes[-1], smaller(sizes[-1], share))
+        _fit_or_part(group, told, batch_of, share, share, sizes[-1], smaller(sizes[-1], share))
     return sizes[-1]
 
 
-def _fit_or_part(group: Group, told: Learner, batch_of: BatchOf, rows: int, micro: int, less: int) -> int:
+def _fit_or_part(group: Group, told: Learner, batch_of: BatchOf, share: int, rows: int, micro: int, less: int) -> int:
     """What `_try` finds; where there is no room, the error with which the group begins again in `less` rows."""
     held = group.world > 1 and not sharding.is_sharded(told.model)  # DDP's buckets
-    found = _try(told, batch_of, rows, micro, held)
+    found = _try(told, batch_of, share, rows, micro, held)
     if found is not None:
         return found
     if less == 0:
@@ -141,6 +141,7 @@ def _fit_or_part(group: Group, told: Learner, batch_of: BatchOf, rows: int, micr
 def _try(
     learner: Learner,
     batch_of: BatchOf,
+    share: int,
     rows: int,
     micro: int,
     held: bool = False,
@@ -148,14 +149,17 @@ def _try(
 ) -> int | None:
     """Bytes that the backward of a step needs saved at once; None when `rows` rows in micro-batches do not fit.
 
-    held: gradients take their room before the forward.
+    share: rows of a step, of which a GPU holds two steps' at once (feed.py). held: gradients take their room before the
+    forward.
     """
     with parallel.buffers_kept(learner.model), _saved_bytes(learner.model) as saved:
         try:
             for weight in learner.model.parameters():
                 weight.grad = torch.zeros_like(weight) if held and weight.requires_grad else None
-            share = _share(batch_of, rows, micro)
-            accumulate(learner, share, lambda index: index)
+            tried = _share(batch_of, rows, micro)
+            beside = _beside(tried, 2 * share - rows)
+            accumulate(learner, tried, lambda index: index)
+            beside.clear()
             check()
             fits = True
         except NoRoom:
@@ -175,6 +179,12 @@ def _try(
 def _share(batch_of: BatchOf, rows: int, micro: int) -> Share:
     sizes = [min(micro, rows - first) for first in range(0, rows, micro)]
     return share_of([batch_of(size) for size in sizes])
+
+
+def _beside(tried: Share, rows: int) -> list[Tensor]:
+    """On a GPU the room of further rows, which lie there while a step is taken."""
+    columns = [column for column in tried.micros[0].values() if column.device.type == "cuda"]
+    return [column.new_empty(rows, *column.shape[1:]) for column in columns]
 
 
 def _allocate(learner: Learner) -> None:

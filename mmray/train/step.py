@@ -25,7 +25,7 @@ from mmray.train.feed import Share
 from mmray.train.learner import Learner, SeedOf, Sums, factors_of, forward_of, standing_loss
 from mmray.train.meet import meet, meeting_names, travels
 from mmray.train.room import is_out_of_memory
-from mmray.train.trial import NoRoom, Trial
+from mmray.train.trial import NoRoom, Trial, said
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def optimizer_step(learner: Learner, share: Share, seed_of: SeedOf, stop: bool =
     except (RuntimeError, MemoryError) as raised:
         if learner.group.world > 1 or learner.parts or not is_out_of_memory(raised):
             raise
-        error = str(raised)
+        error = said(raised)
     if found is None:
         raise NoRoom(error)  # here, where the error and what its traceback keeps alive are gone
     with learner.phases("optimizer"):

@@ -33,6 +33,12 @@ def no_room(step: int, micro: int, errors: list[str], less: int) -> str:
     return f"{before} ({where}). Now the same rows again, {less} at a time"
 
 
+def no_room_between(steps: int, micro: int, rank: int, error: str, less: int) -> str:
+    """Memory ran out beside the steps, `steps` of them being taken; `less` as above."""
+    before = f"no room after step {steps}, beside micro-batches of {micro} rows (rank {rank}: {error.splitlines()[0]})"
+    return f"{before}: {ADVICE}" if less == 0 else f"{before}. Now {less} at a time"
+
+
 def not_finite(plan: Plan, step: int, in_row: int, most: int, named: list[str]) -> str:
     """Gradients stayed non-finite up to step `step` (from 0); `named`: rows on which the model itself fails."""
     rows = f"rows {plan.rows_start(step):,} to {plan.rows_stop(step) - 1:,} of the run's order"

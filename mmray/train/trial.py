@@ -17,6 +17,11 @@ from mmray.train.telemetry import Phases
 T = TypeVar("T")
 
 
+def said(error: BaseException) -> str:
+    """What an error says; its kind where it has no words, as Python's own MemoryError."""
+    return str(error).strip() or type(error).__name__
+
+
 class NoRoom(Exception):
     """Some rank ran out of memory, all ranks know it, and nothing has changed: the step may be taken again.
 
@@ -41,7 +46,7 @@ class Trial:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-                self._error = str(error)  # not the error itself: its traceback would keep the tensors alive
+                self._error = said(error)  # not the error itself: its traceback would keep the tensors alive
         return cast("Any", None)
 
     def agreed(self, work: Callable[[], T]) -> T:

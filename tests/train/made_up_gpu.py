@@ -195,12 +195,9 @@ class Functions(TorchFunctionMode):
 class Inline:
     """An executor that works at once: what is set for torch, such as a mode, is set for one thread."""
 
-    def __init__(self, **_: Any): ...
+    def __init__(self, *_: Any, **__: Any): ...
 
-    def __enter__(self) -> Inline:
-        return self
-
-    def __exit__(self, *_: Any) -> None: ...
+    def shutdown(self, **_: Any) -> None: ...
 
     def submit(self, work: Any, *given: Any) -> Future[Any]:
         future: Future[Any] = Future()

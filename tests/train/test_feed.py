@@ -63,7 +63,7 @@ def test_the_next_item_is_made_meanwhile_by_one_thread():
             made.append(number)
             yield number
 
-    ahead = feed._ahead(items(), lambda number: number * 10)
+    ahead = feed._ahead(items(), lambda number: number * 10, CPU)
     assert next(ahead) == 0
     deadline = time.monotonic() + 5
     while len(made) < 2 and time.monotonic() < deadline:
@@ -80,10 +80,36 @@ def test_an_error_in_the_thread_reaches_the_caller():
         yield 1
         raise feed.TrainingError("lost")
 
-    ahead = feed._ahead(items(), lambda number: number)
+    ahead = feed._ahead(items(), lambda number: number, CPU)
     assert next(ahead) == 1
     with pytest.raises(feed.TrainingError, match="lost"):
         next(ahead)
+
+
+def test_the_thread_of_the_feed_is_on_the_workers_own_gpu(monkeypatch):
+    """Of itself it would be on the first GPU, and pinned memory and streams would open a context there."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((device, threading.current_thread())))
+    other = torch.device("cuda", 3)
+    threads = list(feed._ahead((threading.current_thread() for _ in range(2)), lambda thread: thread, other))
+    assert threads[0] is threads[1] and chosen == [(other, threads[0])]
+
+
+def test_who_leaves_while_the_stream_stalls_waits_for_nobody():
+    stalled, goes_on = threading.Event(), threading.Event()
+
+    def items():
+        yield 1
+        stalled.set()
+        goes_on.wait(20)
+
+    ahead = feed._ahead(items(), lambda number: number, CPU)
+    assert next(ahead) == 1 and stalled.wait(5)
+    began_s = time.monotonic()
+    ahead.close()
+    took_s = time.monotonic() - began_s
+    goes_on.set()
+    assert took_s < 5
 
 
 def test_rows_arranged_by_length_are_still_those_of_the_plan():

@@ -164,6 +164,23 @@ def test_alone_even_the_last_backward_is_taken_again():
     torch.testing.assert_close(toy.flat(models[1]), toy.flat(models[0]), rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room to score"), MemoryError()])
+def test_without_room_beside_the_steps_the_run_begins_again_with_less(error):
+    def evaluate(step, _):
+        raise error
+
+    with pytest.raises(OutOfMemoryError, match=r"after step 2, .*(no room to score|MemoryError)") as raised:
+        train(toy.Toy(), plan_of(4, micro=5), evaluate=evaluate, evaluate_every=2)
+    assert raised.value.micro == 2
+
+
+@pytest.mark.parametrize("place", ["forward", "synchronising backward"])
+def test_an_error_without_words_is_told_by_its_kind(place):
+    told, fault = [], toy.Fault(place, at_step=2, as_what=lambda _: MemoryError())
+    train(toy.Cramped(fault), plan_of(4, micro=5), callbacks=(fault,), note=lambda text, label: told.append(text))
+    assert len(told) == 1 and "more: MemoryError). Now the same rows again, 2 at a time" in told[0]
+
+
 def test_without_room_in_the_optimizer_the_run_begins_again_with_less(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("no room for a state")

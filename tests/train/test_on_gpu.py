@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -11,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from mmray.data.order import Plan
+from mmray.errors import OutOfMemoryError
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
 from mmray.train import loop, memory, optimizer, precision
@@ -24,7 +27,7 @@ from mmray.train.writer import copy_to_cpu
 from tests.train import real_models, toy
 from tests.train.gpus import gpus, true, within
 from tests.train.lone_worker import ran, rows_of
-from tests.train.made_up_gpu import CPU, DEVICES, OnDevice, share_on
+from tests.train.made_up_gpu import CPU, DEVICES, OnDevice, made_up_gpus, share_on
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GPU = DEVICES[0]
@@ -91,6 +94,81 @@ def test_runs_take_the_steps_of_a_cpu(monkeypatch, kind):
         assert (trained(kind, GPU) - plain).abs().max() < within(kind)
         again = trained(kind, GPU, recompute=("image", "text"), channels_last=True, ema=0.9)
     assert (again - plain).abs().max() < within(kind)
+
+
+def rows_there():
+    """Rows of images that lie on a GPU now."""
+    there = (thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor) and thing.dtype == torch.uint8)
+    return sum(len(tensor) for tensor in there if tensor.device.type == "cuda" and tensor.ndim == 4)
+
+
+class Crowded(toy.Toy):
+    """Keeps how many rows lie on the GPU during its forwards with gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def forward(self, batch):
+        if torch.is_grad_enabled():
+            self.rows.append(rows_there())
+        return super().forward(batch)
+
+
+LONGER = replace(PLAN, steps=6)
+SHARE = 8  # rows
+
+
+def test_two_shares_lie_on_a_gpu_and_the_rehearsal_holds_as_many(monkeypatch):
+    with gpus(monkeypatch):
+        model = Crowded().to(GPU)
+        scored = lambda step, _: {"rows": float(rows_there())}  # noqa: E731
+        task = toy.task(model, LONGER, Group(device=GPU), evaluate=scored, evaluate_every=2)
+        outcome = loop.run(task, toy.steps_of(LONGER, 0))
+        assert max(model.rows) == 2 * SHARE and max(model.rows[-2:]) <= SHARE
+        assert outcome.metrics["evaluate/rows"] == 0  # the last share is gone, and none is to come
+        tried = Crowded().to(GPU)
+        batch_of = lambda rows: {name: it.to(GPU) for name, it in toy.rows(rows, 0).items()}  # noqa: E731
+        memory.rehearse(toy.learner(tried, Group(device=GPU)), batch_of, SHARE, 2)
+    assert min(tried.rows) >= 2 * SHARE
+
+
+def pinned_until(full):
+    """What stands in for pinning memory, and finds no room at the calls named by number."""
+    calls = iter(range(10**6))
+
+    def pin(tensor):
+        if next(calls) in full:
+            raise torch.OutOfMemoryError("no room for the next share")
+        return tensor
+
+    return pin
+
+
+FIRST = len(toy.rows(1, 0)) * 3  # the columns of the first share's micro-batches, each of which is pinned
+
+
+def late(monkeypatch, full):
+    """A run whose shares find no room at the calls `full`; on made-up GPUs, which copy one share after the other."""
+    with made_up_gpus(monkeypatch):
+        monkeypatch.setattr(torch.Tensor, "pin_memory", pinned_until(full))
+        model = toy.Toy().double().to(GPU)
+        loop.run(toy.task(model, LONGER, Group(device=GPU)), toy.steps_of(LONGER, 0))
+        return flat(model)
+
+
+def test_without_room_for_the_next_shares_at_a_steps_peak_they_come_when_it_is_over(monkeypatch):
+    plain = toy.Toy().double()
+    loop.run(toy.task(plain, LONGER), toy.steps_of(LONGER, 0))
+    found = late(monkeypatch, {FIRST, FIRST + 1})  # the second share, and the third
+    assert torch.allclose(found, toy.flat(plain), rtol=0, atol=1e-9)
+
+
+def test_without_room_for_a_share_between_two_steps_the_run_begins_again_with_less_at_a_time(monkeypatch):
+    said = r"no room after step 1, beside micro-batches of 3 rows \(rank 0: no room for the next share\)"
+    with pytest.raises(OutOfMemoryError, match=said) as met:
+        late(monkeypatch, {FIRST, FIRST + 1, FIRST + 2})
+    assert met.value.micro == 1
 
 
 @pytest.mark.parametrize("kind", real_models.MODELS)
