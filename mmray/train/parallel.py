@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from mmray.errors import UsageError
 from mmray.train import sharding
@@ -75,6 +76,10 @@ def _replicated(module: nn.Module, layout: Layout) -> DistributedDataParallel:
 
     `static_graph` stays off, it asserts inside torch when used together with `no_sync`.
     """
+    if layout.gradient_views:
+        # Tied to the buckets from the first backward on: one that meets no gradient makes a set of its own beside them.
+        for weight in module.parameters():
+            weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
     # 1x1 convolutions on a CPU bring such gradients; what torch warns of is one copy of a small weight.
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
     with warnings.catch_warnings():
@@ -132,6 +137,15 @@ def finish(model: nn.Module, group: Group) -> None:
         model.collect_gradients()
     elif sharding.is_sharded(model):
         sharding.average_replicated(model, group)
+
+
+def clear(model: nn.Module, optimizer: Optimizer) -> None:
+    """Gradients as before a step: none, or nought where they live in DDP's buckets, which lie there all the time.
+
+    DDP has each weight that learns take part in each step, so that none is taken for one with a gradient of nought.
+    """
+    tied = isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view
+    optimizer.zero_grad(set_to_none=not tied)
 
 
 def after_update(model: nn.Module) -> None:

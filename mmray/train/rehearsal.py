@@ -30,7 +30,7 @@ from mmray.train.shaping import compiled, shape
 from mmray.train.telemetry import Phases
 
 if TYPE_CHECKING:
-    from mmray.config import Config
+    from mmray.config import Config, Train
 
 
 def try_alone(config: Config, on_gpu: bool) -> None:
@@ -64,17 +64,22 @@ def rehearse_job(job: Job, learner: Learner, plan: Plan) -> memory.Rehearsed:
     cut = job.config.train.parallel == "fsdp"
     if cut:
         learner = _cut(job.config, learner)
-    # The averaged weights will lie beside the others.
-    average = [weight.detach().clone() for weight in learner.model.parameters()] if job.config.train.ema else []
+    # The averaged weights will lie beside the others, and so will the buckets where gradients do not live in them.
+    copies = bool(job.config.train.ema) + _has_buckets_beside(job.config.train, learner.group)
+    beside = [weight.detach().clone() for _ in range(copies) for weight in learner.model.parameters()]
     try:
         return rehearse(job.config, learner, batch_of, plan.share, None if auto else micro)
     finally:
-        average.clear()
+        beside.clear()
         if cut:
             del learner
             gc.collect()  # what cuts a module refers to it, and is referred to: it would stay for a while
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
+
+
+def _has_buckets_beside(train: Train, group: Group) -> bool:
+    return train.parallel == "ddp" and group.world > 1 and not train.gradient_views
 
 
 def _cut(config: Config, learner: Learner) -> Learner:

@@ -113,7 +113,7 @@ def update(learner: Learner, wishes: Tensor) -> tuple[dict[str, float], bool, bo
         _constrain(parallel.unwrapped(learner.model))
         parallel.after_update(learner.model)
     learner.scaler.update()
-    learner.optimizer.zero_grad(set_to_none=True)
+    parallel.clear(learner.model, learner.optimizer)
     return grad_norms, finite, wishing > 0
 
 

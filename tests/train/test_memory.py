@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 
 import psutil
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from mmray.errors import OutOfMemoryError, TrainingError
-from mmray.train import loop, memory
+from mmray.train import loop, memory, rehearsal
 from mmray.train.feed import finer, share_of
 from mmray.train.group import Group
 from tests.train import toy
@@ -80,6 +81,27 @@ def test_where_ddp_will_hold_gradients_all_the_time_the_probe_holds_them_too():
             memory.rehearse(learner, lambda rows: toy.rows(rows, 0), 4, None)
         assert held[0] is expected and held[-1] is False  # the last looks which weights get a gradient
         assert all(weight.grad is None for weight in learner.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("settings", "copies"), [({}, 0), ({"ema": 0.9}, 1), ({"gradient_views": False}, 1), ({"parallel": "fsdp"}, 0)]
+)
+def test_what_will_lie_beside_the_model_lies_there_in_the_rehearsal(monkeypatch, settings, copies):
+    """Averaged weights, and buckets in which gradients do not live."""
+    learner = memory.replace(toy.learner(toy.Toy(width=37)), group=Group(rank=0, world=2))
+    train = SimpleNamespace(**vars(toy.TRAIN) | settings)
+    config = SimpleNamespace(train=train, batch=SimpleNamespace(micro=4), model=None)
+    shape, found = learner.model.words.weight.shape, []
+
+    def count(*_):
+        tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+        found.append(sum(tensor.shape == shape for tensor in tensors))
+
+    monkeypatch.setattr(rehearsal, "rehearse", count)
+    monkeypatch.setattr(rehearsal, "_cut", lambda config, learner: learner)
+    count()
+    rehearsal.rehearse_job(SimpleNamespace(config=config, micro=0), learner, plan_of(1, micro=4, world=2))
+    assert found[1] - found[0] == copies
 
 
 def test_a_rehearsal_leaves_no_trace():

@@ -80,6 +80,13 @@ def test_a_shift_brings_the_other_ranks_rows(played):
     assert [result["around_the_ring"].tolist() for result in played[0]] == [[1, 1], [0, 0]]
 
 
+def test_gradients_live_in_the_buckets_and_nowhere_else(played):
+    """From the first forward on; a set of their own beside them would take as much room again."""
+    for result in played[0]:
+        assert result["where_gradients_live"]["in buckets"] == [1] * 9  # three micro-batches in three steps
+        assert result["where_gradients_live"]["apart"][0] == 0 and max(result["where_gradients_live"]["apart"]) > 1
+
+
 def test_a_rank_without_rows_takes_part(played):
     one = toy.flat(two_ranks.steps_of_a_model(Group(), micro=8, invalid=tuple(range(11, two_ranks.ROWS))))
     for result in played[0]:

@@ -109,6 +109,21 @@ def gathered_shares(group: Group, folder: Path) -> torch.Tensor:
         meet.MOST_ROWS_OF_ALL = most
 
 
+def where_gradients_live(group: Group, folder: Path) -> dict[str, list[int]]:
+    """In how many pieces of memory the gradients lie as each forward that learns begins, in three steps."""
+    found = {}
+    for name, layout in {"in buckets": Layout(), "apart": Layout(gradient_views=False)}.items():
+        counts, model = [], toy.Toy().double()
+        model.register_forward_pre_hook(lambda module, _, counts=counts: counts.append(_pieces(module)))
+        steps_of_a_model(group, micro=4, model=model, steps=3, layout=layout, objective=toy.Regression())
+        found[name] = counts
+    return found
+
+
+def _pieces(model: torch.nn.Module) -> int:
+    return len({w.grad.untyped_storage().data_ptr() for w in model.parameters() if w.grad is not None})
+
+
 def a_rank_without_rows(group: Group, folder: Path) -> torch.Tensor:
     """Rank 1 has padding only, and fewer micro-batches than rank 0."""
     return toy.flat(steps_of_a_model(group, micro=4, invalid=tuple(range(11, ROWS))))
@@ -432,6 +447,7 @@ SCENES = (
     whole_shares,
     accumulated_shares,
     gathered_shares,
+    where_gradients_live,
     a_rank_without_rows,
     row_by_row,
     not_a_number_on_one_rank,
