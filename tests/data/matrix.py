@@ -187,7 +187,7 @@ def table():
             if not name.endswith("1"):
                 continue
             name = "EXIF orientations 1 to 8"
-        told = KEPT if outcome == KEPT else f"set aside: `{outcome}`"
+        told = KEPT if outcome == KEPT else f"quarantined: `{outcome}`"
         rows.append(f"| {name} | {told}{f', {word}' if word else ''} |")
     return "\n".join([BEGIN, *rows, END])
 

@@ -28,14 +28,20 @@ def rows_of(place):
     return PreparedSet.open(str(place))
 
 
-def ran(prepared, folder, micro, dropout=0.0, by_length=False, device=CPU, **settings):
-    """What a worker left of a run of 8 rows a step: its checkpoint, its lines, and what it told."""
+def ran(prepared, folder, micro, dropout=0.0, by_length=False, device=CPU, model=None, **settings):
+    """What a worker left of a run of 8 rows a step: its checkpoint, its lines, and what it told.
+
+    `model` is another model section than that of runs.py; `dropout` is of the latter.
+    """
     config = runs.config("made", folder.parent, folder.name, **{"steps": STEPS, "precision": "fp32"} | settings)
     tokenizer = fitted(prepared.tokenizer_json, config.model.inputs)
     text = config.model.text.model_copy(update={"dropout": dropout})
-    model = config.model.model_copy(update={"vocab_size": TextEncoder(tokenizer, 8).vocab_size, "text": text})
+    model = model or config.model.model_copy(update={"text": text})
+    model = model.model_copy(update={"vocab_size": TextEncoder(tokenizer, 8).vocab_size})
     config = config.model_copy(update={"model": model, "batch": Batch(micro=micro, global_=8, by_length=by_length)})
-    plan = Plan(num_rows=22, global_rows=8, world=1, micro=shape_of(config.batch, 1).micro, seed=0, steps=STEPS)
+    plan = Plan(
+        num_rows=22, global_rows=8, world=1, micro=shape_of(config.batch, 1).micro, seed=0, steps=config.train.steps
+    )
     rundir.create(folder, config, {"train": "made"}, tokenizer)
     lease, told = Lease(folder), []
     reader, blocks = RowReader(prepared, config.model.inputs, tokenizer, 10**6), Blocks(plan, 0, 2)
@@ -46,5 +52,5 @@ def ran(prepared, folder, micro, dropout=0.0, by_length=False, device=CPU, **set
         work(job, Start(plan, 0, None), read, device, line)
     finally:
         lease.release()
-    state = checkpoint.load(folder / "checkpoints" / f"step-{STEPS}")
+    state = checkpoint.load(folder / "checkpoints" / f"step-{config.train.steps}")
     return state, runs.lines(folder), [message["note"] for message in told if "note" in message]

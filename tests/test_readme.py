@@ -1,0 +1,72 @@
+"""What the README prints: its example of a user's own model trains, and its command lines parse."""
+
+import re
+import shlex
+
+import pytest
+import torch
+
+import mmray
+from mmray.cli.parse import parse_run
+from mmray.models.build import build
+from mmray.models.export import export
+from mmray.recipes import RECIPES
+from tests.conftest import ROOT
+from tests.made import make_set, noisy, row
+from tests.train import runs
+from tests.train.lone_worker import ran
+
+README = (ROOT / "README.md").read_text()
+FENCES = re.findall(r"^```(\w*)\n(.*?)^```", README, re.M | re.S)
+EXAMPLE = next(code for language, code in FENCES if language == "python" and "nn.Module" in code)
+
+
+COMMAND = re.compile(r"\b(?:mmray |jobs/)train(?:\.py)? ?([^&\n]*)")
+
+
+def commands():
+    """The words behind each `mmray train` or `jobs/train.py` of the code blocks."""
+    for language, block in FENCES:
+        if language != "python":
+            yield from (shlex.split(found[1], comments=True) for found in COMMAND.finditer(block.replace("\\\n", " ")))
+
+
+def own_model_flags():
+    """What follows `mmray train` in the command that names the example."""
+    return next(words for words in commands() if "my_pkg:MyModel" in words)
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_a_command_to_train_is_one_that_parses(words):
+    config, _ = parse_run([word for word in words if not word.endswith(".yaml")], "train")
+    assert config.recipe in RECIPES
+
+
+def rows_with_words():
+    """22 rows of which no two have the same image or the same words."""
+    words = ["a", "red", "much", "longer", "caption"]
+    for number in range(22):
+        caption = " ".join(word for bit, word in enumerate(words) if (number + 1) >> bit & 1)
+        yield row(number, noisy(number), [caption])
+
+
+@pytest.mark.usefixtures("one_thread")  # a worker sets its own number of them
+def test_the_example_model_trains_is_scored_and_exported(tmp_path, monkeypatch):
+    (tmp_path / "my_pkg.py").write_text(EXAMPLE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config, _ = parse_run(own_model_flags(), "train")
+    spec = config.model.model_copy(update={"inputs": runs.config("made", tmp_path, "run").model.inputs})
+    state, lines, _ = ran(
+        make_set(tmp_path / "set", list(rows_with_words())), tmp_path / "run", 4, model=spec, steps=60
+    )
+    losses = [line["train/loss"] for line in lines]
+    assert len(losses) == 60 and sum(losses[-10:]) < 0.5 * sum(losses[:10])
+    assert "evaluate/recall_at_1/image_to_text" in lines[-1]
+    tokenizer = (tmp_path / "run" / "tokenizer.json").read_text()
+    vocabulary = state["model"]["words.weight"].shape[0]
+    model = build(spec, vocabulary)
+    model.load_state_dict(state["model"])
+    spec = spec.model_copy(update={"vocab_size": vocabulary})
+    loaded = mmray.load(export(model, spec.model_dump(mode="json"), tokenizer, tmp_path / "out"))
+    norms = torch.cat([loaded.embed_images([noisy(9)]), loaded.embed_texts(["a red one"])]).norm(dim=1)
+    assert torch.allclose(norms, torch.ones(2), atol=1e-5)
