@@ -10,9 +10,11 @@ import re
 NAMES = ("OutOfMemoryError", "MemoryError")
 # cuBLAS, cuDNN and cuSOLVER allocate by themselves, and torch tells their statuses, as the host's end, as RuntimeError;
 # the memory monitor is Ray's.
+# "Unable to find an engine": torch tries each plan of a convolution, and swallows that it had no memory for them
+# (pytorch#108645). Where there is another reason, smaller micro-batches meet it again, down to a single row.
 SAID = re.compile(
     r"out of memory|allocate memory|not enough memory|(CUBLAS|CUDNN|CUSOLVER)\w*_ALLOC(ATION)?_FAILED"
-    r"|running low on memory|memory pressure|OutOfMemoryError|MemoryError",
+    r"|running low on memory|memory pressure|OutOfMemoryError|MemoryError|was unable to find an engine",
     re.IGNORECASE,
 )
 

@@ -25,6 +25,7 @@ class TheirOwn(torch.OutOfMemoryError):
         ray.exceptions.OutOfMemoryError("killed"),
         RuntimeError("CUDA error: out of memory"),
         RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("FIND was unable to find an engine to execute this computation"),
         RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
         RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED"),
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
