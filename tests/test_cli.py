@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ from mmray import cli
 from mmray.cli.console import Screen, recall_table, training_figures
 from mmray.cli.parse import parsed
 from mmray.cli.prepare import PrepareCommand, _findings
+from mmray.cli.train import _say_outcome
 from mmray.config import Own, Siglip, from_yaml, to_yaml
 from mmray.config.model import KINDS
 from mmray.data.manifest import Manifest
 from mmray.data.text import train_tokenizer
 from mmray.train import checkpoint
+from mmray.train.course import Outcome
 from tests.made import CAPTIONS
 from tests.train import runs
 
@@ -188,6 +191,23 @@ def test_a_log_gets_plain_lines_and_the_last_one_always():
             screen.show(step, 100, "loss 1.0", "step")
     lines = text.getvalue().splitlines()
     assert lines[0] == "step 1/100  loss 1.0" and lines[-1] == "step 100/100  loss 1.0" and len(lines) <= 3
+
+
+@pytest.mark.parametrize(
+    ("best", "told"),
+    [
+        (None, False),
+        ({"step": 9, "metric": "recall_at_1/mean", "score": 0.5}, False),
+        ({"step": 6, "metric": "recall_at_1/mean", "score": 0.5}, True),
+    ],
+)
+@pytest.mark.parametrize("status", ["finished", "stopped"])
+def test_train_names_the_best_checkpoint_where_it_is_not_the_last(best, told, status, capfd):
+    result = {"status": status, "steps": 9, "elapsed_s": 1.0, "restarts": 0, "metrics": {}, "best": best}
+    _say_outcome(Outcome(Path.cwd() / "runs" / "one", result), Screen())
+    said = capfd.readouterr().out
+    line = "step 6 with recall_at_1/mean 0.500, kept beside the newest: mmray export runs/one exported/one --step best"
+    assert (line in said) == ("--step best" in said) == told
 
 
 def test_figures_leave_out_what_was_not_measured():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from tyro.conf import Positional
 
@@ -22,8 +23,8 @@ class EvaluateCommand:
     """Prepared set or source; none: what the run held out."""
     split: str | None = None
     """Split of the set, where it has splits; none: the run's own data.eval_split, of another set `test`."""
-    step: int | None = None
-    """Checkpoint of this step; none: the newest good one."""
+    step: int | Literal["best"] | None = None
+    """Checkpoint of this step, or the `best` of those kept; none: the newest good one."""
     json: str | None = None
     """Write the metrics to this file."""
     address: str | None = None

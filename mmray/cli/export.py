@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from tyro.conf import Positional
 
@@ -19,12 +20,12 @@ class ExportCommand:
     """Folder (or address, s3://...) of the run."""
     out: Positional[str]
     """Folder (or address, s3://...) to write."""
-    step: int | None = None
-    """Checkpoint of this step; none: the newest good one."""
+    step: int | Literal["best"] | None = None
+    """Checkpoint of this step, or the `best` of those kept; none: the newest good one."""
 
 
 def export(argv: Sequence[str], screen: Screen) -> int:
-    """mmray export RUN OUT [--step N]"""
+    """mmray export RUN OUT [--step N|best]"""
     command = parsed(ExportCommand, argv, "mmray export")
     from mmray.data.remote import folder_at
     from mmray.models.their_form import PROCESSOR

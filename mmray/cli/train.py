@@ -38,6 +38,7 @@ def _say_outcome(outcome: Any, screen: Screen) -> int:
     )
     if result["status"] == "stopped":
         screen.note(f"{took}; the same command goes on from step {result['steps']:,}", "stopped")
+        _say_best(outcome, screen)
         return INTERRUPTED
     screen.note(f"{took}{restarts}", "finished")
     if "recall_at_1/image_to_text" in result["metrics"]:
@@ -46,6 +47,17 @@ def _say_outcome(outcome: Any, screen: Screen) -> int:
             screen.note(line, "classes")
     if "perplexity" in result["metrics"]:
         screen.note(language_note(result["metrics"]), "language")
+    _say_best(outcome, screen)
     name = short(str(outcome.path))
     screen.note(f"mmray evaluate {name}    mmray export {name} exported/{outcome.path.name}", "next")
     return 0
+
+
+def _say_best(outcome: Any, screen: Screen) -> None:
+    """Which checkpoint scored best and how it is taken, where that is not the last."""
+    best = outcome.result["best"]
+    if best is None or best["step"] == outcome.result["steps"]:
+        return
+    name = short(str(outcome.path))
+    told = f"step {best['step']:,} with {best['metric']} {best['score']:.3f}, kept beside the newest"
+    screen.note(f"{told}: mmray export {name} exported/{outcome.path.name} --step best", "best")

@@ -28,6 +28,7 @@ from mmray.data.folders import gather
 from mmray.data.manifest import QUARANTINE
 from mmray.data.remote import Folder
 from mmray.errors import MmrayError, ResourceError, StorageError, TrainingError, UsageError
+from mmray.evaluate.choose import best_by
 from mmray.train import checkpoint, rundir
 from mmray.train.attempt import Ready, failure_of, run_attempt, trainer_of
 from mmray.train.board import WASTED, Listener, Watch, new_board
@@ -116,15 +117,16 @@ def attempts(ready: Ready, run: rundir.RunDir, lease: Lease, listener: Listener)
 
 def _finished(run: rundir.RunDir, lease: Lease, ready: Ready, outcome: dict[str, Any], tally: Tally) -> dict[str, Any]:
     """Write result.json of a run that came to its end, or was stopped; returns what it says."""
-    result = {**outcome, **tally.counts(), "batch": str(ready.shape)}
     try:
         lease.check()
+        best = checkpoint.best_scored(run.checkpoints, best_by(ready.config))
+        result = {**outcome, **tally.counts(), "batch": str(ready.shape), "best": best}
         run.write_json("result.json", result)
-    except OSError as error:
+    except (OSError, StorageError) as error:
+        told = getattr(error, "strerror", None) or error
         raise ResourceError(
             f"the weights of step {outcome['steps']} are in {run.checkpoints}, but {run.path / 'result.json'} is not "
-            f"written: {error.strerror or error}. Make room (or mend the storage) and give the same command again: it "
-            "takes no step twice"
+            f"written: {told}. Make room (or mend the storage) and give the same command again: it takes no step twice"
         ) from error
     return result
 

@@ -181,6 +181,15 @@ def best(folder: Folder, metric: str) -> Folder | None:
     return max(scored, key=lambda pair: (pair[0], step_of(pair[1])))[1] if scored else None
 
 
+def best_scored(folder: Folder, metric: str) -> dict[str, Any] | None:
+    """Step of the best checkpoint, the metric (`evaluate/` left out) and its score, for result.json; None: no score."""
+    found = best(folder, metric)
+    if found is None:
+        return None
+    score = load_meta(found)["metrics"][metric]
+    return {"step": step_of(found), "metric": metric.removeprefix("evaluate/"), "score": score}
+
+
 def prune(folder: Folder, keep: int, metric: str | None = None) -> list[Folder]:
     """Delete all but the newest `keep` and the best by `metric`, and what was never finished; returns the deleted.
 

@@ -7,7 +7,7 @@ training fits here, and a job whose driver has no GPU can score as well.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import ray
 import ray.train
@@ -24,7 +24,7 @@ from mmray.data.remote import Folder, folder_at
 from mmray.data.sets import ensure_prepared
 from mmray.data.store import PreparedSet
 from mmray.errors import TrainingError, UsageError
-from mmray.evaluate.choose import evaluator_of
+from mmray.evaluate.choose import best_by, evaluator_of
 from mmray.models import lora
 from mmray.models.build import build
 from mmray.models.export import export
@@ -45,24 +45,31 @@ from mmray.train.resources import (
 from mmray.train.rundir import RunDir
 from mmray.train.task import AVERAGE
 
+Step = int | Literal["best"] | None  # which checkpoint: of this step, the best, or the newest
 
-def open_run(folder: Folder, step: int | None) -> tuple[Config, str, Folder]:
+
+def open_run(folder: Folder, step: Step) -> tuple[Config, str, Folder]:
     """Config, tokenizer and checkpoint folder of a run. Raises UsageError naming what is missing."""
     run = RunDir(folder.expanduser().resolve())
     if not (run.path / "config.yaml").exists():
         raise UsageError(f"{run.path} is not a run: it has no config.yaml")
     config = from_yaml((run.path / "config.yaml").read_text(), str(run.path / "config.yaml"))
-    return config, (run.path / "tokenizer.json").read_text(), _good_checkpoint(run, step)
+    return config, (run.path / "tokenizer.json").read_text(), _good_checkpoint(run, step, best_by(config))
 
 
-def _good_checkpoint(run: RunDir, step: int | None) -> Folder:
-    """The newest checkpoint that verifies, or that of `step`; nothing is moved, for training may be under way."""
+def _good_checkpoint(run: RunDir, step: Step, metric: str) -> Folder:
+    """The newest checkpoint that verifies, that of `step`, or the best by `metric`.
+
+    Nothing is moved, for training may be under way.
+    """
     faults: list[str] = []
     if step is None:
         found = checkpoint.newest_good(run.checkpoints, faults.append, set_aside=False)
     else:
-        found = run.checkpoints / f"step-{step}"
-        if (fault := checkpoint.verify(found)) is not None:
+        found = checkpoint.best(run.checkpoints, metric) if step == "best" else run.checkpoints / f"step-{step}"
+        if found is None:
+            faults = [f"none has {metric}: the run held nothing out, or was not evaluated where it was saved"]
+        elif (fault := checkpoint.verify(found)) is not None:
             faults, found = [f"checkpoint {found} does not count: {fault}"], None
     if found is None:
         there = ", ".join(checkpoint.names(run.checkpoints)) or "none"
@@ -70,7 +77,7 @@ def _good_checkpoint(run: RunDir, step: int | None) -> Folder:
     return found
 
 
-def export_run(folder: Folder, out: str | Folder, step: int | None) -> Folder:
+def export_run(folder: Folder, out: str | Folder, step: Step) -> Folder:
     """Write the model of a run's checkpoint to `out`, for `mmray.load`."""
     config, tokenizer_json, found = open_run(folder, step)
     model = lora.merge(restored_model(config, found))
@@ -79,7 +86,7 @@ def export_run(folder: Folder, out: str | Folder, step: int | None) -> Folder:
 
 
 def score_run(
-    folder: Folder, data: str | None, split: str | None, step: int | None, address: str | None, listener: Listener
+    folder: Folder, data: str | None, split: str | None, step: Step, address: str | None, listener: Listener
 ) -> dict[str, float]:
     """Scores of a run's checkpoint on a set: `data`, or what the run held out."""
     config, tokenizer_json, found = open_run(folder, step)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import ray.exceptions
 import ray.train
+import torch
 from ray.train.v2._internal.exceptions import (
     WorkerGroupStartupTimeoutError,
     WorkerHealthCheckFailedError,
@@ -20,7 +21,7 @@ from mmray.train.batch import BatchShape
 from mmray.train.lease import Lease
 from mmray.train.policy import Again, Failure, Raise, Shrink, decide
 from mmray.train.rundir import RunDir
-from tests.train.runs import Silent
+from tests.train.runs import Silent, config
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ def full_disk(*_):
 def test_a_trained_run_whose_result_finds_no_room_says_what_to_do(tmp_path, monkeypatch):
     lease, run = Lease(tmp_path), RunDir(tmp_path)
     lease.acquire()
-    ready = SimpleNamespace(shape="16 rows a step")
+    ready = SimpleNamespace(shape="16 rows a step", config=config("none", tmp_path, "one"))
     outcome = {"status": "finished", "steps": 12}
     with monkeypatch.context() as full:
         full.setattr(RunDir, "write_json", full_disk)
@@ -104,6 +105,20 @@ def test_a_trained_run_whose_result_finds_no_room_says_what_to_do(tmp_path, monk
     with pytest.raises(TrainingError, match="taken over"):
         attempts._finished(run, lease, ready, outcome, attempts.Tally(attempts=1))
     assert json.loads((tmp_path / "result.json").read_text()) == {"status": "finished"}
+    lease.release()
+
+
+def test_the_result_names_the_best_checkpoint_that_is_kept(tmp_path):
+    lease, run = Lease(tmp_path), RunDir(tmp_path)
+    lease.acquire()
+    ready = SimpleNamespace(shape="16 rows a step", config=config("none", tmp_path, "one"))
+    outcome = {"status": "finished", "steps": 9}
+    assert attempts._finished(run, lease, ready, outcome, attempts.Tally(attempts=1))["best"] is None
+    for step, metrics in ((3, {"evaluate/recall_at_1/mean": 0.5}), (6, {"evaluate/recall_at_1/mean": 0.25}), (9, {})):
+        checkpoint.save(run.checkpoints, step, {"weight": torch.zeros(1)}, {}, {"metrics": metrics})
+    attempts._finished(run, lease, ready, outcome, attempts.Tally(attempts=1))
+    told = json.loads((tmp_path / "result.json").read_text())
+    assert told["best"] == {"step": 3, "metric": "recall_at_1/mean", "score": 0.5}
     lease.release()
 
 

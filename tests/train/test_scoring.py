@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def test_without_a_set_it_is_what_the_run_held_out_whatever_form_that_has(
     assert held_out(raw, data=str(tmp_path / "set")) == 2
 
 
-def made_run(folder: Folder, tmp_path: Path, **recalls: float) -> Folder:
+def made_run(folder: Folder, tmp_path: Path, **recalls: float | None) -> Folder:
     """A run whose checkpoints `step_N` were found so good."""
     config = runs.config("none", tmp_path, "one")
     tokenizer = train_tokenizer(CAPTIONS, 60)
@@ -79,7 +80,7 @@ def made_run(folder: Folder, tmp_path: Path, **recalls: float) -> Folder:
         step = int(name.removeprefix("step_"))
         torch.manual_seed(step)
         model = build(config.model, size)
-        meta = {"architecture": model.architecture(), "metrics": {best_by(config): recall}}
+        meta = {"architecture": model.architecture(), "metrics": {} if recall is None else {best_by(config): recall}}
         checkpoint.save(folder / "checkpoints", step, model.state_dict(), {}, meta)
     return folder
 
@@ -93,3 +94,41 @@ def test_a_run_on_an_object_store_is_exported_to_one(
     assert f'mmray.load("{s3.address}/exported")' in capfd.readouterr().out
     assert list(tmp_path.iterdir()) == []
     assert mmray.load(f"{s3.address}/exported").embed_texts(["a red one"]).shape == (1, 16)
+
+
+def test_the_best_checkpoint_is_exported_where_it_is_asked_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = made_run(tmp_path / "one", tmp_path, step_3=0.25, step_6=0.5, step_9=0.125)
+
+    def exported(*words: str) -> Any:
+        assert cli.run(["export", str(folder), str(tmp_path / "out"), *words], Screen()) == 0
+        return mmray.load(tmp_path / "out").model.state_dict()["text.project.weight"]
+
+    def saved(step: int) -> Any:
+        return checkpoint.load_weights(folder / "checkpoints" / f"step-{step}")["text.project.weight"]
+
+    assert torch.equal(exported(), saved(9))
+    assert torch.equal(exported("--step", "best"), saved(6))
+    assert torch.equal(exported("--step", "3"), saved(3))
+    (folder / "checkpoints" / "step-6" / "model.safetensors").write_bytes(b"")
+    assert cli.run(["export", str(folder), str(tmp_path / "other"), "--step", "best"], Screen()) == 2
+    assert re.search(r"no such good checkpoint; there: .*\n.*step-6 does not count", capfd.readouterr().err)
+    never = made_run(tmp_path / "two", tmp_path, step_3=None)
+    assert cli.run(["export", str(never), str(tmp_path / "other"), "--step", "best"], Screen()) == 2
+    assert "none has evaluate/recall_at_1/mean: the run held nothing out" in capfd.readouterr().err
+
+
+def test_the_best_checkpoint_is_what_evaluate_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, asked = made_run(tmp_path / "one", tmp_path, step_3=0.5, step_6=0.25), []
+
+    def scored(folder: Folder, *given: Any, **named: Any) -> dict[str, float]:
+        asked.append(next(each for each in (*given, *named.values()) if each in ("best", 3)))
+        return {"perplexity": 1.0, "token_accuracy": 1.0, "tokens": 1.0, "rows": 1.0}
+
+    monkeypatch.setattr(scoring, "score_run", scored)
+    for step in ("best", "3"):
+        assert cli.run(["evaluate", str(folder), "--step", step], Screen()) == 0
+    assert asked == ["best", 3]
+    assert scoring.open_run(folder, "best")[2].name == scoring.open_run(folder, 3)[2].name == "step-3"
+    assert scoring.open_run(folder, None)[2].name == "step-6"
