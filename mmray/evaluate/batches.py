@@ -23,7 +23,7 @@ from mmray.data import boxes
 from mmray.data.collate import boxes_of, learned_of
 from mmray.data.image import MAX_PIXELS, read_pixels, read_rgb, to_pixels
 from mmray.data.reader import UNLABELLED, Block
-from mmray.data.store import BATCH_ROWS, ROW_ERRORS, PreparedSet, Row
+from mmray.data.store import BATCH_ROWS, ROW_ERRORS, PreparedSet, Row, key_id
 from mmray.data.trial import Trials
 from mmray.data.words import encoder_of
 from mmray.machine import cores
@@ -41,10 +41,10 @@ class EvalBatches:
     """Batches of one rank's part of the first `limit` rows; iterate as often as wanted.
 
     A batch: image uint8 [B, 3, S, S]; row, label int64 [B] (-1: no label); input_ids, attention_mask int64 [C, T], all
-    captions of these rows; owner int64 [C], the row of each caption; for a model that writes also labels and image_at
-    (data/collate.py); with `inputs.max_boxes` columns of boxes, as there. Rows that cannot be read are left out and
-    named in `faults`; a store that does not answer raises OSError. With `apart` each image is tried there first: one
-    that kills its decoder would take this process, which trains, with it.
+    captions of these rows; owner int64 [C], the row of each caption; said int64 [C], equal for equal captions; for a
+    model that writes also labels and image_at (data/collate.py); with `inputs.max_boxes` columns of boxes, as there.
+    Rows that cannot be read are left out and named in `faults`; a store that does not answer raises OSError. With
+    `apart` each image is tried there first: one that kills its decoder would take this process, which trains, with it.
     """
 
     prepared: PreparedSet
@@ -158,6 +158,7 @@ class EvalBatches:
                 "input_ids": torch.from_numpy(ids.astype(np.int64)),
                 "attention_mask": (torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]).long(),
                 "owner": torch.tensor(owner),
+                "said": torch.tensor([key_id(str(text)) for text in texts]),
             }
         )
 

@@ -7,6 +7,7 @@ are shown follows from the ranks alone: hits spread evenly over the set, misses 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,7 @@ class _Shown:
     rank: int
     places: list[int]
     scores: list[float]
+    right: list[bool]
 
 
 def examples_of(
@@ -65,7 +67,8 @@ def examples_of(
     text = _Side(embedded.text, embedded.owner, torch.arange(len(embedded.owner)) - first_caption)
     image = _Side(embedded.image, embedded.row, torch.zeros_like(embedded.row))
     sides = {"image_to_text": (image, text), "text_to_image": (text, image)}
-    shown = {way: _chosen(*sides[way], found[way], chunk, device) for way in sides}
+    right = {"image_to_text": embedded.right_captions, "text_to_image": embedded.right_images}
+    shown = {way: _chosen(*sides[way], right[way], found[way], chunk, device) for way in sides}
     rows = _read(prepared, {row for way in sides for row in _rows_of(shown[way], *sides[way])})
     told: dict[str, Any] = {way: [_told(item, *sides[way], rows) for item in shown[way]] for way in sides}
     looked_at = {item["row"] for way in sides for item in told[way]}
@@ -88,11 +91,19 @@ def _spread(numbers: Tensor, wanted: int) -> Tensor:
     return numbers[torch.arange(wanted) * (len(numbers) - 1) // (wanted - 1)]
 
 
-def _chosen(queries: _Side, gallery: _Side, ranks: Tensor, chunk: int, device: torch.device | str) -> list[_Shown]:
-    """The queries to show, with the best of the gallery."""
+def _chosen(
+    queries: _Side,
+    gallery: _Side,
+    right_of: Callable[[int], Tensor],
+    ranks: Tensor,
+    chunk: int,
+    device: torch.device | str,
+) -> list[_Shown]:
+    """The queries to show, with the best of the gallery; `right_of` a query says which rows of it are right."""
     chosen = chosen_queries(ranks)
-    places, scores = top(queries.embed[chosen], queries.owner[chosen], gallery.embed, gallery.owner, TOP, chunk, device)
-    columns = (chosen, ranks[chosen], places, scores)
+    is_right = torch.stack([right_of(query) for query in chosen.tolist()])
+    places, scores = top(queries.embed[chosen], gallery.embed, is_right, TOP, chunk, device)
+    columns = (chosen, ranks[chosen], places, scores, is_right.gather(1, places))
     return [_Shown(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
 
 
@@ -105,9 +116,9 @@ def _rows_of(shown: list[_Shown], queries: _Side, gallery: _Side) -> list[int]:
 def _told(item: _Shown, queries: _Side, gallery: _Side, rows: dict[int, Row]) -> dict[str, Any]:
     query = queries.told(item.query, rows)
     answers = [gallery.told(place, rows) for place in item.places]
-    for answer, score in zip(answers, item.scores, strict=True):
+    for answer, score, right in zip(answers, item.scores, item.right, strict=True):
         answer["score"] = round(score, 4) if math.isfinite(score) else None
-        answer["right"] = answer["row"] == query["row"]
+        answer["right"] = right
     key = rows[query["row"]].key if query["row"] in rows else ""
     return {**query, "key": key, "rank": item.rank, "answers": answers}
 

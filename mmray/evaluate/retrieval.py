@@ -21,56 +21,61 @@ RECALL_AT = (1, 5, 10)
 
 def ranks(
     queries: Tensor,
-    query_owner: Tensor,
     gallery: Tensor,
-    gallery_owner: Tensor,
+    right: Tensor,
     chunk: int,
     device: torch.device | str = "cpu",
+    copies: Tensor | None = None,
 ) -> Tensor:
-    """Rank of each query's best right answer, int64 [Q], 1 being the top; the right answers share the query's owner.
+    """Rank of each query's best right answer, int64 [Q], 1 being the top; its other right answers do not count.
 
-    queries [Q, D] and gallery [G, D] have length 1; owners are int64 [Q] and [G]. Never more than chunk x chunk scores
-    are on `device` at once; the gallery stays where it is. A wrong answer that ties stands before the right one. Raises
-    ValueError when a query has no right answer in the gallery.
+    queries [Q, D] and gallery [G, D] have length 1; right int64 [2, P]: query and gallery row of each right answer;
+    copies int64 [G]: how often a gallery row counts, once without it. Never more than chunk x chunk scores are on
+    `device` at once; the gallery stays where it is. A wrong answer that ties stands before the right one. Raises
+    ValueError when a query has no right answer.
     """
+    right = right[:, right[0].argsort(stable=True)]
+    count = right[0].bincount(minlength=len(queries))
+    if bool((count == 0).any()):
+        raise ValueError(f"query {int((count == 0).nonzero()[0])} has no right answer in the gallery")
+    times = torch.ones(len(gallery), dtype=torch.int32) if copies is None else copies.to(torch.int32)
     out = torch.ones(len(queries), dtype=torch.int64)
     for first in range(0, len(queries), chunk):
         rows = slice(first, first + chunk)
-        owner, query = query_owner[rows].to(device), exact(queries[rows], device)
-        right = _right_scores(query, query_owner[rows], gallery, gallery_owner, chunk)
+        query = exact(queries[rows], device)
+        low, high = torch.searchsorted(right[0], torch.tensor([first, first + len(query)])).tolist()
+        pairs = torch.stack([right[0, low:high] - first, right[1, low:high]])
+        best = _best(query, gallery, pairs, chunk)
         better = torch.zeros(len(query), dtype=torch.int64, device=device)
         for start in range(0, len(gallery), chunk):
             columns = slice(start, start + chunk)
             scores = query @ exact(gallery[columns], device).T
-            wrong = gallery_owner[columns].to(device) != owner[:, None]
-            better += (wrong & ~(scores < right[:, None])).sum(dim=1)
+            before = ~(scores < best[:, None])
+            row, column = pairs[:, (pairs[1] >= start) & (pairs[1] < start + chunk)].to(device)
+            before[row, column - start] = False
+            better += torch.where(before, times[columns].to(device), 0).sum(dim=1)
         out[rows] += better.cpu()
     return out
 
 
 def top(
-    queries: Tensor,
-    query_owner: Tensor,
-    gallery: Tensor,
-    gallery_owner: Tensor,
-    k: int,
-    chunk: int,
-    device: torch.device | str = "cpu",
+    queries: Tensor, gallery: Tensor, is_right: Tensor, k: int, chunk: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
     """The `k` best gallery rows of each query and their scores: int64 and float64 [Q, min(k, G)], on the CPU.
 
-    Scores and order are those of `ranks`: a query of rank r has its best right answer in place r. Wrong answers that
-    tie stand in the gallery's order; a NaN is the best of wrong answers and the worst of right ones.
+    is_right: bool [Q, G]. Scores and order are those of `ranks`: a query of rank r has its best right answer in place
+    r. Wrong answers that tie stand in the gallery's order; a NaN is the best of wrong answers and the worst of right
+    ones.
     """
-    query, owner = exact(queries, device), query_owner.to(device)
+    query = exact(queries, device)
     best = torch.zeros(len(query), 0, dtype=torch.float64, device=device)
     place, right = best.to(torch.int64), best.to(torch.int8)
     for start in range(0, len(gallery), chunk):
         columns = torch.arange(start, min(start + chunk, len(gallery)))
-        is_right = (gallery_owner[columns].to(device) == owner[:, None]).to(torch.int8)
+        among = is_right[:, columns].to(device, torch.int8)
         scores = query @ exact(gallery[columns], device).T
-        scores = torch.where(scores.isnan(), torch.where(is_right > 0, -torch.inf, torch.inf), scores)
-        best, right = torch.cat([best, scores], dim=1), torch.cat([right, is_right], dim=1)
+        scores = torch.where(scores.isnan(), torch.where(among > 0, -torch.inf, torch.inf), scores)
+        best, right = torch.cat([best, scores], dim=1), torch.cat([right, among], dim=1)
         place = torch.cat([place, columns.to(device).expand(len(query), -1)], dim=1)
         # Stable, the lesser criterion first: what ties keeps the gallery's order, right answers behind wrong ones.
         order = right.argsort(dim=1, stable=True)
@@ -91,26 +96,12 @@ def exact(embed: Tensor, device: torch.device | str = "cpu") -> Tensor:
     return (embed.to(device, torch.float64) * GRID).round() / GRID
 
 
-def _right_scores(query: Tensor, query_owner: Tensor, gallery: Tensor, gallery_owner: Tensor, chunk: int) -> Tensor:
+def _best(query: Tensor, gallery: Tensor, right: Tensor, chunk: int) -> Tensor:
     """Score of each query's best right answer, float64 [Q] on the device of `query` (NaN where a NaN takes part)."""
-    pairs = _pairs(query_owner, gallery_owner)
     best = query.new_full((len(query),), -torch.inf)
-    for start in range(0, pairs.shape[1], chunk):
-        row, column = pairs[:, start : start + chunk]
+    for start in range(0, right.shape[1], chunk):
+        row, column = right[:, start : start + chunk]
         row = row.to(query.device)
         scores = (query[row] * exact(gallery[column], query.device)).sum(dim=1)
         best.scatter_reduce_(0, row, scores, "amax")
     return best
-
-
-def _pairs(query_owner: Tensor, gallery_owner: Tensor) -> Tensor:
-    """(query, gallery row) of equal owners, int64 [2, P]."""
-    ordered, order = gallery_owner.sort()
-    query_owner = query_owner.contiguous()  # a rank's slice is strided
-    first = torch.searchsorted(ordered, query_owner)
-    count = torch.searchsorted(ordered, query_owner, right=True) - first
-    if bool((count == 0).any()):
-        raise ValueError(f"owner {int(query_owner[count == 0][0])} of a query has no right answer in the gallery")
-    row = torch.arange(len(query_owner)).repeat_interleave(count)
-    within = torch.arange(len(row)) - (count.cumsum(0) - count)[row]
-    return torch.stack([row, order[first[row] + within]])

@@ -20,7 +20,7 @@ from mmray.data.reader import UNLABELLED
 from mmray.errors import DataError
 from mmray.evaluate.batches import Batch, EvalBatches, HeldOut
 from mmray.evaluate.classes import TOP, accuracies, ensemble, prompted, right_at
-from mmray.evaluate.embedded import Embedded
+from mmray.evaluate.embedded import Embedded, first_of, one_of_each
 from mmray.evaluate.examples import examples_of
 from mmray.evaluate.retrieval import exact, ranks, retrieval_metrics
 from mmray.models.regions import LabelTexts
@@ -96,15 +96,27 @@ class Evaluator(HeldOut):
 
 
 def ranks_both_ways(embedded: Embedded, group: Group, chunk: int) -> dict[str, Tensor]:
-    """Rank of every image among captions and of every caption among images, int64 on the CPU, in their order."""
-    image, text = (embedded.image, embedded.row), (embedded.text, embedded.owner)
-    both = {}
-    for direction, (queries, owner), gallery in (("image_to_text", image, text), ("text_to_image", text, image)):
-        mine = slice(group.rank, None, group.world)
-        found = group.gather_plain(ranks(queries[mine], owner[mine], *gallery, chunk, group.device)).cpu()
-        dealt = torch.cat([torch.arange(len(queries))[rank :: group.world] for rank in range(group.world)])
-        both[direction] = torch.empty_like(found).scatter_(0, dealt, found)
-    return both
+    """Rank of every image among captions and of every caption among images, int64 on the CPU, in their order.
+
+    An image's right answers are its captions and any others of the same text; a caption's are the images with its text.
+    """
+    said = embedded.said
+    text, right = embedded.text[first_of(said)], torch.stack([embedded.of, said])
+    images = _ranks(embedded.image, text, right, group, chunk, said.bincount())
+    texts = _ranks(text, embedded.image, right.flip(0), group, chunk)
+    return {"image_to_text": images, "text_to_image": texts[said]}
+
+
+def _ranks(
+    queries: Tensor, gallery: Tensor, right: Tensor, group: Group, chunk: int, copies: Tensor | None = None
+) -> Tensor:
+    """As retrieval.py's, each rank of the group ranking its part of the queries."""
+    mine = slice(group.rank, None, group.world)
+    own = right[:, right[0] % group.world == group.rank]
+    own = torch.stack([own[0] // group.world, own[1]])
+    found = group.gather_plain(ranks(queries[mine], gallery, own, chunk, group.device, copies)).cpu()
+    dealt = torch.cat([torch.arange(len(queries))[rank :: group.world] for rank in range(group.world)])
+    return torch.empty_like(found).scatter_(0, dealt, found)
 
 
 def score_embedded(
@@ -112,7 +124,7 @@ def score_embedded(
 ) -> dict[str, float]:
     """recall_at_{1,5,10} and median_rank, each /image_to_text and /text_to_image; recall_at_1/mean; loss; rows.
 
-    Image to text asks for any caption of the image, text to image for the caption's one image. `found` is what
+    Image to text asks for any caption of the image, text to image for the caption's image. `found` is what
     `ranks_both_ways` gave. `loss` is that of what meets in the objective, and there where this reads nothing but the
     two embeddings.
     """
@@ -135,17 +147,19 @@ def embed(model: nn.Module, batches: EvalBatches, group: Group, objective: Objec
         outputs = model(synthetic_batch(batches.inputs, 1, 1, group.device))
         none = {"row": torch.zeros(0, dtype=torch.int64), "image": outputs["image_embed"][:0].float().cpu()}
         right = torch.zeros(0, len(TOP) + 1, dtype=torch.int64)
-        none |= {"label": none["row"], "owner": none["row"], "text": none["image"]}
+        none |= {"label": none["row"], "owner": none["row"], "said": none["row"], "text": none["image"]}
         parts = [none | {"right": right, "regions": right}]
         parts += [_embed_batch(model, batch, batches.batch, group.device) for batch in batches]
     mine = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     everyone = {name: _gather(mine[name], group, chunk) for name in mine}
     by_row, by_owner = everyone["row"].argsort(), everyone["owner"].argsort(stable=True)
+    text, said = one_of_each(everyone["text"][by_owner], everyone["said"][by_owner])
     return Embedded(
         row=everyone["row"][by_row],
         image=everyone["image"][by_row],
         owner=everyone["owner"][by_owner],
-        text=everyone["text"][by_owner],
+        text=text,
+        said=said,
         label=everyone["label"][by_row],
         right=everyone["right"].sum(dim=0),
         regions=everyone["regions"].sum(dim=0),
@@ -157,7 +171,7 @@ def _embed_batch(model: Any, batch: Batch, text_rows: int, device: torch.device)
     """Embeddings of a batch, on the CPU; captions, of which there may be many to an image, `text_rows` at once."""
     text = _embed_texts(model, batch["input_ids"], batch["attention_mask"], text_rows, device)
     image = model.embed_image(batch["image"].to(device)).float().cpu()
-    embedded = {"row": batch["row"], "image": image, "owner": batch["owner"], "text": text}
+    embedded = {"row": batch["row"], "image": image, "owner": batch["owner"], "said": batch["said"], "text": text}
     judged = {"right": _classified(model, batch, device), "regions": _named(model, batch, device)}
     return embedded | judged | {"label": batch["label"]}
 

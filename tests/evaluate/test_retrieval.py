@@ -14,15 +14,23 @@ from torch import Tensor
 from mmray.evaluate.retrieval import ranks, retrieval_metrics, top
 
 
-def naive_ranks(queries: Tensor, query_owner: Tensor, gallery: Tensor, gallery_owner: Tensor) -> list[int]:
+def naive_ranks(queries: Tensor, gallery: Tensor, right: list[list[bool]]) -> list[int]:
     """Sort the gallery for each query, wrong answers first among equals, and find the first right one."""
     out = []
-    for query, owner in zip(queries.double().tolist(), query_owner.tolist(), strict=True):
+    for query, is_right in zip(queries.double().tolist(), right, strict=True):
         scores = [math.fsum(a * b for a, b in zip(query, row, strict=True)) for row in gallery.double().tolist()]
-        right = [o == owner for o in gallery_owner.tolist()]
-        order = sorted(range(len(scores)), key=lambda place: (-scores[place], right[place]))
-        out.append(1 + [right[place] for place in order].index(True))
+        order = sorted(range(len(scores)), key=lambda place: (-scores[place], is_right[place]))
+        out.append(1 + [is_right[place] for place in order].index(True))
     return out
+
+
+def pairs(is_right: Tensor) -> Tensor:
+    """Right answers as `ranks` takes them."""
+    return is_right.nonzero().T
+
+
+def same(query_owner: Tensor, gallery_owner: Tensor) -> Tensor:
+    return query_owner[:, None] == gallery_owner
 
 
 def several_captions(num_images: int, captions_of: list[int]) -> Tensor:
@@ -44,10 +52,30 @@ def test_chunked_equals_naive_with_ties(vectors: list[list[int]], captions_of: l
     text_owner = text_owner[torch.from_numpy(draw.permutation(len(text_owner)))]
     image = pool[torch.from_numpy(draw.integers(len(pool), size=len(image_owner)))]
     text = pool[torch.from_numpy(draw.integers(len(pool), size=len(text_owner)))]
-    for arguments in ((image, image_owner, text, text_owner), (text, text_owner, image, image_owner)):
-        expected = naive_ranks(*arguments)
+    right = same(image_owner, text_owner)
+    for queries, gallery, is_right in ((image, text, right), (text, image, right.T)):
+        expected = naive_ranks(queries, gallery, is_right.tolist())
         for chunk in range(1, len(text) + 2):
-            assert ranks(*arguments, chunk).tolist() == expected
+            assert ranks(queries, gallery, pairs(is_right), chunk).tolist() == expected
+
+
+@given(
+    scores=st.lists(st.lists(st.integers(-3, 3), min_size=3, max_size=3), min_size=2, max_size=5),
+    copies=st.lists(st.integers(1, 4), min_size=5, max_size=5),
+    seed=st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_row_that_counts_several_times_is_as_many_rows(scores: list[list[int]], copies: list[int], seed: int) -> None:
+    """Any answers may be right of any query, and each query has one."""
+    draw = np.random.default_rng(seed)
+    gallery, times = torch.tensor(scores, dtype=torch.float32) / 4, torch.tensor(copies[: len(scores)])
+    is_right = torch.from_numpy(draw.random((4, len(gallery))) < 0.4)
+    is_right[range(4), draw.integers(len(gallery), size=4)] = True
+    queries = torch.from_numpy(draw.integers(-4, 5, (4, 3))).float() / 4
+    spread = torch.arange(len(gallery)).repeat_interleave(times)
+    expected = naive_ranks(queries, gallery[spread], is_right[:, spread].tolist())
+    for chunk in (1, 2, 9):
+        assert ranks(queries, gallery, pairs(is_right), chunk, copies=times).tolist() == expected
 
 
 @given(
@@ -64,24 +92,25 @@ def test_top_is_the_head_of_the_naive_order(vectors: list[list[int]], captions_o
     owner = owner[torch.from_numpy(draw.permutation(len(owner)))]
     image = pool[torch.from_numpy(draw.integers(len(pool), size=len(captions_of)))]
     text = pool[torch.from_numpy(draw.integers(len(pool), size=len(owner)))]
-    rows = torch.arange(len(image))
-    for queries, query_owner, gallery, gallery_owner in ((image, rows, text, owner), (text, owner, image, rows)):
+    of_image = same(torch.arange(len(image)), owner)
+    of_image[:, :1] = True  # and the first caption is right of every image
+    for queries, gallery, is_right in ((image, text, of_image), (text, image, of_image.T)):
         scores = (queries.double() @ gallery.double().T).tolist()
-        right = (gallery_owner == query_owner[:, None]).tolist()
+        right = is_right.tolist()
         naive = [
             sorted(range(len(gallery)), key=lambda place: (-scores[q][place], right[q][place], place))
             for q in range(len(queries))
         ]
-        found = ranks(queries, query_owner, gallery, gallery_owner, 3)
+        found = ranks(queries, gallery, pairs(is_right), 3)
         for k, chunk in ((2, 1), (5, 3), (5, 100)):
-            places, best = top(queries, query_owner, gallery, gallery_owner, k, chunk)
+            places, best = top(queries, gallery, is_right, k, chunk)
             assert places.tolist() == [order[:k] for order in naive]
             assert best.tolist() == [[scores[q][place] for place in order[:k]] for q, order in enumerate(naive)]
         assert found.tolist() == [1 + [right[q][p] for p in order].index(True) for q, order in enumerate(naive)]
 
 
 def test_top_of_a_model_that_gives_nan_has_the_right_answer_last() -> None:
-    places, best = top(torch.full((1, 2), torch.nan), torch.tensor([1]), torch.eye(2), torch.arange(2), 5, 1)
+    places, best = top(torch.full((1, 2), torch.nan), torch.eye(2), torch.tensor([[False, True]]), 5, 1)
     assert places.tolist() == [[0, 1]] and best.tolist() == [[math.inf, -math.inf]]
 
 
@@ -92,19 +121,20 @@ def test_chunked_equals_naive_on_unit_vectors(dim: int) -> None:
     image = torch.nn.functional.normalize(torch.randn(40, dim), dim=1)
     text = torch.nn.functional.normalize(image[owner] + torch.randn(len(owner), dim), dim=1)
     text[::7] = text[3]  # equal embeddings at many places of the gallery
-    for arguments in ((image, torch.arange(40), text, owner), (text, owner, image, torch.arange(40))):
-        expected = naive_ranks(*arguments)
+    right = same(torch.arange(40), owner)
+    for queries, gallery, is_right in ((image, text, right), (text, image, right.T)):
+        expected = naive_ranks(queries, gallery, is_right.tolist())
         assert len(set(expected)) > 3
         for chunk in (1, 7, 32, 40, 1000):
-            assert ranks(*arguments, chunk).tolist() == expected
+            assert ranks(queries, gallery, pairs(is_right), chunk).tolist() == expected
 
 
 def test_equal_rows_tie_wherever_they_stand() -> None:
     """A model that says the same of everything is ranked last, not by the rounding of a matrix product."""
     row = torch.nn.functional.normalize(torch.randn(1, 509, generator=torch.Generator().manual_seed(1)), dim=1)
-    rows, owner = row.repeat(301, 1), torch.arange(301)
+    rows, right = row.repeat(301, 1), torch.arange(301).repeat(2, 1)
     for chunk in (64, 100, 301):
-        assert ranks(rows, owner, rows, owner, chunk).tolist() == [301] * 301
+        assert ranks(rows, rows, right, chunk).tolist() == [301] * 301
 
 
 def test_memory_is_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +148,7 @@ def test_memory_is_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", watched)
     rows = torch.eye(50)
-    assert ranks(rows, torch.arange(50), rows, torch.arange(50), 16).tolist() == [1] * 50
+    assert ranks(rows, rows, torch.arange(50).repeat(2, 1), 16).tolist() == [1] * 50
     assert max(seen) == 16 * 16
     assert sum(seen) == 50 * 50
 
@@ -127,13 +157,13 @@ def test_memory_is_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_not_a_number_is_no_success(broken: str) -> None:
     rows, nan = torch.eye(4), torch.full((4, 4), torch.nan)
     queries, gallery = (nan if broken in (name, "both") else rows for name in ("queries", "gallery"))
-    assert ranks(queries, torch.arange(4), gallery, torch.arange(4), 3).tolist() == [4] * 4
+    assert ranks(queries, gallery, torch.arange(4).repeat(2, 1), 3).tolist() == [4] * 4
 
 
 def test_query_without_a_right_answer_is_an_error() -> None:
     rows = torch.eye(3)
-    with pytest.raises(ValueError, match="owner 5 of a query has no right answer"):
-        ranks(rows, torch.tensor([0, 1, 5]), rows, torch.arange(3), 2)
+    with pytest.raises(ValueError, match="query 1 has no right answer"):
+        ranks(rows, rows, torch.tensor([[0, 2], [0, 2]]), 2)
 
 
 def test_metrics() -> None:

@@ -146,6 +146,7 @@ def test_figures_of_a_case_worked_by_hand() -> None:
         image=axes,
         owner=torch.tensor([10, 11, 11, 12]),
         text=axes[[0, 1, 2, 0]],
+        said=torch.arange(4),
         label=torch.full((3,), -1),
         right=torch.zeros(3),
         regions=torch.zeros(3),
@@ -163,6 +164,38 @@ def test_figures_of_a_case_worked_by_hand() -> None:
     # Groups of two rows and their first captions: {10, 11} match perfectly, {12} is alone and costs nothing.
     two = torch.tensor([[2.0, 0.0], [0.0, 2.0]])
     assert metrics["loss"] == pytest.approx(F.cross_entropy(two, torch.arange(2)).item() * 2 / 3, rel=1e-6)
+
+
+class Told(Toy):
+    """Knows the class of a picture by its grey level, that of a caption by its length, of which it tells `known`."""
+
+    def __init__(self, known: int) -> None:
+        super().__init__()
+        self.known = known
+
+    def embed_image(self, image: Tensor) -> Tensor:
+        return F.one_hot((image[:, 0, 0, 0] % 3).long(), 3).float()
+
+    def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        shortest = 3  # tokens of one word, with those that begin and end a text
+        return F.one_hot((attention_mask.sum(1) - shortest).clamp(max=self.known - 1), 3).float()
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_pictures_that_share_a_caption_are_right_answers_to_it(tmp_path: Path, world: int) -> None:
+    """As those of a folder for each class do: three pictures of each of three classes."""
+    rows = [row(number, texts=[" ".join(["a"] * (1 + number % 3))]) for number in range(9)]
+    held_out = make_set(tmp_path / "set", rows)
+    evaluator = Evaluator(held_out, INPUTS, held_out.tokenizer_json, SETTINGS)  # type: ignore[arg-type]
+    for metrics in on_ranks(world, lambda group: evaluator.score(Told(3), group, Contrastive(), 6)):
+        assert metrics["recall_at_1/image_to_text"] == metrics["recall_at_1/text_to_image"] == 1
+    for metrics in on_ranks(world, lambda group: evaluator.score(Told(2), group, Contrastive(), 6)):
+        # A picture of class 1 ties with the three captions of class 2, one of class 2 with all that are wrong; captions
+        # of class 2 find the three pictures of class 1 first, and tie with three more.
+        assert metrics["recall_at_1/image_to_text"] == pytest.approx(1 / 3)
+        assert metrics["median_rank/image_to_text"] == 4
+        assert metrics["recall_at_1/text_to_image"] == pytest.approx(2 / 3)
+        assert metrics["recall_at_5/text_to_image"] == pytest.approx(2 / 3)
 
 
 def test_loss_is_that_of_training(prepared: PreparedSet) -> None:
