@@ -117,7 +117,8 @@ class Train(Section):
 
 
 class Evaluate(Section):
-    """Scores on held-out rows: retrieval always, classes where they are named or the model has a head for them."""
+    """Scores on held-out rows: retrieval always, where an equal caption is as right as the row's own; classes where
+    they are named or the model has a head for them."""
 
     path: ClassVar[str] = "evaluate"
     every: int = Field(0, ge=0, description="Steps between evaluations in training; 0: only at the end.")
@@ -128,7 +129,11 @@ class Evaluate(Section):
         0, ge=0, description="Rows a model that writes is asked about: BLEU and CIDEr against their captions; 0: none."
     )
     answer_tokens: int = Field(64, ge=1, description="Longest answer in tokens.")
-    classes: tuple[str, ...] = Field((), description="Names of the labels 0, 1, ...: zero-shot classification by them.")
+    classes: tuple[str, ...] = Field(
+        (),
+        description="Names of the labels 0, 1, ...: zero-shot classification by them; empty: the set's own, where it "
+        "was a folder for each class.",
+    )
     prompts: tuple[str, ...] = Field(
         ("a photo of a {}.",), min_length=1, description="Sentences for a class, `{}` its name; their mean counts."
     )

@@ -133,6 +133,7 @@ def make_manifest(
     leakage: dict[str, Any],
     has_tokenizer: bool,
     box_names: dict[str, str],
+    class_names: tuple[str, ...],
 ) -> Manifest:
     """The manifest of a finished set."""
     shards, splits = name_splits([shard for shard in shards if shard.num_live])
@@ -152,6 +153,7 @@ def make_manifest(
         num_same_text=findings.num_same_text,
         leakage=leakage,
         box_names=box_names,
+        class_names=class_names,
         languages=dict(sorted(languages.items())),
     )
 

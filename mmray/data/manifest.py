@@ -75,6 +75,7 @@ class Manifest:
     num_same_text: int = 0  # rows whose captions an earlier row has too; they are kept
     leakage: dict[str, Any] = field(default_factory=dict)  # what was found in other sets and across splits, if asked
     box_names: dict[str, str] = field(default_factory=dict)  # names of box labels, where the source says them
+    class_names: tuple[str, ...] = ()  # names of the labels 0, 1, ... of rows, where the source says them
     languages: dict[str, int] = field(default_factory=dict)  # rows of each language; rows without one are in none
 
     @property
@@ -107,7 +108,8 @@ def read_manifest(place: Place) -> Manifest | None:
                 "prepare the source again into another folder"
             )
         del values["format"]
-        return Manifest(**{**values, "shards": tuple(Shard.from_json(item) for item in values["shards"])})
+        values["shards"] = tuple(Shard.from_json(item) for item in values["shards"])
+        return Manifest(**{**values, "class_names": tuple(values.get("class_names", ()))})
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(
             f"{place.address}/{MANIFEST} is damaged ({error}): delete it and run the same `mmray prepare` again"

@@ -20,7 +20,7 @@ import ray
 
 from mmray.data import against, assemble
 from mmray.data.budget import BadRuns, Fault, check_budget, check_run, most_bad
-from mmray.data.formats.choose import choose, label_names, left_beside
+from mmray.data.formats.choose import choose, class_names, label_names, left_beside
 from mmray.data.formats.source import Chunk, SourceChanged
 from mmray.data.manifest import MANIFEST, PARTS, SHARDS, TOKENIZER, Manifest, read_manifest
 from mmray.data.pack import Job, has_unread, is_current, pack_chunk, read_record
@@ -127,6 +127,7 @@ def _prepare(job: Job, settings: Prepare, report: Report, say: Say, retry: bool)
         leakage,
         has_tokenizer,
         label_names(job.source),
+        class_names(job.source),
     )
     out.write(MANIFEST, manifest.to_json())
     sweep(out, len(chunks))

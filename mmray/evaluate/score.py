@@ -1,10 +1,10 @@
 """The evaluator: a model and held-out rows in, scores out, the same on every rank.
 
-Recall@k, median rank and validation loss always; zero-shot accuracy where the classes are named (evaluate.classes); the
-accuracy of a classification head, and of one that names boxes, where the model has it. Each rank embeds its part of the
-rows (batches.py), the embeddings meet, and each rank then scores its part of the queries against everyone
-(retrieval.py, classes.py). All figures are those of one process, whatever the number of ranks. Whoever asks is given
-hits and misses with their pictures as well (examples.py), from the same ranks.
+Recall@k, median rank and validation loss always; zero-shot accuracy where the classes are named, in evaluate.classes or
+by the set (made of a folder for each class); the accuracy of a classification head, and of one that names boxes, where
+the model has it. Each rank embeds its part of the rows (batches.py), the embeddings meet, and each rank then scores its
+part of the queries against everyone (retrieval.py, classes.py). All figures are those of one process, whatever the
+number of ranks. Whoever asks is given hits and misses with their pictures as well (examples.py), from the same ranks.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Evaluator(HeldOut):
         metrics = score_embedded(embedded, found, group, objective, global_rows, settings.chunk)
         if show is not None:
             show(examples_of(embedded, found, self._prepared, settings.chunk, group.device, self._max_pixels))
-        if settings.classes:
-            metrics |= self._zero_shot(model, embedded, group)
+        if classes := settings.classes or self._prepared.manifest.class_names:
+            metrics |= self._zero_shot(model, embedded, group, classes)
         if (head := class_head(model)) is not None:
             metrics |= accuracies(embedded.right, "classification", head.out_features)
         if (labels := region_labels(model)) is not None:
@@ -77,9 +77,11 @@ class Evaluator(HeldOut):
         return metrics | {"bad_rows": float(bad_rows)}
 
     @torch.no_grad()
-    def _zero_shot(self, model: nn.Module, embedded: Embedded, group: Group) -> dict[str, float]:
+    def _zero_shot(
+        self, model: nn.Module, embedded: Embedded, group: Group, classes: tuple[str, ...]
+    ) -> dict[str, float]:
         """Accuracy of the nearest class, each rank judging its part of the rows."""
-        classes, prompts, language = self._settings.classes, self._settings.prompts, self._settings.language
+        prompts, language = self._settings.prompts, self._settings.language
         said = [self._encoder.said(text, language) for text in prompted(classes, prompts)]
         ids, num_tokens = self._encoder.encode(said)
         mask = (torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]).long()

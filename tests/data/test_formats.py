@@ -207,11 +207,12 @@ def test_a_folder_for_each_class(tmp_path):
         images(tmp_path / "raw" / name, 2)
     (tmp_path / "raw" / "cat" / "1.png").write_bytes(b"<html>")
     (tmp_path / "raw" / "stray.png").write_bytes(colour_image(9))
-    _, rows, faults = prepared(tmp_path / "raw", tmp_path / "out", caption="the {}!", duplicates="keep")
+    manifest, rows, faults = prepared(tmp_path / "raw", tmp_path / "out", caption="the {}!", duplicates="keep")
     assert [(row.key, row.texts, row.label) for row in rows] == [
         ("cat/0.png", ["the cat!"], 0), ("red_fox/0.png", ["the red fox!"], 1), ("red_fox/1.png", ["the red fox!"], 1)
     ]  # fmt: skip
     assert faults == {"cat/1.png": "format", "stray.png": "no-text"}
+    assert manifest.class_names == PreparedSet.open(str(tmp_path / "out")).manifest.class_names == ("cat", "red fox")
 
 
 def test_split_folders_above_classes(tmp_path):
@@ -221,7 +222,7 @@ def test_split_folders_above_classes(tmp_path):
         (folder / f"{number}.png").write_bytes(colour_image(number))
     manifest, rows, _ = prepared(tmp_path / "raw", tmp_path / "out")
     assert manifest.splits == {"train": 1, "val": 1}
-    assert [row.label for row in rows] == [0, 0]
+    assert [row.label for row in rows] == [0, 0] and manifest.class_names == ("cat",)
 
 
 def test_pairs_without_a_half_and_captions_that_are_no_utf8(tmp_path):

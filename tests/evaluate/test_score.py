@@ -257,6 +257,15 @@ def test_the_head_and_the_names_of_classes_are_scored(tmp_path: Path, world: int
     held_out = make_set(tmp_path / "set", rows)
     settings = SimpleNamespace(**vars(SETTINGS) | {"classes": ("a", "red", "one"), "prompts": ("{}", "a {}")})
     evaluator = Evaluator(held_out, INPUTS, held_out.tokenizer_json, settings)  # type: ignore[arg-type]
+    named = replace(held_out.manifest, class_names=("a", "red", "one"))  # as a folder for each class is
+    of_the_set = Evaluator(
+        PreparedSet(held_out.place, named),
+        INPUTS,
+        held_out.tokenizer_json,
+        SimpleNamespace(**vars(settings) | {"classes": ()}),
+    )  # type: ignore[arg-type]
+    (scores,) = on_ranks(1, lambda group: evaluator.score(Labelled(), group, Contrastive(), 6))
+    assert on_ranks(1, lambda group: of_the_set.score(Labelled(), group, Contrastive(), 6)) == [scores]
     for metrics in on_ranks(world, lambda group: evaluator.score(Labelled(), group, Contrastive(), 6)):
         assert metrics["classification/rows"] == metrics["zero_shot/rows"] == 9
         assert metrics["classification/top_1"] == pytest.approx(6 / 9)

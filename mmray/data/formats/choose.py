@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
 
-from mmray.data.formats import coco
+from mmray.data.formats import coco, folders
 from mmray.data.formats.columnar import Parquet, SavedDataset
 from mmray.data.formats.delimited import Csv, Tsv
 from mmray.data.formats.folders import class_rows, is_image, list_rows, pair_rows
@@ -79,6 +79,11 @@ def source_of(chosen: Chosen, out: Place, columns: dict[str, str], template: str
 def label_names(chosen: Chosen) -> dict[str, str]:
     """What the source calls its box labels, by label; empty where its format does not say."""
     return coco.label_names(Place(chosen.address), chosen.name) if chosen.format == "coco" else {}
+
+
+def class_names(chosen: Chosen) -> tuple[str, ...]:
+    """What the source calls the labels 0, 1, ... of its rows; empty where its format does not say."""
+    return folders.class_names(Place(chosen.address)) if chosen.format == "folders" else ()
 
 
 def left_beside(chosen: Chosen) -> str | None:

@@ -16,16 +16,30 @@ SPLITS = ("train", "test", "val", "valid", "validation", "dev")
 def class_rows(place: Place, template: str) -> Iterator[dict[str, Any]]:
     """FOLDER/CLASS/image, or FOLDER/SPLIT/CLASS/image: a caption from `template`, a label in the order of the names."""
     names = [name for name in place.tree() if is_image(name)]
-    has_splits = has_split_folders(names)
-    at = 1 if has_splits else 0
-    classes = sorted({PurePosixPath(name).parts[at] for name in names if len(PurePosixPath(name).parts) > at + 1})
-    labels = {name: label for label, name in enumerate(classes)}
+    at = _at(names)
+    labels = {name: label for label, name in enumerate(_classes(names))}
     for name in names:
         parts = PurePosixPath(name).parts
         row: dict[str, Any] = {"origin": name, "id": name, "image": name}
         if len(parts) > at + 1:  # an image above the classes has no caption, and is set aside as that
             row |= {"text": template.replace("{}", spoken(parts[at])), "label": labels[parts[at]]}
-        yield row | ({"split": parts[0]} if has_splits else {})
+        yield row | ({"split": parts[0]} if at else {})
+
+
+def class_names(place: Place) -> tuple[str, ...]:
+    """Names of the labels 0, 1, ... that `class_rows` gives, as words."""
+    return tuple(spoken(name) for name in _classes([name for name in place.tree() if is_image(name)]))
+
+
+def _classes(images: list[str]) -> list[str]:
+    """Folders of the classes, in order."""
+    at = _at(images)
+    return sorted({PurePosixPath(name).parts[at] for name in images if len(PurePosixPath(name).parts) > at + 1})
+
+
+def _at(images: list[str]) -> int:
+    """Which part of a path is the class: the second below folders of splits."""
+    return int(has_split_folders(images))
 
 
 def pair_rows(place: Place) -> Iterator[dict[str, Any]]:
