@@ -29,7 +29,6 @@ from mmray.models import lora
 from mmray.models.build import build
 from mmray.models.export import export
 from mmray.train import checkpoint, precision
-from mmray.train.batch import shape_of
 from mmray.train.board import Listener
 from mmray.train.group import Group
 from mmray.train.resources import (
@@ -137,6 +136,7 @@ def _score_on_worker(config: Config, tokenizer_json: str, held_out: PreparedSet,
     group = Group.current(ray.train.torch.get_device())
     model = restored_model(config, found)
     scorer = evaluator_of(config, held_out, tokenizer_json)
-    rows = shape_of(config.batch, group.world).global_rows
+    rows = config.batch.global_  # settled when the run began; its other settings are those of the workers it had
+    assert rows is not None
     with precision.choose(config.train.precision, group.device).autocast():
         return dict(scorer.score(model.to(group.device), group, objectives.build(config.objective), rows))

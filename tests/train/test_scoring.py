@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import mmray
 from mmray import cli
 from mmray.cli.console import Screen
+from mmray.config import Batch
 from mmray.data import prepare as prepare_module
 from mmray.data.remote import Folder, folder_at
 from mmray.data.text import TextEncoder, train_tokenizer
@@ -132,3 +133,16 @@ def test_the_best_checkpoint_is_what_evaluate_scores(tmp_path: Path, monkeypatch
     assert asked == ["best", 3]
     assert scoring.open_run(folder, "best")[2].name == scoring.open_run(folder, 3)[2].name == "step-3"
     assert scoring.open_run(folder, None)[2].name == "step-6"
+
+
+def test_an_elastic_run_is_scored_by_fewer_workers_than_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers took two micro-batches each of 16 rows; the one that scores would take four."""
+    monkeypatch.setattr("ray.train.torch.get_device", lambda: torch.device("cpu"))
+    held_out = make_set(tmp_path / "set", [row(number) for number in range(5)])
+    config = runs.config(tmp_path / "set", tmp_path, "one")
+    model = config.model.model_copy(update={"vocab_size": 60})
+    config = config.model_copy(update={"model": model, "batch": Batch(micro=4, accumulation=2, global_=16)})
+    built = build(config.model, 60)
+    found = checkpoint.save(tmp_path, 3, built.state_dict(), {}, {"architecture": built.architecture()})
+    scores = scoring._score_on_worker(config, held_out.tokenizer_json or "", held_out, found)
+    assert scores["rows"] == 5 and scores["loss"] > 0
