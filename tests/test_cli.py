@@ -13,6 +13,7 @@ from rich.console import Console
 
 from mmray import cli
 from mmray.cli.console import Screen, recall_table, training_figures
+from mmray.cli.evaluate import command_of
 from mmray.cli.parse import parsed
 from mmray.cli.prepare import PrepareCommand, _findings
 from mmray.cli.train import _say_outcome
@@ -20,6 +21,7 @@ from mmray.config import Own, Siglip, from_yaml, to_yaml
 from mmray.config.model import KINDS
 from mmray.data.manifest import Manifest
 from mmray.data.text import train_tokenizer
+from mmray.errors import UsageError
 from mmray.train import checkpoint
 from mmray.train.course import Outcome
 from tests.made import CAPTIONS
@@ -268,3 +270,16 @@ def test_the_command_is_a_module_too_and_tells_its_version(tmp_path):
         [sys.executable, "-m", "mmray", "--version"], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert told.stdout == f"mmray {version('mmray')}\n"
+
+
+def test_an_evaluation_takes_its_settings_over_those_of_the_run(tmp_path):
+    config = runs.config("none", tmp_path, "one")
+    own = config.evaluate.model_copy(update={"limit": 7, "classes": ("cat",)})
+    (tmp_path / "config.yaml").write_text(to_yaml(config.model_copy(update={"evaluate": own})))
+    words = [str(tmp_path), "--evaluate.classes", "fox", "dog", "--evaluate.batch", "3", "--workers=1"]
+    command = command_of(words)
+    assert command.workers == 1 and command.accelerator is None
+    assert command.evaluate == own.scoring.model_copy(update={"classes": ("fox", "dog"), "batch": 3})
+    assert command_of([str(tmp_path)]).evaluate == own.scoring
+    with pytest.raises(UsageError, match="--workers: at least one scores"):
+        command_of([str(tmp_path), "--workers", "0"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tyro.conf import Positional
@@ -11,6 +11,8 @@ from tyro.conf import Positional
 from mmray.cli.console import Screen, class_notes, language_note, recall_table
 from mmray.cli.parse import parsed, write_json
 from mmray.cli.reporter import Reporter
+from mmray.config import Scoring
+from mmray.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -29,17 +31,47 @@ class EvaluateCommand:
     """Write the metrics to this file."""
     address: str | None = None
     """Ray address; none: RAY_ADDRESS where it is set, else this machine."""
+    workers: int | None = None
+    """Workers that score; none: as many as trained."""
+    accelerator: Literal["auto", "gpu", "cpu"] | None = None
+    """Where they score; none: as the run was told. auto: on GPUs where the cluster has them."""
+    evaluate: Scoring = field(default_factory=Scoring)
+    """What is scored; each setting not given is the run's."""
+
+
+PROG = "mmray evaluate"
+
+
+def command_of(argv: Sequence[str]) -> EvaluateCommand:
+    """What was typed, over the settings of the run that it names. Raises UsageError."""
+    run = parsed(EvaluateCommand, argv, PROG).run
+    from mmray.data.remote import folder_at
+    from mmray.train.scoring import run_config
+
+    own = run_config(folder_at(run)).evaluate.scoring
+    command = parsed(EvaluateCommand, argv, PROG, EvaluateCommand(run, evaluate=own))
+    if command.workers is not None and command.workers < 1:
+        raise UsageError(f"--workers: at least one scores (got {command.workers})")
+    return command
 
 
 def evaluate(argv: Sequence[str], screen: Screen) -> int:
-    """mmray evaluate RUN [--data SET] [--split NAME] [--json FILE]"""
-    command = parsed(EvaluateCommand, argv, "mmray evaluate")
+    """mmray evaluate RUN [--data SET] [--split NAME] [--evaluate.classes A B ...] [--json FILE]"""
+    command = command_of(argv)
     from mmray.data.remote import folder_at
     from mmray.train.scoring import score_run
 
     with screen.work("evaluating"):
         metrics = score_run(
-            folder_at(command.run), command.data, command.split, command.step, command.address, Reporter(screen)
+            folder_at(command.run),
+            command.data,
+            command.split,
+            command.step,
+            command.address,
+            Reporter(screen),
+            command.evaluate,
+            workers=command.workers,
+            accelerator=command.accelerator,
         )
     if "perplexity" in metrics:
         screen.note(language_note(metrics), "language")

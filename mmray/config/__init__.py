@@ -37,7 +37,7 @@ from mmray.config.model import (
 )
 from mmray.config.place import Cluster, Run
 from mmray.config.section import Section
-from mmray.config.training import Batch, Evaluate, Optimizer, Train
+from mmray.config.training import Batch, Evaluate, Optimizer, Scoring, Train
 from mmray.errors import UsageError
 
 LENGTHS = ("train.steps", "train.samples", "train.epochs")  # a run has one of them
@@ -70,6 +70,7 @@ __all__ = [
     "Own",
     "Prepare",
     "Run",
+    "Scoring",
     "Section",
     "Siglip",
     "TextTower",

@@ -116,12 +116,11 @@ class Train(Section):
         return self
 
 
-class Evaluate(Section):
+class Scoring(Section):
     """Scores on held-out rows: retrieval always, where an equal caption is as right as the row's own; classes where
     they are named or the model has a head for them."""
 
     path: ClassVar[str] = "evaluate"
-    every: int = Field(0, ge=0, description="Steps between evaluations in training; 0: only at the end.")
     batch: int = Field(128, ge=1, description="Rows embedded at once by one worker.")
     chunk: int = Field(4096, ge=1, description="Rows of the gallery scored at once; memory is chunk x chunk.")
     limit: int | None = Field(None, ge=1, description="Evaluate on the first N rows only.")
@@ -150,3 +149,14 @@ class Evaluate(Section):
             if "{}" not in prompt:
                 raise ValueError(f"each needs a place `{{}}` for the name of the class (got `{prompt}`)")
         return value
+
+
+class Evaluate(Scoring):
+    """Scores on held-out rows, and when a run takes them."""
+
+    every: int = Field(0, ge=0, description="Steps between evaluations in training; 0: only at the end.")
+
+    @property
+    def scoring(self) -> Scoring:
+        """What is scored and how, whenever that is."""
+        return Scoring(**{name: getattr(self, name) for name in Scoring.model_fields})

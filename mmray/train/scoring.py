@@ -17,7 +17,7 @@ from torch import nn
 from mmray import objectives
 from mmray.cluster.join import joined
 from mmray.cluster.nodes import check_data_room
-from mmray.config import Config, Lora, from_yaml
+from mmray.config import Config, Lora, Scoring, from_yaml
 from mmray.config.mixture import parse_mixture
 from mmray.data.manifest import MANIFEST
 from mmray.data.remote import Folder, folder_at
@@ -28,7 +28,7 @@ from mmray.evaluate.choose import best_by, evaluator_of
 from mmray.models import lora
 from mmray.models.build import build
 from mmray.models.export import export
-from mmray.train import checkpoint, precision
+from mmray.train import checkpoint, precision, served
 from mmray.train.board import Listener
 from mmray.train.group import Group
 from mmray.train.resources import (
@@ -47,12 +47,17 @@ from mmray.train.task import AVERAGE
 Step = int | Literal["best"] | None  # which checkpoint: of this step, the best, or the newest
 
 
+def run_config(folder: Folder) -> Config:
+    """The config of a run. Raises UsageError where there is none."""
+    file = folder.expanduser().resolve() / "config.yaml"
+    if not file.exists():
+        raise UsageError(f"{file.parent} is not a run: it has no config.yaml")
+    return from_yaml(file.read_text(), str(file))
+
+
 def open_run(folder: Folder, step: Step) -> tuple[Config, str, Folder]:
     """Config, tokenizer and checkpoint folder of a run. Raises UsageError naming what is missing."""
-    run = RunDir(folder.expanduser().resolve())
-    if not (run.path / "config.yaml").exists():
-        raise UsageError(f"{run.path} is not a run: it has no config.yaml")
-    config = from_yaml((run.path / "config.yaml").read_text(), str(run.path / "config.yaml"))
+    run, config = RunDir(folder.expanduser().resolve()), run_config(folder)
     return config, (run.path / "tokenizer.json").read_text(), _good_checkpoint(run, step, best_by(config))
 
 
@@ -85,10 +90,21 @@ def export_run(folder: Folder, out: str | Folder, step: Step) -> Folder:
 
 
 def score_run(
-    folder: Folder, data: str | None, split: str | None, step: Step, address: str | None, listener: Listener
+    folder: Folder,
+    data: str | None,
+    split: str | None,
+    step: Step,
+    address: str | None,
+    listener: Listener,
+    scoring: Scoring | None = None,
+    **cluster: Any,
 ) -> dict[str, float]:
-    """Scores of a run's checkpoint on a set: `data`, or what the run held out."""
+    """Scores of a run's checkpoint on a set: `data`, or what the run held out.
+
+    What `scoring` and `cluster` (settings of it) leave None is as in the run.
+    """
     config, tokenizer_json, found = open_run(folder, step)
+    config = scored_as(config, scoring, **{name: value for name, value in cluster.items() if value is not None})
     config = config.on_cluster(address=address)
     with joined(config.cluster):
         check_room(config, with_data=False)
@@ -105,6 +121,15 @@ def score_run(
             return dict(trainer.fit().return_value)  # type: ignore[attr-defined]
         except ray.train.TrainingFailedError as error:
             raise never_started(error) or TrainingError(f"the evaluation failed: {error}") from error
+
+
+def scored_as(config: Config, scoring: Scoring | None, **cluster: Any) -> Config:
+    """The config of a run with these settings of what is scored, and of where. Raises UsageError."""
+    if scoring is not None:
+        config = config.model_copy(update={"evaluate": config.evaluate.model_copy(update=dict(scoring))})
+    if reasons := served.scoring_refusals(config):
+        raise UsageError("\n".join(reasons))
+    return config.on_cluster(**cluster)
 
 
 def restored_model(config: Config, found: Folder) -> nn.Module:

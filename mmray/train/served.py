@@ -36,10 +36,10 @@ def refusals(config: Config) -> list[str]:
         reasons += _apart(config)
     if config.batch.micro == "auto" and getattr(config.model, "batch_norm", "") == "synced":
         reasons.append("batch.micro auto cannot be tried with model.batch_norm synced; give --batch.micro")
-    return reasons + _scored(config) + _regional(config)
+    return reasons + scoring_refusals(config) + _regional(config)
 
 
-def _scored(config: Config) -> list[str]:
+def scoring_refusals(config: Config) -> list[str]:
     """What is asked of an evaluation that the model cannot give."""
     writes = hasattr(config.model.inputs, "chat")
     if config.evaluate.language is not None and not config.model.inputs.language_token:

@@ -14,10 +14,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import mmray
 from mmray import cli
 from mmray.cli.console import Screen
-from mmray.config import Batch
+from mmray.config import Batch, Evaluate, Scoring
 from mmray.data import prepare as prepare_module
 from mmray.data.remote import Folder, folder_at
 from mmray.data.text import TextEncoder, train_tokenizer
+from mmray.errors import UsageError
 from mmray.evaluate.choose import best_by
 from mmray.models.build import build
 from mmray.train import checkpoint, rundir, scoring
@@ -146,3 +147,13 @@ def test_an_elastic_run_is_scored_by_fewer_workers_than_it_had(tmp_path: Path, m
     found = checkpoint.save(tmp_path, 3, built.state_dict(), {}, {"architecture": built.architecture()})
     scores = scoring._score_on_worker(config, held_out.tokenizer_json or "", held_out, found)
     assert scores["rows"] == 5 and scores["loss"] > 0
+
+
+def test_an_evaluation_may_be_of_something_else_than_the_runs(tmp_path: Path) -> None:
+    config = runs.config("none", tmp_path, "one")
+    asked = scoring.scored_as(config, Scoring(classes=("a", "b"), limit=3), workers=1, accelerator="cpu")
+    assert asked.evaluate == Evaluate(every=config.evaluate.every, classes=("a", "b"), limit=3)
+    assert (asked.cluster.workers, asked.cluster.accelerator) == (1, "cpu")
+    assert scoring.scored_as(config, None) == config
+    with pytest.raises(UsageError, match=r"evaluate.answers: model.kind `two_tower` does not write"):
+        scoring.scored_as(config, Scoring(answers=3))
