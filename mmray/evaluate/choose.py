@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from mmray.data.store import PreparedSet
 from mmray.evaluate.language import LanguageEvaluator
 from mmray.evaluate.score import Evaluator
+from mmray.models import protocol
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -19,6 +22,12 @@ def evaluator_of(config: Config, prepared: PreparedSet, tokenizer_json: str) -> 
     inputs = config.model.inputs
     kind = LanguageEvaluator if writes(config) else Evaluator
     return kind(prepared, inputs, tokenizer_json, config.evaluate, config.prepare.max_pixels)
+
+
+def check_scored(config: Config, model: nn.Module) -> None:
+    """Raise UsageError where the model lacks what its evaluator calls."""
+    if not writes(config):
+        protocol.check_scored(model, config.model.kind)
 
 
 def writes(config: Config) -> bool:

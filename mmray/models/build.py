@@ -8,7 +8,7 @@ from torch import nn
 
 from mmray import plug
 from mmray.errors import UsageError
-from mmray.models import lora
+from mmray.models import lora, protocol
 from mmray.models.clip import Clip, Siglip
 from mmray.models.fusion import Fusion
 from mmray.models.generative import Generative
@@ -32,8 +32,8 @@ def build(spec: Section, vocab_size: int, architecture: dict[str, Any] | None = 
     vocab_size: tokens the tokenizer has; model.vocab_size, where it is set, is the larger number of rows that the
     embedding gets. architecture: `architecture()` of the same model when its weights will be loaded from a checkpoint;
     pretrained ones are not looked for then. Where model.lora.rank is
-    set, adapters are added. A user's class gets (spec, vocab_size). Raises UsageError naming the
-    setting and its value.
+    set, adapters are added. A user's class gets (spec, vocab_size), and makes what protocol.py
+    says. Raises UsageError naming the setting and its value.
     """
     if 0 < spec.vocab_size < vocab_size:
         raise UsageError(
@@ -54,6 +54,7 @@ def _built(spec: Section, rows: int, architecture: dict[str, Any] | None) -> nn.
     model = plug.load(spec.kind, "model.kind", tuple(BUILT_IN))(spec, rows)
     if not isinstance(model, nn.Module):
         raise UsageError(f"model.kind: `{spec.kind}` built a {type(model).__name__}, not a torch.nn.Module")
+    protocol.check(model, spec.kind)
     return model
 
 

@@ -24,7 +24,7 @@ from mmray.data.remote import Folder, folder_at
 from mmray.data.sets import ensure_prepared
 from mmray.data.store import PreparedSet
 from mmray.errors import TrainingError, UsageError
-from mmray.evaluate.choose import best_by, evaluator_of
+from mmray.evaluate.choose import best_by, check_scored, evaluator_of
 from mmray.models import lora
 from mmray.models.build import build
 from mmray.models.export import export
@@ -160,6 +160,7 @@ def _held_out(config: Config, folder: Folder, data: str | None, split: str | Non
 def _score_on_worker(config: Config, tokenizer_json: str, held_out: PreparedSet, found: Folder) -> dict[str, Any]:
     group = Group.current(ray.train.torch.get_device())
     model = restored_model(config, found)
+    check_scored(config, model)
     scorer = evaluator_of(config, held_out, tokenizer_json)
     rows = config.batch.global_  # settled when the run began; its other settings are those of the workers it had
     assert rows is not None

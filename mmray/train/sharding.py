@@ -17,9 +17,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from mmray.models.protocol import SCORED
 from mmray.train.group import Group
-
-METHODS = ("embed_image", "embed_text")  # what evaluation calls beside forward
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -40,7 +39,7 @@ def shard(module: nn.Module, group: Group, dtype: torch.dtype | None) -> nn.Modu
         parameter.data = parameter.data.to(group.device)  # the rest goes there as it is cut
     for part in [*_parts(module), module]:
         fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=kept)
-    for name in METHODS:
+    for name in SCORED:  # what evaluation calls beside forward
         if hasattr(module, name):
             register_fsdp_forward_method(module, name)
     return module

@@ -21,7 +21,7 @@ from mmray.data.reader import Block
 from mmray.data.remote import Folder, folder_at
 from mmray.data.words import encoder_of
 from mmray.errors import MmrayError, UsageError
-from mmray.evaluate.choose import evaluator_of
+from mmray.evaluate.choose import check_scored, evaluator_of
 from mmray.models.build import build
 from mmray.models.regions import LabelTexts
 from mmray.train import checkpoint, loop, memory, precision, reporting
@@ -61,6 +61,8 @@ def _work(
     found = None if start.checkpoint is None else folder_at(start.checkpoint)
     cut = config.train.parallel == "fsdp" and group.world > 1
     model = _model(job, None if found is None else checkpoint.load_meta(found)["architecture"], device)
+    if job.eval_set is not None:
+        check_scored(config, model)
     objective = objectives.build(config.objective)
     rehearsed = rehearse_job(job, learner_of(config, model, objective, group), start.plan)
     state = None if found is None else _state(found, cut)

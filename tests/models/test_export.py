@@ -313,6 +313,10 @@ class Plain(nn.Module):
         self.unembed.weight = self.words.weight
         self.pixels = nn.Linear(3 * spec.inputs.image_side**2, width)
 
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        text = self.embed_text(batch["input_ids"], batch["attention_mask"])
+        return {"image_embed": self.embed_image(batch["image"]), "text_embed": text}
+
     def embed_image(self, image: Tensor) -> Tensor:
         return self.pixels(image.flatten(1) / 255)
 

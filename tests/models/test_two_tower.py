@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmray.config import ImageTower, Inputs, Own, TextTower, TwoTower, section_of
 from mmray.errors import UsageError
@@ -159,6 +159,22 @@ class Own(nn.Module):
         super().__init__()
         self.seen = (spec.kind, vocab_size)
 
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+
+class WithoutForward(nn.Module):
+    """Not yet a model."""
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+
+
+class WithAFlag(Own):
+    """What training would call is a value."""
+
+    branches = True
+
 
 def test_a_model_of_ones_own_is_built_from_its_name():
     kind = f"{__name__}:Own"
@@ -171,6 +187,8 @@ def test_a_model_of_ones_own_is_built_from_its_name():
         ("two_towers", r"there is no `two_towers`; take one of two_tower"),
         ("no_such_package:Model", r"`no_such_package:Model` cannot be loaded: No module named"),
         ("mmray.models.build:Missing", r"`mmray\.models\.build:Missing` cannot be loaded"),
+        (f"{__name__}:WithoutForward", r"has no forward\(batch\) \(see mmray/models/protocol\.py\)"),
+        (f"{__name__}:WithAFlag", r"branches of `.*:WithAFlag` cannot be called"),
         ("operator:is_", r"`operator:is_` built a bool, not a torch\.nn\.Module"),
     ],
 )

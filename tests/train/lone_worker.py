@@ -28,16 +28,16 @@ def rows_of(place):
     return PreparedSet.open(str(place))
 
 
-def ran(prepared, folder, micro, dropout=0.0, by_length=False, device=CPU, model=None, **settings):
+def ran(prepared, folder, micro, dropout=0.0, by_length=False, device=CPU, model=None, scored=True, **settings):
     """What a worker left of a run of 8 rows a step: its checkpoint, its lines, and what it told.
 
-    `model` is another model section than that of runs.py; `dropout` is of the latter.
+    `model` is another model section than that of runs.py; `dropout` is of the latter. `scored`: rows are held out.
     """
     config = runs.config("made", folder.parent, folder.name, **{"steps": STEPS, "precision": "fp32"} | settings)
     tokenizer = fitted(prepared.tokenizer_json, config.model.inputs)
     text = config.model.text.model_copy(update={"dropout": dropout})
     model = model or config.model.model_copy(update={"text": text})
-    model = model.model_copy(update={"vocab_size": TextEncoder(tokenizer, 8).vocab_size})
+    model = model.with_tokens(TextEncoder(tokenizer, 8).vocab_size, None)
     config = config.model_copy(update={"model": model, "batch": Batch(micro=micro, global_=8, by_length=by_length)})
     plan = Plan(
         num_rows=22, global_rows=8, world=1, micro=shape_of(config.batch, 1).micro, seed=0, steps=config.train.steps
@@ -45,7 +45,7 @@ def ran(prepared, folder, micro, dropout=0.0, by_length=False, device=CPU, model
     rundir.create(folder, config, {"train": "made"}, tokenizer)
     lease, told = Lease(folder), []
     reader, blocks = RowReader(prepared, config.model.inputs, tokenizer, 10**6), Blocks(plan, 0, 2)
-    job = Job(config, folder, lease.acquire(), reader, prepared, tokenizer)
+    job = Job(config, folder, lease.acquire(), reader, prepared if scored else None, tokenizer)
     read = (reader.block(plan, blocks.positions(number)) for number in range(blocks.count))
     line = Line(told.append, lambda: False, lambda _: 0, lambda _: False, {"rank": 0, "node": "", "pid": 0})
     try:

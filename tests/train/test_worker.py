@@ -8,10 +8,14 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from torch import nn
 
+from mmray.config import Own
+from mmray.errors import UsageError
 from mmray.train import memory
 from mmray.train.seeding import settle
 from tests.train import runs
+from tests.train.double import DoubleTowers
 from tests.train.lone_worker import ran, rows_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # a worker sets its own number of them
@@ -40,6 +44,26 @@ def test_a_worker_finds_its_micro_batch_records_it_and_trains_as_with_that_one(
     assert [[line[name] for name in same] for line in lines] == [[line[name] for name in same] for line in found_lines]
     assert ("batch/padding_unsorted" in lines[0]) == by_length
     assert runs.same_weights(given["model"], found["model"])
+
+
+class Bare(nn.Module):
+    """A user's own model that trains, and that nothing can be scored with."""
+
+    def __init__(self, spec, vocab_size):
+        super().__init__()
+        self.towers = DoubleTowers(spec, vocab_size)
+
+    def forward(self, batch):
+        return self.towers(batch)
+
+
+def test_an_own_model_that_cannot_be_scored_is_refused_before_its_first_step(prepared, tmp_path):
+    own = Own(kind=f"{__name__}:Bare", inputs=runs.config("made", tmp_path, "inputs").model.inputs)
+    with pytest.raises(UsageError, match=r":Bare` has no embed_image and no embed_text, with which held-out rows"):
+        ran(prepared, tmp_path / "scored", 4, model=own)
+    assert not (tmp_path / "scored" / "metrics.jsonl").exists()
+    _, lines, _ = ran(prepared, tmp_path / "unscored", 4, model=own, scored=False)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
 
 
 @pytest.fixture
