@@ -13,6 +13,7 @@ from mmray.config import (
     Data,
     ImageTower,
     Own,
+    Section,
     Siglip,
     TextTower,
     TwoTower,
@@ -135,3 +136,29 @@ def test_weights_on_this_machine_get_names_that_hold_on_a_worker(tmp_path, monke
     towers = TwoTower(text=TextTower(weights="exported"), image=ImageTower(weights="pretrained"))
     found = towers.with_absolute_weights()
     assert (found.text.weights, found.image.weights) == (str(tmp_path / "exported"), "pretrained")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"workers": -3}, r"cluster.workers: must be a number, or two as in 1-4"),
+        ({"workerz": 5}, "cluster.workerz: there is no such setting; did you mean `workers`"),
+        ({"max_failures": "many"}, "cluster.max_failures: input should be a valid integer"),
+    ],
+)
+def test_settings_that_are_replaced_are_checked_as_typed_ones_are(settings, said):
+    with pytest.raises(UsageError, match=said):
+        Config().on_cluster(**settings)
+    with pytest.raises(UsageError, match=said):
+        Cluster().replace(**settings)
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_what_is_not_replaced_stays_as_it_is(name):
+    recipe = recipes.load(name)
+    assert recipe.replace(**dict(recipe)) == recipe
+    for _, section in recipe:
+        assert not isinstance(section, Section) or section.replace() == section
+    other = recipe.replace(batch=recipe.batch.replace(global_=4096))
+    assert (other.batch.global_, other.batch.micro) == (4096, recipe.batch.micro)
+    assert type(other.model) is type(recipe.model) and other.model == recipe.model

@@ -113,10 +113,8 @@ def _arms(config: Config, images: int, folder: str, say: Say) -> Arms:
 def _with_model(config: Config, tokenizer: str) -> Config:
     """The recipe with a model that every arm can train: its vocabulary, and room for the textbook's padding."""
     vocab_size = TextEncoder(tokenizer, 8).vocab_size
-    inputs = config.model.inputs.model_copy(update={"max_tokens": TEXTBOOK_TOKENS})
-    return config.model_copy(
-        update={"model": config.model.model_copy(update={"vocab_size": vocab_size, "inputs": inputs})}
-    )
+    inputs = config.model.inputs.replace(max_tokens=TEXTBOOK_TOKENS)
+    return config.replace(model=config.model.replace(vocab_size=vocab_size, inputs=inputs))
 
 
 def _result(config: Config, arms: list[str], found: list[dict[str, float]]) -> dict[str, Any]:

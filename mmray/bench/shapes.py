@@ -60,7 +60,7 @@ def bench_shapes(
                 f"bench step --space {key}: it changes nothing in a step; these do: {', '.join(IN_A_STEP)}"
             )
     if "batch.global" not in space.axes:  # it follows: the recipe's own would turn a larger micro-batch into the same
-        config = config.model_copy(update={"batch": config.batch.model_copy(update={"global_": None})})
+        config = config.replace(batch=config.batch.replace(global_=None))
     configs = [with_settings(config, typed) for typed in space.combinations()]  # all typed before the first is run
     rows = []
     for number, each in enumerate(configs, 1):

@@ -80,7 +80,7 @@ def bench_strategies(
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells its own doings otherwise
     workers = max(2, config.cluster.most_workers)
     shape = shape_of(config.batch, workers)
-    kind = device_of(_workers(config, workers)).type  # of all rows, those of one worker too
+    kind = device_of(config.on_cluster(workers=workers)).type  # of all rows, those of one worker too
     chosen = [strategy for strategy in STRATEGIES if not only or strategy.name in (BASE, *only)]
     rows = []
     for number, strategy in enumerate(chosen, 1):
@@ -105,18 +105,10 @@ def _ratios(rates: dict[str, float]) -> dict[str, float]:
 
 def _settings(config: Config, strategy: Strategy, workers: int, shape: Any) -> Config:
     """The config of one strategy: the same rows a step, in the same micro-batches."""
-    return _workers(config, 1 if strategy.alone else workers).model_copy(
-        update={
-            "train": config.train.model_copy(update={"compress": "none", "profile": 0, **strategy.train}),
-            "batch": config.batch.model_copy(
-                update={"global_": shape.global_rows, "micro": shape.micro, "accumulation": None}
-            ),
-        }
+    return config.on_cluster(workers=1 if strategy.alone else workers).replace(
+        train=config.train.replace(**{"compress": "none", "profile": 0, **strategy.train}),
+        batch=config.batch.replace(global_=shape.global_rows, micro=shape.micro, accumulation=None),
     )
-
-
-def _workers(config: Config, workers: int) -> Config:
-    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"workers": workers})})
 
 
 def _row(strategy: Strategy, config: Config, kind: str, steps: int) -> dict[str, Any]:
@@ -198,7 +190,7 @@ def _measure(config: Config, group: Group, _: Path, *, steps: int) -> dict[str, 
     if config.train.parallel == "branches":
         batch = {name: column[: shape.micro].to(group.device) for name, column in bench.batches[0].items()}
         slower = slower_branch(bench.model, batch)
-    train = config.train.model_copy(update={"log_every": timed})
+    train = config.train.replace(log_every=timed)
     task = Task(
         model=bench.model,
         objective=objectives.build(config.objective),

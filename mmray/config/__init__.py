@@ -99,8 +99,8 @@ class Config(Section):
     run: Run = Run()
 
     def on_cluster(self, **settings: Any) -> Config:
-        """The same run with these settings of `cluster`."""
-        return self.model_copy(update={"cluster": self.cluster.model_copy(update=settings)})
+        """The same run with these settings of `cluster`. Raises UsageError."""
+        return self.replace(cluster=self.cluster.replace(**settings))
 
     def of_kind(self, kind: str) -> Config:
         """The same run of another kind of model, with that kind's defaults and this one's inputs. Raises UsageError."""
@@ -109,7 +109,7 @@ class Config(Section):
         section = section_of(kind)
         inputs: Any = section.model_fields["inputs"].annotation
         shared = {name: value for name, value in vars(self.model.inputs).items() if name in inputs.model_fields}
-        return self.model_copy(update={"model": section(kind=kind, inputs=inputs(**shared))})
+        return self.replace(model=section(kind=kind, inputs=inputs(**shared)))
 
     def making_way(self, named: Collection[str]) -> Config:
         """The same run without what the `named` settings (`section.field`) take the place of.
@@ -118,11 +118,10 @@ class Config(Section):
         """
         update: dict[str, Any] = {}
         if any(name in LENGTHS for name in named):
-            lengths = dict.fromkeys(name.partition(".")[2] for name in LENGTHS)
-            update["train"] = self.train.model_copy(update=lengths)
+            update["train"] = self.train.replace(**dict.fromkeys(name.partition(".")[2] for name in LENGTHS))
         if {"batch.micro", "batch.accumulation"} <= set(named) and "batch.global" not in named:
-            update["batch"] = self.batch.model_copy(update={"global_": None})
-        return self.model_copy(update=update)
+            update["batch"] = self.batch.replace(global_=None)
+        return self.replace(**update)
 
 
 def to_yaml(config: Section) -> str:

@@ -38,17 +38,17 @@ class Model(Section):
 
     def with_tokens(self, vocab_size: int, pad_id: int | None) -> Self:
         """The same model, with what it leaves to its tokenizer: the number of tokens, and the one that it pads with."""
-        return self.model_copy(update={"vocab_size": self.vocab_size or vocab_size})
+        return self.replace(vocab_size=self.vocab_size or vocab_size)
 
     def with_absolute_weights(self) -> Self:
         """The same model, its weights on this machine under names that a worker in another folder finds as well."""
         update: dict[str, Any] = {}
         for name in ("image", "text"):
             if isinstance(part := getattr(self, name, None), Section) and hasattr(part, "weights"):
-                update[name] = part.model_copy(update={"weights": _absolute(part.weights)})
+                update[name] = part.replace(weights=_absolute(part.weights))
         if hasattr(self, "weights"):
             update["weights"] = _absolute(self.weights)
-        return self.model_copy(update=update)
+        return self.replace(**update)
 
 
 def _absolute(weights: str) -> str:
@@ -199,8 +199,8 @@ class Siglip(Transformers):
 
     def with_tokens(self, vocab_size: int, pad_id: int | None) -> Self:
         """As of every model; this one looks at its padding."""
-        update = {"pad_id": pad_id if self.pad_id is None else self.pad_id}
-        return super().with_tokens(vocab_size, pad_id).model_copy(update=update)
+        own = pad_id if self.pad_id is None else self.pad_id
+        return super().with_tokens(vocab_size, pad_id).replace(pad_id=own)
 
 
 class Decoder(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -15,6 +15,13 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
     path: ClassVar[str] = ""
+
+    def replace(self, **settings: Any) -> Self:
+        """The same settings but for these, by the names of their fields; checked as typed ones are. Raises UsageError.
+
+        pydantic's own `model_copy` takes any name and any value.
+        """
+        return type(self).model_validate(dict(self) | settings)
 
     @model_validator(mode="wrap")
     @classmethod

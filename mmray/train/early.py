@@ -112,7 +112,7 @@ def known(config: Config) -> Config | None:
     if not spec.vocab_size and inputs.tokenizer == "trained" and _has_weights(spec.model_dump()):
         return None  # theirs and the tokenizer's tokens have to agree
     vocab_size = spec.vocab_size or _vocab_size(inputs)
-    return config.model_copy(update={"model": spec.with_absolute_weights().with_tokens(vocab_size, None)})
+    return config.replace(model=spec.with_absolute_weights().with_tokens(vocab_size, None))
 
 
 def _has_weights(values: dict[str, Any]) -> bool:
@@ -125,7 +125,7 @@ def _vocab_size(inputs: Any) -> int:
         return FEW_TOKENS
     tokenizer_json = load_tokenizer(inputs.tokenizer, None)
     if language_token_of(inputs):  # which languages there are, the data knows: a few more at most
-        inputs = inputs.model_copy(update={"language_token": ""})
+        inputs = inputs.replace(language_token="")
     return int(encoder_of(fitted(tokenizer_json, inputs), inputs).vocab_size)
 
 

@@ -30,7 +30,7 @@ def with_names(model: Any, train_sets: Sequence[PreparedSet], eval_set: Prepared
             f"none of {LOOKED_AT} rows of {train_sets[0].place.address} has a box with a label: prepare a source that "
             "has (COCO's instances, or rows with `boxes` and `box_labels`), or leave --model.regions off"
         )
-    return model.model_copy(update={"region_labels": names})
+    return model.replace(region_labels=names)
 
 
 def _names(sets: Sequence[PreparedSet]) -> tuple[str, ...]:

@@ -43,7 +43,7 @@ def try_alone(config: Config, on_gpu: bool) -> None:
     share = -(-planned.global_rows // planned.workers)
     micro = min(planned.micro, 2) if planned.auto or not on_gpu else planned.micro
     model = build(spec, spec.vocab_size, None)
-    plain = config.train.model_copy(update={"parallel": "single", "compile": "none"})
+    plain = config.train.replace(parallel="single", compile="none")
     model = shape(model, plain, config.optimizer, device)
     learner = learner_of(config, model, objectives.build(config.objective), Group(device=device))
     rehearse(config, learner, synthetic_of(config, device), share, micro)

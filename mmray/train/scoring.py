@@ -85,7 +85,7 @@ def export_run(folder: Folder, out: str | Folder, step: Step) -> Folder:
     """Write the model of a run's checkpoint to `out`, for `mmray.load`."""
     config, tokenizer_json, found = open_run(folder, step)
     model = lora.merge(restored_model(config, found))
-    spec = config.model.model_copy(update={"lora": Lora()})  # what leaves has no adapters: they are in its weights
+    spec = config.model.replace(lora=Lora())  # what leaves has no adapters: they are in its weights
     return export(model, spec.model_dump(mode="json"), tokenizer_json, out)
 
 
@@ -126,7 +126,7 @@ def score_run(
 def scored_as(config: Config, scoring: Scoring | None, **cluster: Any) -> Config:
     """The config of a run with these settings of what is scored, and of where. Raises UsageError."""
     if scoring is not None:
-        config = config.model_copy(update={"evaluate": config.evaluate.model_copy(update=dict(scoring))})
+        config = config.replace(evaluate=config.evaluate.replace(**dict(scoring)))
     if reasons := served.scoring_refusals(config):
         raise UsageError("\n".join(reasons))
     return config.on_cluster(**cluster)

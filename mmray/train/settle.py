@@ -53,14 +53,10 @@ def settle(config: Config, listener: Listener) -> Ready:
         num_rows = sum(part.per_epoch for part in train_set.parts)
     steps = total_steps(config.train, num_rows, shape.global_rows)
     model = with_names(config.model, train_sets, eval_set).with_absolute_weights()
-    settled = config.model_copy(
-        update={
-            "model": model.with_tokens(encoder.vocab_size, declared_pad_id(tokenizer_json)),
-            "data": config.data.model_copy(update={"chunk": chunk, "window": window}),
-            "batch": config.batch.model_copy(
-                update={"global_": shape.global_rows, "micro": "auto" if shape.auto else shape.micro}
-            ),
-        }
+    settled = config.replace(
+        model=model.with_tokens(encoder.vocab_size, declared_pad_id(tokenizer_json)),
+        data=config.data.replace(chunk=chunk, window=window),
+        batch=config.batch.replace(global_=shape.global_rows, micro="auto" if shape.auto else shape.micro),
     )
     data = {
         "train": write_mixture(terms),

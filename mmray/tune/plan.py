@@ -42,7 +42,7 @@ def opened(recipe: Config, keys: Sequence[str]) -> Config:
 def closed(typed: Config, recipe: Config) -> Config:
     """The config with the recipe's own length again: what `best.yaml` starts from."""
     lengths = {name: getattr(recipe.train, name) for name in ("steps", "samples", "epochs")}
-    return typed.model_copy(update={"train": typed.train.model_copy(update=lengths)})
+    return typed.replace(train=typed.train.replace(**lengths))
 
 
 def trials_of(base: Config, space: Space) -> list[Trial]:
@@ -128,22 +128,16 @@ def as_run(trial: Trial, samples: int, num_rows: int, folder: Path, goal: str) -
     """
     assert trial.config is not None and trial.shape is not None
     config = trial.config
-    train = config.train.model_copy(
-        update={"steps": None, "samples": samples, "epochs": None, "log_every": 1, "checkpoint_every": 0}
-    )
+    train = config.train.replace(steps=None, samples=samples, epochs=None, log_every=1, checkpoint_every=0)
     steps = total_steps(train, num_rows, trial.shape.global_rows)
     limit = config.evaluate.limit
     if goal != "recall":
         limit = min(limit or EVAL_ROWS, EVAL_ROWS)
-    return config.model_copy(
-        update={
-            "train": train.model_copy(update={"log_every": max(1, steps // WINDOWS)}),
-            "evaluate": config.evaluate.model_copy(update={"every": 0, "limit": limit}),
-            "cluster": config.cluster.model_copy(update={"workers": config.cluster.most_workers, "max_failures": 0}),
-            "run": config.run.model_copy(
-                update={"name": trial.name, "storage": str(folder / "trials"), "resume": "auto"}
-            ),
-        }
+    return config.replace(
+        train=train.replace(log_every=max(1, steps // WINDOWS)),
+        evaluate=config.evaluate.replace(every=0, limit=limit),
+        cluster=config.cluster.replace(workers=config.cluster.most_workers, max_failures=0),
+        run=config.run.replace(name=trial.name, storage=str(folder / "trials"), resume="auto"),
     )
 
 
@@ -166,10 +160,7 @@ def best_recipe(trial: Trial) -> Config:
     assert trial.config is not None and trial.shape is not None
     config = trial.config
     micro = "auto" if trial.shape.auto else trial.shape.micro
-    batch = {"micro": micro, "accumulation": None, "global_": trial.shape.global_rows}
-    return config.model_copy(
-        update={
-            "batch": config.batch.model_copy(update=batch),
-            "run": config.run.model_copy(update={"name": None, "resume": "auto"}),
-        }
+    return config.replace(
+        batch=config.batch.replace(micro=micro, accumulation=None, global_=trial.shape.global_rows),
+        run=config.run.replace(name=None, resume="auto"),
     )

@@ -143,13 +143,13 @@ def _settled(trials: list[Trial], sweep: Sweep, listener: SweepListener) -> tupl
             continue
         asked = trial.config
         key = f"{asked.data.train} {asked.data.eval} {asked.prepare.model_dump_json()}"
-        config = asked.model_copy(update={"data": asked.data.model_copy(update=places.get(key, {}))})
+        config = asked.replace(data=asked.data.replace(**places.get(key, {})))
         ready = settle(config, listener)
         if sweep.goal == "recall" and ready.eval_set is None:
             raise UsageError("--goal recall: the set holds no rows out; prepare it with --holdout, or give --data.eval")
         held_out = ready.eval_set.place.address if ready.eval_set and asked.data.eval else None
         places[key] = {"train": ready.data["train"], "eval": held_out}
-        configs[trial.name] = config.model_copy(update={"data": config.data.model_copy(update=places[key])})
+        configs[trial.name] = config.replace(data=config.data.replace(**places[key]))
         num_rows = max(num_rows, ready.data["num_rows"])
     return configs, num_rows
 
@@ -175,7 +175,7 @@ def _with_actors(config: Config, at_most: int) -> Config:
     if isinstance(config.data.workers, int):
         return config
     actors = min(data_actors(config), at_most)
-    return config.model_copy(update={"data": config.data.model_copy(update={"workers": actors})})
+    return config.replace(data=config.data.replace(workers=actors))
 
 
 def _free_nodes(demand: Demand) -> list[Node]:
