@@ -90,7 +90,14 @@ def _arms(config: Config, images: int, folder: str, say: Say) -> Arms:
         reader = RowReader(sets[side], inputs, tokenizer, config.prepare.max_pixels)
 
         def run(count: int) -> list[list[Arrival]]:
-            plan = Plan(images, world * rows, world, rows, config.train.seed, steps=count)
+            plan = Plan(
+                num_rows=images,
+                global_rows=world * rows,
+                world=world,
+                micro=rows,
+                seed=config.train.seed,
+                steps=count,
+            )
             stream = Stream(Start(plan, 0), reader, actors, BLOCK_MB)
             pairs = list(zip(ranks, stream.configure({"train": None}, world), strict=True))
             if recipe is None:

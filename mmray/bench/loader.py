@@ -151,7 +151,7 @@ def _bench(settings: Settings, actors: int, say: Say) -> Bench:
     inputs, window_s = Inputs(image_side=SIDE, fit="crop", interpolation="bilinear"), settings.window_s
     rows = {name: RowReader(each, inputs, tokenizer, Prepare().max_pixels) for name, each in sets.items()}
     share, apiece = GLOBAL_ROWS // CONSUMERS, max(1, actors // CONSUMERS)
-    plan = Plan(len(files), GLOBAL_ROWS, CONSUMERS, share, seed=0, steps=FOREVER)
+    plan = Plan(num_rows=len(files), global_rows=GLOBAL_ROWS, world=CONSUMERS, micro=share, seed=0, steps=FOREVER)
 
     def each(group: list[Any], method: str, *arguments: Any) -> Callable[[], list[list[Arrival]]]:
         return lambda: ray.get([getattr(one, method).remote(len(group), *arguments, window_s) for one in group])

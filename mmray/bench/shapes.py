@@ -112,7 +112,14 @@ def measure_shape(config: Config, group: Group, _: Path, shape: BatchShape, wind
         torch.cuda.reset_peak_memory_stats(group.device)
     bench = prepared(config, group, shape.micro)
     times = StepTimes(group.device, window_s)
-    plan = Plan(shape.global_rows, shape.global_rows, group.world, shape.micro, config.train.seed, MOST_STEPS)
+    plan = Plan(
+        num_rows=shape.global_rows,
+        global_rows=shape.global_rows,
+        world=group.world,
+        micro=shape.micro,
+        seed=config.train.seed,
+        steps=MOST_STEPS,
+    )
     task = Task(
         model=bench.model,
         objective=objectives.build(config.objective),

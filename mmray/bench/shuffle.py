@@ -26,7 +26,9 @@ class Quality(NamedTuple):
 
 def quality(rows: int, chunk: int, window: int, batch: int = 256, of: int = 0, epochs: int = 2) -> Quality:
     """Figures of an order over `rows` rows that lie source after source; `of`: chunks of so many rows are counted."""
-    order = Plan(rows, batch, 1, batch, 0, 10**9, chunk=chunk, window=window).rows_at(np.arange(epochs * rows))
+    order = Plan(
+        num_rows=rows, global_rows=batch, world=1, micro=batch, seed=0, steps=10**9, chunk=chunk, window=window
+    ).rows_at(np.arange(epochs * rows))
     batches = order[: len(order) // batch * batch].reshape(-1, batch)
     chunks = np.sort(batches // (of or chunk), axis=1)
     shares = (batches < rows // SOURCES).mean(axis=1)

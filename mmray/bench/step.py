@@ -101,7 +101,14 @@ class Bench:
         """(seconds, last loss) of a window of mmray's loop, with its log and its checks."""
         rows = len(self.batches[0]["valid"])
         every = rows * self.group.world
-        plan = Plan(every * steps, every, self.group.world, rows, self.config.train.seed, steps)
+        plan = Plan(
+            num_rows=every * steps,
+            global_rows=every,
+            world=self.group.world,
+            micro=rows,
+            seed=self.config.train.seed,
+            steps=steps,
+        )
         window = Window(steps, self.group.device)
         task = Task(
             model=self._copy(),

@@ -182,7 +182,14 @@ def _measure(config: Config, group: Group, _: Path, *, steps: int) -> dict[str, 
     """Figures of one strategy on one rank."""
     shape = shape_of(config.batch, group.world)
     timed = WARM_STEPS + steps
-    plan = Plan(2**30, shape.global_rows, group.world, shape.micro, config.train.seed, timed + PROFILED_STEPS)
+    plan = Plan(
+        num_rows=2**30,
+        global_rows=shape.global_rows,
+        world=group.world,
+        micro=shape.micro,
+        seed=config.train.seed,
+        steps=timed + PROFILED_STEPS,
+    )
     # As rank 0 of one: every rank draws the whole global batches, and takes its own rows of them.
     bench = prepared(config, Group(device=group.device), micro=shape.global_rows)
     devices, slower = _devices(config, group.device), "image"

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
@@ -74,6 +74,19 @@ class Packed:
     num_bad: int
 
 
+class Entry(NamedTuple):
+    """What the record says of a good row; there each name is a column."""
+
+    line: int
+    origin: str
+    key: str
+    image: str  # digests: of its images as they came, of images and words together, of its words
+    row: str
+    text: str
+    shard: int
+    language: str | None
+
+
 def part_name(index: int) -> str:
     return f"{PARTS}/chunk-{index:05d}.json"
 
@@ -130,10 +143,7 @@ class _Task:
         self.job, self.chunk = job, chunk
         self.source, self.out = Place(job.source.address), Place(job.out)
         self.writers: dict[str | None, ShardWriter] = {}
-        self.rows: dict[str, list[Any]] = {
-            "line": [], "origin": [], "key": [], "image": [], "row": [], "text": [],
-            "shard": [], "language": [],
-        }  # fmt: skip
+        self.rows: list[Entry] = []
         self.faults: list[dict[str, Any]] = []
         self.files: list[tuple[str, int | None, int | None]] = []
         self.retry = False
@@ -155,10 +165,18 @@ class _Task:
         self._writer(row.split, files).append(row)
         said = [*row.texts, *(row.messages or [])]
         text, whole = (hashlib.sha256(orjson.dumps(values)).hexdigest() for values in (said, [original, *said]))
-        shard = list(self.writers).index(row.split)
-        entry = (item.line, item.origin, row.key, original[:32], whole[:32], text[:32], shard, row.language)
-        for column, value in zip(self.rows.values(), entry, strict=True):
-            column.append(value)
+        self.rows.append(
+            Entry(
+                line=item.line,
+                origin=item.origin,
+                key=row.key,
+                image=original[:32],
+                row=whole[:32],
+                text=text[:32],
+                shard=list(self.writers).index(row.split),
+                language=row.language,
+            )
+        )
 
     def record(self) -> dict[str, Any]:
         """What was done, as JSON; call it when the shard files are closed."""
@@ -167,7 +185,7 @@ class _Task:
             "chunk": asdict(self.chunk),
             "retry": self.retry,
             "shards": [asdict(writer.entry()) for writer in self.writers.values()],
-            "rows": self.rows,
+            "rows": {name: [getattr(row, name) for row in self.rows] for name in Entry._fields},
             "faults": self.faults,
             "files": self.files,
         }

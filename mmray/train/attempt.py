@@ -124,7 +124,16 @@ def trainer_of(
     return ray.train.torch.TorchTrainer(
         on_worker,  # type: ignore[arg-type]  # its annotation forgets that the result comes back
         train_loop_config={
-            "job": Job(config, run.path, fence, reader, ready.eval_set, ready.tokenizer_json, actors, ready.micro),
+            "job": Job(
+                config=config,
+                folder=run.path,
+                fence=fence,
+                reader=reader,
+                eval_set=ready.eval_set,
+                tokenizer_json=ready.tokenizer_json,
+                data_workers=actors,
+                micro=ready.micro,
+            ),
             "start": start,
             "board": board,
         },

@@ -3,6 +3,7 @@
 Most tests pack in this process (the same function, without Ray); the last ones run the Ray Data job.
 """
 
+import hashlib
 import io
 import json
 import os
@@ -14,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import orjson
 import pytest
 from PIL import Image
 
@@ -23,10 +25,10 @@ from mmray.data import prepare as prepare_module
 from mmray.data.budget import BadRuns, most_bad
 from mmray.data.hygiene import find_duplicates, first_of, text_digests
 from mmray.data.image import decode
-from mmray.data.pack import pack_chunk
+from mmray.data.pack import pack_chunk, read_record
 from mmray.data.place import Place
 from mmray.data.prepare import Progress, prepare
-from mmray.data.store import PreparedSet
+from mmray.data.store import PreparedSet, images_sha256
 from mmray.errors import DataError, ResourceError, UsageError
 
 LAX = Prepare(max_bad_fraction=1.0, rows_per_shard=4, vocab_size=100)
@@ -134,6 +136,25 @@ def test_all_columns_are_kept(tmp_path, in_process):
     assert [row.label for row in train] == [None, 3, 3]
     assert [row.language for row in train] == [None, "en", "en"]
     assert manifest.languages == {"en": 2} and PreparedSet.open(out, "test").languages == {"en"}
+
+
+def test_the_record_of_a_chunk_says_of_each_row_what_its_columns_are_called(tmp_path, in_process):
+    source = make_source(tmp_path / "raw", 2, language="en")
+    prepare(str(source), str(tmp_path / "out"), LAX)
+    rows = read_record(Place(str(tmp_path / "out")), 0)["rows"]
+    said = [["colour 0"], ["colour 1"]]
+    images = [images_sha256([colour_image(number)]) for number in range(2)]
+    whole = [[image, *texts] for image, texts in zip(images, said, strict=True)]
+    assert rows == {
+        "line": [1, 2],
+        "origin": ["rows.jsonl:1", "rows.jsonl:2"],
+        "key": ["k0", "k1"],
+        "image": [image[:32] for image in images],
+        "row": [hashlib.sha256(orjson.dumps(each)).hexdigest()[:32] for each in whole],
+        "text": [hashlib.sha256(orjson.dumps(each)).hexdigest()[:32] for each in said],
+        "shard": [0, 0],
+        "language": ["en", "en"],
+    }
 
 
 @pytest.mark.parametrize(
