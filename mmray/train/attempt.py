@@ -5,7 +5,6 @@ attempts.py starts it and decides what follows; entry.py is what the workers run
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +25,7 @@ from mmray.data.store import PreparedSet
 from mmray.data.stream import Stream
 from mmray.errors import MmrayError, OutOfMemoryError, StorageError, TrainingError
 from mmray.train import checkpoint, rundir
+from mmray.train.aside import in_thread
 from mmray.train.batch import BatchShape, smaller
 from mmray.train.board import Watch, stopping
 from mmray.train.entry import on_worker
@@ -43,7 +43,6 @@ from mmray.train.resources import (
     worker_resources,
 )
 
-POLL_S = 0.25
 # What collectives say that broke, or waited in vain: gloo's, NCCL's, and those of the store through which ranks meet.
 BROKEN = (
     "Connection closed by peer",
@@ -75,25 +74,15 @@ class Ready:
 
 def run_attempt(trainer: ray.train.torch.TorchTrainer, watch: Watch, guard: Guard) -> dict[str, Any]:
     """One TorchTrainer, in a thread, so that this one can print and hear Ctrl-C. The outcome of rank 0."""
-    ended: dict[str, Any] = {}
 
-    def fit() -> None:
-        try:
-            ended["result"] = trainer.fit()
-        except BaseException as error:  # noqa: BLE001 - carried over to the main thread, which raises it
-            ended["error"] = error
+    def look() -> None:
+        watch.look()
+        guard.look()
 
-    thread = threading.Thread(target=fit, name="mmray-fit", daemon=True)
     with stopping(watch):
-        thread.start()
-        while thread.is_alive():
-            thread.join(POLL_S)
-            watch.look()
-            guard.look()
-    watch.look()
-    if "error" in ended:
-        raise ended["error"]
-    return ended["result"].return_value
+        result: Any = in_thread(trainer.fit, look)
+    outcome: dict[str, Any] = result.return_value
+    return outcome
 
 
 def trainer_of(

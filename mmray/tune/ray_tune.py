@@ -15,12 +15,12 @@ from ray import tune
 
 from mmray.config import Config
 from mmray.errors import AtOnce, TrainingError
+from mmray.train.aside import in_thread
 from mmray.train.board import hearing
 from mmray.tune.drive import drive
 from mmray.tune.rows import Ended, ended_by
 from mmray.tune.running import Running
 
-POLL_S = 0.25
 # A trial's driver takes no CPU: on a laptop the last one is the data's. It sits on the head, where a run's driver does.
 _DRIVER = {"node:__internal_head__": 0.001}
 
@@ -46,26 +46,22 @@ def run_trials(running: Running, runs: dict[str, Config], at_once: int) -> None:
             failure_config=tune.FailureConfig(max_failures=0),
         ),
     )
-    failure: list[BaseException] = []
-    thread = threading.Thread(target=partial(_fit, tuner, failure), name="mmray-tune", daemon=True)
     with _stopping(running):
-        thread.start()
-        while thread.is_alive():
-            thread.join(POLL_S)
-            _hear(running, news)
-    _hear(running, news)
+        gave_up = in_thread(partial(_fit, tuner), partial(_hear, running, news))
     for name in list(running.live):
         running.end(name, Ended("stopped"))
     shutil.rmtree(scratch, ignore_errors=True)
-    if failure:
-        raise TrainingError(f"Ray Tune gave up: {failure[0]}") from failure[0]
+    if gave_up is not None:
+        raise TrainingError(f"Ray Tune gave up: {gave_up}") from gave_up
 
 
-def _fit(tuner: tune.Tuner, failure: list[BaseException]) -> None:
+def _fit(tuner: tune.Tuner) -> Exception | None:
+    """Why Tune gave up, if it did: told once every trial has its row."""
     try:
         tuner.fit()
-    except BaseException as error:  # noqa: BLE001 - carried over to the main thread, which raises it
-        failure.append(error)
+    except Exception as error:  # noqa: BLE001 - whatever it is
+        return error
+    return None
 
 
 def _hear(running: Running, news: queue.SimpleQueue[tuple[str, str, Any]]) -> None:
