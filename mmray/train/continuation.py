@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 MAY_CHANGE = (
@@ -49,16 +50,21 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def forbidden_changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Lines `setting: old -> new` for every difference that would make a continuation another run."""
+def forbidden_changes(
+    before: dict[str, Any], after: dict[str, Any], may_change: Sequence[str] = MAY_CHANGE
+) -> list[str]:
+    """Lines `setting: old -> new` for every difference that would make a continuation another run.
+
+    `may_change` names the settings, and whole sections, that are free.
+    """
     old, new = BEFORE | flatten(before), flatten(after)
     return [
         f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
         for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name) and not may_change(name)
+        if old.get(name) != new.get(name) and not _is_in(name, may_change)
     ]
 
 
-def may_change(name: str) -> bool:
-    """Whether MAY_CHANGE names this setting, or a section that it is in."""
-    return any(name == each or name.startswith(f"{each}.") for each in MAY_CHANGE)
+def _is_in(name: str, settings: Sequence[str]) -> bool:
+    """Whether this setting is named there, or a section that it is in."""
+    return any(name == each or name.startswith(f"{each}.") for each in settings)

@@ -107,7 +107,7 @@ def known(config: Config) -> Config | None:
     Raises MmrayError for a tokenizer that is not there.
     """
     spec, inputs = config.model, config.model.inputs
-    if getattr(spec, "regions", False) or next(rundir.names(config)).exists():
+    if getattr(spec, "regions", False) or next(rundir.paths(config)).exists():
         return None  # a head whose labels the data names; a run that is there brings its own architecture
     if not spec.vocab_size and inputs.tokenizer == "trained" and _has_weights(spec.model_dump()):
         return None  # theirs and the tokenizer's tokens have to agree

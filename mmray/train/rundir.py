@@ -6,6 +6,7 @@ runs/NAME/  config.yaml  data.json  environment.json  tokenizer.json  metrics.js
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 import sys
@@ -97,7 +98,7 @@ def decide(config: Config, data: dict[str, Any], steps: int) -> Decision:
     """
     mode, named = config.run.resume, config.run.name is not None
     passed: list[str] = []
-    for path in names(config):
+    for path in paths(config):
         found = find(path, config, data)
         if found is None:
             if mode == "must":
@@ -120,17 +121,17 @@ def decide(config: Config, data: dict[str, Any], steps: int) -> Decision:
     raise AssertionError("the names never end")
 
 
-def names(config: Config) -> Iterator[Folder]:
+def paths(config: Config) -> Iterator[Folder]:
     """The run's path; an unnamed run's candidates are RECIPE, RECIPE-2, RECIPE-3, ..."""
     storage = folder_at(config.run.storage)
-    if config.run.name is not None:
-        while True:
-            yield storage / config.run.name
-    yield storage / config.recipe
-    number = 2
-    while True:
-        yield storage / f"{config.recipe}-{number}"
-        number += 1
+    return (storage / name for name in names(config.recipe, config.run.name))
+
+
+def names(stem: str, named: str | None) -> Iterator[str]:
+    """The name that was given, each time; without one STEM, STEM-2, STEM-3, ..."""
+    if named is not None:
+        return itertools.repeat(named)
+    return itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
 
 
 def create(path: Folder, config: Config, data: dict[str, Any], tokenizer_json: str) -> RunDir:

@@ -16,25 +16,26 @@ from typing import Any
 from mmray.config import Config, from_yaml, to_yaml
 from mmray.errors import UsageError
 from mmray.train import lease
-from mmray.train.continuation import flatten
-from mmray.train.rundir import RunDir
+from mmray.train.continuation import forbidden_changes
+from mmray.train.rundir import RunDir, names
 from mmray.tune.rows import KEPT
 
 KIND = "sweep"
 # Of the recipe: what may differ when a sweep goes on.
-MAY_DIFFER = (
-    "run.",
+MAY_CHANGE = (
+    "run",
     "cluster.address",
     "cluster.start_timeout_s",
     "cluster.collective_timeout_s",
     "data.cache",
     "data.local_cache",
+    "data.local_cache_gb",
 )
 
 
 @dataclass(frozen=True)
 class SweepDir(RunDir):
-    """Paths and files of one sweep; a folder of a file system (see _names)."""
+    """Paths and files of one sweep; a folder of a file system (see _paths)."""
 
     path: Path
 
@@ -65,7 +66,7 @@ def decide(base: Config, identity: dict[str, Any]) -> SweepDir:
 
     `identity` is what sweep.json must agree in: space, samples of a trial. Raises UsageError with the differences.
     """
-    for path in _names(base):
+    for path in _paths(base):
         found = SweepDir(path)
         before = found.read_json("sweep.json")
         if before is None:
@@ -105,16 +106,11 @@ def _changes(found: SweepDir, before: dict[str, Any], base: Config, identity: di
     lines = [f"{key}: {before.get(key)} -> {value}" for key, value in identity.items() if before.get(key) != value]
     file = found.path / "recipe.yaml"
     before_base = from_yaml(file.read_text(), str(file))  # settings that mmray has gained since stand at their defaults
-    old = flatten(before_base.model_dump(mode="json", by_alias=True))
-    new = flatten(base.model_dump(mode="json", by_alias=True))
-    return lines + [
-        f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and not key.startswith(MAY_DIFFER)
-    ]
+    old, new = (config.model_dump(mode="json", by_alias=True) for config in (before_base, base))
+    return lines + forbidden_changes(old, new, MAY_CHANGE)
 
 
-def _names(base: Config) -> Iterator[Path]:
+def _paths(base: Config) -> Iterator[Path]:
     """The sweep's path; an unnamed sweep's candidates are RECIPE-tune, RECIPE-tune-2, RECIPE-tune-3, ..."""
     if "://" in base.run.storage:
         raise UsageError(
@@ -122,11 +118,4 @@ def _names(base: Config) -> Iterator[Path]:
             "a network mount (a single run may lie on an object store)"
         )
     storage = Path(base.run.storage).expanduser().resolve()
-    if base.run.name is not None:
-        yield storage / base.run.name
-        return
-    yield storage / f"{base.recipe}-tune"
-    number = 2
-    while True:
-        yield storage / f"{base.recipe}-tune-{number}"
-        number += 1
+    return (storage / name for name in names(f"{base.recipe}-tune", base.run.name))
