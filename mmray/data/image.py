@@ -158,15 +158,13 @@ def resized(
     side: int,
     fit: Literal["squash", "crop", "pad"],
     interpolation: Literal["bilinear", "bicubic"],
-    box: Box | None = None,
 ) -> Image.Image:
-    """A square of `side` pixels, of an RGB image or uint8 [H, W, 3]; `box`, where given, is the part that fills it.
+    """A square of `side` pixels, of an RGB image or uint8 [H, W, 3].
 
-    A box is (left, top, right, bottom). Without one, `squash` ignores the aspect ratio, `crop` takes the central
-    square, `pad` keeps everything on white.
+    `squash` ignores the aspect ratio, `crop` takes the central square, `pad` keeps everything on white.
     Crop and resize are one call: a third faster than one after the other, and no row of pixels is rounded away.
     """
-    return Image.fromarray(_square(np.asarray(image), side, fit, interpolation, box))
+    return Image.fromarray(_square(np.asarray(image), side, fit, interpolation))
 
 
 def _square(
@@ -174,12 +172,11 @@ def _square(
     side: int,
     fit: Literal["squash", "crop", "pad"],
     interpolation: Literal["bilinear", "bicubic"],
-    box: Box | None = None,
 ) -> np.ndarray:
     """uint8 [H, W, 3] to uint8 [side, side, 3], as `resized` says."""
     height, width = rgb.shape[:2]
-    if fit != "pad" or box is not None:
-        return resample(rgb, (side, side), interpolation, box or source_box(width, height, fit))
+    if fit != "pad":
+        return resample(rgb, (side, side), interpolation, source_box(width, height, fit))
     left, top, w, h = pad_place(width, height, side)
     square = np.full((side, side, 3), WHITE, np.uint8)
     square[top : top + h, left : left + w] = resample(rgb, (w, h), interpolation, (0, 0, width, height))

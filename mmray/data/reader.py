@@ -15,7 +15,7 @@ import numpy as np
 
 from mmray.data import boxes
 from mmray.data import image as images
-from mmray.data.augment import draws, vary
+from mmray.data.augment import draws, vary, viewed
 from mmray.data.mixed import MixedSet
 from mmray.data.order import PADDING, Blocks, Plan, draw
 from mmray.data.store import ROW_ERRORS, PreparedSet, Row, key_id
@@ -141,18 +141,15 @@ class RowReader:
         return self.kept[row_id]
 
     def _decoded(self, data: bytes, drawn: np.ndarray | None) -> np.ndarray:
-        inputs = self.inputs
         if self.trial is not None:
-            self.trial.check(data, self.max_pixels)
-        if self.augment is None or drawn is None:
-            return images.read_pixels(data, inputs.image_side, inputs.fit, inputs.interpolation, self.max_pixels)
-        return vary(images.read_rgb(data, self.max_pixels), inputs, self.augment, drawn)
+            self.trial.check(data, self.max_pixels, (self.inputs, self.augment, drawn))
+        return viewed(data, self.max_pixels, self.inputs, self.augment, drawn)
 
     def _boxed(self, row: Row, drawn: np.ndarray | None) -> tuple[np.ndarray, Block]:
         """What `_square` gives, and the row's boxes on it. Raises BadImage."""
         inputs, data = self.inputs, row.images[0]
         if self.trial is not None:
-            self.trial.check(data, self.max_pixels)
+            self.trial.check(data, self.max_pixels, (inputs, self.augment, drawn))
         rgb = images.read_rgb(data, self.max_pixels)  # for its size, which the way of read_pixels does not tell
         if self.augment is None or drawn is None:
             square = images.to_pixels(rgb, inputs.image_side, inputs.fit, inputs.interpolation)

@@ -1,21 +1,30 @@
 """Decodes images in a process of its own, for sources in which one has killed its worker.
 
 A decoder that dies natively takes its process with it, and no `except` sees it. Here that is a child's process: the
-image it was given last is the one to name. Slower by a copy of the bytes, so it is used only after a death, and where
+image it was given last is the one to name. What is tried is all that a reader does in native code: decoding, and the
+resizing of the part that it would take. Slower by a copy of the bytes, so it is used only after a death, and where
 a death would cost a training worker: for held-out images that no prepare has decoded.
 """
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from contextlib import suppress
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import orjson
 
+from mmray.data.augment import viewed
 from mmray.data.image import BadImage, decode, read_pixels
 
+if TYPE_CHECKING:
+    import numpy as np
+
+    from mmray.config import Augment, Inputs
+
+View = tuple["Inputs", "Augment | None", "np.ndarray | None"]  # how a model sees it: as `viewed` takes them
 COMMAND = (sys.executable, "-m", "mmray.data.trial")
 CRASH = "crash"  # the reason that is told of an image which killed its decoder
 
@@ -27,14 +36,18 @@ class Trial:
         self.deaths = 0
         self._child: subprocess.Popen[bytes] | None = None
 
-    def check(self, data: bytes, max_pixels: int) -> tuple[int, int]:
-        """(width, height) of an image that decodes to its end. Raises BadImage, with reason `crash` where it kills."""
+    def check(self, data: bytes, max_pixels: int, view: View | None = None) -> tuple[int, int]:
+        """(width, height) of an image that decodes to its end, and resizes as `view` says.
+
+        Raises BadImage, with reason `crash` where it kills.
+        """
+        how = b"" if view is None else pickle.dumps(view)
         child = self._child or subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._child, line = child, b""
         assert child.stdin is not None
         assert child.stdout is not None
         with suppress(BrokenPipeError):  # the answer that is missing tells it
-            child.stdin.write(b"%d %d\n" % (len(data), max_pixels) + data)
+            child.stdin.write(b"%d %d %d\n" % (len(how), len(data), max_pixels) + how + data)
             child.stdin.flush()
             line = child.stdout.readline()
         if not line:
@@ -85,11 +98,14 @@ class Trials:
 def answer_all(source: BinaryIO, out: BinaryIO) -> None:
     """The child: a line of lengths and the bytes of an image in, a line of JSON out, until the input ends."""
     while head := source.readline():
-        length, max_pixels = map(int, head.split())
+        how_long, length, max_pixels = map(int, head.split())
+        how, data = source.read(how_long), source.read(length)
         try:
-            data = source.read(length)
             image = decode(data, max_pixels)
-            read_pixels(data, 1, "squash", "bilinear", max_pixels)  # the stream's decoder, where it is another
+            if how:
+                viewed(data, max_pixels, *pickle.loads(how))  # of the process that began this one
+            else:
+                read_pixels(data, 1, "squash", "bilinear", max_pixels)  # the stream's decoder, where it is another
             answer: dict[str, int | str] = {"width": image.width, "height": image.height}
         except BadImage as bad:
             answer = {"reason": bad.reason, "detail": bad.detail}

@@ -21,7 +21,7 @@ from mmray.bench.torch_loaders import Source, Textbook, Tuned
 from mmray.bench.torch_loaders import loader as torch_loader
 from mmray.bench.windows import SKIP, Arrival, cpu_s_per_row
 from mmray.config import Inputs
-from mmray.data.image import channels_first, decode, resized
+from mmray.data.image import channels_first, decode
 from mmray.data.order import Blocks, Plan
 from mmray.data.reader import RowReader
 from mmray.data.text import train_tokenizer
@@ -71,7 +71,8 @@ def test_all_loaders_bring_the_same_pictures(made):
         pixels = (textbook["image"] * std[:, None, None] + mean[:, None, None]) * 255
         cut = 375 * 224 / 256  # it crops what it resized to 256
         box = ((500 - cut) / 2, (375 - cut) / 2, (500 + cut) / 2, (375 + cut) / 2)
-        square = resized(decode(prepared.read(np.array([3]))[0].images[0]), 224, "crop", "bilinear", box)
+        image = decode(prepared.read(np.array([3]))[0].images[0])
+        square = image.resize((224, 224), Image.Resampling.BILINEAR, box=box)
         assert np.abs(pixels.numpy() - channels_first(square)).mean() < 6  # an uncut one: 29
         length = int(block["num_tokens"][3])
         assert textbook["input_ids"].shape == (512,) and textbook["attention_mask"].sum() == length

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import ray
 
-from mmray.config import Inputs, Prepare
+from mmray.config import Augment, Inputs, Prepare
 from mmray.data import against
 from mmray.data import prepare as prepare_module
 from mmray.data import stream as stream_module
@@ -20,7 +20,7 @@ from mmray.data.store import PreparedSet, key_id
 from mmray.data.text import train_tokenizer
 from mmray.data.trial import Trial
 from tests.data.deadly import NEED, deadly, decoder_dies, decoder_finds_no_memory
-from tests.made import png
+from tests.made import CAPTIONS, make_set, png, row
 
 _pack_batch, _look_batch = prepare_module._pack_batch, against._look_batch
 
@@ -66,6 +66,27 @@ def test_a_child_dies_instead_and_the_next_one_goes_on(tmp_path):
         assert trial.check(png(3, side=9), 10**6) == (9, 9)
     trial.close()
     assert trial.deaths == 1
+
+
+DIES_OF_CROPS = """
+import os, sys
+from mmray.data import augment, trial
+augment.resized = lambda *rest: os.abort()
+trial.answer_all(sys.stdin.buffer, sys.stdout.buffer)
+"""
+
+
+@pytest.mark.parametrize("augment", [None, Augment(crop_scale=(0.5, 0.5))])
+def test_the_crop_that_a_reader_takes_is_tried_too(tmp_path, monkeypatch, augment):
+    monkeypatch.setattr(trial_module, "COMMAND", (sys.executable, "-c", DIES_OF_CROPS))
+    prepared = make_set(tmp_path, [row(number, data=png(number)) for number in range(2)])
+    inputs = Inputs(image_side=8, max_tokens=12)
+    reader = RowReader(prepared, inputs, train_tokenizer(CAPTIONS, 60), 10**6, augment)
+    reader.trial = Trial()
+    block = reader.block(Plan(2, 2, 1, 2, seed=0, steps=1), np.arange(2))
+    reader.trial.close()
+    assert block["valid"].tolist() == [augment is None] * 2
+    assert reader.trial.deaths == (0 if augment is None else 2)
 
 
 CRAMPED = """

@@ -94,6 +94,9 @@ def test_an_image_that_kills_the_decoder_is_named_and_the_next_is_decoded(monkey
 def test_the_child_decodes_as_the_parent_does():
     data = matrix.encoded()
     run = subprocess.run(
-        [sys.executable, "-m", "mmray.data.trial"], input=b"%d 53\n" % len(data) + data, capture_output=True, check=True
+        [sys.executable, "-m", "mmray.data.trial"],
+        input=b"0 %d 53\n" % len(data) + data,
+        capture_output=True,
+        check=True,
     )
     assert json.loads(run.stdout)["reason"] == "too-large"
