@@ -151,16 +151,16 @@ class _Task:
         self.token = uuid.uuid4().hex[:8]  # never over a file that an earlier manifest may name
 
     def pack(self, item: Item, raw: RawRow | BadRow, files: ExitStack) -> None:
-        key = raw.key or item.origin
+        where, key = _told(item.origin), _told(raw.key or item.origin)
         try:
             if isinstance(raw, BadRow):
                 raise raw
-            row, original = self._check(raw, item.origin)
+            row, original = self._check(raw, where)
         except BadRow as bad:
             # "unreadable" may pass (a network file system), so such a chunk is tried again by the next prepare.
             self.retry = self.retry or bad.reason == "unreadable"
-            fault = {"stage": bad.stage, "reason": bad.reason, "detail": bad.detail}
-            self.faults.append({"line": item.line, "key": key, "source": item.origin} | fault)
+            fault = {"stage": bad.stage, "reason": bad.reason, "detail": _told(bad.detail)}
+            self.faults.append({"line": item.line, "key": key, "source": where} | fault)
             return
         self._writer(row.split, files).append(row)
         said = [*row.texts, *(row.messages or [])]
@@ -168,7 +168,7 @@ class _Task:
         self.rows.append(
             Entry(
                 line=item.line,
-                origin=item.origin,
+                origin=where,
                 key=row.key,
                 image=original[:32],
                 row=whole[:32],
@@ -266,6 +266,11 @@ class _Task:
 def shards_of(record: dict[str, Any]) -> list[Shard]:
     """The shard files of a finished chunk."""
     return [Shard.from_json(values) for values in record["shards"]]
+
+
+def _told(text: str) -> str:
+    """What a source says, as UTF-8 can say it: names of files and JSON may hold halves of surrogate pairs."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _refs(raw: RawRow) -> list[dict[str, Any]]:

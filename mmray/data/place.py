@@ -86,12 +86,17 @@ class Place:
     def tree(self, folder: str = "") -> list[str]:
         """Names of all files below a folder, sorted, relative to this place."""
         system, root = self.system
+        if self.local is not None:
+            return sorted(_files_below(f"{root}/{folder}".rstrip("/"), f"{folder}/".lstrip("/")))
         infos = system.get_file_info(fs.FileSelector(f"{root}/{folder}".rstrip("/"), recursive=True))
         return sorted(info.path[len(root) :].lstrip("/") for info in infos if info.type == fs.FileType.File)
 
     def names(self, folder: str = "") -> list[str]:
         """Names of the files in a folder, sorted; none where there is no folder."""
         system, root = self.system
+        if self.local is not None:
+            path = self.local / folder
+            return sorted(os.listdir(path)) if path.exists() else []  # noqa: PTH208 - names alone
         selector = fs.FileSelector(f"{root}/{folder}".rstrip("/"), allow_not_found=True)
         return sorted(info.base_name for info in system.get_file_info(selector))
 
@@ -141,6 +146,22 @@ class Place:
         """Delete a file."""
         system, root = self.system
         system.delete_file(f"{root}/{name}")
+
+
+def _files_below(folder: str, before: str, above: tuple[str, ...] = ()) -> Iterator[str]:
+    """Regular files below a local folder, `before` in front of their names; links are followed, but not in a circle.
+
+    By the system's own listing: pyarrow's ends at the first name that is not UTF-8.
+    """
+    real = os.path.realpath(folder)
+    if real in above:
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir():
+                yield from _files_below(entry.path, f"{before}{entry.name}/", (*above, real))
+            elif entry.is_file():
+                yield f"{before}{entry.name}"
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from mmray.data.formats.delimited import Csv, Tsv
 from mmray.data.formats.folders import class_rows, is_image, list_rows, pair_rows
 from mmray.data.formats.jsonl import JsonLines
 from mmray.data.formats.listing import Listing
+from mmray.data.formats.rows import is_plain
 from mmray.data.formats.source import Source, head_of
 from mmray.data.formats.webdataset import WebDataset
 from mmray.data.place import Place
@@ -43,6 +44,8 @@ class Chosen:
 
 def choose(address: str, forced: str = "auto") -> Chosen:
     """The format of what is at `address`. Raises DataError where nothing is there, or nothing that is known."""
+    if not is_plain(address):
+        raise UsageError(f"{address!r} is not plain UTF-8: rename the file")
     place, name = Place.split(address.rstrip("/") if len(address) > 1 else address)
     if "," in name and forced in ("auto", "lists", "coco"):
         return _of_several(place, name, forced)

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mmray.data.formats.rows import COLUMNS, BadRow, is_inside, renamed
-from mmray.data.formats.source import Chunk, Item, files_of, signature, unchanged
+from mmray.data.formats.source import Chunk, Item, files_of, in_utf8, signature, unchanged
 from mmray.data.place import Place
 from mmray.errors import DataError
 
@@ -109,7 +109,7 @@ class SavedDataset(Parquet):
 
     def names(self) -> list[str]:
         """The Arrow files that the state of each split names, in order. Raises DataError."""
-        states = [name for name in self.place.tree() if name.rpartition("/")[2] == "state.json"]
+        states = in_utf8(self.place, [name for name in self.place.tree() if name.rpartition("/")[2] == "state.json"])
         found = [name for state in states for name in self._named(state)]
         if not found:
             raise DataError(f"{self.place.address} has no state.json that names Arrow files: it is no saved dataset")

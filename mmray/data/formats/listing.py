@@ -14,7 +14,7 @@ from mmray.data.files import read_file, tried
 from mmray.data.formats import lines
 from mmray.data.formats.jsonl import parse_json
 from mmray.data.formats.lines import MAX_LINE_BYTES
-from mmray.data.formats.rows import BadRow, renamed
+from mmray.data.formats.rows import BadRow, is_plain, renamed
 from mmray.data.formats.source import Chunk, Item
 from mmray.data.place import Place
 from mmray.errors import DataError
@@ -59,6 +59,8 @@ class Listing:
         name = values.pop("text_file", None)
         if name is None:
             return values
+        if not is_plain(name):
+            raise BadRow("columns", "path", f"{name!r} is not plain UTF-8: rename the file")
         try:
             with tried(name):
                 text = read_file(self.place, name).decode("utf-8-sig")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -191,7 +190,7 @@ def _boxes(values: dict[str, Any]) -> tuple[tuple[float, ...], ...]:
 
 def _is_box(box: Any) -> bool:
     numbers = isinstance(box, list) and len(box) == 4 and all(isinstance(number, (int, float)) for number in box)
-    return numbers and all(map(math.isfinite, box)) and box[2] >= 0 and box[3] >= 0
+    return numbers and all(abs(number) < 2**63 for number in box) and box[2] >= 0 and box[3] >= 0
 
 
 def _box_labels(values: dict[str, Any], num_boxes: int) -> tuple[int, ...]:

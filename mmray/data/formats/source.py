@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from mmray.data.formats.rows import BadRow
+from mmray.data.formats.rows import BadRow, is_plain
 from mmray.data.place import Place
 from mmray.errors import DataError
 
@@ -81,4 +81,11 @@ def head_of(place: Place, name: str, size: int = 64) -> bytes:
 
 def files_of(place: Place, name: str, suffix: str) -> list[str]:
     """The one file that is named, or without a name those of the folder with this suffix in any case, sorted."""
-    return [name] if name else [file for file in place.tree() if file.lower().endswith(suffix)]
+    return [name] if name else in_utf8(place, [file for file in place.tree() if file.lower().endswith(suffix)])
+
+
+def in_utf8(place: Place, names: list[str]) -> list[str]:
+    """The names of files to read. Raises DataError where one is not UTF-8, which pyarrow cannot open."""
+    if odd := [name for name in names if not is_plain(name)]:
+        raise DataError(f"{place.address}: the name {odd[0]!r} is not plain UTF-8: rename the file")
+    return names

@@ -1,0 +1,103 @@
+"""One odd row or file name is set aside by name; it never ends the prepare of all the rest."""
+
+import io
+import json
+import os
+import tarfile
+
+import pytest
+
+from mmray.data import prepare as prepare_module
+from mmray.data.formats.choose import choose
+from mmray.data.pack import pack_chunk
+from mmray.data.place import Place
+from mmray.errors import DataError, UsageError
+from tests.data.test_formats import prepared
+from tests.data.test_prepare import colour_image
+
+LATIN = os.fsdecode(b"caf\xe9")
+
+
+@pytest.fixture(autouse=True)
+def in_process(monkeypatch):
+    """Without Ray."""
+
+    def run(job, chunks):
+        for chunk in chunks:
+            done = pack_chunk(job, chunk)
+            yield done.index, done.num_rows, done.num_bad
+
+    monkeypatch.setattr(prepare_module, "_run", run)
+
+
+def test_a_member_of_a_tar_whose_name_is_not_utf8(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.GNU_FORMAT, encoding="latin-1") as tar:
+        for stem in ("a", "caf\xe9", "z"):
+            for kind, data in (("png", colour_image(len(stem))), ("txt", stem.encode())):
+                member = tarfile.TarInfo(f"{stem}.{kind}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    manifest, _, faults = prepared(tmp_path / "a.tar", tmp_path / "out", duplicates="keep")
+    assert (manifest.num_rows, faults) == (2, {"a.tar/caf\\udce9": "path"})
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"split": "\ud800"},
+        {"id": "\ud800"},
+        {"image": "\udce9.png"},
+        {"boxes": [[10**400, 0, 1, 1]], "box_labels": [1]},
+        {"messages": "\ud800"},
+        {"texts": ["\ud800"], "text": None},
+    ],
+)
+def test_a_row_that_no_file_can_say(tmp_path, odd):
+    (tmp_path / "a.png").write_bytes(colour_image(1))
+    rows = [{"id": "1", "image": "a.png", "text": "x"}, {"id": "2", "image": "a.png", "text": "y"} | odd]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    manifest, _, faults = prepared(tmp_path / "a.jsonl", tmp_path / "out")
+    assert (manifest.num_rows, list(faults)) == (1, ["a.jsonl:2"])
+
+
+def test_files_whose_names_are_not_utf8(tmp_path):
+    folder = tmp_path / "raw"
+    for number, name in enumerate(("cat", "dog", LATIN)):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "1.png").write_bytes(colour_image(number))
+    (folder / "dog" / f"{LATIN}.png").write_bytes(colour_image(9))
+    manifest, _, faults = prepared(folder, tmp_path / "out")
+    assert (manifest.num_rows, faults) == (2, {"caf\\udce9/1.png": "key", "dog/caf\\udce9.png": "key"})
+    pairs = tmp_path / "pairs"
+    pairs.mkdir()
+    for stem in ("a", LATIN):
+        (pairs / f"{stem}.png").write_bytes(colour_image(len(stem)))
+        (pairs / f"{stem}.txt").write_text("x")
+    manifest, _, faults = prepared(pairs, tmp_path / "out pairs", duplicates="keep")
+    assert (manifest.num_rows, faults) == (1, {"caf\\udce9.png": "path"})
+
+
+def test_a_file_of_rows_whose_name_is_not_utf8_is_named(tmp_path):
+    (tmp_path / f"{LATIN}.tar").write_bytes(b"")
+    with pytest.raises(DataError, match=r"the name 'caf\\udce9.tar' is not plain UTF-8: rename the file"):
+        prepared(tmp_path, tmp_path / "out")
+    with pytest.raises(UsageError, match="is not plain UTF-8: rename the file"):
+        choose(str(tmp_path / f"{LATIN}.tar"))
+    with pytest.raises(UsageError, match="is not empty and holds no prepared set"):
+        prepared(tmp_path, tmp_path)
+
+
+def test_a_tree_follows_links_but_not_in_a_circle(tmp_path):
+    for name in ("a/1.txt", "b/2.txt"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("x")
+    (tmp_path / "a" / "up").symlink_to(tmp_path)
+    (tmp_path / "a" / "other").symlink_to(tmp_path / "b")
+    (tmp_path / "b" / "back").symlink_to(tmp_path / "a")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    place = Place(str(tmp_path))
+    assert place.tree() == ["a/1.txt", "a/other/2.txt", "b/2.txt", "b/back/1.txt"]
+    assert place.tree("a")[:2] == ["a/1.txt", "a/other/2.txt"]
+    with pytest.raises(FileNotFoundError):
+        place.tree("none")
