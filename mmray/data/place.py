@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from urllib.parse import quote
 
 import pyarrow as pa
 from pyarrow import fs
@@ -49,7 +50,7 @@ class Place:
         if "://" not in self.address:
             return fs.LocalFileSystem(), self.address
         try:
-            system, root = fs.FileSystem.from_uri(_in_one_request(self.address))
+            system, root = fs.FileSystem.from_uri(_in_one_request(_quoted(self.address)))
         except pa.ArrowInvalid as error:
             system, root = _by_fsspec(self.address, error)
         return system, root.rstrip("/")
@@ -176,6 +177,14 @@ def _object(system: fs.FileSystem, path: str) -> Iterator[pa.NativeFile]:
             system.delete_file(path)
         raise
     stream.close()
+
+
+def _quoted(address: str) -> str:
+    """A URI as it is written: what a person typed may have spaces and letters beyond ASCII in its path."""
+    scheme, _, rest = address.partition("://")
+    whole, mark, options = rest.partition("?")
+    authority, slash, path = whole.partition("/")
+    return f"{scheme}://{authority}{slash}{quote(path, safe='/%')}{mark}{options}"
 
 
 def _in_one_request(address: str) -> str:

@@ -63,11 +63,21 @@ def prepare(
     than `settings` allow), UsageError (a folder that cannot be meant), ResourceError (what failed may pass).
     """
     against.check(settings, out)
-    chosen = choose(source, settings.format)
-    target, report = Place(out), progress or (lambda _: None)
-    job = Job(
-        source=chosen,
-        out=target.address,
+    job = job_of(source, out, settings)
+    target, report = Place(job.out), progress or (lambda _: None)
+    make(target)
+    with one_writer(target):
+        try:
+            return _prepare(job, settings, report, say or (lambda _, __: None), retry)
+        except OSError as error:
+            raise ResourceError(f"prepare stopped: {error}; put it right, and the same command goes on") from error
+
+
+def job_of(source: str, out: str, settings: Prepare) -> Job:
+    """What of these settings decides how a chunk is packed. Raises DataError and UsageError as `choose` does."""
+    return Job(
+        source=choose(source, settings.format),
+        out=Place(out).address,
         columns=tuple(settings.column_names.items()),
         template=settings.caption,
         check=settings.check,
@@ -78,12 +88,6 @@ def prepare(
         rows_per_shard=settings.rows_per_shard,
         allow_urls=settings.allow_urls,
     )
-    make(target)
-    with one_writer(target):
-        try:
-            return _prepare(job, settings, report, say or (lambda _, __: None), retry)
-        except OSError as error:
-            raise ResourceError(f"prepare stopped: {error}; put it right, and the same command goes on") from error
 
 
 def _prepare(job: Job, settings: Prepare, report: Report, say: Say, retry: bool) -> Manifest:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmray.data import sample
 from mmray.data.manifest import MANIFEST, QUARANTINE
-from mmray.data.prepare import Progress, prepare
-from mmray.data.remote import Folder, folder_at
-from mmray.errors import DataError
+from mmray.data.prepare import Progress, job_of, prepare
+from mmray.data.remote import Folder, RemotePath, folder_at
+from mmray.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from mmray.config import Prepare
+
+_NO_NAME = re.compile(r"[^\w.-]+")
 
 
 def ensure_prepared(
@@ -22,19 +25,25 @@ def ensure_prepared(
 ) -> Folder:
     """Folder of the prepared set that `source` names; Ray must be there. Raises DataError.
 
-    A raw source goes to CACHE/NAME-HASH, where the hash is of its place and the settings: the second run finds it, and
-    rows that were added since are appended.
+    A raw source goes to CACHE/NAME-HASH, where the hash is of its place and of what decides how rows are packed: the
+    second run finds it, rows that were added since are appended, and one with another error budget goes on with what
+    is done.
     """
     if source == "sample":
+        if isinstance(folder_at(cache), RemotePath):
+            raise UsageError(
+                f"the sample set is drawn onto a disk, and data.cache is {cache}: set data.cache to a folder, or "
+                "data.train to data of your own"
+            )
         source = str(sample.draw(Path(cache) / "sample-drawn"))
     place = folder_at(source)
     if (place / MANIFEST).exists():
         return place
     if not place.exists() and "," not in place.name:
         raise DataError(f"there is no data at {place}: give a prepared set, a source of rows, or `sample`")
-    without = set() if settings.allow_urls else {"allow_urls"}  # sets of before that setting keep their names
-    name = hashlib.sha256(f"{place}\n{settings.model_dump_json(exclude=without)}".encode()).hexdigest()[:8]
-    out = folder_at(cache) / f"{place.stem}-{name}"
+    digest = job_of(str(place), cache, settings).digest()
+    name = hashlib.sha256(f"{place}\n{digest}".encode()).hexdigest()[:8]
+    out = folder_at(cache) / f"{_NO_NAME.sub('_', place.stem)}-{name}"
     manifest = prepare(str(place), str(out), settings, progress, say)
     aside = f"{manifest.num_quarantined:,} set aside (reasons in its {QUARANTINE})"
     say(f"{out}: {manifest.num_rows:,} rows of {place.name}, {aside}", "prepared")

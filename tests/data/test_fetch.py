@@ -1,6 +1,5 @@
 """Images at addresses: from the hosts that are allowed and public addresses only, capped, overlapping, in order."""
 
-import hashlib
 import json
 import threading
 import time
@@ -317,16 +316,22 @@ def test_a_set_from_addresses(server, fetching, tmp_path, monkeypatch, kind):
         prepare(str(source), str(tmp_path / "none"), settings.model_copy(update={"allow_urls": ()}))
 
 
-def test_sets_of_before_stay_current_and_keep_their_names(tmp_path, monkeypatch):
+def test_sets_of_before_stay_current():
     job = Job(Chosen("jsonl", "/a", "rows.jsonl"), "/out", (("image", "url"),), "a {}", "full", False, 0, 100, 0.0, 4)
     assert job.digest() == "52c79f544c4f3178", "what a set without addresses is packed by"
     assert replace(job, allow_urls=("a.b",)).digest() != job.digest()
 
-    outs = []
+
+def test_the_cache_of_a_source_is_named_by_what_decides_its_shards(tmp_path, monkeypatch):
+    """A larger error budget, which exit 5 advises, goes on with what is done."""
+    source, outs = tmp_path / "my rows é.jsonl", []
+    source.write_text("{}")
     manifest = SimpleNamespace(num_rows=0, num_quarantined=0)
     monkeypatch.setattr("mmray.data.sets.prepare", lambda source, out, *_: outs.append(out) or manifest)
-    before = Prepare().model_dump_json(exclude={"allow_urls"})
-    for settings in (Prepare(), Prepare(allow_urls=("a.b",))):
-        ensure_prepared(str(tmp_path), str(tmp_path / "cache"), settings, lambda *_: None, lambda _: None)
-    name = hashlib.sha256(f"{tmp_path}\n{before}".encode()).hexdigest()[:8]
-    assert [out.endswith(name) for out in map(str, outs)] == [True, False]
+    alike = {"max_bad_fraction": 0.5, "max_bad_run": 9, "duplicates": "keep", "vocab_size": 0, "near_bits": 3}
+    for settings in (Prepare(), Prepare(**alike), Prepare(allow_urls=("a.b",)), Prepare(image_side=8)):
+        ensure_prepared(str(source), str(tmp_path / "cache"), settings, lambda *_: None, lambda _: None)
+    assert [outs.index(out) for out in outs] == [0, 0, 2, 3]
+    assert outs[0].startswith(f"{tmp_path}/cache/my_rows_é-")
+    with pytest.raises(UsageError, match=r"the sample set is drawn onto a disk, and data\.cache is s3://b/cache"):
+        ensure_prepared("sample", "s3://b/cache", Prepare(), lambda *_: None, lambda _: None)

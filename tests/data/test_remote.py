@@ -37,6 +37,13 @@ def test_words_of_a_path(s3):
     assert not (folder / "a" / "two").exists()
 
 
+def test_an_address_may_have_spaces_and_letters_beyond_ascii():
+    for typed in ("s3://bucket/my set/café#1", "s3://bucket/my%20set/caf%C3%A9%231"):
+        assert Place(f"{typed}?region=us-east-1").system[1] == "bucket/my set/café#1"
+    path = folder_at("s3://bucket/my set") / "b c"
+    assert (path.key, folder_at(str(path)).key) == ("bucket/my set/b c",) * 2
+
+
 def test_options_of_an_address_stay_at_its_end():
     path = folder_at("s3://bucket/runs?endpoint_override=127.0.0.1:9000&scheme=http") / "one" / "config.yaml"
     assert str(path) == "s3://bucket/runs/one/config.yaml?endpoint_override=127.0.0.1:9000&scheme=http"
