@@ -1,13 +1,13 @@
 """Parquet files and the Arrow files that Hugging Face `datasets` saves: rows from columns, images as paths or bytes.
 
 Only the columns that mean something to us are read. A chunk is some row groups of a Parquet file, or some record
-batches of an Arrow file, so that a task reads no more than its part.
+batches of an Arrow file, so that a task reads no more than its part; of one that is too large, a range of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, ClassVar, TypeVar
 
 import orjson
 import pyarrow as pa
@@ -16,9 +16,15 @@ import pyarrow.parquet as pq
 from mmray.data.formats.rows import COLUMNS, BadRow, is_inside, renamed
 from mmray.data.formats.source import Chunk, Item, files_of, in_utf8, signature, unchanged
 from mmray.data.place import Place
+from mmray.data.remote import steadily
 from mmray.errors import DataError
 
+T = TypeVar("T")
 _ROWS_AT_ONCE = 32  # of inline images, held as Python bytes
+_BUFFER_BYTES = 4 << 20  # of a column, for otherwise all of it is held
+# Chunks of one row group at most: the rows before a range must be read to come to it, so that n ranges read the group
+# (n + 1) / 2 times. pandas writes a million rows a group.
+MOST_PARTS = 16
 
 
 class Parquet:
@@ -42,16 +48,21 @@ class Parquet:
         index = 0
         for name in self.names():
             try:
-                sizes, schema = self.parts(name)
+                sizes, schema = self._steadily(lambda name=name: self.parts(name))  # type: ignore[misc]
             except (pa.ArrowException, OSError) as error:
                 raise DataError(f"{self.place.address}/{name} cannot be read as {self.title}: {error}") from None
             self._wanted(schema, name)
             mark, start, first = signature(self.place, name), 0, 1
             for stop in range(1, len(sizes) + 1):
                 rows = sum(sizes[start:stop])
-                if stop == len(sizes) or rows + sizes[stop] > rows_per_chunk:
-                    yield Chunk(index, name, start, stop, first, rows, mark)
-                    index, start, first = index + 1, stop, first + rows
+                if stop < len(sizes) and rows + sizes[stop] <= rows_per_chunk:
+                    continue
+                most = max(rows_per_chunk, -(-rows // MOST_PARTS))
+                for at in range(0, rows, most):
+                    part = min(most, rows - at)
+                    yield Chunk(index, name, start, stop, first, part, mark)
+                    index, first = index + 1, first + part
+                start = stop
 
     def parts(self, name: str) -> tuple[list[int], pa.Schema]:
         """(rows of each row group, schema) from the footer alone."""
@@ -61,19 +72,25 @@ class Parquet:
                 meta.row_group(group).num_rows for group in range(meta.num_row_groups)
             ], meta.schema.to_arrow_schema()
 
-    def batches(self, chunk: Chunk) -> Iterator[pa.RecordBatch]:
-        """The rows of a chunk, the wanted columns of them."""
+    def batches(self, chunk: Chunk, had: int) -> Iterator[pa.RecordBatch]:
+        """The rows of a chunk, the wanted columns of them, without the first `had`."""
         with self.place.open(chunk.file) as raw:
-            file = pq.ParquetFile(raw)
-            wanted = self._wanted(file.schema_arrow, chunk.file)
-            for group in range(chunk.start, chunk.stop):
-                yield from file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=wanted)
+            file = pq.ParquetFile(raw, buffer_size=_BUFFER_BYTES)
+            wanted, meta = self._wanted(file.schema_arrow, chunk.file), file.metadata
+            above = sum(meta.row_group(group).num_rows for group in range(chunk.start))
+            groups = range(chunk.start, chunk.stop)
+            rows = (
+                batch
+                for group in groups
+                for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=wanted)
+            )
+            yield from _range_of(rows, *_of_chunk(chunk, above, had))
 
     def read(self, chunk: Chunk) -> Iterator[Item]:
         unchanged(self.place, chunk, chunk.sha256)
         line, split = chunk.first_line, self.split_of(chunk.file)
         try:
-            for batch in self.batches(chunk):
+            for batch in self._all_batches(chunk):
                 for values in _rows(batch):
                     if not isinstance(values, BadRow):
                         values = renamed(values, self.columns)
@@ -81,10 +98,36 @@ class Parquet:
                     yield Item(line, f"{chunk.file}:{line}", values)
                     line += 1
         except (pa.ArrowException, OSError) as error:  # the rest of the chunk cannot be had: each row is named
+            reason = "unreadable" if self._is_of_storage(error) else "damaged"
             for rest in range(line, chunk.first_line + (chunk.num_rows or 0)):
-                fault = BadRow("read", "damaged", f"{self.part}s {chunk.start}-{chunk.stop - 1}: {str(error)[:200]}")
+                fault = BadRow("read", reason, f"{self.part}s {chunk.start}-{chunk.stop - 1}: {str(error)[:200]}")
                 yield Item(rest, f"{chunk.file}:{rest}", fault)
         unchanged(self.place, chunk, chunk.sha256)
+
+    def _all_batches(self, chunk: Chunk) -> Iterator[pa.RecordBatch]:
+        """The rows of a chunk; where a store fails for a moment, from behind those that were had."""
+        had, batches = 0, self.batches(chunk, 0)
+
+        def following() -> pa.RecordBatch | None:
+            nonlocal batches
+            try:
+                return next(batches, None)
+            except OSError:
+                batches = self.batches(chunk, had)
+                raise
+
+        while (batch := self._steadily(following)) is not None:
+            had += batch.num_rows
+            yield batch
+
+    def _steadily(self, call: Callable[[], T]) -> T:
+        """What `call` gives, with patience for a store; a disk says at once what it has to say."""
+        return call() if self.place.local is not None else steadily(call)
+
+    def _is_of_storage(self, error: Exception) -> bool:
+        """Whether another time may read what failed; pyarrow calls many a damage of a file an OSError as well, without
+        the number that the system gives."""
+        return isinstance(error, OSError) and (self.place.local is None or error.errno is not None)
 
     def _wanted(self, schema: pa.Schema, name: str) -> list[str]:
         """Names of the columns to read. Raises DataError where none of them is an image or a caption."""
@@ -138,15 +181,29 @@ class SavedDataset(Parquet):
         with self.place.open(name, mapped=True) as raw, pa.ipc.open_stream(raw) as reader:
             return [batch.num_rows for batch in reader], reader.schema
 
-    def batches(self, chunk: Chunk) -> Iterator[pa.RecordBatch]:
+    def batches(self, chunk: Chunk, had: int) -> Iterator[pa.RecordBatch]:
         with self.place.open(chunk.file, mapped=True) as raw, pa.ipc.open_stream(raw) as reader:
             wanted = self._wanted(reader.schema, chunk.file)
-            for number, batch in enumerate(reader):
-                if number >= chunk.stop:
-                    return
-                if number >= chunk.start:
-                    whole = batch.select(wanted)
-                    yield from (whole.slice(at, _ROWS_AT_ONCE) for at in range(0, whole.num_rows, _ROWS_AT_ONCE))
+            above = sum(reader.read_next_batch().num_rows for _ in range(chunk.start))
+            for batch in _range_of(reader, *_of_chunk(chunk, above, had)):
+                whole = batch.select(wanted)
+                yield from (whole.slice(at, _ROWS_AT_ONCE) for at in range(0, whole.num_rows, _ROWS_AT_ONCE))
+
+
+def _of_chunk(chunk: Chunk, above: int, had: int) -> tuple[int, int]:
+    """(rows to leave out, rows to take) of a chunk's parts, above which the file has so many rows."""
+    return chunk.first_line - 1 - above + had, (chunk.num_rows or 0) - had
+
+
+def _range_of(batches: Iterable[pa.RecordBatch], start: int, count: int) -> Iterator[pa.RecordBatch]:
+    """Rows start..start + count of the batches; none behind them is read."""
+    for batch in batches if count else ():
+        part = batch.slice(min(start, batch.num_rows), count)
+        start, count = max(0, start - batch.num_rows), count - part.num_rows
+        if part.num_rows:
+            yield part
+        if not count:
+            return
 
 
 def _rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | BadRow]:

@@ -1,0 +1,100 @@
+"""Parquet and saved datasets: large parts are cut into ranges of rows, and a store that stumbles costs none."""
+
+import errno
+import io
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from mmray.data import remote
+from mmray.data.formats import columnar
+from mmray.data.formats.columnar import Parquet, SavedDataset
+from mmray.data.formats.rows import BadRow
+from mmray.data.place import Place
+
+COUNT = 100
+TABLE = pa.table({"image": [f"{n}.png" for n in range(COUNT)], "text": [f"row {n}" for n in range(COUNT)]})
+
+
+def in_parquet(path):
+    pq.write_table(TABLE, path / "a.parquet", row_group_size=60)
+    return Parquet(Place(str(path)), "a.parquet", {})
+
+
+def in_arrow(path):
+    with pa.ipc.new_stream(path / "a.arrow", TABLE.schema) as stream:
+        stream.write_table(TABLE, max_chunksize=60)
+    (path / "state.json").write_text('{"_data_files": [{"filename": "a.arrow"}]}')
+    return SavedDataset(Place(str(path)), "", {})
+
+
+@pytest.mark.parametrize("source_in", [in_parquet, in_arrow])
+@pytest.mark.parametrize(
+    ("rows_per_chunk", "most_parts", "sizes"),
+    [(7, 16, [7] * 8 + [4] + [7] * 5 + [5]), (7, 2, [30, 30, 20, 20]), (60, 16, [60, 40]), (200, 16, [100])],
+)
+def test_a_large_part_is_cut_into_ranges_of_rows(tmp_path, monkeypatch, source_in, rows_per_chunk, most_parts, sizes):
+    monkeypatch.setattr(columnar, "MOST_PARTS", most_parts)
+    source = source_in(tmp_path)
+    chunks = list(source.scan(rows_per_chunk, ()))
+    assert [chunk.num_rows for chunk in chunks] == sizes
+    assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
+    items = [item for chunk in reversed(chunks) for item in source.read(chunk)]
+    items.sort(key=lambda item: item.line)
+    assert [item.values["text"] for item in items] == TABLE.column("text").to_pylist()
+    assert [item.line for item in items] == list(range(1, COUNT + 1))
+
+
+@pytest.fixture
+def on_store(monkeypatch):
+    monkeypatch.setattr(remote, "LONGEST_WAIT_S", 0.01)
+    out = io.BytesIO()
+    pq.write_table(TABLE, out, row_group_size=60)
+    MemoryFileSystem().pipe("/columnar/a.parquet", out.getvalue())
+    yield Parquet(Place("memory://columnar"), "a.parquet", {})
+    MemoryFileSystem().rm("/columnar", recursive=True)
+
+
+def failing(monkeypatch, times, error):
+    """The second batch of a row group fails so many times."""
+    left, whole = [times], pq.ParquetFile.iter_batches
+
+    def iter_batches(*given, **named):
+        for number, batch in enumerate(whole(*given, **named)):
+            if number == 1 and left[0]:
+                left[0] -= 1
+                raise error
+            yield batch
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", iter_batches)
+
+
+def read(source):
+    return [item.values for chunk in source.scan(200, ()) for item in source.read(chunk)]
+
+
+def test_a_store_that_fails_for_a_moment_costs_no_row(on_store, monkeypatch):
+    failing(monkeypatch, 3, OSError("AWS Error NETWORK_CONNECTION"))
+    assert [row["text"] for row in read(on_store)] == TABLE.column("text").to_pylist()
+
+
+def test_a_store_that_stays_away_leaves_rows_to_be_tried_again(on_store, monkeypatch):
+    failing(monkeypatch, 99, OSError("AWS Error NETWORK_CONNECTION"))
+    rows = read(on_store)
+    assert len(rows) == COUNT and not any(isinstance(row, BadRow) for row in rows[:32])
+    assert {row.reason for row in rows[32:]} == {"unreadable"}
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.EIO, "Input/output error"), "unreadable"),
+        (OSError("Unexpected end of stream"), "damaged"),
+        (pa.ArrowInvalid("no UTF-8"), "damaged"),
+    ],
+)
+def test_of_a_disk_the_systems_own_errors_may_pass(tmp_path, monkeypatch, error, reason):
+    failing(monkeypatch, 1, error)
+    assert {row.reason for row in read(in_parquet(tmp_path)) if isinstance(row, BadRow)} == {reason}
