@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +20,7 @@ from mmray.data.ahead import rows_ahead
 from mmray.data.files import read_picture, stamp, tried
 from mmray.data.formats.choose import Chosen, source_of
 from mmray.data.formats.rows import BadRow, Picture, RawRow
-from mmray.data.formats.source import Chunk, Item, Source
+from mmray.data.formats.source import Chunk, Item, Source, SourceUnreadable
 from mmray.data.image import BadImage, checked_size, header_size, read_rgb, shrink
 from mmray.data.manifest import PARTS, SHARDS, Shard
 from mmray.data.place import Place
@@ -94,7 +94,7 @@ def part_name(index: int) -> str:
 def pack_chunk(job: Job, chunk: Chunk, fetcher: Callable[[tuple[str, ...]], Fetcher] | None = None) -> Packed:
     """Pack one chunk; `fetcher` makes what fetches images from the hosts that are allowed (none: the usual one).
 
-    Raises SourceChanged, or OSError where the set cannot be written.
+    Raises SourceChanged and SourceUnreadable, and OSError where the set cannot be written.
     """
     task, fetch = _Task(job, chunk), None
     with ExitStack() as files:
@@ -103,11 +103,19 @@ def pack_chunk(job: Job, chunk: Chunk, fetcher: Callable[[tuple[str, ...]], Fetc
             from mmray.data.fetch import Fetcher  # tasks without addresses do without a client
 
             fetch = files.enter_context((fetcher or Fetcher)(job.allow_urls)).fetch
-        for item, raw in rows_ahead(job.open().read(chunk), job.allow_urls, fetch):
+        for item, raw in rows_ahead(_items(job, chunk), job.allow_urls, fetch):
             task.pack(item, raw, files)
     record = task.record()
     Place(job.out).write(part_name(chunk.index), orjson.dumps(record))
     return Packed(chunk.index, len(record["rows"]["key"]) + len(record["faults"]), len(record["faults"]))
+
+
+def _items(job: Job, chunk: Chunk) -> Iterator[Item]:
+    """The rows of a chunk; an OSError here is the source's, not one of what is written."""
+    try:
+        yield from job.open().read(chunk)
+    except OSError as error:
+        raise SourceUnreadable(f"{job.source.address}/{chunk.file} cannot be read: {error}") from error
 
 
 def read_record(out: Place, index: int) -> dict[str, Any] | None:

@@ -21,7 +21,7 @@ import ray
 from mmray.data import against, assemble
 from mmray.data.budget import BadRuns, Fault, check_budget, check_run, most_bad
 from mmray.data.formats.choose import choose, class_names, label_names, left_beside
-from mmray.data.formats.source import Chunk, SourceChanged
+from mmray.data.formats.source import Chunk, SourceChanged, SourceUnreadable
 from mmray.data.manifest import MANIFEST, PARTS, SHARDS, TOKENIZER, Manifest, read_manifest
 from mmray.data.pack import Job, has_unread, is_current, pack_chunk, read_record
 from mmray.data.place import UNFINISHED, Place
@@ -268,6 +268,8 @@ def _pack_batch(batch: dict[str, np.ndarray], job: Job) -> dict[str, np.ndarray]
         answer |= {"num_rows": packed.num_rows, "num_bad": packed.num_bad}
     except SourceChanged as error:
         answer |= {"fault": str(error), "changed": True}
+    except SourceUnreadable as error:
+        answer |= {"fault": f"{error}; the same command goes on once that is put right"}
     except OSError as error:
         answer |= {"fault": f"cannot write to {job.out}: {error}; the same command goes on once that is put right"}
     return answer_of(answer)

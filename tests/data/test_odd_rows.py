@@ -4,7 +4,9 @@ import io
 import json
 import os
 import tarfile
+from dataclasses import asdict
 
+import numpy as np
 import pytest
 
 from mmray.data import prepare as prepare_module
@@ -12,7 +14,7 @@ from mmray.data.formats.choose import choose
 from mmray.data.pack import pack_chunk
 from mmray.data.place import Place
 from mmray.errors import DataError, UsageError
-from tests.data.test_formats import prepared
+from tests.data.test_formats import LAX, prepared
 from tests.data.test_prepare import colour_image
 
 LATIN = os.fsdecode(b"caf\xe9")
@@ -85,6 +87,44 @@ def test_a_file_of_rows_whose_name_is_not_utf8_is_named(tmp_path):
         choose(str(tmp_path / f"{LATIN}.tar"))
     with pytest.raises(UsageError, match="is not empty and holds no prepared set"):
         prepared(tmp_path, tmp_path)
+
+
+def test_rows_in_a_file_called_json_are_read_or_told_what_they_are(tmp_path):
+    (tmp_path / "a.png").write_bytes(colour_image(1))
+    row = json.dumps({"image": "a.png", "text": "x"})
+    for name, text in {"one": row, "two": f"{row}\n{row}\n", "long": f'{row}\n{{"text": "{"x" * 70_000}"}}'}.items():
+        (tmp_path / f"{name}.json").write_text(text)
+        assert choose(str(tmp_path / f"{name}.json")).format == "jsonl"
+    assert prepared(tmp_path / "two.json", tmp_path / "out", duplicates="keep")[0].num_rows == 2
+    (tmp_path / "llava.json").write_text(f"[{row}]")
+    with pytest.raises(DataError, match="is a JSON array: write one object a line"):
+        prepared(tmp_path / "llava.json", tmp_path / "array")
+    with pytest.raises(DataError, match=r"llava\.json is not COCO's JSON, an object .*: it is a list"):
+        prepared(tmp_path / "llava.json", tmp_path / "array", format="coco")
+    for text in ('{"images": [], "annotations": []}', '{\n"images": [], "annotations": []}'):
+        (tmp_path / "coco.json").write_text(text)
+        assert choose(str(tmp_path / "coco.json")).format == "coco"
+
+
+def test_a_name_with_a_comma_is_a_file_where_there_is_one(tmp_path):
+    (tmp_path / "a.png").write_bytes(colour_image(1))
+    (tmp_path / "my,file.jsonl").write_text('{"image": "a.png", "text": "x"}\n')
+    assert prepared(tmp_path / "my,file.jsonl", tmp_path / "out")[0].num_rows == 1
+    assert choose(str(tmp_path / "other,file.txt")).format == "lists"
+    (tmp_path / "my,folder").mkdir()
+    (tmp_path / "my,folder" / "a.parquet").touch()
+    assert choose(str(tmp_path / "my,folder")).format == "parquet"
+
+
+def test_a_source_that_cannot_be_read_is_not_called_a_set_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    job = prepare_module.job_of(str(tmp_path / "a.jsonl"), str(tmp_path / "out"), LAX)
+    chunk = next(job.open().scan(8, ()))
+    (tmp_path / "a.jsonl").unlink()
+    batch = {"item": np.array([json.dumps(asdict(chunk))])}
+    (fault,) = prepare_module._pack_batch(batch, job)["fault"]
+    assert fault.startswith(f"{tmp_path}/a.jsonl cannot be read: ")
+    assert fault.endswith("the same command goes on once that is put right")
 
 
 def test_a_tree_follows_links_but_not_in_a_circle(tmp_path):

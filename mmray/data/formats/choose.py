@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import PurePosixPath
 
+import orjson
+
 from mmray.data.formats import coco, folders
 from mmray.data.formats.columnar import Parquet, SavedDataset
 from mmray.data.formats.delimited import Csv, Tsv
@@ -26,6 +28,8 @@ _SUFFIXES = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".tar": "webdataset",
     ".json": "coco",
 }  # fmt: skip
+
+_LINE_BYTES = 64 << 10  # of a file's first line, to tell rows from a document
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,11 @@ def choose(address: str, forced: str = "auto") -> Chosen:
     if not is_plain(address):
         raise UsageError(f"{address!r} is not plain UTF-8: rename the file")
     place, name = Place.split(address.rstrip("/") if len(address) > 1 else address)
-    if "," in name and forced in ("auto", "lists", "coco"):
-        return _of_several(place, name, forced)
     whole = Place(address)
-    if whole.is_folder():
+    is_folder = whole.is_folder()
+    if "," in name and forced in ("auto", "lists", "coco") and not is_folder and place.size(name) is None:
+        return _of_several(place, name, forced)
+    if is_folder:
         kind = forced if forced != "auto" else _kind_of_folder(whole)
         if kind in ("jsonl", "csv", "tsv", "coco", "lists"):
             raise UsageError(f"{address} is a folder, and {kind} is a file: give the path of the file")
@@ -118,7 +123,19 @@ def _kind_of_file(place: Place, name: str) -> str:
         return "parquet"
     if head[257:262] == b"ustar":
         return "webdataset"
-    return _SUFFIXES.get(PurePosixPath(name).suffix.lower(), "jsonl")
+    kind = _SUFFIXES.get(PurePosixPath(name).suffix.lower(), "jsonl")
+    return "jsonl" if kind == "coco" and _has_rows(head_of(place, name, _LINE_BYTES)) else kind
+
+
+def _has_rows(head: bytes) -> bool:
+    """Whether JSON that begins so holds rows, one a line or in an array, and is no document of COCO's."""
+    if head.lstrip().startswith(b"["):
+        return True
+    try:
+        first = orjson.loads(head.lstrip().partition(b"\n")[0])
+    except ValueError:  # a document over several lines, or a line that goes on
+        return False
+    return isinstance(first, dict) and not {"images", "annotations"} <= first.keys()
 
 
 def _kind_of_folder(place: Place) -> str:

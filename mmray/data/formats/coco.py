@@ -125,6 +125,8 @@ def _document(place: Place, name: str) -> dict[str, Any]:
     where = f"{place.address}/{name}"
     try:
         document = orjson.loads(place.read(name))
+        if not isinstance(document, dict):
+            raise DataError(f"{where} is not COCO's JSON, an object with `images` and `annotations`: it is a list")
         for items, id_of, text in _NEEDED:
             given = document.get(items, []) if items == "categories" else document[items]
             for number, item in enumerate(given):

@@ -24,7 +24,7 @@ _NOT_JSONL = (
     (b"PAR1", "is Parquet: prepare it with --format parquet"),
     (b"\xff\xfe", "is UTF-16: convert it to UTF-8"),
     (b"\xfe\xff", "is UTF-16: convert it to UTF-8"),
-    (b"[", "is a JSON array: write one object a line, without brackets around them"),
+    (b"[", "is a JSON array: write one object a line, without brackets around them (jq -c '.[]' does)"),
 )
 
 

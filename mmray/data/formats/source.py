@@ -20,6 +20,10 @@ class SourceChanged(Exception):
     """The source was rewritten while it was being read."""
 
 
+class SourceUnreadable(Exception):
+    """The disk or store that the source is on did not give what was there before."""
+
+
 @dataclass(frozen=True)
 class Chunk:
     """A part of one file: bytes, row groups or record batches start..stop, as its format counts them."""
