@@ -60,17 +60,19 @@ class Findings:
 
 def find(out: Place, chunks: Iterable[int], rule: Any) -> Findings:
     """Duplicates among the rows of these chunks, in source order."""
-    keys, images, rows, texts, splits = [], [], [], [], []
+    keys, images, rows, texts, splits, held_out = [], [], [], [], [], []
     for _, record in records(out, chunks):
         keys.append(text_digests(record["rows"]["key"]))
         images.append(digests(record["rows"]["image"]))
         rows.append(digests(record["rows"]["row"]))
         texts.append(digests(record["rows"]["text"]))
-        names = [str(shard["split"]) for shard in record["shards"]]
-        splits.append(text_digests([names[shard] for shard in record["rows"]["shard"]])[:, 0])
+        names = [str(record["shards"][shard]["split"]) for shard in record["rows"]["shard"]]
+        splits.append(text_digests(names)[:, 0])
+        held_out.append(np.array([name in HELD_OUT for name in names], bool))
     all_images, split = np.concatenate(images), np.concatenate(splits)
     all_texts = np.concatenate(texts)
-    same = find_duplicates(np.concatenate(keys), all_images, np.concatenate(rows), all_texts, rule)
+    kept_first = np.concatenate(held_out)
+    same = find_duplicates(np.concatenate(keys), all_images, np.concatenate(rows), all_texts, rule, kept_first)
     twin = first_of(all_images)
     findings = Findings(same, int(((twin != NONE) & (split != split[twin])).sum()))
     same_text = first_of(all_texts[~findings.dropped]) != NONE
@@ -87,7 +89,7 @@ def write_quarantine(
     shards: list[Shard] = []
     reasons: Counter[str] = Counter()
     languages: Counter[str] = Counter()
-    firsts = _Firsts(findings)
+    firsts = _Firsts(findings, out, chunks)
     with out.writing(QUARANTINE) as file:
         start = 0
         dropped = findings.dropped
@@ -159,21 +161,32 @@ def make_manifest(
 
 
 class _Firsts:
-    """Remembers key and split of rows that others repeat, as the records pass in source order."""
+    """Remembers key and split of rows that others repeat, as the records pass in source order; of the held-out ones
+    that an earlier row repeats, beforehand."""
 
-    def __init__(self, findings: Findings) -> None:
+    def __init__(self, findings: Findings, out: Place, chunks: Iterable[int]) -> None:
         self.findings = findings
         self.wanted = set(findings.first[findings.first != NONE].tolist())
         self.known: dict[int, tuple[str, str | None]] = {}
+        if (findings.first > np.arange(len(findings.first))).any():
+            start = 0
+            for _, record in records(out, chunks):
+                self._remember(record, start)
+                start += len(record["rows"]["key"])
+
+    def _remember(self, record: dict[str, Any], start: int) -> None:
+        """The rows of this record that others repeat; its first row is row `start` of the set."""
+        for row, (key, shard) in enumerate(zip(record["rows"]["key"], record["rows"]["shard"], strict=True), start):
+            if row in self.wanted:
+                self.known[row] = (key, record["shards"][shard]["split"])
 
     def faults(self, record: dict[str, Any], start: int) -> list[dict[str, Any]]:
         """Quarantine entries of the duplicates in this record, whose first row is row `start` of the set."""
+        self._remember(record, start)
         rows, faults = record["rows"], []
         columns = (rows["line"], rows["origin"], rows["key"], rows["shard"])
         for place, (line, origin, key, shard) in enumerate(zip(*columns, strict=True)):
             split, first = record["shards"][shard]["split"], int(self.findings.first[start + place])
-            if start + place in self.wanted:
-                self.known[start + place] = (key, split)
             if first != NONE:
                 named = {"line": line, "key": key, "source": origin}
                 faults.append(named | self._fault(start + place, split, *self.known[first]))

@@ -36,7 +36,8 @@ def first_of(values: np.ndarray) -> np.ndarray:
 
 
 class Duplicates(NamedTuple):
-    """For each row the first with the same key, the same content, the same captions: int64 [N], -1 where none is."""
+    """For each row the one that stays with the same key, the same content, the same captions: int64 [N], -1 where none
+    does."""
 
     same_key: np.ndarray
     same_content: np.ndarray
@@ -49,15 +50,18 @@ def find_duplicates(
     rows: np.ndarray,
     texts: np.ndarray,
     rule: Literal["image", "row", "text", "keep"],
+    held_out: np.ndarray,
 ) -> Duplicates:
-    """The rows that repeat an earlier one, each for one reason.
+    """The rows that repeat another, each for one reason.
 
-    Arguments are digests [N, 2] in source order: of keys, of images, of images and captions, of captions. A repeated
-    key is a fault whatever the rule, and such a row is no one's first.
+    Arguments are digests [N, 2] in source order: of keys, of images, of images and captions, of captions; and which
+    rows are of a held-out split, bool [N]. Of equal rows a held-out one stays, so that what is measured on stays as it
+    is, else the earliest. A repeated key is a fault whatever the rule, and such a row is no one's first.
     """
     same_key = first_of(keys)
     same_content, same_text = (np.full(len(keys), NONE, dtype=np.int64) for _ in range(2))
     unique = np.flatnonzero(same_key == NONE)
+    unique = unique[np.argsort(~held_out[unique], kind="stable")]
     if rule == "text":
         for target, found in zip((same_content, same_text), _first_kept(images[unique], texts[unique]), strict=True):
             target[unique[found != NONE]] = unique[found[found != NONE]]
