@@ -112,6 +112,8 @@ def _prepare(job: Job, settings: Prepare, report: Report, say: Say, retry: bool)
         before = None
     done, run, over = _pack(job, chunks, total, settings, report, retry)
     total = sum(_counted(read_record(out, index)) for index in done) if total is None else total
+    if not total:
+        raise DataError(f"{_where(job)} holds no rows of {job.open().title}")
     report(Progress("assemble", total, total))
     findings = assemble.find(out, done, settings.duplicates)
     findings, leakage = (findings, {}) if run or over else _compare(job, settings, done, findings, report, say)

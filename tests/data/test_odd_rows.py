@@ -1,5 +1,6 @@
 """One odd row or file name is set aside by name; it never ends the prepare of all the rest."""
 
+import csv
 import io
 import json
 import os
@@ -125,6 +126,43 @@ def test_a_source_that_cannot_be_read_is_not_called_a_set_that_cannot_be_written
     (fault,) = prepare_module._pack_batch(batch, job)["fault"]
     assert fault.startswith(f"{tmp_path}/a.jsonl cannot be read: ")
     assert fault.endswith("the same command goes on once that is put right")
+
+
+def tar_of(path, *stems):
+    with tarfile.open(path, "w") as tar:
+        for stem in stems:
+            for kind, data in (("png", colour_image(ord(stem))), ("txt", b"x")):
+                member = tarfile.TarInfo(f"{stem}.{kind}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+def test_tars_without_a_member_are_a_source_without_rows(tmp_path):
+    (tmp_path / "raw").mkdir()
+    tar_of(tmp_path / "raw" / "a.tar")
+    with pytest.raises(DataError, match="holds no rows of WebDataset"):
+        prepared(tmp_path / "raw", tmp_path / "out")
+    tar_of(tmp_path / "raw" / "b.tar", "k")
+    assert prepared(tmp_path / "raw", tmp_path / "out")[0].num_rows == 1
+
+
+def test_a_tar_behind_a_tar_is_told(tmp_path):
+    first, second = (tar_of(tmp_path / f"{stem}.tar", stem).read_bytes() for stem in "ab")
+    (tmp_path / "both.tar").write_bytes(first + second)
+    manifest, _, faults = prepared(tmp_path / "both.tar", tmp_path / "out")
+    assert (manifest.num_rows, list(faults.values())) == (1, ["truncated"])
+    (tmp_path / "a.tar").write_bytes(first + bytes(5 << 20))
+    assert prepared(tmp_path / "a.tar", tmp_path / "padded")[0].reasons == {}
+
+
+def test_messages_may_stand_in_a_csv(tmp_path):
+    (tmp_path / "a.png").write_bytes(colour_image(1))
+    said = json.dumps([{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A colour."}])
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["image", "messages"], ["a.png", said]])
+    _, rows, _ = prepared(tmp_path / "a.csv", tmp_path / "out")
+    assert [turn["content"] for turn in rows[0].messages] == ["What?", "A colour."]
 
 
 def test_a_tree_follows_links_but_not_in_a_circle(tmp_path):

@@ -17,7 +17,7 @@ from mmray.data.place import Place
 from mmray.errors import DataError
 
 _INTEGERS = ("label",)
-_LISTS = ("images", "texts", "boxes", "box_labels")  # a JSON list in a field
+_LISTS = ("images", "texts", "boxes", "box_labels", "messages")  # a JSON list in a field
 
 
 class Csv:

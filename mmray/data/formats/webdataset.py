@@ -11,6 +11,7 @@ import io
 import re
 import tarfile
 from collections.abc import Collection, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 from mmray.data.files import MAX_IMAGE_BYTES
@@ -112,6 +113,9 @@ class _Members:
                 file.seek(end)
                 if file.read(_BLOCK) != bytes(_BLOCK):
                     yield "", BadRow("read", "truncated", f"the tar breaks off or is damaged after {last}, byte {end}")
+                elif any(piece.strip(b"\0") for piece in iter(partial(file.read, _BUFFER_BYTES), b"")):
+                    told = f"the tar ends after {last}, byte {end}, and more follows: another tar, which is not read"
+                    yield "", BadRow("read", "truncated", told)
             except (tarfile.TarError, EOFError) as error:
                 yield "", BadRow("read", "truncated", f"the tar breaks off or is damaged after {last}: {error}")
 
