@@ -75,6 +75,10 @@ def _sharded(config: Config) -> list[str]:
         reasons.append("train.parallel fsdp shards over workers; set --cluster.workers 2 or more, or take `single`")
     if config.train.precision == "fp16":
         reasons.append("train.parallel fsdp takes fp32 or bf16; set --train.precision bf16")
+    if config.train.channels_last:
+        reasons.append(
+            "train.channels_last: what fsdp cuts up is laid out row by row; take `ddp`, or --train.channels_last False"
+        )
     if config.train.ema:
         reasons.append("train.ema averages whole weights, which fsdp cuts up; take `ddp`, or --train.ema 0")
     return reasons

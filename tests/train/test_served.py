@@ -20,6 +20,10 @@ def config(recipe="sample", workers=1, **sections):
         ({"workers": 2, "train": {"parallel": "branches"}}, "set --cluster.workers 1"),
         ({"workers": 1, "train": {"parallel": "fsdp"}}, "set --cluster.workers 2"),
         ({"workers": 2, "train": {"parallel": "fsdp", "precision": "fp16"}}, "set --train.precision bf16"),
+        (
+            {"workers": 2, "train": {"parallel": "fsdp", "channels_last": True}},
+            "or --train.channels_last F",
+        ),
         ({"workers": 2, "train": {"parallel": "fsdp", "compress": "bf16"}}, "train.compress bf16 is for `ddp`"),
         ({"train": {"parallel": "branches"}, "model": {"kind": "my.package:Mine"}}, "needs two branches"),
         ({"batch": {"micro": "auto"}, "model": {"batch_norm": "synced"}}, "give --batch.micro"),
