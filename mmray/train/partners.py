@@ -34,13 +34,20 @@ def with_partners(mining: Mining, share: Share, embedded: list[Outputs], met: Me
 
 
 def borrowed(group: Group, mining: Mining, share: Share) -> Batch:
-    """Columns of the batch that partners lend, of all ranks, each rank's padded to `share.rows`."""
+    """Columns of the batch that partners lend, of all ranks, each rank's padded to `share.rows`; in one collective.
+
+    They are whole numbers, and go packed side by side, each as wide as the widest of any rank.
+    """
     columns = {name: _joined([micro[name] for micro in share.micros]) for name in mining.borrows}
     if group.world == 1:
         return columns
+    widest = -group.smallest(-max(column[0].numel() for column in columns.values()))
+    filled = [_filled(column, share.rows, widest) for column in columns.values()]
+    packed = torch.cat([column.long().reshape(share.rows, -1) for column in filled], dim=1)
+    everyone = group.gather(packed).split([column[0].numel() for column in filled], dim=1)
     return {
-        name: group.gather(_filled(column, share.rows, -group.smallest(-column[0].numel())))  # as wide as the widest
-        for name, column in columns.items()
+        name: part.reshape(-1, *column.shape[1:]).to(column.dtype)
+        for name, column, part in zip(columns, filled, everyone, strict=True)
     }
 
 

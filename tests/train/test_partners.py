@@ -1,0 +1,48 @@
+"""What partners lend each other travels packed: one vote and one collective, whatever the objective borrows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from mmray.train.feed import share_of
+from mmray.train.memory import Alone
+from mmray.train.partners import borrowed
+from tests.train import toy
+
+WIDER = 9  # the longest caption of another rank
+
+
+@dataclass(frozen=True)
+class Counted(Alone):
+    """Two ranks with the same rows, of which the other one's captions are wider."""
+
+    calls: list[str] = field(default_factory=list)
+
+    def smallest(self, value: int) -> int:
+        self.calls.append("vote")
+        return min(value, -WIDER)
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        self.calls.append("gather")
+        return super().gather(rows)
+
+
+def test_columns_come_back_as_they_were_in_one_vote_and_one_collective():
+    batch, mining = toy.rows(7, 0, invalid=(6,)), toy.objective("matching")
+    batch["attention_mask"] = batch["attention_mask"].int()
+    group = Counted(rank=0, world=2)
+    found = borrowed(group, mining, share_of(toy.cut(batch, 3)))
+    assert group.calls == ["vote", "gather"]
+    ids, mask = batch["input_ids"] * (torch.arange(6) < widest(batch)), batch["attention_mask"]
+    assert found["pos"].tolist() == [0, 1, 2, 3, 4, 5, 6] * 2
+    for name, column in {"input_ids": ids, "attention_mask": mask}.items():
+        wide = torch.nn.functional.pad(column, (0, WIDER - 6))
+        assert found[name].dtype == column.dtype and torch.equal(found[name], torch.cat([wide, wide]))
+
+
+def widest(batch):
+    """Of each row the width of its micro-batch, beyond which its tokens are cut off."""
+    lengths = batch["attention_mask"].sum(1)
+    return torch.cat([part.max().expand(len(part)) for part in lengths.split(3)])[:, None]
