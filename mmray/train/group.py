@@ -95,6 +95,10 @@ class Group:
             work.wait()
         return arriving
 
+    def read(self, tensor: Tensor) -> Tensor:
+        """The tensor on the host, which waits until the device has come to it, and what that waits for from others."""
+        return tensor.cpu()
+
     def barrier(self) -> None:
         """Return when all ranks are here."""
         if self.world > 1:

@@ -24,7 +24,7 @@ EVERY_S = 1.0
 PACKAGE = str(Path(__file__).parents[1])
 LONG = {"_evaluate", "_save"}  # of loop.py and worker.py: no steps are taken in them
 WRITER = str(Path(PACKAGE, "train", "writer.py"))
-READING = tuple(str(Path(PACKAGE, "train", name)) for name in ("clip.py", "group.py"))  # the device's results
+READING = str(Path(PACKAGE, "train", "group.py"))  # what other ranks have a part in
 WAITING = ("torch/distributed/", "torch/autograd/")  # DDP's collectives hide in the backward
 
 
@@ -109,7 +109,7 @@ def _waits(frames: list[FrameType]) -> bool:
     files = (frame.f_code.co_filename.replace(os.sep, "/") for frame in frames)
     if any(part in file for file in files for part in WAITING):
         return True
-    return bool(frames) and frames[0].f_code.co_filename in READING
+    return bool(frames) and frames[0].f_code.co_filename == READING
 
 
 def _where(frames: list[FrameType], ours: list[FrameType]) -> str:

@@ -59,7 +59,8 @@ def optimizer_step(learner: Learner, share: Share, seed_of: SeedOf, stop: bool =
     """Forward, backward and update on all ranks together; `stop` is this rank's wish to end the run after it.
 
     Raises NoRoom on all ranks together where the step may be taken again in smaller micro-batches, nothing having
-    changed; the error itself, on the rank that met it, where the ranks have parted.
+    changed but the running statistics of a BatchNorm that is `local`, which have seen some rows twice then; the error
+    itself, on the rank that met it, where the ranks have parted.
     """
     found, error = None, ""
     try:
@@ -104,7 +105,7 @@ def update(learner: Learner, wishes: Tensor) -> tuple[dict[str, float], bool, bo
     """
     learner.scaler.unscale_(learner.optimizer)
     found = clip.norms(learner.clip_groups)
-    *norms, wishing = torch.cat([found, wishes.to(found)]).tolist()
+    *norms, wishing = learner.group.read(torch.cat([found, wishes.to(found)])).tolist()
     grad_norms = dict(zip(learner.clip_groups, norms, strict=True))
     finite = all(math.isfinite(norm) for norm in grad_norms.values())
     if finite:

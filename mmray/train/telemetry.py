@@ -238,7 +238,7 @@ def over_ranks(group: Group, sums: list[Tensor], own: Metrics) -> tuple[list[flo
     """
     figures = torch.tensor([float(value) for value in own.values()], dtype=torch.float64, device=group.device)
     local = torch.cat([*(value.to(torch.float64).reshape(1) for value in sums), figures])
-    everyone = group.gather(local[None]).cpu()
+    everyone = group.read(group.gather(local[None]))
     found = everyone[:, len(sums) :]
     reduced = {
         name: (found[:, index].max() if _reduction(name) == "max" else found[:, index].mean()).item()

@@ -23,8 +23,9 @@ def said(error: BaseException) -> str:
 
 
 class NoRoom(Exception):
-    """Some rank ran out of memory, all ranks know it, and nothing has changed: the step may be taken again.
+    """Some rank ran out of memory, all ranks know it, and no weight has changed: the step may be taken again.
 
+    Running statistics of a BatchNorm that is `local` have moved: a copy of them for each step would cost more.
     The text is this rank's own error, empty where it was another's.
     """
 

@@ -2,13 +2,18 @@
 
 import threading
 import time
+from queue import SimpleQueue
 
 import pytest
+import torch
 
+from mmray.train import step
 from mmray.train.guard import leave_at_s
 from mmray.train.pulse import Pulse
+from mmray.train.telemetry import over_ranks
 from mmray.train.watchdog import Beat, Watchdog, culprits
 from mmray.train.writer import Writer
+from tests.train import toy
 
 
 def beat(rank, waits=False, age_s=0.5, step=7, mark=7):
@@ -78,6 +83,30 @@ def test_a_pulse_says_where_its_thread_stands_and_writes_stacks_when_asked(tmp_p
     assert sent[0]["step"] == 4 and sent[-2]["step"] == 5 and sent[-1]["ended"]
     assert not sent[0]["waits"]
     assert "test_watchdog.py" in (tmp_path / "stacks" / "rank-1.txt").read_text()
+
+
+@pytest.mark.parametrize(("reads", "found"), [("step", torch.ones(2)), ("line", torch.ones(1, 1))])
+def test_a_rank_that_reads_what_a_device_has_yet_to_reduce_is_told_as_waiting(tmp_path, monkeypatch, reads, found):
+    """In the real lines: the norms of a step, and the figures of a logged one."""
+    device, pulses = SimpleQueue(), SimpleQueue()
+    learner = toy.learner(toy.Toy())
+
+    def rank():
+        pulses.put(Pulse(lambda _: False, {}, tmp_path / "rank-0.txt", 60))
+        if reads == "step":
+            step.update(learner, torch.zeros(1))
+        else:
+            over_ranks(learner.group, [torch.ones(1)], {})
+
+    monkeypatch.setattr(torch.Tensor, "cpu", device.get)  # stands in C, as torch does
+    thread = threading.Thread(target=rank, daemon=True)
+    thread.start()
+    pulse, deadline_s = pulses.get(timeout=10), time.monotonic() + 10
+    while not (seen := pulse._look())["waits"] and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    device.put(found)
+    thread.join(10)
+    assert seen["waits"] and "group.py" in seen["where"] and not thread.is_alive()
 
 
 def test_a_checkpoint_may_take_its_time_but_not_for_ever(tmp_path, monkeypatch):
