@@ -143,10 +143,10 @@ def _start(task: Task, state: State | Stored | None) -> _Run:
 
 
 def _fitting(task: Task, progress: Progress) -> Progress:
-    """Rows of a micro-batch: the plan's, or the fewer that were found to fit, as long as the plan is the same."""
-    planned = min(task.plan.micro, task.plan.share)
-    found = progress.micro if progress.planned_micro == planned and progress.micro else planned
-    progress.planned_micro, progress.micro = planned, min(found, task.micro or planned)
+    """Rows of a micro-batch: those that fit before the first step, or the fewer to which the same number shrank."""
+    planned = min(task.plan.micro, task.plan.share, task.micro or task.plan.share)
+    found = progress.micro if progress.planned_micro == planned else planned
+    progress.planned_micro, progress.micro = planned, found
     return progress
 
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from mmray.train.group import Group
+
+FROM_WEAKEST = ("fp32", "fp16", "bf16")  # what is best on a CPU, on an older GPU, on a newer one
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -39,6 +42,16 @@ def choose(setting: str, device: torch.device) -> Precision:
     if setting == "auto":
         setting = _best(device)
     return Precision(setting, _DTYPES[setting], device.type)
+
+
+def agreed(setting: str, group: Group) -> str:
+    """The format that a `train.precision` means for all ranks; auto: the best that the weakest of their devices has.
+
+    Ranks that chose for themselves would average gradients of a scaled loss with those of another.
+    """
+    if setting != "auto":
+        return setting
+    return FROM_WEAKEST[group.smallest(FROM_WEAKEST.index(_best(group.device)))]
 
 
 def _best(device: torch.device) -> str:

@@ -78,5 +78,5 @@ class Progress:
     step: int = 0  # steps taken
     skipped: int = 0  # of these, not applied because the gradient was not finite
     skipped_in_row: int = 0
-    planned_micro: int = 0  # of the plan; with it holds `micro`, what was found to fit
-    micro: int = 0
+    planned_micro: int = 0  # rows of a micro-batch that a run began with
+    micro: int = 0  # to which they shrank

@@ -58,6 +58,8 @@ def _work(
         keep_freed_memory()
     settle(config.train.seed, config.train.deterministic)
     group = Group.current(device, config.cluster.collective_timeout_s)
+    precise = config.train.model_copy(update={"precision": precision.agreed(config.train.precision, group)})
+    config = config.model_copy(update={"train": precise})
     found = None if start.checkpoint is None else folder_at(start.checkpoint)
     cut = config.train.parallel == "fsdp" and group.world > 1
     model = _model(job, None if found is None else checkpoint.load_meta(found)["architecture"], device)
@@ -80,7 +82,7 @@ def _work(
         train=config.train,
         optimizer=config.optimizer,
         save=partial(_save, writes, start),
-        evaluate=_evaluator(job, group, objective, start, line.report),
+        evaluate=_evaluator(job, group, objective, start, line.report, precise.precision),
         evaluate_every=config.evaluate.every,
         log=log,
         callbacks=_callbacks(job, keeper, device, line, pulse),
@@ -188,12 +190,12 @@ def _save(
 
 
 def _evaluator(
-    job: Job, group: Group, objective: Any, start: Start, report: Report
+    job: Job, group: Group, objective: Any, start: Start, report: Report, number_format: str
 ) -> Callable[[int, nn.Module], dict[str, float]] | None:
     if job.eval_set is None:
         return None
     scorer = evaluator_of(job.config, job.eval_set, job.tokenizer_json)
-    chosen = precision.choose(job.config.train.precision, group.device)
+    chosen = precision.choose(number_format, group.device)
 
     def evaluate(step: int, model: nn.Module) -> dict[str, float]:
         show = partial(reporting.keep_examples, job.folder, report, step) if group.rank == 0 else None

@@ -171,9 +171,9 @@ def test_what_was_found_to_fit_holds_after_a_restart_until_another_is_asked_for(
     fault = toy.Fault("forward", at_step=2)
     train(toy.Cramped(fault), plan, save=checkpoints.save, callbacks=(fault,))
     assert checkpoints.load(3)["progress"]["micro"] == 2
-    for asked, found in ((5, 2), (10, 10)):
+    for asked, fits, found in ((5, 0, 2), (10, 0, 10), (10, 5, 2), (10, 10, 10), (10, 2, 2)):
         log = toy.Lines()
-        train(toy.Toy(), plan_of(6, micro=asked), checkpoints.load(3), first=3, log=log)
+        train(toy.Toy(), plan_of(6, micro=asked), checkpoints.load(3), first=3, log=log, micro=fits)
         assert {line["batch/micro"] for line in log.lines} == {found}
 
 

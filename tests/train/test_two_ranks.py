@@ -87,6 +87,10 @@ def test_gradients_live_in_the_buckets_and_nowhere_else(played):
         assert result["where_gradients_live"]["apart"][0] == 0 and max(result["where_gradients_live"]["apart"]) > 1
 
 
+def test_ranks_agree_on_the_number_format_that_all_of_them_do_well(played):
+    assert [result["formats"] for result in played[0]] == [["bf16", "fp16", "bf16"], ["fp16", "fp16", "bf16"]]
+
+
 def test_a_rank_without_rows_takes_part(played):
     one = toy.flat(two_ranks.steps_of_a_model(Group(), micro=8, invalid=tuple(range(11, two_ranks.ROWS))))
     for result in played[0]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from mmray.config import Own
 from mmray.errors import UsageError
-from mmray.train import memory
+from mmray.train import memory, precision
 from mmray.train.seeding import settle
 from tests.train import runs
 from tests.train.double import DoubleTowers
@@ -38,7 +38,7 @@ def test_a_worker_finds_its_micro_batch_records_it_and_trains_as_with_that_one(
     found, found_lines, notes = ran(prepared, tmp_path / "auto", "auto", by_length=by_length)
     assert "micro-batches of 4 rows fit" in notes
     assert {line["batch/micro"] for line in lines + found_lines} == {4}
-    assert (found["progress"]["micro"], found["progress"]["planned_micro"]) == (4, 8)
+    assert (found["progress"]["micro"], found["progress"]["planned_micro"]) == (4, 4)
     assert abs(lines[0]["train/loss"] - lines[-1]["train/loss"]) > 0.01
     same = ("rows_sha", "train/loss", "batch/padding")
     assert [[line[name] for name in same] for line in lines] == [[line[name] for name in same] for line in found_lines]
@@ -64,6 +64,16 @@ def test_an_own_model_that_cannot_be_scored_is_refused_before_its_first_step(pre
     assert not (tmp_path / "scored" / "metrics.jsonl").exists()
     _, lines, _ = ran(prepared, tmp_path / "unscored", 4, model=own, scored=False)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
+
+
+def test_a_worker_rehearses_trains_and_scores_in_the_format_that_the_ranks_agreed_on(prepared, tmp_path, monkeypatch):
+    chosen = []
+    choose = precision.choose
+    monkeypatch.setattr(precision, "agreed", lambda setting, group: {"auto": "bf16"}[setting])
+    monkeypatch.setattr(precision, "choose", lambda name, device: chosen.append(name) or choose(name, device))
+    state, _, _ = ran(prepared, tmp_path / "agreed", 4, precision="auto")
+    assert len(chosen) == 3 and set(chosen) == {"bf16"}
+    assert state["progress"]["step"] == 4
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from mmray.data.order import Plan
 from mmray.errors import OutOfMemoryError
 from mmray.objectives.contrastive import Contrastive
 from mmray.objectives.sigmoid import Sigmoid
-from mmray.train import loop, meet, memory, optimizer
+from mmray.train import loop, meet, memory, optimizer, precision
 from mmray.train.feed import share_of
 from mmray.train.group import Group
 from mmray.train.measure import Meter
@@ -122,6 +122,13 @@ def where_gradients_live(group: Group, folder: Path) -> dict[str, list[int]]:
 
 def _pieces(model: torch.nn.Module) -> int:
     return len({w.grad.untyped_storage().data_ptr() for w in model.parameters() if w.grad is not None})
+
+
+def formats(group: Group, folder: Path) -> list[str]:
+    """What `auto` comes to where rank 1 has an older GPU than rank 0; and what is set."""
+    there = replace(group, device=torch.device("cuda", 0))
+    with patch.object(torch.cuda, "get_device_capability", lambda _: (9, 0) if group.rank == 0 else (7, 0)):
+        return [precision.choose("auto", there.device).name, *(precision.agreed(s, there) for s in ("auto", "bf16"))]
 
 
 def a_rank_without_rows(group: Group, folder: Path) -> torch.Tensor:
@@ -448,6 +455,7 @@ SCENES = (
     accumulated_shares,
     gathered_shares,
     where_gradients_live,
+    formats,
     a_rank_without_rows,
     row_by_row,
     not_a_number_on_one_rank,
