@@ -21,11 +21,15 @@ if TYPE_CHECKING:
     from mmray.config import Config
 
 
+PATIENCE_S = 10.0  # for a write under way, while other ranks stand in a collective
+
+
 class Keeper:
     """Writes checkpoints beside the training into `folder`, as the holder of the lease `fence`.
 
-    `about` goes into each meta.json. `tell` hears, with a label, what the storage did not take while the run goes on.
-    `ranks` is the process group, on hosts and for this alone, of a model that is cut over them.
+    `about` goes into each meta.json, the number of ranks (`world`) among it. `tell` hears, with a label, what the
+    storage did not take while the run goes on. `ranks` is the process group, on hosts and for this alone, of a model
+    that is cut over them.
     """
 
     def __init__(
@@ -38,6 +42,8 @@ class Keeper:
         ranks: Any = None,
     ):
         self._ranks = ranks
+        alone_or_cut = ranks is not None or about["world"] == 1
+        self._patience_s = None if alone_or_cut else min(PATIENCE_S, config.cluster.collective_timeout_s / 2)
         self._folder, self._config, self._about = folder, config, about
         self._check = partial(lease.check, folder, fence)
         self._tell_storage, self._tell = partial(tell, "storage"), partial(tell, "checkpoint")
@@ -48,8 +54,15 @@ class Keeper:
         """The log of the steps after `step`."""
         return MetricsLog(self.growing.here, step, self._tell_storage, self._check)
 
-    def save(self, step: int, rows_consumed: int, state: dict[str, Any], metrics: dict[str, Any]) -> float | None:
-        """Have a checkpoint written; answers what the one before cost, in seconds."""
+    def save(
+        self, step: int, rows_consumed: int, state: dict[str, Any], metrics: dict[str, Any], last: bool
+    ) -> float | None:
+        """Have a checkpoint written; answers what the one before cost, in seconds.
+
+        Where that one is still under way, as on a storage that stalls, this one is left out, unless it is the `last`:
+        other ranks stand in their next step's collective meanwhile, which does not wait for ever. Parts of a model that
+        is cut are written by all ranks, which wait together; and alone, nobody stands anywhere.
+        """
         meta = {
             "step": step,
             "rows_consumed": rows_consumed,
@@ -57,7 +70,11 @@ class Keeper:
             "config": self._config.model_dump(mode="json", by_alias=True),
             "metrics": metrics,
         }
-        self.writer.submit(state, partial(self._write, step, meta))
+        if not self.writer.submit(state, partial(self._write, step, meta), None if last else self._patience_s):
+            self._tell(
+                f"step {step} has no checkpoint: the storage has not yet taken the one before. The run goes on, and "
+                "will try again at its next checkpoint"
+            )
         return self.writer.cost_s
 
     def close(self) -> None:
@@ -96,7 +113,9 @@ class Helper:
     def __init__(self, folder: Folder, ranks: Any):
         self._folder, self._ranks, self._writer = folder / "checkpoints", ranks, Writer()
 
-    def save(self, step: int, rows_consumed: int, state: dict[str, Any], metrics: dict[str, Any]) -> float | None:
+    def save(
+        self, step: int, rows_consumed: int, state: dict[str, Any], metrics: dict[str, Any], last: bool
+    ) -> float | None:
         """Have this rank's part written; the keeper knows the rest."""
         self._writer.submit(state, partial(self._write, step))
         return self._writer.cost_s

@@ -264,7 +264,7 @@ def _save(run: _Run, metrics: Metrics, last: bool) -> None:
     """Hand the state over; where no rhythm is set, rank 0's measure of what that costs sets it for all ranks."""
     task, step, rhythm = run.task, run.progress.step, run.rhythm
     assert task.save is not None
-    cost_s = task.save(step, _state(run), metrics)
+    cost_s = task.save(step, _state(run), metrics, last)
     if rhythm.every == "auto" and not last:
         steps = interval(metrics.get("time/step_s"), cost_s, step - rhythm.begin)
         rhythm.written(step, task.group.broadcast_object(steps))

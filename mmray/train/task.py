@@ -41,7 +41,8 @@ class Task:
     group: Group
     train: Train
     optimizer: Optimizer
-    save: Callable[[int, State, Metrics], float | None] | None = None  # answers what the last one cost, in s
+    # Given the step, the state, its metrics, and whether no other follows; answers what the one before cost, in s.
+    save: Callable[[int, State, Metrics, bool], float | None] | None = None
     evaluate: Callable[[int, nn.Module], dict[str, float]] | None = None  # given the averaged model where there is one
     evaluate_every: int = 0  # steps; 0: only after the last
     log: MetricsLog | None = None

@@ -183,10 +183,10 @@ def _state(found: Folder, cut: bool) -> State | Stored:
 
 
 def _save(
-    keeper: Keeper | Helper | None, start: Start, step: int, state: State, metrics: dict[str, Any]
+    keeper: Keeper | Helper | None, start: Start, step: int, state: State, metrics: dict[str, Any], last: bool
 ) -> float | None:
     """Those who write have the checkpoint written beside the training; answers what the one before cost, in seconds."""
-    return None if keeper is None else keeper.save(step, start.plan.rows_start(step), state, metrics)
+    return None if keeper is None else keeper.save(step, start.plan.rows_start(step), state, metrics, last)
 
 
 def _evaluator(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from torch import Tensor
@@ -30,13 +30,19 @@ class Writer:
         self._under_way: Future[float] | None = None
         self.cost_s: float | None = None  # of the last write: the copy, any wait for the one before, and the write
 
-    def submit(self, state: Any, write: Callable[[Any], Any]) -> None:
-        """Copy `state` and have `write` called with the copy; waits where the write before is still under way."""
+    def submit(self, state: Any, write: Callable[[Any], Any], patience_s: float | None = None) -> bool:
+        """Copy `state` and have `write` called with the copy, once the write before has ended; whether it will be.
+
+        Where that one takes longer than `patience_s` from here (None: as long as it takes) nothing comes of it.
+        """
         began_s = time.perf_counter()
+        if self._under_way is not None and not wait([self._under_way], patience_s).done:
+            return False
         self._settle()
         copied = copy_to_cpu(state)
         stood_s = time.perf_counter() - began_s
         self._under_way = self._thread.submit(_timed, write, copied, stood_s)
+        return True
 
     def check(self) -> None:
         """Take note of a write that has ended."""

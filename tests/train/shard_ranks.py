@@ -128,9 +128,9 @@ def saved(group: Group, run: Folder, steps: int = 8) -> dict[str, Any]:
     DTensor.full_tensor = only_numbers
     writes, lease = of(group, run, group.apart(60), told)
 
-    def save(step: int, state: dict[str, Any], metrics: dict[str, Any]) -> float | None:
+    def save(step: int, state: dict[str, Any], metrics: dict[str, Any], last: bool) -> float | None:
         held.append(elements(state))
-        return writes.save(step, 12 * step, state, metrics)
+        return writes.save(step, 12 * step, state, metrics, last)
 
     try:
         model = train(group, save, None, "fsdp", 0, steps)
@@ -226,7 +226,7 @@ def full(group: Group, run: Path) -> str:
         raise OSError(28, "No space left on device")
 
     shards.sha256 = refuse if group.rank else real
-    writes.save(1, 12, copy.deepcopy(state) | cut(group), {})
+    writes.save(1, 12, copy.deepcopy(state) | cut(group), {}, last=True)
     try:
         writes.close()
     except StorageError as error:
@@ -276,7 +276,7 @@ def dying(group: Group, run: Path) -> None:
     writes, _ = of(group, run, group.apart(60), told)
     if group.rank:
         shards.sha256 = lambda file: os._exit(0)
-    writes.save(1, 12, {"model": cut(group), "progress": {"step": 1}}, {})
+    writes.save(1, 12, {"model": cut(group), "progress": {"step": 1}}, {}, last=True)
     try:
         writes.close()
     except RuntimeError as error:

@@ -26,7 +26,7 @@ def plan_of(steps: int, micro: int = 3, world: int = 1) -> Plan:
 class Checkpoints(dict):
     """States by step, as bytes that load without pickle, which is what a real checkpoint does to them."""
 
-    def save(self, step, state, metrics):
+    def save(self, step, state, metrics, last):
         buffer = io.BytesIO()
         torch.save(state, buffer)
         self[step] = buffer.getvalue()
@@ -103,7 +103,7 @@ def test_what_is_logged_and_who_is_told():
         plan,
         log=log,
         callbacks=(callback,),
-        save=lambda step, state, metrics: saved.append((step, metrics)),
+        save=lambda step, state, metrics, last: saved.append((step, metrics, last)),
         evaluate=lambda step, _: {"recall_at_1/image_to_text": step / 10},
         evaluate_every=4,
     )
@@ -123,7 +123,7 @@ def test_what_is_logged_and_who_is_told():
     assert "batch/padding_unsorted" not in log.lines[0]  # the rows stand as they came
     assert [step for step, _ in callback.seen] == [1, 2, 3, 4, 5]
     assert [metrics for _, metrics in callback.seen] == [None, *log.lines]
-    assert saved == [(3, log.lines[1]), (5, log.lines[3])]
+    assert saved == [(3, log.lines[1], False), (5, log.lines[3], True)]
     assert outcome == Outcome("finished", 5, 43, 0, log.lines[-1])
 
 

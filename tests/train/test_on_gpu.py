@@ -190,7 +190,7 @@ def test_in_half_precision_the_host_waits_once_a_step(monkeypatch, kind):
 def test_a_run_goes_on_from_what_it_saved(monkeypatch, kind):
     kept = {}
     with gpus(monkeypatch):
-        given = {"options": {"save": lambda step, state, metrics: kept.update({step: copy_to_cpu(state)})}}
+        given = {"options": {"save": lambda step, state, metrics, last: kept.update({step: copy_to_cpu(state)})}}
         whole = trained(kind, GPU, ema=0.9, **given | {"checkpoint_every": 2})
         assert all(not isinstance(value, OnDevice) for value in tensors_of(kept[2]))
         task = task_of(kind, GPU, ema=0.9)

@@ -3,6 +3,7 @@
 import io
 import json
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from mmray.data.folders import on_its_way
 from mmray.data.remote import folder_at
 from mmray.errors import StorageError, TrainingError, UsageError
 from mmray.train import checkpoint, growing, lease
+from mmray.train import keeper as keeping
 from mmray.train.claims import ObjectClaims
 from mmray.train.growing import Growing
 from mmray.train.keeper import Keeper
@@ -72,10 +74,10 @@ def test_an_upload_that_fails_for_good_leaves_nothing_that_counts(s3, monkeypatc
     assert checkpoint.names(folder) == ["step-3"]
 
 
-def keeper_of(run, told):
+def keeper_of(run, told, world=1):
     wanted = Config(recipe="sample", run=Run(storage=str(run.parent), name=run.name))
     held = Lease(run)
-    return held, Keeper(run, held.acquire(), wanted, {"world": 1}, lambda label, text: told.append((label, text)))
+    return held, Keeper(run, held.acquire(), wanted, {"world": world}, lambda label, text: told.append((label, text)))
 
 
 def state(step):
@@ -88,7 +90,7 @@ def test_a_store_that_fails_for_a_while_costs_a_checkpoint_and_not_the_run(s3, m
     held, keeper = keeper_of(run, told)
     s3.fail("PUT", "step-6/", 1000, status=400)
     for step in (3, 6, 9):
-        keeper.save(step, step, state(step), {})
+        keeper.save(step, step, state(step), {}, last=False)
     keeper.close()
     held.release()
     assert checkpoint.names(run / "checkpoints") == ["step-3", "step-9"]
@@ -96,13 +98,38 @@ def test_a_store_that_fails_for_a_while_costs_a_checkpoint_and_not_the_run(s3, m
     assert label == "checkpoint" and "step-6" in text and "The run goes on" in text
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_while_a_write_stalls_other_ranks_are_not_kept_waiting_and_the_last_checkpoint_is_written(
+    tmp_path, monkeypatch, world
+):
+    run, told, answers = tmp_path / "mine", [], threading.Event()
+    run.mkdir()
+    monkeypatch.setattr(keeping, "PATIENCE_S", 0.05)
+    plain = checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda *given: answers.wait(20) and plain(*given))
+    held, keeper = keeper_of(run, told, world)
+    keeper.save(3, 3, state(3), {}, last=False)
+    timer = threading.Timer(0.5, answers.set)
+    timer.start()
+    began_s = time.monotonic()
+    keeper.save(6, 6, state(6), {}, last=False)
+    left_out = world > 1
+    assert (time.monotonic() - began_s < 0.4) == left_out  # alone nobody stands in a collective
+    keeper.save(9, 9, state(9), {}, last=True)
+    keeper.close()
+    held.release()
+    kept = ["step-3", "step-9"] if left_out else ["step-6", "step-9"]
+    assert checkpoint.names(run / "checkpoints") == kept
+    assert [(label, text[:26]) for label, text in told] == [("checkpoint", "step 6 has no checkpoint: ")] * left_out
+
+
 def test_a_store_that_fails_at_the_end_is_an_error_and_the_checkpoint_before_stands(s3, monkeypatch):
     monkeypatch.setattr(remote, "ATTEMPTS", 1)
     run, told = folder_at(s3.address) / "mine", []
     held, keeper = keeper_of(run, told)
-    keeper.save(3, 3, state(3), {})
+    keeper.save(3, 3, state(3), {}, last=False)
     s3.fail("PUT", "checkpoints/step-6/", 1000, status=400)
-    keeper.save(6, 6, state(6), {})
+    keeper.save(6, 6, state(6), {}, last=False)
     with pytest.raises(StorageError, match=r"step-6: .*start the same command again"):
         keeper.close()
     held.release()
@@ -210,7 +237,7 @@ def test_what_ended_a_run_is_not_hidden_by_a_write_that_failed_before(s3, monkey
     """The policy has to see it: a store that failed a while ago must not make a lost worker final."""
     monkeypatch.setattr(checkpoint, "save", refuse)
     held, keeper = keeper_of(folder_at(s3.address) / "mine", [])
-    keeper.save(1, 4, state(1), {})
+    keeper.save(1, 4, state(1), {}, last=False)
     with pytest.raises(RuntimeError, match="connection closed by peer"), _closing(None, keeper):
         raise RuntimeError("connection closed by peer")
     held.release()

@@ -324,7 +324,7 @@ def strategy(group: Group, objective: Any, first: dict[str, Any] | None = None, 
             model(toy.rows(2, 0))
         return {"scored": 1.0}
 
-    def save(step: int, state: dict[str, Any], metrics: dict[str, Any]) -> None:
+    def save(step: int, state: dict[str, Any], metrics: dict[str, Any], last: bool) -> None:
         states[step] = copy.deepcopy(mapped(state, lambda _, tensor: toy.whole(tensor)))
 
     options = {"objective": objective, "train": train, "log": log, "save": save, "evaluate": evaluate}
