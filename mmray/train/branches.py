@@ -48,6 +48,7 @@ class BranchParallel(nn.Module):
         self.share, self._steps = 0.5, 0
         self._watches = {name: Stopwatch(devices[name != "slow"]) for name in ("slow", "fast", "replica")}
         self._rows = dict.fromkeys(self._watches, 0)
+        self._seconds = dict.fromkeys(self._watches, 0.0)  # since the last refit
         self._busy_s = [0.0, 0.0]
         self._spans = [Stopwatch(device) for device in devices]  # of what both do side by side, waiting included
         self._second = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mmray-branch")
@@ -105,6 +106,10 @@ class BranchParallel(nn.Module):
         """Of a step that was given up."""
         self._replica[0].zero_grad(set_to_none=True)
 
+    def copy_anew(self) -> None:
+        """The replica is as the branch it copies, into which something else was loaded."""
+        self._replica[0].load_state_dict(self._slow.state_dict())
+
     @torch.no_grad()
     def spread_weights(self) -> None:
         """The replica follows the branch it copies; every `refit_every` steps the cut follows the measured times."""
@@ -136,13 +141,11 @@ class BranchParallel(nn.Module):
 
     def _look(self) -> dict[str, float]:
         """Seconds of each kind of work since the last refit."""
-        kept: dict[str, float] = getattr(self, "_seconds", dict.fromkeys(self._rows, 0.0))
         for name, watch in self._watches.items():
             took_s = watch.take_s()
-            kept[name] += took_s
+            self._seconds[name] += took_s
             self._busy_s[name != "slow"] += took_s
-        self._seconds = kept
-        return kept
+        return self._seconds
 
     def _timed(self, name: str, rows: int, work: Work) -> Any:
         self._rows[name] += rows

@@ -46,14 +46,14 @@ class _Run:
     average: MovingAverage | None = None
 
 
-def run(task: Task, steps: Iterable[list[Batch]], state: State | Stored | None = None) -> Outcome:
+def run(task: Task, steps: Iterable[list[Batch]], stored: Stored | None = None) -> Outcome:
     """Train to the last step of the plan, or until told to stop.
 
     `steps` yields the CPU micro-batches of each step of this rank, the first being the first step not yet taken.
-    `state` is what `save` was given, or reads it for a model that is cut. Raises TrainingError: wrong rows, too few of
-    them, or gradients that stay non-finite.
+    `stored` reads what `save` was given. Raises TrainingError: wrong rows, too few of them, or gradients that stay
+    non-finite.
     """
-    run = _start(task, state)
+    run = _start(task, stored)
     plan, progress = task.plan, run.progress
     group, phases = task.group, run.learner.phases
     shares = feed(steps, plan, progress.step, group.rank, group.device, phases, task.by_length)
@@ -101,12 +101,10 @@ def _timed_step(run: _Run, shares: Iterator[Share]) -> tuple[Tensor, StepResult]
     return share.keys, result
 
 
-def _start(task: Task, state: State | Stored | None) -> _Run:
-    """The model on its device, wrapped, with optimizer and scaler, where `state` left them."""
+def _start(task: Task, stored: Stored | None) -> _Run:
+    """The model on its device, wrapped, with optimizer and scaler, where what is stored left them."""
     device = task.group.device
     module = task.model.to(parallel.first_place(task.train.parallel, device))
-    if isinstance(state, dict):
-        module.load_state_dict(state["model"])
     module.train()
     chosen = precision.choose(task.train.precision, device)
     phases = Phases(device)
@@ -126,20 +124,22 @@ def _start(task: Task, state: State | Stored | None) -> _Run:
         parts=parallel.may_part(model) or not (task.votes or device.type == "cuda"),
     )
     average = MovingAverage(module, task.train.ema) if task.train.ema else None
-    if state is None:
-        rhythm = Rhythm(task.train.checkpoint_every, 0)
-        return _Run(task, learner, layout, _fitting(task, Progress()), meter, rhythm, average)
-    if not isinstance(state, dict):  # each rank reads what it holds, so only now that this is known
-        state = state(sharding.cut_for(module, learner.optimizer))
-        module.load_state_dict(state["model"])
+    progress = _fitting(task, Progress() if stored is None else _load(stored, module, learner, average))
+    rhythm = Rhythm(task.train.checkpoint_every, progress.step)
+    return _Run(task, learner, layout, progress, meter, rhythm, average)
+
+
+def _load(stored: Stored, module: nn.Module, learner: Learner, average: MovingAverage | None) -> Progress:
+    """Put everything where it was, and let go of what was read; each rank reads what it holds of what is cut."""
+    state = stored(sharding.cut_for(module, learner.optimizer))
+    sharding.load_weights(module, state["model"])
+    parallel.loaded(learner.model)
     sharding.load_optimizer(learner.optimizer, state["optimizer"])
     if state["scaler"]:  # empty where it was taken in a format that needs none
         learner.scaler.load_state_dict(state["scaler"])
     if average is not None:
         average.load_state_dict(state[AVERAGE])
-    progress = _fitting(task, Progress(**state["progress"]))
-    rhythm = Rhythm(task.train.checkpoint_every, progress.step)
-    return _Run(task, learner, layout, progress, meter, rhythm, average)
+    return Progress(**state["progress"])
 
 
 def _fitting(task: Task, progress: Progress) -> Progress:

@@ -148,6 +148,12 @@ def clear(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.zero_grad(set_to_none=not tied)
 
 
+def loaded(model: nn.Module) -> None:
+    """After other weights were loaded into the module inside: copies of them follow."""
+    if isinstance(model, BranchParallel):
+        model.copy_anew()
+
+
 def after_update(model: nn.Module) -> None:
     """After the optimizer's step: copies of weights follow."""
     if isinstance(model, BranchParallel):

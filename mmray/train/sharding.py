@@ -119,6 +119,12 @@ def _learning(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def load_weights(module: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Load weights that are whole, or cut already, cut as this module's own are. Raises as load_state_dict does."""
+    own = module.state_dict()
+    module.load_state_dict({name: _cut_like(own.get(name), value) for name, value in weights.items()})
+
+
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Load state that is whole, or cut already, cut as this optimizer's own weights are."""
     parameters = _learning(optimizer)
@@ -129,7 +135,7 @@ def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     optimizer.load_state_dict(state | {"state": cut})
 
 
-def _cut_like(parameter: Tensor, value: Any) -> Any:
+def _cut_like(parameter: Tensor | None, value: Any) -> Any:
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
         return value
     if not isinstance(value, Tensor) or value.shape != parameter.shape:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mmray.data.order import Plan
 
 State = dict[str, Any]
-Stored = Callable[[Callable[[tuple[Any, ...], Tensor], Tensor]], State]  # reads a state into the room made for it
+Stored = Callable[[Callable[[tuple[Any, ...], Tensor], Tensor]], State]  # reads a state; what is cut, into that room
 AVERAGE = "average"  # in a state: the averaged weights, under `module.` and the model's names
 
 

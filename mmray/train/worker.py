@@ -18,7 +18,7 @@ from mmray import objectives, plug
 from mmray.data.collate import steps_of
 from mmray.data.order import Start
 from mmray.data.reader import Block
-from mmray.data.remote import Folder, folder_at
+from mmray.data.remote import folder_at
 from mmray.data.words import encoder_of
 from mmray.errors import MmrayError, UsageError
 from mmray.evaluate.choose import check_scored, evaluator_of
@@ -34,7 +34,7 @@ from mmray.train.pulse import Pulse
 from mmray.train.rehearsal import learner_of, rehearse_job, synthetic_of
 from mmray.train.seeding import settle
 from mmray.train.shaping import shape
-from mmray.train.task import Callback, State, Stored, Task
+from mmray.train.task import Callback, State, Task
 from mmray.train.telemetry import MetricsLog
 from mmray.train.unreadable import watched
 
@@ -67,7 +67,7 @@ def _work(
         check_scored(config, model)
     objective = objectives.build(config.objective)
     rehearsed = rehearse_job(job, learner_of(config, model, objective, group), start.plan)
-    state = None if found is None else _state(found, cut)
+    stored = None if found is None else partial(checkpoint.load, found)
     ranks = group.apart(WRITES_HANGS * config.cluster.hang_timeout_s) if cut else None
     keeper = _keeper(job, group, model, line.report, ranks)
     writes = keeper or (Helper(job.folder, ranks) if cut else None)
@@ -101,7 +101,7 @@ def _work(
         rows = watched(blocks, config, job.folder, job.reader, start.plan, line.bad_row)
         # Cut here to what fits: by_length has something to arrange, and each micro-batch its own longest caption.
         fitting = replace(start.plan, micro=rehearsed.micro)
-        outcome = loop.run(task, steps_of(rows, fitting, config.batch.by_length), state)
+        outcome = loop.run(task, steps_of(rows, fitting, config.batch.by_length), stored)
     return vars(outcome) | {"metrics": {key.removeprefix("evaluate/"): v for key, v in outcome.metrics.items()}}
 
 
@@ -173,13 +173,6 @@ def _keeper(job: Job, group: Group, model: nn.Module, report: Report, ranks: Any
         return None
     about = {"world": group.world, "architecture": _architecture(model)}
     return Keeper(job.folder, job.fence, job.config, about, partial(reporting.tell, report), ranks)
-
-
-def _state(found: Folder, cut: bool) -> State | Stored:
-    """What a checkpoint holds; where it and the model are cut, what reads it when each rank knows its part."""
-    if cut and checkpoint.shards_of(found):
-        return partial(checkpoint.load, found)
-    return checkpoint.load(found)
 
 
 def _save(

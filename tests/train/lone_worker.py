@@ -28,10 +28,13 @@ def rows_of(place):
     return PreparedSet.open(str(place))
 
 
-def ran(prepared, folder, micro, dropout=0.0, by_length=False, device=CPU, model=None, scored=True, **settings):
+def ran(
+    prepared, folder, micro, dropout=0.0, by_length=False, device=CPU, model=None, scored=True, found=None, **settings
+):
     """What a worker left of a run of 8 rows a step: its checkpoint, its lines, and what it told.
 
     `model` is another model section than that of runs.py; `dropout` is of the latter. `scored`: rows are held out.
+    `found`: the checkpoint that it goes on from.
     """
     config = runs.config("made", folder.parent, folder.name, **{"steps": STEPS, "precision": "fp32"} | settings)
     tokenizer = fitted(prepared.tokenizer_json, config.model.inputs)
@@ -44,12 +47,13 @@ def ran(prepared, folder, micro, dropout=0.0, by_length=False, device=CPU, model
     )
     rundir.create(folder, config, {"train": "made"}, tokenizer)
     lease, told = Lease(folder), []
-    reader, blocks = RowReader(prepared, config.model.inputs, tokenizer, 10**6), Blocks(plan, 0, 2)
+    first = 0 if found is None else checkpoint.step_of(found)
+    reader, blocks = RowReader(prepared, config.model.inputs, tokenizer, 10**6), Blocks(plan, first, 2)
     job = Job(config, folder, lease.acquire(), reader, prepared if scored else None, tokenizer)
     read = (reader.block(plan, blocks.positions(number)) for number in range(blocks.count))
     line = Line(told.append, lambda: False, lambda _: 0, lambda _: False, {"rank": 0, "node": "", "pid": 0})
     try:
-        work(job, Start(plan, 0, None), read, device, line)
+        work(job, Start(plan, first, None if found is None else str(found)), read, device, line)
     finally:
         lease.release()
     state = checkpoint.load(folder / "checkpoints" / f"step-{config.train.steps}")

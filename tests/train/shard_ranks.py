@@ -158,8 +158,7 @@ def goes_on(group: Group, found: Path, kind: str) -> dict[str, Any]:
         read.append(elements(state))
         return state
 
-    sharded = kind == "fsdp" and group.world > 1
-    model = train(group, None, stored if sharded else checkpoint.load(found), kind, 4)
+    model = train(group, None, stored, kind, 4)
     return {"weights": toy.flat(model), "elements": max(read, default=0)}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -36,7 +37,9 @@ class Checkpoints(dict):
 
 
 def train(model, plan, state=None, first=0, **options):
-    return loop.run(toy.task(model, plan, **options), toy.steps_of(plan, 0, first), state)
+    return loop.run(
+        toy.task(model, plan, **options), toy.steps_of(plan, 0, first), None if state is None else lambda _: state
+    )
 
 
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one():
@@ -56,6 +59,20 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one():
         for each in (log, second_log)
     )
     assert resumed == [line for line in numbers if line["step"] in (4, 6, 8)]
+
+
+def test_what_a_run_goes_on_from_is_let_go_of_before_its_first_step():
+    plan, checkpoints, read, alive = plan_of(5), Checkpoints(), [], []
+    train(toy.Toy(), plan, save=checkpoints.save)
+
+    def stored(_):
+        state = checkpoints.load(3)
+        read.extend(weakref.ref(tensor) for tensor in state["model"].values())
+        return state
+
+    seen = SimpleNamespace(on_step=lambda step, metrics: alive.append([one for one in read if one() is not None]))
+    loop.run(toy.task(toy.Toy(), plan, callbacks=(seen,)), toy.steps_of(plan, 0, 3), stored)
+    assert read and alive == [[], []]
 
 
 def test_another_accumulation_takes_the_same_steps():

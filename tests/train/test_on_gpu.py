@@ -194,7 +194,7 @@ def test_a_run_goes_on_from_what_it_saved(monkeypatch, kind):
         whole = trained(kind, GPU, ema=0.9, **given | {"checkpoint_every": 2})
         assert all(not isinstance(value, OnDevice) for value in tensors_of(kept[2]))
         task = task_of(kind, GPU, ema=0.9)
-        loop.run(task, steps_of(real_models.MODELS[kind][0], first=2), kept[2])
+        loop.run(task, steps_of(real_models.MODELS[kind][0], first=2), lambda _: kept[2])
         resumed = flat(task.model)
     assert (resumed - whole).abs().max() <= (within(kind) if true() else 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from types import SimpleNamespace
 
 import psutil
@@ -12,7 +13,8 @@ from torch import nn
 
 from mmray.config import Own
 from mmray.errors import UsageError
-from mmray.train import memory, precision
+from mmray.train import checkpoint, memory, precision
+from mmray.train.pulse import Pulse
 from mmray.train.seeding import settle
 from tests.train import runs
 from tests.train.double import DoubleTowers
@@ -74,6 +76,27 @@ def test_a_worker_rehearses_trains_and_scores_in_the_format_that_the_ranks_agree
     state, _, _ = ran(prepared, tmp_path / "agreed", 4, precision="auto")
     assert len(chosen) == 3 and set(chosen) == {"bf16"}
     assert state["progress"]["step"] == 4
+
+
+def test_a_worker_that_goes_on_lets_go_of_the_checkpoint_and_comes_to_the_same(prepared, tmp_path, monkeypatch):
+    whole, _, _ = ran(prepared, tmp_path / "whole", 4, checkpoint_every=2)
+    read, alive, load = [], [], checkpoint.load
+
+    def loading(*given):
+        state = load(*given)
+        read.extend(weakref.ref(tensor) for tensor in state["model"].values())
+        return state
+
+    def on_step(pulse, step, metrics):
+        alive.append(sum(one() is not None for one in read))
+
+    with monkeypatch.context() as inside:
+        inside.setattr(checkpoint, "load", loading)
+        inside.setattr(Pulse, "on_step", on_step)
+        found = tmp_path / "whole" / "checkpoints" / "step-2"
+        again, _, _ = ran(prepared, tmp_path / "again", 4, checkpoint_every=2, found=found)
+    assert read and alive == [0, 0]
+    assert runs.same_weights(whole["model"], again["model"])
 
 
 @pytest.fixture

@@ -329,7 +329,7 @@ def strategy(group: Group, objective: Any, first: dict[str, Any] | None = None, 
 
     options = {"objective": objective, "train": train, "log": log, "save": save, "evaluate": evaluate}
     task = toy.task(model, plan, group, **options, evaluate_every=3, devices=(group.device, group.device))
-    loop.run(task, toy.steps_of(plan, group.rank, 2 if first else 0), first)
+    loop.run(task, toy.steps_of(plan, group.rank, 2 if first else 0), first and (lambda _: first))
     weights = torch.cat([tensor.flatten() for tensor in states[8]["model"].values()])
     return {"weights": weights, "losses": [line["train/loss"] for line in log.lines], "state": states.get(2)}
 
