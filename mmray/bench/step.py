@@ -31,7 +31,7 @@ from mmray.models.synthetic import synthetic_batch
 from mmray.train import loop
 from mmray.train.batch import shape_of
 from mmray.train.group import Group
-from mmray.train.seeding import settle
+from mmray.train.seeding import seed_everything
 from mmray.train.shaping import compiled, shape
 from mmray.train.task import Task
 from mmray.train.telemetry import MetricsLog
@@ -179,7 +179,7 @@ def prepared(config: Config, group: Group, micro: int, log: MetricsLog | None = 
     """The model of `config` shaped as a worker shapes it, with drawn weights, and this rank's synthetic batches."""
     trained = config.prepare.vocab_size if config.model.inputs.tokenizer == "trained" else 0
     vocab_size = config.model.vocab_size or trained or VOCAB_SIZE
-    settle(config.train.seed, config.train.deterministic)
+    seed_everything(config.train.seed, config.train.deterministic)
     model = build(config.model, vocab_size, drawn_architecture(config.model, vocab_size))
     model = shape(model, config.train, config.optimizer, group.device)
     seeds = [group.rank * NUM_BATCHES + number for number in range(NUM_BATCHES)]

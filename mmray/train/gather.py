@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +16,6 @@ from torch import Tensor
 from mmray.objectives.protocol import Batch, Outputs
 from mmray.train.feed import Share
 from mmray.train.group import Group
-
-
-class HasGradient(Protocol):
-    """What is needed here of the loss: the gradient of the packed rows."""
-
-    @property
-    def everyone(self) -> Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -34,13 +27,11 @@ class Met:
     everyone: dict[str, Any] | None = None  # as Objective.measure wants it, views of `packed`
     shapes: dict[str, torch.Size] | None = None  # of this rank's coupled outputs, and their order in the columns
 
-    def gradient_like(self, lossy: HasGradient | None) -> Tensor:
+    def gradient_or_zeros(self, found: Tensor | None) -> Tensor:
         """The gradient of `packed`, zeros where this rank had no room to find it: its partners wait for some."""
         if self.packed is None:
             return self.totals
-        if lossy is None or lossy.everyone is None:
-            return torch.zeros_like(self.packed)
-        return lossy.everyone
+        return torch.zeros_like(self.packed) if found is None else found
 
     def unpacked(self, gradient: Tensor) -> Outputs:
         """This rank's part [1 + rows, columns] as gradients of its coupled outputs; empty when alone."""

@@ -56,7 +56,8 @@ def meet(
     else:
         lossy = trial.of(lambda: _loss_and_gradients(learner, objective, share, embedded, met, factors[0]))
         with learner.phases("sync"):
-            theirs = met.unpacked(group.gather_back(met.gradient_like(lossy)))
+            found = None if lossy is None else lossy.everyone
+            theirs = met.unpacked(group.gather_back(met.gradient_or_zeros(found)))
     gradients = trial.of(lambda: _by_micro(share, objective, lossy, theirs))
     if gradients:
         sums.add({"loss": lossy.loss_sum, **lossy.parts}, standing=False)

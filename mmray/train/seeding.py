@@ -17,7 +17,7 @@ def micro_seed(seed: int, step: int, rank: int, micro_index: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def settle(seed: int, deterministic: bool) -> None:
+def seed_everything(seed: int, deterministic: bool) -> None:
     """Torch's generators start from `seed`; `deterministic`: from here on it takes no other algorithms."""
     torch.manual_seed(seed)
     if deterministic:

@@ -32,7 +32,7 @@ from mmray.train.job import Job, Line, Report
 from mmray.train.keeper import Helper, Keeper
 from mmray.train.pulse import Pulse
 from mmray.train.rehearsal import learner_of, rehearse_job, synthetic_of
-from mmray.train.seeding import settle
+from mmray.train.seeding import seed_everything
 from mmray.train.shaping import shape
 from mmray.train.task import Callback, State, Task
 from mmray.train.telemetry import MetricsLog
@@ -56,7 +56,7 @@ def _work(
     torch.set_num_threads(max(1, int(config.cluster.cpus_per_worker)))  # fixed: sums in another order are other sums
     if device.type == "cpu":
         keep_freed_memory()
-    settle(config.train.seed, config.train.deterministic)
+    seed_everything(config.train.seed, config.train.deterministic)
     group = Group.current(device, config.cluster.collective_timeout_s)
     precise = config.train.model_copy(update={"precision": precision.agreed(config.train.precision, group)})
     config = config.model_copy(update={"train": precise})

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from torch import Tensor
-
 from mmray.errors import StorageError
+from mmray.train import nest
 
 
 class Writer:
@@ -77,13 +76,7 @@ class Writer:
 
 def copy_to_cpu(state: Any) -> Any:
     """The same nest of dicts, lists and tuples with every tensor copied to the CPU; other values as they are."""
-    if isinstance(state, Tensor):
-        return state.detach().to("cpu", copy=True)
-    if isinstance(state, dict):
-        return type(state)((key, copy_to_cpu(value)) for key, value in state.items())
-    if isinstance(state, (list, tuple)):
-        return type(state)(copy_to_cpu(value) for value in state)
-    return state
+    return nest.mapped(state, lambda _, tensor: tensor.detach().to("cpu", copy=True))
 
 
 def _timed(write: Callable[[Any], Any], copied: Any, stood_s: float) -> float:

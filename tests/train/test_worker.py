@@ -15,7 +15,7 @@ from mmray.config import Own
 from mmray.errors import UsageError
 from mmray.train import checkpoint, memory, precision
 from mmray.train.pulse import Pulse
-from mmray.train.seeding import settle
+from mmray.train.seeding import seed_everything
 from tests.train import runs
 from tests.train.double import DoubleTowers
 from tests.train.lone_worker import ran, rows_of
@@ -101,7 +101,7 @@ def test_a_worker_that_goes_on_lets_go_of_the_checkpoint_and_comes_to_the_same(p
 
 @pytest.fixture
 def settled():
-    """What `settle` sets for the whole process, put back."""
+    """What `seed_everything` sets for the whole process, put back."""
     name = "CUBLAS_WORKSPACE_CONFIG"
     before, workspace = torch.are_deterministic_algorithms_enabled(), os.environ.pop(name, None)
     torch.use_deterministic_algorithms(False)
@@ -126,10 +126,10 @@ def test_two_deterministic_runs_are_bitwise_one(prepared, tmp_path):
 @pytest.mark.usefixtures("settled")
 def test_deterministic_takes_no_algorithm_that_is_not():
     numbers, places = torch.zeros(4), torch.tensor([0, 0])
-    settle(1, deterministic=False)
+    seed_everything(1, deterministic=False)
     numbers.put_(places, torch.ones(2))
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-    settle(1, deterministic=True)
+    seed_everything(1, deterministic=True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
         numbers.put_(places, torch.ones(2))
