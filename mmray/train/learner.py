@@ -38,7 +38,7 @@ class Learner:
     clip_groups: clip.Groups  # what is clipped together, by name
     phases: Phases
     clip_norm: float = 0.0
-    parts: bool = False  # its forward holds collectives: a rank without memory cannot vote on going on
+    may_vote: bool = True  # on going on without memory; not where a forward holds collectives, nor where none votes
 
 
 def forward_of(learner: Learner, model: nn.Module, micro: Batch, share: Share, index: int, seed_of: SeedOf) -> Outputs:

@@ -121,7 +121,7 @@ def _start(task: Task, stored: Stored | None) -> _Run:
         clip_groups=clip.groups_of(module, task.optimizer.clip),
         phases=phases,
         clip_norm=task.optimizer.clip_norm,
-        parts=parallel.may_part(model) or not (task.votes or device.type == "cuda"),
+        may_vote=(task.votes or device.type == "cuda") and not parallel.may_part(model),
     )
     average = MovingAverage(module, task.train.ema) if task.train.ema else None
     progress = _fitting(task, Progress() if stored is None else _load(stored, module, learner, average))

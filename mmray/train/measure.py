@@ -70,7 +70,7 @@ class Meter:
         try:
             flops = model_flops(parallel.unwrapped(learner.model), first, learner.precision)
         except (RuntimeError, MemoryError) as error:
-            if parallel.may_part(learner.model) or not is_out_of_memory(error):
+            if not learner.may_vote or not is_out_of_memory(error):
                 raise
             return
         self.flops_of_row = flops / len(first["valid"])

@@ -75,9 +75,9 @@ def rehearse(
     one, do not fit, TrainingError when the model cannot take the rows at all.
     """
     alone = Alone(learner.group.rank, learner.group.world, learner.group.device)
-    told = replace(learner, group=alone, parts=parallel.may_part(learner.model))
+    told = replace(learner, group=alone, may_vote=not parallel.may_part(learner.model))
     _allocate(learner)
-    agreed = (_together if told.parts else _each)(learner.group, told, batch_of, share, micro)
+    agreed = (_each if told.may_vote else _together)(learner.group, told, batch_of, share, micro)
     saved = _try(told, batch_of, share, agreed, agreed, check=check) or 0
     if learner.group.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(learner.group.device)  # the peak that is told is that of the training

@@ -66,7 +66,7 @@ def optimizer_step(learner: Learner, share: Share, seed_of: SeedOf, stop: bool =
     try:
         found = accumulate(learner, share, seed_of, stop)
     except (RuntimeError, MemoryError) as raised:
-        if learner.group.world > 1 or learner.parts or not is_out_of_memory(raised):
+        if learner.group.world > 1 or not learner.may_vote or not is_out_of_memory(raised):
             raise
         error = said(raised)
     if found is None:
@@ -82,7 +82,7 @@ def accumulate(learner: Learner, share: Share, seed_of: SeedOf, stop: bool = Fal
     parts = sorts(learner.objective)
     local = _local_totals(parts, share, stop)
     run = _cached if parts.meeting is not None or parts.mining is not None else _row_by_row
-    found = run(learner, parts, share, local, seed_of, Trial(learner.group, learner.parts, learner.phases))
+    found = run(learner, parts, share, local, seed_of, Trial(learner.group, learner.may_vote, learner.phases))
     with learner.phases("sync"):
         parallel.finish(learner.model, learner.group)
     return found
@@ -183,7 +183,7 @@ def _cached(learner: Learner, parts: Sorts, share: Share, local: Tensor, seed_of
     first, embedded = trial.agreed(lambda: _embed(learner, parts, share, seed_of))
     if last == 0 and first and not travels(parts):
         # Only the loss is left before the ranks meet: one vote a step will do. On the ring they meet within the loss.
-        trial.parts = True
+        trial.may_vote = False
     met, micros, factors, sums, gradients = meet(learner, parts, share, embedded, local, trial)
 
     def forward(index: int) -> Outputs:

@@ -31,15 +31,15 @@ class NoRoom(Exception):
 
 
 class Trial:
-    """One step's stretches of work; `parts`: the model's own forward holds collectives, so that no vote can help."""
+    """One step's stretches of work; without `may_vote` an error ends it, as where a forward holds collectives."""
 
-    def __init__(self, group: Group, parts: bool, phases: Phases):
-        self.group, self.parts, self.phases = group, parts, phases
+    def __init__(self, group: Group, may_vote: bool, phases: Phases):
+        self.group, self.may_vote, self.phases = group, may_vote, phases
         self._error: str | None = None
 
     def of(self, work: Callable[[], T]) -> T:
         """What `work` returns; None (whatever the type says) once this rank has met the end of its memory."""
-        if self.parts:
+        if not self.may_vote:
             return work()
         if self._error is None:
             try:
@@ -53,7 +53,7 @@ class Trial:
     def agreed(self, work: Callable[[], T]) -> T:
         """What `work` returns, after a vote that all ranks have had room so far; raises NoRoom on all of them."""
         result = self.of(work)
-        if not self.parts and not self._vote():
+        if self.may_vote and not self._vote():
             raise NoRoom(self._error or "")
         return result
 
