@@ -80,7 +80,8 @@ def _arms(config: Config, images: int, folder: str, say: Say) -> Arms:
     kind, inputs = device_of(config).type, config.model.inputs
     start = Rank.options(num_gpus=int(kind == "cuda")).remote  # type: ignore[attr-defined]
     ranks = [start(rank, _with_model(config, tokenizer), kind, folder) for rank in range(world)]
-    dataset = Textbook(Source(photos.read_captions(source)), tokenizer, inputs.image_side)
+    captions = photos.read_captions(source)
+    dataset = Textbook(Source(captions), tokenizer, inputs.image_side, textbook_tokens(config))
     actors = cores() if config.data.workers == "auto" else config.data.workers
 
     def from_loader(workers: int, recipe: Recipe) -> Callable[[int], list[list[Arrival]]]:
@@ -117,10 +118,15 @@ def _arms(config: Config, images: int, folder: str, say: Say) -> Arms:
     }
 
 
+def textbook_tokens(config: Config) -> int:
+    """To how many tokens the textbook pads: to all that the text branch takes, of a CLIP or SigLIP the recipe's."""
+    return config.model.inputs.max_tokens if config.model.kind in ("clip", "siglip") else TEXTBOOK_TOKENS
+
+
 def _with_model(config: Config, tokenizer: str) -> Config:
     """The recipe with a model that every arm can train: its vocabulary, and room for the textbook's padding."""
     vocab_size = TextEncoder(tokenizer, 8).vocab_size
-    inputs = config.model.inputs.replace(max_tokens=TEXTBOOK_TOKENS)
+    inputs = config.model.inputs.replace(max_tokens=textbook_tokens(config))
     return config.replace(model=config.model.replace(vocab_size=vocab_size, inputs=inputs))
 
 

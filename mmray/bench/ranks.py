@@ -46,6 +46,16 @@ def device_of(config: Config) -> torch.device:
     return torch.device("cuda", 0)
 
 
+def left_idle(config: Config) -> list[str]:
+    """What to say where GPUs of this machine take no part, though nobody asked for that."""
+    have, workers = torch.cuda.device_count(), config.cluster.most_workers
+    if config.cluster.accelerator == "cpu" or have in (0, workers):
+        return []
+    if have < workers:
+        return [f"measured on the CPU: {workers} workers want a GPU each (GPUs here: {have})"]
+    return [f"{have - workers} of {have} GPUs are idle: cluster.workers is {workers}"]
+
+
 def run_ranks(measure: Measure, config: Config, kind: str = "") -> Any:
     """What rank 0's `measure` (a function of a module) returns, measured in `cluster.most_workers` new processes.
 

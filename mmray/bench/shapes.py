@@ -19,7 +19,7 @@ import torch
 
 from mmray import objectives
 from mmray.bench.machine import describe
-from mmray.bench.ranks import RankFailed, device_of, run_ranks
+from mmray.bench.ranks import RankFailed, device_of, left_idle, run_ranks
 from mmray.bench.step import WARM_STEPS, Bench, prepared
 from mmray.config.space import parse, value_at, with_settings
 from mmray.data.order import Plan
@@ -40,7 +40,10 @@ FIGURES = (
     *("samples_per_s", "step_p50_s", "step_p95_s", "peak_gib", "peak_reserved_gib"),
 )
 Say = Callable[[str], None]
-IN_A_STEP = ("model.", "objective.", "batch.", "optimizer.", "train.precision", "train.deterministic", "cluster.")
+IN_A_STEP = (
+    *("model.", "objective.", "batch.", "optimizer.", "cluster.", "train.precision", "train.deterministic"),
+    *("train.recompute", "train.compile", "train.channels_last"),
+)
 
 
 def bench_shapes(
@@ -68,7 +71,7 @@ def bench_shapes(
         chosen = ", ".join(f"{key}={value}" for key, value in row["settings"].items())
         say(f"{number} of {len(configs)}, {chosen}: {row['status'].replace('_', ' ')}")
         rows.append(row)
-    return {"machine": describe(device_of(config)), "ratios": {}, "rows": rows}
+    return {"machine": describe(device_of(config)), "ratios": {}, "rows": rows, "notes": left_idle(config)}
 
 
 def _row(config: Config, settings: dict[str, Any], window_s: float) -> dict[str, Any]:

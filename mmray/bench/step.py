@@ -23,7 +23,7 @@ from torch import nn
 from mmray import objectives
 from mmray.bench import bare
 from mmray.bench.machine import describe
-from mmray.bench.ranks import device_of, run_ranks
+from mmray.bench.ranks import device_of, left_idle, run_ranks
 from mmray.data.order import Plan
 from mmray.errors import UsageError
 from mmray.models.build import build, drawn_architecture
@@ -63,6 +63,7 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
         "ratios": {"loop_vs_bare": statistics.median(ratios)},
         "spread": {"loop_vs_bare": {"min": min(ratios), "max": max(ratios), "pairs": len(ratios)}},
         "rows": rows,
+        "notes": left_idle(config),
     }
 
 

@@ -10,18 +10,19 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from mmray import objectives
 from mmray.bench.machine import describe
-from mmray.bench.ranks import RankFailed, device_of, run_ranks
+from mmray.bench.ranks import RankFailed, device_of, left_idle, run_ranks
 from mmray.bench.shapes import peak_resident_bytes
 from mmray.bench.step import prepared
 from mmray.data.order import Plan
@@ -72,7 +73,7 @@ STRATEGIES = (
 def bench_strategies(
     config: Config, steps: int = 10, only: tuple[str, ...] = (), say: Say = lambda _: None
 ) -> dict[str, Any]:
-    """{"machine", "batch", "ratios", "rows"}: a row for each strategy; where it failed, figures null and `error` told.
+    """{"machine", "batch", "ratios", "rows", "notes"}: a row for each strategy; of one that failed no figures, `error`.
 
     `steps` are timed after a few to warm up; `only` names some of them (the base is always measured). `say` hears of
     each when it is done.
@@ -93,7 +94,13 @@ def bench_strategies(
         if row["loss"] is not None and base["loss"] is not None:
             row["loss_vs_ddp"] = round(row["loss"] / base["loss"] - 1, 6)
     rates = {row["strategy"]: row["samples_per_s"] for row in rows if row["samples_per_s"] is not None}
-    return {"machine": describe(torch.device(kind)), "batch": str(shape), "ratios": _ratios(rates), "rows": rows}
+    return {
+        "machine": describe(torch.device(kind)),
+        "batch": str(shape),
+        "ratios": _ratios(rates),
+        "rows": rows,
+        "notes": left_idle(_workers(config, workers)),
+    }
 
 
 def _ratios(rates: dict[str, float]) -> dict[str, float]:
@@ -211,16 +218,20 @@ def _measure(config: Config, group: Group, _: Path, *, steps: int) -> dict[str, 
     )
     loop.run(task, _steps(plan, group.rank, bench.batches))
     found = {told: timer.metrics[name] for name, told in TOLD.items() if name in timer.metrics}
-    times_s = sorted(timer.times_s)
     return {
-        "samples_per_s": shape.global_rows / statistics.mean(times_s),
-        "step_p50_s": statistics.median(times_s),
-        "step_p95_s": times_s[min(len(times_s) - 1, round(0.95 * len(times_s)))],
+        "samples_per_s": shape.global_rows / statistics.mean(timer.times_s),
+        **step_times(timer.times_s),
         "communication_share": timer.communication_share,
         "peak_gib": timer.peak_gib,
         "loss": timer.metrics["train/loss"],
         **found,
     }
+
+
+def step_times(times_s: Sequence[float]) -> dict[str, float]:
+    """step_p50_s and step_p95_s of the times of steps."""
+    p50_s, p95_s = np.percentile(times_s, (50, 95)).tolist()
+    return {"step_p50_s": p50_s, "step_p95_s": p95_s}
 
 
 def _devices(config: Config, device: torch.device) -> tuple[torch.device, ...]:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from mmray import recipes
 from mmray.bench import claims
 from mmray.bench.claims import bench_claims, verdict
 from mmray.config import Batch, Objective
@@ -23,6 +24,11 @@ def test_a_verdict_follows_from_the_ratio():
 def test_what_the_textbook_cannot_train_is_refused():
     with pytest.raises(UsageError, match="contrastive"):
         bench_claims(tiny(objective=Objective(kind="my.package:Mine")), 8, 1, 1.0, print)
+
+
+def test_the_textbook_pads_to_what_the_text_branch_takes():
+    assert claims.textbook_tokens(recipes.load("resnet50-bert")) == 512
+    assert claims.textbook_tokens(recipes.load("clip")) == 77
 
 
 @pytest.mark.cluster

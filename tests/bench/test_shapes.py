@@ -89,6 +89,26 @@ def test_what_changes_no_step_is_refused() -> None:
         bench_shapes(tiny(), ["batch.micr=1,2"])
 
 
+def test_how_the_model_is_run_is_searched() -> None:
+    rows = bench_shapes(tiny(), ["train.channels_last=false,true", "train.recompute=[],[image]"], 0.01)["rows"]
+    assert [row["status"] for row in rows] == ["measured"] * 4
+    assert rows[3]["settings"] == {"train.channels_last": True, "train.recompute": ["image"]}
+
+
+@pytest.mark.parametrize(
+    ("have", "accelerator", "said"),
+    [
+        (0, "auto", []),
+        (1, "auto", []),
+        (1, "cpu", []),
+        (3, "auto", ["2 of 3 GPUs are idle: cluster.workers is 1"]),
+    ],
+)
+def test_idle_gpus_are_told(monkeypatch: pytest.MonkeyPatch, have: int, accelerator: str, said: list[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: have)
+    assert ranks.left_idle(tiny().on_cluster(accelerator=accelerator, workers=1)) == said
+
+
 def _dies(config: object, group: object, folder: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -91,6 +91,8 @@ def test_every_row_is_measured_on_the_same_kind_of_device(monkeypatch):
     config = tiny(workers=1)
     bench_strategies(set_accelerator(config, "auto"), steps=2, only=("single fp32",))
     assert kinds == [("cpu", 2), ("cpu", 1)]
+    (said,) = bench_strategies(set_accelerator(config, "auto"), steps=2, only=("single fp32",))["notes"]
+    assert said == "measured on the CPU: 2 workers want a GPU each (GPUs here: 1)"
     with pytest.raises(ResourceError, match="2 workers with a GPU each, and this machine has 1"):
         bench_strategies(set_accelerator(config, "gpu"), steps=2, only=("single fp32",))
 
@@ -138,6 +140,12 @@ def test_all_ranks_together_take_the_global_batch():
             assert torch.equal(rows, batches[step]["image"])
             got = np.concatenate([torch.cat([micro["pos"] for micro in micros]).numpy() for micros in parts])
             assert np.array_equal(got, np.concatenate([plan.positions(step, rank) for rank in range(world)]))
+
+
+def test_one_slow_step_of_twenty_is_not_the_95th_percentile():
+    assert strategies.step_times([0.1] * 19 + [9.0]) == pytest.approx(
+        {"step_p50_s": 0.1, "step_p95_s": 0.1 + 0.05 * 8.9}
+    )
 
 
 def test_warm_up_and_profile_are_not_timed(monkeypatch):
