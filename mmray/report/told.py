@@ -9,6 +9,7 @@ from statistics import median
 from mmray.config.mixture import parse_mixture, write_mixture
 from mmray.report.figures import WAYS
 from mmray.report.run import RunRecord
+from mmray.report.scores import other_scores
 
 RECALL_AT = (1, 5, 10)
 WAIT_WORTH_A_WORD = 0.2  # of a step's time
@@ -101,17 +102,13 @@ def memory_rows(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def evaluated(run: RunRecord) -> list[tuple[str, str]]:
-    """What else the newest evaluation says, by name."""
+    """What else the newest evaluation says, by name; empty where there was none."""
     scores, spent_s = run.newest("evaluate"), run.values("time/evaluate_s")
-    at = next((line["step"] for line in reversed(run.lines) if "evaluate/rows" in line), None)
-    facts = [
-        ("at step", number(at, 0)),
-        ("rows", number(scores.get("rows"), 0)),
-        ("loss on them", number(scores.get("loss"))),
-        ("evaluations", number(len(spent_s), 0)),
-        ("each took", f"{median(spent_s):.1f} s" if spent_s else "–"),
-    ]
-    return [fact for fact in facts if fact[1] != "–"]
+    if not scores:
+        return []
+    at = next(line["step"] for line in reversed(run.lines) if any(name.startswith("evaluate/") for name in line))
+    facts = [("at step", number(at, 0)), *other_scores(scores), ("evaluations", number(len(spent_s), 0))]
+    return [*facts, ("each took", f"{median(spent_s):.1f} s")] if spent_s else facts
 
 
 def notices(run: RunRecord) -> list[tuple[str, str]]:

@@ -102,7 +102,9 @@ def _work(
         # Cut here to what fits: by_length has something to arrange, and each micro-batch its own longest caption.
         fitting = replace(start.plan, micro=rehearsed.micro)
         outcome = loop.run(task, steps_of(rows, fitting, config.batch.by_length), stored)
-    return vars(outcome) | {"metrics": {key.removeprefix("evaluate/"): v for key, v in outcome.metrics.items()}}
+    metrics = {name.removeprefix("evaluate/"): value for name, value in outcome.metrics.items()}
+    scores = {name: value for name, value in metrics.items() if f"evaluate/{name}" in outcome.metrics}
+    return vars(outcome) | {"metrics": metrics, "scores": scores}
 
 
 @contextmanager

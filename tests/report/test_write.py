@@ -36,6 +36,26 @@ def test_a_whole_run(tmp_path):
     assert "As in the recipe." in page
 
 
+@pytest.mark.parametrize("has_recall", [True, False])
+def test_every_score_of_the_newest_evaluation_is_told(tmp_path, has_recall):
+    """Of a model that writes there is no recall."""
+    told = {
+        "evaluate/perplexity": 4.5,
+        "evaluate/token_accuracy": 0.5,
+        "evaluate/cider": 0.125,
+        "evaluate/zero_shot/top_1": 0.375,
+    }
+    told |= {"evaluate/regions/boxes": 1234.0} | (scores(0.5) if has_recall else {})
+    page = page_of(make_run(tmp_path / "run", [line(1, **told), line(2)]))
+    section = re.search(r'<section id="held-out">.*?</section>', page, re.DOTALL)[0]
+    facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", section))
+    wanted = {"at step": "1", "perplexity": "4.500", "cider": "0.125", "zero shot, top 1": "0.375"}
+    assert facts.items() >= (wanted | {"regions, boxes": "1,234"}).items()
+    assert ("recall" in plots(page)) == ("R@1" in section) == has_recall and "bad rows" not in facts
+    assert 'href="#held-out"' in page
+    assert 'id="held-out"' not in page_of(make_run(tmp_path / "none", [line(1)]))
+
+
 def test_what_memory_is_spent_on_is_a_table(tmp_path):
     page = page_of(make_run(tmp_path / "run", [line(1), line(2, **{"memory/peak_gib": 0.75}), line(3)]))
     table = re.search(r"A worker's memory.*?</table>", page, re.DOTALL)[0]
