@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from mmray import cli
-from mmray.cli.console import Screen, recall_table, training_figures
+from mmray.cli.console import Screen, recall_table, scores_tables, training_figures
 from mmray.cli.evaluate import command_of
 from mmray.cli.parse import parsed
 from mmray.cli.prepare import PrepareCommand, _findings
@@ -141,6 +141,13 @@ def test_what_prepare_says_of_leaks_and_repeated_captions():
         (["evaluate", "nowhere"], "is not a run: it has no config.yaml"),
         (["export", "nowhere", "out"], "is not a run: it has no config.yaml"),
         (["bench", "everything"], "there is no bench `everything`"),
+        (["bench", "step", "--pairs", "0"], "--pairs: at least 1 (got 0)"),
+        (["bench", "claims", "--rounds", "0"], "--rounds: at least 1 (got 0)"),
+        (["bench", "loader", "--rounds=0"], "--rounds: at least 1 (got 0)"),
+        (["bench", "strategies", "--steps", "0"], "--steps: at least 1 (got 0)"),
+        (["doctor", "--json", "no/such/x.json"], "--json no/such/x.json: there is no folder no/such; make it"),
+        (["evaluate", "nowhere", "--json", "."], "--json .: it is a folder"),
+        (["train", "--optimizer.betas", "1.5", "0.9"], "optimizer.betas.0: input should be less than 1 (got 1.5)"),
     ],
 )
 def test_mistakes_are_answered_with_exit_code_2(typed, words, said):
@@ -226,6 +233,21 @@ def test_recall_table_shows_both_ways():
     assert "image to text" in text.getvalue() and "2.5" in text.getvalue() and "0.500" in text.getvalue()
 
 
+def test_every_figure_of_an_evaluation_is_shown():
+    metrics = {f"recall_at_{k}/{way}": k / 10 for k in (1, 5, 10) for way in ("image_to_text", "text_to_image")}
+    metrics |= {"median_rank/image_to_text": 1.0, "median_rank/text_to_image": 2.5}
+    others = {"zero_shot/top_1": 0.25, "regions/top_1": 0.75, "regions/boxes": 1234.0, "loss": None, "bad_rows": 0.0}
+    text = io.StringIO()
+    Console(file=text, width=80).print(*scores_tables(metrics | others))
+    told = text.getvalue()
+    assert "image to text" in told and told.count("recall") == 0
+    lines = [" ".join(line.replace("│", " ").split()) for line in told.splitlines()]
+    assert lines[-4:] == ["zero shot, top 1 0.250", "regions, top 1 0.750", "regions, boxes 1,234", "loss –"]
+    text = io.StringIO()
+    Console(file=text, width=80).print(*scores_tables({"perplexity": 4.5, "cider": 0.125, "bad_rows": 2.0}))
+    assert "perplexity" in text.getvalue() and "0.125" in text.getvalue() and "bad rows" in text.getvalue()
+
+
 def test_what_is_said_is_text_and_never_markup(capfd):
     screen = Screen(Console(force_terminal=False, width=100))
     screen.note('pip install -e ".[dev]"', "next")
@@ -284,5 +306,5 @@ def test_an_evaluation_takes_its_settings_over_those_of_the_run(tmp_path):
     assert command.workers == 1 and command.accelerator is None
     assert command.evaluate == own.scoring.model_copy(update={"classes": ("fox", "dog"), "batch": 3})
     assert command_of([str(tmp_path)]).evaluate == own.scoring
-    with pytest.raises(UsageError, match="--workers: at least one scores"):
+    with pytest.raises(UsageError, match=r"--workers: at least 1 \(got 0\)"):
         command_of([str(tmp_path), "--workers", "0"])

@@ -99,7 +99,7 @@ def bench_strategies(
         "batch": str(shape),
         "ratios": _ratios(rates),
         "rows": rows,
-        "notes": left_idle(_workers(config, workers)),
+        "notes": left_idle(config.on_cluster(workers=workers)),
     }
 
 

@@ -13,7 +13,7 @@ from tyro.conf import Positional
 
 from mmray import recipes
 from mmray.cli.console import Screen, rows_table
-from mmray.cli.parse import parsed, write_json
+from mmray.cli.parse import at_least_one, parsed, write_json
 from mmray.cli.recovery import recovery
 from mmray.cli.strategies import strategies
 from mmray.config.space import with_settings
@@ -97,6 +97,7 @@ def bench(argv: Sequence[str], screen: Screen) -> int:
 def _step(argv: Sequence[str], screen: Screen) -> None:
     """the training loop against a bare one, or a table of batch shapes"""
     command = parsed(StepCommand, argv, "mmray bench step")
+    at_least_one(command, "pairs")
     config = recipes.load(command.recipe)
     if command.space:
         from mmray.bench.shapes import bench_shapes
@@ -116,6 +117,7 @@ def _step(argv: Sequence[str], screen: Screen) -> None:
 def _loader(argv: Sequence[str], screen: Screen) -> None:
     """the stream against DataLoaders over the same images, and where its time goes"""
     command = parsed(LoaderCommand, argv, "mmray bench loader")
+    at_least_one(command, "images", "rounds")
     from mmray.bench.loader import Settings, bench_loader
 
     given = {name: value for name, value in vars(command).items() if name != "json"}
@@ -127,6 +129,7 @@ def _loader(argv: Sequence[str], screen: Screen) -> None:
 def _claims(argv: Sequence[str], screen: Screen) -> None:
     """the textbook's recipe beside mmray's: what parallel preprocessing, AMP and accumulation add"""
     command = parsed(ClaimsCommand, argv, "mmray bench claims")
+    at_least_one(command, "images", "rounds")
     from mmray.bench.claims import bench_claims
 
     config = recipes.load(command.recipe)

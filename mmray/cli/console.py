@@ -16,6 +16,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Table
 from rich.text import Text
 
+from mmray.report.scores import other_scores
+
 LINE_EVERY_S = 5.0  # in a log; a terminal is drawn over in place
 LOG_WIDTH = 200
 RECALLS = (1, 5, 10)
@@ -129,15 +131,12 @@ def language_note(metrics: dict[str, Any]) -> str:
     )
 
 
-def class_notes(metrics: dict[str, Any]) -> list[str]:
-    """A line for each way in which classes were told apart."""
-    return [
-        f"top-1 {metrics[f'{name}/top_1']:.3f}"
-        + (f", top-5 {metrics[f'{name}/top_5']:.3f}" if f"{name}/top_5" in metrics else "")
-        + f" of {metrics[f'{name}/rows']:,.0f} labelled rows ({name.replace('_', '-')})"
-        for name in ("zero_shot", "classification")
-        if f"{name}/top_1" in metrics
-    ]
+def scores_tables(metrics: dict[str, Any]) -> list[Table]:
+    """All that an evaluation found: retrieval, where the model gives embeddings, and every other figure by its name."""
+    others = Table("held out", "", show_edge=False, show_header=False)
+    for name, value in other_scores(metrics):
+        others.add_row(name, value)
+    return [recall_table(metrics), others] if "recall_at_1/image_to_text" in metrics else [others]
 
 
 def rows_table(rows: list[dict[str, Any]]) -> Table:

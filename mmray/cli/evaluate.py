@@ -8,11 +8,10 @@ from typing import Literal
 
 from tyro.conf import Positional
 
-from mmray.cli.console import Screen, class_notes, language_note, recall_table
-from mmray.cli.parse import parsed, write_json
+from mmray.cli.console import Screen, scores_tables
+from mmray.cli.parse import at_least_one, parsed, write_json
 from mmray.cli.reporter import Reporter
 from mmray.config import Scoring
-from mmray.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,8 @@ def command_of(argv: Sequence[str]) -> EvaluateCommand:
 
     own = run_config(folder_at(run)).evaluate.scoring
     command = parsed(EvaluateCommand, argv, PROG, EvaluateCommand(run, evaluate=own))
-    if command.workers is not None and command.workers < 1:
-        raise UsageError(f"--workers: at least one scores (got {command.workers})")
+    if command.workers is not None:
+        at_least_one(command, "workers")
     return command
 
 
@@ -73,13 +72,6 @@ def evaluate(argv: Sequence[str], screen: Screen) -> int:
             workers=command.workers,
             accelerator=command.accelerator,
         )
-    if "perplexity" in metrics:
-        screen.note(language_note(metrics), "language")
-    else:
-        screen.console.print(recall_table(metrics))
-    for line in class_notes(metrics):
-        screen.note(line, "classes")
-    loss = f"loss {metrics['loss']:.4f} over " if "loss" in metrics else ""
-    screen.note(f"{loss}{metrics['rows']:,.0f} rows", "held out")
+    screen.console.print(*scores_tables(metrics))
     write_json(command.json, {"metrics": metrics})
     return 0

@@ -13,6 +13,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 
 from mmray import recipes
 from mmray.config import Config
+from mmray.errors import UsageError
 
 STYLE = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
 SWITCH = {"True": True, "False": False, "true": True, "false": False}  # in Python's words, and in YAML's
@@ -89,11 +90,33 @@ def parsed(
     default: Command | None = None,
     description: str | None = None,
 ) -> Command:
-    """What was typed, as the command's own type; the process ends for `--help`, and for words that mean nothing."""
+    """What was typed, as the command's own type; the process ends for `--help`, and for words that mean nothing.
+
+    Raises UsageError for a `--json` that cannot be written.
+    """
     given: dict[str, Any] = {} if default is None else {"default": default}
-    return tyro.cli(
+    typed = tyro.cli(
         command, args=list(words), prog=prog, description=description, config=STYLE, registry=_WORDS, **given
     )
+    _check_json(vars(typed).get("json"))
+    return typed
+
+
+def at_least_one(command: Any, *names: str) -> None:
+    """Raise UsageError where one of these numbers of a command is below 1."""
+    for name in names:
+        if getattr(command, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')}: at least 1 (got {getattr(command, name)})")
+
+
+def _check_json(file: str | None) -> None:
+    """Raise UsageError, before hours of work, for a file that cannot be written at their end."""
+    if file is None:
+        return
+    if not Path(file).parent.is_dir():
+        raise UsageError(f"--json {file}: there is no folder {Path(file).parent}; make it, or name another file")
+    if Path(file).is_dir():
+        raise UsageError(f"--json {file}: it is a folder; name a file in it")
 
 
 def write_json(file: str | None, value: dict[str, Any]) -> None:

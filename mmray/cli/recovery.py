@@ -10,7 +10,7 @@ from tyro.conf import Positional
 
 from mmray import recipes
 from mmray.cli.console import Screen
-from mmray.cli.parse import parsed, write_json
+from mmray.cli.parse import at_least_one, parsed, write_json
 from mmray.config.space import with_settings
 
 
@@ -35,6 +35,7 @@ class RecoveryCommand:
 def recovery(argv: Sequence[str], screen: Screen) -> None:
     """a worker killed in mid-run: time until it goes on, steps done twice, what checkpoints cost"""
     command = parsed(RecoveryCommand, argv, "mmray bench recovery")
+    at_least_one(command, "rounds", "every")
     from mmray.bench.recovery import bench_recovery
 
     config = with_settings(recipes.load(command.recipe), {"cluster.workers": command.workers})

@@ -11,7 +11,7 @@ from tyro.conf import Positional
 
 from mmray import recipes
 from mmray.cli.console import Screen
-from mmray.cli.parse import parsed, write_json
+from mmray.cli.parse import at_least_one, parsed, write_json
 
 COLUMNS = {
     "samples_per_s": ("samples/s", ",.0f"),
@@ -43,9 +43,12 @@ class StrategiesCommand:
 def strategies(argv: Sequence[str], screen: Screen) -> None:
     """every way to lay the model on this machine's devices, side by side"""
     command = parsed(StrategiesCommand, argv, "mmray bench strategies")
+    at_least_one(command, "steps")
     from mmray.bench.strategies import bench_strategies
 
     result = bench_strategies(recipes.load(command.recipe), command.steps, command.only, screen.phase)
+    machine = result["machine"]
+    screen.note(f"{machine['device']}, {machine['cpu']}, {machine['cores']} cores", "machine")
     screen.note(result["batch"])
     screen.console.print(_table(result["rows"]))
     screen.note(
@@ -54,6 +57,8 @@ def strategies(argv: Sequence[str], screen: Screen) -> None:
     for row in result["rows"]:
         if row["error"]:
             screen.note(row["error"], row["strategy"])
+    for note in result["notes"]:
+        screen.note(note)
     write_json(command.json, result)
 
 

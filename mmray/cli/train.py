@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
-from mmray.cli.console import Screen, class_notes, language_note, recall_table
+from mmray.cli.console import Screen, scores_tables
 from mmray.cli.parse import parse_run
 from mmray.cli.reporter import Reporter, short
 from mmray.config import to_yaml
@@ -41,12 +41,8 @@ def _say_outcome(outcome: Any, screen: Screen) -> int:
         _say_best(outcome, screen)
         return INTERRUPTED
     screen.note(f"{took}{restarts}", "finished")
-    if "recall_at_1/image_to_text" in result["metrics"]:
-        screen.console.print(recall_table(result["metrics"]))
-        for line in class_notes(result["metrics"]):
-            screen.note(line, "classes")
-    if "perplexity" in result["metrics"]:
-        screen.note(language_note(result["metrics"]), "language")
+    if result["scores"]:
+        screen.console.print(*scores_tables(result["scores"]))
     _say_best(outcome, screen)
     name = short(str(outcome.path))
     screen.note(f"mmray evaluate {name}    mmray export {name} exported/{outcome.path.name}", "next")

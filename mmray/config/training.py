@@ -37,7 +37,9 @@ class Optimizer(Section):
     final_lr_fraction: float = Field(0.0, ge=0, le=1, description="The last learning rate, as a share of the peak.")
     warmup_steps: int = Field(100, ge=0, description="Linear warm-up.")
     weight_decay: float = Field(0.1, ge=0, description="Decay of matrices; norms, biases, temperature get none.")
-    betas: tuple[float, float] = Field((0.9, 0.98), description="AdamW's moments.")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.98), description="AdamW's moments."
+    )
     eps: float = Field(1e-6, gt=0, description="AdamW's epsilon.")
     clip_norm: float = Field(1.0, ge=0, description="Largest gradient norm; 0 does not clip.")
     clip: Literal["global", "branches"] = Field(
