@@ -212,7 +212,7 @@ def test_a_log_gets_plain_lines_and_the_last_one_always():
 )
 @pytest.mark.parametrize("status", ["finished", "stopped"])
 def test_train_names_the_best_checkpoint_where_it_is_not_the_last(best, told, status, capfd):
-    result = {"status": status, "steps": 9, "elapsed_s": 1.0, "restarts": 0, "metrics": {}, "best": best}
+    result = {"status": status, "steps": 9, "elapsed_s": 1.0, "restarts": 0, "scores": {}, "best": best}
     _say_outcome(Outcome(Path.cwd() / "runs" / "one", result), Screen())
     said = capfd.readouterr().out
     line = "step 6 with recall_at_1/mean 0.500, kept beside the newest: mmray export runs/one exported/one --step best"

@@ -58,8 +58,7 @@ def _work(
         keep_freed_memory()
     seed_everything(config.train.seed, config.train.deterministic)
     group = Group.current(device, config.cluster.collective_timeout_s)
-    precise = config.train.model_copy(update={"precision": precision.agreed(config.train.precision, group)})
-    config = config.model_copy(update={"train": precise})
+    config = config.replace(train=config.train.replace(precision=precision.agreed(config.train.precision, group)))
     found = None if start.checkpoint is None else folder_at(start.checkpoint)
     cut = config.train.parallel == "fsdp" and group.world > 1
     model = _model(job, None if found is None else checkpoint.load_meta(found)["architecture"], device)
@@ -82,7 +81,7 @@ def _work(
         train=config.train,
         optimizer=config.optimizer,
         save=partial(_save, writes, start),
-        evaluate=_evaluator(job, group, objective, start, line.report, precise.precision),
+        evaluate=_evaluator(job, group, objective, start, line.report, config.train.precision),
         evaluate_every=config.evaluate.every,
         log=log,
         callbacks=_callbacks(job, keeper, device, line, pulse),
