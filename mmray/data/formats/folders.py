@@ -27,8 +27,9 @@ def class_rows(place: Place, template: str) -> Iterator[dict[str, Any]]:
 
 
 def class_names(place: Place) -> tuple[str, ...]:
-    """Names of the labels 0, 1, ... that `class_rows` gives, as words."""
-    return tuple(spoken(name) for name in _classes([name for name in place.tree() if is_image(name)]))
+    """Names of the labels 0, 1, ... that `class_rows` gives, as words; the manifest holds them, so as UTF-8."""
+    classes = _classes([name for name in place.tree() if is_image(name)])
+    return tuple(spoken(name).encode(errors="backslashreplace").decode() for name in classes)
 
 
 def _classes(images: list[str]) -> list[str]:
