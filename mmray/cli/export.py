@@ -28,7 +28,7 @@ def export(argv: Sequence[str], screen: Screen) -> int:
     """mmray export RUN OUT [--step N|best]"""
     command = parsed(ExportCommand, argv, "mmray export")
     from mmray.data.remote import folder_at
-    from mmray.models.their_form import PROCESSOR
+    from mmray.models.hf_format import PROCESSOR
     from mmray.train.scoring import export_run
 
     out = export_run(folder_at(command.run), command.out, command.step)

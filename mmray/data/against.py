@@ -19,9 +19,9 @@ from mmray.data.assemble import Findings, records, shards_of
 from mmray.data.looks import LOOKS, all_rows, look_at, looks_name, missing, read_looks
 from mmray.data.manifest import Manifest, Shard
 from mmray.data.place import Place
+from mmray.data.sandbox import SandboxedDecoder
 from mmray.data.store import PreparedSet
 from mmray.data.tasks import MAX_RETRIES, MAX_RETRIES_APART, answer_of, item_of, run_tasks
-from mmray.data.trial import Trial
 from mmray.errors import DataError, ResourceError, UsageError
 
 if TYPE_CHECKING:
@@ -144,9 +144,9 @@ def _look_batch(batch: dict[str, np.ndarray], look: Look) -> dict[str, np.ndarra
     item = item_of(batch)
     shard = Shard.from_json(item["shard"])
     try:
-        with closing(Trial()) as trial:
+        with closing(SandboxedDecoder()) as sandbox:
             where = (Place(look.out), item["address"], item["source"])
-            deadly = look_at(*where, shard, look.near, look.max_pixels, trial if look.careful else None)
+            deadly = look_at(*where, shard, look.near, look.max_pixels, sandbox if look.careful else None)
     except OSError as error:
         fault = f"{item['address']}/{shard.file} cannot be compared: {error}"
         return answer_of({"num_rows": 0, "fault": fault, "deadly": ""})

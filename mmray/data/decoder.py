@@ -8,7 +8,7 @@ import ray
 
 from mmray.data.order import Blocks
 from mmray.data.reader import Block, BlockReader, RowReader
-from mmray.data.trial import Trial
+from mmray.data.sandbox import SandboxedDecoder
 
 WARY_BLOCKS = 8
 DIED = (
@@ -26,15 +26,15 @@ class Decoder(BlockReader):
         super().__init__(reader, blocks)
         again = ray.get_runtime_context().was_current_actor_reconstructed
         self.wary = WARY_BLOCKS if again else 0
-        reader.trial = Trial() if again else None
+        reader.sandbox = SandboxedDecoder() if again else None
         if again and board is not None:
             board.push.remote({"note": DIED.format(node=ray.util.get_node_ip_address()), "label": "data"})
 
     def __call__(self, batch: Block) -> Block:
-        block, trial = super().__call__(batch), self.reader.trial
-        if trial is not None and not trial.deaths:  # its node may have gone instead
+        block, sandbox = super().__call__(batch), self.reader.sandbox
+        if sandbox is not None and not sandbox.deaths:  # its node may have gone instead
             self.wary -= 1
             if not self.wary:
-                trial.close()
-                self.reader.trial = None
+                sandbox.close()
+                self.reader.sandbox = None
         return block

@@ -19,9 +19,9 @@ import orjson
 from mmray.data.hygiene import HELD_OUT, first_of
 from mmray.data.near import NONE, nearest
 from mmray.data.place import Place
+from mmray.data.sandbox import SandboxedDecoder
 from mmray.data.store import PreparedSet
 from mmray.data.thumbnail import thumbnail_of
-from mmray.data.trial import Trial
 
 LEAKS = "leaks.jsonl"
 OWN, EXACT = -1, -1
@@ -116,22 +116,22 @@ def write(
     near, exact = np.flatnonzero(leaks.bits != EXACT), np.flatnonzero(leaks.bits == EXACT)
     turns = chain.from_iterable(zip_longest(near[:SHOWN].tolist(), exact[:SHOWN].tolist()))
     shown = set([number for number in turns if number is not None][:SHOWN])
-    with out.writing(LEAKS) as file, closing(Trial()) as trial:
+    with out.writing(LEAKS) as file, closing(SandboxedDecoder()) as sandbox:
         for number, line in enumerate(lines):
             if number in shown:
                 where, twin = int(leaks.where[number]), int(leaks.twin[number])
                 rows, at = (own, int(places[twin])) if where == OWN else (others[where], twin)
-                ours = _picture(own, int(places[leaks.row[number]]), trial)
-                line = line | {"pictures": [ours, _picture(rows, at, trial)]}
+                ours = _picture(own, int(places[leaks.row[number]]), sandbox)
+                line = line | {"pictures": [ours, _picture(rows, at, sandbox)]}
             file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
 
-def _picture(rows: PreparedSet, number: int, trial: Trial) -> str | None:
+def _picture(rows: PreparedSet, number: int, sandbox: SandboxedDecoder) -> str | None:
     try:
         data = rows.read(np.array([number]))[0].images[0]
     except (OSError, ValueError):
         return None
-    return thumbnail_of(data, trial)
+    return thumbnail_of(data, sandbox)
 
 
 def summary(leaks: Leaks, addresses: Sequence[str], near_bits: int, is_dropped: bool) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from mmray.data.image import BadImage, decode
 from mmray.data.manifest import Manifest, Shard
 from mmray.data.near import LOOK, look_of
 from mmray.data.place import Place
+from mmray.data.sandbox import CRASH, SandboxedDecoder
 from mmray.data.store import PreparedSet, Row, images_sha256
-from mmray.data.trial import CRASH, Trial
 
 LOOKS = "looks"
 _ROWS = 64  # read at a time
@@ -44,11 +44,17 @@ def all_rows(address: str, source: str, shards: Iterable[Shard]) -> PreparedSet:
 
 
 def look_at(
-    out: Place, address: str, source: str, shard: Shard, near: bool, max_pixels: int, trial: Trial | None = None
+    out: Place,
+    address: str,
+    source: str,
+    shard: Shard,
+    near: bool,
+    max_pixels: int,
+    sandbox: SandboxedDecoder | None = None,
 ) -> list[str]:
     """Write the looks of a shard; a row that cannot be read has none, and is like no other. Raises OSError.
 
-    With a `trial`, images are tried in its child first; the rows whose image killed it are told, as `key (source)`.
+    With a `sandbox`, images are tried in its child first; the rows whose image killed it are told, as `key (source)`.
     """
     rows = all_rows(address, source, [shard])
     looks, deadly = np.zeros(shard.num_rows, LOOK), []
@@ -59,8 +65,8 @@ def look_at(
             looks["sha"][place] = np.frombuffer(bytes.fromhex(images_sha256(row.images)[:32]), "<u8")
             if near:
                 try:
-                    if trial is not None:
-                        trial.check(row.images[0], max_pixels)
+                    if sandbox is not None:
+                        sandbox.check(row.images[0], max_pixels)
                     looks["hash"][place], looks["colours"][place] = look_of(decode(row.images[0], max_pixels))
                     looks["seen"][place] = True
                 except BadImage as bad:  # its content is compared all the same

@@ -24,10 +24,10 @@ from mmray.data.formats.source import Chunk, Item, Source, SourceUnreadable
 from mmray.data.image import BadImage, checked_size, header_size, read_rgb, shrink
 from mmray.data.manifest import PARTS, SHARDS, Shard
 from mmray.data.place import Place
+from mmray.data.sandbox import SandboxedDecoder
 from mmray.data.shard_writer import ShardWriter
 from mmray.data.store import Row, images_sha256
 from mmray.data.text import BadText, clean
-from mmray.data.trial import Trial
 
 if TYPE_CHECKING:
     from mmray.data.fetch import Fetcher
@@ -98,7 +98,7 @@ def pack_chunk(job: Job, chunk: Chunk, fetcher: Callable[[tuple[str, ...]], Fetc
     """
     task, fetch = _Task(job, chunk), None
     with ExitStack() as files:
-        files.callback(task.trial.close)
+        files.callback(task.sandbox.close)
         if job.allow_urls and not job.reference:
             from mmray.data.fetch import Fetcher  # tasks without addresses do without a client
 
@@ -155,7 +155,7 @@ class _Task:
         self.faults: list[dict[str, Any]] = []
         self.files: list[tuple[str, int | None, int | None]] = []
         self.retry = False
-        self.trial = Trial()
+        self.sandbox = SandboxedDecoder()
         self.token = uuid.uuid4().hex[:8]  # never over a file that an earlier manifest may name
 
     def pack(self, item: Item, raw: RawRow | BadRow, files: ExitStack) -> None:
@@ -254,12 +254,12 @@ class _Task:
         try:
             if self.job.image_side:
                 if self.job.careful:
-                    self.trial.check(data, self.job.max_pixels)
+                    self.sandbox.check(data, self.job.max_pixels)
                 rgb = read_rgb(data, self.job.max_pixels)
                 return shrink(rgb, data, self.job.image_side), (rgb.shape[1], rgb.shape[0])
             if self.job.check != "full":
                 return data, header_size(data, self.job.max_pixels) if self.job.check == "header" else (0, 0)
-            check = self.trial.check if self.job.careful else checked_size
+            check = self.sandbox.check if self.job.careful else checked_size
             return data, check(data, self.job.max_pixels)
         except BadImage as bad:
             raise BadRow("decode", bad.reason, f"{name}: {bad.detail}") from None

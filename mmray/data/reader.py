@@ -18,8 +18,8 @@ from mmray.data import image as images
 from mmray.data.augment import draws, vary, viewed
 from mmray.data.mixed import MixedSet
 from mmray.data.order import PADDING, Blocks, Plan, draw
+from mmray.data.sandbox import SandboxedDecoder
 from mmray.data.store import ROW_ERRORS, PreparedSet, Row, key_id
-from mmray.data.trial import Trial
 from mmray.data.words import encoder_of
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ class RowReader:
         # Squares by row, where they come again as they are: of a set of which they do not all fit, few would come.
         self.kept: dict[int, np.ndarray] | None = {} if fits and self.augment is None else None
         self.encoder = encoder_of(tokenizer_json, self.inputs)
-        self.trial: Trial | None = None  # where each image is tried first; only in a process begun after a death
+        # Where each image is tried first; only in a process begun after a death.
+        self.sandbox: SandboxedDecoder | None = None
 
     def block(self, plan: Plan, positions: np.ndarray) -> Block:
         """Arrays of the rows at `positions` [R] of the run's order.
@@ -86,8 +87,8 @@ class RowReader:
         try:
             if not record.is_intact:
                 return record, "checksum: the bytes are not those that were checked when the set was prepared"
-            with closing(Trial()) as trial:  # it may be what killed a worker
-                trial.check(record.images[0], self.max_pixels)
+            with closing(SandboxedDecoder()) as sandbox:  # it may be what killed a worker
+                sandbox.check(record.images[0], self.max_pixels)
         except images.BadImage as error:
             return record, str(error)
         return record, "read well the second time"
@@ -141,15 +142,15 @@ class RowReader:
         return self.kept[row_id]
 
     def _decoded(self, data: bytes, drawn: np.ndarray | None) -> np.ndarray:
-        if self.trial is not None:
-            self.trial.check(data, self.max_pixels, (self.inputs, self.augment, drawn))
+        if self.sandbox is not None:
+            self.sandbox.check(data, self.max_pixels, (self.inputs, self.augment, drawn))
         return viewed(data, self.max_pixels, self.inputs, self.augment, drawn)
 
     def _boxed(self, row: Row, drawn: np.ndarray | None) -> tuple[np.ndarray, Block]:
         """What `_square` gives, and the row's boxes on it. Raises BadImage."""
         inputs, data = self.inputs, row.images[0]
-        if self.trial is not None:
-            self.trial.check(data, self.max_pixels, (inputs, self.augment, drawn))
+        if self.sandbox is not None:
+            self.sandbox.check(data, self.max_pixels, (inputs, self.augment, drawn))
         rgb = images.read_rgb(data, self.max_pixels)  # for its size, which the way of read_pixels does not tell
         if self.augment is None or drawn is None:
             square = images.to_pixels(rgb, inputs.image_side, inputs.fit, inputs.interpolation)

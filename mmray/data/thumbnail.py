@@ -8,7 +8,7 @@ import io
 from PIL import Image
 
 from mmray.data.image import MAX_PIXELS, BadImage, decode
-from mmray.data.trial import Trial
+from mmray.data.sandbox import SandboxedDecoder
 
 SIDE = 128
 
@@ -22,13 +22,13 @@ def thumbnail(picture: Image.Image, side: int = SIDE) -> str:
     return "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def thumbnail_of(data: bytes, trial: Trial) -> str | None:
+def thumbnail_of(data: bytes, sandbox: SandboxedDecoder) -> str | None:
     """The thumbnail of encoded bytes of which nobody knows whether they can be decoded; None where they cannot.
 
-    They are tried in the child of `trial` first: this process is one that must not die of them.
+    They are tried in the child of `sandbox` first: this process is one that must not die of them.
     """
     try:
-        trial.check(data, MAX_PIXELS)
+        sandbox.check(data, MAX_PIXELS)
         return thumbnail(decode(data))
     except (BadImage, MemoryError):
         return None

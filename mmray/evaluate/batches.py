@@ -23,8 +23,8 @@ from mmray.data import boxes
 from mmray.data.collate import boxes_of, learned_of
 from mmray.data.image import MAX_PIXELS, read_pixels, read_rgb, to_pixels
 from mmray.data.reader import UNLABELLED, Block
+from mmray.data.sandbox import SandboxedDecoders
 from mmray.data.store import BATCH_ROWS, ROW_ERRORS, PreparedSet, Row, key_id
-from mmray.data.trial import Trials
 from mmray.data.words import encoder_of
 from mmray.machine import cores
 
@@ -55,7 +55,7 @@ class EvalBatches:
     rank: int = 0
     world: int = 1
     max_pixels: int = MAX_PIXELS
-    apart: Trials | None = None
+    apart: SandboxedDecoders | None = None
     threads: int = field(default_factory=lambda: min(16, cores()))
     faults: list[str] = field(default_factory=list)
 
@@ -176,7 +176,7 @@ class HeldOut:
     ) -> None:
         self._prepared, self._inputs, self._settings, self._max_pixels = prepared, inputs, settings, max_pixels
         self._encoder = encoder_of(tokenizer_json, inputs)
-        self._apart = None if prepared.manifest.is_decoded else Trials()
+        self._apart = None if prepared.manifest.is_decoded else SandboxedDecoders()
 
     def _batches(self, rank: int, world: int, limit: int | None) -> EvalBatches:
         """One rank's part of the first `limit` rows."""

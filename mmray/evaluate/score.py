@@ -25,7 +25,7 @@ from mmray.evaluate.examples import examples_of
 from mmray.evaluate.retrieval import exact, ranks, retrieval_metrics
 from mmray.models.regions import LabelTexts
 from mmray.models.synthetic import synthetic_batch
-from mmray.objectives.protocol import Objective, sorts
+from mmray.objectives.protocol import Objective, parts_of
 
 
 class Group(Protocol):
@@ -135,9 +135,9 @@ def score_embedded(
         metrics |= retrieval_metrics(its_ranks, direction)
     both = [metrics[f"recall_at_1/{direction}"] for direction in ("image_to_text", "text_to_image")]
     metrics["recall_at_1/mean"] = sum(both) / 2
-    meeting = sorts(objective).meeting
-    if meeting is not None and set(meeting.coupled) <= {"image_embed", "text_embed"}:
-        metrics["loss"] = _loss(embedded, group, meeting, global_rows, chunk)
+    cross_row = parts_of(objective).cross_row
+    if cross_row is not None and set(cross_row.coupled) <= {"image_embed", "text_embed"}:
+        metrics["loss"] = _loss(embedded, group, cross_row, global_rows, chunk)
     return metrics | {"rows": float(len(embedded.row))}
 
 

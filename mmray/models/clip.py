@@ -39,7 +39,7 @@ class Clip(DualEncoder):
     model gave; no weights are looked for then, the caller loads them. Raises UsageError.
     """
 
-    their_names = (
+    hf_names = (
         ("image.tower.", "vision_model."),
         ("image.project.", "visual_projection."),
         ("text.tower.", "text_model."),
@@ -67,7 +67,7 @@ class Clip(DualEncoder):
         """The `architecture` of a model with drawn weights in the spec's own shape."""
         return {"config": _clip_config(spec, vocab_size).to_dict()}
 
-    def their_config(self, end_id: int | None, pad_id: int) -> dict[str, Any] | None:
+    def hf_config(self, end_id: int | None, pad_id: int) -> dict[str, Any] | None:
         """config.json of the same model for transformers; None where its classes cannot hold it.
 
         end_id: of the token behind each caption, whose features theirs takes; None: there is none.
@@ -75,7 +75,7 @@ class Clip(DualEncoder):
         if end_id in (None, LEGACY_END) or self.logit_bias is not None:
             return None
         text = {"eos_token_id": end_id, "pad_token_id": pad_id}
-        return _their_config(self._config, "CLIPModel", text)
+        return _hf_config(self._config, "CLIPModel", text)
 
 
 class Siglip(DualEncoder):
@@ -85,7 +85,7 @@ class Siglip(DualEncoder):
     """
 
     max_log_scale = None
-    their_names = (
+    hf_names = (
         ("image.tower.", "vision_model."),
         ("text.tower.", "text_model."),
         ("log_scale", "logit_scale"),
@@ -114,11 +114,11 @@ class Siglip(DualEncoder):
         """The `architecture` of a model with drawn weights in the spec's own shape."""
         return {"config": _siglip_config(spec, vocab_size).to_dict()}
 
-    def their_config(self, end_id: int | None, pad_id: int) -> dict[str, Any] | None:
+    def hf_config(self, end_id: int | None, pad_id: int) -> dict[str, Any] | None:
         """config.json of the same model for transformers; None where its classes cannot hold it."""
         if self.logit_bias is None:
             return None
-        return _their_config(self._config, "SiglipModel", {"eos_token_id": end_id})
+        return _hf_config(self._config, "SiglipModel", {"eos_token_id": end_id})
 
     @property
     def padded_to(self) -> tuple[int, int]:
@@ -284,6 +284,6 @@ def _settle_padding(text: Any, spec: SiglipSection) -> None:
         )
 
 
-def _their_config(config: Any, name: str, text: Mapping[str, int | None]) -> dict[str, Any]:
+def _hf_config(config: Any, name: str, text: Mapping[str, int | None]) -> dict[str, Any]:
     values: dict[str, Any] = config.to_dict()
     return values | {"architectures": [name], "text_config": values["text_config"] | text}

@@ -7,7 +7,7 @@
     preprocessor_config.json  pixels, in transformers' words where it has any (not for `fit: pad`)
     README.md                 the model card, with the lines that load it
 
-A CLIP, SigLIP or LLaVA leaves as transformers' own (their_form.py): its `AutoModel`, `AutoTokenizer` and
+A CLIP, SigLIP or LLaVA leaves as transformers' own (hf_format.py): its `AutoModel`, `AutoTokenizer` and
 `AutoImageProcessor` open the same folder, without mmray; a LLaVA has a processor_config.json as well.
 
 `load` is the inverse: the same decoder, the same pixels, the same tokens as in training, hence the same embeddings.
@@ -32,7 +32,7 @@ from mmray.data.remote import Folder, folder_at
 from mmray.data.text import TextEncoder, clean
 from mmray.data.words import encoder_of
 from mmray.errors import DataError, UsageError
-from mmray.models import their_form
+from mmray.models import hf_format
 from mmray.models.answers import Answerer
 from mmray.models.build import build
 from mmray.models.card import model_card, preprocessor_config
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 WEIGHTS, PREPROCESSOR, CARD = "model.safetensors", "preprocessor_config.json", "README.md"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-FILES = {CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, PREPROCESSOR, their_form.PROCESSOR, CARD}
+FILES = {CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, PREPROCESSOR, hf_format.PROCESSOR, CARD}
 
 Item = TypeVar("Item")
 
@@ -80,10 +80,10 @@ def _contents(model: Any, spec: dict[str, Any], tokenizer_json: str) -> tuple[di
     """The weights, and by their names all files but those and the card, config.json last: text, or values of JSON."""
     architecture = model.architecture() if hasattr(model, "architecture") else None
     config = {MADE_BY: version("mmray"), "model": spec, "architecture": architecture}
-    theirs = their_form.config(model, tokenizer_json)
-    weights = model.state_dict() if theirs is None else their_form.weights(model)
-    tokenizer, settings = their_form.tokenizer(model, tokenizer_json, spec["inputs"]["max_tokens"])
-    texts = {TOKENIZER: tokenizer, TOKENIZER_CONFIG: settings} | their_form.processor(model)
+    theirs = hf_format.config(model, tokenizer_json)
+    weights = model.state_dict() if theirs is None else hf_format.to_hf(model)
+    tokenizer, settings = hf_format.tokenizer(model, tokenizer_json, spec["inputs"]["max_tokens"])
+    texts = {TOKENIZER: tokenizer, TOKENIZER_CONFIG: settings} | hf_format.processor(model)
     if (pixels := preprocessor_config(spec["inputs"])) is not None:
         texts[PREPROCESSOR] = pixels
     return weights, texts | {CONFIG: (theirs or {}) | config}
@@ -105,7 +105,7 @@ def load(folder: str | Folder, device: torch.device | str = "cpu") -> Any:
     except Exception as error:  # the tokenizers package raises bare Exception for what it cannot parse
         raise UsageError(f"{path} is not a model exported by `mmray export RUN {path}`: {error}") from error
     model = build(spec, spec.vocab_size or encoder.vocab_size, config["architecture"])
-    model.load_state_dict(their_form.mine(model, weights) if "model_type" in config else weights)
+    model.load_state_dict(hf_format.from_hf(model, weights) if "model_type" in config else weights)
     kind = Answerer if hasattr(spec.inputs, "chat") else Embedder
     return kind(model.to(device).eval(), spec.inputs, encoder, torch.device(device))
 

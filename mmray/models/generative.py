@@ -33,7 +33,7 @@ class Generative(nn.Module):
     model gave; no weights are looked for then, the caller loads them. Raises UsageError.
     """
 
-    their_names = (
+    hf_names = (
         ("image.tower.", "model.vision_tower."),
         ("image.project.", "model.multi_modal_projector."),
         ("text.tower.", "model.language_model."),
@@ -65,7 +65,7 @@ class Generative(nn.Module):
         """The `architecture` of a model with drawn weights in the spec's own shape."""
         return {"config": _drawn(spec, vocab_size).to_dict()}
 
-    def their_config(self, end_id: int, pad_id: int, image_id: int) -> dict[str, Any]:
+    def hf_config(self, end_id: int, pad_id: int, image_id: int) -> dict[str, Any]:
         """config.json of the same model for transformers."""
         values: dict[str, Any] = self._config.to_dict()
         ends = {"eos_token_id": end_id, "pad_token_id": pad_id}
@@ -73,7 +73,7 @@ class Generative(nn.Module):
         text = values["text_config"] | ends | {"dtype": None}
         return values | places | ends | {"architectures": ["LlavaForConditionalGeneration"], "text_config": text}
 
-    def their_processor(self) -> dict[str, Any]:
+    def hf_processor(self) -> dict[str, Any]:
         """processor_config.json of transformers, which fills in as many tokens for the image as it has features."""
         return {
             "processor_class": "LlavaProcessor",

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from mmray.errors import UsageError
+from mmray.models.hf_image_towers import TheirTower, build_their_tower, saved_shape
 from mmray.models.places import PlacesTower, square
 from mmray.models.sizes import encoder_shape, tiles
-from mmray.models.their_image_towers import TheirTower, build_their_tower, saved_shape
 from mmray.models.weights import read_state
 
 if TYPE_CHECKING:

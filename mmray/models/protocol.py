@@ -80,16 +80,16 @@ class Judges(Protocol):
 
 
 class Leaves(Protocol):
-    """What an export asks (models/their_form.py); without it, a model leaves in mmray's own form."""
+    """What an export asks (models/hf_format.py); without it, a model leaves in mmray's own form."""
 
-    their_names: tuple[tuple[str, str], ...]  # prefixes of the weights' names, own and transformers'
+    hf_names: tuple[tuple[str, str], ...]  # prefixes of the weights' names, own and transformers'
     padded_to: tuple[int, int]  # tokens and pad id that each caption is filled up to, of a model that sees padding
     chat: Any  # of a model that writes: the section of its marks (model.inputs.chat)
 
-    def their_config(self, *ids: int | None) -> dict[str, Any] | None:
+    def hf_config(self, *ids: int | None) -> dict[str, Any] | None:
         """config.json of the same model for transformers, from the ids of end, padding and, if it writes, image."""
 
-    def their_processor(self) -> dict[str, Any]:
+    def hf_processor(self) -> dict[str, Any]:
         """processor_config.json of transformers."""
 
 
@@ -98,7 +98,7 @@ OPTIONAL = (
     *SCORED,
     *("branches", "constrain", "architecture"),
     *("embed_pair", "embed_regions", "name_regions", "shared_outputs"),
-    *("their_config", "their_processor"),
+    *("hf_config", "hf_processor"),
 )
 
 

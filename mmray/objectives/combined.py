@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmray.objectives.protocol import Batch, Measured, Mining, Objective, Outputs, Pairwise, Sorts
+from mmray.objectives.protocol import Batch, Measured, Mining, Objective, ObjectiveParts, Outputs, Pairwise
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Combined:
     """Several objectives as one; what meets is formed over the global batch, what stands alone in each micro-batch."""
 
     def __init__(self, terms: list[Term]) -> None:
-        meeting = [term for term in terms if term.objective.coupled]
-        standing = [term for term in terms if not term.objective.coupled]
-        self.sorts = Sorts(_one(meeting), _one(standing))
-        both = [part for part in (self.sorts.meeting, self.sorts.standing) if part is not None]
+        cross_row = [term for term in terms if term.objective.coupled]
+        row_wise = [term for term in terms if not term.objective.coupled]
+        self.objective_parts = ObjectiveParts(_one(cross_row), _one(row_wise))
+        both = [part for part in (self.objective_parts.cross_row, self.objective_parts.row_wise) if part is not None]
         self.coupled: tuple[str, ...] = both[0].coupled
         self.shared: tuple[str, ...] = _union(part.shared for part in both)
 

@@ -3,8 +3,8 @@
 Stands between models/ (batch -> outputs) and train/step.py (loss -> gradients). A loss is a sum and a count, never a
 mean: only then do micro-batches and ranks add up to the global batch, whatever their sizes.
 
-Two sorts: where rows meet (`coupled` names the outputs that do) the loss is formed once over the whole global batch;
-where every row stands alone it is formed in each micro-batch. `combined.py` adds up objectives of both sorts.
+Two kinds: a cross-row loss (`coupled` names the outputs whose rows meet in it) is formed once over the whole global
+batch; a row-wise one, a sum over rows, in each micro-batch. `combined.py` adds up objectives of both kinds.
 """
 
 from __future__ import annotations
@@ -87,21 +87,21 @@ class Pairwise(Protocol):
 
 
 @dataclass(frozen=True)
-class Sorts:
-    """An objective as the step takes it: what meets, and what stands alone."""
+class ObjectiveParts:
+    """An objective as the step takes it: `cross_row` needs all rows at once, `row_wise` is a sum over rows."""
 
-    meeting: Objective | None
-    standing: Objective | None
+    cross_row: Objective | None
+    row_wise: Objective | None
 
     @property
     def mining(self) -> Mining | None:
         """The part that must look at all rows before it can stand alone."""
-        return self.standing if isinstance(self.standing, Mining) and self.standing.looks_at else None
+        return self.row_wise if isinstance(self.row_wise, Mining) and self.row_wise.looks_at else None
 
 
-def sorts(objective: Any) -> Sorts:
+def parts_of(objective: Any) -> ObjectiveParts:
     """The two parts of an objective, one of which may be missing."""
-    if hasattr(objective, "sorts"):
-        found: Sorts = objective.sorts
+    if hasattr(objective, "objective_parts"):
+        found: ObjectiveParts = objective.objective_parts
         return found
-    return Sorts(objective, None) if objective.coupled else Sorts(None, objective)
+    return ObjectiveParts(objective, None) if objective.coupled else ObjectiveParts(None, objective)

@@ -23,8 +23,8 @@ from mmray.data.leakage import LEAKS, SHOWN
 from mmray.data.manifest import MANIFEST, QUARANTINE
 from mmray.data.place import Place
 from mmray.data.remote import Folder, folder_at
+from mmray.data.sandbox import SandboxedDecoder
 from mmray.data.thumbnail import thumbnail_of
-from mmray.data.trial import Trial
 from mmray.errors import MmrayError
 from mmray.report.run import read_json, read_lines
 
@@ -108,21 +108,21 @@ def _find_pictures(rows: list[Aside], source: Source, place: Place) -> None:
         wanted[row.source].append(row)
     until = time.monotonic() + SECONDS
     try:
-        with closing(Trial()) as trial:
+        with closing(SandboxedDecoder()) as sandbox:
             for item in chain.from_iterable(source.read(chunk) for chunk in source.scan(CHUNK_ROWS, ())):
                 for row in wanted.pop(item.origin, ()):
-                    row.picture = _picture(place, item, trial)
+                    row.picture = _picture(place, item, sandbox)
                 if not wanted or time.monotonic() > until:
                     return
     except (OSError, ValueError, SourceChanged, MmrayError):
         return  # the source is gone, or another one stands in its place: the rows are told without pictures
 
 
-def _picture(place: Place, item: Item, trial: Trial) -> str | None:
+def _picture(place: Place, item: Item, sandbox: SandboxedDecoder) -> str | None:
     if isinstance(item.values, BadRow):
         return None
     try:
         data = read_picture(place, row_of(item.values, item.origin).images[0])
     except (OSError, ValueError):  # BadRow among them: often the very reason it was set aside
         return None
-    return thumbnail_of(data, trial)
+    return thumbnail_of(data, sandbox)

@@ -43,7 +43,7 @@ class Share:
     """
 
     micros: list[Batch]
-    hollow: tuple[bool, ...]  # by micro-batch: only a stand-in
+    filler: tuple[bool, ...]  # by micro-batch: only a stand-in
     keys: Tensor  # int64 [valid rows], on the CPU
     sizes: tuple[int, ...]  # rows of each micro-batch with padding: the same on every rank
     tokens: int = 0  # of the captions of valid rows
@@ -64,11 +64,11 @@ def share_of(micros: list[Batch], arranged: bool = False) -> Share:
     sizes = tuple(len(micro["valid"]) for micro in micros)
     if bool(valid.all()):
         return Share(micros, (False,) * len(micros), keys, sizes, *_tokens(micros, sizes, arranged))
-    hollow = tuple(not bool(micro["valid"].any()) for micro in micros)
+    filler = tuple(not bool(micro["valid"].any()) for micro in micros)
     stand_in = torch.tensor([0])
-    kept = [_rows(micro, stand_in if empty else micro["valid"]) for micro, empty in zip(micros, hollow, strict=True)]
-    real = [micro for micro, empty in zip(kept, hollow, strict=True) if not empty]
-    return Share(kept, hollow, keys[valid], sizes, *_tokens(real, sizes, arranged))
+    kept = [_rows(micro, stand_in if empty else micro["valid"]) for micro, empty in zip(micros, filler, strict=True)]
+    real = [micro for micro, empty in zip(kept, filler, strict=True) if not empty]
+    return Share(kept, filler, keys[valid], sizes, *_tokens(real, sizes, arranged))
 
 
 def _tokens(micros: list[Batch], sizes: tuple[int, ...], arranged: bool) -> tuple[int, int, int]:
@@ -83,20 +83,20 @@ def _tokens(micros: list[Batch], sizes: tuple[int, ...], arranged: bool) -> tupl
     return int(lengths.sum()), places, plain
 
 
-def finer(share: Share, micro: int) -> Share:
+def split_micro_batches(share: Share, micro: int) -> Share:
     """The same rows in micro-batches of at most `micro` rows, as many on every rank; views, nothing is copied."""
     if max(share.sizes) <= micro:
         return share
-    micros, hollow, sizes = [], [], []
-    for batch, was_hollow, size in zip(share.micros, share.hollow, share.sizes, strict=True):
-        valid_rows = 0 if was_hollow else len(batch["valid"])
+    micros, filler, sizes = [], [], []
+    for batch, was_filler, size in zip(share.micros, share.filler, share.sizes, strict=True):
+        valid_rows = 0 if was_filler else len(batch["valid"])
         for first in range(0, size, micro):
             rows = slice(first, first + micro) if first < valid_rows else slice(0, 1)
             stand_in = {} if first < valid_rows else {"valid": torch.zeros_like(batch["valid"][rows])}
             micros.append({name: tensor[rows] for name, tensor in batch.items()} | stand_in)
-            hollow.append(first >= valid_rows)
+            filler.append(first >= valid_rows)
             sizes.append(min(micro, size - first))
-    return replace(share, micros=micros, hollow=tuple(hollow), sizes=tuple(sizes))
+    return replace(share, micros=micros, filler=tuple(filler), sizes=tuple(sizes))
 
 
 def feed(

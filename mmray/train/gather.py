@@ -19,8 +19,8 @@ from mmray.train.group import Group
 
 
 @dataclass(frozen=True)
-class Met:
-    """Where the ranks met. Alone, `packed` and `everyone` are None: the rows of the batch are everyone."""
+class Gathered:
+    """The coupled outputs of all ranks. Alone, `packed` and `everyone` are None: the rows of the batch are everyone."""
 
     totals: Tensor  # float64, the sum of what the ranks brought as `local`
     packed: Tensor | None = None  # [world x (1 + rows), columns], a leaf that takes gradients
@@ -51,14 +51,16 @@ def row_values(share: Share) -> Batch:
     return {name: torch.cat([micro[name] for micro in share.micros]) for name in names}
 
 
-def gathered(group: Group, embedded: list[Outputs], share: Share, local: Tensor, coupled: tuple[str, ...]) -> Met:
+def gather_outputs(
+    group: Group, embedded: list[Outputs], share: Share, local: Tensor, coupled: tuple[str, ...]
+) -> Gathered:
     """The coupled outputs of all ranks, padded to `share.rows` a rank, and the sum of `local`, in one collective.
 
     They go packed side by side with `valid`, in float32 at least, so that sums over ranks do not round to bfloat16;
     `local` rides along as a first row, for on slow links the number of collectives counts, not their size.
     """
     if group.world == 1:
-        return Met(local)
+        return Gathered(local)
     outputs = {name: torch.cat([part[name] for part in embedded]) for name in coupled}
     columns = [output.flatten(1) for output in outputs.values()]
     dtype = torch.promote_types(torch.float32, columns[0].dtype)
@@ -75,4 +77,4 @@ def gathered(group: Group, embedded: list[Outputs], share: Share, local: Tensor,
         name: part.reshape(-1, *output.shape[1:]) for (name, output), part in zip(outputs.items(), parts, strict=True)
     }
     everyone |= {"valid": flags[:, 0].detach() > 0, "offset": group.rank * share.rows}
-    return Met(totals, packed, everyone, {name: output.shape for name, output in outputs.items()})
+    return Gathered(totals, packed, everyone, {name: output.shape for name, output in outputs.items()})

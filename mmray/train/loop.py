@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from mmray.errors import OutOfMemoryError, TrainingError
 from mmray.objectives.protocol import Batch
-from mmray.train import clip, optimizer, parallel, precision, sharding, told
+from mmray.train import clip, messages, optimizer, parallel, precision, sharding
 from mmray.train.average import MovingAverage
 from mmray.train.batch import smaller
-from mmray.train.feed import Share, feed, finer
+from mmray.train.feed import Share, feed, split_micro_batches
 from mmray.train.learner import Learner
 from mmray.train.measure import Meter, Padding
 from mmray.train.profiling import profiled
@@ -30,7 +30,7 @@ from mmray.train.seeding import micro_seed
 from mmray.train.step import StepResult, optimizer_step, suspects
 from mmray.train.task import AVERAGE, Outcome, Progress, State, Stored, Task
 from mmray.train.telemetry import Metrics, Phases, Rates, over_ranks, rows_sha
-from mmray.train.trial import NoRoom, said
+from mmray.train.vote import NoRoom, said
 
 
 @dataclass
@@ -79,7 +79,7 @@ def _in_room(run: _Run) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         less = smaller(run.progress.micro, run.task.plan.share)
-        text = told.no_room_between(run.progress.step, run.progress.micro, run.task.group.rank, said(error), less)
+        text = messages.no_room_between(run.progress.step, run.progress.micro, run.task.group.rank, said(error), less)
         raise OutOfMemoryError(text, less) from error
 
 
@@ -179,14 +179,14 @@ def _take_step(run: _Run, share: Share) -> StepResult:
     # The wish to stop goes through the step: ranks must leave the loop together, or the rest wait for them for ever.
     stop, result = task.stop(), None
     while result is None:
-        result = _try_step(run, finer(share, progress.micro), stop)
+        result = _try_step(run, split_micro_batches(share, progress.micro), stop)
     progress.step += 1
     if run.average is not None and result.finite:
         run.average.update_parameters(task.model)
     progress.skipped += not result.finite
     progress.skipped_in_row = 0 if result.finite else progress.skipped_in_row + 1
     if progress.skipped_in_row >= task.train.max_nonfinite:
-        raise TrainingError(_not_finite(run, finer(share, progress.micro)))
+        raise TrainingError(_not_finite(run, split_micro_batches(share, progress.micro)))
     return result
 
 
@@ -207,8 +207,8 @@ def _try_step(run: _Run, share: Share, stop: bool) -> StepResult | None:
         if not is_out_of_memory(error):
             raise
         less = smaller(run.progress.micro, task.plan.share)
-        mine = told.rows_and_error(task.plan, step, task.group.rank, task.names, said(error))
-        raise OutOfMemoryError(told.no_room(step, run.progress.micro, [mine], less), less) from error
+        mine = messages.rows_and_error(task.plan, step, task.group.rank, task.names, said(error))
+        raise OutOfMemoryError(messages.no_room(step, run.progress.micro, [mine], less), less) from error
     _shrink(run, met)  # here, where the error and what its traceback keeps alive are gone
     return None
 
@@ -217,8 +217,8 @@ def _shrink(run: _Run, met: str) -> None:
     """Smaller micro-batches from here on, on all ranks; the gradients of the step that was given up are dropped."""
     task, progress = run.task, run.progress
     less = smaller(progress.micro, task.plan.share)
-    mine = met and told.rows_and_error(task.plan, progress.step, task.group.rank, task.names, met)
-    text = told.no_room(progress.step, progress.micro, task.group.gather_objects(mine), less)
+    mine = met and messages.rows_and_error(task.plan, progress.step, task.group.rank, task.names, met)
+    text = messages.no_room(progress.step, progress.micro, task.group.gather_objects(mine), less)
     if less == 0:
         raise OutOfMemoryError(text)
     progress.micro = less
@@ -233,9 +233,9 @@ def _not_finite(run: _Run, share: Share) -> str:
     """What a person is told: on which rows of the last step the model itself fails, on any rank."""
     task, progress = run.task, run.progress
     mine = [int(row) for row in task.plan.rows_at(suspects(run.learner, share).numpy())]
-    named = [name for names in task.group.gather_objects(task.names(mine[: told.NAMED])) for name in names]
+    named = [name for names in task.group.gather_objects(task.names(mine[: messages.NAMED])) for name in names]
     step, most = progress.step - 1, task.train.max_nonfinite
-    return told.not_finite(task.plan, step, progress.skipped_in_row, most, named)
+    return messages.not_finite(task.plan, step, progress.skipped_in_row, most, named)
 
 
 def _tell(run: _Run, keys: Tensor, result: StepResult) -> Metrics | None:

@@ -28,7 +28,7 @@ from mmray.train.learner import Learner
 from mmray.train.room import is_out_of_memory
 from mmray.train.step import accumulate
 from mmray.train.stopwatch import Stopwatch
-from mmray.train.trial import NoRoom
+from mmray.train.vote import NoRoom
 
 GIB = 2**30
 HOST_SHARE = 0.8  # of the memory that is free on a host: what the ranks there may plan with

@@ -11,21 +11,23 @@ from torch import Tensor
 
 from mmray.objectives.protocol import Batch, Mining, Outputs
 from mmray.train.feed import Share
-from mmray.train.gather import Met
+from mmray.train.gather import Gathered
 from mmray.train.group import Group
 
 
 @torch.no_grad()
-def with_partners(mining: Mining, share: Share, embedded: list[Outputs], met: Met, lent: Batch) -> list[Batch]:
+def with_partners(
+    mining: Mining, share: Share, embedded: list[Outputs], gathered: Gathered, lent: Batch
+) -> list[Batch]:
     """The share's micro-batches with the columns that `mining` finds for their rows."""
-    if met.everyone is None:
+    if gathered.everyone is None:
         known = {name: torch.cat([outputs[name] for outputs in embedded]) for name in mining.looks_at}
         known |= {**lent, "valid": torch.cat([micro["valid"] for micro in share.micros])}
         offset = 0
     else:
-        known = {**{name: met.everyone[name].detach() for name in mining.looks_at}, **lent}
-        known |= {"valid": met.everyone["valid"]}
-        offset = met.everyone["offset"]
+        known = {**{name: gathered.everyone[name].detach() for name in mining.looks_at}, **lent}
+        known |= {"valid": gathered.everyone["valid"]}
+        offset = gathered.everyone["offset"]
     micros = []
     for micro, outputs in zip(share.micros, embedded, strict=True):
         micros.append(micro | mining.mine(outputs, micro, {**known, "offset": offset}))

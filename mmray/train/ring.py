@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmray.objectives.protocol import Outputs, Pairwise
-from mmray.train.trial import Trial
+from mmray.train.vote import MemoryVote
 
 
 def around(
-    objective: Pairwise, leaves: Outputs, valid: Tensor, rows: int, factor: Tensor, trial: Trial
+    objective: Pairwise, leaves: Outputs, valid: Tensor, rows: int, factor: Tensor, vote: MemoryVote
 ) -> tuple[Tensor, dict[str, Tensor], Outputs]:
     """This rank's loss sum, its parts, and the gradient of (all ranks' losses x factor) at its own outputs.
 
@@ -45,9 +45,9 @@ def around(
             for name, value in {"loss": found.detach(), **further}.items():
                 sums[name] = sums[name] + value if name in sums else value
 
-    for hop in range(trial.group.world):
-        trial.of(partial(receive, visitors, own=hop == 0))
-        visitors = trial.group.shift(visitors)
+    for hop in range(vote.group.world):
+        vote.run(partial(receive, visitors, own=hop == 0))
+        visitors = vote.group.shift(visitors)
     returned = _gradients_of(visitors, leaves, objective.visiting)
     loss = sums.pop("loss")
     return loss, sums, gradients | {name: returned[name][: len(valid)] for name in objective.visiting}

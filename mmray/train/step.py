@@ -19,13 +19,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from mmray.objectives.protocol import Outputs, Sorts, sorts
+from mmray.objectives.protocol import ObjectiveParts, Outputs, parts_of
 from mmray.train import clip, parallel
+from mmray.train.coupling import couple, gathered_names, travels
 from mmray.train.feed import Share
-from mmray.train.learner import Learner, SeedOf, Sums, factors_of, forward_of, standing_loss
-from mmray.train.meet import meet, meeting_names, travels
+from mmray.train.learner import Learner, SeedOf, Sums, forward_of, loss_factors, row_wise_loss
 from mmray.train.room import is_out_of_memory
-from mmray.train.trial import NoRoom, Trial, said
+from mmray.train.vote import MemoryVote, NoRoom, said
 
 
 @dataclass(frozen=True)
@@ -79,18 +79,18 @@ def optimizer_step(learner: Learner, share: Share, seed_of: SeedOf, stop: bool =
 
 def accumulate(learner: Learner, share: Share, seed_of: SeedOf, stop: bool = False) -> Found:
     """Add the gradient of the global batch to the weights, scaled by the scaler. Raises as `optimizer_step` does."""
-    parts = sorts(learner.objective)
+    parts = parts_of(learner.objective)
     local = _local_totals(parts, share, stop)
-    run = _cached if parts.meeting is not None or parts.mining is not None else _row_by_row
-    found = run(learner, parts, share, local, seed_of, Trial(learner.group, learner.may_vote, learner.phases))
+    run = _cached_accumulation if parts.cross_row is not None or parts.mining is not None else _plain_accumulation
+    found = run(learner, parts, share, local, seed_of, MemoryVote(learner.group, learner.may_vote, learner.phases))
     with learner.phases("sync"):
         parallel.finish(learner.model, learner.group)
     return found
 
 
-def _local_totals(parts: Sorts, share: Share, stop: bool) -> Tensor:
+def _local_totals(parts: ObjectiveParts, share: Share, stop: bool) -> Tensor:
     """This rank's part of the objective's counts, and its wish to stop: float64 [K + 1]."""
-    objectives = [part for part in (parts.meeting, parts.standing) if part is not None]
+    objectives = [part for part in (parts.cross_row, parts.row_wise) if part is not None]
     counts = [torch.stack([part.count(micro) for micro in share.micros]).double().sum(0) for part in objectives]
     flat = torch.cat([count.reshape(-1) for count in counts])
     return torch.cat([flat, flat.new_full((1,), stop)])
@@ -128,7 +128,7 @@ def _constrain(module: nn.Module) -> None:
 def suspects(learner: Learner, share: Share) -> Tensor:
     """Positions in the run's order of this rank's rows for which the model's outputs are not finite."""
     model, found = parallel.without_sync(learner.model), [torch.zeros(0, dtype=torch.int64)]
-    mining = sorts(learner.objective).mining
+    mining = parts_of(learner.objective).mining
     for index, micro in enumerate(share.micros):
         with parallel.buffers_kept(parallel.unwrapped(model)):
             outputs = forward_of(learner, model, micro, share, index, lambda _: 0)
@@ -147,18 +147,20 @@ def suspects(learner: Learner, share: Share) -> Tensor:
     return torch.cat(found)
 
 
-def _row_by_row(learner: Learner, parts: Sorts, share: Share, local: Tensor, seed_of: SeedOf, trial: Trial) -> Found:
+def _plain_accumulation(
+    learner: Learner, parts: ObjectiveParts, share: Share, local: Tensor, seed_of: SeedOf, vote: MemoryVote
+) -> Found:
     """Plain accumulation: right for a loss in which every row stands alone."""
-    standing = parts.standing
-    assert standing is not None
+    row_wise = parts.row_wise
+    assert row_wise is not None
     with learner.phases("sync"):
         totals = learner.group.all_reduce_sum(local)
-    _, factor = factors_of(learner, parts, share, totals)
+    _, factor = loss_factors(learner, parts, share, totals)
     sums = Sums(0, len(factor))
 
     def forward(index: int) -> tuple[Tensor, dict[str, Tensor]]:
         outputs = forward_of(learner, learner.model, share.micros[index], share, index, seed_of)
-        scaled = standing_loss(standing, outputs, share.micros[index], factor, sums)
+        scaled = row_wise_loss(row_wise, outputs, share.micros[index], factor, sums)
         return scaled, {name: outputs[name].detach() for name in learner.objective.shared}
 
     def backward(index: int) -> None:
@@ -169,30 +171,32 @@ def _row_by_row(learner: Learner, parts: Sorts, share: Share, local: Tensor, see
     last = len(share.micros) - 1
     for index in range(last):
         with parallel.synchronised(learner.model, last=False):
-            trial.of(partial(backward, index))
+            vote.run(partial(backward, index))
     with parallel.synchronised(learner.model, last=True):
-        scaled, shared = trial.agreed(lambda: forward(last))
+        scaled, shared = vote.run_and_agree(lambda: forward(last))
         with learner.phases("backward"):
             scaled.backward()
     return Found(sums.found, shared, totals)
 
 
-def _cached(learner: Learner, parts: Sorts, share: Share, local: Tensor, seed_of: SeedOf, trial: Trial) -> Found:
+def _cached_accumulation(
+    learner: Learner, parts: ObjectiveParts, share: Share, local: Tensor, seed_of: SeedOf, vote: MemoryVote
+) -> Found:
     """Cached accumulation: the gradient of a loss over all rows, with one micro-batch's activations in memory."""
     model, last = learner.model, len(share.micros) - 1
-    first, embedded = trial.agreed(lambda: _embed(learner, parts, share, seed_of))
+    first, embedded = vote.run_and_agree(lambda: _embed(learner, parts, share, seed_of))
     if last == 0 and first and not travels(parts):
         # Only the loss is left before the ranks meet: one vote a step will do. On the ring they meet within the loss.
-        trial.may_vote = False
-    met, micros, factors, sums, gradients = meet(learner, parts, share, embedded, local, trial)
+        vote.may_vote = False
+    gathered, micros, factors, sums, gradients = couple(learner, parts, share, embedded, local, vote)
 
     def forward(index: int) -> Outputs:
         return first.pop() if first else forward_of(learner, model, micros[index], share, index, seed_of)
 
     def backward(index: int, outputs: Outputs) -> None:
         roots = _roots(parts, outputs, gradients[index], with_shared=index == last)
-        if parts.standing is not None:
-            roots.append((standing_loss(parts.standing, outputs, micros[index], factors[1], sums), None))
+        if parts.row_wise is not None:
+            roots.append((row_wise_loss(parts.row_wise, outputs, micros[index], factors[1], sums), None))
         with learner.phases("backward"):
             torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
 
@@ -201,19 +205,21 @@ def _cached(learner: Learner, parts: Sorts, share: Share, local: Tensor, seed_of
 
     for index in range(last):
         with parallel.synchronised(model, last=False):
-            trial.of(partial(again, index))
+            vote.run(partial(again, index))
     with parallel.synchronised(model, last=True):
-        backward(last, trial.agreed(lambda: forward(last)))
-    return Found(sums.found, {name: embedded[0][name] for name in learner.objective.shared}, met.totals)
+        backward(last, vote.run_and_agree(lambda: forward(last)))
+    return Found(sums.found, {name: embedded[0][name] for name in learner.objective.shared}, gathered.totals)
 
 
-def _embed(learner: Learner, parts: Sorts, share: Share, seed_of: SeedOf) -> tuple[list[Outputs], list[Outputs]]:
+def _embed(
+    learner: Learner, parts: ObjectiveParts, share: Share, seed_of: SeedOf
+) -> tuple[list[Outputs], list[Outputs]]:
     """Outputs of the first micro-batch with its graph, in a list to be taken from; and of all without.
 
     Where partners are to be found no graph is of use: the model has not yet seen them.
     """
     model, micros = learner.model, share.micros
-    names = dict.fromkeys((*meeting_names(parts), *learner.objective.shared))
+    names = dict.fromkeys((*gathered_names(parts), *learner.objective.shared))
     first: list[Outputs] = []
     if parts.mining is None:
         with parallel.synchronised(model, last=len(micros) == 1):
@@ -227,12 +233,14 @@ def _embed(learner: Learner, parts: Sorts, share: Share, seed_of: SeedOf) -> tup
     return first, embedded
 
 
-def _roots(parts: Sorts, outputs: Outputs, gradients: Outputs, with_shared: bool) -> list[tuple[Tensor, Tensor | None]]:
+def _roots(
+    parts: ObjectiveParts, outputs: Outputs, gradients: Outputs, with_shared: bool
+) -> list[tuple[Tensor, Tensor | None]]:
     """Outputs to go backward from, with their cached gradients; those of frozen branches take none.
 
     Outputs that belong to the step take their gradient once.
     """
-    if parts.meeting is None:
+    if parts.cross_row is None:
         return []
-    names = parts.meeting.coupled + (parts.meeting.shared if with_shared else ())
+    names = parts.cross_row.coupled + (parts.cross_row.shared if with_shared else ())
     return [(outputs[name], gradients[name]) for name in names if outputs[name].requires_grad]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mmray.objectives.protocol import Objective
-from mmray.train import told
+from mmray.train import messages
 from mmray.train.group import Group
 from mmray.train.telemetry import Metrics, MetricsLog
 
@@ -49,7 +49,7 @@ class Task:
     callbacks: tuple[Callback, ...] = ()
     by_length: bool = False  # the steps' micro-batches are arranged by length
     micro: int = 0  # rows of a micro-batch, fewer than the plan's; 0: the plan's
-    names: told.Names = told.by_number
+    names: messages.Names = messages.by_number
     note: Callable[[str, str], None] = lambda text, label: None  # a line for people, from rank 0
     devices: tuple[torch.device, ...] = ()  # of this worker, where the strategy takes several
     profile_to: Path | None = None  # file of the profile that `train.profile` asks for, on ranks that write one

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from mmray.data import image, trial
+from mmray.data import image, sandbox
 
 MARK = b"this kills its decoder, which is written down in "
 COMMAND = (sys.executable, "-m", "tests.data.deadly")
@@ -48,10 +48,10 @@ def decoder_finds_no_memory():
 @contextmanager
 def decoder_dies():
     """In this process and in the children that it starts."""
-    with patch.object(image, "_open", open_image), patch.object(trial, "COMMAND", COMMAND):
+    with patch.object(image, "_open", open_image), patch.object(sandbox, "COMMAND", COMMAND):
         yield
 
 
 if __name__ == "__main__":
     with patch.object(image, "_open", open_image):
-        trial.answer_all(sys.stdin.buffer, sys.stdout.buffer)
+        sandbox.answer_all(sys.stdin.buffer, sys.stdout.buffer)

@@ -10,15 +10,15 @@ import ray
 from mmray.config import Augment, Inputs, Prepare
 from mmray.data import against
 from mmray.data import prepare as prepare_module
+from mmray.data import sandbox as sandbox_module
 from mmray.data import stream as stream_module
-from mmray.data import trial as trial_module
 from mmray.data.image import BadImage
 from mmray.data.order import Plan, Start
 from mmray.data.prepare import prepare
 from mmray.data.reader import RowReader
+from mmray.data.sandbox import SandboxedDecoder
 from mmray.data.store import PreparedSet, key_id
 from mmray.data.text import train_tokenizer
-from mmray.data.trial import Trial
 from tests.data.deadly import NEED, deadly, decoder_dies, decoder_finds_no_memory
 from tests.made import CAPTIONS, make_set, png, row
 
@@ -56,58 +56,58 @@ def tries(source, number):
 
 
 def test_a_child_dies_instead_and_the_next_one_goes_on(tmp_path):
-    trial = Trial()
+    sandbox = SandboxedDecoder()
     with decoder_dies():
-        assert trial.check(png(1), 10**6) == (16, 16)
+        assert sandbox.check(png(1), 10**6) == (16, 16)
         with pytest.raises(BadImage, match=r"crash: the decoder died of it \(exit status -11\)"):
-            trial.check(deadly(png(2), tmp_path / "log"), 10**6)
+            sandbox.check(deadly(png(2), tmp_path / "log"), 10**6)
         with pytest.raises(BadImage, match="format"):
-            trial.check(b"<html>", 10**6)
-        assert trial.check(png(3, side=9), 10**6) == (9, 9)
-    trial.close()
-    assert trial.deaths == 1
+            sandbox.check(b"<html>", 10**6)
+        assert sandbox.check(png(3, side=9), 10**6) == (9, 9)
+    sandbox.close()
+    assert sandbox.deaths == 1
 
 
 DIES_OF_CROPS = """
 import os, sys
-from mmray.data import augment, trial
+from mmray.data import augment, sandbox
 augment.resized = lambda *rest: os.abort()
-trial.answer_all(sys.stdin.buffer, sys.stdout.buffer)
+sandbox.answer_all(sys.stdin.buffer, sys.stdout.buffer)
 """
 
 
 @pytest.mark.parametrize("augment", [None, Augment(crop_scale=(0.5, 0.5))])
 def test_the_crop_that_a_reader_takes_is_tried_too(tmp_path, monkeypatch, augment):
-    monkeypatch.setattr(trial_module, "COMMAND", (sys.executable, "-c", DIES_OF_CROPS))
+    monkeypatch.setattr(sandbox_module, "COMMAND", (sys.executable, "-c", DIES_OF_CROPS))
     prepared = make_set(tmp_path, [row(number, data=png(number)) for number in range(2)])
     inputs = Inputs(image_side=8, max_tokens=12)
     reader = RowReader(prepared, inputs, train_tokenizer(CAPTIONS, 60), 10**6, augment)
-    reader.trial = Trial()
+    reader.sandbox = SandboxedDecoder()
     block = reader.block(Plan(2, 2, 1, 2, seed=0, steps=1), np.arange(2))
-    reader.trial.close()
+    reader.sandbox.close()
     assert block["valid"].tolist() == [augment is None] * 2
-    assert reader.trial.deaths == (0 if augment is None else 2)
+    assert reader.sandbox.deaths == (0 if augment is None else 2)
 
 
 CRAMPED = """
 import resource, sys
-from mmray.data import trial
+from mmray.data import sandbox
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 24 * 2**20,) * 2)
-trial.answer_all(sys.stdin.buffer, sys.stdout.buffer)
+sandbox.answer_all(sys.stdin.buffer, sys.stdout.buffer)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of a process's memory as Linux has them")
 def test_an_image_for_which_there_is_no_memory_is_not_called_corrupt(monkeypatch):
     """16 million pixels where 24 MiB are left, then a small one."""
-    monkeypatch.setattr(trial_module, "COMMAND", (sys.executable, "-c", CRAMPED))
-    trial = Trial()
+    monkeypatch.setattr(sandbox_module, "COMMAND", (sys.executable, "-c", CRAMPED))
+    sandbox = SandboxedDecoder()
     with pytest.raises(BadImage, match="memory: no memory to decode it"):
-        trial.check(png(1, side=4000), 25 * 10**6)
-    assert trial.check(png(3, side=9), 10**6) == (9, 9)
-    trial.close()
-    assert trial.deaths == 0
+        sandbox.check(png(1, side=4000), 25 * 10**6)
+    assert sandbox.check(png(3, side=9), 10**6) == (9, 9)
+    sandbox.close()
+    assert sandbox.deaths == 0
 
 
 def pack_batch_without_memory(batch, job):

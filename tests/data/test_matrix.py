@@ -12,7 +12,7 @@ from mmray.data import prepare as prepare_module
 from mmray.data.image import BadImage, checked_size, read_pixels, read_rgb
 from mmray.data.pack import pack_chunk
 from mmray.data.prepare import prepare
-from mmray.data.trial import Trial
+from mmray.data.sandbox import SandboxedDecoder
 from tests.conftest import ROOT
 from tests.data import matrix
 
@@ -68,33 +68,33 @@ def test_the_readme_says_the_same():
 
 DYING = """
 import os, sys
-from mmray.data import trial
-whole = trial.decode
-trial.decode = lambda data, limit: os.abort() if b"kills" in data else whole(data, limit)
-trial.answer_all(sys.stdin.buffer, sys.stdout.buffer)
+from mmray.data import sandbox
+whole = sandbox.decode
+sandbox.decode = lambda data, limit: os.abort() if b"kills" in data else whole(data, limit)
+sandbox.answer_all(sys.stdin.buffer, sys.stdout.buffer)
 """
 
 
 def test_an_image_that_kills_the_decoder_is_named_and_the_next_is_decoded(monkeypatch):
-    monkeypatch.setattr("mmray.data.trial.COMMAND", (sys.executable, "-c", DYING))
-    trial, good = Trial(), matrix.encoded()
-    assert trial.check(good, 1000) == (9, 6)
+    monkeypatch.setattr("mmray.data.sandbox.COMMAND", (sys.executable, "-c", DYING))
+    sandbox, good = SandboxedDecoder(), matrix.encoded()
+    assert sandbox.check(good, 1000) == (9, 6)
     with pytest.raises(BadImage, match="the decoder died of it") as caught:
-        trial.check(good + b"kills", 1000)
+        sandbox.check(good + b"kills", 1000)
     assert caught.value.reason == "crash"
-    assert trial.check(good, 1000) == (9, 6)
+    assert sandbox.check(good, 1000) == (9, 6)
     with pytest.raises(BadImage) as caught:
-        trial.check(b"", 1000)
+        sandbox.check(b"", 1000)
     assert caught.value.reason == "empty"
-    child = trial._child
-    trial.close()
+    child = sandbox._child
+    sandbox.close()
     assert child is not None and child.poll() == 0
 
 
 def test_the_child_decodes_as_the_parent_does():
     data = matrix.encoded()
     run = subprocess.run(
-        [sys.executable, "-m", "mmray.data.trial"],
+        [sys.executable, "-m", "mmray.data.sandbox"],
         input=b"0 %d 53\n" % len(data) + data,
         capture_output=True,
         check=True,

@@ -11,7 +11,7 @@ import torch
 from mmray import objectives
 from mmray.errors import UsageError
 from mmray.objectives.contrastive import Contrastive
-from mmray.objectives.protocol import sorts
+from mmray.objectives.protocol import parts_of
 
 
 def kind(name: str) -> SimpleNamespace:
@@ -35,12 +35,12 @@ def test_a_sum_is_of_both_sorts(own):
     combined = objectives.build(kind("contrastive + 0.5*matching + 1e-1 * own_objectives:Mine"))
     assert combined.coupled == Contrastive.coupled
     assert combined.shared == ("logit_scale",)
-    found = sorts(combined)
-    assert found.standing.looks_at == Contrastive.coupled
-    assert found.mining is found.standing
-    assert found.meeting.count({"valid": torch.ones(3)}).tolist() == [3, 3]
-    assert sorts(objectives.build(kind("classification"))).meeting is None
-    assert isinstance(sorts(objectives.build(kind("contrastive + classification"))).meeting, Contrastive)
+    found = parts_of(combined)
+    assert found.row_wise.looks_at == Contrastive.coupled
+    assert found.mining is found.row_wise
+    assert found.cross_row.count({"valid": torch.ones(3)}).tolist() == [3, 3]
+    assert parts_of(objectives.build(kind("classification"))).cross_row is None
+    assert isinstance(parts_of(objectives.build(kind("contrastive + classification"))).cross_row, Contrastive)
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmray.objectives.protocol import Pairwise, sorts
+from mmray.objectives.protocol import Pairwise, parts_of
 from mmray.objectives.sigmoid import Sigmoid
 from mmray.train.group import Group
 from mmray.train.ring import around
 from mmray.train.telemetry import Phases
-from mmray.train.trial import Trial
+from mmray.train.vote import MemoryVote
 
 B, D = 7, 5
-ALONE = Trial(Group(), False, Phases(torch.device("cpu")))
+ALONE = MemoryVote(Group(), False, Phases(torch.device("cpu")))
 
 
 def drawn(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -100,4 +100,4 @@ def test_half_precision_is_measured_in_float32() -> None:
 
 
 def test_it_is_one_whose_rows_travel() -> None:
-    assert isinstance(sorts(Sigmoid()).meeting, Pairwise)
+    assert isinstance(parts_of(Sigmoid()).cross_row, Pairwise)

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mmray.data.order import Plan
 from mmray.errors import OutOfMemoryError
 from mmray.objectives.sigmoid import Sigmoid
-from mmray.train import loop, meet
+from mmray.train import coupling, loop
 from mmray.train.group import Group
 from mmray.train.parallel import Layout
 from tests.train import toy, two_ranks
@@ -63,11 +63,11 @@ def ragged(group: Group) -> torch.Tensor:
 
 def gathered(group: Group) -> torch.Tensor:
     """As a large global batch goes: each rank forms the loss of its own rows."""
-    most, meet.MOST_ROWS_OF_ALL = meet.MOST_ROWS_OF_ALL, 0
+    most, coupling.MOST_ROWS_OF_ALL = coupling.MOST_ROWS_OF_ALL, 0
     try:
         return ragged(group)
     finally:
-        meet.MOST_ROWS_OF_ALL = most
+        coupling.MOST_ROWS_OF_ALL = most
 
 
 def row_by_row(group: Group) -> torch.Tensor:
@@ -91,7 +91,7 @@ def whole(model: torch.nn.Module) -> torch.Tensor:
 def ring(group: Group) -> dict[str, Any]:
     """What the objective sees at once, and whether anything was gathered."""
     seen, objective = [], toy.objective("0.5 * sigmoid", chunk=3)
-    inner = objective.sorts.meeting._term.objective
+    inner = objective.objective_parts.cross_row._term.objective
     pairs = inner.pairs
     inner.pairs = lambda *given: (seen.append((len(given[1]), len(given[3]))), pairs(*given))[1]
     gathers: list[int] = []

@@ -12,7 +12,7 @@ import torch
 from mmray import recipes
 from mmray.bench.step import prepared
 from mmray.objectives.contrastive import Contrastive
-from mmray.train.feed import finer, share_of
+from mmray.train.feed import share_of, split_micro_batches
 from mmray.train.group import Group
 from mmray.train.step import accumulate
 from tests.train import toy
@@ -59,7 +59,7 @@ def bench_of(image_side, rows):
 def step_of(bench, rows, micro):
     learner = toy.learner(bench.model, objective=Contrastive())
     batch = {name: column[:rows] for name, column in bench.batches[0].items()}
-    share = finer(share_of([batch]), micro)
+    share = split_micro_batches(share_of([batch]), micro)
 
     def step():
         accumulate(learner, share, lambda index: index)
@@ -102,7 +102,7 @@ def test_finer_micro_batches_are_the_same_step(bench):
     for micro in (SHARE, MICRO):
         learner = toy.learner(bench.model, objective=Contrastive())
         batch = {name: column[:SHARE] for name, column in bench.batches[0].items()}
-        accumulate(replace(learner), finer(share_of([batch]), micro), lambda index: index)
+        accumulate(replace(learner), split_micro_batches(share_of([batch]), micro), lambda index: index)
         gradients.append(toy.flat_gradient(bench.model))
         learner.optimizer.zero_grad(set_to_none=True)
     assert (gradients[0] - gradients[1]).norm() / gradients[0].norm() < 1e-4

@@ -22,7 +22,7 @@ def test_padding_is_taken_out_and_the_rest_keeps_its_order():
     share = feed.share_of(toy.cut(batch, 3))
     rows, stand_in = [1, 2, 6, 7], [1, 2, 3, 6, 7]
     assert [len(micro["valid"]) for micro in share.micros] == [2, 1, 2]
-    assert share.hollow == (False, True, False)
+    assert share.filler == (False, True, False)
     for name in ("image", "key", "pos", "valid"):
         assert torch.equal(torch.cat([micro[name] for micro in share.micros]), batch[name][stand_in]), name
     assert torch.equal(share.keys, batch["key"][rows])

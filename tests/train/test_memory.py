@@ -11,7 +11,7 @@ import torch
 
 from mmray.errors import OutOfMemoryError, TrainingError
 from mmray.train import loop, memory, rehearsal
-from mmray.train.feed import finer, share_of
+from mmray.train.feed import share_of, split_micro_batches
 from mmray.train.group import Group
 from tests.train import toy
 from tests.train.test_loop import Checkpoints, plan_of, train
@@ -157,13 +157,13 @@ def test_a_rehearsal_talks_to_nobody_whatever_the_objective_lends_or_sends_aroun
 def test_finer_keeps_the_rows_and_as_many_micro_batches_on_every_rank():
     batch = toy.rows(10, 0, invalid=(4, 5, 6, 7, 8, 9))
     share = share_of(toy.cut(batch, 4))
-    fine = finer(share, 2)
+    fine = split_micro_batches(share, 2)
     assert fine.sizes == (2, 2, 2, 2, 2)
-    assert fine.hollow == (False, False, True, True, True)
+    assert fine.filler == (False, False, True, True, True)
     assert fine.rows == share.rows == 10
     kept = torch.cat([micro["key"][micro["valid"]] for micro in fine.micros])
     assert torch.equal(kept, batch["key"][:4])
-    assert finer(share, 4) is share
+    assert split_micro_batches(share, 4) is share
 
 
 def test_what_was_found_to_fit_holds_after_a_restart_until_another_is_asked_for():

@@ -146,7 +146,7 @@ def test_a_share_of_padding_leaves_gradients_and_statistics_alone():
     model = toy.Toy(batch_norm=True).double()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     learner, share = toy.learner(model), share_of(toy.cut(toy.rows(4, 0, (0, 1, 2, 3)), 2))
-    assert share.hollow == (True, True)
+    assert share.filler == (True, True)
     assert share.rows == 4
     sums = accumulate(learner, share, lambda index: 0).sums
     assert sums["loss"] == 0

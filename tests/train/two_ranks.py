@@ -21,7 +21,7 @@ from mmray.data.order import Plan
 from mmray.errors import OutOfMemoryError
 from mmray.objectives.contrastive import Contrastive
 from mmray.objectives.sigmoid import Sigmoid
-from mmray.train import loop, meet, memory, optimizer, precision
+from mmray.train import coupling, loop, memory, optimizer, precision
 from mmray.train.feed import share_of
 from mmray.train.group import Group
 from mmray.train.measure import Meter
@@ -102,11 +102,11 @@ def accumulated_shares(group: Group, folder: Path) -> torch.Tensor:
 
 def gathered_shares(group: Group, folder: Path) -> torch.Tensor:
     """As a large global batch goes: each rank forms the loss of its own rows, the gradients are brought together."""
-    most, meet.MOST_ROWS_OF_ALL = meet.MOST_ROWS_OF_ALL, 0
+    most, coupling.MOST_ROWS_OF_ALL = coupling.MOST_ROWS_OF_ALL, 0
     try:
         return accumulated_shares(group, folder)
     finally:
-        meet.MOST_ROWS_OF_ALL = most
+        coupling.MOST_ROWS_OF_ALL = most
 
 
 def where_gradients_live(group: Group, folder: Path) -> dict[str, list[int]]:

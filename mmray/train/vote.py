@@ -1,6 +1,6 @@
-"""Work that may find no room in memory, and the vote of the ranks on whether it did.
+"""Work that may run out of memory, and the vote of the ranks on whether it did.
 
-step.py runs each stretch between two collectives through a Trial. A rank that met the end of its memory keeps still
+step.py runs each stretch between two collectives through a MemoryVote. A rank that ran out of memory does nothing more
 until the next vote, so that all ranks leave the step at one point, together; the loop then takes the same rows again in
 smaller micro-batches. The vote goes from host to host and waits for no device.
 """
@@ -30,14 +30,14 @@ class NoRoom(Exception):
     """
 
 
-class Trial:
+class MemoryVote:
     """One step's stretches of work; without `may_vote` an error ends it, as where a forward holds collectives."""
 
     def __init__(self, group: Group, may_vote: bool, phases: Phases):
         self.group, self.may_vote, self.phases = group, may_vote, phases
         self._error: str | None = None
 
-    def of(self, work: Callable[[], T]) -> T:
+    def run(self, work: Callable[[], T]) -> T:
         """What `work` returns; None (whatever the type says) once this rank has met the end of its memory."""
         if not self.may_vote:
             return work()
@@ -50,9 +50,9 @@ class Trial:
                 self._error = said(error)  # not the error itself: its traceback would keep the tensors alive
         return cast("Any", None)
 
-    def agreed(self, work: Callable[[], T]) -> T:
+    def run_and_agree(self, work: Callable[[], T]) -> T:
         """What `work` returns, after a vote that all ranks have had room so far; raises NoRoom on all of them."""
-        result = self.of(work)
+        result = self.run(work)
         if self.may_vote and not self._vote():
             raise NoRoom(self._error or "")
         return result

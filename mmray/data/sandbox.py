@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
 
 View = tuple["Inputs", "Augment | None", "np.ndarray | None"]  # how a model sees it: as `viewed` takes them
-COMMAND = (sys.executable, "-m", "mmray.data.trial")
+COMMAND = (sys.executable, "-m", "mmray.data.sandbox")
 CRASH = "crash"  # the reason that is told of an image which killed its decoder
 
 
-class Trial:
+class SandboxedDecoder:
     """A child that decodes; begun with the first image, and anew after each death."""
 
     def __init__(self) -> None:
@@ -65,27 +65,27 @@ class Trial:
             self._child = None
 
 
-class Trials:
+class SandboxedDecoders:
     """Tries images once each, for several threads, each of which has a child of its own meanwhile."""
 
     def __init__(self) -> None:
-        self._free: list[Trial] = []
+        self._free: list[SandboxedDecoder] = []
         self._known: dict[str, BadImage | None] = {}
 
     def check(self, key: str, data: bytes, max_pixels: int) -> None:
-        """Raises BadImage as `Trial.check` does; what it found for a key holds from then on."""
+        """Raises BadImage as `SandboxedDecoder.check` does; what it found for a key holds from then on."""
         if key not in self._known:
             try:
-                trial = self._free.pop()
+                sandbox = self._free.pop()
             except IndexError:
-                trial = Trial()
+                sandbox = SandboxedDecoder()
             try:
-                trial.check(data, max_pixels)
+                sandbox.check(data, max_pixels)
                 self._known[key] = None
             except BadImage as bad:
                 self._known[key] = bad
             finally:
-                self._free.append(trial)
+                self._free.append(sandbox)
         if (found := self._known[key]) is not None:
             raise BadImage(found.reason, f"{key}: {found.detail}")
 

@@ -19,27 +19,27 @@ TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 
 def config(model: Any, tokenizer_json: str) -> dict[str, Any] | None:
     """config.json for transformers; None where it has no class for this model, or none that would compute the same."""
-    if not hasattr(model, "their_config"):
+    if not hasattr(model, "hf_config"):
         return None
     if hasattr(model, "chat"):
         marks = ChatEncoder(tokenizer_json, model.chat, 8)
-        written: dict[str, Any] = model.their_config(marks.end_id, marks.pad_id, marks.image_id)
+        written: dict[str, Any] = model.hf_config(marks.end_id, marks.pad_id, marks.image_id)
         return written
-    values: dict[str, Any] | None = model.their_config(_end_id(tokenizer_json), TextEncoder(tokenizer_json, 8).pad_id)
+    values: dict[str, Any] | None = model.hf_config(_end_id(tokenizer_json), TextEncoder(tokenizer_json, 8).pad_id)
     return values
 
 
-def weights(model: Any) -> dict[str, Tensor]:
+def to_hf(model: Any) -> dict[str, Tensor]:
     """The model's weights under transformers' names."""
-    state = {_renamed(name, model.their_names): tensor for name, tensor in model.state_dict().items()}
+    state = {_renamed(name, model.hf_names): tensor for name, tensor in model.state_dict().items()}
     if "logit_bias" in state:  # SigLIP's two scalars are vectors of one there
         state |= {name: state[name].reshape(1) for name in ("logit_scale", "logit_bias")}
     return state
 
 
-def mine(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `weights`."""
-    names = tuple((their, own) for own, their in model.their_names)
+def from_hf(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `to_hf`."""
+    names = tuple((their, own) for own, their in model.hf_names)
     found = {_renamed(name, names): tensor for name, tensor in state.items()}
     scalars = ("log_scale", "logit_bias")
     return {name: tensor.reshape(()) if name in scalars else tensor for name, tensor in found.items()}
@@ -61,7 +61,7 @@ def tokenizer(model: Any, tokenizer_json: str, max_tokens: int) -> tuple[str, di
 
 def processor(model: Any) -> dict[str, dict[str, Any]]:
     """processor_config.json by its name, where transformers has a class that lays out image and text together."""
-    return {PROCESSOR: model.their_processor()} if hasattr(model, "their_processor") else {}
+    return {PROCESSOR: model.hf_processor()} if hasattr(model, "hf_processor") else {}
 
 
 def _end_id(tokenizer_json: str) -> int | None:
