@@ -69,6 +69,16 @@ def test_a_short_yaml_may_take_another_kind_of_model(tmp_path):
     assert config == recipes.clip().model_copy(update={"model": model})
 
 
+def test_a_short_yaml_of_an_unknown_recipe_is_refused(tmp_path):
+    """It would be another model, trained from nothing."""
+    (tmp_path / "short.yaml").write_text("recipe: clipp\nbatch: {micro: 8}\n")
+    with pytest.raises(UsageError, match=r"short.yaml: recipe: there is no `clipp`; name one of sample, .*clip"):
+        recipes.load(str(tmp_path / "short.yaml"))
+    whole = to_yaml(recipes.load("clip").replace(recipe="mine"))
+    (tmp_path / "whole.yaml").write_text(whole)
+    assert recipes.load(str(tmp_path / "whole.yaml")).recipe == "mine"
+
+
 def test_a_mistake_in_a_short_yaml_is_told_with_its_file(tmp_path):
     (tmp_path / "short.yaml").write_text("recipe: clip\nbatch: {micr: 8}\n")
     with pytest.raises(UsageError, match=r"short.yaml: batch.micr: there is no such setting; did you mean `micro`"):

@@ -141,7 +141,10 @@ def from_yaml(text: str, where: str, recipes: Mapping[str, Callable[[], Config]]
     if not isinstance(values, dict):
         raise UsageError(f"{where} holds no settings: write `section: {{field: value}}`, as --print-config does")
     try:
-        recipe = recipes.get(str(values.get("recipe")))
+        recipe, name = recipes.get(str(values.get("recipe"))), values.get("recipe", "custom")
+        if recipes and recipe is None and name != "custom" and "model" not in values:
+            known = f"one of {', '.join(recipes)}"
+            raise UsageError(f"recipe: there is no `{name}`; name {known}, or leave it out and write a `model` section")
         return Config.model_validate(values if recipe is None else _over(recipe(), values))
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
