@@ -136,7 +136,7 @@ def _prepare(job: Job, settings: Prepare, report: Report, say: Say, retry: bool)
         class_names(job.source),
     )
     out.write(MANIFEST, manifest.to_json())
-    sweep(out, len(chunks))
+    sweep(out, shards, len(chunks))
     return manifest
 
 

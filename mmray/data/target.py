@@ -5,11 +5,11 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from mmray.data.manifest import MANIFEST, PARTS, SHARDS
-from mmray.data.pack import part_name, read_record
+from mmray.data.manifest import MANIFEST, PARTS, SHARDS, Shard
+from mmray.data.pack import part_name
 from mmray.data.place import UNFINISHED, Place
 from mmray.errors import UsageError
 
@@ -59,11 +59,12 @@ def sweep_unfinished(out: Place) -> None:
                 out.delete(f"{folder}/{name}".lstrip("/"))
 
 
-def sweep(out: Place, num_chunks: int) -> None:
-    """Delete what killed tasks, other settings and earlier lines have left."""
-    records = [read_record(out, index) for index in range(num_chunks)]
-    wanted = {shard["file"] for record in records if record for shard in record["shards"]}
-    wanted |= {part_name(index) for index in range(num_chunks)}
+def sweep(out: Place, shards: Iterable[Shard], num_chunks: int) -> None:
+    """Delete what killed tasks, other settings and earlier lines have left: all but these shards, and the records.
+
+    The shards of this prepare, not of the records that lie there: on a store another writer may have replaced one.
+    """
+    wanted = {shard.file for shard in shards} | {part_name(index) for index in range(num_chunks)}
     for folder in (SHARDS, PARTS):
         for name in out.names(folder):
             if f"{folder}/{name}" not in wanted:

@@ -268,6 +268,19 @@ def test_a_second_prepare_does_nothing_and_a_grown_source_only_the_new_rows(tmp_
     assert grown.fingerprint != first.fingerprint
 
 
+def test_shards_of_a_set_stay_whatever_records_another_writer_leaves_there(tmp_path, in_process):
+    """An object store has no lock against a second one."""
+    source, out = make_source(tmp_path / "raw", 10), tmp_path / "out"
+
+    def meddle(progress):
+        if progress.stage == "tokenizer":
+            for record in (out / "parts").iterdir():
+                record.write_text(json.dumps(json.loads(record.read_text()) | {"shards": []}))
+
+    prepare(str(source), str(out), LAX, meddle)
+    assert PreparedSet.open(str(out)).keys() == [f"k{number}" for number in range(10)]
+
+
 def test_a_prepare_that_was_killed_goes_on(tmp_path, in_process, monkeypatch):
     source, out = make_source(tmp_path / "raw", 20), tmp_path / "out"
     whole = prepare(str(source), str(tmp_path / "whole"), LAX)
