@@ -154,7 +154,7 @@ def test_a_typed_evaluation_of_a_set_gives_what_training_did_on_the_same_rows(un
     assert {name for name in found if name not in final} == set()
     assert found == pytest.approx({name: final[name] for name in found}, rel=1e-6)
     told = capfd.readouterr().out
-    assert "median rank" in told and f"loss {final['loss']:.4f} over 20 rows" in told
+    assert "median rank" in told and f"loss │ {final['loss']:.3f}" in told and "rows │ 20" in told
 
 
 def test_a_typed_evaluation_prepares_a_raw_source_first_and_once(unkilled, tmp_path, capfd, monkeypatch):
