@@ -1,21 +1,23 @@
 """A training worker's heartbeat: a thread that says each second which step it is in, and where the training thread is.
 
-Where it is comes from looking at its stack, so the loop itself does nothing for it. On the driver's wish all stacks are
-written into the run's folder. Knows nothing of Ray: `send` takes a beat, and answers whether stacks are wanted.
+Where it is comes from looking at its stack, so the loop itself does nothing for it. The look is faulthandler's: one
+call of C, in which no thread moves, and which makes no frame objects. Those of a thread that runs on may be of a call
+that has ended meanwhile. On the driver's wish all stacks are written into the run's folder. Knows nothing of Ray:
+`send` takes a beat, and answers whether stacks are wanted.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import os
-import sys
+import re
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmray.data.folders import written
 from mmray.data.remote import Folder
@@ -26,6 +28,18 @@ LONG = {"_evaluate", "_save"}  # of loop.py and worker.py: no steps are taken in
 WRITER = str(Path(PACKAGE, "train", "writer.py"))
 READING = str(Path(PACKAGE, "train", "group.py"))  # what other ranks have a part in
 WAITING = ("torch/distributed/", "torch/autograd/")  # DDP's collectives hide in the backward
+
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+) ", re.MULTILINE)
+_CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+
+
+class Call(NamedTuple):
+    """A call that has not returned, and the line it stands at."""
+
+    file: str
+    line: int
+    name: str
 
 
 class Pulse:
@@ -41,7 +55,7 @@ class Pulse:
         self._writes_since_s: float | None = None
         self._thread_id = threading.get_ident()
         self._step = self._mark = 0
-        self._seen: tuple[Any, ...] = ()
+        self._seen: list[Call] = []
         self._ended = threading.Event()
 
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
@@ -72,19 +86,18 @@ class Pulse:
             self._ended.wait(EVERY_S)
 
     def _look(self) -> dict[str, Any]:
-        frames = list(_frames(sys._current_frames().get(self._thread_id)))
-        ours = [frame for frame in frames if frame.f_code.co_filename.startswith(PACKAGE)]
-        names = {frame.f_code.co_name for frame in ours}
-        seen = tuple((id(frame.f_code), frame.f_lasti) for frame in frames)
-        if self._writes(ours) or (seen != self._seen and (names & LONG or "run" not in names)):
+        calls = calls_of(self._thread_id)
+        ours = [call for call in calls if call.file.startswith(PACKAGE)]
+        names = {call.name for call in ours}
+        if self._writes(ours) or (calls != self._seen and (names & LONG or "run" not in names)):
             self._mark += 1  # not in a step, but moving: before the loop or after it, evaluating, saving
-        self._seen = seen
-        return {"step": self._step, "mark": self._mark, "where": _where(frames, ours), "waits": _waits(frames)}
+        self._seen = calls
+        return {"step": self._step, "mark": self._mark, "where": _where(calls, ours), "waits": _waits(calls)}
 
-    def _writes(self, ours: list[FrameType]) -> bool:
+    def _writes(self, ours: list[Call]) -> bool:
         """Whether the thread waits for a checkpoint, which may take its time, though not all of it."""
         now_s = time.monotonic()
-        if not ours or ours[0].f_code.co_filename != WRITER:
+        if not ours or ours[0].file != WRITER:
             self._writes_since_s = None
             return False
         since_s = self._writes_since_s = self._writes_since_s or now_s
@@ -97,31 +110,33 @@ class Pulse:
             faulthandler.dump_traceback(file, all_threads=True)
 
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """From the innermost outward."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def calls_of(thread_id: int) -> list[Call]:
+    """The calls of a thread of this process, from the innermost outward, a hundred of them at most."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        _, *threads = _THREAD.split(file.read().decode(errors="replace"))
+    stacks = {int(number, 16): stack for number, stack in zip(threads[::2], threads[1::2], strict=True)}
+    found = _CALL.findall(stacks.get(thread_id, ""))
+    return [Call(file_name, int(line), name) for file_name, line, name in found]
 
 
-def _waits(frames: list[FrameType]) -> bool:
+def _waits(calls: list[Call]) -> bool:
     """Whether the thread is in a collective, in a backward, or reading a result that a device has yet to reduce."""
-    files = (frame.f_code.co_filename.replace(os.sep, "/") for frame in frames)
+    files = (call.file.replace(os.sep, "/") for call in calls)
     if any(part in file for file in files for part in WAITING):
         return True
-    return bool(frames) and frames[0].f_code.co_filename == READING
+    return bool(calls) and calls[0].file == READING
 
 
-def _where(frames: list[FrameType], ours: list[FrameType]) -> str:
-    """The innermost frame of ours, or of a user's callback that ours calls."""
-    outer = next((frame for frame in ours), None)
+def _where(calls: list[Call], ours: list[Call]) -> str:
+    """The innermost call of ours, or of a user's callback that ours calls."""
+    outer = next(iter(ours), None)
     called = None
-    for frame in frames:
-        if frame is outer:
+    for call in calls:
+        if call is outer:
             break
-        called = frame
-    inner = called if called is not None and outer is not None and outer.f_code.co_name == "_tell" else outer
-    inner = inner or (frames[0] if frames else None)
-    if inner is None:
-        return "nowhere"
-    return f"{inner.f_code.co_filename}:{inner.f_lineno} in {inner.f_code.co_name}"
+        called = call
+    inner = called if called is not None and outer is not None and outer.name == "_tell" else outer
+    inner = inner or next(iter(calls), None)
+    return "nowhere" if inner is None else f"{inner.file}:{inner.line} in {inner.name}"

@@ -5,6 +5,7 @@ A third pair is there for its break alone.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 from datetime import timedelta
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ REPLICATED = (
 
 def play(rank: int, folder: str) -> None:
     """Entry of a rank: all scenes in one group, then one in a pair."""
+    faulthandler.enable()  # a rank that dies natively says where
     torch.set_num_threads(1)
     results: dict[str, Any] = together(join(folder, "all", rank, WORLD)) if rank < WORLD else {}
     parting = (sharded_without_room, optimizer_without_room)[rank // 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import faulthandler
 import json
 import os
 from dataclasses import replace
@@ -45,6 +46,7 @@ TIMEOUT = timedelta(seconds=120)
 
 def play(rank: int, folder: str, address: str) -> None:
     """Entry of a rank: two of them train and save, then one to four go on, then one of two dies; two others part."""
+    faulthandler.enable()  # a rank that dies natively says where
     torch.set_num_threads(1)
     remote.ATTEMPTS = 1
     here, results = Path(folder), {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import faulthandler
 import os
 import statistics
 import time
@@ -53,6 +54,7 @@ KINDS = (
 
 def play(rank: int, folder: str) -> None:
     """Entry of a rank: all scenes, one process group."""
+    faulthandler.enable()  # a rank that dies natively says where
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
