@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 
 from mmray.data import sample
 from mmray.data.manifest import MANIFEST, QUARANTINE
-from mmray.data.prepare import Progress, job_of, prepare
+from mmray.data.prepare import Progress, prepare
 from mmray.data.remote import Folder, RemotePath, folder_at
 from mmray.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from mmray.config import Prepare
 
+BUDGETS = {"max_bad_fraction", "max_bad_run"}  # a prepare with another goes on with what is done
 _NO_NAME = re.compile(r"[^\w.-]+")
 
 
@@ -25,9 +26,8 @@ def ensure_prepared(
 ) -> Folder:
     """Folder of the prepared set that `source` names; Ray must be there. Raises DataError.
 
-    A raw source goes to CACHE/NAME-HASH, where the hash is of its place and of what decides how rows are packed: the
-    second run finds it, rows that were added since are appended, and one with another error budget goes on with what
-    is done.
+    A raw source goes to CACHE/NAME-HASH, where the hash is of its place and of all settings but the error budgets: the
+    second run finds it, rows that were added since are appended, and one with another budget goes on with what is done.
     """
     if source == "sample":
         if isinstance(folder_at(cache), RemotePath):
@@ -41,8 +41,7 @@ def ensure_prepared(
         return place
     if not place.exists() and "," not in place.name:
         raise DataError(f"there is no data at {place}: give a prepared set, a source of rows, or `sample`")
-    digest = job_of(str(place), cache, settings).digest()
-    name = hashlib.sha256(f"{place}\n{digest}".encode()).hexdigest()[:8]
+    name = hashlib.sha256(f"{place}\n{settings.model_dump_json(exclude=BUDGETS)}".encode()).hexdigest()[:8]
     out = folder_at(cache) / f"{_NO_NAME.sub('_', place.stem)}-{name}"
     manifest = prepare(str(place), str(out), settings, progress, say)
     aside = f"{manifest.num_quarantined:,} set aside (reasons in its {QUARANTINE})"

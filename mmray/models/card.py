@@ -74,7 +74,8 @@ def _pixels_elsewhere(inputs: dict[str, Any]) -> str:
         )
     return (
         "`preprocessor_config.json` opens in transformers as `AutoImageProcessor.from_pretrained(...)`, whose pixels\n"
-        "  agree up to rounding (a crop may lie half a pixel aside)."
+        "  agree up to rounding (a crop may lie half a pixel aside; Pillow 13 resizes tall pictures in another order,\n"
+        "  which bicubic shows at edges)."
     )
 
 

@@ -104,7 +104,7 @@ OPTIONAL = (
 
 def check(model: nn.Module, kind: str) -> None:
     """Raise UsageError unless the model has a forward, and each method of this file that it has can be called."""
-    if type(model).forward is nn.Module.forward:
+    if type(model).forward is nn.Module.forward and "forward" not in vars(model):
         raise UsageError(f"model.kind: `{kind}` has no forward(batch) (see mmray/models/protocol.py)")
     wrong = [name for name in OPTIONAL if not callable(getattr(model, name, _nothing))]
     if wrong:

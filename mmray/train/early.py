@@ -18,7 +18,7 @@ import ray.exceptions
 
 from mmray.cluster import nodes
 from mmray.config import Config
-from mmray.data.text import load_tokenizer
+from mmray.data.text import declared_pad_id, load_tokenizer
 from mmray.data.words import encoder_of, fitted, language_token_of
 from mmray.errors import MmrayError, OutOfMemoryError
 from mmray.train import rundir
@@ -111,8 +111,7 @@ def known(config: Config) -> Config | None:
         return None  # a head whose labels the data names; a run that is there brings its own architecture
     if not spec.vocab_size and inputs.tokenizer == "trained" and _has_weights(spec.model_dump()):
         return None  # theirs and the tokenizer's tokens have to agree
-    vocab_size = spec.vocab_size or _vocab_size(inputs)
-    return config.replace(model=spec.with_absolute_weights().with_tokens(vocab_size, None))
+    return config.replace(model=spec.with_absolute_weights().with_tokens(*_tokens(inputs)))
 
 
 def _has_weights(values: dict[str, Any]) -> bool:
@@ -120,13 +119,14 @@ def _has_weights(values: dict[str, Any]) -> bool:
     return named or any(_has_weights(value) for value in values.values() if isinstance(value, dict))
 
 
-def _vocab_size(inputs: Any) -> int:
+def _tokens(inputs: Any) -> tuple[int, int | None]:
+    """How many tokens there are, and which of them the tokenizer says it pads with."""
     if inputs.tokenizer == "trained":
-        return FEW_TOKENS
+        return FEW_TOKENS, 0
     tokenizer_json = load_tokenizer(inputs.tokenizer, None)
     if language_token_of(inputs):  # which languages there are, the data knows: a few more at most
         inputs = inputs.replace(language_token="")
-    return int(encoder_of(fitted(tokenizer_json, inputs), inputs).vocab_size)
+    return int(encoder_of(fitted(tokenizer_json, inputs), inputs).vocab_size), declared_pad_id(tokenizer_json)
 
 
 def free_place(config: Config) -> dict[str, Any] | None:

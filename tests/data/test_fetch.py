@@ -322,14 +322,14 @@ def test_sets_of_before_stay_current():
     assert replace(job, allow_urls=("a.b",)).digest() != job.digest()
 
 
-def test_the_cache_of_a_source_is_named_by_what_decides_its_shards(tmp_path, monkeypatch):
-    """A larger error budget, which exit 5 advises, goes on with what is done."""
+def test_the_cache_of_a_source_is_named_by_all_settings_but_the_error_budgets(tmp_path, monkeypatch):
+    """A larger one, which exit 5 advises, goes on with what is done; other rows are another set, for another run's."""
     source, outs = tmp_path / "my rows é.jsonl", []
     source.write_text("{}")
     manifest = SimpleNamespace(num_rows=0, num_quarantined=0)
     monkeypatch.setattr("mmray.data.sets.prepare", lambda source, out, *_: outs.append(out) or manifest)
-    alike = {"max_bad_fraction": 0.5, "max_bad_run": 9, "duplicates": "keep", "vocab_size": 0, "near_bits": 3}
-    for settings in (Prepare(), Prepare(**alike), Prepare(allow_urls=("a.b",)), Prepare(image_side=8)):
+    alike, others = {"max_bad_fraction": 0.5, "max_bad_run": 9}, {"duplicates": "keep"}
+    for settings in (Prepare(), Prepare(**alike), Prepare(**others), Prepare(image_side=8)):
         ensure_prepared(str(source), str(tmp_path / "cache"), settings, lambda *_: None, lambda _: None)
     assert [outs.index(out) for out in outs] == [0, 0, 2, 3]
     assert outs[0].startswith(f"{tmp_path}/cache/my_rows_é-")

@@ -47,7 +47,7 @@ class Csv:
     def split(self, text: str) -> list[str]:
         """The fields of a record. Raises csv.Error."""
         csv.field_size_limit(lines.MAX_LINE_BYTES)
-        rows = list(csv.reader(io.StringIO(text, newline=""), strict=True))
+        rows = [row for row in csv.reader(io.StringIO(text, newline=""), strict=True) if row]  # \r\r\n ends one line
         if len(rows) > 1:
             raise csv.Error(
                 f"a carriage return cuts it into {len(rows)} records: quote the field, or end lines with \\n"
