@@ -88,12 +88,23 @@ def concurrent(demand: Demand, nodes: Sequence[Node], at_most: int) -> int:
 
 def grown(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool]) -> list[Node]:
     """The largest cluster that this one can become, as far as the demand could use it."""
-    names = {pool.name for pool in pools}
-    fixed = [node for node in nodes if (node.labels or {}).get(NODE_GROUP) not in names]
+    fixed = beside(nodes, pools)
     useful = demand.workers + demand.data_cpus  # a node takes at least one worker or one CPU of them, or nothing
     known = {(node.labels or {}).get(NODE_GROUP): node.labels for node in nodes}
     added = ([Node(pool.resources, known.get(pool.name, pool.labels))] * min(pool.most, useful) for pool in pools)
     return [*fixed, *chain.from_iterable(added)]
+
+
+def beside(nodes: Sequence[Node], pools: Sequence[Pool]) -> list[Node]:
+    """The nodes that belong to none of the pools."""
+    names = {pool.name for pool in pools}
+    return [node for node in nodes if (node.labels or {}).get(NODE_GROUP) not in names]
+
+
+def most_gpus(nodes: Sequence[Node], pools: Sequence[Pool]) -> int:
+    """GPUs that the cluster has, or can come to have."""
+    fixed = sum(node.resources.get("GPU", 0) for node in beside(nodes, pools))
+    return int(fixed + sum(pool.resources.get("GPU", 0) * pool.most for pool in pools))
 
 
 def most_workers(demand: Demand, nodes: Sequence[Node]) -> int:

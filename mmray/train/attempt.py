@@ -107,7 +107,8 @@ def trainer_of(
         config.augment,
         config.data.keep_mb,
     )
-    actors = data_actors(config)  # beside the largest group: CPUs of workers that may come stay free
+    # Beside the largest group: CPUs of workers that may come stay free.
+    actors = data_actors(config.on_cluster(accelerator=sized.cluster.accelerator))
     start = _start(ready, newest, sized.cluster.most_workers)
     stream = Stream(start, reader, actors, config.data.block_mb, now.avoiding(demand.data_labels), board)
     return ray.train.torch.TorchTrainer(

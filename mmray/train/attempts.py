@@ -109,6 +109,9 @@ def attempts(ready: Ready, run: rundir.RunDir, lease: Lease, listener: Listener)
                 tally.resized_from.append(workers)
         except ENDED as error:  # anything else is a mistake of this code, and another attempt would meet it again
             ready = _after(error, ready, run, lease, tally, guard, wanted, listener)
+        except Exception as error:
+            _end(run, lease, _failed(error, ready), tally, listener)
+            raise
         finally:
             scale_up.end()
             ray.kill(board)
@@ -119,16 +122,24 @@ def _finished(run: rundir.RunDir, lease: Lease, ready: Ready, outcome: dict[str,
     """Write result.json of a run that came to its end, or was stopped; returns what it says."""
     try:
         lease.check()
-        best = checkpoint.best_scored(run.checkpoints, best_by(ready.config))
+        best = _best(run, ready)
         result = {**outcome, **tally.counts(), "batch": str(ready.shape), "best": best}
         run.write_json("result.json", result)
-    except (OSError, StorageError) as error:
-        told = getattr(error, "strerror", None) or error
+    except OSError as error:
         raise ResourceError(
             f"the weights of step {outcome['steps']} are in {run.checkpoints}, but {run.path / 'result.json'} is not "
-            f"written: {told}. Make room (or mend the storage) and give the same command again: it takes no step twice"
+            f"written: {error.strerror or error}. Make room (or mend the storage) and give the same command again: it "
+            "takes no step twice"
         ) from error
     return result
+
+
+def _best(run: rundir.RunDir, ready: Ready) -> dict[str, Any] | None:
+    """The best checkpoint that is kept; None also where their notes cannot be read, which is no reason to fail."""
+    try:
+        return checkpoint.best_scored(run.checkpoints, best_by(ready.config))
+    except TrainingError:
+        return None
 
 
 def _begin(run: rundir.RunDir, lease: Lease, tally: Tally, listener: Listener) -> tuple[Folder | None, set[int]]:

@@ -21,7 +21,7 @@ from mmray.train.attempts import attempts
 from mmray.train.board import Listener
 from mmray.train.early import tried_meanwhile
 from mmray.train.lease import Lease
-from mmray.train.resources import check_room, check_storage, workers_told
+from mmray.train.resources import check_gpus, check_room, check_storage, workers_told
 from mmray.train.settle import settle
 
 TOLD_RUNS = 3
@@ -38,6 +38,7 @@ class Outcome:
 
 def course(config: Config, listener: Listener) -> Outcome:
     """Train `config` to its end, or go on with it. Raises MmrayError."""
+    check_gpus(config)
     check_room(config)
     check_storage(config)
     with tried_meanwhile(config, listener) as told:

@@ -43,7 +43,7 @@ class Keeper:
     ):
         self._ranks = ranks
         alone_or_cut = ranks is not None or about["world"] == 1
-        self._patience_s = None if alone_or_cut else min(PATIENCE_S, config.cluster.collective_timeout_s / 2)
+        self._most_s = None if alone_or_cut else config.cluster.collective_timeout_s / 2
         self._folder, self._config, self._about = folder, config, about
         self._check = partial(lease.check, folder, fence)
         self._tell_storage, self._tell = partial(tell, "storage"), partial(tell, "checkpoint")
@@ -70,12 +70,19 @@ class Keeper:
             "config": self._config.model_dump(mode="json", by_alias=True),
             "metrics": metrics,
         }
-        if not self.writer.submit(state, partial(self._write, step, meta), None if last else self._patience_s):
+        if not self.writer.submit(state, partial(self._write, step, meta), None if last else self._patience_s(metrics)):
             self._tell(
                 f"step {step} has no checkpoint: the storage has not yet taken the one before. The run goes on, and "
                 "will try again at its next checkpoint"
             )
         return self.writer.cost_s
+
+    def _patience_s(self, metrics: dict[str, Any]) -> float | None:
+        """How long a checkpoint waits for the one before: what was scored as long as may be, for it may be the best."""
+        if self._most_s is None:
+            return None
+        scored = any(name.startswith("evaluate/") for name in metrics)
+        return self._most_s if scored else min(PATIENCE_S, self._most_s)
 
     def close(self) -> None:
         """The last checkpoint is there, or its error is raised, and all that was logged."""

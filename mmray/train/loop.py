@@ -61,8 +61,7 @@ def run(task: Task, steps: Iterable[list[Batch]], stored: Stored | None = None) 
     stopping = False
     with profiled(task.train.profile, task.profile_to, task.group.device) as profile_step:
         while progress.step < plan.steps and not stopping:
-            with _in_room(run):
-                stopping, told_now = _step(run, shares)
+            stopping, told_now = _step(run, shares)
             metrics = told_now or metrics
             profile_step()
     finished = progress.step >= plan.steps
@@ -72,7 +71,7 @@ def run(task: Task, steps: Iterable[list[Batch]], stored: Stored | None = None) 
 
 @contextmanager
 def _in_room(run: _Run) -> Iterator[None]:
-    """Where memory runs out inside, but not within a step, whatever the others do: begin again with less at a time."""
+    """Where memory runs out for the rows of a step, and between two, so that no vote helps: begin again with less."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -92,7 +91,8 @@ def _step(run: _Run, shares: Iterator[Share]) -> tuple[bool, Metrics | None]:
 def _timed_step(run: _Run, shares: Iterator[Share]) -> tuple[Tensor, StepResult]:
     """The next share's step; the keys of its rows, all that is left of it, and what came of the step."""
     began_s, plan = time.perf_counter(), run.task.plan
-    share = _next(shares, run)
+    with _in_room(run):
+        share = _next(shares, run)
     result = _take_step(run, share)
     step = run.progress.step - 1
     took_s = time.perf_counter() - began_s

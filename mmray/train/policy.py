@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mmray.errors import MmrayError, OutOfMemoryError, TrainingError
+from mmray.errors import MmrayError, OutOfMemoryError, ResourceError, TrainingError
 
 Kind = Literal["lost", "hung", "preempted", "raised"]
 
@@ -83,6 +83,8 @@ def decide(failure: Failure, before: Failure | None, failures: int, max_failures
         return Raise(_final(f"{_traceback(error)}the same error came back after step {failure.step}: {told}", error))
     if failure.kind == "raised" and not failure.logged:
         return Raise(_final(f"{_traceback(error)}before any step was logged: {told}", error))
+    if failures > max_failures and isinstance(error, ResourceError):
+        return Raise(error)  # no place was found: it says what to do, and its exit code is its own
     if failures > max_failures:
         row = f"{failures} failures without a new checkpoint between them (cluster.max_failures {max_failures})"
         return Raise(_final(f"{_traceback(error)}{row}; the last: {told}", error))

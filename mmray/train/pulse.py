@@ -17,16 +17,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from mmray.data.folders import written
 from mmray.data.remote import Folder
 
 EVERY_S = 1.0
-PACKAGE = str(Path(__file__).parents[1])
-LONG = {"_evaluate", "_save"}  # of loop.py and worker.py: no steps are taken in them
-WRITER = str(Path(PACKAGE, "train", "writer.py"))
-READING = str(Path(PACKAGE, "train", "group.py"))  # what other ranks have a part in
+_HERE = str(Path(__file__).parent).encode("ascii", "backslashreplace").decode()  # as faulthandler writes it
+PACKAGE = str(Path(_HERE).parent)
+LONG = {"_evaluate", "_save", "_load"}  # of loop.py and worker.py: no steps are taken in them
+WRITER = str(Path(_HERE, "writer.py"))
+READING = str(Path(_HERE, "group.py"))  # what other ranks have a part in
 WAITING = ("torch/distributed/", "torch/autograd/")  # DDP's collectives hide in the backward
 
 
@@ -111,14 +112,27 @@ class Pulse:
 
 
 def calls_of(thread_id: int) -> list[Call]:
-    """The calls of a thread of this process, from the innermost outward, a hundred of them at most."""
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        _, *threads = _THREAD.split(file.read().decode(errors="replace"))
+    """The calls of a thread of this process, from the innermost outward, a hundred of them at most.
+
+    None where a file for them cannot be had: a full disk is no reason for a heart to stop.
+    """
+    try:
+        with _scratch() as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            _, *threads = _THREAD.split(file.read().decode(errors="replace"))
+    except OSError:
+        return []
     stacks = {int(number, 16): stack for number, stack in zip(threads[::2], threads[1::2], strict=True)}
     found = _CALL.findall(stacks.get(thread_id, ""))
     return [Call(file_name, int(line), name) for file_name, line, name in found]
+
+
+def _scratch() -> IO[bytes]:
+    """A file in memory, where the system has such: a disk that stalls would stall the whole process."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("mmray-pulse"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def _waits(calls: list[Call]) -> bool:

@@ -15,7 +15,7 @@ from ray.train.torch import TorchConfig
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
 from mmray.cluster import nodes, storage
-from mmray.cluster.capacity import Demand, Labels, Node, Pool, Resources, feasible, most_workers
+from mmray.cluster.capacity import Demand, Labels, Node, Pool, Resources, feasible, most_gpus, most_workers
 from mmray.cluster.join import FEED_CPUS, data_workers
 from mmray.cluster.scale import ScaleUp
 from mmray.config import Config
@@ -47,6 +47,23 @@ def check_room(config: Config, with_data: bool = True) -> None:
     lacking = feasible(demand_of(least, with_data), nodes.nodes(), nodes.pools())
     if lacking is not None:
         raise ResourceError(lacking)
+
+
+def check_gpus(config: Config) -> None:
+    """Raise ResourceError where there are fewer GPUs than the workers want: they would stand idle without a word."""
+    cluster, each = config.cluster, _gpus_each(config)
+    there, workers = most_gpus(nodes.nodes(), nodes.pools()), cluster.least_workers
+    if cluster.accelerator != "auto" or cluster.grows or not 0 < there < each * workers:
+        return
+    if there < each:
+        fewer = "--train.parallel single trains on it"
+    else:
+        fewer = f"--cluster.workers {there // each} trains on them, with the same global batch"
+    asked = f"{workers} training worker{'s' * (workers > 1)} of {'a GPU' if each == 1 else f'{each} GPUs'} each"
+    raise ResourceError(
+        f"the run asks for {asked}, and the cluster has {there} GPU{'s' * (there > 1)}: {fewer}; --cluster.accelerator "
+        "cpu leaves them aside"
+    )
 
 
 def free_workers(config: Config) -> int:
@@ -116,7 +133,7 @@ def torch_config(config: Config) -> TorchConfig:
 
 def workers_told(config: Config) -> str:
     """How many workers train, and on what; GPUs of the cluster that they leave aside."""
-    each, there = demand_of(config).per_worker.get("GPU", 0), _gpus(nodes.nodes(), nodes.pools())
+    each, there = demand_of(config).per_worker.get("GPU", 0), most_gpus(nodes.nodes(), nodes.pools())
     if each:
         return f"{config.cluster.workers}, {'a GPU' if each == 1 else f'{each:g} GPUs'} each"
     idle = f"; the cluster's {there} GPU{'s' * (there > 1)} left idle" if there else ""
@@ -179,30 +196,14 @@ def _taken(demand: Demand) -> float:
 
 
 def _per_worker(config: Config, here: list[Node], pools: list[Pool]) -> Resources:
-    """What one worker holds; a GPU (one for each branch) where asked for, or where the cluster has or gets enough.
-
-    Raises ResourceError where there are GPUs, and fewer than the workers want: they would stand idle without a word.
-    """
-    wanted, most = config.cluster.accelerator, _gpus(here, pools)
-    each = 2 if config.train.parallel == "branches" else 1
-    if wanted == "auto" and 0 < most < each * config.cluster.least_workers:
-        raise ResourceError(_too_few(most, each, config.cluster.least_workers))
-    use_gpu = wanted == "gpu" or (wanted == "auto" and most > 0)
-    own = {"CPU": config.cluster.cpus_per_worker, **({"GPU": float(each)} if use_gpu else {})}
+    """What one worker holds; a GPU (one for each branch) where asked for, or where the cluster has or gets enough."""
+    wanted, each = config.cluster.accelerator, _gpus_each(config)
+    enough = most_gpus(here, pools) >= each * config.cluster.least_workers
+    own = {"CPU": config.cluster.cpus_per_worker}
+    if wanted == "gpu" or (wanted == "auto" and enough):
+        own["GPU"] = float(each)
     return {**own, **config.cluster.resources_per_worker}
 
 
-def _gpus(here: list[Node], pools: list[Pool]) -> int:
-    """GPUs that the cluster has, or can come to have."""
-    has = sum(node.resources.get("GPU", 0) for node in here)
-    return int(max(has, sum(pool.resources.get("GPU", 0) * pool.most for pool in pools)))
-
-
-def _too_few(most: int, each: int, workers: int) -> str:
-    gpus = f"{most} GPU{'s' * (most > 1)}"
-    asked = f"{workers} training worker{'s' * (workers > 1)} of {'a GPU' if each == 1 else f'{each} GPUs'} each"
-    if most < each:
-        fewer = "--train.parallel single trains on it"
-    else:
-        fewer = f"--cluster.workers {most // each} trains on them, with the same global batch"
-    return f"the run asks for {asked}, and the cluster has {gpus}: {fewer}; --cluster.accelerator cpu leaves them aside"
+def _gpus_each(config: Config) -> int:
+    return 2 if config.train.parallel == "branches" else 1

@@ -18,10 +18,10 @@ from mmray.cluster.capacity import Demand, Node, concurrent
 from mmray.cluster.join import joined
 from mmray.config import Config, to_yaml
 from mmray.config.space import Space
-from mmray.errors import UsageError
+from mmray.errors import ResourceError, UsageError
 from mmray.report.at_end import draw_at_end
 from mmray.train.lease import Lease
-from mmray.train.resources import data_actors, demand_of, is_lone_machine
+from mmray.train.resources import check_gpus, data_actors, demand_of, is_lone_machine
 from mmray.train.rundir import environment
 from mmray.train.settle import settle
 from mmray.tune import sweepdir
@@ -71,6 +71,7 @@ def search(sweep: Sweep, listener: SweepListener) -> SweepOutcome:
     trials = trials_of(sweep.base, sweep.space)
     os.environ.update(_ENVIRONMENT)
     with joined(widest(trials)):
+        trials = placeable(trials)
         configs, num_rows = _settled(trials, sweep, listener)
         samples = samples_per_trial(sweep.length, trials, num_rows)
         identity = {"space": searched(trials), "samples_per_trial": samples}
@@ -87,6 +88,25 @@ def search(sweep: Sweep, listener: SweepListener) -> SweepOutcome:
             return _search(sweep, trials, runs, identity, folder, listener)
         finally:
             lease.release()
+
+
+def placeable(trials: list[Trial]) -> list[Trial]:
+    """The trials, those that would leave GPUs idle as infeasible ones. Raises ResourceError where no other is left."""
+    checked = [_checked(trial) for trial in trials]
+    if all(trial.infeasible for trial in checked):
+        reasons = (new.infeasible for old, new in zip(trials, checked, strict=True) if not old.infeasible)
+        raise ResourceError(str(next(reasons)))
+    return checked
+
+
+def _checked(trial: Trial) -> Trial:
+    if trial.config is None or trial.infeasible:
+        return trial
+    try:
+        check_gpus(trial.config.on_cluster(workers=trial.config.cluster.most_workers))  # as each trial will have them
+    except ResourceError as error:
+        return replace(trial, infeasible=str(error))
+    return trial
 
 
 def _search(
@@ -139,7 +159,7 @@ def _settled(trials: list[Trial], sweep: Sweep, listener: SweepListener) -> tupl
     places: dict[str, dict[str, str | None]] = {}
     num_rows = 0
     for trial in trials:
-        if trial.config is None or trial.shape is None:
+        if trial.config is None or trial.shape is None or trial.infeasible:
             continue
         asked = trial.config
         key = f"{asked.data.train} {asked.data.eval} {asked.prepare.model_dump_json()}"

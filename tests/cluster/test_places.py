@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from mmray.cluster.capacity import Demand, Node, Pool, feasible
+from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, feasible, most_gpus
 from mmray.cluster.join import local_cpus
 from mmray.cluster.nodes import HEAD_MARK, ROLE, data_labels, launcher_pools, train_labels
 from mmray.cluster.present import NODE_ID, Present
@@ -41,11 +41,27 @@ def per_worker(here, parallel="ddp", **cluster):
         ),
     ],
 )
-def test_gpus_are_not_left_aside_without_a_word(here, given, said):
+def test_gpus_are_not_left_aside_without_a_word(monkeypatch, here, given, said):
+    def check(**further):
+        config = {"parallel": "ddp"} | given | further
+        train = SimpleNamespace(parallel=config.pop("parallel"))
+        resources.check_gpus(SimpleNamespace(cluster=Cluster(**config), train=train))
+
+    monkeypatch.setattr(resources.nodes, "nodes", lambda: here)
+    monkeypatch.setattr(resources.nodes, "pools", list)
     with pytest.raises(ResourceError, match=said):
-        per_worker(here, **given)
-    assert "GPU" not in per_worker(here, accelerator="cpu", **given)
+        check()
+    for further in ({"accelerator": "cpu"}, {"accelerator": "gpu"}, {"grows": True}):
+        check(**further)  # who says so gets it; and what may grow is waited for
+    assert "GPU" not in per_worker(here, **given)
     assert per_worker(here, accelerator="gpu", **given)["GPU"] == (2 if "parallel" in given else 1)
+
+
+def test_gpus_of_fixed_nodes_count_beside_those_of_pools():
+    pool = Pool("gpus", {"CPU": 8.0, "GPU": 1.0}, 3)
+    of_the_pool = Node({"CPU": 8.0, "GPU": 1.0}, {NODE_GROUP: "gpus"})
+    assert most_gpus([*LAPTOP, of_the_pool], [pool]) == 4
+    assert most_gpus([GPU_NODE], []) == 4
 
 
 def test_the_sample_recipe_takes_a_lone_gpu_and_two_cpus():

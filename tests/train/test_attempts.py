@@ -168,6 +168,11 @@ def test_more_workers_than_need_be_that_find_no_place_are_tried_again_with_fewer
     assert isinstance(verdict, Raise) and "start_timeout_s" in str(verdict.error)
 
 
+def test_places_that_are_never_found_end_a_run_as_what_cannot_be_had():
+    verdict = decide(Failure("lost", ResourceError("the training workers did not start"), 0), None, 4, 3)
+    assert isinstance(verdict, Raise) and verdict.error.exit_code == 4
+
+
 def test_a_cluster_that_is_gone_when_places_are_looked_for_is_told_with_what_came_before(fails, tmp_path, monkeypatch):
     def gone(*_):
         raise ray.exceptions.RaySystemError("the head does not answer")
@@ -240,6 +245,7 @@ def test_a_mistake_of_the_drivers_own_is_not_tried_again(tmp_path, monkeypatch):
     with pytest.raises(AttributeError, match="foo"):
         attempts.attempts(ready, RunDir(tmp_path), lease, listener)
     assert "failure" not in [label for label, _ in listener.notes]
+    assert "foo" in json.loads((tmp_path / "result.json").read_text())["error"]
     lease.release()
 
 

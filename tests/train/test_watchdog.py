@@ -9,7 +9,7 @@ import torch
 
 from mmray.train import step
 from mmray.train.guard import leave_at_s
-from mmray.train.pulse import Pulse
+from mmray.train.pulse import Pulse, calls_of
 from mmray.train.telemetry import over_ranks
 from mmray.train.watchdog import Beat, Watchdog, culprits
 from mmray.train.writer import Writer
@@ -64,6 +64,31 @@ def test_before_the_first_step_the_start_up_time_counts():
     assert dog.look([beat(0)], 0.0) is None
     assert dog.look([beat(0)], 50.0) is None
     assert dog.look([beat(0)], 61.0) is not None
+
+
+def test_the_calls_of_a_thread_are_those_that_have_not_returned(monkeypatch):
+    go_on, begun = threading.Event(), threading.Event()
+
+    def inner():
+        begun.set()
+        go_on.wait(30)
+
+    def outer():
+        inner()
+
+    thread = threading.Thread(target=outer)
+    thread.start()
+    begun.wait(30)
+    calls = calls_of(thread.ident)
+    assert [call.name for call in calls if call.file == __file__] == ["inner", "outer"]
+    monkeypatch.setattr("mmray.train.pulse._scratch", full_disk)
+    assert calls_of(thread.ident) == []  # and the heart beats on
+    go_on.set()
+    thread.join()
+
+
+def full_disk():
+    raise OSError(28, "No space left on device")
 
 
 def test_a_pulse_says_where_its_thread_stands_and_writes_stacks_when_asked(tmp_path, monkeypatch):

@@ -11,7 +11,8 @@ from mmray.cluster.nodes import HEAD_MARK, ROLE, launcher_pools
 from mmray.config import Cluster, Config
 from mmray.errors import ResourceError
 from mmray.tune.fit import largest, room_for
-from mmray.tune.search import _at_once
+from mmray.tune.plan import Trial
+from mmray.tune.search import _at_once, placeable
 
 CLUSTER_YAML = yaml.safe_load((Path(__file__).parents[2] / "cluster.yaml").read_text())  # 8 x 16 CPUs, 4 x 1 GPU
 POOLS = launcher_pools(CLUSTER_YAML)
@@ -109,3 +110,15 @@ def test_on_a_lone_machine_trials_run_one_after_another(runs, monkeypatch):
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 16.0})
     assert _at_once(runs, None)[0] == 1
     assert _at_once(runs, 3)[0] == 3
+
+
+def test_a_trial_that_would_leave_gpus_idle_is_infeasible_and_the_others_run(monkeypatch):
+    monkeypatch.setattr(cluster, "pools", list)
+    monkeypatch.setattr(cluster, "nodes", lambda: [Node({"CPU": 16.0, "GPU": 2.0})])
+    sizes = {"t001": 1, "t002": 2, "t003": 4, "t004": "1-4"}
+    trials = [Trial(name, {}, Config(cluster=Cluster(workers=size)), None) for name, size in sizes.items()]
+    checked = placeable(trials)
+    assert [trial.infeasible is None for trial in checked] == [True, True, False, False]
+    assert "4 training workers of a GPU each, and the cluster has 2 GPUs" in checked[2].infeasible
+    with pytest.raises(ResourceError, match=r"--cluster.workers 2 trains on them"):
+        placeable(trials[2:])
