@@ -133,7 +133,8 @@ def language_note(metrics: dict[str, Any]) -> str:
 
 def scores_tables(metrics: dict[str, Any]) -> list[Table]:
     """All that an evaluation found: retrieval, where the model gives embeddings, and every other figure by its name."""
-    others = Table("held out", "", show_edge=False, show_header=False)
+    others = Table(show_edge=False, show_header=False)
+    others.add_column(justify="right", min_width=len("image to text"))  # under that of the recall
     for name, value in other_scores(metrics):
         others.add_row(name, value)
     return [recall_table(metrics), others] if "recall_at_1/image_to_text" in metrics else [others]

@@ -134,10 +134,11 @@ def torch_config(config: Config) -> TorchConfig:
 def workers_told(config: Config) -> str:
     """How many workers train, and on what; GPUs of the cluster that they leave aside."""
     each, there = demand_of(config).per_worker.get("GPU", 0), most_gpus(nodes.nodes(), nodes.pools())
+    workers = str(config.cluster.workers).replace("-", " to ")
     if each:
-        return f"{config.cluster.workers}, {'a GPU' if each == 1 else f'{each:g} GPUs'} each"
+        return f"{workers}, {'a GPU' if each == 1 else f'{each:g} GPUs'} each"
     idle = f"; the cluster's {there} GPU{'s' * (there > 1)} left idle" if there else ""
-    return f"{config.cluster.workers}, on CPUs{idle}"
+    return f"{workers}, on CPUs{idle}"
 
 
 def no_retries() -> FailureConfig:
