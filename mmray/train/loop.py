@@ -302,7 +302,12 @@ def _measure(run: _Run, keys: Tensor, result: StepResult) -> Metrics:
 def _evaluate(run: _Run, evaluate: Callable[[int, nn.Module], dict[str, float]]) -> Metrics:
     began_s = time.perf_counter()
     with parallel.whole(run.task.model):
-        scores = evaluate(run.progress.step, run.task.model if run.average is None else run.average.module)
+        try:
+            scores = evaluate(run.progress.step, run.task.model if run.average is None else run.average.module)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(messages.no_room_to_score(run.progress.step, said(error)), 0) from error
     run.task.model.train()
     metrics: Metrics = {f"evaluate/{name}": score for name, score in scores.items()}
     return metrics | {"time/evaluate_s": time.perf_counter() - began_s}

@@ -33,6 +33,14 @@ def no_room(step: int, micro: int, errors: list[str], less: int) -> str:
     return f"{before} ({where}). Now the same rows again, {less} at a time"
 
 
+def no_room_to_score(step: int, error: str) -> str:
+    """Memory ran out in the evaluation after `step` steps, whose batches do not hang on those of training."""
+    return (
+        f"no room to score held-out rows after step {step} ({error.splitlines()[0]}): give fewer at a time with "
+        "--evaluate.batch, and the same command goes on"
+    )
+
+
 def no_room_between(steps: int, micro: int, rank: int, error: str, less: int) -> str:
     """Memory ran out beside the steps, `steps` of them being taken; `less` as above."""
     before = f"no room after step {steps}, beside micro-batches of {micro} rows (rank {rank}: {error.splitlines()[0]})"
