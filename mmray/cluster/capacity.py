@@ -8,13 +8,14 @@ for ever where a worker, or the last CPU for the data, can never be had.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
 Resources = dict[str, float]
 Labels = dict[str, str]
 
+NODE_ID = "ray.io/node-id"
 NODE_GROUP = "ray.io/node-group"  # the label by which Ray says from which pool a node came
 SLACK = 1e-6
 SHOWN = ("CPU", "GPU")
@@ -105,6 +106,12 @@ def most_gpus(nodes: Sequence[Node], pools: Sequence[Pool]) -> int:
     """GPUs that the cluster has, or can come to have."""
     fixed = sum(node.resources.get("GPU", 0) for node in beside(nodes, pools))
     return int(fixed + sum(pool.resources.get("GPU", 0) * pool.most for pool in pools))
+
+
+def keeping_off(node_ids: Iterable[str], labels: Labels | None = None) -> Labels:
+    """A label selector that keeps off these nodes, besides all that `labels` asks for."""
+    before = (labels or {}).get(NODE_ID, "").removeprefix("!in(").removesuffix(")")
+    return {**(labels or {}), NODE_ID: f"!in({','.join(sorted({*node_ids, *filter(None, before.split(','))}))})"}
 
 
 def most_workers(demand: Demand, nodes: Sequence[Node]) -> int:

@@ -15,7 +15,7 @@ import ray.data
 import yaml
 from ray._private.state import state as ray_state
 
-from mmray.cluster.capacity import Demand, Labels, Node, Pool, feasible
+from mmray.cluster.capacity import NODE_ID, Demand, Labels, Node, Pool, feasible, keeping_off
 from mmray.errors import ResourceError
 from mmray.machine import cores
 
@@ -94,7 +94,7 @@ def data_labels(wanted: str, here: list[Node]) -> Labels:
     others = [n for n in here if n not in with_gpus and n.resources.get("CPU") and HEAD_MARK not in n.resources]
     if not with_gpus or not others:
         return {}
-    return {"ray.io/node-id": f"!in({','.join(str((node.labels or {})['ray.io/node-id']) for node in with_gpus)})"}
+    return keeping_off((node.labels or {})[NODE_ID] for node in with_gpus)
 
 
 def train_labels(wanted: str, here: list[Node]) -> Labels:

@@ -19,9 +19,8 @@ import ray.exceptions
 from ray._private import state  # free resources by node, and draining nodes: nothing public tells them in Ray 2.60
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mmray.cluster.capacity import Labels, Node
+from mmray.cluster.capacity import Labels, Node, keeping_off
 
-NODE_ID = "ray.io/node-id"
 CONNECT_TIMEOUT_S = 1.0
 
 
@@ -36,9 +35,7 @@ class Present:
         """A label selector that also keeps off the nodes that are gone or going, besides those that it already does."""
         if not self.left_out:
             return labels or None
-        shunned = (labels or {}).get(NODE_ID, "").removeprefix("!in(").removesuffix(")")
-        left_out = sorted({*self.left_out, *filter(None, shunned.split(","))})
-        return {**(labels or {}), NODE_ID: f"!in({','.join(left_out)})"}
+        return keeping_off(self.left_out, labels)
 
 
 def present() -> Present:

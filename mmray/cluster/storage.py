@@ -16,7 +16,7 @@ import ray
 from pyarrow import fs
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mmray.cluster.capacity import Node
+from mmray.cluster.capacity import NODE_ID, Node
 from mmray.errors import ResourceError, UsageError
 
 PROBE_TIMEOUT_S = 60.0
@@ -85,7 +85,7 @@ def _try_on(nodes: list[Node], storage: str, folder: str) -> dict[str, str | Non
     task: Any = ray.remote(num_cpus=0, max_retries=0)(_read_and_write)
     asked = {}
     for node in nodes:
-        node_id = str((node.labels or {})["ray.io/node-id"])
+        node_id = str((node.labels or {})[NODE_ID])
         there = NodeAffinitySchedulingStrategy(node_id, soft=False)
         asked[node_id] = task.options(scheduling_strategy=there).remote(storage, folder, node_id)
     if asked:

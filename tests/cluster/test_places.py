@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, feasible, most_gpus
+from mmray.cluster.capacity import NODE_GROUP, NODE_ID, Demand, Node, Pool, feasible, most_gpus
 from mmray.cluster.join import local_cpus
 from mmray.cluster.nodes import HEAD_MARK, ROLE, data_labels, launcher_pools, train_labels
-from mmray.cluster.present import NODE_ID, Present
+from mmray.cluster.present import Present
 from mmray.cluster.storage import check_is_kept
 from mmray.config import Cluster
 from mmray.errors import ResourceError, UsageError
