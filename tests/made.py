@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image
 
-from mmray.data.manifest import MANIFEST, TOKENIZER, Manifest, fingerprint
-from mmray.data.place import Place
-from mmray.data.shard_writer import write_shard
-from mmray.data.store import PreparedSet, Row, images_sha256
-from mmray.data.text import train_tokenizer
+from mmray.data.prepare.shard_writer import write_shard
+from mmray.data.store.manifest import MANIFEST, TOKENIZER, Manifest, fingerprint
+from mmray.data.store.prepared_set import PreparedSet, Row, images_sha256
+from mmray.data.text.tokenizer import train_tokenizer
+from mmray.storage.storage import Place
 
 CAPTIONS = ["a", "a red one", "a much longer caption of a row"]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from mmray.data.place import Place
 from mmray.errors import UsageError
+from mmray.storage.storage import Place
 
 
 @pytest.mark.parametrize(

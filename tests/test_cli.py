@@ -12,18 +12,18 @@ import torch
 from rich.console import Console
 
 from mmray import cli
+from mmray.cli.args import parsed
 from mmray.cli.console import Screen, recall_table, scores_tables, training_figures
 from mmray.cli.evaluate import command_of
-from mmray.cli.parse import parsed
 from mmray.cli.prepare import PrepareCommand, _findings
 from mmray.cli.train import _say_outcome
 from mmray.config import Own, Siglip, from_yaml, to_yaml
 from mmray.config.model import KINDS
-from mmray.data.manifest import Manifest
-from mmray.data.text import train_tokenizer
+from mmray.data.store.manifest import Manifest
+from mmray.data.text.tokenizer import train_tokenizer
+from mmray.engine.checkpoint import files
 from mmray.errors import UsageError
-from mmray.train import checkpoint
-from mmray.train.course import Outcome
+from mmray.train.driver import Outcome
 from tests.made import CAPTIONS
 from tests.train import runs
 
@@ -278,7 +278,7 @@ def test_export_finds_a_model_of_the_working_directory_as_training_does(tmp_path
     run.mkdir()
     (run / "config.yaml").write_text(to_yaml(config.model_copy(update={"model": model})))
     (run / "tokenizer.json").write_text(train_tokenizer(CAPTIONS, 60))
-    checkpoint.save(run / "checkpoints", 1, {"words.weight": torch.ones(90, 2)}, {}, {})
+    files.save(run / "checkpoints", 1, {"words.weight": torch.ones(90, 2)}, {}, {})
     (tmp_path / "mine.py").write_text(OWN_MODEL)
     script = tmp_path / "bin" / "mmray"
     script.parent.mkdir()

@@ -8,7 +8,7 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, feasible
-from mmray.cluster.nodes import ROLE, data_labels, train_labels
+from mmray.cluster.placement import ROLE, data_labels, train_labels
 
 FILE = Path(__file__).parents[1] / "cluster.yaml"
 TEXT = FILE.read_text()

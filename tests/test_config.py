@@ -3,8 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from mmray import recipes
-from mmray.cli.parse import parse_run
+from mmray.cli.args import parse_run
 from mmray.config import (
     Batch,
     Clip,
@@ -18,6 +17,7 @@ from mmray.config import (
     TextTower,
     TwoTower,
     from_yaml,
+    recipes,
     to_yaml,
 )
 from mmray.errors import UsageError

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import mmray
-from mmray.cli.parse import parse_run
+from mmray.cli.args import parse_run
+from mmray.config.recipes import RECIPES
 from mmray.models.build import build
-from mmray.models.export import export
-from mmray.recipes import RECIPES
+from mmray.models.export.export import export
 from tests.conftest import ROOT
 from tests.made import make_set, noisy, row
 from tests.train import runs

@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from mmray import recipes
 from mmray.bench.step import Bench, prepared
-from mmray.config import Batch, Config, Train, to_yaml
-from mmray.config.space import with_settings
+from mmray.config import Batch, Config, Train, recipes, to_yaml
+from mmray.config.search_space import with_settings
+from mmray.engine.collectives import Group
 from mmray.errors import UsageError
 from mmray.models.build import build
-from mmray.train.group import Group
 
 
 def test_the_samples_model_has_at_most_a_million_parameters():

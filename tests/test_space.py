@@ -3,7 +3,7 @@
 import pytest
 
 from mmray.config import Batch, Config
-from mmray.config.space import parse, value_at, with_settings
+from mmray.config.search_space import parse, value_at, with_settings
 from mmray.errors import UsageError
 
 

@@ -15,14 +15,14 @@ import numpy as np
 import ray
 import torch
 
-from mmray.bench.torch_loaders import Textbook, Tuned, loader
-from mmray.bench.windows import SKIP, Arrival
-from mmray.data.collate import steps_of
-from mmray.data.image import decode
-from mmray.data.order import Plan
-from mmray.data.reader import RowReader
-from mmray.data.store import PreparedSet
-from mmray.data.stream import blocks_of
+from mmray.bench.loader_arms import Textbook, Tuned, loader
+from mmray.bench.timing import SKIP, Arrival
+from mmray.data.images.decode import decode
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.stream.collate import steps_of
+from mmray.data.stream.order import Plan
+from mmray.data.stream.reader import RowReader
+from mmray.data.stream.stream import blocks_of
 
 CHUNK_ROWS = 32  # of the arms without batches: a clock's tick
 

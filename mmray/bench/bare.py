@@ -15,11 +15,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmray.train import optimizer as optimizers
-from mmray.train import parallel
-from mmray.train.group import Group
-from mmray.train.precision import choose
-from mmray.train.schedule import lr_at
+from mmray.engine import optimizer as optimizers
+from mmray.engine.collectives import Group
+from mmray.engine.parallel import wrap as parallel
+from mmray.engine.precision import choose
+from mmray.engine.schedule import lr_at
 
 if TYPE_CHECKING:
     from mmray.config import Config

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mmray.data.order import Blocks
+from mmray.data.stream.order import Blocks
 
 
 class Blank:

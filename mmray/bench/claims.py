@@ -15,21 +15,21 @@ from typing import Any
 import numpy as np
 import ray
 
-from mmray.bench import photos, windows
+from mmray.bench import synthetic_images, timing
+from mmray.bench.loader_arms import TEXTBOOK_TOKENS, Source, Textbook
 from mmray.bench.machine import describe
-from mmray.bench.ranks import device_of
 from mmray.bench.recipe_ranks import Rank, Recipe
-from mmray.bench.torch_loaders import TEXTBOOK_TOKENS, Source, Textbook
-from mmray.bench.windows import Arrival
-from mmray.cluster.join import joined
+from mmray.bench.spawn import device_of
+from mmray.bench.timing import Arrival
+from mmray.cluster.connect import joined
 from mmray.config import Config
-from mmray.data.order import Plan, Start
-from mmray.data.reader import RowReader
-from mmray.data.stream import Stream
-from mmray.data.text import TextEncoder, load_tokenizer
+from mmray.data.stream.order import Plan, Start
+from mmray.data.stream.reader import RowReader
+from mmray.data.stream.stream import Stream
+from mmray.data.text.tokenizer import TextEncoder, load_tokenizer
+from mmray.engine.batch import shape_of
 from mmray.errors import UsageError
 from mmray.machine import cores
-from mmray.train.batch import shape_of
 
 ACCUMULATION = 4
 LEAST_MICROS = 16  # in each window: the two or three that are read before its clock starts must not count for much
@@ -54,14 +54,14 @@ def bench_claims(config: Config, images: int, rounds: int, window_s: float, say:
         raise UsageError(f"bench claims: the textbook's loop knows `contrastive`, not `{config.objective.kind}`")
     with joined(config.cluster), tempfile.TemporaryDirectory(prefix="mmray-bench-") as folder:
         arms = _arms(config, images, folder, say)
-        calibration = windows.rate(arms["textbook"](ACCUMULATION), skip=0)
+        calibration = timing.rate(arms["textbook"](ACCUMULATION), skip=0)
         micro_s = shape_of(config.batch, config.cluster.most_workers).micro * config.cluster.most_workers / calibration
         count = ACCUMULATION * max(-(-LEAST_MICROS // ACCUMULATION), round(window_s / micro_s / ACCUMULATION))
         found: list[dict[str, float]] = []
         for turn in range(rounds):
             rates = {}
-            for name in windows.order(list(arms), turn):
-                rates[name] = windows.rate(arms[name](count), skip=0)
+            for name in timing.order(list(arms), turn):
+                rates[name] = timing.rate(arms[name](count), skip=0)
                 say(f"round {turn + 1} of {rounds}: {name} {rates[name]:,.1f} samples/s")
             found.append(rates)
     return _result(config, list(arms), found)
@@ -71,8 +71,10 @@ def _arms(config: Config, images: int, folder: str, say: Say) -> Arms:
     """The arms by name, each a function that runs so many micro-batches and returns the arrivals of every rank."""
     place = Path(tempfile.gettempdir()) / "mmray-bench"
     say("preparing the images, starting the workers")
-    source = photos.write_files(photos.photos(images), place / f"photos-{photos.VERSION}-{images}", images)
-    sets = {side: photos.prepared(source, side, place) for side in (0, SHRUNK_SIDE)}
+    source = synthetic_images.write_files(
+        synthetic_images.photos(images), place / f"photos-{synthetic_images.VERSION}-{images}", images
+    )
+    sets = {side: synthetic_images.prepared(source, side, place) for side in (0, SHRUNK_SIDE)}
     tokenizer = load_tokenizer("trained", sets[0].tokenizer_json)
     world, rows = config.cluster.most_workers, shape_of(config.batch, config.cluster.most_workers).micro
     if world * rows > images:
@@ -80,7 +82,7 @@ def _arms(config: Config, images: int, folder: str, say: Say) -> Arms:
     kind, inputs = device_of(config).type, config.model.inputs
     start = Rank.options(num_gpus=int(kind == "cuda")).remote  # type: ignore[attr-defined]
     ranks = [start(rank, _with_model(config, tokenizer), kind, folder) for rank in range(world)]
-    captions = photos.read_captions(source)
+    captions = synthetic_images.read_captions(source)
     dataset = Textbook(Source(captions), tokenizer, inputs.image_side, textbook_tokens(config))
     actors = cores() if config.data.workers == "auto" else config.data.workers
 
@@ -131,8 +133,8 @@ def _with_model(config: Config, tokenizer: str) -> Config:
 
 
 def _result(config: Config, arms: list[str], found: list[dict[str, float]]) -> dict[str, Any]:
-    to_textbook = windows.ratios(found, {name: (name, "textbook") for name in arms})
-    claims = windows.ratios(found, {name: (over, under) for name, (over, under, _) in CLAIMS.items()})
+    to_textbook = timing.ratios(found, {name: (name, "textbook") for name in arms})
+    claims = timing.ratios(found, {name: (over, under) for name, (over, under, _) in CLAIMS.items()})
     machine = describe(device_of(config))
     rows = [
         {

@@ -19,25 +19,25 @@ import ray
 import ray.data
 import torch
 
-from mmray.bench import loader_told as told
-from mmray.bench import photos, windows
+from mmray.bench import loader_report as told
+from mmray.bench import synthetic_images, timing
 from mmray.bench.actors import Consumer, forget_cached
 from mmray.bench.blank import Blank
-from mmray.bench.loader_told import RATIOS, Copies, Found, Raw
+from mmray.bench.loader_arms import Source, Textbook, Tuned
+from mmray.bench.loader_report import RATIOS, Copies, Found, Raw
 from mmray.bench.machine import describe
 from mmray.bench.processes import ProcessWatch
 from mmray.bench.stored import created_bytes
-from mmray.bench.torch_loaders import Source, Textbook, Tuned
-from mmray.bench.windows import Arrival
-from mmray.cluster.join import joined
+from mmray.bench.timing import Arrival
+from mmray.cluster.connect import joined
 from mmray.config import Cluster, Inputs, Prepare
-from mmray.data.order import Blocks, Plan, Start
-from mmray.data.prepare import Progress, prepare
-from mmray.data.reader import RowReader
-from mmray.data.sets import ensure_prepared
-from mmray.data.store import PreparedSet
-from mmray.data.stream import Stream, stream_dataset
-from mmray.data.text import load_tokenizer
+from mmray.data.prepare.pipeline import Progress, prepare
+from mmray.data.prepare.sets import ensure_prepared
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.stream.order import Blocks, Plan, Start
+from mmray.data.stream.reader import RowReader
+from mmray.data.stream.stream import Stream, stream_dataset
+from mmray.data.text.tokenizer import load_tokenizer
 from mmray.errors import UsageError
 from mmray.machine import cores
 
@@ -81,12 +81,12 @@ def bench_loader(settings: Settings, say: Say) -> dict[str, Any]:
         rounds: list[dict[str, float]] = []
         for turn in range(settings.rounds):
             rates = {}
-            for name in windows.order(list(bench.arms), turn):
+            for name in timing.order(list(bench.arms), turn):
                 rates[name] = bench.window(name, found[name])
                 say(f"round {turn + 1} of {settings.rounds}: {name} {rates[name]:,.0f} images/s")
             rounds.append(rates)
         copied = ray.get(bench.consumers[0].copied_bytes_per_s.remote(COPY_BYTES))
-    spread = windows.ratios(rounds, RATIOS)
+    spread = timing.ratios(rounds, RATIOS)
     rates = {name: float(np.median(each.rates)) for name, each in found.items()}
     copies = Copies(copied, copied / (3 * SIDE**2)) if copied is not None else None
     machine = describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")) | {"data_workers": actors}
@@ -117,13 +117,13 @@ class Bench:
         stored, began_s = created_bytes(), time.time()
         with ProcessWatch() as watch:
             arrivals = self.arms[name]()
-        skip = STREAM_SKIP if name.startswith("stream") else windows.SKIP
-        found.rates.append(windows.rate(arrivals, skip))
-        cpu_s = windows.cpu_s_per_row(arrivals, watch.history, skip)
+        skip = STREAM_SKIP if name.startswith("stream") else timing.SKIP
+        found.rates.append(timing.rate(arrivals, skip))
+        cpu_s = timing.cpu_s_per_row(arrivals, watch.history, skip)
         if cpu_s is not None:
             found.cpu_ms.append({role: seconds * 1e3 for role, seconds in cpu_s.items()})
         found.first_s.append(max(each[0].at_s for each in arrivals) - began_s)
-        stall_s = windows.epoch_stall_s(arrivals, skip)
+        stall_s = timing.epoch_stall_s(arrivals, skip)
         if stall_s is not None:
             found.stalls_s.append(stall_s)
         rows = sum(arrival.rows for each in arrivals for arrival in each)
@@ -138,10 +138,10 @@ def _bench(settings: Settings, actors: int, say: Say) -> Bench:
     say("preparing the images as they are, and re-encoded")
     folder, own = _files(settings, place)
     sets = {
-        name: photos.prepared(folder, side, place)
+        name: synthetic_images.prepared(folder, side, place)
         for name, side in (("original", 0), ("prepared", settings.image_side))
     }
-    files = photos.read_captions(folder)
+    files = synthetic_images.read_captions(folder)
     if len(files) < GLOBAL_ROWS:
         raise UsageError(f"bench loader: {len(files)} images are fewer than a global batch of {GLOBAL_ROWS}")
     tokenizer = load_tokenizer("trained", sets["original"].tokenizer_json)
@@ -186,7 +186,7 @@ def _bench(settings: Settings, actors: int, say: Say) -> Bench:
 
 def _raw(arrivals: list[list[Arrival]], source: PreparedSet, cold: bool) -> Raw:
     rows, num_bytes = (sum(getattr(one, name) for each in arrivals for one in each) for name in ("rows", "num_bytes"))
-    rate = windows.rate(arrivals, skip=0)
+    rate = timing.rate(arrivals, skip=0)
     where = source.place.address + ("" if cold else ", some of it perhaps from memory")
     return Raw(rate, rate * num_bytes / rows / 1e6, where)
 
@@ -203,7 +203,7 @@ def _prepare(folder: Path, num_rows: int) -> list[list[Arrival]]:
     apiece = max(1, min(Prepare().rows_per_shard, num_rows // LEAST_SHARDS))
     settings = Prepare(duplicates="keep", max_bad_fraction=1.0, rows_per_shard=apiece)
     with tempfile.TemporaryDirectory(dir=folder.parent) as out:
-        prepare(str(photos.repeated(folder, num_rows)), f"{out}/set", settings, report)
+        prepare(str(synthetic_images.repeated(folder, num_rows)), f"{out}/set", settings, report)
     return [arrivals]
 
 
@@ -227,10 +227,10 @@ def _stream(consumers: list[Any], stream: Stream) -> list[list[Arrival]]:
 def _files(settings: Settings, place: Path) -> tuple[Path, PreparedSet | None]:
     """A folder of image files with captions, drawn, or taken from the user's set; and that set."""
     if settings.data is None:
-        folder = place / f"photos-{photos.VERSION}-{settings.images}"
-        return photos.write_files(photos.photos(settings.images), folder, settings.images), None
+        folder = place / f"photos-{synthetic_images.VERSION}-{settings.images}"
+        return synthetic_images.write_files(synthetic_images.photos(settings.images), folder, settings.images), None
     path = ensure_prepared(settings.data, str(place), Prepare(), say=lambda *_: None, progress=lambda _: None)
     prepared = PreparedSet.open(str(path))
     folder = place / f"{path.name}-{prepared.fingerprint[:8]}-{settings.images}"
-    photos.write_files(photos.rows_of(prepared, settings.images), folder, settings.images)
+    synthetic_images.write_files(synthetic_images.rows_of(prepared, settings.images), folder, settings.images)
     return folder, PreparedSet.open(str(path))  # anew: what was read of it stays in memory while it is open

@@ -19,16 +19,17 @@ from torch import Tensor
 
 from mmray import objectives
 from mmray.bench import bare
-from mmray.bench.ranks import join
-from mmray.bench.torch_loaders import Textbook, loader
-from mmray.bench.windows import Arrival
-from mmray.data.collate import steps_of
-from mmray.data.order import Plan
-from mmray.data.stream import blocks_of
+from mmray.bench.loader_arms import Textbook, loader
+from mmray.bench.spawn import join
+from mmray.bench.timing import Arrival
+from mmray.data.stream.collate import steps_of
+from mmray.data.stream.order import Plan
+from mmray.data.stream.stream import blocks_of
+from mmray.engine import loop, optimizer
+from mmray.engine.parallel import wrap as parallel
+from mmray.engine.precision import choose
+from mmray.engine.state import Task
 from mmray.models.build import build
-from mmray.train import loop, optimizer, parallel
-from mmray.train.precision import choose
-from mmray.train.task import Task
 
 if TYPE_CHECKING:
     from mmray.config import Config

@@ -18,10 +18,10 @@ import psutil
 import torch
 
 from mmray.bench.machine import describe
-from mmray.cluster.join import joined
+from mmray.cluster.connect import joined
 from mmray.config import Config
-from mmray.config.space import with_settings
-from mmray.data.prepare import Progress
+from mmray.config.search_space import with_settings
+from mmray.data.prepare.pipeline import Progress
 from mmray.errors import UsageError
 from mmray.train.trainer import train
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import tyro
 
-from mmray.data.order import Plan
+from mmray.data.stream.order import Plan
 
 SOURCES = 10
 

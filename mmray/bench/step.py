@@ -23,18 +23,18 @@ from torch import nn
 from mmray import objectives
 from mmray.bench import bare
 from mmray.bench.machine import describe
-from mmray.bench.ranks import device_of, left_idle, run_ranks
-from mmray.data.order import Plan
+from mmray.bench.spawn import device_of, left_idle, run_ranks
+from mmray.data.stream.order import Plan
+from mmray.engine import loop
+from mmray.engine.batch import shape_of
+from mmray.engine.collectives import Group
+from mmray.engine.metrics.writers import MetricsLog
+from mmray.engine.parallel.transforms import compiled, shape
+from mmray.engine.seeding import seed_everything
+from mmray.engine.state import Task
 from mmray.errors import UsageError
 from mmray.models.build import build, drawn_architecture
 from mmray.models.synthetic import synthetic_batch
-from mmray.train import loop
-from mmray.train.batch import shape_of
-from mmray.train.group import Group
-from mmray.train.seeding import seed_everything
-from mmray.train.shaping import compiled, shape
-from mmray.train.task import Task
-from mmray.train.telemetry import MetricsLog
 
 if TYPE_CHECKING:
     from mmray.config import Config

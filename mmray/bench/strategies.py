@@ -21,19 +21,19 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from mmray import objectives
+from mmray.bench.batch_shapes import peak_resident_bytes
 from mmray.bench.machine import describe
-from mmray.bench.ranks import RankFailed, device_of, left_idle, run_ranks
-from mmray.bench.shapes import peak_resident_bytes
+from mmray.bench.spawn import RankFailed, device_of, left_idle, run_ranks
 from mmray.bench.step import prepared
-from mmray.data.order import Plan
+from mmray.data.stream.order import Plan
+from mmray.engine import loop
+from mmray.engine.batch import shape_of
+from mmray.engine.collectives import Group
+from mmray.engine.memory_probe import slower_branch
+from mmray.engine.metrics.writers import Metrics
+from mmray.engine.state import Task
 from mmray.errors import ResourceError
-from mmray.train import loop
-from mmray.train.batch import shape_of
-from mmray.train.group import Group
-from mmray.train.memory import slower_branch
-from mmray.train.served import refusals
-from mmray.train.task import Task
-from mmray.train.telemetry import Metrics
+from mmray.train.validate import refusals
 
 if TYPE_CHECKING:
     from mmray.config import Config

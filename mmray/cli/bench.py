@@ -11,12 +11,12 @@ import tyro
 from rich.table import Table
 from tyro.conf import Positional
 
-from mmray import recipes
+from mmray.cli.args import at_least_one, parsed, write_json
 from mmray.cli.console import Screen, rows_table
-from mmray.cli.parse import at_least_one, parsed, write_json
 from mmray.cli.recovery import recovery
 from mmray.cli.strategies import strategies
-from mmray.config.space import with_settings
+from mmray.config import recipes
+from mmray.config.search_space import with_settings
 from mmray.errors import UsageError
 
 
@@ -100,7 +100,7 @@ def _step(argv: Sequence[str], screen: Screen) -> None:
     at_least_one(command, "pairs")
     config = recipes.load(command.recipe)
     if command.space:
-        from mmray.bench.shapes import bench_shapes
+        from mmray.bench.batch_shapes import bench_shapes
 
         result = bench_shapes(config, command.space, command.window_s, screen.phase)
         _tell(result, shapes_table(result["rows"]), screen, command.json)

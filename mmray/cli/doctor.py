@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from mmray.cli.args import parsed, write_json
 from mmray.cli.console import Screen
-from mmray.cli.parse import parsed, write_json
 from mmray.errors import ResourceError
 
 MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "bold red")}

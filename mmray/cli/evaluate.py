@@ -8,8 +8,8 @@ from typing import Literal
 
 from tyro.conf import Positional
 
+from mmray.cli.args import at_least_one, parsed, write_json
 from mmray.cli.console import Screen, scores_tables
-from mmray.cli.parse import at_least_one, parsed, write_json
 from mmray.cli.reporter import Reporter
 from mmray.config import Scoring
 
@@ -44,8 +44,8 @@ PROG = "mmray evaluate"
 def command_of(argv: Sequence[str]) -> EvaluateCommand:
     """What was typed, over the settings of the run that it names. Raises UsageError."""
     run = parsed(EvaluateCommand, argv, PROG).run
-    from mmray.data.remote import folder_at
-    from mmray.train.scoring import run_config
+    from mmray.storage.remote_path import folder_at
+    from mmray.train.checkpoint_use import run_config
 
     own = run_config(folder_at(run)).evaluate.scoring
     command = parsed(EvaluateCommand, argv, PROG, EvaluateCommand(run, evaluate=own))
@@ -57,8 +57,8 @@ def command_of(argv: Sequence[str]) -> EvaluateCommand:
 def evaluate(argv: Sequence[str], screen: Screen) -> int:
     """mmray evaluate RUN [--data SET] [--split NAME] [--evaluate.classes A B ...] [--json FILE]"""
     command = command_of(argv)
-    from mmray.data.remote import folder_at
-    from mmray.train.scoring import score_run
+    from mmray.storage.remote_path import folder_at
+    from mmray.train.checkpoint_use import score_run
 
     with screen.work("evaluating"):
         metrics = score_run(

@@ -8,8 +8,8 @@ from typing import Literal
 
 from tyro.conf import Positional
 
+from mmray.cli.args import parsed
 from mmray.cli.console import Screen
-from mmray.cli.parse import parsed
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class ExportCommand:
 def export(argv: Sequence[str], screen: Screen) -> int:
     """mmray export RUN OUT [--step N|best]"""
     command = parsed(ExportCommand, argv, "mmray export")
-    from mmray.data.remote import folder_at
-    from mmray.models.hf_format import PROCESSOR
-    from mmray.train.scoring import export_run
+    from mmray.models.export.hf_format import PROCESSOR
+    from mmray.storage.remote_path import folder_at
+    from mmray.train.checkpoint_use import export_run
 
     out = export_run(folder_at(command.run), command.out, command.step)
     screen.note(str(out), "exported")

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from tyro.conf import OmitArgPrefixes, Positional
 
+from mmray.cli.args import parsed
 from mmray.cli.console import Screen
-from mmray.cli.parse import parsed
 from mmray.cli.reporter import Reporter
 from mmray.config import Cluster, Prepare
 
 if TYPE_CHECKING:
-    from mmray.data.manifest import Manifest
+    from mmray.data.store.manifest import Manifest
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ def _findings(manifest: Manifest, out: str) -> Iterator[tuple[str, str]]:
 def prepare(argv: Sequence[str], screen: Screen) -> int:
     """mmray prepare SOURCE OUT [--max-bad-fraction 0.01] [--image-side 256] [--against SET] ..."""
     command = parsed(PrepareCommand, argv, "mmray prepare")
-    from mmray.cluster.join import joined
-    from mmray.cluster.nodes import check_data_room
-    from mmray.data.prepare import prepare as prepare_rows
+    from mmray.cluster.connect import joined
+    from mmray.cluster.placement import check_data_room
+    from mmray.data.prepare.pipeline import prepare as prepare_rows
 
     began_s = time.monotonic()
     section = Cluster(address=command.address, grows=command.grows)

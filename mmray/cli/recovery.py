@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from rich.table import Table
 from tyro.conf import Positional
 
-from mmray import recipes
+from mmray.cli.args import at_least_one, parsed, write_json
 from mmray.cli.console import Screen
-from mmray.cli.parse import at_least_one, parsed, write_json
-from mmray.config.space import with_settings
+from mmray.config import recipes
+from mmray.config.search_space import with_settings
 
 
 @dataclass(frozen=True)

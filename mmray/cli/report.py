@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from tyro.conf import Positional
 
+from mmray.cli.args import parsed
 from mmray.cli.console import Screen
-from mmray.cli.parse import parsed
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class ReportCommand:
 def report(argv: Sequence[str], screen: Screen) -> int:
     """mmray report RUN [--out FILE]"""
     command = parsed(ReportCommand, argv, "mmray report")
-    from mmray.data.remote import folder_at
     from mmray.report.write import write_report  # late: Plotly takes a second to import
+    from mmray.storage.remote_path import folder_at
 
     page = write_report(folder_at(command.run), None if command.out is None else folder_at(command.out))
     screen.note(f"{page} ({page.stat().st_size / 1e6:.1f} MB; opens without a network)", "report")

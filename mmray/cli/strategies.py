@@ -9,9 +9,9 @@ from typing import Any
 from rich.table import Table
 from tyro.conf import Positional
 
-from mmray import recipes
+from mmray.cli.args import at_least_one, parsed, write_json
 from mmray.cli.console import Screen
-from mmray.cli.parse import at_least_one, parsed, write_json
+from mmray.config import recipes
 
 COLUMNS = {
     "samples_per_s": ("samples/s", ",.0f"),

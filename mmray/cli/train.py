@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
+from mmray.cli.args import parse_run
 from mmray.cli.console import Screen, scores_tables
-from mmray.cli.parse import parse_run
 from mmray.cli.reporter import Reporter, short
 from mmray.config import to_yaml
 from mmray.errors import INTERRUPTED

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 import tyro
 from tyro.conf import UseAppendAction
 
+from mmray.cli.args import parsed, recipe_for, split_run
 from mmray.cli.console import Screen
-from mmray.cli.parse import parsed, recipe_for, split_run
 from mmray.cli.reporter import short
 from mmray.cli.sweep_reporter import SweepReporter, reasons, trials_table
 from mmray.config import Config, to_yaml
@@ -47,8 +47,8 @@ class TuneCommand:
 def tune(argv: Sequence[str], screen: Screen) -> int:
     """mmray tune [RECIPE] --space SETTING=V1,V2 [--space ...] [--goal throughput] [--section.field value ...]"""
     name, rest, print_config = split_run(argv)
-    from mmray.config import space  # late: the config and its errors need neither, and they import numpy
-    from mmray.tune import plan
+    from mmray.config import search_space  # late: the config and its errors need neither, and they import numpy
+    from mmray.tune import trials as plan
 
     recipe = recipe_for(name, rest)
     command = parsed(
@@ -62,7 +62,7 @@ def tune(argv: Sequence[str], screen: Screen) -> int:
     if print_config:
         print(to_yaml(base), end="")
         return 0
-    searched = space.parse(command.space, command.samples, base.train.seed)
+    searched = search_space.parse(command.space, command.samples, base.train.seed)
     plan.trials_of(base, searched)  # what cannot be meant is said before Ray and torch are imported
     from mmray.tune.search import Sweep, search
 

@@ -22,8 +22,8 @@ from typing import Any, Literal
 import psutil
 from packaging.requirements import Requirement
 
-from mmray.cluster.join import joined
-from mmray.cluster.storage import probe
+from mmray.cluster.connect import joined
+from mmray.cluster.shared_storage import probe
 from mmray.config import Cluster
 from mmray.errors import ResourceError
 from mmray.machine import cores, free_memory

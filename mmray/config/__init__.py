@@ -14,6 +14,8 @@ import yaml
 from pydantic import Field
 
 from mmray.config.augment import Augment
+from mmray.config.base import Section
+from mmray.config.cluster import Cluster, Run
 from mmray.config.data import Data, Prepare
 from mmray.config.inputs import Chat, ChatInputs, Fit, Inputs, Interpolation
 from mmray.config.model import (
@@ -35,8 +37,6 @@ from mmray.config.model import (
     TwoTower,
     section_of,
 )
-from mmray.config.place import Cluster, Run
-from mmray.config.section import Section
 from mmray.config.training import Batch, Evaluate, Optimizer, Scoring, Train
 from mmray.errors import UsageError
 

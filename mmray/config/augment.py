@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from mmray.config.section import Section
+from mmray.config.base import Section
 
 
 class Augment(Section):

@@ -7,10 +7,10 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 from pydantic import Field, field_validator, model_validator
 
-from mmray.address import host_of
+from mmray.config.base import Section
 from mmray.config.mixture import is_mixture
-from mmray.config.section import Section
 from mmray.errors import UsageError
+from mmray.storage.address import host_of
 
 
 class Prepare(Section):

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from mmray.config.section import Section
+from mmray.config.base import Section
 
 Fit = Literal["squash", "crop", "pad"]
 Interpolation = Literal["bilinear", "bicubic"]

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import tyro
 from pydantic import Discriminator, Field, Tag
 
+from mmray.config.base import Section
 from mmray.config.inputs import ChatInputs, Inputs
-from mmray.config.section import Section
 from mmray.errors import UsageError
 
 _EACH_KIND = tyro.conf.arg(metavar="{two_tower,clip,siglip,fusion,generative}|package.module:Class")

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 import tyro
 from pydantic import Field, field_validator, model_validator
 
-from mmray.config.section import Section
+from mmray.config.base import Section
 
 _FACTOR = re.compile(r"\d+(\.\d*)?(e-?\d+)?")
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from mmray.data.store import ROW_ERRORS
+from mmray.data.store.prepared_set import ROW_ERRORS
 from mmray.evaluate.batches import EvalBatches
 from mmray.evaluate.captions import caption_scores
-from mmray.evaluate.score import Group
-from mmray.models.answers import answered
+from mmray.evaluate.evaluator import Group
+from mmray.models.export.load import answered
 
 
 @torch.no_grad()

@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmray.data import boxes
-from mmray.data.collate import boxes_of, learned_of
-from mmray.data.image import MAX_PIXELS, read_pixels, read_rgb, to_pixels
-from mmray.data.reader import UNLABELLED, Block
-from mmray.data.sandbox import SandboxedDecoders
-from mmray.data.store import BATCH_ROWS, ROW_ERRORS, PreparedSet, Row, key_id
-from mmray.data.words import encoder_of
+from mmray.data.images import boxes
+from mmray.data.images.decode import MAX_PIXELS, read_pixels, read_rgb, to_pixels
+from mmray.data.images.sandbox import SandboxedDecoders
+from mmray.data.store.prepared_set import BATCH_ROWS, ROW_ERRORS, PreparedSet, Row, key_id
+from mmray.data.stream.collate import boxes_of, learned_of
+from mmray.data.stream.reader import UNLABELLED, Block
+from mmray.data.text.words import encoder_of
 from mmray.machine import cores
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmray.data.image import decode
-from mmray.data.store import PreparedSet, Row
-from mmray.data.thumbnail import thumbnail
-from mmray.evaluate.embedded import Embedded
+from mmray.data.images.decode import decode
+from mmray.data.images.thumbnail import thumbnail
+from mmray.data.store.prepared_set import PreparedSet, Row
+from mmray.evaluate.embeddings import Embedded
 from mmray.evaluate.retrieval import top
 
 SHOWN = 6  # of hits, and of misses, each way

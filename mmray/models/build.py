@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from mmray import plug
+from mmray import plugins
 from mmray.errors import UsageError
 from mmray.models import lora, protocol
 from mmray.models.clip import Clip, Siglip
@@ -51,7 +51,7 @@ def _built(spec: Section, rows: int, architecture: dict[str, Any] | None) -> nn.
     if spec.kind in BUILT_IN:
         built: nn.Module = BUILT_IN[spec.kind](spec, rows, architecture)
         return built
-    model = plug.load(spec.kind, "model.kind", tuple(BUILT_IN))(spec, rows)
+    model = plugins.load(spec.kind, "model.kind", tuple(BUILT_IN))(spec, rows)
     if not isinstance(model, nn.Module):
         raise UsageError(f"model.kind: `{spec.kind}` built a {type(model).__name__}, not a torch.nn.Module")
     protocol.check(model, spec.kind)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmray.data.words import language_token_of
+from mmray.data.text.words import language_token_of
 from mmray.errors import UsageError
 from mmray.models import open_clip
 from mmray.models.dual_encoder import DualEncoder, Pixels, unit

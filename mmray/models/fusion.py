@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from mmray.data.words import language_token_of
+from mmray.data.text.words import language_token_of
 from mmray.errors import UsageError
-from mmray.models import image_towers
 from mmray.models.dual_encoder import DualEncoder, Pixels, unit
+from mmray.models.encoders import image as image_towers
+from mmray.models.encoders.text import BertTower, build_text_tower, drawn_shape, seen
 from mmray.models.regions import LabelTexts, RegionHead, region_logits
-from mmray.models.text_towers import BertTower, build_text_tower, drawn_shape, seen
 
 if TYPE_CHECKING:
     from mmray.config import CrossAttention as CrossSection

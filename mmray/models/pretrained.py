@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from mmray.data.language import MOST_LANGUAGES
+from mmray.data.text.language import MOST_LANGUAGES
 from mmray.errors import UsageError
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from mmray.data.collate import Batch
+from mmray.data.stream.collate import Batch
 from mmray.errors import UsageError
 
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
-from mmray.data.words import language_token_of
-from mmray.models import image_towers
+from mmray.data.text.words import language_token_of
 from mmray.models.dual_encoder import DualEncoder, Pixels, unit
-from mmray.models.text_towers import BertTower, build_text_tower, drawn_shape
+from mmray.models.encoders import image as image_towers
+from mmray.models.encoders.text import BertTower, build_text_tower, drawn_shape
 
 if TYPE_CHECKING:
     from mmray.config import TwoTower as Section

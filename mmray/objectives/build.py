@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mmray import plug
+from mmray import plugins
 from mmray.errors import UsageError
 from mmray.objectives.classification import Classification
 from mmray.objectives.combined import Combined, Term
@@ -67,7 +67,7 @@ def _number(text: str | None) -> float | None:
 def _named(name: str, section: Section) -> Any:
     if name in BUILT_IN:
         return BUILT_IN[name](section)
-    objective = plug.load(name, "objective.kind", tuple(BUILT_IN))(section)
+    objective = plugins.load(name, "objective.kind", tuple(BUILT_IN))(section)
     missing = [part for part in SEAM if not hasattr(objective, part)]
     if missing:
         raise UsageError(f"objective.kind: `{name}` has no {', '.join(missing)} (see objectives/protocol.py)")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmray.data.reader import UNLABELLED
+from mmray.data.stream.reader import UNLABELLED
 from mmray.objectives.protocol import Batch, Measured, Outputs
 
 

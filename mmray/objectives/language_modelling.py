@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmray.data.collate import UNLEARNED
+from mmray.data.stream.collate import UNLEARNED
 from mmray.objectives.protocol import Batch, Measured, Outputs
 
 

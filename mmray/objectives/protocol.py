@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from mmray.data.collate import Batch
+from mmray.data.stream.collate import Batch
 
 Outputs = dict[str, Tensor]
 Measured = tuple[Tensor, Tensor, dict[str, Tensor]]

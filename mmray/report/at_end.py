@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mmray.data.remote import Folder
+from mmray.storage.remote_path import Folder
 
 
 def draw_at_end(folder: Folder, note: Callable[[str, str], None]) -> None:

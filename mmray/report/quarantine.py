@@ -15,18 +15,18 @@ from itertools import chain, islice, zip_longest
 from typing import Any
 
 from mmray.config.mixture import parse_mixture
-from mmray.data.files import read_picture
-from mmray.data.formats.choose import Chosen, source_of
+from mmray.data.formats.detect import Chosen, source_of
 from mmray.data.formats.rows import BadRow, row_of
 from mmray.data.formats.source import Item, Source, SourceChanged
-from mmray.data.leakage import LEAKS, SHOWN
-from mmray.data.manifest import MANIFEST, QUARANTINE
-from mmray.data.place import Place
-from mmray.data.remote import Folder, folder_at
-from mmray.data.sandbox import SandboxedDecoder
-from mmray.data.thumbnail import thumbnail_of
+from mmray.data.images.files import read_picture
+from mmray.data.images.sandbox import SandboxedDecoder
+from mmray.data.images.thumbnail import thumbnail_of
+from mmray.data.prepare.leakage import LEAKS, SHOWN
+from mmray.data.store.manifest import MANIFEST, QUARANTINE
 from mmray.errors import MmrayError
 from mmray.report.run import read_json, read_lines
+from mmray.storage.remote_path import Folder, folder_at
+from mmray.storage.storage import Place
 
 SECONDS = 5.0  # at most, to look for the pictures in the source
 CHUNK_ROWS = 512

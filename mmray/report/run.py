@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from mmray.data.folders import fetched
-from mmray.data.remote import Folder
+from mmray.storage.file_ops import fetched
+from mmray.storage.remote_path import Folder
 
 EXAMPLES = "examples.json"  # hits and misses of the newest evaluation
 Line = dict[str, Any]

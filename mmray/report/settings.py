@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmray.config import Config, Section
+from mmray.config.recipes import RECIPES
 from mmray.errors import UsageError
-from mmray.recipes import RECIPES
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,16 @@ import jinja2
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from mmray.data.folders import write_whole
-from mmray.data.remote import Folder
 from mmray.errors import UsageError
-from mmray.report import told
+from mmray.report import summary
 from mmray.report.figures import run_figures
 from mmray.report.quarantine import quarantine_of
 from mmray.report.run import RunRecord
 from mmray.report.settings import settings_of
 from mmray.report.sweep import SWEEP, Sweep
 from mmray.report.sweep_figures import sweep_figures
+from mmray.storage.file_ops import write_whole
+from mmray.storage.remote_path import Folder
 
 REPORT = "report.html"
 TEMPLATES = Path(__file__).with_name("templates")
@@ -60,13 +60,13 @@ def _run_page(folder: Folder) -> str:
         "run.html",
         run=run,
         title=folder.name,
-        key_figures=told.key_figures(run),
-        notices=told.notices(run),
-        batch=told.batch_line(run),
+        key_figures=summary.key_figures(run),
+        notices=summary.notices(run),
+        batch=summary.batch_line(run),
         parts=run_figures(run),
-        recall=told.recall_rows(run),
-        evaluated=told.evaluated(run),
-        memory=told.memory_rows(run),
+        recall=summary.recall_rows(run),
+        evaluated=summary.evaluated(run),
+        memory=summary.memory_rows(run),
         quarantine=quarantine_of(folder, run.data.get("train")),
         changed=[setting for setting in settings if setting.differs],
         settings=settings,
@@ -86,7 +86,7 @@ def _render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"duration": told.duration, "number": told.number, "set_names": told.set_names}
+    environment.filters |= {"duration": summary.duration, "number": summary.number, "set_names": summary.set_names}
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     own = {name: Markup((TEMPLATES / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js")}
     return environment.get_template(template).render(

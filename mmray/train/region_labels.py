@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mmray.data.store import PreparedSet
+from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
 
 MOST_LABELS = 20_000  # each is read by the text branch in every micro-batch

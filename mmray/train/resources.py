@@ -14,28 +14,28 @@ from ray.train import FailureConfig, ScalingConfig
 from ray.train.torch import TorchConfig
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
-from mmray.cluster import nodes, storage
+from mmray.cluster import placement, shared_storage
+from mmray.cluster.autoscaling import ScaleUp
 from mmray.cluster.capacity import Demand, Labels, Node, Pool, Resources, feasible, most_gpus, most_workers
-from mmray.cluster.join import FEED_CPUS, data_workers
-from mmray.cluster.scale import ScaleUp
+from mmray.cluster.connect import FEED_CPUS, data_workers
 from mmray.config import Config
-from mmray.data.remote import Folder, RemotePath
 from mmray.errors import ResourceError
 from mmray.machine import cores, free_memory
+from mmray.storage.remote_path import Folder, RemotePath
 
 FREE_LOOK_S = 4.0  # until what is taken counts as taken: workers that have ended a moment ago hold their places
 
 
 def demand_of(config: Config, with_data: bool = True) -> Demand:
     """What the run takes at once, on the cluster that is joined: the workers, and CPUs for its data."""
-    here = nodes.nodes()
+    here = placement.nodes()
     asked = config.data.workers if isinstance(config.data.workers, int) else 1
     return Demand(
         config.cluster.most_workers,
-        _per_worker(config, here, nodes.pools()),
+        _per_worker(config, here, placement.pools()),
         asked + FEED_CPUS if with_data else 0,
-        nodes.train_labels(config.cluster.train_label, here),
-        nodes.data_labels(config.cluster.data_label, here),
+        placement.train_labels(config.cluster.train_label, here),
+        placement.data_labels(config.cluster.data_label, here),
     )
 
 
@@ -44,7 +44,7 @@ def check_room(config: Config, with_data: bool = True) -> None:
     if config.cluster.grows:
         return  # who knows into what: cluster.start_timeout_s ends the wait
     least = config.on_cluster(workers=config.cluster.least_workers)
-    lacking = feasible(demand_of(least, with_data), nodes.nodes(), nodes.pools())
+    lacking = feasible(demand_of(least, with_data), placement.nodes(), placement.pools())
     if lacking is not None:
         raise ResourceError(lacking)
 
@@ -52,7 +52,7 @@ def check_room(config: Config, with_data: bool = True) -> None:
 def check_gpus(config: Config) -> None:
     """Raise ResourceError where there are fewer GPUs than the workers want: they would stand idle without a word."""
     cluster, each = config.cluster, _gpus_each(config)
-    there, workers = most_gpus(nodes.nodes(), nodes.pools()), cluster.least_workers
+    there, workers = most_gpus(placement.nodes(), placement.pools()), cluster.least_workers
     if cluster.accelerator != "auto" or cluster.grows or not 0 < there < each * workers:
         return
     if there < each:
@@ -73,22 +73,22 @@ def free_workers(config: Config) -> int:
     """
     demand, until_s = demand_of(config, with_data=False), time.monotonic() + FREE_LOOK_S
     fewest = replace(demand, workers=config.cluster.least_workers)
-    while (lacking := feasible(fewest, nodes.free_nodes())) is not None and time.monotonic() < until_s:
+    while (lacking := feasible(fewest, placement.free_nodes())) is not None and time.monotonic() < until_s:
         time.sleep(0.5)
     if lacking is None:
-        return most_workers(demand, nodes.free_nodes()) or fewest.workers
-    if config.cluster.grows or nodes.pools():
+        return most_workers(demand, placement.free_nodes()) or fewest.workers
+    if config.cluster.grows or placement.pools():
         return fewest.workers
     raise ResourceError(f"with what is free now: {lacking}; or wait until what runs there has ended")
 
 
 def check_storage(config: Config) -> None:
     """Raise where runs would be lost with a job, or a training node does not see their folder."""
-    storage.check_is_kept(config.run.storage, Path.cwd())
-    demand, here = demand_of(config, with_data=False), nodes.nodes()
+    shared_storage.check_is_kept(config.run.storage, Path.cwd())
+    demand, here = demand_of(config, with_data=False), placement.nodes()
     if len(here) > 1 or "://" in config.run.storage:
         theirs = [node for node in here if node.bears(demand.worker_labels) and node.holds(demand.per_worker)]
-        storage.probe(config.run.storage, theirs)
+        shared_storage.probe(config.run.storage, theirs)
 
 
 def ray_files(folder: Folder) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def further(config: Config, free: list[Node], running: int) -> int:
 
 def ask_for_more(config: Config, scale_up: ScaleUp, running: int) -> None:
     """Wish for nodes for as many workers as an elastic run can use beside `running`, where the cluster may grow."""
-    if config.cluster.grows or nodes.pools():
+    if config.cluster.grows or placement.pools():
         demand = demand_of(config, with_data=False)
         scale_up.ask(demand.per_worker, demand.worker_labels, config.cluster.most_workers - running)
 
@@ -133,7 +133,7 @@ def torch_config(config: Config) -> TorchConfig:
 
 def workers_told(config: Config) -> str:
     """How many workers train, and on what; GPUs of the cluster that they leave aside."""
-    each, there = demand_of(config).per_worker.get("GPU", 0), most_gpus(nodes.nodes(), nodes.pools())
+    each, there = demand_of(config).per_worker.get("GPU", 0), most_gpus(placement.nodes(), placement.pools())
     workers = str(config.cluster.workers).replace("-", " to ")
     if each:
         return f"{workers}, {'a GPU' if each == 1 else f'{each:g} GPUs'} each"
@@ -164,18 +164,18 @@ def never_started(error: BaseException) -> ResourceError | None:
 
 def is_lone_machine(config: Config) -> bool:
     """Whether one machine is the whole cluster, and stays so: a head whose pools are empty is none."""
-    return len(nodes.nodes()) == 1 and not nodes.pools() and not config.cluster.grows
+    return len(placement.nodes()) == 1 and not placement.pools() and not config.cluster.grows
 
 
 def data_actors(config: Config) -> int:
     """Decoding actors of the stream: as configured, or what cores and memory leave on the nodes of the data."""
     if isinstance(config.data.workers, int):
         return config.data.workers
-    here, demand = nodes.nodes(), demand_of(config)
+    here, demand = placement.nodes(), demand_of(config)
     if is_lone_machine(config):  # a cluster on this machine has more logical CPUs than real cores
         cpus = min(ray.cluster_resources().get("CPU", 1), cores())
         return data_workers(cpus, _taken(demand), free_memory() / 2**30, config.data.block_mb)
-    return shared_actors(demand, here, nodes.pools(), config.data.block_mb)
+    return shared_actors(demand, here, placement.pools(), config.data.block_mb)
 
 
 def shared_actors(demand: Demand, here: list[Node], pools: list[Pool], block_mb: float) -> int:

@@ -1,199 +1,51 @@
-"""What one training worker does: builds the model, rehearses, restores, then lets the loop run. Knows nothing of Ray.
+"""What runs on each Ray Train worker: its stream, and the work that train/worker.py knows without Ray.
 
-entry.py calls `work` on each Ray Train worker; under torchrun it can be called as well, with blocks from anywhere.
+A module of its own, so that the driver does not import the engine to start it (two seconds of a core).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+import os
+import traceback
 from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
+import ray
+import ray.exceptions
+import ray.train
+import ray.train.torch
 
-from mmray import objectives, plug
-from mmray.data.collate import steps_of
-from mmray.data.order import Start
-from mmray.data.reader import Block
-from mmray.data.remote import folder_at
-from mmray.data.words import encoder_of
-from mmray.errors import MmrayError, UsageError
-from mmray.evaluate.choose import check_scored, evaluator_of
-from mmray.models.build import build
-from mmray.models.regions import LabelTexts
-from mmray.train import checkpoint, loop, memory, precision, reporting
-from mmray.train.advice import Advising
-from mmray.train.group import Group
-from mmray.train.heap import keep_freed_memory
-from mmray.train.job import Job, Line, Report
-from mmray.train.keeper import Helper, Keeper
-from mmray.train.pulse import Pulse
-from mmray.train.rehearsal import learner_of, rehearse_job, synthetic_of
-from mmray.train.seeding import seed_everything
-from mmray.train.shaping import shape
-from mmray.train.task import Callback, State, Task
-from mmray.train.telemetry import MetricsLog
-from mmray.train.unreadable import watched
-
-WRITES_HANGS = 10  # hang_timeout_s this often: how long a rank may wait for a checkpoint to be written
+from mmray.data.stream.stream import blocks_of
+from mmray.engine.worker_context import Line
+from mmray.errors import MmrayError
+from mmray.train.coordinator import StopWish
 
 
-def work(job: Job, start: Start, blocks: Iterable[Block], device: torch.device, line: Line) -> dict[str, Any]:
-    """Train from `start` to the end of its plan; returns what result.json says."""
-    stacks = job.folder / "stacks" / f"step-{start.step}-rank-{line.about['rank']}.txt"
-    pulse = Pulse(line.beat, line.about, stacks, WRITES_HANGS * job.config.cluster.hang_timeout_s)
-    with pulse.beating(start.step):
-        return _work(job, start, blocks, device, line, pulse)
+def on_worker(given: dict[str, Any]) -> dict[str, Any]:
+    """Trains in a process group that Ray has made; what it is given stands in attempt.py."""
+    board, start = given["board"], given["start"]
+    from mmray.engine.worker import work  # late: the driver imports this module, and needs no engine
 
-
-def _work(
-    job: Job, start: Start, blocks: Iterable[Block], device: torch.device, line: Line, pulse: Pulse
-) -> dict[str, Any]:
-    config = job.config
-    torch.set_num_threads(max(1, int(config.cluster.cpus_per_worker)))  # fixed: sums in another order are other sums
-    if device.type == "cpu":
-        keep_freed_memory()
-    seed_everything(config.train.seed, config.train.deterministic)
-    group = Group.current(device, config.cluster.collective_timeout_s)
-    config = config.replace(train=config.train.replace(precision=precision.agreed(config.train.precision, group)))
-    found = None if start.checkpoint is None else folder_at(start.checkpoint)
-    cut = config.train.parallel == "fsdp" and group.world > 1
-    model = _model(job, None if found is None else checkpoint.load_meta(found)["architecture"], device)
-    if job.eval_set is not None:
-        check_scored(config, model)
-    objective = objectives.build(config.objective)
-    rehearsed = rehearse_job(job, learner_of(config, model, objective, group), start.plan)
-    stored = None if found is None else partial(checkpoint.load, found)
-    ranks = group.apart(WRITES_HANGS * config.cluster.hang_timeout_s) if cut else None
-    keeper = _keeper(job, group, model, line.report, ranks)
-    writes = keeper or (Helper(job.folder, ranks) if cut else None)
-    log = None if keeper is None else keeper.log_from(start.step)
-    if log is not None:
-        line.report({"wasted_steps": log.wasted_steps})
-    task = Task(
-        model=model,
-        objective=objective,
-        plan=start.plan,
-        group=group,
-        train=config.train,
-        optimizer=config.optimizer,
-        save=partial(_save, writes, start),
-        evaluate=_evaluator(job, group, objective, start, line.report, config.train.precision),
-        evaluate_every=config.evaluate.every,
-        log=log,
-        callbacks=_callbacks(job, keeper, device, line, pulse),
-        stop=line.stop,
-        by_length=config.batch.by_length,
-        profile_to=None if keeper is None else keeper.growing.here / "profile" / "rank-0.json",
-        micro=rehearsed.micro,
-        constants=rehearsed.table,
-        names=partial(reporting.names, job.reader),
-        note=lambda text, label: reporting.tell(line.report, label, text),
-        **(_branches(job, model, rehearsed.micro, device) if config.train.parallel == "branches" else {}),
+    rank = ray.train.get_context().get_world_rank()
+    line = Line(
+        report=board.push.remote if rank == 0 else (lambda _: None),
+        stop=StopWish(board) if rank == 0 else (lambda: False),
+        bad_row=lambda row: ray.get(board.bad_row.remote(row)),
+        beat=partial(_beat, board),
+        about={"rank": rank, "node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()},
     )
-    if config.batch.micro == "auto":
-        task.note(f"micro-batches of {rehearsed.micro} rows fit", "memory")
-    with _closing(log, writes):
-        rows = watched(blocks, config, job.folder, job.reader, start.plan, line.bad_row)
-        # Cut here to what fits: by_length has something to arrange, and each micro-batch its own longest caption.
-        fitting = replace(start.plan, micro=rehearsed.micro)
-        outcome = loop.run(task, steps_of(rows, fitting, config.batch.by_length), stored)
-    metrics = {name.removeprefix("evaluate/"): value for name, value in outcome.metrics.items()}
-    scores = {name: value for name, value in metrics.items() if f"evaluate/{name}" in outcome.metrics}
-    return vars(outcome) | {"metrics": metrics, "scores": scores}
+    try:
+        blocks = blocks_of(ray.train.get_dataset_shard("train"))
+        return work(given["job"], start, blocks, ray.train.torch.get_device(), line)
+    except Exception as error:
+        if not isinstance(error, MmrayError):
+            error.add_note(traceback.format_exc())  # a traceback does not travel to the driver, a note does
+        raise
 
 
-@contextmanager
-def _closing(log: MetricsLog | None, keeper: Keeper | Helper | None) -> Iterator[None]:
-    """Closes both with the block: the last checkpoint is there, or its error raised, before a rank says it is done.
-
-    What ended the block is what the policy has to see, not a write that failed on the way and was told.
-    """
-    with ExitStack() as both:
-        if keeper is not None:
-            both.callback(keeper.close)
-        if log is not None:
-            both.callback(log.close)
-        try:
-            yield
-        except BaseException:
-            with suppress(MmrayError, OSError, RuntimeError):  # the last: ranks that lost each other
-                both.close()
-            raise
-
-
-def _model(job: Job, architecture: dict[str, Any] | None, device: torch.device) -> nn.Module:
-    """The model on its device, not wrapped; with the architecture of a checkpoint that is to be loaded into it."""
-    config = job.config
-    model = build(config.model, config.model.vocab_size, architecture)
-    _tell_labels(model, job)
-    return shape(model, config.train, config.optimizer, device)
-
-
-def _tell_labels(model: nn.Module, job: Job) -> None:
-    """A model that reads the names of labels gets their tokens; one from a checkpoint has them."""
-    labels = getattr(model, "labels", None)
-    if isinstance(labels, LabelTexts) and not labels.known:
-        labels.read(encoder_of(job.tokenizer_json, job.config.model.inputs))
-
-
-def _callbacks(job: Job, keeper: Keeper | None, device: torch.device, line: Line, pulse: Pulse) -> tuple[Callback, ...]:
-    """The user's own, the heartbeat, and on rank 0 what people are told."""
-    own = [plug.load(name, "train.callbacks")() for name in job.config.train.callbacks]
-    if keeper is None:
-        return (*own, pulse)
-    advising = Advising(partial(reporting.advise, job, line.report, device))
-    return (*own, pulse, reporting.Reporting(line.report, keeper.writer), advising)
-
-
-def _branches(job: Job, model: nn.Module, micro: int, device: torch.device) -> dict[str, Any]:
-    """What the strategy `branches` asks of a task: two devices, and the branch that takes longer."""
-    return {"devices": _two_of(device), "slower": memory.slower_branch(model, synthetic_of(job.config, device)(micro))}
-
-
-def _two_of(device: torch.device) -> tuple[torch.device, torch.device]:
-    """The worker's devices: its GPU and the other one it was given; on a CPU, two threads of it."""
-    if device.type != "cuda":
-        return device, device
-    if torch.cuda.device_count() < 2:
-        raise UsageError("train.parallel branches needs two GPUs in one worker, and this one sees one; take `ddp`")
-    return device, torch.device("cuda", 1 - (device.index or 0))
-
-
-def _architecture(model: nn.Module) -> dict[str, Any] | None:
-    """What the weights need to be loaded again without the pretrained ones; a user's own model may not tell."""
-    return model.architecture() if hasattr(model, "architecture") else None  # type: ignore[operator]
-
-
-def _keeper(job: Job, group: Group, model: nn.Module, report: Report, ranks: Any) -> Keeper | None:
-    """Rank 0's keeper of checkpoints and logs; None on the others."""
-    if group.rank != 0:
-        return None
-    about = {"world": group.world, "architecture": _architecture(model)}
-    return Keeper(job.folder, job.fence, job.config, about, partial(reporting.tell, report), ranks)
-
-
-def _save(
-    keeper: Keeper | Helper | None, start: Start, step: int, state: State, metrics: dict[str, Any], last: bool
-) -> float | None:
-    """Those who write have the checkpoint written beside the training; answers what the one before cost, in seconds."""
-    return None if keeper is None else keeper.save(step, start.plan.rows_start(step), state, metrics, last)
-
-
-def _evaluator(
-    job: Job, group: Group, objective: Any, start: Start, report: Report, number_format: str
-) -> Callable[[int, nn.Module], dict[str, float]] | None:
-    if job.eval_set is None:
-        return None
-    scorer = evaluator_of(job.config, job.eval_set, job.tokenizer_json)
-    chosen = precision.choose(number_format, group.device)
-
-    def evaluate(step: int, model: nn.Module) -> dict[str, float]:
-        show = partial(reporting.keep_examples, job.folder, report, step) if group.rank == 0 else None
-        with chosen.autocast():
-            return scorer.score(model, group, objective, start.plan.global_rows, show)
-
-    return evaluate
+def _beat(board: Any, beat: dict[str, Any]) -> bool:
+    """Send a heartbeat; a board that is busy, or gone, wants no stacks."""
+    try:
+        return bool(ray.get(board.beat.remote(beat), timeout=5))
+    except (ray.exceptions.RayError, TimeoutError):
+        return False

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, concurrent, feasible, grown
-from mmray.cluster.join import FEED_CPUS
+from mmray.cluster.connect import FEED_CPUS
 from mmray.errors import ResourceError
 
 

@@ -15,11 +15,11 @@ from ray import tune
 
 from mmray.config import Config
 from mmray.errors import AtOnce, TrainingError
-from mmray.train.aside import in_thread
-from mmray.train.board import hearing
-from mmray.tune.drive import drive
-from mmray.tune.rows import Ended, ended_by
-from mmray.tune.running import Running
+from mmray.train.background import in_thread
+from mmray.train.coordinator import hearing
+from mmray.tune.results import Ended, ended_by
+from mmray.tune.sweep_state import Running
+from mmray.tune.trainable import drive
 
 # A trial's driver takes no CPU: on a laptop the last one is the data's. It sits on the head, where a run's driver does.
 _DRIVER = {"node:__internal_head__": 0.001}

@@ -13,25 +13,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmray.cluster import nodes
+from mmray.cluster import placement
 from mmray.cluster.capacity import Demand, Node, concurrent
-from mmray.cluster.join import joined
+from mmray.cluster.connect import joined
 from mmray.config import Config, to_yaml
-from mmray.config.space import Space
+from mmray.config.search_space import Space
 from mmray.errors import ResourceError, UsageError
 from mmray.report.at_end import draw_at_end
-from mmray.train.lease import Lease
+from mmray.storage.lease import Lease
+from mmray.train.resolve import settle
 from mmray.train.resources import check_gpus, data_actors, demand_of, is_lone_machine
-from mmray.train.rundir import environment
-from mmray.train.settle import settle
-from mmray.tune import sweepdir
+from mmray.train.run_dir import environment
+from mmray.tune import sweep_dir
 from mmray.tune.fit import largest, room_for
-from mmray.tune.plan import Trial, as_run, best_recipe, samples_per_trial, searched, trials_of, warm_up_doubt, widest
 from mmray.tune.rank import recommend
 from mmray.tune.ray_tune import run_trials
-from mmray.tune.rows import infeasible_row
-from mmray.tune.running import Row, Running, SweepListener
-from mmray.tune.sweepdir import KIND, SweepDir
+from mmray.tune.results import infeasible_row
+from mmray.tune.sweep_dir import KIND, SweepDir
+from mmray.tune.sweep_state import Row, Running, SweepListener
+from mmray.tune.trials import Trial, as_run, best_recipe, samples_per_trial, searched, trials_of, warm_up_doubt, widest
 
 POLL_S = 0.25
 FREE_AFTER_S = 10.0  # the actors that prepared the data give their CPUs back a moment later
@@ -75,11 +75,11 @@ def search(sweep: Sweep, listener: SweepListener) -> SweepOutcome:
         configs, num_rows = _settled(trials, sweep, listener)
         samples = samples_per_trial(sweep.length, trials, num_rows)
         identity = {"space": searched(trials), "samples_per_trial": samples}
-        folder = sweepdir.decide(sweep.base, identity)
+        folder = sweep_dir.decide(sweep.base, identity)
         lease = Lease(folder.path)
         lease.acquire()
         try:
-            sweepdir.create(folder, sweep.base)
+            sweep_dir.create(folder, sweep.base)
             placed = [replace(trial, config=configs[trial.name]) for trial in trials if trial.name in configs]
             runs = {trial.name: as_run(trial, samples, num_rows, folder.path, sweep.goal) for trial in placed}
             doubt = warm_up_doubt(list(runs.values()), num_rows, sweep.goal)
@@ -186,7 +186,7 @@ def _at_once(runs: dict[str, Config], asked: int | None) -> tuple[int, dict[str,
     lone = all(is_lone_machine(config) for config in runs.values())
     wanted = min(asked or (1 if lone else len(runs)), len(runs))
     waits = any(config.cluster.grows for config in runs.values())
-    at_once, actors = room_for(_free_nodes(demand), nodes.nodes(), demand, wanted, nodes.pools(), waits)
+    at_once, actors = room_for(_free_nodes(demand), placement.nodes(), demand, wanted, placement.pools(), waits)
     return at_once, {name: _with_actors(config, actors) for name, config in runs.items()}
 
 
@@ -200,10 +200,10 @@ def _with_actors(config: Config, at_most: int) -> Config:
 
 def _free_nodes(demand: Demand) -> list[Node]:
     """What is free on each node, after a moment for what has just ended to let go of what a trial needs."""
-    waiting = concurrent(demand, nodes.nodes(), 1) == 1
+    waiting = concurrent(demand, placement.nodes(), 1) == 1
     until = time.monotonic() + FREE_AFTER_S
     while True:
-        free = nodes.free_nodes()
+        free = placement.free_nodes()
         if not waiting or concurrent(demand, free, 1) or time.monotonic() > until:
             return free
         time.sleep(POLL_S)

@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from mmray import recipes
 from mmray.bench import claims
 from mmray.bench.claims import bench_claims, verdict
-from mmray.config import Batch, Objective
+from mmray.config import Batch, Objective, recipes
 from mmray.errors import UsageError
 from tests.bench.test_step import tiny
 

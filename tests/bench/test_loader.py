@@ -11,20 +11,20 @@ import pytest
 import torch
 from PIL import Image
 
-from mmray.bench import loader, photos
+from mmray.bench import loader, synthetic_images
 from mmray.bench.actors import _read_raw, forget_cached
 from mmray.bench.blank import Blank
 from mmray.bench.loader import Settings, bench_loader
-from mmray.bench.loader_told import RATIOS, Found, Raw, processors, rows
+from mmray.bench.loader_arms import Source, Textbook, Tuned
+from mmray.bench.loader_arms import loader as torch_loader
+from mmray.bench.loader_report import RATIOS, Found, Raw, processors, rows
 from mmray.bench.processes import ProcessWatch, role_of, spent_s
-from mmray.bench.torch_loaders import Source, Textbook, Tuned
-from mmray.bench.torch_loaders import loader as torch_loader
-from mmray.bench.windows import SKIP, Arrival, cpu_s_per_row
+from mmray.bench.timing import SKIP, Arrival, cpu_s_per_row
 from mmray.config import Inputs
-from mmray.data.image import channels_first, decode
-from mmray.data.order import Blocks, Plan
-from mmray.data.reader import RowReader
-from mmray.data.text import train_tokenizer
+from mmray.data.images.decode import channels_first, decode
+from mmray.data.stream.order import Blocks, Plan
+from mmray.data.stream.reader import RowReader
+from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError
 from tests.made import make_set, row
 
@@ -32,16 +32,16 @@ from tests.made import make_set, row
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Six drawn photographs as files and as a prepared set of the same bytes, and a tokenizer."""
-    items = list(photos.photos(6))
-    folder = photos.write_files(iter(items), tmp_path_factory.mktemp("photos") / "files", 6)
+    items = list(synthetic_images.photos(6))
+    folder = synthetic_images.write_files(iter(items), tmp_path_factory.mktemp("photos") / "files", 6)
     prepared = make_set(
         tmp_path_factory.mktemp("set"), [row(n, data=data, texts=[text]) for n, (data, text) in enumerate(items)]
     )
-    return photos.read_captions(folder), prepared, train_tokenizer([text for _, text in items], 60)
+    return synthetic_images.read_captions(folder), prepared, train_tokenizer([text for _, text in items], 60)
 
 
 def test_photographs_cost_what_photographs_do_and_are_drawn_again_the_same():
-    first, again = list(photos.photos(3)), list(photos.photos(2))
+    first, again = list(synthetic_images.photos(3)), list(synthetic_images.photos(2))
     assert first[:2] == again and first[0] != first[1]
     assert Image.open(io.BytesIO(first[0][0])).size == (500, 375)
     assert 70_000 < np.mean([len(data) for data, _ in first]) < 150_000
@@ -50,9 +50,9 @@ def test_photographs_cost_what_photographs_do_and_are_drawn_again_the_same():
 
 def test_files_are_written_once_and_whole(tmp_path):
     items = [(b"one", "a"), (b"two", "b")]
-    folder = photos.write_files(iter(items), tmp_path / "x", 2)
-    assert photos.write_files(iter([]), tmp_path / "x", 2) == folder
-    assert [Path(name).read_bytes() for name, _ in photos.read_captions(folder)] == [b"one", b"two"]
+    folder = synthetic_images.write_files(iter(items), tmp_path / "x", 2)
+    assert synthetic_images.write_files(iter([]), tmp_path / "x", 2) == folder
+    assert [Path(name).read_bytes() for name, _ in synthetic_images.read_captions(folder)] == [b"one", b"two"]
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from mmray.bench import loader, photos
+from mmray.bench import loader, synthetic_images
 from mmray.bench.loader import Bench, Settings, bench_loader
-from mmray.bench.loader_told import RATIOS, Raw
-from mmray.bench.windows import Arrival
+from mmray.bench.loader_report import RATIOS, Raw
+from mmray.bench.timing import Arrival
 from mmray.cli.bench import bench
 from mmray.cli.console import Screen
 from mmray.config import Prepare
@@ -123,7 +123,7 @@ def test_the_bottleneck_is_named_and_a_device_has_its_cpu_workers_counted(with_a
 
 
 def files(folder):
-    return [(Path(name).read_bytes(), text) for name, text in photos.read_captions(folder)]
+    return [(Path(name).read_bytes(), text) for name, text in synthetic_images.read_captions(folder)]
 
 
 def test_pictures_come_from_the_users_own_set_evenly_and_it_stays_beside_them(tmp_path):
@@ -152,7 +152,7 @@ def test_a_raw_source_is_prepared_beside_the_pictures_and_none_is_drawn(tmp_path
         return tmp_path / "prepared"
 
     monkeypatch.setattr(loader, "ensure_prepared", prepare)
-    monkeypatch.setattr(photos, "photos", lambda num: ((bytes([number]), "drawn") for number in range(num)))
+    monkeypatch.setattr(synthetic_images, "photos", lambda num: ((bytes([number]), "drawn") for number in range(num)))
     folder, own = loader._files(Settings(data="my.jsonl", images=3), tmp_path / "place")
     assert asked == [("my.jsonl", str(tmp_path / "place"), Prepare())]
     assert own.fingerprint == made.fingerprint and [len(data) > 1 for data, _ in files(folder)] == [True] * 3

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from mmray.bench.shapes import measure_shape
+from mmray.bench.batch_shapes import measure_shape
 from mmray.bench.step import prepared
 from mmray.config import Batch, Train
-from mmray.train.batch import shape_of
-from mmray.train.group import Group
+from mmray.engine.batch import shape_of
+from mmray.engine.collectives import Group
 from tests.bench.test_step import tiny
 from tests.train.gpus import gpus
 from tests.train.made_up_gpu import DEVICES

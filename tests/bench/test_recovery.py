@@ -3,8 +3,8 @@
 import pytest
 
 from mmray.bench.recovery import Watching, bench_recovery, recovery
+from mmray.config.recipes import load
 from mmray.errors import UsageError
-from mmray.recipes import load
 
 
 def test_recovery_is_from_the_kill_to_the_next_groups_first_step():

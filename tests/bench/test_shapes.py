@@ -9,9 +9,9 @@ import signal
 import pytest
 import torch
 
-from mmray.bench import ranks, shapes
-from mmray.bench.ranks import RankFailed, is_out_of_memory, run_ranks
-from mmray.bench.shapes import LEAST_STEPS, StepTimes, bench_shapes, peak_resident_bytes
+from mmray.bench import batch_shapes, spawn
+from mmray.bench.batch_shapes import LEAST_STEPS, StepTimes, bench_shapes, peak_resident_bytes
+from mmray.bench.spawn import RankFailed, is_out_of_memory, run_ranks
 from mmray.bench.step import WARM_STEPS
 from mmray.cli.bench import shapes_table
 from mmray.cli.console import Screen
@@ -52,7 +52,9 @@ def test_rows_of_a_space_and_one_that_does_not_fit(capsys: pytest.CaptureFixture
 
 def test_accumulation_takes_the_whole_share(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(shapes, "run_ranks", lambda measure, config: asked.append(measure.keywords["shape"]) or {})
+    monkeypatch.setattr(
+        batch_shapes, "run_ranks", lambda measure, config: asked.append(measure.keywords["shape"]) or {}
+    )
     spaces = ["batch.micro=2,4", "batch.accumulation=1,3"]
     rows = bench_shapes(tiny(batch={"micro": 8, "global": 64}), spaces)["rows"]  # the recipe's global does not bind
     assert [shape.global_rows for shape in asked] == [row["global"] for row in rows] == [2, 6, 4, 12]
@@ -68,7 +70,7 @@ def test_memory_is_the_process_own_not_its_parents() -> None:
 
 def test_steps_are_counted_from_the_warm_up_to_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
-    monkeypatch.setattr(shapes.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(batch_shapes.time, "perf_counter", lambda: float(next(clock)))
     times = StepTimes(torch.device("cpu"), window_s=8.0)
     step = 0
     while not times.enough():
@@ -106,7 +108,7 @@ def test_how_the_model_is_run_is_searched() -> None:
 )
 def test_idle_gpus_are_told(monkeypatch: pytest.MonkeyPatch, have: int, accelerator: str, said: list[str]) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: have)
-    assert ranks.left_idle(tiny().on_cluster(accelerator=accelerator, workers=1)) == said
+    assert spawn.left_idle(tiny().on_cluster(accelerator=accelerator, workers=1)) == said
 
 
 def _dies(config: object, group: object, folder: object) -> None:
@@ -119,4 +121,4 @@ def test_a_killed_process_is_out_of_memory_and_a_bug_is_not() -> None:
     assert killed.value.out_of_memory
     assert is_out_of_memory(torch.OutOfMemoryError()) and is_out_of_memory(MemoryError())
     assert not is_out_of_memory(RuntimeError("shapes do not match")) and not is_out_of_memory(ValueError())
-    assert ranks.device_of(tiny()).type == "cpu"
+    assert spawn.device_of(tiny()).type == "cpu"

@@ -12,8 +12,8 @@ import torch
 from mmray.bench import bare, step
 from mmray.bench.step import Bench, Window, bench_step, measure, prepared
 from mmray.config import Batch, Cluster, Config, ImageTower, Inputs, Objective, Optimizer, TextTower, Train, TwoTower
+from mmray.engine.collectives import Group
 from mmray.errors import ResourceError, UsageError
-from mmray.train.group import Group
 
 
 def tiny(workers: int = 1, **sections: object) -> Config:

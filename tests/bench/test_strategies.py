@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from mmray.bench import ranks, strategies
-from mmray.bench.ranks import RankFailed
+from mmray.bench import spawn, strategies
+from mmray.bench.spawn import RankFailed
 from mmray.bench.strategies import BASE, Timer, bench_strategies
 from mmray.config import Batch, Optimizer, TextTower, Train
-from mmray.data.order import Plan
+from mmray.data.stream.order import Plan
+from mmray.engine.collectives import Group
 from mmray.errors import ResourceError
-from mmray.train.group import Group
 from tests.bench.test_step import tiny
 
 
@@ -52,13 +52,13 @@ def test_the_reason_of_a_row_is_that_of_the_rank_that_failed_by_itself(tmp_path,
     def joined(rank, *_, **__):
         raise own if rank else broken
 
-    monkeypatch.setattr(ranks, "join", joined)
+    monkeypatch.setattr(spawn, "join", joined)
     for rank, error in enumerate((broken, own)):
         with pytest.raises(type(error)):
-            ranks._enter(rank, strategies._measure, tiny(workers=2), "cpu", str(tmp_path))
+            spawn._enter(rank, strategies._measure, tiny(workers=2), "cpu", str(tmp_path))
 
     def failed(measure, config, kind):
-        raise ranks._raised(tmp_path)
+        raise spawn._raised(tmp_path)
 
     monkeypatch.setattr(strategies, "run_ranks", failed)
     (row,) = bench_strategies(tiny(workers=2), steps=2, only=(BASE,))["rows"]

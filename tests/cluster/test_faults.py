@@ -15,16 +15,16 @@ from ray._raylet import GcsClient
 from ray.core.generated import autoscaler_pb2
 
 from mmray.config import Cluster, Own
-from mmray.data.order import PADDING, Blocks, Plan, Start
-from mmray.data.reader import BlockReader, RowReader
-from mmray.data.store import PreparedSet, key_id
-from mmray.data.text import TextEncoder
-from mmray.train import guard
-from mmray.train.job import Job, Line
-from mmray.train.lease import Lease
-from mmray.train.telemetry import rows_sha
+from mmray.data.store.prepared_set import PreparedSet, key_id
+from mmray.data.stream.order import PADDING, Blocks, Plan, Start
+from mmray.data.stream.reader import BlockReader, RowReader
+from mmray.data.text.tokenizer import TextEncoder
+from mmray.engine.metrics.writers import rows_sha
+from mmray.engine.worker import work
+from mmray.engine.worker_context import Job, Line
+from mmray.storage.lease import Lease
+from mmray.train import monitor
 from mmray.train.trainer import train
-from mmray.train.worker import work
 from tests.made import make_set, row
 from tests.train.runs import Silent, config, lines, marks, weights
 
@@ -125,7 +125,7 @@ def told(listener, label):
 def test_workers_come_and_go_from_two_to_one_to_three_to_two(nodes, data, tmp_path, monkeypatch):
     """A node is removed under a rank, a larger one comes, and the first one goes as well: the rows of the order, the
     losses of one worker, to the rounding of double precision."""
-    monkeypatch.setattr(guard, "ROOM_LOOK_S", 1.0)
+    monkeypatch.setattr(monitor, "ROOM_LOOK_S", 1.0)
     nodes.reset([(4, 1), (2, 1)])
     first, second = nodes.workers
     acts = {

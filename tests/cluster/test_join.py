@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from ray._private.worker import _merge_runtime_env
 
-from mmray.cluster import join
-from mmray.cluster.join import check_answer, forget_dead_cluster
+from mmray.cluster import connect
+from mmray.cluster.connect import check_answer, forget_dead_cluster
 from mmray.config import Cluster
 from mmray.errors import ResourceError, UsageError
 
@@ -45,7 +45,7 @@ def test_what_a_job_brings_in_its_environment_is_no_conflict_and_stays(monkeypat
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("RAY_OVERRIDE_JOB_RUNTIME_ENV", raising=False)
     asked = {}
-    join._start(SimpleNamespace(init=lambda **given: asked.update(given)), "auto", Cluster(), 1)
+    connect._start(SimpleNamespace(init=lambda **given: asked.update(given)), "auto", Cluster(), 1)
     override = os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] == "1"
     monkeypatch.delenv("RAY_OVERRIDE_JOB_RUNTIME_ENV")
     merged = _merge_runtime_env({"env_vars": brought}, asked["runtime_env"], override=override)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from mmray.data.order import PADDING, Plan
-from mmray.data.store import key_id
-from mmray.train.telemetry import rows_sha
+from mmray.data.store.prepared_set import key_id
+from mmray.data.stream.order import PADDING, Plan
+from mmray.engine.metrics.writers import rows_sha
 from mmray.train.trainer import train
 from tests.made import make_set, row
 from tests.nodes import several_nodes

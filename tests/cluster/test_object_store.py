@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mmray.data.place import Place
-from mmray.data.remote import folder_at
-from mmray.train.scoring import export_run, score_run
+from mmray.storage.remote_path import folder_at
+from mmray.storage.storage import Place
+from mmray.train.checkpoint_use import export_run, score_run
 from mmray.train.trainer import train
 from tests.made import make_set, row
 from tests.train.runs import STEPS, Silent, config, marks, same_weights, weights

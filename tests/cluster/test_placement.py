@@ -8,8 +8,8 @@ from ray.util.state import list_actors
 
 from mmray.cli import run
 from mmray.cli.console import Screen
-from mmray.cluster import nodes
-from mmray.cluster.nodes import ROLE
+from mmray.cluster import placement
+from mmray.cluster.placement import ROLE
 from mmray.config import Batch
 from mmray.errors import ResourceError
 from mmray.train.resources import free_workers
@@ -78,8 +78,8 @@ def test_what_can_never_start_is_refused_within_10_s(joined_roles, tmp_path, set
 
 
 def test_a_prepare_without_a_cpu_for_the_data_is_refused_within_10_s(joined_roles, tmp_path, monkeypatch, capsys):
-    with_roles = nodes.nodes()
-    monkeypatch.setattr(nodes, "nodes", lambda: [node for node in with_roles if node.labels[ROLE] != "data"])
+    with_roles = placement.nodes()
+    monkeypatch.setattr(placement, "nodes", lambda: [node for node in with_roles if node.labels[ROLE] != "data"])
     began_s = time.monotonic()
     assert run(["prepare", str(tmp_path / "rows.jsonl"), str(tmp_path / "set")], Screen()) == 4
     said = " ".join(capsys.readouterr().err.split())

@@ -3,7 +3,7 @@
 import pytest
 import ray
 
-from mmray.cluster.nodes import ROLE
+from mmray.cluster.placement import ROLE
 from mmray.config import Cluster
 from mmray.train.trainer import train
 from tests.cluster.fake_autoscaler import FakeAutoscaler

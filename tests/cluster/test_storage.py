@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from mmray.cluster import scale
+from mmray.cluster import autoscaling
+from mmray.cluster.autoscaling import ScaleUp
 from mmray.cluster.doctor import reachable
-from mmray.cluster.nodes import nodes
-from mmray.cluster.scale import ScaleUp
-from mmray.cluster.storage import check_is_kept, probe
-from mmray.data.place import Place
+from mmray.cluster.placement import nodes
+from mmray.cluster.shared_storage import check_is_kept, probe
 from mmray.errors import ResourceError
+from mmray.storage.storage import Place
 
 
 def test_a_bucket_that_is_there_passes_and_is_left_as_it_was(s3):
@@ -49,7 +49,7 @@ def test_a_job_may_keep_its_runs_at_an_address():
 def test_a_wish_for_nodes_is_made_again_before_it_expires_and_taken_back(monkeypatch):
     told, clock = [], [100.0]
     monkeypatch.setattr(ScaleUp, "_tell", lambda self, what, **given: told.append((what, given)))
-    monkeypatch.setattr(scale.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(autoscaling.time, "monotonic", lambda: clock[0])
     wish = ScaleUp("mine")
     wish.end()
     for clock[0], count in ((100, 2), (105, 2), (106, 1), (122, 1), (123, 0), (124, 0)):
@@ -58,4 +58,4 @@ def test_a_wish_for_nodes_is_made_again_before_it_expires_and_taken_back(monkeyp
     first = told[0][1]
     assert first["resources"] == [{"CPU": 1.0, "GPU": 1.0}] * 2
     assert first["label_selectors"] == [{"mmray/role": "train"}] * 2 and first["requester_id"] == "mine"
-    assert scale.EXPIRES_S > 2 * scale.AGAIN_S + scale.ANSWER_S
+    assert autoscaling.EXPIRES_S > 2 * autoscaling.AGAIN_S + autoscaling.ANSWER_S

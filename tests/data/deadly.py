@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
-from mmray.data import image, sandbox
+from mmray.data.images import decode as image
+from mmray.data.images import sandbox
 
 MARK = b"this kills its decoder, which is written down in "
 COMMAND = (sys.executable, "-m", "tests.data.deadly")

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 
-from mmray import recipes
-from mmray.config import Augment, Config, Inputs
-from mmray.data.augment import CROP, DRAWS, FACTORS, FLIP, TURNS, draws, random_box, vary
-from mmray.data.image import resized, to_pixels
-from mmray.data.order import Plan, uniform
-from mmray.data.reader import RowReader
-from mmray.data.text import train_tokenizer
+from mmray.config import Augment, Config, Inputs, recipes
+from mmray.data.images.augment import CROP, DRAWS, FACTORS, FLIP, TURNS, draws, random_box, vary
+from mmray.data.images.decode import resized, to_pixels
+from mmray.data.stream.order import Plan, uniform
+from mmray.data.stream.reader import RowReader
+from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError
 from tests.conftest import ROOT
 from tests.made import CAPTIONS, make_set, noisy, row

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmray.config import Augment, Inputs
-from mmray.data.augment import draws, vary
-from mmray.data.boxes import UNLABELLED, on_square, padded, seen, visible
-from mmray.data.collate import steps_of
-from mmray.data.image import to_pixels
-from mmray.data.order import PADDING, Plan
-from mmray.data.reader import RowReader
-from mmray.data.text import train_tokenizer
+from mmray.data.images.augment import draws, vary
+from mmray.data.images.boxes import UNLABELLED, on_square, padded, seen, visible
+from mmray.data.images.decode import to_pixels
+from mmray.data.stream.collate import steps_of
+from mmray.data.stream.order import PADDING, Plan
+from mmray.data.stream.reader import RowReader
+from mmray.data.text.tokenizer import train_tokenizer
 from mmray.models.synthetic import synthetic_batch
 from tests.made import CAPTIONS, make_set, row
 

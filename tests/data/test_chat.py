@@ -12,16 +12,16 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mmray.config import Chat, ChatInputs, Inputs
-from mmray.data.chat import NOWHERE, ChatEncoder, with_marks
-from mmray.data.collate import UNLEARNED, learned_of
-from mmray.data.formats.columnar import Parquet
+from mmray.data.formats.parquet import Parquet
 from mmray.data.formats.rows import BadRow, row_of
-from mmray.data.order import Plan
-from mmray.data.place import Place
-from mmray.data.reader import RowReader
-from mmray.data.store import PreparedSet, Row
-from mmray.data.text import train_tokenizer
-from mmray.data.words import encoder_of, fitted
+from mmray.data.store.prepared_set import PreparedSet, Row
+from mmray.data.stream.collate import UNLEARNED, learned_of
+from mmray.data.stream.order import Plan
+from mmray.data.stream.reader import RowReader
+from mmray.data.text.chat import NOWHERE, ChatEncoder, with_marks
+from mmray.data.text.tokenizer import train_tokenizer
+from mmray.data.text.words import encoder_of, fitted
+from mmray.storage.storage import Place
 from tests.made import make_set, png, row
 
 CHAT = Chat()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmray.bench.shuffle import quality
-from mmray.data.order import PADDING, Part, Plan
+from mmray.data.stream.order import PADDING, Part, Plan
 
 CHUNKS = st.integers(1, 70)
 WINDOWS = st.integers(1, 9)

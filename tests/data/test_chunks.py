@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from mmray.config import Data
-from mmray.data.chunks import chunk_and_window, kept_here
-from mmray.data.place import Place
-from mmray.data.shard_writer import write_shard
-from mmray.data.store import PreparedSet
+from mmray.data.prepare.shard_writer import write_shard
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.stream.shuffle import chunk_and_window, kept_here
 from mmray.errors import UsageError
-from mmray.train import attempt
-from mmray.train.settle import settle
+from mmray.storage.storage import Place
+from mmray.train import worker_group
+from mmray.train.resolve import settle
 from tests import made
 from tests.data.test_ranges import memory, put  # noqa: F401 - a fixture
 from tests.data.test_store import make_rows, make_set
@@ -127,7 +127,7 @@ def test_a_run_on_a_store_is_settled_in_chunks_and_its_plan_says_so(memory, tmp_
     ready = settle(asked, Silent())
     chunk = ready.config.data.chunk
     assert (chunk, ready.config.data.window) == (64 if cached else 32, window)
-    plan = attempt._start(ready, None, 2).plan
+    plan = worker_group._start(ready, None, 2).plan
     assert (plan.chunk, plan.window, plan.num_rows) == (chunk, window, 30)
     assert len(ready.train_set.read(np.arange(30))) == 30 and (tmp_path / "cache").exists() == cached
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from mmray.data.prepare import prepare
-from mmray.data.store import PreparedSet
+from mmray.data.prepare.pipeline import prepare
+from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
 from tests.data import test_formats as formats
 from tests.data.test_formats import COUNT, LAX, coco_captions, images, prepared, text

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from mmray.data.collate import steps_of
-from mmray.data.order import Plan
-from mmray.train.feed import share_of
-from mmray.train.measure import Padding
+from mmray.data.stream.collate import steps_of
+from mmray.data.stream.order import Plan
+from mmray.engine.metrics.meters import Padding
+from mmray.engine.prefetch import share_of
 
 
 def blocks(plan, lengths):

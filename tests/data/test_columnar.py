@@ -8,11 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from mmray.data import remote
-from mmray.data.formats import columnar
-from mmray.data.formats.columnar import Parquet, SavedDataset
+from mmray.data.formats import parquet as columnar
+from mmray.data.formats.parquet import Parquet, SavedDataset
 from mmray.data.formats.rows import BadRow
-from mmray.data.place import Place
+from mmray.storage import remote_path
+from mmray.storage.storage import Place
 
 COUNT = 100
 TABLE = pa.table({"image": [f"{n}.png" for n in range(COUNT)], "text": [f"row {n}" for n in range(COUNT)]})
@@ -49,7 +49,7 @@ def test_a_large_part_is_cut_into_ranges_of_rows(tmp_path, monkeypatch, source_i
 
 @pytest.fixture
 def on_store(monkeypatch):
-    monkeypatch.setattr(remote, "LONGEST_WAIT_S", 0.01)
+    monkeypatch.setattr(remote_path, "LONGEST_WAIT_S", 0.01)
     out = io.BytesIO()
     pq.write_table(TABLE, out, row_group_size=60)
     MemoryFileSystem().pipe("/columnar/a.parquet", out.getvalue())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mmray.data.formats import lines
 from mmray.data.formats.delimited import Csv
 from mmray.data.formats.rows import BadRow
-from mmray.data.place import Place
+from mmray.storage.storage import Place
 
 NAMES = ["image", "text", "id"]
 FIELDS = st.lists(st.text('ab",\n\r é', min_size=1, max_size=6), min_size=3, max_size=3)

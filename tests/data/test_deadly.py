@@ -8,21 +8,21 @@ import pytest
 import ray
 
 from mmray.config import Augment, Inputs, Prepare
-from mmray.data import against
-from mmray.data import prepare as prepare_module
-from mmray.data import sandbox as sandbox_module
-from mmray.data import stream as stream_module
-from mmray.data.image import BadImage
-from mmray.data.order import Plan, Start
-from mmray.data.prepare import prepare
-from mmray.data.reader import RowReader
-from mmray.data.sandbox import SandboxedDecoder
-from mmray.data.store import PreparedSet, key_id
-from mmray.data.text import train_tokenizer
+from mmray.data.images import sandbox as sandbox_module
+from mmray.data.images.decode import BadImage
+from mmray.data.images.sandbox import SandboxedDecoder
+from mmray.data.prepare import contamination
+from mmray.data.prepare import pipeline as prepare_module
+from mmray.data.prepare.pipeline import prepare
+from mmray.data.store.prepared_set import PreparedSet, key_id
+from mmray.data.stream import stream as stream_module
+from mmray.data.stream.order import Plan, Start
+from mmray.data.stream.reader import RowReader
+from mmray.data.text.tokenizer import train_tokenizer
 from tests.data.deadly import NEED, deadly, decoder_dies, decoder_finds_no_memory
 from tests.made import CAPTIONS, make_set, png, row
 
-_pack_batch, _look_batch = prepare_module._pack_batch, against._look_batch
+_pack_batch, _look_batch = prepare_module._pack_batch, contamination._look_batch
 
 
 def pack_batch(batch, job):
@@ -156,7 +156,7 @@ def test_a_set_that_nobody_decoded_is_held_against_another_all_the_same(tmp_path
     source, out = make_source(tmp_path / "raw", 12, [5]), str(tmp_path / "out")
     unseen = Prepare(rows_per_shard=4, vocab_size=60, reference=True, check="none", max_bad_fraction=1.0)
     prepare(str(source), str(tmp_path / "other"), unseen)
-    monkeypatch.setattr(against, "_look_batch", look_batch)
+    monkeypatch.setattr(contamination, "_look_batch", look_batch)
     said = []
     with decoder_dies():
         settings = unseen.model_copy(update={"against": (str(tmp_path / "other"),)})

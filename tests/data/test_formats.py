@@ -11,12 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from mmray.config import Prepare
-from mmray.data import prepare as prepare_module
 from mmray.data.formats import lines, listing
-from mmray.data.formats.choose import choose
-from mmray.data.pack import pack_chunk
-from mmray.data.prepare import prepare
-from mmray.data.store import PreparedSet
+from mmray.data.formats.detect import choose
+from mmray.data.prepare import pipeline as prepare_module
+from mmray.data.prepare.pack import pack_chunk
+from mmray.data.prepare.pipeline import prepare
+from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
 from tests.data.test_prepare import colour_image
 

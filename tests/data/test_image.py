@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from mmray.data import image as image_module
-from mmray.data.image import (
+from mmray.data.images import decode as image_module
+from mmray.data.images.decode import (
     BadImage,
     check_header,
     checked_size,

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from mmray.config import Augment, Inputs
-from mmray.data import augment
-from mmray.data.order import Plan
-from mmray.data.reader import RowReader
-from mmray.data.text import train_tokenizer
+from mmray.data.images import augment
+from mmray.data.stream.order import Plan
+from mmray.data.stream.reader import RowReader
+from mmray.data.text.tokenizer import train_tokenizer
 from tests.made import CAPTIONS, make_set, noisy, row
 
 INPUTS = Inputs(image_side=16, fit="squash", interpolation="bilinear", max_tokens=12)

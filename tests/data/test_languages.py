@@ -12,18 +12,18 @@ from tokenizers import Tokenizer
 
 import mmray
 from mmray.config import ChatInputs, Config, Evaluate, ImageTower, Inputs, TextTower, TwoTower
-from mmray.data.language import MOST_LANGUAGES, LanguageEncoder, with_languages
-from mmray.data.order import Plan
-from mmray.data.reader import RowReader
-from mmray.data.text import load_tokenizer, train_tokenizer
-from mmray.data.words import encoder_of, fitted
+from mmray.data.stream.order import Plan
+from mmray.data.stream.reader import RowReader
+from mmray.data.text.language import MOST_LANGUAGES, LanguageEncoder, with_languages
+from mmray.data.text.tokenizer import load_tokenizer, train_tokenizer
+from mmray.data.text.words import encoder_of, fitted
 from mmray.errors import UsageError
 from mmray.evaluate.batches import EvalBatches
-from mmray.evaluate.score import Evaluator
+from mmray.evaluate.evaluator import Evaluator
 from mmray.models.build import build
-from mmray.models.export import export
+from mmray.models.export.export import export
 from mmray.objectives.contrastive import Contrastive
-from mmray.train import served
+from mmray.train import validate
 from mmray.train.continuation import forbidden_changes
 from tests.evaluate.test_score import Toy, on_ranks
 from tests.made import CAPTIONS, make_set, row
@@ -94,7 +94,7 @@ def test_settings_that_cannot_be_served() -> None:
             Inputs(language_token=pattern)
     with pytest.raises(UsageError, match="a model that writes has no token of a language"):
         ChatInputs(language_token="[{}]")
-    assert "set --model.inputs.language-token" in served.refusals(Config(evaluate=Evaluate(language="de")))[0]
+    assert "set --model.inputs.language-token" in validate.refusals(Config(evaluate=Evaluate(language="de")))[0]
     assert forbidden_changes({"data": {}}, {"data": {"chunk": 1, "window": 1}} | LANGUAGELESS) == []
 
 

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmray.config import Prepare
-from mmray.data import against
-from mmray.data import prepare as prepare_module
-from mmray.data.leakage import OWN, search
-from mmray.data.near import BITS, COLOUR_LEVELS, LOOK, NONE, bands, look_of, nearest
-from mmray.data.prepare import prepare
-from mmray.data.store import PreparedSet
-from mmray.data.tasks import run_tasks
+from mmray.data.prepare import contamination
+from mmray.data.prepare import pipeline as prepare_module
+from mmray.data.prepare.leakage import OWN, search
+from mmray.data.prepare.near import BITS, COLOUR_LEVELS, LOOK, NONE, bands, look_of, nearest
+from mmray.data.prepare.pipeline import prepare
+from mmray.data.prepare.tasks import run_tasks
+from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
 from tests.data.test_prepare import quarantine, run_here
 
@@ -38,7 +38,7 @@ def in_process(monkeypatch):
         return run_tasks_here(work, items, retries)
 
     monkeypatch.setattr(prepare_module, "_run", run_here)
-    monkeypatch.setattr(against, "run_tasks", tasks)
+    monkeypatch.setattr(contamination, "run_tasks", tasks)
     return looked
 
 
@@ -148,7 +148,7 @@ def test_what_cannot_be_held_against(tmp_path, two, monkeypatch):
         prepare(source, eval_set, LAX.model_copy(update={"against": (eval_set,)}))
     with pytest.raises(DataError, match="not a prepared set"):
         prepare(source, str(tmp_path / "out"), LAX.model_copy(update={"against": (str(tmp_path / "t"),)}))
-    monkeypatch.setattr(against, "find_spec", lambda name: None)
+    monkeypatch.setattr(contamination, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'mmray\[leakage\]'"):
         prepare(source, str(tmp_path / "out"), LAX.model_copy(update={"against": (eval_set,)}))
 
@@ -166,7 +166,7 @@ def test_the_ray_job_finds_the_same(tmp_path, two, monkeypatch, local_ray):
     source, eval_set = two
     settings = LAX.model_copy(update={"against": (eval_set,), "drop_leaked": True})
     here = prepare(source, str(tmp_path / "here"), settings)
-    monkeypatch.setattr(against, "run_tasks", run_tasks)
+    monkeypatch.setattr(contamination, "run_tasks", run_tasks)
     found = prepare(source, str(tmp_path / "out"), settings)
     assert (found.fingerprint, found.leakage) == (here.fingerprint, here.leakage)
     assert leaks_in(tmp_path / "out") == leaks_in(tmp_path / "here")

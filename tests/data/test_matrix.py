@@ -8,11 +8,11 @@ from contextlib import suppress
 import pytest
 
 from mmray.config import Prepare
-from mmray.data import prepare as prepare_module
-from mmray.data.image import BadImage, checked_size, read_pixels, read_rgb
-from mmray.data.pack import pack_chunk
-from mmray.data.prepare import prepare
-from mmray.data.sandbox import SandboxedDecoder
+from mmray.data.images.decode import BadImage, checked_size, read_pixels, read_rgb
+from mmray.data.images.sandbox import SandboxedDecoder
+from mmray.data.prepare import pipeline as prepare_module
+from mmray.data.prepare.pack import pack_chunk
+from mmray.data.prepare.pipeline import prepare
 from tests.conftest import ROOT
 from tests.data import matrix
 
@@ -76,7 +76,7 @@ sandbox.answer_all(sys.stdin.buffer, sys.stdout.buffer)
 
 
 def test_an_image_that_kills_the_decoder_is_named_and_the_next_is_decoded(monkeypatch):
-    monkeypatch.setattr("mmray.data.sandbox.COMMAND", (sys.executable, "-c", DYING))
+    monkeypatch.setattr("mmray.data.images.sandbox.COMMAND", (sys.executable, "-c", DYING))
     sandbox, good = SandboxedDecoder(), matrix.encoded()
     assert sandbox.check(good, 1000) == (9, 6)
     with pytest.raises(BadImage, match="the decoder died of it") as caught:
@@ -94,7 +94,7 @@ def test_an_image_that_kills_the_decoder_is_named_and_the_next_is_decoded(monkey
 def test_the_child_decodes_as_the_parent_does():
     data = matrix.encoded()
     run = subprocess.run(
-        [sys.executable, "-m", "mmray.data.sandbox"],
+        [sys.executable, "-m", "mmray.data.images.sandbox"],
         input=b"0 %d 53\n" % len(data) + data,
         capture_output=True,
         check=True,

@@ -10,13 +10,13 @@ import numpy as np
 import psutil
 
 from mmray.config import Inputs
-from mmray.data.manifest import MANIFEST, Manifest, fingerprint
-from mmray.data.order import Plan
-from mmray.data.place import Place
-from mmray.data.reader import RowReader
-from mmray.data.shard_writer import write_shard
-from mmray.data.store import PreparedSet, key_id
-from mmray.data.text import train_tokenizer
+from mmray.data.prepare.shard_writer import write_shard
+from mmray.data.store.manifest import MANIFEST, Manifest, fingerprint
+from mmray.data.store.prepared_set import PreparedSet, key_id
+from mmray.data.stream.order import Plan
+from mmray.data.stream.reader import RowReader
+from mmray.data.text.tokenizer import train_tokenizer
+from mmray.storage.storage import Place
 from tests.made import CAPTIONS, row
 
 ROWS, IN_SHARD = 1_000_000, 512  # of prepare.rows_per_shard

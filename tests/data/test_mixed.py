@@ -7,11 +7,11 @@ import pytest
 
 from mmray.config import Data, Inputs
 from mmray.config.mixture import is_mixture, parse_mixture, write_mixture
-from mmray.data.mixed import MixedSet
-from mmray.data.order import Part, Plan
-from mmray.data.reader import RowReader
-from mmray.data.store import key_id
-from mmray.data.text import train_tokenizer
+from mmray.data.store.mixed import MixedSet
+from mmray.data.store.prepared_set import key_id
+from mmray.data.stream.order import Part, Plan
+from mmray.data.stream.reader import RowReader
+from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError
 from tests.made import CAPTIONS, make_set, png, row
 

@@ -10,11 +10,11 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from mmray.data import prepare as prepare_module
-from mmray.data.formats.choose import choose
-from mmray.data.pack import pack_chunk
-from mmray.data.place import Place
+from mmray.data.formats.detect import choose
+from mmray.data.prepare import pipeline as prepare_module
+from mmray.data.prepare.pack import pack_chunk
 from mmray.errors import DataError, UsageError
+from mmray.storage.storage import Place
 from tests.data.test_formats import LAX, prepared
 from tests.data.test_prepare import colour_image
 

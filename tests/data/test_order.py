@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmray.data.order import PADDING, Part, Plan, draw
+from mmray.data.stream.order import PADDING, Part, Plan, draw
 
 
 def plan(num_rows=117, global_rows=8, world=1, micro=4, seed=0, steps=100, shuffle=True):

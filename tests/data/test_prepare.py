@@ -21,15 +21,15 @@ from PIL import Image
 
 from mmray.cli import main
 from mmray.config import Prepare
-from mmray.data import prepare as prepare_module
-from mmray.data.budget import BadRuns, most_bad
-from mmray.data.hygiene import find_duplicates, first_of, text_digests
-from mmray.data.image import decode
-from mmray.data.pack import pack_chunk, read_record
-from mmray.data.place import Place
-from mmray.data.prepare import Progress, prepare
-from mmray.data.store import PreparedSet, images_sha256
+from mmray.data.images.decode import decode
+from mmray.data.prepare import pipeline as prepare_module
+from mmray.data.prepare.error_budget import BadRuns, most_bad
+from mmray.data.prepare.hygiene import find_duplicates, first_of, text_digests
+from mmray.data.prepare.pack import pack_chunk, read_record
+from mmray.data.prepare.pipeline import Progress, prepare
+from mmray.data.store.prepared_set import PreparedSet, images_sha256
 from mmray.errors import DataError, ResourceError, UsageError
+from mmray.storage.storage import Place
 
 LAX = Prepare(max_bad_fraction=1.0, rows_per_shard=4, vocab_size=100)
 

@@ -3,10 +3,10 @@
 import numpy as np
 
 from mmray.config import Data
-from mmray.data.chunks import chunk_and_window
-from mmray.data.place import Place
-from mmray.data.prepare import prepare
-from mmray.data.store import PreparedSet
+from mmray.data.prepare.pipeline import prepare
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.stream.shuffle import chunk_and_window
+from mmray.storage.storage import Place
 from tests.data import test_formats as formats
 from tests.data.test_formats import COUNT, LAX, colour_image, tars
 

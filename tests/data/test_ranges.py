@@ -14,19 +14,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmray.config import Data
-from mmray.data import chunks, local_cache, ranges, remote, shard_writer, store
-from mmray.data.chunks import chunk_and_window
-from mmray.data.files import read_picture, read_pictures
 from mmray.data.formats.rows import BadRow, Picture
-from mmray.data.local_cache import LocalCache
-from mmray.data.manifest import MANIFEST, Manifest, fingerprint
-from mmray.data.mixed import MixedSet
-from mmray.data.order import Plan
-from mmray.data.place import Place
-from mmray.data.ranges import coalesced
-from mmray.data.shard_writer import write_shard
-from mmray.data.store import PreparedSet, Row, images_sha256
+from mmray.data.images.files import read_picture, read_pictures
+from mmray.data.prepare import shard_writer
+from mmray.data.prepare.shard_writer import write_shard
+from mmray.data.store import cache as local_cache
+from mmray.data.store import prepared_set
+from mmray.data.store.cache import LocalCache
+from mmray.data.store.manifest import MANIFEST, Manifest, fingerprint
+from mmray.data.store.mixed import MixedSet
+from mmray.data.store.prepared_set import PreparedSet, Row, images_sha256
+from mmray.data.stream import shuffle
+from mmray.data.stream.order import Plan
+from mmray.data.stream.shuffle import chunk_and_window
 from mmray.errors import UsageError
+from mmray.storage import range_reads, remote_path
+from mmray.storage.range_reads import coalesced
+from mmray.storage.storage import Place
 from tests.data.test_store import make_rows, make_set
 
 SPANS = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 60)).map(lambda s: (s[0], s[0] + s[1])), max_size=30)
@@ -83,8 +87,8 @@ def referring(place, images, rows, size=300, per_tar=512):
 @given(SPANS, st.integers(0, 40), st.integers(1, 200))
 def test_reads_hold_each_span_once_and_do_not_bridge_more_than_the_gap(spans, gap, most):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranges, "GAP_BYTES", gap)
-        patch.setattr(ranges, "MOST_BYTES", most)
+        patch.setattr(range_reads, "GAP_BYTES", gap)
+        patch.setattr(range_reads, "MOST_BYTES", most)
         reads = coalesced(spans)
     assert sorted(number for read in reads for number in read.spans) == list(range(len(spans)))
     for read in reads:
@@ -123,7 +127,7 @@ def test_a_set_without_an_index_and_one_of_fewer_columns_are_read_too(memory, mo
     old = replace(there.manifest, shards=tuple(replace(shard, batches="") for shard in there.manifest.shards))
     there.place.write(MANIFEST, old.to_json())
     assert PreparedSet.open(there.place.address).read(np.arange(39, -1, -1)) == rows[::-1]
-    fewer = store.SCHEMA.remove(len(store.SCHEMA) - 1)
+    fewer = prepared_set.SCHEMA.remove(len(prepared_set.SCHEMA) - 1)
     with monkeypatch.context() as patch:
         patch.setattr(shard_writer, "SCHEMA", fewer)
         older = put(memory, [(rows, None, ())], "older").place.address
@@ -170,7 +174,7 @@ def cost_of(s3, prepared, chunk, window, blocks=2):
 
 def test_a_block_in_chunks_takes_an_eighth_of_the_requests_and_with_a_cache_a_thirtieth(s3, tmp_path, monkeypatch):
     """8,192 rows in 16 shards; the gap is some ten rows, as 1 MiB is of rows of 100 KB."""
-    monkeypatch.setattr(ranges, "GAP_BYTES", 5000)
+    monkeypatch.setattr(range_reads, "GAP_BYTES", 5000)
     prepared = put(s3.address, [(random_rows(first, 512), None, ()) for first in range(0, 8192, 512)])
     cached = prepared.cached(LocalCache(str(tmp_path), 10**9), 32)
     cost = {
@@ -187,8 +191,8 @@ def test_a_block_in_chunks_takes_an_eighth_of_the_requests_and_with_a_cache_a_th
 
 @pytest.mark.parametrize("index", ["store", "disk"])
 def test_a_block_in_chunks_by_reference_reads_members_of_tars_together(s3, tmp_path, monkeypatch, index):
-    monkeypatch.setattr(ranges, "GAP_BYTES", 5000)  # some three members
-    monkeypatch.setattr(chunks, "REQUEST_BYTES", 2000)  # as many rows as it is of images of 66 KB
+    monkeypatch.setattr(range_reads, "GAP_BYTES", 5000)  # some three members
+    monkeypatch.setattr(shuffle, "REQUEST_BYTES", 2000)  # as many rows as it is of images of 66 KB
     place = Place(f"{s3.address}/index" if index == "store" else str(tmp_path / "index"))
     place.make("shards")
     prepared = referring(place, Place(f"{s3.address}/raw"), 4096)
@@ -203,7 +207,7 @@ def test_a_block_in_chunks_by_reference_reads_members_of_tars_together(s3, tmp_p
 
 
 def test_requests_that_fail_for_a_moment_are_made_again(s3, monkeypatch):
-    monkeypatch.setattr(remote, "LONGEST_WAIT_S", 0.01)
+    monkeypatch.setattr(remote_path, "LONGEST_WAIT_S", 0.01)
     prepared = put(s3.address, [(random_rows(0, 40), None, ())])
     s3.fail("GET", "shards/0.arrow", 5)
     assert all(row.is_intact for row in prepared.read(np.arange(40)))
@@ -214,7 +218,7 @@ def test_requests_that_fail_for_a_moment_are_made_again(s3, monkeypatch):
     assert read_pictures(place, [Picture("a.jpg", "a.jpg")]) == [b"an image"]
     assert s3.failures_left() == 0
     s3.fail("GET", "raw/a.jpg", 1000)
-    monkeypatch.setattr(remote, "ATTEMPTS", 2)
+    monkeypatch.setattr(remote_path, "ATTEMPTS", 2)
     with pytest.raises(OSError, match="AWS Error"):
         read_pictures(place, [Picture("a.jpg", "a.jpg")])
 
@@ -332,8 +336,8 @@ def test_referenced_images_of_a_store_come_in_few_reads_in_the_order_asked_for(m
         place.write(name, name.encode() + data)
     pictures = [Picture("", f"{'ab'[n % 2]}.tar", offset=n * 90, length=60 + n) for n in range(50)]
     pictures = [pictures[n] for n in np.random.default_rng(1).permutation(50)] + [Picture("", "whole.jpg")] * 2
-    made, read = [], ranges.RangeFiles.read
-    monkeypatch.setattr(ranges.RangeFiles, "read", lambda *args: made.append(args) or read(*args))
+    made, read = [], range_reads.RangeFiles.read
+    monkeypatch.setattr(range_reads.RangeFiles, "read", lambda *args: made.append(args) or read(*args))
     assert read_pictures(place, pictures) == [read_picture(place, picture) for picture in pictures]
     assert len(made) == 2
     with pytest.raises(BadRow, match=r"there is no file gone\.jpg"):

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from mmray.config import Inputs, Prepare
-from mmray.data.order import Plan
-from mmray.data.place import Place
-from mmray.data.reader import RowReader
-from mmray.data.store import PreparedSet
-from mmray.data.text import train_tokenizer
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.stream.order import Plan
+from mmray.data.stream.reader import RowReader
+from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import DataError, UsageError
+from mmray.storage.storage import Place
 from tests.data import test_formats as formats
 from tests.data.test_formats import COUNT, colour_image, prepared, text
 from tests.data.test_sources_remote import ALL

@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 
 from mmray.config import Run
-from mmray.data import remote
-from mmray.data.folders import append_line, fetched, gather, move_tree, remove_tree, staged, write_whole, written
-from mmray.data.place import Place
-from mmray.data.remote import RemotePath, folder_at
-from mmray.data.store import PreparedSet
+from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import UsageError
+from mmray.storage import remote_path
+from mmray.storage.file_ops import append_line, fetched, gather, move_tree, remove_tree, staged, write_whole, written
+from mmray.storage.remote_path import RemotePath, folder_at
+from mmray.storage.storage import Place
 from tests.made import make_set, row
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(remote, "LONGEST_WAIT_S", 0.01)
+    monkeypatch.setattr(remote_path, "LONGEST_WAIT_S", 0.01)
 
 
 def test_words_of_a_path(s3):
@@ -77,7 +77,7 @@ def test_files_and_folders_alike_on_both(kind, s3, tmp_path):
 
 
 def test_the_last_file_is_put_only_when_the_others_are_there(s3, monkeypatch):
-    monkeypatch.setattr(remote, "ATTEMPTS", 1)
+    monkeypatch.setattr(remote_path, "ATTEMPTS", 1)
     path = folder_at(s3.address) / "step-1"
     s3.fail("PUT", "step-1/b", 1000, status=400)
     with pytest.raises(OSError, match="came to nothing"), staged(path, ("a", "b", "SUMS")) as here:
@@ -88,7 +88,7 @@ def test_the_last_file_is_put_only_when_the_others_are_there(s3, monkeypatch):
 
 def test_a_store_that_fails_for_a_moment_is_asked_again(s3):
     file = folder_at(s3.address) / "file"
-    for count, status in ((2, 503), (remote.ATTEMPTS - 1, 400)):  # by the library itself, and by what calls it
+    for count, status in ((2, 503), (remote_path.ATTEMPTS - 1, 400)):  # by the library itself, and by what calls it
         s3.fail("PUT", "/file", count, status)
         file.write_text(f"there {status}")
         assert s3.failures_left() == 0 and file.read_text() == f"there {status}"
@@ -103,11 +103,11 @@ def test_what_does_not_pass_is_not_tried_again(monkeypatch):
 
     for error in (FileNotFoundError("no"), OSError("AWS Error ACCESS_DENIED during PutObject"), ValueError("odd")):
         with pytest.raises(type(error)):
-            remote.steadily(lambda error=error: refuse(error))
+            remote_path.steadily(lambda error=error: refuse(error))
     assert len(calls) == 3
     with pytest.raises(OSError, match="slow"):
-        remote.steadily(lambda: refuse(OSError("slow down")))
-    assert len(calls) == 3 + remote.ATTEMPTS
+        remote_path.steadily(lambda: refuse(OSError("slow down")))
+    assert len(calls) == 3 + remote_path.ATTEMPTS
 
 
 def test_an_address_that_nothing_serves_is_told():

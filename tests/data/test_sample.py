@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from mmray.data import sample
-from mmray.data.image import BadImage, decode
+from mmray.data.images.decode import BadImage, decode
+from mmray.data.prepare import sample
 from mmray.errors import UsageError
 
 

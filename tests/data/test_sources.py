@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmray.data import files
-from mmray.data.files import read_file, stamp
 from mmray.data.formats import lines as lines_module
 from mmray.data.formats.jsonl import check_jsonl, parse_json
 from mmray.data.formats.lines import read_lines
 from mmray.data.formats.lines import scan_lines as scan
 from mmray.data.formats.rows import BadRow, row_of
 from mmray.data.formats.source import SourceChanged
-from mmray.data.place import Place
+from mmray.data.images import files
+from mmray.data.images.files import read_file, stamp
 from mmray.errors import DataError
+from mmray.storage.storage import Place
 
 
 def parse_line(data, origin):

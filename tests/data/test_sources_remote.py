@@ -3,10 +3,10 @@
 import fsspec
 import pytest
 
-from mmray.data.files import read_picture
-from mmray.data.formats.choose import choose, source_of
+from mmray.data.formats.detect import choose, source_of
 from mmray.data.formats.rows import BadRow, row_of
-from mmray.data.place import Place
+from mmray.data.images.files import read_picture
+from mmray.storage.storage import Place
 from tests.data.test_formats import SOURCES, colour_image, images
 
 

@@ -12,12 +12,12 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from mmray.data import open_shards
-from mmray.data.manifest import MANIFEST, TOKENIZER, Manifest, Shard, fingerprint, read_manifest
-from mmray.data.place import Place
-from mmray.data.shard_writer import ShardWriter, write_shard
-from mmray.data.store import PreparedSet, Row, images_sha256, key_id
+from mmray.data.prepare.shard_writer import ShardWriter, write_shard
+from mmray.data.store import open_shards
+from mmray.data.store.manifest import MANIFEST, TOKENIZER, Manifest, Shard, fingerprint, read_manifest
+from mmray.data.store.prepared_set import PreparedSet, Row, images_sha256, key_id
 from mmray.errors import DataError
+from mmray.storage.storage import Place
 
 
 def make_rows(count, split=None, start=0):

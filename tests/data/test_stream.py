@@ -13,12 +13,12 @@ import ray
 import torch
 
 from mmray.config import Augment, ChatInputs, Inputs
-from mmray.data.collate import steps_of
-from mmray.data.order import PADDING, Blocks, Plan, Start
-from mmray.data.reader import RowReader
-from mmray.data.store import key_id
-from mmray.data.stream import Stream, block_shape, most_block_mb, plan_dataset
-from mmray.data.text import train_tokenizer
+from mmray.data.store.prepared_set import key_id
+from mmray.data.stream.collate import steps_of
+from mmray.data.stream.order import PADDING, Blocks, Plan, Start
+from mmray.data.stream.reader import RowReader
+from mmray.data.stream.stream import Stream, block_shape, most_block_mb, plan_dataset
+from mmray.data.text.tokenizer import train_tokenizer
 from tests.made import CAPTIONS, make_set, png, row
 
 INPUTS = Inputs(image_side=8, fit="squash", max_tokens=12)
@@ -114,7 +114,9 @@ def test_consumers_come_and_go_and_the_rows_of_each_step_stay(
 
     One of each group is slow. The last goes on to the end of the run, which is not that of an epoch.
     """
-    monkeypatch.setattr("mmray.data.stream.LISTED_BLOCKS", 40)  # two streams of 5,000 rows have more, as long runs have
+    monkeypatch.setattr(
+        "mmray.data.stream.stream.LISTED_BLOCKS", 40
+    )  # two streams of 5,000 rows have more, as long runs have
     rows_consumed, found, plans = 0, [], []
     for world, stop in zip((1, 3, 2), stops, strict=True):
         plan = Plan(num_rows, global_rows, world, micro=1 if global_rows < 16 else 32, seed=3, steps=stops[-1])

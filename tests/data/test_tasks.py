@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from mmray.cluster import nodes
+from mmray.cluster import placement
 from mmray.cluster.capacity import Node
-from mmray.data.tasks import answer_of, item_of, run_tasks
+from mmray.data.prepare.tasks import answer_of, item_of, run_tasks
 
 
 def task(batch):
@@ -22,7 +22,7 @@ def at_once(answers):
 
 @pytest.mark.parametrize(("cores", "count", "most"), [(1, 6, 1), (1, 12, 2), (2, 8, 2)])
 def test_no_more_processes_than_cores_but_for_one_where_tasks_are_many(local_ray, monkeypatch, cores, count, most):
-    monkeypatch.setattr(nodes, "cores", lambda: cores)
+    monkeypatch.setattr(placement, "cores", lambda: cores)
     answers = list(run_tasks(task, list(range(count)), retries=0))
     assert sorted(answer["item"] for answer in answers) == list(range(count))
     assert at_once(answers) == most
@@ -34,6 +34,6 @@ def test_no_more_processes_than_cores_but_for_one_where_tasks_are_many(local_ray
     ids=["as many", "more", "nobody", "a head without", "several nodes"],
 )
 def test_a_cluster_whose_cpus_are_cores_has_all_of_them_at_work(monkeypatch, here, cores):
-    monkeypatch.setattr(nodes, "cores", lambda: 16)
-    monkeypatch.setattr(nodes, "nodes", lambda: [Node({"CPU": cpus}) for cpus in here])
-    assert nodes.cores_here() == cores
+    monkeypatch.setattr(placement, "cores", lambda: 16)
+    monkeypatch.setattr(placement, "nodes", lambda: [Node({"CPU": cpus}) for cpus in here])
+    assert placement.cores_here() == cores

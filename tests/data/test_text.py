@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import BertWordPieceTokenizer, Tokenizer
 
-from mmray.data import text
-from mmray.data.text import BadText, TextEncoder, clean, declared_pad_id, load_tokenizer, train_tokenizer
+from mmray.data.text import tokenizer as text
+from mmray.data.text.tokenizer import BadText, TextEncoder, clean, declared_pad_id, load_tokenizer, train_tokenizer
 from mmray.errors import UsageError
 
 CAPTIONS = [f"A {size} {colour} {shape}, déjà vu" for size in ("big", "small") for colour in ("red", "blue", "green")

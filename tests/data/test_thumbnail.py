@@ -5,7 +5,7 @@ import io
 
 from PIL import Image
 
-from mmray.data.thumbnail import thumbnail
+from mmray.data.images.thumbnail import thumbnail
 
 
 def test_a_thumbnail_is_small_and_never_enlarged():

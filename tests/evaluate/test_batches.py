@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmray.data.store import PreparedSet, Row
-from mmray.data.text import TextEncoder
+from mmray.data.store.prepared_set import PreparedSet, Row
+from mmray.data.text.tokenizer import TextEncoder
 from mmray.evaluate.batches import EvalBatches, HeldOut
 from tests.data.deadly import deadly, decoder_dies
 from tests.made import CAPTIONS, make_set, png, row

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from PIL import Image
 
+from mmray.evaluate.evaluator import Evaluator
 from mmray.evaluate.examples import SHOWN, chosen_queries
-from mmray.evaluate.score import Evaluator
 from mmray.objectives.contrastive import Contrastive
 from tests.evaluate.test_score import INPUTS, SETTINGS, Toy, on_ranks, prepared  # noqa: F401 - a fixture
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from mmray.data.store import PreparedSet
+from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError
 from mmray.evaluate.captions import caption_scores, cider_d, words
-from mmray.evaluate.language import LanguageEvaluator
-from mmray.models.answers import answered
+from mmray.evaluate.generation import LanguageEvaluator
+from mmray.models.export.load import answered
 from tests.evaluate.test_score import on_ranks
 from tests.made import make_set, row
 from tests.models.test_generative import ENCODER, INPUTS, SAID, TOKENIZER, model_of

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from mmray.evaluate.language import LanguageEvaluator
-from mmray.evaluate.score import Evaluator
+from mmray.engine.collectives import Group
+from mmray.evaluate.evaluator import Evaluator
+from mmray.evaluate.generation import LanguageEvaluator
 from mmray.objectives.contrastive import Contrastive
-from mmray.train.group import Group
 from tests.evaluate import test_language, test_score
 from tests.made import make_set, row
 from tests.models import test_generative, test_regions

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmray.data.store import PreparedSet
+from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError
-from mmray.evaluate.embedded import Embedded
-from mmray.evaluate.score import Evaluator, ranks_both_ways, score_embedded
+from mmray.evaluate.embeddings import Embedded
+from mmray.evaluate.evaluator import Evaluator, ranks_both_ways, score_embedded
 from mmray.models.regions import LabelTexts
 from mmray.objectives.contrastive import Contrastive
 from tests.made import CAPTIONS, make_set, row

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 import mmray
 from mmray.config import Clip, ClipImage, ClipText, Inputs, Model, Siglip
-from mmray.data.image import to_pixels
-from mmray.data.text import TextEncoder, declared_pad_id, load_tokenizer, train_tokenizer
+from mmray.data.images.decode import to_pixels
+from mmray.data.text.tokenizer import TextEncoder, declared_pad_id, load_tokenizer, train_tokenizer
 from mmray.errors import UsageError
 from mmray.models.build import build, drawn_architecture
 from mmray.models.clip import some_patches
-from mmray.models.export import export
+from mmray.models.export.export import export
 from mmray.models.synthetic import synthetic_batch
 
 TEXTS = ["a red circle", "a blue square on a green ground", "Two TRIANGLES,  left of a circle"]

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 import mmray
 from mmray.config import ImageTower, Inputs, Model, Own, TextTower, TwoTower
-from mmray.data import remote
-from mmray.data.image import decode, to_pixels
-from mmray.data.text import TextEncoder, train_tokenizer
+from mmray.data.images.decode import decode, to_pixels
+from mmray.data.text.tokenizer import TextEncoder, train_tokenizer
 from mmray.errors import DataError, UsageError
 from mmray.models.build import build
-from mmray.models.export import export
+from mmray.models.export.export import export
+from mmray.storage import remote_path
 
 TEXTS = ["a red circle", "a blue square on a green ground", "Two TRIANGLES,  left of a circle"]
 TOKENIZER = train_tokenizer(TEXTS, 80)
@@ -256,7 +256,7 @@ def test_what_was_there_is_whole_at_every_moment(tmp_path: Path, monkeypatch: py
 
 
 def test_an_object_store_takes_an_export_and_gives_it_back(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "LONGEST_WAIT_S", 0.01)
+    monkeypatch.setattr(remote_path, "LONGEST_WAIT_S", 0.01)
     spec, address = spec_of(), f"{s3.address}/model"
     model = trained(spec)
     out = export(model, spec.model_dump(mode="json"), TOKENIZER, address)

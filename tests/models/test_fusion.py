@@ -13,15 +13,15 @@ from torch import Tensor, nn
 import mmray
 from mmray import objectives
 from mmray.config import CrossAttention, Fusion, ImageTower, Inputs, Objective, TextTower
-from mmray.data.text import TextEncoder, train_tokenizer
+from mmray.data.text.tokenizer import TextEncoder, train_tokenizer
+from mmray.engine import optimizer
+from mmray.engine.prefetch import share_of
+from mmray.engine.step import optimizer_step
 from mmray.errors import UsageError
 from mmray.models.build import build
-from mmray.models.export import export
-from mmray.models.image_towers import build_image_tower
+from mmray.models.encoders.image import build_image_tower
+from mmray.models.export.export import export
 from mmray.models.synthetic import synthetic_batch
-from mmray.train import optimizer
-from mmray.train.feed import share_of
-from mmray.train.step import optimizer_step
 from tests.train import toy
 
 TEXTS = ["a red circle", "a blue square on a green ground", "Two TRIANGLES,  left of a circle"]

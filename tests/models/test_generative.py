@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 import mmray
 from mmray.config import Chat, ChatInputs, ClipImage, Decoder, Generative
-from mmray.data.chat import ChatEncoder, with_marks
-from mmray.data.collate import UNLEARNED, learned_of
-from mmray.data.image import to_pixels
-from mmray.data.text import train_tokenizer
+from mmray.data.images.decode import to_pixels
+from mmray.data.stream.collate import UNLEARNED, learned_of
+from mmray.data.text.chat import ChatEncoder, with_marks
+from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError
 from mmray.models.build import build
-from mmray.models.export import export
+from mmray.models.export.export import export
 from tests.train import toy
 from tests.train.test_step import INVALID, ROWS, micro_of, take
 

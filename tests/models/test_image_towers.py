@@ -10,7 +10,7 @@ from torch import nn
 
 from mmray.config import ImageTower
 from mmray.errors import UsageError
-from mmray.models.image_towers import build_image_tower
+from mmray.models.encoders.image import build_image_tower
 
 PIXELS = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
 

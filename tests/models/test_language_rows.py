@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel
 from mmray.config import Model, TextTower
 from mmray.errors import UsageError
 from mmray.models.build import build
-from mmray.models.text_towers import FAMILIES, build_text_tower
+from mmray.models.encoders.text import FAMILIES, build_text_tower
 from tests.models.test_clip import SPECS, VOCAB, OpenClip, model_of
 from tests.models.test_text_towers import IDS, MASK
 

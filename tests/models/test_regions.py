@@ -12,16 +12,16 @@ from PIL import Image
 import mmray
 from mmray import objectives
 from mmray.config import Objective
-from mmray.data.text import TextEncoder
+from mmray.data.text.tokenizer import TextEncoder
+from mmray.engine import optimizer
+from mmray.engine.prefetch import share_of
+from mmray.engine.step import optimizer_step
 from mmray.errors import DataError, UsageError
 from mmray.models.build import build, drawn_architecture
-from mmray.models.export import export
-from mmray.models.image_towers import build_image_tower
+from mmray.models.encoders.image import build_image_tower
+from mmray.models.export.export import export
 from mmray.models.regions import NAMELESS, SAMPLES, LabelTexts, region_features
 from mmray.models.synthetic import synthetic_batch
-from mmray.train import optimizer
-from mmray.train.feed import share_of
-from mmray.train.step import optimizer_step
 from tests.models.test_fusion import IMAGES, INPUTS, TOKENIZER, VOCAB, spec_of
 from tests.train import toy
 

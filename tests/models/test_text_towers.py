@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModel, BertConfig, BertModel
 
 from mmray.config import TextTower
 from mmray.errors import UsageError
-from mmray.models.text_towers import FAMILIES, OFFSET_POSITIONS, build_text_tower
+from mmray.models.encoders.text import FAMILIES, OFFSET_POSITIONS, build_text_tower
 
 SMALL = TextTower(width=16, depth=1, heads=2)
 IDS = torch.randint(0, 30, (3, 8), generator=torch.Generator().manual_seed(0))

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, BertConfig
 from mmray.config import ImageTower, Inputs, TextTower, TwoTower
 from mmray.errors import UsageError
 from mmray.models.build import build, drawn_architecture
-from mmray.models.image_towers import build_image_tower
+from mmray.models.encoders.image import build_image_tower
 from mmray.models.synthetic import synthetic_batch
 
 SIDE = 32

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmray.engine.collectives import Group
+from mmray.engine.metrics.writers import Phases
+from mmray.engine.oom import MemoryVote
+from mmray.engine.ring import around
 from mmray.objectives.protocol import Pairwise, parts_of
 from mmray.objectives.sigmoid import Sigmoid
-from mmray.train.group import Group
-from mmray.train.ring import around
-from mmray.train.telemetry import Phases
-from mmray.train.vote import MemoryVote
 
 B, D = 7, 5
 ALONE = MemoryVote(Group(), False, Phases(torch.device("cpu")))

@@ -4,9 +4,8 @@ import json
 
 from PIL import Image
 
-from mmray import recipes
-from mmray.config import to_yaml
-from mmray.data.thumbnail import thumbnail
+from mmray.config import recipes, to_yaml
+from mmray.data.images.thumbnail import thumbnail
 
 WAYS = ("image_to_text", "text_to_image")
 

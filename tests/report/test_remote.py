@@ -2,9 +2,9 @@
 
 import re
 
-from mmray.data.place import Place
-from mmray.data.remote import folder_at
 from mmray.report.write import write_report
+from mmray.storage.remote_path import folder_at
+from mmray.storage.storage import Place
 from tests.report.made_runs import make_whole_run
 
 

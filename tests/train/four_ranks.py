@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mmray.data.order import Plan
+from mmray.data.stream.order import Plan
+from mmray.engine import grad_cache, loop
+from mmray.engine.collectives import Group
+from mmray.engine.parallel.wrap import Layout
 from mmray.errors import OutOfMemoryError
 from mmray.objectives.sigmoid import Sigmoid
-from mmray.train import coupling, loop
-from mmray.train.group import Group
-from mmray.train.parallel import Layout
 from tests.train import toy, two_ranks
 
 WORLD = 4
@@ -65,11 +65,11 @@ def ragged(group: Group) -> torch.Tensor:
 
 def gathered(group: Group) -> torch.Tensor:
     """As a large global batch goes: each rank forms the loss of its own rows."""
-    most, coupling.MOST_ROWS_OF_ALL = coupling.MOST_ROWS_OF_ALL, 0
+    most, grad_cache.MOST_ROWS_OF_ALL = grad_cache.MOST_ROWS_OF_ALL, 0
     try:
         return ragged(group)
     finally:
-        coupling.MOST_ROWS_OF_ALL = most
+        grad_cache.MOST_ROWS_OF_ALL = most
 
 
 def row_by_row(group: Group) -> torch.Tensor:

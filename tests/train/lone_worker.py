@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 
 from mmray.config import Batch
-from mmray.data.order import Blocks, Plan, Start
-from mmray.data.reader import RowReader
-from mmray.data.store import PreparedSet
-from mmray.data.text import TextEncoder
-from mmray.data.words import fitted
-from mmray.train import checkpoint, rundir
-from mmray.train.batch import shape_of
-from mmray.train.job import Job, Line
-from mmray.train.lease import Lease
-from mmray.train.worker import work
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.stream.order import Blocks, Plan, Start
+from mmray.data.stream.reader import RowReader
+from mmray.data.text.tokenizer import TextEncoder
+from mmray.data.text.words import fitted
+from mmray.engine.batch import shape_of
+from mmray.engine.checkpoint import files
+from mmray.engine.worker import work
+from mmray.engine.worker_context import Job, Line
+from mmray.storage.lease import Lease
+from mmray.train import run_dir
 from tests.made import make_set, row
 from tests.train import runs
 
@@ -45,9 +46,9 @@ def ran(
     plan = Plan(
         num_rows=22, global_rows=8, world=1, micro=shape_of(config.batch, 1).micro, seed=0, steps=config.train.steps
     )
-    rundir.create(folder, config, {"train": "made"}, tokenizer)
+    run_dir.create(folder, config, {"train": "made"}, tokenizer)
     lease, told = Lease(folder), []
-    first = 0 if found is None else checkpoint.step_of(found)
+    first = 0 if found is None else files.step_of(found)
     reader, blocks = RowReader(prepared, config.model.inputs, tokenizer, 10**6), Blocks(plan, first, 2)
     job = Job(config, folder, lease.acquire(), reader, prepared if scored else None, tokenizer)
     read = (reader.block(plan, blocks.positions(number)) for number in range(blocks.count))
@@ -56,5 +57,5 @@ def ran(
         work(job, Start(plan, first, None if found is None else str(found)), read, device, line)
     finally:
         lease.release()
-    state = checkpoint.load(folder / "checkpoints" / f"step-{config.train.steps}")
+    state = files.load(folder / "checkpoints" / f"step-{config.train.steps}")
     return state, runs.lines(folder), [message["note"] for message in told if "note" in message]

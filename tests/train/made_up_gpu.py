@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmray.train.feed import Share
+from mmray.engine.prefetch import Share
 from tests.train.made_up_autograd import backward
 
 aten = torch.ops.aten
@@ -277,8 +277,8 @@ def made_up_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = 
         inside.setattr("torch.backends.cudnn.enabled", False)
         inside.setattr("torch.autograd.graph._engine_run_backward", backward)
         inside.setattr("torch.autograd._engine_run_backward", backward)
-        inside.setattr("mmray.train.feed.ThreadPoolExecutor", Inline)
-        inside.setattr("mmray.train.branches.ThreadPoolExecutor", Inline)
+        inside.setattr("mmray.engine.prefetch.ThreadPoolExecutor", Inline)
+        inside.setattr("mmray.engine.parallel.branches.ThreadPoolExecutor", Inline)
         Waits.count = 0
         with Functions(), Operators():
             yield Waits

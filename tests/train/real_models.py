@@ -24,16 +24,16 @@ from mmray.config import (
     Siglip,
     TextTower,
 )
-from mmray.data.collate import steps_of
-from mmray.data.order import Plan
+from mmray.data.stream.collate import steps_of
+from mmray.data.stream.order import Plan
+from mmray.engine import loop
+from mmray.engine.collectives import Group
+from mmray.engine.parallel.transforms import recompute, shape
+from mmray.engine.parallel.wrap import Layout
+from mmray.engine.prefetch import share_of
+from mmray.engine.step import optimizer_step
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
-from mmray.train import loop
-from mmray.train.feed import share_of
-from mmray.train.group import Group
-from mmray.train.parallel import Layout
-from mmray.train.shaping import recompute, shape
-from mmray.train.step import optimizer_step
 from tests.train import toy
 
 VOCAB, ROWS, STEPS = 40, 8, 2

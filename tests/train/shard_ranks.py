@@ -20,22 +20,25 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from mmray.config import Config, Run, Train
-from mmray.data import remote
-from mmray.data.order import Blocks, Plan, Start
-from mmray.data.reader import RowReader
-from mmray.data.remote import Folder, folder_at
-from mmray.data.store import PreparedSet
-from mmray.data.text import TextEncoder
-from mmray.data.words import fitted
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.stream.order import Blocks, Plan, Start
+from mmray.data.stream.reader import RowReader
+from mmray.data.text.tokenizer import TextEncoder
+from mmray.data.text.words import fitted
+from mmray.engine import loop, memory_probe
+from mmray.engine.checkpoint import files, tree
+from mmray.engine.checkpoint import sharded as shards
+from mmray.engine.checkpoint.manager import Helper, Keeper
+from mmray.engine.collectives import Group
+from mmray.engine.dry_run import rehearse_job
+from mmray.engine.worker import work
+from mmray.engine.worker_context import Job, Line
 from mmray.errors import MmrayError, OutOfMemoryError, StorageError
 from mmray.objectives.contrastive import Contrastive
-from mmray.train import checkpoint, loop, memory, nest, rundir, shards
-from mmray.train.group import Group
-from mmray.train.job import Job, Line
-from mmray.train.keeper import Helper, Keeper
-from mmray.train.lease import Lease
-from mmray.train.rehearsal import rehearse_job
-from mmray.train.worker import work
+from mmray.storage import remote_path
+from mmray.storage.lease import Lease
+from mmray.storage.remote_path import Folder, folder_at
+from mmray.train import run_dir
 from tests.train import runs, toy
 
 MOST, APART = 4, 2
@@ -48,7 +51,7 @@ def play(rank: int, folder: str, address: str) -> None:
     """Entry of a rank: two of them train and save, then one to four go on, then one of two dies; two others part."""
     faulthandler.enable()  # a rank that dies natively says where
     torch.set_num_threads(1)
-    remote.ATTEMPTS = 1
+    remote_path.ATTEMPTS = 1
     here, results = Path(folder), {}
     if rank >= MOST:
         cramped(joined(rank - MOST, 2, here, "cramped"), here / f"cramped-{rank - MOST}.json")
@@ -147,7 +150,7 @@ def saved(group: Group, run: Folder, steps: int = 8) -> dict[str, Any]:
 def elements(state: Any) -> int:
     """Numbers that a state takes on this rank."""
     counts: list[int] = []
-    nest.mapped(state, lambda _, tensor: counts.append(getattr(tensor, "_local_tensor", tensor).numel()))
+    tree.mapped(state, lambda _, tensor: counts.append(getattr(tensor, "_local_tensor", tensor).numel()))
     return sum(counts)
 
 
@@ -156,7 +159,7 @@ def goes_on(group: Group, found: Path, kind: str) -> dict[str, Any]:
     read: list[int] = []
 
     def stored(cut: Any) -> dict[str, Any]:
-        state = checkpoint.load(found, cut)
+        state = files.load(found, cut)
         read.append(elements(state))
         return state
 
@@ -176,7 +179,7 @@ class Narrow(toy.Branched):
         return super().forward(batch)
 
 
-def rehearsed(group: Group, model: toy.Branched, kind: str, micro: int) -> memory.Rehearsed:
+def rehearsed(group: Group, model: toy.Branched, kind: str, micro: int) -> memory_probe.Rehearsed:
     """As a worker rehearses with `batch.micro: auto`, or with what an attempt before it found."""
     config = SimpleNamespace(train=settings(kind), batch=SimpleNamespace(micro="auto"), optimizer=toy.OPTIMIZER)
     config.model = SimpleNamespace(inputs=SimpleNamespace(image_side=4, max_tokens=6, max_boxes=0), vocab_size=20)
@@ -189,8 +192,8 @@ def tried(group: Group, micro: int = 0, free: int = 1000) -> dict[str, Any]:
     """What the probe finds, and the run with it; `free`: rows for which this rank's host has memory."""
     model, log = toy.Branched().double(), toy.Lines()
     before = copy.deepcopy(model.state_dict())
-    one_row = rehearsed(Group(group.rank, 1), model, "ddp", 1).table["memory/activations_gib"] * memory.GIB
-    room = SimpleNamespace(available=(free + 0.5) * one_row * group.world / memory.HOST_SHARE)
+    one_row = rehearsed(Group(group.rank, 1), model, "ddp", 1).table["memory/activations_gib"] * memory_probe.GIB
+    room = SimpleNamespace(available=(free + 0.5) * one_row * group.world / memory_probe.HOST_SHARE)
     with patch.object(psutil, "virtual_memory", lambda: room):
         found = rehearsed(group, model, "fsdp", micro)
     same = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -254,7 +257,7 @@ def worked(group: Group, folder: Path, name: str, kind: str, found: str | None =
     plan = Plan(num_rows=22, global_rows=8, world=group.world, micro=2, seed=0, steps=6)
     start = Start(plan, 3 if found else 0, found)
     if group.rank == 0:
-        rundir.create(folder / name, config, {"train": "made"}, tokenizer)
+        run_dir.create(folder / name, config, {"train": "made"}, tokenizer)
     group.barrier()
     lease = Lease(folder / name) if group.rank == 0 else None
     fence = lease.acquire() if lease else 0
@@ -268,7 +271,7 @@ def worked(group: Group, folder: Path, name: str, kind: str, found: str | None =
     group.barrier()
     if lease:
         lease.release()
-    return checkpoint.load_weights(folder / name / "checkpoints" / "step-6")
+    return files.load_weights(folder / name / "checkpoints" / "step-6")
 
 
 def dying(group: Group, run: Path) -> None:

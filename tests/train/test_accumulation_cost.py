@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmray import recipes
 from mmray.bench.step import prepared
+from mmray.config import recipes
+from mmray.engine.collectives import Group
+from mmray.engine.prefetch import share_of, split_micro_batches
+from mmray.engine.step import accumulate
 from mmray.objectives.contrastive import Contrastive
-from mmray.train.feed import share_of, split_micro_batches
-from mmray.train.group import Group
-from mmray.train.step import accumulate
 from tests.train import toy
 
 SHARE, MICRO = 64, 16

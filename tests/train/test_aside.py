@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from mmray.errors import AtOnce
-from mmray.train.aside import in_thread
+from mmray.train.background import in_thread
 
 
 def test_the_last_look_comes_after_the_end():

@@ -14,13 +14,14 @@ from ray.train.v2._internal.exceptions import (
 )
 
 from mmray.config import Config
+from mmray.engine.batch import BatchShape
+from mmray.engine.checkpoint import files
 from mmray.errors import OutOfMemoryError, ResourceError, StorageError, TrainingError
-from mmray.train import attempts, checkpoint, course
-from mmray.train.attempt import failure_of
-from mmray.train.batch import BatchShape
-from mmray.train.lease import Lease
+from mmray.storage.lease import Lease
+from mmray.train import driver, supervisor
 from mmray.train.policy import Again, Failure, Raise, Shrink, decide
-from mmray.train.rundir import RunDir
+from mmray.train.run_dir import RunDir
+from mmray.train.worker_group import failure_of
 from tests.train.runs import Silent, config
 
 
@@ -30,13 +31,13 @@ def fails(monkeypatch, tmp_path):
     ready = SimpleNamespace(shape="16 rows a step", micro=0)
     lease = Lease(tmp_path)
     lease.acquire()
-    monkeypatch.setattr(attempts, "places", lambda *_: (None, 2))
+    monkeypatch.setattr(supervisor, "places", lambda *_: (None, 2))
 
     def after(wish, error, kind="lost", tally=None):
-        monkeypatch.setattr(attempts, "failure_of", lambda *_: Failure(kind, error, 7))
+        monkeypatch.setattr(supervisor, "failure_of", lambda *_: Failure(kind, error, 7))
         guard = SimpleNamespace(watch=SimpleNamespace(wish=wish), world=2, scale_up=None)
-        tally = tally or attempts.Tally(attempts=1)
-        attempts._after(error, ready, RunDir(tmp_path), lease, tally, guard, Config(), Silent())
+        tally = tally or supervisor.Tally(attempts=1)
+        supervisor._after(error, ready, RunDir(tmp_path), lease, tally, guard, Config(), Silent())
         return tally
 
     yield after
@@ -81,10 +82,10 @@ def test_who_was_taken_over_meanwhile_leaves_the_others_result_and_report_alone(
     with pytest.raises(TrainingError, match="what happened"):
         fails(None, TrainingError("what happened"), kind="raised")
     assert json.loads((tmp_path / "result.json").read_text()) == {"status": "finished"}
-    monkeypatch.setattr(course, "draw_at_end", lambda *_: pytest.fail("it drew the report"))
+    monkeypatch.setattr(driver, "draw_at_end", lambda *_: pytest.fail("it drew the report"))
     asleep = Lease(tmp_path)
     asleep.fence = 1
-    course._tidy(RunDir(tmp_path), asleep, Silent())
+    driver._tidy(RunDir(tmp_path), asleep, Silent())
 
 
 def full_disk(*_):
@@ -99,11 +100,11 @@ def test_a_trained_run_whose_result_finds_no_room_says_what_to_do(tmp_path, monk
     with monkeypatch.context() as full:
         full.setattr(RunDir, "write_json", full_disk)
         with pytest.raises(ResourceError, match=r"step 12 are in .*checkpoints.*No space left.*the same command again"):
-            attempts._finished(run, lease, ready, outcome, attempts.Tally(attempts=1))
-    assert attempts._finished(run, lease, ready, outcome, attempts.Tally(attempts=1))["batch"] == "16 rows a step"
+            supervisor._finished(run, lease, ready, outcome, supervisor.Tally(attempts=1))
+    assert supervisor._finished(run, lease, ready, outcome, supervisor.Tally(attempts=1))["batch"] == "16 rows a step"
     overtake(tmp_path)
     with pytest.raises(TrainingError, match="taken over"):
-        attempts._finished(run, lease, ready, outcome, attempts.Tally(attempts=1))
+        supervisor._finished(run, lease, ready, outcome, supervisor.Tally(attempts=1))
     assert json.loads((tmp_path / "result.json").read_text()) == {"status": "finished"}
     lease.release()
 
@@ -113,16 +114,16 @@ def test_the_result_names_the_best_checkpoint_that_is_kept(tmp_path):
     lease.acquire()
     ready = SimpleNamespace(shape="16 rows a step", config=config("none", tmp_path, "one"))
     outcome = {"status": "finished", "steps": 9}
-    assert attempts._finished(run, lease, ready, outcome, attempts.Tally(attempts=1))["best"] is None
+    assert supervisor._finished(run, lease, ready, outcome, supervisor.Tally(attempts=1))["best"] is None
     for step, metrics in ((3, {"evaluate/recall_at_1/mean": 0.5}), (6, {"evaluate/recall_at_1/mean": 0.25}), (9, {})):
-        checkpoint.save(run.checkpoints, step, {"weight": torch.zeros(1)}, {}, {"metrics": metrics})
-    attempts._finished(run, lease, ready, outcome, attempts.Tally(attempts=1))
+        files.save(run.checkpoints, step, {"weight": torch.zeros(1)}, {}, {"metrics": metrics})
+    supervisor._finished(run, lease, ready, outcome, supervisor.Tally(attempts=1))
     told = json.loads((tmp_path / "result.json").read_text())
     assert told["best"] == {"step": 3, "metric": "recall_at_1/mean", "score": 0.5}
     lease.release()
 
 
-@pytest.mark.parametrize(("place", "name"), [(checkpoint, "newest_good"), (Lease, "advance"), (attempts, "bad_rows")])
+@pytest.mark.parametrize(("place", "name"), [(files, "newest_good"), (Lease, "advance"), (supervisor, "bad_rows")])
 def test_a_storage_that_fails_for_a_moment_between_attempts_is_asked_again(tmp_path, monkeypatch, place, name):
     sound, left = getattr(place, name), [2]
 
@@ -133,14 +134,14 @@ def test_a_storage_that_fails_for_a_moment_between_attempts_is_asked_again(tmp_p
         return sound(*given, **named)
 
     monkeypatch.setattr(place, name, flaky)
-    monkeypatch.setattr(attempts, "STORAGE_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(supervisor, "STORAGE_PAUSES_S", (0.0, 0.0))
     lease, listener = Lease(tmp_path), Silent()
     lease.acquire()
-    assert attempts._begin(RunDir(tmp_path), lease, attempts.Tally(attempts=1), listener) == (None, set())
+    assert supervisor._begin(RunDir(tmp_path), lease, supervisor.Tally(attempts=1), listener) == (None, set())
     assert [label for label, _ in listener.notes] == ["storage", "storage"] and lease.fence >= 2
     left[0] = 10**6
     with pytest.raises(StorageError, match="the same command goes on"):
-        attempts._begin(RunDir(tmp_path), lease, attempts.Tally(attempts=1), listener)
+        supervisor._begin(RunDir(tmp_path), lease, supervisor.Tally(attempts=1), listener)
     assert json.loads((tmp_path / "result.json").read_text())["status"] == "failed"
     lease.release()
 
@@ -177,14 +178,14 @@ def test_a_cluster_that_is_gone_when_places_are_looked_for_is_told_with_what_cam
     def gone(*_):
         raise ray.exceptions.RaySystemError("the head does not answer")
 
-    monkeypatch.setattr(attempts, "places", gone)
+    monkeypatch.setattr(supervisor, "places", gone)
     with pytest.raises(TrainingError, match=r"a worker died; then Ray did not answer any more: .*the head"):
         fails(None, RuntimeError("a worker died"))
     assert json.loads((tmp_path / "result.json").read_text())["status"] == "failed"
 
 
 def test_an_error_that_ends_the_run_looks_for_no_places(fails, monkeypatch):
-    monkeypatch.setattr(attempts, "places", lambda *_: pytest.fail("it asked for nodes"))
+    monkeypatch.setattr(supervisor, "places", lambda *_: pytest.fail("it asked for nodes"))
     with pytest.raises(TrainingError, match="a mistake"):
         fails(None, TrainingError("a mistake"), kind="raised")
 
@@ -232,18 +233,18 @@ def test_a_mistake_of_the_drivers_own_is_not_tried_again(tmp_path, monkeypatch):
     def mistaken(*_):
         raise AttributeError("'NoneType' object has no attribute 'foo'")
 
-    monkeypatch.setattr(attempts, "trainer_of", mistaken)
-    monkeypatch.setattr(attempts, "places", lambda *_: (None, 2))
-    monkeypatch.setattr(attempts, "demand_of", lambda _: SimpleNamespace(per_worker={}))
-    monkeypatch.setattr(attempts, "ask_for_more", lambda *_: None)
-    monkeypatch.setattr(attempts, "new_board", lambda _: None)
-    monkeypatch.setattr(attempts.ray, "kill", lambda _: None)
-    monkeypatch.setattr(attempts, "ScaleUp", lambda _: SimpleNamespace(end=lambda: None))
+    monkeypatch.setattr(supervisor, "trainer_of", mistaken)
+    monkeypatch.setattr(supervisor, "places", lambda *_: (None, 2))
+    monkeypatch.setattr(supervisor, "demand_of", lambda _: SimpleNamespace(per_worker={}))
+    monkeypatch.setattr(supervisor, "ask_for_more", lambda *_: None)
+    monkeypatch.setattr(supervisor, "new_board", lambda _: None)
+    monkeypatch.setattr(supervisor.ray, "kill", lambda _: None)
+    monkeypatch.setattr(supervisor, "ScaleUp", lambda _: SimpleNamespace(end=lambda: None))
     lease, listener = Lease(tmp_path), Silent()
     lease.acquire()
     ready = SimpleNamespace(config=Config(), steps=3, shape="16 rows a step")
     with pytest.raises(AttributeError, match="foo"):
-        attempts.attempts(ready, RunDir(tmp_path), lease, listener)
+        supervisor.attempts(ready, RunDir(tmp_path), lease, listener)
     assert "failure" not in [label for label, _ in listener.notes]
     assert "foo" in json.loads((tmp_path / "result.json").read_text())["error"]
     lease.release()

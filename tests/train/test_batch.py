@@ -3,8 +3,8 @@
 import pytest
 
 from mmray.config import Batch, Train
+from mmray.engine.batch import shape_of, smaller, total_steps
 from mmray.errors import UsageError
-from mmray.train.batch import shape_of, smaller, total_steps
 
 
 @pytest.mark.parametrize(

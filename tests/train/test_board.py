@@ -2,9 +2,9 @@
 
 from types import SimpleNamespace
 
-from mmray.train import board
-from mmray.train.board import Board, Watch
-from mmray.train.unreadable import bad_rows
+from mmray.engine.bad_samples import bad_rows
+from mmray.train import coordinator
+from mmray.train.coordinator import Board, Watch
 
 
 def test_a_bad_row_counts_once_on_whatever_rank_epoch_and_attempt():
@@ -31,7 +31,7 @@ def test_a_heartbeat_grows_old_and_a_rank_that_ended_is_forgotten():
 def test_an_attempt_counts_its_own_steps_and_keeps_what_was_measured(monkeypatch):
     """Else the same words at another step would pass for the same error at the same step."""
     news = [{"step": 120, "time/step_s": 0.5}]
-    monkeypatch.setattr(board.ray, "get", lambda *_, **__: (news, []))
+    monkeypatch.setattr(coordinator.ray, "get", lambda *_, **__: (news, []))
     asked = SimpleNamespace(take=SimpleNamespace(remote=lambda: None))
     listener = SimpleNamespace(step=lambda *_: None)
     first = Watch(asked, listener, 200).over(asked, 0)

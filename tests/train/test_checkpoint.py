@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mmray.engine.checkpoint import files
 from mmray.errors import TrainingError
-from mmray.train import checkpoint
 
 METRIC = "evaluate/recall_at_1/mean"
 
@@ -38,7 +38,7 @@ def take_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def put(folder: Path, step: int, **metrics: float) -> Path:
     meta = {"rows_consumed": 8 * step, "metrics": metrics}
-    return checkpoint.save(folder, step, {"w": torch.full((5,), float(step))}, {"progress": {"step": step}}, meta)
+    return files.save(folder, step, {"w": torch.full((5,), float(step))}, {"progress": {"step": step}}, meta)
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -48,9 +48,9 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def test_state_comes_back_bitwise(tmp_path: Path) -> None:
     model, optimizer = trained()
     state = {"optimizer": optimizer.state_dict(), "scaler": {}, "progress": {"step": 3, "skipped": 0}}
-    path = checkpoint.save(tmp_path / "checkpoints", 3, model.state_dict(), state, {"rows_consumed": 24})
+    path = files.save(tmp_path / "checkpoints", 3, model.state_dict(), state, {"rows_consumed": 24})
     twin, twin_optimizer = trained(steps=0)
-    loaded = checkpoint.load(path)
+    loaded = files.load(path)
     twin.load_state_dict(loaded.pop("model"))
     twin_optimizer.load_state_dict(loaded["optimizer"])
     assert loaded["progress"] == {"step": 3, "skipped": 0}
@@ -62,15 +62,15 @@ def test_state_comes_back_bitwise(tmp_path: Path) -> None:
 
 def test_tied_and_transposed_weights_are_stored(tmp_path: Path) -> None:
     weight = torch.arange(6.0).reshape(2, 3)
-    path = checkpoint.save(tmp_path, 1, {"a": weight, "b": weight, "c": weight.T}, {}, {})
-    assert equal(checkpoint.load_weights(path), {"a": weight, "b": weight, "c": weight.T})
+    path = files.save(tmp_path, 1, {"a": weight, "b": weight, "c": weight.T}, {}, {})
+    assert equal(files.load_weights(path), {"a": weight, "b": weight, "c": weight.T})
 
 
 @pytest.mark.parametrize("value", [np.float64(1.0), {1, 2}, Path("x"), np.zeros(2)])
 def test_state_that_would_need_pickle_is_refused_with_its_place(tmp_path: Path, value: Any) -> None:
     with pytest.raises(TypeError, match=r"state\['progress'\]\[1\]"):
-        checkpoint.save(tmp_path, 1, {}, {"progress": [0, value]}, {})
-    assert checkpoint.newest_good(tmp_path) is None
+        files.save(tmp_path, 1, {}, {"progress": [0, value]}, {})
+    assert files.newest_good(tmp_path) is None
 
 
 def test_meta_is_strict_json_for_people(tmp_path: Path) -> None:
@@ -92,8 +92,8 @@ def test_sums_are_those_of_sha256sum(tmp_path: Path) -> None:
 def test_newest_is_by_number(tmp_path: Path) -> None:
     for step in (9, 10, 100):
         put(tmp_path, step)
-    assert checkpoint.newest_good(tmp_path) == tmp_path / "step-100"
-    assert checkpoint.newest_good(tmp_path / "missing") is None
+    assert files.newest_good(tmp_path) == tmp_path / "step-100"
+    assert files.newest_good(tmp_path / "missing") is None
 
 
 def flip_bit(file: Path) -> None:
@@ -112,20 +112,20 @@ def test_damaged_falls_back_to_the_last_good_and_says_so(tmp_path: Path, name: s
     put(tmp_path, 10)
     damage(put(tmp_path, 20) / name)
     said: list[str] = []
-    assert checkpoint.newest_good(tmp_path, said.append) == tmp_path / "step-10"
+    assert files.newest_good(tmp_path, said.append) == tmp_path / "step-10"
     assert len(said) == 1
     assert "step-20" in said[0]
     assert name in said[0] or name == "SHA256SUMS"  # a wrong sum looks like a wrong file
     unfinished = damage is Path.unlink and name == "SHA256SUMS"
     assert (tmp_path / "step-20.damaged").exists() != unfinished
-    assert checkpoint.newest_good(tmp_path, said.append) == tmp_path / "step-10"
+    assert files.newest_good(tmp_path, said.append) == tmp_path / "step-10"
     assert len(said) == 1 + unfinished  # what was set aside is not told twice
 
 
 def test_reader_beside_a_training_moves_nothing(tmp_path: Path) -> None:
     flip_bit(put(tmp_path, 5) / "state.pt")
     said: list[str] = []
-    assert checkpoint.newest_good(tmp_path, said.append, set_aside=False) is None
+    assert files.newest_good(tmp_path, said.append, set_aside=False) is None
     assert len(said) == 1
     assert (tmp_path / "step-5").exists()
 
@@ -137,17 +137,17 @@ def test_half_written_folder_is_replaced(tmp_path: Path) -> None:
     (half / "junk").write_bytes(b"")
     path = put(tmp_path, 4)
     assert sorted(file.name for file in path.iterdir()) == ["SHA256SUMS", "meta.json", "model.safetensors", "state.pt"]
-    assert checkpoint.newest_good(tmp_path) == path
+    assert files.newest_good(tmp_path) == path
 
 
 def test_kill_at_any_moment_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stops at every single write to disk in turn: only after the last may the new checkpoint count."""
-    from mmray.train import sums
+    from mmray.engine.checkpoint import checksums
 
     class Killed(BaseException):
         pass
 
-    real, countdown = sums._sync, [0]
+    real, countdown = checksums._sync, [0]
 
     def sync_or_die(path: Path) -> None:
         if countdown[0] == 0:
@@ -155,7 +155,7 @@ def test_kill_at_any_moment_leaves_the_older_one(tmp_path: Path, monkeypatch: py
         countdown[0] -= 1
         real(path)
 
-    monkeypatch.setattr(sums, "_sync", sync_or_die)
+    monkeypatch.setattr(checksums, "_sync", sync_or_die)
     countdown[0] = 100
     put(tmp_path, 1)
     syncs = 100 - countdown[0]
@@ -164,7 +164,7 @@ def test_kill_at_any_moment_leaves_the_older_one(tmp_path: Path, monkeypatch: py
         countdown[0] = allowed
         with pytest.raises(Killed):
             put(tmp_path, 2)
-        assert checkpoint.newest_good(tmp_path) == tmp_path / "step-1"
+        assert files.newest_good(tmp_path) == tmp_path / "step-1"
 
 
 @contextmanager
@@ -183,10 +183,10 @@ def test_full_disk_is_told_and_leaves_nothing(tmp_path: Path, big: str) -> None:
     put(tmp_path, 1)
     large, small = {"w": torch.zeros(50_000)}, {"w": torch.zeros(2)}
     with disk_full_after(20_000), pytest.raises(TrainingError, match=r"step-2: .*[Tt]oo large.*GiB free") as raised:
-        checkpoint.save(tmp_path, 2, large if big == "model" else small, large if big == "state" else small, {})
+        files.save(tmp_path, 2, large if big == "model" else small, large if big == "state" else small, {})
     assert raised.value.exit_code == 3
     assert not (tmp_path / "step-2").exists()
-    assert checkpoint.newest_good(tmp_path) == tmp_path / "step-1"
+    assert files.newest_good(tmp_path) == tmp_path / "step-1"
 
 
 def test_unwritable_place_is_told(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_unwritable_place_is_told(tmp_path: Path) -> None:
 def test_storage_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file, not a folder")
     with pytest.raises(TrainingError, match="cannot list"):
-        checkpoint.newest_good(tmp_path / "checkpoints")
+        files.newest_good(tmp_path / "checkpoints")
 
 
 def test_read_error_does_not_condemn_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,18 +207,18 @@ def test_read_error_does_not_condemn_a_checkpoint(tmp_path: Path, monkeypatch: p
     def fail(*_: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("mmray.train.sums.sha256", fail)
+    monkeypatch.setattr("mmray.engine.checkpoint.checksums.sha256", fail)
     with pytest.raises(TrainingError, match="Input/output error"):
-        checkpoint.newest_good(tmp_path)
+        files.newest_good(tmp_path)
     assert path.exists()
 
 
 @pytest.mark.parametrize(
     ("name", "read"),
     [
-        ("model.safetensors", checkpoint.load_weights),
-        ("state.pt", checkpoint.load),
-        ("meta.json", checkpoint.load_meta),
+        ("model.safetensors", files.load_weights),
+        ("state.pt", files.load),
+        ("meta.json", files.load_meta),
     ],
 )
 @pytest.mark.parametrize("content", [None, b"", b"nonsense"])
@@ -235,7 +235,7 @@ def test_pickled_code_is_not_run(tmp_path: Path) -> None:
     path = put(tmp_path, 1)
     torch.save({"optimizer": Path("/")}, path / "state.pt")
     with pytest.raises(TrainingError, match=r"state\.pt"):
-        checkpoint.load(path)
+        files.load(path)
 
 
 def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
@@ -243,17 +243,17 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
         put(tmp_path, step, **{METRIC: score})
     unfinished = tmp_path / "step-7"
     unfinished.mkdir()
-    assert checkpoint.best(tmp_path, METRIC) == tmp_path / "step-2"
-    gone = checkpoint.prune(tmp_path, keep=2, metric=METRIC)
+    assert files.best(tmp_path, METRIC) == tmp_path / "step-2"
+    gone = files.prune(tmp_path, keep=2, metric=METRIC)
     assert sorted(path.name for path in gone) == ["step-1", "step-3", "step-4", "step-7"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-5", "step-6"]
-    assert checkpoint.prune(tmp_path, keep=2, metric=METRIC) == []
+    assert files.prune(tmp_path, keep=2, metric=METRIC) == []
 
 
 def test_prune_without_a_metric(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         put(tmp_path, step)
-    checkpoint.prune(tmp_path, keep=1, metric=METRIC)
+    files.prune(tmp_path, keep=1, metric=METRIC)
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
 
 
@@ -261,10 +261,10 @@ def test_prune_without_a_metric(tmp_path: Path) -> None:
 def test_best_is_lowest_for_losses_and_ranks(tmp_path: Path, metric: str, expected: int) -> None:
     for step in (1, 2):
         put(tmp_path, step, **{metric: float(step)})
-    assert checkpoint.best(tmp_path, metric) == tmp_path / f"step-{expected}"
+    assert files.best(tmp_path, metric) == tmp_path / f"step-{expected}"
 
 
 def test_best_of_equals_is_the_newest(tmp_path: Path) -> None:
     for step in (9, 10):
         put(tmp_path, step, **{METRIC: 1.0})
-    assert checkpoint.best(tmp_path, METRIC) == tmp_path / "step-10"
+    assert files.best(tmp_path, METRIC) == tmp_path / "step-10"

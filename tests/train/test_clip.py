@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from mmray.engine import clip
 from mmray.errors import UsageError
-from mmray.train import clip
 from tests.train import toy
 from tests.train.test_loop import plan_of, train
 

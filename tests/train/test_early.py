@@ -12,11 +12,12 @@ import ray.exceptions
 
 from mmray.cluster.capacity import Demand, Node
 from mmray.config import Batch, Objective, Prepare, Train
-from mmray.data.prepare import Progress, prepare
-from mmray.data.text import TextEncoder, train_tokenizer
+from mmray.data.prepare.pipeline import Progress, prepare
+from mmray.data.text.tokenizer import TextEncoder, train_tokenizer
+from mmray.engine import dry_run
 from mmray.errors import OutOfMemoryError, ResourceError, TrainingError, UsageError
-from mmray.train import early, rehearsal
-from mmray.train.early import tried_meanwhile
+from mmray.train import early_dry_run
+from mmray.train.early_dry_run import tried_meanwhile
 from tests.data.test_prepare import make_source
 from tests.made import CAPTIONS
 from tests.train import real_models
@@ -35,20 +36,20 @@ def wanted(tmp_path, **sections):
 @pytest.mark.parametrize("kind", real_models.MODELS)
 def test_every_kind_is_tried_on_a_cpu_and_on_a_gpu(monkeypatch, tmp_path, kind):
     spec, objective = real_models.MODELS[kind]
-    asked = early.known(
+    asked = early_dry_run.known(
         wanted(tmp_path, model=spec, objective=Objective(kind=objective), batch=Batch(micro=2, global_=8))
     )
-    assert asked.model.vocab_size == early.FEW_TOKENS  # its tokenizer is still to be trained
-    rehearsal.try_alone(asked, on_gpu=False)
+    assert asked.model.vocab_size == early_dry_run.FEW_TOKENS  # its tokenizer is still to be trained
+    dry_run.try_alone(asked, on_gpu=False)
     with made_up_gpus(monkeypatch):
-        rehearsal.try_alone(asked, on_gpu=True)
-        rehearsal.try_alone(asked.model_copy(update={"batch": Batch(micro="auto", global_=8)}), on_gpu=True)
+        dry_run.try_alone(asked, on_gpu=True)
+        dry_run.try_alone(asked.model_copy(update={"batch": Batch(micro="auto", global_=8)}), on_gpu=True)
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_what_the_ranks_or_a_compiler_do_is_left_out(tmp_path):
     asked = wanted(tmp_path, train=Train(steps=1, parallel="fsdp", compile="inductor"))
-    rehearsal.try_alone(early.known(asked), on_gpu=False)
+    dry_run.try_alone(early_dry_run.known(asked), on_gpu=False)
 
 
 def test_a_named_tokenizer_is_read_where_the_command_is_typed(tmp_path):
@@ -56,16 +57,16 @@ def test_a_named_tokenizer_is_read_where_the_command_is_typed(tmp_path):
     spec = wanted(tmp_path).model
     for token in ("", "[{}]"):
         inputs = spec.inputs.model_copy(update={"tokenizer": str(tmp_path / "tokenizer.json"), "language_token": token})
-        asked = early.known(wanted(tmp_path, model=spec.model_copy(update={"inputs": inputs})))
+        asked = early_dry_run.known(wanted(tmp_path, model=spec.model_copy(update={"inputs": inputs})))
         assert asked.model.vocab_size == TextEncoder(train_tokenizer(CAPTIONS, 60), 8).vocab_size
 
 
 def test_there_is_no_trial_of_what_is_not_known(tmp_path):
     regions = wanted(tmp_path).model.model_copy(update={"regions": True})
     weights = CLIP.model_copy(update={"weights": str(tmp_path)})
-    assert [early.known(wanted(tmp_path, model=model)) for model in (regions, weights)] == [None, None]
+    assert [early_dry_run.known(wanted(tmp_path, model=model)) for model in (regions, weights)] == [None, None]
     (tmp_path / "tried").mkdir()  # a run that may go on, or be done
-    assert early.known(wanted(tmp_path)) is None
+    assert early_dry_run.known(wanted(tmp_path)) is None
 
 
 def test_a_trial_is_where_the_run_will_be(monkeypatch, tmp_path):
@@ -80,9 +81,9 @@ def test_a_trial_is_where_the_run_will_be(monkeypatch, tmp_path):
         (gpus, {}, [Node({"CPU": 8.0})], None),
     ):
         demand = Demand(1, per_worker, 1, wished)
-        monkeypatch.setattr(early, "demand_of", lambda *_, demand=demand, **__: demand)
-        monkeypatch.setattr(early.nodes, "free_nodes", lambda free=free: free)
-        assert early.free_place(wanted(tmp_path)) == place
+        monkeypatch.setattr(early_dry_run, "demand_of", lambda *_, demand=demand, **__: demand)
+        monkeypatch.setattr(early_dry_run.nodes, "free_nodes", lambda free=free: free)
+        assert early_dry_run.free_place(wanted(tmp_path)) == place
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -99,7 +100,7 @@ def test_a_trial_is_where_the_run_will_be(monkeypatch, tmp_path):
 )
 def test_mistakes_are_those_that_the_run_would_name(tmp_path, sections, said):
     with pytest.raises(UsageError, match=said):
-        rehearsal.try_alone(early.known(wanted(tmp_path, **sections)), on_gpu=False)
+        dry_run.try_alone(early_dry_run.known(wanted(tmp_path, **sections)), on_gpu=False)
 
 
 def listened(asked, listener):
@@ -148,8 +149,8 @@ def no_nodes(*_, **__):
 
 
 def test_what_goes_wrong_at_its_begin_is_left_to_the_run(monkeypatch, tmp_path):
-    trial = early._Early(wanted(tmp_path), Silent(), 0)
-    monkeypatch.setattr(early, "demand_of", no_nodes)
+    trial = early_dry_run._Early(wanted(tmp_path), Silent(), 0)
+    monkeypatch.setattr(early_dry_run, "demand_of", no_nodes)
     trial._begin()
     assert trial._trial is None
 
@@ -158,8 +159,8 @@ def test_what_goes_wrong_at_its_begin_is_left_to_the_run(monkeypatch, tmp_path):
 def test_memory_alone_ends_nothing(monkeypatch, tmp_path, error, counts):
     """The trial is of a whole model on one device, while a prepare goes on beside it."""
     listener = Silent()
-    trial = early._Early(wanted(tmp_path), listener, 0)
-    monkeypatch.setattr(early.ray, "get", lambda _: (error, 0.0))
+    trial = early_dry_run._Early(wanted(tmp_path), listener, 0)
+    monkeypatch.setattr(early_dry_run.ray, "get", lambda _: (error, 0.0))
     with pytest.raises(TrainingError, match="shape") if counts else nullcontext():
         trial._judge()
     assert counts or "no room" in dict(listener.notes)["rehearsed"]
@@ -167,12 +168,12 @@ def test_memory_alone_ends_nothing(monkeypatch, tmp_path, error, counts):
 
 def test_a_trial_whose_worker_died_is_told(monkeypatch, tmp_path):
     listener = Silent()
-    trial = early._Early(wanted(tmp_path), listener, 0)
+    trial = early_dry_run._Early(wanted(tmp_path), listener, 0)
 
     def died(_):
         raise ray.exceptions.WorkerCrashedError
 
-    monkeypatch.setattr(early.ray, "get", died)
+    monkeypatch.setattr(early_dry_run.ray, "get", died)
     trial._judge()
     assert "could not be tried" in dict(listener.notes)["rehearsed"]
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from mmray.data.order import Plan
-from mmray.train import feed
-from mmray.train.telemetry import Phases
+from mmray.data.stream.order import Plan
+from mmray.engine import prefetch
+from mmray.engine.metrics.writers import Phases
 from tests.train import toy
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 def test_padding_is_taken_out_and_the_rest_keeps_its_order():
     batch = toy.rows(9, 0, invalid=(0, 3, 4, 5, 8))
-    share = feed.share_of(toy.cut(batch, 3))
+    share = prefetch.share_of(toy.cut(batch, 3))
     rows, stand_in = [1, 2, 6, 7], [1, 2, 3, 6, 7]
     assert [len(micro["valid"]) for micro in share.micros] == [2, 1, 2]
     assert share.filler == (False, True, False)
@@ -31,7 +31,7 @@ def test_padding_is_taken_out_and_the_rest_keeps_its_order():
 
 def test_a_share_without_padding_is_passed_on_as_it_is():
     micros = toy.cut(toy.rows(9, 0), 4)
-    assert feed.share_of(micros).micros is micros
+    assert prefetch.share_of(micros).micros is micros
 
 
 def test_waiting_is_measured():
@@ -42,16 +42,18 @@ def test_waiting_is_measured():
             time.sleep(0.05)
             yield micros
 
-    waits = [share.wait_s for share in feed.feed(slow(), plan, 0, 0, CPU, Phases(CPU))]
+    waits = [share.wait_s for share in prefetch.feed(slow(), plan, 0, 0, CPU, Phases(CPU))]
     assert len(waits) == 2
     assert all(0.05 <= wait < 0.5 for wait in waits)
 
 
 def test_positions_may_differ_nowhere():
     right = np.arange(4)
-    feed.check_positions(right, right.copy(), 0, 0)
-    with pytest.raises(feed.TrainingError, match="step 8 on rank 1: row 2 of the share is position 9 where 2 belongs"):
-        feed.check_positions(np.array([0, 1, 9, 3]), right, 7, 1)
+    prefetch.check_positions(right, right.copy(), 0, 0)
+    with pytest.raises(
+        prefetch.TrainingError, match="step 8 on rank 1: row 2 of the share is position 9 where 2 belongs"
+    ):
+        prefetch.check_positions(np.array([0, 1, 9, 3]), right, 7, 1)
 
 
 def test_the_next_item_is_made_meanwhile_by_one_thread():
@@ -63,7 +65,7 @@ def test_the_next_item_is_made_meanwhile_by_one_thread():
             made.append(number)
             yield number
 
-    ahead = feed._ahead(items(), lambda number: number * 10, CPU)
+    ahead = prefetch._ahead(items(), lambda number: number * 10, CPU)
     assert next(ahead) == 0
     deadline = time.monotonic() + 5
     while len(made) < 2 and time.monotonic() < deadline:
@@ -78,11 +80,11 @@ def test_the_next_item_is_made_meanwhile_by_one_thread():
 def test_an_error_in_the_thread_reaches_the_caller():
     def items():
         yield 1
-        raise feed.TrainingError("lost")
+        raise prefetch.TrainingError("lost")
 
-    ahead = feed._ahead(items(), lambda number: number, CPU)
+    ahead = prefetch._ahead(items(), lambda number: number, CPU)
     assert next(ahead) == 1
-    with pytest.raises(feed.TrainingError, match="lost"):
+    with pytest.raises(prefetch.TrainingError, match="lost"):
         next(ahead)
 
 
@@ -91,7 +93,7 @@ def test_the_thread_of_the_feed_is_on_the_workers_own_gpu(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((device, threading.current_thread())))
     other = torch.device("cuda", 3)
-    threads = list(feed._ahead((threading.current_thread() for _ in range(2)), lambda thread: thread, other))
+    threads = list(prefetch._ahead((threading.current_thread() for _ in range(2)), lambda thread: thread, other))
     assert threads[0] is threads[1] and chosen == [(other, threads[0])]
 
 
@@ -103,7 +105,7 @@ def test_who_leaves_while_the_stream_stalls_waits_for_nobody():
         stalled.set()
         goes_on.wait(20)
 
-    ahead = feed._ahead(items(), lambda number: number, CPU)
+    ahead = prefetch._ahead(items(), lambda number: number, CPU)
     assert next(ahead) == 1 and stalled.wait(5)
     began_s = time.monotonic()
     ahead.close()
@@ -116,9 +118,9 @@ def test_rows_arranged_by_length_are_still_those_of_the_plan():
     plan = Plan(num_rows=20, global_rows=10, world=1, micro=5, seed=0, steps=2)
     steps = list(toy.steps_of(plan, 0))
     swapped = [[second, first] for first, second in steps]
-    shares = feed.feed(swapped, plan, 0, 0, CPU, Phases(CPU), arranged=True)
+    shares = prefetch.feed(swapped, plan, 0, 0, CPU, Phases(CPU), arranged=True)
     assert [share.rows for share in shares] == [10, 10]
-    with pytest.raises(feed.TrainingError, match="lost the order"):
-        list(feed.feed(swapped, plan, 0, 0, CPU, Phases(CPU)))
-    with pytest.raises(feed.TrainingError, match="lost the order"):
-        list(feed.feed(steps[::-1], plan, 0, 0, CPU, Phases(CPU), arranged=True))
+    with pytest.raises(prefetch.TrainingError, match="lost the order"):
+        list(prefetch.feed(swapped, plan, 0, 0, CPU, Phases(CPU)))
+    with pytest.raises(prefetch.TrainingError, match="lost the order"):
+        list(prefetch.feed(steps[::-1], plan, 0, 0, CPU, Phases(CPU), arranged=True))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmray.train.attempt import BROKEN
-from mmray.train.group import Group
+from mmray.engine.collectives import Group
+from mmray.train.worker_group import BROKEN
 from tests.train import four_ranks, toy, two_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have

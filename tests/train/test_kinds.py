@@ -34,17 +34,17 @@ from mmray.config import (
     TextTower,
     Train,
 )
-from mmray.data.order import Blocks, Plan, Start
-from mmray.data.reader import RowReader
-from mmray.data.store import PreparedSet, Row
-from mmray.data.text import TextEncoder
-from mmray.data.words import fitted
+from mmray.data.store.prepared_set import PreparedSet, Row
+from mmray.data.stream.order import Blocks, Plan, Start
+from mmray.data.stream.reader import RowReader
+from mmray.data.text.tokenizer import TextEncoder
+from mmray.data.text.words import fitted
+from mmray.engine.worker import work
+from mmray.engine.worker_context import Job, Line
 from mmray.models import weights
-from mmray.train import rundir
-from mmray.train.job import Job, Line
-from mmray.train.lease import Lease
-from mmray.train.scoring import export_run
-from mmray.train.worker import work
+from mmray.storage.lease import Lease
+from mmray.train import run_dir
+from mmray.train.checkpoint_use import export_run
 from tests.made import CAPTIONS, make_set, png, row
 from tests.train.runs import lines, same_weights
 
@@ -115,7 +115,7 @@ def trained(config: Config, sets: tuple[PreparedSet, PreparedSet], folder: Path,
     plan = Plan(num_rows=22, global_rows=8, world=1, micro=4, seed=0, steps=STEPS)
     start = Start(plan, 3 if checkpoint else 0, checkpoint)
     blocks = Blocks(plan, start.step, 2)
-    rundir.create(folder, config, {"train": "made"}, tokenizer)
+    run_dir.create(folder, config, {"train": "made"}, tokenizer)
     lease = Lease(folder)
     job = Job(config, folder, lease.acquire(), reader, eval_set, tokenizer)
     read = (reader.block(plan, blocks.positions(number)) for number in range(blocks.count))

@@ -9,8 +9,8 @@ import pytest
 
 import mmray
 from mmray.config import Cluster, Config, Data
-from mmray.data.store import PreparedSet
-from mmray.train.scoring import export_run, score_run
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.train.checkpoint_use import export_run, score_run
 from mmray.train.trainer import train
 from tests.made import CAPTIONS, make_set, png
 from tests.train.runs import Silent, lines, same_weights

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mmray.errors import TrainingError, UsageError
-from mmray.train import lease
-from mmray.train.lease import Lease, check
+from mmray.storage import lease
+from mmray.storage.lease import Lease, check
 
 BEAT_S, STALE_S = 0.05, 0.3
 

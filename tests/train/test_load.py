@@ -10,10 +10,10 @@ import psutil
 import pytest
 import torch
 
-from mmray.train import flops, load
-from mmray.train.measure import Meter
-from mmray.train.precision import Precision
-from mmray.train.telemetry import Phases, Rates
+from mmray.engine.metrics import flops, system
+from mmray.engine.metrics.meters import Meter
+from mmray.engine.metrics.writers import Phases, Rates
+from mmray.engine.precision import Precision
 from tests.train import toy
 
 CUDA = torch.device("cuda", 1)
@@ -44,13 +44,13 @@ def told(monkeypatch):
     """Has this NVML, or none, asked about the GPU."""
 
     def told(module):
-        load._handle.cache_clear()
+        system._handle.cache_clear()
         monkeypatch.setitem(sys.modules, "pynvml", module)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=UUID))
-        return load.machine_load(CUDA)
+        return system.machine_load(CUDA)
 
     yield told
-    load._handle.cache_clear()
+    system._handle.cache_clear()
 
 
 def test_the_gpu_is_asked_by_its_uuid(told):
@@ -77,7 +77,7 @@ def test_what_nvml_does_not_tell_is_nan_under_the_same_names(told, module):
 
 def test_on_a_cpu_nobody_asks_nvml(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", nvml(nvmlInit=refuse))
-    assert load.machine_load(torch.device("cpu")).keys() == {"host/cpu_percent", "host/memory_gib"}
+    assert system.machine_load(torch.device("cpu")).keys() == {"host/cpu_percent", "host/memory_gib"}
 
 
 BF16, FP32 = Precision("bf16", torch.bfloat16, "cuda"), Precision("fp32", None, "cuda")
@@ -117,7 +117,7 @@ def test_utilisation_is_the_work_of_one_device_over_what_it_could_do(monkeypatch
     monkeypatch.setitem(flops.PEAKS, "Made-up 9000", (200, 10))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Made-up 9000 SXM")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 * 2**30)
-    monkeypatch.setattr("mmray.train.measure.machine_load", lambda device: {"gpu/busy_percent": 73.0})
+    monkeypatch.setattr("mmray.engine.metrics.meters.machine_load", lambda device: {"gpu/busy_percent": 73.0})
     rates = Rates(Phases(torch.device("cpu")))
     meter = Meter(rates, devices=2, flops_of_row=25e9)
     group = SimpleNamespace(device=CUDA, world=4)

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmray.data.order import Plan
+from mmray.data.stream.order import Plan
+from mmray.engine import loop
+from mmray.engine.metrics.writers import PHASES
+from mmray.engine.state import AVERAGE, Outcome
 from mmray.errors import TrainingError
-from mmray.train import loop
-from mmray.train.task import AVERAGE, Outcome
-from mmray.train.telemetry import PHASES
 from tests.train import toy
 
 

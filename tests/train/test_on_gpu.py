@@ -12,18 +12,18 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from mmray.data.order import Plan
+from mmray.data.stream.order import Plan
+from mmray.engine import loop, memory_probe, optimizer, precision
+from mmray.engine.checkpoint.async_saver import copy_to_cpu
+from mmray.engine.collectives import Group
+from mmray.engine.metrics.writers import Phases
+from mmray.engine.parallel.transforms import shape
+from mmray.engine.prefetch import share_of
+from mmray.engine.step import accumulate, suspects
+from mmray.engine.train_state import Learner
 from mmray.errors import OutOfMemoryError
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
-from mmray.train import loop, memory, optimizer, precision
-from mmray.train.feed import share_of
-from mmray.train.group import Group
-from mmray.train.learner import Learner
-from mmray.train.shaping import shape
-from mmray.train.step import accumulate, suspects
-from mmray.train.telemetry import Phases
-from mmray.train.writer import copy_to_cpu
 from tests.train import real_models, toy
 from tests.train.gpus import gpus, true, within
 from tests.train.lone_worker import ran, rows_of
@@ -129,7 +129,7 @@ def test_two_shares_lie_on_a_gpu_and_the_rehearsal_holds_as_many(monkeypatch):
         assert outcome.metrics["evaluate/rows"] == 0  # the last share is gone, and none is to come
         tried = Crowded().to(GPU)
         batch_of = lambda rows: {name: it.to(GPU) for name, it in toy.rows(rows, 0).items()}  # noqa: E731
-        memory.rehearse(toy.learner(tried, Group(device=GPU)), batch_of, SHARE, 2)
+        memory_probe.rehearse(toy.learner(tried, Group(device=GPU)), batch_of, SHARE, 2)
     assert min(tried.rows) >= 2 * SHARE
 
 
@@ -237,7 +237,7 @@ def test_the_rehearsal_finds_what_fits_and_leaves_the_model_as_it_was(monkeypatc
         def batch_of(rows):
             return synthetic_batch(spec.inputs, real_models.VOCAB, rows, GPU)
 
-        found = memory.rehearse(learner, batch_of, 8, None)
+        found = memory_probe.rehearse(learner, batch_of, 8, None)
         assert torch.equal(flat(model), before)
     assert found.micro == 8 and min(found.table.values()) > 0
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from mmray.engine import optimizer
 from mmray.errors import UsageError
-from mmray.train import optimizer
 from tests.train import toy
 
 

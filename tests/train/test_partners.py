@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mmray.train.feed import share_of
-from mmray.train.memory import Alone
-from mmray.train.partners import borrowed
+from mmray.engine.memory_probe import Alone
+from mmray.engine.partners import borrowed
+from mmray.engine.prefetch import share_of
 from tests.train import toy
 
 WIDER = 9  # the longest caption of another rank

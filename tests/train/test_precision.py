@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmray.train.precision import choose
+from mmray.engine.precision import choose
 
 CPU = torch.device("cpu")
 

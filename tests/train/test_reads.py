@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from mmray.data.order import Plan
-from mmray.train import loop
-from mmray.train.feed import share_of
-from mmray.train.group import Group
-from mmray.train.step import optimizer_step
+from mmray.data.stream.order import Plan
+from mmray.engine import loop
+from mmray.engine.collectives import Group
+from mmray.engine.prefetch import share_of
+from mmray.engine.step import optimizer_step
 from tests.train import toy
 from tests.train.gpus import gpus
 from tests.train.made_up_gpu import DEVICES, share_on

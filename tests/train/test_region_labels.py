@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from mmray.config import Fusion, Inputs
-from mmray.data.manifest import MANIFEST
-from mmray.data.place import Place
-from mmray.data.store import PreparedSet
+from mmray.data.store.manifest import MANIFEST
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.engine.bad_samples import watched
 from mmray.errors import DataError, UsageError
+from mmray.storage.storage import Place
 from mmray.train.region_labels import with_names
-from mmray.train.unreadable import watched
 from tests.made import make_set, row
 
 MODEL = Fusion(inputs=Inputs(max_boxes=4), regions=True)

@@ -27,7 +27,7 @@ from mmray.config import (
     TextTower,
     Train,
 )
-from mmray.train.scoring import export_run
+from mmray.train.checkpoint_use import export_run
 from mmray.train.trainer import train
 from tests.train.runs import Silent, lines
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ray.train.torch import config as ray_torch
 
 from mmray.cluster.capacity import Node
-from mmray.cluster.join import data_workers
+from mmray.cluster.connect import data_workers
 from mmray.config import Cluster, Config, Data
 from mmray.train import resources
 from mmray.train.resources import data_actors, torch_config, worker_resources

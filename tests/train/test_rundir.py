@@ -5,8 +5,8 @@ import pytest
 from mmray.config import Batch, Config, Run
 from mmray.errors import UsageError
 from mmray.train.continuation import MAY_CHANGE
-from mmray.train.course import _say_passed
-from mmray.train.rundir import create, decide
+from mmray.train.driver import _say_passed
+from mmray.train.run_dir import create, decide
 from tests.train.runs import Silent
 
 DATA = {"train": "set", "fingerprint": "ab", "num_rows": 100}

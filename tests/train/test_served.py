@@ -2,9 +2,9 @@
 
 import pytest
 
-from mmray import recipes
+from mmray.config import recipes
 from mmray.errors import UsageError
-from mmray.train.served import check, refusals
+from mmray.train.validate import check, refusals
 
 
 def config(recipe="sample", workers=1, **sections):

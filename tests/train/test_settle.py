@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from mmray.config import Evaluate, Siglip
-from mmray.data.words import encoder_of
+from mmray.data.text.words import encoder_of
 from mmray.errors import UsageError
-from mmray.train.attempt import _start
-from mmray.train.settle import settle
+from mmray.train.resolve import settle
+from mmray.train.worker_group import _start
 from tests.made import make_set, row
 from tests.train.runs import Silent, config
 

@@ -31,17 +31,17 @@ from mmray.config import (
     TwoTower,
 )
 from mmray.config import Optimizer as OptimizerSection
+from mmray.engine import optimizer
+from mmray.engine.bad_samples import _check_labels
+from mmray.engine.collectives import Group
+from mmray.engine.dry_run import rehearse
+from mmray.engine.parallel.transforms import shape
+from mmray.engine.prefetch import share_of
+from mmray.engine.seeding import micro_seed, seeded
+from mmray.engine.step import optimizer_step
 from mmray.errors import DataError, UsageError
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
-from mmray.train import optimizer
-from mmray.train.feed import share_of
-from mmray.train.group import Group
-from mmray.train.rehearsal import rehearse
-from mmray.train.seeding import micro_seed, seeded
-from mmray.train.shaping import shape
-from mmray.train.step import optimizer_step
-from mmray.train.unreadable import _check_labels
 from tests.train import real_models, toy
 
 VOCAB = 40

@@ -12,11 +12,11 @@ import pytest
 import torch
 from pyarrow import fs
 
-from mmray.data.remote import folder_at
+from mmray.engine.checkpoint import files, tree
+from mmray.engine.collectives import Group
 from mmray.errors import TrainingError
-from mmray.train import checkpoint, nest
-from mmray.train.attempt import BROKEN
-from mmray.train.group import Group
+from mmray.storage.remote_path import folder_at
+from mmray.train.worker_group import BROKEN
 from tests.made import make_set, row
 from tests.train import shard_ranks, toy
 from tests.train.conftest import spawned
@@ -51,7 +51,7 @@ def test_what_two_ranks_saved_goes_on_at_any_number_of_them(ranks, plain, kind, 
 
 def test_workers_go_on_from_their_parts_as_if_never_interrupted(ranks):
     """Bitwise when sharded again, and to rounding (float32) as replicas; dropout on."""
-    assert checkpoint.shards_of(ranks[0] / "worked" / "checkpoints" / "step-3") == 2
+    assert files.shards_of(ranks[0] / "worked" / "checkpoints" / "step-3") == 2
     for result in ranks[2][:2]:
         calm = result["worked"]
         for kind, tolerance in (("fsdp", 0.0), ("ddp", 1e-4)):
@@ -100,25 +100,25 @@ def test_no_rank_holds_more_than_its_part(ranks):
     """Of the weights and both moments: at most a row of each more than its share, beside the scalars and the counts."""
     folder, _, results = ranks
     path = folder / "run" / "checkpoints" / "step-4"
-    whole, weights = shard_ranks.elements(checkpoint.load(path)), list(toy.Branched().parameters())
+    whole, weights = shard_ranks.elements(files.load(path)), list(toy.Branched().parameters())
     beside = 3 * sum(weight[0].numel() for weight in weights if weight.ndim) + 3 + len(weights)
     for result in results[:2]:
         assert 0 < result["saved"]["elements"] <= whole / 2 + beside
     for world in (2, 3, 4):
         for result in results[:world]:
             assert 0 < result[f"fsdp at {world}"]["elements"] <= whole / world + beside
-    sizes = [(path / name).stat().st_size for name in nest.names(2)]
+    sizes = [(path / name).stat().st_size for name in tree.names(2)]
     assert max(sizes) < 8 * (whole / 2 + beside) + HEADER_BYTES
 
 
 def test_its_folder_says_what_it_is(ranks):
     path = ranks[0] / "run" / "checkpoints" / "step-8"
-    meta = checkpoint.load_meta(path)
+    meta = files.load_meta(path)
     assert (meta["shards"], meta["world"], meta["step"], meta["rows_consumed"]) == (2, 2, 8, 96)
     assert sorted(file.name for file in path.iterdir()) == sorted(
-        [*nest.names(2), "state.pt", "meta.json", "SHA256SUMS"]
+        [*tree.names(2), "state.pt", "meta.json", "SHA256SUMS"]
     )
-    assert checkpoint.names(path.parent) == ["step-4", "step-6", "step-8"]
+    assert files.names(path.parent) == ["step-4", "step-6", "step-8"]
     state = torch.load(path / "state.pt", weights_only=True)
     assert {tensor.device.type for tensor in state["model"].values()} == {"meta"}
 
@@ -126,17 +126,17 @@ def test_its_folder_says_what_it_is(ranks):
 def test_its_weights_are_read_whole_for_who_evaluates_or_exports(ranks, plain):
     for run in (ranks[0] / "run", folder_at(str(ranks[0] / "run"))):
         model = toy.Branched().double()
-        model.load_state_dict(checkpoint.load_weights(run / "checkpoints" / "step-8"))
+        model.load_state_dict(files.load_weights(run / "checkpoints" / "step-8"))
         torch.testing.assert_close(toy.flat(model), plain, rtol=0, atol=1e-9)
 
 
 def test_on_an_object_store_lies_what_lies_on_a_disk(ranks):
     folder, run, _ = ranks
-    found = checkpoint.newest_good(run / "checkpoints")
+    found = files.newest_good(run / "checkpoints")
     assert found == run / "checkpoints" / "step-4"
     tensors: list[list[torch.Tensor]] = [[], []]
     for into, path in zip(tensors, (folder / "run" / "checkpoints" / "step-4", found), strict=True):
-        nest.mapped(checkpoint.load(path), lambda _, tensor, into=into: into.append(tensor))
+        tree.mapped(files.load(path), lambda _, tensor, into=into: into.append(tensor))
     assert len(tensors[0]) > 20
     assert all(torch.equal(*pair) for pair in zip(*tensors, strict=True))
 
@@ -151,10 +151,10 @@ def test_no_pickle_is_opened(ranks, tmp_path):
     path = shutil.copytree(ranks[0] / "run" / "checkpoints" / "step-8", tmp_path / "step-8")
     for name in (".metadata", "__0.metadata"):
         (path / name).write_bytes(pickle.dumps(Bomb()))
-    checkpoint.load(path)
-    (path / nest.names(2)[0]).write_bytes(pickle.dumps(Bomb()))
+    files.load(path)
+    (path / tree.names(2)[0]).write_bytes(pickle.dumps(Bomb()))
     with pytest.raises(TrainingError, match=r"cannot read .*step-8"):
-        checkpoint.load(path)
+        files.load(path)
 
 
 def truncate(file: Path) -> None:
@@ -171,28 +171,28 @@ def forget(file: Path) -> None:
 @pytest.mark.parametrize("damage", [truncate, Path.unlink, forget])
 def test_a_damaged_part_falls_back_to_the_checkpoint_before(ranks, tmp_path, damage):
     shutil.copytree(ranks[0] / "run" / "checkpoints", tmp_path / "checkpoints")
-    damage(tmp_path / "checkpoints" / "step-8" / nest.names(2)[1])
+    damage(tmp_path / "checkpoints" / "step-8" / tree.names(2)[1])
     said: list[str] = []
-    assert checkpoint.newest_good(tmp_path / "checkpoints", said.append) == tmp_path / "checkpoints" / "step-6"
+    assert files.newest_good(tmp_path / "checkpoints", said.append) == tmp_path / "checkpoints" / "step-6"
     assert "step-8 does not count" in said[0] and "it is now step-8.damaged" in said[0]
 
 
 def test_files_of_another_number_of_ranks_are_not_mixed_in(ranks, tmp_path):
     path = shutil.copytree(ranks[0] / "run" / "checkpoints" / "step-8", tmp_path / "step-8")
-    shutil.copy(path / nest.names(2)[1], path / nest.names(4)[3])
+    shutil.copy(path / tree.names(2)[1], path / tree.names(4)[3])
     with pytest.raises(TrainingError, match="shard-4-of-4"):
-        checkpoint.load(path)
+        files.load(path)
 
 
 def test_a_disk_that_is_full_on_one_rank_is_told_by_all_and_nothing_counts(ranks):
     folder, _, results = ranks
     for result in results[:2]:
         assert "step-1: No space left on device (on rank 1)" in result["full"]
-    assert checkpoint.names(folder / "full" / "checkpoints") == []
+    assert files.names(folder / "full" / "checkpoints") == []
 
 
 def test_a_rank_that_dies_while_it_writes_leaves_nothing_that_counts(ranks):
     dying = ranks[0] / "dying"
     assert (dying / "said").read_text()
-    assert checkpoint.names(dying / "checkpoints") == ["step-1"]
-    assert checkpoint.newest_good(dying / "checkpoints") is None
+    assert files.names(dying / "checkpoints") == ["step-1"]
+    assert files.newest_good(dying / "checkpoints") is None

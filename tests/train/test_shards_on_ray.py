@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import mmray
-from mmray.train import checkpoint
-from mmray.train.scoring import export_run, score_run
+from mmray.engine.checkpoint import files
+from mmray.train.checkpoint_use import export_run, score_run
 from mmray.train.trainer import train
 from tests.made import make_set, row
 from tests.train.runs import STEPS, Silent, config, marks
@@ -14,7 +14,7 @@ FSDP = {"parallel": "fsdp", "precision": "fp32"}
 
 
 def weights(run, step):
-    return checkpoint.load_weights(run.path / "checkpoints" / f"step-{step}")
+    return files.load_weights(run.path / "checkpoints" / f"step-{step}")
 
 
 @pytest.mark.slow  # five runs and an evaluation
@@ -25,7 +25,7 @@ def test_a_sharded_run_loses_nothing_and_goes_on_as_any_other(local_ray, tmp_pat
     kill = ("tests.train.faults:KillRankOneOnce",)
     killed = train(config(tmp_path / "set", tmp_path, "killed", callbacks=kill, **FSDP), Silent())
     assert killed.result["restarts"] == 1 and marks(killed.path) == marks(calm.path)
-    assert checkpoint.shards_of(killed.path / "checkpoints" / f"step-{STEPS}") == 2
+    assert files.shards_of(killed.path / "checkpoints" / f"step-{STEPS}") == 2
     ours, theirs = weights(killed, STEPS), weights(calm, STEPS)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     scores = score_run(calm.path, None, None, None, None, Silent())
@@ -37,4 +37,4 @@ def test_a_sharded_run_loses_nothing_and_goes_on_as_any_other(local_ray, tmp_pat
         assert (further.result["status"], further.result["steps"]) == ("finished", STEPS + 3)
         assert marks(further.path)[:STEPS] == marks(calm.path)[:STEPS]
         newest = further.path / "checkpoints" / f"step-{STEPS + 3}"
-        assert checkpoint.shards_of(newest) == (3 if parallel == "fsdp" else 0)
+        assert files.shards_of(newest) == (3 if parallel == "fsdp" else 0)

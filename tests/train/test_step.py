@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmray.train import optimizer
-from mmray.train.feed import share_of
-from mmray.train.learner import Learner
-from mmray.train.precision import Precision
-from mmray.train.seeding import micro_seed
-from mmray.train.step import accumulate, optimizer_step
+from mmray.engine import optimizer
+from mmray.engine.precision import Precision
+from mmray.engine.prefetch import share_of
+from mmray.engine.seeding import micro_seed
+from mmray.engine.step import accumulate, optimizer_step
+from mmray.engine.train_state import Learner
 from tests.train import toy
 
 ROWS = 29  # of no power of two: the last micro-batch is ragged at 2, 4 and 8

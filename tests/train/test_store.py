@@ -10,23 +10,24 @@ import pytest
 import torch
 
 from mmray.config import Config, Run
-from mmray.data import folders, remote
-from mmray.data.folders import on_its_way
-from mmray.data.remote import folder_at
+from mmray.engine.checkpoint import files as checkpoint
+from mmray.engine.checkpoint import manager as keeping
+from mmray.engine.checkpoint.manager import Keeper
+from mmray.engine.metrics import uploads
+from mmray.engine.metrics.uploads import Growing
+from mmray.engine.worker import _closing
 from mmray.errors import StorageError, TrainingError, UsageError
-from mmray.train import checkpoint, growing, lease
-from mmray.train import keeper as keeping
-from mmray.train.claims import ObjectClaims
-from mmray.train.growing import Growing
-from mmray.train.keeper import Keeper
-from mmray.train.lease import Lease, check
-from mmray.train.tracking_child import Desk
-from mmray.train.worker import _closing
+from mmray.storage import file_ops, lease, remote_path
+from mmray.storage.claims import ObjectClaims
+from mmray.storage.file_ops import on_its_way
+from mmray.storage.lease import Lease, check
+from mmray.storage.remote_path import folder_at
+from mmray.train.tracker_process import Desk
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(remote, "LONGEST_WAIT_S", 0.01)
+    monkeypatch.setattr(remote_path, "LONGEST_WAIT_S", 0.01)
 
 
 def put(folder, step, **metrics):
@@ -64,7 +65,7 @@ def test_what_does_not_verify_is_named_and_set_aside(s3):
 
 
 def test_an_upload_that_fails_for_good_leaves_nothing_that_counts(s3, monkeypatch):
-    monkeypatch.setattr(remote, "ATTEMPTS", 1)
+    monkeypatch.setattr(remote_path, "ATTEMPTS", 1)
     folder = folder_at(s3.address) / "checkpoints"
     put(folder, 3)
     s3.fail("PUT", "step-6/state.pt", 1000, status=400)
@@ -85,7 +86,7 @@ def state(step):
 
 
 def test_a_store_that_fails_for_a_while_costs_a_checkpoint_and_not_the_run(s3, monkeypatch):
-    monkeypatch.setattr(remote, "ATTEMPTS", 1)
+    monkeypatch.setattr(remote_path, "ATTEMPTS", 1)
     run, told = folder_at(s3.address) / "mine", []
     held, keeper = keeper_of(run, told)
     s3.fail("PUT", "step-6/", 1000, status=400)
@@ -125,7 +126,7 @@ def test_while_a_write_stalls_other_ranks_are_not_kept_waiting_and_the_last_chec
 
 
 def test_a_store_that_fails_at_the_end_is_an_error_and_the_checkpoint_before_stands(s3, monkeypatch):
-    monkeypatch.setattr(remote, "ATTEMPTS", 1)
+    monkeypatch.setattr(remote_path, "ATTEMPTS", 1)
     run, told = folder_at(s3.address) / "mine", []
     held, keeper = keeper_of(run, told)
     keeper.save(3, 3, state(3), {}, last=False)
@@ -193,7 +194,7 @@ def test_of_several_at_once_at_most_one_wins_a_number(s3):
 
 
 def test_files_that_grow_are_carried_whole_and_go_on(s3, monkeypatch):
-    monkeypatch.setattr(growing, "EVERY_S", 0.2)
+    monkeypatch.setattr(uploads, "EVERY_S", 0.2)
     folder, told = folder_at(s3.address) / "mine", []
     for text in ("one\n", "two\n"):
         files = Growing(folder, told.append)
@@ -226,10 +227,10 @@ def test_files_that_grow_are_not_carried_over_those_of_another_training(s3):
 
 
 def test_files_that_grow_are_swept_like_uploads_though_not_while_their_process_lives(s3, monkeypatch):
-    monkeypatch.setattr(folders, "LEFT_AFTER_S", -1.0)
+    monkeypatch.setattr(file_ops, "LEFT_AFTER_S", -1.0)
     files = Growing(folder_at(s3.address) / "mine", print)
     with on_its_way():  # sweeps
-        assert files.here.exists() and files.here.name.startswith(folders.PREFIX)
+        assert files.here.exists() and files.here.name.startswith(file_ops.PREFIX)
     files.close()
     assert not files.here.exists()
 

@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mmray.data.order import Plan
+from mmray.data.stream.order import Plan
+from mmray.engine import loop
+from mmray.engine.collectives import Group
+from mmray.engine.parallel import branches
+from mmray.engine.parallel.branches import BranchParallel, fitted
 from mmray.objectives.contrastive import Contrastive
 from mmray.objectives.sigmoid import Sigmoid
-from mmray.train import branches, loop
-from mmray.train.branches import BranchParallel, fitted
-from mmray.train.group import Group
 from tests.train import toy, two_ranks
 
 OBJECTIVES = two_ranks.OBJECTIVES

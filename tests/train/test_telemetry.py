@@ -12,12 +12,12 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.flop_counter import FlopCounterMode
 
+from mmray.engine.advice import Advising, advice
+from mmray.engine.metrics import writers
+from mmray.engine.metrics.flops import model_flops
+from mmray.engine.metrics.profiling import profiled
+from mmray.engine.metrics.writers import PHASES, RECENT_STEPS, MetricsLog, PeakMemory, Phases, Rates, rows_sha
 from mmray.errors import StorageError, TrainingError
-from mmray.train import telemetry
-from mmray.train.advice import Advising, advice
-from mmray.train.flops import model_flops
-from mmray.train.profiling import profiled
-from mmray.train.telemetry import PHASES, RECENT_STEPS, MetricsLog, PeakMemory, Phases, Rates, rows_sha
 from tests.train import toy
 
 
@@ -118,7 +118,7 @@ def test_a_log_that_cannot_be_opened_is_an_error_with_the_next_move(tmp_path):
 
 def test_a_log_that_another_training_has_taken_over_gets_no_further_line(tmp_path, monkeypatch):
     now_s, ours = [1000.0], [True]
-    monkeypatch.setattr(telemetry.time, "time", lambda: now_s[0])
+    monkeypatch.setattr(writers.time, "time", lambda: now_s[0])
 
     def check():
         if not ours[0]:
@@ -128,7 +128,7 @@ def test_a_log_that_another_training_has_taken_over_gets_no_further_line(tmp_pat
     log.write({"step": 1})
     ours[0] = False
     log.write({"step": 2})  # the lease is no file to look at with each step
-    now_s[0] += telemetry.CHECK_EVERY_S
+    now_s[0] += writers.CHECK_EVERY_S
     for late in (lambda: log.write({"step": 3}), log.close):
         with pytest.raises(TrainingError, match="taken over"):
             late()

@@ -13,7 +13,7 @@ import pytest
 
 from mmray.config import Config, Data, Run
 from mmray.errors import UsageError
-from mmray.train import tracking
+from mmray.train import trackers as tracking
 from mmray.train.redacted import redacted, safe
 from tests.train.runs import Silent
 
@@ -56,7 +56,7 @@ def test_a_stopped_job_still_tells_how_the_run_ended(tmp_path: Path) -> None:
     """Ray signals all processes of a job that is stopped, and the run ends by a checkpoint."""
 
     def stopped() -> None:
-        trackers = [child for child in psutil.Process().children() if "mmray.train.tracking_child" in child.cmdline()]
+        trackers = [child for child in psutil.Process().children() if "mmray.train.tracker_process" in child.cmdline()]
         assert len(trackers) == 1
         while not kept(tmp_path):  # it has begun
             time.sleep(0.05)

@@ -7,12 +7,12 @@ from queue import SimpleQueue
 import pytest
 import torch
 
-from mmray.train import step
-from mmray.train.guard import leave_at_s
-from mmray.train.pulse import Pulse, calls_of
-from mmray.train.telemetry import over_ranks
-from mmray.train.watchdog import Beat, Watchdog, culprits
-from mmray.train.writer import Writer
+from mmray.engine import step
+from mmray.engine.checkpoint.async_saver import Writer
+from mmray.engine.heartbeat import Pulse, calls_of
+from mmray.engine.metrics.writers import over_ranks
+from mmray.train.hang_detector import Beat, Watchdog, culprits
+from mmray.train.monitor import leave_at_s
 from tests.train import toy
 
 
@@ -81,7 +81,7 @@ def test_the_calls_of_a_thread_are_those_that_have_not_returned(monkeypatch):
     begun.wait(30)
     calls = calls_of(thread.ident)
     assert [call.name for call in calls if call.file == __file__] == ["inner", "outer"]
-    monkeypatch.setattr("mmray.train.pulse._scratch", full_disk)
+    monkeypatch.setattr("mmray.engine.heartbeat._scratch", full_disk)
     assert calls_of(thread.ident) == []  # and the heart beats on
     go_on.set()
     thread.join()
@@ -92,7 +92,7 @@ def full_disk():
 
 
 def test_a_pulse_says_where_its_thread_stands_and_writes_stacks_when_asked(tmp_path, monkeypatch):
-    monkeypatch.setattr("mmray.train.pulse.EVERY_S", 0.05)
+    monkeypatch.setattr("mmray.engine.heartbeat.EVERY_S", 0.05)
     sent, wanted = [], threading.Event()
 
     def send(one):
@@ -136,7 +136,7 @@ def test_a_rank_that_reads_what_a_device_has_yet_to_reduce_is_told_as_waiting(tm
 
 def test_a_checkpoint_may_take_its_time_but_not_for_ever(tmp_path, monkeypatch):
     """The storage does not answer, as a network mount that died: waiting for it is no progress after a while."""
-    monkeypatch.setattr("mmray.train.pulse.EVERY_S", 0.02)
+    monkeypatch.setattr("mmray.engine.heartbeat.EVERY_S", 0.02)
     sent, answers = [], threading.Event()
     pulse = Pulse(sent.append, {"rank": 0, "node": "n", "pid": 1}, tmp_path / "rank-0.txt", write_limit_s=0.3)
     writer = Writer()

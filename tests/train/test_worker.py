@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from mmray.config import Own
+from mmray.engine import memory_probe, precision
+from mmray.engine.checkpoint import files
+from mmray.engine.heartbeat import Pulse
+from mmray.engine.seeding import seed_everything
 from mmray.errors import UsageError
-from mmray.train import checkpoint, memory, precision
-from mmray.train.pulse import Pulse
-from mmray.train.seeding import seed_everything
 from tests.train import runs
 from tests.train.double import DoubleTowers
 from tests.train.lone_worker import ran, rows_of
@@ -35,7 +36,7 @@ def test_a_worker_finds_its_micro_batch_records_it_and_trains_as_with_that_one(
     given, lines, notes = ran(prepared, tmp_path / "given", 4, by_length=by_length)
     assert not any("rows fit" in note for note in notes)
     one_row = lines[0]["memory/activations_gib"] / 4 * 2**30
-    room = SimpleNamespace(available=5.5 * one_row / memory.HOST_SHARE, used=0)
+    room = SimpleNamespace(available=5.5 * one_row / memory_probe.HOST_SHARE, used=0)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: room)
     found, found_lines, notes = ran(prepared, tmp_path / "auto", "auto", by_length=by_length)
     assert "micro-batches of 4 rows fit" in notes
@@ -80,7 +81,7 @@ def test_a_worker_rehearses_trains_and_scores_in_the_format_that_the_ranks_agree
 
 def test_a_worker_that_goes_on_lets_go_of_the_checkpoint_and_comes_to_the_same(prepared, tmp_path, monkeypatch):
     whole, _, _ = ran(prepared, tmp_path / "whole", 4, checkpoint_every=2)
-    read, alive, load = [], [], checkpoint.load
+    read, alive, load = [], [], files.load
 
     def loading(*given):
         state = load(*given)
@@ -91,7 +92,7 @@ def test_a_worker_that_goes_on_lets_go_of_the_checkpoint_and_comes_to_the_same(p
         alive.append(sum(one() is not None for one in read))
 
     with monkeypatch.context() as inside:
-        inside.setattr(checkpoint, "load", loading)
+        inside.setattr(files, "load", loading)
         inside.setattr(Pulse, "on_step", on_step)
         found = tmp_path / "whole" / "checkpoints" / "step-2"
         again, _, _ = ran(prepared, tmp_path / "again", 4, checkpoint_every=2, found=found)

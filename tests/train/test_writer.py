@@ -6,10 +6,10 @@ import time
 import pytest
 import torch
 
+from mmray.engine.checkpoint import files
+from mmray.engine.checkpoint.async_saver import Writer
+from mmray.engine.checkpoint.rhythm import COST_SHARE, Rhythm, interval
 from mmray.errors import StorageError, TrainingError
-from mmray.train import checkpoint
-from mmray.train.rhythm import COST_SHARE, Rhythm, interval
-from mmray.train.writer import Writer
 
 
 def test_what_is_written_aside_is_the_state_at_the_call_to_the_byte(tmp_path):
@@ -22,16 +22,16 @@ def test_what_is_written_aside_is_the_state_at_the_call_to_the_byte(tmp_path):
 
     def write(copied):
         gate.wait(5)
-        checkpoint.save(there, 3, copied.pop("model"), copied, {})
+        files.save(there, 3, copied.pop("model"), copied, {})
 
     writer = Writer()
     plain = {key: value for key, value in state.items() if key != "model"}
-    checkpoint.save(tmp_path / "at-once", 3, state["model"], plain, {})
+    files.save(tmp_path / "at-once", 3, state["model"], plain, {})
     writer.submit(state, write)
     weights.add_(100)  # the next step
     gate.set()
     writer.close()
-    for name in (checkpoint.MODEL, checkpoint.STATE):
+    for name in (files.MODEL, files.STATE):
         assert (there / "step-3" / name).read_bytes() == (tmp_path / "at-once" / "step-3" / name).read_bytes()
     assert writer.cost_s > 0
 

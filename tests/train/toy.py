@@ -13,20 +13,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mmray import objectives
-from mmray.data.collate import UNLEARNED
-from mmray.data.order import Plan
+from mmray.data.stream.collate import UNLEARNED
+from mmray.data.stream.order import Plan
+from mmray.engine import clip, optimizer
+from mmray.engine.collectives import Group
+from mmray.engine.metrics.writers import Phases
+from mmray.engine.parallel import wrap as parallel
+from mmray.engine.precision import Precision
+from mmray.engine.prefetch import share_of
+from mmray.engine.seeding import micro_seed, seeded
+from mmray.engine.state import Task
+from mmray.engine.train_state import Learner
 from mmray.objectives.build import terms_of
 from mmray.objectives.contrastive import Contrastive
 from mmray.objectives.matching import gumbel
 from mmray.objectives.sigmoid import Sigmoid
-from mmray.train import clip, optimizer, parallel
-from mmray.train.feed import share_of
-from mmray.train.group import Group
-from mmray.train.learner import Learner
-from mmray.train.precision import Precision
-from mmray.train.seeding import micro_seed, seeded
-from mmray.train.task import Task
-from mmray.train.telemetry import Phases
 
 SEED = 7
 VOCAB = 23

@@ -18,21 +18,21 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from mmray.data.order import Plan
+from mmray.data.stream.order import Plan
+from mmray.engine import grad_cache, loop, memory_probe, optimizer, precision
+from mmray.engine.checkpoint.tree import mapped
+from mmray.engine.collectives import Group
+from mmray.engine.metrics.meters import Meter
+from mmray.engine.metrics.writers import PHASES, MetricsLog, Phases, Rates, over_ranks, rows_sha
+from mmray.engine.parallel.transforms import compiled
+from mmray.engine.parallel.wrap import Layout
+from mmray.engine.precision import Precision
+from mmray.engine.prefetch import share_of
+from mmray.engine.seeding import micro_seed
+from mmray.engine.step import optimizer_step
 from mmray.errors import OutOfMemoryError
 from mmray.objectives.contrastive import Contrastive
 from mmray.objectives.sigmoid import Sigmoid
-from mmray.train import coupling, loop, memory, optimizer, precision
-from mmray.train.feed import share_of
-from mmray.train.group import Group
-from mmray.train.measure import Meter
-from mmray.train.nest import mapped
-from mmray.train.parallel import Layout
-from mmray.train.precision import Precision
-from mmray.train.seeding import micro_seed
-from mmray.train.shaping import compiled
-from mmray.train.step import optimizer_step
-from mmray.train.telemetry import PHASES, MetricsLog, Phases, Rates, over_ranks, rows_sha
 from tests.train import toy
 
 WORLD = 2
@@ -104,11 +104,11 @@ def accumulated_shares(group: Group, folder: Path) -> torch.Tensor:
 
 def gathered_shares(group: Group, folder: Path) -> torch.Tensor:
     """As a large global batch goes: each rank forms the loss of its own rows, the gradients are brought together."""
-    most, coupling.MOST_ROWS_OF_ALL = coupling.MOST_ROWS_OF_ALL, 0
+    most, grad_cache.MOST_ROWS_OF_ALL = grad_cache.MOST_ROWS_OF_ALL, 0
     try:
         return accumulated_shares(group, folder)
     finally:
-        coupling.MOST_ROWS_OF_ALL = most
+        grad_cache.MOST_ROWS_OF_ALL = most
 
 
 def where_gradients_live(group: Group, folder: Path) -> dict[str, list[int]]:
@@ -289,7 +289,7 @@ def rehearsals(group: Group, folder: Path) -> dict[str, int]:
     for name, limits in {"both": (6, 3), "all": (99, 99)}.items():
         model = toy.Cramped(toy.Fault("nowhere", most_rows=limits[group.rank]))
         learner = replace(toy.learner(toy.Toy(), group), model=model, optimizer=optimizer.build(model, toy.OPTIMIZER))
-        found[name] = memory.rehearse(learner, lambda rows: toy.rows(rows, 0), share=12, micro=None).micro
+        found[name] = memory_probe.rehearse(learner, lambda rows: toy.rows(rows, 0), share=12, micro=None).micro
     return found
 
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from mmray.data.order import Plan
-from mmray.train import loop
-from mmray.train.group import Group
+from mmray.data.stream.order import Plan
+from mmray.engine import loop
+from mmray.engine.collectives import Group
 from tests.train import toy
 
 

@@ -5,17 +5,16 @@ import io
 import pytest
 from rich.console import Console
 
-from mmray import recipes
 from mmray.cli.console import Screen
 from mmray.cli.sweep_reporter import trial_line, trials_table
 from mmray.cli.tune import _say_outcome
-from mmray.config import from_yaml
-from mmray.config.space import parse
+from mmray.config import from_yaml, recipes
+from mmray.config.search_space import parse
 from mmray.errors import TrainingError
-from mmray.tune.plan import trials_of
 from mmray.tune.rank import recommend
-from mmray.tune.rows import Ended, row_of
+from mmray.tune.results import Ended, row_of
 from mmray.tune.search import SweepOutcome
+from mmray.tune.trials import trials_of
 
 LINES = [
     {"step": step, "rows_stop": 128 * step, "throughput/samples_per_s": rate, "time/step_s": 0.2, "train/loss": 2.0}

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mmray.cluster import nodes as cluster
+from mmray.cluster import placement as cluster
 from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, concurrent
-from mmray.cluster.nodes import HEAD_MARK, ROLE, launcher_pools
+from mmray.cluster.placement import HEAD_MARK, ROLE, launcher_pools
 from mmray.config import Cluster, Config
 from mmray.errors import ResourceError
 from mmray.tune.fit import largest, room_for
-from mmray.tune.plan import Trial
 from mmray.tune.search import _at_once, placeable
+from mmray.tune.trials import Trial
 
 CLUSTER_YAML = yaml.safe_load((Path(__file__).parents[2] / "cluster.yaml").read_text())  # 8 x 16 CPUs, 4 x 1 GPU
 POOLS = launcher_pools(CLUSTER_YAML)

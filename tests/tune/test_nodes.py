@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from mmray.config.space import parse
-from mmray.tune.plan import opened
+from mmray.config.search_space import parse
 from mmray.tune.search import Sweep, search
+from mmray.tune.trials import opened
 from tests.made import make_set, row
 from tests.nodes import several_nodes
 from tests.train.runs import config

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from mmray import recipes
-from mmray.config import Config
-from mmray.config.space import parse
+from mmray.config import Config, recipes
+from mmray.config.search_space import parse
 from mmray.errors import UsageError
-from mmray.tune.plan import STEPS, as_run, best_recipe, closed, opened, samples_per_trial, trials_of, warm_up_doubt
+from mmray.tune.trials import STEPS, as_run, best_recipe, closed, opened, samples_per_trial, trials_of, warm_up_doubt
 
 SAMPLE = recipes.load("sample")  # micro 64, global 128, 2 workers, 500 steps
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from mmray.engine.batch import BatchShape
 from mmray.errors import TrainingError
-from mmray.train.batch import BatchShape
 from mmray.train.policy import Failure, decide
-from mmray.tune.plan import Trial
 from mmray.tune.rank import recommend
-from mmray.tune.rows import Ended, ended_by, figures, one_line, row_of
+from mmray.tune.results import Ended, ended_by, figures, one_line, row_of
+from mmray.tune.trials import Trial
 
 
 def line(step, rate, step_s, loss=1.0, **more):

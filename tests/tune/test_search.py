@@ -11,11 +11,11 @@ from mmray import cli
 from mmray.cli.console import Screen
 from mmray.cli.sweep_reporter import trials_table
 from mmray.config import from_yaml, to_yaml
-from mmray.config.space import parse
+from mmray.config.search_space import parse
 from mmray.errors import ResourceError
 from mmray.train.trainer import train
-from mmray.tune.plan import opened
 from mmray.tune.search import Sweep, search
+from mmray.tune.trials import opened
 from tests.made import make_set, row
 from tests.train.runs import Silent, config, lines
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmray.config.space import Range, parse
+from mmray.config.search_space import Range, parse
 from mmray.errors import UsageError
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from mmray import recipes
+from mmray.config import recipes
 from mmray.errors import UsageError
-from mmray.tune.sweepdir import create, decide
+from mmray.tune.sweep_dir import create, decide
 
 IDENTITY = {"space": {"batch.micro": [8, 16]}, "samples_per_trial": 64}
 

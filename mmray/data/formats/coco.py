@@ -10,8 +10,8 @@ from typing import Any
 import orjson
 
 from mmray.data.formats.rows import is_inside
-from mmray.data.place import Place
 from mmray.errors import DataError
+from mmray.storage.storage import Place
 
 _NEEDED = (("images", "id", "file_name"), ("annotations", "image_id", None), ("categories", "id", "name"))
 

@@ -13,8 +13,8 @@ from mmray.data.formats import lines
 from mmray.data.formats.jsonl import parse_json
 from mmray.data.formats.rows import BadRow, renamed
 from mmray.data.formats.source import Chunk, Item, head_of
-from mmray.data.place import Place
 from mmray.errors import DataError
+from mmray.storage.storage import Place
 
 _INTEGERS = ("label",)
 _LISTS = ("images", "texts", "boxes", "box_labels", "messages")  # a JSON list in a field

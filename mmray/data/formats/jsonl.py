@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 from mmray.data.formats import lines
 from mmray.data.formats.rows import BadRow, renamed
 from mmray.data.formats.source import Chunk, Item, head_of
-from mmray.data.place import Place
 from mmray.errors import DataError
+from mmray.storage.storage import Place
 
 _NOT_JSONL = (
     (b"\x1f\x8b", "is gzip: unpack it first"),

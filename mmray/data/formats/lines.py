@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from mmray.data.formats.source import Chunk, SourceChanged
-from mmray.data.place import Place
+from mmray.storage.storage import Place
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 MAX_QUOTED_BYTES = 1024 * 1024

@@ -10,14 +10,14 @@ import json
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, ClassVar
 
-from mmray.data.files import read_file, tried
 from mmray.data.formats import lines
 from mmray.data.formats.jsonl import parse_json
 from mmray.data.formats.lines import MAX_LINE_BYTES
 from mmray.data.formats.rows import BadRow, is_plain, renamed
 from mmray.data.formats.source import Chunk, Item
-from mmray.data.place import Place
+from mmray.data.images.files import read_file, tried
 from mmray.errors import DataError
+from mmray.storage.storage import Place
 
 LISTING = "listing.jsonl"
 _TOO_LONG = "bytes of a row that is too long"

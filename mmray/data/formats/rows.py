@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from mmray.address import is_url, shown, unfit
 from mmray.data.formats.bad_row import BadRow as BadRow
 from mmray.data.formats.messages import messages_of
+from mmray.storage.address import is_url, shown, unfit
 
 COLUMNS = (
     "id", "key", "image_path", "image", "images", "text", "texts", "label", "split", "language", "boxes", "box_labels",

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from mmray.data.formats.rows import BadRow, is_plain
-from mmray.data.place import Place
 from mmray.errors import DataError
+from mmray.storage.storage import Place
 
 
 class SourceChanged(Exception):

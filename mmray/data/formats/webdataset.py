@@ -14,12 +14,12 @@ from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any, ClassVar
 
-from mmray.data.files import MAX_IMAGE_BYTES
 from mmray.data.formats.jsonl import parse_only
 from mmray.data.formats.rows import BadRow, Picture, is_inside, renamed
 from mmray.data.formats.source import Chunk, Item, files_of, head_of, signature, unchanged
-from mmray.data.place import Place
+from mmray.data.images.files import MAX_IMAGE_BYTES
 from mmray.errors import DataError
+from mmray.storage.storage import Place
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif")
 _TEXTS = ("text", "texts", "caption")

@@ -1,0 +1,179 @@
+"""`mmray bench step --space batch.micro=8,16,32`: what a batch shape costs in time and memory, before it is paid for.
+
+Each combination trains mmray's own loop on synthetic batches in processes of its own, so that no row inherits the
+memory of another. What does not fit is a row that says so. No Ray, no data.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+import torch
+
+from mmray import objectives
+from mmray.bench.machine import describe
+from mmray.bench.spawn import RankFailed, device_of, left_idle, run_ranks
+from mmray.bench.step import WARM_STEPS, Bench, prepared
+from mmray.config.search_space import parse, value_at, with_settings
+from mmray.data.stream.order import Plan
+from mmray.engine import loop
+from mmray.engine.batch import BatchShape, shape_of
+from mmray.engine.collectives import Group
+from mmray.engine.state import Task
+from mmray.errors import UsageError
+from mmray.objectives.protocol import Batch
+
+if TYPE_CHECKING:
+    from mmray.config import Config
+
+LEAST_STEPS = 5  # timed, however long they take: a 95th percentile of fewer says nothing
+MOST_STEPS = 100_000
+FIGURES = (
+    *("micro", "accumulation", "workers", "global"),
+    *("samples_per_s", "step_p50_s", "step_p95_s", "peak_gib", "peak_reserved_gib"),
+)
+Say = Callable[[str], None]
+IN_A_STEP = (
+    *("model.", "objective.", "batch.", "optimizer.", "cluster.", "train.precision", "train.deterministic"),
+    *("train.recompute", "train.compile", "train.channels_last"),
+)
+
+
+def bench_shapes(
+    config: Config, given: Sequence[str], window_s: float = 3.0, say: Say = lambda _: None
+) -> dict[str, Any]:
+    """A row for each combination of `--space` texts: {"machine", "ratios": {}, "rows"}; `say` hears of each when done.
+
+    A row holds the searched `settings`, micro, accumulation, workers, global, `status` (measured, out_of_memory, failed
+    or infeasible), samples_per_s, step_p50_s, step_p95_s, peak_gib (a GPU: allocated by torch; a CPU: resident, of rank
+    0's process with all it imports), peak_reserved_gib (GPU), and `reason`; what was not measured is None.
+    Raises UsageError, ResourceError.
+    """
+    space = parse(given)
+    for key in space.axes:
+        if not key.startswith(IN_A_STEP):
+            raise UsageError(
+                f"bench step --space {key}: it changes nothing in a step; these do: {', '.join(IN_A_STEP)}"
+            )
+    if "batch.global" not in space.axes:  # it follows: the recipe's own would turn a larger micro-batch into the same
+        config = config.replace(batch=config.batch.replace(global_=None))
+    configs = [with_settings(config, typed) for typed in space.combinations()]  # all typed before the first is run
+    rows = []
+    for number, each in enumerate(configs, 1):
+        row = _row(each, {key: value_at(each, key) for key in space.axes}, window_s)
+        chosen = ", ".join(f"{key}={value}" for key, value in row["settings"].items())
+        say(f"{number} of {len(configs)}, {chosen}: {row['status'].replace('_', ' ')}")
+        rows.append(row)
+    return {"machine": describe(device_of(config)), "ratios": {}, "rows": rows, "notes": left_idle(config)}
+
+
+def _row(config: Config, settings: dict[str, Any], window_s: float) -> dict[str, Any]:
+    row = {"settings": settings, "status": "measured", **dict.fromkeys(FIGURES), "reason": None}
+    try:
+        shape = shape_of(config.batch, config.cluster.most_workers)
+        row |= {"micro": shape.micro, "accumulation": shape.accumulation}
+        row |= {"workers": shape.workers, "global": shape.global_rows}
+        return row | run_ranks(partial(measure_shape, shape=shape, window_s=window_s), config)
+    except UsageError as error:
+        return row | {"status": "infeasible", "reason": str(error)}
+    except RankFailed as error:
+        return row | {"status": "out_of_memory" if error.out_of_memory else "failed", "reason": str(error)}
+
+
+@dataclass
+class StepTimes:
+    """Seconds of each step after the warm-up, by a clock that waits for the device; a callback of the loop."""
+
+    device: torch.device
+    window_s: float
+    times_s: list[float] = field(default_factory=list)
+    _last_s: float = 0.0
+
+    def on_step(self, step: int, metrics: dict[str, Any] | None = None) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # what was only queued is not done
+        now_s = time.perf_counter()
+        if step > WARM_STEPS:
+            self.times_s.append(now_s - self._last_s)
+        self._last_s = now_s
+
+    def enough(self) -> bool:
+        """Whether the step about to be taken is the last; the loop lets any rank say so, and all end together."""
+        return len(self.times_s) + 1 >= LEAST_STEPS and sum(self.times_s) >= self.window_s
+
+
+def measure_shape(config: Config, group: Group, _: Path, shape: BatchShape, window_s: float) -> dict[str, Any]:
+    """One worker of one row: steps of `shape` for about `window_s` seconds."""
+    if group.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(group.device)
+    bench = prepared(config, group, shape.micro)
+    times = StepTimes(group.device, window_s)
+    plan = Plan(
+        num_rows=shape.global_rows,
+        global_rows=shape.global_rows,
+        world=group.world,
+        micro=shape.micro,
+        seed=config.train.seed,
+        steps=MOST_STEPS,
+    )
+    task = Task(
+        model=bench.model,
+        objective=objectives.build(config.objective),
+        plan=plan,
+        group=group,
+        train=config.train,
+        optimizer=config.optimizer,
+        callbacks=(times,),
+        stop=times.enough,
+    )
+    loop.run(task, _steps(bench, plan))
+    p50_s, p95_s = np.percentile(times.times_s, (50, 95))
+    rate = shape.global_rows * len(times.times_s) / sum(times.times_s)
+    return {
+        "samples_per_s": round(rate, 2),
+        "step_p50_s": round(float(p50_s), 6),
+        "step_p95_s": round(float(p95_s), 6),
+        **_peak(group.device),
+    }
+
+
+def _steps(bench: Bench, plan: Plan) -> Iterator[list[Batch]]:
+    """Micro-batches of synthetic rows at the positions of the plan; the last of a step may be smaller."""
+    for step in range(plan.steps):
+        positions = torch.from_numpy(plan.positions(step, bench.group.rank))
+        micros = []
+        for index, start in enumerate(range(0, plan.share, plan.micro)):
+            pos = positions[start : start + plan.micro]
+            batch = bench.batches[(step + index) % len(bench.batches)]
+            micros.append(
+                {name: column[: len(pos)] for name, column in batch.items()} | {"pos": pos, "valid": pos >= 0}
+            )
+        yield micros
+
+
+def _peak(device: torch.device) -> dict[str, float | None]:
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        names = {"peak_gib": "allocated_bytes.all.peak", "peak_reserved_gib": "reserved_bytes.all.peak"}
+        return {name: round(stats[key] / 2**30, 4) for name, key in names.items()}
+    return {"peak_gib": round(peak_resident_bytes() / 2**30, 4), "peak_reserved_gib": None}
+
+
+def peak_resident_bytes() -> int:
+    """The most memory this process ever held.
+
+    Not getrusage's ru_maxrss: across fork and exec it begins at what the parent held, so that a row would show the
+    memory of the process that started it. The kernel's VmHWM begins anew.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    return int(psutil.Process().memory_info().rss)  # no such figure there: what it holds now, at the end

@@ -1,0 +1,215 @@
+"""Parquet files and the Arrow files that Hugging Face `datasets` saves: rows from columns, images as paths or bytes.
+
+Only the columns that mean something to us are read. A chunk is some row groups of a Parquet file, or some record
+batches of an Arrow file, so that a task reads no more than its part; of one that is too large, a range of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, ClassVar, TypeVar
+
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mmray.data.formats.rows import COLUMNS, BadRow, is_inside, renamed
+from mmray.data.formats.source import Chunk, Item, files_of, in_utf8, signature, unchanged
+from mmray.errors import DataError
+from mmray.storage.remote_path import steadily
+from mmray.storage.storage import Place
+
+T = TypeVar("T")
+_ROWS_AT_ONCE = 32  # of inline images, held as Python bytes
+_BUFFER_BYTES = 4 << 20  # of a column, for otherwise all of it is held
+# Chunks of one row group at most: the rows before a range must be read to come to it, so that n ranges read the group
+# (n + 1) / 2 times. pandas writes a million rows a group.
+MOST_PARTS = 16
+
+
+class Parquet:
+    """A Parquet file, or the Parquet files of a folder in the order of their names."""
+
+    title: ClassVar[str] = "Parquet"
+    part: ClassVar[str] = "row group"
+
+    def __init__(self, place: Place, name: str, columns: dict[str, str]) -> None:
+        self.place, self.name, self.columns = place, name, columns
+
+    def names(self) -> list[str]:
+        """The files, in order."""
+        return files_of(self.place, self.name, ".parquet")
+
+    def split_of(self, name: str) -> str | None:
+        """The split that a file is of, where the layout says so."""
+        return None
+
+    def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[Chunk]:
+        index = 0
+        for name in self.names():
+            try:
+                sizes, schema = self._steadily(lambda name=name: self.parts(name))  # type: ignore[misc]
+            except (pa.ArrowException, OSError) as error:
+                raise DataError(f"{self.place.address}/{name} cannot be read as {self.title}: {error}") from None
+            self._wanted(schema, name)
+            mark, start, first = signature(self.place, name), 0, 1
+            for stop in range(1, len(sizes) + 1):
+                rows = sum(sizes[start:stop])
+                if stop < len(sizes) and rows + sizes[stop] <= rows_per_chunk:
+                    continue
+                most = max(rows_per_chunk, -(-rows // MOST_PARTS))
+                for at in range(0, rows, most):
+                    part = min(most, rows - at)
+                    yield Chunk(index, name, start, stop, first, part, mark)
+                    index, first = index + 1, first + part
+                start = stop
+
+    def parts(self, name: str) -> tuple[list[int], pa.Schema]:
+        """(rows of each row group, schema) from the footer alone."""
+        with self.place.open(name) as raw:
+            meta = pq.ParquetFile(raw).metadata
+            return [
+                meta.row_group(group).num_rows for group in range(meta.num_row_groups)
+            ], meta.schema.to_arrow_schema()
+
+    def batches(self, chunk: Chunk, had: int) -> Iterator[pa.RecordBatch]:
+        """The rows of a chunk, the wanted columns of them, without the first `had`."""
+        with self.place.open(chunk.file) as raw:
+            file = pq.ParquetFile(raw, buffer_size=_BUFFER_BYTES)
+            wanted, meta = self._wanted(file.schema_arrow, chunk.file), file.metadata
+            above = sum(meta.row_group(group).num_rows for group in range(chunk.start))
+            groups = range(chunk.start, chunk.stop)
+            rows = (
+                batch
+                for group in groups
+                for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=wanted)
+            )
+            yield from _range_of(rows, *_of_chunk(chunk, above, had))
+
+    def read(self, chunk: Chunk) -> Iterator[Item]:
+        unchanged(self.place, chunk, chunk.sha256)
+        line, split = chunk.first_line, self.split_of(chunk.file)
+        try:
+            for batch in self._all_batches(chunk):
+                for values in _rows(batch):
+                    if not isinstance(values, BadRow):
+                        values = renamed(values, self.columns)
+                        values |= {"split": split} if split and values.get("split") is None else {}
+                    yield Item(line, f"{chunk.file}:{line}", values)
+                    line += 1
+        except (pa.ArrowException, OSError) as error:  # the rest of the chunk cannot be had: each row is named
+            reason = "unreadable" if self._is_of_storage(error) else "damaged"
+            for rest in range(line, chunk.first_line + (chunk.num_rows or 0)):
+                fault = BadRow("read", reason, f"{self.part}s {chunk.start}-{chunk.stop - 1}: {str(error)[:200]}")
+                yield Item(rest, f"{chunk.file}:{rest}", fault)
+        unchanged(self.place, chunk, chunk.sha256)
+
+    def _all_batches(self, chunk: Chunk) -> Iterator[pa.RecordBatch]:
+        """The rows of a chunk; where a store fails for a moment, from behind those that were had."""
+        had, batches = 0, self.batches(chunk, 0)
+
+        def following() -> pa.RecordBatch | None:
+            nonlocal batches
+            try:
+                return next(batches, None)
+            except OSError:
+                batches = self.batches(chunk, had)
+                raise
+
+        while (batch := self._steadily(following)) is not None:
+            had += batch.num_rows
+            yield batch
+
+    def _steadily(self, call: Callable[[], T]) -> T:
+        """What `call` gives, with patience for a store; a disk says at once what it has to say."""
+        return call() if self.place.local is not None else steadily(call)
+
+    def _is_of_storage(self, error: Exception) -> bool:
+        """Whether another time may read what failed; pyarrow calls many a damage of a file an OSError as well, without
+        the number that the system gives."""
+        return isinstance(error, OSError) and (self.place.local is None or error.errno is not None)
+
+    def _wanted(self, schema: pa.Schema, name: str) -> list[str]:
+        """Names of the columns to read. Raises DataError where none of them is an image or a caption."""
+        ours = {self.columns.get(column, column) for column in COLUMNS}
+        wanted = [column for column in schema.names if column in ours]
+        mapped = renamed(dict.fromkeys(wanted, True), self.columns)
+        texts = ("text", "texts", "messages")
+        for kinds, kind in ((("image", "image_path", "images"), "image"), (texts, "text")):
+            if not set(kinds) & set(mapped):
+                raise DataError(
+                    f"{self.place.address}/{name} has the columns {', '.join(schema.names)[:300]}: none is "
+                    f"`{kind}`; say which is, with --columns {kind}=NAME"
+                )
+        return wanted
+
+
+class SavedDataset(Parquet):
+    """What `datasets.Dataset.save_to_disk` and `DatasetDict.save_to_disk` write; the package itself is not needed."""
+
+    title: ClassVar[str] = "Hugging Face datasets"
+    part: ClassVar[str] = "record batch"
+
+    def names(self) -> list[str]:
+        """The Arrow files that the state of each split names, in order. Raises DataError."""
+        states = in_utf8(self.place, [name for name in self.place.tree() if name.rpartition("/")[2] == "state.json"])
+        found = [name for state in states for name in self._named(state)]
+        if not found:
+            raise DataError(f"{self.place.address} has no state.json that names Arrow files: it is no saved dataset")
+        return found
+
+    def split_of(self, name: str) -> str | None:
+        return name.partition("/")[0] if "/" in name else None
+
+    def _named(self, state: str) -> list[str]:
+        try:
+            values = orjson.loads(self.place.read(state))
+            files = [str(item["filename"]) for item in values["_data_files"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{self.place.address}/{state} cannot be read: {error}") from None
+        if values.get("_indices_data_files"):
+            raise DataError(
+                f"{self.place.address}/{state}: the dataset was shuffled or filtered by an index: save it again after "
+                "flatten_indices()"
+            )
+        names = [state.removesuffix("state.json") + file for file in files]
+        if not all(map(is_inside, names)):
+            raise DataError(f"{self.place.address}/{state} names files outside its folder")
+        return names
+
+    def parts(self, name: str) -> tuple[list[int], pa.Schema]:
+        with self.place.open(name, mapped=True) as raw, pa.ipc.open_stream(raw) as reader:
+            return [batch.num_rows for batch in reader], reader.schema
+
+    def batches(self, chunk: Chunk, had: int) -> Iterator[pa.RecordBatch]:
+        with self.place.open(chunk.file, mapped=True) as raw, pa.ipc.open_stream(raw) as reader:
+            wanted = self._wanted(reader.schema, chunk.file)
+            above = sum(reader.read_next_batch().num_rows for _ in range(chunk.start))
+            for batch in _range_of(reader, *_of_chunk(chunk, above, had)):
+                whole = batch.select(wanted)
+                yield from (whole.slice(at, _ROWS_AT_ONCE) for at in range(0, whole.num_rows, _ROWS_AT_ONCE))
+
+
+def _of_chunk(chunk: Chunk, above: int, had: int) -> tuple[int, int]:
+    """(rows to leave out, rows to take) of a chunk's parts, above which the file has so many rows."""
+    return chunk.first_line - 1 - above + had, (chunk.num_rows or 0) - had
+
+
+def _range_of(batches: Iterable[pa.RecordBatch], start: int, count: int) -> Iterator[pa.RecordBatch]:
+    """Rows start..start + count of the batches; none behind them is read."""
+    for batch in batches if count else ():
+        part = batch.slice(min(start, batch.num_rows), count)
+        start, count = max(0, start - batch.num_rows), count - part.num_rows
+        if part.num_rows:
+            yield part
+        if not count:
+            return
+
+
+def _rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | BadRow]:
+    """Rows one by one; text that is not UTF-8 costs its own row alone."""
+    for number in range(batch.num_rows):
+        try:
+            yield batch.slice(number, 1).to_pylist()[0]
+        except UnicodeDecodeError as error:
+            yield BadRow("parse", "encoding", f"a text is not UTF-8 at byte {error.start}")

@@ -1,0 +1,275 @@
+"""Encoded bytes to checked RGB pixels: the first thing that happens to an image, at prepare time and again in training.
+
+Pillow decodes (other decoders die of damaged files instead of raising), and libjpeg-turbo itself what is a plain JPEG
+without any fault. `decode` answers with an upright RGB image or raises BadImage, whatever the bytes are; `to_pixels`
+makes the square a model sees, `read_pixels` both at once; `checked_size` only finds out whether `decode` would answer;
+`shrink` makes the smaller copy that a prepared set may keep.
+Nothing here guesses: half a picture is an error, never a picture that is half grey.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+import zlib
+from typing import Literal
+
+import numpy as np
+import simplejpeg
+from PIL import Image, ImageFile
+
+from mmray.data.images.resample import Box, resample
+from mmray.data.images.rgb import WHITE, correct_png_transparency, to_rgb
+from mmray.data.images.upright import is_upright, turn_upright, upright_size
+
+# Another library in the process may have switched this on; half a JPEG would then become mostly grey pixels.
+ImageFile.LOAD_TRUNCATED_IMAGES = False
+# What Pillow warns of is a file's: damaged EXIF, which costs no picture, or a size that `max_pixels` decides upon. Each
+# text has the file's own numbers in it, so that Python would show, and remember, one for every such file.
+warnings.filterwarnings("ignore", module=r"PIL\.")
+
+MAX_PIXELS = 25_000_000
+
+
+class BadImage(ValueError):
+    """Bytes that are not a whole, readable, reasonably sized picture; `reason` is a short word, `detail` a sentence."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+def check_header(data: bytes, max_pixels: int = MAX_PIXELS) -> str:
+    """Format by content (JPEG, MPO, PNG, WEBP or GIF), from the header alone.
+
+    Raises BadImage with reason `empty`, `format`, `corrupt` or `too-large`.
+    """
+    return str(_open(data, max_pixels).format)
+
+
+def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+    """(width, height) of the upright picture, as the header says. Raises BadImage as `check_header` does."""
+    image = _open(data, max_pixels)
+    return upright_size(image)
+
+
+def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """The picture as an upright RGB image.
+
+    EXIF orientation is applied, transparency is laid on white, 16-bit samples are scaled (not clipped), and of an
+    animation the first frame is taken. Colour profiles are ignored. Raises BadImage, and MemoryError where this process
+    has no room for it, only.
+    """
+    return _decode(_open(data, max_pixels), data, max_pixels)
+
+
+def _decode(image: ImageFile.ImageFile, data: bytes, max_pixels: int) -> Image.Image:
+    if image.format == "PNG":
+        _check_png_chunks(data)
+        correct_png_transparency(image)
+    try:
+        image.load()
+        upright = turn_upright(image)
+        rgb = to_rgb(upright)
+    except MemoryError:
+        raise  # no fault of the image: its row must not be set aside for it
+    except Exception as error:  # noqa: BLE001 - fed damaged bytes, a decoder raises what it likes (a dozen kinds seen)
+        text = f"{type(error).__name__}: {error}"
+        raise BadImage("truncated" if "truncated" in text else "corrupt", text[:300]) from None
+    if rgb.width * rgb.height > max_pixels:  # a GIF frame may be larger than its header says
+        raise BadImage("too-large", f"{rgb.width} x {rgb.height} is over {max_pixels} pixels")
+    return rgb
+
+
+def checked_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+    """(width, height) of what `decode(data)` gives, at half its price. Raises BadImage as `decode` does.
+
+    All bits of a JPEG are read, which is where its faults are found, and one pixel in 64 is made of them.
+    """
+    image = _open(data, max_pixels)
+    if _plain_jpeg(image, data, sketch=True) is not None:
+        return image.size
+    return _decode(image, data, max_pixels).size
+
+
+def read_rgb(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+    """What `decode(data)` gives, to the bit: uint8 [H, W, 3]. Raises BadImage only.
+
+    The usual file, a whole JPEG that lies upright, goes to libjpeg-turbo without the detour over a Pillow image; any
+    other, and any that it finds fault with, takes the way of `decode`.
+    """
+    image = _open(data, max_pixels)
+    rgb = _plain_jpeg(image, data)
+    return np.asarray(_decode(image, data, max_pixels)) if rgb is None else rgb
+
+
+def read_pixels(
+    data: bytes,
+    side: int,
+    fit: Literal["squash", "crop", "pad"],
+    interpolation: Literal["bilinear", "bicubic"],
+    max_pixels: int = MAX_PIXELS,
+) -> np.ndarray:
+    """What `to_pixels(decode(data))` gives, to the bit: uint8 [3, side, side]. Raises BadImage only."""
+    return _channels_first(_square(read_rgb(data, max_pixels), side, fit, interpolation))
+
+
+def _plain_jpeg(image: ImageFile.ImageFile, data: bytes, sketch: bool = False) -> np.ndarray | None:
+    """RGB [H, W, 3] of a JPEG in colour that lies upright and has no fault; else None.
+
+    As a `sketch`, grey and an eighth of its size.
+    """
+    if image.format != "JPEG" or image.mode != "RGB" or not is_upright(image):
+        return None
+    try:
+        if simplejpeg.decode_jpeg_header(data)[1::-1] != image.size:  # nothing larger than was checked is allocated
+            return None
+        colours, least = ("GRAY", 1) if sketch else ("RGB", 0)  # `least` of 0: whole
+        pixels: np.ndarray = simplejpeg.decode_jpeg(  # strict: a warning is a fault
+            data, colours, min_height=least, min_width=least, strict=True
+        )
+    except ValueError:
+        return None
+    return pixels
+
+
+def to_pixels(
+    image: Image.Image | np.ndarray,
+    side: int,
+    fit: Literal["squash", "crop", "pad"],
+    interpolation: Literal["bilinear", "bicubic"],
+) -> np.ndarray:
+    """The square that `resized` makes: uint8 [3, side, side], contiguous."""
+    return _channels_first(_square(np.asarray(image), side, fit, interpolation))
+
+
+def channels_first(square: Image.Image) -> np.ndarray:
+    """uint8 [3, H, W], contiguous."""
+    return _channels_first(np.asarray(square))
+
+
+def _channels_first(rgb: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(rgb.transpose(2, 0, 1))
+
+
+def resized(
+    image: Image.Image | np.ndarray,
+    side: int,
+    fit: Literal["squash", "crop", "pad"],
+    interpolation: Literal["bilinear", "bicubic"],
+) -> Image.Image:
+    """A square of `side` pixels, of an RGB image or uint8 [H, W, 3].
+
+    `squash` ignores the aspect ratio, `crop` takes the central square, `pad` keeps everything on white.
+    Crop and resize are one call: a third faster than one after the other, and no row of pixels is rounded away.
+    """
+    return Image.fromarray(_square(np.asarray(image), side, fit, interpolation))
+
+
+def _square(
+    rgb: np.ndarray,
+    side: int,
+    fit: Literal["squash", "crop", "pad"],
+    interpolation: Literal["bilinear", "bicubic"],
+) -> np.ndarray:
+    """uint8 [H, W, 3] to uint8 [side, side, 3], as `resized` says."""
+    height, width = rgb.shape[:2]
+    if fit != "pad":
+        return resample(rgb, (side, side), interpolation, source_box(width, height, fit))
+    left, top, w, h = pad_place(width, height, side)
+    square = np.full((side, side, 3), WHITE, np.uint8)
+    square[top : top + h, left : left + w] = resample(rgb, (w, h), interpolation, (0, 0, width, height))
+    return square
+
+
+def shrink(rgb: np.ndarray, data: bytes, side: int) -> bytes:
+    """Encoded bytes whose shorter side is `side`; the same bytes where the picture is no larger than that.
+
+    `rgb` is what `read_rgb(data)` gave. JPEG of quality 90; PNG where the source is PNG, GIF or lossless WebP.
+    """
+    height, width = rgb.shape[:2]
+    shorter = min(width, height)
+    if shorter <= side:
+        return data
+    size = (max(1, round(width * side / shorter)), max(1, round(height * side / shorter)))
+    small = Image.fromarray(resample(rgb, size, "bicubic", (0, 0, width, height)))
+    out = io.BytesIO()
+    if _is_lossless(data):
+        small.save(out, "PNG")
+    else:
+        small.save(out, "JPEG", quality=90)
+    return out.getvalue()
+
+
+def pad_place(width: int, height: int, side: int) -> tuple[int, int, int, int]:
+    """(left, top, width, height) of an image on a square of `side` pixels that shows all of it."""
+    scale = side / max(width, height)
+    w, h = max(1, round(width * scale)), max(1, round(height * scale))
+    return (side - w) // 2, (side - h) // 2, w, h
+
+
+def source_box(width: int, height: int, fit: str) -> Box:
+    """The part of the source that fills the square."""
+    if fit == "squash":
+        return (0, 0, width, height)
+    short = min(width, height)
+    left, top = (width - short) / 2, (height - short) / 2
+    return (left, top, left + short, top + short)
+
+
+def _sniff(data: bytes) -> str | None:
+    """Name of the decoder for these bytes, by their first ones (Pillow finds MPO inside its JPEG decoder)."""
+    if data.startswith(b"\xff\xd8\xff"):
+        return "JPEG"
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return "PNG"
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return "WEBP"
+    return "GIF" if data[:6] in (b"GIF87a", b"GIF89a") else None
+
+
+def _is_lossless(data: bytes) -> bool:
+    return _sniff(data) in ("PNG", "GIF") or data[12:16] == b"VP8L"
+
+
+def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
+    """The image with its header read and nothing decoded yet. Raises BadImage."""
+    if not data:
+        raise BadImage("empty", "no bytes")
+    decoder = _sniff(data)
+    if decoder is None:
+        raise BadImage("format", f"neither JPEG, PNG, WebP, GIF nor MPO: it begins with {data[:12]!r}")
+    try:
+        image = Image.open(io.BytesIO(data), formats=(decoder,))
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise BadImage("too-large", str(error)) from None
+    except MemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - as in decode: a damaged header raises many kinds
+        if decoder == "PNG":
+            _check_png_chunks(data)  # says which chunk is damaged, where that is the cause
+        if decoder == "WEBP" and 8 + int.from_bytes(data[4:8], "little") > len(data):
+            raise BadImage("truncated", f"the WebP says it is longer than its {len(data)} bytes") from None
+        known = not isinstance(error, Image.UnidentifiedImageError)  # its text is a memory address
+        raise BadImage("corrupt", f"the {decoder} header cannot be read" + (f": {error}" if known else "")) from None
+    if image.width * image.height > max_pixels:
+        raise BadImage("too-large", f"{image.width} x {image.height} is over {max_pixels} pixels")
+    return image
+
+
+def _check_png_chunks(data: bytes) -> None:
+    """Check the chunks that make the picture, up to the end mark: Pillow passes over the checksums of the pixels."""
+    start = 8
+    while start + 12 <= len(data):
+        length = int.from_bytes(data[start : start + 4], "big")
+        kind, end = data[start + 4 : start + 8], start + 8 + length
+        if end + 4 > len(data):
+            break
+        critical = kind[0] & 0x20 == 0  # PNG specification, 5.4: upper case means the picture needs it
+        if critical and zlib.crc32(data[start + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
+            raise BadImage("checksum", f"PNG chunk {kind!r} at byte {start} does not match its checksum")
+        if kind == b"IEND":
+            return
+        start = end + 4
+    raise BadImage("truncated", f"the PNG ends at byte {len(data)} without its end mark")

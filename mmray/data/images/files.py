@@ -1,0 +1,113 @@
+"""Files that rows name, read from the source's folder and from nowhere else.
+
+What is wrong with one of them is a BadRow: the row that named it goes to quarantine. A disk or a store that does not
+answer is an OSError, and no fault of the row; only a prepare, which can come again, sets such rows aside (`tried`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from mmray.data.formats.rows import BadRow, Picture
+from mmray.storage.range_reads import RangeFiles, Read, coalesced, together
+from mmray.storage.remote_path import steadily
+from mmray.storage.storage import Place
+
+MAX_IMAGE_BYTES = 256 * 1024 * 1024
+_OF_THE_NAME = (errno.ENAMETOOLONG, errno.ELOOP)  # errors that say no more than that there can be no such file
+
+
+def read_picture(place: Place, picture: Picture) -> bytes:
+    """The bytes of an image, wherever the source keeps them. Raises BadRow (stage `read`) or OSError."""
+    if picture.data is not None:
+        return picture.data
+    if picture.length is None:
+        return read_file(place, str(picture.file))
+    with place.open(str(picture.file)) as file:
+        file.seek(picture.offset)
+        return bytes(file.read(picture.length))
+
+
+def read_pictures(place: Place, pictures: Sequence[Picture], files: RangeFiles | None = None) -> list[bytes]:
+    """The bytes of several images, in their order; of an object store in few requests. Raises BadRow or OSError.
+
+    `files` are those of the place that are open already: to open one is a request.
+    """
+    if place.local is not None:
+        return [read_picture(place, picture) for picture in pictures]
+    out, files = [b""] * len(pictures), files or RangeFiles(place)
+    whole = [number for number, picture in enumerate(pictures) if picture.length is None]
+    parts: dict[str, list[int]] = {}
+    for number, picture in enumerate(pictures):
+        if picture.length is not None:
+            parts.setdefault(str(picture.file), []).append(number)
+    reads = []
+    for file, numbers in parts.items():
+        spans = [(pictures[n].offset or 0, (pictures[n].offset or 0) + (pictures[n].length or 0)) for n in numbers]
+        reads += [(file, read, spans, numbers) for read in coalesced(spans)]
+
+    def read_whole(number: int) -> None:
+        out[number] = steadily(lambda: read_picture(place, pictures[number]))
+
+    def read_parts(job: tuple[str, Read, list[tuple[int, int]], list[int]]) -> None:
+        file, read, spans, numbers = job
+        data = files.read(file, read.start, read.stop)
+        for span in read.spans:
+            start, stop = spans[span]
+            out[numbers[span]] = data[start - read.start : stop - read.start]
+
+    together(read_whole, whole)
+    together(read_parts, reads)
+    return out
+
+
+def read_file(place: Place, name: str) -> bytes:
+    """The bytes of a file in the source's folder. Raises BadRow (stage `read`) or OSError."""
+    try:
+        size = place.size(name) if place.local is None else _size_inside(place, name)
+        if size is not None and size > MAX_IMAGE_BYTES:
+            raise BadRow("read", "too-large", f"{name} has {size} bytes, over {MAX_IMAGE_BYTES}")
+        return place.read(name)
+    except (FileNotFoundError, NotADirectoryError):
+        raise BadRow("read", "missing-image", f"there is no file {name}") from None
+    except OSError as error:
+        if error.errno not in _OF_THE_NAME:
+            raise
+        raise BadRow("read", "unreadable", f"{name}: {error}") from None
+
+
+@contextmanager
+def tried(name: str) -> Iterator[None]:
+    """Make an OSError of the block the fault of the row that named this file, of a kind that may pass: a BadRow."""
+    try:
+        yield
+    except OSError as error:
+        raise BadRow("read", "unreadable", f"{name}: {error}") from None
+
+
+def stamp(place: Place, name: str) -> tuple[str, int | None, int | None]:
+    """(name, size, time of change) by which a changed image is noticed; without the last two where there is no file
+    or no file system."""
+    try:
+        if place.local is None:
+            return (name, None, None)
+        info = os.stat(f"{place.local}/{name}")  # noqa: PTH116 - once for each image of the set
+        return (name, info.st_size, info.st_mtime_ns)
+    except OSError:
+        return (name, None, None)
+
+
+def _size_inside(place: Place, name: str) -> int:
+    """Bytes of a local file; refuses what leaves the folder through a link, and what is no regular file (a pipe would
+    never end)."""
+    real = os.path.realpath(f"{place.local}/{name}")
+    if not real.startswith(place.inside):
+        raise BadRow("read", "path", f"{name} is a link that leaves the folder of the source")
+    info = os.stat(real)  # noqa: PTH116 - once for each image of the set
+    if not stat.S_ISREG(info.st_mode):
+        raise BadRow("read", "not-a-file", f"{name} is not a regular file")
+    return info.st_size

@@ -1,0 +1,71 @@
+"""The folder a prepare writes into: made, held against a second writer, and swept of what did not become part of it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from mmray.data.prepare.pack import part_name
+from mmray.data.store.manifest import MANIFEST, PARTS, SHARDS, Shard
+from mmray.errors import UsageError
+from mmray.storage.storage import UNFINISHED, Place
+
+_LOCK = ".lock"
+
+
+def make(out: Place) -> None:
+    """Make the folder, where it is not one of something else. Raises UsageError."""
+    try:
+        names = set(out.names()) - {_LOCK}
+        if names and not names & {MANIFEST, PARTS}:
+            raise UsageError(f"{out.address} is not empty and holds no prepared set: choose another folder")
+        out.make(PARTS)
+        out.make(SHARDS)
+    except OSError as error:
+        raise UsageError(f"{out.address} cannot be written to ({error}): choose another folder") from None
+
+
+@contextmanager
+def one_writer(out: Place) -> Iterator[None]:
+    """Hold the folder against a second prepare (an object store has no locks). Raises UsageError."""
+    if out.local is None:
+        yield
+        return
+    try:
+        lock = os.open(out.local / _LOCK, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise UsageError(f"{out.address} cannot be written to ({error}): choose another folder") from None
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(lock, 200).decode(errors="replace")
+            raise UsageError(f"{out.address} is being prepared by {holder}: wait until it has ended") from None
+        os.truncate(lock, 0)
+        os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield
+    finally:
+        os.close(lock)  # which also lets go of it
+
+
+def sweep_unfinished(out: Place) -> None:
+    """Delete the files that a killed prepare was writing."""
+    for folder in ("", SHARDS, PARTS):
+        for name in out.names(folder):
+            if name.endswith(UNFINISHED):
+                out.delete(f"{folder}/{name}".lstrip("/"))
+
+
+def sweep(out: Place, shards: Iterable[Shard], num_chunks: int) -> None:
+    """Delete what killed tasks, other settings and earlier lines have left: all but these shards, and the records.
+
+    The shards of this prepare, not of the records that lie there: on a store another writer may have replaced one.
+    """
+    wanted = {shard.file for shard in shards} | {part_name(index) for index in range(num_chunks)}
+    for folder in (SHARDS, PARTS):
+        for name in out.names(folder):
+            if f"{folder}/{name}" not in wanted:
+                out.delete(f"{folder}/{name}")

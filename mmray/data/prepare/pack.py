@@ -1,0 +1,297 @@
+"""The work of one prepare task: a chunk of the source becomes shard files and a record of what was done.
+
+Each row is parsed, its images read, decoded whole and hashed, its captions cleaned; what fails goes into the record
+with stage and reason. The record (parts/chunk-N.json) is written last: with it the chunk counts as done, and a prepare
+that was killed, or whose source has grown, does not do it again. No Ray here: a test calls `pack_chunk` as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import orjson
+
+from mmray.data.formats.detect import Chosen, source_of
+from mmray.data.formats.rows import BadRow, Picture, RawRow
+from mmray.data.formats.source import Chunk, Item, Source, SourceUnreadable
+from mmray.data.images.decode import BadImage, checked_size, header_size, read_rgb, shrink
+from mmray.data.images.files import read_picture, stamp, tried
+from mmray.data.images.sandbox import SandboxedDecoder
+from mmray.data.prepare.ahead import rows_ahead
+from mmray.data.prepare.shard_writer import ShardWriter
+from mmray.data.store.manifest import PARTS, SHARDS, Shard
+from mmray.data.store.prepared_set import Row, images_sha256
+from mmray.data.text.tokenizer import BadText, clean
+from mmray.storage.storage import Place
+
+if TYPE_CHECKING:
+    from mmray.data.prepare.fetch import Fetcher
+
+_RECORD_VERSION = 4
+_BOX_SLACK = 0.01  # annotators draw a pixel over the edge
+
+
+@dataclass(frozen=True)
+class Job:
+    """What decides how a chunk is packed: another job packs it again."""
+
+    source: Chosen
+    out: str
+    columns: tuple[tuple[str, str], ...]  # (ours, theirs)
+    template: str
+    check: str
+    reference: bool
+    image_side: int
+    max_pixels: int
+    holdout: float
+    rows_per_shard: int
+    allow_urls: tuple[str, ...] = ()
+    careful: bool = False  # decode in a child process: a worker has died before
+
+    def digest(self) -> str:
+        """Of the settings alone: a set may be moved together with its source."""
+        settings: list[object] = [_RECORD_VERSION, self.image_side, self.max_pixels, self.holdout, self.rows_per_shard]
+        settings += [self.source.format, self.columns, self.template, self.check, self.reference]
+        settings += [self.allow_urls] if self.allow_urls else []  # sets of before that setting stay as they are
+        return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
+
+    def open(self) -> Source:
+        """The source, where the job stands: on the driver or in a task."""
+        return source_of(self.source, Place(self.out), dict(self.columns), self.template)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What a task tells the driver."""
+
+    index: int
+    num_rows: int
+    num_bad: int
+
+
+class Entry(NamedTuple):
+    """What the record says of a good row; there each name is a column."""
+
+    line: int
+    origin: str
+    key: str
+    image: str  # digests: of its images as they came, of images and words together, of its words
+    row: str
+    text: str
+    shard: int
+    language: str | None
+
+
+def part_name(index: int) -> str:
+    return f"{PARTS}/chunk-{index:05d}.json"
+
+
+def pack_chunk(job: Job, chunk: Chunk, fetcher: Callable[[tuple[str, ...]], Fetcher] | None = None) -> Packed:
+    """Pack one chunk; `fetcher` makes what fetches images from the hosts that are allowed (none: the usual one).
+
+    Raises SourceChanged and SourceUnreadable, and OSError where the set cannot be written.
+    """
+    task, fetch = _Task(job, chunk), None
+    with ExitStack() as files:
+        files.callback(task.sandbox.close)
+        if job.allow_urls and not job.reference:
+            from mmray.data.prepare.fetch import Fetcher  # tasks without addresses do without a client
+
+            fetch = files.enter_context((fetcher or Fetcher)(job.allow_urls)).fetch
+        for item, raw in rows_ahead(_items(job, chunk), job.allow_urls, fetch):
+            task.pack(item, raw, files)
+    record = task.record()
+    Place(job.out).write(part_name(chunk.index), orjson.dumps(record))
+    return Packed(chunk.index, len(record["rows"]["key"]) + len(record["faults"]), len(record["faults"]))
+
+
+def _items(job: Job, chunk: Chunk) -> Iterator[Item]:
+    """The rows of a chunk; an OSError here is the source's, not one of what is written."""
+    try:
+        yield from job.open().read(chunk)
+    except OSError as error:
+        raise SourceUnreadable(f"{job.source.address}/{chunk.file} cannot be read: {error}") from error
+
+
+def read_record(out: Place, index: int) -> dict[str, Any] | None:
+    """The record of a chunk that was done; None where there is none that can be read."""
+    try:
+        record = orjson.loads(out.read(part_name(index)))
+    except (FileNotFoundError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def is_current(record: dict[str, Any], job: Job, chunk: Chunk) -> bool:
+    """Whether this record stands for this chunk as it would be packed now: same lines, settings and image files."""
+    source, out = Place(job.source.address), Place(job.out)
+    return (
+        record["job"] == job.digest()
+        and record["chunk"] == asdict(chunk)
+        and not record["retry"]
+        and all(out.size(shard["file"]) == shard["num_bytes"] for shard in record["shards"])
+        and all(tuple(file) == stamp(source, file[0]) for file in record["files"])
+    )
+
+
+def has_unread(record: dict[str, Any]) -> bool:
+    """Whether rows of the chunk were set aside that may be good another time: their files did not open or decode."""
+    return any(fault["stage"] in ("read", "decode") for fault in record["faults"])
+
+
+class _Task:
+    """The state of one chunk while it is packed."""
+
+    def __init__(self, job: Job, chunk: Chunk) -> None:
+        self.job, self.chunk = job, chunk
+        self.source, self.out = Place(job.source.address), Place(job.out)
+        self.writers: dict[str | None, ShardWriter] = {}
+        self.rows: list[Entry] = []
+        self.faults: list[dict[str, Any]] = []
+        self.files: list[tuple[str, int | None, int | None]] = []
+        self.retry = False
+        self.sandbox = SandboxedDecoder()
+        self.token = uuid.uuid4().hex[:8]  # never over a file that an earlier manifest may name
+
+    def pack(self, item: Item, raw: RawRow | BadRow, files: ExitStack) -> None:
+        where, key = _told(item.origin), _told(raw.key or item.origin)
+        try:
+            if isinstance(raw, BadRow):
+                raise raw
+            row, original = self._check(raw, where)
+        except BadRow as bad:
+            # "unreadable" may pass (a network file system), so such a chunk is tried again by the next prepare.
+            self.retry = self.retry or bad.reason == "unreadable"
+            fault = {"stage": bad.stage, "reason": bad.reason, "detail": _told(bad.detail)}
+            self.faults.append({"line": item.line, "key": key, "source": where} | fault)
+            return
+        self._writer(row.split, files).append(row)
+        said = [*row.texts, *(row.messages or [])]
+        text, whole = (hashlib.sha256(orjson.dumps(values)).hexdigest() for values in (said, [original, *said]))
+        self.rows.append(
+            Entry(
+                line=item.line,
+                origin=where,
+                key=row.key,
+                image=original[:32],
+                row=whole[:32],
+                text=text[:32],
+                shard=list(self.writers).index(row.split),
+                language=row.language,
+            )
+        )
+
+    def record(self) -> dict[str, Any]:
+        """What was done, as JSON; call it when the shard files are closed."""
+        return {
+            "job": self.job.digest(),
+            "chunk": asdict(self.chunk),
+            "retry": self.retry,
+            "shards": [asdict(writer.entry()) for writer in self.writers.values()],
+            "rows": {name: [getattr(row, name) for row in self.rows] for name in Entry._fields},
+            "faults": self.faults,
+            "files": self.files,
+        }
+
+    def _check(self, raw: RawRow, where: str) -> tuple[Row, str]:
+        """The row to keep, and the digest of its images as they came. Raises BadRow."""
+        try:
+            texts = [clean(text) for text in raw.texts]
+        except BadText as bad:
+            raise BadRow("text", bad.reason, bad.detail) from None
+        if self.job.reference and any(picture.url for picture in raw.images):
+            raise BadRow("read", "no-reference", "the image lies at an address: prepare without --reference")
+        if self.job.reference and any(picture.file is None for picture in raw.images):
+            raise BadRow("read", "no-reference", "the image stands in the row itself: prepare without --reference")
+        if self.job.reference and self.job.check == "none":
+            self._stamp(raw.images)
+            return self._unread(raw, texts, where)
+        images = [self._read(picture) for picture in raw.images]
+        original = images_sha256(images)
+        checked = [self._decode(picture.name, data) for picture, data in zip(raw.images, images, strict=True)]
+        kept = [data for data, _ in checked]
+        sha256 = original if kept == images else images_sha256(kept)
+        row = Row(raw.key, kept, texts, raw.label, raw.split, raw.language, where, sha256)
+        row.messages = list(raw.messages) or None
+        if raw.boxes:
+            row.boxes, row.box_labels = _fractions(raw, checked[0][1]), list(raw.box_labels)
+        if self.job.reference:
+            row.images, row.refs = [], _refs(raw)
+        return self._placed(row, original), original
+
+    def _unread(self, raw: RawRow, texts: list[str], where: str) -> tuple[Row, str]:
+        """A row whose image is taken on trust: it has no checksum, and only the same file is its duplicate."""
+        refs = _refs(raw)
+        original = hashlib.sha256(orjson.dumps(refs)).hexdigest()
+        row = Row(raw.key, [], texts, raw.label, raw.split, raw.language, where, refs=refs)
+        row.messages = list(raw.messages) or None
+        if raw.boxes:
+            row.boxes, row.box_labels = _fractions(raw, (0, 0)), list(raw.box_labels)
+        return self._placed(row, original), original
+
+    def _placed(self, row: Row, original: str) -> Row:
+        """The row with the split that holds it out, where it has none."""
+        if row.split is None and self.job.holdout > 0:
+            # By content, so that twins are on one side and a row stays where it is when the set grows.
+            row.split = "test" if int(original[:16], 16) / 2**64 < self.job.holdout else "train"
+        return row
+
+    def _stamp(self, pictures: tuple[Picture, ...]) -> None:
+        self.files.extend(stamp(self.source, str(picture.file)) for picture in pictures if picture.data is None)
+
+    def _read(self, picture: Picture) -> bytes:
+        self._stamp((picture,))
+        with tried(picture.name):
+            return read_picture(self.source, picture)
+
+    def _decode(self, name: str, data: bytes) -> tuple[bytes, tuple[int, int]]:
+        """The bytes to keep of an image, and its size; it decodes to its end, or as far as `check` asks."""
+        try:
+            if self.job.image_side:
+                if self.job.careful:
+                    self.sandbox.check(data, self.job.max_pixels)
+                rgb = read_rgb(data, self.job.max_pixels)
+                return shrink(rgb, data, self.job.image_side), (rgb.shape[1], rgb.shape[0])
+            if self.job.check != "full":
+                return data, header_size(data, self.job.max_pixels) if self.job.check == "header" else (0, 0)
+            check = self.sandbox.check if self.job.careful else checked_size
+            return data, check(data, self.job.max_pixels)
+        except BadImage as bad:
+            raise BadRow("decode", bad.reason, f"{name}: {bad.detail}") from None
+
+    def _writer(self, split: str | None, files: ExitStack) -> ShardWriter:
+        if split not in self.writers:
+            name = f"{SHARDS}/{self.chunk.index:05d}-{split or 'rows'}-{self.token}.arrow"
+            self.writers[split] = files.enter_context(ShardWriter(self.out, name, split))
+        return self.writers[split]
+
+
+def shards_of(record: dict[str, Any]) -> list[Shard]:
+    """The shard files of a finished chunk."""
+    return [Shard.from_json(values) for values in record["shards"]]
+
+
+def _told(text: str) -> str:
+    """What a source says, as UTF-8 can say it: names of files and JSON may hold halves of surrogate pairs."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _refs(raw: RawRow) -> list[dict[str, Any]]:
+    """Where the images of a row are, as a shard keeps it."""
+    return [{"file": one.file, "offset": one.offset, "length": one.length} for one in raw.images]
+
+
+def _fractions(raw: RawRow, size: tuple[int, int]) -> list[list[float]]:
+    """Boxes as (left, top, right, bottom) in fractions of the image, which hold at any size. Raises BadRow."""
+    width, height = size
+    if not width:
+        raise BadRow("columns", "boxes", "boxes need the size of the image: prepare with --check full or header")
+    out = [[x / width, y / height, (x + w) / width, (y + h) / height] for x, y, w, h in raw.boxes]
+    if any(min(box) < -_BOX_SLACK or max(box) > 1 + _BOX_SLACK for box in out):
+        raise BadRow("columns", "boxes", f"a box leaves the image of {width} x {height} pixels")
+    return [[min(1.0, max(0.0, number)) for number in box] for box in out]

@@ -1,0 +1,126 @@
+"""Shards on an object store: the record batches of a block in few range reads, whose places the manifest says."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import pyarrow as pa
+
+from mmray.data.store.cache import LocalCache
+from mmray.data.store.manifest import Shard
+from mmray.data.store.open_shards import OpenShards, Wanted
+from mmray.storage.range_reads import RangeFiles, coalesced, together
+from mmray.storage.remote_path import steadily
+from mmray.storage.storage import Place
+
+MAGIC_BYTES = 8  # what an Arrow IPC file begins with, padded
+
+Use = Callable[[int, pa.RecordBatch], bool]
+
+
+def first_batch(schema: pa.Schema) -> int:
+    """The byte at which the first record batch of a file of this schema begins."""
+    return MAGIC_BYTES + len(schema.serialize())
+
+
+class RemoteShards:
+    """What OpenShards is for a disk; with a cache, chunks are read whole and kept on this machine."""
+
+    def __init__(self, place: Place, schema: pa.Schema, cache: LocalCache | None) -> None:
+        self._place, self._schema, self._cache = place, schema, cache
+        self._files, self._without_index = RangeFiles(place), OpenShards(place, schema)
+
+    def each(self, wanted: Sequence[Wanted], use: Use) -> None:
+        """Call `use` with the number of each wanted record batch, and it, from several threads.
+
+        `use` answers whether the rows are those that were checked; where they are not and came from the cache, it is
+        called once more, with what the store has.
+
+        Raises OSError, or ValueError naming the file where it is damaged.
+        """
+        jobs: list[Callable[[], None]] = []
+        files: dict[str, list[int]] = {}
+        for number, one in enumerate(wanted):
+            files.setdefault(one.shard.file, []).append(number)
+        for numbers in files.values():
+            chosen = {number: wanted[number] for number in numbers}
+            shard = chosen[numbers[0]].shard
+            if not shard.batches:
+                jobs.append(partial(self._one_by_one, chosen, use))
+            elif self._cache is not None:
+                jobs += self._kept(self._cache, shard, chosen, use)
+            else:
+                jobs += self._read(shard, chosen, use)
+        if self._cache is not None:  # so that actors that begin a window together fetch each its own part of it
+            random.shuffle(jobs)
+        together(lambda job: job(), jobs)
+
+    def _one_by_one(self, wanted: dict[int, Wanted], use: Use) -> None:
+        for number, one in wanted.items():
+            use(number, steadily(partial(self._without_index.batch, one.shard.file, one.batch)))
+
+    def _read(self, shard: Shard, wanted: dict[int, Wanted], use: Use) -> list[Callable[[], None]]:
+        """Jobs that each make one request."""
+        offsets, numbers = shard.offsets, list(wanted)
+        spans = [(int(offsets[wanted[n].batch]), int(offsets[wanted[n].batch + 1])) for n in numbers]
+
+        def job(start: int, stop: int, inside: list[int]) -> None:
+            data = self._files.read(shard.file, start, stop)
+            for each in inside:
+                number = numbers[each]
+                use(number, self._decoded(shard, wanted[number].batch, data, start))
+
+        return [partial(job, *read) for read in coalesced(spans)]
+
+    def _kept(self, cache: LocalCache, shard: Shard, wanted: dict[int, Wanted], use: Use) -> list[Callable[[], None]]:
+        """Jobs that each take a chunk's record batches from the cache, or fetch them into it in one request."""
+        offsets = shard.offsets
+        chunks: dict[tuple[int, int], list[int]] = {}
+        for number, one in wanted.items():
+            chunks.setdefault((one.first, one.last), []).append(number)
+
+        def job(first: int, last: int, numbers: list[int]) -> None:
+            start, stop = int(offsets[first]), int(offsets[last + 1])
+            name = f"{self._place.address}/{shard.file} {shard.sha256} {shard.num_bytes} {start} {stop}"
+            entry = hashlib.sha256(name.encode()).hexdigest()[:32]
+
+            def used() -> bool:
+                data = cache.get(entry, stop - start, lambda: self._files.read(shard.file, start, stop))
+                answers = [use(n, self._decoded(shard, wanted[n].batch, data, start)) for n in numbers]
+                return all(answers)
+
+            try:
+                good = used()
+            except ValueError:
+                good = False
+            if not good:  # damaged here, or on the store as well, which `use` then gets
+                cache.drop(entry)
+                used()
+
+        return [partial(job, *chunk, numbers) for chunk, numbers in chunks.items()]
+
+    def _decoded(self, shard: Shard, batch: int, data: bytes | pa.Buffer, start: int) -> pa.RecordBatch:
+        """A record batch from the bytes that were read from `start` on, without a copy."""
+        offsets: Any = shard.offsets - start
+        try:
+            schema = _schema_that_begins(self._schema, int(shard.offsets[0]))
+            message = pa.ipc.read_message(pa.py_buffer(data)[int(offsets[batch]) : int(offsets[batch + 1])])
+            records = pa.ipc.read_record_batch(message, schema)
+            records.validate(full=True)  # damaged offsets would end the process, not raise
+            return records
+        except (OSError, EOFError, pa.ArrowException) as error:
+            raise ValueError(f"{self._place.address}/{shard.file}, record batch {batch}: {error}") from None
+
+
+@lru_cache
+def _schema_that_begins(schema: pa.Schema, first: int) -> pa.Schema:
+    """The columns of a shard whose first record batch begins at this byte: an older set lacks the newest."""
+    for count in range(len(schema), 0, -1):
+        older = pa.schema(list(schema)[:count])
+        if first_batch(older) == first:
+            return older
+    raise pa.ArrowInvalid("its columns are not those of a shard")

@@ -1,0 +1,111 @@
+"""From the blocks of a stream to the micro-batches of each step: slices, no copies of pixels where a block has them.
+
+The sample's journey: the last station before the training device. A block holds one rank's rows of several steps, or a
+part of those of one; this file cuts it into steps and micro-batches and trims the padding of each to its own longest
+caption.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import torch
+
+from mmray.data.stream.order import Plan
+
+Batch = dict[str, torch.Tensor]
+Columns = dict[str, np.ndarray]
+UNLEARNED = -100  # transformers' word for a token that has no part in the loss
+
+
+def steps_of(blocks: Iterable[Columns], plan: Plan, by_length: bool = False) -> Iterator[list[Batch]]:
+    """The micro-batches of each step, in order, from one rank's blocks: of whole steps, or of equal parts of one.
+
+    `by_length`: captions of like length share a micro-batch, longest first. The step's rows stay the same.
+    """
+    for parts in _by_step(blocks, plan.share):
+        if by_length and plan.accumulation > 1:  # within one micro-batch an order changes nothing
+            whole = _rows(parts, 0, plan.share)
+            order = np.argsort(-whole["num_tokens"], kind="stable")
+            parts = [{name: column[order] for name, column in whole.items()}]
+        starts = range(0, plan.share, plan.micro)
+        yield [_batch(_rows(parts, first, min(first + plan.micro, plan.share))) for first in starts]
+
+
+def _by_step(blocks: Iterable[Columns], share: int) -> Iterator[list[Columns]]:
+    """What each step is made of: a slice of a block, or several blocks."""
+    held: list[Columns] = []
+    for block in blocks:
+        size = len(block["pos"])
+        if size >= share:
+            for first in range(0, size, share):
+                yield [{name: column[first : first + share] for name, column in block.items()}]
+            continue
+        held.append(block)
+        if len(held) * size == share:
+            yield held
+            held = []
+
+
+def _rows(parts: list[Columns], first: int, last: int) -> Columns:
+    """Rows first..last of equal parts: a view where one part has them all."""
+    size = len(parts[0]["pos"])
+    pieces = [
+        {name: column[max(0, first - start) : last - start] for name, column in part.items()}
+        for start, part in zip(range(0, len(parts) * size, size), parts, strict=True)
+        if start < last and first < start + size
+    ]
+    if len(pieces) == 1:
+        return pieces[0]
+    return {name: _joined([piece[name] for piece in pieces]) for name in pieces[0]}
+
+
+def _joined(columns: list[np.ndarray]) -> np.ndarray:
+    """One column of several: tokens are as wide in a block as its longest caption, zeros follow."""
+    if columns[0].ndim == 2:
+        widest = max(column.shape[1] for column in columns)
+        columns = [np.pad(column, ((0, 0), (0, widest - column.shape[1]))) for column in columns]
+    return np.concatenate(columns)
+
+
+def _batch(rows: Columns) -> Batch:
+    longest = int(rows["num_tokens"].max())
+    num_tokens = torch.from_numpy(rows["num_tokens"].astype(np.int64))
+    return (
+        learned_of(rows, longest)
+        | boxes_of(rows)
+        | {
+            "image": torch.from_numpy(rows["image"]),
+            "input_ids": torch.from_numpy(rows["input_ids"][:, :longest].astype(np.int64)),
+            "attention_mask": (torch.arange(longest) < num_tokens[:, None]).long(),
+            "key": torch.from_numpy(rows["key"]),
+            "label": torch.from_numpy(rows["label"]),
+            "valid": torch.from_numpy(rows["valid"]),
+            "pos": torch.from_numpy(rows["pos"]),
+        }
+    )
+
+
+def learned_of(rows: dict[str, np.ndarray], longest: int) -> Batch:
+    """Of rows for a model that writes: labels int64 [B, T], -100 for tokens that are not learned; image_at [B]."""
+    if "learned" not in rows:
+        return {}
+    labels = np.where(rows["learned"], rows["input_ids"], UNLEARNED)[:, :longest].astype(np.int64)
+    return {"labels": torch.from_numpy(labels), "image_at": torch.from_numpy(rows["image_at"].astype(np.int64))}
+
+
+def boxes_of(rows: dict[str, np.ndarray]) -> Batch:
+    """boxes float32 [B, N, 4], box_labels int64 [B, N], box_mask bool [B, N] of real ones.
+
+    N is the most that a row of these has. Without columns of boxes none of them.
+    """
+    if "boxes" not in rows:
+        return {}
+    num_boxes = torch.from_numpy(rows["num_boxes"])
+    most = int(num_boxes.max())
+    return {
+        "boxes": torch.from_numpy(rows["boxes"][:, :most]),
+        "box_labels": torch.from_numpy(rows["box_labels"][:, :most]),
+        "box_mask": torch.arange(most) < num_boxes[:, None],
+    }

@@ -1,0 +1,203 @@
+"""The order of a run, as a function: which rows an optimizer step takes, for any step, seed and number of workers.
+
+The sample's journey: this file says *which* row comes when, before anything is read. Position p of a run is row
+`rows_at(p)`; an epoch is `num_rows` positions; step s takes the next `global_rows` positions of its epoch. Nothing is
+stored and nothing is drawn: a resumed or resized run asks the same function and gets the same rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mmray.data.stream.bijection import chunked, mix, within_windows
+
+PADDING = -1
+
+
+def draw(seed: int, epoch: np.ndarray, key: np.ndarray, choices: np.ndarray) -> np.ndarray:
+    """A choice 0..choices-1 for each row (all int64, one shape), from (seed, epoch, key) alone."""
+    return (_mark(seed, epoch, key) % choices.astype(np.uint64)).astype(np.int64)
+
+
+def uniform(seed: int, epoch: np.ndarray, key: np.ndarray, count: int) -> np.ndarray:
+    """Numbers in [0, 1) for each row: float64 [R, count], from (seed, epoch [R], key [R]) alone."""
+    numbers = mix(_mark(seed, epoch, key)[:, None] ^ mix(np.arange(1, count + 1, dtype=np.uint64)))
+    return (numbers >> np.uint64(11)) * 2.0**-53
+
+
+def _mark(seed: int, epoch: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Hash uint64 of (seed, epoch, key), one a row."""
+    salt = mix(epoch.astype(np.uint64) ^ mix(np.full(epoch.shape, seed, np.uint64)))
+    return mix(key.view(np.uint64) ^ salt)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of several sets that are mixed: its rows, and how many of them an epoch takes."""
+
+    num_rows: int
+    per_epoch: int
+
+
+def mixed(
+    parts: tuple[Part, ...], slots: np.ndarray, epoch: np.ndarray, seed: int, shuffle: bool, chunk: int, window: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(row, pass) int64 of slots of epochs, all of one shape; rows are numbered through, set after set.
+
+    An epoch has a slot for each of its rows, part after part. A part's own order runs on from epoch to epoch, pass
+    after pass, each pass every row once: so in any epochs no row of a set comes more than once more often than another,
+    and e epochs of weight w have every row e x w times where that is whole.
+    """
+    rows, passes = np.zeros(slots.shape, np.int64), np.zeros(slots.shape, np.int64)
+    first_slot = first_row = 0
+    for number, part in enumerate(parts):
+        here = (slots >= first_slot) & (slots < first_slot + part.per_epoch)
+        passed, row = np.divmod(epoch[here] * part.per_epoch + slots[here] - first_slot, part.num_rows)
+        if shuffle:
+            key = mix(mix(mix(passed.astype(np.uint64)) ^ np.uint64(seed)) ^ np.uint64(number + 1))
+            row = chunked(row.astype(np.uint64), part.num_rows, key, chunk, window).astype(np.int64)
+        rows[here], passes[here] = row + first_row, passed
+        first_slot, first_row = first_slot + part.per_epoch, first_row + part.num_rows
+    return rows, passes
+
+
+def dealt(parts: tuple[Part, ...], positions: np.ndarray) -> np.ndarray:
+    """Slots (see `mixed`) of positions of an epoch, int64: every part's in their order, evenly through the epoch."""
+    slots, rest = np.empty(positions.size, np.int64), np.arange(positions.size)
+    place, left, first = positions.ravel(), sum(part.per_epoch for part in parts), 0
+    for part in parts:  # of the places that are left, every (left / per_epoch)th is this part's
+        before = place * part.per_epoch // left
+        mine = (place + 1) * part.per_epoch // left > before
+        slots[rest[mine]] = first + before[mine]
+        rest, place = rest[~mine], (place - before)[~mine]
+        left, first = left - part.per_epoch, first + part.per_epoch
+    return slots.reshape(positions.shape)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The rows of each step of a run at one world size.
+
+    num_rows = rows of an epoch; global_rows = rows of a step over all workers; micro = rows of one forward pass;
+    steps = length of the run; parts = the sets that are mixed, if several, whose `per_epoch` add up to num_rows.
+    chunk = rows that lie together and come near each other, `window` chunks at a time; 1 = any row comes anywhere.
+    """
+
+    num_rows: int
+    global_rows: int
+    world: int
+    micro: int
+    seed: int
+    steps: int
+    shuffle: bool = True
+    parts: tuple[Part, ...] = ()
+    chunk: int = 1
+    window: int = 1
+
+    @property
+    def share(self) -> int:
+        """Rows of one rank in a step, padding included."""
+        return -(-self.global_rows // self.world)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of one rank in a step; the last may be ragged."""
+        return -(-self.share // self.micro)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.num_rows // self.global_rows)
+
+    def epoch(self, step: int) -> int:
+        return step // self.steps_per_epoch
+
+    def rows_start(self, step: int) -> int:
+        """Rows consumed by all steps before this one: the position of its first row."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        return epoch * self.num_rows + index * self.global_rows
+
+    def rows_stop(self, step: int) -> int:
+        """Rows consumed when this step is done."""
+        return min(self.rows_start(step) + self.global_rows, (self.epoch(step) + 1) * self.num_rows)
+
+    def step_at(self, rows_consumed: int) -> int:
+        """The step that begins at this many consumed rows (the inverse of `rows_start`)."""
+        epoch, offset = divmod(rows_consumed, self.num_rows)
+        step = epoch * self.steps_per_epoch + offset // self.global_rows
+        if self.rows_start(step) != rows_consumed:
+            raise ValueError(f"no step of {self.global_rows} rows begins at row {rows_consumed}")
+        return step
+
+    def positions(self, step: int, rank: int) -> np.ndarray:
+        """Positions [share] int64 of a rank's rows in a step, PADDING behind them."""
+        first = self.rows_start(step) + rank * self.share
+        last = min(self.rows_start(step) + (rank + 1) * self.share, self.rows_stop(step))
+        out = np.full(self.share, PADDING, np.int64)
+        out[: max(0, last - first)] = np.arange(first, max(first, last))
+        return out
+
+    def rows_at(self, positions: np.ndarray) -> np.ndarray:
+        """Row ids of positions, int64 of one shape; PADDING stays PADDING."""
+        return np.where(positions >= 0, self._drawn(positions)[0], PADDING)
+
+    def passes_at(self, positions: np.ndarray) -> np.ndarray:
+        """The how-manieth time each row comes, from 0, int64 of one shape: what a row is varied by; 0 for PADDING."""
+        return self._drawn(positions)[1]
+
+    def _drawn(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        epoch, offset = np.divmod(np.maximum(positions, 0), self.num_rows)
+        if self.shuffle:
+            key = mix(mix(epoch.astype(np.uint64)) ^ np.uint64(self.seed))
+            offset = self._shuffled(offset.astype(np.uint64), key).astype(np.int64)
+        if not self.parts:
+            return offset, np.where(positions >= 0, epoch, 0)
+        if self.shuffle and self.chunk > 1:
+            offset = dealt(self.parts, offset)
+        rows, passes = mixed(self.parts, offset, epoch, self.seed, self.shuffle, self.chunk, self.window)
+        return rows, np.where(positions >= 0, passes, 0)
+
+    def _shuffled(self, offset: np.ndarray, key: np.ndarray) -> np.ndarray:
+        """Of one set the row, of several the slot; in chunks it stays near, and its part's own order takes it on."""
+        if self.chunk > 1 and self.parts:
+            return within_windows(offset, self.num_rows, key, self.chunk * self.window)
+        return chunked(offset, self.num_rows, key, self.chunk, self.window)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Which positions each block of a stream holds: one rank's rows of several steps, or a part of its rows of one.
+
+    Blocks are dealt to the ranks in turn. `parts` divides `plan.share`, so that all are equal; with several of them
+    `steps_per_block` is 1.
+    """
+
+    plan: Plan
+    first_step: int
+    steps_per_block: int
+    parts: int = 1
+
+    @property
+    def count(self) -> int:
+        groups = -(-(self.plan.steps - self.first_step) // self.steps_per_block)
+        return groups * self.parts * self.plan.world
+
+    def positions(self, block: int) -> np.ndarray:
+        """Positions [rows] of a block; every block of a group, one for each rank, has the same length."""
+        group, rank = divmod(block, self.plan.world)
+        group, part = divmod(group, self.parts)
+        first = self.first_step + group * self.steps_per_block
+        last = min(first + self.steps_per_block, self.plan.steps)
+        rows = np.concatenate([self.plan.positions(step, rank) for step in range(first, last)])
+        size = len(rows) // self.parts
+        return rows[part * size : (part + 1) * size]
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a group of workers begins: the plan at its size, the first step, the checkpoint to load (its folder)."""
+
+    plan: Plan
+    step: int
+    checkpoint: str | None = None

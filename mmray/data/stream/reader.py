@@ -1,0 +1,187 @@
+"""From row ids to the arrays of a block: read, decode, resize, choose a caption, tokenise.
+
+The sample's journey: the order named a row, this file turns it into pixels and tokens, inside a Ray Data actor (or in
+any process: it knows nothing of Ray). A row that cannot be read keeps its place with valid=False, so that a step
+always has the rows that the order gave it.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import numpy as np
+
+from mmray.data.images import boxes
+from mmray.data.images import decode as images
+from mmray.data.images.augment import draws, vary, viewed
+from mmray.data.images.sandbox import SandboxedDecoder
+from mmray.data.store.mixed import MixedSet
+from mmray.data.store.prepared_set import ROW_ERRORS, PreparedSet, Row, key_id
+from mmray.data.stream.order import PADDING, Blocks, Plan, draw
+from mmray.data.text.words import encoder_of
+
+if TYPE_CHECKING:
+    from mmray.config import Augment, Inputs
+
+UNLABELLED = -1
+Block = dict[str, np.ndarray]
+T = TypeVar("T")
+
+
+class RowReader:
+    """Reads rows of a prepared set as model inputs; cheap to pickle, opens the set on first use."""
+
+    def __init__(
+        self,
+        prepared: PreparedSet | MixedSet,
+        inputs: Inputs,
+        tokenizer_json: str,
+        max_pixels: int,
+        augment: Augment | None = None,
+        keep_mb: float = 0.0,
+    ):
+        self.prepared, self.inputs, self.max_pixels = prepared, _plain(inputs), max_pixels
+        self.augment = _plain(augment) if augment is not None and augment.varies else None
+        fits = prepared.num_rows * 3 * inputs.image_side**2 <= keep_mb * 1e6
+        # Squares by row, where they come again as they are: of a set of which they do not all fit, few would come.
+        self.kept: dict[int, np.ndarray] | None = {} if fits and self.augment is None else None
+        self.encoder = encoder_of(tokenizer_json, self.inputs)
+        # Where each image is tried first; only in a process begun after a death.
+        self.sandbox: SandboxedDecoder | None = None
+
+    def block(self, plan: Plan, positions: np.ndarray) -> Block:
+        """Arrays of the rows at `positions` [R] of the run's order.
+
+        image uint8 [R, 3, S, S]; input_ids int32 [R, T]; num_tokens int32 [R] (1 for an invalid row); key int64 [R];
+        label int64 [R], -1 where there is none; valid bool [R]; pos int64 [R]; for a model that writes also learned
+        bool [R, T] and image_at int32 [R] (data/chat.py); with `inputs.max_boxes` M also boxes float32 [R, M, 4] in
+        fractions of the square, box_labels int64 [R, M], num_boxes int32 [R]. Padding and unreadable rows are zeros
+        with valid=False.
+        """
+        row_ids = plan.rows_at(positions)
+        rows = self._rows(row_ids)
+        key = np.array([key_id(row.key) if row else 0 for row in rows], np.int64)
+        epoch = plan.passes_at(positions)
+        pixels, valid, found = self._pixels(row_ids, rows, draws(plan.seed, epoch, key) if self.augment else None)
+        words = self._words(plan.seed, epoch, rows, key)
+        return {
+            "image": pixels,
+            **words,
+            "num_tokens": np.where(valid, words["num_tokens"], 1).astype(np.int32),
+            "key": np.where(valid, key, 0),
+            "label": np.array(
+                [UNLABELLED if row is None or row.label is None else row.label for row in rows], np.int64
+            ),
+            "valid": valid,
+            "pos": positions,
+        } | found
+
+    def fault(self, row: int) -> tuple[Row | None, str]:
+        """Why a row cannot be read, and the row itself where at least its record can (for the quarantine)."""
+        try:
+            record = self.prepared.read(np.array([row]))[0]
+        except (OSError, ValueError) as error:
+            return None, f"store: {error}"
+        try:
+            if not record.is_intact:
+                return record, "checksum: the bytes are not those that were checked when the set was prepared"
+            with closing(SandboxedDecoder()) as sandbox:  # it may be what killed a worker
+                sandbox.check(record.images[0], self.max_pixels)
+        except images.BadImage as error:
+            return record, str(error)
+        return record, "read well the second time"
+
+    def _rows(self, row_ids: np.ndarray) -> list[Row | None]:
+        """Rows in order; None for padding and for a row whose record is damaged."""
+        real = np.flatnonzero(row_ids != PADDING)
+        out: list[Row | None] = [None] * len(row_ids)
+        for place, row in zip(real, self._read(row_ids[real]), strict=True):
+            out[place] = row
+        return out
+
+    def _read(self, row_ids: np.ndarray) -> list[Row | None]:
+        try:
+            return list(self.prepared.read(row_ids))
+        except ROW_ERRORS:
+            if len(row_ids) <= 1:
+                return [None] * len(row_ids)
+            middle = len(row_ids) // 2  # one damaged record must not cost its neighbours
+            return self._read(row_ids[:middle]) + self._read(row_ids[middle:])
+
+    def _pixels(
+        self, row_ids: np.ndarray, rows: list[Row | None], drawn: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray, Block]:
+        """Pixels uint8 [R, 3, S, S], which of them are real, bool [R], and columns of boxes; varied by `drawn`."""
+        side = self.inputs.image_side
+        pixels, valid = np.zeros((len(rows), 3, side, side), np.uint8), np.zeros(len(rows), bool)
+        found = boxes.columns(len(rows), self.inputs.max_boxes)
+        for place, row in enumerate(rows):
+            if row is None or not row.is_intact:
+                continue
+            draw_of = None if drawn is None else drawn[place]
+            try:
+                if found and row.boxes:
+                    pixels[place], each = self._boxed(row, draw_of)
+                    for name, value in each.items():
+                        found[name][place] = value
+                else:
+                    pixels[place] = self._square(int(row_ids[place]), row.images[0], draw_of)
+                valid[place] = True
+            except images.BadImage:
+                continue
+        return pixels, valid, found
+
+    def _square(self, row_id: int, data: bytes, drawn: np.ndarray | None) -> np.ndarray:
+        """What the model sees of a row's encoded image, varied by `drawn` [DRAWS]. Raises BadImage."""
+        if self.kept is None:
+            return self._decoded(data, drawn)
+        if row_id not in self.kept:
+            self.kept[row_id] = self._decoded(data, drawn)
+        return self.kept[row_id]
+
+    def _decoded(self, data: bytes, drawn: np.ndarray | None) -> np.ndarray:
+        if self.sandbox is not None:
+            self.sandbox.check(data, self.max_pixels, (self.inputs, self.augment, drawn))
+        return viewed(data, self.max_pixels, self.inputs, self.augment, drawn)
+
+    def _boxed(self, row: Row, drawn: np.ndarray | None) -> tuple[np.ndarray, Block]:
+        """What `_square` gives, and the row's boxes on it. Raises BadImage."""
+        inputs, data = self.inputs, row.images[0]
+        if self.sandbox is not None:
+            self.sandbox.check(data, self.max_pixels, (inputs, self.augment, drawn))
+        rgb = images.read_rgb(data, self.max_pixels)  # for its size, which the way of read_pixels does not tell
+        if self.augment is None or drawn is None:
+            square = images.to_pixels(rgb, inputs.image_side, inputs.fit, inputs.interpolation)
+        else:
+            square = vary(rgb, inputs, self.augment, drawn)
+        assert row.boxes is not None
+        size = (rgb.shape[1], rgb.shape[0])
+        found, labels, count = boxes.seen(row.boxes, row.box_labels or [], size, inputs, self.augment, drawn)
+        return square, {"boxes": found, "box_labels": labels, "num_boxes": np.array(count)}
+
+    def _words(self, seed: int, epoch: np.ndarray, rows: list[Row | None], key: np.ndarray) -> Block:
+        """Columns of what the rows say, one of several captions drawn."""
+        words = [self.encoder.words_of(row) if row else [self.encoder.nothing] for row in rows]
+        chosen = draw(seed, epoch, key, np.array([len(choices) for choices in words], np.int64))
+        return self.encoder.columns([choices[c] for choices, c in zip(words, chosen, strict=True)])
+
+
+def _plain(settings: T) -> T:
+    """The same values under the same names, and nothing else: their types would have every data worker import pydantic
+    and tyro, a third of a second of its start."""
+    computed = (name for name, value in vars(type(settings)).items() if isinstance(value, property))
+    values = {name: getattr(settings, name) for name in (*vars(settings), *computed)}
+    values |= {name: _plain(value) for name, value in values.items() if hasattr(value, "model_fields_set")}
+    return cast(T, SimpleNamespace(**values))
+
+
+class BlockReader:
+    """The Ray Data actor: block numbers in, blocks of model inputs out."""
+
+    def __init__(self, reader: RowReader, blocks: Blocks):
+        self.reader, self.blocks = reader, blocks
+
+    def __call__(self, batch: Block) -> Block:
+        return self.reader.block(self.blocks.plan, self.blocks.positions(int(batch["id"][0])))

@@ -1,0 +1,126 @@
+"""Conversations as token ids, and which of these are learned: what the assistant says, and that it ends there.
+
+Beside text.py, for models that write (model.kind generative). A conversation is laid out by the model's own words for
+its parts (model.inputs.chat), tokenised as one text, as a processor of transformers would, and marked by the places of
+the letters. The image has one token in the ids; the model puts its features there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer
+
+from mmray.data.text.tokenizer import TextEncoder
+
+if TYPE_CHECKING:
+    from mmray.config import Chat
+    from mmray.data.store.prepared_set import Row
+
+Message = dict[str, str]
+NOWHERE = -1
+
+
+class ChatEncoder:
+    """Conversations to ids, right-padded to the longest of the call and cut at `max_tokens`."""
+
+    nothing: list[Message] = []  # noqa: RUF012 - stands for a row without words, and is never changed
+
+    def __init__(self, tokenizer_json: str, chat: Chat, max_tokens: int) -> None:
+        encoder = TextEncoder(tokenizer_json, max_tokens)
+        self.pad_id, self.vocab_size = encoder.pad_id, encoder.vocab_size
+        self._chat, self.tokenizer = chat, encoder.tokenizer
+        found = (self.tokenizer.token_to_id(mark) for mark in (chat.image, chat.end))
+        self.image_id, self.end_id = (NOWHERE if mark is None else mark for mark in found)  # `with_marks` gives both
+        added: dict[int, AddedToken] = self.tokenizer.get_added_tokens_decoder()
+        self._marks = sorted((token.content for token in added.values() if token.special), key=len, reverse=True)
+
+    def words_of(self, row: Row) -> list[list[Message]]:
+        """What a row has to say: its conversation, or each of its captions as the answer to one question."""
+        return [row.messages] if row.messages else [self.asked(text) for text in row.texts]
+
+    def asked(self, caption: str) -> list[Message]:
+        return [{"role": "user", "content": self._chat.question}, {"role": "assistant", "content": caption}]
+
+    def columns(self, conversations: list[list[Message]]) -> dict[str, np.ndarray]:
+        """input_ids int32 [N, T], num_tokens int32 [N], learned bool [N, T], image_at int32 [N].
+
+        `learned`: tokens of the assistant's words and of their end. A row whose image was cut off learns nothing.
+        """
+        laid_out = [self.laid_out(conversation) for conversation in conversations]
+        rows = self.tokenizer.encode_batch([text for text, _ in laid_out])
+        num_tokens = np.array([len(row.ids) for row in rows], np.int32)
+        shape = len(rows), max(1, num_tokens.max(initial=0))
+        ids, learned = np.full(shape, self.pad_id, np.int32), np.zeros(shape, bool)
+        image_at = np.full(len(rows), NOWHERE, np.int32)
+        for number, (row, (_, spans)) in enumerate(zip(rows, laid_out, strict=True)):
+            ids[number, : len(row.ids)] = row.ids
+            places = np.flatnonzero(ids[number] == self.image_id)
+            if places.size and spans:
+                image_at[number] = places[0]
+                learned[number, : len(row.ids)] = _within(row.offsets, row.special_tokens_mask, spans)
+        return {"input_ids": ids, "num_tokens": num_tokens, "learned": learned, "image_at": image_at}
+
+    def question_of(self, conversations: list[list[Message]]) -> tuple[str, list[str]]:
+        """What is asked about a row's image, and what may be answered: by `words_of`, the first turns of each."""
+        asked = next((message["content"] for message in conversations[0] if message["role"] == "user"), "")
+        answers = [
+            next(message["content"] for message in conversation if message["role"] == "assistant")
+            for conversation in conversations
+        ]
+        return asked, answers
+
+    def laid_out(self, conversation: list[Message]) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation, and the spans of its letters that are learned."""
+        chat, text, spans = self._chat, "", []
+        image = chat.image + chat.after_image
+        if not any(message["role"] == "user" for message in conversation):
+            text, image = image, ""
+        for message in conversation:
+            before, _, after = getattr(chat, message["role"]).partition("{}")
+            content = self._plain(message["content"])
+            if message["role"] == "user":
+                content, image = image + content, ""
+            text += before
+            if message["role"] == "assistant":
+                spans.append((len(text), len(text) + len(content) + len(chat.end)))
+                content += chat.end
+            text += content + after
+        return text, spans
+
+    def prompted(self, question: str) -> tuple[np.ndarray, np.ndarray]:
+        """ids int32 [1, T] after which the model is to answer, and the place of the image int32 [1]."""
+        text, _ = self.laid_out([{"role": "user", "content": question}])
+        row = self.tokenizer.encode(text + self._chat.assistant.partition("{}")[0].rstrip())
+        last = max(place for place, added in enumerate(row.special_tokens_mask) if not added)
+        ids = row.ids[: last + 1]  # without what the tokenizer closes a text with
+        return np.array([ids], np.int32), np.array([ids.index(self.image_id)], np.int32)
+
+    def _plain(self, content: str) -> str:
+        """The words alone: what a person writes is never taken for a mark of the layout."""
+        while (found := next((mark for mark in self._marks if mark in content), None)) is not None:
+            content = content.replace(found, "")  # what is left may close up to another mark: look again
+        return content
+
+
+def with_marks(tokenizer_json: str, chat: Chat) -> str:
+    """The tokenizer, with a token of its own for the image and for the end of an answer where it has none."""
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    missing = [mark for mark in (chat.image, chat.end) if mark and tokenizer.token_to_id(mark) is None]
+    if not missing:
+        return tokenizer_json
+    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in missing])
+    return str(tokenizer.to_str())
+
+
+def _within(offsets: list[tuple[int, int]], added: list[int], spans: list[tuple[int, int]]) -> np.ndarray:
+    """Which tokens have letters in a span, bool [T]; those that the tokenizer adds around a text have none.
+
+    A token may begin with the space before a span: the model that answers writes that space with its first word.
+    """
+    start, stop = np.array(offsets, np.int64).reshape(-1, 2).T
+    inside = np.zeros(len(start), bool)
+    for first, last in spans:
+        inside |= (start < last) & (stop > first) & (stop > start)
+    return inside & (np.array(added) == 0)

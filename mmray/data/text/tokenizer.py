@@ -1,0 +1,259 @@
+"""Captions: what is accepted, and how it becomes token ids.
+
+`clean` stands in front of the prepared set; the tokenizer is trained on what it lets through, or comes from elsewhere,
+and travels as the text of its tokenizer.json. Only the light `tokenizers` package is used: data workers start in a
+fraction of the time that transformers would cost them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from mmray.errors import UsageError
+
+if TYPE_CHECKING:
+    from mmray.data.store.prepared_set import Row
+
+MAX_CAPTION_BYTES = 64 * 1024
+MAX_TRAINING_TEXTS = 1_000_000  # more captions move a vocabulary of some thousand pieces no further, and all are held
+TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # Unicode's category Cc, which is never added to
+_PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>", "</s>")
+
+
+class BadText(ValueError):
+    """A caption that cannot be used; `reason` is a short word, `detail` a sentence."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+def clean(text: str) -> str:
+    """The caption with control characters removed and runs of white space made one space.
+
+    Raises BadText with reason `type`, `encoding` (half a surrogate pair), `too-long` (64 KiB of UTF-8) or `blank`.
+    """
+    if not isinstance(text, str):
+        raise BadText("type", f"a caption must be text, not {type(text).__name__}")
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise BadText("encoding", f"character {error.start} is half a surrogate pair") from None
+    if num_bytes > MAX_CAPTION_BYTES:
+        raise BadText("too-long", f"{num_bytes} bytes are over {MAX_CAPTION_BYTES}")
+    words = " ".join(text.split())  # before controls go: tab and newline are both
+    kept = " ".join(_CONTROLS.sub("", words).split())
+    if all(unicodedata.category(character) in ("Cf", "Zs") for character in kept):  # zero-width marks show nothing
+        raise BadText("blank", f"nothing to read in {text[:40]!r}")
+    return kept
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
+    """A lower-casing WordPiece tokenizer (BERT's normaliser), as the text of its tokenizer.json.
+
+    The same texts give the same tokenizer in every process. The library's trainer alone does not: it numbers the first
+    pieces as its randomly seeded hash map yields them, and breaks ties by number. So the alphabet is numbered here.
+    Of more than a million texts the first million count.
+    """
+    kept = list(itertools.islice(texts, MAX_TRAINING_TEXTS))
+    normalizer = normalizers.BertNormalizer(lowercase=True)
+    alphabet = _alphabet(kept, normalizer, limit=max(1, (vocab_size - len(SPECIAL)) // 2))
+    pieces = [*SPECIAL, *alphabet, *(f"##{character}" for character in alphabet)]
+    learner = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    learner.normalizer = normalizer
+    learner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=pieces, limit_alphabet=0, show_progress=False
+    )
+    learner.train_from_iterator(kept, trainer)
+    return str(_wordpiece(learner.get_vocab(), lowercase=True).to_str())
+
+
+def load_tokenizer(name: str, trained: str | None) -> str:
+    """The text of a tokenizer.json, for a name as `model.inputs.tokenizer` gives it.
+
+    `trained` is the tokenizer of the prepared set, if it has one. Other names: a directory with tokenizer.json or
+    vocab.txt, a tokenizer.json, a WordPiece vocabulary, or a name on the hub. The pad token that tokenizer_config.json
+    declares is carried as `padding`. Raises UsageError.
+    """
+    if name == "trained":
+        if trained is None:
+            raise UsageError(
+                "model.inputs.tokenizer is `trained`, but this prepared set holds no tokenizer: prepare it with "
+                "prepare.vocab_size above 0 (and captions outside the test split), or name another tokenizer"
+            )
+        return trained
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _load_folder(path)
+    if path.is_file():
+        return _load_folder(path.parent) if path.name == TOKENIZER else _load_file(path, None)
+    if name.startswith(("/", "./", "../", "~")) or name.endswith((".txt", ".json")):
+        raise UsageError(f"model.inputs.tokenizer: there is no file or directory {name}")
+    return _load_from_hub(name)
+
+
+def declared_pad_id(tokenizer_json: str) -> int | None:
+    """Id of the token that the tokenizer says it pads with; None where it says nothing."""
+    return _declared(Tokenizer.from_str(tokenizer_json))
+
+
+class TextEncoder:
+    """Captions to token ids, right-padded to the longest of the call and cut at `max_tokens`."""
+
+    nothing = ""  # stands for a row without words
+
+    def __init__(self, tokenizer_json: str, max_tokens: int) -> None:
+        self.tokenizer = Tokenizer.from_str(tokenizer_json)
+        self.pad_id = _pad_id(self.tokenizer)
+        self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
+        self.tokenizer.no_padding()
+        self.tokenizer.enable_truncation(max_tokens)  # cuts the words, keeps [CLS] and [SEP]
+
+    def words_of(self, row: Row) -> list[str]:
+        """What a row has to say: its captions."""
+        return row.texts
+
+    def said(self, text: str, language: str | None = None) -> str:
+        """A text as a caption of that language is tokenised (data/language.py). Raises UsageError."""
+        if language is not None:
+            raise UsageError(
+                f"a text of language {language!r}, but the model has no tokens of languages: it was trained without "
+                "model.inputs.language_token"
+            )
+        return text
+
+    def columns(self, texts: list[str]) -> dict[str, np.ndarray]:
+        """What `encode` gives, by the names of a batch: input_ids int32 [N, T], num_tokens int32 [N]."""
+        ids, num_tokens = self.encode(texts)
+        return {"input_ids": ids, "num_tokens": num_tokens}
+
+    def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int32 [N, T], num_tokens int32 [N]); T is the longest of these texts, at least 1."""
+        rows = [encoding.ids for encoding in self.tokenizer.encode_batch(texts)]
+        num_tokens = np.array([len(row) for row in rows], dtype=np.int32)
+        ids = np.full((len(rows), max(1, num_tokens.max(initial=0))), self.pad_id, dtype=np.int32)
+        for target, row in zip(ids, rows, strict=True):
+            target[: len(row)] = row
+        return ids, num_tokens
+
+
+def _alphabet(texts: list[str], normalizer: normalizers.Normalizer, limit: int) -> list[str]:
+    """The most frequent `limit` characters of the normalised texts, in the order of their code points."""
+    counts: Counter[str] = Counter()
+    for start in range(0, len(texts), 1000):  # one call for many texts: the call costs more than the work
+        counts.update(normalizer.normalize_str("\n".join(texts[start : start + 1000])))
+    ranked = sorted((-count, character) for character, count in counts.items() if not character.isspace())
+    return sorted(character for _, character in ranked[:limit])
+
+
+def _wordpiece(vocabulary: dict[str, int], lowercase: bool) -> Tokenizer:
+    """BERT's tokenizer over this vocabulary. Raises UsageError where it lacks a token that BERT cannot do without."""
+    missing = [token for token in ("[UNK]", "[CLS]", "[SEP]", "[PAD]") if token not in vocabulary]
+    if missing:
+        raise UsageError(f"model.inputs.tokenizer: the vocabulary has no {', '.join(missing)}: it is not WordPiece's")
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"]))
+    tokenizer.add_special_tokens([token for token in SPECIAL if token in vocabulary])
+    return tokenizer
+
+
+def _load_folder(folder: Path) -> str:
+    file = folder / SETTINGS
+    settings = _settings(file) if file.is_file() else {}
+    if (folder / TOKENIZER).is_file():
+        return _with_padding(_load_file(folder / TOKENIZER, None), settings)
+    if not (folder / "vocab.txt").is_file():
+        raise UsageError(f"model.inputs.tokenizer: {folder} holds neither tokenizer.json nor vocab.txt")
+    return _with_padding(_load_file(folder / "vocab.txt", settings.get("do_lower_case")), settings)
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        settings = None
+    if not isinstance(settings, dict):
+        raise UsageError(f"model.inputs.tokenizer: {file} is not a JSON object")
+    return settings
+
+
+def _with_padding(tokenizer_json: str, settings: dict[str, Any]) -> str:
+    """The tokenizer with the pad token of its tokenizer_config.json, which goes before its own, as in transformers."""
+    pad = settings.get("pad_token")
+    pad = pad.get("content") if isinstance(pad, dict) else pad  # a token is a name, or its whole description
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    pad_id = tokenizer.token_to_id(pad) if isinstance(pad, str) else None
+    if pad_id is None or pad_id == _declared(tokenizer):
+        return tokenizer_json
+    tokenizer.enable_padding(pad_id=pad_id, pad_token=pad)
+    return str(tokenizer.to_str())
+
+
+def _load_file(path: Path, lowercase: bool | None) -> str:
+    """A tokenizer.json as it is, or BERT's tokenizer over a vocabulary of one token a line.
+
+    A vocabulary does not say whether it is lower-cased; one without a single capital letter is.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        if text.lstrip().startswith("{"):
+            return str(Tokenizer.from_str(text).to_str())
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for a file it cannot parse
+        raise UsageError(f"model.inputs.tokenizer: {path} cannot be read as a tokenizer: {error}") from None
+    vocabulary = {token: index for index, token in enumerate(text.removesuffix("\n").split("\n"))}
+    if lowercase is None:
+        lowercase = not any(token != token.lower() for token in vocabulary if not token.startswith("["))
+    return str(_wordpiece(vocabulary, lowercase).to_str())
+
+
+def _load_from_hub(name: str) -> str:
+    try:
+        return _with_padding(str(Tokenizer.from_pretrained(name).to_str()), _hub_settings(name))
+    except UsageError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for every cause
+        raise UsageError(
+            f"model.inputs.tokenizer: {name!r} is no file or directory here, and the hub did not give it "
+            f"({str(error).splitlines()[0][:200]}): check the name, or, where there is no network, name a directory "
+            "with tokenizer.json, a vocab.txt, or `trained`"
+        ) from None
+
+
+def _hub_settings(name: str) -> dict[str, Any]:
+    """tokenizer_config.json of a name on the hub; nothing where it has none (not where it cannot be asked)."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import RemoteEntryNotFoundError
+
+    try:
+        return _settings(Path(hf_hub_download(name, SETTINGS)))
+    except RemoteEntryNotFoundError:
+        return {}
+
+
+def _declared(tokenizer: Tokenizer) -> int | None:
+    return int(tokenizer.padding["pad_id"]) if tokenizer.padding else None
+
+
+def _pad_id(tokenizer: Tokenizer) -> int:
+    """Id that fills up; padded positions are masked, so a tokenizer without a pad token may use any."""
+    if (declared := _declared(tokenizer)) is not None:
+        return declared
+    found = (tokenizer.token_to_id(name) for name in _PAD_NAMES)
+    return next((index for index in found if index is not None), 0)

@@ -1,0 +1,292 @@
+"""Checkpoints of a run: written whole, verified before they are trusted, thrown away by one owner.
+
+The loop hands over weights and state after a step; a later attempt (or evaluation, or export) reads them back.
+
+    checkpoints/step-N/  model.safetensors   weights, readable by anything
+                         state.pt            optimizer, scaler, progress: tensors and plain values only
+                         meta.json           step, rows consumed, config, metrics, world, versions
+                         SHA256SUMS          written last; `sha256sum -c SHA256SUMS` checks it by hand
+
+A folder without SHA256SUMS does not count, whatever else is in it: that holds on an object store, which has no rename,
+as well. There a checkpoint is written on this machine first, and SHA256SUMS uploaded when the rest is there.
+
+Of a model that is cut over the ranks no rank has the whole: each writes a file of its own (shards.py) in place of
+model.safetensors, state.pt keeps an outline where a tensor lies in those, and rank 0 seals the folder when all are
+there. What is read is the same: whole for whoever asks so, or cut as the reader's model is, by any number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from mmray.engine.checkpoint import tree
+from mmray.engine.checkpoint.checksums import SUMS, fault, seal
+from mmray.engine.checkpoint.plain import require_plain
+from mmray.engine.checkpoint.stored import cannot_write, load_state, read, record, told, write_state
+from mmray.errors import StorageError, TrainingError
+from mmray.models import weights
+from mmray.storage.file_ops import move_tree, remove_tree, staged
+from mmray.storage.remote_path import Folder
+
+MODEL, STATE, META = "model.safetensors", "state.pt", "meta.json"
+PARTS = (MODEL, STATE, META)
+LOWER_IS_BETTER = ("loss", "median_rank")  # parts of the names of metrics that should fall
+
+Report = Callable[[str], None]
+Cut = Callable[[tree.At, Tensor], Tensor]  # an empty tensor for the one outlined, cut as the reader wants it
+
+
+def save(
+    folder: Folder, step: int, model_state: dict[str, Tensor], state: dict[str, Any], meta: dict[str, Any]
+) -> Folder:
+    """Write folder/step-N and return it; it counts only once it is complete and on disk.
+
+    What lies there already under that name is replaced. `state` holds tensors, numbers, text, lists, tuples and dicts
+    (TypeError names anything else). Raises StorageError when the storage does not take it; nothing of it then counts.
+    """
+    require_plain(state, "state")
+    path = folder / f"step-{step}"
+    try:
+        _discard(path)
+        with staged(path, (*PARTS, SUMS)) as here:
+            weights.save_weights(model_state, here / MODEL)
+            write_state(state, here / STATE)
+            (here / META).write_text(record(step, meta))
+            seal(here, PARTS)
+    except (OSError, SafetensorError) as error:
+        _discard(path, strict=False)
+        raise StorageError(cannot_write(path, error)) from error
+    return path
+
+
+def save_shards(
+    folder: Folder,
+    step: int,
+    state: dict[str, Any],
+    meta: dict[str, Any],
+    ranks: Any,
+    check: Callable[[], None] | None = None,
+) -> Folder:
+    """As `save`, of a `state` with the weights under `model`: all ranks call it together, each with its own cut.
+
+    `ranks` is a process group on hosts. Rank 0's `meta` and plain values are kept, and it alone gives a `check`, called
+    before any rank writes and before the folder is sealed; what goes wrong on one rank is raised on all.
+    """
+    from mmray.engine.checkpoint import (
+        sharded as shards,  # late, here and below: seconds of import that few need, and no driver does
+    )
+
+    plain = tree.mapped(state, tree.outline)
+    require_plain(plain, "state")
+    path = folder / f"step-{step}"
+
+    def opened() -> None:
+        assert check is not None
+        check()
+        _discard(path)
+        path.mkdir(parents=True)
+
+    def closed(parts: dict[str, tree.Part]) -> None:
+        assert check is not None
+        check()
+        with staged(path, (STATE, META, SUMS)) as here:
+            write_state(plain, here / STATE)
+            (here / META).write_text(record(step, {"shards": len(parts), **meta}))
+            seal(here, (STATE, META), {name: part.digest for name, part in parts.items()})
+
+    try:
+        shards.write(path, state, ranks, opened, closed)
+    except (OSError, SafetensorError) as error:
+        if check is not None:
+            _discard(path, strict=False)
+        raise StorageError(cannot_write(path, error)) from error
+    return path
+
+
+def newest_good(folder: Folder, report: Report | None = None, set_aside: bool = True) -> Folder | None:
+    """The newest checkpoint whose every byte is as it was written; None when there is none.
+
+    Each newer one that does not count is named, with its fault, to `report`; a damaged one is renamed to
+    step-N.damaged unless `set_aside` is off (a reader beside a running training must not move its files). Raises
+    StorageError when the storage cannot be read: that says nothing about the checkpoint.
+    """
+    tell = report or (lambda _: None)
+    for path in reversed(_steps(folder)):
+        found = verify(path)
+        if found is None:
+            return path
+        moved = ""
+        if set_aside and (path / SUMS).exists():
+            moved = f"; it is now {_set_aside(path).name}"
+        tell(f"checkpoint {path} does not count: {found}{moved}")
+    return None
+
+
+def load(path: Folder, cut: Cut | None = None) -> dict[str, Any]:
+    """What was saved: the weights under `model`, beside the keys of `state`; whole and on the CPU.
+
+    Of a sharded one, tensors come as `cut` has them, and no more of each is read.
+    """
+    state: dict[str, Any] = read(path / STATE, load_state)
+    if world := shards_of(path):
+        return _filled(path, state, world, cut or _uncut)
+    return {"model": load_weights(path), **state}
+
+
+def load_weights(path: Folder) -> dict[str, Tensor]:
+    """The weights alone, on the CPU. Raises TrainingError when they cannot be read."""
+    if world := shards_of(path):
+        found: dict[str, Any] = _filled(path, {"model": read(path / STATE, load_state)["model"]}, world, _uncut)
+        return dict(found["model"])
+    tensors: dict[str, Tensor] = read(path / MODEL, weights.load_weights)
+    return tensors
+
+
+def shards_of(path: Folder) -> int:
+    """The number of ranks whose files a checkpoint is in; 0 where it is whole."""
+    return int(load_meta(path).get("shards", 0))
+
+
+def load_meta(path: Folder) -> dict[str, Any]:
+    """The readable record: step, rows consumed, config, metrics. Raises TrainingError when it cannot be read."""
+    meta: dict[str, Any] = read(path / META, lambda file: json.loads(file.read_bytes()))
+    return meta
+
+
+def newest_complete(folder: Folder) -> Folder | None:
+    """The newest checkpoint that was written to its end, unverified; None when there is none."""
+    return next(reversed(_complete(folder)), None)
+
+
+def names(folder: Folder) -> list[str]:
+    """The checkpoints that are there, complete or not, and those set aside, in words for people."""
+    try:
+        return sorted(path.name for path in folder.iterdir() if path.name.startswith("step-"))
+    except OSError:
+        return []
+
+
+def step_of(path: Folder) -> int:
+    """The step that a checkpoint's folder is named by."""
+    return int(path.name.removeprefix("step-"))
+
+
+def best(folder: Folder, metric: str) -> Folder | None:
+    """The checkpoint whose recorded `metric` is best, the newest of equals; None where none has it."""
+    scored = [(score, path) for path in _complete(folder) if (score := _score(path, metric)) is not None]
+    return max(scored, key=lambda pair: (pair[0], step_of(pair[1])))[1] if scored else None
+
+
+def best_scored(folder: Folder, metric: str) -> dict[str, Any] | None:
+    """Step of the best checkpoint, the metric (`evaluate/` left out) and its score, for result.json; None: no score."""
+    found = best(folder, metric)
+    if found is None:
+        return None
+    score = load_meta(found)["metrics"][metric]
+    return {"step": step_of(found), "metric": metric.removeprefix("evaluate/"), "score": score}
+
+
+def prune(folder: Folder, keep: int, metric: str | None = None) -> list[Folder]:
+    """Delete all but the newest `keep` and the best by `metric`, and what was never finished; returns the deleted.
+
+    Only complete checkpoints are counted. Raises TrainingError when the storage refuses.
+    """
+    complete = _complete(folder)
+    kept = set(complete[-keep:])
+    if metric is not None and (top := best(folder, metric)) is not None:
+        kept.add(top)
+    gone = [path for path in _steps(folder) if path not in kept]
+    try:
+        for path in gone:
+            _discard(path)
+    except OSError as error:
+        raise TrainingError(f"cannot delete the old checkpoint {path}: {error.strerror or error}") from error
+    return gone
+
+
+def _steps(folder: Folder) -> list[Folder]:
+    """All step-N folders, complete or not, oldest first."""
+    try:
+        there: list[Folder] = list(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:  # not the same as empty: a run must not begin anew because its folder cannot be read
+        raise StorageError(f"cannot list the checkpoints in {folder}: {error.strerror or error}") from error
+    named = [path for path in there if path.name.startswith("step-") and path.name[5:].isdecimal()]
+    return sorted(named, key=step_of)
+
+
+def _complete(folder: Folder) -> list[Folder]:
+    steps = _steps(folder)
+    try:
+        return [path for path in steps if (path / SUMS).exists()]
+    except OSError as error:
+        raise StorageError(f"cannot look at the checkpoints in {folder}: {error.strerror or error}") from error
+
+
+def _score(path: Folder, metric: str) -> float | None:
+    """The recorded metric, turned so that larger is better; None where there is none, or it is not a number."""
+    try:
+        value = load_meta(path).get("metrics", {}).get(metric)
+    except TrainingError:
+        return None  # a damaged record is never the best
+    if not isinstance(value, int | float):
+        return None
+    return -value if any(part in metric.split("/") for part in LOWER_IS_BETTER) else value
+
+
+def verify(path: Folder) -> str | None:
+    """What is wrong with a checkpoint, or None. A storage that cannot be read says nothing about it: StorageError."""
+    try:
+        return fault(path, _is_whole)
+    except OSError as error:
+        raise StorageError(
+            f"the storage cannot read the checkpoint {path}: {error.strerror or error}. Check the storage, then start "
+            "the same command again; to go on from an older checkpoint, move this one out of the folder"
+        ) from error
+
+
+def _is_whole(names: Collection[str]) -> bool:
+    return set(names) in ({*PARTS}, {STATE, META, *tree.names(len(names) - 2)})
+
+
+def _filled(path: Folder, state: dict[str, Any], world: int, cut: Cut) -> dict[str, Any]:
+    """The state with the tensors that it outlines, cut by `cut`."""
+    from mmray.engine.checkpoint import sharded as shards
+
+    wanted: dict[tree.At, Tensor] = {}
+    tree.mapped(state, lambda at, outline: wanted.setdefault(at, cut(at, outline)))
+    with told(path):
+        shards.read(path, wanted, world)
+    filled: dict[str, Any] = tree.mapped(state, lambda at, _: wanted[at])
+    return filled
+
+
+def _uncut(at: tree.At, outline: Tensor) -> Tensor:
+    return torch.empty_like(outline, device="cpu")
+
+
+def _set_aside(path: Folder) -> Folder:
+    """Rename a damaged checkpoint out of the way, for whoever wants to look at it."""
+    target = path.with_name(f"{path.name}.damaged")
+    try:
+        move_tree(path, target)  # an older one of the same step is replaced: the newer tells more
+    except OSError as error:
+        raise StorageError(f"cannot move the damaged checkpoint {path} aside: {error.strerror or error}") from error
+    return target
+
+
+def _discard(path: Folder, strict: bool = True) -> None:
+    """Delete a checkpoint, its sums first: a deletion cut short leaves nothing that counts."""
+    try:
+        (path / SUMS).unlink(missing_ok=True)
+        remove_tree(path)
+    except OSError:
+        if strict:
+            raise

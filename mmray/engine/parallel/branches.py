@@ -1,0 +1,204 @@
+"""Two branches on two devices of one worker: they meet only at the loss, so that there is no pipeline to fill.
+
+The slower branch is replicated on both devices. Of each micro-batch the first device takes some rows through the slower
+branch; the second takes all rows through the faster branch and the rest through the replica. The cut follows measured
+time, so that both devices are done together. parallel.py wraps a model so; step.py sees one module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmray.engine.metrics.timers import Stopwatch
+
+INPUTS = {"image": ("image",), "text": ("input_ids", "attention_mask")}  # columns of a batch that a branch reads
+FIRST_REFIT = 2  # steps; the first guess is only a guess
+Work = Callable[[], Any]
+
+
+def fitted(fast_s: float, slow_s: float, replica_s: float) -> float:
+    """Share of the rows for the first device, from seconds a row of each branch there, so that both end together.
+
+    share x slow = fast + (1 - share) x replica, held to 0..1.
+    """
+    return min(1.0, max(0.0, (fast_s + replica_s) / max(slow_s + replica_s, 1e-12)))
+
+
+class BranchParallel(nn.Module):
+    """A model whose `branches()` are `image` and `text`, over two devices; calls and gradients as if on the first.
+
+    Of the batch only the columns that the branches read are taken to the second device.
+    """
+
+    def __init__(self, module: nn.Module, devices: tuple[torch.device, ...], slower: str, refit_every: int):
+        super().__init__()
+        branches: dict[str, nn.Module] = module.branches()  # type: ignore[operator]
+        self.module, self.devices, self.slower, self.refit_every = module, devices, slower, refit_every
+        self.faster = next(name for name in branches if name != slower)
+        self._slow, self._fast = branches[slower], branches[self.faster]
+        self._replica = [deepcopy(self._slow).to(devices[1])]  # in a list: no part of this module's weights
+        _send_to(self._fast, devices)
+        self.share, self._steps = 0.5, 0
+        self._watches = {name: Stopwatch(devices[name != "slow"]) for name in ("slow", "fast", "replica")}
+        self._rows = dict.fromkeys(self._watches, 0)
+        self._seconds = dict.fromkeys(self._watches, 0.0)  # since the last refit
+        self._busy_s = [0.0, 0.0]
+        self._spans = [Stopwatch(device) for device in devices]  # of what both do side by side, waiting included
+        self._second = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mmray-branch")
+        self._anchor = torch.zeros((), requires_grad=True)  # makes autograd call the join's backward
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The model's outputs, on the first device."""
+        rows = len(batch["valid"])
+        cut = round(self.share * rows)
+        mine, rest = ({name: tensor[part] for name, tensor in batch.items()} for part in (slice(cut), slice(cut, rows)))
+        slow, replica, fast = [], [], []
+
+        def first() -> None:
+            if cut:
+                slow.append(self._timed("slow", cut, lambda: self._slow(*self._inputs(self.slower, mine, 0))))
+
+        def second() -> None:
+            fast.append(self._timed("fast", rows, lambda: self._fast(*self._inputs(self.faster, batch, 1))))
+            if cut < rows:
+                there = self._inputs(self.slower, rest, 1)
+                replica.append(self._timed("replica", rows - cut, lambda: self._replica[0](*there)))
+
+        self._both(first, second)
+        pieces = [*slow, *replica], fast
+        slow_out, fast_out = (torch.cat([piece.detach().to(self.devices[0]) for piece in part]) for part in pieces)
+        if torch.is_grad_enabled():
+            slow_out, fast_out = _Join.apply(self._anchor, self, (slow, replica, fast), slow_out, fast_out)
+        embeds = {f"{self.slower}_embed": slow_out, f"{self.faster}_embed": fast_out}
+        return embeds | self.module.shared_outputs()  # type: ignore[operator]
+
+    def backward(self, pieces: tuple[list[Tensor], ...], of_slow: Tensor, of_fast: Tensor) -> None:
+        """Continue the backward of a forward's pieces from gradients of the joined outputs, on both devices at once."""
+        slow, replica, fast = pieces
+        cut = len(slow[0]) if slow else 0
+
+        def first() -> None:
+            self._timed("slow", 0, lambda: _backward(slow, of_slow[:cut]))
+
+        def second() -> None:
+            self._timed("fast", 0, lambda: _backward(fast, of_fast))
+            self._timed("replica", 0, lambda: _backward(replica, of_slow[cut:]))
+
+        self._both(first, second)
+
+    def collect_gradients(self) -> None:
+        """Add the replica's gradients to those of the branch it copies."""
+        for own, copy in zip(self._slow.parameters(), self._replica[0].parameters(), strict=True):
+            if copy.grad is None:
+                continue
+            gradient = copy.grad.to(own.device)
+            own.grad = gradient if own.grad is None else own.grad + gradient
+            copy.grad = None
+
+    def drop_gradients(self) -> None:
+        """Of a step that was given up."""
+        self._replica[0].zero_grad(set_to_none=True)
+
+    def copy_anew(self) -> None:
+        """The replica is as the branch it copies, into which something else was loaded."""
+        self._replica[0].load_state_dict(self._slow.state_dict())
+
+    @torch.no_grad()
+    def spread_weights(self) -> None:
+        """The replica follows the branch it copies; every `refit_every` steps the cut follows the measured times."""
+        for own, copy in zip(self._slow.parameters(), self._replica[0].parameters(), strict=True):
+            copy.copy_(own, non_blocking=True)
+        self._steps += 1
+        if self._steps == FIRST_REFIT or self._steps % self.refit_every == 0:
+            self._refit()
+
+    def idle(self) -> dict[str, float]:
+        """Idle share of each device since the last call, of the time from both's begin to both's end; and the cut.
+
+        One after the other, each would be idle while the other works: about one half.
+        """
+        self._look()
+        span_s = max(*(watch.take_s() for watch in self._spans), 1e-12)
+        shares = {f"branches/idle_share_{index}": max(0.0, 1 - b / span_s) for index, b in enumerate(self._busy_s)}
+        self._busy_s = [0.0, 0.0]
+        return shares | {"branches/rows_share_0": self.share}
+
+    def _refit(self) -> None:
+        seconds = self._look()
+        a_row = {name: seconds[name] / rows for name, rows in self._rows.items() if rows}
+        if "fast" in a_row and a_row.keys() & {"slow", "replica"}:
+            slow, replica = (a_row.get(name) for name in ("slow", "replica"))
+            self.share = fitted(a_row["fast"], slow or replica or 0.0, replica or slow or 0.0)
+        self._rows = dict.fromkeys(self._rows, 0)
+        self._seconds = dict.fromkeys(self._rows, 0.0)
+
+    def _look(self) -> dict[str, float]:
+        """Seconds of each kind of work since the last refit."""
+        for name, watch in self._watches.items():
+            took_s = watch.take_s()
+            self._seconds[name] += took_s
+            self._busy_s[name != "slow"] += took_s
+        return self._seconds
+
+    def _timed(self, name: str, rows: int, work: Work) -> Any:
+        self._rows[name] += rows
+        with self._watches[name].running():
+            return work()
+
+    def _inputs(self, branch: str, batch: dict[str, Tensor], device: int) -> tuple[Tensor, ...]:
+        return tuple(batch[name].to(self.devices[device], non_blocking=True) for name in INPUTS[branch])
+
+    def _both(self, first: Work, second: Work) -> None:
+        """Run the devices' work side by side; what the calling thread has set for torch holds in the other as well."""
+        kind, grad = self.devices[0].type, torch.is_grad_enabled()
+        on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+        def work() -> None:
+            here = torch.cuda.device(self.devices[1]) if kind == "cuda" else nullcontext()
+            # Its backward ends on the first device, whose own autograd thread waits for it: it runs in this thread.
+            alone = torch.autograd.set_multithreading_enabled(False)
+            autocast = torch.autocast(kind, dtype, enabled=on, cache_enabled=False)
+            with here, alone, torch.set_grad_enabled(grad), autocast:
+                second()
+
+        with self._spans[0].running(), self._spans[1].running():
+            other = self._second.submit(work)
+            try:
+                first()
+            finally:
+                other.result()
+
+
+def _backward(outputs: list[Tensor], gradient: Tensor) -> None:
+    """Backward of the one output, where there is one that learns."""
+    for output in outputs:
+        if output.requires_grad:
+            output.backward(gradient.to(output.device))
+
+
+def _send_to(branch: nn.Module, devices: tuple[torch.device, ...]) -> None:
+    """Put a branch on the second device; called from the first, it fetches its inputs and returns its output."""
+    branch.to(devices[1])
+    branch.register_forward_pre_hook(lambda _, given: tuple(value.to(devices[1]) for value in given))
+    branch.register_forward_hook(lambda _, given, output: output.to(devices[0]))
+
+
+class _Join(torch.autograd.Function):
+    """The joined outputs of both devices, whose backward runs on both."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, model: BranchParallel, pieces: Any, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.model, ctx.pieces = model, pieces
+        return tuple(output.clone() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        ctx.model.backward(ctx.pieces, *gradients)
+        return None, None, None, *(None for _ in gradients)

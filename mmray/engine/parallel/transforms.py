@@ -1,0 +1,92 @@
+"""How a model is run without changing what it computes: recomputed activations, compiled branches, memory layout.
+
+worker.py shapes a model once, before it is rehearsed and wrapped. Names of weights stay as they are, so that a
+checkpoint taken with one setting is read with another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from mmray.engine.optimizer import freeze
+from mmray.engine.parallel.wrap import buffers_kept, first_place
+from mmray.errors import UsageError
+
+if TYPE_CHECKING:
+    from mmray.config import Optimizer, Train
+
+
+def shape(model: nn.Module, train: Train, optimizer: Optimizer, device: torch.device) -> nn.Module:
+    """The model on its device as the settings want it run. Raises UsageError naming the setting."""
+    freeze(model, optimizer.freeze)
+    if device.type == "cpu" and any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
+        raise UsageError("model.batch_norm: `synced` needs GPUs; take `local` or `frozen` on a CPU")
+    model.to(first_place(train.parallel, device))
+    if train.channels_last:
+        model.to(memory_format=torch.channels_last)
+    for name in train.recompute:
+        recompute(_branch(model, name))
+    return compiled(model, train)
+
+
+def compiled(model: nn.Module, train: Train) -> nn.Module:
+    """The model, its branches compiled where that is asked for; a copy of a compiled model has to be compiled again."""
+    if train.compile != "none":
+        for branch in _branches(model).values():
+            branch.compile(backend=train.compile)
+    return model
+
+
+def recompute(branch: nn.Module) -> None:
+    """The blocks of a branch keep their input only and are computed again in backward (Chen et al. 2016).
+
+    Running statistics are left alone the second time, dropout draws the same masks. torch.compile takes no such second
+    time that differs from the first: blocks with running statistics are left out of its graphs.
+    """
+    for block in _blocks(branch):
+        if next(block.buffers(), None) is None:
+            block.forward = partial(_recomputed, block.forward, {})
+        else:
+            settings = {"context_fn": partial(_contexts, block)}
+            block.forward = partial(torch.compiler.disable(_recomputed), block.forward, settings)  # a copy has its own
+
+
+def _recomputed(forward: Callable[..., Any], settings: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **settings, **kwargs)
+
+
+def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), buffers_kept(block)
+
+
+def _blocks(branch: nn.Module) -> list[nn.Module]:
+    """The repeated parts of a branch: members of its outermost lists; the branch itself where it has none."""
+    return list(_members(branch)) or [branch]
+
+
+def _members(module: nn.Module) -> Iterable[nn.Module]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.Sequential):
+            yield from child
+        else:
+            yield from _members(child)
+
+
+def _branches(model: nn.Module) -> dict[str, nn.Module]:
+    return model.branches() if hasattr(model, "branches") else {}  # type: ignore[operator]
+
+
+def _branch(model: nn.Module, name: str) -> nn.Module:
+    branches = _branches(model)
+    if name not in branches:
+        raise UsageError(f"train.recompute: the model has no branch `{name}`; it has {', '.join(branches) or 'none'}")
+    return branches[name]

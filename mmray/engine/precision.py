@@ -1,0 +1,60 @@
+"""Mixed precision: which number format a forward runs in, and whether the loss must be scaled for it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from mmray.engine.collectives import Group
+
+FROM_WEAKEST = ("fp32", "fp16", "bf16")  # what is best on a CPU, on an older GPU, on a newer one
+_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What autocast uses; weights, loss and optimizer stay in float32."""
+
+    name: str
+    dtype: torch.dtype | None
+    device_type: str
+
+    @property
+    def needs_scaler(self) -> bool:
+        """Gradients of fp16 underflow unless the loss is scaled up; bf16 has float32's range."""
+        return self.dtype == torch.float16
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Scope of a forward. A fresh one each time: weights cast under no_grad must not be reused with gradients."""
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device_type, self.dtype)
+
+    def scaler(self) -> torch.amp.GradScaler:
+        """A loss scaler; it does nothing where none is needed."""
+        return torch.amp.GradScaler(self.device_type, enabled=self.needs_scaler)
+
+
+def choose(setting: str, device: torch.device) -> Precision:
+    """Precision for a `train.precision`: auto is bf16 on GPUs that have it, fp16 on older ones, fp32 on a CPU."""
+    if setting == "auto":
+        setting = _best(device)
+    return Precision(setting, _DTYPES[setting], device.type)
+
+
+def agreed(setting: str, group: Group) -> str:
+    """The format that a `train.precision` means for all ranks; auto: the best that the weakest of their devices has.
+
+    Ranks that chose for themselves would average gradients of a scaled loss with those of another.
+    """
+    if setting != "auto":
+        return setting
+    return FROM_WEAKEST[group.smallest(FROM_WEAKEST.index(_best(group.device)))]
+
+
+def _best(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "fp32"
+    return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"  # in hardware since Ampere

@@ -1,0 +1,203 @@
+"""What one training worker does: builds the model, rehearses, restores, then lets the loop run. Knows nothing of Ray.
+
+entry.py calls `work` on each Ray Train worker; under torchrun it can be called as well, with blocks from anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmray import objectives, plugins
+from mmray.data.stream.collate import steps_of
+from mmray.data.stream.order import Start
+from mmray.data.stream.reader import Block
+from mmray.data.text.words import encoder_of
+from mmray.engine import loop, memory_probe, precision, reporting
+from mmray.engine.advice import Advising
+from mmray.engine.bad_samples import watched
+from mmray.engine.checkpoint import files
+from mmray.engine.checkpoint.manager import Helper, Keeper
+from mmray.engine.collectives import Group
+from mmray.engine.dry_run import learner_of, rehearse_job, synthetic_of
+from mmray.engine.heartbeat import Pulse
+from mmray.engine.metrics.heap import keep_freed_memory
+from mmray.engine.metrics.writers import MetricsLog
+from mmray.engine.parallel.transforms import shape
+from mmray.engine.seeding import seed_everything
+from mmray.engine.state import Callback, State, Task
+from mmray.engine.worker_context import Job, Line, Report
+from mmray.errors import MmrayError, UsageError
+from mmray.evaluate.build import check_scored, evaluator_of
+from mmray.models.build import build
+from mmray.models.regions import LabelTexts
+from mmray.storage.remote_path import folder_at
+
+WRITES_HANGS = 10  # hang_timeout_s this often: how long a rank may wait for a checkpoint to be written
+
+
+def work(job: Job, start: Start, blocks: Iterable[Block], device: torch.device, line: Line) -> dict[str, Any]:
+    """Train from `start` to the end of its plan; returns what result.json says."""
+    stacks = job.folder / "stacks" / f"step-{start.step}-rank-{line.about['rank']}.txt"
+    pulse = Pulse(line.beat, line.about, stacks, WRITES_HANGS * job.config.cluster.hang_timeout_s)
+    with pulse.beating(start.step):
+        return _work(job, start, blocks, device, line, pulse)
+
+
+def _work(
+    job: Job, start: Start, blocks: Iterable[Block], device: torch.device, line: Line, pulse: Pulse
+) -> dict[str, Any]:
+    config = job.config
+    torch.set_num_threads(max(1, int(config.cluster.cpus_per_worker)))  # fixed: sums in another order are other sums
+    if device.type == "cpu":
+        keep_freed_memory()
+    seed_everything(config.train.seed, config.train.deterministic)
+    group = Group.current(device, config.cluster.collective_timeout_s)
+    config = config.replace(train=config.train.replace(precision=precision.agreed(config.train.precision, group)))
+    found = None if start.checkpoint is None else folder_at(start.checkpoint)
+    cut = config.train.parallel == "fsdp" and group.world > 1
+    model = _model(job, None if found is None else files.load_meta(found)["architecture"], device)
+    if job.eval_set is not None:
+        check_scored(config, model)
+    objective = objectives.build(config.objective)
+    rehearsed = rehearse_job(job, learner_of(config, model, objective, group), start.plan)
+    stored = None if found is None else partial(files.load, found)
+    ranks = group.apart(WRITES_HANGS * config.cluster.hang_timeout_s) if cut else None
+    keeper = _keeper(job, group, model, line.report, ranks)
+    writes = keeper or (Helper(job.folder, ranks) if cut else None)
+    log = None if keeper is None else keeper.log_from(start.step)
+    if log is not None:
+        line.report({"wasted_steps": log.wasted_steps})
+    task = Task(
+        model=model,
+        objective=objective,
+        plan=start.plan,
+        group=group,
+        train=config.train,
+        optimizer=config.optimizer,
+        save=partial(_save, writes, start),
+        evaluate=_evaluator(job, group, objective, start, line.report, config.train.precision),
+        evaluate_every=config.evaluate.every,
+        log=log,
+        callbacks=_callbacks(job, keeper, device, line, pulse),
+        stop=line.stop,
+        by_length=config.batch.by_length,
+        profile_to=None if keeper is None else keeper.growing.here / "profile" / "rank-0.json",
+        micro=rehearsed.micro,
+        constants=rehearsed.table,
+        names=partial(reporting.names, job.reader),
+        note=lambda text, label: reporting.tell(line.report, label, text),
+        **(_branches(job, model, rehearsed.micro, device) if config.train.parallel == "branches" else {}),
+    )
+    if config.batch.micro == "auto":
+        task.note(f"micro-batches of {rehearsed.micro} rows fit", "memory")
+    with _closing(log, writes):
+        rows = watched(blocks, config, job.folder, job.reader, start.plan, line.bad_row)
+        # Cut here to what fits: by_length has something to arrange, and each micro-batch its own longest caption.
+        fitting = replace(start.plan, micro=rehearsed.micro)
+        outcome = loop.run(task, steps_of(rows, fitting, config.batch.by_length), stored)
+    metrics = {name.removeprefix("evaluate/"): value for name, value in outcome.metrics.items()}
+    scores = {name: value for name, value in metrics.items() if f"evaluate/{name}" in outcome.metrics}
+    return vars(outcome) | {"metrics": metrics, "scores": scores}
+
+
+@contextmanager
+def _closing(log: MetricsLog | None, keeper: Keeper | Helper | None) -> Iterator[None]:
+    """Closes both with the block: the last checkpoint is there, or its error raised, before a rank says it is done.
+
+    What ended the block is what the policy has to see, not a write that failed on the way and was told.
+    """
+    with ExitStack() as both:
+        if keeper is not None:
+            both.callback(keeper.close)
+        if log is not None:
+            both.callback(log.close)
+        try:
+            yield
+        except BaseException:
+            with suppress(MmrayError, OSError, RuntimeError):  # the last: ranks that lost each other
+                both.close()
+            raise
+
+
+def _model(job: Job, architecture: dict[str, Any] | None, device: torch.device) -> nn.Module:
+    """The model on its device, not wrapped; with the architecture of a checkpoint that is to be loaded into it."""
+    config = job.config
+    model = build(config.model, config.model.vocab_size, architecture)
+    _tell_labels(model, job)
+    return shape(model, config.train, config.optimizer, device)
+
+
+def _tell_labels(model: nn.Module, job: Job) -> None:
+    """A model that reads the names of labels gets their tokens; one from a checkpoint has them."""
+    labels = getattr(model, "labels", None)
+    if isinstance(labels, LabelTexts) and not labels.known:
+        labels.read(encoder_of(job.tokenizer_json, job.config.model.inputs))
+
+
+def _callbacks(job: Job, keeper: Keeper | None, device: torch.device, line: Line, pulse: Pulse) -> tuple[Callback, ...]:
+    """The user's own, the heartbeat, and on rank 0 what people are told."""
+    own = [plugins.load(name, "train.callbacks")() for name in job.config.train.callbacks]
+    if keeper is None:
+        return (*own, pulse)
+    advising = Advising(partial(reporting.advise, job, line.report, device))
+    return (*own, pulse, reporting.Reporting(line.report, keeper.writer), advising)
+
+
+def _branches(job: Job, model: nn.Module, micro: int, device: torch.device) -> dict[str, Any]:
+    """What the strategy `branches` asks of a task: two devices, and the branch that takes longer."""
+    return {
+        "devices": _two_of(device),
+        "slower": memory_probe.slower_branch(model, synthetic_of(job.config, device)(micro)),
+    }
+
+
+def _two_of(device: torch.device) -> tuple[torch.device, torch.device]:
+    """The worker's devices: its GPU and the other one it was given; on a CPU, two threads of it."""
+    if device.type != "cuda":
+        return device, device
+    if torch.cuda.device_count() < 2:
+        raise UsageError("train.parallel branches needs two GPUs in one worker, and this one sees one; take `ddp`")
+    return device, torch.device("cuda", 1 - (device.index or 0))
+
+
+def _architecture(model: nn.Module) -> dict[str, Any] | None:
+    """What the weights need to be loaded again without the pretrained ones; a user's own model may not tell."""
+    return model.architecture() if hasattr(model, "architecture") else None  # type: ignore[operator]
+
+
+def _keeper(job: Job, group: Group, model: nn.Module, report: Report, ranks: Any) -> Keeper | None:
+    """Rank 0's keeper of checkpoints and logs; None on the others."""
+    if group.rank != 0:
+        return None
+    about = {"world": group.world, "architecture": _architecture(model)}
+    return Keeper(job.folder, job.fence, job.config, about, partial(reporting.tell, report), ranks)
+
+
+def _save(
+    keeper: Keeper | Helper | None, start: Start, step: int, state: State, metrics: dict[str, Any], last: bool
+) -> float | None:
+    """Those who write have the checkpoint written beside the training; answers what the one before cost, in seconds."""
+    return None if keeper is None else keeper.save(step, start.plan.rows_start(step), state, metrics, last)
+
+
+def _evaluator(
+    job: Job, group: Group, objective: Any, start: Start, report: Report, number_format: str
+) -> Callable[[int, nn.Module], dict[str, float]] | None:
+    if job.eval_set is None:
+        return None
+    scorer = evaluator_of(job.config, job.eval_set, job.tokenizer_json)
+    chosen = precision.choose(number_format, group.device)
+
+    def evaluate(step: int, model: nn.Module) -> dict[str, float]:
+        show = partial(reporting.keep_examples, job.folder, report, step) if group.rank == 0 else None
+        with chosen.autocast():
+            return scorer.score(model, group, objective, start.plan.global_rows, show)
+
+    return evaluate

@@ -1,0 +1,170 @@
+"""What is done with a run's checkpoint: score it on held-out rows, or export it. Touches Ray to score on the workers.
+
+The training workers' layout is used again (the same number, a GPU each where they had one), so that what fitted in
+training fits here, and a job whose driver has no GPU can score as well.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import ray
+import ray.train
+import ray.train.torch
+from torch import nn
+
+from mmray import objectives
+from mmray.cluster.connect import joined
+from mmray.cluster.placement import check_data_room
+from mmray.config import Config, Lora, Scoring, from_yaml
+from mmray.config.mixture import parse_mixture
+from mmray.data.prepare.sets import ensure_prepared
+from mmray.data.store.manifest import MANIFEST
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.engine import precision
+from mmray.engine.checkpoint import files
+from mmray.engine.collectives import Group
+from mmray.engine.state import AVERAGE
+from mmray.errors import TrainingError, UsageError
+from mmray.evaluate.build import best_by, check_scored, evaluator_of
+from mmray.models import lora
+from mmray.models.build import build
+from mmray.models.export.export import export
+from mmray.storage.remote_path import Folder, folder_at
+from mmray.train import validate
+from mmray.train.coordinator import Listener
+from mmray.train.resources import (
+    check_room,
+    free_workers,
+    limit_start,
+    never_started,
+    no_retries,
+    ray_files,
+    torch_config,
+    worker_resources,
+)
+from mmray.train.run_dir import RunDir
+
+Step = int | Literal["best"] | None  # which checkpoint: of this step, the best, or the newest
+
+
+def run_config(folder: Folder) -> Config:
+    """The config of a run. Raises UsageError where there is none."""
+    file = folder.expanduser().resolve() / "config.yaml"
+    if not file.exists():
+        raise UsageError(f"{file.parent} is not a run: it has no config.yaml")
+    return from_yaml(file.read_text(), str(file))
+
+
+def open_run(folder: Folder, step: Step) -> tuple[Config, str, Folder]:
+    """Config, tokenizer and checkpoint folder of a run. Raises UsageError naming what is missing."""
+    run, config = RunDir(folder.expanduser().resolve()), run_config(folder)
+    return config, (run.path / "tokenizer.json").read_text(), _good_checkpoint(run, step, best_by(config))
+
+
+def _good_checkpoint(run: RunDir, step: Step, metric: str) -> Folder:
+    """The newest checkpoint that verifies, that of `step`, or the best by `metric`.
+
+    Nothing is moved, for training may be under way.
+    """
+    faults: list[str] = []
+    if step is None:
+        found = files.newest_good(run.checkpoints, faults.append, set_aside=False)
+    else:
+        found = files.best(run.checkpoints, metric) if step == "best" else run.checkpoints / f"step-{step}"
+        if found is None:
+            faults = [f"none has {metric}: the run held nothing out, or was not evaluated where it was saved"]
+        elif (fault := files.verify(found)) is not None:
+            faults, found = [f"checkpoint {found} does not count: {fault}"], None
+    if found is None:
+        there = ", ".join(files.names(run.checkpoints)) or "none"
+        raise UsageError("\n".join([f"{run.path} has no such good checkpoint; there: {there}", *faults]))
+    return found
+
+
+def export_run(folder: Folder, out: str | Folder, step: Step) -> Folder:
+    """Write the model of a run's checkpoint to `out`, for `mmray.load`."""
+    config, tokenizer_json, found = open_run(folder, step)
+    model = lora.merge(restored_model(config, found))
+    spec = config.model.replace(lora=Lora())  # what leaves has no adapters: they are in its weights
+    return export(model, spec.model_dump(mode="json"), tokenizer_json, out)
+
+
+def score_run(
+    folder: Folder,
+    data: str | None,
+    split: str | None,
+    step: Step,
+    address: str | None,
+    listener: Listener,
+    scoring: Scoring | None = None,
+    **cluster: Any,
+) -> dict[str, float]:
+    """Scores of a run's checkpoint on a set: `data`, or what the run held out.
+
+    What `scoring` and `cluster` (settings of it) leave None is as in the run.
+    """
+    config, tokenizer_json, found = open_run(folder, step)
+    config = scored_as(config, scoring, **{name: value for name, value in cluster.items() if value is not None})
+    config = config.on_cluster(address=address)
+    with joined(config.cluster):
+        check_room(config, with_data=False)
+        held_out = _held_out(config, folder, data, split, listener)
+        config = config.on_cluster(workers=free_workers(config))
+        limit_start(config)
+        trainer = ray.train.torch.TorchTrainer(
+            partial(_score_on_worker, config, tokenizer_json, held_out, found),  # type: ignore[arg-type]
+            torch_config=torch_config(config),
+            scaling_config=worker_resources(config),
+            run_config=ray.train.RunConfig(**ray_files(folder.resolve()), failure_config=no_retries()),
+        )
+        try:
+            return dict(trainer.fit().return_value)  # type: ignore[attr-defined]
+        except ray.train.TrainingFailedError as error:
+            raise never_started(error) or TrainingError(f"the evaluation failed: {error}") from error
+
+
+def scored_as(config: Config, scoring: Scoring | None, **cluster: Any) -> Config:
+    """The config of a run with these settings of what is scored, and of where. Raises UsageError."""
+    if scoring is not None:
+        config = config.replace(evaluate=config.evaluate.replace(**dict(scoring)))
+    if reasons := validate.scoring_refusals(config):
+        raise UsageError("\n".join(reasons))
+    return config.on_cluster(**cluster)
+
+
+def restored_model(config: Config, found: Folder) -> nn.Module:
+    """The model of a checkpoint, on the CPU; with the averaged weights where the run kept them."""
+    model = build(config.model, config.model.vocab_size, files.load_meta(found).get("architecture"))
+    if config.train.ema:
+        averaged = files.load(found)[AVERAGE]
+        own = {name.removeprefix("module."): weight for name, weight in averaged.items() if name.startswith("module.")}
+        model.load_state_dict(own)
+    else:
+        model.load_state_dict(files.load_weights(found))
+    return model
+
+
+def _held_out(config: Config, folder: Folder, data: str | None, split: str | None, listener: Listener) -> PreparedSet:
+    """What is asked for, or what the run held out: its own set for that (a source is prepared first), or a split."""
+    own = config.data.eval_split if data is None else "test"
+    source = data or config.data.eval
+    if source is None:
+        trained_on = parse_mixture((RunDir(folder).read_json("data.json") or {})["train"])[0][0]
+        return PreparedSet.open(trained_on, split or own)
+    if not (folder_at(source) / MANIFEST).exists():
+        check_data_room(config.cluster)
+    place = ensure_prepared(source, config.data.cache, config.prepare, listener.note, listener.preparing)
+    return PreparedSet.open(str(place), split or own)
+
+
+def _score_on_worker(config: Config, tokenizer_json: str, held_out: PreparedSet, found: Folder) -> dict[str, Any]:
+    group = Group.current(ray.train.torch.get_device())
+    model = restored_model(config, found)
+    check_scored(config, model)
+    scorer = evaluator_of(config, held_out, tokenizer_json)
+    rows = config.batch.global_  # settled when the run began; its other settings are those of the workers it had
+    assert rows is not None
+    with precision.choose(config.train.precision, group.device).autocast():
+        return dict(scorer.score(model.to(group.device), group, objectives.build(config.objective), rows))

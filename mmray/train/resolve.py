@@ -1,0 +1,76 @@
+"""What a run needs before it takes a folder: its sets opened, the tokenizer found, the batch and the length counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from hashlib import sha256
+
+from mmray.config import Config
+from mmray.config.mixture import is_mixture, parse_mixture, write_mixture
+from mmray.data.prepare.sets import ensure_prepared
+from mmray.data.store.mixed import MixedSet
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.stream.shuffle import chunk_and_window, kept_here
+from mmray.data.text.tokenizer import declared_pad_id, load_tokenizer
+from mmray.data.text.words import encoder_of, fitted
+from mmray.engine.batch import shape_of, total_steps
+from mmray.storage.remote_path import Folder
+from mmray.train.coordinator import Listener
+from mmray.train.region_labels import with_names
+from mmray.train.worker_group import Ready
+
+
+def settle(config: Config, listener: Listener) -> Ready:
+    """Sets opened, tokenizer found, arithmetic done; everything a user can get wrong is found here or above."""
+    prepared = partial(
+        ensure_prepared,
+        cache=config.data.cache,
+        settings=config.prepare,
+        say=listener.note,
+        progress=listener.preparing,
+    )
+    terms = [(str(prepared(source)), weight) for source, weight in parse_mixture(config.data.train)]
+    train_sets = [PreparedSet.open(place, config.data.train_split) for place, _ in terms]
+    eval_set = _eval_set(config, terms[0][0], train_sets[0], prepared)
+    shape = shape_of(config.batch, config.cluster.most_workers)
+    chunk, window = chunk_and_window(config.data, train_sets, shape.global_rows)
+    train_sets = [kept_here(config.data, each, chunk) for each in train_sets]
+    eval_set = eval_set and kept_here(config.data, eval_set, chunk)
+    if config.data.local_cache and all(each.place.local for each in [*train_sets, eval_set] if each):
+        listener.note("data.local_cache keeps nothing: every set is on a disk already", "cache")
+    train_set: PreparedSet | MixedSet = train_sets[0]
+    if is_mixture(config.data.train):
+        train_set = MixedSet(train_sets, [weight for _, weight in terms])
+    inputs = config.model.inputs
+    loaded = load_tokenizer(inputs.tokenizer, train_set.tokenizer_json)
+    tokenizer_json = fitted(loaded, inputs, train_set.languages)
+    encoder = encoder_of(tokenizer_json, inputs)
+    if config.evaluate.language is not None:
+        encoder.said("", config.evaluate.language)  # one that it does not know shows here
+    num_rows = min(train_set.num_rows, config.data.limit or train_set.num_rows)
+    if isinstance(train_set, MixedSet):
+        num_rows = sum(part.per_epoch for part in train_set.parts)
+    steps = total_steps(config.train, num_rows, shape.global_rows)
+    model = with_names(config.model, train_sets, eval_set).with_absolute_weights()
+    settled = config.replace(
+        model=model.with_tokens(encoder.vocab_size, declared_pad_id(tokenizer_json)),
+        data=config.data.replace(chunk=chunk, window=window),
+        batch=config.batch.replace(global_=shape.global_rows, micro="auto" if shape.auto else shape.micro),
+    )
+    data = {
+        "train": write_mixture(terms),
+        "fingerprint": train_set.fingerprint,
+        "num_rows": num_rows,
+        "tokenizer": sha256(tokenizer_json.encode()).hexdigest(),
+    }
+    return Ready(settled, train_set, eval_set, tokenizer_json, shape, steps, data)
+
+
+def _eval_set(
+    config: Config, place: str, train_set: PreparedSet, prepared: Callable[[str], Folder]
+) -> PreparedSet | None:
+    split = config.data.eval_split
+    if config.data.eval is not None:
+        return PreparedSet.open(str(prepared(config.data.eval)), split)
+    return PreparedSet.open(place, split) if train_set.has_split(split) else None

@@ -1,0 +1,185 @@
+"""What a run measures, to experiment trackers as well: each in a process of its own that training never waits for.
+
+The driver hands on what rank 0 logs. A tracker may fail, or its server hang inside a library's own threads: its process
+is told through a bounded queue and a pipe, loses what it does not take, and is ended when it does not end. What goes
+wrong is a note to the user, nothing more. tracking_child.py is the other end.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import Empty, Full, Queue
+from typing import TYPE_CHECKING, Any
+
+from mmray import plugins
+from mmray.errors import AtOnce, UsageError
+from mmray.storage.remote_path import Folder
+from mmray.train.redacted import redacted
+
+if TYPE_CHECKING:
+    from mmray.config import Config
+    from mmray.train.coordinator import Listener, Progress
+
+BUILT_IN = {
+    "mlflow": "mmray.train.tracker_mlflow:MlflowTracker",
+    "wandb": "mmray.train.tracker_wandb:WandbTracker",
+}
+WAITING = 2000  # lines a tracker may be behind; older ones are lost then
+ENDING_S = 30.0  # for all trackers together, at the end of a run, to take what is left
+
+
+def check(config: Config) -> None:
+    """Raise UsageError, before anything starts, for a tracker that is not there."""
+    for name in config.run.trackers:
+        if name not in BUILT_IN:
+            plugins.load(name, "run.trackers", tuple(BUILT_IN))
+        elif importlib.util.find_spec(name) is None:
+            raise UsageError(
+                f'run.trackers: {name} is not installed here, where the run is started: `pip install "mmray[{name}]"`'
+            )
+
+
+@contextmanager
+def tracked(config: Config, folder: Folder, listener: Listener) -> Iterator[Tracked]:
+    """The listener, with the run's trackers beside it; they are ended with the block, however it ends."""
+    if not config.run.trackers:
+        yield Tracked(listener, [])
+        return
+    about = {
+        "name": folder.name,
+        "project": config.run.project,
+        "folder": str(folder),
+        "config": redacted(config.model_dump(mode="json", by_alias=True)),
+    }
+    told = Tracked(listener, [Remote(name, about) for name in config.run.trackers])
+    wait_s = ENDING_S
+    try:
+        yield told
+    except AtOnce:
+        wait_s = 0.0
+        raise
+    finally:
+        told.end(wait_s)
+
+
+class Tracked:
+    """A listener that tells another all it hears, and the trackers every line of metrics."""
+
+    def __init__(self, listener: Listener, remotes: list[Remote]) -> None:
+        self.listener, self.remotes = listener, remotes
+        self.status = "failed"  # until someone says how the run ended
+
+    def note(self, text: str, label: str = "") -> None:
+        self.listener.note(text, label)
+
+    def phase(self, title: str) -> None:
+        self.listener.phase(title)
+
+    def preparing(self, progress: Progress) -> None:
+        self.listener.preparing(progress)
+
+    def step(self, metrics: dict[str, Any], total_steps: int) -> None:
+        for remote in self.remotes:
+            remote.put({"step": metrics["step"], "metrics": _figures(metrics)})
+        self._pass_on()
+        self.listener.step(metrics, total_steps)
+
+    def end(self, wait_s: float) -> None:
+        """Tell the trackers how the run ended, and wait so long for them."""
+        deadline_s = time.monotonic() + wait_s
+        for remote in self.remotes:
+            remote.put({"status": self.status})
+        for remote in self.remotes:
+            remote.end(deadline_s)
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        for remote in self.remotes:
+            while remote.notes:
+                self.listener.note(f"{remote.name}: {remote.notes.popleft()}", "tracker")
+
+
+class Remote:
+    """A tracker in its own process: `put` never waits, `notes` is what it has to say."""
+
+    def __init__(self, name: str, about: dict[str, Any]) -> None:
+        self.name = name
+        self.notes: deque[str] = deque(maxlen=20)
+        self._lines: Queue[dict[str, Any] | None] = Queue(WAITING)
+        self._lost = 0
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "mmray.train.tracker_process", BUILT_IN.get(name, name)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # a library's own chatter; its errors come as notes
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},  # as imports go here
+            start_new_session=True,  # Ctrl-C is the run's, which then tells how it ended
+            text=True,
+        )
+        self.put(about)
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._write, self._read)]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, line: dict[str, Any] | None) -> None:
+        """Hand a line on; the oldest is lost where the tracker does not keep up."""
+        while True:
+            try:
+                self._lines.put_nowait(line)
+                return
+            except Full:
+                self._drop()
+
+    def end(self, deadline_s: float) -> None:
+        """Wait for the tracker to take what is left, until `deadline_s` of the monotonic clock, then end it."""
+        self.put(None)
+        try:
+            code = self._child.wait(max(0.1, deadline_s - time.monotonic()))
+            if code:
+                self.notes.append(f"its process ended with exit code {code}; not all of the run is with it")
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+            self.notes.append(f"it did not end within {ENDING_S:g} s and was stopped; not all of the run is with it")
+        for thread in self._threads:
+            thread.join(1.0)
+        if self._lost:
+            self.notes.append(f"it did not keep up: {self._lost} lines were lost (metrics.jsonl has them all)")
+
+    def _drop(self) -> None:
+        try:
+            self._lines.get_nowait()
+            self._lost += 1
+        except Empty:
+            return  # the writer was quicker
+
+    def _write(self) -> None:
+        assert self._child.stdin is not None
+        try:
+            with self._child.stdin as pipe:
+                while (line := self._lines.get()) is not None:
+                    pipe.write(json.dumps(line) + "\n")
+                    pipe.flush()
+        except OSError:
+            return  # the process has ended: `end` says so
+
+    def _read(self) -> None:
+        assert self._child.stdout is not None
+        for line in self._child.stdout:
+            self.notes.append(line.rstrip())
+
+
+def _figures(metrics: dict[str, Any]) -> dict[str, float]:
+    """What of a line of metrics is a number."""
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float) and name != "step"}
+    return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}

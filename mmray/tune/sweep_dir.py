@@ -1,0 +1,121 @@
+"""A sweep's folder: its name, its files, and whether a command starts it, goes on with it, or must not touch it.
+
+STORAGE/NAME/  recipe.yaml (what the trials vary)  sweep.json  trials.jsonl (a row a trial)  best.yaml
+               trials/tNNN/ (whole run folders)
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmray.config import Config, from_yaml, to_yaml
+from mmray.errors import UsageError
+from mmray.storage import lease
+from mmray.train.continuation import forbidden_changes
+from mmray.train.run_dir import RunDir, names
+from mmray.tune.results import KEPT
+
+KIND = "sweep"
+# Of the recipe: what may differ when a sweep goes on.
+MAY_CHANGE = (
+    "run",
+    "cluster.address",
+    "cluster.start_timeout_s",
+    "cluster.collective_timeout_s",
+    "data.cache",
+    "data.local_cache",
+    "data.local_cache_gb",
+)
+
+
+@dataclass(frozen=True)
+class SweepDir(RunDir):
+    """Paths and files of one sweep; a folder of a file system (see _paths)."""
+
+    path: Path
+
+    def read_rows(self) -> list[dict[str, Any]]:
+        """What trials.jsonl holds; nothing where there is none."""
+        file = self.path / "trials.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def write_rows(self, rows: list[dict[str, Any]]) -> None:
+        """All rows, in the order of the trials."""
+        ordered = sorted(rows, key=lambda row: row["trial"])
+        self.write("trials.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ordered))
+
+    def kept(self, settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Rows of earlier commands that need no second run, by trial; `settings` are the trials of this one."""
+        rows = {row["trial"]: row for row in self.read_rows() if row["status"] in KEPT}
+        return {name: row for name, row in rows.items() if settings.get(name) == row["settings"]}
+
+    def clear_trial(self, name: str) -> None:
+        """Remove what a trial that did not end has left: a trial is measured whole or not at all."""
+        folder = self.path / "trials" / name
+        if folder.exists():
+            shutil.rmtree(folder)
+
+
+def decide(base: Config, identity: dict[str, Any]) -> SweepDir:
+    """The folder of this sweep. A named one is continued or refused; an unnamed one that has ended takes the next name.
+
+    `identity` is what sweep.json must agree in: space, samples of a trial. Raises UsageError with the differences.
+    """
+    for path in _paths(base):
+        found = SweepDir(path)
+        before = found.read_json("sweep.json")
+        if before is None:
+            if base.run.resume == "must":
+                raise UsageError(f"--run.resume must: there is no sweep at {path}")
+            if path.exists() and any(file.name not in (lease.FOLDER, "recipe.yaml") for file in path.iterdir()):
+                raise UsageError(f"{path} exists and is not a sweep of mmray; choose another --run.name")
+            return found
+        changes = _changes(found, before, base, identity)
+        if base.run.name is not None:
+            if base.run.resume == "never":
+                raise UsageError(f"{path} exists; choose another --run.name, or go on with --run.resume auto")
+            if changes:
+                raise UsageError(
+                    f"{path} is another sweep:\n  " + "\n  ".join(changes) + "\n"
+                    "Its trials cannot be compared with these: choose another --run.name, or set these back."
+                )
+            return found
+        if not changes and before["status"] != "finished" and base.run.resume != "never":
+            return found
+    raise AssertionError("the names never end")
+
+
+def create(sweep: SweepDir, base: Config) -> None:
+    """The folder with the recipe that its trials vary."""
+    try:
+        (sweep.path / "trials").mkdir(parents=True, exist_ok=True)
+        sweep.write("recipe.yaml", to_yaml(base))
+    except OSError as error:
+        raise UsageError(
+            f"cannot write the sweep's folder {sweep.path}: {error}; choose another --run.storage"
+        ) from None
+
+
+def _changes(found: SweepDir, before: dict[str, Any], base: Config, identity: dict[str, Any]) -> list[str]:
+    """Lines `setting: old -> new` that make it another sweep."""
+    lines = [f"{key}: {before.get(key)} -> {value}" for key, value in identity.items() if before.get(key) != value]
+    file = found.path / "recipe.yaml"
+    before_base = from_yaml(file.read_text(), str(file))  # settings that mmray has gained since stand at their defaults
+    old, new = (config.model_dump(mode="json", by_alias=True) for config in (before_base, base))
+    return lines + forbidden_changes(old, new, MAY_CHANGE)
+
+
+def _paths(base: Config) -> Iterator[Path]:
+    """The sweep's path; an unnamed sweep's candidates are RECIPE-tune, RECIPE-tune-2, RECIPE-tune-3, ..."""
+    if "://" in base.run.storage:
+        raise UsageError(
+            f"run.storage: {base.run.storage} is an address; a sweep is kept in a folder that every node sees, such as "
+            "a network mount (a single run may lie on an object store)"
+        )
+    storage = Path(base.run.storage).expanduser().resolve()
+    return (storage / name for name in names(f"{base.recipe}-tune", base.run.name))
