@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image
 
-from mmray.data.prepare.shard_writer import write_shard
+from mmray.data.prepare.pack import write_shard
 from mmray.data.store.manifest import MANIFEST, TOKENIZER, Manifest, fingerprint
 from mmray.data.store.prepared_set import PreparedSet, Row, images_sha256
 from mmray.data.text.tokenizer import train_tokenizer

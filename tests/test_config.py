@@ -21,7 +21,7 @@ from mmray.config import (
     to_yaml,
 )
 from mmray.errors import UsageError
-from mmray.train.continuation import forbidden_changes
+from mmray.train.run_dir import forbidden_changes
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from mmray.cli.console import Screen
-from mmray.cli.reporter import Reporter
+from mmray.cli.console import Reporter, Screen
 
 FIGURES = ("loss 1.234", "2,560 samples/s", "data wait 3%", "0.45 GiB")
 
@@ -21,7 +20,7 @@ def line(step):
 def clock(monkeypatch):
     """A clock that stands still until it is set."""
     now = SimpleNamespace(s=0.0)
-    monkeypatch.setattr("mmray.cli.reporter.time", SimpleNamespace(monotonic=lambda: now.s))
+    monkeypatch.setattr("mmray.cli.console.time", SimpleNamespace(monotonic=lambda: now.s))
     return now
 
 

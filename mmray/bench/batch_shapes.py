@@ -18,9 +18,9 @@ import psutil
 import torch
 
 from mmray import objectives
-from mmray.bench.machine import describe
 from mmray.bench.spawn import RankFailed, device_of, left_idle, run_ranks
 from mmray.bench.step import WARM_STEPS, Bench, prepared
+from mmray.bench.timing import describe
 from mmray.config.search_space import parse, value_at, with_settings
 from mmray.data.stream.order import Plan
 from mmray.engine import loop

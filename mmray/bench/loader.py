@@ -21,18 +21,12 @@ import torch
 
 from mmray.bench import loader_report as told
 from mmray.bench import synthetic_images, timing
-from mmray.bench.actors import Consumer, forget_cached
-from mmray.bench.blank import Blank
-from mmray.bench.loader_arms import Source, Textbook, Tuned
+from mmray.bench.loader_arms import Blank, Consumer, Source, Textbook, Tuned, forget_cached
 from mmray.bench.loader_report import RATIOS, Copies, Found, Raw
-from mmray.bench.machine import describe
-from mmray.bench.processes import ProcessWatch
-from mmray.bench.stored import created_bytes
-from mmray.bench.timing import Arrival
+from mmray.bench.timing import Arrival, ProcessWatch, created_bytes, describe
 from mmray.cluster.connect import joined
 from mmray.config import Cluster, Inputs, Prepare
-from mmray.data.prepare.pipeline import Progress, prepare
-from mmray.data.prepare.sets import ensure_prepared
+from mmray.data.prepare.pipeline import Progress, ensure_prepared, prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import Blocks, Plan, Start
 from mmray.data.stream.reader import RowReader

@@ -17,13 +17,13 @@ from typing import Any
 import psutil
 import torch
 
-from mmray.bench.machine import describe
+from mmray.bench.timing import describe
 from mmray.cluster.connect import joined
 from mmray.config import Config
 from mmray.config.search_space import with_settings
 from mmray.data.prepare.pipeline import Progress
 from mmray.errors import UsageError
-from mmray.train.trainer import train
+from mmray.train.driver import train
 
 WORKER_TITLE = "ray::RayTrainWorker"
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from mmray.engine.collectives import Group
-from mmray.engine.metrics.heap import keep_freed_memory
-from mmray.engine.room import is_out_of_memory
+from mmray.engine.metrics.system import keep_freed_memory
+from mmray.engine.oom import is_out_of_memory
 from mmray.errors import ResourceError, TrainingError
 
 if TYPE_CHECKING:

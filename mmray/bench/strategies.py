@@ -22,9 +22,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from mmray import objectives
 from mmray.bench.batch_shapes import peak_resident_bytes
-from mmray.bench.machine import describe
 from mmray.bench.spawn import RankFailed, device_of, left_idle, run_ranks
 from mmray.bench.step import prepared
+from mmray.bench.timing import describe
 from mmray.data.stream.order import Plan
 from mmray.engine import loop
 from mmray.engine.batch import shape_of

@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from mmray.config import Prepare
-from mmray.data.prepare.sets import ensure_prepared
+from mmray.data.prepare.pipeline import ensure_prepared
 from mmray.data.store.prepared_set import PreparedSet
 
 VERSION = 1  # of the drawing; a change in what is drawn takes another folder

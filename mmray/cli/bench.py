@@ -13,11 +13,110 @@ from tyro.conf import Positional
 
 from mmray.cli.args import at_least_one, parsed, write_json
 from mmray.cli.console import Screen, rows_table
-from mmray.cli.recovery import recovery
-from mmray.cli.strategies import strategies
 from mmray.config import recipes
 from mmray.config.search_space import with_settings
 from mmray.errors import UsageError
+
+# `mmray bench strategies`: ways to lay a model on this machine's devices, side by side.
+COLUMNS = {
+    "samples_per_s": ("samples/s", ",.0f"),
+    "step_p50_s": ("p50 s", ".3f"),
+    "step_p95_s": ("p95 s", ".3f"),
+    "communication_share": ("sent", ".0%"),
+    "idle_share_0": ("idle", ".0%"),
+    "idle_share_1": ("idle", ".0%"),
+    "peak_gib": ("GiB", ".2f"),
+    "loss": ("loss", ".4f"),
+    "loss_vs_ddp": ("vs ddp", "+.3%"),
+}
+
+
+@dataclass(frozen=True)
+class StrategiesCommand:
+    """The same model, data and global batch through every strategy that this machine allows, in fresh processes."""
+
+    recipe: Positional[str] = "sample"
+    """The recipe whose model and batch are used."""
+    steps: int = 10
+    """Steps timed, after three to warm up."""
+    only: tuple[str, ...] = ()
+    """Names of some strategies, as the table has them, quoted."""
+    json: str | None = None
+    """Write machine, ratios and rows to this file."""
+
+
+def strategies(argv: Sequence[str], screen: Screen) -> None:
+    """every way to lay the model on this machine's devices, side by side"""
+    command = parsed(StrategiesCommand, argv, "mmray bench strategies")
+    at_least_one(command, "steps")
+    from mmray.bench.strategies import bench_strategies
+
+    result = bench_strategies(recipes.load(command.recipe), command.steps, command.only, screen.phase)
+    machine = result["machine"]
+    screen.note(f"{machine['device']}, {machine['cpu']}, {machine['cores']} cores", "machine")
+    screen.note(result["batch"])
+    screen.console.print(_table(result["rows"]))
+    screen.note(
+        "share of the time in which ranks sent; idle: of the branches' two devices; loss after the last step", "sent"
+    )
+    for row in result["rows"]:
+        if row["error"]:
+            screen.note(row["error"], row["strategy"])
+    for note in result["notes"]:
+        screen.note(note)
+    write_json(command.json, result)
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    """A line each, with no borders, to fit 80 columns; what was not measured is a dash."""
+    table = Table("strategy", box=None, pad_edge=False, padding=(0, 1))
+    for title, _ in COLUMNS.values():
+        table.add_column(title, justify="right")
+    for row in rows:
+        told = ["-" if row[name] is None else format(row[name], style) for name, (_, style) in COLUMNS.items()]
+        table.add_row(row["strategy"], *told)
+    return table
+
+
+# `mmray bench recovery`: what a lost worker costs.
+@dataclass(frozen=True)
+class RecoveryCommand:
+    """Whole runs on this machine, one training worker of each killed: how long until it goes on, what is done twice."""
+
+    recipe: Positional[str] = "sample"
+    """The recipe that is trained."""
+    workers: int = 2
+    """Training workers."""
+    steps: int = 60
+    """Steps of each run."""
+    every: int = 20
+    """Steps between two checkpoints; the kill comes in the middle."""
+    rounds: int = 3
+    """Runs."""
+    json: str | None = None
+    """Write machine, ratios and rows to this file."""
+
+
+def recovery(argv: Sequence[str], screen: Screen) -> None:
+    """a worker killed in mid-run: time until it goes on, steps done twice, what checkpoints cost"""
+    command = parsed(RecoveryCommand, argv, "mmray bench recovery")
+    at_least_one(command, "rounds", "every")
+    from mmray.bench.recovery import bench_recovery
+
+    config = with_settings(recipes.load(command.recipe), {"cluster.workers": command.workers})
+    with screen.work("measuring"):
+        result = bench_recovery(config, command.steps, command.every, command.rounds, screen.phase)
+    machine = result["machine"]
+    screen.note(f"{machine['device']}, {machine['cpu']}, {machine['cores']} cores", "machine")
+    table = Table("round", "steps again after s", "past the kill after s", "steps done twice", show_edge=False)
+    for row in result["rows"]:
+        table.add_row(
+            str(row["round"]), f"{row['recovery_s']:.1f}", f"{row['caught_up_s']:.1f}", str(row["wasted_steps"])
+        )
+    screen.console.print(table)
+    for note in result["notes"]:
+        screen.note(note)
+    write_json(command.json, result)
 
 
 @dataclass(frozen=True)

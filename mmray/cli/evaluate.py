@@ -9,8 +9,7 @@ from typing import Literal
 from tyro.conf import Positional
 
 from mmray.cli.args import at_least_one, parsed, write_json
-from mmray.cli.console import Screen, scores_tables
-from mmray.cli.reporter import Reporter
+from mmray.cli.console import Reporter, Screen, scores_tables
 from mmray.config import Scoring
 
 

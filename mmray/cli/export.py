@@ -27,7 +27,7 @@ class ExportCommand:
 def export(argv: Sequence[str], screen: Screen) -> int:
     """mmray export RUN OUT [--step N|best]"""
     command = parsed(ExportCommand, argv, "mmray export")
-    from mmray.models.export.hf_format import PROCESSOR
+    from mmray.models.export.export import PROCESSOR
     from mmray.storage.remote_path import folder_at
     from mmray.train.checkpoint_use import export_run
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from tyro.conf import OmitArgPrefixes, Positional
 
 from mmray.cli.args import parsed
-from mmray.cli.console import Screen
-from mmray.cli.reporter import Reporter
+from mmray.cli.console import Reporter, Screen
 from mmray.config import Cluster, Prepare
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 from mmray.cli.args import parse_run
-from mmray.cli.console import Screen, scores_tables
-from mmray.cli.reporter import Reporter, short
+from mmray.cli.console import Reporter, Screen, scores_tables, short
 from mmray.config import to_yaml
 from mmray.errors import INTERRUPTED
 
@@ -19,11 +18,11 @@ def train(argv: Sequence[str], screen: Screen) -> int:
     if print_config:
         print(to_yaml(config), end="")
         return 0
-    from mmray.train import trainer  # late: `--help` and `--print-config` must not import Ray and torch
+    from mmray.train import driver  # late: `--help` and `--print-config` must not import Ray and torch
 
     screen.note(f"mmray {version('mmray')}, recipe {config.recipe}")
     with screen.work("starting Ray"):
-        outcome = trainer.train(config, Reporter(screen))
+        outcome = driver.train(config, Reporter(screen))
     return _say_outcome(outcome, screen)
 
 

@@ -13,21 +13,24 @@ from typing import Any
 import yaml
 from pydantic import Field
 
-from mmray.config.augment import Augment
 from mmray.config.base import Section
 from mmray.config.cluster import Cluster, Run
-from mmray.config.data import Data, Prepare
-from mmray.config.inputs import Chat, ChatInputs, Fit, Inputs, Interpolation
+from mmray.config.data import Augment, Data, Prepare
 from mmray.config.model import (
     AnyModel,
+    Chat,
+    ChatInputs,
     Clip,
     ClipImage,
     ClipText,
     CrossAttention,
     Decoder,
+    Fit,
     Fusion,
     Generative,
     ImageTower,
+    Inputs,
+    Interpolation,
     Lora,
     Model,
     Objective,

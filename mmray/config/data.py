@@ -2,15 +2,52 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Annotated, ClassVar, Literal
 
 import tyro
 from pydantic import Field, field_validator, model_validator
 
 from mmray.config.base import Section
-from mmray.config.mixture import is_mixture
 from mmray.errors import UsageError
 from mmray.storage.address import host_of
+
+# `data.train` of several sets: `prepared/a + 2 * prepared/b`, each with the weight of its rows in an epoch.
+_TERM = re.compile(r"(?:(\S+) \* +)?(\S.*)")
+
+
+def parse_mixture(text: str) -> list[tuple[str, float]]:
+    """(address, weight) of each set, in order; a plain address is one set of weight 1. Raises ValueError."""
+    found: list[tuple[str, float]] = []
+    for term in text.split(" + "):
+        match = _TERM.fullmatch(term.strip())
+        weight = _weight(match[1]) if match else None
+        if match is None or weight is None or match[2] in dict(found):
+            raise ValueError(
+                f"`{text}` is neither a set nor a sum of different ones, at `{term.strip()}`; write for example "
+                "`prepared/a + 2 * prepared/b`"
+            )
+        found.append((match[2], weight))
+    return found
+
+
+def is_mixture(text: str) -> bool:
+    """Whether it is more than one set as it stands."""
+    return parse_mixture(text) != [(text.strip(), 1.0)]
+
+
+def write_mixture(terms: list[tuple[str, float]]) -> str:
+    """The text that parse_mixture reads."""
+    return " + ".join(address if weight == 1 else f"{weight:g} * {address}" for address, weight in terms)
+
+
+def _weight(text: str | None) -> float | None:
+    try:
+        weight = 1.0 if text is None else float(text)
+    except ValueError:
+        return None
+    return weight if 0 < weight < math.inf else None
 
 
 class Prepare(Section):
@@ -153,4 +190,38 @@ class Data(Section):
     def _workers_is_positive(self) -> Data:
         if isinstance(self.workers, int) and self.workers < 1:
             raise ValueError(f"workers must be `auto` or at least 1 (got {self.workers})")
+        return self
+
+
+# Settings of augmentation: how a training image is varied, another way each epoch.
+class Augment(Section):
+    """Variations of training images, drawn from (seed, epoch, key); held-out images are never varied."""
+
+    path: ClassVar[str] = "augment"
+    crop_scale: tuple[float, float] = Field(
+        (1.0, 1.0), description="Random resized crop: smallest and largest share of the image's area; 1 1 is off."
+    )
+    crop_ratio: tuple[float, float] = Field((0.75, 4 / 3), description="Width by height of the random crop, from-to.")
+    flip: float = Field(0.0, ge=0, le=1, description="Chance of a left-right flip; wrong where captions name sides.")
+    brightness: float = Field(0.0, ge=0, lt=1, description="Brightness times 1 - b to 1 + b.")
+    contrast: float = Field(0.0, ge=0, lt=1, description="Contrast times 1 - c to 1 + c.")
+    saturation: float = Field(0.0, ge=0, lt=1, description="Saturation times 1 - s to 1 + s.")
+    hue: float = Field(0.0, ge=0, le=0.5, description="Hue shifted by up to this share of the colour circle.")
+
+    @property
+    def crops(self) -> bool:
+        return self.crop_scale != (1.0, 1.0)
+
+    @property
+    def varies(self) -> bool:
+        return self.crops or any((self.flip, self.brightness, self.contrast, self.saturation, self.hue))
+
+    @model_validator(mode="after")
+    def _ranges_are_ranges(self) -> Augment:
+        low, high = self.crop_scale
+        if not 0 < low <= high <= 1:
+            raise ValueError(f"crop_scale must be two shares of the area, 0 < low <= high <= 1 (got {low:g} {high:g})")
+        low, high = self.crop_ratio
+        if not 0 < low <= high:
+            raise ValueError(f"crop_ratio must be two ratios, 0 < low <= high (got {low:g} {high:g})")
         return self

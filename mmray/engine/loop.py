@@ -14,20 +14,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from mmray.engine import clip, error_messages, optimizer, precision
-from mmray.engine.average import MovingAverage
+from mmray.engine import error_messages, optimizer, precision
+from mmray.engine import optimizer as clip
 from mmray.engine.batch import smaller
-from mmray.engine.checkpoint.rhythm import Rhythm, interval
+from mmray.engine.checkpoint.manager import Rhythm, interval
 from mmray.engine.metrics.meters import Meter, Padding
-from mmray.engine.metrics.profiling import profiled
+from mmray.engine.metrics.system import profiled
 from mmray.engine.metrics.writers import Metrics, Phases, Rates, over_ranks, rows_sha
-from mmray.engine.oom import NoRoom, said
+from mmray.engine.oom import NoRoom, is_out_of_memory, said
+from mmray.engine.optimizer import MovingAverage, lr_at
 from mmray.engine.parallel import fsdp
 from mmray.engine.parallel import wrap as parallel
+from mmray.engine.precision import micro_seed
 from mmray.engine.prefetch import Share, feed, split_micro_batches
-from mmray.engine.room import is_out_of_memory
-from mmray.engine.schedule import lr_at
-from mmray.engine.seeding import micro_seed
 from mmray.engine.state import AVERAGE, Outcome, Progress, State, Stored, Task
 from mmray.engine.step import StepResult, optimizer_step, suspects
 from mmray.engine.train_state import Learner

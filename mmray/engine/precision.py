@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import torch
 
@@ -58,3 +62,30 @@ def _best(device: torch.device) -> str:
     if device.type != "cuda":
         return "fp32"
     return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"  # in hardware since Ampere
+
+
+# Dropout from (seed, step, rank, micro index): nothing random is stored, and a second forward draws the same masks.
+def micro_seed(seed: int, step: int, rank: int, micro_index: int) -> int:
+    """A 63-bit seed for the forward of one micro-batch; hashed, since neighbouring seeds give kindred streams."""
+    digest = blake2b(struct.pack("<4q", seed, step, rank, micro_index), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def seed_everything(seed: int, deterministic: bool) -> None:
+    """Torch's generators start from `seed`; `deterministic`: from here on it takes no other algorithms."""
+    torch.manual_seed(seed)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Torch's generators (CPU and `device`) start from `seed` inside, and are put back after."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(seed)
+        if devices:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from mmray.engine.metrics.writers import Phases
-from mmray.engine.room import is_out_of_memory
+from mmray.engine.oom import is_out_of_memory
 from mmray.errors import TrainingError
 from mmray.objectives.protocol import Batch
 

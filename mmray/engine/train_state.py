@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mmray.engine import clip
+from mmray.engine import optimizer as clip
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.writers import Phases
 from mmray.engine.parallel import wrap
-from mmray.engine.precision import Precision
+from mmray.engine.precision import Precision, seeded
 from mmray.engine.prefetch import Share
-from mmray.engine.seeding import seeded
 from mmray.objectives.protocol import Batch, Objective, ObjectiveParts, Outputs
 
 SeedOf = Callable[[int], int]  # micro index -> seed of its forward

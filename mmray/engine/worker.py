@@ -18,25 +18,25 @@ from mmray import objectives, plugins
 from mmray.data.stream.collate import steps_of
 from mmray.data.stream.order import Start
 from mmray.data.stream.reader import Block
-from mmray.data.text.words import encoder_of
-from mmray.engine import loop, memory_probe, precision, reporting
-from mmray.engine.advice import Advising
+from mmray.data.text.chat import encoder_of
+from mmray.engine import loop, memory_probe, precision
+from mmray.engine import worker_context as reporting
 from mmray.engine.bad_samples import watched
 from mmray.engine.checkpoint import files
 from mmray.engine.checkpoint.manager import Helper, Keeper
 from mmray.engine.collectives import Group
 from mmray.engine.dry_run import learner_of, rehearse_job, synthetic_of
 from mmray.engine.heartbeat import Pulse
-from mmray.engine.metrics.heap import keep_freed_memory
+from mmray.engine.metrics.system import keep_freed_memory
 from mmray.engine.metrics.writers import MetricsLog
 from mmray.engine.parallel.transforms import shape
-from mmray.engine.seeding import seed_everything
+from mmray.engine.precision import seed_everything
 from mmray.engine.state import Callback, State, Task
-from mmray.engine.worker_context import Job, Line, Report
+from mmray.engine.worker_context import Advising, Job, Line, Report
 from mmray.errors import MmrayError, UsageError
 from mmray.evaluate.build import check_scored, evaluator_of
 from mmray.models.build import build
-from mmray.models.regions import LabelTexts
+from mmray.models.fusion import LabelTexts
 from mmray.storage.remote_path import folder_at
 
 WRITES_HANGS = 10  # hang_timeout_s this often: how long a rank may wait for a checkpoint to be written

@@ -25,7 +25,7 @@ from mmray.data.images.sandbox import SandboxedDecoders
 from mmray.data.store.prepared_set import BATCH_ROWS, ROW_ERRORS, PreparedSet, Row, key_id
 from mmray.data.stream.collate import boxes_of, learned_of
 from mmray.data.stream.reader import UNLABELLED, Block
-from mmray.data.text.words import encoder_of
+from mmray.data.text.chat import encoder_of
 from mmray.machine import cores
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from mmray.evaluate.classes import TOP, accuracies, ensemble, prompted, right_at
 from mmray.evaluate.embeddings import Embedded, first_of, one_of_each
 from mmray.evaluate.examples import examples_of
 from mmray.evaluate.retrieval import exact, ranks, retrieval_metrics
-from mmray.models.regions import LabelTexts
+from mmray.models.fusion import LabelTexts
 from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.protocol import Objective, parts_of
 

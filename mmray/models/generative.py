@@ -12,15 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
 
 from mmray.errors import UsageError
-from mmray.models.dual_encoder import Pixels
-from mmray.models.pretrained import saved_network
-from mmray.models.sizes import encoder_shape, tiles
+from mmray.models.clip import Pixels
+from mmray.models.weights import encoder_shape, saved_network, tiles
 
 if TYPE_CHECKING:
     from mmray.config import Generative as Section
     from mmray.config import Inputs
+
 
 SETTING = "model.weights"
 VISION = ("clip_vision_model", "siglip_vision_model")
@@ -114,7 +116,6 @@ class Words(nn.Module):
     """A causal language model that reads a picture's features at one place of each row."""
 
     def __init__(self, tower: Any, head: nn.Linear) -> None:
-        from mmray.models.no_cache import no_cache
 
         super().__init__()
         self.tower, self.head, self._no_cache = tower, head, no_cache
@@ -222,3 +223,18 @@ def _check_fits(config: Any, inputs: Inputs, vocab_size: int, weights: str) -> N
             f"{SETTING}: {weights}: {text.vocab_size} rows of embedding are too few for a tokenizer of {vocab_size} "
             "tokens; take the tokenizer of the weights (model.inputs.tokenizer)"
         )
+
+
+# A cache of transformers that keeps nothing: what generative.py gives a language model that is trained.
+#
+# A module of its own, since it imports transformers, which not everyone who imports generative.py needs.
+class _Unkept(DynamicLayer):
+    """Each layer has the keys and values it was just given."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+
+def no_cache() -> Cache:
+    """A cache that is empty, and stays so."""
+    return Cache(layer_class_to_replicate=_Unkept)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
-from mmray.data.text.words import language_token_of
-from mmray.models.dual_encoder import DualEncoder, Pixels, unit
+from mmray.data.text.chat import language_token_of
+from mmray.models.clip import DualEncoder, Pixels, unit
 from mmray.models.encoders import image as image_towers
 from mmray.models.encoders.text import BertTower, build_text_tower, drawn_shape
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import plotly.graph_objects as go
+
+from mmray.report.figures import BLUE, GREY, ORANGE, ROSE, TEAL, Figure, figure
 from mmray.report.run import read_json, read_lines
 
 SWEEP, TRIALS = "sweep.json", "trials.jsonl"
@@ -159,3 +162,182 @@ def _is_better(trial: Trial, other: Trial, goal: tuple[str, str, bool]) -> bool:
     if one is None or two is None:
         return two is None and one is not None
     return one > two if goal[2] else one < two
+
+
+# The charts of a sweep: heat maps of micro-batch x accumulation, throughput with its spread, and memory.
+MOST_GRIDS = 12
+MOST_BARS = 30  # a longer list stands in the table alone
+# Light to dark, seen on white and on black; Plotly chooses the colour of the words in a cell by the cell's.
+SCALE = [[0, "#dbe4ff"], [0.35, "#9db4fb"], [0.7, "#5b7cfa"], [1, "#2c3fb1"]]
+COLOURS = (BLUE, ORANGE, TEAL, ROSE, "#9b6bdf", "#b98a16", GREY)
+WORDS = {OUT_OF_MEMORY: "out of<br>memory", "infeasible": "not<br>possible"}
+
+
+def sweep_figures(sweep: Sweep) -> dict[str, list[Figure]]:
+    """Heat maps, throughput bars and memory bars; what was not measured has none."""
+    grids = sweep.grids()[:MOST_GRIDS]
+    bars = [_throughput(sweep), _memory(sweep)]
+    return {
+        "grids": [_heat_map(number, grid, sweep) for number, grid in enumerate(grids, 1)],
+        "bars": [bar for bar in bars if bar is not None],
+    }
+
+
+def _heat_map(number: int, grid: Grid, sweep: Sweep) -> Figure:
+    name, title, more = sweep.goal
+    everywhere = [value for trial in sweep.trials if (value := _measured(trial, name)) is not None]
+    x, y = [str(each) for each in grid.micro], [str(each) for each in grid.accumulation]
+    rows = [[grid.cells.get((micro, accumulation)) for micro in grid.micro] for accumulation in grid.accumulation]
+    measured = go.Heatmap(
+        x=x,
+        y=y,
+        z=[[_measured(trial, name) for trial in row] for row in rows],
+        text=[[_cell(trial, name, sweep.best) for trial in row] for row in rows],
+        texttemplate="%{text}",
+        textfont={"size": 12},
+        hovertemplate=f"micro %{{x}}, accumulation %{{y}}: %{{z:,.4g}} {title}<extra></extra>",
+        colorscale=SCALE,
+        reversescale=not more,
+        zmin=min(everywhere, default=None),  # one scale, so that maps can be compared
+        zmax=max(everywhere, default=None),
+        showscale=False,
+        xgap=3,
+        ygap=3,
+        showlegend=False,
+    )
+    failed = go.Heatmap(
+        x=x,
+        y=y,
+        z=[[1 if trial and _measured(trial, name) is None else None for trial in row] for row in rows],
+        text=[[_status(trial) if trial and _measured(trial, name) is None else "" for trial in row] for row in rows],
+        texttemplate="%{text}",
+        textfont={"size": 12},
+        hovertemplate="micro %{x}, accumulation %{y}: %{text}<extra></extra>",
+        colorscale=[[0, "#b3324f"], [1, "#b3324f"]],
+        showscale=False,
+        xgap=3,
+        ygap=3,
+        showlegend=False,
+    )
+    told = [f"micro {m}, accumulation {a}: {_plain(trial, name)}" for (m, a), trial in sorted(grid.cells.items())]
+    drawn = figure(
+        f"grid-{number}",
+        grid.title or "all trials",
+        f"{title} by micro-batch and accumulation. " + "; ".join(told),
+        [measured, failed],
+        height=110 + 62 * len(y),
+        hovermode="closest",
+        xaxis={"type": "category", "title": {"text": "micro-batch", "standoff": 6}},
+        yaxis={"type": "category", "title": {"text": "accumulation", "standoff": 6}},
+    )
+    return replace(drawn, wide=len(x) > 6)
+
+
+def _throughput(sweep: Sweep) -> Figure | None:
+    """Bars, the fastest first, a colour for each global batch; whiskers from the slowest to the fastest window."""
+    trials = _most(sweep, "samples_per_s")
+    if not trials:
+        return None
+    traces = []
+    for colour, size in zip(_cycle(trials), _sizes(trials), strict=False):
+        mine = [trial for trial in trials if trial.values.get("global") == size]
+        rates = [trial.figure("samples_per_s") or 0.0 for trial in mine]
+        most = [trial.figure("samples_per_s_max") for trial in mine]
+        least = [trial.figure("samples_per_s_min") for trial in mine]
+        spread = {
+            "type": "data",
+            "symmetric": False,
+            "array": [max(0.0, m - r) if m is not None else 0.0 for m, r in zip(most, rates, strict=True)],
+            "arrayminus": [max(0.0, r - m) if m is not None else 0.0 for m, r in zip(least, rates, strict=True)],
+            "color": GREY,
+            "thickness": 1.5,
+            "width": 5,
+        }
+        traces.append(_bar(mine, rates, f"global {size}", colour, ",.0f", error_x=spread))
+    summary = f"samples per second of {len(trials)} trials, the fastest {_label(trials[0])}"
+    return _bars("throughput", "Samples per second, with the spread of its windows", summary, traces, trials)
+
+
+def _memory(sweep: Sweep) -> Figure | None:
+    trials = _most(sweep, "peak_gib")
+    if not trials:
+        return None
+    bar = _bar(trials, [trial.figure("peak_gib") or 0.0 for trial in trials], "peak GiB", ROSE, ".2f")
+    summary = f"peak memory of {len(trials)} trials, the most {trials[0].figure('peak_gib'):.2f} GiB"
+    return _bars("memory", "Peak memory of a worker, GiB", summary, [bar], trials)
+
+
+def _bar(trials: list[Trial], values: list[float], name: str, colour: str, digits: str, **style: Any) -> go.Bar:
+    return go.Bar(
+        y=[_label(trial) for trial in trials],
+        x=values,
+        name=name,
+        orientation="h",
+        marker={"color": colour},
+        text=values,
+        texttemplate=f"%{{text:{digits}}}",
+        textposition="inside",
+        insidetextanchor="start",
+        insidetextfont={"color": "#10131a"},  # 4.4:1 at least on every colour of a series
+        **style,
+    )
+
+
+def _bars(name: str, title: str, summary: str, traces: list[go.Bar], trials: list[Trial]) -> Figure:
+    return figure(
+        name,
+        title,
+        summary,
+        traces,
+        height=110 + 27 * len(trials),
+        hovermode="closest",
+        barmode="overlay",  # a trial is in one trace alone
+        bargap=0.25,
+        yaxis={
+            "categoryorder": "array",
+            "categoryarray": [_label(trial) for trial in reversed(trials)],
+            "nticks": len(trials),
+            "showgrid": False,
+        },
+        xaxis={"rangemode": "tozero", "showgrid": True, "nticks": 6},
+    )
+
+
+def _most(sweep: Sweep, name: str) -> list[Trial]:
+    """The finished trials with the most of a figure, the most first."""
+    told = [trial for trial in sweep.trials if trial.status == "finished" and trial.figure(name) is not None]
+    return sorted(told, key=lambda trial: -(trial.figure(name) or 0.0))[:MOST_BARS]
+
+
+def _sizes(trials: list[Trial]) -> list[Any]:
+    return sorted({trial.values.get("global") for trial in trials}, key=lambda size: (size is None, size))
+
+
+def _cycle(trials: list[Trial]) -> list[str]:
+    return [COLOURS[place % len(COLOURS)] for place in range(len(_sizes(trials)))]
+
+
+def _label(trial: Trial) -> str:
+    return f"{trial.name}  {trial.shape}"
+
+
+def _measured(trial: Trial | None, name: str) -> float | None:
+    return trial.figure(name) if trial is not None and trial.status == "finished" else None
+
+
+def _cell(trial: Trial | None, name: str, best: Trial | None) -> str:
+    value = _measured(trial, name)
+    if trial is None or value is None:
+        return ""
+    figure_text = f"{value:,.0f}" if value >= 100 else f"{value:.4g}"
+    return f"<b>★ {figure_text}</b>" if best is not None and trial.name == best.name else figure_text
+
+
+def _status(trial: Trial) -> str:
+    """What stands in a cell without a figure."""
+    return WORDS.get(trial.status, "not<br>measured" if trial.status == "finished" else "failed")
+
+
+def _plain(trial: Trial, name: str) -> str:
+    value = _measured(trial, name)
+    return f"{value:.4g}" if value is not None else _status(trial).replace("<br>", " ")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -20,11 +21,10 @@ from plotly.offline import get_plotlyjs
 from mmray.errors import UsageError
 from mmray.report import summary
 from mmray.report.figures import run_figures
-from mmray.report.quarantine import quarantine_of
 from mmray.report.run import RunRecord
 from mmray.report.settings import settings_of
-from mmray.report.sweep import SWEEP, Sweep
-from mmray.report.sweep_figures import sweep_figures
+from mmray.report.summary import quarantine_of
+from mmray.report.sweep import SWEEP, Sweep, sweep_figures
 from mmray.storage.file_ops import write_whole
 from mmray.storage.remote_path import Folder
 
@@ -98,3 +98,12 @@ def _render(template: str, **values: Any) -> str:
 def _plotly_js() -> str:
     """Plotly's JavaScript (the wheel ships the whole of it, 4.8 MB) as base64 of gzip, which the browser unpacks."""
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()
+
+
+# The page at the end of a run or a sweep: drawn where it can be, and never the reason that one fails.
+def draw_at_end(folder: Folder, note: Callable[[str, str], None]) -> None:
+    """Write the page of `folder`, however its run or sweep ended; that it cannot be drawn is told by `note`."""
+    try:
+        note(str(write_report(folder)), "report")
+    except Exception as error:  # noqa: BLE001 - the weights are there; a picture of them must not cost a user the run
+        note(f"not written ({type(error).__name__}: {error}); try `mmray report {folder}`", "report")

@@ -18,8 +18,8 @@ from mmray import objectives
 from mmray.cluster.connect import joined
 from mmray.cluster.placement import check_data_room
 from mmray.config import Config, Lora, Scoring, from_yaml
-from mmray.config.mixture import parse_mixture
-from mmray.data.prepare.sets import ensure_prepared
+from mmray.config.data import parse_mixture
+from mmray.data.prepare.pipeline import ensure_prepared
 from mmray.data.store.manifest import MANIFEST
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.engine import precision

@@ -6,13 +6,15 @@ It runs on the driver, and leaves the training to attempts.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from mmray.cluster.connect import joined
 from mmray.config import Config
 from mmray.data.store.manifest import QUARANTINE
-from mmray.data.store.mixed import MixedSet
+from mmray.data.store.prepared_set import MixedSet
 from mmray.errors import AtOnce, TrainingError
-from mmray.report.at_end import draw_at_end
+from mmray.report.write import draw_at_end
 from mmray.storage.file_ops import gather
 from mmray.storage.lease import Lease
 from mmray.storage.remote_path import Folder
@@ -23,6 +25,11 @@ from mmray.train.resolve import settle
 from mmray.train.resources import check_gpus, check_room, check_storage, workers_told
 from mmray.train.supervisor import attempts
 from mmray.train.worker_group import Ready
+
+if TYPE_CHECKING:
+    from mmray.config import Config
+    from mmray.train.coordinator import Listener
+
 
 TOLD_RUNS = 3
 
@@ -109,3 +116,25 @@ def _announce(ready: Ready, run: run_dir.RunDir, listener: Listener) -> None:
     listener.note(workers_told(ready.config), "workers")
     listener.note(str(ready.shape), "batch")
     listener.note(f"{ready.steps:,} steps, about {epochs:.1f} epochs", "length")
+
+
+# One run from config to weights on a Ray cluster: the room's composer.
+#
+# What it needs of torch is imported while Ray starts, each four seconds of a laptop; what it needs of Ray after that.
+def train(config: Config, listener: Listener) -> Outcome:
+    """Train `config` to its end, or go on with it; raises MmrayError with its exit code."""
+    actors = 1 if config.data.workers == "auto" else config.data.workers
+    with joined(config.cluster, actors, beside=partial(check, config)):
+        return course(config, listener)
+
+
+def check(config: Config) -> None:
+    """Raise UsageError for settings that contradict each other, before any data is looked at."""
+    from mmray import objectives
+    from mmray.engine.batch import shape_of
+    from mmray.train import trackers, validate
+
+    shape_of(config.batch, config.cluster.most_workers)
+    validate.check(config)
+    trackers.check(config)
+    objectives.build(config.objective)

@@ -18,8 +18,8 @@ import ray.exceptions
 
 from mmray.cluster import placement
 from mmray.config import Config
+from mmray.data.text.chat import encoder_of, fitted, language_token_of
 from mmray.data.text.tokenizer import declared_pad_id, load_tokenizer
-from mmray.data.text.words import encoder_of, fitted, language_token_of
 from mmray.errors import MmrayError, OutOfMemoryError
 from mmray.train import run_dir
 from mmray.train.coordinator import Listener

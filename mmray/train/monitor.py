@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import ray.exceptions
 
 from mmray.cluster.autoscaling import ScaleUp
-from mmray.cluster.present import draining, end_processes, present
+from mmray.cluster.placement import draining, end_processes, present
 from mmray.config import Config
 from mmray.train.coordinator import Watch
 from mmray.train.hang_detector import Hang, Watchdog

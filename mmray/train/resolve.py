@@ -7,17 +7,16 @@ from functools import partial
 from hashlib import sha256
 
 from mmray.config import Config
-from mmray.config.mixture import is_mixture, parse_mixture, write_mixture
-from mmray.data.prepare.sets import ensure_prepared
-from mmray.data.store.mixed import MixedSet
-from mmray.data.store.prepared_set import PreparedSet
+from mmray.config.data import is_mixture, parse_mixture, write_mixture
+from mmray.data.prepare.pipeline import ensure_prepared
+from mmray.data.store.prepared_set import MixedSet, PreparedSet
 from mmray.data.stream.shuffle import chunk_and_window, kept_here
+from mmray.data.text.chat import encoder_of, fitted
 from mmray.data.text.tokenizer import declared_pad_id, load_tokenizer
-from mmray.data.text.words import encoder_of, fitted
 from mmray.engine.batch import shape_of, total_steps
 from mmray.storage.remote_path import Folder
 from mmray.train.coordinator import Listener
-from mmray.train.region_labels import with_names
+from mmray.train.validate import with_names
 from mmray.train.worker_group import Ready
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import platform
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Literal
@@ -23,7 +25,72 @@ from mmray.machine import cores
 from mmray.storage import lease
 from mmray.storage.file_ops import write_whole
 from mmray.storage.remote_path import Folder, folder_at
-from mmray.train.continuation import forbidden_changes
+
+# Which settings a continuation of a run may change: those that alter neither its rows nor the arithmetic of a step.
+MAY_CHANGE = (
+    "recipe",
+    "batch.micro",
+    "batch.accumulation",
+    "cluster",
+    "run",
+    "prepare",
+    "data.workers",
+    "data.block_mb",
+    "data.cache",
+    "data.keep_mb",
+    "data.local_cache",
+    "data.local_cache_gb",
+    "data.max_bad_rows",
+    "data.eval",
+    "data.eval_split",
+    "evaluate",
+    "train.steps",
+    "train.samples",
+    "train.epochs",
+    "train.log_every",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.callbacks",
+    "train.profile",
+    "train.parallel",
+    "train.bucket_mb",
+    "train.gradient_views",
+    "train.refit_every",
+    "train.recompute",
+)
+
+# What runs did that are older than these settings.
+BEFORE = {"data.chunk": 1, "data.window": 1, "model.inputs.language_token": ""}
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as {`section.field`: value}."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        flat.update(flatten(value, f"{name}.") if isinstance(value, dict) else {name: value})
+    return flat
+
+
+def forbidden_changes(
+    before: dict[str, Any], after: dict[str, Any], may_change: Sequence[str] = MAY_CHANGE
+) -> list[str]:
+    """Lines `setting: old -> new` for every difference that would make a continuation another run.
+
+    `may_change` names the settings, and whole sections, that are free.
+    """
+    old, new = BEFORE | flatten(before), flatten(after)
+    return [
+        f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name) and not _is_in(name, may_change)
+    ]
+
+
+def _is_in(name: str, settings: Sequence[str]) -> bool:
+    """Whether this setting is named there, or a section that it is in."""
+    return any(name == each or name.startswith(f"{each}.") for each in settings)
+
 
 MADE_FIRST = (lease.FOLDER, "checkpoints", "tokenizer.json", "data.json", "environment.json")  # before config.yaml
 TOLD_CHANGES = 3  # of an earlier run that is passed over; the rest are counted
@@ -157,3 +224,33 @@ def environment() -> dict[str, Any]:
         "cores": cores(),
         "packages": {name: version(name) for name in PACKAGES},
     }
+
+
+# Settings and messages without the secrets that may stand in them.
+HIDDEN = "***"
+_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # user:password before a host
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+_SECRET_SETTING = re.compile(r"(^|_)(key|token|secret|password|credential)s?$", re.IGNORECASE)
+_SHORTEST = 6  # a shorter value would blank out half a sentence
+
+
+def redacted(value: Any) -> Any:
+    """The value, with each text in it `safe`, and those named as secrets left out."""
+    if isinstance(value, dict):
+        return {name: HIDDEN if _hides(name, item) else redacted(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redacted(item) for item in value]
+    return safe(value) if isinstance(value, str) else value
+
+
+def _hides(name: str, item: Any) -> bool:
+    return isinstance(item, str) and item != "" and _SECRET_SETTING.search(name) is not None
+
+
+def safe(text: str) -> str:
+    """The text without logins in addresses and without values of environment variables that are named as secrets."""
+    text = _LOGIN.sub(f"{HIDDEN}@", text)
+    for name, value in os.environ.items():
+        if _SECRET.search(name) and len(value) >= _SHORTEST:
+            text = text.replace(value, HIDDEN)
+    return text

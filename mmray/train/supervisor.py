@@ -22,7 +22,7 @@ import ray.exceptions
 import ray.train
 
 from mmray.cluster.autoscaling import ScaleUp
-from mmray.cluster.present import Present, present
+from mmray.cluster.placement import Present, present
 from mmray.config import Config
 from mmray.data.store.manifest import QUARANTINE
 from mmray.engine.bad_samples import bad_rows
@@ -36,8 +36,8 @@ from mmray.train import run_dir
 from mmray.train.coordinator import WASTED, Listener, Watch, new_board
 from mmray.train.monitor import Guard
 from mmray.train.policy import Failure, Raise, Shrink, decide, spent
-from mmray.train.redacted import safe
 from mmray.train.resources import ask_for_more, demand_of, fitting
+from mmray.train.run_dir import safe
 from mmray.train.worker_group import Ready, failure_of, run_attempt, trainer_of
 
 SETTLE_S = 0.5  # between two looks at what is free, while the workers of the attempt before let go of their places

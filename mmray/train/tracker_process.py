@@ -17,7 +17,7 @@ from typing import Any, Protocol, TextIO
 from mmray import plugins
 from mmray.storage.file_ops import write_whole
 from mmray.storage.remote_path import Folder, folder_at
-from mmray.train.redacted import safe
+from mmray.train.run_dir import safe
 
 STATUS = {"finished": True, "stopped": True, "failed": False}
 

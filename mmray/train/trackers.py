@@ -15,24 +15,27 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from queue import Empty, Full, Queue
 from typing import TYPE_CHECKING, Any
 
 from mmray import plugins
 from mmray.errors import AtOnce, UsageError
 from mmray.storage.remote_path import Folder
-from mmray.train.redacted import redacted
+from mmray.train.run_dir import redacted
 
 if TYPE_CHECKING:
     from mmray.config import Config
     from mmray.train.coordinator import Listener, Progress
 
+
 BUILT_IN = {
-    "mlflow": "mmray.train.tracker_mlflow:MlflowTracker",
-    "wandb": "mmray.train.tracker_wandb:WandbTracker",
+    "mlflow": "mmray.train.trackers:MlflowTracker",
+    "wandb": "mmray.train.trackers:WandbTracker",
 }
 WAITING = 2000  # lines a tracker may be behind; older ones are lost then
 ENDING_S = 30.0  # for all trackers together, at the end of a run, to take what is left
@@ -183,3 +186,84 @@ def _figures(metrics: dict[str, Any]) -> dict[str, float]:
     """What of a line of metrics is a number."""
     numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float) and name != "step"}
     return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
+
+
+# Weights & Biases as a tracker: online where there is a key, else into the run's folder, for `wandb sync` later.
+#
+# Of machine, repository and command line nothing is sent: they may hold what is nobody's business.
+class WandbTracker:
+    """A run of W&B under one id; WANDB_MODE, WANDB_API_KEY, WANDB_ENTITY and its other variables count."""
+
+    def start(self, about: dict[str, Any], run_id: str | None) -> str:
+        import wandb
+
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
+        run_id = run_id or uuid.uuid4().hex[:12]
+        self._run = wandb.init(
+            project=about["project"],
+            name=about["name"],
+            id=run_id,
+            resume="allow" if mode == "online" else None,
+            mode=mode,
+            dir=about["folder"],
+            config=about["config"],
+            settings=wandb.Settings(
+                console="off",
+                disable_git=True,
+                save_code=False,
+                silent=True,
+                x_disable_meta=True,
+                x_disable_stats=True,
+                x_save_requirements=False,
+            ),
+        )
+        return run_id
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=step)
+
+    def finish(self, good: bool) -> None:
+        self._run.finish(exit_code=0 if good else 1)
+
+
+# MLflow as a tracker: the server that MLFLOW_TRACKING_URI names, or files beside the runs.
+#
+# Through MlflowClient, which keeps no state of its own and adds no tags of the machine or its repository.
+LONGEST = 500  # letters of a setting's value that MLflow takes
+AT_ONCE = 100  # settings in one call
+
+
+class MlflowTracker:
+    """A run of MLflow: settings as parameters under their full names, metrics by step."""
+
+    def start(self, about: dict[str, Any], run_id: str | None) -> str:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        from mmray.train.run_dir import flatten
+
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow asks for it where the store is a folder
+        address = os.environ.get("MLFLOW_TRACKING_URI") or (Path(about["folder"]).parent / "mlruns").as_uri()
+        self._client = MlflowClient(tracking_uri=address)
+        self._run_id = run_id or self._created(about)
+        if run_id is not None:
+            self._client.update_run(run_id, status="RUNNING")
+        else:
+            params = [Param(name, str(value)[:LONGEST]) for name, value in flatten(about["config"]).items()]
+            for first in range(0, len(params), AT_ONCE):
+                self._client.log_batch(self._run_id, params=params[first : first + AT_ONCE])
+        return self._run_id
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now_ms = int(time.time() * 1000)
+        self._client.log_batch(self._run_id, [Metric(name, value, now_ms, step) for name, value in metrics.items()])
+
+    def finish(self, good: bool) -> None:
+        self._client.set_terminated(self._run_id, "FINISHED" if good else "FAILED")
+
+    def _created(self, about: dict[str, Any]) -> str:
+        experiment = self._client.get_experiment_by_name(about["project"])
+        number = experiment.experiment_id if experiment else self._client.create_experiment(about["project"])
+        return str(self._client.create_run(number, run_name=about["name"]).info.run_id)

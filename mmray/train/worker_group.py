@@ -15,10 +15,9 @@ import ray.train.torch
 from ray.train.v2._internal.exceptions import WorkerHealthCheckTimeoutError
 from ray.train.v2.api.exceptions import PreemptionError
 
-from mmray.cluster.present import Present
+from mmray.cluster.placement import Present
 from mmray.config import Config
-from mmray.data.store.mixed import MixedSet
-from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.store.prepared_set import MixedSet, PreparedSet
 from mmray.data.stream.order import Plan, Start
 from mmray.data.stream.reader import RowReader
 from mmray.data.stream.stream import Stream

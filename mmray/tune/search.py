@@ -19,19 +19,28 @@ from mmray.cluster.connect import joined
 from mmray.config import Config, to_yaml
 from mmray.config.search_space import Space
 from mmray.errors import ResourceError, UsageError
-from mmray.report.at_end import draw_at_end
+from mmray.report.write import draw_at_end
 from mmray.storage.lease import Lease
 from mmray.train.resolve import settle
 from mmray.train.resources import check_gpus, data_actors, demand_of, is_lone_machine
 from mmray.train.run_dir import environment
 from mmray.tune import sweep_dir
-from mmray.tune.fit import largest, room_for
-from mmray.tune.rank import recommend
-from mmray.tune.ray_tune import run_trials
-from mmray.tune.results import infeasible_row
+from mmray.tune.results import infeasible_row, recommend
 from mmray.tune.sweep_dir import KIND, SweepDir
 from mmray.tune.sweep_state import Row, Running, SweepListener
-from mmray.tune.trials import Trial, as_run, best_recipe, samples_per_trial, searched, trials_of, warm_up_doubt, widest
+from mmray.tune.trainable import run_trials
+from mmray.tune.trials import (
+    Trial,
+    as_run,
+    best_recipe,
+    largest,
+    room_for,
+    samples_per_trial,
+    searched,
+    trials_of,
+    warm_up_doubt,
+    widest,
+)
 
 POLL_S = 0.25
 FREE_AFTER_S = 10.0  # the actors that prepared the data give their CPUs back a moment later

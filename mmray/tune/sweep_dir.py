@@ -16,8 +16,7 @@ from typing import Any
 from mmray.config import Config, from_yaml, to_yaml
 from mmray.errors import UsageError
 from mmray.storage import lease
-from mmray.train.continuation import forbidden_changes
-from mmray.train.run_dir import RunDir, names
+from mmray.train.run_dir import RunDir, forbidden_changes, names
 from mmray.tune.results import KEPT
 
 KIND = "sweep"

@@ -5,14 +5,26 @@ Nothing here knows Tune: `report` takes a plain dict, {"now": figures for the ta
 
 from __future__ import annotations
 
+import queue
+import shutil
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
+from types import FrameType
 from typing import Any
 
+from ray import tune
+
 from mmray.config import Config
-from mmray.train.trainer import train
+from mmray.errors import AtOnce, TrainingError
+from mmray.train.background import in_thread
+from mmray.train.coordinator import hearing
+from mmray.train.driver import train
 from mmray.tune.results import Ended, ended_by
+from mmray.tune.sweep_state import Running
 
 Report = Callable[[dict[str, Any]], Any]
 
@@ -54,3 +66,120 @@ class _Reporting:
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:
         figures = {name: metrics[key] for name, key in FIGURES.items() if metrics.get(key) is not None}
         self.report({"now": {"doing": f"step {metrics['step']:,}/{total_steps:,}"} | figures})
+
+
+# The trials of a sweep in Ray Tune: started in its thread, heard of through a queue, ended by Ctrl-C.
+# A trial's driver takes no CPU: on a laptop the last one is the data's. It sits on the head, where a run's driver does.
+_DRIVER = {"node:__internal_head__": 0.001}
+
+
+def run_trials(running: Running, runs: dict[str, Config], at_once: int) -> None:
+    """Ray Tune in a thread, so that this one can draw and hear Ctrl-C; every trial that began has a row afterwards."""
+    news: queue.SimpleQueue[tuple[str, str, Any]] = queue.SimpleQueue()
+    for name in runs:
+        running.folder.clear_trial(name)
+    scratch = running.folder.path / "ray"
+    shutil.rmtree(scratch, ignore_errors=True)
+    tuner = tune.Tuner(
+        tune.with_resources(tune.with_parameters(_trial, configs=runs), _DRIVER),
+        param_space={"trial": tune.grid_search(list(runs))},
+        # One actor drives many trials: importing torch anew costs each several seconds.
+        tune_config=tune.TuneConfig(max_concurrent_trials=at_once, reuse_actors=True),
+        run_config=tune.RunConfig(
+            name="tune",
+            storage_path=str(scratch),
+            verbose=0,
+            stop=_Stopper(running.stop),
+            callbacks=[_Telling(news)],
+            failure_config=tune.FailureConfig(max_failures=0),
+        ),
+    )
+    with _stopping(running):
+        gave_up = in_thread(partial(_fit, tuner), partial(_hear, running, news))
+    for name in list(running.live):
+        running.end(name, Ended("stopped"))
+    shutil.rmtree(scratch, ignore_errors=True)
+    if gave_up is not None:
+        raise TrainingError(f"Ray Tune gave up: {gave_up}") from gave_up
+
+
+def _fit(tuner: tune.Tuner) -> Exception | None:
+    """Why Tune gave up, if it did: told once every trial has its row."""
+    try:
+        tuner.fit()
+    except Exception as error:  # noqa: BLE001 - whatever it is
+        return error
+    return None
+
+
+def _hear(running: Running, news: queue.SimpleQueue[tuple[str, str, Any]]) -> None:
+    """Take in what Tune's thread has heard, and show how the trials stand."""
+    while not news.empty():
+        what, name, value = news.get()
+        if what == "ended":
+            running.end(name, value)
+        else:
+            running.now(name, value)
+    running.listener.trials(running.table())
+
+
+@contextmanager
+def _stopping(running: Running) -> Iterator[None]:
+    """The first Ctrl-C or SIGTERM ends the trials that run and keeps what is measured; the second leaves at once."""
+
+    def ask(_: int, __: FrameType | None) -> None:
+        if running.stop.is_set():
+            raise AtOnce
+        running.stop.set()
+        running.listener.note("with what is measured; once more leaves at once", "stopping")
+
+    with hearing(ask):
+        yield
+
+
+def _trial(given: dict[str, Any], configs: dict[str, Config]) -> None:
+    drive(configs[given["trial"]], tune.report)
+
+
+class _Stopper(tune.Stopper):
+    """Ends the experiment once the event is set. Tune stores it for a restore that never comes: without the event."""
+
+    def __init__(self, stop: threading.Event):
+        self._stop = stop
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        return False
+
+    def stop_all(self) -> bool:
+        return self._stop.is_set()
+
+
+class _Telling(tune.Callback):
+    """Puts what Tune's thread hears of the trials into a queue."""
+
+    def __init__(self, news: queue.SimpleQueue[tuple[str, str, Any]]):
+        self._news = news
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._tell(trial, "now", {"status": "running", "doing": "starting"})
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
+        if "ended" in result:
+            self._tell(trial, "ended", Ended(**result["ended"]))
+        else:
+            self._tell(trial, "now", result["now"])
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        error = trial.get_pickled_error() or TrainingError("its driver died; the head's logs say why")
+        self._tell(trial, "ended", ended_by(error))
+
+    def _tell(self, trial: Any, what: str, value: Any) -> None:
+        self._news.put((what, trial.config["trial"], value))

@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, concurrent, feasible, grown
+from mmray.cluster.connect import FEED_CPUS
 from mmray.config import LENGTHS, Cluster, Config
 from mmray.config.search_space import Space, value_at, with_settings
 from mmray.engine.batch import BatchShape, shape_of, total_steps
-from mmray.errors import UsageError
+from mmray.errors import ResourceError, UsageError
 
 STEPS = 40  # of the largest global batch, where no length is given
 WINDOWS = 10  # lines of metrics.jsonl in a trial: the first warms up, the others show the spread
@@ -164,3 +166,52 @@ def best_recipe(trial: Trial) -> Config:
         batch=config.batch.replace(micro=micro, accumulation=None, global_=trial.shape.global_rows),
         run=config.run.replace(name=None, resume="auto"),
     )
+
+
+# How many trials a cluster holds side by side; pure.
+#
+# A trial that gets its training workers but no CPU for its data waits for ever, in silence; so room for all of it is
+# counted first. The trial's own driver takes no CPU: it sits on the head beside the command's.
+def largest(demands: Sequence[Demand]) -> Demand:
+    """A demand that holds each of these."""
+    names = {name for demand in demands for name in demand.per_worker}
+    return replace(
+        demands[0],
+        workers=max(demand.workers for demand in demands),
+        per_worker={name: max(demand.per_worker.get(name, 0) for demand in demands) for name in names},
+        data_cpus=max(demand.data_cpus for demand in demands),
+    )
+
+
+def room_for(
+    free: Sequence[Node],
+    whole: Sequence[Node],
+    demand: Demand,
+    wanted: int,
+    pools: Sequence[Pool] = (),
+    waits: bool = False,
+) -> tuple[int, int]:
+    """(trials at a time, CPUs that each then has for data actors), up to `wanted` trials.
+
+    `free` is what is free on the nodes, `whole` all that they have; nodes that the pools have yet to add count as free.
+    Where one trial has room once others let go of theirs, one is tried: it waits as a run does. Raises ResourceError.
+    """
+    together = replace(demand, workers=demand.workers * wanted, data_cpus=demand.data_cpus * wanted)
+    reach = [*free, *to_come(together, whole, pools)]
+    at_once = concurrent(demand, reach, wanted)
+    if at_once == 0:
+        lacking = None if waits else feasible(demand, whole, pools)
+        if lacking is not None:
+            raise ResourceError(f"not one trial has room: {lacking}")
+        at_once, reach = 1, grown(demand, whole, pools)
+    cpus = sum(node.resources.get("CPU", 0) for node in reach if node.bears(demand.data_labels)) / at_once
+    taken = 0 if demand.data_labels else demand.workers * demand.per_worker.get("CPU", 0)
+    return at_once, max(1, int(cpus - taken) - FEED_CPUS)
+
+
+def to_come(demand: Demand, here: Sequence[Node], pools: Sequence[Pool]) -> list[Node]:
+    """The nodes that the pools may add to those that are here, as far as the demand could use them."""
+    group_of = [(node.labels or {}).get(NODE_GROUP) for node in here]
+    theirs = [node for node, group in zip(here, group_of, strict=True) if group in {pool.name for pool in pools}]
+    left = [replace(pool, most=pool.most - group_of.count(pool.name)) for pool in pools]
+    return grown(demand, theirs, left)

@@ -12,14 +12,11 @@ import torch
 from PIL import Image
 
 from mmray.bench import loader, synthetic_images
-from mmray.bench.actors import _read_raw, forget_cached
-from mmray.bench.blank import Blank
 from mmray.bench.loader import Settings, bench_loader
-from mmray.bench.loader_arms import Source, Textbook, Tuned
+from mmray.bench.loader_arms import Blank, Source, Textbook, Tuned, _read_raw, forget_cached
 from mmray.bench.loader_arms import loader as torch_loader
 from mmray.bench.loader_report import RATIOS, Found, Raw, processors, rows
-from mmray.bench.processes import ProcessWatch, role_of, spent_s
-from mmray.bench.timing import SKIP, Arrival, cpu_s_per_row
+from mmray.bench.timing import SKIP, Arrival, ProcessWatch, cpu_s_per_row, role_of, spent_s
 from mmray.config import Inputs
 from mmray.data.images.decode import channels_first, decode
 from mmray.data.stream.order import Blocks, Plan

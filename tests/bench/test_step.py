@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmray.bench import bare, step
+from mmray.bench import step
+from mmray.bench import step as bare
 from mmray.bench.step import Bench, Window, bench_step, measure, prepared
 from mmray.config import Batch, Cluster, Config, ImageTower, Inputs, Objective, Optimizer, TextTower, Train, TwoTower
 from mmray.engine.collectives import Group

@@ -24,7 +24,7 @@ from mmray.engine.worker import work
 from mmray.engine.worker_context import Job, Line
 from mmray.storage.lease import Lease
 from mmray.train import monitor
-from mmray.train.trainer import train
+from mmray.train.driver import train
 from tests.made import make_set, row
 from tests.train.runs import Silent, config, lines, marks, weights
 

@@ -9,7 +9,7 @@ import torch
 from mmray.data.store.prepared_set import key_id
 from mmray.data.stream.order import PADDING, Plan
 from mmray.engine.metrics.writers import rows_sha
-from mmray.train.trainer import train
+from mmray.train.driver import train
 from tests.made import make_set, row
 from tests.nodes import several_nodes
 from tests.train.runs import STEPS, Silent, config, marks

@@ -9,7 +9,7 @@ import pytest
 from mmray.storage.remote_path import folder_at
 from mmray.storage.storage import Place
 from mmray.train.checkpoint_use import export_run, score_run
-from mmray.train.trainer import train
+from mmray.train.driver import train
 from tests.made import make_set, row
 from tests.train.runs import STEPS, Silent, config, marks, same_weights, weights
 

@@ -12,8 +12,8 @@ from mmray.cluster import placement
 from mmray.cluster.placement import ROLE
 from mmray.config import Batch
 from mmray.errors import ResourceError
+from mmray.train.driver import train
 from mmray.train.resources import free_workers
-from mmray.train.trainer import train
 from tests.made import make_set, row
 from tests.nodes import several_nodes
 from tests.train.runs import Silent, config

@@ -9,8 +9,7 @@ import yaml
 
 from mmray.cluster.capacity import NODE_GROUP, NODE_ID, Demand, Node, Pool, feasible, most_gpus
 from mmray.cluster.connect import local_cpus
-from mmray.cluster.placement import HEAD_MARK, ROLE, data_labels, launcher_pools, train_labels
-from mmray.cluster.present import Present
+from mmray.cluster.placement import HEAD_MARK, ROLE, Present, data_labels, launcher_pools, train_labels
 from mmray.cluster.shared_storage import check_is_kept
 from mmray.config import Cluster
 from mmray.config.recipes import RECIPES

@@ -5,7 +5,7 @@ import ray
 
 from mmray.cluster.placement import ROLE
 from mmray.config import Cluster
-from mmray.train.trainer import train
+from mmray.train.driver import train
 from tests.cluster.fake_autoscaler import FakeAutoscaler
 from tests.cluster.test_faults import expected_marks
 from tests.made import make_set, row

@@ -11,12 +11,12 @@ import ray
 import torch
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
-from mmray.bench.processes import role_of
+from mmray.bench.timing import role_of
 from mmray.config import to_yaml
 from mmray.data.store.prepared_set import key_id
 from mmray.engine.metrics.writers import rows_sha
 from mmray.errors import UsageError
-from mmray.train.trainer import train
+from mmray.train.driver import train
 from tests.cluster.test_faults import assert_same_model, expected_marks, in_double, losses_of_one_worker
 from tests.cluster.test_stops import start, wait_for_step
 from tests.made import make_set, png, row

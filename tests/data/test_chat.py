@@ -18,9 +18,8 @@ from mmray.data.store.prepared_set import PreparedSet, Row
 from mmray.data.stream.collate import UNLEARNED, learned_of
 from mmray.data.stream.order import Plan
 from mmray.data.stream.reader import RowReader
-from mmray.data.text.chat import NOWHERE, ChatEncoder, with_marks
+from mmray.data.text.chat import NOWHERE, ChatEncoder, encoder_of, fitted, with_marks
 from mmray.data.text.tokenizer import train_tokenizer
-from mmray.data.text.words import encoder_of, fitted
 from mmray.storage.storage import Place
 from tests.made import make_set, png, row
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmray.config import Data
-from mmray.data.prepare.shard_writer import write_shard
+from mmray.data.prepare.pack import write_shard
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.shuffle import chunk_and_window, kept_here
 from mmray.errors import UsageError

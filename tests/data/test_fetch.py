@@ -14,19 +14,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from mmray.config import Prepare
-from mmray.data.formats.bad_row import BadRow
 from mmray.data.formats.detect import Chosen
-from mmray.data.formats.rows import row_of
+from mmray.data.formats.rows import BadRow, row_of
 from mmray.data.formats.source import Item
 from mmray.data.prepare import pipeline as prepare_module
-from mmray.data.prepare.ahead import WINDOW, rows_ahead
-from mmray.data.prepare.fetch import Fetcher, Limits
+from mmray.data.prepare.fetch import WINDOW, Fetcher, Limits, rows_ahead
 from mmray.data.prepare.pack import Job, pack_chunk
-from mmray.data.prepare.pipeline import prepare
-from mmray.data.prepare.sets import ensure_prepared
+from mmray.data.prepare.pipeline import ensure_prepared, prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
-from mmray.report.quarantine import quarantine_of
+from mmray.report.summary import quarantine_of
 from mmray.storage.address import host_of, is_public, shown, unfit
 from tests.data.https_server import Names, Server
 from tests.data.test_prepare import colour_image, quarantine
@@ -327,7 +324,7 @@ def test_the_cache_of_a_source_is_named_by_all_settings_but_the_error_budgets(tm
     source, outs = tmp_path / "my rows é.jsonl", []
     source.write_text("{}")
     manifest = SimpleNamespace(num_rows=0, num_quarantined=0)
-    monkeypatch.setattr("mmray.data.prepare.sets.prepare", lambda source, out, *_: outs.append(out) or manifest)
+    monkeypatch.setattr("mmray.data.prepare.pipeline.prepare", lambda source, out, *_: outs.append(out) or manifest)
     alike, others = {"max_bad_fraction": 0.5, "max_bad_run": 9}, {"duplicates": "keep"}
     for settings in (Prepare(), Prepare(**alike), Prepare(**others), Prepare(image_side=8)):
         ensure_prepared(str(source), str(tmp_path / "cache"), settings, lambda *_: None, lambda _: None)

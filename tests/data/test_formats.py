@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mmray.config import Prepare
-from mmray.data.formats import lines, listing
+from mmray.data.formats import image_folder, lines
 from mmray.data.formats.detect import choose
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.pack import pack_chunk
@@ -247,7 +247,7 @@ def test_lists_of_unequal_length_are_a_fault_of_the_set(tmp_path):
 
 
 def test_a_caption_longer_than_a_line_may_be_costs_its_row(tmp_path, monkeypatch):
-    for module in (lines, listing):
+    for module in (lines, image_folder):
         monkeypatch.setattr(module, "MAX_LINE_BYTES", 10_000)
     source = lists(tmp_path / "raw")
     said = [text(number) if number != 3 else "x" * 10_000 for number in range(COUNT)]

@@ -14,9 +14,8 @@ import mmray
 from mmray.config import ChatInputs, Config, Evaluate, ImageTower, Inputs, TextTower, TwoTower
 from mmray.data.stream.order import Plan
 from mmray.data.stream.reader import RowReader
-from mmray.data.text.language import MOST_LANGUAGES, LanguageEncoder, with_languages
-from mmray.data.text.tokenizer import load_tokenizer, train_tokenizer
-from mmray.data.text.words import encoder_of, fitted
+from mmray.data.text.chat import encoder_of, fitted
+from mmray.data.text.tokenizer import MOST_LANGUAGES, LanguageEncoder, load_tokenizer, train_tokenizer, with_languages
 from mmray.errors import UsageError
 from mmray.evaluate.batches import EvalBatches
 from mmray.evaluate.evaluator import Evaluator
@@ -24,7 +23,7 @@ from mmray.models.build import build
 from mmray.models.export.export import export
 from mmray.objectives.contrastive import Contrastive
 from mmray.train import validate
-from mmray.train.continuation import forbidden_changes
+from mmray.train.run_dir import forbidden_changes
 from tests.evaluate.test_score import Toy, on_ranks
 from tests.made import CAPTIONS, make_set, row
 

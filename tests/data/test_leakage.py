@@ -12,8 +12,8 @@ from PIL import Image
 from mmray.config import Prepare
 from mmray.data.prepare import contamination
 from mmray.data.prepare import pipeline as prepare_module
-from mmray.data.prepare.leakage import OWN, search
-from mmray.data.prepare.near import BITS, COLOUR_LEVELS, LOOK, NONE, bands, look_of, nearest
+from mmray.data.prepare.contamination import OWN, search
+from mmray.data.prepare.image_hashes import BITS, COLOUR_LEVELS, LOOK, NONE, bands, look_of, nearest
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.prepare.tasks import run_tasks
 from mmray.data.store.prepared_set import PreparedSet

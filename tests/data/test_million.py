@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 
 from mmray.config import Inputs
-from mmray.data.prepare.shard_writer import write_shard
+from mmray.data.prepare.pack import write_shard
 from mmray.data.store.manifest import MANIFEST, Manifest, fingerprint
 from mmray.data.store.prepared_set import PreparedSet, key_id
 from mmray.data.stream.order import Plan

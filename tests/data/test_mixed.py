@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from mmray.config import Data, Inputs
-from mmray.config.mixture import is_mixture, parse_mixture, write_mixture
-from mmray.data.store.mixed import MixedSet
-from mmray.data.store.prepared_set import key_id
+from mmray.config.data import is_mixture, parse_mixture, write_mixture
+from mmray.data.store.prepared_set import MixedSet, key_id
 from mmray.data.stream.order import Part, Plan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer

@@ -23,8 +23,8 @@ from mmray.cli import main
 from mmray.config import Prepare
 from mmray.data.images.decode import decode
 from mmray.data.prepare import pipeline as prepare_module
+from mmray.data.prepare.assemble import find_duplicates, first_of, text_digests
 from mmray.data.prepare.error_budget import BadRuns, most_bad
-from mmray.data.prepare.hygiene import find_duplicates, first_of, text_digests
 from mmray.data.prepare.pack import pack_chunk, read_record
 from mmray.data.prepare.pipeline import Progress, prepare
 from mmray.data.store.prepared_set import PreparedSet, images_sha256

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from mmray.config import Data
 from mmray.data.formats.rows import BadRow, Picture
 from mmray.data.images.files import read_picture, read_pictures
-from mmray.data.prepare import shard_writer
-from mmray.data.prepare.shard_writer import write_shard
+from mmray.data.prepare import pack
+from mmray.data.prepare.pack import write_shard
 from mmray.data.store import cache as local_cache
 from mmray.data.store import prepared_set
 from mmray.data.store.cache import LocalCache
 from mmray.data.store.manifest import MANIFEST, Manifest, fingerprint
-from mmray.data.store.mixed import MixedSet
-from mmray.data.store.prepared_set import PreparedSet, Row, images_sha256
+from mmray.data.store.prepared_set import MixedSet, PreparedSet, Row, images_sha256
 from mmray.data.stream import shuffle
 from mmray.data.stream.order import Plan
 from mmray.data.stream.shuffle import chunk_and_window
@@ -129,7 +128,7 @@ def test_a_set_without_an_index_and_one_of_fewer_columns_are_read_too(memory, mo
     assert PreparedSet.open(there.place.address).read(np.arange(39, -1, -1)) == rows[::-1]
     fewer = prepared_set.SCHEMA.remove(len(prepared_set.SCHEMA) - 1)
     with monkeypatch.context() as patch:
-        patch.setattr(shard_writer, "SCHEMA", fewer)
+        patch.setattr(pack, "SCHEMA", fewer)
         older = put(memory, [(rows, None, ())], "older").place.address
     assert PreparedSet.open(older).read(np.arange(40)) == rows
 

@@ -12,8 +12,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from mmray.data.prepare.shard_writer import ShardWriter, write_shard
-from mmray.data.store import open_shards
+from mmray.data.prepare.pack import ShardWriter, write_shard
+from mmray.data.store import shards as open_shards
 from mmray.data.store.manifest import MANIFEST, TOKENIZER, Manifest, Shard, fingerprint, read_manifest
 from mmray.data.store.prepared_set import PreparedSet, Row, images_sha256, key_id
 from mmray.errors import DataError

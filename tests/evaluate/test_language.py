@@ -13,8 +13,7 @@ import torch
 
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError
-from mmray.evaluate.captions import caption_scores, cider_d, words
-from mmray.evaluate.generation import LanguageEvaluator
+from mmray.evaluate.generation import LanguageEvaluator, caption_scores, cider_d, words
 from mmray.models.export.load import answered
 from tests.evaluate.test_score import on_ranks
 from tests.made import make_set, row

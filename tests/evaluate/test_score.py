@@ -17,7 +17,7 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError
 from mmray.evaluate.embeddings import Embedded
 from mmray.evaluate.evaluator import Evaluator, ranks_both_ways, score_embedded
-from mmray.models.regions import LabelTexts
+from mmray.models.fusion import LabelTexts
 from mmray.objectives.contrastive import Contrastive
 from tests.made import CAPTIONS, make_set, row
 

@@ -20,7 +20,7 @@ from mmray.errors import DataError, UsageError
 from mmray.models.build import build, drawn_architecture
 from mmray.models.encoders.image import build_image_tower
 from mmray.models.export.export import export
-from mmray.models.regions import NAMELESS, SAMPLES, LabelTexts, region_features
+from mmray.models.fusion import NAMELESS, SAMPLES, LabelTexts, region_features
 from mmray.models.synthetic import synthetic_batch
 from tests.models.test_fusion import IMAGES, INPUTS, TOKENIZER, VOCAB, spec_of
 from tests.train import toy

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmray.engine.collectives import Group
+from mmray.engine.grad_cache import around
 from mmray.engine.metrics.writers import Phases
 from mmray.engine.oom import MemoryVote
-from mmray.engine.ring import around
 from mmray.objectives.protocol import Pairwise, parts_of
 from mmray.objectives.sigmoid import Sigmoid
 

@@ -8,8 +8,8 @@ from mmray.config import Batch
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import Blocks, Plan, Start
 from mmray.data.stream.reader import RowReader
+from mmray.data.text.chat import fitted
 from mmray.data.text.tokenizer import TextEncoder
-from mmray.data.text.words import fitted
 from mmray.engine.batch import shape_of
 from mmray.engine.checkpoint import files
 from mmray.engine.worker import work

@@ -23,8 +23,8 @@ from mmray.config import Config, Run, Train
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import Blocks, Plan, Start
 from mmray.data.stream.reader import RowReader
+from mmray.data.text.chat import fitted
 from mmray.data.text.tokenizer import TextEncoder
-from mmray.data.text.words import fitted
 from mmray.engine import loop, memory_probe
 from mmray.engine.checkpoint import files, tree
 from mmray.engine.checkpoint import sharded as shards

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmray.engine import clip
+from mmray.engine import optimizer as clip
 from mmray.errors import UsageError
 from tests.train import toy
 from tests.train.test_loop import plan_of, train

@@ -37,8 +37,8 @@ from mmray.config import (
 from mmray.data.store.prepared_set import PreparedSet, Row
 from mmray.data.stream.order import Blocks, Plan, Start
 from mmray.data.stream.reader import RowReader
+from mmray.data.text.chat import fitted
 from mmray.data.text.tokenizer import TextEncoder
-from mmray.data.text.words import fitted
 from mmray.engine.worker import work
 from mmray.engine.worker_context import Job, Line
 from mmray.models import weights

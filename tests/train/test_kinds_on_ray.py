@@ -11,7 +11,7 @@ import mmray
 from mmray.config import Cluster, Config, Data
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.train.checkpoint_use import export_run, score_run
-from mmray.train.trainer import train
+from mmray.train.driver import train
 from tests.made import CAPTIONS, make_set, png
 from tests.train.runs import Silent, lines, same_weights
 from tests.train.test_kinds import KINDS, STEPS, config_of, ended, told, trained

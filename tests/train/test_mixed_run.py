@@ -10,8 +10,8 @@ from mmray.data.store.prepared_set import key_id
 from mmray.data.stream.order import PADDING, Part, Plan
 from mmray.engine.metrics.writers import rows_sha
 from mmray.errors import UsageError
+from mmray.train.driver import train
 from mmray.train.resolve import settle
-from mmray.train.trainer import train
 from tests.made import make_set, png, row
 from tests.train.runs import STEPS, Silent, config, lines, marks, same_weights, weights
 

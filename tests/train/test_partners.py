@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mmray.engine.grad_cache import borrowed
 from mmray.engine.memory_probe import Alone
-from mmray.engine.partners import borrowed
 from mmray.engine.prefetch import share_of
 from tests.train import toy
 

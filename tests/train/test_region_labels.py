@@ -15,7 +15,7 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.engine.bad_samples import watched
 from mmray.errors import DataError, UsageError
 from mmray.storage.storage import Place
-from mmray.train.region_labels import with_names
+from mmray.train.validate import with_names
 from tests.made import make_set, row
 
 MODEL = Fusion(inputs=Inputs(max_boxes=4), regions=True)

@@ -28,7 +28,7 @@ from mmray.config import (
     Train,
 )
 from mmray.train.checkpoint_use import export_run
-from mmray.train.trainer import train
+from mmray.train.driver import train
 from tests.train.runs import Silent, lines
 
 pytestmark = pytest.mark.cluster

@@ -8,7 +8,7 @@ import ray.exceptions
 import torch
 
 from mmray import errors
-from mmray.engine.room import is_out_of_memory
+from mmray.engine.oom import is_out_of_memory
 
 
 class TheirOwn(torch.OutOfMemoryError):

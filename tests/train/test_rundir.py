@@ -4,9 +4,8 @@ import pytest
 
 from mmray.config import Batch, Config, Run
 from mmray.errors import UsageError
-from mmray.train.continuation import MAY_CHANGE
 from mmray.train.driver import _say_passed
-from mmray.train.run_dir import create, decide
+from mmray.train.run_dir import MAY_CHANGE, create, decide
 from tests.train.runs import Silent
 
 DATA = {"train": "set", "fingerprint": "ab", "num_rows": 100}

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mmray.engine.schedule import lr_at
+from mmray.engine.optimizer import lr_at
 
 SECTION = SimpleNamespace(lr=1.0, warmup_steps=4, final_lr_fraction=0.2, schedule="cosine")
 

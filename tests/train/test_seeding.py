@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from mmray.engine.seeding import micro_seed, seeded
+from mmray.engine.precision import micro_seed, seeded
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mmray.config import Evaluate, Siglip
-from mmray.data.text.words import encoder_of
+from mmray.data.text.chat import encoder_of
 from mmray.errors import UsageError
 from mmray.train.resolve import settle
 from mmray.train.worker_group import _start

@@ -36,8 +36,8 @@ from mmray.engine.bad_samples import _check_labels
 from mmray.engine.collectives import Group
 from mmray.engine.dry_run import rehearse
 from mmray.engine.parallel.transforms import shape
+from mmray.engine.precision import micro_seed, seeded
 from mmray.engine.prefetch import share_of
-from mmray.engine.seeding import micro_seed, seeded
 from mmray.engine.step import optimizer_step
 from mmray.errors import DataError, UsageError
 from mmray.models.build import build

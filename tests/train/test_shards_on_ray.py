@@ -6,7 +6,7 @@ import torch
 import mmray
 from mmray.engine.checkpoint import files
 from mmray.train.checkpoint_use import export_run, score_run
-from mmray.train.trainer import train
+from mmray.train.driver import train
 from tests.made import make_set, row
 from tests.train.runs import STEPS, Silent, config, marks
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from mmray.engine import optimizer
-from mmray.engine.precision import Precision
+from mmray.engine.precision import Precision, micro_seed
 from mmray.engine.prefetch import share_of
-from mmray.engine.seeding import micro_seed
 from mmray.engine.step import accumulate, optimizer_step
 from mmray.engine.train_state import Learner
 from tests.train import toy

@@ -18,9 +18,8 @@ from mmray.engine.metrics.uploads import Growing
 from mmray.engine.worker import _closing
 from mmray.errors import StorageError, TrainingError, UsageError
 from mmray.storage import file_ops, lease, remote_path
-from mmray.storage.claims import ObjectClaims
 from mmray.storage.file_ops import on_its_way
-from mmray.storage.lease import Lease, check
+from mmray.storage.lease import Lease, ObjectClaims, check
 from mmray.storage.remote_path import folder_at
 from mmray.train.tracker_process import Desk
 

@@ -12,11 +12,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmray.engine.advice import Advising, advice
 from mmray.engine.metrics import writers
 from mmray.engine.metrics.flops import model_flops
-from mmray.engine.metrics.profiling import profiled
+from mmray.engine.metrics.system import profiled
 from mmray.engine.metrics.writers import PHASES, RECENT_STEPS, MetricsLog, PeakMemory, Phases, Rates, rows_sha
+from mmray.engine.worker_context import Advising, advice
 from mmray.errors import StorageError, TrainingError
 from tests.train import toy
 

@@ -14,7 +14,7 @@ import pytest
 from mmray.config import Config, Data, Run
 from mmray.errors import UsageError
 from mmray.train import trackers as tracking
-from mmray.train.redacted import redacted, safe
+from mmray.train.run_dir import redacted, safe
 from tests.train.runs import Silent
 
 STEPS = 5

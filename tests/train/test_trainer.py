@@ -7,8 +7,8 @@ import pytest
 
 from mmray.cli import main
 from mmray.errors import DataError, TrainingError
-from mmray.report.at_end import draw_at_end
-from mmray.train.trainer import train
+from mmray.report.write import draw_at_end
+from mmray.train.driver import train
 from tests.made import make_set, row
 from tests.train.runs import STEPS, Silent, config, lines, marks, same_weights, weights
 

@@ -15,7 +15,7 @@ from mmray.config import Own
 from mmray.engine import memory_probe, precision
 from mmray.engine.checkpoint import files
 from mmray.engine.heartbeat import Pulse
-from mmray.engine.seeding import seed_everything
+from mmray.engine.precision import seed_everything
 from mmray.errors import UsageError
 from tests.train import runs
 from tests.train.double import DoubleTowers

@@ -8,7 +8,7 @@ import torch
 
 from mmray.engine.checkpoint import files
 from mmray.engine.checkpoint.async_saver import Writer
-from mmray.engine.checkpoint.rhythm import COST_SHARE, Rhythm, interval
+from mmray.engine.checkpoint.manager import COST_SHARE, Rhythm, interval
 from mmray.errors import StorageError, TrainingError
 
 

@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor
 from mmray import objectives
 from mmray.data.stream.collate import UNLEARNED
 from mmray.data.stream.order import Plan
-from mmray.engine import clip, optimizer
+from mmray.engine import optimizer
+from mmray.engine import optimizer as clip
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.writers import Phases
 from mmray.engine.parallel import wrap as parallel
-from mmray.engine.precision import Precision
+from mmray.engine.precision import Precision, micro_seed, seeded
 from mmray.engine.prefetch import share_of
-from mmray.engine.seeding import micro_seed, seeded
 from mmray.engine.state import Task
 from mmray.engine.train_state import Learner
 from mmray.objectives.build import terms_of

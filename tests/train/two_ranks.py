@@ -26,9 +26,8 @@ from mmray.engine.metrics.meters import Meter
 from mmray.engine.metrics.writers import PHASES, MetricsLog, Phases, Rates, over_ranks, rows_sha
 from mmray.engine.parallel.transforms import compiled
 from mmray.engine.parallel.wrap import Layout
-from mmray.engine.precision import Precision
+from mmray.engine.precision import Precision, micro_seed
 from mmray.engine.prefetch import share_of
-from mmray.engine.seeding import micro_seed
 from mmray.engine.step import optimizer_step
 from mmray.errors import OutOfMemoryError
 from mmray.objectives.contrastive import Contrastive

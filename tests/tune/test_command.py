@@ -6,13 +6,11 @@ import pytest
 from rich.console import Console
 
 from mmray.cli.console import Screen
-from mmray.cli.sweep_reporter import trial_line, trials_table
-from mmray.cli.tune import _say_outcome
+from mmray.cli.tune import _say_outcome, trial_line, trials_table
 from mmray.config import from_yaml, recipes
 from mmray.config.search_space import parse
 from mmray.errors import TrainingError
-from mmray.tune.rank import recommend
-from mmray.tune.results import Ended, row_of
+from mmray.tune.results import Ended, recommend, row_of
 from mmray.tune.search import SweepOutcome
 from mmray.tune.trials import trials_of
 

@@ -10,9 +10,8 @@ from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, concurrent
 from mmray.cluster.placement import HEAD_MARK, ROLE, launcher_pools
 from mmray.config import Cluster, Config
 from mmray.errors import ResourceError
-from mmray.tune.fit import largest, room_for
 from mmray.tune.search import _at_once, placeable
-from mmray.tune.trials import Trial
+from mmray.tune.trials import Trial, largest, room_for
 
 CLUSTER_YAML = yaml.safe_load((Path(__file__).parents[2] / "cluster.yaml").read_text())  # 8 x 16 CPUs, 4 x 1 GPU
 POOLS = launcher_pools(CLUSTER_YAML)

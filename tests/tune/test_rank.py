@@ -2,7 +2,7 @@
 
 import math
 
-from mmray.tune.rank import recommend
+from mmray.tune.results import recommend
 
 
 def row(trial, size, rate, gib=1.0, loss=1.0, recall=0.5, status="finished", spread=0.01):

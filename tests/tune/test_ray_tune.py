@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from mmray.errors import AtOnce
-from mmray.tune.ray_tune import _stopping
+from mmray.tune.trainable import _stopping
 from tests.train.runs import Silent
 
 

@@ -6,8 +6,7 @@ import torch
 from mmray.engine.batch import BatchShape
 from mmray.errors import TrainingError
 from mmray.train.policy import Failure, decide
-from mmray.tune.rank import recommend
-from mmray.tune.results import Ended, ended_by, figures, one_line, row_of
+from mmray.tune.results import Ended, ended_by, figures, one_line, recommend, row_of
 from mmray.tune.trials import Trial
 
 

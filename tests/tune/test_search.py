@@ -9,11 +9,11 @@ from rich.console import Console
 
 from mmray import cli
 from mmray.cli.console import Screen
-from mmray.cli.sweep_reporter import trials_table
+from mmray.cli.tune import trials_table
 from mmray.config import from_yaml, to_yaml
 from mmray.config.search_space import parse
 from mmray.errors import ResourceError
-from mmray.train.trainer import train
+from mmray.train.driver import train
 from mmray.tune.search import Sweep, search
 from mmray.tune.trials import opened
 from tests.made import make_set, row

@@ -11,9 +11,8 @@ import orjson
 
 from mmray.data.formats import coco, image_folder
 from mmray.data.formats.delimited import Csv, Tsv
-from mmray.data.formats.image_folder import class_rows, is_image, list_rows, pair_rows
+from mmray.data.formats.image_folder import Listing, class_rows, is_image, list_rows, pair_rows
 from mmray.data.formats.jsonl import JsonLines
-from mmray.data.formats.listing import Listing
 from mmray.data.formats.parquet import Parquet, SavedDataset
 from mmray.data.formats.rows import is_plain
 from mmray.data.formats.source import Source, head_of

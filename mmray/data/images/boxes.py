@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mmray.data.images.augment import CROP, FLIP, random_box
-from mmray.data.images.decode import pad_place, source_box
-from mmray.data.images.resample import Box
+from mmray.data.images.decode import Box, pad_place, source_box
 
 if TYPE_CHECKING:
     from mmray.config import Augment, Inputs

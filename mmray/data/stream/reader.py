@@ -17,10 +17,9 @@ from mmray.data.images import boxes
 from mmray.data.images import decode as images
 from mmray.data.images.augment import draws, vary, viewed
 from mmray.data.images.sandbox import SandboxedDecoder
-from mmray.data.store.mixed import MixedSet
-from mmray.data.store.prepared_set import ROW_ERRORS, PreparedSet, Row, key_id
+from mmray.data.store.prepared_set import ROW_ERRORS, MixedSet, PreparedSet, Row, key_id
 from mmray.data.stream.order import PADDING, Blocks, Plan, draw
-from mmray.data.text.words import encoder_of
+from mmray.data.text.chat import encoder_of
 
 if TYPE_CHECKING:
     from mmray.config import Augment, Inputs

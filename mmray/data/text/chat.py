@@ -7,16 +7,18 @@ the letters. The image has one token in the ids; the model puts its features the
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
-from mmray.data.text.tokenizer import TextEncoder
+from mmray.data.text.tokenizer import LanguageEncoder, TextEncoder, with_languages
 
 if TYPE_CHECKING:
-    from mmray.config import Chat
+    from mmray.config import Chat, Inputs
     from mmray.data.store.prepared_set import Row
+
 
 Message = dict[str, str]
 NOWHERE = -1
@@ -124,3 +126,28 @@ def _within(offsets: list[tuple[int, int]], added: list[int], spans: list[tuple[
     for first, last in spans:
         inside |= (start < last) & (stop > first) & (stop > start)
     return inside & (np.array(added) == 0)
+
+
+# What of a row becomes tokens: its captions, or, where the model writes, its conversation.
+def encoder_of(tokenizer_json: str, inputs: Inputs) -> Any:
+    """The encoder that the inputs of a model ask for: all have words_of, columns, nothing, pad_id and vocab_size."""
+    chat = getattr(inputs, "chat", None)
+    if chat is not None:
+        return ChatEncoder(tokenizer_json, chat, inputs.max_tokens)
+    if pattern := language_token_of(inputs):
+        return LanguageEncoder(tokenizer_json, pattern, inputs.max_tokens)
+    return TextEncoder(tokenizer_json, inputs.max_tokens)
+
+
+def fitted(tokenizer_json: str, inputs: Inputs, languages: Iterable[str] = ()) -> str:
+    """The tokenizer with the tokens that the inputs of a model need; `languages`: of the rows. Raises UsageError."""
+    chat = getattr(inputs, "chat", None)
+    if chat is not None:
+        return with_marks(tokenizer_json, chat)
+    pattern = language_token_of(inputs)
+    return with_languages(tokenizer_json, pattern, languages) if pattern else tokenizer_json
+
+
+def language_token_of(inputs: Inputs) -> str:
+    """The pattern of the tokens of languages; empty where there are none (an older export says nothing of them)."""
+    return getattr(inputs, "language_token", "")

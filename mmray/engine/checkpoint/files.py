@@ -18,7 +18,13 @@ there. What is read is the same: whole for whoever asks so, or cut as the reader
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+import math
+import pickle
+import platform
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,12 +33,92 @@ from torch import Tensor
 
 from mmray.engine.checkpoint import tree
 from mmray.engine.checkpoint.checksums import SUMS, fault, seal
-from mmray.engine.checkpoint.plain import require_plain
-from mmray.engine.checkpoint.stored import cannot_write, load_state, read, record, told, write_state
 from mmray.errors import StorageError, TrainingError
 from mmray.models import weights
-from mmray.storage.file_ops import move_tree, remove_tree, staged
+from mmray.storage.file_ops import fetched, move_tree, remove_tree, staged
 from mmray.storage.remote_path import Folder
+
+
+# What may be stored at rest: tensors and plain values that are read without pickle. For checkpoint.py.
+def require_plain(value: Any, where: str) -> None:
+    """Raise TypeError where a value would need pickle to be stored, with its place."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            require_plain(key, f"a key of {where}")
+            require_plain(item, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            require_plain(item, f"{where}[{index}]")
+    # Exact types: numpy's numbers are subclasses of Python's, and need pickle.
+    elif not isinstance(value, Tensor) and type(value) not in (str, int, float, bool, type(None)):
+        raise TypeError(f"{where} is a {type(value).__name__}: a checkpoint holds tensors and plain values only")
+
+
+def strict_json(value: Any) -> Any:
+    """The value with NaN and infinity, which JSON lacks, as null."""
+    if isinstance(value, dict):
+        return {key: strict_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# The files of a checkpoint beside its weights, and what a person is told where one cannot be written or read.
+#
+# For checkpoint.py.
+def cannot_write(path: Folder, error: Exception) -> str:
+    """The message for a checkpoint that could not be written: cause, room on the storage, next move."""
+    text = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
+    try:
+        room = f" ({shutil.disk_usage(path.parent).free / 2**30:.2f} GiB free)" if isinstance(path, Path) else ""
+    except OSError:
+        room = ""
+    return (
+        f"cannot write the checkpoint {path}: {text}{room}. Older checkpoints are untouched: make room (or mend the "
+        "permissions) and start the same command again, or choose another --run.storage"
+    )
+
+
+def read(file: Folder, reader: Callable[[Path], Any]) -> Any:
+    """What `reader` makes of a file. Raises TrainingError where it cannot."""
+    with told(file), fetched(file) as here:
+        return reader(here)
+
+
+@contextmanager
+def told(file: Folder) -> Iterator[None]:
+    """What cannot be read, as an error that says what next."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise TrainingError(
+            f"cannot read {file}: {str(error).splitlines()[0] if str(error) else type(error).__name__}. "
+            "Start the same command again: it verifies the checkpoints and goes on from the newest good one"
+        ) from error
+
+
+def record(step: int, meta: dict[str, Any]) -> str:
+    """The readable record, meta.json."""
+    known = {"step": step, **meta, "versions": {"python": platform.python_version(), "torch": torch.__version__}}
+    return json.dumps(strict_json(known), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def write_state(state: dict[str, Any], file: Path) -> None:
+    """Write tensors and plain values. Raises OSError."""
+    try:
+        with file.open("wb") as stream:
+            torch.save(state, stream)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):  # torch's writer reports a full disk as an internal error of its own
+            raise error.__context__ from None
+        raise
+
+
+def load_state(file: Path) -> dict[str, Any]:
+    """Read them, on the CPU; no code runs."""
+    state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    return state
+
 
 MODEL, STATE, META = "model.safetensors", "state.pt", "meta.json"
 PARTS = (MODEL, STATE, META)

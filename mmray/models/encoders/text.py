@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmray.errors import UsageError
-from mmray.models.pretrained import fetch, whole_network, with_languages
+from mmray.models.weights import fetch, whole_network, with_languages
 
 if TYPE_CHECKING:
     from transformers import BertConfig, PreTrainedConfig, PreTrainedModel

@@ -16,37 +16,166 @@ A CLIP, SigLIP or LLaVA leaves as transformers' own (hf_format.py): its `AutoMod
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
+from tokenizers import Tokenizer
 from torch import Tensor
 
+from mmray.data.text.chat import ChatEncoder, encoder_of
 from mmray.data.text.tokenizer import TextEncoder, clean
-from mmray.data.text.words import encoder_of
 from mmray.errors import DataError, UsageError
 from mmray.models.build import build
-from mmray.models.export import hf_format
 from mmray.models.export.card import model_card, preprocessor_config
-from mmray.models.export.export_folder import CONFIG, MADE_BY, check_free, replacing
-from mmray.models.export.load import Answerer
-from mmray.models.export.pictures import Picture, boxed, stacked
-from mmray.models.regions import region_logits
+from mmray.models.export.load import Answerer, Picture, boxed, stacked
+from mmray.models.fusion import region_logits
 from mmray.models.weights import load_weights, save_weights
-from mmray.storage.file_ops import fetched
-from mmray.storage.remote_path import Folder, folder_at
+from mmray.storage.file_ops import fetched, move_tree, staged
+from mmray.storage.remote_path import Folder, RemotePath, folder_at
 
 if TYPE_CHECKING:
     from mmray.config import Inputs
 
+
+# Where an exported model is written: whole or not at all, in place of an earlier export and of nothing else.
+#
+# On an object store, which has no renaming, config.json first says that the rest is on its way, and comes again last.
+CONFIG, MADE_BY = "config.json", "mmray"  # the file that says what a folder holds, and the key by which it is ours
+
+
+def check_free(out: Folder, files: Collection[str]) -> None:
+    """Raise UsageError unless `out` is not there, is empty, or is an export of mmray with no file but `files`."""
+    if out.exists() and not (out.is_dir() and _is_export_or_empty(out, files)):
+        raise UsageError(f"{out} exists and is not an exported model: choose another folder")
+
+
+@contextmanager
+def replacing(out: Folder, names: Sequence[str]) -> Iterator[Path]:
+    """A folder of this machine for the files `names`, config.json last; when the block ends well they are `out`.
+
+    Killed on the way, what was there is still whole on a disk: at its place, or beside it under .NAME.replaced. On an
+    object store `out` is no model then, and can be written again. Raises OSError.
+    """
+    if isinstance(out, RemotePath):
+        with staged(out, names) as here:
+            yield here
+            (out / CONFIG).write_text(json.dumps({MADE_BY: "on its way"}))
+            for there in out.iterdir():
+                if there.name not in names:
+                    there.unlink()
+        return
+    new, old = (out.with_name(f".{out.name}.{word}") for word in ("exporting", "replaced"))
+    try:
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        yield new
+        if out.exists():
+            move_tree(out, old)
+        move_tree(new, out)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        if old.exists() and not out.exists():
+            move_tree(old, out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)  # what is left of it, the next export removes
+
+
+def _is_export_or_empty(folder: Folder, files: Collection[str]) -> bool:
+    names = {path.name for path in folder.iterdir()}
+    return not names or (names <= set(files) and CONFIG in names and _is_ours(folder / CONFIG))
+
+
+def _is_ours(config: Folder) -> bool:
+    """Whether mmray wrote it: transformers' own has the same name."""
+    try:
+        values = json.loads(config.read_text())
+    except ValueError:
+        return False
+    return isinstance(values, dict) and MADE_BY in values
+
+
+# A CLIP, SigLIP or LLaVA as transformers itself saves it, so that an export loads where mmray is not installed.
+#
+# For export.py. Other models have no class there; of them only the tokenizer and the pixels are said in their words.
+PROCESSOR = "processor_config.json"
+TOKENIZER_CLASS = "PreTrainedTokenizerFast"
+
+
+def hf_config(model: Any, tokenizer_json: str) -> dict[str, Any] | None:
+    """config.json for transformers; None where it has no class for this model, or none that would compute the same."""
+    if not hasattr(model, "hf_config"):
+        return None
+    if hasattr(model, "chat"):
+        marks = ChatEncoder(tokenizer_json, model.chat, 8)
+        written: dict[str, Any] = model.hf_config(marks.end_id, marks.pad_id, marks.image_id)
+        return written
+    values: dict[str, Any] | None = model.hf_config(_end_id(tokenizer_json), TextEncoder(tokenizer_json, 8).pad_id)
+    return values
+
+
+def to_hf(model: Any) -> dict[str, Tensor]:
+    """The model's weights under transformers' names."""
+    state = {_renamed(name, model.hf_names): tensor for name, tensor in model.state_dict().items()}
+    if "logit_bias" in state:  # SigLIP's two scalars are vectors of one there
+        state |= {name: state[name].reshape(1) for name in ("logit_scale", "logit_bias")}
+    return state
+
+
+def from_hf(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of `to_hf`."""
+    names = tuple((their, own) for own, their in model.hf_names)
+    found = {_renamed(name, names): tensor for name, tensor in state.items()}
+    scalars = ("log_scale", "logit_bias")
+    return {name: tensor.reshape(()) if name in scalars else tensor for name, tensor in found.items()}
+
+
+def hf_tokenizer(model: Any, tokenizer_json: str, max_tokens: int) -> tuple[str, dict[str, Any]]:
+    """tokenizer.json and tokenizer_config.json; a model that looks at its padding gets captions filled up."""
+    encoder, tokens = TextEncoder(tokenizer_json, max_tokens), Tokenizer.from_str(tokenizer_json)
+    length, pad_id = getattr(model, "padded_to", (max_tokens, encoder.pad_id))
+    pad = tokens.id_to_token(pad_id)
+    settings: dict[str, Any] = {"tokenizer_class": TOKENIZER_CLASS, "model_max_length": length, "pad_token": pad}
+    if hasattr(model, "chat"):
+        settings |= {"eos_token": model.chat.end, "image_token": model.chat.image}
+    if not hasattr(model, "padded_to"):
+        return tokenizer_json, settings
+    tokens.enable_padding(length=length, pad_id=pad_id, pad_token=pad)
+    return str(tokens.to_str()), settings
+
+
+def hf_processor(model: Any) -> dict[str, dict[str, Any]]:
+    """processor_config.json by its name, where transformers has a class that lays out image and text together."""
+    return {PROCESSOR: model.hf_processor()} if hasattr(model, "hf_processor") else {}
+
+
+def _end_id(tokenizer_json: str) -> int | None:
+    """The token that the tokenizer puts behind each caption and nowhere else; None where there is no such token."""
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    tokenizer.no_padding()
+    caption = tokenizer.encode("a")
+    ids, added = caption.ids, caption.special_tokens_mask
+    return ids[-1] if 0 in added and added[-1] and ids.index(ids[-1]) == len(ids) - 1 else None
+
+
+def _renamed(name: str, prefixes: tuple[tuple[str, str], ...]) -> str:
+    for own, their in prefixes:
+        if name.startswith(own):
+            return their + name.removeprefix(own)
+    return name
+
+
 WEIGHTS, PREPROCESSOR, CARD = "model.safetensors", "preprocessor_config.json", "README.md"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-FILES = {CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, PREPROCESSOR, hf_format.PROCESSOR, CARD}
+FILES = {CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, PREPROCESSOR, PROCESSOR, CARD}
 
 Item = TypeVar("Item")
 
@@ -80,10 +209,10 @@ def _contents(model: Any, spec: dict[str, Any], tokenizer_json: str) -> tuple[di
     """The weights, and by their names all files but those and the card, config.json last: text, or values of JSON."""
     architecture = model.architecture() if hasattr(model, "architecture") else None
     config = {MADE_BY: version("mmray"), "model": spec, "architecture": architecture}
-    theirs = hf_format.config(model, tokenizer_json)
-    weights = model.state_dict() if theirs is None else hf_format.to_hf(model)
-    tokenizer, settings = hf_format.tokenizer(model, tokenizer_json, spec["inputs"]["max_tokens"])
-    texts = {TOKENIZER: tokenizer, TOKENIZER_CONFIG: settings} | hf_format.processor(model)
+    theirs = hf_config(model, tokenizer_json)
+    weights = model.state_dict() if theirs is None else to_hf(model)
+    tokenizer, settings = hf_tokenizer(model, tokenizer_json, spec["inputs"]["max_tokens"])
+    texts = {TOKENIZER: tokenizer, TOKENIZER_CONFIG: settings} | hf_processor(model)
     if (pixels := preprocessor_config(spec["inputs"])) is not None:
         texts[PREPROCESSOR] = pixels
     return weights, texts | {CONFIG: (theirs or {}) | config}
@@ -105,7 +234,7 @@ def load(folder: str | Folder, device: torch.device | str = "cpu") -> Any:
     except Exception as error:  # the tokenizers package raises bare Exception for what it cannot parse
         raise UsageError(f"{path} is not a model exported by `mmray export RUN {path}`: {error}") from error
     model = build(spec, spec.vocab_size or encoder.vocab_size, config["architecture"])
-    model.load_state_dict(hf_format.from_hf(model, weights) if "model_type" in config else weights)
+    model.load_state_dict(from_hf(model, weights) if "model_type" in config else weights)
     kind = Answerer if hasattr(spec.inputs, "chat") else Embedder
     return kind(model.to(device).eval(), spec.inputs, encoder, torch.device(device))
 

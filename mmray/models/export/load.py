@@ -2,18 +2,81 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from PIL import Image, ImageOps
 from torch import Tensor
 
+from mmray.data.images.boxes import on_square, visible
+from mmray.data.images.decode import MAX_PIXELS, decode, to_pixels
 from mmray.data.text.chat import ChatEncoder
-from mmray.models.export.pictures import Picture, stacked
+from mmray.errors import DataError
 
 if TYPE_CHECKING:
-    from mmray.config import ChatInputs
+    from mmray.config import ChatInputs, Inputs
+
+
+# Pictures that a person hands over, as the pixels that a model was trained on.
+_PNG_MODES = ("1", "L", "LA", "P", "I", "I;16", "I;16B", "RGB", "RGBA")
+Picture = Image.Image | bytes | str | Path
+
+
+def stacked(images: Sequence[Picture], inputs: Inputs, first: int = 0) -> Tensor:
+    """Pixels uint8 [N, 3, S, S] of PIL images, encoded bytes, or paths.
+
+    Raises DataError naming the first that cannot be read, by its number, counted from `first`.
+    """
+    pixels = [_pixels(number, image, inputs) for number, image in enumerate(images, first)]
+    return torch.from_numpy(np.stack(pixels))
+
+
+def boxed(image: Picture, boxes: Sequence[Sequence[float]], inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Pixels uint8 [1, 3, S, S] of a picture, and its boxes float32 [1, N, 4] in fractions of that square.
+
+    boxes: (left, top, width, height) in pixels of the upright picture, as COCO has them. Raises DataError for a picture
+    that cannot be read, and for a box of which the model sees too little.
+    """
+    pixels = stacked([image], inputs)
+    width, height = _picture(image).size
+    corners = [[x / width, y / height, (x + w) / width, (y + h) / height] for x, y, w, h in boxes]
+    fractions = np.array(corners, np.float64).reshape(-1, 4)
+    placed, shows = visible(on_square(fractions, (width, height), inputs, None, None))
+    if not shows.all():
+        first = int(np.flatnonzero(~shows)[0])
+        raise DataError(
+            f"box {first} {tuple(boxes[first])} lies outside of what the model sees of an image of {width} x {height} "
+            f"pixels (model.inputs.fit {inputs.fit})"
+        )
+    return pixels, torch.from_numpy(placed.astype(np.float32))[None]
+
+
+def _pixels(number: int, image: Picture, inputs: Inputs) -> np.ndarray:
+    try:
+        return to_pixels(_picture(image), inputs.image_side, inputs.fit, inputs.interpolation)
+    except (OSError, ValueError) as error:
+        name = f" ({image})" if isinstance(image, str | Path) else ""
+        raise DataError(f"image {number}{name}: {error}") from error
+
+
+def _picture(image: Picture) -> Image.Image:
+    """An upright RGB image, as training saw it."""
+    if isinstance(image, str | Path):
+        return decode(Path(image).read_bytes(), MAX_PIXELS)
+    if isinstance(image, bytes):
+        return decode(image, MAX_PIXELS)
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode not in _PNG_MODES:
+        upright = upright.convert("RGBA" if upright.has_transparency_data else "RGB")
+    if upright.mode == "RGB" and "transparency" not in upright.info:
+        return upright
+    file = io.BytesIO()
+    upright.save(file, "PNG")  # lossless, and then read by the one function that decides about alpha and 16 bits
+    return decode(file.getvalue(), MAX_PIXELS)
 
 
 class Answerer:
