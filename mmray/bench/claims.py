@@ -107,7 +107,7 @@ class Rank:
             if recipe.trim:
                 batch = _trimmed(batch)
             last = (index + 1) % recipe.accumulation == 0
-            with parallel.synchronised(net, last=last):
+            with parallel.maybe_no_sync(net, last=last):
                 with precision.autocast():
                     outputs = net(batch)
                 loss = bare.contrastive(outputs, self.group.world)

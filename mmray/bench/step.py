@@ -34,7 +34,7 @@ from mmray.engine.collectives import Group
 from mmray.engine.metrics.writers import MetricsLog
 from mmray.engine.optimizer import lr_at
 from mmray.engine.parallel import wrap as parallel
-from mmray.engine.parallel.transforms import compiled, shape
+from mmray.engine.parallel.transforms import apply_transforms, compile_branches
 from mmray.engine.precision import choose, seed_everything
 from mmray.engine.state import Task
 from mmray.errors import UsageError
@@ -197,7 +197,7 @@ class Bench:
         return window.took_s, loss
 
     def _copy(self) -> nn.Module:
-        return compiled(deepcopy(self.model), self.config.train)
+        return compile_branches(deepcopy(self.model), self.config.train)
 
     def _steps(self, plan: Plan) -> Iterator[list[Batch]]:
         for step in range(plan.steps):
@@ -247,7 +247,7 @@ def prepared(config: Config, group: Group, micro: int, log: MetricsLog | None = 
     vocab_size = config.model.vocab_size or trained or VOCAB_SIZE
     seed_everything(config.train.seed, config.train.deterministic)
     model = build(config.model, vocab_size, drawn_architecture(config.model, vocab_size))
-    model = shape(model, config.train, config.optimizer, group.device)
+    model = apply_transforms(model, config.train, config.optimizer, group.device)
     seeds = [group.rank * NUM_BATCHES + number for number in range(NUM_BATCHES)]
     batches = [synthetic_batch(config.model.inputs, vocab_size, micro, "cpu", seed) for seed in seeds]
     if group.device.type == "cuda":

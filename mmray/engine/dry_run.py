@@ -23,7 +23,7 @@ from mmray.engine.batch import shape_of
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.writers import Phases
 from mmray.engine.parallel import wrap as parallel
-from mmray.engine.parallel.transforms import compiled, shape
+from mmray.engine.parallel.transforms import apply_transforms, compile_branches
 from mmray.engine.train_state import Learner
 from mmray.engine.worker_context import Job
 from mmray.errors import UsageError
@@ -45,7 +45,7 @@ def try_alone(config: Config, on_gpu: bool) -> None:
     micro = min(planned.micro, 2) if planned.auto or not on_gpu else planned.micro
     model = build(spec, spec.vocab_size, None)
     plain = config.train.replace(parallel="single", compile="none")
-    model = shape(model, plain, config.optimizer, device)
+    model = apply_transforms(model, plain, config.optimizer, device)
     learner = learner_of(config, model, objectives.build(config.objective), Group(device=device))
     rehearse(config, learner, synthetic_of(config, device), share, micro)
 
@@ -96,8 +96,8 @@ def _cut(config: Config, learner: Learner) -> Learner:
             "train.parallel fsdp tries a copy of the model before the first step, and model.kind "
             f"`{config.model.kind}` cannot be copied ({error}): give it a __deepcopy__, or take another strategy"
         ) from error
-    module = compiled(whole, config.train)
-    layout = parallel.Layout.of(config.train, learner.precision.dtype, (), "")
+    module = compile_branches(whole, config.train)
+    layout = parallel.ParallelConfig.of(config.train, learner.precision.dtype, (), "")
     model = parallel.wrap(module, learner.group, layout)
     return replace(learner, model=model, optimizer=optimizer.build(module, config.optimizer))
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mmray.engine import error_messages, optimizer, precision
 from mmray.engine import optimizer as clip
 from mmray.engine.batch import smaller
-from mmray.engine.checkpoint.manager import Rhythm, interval
+from mmray.engine.checkpoint.manager import CheckpointSchedule, steps_between_checkpoints
 from mmray.engine.metrics.meters import Meter, Padding
 from mmray.engine.metrics.system import profiled
 from mmray.engine.metrics.writers import Metrics, Phases, Rates, over_ranks, rows_sha
@@ -40,10 +40,10 @@ class _Run:
 
     task: Task
     learner: Learner
-    layout: parallel.Layout
+    layout: parallel.ParallelConfig
     progress: Progress
     meter: Meter
-    rhythm: Rhythm
+    rhythm: CheckpointSchedule
     average: MovingAverage | None = None
 
 
@@ -107,12 +107,12 @@ def _timed_step(run: _Run, shares: Iterator[Share]) -> tuple[Tensor, StepResult]
 def _start(task: Task, stored: Stored | None) -> _Run:
     """The model on its device, wrapped, with optimizer and scaler, where what is stored left them."""
     device = task.group.device
-    module = task.model.to(parallel.first_place(task.train.parallel, device))
+    module = task.model.to(parallel.init_device(task.train.parallel, device))
     module.train()
     chosen = precision.choose(task.train.precision, device)
     phases = Phases(device)
     meter = Meter(Rates(phases), max(1, len(task.devices)))
-    layout = parallel.Layout.of(task.train, chosen.dtype, task.devices, task.slower)
+    layout = parallel.ParallelConfig.of(task.train, chosen.dtype, task.devices, task.slower)
     model = parallel.wrap(module, task.group, layout)
     learner = Learner(
         model=model,
@@ -124,19 +124,19 @@ def _start(task: Task, stored: Stored | None) -> _Run:
         clip_groups=clip.groups_of(module, task.optimizer.clip),
         phases=phases,
         clip_norm=task.optimizer.clip_norm,
-        may_vote=(task.votes or device.type == "cuda") and not parallel.may_part(model),
+        may_vote=(task.votes or device.type == "cuda") and not parallel.has_inner_collectives(model),
     )
     average = MovingAverage(module, task.train.ema) if task.train.ema else None
     progress = _fitting(task, Progress() if stored is None else _load(stored, module, learner, average))
-    rhythm = Rhythm(task.train.checkpoint_every, progress.step)
+    rhythm = CheckpointSchedule(task.train.checkpoint_every, progress.step)
     return _Run(task, learner, layout, progress, meter, rhythm, average)
 
 
 def _load(stored: Stored, module: nn.Module, learner: Learner, average: MovingAverage | None) -> Progress:
     """Put everything where it was, and let go of what was read; each rank reads what it holds of what is cut."""
-    state = stored(fsdp.cut_for(module, learner.optimizer))
+    state = stored(fsdp.empty_like_sharded(module, learner.optimizer))
     fsdp.load_weights(module, state["model"])
-    parallel.loaded(learner.model)
+    parallel.on_weights_loaded(learner.model)
     fsdp.load_optimizer(learner.optimizer, state["optimizer"])
     if state["scaler"]:  # empty where it was taken in a format that needs none
         learner.scaler.load_state_dict(state["scaler"])
@@ -226,7 +226,7 @@ def _shrink(run: _Run, met: str) -> None:
         raise OutOfMemoryError(text)
     progress.micro = less
     run.learner.optimizer.zero_grad(set_to_none=True)
-    run.learner = replace(run.learner, model=parallel.rewrapped(run.learner.model, task.group, run.layout))
+    run.learner = replace(run.learner, model=parallel.rewrap(run.learner.model, task.group, run.layout))
     if task.group.device.type == "cuda":
         torch.cuda.empty_cache()
     task.note(text, "memory")
@@ -269,7 +269,7 @@ def _save(run: _Run, metrics: Metrics, last: bool) -> None:
     assert task.save is not None
     cost_s = task.save(step, _state(run), metrics, last)
     if rhythm.every == "auto" and not last:
-        steps = interval(metrics.get("time/step_s"), cost_s, step - rhythm.begin)
+        steps = steps_between_checkpoints(metrics.get("time/step_s"), cost_s, step - rhythm.begin)
         rhythm.written(step, task.group.broadcast_object(steps))
 
 
@@ -304,7 +304,7 @@ def _measure(run: _Run, keys: Tensor, result: StepResult) -> Metrics:
 
 def _evaluate(run: _Run, evaluate: Callable[[int, nn.Module], dict[str, float]]) -> Metrics:
     began_s = time.perf_counter()
-    with parallel.whole(run.task.model):
+    with parallel.summon_full_params(run.task.model):
         try:
             scores = evaluate(run.progress.step, run.task.model if run.average is None else run.average.module)
         except (RuntimeError, MemoryError) as error:

@@ -22,7 +22,7 @@ from mmray.engine.metrics.timers import Stopwatch
 from mmray.engine.oom import NoRoom, is_out_of_memory
 from mmray.engine.parallel import fsdp as sharding
 from mmray.engine.parallel import wrap
-from mmray.engine.parallel.branches import INPUTS
+from mmray.engine.parallel.branches import BRANCH_INPUTS
 from mmray.engine.prefetch import Share, share_of
 from mmray.engine.step import accumulate
 from mmray.engine.train_state import Learner
@@ -75,7 +75,7 @@ def rehearse(
     one, do not fit, TrainingError when the model cannot take the rows at all.
     """
     alone = Alone(learner.group.rank, learner.group.world, learner.group.device)
-    told = replace(learner, group=alone, may_vote=not wrap.may_part(learner.model))
+    told = replace(learner, group=alone, may_vote=not wrap.has_inner_collectives(learner.model))
     _allocate(learner)
     agreed = (_each if told.may_vote else _together)(learner.group, told, batch_of, share, micro)
     saved = _try(told, batch_of, share, agreed, agreed, check=check) or 0
@@ -152,7 +152,7 @@ def _try(
     share: rows of a step, of which a GPU holds two steps' at once (feed.py). held: gradients take their room before the
     forward.
     """
-    with wrap.buffers_kept(learner.model), _saved_bytes(learner.model) as saved:
+    with wrap.preserve_buffers(learner.model), _saved_bytes(learner.model) as saved:
         try:
             for weight in learner.model.parameters():
                 weight.grad = torch.zeros_like(weight) if held and weight.requires_grad else None
@@ -204,7 +204,7 @@ def _allocate(learner: Learner) -> None:
 @contextmanager
 def _saved_bytes(model: nn.Module) -> Iterator[list[int]]:
     """Counts the bytes of tensors that autograd saves inside, weights apart, each storage once; in a list of one."""
-    weights, seen, total = sharding.addresses(model), set(), [0]
+    weights, seen, total = sharding.parameter_storages(model), set(), [0]
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -237,9 +237,9 @@ def _table(learner: Learner, saved_bytes: int) -> dict[str, float]:
     weights = list(learner.model.parameters())
     states = [value for state in learner.optimizer.state.values() for value in state.values()]
     held = {
-        "parameters": sum(sharding.own(weight).nbytes for weight in weights),
-        "gradients": sum(sharding.own(weight).nbytes for weight in weights if weight.requires_grad),
-        "optimizer": sum(sharding.own(value).nbytes for value in states if isinstance(value, Tensor)),
+        "parameters": sum(sharding.to_local(weight).nbytes for weight in weights),
+        "gradients": sum(sharding.to_local(weight).nbytes for weight in weights if weight.requires_grad),
+        "optimizer": sum(sharding.to_local(value).nbytes for value in states if isinstance(value, Tensor)),
         "activations": saved_bytes,
     }
     return {f"memory/{name}_gib": size / GIB for name, size in held.items()}
@@ -250,11 +250,11 @@ def slower_branch(module: nn.Module, batch: Batch) -> str:
     took_s = {}
     for name, branch in module.branches().items():  # type: ignore[operator]
         watch = Stopwatch(batch["valid"].device)
-        with torch.no_grad(), wrap.buffers_kept(module):
+        with torch.no_grad(), wrap.preserve_buffers(module):
             for _ in range(2):
                 watch.take_s()
                 with watch.running():
-                    branch(*(batch[column] for column in INPUTS[name]))
+                    branch(*(batch[column] for column in BRANCH_INPUTS[name]))
         took_s[name] = watch.take_s()
     return max(took_s, key=lambda name: took_s[name])
 

@@ -84,7 +84,7 @@ def accumulate(learner: Learner, share: Share, seed_of: SeedOf, stop: bool = Fal
     run = _cached_accumulation if parts.cross_row is not None or parts.mining is not None else _plain_accumulation
     found = run(learner, parts, share, local, seed_of, MemoryVote(learner.group, learner.may_vote, learner.phases))
     with learner.phases("sync"):
-        wrap.finish(learner.model, learner.group)
+        wrap.finalize_gradients(learner.model, learner.group)
     return found
 
 
@@ -111,10 +111,10 @@ def update(learner: Learner, wishes: Tensor) -> tuple[dict[str, float], bool, bo
     if finite:
         clip.clip(learner.clip_groups, found, grad_norms, learner.clip_norm)
         learner.scaler.step(learner.optimizer)
-        _constrain(wrap.unwrapped(learner.model))
-        wrap.after_update(learner.model)
+        _constrain(wrap.unwrap(learner.model))
+        wrap.post_step(learner.model)
     learner.scaler.update()
-    wrap.clear(learner.model, learner.optimizer)
+    wrap.zero_grad(learner.model, learner.optimizer)
     return grad_norms, finite, wishing > 0
 
 
@@ -130,7 +130,7 @@ def suspects(learner: Learner, share: Share) -> Tensor:
     model, found = wrap.without_sync(learner.model), [torch.zeros(0, dtype=torch.int64)]
     mining = parts_of(learner.objective).mining
     for index, micro in enumerate(share.micros):
-        with wrap.buffers_kept(wrap.unwrapped(model)):
+        with wrap.preserve_buffers(wrap.unwrap(model)):
             outputs = forward_of(learner, model, micro, share, index, lambda _: 0)
             if mining is not None:  # partners from the same micro-batch: what the model makes of a pair shows as well
                 near = {name: outputs[name] for name in mining.looks_at}
@@ -170,9 +170,9 @@ def _plain_accumulation(
 
     last = len(share.micros) - 1
     for index in range(last):
-        with wrap.synchronised(learner.model, last=False):
+        with wrap.maybe_no_sync(learner.model, last=False):
             vote.run(partial(backward, index))
-    with wrap.synchronised(learner.model, last=True):
+    with wrap.maybe_no_sync(learner.model, last=True):
         scaled, shared = vote.run_and_agree(lambda: forward(last))
         with learner.phases("backward"):
             scaled.backward()
@@ -204,9 +204,9 @@ def _cached_accumulation(
         backward(index, forward(index))
 
     for index in range(last):
-        with wrap.synchronised(model, last=False):
+        with wrap.maybe_no_sync(model, last=False):
             vote.run(partial(again, index))
-    with wrap.synchronised(model, last=True):
+    with wrap.maybe_no_sync(model, last=True):
         backward(last, vote.run_and_agree(lambda: forward(last)))
     return Found(sums.found, {name: embedded[0][name] for name in learner.objective.shared}, gathered.totals)
 
@@ -222,11 +222,11 @@ def _embed(
     names = dict.fromkeys((*gathered_names(parts), *learner.objective.shared))
     first: list[Outputs] = []
     if parts.mining is None:
-        with wrap.synchronised(model, last=len(micros) == 1):
+        with wrap.maybe_no_sync(model, last=len(micros) == 1):
             first.append(forward_of(learner, model, micros[0], share, 0, seed_of))
     embedded = [{name: outputs[name].detach() for name in names} for outputs in first]
     inside, missing = wrap.without_sync(model), range(len(first), len(micros))
-    with torch.no_grad(), wrap.buffers_kept(wrap.unwrapped(model)) if missing else nullcontext():
+    with torch.no_grad(), wrap.preserve_buffers(wrap.unwrap(model)) if missing else nullcontext():
         for index in missing:
             outputs = forward_of(learner, inside, micros[index], share, index, seed_of)
             embedded.append({name: outputs[name].detach() for name in names})

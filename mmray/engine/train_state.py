@@ -43,7 +43,7 @@ class Learner:
 
 def forward_of(learner: Learner, model: nn.Module, micro: Batch, share: Share, index: int, seed_of: SeedOf) -> Outputs:
     """Outputs of one micro-batch; a stand-in row leaves no trace in running statistics."""
-    kept = wrap.buffers_kept(wrap.unwrapped(model)) if share.filler[index] else nullcontext()
+    kept = wrap.preserve_buffers(wrap.unwrap(model)) if share.filler[index] else nullcontext()
     seed = seeded(seed_of(index), learner.group.device)
     with learner.phases("forward"), kept, seed, learner.precision.autocast():
         outputs: Outputs = model(micro)

@@ -23,13 +23,13 @@ from mmray.engine import loop, memory_probe, precision
 from mmray.engine import worker_context as reporting
 from mmray.engine.bad_samples import watched
 from mmray.engine.checkpoint import files
-from mmray.engine.checkpoint.manager import Helper, Keeper
+from mmray.engine.checkpoint.manager import CheckpointManager, ShardWriter
 from mmray.engine.collectives import Group
 from mmray.engine.dry_run import learner_of, rehearse_job, synthetic_of
 from mmray.engine.heartbeat import Pulse
 from mmray.engine.metrics.system import keep_freed_memory
 from mmray.engine.metrics.writers import MetricsLog
-from mmray.engine.parallel.transforms import shape
+from mmray.engine.parallel.transforms import apply_transforms
 from mmray.engine.precision import seed_everything
 from mmray.engine.state import Callback, State, Task
 from mmray.engine.worker_context import Advising, Job, Line, Report
@@ -70,7 +70,7 @@ def _work(
     stored = None if found is None else partial(files.load, found)
     ranks = group.apart(WRITES_HANGS * config.cluster.hang_timeout_s) if cut else None
     keeper = _keeper(job, group, model, line.report, ranks)
-    writes = keeper or (Helper(job.folder, ranks) if cut else None)
+    writes = keeper or (ShardWriter(job.folder, ranks) if cut else None)
     log = None if keeper is None else keeper.log_from(start.step)
     if log is not None:
         line.report({"wasted_steps": log.wasted_steps})
@@ -108,7 +108,7 @@ def _work(
 
 
 @contextmanager
-def _closing(log: MetricsLog | None, keeper: Keeper | Helper | None) -> Iterator[None]:
+def _closing(log: MetricsLog | None, keeper: CheckpointManager | ShardWriter | None) -> Iterator[None]:
     """Closes both with the block: the last checkpoint is there, or its error raised, before a rank says it is done.
 
     What ended the block is what the policy has to see, not a write that failed on the way and was told.
@@ -131,7 +131,7 @@ def _model(job: Job, architecture: dict[str, Any] | None, device: torch.device) 
     config = job.config
     model = build(config.model, config.model.vocab_size, architecture)
     _tell_labels(model, job)
-    return shape(model, config.train, config.optimizer, device)
+    return apply_transforms(model, config.train, config.optimizer, device)
 
 
 def _tell_labels(model: nn.Module, job: Job) -> None:
@@ -141,7 +141,9 @@ def _tell_labels(model: nn.Module, job: Job) -> None:
         labels.read(encoder_of(job.tokenizer_json, job.config.model.inputs))
 
 
-def _callbacks(job: Job, keeper: Keeper | None, device: torch.device, line: Line, pulse: Pulse) -> tuple[Callback, ...]:
+def _callbacks(
+    job: Job, keeper: CheckpointManager | None, device: torch.device, line: Line, pulse: Pulse
+) -> tuple[Callback, ...]:
     """The user's own, the heartbeat, and on rank 0 what people are told."""
     own = [plugins.load(name, "train.callbacks")() for name in job.config.train.callbacks]
     if keeper is None:
@@ -172,16 +174,21 @@ def _architecture(model: nn.Module) -> dict[str, Any] | None:
     return model.architecture() if hasattr(model, "architecture") else None  # type: ignore[operator]
 
 
-def _keeper(job: Job, group: Group, model: nn.Module, report: Report, ranks: Any) -> Keeper | None:
+def _keeper(job: Job, group: Group, model: nn.Module, report: Report, ranks: Any) -> CheckpointManager | None:
     """Rank 0's keeper of checkpoints and logs; None on the others."""
     if group.rank != 0:
         return None
     about = {"world": group.world, "architecture": _architecture(model)}
-    return Keeper(job.folder, job.fence, job.config, about, partial(reporting.tell, report), ranks)
+    return CheckpointManager(job.folder, job.fence, job.config, about, partial(reporting.tell, report), ranks)
 
 
 def _save(
-    keeper: Keeper | Helper | None, start: Start, step: int, state: State, metrics: dict[str, Any], last: bool
+    keeper: CheckpointManager | ShardWriter | None,
+    start: Start,
+    step: int,
+    state: State,
+    metrics: dict[str, Any],
+    last: bool,
 ) -> float | None:
     """Those who write have the checkpoint written beside the training; answers what the one before cost, in seconds."""
     return None if keeper is None else keeper.save(step, start.plan.rows_start(step), state, metrics, last)

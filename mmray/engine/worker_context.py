@@ -13,7 +13,7 @@ import torch
 
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.reader import RowReader
-from mmray.engine.checkpoint.async_saver import Writer
+from mmray.engine.checkpoint.async_saver import AsyncSaver
 from mmray.engine.metrics.writers import Metrics
 from mmray.report.run import EXAMPLES
 from mmray.storage.file_ops import write_whole
@@ -91,7 +91,7 @@ class Advising:
 class Reporting:
     """Passes on what is logged, and what a checkpoint cost; a callback like a user's own."""
 
-    def __init__(self, report: Report, writer: Writer):
+    def __init__(self, report: Report, writer: AsyncSaver):
         self.report, self.writer = report, writer
         self._told_s: float | None = None
 

@@ -70,7 +70,7 @@ def _good_checkpoint(run: RunDir, step: Step, metric: str) -> Folder:
     """
     faults: list[str] = []
     if step is None:
-        found = files.newest_good(run.checkpoints, faults.append, set_aside=False)
+        found = files.latest_valid(run.checkpoints, faults.append, quarantine=False)
     else:
         found = files.best(run.checkpoints, metric) if step == "best" else run.checkpoints / f"step-{step}"
         if found is None:
@@ -78,7 +78,7 @@ def _good_checkpoint(run: RunDir, step: Step, metric: str) -> Folder:
         elif (fault := files.verify(found)) is not None:
             faults, found = [f"checkpoint {found} does not count: {fault}"], None
     if found is None:
-        there = ", ".join(files.names(run.checkpoints)) or "none"
+        there = ", ".join(files.list_names(run.checkpoints)) or "none"
         raise UsageError("\n".join([f"{run.path} has no such good checkpoint; there: {there}", *faults]))
     return found
 

@@ -138,7 +138,7 @@ def _finished(run: run_dir.RunDir, lease: Lease, ready: Ready, outcome: dict[str
 def _best(run: run_dir.RunDir, ready: Ready) -> dict[str, Any] | None:
     """The best checkpoint that is kept; None also where their notes cannot be read, which is no reason to fail."""
     try:
-        return files.best_scored(run.checkpoints, best_by(ready.config))
+        return files.best_score(run.checkpoints, best_by(ready.config))
     except TrainingError:
         return None
 
@@ -154,7 +154,7 @@ def _begin(run: run_dir.RunDir, lease: Lease, tally: Tally, listener: Listener) 
         try:
             if tally.attempts > 1:
                 lease.advance()
-            found = files.newest_good(run.checkpoints, partial(listener.note, label="checkpoint"))
+            found = files.latest_valid(run.checkpoints, partial(listener.note, label="checkpoint"))
             gather(run.path / QUARANTINE)
             return found, bad_rows(run.path)
         except (StorageError, OSError) as error:
@@ -244,7 +244,7 @@ def places(wanted: Config, scale_up: ScaleUp) -> tuple[Present, int]:
 def _last(run: run_dir.RunDir) -> Folder | None:
     """The newest checkpoint that was written to its end; whether it can be read and is sound shows when it is taken."""
     try:
-        return files.newest_complete(run.checkpoints)
+        return files.latest_complete(run.checkpoints)
     except TrainingError:
         return None
 

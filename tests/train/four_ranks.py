@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mmray.data.stream.order import Plan
 from mmray.engine import grad_cache, loop
 from mmray.engine.collectives import Group
-from mmray.engine.parallel.wrap import Layout
+from mmray.engine.parallel.wrap import ParallelConfig
 from mmray.errors import OutOfMemoryError
 from mmray.objectives.sigmoid import Sigmoid
 from tests.train import toy, two_ranks
@@ -82,7 +82,7 @@ def replicated(group: Group) -> dict[str, torch.Tensor]:
 
 def sharded(group: Group) -> dict[str, torch.Tensor]:
     """Each objective with cut weights; some have fewer rows than there are ranks."""
-    options = {"layout": Layout(kind="fsdp"), "steps": SHARDED_STEPS}
+    options = {"layout": ParallelConfig(kind="fsdp"), "steps": SHARDED_STEPS}
     return {kind: whole(two_ranks.steps_of_a_kind(group, 4, kind, **options)) for kind in two_ranks.KINDS}
 
 

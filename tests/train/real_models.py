@@ -28,8 +28,8 @@ from mmray.data.stream.collate import steps_of
 from mmray.data.stream.order import Plan
 from mmray.engine import loop
 from mmray.engine.collectives import Group
-from mmray.engine.parallel.transforms import recompute, shape
-from mmray.engine.parallel.wrap import Layout
+from mmray.engine.parallel.transforms import apply_transforms, checkpoint_activations
+from mmray.engine.parallel.wrap import ParallelConfig
 from mmray.engine.prefetch import share_of
 from mmray.engine.step import optimizer_step
 from mmray.models.build import build
@@ -79,10 +79,10 @@ def weights_of(
     model = build(spec, VOCAB).double().train()
     for branch in model.branches().values():
         if again:
-            recompute(branch)
+            checkpoint_activations(branch)
         if backend is not None:
             branch.compile(backend=backend)
-    learner = toy.learner(model, group, toy.objective(objective), layout=Layout(kind=parallel))
+    learner = toy.learner(model, group, toy.objective(objective), layout=ParallelConfig(kind=parallel))
     share = ROWS // group.world
     for step in range(steps):
         batch = synthetic_batch(spec.inputs, VOCAB, ROWS, "cpu", seed=step)
@@ -97,7 +97,7 @@ def as_llava(group: Group, micro: int, by_length: bool = True, **settings: Any) 
     plan = Plan(num_rows=20, global_rows=8, world=group.world, micro=micro, seed=1, steps=5)
     train = SimpleNamespace(**vars(toy.TRAIN) | {"recompute": (), "compile": "none", "channels_last": False} | settings)
     torch.manual_seed(3)
-    model = shape(build(MODELS["generative"][0], VOCAB).double(), train, toy.OPTIMIZER, group.device)
+    model = apply_transforms(build(MODELS["generative"][0], VOCAB).double(), train, toy.OPTIMIZER, group.device)
     options = {"objective": toy.objective("language_modelling"), "train": train, "by_length": by_length}
     loop.run(toy.task(model, plan, group, **options), steps_of(blocks_of(plan, group.rank), plan, by_length))
     return toy.flat(model)

@@ -28,7 +28,7 @@ from mmray.data.text.tokenizer import TextEncoder
 from mmray.engine import loop, memory_probe
 from mmray.engine.checkpoint import files, tree
 from mmray.engine.checkpoint import sharded as shards
-from mmray.engine.checkpoint.manager import Helper, Keeper
+from mmray.engine.checkpoint.manager import CheckpointManager, ShardWriter
 from mmray.engine.collectives import Group
 from mmray.engine.dry_run import rehearse_job
 from mmray.engine.worker import work
@@ -86,16 +86,16 @@ def joined(rank: int, world: int, folder: Path, scene: str) -> Group:
     return Group.current()
 
 
-def of(group: Group, run: Folder, ranks: Any, told: list[str]) -> tuple[Keeper | Helper, Lease | None]:
+def of(group: Group, run: Folder, ranks: Any, told: list[str]) -> tuple[CheckpointManager | ShardWriter, Lease | None]:
     """What writes on this rank, as worker.py has it."""
     if group.rank:
-        return Helper(run, ranks), None
+        return ShardWriter(run, ranks), None
     run.mkdir(parents=True)
     held = Lease(run)
     train = Train(parallel="fsdp", keep_checkpoints=3, steps=8)
     config = Config(recipe="sample", run=Run(storage=str(run.parent), name=run.name), train=train)
     about = {"world": group.world, "architecture": None}
-    return Keeper(run, held.acquire(), config, about, lambda label, text: told.append(text), ranks), held
+    return CheckpointManager(run, held.acquire(), config, about, lambda label, text: told.append(text), ranks), held
 
 
 def plan_of(group: Group, micro: int = 3) -> Plan:

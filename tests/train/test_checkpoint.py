@@ -70,7 +70,7 @@ def test_tied_and_transposed_weights_are_stored(tmp_path: Path) -> None:
 def test_state_that_would_need_pickle_is_refused_with_its_place(tmp_path: Path, value: Any) -> None:
     with pytest.raises(TypeError, match=r"state\['progress'\]\[1\]"):
         files.save(tmp_path, 1, {}, {"progress": [0, value]}, {})
-    assert files.newest_good(tmp_path) is None
+    assert files.latest_valid(tmp_path) is None
 
 
 def test_meta_is_strict_json_for_people(tmp_path: Path) -> None:
@@ -92,8 +92,8 @@ def test_sums_are_those_of_sha256sum(tmp_path: Path) -> None:
 def test_newest_is_by_number(tmp_path: Path) -> None:
     for step in (9, 10, 100):
         put(tmp_path, step)
-    assert files.newest_good(tmp_path) == tmp_path / "step-100"
-    assert files.newest_good(tmp_path / "missing") is None
+    assert files.latest_valid(tmp_path) == tmp_path / "step-100"
+    assert files.latest_valid(tmp_path / "missing") is None
 
 
 def flip_bit(file: Path) -> None:
@@ -112,20 +112,20 @@ def test_damaged_falls_back_to_the_last_good_and_says_so(tmp_path: Path, name: s
     put(tmp_path, 10)
     damage(put(tmp_path, 20) / name)
     said: list[str] = []
-    assert files.newest_good(tmp_path, said.append) == tmp_path / "step-10"
+    assert files.latest_valid(tmp_path, said.append) == tmp_path / "step-10"
     assert len(said) == 1
     assert "step-20" in said[0]
     assert name in said[0] or name == "SHA256SUMS"  # a wrong sum looks like a wrong file
     unfinished = damage is Path.unlink and name == "SHA256SUMS"
     assert (tmp_path / "step-20.damaged").exists() != unfinished
-    assert files.newest_good(tmp_path, said.append) == tmp_path / "step-10"
+    assert files.latest_valid(tmp_path, said.append) == tmp_path / "step-10"
     assert len(said) == 1 + unfinished  # what was set aside is not told twice
 
 
 def test_reader_beside_a_training_moves_nothing(tmp_path: Path) -> None:
     flip_bit(put(tmp_path, 5) / "state.pt")
     said: list[str] = []
-    assert files.newest_good(tmp_path, said.append, set_aside=False) is None
+    assert files.latest_valid(tmp_path, said.append, quarantine=False) is None
     assert len(said) == 1
     assert (tmp_path / "step-5").exists()
 
@@ -137,7 +137,7 @@ def test_half_written_folder_is_replaced(tmp_path: Path) -> None:
     (half / "junk").write_bytes(b"")
     path = put(tmp_path, 4)
     assert sorted(file.name for file in path.iterdir()) == ["SHA256SUMS", "meta.json", "model.safetensors", "state.pt"]
-    assert files.newest_good(tmp_path) == path
+    assert files.latest_valid(tmp_path) == path
 
 
 def test_kill_at_any_moment_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_kill_at_any_moment_leaves_the_older_one(tmp_path: Path, monkeypatch: py
         countdown[0] = allowed
         with pytest.raises(Killed):
             put(tmp_path, 2)
-        assert files.newest_good(tmp_path) == tmp_path / "step-1"
+        assert files.latest_valid(tmp_path) == tmp_path / "step-1"
 
 
 @contextmanager
@@ -186,7 +186,7 @@ def test_full_disk_is_told_and_leaves_nothing(tmp_path: Path, big: str) -> None:
         files.save(tmp_path, 2, large if big == "model" else small, large if big == "state" else small, {})
     assert raised.value.exit_code == 3
     assert not (tmp_path / "step-2").exists()
-    assert files.newest_good(tmp_path) == tmp_path / "step-1"
+    assert files.latest_valid(tmp_path) == tmp_path / "step-1"
 
 
 def test_unwritable_place_is_told(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_unwritable_place_is_told(tmp_path: Path) -> None:
 def test_storage_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file, not a folder")
     with pytest.raises(TrainingError, match="cannot list"):
-        files.newest_good(tmp_path / "checkpoints")
+        files.latest_valid(tmp_path / "checkpoints")
 
 
 def test_read_error_does_not_condemn_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def test_read_error_does_not_condemn_a_checkpoint(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr("mmray.engine.checkpoint.checksums.sha256", fail)
     with pytest.raises(TrainingError, match="Input/output error"):
-        files.newest_good(tmp_path)
+        files.latest_valid(tmp_path)
     assert path.exists()
 
 

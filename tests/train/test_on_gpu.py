@@ -17,7 +17,7 @@ from mmray.engine import loop, memory_probe, optimizer, precision
 from mmray.engine.checkpoint.async_saver import copy_to_cpu
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.writers import Phases
-from mmray.engine.parallel.transforms import shape
+from mmray.engine.parallel.transforms import apply_transforms
 from mmray.engine.prefetch import share_of
 from mmray.engine.step import accumulate, suspects
 from mmray.engine.train_state import Learner
@@ -69,7 +69,7 @@ def task_of(kind, device, double=True, options=None, watch=None, **settings):
     train = SimpleNamespace(**SETTINGS | settings)
     torch.manual_seed(3)
     model = build(spec, real_models.VOCAB).train()
-    model = shape(model.double() if double else model, train, toy.OPTIMIZER, device)
+    model = apply_transforms(model.double() if double else model, train, toy.OPTIMIZER, device)
     callbacks = () if watch is None else (watch,)
     given = {"objective": toy.objective(objective), "train": train, "callbacks": callbacks} | (options or {})
     return toy.task(model, PLAN, Group(device=device), **given)

@@ -35,7 +35,7 @@ from mmray.engine import optimizer
 from mmray.engine.bad_samples import _check_labels
 from mmray.engine.collectives import Group
 from mmray.engine.dry_run import rehearse
-from mmray.engine.parallel.transforms import shape
+from mmray.engine.parallel.transforms import apply_transforms
 from mmray.engine.precision import micro_seed, seeded
 from mmray.engine.prefetch import share_of
 from mmray.engine.step import optimizer_step
@@ -82,7 +82,7 @@ def settings(**changes: object) -> SimpleNamespace:
 
 def shaped(name: str, **changes: object) -> nn.Module:
     torch.manual_seed(0)
-    return shape(build(SPECS[name], VOCAB), settings(**changes), OptimizerSection(), CPU).double()
+    return apply_transforms(build(SPECS[name], VOCAB), settings(**changes), OptimizerSection(), CPU).double()
 
 
 def trained(model: nn.Module, steps: int = 3, name: str = "") -> dict[str, Tensor]:
@@ -199,13 +199,13 @@ def test_what_cannot_be_is_said() -> None:
         shaped("clip", recompute=("vision",))
     synced = SPECS["resnet18"].model_copy(update={"batch_norm": "synced"})
     with pytest.raises(UsageError, match=r"model\.batch_norm: `synced` needs GPUs"):
-        shape(build(synced, VOCAB), settings(), OptimizerSection(), CPU)
+        apply_transforms(build(synced, VOCAB), settings(), OptimizerSection(), CPU)
 
 
 def test_frozen_by_pattern_stays_and_the_rest_learns() -> None:
     torch.manual_seed(0)
     given = OptimizerSection(freeze=("image.tower.*", "log_scale"))
-    model = shape(build(SPECS["clip"], VOCAB), settings(), given, CPU)
+    model = apply_transforms(build(SPECS["clip"], VOCAB), settings(), given, CPU)
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     trained(model)
     moved = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}

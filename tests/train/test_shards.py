@@ -118,7 +118,7 @@ def test_its_folder_says_what_it_is(ranks):
     assert sorted(file.name for file in path.iterdir()) == sorted(
         [*tree.names(2), "state.pt", "meta.json", "SHA256SUMS"]
     )
-    assert files.names(path.parent) == ["step-4", "step-6", "step-8"]
+    assert files.list_names(path.parent) == ["step-4", "step-6", "step-8"]
     state = torch.load(path / "state.pt", weights_only=True)
     assert {tensor.device.type for tensor in state["model"].values()} == {"meta"}
 
@@ -132,7 +132,7 @@ def test_its_weights_are_read_whole_for_who_evaluates_or_exports(ranks, plain):
 
 def test_on_an_object_store_lies_what_lies_on_a_disk(ranks):
     folder, run, _ = ranks
-    found = files.newest_good(run / "checkpoints")
+    found = files.latest_valid(run / "checkpoints")
     assert found == run / "checkpoints" / "step-4"
     tensors: list[list[torch.Tensor]] = [[], []]
     for into, path in zip(tensors, (folder / "run" / "checkpoints" / "step-4", found), strict=True):
@@ -173,7 +173,7 @@ def test_a_damaged_part_falls_back_to_the_checkpoint_before(ranks, tmp_path, dam
     shutil.copytree(ranks[0] / "run" / "checkpoints", tmp_path / "checkpoints")
     damage(tmp_path / "checkpoints" / "step-8" / tree.names(2)[1])
     said: list[str] = []
-    assert files.newest_good(tmp_path / "checkpoints", said.append) == tmp_path / "checkpoints" / "step-6"
+    assert files.latest_valid(tmp_path / "checkpoints", said.append) == tmp_path / "checkpoints" / "step-6"
     assert "step-8 does not count" in said[0] and "it is now step-8.damaged" in said[0]
 
 
@@ -188,11 +188,11 @@ def test_a_disk_that_is_full_on_one_rank_is_told_by_all_and_nothing_counts(ranks
     folder, _, results = ranks
     for result in results[:2]:
         assert "step-1: No space left on device (on rank 1)" in result["full"]
-    assert files.names(folder / "full" / "checkpoints") == []
+    assert files.list_names(folder / "full" / "checkpoints") == []
 
 
 def test_a_rank_that_dies_while_it_writes_leaves_nothing_that_counts(ranks):
     dying = ranks[0] / "dying"
     assert (dying / "said").read_text()
-    assert files.names(dying / "checkpoints") == ["step-1"]
-    assert files.newest_good(dying / "checkpoints") is None
+    assert files.list_names(dying / "checkpoints") == ["step-1"]
+    assert files.latest_valid(dying / "checkpoints") is None

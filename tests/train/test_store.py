@@ -12,7 +12,7 @@ import torch
 from mmray.config import Config, Run
 from mmray.engine.checkpoint import files as checkpoint
 from mmray.engine.checkpoint import manager as keeping
-from mmray.engine.checkpoint.manager import Keeper
+from mmray.engine.checkpoint.manager import CheckpointManager
 from mmray.engine.metrics import uploads
 from mmray.engine.metrics.uploads import Growing
 from mmray.engine.worker import _closing
@@ -36,12 +36,12 @@ def put(folder, step, **metrics):
 
 def test_a_checkpoint_comes_back_and_old_ones_go(s3):
     folder = folder_at(s3.address) / "checkpoints"
-    assert checkpoint.newest_good(folder) is None and checkpoint.newest_complete(folder) is None
+    assert checkpoint.latest_valid(folder) is None and checkpoint.latest_complete(folder) is None
     for step, recall in ((3, 0.5), (6, 0.9), (9, 0.1), (12, 0.2)):
         put(folder, step, recall=recall)
         checkpoint.prune(folder, 2, "recall")
-    assert checkpoint.names(folder) == ["step-12", "step-6", "step-9"]
-    newest = checkpoint.newest_good(folder)
+    assert checkpoint.list_names(folder) == ["step-12", "step-6", "step-9"]
+    newest = checkpoint.latest_valid(folder)
     assert checkpoint.step_of(newest) == 12 and checkpoint.load_meta(newest)["metrics"] == {"recall": 0.2}
     loaded = checkpoint.load(newest)
     assert torch.equal(loaded["model"]["w"], torch.full((5,), 12.0))
@@ -55,12 +55,12 @@ def test_what_does_not_verify_is_named_and_set_aside(s3):
     (folder / "step-4" / checkpoint.SUMS).unlink()  # killed before its last object
     (folder / "step-3" / checkpoint.MODEL).write_bytes(b"cut short")
     (folder / "step-2" / checkpoint.STATE).unlink()
-    assert checkpoint.step_of(checkpoint.newest_good(folder, told.append)) == 1
+    assert checkpoint.step_of(checkpoint.latest_valid(folder, told.append)) == 1
     assert "not written to its end" in told[0] and "is not as it was written (9 bytes now)" in told[1]
     assert "state.pt is missing; it is now step-2.damaged" in told[2]
-    assert checkpoint.names(folder) == ["step-1", "step-2.damaged", "step-3.damaged", "step-4"]
+    assert checkpoint.list_names(folder) == ["step-1", "step-2.damaged", "step-3.damaged", "step-4"]
     put(folder, 3)
-    assert checkpoint.step_of(checkpoint.newest_good(folder)) == 3
+    assert checkpoint.step_of(checkpoint.latest_valid(folder)) == 3
 
 
 def test_an_upload_that_fails_for_good_leaves_nothing_that_counts(s3, monkeypatch):
@@ -70,14 +70,16 @@ def test_an_upload_that_fails_for_good_leaves_nothing_that_counts(s3, monkeypatc
     s3.fail("PUT", "step-6/state.pt", 1000, status=400)
     with pytest.raises(StorageError, match=r"cannot write the checkpoint s3://.*/step-6: .*Older checkpoints"):
         put(folder, 6)
-    assert checkpoint.step_of(checkpoint.newest_good(folder)) == 3
-    assert checkpoint.names(folder) == ["step-3"]
+    assert checkpoint.step_of(checkpoint.latest_valid(folder)) == 3
+    assert checkpoint.list_names(folder) == ["step-3"]
 
 
 def keeper_of(run, told, world=1):
     wanted = Config(recipe="sample", run=Run(storage=str(run.parent), name=run.name))
     held = Lease(run)
-    return held, Keeper(run, held.acquire(), wanted, {"world": world}, lambda label, text: told.append((label, text)))
+    return held, CheckpointManager(
+        run, held.acquire(), wanted, {"world": world}, lambda label, text: told.append((label, text))
+    )
 
 
 def state(step):
@@ -93,7 +95,7 @@ def test_a_store_that_fails_for_a_while_costs_a_checkpoint_and_not_the_run(s3, m
         keeper.save(step, step, state(step), {}, last=False)
     keeper.close()
     held.release()
-    assert checkpoint.names(run / "checkpoints") == ["step-3", "step-9"]
+    assert checkpoint.list_names(run / "checkpoints") == ["step-3", "step-9"]
     ((label, text),) = told
     assert label == "checkpoint" and "step-6" in text and "The run goes on" in text
 
@@ -105,7 +107,7 @@ def test_while_a_write_stalls_other_ranks_are_not_kept_waiting_and_the_last_chec
     """What was scored waits as long as the others bear: it may be the best."""
     run, told, answers = tmp_path / "mine", [], threading.Event()
     run.mkdir()
-    monkeypatch.setattr(keeping, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(keeping, "MAX_WAIT_S", 0.05)
     plain = checkpoint.save
     monkeypatch.setattr(checkpoint, "save", lambda *given: answers.wait(20) and plain(*given))
     held, keeper = keeper_of(run, told, world)
@@ -120,7 +122,7 @@ def test_while_a_write_stalls_other_ranks_are_not_kept_waiting_and_the_last_chec
     keeper.close()
     held.release()
     kept = ["step-3", "step-9"] if left_out else ["step-6", "step-9"]
-    assert checkpoint.names(run / "checkpoints") == kept
+    assert checkpoint.list_names(run / "checkpoints") == kept
     assert [(label, text[:26]) for label, text in told] == [("checkpoint", "step 6 has no checkpoint: ")] * left_out
 
 
@@ -134,7 +136,7 @@ def test_a_store_that_fails_at_the_end_is_an_error_and_the_checkpoint_before_sta
     with pytest.raises(StorageError, match=r"step-6: .*start the same command again"):
         keeper.close()
     held.release()
-    assert checkpoint.step_of(checkpoint.newest_good(run / "checkpoints")) == 3
+    assert checkpoint.step_of(checkpoint.latest_valid(run / "checkpoints")) == 3
 
 
 def test_a_lease_on_the_store_holds_off_a_second_and_outlives_neither_release_nor_take_over(s3, monkeypatch):

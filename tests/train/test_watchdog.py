@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmray.engine import step
-from mmray.engine.checkpoint.async_saver import Writer
+from mmray.engine.checkpoint.async_saver import AsyncSaver
 from mmray.engine.heartbeat import Pulse, calls_of
 from mmray.engine.metrics.writers import over_ranks
 from mmray.train.hang_detector import Beat, Watchdog, culprits
@@ -139,7 +139,7 @@ def test_a_checkpoint_may_take_its_time_but_not_for_ever(tmp_path, monkeypatch):
     monkeypatch.setattr("mmray.engine.heartbeat.EVERY_S", 0.02)
     sent, answers = [], threading.Event()
     pulse = Pulse(sent.append, {"rank": 0, "node": "n", "pid": 1}, tmp_path / "rank-0.txt", write_limit_s=0.3)
-    writer = Writer()
+    writer = AsyncSaver()
     writer.submit({}, lambda _: answers.wait(10))
     threading.Timer(0.9, answers.set).start()
     with pulse.beating(4):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mmray.engine.checkpoint import files
-from mmray.engine.checkpoint.async_saver import Writer
-from mmray.engine.checkpoint.manager import COST_SHARE, Rhythm, interval
+from mmray.engine.checkpoint.async_saver import AsyncSaver
+from mmray.engine.checkpoint.manager import COST_SHARE, CheckpointSchedule, steps_between_checkpoints
 from mmray.errors import StorageError, TrainingError
 
 
@@ -24,7 +24,7 @@ def test_what_is_written_aside_is_the_state_at_the_call_to_the_byte(tmp_path):
         gate.wait(5)
         files.save(there, 3, copied.pop("model"), copied, {})
 
-    writer = Writer()
+    writer = AsyncSaver()
     plain = {key: value for key, value in state.items() if key != "model"}
     files.save(tmp_path / "at-once", 3, state["model"], plain, {})
     writer.submit(state, write)
@@ -37,7 +37,7 @@ def test_what_is_written_aside_is_the_state_at_the_call_to_the_byte(tmp_path):
 
 
 def test_one_write_at_a_time():
-    writer, gate, order = Writer(), threading.Event(), []
+    writer, gate, order = AsyncSaver(), threading.Event(), []
     writer.submit({}, lambda _: (gate.wait(5), order.append("first")))
     threading.Timer(0.1, gate.set).start()
     writer.submit({}, lambda _: order.append("second"))
@@ -60,7 +60,7 @@ def done(writer):
 
 def test_what_the_storage_does_not_take_is_told_and_the_next_write_makes_it_good():
     told = []
-    writer = Writer(told.append)
+    writer = AsyncSaver(told.append)
     writer.submit({}, failing(StorageError("no space for step 3")))
     writer.submit({}, failing(StorageError("no space for step 6")))
     assert [text[:19] for text in told] == ["no space for step 3"]
@@ -74,7 +74,7 @@ def test_what_the_storage_does_not_take_is_told_and_the_next_write_makes_it_good
 
 @pytest.mark.parametrize("looked_at", [False, True])
 def test_the_last_write_has_to_succeed(looked_at):
-    writer = Writer()
+    writer = AsyncSaver()
     writer.submit({}, failing(StorageError("no space for the last step")))
     done(writer)
     if looked_at:
@@ -84,7 +84,7 @@ def test_the_last_write_has_to_succeed(looked_at):
 
 
 def test_a_lost_lease_ends_the_training_at_the_next_look():
-    writer = Writer()
+    writer = AsyncSaver()
     writer.submit({}, failing(TrainingError("taken over")))
     done(writer)
     with pytest.raises(TrainingError, match="taken over"):
@@ -94,19 +94,19 @@ def test_a_lost_lease_ends_the_training_at_the_next_look():
 
 def test_checkpoints_cost_less_than_their_share_once_measured():
     for step_s, cost_s in [(0.1, 1.0), (2.0, 0.5), (0.3, 60.0)]:
-        steps = interval(step_s, cost_s, 10)
+        steps = steps_between_checkpoints(step_s, cost_s, 10)
         assert cost_s / (steps * step_s) <= COST_SHARE + 1e-9
 
 
 def test_an_automatic_rhythm_begins_early_doubles_until_measured_and_then_follows_the_cost():
-    rhythm, taken = Rhythm("auto", begin=100), []
+    rhythm, taken = CheckpointSchedule("auto", begin=100), []
     for step in range(101, 400):
         if rhythm.due(step):
             taken.append(step)
-            rhythm.written(step, interval(0.1, None if len(taken) < 3 else 0.2, step - 100))
+            rhythm.written(step, steps_between_checkpoints(0.1, None if len(taken) < 3 else 0.2, step - 100))
     assert taken == [110, 120, 140, 240, 340]
 
 
 def test_a_set_rhythm_is_kept_and_nought_is_never():
-    assert [step for step in range(1, 10) if Rhythm(3, 0).due(step)] == [3, 6, 9]
-    assert not any(Rhythm(0, 0).due(step) for step in range(1, 10))
+    assert [step for step in range(1, 10) if CheckpointSchedule(3, 0).due(step)] == [3, 6, 9]
+    assert not any(CheckpointSchedule(0, 0).due(step) for step in range(1, 10))

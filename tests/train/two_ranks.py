@@ -24,8 +24,8 @@ from mmray.engine.checkpoint.tree import mapped
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.meters import Meter
 from mmray.engine.metrics.writers import PHASES, MetricsLog, Phases, Rates, over_ranks, rows_sha
-from mmray.engine.parallel.transforms import compiled
-from mmray.engine.parallel.wrap import Layout
+from mmray.engine.parallel.transforms import compile_branches
+from mmray.engine.parallel.wrap import ParallelConfig
 from mmray.engine.precision import Precision, micro_seed
 from mmray.engine.prefetch import share_of
 from mmray.engine.step import optimizer_step
@@ -113,7 +113,7 @@ def gathered_shares(group: Group, folder: Path) -> torch.Tensor:
 def where_gradients_live(group: Group, folder: Path) -> dict[str, list[int]]:
     """In how many pieces of memory the gradients lie as each forward that learns begins, in three steps."""
     found = {}
-    for name, layout in {"in buckets": Layout(), "apart": Layout(gradient_views=False)}.items():
+    for name, layout in {"in buckets": ParallelConfig(), "apart": ParallelConfig(gradient_views=False)}.items():
         counts, model = [], toy.Toy().double()
         model.register_forward_pre_hook(lambda module, _, counts=counts: counts.append(_pieces(module)))
         steps_of_a_model(group, micro=4, model=model, steps=3, layout=layout, objective=toy.Regression())
@@ -158,7 +158,7 @@ CLIPPED = ("ddp", "fsdp")
 
 def clipped(group: Group, way: str) -> torch.Tensor:
     model = toy.Branched().double()
-    options = {"layout": Layout(kind=way), "clipped": "branches"}
+    options = {"layout": ParallelConfig(kind=way), "clipped": "branches"}
     return toy.flat(steps_of_a_model(group, 4, model=model, **options))
 
 
@@ -364,8 +364,8 @@ def branches_compiled(group: Group, folder: Path) -> dict[str, Any]:
 
 def of_compiled(group: Group, way: str, objective: Any, backend: str) -> torch.Tensor:
     """The weights after steps of two micro-batches a rank, all of one shape: for each other one there were graphs."""
-    model = compiled(toy.Branched().double(), SimpleNamespace(compile=backend))
-    learner = toy.learner(model, group, objective, layout=Layout(kind=way))
+    model = compile_branches(toy.Branched().double(), SimpleNamespace(compile=backend))
+    learner = toy.learner(model, group, objective, layout=ParallelConfig(kind=way))
     for step in range(STEPS):
         batch = share_of_rank(toy.rows(12, step), group)
         micro = len(batch["valid"]) // 2

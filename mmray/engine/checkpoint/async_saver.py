@@ -15,7 +15,7 @@ from mmray.engine.checkpoint import tree
 from mmray.errors import StorageError
 
 
-class Writer:
+class AsyncSaver:
     """At most one write is under way.
 
     What the storage does not take is told (`tell`) and the training goes on with the checkpoint before; only the last

@@ -17,7 +17,7 @@ from mmray.storage.remote_path import Folder
 SUMS = "SHA256SUMS"
 
 
-def seal(path: Path, names: tuple[str, ...], elsewhere: dict[str, str] | None = None) -> None:
+def write_checksums(path: Path, names: tuple[str, ...], elsewhere: dict[str, str] | None = None) -> None:
     """Put the files `names` of a folder on disk, then their sums, then the name of the sums, in this order.
 
     `elsewhere` has the sums of files that others have put on disk: name to digest.
@@ -35,7 +35,7 @@ def seal(path: Path, names: tuple[str, ...], elsewhere: dict[str, str] | None = 
     _sync(path.parent)
 
 
-def fault(path: Folder, whole: Callable[[Collection[str]], bool]) -> str | None:
+def find_fault(path: Folder, whole: Callable[[Collection[str]], bool]) -> str | None:
     """What is wrong with a sealed folder, in words; None when every byte is as it was. Raises OSError.
 
     `whole` says whether files of these names are a folder in full.

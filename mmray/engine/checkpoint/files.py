@@ -32,7 +32,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from mmray.engine.checkpoint import tree
-from mmray.engine.checkpoint.checksums import SUMS, fault, seal
+from mmray.engine.checkpoint.checksums import SUMS, find_fault, write_checksums
 from mmray.errors import StorageError, TrainingError
 from mmray.models import weights
 from mmray.storage.file_ops import fetched, move_tree, remove_tree, staged
@@ -81,12 +81,12 @@ def cannot_write(path: Folder, error: Exception) -> str:
 
 def read(file: Folder, reader: Callable[[Path], Any]) -> Any:
     """What `reader` makes of a file. Raises TrainingError where it cannot."""
-    with told(file), fetched(file) as here:
+    with as_user_error(file), fetched(file) as here:
         return reader(here)
 
 
 @contextmanager
-def told(file: Folder) -> Iterator[None]:
+def as_user_error(file: Folder) -> Iterator[None]:
     """What cannot be read, as an error that says what next."""
     try:
         yield
@@ -144,7 +144,7 @@ def save(
             weights.save_weights(model_state, here / MODEL)
             write_state(state, here / STATE)
             (here / META).write_text(record(step, meta))
-            seal(here, PARTS)
+            write_checksums(here, PARTS)
     except (OSError, SafetensorError) as error:
         _discard(path, strict=False)
         raise StorageError(cannot_write(path, error)) from error
@@ -184,7 +184,7 @@ def save_shards(
         with staged(path, (STATE, META, SUMS)) as here:
             write_state(plain, here / STATE)
             (here / META).write_text(record(step, {"shards": len(parts), **meta}))
-            seal(here, (STATE, META), {name: part.digest for name, part in parts.items()})
+            write_checksums(here, (STATE, META), {name: part.digest for name, part in parts.items()})
 
     try:
         shards.write(path, state, ranks, opened, closed)
@@ -195,11 +195,11 @@ def save_shards(
     return path
 
 
-def newest_good(folder: Folder, report: Report | None = None, set_aside: bool = True) -> Folder | None:
+def latest_valid(folder: Folder, report: Report | None = None, quarantine: bool = True) -> Folder | None:
     """The newest checkpoint whose every byte is as it was written; None when there is none.
 
     Each newer one that does not count is named, with its fault, to `report`; a damaged one is renamed to
-    step-N.damaged unless `set_aside` is off (a reader beside a running training must not move its files). Raises
+    step-N.damaged unless `quarantine` is off (a reader beside a running training must not move its files). Raises
     StorageError when the storage cannot be read: that says nothing about the checkpoint.
     """
     tell = report or (lambda _: None)
@@ -208,8 +208,8 @@ def newest_good(folder: Folder, report: Report | None = None, set_aside: bool = 
         if found is None:
             return path
         moved = ""
-        if set_aside and (path / SUMS).exists():
-            moved = f"; it is now {_set_aside(path).name}"
+        if quarantine and (path / SUMS).exists():
+            moved = f"; it is now {_quarantine(path).name}"
         tell(f"checkpoint {path} does not count: {found}{moved}")
     return None
 
@@ -245,12 +245,12 @@ def load_meta(path: Folder) -> dict[str, Any]:
     return meta
 
 
-def newest_complete(folder: Folder) -> Folder | None:
+def latest_complete(folder: Folder) -> Folder | None:
     """The newest checkpoint that was written to its end, unverified; None when there is none."""
     return next(reversed(_complete(folder)), None)
 
 
-def names(folder: Folder) -> list[str]:
+def list_names(folder: Folder) -> list[str]:
     """The checkpoints that are there, complete or not, and those set aside, in words for people."""
     try:
         return sorted(path.name for path in folder.iterdir() if path.name.startswith("step-"))
@@ -269,7 +269,7 @@ def best(folder: Folder, metric: str) -> Folder | None:
     return max(scored, key=lambda pair: (pair[0], step_of(pair[1])))[1] if scored else None
 
 
-def best_scored(folder: Folder, metric: str) -> dict[str, Any] | None:
+def best_score(folder: Folder, metric: str) -> dict[str, Any] | None:
     """Step of the best checkpoint, the metric (`evaluate/` left out) and its score, for result.json; None: no score."""
     found = best(folder, metric)
     if found is None:
@@ -330,7 +330,7 @@ def _score(path: Folder, metric: str) -> float | None:
 def verify(path: Folder) -> str | None:
     """What is wrong with a checkpoint, or None. A storage that cannot be read says nothing about it: StorageError."""
     try:
-        return fault(path, _is_whole)
+        return find_fault(path, _is_whole)
     except OSError as error:
         raise StorageError(
             f"the storage cannot read the checkpoint {path}: {error.strerror or error}. Check the storage, then start "
@@ -348,7 +348,7 @@ def _filled(path: Folder, state: dict[str, Any], world: int, cut: Cut) -> dict[s
 
     wanted: dict[tree.At, Tensor] = {}
     tree.mapped(state, lambda at, outline: wanted.setdefault(at, cut(at, outline)))
-    with told(path):
+    with as_user_error(path):
         shards.read(path, wanted, world)
     filled: dict[str, Any] = tree.mapped(state, lambda at, _: wanted[at])
     return filled
@@ -358,7 +358,7 @@ def _uncut(at: tree.At, outline: Tensor) -> Tensor:
     return torch.empty_like(outline, device="cpu")
 
 
-def _set_aside(path: Folder) -> Folder:
+def _quarantine(path: Folder) -> Folder:
     """Rename a damaged checkpoint out of the way, for whoever wants to look at it."""
     target = path.with_name(f"{path.name}.damaged")
     try:

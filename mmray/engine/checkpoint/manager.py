@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from mmray.engine.checkpoint import files as checkpoint
-from mmray.engine.checkpoint.async_saver import Writer
+from mmray.engine.checkpoint.async_saver import AsyncSaver
 from mmray.engine.metrics.uploads import Growing
 from mmray.engine.metrics.writers import MetricsLog
 from mmray.errors import StorageError, TrainingError
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from mmray.config import Config
 
 
-PATIENCE_S = 10.0  # for a write under way, while other ranks stand in a collective
+MAX_WAIT_S = 10.0  # for a write under way, while other ranks stand in a collective
 
 
-class Keeper:
+class CheckpointManager:
     """Writes checkpoints beside the training into `folder`, as the holder of the lease `fence`.
 
     `about` goes into each meta.json, the number of ranks (`world`) among it. `tell` hears, with a label, what the
@@ -51,7 +51,7 @@ class Keeper:
         self._check = partial(lease.check, folder, fence)
         self._tell_storage, self._tell = partial(tell, "storage"), partial(tell, "checkpoint")
         self.growing = Growing(folder, self._tell_storage, self._check)
-        self.writer = Writer(self._tell)
+        self.writer = AsyncSaver(self._tell)
 
     def log_from(self, step: int) -> MetricsLog:
         """The log of the steps after `step`."""
@@ -85,7 +85,7 @@ class Keeper:
         if self._most_s is None:
             return None
         scored = any(name.startswith("evaluate/") for name in metrics)
-        return self._most_s if scored else min(PATIENCE_S, self._most_s)
+        return self._most_s if scored else min(MAX_WAIT_S, self._most_s)
 
     def close(self) -> None:
         """The last checkpoint is there, or its error is raised, and all that was logged."""
@@ -117,11 +117,11 @@ class Keeper:
             raise StorageError(f"the storage does not answer, so step {step} has no checkpoint: {error}") from error
 
 
-class Helper:
+class ShardWriter:
     """On every rank but the first: writes its part of each checkpoint, beside the training, as the keeper does."""
 
     def __init__(self, folder: Folder, ranks: Any):
-        self._folder, self._ranks, self._writer = folder / "checkpoints", ranks, Writer()
+        self._folder, self._ranks, self._writer = folder / "checkpoints", ranks, AsyncSaver()
 
     def save(
         self, step: int, rows_consumed: int, state: dict[str, Any], metrics: dict[str, Any], last: bool
@@ -145,7 +145,7 @@ COST_SHARE = 0.02  # of the training time, at most, for checkpoints
 FIRST_STEPS = 10  # until something is measured: after so many steps, then after twice as many, and so on
 
 
-def interval(step_s: float | None, cost_s: float | None, steps_taken: int) -> int:
+def steps_between_checkpoints(step_s: float | None, cost_s: float | None, steps_taken: int) -> int:
     """Steps to the next checkpoint from the seconds of a step and of a write; None: not measured yet."""
     if not step_s or cost_s is None:
         return max(FIRST_STEPS, steps_taken)
@@ -153,7 +153,7 @@ def interval(step_s: float | None, cost_s: float | None, steps_taken: int) -> in
 
 
 @dataclass
-class Rhythm:
+class CheckpointSchedule:
     """The step of the next checkpoint, for a run that goes on after `begin` steps."""
 
     every: int | Literal["auto"]

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mmray.engine.parallel.wrap import buffers_kept
+from mmray.engine.parallel.wrap import preserve_buffers
 from mmray.engine.precision import Precision
 from mmray.objectives.protocol import Batch
 
@@ -50,7 +50,7 @@ def model_flops(model: nn.Module, batch: Batch, precision: Precision) -> float:
     their own gradients are left out, and what no weight that learns comes before, altogether.
     """
     work = _Work()
-    with buffers_kept(model), precision.autocast(), work:
+    with preserve_buffers(model), precision.autocast(), work:
         model(batch)
     return work.total
 

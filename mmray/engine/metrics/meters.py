@@ -68,7 +68,7 @@ class Meter:
             return
         first = share.micros[0]
         try:
-            flops = model_flops(wrap.unwrapped(learner.model), first, learner.precision)
+            flops = model_flops(wrap.unwrap(learner.model), first, learner.precision)
         except (RuntimeError, MemoryError) as error:
             if not learner.may_vote or not is_out_of_memory(error):
                 raise

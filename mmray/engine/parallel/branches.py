@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mmray.engine.metrics.timers import Stopwatch
 
-INPUTS = {"image": ("image",), "text": ("input_ids", "attention_mask")}  # columns of a batch that a branch reads
+BRANCH_INPUTS = {"image": ("image",), "text": ("input_ids", "attention_mask")}  # columns of a batch that a branch reads
 FIRST_REFIT = 2  # steps; the first guess is only a guess
 Work = Callable[[], Any]
 
@@ -153,7 +153,7 @@ class BranchParallel(nn.Module):
             return work()
 
     def _inputs(self, branch: str, batch: dict[str, Tensor], device: int) -> tuple[Tensor, ...]:
-        return tuple(batch[name].to(self.devices[device], non_blocking=True) for name in INPUTS[branch])
+        return tuple(batch[name].to(self.devices[device], non_blocking=True) for name in BRANCH_INPUTS[branch])
 
     def _both(self, first: Work, second: Work) -> None:
         """Run the devices' work side by side; what the calling thread has set for torch holds in the other as well."""

@@ -57,12 +57,12 @@ def _replicated(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.ndim == 0]
 
 
-def own(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """What this rank holds of it: its part where it is cut."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def addresses(module: nn.Module) -> Callable[[], set[int]]:
+def parameter_storages(module: nn.Module) -> Callable[[], set[int]]:
     """Where weights lie whole on this rank at the moment it is asked: what is cut is gathered for its use only."""
     places = [(part._parameters, name) for part in module.modules() for name in part._parameters]
 
@@ -74,7 +74,7 @@ def addresses(module: nn.Module) -> Callable[[], set[int]]:
     return now if is_sharded(module) else lambda: always
 
 
-def average_replicated(module: nn.Module, group: Group) -> None:
+def average_replicated_gradients(module: nn.Module, group: Group) -> None:
     """Gradients of what every rank keeps, averaged as those of the shards were."""
     for parameter in _replicated(module):
         if parameter.grad is not None:
@@ -83,7 +83,7 @@ def average_replicated(module: nn.Module, group: Group) -> None:
 
 
 @contextmanager
-def whole(module: nn.Module) -> Iterator[None]:
+def unsharded(module: nn.Module) -> Iterator[None]:
     """All weights on every rank inside, so that a forward talks to nobody; costs the memory of the whole model.
 
     For evaluations: gathered block by block, a rank with a batch, a prompt or a token of an answer more than the others
@@ -101,7 +101,7 @@ def whole(module: nn.Module) -> Iterator[None]:
             part.reshard()
 
 
-def cut_for(module: nn.Module, optimizer: Optimizer) -> Callable[[tuple[Any, ...], Tensor], Tensor]:
+def empty_like_sharded(module: nn.Module, optimizer: Optimizer) -> Callable[[tuple[Any, ...], Tensor], Tensor]:
     """Makes the room for a tensor of a stored state: cut as this module's weights are, whole where it is not cut."""
     own: dict[tuple[Any, ...], Any] = {("model", name): weight for name, weight in module.state_dict().items()}
     own |= {("optimizer", "state", index): weight for index, weight in enumerate(_learning(optimizer))}

@@ -16,27 +16,27 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mmray.engine.optimizer import freeze
-from mmray.engine.parallel.wrap import buffers_kept, first_place
+from mmray.engine.parallel.wrap import init_device, preserve_buffers
 from mmray.errors import UsageError
 
 if TYPE_CHECKING:
     from mmray.config import Optimizer, Train
 
 
-def shape(model: nn.Module, train: Train, optimizer: Optimizer, device: torch.device) -> nn.Module:
+def apply_transforms(model: nn.Module, train: Train, optimizer: Optimizer, device: torch.device) -> nn.Module:
     """The model on its device as the settings want it run. Raises UsageError naming the setting."""
     freeze(model, optimizer.freeze)
     if device.type == "cpu" and any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
         raise UsageError("model.batch_norm: `synced` needs GPUs; take `local` or `frozen` on a CPU")
-    model.to(first_place(train.parallel, device))
+    model.to(init_device(train.parallel, device))
     if train.channels_last:
         model.to(memory_format=torch.channels_last)
     for name in train.recompute:
-        recompute(_branch(model, name))
-    return compiled(model, train)
+        checkpoint_activations(_branch(model, name))
+    return compile_branches(model, train)
 
 
-def compiled(model: nn.Module, train: Train) -> nn.Module:
+def compile_branches(model: nn.Module, train: Train) -> nn.Module:
     """The model, its branches compiled where that is asked for; a copy of a compiled model has to be compiled again."""
     if train.compile != "none":
         for branch in _branches(model).values():
@@ -44,7 +44,7 @@ def compiled(model: nn.Module, train: Train) -> nn.Module:
     return model
 
 
-def recompute(branch: nn.Module) -> None:
+def checkpoint_activations(branch: nn.Module) -> None:
     """The blocks of a branch keep their input only and are computed again in backward (Chen et al. 2016).
 
     Running statistics are left alone the second time, dropout draws the same masks. torch.compile takes no such second
@@ -65,7 +65,7 @@ def _recomputed(forward: Callable[..., Any], settings: dict[str, Any], *args: An
 
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), buffers_kept(block)
+    return nullcontext(), preserve_buffers(block)
 
 
 def _blocks(branch: nn.Module) -> list[nn.Module]:

@@ -30,7 +30,7 @@ HOOKS = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelConfig:
     """The strategy and its choices, as in the `train` section."""
 
     kind: str = "ddp"
@@ -43,23 +43,25 @@ class Layout:
     slower: str = "image"  # the branch that has a replica (branches)
 
     @classmethod
-    def of(cls, train: Train, dtype: torch.dtype | None, devices: tuple[torch.device, ...], slower: str) -> Layout:
+    def of(
+        cls, train: Train, dtype: torch.dtype | None, devices: tuple[torch.device, ...], slower: str
+    ) -> ParallelConfig:
         """From the settings, and what the worker found out."""
         chosen = (train.parallel, train.bucket_mb, train.gradient_views, train.compress, train.refit_every)
         return cls(*chosen, dtype, devices, slower)
 
 
-def first_place(kind: str, device: torch.device) -> torch.device:
+def init_device(kind: str, device: torch.device) -> torch.device:
     """Where a model lies until it is wrapped: under `fsdp` in the host's memory, where each rank cuts its part."""
     return torch.device("cpu") if kind == "fsdp" else device
 
 
-def wrap(module: nn.Module, group: Group, layout: Layout | None = None) -> nn.Module:
+def wrap(module: nn.Module, group: Group, layout: ParallelConfig | None = None) -> nn.Module:
     """The module as all ranks train it; rank 0's weights win under DDP, all bring the same under FSDP.
 
     In a group of one, `ddp` and `fsdp` are the module itself.
     """
-    layout = layout or Layout()
+    layout = layout or ParallelConfig()
     if layout.kind == "branches":
         return BranchParallel(module, layout.devices, layout.slower, layout.refit_every)
     if group.world == 1:
@@ -71,7 +73,7 @@ def wrap(module: nn.Module, group: Group, layout: Layout | None = None) -> nn.Mo
     return _replicated(module, layout)
 
 
-def _replicated(module: nn.Module, layout: Layout) -> DistributedDataParallel:
+def _replicated(module: nn.Module, layout: ParallelConfig) -> DistributedDataParallel:
     """DDP. Buffers are not broadcast: running statistics are each worker's own.
 
     `static_graph` stays off, it asserts inside torch when used together with `no_sync`.
@@ -96,7 +98,7 @@ def _replicated(module: nn.Module, layout: Layout) -> DistributedDataParallel:
     return model
 
 
-def rewrapped(model: nn.Module, group: Group, layout: Layout) -> nn.Module:
+def rewrap(model: nn.Module, group: Group, layout: ParallelConfig) -> nn.Module:
     """The model as before a step that was given up, on all ranks together: DDP still waits for its backward."""
     if isinstance(model, BranchParallel):
         model.drop_gradients()
@@ -106,12 +108,12 @@ def rewrapped(model: nn.Module, group: Group, layout: Layout) -> nn.Module:
     return wrap(model.module, group, layout)
 
 
-def may_part(model: nn.Module) -> bool:
+def has_inner_collectives(model: nn.Module) -> bool:
     """Whether a forward holds collectives of its own: a rank that cannot finish it leaves the others waiting."""
     return sharding.is_sharded(model) or any(isinstance(part, nn.SyncBatchNorm) for part in model.modules())
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """The user's module inside a wrapped model."""
     return model.module if isinstance(model, DistributedDataParallel | BranchParallel) else model
 
@@ -121,7 +123,7 @@ def without_sync(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def synchronised(model: nn.Module, last: bool) -> AbstractContextManager[None]:
+def maybe_no_sync(model: nn.Module, last: bool) -> AbstractContextManager[None]:
     """Scope of one micro-batch's forward and backward; gradients meet over ranks in the last one only.
 
     Under FSDP they meet in each: kept whole until the last, they would take the memory that sharding gave.
@@ -131,15 +133,15 @@ def synchronised(model: nn.Module, last: bool) -> AbstractContextManager[None]:
     return model.no_sync()
 
 
-def finish(model: nn.Module, group: Group) -> None:
+def finalize_gradients(model: nn.Module, group: Group) -> None:
     """After the last backward: gradients that the strategy left in other places come to where the optimizer looks."""
     if isinstance(model, BranchParallel):
         model.collect_gradients()
     elif sharding.is_sharded(model):
-        sharding.average_replicated(model, group)
+        sharding.average_replicated_gradients(model, group)
 
 
-def clear(model: nn.Module, optimizer: Optimizer) -> None:
+def zero_grad(model: nn.Module, optimizer: Optimizer) -> None:
     """Gradients as before a step: none, or nought where they live in DDP's buckets, which lie there all the time.
 
     DDP has each weight that learns take part in each step, so that none is taken for one with a gradient of nought.
@@ -148,27 +150,27 @@ def clear(model: nn.Module, optimizer: Optimizer) -> None:
     optimizer.zero_grad(set_to_none=not tied)
 
 
-def loaded(model: nn.Module) -> None:
+def on_weights_loaded(model: nn.Module) -> None:
     """After other weights were loaded into the module inside: copies of them follow."""
     if isinstance(model, BranchParallel):
         model.copy_anew()
 
 
-def after_update(model: nn.Module) -> None:
+def post_step(model: nn.Module) -> None:
     """After the optimizer's step: copies of weights follow."""
     if isinstance(model, BranchParallel):
         model.spread_weights()
 
 
 @contextmanager
-def whole(module: nn.Module) -> Iterator[None]:
+def summon_full_params(module: nn.Module) -> Iterator[None]:
     """Scope in which any rank may forward the bare module as often as it likes, as an evaluation does."""
-    with sharding.whole(module) if sharding.is_sharded(module) else nullcontext():
+    with sharding.unsharded(module) if sharding.is_sharded(module) else nullcontext():
         yield
 
 
 @contextmanager
-def buffers_kept(module: nn.Module) -> Iterator[None]:
+def preserve_buffers(module: nn.Module) -> Iterator[None]:
     """Buffers (running statistics of BatchNorm) come out as they went in, whatever is forwarded inside.
 
     Copies stand in meanwhile; writing the old values back would disturb graphs that already saved the originals.
