@@ -4,6 +4,10 @@ Exit codes: 0 good, 2 usage, 3 training failed, 4 resources that cannot be had, 
 130 interrupted. A message says what was wrong, the value, where it stood, and what to do next.
 """
 
+from __future__ import annotations
+
+import re
+
 INTERRUPTED = 130
 
 
@@ -54,3 +58,20 @@ class DataError(MmrayError):
     """The data cannot be used, or more of it is bad than the budget allows."""
 
     exit_code = 5
+
+
+OOM_TYPES = ("OutOfMemoryError", "MemoryError")
+# cuBLAS, cuDNN and cuSOLVER report failed allocations as RuntimeError with their own status names.
+# "unable to find an engine": torch tries each plan of a convolution and hides that all ran out of memory
+# (pytorch#108645).
+OOM_TEXT = re.compile(
+    r"out of memory|allocate memory|not enough memory|(CUBLAS|CUDNN|CUSOLVER)\w*_ALLOC(ATION)?_FAILED"
+    r"|running low on memory|memory pressure|OutOfMemoryError|MemoryError|was unable to find an engine",
+    re.IGNORECASE,
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether host or device memory ran out, by the error's type (torch's, Ray's, ours) or its text."""
+    named = any(kind.__name__ in OOM_TYPES for kind in type(error).__mro__)  # by name, so that torch is not imported
+    return named or OOM_TEXT.search(str(error)) is not None

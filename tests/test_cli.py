@@ -165,7 +165,7 @@ cli.VERBS["endless"] = endless
 cli.main(["endless"])
 """
 JOINED = """
-    from mmray.cluster.join import joined
+    from mmray.cluster.connect import joined
     from mmray.config import Cluster
     with joined(Cluster()):
         print("begun", flush=True); time.sleep(60)

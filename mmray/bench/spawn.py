@@ -19,8 +19,7 @@ import torch.multiprocessing
 
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.system import keep_freed_memory
-from mmray.engine.oom import is_out_of_memory
-from mmray.errors import ResourceError, TrainingError
+from mmray.errors import ResourceError, TrainingError, is_out_of_memory
 
 if TYPE_CHECKING:
     from mmray.config import Config

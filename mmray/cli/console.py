@@ -158,7 +158,7 @@ def _cell(value: Any) -> str:
 
 # Tells the screen what a run does: the command line's Listener.
 class Reporter:
-    """Tells the screen what a run does; implements mmray.train.board.Listener."""
+    """Tells the screen what a run does; implements mmray.train.coordinator.Listener."""
 
     def __init__(self, screen: Screen):
         self.screen = screen

@@ -39,7 +39,7 @@ Row = dict[str, Any]
 
 
 class SweepReporter(Reporter):
-    """Implements mmray.tune.running.SweepListener; a bar while Ray starts and data is prepared, then the table."""
+    """Implements mmray.tune.sweep_state.SweepListener; a bar while Ray starts and data is prepared, then the table."""
 
     def __init__(self, screen: Screen, goal: str):
         super().__init__(screen)

@@ -36,7 +36,7 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 # What a process of a cluster of this machine imports while nobody has taken it yet: a second of a data actor's start.
-_PRELOAD, _PRELOADED = "RAY_preload_python_modules", "ray.data,mmray.data.decoder"
+_PRELOAD, _PRELOADED = "RAY_preload_python_modules", "ray.data,mmray.data.stream.decode_actor"
 # Where an object store is, for workers of a cluster that is joined; never who may use it: Ray logs what it is given.
 _STORE = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_EC2_METADATA_DISABLED")
 FEED_CPUS = 1  # beside the data actors: the tasks that hand them their blocks

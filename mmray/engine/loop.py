@@ -21,7 +21,7 @@ from mmray.engine.checkpoint.manager import CheckpointSchedule, steps_between_ch
 from mmray.engine.metrics.meters import Meter, Padding
 from mmray.engine.metrics.system import profiled
 from mmray.engine.metrics.writers import Metrics, Phases, Rates, over_ranks, rows_sha
-from mmray.engine.oom import NoRoom, is_out_of_memory, said
+from mmray.engine.oom import NoRoom, said
 from mmray.engine.optimizer import MovingAverage, lr_at
 from mmray.engine.parallel import fsdp
 from mmray.engine.parallel import wrap as parallel
@@ -30,7 +30,7 @@ from mmray.engine.prefetch import Share, feed, split_micro_batches
 from mmray.engine.state import AVERAGE, Outcome, Progress, State, Stored, Task
 from mmray.engine.step import StepResult, optimizer_step, suspects
 from mmray.engine.train_state import Learner
-from mmray.errors import OutOfMemoryError, TrainingError
+from mmray.errors import OutOfMemoryError, TrainingError, is_out_of_memory
 from mmray.objectives.protocol import Batch
 
 

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from mmray.engine.batch import divisors, smaller
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import Stopwatch
-from mmray.engine.oom import NoRoom, is_out_of_memory
+from mmray.engine.oom import NoRoom
 from mmray.engine.parallel import fsdp as sharding
 from mmray.engine.parallel import wrap
 from mmray.engine.parallel.branches import BRANCH_INPUTS
 from mmray.engine.prefetch import Share, share_of
 from mmray.engine.step import accumulate
 from mmray.engine.train_state import Learner
-from mmray.errors import OutOfMemoryError, TrainingError
+from mmray.errors import OutOfMemoryError, TrainingError, is_out_of_memory
 from mmray.machine import free_memory
 from mmray.objectives.protocol import Batch
 

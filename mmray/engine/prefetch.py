@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from mmray.engine.metrics.writers import Phases
-from mmray.engine.oom import is_out_of_memory
-from mmray.errors import TrainingError
+from mmray.errors import TrainingError, is_out_of_memory
 from mmray.objectives.protocol import Batch
 
 Item = TypeVar("Item")

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 from mmray.engine import optimizer as clip
 from mmray.engine.grad_cache import couple, gathered_names, travels
-from mmray.engine.oom import MemoryVote, NoRoom, is_out_of_memory, said
+from mmray.engine.oom import MemoryVote, NoRoom, said
 from mmray.engine.parallel import wrap
 from mmray.engine.prefetch import Share
 from mmray.engine.train_state import Learner, SeedOf, Sums, forward_of, loss_factors, row_wise_loss
+from mmray.errors import is_out_of_memory
 from mmray.objectives.protocol import ObjectiveParts, Outputs, parts_of
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mmray.engine.batch import BatchShape
-from mmray.engine.oom import is_out_of_memory
+from mmray.errors import is_out_of_memory
 from mmray.tune.trials import Trial
 
 Status = Literal["finished", "out_of_memory", "failed", "stopped", "infeasible"]

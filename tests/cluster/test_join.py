@@ -59,7 +59,7 @@ def test_ray_resolves_its_own_words():
 
 STARTED = """
 import ray
-from mmray.cluster.join import joined
+from mmray.cluster.connect import joined
 from mmray.config import Cluster
 with joined(Cluster(workers=1)):
     print(ray.get_runtime_context().gcs_address, ray._private.worker._global_node.webui_url or None, flush=True)

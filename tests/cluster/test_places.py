@@ -46,8 +46,8 @@ def test_gpus_are_not_left_aside_without_a_word(monkeypatch, here, given, said):
         train = SimpleNamespace(parallel=config.pop("parallel"))
         resources.check_gpus(SimpleNamespace(cluster=Cluster(**config), train=train))
 
-    monkeypatch.setattr(resources.nodes, "nodes", lambda: here)
-    monkeypatch.setattr(resources.nodes, "pools", list)
+    monkeypatch.setattr(resources.placement, "nodes", lambda: here)
+    monkeypatch.setattr(resources.placement, "pools", list)
     with pytest.raises(ResourceError, match=said):
         check()
     for further in ({"accelerator": "cpu"}, {"accelerator": "gpu"}, {"grows": True}):

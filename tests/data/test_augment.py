@@ -86,7 +86,7 @@ def test_a_random_box_is_where_torchvision_would_put_it():
 THIN = """
 import numpy as np
 from mmray.config import Augment, Inputs
-from mmray.data.augment import draws, vary
+from mmray.data.images.augment import draws, vary
 augment = Augment(crop_scale=(0.08, 1.0))
 for side, sizes in {256: [(512, 64), (400, 64), (801, 128)], 64: [(293, 32), (128, 16), (101, 32)]}.items():
     for width, height in sizes:

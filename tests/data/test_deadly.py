@@ -70,7 +70,7 @@ def test_a_child_dies_instead_and_the_next_one_goes_on(tmp_path):
 
 DIES_OF_CROPS = """
 import os, sys
-from mmray.data import augment, sandbox
+from mmray.data.images import augment, sandbox
 augment.resized = lambda *rest: os.abort()
 sandbox.answer_all(sys.stdin.buffer, sys.stdout.buffer)
 """
@@ -91,7 +91,7 @@ def test_the_crop_that_a_reader_takes_is_tried_too(tmp_path, monkeypatch, augmen
 
 CRAMPED = """
 import resource, sys
-from mmray.data import sandbox
+from mmray.data.images import sandbox
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 24 * 2**20,) * 2)
 sandbox.answer_all(sys.stdin.buffer, sys.stdout.buffer)

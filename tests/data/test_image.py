@@ -102,7 +102,7 @@ sys.stderr.write("alone\\n")
 for data in pictures:
     Image.open(io.BytesIO(data)).getexif()
 sys.stderr.write("mmray\\n")
-from mmray.data.image import checked_size, decode
+from mmray.data.images.decode import checked_size, decode
 for data in pictures:
     assert checked_size(data) == decode(data).size == (40, 30)
 """

@@ -68,7 +68,7 @@ def test_the_readme_says_the_same():
 
 DYING = """
 import os, sys
-from mmray.data import sandbox
+from mmray.data.images import sandbox
 whole = sandbox.decode
 sandbox.decode = lambda data, limit: os.abort() if b"kills" in data else whole(data, limit)
 sandbox.answer_all(sys.stdin.buffer, sys.stdout.buffer)

@@ -530,7 +530,7 @@ def test_test_captions_do_not_reach_the_tokenizer(tmp_path, in_process):
 
 def test_packing_needs_neither_torch_nor_ray():
     heavy = ("torch", "transformers", "ray", "pydantic")
-    code = f"import sys, mmray.data.pack; print([name for name in {heavy} if name in sys.modules])"
+    code = f"import sys, mmray.data.prepare.pack; print([name for name in {heavy} if name in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
 

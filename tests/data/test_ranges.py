@@ -307,7 +307,7 @@ def test_several_that_want_an_entry_at_once_fetch_it_once(cache):
 
 def test_a_process_killed_while_it_fetches_leaves_neither_a_lock_nor_half_an_entry(cache):
     code = (
-        "import os, sys; from mmray.data.local_cache import LocalCache; "
+        "import os, sys; from mmray.data.store.cache import LocalCache; "
         "LocalCache(sys.argv[1], 10**9).get('entry', 5, lambda: os._exit(9))"
     )
     run = subprocess.run([sys.executable, "-c", code, str(cache.folder)], check=False)

@@ -81,7 +81,7 @@ def test_special_tokens_come_first(trained):
 
 def test_training_is_the_same_in_every_process(trained):
     code = (
-        "import sys, json, hashlib; from mmray.data.text import train_tokenizer; "
+        "import sys, json, hashlib; from mmray.data.text.tokenizer import train_tokenizer; "
         "print(hashlib.sha256(train_tokenizer(json.load(sys.stdin), 200).encode()).hexdigest())"
     )
     run = subprocess.run(

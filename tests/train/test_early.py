@@ -82,7 +82,7 @@ def test_a_trial_is_where_the_run_will_be(monkeypatch, tmp_path):
     ):
         demand = Demand(1, per_worker, 1, wished)
         monkeypatch.setattr(early_dry_run, "demand_of", lambda *_, demand=demand, **__: demand)
-        monkeypatch.setattr(early_dry_run.nodes, "free_nodes", lambda free=free: free)
+        monkeypatch.setattr(early_dry_run.placement, "free_nodes", lambda free=free: free)
         assert early_dry_run.free_place(wanted(tmp_path)) == place
 
 

@@ -331,7 +331,7 @@ def test_ranks_under_torchrun_are_one_process(tmp_path, parallel):
 
 def test_it_runs_without_ray_and_pydantic():
     code = (
-        "import sys; import mmray.train.loop, mmray.train.telemetry; "
+        "import sys; import mmray.engine.loop, mmray.engine.metrics.writers; "
         "found = {'ray', 'pydantic', 'tensorboard'} & set(sys.modules); sys.exit(f'imports {found}' if found else 0)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

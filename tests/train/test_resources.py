@@ -33,8 +33,8 @@ def test_decoders_are_what_cores_and_memory_leave_and_never_none(cpus, taken, me
 def here(monkeypatch):
     """One node that Ray counts 12 CPUs and 2 GPUs of, on a machine of 8 cores with 20 GiB free."""
     counted = {"CPU": 12.0, "GPU": 2.0}
-    monkeypatch.setattr(resources.nodes, "nodes", lambda: [Node(counted)])
-    monkeypatch.setattr(resources.nodes, "pools", list)
+    monkeypatch.setattr(resources.placement, "nodes", lambda: [Node(counted)])
+    monkeypatch.setattr(resources.placement, "pools", list)
     monkeypatch.setattr(resources.ray, "cluster_resources", lambda: counted)
     monkeypatch.setattr(resources, "cores", lambda: 8)
     monkeypatch.setattr(resources, "free_memory", lambda: 20 * 2**30)

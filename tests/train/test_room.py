@@ -8,7 +8,7 @@ import ray.exceptions
 import torch
 
 from mmray import errors
-from mmray.engine.oom import is_out_of_memory
+from mmray.errors import is_out_of_memory
 
 
 class TheirOwn(torch.OutOfMemoryError):
@@ -51,5 +51,5 @@ def test_another_error(error):
 
 
 def test_a_sweep_knows_it_without_torch():
-    asked = "import sys, mmray.tune.rows; sys.exit('torch' in sys.modules)"
+    asked = "import sys, mmray.tune.results; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0

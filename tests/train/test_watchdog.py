@@ -131,7 +131,7 @@ def test_a_rank_that_reads_what_a_device_has_yet_to_reduce_is_told_as_waiting(tm
         time.sleep(0.01)
     device.put(found)
     thread.join(10)
-    assert seen["waits"] and "group.py" in seen["where"] and not thread.is_alive()
+    assert seen["waits"] and "collectives.py" in seen["where"] and not thread.is_alive()
 
 
 def test_a_checkpoint_may_take_its_time_but_not_for_ever(tmp_path, monkeypatch):
@@ -145,7 +145,7 @@ def test_a_checkpoint_may_take_its_time_but_not_for_ever(tmp_path, monkeypatch):
     with pulse.beating(4):
         writer.submit({}, lambda _: None)
     writer.close()
-    marks = [one["mark"] for one in sent[:-1] if "writer.py" in one["where"]]
+    marks = [one["mark"] for one in sent[:-1] if "async_saver.py" in one["where"]]
     moved = len(set(marks))
     assert 3 < moved < len(marks) - 3 and len(set(marks[moved:])) == 1
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from mmray.engine.metrics.flops import model_flops, peak_flops
 from mmray.engine.metrics.system import machine_load
 from mmray.engine.metrics.writers import Metrics, Rates
-from mmray.engine.oom import is_out_of_memory
 from mmray.engine.parallel import wrap
 from mmray.engine.parallel.branches import BranchParallel
 from mmray.engine.prefetch import Share
 from mmray.engine.train_state import Learner
+from mmray.errors import is_out_of_memory
 
 
 @dataclass
