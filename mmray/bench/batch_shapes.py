@@ -22,7 +22,7 @@ from mmray.bench.spawn import RankFailed, device_of, left_idle, run_ranks
 from mmray.bench.step import WARM_STEPS, Bench, prepared
 from mmray.bench.timing import describe
 from mmray.config.search_space import parse, value_at, with_settings
-from mmray.data.stream.order import Plan
+from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine.batch import BatchShape, shape_of
 from mmray.engine.collectives import Group
@@ -115,7 +115,7 @@ def measure_shape(config: Config, group: Group, _: Path, shape: BatchShape, wind
         torch.cuda.reset_peak_memory_stats(group.device)
     bench = prepared(config, group, shape.micro)
     times = StepTimes(group.device, window_s)
-    plan = Plan(
+    plan = SamplePlan(
         num_rows=shape.global_rows,
         global_rows=shape.global_rows,
         world=group.world,
@@ -144,12 +144,12 @@ def measure_shape(config: Config, group: Group, _: Path, shape: BatchShape, wind
     }
 
 
-def _steps(bench: Bench, plan: Plan) -> Iterator[list[Batch]]:
+def _steps(bench: Bench, plan: SamplePlan) -> Iterator[list[Batch]]:
     """Micro-batches of synthetic rows at the positions of the plan; the last of a step may be smaller."""
     for step in range(plan.steps):
         positions = torch.from_numpy(plan.positions(step, bench.group.rank))
         micros = []
-        for index, start in enumerate(range(0, plan.share, plan.micro)):
+        for index, start in enumerate(range(0, plan.rank_rows, plan.micro)):
             pos = positions[start : start + plan.micro]
             batch = bench.batches[(step + index) % len(bench.batches)]
             micros.append(

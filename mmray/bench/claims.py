@@ -29,10 +29,10 @@ from mmray.bench.spawn import device_of, join
 from mmray.bench.timing import Arrival, describe
 from mmray.cluster.connect import joined
 from mmray.config import Config
-from mmray.data.stream.collate import steps_of
-from mmray.data.stream.order import Plan, Start
+from mmray.data.stream.collate import iter_micro_batches
+from mmray.data.stream.order import ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
-from mmray.data.stream.stream import Stream, blocks_of
+from mmray.data.stream.stream import StreamDataConfig, iter_blocks
 from mmray.data.text.tokenizer import TextEncoder, load_tokenizer
 from mmray.engine import loop, optimizer
 from mmray.engine.batch import shape_of
@@ -77,13 +77,13 @@ class Rank:
         """`count` micro-batches from a DataLoader of `workers` processes (0: this one)."""
         return self._train(loader(dataset, self.group.rank, self.group.world, rows, workers), recipe, count)
 
-    def stream(self, iterator: Any, plan: Plan, recipe: Recipe) -> list[Arrival]:
+    def stream(self, iterator: Any, plan: SamplePlan, recipe: Recipe) -> list[Arrival]:
         """The same loop, fed by mmray's stream to the stream's end."""
-        return self._train(_micros(blocks_of(iterator), plan), recipe, plan.steps)
+        return self._train(_micros(iter_blocks(iterator), plan), recipe, plan.steps)
 
-    def mmray(self, iterator: Any, plan: Plan) -> list[Arrival]:
+    def mmray(self, iterator: Any, plan: SamplePlan) -> list[Arrival]:
         """mmray whole: its loop, its exact accumulation, its choice of precision, over its stream."""
-        clock = _Clock(self.group.device, plan.share)
+        clock = _Clock(self.group.device, plan.rank_rows)
         task = Task(
             model=deepcopy(self.model),
             objective=objectives.build(self.config.objective),
@@ -93,7 +93,7 @@ class Rank:
             optimizer=self.config.optimizer,
             callbacks=(clock,),
         )
-        loop.run(task, clock.begun(steps_of(blocks_of(iterator), plan)))
+        loop.run(task, clock.begun(iter_micro_batches(iter_blocks(iterator), plan)))
         return clock.arrivals
 
     def _train(self, batches: Iterable[Batch], recipe: Recipe, count: int) -> list[Arrival]:
@@ -153,8 +153,8 @@ def _trimmed(batch: Batch) -> Batch:
     return {name: column[:, :longest] if column.ndim == 2 else column for name, column in batch.items()}
 
 
-def _micros(blocks: Iterable[dict[str, np.ndarray]], plan: Plan) -> Iterator[Batch]:
-    for step in steps_of(blocks, plan):
+def _micros(blocks: Iterable[dict[str, np.ndarray]], plan: SamplePlan) -> Iterator[Batch]:
+    for step in iter_micro_batches(blocks, plan):
         yield from step
 
 
@@ -220,7 +220,7 @@ def _arms(config: Config, images: int, folder: str, say: Say) -> Arms:
         reader = RowReader(sets[side], inputs, tokenizer, config.prepare.max_pixels)
 
         def run(count: int) -> list[list[Arrival]]:
-            plan = Plan(
+            plan = SamplePlan(
                 num_rows=images,
                 global_rows=world * rows,
                 world=world,
@@ -228,7 +228,7 @@ def _arms(config: Config, images: int, folder: str, say: Say) -> Arms:
                 seed=config.train.seed,
                 steps=count,
             )
-            stream = Stream(Start(plan, 0), reader, actors, BLOCK_MB)
+            stream = StreamDataConfig(ResumePoint(plan, 0), reader, actors, BLOCK_MB)
             pairs = list(zip(ranks, stream.configure({"train": None}, world), strict=True))
             if recipe is None:
                 return list(ray.get([one.mmray.remote(each["train"], plan) for one, each in pairs]))

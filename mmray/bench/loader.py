@@ -28,9 +28,9 @@ from mmray.cluster.connect import joined
 from mmray.config import Cluster, Inputs, Prepare
 from mmray.data.prepare.pipeline import Progress, ensure_prepared, prepare
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.stream.order import Blocks, Plan, Start
+from mmray.data.stream.order import Blocks, ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
-from mmray.data.stream.stream import Stream, stream_dataset
+from mmray.data.stream.stream import StreamDataConfig, stream_dataset
 from mmray.data.text.tokenizer import load_tokenizer
 from mmray.errors import UsageError
 from mmray.machine import cores
@@ -145,7 +145,7 @@ def _bench(settings: Settings, actors: int, say: Say) -> Bench:
     inputs, window_s = Inputs(image_side=SIDE, fit="crop", interpolation="bilinear"), settings.window_s
     rows = {name: RowReader(each, inputs, tokenizer, Prepare().max_pixels) for name, each in sets.items()}
     share, apiece = GLOBAL_ROWS // CONSUMERS, max(1, actors // CONSUMERS)
-    plan = Plan(num_rows=len(files), global_rows=GLOBAL_ROWS, world=CONSUMERS, micro=share, seed=0, steps=FOREVER)
+    plan = SamplePlan(num_rows=len(files), global_rows=GLOBAL_ROWS, world=CONSUMERS, micro=share, seed=0, steps=FOREVER)
 
     def each(group: list[Any], method: str, *arguments: Any) -> Callable[[], list[list[Arrival]]]:
         return lambda: ray.get([getattr(one, method).remote(len(group), *arguments, window_s) for one in group])
@@ -153,9 +153,11 @@ def _bench(settings: Settings, actors: int, say: Say) -> Bench:
     def torch_arm(dataset: Textbook | Tuned) -> Callable[[], list[list[Arrival]]]:
         return each(consumers, "loader", dataset, share, apiece)
 
-    def stream_arm(name: str, kind: type[Stream] = Stream, guess: int = GUESS) -> Callable[[], list[list[Arrival]]]:
+    def stream_arm(
+        name: str, kind: type[StreamDataConfig] = StreamDataConfig, guess: int = GUESS
+    ) -> Callable[[], list[list[Arrival]]]:
         steps = max(LEAST_STEPS, round(STREAM_WINDOWS * settings.window_s * guess * actors / plan.global_rows))
-        start = Start(replace(plan, steps=steps), 0)
+        start = ResumePoint(replace(plan, steps=steps), 0)
         return lambda: _stream(consumers, kind(start, rows[name], actors, settings.block_mb))
 
     source = own or sets["original"]
@@ -201,7 +203,7 @@ def _prepare(folder: Path, num_rows: int) -> list[list[Arrival]]:
     return [arrivals]
 
 
-class BlankStream(Stream):
+class BlankStream(StreamDataConfig):
     """The same stream with nothing in it: what it costs is Ray's own."""
 
     def dataset(self, blocks: Blocks) -> ray.data.Dataset:
@@ -209,7 +211,7 @@ class BlankStream(Stream):
         return stream_dataset(Blank, (*shape, blocks), blocks.count, self.workers, self.labels)
 
 
-def _stream(consumers: list[Any], stream: Stream) -> list[list[Arrival]]:
+def _stream(consumers: list[Any], stream: StreamDataConfig) -> list[list[Arrival]]:
     """A window of mmray's stream, as training workers get it. Its plan ends with it: no actor is left in mid-block."""
     plan = stream.start.plan
     shards = stream.configure({"train": None}, plan.world)
@@ -223,7 +225,7 @@ def _files(settings: Settings, place: Path) -> tuple[Path, PreparedSet | None]:
     if settings.data is None:
         folder = place / f"photos-{synthetic_images.VERSION}-{settings.images}"
         return synthetic_images.write_files(synthetic_images.photos(settings.images), folder, settings.images), None
-    path = ensure_prepared(settings.data, str(place), Prepare(), say=lambda *_: None, progress=lambda _: None)
+    path = ensure_prepared(settings.data, str(place), Prepare(), notify=lambda *_: None, progress=lambda _: None)
     prepared = PreparedSet.open(str(path))
     folder = place / f"{path.name}-{prepared.fingerprint[:8]}-{settings.images}"
     synthetic_images.write_files(synthetic_images.rows_of(prepared, settings.images), folder, settings.images)

@@ -27,10 +27,10 @@ from torchvision.transforms import CenterCrop, Compose, Normalize, Resize, ToTen
 from mmray.bench.timing import SKIP, Arrival
 from mmray.data.images.decode import decode
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.stream.collate import steps_of
-from mmray.data.stream.order import Blocks, Plan
+from mmray.data.stream.collate import iter_micro_batches
+from mmray.data.stream.order import Blocks, SamplePlan
 from mmray.data.stream.reader import RowReader
-from mmray.data.stream.stream import blocks_of
+from mmray.data.stream.stream import iter_blocks
 
 TEXTBOOK_TOKENS = 512  # padding="max_length" of a BERT
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -158,15 +158,15 @@ class Consumer:
         torch.set_num_threads(1)
         self.rank = rank
 
-    def stream(self, iterator: Any, plan: Plan) -> list[Arrival]:
+    def stream(self, iterator: Any, plan: SamplePlan) -> list[Arrival]:
         """mmray's stream to its end, cut into the micro-batches that a training worker gets."""
-        return list(_blocks(blocks_of(iterator), plan))
+        return list(_blocks(iter_blocks(iterator), plan))
 
     def loader(self, world: int, dataset: Textbook | Tuned, batch: int, workers: int, window_s: float) -> list[Arrival]:
         """A DataLoader of `workers` processes."""
         return collect(_batches(loader(dataset, self.rank, world, batch, workers)), window_s)
 
-    def reader(self, world: int, reader: RowReader, plan: Plan, window_s: float) -> list[Arrival]:
+    def reader(self, world: int, reader: RowReader, plan: SamplePlan, window_s: float) -> list[Arrival]:
         """The stream's own reading, decoding and tokenising in this process, without Ray Data: what it could be."""
         return collect(_read(reader, plan, self.rank, world), window_s)
 
@@ -203,10 +203,10 @@ def collect(arrivals: Iterable[Arrival], window_s: float) -> list[Arrival]:
     return seen
 
 
-def _blocks(blocks: Iterable[dict[str, np.ndarray]], plan: Plan) -> Iterator[Arrival]:
+def _blocks(blocks: Iterable[dict[str, np.ndarray]], plan: SamplePlan) -> Iterator[Arrival]:
     for block in blocks:
         now_s = time.time()
-        for _ in steps_of([block], plan):
+        for _ in iter_micro_batches([block], plan):
             pass
         epoch = int(block["pos"].max()) // plan.num_rows
         yield Arrival(now_s, int(block["valid"].sum()), epoch)
@@ -217,7 +217,7 @@ def _batches(batches: Iterable[dict[str, torch.Tensor]]) -> Iterator[Arrival]:
         yield Arrival(time.time(), len(batch["image"]))
 
 
-def _read(reader: RowReader, plan: Plan, rank: int, world: int) -> Iterator[Arrival]:
+def _read(reader: RowReader, plan: SamplePlan, rank: int, world: int) -> Iterator[Arrival]:
     for start in range(rank * CHUNK_ROWS, plan.steps * plan.global_rows, world * CHUNK_ROWS):
         block = reader.block(plan, np.arange(start, start + CHUNK_ROWS))
         yield Arrival(time.time(), int(block["valid"].sum()))

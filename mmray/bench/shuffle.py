@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import tyro
 
-from mmray.data.stream.order import Plan
+from mmray.data.stream.order import SamplePlan
 
 SOURCES = 10
 
@@ -26,7 +26,7 @@ class Quality(NamedTuple):
 
 def quality(rows: int, chunk: int, window: int, batch: int = 256, of: int = 0, epochs: int = 2) -> Quality:
     """Figures of an order over `rows` rows that lie source after source; `of`: chunks of so many rows are counted."""
-    order = Plan(
+    order = SamplePlan(
         num_rows=rows, global_rows=batch, world=1, micro=batch, seed=0, steps=10**9, chunk=chunk, window=window
     ).rows_at(np.arange(epochs * rows))
     batches = order[: len(order) // batch * batch].reshape(-1, batch)

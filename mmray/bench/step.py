@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from mmray import objectives
 from mmray.bench.spawn import device_of, left_idle, run_ranks
 from mmray.bench.timing import describe
-from mmray.data.stream.order import Plan
+from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine import optimizer as optimizers
 from mmray.engine.batch import shape_of
@@ -167,7 +167,7 @@ class Bench:
         """(seconds, last loss) of a window of mmray's loop, with its log and its checks."""
         rows = len(self.batches[0]["valid"])
         every = rows * self.group.world
-        plan = Plan(
+        plan = SamplePlan(
             num_rows=every * steps,
             global_rows=every,
             world=self.group.world,
@@ -199,7 +199,7 @@ class Bench:
     def _copy(self) -> nn.Module:
         return compile_branches(deepcopy(self.model), self.config.train)
 
-    def _steps(self, plan: Plan) -> Iterator[list[Batch]]:
+    def _steps(self, plan: SamplePlan) -> Iterator[list[Batch]]:
         for step in range(plan.steps):
             positions = torch.from_numpy(plan.positions(step, self.group.rank))
             yield [self.batches[step % NUM_BATCHES] | {"pos": positions}]

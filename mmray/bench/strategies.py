@@ -25,7 +25,7 @@ from mmray.bench.batch_shapes import peak_resident_bytes
 from mmray.bench.spawn import RankFailed, device_of, left_idle, run_ranks
 from mmray.bench.step import prepared
 from mmray.bench.timing import describe
-from mmray.data.stream.order import Plan
+from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine.batch import shape_of
 from mmray.engine.collectives import Group
@@ -189,7 +189,7 @@ def _measure(config: Config, group: Group, _: Path, *, steps: int) -> dict[str, 
     """Figures of one strategy on one rank."""
     shape = shape_of(config.batch, group.world)
     timed = WARM_STEPS + steps
-    plan = Plan(
+    plan = SamplePlan(
         num_rows=2**30,
         global_rows=shape.global_rows,
         world=group.world,
@@ -242,13 +242,15 @@ def _devices(config: Config, device: torch.device) -> tuple[torch.device, ...]:
     return (device, torch.device("cuda", 1)) if device.type == "cuda" else (device, device)
 
 
-def _steps(plan: Plan, rank: int, batches: list[dict[str, torch.Tensor]]) -> Iterator[list[dict[str, torch.Tensor]]]:
+def _steps(
+    plan: SamplePlan, rank: int, batches: list[dict[str, torch.Tensor]]
+) -> Iterator[list[dict[str, torch.Tensor]]]:
     """This rank's micro-batches of each step, cut from the global batches in turn."""
     for step in range(plan.steps):
         positions = plan.positions(step, rank)
-        rows = torch.arange(rank * plan.share, rank * plan.share + len(positions))
+        rows = torch.arange(rank * plan.rank_rows, rank * plan.rank_rows + len(positions))
         batch, real = batches[step % len(batches)], torch.from_numpy(positions >= 0)
         mine = {name: column[rows.clamp(max=len(column) - 1)] for name, column in batch.items()}
         mine |= {"pos": torch.from_numpy(positions), "valid": real}
-        parts = [slice(first, first + plan.micro) for first in range(0, plan.share, plan.micro)]
+        parts = [slice(first, first + plan.micro) for first in range(0, plan.rank_rows, plan.micro)]
         yield [{name: column[part] for name, column in mine.items()} for part in parts]

@@ -86,7 +86,7 @@ def prepared(folder: Path, side: int, place: Path) -> PreparedSet:
     """The files of `folder` as a prepared set in `place`, re-encoded at `side` (0: as they are); Ray must be there."""
     settings = Prepare(image_side=side, duplicates="keep", max_bad_fraction=1.0)
     source, cache = str(folder / CAPTIONS), str(place / folder.name)
-    path = ensure_prepared(source, cache, settings, say=lambda *_: None, progress=lambda _: None)
+    path = ensure_prepared(source, cache, settings, notify=lambda *_: None, progress=lambda _: None)
     return PreparedSet.open(str(path))
 
 

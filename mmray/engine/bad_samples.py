@@ -12,8 +12,8 @@ import numpy as np
 import orjson
 
 from mmray.data.store.manifest import QUARANTINE
-from mmray.data.stream.order import Plan
-from mmray.data.stream.reader import UNLABELLED, Block, RowReader
+from mmray.data.stream.order import SamplePlan
+from mmray.data.stream.reader import NO_LABEL, Block, RowReader
 from mmray.errors import DataError
 from mmray.storage.file_ops import append_line
 from mmray.storage.remote_path import Folder
@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 
 def watched(
-    blocks: Iterable[Block], config: Config, folder: Folder, reader: RowReader, plan: Plan, count: Callable[[int], int]
+    blocks: Iterable[Block],
+    config: Config,
+    folder: Folder,
+    reader: RowReader,
+    plan: SamplePlan,
+    count: Callable[[int], int],
 ) -> Iterator[Block]:
     """Blocks as they come; rows that could not be read are named in quarantine.jsonl, up to `data.max_bad_rows`.
 
@@ -63,7 +68,7 @@ def _check_box_labels(block: Block, config: Config) -> None:
     if not names or "box_labels" not in block:
         return
     labels = np.unique(block["box_labels"])
-    bad = [label for label in labels.tolist() if label != UNLABELLED and not (label < len(names) and names[label])]
+    bad = [label for label in labels.tolist() if label != NO_LABEL and not (label < len(names) and names[label])]
     if bad:
         raise DataError(
             f"a box of {config.data.train} has the label {bad[0]}, which model.region_labels has no name for: give "
@@ -84,7 +89,7 @@ def bad_rows(folder: Folder) -> set[int]:
 
 def _quarantine(folder: Folder, reader: RowReader, row: int) -> str:
     """Write down one row that failed in training; returns its name and reason."""
-    record, reason = reader.fault(row)
+    record, reason = reader.explain_bad_row(row)
     entry = {
         "key": record.key if record else None,
         "source": record.source if record else None,

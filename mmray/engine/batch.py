@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mmray.data.stream.order import Plan
+from mmray.data.stream.order import SamplePlan
 from mmray.errors import UsageError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def total_steps(train: Train, num_rows: int, global_rows: int) -> int:
     """Optimizer steps of the run; a run without any length is one epoch."""
     if train.steps is not None:
         return train.steps
-    plan = Plan(num_rows=num_rows, global_rows=global_rows, world=1, micro=global_rows, seed=0, steps=0)
+    plan = SamplePlan(num_rows=num_rows, global_rows=global_rows, world=1, micro=global_rows, seed=0, steps=0)
     if train.samples is not None:
         epochs, rest = divmod(train.samples, num_rows)
         return epochs * plan.steps_per_epoch + -(-rest // global_rows)

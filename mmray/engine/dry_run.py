@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from mmray import objectives
-from mmray.data.stream.order import Plan
+from mmray.data.stream.order import SamplePlan
 from mmray.engine import memory_probe, optimizer, precision
 from mmray.engine.batch import shape_of
 from mmray.engine.collectives import Group
@@ -57,9 +57,9 @@ def learner_of(config: Config, model: nn.Module, objective: Any, group: Group) -
     return Learner(model, objective, group, chosen, apart, chosen.scaler(), {}, phases)
 
 
-def rehearse_job(job: Job, learner: Learner, plan: Plan) -> memory_probe.Rehearsed:
+def rehearse_job(job: Job, learner: Learner, plan: SamplePlan) -> memory_probe.Rehearsed:
     """A synthetic step, so that mistakes of shape and memory show before the first; the rows that fit."""
-    micro = min(plan.micro, plan.share, job.micro or plan.share)
+    micro = min(plan.micro, plan.rank_rows, job.micro or plan.rank_rows)
     auto = job.config.batch.micro == "auto" and not job.micro
     batch_of = synthetic_of(job.config, learner.group.device)
     cut = job.config.train.parallel == "fsdp"
@@ -69,7 +69,7 @@ def rehearse_job(job: Job, learner: Learner, plan: Plan) -> memory_probe.Rehears
     copies = bool(job.config.train.ema) + _has_buckets_beside(job.config.train, learner.group)
     beside = [weight.detach().clone() for _ in range(copies) for weight in learner.model.parameters()]
     try:
-        return rehearse(job.config, learner, batch_of, plan.share, None if auto else micro)
+        return rehearse(job.config, learner, batch_of, plan.rank_rows, None if auto else micro)
     finally:
         beside.clear()
         if cut:

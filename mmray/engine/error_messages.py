@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mmray.data.stream.order import Plan
+from mmray.data.stream.order import SamplePlan
 from mmray.engine.memory_probe import ADVICE
 
 NAMED = 4  # rows named in a message; the rest are counted
@@ -16,7 +16,7 @@ def by_number(rows: list[int]) -> list[str]:
     return [f"row {row}" for row in rows]
 
 
-def rows_and_error(plan: Plan, step: int, rank: int, names: Names, error: str) -> str:
+def rows_and_error(plan: SamplePlan, step: int, rank: int, names: Names, error: str) -> str:
     """A rank's rows of step `step` (from 0), the first of them by name, and the error that it met."""
     positions = plan.positions(step, rank)
     rows = [int(row) for row in plan.rows_at(positions[positions >= 0])]
@@ -47,7 +47,7 @@ def no_room_between(steps: int, micro: int, rank: int, error: str, less: int) ->
     return f"{before}: {ADVICE}" if less == 0 else f"{before}. Now {less} at a time"
 
 
-def not_finite(plan: Plan, step: int, in_row: int, most: int, named: list[str]) -> str:
+def not_finite(plan: SamplePlan, step: int, in_row: int, most: int, named: list[str]) -> str:
     """Gradients stayed non-finite up to step `step` (from 0); `named`: rows on which the model itself fails."""
     rows = f"rows {plan.rows_start(step):,} to {plan.rows_stop(step) - 1:,} of the run's order"
     which = f"outputs not finite for {', '.join(named)}" if named else f"all outputs finite, and the rows are {rows}"

@@ -78,7 +78,7 @@ def _in_room(run: _Run) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        less = smaller(run.progress.micro, run.task.plan.share)
+        less = smaller(run.progress.micro, run.task.plan.rank_rows)
         text = error_messages.no_room_between(
             run.progress.step, run.progress.micro, run.task.group.rank, said(error), less
         )
@@ -147,7 +147,7 @@ def _load(stored: Stored, module: nn.Module, learner: Learner, average: MovingAv
 
 def _fitting(task: Task, progress: Progress) -> Progress:
     """Rows of a micro-batch: those that fit before the first step, or the fewer to which the same number shrank."""
-    planned = min(task.plan.micro, task.plan.share, task.micro or task.plan.share)
+    planned = min(task.plan.micro, task.plan.rank_rows, task.micro or task.plan.rank_rows)
     found = progress.micro if progress.planned_micro == planned else planned
     progress.planned_micro, progress.micro = planned, found
     return progress
@@ -209,7 +209,7 @@ def _try_step(run: _Run, share: Share, stop: bool) -> StepResult | None:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        less = smaller(run.progress.micro, task.plan.share)
+        less = smaller(run.progress.micro, task.plan.rank_rows)
         mine = error_messages.rows_and_error(task.plan, step, task.group.rank, task.names, said(error))
         raise OutOfMemoryError(error_messages.no_room(step, run.progress.micro, [mine], less), less) from error
     _shrink(run, met)  # here, where the error and what its traceback keeps alive are gone
@@ -219,7 +219,7 @@ def _try_step(run: _Run, share: Share, stop: bool) -> StepResult | None:
 def _shrink(run: _Run, met: str) -> None:
     """Smaller micro-batches from here on, on all ranks; the gradients of the step that was given up are dropped."""
     task, progress = run.task, run.progress
-    less = smaller(progress.micro, task.plan.share)
+    less = smaller(progress.micro, task.plan.rank_rows)
     mine = met and error_messages.rows_and_error(task.plan, progress.step, task.group.rank, task.names, met)
     text = error_messages.no_room(progress.step, progress.micro, task.group.gather_objects(mine), less)
     if less == 0:

@@ -17,7 +17,7 @@ from mmray.objectives.protocol import Objective
 
 if TYPE_CHECKING:
     from mmray.config import Optimizer, Train
-    from mmray.data.stream.order import Plan
+    from mmray.data.stream.order import SamplePlan
 
 State = dict[str, Any]
 Stored = Callable[[Callable[[tuple[Any, ...], Tensor], Tensor]], State]  # reads a state; what is cut, into that room
@@ -37,7 +37,7 @@ class Task:
 
     model: nn.Module  # not wrapped
     objective: Objective
-    plan: Plan
+    plan: SamplePlan
     group: Group
     train: Train
     optimizer: Optimizer

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from mmray import objectives, plugins
-from mmray.data.stream.collate import steps_of
-from mmray.data.stream.order import Start
+from mmray.data.stream.collate import iter_micro_batches
+from mmray.data.stream.order import ResumePoint
 from mmray.data.stream.reader import Block
 from mmray.data.text.chat import encoder_of
 from mmray.engine import loop, memory_probe, precision
@@ -42,7 +42,7 @@ from mmray.storage.remote_path import folder_at
 WRITES_HANGS = 10  # hang_timeout_s this often: how long a rank may wait for a checkpoint to be written
 
 
-def work(job: Job, start: Start, blocks: Iterable[Block], device: torch.device, line: Line) -> dict[str, Any]:
+def work(job: Job, start: ResumePoint, blocks: Iterable[Block], device: torch.device, line: Line) -> dict[str, Any]:
     """Train from `start` to the end of its plan; returns what result.json says."""
     stacks = job.folder / "stacks" / f"step-{start.step}-rank-{line.about['rank']}.txt"
     pulse = Pulse(line.beat, line.about, stacks, WRITES_HANGS * job.config.cluster.hang_timeout_s)
@@ -51,7 +51,7 @@ def work(job: Job, start: Start, blocks: Iterable[Block], device: torch.device, 
 
 
 def _work(
-    job: Job, start: Start, blocks: Iterable[Block], device: torch.device, line: Line, pulse: Pulse
+    job: Job, start: ResumePoint, blocks: Iterable[Block], device: torch.device, line: Line, pulse: Pulse
 ) -> dict[str, Any]:
     config = job.config
     torch.set_num_threads(max(1, int(config.cluster.cpus_per_worker)))  # fixed: sums in another order are other sums
@@ -101,7 +101,7 @@ def _work(
         rows = watched(blocks, config, job.folder, job.reader, start.plan, line.bad_row)
         # Cut here to what fits: by_length has something to arrange, and each micro-batch its own longest caption.
         fitting = replace(start.plan, micro=rehearsed.micro)
-        outcome = loop.run(task, steps_of(rows, fitting, config.batch.by_length), stored)
+        outcome = loop.run(task, iter_micro_batches(rows, fitting, config.batch.by_length), stored)
     metrics = {name.removeprefix("evaluate/"): value for name, value in outcome.metrics.items()}
     scores = {name: value for name, value in metrics.items() if f"evaluate/{name}" in outcome.metrics}
     return vars(outcome) | {"metrics": metrics, "scores": scores}
@@ -184,7 +184,7 @@ def _keeper(job: Job, group: Group, model: nn.Module, report: Report, ranks: Any
 
 def _save(
     keeper: CheckpointManager | ShardWriter | None,
-    start: Start,
+    start: ResumePoint,
     step: int,
     state: State,
     metrics: dict[str, Any],
@@ -195,7 +195,7 @@ def _save(
 
 
 def _evaluator(
-    job: Job, group: Group, objective: Any, start: Start, report: Report, number_format: str
+    job: Job, group: Group, objective: Any, start: ResumePoint, report: Report, number_format: str
 ) -> Callable[[int, nn.Module], dict[str, float]] | None:
     if job.eval_set is None:
         return None

@@ -23,8 +23,8 @@ from mmray.data.images import boxes
 from mmray.data.images.decode import MAX_PIXELS, read_pixels, read_rgb, to_pixels
 from mmray.data.images.sandbox import SandboxedDecoders
 from mmray.data.store.prepared_set import BATCH_ROWS, ROW_ERRORS, PreparedSet, Row, key_id
-from mmray.data.stream.collate import boxes_of, learned_of
-from mmray.data.stream.reader import UNLABELLED, Block
+from mmray.data.stream.collate import box_columns, label_columns
+from mmray.data.stream.reader import NO_LABEL, Block
 from mmray.data.text.chat import encoder_of
 from mmray.machine import cores
 
@@ -113,7 +113,7 @@ class EvalBatches:
             raise ValueError(f"{record.key} ({record.source}): its images are not those that were prepared")
         if self.apart is not None:
             self.apart.check(record.key, record.images[0], self.max_pixels)
-        label = UNLABELLED if record.label is None else record.label
+        label = NO_LABEL if record.label is None else record.label
         return *self._seen(record), self.encoder.words_of(record), label
 
     def _seen(self, record: Row) -> tuple[np.ndarray, Block]:
@@ -149,8 +149,8 @@ class EvalBatches:
         columns = self.encoder.columns(texts)
         ids, num_tokens = columns["input_ids"], columns["num_tokens"]
         return (
-            learned_of(columns, ids.shape[1])
-            | boxes_of({name: np.concatenate([each[name] for each in boxed]) for name in boxed[0]})
+            label_columns(columns, ids.shape[1])
+            | box_columns({name: np.concatenate([each[name] for each in boxed]) for name in boxed[0]})
             | {
                 "image": torch.from_numpy(np.stack(pixels)),
                 "row": torch.tensor(good),

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from mmray.data.stream.reader import UNLABELLED
+from mmray.data.stream.reader import NO_LABEL
 from mmray.errors import DataError
 from mmray.evaluate.batches import Batch, EvalBatches, HeldOut
 from mmray.evaluate.classes import TOP, accuracies, ensemble, prompted, right_at
@@ -212,7 +212,7 @@ def _named(model: Any, batch: Batch, device: torch.device) -> Tensor:
     if region_labels(model) is None or "boxes" not in batch:
         return torch.zeros(1, len(TOP) + 1, dtype=torch.int64)
     logits = model.name_regions(batch["image"].to(device), batch["boxes"].to(device)).float().cpu()
-    label = torch.where(batch["box_mask"], batch["box_labels"], UNLABELLED)
+    label = torch.where(batch["box_mask"], batch["box_labels"], NO_LABEL)
     return right_at(logits.flatten(0, 1), label.flatten())[None]
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmray.data.stream.reader import UNLABELLED
+from mmray.data.stream.reader import NO_LABEL
 from mmray.objectives.protocol import Batch, Measured, Outputs
 
 
@@ -33,9 +33,9 @@ class Classification:
         logits, counted = outputs["class_logits"], _counted(batch)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logits = torch.where(counted[:, None], logits, 0)  # a NaN in padding stays there
-        target = torch.where(counted, batch["label"], UNLABELLED)
+        target = torch.where(counted, batch["label"], NO_LABEL)
         losses = F.cross_entropy(
-            logits, target, ignore_index=UNLABELLED, reduction="none", label_smoothing=self.label_smoothing
+            logits, target, ignore_index=NO_LABEL, reduction="none", label_smoothing=self.label_smoothing
         )
         right = (counted & (logits.argmax(dim=1) == target)).sum()
         loss = torch.where(counted, losses, 0).sum()
@@ -43,4 +43,4 @@ class Classification:
 
 
 def _counted(batch: Batch) -> Tensor:
-    return batch["valid"] & (batch["label"] != UNLABELLED)
+    return batch["valid"] & (batch["label"] != NO_LABEL)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmray.data.stream.collate import UNLEARNED
+from mmray.data.stream.collate import IGNORE_INDEX
 from mmray.objectives.protocol import Batch, Measured, Outputs
 
 
@@ -24,20 +24,20 @@ class LanguageModelling:
 
     def count(self, batch: Batch) -> Tensor:
         """Learned tokens of valid rows that have a token before them."""
-        return (_targets(batch) != UNLEARNED).sum()
+        return (_targets(batch) != IGNORE_INDEX).sum()
 
     def measure(self, outputs: Outputs, batch: Batch, everyone: dict[str, Any] | None = None) -> Measured:
         """Loss sum over the learned tokens, their count, and how many were the most likely; float32 at least."""
         targets = _targets(batch)
-        learned = targets != UNLEARNED
+        learned = targets != IGNORE_INDEX
         logits = outputs["logits"][:, :-1]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logits = torch.where(learned[..., None], logits, 0)  # a NaN in padding stays there
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=UNLEARNED, reduction="sum")
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
         right = (learned & (logits.argmax(dim=-1) == targets)).sum()
         return loss, learned.sum(), {"token_accuracy": right.to(loss.dtype)}
 
 
 def _targets(batch: Batch) -> Tensor:
     """The token after each but the last, int64 [B, T - 1]."""
-    return torch.where(batch["valid"][:, None], batch["labels"][:, 1:], UNLEARNED)
+    return torch.where(batch["valid"][:, None], batch["labels"][:, 1:], IGNORE_INDEX)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmray.data.stream.reader import UNLABELLED
+from mmray.data.stream.reader import NO_LABEL
 from mmray.objectives.protocol import Batch, Measured, Outputs
 
 
@@ -32,12 +32,12 @@ class RegionText:
         logits, counted = outputs["region_logits"], _counted(batch)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logits = torch.where(counted[..., None], logits, 0)  # a NaN in padding stays there
-        target = torch.where(counted, batch["box_labels"], UNLABELLED)
-        loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=UNLABELLED, reduction="sum")
+        target = torch.where(counted, batch["box_labels"], NO_LABEL)
+        loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=NO_LABEL, reduction="sum")
         right = (counted & (logits.argmax(dim=-1) == target)).sum()
         return loss, counted.sum(), {"region_accuracy": right.to(loss.dtype)}
 
 
 def _counted(batch: Batch) -> Tensor:
     """Boxes that count, bool [B, N]."""
-    return batch["valid"][:, None] & batch["box_mask"] & (batch["box_labels"] != UNLABELLED)
+    return batch["valid"][:, None] & batch["box_mask"] & (batch["box_labels"] != NO_LABEL)

@@ -19,7 +19,7 @@ from mmray.data.formats.source import Item, Source, SourceChanged
 from mmray.data.images.files import read_picture
 from mmray.data.images.sandbox import SandboxedDecoder
 from mmray.data.images.thumbnail import thumbnail_of
-from mmray.data.prepare.contamination import LEAKS, SHOWN
+from mmray.data.prepare.contamination import LEAKS, MAX_EXAMPLES
 from mmray.data.store.manifest import MANIFEST, QUARANTINE
 from mmray.errors import MmrayError
 from mmray.report.figures import WAYS
@@ -201,9 +201,9 @@ def quarantine_of(run: Folder, prepared: str | None) -> Quarantine:
         reason = "in training" if entry.get("stage") == "train" else str(entry.get("reason"))
         if reason != "in training":
             reasons[reason] += 1
-        if len(by_reason[reason]) < SHOWN:  # a set may have set aside millions
+        if len(by_reason[reason]) < MAX_EXAMPLES:  # a set may have set aside millions
             by_reason[reason].append(entry)
-    shown = [_aside(entry) for entry in _in_turn(by_reason.values())][:SHOWN]
+    shown = [_aside(entry) for entry in _in_turn(by_reason.values())][:MAX_EXAMPLES]
     about, settings = manifest.get("source") or {}, manifest.get("settings") or {}
     if shown and place and about.get("format"):
         chosen = Chosen(about["format"], about["folder"], about["file"])
@@ -212,7 +212,7 @@ def quarantine_of(run: Folder, prepared: str | None) -> Quarantine:
         _find_pictures(shown, source_of(chosen, Place(str(place)), columns, template), Place(chosen.address))
     leaks = [line for line in islice(read_lines(place / LEAKS), LOOKED_AT) if line.get("pictures")] if place else []
     num_read, found = int(manifest.get("num_read") or 0), manifest.get("leakage") or {}
-    return Quarantine(num_read, reasons.most_common(), shown, found, leaks[:SHOWN] if found else [])
+    return Quarantine(num_read, reasons.most_common(), shown, found, leaks[:MAX_EXAMPLES] if found else [])
 
 
 def _in_turn(lists: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:

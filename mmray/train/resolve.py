@@ -26,7 +26,7 @@ def settle(config: Config, listener: Listener) -> Ready:
         ensure_prepared,
         cache=config.data.cache,
         settings=config.prepare,
-        say=listener.note,
+        notify=listener.note,
         progress=listener.preparing,
     )
     terms = [(str(prepared(source)), weight) for source, weight in parse_mixture(config.data.train)]

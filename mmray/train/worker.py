@@ -15,7 +15,7 @@ import ray.exceptions
 import ray.train
 import ray.train.torch
 
-from mmray.data.stream.stream import blocks_of
+from mmray.data.stream.stream import iter_blocks
 from mmray.engine.worker_context import Line
 from mmray.errors import MmrayError
 from mmray.train.coordinator import StopWish
@@ -35,7 +35,7 @@ def on_worker(given: dict[str, Any]) -> dict[str, Any]:
         about={"rank": rank, "node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()},
     )
     try:
-        blocks = blocks_of(ray.train.get_dataset_shard("train"))
+        blocks = iter_blocks(ray.train.get_dataset_shard("train"))
         return work(given["job"], start, blocks, ray.train.torch.get_device(), line)
     except Exception as error:
         if not isinstance(error, MmrayError):

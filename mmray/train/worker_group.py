@@ -18,9 +18,9 @@ from ray.train.v2.api.exceptions import PreemptionError
 from mmray.cluster.placement import Present
 from mmray.config import Config
 from mmray.data.store.prepared_set import MixedSet, PreparedSet
-from mmray.data.stream.order import Plan, Start
+from mmray.data.stream.order import ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
-from mmray.data.stream.stream import Stream
+from mmray.data.stream.stream import StreamDataConfig
 from mmray.engine.batch import BatchShape, smaller
 from mmray.engine.checkpoint import files
 from mmray.engine.worker_context import Job
@@ -110,7 +110,7 @@ def trainer_of(
     # Beside the largest group: CPUs of workers that may come stay free.
     actors = data_actors(config.on_cluster(accelerator=sized.cluster.accelerator))
     start = _start(ready, newest, sized.cluster.most_workers)
-    stream = Stream(start, reader, actors, config.data.block_mb, now.avoiding(demand.data_labels), board)
+    stream = StreamDataConfig(start, reader, actors, config.data.block_mb, now.avoiding(demand.data_labels), board)
     return ray.train.torch.TorchTrainer(
         on_worker,  # type: ignore[arg-type]  # its annotation forgets that the result comes back
         train_loop_config={
@@ -139,12 +139,12 @@ def trainer_of(
     )
 
 
-def _start(ready: Ready, newest: Folder | None, world: int) -> Start:
+def _start(ready: Ready, newest: Folder | None, world: int) -> ResumePoint:
     """Where a group of `world` workers begins: at the checkpoint that was verified, the same for every rank."""
     shape, config = ready.shape, ready.config
     chunk, window = config.data.chunk, config.data.window
     assert isinstance(chunk, int) and isinstance(window, int), "settle leaves no `auto`"
-    plan = Plan(
+    plan = SamplePlan(
         num_rows=ready.data["num_rows"],
         global_rows=shape.global_rows,
         world=world,
@@ -157,9 +157,9 @@ def _start(ready: Ready, newest: Folder | None, world: int) -> Start:
         window=window,
     )
     if newest is None:
-        return Start(plan, 0)
+        return ResumePoint(plan, 0)
     rows_consumed = files.load_meta(newest)["rows_consumed"]
-    return Start(plan, plan.step_at(rows_consumed), str(newest))
+    return ResumePoint(plan, plan.step_at(rows_consumed), str(newest))
 
 
 def failure_of(error: BaseException, guard: Guard, ready: Ready) -> Failure:

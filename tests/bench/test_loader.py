@@ -19,7 +19,7 @@ from mmray.bench.loader_report import RATIOS, Found, Raw, processors, rows
 from mmray.bench.timing import SKIP, Arrival, ProcessWatch, cpu_s_per_row, role_of, spent_s
 from mmray.config import Inputs
 from mmray.data.images.decode import channels_first, decode
-from mmray.data.stream.order import Blocks, Plan
+from mmray.data.stream.order import Blocks, SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError
@@ -55,7 +55,7 @@ def test_files_are_written_once_and_whole(tmp_path):
 
 def test_all_loaders_bring_the_same_pictures(made):
     files, prepared, tokenizer = made
-    plan = Plan(6, 6, 1, 6, seed=0, steps=1, shuffle=False)
+    plan = SamplePlan(6, 6, 1, 6, seed=0, steps=1, shuffle=False)
     inputs = Inputs(image_side=224, fit="crop", interpolation="bilinear", max_tokens=160)
     block = RowReader(prepared, inputs, tokenizer, 10**7).block(plan, np.arange(6))
     for source in (Source(files), Source(None, prepared)):
@@ -140,7 +140,7 @@ def test_what_a_row_and_a_block_cost_is_told_by_role():
 
 def test_a_blank_block_is_as_large_as_a_read_one(made):
     _, prepared, tokenizer = made
-    plan = Plan(6, 4, 2, 2, seed=0, steps=1)
+    plan = SamplePlan(6, 4, 2, 2, seed=0, steps=1)
     block = RowReader(prepared, Inputs(image_side=32), tokenizer, 10**7).block(plan, plan.positions(0, 1))
     blank = Blank(32, block["input_ids"].shape[1], Blocks(plan, 0, 1))({"id": np.array([1])})
     assert {name: (each.shape, each.dtype) for name, each in blank.items()} == {

@@ -14,7 +14,7 @@ from mmray.bench import spawn, strategies
 from mmray.bench.spawn import RankFailed
 from mmray.bench.strategies import BASE, Timer, bench_strategies
 from mmray.config import Batch, Optimizer, TextTower, Train
-from mmray.data.stream.order import Plan
+from mmray.data.stream.order import SamplePlan
 from mmray.engine.collectives import Group
 from mmray.errors import ResourceError
 from tests.bench.test_step import tiny
@@ -133,7 +133,7 @@ def test_communication_is_the_time_in_which_any_collective_was_under_way():
 def test_all_ranks_together_take_the_global_batch():
     batches = [{"image": torch.arange(10) + 100 * index, "pos": torch.zeros(10)} for index in range(2)]
     for world in (1, 2, 3):
-        plan = Plan(2**30, 10, world, 2, 0, 2)
+        plan = SamplePlan(2**30, 10, world, 2, 0, 2)
         for step in range(2):
             parts = [list(strategies._steps(plan, rank, batches))[step] for rank in range(world)]
             rows = torch.cat([micro["image"][micro["valid"]] for micros in parts for micro in micros])

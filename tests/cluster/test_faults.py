@@ -16,7 +16,7 @@ from ray.core.generated import autoscaler_pb2
 
 from mmray.config import Cluster, Own
 from mmray.data.store.prepared_set import PreparedSet, key_id
-from mmray.data.stream.order import PADDING, Blocks, Plan, Start
+from mmray.data.stream.order import PADDING, Blocks, ResumePoint, SamplePlan
 from mmray.data.stream.reader import BlockReader, RowReader
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.engine.metrics.writers import rows_sha
@@ -52,7 +52,7 @@ def settings(data, storage, name, nodes, steps=12, callbacks=(), cluster=None, *
 
 def expected_marks(steps, rows=50, global_rows=16):
     """What the order says each step takes, computed without the stream."""
-    plan = Plan(rows, global_rows, 1, global_rows, 0, steps)
+    plan = SamplePlan(rows, global_rows, 1, global_rows, 0, steps)
     for step in range(steps):
         positions = plan.positions(step, 0)
         keys = [key_id(f"row-{number}") for number in plan.rows_at(positions[positions != PADDING])]
@@ -72,12 +72,12 @@ def losses_of_one_worker(wanted, folder):
     )
     lease = Lease(folder)
     fence = lease.acquire()
-    plan = Plan(50, 16, 1, 4, 0, calm.train.steps)
+    plan = SamplePlan(50, 16, 1, 4, 0, calm.train.steps)
     reader = RowReader(prepared, calm.model.inputs, tokenizer, calm.prepare.max_pixels, calm.augment)
     read, blocks = BlockReader(reader, Blocks(plan, 0, 1)), Blocks(plan, 0, 1)
     stream = (read({"id": np.array([number])}) for number in range(blocks.count))
     line = Line(lambda _: None, lambda: False, lambda _: 0, lambda _: False, {"rank": 0, "node": "", "pid": 0})
-    work(Job(calm, folder, fence, reader, None, tokenizer), Start(plan, 0), stream, torch.device("cpu"), line)
+    work(Job(calm, folder, fence, reader, None, tokenizer), ResumePoint(plan, 0), stream, torch.device("cpu"), line)
     lease.release()
     return [entry["train/loss"] for entry in lines(folder)]
 

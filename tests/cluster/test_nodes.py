@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmray.data.store.prepared_set import key_id
-from mmray.data.stream.order import PADDING, Plan
+from mmray.data.stream.order import PADDING, SamplePlan
 from mmray.engine.metrics.writers import rows_sha
 from mmray.train.driver import train
 from tests.made import make_set, row
@@ -25,7 +25,7 @@ def nodes():
 
 def expected_marks():
     """What the order says each step takes, computed without the stream."""
-    plan = Plan(50, 16, 1, 16, 0, STEPS)
+    plan = SamplePlan(50, 16, 1, 16, 0, STEPS)
     for step in range(STEPS):
         positions = plan.positions(step, 0)
         keys = [key_id(f"row-{number}") for number in plan.rows_at(positions[positions != PADDING])]

@@ -15,7 +15,7 @@ from torchvision.transforms import RandomResizedCrop
 from mmray.config import Augment, Config, Inputs, recipes
 from mmray.data.images.augment import CROP, DRAWS, FACTORS, FLIP, TURNS, draws, random_box, vary
 from mmray.data.images.decode import resized, to_pixels
-from mmray.data.stream.order import Plan, uniform
+from mmray.data.stream.order import SamplePlan, hash_uniform
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError
@@ -42,14 +42,14 @@ def drawn(**places):
 
 def test_uniform_is_flat_and_a_function_of_its_arguments():
     key = np.arange(2000, dtype=np.int64)
-    numbers = uniform(3, np.zeros(2000, np.int64), key, 5)
+    numbers = hash_uniform(3, np.zeros(2000, np.int64), key, 5)
     assert numbers.shape == (2000, 5) and numbers.min() >= 0 and numbers.max() < 1
     counts, _ = np.histogram(numbers, bins=10, range=(0, 1))
     assert abs(counts / numbers.size - 0.1).max() < 0.01
     assert abs(np.corrcoef(numbers.T) - np.eye(5)).max() < 0.08
-    assert np.array_equal(numbers[7:9], uniform(3, np.zeros(2, np.int64), key[7:9], 5))
-    assert (numbers != uniform(3, np.ones(2000, np.int64), key, 5)).all()
-    assert (numbers != uniform(4, np.zeros(2000, np.int64), key, 5)).all()
+    assert np.array_equal(numbers[7:9], hash_uniform(3, np.zeros(2, np.int64), key[7:9], 5))
+    assert (numbers != hash_uniform(3, np.ones(2000, np.int64), key, 5)).all()
+    assert (numbers != hash_uniform(4, np.zeros(2000, np.int64), key, 5)).all()
 
 
 @settings(max_examples=100, deadline=None)
@@ -144,7 +144,7 @@ def test_a_row_varies_by_epoch_and_not_by_place(tmp_path):
     plain = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
     varied = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6, ALL)
     off = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6, Augment())
-    plan = Plan(num_rows=6, global_rows=3, world=1, micro=3, seed=1, steps=8)
+    plan = SamplePlan(num_rows=6, global_rows=3, world=1, micro=3, seed=1, steps=8)
     positions = np.arange(12)
     block = varied.block(plan, positions)
     by_key = [{int(k): p for k, p in zip(block["key"][e], block["image"][e], strict=True)} for e in _epochs(6)]

@@ -13,8 +13,8 @@ from mmray.config import Augment, Inputs
 from mmray.data.images.augment import draws, vary
 from mmray.data.images.boxes import UNLABELLED, on_square, padded, seen, visible
 from mmray.data.images.decode import to_pixels
-from mmray.data.stream.collate import steps_of
-from mmray.data.stream.order import PADDING, Plan
+from mmray.data.stream.collate import iter_micro_batches
+from mmray.data.stream.order import PADDING, SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.models.synthetic import synthetic_batch
@@ -118,14 +118,14 @@ def boxed(number, count):
 def test_batches_carry_boxes_with_a_mask(tmp_path, augment):
     prepared = make_set(tmp_path, [boxed(number, number % 3) for number in range(6)])
     tokenizer = train_tokenizer(CAPTIONS, 60)
-    plan = Plan(6, 4, 1, 2, seed=0, steps=2, shuffle=False)
+    plan = SamplePlan(6, 4, 1, 2, seed=0, steps=2, shuffle=False)
     positions = np.concatenate([plan.positions(step, 0) for step in range(2)])
     plain = RowReader(prepared, inputs(max_boxes=0), tokenizer, 10**6, augment).block(plan, positions)
     block = RowReader(prepared, inputs(), tokenizer, 10**6, augment).block(plan, positions)
     assert block["num_boxes"].tolist() == [0, 1, 2, 0, 1, 2, 0, 0]  # the last two positions are padding
     assert not {"boxes", "box_labels", "num_boxes"} & set(plain)
     assert all(np.array_equal(block[name], plain[name]) for name in plain)
-    micros = [micro for step in steps_of([block], plan) for micro in step]
+    micros = [micro for step in iter_micro_batches([block], plan) for micro in step]
     assert [tuple(micro["boxes"].shape) for micro in micros] == [(2, 1, 4), (2, 2, 4), (2, 2, 4), (2, 0, 4)]
     assert micros[1]["box_mask"].tolist() == [[True, True], [False, False]]
     assert micros[1]["box_labels"].tolist() == [[0, 1], [UNLABELLED, UNLABELLED]]

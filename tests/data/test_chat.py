@@ -15,8 +15,8 @@ from mmray.config import Chat, ChatInputs, Inputs
 from mmray.data.formats.parquet import Parquet
 from mmray.data.formats.rows import BadRow, row_of
 from mmray.data.store.prepared_set import PreparedSet, Row
-from mmray.data.stream.collate import UNLEARNED, learned_of
-from mmray.data.stream.order import Plan
+from mmray.data.stream.collate import IGNORE_INDEX, label_columns
+from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.chat import NOWHERE, ChatEncoder, encoder_of, fitted, with_marks
 from mmray.data.text.tokenizer import train_tokenizer
@@ -104,9 +104,9 @@ def test_a_prepared_set_keeps_conversations_and_a_block_teaches_them(tmp_path: A
     prepared = PreparedSet.open(str(tmp_path))
     assert [found.messages for found in prepared.read(np.array([0, 1]))] == [SAID[1:3], None]
     reader = RowReader(prepared, ChatInputs(image_side=16, max_tokens=40), WORDPIECE, 10**6)
-    block = reader.block(Plan(2, 2, 1, 2, 0, 1, shuffle=False), np.array([0, 1, -1]))
-    labels = learned_of(block, block["input_ids"].shape[1])["labels"].numpy()
-    said = [words(reader.encoder, line[line != UNLEARNED]) for line in labels]
+    block = reader.block(SamplePlan(2, 2, 1, 2, 0, 1, shuffle=False), np.array([0, 1, -1]))
+    labels = label_columns(block, block["input_ids"].shape[1])["labels"].numpy()
+    said = [words(reader.encoder, line[line != IGNORE_INDEX]) for line in labels]
     assert said == ["a red circle </s>", "a circle </s>", ""]
     assert block["valid"].tolist() == [True, True, False]
 

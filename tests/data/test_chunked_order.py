@@ -8,15 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmray.bench.shuffle import quality
-from mmray.data.stream.order import PADDING, Part, Plan
+from mmray.data.stream.order import PADDING, MixtureComponent, SamplePlan
 
 CHUNKS = st.integers(1, 70)
 WINDOWS = st.integers(1, 9)
-PARTS = st.lists(st.builds(Part, st.integers(1, 60), st.integers(1, 150)), min_size=1, max_size=4).map(tuple)
+PARTS = st.lists(st.builds(MixtureComponent, st.integers(1, 60), st.integers(1, 150)), min_size=1, max_size=4).map(
+    tuple
+)
 
 
 def plan(num_rows, chunk, window, world=1, seed=3, global_rows=8, parts=()):
-    return Plan(num_rows, global_rows, world, 4, seed, 10**6, parts=parts, chunk=chunk, window=window)
+    return SamplePlan(num_rows, global_rows, world, 4, seed, 10**6, parts=parts, chunk=chunk, window=window)
 
 
 def mixture(parts, chunk, window, world=1, global_rows=8):
@@ -74,8 +76,11 @@ def test_epochs_and_seeds_differ_and_chunk_and_window_change_the_order():
 
 def test_a_chunk_of_one_is_the_order_as_it_was_before_there_were_chunks():
     """So that runs from then go on: digests taken from that version."""
-    assert sha256(Plan(1003, 8, 1, 4, 5, 100).rows_at(np.arange(3009)).tobytes()).hexdigest()[:16] == "1d62c0f1717a6839"
-    p = Plan(123, 8, 1, 4, 5, 100, parts=(Part(90, 120), Part(7, 3)))
+    assert (
+        sha256(SamplePlan(1003, 8, 1, 4, 5, 100).rows_at(np.arange(3009)).tobytes()).hexdigest()[:16]
+        == "1d62c0f1717a6839"
+    )
+    p = SamplePlan(123, 8, 1, 4, 5, 100, parts=(MixtureComponent(90, 120), MixtureComponent(7, 3)))
     both = p.rows_at(np.arange(1230)).tobytes() + p.passes_at(np.arange(1230)).tobytes()
     assert sha256(both).hexdigest()[:16] == "acd5ea266ce82c52"
 
@@ -113,7 +118,7 @@ def test_any_step_of_a_mixture_gives_its_rows_at_any_world_size(parts, chunk, wi
 
 
 def test_a_mixture_is_mixed_through_the_epoch_in_chunks_too():
-    p = mixture((Part(9000, 9000), Part(500, 1000)), 16, 8, global_rows=256)
+    p = mixture((MixtureComponent(9000, 9000), MixtureComponent(500, 1000)), 16, 8, global_rows=256)
     share = (p.rows_at(np.arange(30_000)) >= 9000).reshape(-1, 250).mean(axis=1)
     assert abs(share - 0.1).max() < 0.08
     near, full = (len(set((each.rows_at(np.arange(256)) // 16).tolist())) for each in (p, mixture(p.parts, 1, 1)))

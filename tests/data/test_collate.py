@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from mmray.data.stream.collate import steps_of
-from mmray.data.stream.order import Plan
+from mmray.data.stream.collate import iter_micro_batches
+from mmray.data.stream.order import SamplePlan
 from mmray.engine.metrics.meters import Padding
 from mmray.engine.prefetch import share_of
 
@@ -29,10 +29,10 @@ def padding_share(steps):
 
 @pytest.mark.parametrize("micro", [4, 5, 16])
 def test_by_length_is_the_same_step_with_less_padding(micro):
-    plan = Plan(num_rows=30, global_rows=16, world=1, micro=micro, seed=0, steps=4, shuffle=False)
+    plan = SamplePlan(num_rows=30, global_rows=16, world=1, micro=micro, seed=0, steps=4, shuffle=False)
     lengths = np.random.default_rng(0).integers(2, 30, 30)
-    plain = list(steps_of(blocks(plan, lengths), plan))
-    sorted_ = list(steps_of(blocks(plan, lengths), plan, by_length=True))
+    plain = list(iter_micro_batches(blocks(plan, lengths), plan))
+    sorted_ = list(iter_micro_batches(blocks(plan, lengths), plan, by_length=True))
     for one, other in zip(plain, sorted_, strict=True):
         assert [len(micro["pos"]) for micro in one] == [len(micro["pos"]) for micro in other]
         assert rows_of(one) == rows_of(other)
@@ -57,13 +57,15 @@ def told_of(steps, arranged):
 @pytest.mark.parametrize("by_length", [False, True])
 @pytest.mark.parametrize("micro", [4, 5, 16])
 def test_a_step_in_several_blocks_is_the_step_in_one(micro, by_length):
-    plan = Plan(num_rows=30, global_rows=16, world=1, micro=micro, seed=0, steps=4)
+    plan = SamplePlan(num_rows=30, global_rows=16, world=1, micro=micro, seed=0, steps=4)
     lengths = np.random.default_rng(0).integers(2, 30, 30)
     (whole,) = blocks(plan, lengths)
     parts = [{name: column[first : first + 4] for name, column in whole.items()} for first in range(0, 64, 4)]
     for part in parts:  # as wide as its longest caption, as blocks come
         part["input_ids"] = part["input_ids"][:, : part["num_tokens"].max()]
-    for one, other in zip(steps_of([whole], plan, by_length), steps_of(parts, plan, by_length), strict=True):
+    for one, other in zip(
+        iter_micro_batches([whole], plan, by_length), iter_micro_batches(parts, plan, by_length), strict=True
+    ):
         for first, second in zip(one, other, strict=True):
             assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 

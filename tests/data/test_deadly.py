@@ -16,13 +16,13 @@ from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet, key_id
 from mmray.data.stream import stream as stream_module
-from mmray.data.stream.order import Plan, Start
+from mmray.data.stream.order import ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
 from tests.data.deadly import NEED, deadly, decoder_dies, decoder_finds_no_memory
 from tests.made import CAPTIONS, make_set, png, row
 
-_pack_batch, _look_batch = prepare_module._pack_batch, contamination._look_batch
+_pack_batch, _look_batch = prepare_module._pack_batch, contamination._hash_batch
 
 
 def pack_batch(batch, job):
@@ -83,7 +83,7 @@ def test_the_crop_that_a_reader_takes_is_tried_too(tmp_path, monkeypatch, augmen
     inputs = Inputs(image_side=8, max_tokens=12)
     reader = RowReader(prepared, inputs, train_tokenizer(CAPTIONS, 60), 10**6, augment)
     reader.sandbox = SandboxedDecoder()
-    block = reader.block(Plan(2, 2, 1, 2, seed=0, steps=1), np.arange(2))
+    block = reader.block(SamplePlan(2, 2, 1, 2, seed=0, steps=1), np.arange(2))
     reader.sandbox.close()
     assert block["valid"].tolist() == [augment is None] * 2
     assert reader.sandbox.deaths == (0 if augment is None else 2)
@@ -156,11 +156,11 @@ def test_a_set_that_nobody_decoded_is_held_against_another_all_the_same(tmp_path
     source, out = make_source(tmp_path / "raw", 12, [5]), str(tmp_path / "out")
     unseen = Prepare(rows_per_shard=4, vocab_size=60, reference=True, check="none", max_bad_fraction=1.0)
     prepare(str(source), str(tmp_path / "other"), unseen)
-    monkeypatch.setattr(contamination, "_look_batch", look_batch)
+    monkeypatch.setattr(contamination, "_hash_batch", look_batch)
     said = []
     with decoder_dies():
         settings = unseen.model_copy(update={"against": (str(tmp_path / "other"),)})
-        manifest = prepare(str(source), out, settings, say=lambda *told: said.append(told))
+        manifest = prepare(str(source), out, settings, notify=lambda *told: said.append(told))
     assert (manifest.num_rows, manifest.leakage["exact"]) == (12, 12)
     (named, _) = (text for text, label in said if label == "crash")
     assert named.startswith("k5 (rows.jsonl:6): the decoder dies")
@@ -179,9 +179,9 @@ def test_a_stream_by_reference_goes_on_without_that_row(tmp_path, monkeypatch, l
     prepare(str(source), out, Prepare(rows_per_shard=16, vocab_size=60, reference=True, check="none"))
     tokenizer = train_tokenizer([f"row {number}" for number in range(40)], 60)
     reader = RowReader(PreparedSet.open(out), Inputs(image_side=8, max_tokens=12), tokenizer, 10**6)
-    plan = Plan(40, 4, 1, 4, seed=0, steps=20)  # two epochs
+    plan = SamplePlan(40, 4, 1, 4, seed=0, steps=20)  # two epochs
     monkeypatch.setattr(stream_module, "Decoder", Decoder)
-    made = stream_module.Stream(Start(plan, 0), reader, workers=1, block_mb=0.01)
+    made = stream_module.StreamDataConfig(ResumePoint(plan, 0), reader, workers=1, block_mb=0.01)
     blocks = ray.get(consume.remote(made.configure({"train": None}, 1)[0]["train"]))
     column = {name: np.concatenate([block[name] for block in blocks]) for name in ("pos", "key", "valid")}
     rows = plan.rows_at(np.arange(80))
@@ -190,5 +190,5 @@ def test_a_stream_by_reference_goes_on_without_that_row(tmp_path, monkeypatch, l
     assert column["key"].tolist() == [0 if row == 17 else key_id(f"k{row}") for row in rows]
     assert tries(source, 17) == 3  # one that killed the actor, then one an epoch, in a child
     with decoder_dies():
-        record, reason = reader.fault(17)
+        record, reason = reader.explain_bad_row(17)
     assert record.key == "k17" and reason.startswith("crash")

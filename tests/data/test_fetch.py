@@ -18,8 +18,8 @@ from mmray.data.formats.detect import Chosen
 from mmray.data.formats.rows import BadRow, row_of
 from mmray.data.formats.source import Item
 from mmray.data.prepare import pipeline as prepare_module
-from mmray.data.prepare.fetch import WINDOW, Fetcher, Limits, rows_ahead
-from mmray.data.prepare.pack import Job, pack_chunk
+from mmray.data.prepare.fetch import WINDOW, Fetcher, FetchLimits, prefetch_rows
+from mmray.data.prepare.pack import PrepareJob, pack_chunk
 from mmray.data.prepare.pipeline import ensure_prepared, prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
@@ -28,7 +28,7 @@ from mmray.storage.address import host_of, is_public, shown, unfit
 from tests.data.https_server import Names, Server
 from tests.data.test_prepare import colour_image, quarantine
 
-LIMITS = Limits(num_bytes=300_000, seconds=5.0, pause_s=0.01)
+LIMITS = FetchLimits(num_bytes=300_000, seconds=5.0, pause_s=0.01)
 LOOPBACK = partial(Names, allowed_test=["127.0.0.1"], other_test=["127.0.0.1"])
 
 
@@ -182,7 +182,7 @@ def test_of_several_addresses_the_public_ones_are_taken(server, fetching):
 
 
 def test_size_and_time_are_capped(server, fetching):
-    with fetching(limits=Limits(num_bytes=300_000, seconds=0.6, pause_s=0.01)) as fetcher:
+    with fetching(limits=FetchLimits(num_bytes=300_000, seconds=0.6, pause_s=0.01)) as fetcher:
         for path in ("large", "endless"):
             assert fault(fetcher, server.address(path))[0] == "read too-large"
         began = time.monotonic()
@@ -223,7 +223,7 @@ def test_images_overlap_and_rows_keep_their_order(server, fetching):
         return fetcher.fetch(address)
 
     with fetching() as fetcher:
-        for number, (item, raw) in enumerate(rows_ahead(items, fetcher.hosts, fetch)):
+        for number, (item, raw) in enumerate(prefetch_rows(items, fetcher.hosts, fetch)):
             most = max(most, len(seen) - number)
             assert item.line == number
             if number in (5, 7):
@@ -277,13 +277,13 @@ def test_a_set_from_addresses(server, fetching, tmp_path, monkeypatch, kind):
             packed.append(done.index)
             yield done.index, done.num_rows, done.num_bad
 
-    monkeypatch.setattr(prepare_module, "_run", run)
+    monkeypatch.setattr(prepare_module, "_run_with_fallback", run)
     settings = Prepare(
         max_bad_fraction=1.0, rows_per_shard=64, vocab_size=0, columns=("image=url", "text=caption"),
         allow_urls=(f"ALLOWED.test:{port}",),
     )  # fmt: skip
     out = tmp_path / "out"
-    manifest = prepare(str(source), str(out), settings, say=lambda line, label: said.append((label, line)))
+    manifest = prepare(str(source), str(out), settings, notify=lambda line, label: said.append((label, line)))
     assert (manifest.num_rows, manifest.num_read) == (3, len(urls))
     rows = PreparedSet.open(str(out)).read(np.arange(3))
     assert [row.images for row in rows] == [[colour_image(n)] for n in (20, 21, 22)]
@@ -314,7 +314,9 @@ def test_a_set_from_addresses(server, fetching, tmp_path, monkeypatch, kind):
 
 
 def test_sets_of_before_stay_current():
-    job = Job(Chosen("jsonl", "/a", "rows.jsonl"), "/out", (("image", "url"),), "a {}", "full", False, 0, 100, 0.0, 4)
+    job = PrepareJob(
+        Chosen("jsonl", "/a", "rows.jsonl"), "/out", (("image", "url"),), "a {}", "full", False, 0, 100, 0.0, 4
+    )
     assert job.digest() == "52c79f544c4f3178", "what a set without addresses is packed by"
     assert replace(job, allow_urls=("a.b",)).digest() != job.digest()
 

@@ -35,7 +35,7 @@ def in_process(monkeypatch):
             done = pack_chunk(job, chunk)
             yield done.index, done.num_rows, done.num_bad
 
-    monkeypatch.setattr(prepare_module, "_run", run)
+    monkeypatch.setattr(prepare_module, "_run_with_fallback", run)
     return packed
 
 
@@ -185,7 +185,7 @@ SOURCES = {
 @pytest.mark.parametrize("title", SOURCES)
 def test_every_format_gives_the_same_rows_and_is_known_by_what_it_is(tmp_path, title, in_process):
     source, said = SOURCES[title](tmp_path / "raw"), []
-    manifest = prepare(str(source), str(tmp_path / "out"), LAX, say=lambda line, label: said.append(line))
+    manifest = prepare(str(source), str(tmp_path / "out"), LAX, notify=lambda line, label: said.append(line))
     amount = "2 files" if title == "WebDataset" else "7 rows"
     assert said[0].startswith(f"{amount} of {title.removesuffix(' of bytes')} from {tmp_path}")
     assert len(in_process) > 1
@@ -301,7 +301,7 @@ def test_parquet_with_rows_that_are_bad(tmp_path):
 
 def test_what_img2dataset_writes_by_default_is_images_beside_texts(tmp_path):
     source, said = downloaded(tmp_path / "raw"), []
-    manifest = prepare(str(source), str(tmp_path / "out"), LAX, say=lambda line, label: said.append(line))
+    manifest = prepare(str(source), str(tmp_path / "out"), LAX, notify=lambda line, label: said.append(line))
     assert said[0].startswith("7 rows of images beside texts") and manifest.num_read == COUNT
     rows = PreparedSet.open(str(tmp_path / "out")).read(np.arange(COUNT))
     assert [row.key for row in rows][3:5] == ["00000/000000003.jpg", "00001/000010004.jpg"]

@@ -7,7 +7,7 @@ import pytest
 
 from mmray.config import Augment, Inputs
 from mmray.data.images import augment
-from mmray.data.stream.order import Plan
+from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
 from tests.made import CAPTIONS, make_set, noisy, row
@@ -15,7 +15,7 @@ from tests.made import CAPTIONS, make_set, noisy, row
 INPUTS = Inputs(image_side=16, fit="squash", interpolation="bilinear", max_tokens=12)
 ROWS = 6
 ALL_MB = ROWS * 3 * 16 * 16 / 1e6
-PLAN = Plan(num_rows=ROWS, global_rows=3, world=1, micro=3, seed=1, steps=6)
+PLAN = SamplePlan(num_rows=ROWS, global_rows=3, world=1, micro=3, seed=1, steps=6)
 POSITIONS = np.arange(3 * ROWS)  # three epochs
 
 
@@ -61,7 +61,7 @@ def test_what_varies_is_not_kept(tmp_path):
 def test_an_image_that_cannot_be_read_is_tried_again(tmp_path, decoded):
     prepared = make_set(tmp_path, [row(0, data=b"no image"), *(row(number, data=noisy(number)) for number in (1, 2))])
     reader = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6, keep_mb=1.0)
-    plan = Plan(num_rows=3, global_rows=3, world=1, micro=3, seed=1, steps=2)
+    plan = SamplePlan(num_rows=3, global_rows=3, world=1, micro=3, seed=1, steps=2)
     valid = [reader.block(plan, part)["valid"].sum() for part in np.split(np.arange(6), 2)]
     assert valid == [2, 2]
     assert decoded.count(b"no image") == 2

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 import mmray
 from mmray.config import ChatInputs, Config, Evaluate, ImageTower, Inputs, TextTower, TwoTower
-from mmray.data.stream.order import Plan
+from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.chat import encoder_of, fitted
 from mmray.data.text.tokenizer import MOST_LANGUAGES, LanguageEncoder, load_tokenizer, train_tokenizer, with_languages
@@ -41,7 +41,9 @@ def tokens(ids: np.ndarray) -> list[str]:
 def test_stream_and_evaluation_put_it_before_the_words(tmp_path: Path) -> None:
     prepared = make_set(tmp_path, [row(n, texts=["a red one"], language=said) for n, said in enumerate(SAID)])
     assert prepared.languages == {"de", "pt-BR", "xx"}
-    block = RowReader(prepared, INPUTS, TOKENIZER, 10**6).block(Plan(5, 5, 1, 5, 0, 1, shuffle=False), np.arange(5))
+    block = RowReader(prepared, INPUTS, TOKENIZER, 10**6).block(
+        SamplePlan(5, 5, 1, 5, 0, 1, shuffle=False), np.arange(5)
+    )
     (batch,) = EvalBatches(prepared, INPUTS, encoder_of(TOKENIZER, INPUTS), 8)
     assert np.array_equal(batch["input_ids"].numpy(), block["input_ids"])
     plain = encoder_of(TRAINED, Inputs(max_tokens=12)).encode(["a red one"])[0][0].tolist()
@@ -102,7 +104,9 @@ LANGUAGELESS = {"model": {"inputs": {"language_token": ""}}}  # a run of an earl
 
 def test_an_exported_model_reads_a_language_as_training_does(tmp_path: Path) -> None:
     prepared = make_set(tmp_path / "set", [row(0, texts=["a red one"], language="de")])
-    block = RowReader(prepared, INPUTS, TOKENIZER, 10**6).block(Plan(1, 1, 1, 1, 0, 1, shuffle=False), np.arange(1))
+    block = RowReader(prepared, INPUTS, TOKENIZER, 10**6).block(
+        SamplePlan(1, 1, 1, 1, 0, 1, shuffle=False), np.arange(1)
+    )
     vocab_size = encoder_of(TOKENIZER, INPUTS).vocab_size
     text, image = TextTower(width=16, depth=1, heads=2), ImageTower(name="convnet", width=8, depth=2)
     spec = TwoTower(inputs=INPUTS, image=image, text=text, vocab_size=vocab_size, embed_dim=12)

@@ -12,10 +12,18 @@ from PIL import Image
 from mmray.config import Prepare
 from mmray.data.prepare import contamination
 from mmray.data.prepare import pipeline as prepare_module
-from mmray.data.prepare.contamination import OWN, search
-from mmray.data.prepare.image_hashes import BITS, COLOUR_LEVELS, LOOK, NONE, bands, look_of, nearest
+from mmray.data.prepare.contamination import SAME_SET, find_leaks
+from mmray.data.prepare.image_hashes import (
+    BITS,
+    IMAGE_HASH_DTYPE,
+    MAX_COLOR_DISTANCE,
+    NONE,
+    lsh_bands,
+    nearest,
+    perceptual_hash,
+)
 from mmray.data.prepare.pipeline import prepare
-from mmray.data.prepare.tasks import run_tasks
+from mmray.data.prepare.tasks import map_tasks
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
 from tests.data.test_prepare import quarantine, run_here
@@ -37,7 +45,7 @@ def in_process(monkeypatch):
         looked.extend(item["shard"]["file"] for item in items)
         return run_tasks_here(work, items, retries)
 
-    monkeypatch.setattr(prepare_module, "_run", run_here)
+    monkeypatch.setattr(prepare_module, "_run_with_fallback", run_here)
     monkeypatch.setattr(contamination, "run_tasks", tasks)
     return looked
 
@@ -166,7 +174,7 @@ def test_the_ray_job_finds_the_same(tmp_path, two, monkeypatch, local_ray):
     source, eval_set = two
     settings = LAX.model_copy(update={"against": (eval_set,), "drop_leaked": True})
     here = prepare(source, str(tmp_path / "here"), settings)
-    monkeypatch.setattr(contamination, "run_tasks", run_tasks)
+    monkeypatch.setattr(contamination, "run_tasks", map_tasks)
     found = prepare(source, str(tmp_path / "out"), settings)
     assert (found.fingerprint, found.leakage) == (here.fingerprint, here.leakage)
     assert leaks_in(tmp_path / "out") == leaks_in(tmp_path / "here")
@@ -174,7 +182,7 @@ def test_the_ray_job_finds_the_same(tmp_path, two, monkeypatch, local_ray):
 
 def looks(rng, count, base=None):
     """Looks that are near each other often: a few centres, some bits turned, some colours moved."""
-    out = np.zeros(count, LOOK)
+    out = np.zeros(count, IMAGE_HASH_DTYPE)
     centres = base if base is not None else rng.integers(0, 2**63, (4, 4), dtype=np.uint64)
     out["hash"] = centres[rng.integers(0, len(centres), count)]
     for _ in range(12):
@@ -197,7 +205,7 @@ def test_the_search_by_bands_is_the_search_of_all_pairs(seed, num_queries, num_r
         for place, reference in enumerate(references):
             differ = int(np.bitwise_count(query["hash"] ^ reference["hash"]).sum())
             apart = np.abs(query["colours"].astype(int) - reference["colours"]).mean()
-            if query["seen"] and reference["seen"] and differ <= most_bits and apart <= COLOUR_LEVELS:
+            if query["seen"] and reference["seen"] and differ <= most_bits and apart <= MAX_COLOR_DISTANCE:
                 best = min(best, (differ, place))
         assert (index[number], bits[number]) == ((best[1], best[0]) if best[1] != NONE else (NONE, NONE))
 
@@ -207,12 +215,12 @@ def test_bands_hold_all_bits_and_equal_hashes_share_them():
     for count in (1, 3, 8, 32):
         turned = hashes.copy()
         turned[:, 1] ^= np.uint64(1) << np.uint64(7)
-        same = bands(hashes, count) == bands(turned, count)
+        same = lsh_bands(hashes, count) == lsh_bands(turned, count)
         assert same.sum(axis=0).tolist() == [count - 1] * 50
 
 
 def test_ten_thousand_blank_pages_cost_as_much_as_one():
-    pages = np.zeros(10_000, LOOK)
+    pages = np.zeros(10_000, IMAGE_HASH_DTYPE)
     pages["seen"] = True
     index, bits = nearest(pages, pages, 7)
     assert not index.any() and not bits.any()
@@ -223,16 +231,16 @@ def test_a_row_is_told_once_and_rows_that_do_not_count_are_no_ones_twin():
     rows["seen"] = False
     rows["sha"] = np.array([[1, 1], [1, 1], [2, 2], [2, 2], [3, 3], [0, 0]])
     live = np.array([True, True, False, True, True, True])
-    found = search(rows, live, ["test", None, "test", "train", "train", "train"], [rows[4:5], rows[4:]], 7)
+    found = find_leaks(rows, live, ["test", None, "test", "train", "train", "train"], [rows[4:5], rows[4:]], 7)
     assert found.row.tolist() == [1, 4]
-    assert found.where.tolist() == [OWN, 0]
+    assert found.where.tolist() == [SAME_SET, 0]
     assert found.twin.tolist() == [0, 0]
 
 
 def test_another_colour_is_another_picture():
-    red, blue = (look_of(Image.new("RGB", (32, 32), colour)) for colour in ((200, 0, 0), (0, 0, 200)))
+    red, blue = (perceptual_hash(Image.new("RGB", (32, 32), colour)) for colour in ((200, 0, 0), (0, 0, 200)))
     assert np.array_equal(red[0], blue[0])
-    both = np.zeros(2, LOOK)
+    both = np.zeros(2, IMAGE_HASH_DTYPE)
     both["hash"], both["colours"], both["seen"] = [red[0], blue[0]], [red[1], blue[1]], True
     assert nearest(both[:1], both[1:], 7)[0].tolist() == [NONE]
 

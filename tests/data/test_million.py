@@ -13,7 +13,7 @@ from mmray.config import Inputs
 from mmray.data.prepare.pack import write_shard
 from mmray.data.store.manifest import MANIFEST, Manifest, fingerprint
 from mmray.data.store.prepared_set import PreparedSet, key_id
-from mmray.data.stream.order import Plan
+from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.storage.storage import Place
@@ -45,7 +45,7 @@ def test_a_million_rows_are_opened_planned_and_read_within_bounds(tmp_path):
     gc.collect()
     before, began_s = psutil.Process().memory_info().rss, time.perf_counter()
     reader = RowReader(PreparedSet.open(str(tmp_path)), inputs, tokenizer, 10**6)
-    plan = Plan(ROWS, 256, 2, 128, seed=0, steps=40_000)
+    plan = SamplePlan(ROWS, 256, 2, 128, seed=0, steps=40_000)
     opened_s = time.perf_counter() - began_s
     positions = plan.positions(plan.steps - 1, 1)
     block = reader.block(plan, positions)

@@ -8,7 +8,7 @@ import pytest
 from mmray.config import Data, Inputs
 from mmray.config.data import is_mixture, parse_mixture, write_mixture
 from mmray.data.store.prepared_set import MixedSet, key_id
-from mmray.data.stream.order import Part, Plan
+from mmray.data.stream.order import MixtureComponent, SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError
@@ -23,7 +23,7 @@ def both(tmp_path):
 
 
 def test_rows_are_numbered_through(both):
-    assert both.parts == (Part(7, 7), Part(4, 10)) and both.num_rows == 11
+    assert both.parts == (MixtureComponent(7, 7), MixtureComponent(4, 10)) and both.num_rows == 11
     rows = both.read(np.array([10, 0, 7, 6, 10]))
     assert [each.key for each in rows] == ["other/row-3", "one/row-0", "other/row-0", "one/row-6", "other/row-3"]
     assert rows[0].images == [png(103)] and all(each.is_intact for each in rows)
@@ -46,7 +46,7 @@ def test_sets_of_the_same_name_have_names_of_their_own(tmp_path):
 
 def test_blocks_hold_the_rows_of_the_order_and_a_row_that_comes_again_has_another_caption(both):
     reader = RowReader(both, Inputs(image_side=8, fit="squash", max_tokens=12), train_tokenizer(CAPTIONS, 60), 10**6)
-    plan = Plan(17, 4, 1, 4, seed=0, steps=50, parts=both.parts)
+    plan = SamplePlan(17, 4, 1, 4, seed=0, steps=50, parts=both.parts)
     block = reader.block(plan, np.arange(17 * 8))
     names = [f"one/row-{number}" for number in range(7)] + [f"other/row-{number}" for number in range(4)]
     assert block["valid"].all()

@@ -30,7 +30,7 @@ def in_process(monkeypatch):
             done = pack_chunk(job, chunk)
             yield done.index, done.num_rows, done.num_bad
 
-    monkeypatch.setattr(prepare_module, "_run", run)
+    monkeypatch.setattr(prepare_module, "_run_with_fallback", run)
 
 
 def test_a_member_of_a_tar_whose_name_is_not_utf8(tmp_path):
@@ -119,7 +119,7 @@ def test_a_name_with_a_comma_is_a_file_where_there_is_one(tmp_path):
 
 def test_a_source_that_cannot_be_read_is_not_called_a_set_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text("{}\n")
-    job = prepare_module.job_of(str(tmp_path / "a.jsonl"), str(tmp_path / "out"), LAX)
+    job = prepare_module.make_job(str(tmp_path / "a.jsonl"), str(tmp_path / "out"), LAX)
     chunk = next(job.open().scan(8, ()))
     (tmp_path / "a.jsonl").unlink()
     batch = {"item": np.array([json.dumps(asdict(chunk))])}

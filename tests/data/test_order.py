@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmray.data.stream.order import PADDING, Part, Plan, draw
+from mmray.data.stream.order import PADDING, MixtureComponent, SamplePlan, hash_choice
 
 
 def plan(num_rows=117, global_rows=8, world=1, micro=4, seed=0, steps=100, shuffle=True):
-    return Plan(num_rows, global_rows, world, micro, seed, steps, shuffle)
+    return SamplePlan(num_rows, global_rows, world, micro, seed, steps, shuffle)
 
 
-def rows_of_step(p: Plan, step: int) -> np.ndarray:
+def rows_of_step(p: SamplePlan, step: int) -> np.ndarray:
     positions = np.concatenate([p.positions(step, rank) for rank in range(p.world)])
     return p.rows_at(positions[positions != PADDING])
 
@@ -86,24 +86,26 @@ def test_a_hundred_million_rows_need_no_memory_for_the_order():
 def test_draw_depends_on_seed_epoch_and_key_only():
     keys = np.arange(1000, dtype=np.int64)
     epoch, choices = np.zeros(1000, np.int64), np.full(1000, 5)
-    first = draw(0, epoch, keys, choices)
-    assert np.array_equal(first, draw(0, epoch, keys, choices))
-    assert (first != draw(0, epoch + 1, keys, choices)).mean() > 0.7
-    assert (first != draw(1, epoch, keys, choices)).mean() > 0.7
+    first = hash_choice(0, epoch, keys, choices)
+    assert np.array_equal(first, hash_choice(0, epoch, keys, choices))
+    assert (first != hash_choice(0, epoch + 1, keys, choices)).mean() > 0.7
+    assert (first != hash_choice(1, epoch, keys, choices)).mean() > 0.7
     assert set(first.tolist()) == {0, 1, 2, 3, 4}
 
 
 def test_share_and_accumulation():
     p = plan(global_rows=8, world=3, micro=2)
-    assert (p.share, p.accumulation) == (3, 2)
+    assert (p.rank_rows, p.accumulation) == (3, 2)
     assert p.positions(0, 2).tolist() == [6, 7, PADDING]
 
 
-PARTS = st.lists(st.builds(Part, st.integers(1, 60), st.integers(1, 150)), min_size=1, max_size=4).map(tuple)
+PARTS = st.lists(st.builds(MixtureComponent, st.integers(1, 60), st.integers(1, 150)), min_size=1, max_size=4).map(
+    tuple
+)
 
 
 def mixture(parts, world=1, global_rows=8, shuffle=True, seed=3):
-    return Plan(sum(part.per_epoch for part in parts), global_rows, world, 4, seed, 10**6, shuffle, parts)
+    return SamplePlan(sum(part.per_epoch for part in parts), global_rows, world, 4, seed, 10**6, shuffle, parts)
 
 
 def counts_of(p, epochs):
@@ -144,14 +146,14 @@ def test_a_row_and_its_pass_come_once(parts, epochs):
 
 
 def test_one_set_of_weight_one_is_each_row_once_and_padding_stays():
-    p = mixture((Part(117, 117),))
+    p = mixture((MixtureComponent(117, 117),))
     for epoch in range(3):
         assert np.array_equal(np.sort(p.rows_at(np.arange(epoch * 117, epoch * 117 + 117))), np.arange(117))
     assert p.rows_at(np.array([PADDING])).tolist() == [PADDING] and p.passes_at(np.array([PADDING])).tolist() == [0]
 
 
 def test_a_mixture_is_mixed_through_the_epoch_and_other_seeds_and_epochs_differ():
-    p = mixture((Part(9000, 9000), Part(500, 1000)))
+    p = mixture((MixtureComponent(9000, 9000), MixtureComponent(500, 1000)))
     rows = p.rows_at(np.arange(30_000))
     share = (rows >= 9000).reshape(-1, 1000).mean(axis=1)
     assert abs(share - 0.1).max() < 0.04
@@ -160,7 +162,7 @@ def test_a_mixture_is_mixed_through_the_epoch_and_other_seeds_and_epochs_differ(
 
 
 def test_a_mixture_of_a_hundred_million_rows_needs_no_memory_for_the_order():
-    p = mixture((Part(100_000_000, 150_000_000), Part(7, 1000)), world=8, global_rows=4096)
+    p = mixture((MixtureComponent(100_000_000, 150_000_000), MixtureComponent(7, 1000)), world=8, global_rows=4096)
     rows = p.rows_at(p.positions(900_000, 3))
     assert rows.shape == (512,) and rows.max() < 100_000_007
 

@@ -23,8 +23,8 @@ from mmray.cli import main
 from mmray.config import Prepare
 from mmray.data.images.decode import decode
 from mmray.data.prepare import pipeline as prepare_module
-from mmray.data.prepare.assemble import find_duplicates, first_of, text_digests
-from mmray.data.prepare.error_budget import BadRuns, most_bad
+from mmray.data.prepare.assemble import first_occurrence, hash_texts, match_duplicates
+from mmray.data.prepare.error_budget import BadRuns, max_bad_rows
 from mmray.data.prepare.pack import pack_chunk, read_record
 from mmray.data.prepare.pipeline import Progress, prepare
 from mmray.data.store.prepared_set import PreparedSet, images_sha256
@@ -49,7 +49,7 @@ def in_process(monkeypatch):
         packed.extend(chunk.index for chunk in chunks)
         return run_here(job, chunks)
 
-    monkeypatch.setattr(prepare_module, "_run", run)
+    monkeypatch.setattr(prepare_module, "_run_with_fallback", run)
     return packed
 
 
@@ -200,13 +200,13 @@ def test_first_of_is_the_naive_search():
     for number, value in enumerate(values.tolist()):
         first = values.tolist().index(value)
         naive.append(first if first < number else -1)
-    assert first_of(values).tolist() == naive
-    assert first_of(np.zeros((0, 2), np.uint64)).tolist() == []
+    assert first_occurrence(values).tolist() == naive
+    assert first_occurrence(np.zeros((0, 2), np.uint64)).tolist() == []
 
 
 def test_a_row_with_a_repeated_id_is_no_ones_first():
-    keys, images = text_digests(["k", "k", "l"]), text_digests(["a", "b", "b"])
-    same = find_duplicates(keys, images, images, images, "image", np.zeros(3, bool))
+    keys, images = hash_texts(["k", "k", "l"]), hash_texts(["a", "b", "b"])
+    same = match_duplicates(keys, images, images, images, "image", np.zeros(3, bool))
     assert same.same_key.tolist() == [-1, 0, -1]
     assert same.same_content.tolist() == same.same_text.tolist() == [-1, -1, -1]
 
@@ -214,9 +214,9 @@ def test_a_row_with_a_repeated_id_is_no_ones_first():
 def test_what_is_set_aside_repeats_a_row_that_is_kept():
     """Rule `text` as a plain loop over rows has it, and nothing of the image of one that went is lost with it."""
     images, texts = np.random.default_rng(1).integers(0, 40, (2, 90, 2)).astype(np.uint64) // 8
-    keys = text_digests([str(number) for number in range(90)])
+    keys = hash_texts([str(number) for number in range(90)])
     held_out = np.arange(90) % 7 == 3
-    same = find_duplicates(keys, images, images, texts, "text", held_out)
+    same = match_duplicates(keys, images, images, texts, "text", held_out)
     kept: list[int] = []
     for number in (*np.flatnonzero(held_out), *np.flatnonzero(~held_out)):
         image = next((one for one in kept if (images[one] == images[number]).all()), -1)
@@ -273,7 +273,7 @@ def test_shards_of_a_set_stay_whatever_records_another_writer_leaves_there(tmp_p
     source, out = make_source(tmp_path / "raw", 10), tmp_path / "out"
 
     def meddle(progress):
-        if progress.stage == "tokenizer":
+        if progress.stage == "tokenize":
             for record in (out / "parts").iterdir():
                 record.write_text(json.dumps(json.loads(record.read_text()) | {"shards": []}))
 
@@ -293,7 +293,7 @@ def test_a_prepare_that_was_killed_goes_on(tmp_path, in_process, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "_run", killed)
+        patch.setattr(prepare_module, "_run_with_fallback", killed)
         with pytest.raises(KeyboardInterrupt):
             prepare(str(source), str(out), LAX)
     with pytest.raises(DataError, match="not prepared to its end"):
@@ -357,7 +357,7 @@ def test_over_the_budget_is_a_data_error_and_a_larger_one_goes_on(tmp_path, in_p
 
 
 def test_the_budget_that_a_message_names_is_enough():
-    assert all(most_bad(bad / 100, 100) == bad for bad in range(101))  # though 0.29 * 100 < 29
+    assert all(max_bad_rows(bad / 100, 100) == bad for bad in range(101))  # though 0.29 * 100 < 29
 
 
 def test_a_hopeless_source_ends_early(tmp_path, in_process):
@@ -495,7 +495,7 @@ def test_two_prepares_at_once_are_refused(tmp_path, in_process, monkeypatch):
             prepare(str(source), out, LAX)
         return run_here(job, chunks)
 
-    monkeypatch.setattr(prepare_module, "_run", meanwhile)
+    monkeypatch.setattr(prepare_module, "_run_with_fallback", meanwhile)
     assert prepare(str(source), out, LAX).num_rows == 8
 
 

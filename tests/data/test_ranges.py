@@ -24,7 +24,7 @@ from mmray.data.store.cache import LocalCache
 from mmray.data.store.manifest import MANIFEST, Manifest, fingerprint
 from mmray.data.store.prepared_set import MixedSet, PreparedSet, Row, images_sha256
 from mmray.data.stream import shuffle
-from mmray.data.stream.order import Plan
+from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.shuffle import chunk_and_window
 from mmray.errors import UsageError
 from mmray.storage import range_reads, remote_path
@@ -161,7 +161,7 @@ BLOCK_ROWS = 128
 
 def cost_of(s3, prepared, chunk, window, blocks=2):
     """(requests, bytes / bytes of the rows) of a block, over those of two ranks in steps of 256 rows."""
-    plan = Plan(prepared.num_rows, 2 * BLOCK_ROWS, 2, BLOCK_ROWS, 0, 100, chunk=chunk, window=window)
+    plan = SamplePlan(prepared.num_rows, 2 * BLOCK_ROWS, 2, BLOCK_ROWS, 0, 100, chunk=chunk, window=window)
     with s3.requests() as made:
         for block in range(blocks):
             rows = prepared.read(plan.rows_at(plan.positions(*divmod(block, 2))))

@@ -7,7 +7,7 @@ import pytest
 
 from mmray.config import Inputs, Prepare
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.stream.order import Plan
+from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import DataError, UsageError
@@ -27,7 +27,7 @@ def blocks_of(source, tmp_path, **settings):
         prepared(source, tmp_path / out, duplicates="keep", **how)
         rows = PreparedSet.open(str(tmp_path / out))
         reader = RowReader(rows, Inputs(image_side=8, max_tokens=12), TOKENIZER, 10**6)
-        plan = Plan(num_rows=rows.num_rows, global_rows=4, world=1, micro=4, seed=3, steps=9)
+        plan = SamplePlan(num_rows=rows.num_rows, global_rows=4, world=1, micro=4, seed=3, steps=9)
         blocks.append(reader.block(plan, np.arange(2 * rows.num_rows)))
     return blocks
 
@@ -62,7 +62,7 @@ def test_a_referenced_image_that_changed_or_went_is_noticed_and_its_neighbours_s
     (tmp_path / "raw" / "4.png").unlink()
     tokenizer = train_tokenizer(["x"], 60)
     reader = RowReader(PreparedSet.open(str(tmp_path / "out")), Inputs(image_side=8, max_tokens=12), tokenizer, 10**6)
-    plan = Plan(num_rows=COUNT, global_rows=COUNT, world=1, micro=COUNT, seed=0, steps=1, shuffle=False)
+    plan = SamplePlan(num_rows=COUNT, global_rows=COUNT, world=1, micro=COUNT, seed=0, steps=1, shuffle=False)
     assert reader.block(plan, np.arange(COUNT))["valid"].tolist() == [n not in (2, 4) for n in range(COUNT)]
 
 
@@ -80,7 +80,7 @@ def test_a_disk_that_does_not_answer_is_no_fault_of_a_row_but_in_a_prepare_which
     assert prepared(source, tmp_path / "out", reference=True)[0].num_rows == COUNT
     rows = PreparedSet.open(str(tmp_path / "out"))
     reader = RowReader(rows, Inputs(image_side=8, max_tokens=12), train_tokenizer(["x"], 60), 10**6)
-    plan = Plan(num_rows=COUNT, global_rows=COUNT, world=1, micro=COUNT, seed=0, steps=1, shuffle=False)
+    plan = SamplePlan(num_rows=COUNT, global_rows=COUNT, world=1, micro=COUNT, seed=0, steps=1, shuffle=False)
     monkeypatch.setattr(Place, "read", stale)
     with pytest.raises(OSError, match="Stale"):
         reader.block(plan, np.arange(COUNT))

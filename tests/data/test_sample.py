@@ -74,11 +74,11 @@ def test_an_interrupted_drawing_leaves_nothing_that_looks_whole(small, tmp_path,
 
 def test_the_folder_of_a_process_that_was_faster_is_taken(jsonl, tmp_path):
     (tmp_path / "drawn").mkdir()
-    sample._take_place(tmp_path / "drawn", jsonl.parent)
+    sample._rename_unless_present(tmp_path / "drawn", jsonl.parent)
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "file").touch()
     with pytest.raises(OSError):
-        sample._take_place(tmp_path / "drawn", tmp_path / "foreign")
+        sample._rename_unless_present(tmp_path / "drawn", tmp_path / "foreign")
 
 
 def test_test_combinations_are_never_trained_on_but_each_of_their_parts_is():
@@ -120,7 +120,7 @@ def test_pictures_differ_open_and_come_in_both_formats_and_many_sizes(jsonl):
 @pytest.mark.parametrize("where", [*sample.CENTRES, *sample.COUNTS])
 def test_a_picture_shows_its_shapes_where_the_caption_says(where):
     scene = sample.Scene("circle", "red", "small", where, "white")
-    picture = sample._picture(scene, random.Random(3))
+    picture = sample._draw_scene(scene, random.Random(3))
     width, height = picture.size
 
     def is_red(corner):

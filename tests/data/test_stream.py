@@ -14,10 +14,10 @@ import torch
 
 from mmray.config import Augment, ChatInputs, Inputs
 from mmray.data.store.prepared_set import key_id
-from mmray.data.stream.collate import steps_of
-from mmray.data.stream.order import PADDING, Blocks, Plan, Start
+from mmray.data.stream.collate import iter_micro_batches
+from mmray.data.stream.order import PADDING, Blocks, ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
-from mmray.data.stream.stream import Stream, block_shape, most_block_mb, plan_dataset
+from mmray.data.stream.stream import StreamDataConfig, block_ids_dataset, block_shape, max_block_mb
 from mmray.data.text.tokenizer import train_tokenizer
 from tests.made import CAPTIONS, make_set, png, row
 
@@ -45,7 +45,7 @@ def reader(readers):
 
 def taken(iterator, plan, pause_s):
     """Keys and positions of each step of one rank, as a training worker gets them, which pauses after each."""
-    for step in steps_of(iterator.iter_batches(batch_size=None, batch_format="numpy"), plan):
+    for step in iter_micro_batches(iterator.iter_batches(batch_size=None, batch_format="numpy"), plan):
         columns = (torch.cat([micro[name] for micro in step]) for name in ("key", "pos", "valid"))
         yield [(k, p) for k, p, v in zip(*(column.tolist() for column in columns), strict=True) if v]
         time.sleep(pause_s)
@@ -74,7 +74,7 @@ def stream(reader, plan, first_step, pause_s, steps, block_mb, killed):
     The first rank pauses after each step; the others take what comes.
     """
     workers = min(2, plan.global_rows)  # each costs two seconds, and a few blocks of single rows need no second
-    made = Stream(Start(plan, first_step), reader, workers, block_mb)
+    made = StreamDataConfig(ResumePoint(plan, first_step), reader, workers, block_mb)
     iterators = [shard["train"] for shard in made.configure({"train": None}, plan.world)]
     given = [(iterator, plan, 0.0 if rank else pause_s) for rank, iterator in enumerate(iterators)]
     if killed:
@@ -115,11 +115,11 @@ def test_consumers_come_and_go_and_the_rows_of_each_step_stay(
     One of each group is slow. The last goes on to the end of the run, which is not that of an epoch.
     """
     monkeypatch.setattr(
-        "mmray.data.stream.stream.LISTED_BLOCKS", 40
+        "mmray.data.stream.stream.MAX_INLINE_BLOCKS", 40
     )  # two streams of 5,000 rows have more, as long runs have
     rows_consumed, found, plans = 0, [], []
     for world, stop in zip((1, 3, 2), stops, strict=True):
-        plan = Plan(num_rows, global_rows, world, micro=1 if global_rows < 16 else 32, seed=3, steps=stops[-1])
+        plan = SamplePlan(num_rows, global_rows, world, micro=1 if global_rows < 16 else 32, seed=3, steps=stops[-1])
         first_step, leaving = plan.step_at(rows_consumed), stop < plan.steps
         steps = stop - first_step if leaving else None
         found += stream(readers[num_rows], plan, first_step, pause_s, steps, block_mb, killed and leaving)
@@ -134,7 +134,7 @@ def test_consumers_come_and_go_and_the_rows_of_each_step_stay(
 
 
 def test_blocks_of_a_group_are_equal_and_cover_all_steps():
-    plan = Plan(117, 16, 3, 4, 0, steps=29)
+    plan = SamplePlan(117, 16, 3, 4, 0, steps=29)
     blocks = Blocks(plan, 4, 7)
     sizes = [len(blocks.positions(block)) for block in range(blocks.count)]
     assert all(len(set(sizes[group : group + 3])) == 1 for group in range(0, blocks.count, 3))
@@ -143,7 +143,7 @@ def test_blocks_of_a_group_are_equal_and_cover_all_steps():
 
 
 def test_parts_of_a_step_are_equal_and_in_order():
-    plan = Plan(117, 36, 2, 5, 0, steps=9)
+    plan = SamplePlan(117, 36, 2, 5, 0, steps=9)
     blocks = Blocks(plan, 3, 1, parts=3)
     of_ranks = [[blocks.positions(block) for block in range(rank, blocks.count, 2)] for rank in (0, 1)]
     assert {len(positions) for positions in of_ranks[0] + of_ranks[1]} == {6}
@@ -153,24 +153,24 @@ def test_parts_of_a_step_are_equal_and_in_order():
 
 
 def test_block_size_follows_the_row():
-    plan = Plan(10**6, 256, 2, 64, 0, steps=10**6)
+    plan = SamplePlan(10**6, 256, 2, 64, 0, steps=10**6)
     assert block_shape(plan, row_bytes=3 * 224 * 224, block_mb=24) == (1, 1)
     assert block_shape(plan, row_bytes=3 * 64 * 64, block_mb=24) == (15, 1)
     assert block_shape(plan, row_bytes=3 * 224 * 224, block_mb=6) == (1, 4)
-    large = Plan(10**6, 4096, 1, 256, 0, steps=100)
+    large = SamplePlan(10**6, 4096, 1, 256, 0, steps=100)
     assert block_shape(large, row_bytes=3 * 224 * 224, block_mb=24) == (1, 32)  # 617 MB in one otherwise
-    assert block_shape(Plan(10**6, 1021, 1, 64, 0, 100), 3 * 224 * 224, 24) == (1, 1)  # a prime number of rows
-    assert most_block_mb(80e6, world=2) == pytest.approx(6) and most_block_mb(60e9, world=8) > 512  # any size asked for
+    assert block_shape(SamplePlan(10**6, 1021, 1, 64, 0, 100), 3 * 224 * 224, 24) == (1, 1)  # a prime number of rows
+    assert max_block_mb(80e6, world=2) == pytest.approx(6) and max_block_mb(60e9, world=8) > 512  # any size asked for
 
 
 def test_a_block_holds_pixels_tokens_and_padding(reader):
-    plan = Plan(117, 5, 2, 3, seed=0, steps=4, shuffle=False)
+    plan = SamplePlan(117, 5, 2, 3, seed=0, steps=4, shuffle=False)
     block = reader.block(plan, plan.positions(0, 1))
     assert block["pos"].tolist() == [3, 4, PADDING]
     assert block["valid"].tolist() == [True, True, False]
     assert block["key"].tolist() == [key_id("row-3"), key_id("row-4"), 0]
     assert (block["image"][0] == 3).all() and (block["image"][2] == 0).all()
-    (micro,) = next(steps_of([block], plan))
+    (micro,) = next(iter_micro_batches([block], plan))
     assert micro["attention_mask"].sum(1).tolist() == block["num_tokens"].tolist()
     assert micro["input_ids"].shape[1] == block["num_tokens"].max()
 
@@ -200,10 +200,10 @@ def test_a_row_that_cannot_be_read_keeps_its_place(tmp_path):
         train_tokenizer(CAPTIONS, 60),
         10**6,
     )
-    block = reader.block(Plan(6, 6, 1, 6, 0, 1, shuffle=False), np.arange(6))
+    block = reader.block(SamplePlan(6, 6, 1, 6, 0, 1, shuffle=False), np.arange(6))
     assert block["valid"].tolist() == [True, True, False, True, True, True]
     assert block["pos"].tolist() == list(range(6))
-    record, reason = reader.fault(2)
+    record, reason = reader.explain_bad_row(2)
     assert record.key == "row-2" and "format" in reason
 
 
@@ -215,9 +215,9 @@ def test_a_damaged_record_costs_itself_only(tmp_path):
     at = data.index(prepared.read(np.array([11]))[0].images[0])
     data[at + 40] ^= 1
     shard.write_bytes(data)
-    block = reader.block(Plan(40, 40, 1, 40, 0, 1, shuffle=False), np.arange(40))
+    block = reader.block(SamplePlan(40, 40, 1, 40, 0, 1, shuffle=False), np.arange(40))
     assert np.flatnonzero(~block["valid"]).tolist() == [11]
-    assert "checksum" in reader.fault(11)[1]
+    assert "checksum" in reader.explain_bad_row(11)[1]
 
 
 def test_a_store_that_does_not_answer_is_no_fault_of_the_rows(reader, monkeypatch):
@@ -228,12 +228,12 @@ def test_a_store_that_does_not_answer_is_no_fault_of_the_rows(reader, monkeypatc
 
     monkeypatch.setattr(type(reader.prepared), "read", refuse)
     with pytest.raises(OSError, match="503"):
-        reader.block(Plan(40, 40, 1, 40, 0, 1, shuffle=False), np.arange(40))
+        reader.block(SamplePlan(40, 40, 1, 40, 0, 1, shuffle=False), np.arange(40))
 
 
 def test_a_caption_is_chosen_anew_each_epoch_and_the_same_again(tmp_path):
     reader = RowReader(make_set(tmp_path, [row(0, texts=CAPTIONS)]), INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
-    plan = Plan(1, 1, 1, 1, seed=0, steps=40)
+    plan = SamplePlan(1, 1, 1, 1, seed=0, steps=40)
     lengths = reader.block(plan, np.arange(40))["num_tokens"]
     assert len(set(lengths.tolist())) == 3
     assert np.array_equal(lengths[7:9], reader.block(plan, np.arange(7, 9))["num_tokens"])
@@ -247,7 +247,7 @@ def test_a_plan_of_a_million_blocks_costs_nothing_to_make(local_ray):
     driver = psutil.Process()
     before = driver.memory_info().rss
     began_s = time.monotonic()
-    numbers = plan_dataset(1_000_000)
+    numbers = block_ids_dataset(1_000_000)
     assert time.monotonic() - began_s < 2
     first = [int(batch["id"][0]) for batch in itertools.islice(numbers.iter_batches(batch_size=None), 100)]
     assert first == list(range(100))

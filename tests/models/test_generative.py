@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import mmray
 from mmray.config import Chat, ChatInputs, ClipImage, Decoder, Generative
 from mmray.data.images.decode import to_pixels
-from mmray.data.stream.collate import UNLEARNED, learned_of
+from mmray.data.stream.collate import IGNORE_INDEX, label_columns
 from mmray.data.text.chat import ChatEncoder, with_marks
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError
@@ -61,7 +61,7 @@ def batch_of(conversations: list, seed: int = 0) -> dict[str, Tensor]:
     columns = ENCODER.columns(conversations)
     ids = torch.from_numpy(columns["input_ids"].astype(np.int64))
     pixels = [to_pixels(picture(seed + number), 32, "squash", "bicubic") for number in range(len(ids))]
-    return learned_of(columns, ids.shape[1]) | {
+    return label_columns(columns, ids.shape[1]) | {
         "image": torch.from_numpy(np.stack(pixels)),
         "input_ids": ids,
         "attention_mask": (torch.arange(ids.shape[1]) < torch.from_numpy(columns["num_tokens"])[:, None]).long(),
@@ -147,7 +147,7 @@ def rows_of(step: int) -> dict[str, Tensor]:
     """Rows with one to forty learned tokens, some with none, some invalid."""
     draw = np.random.default_rng(step)
     batch = batch_of([SAID[number] for number in draw.integers(0, 3, ROWS)], step)
-    batch["labels"][draw.integers(0, ROWS, 4)] = UNLEARNED
+    batch["labels"][draw.integers(0, ROWS, 4)] = IGNORE_INDEX
     batch["valid"][list(INVALID)] = False
     return batch
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from mmray.data.stream.order import Plan
+from mmray.data.stream.order import SamplePlan
 from mmray.engine import grad_cache, loop
 from mmray.engine.collectives import Group
 from mmray.engine.parallel.wrap import ParallelConfig
@@ -110,7 +110,7 @@ def bf16(group: Group) -> dict[str, list[float]]:
     """The losses of a sharded run whose weights are gathered in half the bits, and of one in float32."""
     losses = {}
     for precision in ("fp32", "bf16"):
-        log, plan = toy.Lines(), Plan(num_rows=12, global_rows=12, world=group.world, micro=3, seed=1, steps=6)
+        log, plan = toy.Lines(), SamplePlan(num_rows=12, global_rows=12, world=group.world, micro=3, seed=1, steps=6)
         settings = vars(toy.TRAIN) | {"parallel": "fsdp", "precision": precision, "log_every": 1}
         model = toy.Branched(bias=True)
         options = {"objective": Sigmoid(), "log": log, "train": SimpleNamespace(**settings)}

@@ -6,7 +6,7 @@ import torch
 
 from mmray.config import Batch
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.stream.order import Blocks, Plan, Start
+from mmray.data.stream.order import Blocks, ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.chat import fitted
 from mmray.data.text.tokenizer import TextEncoder
@@ -43,7 +43,7 @@ def ran(
     model = model or config.model.model_copy(update={"text": text})
     model = model.with_tokens(TextEncoder(tokenizer, 8).vocab_size, None)
     config = config.model_copy(update={"model": model, "batch": Batch(micro=micro, global_=8, by_length=by_length)})
-    plan = Plan(
+    plan = SamplePlan(
         num_rows=22, global_rows=8, world=1, micro=shape_of(config.batch, 1).micro, seed=0, steps=config.train.steps
     )
     run_dir.create(folder, config, {"train": "made"}, tokenizer)
@@ -54,7 +54,7 @@ def ran(
     read = (reader.block(plan, blocks.positions(number)) for number in range(blocks.count))
     line = Line(told.append, lambda: False, lambda _: 0, lambda _: False, {"rank": 0, "node": "", "pid": 0})
     try:
-        work(job, Start(plan, first, None if found is None else str(found)), read, device, line)
+        work(job, ResumePoint(plan, first, None if found is None else str(found)), read, device, line)
     finally:
         lease.release()
     state = files.load(folder / "checkpoints" / f"step-{config.train.steps}")

@@ -24,8 +24,8 @@ from mmray.config import (
     Siglip,
     TextTower,
 )
-from mmray.data.stream.collate import steps_of
-from mmray.data.stream.order import Plan
+from mmray.data.stream.collate import iter_micro_batches
+from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine.collectives import Group
 from mmray.engine.parallel.transforms import apply_transforms, checkpoint_activations
@@ -94,16 +94,16 @@ def weights_of(
 
 def as_llava(group: Group, micro: int, by_length: bool = True, **settings: Any) -> torch.Tensor:
     """The weights of a run of the loop whose model writes, as recipe `llava` has it: captions of unlike length."""
-    plan = Plan(num_rows=20, global_rows=8, world=group.world, micro=micro, seed=1, steps=5)
+    plan = SamplePlan(num_rows=20, global_rows=8, world=group.world, micro=micro, seed=1, steps=5)
     train = SimpleNamespace(**vars(toy.TRAIN) | {"recompute": (), "compile": "none", "channels_last": False} | settings)
     torch.manual_seed(3)
     model = apply_transforms(build(MODELS["generative"][0], VOCAB).double(), train, toy.OPTIMIZER, group.device)
     options = {"objective": toy.objective("language_modelling"), "train": train, "by_length": by_length}
-    loop.run(toy.task(model, plan, group, **options), steps_of(blocks_of(plan, group.rank), plan, by_length))
+    loop.run(toy.task(model, plan, group, **options), iter_micro_batches(blocks_of(plan, group.rank), plan, by_length))
     return toy.flat(model)
 
 
-def blocks_of(plan: Plan, rank: int) -> Iterator[dict[str, np.ndarray]]:
+def blocks_of(plan: SamplePlan, rank: int) -> Iterator[dict[str, np.ndarray]]:
     """A rank's blocks of a step each, as data/reader.py makes them of conversations; what is learned is drawn."""
     draw, spec = np.random.default_rng(2), MODELS["generative"][0]
     side, longest, rows = spec.inputs.image_side, spec.inputs.max_tokens, plan.num_rows

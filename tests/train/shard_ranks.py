@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from mmray.config import Config, Run, Train
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.stream.order import Blocks, Plan, Start
+from mmray.data.stream.order import Blocks, ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.chat import fitted
 from mmray.data.text.tokenizer import TextEncoder
@@ -98,8 +98,8 @@ def of(group: Group, run: Folder, ranks: Any, told: list[str]) -> tuple[Checkpoi
     return CheckpointManager(run, held.acquire(), config, about, lambda label, text: told.append(text), ranks), held
 
 
-def plan_of(group: Group, micro: int = 3) -> Plan:
-    return Plan(num_rows=30, global_rows=12, world=group.world, micro=micro, seed=1, steps=8)
+def plan_of(group: Group, micro: int = 3) -> SamplePlan:
+    return SamplePlan(num_rows=30, global_rows=12, world=group.world, micro=micro, seed=1, steps=8)
 
 
 def settings(kind: str) -> SimpleNamespace:
@@ -254,8 +254,8 @@ def worked(group: Group, folder: Path, name: str, kind: str, found: str | None =
     tokenizer = fitted(train_set.tokenizer_json, config.model.inputs)
     model = config.model.model_copy(update={"vocab_size": TextEncoder(tokenizer, 8).vocab_size})
     config = config.model_copy(update={"model": model})
-    plan = Plan(num_rows=22, global_rows=8, world=group.world, micro=2, seed=0, steps=6)
-    start = Start(plan, 3 if found else 0, found)
+    plan = SamplePlan(num_rows=22, global_rows=8, world=group.world, micro=2, seed=0, steps=6)
+    start = ResumePoint(plan, 3 if found else 0, found)
     if group.rank == 0:
         run_dir.create(folder / name, config, {"train": "made"}, tokenizer)
     group.barrier()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmray.data.stream.order import Plan
+from mmray.data.stream.order import SamplePlan
 from mmray.engine import prefetch
 from mmray.engine.metrics.writers import Phases
 from tests.train import toy
@@ -35,7 +35,7 @@ def test_a_share_without_padding_is_passed_on_as_it_is():
 
 
 def test_waiting_is_measured():
-    plan = Plan(num_rows=20, global_rows=10, world=1, micro=5, seed=0, steps=2)
+    plan = SamplePlan(num_rows=20, global_rows=10, world=1, micro=5, seed=0, steps=2)
 
     def slow():
         for micros in toy.steps_of(plan, 0):
@@ -115,7 +115,7 @@ def test_who_leaves_while_the_stream_stalls_waits_for_nobody():
 
 
 def test_rows_arranged_by_length_are_still_those_of_the_plan():
-    plan = Plan(num_rows=20, global_rows=10, world=1, micro=5, seed=0, steps=2)
+    plan = SamplePlan(num_rows=20, global_rows=10, world=1, micro=5, seed=0, steps=2)
     steps = list(toy.steps_of(plan, 0))
     swapped = [[second, first] for first, second in steps]
     shares = prefetch.feed(swapped, plan, 0, 0, CPU, Phases(CPU), arranged=True)

@@ -35,7 +35,7 @@ from mmray.config import (
     Train,
 )
 from mmray.data.store.prepared_set import PreparedSet, Row
-from mmray.data.stream.order import Blocks, Plan, Start
+from mmray.data.stream.order import Blocks, ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.chat import fitted
 from mmray.data.text.tokenizer import TextEncoder
@@ -112,8 +112,8 @@ def trained(config: Config, sets: tuple[PreparedSet, PreparedSet], folder: Path,
     vocab_size = TextEncoder(tokenizer, 8).vocab_size
     config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocab_size})})
     reader = RowReader(train_set, config.model.inputs, tokenizer, config.prepare.max_pixels)
-    plan = Plan(num_rows=22, global_rows=8, world=1, micro=4, seed=0, steps=STEPS)
-    start = Start(plan, 3 if checkpoint else 0, checkpoint)
+    plan = SamplePlan(num_rows=22, global_rows=8, world=1, micro=4, seed=0, steps=STEPS)
+    start = ResumePoint(plan, 3 if checkpoint else 0, checkpoint)
     blocks = Blocks(plan, start.step, 2)
     run_dir.create(folder, config, {"train": "made"}, tokenizer)
     lease = Lease(folder)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mmray.data.stream.order import Plan
+from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine.metrics.writers import PHASES
 from mmray.engine.state import AVERAGE, Outcome
@@ -20,8 +20,8 @@ from mmray.errors import TrainingError
 from tests.train import toy
 
 
-def plan_of(steps: int, micro: int = 3, world: int = 1) -> Plan:
-    return Plan(num_rows=33, global_rows=10, world=world, micro=micro, seed=1, steps=steps)
+def plan_of(steps: int, micro: int = 3, world: int = 1) -> SamplePlan:
+    return SamplePlan(num_rows=33, global_rows=10, world=world, micro=micro, seed=1, steps=steps)
 
 
 class Checkpoints(dict):
@@ -259,7 +259,7 @@ POISONED = 17
 
 
 def test_the_row_on_which_the_model_fails_is_named():
-    plan = Plan(num_rows=33, global_rows=33, world=1, micro=8, seed=1, steps=5)
+    plan = SamplePlan(num_rows=33, global_rows=33, world=1, micro=8, seed=1, steps=5)
     with pytest.raises(TrainingError, match=r"3 steps in a row.*outputs not finite for sample 17\)"):
         train(PoisonedRow(), plan, names=lambda rows: [f"sample {row}" for row in rows])
 
@@ -273,7 +273,7 @@ def test_the_search_for_the_row_takes_no_more_rows_at_a_time_than_found_room():
                 sizes.append(len(batch["valid"]))
             return super().forward(batch)
 
-    plan = Plan(num_rows=33, global_rows=33, world=1, micro=8, seed=1, steps=5)
+    plan = SamplePlan(num_rows=33, global_rows=33, world=1, micro=8, seed=1, steps=5)
     with pytest.raises(TrainingError, match="row 17"):
         train(Watched(), plan, micro=4)
     assert max(sizes) == 4
@@ -291,7 +291,7 @@ class PoisonedPair(toy.Toy):
 
 
 def test_a_row_that_fails_only_beside_its_partner_is_named():
-    plan = Plan(num_rows=33, global_rows=33, world=1, micro=8, seed=1, steps=5)
+    plan = SamplePlan(num_rows=33, global_rows=33, world=1, micro=8, seed=1, steps=5)
     with pytest.raises(TrainingError, match=r"outputs not finite for sample 17\)"):
         model, names = PoisonedPair(kind="matching"), lambda rows: [f"sample {row}" for row in rows]
         train(model, plan, objective=toy.objective("matching"), names=names)

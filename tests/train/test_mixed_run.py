@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmray.data.store.prepared_set import key_id
-from mmray.data.stream.order import PADDING, Part, Plan
+from mmray.data.stream.order import PADDING, MixtureComponent, SamplePlan
 from mmray.engine.metrics.writers import rows_sha
 from mmray.errors import UsageError
 from mmray.train.driver import train
@@ -48,7 +48,7 @@ def test_a_mixture_trains_and_goes_on_as_if_it_had_not_been_stopped(local_ray, s
     calm = train(config(sets, tmp_path / "runs", "calm"), listener)
     assert ("mixed", "12 rows of two an epoch (8 in it)") in listener.notes
     assert calm.result["status"] == "finished" and calm.result["metrics"]["recall_at_10/image_to_text"] >= 0
-    plan = Plan(42, 16, 1, 16, 0, STEPS, parts=(Part(30, 30), Part(8, 12)))
+    plan = SamplePlan(42, 16, 1, 16, 0, STEPS, parts=(MixtureComponent(30, 30), MixtureComponent(8, 12)))
     names = [f"one/row-{number}" for number in range(30)] + [f"two/row-{number}" for number in range(8)]
     expected = []
     for step in range(STEPS):

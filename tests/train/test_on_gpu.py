@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
-from mmray.data.stream.order import Plan
+from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop, memory_probe, optimizer, precision
 from mmray.engine.checkpoint.async_saver import copy_to_cpu
 from mmray.engine.collectives import Group
@@ -31,7 +31,7 @@ from tests.train.made_up_gpu import CPU, DEVICES, OnDevice, made_up_gpus, share_
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GPU = DEVICES[0]
-PLAN = Plan(num_rows=20, global_rows=8, world=1, micro=3, seed=1, steps=3)  # the last of 4 rows and padding
+PLAN = SamplePlan(num_rows=20, global_rows=8, world=1, micro=3, seed=1, steps=3)  # the last of 4 rows and padding
 SETTINGS = vars(toy.TRAIN) | {
     "recompute": (),
     "compile": "none",

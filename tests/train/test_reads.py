@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mmray.data.stream.order import Plan
+from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine.collectives import Group
 from mmray.engine.prefetch import share_of
@@ -28,7 +28,7 @@ QUIET = SimpleNamespace(**vars(toy.TRAIN) | {"log_every": 0, "checkpoint_every":
 @pytest.mark.parametrize("objective", [toy.objective("contrastive"), toy.Regression()])
 def test_a_step_of_the_loop_between_two_lines_reads_once(monkeypatch, objective, clip):
     """The norms and the ranks' wish to stop, in one; three micro-batches."""
-    plan = Plan(num_rows=30, global_rows=10, world=1, micro=4, seed=1, steps=6)
+    plan = SamplePlan(num_rows=30, global_rows=10, world=1, micro=4, seed=1, steps=6)
     settings = SimpleNamespace(**vars(toy.OPTIMIZER) | {"clip": clip})
     with gpus(monkeypatch) as waits:
         model = toy.Branched().to(GPU)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mmray.data.stream.order import Plan
+from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine.collectives import Group
 from mmray.engine.parallel import branches
@@ -119,7 +119,7 @@ def delayed() -> toy.Lines:
     """What a run of two branches logs whose delays are ten to one."""
     model = toy.Branched()
     model.image, model.text = Delayed(model.image, 0.004), Delayed(model.text, 0.0004)
-    log, plan = toy.Lines(), Plan(num_rows=256, global_rows=64, world=1, micro=32, seed=1, steps=6)
+    log, plan = toy.Lines(), SamplePlan(num_rows=256, global_rows=64, world=1, micro=32, seed=1, steps=6)
     settings = vars(toy.TRAIN) | {"parallel": "branches", "refit_every": 2, "log_every": 1}
     task = toy.task(model, plan, log=log, train=SimpleNamespace(**settings), devices=(torch.device("cpu"),) * 2)
     loop.run(task, toy.steps_of(plan, 0))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmray.config import Train
-from mmray.data.stream.order import Plan
+from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop, prefetch
 from mmray.engine.collectives import Group
 from mmray.objectives.contrastive import Contrastive
@@ -148,7 +148,7 @@ def test_gather_keeps_rank_order_and_returns_gradients(played):
 def test_the_loop_takes_the_same_steps_at_one_rank(played):
     """Same rows, same losses, same weights; both ranks stopped after the step at which one wished to."""
     results, lines = played
-    plan = Plan(num_rows=33, global_rows=two_ranks.GLOBAL_ROWS, world=1, micro=4, seed=1, steps=12)
+    plan = SamplePlan(num_rows=33, global_rows=two_ranks.GLOBAL_ROWS, world=1, micro=4, seed=1, steps=12)
     log = toy.Lines()
     model = toy.Toy().double()
     asked = iter(range(100))
@@ -201,7 +201,7 @@ def test_where_texts_go_round_the_ranks_vote_with_one_micro_batch_as_well(played
 
 
 def rows_of(step, rank):
-    plan = Plan(num_rows=60, global_rows=16, world=2, micro=4, seed=1, steps=8)
+    plan = SamplePlan(num_rows=60, global_rows=16, world=2, micro=4, seed=1, steps=8)
     positions = plan.positions(step, rank)
     return [int(row) for row in plan.rows_at(positions[positions >= 0])]
 

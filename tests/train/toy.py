@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from mmray import objectives
-from mmray.data.stream.collate import UNLEARNED
-from mmray.data.stream.order import Plan
+from mmray.data.stream.collate import IGNORE_INDEX
+from mmray.data.stream.order import SamplePlan
 from mmray.engine import optimizer
 from mmray.engine import optimizer as clip
 from mmray.engine.collectives import Group
@@ -252,7 +252,7 @@ def rows(num: int, step: int, invalid: tuple[int, ...] = (), longest: int = 6) -
         "box_labels": torch.randint(-1, CLASSES, (num, MOST_BOXES), generator=draw),
         "box_mask": torch.arange(MOST_BOXES) < num_boxes[:, None],
     }
-    return batch | boxed | {"labels": torch.where(learned, batch["input_ids"], UNLEARNED)}
+    return batch | boxed | {"labels": torch.where(learned, batch["input_ids"], IGNORE_INDEX)}
 
 
 def cut(batch: dict[str, Tensor], micro: int) -> list[dict[str, Tensor]]:
@@ -321,7 +321,7 @@ def naive_language_modelling(outputs: list[dict[str, Tensor]], micros: list[dict
         for out, micro in zip(outputs, micros, strict=True)
         for row, labels in enumerate(micro["labels"].tolist())
         for place, label in enumerate(labels[1:])
-        if label != UNLEARNED and micro["valid"][row]
+        if label != IGNORE_INDEX and micro["valid"][row]
     ]
     return torch.stack(losses).mean()
 
@@ -456,13 +456,13 @@ class Lines:
         self.lines.append(metrics)
 
 
-def task(model: nn.Module, plan: Plan, group: Group | None = None, **options) -> Task:
+def task(model: nn.Module, plan: SamplePlan, group: Group | None = None, **options) -> Task:
     """A task for the loop with the settings above."""
     given = {"objective": Contrastive(), "train": TRAIN, "optimizer": OPTIMIZER} | options
     return Task(votes=True, model=model, plan=plan, group=group or Group(), **given)
 
 
-def steps_of(plan: Plan, rank: int, first: int = 0) -> Iterator[list[dict[str, Tensor]]]:
+def steps_of(plan: SamplePlan, rank: int, first: int = 0) -> Iterator[list[dict[str, Tensor]]]:
     """What the stream yields to a rank: the rows of each step, by their place in the set, in micro-batches."""
     everything = rows(plan.num_rows, 0)
     for step in range(first, plan.steps):

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from mmray.data.stream.order import Plan
+from mmray.data.stream.order import SamplePlan
 from mmray.engine import grad_cache, loop, memory_probe, optimizer, precision
 from mmray.engine.checkpoint.tree import mapped
 from mmray.engine.collectives import Group
@@ -183,7 +183,7 @@ def skipping(group: Group, folder: Path | None) -> dict[str, Any]:
     """The loop, each branch clipped by itself; the third step is not finite on the last rank."""
     model, poison, log = toy.Branched().double(), NanAtStep(group, 3), toy.Lines()
     model.text.register_forward_hook(poison)
-    plan = Plan(num_rows=33, global_rows=GLOBAL_ROWS, world=group.world, micro=2, seed=1, steps=8)
+    plan = SamplePlan(num_rows=33, global_rows=GLOBAL_ROWS, world=group.world, micro=2, seed=1, steps=8)
     train = SimpleNamespace(**vars(toy.TRAIN) | {"log_every": 1})
     settings = SimpleNamespace(**vars(toy.OPTIMIZER) | {"clip": "branches"})
     options = {"train": train, "optimizer": settings, "callbacks": (poison,), "log": log}
@@ -209,7 +209,7 @@ def gathering(group: Group, folder: Path) -> dict[str, Any]:
 def whole_loop(group: Group, folder: Path) -> dict[str, Any]:
     """The loop; the wish to stop is rank 1's alone, at its seventh step."""
     log = MetricsLog(folder) if group.rank == 0 else None
-    plan = Plan(num_rows=33, global_rows=GLOBAL_ROWS, world=WORLD, micro=2, seed=1, steps=12)
+    plan = SamplePlan(num_rows=33, global_rows=GLOBAL_ROWS, world=WORLD, micro=2, seed=1, steps=12)
     asked = iter(range(100))
     model = toy.Toy().double()
     task = toy.task(model, plan, group, log=log, stop=lambda: group.rank == 1 and next(asked) == 6)
@@ -234,7 +234,7 @@ def overflow(group: Group, folder: Path) -> dict[str, Any]:
     """The loop in fp16 with a loss scaled so high that the first gradients overflow."""
     scaler = torch.amp.GradScaler("cpu", init_scale=LARGE_SCALE)
     train = SimpleNamespace(**{**vars(toy.TRAIN), "precision": "fp16", "max_nonfinite": STEPS})
-    plan = Plan(num_rows=33, global_rows=GLOBAL_ROWS, world=WORLD, micro=2, seed=1, steps=STEPS)
+    plan = SamplePlan(num_rows=33, global_rows=GLOBAL_ROWS, world=WORLD, micro=2, seed=1, steps=STEPS)
     model = toy.Toy()
     weights = Weights(model)
     with patch.object(Precision, "scaler", lambda _: scaler):
@@ -250,7 +250,7 @@ def cramped(
     """A run in which rank 1 alone meets the end of its memory once, at `place`; what it came to, and what was told."""
     fault = toy.Fault(place if group.rank == 1 else "nowhere", at_step=3)
     log, told = toy.Lines(), []
-    plan = Plan(num_rows=60, global_rows=16, world=group.world, micro=micro, seed=1, steps=8)
+    plan = SamplePlan(num_rows=60, global_rows=16, world=group.world, micro=micro, seed=1, steps=8)
     model = toy.Cramped(fault, kind=kind).double()
     task = toy.task(
         model,
@@ -316,7 +316,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 def strategy(group: Group, objective: Any, first: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
     """Eight steps under a strategy (the last six, from `first`): weights, losses, and the state after the second."""
     log, states, model = toy.Lines(), {}, toy.Branched(bias="logit_bias" in objective.shared).double()
-    plan = Plan(num_rows=30, global_rows=12, world=group.world, micro=3, seed=1, steps=8)
+    plan = SamplePlan(num_rows=30, global_rows=12, world=group.world, micro=3, seed=1, steps=8)
     train = SimpleNamespace(**vars(toy.TRAIN) | {"log_every": 1, "checkpoint_every": 2} | settings)
 
     def evaluate(step: int, _: Any) -> dict[str, float]:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from mmray.data.stream.order import Plan
+from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine.collectives import Group
 from tests.train import toy
@@ -24,7 +24,7 @@ def main(out: str, parallel: str) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=60))
     group = Group.current(device)
-    plan = Plan(num_rows=33, global_rows=10, world=group.world, micro=2, seed=1, steps=8)
+    plan = SamplePlan(num_rows=33, global_rows=10, world=group.world, micro=2, seed=1, steps=8)
     model, train = toy.Branched().double(), SimpleNamespace(**vars(toy.TRAIN) | {"parallel": parallel})
     loop.run(toy.task(model, plan, group, train=train), toy.steps_of(plan, group.rank))
     weights = toy.flat(model).cpu()

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image, ImageEnhance
 
 from mmray.data.images.decode import channels_first, read_pixels, read_rgb, resized
-from mmray.data.stream.order import uniform
+from mmray.data.stream.order import hash_uniform
 
 if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
@@ -26,7 +26,7 @@ DRAWS = 49  # of a row, at the places above
 
 def draws(seed: int, epoch: np.ndarray, key: np.ndarray) -> np.ndarray:
     """Numbers in [0, 1) float64 [R, DRAWS] for rows of int64 `epoch` and `key` [R]."""
-    return uniform(seed, epoch, key, DRAWS)
+    return hash_uniform(seed, epoch, key, DRAWS)
 
 
 def viewed(

@@ -32,18 +32,18 @@ NONE = -1
 HELD_OUT = ("test", "val", "valid", "validation", "dev", "eval")  # names of splits that are not trained on
 
 
-def digests(hexadecimal: Sequence[str]) -> np.ndarray:
+def parse_digests(hexadecimal: Sequence[str]) -> np.ndarray:
     """The first 128 bits of hex digests: uint64 [N, 2]."""
     joined = bytes.fromhex("".join(digest[:32] for digest in hexadecimal))
     return np.frombuffer(joined, dtype=">u8").astype(np.uint64).reshape(-1, 2)
 
 
-def text_digests(texts: Sequence[str]) -> np.ndarray:
+def hash_texts(texts: Sequence[str]) -> np.ndarray:
     """128 bits of each text: uint64 [N, 2]."""
-    return digests([hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for text in texts])
+    return parse_digests([hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for text in texts])
 
 
-def first_of(values: np.ndarray) -> np.ndarray:
+def first_occurrence(values: np.ndarray) -> np.ndarray:
     """For each row of `values` [N, 2] the index of the first row that is equal to it; -1 where that is itself."""
     order = np.lexsort((values[:, 1], values[:, 0]))  # stable: of equal rows the earliest stands first
     ordered = values[order]
@@ -64,7 +64,7 @@ class Duplicates(NamedTuple):
     same_text: np.ndarray
 
 
-def find_duplicates(
+def match_duplicates(
     keys: np.ndarray,
     images: np.ndarray,
     rows: np.ndarray,
@@ -78,25 +78,30 @@ def find_duplicates(
     rows are of a held-out split, bool [N]. Of equal rows a held-out one stays, so that what is measured on stays as it
     is, else the earliest. A repeated key is a fault whatever the rule, and such a row is no one's first.
     """
-    same_key = first_of(keys)
+    same_key = first_occurrence(keys)
     same_content, same_text = (np.full(len(keys), NONE, dtype=np.int64) for _ in range(2))
     unique = np.flatnonzero(same_key == NONE)
     unique = unique[np.argsort(~held_out[unique], kind="stable")]
     if rule == "text":
-        for target, found in zip((same_content, same_text), _first_kept(images[unique], texts[unique]), strict=True):
+        for target, found in zip(
+            (same_content, same_text), _first_kept_occurrence(images[unique], texts[unique]), strict=True
+        ):
             target[unique[found != NONE]] = unique[found[found != NONE]]
     elif rule != "keep":
-        found = first_of((images if rule == "image" else rows)[unique])
+        found = first_occurrence((images if rule == "image" else rows)[unique])
         same_content[unique[found != NONE]] = unique[found[found != NONE]]
     return Duplicates(same_key, same_content, same_text)
 
 
-def _first_kept(images: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, ...]:
+def _first_kept_occurrence(images: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, ...]:
     """For each row the kept row before it with the same images, else the one with the same captions; -1 where none is.
 
     Row by row: one that went for its captions must not take along another that has its image, nor the other way.
     """
-    groups = [np.where(first == NONE, np.arange(len(first)), first) for first in (first_of(images), first_of(texts))]
+    groups = [
+        np.where(first == NONE, np.arange(len(first)), first)
+        for first in (first_occurrence(images), first_occurrence(texts))
+    ]
     out, kept = ([np.full(len(group), NONE, dtype=np.int64) for group in groups] for _ in range(2))
     shared = [np.bincount(group, minlength=len(group))[group] > 1 for group in groups]
     for row in np.flatnonzero(shared[0] | shared[1]).tolist():
@@ -111,7 +116,7 @@ def _first_kept(images: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True)
-class Findings:
+class DedupResult:
     """What a look over all rows found: rows that repeat an earlier one, and rows that stand in two splits."""
 
     same: Duplicates
@@ -141,29 +146,29 @@ class Findings:
         return int(self.dropped.sum())
 
 
-def find(out: Place, chunks: Iterable[int], rule: Any) -> Findings:
+def find_duplicates(out: Place, chunks: Iterable[int], rule: Any) -> DedupResult:
     """Duplicates among the rows of these chunks, in source order."""
     keys, images, rows, texts, splits, held_out = [], [], [], [], [], []
     for _, record in records(out, chunks):
-        keys.append(text_digests(record["rows"]["key"]))
-        images.append(digests(record["rows"]["image"]))
-        rows.append(digests(record["rows"]["row"]))
-        texts.append(digests(record["rows"]["text"]))
+        keys.append(hash_texts(record["rows"]["key"]))
+        images.append(parse_digests(record["rows"]["image"]))
+        rows.append(parse_digests(record["rows"]["row"]))
+        texts.append(parse_digests(record["rows"]["text"]))
         names = [str(record["shards"][shard]["split"]) for shard in record["rows"]["shard"]]
-        splits.append(text_digests(names)[:, 0])
+        splits.append(hash_texts(names)[:, 0])
         held_out.append(np.array([name in HELD_OUT for name in names], bool))
     all_images, split = np.concatenate(images), np.concatenate(splits)
     all_texts = np.concatenate(texts)
     kept_first = np.concatenate(held_out)
-    same = find_duplicates(np.concatenate(keys), all_images, np.concatenate(rows), all_texts, rule, kept_first)
-    twin = first_of(all_images)
-    findings = Findings(same, int(((twin != NONE) & (split != split[twin])).sum()))
-    same_text = first_of(all_texts[~findings.dropped]) != NONE
+    same = match_duplicates(np.concatenate(keys), all_images, np.concatenate(rows), all_texts, rule, kept_first)
+    twin = first_occurrence(all_images)
+    findings = DedupResult(same, int(((twin != NONE) & (split != split[twin])).sum()))
+    same_text = first_occurrence(all_texts[~findings.dropped]) != NONE
     return replace(findings, num_same_text=int(same_text.sum()))
 
 
 def write_quarantine(
-    out: Place, chunks: Iterable[int], findings: Findings
+    out: Place, chunks: Iterable[int], findings: DedupResult
 ) -> tuple[list[Shard], Counter[str], Counter[str]]:
     """Write quarantine.jsonl; the shards with what they drop, rows by why they went, rows that stay by language.
 
@@ -172,7 +177,7 @@ def write_quarantine(
     shards: list[Shard] = []
     reasons: Counter[str] = Counter()
     languages: Counter[str] = Counter()
-    firsts = _Firsts(findings, out, chunks)
+    firsts = _FirstSeen(findings, out, chunks)
     with out.writing(QUARANTINE) as file:
         start = 0
         dropped = findings.dropped
@@ -182,14 +187,14 @@ def write_quarantine(
                 del fault["line"]
                 file.write(orjson.dumps(fault, option=orjson.OPT_APPEND_NEWLINE))
                 reasons[fault["reason"]] += 1
-            shards.extend(_with_drops(record, dropped[start:]))
+            shards.extend(_with_dropped_rows(record, dropped[start:]))
             spoken = record["rows"].get("language", ())  # records of an earlier version say nothing of it
             languages.update(each for place, each in enumerate(spoken, start) if each and not dropped[place])
             start += len(record["rows"]["key"])
     return shards, reasons, languages
 
 
-def name_splits(shards: list[Shard]) -> tuple[list[Shard], dict[str, int]]:
+def default_splits(shards: list[Shard]) -> tuple[list[Shard], dict[str, int]]:
     """Shards and rows of each split; where some rows have a split, those without one are `train`."""
     if any(shard.split for shard in shards):
         shards = [shard if shard.split else replace(shard, split="train") for shard in shards]
@@ -200,7 +205,7 @@ def name_splits(shards: list[Shard]) -> tuple[list[Shard], dict[str, int]]:
     return shards, {split: rows for split, rows in splits.items() if rows}
 
 
-def tokenizer_for(out: Place, shards: list[Shard], vocab_size: int) -> str | None:
+def fit_tokenizer(out: Place, shards: list[Shard], vocab_size: int) -> str | None:
     """A tokenizer trained on the captions outside the held-out splits; None where there are none."""
     used = [shard for shard in shards if shard.split not in HELD_OUT and shard.num_live]
     if not vocab_size or not used:
@@ -214,14 +219,14 @@ def make_manifest(
     shards: list[Shard],
     reasons: Counter[str],
     languages: Counter[str],
-    findings: Findings,
+    findings: DedupResult,
     leakage: dict[str, Any],
     has_tokenizer: bool,
     box_names: dict[str, str],
     class_names: tuple[str, ...],
 ) -> Manifest:
     """The manifest of a finished set."""
-    shards, splits = name_splits([shard for shard in shards if shard.num_live])
+    shards, splits = default_splits([shard for shard in shards if shard.num_live])
     num_rows = sum(shard.num_live for shard in shards)
     return Manifest(
         num_rows=num_rows,
@@ -243,11 +248,11 @@ def make_manifest(
     )
 
 
-class _Firsts:
+class _FirstSeen:
     """Remembers key and split of rows that others repeat, as the records pass in source order; of the held-out ones
     that an earlier row repeats, beforehand."""
 
-    def __init__(self, findings: Findings, out: Place, chunks: Iterable[int]) -> None:
+    def __init__(self, findings: DedupResult, out: Place, chunks: Iterable[int]) -> None:
         self.findings = findings
         self.wanted = set(findings.first[findings.first != NONE].tolist())
         self.known: dict[int, tuple[str, str | None]] = {}
@@ -297,7 +302,7 @@ def records(out: Place, chunks: Iterable[int]) -> Iterator[tuple[int, dict[str, 
         yield index, record
 
 
-def _with_drops(record: dict[str, Any], dropped: np.ndarray) -> list[Shard]:
+def _with_dropped_rows(record: dict[str, Any], dropped: np.ndarray) -> list[Shard]:
     """The shards of a record, each with the numbers of its rows that are set aside."""
     numbers: Counter[int] = Counter()
     drops: list[list[int]] = [[] for _ in record["shards"]]

@@ -19,9 +19,18 @@ import ray
 
 from mmray.data.images.sandbox import SandboxedDecoder
 from mmray.data.images.thumbnail import thumbnail_of
-from mmray.data.prepare.assemble import HELD_OUT, Findings, first_of, records, shards_of
-from mmray.data.prepare.image_hashes import LOOKS, NONE, all_rows, look_at, looks_name, missing, nearest, read_looks
-from mmray.data.prepare.tasks import MAX_RETRIES, MAX_RETRIES_APART, answer_of, item_of, run_tasks
+from mmray.data.prepare.assemble import HELD_OUT, DedupResult, first_occurrence, records, shards_of
+from mmray.data.prepare.image_hashes import (
+    HASHES_DIR,
+    NONE,
+    hash_file,
+    hash_shard,
+    load_hashes,
+    missing_hashes,
+    nearest,
+    unfiltered_view,
+)
+from mmray.data.prepare.tasks import MAX_RETRIES, MAX_RETRIES_SANDBOXED, decode_item, encode_result, map_tasks
 from mmray.data.store.manifest import Manifest, Shard
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, ResourceError, UsageError
@@ -37,12 +46,12 @@ if TYPE_CHECKING:
 # stays,
 # and the row of training that repeats it is the leak. Runs on the driver, over the looks that tasks have left.
 LEAKS = "leaks.jsonl"
-OWN, EXACT = -1, -1
-SHOWN = 12  # with their pictures
+SAME_SET, EXACT = -1, -1
+MAX_EXAMPLES = 12  # with their pictures
 
 
 @dataclass(frozen=True)
-class Leaks:
+class LeakMatches:
     """Rows that leak, in source order, all [L]: row, the set it was found in (OWN: another split), the row there, and
     how many of the 256 bits differ (EXACT: the same content)."""
 
@@ -52,9 +61,9 @@ class Leaks:
     bits: np.ndarray
 
 
-def search(
+def find_leaks(
     own: np.ndarray, live: np.ndarray, splits: Sequence[str | None], others: Sequence[np.ndarray], near_bits: int
-) -> Leaks:
+) -> LeakMatches:
     """Leaks among LOOK records `own` [N], of which `live` [N] count, each in its split; `others` are those of sets.
 
     `near_bits` below 0 compares contents alone. A row is told once, of the first set that has it.
@@ -62,26 +71,26 @@ def search(
     where, twin, bits = (np.full(len(own), NONE - 1, np.int64) for _ in range(3))
 
     def note(queries: np.ndarray, references: np.ndarray, looks: np.ndarray, number: int) -> None:
-        queries = queries[where[queries] < OWN]
-        index, differ = _twins(own[queries], looks, near_bits)
+        queries = queries[where[queries] < SAME_SET]
+        index, differ = _nearest_matches(own[queries], looks, near_bits)
         hit = index != NONE
         where[queries[hit]], twin[queries[hit]], bits[queries[hit]] = number, references[index[hit]], differ[hit]
 
     rows = np.flatnonzero(live)
     for number, looks in enumerate(others):
         note(rows, np.arange(len(looks)), looks, number)
-    rank = _ranks(splits)
+    rank = _split_priority(splits)
     for each in np.unique(rank)[1:]:
         earlier = rows[rank[rows] < each]
-        note(rows[rank[rows] == each], earlier, own[earlier], OWN)
-    found = np.flatnonzero(where >= OWN)
-    return Leaks(found, where[found], twin[found], bits[found])
+        note(rows[rank[rows] == each], earlier, own[earlier], SAME_SET)
+    found = np.flatnonzero(where >= SAME_SET)
+    return LeakMatches(found, where[found], twin[found], bits[found])
 
 
-def _twins(queries: np.ndarray, references: np.ndarray, near_bits: int) -> tuple[np.ndarray, np.ndarray]:
+def _nearest_matches(queries: np.ndarray, references: np.ndarray, near_bits: int) -> tuple[np.ndarray, np.ndarray]:
     """For each query the reference it repeats or NONE, and by how many bits it differs."""
     index, bits = np.full(len(queries), NONE, np.int64), np.full(len(queries), EXACT, np.int64)
-    first = first_of(np.concatenate([references["sha"], queries["sha"]]))[len(references) :]
+    first = first_occurrence(np.concatenate([references["sha"], queries["sha"]]))[len(references) :]
     exact = (first != NONE) & (first < len(references)) & queries["sha"].any(axis=1)  # zeros: it could not be read
     index[exact] = first[exact]
     if near_bits >= 0:
@@ -89,37 +98,39 @@ def _twins(queries: np.ndarray, references: np.ndarray, near_bits: int) -> tuple
     return index, bits
 
 
-def _ranks(splits: Sequence[str | None]) -> np.ndarray:
+def _split_priority(splits: Sequence[str | None]) -> np.ndarray:
     """Of each row's split: the held-out ones first, training last; the later repeats the earlier."""
     names = {name or "train" for name in set(splits)}
     order = sorted(names, key=lambda name: (name == "train", name not in HELD_OUT, name))
     return np.array([order.index(name or "train") for name in splits], np.int64)
 
 
-def told(leaks: Leaks, own: PreparedSet, places: np.ndarray, others: Sequence[PreparedSet]) -> Iterator[dict[str, Any]]:
+def leak_records(
+    leaks: LeakMatches, own: PreparedSet, places: np.ndarray, others: Sequence[PreparedSet]
+) -> Iterator[dict[str, Any]]:
     """A line for each leak: the row, where it was found, and how alike; `places` [N] are the rows' numbers in `own`."""
     keys = own.keys(places[leaks.row])
     names = [""] * len(keys)
-    for number in range(OWN, len(others)):
+    for number in range(SAME_SET, len(others)):
         here = np.flatnonzero(leaks.where == number)
         twins = leaks.twin[here]
-        found = own.keys(places[twins]) if number == OWN else others[number].keys(twins)
+        found = own.keys(places[twins]) if number == SAME_SET else others[number].keys(twins)
         for place, key in zip(here, found, strict=True):
             names[place] = key
     for key, other, where, bits in zip(keys, names, leaks.where.tolist(), leaks.bits.tolist(), strict=True):
-        found_in = None if where == OWN else others[where].place.address
+        found_in = None if where == SAME_SET else others[where].place.address
         yield {"key": key, "set": found_in, "other": other, "bits": None if bits == EXACT else bits}
 
 
-def sentence(line: dict[str, Any]) -> str:
+def describe(line: dict[str, Any]) -> str:
     """What the quarantine says of a leak."""
     alike = "the same image" if line["bits"] is None else f"looks like it ({line['bits']} of 256 bits differ)"
     return f"{alike}: row {line['other']} of {line['set'] or 'a held-out split of this set'}"
 
 
-def write(
+def write_leaks(
     out: Place,
-    leaks: Leaks,
+    leaks: LeakMatches,
     lines: Sequence[dict[str, Any]],
     own: PreparedSet,
     places: np.ndarray,
@@ -127,19 +138,19 @@ def write(
 ) -> None:
     """Write leaks.jsonl: all of them, and some with both pictures, near ones and exact ones in turn."""
     near, exact = np.flatnonzero(leaks.bits != EXACT), np.flatnonzero(leaks.bits == EXACT)
-    turns = chain.from_iterable(zip_longest(near[:SHOWN].tolist(), exact[:SHOWN].tolist()))
-    shown = set([number for number in turns if number is not None][:SHOWN])
+    turns = chain.from_iterable(zip_longest(near[:MAX_EXAMPLES].tolist(), exact[:MAX_EXAMPLES].tolist()))
+    shown = set([number for number in turns if number is not None][:MAX_EXAMPLES])
     with out.writing(LEAKS) as file, closing(SandboxedDecoder()) as sandbox:
         for number, line in enumerate(lines):
             if number in shown:
                 where, twin = int(leaks.where[number]), int(leaks.twin[number])
-                rows, at = (own, int(places[twin])) if where == OWN else (others[where], twin)
-                ours = _picture(own, int(places[leaks.row[number]]), sandbox)
-                line = line | {"pictures": [ours, _picture(rows, at, sandbox)]}
+                rows, at = (own, int(places[twin])) if where == SAME_SET else (others[where], twin)
+                ours = _thumbnail(own, int(places[leaks.row[number]]), sandbox)
+                line = line | {"pictures": [ours, _thumbnail(rows, at, sandbox)]}
             file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
 
-def _picture(rows: PreparedSet, number: int, sandbox: SandboxedDecoder) -> str | None:
+def _thumbnail(rows: PreparedSet, number: int, sandbox: SandboxedDecoder) -> str | None:
     try:
         data = rows.read(np.array([number]))[0].images[0]
     except (OSError, ValueError):
@@ -147,10 +158,12 @@ def _picture(rows: PreparedSet, number: int, sandbox: SandboxedDecoder) -> str |
     return thumbnail_of(data, sandbox)
 
 
-def summary(leaks: Leaks, addresses: Sequence[str], near_bits: int, is_dropped: bool) -> dict[str, Any]:
+def summary(leaks: LeakMatches, addresses: Sequence[str], near_bits: int, is_dropped: bool) -> dict[str, Any]:
     """What the manifest says."""
     exact = int((leaks.bits == EXACT).sum())
-    by_set: Counter[str] = Counter("splits" if where == OWN else addresses[where] for where in leaks.where.tolist())
+    by_set: Counter[str] = Counter(
+        "splits" if where == SAME_SET else addresses[where] for where in leaks.where.tolist()
+    )
     return {
         "exact": exact,
         "near": len(leaks.row) - exact,
@@ -160,7 +173,7 @@ def summary(leaks: Leaks, addresses: Sequence[str], near_bits: int, is_dropped: 
     }
 
 
-def in_source_order(rows: Iterable[Sequence[int]], counts: Iterable[Sequence[int]]) -> np.ndarray:
+def source_to_shard_order(rows: Iterable[Sequence[int]], counts: Iterable[Sequence[int]]) -> np.ndarray:
     """Numbers of the rows in shard order, for rows in source order: of each record the shard of each row, and how many
     rows each of its shards has."""
     places, start = [np.zeros(0, np.int64)], 0
@@ -176,23 +189,23 @@ def in_source_order(rows: Iterable[Sequence[int]], counts: Iterable[Sequence[int
     return np.concatenate(places)
 
 
-Tell = Callable[[int, int], None]  # rows looked at, of how many
-Say = Callable[[str, str], None]  # a sentence, and its label
+OnRows = Callable[[int, int], None]  # rows looked at, of how many
+Notify = Callable[[str, str], None]  # a sentence, and its label
 
 
 @dataclass(frozen=True)
-class Look:
+class HashJob:
     """How shards are looked at; `careful`: each image is decoded in a process of its own first."""
 
     out: str
     near: bool
     max_pixels: int
-    careful: bool = False
+    sandboxed: bool = False
 
 
-def check(settings: Prepare, out: str) -> None:
+def validate(settings: Prepare, out: str) -> None:
     """Raises UsageError or DataError for what can be known before anything is read."""
-    if wanted(settings) and settings.near_bits >= 0 and find_spec("imagehash") is None:
+    if is_enabled(settings) and settings.near_bits >= 0 and find_spec("imagehash") is None:
         raise UsageError(
             "near-duplicates are looked for with the package imagehash: pip install 'mmray[leakage]', or compare "
             "contents alone with --near-bits -1"
@@ -203,12 +216,18 @@ def check(settings: Prepare, out: str) -> None:
         PreparedSet.open(address)
 
 
-def wanted(settings: Prepare) -> bool:
+def is_enabled(settings: Prepare) -> bool:
     return bool(settings.against) or settings.drop_leaked
 
 
-def leaks_of(
-    out: Place, chunks: Sequence[int], source: str, findings: Findings, settings: Prepare, tell: Tell, say: Say
+def check_contamination(
+    out: Place,
+    chunks: Sequence[int],
+    source: str,
+    findings: DedupResult,
+    settings: Prepare,
+    on_rows: OnRows,
+    notify: Notify,
 ) -> tuple[dict[int, str], dict[str, Any]]:
     """Rows that leak -> what the quarantine says of them, and the manifest's summary; leaks.jsonl is written.
 
@@ -219,21 +238,21 @@ def leaks_of(
     shards_by = [(out.address, source, own)]
     shards_by += [(each.place.address, _source(each.manifest), list(each.manifest.shards)) for each in others]
     near = settings.near_bits >= 0
-    _look(shards_by, Look(out.address, near, settings.max_pixels), tell, say)
+    _hash_shards(shards_by, HashJob(out.address, near, settings.max_pixels), on_rows, notify)
     columns = [(record["rows"]["shard"], record["shards"]) for _, record in records(out, chunks)]
-    places = in_source_order([a for a, _ in columns], [[each["num_rows"] for each in b] for _, b in columns])
+    places = source_to_shard_order([a for a, _ in columns], [[each["num_rows"] for each in b] for _, b in columns])
     splits = [shards[number]["split"] for numbers, shards in columns for number in numbers]
-    leaks = search(
-        read_looks(out, own, near, live=False)[places],
+    leaks = find_leaks(
+        load_hashes(out, own, near, live=False)[places],
         ~findings.dropped,
         splits,
-        [read_looks(out, shards, near, live=True) for _, _, shards in shards_by[1:]],
+        [load_hashes(out, shards, near, live=True) for _, _, shards in shards_by[1:]],
         settings.near_bits,
     )
-    rows = all_rows(out.address, source, own)
-    lines = list(told(leaks, rows, places, others))
-    write(out, leaks, lines, rows, places, others)
-    sentences = {int(row): sentence(line) for row, line in zip(leaks.row, lines, strict=True)}
+    rows = unfiltered_view(out.address, source, own)
+    lines = list(leak_records(leaks, rows, places, others))
+    write_leaks(out, leaks, lines, rows, places, others)
+    sentences = {int(row): describe(line) for row, line in zip(leaks.row, lines, strict=True)}
     return sentences, summary(leaks, settings.against, settings.near_bits, settings.drop_leaked)
 
 
@@ -241,22 +260,22 @@ def _source(manifest: Manifest) -> str:
     return str(manifest.source.get("address") or "")
 
 
-def _look(shards_by: list[tuple[str, str, list[Shard]]], look: Look, tell: Tell, say: Say) -> None:
+def _hash_shards(shards_by: list[tuple[str, str, list[Shard]]], look: HashJob, on_rows: OnRows, notify: Notify) -> None:
     out = Place(look.out)
-    out.make(LOOKS)
-    names = {looks_name(shard, look.near).rpartition("/")[2] for _, _, shards in shards_by for shard in shards}
-    for name in set(out.names(LOOKS)) - names:  # of shards that are no more
-        out.delete(f"{LOOKS}/{name}")
-    items = _unseen(shards_by, look)
+    out.make(HASHES_DIR)
+    names = {hash_file(shard, look.near).rpartition("/")[2] for _, _, shards in shards_by for shard in shards}
+    for name in set(out.names(HASHES_DIR)) - names:  # of shards that are no more
+        out.delete(f"{HASHES_DIR}/{name}")
+    items = _missing_shards(shards_by, look)
     total = _rows_of(items)
-    tell(0, total)
+    on_rows(0, total)
     try:
-        _look_at_all(items, look, MAX_RETRIES, total, tell, say)
+        _hash_all(items, look, MAX_RETRIES, total, on_rows, notify)
         return
     except ray.exceptions.RayError:
-        items = _unseen(shards_by, look)  # one may hold an image that kills: decoded apart, it is named
+        items = _missing_shards(shards_by, look)  # one may hold an image that kills: decoded apart, it is named
     try:
-        _look_at_all(items, replace(look, careful=True), MAX_RETRIES_APART, total, tell, say)
+        _hash_all(items, replace(look, sandboxed=True), MAX_RETRIES_SANDBOXED, total, on_rows, notify)
     except ray.exceptions.RayError as error:
         raise ResourceError(
             f"looking for leaks ended: {error}\nThe same command goes on where it was; images are not the cause (they "
@@ -264,11 +283,11 @@ def _look(shards_by: list[tuple[str, str, list[Shard]]], look: Look, tell: Tell,
         ) from error
 
 
-def _unseen(shards_by: list[tuple[str, str, list[Shard]]], look: Look) -> list[dict[str, Any]]:
+def _missing_shards(shards_by: list[tuple[str, str, list[Shard]]], look: HashJob) -> list[dict[str, Any]]:
     return [
         {"address": address, "source": source, "shard": asdict(shard)}
         for address, source, shards in shards_by
-        for shard in missing(Place(look.out), shards, look.near)
+        for shard in missing_hashes(Place(look.out), shards, look.near)
     ]
 
 
@@ -276,27 +295,29 @@ def _rows_of(items: list[dict[str, Any]]) -> int:
     return sum(item["shard"]["num_rows"] for item in items)
 
 
-def _look_at_all(items: list[dict[str, Any]], look: Look, retries: int, total: int, tell: Tell, say: Say) -> None:
+def _hash_all(
+    items: list[dict[str, Any]], look: HashJob, retries: int, total: int, on_rows: OnRows, notify: Notify
+) -> None:
     done = total - _rows_of(items)
-    with closing(run_tasks(partial(_look_batch, look=look), items, retries)) as answers:
+    with closing(map_tasks(partial(_hash_batch, look=look), items, retries)) as answers:
         for answer in answers:
             if answer["fault"]:
                 raise DataError(answer["fault"])
             if answer["deadly"]:
-                say(f"{answer['deadly']}: the decoder dies of the image; only its bytes were compared", "crash")
+                notify(f"{answer['deadly']}: the decoder dies of the image; only its bytes were compared", "crash")
             done += int(answer["num_rows"])
-            tell(done, total)
+            on_rows(done, total)
 
 
-def _look_batch(batch: dict[str, np.ndarray], look: Look) -> dict[str, np.ndarray]:
+def _hash_batch(batch: dict[str, np.ndarray], look: HashJob) -> dict[str, np.ndarray]:
     """The Ray task: the looks of one shard."""
-    item = item_of(batch)
+    item = decode_item(batch)
     shard = Shard.from_json(item["shard"])
     try:
         with closing(SandboxedDecoder()) as sandbox:
             where = (Place(look.out), item["address"], item["source"])
-            deadly = look_at(*where, shard, look.near, look.max_pixels, sandbox if look.careful else None)
+            deadly = hash_shard(*where, shard, look.near, look.max_pixels, sandbox if look.sandboxed else None)
     except OSError as error:
         fault = f"{item['address']}/{shard.file} cannot be compared: {error}"
-        return answer_of({"num_rows": 0, "fault": fault, "deadly": ""})
-    return answer_of({"num_rows": shard.num_rows, "fault": "", "deadly": ", ".join(deadly)})
+        return encode_result({"num_rows": 0, "fault": fault, "deadly": ""})
+    return encode_result({"num_rows": shard.num_rows, "fault": "", "deadly": ", ".join(deadly)})

@@ -74,7 +74,7 @@ def _line(row: tuple[int, Fault | None]) -> int:
     return row[0]
 
 
-def most_bad(budget: float, total: int) -> int:
+def max_bad_rows(budget: float, total: int) -> int:
     """Rows that may be bad; 0.29 of 100 is 29, though the product of the floats is a little less."""
     return int(budget * total + 1e-6)
 
@@ -87,7 +87,7 @@ def check_budget(where: str, out: Place, num_read: int, total: int, reasons: Cou
             f"{where}: none of {num_read:,} rows is left, {reasons[LEAKED]:,} leak (prepare.drop_leaked) into the sets "
             f"it is held against: {out.address}/{QUARANTINE} says which into which; hold it against other sets"
         )
-    if bad < num_read and bad <= most_bad(budget, total):
+    if bad < num_read and bad <= max_bad_rows(budget, total):
         return
     lines = [f"{where}: {bad:,} of {num_read:,} rows are bad ({100 * bad / num_read:.3g} %)"]
     if bad == num_read:

@@ -38,17 +38,17 @@ from mmray.storage.address import is_public, shown, unfit
 # Rows of a chunk in their order, with the images that lie at addresses: asked for before their row's turn comes.
 WINDOW = 32  # images on their way, and rows that wait for them
 Fetch = Callable[[str], Future[bytes]]
-_Waiting = tuple[Item, RawRow | BadRow, list[Future[bytes] | None]]
+_Pending = tuple[Item, RawRow | BadRow, list[Future[bytes] | None]]
 
 
-def rows_ahead(
+def prefetch_rows(
     items: Iterable[Item], hosts: tuple[str, ...], fetch: Fetch | None
 ) -> Iterator[tuple[Item, RawRow | BadRow]]:
     """Each item with its row, or what is wrong with it; without `fetch` an address stays one.
 
     Memory holds WINDOW fetched images: a row has one at most.
     """
-    waiting: deque[_Waiting] = deque()
+    waiting: deque[_Pending] = deque()
     for item in items:
         raw = _parsed(item, hosts)
         wanted = raw.images if fetch and isinstance(raw, RawRow) else ()
@@ -91,7 +91,7 @@ _PIECE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
-class Limits:
+class FetchLimits:
     """What one image may cost, and how many are fetched from a host at once (by each task)."""
 
     num_bytes: int = 32 * 1024 * 1024
@@ -110,12 +110,12 @@ class Fetcher:
     def __init__(
         self,
         hosts: tuple[str, ...],
-        limits: Limits | None = None,
+        limits: FetchLimits | None = None,
         tls: ssl.SSLContext | bool = True,
         resolver: Callable[[], AbstractResolver] = aiohttp.ThreadedResolver,
         public: Callable[[str], bool] = is_public,
     ) -> None:
-        self.hosts, self.limits = hosts, limits or Limits()
+        self.hosts, self.limits = hosts, limits or FetchLimits()
         self._tls, self._resolver, self._public = tls, resolver, public
         self._slots: dict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(self.limits.connections))
         self._loop = asyncio.new_event_loop()
@@ -168,13 +168,13 @@ class Fetcher:
                     return await self._tries()(self._follow, address)
             except TimeoutError:
                 told = f"was not whole within {self.limits.seconds:g} s"
-            except _Passing as error:
+            except _TransientError as error:
                 told = str(error)
         raise BadRow("read", "unreadable", f"{shown(address)}: {told}")
 
     def _tries(self) -> AsyncRetrying:
         return AsyncRetrying(
-            retry=retry_if_exception_type(_Passing),
+            retry=retry_if_exception_type(_TransientError),
             stop=stop_after_attempt(TRIES) | stop_before_delay(self.limits.seconds),
             wait=_Pause(self.limits.pause_s),
             reraise=True,
@@ -190,14 +190,14 @@ class Fetcher:
                     if answer.status not in _MOVED or "Location" not in answer.headers:
                         return await self._body(answer, name)
                     at, location = str(url), answer.headers["Location"]
-        except _NotPublic as error:
+        except _PrivateAddressError as error:
             raise BadRow("read", "private-address", f"{name}: {error}") from None
         except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientConnectorSSLError) as error:
             raise BadRow("read", "refused", f"{name}: no connection that can be trusted ({_told(error)})") from None
         except BadRow:
             raise
         except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: an answer that cannot be understood
-            raise _Passing(f"the connection failed ({_told(error)})") from None
+            raise _TransientError(f"the connection failed ({_told(error)})") from None
         raise BadRow("read", "redirect", f"{name}: more than {REDIRECTS} redirects")
 
     def _checked(self, base: str, location: str, name: str) -> URL:
@@ -218,7 +218,7 @@ class Fetcher:
         if status in _GONE:
             raise BadRow("read", "missing-image", f"{name}: the host answers {status}")
         if status in _BUSY or status >= 500:
-            raise _Passing(f"the host answers {status}", answer.headers.get("Retry-After", ""))
+            raise _TransientError(f"the host answers {status}", answer.headers.get("Retry-After", ""))
         if status != 200:
             raise BadRow("read", "refused", f"{name}: the host answers {status}")
         data = bytearray()
@@ -232,7 +232,7 @@ class Fetcher:
         raise BadRow("read", "too-large", f"{name} has over {most} bytes")
 
 
-class _Passing(Exception):
+class _TransientError(Exception):
     """A fault that another try may not have; `after` is the host's Retry-After."""
 
     def __init__(self, told: str, after: str = "") -> None:
@@ -248,10 +248,10 @@ class _Pause(wait_random_exponential):
 
     def __call__(self, retry_state: RetryCallState) -> float:
         error = retry_state.outcome.exception() if retry_state.outcome else None
-        return max(super().__call__(retry_state), error.after_s if isinstance(error, _Passing) else 0)
+        return max(super().__call__(retry_state), error.after_s if isinstance(error, _TransientError) else 0)
 
 
-class _NotPublic(Exception):
+class _PrivateAddressError(Exception):
     """No OSError, which the client would take for a name that is not known."""
 
 
@@ -267,7 +267,7 @@ class _PublicOnly(AbstractResolver):
         found = await self.inner.resolve(host, port, family)
         public = [each for each in found if self.public(each["host"])]
         if found and not public:
-            raise _NotPublic(f"{host} is at {found[0]['host']}, which is not an address of the open internet")
+            raise _PrivateAddressError(f"{host} is at {found[0]['host']}, which is not an address of the open internet")
         return public
 
     async def close(self) -> None:

@@ -26,13 +26,15 @@ from mmray.storage.storage import Place
 # to
 # size and compression, blind to colour, which is why 4 x 4 mean colours stand beside it.
 BITS, CELLS = 256, 4
-LOOK = np.dtype([("sha", "<u8", 2), ("hash", "<u8", 4), ("colours", "u1", 3 * CELLS * CELLS), ("seen", "?")])
-COLOUR_LEVELS = 4.0  # of 255, mean over the cells: JPEG of quality 30 moves them by 2
+IMAGE_HASH_DTYPE = np.dtype(
+    [("sha", "<u8", 2), ("hash", "<u8", 4), ("colours", "u1", 3 * CELLS * CELLS), ("seen", "?")]
+)
+MAX_COLOR_DISTANCE = 4.0  # of 255, mean over the cells: JPEG of quality 30 moves them by 2
 _PAIRS = 1 << 20  # compared at a time
 NONE = -1
 
 
-def look_of(image: Image.Image) -> tuple[np.ndarray, np.ndarray]:
+def perceptual_hash(image: Image.Image) -> tuple[np.ndarray, np.ndarray]:
     """(hash uint64 [4], mean colours uint8 [48]) of an RGB image."""
     import imagehash  # an extra: only who asks for near-duplicates needs it
 
@@ -41,7 +43,7 @@ def look_of(image: Image.Image) -> tuple[np.ndarray, np.ndarray]:
     return np.packbits(signs, bitorder="little").view("<u8"), colours
 
 
-def bands(hashes: np.ndarray, count: int) -> np.ndarray:
+def lsh_bands(hashes: np.ndarray, count: int) -> np.ndarray:
     """Bits of uint64 hashes [N, 4] dealt to `count` bands in turn, each mixed to one number: uint64 [count, N].
 
     Hashes that differ in fewer than `count` bits agree in a whole band, for each bit can spoil but one (pigeonhole).
@@ -75,10 +77,10 @@ def nearest(queries: np.ndarray, references: np.ndarray, most_bits: int) -> tupl
     asked, asks = _unique(queries, asked)
     best = np.full(len(asked), BITS + 1, np.int64)
     found = np.full(len(asked), NONE, np.int64)
-    theirs = bands(references["hash"][known], most_bits + 1)
-    for band, ours in enumerate(bands(queries["hash"][asked], most_bits + 1)):
-        for query, reference in _pairs(ours, theirs[band]):
-            _keep_best(queries[asked[query]], references[known[reference]], query, known[reference], best, found)
+    theirs = lsh_bands(references["hash"][known], most_bits + 1)
+    for band, ours in enumerate(lsh_bands(queries["hash"][asked], most_bits + 1)):
+        for query, reference in _candidate_pairs(ours, theirs[band]):
+            _update_nearest(queries[asked[query]], references[known[reference]], query, known[reference], best, found)
     alike = best <= most_bits
     hit = asks != NONE
     hit[hit] = alike[asks[hit]]
@@ -95,7 +97,7 @@ def _unique(looks: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return rows[first], kinds
 
 
-def _pairs(ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _candidate_pairs(ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Places (query [P], reference [P]) of equal numbers, some _PAIRS at a time."""
     order = np.argsort(theirs, kind="stable")
     ordered = theirs[order]
@@ -113,13 +115,13 @@ def _pairs(ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, n
         start = stop
 
 
-def _keep_best(
+def _update_nearest(
     ours: np.ndarray, theirs: np.ndarray, query: np.ndarray, row: np.ndarray, best: np.ndarray, found: np.ndarray
 ) -> None:
     """Note in `best` and `found` the pairs of like colours that are nearer than what stands there."""
     distance = np.bitwise_count(ours["hash"] ^ theirs["hash"]).sum(axis=1).astype(np.int64)
     apart = np.abs(ours["colours"].astype(np.int16) - theirs["colours"]).mean(axis=1)
-    distance[apart > COLOUR_LEVELS] = BITS + 1
+    distance[apart > MAX_COLOR_DISTANCE] = BITS + 1
     order = np.lexsort((row, distance, query))
     query, row, distance = query[order], row[order], distance[order]
     head = np.ones(len(query), bool)
@@ -129,21 +131,21 @@ def _keep_best(
     best[query[better]], found[query[better]] = distance[better], row[better]
 
 
-LOOKS = "looks"
+HASHES_DIR = "looks"
 _ROWS = 64  # read at a time
 
 
-def looks_name(shard: Shard, near: bool) -> str:
-    return f"{LOOKS}/{shard.sha256[:32]}{'' if near else '-exact'}.npy"
+def hash_file(shard: Shard, near: bool) -> str:
+    return f"{HASHES_DIR}/{shard.sha256[:32]}{'' if near else '-exact'}.npy"
 
 
-def missing(out: Place, shards: Iterable[Shard], near: bool) -> list[Shard]:
+def missing_hashes(out: Place, shards: Iterable[Shard], near: bool) -> list[Shard]:
     """Shards that were not looked at yet."""
-    there = set(out.names(LOOKS))
-    return [shard for shard in shards if looks_name(shard, near).rpartition("/")[2] not in there]
+    there = set(out.names(HASHES_DIR))
+    return [shard for shard in shards if hash_file(shard, near).rpartition("/")[2] not in there]
 
 
-def all_rows(address: str, source: str, shards: Iterable[Shard]) -> PreparedSet:
+def unfiltered_view(address: str, source: str, shards: Iterable[Shard]) -> PreparedSet:
     """Every row of these shards, also those that do not count; `source` is where a set by reference has its images."""
     whole = tuple(replace(shard, dropped=(), split=None) for shard in shards)
     num_rows = sum(shard.num_rows for shard in whole)
@@ -152,7 +154,7 @@ def all_rows(address: str, source: str, shards: Iterable[Shard]) -> PreparedSet:
     )
 
 
-def look_at(
+def hash_shard(
     out: Place,
     address: str,
     source: str,
@@ -165,8 +167,8 @@ def look_at(
 
     With a `sandbox`, images are tried in its child first; the rows whose image killed it are told, as `key (source)`.
     """
-    rows = all_rows(address, source, [shard])
-    looks, deadly = np.zeros(shard.num_rows, LOOK), []
+    rows = unfiltered_view(address, source, [shard])
+    looks, deadly = np.zeros(shard.num_rows, IMAGE_HASH_DTYPE), []
     for start in range(0, shard.num_rows, _ROWS):
         for place, row in enumerate(_read(rows, np.arange(start, min(start + _ROWS, shard.num_rows))), start):
             if row is None:
@@ -176,14 +178,14 @@ def look_at(
                 try:
                     if sandbox is not None:
                         sandbox.check(row.images[0], max_pixels)
-                    looks["hash"][place], looks["colours"][place] = look_of(decode(row.images[0], max_pixels))
+                    looks["hash"][place], looks["colours"][place] = perceptual_hash(decode(row.images[0], max_pixels))
                     looks["seen"][place] = True
                 except BadImage as bad:  # its content is compared all the same
                     if bad.reason == CRASH:
                         deadly.append(f"{row.key} ({row.source})")
     file = io.BytesIO()
     np.save(file, looks)
-    out.write(looks_name(shard, near), file.getvalue())
+    out.write(hash_file(shard, near), file.getvalue())
     return deadly
 
 
@@ -200,10 +202,10 @@ def _read(rows: PreparedSet, numbers: np.ndarray) -> list[Row | None]:
         raise OSError(str(error)) from error
 
 
-def read_looks(out: Place, shards: Iterable[Shard], near: bool, live: bool) -> np.ndarray:
+def load_hashes(out: Place, shards: Iterable[Shard], near: bool, live: bool) -> np.ndarray:
     """LOOK records of these shards, of the rows that count (`live`) or of all: 97 bytes a row."""
-    parts = [np.zeros(0, LOOK)]
+    parts = [np.zeros(0, IMAGE_HASH_DTYPE)]
     for shard in shards:
-        looks = np.load(io.BytesIO(out.read(looks_name(shard, near))), allow_pickle=False)
+        looks = np.load(io.BytesIO(out.read(hash_file(shard, near))), allow_pickle=False)
         parts.append(np.delete(looks, shard.dropped) if live and shard.dropped else looks)
     return np.concatenate(parts)

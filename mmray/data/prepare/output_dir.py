@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from mmray.data.prepare.pack import part_name
+from mmray.data.prepare.pack import record_path
 from mmray.data.store.manifest import MANIFEST, PARTS, SHARDS, Shard
 from mmray.errors import UsageError
 from mmray.storage.storage import UNFINISHED, Place
@@ -16,7 +16,7 @@ from mmray.storage.storage import UNFINISHED, Place
 _LOCK = ".lock"
 
 
-def make(out: Place) -> None:
+def create_output_dir(out: Place) -> None:
     """Make the folder, where it is not one of something else. Raises UsageError."""
     try:
         names = set(out.names()) - {_LOCK}
@@ -29,7 +29,7 @@ def make(out: Place) -> None:
 
 
 @contextmanager
-def one_writer(out: Place) -> Iterator[None]:
+def exclusive_lock(out: Place) -> Iterator[None]:
     """Hold the folder against a second prepare (an object store has no locks). Raises UsageError."""
     if out.local is None:
         yield
@@ -51,7 +51,7 @@ def one_writer(out: Place) -> Iterator[None]:
         os.close(lock)  # which also lets go of it
 
 
-def sweep_unfinished(out: Place) -> None:
+def remove_temp_files(out: Place) -> None:
     """Delete the files that a killed prepare was writing."""
     for folder in ("", SHARDS, PARTS):
         for name in out.names(folder):
@@ -59,12 +59,12 @@ def sweep_unfinished(out: Place) -> None:
                 out.delete(f"{folder}/{name}".lstrip("/"))
 
 
-def sweep(out: Place, shards: Iterable[Shard], num_chunks: int) -> None:
+def remove_stale_files(out: Place, shards: Iterable[Shard], num_chunks: int) -> None:
     """Delete what killed tasks, other settings and earlier lines have left: all but these shards, and the records.
 
     The shards of this prepare, not of the records that lie there: on a store another writer may have replaced one.
     """
-    wanted = {shard.file for shard in shards} | {part_name(index) for index in range(num_chunks)}
+    wanted = {shard.file for shard in shards} | {record_path(index) for index in range(num_chunks)}
     for folder in (SHARDS, PARTS):
         for name in out.names(folder):
             if f"{folder}/{name}" not in wanted:

@@ -23,7 +23,7 @@ from mmray.data.formats.source import Chunk, Item, Source, SourceUnreadable
 from mmray.data.images.decode import BadImage, checked_size, header_size, read_rgb, shrink
 from mmray.data.images.files import read_picture, stamp, tried
 from mmray.data.images.sandbox import SandboxedDecoder
-from mmray.data.prepare.fetch import rows_ahead
+from mmray.data.prepare.fetch import prefetch_rows
 from mmray.data.store.manifest import PARTS, SHARDS, Shard
 from mmray.data.store.prepared_set import BATCH_ROWS, SCHEMA, Row, images_sha256
 from mmray.data.store.shards import first_batch
@@ -104,7 +104,7 @@ _BOX_SLACK = 0.01  # annotators draw a pixel over the edge
 
 
 @dataclass(frozen=True)
-class Job:
+class PrepareJob:
     """What decides how a chunk is packed: another job packs it again."""
 
     source: Chosen
@@ -118,7 +118,7 @@ class Job:
     holdout: float
     rows_per_shard: int
     allow_urls: tuple[str, ...] = ()
-    careful: bool = False  # decode in a child process: a worker has died before
+    sandboxed: bool = False  # decode in a child process: a worker has died before
 
     def digest(self) -> str:
         """Of the settings alone: a set may be moved together with its source."""
@@ -133,7 +133,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Packed:
+class ChunkResult:
     """What a task tells the driver."""
 
     index: int
@@ -141,7 +141,7 @@ class Packed:
     num_bad: int
 
 
-class Entry(NamedTuple):
+class RecordRow(NamedTuple):
     """What the record says of a good row; there each name is a column."""
 
     line: int
@@ -154,30 +154,32 @@ class Entry(NamedTuple):
     language: str | None
 
 
-def part_name(index: int) -> str:
+def record_path(index: int) -> str:
     return f"{PARTS}/chunk-{index:05d}.json"
 
 
-def pack_chunk(job: Job, chunk: Chunk, fetcher: Callable[[tuple[str, ...]], Fetcher] | None = None) -> Packed:
+def pack_chunk(
+    job: PrepareJob, chunk: Chunk, fetcher: Callable[[tuple[str, ...]], Fetcher] | None = None
+) -> ChunkResult:
     """Pack one chunk; `fetcher` makes what fetches images from the hosts that are allowed (none: the usual one).
 
     Raises SourceChanged and SourceUnreadable, and OSError where the set cannot be written.
     """
-    task, fetch = _Task(job, chunk), None
+    task, fetch = _ChunkPacker(job, chunk), None
     with ExitStack() as files:
         files.callback(task.sandbox.close)
         if job.allow_urls and not job.reference:
             from mmray.data.prepare.fetch import Fetcher  # tasks without addresses do without a client
 
             fetch = files.enter_context((fetcher or Fetcher)(job.allow_urls)).fetch
-        for item, raw in rows_ahead(_items(job, chunk), job.allow_urls, fetch):
+        for item, raw in prefetch_rows(_items(job, chunk), job.allow_urls, fetch):
             task.pack(item, raw, files)
     record = task.record()
-    Place(job.out).write(part_name(chunk.index), orjson.dumps(record))
-    return Packed(chunk.index, len(record["rows"]["key"]) + len(record["faults"]), len(record["faults"]))
+    Place(job.out).write(record_path(chunk.index), orjson.dumps(record))
+    return ChunkResult(chunk.index, len(record["rows"]["key"]) + len(record["faults"]), len(record["faults"]))
 
 
-def _items(job: Job, chunk: Chunk) -> Iterator[Item]:
+def _items(job: PrepareJob, chunk: Chunk) -> Iterator[Item]:
     """The rows of a chunk; an OSError here is the source's, not one of what is written."""
     try:
         yield from job.open().read(chunk)
@@ -188,13 +190,13 @@ def _items(job: Job, chunk: Chunk) -> Iterator[Item]:
 def read_record(out: Place, index: int) -> dict[str, Any] | None:
     """The record of a chunk that was done; None where there is none that can be read."""
     try:
-        record = orjson.loads(out.read(part_name(index)))
+        record = orjson.loads(out.read(record_path(index)))
     except (FileNotFoundError, ValueError):
         return None
     return record if isinstance(record, dict) else None
 
 
-def is_current(record: dict[str, Any], job: Job, chunk: Chunk) -> bool:
+def is_current(record: dict[str, Any], job: PrepareJob, chunk: Chunk) -> bool:
     """Whether this record stands for this chunk as it would be packed now: same lines, settings and image files."""
     source, out = Place(job.source.address), Place(job.out)
     return (
@@ -206,19 +208,19 @@ def is_current(record: dict[str, Any], job: Job, chunk: Chunk) -> bool:
     )
 
 
-def has_unread(record: dict[str, Any]) -> bool:
+def has_retryable(record: dict[str, Any]) -> bool:
     """Whether rows of the chunk were set aside that may be good another time: their files did not open or decode."""
     return any(fault["stage"] in ("read", "decode") for fault in record["faults"])
 
 
-class _Task:
+class _ChunkPacker:
     """The state of one chunk while it is packed."""
 
-    def __init__(self, job: Job, chunk: Chunk) -> None:
+    def __init__(self, job: PrepareJob, chunk: Chunk) -> None:
         self.job, self.chunk = job, chunk
         self.source, self.out = Place(job.source.address), Place(job.out)
         self.writers: dict[str | None, ShardWriter] = {}
-        self.rows: list[Entry] = []
+        self.rows: list[RecordRow] = []
         self.faults: list[dict[str, Any]] = []
         self.files: list[tuple[str, int | None, int | None]] = []
         self.retry = False
@@ -226,7 +228,7 @@ class _Task:
         self.token = uuid.uuid4().hex[:8]  # never over a file that an earlier manifest may name
 
     def pack(self, item: Item, raw: RawRow | BadRow, files: ExitStack) -> None:
-        where, key = _told(item.origin), _told(raw.key or item.origin)
+        where, key = _to_utf8(item.origin), _to_utf8(raw.key or item.origin)
         try:
             if isinstance(raw, BadRow):
                 raise raw
@@ -234,14 +236,14 @@ class _Task:
         except BadRow as bad:
             # "unreadable" may pass (a network file system), so such a chunk is tried again by the next prepare.
             self.retry = self.retry or bad.reason == "unreadable"
-            fault = {"stage": bad.stage, "reason": bad.reason, "detail": _told(bad.detail)}
+            fault = {"stage": bad.stage, "reason": bad.reason, "detail": _to_utf8(bad.detail)}
             self.faults.append({"line": item.line, "key": key, "source": where} | fault)
             return
         self._writer(row.split, files).append(row)
         said = [*row.texts, *(row.messages or [])]
         text, whole = (hashlib.sha256(orjson.dumps(values)).hexdigest() for values in (said, [original, *said]))
         self.rows.append(
-            Entry(
+            RecordRow(
                 line=item.line,
                 origin=where,
                 key=row.key,
@@ -260,7 +262,7 @@ class _Task:
             "chunk": asdict(self.chunk),
             "retry": self.retry,
             "shards": [asdict(writer.entry()) for writer in self.writers.values()],
-            "rows": {name: [getattr(row, name) for row in self.rows] for name in Entry._fields},
+            "rows": {name: [getattr(row, name) for row in self.rows] for name in RecordRow._fields},
             "faults": self.faults,
             "files": self.files,
         }
@@ -277,7 +279,7 @@ class _Task:
             raise BadRow("read", "no-reference", "the image stands in the row itself: prepare without --reference")
         if self.job.reference and self.job.check == "none":
             self._stamp(raw.images)
-            return self._unread(raw, texts, where)
+            return self._unchecked_row(raw, texts, where)
         images = [self._read(picture) for picture in raw.images]
         original = images_sha256(images)
         checked = [self._decode(picture.name, data) for picture, data in zip(raw.images, images, strict=True)]
@@ -286,22 +288,22 @@ class _Task:
         row = Row(raw.key, kept, texts, raw.label, raw.split, raw.language, where, sha256)
         row.messages = list(raw.messages) or None
         if raw.boxes:
-            row.boxes, row.box_labels = _fractions(raw, checked[0][1]), list(raw.box_labels)
+            row.boxes, row.box_labels = _relative_boxes(raw, checked[0][1]), list(raw.box_labels)
         if self.job.reference:
             row.images, row.refs = [], _refs(raw)
-        return self._placed(row, original), original
+        return self._assign_split(row, original), original
 
-    def _unread(self, raw: RawRow, texts: list[str], where: str) -> tuple[Row, str]:
+    def _unchecked_row(self, raw: RawRow, texts: list[str], where: str) -> tuple[Row, str]:
         """A row whose image is taken on trust: it has no checksum, and only the same file is its duplicate."""
         refs = _refs(raw)
         original = hashlib.sha256(orjson.dumps(refs)).hexdigest()
         row = Row(raw.key, [], texts, raw.label, raw.split, raw.language, where, refs=refs)
         row.messages = list(raw.messages) or None
         if raw.boxes:
-            row.boxes, row.box_labels = _fractions(raw, (0, 0)), list(raw.box_labels)
-        return self._placed(row, original), original
+            row.boxes, row.box_labels = _relative_boxes(raw, (0, 0)), list(raw.box_labels)
+        return self._assign_split(row, original), original
 
-    def _placed(self, row: Row, original: str) -> Row:
+    def _assign_split(self, row: Row, original: str) -> Row:
         """The row with the split that holds it out, where it has none."""
         if row.split is None and self.job.holdout > 0:
             # By content, so that twins are on one side and a row stays where it is when the set grows.
@@ -320,13 +322,13 @@ class _Task:
         """The bytes to keep of an image, and its size; it decodes to its end, or as far as `check` asks."""
         try:
             if self.job.image_side:
-                if self.job.careful:
+                if self.job.sandboxed:
                     self.sandbox.check(data, self.job.max_pixels)
                 rgb = read_rgb(data, self.job.max_pixels)
                 return shrink(rgb, data, self.job.image_side), (rgb.shape[1], rgb.shape[0])
             if self.job.check != "full":
                 return data, header_size(data, self.job.max_pixels) if self.job.check == "header" else (0, 0)
-            check = self.sandbox.check if self.job.careful else checked_size
+            check = self.sandbox.check if self.job.sandboxed else checked_size
             return data, check(data, self.job.max_pixels)
         except BadImage as bad:
             raise BadRow("decode", bad.reason, f"{name}: {bad.detail}") from None
@@ -343,7 +345,7 @@ def shards_of(record: dict[str, Any]) -> list[Shard]:
     return [Shard.from_json(values) for values in record["shards"]]
 
 
-def _told(text: str) -> str:
+def _to_utf8(text: str) -> str:
     """What a source says, as UTF-8 can say it: names of files and JSON may hold halves of surrogate pairs."""
     return text.encode(errors="backslashreplace").decode()
 
@@ -353,7 +355,7 @@ def _refs(raw: RawRow) -> list[dict[str, Any]]:
     return [{"file": one.file, "offset": one.offset, "length": one.length} for one in raw.images]
 
 
-def _fractions(raw: RawRow, size: tuple[int, int]) -> list[list[float]]:
+def _relative_boxes(raw: RawRow, size: tuple[int, int]) -> list[list[float]]:
     """Boxes as (left, top, right, bottom) in fractions of the image, which hold at any size. Raises BadRow."""
     width, height = size
     if not width:

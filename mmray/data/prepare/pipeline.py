@@ -23,10 +23,10 @@ import ray
 from mmray.data.formats.detect import choose, class_names, label_names, left_beside
 from mmray.data.formats.source import Chunk, SourceChanged, SourceUnreadable
 from mmray.data.prepare import assemble, contamination, sample
-from mmray.data.prepare.error_budget import BadRuns, Fault, check_budget, check_run, most_bad
-from mmray.data.prepare.output_dir import make, one_writer, sweep, sweep_unfinished
-from mmray.data.prepare.pack import Job, has_unread, is_current, pack_chunk, read_record
-from mmray.data.prepare.tasks import MAX_RETRIES, MAX_RETRIES_APART, answer_of, item_of, run_tasks
+from mmray.data.prepare.error_budget import BadRuns, Fault, check_budget, check_run, max_bad_rows
+from mmray.data.prepare.output_dir import create_output_dir, exclusive_lock, remove_stale_files, remove_temp_files
+from mmray.data.prepare.pack import PrepareJob, has_retryable, is_current, pack_chunk, read_record
+from mmray.data.prepare.tasks import MAX_RETRIES, MAX_RETRIES_SANDBOXED, decode_item, encode_result, map_tasks
 from mmray.data.store.manifest import MANIFEST, PARTS, QUARANTINE, SHARDS, TOKENIZER, Manifest, read_manifest
 from mmray.errors import DataError, ResourceError, UsageError
 from mmray.storage.remote_path import Folder, RemotePath, folder_at
@@ -40,23 +40,23 @@ if TYPE_CHECKING:
 class Progress:
     """How far a prepare is."""
 
-    stage: str  # scan, pack, assemble, compare or tokenizer
+    stage: str  # scan, pack, deduplicate, hash or tokenize
     done_rows: int
     total_rows: int  # 0 while the source is being scanned
     bad_rows: int = 0
     kept_rows: int = 0  # of the done ones: were done before this prepare
 
 
-Report = Callable[[Progress], None]
-Say = Callable[[str, str], None]  # a line and its label
+OnProgress = Callable[[Progress], None]
+Notify = Callable[[str, str], None]  # a line and its label
 
 
 def prepare(
     source: str,
     out: str,
     settings: Prepare,
-    progress: Report | None = None,
-    say: Say | None = None,
+    progress: OnProgress | None = None,
+    notify: Notify | None = None,
     retry: bool = False,
 ) -> Manifest:
     """Check, clean and pack the image-text rows of a source into the folder `out`; Ray must be initialised.
@@ -65,20 +65,20 @@ def prepare(
     that is then in the folder. Raises DataError (a fault of the whole source, or more bad rows
     than `settings` allow), UsageError (a folder that cannot be meant), ResourceError (what failed may pass).
     """
-    contamination.check(settings, out)
-    job = job_of(source, out, settings)
+    contamination.validate(settings, out)
+    job = make_job(source, out, settings)
     target, report = Place(job.out), progress or (lambda _: None)
-    make(target)
-    with one_writer(target):
+    create_output_dir(target)
+    with exclusive_lock(target):
         try:
-            return _prepare(job, settings, report, say or (lambda _, __: None), retry)
+            return _prepare(job, settings, report, notify or (lambda _, __: None), retry)
         except OSError as error:
             raise ResourceError(f"prepare stopped: {error}; put it right, and the same command goes on") from error
 
 
-def job_of(source: str, out: str, settings: Prepare) -> Job:
+def make_job(source: str, out: str, settings: Prepare) -> PrepareJob:
     """What of these settings decides how a chunk is packed. Raises DataError and UsageError as `choose` does."""
-    return Job(
+    return PrepareJob(
         source=choose(source, settings.format),
         out=Place(out).address,
         columns=tuple(settings.column_names.items()),
@@ -93,20 +93,20 @@ def job_of(source: str, out: str, settings: Prepare) -> Job:
     )
 
 
-def _prepare(job: Job, settings: Prepare, report: Report, say: Say, retry: bool) -> Manifest:
+def _prepare(job: PrepareJob, settings: Prepare, report: OnProgress, notify: Notify, retry: bool) -> Manifest:
     out = Place(job.out)
-    sweep_unfinished(out)
+    remove_temp_files(out)
     before = read_manifest(out)
     chunks = _scan(job, report)
-    total, called = _count(chunks), job.source.called
+    total, called = _total_rows(chunks), job.source.called
     if not chunks or total == 0:
-        raise DataError(f"{_where(job)} holds no rows of {job.open().title}")
+        raise DataError(f"{_source_uri(job)} holds no rows of {job.open().title}")
     amount = f"{len(chunks):,} files" if total is None else f"{total:,} rows"
-    say(f"{amount} of {job.open().title} from {_where(job)}", "reading")
+    notify(f"{amount} of {job.open().title} from {_source_uri(job)}", "reading")
     if beside := left_beside(job.source):
-        say(f"{beside} lies beside it and is not read: {_where(job)},{beside} reads both", "beside")
+        notify(f"{beside} lies beside it and is not read: {_source_uri(job)},{beside} reads both", "beside")
     if job.allow_urls:
-        say(f"images named by addresses, from {', '.join(job.allow_urls)} and nowhere else", "fetching")
+        notify(f"images named by addresses, from {', '.join(job.allow_urls)} and nowhere else", "fetching")
     if before is not None and not _is_continued(before, job, chunks):
         if before.source["name"] != called:
             raise UsageError(
@@ -114,21 +114,23 @@ def _prepare(job: Job, settings: Prepare, report: Report, say: Say, retry: bool)
             )
         before = None
     done, run, over = _pack(job, chunks, total, settings, report, retry)
-    total = sum(_counted(read_record(out, index)) for index in done) if total is None else total
+    total = sum(_record_rows(read_record(out, index)) for index in done) if total is None else total
     if not total:
-        raise DataError(f"{_where(job)} holds no rows of {job.open().title}")
-    report(Progress("assemble", total, total))
-    findings = assemble.find(out, done, settings.duplicates)
-    findings, leakage = (findings, {}) if run or over else _compare(job, settings, done, findings, report, say)
+        raise DataError(f"{_source_uri(job)} holds no rows of {job.open().title}")
+    report(Progress("deduplicate", total, total))
+    findings = assemble.find_duplicates(out, done, settings.duplicates)
+    findings, leakage = (
+        (findings, {}) if run or over else _check_contamination(job, settings, done, findings, report, notify)
+    )
     shards, reasons, languages = assemble.write_quarantine(out, done, findings)
     num_read = findings.num_rows + reasons.total() - findings.num_dropped
-    check_run(_where(job), out, run, settings.max_bad_run)
-    check_budget(_where(job), out, num_read, total, reasons, settings.max_bad_fraction)
-    report(Progress("tokenizer", num_read, total, reasons.total()))
+    check_run(_source_uri(job), out, run, settings.max_bad_run)
+    check_budget(_source_uri(job), out, num_read, total, reasons, settings.max_bad_fraction)
+    report(Progress("tokenize", num_read, total, reasons.total()))
     has_tokenizer = _write_tokenizer(out, shards, settings, before)
     manifest = assemble.make_manifest(
         settings,
-        _identity(job, chunks) | _found_at(job),
+        _identity(job, chunks) | _source_location(job),
         shards,
         reasons,
         languages,
@@ -139,26 +141,31 @@ def _prepare(job: Job, settings: Prepare, report: Report, say: Say, retry: bool)
         class_names(job.source),
     )
     out.write(MANIFEST, manifest.to_json())
-    sweep(out, shards, len(chunks))
+    remove_stale_files(out, shards, len(chunks))
     return manifest
 
 
-def _compare(
-    job: Job, settings: Prepare, done: list[int], findings: assemble.Findings, report: Report, say: Say
-) -> tuple[assemble.Findings, dict[str, Any]]:
+def _check_contamination(
+    job: PrepareJob,
+    settings: Prepare,
+    done: list[int],
+    findings: assemble.DedupResult,
+    report: OnProgress,
+    notify: Notify,
+) -> tuple[assemble.DedupResult, dict[str, Any]]:
     """Leaks into other sets and across splits, where they are asked for: findings with those to set aside, summary."""
-    if not contamination.wanted(settings):
+    if not contamination.is_enabled(settings):
         return findings, {}
     source = job.source.address if job.reference else ""
 
-    def tell(rows: int, total: int) -> None:
-        report(Progress("compare", rows, total))
+    def on_rows(rows: int, total: int) -> None:
+        report(Progress("hash", rows, total))
 
-    told, summary = contamination.leaks_of(Place(job.out), done, source, findings, settings, tell, say)
+    told, summary = contamination.check_contamination(Place(job.out), done, source, findings, settings, on_rows, notify)
     return replace(findings, leaked=told) if settings.drop_leaked else findings, summary
 
 
-def _scan(job: Job, report: Report) -> list[Chunk]:
+def _scan(job: PrepareJob, report: OnProgress) -> list[Chunk]:
     """The chunks of the source, with the ends that an earlier prepare under the same settings gave them."""
     out, digest = Place(job.out), job.digest()
     records = (read_record(out, index) for index in range(len(out.names(PARTS))))
@@ -171,23 +178,23 @@ def _scan(job: Job, report: Report) -> list[Chunk]:
     return chunks
 
 
-def _where(job: Job) -> str:
+def _source_uri(job: PrepareJob) -> str:
     return f"{job.source.address}/{job.source.name}".rstrip("/")
 
 
-def _count(chunks: list[Chunk]) -> int | None:
+def _total_rows(chunks: list[Chunk]) -> int | None:
     """Rows of these chunks; None where some are only counted as they are read."""
     counts = [chunk.num_rows for chunk in chunks if chunk.num_rows is not None]
     return sum(counts) if len(counts) == len(chunks) else None
 
 
-def _counted(record: dict[str, Any] | None) -> int:
+def _record_rows(record: dict[str, Any] | None) -> int:
     """Rows that a record accounts for."""
     return len(record["rows"]["key"]) + len(record["faults"]) if record else 0
 
 
 def _pack(
-    job: Job, chunks: list[Chunk], total: int | None, settings: Prepare, report: Report, retry: bool
+    job: PrepareJob, chunks: list[Chunk], total: int | None, settings: Prepare, report: OnProgress, retry: bool
 ) -> tuple[list[int], list[Fault] | None, bool]:
     """Pack what is not done; the indices of the chunks that are, a run of bad rows that is too long, and whether more
     rows are bad than may be.
@@ -195,27 +202,27 @@ def _pack(
     Ends early with such a run, or once more rows are bad than the budget allows, where it is known beforehand how many
     there are.
     """
-    out, most = Place(job.out), None if total is None else most_bad(settings.max_bad_fraction, total)
+    out, most = Place(job.out), None if total is None else max_bad_rows(settings.max_bad_fraction, total)
     runs, run = BadRuns(settings.max_bad_run), None
     done: list[int] = []
     todo: list[Chunk] = []
     rows = bad = 0
     for chunk in chunks:
         record = read_record(out, chunk.index)
-        if record is None or not is_current(record, job, chunk) or (retry and has_unread(record)):
+        if record is None or not is_current(record, job, chunk) or (retry and has_retryable(record)):
             todo.append(chunk)
             continue
         done.append(chunk.index)
-        rows, bad = rows + _counted(record), bad + len(record["faults"])
+        rows, bad = rows + _record_rows(record), bad + len(record["faults"])
         run = run or runs.add(chunk.index, record)
     kept = rows
-    report(Progress("pack", rows, _expected(total, rows, done, chunks), bad, kept))
+    report(Progress("pack", rows, _estimate_total(total, rows, done, chunks), bad, kept))
     within = run is None and (most is None or bad <= most)
-    with closing(_run(job, todo if within else [])) as results:  # an error of `report` ends the job too
+    with closing(_run_with_fallback(job, todo if within else [])) as results:  # an error of `report` ends the job too
         for index, num_rows, num_bad in results:
             done.append(index)
             rows, bad = rows + num_rows, bad + num_bad
-            report(Progress("pack", rows, _expected(total, rows, done, chunks), bad, kept))
+            report(Progress("pack", rows, _estimate_total(total, rows, done, chunks), bad, kept))
             record = read_record(out, index) if settings.max_bad_run else None
             run = runs.add(index, record) if record else None
             if run or (most is not None and bad > most):
@@ -223,12 +230,12 @@ def _pack(
     return sorted(done), run, most is not None and bad > most
 
 
-def _expected(total: int | None, rows: int, done: list[int], chunks: list[Chunk]) -> int:
+def _estimate_total(total: int | None, rows: int, done: list[int], chunks: list[Chunk]) -> int:
     """Rows in all; where they are not known, as many in each file as in those that were read."""
     return total if total is not None else round(rows * len(chunks) / max(1, len(done)))
 
 
-def _run(job: Job, chunks: list[Chunk]) -> Generator[tuple[int, int, int], None, None]:
+def _run_with_fallback(job: PrepareJob, chunks: list[Chunk]) -> Generator[tuple[int, int, int], None, None]:
     """(index, rows, bad rows) of each chunk, as it is done; after a worker's death the rest with decoders apart."""
     done: set[int] = set()
     try:
@@ -239,24 +246,24 @@ def _run(job: Job, chunks: list[Chunk]) -> Generator[tuple[int, int, int], None,
     except ray.exceptions.RayError:
         rest = [chunk for chunk in chunks if chunk.index not in done]
     try:
-        yield from _ray_job(replace(job, careful=True), rest, MAX_RETRIES_APART)
+        yield from _ray_job(replace(job, sandboxed=True), rest, MAX_RETRIES_SANDBOXED)
     except ray.exceptions.RayError as error:
         raise ResourceError(
-            f"the prepare job ended, while at {_unfinished(job, rest)}: {error}\nThe same command goes on where it "
-            "was; images are not the cause (they were decoded in processes of their own): memory may be, give a task "
-            "fewer rows with --rows-per-shard"
+            f"prepare workers died while packing {_in_flight_chunks(job, rest)}: {error}\nImages were decoded in a "
+            "separate process, so they are not the cause; the node may have run out of memory. Lower "
+            "--rows-per-shard and rerun the same command; finished shards are kept."
         ) from error
 
 
-def _ray_job(job: Job, chunks: list[Chunk], retries: int) -> Iterator[tuple[int, int, int]]:
+def _ray_job(job: PrepareJob, chunks: list[Chunk], retries: int) -> Iterator[tuple[int, int, int]]:
     """The Ray Data job itself. Raises RayError once a chunk has killed its worker `retries` times more."""
-    for row in run_tasks(partial(_pack_batch, job=job), [asdict(chunk) for chunk in chunks], retries):
+    for row in map_tasks(partial(_pack_batch, job=job), [asdict(chunk) for chunk in chunks], retries):
         if row["fault"]:
             raise (DataError if row["changed"] else ResourceError)(row["fault"])
         yield int(row["index"]), int(row["num_rows"]), int(row["num_bad"])
 
 
-def _unfinished(job: Job, chunks: list[Chunk]) -> str:
+def _in_flight_chunks(job: PrepareJob, chunks: list[Chunk]) -> str:
     """What was being packed when a worker died: those whose shards lie about unfinished."""
     names = Place(job.out).names(SHARDS)
     at = {int(name.partition("-")[0]) for name in names if name.endswith(UNFINISHED)}
@@ -264,9 +271,9 @@ def _unfinished(job: Job, chunks: list[Chunk]) -> str:
     return ", ".join(parts[:16]) or job.source.called
 
 
-def _pack_batch(batch: dict[str, np.ndarray], job: Job) -> dict[str, np.ndarray]:
+def _pack_batch(batch: dict[str, np.ndarray], job: PrepareJob) -> dict[str, np.ndarray]:
     """The Ray task: one chunk. What is expected to fail comes back as a value, so that Ray does not try it again."""
-    chunk = Chunk(**item_of(batch))
+    chunk = Chunk(**decode_item(batch))
     answer: dict[str, Any] = {"index": chunk.index, "num_rows": 0, "num_bad": 0, "fault": "", "changed": False}
     try:
         packed = pack_chunk(job, chunk)
@@ -277,23 +284,23 @@ def _pack_batch(batch: dict[str, np.ndarray], job: Job) -> dict[str, np.ndarray]
         answer |= {"fault": f"{error}; the same command goes on once that is put right"}
     except OSError as error:
         answer |= {"fault": f"cannot write to {job.out}: {error}; the same command goes on once that is put right"}
-    return answer_of(answer)
+    return encode_result(answer)
 
 
-def _is_continued(before: Manifest, job: Job, chunks: list[Chunk]) -> bool:
+def _is_continued(before: Manifest, job: PrepareJob, chunks: list[Chunk]) -> bool:
     """Whether the source is the one of this manifest, with or without further rows."""
     same = _identity(job, chunks[: before.source["num_chunks"]])
     return same.items() <= before.source.items()
 
 
-def _identity(job: Job, chunks: list[Chunk]) -> dict[str, Any]:
+def _identity(job: PrepareJob, chunks: list[Chunk]) -> dict[str, Any]:
     """What says that a source is the same; where the images stay in it, its address too."""
     digest = hashlib.sha256("".join(chunk.sha256 for chunk in chunks).encode()).hexdigest()
     identity = {"name": job.source.called, "num_chunks": len(chunks), "num_bytes": chunks[-1].stop, "sha256": digest}
     return identity | ({"address": job.source.address} if job.reference else {})
 
 
-def _found_at(job: Job) -> dict[str, str]:
+def _source_location(job: PrepareJob) -> dict[str, str]:
     """Where the source was, for a report that shows what was set aside; it may have moved since."""
     return {"format": job.source.format, "folder": job.source.address, "file": job.source.name}
 
@@ -302,19 +309,19 @@ def _write_tokenizer(out: Place, shards: list[assemble.Shard], settings: Prepare
     """Train the tokenizer, but keep that of a set that grew: models were trained with it."""
     if before is not None and before.tokenizer and before.settings["vocab_size"] == settings.vocab_size:
         return True
-    text = assemble.tokenizer_for(out, shards, settings.vocab_size)
+    text = assemble.fit_tokenizer(out, shards, settings.vocab_size)
     if text is not None:
         out.write(TOKENIZER, text.encode())
     return text is not None
 
 
 # From what a user names to a prepared set: one is opened, a raw source is prepared into the cache first.
-BUDGETS = {"max_bad_fraction", "max_bad_run"}  # a prepare with another goes on with what is done
+NOT_IN_CACHE_KEY = {"max_bad_fraction", "max_bad_run"}  # a prepare with another goes on with what is done
 _NO_NAME = re.compile(r"[^\w.-]+")
 
 
 def ensure_prepared(
-    source: str, cache: str, settings: Prepare, say: Callable[[str, str], None], progress: Callable[[Progress], None]
+    source: str, cache: str, settings: Prepare, notify: Callable[[str, str], None], progress: Callable[[Progress], None]
 ) -> Folder:
     """Folder of the prepared set that `source` names; Ray must be there. Raises DataError.
 
@@ -333,9 +340,9 @@ def ensure_prepared(
         return place
     if not place.exists() and "," not in place.name:
         raise DataError(f"there is no data at {place}: give a prepared set, a source of rows, or `sample`")
-    name = hashlib.sha256(f"{place}\n{settings.model_dump_json(exclude=BUDGETS)}".encode()).hexdigest()[:8]
+    name = hashlib.sha256(f"{place}\n{settings.model_dump_json(exclude=NOT_IN_CACHE_KEY)}".encode()).hexdigest()[:8]
     out = folder_at(cache) / f"{_NO_NAME.sub('_', place.stem)}-{name}"
-    manifest = prepare(str(place), str(out), settings, progress, say)
+    manifest = prepare(str(place), str(out), settings, progress, notify)
     aside = f"{manifest.num_quarantined:,} set aside (reasons in its {QUARANTINE})"
-    say(f"{out}: {manifest.num_rows:,} rows of {place.name}, {aside}", "prepared")
+    notify(f"{out}: {manifest.num_rows:,} rows of {place.name}, {aside}", "prepared")
     return out

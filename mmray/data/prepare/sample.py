@@ -28,7 +28,7 @@ NUM_TRAIN = 3072
 NUM_TEST = 512
 
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
-COLOURS = {
+COLORS = {
     "red": (214, 32, 38),
     "orange": (250, 140, 20),
     "yellow": (245, 222, 40),
@@ -91,7 +91,7 @@ def draw(out: Path, seed: int = 0) -> Path:
         Path(out).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out, prefix=".drawing-") as scratch:
             _draw_all(Path(scratch) / "set", seed)
-            _take_place(Path(scratch) / "set", folder)
+            _rename_unless_present(Path(scratch) / "set", folder)
     except OSError as error:
         raise UsageError(
             f"the sample set cannot be drawn into {out}: {error.strerror or error}; set data.cache to a folder that "
@@ -100,7 +100,7 @@ def draw(out: Path, seed: int = 0) -> Path:
     return jsonl
 
 
-def _take_place(drawn: Path, folder: Path) -> None:
+def _rename_unless_present(drawn: Path, folder: Path) -> None:
     """Rename; another process may have drawn the same meanwhile, and its set is as good."""
     try:
         drawn.rename(folder)
@@ -112,7 +112,7 @@ def _take_place(drawn: Path, folder: Path) -> None:
 def scenes(seed: int) -> tuple[list[Scene], list[Scene]]:
     """The scenes of the train rows (some come twice) and of the test rows; no combination is in both."""
     every = list(
-        map(Scene, *zip(*itertools.product(SHAPES, COLOURS, RADII, (*CENTRES, *COUNTS), BACKGROUNDS), strict=True))
+        map(Scene, *zip(*itertools.product(SHAPES, COLORS, RADII, (*CENTRES, *COUNTS), BACKGROUNDS), strict=True))
     )
     random.Random(f"scenes {seed}").shuffle(every)
     test, train = every[:NUM_TEST], every[NUM_TEST:]
@@ -128,7 +128,7 @@ def _draw_all(folder: Path, seed: int) -> None:
     for number, (split, scene) in enumerate(split_of):
         chance = random.Random(f"row {seed} {number}")
         name = f"images/{number:05d}.{chance.choice(('jpg', 'jpg', 'png'))}"
-        (folder / name).write_bytes(_encode(_picture(scene, chance), name))
+        (folder / name).write_bytes(_encode(_draw_scene(scene, chance), name))
         texts = chance.sample(scene.captions(), chance.choice((1, 2, 3)))
         lines.append(_line(f"shapes-{number:05d}", name, texts, split))
     for number, line in enumerate(_damaged(folder, lines)):
@@ -168,7 +168,7 @@ def _encode(picture: Image.Image, name: str) -> bytes:
     return file.getvalue()
 
 
-def _picture(scene: Scene, chance: random.Random) -> Image.Image:
+def _draw_scene(scene: Scene, chance: random.Random) -> Image.Image:
     """A scene on a canvas of some size, shapes a little off their places, turned and tinted; drawn double, halved."""
     width, height = chance.choice(CANVASES)
     picture = Image.new("RGB", (2 * width, 2 * height), _tinted(BACKGROUNDS[scene.background], chance))
@@ -180,7 +180,7 @@ def _picture(scene: Scene, chance: random.Random) -> Image.Image:
             for side, at in zip((width, height), CENTRES[place], strict=True)
         )
         radius = 2 * min(width, height) * RADII[scene.size] * chance.uniform(0.92, 1.08)
-        _shape(pen, scene.shape, x, y, radius, _tinted(COLOURS[scene.colour], chance), chance.uniform(-0.12, 0.12))
+        _draw_shape(pen, scene.shape, x, y, radius, _tinted(COLORS[scene.colour], chance), chance.uniform(-0.12, 0.12))
     return picture.reduce(2)
 
 
@@ -188,7 +188,7 @@ def _tinted(colour: tuple[int, int, int], chance: random.Random) -> tuple[int, .
     return tuple(min(255, max(0, value + chance.randint(-10, 10))) for value in colour)
 
 
-def _shape(
+def _draw_shape(
     pen: ImageDraw.ImageDraw, shape: str, x: float, y: float, radius: float, colour: tuple[int, ...], turn: float
 ) -> None:
     box = (x - radius, y - radius, x + radius, y + radius)
@@ -197,11 +197,11 @@ def _shape(
     elif shape == "ring":
         pen.ellipse(box, outline=colour, width=max(2, round(radius * 0.4)))
     else:
-        corners = (_turned(distance * radius, angle + turn) for distance, angle in OUTLINES[shape])
+        corners = (_to_xy(distance * radius, angle + turn) for distance, angle in OUTLINES[shape])
         pen.polygon([(x + dx, y + dy) for dx, dy in corners], fill=colour)
 
 
-def _turned(distance: float, angle: float) -> tuple[float, float]:
+def _to_xy(distance: float, angle: float) -> tuple[float, float]:
     return distance * math.sin(angle), -distance * math.cos(angle)
 
 

@@ -22,7 +22,7 @@ from mmray.data.images.files import read_pictures
 from mmray.data.store.cache import LocalCache
 from mmray.data.store.manifest import MANIFEST, PARTS, TOKENIZER, Manifest, Shard, fingerprint, read_manifest
 from mmray.data.store.shards import OpenShards, RemoteShards, Wanted
-from mmray.data.stream.order import Part
+from mmray.data.stream.order import MixtureComponent
 from mmray.errors import DataError
 from mmray.storage.range_reads import RangeFiles
 from mmray.storage.storage import Place
@@ -285,10 +285,10 @@ class MixedSet:
         self._starts = np.cumsum([0, *(each.num_rows for each in sets)])
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[MixtureComponent, ...]:
         """What the order needs to know of each set."""
         return tuple(
-            Part(each.num_rows, max(1, round(weight * each.num_rows)))
+            MixtureComponent(each.num_rows, max(1, round(weight * each.num_rows)))
             for each, weight in zip(self.sets, self.weights, strict=True)
         )
 

@@ -12,30 +12,32 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from mmray.data.stream.order import Plan
+from mmray.data.stream.order import SamplePlan
 
 Batch = dict[str, torch.Tensor]
-Columns = dict[str, np.ndarray]
-UNLEARNED = -100  # transformers' word for a token that has no part in the loss
+NumpyBatch = dict[str, np.ndarray]
+IGNORE_INDEX = -100  # transformers' word for a token that has no part in the loss
 
 
-def steps_of(blocks: Iterable[Columns], plan: Plan, by_length: bool = False) -> Iterator[list[Batch]]:
+def iter_micro_batches(
+    blocks: Iterable[NumpyBatch], plan: SamplePlan, by_length: bool = False
+) -> Iterator[list[Batch]]:
     """The micro-batches of each step, in order, from one rank's blocks: of whole steps, or of equal parts of one.
 
     `by_length`: captions of like length share a micro-batch, longest first. The step's rows stay the same.
     """
-    for parts in _by_step(blocks, plan.share):
+    for parts in _by_step(blocks, plan.rank_rows):
         if by_length and plan.accumulation > 1:  # within one micro-batch an order changes nothing
-            whole = _rows(parts, 0, plan.share)
+            whole = _rows(parts, 0, plan.rank_rows)
             order = np.argsort(-whole["num_tokens"], kind="stable")
             parts = [{name: column[order] for name, column in whole.items()}]
-        starts = range(0, plan.share, plan.micro)
-        yield [_batch(_rows(parts, first, min(first + plan.micro, plan.share))) for first in starts]
+        starts = range(0, plan.rank_rows, plan.micro)
+        yield [_batch(_rows(parts, first, min(first + plan.micro, plan.rank_rows))) for first in starts]
 
 
-def _by_step(blocks: Iterable[Columns], share: int) -> Iterator[list[Columns]]:
+def _by_step(blocks: Iterable[NumpyBatch], share: int) -> Iterator[list[NumpyBatch]]:
     """What each step is made of: a slice of a block, or several blocks."""
-    held: list[Columns] = []
+    held: list[NumpyBatch] = []
     for block in blocks:
         size = len(block["pos"])
         if size >= share:
@@ -48,7 +50,7 @@ def _by_step(blocks: Iterable[Columns], share: int) -> Iterator[list[Columns]]:
             held = []
 
 
-def _rows(parts: list[Columns], first: int, last: int) -> Columns:
+def _rows(parts: list[NumpyBatch], first: int, last: int) -> NumpyBatch:
     """Rows first..last of equal parts: a view where one part has them all."""
     size = len(parts[0]["pos"])
     pieces = [
@@ -58,10 +60,10 @@ def _rows(parts: list[Columns], first: int, last: int) -> Columns:
     ]
     if len(pieces) == 1:
         return pieces[0]
-    return {name: _joined([piece[name] for piece in pieces]) for name in pieces[0]}
+    return {name: _concat([piece[name] for piece in pieces]) for name in pieces[0]}
 
 
-def _joined(columns: list[np.ndarray]) -> np.ndarray:
+def _concat(columns: list[np.ndarray]) -> np.ndarray:
     """One column of several: tokens are as wide in a block as its longest caption, zeros follow."""
     if columns[0].ndim == 2:
         widest = max(column.shape[1] for column in columns)
@@ -69,12 +71,12 @@ def _joined(columns: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(columns)
 
 
-def _batch(rows: Columns) -> Batch:
+def _batch(rows: NumpyBatch) -> Batch:
     longest = int(rows["num_tokens"].max())
     num_tokens = torch.from_numpy(rows["num_tokens"].astype(np.int64))
     return (
-        learned_of(rows, longest)
-        | boxes_of(rows)
+        label_columns(rows, longest)
+        | box_columns(rows)
         | {
             "image": torch.from_numpy(rows["image"]),
             "input_ids": torch.from_numpy(rows["input_ids"][:, :longest].astype(np.int64)),
@@ -87,15 +89,15 @@ def _batch(rows: Columns) -> Batch:
     )
 
 
-def learned_of(rows: dict[str, np.ndarray], longest: int) -> Batch:
+def label_columns(rows: dict[str, np.ndarray], longest: int) -> Batch:
     """Of rows for a model that writes: labels int64 [B, T], -100 for tokens that are not learned; image_at [B]."""
     if "learned" not in rows:
         return {}
-    labels = np.where(rows["learned"], rows["input_ids"], UNLEARNED)[:, :longest].astype(np.int64)
+    labels = np.where(rows["learned"], rows["input_ids"], IGNORE_INDEX)[:, :longest].astype(np.int64)
     return {"labels": torch.from_numpy(labels), "image_at": torch.from_numpy(rows["image_at"].astype(np.int64))}
 
 
-def boxes_of(rows: dict[str, np.ndarray]) -> Batch:
+def box_columns(rows: dict[str, np.ndarray]) -> Batch:
     """boxes float32 [B, N, 4], box_labels int64 [B, N], box_mask bool [B, N] of real ones.
 
     N is the most that a row of these has. Without columns of boxes none of them.

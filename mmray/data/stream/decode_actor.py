@@ -10,14 +10,14 @@ from mmray.data.images.sandbox import SandboxedDecoder
 from mmray.data.stream.order import Blocks
 from mmray.data.stream.reader import Block, BlockReader, RowReader
 
-WARY_BLOCKS = 8
-DIED = (
+SANDBOXED_BLOCKS = 8
+WORKER_DIED_MESSAGE = (
     "a data worker died, and has begun again on {node}: what it was reading is read again. Where no image is named as "
     "the cause, its node may have run out of memory: fewer --data.workers, or a smaller --data.block-mb"
 )
 
 
-class Decoder(BlockReader):
+class DecodeActor(BlockReader):
     """The Ray Data actor. Begun again after its process died, it says so on the board, where there is one, and tries
     each image in a child first: one may have killed it. Ray gives it the same block again, without end, so that the
     image must be told from the rest here."""
@@ -25,16 +25,18 @@ class Decoder(BlockReader):
     def __init__(self, reader: RowReader, blocks: Blocks, board: Any = None):
         super().__init__(reader, blocks)
         again = ray.get_runtime_context().was_current_actor_reconstructed
-        self.wary = WARY_BLOCKS if again else 0
+        self.sandboxed_blocks_left = SANDBOXED_BLOCKS if again else 0
         reader.sandbox = SandboxedDecoder() if again else None
         if again and board is not None:
-            board.push.remote({"note": DIED.format(node=ray.util.get_node_ip_address()), "label": "data"})
+            board.push.remote(
+                {"note": WORKER_DIED_MESSAGE.format(node=ray.util.get_node_ip_address()), "label": "data"}
+            )
 
     def __call__(self, batch: Block) -> Block:
         block, sandbox = super().__call__(batch), self.reader.sandbox
         if sandbox is not None and not sandbox.deaths:  # its node may have gone instead
-            self.wary -= 1
-            if not self.wary:
+            self.sandboxed_blocks_left -= 1
+            if not self.sandboxed_blocks_left:
                 sandbox.close()
                 self.reader.sandbox = None
         return block

@@ -21,7 +21,7 @@ _ROUNDS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-def mix(value: np.ndarray) -> np.ndarray:
+def splitmix64(value: np.ndarray) -> np.ndarray:
     """Hash uint64 to uint64, any shape (the finaliser of splitmix64; Steele, Lea, Flood 2014)."""
     z = value + _GOLDEN
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -34,10 +34,10 @@ def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
 
     A Feistel network over Z_a x Z_b with a*b >= size, walked along its cycle until it lands below size.
     """
-    return _walk(lambda inside, keys: _feistel(inside, size, keys), index, size, key)
+    return _cycle_walk(lambda inside, keys: _feistel(inside, size, keys), index, size, key)
 
 
-def chunked(index: np.ndarray, size: int, key: np.ndarray, chunk: int, window: int) -> np.ndarray:
+def chunked_permutation(index: np.ndarray, size: int, key: np.ndarray, chunk: int, window: int) -> np.ndarray:
     """Keyed bijection of 0..size-1 that takes all of `window` chunks of `chunk` neighbours before it takes others.
 
     The chunks come in any order, and inside a window of `window` to 2 * window - 1 of them (all, where there are no
@@ -50,13 +50,13 @@ def chunked(index: np.ndarray, size: int, key: np.ndarray, chunk: int, window: i
     chunks = -(-size // chunk)
 
     def both(inside: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        slot, row = np.divmod(within_windows(inside, chunks, keys, window, chunk), np.uint64(chunk))
+        slot, row = np.divmod(windowed_permutation(inside, chunks, keys, window, chunk), np.uint64(chunk))
         return permute(slot, chunks, keys) * np.uint64(chunk) + row
 
-    return _walk(both, index, size, key)
+    return _cycle_walk(both, index, size, key)
 
 
-def within_windows(index: np.ndarray, units: int, key: np.ndarray, window: int, unit: int = 1) -> np.ndarray:
+def windowed_permutation(index: np.ndarray, units: int, key: np.ndarray, window: int, unit: int = 1) -> np.ndarray:
     """Keyed bijection of 0..units*unit-1 that leaves a number in its window, of `window` units at least."""
     windows = max(1, units // window)
     length, longer = divmod(units, windows)  # so many windows are one unit longer
@@ -64,12 +64,12 @@ def within_windows(index: np.ndarray, units: int, key: np.ndarray, window: int, 
     out = np.empty_like(index)
     for first, size, here in ((0, (length + 1) * unit, index < edge), (edge, length * unit, index >= edge)):
         number, inside = np.divmod(index[here] - np.uint64(first), np.uint64(size))
-        salt = mix(key[here] ^ mix(number + np.uint64(first)))
+        salt = splitmix64(key[here] ^ splitmix64(number + np.uint64(first)))
         out[here] = permute(inside, size, salt) + number * np.uint64(size) + np.uint64(first)
     return out
 
 
-def _walk(
+def _cycle_walk(
     bijection: Callable[[np.ndarray, np.ndarray], np.ndarray], index: np.ndarray, size: int, key: np.ndarray
 ) -> np.ndarray:
     """A bijection of more numbers as one of 0..size-1: again from where it lands, until that is below size.
@@ -91,42 +91,48 @@ def _feistel(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     for turn in range(_ROUNDS):
         salt = key + np.uint64(turn)
         if turn % 2:
-            right = (right + mix(left ^ mix(salt)) % b) % b
+            right = (right + splitmix64(left ^ splitmix64(salt)) % b) % b
         else:
-            left = (left + mix(right ^ mix(salt)) % a) % a
+            left = (left + splitmix64(right ^ splitmix64(salt)) % a) % a
     return left * b + right
 
 
 PADDING = -1
 
 
-def draw(seed: int, epoch: np.ndarray, key: np.ndarray, choices: np.ndarray) -> np.ndarray:
+def hash_choice(seed: int, epoch: np.ndarray, key: np.ndarray, choices: np.ndarray) -> np.ndarray:
     """A choice 0..choices-1 for each row (all int64, one shape), from (seed, epoch, key) alone."""
-    return (_mark(seed, epoch, key) % choices.astype(np.uint64)).astype(np.int64)
+    return (_row_hash(seed, epoch, key) % choices.astype(np.uint64)).astype(np.int64)
 
 
-def uniform(seed: int, epoch: np.ndarray, key: np.ndarray, count: int) -> np.ndarray:
+def hash_uniform(seed: int, epoch: np.ndarray, key: np.ndarray, count: int) -> np.ndarray:
     """Numbers in [0, 1) for each row: float64 [R, count], from (seed, epoch [R], key [R]) alone."""
-    numbers = mix(_mark(seed, epoch, key)[:, None] ^ mix(np.arange(1, count + 1, dtype=np.uint64)))
+    numbers = splitmix64(_row_hash(seed, epoch, key)[:, None] ^ splitmix64(np.arange(1, count + 1, dtype=np.uint64)))
     return (numbers >> np.uint64(11)) * 2.0**-53
 
 
-def _mark(seed: int, epoch: np.ndarray, key: np.ndarray) -> np.ndarray:
+def _row_hash(seed: int, epoch: np.ndarray, key: np.ndarray) -> np.ndarray:
     """Hash uint64 of (seed, epoch, key), one a row."""
-    salt = mix(epoch.astype(np.uint64) ^ mix(np.full(epoch.shape, seed, np.uint64)))
-    return mix(key.view(np.uint64) ^ salt)
+    salt = splitmix64(epoch.astype(np.uint64) ^ splitmix64(np.full(epoch.shape, seed, np.uint64)))
+    return splitmix64(key.view(np.uint64) ^ salt)
 
 
 @dataclass(frozen=True)
-class Part:
+class MixtureComponent:
     """One of several sets that are mixed: its rows, and how many of them an epoch takes."""
 
     num_rows: int
     per_epoch: int
 
 
-def mixed(
-    parts: tuple[Part, ...], slots: np.ndarray, epoch: np.ndarray, seed: int, shuffle: bool, chunk: int, window: int
+def mixture_rows(
+    parts: tuple[MixtureComponent, ...],
+    slots: np.ndarray,
+    epoch: np.ndarray,
+    seed: int,
+    shuffle: bool,
+    chunk: int,
+    window: int,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(row, pass) int64 of slots of epochs, all of one shape; rows are numbered through, set after set.
 
@@ -140,14 +146,14 @@ def mixed(
         here = (slots >= first_slot) & (slots < first_slot + part.per_epoch)
         passed, row = np.divmod(epoch[here] * part.per_epoch + slots[here] - first_slot, part.num_rows)
         if shuffle:
-            key = mix(mix(mix(passed.astype(np.uint64)) ^ np.uint64(seed)) ^ np.uint64(number + 1))
-            row = chunked(row.astype(np.uint64), part.num_rows, key, chunk, window).astype(np.int64)
+            key = splitmix64(splitmix64(splitmix64(passed.astype(np.uint64)) ^ np.uint64(seed)) ^ np.uint64(number + 1))
+            row = chunked_permutation(row.astype(np.uint64), part.num_rows, key, chunk, window).astype(np.int64)
         rows[here], passes[here] = row + first_row, passed
         first_slot, first_row = first_slot + part.per_epoch, first_row + part.num_rows
     return rows, passes
 
 
-def dealt(parts: tuple[Part, ...], positions: np.ndarray) -> np.ndarray:
+def interleave(parts: tuple[MixtureComponent, ...], positions: np.ndarray) -> np.ndarray:
     """Slots (see `mixed`) of positions of an epoch, int64: every part's in their order, evenly through the epoch."""
     slots, rest = np.empty(positions.size, np.int64), np.arange(positions.size)
     place, left, first = positions.ravel(), sum(part.per_epoch for part in parts), 0
@@ -161,7 +167,7 @@ def dealt(parts: tuple[Part, ...], positions: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SamplePlan:
     """The rows of each step of a run at one world size.
 
     num_rows = rows of an epoch; global_rows = rows of a step over all workers; micro = rows of one forward pass;
@@ -176,19 +182,19 @@ class Plan:
     seed: int
     steps: int
     shuffle: bool = True
-    parts: tuple[Part, ...] = ()
+    parts: tuple[MixtureComponent, ...] = ()
     chunk: int = 1
     window: int = 1
 
     @property
-    def share(self) -> int:
+    def rank_rows(self) -> int:
         """Rows of one rank in a step, padding included."""
         return -(-self.global_rows // self.world)
 
     @property
     def accumulation(self) -> int:
         """Micro-batches of one rank in a step; the last may be ragged."""
-        return -(-self.share // self.micro)
+        return -(-self.rank_rows // self.micro)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -216,48 +222,48 @@ class Plan:
 
     def positions(self, step: int, rank: int) -> np.ndarray:
         """Positions [share] int64 of a rank's rows in a step, PADDING behind them."""
-        first = self.rows_start(step) + rank * self.share
-        last = min(self.rows_start(step) + (rank + 1) * self.share, self.rows_stop(step))
-        out = np.full(self.share, PADDING, np.int64)
+        first = self.rows_start(step) + rank * self.rank_rows
+        last = min(self.rows_start(step) + (rank + 1) * self.rank_rows, self.rows_stop(step))
+        out = np.full(self.rank_rows, PADDING, np.int64)
         out[: max(0, last - first)] = np.arange(first, max(first, last))
         return out
 
     def rows_at(self, positions: np.ndarray) -> np.ndarray:
         """Row ids of positions, int64 of one shape; PADDING stays PADDING."""
-        return np.where(positions >= 0, self._drawn(positions)[0], PADDING)
+        return np.where(positions >= 0, self._lookup(positions)[0], PADDING)
 
     def passes_at(self, positions: np.ndarray) -> np.ndarray:
         """The how-manieth time each row comes, from 0, int64 of one shape: what a row is varied by; 0 for PADDING."""
-        return self._drawn(positions)[1]
+        return self._lookup(positions)[1]
 
-    def _drawn(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _lookup(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         epoch, offset = np.divmod(np.maximum(positions, 0), self.num_rows)
         if self.shuffle:
-            key = mix(mix(epoch.astype(np.uint64)) ^ np.uint64(self.seed))
-            offset = self._shuffled(offset.astype(np.uint64), key).astype(np.int64)
+            key = splitmix64(splitmix64(epoch.astype(np.uint64)) ^ np.uint64(self.seed))
+            offset = self._shuffle(offset.astype(np.uint64), key).astype(np.int64)
         if not self.parts:
             return offset, np.where(positions >= 0, epoch, 0)
         if self.shuffle and self.chunk > 1:
-            offset = dealt(self.parts, offset)
-        rows, passes = mixed(self.parts, offset, epoch, self.seed, self.shuffle, self.chunk, self.window)
+            offset = interleave(self.parts, offset)
+        rows, passes = mixture_rows(self.parts, offset, epoch, self.seed, self.shuffle, self.chunk, self.window)
         return rows, np.where(positions >= 0, passes, 0)
 
-    def _shuffled(self, offset: np.ndarray, key: np.ndarray) -> np.ndarray:
+    def _shuffle(self, offset: np.ndarray, key: np.ndarray) -> np.ndarray:
         """Of one set the row, of several the slot; in chunks it stays near, and its part's own order takes it on."""
         if self.chunk > 1 and self.parts:
-            return within_windows(offset, self.num_rows, key, self.chunk * self.window)
-        return chunked(offset, self.num_rows, key, self.chunk, self.window)
+            return windowed_permutation(offset, self.num_rows, key, self.chunk * self.window)
+        return chunked_permutation(offset, self.num_rows, key, self.chunk, self.window)
 
 
 @dataclass(frozen=True)
 class Blocks:
     """Which positions each block of a stream holds: one rank's rows of several steps, or a part of its rows of one.
 
-    Blocks are dealt to the ranks in turn. `parts` divides `plan.share`, so that all are equal; with several of them
+    Blocks are dealt to the ranks in turn. `parts` divides `plan.rank_rows`, so that all are equal; with several of them
     `steps_per_block` is 1.
     """
 
-    plan: Plan
+    plan: SamplePlan
     first_step: int
     steps_per_block: int
     parts: int = 1
@@ -279,9 +285,9 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """Where a group of workers begins: the plan at its size, the first step, the checkpoint to load (its folder)."""
 
-    plan: Plan
+    plan: SamplePlan
     step: int
     checkpoint: str | None = None

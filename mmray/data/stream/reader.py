@@ -18,13 +18,13 @@ from mmray.data.images import decode as images
 from mmray.data.images.augment import draws, vary, viewed
 from mmray.data.images.sandbox import SandboxedDecoder
 from mmray.data.store.prepared_set import ROW_ERRORS, MixedSet, PreparedSet, Row, key_id
-from mmray.data.stream.order import PADDING, Blocks, Plan, draw
+from mmray.data.stream.order import PADDING, Blocks, SamplePlan, hash_choice
 from mmray.data.text.chat import encoder_of
 
 if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
 
-UNLABELLED = -1
+NO_LABEL = -1
 Block = dict[str, np.ndarray]
 T = TypeVar("T")
 
@@ -41,8 +41,8 @@ class RowReader:
         augment: Augment | None = None,
         keep_mb: float = 0.0,
     ):
-        self.prepared, self.inputs, self.max_pixels = prepared, _plain(inputs), max_pixels
-        self.augment = _plain(augment) if augment is not None and augment.varies else None
+        self.prepared, self.inputs, self.max_pixels = prepared, _to_namespace(inputs), max_pixels
+        self.augment = _to_namespace(augment) if augment is not None and augment.varies else None
         fits = prepared.num_rows * 3 * inputs.image_side**2 <= keep_mb * 1e6
         # Squares by row, where they come again as they are: of a set of which they do not all fit, few would come.
         self.kept: dict[int, np.ndarray] | None = {} if fits and self.augment is None else None
@@ -50,7 +50,7 @@ class RowReader:
         # Where each image is tried first; only in a process begun after a death.
         self.sandbox: SandboxedDecoder | None = None
 
-    def block(self, plan: Plan, positions: np.ndarray) -> Block:
+    def block(self, plan: SamplePlan, positions: np.ndarray) -> Block:
         """Arrays of the rows at `positions` [R] of the run's order.
 
         image uint8 [R, 3, S, S]; input_ids int32 [R, T]; num_tokens int32 [R] (1 for an invalid row); key int64 [R];
@@ -64,20 +64,18 @@ class RowReader:
         key = np.array([key_id(row.key) if row else 0 for row in rows], np.int64)
         epoch = plan.passes_at(positions)
         pixels, valid, found = self._pixels(row_ids, rows, draws(plan.seed, epoch, key) if self.augment else None)
-        words = self._words(plan.seed, epoch, rows, key)
+        words = self._encode_texts(plan.seed, epoch, rows, key)
         return {
             "image": pixels,
             **words,
             "num_tokens": np.where(valid, words["num_tokens"], 1).astype(np.int32),
             "key": np.where(valid, key, 0),
-            "label": np.array(
-                [UNLABELLED if row is None or row.label is None else row.label for row in rows], np.int64
-            ),
+            "label": np.array([NO_LABEL if row is None or row.label is None else row.label for row in rows], np.int64),
             "valid": valid,
             "pos": positions,
         } | found
 
-    def fault(self, row: int) -> tuple[Row | None, str]:
+    def explain_bad_row(self, row: int) -> tuple[Row | None, str]:
         """Why a row cannot be read, and the row itself where at least its record can (for the quarantine)."""
         try:
             record = self.prepared.read(np.array([row]))[0]
@@ -122,17 +120,17 @@ class RowReader:
             draw_of = None if drawn is None else drawn[place]
             try:
                 if found and row.boxes:
-                    pixels[place], each = self._boxed(row, draw_of)
+                    pixels[place], each = self._decode_with_boxes(row, draw_of)
                     for name, value in each.items():
                         found[name][place] = value
                 else:
-                    pixels[place] = self._square(int(row_ids[place]), row.images[0], draw_of)
+                    pixels[place] = self._image(int(row_ids[place]), row.images[0], draw_of)
                 valid[place] = True
             except images.BadImage:
                 continue
         return pixels, valid, found
 
-    def _square(self, row_id: int, data: bytes, drawn: np.ndarray | None) -> np.ndarray:
+    def _image(self, row_id: int, data: bytes, drawn: np.ndarray | None) -> np.ndarray:
         """What the model sees of a row's encoded image, varied by `drawn` [DRAWS]. Raises BadImage."""
         if self.kept is None:
             return self._decoded(data, drawn)
@@ -145,8 +143,8 @@ class RowReader:
             self.sandbox.check(data, self.max_pixels, (self.inputs, self.augment, drawn))
         return viewed(data, self.max_pixels, self.inputs, self.augment, drawn)
 
-    def _boxed(self, row: Row, drawn: np.ndarray | None) -> tuple[np.ndarray, Block]:
-        """What `_square` gives, and the row's boxes on it. Raises BadImage."""
+    def _decode_with_boxes(self, row: Row, drawn: np.ndarray | None) -> tuple[np.ndarray, Block]:
+        """What `_image` gives, and the row's boxes on it. Raises BadImage."""
         inputs, data = self.inputs, row.images[0]
         if self.sandbox is not None:
             self.sandbox.check(data, self.max_pixels, (inputs, self.augment, drawn))
@@ -160,19 +158,19 @@ class RowReader:
         found, labels, count = boxes.seen(row.boxes, row.box_labels or [], size, inputs, self.augment, drawn)
         return square, {"boxes": found, "box_labels": labels, "num_boxes": np.array(count)}
 
-    def _words(self, seed: int, epoch: np.ndarray, rows: list[Row | None], key: np.ndarray) -> Block:
+    def _encode_texts(self, seed: int, epoch: np.ndarray, rows: list[Row | None], key: np.ndarray) -> Block:
         """Columns of what the rows say, one of several captions drawn."""
         words = [self.encoder.words_of(row) if row else [self.encoder.nothing] for row in rows]
-        chosen = draw(seed, epoch, key, np.array([len(choices) for choices in words], np.int64))
+        chosen = hash_choice(seed, epoch, key, np.array([len(choices) for choices in words], np.int64))
         return self.encoder.columns([choices[c] for choices, c in zip(words, chosen, strict=True)])
 
 
-def _plain(settings: T) -> T:
+def _to_namespace(settings: T) -> T:
     """The same values under the same names, and nothing else: their types would have every data worker import pydantic
     and tyro, a third of a second of its start."""
     computed = (name for name, value in vars(type(settings)).items() if isinstance(value, property))
     values = {name: getattr(settings, name) for name in (*vars(settings), *computed)}
-    values |= {name: _plain(value) for name, value in values.items() if hasattr(value, "model_fields_set")}
+    values |= {name: _to_namespace(value) for name, value in values.items() if hasattr(value, "model_fields_set")}
     return cast(T, SimpleNamespace(**values))
 
 

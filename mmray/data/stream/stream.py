@@ -21,43 +21,45 @@ import ray.data
 import ray.train
 
 from mmray.cluster.spare import begin_processes
-from mmray.data.stream.decode_actor import Decoder
-from mmray.data.stream.order import Blocks, Plan, Start
+from mmray.data.stream.decode_actor import DecodeActor
+from mmray.data.stream.order import Blocks, ResumePoint, SamplePlan
 from mmray.data.stream.reader import Block, RowReader
 
 BLOCKS_PER_TASK = 1000
-LISTED_BLOCKS = 1000  # half a second of the driver, where a task is a process that imports Ray Data
+MAX_INLINE_BLOCKS = 1000  # half a second of the driver, where a task is a process that imports Ray Data
 TOKEN_BYTES = 4
 # Blocks that an actor has or waits with. With two, Ray's default, it stood idle for 8 % of the time: on busy cores the
 # coordinator does not get round to it within a block. What waits is a number: nothing is made the earlier.
 IN_FLIGHT = 4
-SPARE_SHARE = 0.3  # of an object store: Ray Data fills half of it with blocks made ahead, and beyond 80 % Ray spills
+OBJECT_STORE_FRACTION = (
+    0.3  # of an object store: Ray Data fills half of it with blocks made ahead, and beyond 80 % Ray spills
+)
 
 
-def block_shape(plan: Plan, row_bytes: int, block_mb: float) -> tuple[int, int]:
+def block_shape(plan: SamplePlan, row_bytes: int, block_mb: float) -> tuple[int, int]:
     """(steps in a block, blocks that a step of one rank is cut into); one of the two is 1.
 
     A block is of about `block_mb`, or down to a quarter of it where the rows of a step divide no better; it is larger
     where they do not divide (a prime number of them).
     """
     fitting = max(1, int(block_mb * 1e6 / row_bytes))  # rows
-    if fitting >= plan.share:
-        return max(1, min(fitting // plan.share, plan.steps)), 1
-    fewest = -(-plan.share // fitting)
-    return 1, next((parts for parts in range(fewest, 4 * fewest) if plan.share % parts == 0), 1)
+    if fitting >= plan.rank_rows:
+        return max(1, min(fitting // plan.rank_rows, plan.steps)), 1
+    fewest = -(-plan.rank_rows // fitting)
+    return 1, next((parts for parts in range(fewest, 4 * fewest) if plan.rank_rows % parts == 0), 1)
 
 
-def most_block_mb(store_bytes: float, world: int) -> float:
+def max_block_mb(store_bytes: float, world: int) -> float:
     """The largest block of which each rank can hold two, in object stores of so many bytes, without any spilled."""
-    return SPARE_SHARE * store_bytes / 1e6 / (2 * world)
+    return OBJECT_STORE_FRACTION * store_bytes / 1e6 / (2 * world)
 
 
-def plan_dataset(count: int) -> ray.data.Dataset:
+def block_ids_dataset(count: int) -> ray.data.Dataset:
     """Block numbers 0..count-1 in order, one a block; what is built upon it keeps the order.
 
     Few are listed: no task has to start for them, and the first block comes the sooner. Many come from coarse tasks.
     """
-    if count <= LISTED_BLOCKS:
+    if count <= MAX_INLINE_BLOCKS:
         listed = ray.data.from_items([{"id": number} for number in range(count)], override_num_blocks=count)
         listed.context.execution_options.preserve_order = True
         return listed
@@ -70,7 +72,7 @@ def stream_dataset(
     actor: type, arguments: tuple[Any, ...], count: int, workers: int, labels: dict[str, str] | None = None
 ) -> ray.data.Dataset:
     """`count` blocks in order, made by `workers` actors of one CPU each, on nodes of these labels."""
-    dataset = plan_dataset(count).map_batches(
+    dataset = block_ids_dataset(count).map_batches(
         actor,
         fn_constructor_args=arguments,
         batch_size=1,
@@ -83,7 +85,7 @@ def stream_dataset(
     return dataset
 
 
-class Stream(ray.train.DataConfig):
+class StreamDataConfig(ray.train.DataConfig):
     """Builds the stream of one group of training workers, from where it starts; Ray Train calls `configure` for it.
 
     What travels with it is all that Ray's data actors have to import: no torch. `board` is the actor that is told what
@@ -92,7 +94,7 @@ class Stream(ray.train.DataConfig):
 
     def __init__(
         self,
-        start: Start,
+        start: ResumePoint,
         reader: RowReader,
         workers: int,
         block_mb: float,
@@ -107,7 +109,7 @@ class Stream(ray.train.DataConfig):
         (name,) = datasets
         assert world_size == self.start.plan.world, "a group has the size that its plan was made for"
         row_bytes = 3 * self.reader.inputs.image_side**2 + TOKEN_BYTES * self.reader.inputs.max_tokens
-        most_mb = most_block_mb(ray.cluster_resources()["object_store_memory"], world_size)
+        most_mb = max_block_mb(ray.cluster_resources()["object_store_memory"], world_size)
         shape = block_shape(self.start.plan, row_bytes, min(self.block_mb, most_mb))
         blocks = Blocks(self.start.plan, self.start.step, *shape)
         begin_processes(min(self.workers, blocks.count), self.labels)
@@ -116,14 +118,14 @@ class Stream(ray.train.DataConfig):
 
     def dataset(self, blocks: Blocks) -> ray.data.Dataset:
         """The blocks in order, read and decoded."""
-        return stream_dataset(Decoder, (self.reader, blocks, self.board), blocks.count, self.workers, self.labels)
+        return stream_dataset(DecodeActor, (self.reader, blocks, self.board), blocks.count, self.workers, self.labels)
 
     def datasets(self) -> dict[str, Callable[[], Any]]:
         """What a TorchTrainer gets as `datasets`: a name only, for `configure` makes it."""
         return {"train": _placeholder}
 
 
-def blocks_of(split: Any) -> Iterable[Block]:
+def iter_blocks(split: Any) -> Iterable[Block]:
     """One consumer's blocks in order. A thread of Ray's has the next one ready.
 
     No more are asked for ahead: Ray would not hand out the first before the second is made.
