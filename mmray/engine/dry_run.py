@@ -1,7 +1,6 @@
 """A synthetic step before the first, for a run: mistakes of shape and memory show in the first seconds.
 
-memory.py measures; here its objections become words about the settings. worker.py rehearses before the first step,
-early.py while the data is still being prepared.
+memory_probe.py measures; here its errors become messages about the settings.
 """
 
 from __future__ import annotations
@@ -16,38 +15,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from mmray import objectives
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import memory_probe, optimizer, precision
-from mmray.engine.batch import shape_of
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.writers import Phases
 from mmray.engine.parallel import wrap as parallel
-from mmray.engine.parallel.transforms import apply_transforms, compile_branches
+from mmray.engine.parallel.transforms import compile_branches
 from mmray.engine.train_state import Learner
 from mmray.engine.worker_context import Job
 from mmray.errors import UsageError
-from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
 
 if TYPE_CHECKING:
     from mmray.config import Config, Train
-
-
-def try_alone(config: Config, on_gpu: bool) -> None:
-    """A synthetic step of a run whose data is not there yet, taken by one worker; raises MmrayError as `rehearse` does.
-
-    On a CPU, and where the micro-batch is yet to be found, of at most two rows at a time: mistakes of shape show.
-    """
-    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    spec, planned = config.model, shape_of(config.batch, config.cluster.most_workers)
-    share = -(-planned.global_rows // planned.workers)
-    micro = min(planned.micro, 2) if planned.auto or not on_gpu else planned.micro
-    model = build(spec, spec.vocab_size, None)
-    plain = config.train.replace(parallel="single", compile="none")
-    model = apply_transforms(model, plain, config.optimizer, device)
-    learner = learner_of(config, model, objectives.build(config.objective), Group(device=device))
-    rehearse(config, learner, synthetic_of(config, device), share, micro)
 
 
 def learner_of(config: Config, model: nn.Module, objective: Any, group: Group) -> Learner:

@@ -20,7 +20,6 @@ from mmray.storage.lease import Lease
 from mmray.storage.remote_path import Folder
 from mmray.train import run_dir, trackers
 from mmray.train.coordinator import Listener
-from mmray.train.early_dry_run import tried_meanwhile
 from mmray.train.resolve import settle
 from mmray.train.resources import check_gpus, check_room, check_storage, workers_told
 from mmray.train.supervisor import attempts
@@ -48,8 +47,7 @@ def course(config: Config, listener: Listener) -> Outcome:
     check_gpus(config)
     check_room(config)
     check_storage(config)
-    with tried_meanwhile(config, listener) as told:
-        ready = settle(config, told)
+    ready = settle(config, listener)
     decision = run_dir.decide(ready.config, ready.data, ready.steps)
     _say_passed(decision, listener)
     if decision.action == "done":

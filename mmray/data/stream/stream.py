@@ -20,7 +20,6 @@ import ray
 import ray.data
 import ray.train
 
-from mmray.cluster.spare import begin_processes
 from mmray.data.stream.decode_actor import DecodeActor
 from mmray.data.stream.order import Blocks, ResumePoint, SamplePlan
 from mmray.data.stream.reader import Block, RowReader
@@ -112,7 +111,6 @@ class StreamDataConfig(ray.train.DataConfig):
         most_mb = max_block_mb(ray.cluster_resources()["object_store_memory"], world_size)
         shape = block_shape(self.start.plan, row_bytes, min(self.block_mb, most_mb))
         blocks = Blocks(self.start.plan, self.start.step, *shape)
-        begin_processes(min(self.workers, blocks.count), self.labels)
         splits = self.dataset(blocks).streaming_split(world_size, equal=True)
         return [{name: split} for split in splits]
 
