@@ -23,7 +23,7 @@ from mmray.data.store.manifest import Manifest
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.engine.checkpoint import files
 from mmray.errors import UsageError
-from mmray.train.driver import Outcome
+from mmray.train.driver import RunOutcome
 from tests.made import CAPTIONS
 from tests.train import runs
 
@@ -165,9 +165,9 @@ cli.VERBS["endless"] = endless
 cli.main(["endless"])
 """
 JOINED = """
-    from mmray.cluster.connect import joined
+    from mmray.cluster.connect import ray_session
     from mmray.config import Cluster
-    with joined(Cluster()):
+    with ray_session(Cluster()):
         print("begun", flush=True); time.sleep(60)
 """
 
@@ -213,7 +213,7 @@ def test_a_log_gets_plain_lines_and_the_last_one_always():
 @pytest.mark.parametrize("status", ["finished", "stopped"])
 def test_train_names_the_best_checkpoint_where_it_is_not_the_last(best, told, status, capfd):
     result = {"status": status, "steps": 9, "elapsed_s": 1.0, "restarts": 0, "scores": {}, "best": best}
-    _say_outcome(Outcome(Path.cwd() / "runs" / "one", result), Screen())
+    _say_outcome(RunOutcome(Path.cwd() / "runs" / "one", result), Screen())
     said = capfd.readouterr().out
     line = "step 6 with recall_at_1/mean 0.500, kept beside the newest: mmray export runs/one exported/one --step best"
     assert (line in said) == ("--step best" in said) == told

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, feasible
+from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, missing_capacity
 from mmray.cluster.placement import ROLE, data_labels, train_labels
 
 FILE = Path(__file__).parents[1] / "cluster.yaml"
@@ -75,8 +75,8 @@ def test_from_zero_a_run_has_its_place_and_an_impossible_one_is_refused(cluster)
     labels = {"worker_labels": train_labels("auto", [head]), "data_labels": data_labels("auto", [head])}
     assert labels == {"worker_labels": {ROLE: "train"}, "data_labels": {ROLE: "data"}}
     gpus = int(types["gpu"]["max_workers"] * types["gpu"]["resources"]["GPU"])
-    assert feasible(Demand(gpus, {"CPU": 1.0, "GPU": 1.0}, 2, **labels), [head], pools) is None
-    said = feasible(Demand(99, {"CPU": 1.0, "GPU": 1.0}, 2, **labels), [head], pools)
+    assert missing_capacity(Demand(gpus, {"CPU": 1.0, "GPU": 1.0}, 2, **labels), [head], pools) is None
+    said = missing_capacity(Demand(99, {"CPU": 1.0, "GPU": 1.0}, 2, **labels), [head], pools)
     assert said is not None and f"--cluster.workers {gpus} would fit" in said
 
 

@@ -49,7 +49,7 @@ def test_a_terminal_shows_a_bar_with_every_figure_and_the_time_left(clock, width
     terminal = Terminal(width)
     with terminal.screen.work("starting Ray"):
         assert "starting Ray" in terminal.drawn()
-        terminal.reporter.phase("starting 2 workers")
+        terminal.reporter.status("starting 2 workers")
         assert "starting 2 workers" in terminal.drawn()
         terminal.reporter.step(line(310), 1350)
         first = terminal.drawn()
@@ -66,7 +66,7 @@ def test_what_stays_is_written_above_the_bar_and_the_bar_goes(clock):
     terminal = Terminal()
     with terminal.screen.work("training"):
         terminal.reporter.step(line(10), 20)
-        terminal.reporter.note("a worker ended", "failure")
+        terminal.reporter.log("a worker ended", "failure")
     assert "failure    a worker ended\n" in terminal.left()
     assert terminal.left().rstrip("\r").endswith("\x1b[2K")  # the bar's line is wiped
     assert terminal.screen._live is None
@@ -98,5 +98,5 @@ def test_after_a_restart_the_pace_is_that_of_the_new_attempt(clock, again):
     reporter = Reporter(Screen())
     assert seconds_left(reporter, clock, (10, 60), 1.0, 100) == [None, 40.0]
     clock.s += 60.0
-    reporter.phase("starting 1 workers")
+    reporter.status("starting 1 workers")
     assert seconds_left(reporter, clock, (again + 5, again + 15), 2.0, 100) == [None, 2.0 * (100 - again - 15)]

@@ -27,7 +27,7 @@ from mmray.bench import synthetic_images, timing
 from mmray.bench.loader_arms import TEXTBOOK_TOKENS, Source, Textbook, loader
 from mmray.bench.spawn import device_of, join
 from mmray.bench.timing import Arrival, describe
-from mmray.cluster.connect import joined
+from mmray.cluster.connect import ray_session
 from mmray.config import Config
 from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.order import ResumePoint, SamplePlan
@@ -179,7 +179,7 @@ def bench_claims(config: Config, images: int, rounds: int, window_s: float, say:
     """
     if config.objective.kind != "contrastive":
         raise UsageError(f"bench claims: the textbook's loop knows `contrastive`, not `{config.objective.kind}`")
-    with joined(config.cluster), tempfile.TemporaryDirectory(prefix="mmray-bench-") as folder:
+    with ray_session(config.cluster), tempfile.TemporaryDirectory(prefix="mmray-bench-") as folder:
         arms = _arms(config, images, folder, say)
         calibration = timing.rate(arms["textbook"](ACCUMULATION), skip=0)
         micro_s = shape_of(config.batch, config.cluster.most_workers).micro * config.cluster.most_workers / calibration

@@ -24,7 +24,7 @@ from mmray.bench import synthetic_images, timing
 from mmray.bench.loader_arms import Blank, Consumer, Source, Textbook, Tuned, forget_cached
 from mmray.bench.loader_report import RATIOS, Copies, Found, Raw
 from mmray.bench.timing import Arrival, ProcessWatch, created_bytes, describe
-from mmray.cluster.connect import joined
+from mmray.cluster.connect import ray_session
 from mmray.config import Cluster, Inputs, Prepare
 from mmray.data.prepare.pipeline import Progress, ensure_prepared, prepare
 from mmray.data.store.prepared_set import PreparedSet
@@ -69,7 +69,7 @@ def bench_loader(settings: Settings, say: Say) -> dict[str, Any]:
     Raises UsageError where there are fewer rows than one global batch.
     """
     actors = settings.workers or cores()
-    with joined(Cluster(workers=max(actors, CONSUMERS))):
+    with ray_session(Cluster(workers=max(actors, CONSUMERS))):
         bench = _bench(settings, actors, say)
         found: dict[str, Found] = {name: Found() for name in bench.arms}
         rounds: list[dict[str, float]] = []

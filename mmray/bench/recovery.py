@@ -18,7 +18,7 @@ import psutil
 import torch
 
 from mmray.bench.timing import describe
-from mmray.cluster.connect import joined
+from mmray.cluster.connect import ray_session
 from mmray.config import Config
 from mmray.config.search_space import with_settings
 from mmray.data.prepare.pipeline import Progress
@@ -38,13 +38,13 @@ class Watching:
     checkpoint_s: float = 0.0  # that the training stood still for
     step_s: float = 0.0  # that steps took
 
-    def note(self, text: str, label: str = "") -> None:
+    def log(self, text: str, label: str = "") -> None:
         """Nothing: the figures are in the steps."""
 
-    def phase(self, title: str) -> None:
+    def status(self, title: str) -> None:
         """Nothing, as `note`."""
 
-    def preparing(self, progress: Progress) -> None:
+    def prepare_progress(self, progress: Progress) -> None:
         """Nothing, as `note`."""
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:
@@ -61,7 +61,7 @@ def bench_recovery(config: Config, steps: int, every: int, rounds: int, phase: C
     if steps < 3 * every:
         raise UsageError(f"--steps {steps} has no room for a kill between two of its checkpoints: at least {3 * every}")
     kill_at = every + (every + 1) // 2
-    with tempfile.TemporaryDirectory(prefix="mmray-bench-") as folder, joined(config.cluster):
+    with tempfile.TemporaryDirectory(prefix="mmray-bench-") as folder, ray_session(config.cluster):
         rows, watched = [], []
         for number in range(rounds):
             phase(f"round {number + 1} of {rounds}: a worker is killed after step {kill_at} of {steps}")

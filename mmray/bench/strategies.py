@@ -33,7 +33,7 @@ from mmray.engine.memory_probe import slower_branch
 from mmray.engine.metrics.writers import Metrics
 from mmray.engine.state import Task
 from mmray.errors import ResourceError
-from mmray.train.validate import refusals
+from mmray.train.validate import unsupported_reasons
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -121,7 +121,7 @@ def _settings(config: Config, strategy: Strategy, workers: int, shape: Any) -> C
 def _row(strategy: Strategy, config: Config, kind: str, steps: int) -> dict[str, Any]:
     """Figures of one strategy in processes of its own, or the reason why there are none."""
     row: dict[str, Any] = {"strategy": strategy.name, "workers": config.cluster.most_workers, **dict.fromkeys(FIGURES)}
-    reasons = refusals(config)
+    reasons = unsupported_reasons(config)
     if reasons:
         return row | {"error": "; ".join(reasons)}
     try:

@@ -156,32 +156,31 @@ def _cell(value: Any) -> str:
     return f"{value:,.3f}" if isinstance(value, float) else str(value)
 
 
-# Tells the screen what a run does: the command line's Listener.
 class Reporter:
-    """Tells the screen what a run does; implements mmray.train.coordinator.Listener."""
+    """Show a run on the screen; implements mmray.train.coordinator.ProgressReporter."""
 
     def __init__(self, screen: Screen):
         self.screen = screen
         self._first: tuple[float, int] | None = None
 
-    def note(self, text: str, label: str = "") -> None:
+    def log(self, text: str, label: str = "") -> None:
         self.screen.note(short(text), label)
 
-    def phase(self, title: str) -> None:
+    def status(self, title: str) -> None:
         self._first = None  # the steps after it have a pace of their own: what a restart took is in none of them
         self.screen.phase(title)
 
-    def preparing(self, progress: Any) -> None:
+    def prepare_progress(self, progress: Any) -> None:
         if progress.total_rows:  # unknown while the source is being scanned
             figures = f"{progress.bad_rows:,} set aside"
             self.screen.show(progress.done_rows, progress.total_rows, figures, f"{progress.stage} rows")
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:
         if "evaluate/recall_at_1/image_to_text" in metrics:
-            self.note(evaluation_line(metrics), "evaluated")
+            self.log(evaluation_line(metrics), "evaluated")
         elif "evaluate/perplexity" in metrics:
             scores = {name.removeprefix("evaluate/"): value for name, value in metrics.items()}
-            self.note(f"step {metrics['step']:,}: {language_note(scores)}", "evaluated")
+            self.log(f"step {metrics['step']:,}: {language_note(scores)}", "evaluated")
         done = metrics["step"]
         self.screen.show(done, total_steps, training_figures(metrics, self._seconds_left(done, total_steps)), "step")
 

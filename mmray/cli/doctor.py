@@ -29,11 +29,11 @@ class DoctorCommand:
 def doctor(argv: Sequence[str], screen: Screen) -> int:
     """mmray doctor [--address A] [--storage runs]"""
     command = parsed(DoctorCommand, argv, "mmray doctor")
-    from mmray.cluster.doctor import examine
+    from mmray.cluster.doctor import run_checks
 
     findings = []
     with screen.work("looking"):
-        for finding in examine(command.address, command.storage):
+        for finding in run_checks(command.address, command.storage):
             findings.append(finding)
             screen.console.print(_line(finding))
     write_json(command.json, {"findings": [vars(finding) for finding in findings]})

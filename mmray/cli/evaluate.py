@@ -44,9 +44,9 @@ def command_of(argv: Sequence[str]) -> EvaluateCommand:
     """What was typed, over the settings of the run that it names. Raises UsageError."""
     run = parsed(EvaluateCommand, argv, PROG).run
     from mmray.storage.remote_path import folder_at
-    from mmray.train.checkpoint_use import run_config
+    from mmray.train.evaluate_export import load_run_config
 
-    own = run_config(folder_at(run)).evaluate.scoring
+    own = load_run_config(folder_at(run)).evaluate.scoring
     command = parsed(EvaluateCommand, argv, PROG, EvaluateCommand(run, evaluate=own))
     if command.workers is not None:
         at_least_one(command, "workers")
@@ -57,10 +57,10 @@ def evaluate(argv: Sequence[str], screen: Screen) -> int:
     """mmray evaluate RUN [--data SET] [--split NAME] [--evaluate.classes A B ...] [--json FILE]"""
     command = command_of(argv)
     from mmray.storage.remote_path import folder_at
-    from mmray.train.checkpoint_use import score_run
+    from mmray.train.evaluate_export import evaluate_run
 
     with screen.work("evaluating"):
-        metrics = score_run(
+        metrics = evaluate_run(
             folder_at(command.run),
             command.data,
             command.split,

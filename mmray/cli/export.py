@@ -29,7 +29,7 @@ def export(argv: Sequence[str], screen: Screen) -> int:
     command = parsed(ExportCommand, argv, "mmray export")
     from mmray.models.export.export import PROCESSOR
     from mmray.storage.remote_path import folder_at
-    from mmray.train.checkpoint_use import export_run
+    from mmray.train.evaluate_export import export_run
 
     out = export_run(folder_at(command.run), command.out, command.step)
     screen.note(str(out), "exported")

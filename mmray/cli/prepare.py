@@ -53,21 +53,21 @@ def _findings(manifest: Manifest, out: str) -> Iterator[tuple[str, str]]:
 def prepare(argv: Sequence[str], screen: Screen) -> int:
     """mmray prepare SOURCE OUT [--max-bad-fraction 0.01] [--image-side 256] [--against SET] ..."""
     command = parsed(PrepareCommand, argv, "mmray prepare")
-    from mmray.cluster.connect import joined
-    from mmray.cluster.placement import check_data_room
+    from mmray.cluster.connect import ray_session
+    from mmray.cluster.placement import check_data_capacity
     from mmray.data.prepare.pipeline import prepare as prepare_rows
 
     began_s = time.monotonic()
     section = Cluster(address=command.address, grows=command.grows)
-    with joined(section), screen.work("starting Ray"):
-        check_data_room(section)
+    with ray_session(section), screen.work("starting Ray"):
+        check_data_capacity(section)
         reporter = Reporter(screen)
         manifest = prepare_rows(
             command.source,
             command.out,
             command.settings,
-            reporter.preparing,
-            reporter.note,
+            reporter.prepare_progress,
+            reporter.log,
             command.retry_quarantine,
         )
     splits = ", ".join(f"{name} {rows:,}" for name, rows in sorted(manifest.splits.items())) or "no splits"

@@ -62,9 +62,9 @@ class SweepReporter(Reporter):
 
     def ended(self, row: Row) -> None:
         if not self.screen.console.is_terminal:
-            self.note(trial_line(row), row["trial"])
+            self.log(trial_line(row), row["trial"])
         elif row["status"] in ("failed", "out_of_memory") and row["error"]:
-            self.note(row["error"], row["trial"])
+            self.log(row["error"], row["trial"])
 
 
 def trials_table(rows: list[Row], goal: str, found: Row | None = None) -> Table:

@@ -20,7 +20,7 @@ EXPIRES_S, AGAIN_S, ANSWER_S = 60.0, 15.0, 5.0
 
 
 @dataclass
-class ScaleUp:
+class AutoscalerRequest:
     """One run's wish, under `name`."""
 
     name: str

@@ -18,7 +18,7 @@ Labels = dict[str, str]
 NODE_ID = "ray.io/node-id"
 NODE_GROUP = "ray.io/node-group"  # the label by which Ray says from which pool a node came
 SLACK = 1e-6
-SHOWN = ("CPU", "GPU")
+REPORTED_RESOURCES = ("CPU", "GPU")
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Node:
     resources: Resources
     labels: Labels | None = field(default_factory=dict)
 
-    def bears(self, wanted: Labels) -> bool:
+    def matches_labels(self, wanted: Labels) -> bool:
         """Whether the node satisfies these labels; `!value` excludes."""
         if self.labels is None:
             return True
         return all(_matches(self.labels.get(key), value) for key, value in wanted.items())
 
-    def holds(self, unit: Resources) -> bool:
+    def fits(self, unit: Resources) -> bool:
         """Whether the node has all of it by itself."""
         return all(self.resources.get(name, 0) + SLACK >= amount for name, amount in unit.items())
 
@@ -60,25 +60,26 @@ class Demand:
     data_labels: Labels = field(default_factory=dict)
 
     def __str__(self) -> str:
-        workers = f"{self.workers} training workers of {shown(self.per_worker)} each{on(self.worker_labels)}"
-        data = f"{self.data_cpus} CPUs for the data{on(self.data_labels)}"
+        each = f"{format_resources(self.per_worker)} each{format_labels(self.worker_labels)}"
+        workers = f"{self.workers} training workers of {each}"
+        data = f"{self.data_cpus} CPUs for the data{format_labels(self.data_labels)}"
         return ", and ".join(part for part, asked in ((workers, self.workers), (data, self.data_cpus)) if asked)
 
 
-def feasible(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool] = ()) -> str | None:
+def missing_capacity(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool] = ()) -> str | None:
     """None where the demand fits the nodes, or what the pools can grow to; else what is missing and what would fit.
 
     A demand of no workers is one of data alone.
     """
-    if concurrent(demand, nodes, 1):
+    if max_concurrent(demand, nodes, 1):
         return None
-    reach = grown(demand, nodes, pools)
-    if concurrent(demand, reach, 1):
+    reach = max_cluster(demand, nodes, pools)
+    if max_concurrent(demand, reach, 1):
         return None
-    return _lacking(demand, reach, pools)
+    return _explain(demand, reach, pools)
 
 
-def concurrent(demand: Demand, nodes: Sequence[Node], at_most: int) -> int:
+def max_concurrent(demand: Demand, nodes: Sequence[Node], at_most: int) -> int:
     """How many such runs the nodes hold side by side, up to `at_most`; give nodes with what is free on them."""
     free = [Node(dict(node.resources), node.labels) for node in nodes]
     for count in range(at_most):
@@ -87,55 +88,57 @@ def concurrent(demand: Demand, nodes: Sequence[Node], at_most: int) -> int:
     return at_most
 
 
-def grown(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool]) -> list[Node]:
+def max_cluster(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool]) -> list[Node]:
     """The largest cluster that this one can become, as far as the demand could use it."""
-    fixed = beside(nodes, pools)
+    fixed = outside_pools(nodes, pools)
     useful = demand.workers + demand.data_cpus  # a node takes at least one worker or one CPU of them, or nothing
     known = {(node.labels or {}).get(NODE_GROUP): node.labels for node in nodes}
     added = ([Node(pool.resources, known.get(pool.name, pool.labels))] * min(pool.most, useful) for pool in pools)
     return [*fixed, *chain.from_iterable(added)]
 
 
-def beside(nodes: Sequence[Node], pools: Sequence[Pool]) -> list[Node]:
+def outside_pools(nodes: Sequence[Node], pools: Sequence[Pool]) -> list[Node]:
     """The nodes that belong to none of the pools."""
     names = {pool.name for pool in pools}
     return [node for node in nodes if (node.labels or {}).get(NODE_GROUP) not in names]
 
 
-def most_gpus(nodes: Sequence[Node], pools: Sequence[Pool]) -> int:
+def max_gpus(nodes: Sequence[Node], pools: Sequence[Pool]) -> int:
     """GPUs that the cluster has, or can come to have."""
-    fixed = sum(node.resources.get("GPU", 0) for node in beside(nodes, pools))
+    fixed = sum(node.resources.get("GPU", 0) for node in outside_pools(nodes, pools))
     return int(fixed + sum(pool.resources.get("GPU", 0) * pool.most for pool in pools))
 
 
-def keeping_off(node_ids: Iterable[str], labels: Labels | None = None) -> Labels:
+def exclude_nodes(node_ids: Iterable[str], labels: Labels | None = None) -> Labels:
     """A label selector that keeps off these nodes, besides all that `labels` asks for."""
     before = (labels or {}).get(NODE_ID, "").removeprefix("!in(").removesuffix(")")
     return {**(labels or {}), NODE_ID: f"!in({','.join(sorted({*node_ids, *filter(None, before.split(','))}))})"}
 
 
-def most_workers(demand: Demand, nodes: Sequence[Node]) -> int:
+def max_workers(demand: Demand, nodes: Sequence[Node]) -> int:
     """Workers of the demand's kind that fit beside its data, at most as many as it asks for."""
     counts = range(1, demand.workers + 1)
-    return bisect_left(counts, True, key=lambda count: not concurrent(replace(demand, workers=count), nodes, 1))
+    return bisect_left(counts, True, key=lambda count: not max_concurrent(replace(demand, workers=count), nodes, 1))
 
 
-def shown(resources: Resources) -> str:
+def format_resources(resources: Resources) -> str:
     """`1 CPU and 1 GPU`."""
     return " and ".join(f"{amount:g} {name}" for name, amount in sorted(resources.items()))
 
 
-def on(labels: Labels) -> str:
+def format_labels(labels: Labels) -> str:
     """` on nodes labelled role=gpu`, or nothing."""
     return f" on nodes labelled {', '.join(f'{key}={value}' for key, value in labels.items())}" if labels else ""
 
 
-def _lacking(demand: Demand, reach: Sequence[Node], pools: Sequence[Pool]) -> str:
+def _explain(demand: Demand, reach: Sequence[Node], pools: Sequence[Pool]) -> str:
     """What is missing, the nearest cause first, and which change would fit."""
     can = "can grow to" if pools else "has"
-    totals = {name: sum(node.resources.get(name, 0) for node in reach) for name in {*SHOWN, *demand.per_worker}}
-    have = f"the cluster {can} {shown(totals)} on {len(reach)} nodes"
-    return f"{demand}: {_cause(demand, reach)}; {have}. {_change(demand, reach, pools)}"
+    totals = {
+        name: sum(node.resources.get(name, 0) for node in reach) for name in {*REPORTED_RESOURCES, *demand.per_worker}
+    }
+    have = f"the cluster {can} {format_resources(totals)} on {len(reach)} nodes"
+    return f"{demand}: {_cause(demand, reach)}; {have}. {_suggestions(demand, reach, pools)}"
 
 
 def _cause(demand: Demand, reach: Sequence[Node]) -> str:
@@ -143,30 +146,30 @@ def _cause(demand: Demand, reach: Sequence[Node]) -> str:
     if absent:
         return f"no node has any {' or '.join(absent)}"
     for whose, labels in (("training", demand.worker_labels), ("data", demand.data_labels)):
-        if not any(node.bears(labels) for node in reach):
+        if not any(node.matches_labels(labels) for node in reach):
             return f"no node for {whose} is labelled {', '.join(f'{key}={value}' for key, value in labels.items())}"
-    if not any(node.holds(demand.per_worker) and node.bears(demand.worker_labels) for node in reach):
+    if not any(node.fits(demand.per_worker) and node.matches_labels(demand.worker_labels) for node in reach):
         return "no single node can hold one worker"
     if not _take_data([Node(dict(node.resources), node.labels) for node in reach], demand):
         return "there are too few CPUs for the data"
-    return f"{most_workers(demand, reach)} workers fit beside the data"
+    return f"{max_workers(demand, reach)} workers fit beside the data"
 
 
-def _change(demand: Demand, reach: Sequence[Node], pools: Sequence[Pool]) -> str:
+def _suggestions(demand: Demand, reach: Sequence[Node], pools: Sequence[Pool]) -> str:
     changes = []
-    fitting = most_workers(demand, reach)
+    fitting = max_workers(demand, reach)
     if fitting:
         changes.append(f"--cluster.workers {fitting} would fit")
     if demand.per_worker.get("GPU"):
         bare = {name: amount for name, amount in demand.per_worker.items() if name != "GPU"}
-        if concurrent(replace(demand, per_worker=bare), reach, 1):
+        if max_concurrent(replace(demand, per_worker=bare), reach, 1):
             changes.append("on CPUs it would fit (--cluster.accelerator cpu)")
     elsewhere = replace(demand, worker_labels={}, data_labels={})
-    if (demand.worker_labels or demand.data_labels) and concurrent(elsewhere, reach, 1):
+    if (demand.worker_labels or demand.data_labels) and max_concurrent(elsewhere, reach, 1):
         changes.append("without the labels it would fit (--cluster.train-label none --cluster.data-label none)")
-    for name in demand.per_worker.keys() - set(SHOWN):
+    for name in demand.per_worker.keys() - set(REPORTED_RESOURCES):
         rest = {other: amount for other, amount in demand.per_worker.items() if other != name}
-        if concurrent(replace(demand, per_worker=rest), reach, 1):
+        if max_concurrent(replace(demand, per_worker=rest), reach, 1):
             known = sorted({key for node in reach for key in node.resources if ":" not in key})
             changes.append(f"without {name} it would fit (the nodes have {', '.join(known)})")
     if demand.data_cpus > 2:
@@ -180,17 +183,17 @@ def _change(demand: Demand, reach: Sequence[Node], pools: Sequence[Pool]) -> str
 
 def _take_run(free: list[Node], demand: Demand) -> bool:
     """Take what one run needs; the data last, for CPUs fit into the gaps that whole workers leave."""
-    workers = all(_take(free, demand.per_worker, demand.worker_labels) for _ in range(demand.workers))
+    workers = all(_allocate(free, demand.per_worker, demand.worker_labels) for _ in range(demand.workers))
     return workers and _take_data(free, demand)
 
 
 def _take_data(free: list[Node], demand: Demand) -> bool:
-    return all(_take(free, {"CPU": 1.0}, demand.data_labels) for _ in range(demand.data_cpus))
+    return all(_allocate(free, {"CPU": 1.0}, demand.data_labels) for _ in range(demand.data_cpus))
 
 
-def _take(free: list[Node], unit: Resources, labels: Labels) -> bool:
+def _allocate(free: list[Node], unit: Resources, labels: Labels) -> bool:
     """Take `unit` from the node where it leaves the fewest GPUs, then the fewest CPUs; False where none has it."""
-    fitting = [node for node in free if node.bears(labels) and node.holds(unit)]
+    fitting = [node for node in free if node.matches_labels(labels) and node.fits(unit)]
     if not fitting:
         return False
     node = min(fitting, key=lambda node: (node.resources.get("GPU", 0), node.resources.get("CPU", 0)))

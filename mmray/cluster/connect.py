@@ -39,12 +39,12 @@ _ENVIRONMENT = {
 _PRELOAD, _PRELOADED = "RAY_preload_python_modules", "ray.data,mmray.data.stream.decode_actor"
 # Where an object store is, for workers of a cluster that is joined; never who may use it: Ray logs what it is given.
 _STORE = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_EC2_METADATA_DISABLED")
-FEED_CPUS = 1  # beside the data actors: the tasks that hand them their blocks
-ANSWER_TIMEOUT_S = 5.0
+INPUT_TASK_CPUS = 1  # beside the data actors: the tasks that hand them their blocks
+CONNECT_TIMEOUT_S = 5.0
 
 
 @contextmanager
-def joined(section: Cluster, data_actors: int = 1, beside: Callable[[], None] | None = None) -> Iterator[None]:
+def ray_session(section: Cluster, data_actors: int = 1, beside: Callable[[], None] | None = None) -> Iterator[None]:
     """Ray is there inside the block, its data placed; a cluster that this call started ends with it.
 
     `data_actors` is what the run will decode with: a cluster started here has CPUs for them. `beside` is done while Ray
@@ -52,14 +52,14 @@ def joined(section: Cluster, data_actors: int = 1, beside: Callable[[], None] | 
     """
     import ray  # late: `mmray --help` must not pay for it
 
-    from mmray.cluster.placement import place_data
+    from mmray.cluster.placement import set_data_placement
 
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if ray.is_initialized():
         if beside is not None:
             beside()
-        place_data(section)
+        set_data_placement(section)
         yield
         return
     address = section.address or os.environ.get("RAY_ADDRESS")
@@ -72,8 +72,8 @@ def joined(section: Cluster, data_actors: int = 1, beside: Callable[[], None] | 
     try:
         if done is not None:
             done.result()
-        _hush()
-        place_data(section)
+        _silence_ray_logging()
+        set_data_placement(section)
         yield
     finally:
         ray.shutdown()
@@ -87,7 +87,7 @@ def _start(ray: object, address: str | None, section: Cluster, data_actors: int)
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
     try:
         if address:
-            check_answer(address)
+            check_reachable(address)
             theirs = {name: os.environ[name] for name in (*_ENVIRONMENT, *_STORE) if name in os.environ}
             # A job's own variables are in this environment too: the same name in both is no conflict.
             os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
@@ -98,11 +98,11 @@ def _start(ray: object, address: str | None, section: Cluster, data_actors: int)
             with _with_environment(workers):
                 ray.init(  # type: ignore[attr-defined]
                     address="local",
-                    num_cpus=local_cpus(section, data_actors, physical=cores()),
+                    num_cpus=num_local_cpus(section, data_actors, physical=cores()),
                     include_dashboard=False,
                     **quiet,
                 )
-            _guard_token()
+            _restrict_token_permissions()
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ResourceError(f"cannot join Ray at {address or 'this machine'}: {error}") from error
 
@@ -125,7 +125,7 @@ def _with_environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def check_answer(address: str) -> None:
+def check_reachable(address: str) -> None:
     """Raise ResourceError where nothing listens at `host:port`: Ray would try for minutes.
 
     UsageError for an address of Ray Client, which is not told what the nodes have.
@@ -139,7 +139,7 @@ def check_answer(address: str) -> None:
     if not host or not port.isdigit():
         return  # `auto` and the like: Ray knows them
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_TIMEOUT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise ResourceError(
             f"nothing answers at the Ray address {address} ({error}): is the head running (`ray status` there), and is "
@@ -154,36 +154,36 @@ def forget_dead_cluster(file: Path) -> None:
     to train then takes some twelve seconds longer to end.
     """
     try:
-        check_answer(file.read_text().strip())
+        check_reachable(file.read_text().strip())
     except ResourceError:
         file.unlink(missing_ok=True)
     except OSError:
         return  # there is none
 
 
-def _guard_token() -> None:
+def _restrict_token_permissions() -> None:
     """The token that Ray has made for the clusters of this user is readable by this user alone."""
     file = Path.home() / ".ray" / "auth_token"
     if file.exists() and file.stat().st_uid == os.getuid():
         file.chmod(0o600)
 
 
-def local_cpus(section: Cluster, data_actors: int, physical: int) -> int:
+def num_local_cpus(section: Cluster, data_actors: int, physical: int) -> int:
     """Logical CPUs of a cluster on this machine: at least room for the workers and for data beside them.
 
     Ray counts CPUs to place work, it does not bind it: a laptop of 2 cores runs 2 training workers and a data actor,
     which share the cores, where a strict count would leave the data without a slot and the run waiting for ever.
     """
-    return max(physical, math.ceil(section.most_workers * section.cpus_per_worker) + data_actors + FEED_CPUS)
+    return max(physical, math.ceil(section.most_workers * section.cpus_per_worker) + data_actors + INPUT_TASK_CPUS)
 
 
-def data_workers(cpus: float, taken: float, memory_gib: float, block_mb: float) -> int:
+def num_decode_actors(cpus: float, taken: float, memory_gib: float, block_mb: float) -> int:
     """Decoding actors that fit: a CPU each beside the training workers, and memory for themselves and their blocks."""
     actor_gib = 0.5 + 4 * block_mb / 1024
     return max(1, int(min(cpus - taken, memory_gib * 0.5 / actor_gib)))
 
 
-def _hush() -> None:
+def _silence_ray_logging() -> None:
     """Ray's loggers of this process go to its files only, warnings included; its progress bars would tear ours."""
     from ray.data import DataContext
 

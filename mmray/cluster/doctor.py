@@ -22,7 +22,7 @@ from typing import Any, Literal
 import psutil
 from packaging.requirements import Requirement
 
-from mmray.cluster.connect import joined
+from mmray.cluster.connect import ray_session
 from mmray.cluster.shared_storage import probe
 from mmray.config import Cluster
 from mmray.errors import ResourceError
@@ -46,21 +46,21 @@ class Finding:
     fix: str = ""
 
 
-def examine(address: str | None, storage: str) -> Iterator[Finding]:
+def run_checks(address: str | None, storage: str) -> Iterator[Finding]:
     """Findings about this machine, and about the Ray cluster at `address` (RAY_ADDRESS; none: one started here)."""
     yield from _packages()
     torch = _torch()
     yield torch
     if torch.level == "ok":
         yield _gpus()
-    yield memory(free_memory() / GIB)
-    yield shm(_size_gib(Path("/dev/shm")), psutil.virtual_memory().total / GIB)
-    yield open_files()
+    yield check_memory(free_memory() / GIB)
+    yield check_shm(_size_gib(Path("/dev/shm")), psutil.virtual_memory().total / GIB)
+    yield check_open_files()
     if "://" not in storage:
-        yield disk("disk of run.storage", Path(storage).expanduser())
-    yield disk("disk of Ray's files", Path(tempfile.gettempdir()))
-    yield reachable(storage) if "://" in storage else writable(Path(storage).expanduser())
-    yield token(os.environ.get("RAY_AUTH_MODE"), Path.home() / ".ray" / "auth_token")
+        yield check_disk("disk of run.storage", Path(storage).expanduser())
+    yield check_disk("disk of Ray's files", Path(tempfile.gettempdir()))
+    yield check_storage(storage) if "://" in storage else check_writable(Path(storage).expanduser())
+    yield check_auth(os.environ.get("RAY_AUTH_MODE"), Path.home() / ".ray" / "auth_token")
     yield from _ray(address or os.environ.get("RAY_ADDRESS"))
 
 
@@ -101,10 +101,12 @@ def _gpus() -> Finding:
     except (OSError, subprocess.TimeoutExpired):
         listed = []
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    return gpus(len([line for line in listed if line.startswith("GPU")]), names, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return check_gpus(
+        len([line for line in listed if line.startswith("GPU")]), names, os.environ.get("CUDA_VISIBLE_DEVICES")
+    )
 
 
-def gpus(listed: int, usable: list[str], visible: str | None = None) -> Finding:
+def check_gpus(listed: int, usable: list[str], visible: str | None = None) -> Finding:
     """Holds the GPUs that the driver lists against those that torch can use; `visible` is CUDA_VISIBLE_DEVICES."""
     if listed > len(usable):
         seen = f"the driver lists {listed}, torch can use {len(usable)}"
@@ -115,14 +117,14 @@ def gpus(listed: int, usable: list[str], visible: str | None = None) -> Finding:
     return Finding("ok", "GPUs", ", ".join(usable) or "none: mmray trains on the CPU here")
 
 
-def memory(available_gib: float) -> Finding:
+def check_memory(available_gib: float) -> Finding:
     seen = f"{available_gib:.1f} GiB free, {cores()} cores"
     if available_gib < LEAST_MEMORY_GIB:
         return Finding("warn", "memory", seen, "close other programs; fewer --cluster.workers and --data.workers")
     return Finding("ok", "memory", seen)
 
 
-def shm(size_gib: float | None, memory_gib: float) -> Finding:
+def check_shm(size_gib: float | None, memory_gib: float) -> Finding:
     """Ray's object store lies in /dev/shm; containers give it 64 MB unless told otherwise."""
     if size_gib is None:
         return Finding("ok", "shared memory", "this system has no /dev/shm; Ray uses files")
@@ -133,7 +135,7 @@ def shm(size_gib: float | None, memory_gib: float) -> Finding:
     return Finding("ok", "shared memory", seen)
 
 
-def open_files() -> Finding:
+def check_open_files() -> Finding:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -143,7 +145,7 @@ def open_files() -> Finding:
     return Finding("ok", "open files", f"at most {soft:,}")
 
 
-def disk(what: str, place: Path) -> Finding:
+def check_disk(what: str, place: Path) -> Finding:
     existing = next(path for path in [place.absolute(), *place.absolute().parents] if path.exists())
     usage = shutil.disk_usage(existing)
     seen = f"{usage.free / GIB:.0f} GiB free at {existing}"
@@ -152,7 +154,7 @@ def disk(what: str, place: Path) -> Finding:
     return Finding("ok", what, seen)
 
 
-def writable(place: Path) -> Finding:
+def check_writable(place: Path) -> Finding:
     """A file is written into the folder of runs, and taken away again."""
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -163,7 +165,7 @@ def writable(place: Path) -> Finding:
     return Finding("ok", "run.storage", f"{place} can be written")
 
 
-def reachable(address: str) -> Finding:
+def check_storage(address: str) -> Finding:
     """An object is put at the address of runs, read back, and deleted."""
     began_s = time.monotonic()
     try:
@@ -173,7 +175,7 @@ def reachable(address: str) -> Finding:
     return Finding("ok", "run.storage", f"{address} takes and gives objects, in {time.monotonic() - began_s:.1f} s")
 
 
-def token(mode: str | None, file: Path) -> Finding:
+def check_auth(mode: str | None, file: Path) -> Finding:
     """RAY_AUTH_MODE must be one and the same for a head and all that talk to it."""
     what, there = "authentication", file.exists() or bool(os.environ.get("RAY_AUTH_TOKEN"))
     if mode == "token" and not there:
@@ -192,7 +194,7 @@ def _ray(address: str | None) -> Iterator[Finding]:
     """Joins (or starts) Ray, runs a task, moves a block through the object store."""
     began_s = time.monotonic()
     try:
-        with joined(Cluster(address=address)):
+        with ray_session(Cluster(address=address)):
             yield Finding("ok", "Ray", f"{address or 'started here'} in {time.monotonic() - began_s:.1f} s")
             yield from _cluster()
     except ResourceError as error:
@@ -204,10 +206,10 @@ def _cluster() -> Iterator[Finding]:
     import ray
 
     total, free = ray.cluster_resources(), ray.available_resources()
-    yield nodes([node for node in ray.nodes() if node["Alive"]], free)
+    yield check_nodes([node for node in ray.nodes() if node["Alive"]], free)
     began_s = time.monotonic()
     try:
-        probe = ray.remote(num_cpus=min(1, total.get("CPU", 0)))(_length)
+        probe = ray.remote(num_cpus=min(1, total.get("CPU", 0)))(_probe_task)
         size = ray.get(probe.remote(bytes(PROBE_MB << 20)), timeout=60)
     except ray.exceptions.GetTimeoutError:
         fix = "all CPUs are taken, or no node has one yet: `ray status` says by whom"
@@ -217,7 +219,7 @@ def _cluster() -> Iterator[Finding]:
     yield Finding("ok", "a task", seen)
 
 
-def nodes(alive: list[dict[str, Any]], free: dict[str, float]) -> Finding:
+def check_nodes(alive: list[dict[str, Any]], free: dict[str, float]) -> Finding:
     """What the cluster holds, and whether data finds a CPU beside the training."""
     cpus = sum(node["Resources"].get("CPU", 0) for node in alive)
     gpu_count = sum(node["Resources"].get("GPU", 0) for node in alive)
@@ -230,7 +232,7 @@ def nodes(alive: list[dict[str, Any]], free: dict[str, float]) -> Finding:
     return Finding("ok", "cluster", seen)
 
 
-def _length(data: bytes) -> int:
+def _probe_task(data: bytes) -> int:
     """A task of the probe's."""
     return len(data)
 

@@ -24,7 +24,7 @@ from ray._private import state  # free resources by node, and draining nodes: no
 from ray._private.state import state as ray_state
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mmray.cluster.capacity import NODE_ID, Demand, Labels, Node, Pool, feasible, keeping_off
+from mmray.cluster.capacity import NODE_ID, Demand, Labels, Node, Pool, exclude_nodes, missing_capacity
 from mmray.errors import ResourceError
 from mmray.machine import cores
 
@@ -38,14 +38,14 @@ LAUNCHER_FILE = Path("~/ray_bootstrap_config.yaml")
 UNLIMITED = 10_000  # nodes of a pool that has no end
 
 
-def nodes() -> list[Node]:
+def alive_nodes() -> list[Node]:
     """The nodes that are alive, with all that they have."""
     return [Node(dict(node["Resources"]), dict(node["Labels"])) for node in ray.nodes() if node["Alive"]]
 
 
-def cores_here() -> int | None:
+def physical_cores_if_local() -> int | None:
     """Cores of this machine where it is the whole cluster and Ray counts more CPUs than it has (join.py); else None."""
-    here, there = nodes(), cores()
+    here, there = alive_nodes(), cores()
     return there if len(here) == 1 and here[0].resources.get("CPU", 0) > there else None
 
 
@@ -56,7 +56,7 @@ def free_nodes() -> list[Node]:
     return [Node(dict(free.get(node_id, {})), labels) for node_id, labels in alive.items()]
 
 
-def pools() -> list[Pool]:
+def autoscaling_pools() -> list[Pool]:
     """What an autoscaling cluster may add; nothing where the cluster does not grow, or does not say how.
 
     Some services tell Ray their pools; a cluster that `ray up` made has the launcher's file on its head, where
@@ -65,7 +65,7 @@ def pools() -> list[Pool]:
     config = ray_state.get_cluster_config()
     if config is None:
         file = LAUNCHER_FILE.expanduser()
-        return launcher_pools(yaml.safe_load(file.read_text())) if file.exists() else []
+        return parse_launcher_config(yaml.safe_load(file.read_text())) if file.exists() else []
     groups = [(group, UNLIMITED if group.max_count < 0 else group.max_count) for group in config.node_group_configs]
     return [
         Pool(group.name, {name: float(amount) for name, amount in group.resources.items()}, most)
@@ -74,7 +74,7 @@ def pools() -> list[Pool]:
     ]
 
 
-def launcher_pools(launcher: dict[str, Any]) -> list[Pool]:
+def parse_launcher_config(launcher: dict[str, Any]) -> list[Pool]:
     """The pools of a launcher's file (cluster.yaml as `ray up` has settled it)."""
     at_most = int(launcher.get("max_workers", 0))
     kinds = {
@@ -84,37 +84,42 @@ def launcher_pools(launcher: dict[str, Any]) -> list[Pool]:
     }
     most = {name: min(at_most, int(kind.get("max_workers", at_most))) for name, kind in kinds.items()}
     return [
-        Pool(name, {key: float(amount) for key, amount in kind.get("resources", {}).items()}, most[name], labels(kind))
+        Pool(
+            name,
+            {key: float(amount) for key, amount in kind.get("resources", {}).items()},
+            most[name],
+            parse_labels(kind),
+        )
         for name, kind in kinds.items()
         if most[name] > 0
     ]
 
 
-def labels(kind: dict[str, Any]) -> Labels:
+def parse_labels(kind: dict[str, Any]) -> Labels:
     return {str(key): str(value) for key, value in (kind.get("labels") or {}).items()}
 
 
 def data_labels(wanted: str, here: list[Node]) -> Labels:
     """Labels of the nodes on which data is read and decoded."""
     if wanted != "auto":
-        return parsed(wanted)
+        return parse_label(wanted)
     if _has_roles(here):
         return {ROLE: "data"}
     with_gpus = [node for node in here if node.resources.get("GPU")]
     others = [n for n in here if n not in with_gpus and n.resources.get("CPU") and HEAD_MARK not in n.resources]
     if not with_gpus or not others:
         return {}
-    return keeping_off((node.labels or {})[NODE_ID] for node in with_gpus)
+    return exclude_nodes((node.labels or {})[NODE_ID] for node in with_gpus)
 
 
 def train_labels(wanted: str, here: list[Node]) -> Labels:
     """Labels of the nodes on which training workers run; GPUs by themselves need none."""
     if wanted != "auto":
-        return parsed(wanted)
+        return parse_label(wanted)
     return {ROLE: "train"} if _has_roles(here) else {}
 
 
-def parsed(wanted: str) -> Labels:
+def parse_label(wanted: str) -> Labels:
     """`none` or `key=value`."""
     if wanted == "none":
         return {}
@@ -122,16 +127,16 @@ def parsed(wanted: str) -> Labels:
     return {key: value}
 
 
-def place_data(section: Cluster) -> None:
+def set_data_placement(section: Cluster) -> None:
     """Every Ray Data job that this process starts from here on keeps to the nodes of the data."""
-    labels = data_labels(section.data_label, nodes())
+    labels = data_labels(section.data_label, alive_nodes())
     ray.data.DataContext.get_current().execution_options.label_selector = labels or None
 
 
-def check_data_room(section: Cluster) -> None:
+def check_data_capacity(section: Cluster) -> None:
     """Raise ResourceError where no node for the data has a CPU, or can get one: Ray would wait for it for ever."""
-    here = nodes()
-    lacking = feasible(Demand(0, {}, 1, {}, data_labels(section.data_label, here)), here, pools())
+    here = alive_nodes()
+    lacking = missing_capacity(Demand(0, {}, 1, {}, data_labels(section.data_label, here)), here, autoscaling_pools())
     if lacking is not None and not section.grows:
         raise ResourceError(f"{lacking}, or say that nodes are yet to come (--cluster.grows; of prepare --grows)")
 
@@ -149,38 +154,38 @@ CONNECT_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True)
-class Present:
+class LiveNodes:
     """The nodes on which workers may start, free resources alone, and the ids of those that must be left out."""
 
     nodes: list[Node]
-    left_out: tuple[str, ...]
+    unavailable: tuple[str, ...]
 
-    def avoiding(self, labels: Labels | None) -> Labels | None:
+    def excluding_unavailable(self, labels: Labels | None) -> Labels | None:
         """A label selector that also keeps off the nodes that are gone or going, besides those that it already does."""
-        if not self.left_out:
+        if not self.unavailable:
             return labels or None
-        return keeping_off(self.left_out, labels)
+        return exclude_nodes(self.unavailable, labels)
 
 
-def present() -> Present:
+def live_nodes() -> LiveNodes:
     """What is there now."""
-    free, going = state.available_resources_per_node(), draining()
+    free, going = state.available_resources_per_node(), draining_nodes()
     alive = [node for node in ray.nodes() if node["Alive"]]
-    gone = {node["NodeID"] for node in alive if node["NodeID"] in going or not _answers(node)}
+    gone = {node["NodeID"] for node in alive if node["NodeID"] in going or not _is_reachable(node)}
     nodes = [
         Node(dict(free.get(node["NodeID"], {})), dict(node.get("Labels") or {}))
         for node in alive
         if node["NodeID"] not in gone
     ]
-    return Present(nodes, tuple(sorted(gone)))
+    return LiveNodes(nodes, tuple(sorted(gone)))
 
 
-def draining() -> dict[str, float]:
+def draining_nodes() -> dict[str, float]:
     """Nodes that are being taken away: {node id: time of day when, in s; 0 where no deadline was given}."""
     return {node: deadline_ms / 1000 for node, deadline_ms in state.state.get_draining_nodes().items()}
 
 
-def end_processes(processes: Iterable[tuple[str, int]], timeout_s: float = 10.0) -> None:
+def kill_processes(processes: Iterable[tuple[str, int]], timeout_s: float = 10.0) -> None:
     """SIGKILL to processes by (node id, pid): it ends those that are stopped, or hang in code of C, as well."""
     tasks = [
         _kill.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(pid)
@@ -197,7 +202,7 @@ def _kill(pid: int) -> None:
         return  # it has ended meanwhile
 
 
-def _answers(node: dict[str, Any]) -> bool:
+def _is_reachable(node: dict[str, Any]) -> bool:
     """Whether the node's raylet takes a connection; tried twice, for one lost packet is no dead node."""
     for _ in range(2):
         try:

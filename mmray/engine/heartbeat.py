@@ -35,7 +35,7 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+) ", re.MULTILINE)
 _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
-class Call(NamedTuple):
+class Frame(NamedTuple):
     """A call that has not returned, and the line it stands at."""
 
     file: str
@@ -43,7 +43,7 @@ class Call(NamedTuple):
     name: str
 
 
-class Pulse:
+class Heartbeat:
     """Callback of the loop and sender of beats; `stacks` is where this rank's stacks go.
 
     Waiting for a checkpoint counts as moving on for `write_limit_s`: a mount that died takes for ever.
@@ -56,7 +56,7 @@ class Pulse:
         self._writes_since_s: float | None = None
         self._thread_id = threading.get_ident()
         self._step = self._mark = 0
-        self._seen: list[Call] = []
+        self._seen: list[Frame] = []
         self._ended = threading.Event()
 
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
@@ -87,7 +87,7 @@ class Pulse:
             self._ended.wait(EVERY_S)
 
     def _look(self) -> dict[str, Any]:
-        calls = calls_of(self._thread_id)
+        calls = stack_of_thread(self._thread_id)
         ours = [call for call in calls if call.file.startswith(PACKAGE)]
         names = {call.name for call in ours}
         if self._writes(ours) or (calls != self._seen and (names & LONG or "run" not in names)):
@@ -95,7 +95,7 @@ class Pulse:
         self._seen = calls
         return {"step": self._step, "mark": self._mark, "where": _where(calls, ours), "waits": _waits(calls)}
 
-    def _writes(self, ours: list[Call]) -> bool:
+    def _writes(self, ours: list[Frame]) -> bool:
         """Whether the thread waits for a checkpoint, which may take its time, though not all of it."""
         now_s = time.monotonic()
         if not ours or ours[0].file != WRITER:
@@ -111,7 +111,7 @@ class Pulse:
             faulthandler.dump_traceback(file, all_threads=True)
 
 
-def calls_of(thread_id: int) -> list[Call]:
+def stack_of_thread(thread_id: int) -> list[Frame]:
     """The calls of a thread of this process, from the innermost outward, a hundred of them at most.
 
     None where a file for them cannot be had: a full disk is no reason for a heart to stop.
@@ -125,7 +125,7 @@ def calls_of(thread_id: int) -> list[Call]:
         return []
     stacks = {int(number, 16): stack for number, stack in zip(threads[::2], threads[1::2], strict=True)}
     found = _CALL.findall(stacks.get(thread_id, ""))
-    return [Call(file_name, int(line), name) for file_name, line, name in found]
+    return [Frame(file_name, int(line), name) for file_name, line, name in found]
 
 
 def _scratch() -> IO[bytes]:
@@ -135,7 +135,7 @@ def _scratch() -> IO[bytes]:
     return tempfile.TemporaryFile()
 
 
-def _waits(calls: list[Call]) -> bool:
+def _waits(calls: list[Frame]) -> bool:
     """Whether the thread is in a collective, in a backward, or reading a result that a device has yet to reduce."""
     files = (call.file.replace(os.sep, "/") for call in calls)
     if any(part in file for file in files for part in WAITING):
@@ -143,7 +143,7 @@ def _waits(calls: list[Call]) -> bool:
     return bool(calls) and calls[0].file == READING
 
 
-def _where(calls: list[Call], ours: list[Call]) -> str:
+def _where(calls: list[Frame], ours: list[Frame]) -> str:
     """The innermost call of ours, or of a user's callback that ours calls."""
     outer = next(iter(ours), None)
     called = None

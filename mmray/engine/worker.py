@@ -26,7 +26,7 @@ from mmray.engine.checkpoint import files
 from mmray.engine.checkpoint.manager import CheckpointManager, ShardWriter
 from mmray.engine.collectives import Group
 from mmray.engine.dry_run import learner_of, rehearse_job, synthetic_of
-from mmray.engine.heartbeat import Pulse
+from mmray.engine.heartbeat import Heartbeat
 from mmray.engine.metrics.system import keep_freed_memory
 from mmray.engine.metrics.writers import MetricsLog
 from mmray.engine.parallel.transforms import apply_transforms
@@ -45,13 +45,13 @@ WRITES_HANGS = 10  # hang_timeout_s this often: how long a rank may wait for a c
 def work(job: Job, start: ResumePoint, blocks: Iterable[Block], device: torch.device, line: Line) -> dict[str, Any]:
     """Train from `start` to the end of its plan; returns what result.json says."""
     stacks = job.folder / "stacks" / f"step-{start.step}-rank-{line.about['rank']}.txt"
-    pulse = Pulse(line.beat, line.about, stacks, WRITES_HANGS * job.config.cluster.hang_timeout_s)
+    pulse = Heartbeat(line.beat, line.about, stacks, WRITES_HANGS * job.config.cluster.hang_timeout_s)
     with pulse.beating(start.step):
         return _work(job, start, blocks, device, line, pulse)
 
 
 def _work(
-    job: Job, start: ResumePoint, blocks: Iterable[Block], device: torch.device, line: Line, pulse: Pulse
+    job: Job, start: ResumePoint, blocks: Iterable[Block], device: torch.device, line: Line, pulse: Heartbeat
 ) -> dict[str, Any]:
     config = job.config
     torch.set_num_threads(max(1, int(config.cluster.cpus_per_worker)))  # fixed: sums in another order are other sums
@@ -142,7 +142,7 @@ def _tell_labels(model: nn.Module, job: Job) -> None:
 
 
 def _callbacks(
-    job: Job, keeper: CheckpointManager | None, device: torch.device, line: Line, pulse: Pulse
+    job: Job, keeper: CheckpointManager | None, device: torch.device, line: Line, pulse: Heartbeat
 ) -> tuple[Callback, ...]:
     """The user's own, the heartbeat, and on rank 0 what people are told."""
     own = [plugins.load(name, "train.callbacks")() for name in job.config.train.callbacks]

@@ -11,7 +11,7 @@ POLL_S = 0.25
 T = TypeVar("T")
 
 
-def in_thread(call: Callable[[], T], look: Callable[[], None]) -> T:
+def run_in_thread(call: Callable[[], T], look: Callable[[], None]) -> T:
     """What `call` returns or raises, from another thread; this one calls `look` every POLL_S, and once after its end.
 
     What `look` or a signal raises leaves at once, and the other thread to itself: it ends with the process.

@@ -20,25 +20,25 @@ import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mmray.errors import AtOnce
-from mmray.train.hang_detector import Beat
+from mmray.train.hang_detector import HeartbeatRecord
 
 if TYPE_CHECKING:
     from mmray.data.prepare.pipeline import Progress  # not for the actor: it would import Ray Data
 
 WASTED, CHECKPOINT_S = "wasted_steps", "checkpoint_s"
-Wish = Literal["user", "resize", "preempted"]
+StopReason = Literal["user", "resize", "preempted"]
 
 
-class Listener(Protocol):
+class ProgressReporter(Protocol):
     """Who is told what a run does (the command line); called on the driver's main thread."""
 
-    def note(self, text: str, label: str = "") -> None: ...
-    def phase(self, title: str) -> None: ...
-    def preparing(self, progress: Progress) -> None: ...
+    def log(self, text: str, label: str = "") -> None: ...
+    def status(self, title: str) -> None: ...
+    def prepare_progress(self, progress: Progress) -> None: ...
     def step(self, metrics: dict[str, Any], total_steps: int) -> None: ...
 
 
-class Board:
+class Coordinator:
     """Between the driver and the ranks: metrics, heartbeats and bad rows one way, wishes the other."""
 
     def __init__(self, bad_rows: set[int]) -> None:
@@ -81,20 +81,20 @@ class Board:
         self._stacks = True
 
 
-def new_board(bad_rows: set[int]) -> Any:
+def start_coordinator(bad_rows: set[int]) -> Any:
     """A board as an actor that needs no CPU, on the driver's node: it is there as long as the driver is.
 
     `bad_rows` are those that earlier attempts have named.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(Board).options(num_cpus=0, scheduling_strategy=here).remote(bad_rows)
+    return ray.remote(Coordinator).options(num_cpus=0, scheduling_strategy=here).remote(bad_rows)
 
 
 @dataclass
-class StopWish:
+class StopFlag:
     """Rank 0's view of the board's stop flag, asked for at most once a second and never waited for."""
 
-    board: Any
+    coordinator: Any
     every_s: float = 1.0
     _answer: Any = None
     _asked_s: float = field(default=-1e9)
@@ -103,18 +103,18 @@ class StopWish:
     def __call__(self) -> bool:
         now = time.monotonic()
         if self._answer is None and now - self._asked_s > self.every_s:
-            self._answer, self._asked_s = self.board.asked_to_stop.remote(), now
+            self._answer, self._asked_s = self.coordinator.asked_to_stop.remote(), now
         if self._answer is not None and ray.wait([self._answer], timeout=0)[0]:
             self._stop, self._answer = ray.get(self._answer), None
         return self._stop
 
 
 @dataclass
-class Watch:
+class RunMonitor:
     """The driver's eyes on an attempt, and the one who asks it to stop."""
 
-    board: Any
-    listener: Listener
+    coordinator: Any
+    reporter: ProgressReporter
     total_steps: int
     last_step: int = 0  # that was logged; of an attempt that has logged none, where it began
     logged: bool = False  # this attempt or one before it has logged a step
@@ -122,43 +122,43 @@ class Watch:
     step_s: float = 0.0  # as last measured, as are the seconds that a checkpoint takes; 0: not yet
     checkpoint_s: float = 0.0
     micro: int = 0  # rows of a micro-batch, as last logged
-    beats: list[Beat] = field(default_factory=list)
+    beats: list[HeartbeatRecord] = field(default_factory=list)
     begun: bool = False  # a worker has been heard of
-    wish: Wish | None = None  # why the group was asked to end
+    stop_reason: StopReason | None = None  # why the group was asked to end
 
-    def over(self, board: Any, first_step: int) -> Watch:
+    def over(self, coordinator: Any, first_step: int) -> RunMonitor:
         """For the next attempt, which begins at `first_step`: what was measured stays known."""
-        return replace(self, board=board, last_step=first_step, beats=[], begun=False, wish=None)
+        return replace(self, coordinator=coordinator, last_step=first_step, beats=[], begun=False, stop_reason=None)
 
     def look(self) -> None:
         """Pass on what is new."""
         try:
-            news, beats = ray.get(self.board.take.remote(), timeout=10)
+            news, beats = ray.get(self.coordinator.take.remote(), timeout=10)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return  # Ray is going down: the attempt itself will say so
-        self.beats = [Beat(**beat) for beat in beats]
+        self.beats = [HeartbeatRecord(**beat) for beat in beats]
         self.begun = self.begun or bool(news or beats)
         for metrics in news:
             self.wasted_steps += metrics.get(WASTED, 0)
             if "note" in metrics:
-                self.listener.note(metrics["note"], metrics["label"])
+                self.reporter.log(metrics["note"], metrics["label"])
             self.step_s = metrics.get("time/step_s", self.step_s)
             self.checkpoint_s = metrics.get(CHECKPOINT_S, self.checkpoint_s)
             self.micro = metrics.get("batch/micro", self.micro)
             if "step" in metrics:
                 self.last_step, self.logged = metrics["step"], True
-                self.listener.step(metrics, self.total_steps)
+                self.reporter.step(metrics, self.total_steps)
 
-    def ask(self, wish: Wish, told: str) -> None:
+    def ask(self, stop_reason: StopReason, told: str) -> None:
         """Ask the group to end after its step, with a checkpoint. What was asked for first is why."""
-        if self.wish is None:
-            self.wish = wish
-            self.listener.note(told, "stopping")
-            self.board.ask_to_stop.remote()
+        if self.stop_reason is None:
+            self.stop_reason = stop_reason
+            self.reporter.log(told, "stopping")
+            self.coordinator.ask_to_stop.remote()
 
 
 @contextmanager
-def stopping(watch: Watch) -> Iterator[None]:
+def stop_on_signal(run_monitor: RunMonitor) -> Iterator[None]:
     """The first Ctrl-C or SIGTERM asks the workers for a checkpoint and an end; the second leaves at once.
 
     Where no worker has begun, there is nothing to keep, and nobody to ask: the first one leaves.
@@ -167,17 +167,17 @@ def stopping(watch: Watch) -> Iterator[None]:
 
     def ask(number: int, _: FrameType | None) -> None:
         asked.append(number)
-        if len(asked) > 1 or not watch.begun:
+        if len(asked) > 1 or not run_monitor.begun:
             raise AtOnce
-        watch.wish = None  # whatever else the group was asked to end for, the user does not want another
-        watch.ask("user", "after this step, with a checkpoint; once more leaves at once")
+        run_monitor.stop_reason = None  # whatever else the group was asked to end for, the user does not want another
+        run_monitor.ask("user", "after this step, with a checkpoint; once more leaves at once")
 
-    with hearing(ask):
+    with signal_handlers(ask):
         yield
 
 
 @contextmanager
-def hearing(ask: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def signal_handlers(ask: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Ctrl-C and SIGTERM are answered by `ask` inside the block; outside the main thread none are heard."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread hears signals

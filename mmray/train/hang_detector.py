@@ -12,7 +12,7 @@ SILENT_S = 5.0  # a beat comes each second; a process that is stopped, or holds 
 
 
 @dataclass(frozen=True)
-class Beat:
+class HeartbeatRecord:
     """What a rank said of itself, and how long ago (`age_s`, by the clock of the board)."""
 
     rank: int
@@ -29,12 +29,12 @@ class Beat:
 class Hang:
     """Ranks that hold the others up, in words for people."""
 
-    culprits: tuple[int, ...]
+    stuck_ranks: tuple[int, ...]
     told: str
 
 
 @dataclass
-class Watchdog:
+class HangDetector:
     """Remembers when each rank last moved; `limit_s` of standing still is a hang."""
 
     limit_s: float
@@ -42,7 +42,7 @@ class Watchdog:
     first_step: int = 0
     _moved: dict[int, tuple[int, float]] = field(default_factory=dict)
 
-    def look(self, beats: Sequence[Beat], now_s: float) -> Hang | None:
+    def look(self, beats: Sequence[HeartbeatRecord], now_s: float) -> Hang | None:
         """The hang that these beats show at this time, or None."""
         stood_s = [self._still_s(beat, now_s) for beat in beats]
         over = [
@@ -53,9 +53,9 @@ class Watchdog:
         waiting = all(beat.waits and beat.age_s <= SILENT_S for beat in over)
         if not over or (waiting and min(stood_s) < self.limit_s):  # for a rank that writes or evaluates, and moves
             return None
-        return _name(beats, max(stood_s))
+        return _describe_hang(beats, max(stood_s))
 
-    def _still_s(self, beat: Beat, now_s: float) -> float:
+    def _still_s(self, beat: HeartbeatRecord, now_s: float) -> float:
         mark, since_s = self._moved.get(beat.rank, (-1, now_s))
         if mark != beat.mark:
             since_s = now_s
@@ -63,20 +63,22 @@ class Watchdog:
         return now_s - since_s
 
 
-def culprits(beats: Sequence[Beat]) -> list[Beat]:
+def stuck_ranks(beats: Sequence[HeartbeatRecord]) -> list[HeartbeatRecord]:
     """Those the others wait for: processes that do not answer, else ranks outside any collective, else all."""
     silent = [beat for beat in beats if beat.age_s > SILENT_S]
     outside = [beat for beat in beats if not beat.waits]
     return silent or outside or list(beats)
 
 
-def _name(beats: Sequence[Beat], still_s: float) -> Hang:
-    found = culprits(beats)
-    who = "; ".join(f"rank {beat.rank} (process {beat.pid}, node {beat.node[:8]}) {_doing(beat)}" for beat in found)
+def _describe_hang(beats: Sequence[HeartbeatRecord], still_s: float) -> Hang:
+    found = stuck_ranks(beats)
+    who = "; ".join(
+        f"rank {beat.rank} (process {beat.pid}, node {beat.node[:8]}) {_describe_rank(beat)}" for beat in found
+    )
     return Hang(tuple(beat.rank for beat in found), f"no step for {still_s:.0f} s: {who}")
 
 
-def _doing(beat: Beat) -> str:
+def _describe_rank(beat: HeartbeatRecord) -> str:
     if beat.age_s > SILENT_S:
         return f"does not answer since {beat.age_s:.0f} s, last seen at {beat.where}"
     return f"waits in a collective at {beat.where}" if beat.waits else f"stands at {beat.where}"

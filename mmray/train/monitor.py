@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 import ray.exceptions
 
-from mmray.cluster.autoscaling import ScaleUp
-from mmray.cluster.placement import draining, end_processes, present
+from mmray.cluster.autoscaling import AutoscalerRequest
+from mmray.cluster.placement import draining_nodes, kill_processes, live_nodes
 from mmray.config import Config
-from mmray.train.coordinator import Watch
-from mmray.train.hang_detector import Hang, Watchdog
-from mmray.train.resources import ask_for_more, further
+from mmray.train.coordinator import RunMonitor
+from mmray.train.hang_detector import Hang, HangDetector
+from mmray.train.resources import num_additional_workers, request_nodes
 
 HANG_LOOK_S, DRAIN_LOOK_S, ROOM_LOOK_S = 1.0, 1.0, 5.0
 ROOM_LOOKS = 2  # in a row with room before a group is given up for a larger one; four times as many after each in vain
@@ -27,7 +27,7 @@ STACKS_S = 3.0  # until stacks are written: a beat comes each second
 NOTICE_S = 3.0  # from the driver's wish to the ranks' vote, in time that is not a step
 
 
-def leave_at_s(deadline_s: float, checkpoint_s: float, step_s: float) -> float:
+def checkpoint_deadline_s(deadline_s: float, checkpoint_s: float, step_s: float) -> float:
     """Time of day at which to ask for the last checkpoint before a node goes; 0, at once, where too little is known.
 
     Twice the measured write, and two steps: the one under way, and the one that carries the wish.
@@ -38,24 +38,26 @@ def leave_at_s(deadline_s: float, checkpoint_s: float, step_s: float) -> float:
 
 
 @dataclass
-class Guard:
+class AttemptMonitor:
     """What the driver does about one attempt of `world` workers while it runs."""
 
     config: Config  # as the user asked
     world: int
-    watch: Watch
+    run_monitor: RunMonitor
     first_step: int
-    in_vain: int = 0  # how often such a group made way for a larger one, and was back
-    scale_up: ScaleUp = field(default_factory=lambda: ScaleUp("mmray"))  # the wish for nodes that a larger group needs
+    failed_resizes: int = 0  # how often such a group made way for a larger one, and was back
+    autoscaler: AutoscalerRequest = field(
+        default_factory=lambda: AutoscalerRequest("mmray")
+    )  # the wish for nodes that a larger group needs
     hang: Hang | None = None
     leaving: bool = False  # a node of the group is being taken away
     _due_s: dict[str, float] = field(default_factory=dict)
     _room_seen: int = 0
-    _watchdog: Watchdog = field(init=False)
+    _watchdog: HangDetector = field(init=False)
 
     def __post_init__(self) -> None:
         cluster = self.config.cluster
-        self._watchdog = Watchdog(cluster.hang_timeout_s, cluster.start_timeout_s, self.first_step)
+        self._watchdog = HangDetector(cluster.hang_timeout_s, cluster.start_timeout_s, self.first_step)
 
     def look(self) -> None:
         """Look at what is due."""
@@ -71,36 +73,41 @@ class Guard:
             try:
                 act()
             except (ray.exceptions.RayError, RuntimeError, OSError) as error:  # Ray does not answer: the group goes on
-                self.watch.listener.note(f"Ray did not answer, looking again: {error}", "cluster")
+                self.run_monitor.reporter.log(f"Ray did not answer, looking again: {error}", "cluster")
 
     def _stop_hang(self) -> None:
         """End the processes of a group that hangs, when all who can have written down where they stand."""
-        hang = self._watchdog.look(self.watch.beats, time.monotonic())
+        hang = self._watchdog.look(self.run_monitor.beats, time.monotonic())
         if hang is None or self.hang is not None:
             return
         self.hang = hang
-        self.watch.listener.note(f"{hang.told}; stacks in the run's folder, stacks/", "hang")
-        self.watch.board.ask_for_stacks.remote()
-        beats = self.watch.beats
+        self.run_monitor.reporter.log(f"{hang.told}; stacks in the run's folder, stacks/", "hang")
+        self.run_monitor.coordinator.ask_for_stacks.remote()
+        beats = self.run_monitor.beats
         time.sleep(STACKS_S)
-        end_processes((beat.node, beat.pid) for beat in beats)
+        kill_processes((beat.node, beat.pid) for beat in beats)
 
     def _leave_nodes(self) -> None:
         """Ask for a checkpoint in time where a node of the group is being taken away."""
-        going = draining()
-        deadlines = [going[beat.node] for beat in self.watch.beats if beat.node in going]
+        going = draining_nodes()
+        deadlines = [going[beat.node] for beat in self.run_monitor.beats if beat.node in going]
         if not deadlines:
             return
         self.leaving = True
-        leave_s = min(leave_at_s(deadline, self.watch.checkpoint_s, self.watch.step_s) for deadline in deadlines)
+        leave_s = min(
+            checkpoint_deadline_s(deadline, self.run_monitor.checkpoint_s, self.run_monitor.step_s)
+            for deadline in deadlines
+        )
         if time.time() >= leave_s:
             left = f"in {min(deadlines) - time.time():.0f} s" if min(deadlines) else "soon"
-            self.watch.ask("preempted", f"a node is taken away {left}: a checkpoint, then elsewhere")
+            self.run_monitor.ask("preempted", f"a node is taken away {left}: a checkpoint, then elsewhere")
 
     def _grow(self) -> None:
         """Ask for a checkpoint and a larger group where more workers have a place, at several looks in a row."""
-        ask_for_more(self.config, self.scale_up, self.world)
-        more = further(self.config, present().nodes, self.world) if self.watch.beats else 0
+        request_nodes(self.config, self.autoscaler, self.world)
+        more = num_additional_workers(self.config, live_nodes().nodes, self.world) if self.run_monitor.beats else 0
         self._room_seen = self._room_seen + 1 if more else 0
-        if self._room_seen >= ROOM_LOOKS * 4**self.in_vain:
-            self.watch.ask("resize", f"there is room for {self.world + more} workers: a checkpoint, then all of them")
+        if self._room_seen >= ROOM_LOOKS * 4**self.failed_resizes:
+            self.run_monitor.ask(
+                "resize", f"there is room for {self.world + more} workers: a checkpoint, then all of them"
+            )

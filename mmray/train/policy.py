@@ -10,7 +10,7 @@ from typing import Literal
 
 from mmray.errors import MmrayError, OutOfMemoryError, ResourceError, TrainingError
 
-Kind = Literal["lost", "hung", "preempted", "raised"]
+FailureKind = Literal["lost", "hung", "preempted", "raised"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Failure:
     `preempted`: its node was taken away with notice; `raised`: code raised an error.
     """
 
-    kind: Kind
+    kind: FailureKind
     error: BaseException
     step: int  # the last that the attempt logged; the one it began from where it logged none
     logged: bool = True  # this attempt, or one before it, logged a step
@@ -36,14 +36,14 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Again:
+class Restart:
     """Begin again from the newest good checkpoint, with as many workers as there is room for."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Shrink:
+class ReduceMicroBatch:
     """Begin again from the newest good checkpoint, with micro-batches of `micro` rows."""
 
     micro: int
@@ -51,13 +51,13 @@ class Shrink:
 
 
 @dataclass(frozen=True)
-class Raise:
+class Fail:
     """Give up with this error."""
 
     error: MmrayError
 
 
-def spent(failures: int, kind: str, progressed: bool) -> int:
+def count_failures(failures: int, kind: str, progressed: bool) -> int:
     """Failures in a row, this one included, where `failures` were before it; a newer checkpoint begins a new row.
 
     Nodes that are taken away with notice are no failures. Each new row is some steps nearer to the end, so the count
@@ -68,27 +68,29 @@ def spent(failures: int, kind: str, progressed: bool) -> int:
     return 1 if progressed else failures + 1
 
 
-def decide(failure: Failure, before: Failure | None, failures: int, max_failures: int) -> Again | Shrink | Raise:
+def decide_recovery(
+    failure: Failure, before: Failure | None, failures: int, max_failures: int
+) -> Restart | ReduceMicroBatch | Fail:
     """Begin again after what was lost, up to `max_failures` in a row; raise what that cannot mend.
 
     `failures` is what `spent` says, `before` the failure of the attempt before.
     """
     error = failure.error
     if isinstance(error, OutOfMemoryError) and error.micro:
-        return Shrink(error.micro, str(error))
+        return ReduceMicroBatch(error.micro, str(error))
     if isinstance(error, MmrayError) and failure.kind == "raised":
-        return Raise(error)
+        return Fail(error)
     told = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
     if failure.same_as(before):
-        return Raise(_final(f"{_traceback(error)}the same error came back after step {failure.step}: {told}", error))
+        return Fail(_final(f"{_traceback(error)}the same error came back after step {failure.step}: {told}", error))
     if failure.kind == "raised" and not failure.logged:
-        return Raise(_final(f"{_traceback(error)}before any step was logged: {told}", error))
+        return Fail(_final(f"{_traceback(error)}before any step was logged: {told}", error))
     if failures > max_failures and isinstance(error, ResourceError):
-        return Raise(error)  # no place was found: it says what to do, and its exit code is its own
+        return Fail(error)  # no place was found: it says what to do, and its exit code is its own
     if failures > max_failures:
         row = f"{failures} failures without a new checkpoint between them (cluster.max_failures {max_failures})"
-        return Raise(_final(f"{_traceback(error)}{row}; the last: {told}", error))
-    return Again(f"{failure.kind} after step {failure.step}: {told.splitlines()[0]}")
+        return Fail(_final(f"{_traceback(error)}{row}; the last: {told}", error))
+    return Restart(f"{failure.kind} after step {failure.step}: {told.splitlines()[0]}")
 
 
 def _traceback(error: BaseException) -> str:

@@ -15,19 +15,19 @@ from mmray.data.text.chat import encoder_of, fitted
 from mmray.data.text.tokenizer import declared_pad_id, load_tokenizer
 from mmray.engine.batch import shape_of, total_steps
 from mmray.storage.remote_path import Folder
-from mmray.train.coordinator import Listener
-from mmray.train.validate import with_names
-from mmray.train.worker_group import Ready
+from mmray.train.coordinator import ProgressReporter
+from mmray.train.validate import with_region_labels
+from mmray.train.worker_group import ResolvedRun
 
 
-def settle(config: Config, listener: Listener) -> Ready:
+def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
     """Sets opened, tokenizer found, arithmetic done; everything a user can get wrong is found here or above."""
     prepared = partial(
         ensure_prepared,
         cache=config.data.cache,
         settings=config.prepare,
-        notify=listener.note,
-        progress=listener.preparing,
+        notify=reporter.log,
+        progress=reporter.prepare_progress,
     )
     terms = [(str(prepared(source)), weight) for source, weight in parse_mixture(config.data.train)]
     train_sets = [PreparedSet.open(place, config.data.train_split) for place, _ in terms]
@@ -37,7 +37,7 @@ def settle(config: Config, listener: Listener) -> Ready:
     train_sets = [kept_here(config.data, each, chunk) for each in train_sets]
     eval_set = eval_set and kept_here(config.data, eval_set, chunk)
     if config.data.local_cache and all(each.place.local for each in [*train_sets, eval_set] if each):
-        listener.note("data.local_cache keeps nothing: every set is on a disk already", "cache")
+        reporter.log("data.local_cache keeps nothing: every set is on a disk already", "cache")
     train_set: PreparedSet | MixedSet = train_sets[0]
     if is_mixture(config.data.train):
         train_set = MixedSet(train_sets, [weight for _, weight in terms])
@@ -51,7 +51,7 @@ def settle(config: Config, listener: Listener) -> Ready:
     if isinstance(train_set, MixedSet):
         num_rows = sum(part.per_epoch for part in train_set.parts)
     steps = total_steps(config.train, num_rows, shape.global_rows)
-    model = with_names(config.model, train_sets, eval_set).with_absolute_weights()
+    model = with_region_labels(config.model, train_sets, eval_set).with_absolute_weights()
     settled = config.replace(
         model=model.with_tokens(encoder.vocab_size, declared_pad_id(tokenizer_json)),
         data=config.data.replace(chunk=chunk, window=window),
@@ -63,7 +63,7 @@ def settle(config: Config, listener: Listener) -> Ready:
         "num_rows": num_rows,
         "tokenizer": sha256(tokenizer_json.encode()).hexdigest(),
     }
-    return Ready(settled, train_set, eval_set, tokenizer_json, shape, steps, data)
+    return ResolvedRun(settled, train_set, eval_set, tokenizer_json, shape, steps, data)
 
 
 def _eval_set(

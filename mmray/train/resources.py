@@ -15,9 +15,9 @@ from ray.train.torch import TorchConfig
 from ray.train.v2._internal.exceptions import WorkerGroupStartupTimeoutError
 
 from mmray.cluster import placement, shared_storage
-from mmray.cluster.autoscaling import ScaleUp
-from mmray.cluster.capacity import Demand, Labels, Node, Pool, Resources, feasible, most_gpus, most_workers
-from mmray.cluster.connect import FEED_CPUS, data_workers
+from mmray.cluster.autoscaling import AutoscalerRequest
+from mmray.cluster.capacity import Demand, Labels, Node, Pool, Resources, max_gpus, max_workers, missing_capacity
+from mmray.cluster.connect import INPUT_TASK_CPUS, num_decode_actors
 from mmray.config import Config
 from mmray.errors import ResourceError
 from mmray.machine import cores, free_memory
@@ -26,25 +26,27 @@ from mmray.storage.remote_path import Folder, RemotePath
 FREE_LOOK_S = 4.0  # until what is taken counts as taken: workers that have ended a moment ago hold their places
 
 
-def demand_of(config: Config, with_data: bool = True) -> Demand:
+def resource_demand(config: Config, with_data: bool = True) -> Demand:
     """What the run takes at once, on the cluster that is joined: the workers, and CPUs for its data."""
-    here = placement.nodes()
+    here = placement.alive_nodes()
     asked = config.data.workers if isinstance(config.data.workers, int) else 1
     return Demand(
         config.cluster.most_workers,
-        _per_worker(config, here, placement.pools()),
-        asked + FEED_CPUS if with_data else 0,
+        _per_worker(config, here, placement.autoscaling_pools()),
+        asked + INPUT_TASK_CPUS if with_data else 0,
         placement.train_labels(config.cluster.train_label, here),
         placement.data_labels(config.cluster.data_label, here),
     )
 
 
-def check_room(config: Config, with_data: bool = True) -> None:
+def check_capacity(config: Config, with_data: bool = True) -> None:
     """Raise ResourceError where the cluster can never give what the run asks for, whatever it grows to."""
     if config.cluster.grows:
         return  # who knows into what: cluster.start_timeout_s ends the wait
     least = config.on_cluster(workers=config.cluster.least_workers)
-    lacking = feasible(demand_of(least, with_data), placement.nodes(), placement.pools())
+    lacking = missing_capacity(
+        resource_demand(least, with_data), placement.alive_nodes(), placement.autoscaling_pools()
+    )
     if lacking is not None:
         raise ResourceError(lacking)
 
@@ -52,7 +54,7 @@ def check_room(config: Config, with_data: bool = True) -> None:
 def check_gpus(config: Config) -> None:
     """Raise ResourceError where there are fewer GPUs than the workers want: they would stand idle without a word."""
     cluster, each = config.cluster, _gpus_each(config)
-    there, workers = most_gpus(placement.nodes(), placement.pools()), cluster.least_workers
+    there, workers = max_gpus(placement.alive_nodes(), placement.autoscaling_pools()), cluster.least_workers
     if cluster.accelerator != "auto" or cluster.grows or not 0 < there < each * workers:
         return
     if there < each:
@@ -66,18 +68,18 @@ def check_gpus(config: Config) -> None:
     )
 
 
-def free_workers(config: Config) -> int:
+def num_free_workers(config: Config) -> int:
     """How many of the workers, without data beside them, have a place that is free; asked for a moment.
 
     Raises ResourceError where the fewest have none and the cluster does not grow; where it may, it is left to Ray.
     """
-    demand, until_s = demand_of(config, with_data=False), time.monotonic() + FREE_LOOK_S
+    demand, until_s = resource_demand(config, with_data=False), time.monotonic() + FREE_LOOK_S
     fewest = replace(demand, workers=config.cluster.least_workers)
-    while (lacking := feasible(fewest, placement.free_nodes())) is not None and time.monotonic() < until_s:
+    while (lacking := missing_capacity(fewest, placement.free_nodes())) is not None and time.monotonic() < until_s:
         time.sleep(0.5)
     if lacking is None:
-        return most_workers(demand, placement.free_nodes()) or fewest.workers
-    if config.cluster.grows or placement.pools():
+        return max_workers(demand, placement.free_nodes()) or fewest.workers
+    if config.cluster.grows or placement.autoscaling_pools():
         return fewest.workers
     raise ResourceError(f"with what is free now: {lacking}; or wait until what runs there has ended")
 
@@ -85,39 +87,41 @@ def free_workers(config: Config) -> int:
 def check_storage(config: Config) -> None:
     """Raise where runs would be lost with a job, or a training node does not see their folder."""
     shared_storage.check_is_kept(config.run.storage, Path.cwd())
-    demand, here = demand_of(config, with_data=False), placement.nodes()
+    demand, here = resource_demand(config, with_data=False), placement.alive_nodes()
     if len(here) > 1 or "://" in config.run.storage:
-        theirs = [node for node in here if node.bears(demand.worker_labels) and node.holds(demand.per_worker)]
+        theirs = [node for node in here if node.matches_labels(demand.worker_labels) and node.fits(demand.per_worker)]
         shared_storage.probe(config.run.storage, theirs)
 
 
-def ray_files(folder: Folder) -> dict[str, Any]:
+def ray_storage_args(folder: Folder) -> dict[str, Any]:
     """Where Ray Train keeps the small files of its own, as arguments of its RunConfig."""
     if isinstance(folder, RemotePath):
         return {"storage_path": (folder / "ray").key, "storage_filesystem": folder.place.system[0]}
     return {"storage_path": str(folder / "ray")}
 
 
-def fitting(config: Config, free: list[Node]) -> int:
+def num_fitting_workers(config: Config, free: list[Node]) -> int:
     """Training workers that have a place in `free` beside the data's, at most as many as asked for; 0: none."""
-    return most_workers(demand_of(config), free)
+    return max_workers(resource_demand(config), free)
 
 
-def further(config: Config, free: list[Node], running: int) -> int:
+def num_additional_workers(config: Config, free: list[Node], running: int) -> int:
     """Workers that have a place in `free`, what is free beside a running group of `running` workers."""
-    return most_workers(replace(demand_of(config), workers=config.cluster.most_workers - running, data_cpus=0), free)
+    return max_workers(
+        replace(resource_demand(config), workers=config.cluster.most_workers - running, data_cpus=0), free
+    )
 
 
-def ask_for_more(config: Config, scale_up: ScaleUp, running: int) -> None:
+def request_nodes(config: Config, autoscaler: AutoscalerRequest, running: int) -> None:
     """Wish for nodes for as many workers as an elastic run can use beside `running`, where the cluster may grow."""
-    if config.cluster.grows or placement.pools():
-        demand = demand_of(config, with_data=False)
-        scale_up.ask(demand.per_worker, demand.worker_labels, config.cluster.most_workers - running)
+    if config.cluster.grows or placement.autoscaling_pools():
+        demand = resource_demand(config, with_data=False)
+        autoscaler.ask(demand.per_worker, demand.worker_labels, config.cluster.most_workers - running)
 
 
-def worker_resources(config: Config, labels: Labels | None = None) -> ScalingConfig:
+def scaling_config(config: Config, labels: Labels | None = None) -> ScalingConfig:
     """The training workers, where GPUs are used with one each, or one for each branch."""
-    demand = demand_of(config)
+    demand = resource_demand(config)
     return ScalingConfig(
         num_workers=demand.workers,
         use_gpu="GPU" in demand.per_worker,
@@ -131,9 +135,12 @@ def torch_config(config: Config) -> TorchConfig:
     return TorchConfig(timeout_s=math.ceil(config.cluster.collective_timeout_s))
 
 
-def workers_told(config: Config) -> str:
+def format_workers(config: Config) -> str:
     """How many workers train, and on what; GPUs of the cluster that they leave aside."""
-    each, there = demand_of(config).per_worker.get("GPU", 0), most_gpus(placement.nodes(), placement.pools())
+    each, there = (
+        resource_demand(config).per_worker.get("GPU", 0),
+        max_gpus(placement.alive_nodes(), placement.autoscaling_pools()),
+    )
     workers = str(config.cluster.workers).replace("-", " to ")
     if each:
         return f"{workers}, {'a GPU' if each == 1 else f'{each:g} GPUs'} each"
@@ -141,17 +148,17 @@ def workers_told(config: Config) -> str:
     return f"{workers}, on CPUs{idle}"
 
 
-def no_retries() -> FailureConfig:
+def failure_config() -> FailureConfig:
     """Ray tries nothing again by itself, and waits no longer than its start-up limit."""
     return FailureConfig(max_failures=0, controller_failure_limit=0, max_preemption_failures=0)  # type: ignore[call-arg]
 
 
-def limit_start(config: Config) -> None:
+def set_start_timeout(config: Config) -> None:
     """How long Ray waits for the workers of the next group; by itself it would try for ever."""
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(config.cluster.start_timeout_s)
 
 
-def never_started(error: BaseException) -> ResourceError | None:
+def start_timeout_error(error: BaseException) -> ResourceError | None:
     """What is told where this error says that the limit has passed; None for any other."""
     if not isinstance(getattr(error, "controller_failure", None), WorkerGroupStartupTimeoutError):
         return None
@@ -162,34 +169,34 @@ def never_started(error: BaseException) -> ResourceError | None:
     )
 
 
-def is_lone_machine(config: Config) -> bool:
+def is_single_node(config: Config) -> bool:
     """Whether one machine is the whole cluster, and stays so: a head whose pools are empty is none."""
-    return len(placement.nodes()) == 1 and not placement.pools() and not config.cluster.grows
+    return len(placement.alive_nodes()) == 1 and not placement.autoscaling_pools() and not config.cluster.grows
 
 
-def data_actors(config: Config) -> int:
+def num_data_actors(config: Config) -> int:
     """Decoding actors of the stream: as configured, or what cores and memory leave on the nodes of the data."""
     if isinstance(config.data.workers, int):
         return config.data.workers
-    here, demand = placement.nodes(), demand_of(config)
-    if is_lone_machine(config):  # a cluster on this machine has more logical CPUs than real cores
+    here, demand = placement.alive_nodes(), resource_demand(config)
+    if is_single_node(config):  # a cluster on this machine has more logical CPUs than real cores
         cpus = min(ray.cluster_resources().get("CPU", 1), cores())
-        return data_workers(cpus, _taken(demand), free_memory() / 2**30, config.data.block_mb)
-    return shared_actors(demand, here, placement.pools(), config.data.block_mb)
+        return num_decode_actors(cpus, _taken(demand), free_memory() / 2**30, config.data.block_mb)
+    return num_cluster_data_actors(demand, here, placement.autoscaling_pools(), config.data.block_mb)
 
 
-def shared_actors(demand: Demand, here: list[Node], pools: list[Pool], block_mb: float) -> int:
+def num_cluster_data_actors(demand: Demand, here: list[Node], pools: list[Pool], block_mb: float) -> int:
     """Decoding actors that fit on the nodes of the data; where those have yet to start, on one of each CPU pool."""
-    theirs = [node for node in here if node.bears(demand.data_labels) and node.resources.get("CPU")]
+    theirs = [node for node in here if node.matches_labels(demand.data_labels) and node.resources.get("CPU")]
     theirs = theirs or [
         Node(pool.resources)
         for pool in pools
-        if not pool.resources.get("GPU") and Node({}, pool.labels).bears(demand.data_labels)
+        if not pool.resources.get("GPU") and Node({}, pool.labels).matches_labels(demand.data_labels)
     ]
     cpus = sum(node.resources.get("CPU", 0) for node in theirs)
     memory_gib = sum(node.resources.get("memory", math.inf) for node in theirs) / 2**30
     apart = demand.data_labels and (demand.worker_labels or "GPU" in demand.per_worker)
-    return data_workers(cpus - FEED_CPUS, 0 if apart else _taken(demand), memory_gib, block_mb)
+    return num_decode_actors(cpus - INPUT_TASK_CPUS, 0 if apart else _taken(demand), memory_gib, block_mb)
 
 
 def _taken(demand: Demand) -> float:
@@ -199,7 +206,7 @@ def _taken(demand: Demand) -> float:
 def _per_worker(config: Config, here: list[Node], pools: list[Pool]) -> Resources:
     """What one worker holds; a GPU (one for each branch) where asked for, or where the cluster has or gets enough."""
     wanted, each = config.cluster.accelerator, _gpus_each(config)
-    enough = most_gpus(here, pools) >= each * config.cluster.least_workers
+    enough = max_gpus(here, pools) >= each * config.cluster.least_workers
     own = {"CPU": config.cluster.cpus_per_worker}
     if wanted == "gpu" or (wanted == "auto" and enough):
         own["GPU"] = float(each)

@@ -27,7 +27,7 @@ from mmray.storage.file_ops import write_whole
 from mmray.storage.remote_path import Folder, folder_at
 
 # Which settings a continuation of a run may change: those that alter neither its rows nor the arithmetic of a step.
-MAY_CHANGE = (
+RESUMABLE_CHANGES = (
     "recipe",
     "batch.micro",
     "batch.accumulation",
@@ -73,7 +73,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def forbidden_changes(
-    before: dict[str, Any], after: dict[str, Any], may_change: Sequence[str] = MAY_CHANGE
+    before: dict[str, Any], after: dict[str, Any], may_change: Sequence[str] = RESUMABLE_CHANGES
 ) -> list[str]:
     """Lines `setting: old -> new` for every difference that would make a continuation another run.
 
@@ -92,7 +92,13 @@ def _is_in(name: str, settings: Sequence[str]) -> bool:
     return any(name == each or name.startswith(f"{each}.") for each in settings)
 
 
-MADE_FIRST = (lease.FOLDER, "checkpoints", "tokenizer.json", "data.json", "environment.json")  # before config.yaml
+FILES_BEFORE_CONFIG = (
+    lease.FOLDER,
+    "checkpoints",
+    "tokenizer.json",
+    "data.json",
+    "environment.json",
+)  # before config.yaml
 TOLD_CHANGES = 3  # of an earlier run that is passed over; the rest are counted
 PACKAGES = ("mmray", "ray", "torch", "torchvision", "transformers", "pyarrow", "pillow", "numpy")
 
@@ -120,7 +126,7 @@ class RunDir:
 
 
 @dataclass(frozen=True)
-class Found:
+class ExistingRun:
     """What lies at a run's path already."""
 
     finished_steps: int | None  # of a finished run
@@ -135,7 +141,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Decision:
+class RunSelection:
     """`start` a new folder, `resume` what is there, or `done`: nothing is left to train."""
 
     action: Literal["start", "resume", "done"]
@@ -143,10 +149,10 @@ class Decision:
     passed: tuple[str, ...] = ()  # earlier runs that an unnamed one does not go on with, each with its reason
 
 
-def find(path: Folder, config: Config, data: dict[str, Any]) -> Found | None:
+def find_existing_run(path: Folder, config: Config, data: dict[str, Any]) -> ExistingRun | None:
     """What a run of `config` on `data` would find at `path`; None when there is no run."""
     if not (path / "config.yaml").exists():
-        if path.exists() and any(file.name not in MADE_FIRST for file in path.iterdir()):
+        if path.exists() and any(file.name not in FILES_BEFORE_CONFIG for file in path.iterdir()):
             raise UsageError(f"{path} exists and is not a run of mmray; choose another --run.name")
         return None
     run = RunDir(path)
@@ -155,22 +161,22 @@ def find(path: Folder, config: Config, data: dict[str, Any]) -> Found | None:
     old = run.read_json("data.json") or {}
     changes += [f"data {key}: {old.get(key)!r} -> {data[key]!r}" for key in sorted(data) if old.get(key) != data[key]]
     result = run.read_json("result.json") or {}
-    return Found(result.get("steps") if result.get("status") == "finished" else None, changes)
+    return ExistingRun(result.get("steps") if result.get("status") == "finished" else None, changes)
 
 
-def decide(config: Config, data: dict[str, Any], steps: int) -> Decision:
+def select_run(config: Config, data: dict[str, Any], steps: int) -> RunSelection:
     """Where this command trains. A named run is continued or refused; an unnamed one takes the next free name.
 
     Raises UsageError where going on would make another run of it, with the settings that differ.
     """
     mode, named = config.run.resume, config.run.name is not None
     passed: list[str] = []
-    for path in paths(config):
-        found = find(path, config, data)
+    for path in candidate_paths(config):
+        found = find_existing_run(path, config, data)
         if found is None:
             if mode == "must":
                 raise UsageError(f"--run.resume must: there is no run at {path}")
-            return Decision("start", path, tuple(passed))
+            return RunSelection("start", path, tuple(passed))
         if mode == "never":
             if named:
                 raise UsageError(f"{path} exists; choose another --run.name, or go on with --run.resume auto")
@@ -184,24 +190,24 @@ def decide(config: Config, data: dict[str, Any], steps: int) -> Decision:
         if found.changes or (finished and not named and mode == "auto"):
             passed.append(f"{path} {found.why_not()}")
             continue
-        return Decision("done" if finished else "resume", path, tuple(passed))
+        return RunSelection("done" if finished else "resume", path, tuple(passed))
     raise AssertionError("the names never end")
 
 
-def paths(config: Config) -> Iterator[Folder]:
+def candidate_paths(config: Config) -> Iterator[Folder]:
     """The run's path; an unnamed run's candidates are RECIPE, RECIPE-2, RECIPE-3, ..."""
     storage = folder_at(config.run.storage)
-    return (storage / name for name in names(config.recipe, config.run.name))
+    return (storage / name for name in candidate_names(config.recipe, config.run.name))
 
 
-def names(stem: str, named: str | None) -> Iterator[str]:
+def candidate_names(stem: str, named: str | None) -> Iterator[str]:
     """The name that was given, each time; without one STEM, STEM-2, STEM-3, ..."""
     if named is not None:
         return itertools.repeat(named)
     return itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
 
 
-def create(path: Folder, config: Config, data: dict[str, Any], tokenizer_json: str) -> RunDir:
+def create_run_dir(path: Folder, config: Config, data: dict[str, Any], tokenizer_json: str) -> RunDir:
     """The folder with what a run is made of; config.yaml comes last, so that a half-made folder is no run."""
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -209,14 +215,14 @@ def create(path: Folder, config: Config, data: dict[str, Any], tokenizer_json: s
         run.checkpoints.mkdir(exist_ok=True)
         run.write("tokenizer.json", tokenizer_json)
         run.write_json("data.json", data)
-        run.write_json("environment.json", environment())
+        run.write_json("environment.json", collect_environment())
         run.write("config.yaml", to_yaml(config))
     except OSError as error:
         raise UsageError(f"cannot write the run's folder {path}: {error}; choose another --run.storage") from error
     return run
 
 
-def environment() -> dict[str, Any]:
+def collect_environment() -> dict[str, Any]:
     """Versions and machine, for the record."""
     return {
         "python": sys.version.split()[0],
@@ -234,20 +240,20 @@ _SECRET_SETTING = re.compile(r"(^|_)(key|token|secret|password|credential)s?$", 
 _SHORTEST = 6  # a shorter value would blank out half a sentence
 
 
-def redacted(value: Any) -> Any:
+def redact(value: Any) -> Any:
     """The value, with each text in it `safe`, and those named as secrets left out."""
     if isinstance(value, dict):
-        return {name: HIDDEN if _hides(name, item) else redacted(item) for name, item in value.items()}
+        return {name: HIDDEN if _hides(name, item) else redact(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [redacted(item) for item in value]
-    return safe(value) if isinstance(value, str) else value
+        return [redact(item) for item in value]
+    return redact_text(value) if isinstance(value, str) else value
 
 
 def _hides(name: str, item: Any) -> bool:
     return isinstance(item, str) and item != "" and _SECRET_SETTING.search(name) is not None
 
 
-def safe(text: str) -> str:
+def redact_text(text: str) -> str:
     """The text without logins in addresses and without values of environment variables that are named as secrets."""
     text = _LOGIN.sub(f"{HIDDEN}@", text)
     for name, value in os.environ.items():

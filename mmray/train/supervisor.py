@@ -21,8 +21,8 @@ import ray
 import ray.exceptions
 import ray.train
 
-from mmray.cluster.autoscaling import ScaleUp
-from mmray.cluster.placement import Present, present
+from mmray.cluster.autoscaling import AutoscalerRequest
+from mmray.cluster.placement import LiveNodes, live_nodes
 from mmray.config import Config
 from mmray.data.store.manifest import QUARANTINE
 from mmray.engine.bad_samples import bad_rows
@@ -33,22 +33,22 @@ from mmray.storage.file_ops import gather
 from mmray.storage.lease import Lease
 from mmray.storage.remote_path import Folder
 from mmray.train import run_dir
-from mmray.train.coordinator import WASTED, Listener, Watch, new_board
-from mmray.train.monitor import Guard
-from mmray.train.policy import Failure, Raise, Shrink, decide, spent
-from mmray.train.resources import ask_for_more, demand_of, fitting
-from mmray.train.run_dir import safe
-from mmray.train.worker_group import Ready, failure_of, run_attempt, trainer_of
+from mmray.train.coordinator import WASTED, ProgressReporter, RunMonitor, start_coordinator
+from mmray.train.monitor import AttemptMonitor
+from mmray.train.policy import Fail, Failure, ReduceMicroBatch, count_failures, decide_recovery
+from mmray.train.resources import num_fitting_workers, request_nodes, resource_demand
+from mmray.train.run_dir import redact_text
+from mmray.train.worker_group import ResolvedRun, build_trainer, classify_failure, run_attempt
 
 SETTLE_S = 0.5  # between two looks at what is free, while the workers of the attempt before let go of their places
 SAME_LOOKS, MOST_LOOKS = 4, 20
 # What an attempt ends with: Ray Train's word, our own, or a cluster or storage that does not answer.
-ENDED = (ray.train.TrainingFailedError, MmrayError, ray.exceptions.RayError, RuntimeError, OSError)
+ATTEMPT_ERRORS = (ray.train.TrainingFailedError, MmrayError, ray.exceptions.RayError, RuntimeError, OSError)
 STORAGE_PAUSES_S = (1.0, 5.0, 30.0)  # until a storage that fails between two attempts is asked again
 
 
 @dataclass
-class Tally:
+class RunHistory:
     """What a run has gone through so far."""
 
     began_s: float = field(default_factory=time.monotonic)
@@ -56,12 +56,12 @@ class Tally:
     failures: int = 0  # in a row, see policy.spent
     before: Failure | None = None
     newest: Folder | None = None
-    place: tuple[Present, int] | None = None  # of the next attempt, where it was looked at already
+    place: tuple[LiveNodes, int] | None = None  # of the next attempt, where it was looked at already
     resized_from: list[int] = field(default_factory=list)  # numbers of workers that were given up for larger ones
     preemptions: int = 0
-    watch: Watch | None = None  # of the last attempt
+    run_monitor: RunMonitor | None = None  # of the last attempt
 
-    def resizes_in_vain(self, workers: int) -> int:
+    def failed_resizes(self, workers: int) -> int:
         """How often a group of this size was given up before: others took the room, or Ray placed it otherwise."""
         return self.resized_from.count(workers)
 
@@ -71,60 +71,68 @@ class Tally:
             "restarts": self.attempts - 1,
             "resizes": len(self.resized_from),
             "preemptions": self.preemptions,
-            WASTED: self.watch.wasted_steps if self.watch else 0,
+            WASTED: self.run_monitor.wasted_steps if self.run_monitor else 0,
             "elapsed_s": time.monotonic() - self.began_s,
         }
 
 
-def attempts(ready: Ready, run: run_dir.RunDir, lease: Lease, listener: Listener) -> dict[str, Any]:
+def run_attempts(ready: ResolvedRun, run: run_dir.RunDir, lease: Lease, reporter: ProgressReporter) -> dict[str, Any]:
     """Attempts until one ends the run, the policy gives up, or the user stops it. Writes result.json either way."""
-    tally = Tally()
+    history = RunHistory()
     # For all attempts: fewer nodes must not change it.
-    device = "gpu" if "GPU" in demand_of(ready.config).per_worker else "cpu"
+    device = "gpu" if "GPU" in resource_demand(ready.config).per_worker else "cpu"
     wanted = ready.config.on_cluster(accelerator=device)
-    scale_up = ScaleUp(f"mmray-{run.path.name}-{lease.fence}")
+    autoscaler = AutoscalerRequest(f"mmray-{run.path.name}-{lease.fence}")
     while True:
-        found, known_bad = _begin(run, lease, tally, listener)
+        found, known_bad = _prepare_attempt(run, lease, history, reporter)
         if found is not None:
-            listener.note(f"from {found}", "going on")
+            reporter.log(f"from {found}", "going on")
         elif ready.config.run.resume == "must":
             raise UsageError(f"--run.resume must: {run.checkpoints} has no good checkpoint; `auto` would begin anew")
-        tally.newest = found
-        now, workers = tally.place or places(wanted, scale_up)
-        ask_for_more(wanted, scale_up, workers)
-        listener.phase(f"starting {workers} workers")
-        board, first_step = new_board(known_bad), _step_of(found)
-        watch = tally.watch = (tally.watch or Watch(board, listener, ready.steps)).over(board, first_step)
-        guard = Guard(wanted, workers, watch, first_step, tally.resizes_in_vain(workers), scale_up)
+        history.newest = found
+        now, workers = history.place or choose_world_size(wanted, autoscaler)
+        request_nodes(wanted, autoscaler, workers)
+        reporter.status(f"starting {workers} workers")
+        coordinator, first_step = start_coordinator(known_bad), _step_of(found)
+        run_monitor = history.run_monitor = (
+            history.run_monitor or RunMonitor(coordinator, reporter, ready.steps)
+        ).over(coordinator, first_step)
+        monitor = AttemptMonitor(wanted, workers, run_monitor, first_step, history.failed_resizes(workers), autoscaler)
         try:
             sized = wanted.on_cluster(workers=workers)
-            trainer = trainer_of(ready, run, lease.fence, tally.attempts, sized, now, found, board)
-            outcome = run_attempt(trainer, watch, guard)
-            if outcome["status"] == "finished" or watch.wish == "user":
+            trainer = build_trainer(ready, run, lease.fence, history.attempts, sized, now, found, coordinator)
+            outcome = run_attempt(trainer, run_monitor, monitor)
+            if outcome["status"] == "finished" or run_monitor.stop_reason == "user":
                 break
-            tally.place = None
-            if _step_of(_last(run)) > first_step:  # given up at a checkpoint of its own, which begins a new row
-                tally.failures = 0
-            tally.preemptions += watch.wish == "preempted"
-            if watch.wish == "resize":
-                tally.resized_from.append(workers)
-        except ENDED as error:  # anything else is a mistake of this code, and another attempt would meet it again
-            ready = _after(error, ready, run, lease, tally, guard, wanted, listener)
+            history.place = None
+            if (
+                _step_of(_latest_checkpoint(run)) > first_step
+            ):  # given up at a checkpoint of its own, which begins a new row
+                history.failures = 0
+            history.preemptions += run_monitor.stop_reason == "preempted"
+            if run_monitor.stop_reason == "resize":
+                history.resized_from.append(workers)
+        except (
+            ATTEMPT_ERRORS
+        ) as error:  # anything else is a mistake of this code, and another attempt would meet it again
+            ready = _handle_failure(error, ready, run, lease, history, monitor, wanted, reporter)
         except Exception as error:
-            _end(run, lease, _failed(error, ready), tally, listener)
+            _write_failed_result(run, lease, _failed_result(error, ready), history, reporter)
             raise
         finally:
-            scale_up.end()
-            ray.kill(board)
-    return _finished(run, lease, ready, outcome, tally)
+            autoscaler.end()
+            ray.kill(coordinator)
+    return _write_result(run, lease, ready, outcome, history)
 
 
-def _finished(run: run_dir.RunDir, lease: Lease, ready: Ready, outcome: dict[str, Any], tally: Tally) -> dict[str, Any]:
+def _write_result(
+    run: run_dir.RunDir, lease: Lease, ready: ResolvedRun, outcome: dict[str, Any], history: RunHistory
+) -> dict[str, Any]:
     """Write result.json of a run that came to its end, or was stopped; returns what it says."""
     try:
         lease.check()
-        best = _best(run, ready)
-        result = {**outcome, **tally.counts(), "batch": str(ready.shape), "best": best}
+        best = _best_checkpoint(run, ready)
+        result = {**outcome, **history.counts(), "batch": str(ready.shape), "best": best}
         run.write_json("result.json", result)
     except OSError as error:
         raise ResourceError(
@@ -135,7 +143,7 @@ def _finished(run: run_dir.RunDir, lease: Lease, ready: Ready, outcome: dict[str
     return result
 
 
-def _best(run: run_dir.RunDir, ready: Ready) -> dict[str, Any] | None:
+def _best_checkpoint(run: run_dir.RunDir, ready: ResolvedRun) -> dict[str, Any] | None:
     """The best checkpoint that is kept; None also where their notes cannot be read, which is no reason to fail."""
     try:
         return files.best_score(run.checkpoints, best_by(ready.config))
@@ -143,105 +151,109 @@ def _best(run: run_dir.RunDir, ready: Ready) -> dict[str, Any] | None:
         return None
 
 
-def _begin(run: run_dir.RunDir, lease: Lease, tally: Tally, listener: Listener) -> tuple[Folder | None, set[int]]:
+def _prepare_attempt(
+    run: run_dir.RunDir, lease: Lease, history: RunHistory, reporter: ProgressReporter
+) -> tuple[Folder | None, set[int]]:
     """The checkpoint from which the next attempt goes on, and the bad rows that earlier ones have named.
 
     A storage that does not answer between two attempts is asked again before the run is given up for it.
     """
-    tally.attempts += 1
-    pauses_s = iter(STORAGE_PAUSES_S if tally.attempts > 1 else ())
+    history.attempts += 1
+    pauses_s = iter(STORAGE_PAUSES_S if history.attempts > 1 else ())
     while True:
         try:
-            if tally.attempts > 1:
+            if history.attempts > 1:
                 lease.advance()
-            found = files.latest_valid(run.checkpoints, partial(listener.note, label="checkpoint"))
+            found = files.latest_valid(run.checkpoints, partial(reporter.log, label="checkpoint"))
             gather(run.path / QUARANTINE)
             return found, bad_rows(run.path)
         except (StorageError, OSError) as error:
             pause_s = next(pauses_s, None)
             told = f"the storage of {run.path} fails: {error}"
             if pause_s is None:
-                _end(run, lease, {"status": "failed", "error": safe(told)}, tally, listener)
+                _write_failed_result(run, lease, {"status": "failed", "error": redact_text(told)}, history, reporter)
                 raise StorageError(f"{told}. Mend it, and the same command goes on") from error
-        listener.note(f"{told}; asking it again in {pause_s:g} s", "storage")
+        reporter.log(f"{told}; asking it again in {pause_s:g} s", "storage")
         time.sleep(pause_s)
 
 
-def _after(
+def _handle_failure(
     error: Exception,
-    ready: Ready,
+    ready: ResolvedRun,
     run: run_dir.RunDir,
     lease: Lease,
-    tally: Tally,
-    guard: Guard,
+    history: RunHistory,
+    monitor: AttemptMonitor,
     wanted: Config,
-    listener: Listener,
-) -> Ready:
+    reporter: ProgressReporter,
+) -> ResolvedRun:
     """Decide what follows a failure: returns what the run goes on with, and raises where it does not."""
-    failure = failure_of(error, guard, ready)
-    progressed = _step_of(_last(run)) > _step_of(tally.newest)
-    tally.failures = spent(tally.failures, failure.kind, progressed)
-    tally.preemptions += failure.kind == "preempted"
-    verdict = decide(failure, tally.before, tally.failures, wanted.cluster.max_failures)
-    if isinstance(verdict, Raise):
-        _end(run, lease, _failed(verdict.error, ready), tally, listener)
+    failure = classify_failure(error, monitor, ready)
+    progressed = _step_of(_latest_checkpoint(run)) > _step_of(history.newest)
+    history.failures = count_failures(history.failures, failure.kind, progressed)
+    history.preemptions += failure.kind == "preempted"
+    verdict = decide_recovery(failure, history.before, history.failures, wanted.cluster.max_failures)
+    if isinstance(verdict, Fail):
+        _write_failed_result(run, lease, _failed_result(verdict.error, ready), history, reporter)
         raise verdict.error from error
-    if guard.watch.wish == "user":  # the group failed before it could stop; what it wrote stands
-        stopped = {"status": "stopped", "steps": _step_of(_last(run)), "batch": str(ready.shape)}
-        _end(run, lease, stopped, tally, listener)
+    if monitor.run_monitor.stop_reason == "user":  # the group failed before it could stop; what it wrote stands
+        stopped = {"status": "stopped", "steps": _step_of(_latest_checkpoint(run)), "batch": str(ready.shape)}
+        _write_failed_result(run, lease, stopped, history, reporter)
         raise KeyboardInterrupt from error
     try:
-        tally.place = places(wanted, guard.scale_up)
+        history.place = choose_world_size(wanted, monitor.autoscaler)
     except (ray.exceptions.RayError, RuntimeError, OSError) as gone:
         told = f"{verdict.reason}; then Ray did not answer any more: {gone}. The same command goes on from {run.path}"
-        _end(run, lease, _failed(TrainingError(told), ready), tally, listener)
+        _write_failed_result(run, lease, _failed_result(TrainingError(told), ready), history, reporter)
         raise TrainingError(told) from error
-    fits = tally.place[1]
-    with_workers = f", with room for {fits} workers" if fits != guard.world else ""
-    listener.note(f"{verdict.reason}; starting again from the newest checkpoint{with_workers}", "failure")
-    tally.before = failure
-    return replace(ready, micro=verdict.micro) if isinstance(verdict, Shrink) else ready
+    fits = history.place[1]
+    with_workers = f", with room for {fits} workers" if fits != monitor.world else ""
+    reporter.log(f"{verdict.reason}; starting again from the newest checkpoint{with_workers}", "failure")
+    history.before = failure
+    return replace(ready, micro=verdict.micro) if isinstance(verdict, ReduceMicroBatch) else ready
 
 
-def _failed(error: Exception, ready: Ready) -> dict[str, Any]:
-    return {"status": "failed", "error": safe(str(error)), "batch": str(ready.shape)}
+def _failed_result(error: Exception, ready: ResolvedRun) -> dict[str, Any]:
+    return {"status": "failed", "error": redact_text(str(error)), "batch": str(ready.shape)}
 
 
-def _end(run: run_dir.RunDir, lease: Lease, ended: dict[str, Any], tally: Tally, listener: Listener) -> None:
+def _write_failed_result(
+    run: run_dir.RunDir, lease: Lease, ended: dict[str, Any], history: RunHistory, reporter: ProgressReporter
+) -> None:
     """Write result.json, unless another training has the run now.
 
     A storage that does not take it is told, and what ended the run is still what is raised.
     """
     try:
         lease.check()
-        run.write_json("result.json", {**ended, **tally.counts()})
+        run.write_json("result.json", {**ended, **history.counts()})
     except (OSError, TrainingError) as error:
-        listener.note(f"result.json is not written: {error}", "storage")
+        reporter.log(f"result.json is not written: {error}", "storage")
 
 
-def places(wanted: Config, scale_up: ScaleUp) -> tuple[Present, int]:
+def choose_world_size(wanted: Config, autoscaler: AutoscalerRequest) -> tuple[LiveNodes, int]:
     """The nodes to start on, and the number of workers to start there.
 
     A fixed number is asked for whatever is free, and so is the smallest one: Ray waits for it, and an autoscaler adds
     nodes for it. In between, an autoscaler is asked for the most, and what fits is counted when nothing that ended a
     moment ago holds places any more.
     """
-    now = present()
+    now = live_nodes()
     if not wanted.cluster.elastic:
         return now, wanted.cluster.most_workers
-    ask_for_more(wanted, scale_up, running=0)
+    request_nodes(wanted, autoscaler, running=0)
     counts: list[int] = []
     for _ in range(MOST_LOOKS):
-        counts.append(fitting(wanted, now.nodes))
+        counts.append(num_fitting_workers(wanted, now.nodes))
         settled = len(counts) >= SAME_LOOKS and len(set(counts[-SAME_LOOKS:])) == 1
         if counts[-1] == wanted.cluster.most_workers or (settled and counts[-1]):
             break
         time.sleep(SETTLE_S)
-        now = present()
+        now = live_nodes()
     return now, max(counts[-1], wanted.cluster.least_workers)
 
 
-def _last(run: run_dir.RunDir) -> Folder | None:
+def _latest_checkpoint(run: run_dir.RunDir) -> Folder | None:
     """The newest checkpoint that was written to its end; whether it can be read and is sound shows when it is taken."""
     try:
         return files.latest_complete(run.checkpoints)

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TextIO
 from mmray import plugins
 from mmray.storage.file_ops import write_whole
 from mmray.storage.remote_path import Folder, folder_at
-from mmray.train.run_dir import safe
+from mmray.train.run_dir import redact_text
 
 STATUS = {"finished": True, "stopped": True, "failed": False}
 
@@ -88,7 +88,7 @@ class Desk:
         write_whole(self.file, json.dumps({"id": self.run_id, "last_step": self.last_step}) + "\n")
 
     def _tell(self, text: str) -> None:
-        print(safe(text), file=self.out, flush=True)
+        print(redact_text(text), file=self.out, flush=True)
 
 
 def main(spec: str) -> int:
@@ -102,7 +102,7 @@ def main(spec: str) -> int:
     try:
         tracker = plugins.load(spec, "run.trackers")()
     except Exception as error:  # noqa: BLE001 - as above
-        print(safe(f"it could not begin, and gets nothing of this run: {_first(error)}"), file=out, flush=True)
+        print(redact_text(f"it could not begin, and gets nothing of this run: {_first(error)}"), file=out, flush=True)
         return 0
     desk = Desk(tracker, name, out)
     began = desk.begin(about)

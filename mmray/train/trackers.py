@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 from mmray import plugins
 from mmray.errors import AtOnce, UsageError
 from mmray.storage.remote_path import Folder
-from mmray.train.run_dir import redacted
+from mmray.train.run_dir import redact
 
 if TYPE_CHECKING:
     from mmray.config import Config
-    from mmray.train.coordinator import Listener, Progress
+    from mmray.train.coordinator import Progress, ProgressReporter
 
 
 BUILT_IN = {
@@ -41,7 +41,7 @@ WAITING = 2000  # lines a tracker may be behind; older ones are lost then
 ENDING_S = 30.0  # for all trackers together, at the end of a run, to take what is left
 
 
-def check(config: Config) -> None:
+def check_trackers(config: Config) -> None:
     """Raise UsageError, before anything starts, for a tracker that is not there."""
     for name in config.run.trackers:
         if name not in BUILT_IN:
@@ -53,18 +53,18 @@ def check(config: Config) -> None:
 
 
 @contextmanager
-def tracked(config: Config, folder: Folder, listener: Listener) -> Iterator[Tracked]:
+def track_run(config: Config, folder: Folder, reporter: ProgressReporter) -> Iterator[TrackingReporter]:
     """The listener, with the run's trackers beside it; they are ended with the block, however it ends."""
     if not config.run.trackers:
-        yield Tracked(listener, [])
+        yield TrackingReporter(reporter, [])
         return
     about = {
         "name": folder.name,
         "project": config.run.project,
         "folder": str(folder),
-        "config": redacted(config.model_dump(mode="json", by_alias=True)),
+        "config": redact(config.model_dump(mode="json", by_alias=True)),
     }
-    told = Tracked(listener, [Remote(name, about) for name in config.run.trackers])
+    told = TrackingReporter(reporter, [Remote(name, about) for name in config.run.trackers])
     wait_s = ENDING_S
     try:
         yield told
@@ -75,33 +75,33 @@ def tracked(config: Config, folder: Folder, listener: Listener) -> Iterator[Trac
         told.end(wait_s)
 
 
-class Tracked:
+class TrackingReporter:
     """A listener that tells another all it hears, and the trackers every line of metrics."""
 
-    def __init__(self, listener: Listener, remotes: list[Remote]) -> None:
-        self.listener, self.remotes = listener, remotes
-        self.status = "failed"  # until someone says how the run ended
+    def __init__(self, reporter: ProgressReporter, remotes: list[Remote]) -> None:
+        self.reporter, self.remotes = reporter, remotes
+        self.run_status = "failed"  # until someone says how the run ended
 
-    def note(self, text: str, label: str = "") -> None:
-        self.listener.note(text, label)
+    def log(self, text: str, label: str = "") -> None:
+        self.reporter.log(text, label)
 
-    def phase(self, title: str) -> None:
-        self.listener.phase(title)
+    def status(self, title: str) -> None:
+        self.reporter.status(title)
 
-    def preparing(self, progress: Progress) -> None:
-        self.listener.preparing(progress)
+    def prepare_progress(self, progress: Progress) -> None:
+        self.reporter.prepare_progress(progress)
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:
         for remote in self.remotes:
             remote.put({"step": metrics["step"], "metrics": _figures(metrics)})
         self._pass_on()
-        self.listener.step(metrics, total_steps)
+        self.reporter.step(metrics, total_steps)
 
     def end(self, wait_s: float) -> None:
         """Tell the trackers how the run ended, and wait so long for them."""
         deadline_s = time.monotonic() + wait_s
         for remote in self.remotes:
-            remote.put({"status": self.status})
+            remote.put({"status": self.run_status})
         for remote in self.remotes:
             remote.end(deadline_s)
         self._pass_on()
@@ -109,7 +109,7 @@ class Tracked:
     def _pass_on(self) -> None:
         for remote in self.remotes:
             while remote.notes:
-                self.listener.note(f"{remote.name}: {remote.notes.popleft()}", "tracker")
+                self.reporter.log(f"{remote.name}: {remote.notes.popleft()}", "tracker")
 
 
 class Remote:

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 TWO_BRANCHES = ("two_tower", "clip", "siglip")  # kinds of models whose branches share nothing but the loss
 
 
-def check(config: Config) -> None:
+def validate(config: Config) -> None:
     """Raise UsageError with every reason why these settings do not go together."""
-    reasons = refusals(config)
+    reasons = unsupported_reasons(config)
     if reasons:
         raise UsageError("\n".join(reasons))
 
 
-def refusals(config: Config) -> list[str]:
+def unsupported_reasons(config: Config) -> list[str]:
     """Reasons, each with what to do; none: it can be served."""
     train, workers = config.train, config.cluster.most_workers
     reasons = []
@@ -41,10 +41,10 @@ def refusals(config: Config) -> list[str]:
         reasons += _apart(config)
     if config.batch.micro == "auto" and getattr(config.model, "batch_norm", "") == "synced":
         reasons.append("batch.micro auto cannot be tried with model.batch_norm synced; give --batch.micro")
-    return reasons + scoring_refusals(config) + _regional(config)
+    return reasons + evaluation_reasons(config) + _regional(config)
 
 
-def scoring_refusals(config: Config) -> list[str]:
+def evaluation_reasons(config: Config) -> list[str]:
     """What is asked of an evaluation that the model cannot give."""
     writes = hasattr(config.model.inputs, "chat")
     if config.evaluate.language is not None and not config.model.inputs.language_token:
@@ -115,7 +115,7 @@ MOST_LABELS = 20_000  # each is read by the text branch in every micro-batch
 LOOKED_AT = 128  # rows of a set
 
 
-def with_names(model: Any, train_sets: Sequence[PreparedSet], eval_set: PreparedSet | None) -> Any:
+def with_region_labels(model: Any, train_sets: Sequence[PreparedSet], eval_set: PreparedSet | None) -> Any:
     """The `model` section with `region_labels`; those that are not set are the training sets' own.
 
     Raises UsageError where there are none, or sets mean different things by a label; DataError where no row of a

@@ -18,20 +18,20 @@ import ray.train.torch
 from mmray.data.stream.stream import iter_blocks
 from mmray.engine.worker_context import Line
 from mmray.errors import MmrayError
-from mmray.train.coordinator import StopWish
+from mmray.train.coordinator import StopFlag
 
 
-def on_worker(given: dict[str, Any]) -> dict[str, Any]:
+def train_loop_per_worker(given: dict[str, Any]) -> dict[str, Any]:
     """Trains in a process group that Ray has made; what it is given stands in attempt.py."""
-    board, start = given["board"], given["start"]
+    coordinator, start = given["coordinator"], given["start"]
     from mmray.engine.worker import work  # late: the driver imports this module, and needs no engine
 
     rank = ray.train.get_context().get_world_rank()
     line = Line(
-        report=board.push.remote if rank == 0 else (lambda _: None),
-        stop=StopWish(board) if rank == 0 else (lambda: False),
-        bad_row=lambda row: ray.get(board.bad_row.remote(row)),
-        beat=partial(_beat, board),
+        report=coordinator.push.remote if rank == 0 else (lambda _: None),
+        stop=StopFlag(coordinator) if rank == 0 else (lambda: False),
+        bad_row=lambda row: ray.get(coordinator.bad_row.remote(row)),
+        beat=partial(_send_heartbeat, coordinator),
         about={"rank": rank, "node": ray.get_runtime_context().get_node_id(), "pid": os.getpid()},
     )
     try:
@@ -43,9 +43,9 @@ def on_worker(given: dict[str, Any]) -> dict[str, Any]:
         raise
 
 
-def _beat(board: Any, beat: dict[str, Any]) -> bool:
+def _send_heartbeat(coordinator: Any, beat: dict[str, Any]) -> bool:
     """Send a heartbeat; a board that is busy, or gone, wants no stacks."""
     try:
-        return bool(ray.get(board.beat.remote(beat), timeout=5))
+        return bool(ray.get(coordinator.beat.remote(beat), timeout=5))
     except (ray.exceptions.RayError, TimeoutError):
         return False

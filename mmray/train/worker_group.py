@@ -15,7 +15,7 @@ import ray.train.torch
 from ray.train.v2._internal.exceptions import WorkerHealthCheckTimeoutError
 from ray.train.v2.api.exceptions import PreemptionError
 
-from mmray.cluster.placement import Present
+from mmray.cluster.placement import LiveNodes
 from mmray.config import Config
 from mmray.data.store.prepared_set import MixedSet, PreparedSet
 from mmray.data.stream.order import ResumePoint, SamplePlan
@@ -27,24 +27,24 @@ from mmray.engine.worker_context import Job
 from mmray.errors import MmrayError, OutOfMemoryError, StorageError, TrainingError
 from mmray.storage.remote_path import Folder
 from mmray.train import run_dir
-from mmray.train.background import in_thread
-from mmray.train.coordinator import Watch, stopping
-from mmray.train.monitor import Guard
-from mmray.train.policy import Failure, Kind
+from mmray.train.background import run_in_thread
+from mmray.train.coordinator import RunMonitor, stop_on_signal
+from mmray.train.monitor import AttemptMonitor
+from mmray.train.policy import Failure, FailureKind
 from mmray.train.resources import (
-    data_actors,
-    demand_of,
-    limit_start,
-    never_started,
-    no_retries,
-    ray_files,
+    failure_config,
+    num_data_actors,
+    ray_storage_args,
+    resource_demand,
+    scaling_config,
+    set_start_timeout,
+    start_timeout_error,
     torch_config,
-    worker_resources,
 )
-from mmray.train.worker import on_worker
+from mmray.train.worker import train_loop_per_worker
 
 # What collectives say that broke, or waited in vain: gloo's, NCCL's, and those of the store through which ranks meet.
-BROKEN = (
+COLLECTIVE_ERRORS = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
@@ -59,7 +59,7 @@ BROKEN = (
 
 
 @dataclass(frozen=True)
-class Ready:
+class ResolvedRun:
     """A run that is settled and checked, about to start."""
 
     config: Config
@@ -72,33 +72,35 @@ class Ready:
     micro: int = 0  # rows of a micro-batch that an attempt without memory left; 0: as the shape says
 
 
-def run_attempt(trainer: ray.train.torch.TorchTrainer, watch: Watch, guard: Guard) -> dict[str, Any]:
+def run_attempt(
+    trainer: ray.train.torch.TorchTrainer, run_monitor: RunMonitor, monitor: AttemptMonitor
+) -> dict[str, Any]:
     """One TorchTrainer, in a thread, so that this one can print and hear Ctrl-C. The outcome of rank 0."""
 
     def look() -> None:
-        watch.look()
-        guard.look()
+        run_monitor.look()
+        monitor.look()
 
-    with stopping(watch):
-        result: Any = in_thread(trainer.fit, look)
+    with stop_on_signal(run_monitor):
+        result: Any = run_in_thread(trainer.fit, look)
     outcome: dict[str, Any] = result.return_value
     return outcome
 
 
-def trainer_of(
-    ready: Ready,
+def build_trainer(
+    ready: ResolvedRun,
     run: run_dir.RunDir,
     fence: int,
     attempt: int,
     sized: Config,
-    now: Present,
+    now: LiveNodes,
     newest: Folder | None,
-    board: Any,
+    coordinator: Any,
 ) -> ray.train.torch.TorchTrainer:
     """The attempt's trainer: workers and data on the nodes that are there, all ranks from the checkpoint `newest`."""
     config = ready.config
-    limit_start(config)
-    demand = demand_of(sized)
+    set_start_timeout(config)
+    demand = resource_demand(sized)
     reader = RowReader(
         ready.train_set,
         config.model.inputs,
@@ -108,11 +110,13 @@ def trainer_of(
         config.data.keep_mb,
     )
     # Beside the largest group: CPUs of workers that may come stay free.
-    actors = data_actors(config.on_cluster(accelerator=sized.cluster.accelerator))
-    start = _start(ready, newest, sized.cluster.most_workers)
-    stream = StreamDataConfig(start, reader, actors, config.data.block_mb, now.avoiding(demand.data_labels), board)
+    actors = num_data_actors(config.on_cluster(accelerator=sized.cluster.accelerator))
+    start = resume_point(ready, newest, sized.cluster.most_workers)
+    stream = StreamDataConfig(
+        start, reader, actors, config.data.block_mb, now.excluding_unavailable(demand.data_labels), coordinator
+    )
     return ray.train.torch.TorchTrainer(
-        on_worker,  # type: ignore[arg-type]  # its annotation forgets that the result comes back
+        train_loop_per_worker,  # type: ignore[arg-type]  # its annotation forgets that the result comes back
         train_loop_config={
             "job": Job(
                 config=config,
@@ -125,21 +129,21 @@ def trainer_of(
                 micro=ready.micro,
             ),
             "start": start,
-            "board": board,
+            "coordinator": coordinator,
         },
         datasets=stream.datasets(),  # type: ignore[arg-type]
         dataset_config=stream,
         torch_config=torch_config(config),
-        scaling_config=worker_resources(sized, now.avoiding(demand.worker_labels)),
+        scaling_config=scaling_config(sized, now.excluding_unavailable(demand.worker_labels)),
         run_config=ray.train.RunConfig(
             name=f"attempt-{fence}-{attempt}",
-            **ray_files(run.path),
-            failure_config=no_retries(),
+            **ray_storage_args(run.path),
+            failure_config=failure_config(),
         ),
     )
 
 
-def _start(ready: Ready, newest: Folder | None, world: int) -> ResumePoint:
+def resume_point(ready: ResolvedRun, newest: Folder | None, world: int) -> ResumePoint:
     """Where a group of `world` workers begins: at the checkpoint that was verified, the same for every rank."""
     shape, config = ready.shape, ready.config
     chunk, window = config.data.chunk, config.data.window
@@ -162,52 +166,52 @@ def _start(ready: Ready, newest: Folder | None, world: int) -> ResumePoint:
     return ResumePoint(plan, plan.step_at(rows_consumed), str(newest))
 
 
-def failure_of(error: BaseException, guard: Guard, ready: Ready) -> Failure:
+def classify_failure(error: BaseException, monitor: AttemptMonitor, ready: ResolvedRun) -> Failure:
     """What ended an attempt: a hang or a node taken away, where the guard saw one; else what Ray Train raises."""
-    kind, cause = _cause(error, guard, ready)
-    return Failure(kind, cause, guard.watch.last_step, guard.watch.logged)
+    kind, cause = _find_cause(error, monitor, ready)
+    return Failure(kind, cause, monitor.run_monitor.last_step, monitor.run_monitor.logged)
 
 
-def _cause(error: BaseException, guard: Guard, ready: Ready) -> tuple[Kind, BaseException]:
-    if guard.hang is not None:
-        return "hung", TrainingError(guard.hang.told)
+def _find_cause(error: BaseException, monitor: AttemptMonitor, ready: ResolvedRun) -> tuple[FailureKind, BaseException]:
+    if monitor.hang is not None:
+        return "hung", TrainingError(monitor.hang.told)
     if isinstance(error, MmrayError):
         return "raised", error
     if isinstance(error, PreemptionError):  # where the user has turned Ray's own watcher on
         return "preempted", TrainingError("a node was taken away")
     if isinstance(error, ray.train.WorkerGroupError):
         failures = [getattr(e, "health_check_failure", e) for e in error.worker_failures.values()]  # as Ray has it
-        raised = [e for e in failures if not _is_loss(e)]
+        raised = [e for e in failures if not _is_worker_lost(e)]
         own = [e for e in raised if isinstance(e, MmrayError)]
         own.sort(key=lambda e: not isinstance(e, OutOfMemoryError))  # the others lost the one without memory
         cause = next(iter([*own, *raised, *failures]), error)
         killed = next((e for e in failures if isinstance(e, ray.exceptions.OutOfMemoryError)), None)
         if killed is not None and not raised:
-            return "lost", _killed(killed, guard, ready)
-        if isinstance(cause, StorageError) and guard.watch.wish in ("resize", "preempted"):
+            return "lost", _host_oom_error(killed, monitor, ready)
+        if isinstance(cause, StorageError) and monitor.run_monitor.stop_reason in ("resize", "preempted"):
             return "lost", cause  # nobody wanted an end: from the checkpoint before, elsewhere
         if raised:
             return "raised", cause
-        return "preempted" if guard.leaving else "lost", cause
-    if (late := never_started(error)) is not None:
+        return "preempted" if monitor.leaving else "lost", cause
+    if (late := start_timeout_error(error)) is not None:
         # More workers than need be: others took the places, or a node went, and fewer may start.
-        return "lost" if guard.world > guard.config.cluster.least_workers else "raised", late
+        return "lost" if monitor.world > monitor.config.cluster.least_workers else "raised", late
     return "lost", TrainingError(f"Ray Train gave up: {error}")
 
 
-def _killed(error: BaseException, guard: Guard, ready: Ready) -> OutOfMemoryError:
+def _host_oom_error(error: BaseException, monitor: AttemptMonitor, ready: ResolvedRun) -> OutOfMemoryError:
     """A worker that Ray's memory monitor has ended: not a device, its node had no room."""
-    share = -(-ready.shape.global_rows // guard.world)
-    before = min(rows for rows in (guard.watch.micro, ready.micro, ready.shape.micro, share) if rows)
+    share = -(-ready.shape.global_rows // monitor.world)
+    before = min(rows for rows in (monitor.run_monitor.micro, ready.micro, ready.shape.micro, share) if rows)
     less = smaller(before, share)
     told = f"a node had no room for its worker with micro-batches of {before} rows ({str(error).splitlines()[0]})"
     next_move = f"Now the same rows again, {less} at a time" if less else "What else runs on it?"
     return OutOfMemoryError(f"{told}. {next_move}", less)
 
 
-def _is_loss(error: BaseException) -> bool:
+def _is_worker_lost(error: BaseException) -> bool:
     """A worker or its connection went away (a peer of a dead or slow rank sees only its own broken collective)."""
     if isinstance(error, MmrayError):
         return False  # it may quote NCCL, that had no memory: the rank knows better
     gone = isinstance(error, ray.exceptions.RayError | WorkerHealthCheckTimeoutError)
-    return gone or any(text in str(error) for text in BROKEN)
+    return gone or any(text in str(error) for text in COLLECTIVE_ERRORS)

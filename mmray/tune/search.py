@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from mmray.cluster import placement
-from mmray.cluster.capacity import Demand, Node, concurrent
-from mmray.cluster.connect import joined
+from mmray.cluster.capacity import Demand, Node, max_concurrent
+from mmray.cluster.connect import ray_session
 from mmray.config import Config, to_yaml
 from mmray.config.search_space import Space
 from mmray.errors import ResourceError, UsageError
 from mmray.report.write import draw_at_end
 from mmray.storage.lease import Lease
-from mmray.train.resolve import settle
-from mmray.train.resources import check_gpus, data_actors, demand_of, is_lone_machine
-from mmray.train.run_dir import environment
+from mmray.train.resolve import resolve_run
+from mmray.train.resources import check_gpus, is_single_node, num_data_actors, resource_demand
+from mmray.train.run_dir import collect_environment
 from mmray.tune import sweep_dir
 from mmray.tune.results import infeasible_row, recommend
 from mmray.tune.sweep_dir import KIND, SweepDir
@@ -79,7 +79,7 @@ def search(sweep: Sweep, listener: SweepListener) -> SweepOutcome:
     """
     trials = trials_of(sweep.base, sweep.space)
     os.environ.update(_ENVIRONMENT)
-    with joined(widest(trials)):
+    with ray_session(widest(trials)):
         trials = placeable(trials)
         configs, num_rows = _settled(trials, sweep, listener)
         samples = samples_per_trial(sweep.length, trials, num_rows)
@@ -93,7 +93,7 @@ def search(sweep: Sweep, listener: SweepListener) -> SweepOutcome:
             runs = {trial.name: as_run(trial, samples, num_rows, folder.path, sweep.goal) for trial in placed}
             doubt = warm_up_doubt(list(runs.values()), num_rows, sweep.goal)
             if doubt is not None:
-                listener.note(doubt, "warm-up")
+                listener.log(doubt, "warm-up")
             return _search(sweep, trials, runs, identity, folder, listener)
         finally:
             lease.release()
@@ -141,7 +141,7 @@ def _search(
         "status": "running",
         "concurrency": at_once,
         "elapsed_s": before_s,
-        "environment": environment(),
+        "environment": collect_environment(),
         "recommendation": None,
     }
     folder.write_json("sweep.json", summary)
@@ -158,7 +158,7 @@ def _search(
     if found is not None:
         folder.write("best.yaml", to_yaml(best_recipe(running.trials[found["best"]])))
     folder.write_json("sweep.json", summary)
-    draw_at_end(folder.path, listener.note)
+    draw_at_end(folder.path, listener.log)
     return SweepOutcome(folder.path, summary, running.table())
 
 
@@ -173,7 +173,7 @@ def _settled(trials: list[Trial], sweep: Sweep, listener: SweepListener) -> tupl
         asked = trial.config
         key = f"{asked.data.train} {asked.data.eval} {asked.prepare.model_dump_json()}"
         config = asked.replace(data=asked.data.replace(**places.get(key, {})))
-        ready = settle(config, listener)
+        ready = resolve_run(config, listener)
         if sweep.goal == "recall" and ready.eval_set is None:
             raise UsageError("--goal recall: the set holds no rows out; prepare it with --holdout, or give --data.eval")
         held_out = ready.eval_set.place.address if ready.eval_set and asked.data.eval else None
@@ -191,11 +191,13 @@ def _at_once(runs: dict[str, Config], asked: int | None) -> tuple[int, dict[str,
     """
     if not runs:
         return 1, runs
-    demand = largest([demand_of(config) for config in runs.values()])
-    lone = all(is_lone_machine(config) for config in runs.values())
+    demand = largest([resource_demand(config) for config in runs.values()])
+    lone = all(is_single_node(config) for config in runs.values())
     wanted = min(asked or (1 if lone else len(runs)), len(runs))
     waits = any(config.cluster.grows for config in runs.values())
-    at_once, actors = room_for(_free_nodes(demand), placement.nodes(), demand, wanted, placement.pools(), waits)
+    at_once, actors = room_for(
+        _free_nodes(demand), placement.alive_nodes(), demand, wanted, placement.autoscaling_pools(), waits
+    )
     return at_once, {name: _with_actors(config, actors) for name, config in runs.items()}
 
 
@@ -203,16 +205,16 @@ def _with_actors(config: Config, at_most: int) -> Config:
     """The config with its data actors counted: in a sweep, `auto` is a share of the cluster."""
     if isinstance(config.data.workers, int):
         return config
-    actors = min(data_actors(config), at_most)
+    actors = min(num_data_actors(config), at_most)
     return config.replace(data=config.data.replace(workers=actors))
 
 
 def _free_nodes(demand: Demand) -> list[Node]:
     """What is free on each node, after a moment for what has just ended to let go of what a trial needs."""
-    waiting = concurrent(demand, placement.nodes(), 1) == 1
+    waiting = max_concurrent(demand, placement.alive_nodes(), 1) == 1
     until = time.monotonic() + FREE_AFTER_S
     while True:
         free = placement.free_nodes()
-        if not waiting or concurrent(demand, free, 1) or time.monotonic() > until:
+        if not waiting or max_concurrent(demand, free, 1) or time.monotonic() > until:
             return free
         time.sleep(POLL_S)

@@ -16,7 +16,7 @@ from typing import Any
 from mmray.config import Config, from_yaml, to_yaml
 from mmray.errors import UsageError
 from mmray.storage import lease
-from mmray.train.run_dir import RunDir, forbidden_changes, names
+from mmray.train.run_dir import RunDir, candidate_names, forbidden_changes
 from mmray.tune.results import KEPT
 
 KIND = "sweep"
@@ -117,4 +117,4 @@ def _paths(base: Config) -> Iterator[Path]:
             "a network mount (a single run may lie on an object store)"
         )
     storage = Path(base.run.storage).expanduser().resolve()
-    return (storage / name for name in names(f"{base.recipe}-tune", base.run.name))
+    return (storage / name for name in candidate_names(f"{base.recipe}-tune", base.run.name))

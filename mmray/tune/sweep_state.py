@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from mmray.train.coordinator import Listener
+from mmray.train.coordinator import ProgressReporter
 from mmray.tune.results import Ended, row_of
 from mmray.tune.sweep_dir import SweepDir
 from mmray.tune.trials import Trial
@@ -20,7 +20,7 @@ from mmray.tune.trials import Trial
 Row = dict[str, Any]
 
 
-class SweepListener(Listener, Protocol):
+class SweepListener(ProgressReporter, Protocol):
     """Who is told what a sweep does: of its preparation as of a run's, then of its trials."""
 
     def trials(self, rows: list[Row]) -> None:
@@ -67,10 +67,10 @@ class Running:
         more = [f"{kept} measured before" if kept else "", f"{infeasible} cannot be run" if infeasible else ""]
         trials = f"{len(self.trials)} of {identity['samples_per_trial']:,} samples each"
         space = "  ".join(f"{key}={','.join(str(v) for v in values)}" for key, values in identity["space"].items())
-        self.listener.note(str(self.folder.path), "sweep")
-        self.listener.note(space, "space")
-        self.listener.note(", ".join([trials, *filter(None, more)]), "trials")
-        self.listener.note(f"{goal}; {at_once} at a time", "goal")
+        self.listener.log(str(self.folder.path), "sweep")
+        self.listener.log(space, "space")
+        self.listener.log(", ".join([trials, *filter(None, more)]), "trials")
+        self.listener.log(f"{goal}; {at_once} at a time", "goal")
 
     def status(self) -> str:
         """How the sweep stands once no trial runs any more: finished where any could be measured."""

@@ -20,8 +20,8 @@ from ray import tune
 
 from mmray.config import Config
 from mmray.errors import AtOnce, TrainingError
-from mmray.train.background import in_thread
-from mmray.train.coordinator import hearing
+from mmray.train.background import run_in_thread
+from mmray.train.coordinator import signal_handlers
 from mmray.train.driver import train
 from mmray.tune.results import Ended, ended_by
 from mmray.tune.sweep_state import Running
@@ -54,13 +54,13 @@ class _Reporting:
     def __init__(self, report: Report):
         self.report = report
 
-    def note(self, text: str, label: str = "") -> None:
+    def log(self, text: str, label: str = "") -> None:
         """The command has said it once for all trials."""
 
-    def preparing(self, progress: Any) -> None:
+    def prepare_progress(self, progress: Any) -> None:
         """The data is prepared before the first trial."""
 
-    def phase(self, title: str) -> None:
+    def status(self, title: str) -> None:
         self.report({"now": {"doing": title}})
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:
@@ -95,7 +95,7 @@ def run_trials(running: Running, runs: dict[str, Config], at_once: int) -> None:
         ),
     )
     with _stopping(running):
-        gave_up = in_thread(partial(_fit, tuner), partial(_hear, running, news))
+        gave_up = run_in_thread(partial(_fit, tuner), partial(_hear, running, news))
     for name in list(running.live):
         running.end(name, Ended("stopped"))
     shutil.rmtree(scratch, ignore_errors=True)
@@ -131,9 +131,9 @@ def _stopping(running: Running) -> Iterator[None]:
         if running.stop.is_set():
             raise AtOnce
         running.stop.set()
-        running.listener.note("with what is measured; once more leaves at once", "stopping")
+        running.listener.log("with what is measured; once more leaves at once", "stop")
 
-    with hearing(ask):
+    with signal_handlers(ask):
         yield
 
 

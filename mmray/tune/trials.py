@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, concurrent, feasible, grown
-from mmray.cluster.connect import FEED_CPUS
+from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, max_cluster, max_concurrent, missing_capacity
+from mmray.cluster.connect import INPUT_TASK_CPUS
 from mmray.config import LENGTHS, Cluster, Config
 from mmray.config.search_space import Space, value_at, with_settings
 from mmray.engine.batch import BatchShape, shape_of, total_steps
@@ -198,15 +198,15 @@ def room_for(
     """
     together = replace(demand, workers=demand.workers * wanted, data_cpus=demand.data_cpus * wanted)
     reach = [*free, *to_come(together, whole, pools)]
-    at_once = concurrent(demand, reach, wanted)
+    at_once = max_concurrent(demand, reach, wanted)
     if at_once == 0:
-        lacking = None if waits else feasible(demand, whole, pools)
+        lacking = None if waits else missing_capacity(demand, whole, pools)
         if lacking is not None:
             raise ResourceError(f"not one trial has room: {lacking}")
-        at_once, reach = 1, grown(demand, whole, pools)
-    cpus = sum(node.resources.get("CPU", 0) for node in reach if node.bears(demand.data_labels)) / at_once
+        at_once, reach = 1, max_cluster(demand, whole, pools)
+    cpus = sum(node.resources.get("CPU", 0) for node in reach if node.matches_labels(demand.data_labels)) / at_once
     taken = 0 if demand.data_labels else demand.workers * demand.per_worker.get("CPU", 0)
-    return at_once, max(1, int(cpus - taken) - FEED_CPUS)
+    return at_once, max(1, int(cpus - taken) - INPUT_TASK_CPUS)
 
 
 def to_come(demand: Demand, here: Sequence[Node], pools: Sequence[Pool]) -> list[Node]:
@@ -214,4 +214,4 @@ def to_come(demand: Demand, here: Sequence[Node], pools: Sequence[Pool]) -> list
     group_of = [(node.labels or {}).get(NODE_GROUP) for node in here]
     theirs = [node for node, group in zip(here, group_of, strict=True) if group in {pool.name for pool in pools}]
     left = [replace(pool, most=pool.most - group_of.count(pool.name)) for pool in pools]
-    return grown(demand, theirs, left)
+    return max_cluster(demand, theirs, left)

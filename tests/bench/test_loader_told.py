@@ -70,7 +70,7 @@ def with_a_gpu(monkeypatch):
     window_rows = 2 * (1 + SKIPPED + COUNTED) * ROWS
     stored = itertools.cycle([0, STORED * window_rows])
     monkeypatch.setattr(loader, "_bench", lambda *_: made)
-    monkeypatch.setattr(loader, "joined", lambda _: nullcontext())
+    monkeypatch.setattr(loader, "ray_session", lambda _: nullcontext())
     monkeypatch.setattr(loader, "created_bytes", lambda: next(stored))
     monkeypatch.setattr(loader, "ProcessWatch", Watch)
     monkeypatch.setattr(loader, "time", SimpleNamespace(time=lambda: 0.0))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, concurrent, feasible, most_workers
+from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, max_concurrent, max_workers, missing_capacity
 
 GPU_NODE = Node({"CPU": 8.0, "GPU": 4.0}, {"mmray/role": "train"})
 CPU_NODE = Node({"CPU": 16.0}, {"mmray/role": "data"})
@@ -16,38 +16,38 @@ def gpu_run(workers, data_cpus=2, **labels):
 
 
 def test_a_run_that_fits_is_not_spoken_of():
-    assert feasible(gpu_run(8), [HEAD, GPU_NODE, GPU_NODE, CPU_NODE]) is None
+    assert missing_capacity(gpu_run(8), [HEAD, GPU_NODE, GPU_NODE, CPU_NODE]) is None
 
 
 def test_99_gpus_are_named_with_the_number_that_would_fit():
-    said = feasible(gpu_run(99), [HEAD, GPU_NODE, CPU_NODE])
+    said = missing_capacity(gpu_run(99), [HEAD, GPU_NODE, CPU_NODE])
     assert said is not None
     assert said.startswith("99 training workers of 1 CPU and 1 GPU each, and 2 CPUs for the data: 4 workers fit")
     assert "24 CPU and 4 GPU on 3 nodes" in said and "--cluster.workers 4 would fit" in said
 
 
 def test_a_misspelt_resource_is_named_beside_those_there_are():
-    said = feasible(Demand(1, {"CPU": 1.0, "gpu_slots": 1.0}, 2), [Node({"CPU": 4.0, "gpu_slot": 2.0})])
+    said = missing_capacity(Demand(1, {"CPU": 1.0, "gpu_slots": 1.0}, 2), [Node({"CPU": 4.0, "gpu_slot": 2.0})])
     assert said is not None and "no node has any gpu_slots" in said and "the nodes have CPU, gpu_slot" in said
 
 
 def test_a_worker_is_whole_on_one_node():
-    said = feasible(Demand(1, {"CPU": 12.0}, 0), [Node({"CPU": 8.0}), Node({"CPU": 8.0})])
+    said = missing_capacity(Demand(1, {"CPU": 12.0}, 0), [Node({"CPU": 8.0}), Node({"CPU": 8.0})])
     assert said is not None and "no single node can hold one worker" in said
 
 
 def test_the_last_cpu_is_the_datas():
-    said = feasible(Demand(4, {"CPU": 1.0}, 2), [Node({"CPU": 4.0})])
+    said = missing_capacity(Demand(4, {"CPU": 1.0}, 2), [Node({"CPU": 4.0})])
     assert said is not None and "2 workers fit beside the data" in said and "--cluster.workers 2 would fit" in said
 
 
 def test_gpus_that_are_not_there_point_to_the_cpu():
-    said = feasible(gpu_run(2), [Node({"CPU": 8.0})])
+    said = missing_capacity(gpu_run(2), [Node({"CPU": 8.0})])
     assert said is not None and "no node has any GPU" in said and "--cluster.accelerator cpu" in said
 
 
 def test_labels_that_no_node_bears():
-    said = feasible(gpu_run(1, worker_labels={"role": "gup"}), [GPU_NODE, CPU_NODE])
+    said = missing_capacity(gpu_run(1, worker_labels={"role": "gup"}), [GPU_NODE, CPU_NODE])
     assert said is not None and "no node for training is labelled role=gup" in said
     assert "--cluster.train-label none" in said
 
@@ -55,20 +55,20 @@ def test_labels_that_no_node_bears():
 @pytest.mark.parametrize(("workers", "fits"), [(8, True), (9, False)])
 def test_pools_count_as_they_can_grow(workers, fits):
     pools = [Pool("gpu", {"CPU": 8.0, "GPU": 4.0}, 2), Pool("cpu", {"CPU": 16.0}, 4)]
-    assert (feasible(gpu_run(workers), [HEAD], pools) is None) is fits
+    assert (missing_capacity(gpu_run(workers), [HEAD], pools) is None) is fits
 
 
 def test_nodes_of_a_pool_do_not_count_twice():
     pools = [Pool("gpu", {"CPU": 8.0, "GPU": 4.0}, 2)]
     there = Node({"CPU": 8.0, "GPU": 4.0}, {NODE_GROUP: "gpu"})
-    assert feasible(gpu_run(8), [HEAD, there, there], pools) is None
-    assert "can grow to" in (feasible(gpu_run(9), [HEAD, there, there], pools) or "")
+    assert missing_capacity(gpu_run(8), [HEAD, there, there], pools) is None
+    assert "can grow to" in (missing_capacity(gpu_run(9), [HEAD, there, there], pools) or "")
 
 
 def test_the_data_keeps_off_nodes_by_label():
     demand = gpu_run(1, data_cpus=3, data_labels={"mmray/role": "!train"})
-    assert feasible(demand, [GPU_NODE, CPU_NODE]) is None
-    assert "too few CPUs for the data" in (feasible(demand, [GPU_NODE, Node({"CPU": 2.0})]) or "")
+    assert missing_capacity(demand, [GPU_NODE, CPU_NODE]) is None
+    assert "too few CPUs for the data" in (missing_capacity(demand, [GPU_NODE, Node({"CPU": 2.0})]) or "")
 
 
 @given(
@@ -80,10 +80,10 @@ def test_the_data_keeps_off_nodes_by_label():
 def test_what_is_said_to_fit_is_within_the_totals(nodes, workers, data_cpus, at_most):
     here = [Node({"CPU": float(cpus), "GPU": float(gpus)}) for cpus, gpus in nodes]
     demand = gpu_run(workers, data_cpus)
-    count = concurrent(demand, here, at_most)
+    count = max_concurrent(demand, here, at_most)
     assert count <= at_most
     assert count * workers <= sum(gpus for _, gpus in nodes)
     assert count * (workers + data_cpus) <= sum(cpus for cpus, _ in nodes)
-    assert (feasible(demand, here) is None) == (count > 0)
+    assert (missing_capacity(demand, here) is None) == (count > 0)
     if count:
-        assert most_workers(demand, here) == workers
+        assert max_workers(demand, here) == workers

@@ -102,8 +102,8 @@ class Acting(Silent):
         self.waiting, self.acted_s = False, None
         self.away_s = []  # seconds from each action to the first step of the next group
 
-    def phase(self, title):
-        super().phase(title)
+    def status(self, title):
+        super().status(title)
         self.workers, self.waiting = int(title.split()[1]), self.acted_s is not None
 
     def step(self, metrics, total_steps):
@@ -117,8 +117,8 @@ class Acting(Silent):
                 self.acted_s = time.monotonic()
 
 
-def told(listener, label):
-    return [text for kind, text in listener.notes if kind == label]
+def told(reporter, label):
+    return [text for kind, text in reporter.notes if kind == label]
 
 
 @pytest.mark.slow  # two minutes; run by hand
@@ -133,15 +133,15 @@ def test_workers_come_and_go_from_two_to_one_to_three_to_two(nodes, data, tmp_pa
         (8, 1): partial(nodes.add, 4, 2),
         (16, 3): partial(nodes.remove, first),
     }
-    listener = Acting(acts)
+    reporter = Acting(acts)
     wanted = settings(data, tmp_path, "elastic", nodes, steps=30, cluster={"workers": "1-3"})
     wanted = in_double(wanted)
-    outcome = train(wanted, listener)
-    starts = [text for kind, text in listener.notes if kind == "phase"]
+    outcome = train(wanted, reporter)
+    starts = [text for kind, text in reporter.notes if kind == "phase"]
     assert starts == [f"starting {count} workers" for count in (2, 1, 3, 2)]
     assert outcome.result["resizes"] == 1 and outcome.result["status"] == "finished"
     assert outcome.result["wasted_steps"] <= 2 * 3  # one checkpoint interval for each node; growing wastes none
-    assert max(listener.away_s[0], listener.away_s[2]) < AWAY_S
+    assert max(reporter.away_s[0], reporter.away_s[2]) < AWAY_S
     assert marks(outcome.path) == list(expected_marks(30))
     calm = losses_of_one_worker(wanted, tmp_path / "calm")
     assert [entry["train/loss"] for entry in lines(outcome.path)] == pytest.approx(calm, rel=1e-9)
@@ -151,11 +151,11 @@ def test_ranks_that_hang_or_stop_or_crash_are_named_and_replaced(nodes, data, tm
     """One rank sleeps for ever, later its process is stopped, later it reads where nothing is."""
     nodes.reset([(4, 2)])
     faults = [f"tests.train.faults:{name}" for name in ("HangOnce", "StopOnce", "SegfaultOnce")]
-    listener = Silent()
+    reporter = Silent()
     wanted = settings(data, tmp_path, "hung", nodes, callbacks=faults, cluster={"hang_timeout_s": 6.0})
     wanted = in_double(wanted)
-    outcome = train(wanted, listener)
-    hung, stopped = told(listener, "hang")
+    outcome = train(wanted, reporter)
+    hung, stopped = told(reporter, "hang")
     assert "rank 1 (" in hung and "stands at" in hung and "faults.py" in hung and "rank 0" not in hung
     assert "rank 1 (" in stopped and "does not answer" in stopped and "rank 0" not in stopped
     stacks = {file.name: file.read_text() for file in (outcome.path / "stacks").iterdir()}
@@ -181,12 +181,12 @@ def test_a_node_taken_away_with_notice_costs_no_step_and_no_failure(nodes, data,
         reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
         GcsClient(address=nodes.address).drain_node(node, reason, "spot", int((time.time() + 10) * 1000))
 
-    listener = Acting({(4, 2): drain})
+    reporter = Acting({(4, 2): drain})
     wanted = settings(data, tmp_path, "spot", nodes, steps=24, cluster={"max_failures": 0}, checkpoint_every=20)
-    outcome = train(wanted, listener)
+    outcome = train(wanted, reporter)
     assert (outcome.result["preemptions"], outcome.result["restarts"]) == (1, 1)
     assert outcome.result["wasted_steps"] == 0
-    (asked,), (from_own,) = told(listener, "stopping"), told(listener, "going on")
+    (asked,), (from_own,) = told(reporter, "stopping"), told(reporter, "going on")
     assert asked.startswith("a node is taken away in ") and "a checkpoint, then elsewhere" in asked
     assert 4 < int(from_own.rpartition("-")[2]) < 20
     assert marks(outcome.path) == list(expected_marks(24))

@@ -11,7 +11,7 @@ import pytest
 from ray._private.worker import _merge_runtime_env
 
 from mmray.cluster import connect
-from mmray.cluster.connect import check_answer, forget_dead_cluster
+from mmray.cluster.connect import check_reachable, forget_dead_cluster
 from mmray.config import Cluster
 from mmray.errors import ResourceError, UsageError
 
@@ -22,7 +22,7 @@ def test_an_address_where_nothing_listens_is_refused_at_once():
         port = free.getsockname()[1]
     began_s = time.monotonic()
     with pytest.raises(ResourceError, match=f"nothing answers at the Ray address .*{port}"):
-        check_answer(f"127.0.0.1:{port}")
+        check_reachable(f"127.0.0.1:{port}")
     assert time.monotonic() - began_s < 10
 
 
@@ -30,12 +30,12 @@ def test_an_address_where_something_listens_passes():
     with socket.socket() as head:
         head.bind(("127.0.0.1", 0))
         head.listen()
-        check_answer(f"127.0.0.1:{head.getsockname()[1]}")
+        check_reachable(f"127.0.0.1:{head.getsockname()[1]}")
 
 
 def test_an_address_of_ray_client_says_what_to_do():
     with pytest.raises(UsageError, match="ray job submit"):
-        check_answer("ray://head:10001")
+        check_reachable("ray://head:10001")
 
 
 def test_what_a_job_brings_in_its_environment_is_no_conflict_and_stays(monkeypatch):
@@ -54,14 +54,14 @@ def test_what_a_job_brings_in_its_environment_is_no_conflict_and_stays(monkeypat
 
 
 def test_ray_resolves_its_own_words():
-    check_answer("auto")
+    check_reachable("auto")
 
 
 STARTED = """
 import ray
-from mmray.cluster.connect import joined
+from mmray.cluster.connect import ray_session
 from mmray.config import Cluster
-with joined(Cluster(workers=1)):
+with ray_session(Cluster(workers=1)):
     print(ray.get_runtime_context().gcs_address, ray._private.worker._global_node.webui_url or None, flush=True)
     input()
 """

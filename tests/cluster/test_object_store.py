@@ -8,8 +8,8 @@ import pytest
 
 from mmray.storage.remote_path import folder_at
 from mmray.storage.storage import Place
-from mmray.train.checkpoint_use import export_run, score_run
 from mmray.train.driver import train
+from mmray.train.evaluate_export import evaluate_run, export_run
 from tests.made import make_set, row
 from tests.train.runs import STEPS, Silent, config, marks, same_weights, weights
 
@@ -67,17 +67,17 @@ def test_killed_then_stopped_it_goes_on_from_the_store_and_every_verb_reads_ther
     slowly = in_chunks(config(place.address, s3.address, "remote", callbacks=faults), cache)
     stopped = train(slowly, Stopping(6))
     assert stopped.result["restarts"] == 1 and stopped.result["status"] == "stopped" and stopped.result["steps"] < STEPS
-    listener = Silent()
-    outcome = train(in_chunks(config(place.address, s3.address, "remote"), cache), listener)
+    reporter = Silent()
+    outcome = train(in_chunks(config(place.address, s3.address, "remote"), cache), reporter)
     assert outcome.result["status"] == "finished" and str(outcome.path) == f"{s3.address}/remote"
-    assert [text for label, text in listener.notes if label == "going on"] == [
+    assert [text for label, text in reporter.notes if label == "going on"] == [
         f"from {s3.address}/remote/checkpoints/step-{stopped.result['steps']}"
     ]
-    assert ("order", "in chunks of 8 rows that lie together, 2 of them mixed") in listener.notes
+    assert ("order", "in chunks of 8 rows that lie together, 2 of them mixed") in reporter.notes
     assert len([file for file in Path(cache).iterdir() if file.is_file()]) >= 50 // 8 + 20 // 8
     copy = copied(outcome.path, tmp_path / "copy")
     assert marks(copy) == marks(calm.path) and same_weights(weights(copy), weights(calm.path))
-    scores = score_run(outcome.path, None, "test", None, None, listener)
+    scores = evaluate_run(outcome.path, None, "test", None, None, reporter)
     told = {name: outcome.result["metrics"][name] for name in scores if name in outcome.result["metrics"]}
     assert {"recall_at_1/image_to_text", "median_rank/text_to_image", "rows"} <= told.keys() and scores["rows"] == 20
     assert {name: scores[name] for name in told} == pytest.approx(told)

@@ -13,7 +13,7 @@ from mmray.cluster.placement import ROLE
 from mmray.config import Batch
 from mmray.errors import ResourceError
 from mmray.train.driver import train
-from mmray.train.resources import free_workers
+from mmray.train.resources import num_free_workers
 from tests.made import make_set, row
 from tests.nodes import several_nodes
 from tests.train.runs import Silent, config
@@ -78,8 +78,8 @@ def test_what_can_never_start_is_refused_within_10_s(joined_roles, tmp_path, set
 
 
 def test_a_prepare_without_a_cpu_for_the_data_is_refused_within_10_s(joined_roles, tmp_path, monkeypatch, capsys):
-    with_roles = placement.nodes()
-    monkeypatch.setattr(placement, "nodes", lambda: [node for node in with_roles if node.labels[ROLE] != "data"])
+    with_roles = placement.alive_nodes()
+    monkeypatch.setattr(placement, "alive_nodes", lambda: [node for node in with_roles if node.labels[ROLE] != "data"])
     began_s = time.monotonic()
     assert run(["prepare", str(tmp_path / "rows.jsonl"), str(tmp_path / "set")], Screen()) == 4
     said = " ".join(capsys.readouterr().err.split())
@@ -100,7 +100,7 @@ def test_workers_that_do_not_come_up_in_time_are_told(joined_roles, tmp_path):
             train(wanted, Silent())
         began_s = time.monotonic()
         with pytest.raises(ResourceError, match=r"with what is free now: 2 training workers.*wait until"):
-            free_workers(wanted)
+            num_free_workers(wanted)
         assert time.monotonic() - began_s < 10
     finally:
         ray.util.remove_placement_group(blocker)

@@ -7,15 +7,15 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from mmray.cluster.capacity import NODE_GROUP, NODE_ID, Demand, Node, Pool, feasible, most_gpus
-from mmray.cluster.connect import local_cpus
-from mmray.cluster.placement import HEAD_MARK, ROLE, Present, data_labels, launcher_pools, train_labels
+from mmray.cluster.capacity import NODE_GROUP, NODE_ID, Demand, Node, Pool, max_gpus, missing_capacity
+from mmray.cluster.connect import num_local_cpus
+from mmray.cluster.placement import HEAD_MARK, ROLE, LiveNodes, data_labels, parse_launcher_config, train_labels
 from mmray.cluster.shared_storage import check_is_kept
 from mmray.config import Cluster
 from mmray.config.recipes import RECIPES
 from mmray.errors import ResourceError, UsageError
 from mmray.train import resources
-from mmray.train.resources import shared_actors
+from mmray.train.resources import num_cluster_data_actors
 
 LAPTOP = [Node({"CPU": 8.0, "GPU": 1.0, HEAD_MARK: 1.0}, {"ray.io/node-id": "a"})]
 HEAD = Node({"CPU": 4.0, HEAD_MARK: 1.0}, {"ray.io/node-id": "h"})
@@ -46,8 +46,8 @@ def test_gpus_are_not_left_aside_without_a_word(monkeypatch, here, given, said):
         train = SimpleNamespace(parallel=config.pop("parallel"))
         resources.check_gpus(SimpleNamespace(cluster=Cluster(**config), train=train))
 
-    monkeypatch.setattr(resources.placement, "nodes", lambda: here)
-    monkeypatch.setattr(resources.placement, "pools", list)
+    monkeypatch.setattr(resources.placement, "alive_nodes", lambda: here)
+    monkeypatch.setattr(resources.placement, "autoscaling_pools", list)
     with pytest.raises(ResourceError, match=said):
         check()
     for further in ({"accelerator": "cpu"}, {"accelerator": "gpu"}, {"grows": True}):
@@ -59,8 +59,8 @@ def test_gpus_are_not_left_aside_without_a_word(monkeypatch, here, given, said):
 def test_gpus_of_fixed_nodes_count_beside_those_of_pools():
     pool = Pool("gpus", {"CPU": 8.0, "GPU": 1.0}, 3)
     of_the_pool = Node({"CPU": 8.0, "GPU": 1.0}, {NODE_GROUP: "gpus"})
-    assert most_gpus([*LAPTOP, of_the_pool], [pool]) == 4
-    assert most_gpus([GPU_NODE], []) == 4
+    assert max_gpus([*LAPTOP, of_the_pool], [pool]) == 4
+    assert max_gpus([GPU_NODE], []) == 4
 
 
 def test_the_sample_recipe_takes_a_lone_gpu_and_two_cpus():
@@ -87,10 +87,10 @@ def test_data_keeps_off_gpu_nodes_where_others_have_cpus(here, data):
 
 
 def test_nodes_that_go_are_kept_off_besides_those_with_gpus():
-    going = Present([], ("c2", "a"))
-    assert going.avoiding({NODE_ID: "!in(g)", "pool": "big"}) == {NODE_ID: "!in(a,c2,g)", "pool": "big"}
-    assert going.avoiding(None) == {NODE_ID: "!in(a,c2)"}
-    assert Present([], ()).avoiding({NODE_ID: "!in(g)"}) == {NODE_ID: "!in(g)"}
+    going = LiveNodes([], ("c2", "a"))
+    assert going.excluding_unavailable({NODE_ID: "!in(g)", "pool": "big"}) == {NODE_ID: "!in(a,c2,g)", "pool": "big"}
+    assert going.excluding_unavailable(None) == {NODE_ID: "!in(a,c2)"}
+    assert LiveNodes([], ()).excluding_unavailable({NODE_ID: "!in(g)"}) == {NODE_ID: "!in(g)"}
 
 
 def test_training_follows_roles_alone():
@@ -107,21 +107,21 @@ def test_a_label_is_key_and_value():
 def test_decoders_fill_the_nodes_of_the_data_but_for_the_feed():
     here = [HEAD, GPU_NODE, CPU_NODE]
     gpus = Demand(4, {"CPU": 1.0, "GPU": 1.0}, 2, {}, data_labels("auto", here))
-    assert shared_actors(gpus, here, [], 24.0) == 19  # 16 and the head's 4, and one for the feed
+    assert num_cluster_data_actors(gpus, here, [], 24.0) == 19  # 16 and the head's 4, and one for the feed
     cpus = Demand(4, {"CPU": 2.0}, 2)
-    assert shared_actors(cpus, [CPU_NODE], [], 24.0) == 7
+    assert num_cluster_data_actors(cpus, [CPU_NODE], [], 24.0) == 7
 
 
 def test_decoders_of_a_pool_that_has_yet_to_start():
     head = Node({"CPU": 0.0}, {ROLE: "head"})
     pools = [Pool("cpu", {"CPU": 16.0}, 8), Pool("gpu", {"CPU": 8.0, "GPU": 1.0}, 4)]
     demand = Demand(4, {"CPU": 1.0, "GPU": 1.0}, 2, {ROLE: "train"}, {ROLE: "data"})
-    assert shared_actors(demand, [head], pools, 24.0) == 15
+    assert num_cluster_data_actors(demand, [head], pools, 24.0) == 15
 
 
 @pytest.mark.parametrize(("actors", "cpus"), [(1, 4), (3, 6), (64, 67)])
 def test_a_machine_counts_a_cpu_for_each_decoder_that_is_asked_for(actors, cpus):
-    assert local_cpus(Cluster(workers=2), actors, physical=2) == cpus
+    assert num_local_cpus(Cluster(workers=2), actors, physical=2) == cpus
 
 
 def test_a_job_may_not_leave_its_run_in_a_folder_that_ray_deletes():
@@ -134,12 +134,12 @@ def test_a_job_may_not_leave_its_run_in_a_folder_that_ray_deletes():
 
 def test_a_launchers_file_says_what_may_come():
     file = Path(__file__).parents[2] / "cluster.yaml"
-    found = {pool.name: pool for pool in launcher_pools(yaml.safe_load(file.read_text()))}
+    found = {pool.name: pool for pool in parse_launcher_config(yaml.safe_load(file.read_text()))}
     assert found.keys() == {"cpu", "gpu"}
     assert found["gpu"].resources == {"CPU": 8, "GPU": 1} and found["gpu"].most == 4
     assert found["gpu"].labels == {"mmray/role": "train"} and found["cpu"].labels == {"mmray/role": "data"}
     head = [Node({}, {"mmray/role": "head"})]
     demand = Demand(4, {"CPU": 1, "GPU": 1}, 2, {"mmray/role": "train"}, {"mmray/role": "data"})
-    assert feasible(demand, head, list(found.values())) is None
-    assert "4 workers fit" in (feasible(replace(demand, workers=5), head, list(found.values())) or "")
-    assert feasible(demand, head, [found["gpu"]]) is not None  # no pool bears the data
+    assert missing_capacity(demand, head, list(found.values())) is None
+    assert "4 workers fit" in (missing_capacity(replace(demand, workers=5), head, list(found.values())) or "")
+    assert missing_capacity(demand, head, [found["gpu"]]) is not None  # no pool bears the data

@@ -28,8 +28,8 @@ def test_from_no_worker_node_an_elastic_run_gets_the_nodes_it_can_use(tmp_path):
         labels = {"train_label": f"{ROLE}=train", "data_label": f"{ROLE}=data"}
         section = Cluster(workers="1-2", resources_per_worker={"slot": 1.0}, address=address, grows=True, **labels)
         wanted = made.model_copy(update={"model": made.model.model_copy(update={"text": text}), "cluster": section})
-        listener = Silent()
-        outcome = train(wanted, listener)
-    starts = [text for kind, text in listener.notes if kind == "phase"]
+        reporter = Silent()
+        outcome = train(wanted, reporter)
+    starts = [text for kind, text in reporter.notes if kind == "phase"]
     assert starts[-1] == "starting 2 workers" and outcome.result["status"] == "finished"
     assert outcome.result["wasted_steps"] == 0 and marks(outcome.path) == list(expected_marks(60))

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from mmray.cluster import autoscaling
-from mmray.cluster.autoscaling import ScaleUp
-from mmray.cluster.doctor import reachable
-from mmray.cluster.placement import nodes
+from mmray.cluster.autoscaling import AutoscalerRequest
+from mmray.cluster.doctor import check_storage
+from mmray.cluster.placement import alive_nodes
 from mmray.cluster.shared_storage import check_is_kept, probe
 from mmray.errors import ResourceError
 from mmray.storage.storage import Place
@@ -15,14 +15,14 @@ from mmray.storage.storage import Place
 
 def test_a_bucket_that_is_there_passes_and_is_left_as_it_was(s3):
     probe(s3.address, [])
-    assert reachable(s3.address).level == "ok"
+    assert check_storage(s3.address).level == "ok"
     assert Place(s3.address.removesuffix("/runs")).tree() == []
 
 
 def test_a_bucket_that_is_not_there_is_told_with_the_fix(s3):
     with pytest.raises(ResourceError, match=r"s3://no-such-bucket/runs cannot be written: .*AWS_ENDPOINT_URL"):
         probe("s3://no-such-bucket/runs", [])
-    found = reachable("s3://no-such-bucket/runs")
+    found = check_storage("s3://no-such-bucket/runs")
     assert found.level == "fail" and "The bucket has to exist" in found.seen
 
 
@@ -38,7 +38,7 @@ def test_a_node_that_sees_another_folder_under_the_same_name_is_told(local_ray, 
     """Here `~` is made another folder than it is for the workers of the node."""
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(ResourceError, match=r"(?s)not the same folder on every training node:\n  node \w+: .*mount"):
-        probe("~/no-folder-of-anybody", nodes())
+        probe("~/no-folder-of-anybody", alive_nodes())
     assert list((tmp_path / "no-folder-of-anybody").iterdir()) == []
 
 
@@ -48,12 +48,12 @@ def test_a_job_may_keep_its_runs_at_an_address():
 
 def test_a_wish_for_nodes_is_made_again_before_it_expires_and_taken_back(monkeypatch):
     told, clock = [], [100.0]
-    monkeypatch.setattr(ScaleUp, "_tell", lambda self, what, **given: told.append((what, given)))
+    monkeypatch.setattr(AutoscalerRequest, "_tell", lambda self, what, **given: told.append((what, given)))
     monkeypatch.setattr(autoscaling.time, "monotonic", lambda: clock[0])
-    wish = ScaleUp("mine")
-    wish.end()
+    stop_reason = AutoscalerRequest("mine")
+    stop_reason.end()
     for clock[0], count in ((100, 2), (105, 2), (106, 1), (122, 1), (123, 0), (124, 0)):
-        wish.ask({"CPU": 1.0, "GPU": 1.0}, {"mmray/role": "train"}, count)
+        stop_reason.ask({"CPU": 1.0, "GPU": 1.0}, {"mmray/role": "train"}, count)
     assert [what for what, _ in told] == ["request_resources"] * 3 + ["cancel_request"]
     first = told[0][1]
     assert first["resources"] == [{"CPU": 1.0, "GPU": 1.0}] * 2

@@ -52,17 +52,17 @@ class StartingTwice(Silent):
 def test_a_full_disk_costs_a_checkpoint_and_the_same_name_twice_at_once_is_refused(local_ray, data, tmp_path):
     faults = ("tests.train.faults:FullDiskAtStepSix", "tests.train.faults:Slowly")
     wanted = config(data, tmp_path, "full", callbacks=faults, keep_checkpoints=9)
-    listener = StartingTwice(wanted)
-    outcome = train(wanted, listener)
+    reporter = StartingTwice(wanted)
+    outcome = train(wanted, reporter)
     assert (outcome.result["status"], outcome.result["restarts"]) == ("finished", 0)
-    (logged,) = [text for label, text in listener.notes if label == "storage"]
+    (logged,) = [text for label, text in reporter.notes if label == "storage"]
     assert "metrics.jsonl: File too large" in logged and "Its lines are kept" in logged
-    (told,) = [text for label, text in listener.notes if label == "checkpoint"]
+    (told,) = [text for label, text in reporter.notes if label == "checkpoint"]
     assert "step-6" in told and "File too large" in told and "The run goes on" in told
     kept = sorted(path.name for path in (outcome.path / "checkpoints").iterdir())
     assert kept == ["step-12", "step-3", "step-9"]
     assert marks(outcome.path) == list(expected_marks(STEPS))
-    assert "is being trained by process" in listener.refusal and "--run.name" in listener.refusal
+    assert "is being trained by process" in reporter.refusal and "--run.name" in reporter.refusal
 
 
 def test_fewer_rows_than_ranks_are_exact_epochs(local_ray, tmp_path):
@@ -170,15 +170,15 @@ def test_an_object_store_of_80_mb_passes_five_times_that_and_a_reader_killed_cos
         batch = wanted.batch.model_copy(update={"micro": 16, "global_": 64})
         wide = wanted.data.model_copy(update={"block_mb": 24.0})
         assert max(wide.keep_mb * 1e6, 4 * 80e6) < 5120 * 3 * 160**2  # no decoded square is kept for another epoch
-        listener = KillingAReader()
-        outcome = train(wanted.model_copy(update={"model": model, "batch": batch, "data": wide}), listener)
+        reporter = KillingAReader()
+        outcome = train(wanted.model_copy(update={"model": model, "batch": batch, "data": wide}), reporter)
         state = get_state_from_address(started.address_info["address"])
         spilled = get_memory_info_reply(state).store_stats.spilled_bytes_total
     finally:
         ray.shutdown()
     assert (outcome.result["status"], outcome.result["restarts"], spilled) == ("finished", 0, 0)
     assert marks(outcome.path) == list(expected_marks(80, rows=5120, global_rows=64))
-    assert len([text for _, text in listener.notes if "a data worker died" in text]) == 1
-    early, late = listener.held_mib.values()
+    assert len([text for _, text in reporter.notes if "a data worker died" in text]) == 1
+    early, late = reporter.held_mib.values()
     print({role: (round(early[role]), round(late.get(role, 0))) for role in early})
     assert all(late[role] < early[role] + FLAT_MIB for role in ("stream actor", "RayTrainWorker"))

@@ -12,7 +12,7 @@ from mmray.data.stream.shuffle import chunk_and_window, kept_here
 from mmray.errors import UsageError
 from mmray.storage.storage import Place
 from mmray.train import worker_group
-from mmray.train.resolve import settle
+from mmray.train.resolve import resolve_run
 from tests import made
 from tests.data.test_ranges import memory, put  # noqa: F401 - a fixture
 from tests.data.test_store import make_rows, make_set
@@ -124,10 +124,10 @@ def test_a_run_on_a_store_is_settled_in_chunks_and_its_plan_says_so(memory, tmp_
     asked = config(place.address, tmp_path, "r")
     cache = str(tmp_path / "cache") if cached else None
     asked = asked.model_copy(update={"data": asked.data.model_copy(update={"local_cache": cache})})
-    ready = settle(asked, Silent())
+    ready = resolve_run(asked, Silent())
     chunk = ready.config.data.chunk
     assert (chunk, ready.config.data.window) == (64 if cached else 32, window)
-    plan = worker_group._start(ready, None, 2).plan
+    plan = worker_group.resume_point(ready, None, 2).plan
     assert (plan.chunk, plan.window, plan.num_rows) == (chunk, window, 30)
     assert len(ready.train_set.read(np.arange(30))) == 30 and (tmp_path / "cache").exists() == cached
 
@@ -135,5 +135,5 @@ def test_a_run_on_a_store_is_settled_in_chunks_and_its_plan_says_so(memory, tmp_
 def test_a_cache_for_sets_on_a_disk_is_told_to_keep_nothing(tmp_path):
     made.make_set(tmp_path / "set", [made.row(number) for number in range(30)])
     asked, listener = config(tmp_path / "set", tmp_path, "r"), Silent()
-    settle(asked.model_copy(update={"data": asked.data.model_copy(update={"local_cache": "/c"})}), listener)
+    resolve_run(asked.model_copy(update={"data": asked.data.model_copy(update={"local_cache": "/c"})}), listener)
     assert listener.notes == [("cache", "data.local_cache keeps nothing: every set is on a disk already")]

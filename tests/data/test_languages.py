@@ -95,7 +95,9 @@ def test_settings_that_cannot_be_served() -> None:
             Inputs(language_token=pattern)
     with pytest.raises(UsageError, match="a model that writes has no token of a language"):
         ChatInputs(language_token="[{}]")
-    assert "set --model.inputs.language-token" in validate.refusals(Config(evaluate=Evaluate(language="de")))[0]
+    assert (
+        "set --model.inputs.language-token" in validate.unsupported_reasons(Config(evaluate=Evaluate(language="de")))[0]
+    )
     assert forbidden_changes({"data": {}}, {"data": {"chunk": 1, "window": 1}} | LANGUAGELESS) == []
 
 

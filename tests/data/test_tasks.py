@@ -35,5 +35,5 @@ def test_no_more_processes_than_cores_but_for_one_where_tasks_are_many(local_ray
 )
 def test_a_cluster_whose_cpus_are_cores_has_all_of_them_at_work(monkeypatch, here, cores):
     monkeypatch.setattr(placement, "cores", lambda: 16)
-    monkeypatch.setattr(placement, "nodes", lambda: [Node({"CPU": cpus}) for cpus in here])
-    assert placement.cores_here() == cores
+    monkeypatch.setattr(placement, "alive_nodes", lambda: [Node({"CPU": cpus}) for cpus in here])
+    assert placement.physical_cores_if_local() == cores

@@ -46,7 +46,7 @@ def ran(
     plan = SamplePlan(
         num_rows=22, global_rows=8, world=1, micro=shape_of(config.batch, 1).micro, seed=0, steps=config.train.steps
     )
-    run_dir.create(folder, config, {"train": "made"}, tokenizer)
+    run_dir.create_run_dir(folder, config, {"train": "made"}, tokenizer)
     lease, told = Lease(folder), []
     first = 0 if found is None else files.step_of(found)
     reader, blocks = RowReader(prepared, config.model.inputs, tokenizer, 10**6), Blocks(plan, first, 2)

@@ -18,13 +18,13 @@ class Silent:
     def __init__(self):
         self.notes, self.steps = [], []
 
-    def note(self, text, label=""):
+    def log(self, text, label=""):
         self.notes.append((label, text))
 
-    def phase(self, title):
+    def status(self, title):
         self.notes.append(("phase", title))
 
-    def preparing(self, progress):
+    def prepare_progress(self, progress):
         self.notes.append(("preparing", progress.stage))
 
     def step(self, metrics, total_steps):

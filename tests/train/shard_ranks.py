@@ -257,7 +257,7 @@ def worked(group: Group, folder: Path, name: str, kind: str, found: str | None =
     plan = SamplePlan(num_rows=22, global_rows=8, world=group.world, micro=2, seed=0, steps=6)
     start = ResumePoint(plan, 3 if found else 0, found)
     if group.rank == 0:
-        run_dir.create(folder / name, config, {"train": "made"}, tokenizer)
+        run_dir.create_run_dir(folder / name, config, {"train": "made"}, tokenizer)
     group.barrier()
     lease = Lease(folder / name) if group.rank == 0 else None
     fence = lease.acquire() if lease else 0

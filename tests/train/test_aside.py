@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from mmray.errors import AtOnce
-from mmray.train.background import in_thread
+from mmray.train.background import run_in_thread
 
 
 def test_the_last_look_comes_after_the_end():
@@ -16,7 +16,7 @@ def test_the_last_look_comes_after_the_end():
         said.append("all")
         return 7
 
-    assert in_thread(call, lambda: seen.append(list(said))) == 7
+    assert run_in_thread(call, lambda: seen.append(list(said))) == 7
     assert seen[-1] == ["all"]
 
 
@@ -27,7 +27,7 @@ def test_its_error_is_raised_here_after_the_last_look():
         raise SystemExit("gone")
 
     with pytest.raises(SystemExit, match="gone"):
-        in_thread(call, lambda: seen.append(1))
+        run_in_thread(call, lambda: seen.append(1))
     assert seen
 
 
@@ -38,5 +38,5 @@ def test_what_a_look_raises_waits_for_nothing():
         raise AtOnce
 
     with pytest.raises(AtOnce):
-        in_thread(over.wait, look)
+        run_in_thread(over.wait, look)
     over.set()

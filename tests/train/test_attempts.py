@@ -19,9 +19,9 @@ from mmray.engine.checkpoint import files
 from mmray.errors import OutOfMemoryError, ResourceError, StorageError, TrainingError
 from mmray.storage.lease import Lease
 from mmray.train import driver, supervisor
-from mmray.train.policy import Again, Failure, Raise, Shrink, decide
+from mmray.train.policy import Fail, Failure, ReduceMicroBatch, Restart, decide_recovery
 from mmray.train.run_dir import RunDir
-from mmray.train.worker_group import failure_of
+from mmray.train.worker_group import classify_failure
 from tests.train.runs import Silent, config
 
 
@@ -31,14 +31,14 @@ def fails(monkeypatch, tmp_path):
     ready = SimpleNamespace(shape="16 rows a step", micro=0)
     lease = Lease(tmp_path)
     lease.acquire()
-    monkeypatch.setattr(supervisor, "places", lambda *_: (None, 2))
+    monkeypatch.setattr(supervisor, "choose_world_size", lambda *_: (None, 2))
 
-    def after(wish, error, kind="lost", tally=None):
-        monkeypatch.setattr(supervisor, "failure_of", lambda *_: Failure(kind, error, 7))
-        guard = SimpleNamespace(watch=SimpleNamespace(wish=wish), world=2, scale_up=None)
-        tally = tally or supervisor.Tally(attempts=1)
-        supervisor._after(error, ready, RunDir(tmp_path), lease, tally, guard, Config(), Silent())
-        return tally
+    def after(stop_reason, error, kind="lost", history=None):
+        monkeypatch.setattr(supervisor, "classify_failure", lambda *_: Failure(kind, error, 7))
+        monitor = SimpleNamespace(run_monitor=SimpleNamespace(stop_reason=stop_reason), world=2, autoscaler=None)
+        history = history or supervisor.RunHistory(attempts=1)
+        supervisor._handle_failure(error, ready, RunDir(tmp_path), lease, history, monitor, Config(), Silent())
+        return history
 
     yield after
     lease.release()
@@ -85,7 +85,7 @@ def test_who_was_taken_over_meanwhile_leaves_the_others_result_and_report_alone(
     monkeypatch.setattr(driver, "draw_at_end", lambda *_: pytest.fail("it drew the report"))
     asleep = Lease(tmp_path)
     asleep.fence = 1
-    driver._tidy(RunDir(tmp_path), asleep, Silent())
+    driver._finalize_run_dir(RunDir(tmp_path), asleep, Silent())
 
 
 def full_disk(*_):
@@ -100,11 +100,14 @@ def test_a_trained_run_whose_result_finds_no_room_says_what_to_do(tmp_path, monk
     with monkeypatch.context() as full:
         full.setattr(RunDir, "write_json", full_disk)
         with pytest.raises(ResourceError, match=r"step 12 are in .*checkpoints.*No space left.*the same command again"):
-            supervisor._finished(run, lease, ready, outcome, supervisor.Tally(attempts=1))
-    assert supervisor._finished(run, lease, ready, outcome, supervisor.Tally(attempts=1))["batch"] == "16 rows a step"
+            supervisor._write_result(run, lease, ready, outcome, supervisor.RunHistory(attempts=1))
+    assert (
+        supervisor._write_result(run, lease, ready, outcome, supervisor.RunHistory(attempts=1))["batch"]
+        == "16 rows a step"
+    )
     overtake(tmp_path)
     with pytest.raises(TrainingError, match="taken over"):
-        supervisor._finished(run, lease, ready, outcome, supervisor.Tally(attempts=1))
+        supervisor._write_result(run, lease, ready, outcome, supervisor.RunHistory(attempts=1))
     assert json.loads((tmp_path / "result.json").read_text()) == {"status": "finished"}
     lease.release()
 
@@ -114,10 +117,10 @@ def test_the_result_names_the_best_checkpoint_that_is_kept(tmp_path):
     lease.acquire()
     ready = SimpleNamespace(shape="16 rows a step", config=config("none", tmp_path, "one"))
     outcome = {"status": "finished", "steps": 9}
-    assert supervisor._finished(run, lease, ready, outcome, supervisor.Tally(attempts=1))["best"] is None
+    assert supervisor._write_result(run, lease, ready, outcome, supervisor.RunHistory(attempts=1))["best"] is None
     for step, metrics in ((3, {"evaluate/recall_at_1/mean": 0.5}), (6, {"evaluate/recall_at_1/mean": 0.25}), (9, {})):
         files.save(run.checkpoints, step, {"weight": torch.zeros(1)}, {}, {"metrics": metrics})
-    supervisor._finished(run, lease, ready, outcome, supervisor.Tally(attempts=1))
+    supervisor._write_result(run, lease, ready, outcome, supervisor.RunHistory(attempts=1))
     told = json.loads((tmp_path / "result.json").read_text())
     assert told["best"] == {"step": 3, "metric": "recall_at_1/mean", "score": 0.5}
     lease.release()
@@ -135,24 +138,27 @@ def test_a_storage_that_fails_for_a_moment_between_attempts_is_asked_again(tmp_p
 
     monkeypatch.setattr(place, name, flaky)
     monkeypatch.setattr(supervisor, "STORAGE_PAUSES_S", (0.0, 0.0))
-    lease, listener = Lease(tmp_path), Silent()
+    lease, reporter = Lease(tmp_path), Silent()
     lease.acquire()
-    assert supervisor._begin(RunDir(tmp_path), lease, supervisor.Tally(attempts=1), listener) == (None, set())
-    assert [label for label, _ in listener.notes] == ["storage", "storage"] and lease.fence >= 2
+    assert supervisor._prepare_attempt(RunDir(tmp_path), lease, supervisor.RunHistory(attempts=1), reporter) == (
+        None,
+        set(),
+    )
+    assert [label for label, _ in reporter.notes] == ["storage", "storage"] and lease.fence >= 2
     left[0] = 10**6
     with pytest.raises(StorageError, match="the same command goes on"):
-        supervisor._begin(RunDir(tmp_path), lease, supervisor.Tally(attempts=1), listener)
+        supervisor._prepare_attempt(RunDir(tmp_path), lease, supervisor.RunHistory(attempts=1), reporter)
     assert json.loads((tmp_path / "result.json").read_text())["status"] == "failed"
     lease.release()
 
 
 def failure_from(error, micro=0, logged=0, least=2):
     """What becomes of an error of Ray Train; of a run of 16 rows a step in micro-batches of 4, on two workers."""
-    watch = SimpleNamespace(last_step=0, logged=False, wish=None, micro=logged)
+    run_monitor = SimpleNamespace(last_step=0, logged=False, stop_reason=None, micro=logged)
     ready = SimpleNamespace(micro=micro, shape=BatchShape(16, 4, 2, 2))
     config = SimpleNamespace(cluster=SimpleNamespace(least_workers=least))
-    guard = SimpleNamespace(hang=None, leaving=False, watch=watch, world=2, config=config)
-    return failure_of(error, guard, ready)
+    monitor = SimpleNamespace(hang=None, leaving=False, run_monitor=run_monitor, world=2, config=config)
+    return classify_failure(error, monitor, ready)
 
 
 def failed(*errors, **given):
@@ -164,28 +170,28 @@ def test_more_workers_than_need_be_that_find_no_place_are_tried_again_with_fewer
     """Another run took the places that were free when they were counted."""
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "600")
     late = ray.train.ControllerError(WorkerGroupStartupTimeoutError(2))
-    assert isinstance(decide(failure_from(late, least=1), None, 1, 3), Again)
-    verdict = decide(failure_from(late, least=2), None, 1, 3)
-    assert isinstance(verdict, Raise) and "start_timeout_s" in str(verdict.error)
+    assert isinstance(decide_recovery(failure_from(late, least=1), None, 1, 3), Restart)
+    verdict = decide_recovery(failure_from(late, least=2), None, 1, 3)
+    assert isinstance(verdict, Fail) and "start_timeout_s" in str(verdict.error)
 
 
 def test_places_that_are_never_found_end_a_run_as_what_cannot_be_had():
-    verdict = decide(Failure("lost", ResourceError("the training workers did not start"), 0), None, 4, 3)
-    assert isinstance(verdict, Raise) and verdict.error.exit_code == 4
+    verdict = decide_recovery(Failure("lost", ResourceError("the training workers did not start"), 0), None, 4, 3)
+    assert isinstance(verdict, Fail) and verdict.error.exit_code == 4
 
 
 def test_a_cluster_that_is_gone_when_places_are_looked_for_is_told_with_what_came_before(fails, tmp_path, monkeypatch):
     def gone(*_):
         raise ray.exceptions.RaySystemError("the head does not answer")
 
-    monkeypatch.setattr(supervisor, "places", gone)
+    monkeypatch.setattr(supervisor, "choose_world_size", gone)
     with pytest.raises(TrainingError, match=r"a worker died; then Ray did not answer any more: .*the head"):
         fails(None, RuntimeError("a worker died"))
     assert json.loads((tmp_path / "result.json").read_text())["status"] == "failed"
 
 
 def test_an_error_that_ends_the_run_looks_for_no_places(fails, monkeypatch):
-    monkeypatch.setattr(supervisor, "places", lambda *_: pytest.fail("it asked for nodes"))
+    monkeypatch.setattr(supervisor, "choose_world_size", lambda *_: pytest.fail("it asked for nodes"))
     with pytest.raises(TrainingError, match="a mistake"):
         fails(None, TrainingError("a mistake"), kind="raised")
 
@@ -208,44 +214,44 @@ def test_a_rank_that_others_waited_for_in_vain_is_lost_and_tried_again_even_befo
     """A rank may take longer to load its model than a collective waits for it; a worker may die while it does."""
     failure = failed(error)
     assert failure.kind == "lost"
-    assert isinstance(decide(failure, None, 1, 3), Again)
+    assert isinstance(decide_recovery(failure, None, 1, 3), Restart)
     assert failed(ValueError("a bug"), error).kind == "raised"
 
 
 def test_a_worker_that_rays_memory_monitor_killed_comes_back_with_smaller_micro_batches():
     killed = WorkerHealthCheckFailedError("A check failed.", ray.exceptions.OutOfMemoryError("1 worker(s) killed\n..."))
     peer = RuntimeError("Connection closed by peer")
-    verdict = decide(failed(killed, peer), None, 1, 3)
-    assert isinstance(verdict, Shrink) and verdict.micro == 2
+    verdict = decide_recovery(failed(killed, peer), None, 1, 3)
+    assert isinstance(verdict, ReduceMicroBatch) and verdict.micro == 2
     assert "no room for its worker with micro-batches of 4 rows (1 worker(s) killed)" in verdict.reason
-    assert decide(failed(killed, peer, logged=2), None, 1, 3).micro == 1
+    assert decide_recovery(failed(killed, peer, logged=2), None, 1, 3).micro == 1
     alone = failed(killed, peer, micro=1)
-    assert isinstance(alone.error, OutOfMemoryError) and isinstance(decide(alone, None, 1, 3), Again)
+    assert isinstance(alone.error, OutOfMemoryError) and isinstance(decide_recovery(alone, None, 1, 3), Restart)
 
 
 def test_a_rank_whose_nccl_had_no_memory_decides_whatever_the_others_lost():
     lost = RuntimeError("NCCL communicator was aborted")
     mine = OutOfMemoryError("NCCL error in: ncclUnhandledCudaError: out of memory", 2)
-    assert decide(failed(lost, mine), None, 1, 3) == Shrink(2, str(mine))
+    assert decide_recovery(failed(lost, mine), None, 1, 3) == ReduceMicroBatch(2, str(mine))
 
 
 def test_a_mistake_of_the_drivers_own_is_not_tried_again(tmp_path, monkeypatch):
     def mistaken(*_):
         raise AttributeError("'NoneType' object has no attribute 'foo'")
 
-    monkeypatch.setattr(supervisor, "trainer_of", mistaken)
-    monkeypatch.setattr(supervisor, "places", lambda *_: (None, 2))
-    monkeypatch.setattr(supervisor, "demand_of", lambda _: SimpleNamespace(per_worker={}))
-    monkeypatch.setattr(supervisor, "ask_for_more", lambda *_: None)
-    monkeypatch.setattr(supervisor, "new_board", lambda _: None)
+    monkeypatch.setattr(supervisor, "build_trainer", mistaken)
+    monkeypatch.setattr(supervisor, "choose_world_size", lambda *_: (None, 2))
+    monkeypatch.setattr(supervisor, "resource_demand", lambda _: SimpleNamespace(per_worker={}))
+    monkeypatch.setattr(supervisor, "request_nodes", lambda *_: None)
+    monkeypatch.setattr(supervisor, "start_coordinator", lambda _: None)
     monkeypatch.setattr(supervisor.ray, "kill", lambda _: None)
-    monkeypatch.setattr(supervisor, "ScaleUp", lambda _: SimpleNamespace(end=lambda: None))
-    lease, listener = Lease(tmp_path), Silent()
+    monkeypatch.setattr(supervisor, "AutoscalerRequest", lambda _: SimpleNamespace(end=lambda: None))
+    lease, reporter = Lease(tmp_path), Silent()
     lease.acquire()
     ready = SimpleNamespace(config=Config(), steps=3, shape="16 rows a step")
     with pytest.raises(AttributeError, match="foo"):
-        supervisor.attempts(ready, RunDir(tmp_path), lease, listener)
-    assert "failure" not in [label for label, _ in listener.notes]
+        supervisor.run_attempts(ready, RunDir(tmp_path), lease, reporter)
+    assert "failure" not in [label for label, _ in reporter.notes]
     assert "foo" in json.loads((tmp_path / "result.json").read_text())["error"]
     lease.release()
 
@@ -253,5 +259,5 @@ def test_a_mistake_of_the_drivers_own_is_not_tried_again(tmp_path, monkeypatch):
 def test_a_rank_without_memory_decides_whatever_the_ranks_that_lost_it_say():
     """In a probe under `fsdp`: the other's error is wrapped, and its words are those of whatever broke."""
     lost = TrainingError("one synthetic micro-batch did not pass the model: what?")
-    verdict = decide(failed(lost, OutOfMemoryError("no room", 2)), None, 1, 3)
-    assert isinstance(verdict, Shrink) and verdict.micro == 2
+    verdict = decide_recovery(failed(lost, OutOfMemoryError("no room", 2)), None, 1, 3)
+    assert isinstance(verdict, ReduceMicroBatch) and verdict.micro == 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmray.engine.collectives import Group
-from mmray.train.worker_group import BROKEN
+from mmray.train.worker_group import COLLECTIVE_ERRORS
 from tests.train import four_ranks, toy, two_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have
@@ -69,4 +69,4 @@ def test_without_room_where_the_ranks_have_parted_the_smaller_micro_batch_is_tol
     assert met["micro"] == 2 and PARTED[pair] in met["error"]
     assert met["error"].startswith("no room for step 3 in micro-batches of 4 rows (rank 1, with row")
     assert left["error"].startswith("a broken collective")
-    assert any(text in left["error"] for text in BROKEN), left["error"]
+    assert any(text in left["error"] for text in COLLECTIVE_ERRORS), left["error"]

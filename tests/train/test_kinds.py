@@ -44,7 +44,7 @@ from mmray.engine.worker_context import Job, Line
 from mmray.models import weights
 from mmray.storage.lease import Lease
 from mmray.train import run_dir
-from mmray.train.checkpoint_use import export_run
+from mmray.train.evaluate_export import export_run
 from tests.made import CAPTIONS, make_set, png, row
 from tests.train.runs import lines, same_weights
 
@@ -115,7 +115,7 @@ def trained(config: Config, sets: tuple[PreparedSet, PreparedSet], folder: Path,
     plan = SamplePlan(num_rows=22, global_rows=8, world=1, micro=4, seed=0, steps=STEPS)
     start = ResumePoint(plan, 3 if checkpoint else 0, checkpoint)
     blocks = Blocks(plan, start.step, 2)
-    run_dir.create(folder, config, {"train": "made"}, tokenizer)
+    run_dir.create_run_dir(folder, config, {"train": "made"}, tokenizer)
     lease = Lease(folder)
     job = Job(config, folder, lease.acquire(), reader, eval_set, tokenizer)
     read = (reader.block(plan, blocks.positions(number)) for number in range(blocks.count))

@@ -10,8 +10,8 @@ import pytest
 import mmray
 from mmray.config import Cluster, Config, Data
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.train.checkpoint_use import export_run, score_run
 from mmray.train.driver import train
+from mmray.train.evaluate_export import evaluate_run, export_run
 from tests.made import CAPTIONS, make_set, png
 from tests.train.runs import Silent, lines, same_weights
 from tests.train.test_kinds import KINDS, STEPS, config_of, ended, told, trained
@@ -65,6 +65,6 @@ def test_on_ray_as_in_one_process(alone: tuple[Path, dict], local_ray: None, pla
     folder, metrics = alone
     run = train(on_ray("fusion", place, tmp_path), Silent())
     assert same_weights(ended(run.path), ended(folder))
-    scores = score_run(run.path, None, "test", None, None, Silent())
+    scores = evaluate_run(run.path, None, "test", None, None, Silent())
     for found in (run.result["metrics"], metrics):
         assert {name: found[name] for name in scores} == pytest.approx(scores, rel=1e-6)

@@ -11,7 +11,7 @@ from mmray.data.stream.order import PADDING, MixtureComponent, SamplePlan
 from mmray.engine.metrics.writers import rows_sha
 from mmray.errors import UsageError
 from mmray.train.driver import train
-from mmray.train.resolve import settle
+from mmray.train.resolve import resolve_run
 from tests.made import make_set, png, row
 from tests.train.runs import STEPS, Silent, config, lines, marks, same_weights, weights
 
@@ -25,11 +25,11 @@ def sets(tmp_path):
 
 
 def test_an_epoch_of_a_sum_is_its_shares_and_what_is_held_out_is_the_first_sets(sets, tmp_path):
-    ready = settle(config(sets, tmp_path, "r"), Silent())
+    ready = resolve_run(config(sets, tmp_path, "r"), Silent())
     assert ready.data["num_rows"] == 42 and ready.data["train"] == sets
     assert ready.eval_set.num_rows == 20 and ready.eval_set.keys()[0] == "row-100"
     assert (ready.config.data.chunk, ready.config.data.window) == (1, 1)
-    again = settle(config(sets.replace("1.5 * ", ""), tmp_path, "r"), Silent())
+    again = resolve_run(config(sets.replace("1.5 * ", ""), tmp_path, "r"), Silent())
     assert again.data["num_rows"] == 38 and again.data["fingerprint"] != ready.data["fingerprint"]
 
 

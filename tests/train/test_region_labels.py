@@ -15,7 +15,7 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.engine.bad_samples import watched
 from mmray.errors import DataError, UsageError
 from mmray.storage.storage import Place
-from mmray.train.validate import with_names
+from mmray.train.validate import with_region_labels
 from tests.made import make_set, row
 
 MODEL = Fusion(inputs=Inputs(max_boxes=4), regions=True)
@@ -31,23 +31,23 @@ def named(folder: Path, names: dict[str, str], boxed: bool = True) -> PreparedSe
 
 def test_names_are_those_of_the_sets_a_label_without_one_has_none(tmp_path: Path) -> None:
     one, two = named(tmp_path / "one", {"1": "cat"}), named(tmp_path / "two", {"1": "cat", "4": "dog"}, boxed=False)
-    assert with_names(MODEL, [one, two], None).region_labels == ("", "cat", "", "", "dog")
+    assert with_region_labels(MODEL, [one, two], None).region_labels == ("", "cat", "", "", "dog")
     given = MODEL.model_copy(update={"region_labels": ("sky", "sea")})
-    assert with_names(given, [one], two).region_labels == ("sky", "sea")
+    assert with_region_labels(given, [one], two).region_labels == ("sky", "sea")
     plain = Fusion()
-    assert with_names(plain, [one], None) is plain
+    assert with_region_labels(plain, [one], None) is plain
 
 
 def test_what_is_missing_or_contradicts_is_said(tmp_path: Path) -> None:
     one = named(tmp_path / "one", {"1": "cat"})
     with pytest.raises(UsageError, match=r"box label 1 is `cat` in one set and `dog` in .*/other"):
-        with_names(MODEL, [one], named(tmp_path / "other", {"1": "dog"}))
+        with_region_labels(MODEL, [one], named(tmp_path / "other", {"1": "dog"}))
     with pytest.raises(UsageError, match=r"with --model\.region-labels$"):
-        with_names(MODEL, [named(tmp_path / "nameless", {})], None)
+        with_region_labels(MODEL, [named(tmp_path / "nameless", {})], None)
     with pytest.raises(UsageError, match=r"a box label 90000 \(far\)"):
-        with_names(MODEL, [named(tmp_path / "far", {"90000": "far"})], None)
+        with_region_labels(MODEL, [named(tmp_path / "far", {"90000": "far"})], None)
     with pytest.raises(DataError, match=r"none of 128 rows of .*/bare has a box with a label"):
-        with_names(MODEL, [named(tmp_path / "bare", {"1": "cat"}, boxed=False)], None)
+        with_region_labels(MODEL, [named(tmp_path / "bare", {"1": "cat"}, boxed=False)], None)
 
 
 @pytest.mark.parametrize(("labels", "bad"), [([0, -1], 0), ([1, 3], 3), ([1, -1], None)])

@@ -27,8 +27,8 @@ from mmray.config import (
     TextTower,
     Train,
 )
-from mmray.train.checkpoint_use import export_run
 from mmray.train.driver import train
+from mmray.train.evaluate_export import export_run
 from tests.train.runs import Silent, lines
 
 pytestmark = pytest.mark.cluster

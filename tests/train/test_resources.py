@@ -8,10 +8,10 @@ import torch.distributed as dist
 from ray.train.torch import config as ray_torch
 
 from mmray.cluster.capacity import Node
-from mmray.cluster.connect import data_workers
+from mmray.cluster.connect import num_decode_actors
 from mmray.config import Cluster, Config, Data
 from mmray.train import resources
-from mmray.train.resources import data_actors, torch_config, worker_resources
+from mmray.train.resources import num_data_actors, scaling_config, torch_config
 
 
 @pytest.mark.parametrize(
@@ -26,15 +26,15 @@ from mmray.train.resources import data_actors, torch_config, worker_resources
     ],
 )
 def test_decoders_are_what_cores_and_memory_leave_and_never_none(cpus, taken, memory_gib, block_mb, actors):
-    assert data_workers(cpus, taken, memory_gib, block_mb) == actors
+    assert num_decode_actors(cpus, taken, memory_gib, block_mb) == actors
 
 
 @pytest.fixture
 def here(monkeypatch):
     """One node that Ray counts 12 CPUs and 2 GPUs of, on a machine of 8 cores with 20 GiB free."""
     counted = {"CPU": 12.0, "GPU": 2.0}
-    monkeypatch.setattr(resources.placement, "nodes", lambda: [Node(counted)])
-    monkeypatch.setattr(resources.placement, "pools", list)
+    monkeypatch.setattr(resources.placement, "alive_nodes", lambda: [Node(counted)])
+    monkeypatch.setattr(resources.placement, "autoscaling_pools", list)
     monkeypatch.setattr(resources.ray, "cluster_resources", lambda: counted)
     monkeypatch.setattr(resources, "cores", lambda: 8)
     monkeypatch.setattr(resources, "free_memory", lambda: 20 * 2**30)
@@ -50,7 +50,7 @@ def here(monkeypatch):
     ],
 )
 def test_decoders_on_one_node_are_counted_by_its_real_cores_and_free_memory(here, workers, data, actors):
-    assert data_actors(Config(cluster=Cluster(workers=workers), data=data)) == actors
+    assert num_data_actors(Config(cluster=Cluster(workers=workers), data=data)) == actors
 
 
 class Two(SimpleNamespace):
@@ -69,7 +69,7 @@ def test_gpus_meet_by_nccl_and_cpus_by_gloo_and_a_collective_has_a_deadline(
     config = Config(cluster=Cluster(workers=2, accelerator=accelerator, **settings))
     ranks, made = [], []
     group = Two(
-        get_resources_per_worker=lambda: worker_resources(config).resources_per_worker,
+        get_resources_per_worker=lambda: scaling_config(config).resources_per_worker,
         execute=lambda *_, **__: None,
         execute_single=lambda *_: ("127.0.0.1", 1),
         execute_single_async=lambda _, call, **given: ranks.append((call, given)),

@@ -4,8 +4,8 @@ import pytest
 
 from mmray.config import Batch, Config, Run
 from mmray.errors import UsageError
-from mmray.train.driver import _say_passed
-from mmray.train.run_dir import MAY_CHANGE, create, decide
+from mmray.train.driver import _log_skipped_runs
+from mmray.train.run_dir import RESUMABLE_CHANGES, create_run_dir, select_run
 from tests.train.runs import Silent
 
 DATA = {"train": "set", "fingerprint": "ab", "num_rows": 100}
@@ -81,49 +81,51 @@ def finish(path, steps):
 
 def test_a_new_name_starts_and_the_same_command_resumes(tmp_path):
     wanted = config(tmp_path)
-    first = decide(wanted, DATA, steps=10)
+    first = select_run(wanted, DATA, steps=10)
     assert (first.action, first.path) == ("start", tmp_path / "sample")
-    create(first.path, wanted, DATA, "{}")
-    assert decide(wanted, DATA, steps=10).action == "resume"
+    create_run_dir(first.path, wanted, DATA, "{}")
+    assert select_run(wanted, DATA, steps=10).action == "resume"
 
 
 def test_an_unnamed_run_takes_the_next_name_when_done_or_different(tmp_path):
-    create(tmp_path / "sample", config(tmp_path), DATA, "{}")
-    assert decide(config(tmp_path, global_rows=32), DATA, 10).path == tmp_path / "sample-2"
+    create_run_dir(tmp_path / "sample", config(tmp_path), DATA, "{}")
+    assert select_run(config(tmp_path, global_rows=32), DATA, 10).path == tmp_path / "sample-2"
     finish(tmp_path / "sample", 10)
-    assert decide(config(tmp_path), DATA, 10).path == tmp_path / "sample-2"
-    assert decide(config(tmp_path), DATA, 20).action == "resume"  # longer than it was
+    assert select_run(config(tmp_path), DATA, 10).path == tmp_path / "sample-2"
+    assert select_run(config(tmp_path), DATA, 20).action == "resume"  # longer than it was
 
 
 def test_a_named_run_is_continued_refused_or_done(tmp_path):
-    create(tmp_path / "mine", config(tmp_path, name="mine"), DATA, "{}")
+    create_run_dir(tmp_path / "mine", config(tmp_path, name="mine"), DATA, "{}")
     with pytest.raises(UsageError, match=r"batch.global: 16 -> 32"):
-        decide(config(tmp_path, global_rows=32, name="mine"), DATA, 10)
+        select_run(config(tmp_path, global_rows=32, name="mine"), DATA, 10)
     with pytest.raises(UsageError, match="data fingerprint: 'ab' -> 'cd'"):
-        decide(config(tmp_path, name="mine"), {**DATA, "fingerprint": "cd"}, 10)
+        select_run(config(tmp_path, name="mine"), {**DATA, "fingerprint": "cd"}, 10)
     finish(tmp_path / "mine", 10)
-    assert decide(config(tmp_path, name="mine"), DATA, 10).action == "done"
-    assert decide(config(tmp_path, name="mine"), DATA, 11).action == "resume"
+    assert select_run(config(tmp_path, name="mine"), DATA, 10).action == "done"
+    assert select_run(config(tmp_path, name="mine"), DATA, 11).action == "resume"
 
 
 def test_every_setting_that_may_change_is_tried():
-    assert {each for each in MAY_CHANGE if not any(f"{name}.".startswith(f"{each}.") for name in ALLOWED)} == set()
+    assert {
+        each for each in RESUMABLE_CHANGES if not any(f"{name}.".startswith(f"{each}.") for name in ALLOWED)
+    } == set()
 
 
 @pytest.mark.parametrize("setting", ALLOWED)
 def test_a_run_goes_on_with_another(tmp_path, setting):
     before = config(tmp_path, name="mine")
-    create(tmp_path / "mine", before, DATA, "{}")
-    decision = decide(changed(before, setting, ALLOWED[setting]), DATA, 10)
+    create_run_dir(tmp_path / "mine", before, DATA, "{}")
+    decision = select_run(changed(before, setting, ALLOWED[setting]), DATA, 10)
     assert (decision.action, decision.passed) == ("resume", ())
 
 
 @pytest.mark.parametrize("setting", FORBIDDEN)
 def test_a_run_does_not_go_on_with_another(tmp_path, setting):
     before = config(tmp_path, name="mine")
-    create(tmp_path / "mine", before, DATA, "{}")
+    create_run_dir(tmp_path / "mine", before, DATA, "{}")
     with pytest.raises(UsageError) as refused:
-        decide(changed(before, setting, FORBIDDEN[setting]), DATA, 10)
+        select_run(changed(before, setting, FORBIDDEN[setting]), DATA, 10)
     lines = str(refused.value).splitlines()
     assert lines[0].endswith("mine was run with other settings:") and "set these back" in lines[-1]
     assert len(lines) == 3 and lines[1].startswith(f"  {setting}: ") and lines[1].endswith(f"-> {FORBIDDEN[setting]!r}")
@@ -134,16 +136,16 @@ def test_an_unnamed_run_says_which_it_passes_over_and_why(tmp_path):
 
     def told(wanted, data):
         listener = Silent()
-        decision = decide(wanted, data, 10)
-        _say_passed(decision, listener)
+        decision = select_run(wanted, data, 10)
+        _log_skipped_runs(decision, listener)
         return decision.action, [f"{label} {text}" for label, text in listener.notes]
 
-    create(tmp_path / "sample", config(tmp_path), DATA, "{}")
+    create_run_dir(tmp_path / "sample", config(tmp_path), DATA, "{}")
     assert told(config(tmp_path), DATA) == ("resume", [])
     action, lines = told(config(tmp_path, global_rows=32), DATA)
     assert action == "start" and lines[0] == f"earlier {tmp_path}/sample is another run: batch.global: 16 -> 32"
     assert lines[1].startswith("new a new run begins")
-    create(tmp_path / "sample-2", config(tmp_path, global_rows=32), DATA, "{}")
+    create_run_dir(tmp_path / "sample-2", config(tmp_path, global_rows=32), DATA, "{}")
     assert told(config(tmp_path, global_rows=32), DATA) == ("resume", lines[:1])
     finish(tmp_path / "sample", 10)
     action, lines = told(config(tmp_path), {"train": "b", "fingerprint": "c", "num_rows": 9})
@@ -151,7 +153,7 @@ def test_an_unnamed_run_says_which_it_passes_over_and_why(tmp_path):
     assert lines[1].endswith(", and 1 more")  # than three: its global rows
     assert told(config(tmp_path), DATA)[1][0] == f"earlier {tmp_path}/sample has finished its 10 steps"
     for number in (3, 4, 5):
-        create(tmp_path / f"sample-{number}", config(tmp_path, global_rows=8 * number), DATA, "{}")
+        create_run_dir(tmp_path / f"sample-{number}", config(tmp_path, global_rows=8 * number), DATA, "{}")
     action, lines = told(config(tmp_path, global_rows=64), DATA)
     assert action == "start" and lines[0] == "earlier 2 earlier runs of other settings, or finished"
     assert [line.split(" is ")[0][-1] for line in lines[1:4]] == ["3", "4", "5"] and len(lines) == 5
@@ -159,44 +161,44 @@ def test_an_unnamed_run_says_which_it_passes_over_and_why(tmp_path):
 
 def test_resume_modes(tmp_path):
     with pytest.raises(UsageError, match="there is no run at"):
-        decide(config(tmp_path, resume="must"), DATA, 10)
-    create(tmp_path / "mine", config(tmp_path, name="mine"), DATA, "{}")
+        select_run(config(tmp_path, resume="must"), DATA, 10)
+    create_run_dir(tmp_path / "mine", config(tmp_path, name="mine"), DATA, "{}")
     with pytest.raises(UsageError, match="exists; choose another"):
-        decide(config(tmp_path, name="mine", resume="never"), DATA, 10)
-    create(tmp_path / "sample", config(tmp_path), DATA, "{}")
-    assert decide(config(tmp_path, resume="never"), DATA, 10).path == tmp_path / "sample-2"
+        select_run(config(tmp_path, name="mine", resume="never"), DATA, 10)
+    create_run_dir(tmp_path / "sample", config(tmp_path), DATA, "{}")
+    assert select_run(config(tmp_path, resume="never"), DATA, 10).path == tmp_path / "sample-2"
 
 
 def test_a_folder_that_is_no_run_is_left_alone(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
     with pytest.raises(UsageError, match="not a run of mmray"):
-        decide(config(tmp_path, name="mine"), DATA, 10)
+        select_run(config(tmp_path, name="mine"), DATA, 10)
 
 
 def test_no_permission_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"choose another --run.storage"):
-        create(tmp_path / "file" / "run", config(tmp_path), DATA, "{}")
+        create_run_dir(tmp_path / "file" / "run", config(tmp_path), DATA, "{}")
 
 
 def test_a_run_on_an_object_store_is_found_and_gone_on_with(s3):
     wanted = config(s3.address, name="mine")
-    assert decide(wanted, DATA, 10).action == "start"
-    run = create(decide(wanted, DATA, 10).path, wanted, DATA, "{}")
+    assert select_run(wanted, DATA, 10).action == "start"
+    run = create_run_dir(select_run(wanted, DATA, 10).path, wanted, DATA, "{}")
     assert str(run.path) == f"{s3.address}/mine" and run.read_json("data.json") == DATA
-    assert decide(wanted, DATA, 10).action == "resume"
+    assert select_run(wanted, DATA, 10).action == "resume"
     run.write_json("result.json", {"status": "finished", "steps": 10})
-    assert decide(wanted, DATA, 10).action == "done"
+    assert select_run(wanted, DATA, 10).action == "done"
     with pytest.raises(UsageError, match="data num_rows"):
-        decide(wanted, DATA | {"num_rows": 7}, 10)
+        select_run(wanted, DATA | {"num_rows": 7}, 10)
     with pytest.raises(UsageError, match="not a run of mmray"):
         (run.path / "config.yaml").unlink()
         (run.path / "other").write_text("")
-        decide(wanted, DATA, 10)
+        select_run(wanted, DATA, 10)
 
 
 def test_another_tokenizer_is_another_run(tmp_path):
-    create(tmp_path / "mine", config(tmp_path, name="mine"), DATA | {"tokenizer": "ab"}, "{}")
+    create_run_dir(tmp_path / "mine", config(tmp_path, name="mine"), DATA | {"tokenizer": "ab"}, "{}")
     with pytest.raises(UsageError, match="data tokenizer: 'ab' -> 'cd'"):
-        decide(config(tmp_path, name="mine"), DATA | {"tokenizer": "cd"}, 10)
+        select_run(config(tmp_path, name="mine"), DATA | {"tokenizer": "cd"}, 10)

@@ -23,8 +23,8 @@ from mmray.errors import UsageError
 from mmray.evaluate.build import best_by
 from mmray.models.build import build
 from mmray.storage.remote_path import Folder, folder_at
-from mmray.train import checkpoint_use, run_dir
-from mmray.train.checkpoint_use import restored_model
+from mmray.train import evaluate_export, run_dir
+from mmray.train.evaluate_export import load_model
 from tests.data.test_prepare import make_source, run_here
 from tests.made import CAPTIONS, make_set, row
 from tests.train import runs
@@ -45,7 +45,7 @@ def test_averaged_weights_are_taken_where_there_are_any(tmp_path: Path, ema: flo
     average.update_parameters(model)
     state = {AVERAGE: average.state_dict()} if ema else {}
     meta = {"architecture": model.architecture()}
-    found = restored_model(config, files.save(tmp_path, 3, model.state_dict(), state, meta))
+    found = load_model(config, files.save(tmp_path, 3, model.state_dict(), state, meta))
     assert found.log_scale.item() == pytest.approx(start + (0.5 if ema else 1))
     expected = average.module if ema else model
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
@@ -55,7 +55,7 @@ def test_without_a_set_it_is_what_the_run_held_out_whatever_form_that_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare_module, "_run_with_fallback", run_here)
-    monkeypatch.setattr(checkpoint_use, "check_data_room", lambda _: None)
+    monkeypatch.setattr(evaluate_export, "check_data_capacity", lambda _: None)
     monkeypatch.chdir(tmp_path)
     trained_on = make_set(tmp_path / "set", [row(number) for number in range(6)], [row(number) for number in (7, 8)])
     (tmp_path / "data.json").write_text(json.dumps({"train": str(tmp_path / "set")}))
@@ -63,7 +63,7 @@ def test_without_a_set_it_is_what_the_run_held_out_whatever_form_that_has(
 
     def held_out(eval_set: str | None, data: str | None = None, split: str | None = None) -> int:
         given = config.model_copy(update={"data": config.data.model_copy(update={"eval": eval_set})})
-        return checkpoint_use._held_out(given, tmp_path, data, split, runs.Silent()).num_rows
+        return evaluate_export._held_out(given, tmp_path, data, split, runs.Silent()).num_rows
 
     raw = str(make_source(tmp_path / "raw", 5))
     assert trained_on.num_rows == 8
@@ -78,7 +78,7 @@ def made_run(folder: Folder, tmp_path: Path, **recalls: float | None) -> Folder:
     tokenizer = train_tokenizer(CAPTIONS, 60)
     size = TextEncoder(tokenizer, 8).vocab_size
     config = config.model_copy(update={"model": config.model.with_tokens(size, None)})
-    run_dir.create(folder, config, {}, tokenizer)
+    run_dir.create_run_dir(folder, config, {}, tokenizer)
     for name, recall in recalls.items():
         step = int(name.removeprefix("step_"))
         torch.manual_seed(step)
@@ -129,12 +129,12 @@ def test_the_best_checkpoint_is_what_evaluate_scores(tmp_path: Path, monkeypatch
         asked.append(next(each for each in (*given, *named.values()) if each in ("best", 3)))
         return {"perplexity": 1.0, "token_accuracy": 1.0, "tokens": 1.0, "rows": 1.0}
 
-    monkeypatch.setattr(checkpoint_use, "score_run", scored)
+    monkeypatch.setattr(evaluate_export, "evaluate_run", scored)
     for step in ("best", "3"):
         assert cli.run(["evaluate", str(folder), "--step", step], Screen()) == 0
     assert asked == ["best", 3]
-    assert checkpoint_use.open_run(folder, "best")[2].name == checkpoint_use.open_run(folder, 3)[2].name == "step-3"
-    assert checkpoint_use.open_run(folder, None)[2].name == "step-6"
+    assert evaluate_export.open_run(folder, "best")[2].name == evaluate_export.open_run(folder, 3)[2].name == "step-3"
+    assert evaluate_export.open_run(folder, None)[2].name == "step-6"
 
 
 def test_an_elastic_run_is_scored_by_fewer_workers_than_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,15 +146,17 @@ def test_an_elastic_run_is_scored_by_fewer_workers_than_it_had(tmp_path: Path, m
     config = config.model_copy(update={"model": model, "batch": Batch(micro=4, accumulation=2, global_=16)})
     built = build(config.model, 60)
     found = files.save(tmp_path, 3, built.state_dict(), {}, {"architecture": built.architecture()})
-    scores = checkpoint_use._score_on_worker(config, held_out.tokenizer_json or "", held_out, found)
+    scores = evaluate_export._score_on_worker(config, held_out.tokenizer_json or "", held_out, found)
     assert scores["rows"] == 5 and scores["loss"] > 0
 
 
 def test_an_evaluation_may_be_of_something_else_than_the_runs(tmp_path: Path) -> None:
     config = runs.config("none", tmp_path, "one")
-    asked = checkpoint_use.scored_as(config, Scoring(classes=("a", "b"), limit=3), workers=1, accelerator="cpu")
+    asked = evaluate_export.with_evaluation_settings(
+        config, Scoring(classes=("a", "b"), limit=3), workers=1, accelerator="cpu"
+    )
     assert asked.evaluate == Evaluate(every=config.evaluate.every, classes=("a", "b"), limit=3)
     assert (asked.cluster.workers, asked.cluster.accelerator) == (1, "cpu")
-    assert checkpoint_use.scored_as(config, None) == config
+    assert evaluate_export.with_evaluation_settings(config, None) == config
     with pytest.raises(UsageError, match=r"evaluate.answers: model.kind `two_tower` does not write"):
-        checkpoint_use.scored_as(config, Scoring(answers=3))
+        evaluate_export.with_evaluation_settings(config, Scoring(answers=3))

@@ -4,7 +4,7 @@ import pytest
 
 from mmray.config import recipes
 from mmray.errors import UsageError
-from mmray.train.validate import check, refusals
+from mmray.train.validate import unsupported_reasons, validate
 
 
 def config(recipe="sample", workers=1, **sections):
@@ -40,21 +40,21 @@ def config(recipe="sample", workers=1, **sections):
 )
 def test_refused(given, said):
     with pytest.raises(UsageError, match=said):
-        check(config(**given))
+        validate(config(**given))
 
 
 def test_batch_norm_and_branches():
     given = {"recipe": "resnet50-bert", "train": {"parallel": "branches"}}
-    assert refusals(config(**given)) == []
-    assert "BatchNorm" in refusals(config(**given, model={"batch_norm": "local"}))[0]
+    assert unsupported_reasons(config(**given)) == []
+    assert "BatchNorm" in unsupported_reasons(config(**given, model={"batch_norm": "local"}))[0]
 
 
 @pytest.mark.parametrize("recipe", ["sample", "clip", "siglip", "fusion", "llava"])
 def test_every_built_in_model_can_be_clipped_by_branches(recipe):
-    assert not any("clip" in reason for reason in refusals(config(recipe, optimizer={"clip": "branches"})))
+    assert not any("clip" in reason for reason in unsupported_reasons(config(recipe, optimizer={"clip": "branches"})))
 
 
 @pytest.mark.parametrize(("parallel", "workers"), [("ddp", 1), ("ddp", 4), ("fsdp", 2), ("branches", 1), ("single", 1)])
 @pytest.mark.parametrize("micro", [8, "auto"])
 def test_served(parallel, workers, micro):
-    check(config(workers=workers, train={"parallel": parallel}, batch={"micro": micro}))
+    validate(config(workers=workers, train={"parallel": parallel}, batch={"micro": micro}))

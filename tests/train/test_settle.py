@@ -6,8 +6,8 @@ import pytest
 from mmray.config import Evaluate, Siglip
 from mmray.data.text.chat import encoder_of
 from mmray.errors import UsageError
-from mmray.train.resolve import settle
-from mmray.train.worker_group import _start
+from mmray.train.resolve import resolve_run
+from mmray.train.worker_group import resume_point
 from tests.made import make_set, row
 from tests.train.runs import Silent, config
 
@@ -16,10 +16,10 @@ def test_a_limit_takes_so_many_rows_an_epoch(tmp_path):
     make_set(tmp_path / "set", [row(number) for number in range(50)])
     wanted = config(tmp_path / "set", tmp_path, "limited", steps=None, epochs=2.0)
     limited = wanted.model_copy(update={"data": wanted.data.model_copy(update={"limit": 20})})
-    whole, first = settle(wanted, Silent()), settle(limited, Silent())
+    whole, first = resolve_run(wanted, Silent()), resolve_run(limited, Silent())
     assert (whole.data["num_rows"], first.data["num_rows"]) == (50, 20)
     assert (whole.steps, first.steps) == (8, 4)
-    plan = _start(first, None, 2).plan
+    plan = resume_point(first, None, 2).plan
     for epoch in range(2):
         assert sorted(plan.rows_at(np.arange(20) + 20 * epoch)) == list(range(20))
 
@@ -30,13 +30,13 @@ def test_tokens_of_languages_are_those_of_the_sets(tmp_path):
     wanted = config(f"{tmp_path}/a + {tmp_path}/b", tmp_path, "mixed")
     inputs = wanted.model.inputs.model_copy(update={"language_token": "[{}]"})
     speaking = wanted.model_copy(update={"model": wanted.model.model_copy(update={"inputs": inputs})})
-    plain, settled = settle(wanted, Silent()), settle(speaking, Silent())
+    plain, settled = resolve_run(wanted, Silent()), resolve_run(speaking, Silent())
     assert encoder_of(settled.tokenizer_json, inputs).languages == ("de", "fr")
     assert settled.config.model.vocab_size == plain.config.model.vocab_size + 2
     assert settled.data["tokenizer"] != plain.data["tokenizer"]
     asked = speaking.model_copy(update={"evaluate": Evaluate(classes=("a", "b"), language="en")})
     with pytest.raises(UsageError, match="no token for language 'en'; it knows de, fr"):
-        settle(asked, Silent())
+        resolve_run(asked, Silent())
 
 
 def test_what_a_siglip_fills_captions_up_with_is_its_tokenizers(tmp_path):
@@ -47,7 +47,7 @@ def test_what_a_siglip_fills_captions_up_with_is_its_tokenizers(tmp_path):
 
     def settled(name, **given):
         inputs = wanted.model.inputs.model_copy(update={"tokenizer": name})
-        return settle(wanted.model_copy(update={"model": Siglip(inputs=inputs, **given)}), Silent()).config.model
+        return resolve_run(wanted.model_copy(update={"model": Siglip(inputs=inputs, **given)}), Silent()).config.model
 
     assert settled(str(tmp_path)).pad_id == 4
     assert settled(str(tmp_path), pad_id=2).pad_id == 2

@@ -16,7 +16,7 @@ from mmray.engine.checkpoint import files, tree
 from mmray.engine.collectives import Group
 from mmray.errors import TrainingError
 from mmray.storage.remote_path import folder_at
-from mmray.train.worker_group import BROKEN
+from mmray.train.worker_group import COLLECTIVE_ERRORS
 from tests.made import make_set, row
 from tests.train import shard_ranks, toy
 from tests.train.conftest import spawned
@@ -90,7 +90,9 @@ def test_a_rank_without_memory_in_the_probe_has_the_group_begin_again_with_what_
     left, met = (json.loads((ranks[0] / f"cramped-{rank}.json").read_text()) for rank in range(2))
     assert (met["micro"], left["micro"]) == (3, -1)
     assert met["error"] == "no room for a synthetic step in micro-batches of 6 rows (rank 1). Now 3 at a time"
-    assert any(text in left["error"] for text in BROKEN), left["error"]  # counts as lost: the other error decides
+    assert any(text in left["error"] for text in COLLECTIVE_ERRORS), left[
+        "error"
+    ]  # counts as lost: the other error decides
     for result in ranks[2][:2]:
         assert result["again"]["micro"] == 3
         torch.testing.assert_close(result["again"]["weights"], plain, rtol=0, atol=1e-9)

@@ -5,8 +5,8 @@ import torch
 
 import mmray
 from mmray.engine.checkpoint import files
-from mmray.train.checkpoint_use import export_run, score_run
 from mmray.train.driver import train
+from mmray.train.evaluate_export import evaluate_run, export_run
 from tests.made import make_set, row
 from tests.train.runs import STEPS, Silent, config, marks
 
@@ -28,7 +28,7 @@ def test_a_sharded_run_loses_nothing_and_goes_on_as_any_other(local_ray, tmp_pat
     assert files.shards_of(killed.path / "checkpoints" / f"step-{STEPS}") == 2
     ours, theirs = weights(killed, STEPS), weights(calm, STEPS)
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    scores = score_run(calm.path, None, None, None, None, Silent())
+    scores = evaluate_run(calm.path, None, None, None, None, Silent())
     assert scores["recall_at_1/image_to_text"] == calm.result["metrics"]["recall_at_1/image_to_text"]
     assert mmray.load(str(export_run(calm.path, tmp_path / "model", None))).embed_texts(["a red one"]).shape == (1, 16)
     for name, parallel, workers in (("calm", "ddp", 1), ("killed", "fsdp", 3)):

@@ -14,7 +14,7 @@ import pytest
 from mmray.config import Config, Data, Run
 from mmray.errors import UsageError
 from mmray.train import trackers as tracking
-from mmray.train.run_dir import redacted, safe
+from mmray.train.run_dir import redact, redact_text
 from tests.train.runs import Silent
 
 STEPS = 5
@@ -39,11 +39,11 @@ def told(
     """A run of these steps, as the driver sees it; `at_end` is called before the trackers are told of it."""
     listener = Silent()
     folder.mkdir(exist_ok=True)
-    with tracking.tracked(config, folder, listener) as tracked:
+    with tracking.track_run(config, folder, listener) as tracked:
         for step in steps:
             tracked.step(metrics_of(step), STEPS)
         at_end()
-        tracked.status = status
+        tracked.run_status = status
     assert listener.steps == list(steps)
     return listener
 
@@ -114,12 +114,12 @@ def test_the_run_never_waits_for_a_tracker_that_hangs(tmp_path: Path, monkeypatc
     monkeypatch.setattr(tracking, "ENDING_S", 0.5)
     monkeypatch.setattr(tracking, "WAITING", 50)
     long = {"step": 1} | {f"metric/{number}": 0.5 for number in range(2000)}
-    with tracking.tracked(config_of("Hanging"), tmp_path, Silent()) as tracked:
+    with tracking.track_run(config_of("Hanging"), tmp_path, Silent()) as tracked:
         began_s = time.monotonic()
         for step in range(1, 400):
             tracked.step(long | {"step": step}, 400)
         assert time.monotonic() - began_s < 10
-        listener = tracked.listener
+        listener = tracked.reporter
     assert any("lines were lost" in text for _, text in listener.notes)  # type: ignore[attr-defined]
 
 
@@ -154,18 +154,18 @@ def test_wandb_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_is_not_there_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    tracking.check(config_of("Keeping"))
+    tracking.check_trackers(config_of("Keeping"))
     with pytest.raises(UsageError, match=r"run.trackers: there is no `tensorflow`; take one of mlflow, wandb"):
-        tracking.check(Config(run=Run(trackers=("tensorflow",))))
+        tracking.check_trackers(Config(run=Run(trackers=("tensorflow",))))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install \"mmray\[mlflow\]\""):
-        tracking.check(config_of("mlflow"))
+        tracking.check_trackers(config_of("mlflow"))
 
 
 def test_secrets_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HUB_TOKEN", "abcdefgh")
     settings = {"api_key": "x", "max_tokens": 5, "tokenizer": "trained", "list": ["https://a:b@c/d", "abcdefgh"]}
-    assert redacted(settings) == {
+    assert redact(settings) == {
         "api_key": "***", "max_tokens": 5, "tokenizer": "trained", "list": ["https://***@c/d", "***"],
     }  # fmt: skip
-    assert safe("plain words stay") == "plain words stay"
+    assert redact_text("plain words stay") == "plain words stay"

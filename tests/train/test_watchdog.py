@@ -9,15 +9,15 @@ import torch
 
 from mmray.engine import step
 from mmray.engine.checkpoint.async_saver import AsyncSaver
-from mmray.engine.heartbeat import Pulse, calls_of
+from mmray.engine.heartbeat import Heartbeat, stack_of_thread
 from mmray.engine.metrics.writers import over_ranks
-from mmray.train.hang_detector import Beat, Watchdog, culprits
-from mmray.train.monitor import leave_at_s
+from mmray.train.hang_detector import HangDetector, HeartbeatRecord, stuck_ranks
+from mmray.train.monitor import checkpoint_deadline_s
 from tests.train import toy
 
 
 def beat(rank, waits=False, age_s=0.5, step=7, mark=7):
-    return Beat(rank, f"node{rank}", 100 + rank, step, mark, f"mine.py:{rank} in on_step", waits, age_s)
+    return HeartbeatRecord(rank, f"node{rank}", 100 + rank, step, mark, f"mine.py:{rank} in on_step", waits, age_s)
 
 
 @pytest.mark.parametrize(
@@ -30,37 +30,37 @@ def beat(rank, waits=False, age_s=0.5, step=7, mark=7):
     ],
 )
 def test_the_culprit_is_the_one_the_others_wait_for(beats, named):
-    assert [one.rank for one in culprits(beats)] == named
+    assert [one.rank for one in stuck_ranks(beats)] == named
 
 
 def test_a_rank_without_a_step_for_the_limit_is_named_and_one_that_moves_is_not():
-    dog = Watchdog(limit_s=10, start_limit_s=60, first_step=3)
+    dog = HangDetector(limit_s=10, start_limit_s=60, first_step=3)
     assert dog.look([beat(0, True), beat(1)], 0.0) is None
     assert dog.look([beat(0, True), beat(1)], 9.0) is None
     assert dog.look([beat(0, True, mark=8), beat(1, mark=8)], 11.0) is None
     hang = dog.look([beat(0, True, mark=8), beat(1, mark=8)], 22.0)
-    assert hang.culprits == (1,) and "rank 1 (process 101, node node1) stands at mine.py:1" in hang.told
+    assert hang.stuck_ranks == (1,) and "rank 1 (process 101, node node1) stands at mine.py:1" in hang.told
 
 
 def test_ranks_that_wait_for_one_that_writes_or_evaluates_are_no_hang():
-    dog = Watchdog(limit_s=10, start_limit_s=10)
+    dog = HangDetector(limit_s=10, start_limit_s=10)
     for second in range(60):
         moving = [beat(0, waits=False, mark=second), beat(1, waits=True), beat(2, waits=True)]
         assert dog.look(moving, float(second)) is None
     stands = [beat(0, waits=False, mark=59), beat(1, waits=True), beat(2, waits=True)]
     assert dog.look(stands, 65.0) is None
-    assert dog.look(stands, 71.0).culprits == (0,)
+    assert dog.look(stands, 71.0).stuck_ranks == (0,)
 
 
 def test_a_rank_that_stands_outside_a_collective_is_named_though_others_move():
-    dog = Watchdog(limit_s=10, start_limit_s=10)
+    dog = HangDetector(limit_s=10, start_limit_s=10)
     beats = [[beat(0, waits=False), beat(1, waits=False, mark=second)] for second in range(12)]
     found = [dog.look(each, float(second)) for second, each in enumerate(beats)]
-    assert found[10] is None and 0 in found[11].culprits
+    assert found[10] is None and 0 in found[11].stuck_ranks
 
 
 def test_before_the_first_step_the_start_up_time_counts():
-    dog = Watchdog(limit_s=10, start_limit_s=60, first_step=7)
+    dog = HangDetector(limit_s=10, start_limit_s=60, first_step=7)
     assert dog.look([beat(0)], 0.0) is None
     assert dog.look([beat(0)], 50.0) is None
     assert dog.look([beat(0)], 61.0) is not None
@@ -79,10 +79,10 @@ def test_the_calls_of_a_thread_are_those_that_have_not_returned(monkeypatch):
     thread = threading.Thread(target=outer)
     thread.start()
     begun.wait(30)
-    calls = calls_of(thread.ident)
+    calls = stack_of_thread(thread.ident)
     assert [call.name for call in calls if call.file == __file__] == ["inner", "outer"]
     monkeypatch.setattr("mmray.engine.heartbeat._scratch", full_disk)
-    assert calls_of(thread.ident) == []  # and the heart beats on
+    assert stack_of_thread(thread.ident) == []  # and the heart beats on
     go_on.set()
     thread.join()
 
@@ -99,7 +99,7 @@ def test_a_pulse_says_where_its_thread_stands_and_writes_stacks_when_asked(tmp_p
         sent.append(one)
         return wanted.is_set()
 
-    pulse = Pulse(send, {"rank": 1, "node": "n", "pid": 1}, tmp_path / "stacks" / "rank-1.txt", 60)
+    pulse = Heartbeat(send, {"rank": 1, "node": "n", "pid": 1}, tmp_path / "stacks" / "rank-1.txt", 60)
     with pulse.beating(4):
         time.sleep(0.2)
         pulse.on_step(5, None)
@@ -117,7 +117,7 @@ def test_a_rank_that_reads_what_a_device_has_yet_to_reduce_is_told_as_waiting(tm
     learner = toy.learner(toy.Toy())
 
     def rank():
-        pulses.put(Pulse(lambda _: False, {}, tmp_path / "rank-0.txt", 60))
+        pulses.put(Heartbeat(lambda _: False, {}, tmp_path / "rank-0.txt", 60))
         if reads == "step":
             step.update(learner, torch.zeros(1))
         else:
@@ -138,7 +138,7 @@ def test_a_checkpoint_may_take_its_time_but_not_for_ever(tmp_path, monkeypatch):
     """The storage does not answer, as a network mount that died: waiting for it is no progress after a while."""
     monkeypatch.setattr("mmray.engine.heartbeat.EVERY_S", 0.02)
     sent, answers = [], threading.Event()
-    pulse = Pulse(sent.append, {"rank": 0, "node": "n", "pid": 1}, tmp_path / "rank-0.txt", write_limit_s=0.3)
+    pulse = Heartbeat(sent.append, {"rank": 0, "node": "n", "pid": 1}, tmp_path / "rank-0.txt", write_limit_s=0.3)
     writer = AsyncSaver()
     writer.submit({}, lambda _: answers.wait(10))
     threading.Timer(0.9, answers.set).start()
@@ -151,6 +151,6 @@ def test_a_checkpoint_may_take_its_time_but_not_for_ever(tmp_path, monkeypatch):
 
 
 def test_a_node_is_left_twice_the_write_before_its_deadline_and_at_once_where_nothing_is_known():
-    assert leave_at_s(1000.0, checkpoint_s=10.0, step_s=1.0) == 1000 - 20 - 2 - 3
-    assert leave_at_s(1000.0, checkpoint_s=0.0, step_s=1.0) == 0
-    assert leave_at_s(0.0, checkpoint_s=10.0, step_s=1.0) == 0
+    assert checkpoint_deadline_s(1000.0, checkpoint_s=10.0, step_s=1.0) == 1000 - 20 - 2 - 3
+    assert checkpoint_deadline_s(1000.0, checkpoint_s=0.0, step_s=1.0) == 0
+    assert checkpoint_deadline_s(0.0, checkpoint_s=10.0, step_s=1.0) == 0

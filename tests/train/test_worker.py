@@ -14,7 +14,7 @@ from torch import nn
 from mmray.config import Own
 from mmray.engine import memory_probe, precision
 from mmray.engine.checkpoint import files
-from mmray.engine.heartbeat import Pulse
+from mmray.engine.heartbeat import Heartbeat
 from mmray.engine.precision import seed_everything
 from mmray.errors import UsageError
 from tests.train import runs
@@ -93,7 +93,7 @@ def test_a_worker_that_goes_on_lets_go_of_the_checkpoint_and_comes_to_the_same(p
 
     with monkeypatch.context() as inside:
         inside.setattr(files, "load", loading)
-        inside.setattr(Pulse, "on_step", on_step)
+        inside.setattr(Heartbeat, "on_step", on_step)
         found = tmp_path / "whole" / "checkpoints" / "step-2"
         again, _, _ = ran(prepared, tmp_path / "again", 4, checkpoint_every=2, found=found)
     assert read and alive == [0, 0]

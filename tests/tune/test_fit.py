@@ -6,15 +6,15 @@ import pytest
 import yaml
 
 from mmray.cluster import placement as cluster
-from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, concurrent
-from mmray.cluster.placement import HEAD_MARK, ROLE, launcher_pools
+from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, max_concurrent
+from mmray.cluster.placement import HEAD_MARK, ROLE, parse_launcher_config
 from mmray.config import Cluster, Config
 from mmray.errors import ResourceError
 from mmray.tune.search import _at_once, placeable
 from mmray.tune.trials import Trial, largest, room_for
 
 CLUSTER_YAML = yaml.safe_load((Path(__file__).parents[2] / "cluster.yaml").read_text())  # 8 x 16 CPUs, 4 x 1 GPU
-POOLS = launcher_pools(CLUSTER_YAML)
+POOLS = parse_launcher_config(CLUSTER_YAML)
 HEAD = Node({HEAD_MARK: 1.0}, {ROLE: "head"})
 ON_ROLES = Demand(1, {"CPU": 1.0, "GPU": 1.0}, 2, {ROLE: "train"}, {ROLE: "data"})
 TWO_CPU_WORKERS = Demand(2, {"CPU": 1.0}, data_cpus=2)
@@ -26,15 +26,15 @@ def nodes(*resources):
 
 
 def test_trials_fit_only_with_room_for_their_data():
-    assert concurrent(TWO_CPU_WORKERS, nodes({"CPU": 4.0}), 9) == 1
-    assert concurrent(TWO_CPU_WORKERS, nodes({"CPU": 3.0}), 9) == 0  # the workers would hold all, and the data wait
-    assert concurrent(TWO_CPU_WORKERS, nodes({"CPU": 8.0}), 9) == 2
-    assert concurrent(TWO_CPU_WORKERS, nodes({"CPU": 80.0}), 9) == 9
+    assert max_concurrent(TWO_CPU_WORKERS, nodes({"CPU": 4.0}), 9) == 1
+    assert max_concurrent(TWO_CPU_WORKERS, nodes({"CPU": 3.0}), 9) == 0  # the workers would hold all, and the data wait
+    assert max_concurrent(TWO_CPU_WORKERS, nodes({"CPU": 8.0}), 9) == 2
+    assert max_concurrent(TWO_CPU_WORKERS, nodes({"CPU": 80.0}), 9) == 9
 
 
 def test_data_leaves_the_gpu_nodes_to_the_workers():
     free = nodes({"CPU": 2.0, "GPU": 2.0}, {"CPU": 2.0, "GPU": 2.0}, {"CPU": 6.0})
-    assert concurrent(GPU_WORKERS, free, 9) == 2
+    assert max_concurrent(GPU_WORKERS, free, 9) == 2
     assert free[2].resources == {"CPU": 6.0}  # what is free is only looked at
 
 
@@ -90,9 +90,9 @@ def test_a_trial_that_waits_for_others_has_its_data_actors_counted_on_what_they_
 @pytest.fixture
 def runs(monkeypatch):
     """Six trials on cluster.yaml's cluster, before a node of its pools has started."""
-    monkeypatch.setattr(cluster, "nodes", lambda: [HEAD])
+    monkeypatch.setattr(cluster, "alive_nodes", lambda: [HEAD])
     monkeypatch.setattr(cluster, "free_nodes", lambda: [HEAD])
-    monkeypatch.setattr(cluster, "pools", lambda: POOLS)
+    monkeypatch.setattr(cluster, "autoscaling_pools", lambda: POOLS)
     return {f"t{number:03}": Config(cluster=Cluster(workers=1)) for number in range(1, 7)}
 
 
@@ -103,8 +103,8 @@ def test_a_head_alone_with_empty_pools_is_no_lone_machine(runs):
 
 
 def test_on_a_lone_machine_trials_run_one_after_another(runs, monkeypatch):
-    monkeypatch.setattr(cluster, "pools", list)
-    monkeypatch.setattr(cluster, "nodes", lambda: [Node({"CPU": 16.0})])
+    monkeypatch.setattr(cluster, "autoscaling_pools", list)
+    monkeypatch.setattr(cluster, "alive_nodes", lambda: [Node({"CPU": 16.0})])
     monkeypatch.setattr(cluster, "free_nodes", lambda: [Node({"CPU": 16.0})])
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 16.0})
     assert _at_once(runs, None)[0] == 1
@@ -112,8 +112,8 @@ def test_on_a_lone_machine_trials_run_one_after_another(runs, monkeypatch):
 
 
 def test_a_trial_that_would_leave_gpus_idle_is_infeasible_and_the_others_run(monkeypatch):
-    monkeypatch.setattr(cluster, "pools", list)
-    monkeypatch.setattr(cluster, "nodes", lambda: [Node({"CPU": 16.0, "GPU": 2.0})])
+    monkeypatch.setattr(cluster, "autoscaling_pools", list)
+    monkeypatch.setattr(cluster, "alive_nodes", lambda: [Node({"CPU": 16.0, "GPU": 2.0})])
     sizes = {"t001": 1, "t002": 2, "t003": 4, "t004": "1-4"}
     trials = [Trial(name, {}, Config(cluster=Cluster(workers=size)), None) for name, size in sizes.items()]
     checked = placeable(trials)

@@ -5,7 +5,7 @@ import torch
 
 from mmray.engine.batch import BatchShape
 from mmray.errors import TrainingError
-from mmray.train.policy import Failure, decide
+from mmray.train.policy import Failure, decide_recovery
 from mmray.tune.results import Ended, ended_by, figures, one_line, recommend, row_of
 from mmray.tune.trials import Trial
 
@@ -47,7 +47,7 @@ class WorkerGroupError(Exception):
 
 def raised_by_policy(error):
     """What a run raises for it, with its cause kept as an actor boundary keeps it: not at all."""
-    return decide(Failure("raised", error, 3), None, 1, 0).error
+    return decide_recovery(Failure("raised", error, 3), None, 1, 0).error
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def rows_of(folder):
 def test_a_stopped_sweep_keeps_what_it_has(stopped):
     outcome, listener = stopped
     assert outcome.summary["status"] == "stopped"
-    assert ("stopping", "with what is measured; once more leaves at once") in listener.notes
+    assert ("stop", "with what is measured; once more leaves at once") in listener.notes
     assert listener.rows[0]["trial"] == "t001"
     assert any(row.get("doing", "").startswith("step ") for table in listener.tables for row in table)
     assert [row["status"] for row in outcome.rows][2:] == ["infeasible", "infeasible"]

@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 import ray.data
 
-from mmray.cluster.placement import cores_here
+from mmray.cluster.placement import physical_cores_if_local
 
 MAX_TASKS = 2000  # a Ray task each; of more items, several go to a task
 TASKS_PER_CORE = 10
@@ -46,7 +46,7 @@ def _max_concurrency(count: int) -> int | None:
     A process costs two seconds of a core before it does anything, so that more of them than there are cores only take
     time; but for one where the tasks are many: it works while another waits, a fifth of a second, for its next.
     """
-    cores = cores_here()
+    cores = physical_cores_if_local()
     if cores is None:
         return None
     return min(count, cores if count < TASKS_PER_CORE * cores else cores + 1)

@@ -15,8 +15,8 @@ import ray.train.torch
 from torch import nn
 
 from mmray import objectives
-from mmray.cluster.connect import joined
-from mmray.cluster.placement import check_data_room
+from mmray.cluster.connect import ray_session
+from mmray.cluster.placement import check_data_capacity
 from mmray.config import Config, Lora, Scoring, from_yaml
 from mmray.config.data import parse_mixture
 from mmray.data.prepare.pipeline import ensure_prepared
@@ -33,23 +33,23 @@ from mmray.models.build import build
 from mmray.models.export.export import export
 from mmray.storage.remote_path import Folder, folder_at
 from mmray.train import validate
-from mmray.train.coordinator import Listener
+from mmray.train.coordinator import ProgressReporter
 from mmray.train.resources import (
-    check_room,
-    free_workers,
-    limit_start,
-    never_started,
-    no_retries,
-    ray_files,
+    check_capacity,
+    failure_config,
+    num_free_workers,
+    ray_storage_args,
+    scaling_config,
+    set_start_timeout,
+    start_timeout_error,
     torch_config,
-    worker_resources,
 )
 from mmray.train.run_dir import RunDir
 
 Step = int | Literal["best"] | None  # which checkpoint: of this step, the best, or the newest
 
 
-def run_config(folder: Folder) -> Config:
+def load_run_config(folder: Folder) -> Config:
     """The config of a run. Raises UsageError where there is none."""
     file = folder.expanduser().resolve() / "config.yaml"
     if not file.exists():
@@ -59,7 +59,7 @@ def run_config(folder: Folder) -> Config:
 
 def open_run(folder: Folder, step: Step) -> tuple[Config, str, Folder]:
     """Config, tokenizer and checkpoint folder of a run. Raises UsageError naming what is missing."""
-    run, config = RunDir(folder.expanduser().resolve()), run_config(folder)
+    run, config = RunDir(folder.expanduser().resolve()), load_run_config(folder)
     return config, (run.path / "tokenizer.json").read_text(), _good_checkpoint(run, step, best_by(config))
 
 
@@ -86,18 +86,18 @@ def _good_checkpoint(run: RunDir, step: Step, metric: str) -> Folder:
 def export_run(folder: Folder, out: str | Folder, step: Step) -> Folder:
     """Write the model of a run's checkpoint to `out`, for `mmray.load`."""
     config, tokenizer_json, found = open_run(folder, step)
-    model = lora.merge(restored_model(config, found))
+    model = lora.merge(load_model(config, found))
     spec = config.model.replace(lora=Lora())  # what leaves has no adapters: they are in its weights
     return export(model, spec.model_dump(mode="json"), tokenizer_json, out)
 
 
-def score_run(
+def evaluate_run(
     folder: Folder,
     data: str | None,
     split: str | None,
     step: Step,
     address: str | None,
-    listener: Listener,
+    reporter: ProgressReporter,
     scoring: Scoring | None = None,
     **cluster: Any,
 ) -> dict[str, float]:
@@ -106,35 +106,37 @@ def score_run(
     What `scoring` and `cluster` (settings of it) leave None is as in the run.
     """
     config, tokenizer_json, found = open_run(folder, step)
-    config = scored_as(config, scoring, **{name: value for name, value in cluster.items() if value is not None})
+    config = with_evaluation_settings(
+        config, scoring, **{name: value for name, value in cluster.items() if value is not None}
+    )
     config = config.on_cluster(address=address)
-    with joined(config.cluster):
-        check_room(config, with_data=False)
-        held_out = _held_out(config, folder, data, split, listener)
-        config = config.on_cluster(workers=free_workers(config))
-        limit_start(config)
+    with ray_session(config.cluster):
+        check_capacity(config, with_data=False)
+        held_out = _held_out(config, folder, data, split, reporter)
+        config = config.on_cluster(workers=num_free_workers(config))
+        set_start_timeout(config)
         trainer = ray.train.torch.TorchTrainer(
             partial(_score_on_worker, config, tokenizer_json, held_out, found),  # type: ignore[arg-type]
             torch_config=torch_config(config),
-            scaling_config=worker_resources(config),
-            run_config=ray.train.RunConfig(**ray_files(folder.resolve()), failure_config=no_retries()),
+            scaling_config=scaling_config(config),
+            run_config=ray.train.RunConfig(**ray_storage_args(folder.resolve()), failure_config=failure_config()),
         )
         try:
             return dict(trainer.fit().return_value)  # type: ignore[attr-defined]
         except ray.train.TrainingFailedError as error:
-            raise never_started(error) or TrainingError(f"the evaluation failed: {error}") from error
+            raise start_timeout_error(error) or TrainingError(f"the evaluation failed: {error}") from error
 
 
-def scored_as(config: Config, scoring: Scoring | None, **cluster: Any) -> Config:
+def with_evaluation_settings(config: Config, scoring: Scoring | None, **cluster: Any) -> Config:
     """The config of a run with these settings of what is scored, and of where. Raises UsageError."""
     if scoring is not None:
         config = config.replace(evaluate=config.evaluate.replace(**dict(scoring)))
-    if reasons := validate.scoring_refusals(config):
+    if reasons := validate.evaluation_reasons(config):
         raise UsageError("\n".join(reasons))
     return config.on_cluster(**cluster)
 
 
-def restored_model(config: Config, found: Folder) -> nn.Module:
+def load_model(config: Config, found: Folder) -> nn.Module:
     """The model of a checkpoint, on the CPU; with the averaged weights where the run kept them."""
     model = build(config.model, config.model.vocab_size, files.load_meta(found).get("architecture"))
     if config.train.ema:
@@ -146,7 +148,9 @@ def restored_model(config: Config, found: Folder) -> nn.Module:
     return model
 
 
-def _held_out(config: Config, folder: Folder, data: str | None, split: str | None, listener: Listener) -> PreparedSet:
+def _held_out(
+    config: Config, folder: Folder, data: str | None, split: str | None, reporter: ProgressReporter
+) -> PreparedSet:
     """What is asked for, or what the run held out: its own set for that (a source is prepared first), or a split."""
     own = config.data.eval_split if data is None else "test"
     source = data or config.data.eval
@@ -154,14 +158,14 @@ def _held_out(config: Config, folder: Folder, data: str | None, split: str | Non
         trained_on = parse_mixture((RunDir(folder).read_json("data.json") or {})["train"])[0][0]
         return PreparedSet.open(trained_on, split or own)
     if not (folder_at(source) / MANIFEST).exists():
-        check_data_room(config.cluster)
-    place = ensure_prepared(source, config.data.cache, config.prepare, listener.note, listener.preparing)
+        check_data_capacity(config.cluster)
+    place = ensure_prepared(source, config.data.cache, config.prepare, reporter.log, reporter.prepare_progress)
     return PreparedSet.open(str(place), split or own)
 
 
 def _score_on_worker(config: Config, tokenizer_json: str, held_out: PreparedSet, found: Folder) -> dict[str, Any]:
     group = Group.current(ray.train.torch.get_device())
-    model = restored_model(config, found)
+    model = load_model(config, found)
     check_scored(config, model)
     scorer = evaluator_of(config, held_out, tokenizer_json)
     rows = config.batch.global_  # settled when the run began; its other settings are those of the workers it had
