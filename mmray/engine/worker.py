@@ -18,7 +18,7 @@ from mmray import objectives, plugins
 from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.order import ResumePoint
 from mmray.data.stream.reader import Block
-from mmray.data.text.chat import encoder_of
+from mmray.data.text.chat import build_encoder
 from mmray.engine import loop, memory_probe, precision
 from mmray.engine import worker_context as reporting
 from mmray.engine.bad_samples import watched
@@ -138,7 +138,7 @@ def _tell_labels(model: nn.Module, job: Job) -> None:
     """A model that reads the names of labels gets their tokens; one from a checkpoint has them."""
     labels = getattr(model, "labels", None)
     if isinstance(labels, LabelTexts) and not labels.known:
-        labels.read(encoder_of(job.tokenizer_json, job.config.model.inputs))
+        labels.read(build_encoder(job.tokenizer_json, job.config.model.inputs))
 
 
 def _callbacks(

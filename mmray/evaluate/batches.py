@@ -25,7 +25,7 @@ from mmray.data.images.sandbox import SandboxedDecoders
 from mmray.data.store.prepared_set import BATCH_ROWS, ROW_ERRORS, PreparedSet, Row, key_id
 from mmray.data.stream.collate import box_columns, label_columns
 from mmray.data.stream.reader import NO_LABEL, Block
-from mmray.data.text.chat import encoder_of
+from mmray.data.text.chat import build_encoder
 from mmray.machine import cores
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class EvalBatches:
 
     A batch: image uint8 [B, 3, S, S]; row, label int64 [B] (-1: no label); input_ids, attention_mask int64 [C, T], all
     captions of these rows; owner int64 [C], the row of each caption; said int64 [C], equal for equal captions; for a
-    model that writes also labels and image_at (data/collate.py); with `inputs.max_boxes` columns of boxes, as there.
+    model that writes also labels and image_pos (data/collate.py); with `inputs.max_boxes` columns of boxes, as there.
     Rows that cannot be read are left out and named in `faults`; a store that does not answer raises OSError. With
     `apart` each image is tried there first: one that kills its decoder would take this process, which trains, with it.
     """
@@ -114,17 +114,17 @@ class EvalBatches:
         if self.apart is not None:
             self.apart.check(record.key, record.images[0], self.max_pixels)
         label = NO_LABEL if record.label is None else record.label
-        return *self._seen(record), self.encoder.words_of(record), label
+        return *self._seen(record), self.encoder.texts_of(record), label
 
     def _seen(self, record: Row) -> tuple[np.ndarray, Block]:
         """Pixels of a row, and its boxes on them where they are asked for."""
         inputs, data = self.inputs, record.images[0]
         square = (inputs.image_side, inputs.fit, inputs.interpolation)
         if not (inputs.max_boxes and record.boxes):
-            return read_pixels(data, *square, self.max_pixels), boxes.columns(1, inputs.max_boxes)
+            return read_pixels(data, *square, self.max_pixels), boxes.empty_box_columns(1, inputs.max_boxes)
         rgb = read_rgb(data, self.max_pixels)  # for its size
         size = (rgb.shape[1], rgb.shape[0])
-        found, labels, count = boxes.seen(record.boxes, record.box_labels or [], size, inputs)
+        found, labels, count = boxes.transform_boxes(record.boxes, record.box_labels or [], size, inputs)
         columns = {"boxes": found[None], "box_labels": labels[None], "num_boxes": np.array([count], np.int32)}
         return to_pixels(rgb, *square), columns
 
@@ -175,7 +175,7 @@ class HeldOut:
         max_pixels: int = MAX_PIXELS,
     ) -> None:
         self._prepared, self._inputs, self._settings, self._max_pixels = prepared, inputs, settings, max_pixels
-        self._encoder = encoder_of(tokenizer_json, inputs)
+        self._encoder = build_encoder(tokenizer_json, inputs)
         self._apart = None if prepared.manifest.is_decoded else SandboxedDecoders()
 
     def _batches(self, rank: int, world: int, limit: int | None) -> EvalBatches:

@@ -82,7 +82,7 @@ class Evaluator(HeldOut):
     ) -> dict[str, float]:
         """Accuracy of the nearest class, each rank judging its part of the rows."""
         prompts, language = self._settings.prompts, self._settings.language
-        said = [self._encoder.said(text, language) for text in prompted(classes, prompts)]
+        said = [self._encoder.format_caption(text, language) for text in prompted(classes, prompts)]
         ids, num_tokens = self._encoder.encode(said)
         mask = (torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]).long()
         with evaluating(model):

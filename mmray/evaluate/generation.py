@@ -124,7 +124,7 @@ def answer_scores(model: Any, batches: EvalBatches, group: Group, most: int) -> 
                 pixels, _, conversations, _ = batches.read(row)
             except ROW_ERRORS:
                 continue  # counted and named where the loss is measured
-            question, right = batches.encoder.question_of(conversations)
+            question, right = batches.encoder.prompt_and_references(conversations)
             found.append([row, answered(model, batches.encoder, torch.from_numpy(pixels)[None], question, most), right])
     everyone = sorted(_gathered(found, group))
     if not everyone:
@@ -189,7 +189,7 @@ class LanguageEvaluator(HeldOut):
 def _parts(batch: Batch, rows: int) -> list[Batch]:
     """Conversations with the image that each is about, `rows` of them at once."""
     place = torch.searchsorted(batch["row"], batch["owner"])
-    words = {name: batch[name].split(rows) for name in ("input_ids", "labels", "image_at")}
+    words = {name: batch[name].split(rows) for name in ("input_ids", "labels", "image_pos")}
     return [
         {name: parts[number] for name, parts in words.items()} | {"image": batch["image"][images]}
         for number, images in enumerate(place.split(rows))

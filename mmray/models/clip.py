@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmray.data.text.chat import language_token_of
+from mmray.data.text.chat import language_token_pattern
 from mmray.errors import UsageError
 from mmray.models import weights as open_clip
 from mmray.models.weights import encoder_shape, read_state, saved_network, tiles, with_languages
@@ -292,7 +292,7 @@ def _network(
     kind: Any, config_kind: Any, spec: Any, vocab_size: int, drawn: Any, architecture: dict[str, Any] | None
 ) -> Any:
     """transformers' own model: of a known configuration, of saved weights, of an open_clip file, or drawn."""
-    token = language_token_of(spec.inputs)
+    token = language_token_pattern(spec.inputs)
     if architecture is None and spec.weights != "none":
         if not open_clip.is_file(spec.weights):
             return with_languages(saved_network(SETTING, kind, config_kind, spec.weights), vocab_size, token)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from mmray.data.text.chat import language_token_of
+from mmray.data.text.chat import language_token_pattern
 from mmray.errors import UsageError
 from mmray.models.clip import DualEncoder, Pixels, unit
 from mmray.models.encoders import image as image_towers
@@ -131,7 +131,7 @@ class Fusion(DualEncoder):
     def __init__(self, spec: Section, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
         inputs, shape = spec.inputs, architecture["text"] if architecture else None
         image = image_towers.build_image_tower(spec.image, inputs.image_side, spec.batch_norm, architecture)
-        text = build_text_tower(spec.text, vocab_size, inputs.max_tokens, shape, language_token_of(inputs))
+        text = build_text_tower(spec.text, vocab_size, inputs.max_tokens, shape, language_token_pattern(inputs))
         pixels = Pixels(inputs.mean, inputs.std)
         super().__init__(FusionImage(pixels, image, spec.embed_dim), FusionText(text, spec.embed_dim), spec)
         num_places = _num_places(image, inputs.image_side)

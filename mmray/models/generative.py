@@ -51,8 +51,8 @@ class Generative(nn.Module):
         self._config, self.chat = net.config, spec.inputs.chat
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A batch with `image_at` [B] -> `logits` [B, T, V]: at each token, what follows it."""
-        return {"logits": self.text(self.image(batch["image"]), batch["input_ids"], batch["image_at"])}
+        """A batch with `image_pos` [B] -> `logits` [B, T, V]: at each token, what follows it."""
+        return {"logits": self.text(self.image(batch["image"]), batch["input_ids"], batch["image_pos"])}
 
     def branches(self) -> dict[str, nn.Module]:
         """The picture's encoder, and the language model that reads it."""
@@ -120,25 +120,25 @@ class Words(nn.Module):
         super().__init__()
         self.tower, self.head, self._no_cache = tower, head, no_cache
 
-    def forward(self, picture: Tensor, input_ids: Tensor, image_at: Tensor) -> Tensor:
+    def forward(self, picture: Tensor, input_ids: Tensor, image_pos: Tensor) -> Tensor:
         """Features [B, N, W], ids [B, T], place of the image's token [B] -> logits [B, T, V].
 
         A row without a place (-1: padding, or its image was cut off) is shown the picture first.
         """
         # Given neither mask nor cache, transformers looks whether rows were packed; the host waits for the device in
         # each micro-batch. With a mask, attention could not be told that it is causal, which is its fastest kernel.
-        joined = self._joined(picture, input_ids, image_at)
+        joined = self._joined(picture, input_ids, image_pos)
         hidden = self.tower(inputs_embeds=joined, past_key_values=self._no_cache(), use_cache=False).last_hidden_state
         # What follows the image's token is said by the last of its features.
         text = torch.arange(input_ids.shape[1], device=hidden.device)[None]
-        at, more = image_at.clamp(min=0)[:, None], picture.shape[1] - 1
+        at, more = image_pos.clamp(min=0)[:, None], picture.shape[1] - 1
         logits: Tensor = self.head(_at(hidden, torch.where(text < at, text, text + more)))
         return logits
 
-    def continued(self, picture: Tensor, input_ids: Tensor, image_at: Tensor, end_id: int, most: int) -> list[int]:
+    def continued(self, picture: Tensor, input_ids: Tensor, image_pos: Tensor, end_id: int, most: int) -> list[int]:
         """The likeliest next token again and again, until `end_id` or `most` of them; a row as forward takes it."""
         said: list[int] = []
-        hidden, past = self._joined(picture, input_ids, image_at), None
+        hidden, past = self._joined(picture, input_ids, image_pos), None
         while len(said) < most:
             out = self.tower(inputs_embeds=hidden, past_key_values=past, use_cache=True)
             token = int(self.head(out.last_hidden_state[:, -1]).argmax())
@@ -148,11 +148,11 @@ class Words(nn.Module):
             past, hidden = out.past_key_values, self.tower.embed_tokens(input_ids.new_tensor([[token]]))
         return said
 
-    def _joined(self, picture: Tensor, input_ids: Tensor, image_at: Tensor) -> Tensor:
+    def _joined(self, picture: Tensor, input_ids: Tensor, image_pos: Tensor) -> Tensor:
         """What the language model reads, [B, T + N - 1, W]: the words, and the picture in the place of its token."""
         num_places = picture.shape[1]
         embedded = self.tower.embed_tokens(input_ids)
-        at = image_at.clamp(min=0)[:, None]
+        at = image_pos.clamp(min=0)[:, None]
         place = torch.arange(input_ids.shape[1] + num_places - 1, device=at.device)[None]
         seen = (place >= at) & (place < at + num_places)
         word = torch.where(place < at, place, (place - num_places + 1).clamp(min=0))

@@ -18,7 +18,7 @@ def synthetic_batch(
 
     Returns what data/collate.py returns: image uint8 [B, 3, S, S], input_ids and attention_mask int64 [B, max_tokens],
     key, label and pos int64 [B], valid bool [B]; where the model writes labels [B, max_tokens], all learned, and
-    image_at [B]; full columns of boxes where `inputs` asks for them. Drawn on the CPU, so that every device gets the
+    image_pos [B]; full columns of boxes where `inputs` asks for them. Drawn on the CPU, so that every device gets the
     same.
     """
     draw = torch.Generator().manual_seed(seed)
@@ -33,7 +33,7 @@ def synthetic_batch(
         "pos": torch.arange(rows),
     }
     if hasattr(inputs, "chat"):
-        batch |= {"labels": batch["input_ids"].clone(), "image_at": torch.zeros(rows, dtype=torch.long)}
+        batch |= {"labels": batch["input_ids"].clone(), "image_pos": torch.zeros(rows, dtype=torch.long)}
     if inputs.max_boxes:
         batch["boxes"] = torch.tensor([0.0, 0.0, 1.0, 1.0]).expand(rows, inputs.max_boxes, 4)
         batch["box_labels"] = torch.zeros(rows, inputs.max_boxes, dtype=torch.long)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
-from mmray.data.text.chat import language_token_of
+from mmray.data.text.chat import language_token_pattern
 from mmray.models.clip import DualEncoder, Pixels, unit
 from mmray.models.encoders import image as image_towers
 from mmray.models.encoders.text import BertTower, build_text_tower, drawn_shape
@@ -28,7 +28,7 @@ class TwoTower(DualEncoder):
     def __init__(self, spec: Section, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
         inputs, shape = spec.inputs, architecture["text"] if architecture else None
         image = image_towers.build_image_tower(spec.image, inputs.image_side, spec.batch_norm, architecture)
-        text = build_text_tower(spec.text, vocab_size, inputs.max_tokens, shape, language_token_of(inputs))
+        text = build_text_tower(spec.text, vocab_size, inputs.max_tokens, shape, language_token_pattern(inputs))
         super().__init__(
             ImageBranch(image, spec.embed_dim, inputs.mean, inputs.std), TextBranch(text, spec.embed_dim), spec
         )

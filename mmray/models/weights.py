@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from mmray.data.text.tokenizer import MOST_LANGUAGES
+from mmray.data.text.tokenizer import MAX_LANGUAGES
 from mmray.errors import UsageError
 
 
@@ -106,7 +106,7 @@ def with_languages(net: Any, rows: int, language_token: str) -> Any:
     """
     text = getattr(net, "text_model", net)  # of a CLIP or SigLIP, which shares its configuration
     missing = rows - text.config.vocab_size
-    if language_token and 0 < missing <= MOST_LANGUAGES:
+    if language_token and 0 < missing <= MAX_LANGUAGES:
         text.resize_token_embeddings(rows, mean_resizing=False)
     return net
 

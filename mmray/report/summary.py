@@ -13,12 +13,12 @@ from statistics import median
 from typing import Any
 
 from mmray.config.data import parse_mixture, write_mixture
-from mmray.data.formats.detect import Chosen, source_of
-from mmray.data.formats.rows import BadRow, row_of
-from mmray.data.formats.source import Item, Source, SourceChanged
-from mmray.data.images.files import read_picture
+from mmray.data.formats.detect import SourceSpec, open_source
+from mmray.data.formats.rows import BadRow, parse_row
+from mmray.data.formats.source import Source, SourceChanged, SourceItem
+from mmray.data.images.read import read_image
 from mmray.data.images.sandbox import SandboxedDecoder
-from mmray.data.images.thumbnail import thumbnail_of
+from mmray.data.images.thumbnail import encoded_thumbnail
 from mmray.data.prepare.contamination import LEAKS, MAX_EXAMPLES
 from mmray.data.store.manifest import MANIFEST, QUARANTINE
 from mmray.errors import MmrayError
@@ -206,10 +206,10 @@ def quarantine_of(run: Folder, prepared: str | None) -> Quarantine:
     shown = [_aside(entry) for entry in _in_turn(by_reason.values())][:MAX_EXAMPLES]
     about, settings = manifest.get("source") or {}, manifest.get("settings") or {}
     if shown and place and about.get("format"):
-        chosen = Chosen(about["format"], about["folder"], about["file"])
+        chosen = SourceSpec(about["format"], about["folder"], about["file"])
         columns = {ours: theirs for ours, _, theirs in (each.partition("=") for each in settings.get("columns") or ())}
         template = str(settings.get("caption") or "")
-        _find_pictures(shown, source_of(chosen, Place(str(place)), columns, template), Place(chosen.address))
+        _find_pictures(shown, open_source(chosen, Place(str(place)), columns, template), Place(chosen.address))
     leaks = [line for line in islice(read_lines(place / LEAKS), LOOKED_AT) if line.get("pictures")] if place else []
     num_read, found = int(manifest.get("num_read") or 0), manifest.get("leakage") or {}
     return Quarantine(num_read, reasons.most_common(), shown, found, leaks[:MAX_EXAMPLES] if found else [])
@@ -248,11 +248,11 @@ def _find_pictures(rows: list[Aside], source: Source, place: Place) -> None:
         return  # the source is gone, or another one stands in its place: the rows are told without pictures
 
 
-def _picture(place: Place, item: Item, sandbox: SandboxedDecoder) -> str | None:
+def _picture(place: Place, item: SourceItem, sandbox: SandboxedDecoder) -> str | None:
     if isinstance(item.values, BadRow):
         return None
     try:
-        data = read_picture(place, row_of(item.values, item.origin).images[0])
+        data = read_image(place, parse_row(item.values, item.origin).images[0])
     except (OSError, ValueError):  # BadRow among them: often the very reason it was set aside
         return None
-    return thumbnail_of(data, sandbox)
+    return encoded_thumbnail(data, sandbox)

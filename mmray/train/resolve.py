@@ -11,7 +11,7 @@ from mmray.config.data import is_mixture, parse_mixture, write_mixture
 from mmray.data.prepare.pipeline import ensure_prepared
 from mmray.data.store.prepared_set import MixedSet, PreparedSet
 from mmray.data.stream.shuffle import chunk_and_window, kept_here
-from mmray.data.text.chat import encoder_of, fitted
+from mmray.data.text.chat import build_encoder, extend_tokenizer
 from mmray.data.text.tokenizer import declared_pad_id, load_tokenizer
 from mmray.engine.batch import shape_of, total_steps
 from mmray.storage.remote_path import Folder
@@ -43,10 +43,10 @@ def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
         train_set = MixedSet(train_sets, [weight for _, weight in terms])
     inputs = config.model.inputs
     loaded = load_tokenizer(inputs.tokenizer, train_set.tokenizer_json)
-    tokenizer_json = fitted(loaded, inputs, train_set.languages)
-    encoder = encoder_of(tokenizer_json, inputs)
+    tokenizer_json = extend_tokenizer(loaded, inputs, train_set.languages)
+    encoder = build_encoder(tokenizer_json, inputs)
     if config.evaluate.language is not None:
-        encoder.said("", config.evaluate.language)  # one that it does not know shows here
+        encoder.format_caption("", config.evaluate.language)  # one that it does not know shows here
     num_rows = min(train_set.num_rows, config.data.limit or train_set.num_rows)
     if isinstance(train_set, MixedSet):
         num_rows = sum(part.per_epoch for part in train_set.parts)

@@ -55,4 +55,4 @@ def decoder_dies():
 
 if __name__ == "__main__":
     with patch.object(image, "_open", open_image):
-        sandbox.answer_all(sys.stdin.buffer, sys.stdout.buffer)
+        sandbox.serve(sys.stdin.buffer, sys.stdout.buffer)

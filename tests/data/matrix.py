@@ -107,7 +107,7 @@ LINES = {
     "a path with ../": (GOOD | {"image": "../secret.png"}, "columns path", ""),
     "an absolute path": (GOOD | {"image": "/etc/passwd"}, "columns path", ""),
     "a URL": (GOOD | {"image": "https://example.org/a.png"}, "columns path", "nothing is downloaded"),
-    "a pipe": (GOOD | {"image": "pipe.png"}, "read not-a-file", "it would never end"),
+    "a pipe": (GOOD | {"image": "pipe.png"}, "read not-regular-file", "it would never end"),
     "a malformed line": (b'{"image": "good.png", "text"', "parse json", ""),
     "no caption": ({"image": "good.png"}, "columns no-text", ""),
     "no image": ({"text": "x"}, "columns no-image", ""),
@@ -122,15 +122,15 @@ LINES = {
     "a line that is not UTF-8": (b'{"image": "good.png", "text": "caf\xe9"}', "parse encoding", ""),
     "a blank caption": (GOOD | {"text": " \n"}, "text blank", ""),
     "a caption of 1 MB": (GOOD | {"text": "x" * 1_000_000}, "text too-long", "the limit is 64 KiB"),
-    "several images in one row": (GOOD | {"image": ["good.png"] * 2}, "columns several-images", "a model looks at one"),
+    "several images in one row": (GOOD | {"image": ["good.png"] * 2}, "columns multiple-images", "models take one"),
     "an id again": (GOOD | {"id": "crlf"}, "duplicates duplicate-key", ""),
 }
 TEXT = ("m.txt", b"x")
 # what it is -> (bytes of a tar with a good row before and after, what becomes of the row, a word on it)
 TARS = {
     "a member with ../ in a tar": (tar(("../up.png", encoded())), "columns path", "nothing is extracted"),
-    "a link in a tar": (tar(("m.png", b"", tarfile.SYMTYPE), TEXT), "read not-a-file", ""),
-    "a device in a tar": (tar(("m.png", b"", tarfile.CHRTYPE), TEXT), "read not-a-file", ""),
+    "a link in a tar": (tar(("m.png", b"", tarfile.SYMTYPE), TEXT), "read not-regular-file", ""),
+    "a device in a tar": (tar(("m.png", b"", tarfile.CHRTYPE), TEXT), "read not-regular-file", ""),
     "a.mask.png before a.png in a tar": (
         tar(("m.mask.png", b"?"), ("m.png", encoded()), TEXT),
         KEPT,

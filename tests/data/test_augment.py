@@ -13,7 +13,16 @@ from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 
 from mmray.config import Augment, Config, Inputs, recipes
-from mmray.data.images.augment import CROP, DRAWS, FACTORS, FLIP, TURNS, draws, random_box, vary
+from mmray.data.images.augment import (
+    CROP,
+    FLIP,
+    JITTER,
+    NUM_RANDOM,
+    ORDER,
+    augment_image,
+    random_crop_box,
+    random_numbers,
+)
 from mmray.data.images.decode import resized, to_pixels
 from mmray.data.stream.order import SamplePlan, hash_uniform
 from mmray.data.stream.reader import RowReader
@@ -33,10 +42,10 @@ def picture(width=40, height=30):
 
 def drawn(**places):
     """Draws of 0.5, which change nothing, but for some places."""
-    numbers = np.full(DRAWS, 0.5)
-    numbers[TURNS] = [0.1, 0.2, 0.3, 0.4]
+    numbers = np.full(NUM_RANDOM, 0.5)
+    numbers[ORDER] = [0.1, 0.2, 0.3, 0.4]
     for place, value in places.items():
-        numbers[{"flip": FLIP, "factors": FACTORS, "turns": TURNS, "crop": CROP}[place]] = value
+        numbers[{"flip": FLIP, "factors": JITTER, "turns": ORDER, "crop": CROP}[place]] = value
     return numbers
 
 
@@ -56,8 +65,8 @@ def test_uniform_is_flat_and_a_function_of_its_arguments():
 @given(st.integers(1, 500), st.integers(1, 500), st.integers(0, 2**62), st.floats(0.01, 1.0))
 def test_a_random_box_lies_inside_and_keeps_its_promises(width, height, key, low):
     augment = Augment(crop_scale=(low, 1.0))
-    numbers = draws(0, np.zeros(1, np.int64), np.array([key]))[0]
-    box = random_box((width, height), augment, numbers[CROP])
+    numbers = random_numbers(0, np.zeros(1, np.int64), np.array([key]))[0]
+    box = random_crop_box((width, height), augment, numbers[CROP])
     left, top, right, bottom = box
     assert all(isinstance(edge, int) for edge in box)
     assert 0 <= left < right <= width and 0 <= top < bottom <= height
@@ -75,9 +84,9 @@ def test_a_random_box_is_where_torchvision_would_put_it():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.Tensor, "uniform_", lambda self, low, high: self.fill_(5.0))
             top, left, h, w = RandomResizedCrop.get_params(image, [1.0, 1.0], [0.75, 4 / 3])
-        assert random_box(size, Augment(crop_scale=(0.5, 0.9)), never[CROP]) == (left, top, left + w, top + h)
+        assert random_crop_box(size, Augment(crop_scale=(0.5, 0.9)), never[CROP]) == (left, top, left + w, top + h)
     places = {
-        random_box((12, 10), Augment(crop_scale=(0.5, 0.5), crop_ratio=(1, 1)), np.tile([0, 0, across, 0.999], 10))
+        random_crop_box((12, 10), Augment(crop_scale=(0.5, 0.5), crop_ratio=(1, 1)), np.tile([0, 0, across, 0.999], 10))
         for across in (0.0, 0.5, 0.999)
     }
     assert places == {(0, 2, 8, 10), (2, 2, 10, 10), (4, 2, 12, 10)}
@@ -86,16 +95,16 @@ def test_a_random_box_is_where_torchvision_would_put_it():
 THIN = """
 import numpy as np
 from mmray.config import Augment, Inputs
-from mmray.data.images.augment import draws, vary
+from mmray.data.images.augment import augment_image, random_numbers
 augment = Augment(crop_scale=(0.08, 1.0))
 for side, sizes in {256: [(512, 64), (400, 64), (801, 128)], 64: [(293, 32), (128, 16), (101, 32)]}.items():
     for width, height in sizes:
         for fit in ("crop", "squash", "pad"):
             inputs = Inputs(image_side=side, fit=fit, interpolation="bicubic", max_tokens=12)
             image = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
-            for numbers in draws(1, np.zeros(40, np.int64), np.arange(40)):
-                vary(image, inputs, augment, numbers)
-                vary(image, inputs, Augment(), numbers)
+            for numbers in random_numbers(1, np.zeros(40, np.int64), np.arange(40)):
+                augment_image(image, inputs, augment, numbers)
+                augment_image(image, inputs, Augment(), numbers)
 """
 
 
@@ -109,14 +118,14 @@ def test_the_box_fills_the_square():
     image = picture(40, 40)
     numbers = drawn(crop=np.tile([0.0, 0.0, 0.5, 0.25], 10))
     expected = image.crop((10, 5, 30, 25)).resize((16, 16), Image.Resampling.BILINEAR)
-    mine = vary(image, INPUTS, augment, numbers).astype(int)
+    mine = augment_image(image, INPUTS, augment, numbers).astype(int)
     assert np.abs(mine - np.asarray(expected).transpose(2, 0, 1)).max() <= 1
 
 
 def test_a_flip_is_a_mirror_image():
     plain = to_pixels(picture(), 16, "squash", "bilinear")
-    assert np.array_equal(vary(picture(), INPUTS, Augment(flip=0.5), drawn(flip=0.4)), plain[:, :, ::-1])
-    assert np.array_equal(vary(picture(), INPUTS, Augment(flip=0.5), drawn(flip=0.5)), plain)
+    assert np.array_equal(augment_image(picture(), INPUTS, Augment(flip=0.5), drawn(flip=0.4)), plain[:, :, ::-1])
+    assert np.array_equal(augment_image(picture(), INPUTS, Augment(flip=0.5), drawn(flip=0.5)), plain)
 
 
 def test_nothing_is_varied_unless_asked_for():
@@ -124,13 +133,15 @@ def test_nothing_is_varied_unless_asked_for():
     assert Augment().flip == 0 and not Augment().varies
     assert not any(recipes.load(name).augment.flip for name in recipes.RECIPES)
     plain = to_pixels(picture(), 16, "squash", "bilinear")
-    assert all(np.array_equal(vary(picture(), INPUTS, Augment(), drawn(flip=chance)), plain) for chance in (0.0, 0.99))
+    assert all(
+        np.array_equal(augment_image(picture(), INPUTS, Augment(), drawn(flip=chance)), plain) for chance in (0.0, 0.99)
+    )
 
 
 def test_jitter_is_torchvisions_in_the_drawn_order():
     augment = Augment(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.2)
     square = resized(picture(), 16, "squash", "bilinear")
-    mine = vary(picture(), INPUTS, augment, drawn(factors=[0.75, 0.1, 0.9, 0.75], turns=[0.3, 0.9, 0.1, 0.5]))
+    mine = augment_image(picture(), INPUTS, augment, drawn(factors=[0.75, 0.1, 0.9, 0.75], turns=[0.3, 0.9, 0.1, 0.5]))
     theirs = F.adjust_saturation(square, 1 + 0.4 * 0.8)
     theirs = F.adjust_brightness(theirs, 1.2)
     theirs = F.adjust_hue(theirs, 0.1)

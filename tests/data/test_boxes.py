@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmray.config import Augment, Inputs
-from mmray.data.images.augment import draws, vary
-from mmray.data.images.boxes import UNLABELLED, on_square, padded, seen, visible
+from mmray.data.images.augment import augment_image, random_numbers
+from mmray.data.images.boxes import UNLABELED, clip_boxes, pad_boxes, to_model_coords, transform_boxes
 from mmray.data.images.decode import to_pixels
 from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.order import PADDING, SamplePlan
@@ -45,7 +45,7 @@ def bright(square):
 @pytest.mark.parametrize("size", [(90, 60), (60, 90), (77, 77), (31, 200)])
 def test_a_box_is_where_its_rectangle_is(fit, size):
     image, box = scene(*size, (0.4, 0.45, 0.6, 0.55))
-    found = on_square(np.array([box]), size, inputs(fit), None, None)[0]
+    found = to_model_coords(np.array([box]), size, inputs(fit), None, None)[0]
     assert np.abs(found.clip(0, 1) - bright(to_pixels(image, SIDE, fit, "bilinear"))).max() <= 1.01 / SIDE
 
 
@@ -53,7 +53,7 @@ def test_a_box_is_where_its_rectangle_is(fit, size):
 def test_padding_moves_the_box_with_the_picture(size):
     image, box = scene(*size, (0.2, 0.3, 0.8, 0.6))
     inverted = Image.fromarray(255 - np.asarray(image))  # the padding is white
-    found = on_square(np.array([box]), size, inputs("pad"), None, None)[0]
+    found = to_model_coords(np.array([box]), size, inputs("pad"), None, None)[0]
     shown = bright(255 - to_pixels(inverted, SIDE, "pad", "bilinear"))
     assert np.abs(found - shown).max() <= 1.01 / SIDE
 
@@ -66,13 +66,13 @@ def test_padding_moves_the_box_with_the_picture(size):
 def test_a_varied_box_is_where_its_rectangle_is(width, height, key, fit, flip, scale):
     """Random crop and flip; a rectangle of which enough shows, on a square large enough to measure it."""
     augment = Augment(crop_scale=scale, flip=flip)
-    drawn = draws(0, np.zeros(1, np.int64), np.array([key]))[0]
+    drawn = random_numbers(0, np.zeros(1, np.int64), np.array([key]))[0]
     image, box = scene(width, height, (0.2, 0.25, 0.6, 0.7))
     if fit == "pad" and scale == (1.0, 1.0):
         image = Image.fromarray(255 - np.asarray(image))
-    square = vary(image, inputs(fit), augment, drawn)
+    square = augment_image(image, inputs(fit), augment, drawn)
     square = 255 - square if fit == "pad" and scale == (1.0, 1.0) else square
-    cut, shows = visible(on_square(np.array([box]), (width, height), inputs(fit), augment, drawn))
+    cut, shows = clip_boxes(to_model_coords(np.array([box]), (width, height), inputs(fit), augment, drawn))
     if not shows[0] or (cut[0, 2:] - cut[0, :2]).min() < 4 / SIDE:
         return
     blur = 1 / SIDE + 1 / min(width, height)  # half a pixel of the source and of the square on either side
@@ -82,27 +82,27 @@ def test_a_varied_box_is_where_its_rectangle_is(width, height, key, fit, flip, s
 def test_a_flip_is_its_own_inverse_and_swaps_left_and_right():
     augment, still = Augment(flip=1.0), np.full(49, 0.5)
     boxes = np.array([[0.1, 0.2, 0.3, 0.9], [0, 0, 1, 1]])
-    flipped = on_square(boxes, (50, 40), inputs(), augment, still)
+    flipped = to_model_coords(boxes, (50, 40), inputs(), augment, still)
     assert np.allclose(flipped, [[0.7, 0.2, 0.9, 0.9], [0, 0, 1, 1]])
-    assert np.allclose(on_square(flipped, (50, 40), inputs(), augment, still), boxes)
+    assert np.allclose(to_model_coords(flipped, (50, 40), inputs(), augment, still), boxes)
 
 
 def test_boxes_that_a_crop_cuts_off_are_left_out():
     boxes = np.array([[0.0, 0.2, 0.2, 0.8], [0.2, 0.2, 0.3, 0.8], [0.3, 0.0, 0.7, 1.0], [0.5, 0.5, 0.5, 0.9]])
-    cut, shows = visible(on_square(boxes, (400, 200), inputs("crop"), None, None))  # the middle half is seen
+    cut, shows = clip_boxes(to_model_coords(boxes, (400, 200), inputs("crop"), None, None))  # the middle half is seen
     assert shows.tolist() == [False, True, True, False]
     assert np.allclose(cut[1:3], [[0, 0.2, 0.1, 0.8], [0.1, 0, 0.9, 1]])
-    assert not visible(np.array([[-0.95, 0.0, 0.05, 1.0]]))[1][0]  # a twentieth shows
+    assert not clip_boxes(np.array([[-0.95, 0.0, 0.05, 1.0]]))[1][0]  # a twentieth shows
 
 
 def test_of_too_many_the_largest_stay_in_their_order():
     boxes = np.array([[0, 0, side, side] for side in (0.3, 0.1, 0.9, 0.5)])
-    found, labels, count = padded(boxes, np.array([7, 8, 9, 10]), 3)
+    found, labels, count = pad_boxes(boxes, np.array([7, 8, 9, 10]), 3)
     assert labels.tolist() == [7, 9, 10] and count == 3 and np.allclose(found[:, 2], [0.3, 0.9, 0.5])
-    found, labels, count = padded(boxes[:1], np.array([7]), 3)
-    assert labels.tolist() == [7, UNLABELLED, UNLABELLED] and count == 1 and not found[1:].any()
-    assert seen([], [], (9, 9), inputs())[2] == 0
-    assert seen([[0, 0, 1, 1]], [], (9, 9), inputs())[1].tolist() == [UNLABELLED] * 4
+    found, labels, count = pad_boxes(boxes[:1], np.array([7]), 3)
+    assert labels.tolist() == [7, UNLABELED, UNLABELED] and count == 1 and not found[1:].any()
+    assert transform_boxes([], [], (9, 9), inputs())[2] == 0
+    assert transform_boxes([[0, 0, 1, 1]], [], (9, 9), inputs())[1].tolist() == [UNLABELED] * 4
 
 
 def boxed(number, count):
@@ -128,7 +128,7 @@ def test_batches_carry_boxes_with_a_mask(tmp_path, augment):
     micros = [micro for step in iter_micro_batches([block], plan) for micro in step]
     assert [tuple(micro["boxes"].shape) for micro in micros] == [(2, 1, 4), (2, 2, 4), (2, 2, 4), (2, 0, 4)]
     assert micros[1]["box_mask"].tolist() == [[True, True], [False, False]]
-    assert micros[1]["box_labels"].tolist() == [[0, 1], [UNLABELLED, UNLABELLED]]
+    assert micros[1]["box_labels"].tolist() == [[0, 1], [UNLABELED, UNLABELED]]
     left, right = (0.5, 0.9) if augment is None else (0.1, 0.5)
     expected = torch.tensor([[left, 0.0, right, 0.1], [left, 0.1, right, 0.2]])
     assert torch.allclose(micros[1]["boxes"][0], expected, atol=1e-6)

@@ -12,19 +12,19 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mmray.config import Chat, ChatInputs, Inputs
-from mmray.data.formats.parquet import Parquet
-from mmray.data.formats.rows import BadRow, row_of
+from mmray.data.formats.parquet import ParquetSource
+from mmray.data.formats.rows import BadRow, parse_row
 from mmray.data.store.prepared_set import PreparedSet, Row
 from mmray.data.stream.collate import IGNORE_INDEX, label_columns
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
-from mmray.data.text.chat import NOWHERE, ChatEncoder, encoder_of, fitted, with_marks
+from mmray.data.text.chat import NO_IMAGE, ChatEncoder, add_special_tokens, build_encoder, extend_tokenizer
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.storage.storage import Place
 from tests.made import make_set, png, row
 
 CHAT = Chat()
-WORDPIECE = with_marks(train_tokenizer(["user assistant describe the image a red circle what is it"], 90), CHAT)
+WORDPIECE = add_special_tokens(train_tokenizer(["user assistant describe the image a red circle what is it"], 90), CHAT)
 SAID = [
     {"role": "system", "content": "be short"},
     {"role": "user", "content": "what is it"},
@@ -40,7 +40,7 @@ def words(encoder: ChatEncoder, ids: np.ndarray) -> str:
 
 def learned_words(encoder: ChatEncoder, conversation: list) -> str:
     columns = encoder.columns([conversation])
-    return words(encoder, columns["input_ids"][0][columns["learned"][0]])
+    return words(encoder, columns["input_ids"][0][columns["loss_mask"][0]])
 
 
 def spaced() -> str:
@@ -54,22 +54,22 @@ def spaced() -> str:
 def test_the_assistants_words_and_their_ends_are_learned() -> None:
     encoder = ChatEncoder(WORDPIECE, CHAT, 64)
     assert learned_words(encoder, SAID) == "a red circle </s> a circle </s>"
-    text, spans = encoder.laid_out(SAID)
+    text, spans = encoder.render(SAID)
     assert text == ("be short USER: <image>\nwhat is it ASSISTANT: a red circle</s>USER: what ASSISTANT: a circle</s>")
     assert [text[first:last] for first, last in spans] == ["a red circle</s>", "a circle</s>"]
 
 
 def test_a_word_that_begins_with_its_space_is_learned() -> None:
-    encoder = ChatEncoder(with_marks(spaced(), CHAT), CHAT, 64)
-    columns = encoder.columns([encoder.asked("a red circle")])
-    learned = columns["input_ids"][0][columns["learned"][0]]
+    encoder = ChatEncoder(add_special_tokens(spaced(), CHAT), CHAT, 64)
+    columns = encoder.columns([encoder.as_conversation("a red circle")])
+    learned = columns["input_ids"][0][columns["loss_mask"][0]]
     assert [encoder.tokenizer.id_to_token(token) for token in learned] == ["▁a", "▁red", "▁circle", "</s>"]
 
 
 def test_captions_answer_the_question_that_is_set() -> None:
     encoder = ChatEncoder(WORDPIECE, Chat(question="what is it"), 64)
-    (asked,) = encoder.words_of(row(1, texts=["a circle"]))
-    assert encoder.laid_out(asked)[0] == "USER: <image>\nwhat is it ASSISTANT: a circle</s>"
+    (as_conversation,) = encoder.texts_of(row(1, texts=["a circle"]))
+    assert encoder.render(as_conversation)[0] == "USER: <image>\nwhat is it ASSISTANT: a circle</s>"
 
 
 def test_the_image_has_one_place_whatever_is_written() -> None:
@@ -78,24 +78,24 @@ def test_the_image_has_one_place_whatever_is_written() -> None:
         {"role": "user", "content": "a <image> </s> b<ima<image>ge>"},
         {"role": "assistant", "content": "[SEP] a"},
     ]
-    ids, at = (encoder.columns([tricky])[name][0] for name in ("input_ids", "image_at"))
+    ids, at = (encoder.columns([tricky])[name][0] for name in ("input_ids", "image_pos"))
     assert (ids == encoder.image_id).sum() == 1 and ids[at] == encoder.image_id
     assert (ids == encoder.end_id).sum() == 1
     alone = encoder.columns([[{"role": "assistant", "content": "a"}]])
-    assert alone["image_at"][0] == 1  # after [CLS]
+    assert alone["image_pos"][0] == 1  # after [CLS]
 
 
 def test_a_conversation_whose_image_was_cut_off_learns_nothing() -> None:
     encoder = ChatEncoder(WORDPIECE, CHAT, 8)
     columns = encoder.columns([[{"role": "system", "content": "a red circle " * 5}, *SAID[1:]], []])
-    assert columns["image_at"].tolist() == [NOWHERE, NOWHERE]
-    assert not columns["learned"].any()
+    assert columns["image_pos"].tolist() == [NO_IMAGE, NO_IMAGE]
+    assert not columns["loss_mask"].any()
 
 
 def test_a_tokenizer_gets_the_marks_it_lacks_and_no_second_ones() -> None:
-    assert with_marks(WORDPIECE, CHAT) == WORDPIECE
-    assert fitted(WORDPIECE, Inputs()) == WORDPIECE
-    assert isinstance(encoder_of(WORDPIECE, ChatInputs()), ChatEncoder)
+    assert add_special_tokens(WORDPIECE, CHAT) == WORDPIECE
+    assert extend_tokenizer(WORDPIECE, Inputs()) == WORDPIECE
+    assert isinstance(build_encoder(WORDPIECE, ChatInputs()), ChatEncoder)
 
 
 def test_a_prepared_set_keeps_conversations_and_a_block_teaches_them(tmp_path: Any) -> None:
@@ -123,7 +123,7 @@ def test_a_prepared_set_keeps_conversations_and_a_block_teaches_them(tmp_path: A
     ],
 )
 def test_conversations_as_people_have_them(value: list) -> None:
-    found = row_of({"image": "a.png", "messages": value}, "made:1")
+    found = parse_row({"image": "a.png", "messages": value}, "made:1")
     assert found.messages == ({"role": "user", "content": "what"}, {"role": "assistant", "content": "a\nb"})
     assert found.texts == ("a\nb",)
 
@@ -132,9 +132,9 @@ def test_conversations_of_a_parquet_file(tmp_path: Path) -> None:
     said = [{"from": "human", "value": "<image>\nwhat"}, {"from": "gpt", "value": "a circle"}]
     table = pa.table({"picture": [png(3)], "conversations": [[turn | {"role": None} for turn in said]]})
     pq.write_table(table, tmp_path / "talk.parquet")
-    source = Parquet(Place(str(tmp_path)), "talk.parquet", {"image": "picture", "messages": "conversations"})
+    source = ParquetSource(Place(str(tmp_path)), "talk.parquet", {"image": "picture", "messages": "conversations"})
     (item,) = [item for chunk in source.scan(8, ()) for item in source.read(chunk)]
-    assert row_of(item.values, item.origin).messages[1] == {"role": "assistant", "content": "a circle"}
+    assert parse_row(item.values, item.origin).messages[1] == {"role": "assistant", "content": "a circle"}
 
 
 @pytest.mark.parametrize(
@@ -156,5 +156,5 @@ def test_conversations_of_a_parquet_file(tmp_path: Path) -> None:
 )
 def test_what_is_no_conversation_is_set_aside(value: Any, detail: str) -> None:
     with pytest.raises(BadRow, match=detail) as bad:
-        row_of({"image": "a.png", "messages": value}, "made:1")
+        parse_row({"image": "a.png", "messages": value}, "made:1")
     assert (bad.value.stage, bad.value.reason, bad.value.key) == ("columns", "messages", "made:1")

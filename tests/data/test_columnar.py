@@ -9,7 +9,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from mmray.data.formats import parquet as columnar
-from mmray.data.formats.parquet import Parquet, SavedDataset
+from mmray.data.formats.parquet import HFSavedSource, ParquetSource
 from mmray.data.formats.rows import BadRow
 from mmray.storage import remote_path
 from mmray.storage.storage import Place
@@ -20,14 +20,14 @@ TABLE = pa.table({"image": [f"{n}.png" for n in range(COUNT)], "text": [f"row {n
 
 def in_parquet(path):
     pq.write_table(TABLE, path / "a.parquet", row_group_size=60)
-    return Parquet(Place(str(path)), "a.parquet", {})
+    return ParquetSource(Place(str(path)), "a.parquet", {})
 
 
 def in_arrow(path):
     with pa.ipc.new_stream(path / "a.arrow", TABLE.schema) as stream:
         stream.write_table(TABLE, max_chunksize=60)
     (path / "state.json").write_text('{"_data_files": [{"filename": "a.arrow"}]}')
-    return SavedDataset(Place(str(path)), "", {})
+    return HFSavedSource(Place(str(path)), "", {})
 
 
 @pytest.mark.parametrize("source_in", [in_parquet, in_arrow])
@@ -53,7 +53,7 @@ def on_store(monkeypatch):
     out = io.BytesIO()
     pq.write_table(TABLE, out, row_group_size=60)
     MemoryFileSystem().pipe("/columnar/a.parquet", out.getvalue())
-    yield Parquet(Place("memory://columnar"), "a.parquet", {})
+    yield ParquetSource(Place("memory://columnar"), "a.parquet", {})
     MemoryFileSystem().rm("/columnar", recursive=True)
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmray.data.formats import lines
-from mmray.data.formats.delimited import Csv
+from mmray.data.formats.csv import CsvSource
 from mmray.data.formats.rows import BadRow
 from mmray.storage.storage import Place
 
@@ -21,7 +21,7 @@ PLAIN = st.text('ab"é ', min_size=1, max_size=6).filter(lambda text: not text.s
 def rows_of(folder, data, rows_per_chunk=2):
     """The rows of a CSV of these bytes: lists of fields, or BadRow."""
     (folder / "a.csv").write_bytes(data)
-    source = Csv(Place(str(folder)), "a.csv", {})
+    source = CsvSource(Place(str(folder)), "a.csv", {})
     items = [item.values for chunk in source.scan(rows_per_chunk, ()) for item in source.read(chunk)]
     return [item if isinstance(item, BadRow) else [item.get(name, "") for name in NAMES] for item in items]
 

@@ -72,7 +72,7 @@ DIES_OF_CROPS = """
 import os, sys
 from mmray.data.images import augment, sandbox
 augment.resized = lambda *rest: os.abort()
-sandbox.answer_all(sys.stdin.buffer, sys.stdout.buffer)
+sandbox.serve(sys.stdin.buffer, sys.stdout.buffer)
 """
 
 
@@ -94,7 +94,7 @@ import resource, sys
 from mmray.data.images import sandbox
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 24 * 2**20,) * 2)
-sandbox.answer_all(sys.stdin.buffer, sys.stdout.buffer)
+sandbox.serve(sys.stdin.buffer, sys.stdout.buffer)
 """
 
 
@@ -134,7 +134,7 @@ def test_prepare_names_the_image_and_packs_the_rest(tmp_path, monkeypatch, local
     settings = Prepare(max_bad_fraction=0.5, rows_per_shard=4, vocab_size=100, image_side=image_side)
     monkeypatch.setattr(prepare_module, "_pack_batch", pack_batch)
     manifest = prepare(str(source), out, settings)
-    assert (manifest.num_rows, manifest.reasons) == (29, {"crash": 3})
+    assert (manifest.num_rows, manifest.reasons) == (29, {"decoder-crash": 3})
     faults = [json.loads(line) for line in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()]
     assert [(fault["key"], fault["source"]) for fault in faults] == [(f"k{n}", f"rows.jsonl:{n + 1}") for n in bad]
     assert all("the decoder died of it" in fault["detail"] for fault in faults)
@@ -191,4 +191,4 @@ def test_a_stream_by_reference_goes_on_without_that_row(tmp_path, monkeypatch, l
     assert tries(source, 17) == 3  # one that killed the actor, then one an epoch, in a child
     with decoder_dies():
         record, reason = reader.explain_bad_row(17)
-    assert record.key == "k17" and reason.startswith("crash")
+    assert record.key == "k17" and reason.startswith("decoder-crash")

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from mmray.config import Prepare
-from mmray.data.formats.detect import Chosen
-from mmray.data.formats.rows import BadRow, row_of
-from mmray.data.formats.source import Item
+from mmray.data.formats.detect import SourceSpec
+from mmray.data.formats.rows import BadRow, parse_row
+from mmray.data.formats.source import SourceItem
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.fetch import WINDOW, Fetcher, FetchLimits, prefetch_rows
 from mmray.data.prepare.pack import PrepareJob, pack_chunk
@@ -123,7 +123,7 @@ def test_what_is_told_of_an_address_holds_no_secret():
         for hosts in ((), ("other.org",), ("a.b",)):
             row = {"image": address, "text": "x"}
             try:
-                found = row_of(row, "o", hosts).images[0]
+                found = parse_row(row, "o", hosts).images[0]
                 assert (found.name, found.url, found.file) == (shown(address), address, None)
             except BadRow as bad:
                 assert "hush" not in bad.detail
@@ -213,9 +213,9 @@ def test_a_certificate_that_nobody_vouches_for(server):
 def test_images_overlap_and_rows_keep_their_order(server, fetching):
     server.most, began = 0, time.monotonic()
     rows = [{"id": n, "image": server.address(f"slow/{n}"), "text": "x"} for n in range(40)]
-    items = [Item(n, f"made:{n}", row) for n, row in enumerate(rows)]
-    items[5], items[7] = Item(5, "made:5", {"text": "x"}), Item(7, "made:7", BadRow("parse", "json", "x"))
-    items[9] = Item(9, "made:9", {"image": "a.png", "text": "x"})
+    items = [SourceItem(n, f"made:{n}", row) for n, row in enumerate(rows)]
+    items[5], items[7] = SourceItem(5, "made:5", {"text": "x"}), SourceItem(7, "made:7", BadRow("parse", "json", "x"))
+    items[9] = SourceItem(9, "made:9", {"image": "a.png", "text": "x"})
     seen, most = [], 0
 
     def fetch(address):
@@ -315,7 +315,7 @@ def test_a_set_from_addresses(server, fetching, tmp_path, monkeypatch, kind):
 
 def test_sets_of_before_stay_current():
     job = PrepareJob(
-        Chosen("jsonl", "/a", "rows.jsonl"), "/out", (("image", "url"),), "a {}", "full", False, 0, 100, 0.0, 4
+        SourceSpec("jsonl", "/a", "rows.jsonl"), "/out", (("image", "url"),), "a {}", "full", False, 0, 100, 0.0, 4
     )
     assert job.digest() == "52c79f544c4f3178", "what a set without addresses is packed by"
     assert replace(job, allow_urls=("a.b",)).digest() != job.digest()

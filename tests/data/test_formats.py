@@ -12,7 +12,7 @@ import pytest
 
 from mmray.config import Prepare
 from mmray.data.formats import image_folder, lines
-from mmray.data.formats.detect import choose
+from mmray.data.formats.detect import detect_source
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.pack import pack_chunk
 from mmray.data.prepare.pipeline import prepare
@@ -311,9 +311,9 @@ def test_what_img2dataset_writes_by_default_is_images_beside_texts(tmp_path):
 def test_a_parquet_beside_paired_images_that_is_no_account_of_them_is_the_source(tmp_path):
     source = parquet_paths(tmp_path / "raw").parent
     pairs(source)
-    assert choose(str(source)).format == "parquet" and choose(str(source), "pairs").format == "pairs"
+    assert detect_source(str(source)).format == "parquet" and detect_source(str(source), "pairs").format == "pairs"
     (source / "some.parquet").write_bytes((source / "rows.parquet").read_bytes())
-    assert choose(str(source)).format == "parquet"  # images of the top folder have no Parquet of their name
+    assert detect_source(str(source)).format == "parquet"  # images of the top folder have no Parquet of their name
 
 
 def test_jpegs_in_img2datasets_tars(tmp_path):
@@ -379,7 +379,7 @@ def test_a_hostile_tar(tmp_path):
     _, rows, faults = prepared(tmp_path / "raw" / "a.tar", tmp_path / "out")
     assert [(row.key, row.texts, row.source) for row in rows] == [("a/good", ["from the json"], "a.tar/good")]
     assert faults == {
-        **{f"a.tar/kind{number}": "not-a-file" for number in range(4)},
+        **{f"a.tar/kind{number}": "not-regular-file" for number in range(4)},
         "a.tar/../up": "path", "a.tar/abs": "path", "a.tar/latin": "encoding", "a.tar/cls": "label",
         "a.tar/only": "no-image", "a.tar/nojson": "json",
     }  # fmt: skip
@@ -462,14 +462,14 @@ def test_a_tar_beside_others_is_appended(tmp_path, in_process):
 
 def test_what_is_no_source(tmp_path):
     with pytest.raises(DataError, match="there is no file"):
-        choose(str(tmp_path / "none.csv"))
+        detect_source(str(tmp_path / "none.csv"))
     (tmp_path / "rows.csv").write_text("image,text\n")
     with pytest.raises(DataError, match=r"give the path of one of its files \(rows\.csv\)"):
-        choose(str(tmp_path))
+        detect_source(str(tmp_path))
     with pytest.raises(UsageError, match="is a folder, and csv is a file"):
-        choose(str(tmp_path), "csv")
+        detect_source(str(tmp_path), "csv")
     with pytest.raises(UsageError, match="is a file, and pairs is a folder"):
-        choose(str(tmp_path / "rows.csv"), "pairs")
-    assert choose(str(tmp_path / "rows.csv"), "tsv").format == "tsv"
+        detect_source(str(tmp_path / "rows.csv"), "pairs")
+    assert detect_source(str(tmp_path / "rows.csv"), "tsv").format == "tsv"
     with pytest.raises(DataError, match="holds no rows of CSV"):
         prepared(tmp_path / "rows.csv", tmp_path / "out")

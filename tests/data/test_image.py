@@ -17,13 +17,13 @@ from mmray.data.images import decode as image_module
 from mmray.data.images.decode import (
     BadImage,
     check_header,
-    checked_size,
     decode,
     header_size,
     read_pixels,
     read_rgb,
-    shrink,
+    reencode,
     to_pixels,
+    verify_image,
 )
 
 
@@ -102,9 +102,9 @@ sys.stderr.write("alone\\n")
 for data in pictures:
     Image.open(io.BytesIO(data)).getexif()
 sys.stderr.write("mmray\\n")
-from mmray.data.images.decode import checked_size, decode
+from mmray.data.images.decode import verify_image, decode
 for data in pictures:
-    assert checked_size(data) == decode(data).size == (40, 30)
+    assert verify_image(data) == decode(data).size == (40, 30)
 """
     pictures = pickle.dumps([damaged_exif(number) for number in range(8)])
     run = subprocess.run([sys.executable, "-c", code], input=pictures, capture_output=True, check=True)
@@ -248,7 +248,7 @@ def test_fused_crop_agrees_with_resize_then_centre_crop(size, interpolation):
 def test_read_pixels_is_decode_and_resize_to_the_bit(name):
     data = FORMATS[name]
     assert np.array_equal(read_pixels(data, 24, "crop", "bicubic"), to_pixels(decode(data), 24, "crop", "bicubic"))
-    assert checked_size(data) == decode(data).size
+    assert verify_image(data) == decode(data).size
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_a_jpeg_is_decoded_as_pillow_decodes_it(mode, options):
     for size in ((64, 48), (37, 61), (1, 1), (17, 8)):
         data = encode(picture(*size).convert(mode), "JPEG", **options)
         assert np.array_equal(read_pixels(data, 16, "pad", "bilinear"), to_pixels(decode(data), 16, "pad", "bilinear"))
-        assert checked_size(data) == size
+        assert verify_image(data) == size
 
 
 def test_a_turned_jpeg_is_brought_upright():
@@ -269,7 +269,7 @@ def test_a_turned_jpeg_is_brought_upright():
     assert np.array_equal(
         read_pixels(data, 16, "squash", "bilinear"), to_pixels(decode(data), 16, "squash", "bilinear")
     )
-    assert checked_size(data) == (30, 40)
+    assert verify_image(data) == (30, 40)
 
 
 def test_a_jpeg_that_its_xmp_turns_is_brought_upright():
@@ -277,7 +277,7 @@ def test_a_jpeg_that_its_xmp_turns_is_brought_upright():
     data = encode(picture(40, 30), "JPEG", xmp=packet)
     assert decode(data).size == (30, 40)
     assert np.array_equal(read_rgb(data), np.asarray(decode(data)))
-    assert checked_size(data) == (30, 40)
+    assert verify_image(data) == (30, 40)
 
 
 def test_a_jpeg_whose_exif_says_that_it_lies_upright_takes_the_short_way(monkeypatch):
@@ -304,13 +304,13 @@ def test_damaged_jpegs_are_judged_as_by_decode(progressive):
             expected = to_pixels(decode(data, 10**6), 16, "squash", "bilinear")
         except BadImage as bad:
             outcomes.add("bad")
-            for read in (read_rgb, checked_size):
+            for read in (read_rgb, verify_image):
                 with pytest.raises(BadImage) as judged:
                     read(data, 10**6)
                 assert str(judged.value) == str(bad)
             continue
         outcomes.add("good")
-        assert checked_size(data, 10**6) == whole_size
+        assert verify_image(data, 10**6) == whole_size
         assert np.array_equal(read_pixels(data, 16, "squash", "bilinear", 10**6), expected)
     assert outcomes == {"bad", "good"}
 
@@ -323,21 +323,21 @@ def test_pixels_of_extreme_shapes():
 
 def test_shrink_keeps_small_images_and_re_encodes_large_ones():
     jpeg, lossless = FORMATS["JPEG"], FORMATS["PNG"]
-    assert shrink(read_rgb(jpeg), jpeg, 30) is jpeg
-    assert shrink(read_rgb(jpeg), jpeg, 64) is jpeg
-    small = shrink(read_rgb(jpeg), jpeg, 15)
+    assert reencode(read_rgb(jpeg), jpeg, 30) is jpeg
+    assert reencode(read_rgb(jpeg), jpeg, 64) is jpeg
+    small = reencode(read_rgb(jpeg), jpeg, 15)
     assert check_header(small, 1000) == "JPEG"
     assert decode(small).size == (20, 15)
-    assert small == shrink(read_rgb(jpeg), jpeg, 15)
+    assert small == reencode(read_rgb(jpeg), jpeg, 15)
     for data in (lossless, FORMATS["WEBP"], FORMATS["GIF"]):
-        assert check_header(shrink(read_rgb(data), data, 15), 1000) == "PNG"
+        assert check_header(reencode(read_rgb(data), data, 15), 1000) == "PNG"
 
 
 def test_shrink_keeps_what_decode_corrected():
     exif = Image.Exif()
     exif[0x0112] = 6
     data = encode(picture(), "JPEG", exif=exif)
-    assert decode(shrink(read_rgb(data), data, 15)).size == (15, 20)
+    assert decode(reencode(read_rgb(data), data, 15)).size == (15, 20)
 
 
 def test_png_suite(shared_data):

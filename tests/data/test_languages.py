@@ -14,8 +14,14 @@ import mmray
 from mmray.config import ChatInputs, Config, Evaluate, ImageTower, Inputs, TextTower, TwoTower
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
-from mmray.data.text.chat import encoder_of, fitted
-from mmray.data.text.tokenizer import MOST_LANGUAGES, LanguageEncoder, load_tokenizer, train_tokenizer, with_languages
+from mmray.data.text.chat import build_encoder, extend_tokenizer
+from mmray.data.text.tokenizer import (
+    MAX_LANGUAGES,
+    LanguageEncoder,
+    add_language_tokens,
+    load_tokenizer,
+    train_tokenizer,
+)
 from mmray.errors import UsageError
 from mmray.evaluate.batches import EvalBatches
 from mmray.evaluate.evaluator import Evaluator
@@ -29,7 +35,7 @@ from tests.made import CAPTIONS, make_set, row
 
 INPUTS = Inputs(image_side=16, fit="squash", max_tokens=12, language_token="[{}]")
 TRAINED = train_tokenizer([*CAPTIONS, "de pt br"], 60)
-TOKENIZER = fitted(TRAINED, INPUTS, {"de", "pt-BR"})
+TOKENIZER = extend_tokenizer(TRAINED, INPUTS, {"de", "pt-BR"})
 SAID = ["de", None, "pt-BR", "xx", "de"]  # xx came after the tokenizer was made
 
 
@@ -44,9 +50,9 @@ def test_stream_and_evaluation_put_it_before_the_words(tmp_path: Path) -> None:
     block = RowReader(prepared, INPUTS, TOKENIZER, 10**6).block(
         SamplePlan(5, 5, 1, 5, 0, 1, shuffle=False), np.arange(5)
     )
-    (batch,) = EvalBatches(prepared, INPUTS, encoder_of(TOKENIZER, INPUTS), 8)
+    (batch,) = EvalBatches(prepared, INPUTS, build_encoder(TOKENIZER, INPUTS), 8)
     assert np.array_equal(batch["input_ids"].numpy(), block["input_ids"])
-    plain = encoder_of(TRAINED, Inputs(max_tokens=12)).encode(["a red one"])[0][0].tolist()
+    plain = build_encoder(TRAINED, Inputs(max_tokens=12)).encode(["a red one"])[0][0].tolist()
     marks = [[Tokenizer.from_str(TOKENIZER).token_to_id(f"[{said}]")] * (said in ("de", "pt-BR")) for said in SAID]
     for ids, mark, length in zip(block["input_ids"], marks, block["num_tokens"], strict=True):
         assert ids[:length].tolist() == [plain[0], *mark, *plain[1:]]
@@ -54,39 +60,39 @@ def test_stream_and_evaluation_put_it_before_the_words(tmp_path: Path) -> None:
 
 
 def test_what_a_person_writes_is_no_token_of_a_language() -> None:
-    encoder = encoder_of(TOKENIZER, INPUTS)
+    encoder = build_encoder(TOKENIZER, INPUTS)
     assert isinstance(encoder, LanguageEncoder) and encoder.languages == ("de", "pt-BR")
-    (words,) = encoder.words_of(row(0, texts=["a [d[pt-BR]e] red [de] one"], language="pt-BR"))
+    (words,) = encoder.texts_of(row(0, texts=["a [d[pt-BR]e] red [de] one"], language="pt-BR"))
     assert words == "[pt-BR]a  red  one"
-    long = encoder.said("a " * 40, "de")
+    long = encoder.format_caption("a " * 40, "de")
     assert tokens(encoder.encode([long])[0][0]) == ["[CLS]", "[de]", *["a"] * 9, "[SEP]"]
     with pytest.raises(UsageError, match=r"no token for language 'xx'; it knows de, pt-BR"):
-        encoder.said("a", "xx")
+        encoder.format_caption("a", "xx")
     with pytest.raises(UsageError, match=r"without model\.inputs\.language_token"):
-        encoder_of(TRAINED, Inputs()).said("a", "de")
+        build_encoder(TRAINED, Inputs()).format_caption("a", "de")
 
 
 def test_a_tokenizer_that_has_the_token_keeps_its_id(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<2de>", "a"]))
     inputs = INPUTS.model_copy(update={"language_token": "<2{}>"})
-    encoder = encoder_of(fitted(load_tokenizer(str(tmp_path), None), inputs, {"de", "fr"}), inputs)
-    ids, _ = encoder.encode([encoder.said("a", said) for said in (None, "de", "fr")])
+    encoder = build_encoder(extend_tokenizer(load_tokenizer(str(tmp_path), None), inputs, {"de", "fr"}), inputs)
+    ids, _ = encoder.encode([encoder.format_caption("a", said) for said in (None, "de", "fr")])
     assert ids.tolist() == [[2, 6, 3, 0], [2, 5, 6, 3], [2, 7, 6, 3]] and encoder.vocab_size == 8
-    again = with_languages(encoder.tokenizer.to_str(), "<2{}>", {"de", "fr"})
-    assert encoder_of(again, inputs).vocab_size == 8
+    again = add_language_tokens(encoder.tokenizer.to_str(), "<2{}>", {"de", "fr"})
+    assert build_encoder(again, inputs).vocab_size == 8
 
 
 @pytest.mark.parametrize(
     ("languages", "why"),
     [
         ((), "no row of the training set has a `language`"),
-        ([f"l{number}" for number in range(MOST_LANGUAGES + 1)], "has 1,001 languages"),
+        ([f"l{number}" for number in range(MAX_LANGUAGES + 1)], "has 1,001 languages"),
         (("de", "PAD"), r"'\[PAD\]' would be the token of a language"),
     ],
 )
 def test_languages_that_cannot_be_served(languages: list[str], why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        fitted(TRAINED, INPUTS, languages)
+        extend_tokenizer(TRAINED, INPUTS, languages)
 
 
 def test_settings_that_cannot_be_served() -> None:
@@ -109,7 +115,7 @@ def test_an_exported_model_reads_a_language_as_training_does(tmp_path: Path) -> 
     block = RowReader(prepared, INPUTS, TOKENIZER, 10**6).block(
         SamplePlan(1, 1, 1, 1, 0, 1, shuffle=False), np.arange(1)
     )
-    vocab_size = encoder_of(TOKENIZER, INPUTS).vocab_size
+    vocab_size = build_encoder(TOKENIZER, INPUTS).vocab_size
     text, image = TextTower(width=16, depth=1, heads=2), ImageTower(name="convnet", width=8, depth=2)
     spec = TwoTower(inputs=INPUTS, image=image, text=text, vocab_size=vocab_size, embed_dim=12)
     torch.manual_seed(0)

@@ -113,7 +113,7 @@ def test_leaks_are_set_aside_and_the_set_is_as_if_they_had_not_been_there(tmp_pa
     in_process.clear()
     manifest = prepare(source, str(tmp_path / "out"), settings.model_copy(update={"drop_leaked": True}))
     assert in_process == []  # no image is looked at again
-    assert (manifest.num_rows, manifest.num_quarantined, manifest.reasons) == (6, 4, {"leaked": 4})
+    assert (manifest.num_rows, manifest.num_quarantined, manifest.reasons) == (6, 4, {"overlap": 4})
     assert PreparedSet.open(str(tmp_path / "out")).keys() == ["t0", "t1", "t4", "t5", "t6", "t8"]
     faults = quarantine(tmp_path / "out")
     assert [(fault["key"], fault["source"]) for fault in faults] == [
@@ -122,7 +122,7 @@ def test_leaks_are_set_aside_and_the_set_is_as_if_they_had_not_been_there(tmp_pa
     assert faults[0]["detail"] == f"the same image: row e4 of {eval_set}"
     assert "looks like it (" in faults[1]["detail"]
     exact = prepare(source, str(tmp_path / "exact"), settings.model_copy(update={"drop_leaked": True, "near_bits": -1}))
-    assert exact.reasons == {"leaked": 2}
+    assert exact.reasons == {"overlap": 2}
 
 
 def test_between_splits_the_row_of_training_goes(tmp_path, in_process):

@@ -8,7 +8,7 @@ from contextlib import suppress
 import pytest
 
 from mmray.config import Prepare
-from mmray.data.images.decode import BadImage, checked_size, read_pixels, read_rgb
+from mmray.data.images.decode import BadImage, read_pixels, read_rgb, verify_image
 from mmray.data.images.sandbox import SandboxedDecoder
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.pack import pack_chunk
@@ -54,14 +54,14 @@ def test_what_becomes_of(outcomes, place, name):
 
 def test_no_image_writes_past_python_into_the_log(capfd):
     for data, _, _ in matrix.IMAGES.values():
-        for read in (checked_size, read_rgb, lambda each: read_pixels(each, 8, "squash", "bilinear")):
+        for read in (verify_image, read_rgb, lambda each: read_pixels(each, 8, "squash", "bilinear")):
             with suppress(BadImage):
                 read(data)
     assert capfd.readouterr().err == ""
 
 
 def test_the_readme_says_the_same():
-    readme = (ROOT / "README.md").read_text()
+    readme = (ROOT / "mmray" / "data" / "README.md").read_text()
     assert readme.count(matrix.BEGIN) == readme.count(matrix.END) == 1
     assert matrix.table() in readme, "put the output of `python -m tests.data.matrix` between the marks"
 
@@ -71,7 +71,7 @@ import os, sys
 from mmray.data.images import sandbox
 whole = sandbox.decode
 sandbox.decode = lambda data, limit: os.abort() if b"kills" in data else whole(data, limit)
-sandbox.answer_all(sys.stdin.buffer, sys.stdout.buffer)
+sandbox.serve(sys.stdin.buffer, sys.stdout.buffer)
 """
 
 
@@ -81,7 +81,7 @@ def test_an_image_that_kills_the_decoder_is_named_and_the_next_is_decoded(monkey
     assert sandbox.check(good, 1000) == (9, 6)
     with pytest.raises(BadImage, match="the decoder died of it") as caught:
         sandbox.check(good + b"kills", 1000)
-    assert caught.value.reason == "crash"
+    assert caught.value.reason == "decoder-crash"
     assert sandbox.check(good, 1000) == (9, 6)
     with pytest.raises(BadImage) as caught:
         sandbox.check(b"", 1000)

@@ -10,7 +10,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from mmray.data.formats.detect import choose
+from mmray.data.formats.detect import detect_source
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.pack import pack_chunk
 from mmray.errors import DataError, UsageError
@@ -85,7 +85,7 @@ def test_a_file_of_rows_whose_name_is_not_utf8_is_named(tmp_path):
     with pytest.raises(DataError, match=r"the name 'caf\\udce9.tar' is not plain UTF-8: rename the file"):
         prepared(tmp_path, tmp_path / "out")
     with pytest.raises(UsageError, match="is not plain UTF-8: rename the file"):
-        choose(str(tmp_path / f"{LATIN}.tar"))
+        detect_source(str(tmp_path / f"{LATIN}.tar"))
     with pytest.raises(UsageError, match="is not empty and holds no prepared set"):
         prepared(tmp_path, tmp_path)
 
@@ -95,7 +95,7 @@ def test_rows_in_a_file_called_json_are_read_or_told_what_they_are(tmp_path):
     row = json.dumps({"image": "a.png", "text": "x"})
     for name, text in {"one": row, "two": f"{row}\n{row}\n", "long": f'{row}\n{{"text": "{"x" * 70_000}"}}'}.items():
         (tmp_path / f"{name}.json").write_text(text)
-        assert choose(str(tmp_path / f"{name}.json")).format == "jsonl"
+        assert detect_source(str(tmp_path / f"{name}.json")).format == "jsonl"
     assert prepared(tmp_path / "two.json", tmp_path / "out", duplicates="keep")[0].num_rows == 2
     (tmp_path / "llava.json").write_text(f"[{row}]")
     with pytest.raises(DataError, match="is a JSON array: write one object a line"):
@@ -104,17 +104,17 @@ def test_rows_in_a_file_called_json_are_read_or_told_what_they_are(tmp_path):
         prepared(tmp_path / "llava.json", tmp_path / "array", format="coco")
     for text in ('{"images": [], "annotations": []}', '{\n"images": [], "annotations": []}'):
         (tmp_path / "coco.json").write_text(text)
-        assert choose(str(tmp_path / "coco.json")).format == "coco"
+        assert detect_source(str(tmp_path / "coco.json")).format == "coco"
 
 
 def test_a_name_with_a_comma_is_a_file_where_there_is_one(tmp_path):
     (tmp_path / "a.png").write_bytes(colour_image(1))
     (tmp_path / "my,file.jsonl").write_text('{"image": "a.png", "text": "x"}\n')
     assert prepared(tmp_path / "my,file.jsonl", tmp_path / "out")[0].num_rows == 1
-    assert choose(str(tmp_path / "other,file.txt")).format == "lists"
+    assert detect_source(str(tmp_path / "other,file.txt")).format == "lists"
     (tmp_path / "my,folder").mkdir()
     (tmp_path / "my,folder" / "a.parquet").touch()
-    assert choose(str(tmp_path / "my,folder")).format == "parquet"
+    assert detect_source(str(tmp_path / "my,folder")).format == "parquet"
 
 
 def test_a_source_that_cannot_be_read_is_not_called_a_set_that_cannot_be_written(tmp_path, monkeypatch):

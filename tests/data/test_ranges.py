@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmray.config import Data
-from mmray.data.formats.rows import BadRow, Picture
-from mmray.data.images.files import read_picture, read_pictures
+from mmray.data.formats.rows import BadRow, ImageRef
+from mmray.data.images.read import read_image, read_images
 from mmray.data.prepare import pack
 from mmray.data.prepare.pack import write_shard
 from mmray.data.store import cache as local_cache
@@ -214,12 +214,12 @@ def test_requests_that_fail_for_a_moment_are_made_again(s3, monkeypatch):
     place = Place(f"{s3.address}/raw")
     place.write("a.jpg", b"an image")
     s3.fail("GET", "raw/a.jpg", 3)
-    assert read_pictures(place, [Picture("a.jpg", "a.jpg")]) == [b"an image"]
+    assert read_images(place, [ImageRef("a.jpg", "a.jpg")]) == [b"an image"]
     assert s3.failures_left() == 0
     s3.fail("GET", "raw/a.jpg", 1000)
     monkeypatch.setattr(remote_path, "ATTEMPTS", 2)
     with pytest.raises(OSError, match="AWS Error"):
-        read_pictures(place, [Picture("a.jpg", "a.jpg")])
+        read_images(place, [ImageRef("a.jpg", "a.jpg")])
 
 
 @pytest.fixture
@@ -333,16 +333,16 @@ def test_referenced_images_of_a_store_come_in_few_reads_in_the_order_asked_for(m
     place, data = Place(f"{memory}/raw"), np.random.default_rng(0).bytes(5000)
     for name in ("a.tar", "b.tar", "whole.jpg"):
         place.write(name, name.encode() + data)
-    pictures = [Picture("", f"{'ab'[n % 2]}.tar", offset=n * 90, length=60 + n) for n in range(50)]
-    pictures = [pictures[n] for n in np.random.default_rng(1).permutation(50)] + [Picture("", "whole.jpg")] * 2
+    pictures = [ImageRef("", f"{'ab'[n % 2]}.tar", offset=n * 90, length=60 + n) for n in range(50)]
+    pictures = [pictures[n] for n in np.random.default_rng(1).permutation(50)] + [ImageRef("", "whole.jpg")] * 2
     made, read = [], range_reads.RangeFiles.read
     monkeypatch.setattr(range_reads.RangeFiles, "read", lambda *args: made.append(args) or read(*args))
-    assert read_pictures(place, pictures) == [read_picture(place, picture) for picture in pictures]
+    assert read_images(place, pictures) == [read_image(place, picture) for picture in pictures]
     assert len(made) == 2
     with pytest.raises(BadRow, match=r"there is no file gone\.jpg"):
-        read_pictures(place, [*pictures, Picture("", "gone.jpg")])
+        read_images(place, [*pictures, ImageRef("", "gone.jpg")])
     with pytest.raises(ValueError, match=r"a\.tar ends at byte 5005"):
-        read_pictures(place, [Picture("", "a.tar", offset=5000, length=100)])
+        read_images(place, [ImageRef("", "a.tar", offset=5000, length=100)])
 
 
 def test_threads_that_read_one_object_of_a_store_at_once_each_get_its_bytes(memory):
@@ -352,6 +352,6 @@ def test_threads_that_read_one_object_of_a_store_at_once_each_get_its_bytes(memo
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(100):
-            assert read_pictures(place, [Picture("", "whole.jpg")] * 8) == [data] * 8
+            assert read_images(place, [ImageRef("", "whole.jpg")] * 8) == [data] * 8
     finally:
         sys.setswitchinterval(before)

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image, ImageDraw, ImageFont
 
 from mmray.data.images import decode as module
-from mmray.data.images.decode import resample, resample_by_pillow
+from mmray.data.images.decode import resize, resize_with_pillow
 
 SIZES = [(1, 1), (3, 200), (224, 224), (257, 131), (640, 17), (60, 400)]
 
@@ -48,8 +48,8 @@ def test_it_agrees_with_pillow_to_two_levels(picture, size, interpolation):
         rgb = picture(*size, seed)
         for box in ((0, 0, *size), centre(*size)):
             for target in ((32, 32), (224, 5), (224, 300)):
-                mine = resample(rgb, target, interpolation, box).astype(int)
-                difference = np.abs(mine - resample_by_pillow(rgb, target, interpolation, box))
+                mine = resize(rgb, target, interpolation, box).astype(int)
+                difference = np.abs(mine - resize_with_pillow(rgb, target, interpolation, box))
                 assert mine.shape == (target[1], target[0], 3)
                 assert difference.max() <= 2
                 assert difference.mean() < 0.05 or picture is stripes or min(size) < 9
@@ -60,15 +60,15 @@ def test_a_picture_that_is_not_tall_comes_as_from_one_call_of_pillow(target):
     for seed in range(5):
         rgb = words(341, 256, seed)
         whole = Image.fromarray(rgb).resize(target, Image.Resampling.BICUBIC)
-        assert np.abs(resample(rgb, target, "bicubic", (0, 0, 341, 256)).astype(int) - np.asarray(whole)).max() <= 2
+        assert np.abs(resize(rgb, target, "bicubic", (0, 0, 341, 256)).astype(int) - np.asarray(whole)).max() <= 2
 
 
 def test_threads_do_not_disturb_each_other():
     pictures = [np.random.default_rng(seed).integers(0, 256, (300, 200, 3), dtype=np.uint8) for seed in range(8)]
-    alone = [resample(rgb, (64, 64), "bicubic", (0, 0, 200, 300)) for rgb in pictures]
+    alone = [resize(rgb, (64, 64), "bicubic", (0, 0, 200, 300)) for rgb in pictures]
     with ThreadPoolExecutor(4) as pool:
         for _ in range(5):
-            together = pool.map(lambda rgb: resample(rgb, (64, 64), "bicubic", (0, 0, 200, 300)), pictures)
+            together = pool.map(lambda rgb: resize(rgb, (64, 64), "bicubic", (0, 0, 200, 300)), pictures)
             assert all(np.array_equal(one, other) for one, other in zip(together, alone, strict=True))
 
 
@@ -76,4 +76,4 @@ def test_pillow_stands_in(monkeypatch):
     rgb = np.random.default_rng(0).integers(0, 256, (30, 20, 3), dtype=np.uint8)
     monkeypatch.setattr(module, "simd", None)
     box = (0, 0, 20, 30)
-    assert np.array_equal(resample(rgb, (8, 8), "bilinear", box), resample_by_pillow(rgb, (8, 8), "bilinear", box))
+    assert np.array_equal(resize(rgb, (8, 8), "bilinear", box), resize_with_pillow(rgb, (8, 8), "bilinear", box))

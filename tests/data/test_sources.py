@@ -12,16 +12,16 @@ from mmray.data.formats import lines as lines_module
 from mmray.data.formats.jsonl import check_jsonl, parse_json
 from mmray.data.formats.lines import read_lines
 from mmray.data.formats.lines import scan_lines as scan
-from mmray.data.formats.rows import BadRow, row_of
+from mmray.data.formats.rows import BadRow, parse_row
 from mmray.data.formats.source import SourceChanged
-from mmray.data.images import files
-from mmray.data.images.files import read_file, stamp
+from mmray.data.images import read as files
+from mmray.data.images.read import file_stamp, read_file
 from mmray.errors import DataError
 from mmray.storage.storage import Place
 
 
 def parse_line(data, origin):
-    return row_of(parse_json(data), origin)
+    return parse_row(parse_json(data), origin)
 
 
 def names(row):
@@ -151,7 +151,7 @@ GOOD = {"image": "a.png", "text": "x"}
         ({"text": "x"}, "columns", "no-image"),
         ({"image": None, "text": "x"}, "columns", "no-image"),
         ({"images": [], "text": "x"}, "columns", "no-image"),
-        ({"images": ["a.png", "b.png"], "text": "x"}, "columns", "several-images"),
+        ({"images": ["a.png", "b.png"], "text": "x"}, "columns", "multiple-images"),
         ({"image": "a.png"}, "columns", "no-text"),
         ({"image": "a.png", "texts": []}, "columns", "no-text"),
         (GOOD | {"image_path": "b.png"}, "columns", "ambiguous"),
@@ -207,8 +207,8 @@ def test_images_are_read_from_the_folder_and_nowhere_else(tmp_path):
     for name, reason in [
         ("link.png", "path"),
         ("up/secret.png", "path"),
-        ("pipe.png", "not-a-file"),
-        ("sub", "not-a-file"),
+        ("pipe.png", "not-regular-file"),
+        ("sub", "not-regular-file"),
         ("gone.png", "missing-image"),
         ("near.png/x", "missing-image"),
         ("x" * 300, "unreadable"),
@@ -227,9 +227,9 @@ def test_an_image_file_beyond_reason_is_not_read(tmp_path, monkeypatch):
 
 def test_the_stamp_of_a_file_changes_with_it(tmp_path):
     place = Place(str(tmp_path))
-    assert stamp(place, "a") == ("a", None, None)
+    assert file_stamp(place, "a") == ("a", None, None)
     (tmp_path / "a").write_bytes(b"1")
-    first = stamp(place, "a")
-    assert first == stamp(place, "a")
+    first = file_stamp(place, "a")
+    assert first == file_stamp(place, "a")
     (tmp_path / "a").write_bytes(b"12")
-    assert stamp(place, "a") != first
+    assert file_stamp(place, "a") != first

@@ -3,9 +3,9 @@
 import fsspec
 import pytest
 
-from mmray.data.formats.detect import choose, source_of
-from mmray.data.formats.rows import BadRow, row_of
-from mmray.data.images.files import read_picture
+from mmray.data.formats.detect import detect_source, open_source
+from mmray.data.formats.rows import BadRow, parse_row
+from mmray.data.images.read import read_image
 from mmray.storage.storage import Place
 from tests.data.test_formats import SOURCES, colour_image, images
 
@@ -29,7 +29,7 @@ ALL = SOURCES | {"JSON lines": jsonl, "a folder for each class": classes}
 
 def read(address, out):
     """(chunks without their digests, rows) of a source; a row is where it stands, what it states, and its images."""
-    source = source_of(choose(address), Place(out), {}, "a {}")
+    source = open_source(detect_source(address), Place(out), {}, "a {}")
     chunks = list(source.scan(3, ()))
     items = [item for chunk in chunks for item in source.read(chunk)]
     return [(one.file, one.start, one.stop, one.first_line, one.num_rows) for one in chunks], [
@@ -41,10 +41,10 @@ def told(place, item):
     try:
         if isinstance(item.values, BadRow):
             raise item.values
-        row = row_of(item.values, item.origin)
+        row = parse_row(item.values, item.origin)
     except BadRow as bad:
         return bad.stage, bad.reason, bad.detail
-    return row.key, row.texts, row.label, row.boxes, [read_picture(place, picture) for picture in row.images]
+    return row.key, row.texts, row.label, row.boxes, [read_image(place, picture) for picture in row.images]
 
 
 @pytest.mark.parametrize("title", ALL)

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from tokenizers import BertWordPieceTokenizer, Tokenizer
 
 from mmray.data.text import tokenizer as text
-from mmray.data.text.tokenizer import BadText, TextEncoder, clean, declared_pad_id, load_tokenizer, train_tokenizer
+from mmray.data.text.tokenizer import (
+    BadText,
+    TextEncoder,
+    clean_caption,
+    declared_pad_id,
+    load_tokenizer,
+    train_tokenizer,
+)
 from mmray.errors import UsageError
 
 CAPTIONS = [f"A {size} {colour} {shape}, déjà vu" for size in ("big", "small") for colour in ("red", "blue", "green")
@@ -38,7 +45,7 @@ def trained():
     ],
 )
 def test_clean_keeps_what_can_be_read(raw, cleaned):
-    assert clean(raw) == cleaned
+    assert clean_caption(raw) == cleaned
 
 
 @pytest.mark.parametrize(
@@ -57,7 +64,7 @@ def test_clean_keeps_what_can_be_read(raw, cleaned):
 )
 def test_clean_refuses_the_rest_with_a_reason(raw, reason):
     with pytest.raises(BadText) as caught:
-        clean(raw)
+        clean_caption(raw)
     assert caught.value.reason == reason
     assert isinstance(caught.value, ValueError)
 
@@ -65,10 +72,10 @@ def test_clean_refuses_the_rest_with_a_reason(raw, reason):
 @given(st.text(st.sampled_from("aB \t\n\x00\x85\u200b\u200d\ufeff\u00a0\u3000é👩\ud800")))
 def test_clean_is_stable(raw):
     try:
-        once = clean(raw)
+        once = clean_caption(raw)
     except BadText:
         return
-    assert clean(once) == once
+    assert clean_caption(once) == once
 
 
 def test_special_tokens_come_first(trained):

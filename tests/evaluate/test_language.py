@@ -46,13 +46,13 @@ def test_perplexity_is_that_of_every_learned_token(prepared: PreparedSet) -> Non
         if number == 5:
             continue
         pixels = torch.full((1, 3, 32, 32), number, dtype=torch.uint8)  # a picture of one grey
-        for conversation in ENCODER.words_of(record):
+        for conversation in ENCODER.texts_of(record):
             columns = ENCODER.columns([conversation])
             ids = torch.from_numpy(columns["input_ids"].astype(np.int64))
-            at = torch.from_numpy(columns["image_at"].astype(np.int64))
+            at = torch.from_numpy(columns["image_pos"].astype(np.int64))
             with torch.no_grad():
-                logits = MODEL({"image": pixels, "input_ids": ids, "image_at": at})["logits"][0].double()
-            for place in np.flatnonzero(columns["learned"][0]):
+                logits = MODEL({"image": pixels, "input_ids": ids, "image_pos": at})["logits"][0].double()
+            for place in np.flatnonzero(columns["loss_mask"][0]):
                 losses.append(-logits[place - 1].log_softmax(0)[ids[0, place]].item())
                 right.append(logits[place - 1].argmax().item() == ids[0, place])
     assert found["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
@@ -78,10 +78,10 @@ def test_no_row_that_can_be_read_is_an_error_on_every_rank(tmp_path: Path) -> No
 def test_answers_are_what_the_likeliest_tokens_say() -> None:
     """One token at a time from the whole text again, without a cache."""
     model, pixels, said = model_of(seed=1), torch.full((1, 3, 32, 32), 90, dtype=torch.uint8), []
-    ids, at = (torch.from_numpy(array.astype(np.int64)) for array in ENCODER.prompted("a red"))
+    ids, at = (torch.from_numpy(array.astype(np.int64)) for array in ENCODER.encode_prompt("a red"))
     with torch.no_grad():
         for _ in range(7):
-            token = model({"image": pixels, "input_ids": ids, "image_at": at})["logits"][0, -1].argmax()
+            token = model({"image": pixels, "input_ids": ids, "image_pos": at})["logits"][0, -1].argmax()
             if token == ENCODER.end_id:
                 break
             said.append(int(token))

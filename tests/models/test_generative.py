@@ -17,7 +17,7 @@ import mmray
 from mmray.config import Chat, ChatInputs, ClipImage, Decoder, Generative
 from mmray.data.images.decode import to_pixels
 from mmray.data.stream.collate import IGNORE_INDEX, label_columns
-from mmray.data.text.chat import ChatEncoder, with_marks
+from mmray.data.text.chat import ChatEncoder, add_special_tokens
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError
 from mmray.models.build import build
@@ -28,7 +28,7 @@ from tests.train.test_step import INVALID, ROWS, micro_of, take
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = ["a red circle", "a blue square on a green ground", "what is this?", "user: assistant: describe the image."]
 CHAT = Chat(question="what is this?")
-TOKENIZER = with_marks(train_tokenizer(TEXTS, 90), CHAT)
+TOKENIZER = add_special_tokens(train_tokenizer(TEXTS, 90), CHAT)
 ENCODER = ChatEncoder(TOKENIZER, CHAT, 40)
 INPUTS = ChatInputs(image_side=32, max_tokens=40, fit="squash", mean=(0.5, 0.4, 0.3), std=(0.25, 0.2, 0.1), chat=CHAT)
 SPEC = Generative(
@@ -39,8 +39,8 @@ SPEC = Generative(
 )
 SAID = (
     [{"role": "system", "content": "a red"}, {"role": "user", "content": ""}, {"role": "assistant", "content": "a"}],
-    ENCODER.asked("a blue square on a green ground"),
-    [*ENCODER.asked("a red circle"), *ENCODER.asked("a circle")],
+    ENCODER.as_conversation("a blue square on a green ground"),
+    [*ENCODER.as_conversation("a red circle"), *ENCODER.as_conversation("a circle")],
 )
 
 
@@ -84,7 +84,7 @@ def test_exported_it_is_transformers_own_llava(tmp_path: Path) -> None:
     out = exported(model, tmp_path / "m")
     processor, theirs = AutoProcessor.from_pretrained(out), AutoModelForImageTextToText.from_pretrained(out).eval()
     for number, conversation in enumerate(SAID):
-        text, _ = ENCODER.laid_out(conversation)
+        text, _ = ENCODER.render(conversation)
         given = processor(images=[picture(number)], text=[text], return_tensors="pt")
         expected = theirs(**given).logits[0]
         batch = batch_of([conversation], number)
@@ -93,8 +93,8 @@ def test_exported_it_is_transformers_own_llava(tmp_path: Path) -> None:
         assert places.sum() == 16
         said = (~places) | (torch.cumsum(places, 0) == 16)  # of the image, its last feature speaks
         torch.testing.assert_close(mine, expected[said], rtol=1e-4, atol=1e-4)
-    asked = ENCODER.laid_out(ENCODER.asked("")[:1])[0] + "ASSISTANT:"
-    given = processor(images=[picture()], text=[asked], return_tensors="pt")
+    as_conversation = ENCODER.render(ENCODER.as_conversation("")[:1])[0] + "ASSISTANT:"
+    given = processor(images=[picture()], text=[as_conversation], return_tensors="pt")
     cut = given["input_ids"].shape[1] - 1  # without what the tokenizer closes a text with
     given = {name: value[:, :cut] if value.ndim == 2 else value for name, value in given.items()}
     written = theirs.generate(**given, max_new_tokens=12, do_sample=False)[0, cut:].tolist()

@@ -8,7 +8,7 @@ from mmray.config import Batch
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import Blocks, ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
-from mmray.data.text.chat import fitted
+from mmray.data.text.chat import extend_tokenizer
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.engine.batch import shape_of
 from mmray.engine.checkpoint import files
@@ -38,7 +38,7 @@ def ran(
     `found`: the checkpoint that it goes on from.
     """
     config = runs.config("made", folder.parent, folder.name, **{"steps": STEPS, "precision": "fp32"} | settings)
-    tokenizer = fitted(prepared.tokenizer_json, config.model.inputs)
+    tokenizer = extend_tokenizer(prepared.tokenizer_json, config.model.inputs)
     text = config.model.text.model_copy(update={"dropout": dropout})
     model = model or config.model.model_copy(update={"text": text})
     model = model.with_tokens(TextEncoder(tokenizer, 8).vocab_size, None)

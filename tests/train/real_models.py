@@ -111,12 +111,12 @@ def blocks_of(plan: SamplePlan, rank: int) -> Iterator[dict[str, np.ndarray]]:
         "image": draw.integers(0, 256, (rows, 3, side, side), dtype=np.uint8),
         "input_ids": draw.integers(1, VOCAB, (rows, longest)).astype(np.int32),
         "num_tokens": draw.integers(2, longest + 1, rows).astype(np.int32),
-        "learned": draw.random((rows, longest)) < 0.6,
-        "image_at": np.zeros(rows, np.int32),
+        "loss_mask": draw.random((rows, longest)) < 0.6,
+        "image_pos": np.zeros(rows, np.int32),
         "key": np.arange(rows),
         "label": np.full(rows, -1),
     }
-    everything["learned"] &= np.arange(longest) < everything["num_tokens"][:, None]
+    everything["loss_mask"] &= np.arange(longest) < everything["num_tokens"][:, None]
     for step in range(plan.steps):
         positions = plan.positions(step, rank)
         real = positions >= 0

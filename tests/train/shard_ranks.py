@@ -23,7 +23,7 @@ from mmray.config import Config, Run, Train
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import Blocks, ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
-from mmray.data.text.chat import fitted
+from mmray.data.text.chat import extend_tokenizer
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.engine import loop, memory_probe
 from mmray.engine.checkpoint import files, tree
@@ -251,7 +251,7 @@ def worked(group: Group, folder: Path, name: str, kind: str, found: str | None =
     """The weights that a run of six steps ends with, as the workers of a real run have it; `found`: from the third."""
     config = runs.config(folder / "set", folder, name, steps=6, parallel=kind, precision="fp32")
     train_set = PreparedSet.open(str(folder / "set"), "train")
-    tokenizer = fitted(train_set.tokenizer_json, config.model.inputs)
+    tokenizer = extend_tokenizer(train_set.tokenizer_json, config.model.inputs)
     model = config.model.model_copy(update={"vocab_size": TextEncoder(tokenizer, 8).vocab_size})
     config = config.model_copy(update={"model": model})
     plan = SamplePlan(num_rows=22, global_rows=8, world=group.world, micro=2, seed=0, steps=6)

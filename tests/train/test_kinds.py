@@ -37,7 +37,7 @@ from mmray.config import (
 from mmray.data.store.prepared_set import PreparedSet, Row
 from mmray.data.stream.order import Blocks, ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
-from mmray.data.text.chat import fitted
+from mmray.data.text.chat import extend_tokenizer
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.engine.worker import work
 from mmray.engine.worker_context import Job, Line
@@ -108,7 +108,7 @@ def config_of(kind: str, storage: Path) -> Config:
 def trained(config: Config, sets: tuple[PreparedSet, PreparedSet], folder: Path, checkpoint: str | None = None) -> dict:
     """What one worker, alone, makes of the run from its beginning or from a checkpoint."""
     train_set, eval_set = sets
-    tokenizer = fitted(train_set.tokenizer_json, config.model.inputs)
+    tokenizer = extend_tokenizer(train_set.tokenizer_json, config.model.inputs)
     vocab_size = TextEncoder(tokenizer, 8).vocab_size
     config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": vocab_size})})
     reader = RowReader(train_set, config.model.inputs, tokenizer, config.prepare.max_pixels)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mmray.config import Evaluate, Siglip
-from mmray.data.text.chat import encoder_of
+from mmray.data.text.chat import build_encoder
 from mmray.errors import UsageError
 from mmray.train.resolve import resolve_run
 from mmray.train.worker_group import resume_point
@@ -31,7 +31,7 @@ def test_tokens_of_languages_are_those_of_the_sets(tmp_path):
     inputs = wanted.model.inputs.model_copy(update={"language_token": "[{}]"})
     speaking = wanted.model_copy(update={"model": wanted.model.model_copy(update={"inputs": inputs})})
     plain, settled = resolve_run(wanted, Silent()), resolve_run(speaking, Silent())
-    assert encoder_of(settled.tokenizer_json, inputs).languages == ("de", "fr")
+    assert build_encoder(settled.tokenizer_json, inputs).languages == ("de", "fr")
     assert settled.config.model.vocab_size == plain.config.model.vocab_size + 2
     assert settled.data["tokenizer"] != plain.data["tokenizer"]
     asked = speaking.model_copy(update={"evaluate": Evaluate(classes=("a", "b"), language="en")})

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from mmray.data.formats.rows import is_inside
+from mmray.data.formats.rows import is_safe_path
 from mmray.errors import DataError
 from mmray.storage.storage import Place
 
@@ -17,7 +17,7 @@ _NEEDED = (("images", "id", "file_name"), ("annotations", "image_id", None), ("c
 
 
 @dataclass
-class _Notes:
+class _Annotations:
     """What documents say together, by the id of the image."""
 
     images: list[tuple[str, dict[str, Any]]]  # with the document that each stands in
@@ -33,32 +33,32 @@ def coco_rows(place: Place, name: str, template: str) -> Iterator[dict[str, Any]
     names. Boxes keep COCO's [x, y, width, height]. Raises DataError for a document that is not COCO's, or that speaks
     of other images than the rest.
     """
-    notes = _joined(place, documents(name))
-    folder = _images_folder(place, documents(name)[0], [image for _, image in notes.images[:16]])
+    notes = _join_documents(place, document_names(name))
+    folder = _images_folder(place, document_names(name)[0], [image for _, image in notes.images[:16]])
     for document, image in notes.images:
         row = {"origin": f"{document}:image {image['id']}", "id": image["id"], "image": f"{folder}{image['file_name']}"}
         found = notes.boxes.get(image["id"], [])
         if found:
             labels = [note["category_id"] for note in found]  # one without is a fault of its row
             row |= {"boxes": [note["bbox"] for note in found], "box_labels": labels}
-        texts = notes.captions.get(image["id"]) or _named(found, notes.categories, template)
+        texts = notes.captions.get(image["id"]) or _category_caption(found, notes.categories, template)
         yield row | ({"texts": texts} if texts else {})
 
 
 def label_names(place: Place, name: str) -> dict[str, str]:
     """The names of the documents' categories by their ids; JSON's keys are texts. Raises DataError."""
-    items = [item for each in documents(name) for item in _document(place, each).get("categories", [])]
+    items = [item for each in document_names(name) for item in _load_document(place, each).get("categories", [])]
     named = {item["id"]: item["name"] for item in items if isinstance(item["id"], int)}
     return {str(number): named[number] for number in sorted(named)}
 
 
-def documents(name: str) -> list[str]:
+def document_names(name: str) -> list[str]:
     """The documents that `folder/a.json,b.json` names: both in that folder."""
     folder, mark, bases = name.rpartition("/")
     return [f"{folder}{mark}{base}" for base in bases.split(",")]
 
 
-def left_beside(place: Place, name: str) -> str | None:
+def companion_file(place: Place, name: str) -> str | None:
     """The other half of COCO, instances of captions or the reverse, where `name` is one alone and it lies beside it."""
     folder, mark, base = name.rpartition("/")
     for mine, other in (("captions_", "instances_"), ("instances_", "captions_")):
@@ -68,12 +68,12 @@ def left_beside(place: Place, name: str) -> str | None:
     return None
 
 
-def _joined(place: Place, names: list[str]) -> _Notes:
+def _join_documents(place: Place, names: list[str]) -> _Annotations:
     """All that is needed of the documents; one is held at a time, for outlines take most of it."""
-    notes = _Notes([], {}, {}, {})
+    notes = _Annotations([], {}, {}, {})
     files: dict[Any, str] = {}
     for name in names:
-        document, before = _document(place, name), dict(files)
+        document, before = _load_document(place, name), dict(files)
         for image in document["images"]:
             base = PurePosixPath(image["file_name"]).name
             if before.get(image["id"], base) != base:
@@ -100,7 +100,7 @@ def _joined(place: Place, names: list[str]) -> _Notes:
     return notes
 
 
-def _named(found: list[dict[str, Any]], categories: dict[Any, str], template: str) -> list[str]:
+def _category_caption(found: list[dict[str, Any]], categories: dict[Any, str], template: str) -> list[str]:
     labels = [note["category_id"] for note in found]
     names = list(dict.fromkeys(categories[label] for label in labels if _is_id(label) and label in categories))
     return [template.replace("{}", ", ".join(names))] if names else []
@@ -112,16 +112,16 @@ def _images_folder(place: Place, name: str, images: list[dict[str, Any]]) -> str
     beside = f"{folder}/" if folder else ""
     ending = base.removesuffix(".json").rpartition("_")[2]
     for candidate in (f"{ending}/", "images/", f"images/{ending}/", f"{beside}images/", beside):
-        if any(_is_there(place, f"{candidate}{image['file_name']}") for image in images):
+        if any(_exists(place, f"{candidate}{image['file_name']}") for image in images):
             return candidate
     return beside
 
 
-def _is_there(place: Place, name: str) -> bool:
-    return is_inside(name) and place.size(name) is not None
+def _exists(place: Place, name: str) -> bool:
+    return is_safe_path(name) and place.size(name) is not None
 
 
-def _document(place: Place, name: str) -> dict[str, Any]:
+def _load_document(place: Place, name: str) -> dict[str, Any]:
     where = f"{place.address}/{name}"
     try:
         document = orjson.loads(place.read(name))

@@ -10,18 +10,19 @@ from pathlib import PurePosixPath
 import orjson
 
 from mmray.data.formats import coco, image_folder
-from mmray.data.formats.delimited import Csv, Tsv
-from mmray.data.formats.image_folder import Listing, class_rows, is_image, list_rows, pair_rows
-from mmray.data.formats.jsonl import JsonLines
-from mmray.data.formats.parquet import Parquet, SavedDataset
-from mmray.data.formats.rows import is_plain
-from mmray.data.formats.source import Source, head_of
-from mmray.data.formats.webdataset import WebDataset
+from mmray.data.formats.csv import CsvSource, TsvSource
+from mmray.data.formats.image_folder import ListingSource, class_rows, is_image, list_rows, pair_rows
+from mmray.data.formats.jsonl import JsonlSource
+from mmray.data.formats.parquet import HFSavedSource, ParquetSource
+from mmray.data.formats.rows import is_valid_name
+from mmray.data.formats.source import Source, read_head
+from mmray.data.formats.webdataset import WebDatasetSource
 from mmray.errors import DataError, UsageError
 from mmray.storage.storage import Place
 
-_OF_FILES: dict[str, Callable[[Place, str, dict[str, str]], Source]] = {
-    "jsonl": JsonLines, "csv": Csv, "tsv": Tsv, "parquet": Parquet, "webdataset": WebDataset, "saved": SavedDataset,
+_FILE_FORMATS: dict[str, Callable[[Place, str, dict[str, str]], Source]] = {
+    "jsonl": JsonlSource, "csv": CsvSource, "tsv": TsvSource, "parquet": ParquetSource, "webdataset": WebDatasetSource,
+    "saved": HFSavedSource,
 }  # fmt: skip
 _SUFFIXES = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".tar": "webdataset",
@@ -32,7 +33,7 @@ _LINE_BYTES = 64 << 10  # of a file's first line, to tell rows from a document
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SourceSpec:
     """A source by its format, the folder that its paths are relative to, and the file in it (none: the folder)."""
 
     format: str
@@ -40,93 +41,93 @@ class Chosen:
     name: str
 
     @property
-    def called(self) -> str:
+    def display_name(self) -> str:
         """The name people know it by: of the file, or of the folder."""
         return self.name or PurePosixPath(self.address.partition("?")[0]).name
 
 
-def choose(address: str, forced: str = "auto") -> Chosen:
+def detect_source(address: str, forced: str = "auto") -> SourceSpec:
     """The format of what is at `address`. Raises DataError where nothing is there, or nothing that is known."""
-    if not is_plain(address):
+    if not is_valid_name(address):
         raise UsageError(f"{address!r} is not plain UTF-8: rename the file")
     place, name = Place.split(address.rstrip("/") if len(address) > 1 else address)
     whole = Place(address)
     is_folder = whole.is_folder()
     if "," in name and forced in ("auto", "lists", "coco") and not is_folder and place.size(name) is None:
-        return _of_several(place, name, forced)
+        return _multi_file_source(place, name, forced)
     if is_folder:
-        kind = forced if forced != "auto" else _kind_of_folder(whole)
+        kind = forced if forced != "auto" else _detect_folder_format(whole)
         if kind in ("jsonl", "csv", "tsv", "coco", "lists"):
             raise UsageError(f"{address} is a folder, and {kind} is a file: give the path of the file")
-        return Chosen(kind, whole.address, "")
-    found = _kind_of_file(place, name)
+        return SourceSpec(kind, whole.address, "")
+    found = _detect_file_format(place, name)
     kind = found if forced == "auto" else forced
     if kind in ("saved", "folders", "pairs"):
         raise UsageError(f"{address} is a file, and {kind} is a folder: give the path of the folder")
     if kind == "lists":
         raise UsageError(f"{address}: two parallel lists are given as images.txt,captions.txt (one folder, a comma)")
-    return _coco(place, name) if kind == "coco" else Chosen(kind, place.address, name)
+    return _coco(place, name) if kind == "coco" else SourceSpec(kind, place.address, name)
 
 
-def source_of(chosen: Chosen, out: Place, columns: dict[str, str], template: str) -> Source:
+def open_source(chosen: SourceSpec, out: Place, columns: dict[str, str], template: str) -> Source:
     """The source; nothing is read yet. `out` is the folder of the prepared set, where a listing is kept."""
     place, name = Place(chosen.address), chosen.name
-    if chosen.format in _OF_FILES:
-        return _OF_FILES[chosen.format](place, name, columns)
+    if chosen.format in _FILE_FORMATS:
+        return _FILE_FORMATS[chosen.format](place, name, columns)
     if chosen.format == "lists":
         images, _, captions = name.partition(",")
-        return Listing(place, out, columns, "two parallel lists", partial(list_rows, place, images, captions))
+        return ListingSource(place, out, columns, "two parallel lists", partial(list_rows, place, images, captions))
     if chosen.format == "folders":
-        return Listing(place, out, columns, "a folder for each class", partial(class_rows, place, template))
+        return ListingSource(place, out, columns, "a folder for each class", partial(class_rows, place, template))
     if chosen.format == "pairs":
-        return Listing(place, out, columns, "images beside texts", partial(pair_rows, place))
-    return Listing(place, out, columns, "COCO", partial(coco.coco_rows, place, name, template))
+        return ListingSource(place, out, columns, "images beside texts", partial(pair_rows, place))
+    return ListingSource(place, out, columns, "COCO", partial(coco.coco_rows, place, name, template))
 
 
-def label_names(chosen: Chosen) -> dict[str, str]:
+def label_names(chosen: SourceSpec) -> dict[str, str]:
     """What the source calls its box labels, by label; empty where its format does not say."""
     return coco.label_names(Place(chosen.address), chosen.name) if chosen.format == "coco" else {}
 
 
-def class_names(chosen: Chosen) -> tuple[str, ...]:
+def class_names(chosen: SourceSpec) -> tuple[str, ...]:
     """What the source calls the labels 0, 1, ... of its rows; empty where its format does not say."""
     return image_folder.class_names(Place(chosen.address)) if chosen.format == "folders" else ()
 
 
-def left_beside(chosen: Chosen) -> str | None:
+def companion_file(chosen: SourceSpec) -> str | None:
     """A file beside the source that says more of the same images, and is not read."""
-    return coco.left_beside(Place(chosen.address), chosen.name) if chosen.format == "coco" else None
+    return coco.companion_file(Place(chosen.address), chosen.name) if chosen.format == "coco" else None
 
 
-def _of_several(place: Place, name: str, forced: str) -> Chosen:
+def _multi_file_source(place: Place, name: str, forced: str) -> SourceSpec:
     """Files of one folder that are one source: COCO's documents, or a list of images and one of captions."""
     names = name.split(",")
     if forced == "lists" or (forced == "auto" and not all(each.lower().endswith(".json") for each in names)):
-        return Chosen("lists", place.address, name)
+        return SourceSpec("lists", place.address, name)
     for each in names:
-        head_of(place, each)
+        read_head(place, each)
     return _coco(place, name)
 
 
-def _coco(place: Place, name: str) -> Chosen:
+def _coco(place: Place, name: str) -> SourceSpec:
     if PurePosixPath(place.address).name == "annotations":  # its images stand beside that folder
         place, folder = Place.split(place.address)
         name = f"{folder}/{name}"
-    return Chosen("coco", place.address, name)
+    return SourceSpec("coco", place.address, name)
 
 
-def _kind_of_file(place: Place, name: str) -> str:
+def _detect_file_format(place: Place, name: str) -> str:
     """By its first bytes where they are plain, else by its suffix; JSON lines where neither says."""
-    head = head_of(place, name, 512)
+    head = read_head(place, name, 512)
     if head.startswith(b"PAR1"):
         return "parquet"
     if head[257:262] == b"ustar":
         return "webdataset"
     kind = _SUFFIXES.get(PurePosixPath(name).suffix.lower(), "jsonl")
-    return "jsonl" if kind == "coco" and _has_rows(head_of(place, name, _LINE_BYTES)) else kind
+    return "jsonl" if kind == "coco" and _holds_rows(read_head(place, name, _LINE_BYTES)) else kind
 
 
-def _has_rows(head: bytes) -> bool:
+def _holds_rows(head: bytes) -> bool:
     """Whether JSON that begins so holds rows, one a line or in an array, and is no document of COCO's."""
     if head.lstrip().startswith(b"["):
         return True
@@ -137,7 +138,7 @@ def _has_rows(head: bytes) -> bool:
     return isinstance(first, dict) and not {"images", "annotations"} <= first.keys()
 
 
-def _kind_of_folder(place: Place) -> str:
+def _detect_folder_format(place: Place) -> str:
     names = place.tree()
     bases = {name.rpartition("/")[2] for name in names}
     suffixes = {PurePosixPath(name).suffix.lower() for name in names}
@@ -147,7 +148,7 @@ def _kind_of_folder(place: Place) -> str:
         return "webdataset"
     images = [name for name in names if is_image(name)]
     paired = bool(images) and bool({str(PurePosixPath(name).with_suffix(".txt")) for name in images} & set(names))
-    if ".parquet" in suffixes and not (paired and _tells_of_downloads(names, images)):
+    if ".parquet" in suffixes and not (paired and _is_img2dataset_layout(names, images)):
         return "parquet"
     if paired:
         return "pairs"
@@ -160,6 +161,6 @@ def _kind_of_folder(place: Place) -> str:
     )
 
 
-def _tells_of_downloads(names: list[str], images: list[str]) -> bool:
+def _is_img2dataset_layout(names: list[str], images: list[str]) -> bool:
     """Whether the Parquet files are img2dataset's lists of what it fetched: FOLDER.parquet by each FOLDER of images."""
     return {f"{PurePosixPath(name).parent}.parquet" for name in images} <= set(names)

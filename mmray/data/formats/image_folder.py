@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 from mmray.data.formats import lines
 from mmray.data.formats.jsonl import parse_json
 from mmray.data.formats.lines import MAX_LINE_BYTES
-from mmray.data.formats.rows import BadRow, is_plain, renamed
-from mmray.data.formats.source import Chunk, Item
-from mmray.data.images.files import read_file, tried
+from mmray.data.formats.rows import BadRow, is_valid_name, rename_columns
+from mmray.data.formats.source import SourceChunk, SourceItem
+from mmray.data.images.read import quarantine_os_errors, read_file
 from mmray.errors import DataError
 from mmray.storage.storage import Place
 
@@ -23,29 +23,29 @@ SPLITS = ("train", "test", "val", "valid", "validation", "dev")
 def class_rows(place: Place, template: str) -> Iterator[dict[str, Any]]:
     """FOLDER/CLASS/image, or FOLDER/SPLIT/CLASS/image: a caption from `template`, a label in the order of the names."""
     names = [name for name in place.tree() if is_image(name)]
-    at = _at(names)
+    at = _class_depth(names)
     labels = {name: label for label, name in enumerate(_classes(names))}
     for name in names:
         parts = PurePosixPath(name).parts
         row: dict[str, Any] = {"origin": name, "id": name, "image": name}
         if len(parts) > at + 1:  # an image above the classes has no caption, and is set aside as that
-            row |= {"text": template.replace("{}", spoken(parts[at])), "label": labels[parts[at]]}
+            row |= {"text": template.replace("{}", humanize(parts[at])), "label": labels[parts[at]]}
         yield row | ({"split": parts[0]} if at else {})
 
 
 def class_names(place: Place) -> tuple[str, ...]:
     """Names of the labels 0, 1, ... that `class_rows` gives, as words; the manifest holds them, so as UTF-8."""
     classes = _classes([name for name in place.tree() if is_image(name)])
-    return tuple(spoken(name).encode(errors="backslashreplace").decode() for name in classes)
+    return tuple(humanize(name).encode(errors="backslashreplace").decode() for name in classes)
 
 
 def _classes(images: list[str]) -> list[str]:
     """Folders of the classes, in order."""
-    at = _at(images)
+    at = _class_depth(images)
     return sorted({PurePosixPath(name).parts[at] for name in images if len(PurePosixPath(name).parts) > at + 1})
 
 
-def _at(images: list[str]) -> int:
+def _class_depth(images: list[str]) -> int:
     """Which part of a path is the class: the second below folders of splits."""
     return int(has_split_folders(images))
 
@@ -70,7 +70,7 @@ def pair_rows(place: Place) -> Iterator[dict[str, Any]]:
 
 def list_rows(place: Place, images: str, captions: str) -> Iterator[dict[str, Any]]:
     """Line n of one file is the image, line n of the other its caption. Raises DataError where one is longer."""
-    paths, texts = _lines(place, images), _lines(place, captions)
+    paths, texts = _read_lines(place, images), _read_lines(place, captions)
     if len(paths) != len(texts):
         raise DataError(
             f"{place.address}: {images} has {len(paths):,} lines, {captions} {len(texts):,}: make them equal"
@@ -88,12 +88,12 @@ def has_split_folders(names: list[str]) -> bool:
     return bool(names) and all(len(name.split("/")) > 2 and name.split("/")[0] in SPLITS for name in names)
 
 
-def spoken(name: str) -> str:
+def humanize(name: str) -> str:
     """A folder's name as words."""
     return name.replace("_", " ")
 
 
-def _lines(place: Place, name: str) -> list[str]:
+def _read_lines(place: Place, name: str) -> list[str]:
     """Lines of a text; bytes that are not UTF-8 become what a row is then set aside for."""
     try:
         text = place.read(name).decode("utf-8-sig", "surrogateescape")
@@ -112,7 +112,7 @@ _TOO_LONG = "bytes of a row that is too long"
 Lister = Callable[[], Iterator[dict[str, Any]]]
 
 
-class Listing:
+class ListingSource:
     """Rows that `rows` lists; `out` is the folder the listing is in."""
 
     title: ClassVar[str] = "a listing"
@@ -121,36 +121,36 @@ class Listing:
         self.place, self.out, self.columns, self.rows = place, out, columns, rows
         self.title = title  # type: ignore[misc]  # each lister has its own
 
-    def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[Chunk]:
+    def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[SourceChunk]:
         count = 0
         with self.out.writing(LISTING) as file:
             for row in self.rows():
                 count += 1
-                file.write(_line(row))
+                file.write(_encode_row(row))
         if not count:
             raise DataError(f"{self.place.address} holds no rows of {self.title}")
         yield from lines.scan_lines(self.out, LISTING, rows_per_chunk, stops)
 
-    def read(self, chunk: Chunk) -> Iterator[Item]:
+    def read(self, chunk: SourceChunk) -> Iterator[SourceItem]:
         for line, data in lines.read_lines(self.out, chunk):
             values = parse_json(data)
             origin = values.pop("origin")
             try:
                 if _TOO_LONG in values:
                     raise BadRow("parse", "too-long", f"the row has {values[_TOO_LONG]} bytes, over {MAX_LINE_BYTES}")
-                yield Item(line, origin, renamed(self._with_text(values), self.columns))
+                yield SourceItem(line, origin, rename_columns(self._with_text(values), self.columns))
             except BadRow as bad:
-                yield Item(line, origin, bad)
+                yield SourceItem(line, origin, bad)
 
     def _with_text(self, values: dict[str, Any]) -> dict[str, Any]:
         """Each line of the row's caption file that is not blank is a caption."""
         name = values.pop("text_file", None)
         if name is None:
             return values
-        if not is_plain(name):
+        if not is_valid_name(name):
             raise BadRow("columns", "path", f"{name!r} is not plain UTF-8: rename the file")
         try:
-            with tried(name):
+            with quarantine_os_errors(name):
                 text = read_file(self.place, name).decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise BadRow("parse", "encoding", f"{name} is not UTF-8 at byte {error.start}") from None
@@ -158,7 +158,7 @@ class Listing:
         return values | {"texts": texts or [""]}
 
 
-def _line(row: dict[str, Any]) -> bytes:
+def _encode_row(row: dict[str, Any]) -> bytes:
     """A row as a line of the listing: in ASCII, for names may hold halves of surrogate pairs.
 
     Of one that is longer than a line may be, where it is and its length.

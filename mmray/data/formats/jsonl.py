@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mmray.data.formats import lines
-from mmray.data.formats.rows import BadRow, renamed
-from mmray.data.formats.source import Chunk, Item, head_of
+from mmray.data.formats.rows import BadRow, rename_columns
+from mmray.data.formats.source import SourceChunk, SourceItem, read_head
 from mmray.errors import DataError
 from mmray.storage.storage import Place
 
@@ -28,7 +28,7 @@ _NOT_JSONL = (
 )
 
 
-class JsonLines:
+class JsonlSource:
     """A .jsonl file; images are paths relative to it."""
 
     title: ClassVar[str] = "JSON lines"
@@ -36,21 +36,21 @@ class JsonLines:
     def __init__(self, place: Place, name: str, columns: dict[str, str]) -> None:
         self.place, self.name, self.columns = place, name, columns
 
-    def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[Chunk]:
+    def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[SourceChunk]:
         check_jsonl(self.place, self.name)
         return lines.scan_lines(self.place, self.name, rows_per_chunk, stops)
 
-    def read(self, chunk: Chunk) -> Iterator[Item]:
+    def read(self, chunk: SourceChunk) -> Iterator[SourceItem]:
         for line, data in lines.read_lines(self.place, chunk):
-            values = parsed(data)
+            values = try_parse(data)
             if not isinstance(values, BadRow):
-                values = renamed(values, self.columns)
-            yield Item(line, f"{self.name}:{line}", values)
+                values = rename_columns(values, self.columns)
+            yield SourceItem(line, f"{self.name}:{line}", values)
 
 
 def check_jsonl(place: Place, name: str) -> None:
     """Raises DataError for a file that is missing, empty, or plainly not JSONL."""
-    head, where = head_of(place, name), f"{place.address}/{name}"
+    head, where = read_head(place, name), f"{place.address}/{name}"
     if not head:
         raise DataError(f"{where} is empty: it must hold one JSON object a line, with `image` and `text`")
     for mark, advice in _NOT_JSONL:
@@ -58,7 +58,7 @@ def check_jsonl(place: Place, name: str) -> None:
             raise DataError(f"{where} {advice}")
 
 
-def parsed(data: bytes) -> dict[str, Any] | BadRow:
+def try_parse(data: bytes) -> dict[str, Any] | BadRow:
     """The object of a line, or what is wrong with it."""
     try:
         return parse_json(data)
@@ -68,44 +68,44 @@ def parsed(data: bytes) -> dict[str, Any] | BadRow:
 
 def parse_json(data: bytes) -> dict[str, Any]:
     """A JSON object from bytes, without NaN and without repeated names. Raises BadRow."""
-    return _object(data, _unique, _refuse)
+    return _load_object(data, _unique_pairs, _refuse_constant)
 
 
-def parse_only(data: bytes, names: Iterable[str]) -> dict[str, Any]:
+def parse_fields(data: bytes, names: Iterable[str]) -> dict[str, Any]:
     """The values of these names in a JSON object, as `parse_json` takes them; NaN in another is no fault of these.
 
     Raises BadRow.
     """
-    values = _object(data, _marked, _Wrong)
+    values = _load_object(data, _pairs_hook, _InvalidValue)
     wanted = {name: values[name] for name in names if name in values}
     try:
-        json.dumps(wanted, default=_tell)
+        json.dumps(wanted, default=_raise_invalid)
     except (ValueError, RecursionError) as error:
         raise BadRow("parse", "json", f"not JSON: {error}") from None
     return wanted
 
 
 @dataclass(frozen=True)
-class _Wrong:
+class _InvalidValue:
     """Stands for a value that is none."""
 
     constant: str
     why: str = "is not a JSON value"
 
 
-def _tell(wrong: _Wrong) -> None:
+def _raise_invalid(wrong: _InvalidValue) -> None:
     raise ValueError(f"{wrong.constant} {wrong.why}")
 
 
-def _marked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _pairs_hook(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         counts = Counter(name for name, _ in pairs)
-        values |= {name: _Wrong(repr(name), "is given twice") for name, count in counts.items() if count > 1}
+        values |= {name: _InvalidValue(repr(name), "is given twice") for name, count in counts.items() if count > 1}
     return values
 
 
-def _object(
+def _load_object(
     data: bytes, of_pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]], of_constant: Callable[[str], Any]
 ) -> dict[str, Any]:
     if len(data) > lines.MAX_LINE_BYTES:
@@ -121,7 +121,7 @@ def _object(
     return values
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
@@ -129,5 +129,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _refuse(constant: str) -> None:
+def _refuse_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not a JSON value")

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from enum import Enum
 from typing import Any
 
-from mmray.data.formats.source import Chunk, SourceChanged
+from mmray.data.formats.source import SourceChanged, SourceChunk
 from mmray.storage.storage import Place
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
@@ -23,16 +23,16 @@ BOM = b"\xef\xbb\xbf"
 
 def scan_lines(
     place: Place, name: str, rows_per_chunk: int, stops: Collection[int] = (), quoted: bool = False
-) -> Iterator[Chunk]:
+) -> Iterator[SourceChunk]:
     """The chunks of a text file, in order.
 
     A chunk ends after `rows_per_chunk` records, and at each offset of `stops` that is the end of one: where the chunks
     of an earlier pass ended, so that a file that grew has the same chunks and then new ones.
     """
     index = start = offset = lines = records = rows = 0
-    line, blank, digest, ends = 1, True, hashlib.sha256(), _Ends(quoted)
+    line, blank, digest, ends = 1, True, hashlib.sha256(), _RecordSplitter(quoted)
     with place.open(name) as file:
-        for piece in _pieces(file):
+        for piece in _iter_pieces(file):
             digest.update(piece)
             text = piece.removeprefix(BOM if offset == 0 else b"")
             blank = blank and not text.strip()
@@ -41,23 +41,23 @@ def scan_lines(
                 continue
             records, rows, blank = records + 1, rows + (not blank), True
             if records == rows_per_chunk or offset in stops:
-                yield Chunk(index, name, start, offset, line, rows, digest.hexdigest())
+                yield SourceChunk(index, name, start, offset, line, rows, digest.hexdigest())
                 index, start, line, lines, records, rows = index + 1, offset, line + lines, 0, 0, 0
                 digest = hashlib.sha256()
     if offset > start:  # the last line may lack its newline
-        yield Chunk(index, name, start, offset, line, rows + (not blank), digest.hexdigest())
+        yield SourceChunk(index, name, start, offset, line, rows + (not blank), digest.hexdigest())
 
 
-def read_lines(place: Place, chunk: Chunk, quoted: bool = False) -> Iterator[tuple[int, bytes]]:
+def read_lines(place: Place, chunk: SourceChunk, quoted: bool = False) -> Iterator[tuple[int, bytes]]:
     """(line number, bytes) of the records of a chunk that are not blank; of an endless one only the beginning.
 
     Raises SourceChanged at the end where the bytes are not those that were scanned.
     """
-    digest, line, lines, kept, ends = hashlib.sha256(), chunk.first_line, 0, b"", _Ends(quoted)
+    digest, line, lines, kept, ends = hashlib.sha256(), chunk.first_line, 0, b"", _RecordSplitter(quoted)
     mark = BOM if chunk.start == 0 else b""
     with place.open(chunk.file) as file:
         file.seek(chunk.start)
-        for piece in _pieces(file, chunk.stop - chunk.start):
+        for piece in _iter_pieces(file, chunk.stop - chunk.start):
             digest.update(piece)
             text, mark = piece.removeprefix(mark), b""
             lines += piece.endswith(b"\n")
@@ -74,7 +74,7 @@ def read_lines(place: Place, chunk: Chunk, quoted: bool = False) -> Iterator[tup
         raise SourceChanged(f"{chunk.file} changed while it was read: run the same command again")
 
 
-class _At(Enum):
+class _CsvState(Enum):
     """Where in a CSV record a scan stands, as Python's csv sees it."""
 
     BEGIN = "the begin of a field"
@@ -83,43 +83,43 @@ class _At(Enum):
     CLOSED = "behind a quote in a quoted field: its end, or the first half of a doubled one"
 
 
-class _Ends:
+class _RecordSplitter:
     """Whether a record ends with a piece of text: at a newline, unless it stands in a quoted field."""
 
     def __init__(self, quoted: bool) -> None:
-        self.quoted, self.at, self.length = quoted, _At.BEGIN, 0
+        self.quoted, self.at, self.length = quoted, _CsvState.BEGIN, 0
 
     def after(self, piece: bytes) -> bool:
         self.length += len(piece)
         if self.quoted:
-            self.at = _at_end(piece, self.at)
-        if not piece.endswith(b"\n") or (self.at is _At.QUOTED and self.length <= MAX_QUOTED_BYTES):
+            self.at = _advance(piece, self.at)
+        if not piece.endswith(b"\n") or (self.at is _CsvState.QUOTED and self.length <= MAX_QUOTED_BYTES):
             return False
-        self.at, self.length = _At.BEGIN, 0
+        self.at, self.length = _CsvState.BEGIN, 0
         return True
 
 
-def _at_end(piece: bytes, at: _At) -> _At:
+def _advance(piece: bytes, at: _CsvState) -> _CsvState:
     """Where a scan that stood `at` before this piece of a record stands behind it."""
     place = 0
     while place < len(piece):
-        if at in (_At.BEGIN, _At.CLOSED):
+        if at in (_CsvState.BEGIN, _CsvState.CLOSED):
             is_quote = piece.startswith(b'"', place)
-            at, place = (_At.QUOTED, place + 1) if is_quote else (_At.PLAIN, place)
-        elif at is _At.QUOTED:
+            at, place = (_CsvState.QUOTED, place + 1) if is_quote else (_CsvState.PLAIN, place)
+        elif at is _CsvState.QUOTED:
             found = piece.find(b'"', place)
             if found < 0:
                 return at
-            at, place = _At.CLOSED, found + 1
+            at, place = _CsvState.CLOSED, found + 1
         else:
             found = piece.find(b',"', place)
             if found < 0:
-                return _At.BEGIN if piece.endswith(b",") else at
-            at, place = _At.QUOTED, found + 2
+                return _CsvState.BEGIN if piece.endswith(b",") else at
+            at, place = _CsvState.QUOTED, found + 2
     return at
 
 
-def _pieces(file: Any, limit: int | None = None) -> Iterator[bytes]:
+def _iter_pieces(file: Any, limit: int | None = None) -> Iterator[bytes]:
     """Lines, the very long ones in pieces; `limit` bytes in all."""
     buffered = io.BufferedReader(file, _PIECE_BYTES)
     left = limit

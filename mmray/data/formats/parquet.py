@@ -13,8 +13,15 @@ import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mmray.data.formats.rows import COLUMNS, BadRow, is_inside, renamed
-from mmray.data.formats.source import Chunk, Item, files_of, in_utf8, signature, unchanged
+from mmray.data.formats.rows import COLUMNS, BadRow, is_safe_path, rename_columns
+from mmray.data.formats.source import (
+    SourceChunk,
+    SourceItem,
+    check_file_names,
+    check_unchanged,
+    file_signature,
+    list_files,
+)
 from mmray.errors import DataError
 from mmray.storage.remote_path import steadily
 from mmray.storage.storage import Place
@@ -27,7 +34,7 @@ _BUFFER_BYTES = 4 << 20  # of a column, for otherwise all of it is held
 MOST_PARTS = 16
 
 
-class Parquet:
+class ParquetSource:
     """A Parquet file, or the Parquet files of a folder in the order of their names."""
 
     title: ClassVar[str] = "Parquet"
@@ -38,13 +45,13 @@ class Parquet:
 
     def names(self) -> list[str]:
         """The files, in order."""
-        return files_of(self.place, self.name, ".parquet")
+        return list_files(self.place, self.name, ".parquet")
 
     def split_of(self, name: str) -> str | None:
         """The split that a file is of, where the layout says so."""
         return None
 
-    def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[Chunk]:
+    def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[SourceChunk]:
         index = 0
         for name in self.names():
             try:
@@ -52,7 +59,7 @@ class Parquet:
             except (pa.ArrowException, OSError) as error:
                 raise DataError(f"{self.place.address}/{name} cannot be read as {self.title}: {error}") from None
             self._wanted(schema, name)
-            mark, start, first = signature(self.place, name), 0, 1
+            mark, start, first = file_signature(self.place, name), 0, 1
             for stop in range(1, len(sizes) + 1):
                 rows = sum(sizes[start:stop])
                 if stop < len(sizes) and rows + sizes[stop] <= rows_per_chunk:
@@ -60,7 +67,7 @@ class Parquet:
                 most = max(rows_per_chunk, -(-rows // MOST_PARTS))
                 for at in range(0, rows, most):
                     part = min(most, rows - at)
-                    yield Chunk(index, name, start, stop, first, part, mark)
+                    yield SourceChunk(index, name, start, stop, first, part, mark)
                     index, first = index + 1, first + part
                 start = stop
 
@@ -72,7 +79,7 @@ class Parquet:
                 meta.row_group(group).num_rows for group in range(meta.num_row_groups)
             ], meta.schema.to_arrow_schema()
 
-    def batches(self, chunk: Chunk, had: int) -> Iterator[pa.RecordBatch]:
+    def batches(self, chunk: SourceChunk, had: int) -> Iterator[pa.RecordBatch]:
         """The rows of a chunk, the wanted columns of them, without the first `had`."""
         with self.place.open(chunk.file) as raw:
             file = pq.ParquetFile(raw, buffer_size=_BUFFER_BYTES)
@@ -84,27 +91,27 @@ class Parquet:
                 for group in groups
                 for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=wanted)
             )
-            yield from _range_of(rows, *_of_chunk(chunk, above, had))
+            yield from _slice_batches(rows, *_rows_of_chunk(chunk, above, had))
 
-    def read(self, chunk: Chunk) -> Iterator[Item]:
-        unchanged(self.place, chunk, chunk.sha256)
+    def read(self, chunk: SourceChunk) -> Iterator[SourceItem]:
+        check_unchanged(self.place, chunk, chunk.sha256)
         line, split = chunk.first_line, self.split_of(chunk.file)
         try:
             for batch in self._all_batches(chunk):
-                for values in _rows(batch):
+                for values in _iter_rows(batch):
                     if not isinstance(values, BadRow):
-                        values = renamed(values, self.columns)
+                        values = rename_columns(values, self.columns)
                         values |= {"split": split} if split and values.get("split") is None else {}
-                    yield Item(line, f"{chunk.file}:{line}", values)
+                    yield SourceItem(line, f"{chunk.file}:{line}", values)
                     line += 1
         except (pa.ArrowException, OSError) as error:  # the rest of the chunk cannot be had: each row is named
             reason = "unreadable" if self._is_of_storage(error) else "damaged"
             for rest in range(line, chunk.first_line + (chunk.num_rows or 0)):
                 fault = BadRow("read", reason, f"{self.part}s {chunk.start}-{chunk.stop - 1}: {str(error)[:200]}")
-                yield Item(rest, f"{chunk.file}:{rest}", fault)
-        unchanged(self.place, chunk, chunk.sha256)
+                yield SourceItem(rest, f"{chunk.file}:{rest}", fault)
+        check_unchanged(self.place, chunk, chunk.sha256)
 
-    def _all_batches(self, chunk: Chunk) -> Iterator[pa.RecordBatch]:
+    def _all_batches(self, chunk: SourceChunk) -> Iterator[pa.RecordBatch]:
         """The rows of a chunk; where a store fails for a moment, from behind those that were had."""
         had, batches = 0, self.batches(chunk, 0)
 
@@ -133,7 +140,7 @@ class Parquet:
         """Names of the columns to read. Raises DataError where none of them is an image or a caption."""
         ours = {self.columns.get(column, column) for column in COLUMNS}
         wanted = [column for column in schema.names if column in ours]
-        mapped = renamed(dict.fromkeys(wanted, True), self.columns)
+        mapped = rename_columns(dict.fromkeys(wanted, True), self.columns)
         texts = ("text", "texts", "messages")
         for kinds, kind in ((("image", "image_path", "images"), "image"), (texts, "text")):
             if not set(kinds) & set(mapped):
@@ -144,7 +151,7 @@ class Parquet:
         return wanted
 
 
-class SavedDataset(Parquet):
+class HFSavedSource(ParquetSource):
     """What `datasets.Dataset.save_to_disk` and `DatasetDict.save_to_disk` write; the package itself is not needed."""
 
     title: ClassVar[str] = "Hugging Face datasets"
@@ -152,7 +159,9 @@ class SavedDataset(Parquet):
 
     def names(self) -> list[str]:
         """The Arrow files that the state of each split names, in order. Raises DataError."""
-        states = in_utf8(self.place, [name for name in self.place.tree() if name.rpartition("/")[2] == "state.json"])
+        states = check_file_names(
+            self.place, [name for name in self.place.tree() if name.rpartition("/")[2] == "state.json"]
+        )
         found = [name for state in states for name in self._named(state)]
         if not found:
             raise DataError(f"{self.place.address} has no state.json that names Arrow files: it is no saved dataset")
@@ -173,7 +182,7 @@ class SavedDataset(Parquet):
                 "flatten_indices()"
             )
         names = [state.removesuffix("state.json") + file for file in files]
-        if not all(map(is_inside, names)):
+        if not all(map(is_safe_path, names)):
             raise DataError(f"{self.place.address}/{state} names files outside its folder")
         return names
 
@@ -181,21 +190,21 @@ class SavedDataset(Parquet):
         with self.place.open(name, mapped=True) as raw, pa.ipc.open_stream(raw) as reader:
             return [batch.num_rows for batch in reader], reader.schema
 
-    def batches(self, chunk: Chunk, had: int) -> Iterator[pa.RecordBatch]:
+    def batches(self, chunk: SourceChunk, had: int) -> Iterator[pa.RecordBatch]:
         with self.place.open(chunk.file, mapped=True) as raw, pa.ipc.open_stream(raw) as reader:
             wanted = self._wanted(reader.schema, chunk.file)
             above = sum(reader.read_next_batch().num_rows for _ in range(chunk.start))
-            for batch in _range_of(reader, *_of_chunk(chunk, above, had)):
+            for batch in _slice_batches(reader, *_rows_of_chunk(chunk, above, had)):
                 whole = batch.select(wanted)
                 yield from (whole.slice(at, _ROWS_AT_ONCE) for at in range(0, whole.num_rows, _ROWS_AT_ONCE))
 
 
-def _of_chunk(chunk: Chunk, above: int, had: int) -> tuple[int, int]:
+def _rows_of_chunk(chunk: SourceChunk, above: int, had: int) -> tuple[int, int]:
     """(rows to leave out, rows to take) of a chunk's parts, above which the file has so many rows."""
     return chunk.first_line - 1 - above + had, (chunk.num_rows or 0) - had
 
 
-def _range_of(batches: Iterable[pa.RecordBatch], start: int, count: int) -> Iterator[pa.RecordBatch]:
+def _slice_batches(batches: Iterable[pa.RecordBatch], start: int, count: int) -> Iterator[pa.RecordBatch]:
     """Rows start..start + count of the batches; none behind them is read."""
     for batch in batches if count else ():
         part = batch.slice(min(start, batch.num_rows), count)
@@ -206,7 +215,7 @@ def _range_of(batches: Iterable[pa.RecordBatch], start: int, count: int) -> Iter
             return
 
 
-def _rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | BadRow]:
+def _iter_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | BadRow]:
     """Rows one by one; text that is not UTF-8 costs its own row alone."""
     for number in range(batch.num_rows):
         try:

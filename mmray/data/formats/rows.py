@@ -20,56 +20,56 @@ class BadRow(ValueError):
 
 
 # Conversations of any source to a list of messages: who says what. Strict, as rows.py is.
-MAX_BYTES = 64 * 1024  # of one message, as of a caption
+MAX_MESSAGE_BYTES = 64 * 1024  # of one message, as of a caption
 _ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 _IMAGE = "<image>"  # how many sets mark the image's place; where it stands, the model's own settings say
 
 
-def messages_of(value: Any) -> tuple[dict[str, str], ...]:
+def parse_messages(value: Any) -> tuple[dict[str, str], ...]:
     """Messages {role, content} of a row; roles are system (first only), user, assistant. Raises BadRow.
 
     Taken are {role, content}, its content text or a list of parts of type `text` and `image`, and LLaVA's
     {from: human | gpt, value}. An `<image>` in the text is left out.
     """
     if not isinstance(value, list) or not value:
-        raise _bad(f"must be a list of {{role, content}}, is {str(value)[:80]!r}")
-    messages = tuple(_message(item) for item in value)
-    if (images := sum(_text(_said(item)).count(_IMAGE) for item in value)) > 1:
-        raise _bad(f"the conversation is about {images} images, and a model here looks at one")
+        raise _invalid_messages(f"must be a list of {{role, content}}, is {str(value)[:80]!r}")
+    messages = tuple(_parse_message(item) for item in value)
+    if (images := sum(_parse_content(_content_of(item)).count(_IMAGE) for item in value)) > 1:
+        raise _invalid_messages(f"the conversation is about {images} images, and a model here looks at one")
     if any(message["role"] == "system" for message in messages[1:]):
-        raise _bad("only the first message may be that of the system")
+        raise _invalid_messages("only the first message may be that of the system")
     if not any(message["role"] == "assistant" for message in messages):
-        raise _bad("no message is the assistant's: there is nothing to learn")
+        raise _invalid_messages("no message is the assistant's: there is nothing to learn")
     return messages
 
 
-def _message(item: Any) -> dict[str, str]:
+def _parse_message(item: Any) -> dict[str, str]:
     if not isinstance(item, dict):
-        raise _bad(f"a message must be {{role, content}}, is {str(item)[:80]!r}")
+        raise _invalid_messages(f"a message must be {{role, content}}, is {str(item)[:80]!r}")
     said = item.get("role") or item.get("from")
     role = _ROLES.get(said) if isinstance(said, str) else None
     if role is None:
-        raise _bad(f"the role of a message must be one of {', '.join(_ROLES)}, is {str(said)[:40]!r}")
-    content = _text(_said(item)).replace(_IMAGE, "").strip()
+        raise _invalid_messages(f"the role of a message must be one of {', '.join(_ROLES)}, is {str(said)[:40]!r}")
+    content = _parse_content(_content_of(item)).replace(_IMAGE, "").strip()
     try:
         num_bytes = len(content.encode())
     except UnicodeEncodeError as error:
-        raise _bad(f"character {error.start} of a message is half a surrogate pair") from None
-    if num_bytes > MAX_BYTES:
-        raise _bad(f"a message of {num_bytes} bytes is over {MAX_BYTES}")
+        raise _invalid_messages(f"character {error.start} of a message is half a surrogate pair") from None
+    if num_bytes > MAX_MESSAGE_BYTES:
+        raise _invalid_messages(f"a message of {num_bytes} bytes is over {MAX_MESSAGE_BYTES}")
     content = "".join(character for character in content if character >= " " or character in "\t\n")
     if not content and role != "user":  # a user may show the image and say nothing
-        raise _bad(f"a message of the {role} is empty")
+        raise _invalid_messages(f"a message of the {role} is empty")
     return {"role": role, "content": content}
 
 
-def _said(item: dict[str, Any]) -> Any:
+def _content_of(item: dict[str, Any]) -> Any:
     """What a message says; a column of Arrow has both names, and nothing under the other one."""
     content = item.get("content")
     return item.get("value") if content is None else content
 
 
-def _text(content: Any) -> str:
+def _parse_content(content: Any) -> str:
     """The text of a content, or of its parts."""
     if isinstance(content, str):
         return content
@@ -79,10 +79,10 @@ def _text(content: Any) -> str:
             texts = [part.get("text") for part in content if part["type"] == "text"]
             if all(isinstance(text, str) for text in texts):
                 return "\n".join(map(str, texts))
-    raise _bad(f"content must be text, or a list of texts and at most one image, is {str(content)[:80]!r}")
+    raise _invalid_messages(f"content must be text, or a list of texts and at most one image, is {str(content)[:80]!r}")
 
 
-def _bad(detail: str) -> BadRow:
+def _invalid_messages(detail: str) -> BadRow:
     return BadRow("columns", "messages", detail)
 
 
@@ -97,7 +97,7 @@ _TEXT_COLUMNS = ("text", "texts")
 
 
 @dataclass(frozen=True)
-class Picture:
+class ImageRef:
     """An image as a source has it: a whole file of its folder, a part of one, bytes that stand in the row itself, or
     an address that is allowed.
 
@@ -114,11 +114,11 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class RawRow:
+class SourceRow:
     """A row as the source states it; boxes are (x, y, width, height) in pixels of the image."""
 
     key: str
-    images: tuple[Picture, ...]
+    images: tuple[ImageRef, ...]
     texts: tuple[Any, ...]
     label: int | None
     split: str | None
@@ -128,22 +128,22 @@ class RawRow:
     messages: tuple[dict[str, str], ...] = ()
 
 
-def row_of(values: dict[str, Any], origin: str, hosts: tuple[str, ...] = ()) -> RawRow:
+def parse_row(values: dict[str, Any], origin: str, hosts: tuple[str, ...] = ()) -> SourceRow:
     """A row from named values. `origin` is its key where it states none; images may lie at `hosts`. Raises BadRow."""
     values = {name: value for name, value in values.items() if value is not None}
-    key = _key(values, origin)
+    key = _parse_key(values, origin)
     try:
-        boxes = _boxes(values)
-        messages = messages_of(values["messages"]) if "messages" in values else ()
-        return RawRow(
+        boxes = _parse_boxes(values)
+        messages = parse_messages(values["messages"]) if "messages" in values else ()
+        return SourceRow(
             key=key,
-            images=_images(values, hosts),
-            texts=_texts(values, messages),
-            label=_label(values),
-            split=_name(values, "split"),
-            language=_name(values, "language"),
+            images=_parse_images(values, hosts),
+            texts=_parse_texts(values, messages),
+            label=_parse_label(values),
+            split=_parse_word(values, "split"),
+            language=_parse_word(values, "language"),
             boxes=boxes,
-            box_labels=_box_labels(values, len(boxes)),
+            box_labels=_parse_box_labels(values, len(boxes)),
             messages=messages,
         )
     except BadRow as bad:
@@ -151,20 +151,20 @@ def row_of(values: dict[str, Any], origin: str, hosts: tuple[str, ...] = ()) -> 
         raise
 
 
-def renamed(values: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+def rename_columns(values: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
     """The values under our names, where `columns` maps ours to theirs."""
     theirs = {their: value for their, value in values.items() if their in columns.values()}
     rest = {name: value for name, value in values.items() if name not in theirs and name not in columns}
     return rest | {our: theirs[their] for our, their in columns.items() if their in theirs}
 
 
-def is_inside(name: str) -> bool:
+def is_safe_path(name: str) -> bool:
     """Whether a name is a plain relative path that stays in its folder."""
     path = PurePosixPath(name)
-    return not (path.is_absolute() or ".." in path.parts or "://" in name or not is_plain(name))
+    return not (path.is_absolute() or ".." in path.parts or "://" in name or not is_valid_name(name))
 
 
-def is_plain(text: str) -> bool:
+def is_valid_name(text: str) -> bool:
     """Without control characters, and possible in UTF-8 (JSON can spell half a surrogate pair)."""
     try:
         text.encode()
@@ -173,49 +173,49 @@ def is_plain(text: str) -> bool:
     return _CONTROL.search(text) is None
 
 
-def _key(values: dict[str, Any], origin: str) -> str:
+def _parse_key(values: dict[str, Any], origin: str) -> str:
     key = values.get("id", values.get("key", origin))
     if isinstance(key, bool) or not isinstance(key, (str, int)):
         raise BadRow("columns", "key", f"id must be text or an integer, is {type(key).__name__}")
     key = str(key)
-    if not key.strip() or len(key) > 1024 or not is_plain(key):
+    if not key.strip() or len(key) > 1024 or not is_valid_name(key):
         raise BadRow("columns", "key", f"id must be 1 to 1024 characters without controls, is {key[:40]!r}")
     return key
 
 
-def _images(values: dict[str, Any], hosts: tuple[str, ...]) -> tuple[Picture, ...]:
-    given = _one_of(values, _IMAGE_COLUMNS, "no-image")
+def _parse_images(values: dict[str, Any], hosts: tuple[str, ...]) -> tuple[ImageRef, ...]:
+    given = _single_column(values, _IMAGE_COLUMNS, "no-image")
     if len(given) > 1:
         detail = f"the row has {len(given)} images, and a model here looks at one: give each a row of its own"
-        raise BadRow("columns", "several-images", detail)
-    return (_picture(given[0], hosts),)
+        raise BadRow("columns", "multiple-images", detail)
+    return (_image_ref(given[0], hosts),)
 
 
-def _picture(value: Any, hosts: tuple[str, ...]) -> Picture:
+def _image_ref(value: Any, hosts: tuple[str, ...]) -> ImageRef:
     """From a path, bytes, the pair of both that Hugging Face writes, or an address at one of `hosts`."""
-    if isinstance(value, Picture):
+    if isinstance(value, ImageRef):
         return value
     name = value
     if isinstance(value, dict) and isinstance(value.get("bytes"), bytes):
-        return Picture(str(value.get("path") or "the image"), data=value["bytes"])
+        return ImageRef(str(value.get("path") or "the image"), data=value["bytes"])
     if isinstance(value, dict) and set(value) == {"bytes", "path"} and value["bytes"] is None:
         name = value["path"]
     if isinstance(name, bytes):
-        return Picture("the image", data=name)
+        return ImageRef("the image", data=name)
     if not isinstance(name, str) or not name.strip():
         raise BadRow("columns", "image", f"an image must be a path, is {str(name)[:80]!r}")
-    if hosts and is_url(name) and is_plain(name):
+    if hosts and is_url(name) and is_valid_name(name):
         if why := unfit(name, hosts):
             raise BadRow("columns", "url", f"{shown(name)}: {why}")
-        return Picture(shown(name), url=name)
-    if not is_inside(name):
+        return ImageRef(shown(name), url=name)
+    if not is_safe_path(name):
         told = shown(name) if "://" in name else name[:200]
         hint = " (--allow-urls names the hosts that images are fetched from)" if is_url(name) else ""
         raise BadRow("columns", "path", f"{told!r} is not a path inside the folder of the source{hint}")
-    return Picture(name, file=name)
+    return ImageRef(name, file=name)
 
 
-def _one_of(values: dict[str, Any], columns: tuple[str, ...], missing: str) -> tuple[Any, ...]:
+def _single_column(values: dict[str, Any], columns: tuple[str, ...], missing: str) -> tuple[Any, ...]:
     """The value of the one column of these that is there, as a tuple of at least one item."""
     given = [column for column in columns if column in values]
     if not given:
@@ -230,14 +230,14 @@ def _one_of(values: dict[str, Any], columns: tuple[str, ...], missing: str) -> t
     return items
 
 
-def _texts(values: dict[str, Any], messages: tuple[dict[str, str], ...]) -> tuple[Any, ...]:
+def _parse_texts(values: dict[str, Any], messages: tuple[dict[str, str], ...]) -> tuple[Any, ...]:
     """Captions; of a row that has a conversation only, what the assistant says."""
     if messages and not any(column in values for column in _TEXT_COLUMNS):
         return tuple(message["content"] for message in messages if message["role"] == "assistant")
-    return _one_of(values, _TEXT_COLUMNS, "no-text")
+    return _single_column(values, _TEXT_COLUMNS, "no-text")
 
 
-def _label(values: dict[str, Any]) -> int | None:
+def _parse_label(values: dict[str, Any]) -> int | None:
     label = values.get("label")
     if label is not None and not _is_label(label):
         raise BadRow("columns", "label", f"label must be an integer (number your classes), is {str(label)[:40]!r}")
@@ -248,7 +248,7 @@ def _is_label(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
 
 
-def _name(values: dict[str, Any], column: str) -> str | None:
+def _parse_word(values: dict[str, Any], column: str) -> str | None:
     """A split or a language: a short plain word, as it becomes part of a file name."""
     name = values.get(column)
     if name is not None and not (isinstance(name, str) and _WORD.fullmatch(name)):
@@ -256,7 +256,7 @@ def _name(values: dict[str, Any], column: str) -> str | None:
     return name
 
 
-def _boxes(values: dict[str, Any]) -> tuple[tuple[float, ...], ...]:
+def _parse_boxes(values: dict[str, Any]) -> tuple[tuple[float, ...], ...]:
     boxes = values.get("boxes", [])
     if not isinstance(boxes, list) or not all(_is_box(box) for box in boxes):
         raise BadRow("columns", "boxes", f"boxes must be a list of [x, y, width, height], is {str(boxes)[:80]}")
@@ -268,7 +268,7 @@ def _is_box(box: Any) -> bool:
     return numbers and all(abs(number) < 2**63 for number in box) and box[2] >= 0 and box[3] >= 0
 
 
-def _box_labels(values: dict[str, Any], num_boxes: int) -> tuple[int, ...]:
+def _parse_box_labels(values: dict[str, Any], num_boxes: int) -> tuple[int, ...]:
     labels = values.get("box_labels", [])
     if not isinstance(labels, list) or not all(map(_is_label, labels)) or len(labels) not in (0, num_boxes):
         raise BadRow("columns", "boxes", f"box_labels must be an integer for each of {num_boxes} boxes")

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from mmray.data.formats.rows import BadRow, is_plain
+from mmray.data.formats.rows import BadRow, is_valid_name
 from mmray.errors import DataError
 from mmray.storage.storage import Place
 
@@ -25,7 +25,7 @@ class SourceUnreadable(Exception):
 
 
 @dataclass(frozen=True)
-class Chunk:
+class SourceChunk:
     """A part of one file: bytes, row groups or record batches start..stop, as its format counts them."""
 
     index: int
@@ -38,7 +38,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Item:
+class SourceItem:
     """A row as it stands in the source: `line` orders it in its chunk, `origin` names it for people (`file:line`)."""
 
     line: int
@@ -51,27 +51,27 @@ class Source(Protocol):
 
     title: ClassVar[str]  # as it is said aloud
 
-    def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[Chunk]:
+    def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[SourceChunk]:
         """The chunks in order; `stops` are ends that an earlier pass gave. Raises DataError for a fault of the set."""
         ...
 
-    def read(self, chunk: Chunk) -> Iterator[Item]:
+    def read(self, chunk: SourceChunk) -> Iterator[SourceItem]:
         """The rows of a chunk. Raises SourceChanged where it is not what was scanned."""
         ...
 
 
-def signature(place: Place, name: str) -> str:
+def file_signature(place: Place, name: str) -> str:
     """Digest of a file's name, size and time of change: what tells a large file from another without reading it."""
     return hashlib.sha256(repr((name, *place.info(name))).encode()).hexdigest()
 
 
-def unchanged(place: Place, chunk: Chunk, expected: str) -> None:
+def check_unchanged(place: Place, chunk: SourceChunk, expected: str) -> None:
     """Raises SourceChanged where the file is not the one that was scanned, by `signature`."""
-    if signature(place, chunk.file) != expected:
+    if file_signature(place, chunk.file) != expected:
         raise SourceChanged(f"{chunk.file} changed while it was read: run the same command again")
 
 
-def head_of(place: Place, name: str, size: int = 64) -> bytes:
+def read_head(place: Place, name: str, size: int = 64) -> bytes:
     """The first bytes of a file. Raises DataError where it cannot be read."""
     where = f"{place.address}/{name}"
     try:
@@ -83,13 +83,13 @@ def head_of(place: Place, name: str, size: int = 64) -> bytes:
         raise DataError(f"{where} cannot be read: {error}") from None
 
 
-def files_of(place: Place, name: str, suffix: str) -> list[str]:
+def list_files(place: Place, name: str, suffix: str) -> list[str]:
     """The one file that is named, or without a name those of the folder with this suffix in any case, sorted."""
-    return [name] if name else in_utf8(place, [file for file in place.tree() if file.lower().endswith(suffix)])
+    return [name] if name else check_file_names(place, [file for file in place.tree() if file.lower().endswith(suffix)])
 
 
-def in_utf8(place: Place, names: list[str]) -> list[str]:
+def check_file_names(place: Place, names: list[str]) -> list[str]:
     """The names of files to read. Raises DataError where one is not UTF-8, which pyarrow cannot open."""
-    if odd := [name for name in names if not is_plain(name)]:
+    if odd := [name for name in names if not is_valid_name(name)]:
         raise DataError(f"{place.address}: the name {odd[0]!r} is not plain UTF-8: rename the file")
     return names

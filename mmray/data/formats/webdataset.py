@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any, ClassVar
 
-from mmray.data.formats.jsonl import parse_only
-from mmray.data.formats.rows import BadRow, Picture, is_inside, renamed
-from mmray.data.formats.source import Chunk, Item, files_of, head_of, signature, unchanged
-from mmray.data.images.files import MAX_IMAGE_BYTES
+from mmray.data.formats.jsonl import parse_fields
+from mmray.data.formats.rows import BadRow, ImageRef, is_safe_path, rename_columns
+from mmray.data.formats.source import SourceChunk, SourceItem, check_unchanged, file_signature, list_files, read_head
+from mmray.data.images.read import MAX_IMAGE_BYTES
 from mmray.errors import DataError
 from mmray.storage.storage import Place
 
@@ -29,7 +29,7 @@ _BUFFER_BYTES = 4 * 1024 * 1024
 _BLOCK = 512
 
 
-class WebDataset:
+class WebDatasetSource:
     """A tar, or the tars of a folder in the order of their names."""
 
     title: ClassVar[str] = "WebDataset"
@@ -37,24 +37,24 @@ class WebDataset:
     def __init__(self, place: Place, name: str, columns: dict[str, str]) -> None:
         self.place, self.name, self.columns = place, name, columns
 
-    def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[Chunk]:
-        for index, name in enumerate(files_of(self.place, self.name, ".tar")):
-            if head_of(self.place, name).startswith(b"\x1f\x8b"):
+    def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[SourceChunk]:
+        for index, name in enumerate(list_files(self.place, self.name, ".tar")):
+            if read_head(self.place, name).startswith(b"\x1f\x8b"):
                 raise DataError(f"{self.place.address}/{name} is gzip: unpack it to a plain tar first")
             size = self.place.size(name) or 0
-            yield Chunk(index, name, 0, size, 1, None, signature(self.place, name))
+            yield SourceChunk(index, name, 0, size, 1, None, file_signature(self.place, name))
 
-    def read(self, chunk: Chunk) -> Iterator[Item]:
-        place = _Members(self.place, chunk.file)
-        for number, (stem, parts) in enumerate(_samples(place), 1):
+    def read(self, chunk: SourceChunk) -> Iterator[SourceItem]:
+        place = _TarMembers(self.place, chunk.file)
+        for number, (stem, parts) in enumerate(_group_samples(place), 1):
             origin = f"{chunk.file}/{stem}"
-            yield Item(number, origin, parts if isinstance(parts, BadRow) else self._values(origin, parts))
-        unchanged(self.place, chunk, chunk.sha256)
+            yield SourceItem(number, origin, parts if isinstance(parts, BadRow) else self._values(origin, parts))
+        check_unchanged(self.place, chunk, chunk.sha256)
 
-    def _values(self, origin: str, parts: dict[str, Picture]) -> dict[str, Any] | BadRow:
+    def _values(self, origin: str, parts: dict[str, ImageRef]) -> dict[str, Any] | BadRow:
         key = _SUFFIX.sub("/", origin, count=1)
         try:
-            values = renamed(_described(parts, self.columns), self.columns)
+            values = rename_columns(_sample_fields(parts, self.columns), self.columns)
         except BadRow as bad:
             bad.key = key
             return bad
@@ -66,7 +66,7 @@ class WebDataset:
         return {"id": key} | values
 
 
-def _described(parts: dict[str, Picture], columns: dict[str, str]) -> dict[str, Any]:
+def _sample_fields(parts: dict[str, ImageRef], columns: dict[str, str]) -> dict[str, Any]:
     """Caption, label and further columns from the txt, cls and json of a sample; what the txt says goes before.
 
     `columns` maps our names to those of the json. What is not taken from the json is no fault of the sample.
@@ -76,7 +76,7 @@ def _described(parts: dict[str, Picture], columns: dict[str, str]) -> dict[str, 
         mapped = {their for our, their in columns.items() if our not in ("image", "images")}  # these are members
         stated = {"label"} if "cls" in parts else set()
         stated |= set(_TEXTS) if "txt" in parts or {"text", "texts"} & set(columns) else set()
-        values = parse_only(parts["json"].data or b"", {*_FROM_JSON} - stated | mapped)
+        values = parse_fields(parts["json"].data or b"", {*_FROM_JSON} - stated | mapped)
         if "caption" in values and "caption" not in mapped:
             caption = values.pop("caption")
             values = {"text": caption} | values if "texts" not in values else values
@@ -92,13 +92,13 @@ def _described(parts: dict[str, Picture], columns: dict[str, str]) -> dict[str, 
     return values
 
 
-class _Members:
+class _TarMembers:
     """The members of a tar with their bytes, in one pass; the last is a BadRow where the tar does not end well."""
 
     def __init__(self, place: Place, name: str) -> None:
         self.place, self.name = place, name
 
-    def __iter__(self) -> Iterator[tuple[str, Picture | BadRow]]:
+    def __iter__(self) -> Iterator[tuple[str, ImageRef | BadRow]]:
         with self.place.open(self.name) as raw:
             file = io.BufferedReader(raw, _BUFFER_BYTES)
             last = "its beginning"
@@ -119,10 +119,10 @@ class _Members:
             except (tarfile.TarError, EOFError) as error:
                 yield "", BadRow("read", "truncated", f"the tar breaks off or is damaged after {last}: {error}")
 
-    def _member(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> Picture | BadRow:
+    def _member(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> ImageRef | BadRow:
         if not member.isreg() or member.issparse():
-            return BadRow("read", "not-a-file", f"member {member.name[:200]!r} is a link, a device or a pipe")
-        if not is_inside(member.name):
+            return BadRow("read", "not-regular-file", f"member {member.name[:200]!r} is a link, a device or a pipe")
+        if not is_safe_path(member.name):
             return BadRow("columns", "path", f"member {member.name[:200]!r} is not a path inside a folder")
         if member.size > MAX_IMAGE_BYTES:
             return BadRow("read", "too-large", f"{member.name} has {member.size} bytes, over {MAX_IMAGE_BYTES}")
@@ -130,17 +130,17 @@ class _Members:
         if len(data) < member.size:
             return BadRow("read", "truncated", f"{member.name} has {len(data)} of its {member.size} bytes")
         tar.members.clear()  # type: ignore[attr-defined]  # a tar of a million members would be held otherwise
-        return Picture(member.name, self.name, member.offset_data, member.size, data)
+        return ImageRef(member.name, self.name, member.offset_data, member.size, data)
 
 
-def _samples(members: _Members) -> Iterator[tuple[str, dict[str, Picture] | BadRow]]:
+def _group_samples(members: _TarMembers) -> Iterator[tuple[str, dict[str, ImageRef] | BadRow]]:
     """Consecutive members of one base name; a bad member takes its sample with it.
 
     A member that comes again begins another sample, so that none vanishes: one of the two has its id twice.
     """
     stem: str | None = None
     kinds: set[str] = set()
-    parts: dict[str, Picture] = {}
+    parts: dict[str, ImageRef] = {}
     bad: BadRow | None = None
     for name, member in members:
         folder, _, base = name.removeprefix("./").rpartition("/")

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 PixelBox = tuple[int, int, int, int]  # left, top, right, bottom
 _ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 CROP_TRIES = 10
-CROP, FLIP, FACTORS, TURNS = slice(0, 4 * CROP_TRIES), 40, slice(41, 45), slice(45, 49)
-DRAWS = 49  # of a row, at the places above
+CROP, FLIP, JITTER, ORDER = slice(0, 4 * CROP_TRIES), 40, slice(41, 45), slice(45, 49)
+NUM_RANDOM = 49  # of a row, at the places above
 
 
-def draws(seed: int, epoch: np.ndarray, key: np.ndarray) -> np.ndarray:
+def random_numbers(seed: int, epoch: np.ndarray, key: np.ndarray) -> np.ndarray:
     """Numbers in [0, 1) float64 [R, DRAWS] for rows of int64 `epoch` and `key` [R]."""
-    return hash_uniform(seed, epoch, key, DRAWS)
+    return hash_uniform(seed, epoch, key, NUM_RANDOM)
 
 
-def viewed(
+def load_and_transform(
     data: bytes, max_pixels: int, inputs: Inputs, augment: Augment | None = None, drawn: np.ndarray | None = None
 ) -> np.ndarray:
     """What a model sees of an encoded image, varied where `drawn` float64 [DRAWS] says how: uint8 [3, side, side].
@@ -38,10 +38,10 @@ def viewed(
     """
     if augment is None or drawn is None:
         return read_pixels(data, inputs.image_side, inputs.fit, inputs.interpolation, max_pixels)
-    return vary(read_rgb(data, max_pixels), inputs, augment, drawn)
+    return augment_image(read_rgb(data, max_pixels), inputs, augment, drawn)
 
 
-def vary(image: Image.Image | np.ndarray, inputs: Inputs, augment: Augment, drawn: np.ndarray) -> np.ndarray:
+def augment_image(image: Image.Image | np.ndarray, inputs: Inputs, augment: Augment, drawn: np.ndarray) -> np.ndarray:
     """A varied square of an upright RGB image or uint8 [H, W, 3]: uint8 [3, side, side]; `drawn` float64 [DRAWS].
 
     A random crop fills the square, whatever `inputs.fit` says. Jitter works on the small square: the factors are of
@@ -49,15 +49,15 @@ def vary(image: Image.Image | np.ndarray, inputs: Inputs, augment: Augment, draw
     """
     rgb, fit = np.asarray(image), inputs.fit
     if augment.crops:
-        left, top, right, bottom = random_box((rgb.shape[1], rgb.shape[0]), augment, drawn[CROP])
+        left, top, right, bottom = random_crop_box((rgb.shape[1], rgb.shape[0]), augment, drawn[CROP])
         rgb, fit = rgb[top:bottom, left:right], "squash"
     square = resized(rgb, inputs.image_side, fit, inputs.interpolation)
     if drawn[FLIP] < augment.flip:
         square = square.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    return channels_first(_jitter(square, augment, drawn[FACTORS], np.argsort(drawn[TURNS])))
+    return channels_first(_jitter(square, augment, drawn[JITTER], np.argsort(drawn[ORDER])))
 
 
-def random_box(size: tuple[int, int], augment: Augment, drawn: np.ndarray) -> PixelBox:
+def random_crop_box(size: tuple[int, int], augment: Augment, drawn: np.ndarray) -> PixelBox:
     """Part of an image of (width, height) `size`, of a drawn area, aspect ratio and place (Szegedy et al. 2015).
 
     In whole pixels, ten tries, then the largest central part whose ratio is allowed, as torchvision's
@@ -86,13 +86,13 @@ def _jitter(square: Image.Image, augment: Augment, factors: np.ndarray, turns: n
         if change == 0:
             continue
         if index == len(_ENHANCERS):
-            square = _turn_hue(square, change)
+            square = _adjust_hue(square, change)
         else:
             square = _ENHANCERS[index](square).enhance(1 + change)
     return square
 
 
-def _turn_hue(square: Image.Image, change: float) -> Image.Image:
+def _adjust_hue(square: Image.Image, change: float) -> Image.Image:
     """Hue moved by `change` of the circle, 8 bits to the circle as Pillow's HSV has it."""
     hue, saturation, value = square.convert("HSV").split()
     turned = Image.fromarray((np.asarray(hue).astype(np.int16) + round(change * 255)).astype(np.uint8))

@@ -35,7 +35,7 @@ _MOVES = {
 _LYING = (5, 6, 7, 8)  # width and height change places
 
 
-def turn_upright(image: Image.Image) -> Image.Image:
+def exif_transpose(image: Image.Image) -> Image.Image:
     """The picture upright; itself where it is."""
     move = _MOVES.get(_orientation(image))
     return image if move is None else image.transpose(move)
@@ -125,7 +125,7 @@ _REACH = 2  # pixels to either side that the widest filter, the bicubic one, loo
 _THREAD = threading.local()  # a resizer keeps its working memory, so that two threads must not share one
 
 
-def resample(
+def resize(
     rgb: np.ndarray, size: tuple[int, int], interpolation: Literal["bilinear", "bicubic"], box: Box
 ) -> np.ndarray:
     """The part `box` of uint8 [H, W, 3] as uint8 [h, w, 3], `size` being (w, h).
@@ -134,7 +134,7 @@ def resample(
     at once, has read beyond its memory and died.
     """
     if simd is None:
-        return resample_by_pillow(rgb, size, interpolation, box)
+        return resize_with_pillow(rgb, size, interpolation, box)
     left, top, right, bottom = box
     # Catmull and Rom's filter is the bicubic one that Pillow has (a = -0.5).
     kind = simd.FilterType.bilinear if interpolation == "bilinear" else simd.FilterType.catmull_rom
@@ -155,7 +155,7 @@ def resample(
     return np.frombuffer(out.get_buffer(), np.uint8).reshape(size[1], size[0], 3)
 
 
-def resample_by_pillow(
+def resize_with_pillow(
     rgb: np.ndarray, size: tuple[int, int], interpolation: Literal["bilinear", "bicubic"], box: Box
 ) -> np.ndarray:
     """The same by Pillow: the yardstick, and what does it where there is no other."""
@@ -218,7 +218,7 @@ def _decode(image: ImageFile.ImageFile, data: bytes, max_pixels: int) -> Image.I
         correct_png_transparency(image)
     try:
         image.load()
-        upright = turn_upright(image)
+        upright = exif_transpose(image)
         rgb = to_rgb(upright)
     except MemoryError:
         raise  # no fault of the image: its row must not be set aside for it
@@ -230,13 +230,13 @@ def _decode(image: ImageFile.ImageFile, data: bytes, max_pixels: int) -> Image.I
     return rgb
 
 
-def checked_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+def verify_image(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """(width, height) of what `decode(data)` gives, at half its price. Raises BadImage as `decode` does.
 
     All bits of a JPEG are read, which is where its faults are found, and one pixel in 64 is made of them.
     """
     image = _open(data, max_pixels)
-    if _plain_jpeg(image, data, sketch=True) is not None:
+    if _decode_jpeg_fast(image, data, sketch=True) is not None:
         return image.size
     return _decode(image, data, max_pixels).size
 
@@ -248,7 +248,7 @@ def read_rgb(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     other, and any that it finds fault with, takes the way of `decode`.
     """
     image = _open(data, max_pixels)
-    rgb = _plain_jpeg(image, data)
+    rgb = _decode_jpeg_fast(image, data)
     return np.asarray(_decode(image, data, max_pixels)) if rgb is None else rgb
 
 
@@ -263,7 +263,7 @@ def read_pixels(
     return _channels_first(_square(read_rgb(data, max_pixels), side, fit, interpolation))
 
 
-def _plain_jpeg(image: ImageFile.ImageFile, data: bytes, sketch: bool = False) -> np.ndarray | None:
+def _decode_jpeg_fast(image: ImageFile.ImageFile, data: bytes, sketch: bool = False) -> np.ndarray | None:
     """RGB [H, W, 3] of a JPEG in colour that lies upright and has no fault; else None.
 
     As a `sketch`, grey and an eighth of its size.
@@ -324,14 +324,14 @@ def _square(
     """uint8 [H, W, 3] to uint8 [side, side, 3], as `resized` says."""
     height, width = rgb.shape[:2]
     if fit != "pad":
-        return resample(rgb, (side, side), interpolation, source_box(width, height, fit))
-    left, top, w, h = pad_place(width, height, side)
+        return resize(rgb, (side, side), interpolation, crop_rect(width, height, fit))
+    left, top, w, h = letterbox_rect(width, height, side)
     square = np.full((side, side, 3), WHITE, np.uint8)
-    square[top : top + h, left : left + w] = resample(rgb, (w, h), interpolation, (0, 0, width, height))
+    square[top : top + h, left : left + w] = resize(rgb, (w, h), interpolation, (0, 0, width, height))
     return square
 
 
-def shrink(rgb: np.ndarray, data: bytes, side: int) -> bytes:
+def reencode(rgb: np.ndarray, data: bytes, side: int) -> bytes:
     """Encoded bytes whose shorter side is `side`; the same bytes where the picture is no larger than that.
 
     `rgb` is what `read_rgb(data)` gave. JPEG of quality 90; PNG where the source is PNG, GIF or lossless WebP.
@@ -341,7 +341,7 @@ def shrink(rgb: np.ndarray, data: bytes, side: int) -> bytes:
     if shorter <= side:
         return data
     size = (max(1, round(width * side / shorter)), max(1, round(height * side / shorter)))
-    small = Image.fromarray(resample(rgb, size, "bicubic", (0, 0, width, height)))
+    small = Image.fromarray(resize(rgb, size, "bicubic", (0, 0, width, height)))
     out = io.BytesIO()
     if _is_lossless(data):
         small.save(out, "PNG")
@@ -350,14 +350,14 @@ def shrink(rgb: np.ndarray, data: bytes, side: int) -> bytes:
     return out.getvalue()
 
 
-def pad_place(width: int, height: int, side: int) -> tuple[int, int, int, int]:
+def letterbox_rect(width: int, height: int, side: int) -> tuple[int, int, int, int]:
     """(left, top, width, height) of an image on a square of `side` pixels that shows all of it."""
     scale = side / max(width, height)
     w, h = max(1, round(width * scale)), max(1, round(height * scale))
     return (side - w) // 2, (side - h) // 2, w, h
 
 
-def source_box(width: int, height: int, fit: str) -> Box:
+def crop_rect(width: int, height: int, fit: str) -> Box:
     """The part of the source that fills the square."""
     if fit == "squash":
         return (0, 0, width, height)
@@ -366,7 +366,7 @@ def source_box(width: int, height: int, fit: str) -> Box:
     return (left, top, left + short, top + short)
 
 
-def _sniff(data: bytes) -> str | None:
+def _detect_format(data: bytes) -> str | None:
     """Name of the decoder for these bytes, by their first ones (Pillow finds MPO inside its JPEG decoder)."""
     if data.startswith(b"\xff\xd8\xff"):
         return "JPEG"
@@ -378,14 +378,14 @@ def _sniff(data: bytes) -> str | None:
 
 
 def _is_lossless(data: bytes) -> bool:
-    return _sniff(data) in ("PNG", "GIF") or data[12:16] == b"VP8L"
+    return _detect_format(data) in ("PNG", "GIF") or data[12:16] == b"VP8L"
 
 
 def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
     """The image with its header read and nothing decoded yet. Raises BadImage."""
     if not data:
         raise BadImage("empty", "no bytes")
-    decoder = _sniff(data)
+    decoder = _detect_format(data)
     if decoder is None:
         raise BadImage("format", f"neither JPEG, PNG, WebP, GIF nor MPO: it begins with {data[:12]!r}")
     try:

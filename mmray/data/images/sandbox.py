@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import orjson
 
-from mmray.data.images.augment import viewed
+from mmray.data.images.augment import load_and_transform
 from mmray.data.images.decode import BadImage, decode, read_pixels
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from mmray.config import Augment, Inputs
 
-View = tuple["Inputs", "Augment | None", "np.ndarray | None"]  # how a model sees it: as `viewed` takes them
+TransformSpec = tuple["Inputs", "Augment | None", "np.ndarray | None"]  # how a model sees it: as `viewed` takes them
 COMMAND = (sys.executable, "-m", "mmray.data.images.sandbox")
-CRASH = "crash"  # the reason that is told of an image which killed its decoder
+CRASH = "decoder-crash"  # reason of an image that killed its decoder
 
 
 class SandboxedDecoder:
@@ -36,7 +36,7 @@ class SandboxedDecoder:
         self.deaths = 0
         self._child: subprocess.Popen[bytes] | None = None
 
-    def check(self, data: bytes, max_pixels: int, view: View | None = None) -> tuple[int, int]:
+    def check(self, data: bytes, max_pixels: int, view: TransformSpec | None = None) -> tuple[int, int]:
         """(width, height) of an image that decodes to its end, and resizes as `view` says.
 
         Raises BadImage, with reason `crash` where it kills.
@@ -95,7 +95,7 @@ class SandboxedDecoders:
             self._free.pop().close()
 
 
-def answer_all(source: BinaryIO, out: BinaryIO) -> None:
+def serve(source: BinaryIO, out: BinaryIO) -> None:
     """The child: a line of lengths and the bytes of an image in, a line of JSON out, until the input ends."""
     while head := source.readline():
         how_long, length, max_pixels = map(int, head.split())
@@ -103,7 +103,7 @@ def answer_all(source: BinaryIO, out: BinaryIO) -> None:
         try:
             image = decode(data, max_pixels)
             if how:
-                viewed(data, max_pixels, *pickle.loads(how))  # of the process that began this one
+                load_and_transform(data, max_pixels, *pickle.loads(how))  # of the process that began this one
             else:
                 read_pixels(data, 1, "squash", "bilinear", max_pixels)  # the stream's decoder, where it is another
             answer: dict[str, int | str] = {"width": image.width, "height": image.height}
@@ -116,4 +116,4 @@ def answer_all(source: BinaryIO, out: BinaryIO) -> None:
 
 
 if __name__ == "__main__":
-    answer_all(sys.stdin.buffer, sys.stdout.buffer)
+    serve(sys.stdin.buffer, sys.stdout.buffer)

@@ -22,7 +22,7 @@ def thumbnail(picture: Image.Image, side: int = SIDE) -> str:
     return "data:image/webp;base64," + base64.b64encode(file.getvalue()).decode()
 
 
-def thumbnail_of(data: bytes, sandbox: SandboxedDecoder) -> str | None:
+def encoded_thumbnail(data: bytes, sandbox: SandboxedDecoder) -> str | None:
     """The thumbnail of encoded bytes of which nobody knows whether they can be decoded; None where they cannot.
 
     They are tried in the child of `sandbox` first: this process is one that must not die of them.

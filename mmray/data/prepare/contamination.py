@@ -18,7 +18,7 @@ import orjson
 import ray
 
 from mmray.data.images.sandbox import SandboxedDecoder
-from mmray.data.images.thumbnail import thumbnail_of
+from mmray.data.images.thumbnail import encoded_thumbnail
 from mmray.data.prepare.assemble import HELD_OUT, DedupResult, first_occurrence, records, shards_of
 from mmray.data.prepare.image_hashes import (
     HASHES_DIR,
@@ -155,7 +155,7 @@ def _thumbnail(rows: PreparedSet, number: int, sandbox: SandboxedDecoder) -> str
         data = rows.read(np.array([number]))[0].images[0]
     except (OSError, ValueError):
         return None
-    return thumbnail_of(data, sandbox)
+    return encoded_thumbnail(data, sandbox)
 
 
 def summary(leaks: LeakMatches, addresses: Sequence[str], near_bits: int, is_dropped: bool) -> dict[str, Any]:

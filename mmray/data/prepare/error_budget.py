@@ -12,7 +12,7 @@ from mmray.data.store.manifest import QUARANTINE
 from mmray.errors import DataError
 from mmray.storage.storage import Place
 
-LEAKED = "leaked"  # the reason of rows that --drop-leaked sets aside; the budget of bad rows does not count them
+LEAKED = "overlap"  # the reason of rows that --drop-leaked sets aside; the budget of bad rows does not count them
 Fault = dict[str, Any]
 
 

@@ -31,19 +31,19 @@ from tenacity import (
 )
 from yarl import URL
 
-from mmray.data.formats.rows import BadRow, RawRow, row_of
-from mmray.data.formats.source import Item
+from mmray.data.formats.rows import BadRow, SourceRow, parse_row
+from mmray.data.formats.source import SourceItem
 from mmray.storage.address import is_public, shown, unfit
 
 # Rows of a chunk in their order, with the images that lie at addresses: asked for before their row's turn comes.
 WINDOW = 32  # images on their way, and rows that wait for them
 Fetch = Callable[[str], Future[bytes]]
-_Pending = tuple[Item, RawRow | BadRow, list[Future[bytes] | None]]
+_Pending = tuple[SourceItem, SourceRow | BadRow, list[Future[bytes] | None]]
 
 
 def prefetch_rows(
-    items: Iterable[Item], hosts: tuple[str, ...], fetch: Fetch | None
-) -> Iterator[tuple[Item, RawRow | BadRow]]:
+    items: Iterable[SourceItem], hosts: tuple[str, ...], fetch: Fetch | None
+) -> Iterator[tuple[SourceItem, SourceRow | BadRow]]:
     """Each item with its row, or what is wrong with it; without `fetch` an address stays one.
 
     Memory holds WINDOW fetched images: a row has one at most.
@@ -51,7 +51,7 @@ def prefetch_rows(
     waiting: deque[_Pending] = deque()
     for item in items:
         raw = _parsed(item, hosts)
-        wanted = raw.images if fetch and isinstance(raw, RawRow) else ()
+        wanted = raw.images if fetch and isinstance(raw, SourceRow) else ()
         waiting.append((item, raw, [fetch(one.url) if fetch and one.url else None for one in wanted]))
         while waiting and (len(waiting) > WINDOW or not any(waiting[0][2])):
             yield _fetched(*waiting.popleft())
@@ -59,16 +59,18 @@ def prefetch_rows(
         yield _fetched(*waiting.popleft())
 
 
-def _parsed(item: Item, hosts: tuple[str, ...]) -> RawRow | BadRow:
+def _parsed(item: SourceItem, hosts: tuple[str, ...]) -> SourceRow | BadRow:
     if isinstance(item.values, BadRow):
         return item.values
     try:
-        return row_of(item.values, item.origin, hosts)
+        return parse_row(item.values, item.origin, hosts)
     except BadRow as bad:
         return bad
 
 
-def _fetched(item: Item, raw: RawRow | BadRow, images: list[Future[bytes] | None]) -> tuple[Item, RawRow | BadRow]:
+def _fetched(
+    item: SourceItem, raw: SourceRow | BadRow, images: list[Future[bytes] | None]
+) -> tuple[SourceItem, SourceRow | BadRow]:
     """The row with the bytes of its images in it, once they are all there."""
     if isinstance(raw, BadRow) or not any(images):
         return item, raw

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 import pyarrow as pa
 
-from mmray.data.formats.detect import Chosen, source_of
-from mmray.data.formats.rows import BadRow, Picture, RawRow
-from mmray.data.formats.source import Chunk, Item, Source, SourceUnreadable
-from mmray.data.images.decode import BadImage, checked_size, header_size, read_rgb, shrink
-from mmray.data.images.files import read_picture, stamp, tried
+from mmray.data.formats.detect import SourceSpec, open_source
+from mmray.data.formats.rows import BadRow, ImageRef, SourceRow
+from mmray.data.formats.source import Source, SourceChunk, SourceItem, SourceUnreadable
+from mmray.data.images.decode import BadImage, header_size, read_rgb, reencode, verify_image
+from mmray.data.images.read import file_stamp, quarantine_os_errors, read_image
 from mmray.data.images.sandbox import SandboxedDecoder
 from mmray.data.prepare.fetch import prefetch_rows
 from mmray.data.store.manifest import PARTS, SHARDS, Shard
 from mmray.data.store.prepared_set import BATCH_ROWS, SCHEMA, Row, images_sha256
 from mmray.data.store.shards import first_batch
-from mmray.data.text.tokenizer import BadText, clean
+from mmray.data.text.tokenizer import BadText, clean_caption
 from mmray.storage.storage import Place
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ _BOX_SLACK = 0.01  # annotators draw a pixel over the edge
 class PrepareJob:
     """What decides how a chunk is packed: another job packs it again."""
 
-    source: Chosen
+    source: SourceSpec
     out: str
     columns: tuple[tuple[str, str], ...]  # (ours, theirs)
     template: str
@@ -129,7 +129,7 @@ class PrepareJob:
 
     def open(self) -> Source:
         """The source, where the job stands: on the driver or in a task."""
-        return source_of(self.source, Place(self.out), dict(self.columns), self.template)
+        return open_source(self.source, Place(self.out), dict(self.columns), self.template)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def record_path(index: int) -> str:
 
 
 def pack_chunk(
-    job: PrepareJob, chunk: Chunk, fetcher: Callable[[tuple[str, ...]], Fetcher] | None = None
+    job: PrepareJob, chunk: SourceChunk, fetcher: Callable[[tuple[str, ...]], Fetcher] | None = None
 ) -> ChunkResult:
     """Pack one chunk; `fetcher` makes what fetches images from the hosts that are allowed (none: the usual one).
 
@@ -179,7 +179,7 @@ def pack_chunk(
     return ChunkResult(chunk.index, len(record["rows"]["key"]) + len(record["faults"]), len(record["faults"]))
 
 
-def _items(job: PrepareJob, chunk: Chunk) -> Iterator[Item]:
+def _items(job: PrepareJob, chunk: SourceChunk) -> Iterator[SourceItem]:
     """The rows of a chunk; an OSError here is the source's, not one of what is written."""
     try:
         yield from job.open().read(chunk)
@@ -196,7 +196,7 @@ def read_record(out: Place, index: int) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def is_current(record: dict[str, Any], job: PrepareJob, chunk: Chunk) -> bool:
+def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> bool:
     """Whether this record stands for this chunk as it would be packed now: same lines, settings and image files."""
     source, out = Place(job.source.address), Place(job.out)
     return (
@@ -204,7 +204,7 @@ def is_current(record: dict[str, Any], job: PrepareJob, chunk: Chunk) -> bool:
         and record["chunk"] == asdict(chunk)
         and not record["retry"]
         and all(out.size(shard["file"]) == shard["num_bytes"] for shard in record["shards"])
-        and all(tuple(file) == stamp(source, file[0]) for file in record["files"])
+        and all(tuple(file) == file_stamp(source, file[0]) for file in record["files"])
     )
 
 
@@ -216,7 +216,7 @@ def has_retryable(record: dict[str, Any]) -> bool:
 class _ChunkPacker:
     """The state of one chunk while it is packed."""
 
-    def __init__(self, job: PrepareJob, chunk: Chunk) -> None:
+    def __init__(self, job: PrepareJob, chunk: SourceChunk) -> None:
         self.job, self.chunk = job, chunk
         self.source, self.out = Place(job.source.address), Place(job.out)
         self.writers: dict[str | None, ShardWriter] = {}
@@ -227,7 +227,7 @@ class _ChunkPacker:
         self.sandbox = SandboxedDecoder()
         self.token = uuid.uuid4().hex[:8]  # never over a file that an earlier manifest may name
 
-    def pack(self, item: Item, raw: RawRow | BadRow, files: ExitStack) -> None:
+    def pack(self, item: SourceItem, raw: SourceRow | BadRow, files: ExitStack) -> None:
         where, key = _to_utf8(item.origin), _to_utf8(raw.key or item.origin)
         try:
             if isinstance(raw, BadRow):
@@ -267,10 +267,10 @@ class _ChunkPacker:
             "files": self.files,
         }
 
-    def _check(self, raw: RawRow, where: str) -> tuple[Row, str]:
+    def _check(self, raw: SourceRow, where: str) -> tuple[Row, str]:
         """The row to keep, and the digest of its images as they came. Raises BadRow."""
         try:
-            texts = [clean(text) for text in raw.texts]
+            texts = [clean_caption(text) for text in raw.texts]
         except BadText as bad:
             raise BadRow("text", bad.reason, bad.detail) from None
         if self.job.reference and any(picture.url for picture in raw.images):
@@ -293,7 +293,7 @@ class _ChunkPacker:
             row.images, row.refs = [], _refs(raw)
         return self._assign_split(row, original), original
 
-    def _unchecked_row(self, raw: RawRow, texts: list[str], where: str) -> tuple[Row, str]:
+    def _unchecked_row(self, raw: SourceRow, texts: list[str], where: str) -> tuple[Row, str]:
         """A row whose image is taken on trust: it has no checksum, and only the same file is its duplicate."""
         refs = _refs(raw)
         original = hashlib.sha256(orjson.dumps(refs)).hexdigest()
@@ -310,13 +310,13 @@ class _ChunkPacker:
             row.split = "test" if int(original[:16], 16) / 2**64 < self.job.holdout else "train"
         return row
 
-    def _stamp(self, pictures: tuple[Picture, ...]) -> None:
-        self.files.extend(stamp(self.source, str(picture.file)) for picture in pictures if picture.data is None)
+    def _stamp(self, pictures: tuple[ImageRef, ...]) -> None:
+        self.files.extend(file_stamp(self.source, str(picture.file)) for picture in pictures if picture.data is None)
 
-    def _read(self, picture: Picture) -> bytes:
+    def _read(self, picture: ImageRef) -> bytes:
         self._stamp((picture,))
-        with tried(picture.name):
-            return read_picture(self.source, picture)
+        with quarantine_os_errors(picture.name):
+            return read_image(self.source, picture)
 
     def _decode(self, name: str, data: bytes) -> tuple[bytes, tuple[int, int]]:
         """The bytes to keep of an image, and its size; it decodes to its end, or as far as `check` asks."""
@@ -325,10 +325,10 @@ class _ChunkPacker:
                 if self.job.sandboxed:
                     self.sandbox.check(data, self.job.max_pixels)
                 rgb = read_rgb(data, self.job.max_pixels)
-                return shrink(rgb, data, self.job.image_side), (rgb.shape[1], rgb.shape[0])
+                return reencode(rgb, data, self.job.image_side), (rgb.shape[1], rgb.shape[0])
             if self.job.check != "full":
                 return data, header_size(data, self.job.max_pixels) if self.job.check == "header" else (0, 0)
-            check = self.sandbox.check if self.job.sandboxed else checked_size
+            check = self.sandbox.check if self.job.sandboxed else verify_image
             return data, check(data, self.job.max_pixels)
         except BadImage as bad:
             raise BadRow("decode", bad.reason, f"{name}: {bad.detail}") from None
@@ -350,12 +350,12 @@ def _to_utf8(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def _refs(raw: RawRow) -> list[dict[str, Any]]:
+def _refs(raw: SourceRow) -> list[dict[str, Any]]:
     """Where the images of a row are, as a shard keeps it."""
     return [{"file": one.file, "offset": one.offset, "length": one.length} for one in raw.images]
 
 
-def _relative_boxes(raw: RawRow, size: tuple[int, int]) -> list[list[float]]:
+def _relative_boxes(raw: SourceRow, size: tuple[int, int]) -> list[list[float]]:
     """Boxes as (left, top, right, bottom) in fractions of the image, which hold at any size. Raises BadRow."""
     width, height = size
     if not width:

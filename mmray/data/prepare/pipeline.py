@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 
-from mmray.data.formats.detect import choose, class_names, label_names, left_beside
-from mmray.data.formats.source import Chunk, SourceChanged, SourceUnreadable
+from mmray.data.formats.detect import class_names, companion_file, detect_source, label_names
+from mmray.data.formats.source import SourceChanged, SourceChunk, SourceUnreadable
 from mmray.data.prepare import assemble, contamination, sample
 from mmray.data.prepare.error_budget import BadRuns, Fault, check_budget, check_run, max_bad_rows
 from mmray.data.prepare.output_dir import create_output_dir, exclusive_lock, remove_stale_files, remove_temp_files
@@ -79,7 +79,7 @@ def prepare(
 def make_job(source: str, out: str, settings: Prepare) -> PrepareJob:
     """What of these settings decides how a chunk is packed. Raises DataError and UsageError as `choose` does."""
     return PrepareJob(
-        source=choose(source, settings.format),
+        source=detect_source(source, settings.format),
         out=Place(out).address,
         columns=tuple(settings.column_names.items()),
         template=settings.caption,
@@ -98,12 +98,12 @@ def _prepare(job: PrepareJob, settings: Prepare, report: OnProgress, notify: Not
     remove_temp_files(out)
     before = read_manifest(out)
     chunks = _scan(job, report)
-    total, called = _total_rows(chunks), job.source.called
+    total, called = _total_rows(chunks), job.source.display_name
     if not chunks or total == 0:
         raise DataError(f"{_source_uri(job)} holds no rows of {job.open().title}")
     amount = f"{len(chunks):,} files" if total is None else f"{total:,} rows"
     notify(f"{amount} of {job.open().title} from {_source_uri(job)}", "reading")
-    if beside := left_beside(job.source):
+    if beside := companion_file(job.source):
         notify(f"{beside} lies beside it and is not read: {_source_uri(job)},{beside} reads both", "beside")
     if job.allow_urls:
         notify(f"images named by addresses, from {', '.join(job.allow_urls)} and nowhere else", "fetching")
@@ -165,7 +165,7 @@ def _check_contamination(
     return replace(findings, leaked=told) if settings.drop_leaked else findings, summary
 
 
-def _scan(job: PrepareJob, report: OnProgress) -> list[Chunk]:
+def _scan(job: PrepareJob, report: OnProgress) -> list[SourceChunk]:
     """The chunks of the source, with the ends that an earlier prepare under the same settings gave them."""
     out, digest = Place(job.out), job.digest()
     records = (read_record(out, index) for index in range(len(out.names(PARTS))))
@@ -182,7 +182,7 @@ def _source_uri(job: PrepareJob) -> str:
     return f"{job.source.address}/{job.source.name}".rstrip("/")
 
 
-def _total_rows(chunks: list[Chunk]) -> int | None:
+def _total_rows(chunks: list[SourceChunk]) -> int | None:
     """Rows of these chunks; None where some are only counted as they are read."""
     counts = [chunk.num_rows for chunk in chunks if chunk.num_rows is not None]
     return sum(counts) if len(counts) == len(chunks) else None
@@ -194,7 +194,7 @@ def _record_rows(record: dict[str, Any] | None) -> int:
 
 
 def _pack(
-    job: PrepareJob, chunks: list[Chunk], total: int | None, settings: Prepare, report: OnProgress, retry: bool
+    job: PrepareJob, chunks: list[SourceChunk], total: int | None, settings: Prepare, report: OnProgress, retry: bool
 ) -> tuple[list[int], list[Fault] | None, bool]:
     """Pack what is not done; the indices of the chunks that are, a run of bad rows that is too long, and whether more
     rows are bad than may be.
@@ -205,7 +205,7 @@ def _pack(
     out, most = Place(job.out), None if total is None else max_bad_rows(settings.max_bad_fraction, total)
     runs, run = BadRuns(settings.max_bad_run), None
     done: list[int] = []
-    todo: list[Chunk] = []
+    todo: list[SourceChunk] = []
     rows = bad = 0
     for chunk in chunks:
         record = read_record(out, chunk.index)
@@ -230,12 +230,12 @@ def _pack(
     return sorted(done), run, most is not None and bad > most
 
 
-def _estimate_total(total: int | None, rows: int, done: list[int], chunks: list[Chunk]) -> int:
+def _estimate_total(total: int | None, rows: int, done: list[int], chunks: list[SourceChunk]) -> int:
     """Rows in all; where they are not known, as many in each file as in those that were read."""
     return total if total is not None else round(rows * len(chunks) / max(1, len(done)))
 
 
-def _run_with_fallback(job: PrepareJob, chunks: list[Chunk]) -> Generator[tuple[int, int, int], None, None]:
+def _run_with_fallback(job: PrepareJob, chunks: list[SourceChunk]) -> Generator[tuple[int, int, int], None, None]:
     """(index, rows, bad rows) of each chunk, as it is done; after a worker's death the rest with decoders apart."""
     done: set[int] = set()
     try:
@@ -255,7 +255,7 @@ def _run_with_fallback(job: PrepareJob, chunks: list[Chunk]) -> Generator[tuple[
         ) from error
 
 
-def _ray_job(job: PrepareJob, chunks: list[Chunk], retries: int) -> Iterator[tuple[int, int, int]]:
+def _ray_job(job: PrepareJob, chunks: list[SourceChunk], retries: int) -> Iterator[tuple[int, int, int]]:
     """The Ray Data job itself. Raises RayError once a chunk has killed its worker `retries` times more."""
     for row in map_tasks(partial(_pack_batch, job=job), [asdict(chunk) for chunk in chunks], retries):
         if row["fault"]:
@@ -263,17 +263,17 @@ def _ray_job(job: PrepareJob, chunks: list[Chunk], retries: int) -> Iterator[tup
         yield int(row["index"]), int(row["num_rows"]), int(row["num_bad"])
 
 
-def _in_flight_chunks(job: PrepareJob, chunks: list[Chunk]) -> str:
+def _in_flight_chunks(job: PrepareJob, chunks: list[SourceChunk]) -> str:
     """What was being packed when a worker died: those whose shards lie about unfinished."""
     names = Place(job.out).names(SHARDS)
     at = {int(name.partition("-")[0]) for name in names if name.endswith(UNFINISHED)}
     parts = [f"{chunk.file} from row {chunk.first_line}" for chunk in chunks if chunk.index in at]
-    return ", ".join(parts[:16]) or job.source.called
+    return ", ".join(parts[:16]) or job.source.display_name
 
 
 def _pack_batch(batch: dict[str, np.ndarray], job: PrepareJob) -> dict[str, np.ndarray]:
     """The Ray task: one chunk. What is expected to fail comes back as a value, so that Ray does not try it again."""
-    chunk = Chunk(**decode_item(batch))
+    chunk = SourceChunk(**decode_item(batch))
     answer: dict[str, Any] = {"index": chunk.index, "num_rows": 0, "num_bad": 0, "fault": "", "changed": False}
     try:
         packed = pack_chunk(job, chunk)
@@ -287,16 +287,21 @@ def _pack_batch(batch: dict[str, np.ndarray], job: PrepareJob) -> dict[str, np.n
     return encode_result(answer)
 
 
-def _is_continued(before: Manifest, job: PrepareJob, chunks: list[Chunk]) -> bool:
+def _is_continued(before: Manifest, job: PrepareJob, chunks: list[SourceChunk]) -> bool:
     """Whether the source is the one of this manifest, with or without further rows."""
     same = _identity(job, chunks[: before.source["num_chunks"]])
     return same.items() <= before.source.items()
 
 
-def _identity(job: PrepareJob, chunks: list[Chunk]) -> dict[str, Any]:
+def _identity(job: PrepareJob, chunks: list[SourceChunk]) -> dict[str, Any]:
     """What says that a source is the same; where the images stay in it, its address too."""
     digest = hashlib.sha256("".join(chunk.sha256 for chunk in chunks).encode()).hexdigest()
-    identity = {"name": job.source.called, "num_chunks": len(chunks), "num_bytes": chunks[-1].stop, "sha256": digest}
+    identity = {
+        "name": job.source.display_name,
+        "num_chunks": len(chunks),
+        "num_bytes": chunks[-1].stop,
+        "sha256": digest,
+    }
     return identity | ({"address": job.source.address} if job.reference else {})
 
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from mmray.data.formats.rows import Picture
-from mmray.data.images.files import read_pictures
+from mmray.data.formats.rows import ImageRef
+from mmray.data.images.read import read_images
 from mmray.data.store.cache import LocalCache
 from mmray.data.store.manifest import MANIFEST, PARTS, TOKENIZER, Manifest, Shard, fingerprint, read_manifest
 from mmray.data.store.shards import OpenShards, RemoteShards, Wanted
@@ -195,8 +195,8 @@ class PreparedSet:
 
     def _with_images(self, rows: list[Row]) -> list[Row]:
         """The rows with the images that they only refer to. Raises OSError or ValueError."""
-        pictures = [Picture(ref["file"], **ref) for row in rows for ref in row.refs or ()]
-        images = iter(read_pictures(self._referred[0], pictures, self._referred[1]) if pictures else ())
+        pictures = [ImageRef(ref["file"], **ref) for row in rows for ref in row.refs or ()]
+        images = iter(read_images(self._referred[0], pictures, self._referred[1]) if pictures else ())
         for row in rows:
             if row.refs:
                 row.images = [next(images) for _ in row.refs]

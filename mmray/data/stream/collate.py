@@ -90,11 +90,11 @@ def _batch(rows: NumpyBatch) -> Batch:
 
 
 def label_columns(rows: dict[str, np.ndarray], longest: int) -> Batch:
-    """Of rows for a model that writes: labels int64 [B, T], -100 for tokens that are not learned; image_at [B]."""
-    if "learned" not in rows:
+    """Of rows for a model that writes: labels int64 [B, T], -100 for tokens that are not learned; image_pos [B]."""
+    if "loss_mask" not in rows:
         return {}
-    labels = np.where(rows["learned"], rows["input_ids"], IGNORE_INDEX)[:, :longest].astype(np.int64)
-    return {"labels": torch.from_numpy(labels), "image_at": torch.from_numpy(rows["image_at"].astype(np.int64))}
+    labels = np.where(rows["loss_mask"], rows["input_ids"], IGNORE_INDEX)[:, :longest].astype(np.int64)
+    return {"labels": torch.from_numpy(labels), "image_pos": torch.from_numpy(rows["image_pos"].astype(np.int64))}
 
 
 def box_columns(rows: dict[str, np.ndarray]) -> Batch:

@@ -15,11 +15,11 @@ import numpy as np
 
 from mmray.data.images import boxes
 from mmray.data.images import decode as images
-from mmray.data.images.augment import draws, vary, viewed
+from mmray.data.images.augment import augment_image, load_and_transform, random_numbers
 from mmray.data.images.sandbox import SandboxedDecoder
 from mmray.data.store.prepared_set import ROW_ERRORS, MixedSet, PreparedSet, Row, key_id
 from mmray.data.stream.order import PADDING, Blocks, SamplePlan, hash_choice
-from mmray.data.text.chat import encoder_of
+from mmray.data.text.chat import build_encoder
 
 if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
@@ -46,7 +46,7 @@ class RowReader:
         fits = prepared.num_rows * 3 * inputs.image_side**2 <= keep_mb * 1e6
         # Squares by row, where they come again as they are: of a set of which they do not all fit, few would come.
         self.kept: dict[int, np.ndarray] | None = {} if fits and self.augment is None else None
-        self.encoder = encoder_of(tokenizer_json, self.inputs)
+        self.encoder = build_encoder(tokenizer_json, self.inputs)
         # Where each image is tried first; only in a process begun after a death.
         self.sandbox: SandboxedDecoder | None = None
 
@@ -55,7 +55,7 @@ class RowReader:
 
         image uint8 [R, 3, S, S]; input_ids int32 [R, T]; num_tokens int32 [R] (1 for an invalid row); key int64 [R];
         label int64 [R], -1 where there is none; valid bool [R]; pos int64 [R]; for a model that writes also learned
-        bool [R, T] and image_at int32 [R] (data/chat.py); with `inputs.max_boxes` M also boxes float32 [R, M, 4] in
+        bool [R, T] and image_pos int32 [R] (data/chat.py); with `inputs.max_boxes` M also boxes float32 [R, M, 4] in
         fractions of the square, box_labels int64 [R, M], num_boxes int32 [R]. Padding and unreadable rows are zeros
         with valid=False.
         """
@@ -63,7 +63,9 @@ class RowReader:
         rows = self._rows(row_ids)
         key = np.array([key_id(row.key) if row else 0 for row in rows], np.int64)
         epoch = plan.passes_at(positions)
-        pixels, valid, found = self._pixels(row_ids, rows, draws(plan.seed, epoch, key) if self.augment else None)
+        pixels, valid, found = self._pixels(
+            row_ids, rows, random_numbers(plan.seed, epoch, key) if self.augment else None
+        )
         words = self._encode_texts(plan.seed, epoch, rows, key)
         return {
             "image": pixels,
@@ -113,7 +115,7 @@ class RowReader:
         """Pixels uint8 [R, 3, S, S], which of them are real, bool [R], and columns of boxes; varied by `drawn`."""
         side = self.inputs.image_side
         pixels, valid = np.zeros((len(rows), 3, side, side), np.uint8), np.zeros(len(rows), bool)
-        found = boxes.columns(len(rows), self.inputs.max_boxes)
+        found = boxes.empty_box_columns(len(rows), self.inputs.max_boxes)
         for place, row in enumerate(rows):
             if row is None or not row.is_intact:
                 continue
@@ -141,7 +143,7 @@ class RowReader:
     def _decoded(self, data: bytes, drawn: np.ndarray | None) -> np.ndarray:
         if self.sandbox is not None:
             self.sandbox.check(data, self.max_pixels, (self.inputs, self.augment, drawn))
-        return viewed(data, self.max_pixels, self.inputs, self.augment, drawn)
+        return load_and_transform(data, self.max_pixels, self.inputs, self.augment, drawn)
 
     def _decode_with_boxes(self, row: Row, drawn: np.ndarray | None) -> tuple[np.ndarray, Block]:
         """What `_image` gives, and the row's boxes on it. Raises BadImage."""
@@ -152,15 +154,15 @@ class RowReader:
         if self.augment is None or drawn is None:
             square = images.to_pixels(rgb, inputs.image_side, inputs.fit, inputs.interpolation)
         else:
-            square = vary(rgb, inputs, self.augment, drawn)
+            square = augment_image(rgb, inputs, self.augment, drawn)
         assert row.boxes is not None
         size = (rgb.shape[1], rgb.shape[0])
-        found, labels, count = boxes.seen(row.boxes, row.box_labels or [], size, inputs, self.augment, drawn)
+        found, labels, count = boxes.transform_boxes(row.boxes, row.box_labels or [], size, inputs, self.augment, drawn)
         return square, {"boxes": found, "box_labels": labels, "num_boxes": np.array(count)}
 
     def _encode_texts(self, seed: int, epoch: np.ndarray, rows: list[Row | None], key: np.ndarray) -> Block:
         """Columns of what the rows say, one of several captions drawn."""
-        words = [self.encoder.words_of(row) if row else [self.encoder.nothing] for row in rows]
+        words = [self.encoder.texts_of(row) if row else [self.encoder.empty] for row in rows]
         chosen = hash_choice(seed, epoch, key, np.array([len(choices) for choices in words], np.int64))
         return self.encoder.columns([choices[c] for choices, c in zip(words, chosen, strict=True)])
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
-from mmray.data.text.tokenizer import LanguageEncoder, TextEncoder, with_languages
+from mmray.data.text.tokenizer import LanguageEncoder, TextEncoder, add_language_tokens
 
 if TYPE_CHECKING:
     from mmray.config import Chat, Inputs
@@ -21,59 +21,59 @@ if TYPE_CHECKING:
 
 
 Message = dict[str, str]
-NOWHERE = -1
+NO_IMAGE = -1
 
 
 class ChatEncoder:
     """Conversations to ids, right-padded to the longest of the call and cut at `max_tokens`."""
 
-    nothing: list[Message] = []  # noqa: RUF012 - stands for a row without words, and is never changed
+    empty: list[Message] = []  # noqa: RUF012 - stands for a row without words, and is never changed
 
     def __init__(self, tokenizer_json: str, chat: Chat, max_tokens: int) -> None:
         encoder = TextEncoder(tokenizer_json, max_tokens)
         self.pad_id, self.vocab_size = encoder.pad_id, encoder.vocab_size
         self._chat, self.tokenizer = chat, encoder.tokenizer
         found = (self.tokenizer.token_to_id(mark) for mark in (chat.image, chat.end))
-        self.image_id, self.end_id = (NOWHERE if mark is None else mark for mark in found)  # `with_marks` gives both
+        self.image_id, self.end_id = (NO_IMAGE if mark is None else mark for mark in found)  # `with_marks` gives both
         added: dict[int, AddedToken] = self.tokenizer.get_added_tokens_decoder()
         self._marks = sorted((token.content for token in added.values() if token.special), key=len, reverse=True)
 
-    def words_of(self, row: Row) -> list[list[Message]]:
+    def texts_of(self, row: Row) -> list[list[Message]]:
         """What a row has to say: its conversation, or each of its captions as the answer to one question."""
-        return [row.messages] if row.messages else [self.asked(text) for text in row.texts]
+        return [row.messages] if row.messages else [self.as_conversation(text) for text in row.texts]
 
-    def asked(self, caption: str) -> list[Message]:
+    def as_conversation(self, caption: str) -> list[Message]:
         return [{"role": "user", "content": self._chat.question}, {"role": "assistant", "content": caption}]
 
     def columns(self, conversations: list[list[Message]]) -> dict[str, np.ndarray]:
-        """input_ids int32 [N, T], num_tokens int32 [N], learned bool [N, T], image_at int32 [N].
+        """input_ids int32 [N, T], num_tokens int32 [N], learned bool [N, T], image_pos int32 [N].
 
         `learned`: tokens of the assistant's words and of their end. A row whose image was cut off learns nothing.
         """
-        laid_out = [self.laid_out(conversation) for conversation in conversations]
-        rows = self.tokenizer.encode_batch([text for text, _ in laid_out])
+        render = [self.render(conversation) for conversation in conversations]
+        rows = self.tokenizer.encode_batch([text for text, _ in render])
         num_tokens = np.array([len(row.ids) for row in rows], np.int32)
         shape = len(rows), max(1, num_tokens.max(initial=0))
         ids, learned = np.full(shape, self.pad_id, np.int32), np.zeros(shape, bool)
-        image_at = np.full(len(rows), NOWHERE, np.int32)
-        for number, (row, (_, spans)) in enumerate(zip(rows, laid_out, strict=True)):
+        image_pos = np.full(len(rows), NO_IMAGE, np.int32)
+        for number, (row, (_, spans)) in enumerate(zip(rows, render, strict=True)):
             ids[number, : len(row.ids)] = row.ids
             places = np.flatnonzero(ids[number] == self.image_id)
             if places.size and spans:
-                image_at[number] = places[0]
-                learned[number, : len(row.ids)] = _within(row.offsets, row.special_tokens_mask, spans)
-        return {"input_ids": ids, "num_tokens": num_tokens, "learned": learned, "image_at": image_at}
+                image_pos[number] = places[0]
+                learned[number, : len(row.ids)] = _tokens_in_spans(row.offsets, row.special_tokens_mask, spans)
+        return {"input_ids": ids, "num_tokens": num_tokens, "loss_mask": learned, "image_pos": image_pos}
 
-    def question_of(self, conversations: list[list[Message]]) -> tuple[str, list[str]]:
+    def prompt_and_references(self, conversations: list[list[Message]]) -> tuple[str, list[str]]:
         """What is asked about a row's image, and what may be answered: by `words_of`, the first turns of each."""
-        asked = next((message["content"] for message in conversations[0] if message["role"] == "user"), "")
+        as_conversation = next((message["content"] for message in conversations[0] if message["role"] == "user"), "")
         answers = [
             next(message["content"] for message in conversation if message["role"] == "assistant")
             for conversation in conversations
         ]
-        return asked, answers
+        return as_conversation, answers
 
-    def laid_out(self, conversation: list[Message]) -> tuple[str, list[tuple[int, int]]]:
+    def render(self, conversation: list[Message]) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and the spans of its letters that are learned."""
         chat, text, spans = self._chat, "", []
         image = chat.image + chat.after_image
@@ -91,9 +91,9 @@ class ChatEncoder:
             text += content + after
         return text, spans
 
-    def prompted(self, question: str) -> tuple[np.ndarray, np.ndarray]:
+    def encode_prompt(self, question: str) -> tuple[np.ndarray, np.ndarray]:
         """ids int32 [1, T] after which the model is to answer, and the place of the image int32 [1]."""
-        text, _ = self.laid_out([{"role": "user", "content": question}])
+        text, _ = self.render([{"role": "user", "content": question}])
         row = self.tokenizer.encode(text + self._chat.assistant.partition("{}")[0].rstrip())
         last = max(place for place, added in enumerate(row.special_tokens_mask) if not added)
         ids = row.ids[: last + 1]  # without what the tokenizer closes a text with
@@ -106,7 +106,7 @@ class ChatEncoder:
         return content
 
 
-def with_marks(tokenizer_json: str, chat: Chat) -> str:
+def add_special_tokens(tokenizer_json: str, chat: Chat) -> str:
     """The tokenizer, with a token of its own for the image and for the end of an answer where it has none."""
     tokenizer = Tokenizer.from_str(tokenizer_json)
     missing = [mark for mark in (chat.image, chat.end) if mark and tokenizer.token_to_id(mark) is None]
@@ -116,7 +116,7 @@ def with_marks(tokenizer_json: str, chat: Chat) -> str:
     return str(tokenizer.to_str())
 
 
-def _within(offsets: list[tuple[int, int]], added: list[int], spans: list[tuple[int, int]]) -> np.ndarray:
+def _tokens_in_spans(offsets: list[tuple[int, int]], added: list[int], spans: list[tuple[int, int]]) -> np.ndarray:
     """Which tokens have letters in a span, bool [T]; those that the tokenizer adds around a text have none.
 
     A token may begin with the space before a span: the model that answers writes that space with its first word.
@@ -129,25 +129,25 @@ def _within(offsets: list[tuple[int, int]], added: list[int], spans: list[tuple[
 
 
 # What of a row becomes tokens: its captions, or, where the model writes, its conversation.
-def encoder_of(tokenizer_json: str, inputs: Inputs) -> Any:
+def build_encoder(tokenizer_json: str, inputs: Inputs) -> Any:
     """The encoder that the inputs of a model ask for: all have words_of, columns, nothing, pad_id and vocab_size."""
     chat = getattr(inputs, "chat", None)
     if chat is not None:
         return ChatEncoder(tokenizer_json, chat, inputs.max_tokens)
-    if pattern := language_token_of(inputs):
+    if pattern := language_token_pattern(inputs):
         return LanguageEncoder(tokenizer_json, pattern, inputs.max_tokens)
     return TextEncoder(tokenizer_json, inputs.max_tokens)
 
 
-def fitted(tokenizer_json: str, inputs: Inputs, languages: Iterable[str] = ()) -> str:
+def extend_tokenizer(tokenizer_json: str, inputs: Inputs, languages: Iterable[str] = ()) -> str:
     """The tokenizer with the tokens that the inputs of a model need; `languages`: of the rows. Raises UsageError."""
     chat = getattr(inputs, "chat", None)
     if chat is not None:
-        return with_marks(tokenizer_json, chat)
-    pattern = language_token_of(inputs)
-    return with_languages(tokenizer_json, pattern, languages) if pattern else tokenizer_json
+        return add_special_tokens(tokenizer_json, chat)
+    pattern = language_token_pattern(inputs)
+    return add_language_tokens(tokenizer_json, pattern, languages) if pattern else tokenizer_json
 
 
-def language_token_of(inputs: Inputs) -> str:
+def language_token_pattern(inputs: Inputs) -> str:
     """The pattern of the tokens of languages; empty where there are none (an older export says nothing of them)."""
     return getattr(inputs, "language_token", "")

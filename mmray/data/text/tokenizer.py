@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MAX_CAPTION_BYTES = 64 * 1024
 MAX_TRAINING_TEXTS = 1_000_000  # more captions move a vocabulary of some thousand pieces no further, and all are held
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # Unicode's category Cc, which is never added to
 _PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>", "</s>")
 
@@ -42,7 +42,7 @@ class BadText(ValueError):
         self.detail = detail
 
 
-def clean(text: str) -> str:
+def clean_caption(text: str) -> str:
     """The caption with control characters removed and runs of white space made one space.
 
     Raises BadText with reason `type`, `encoding` (half a surrogate pair), `too-long` (64 KiB of UTF-8) or `blank`.
@@ -71,8 +71,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
     """
     kept = list(itertools.islice(texts, MAX_TRAINING_TEXTS))
     normalizer = normalizers.BertNormalizer(lowercase=True)
-    alphabet = _alphabet(kept, normalizer, limit=max(1, (vocab_size - len(SPECIAL)) // 2))
-    pieces = [*SPECIAL, *alphabet, *(f"##{character}" for character in alphabet)]
+    alphabet = _alphabet(kept, normalizer, limit=max(1, (vocab_size - len(SPECIAL_TOKENS)) // 2))
+    pieces = [*SPECIAL_TOKENS, *alphabet, *(f"##{character}" for character in alphabet)]
     learner = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     learner.normalizer = normalizer
     learner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -80,7 +80,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
         vocab_size=vocab_size, special_tokens=pieces, limit_alphabet=0, show_progress=False
     )
     learner.train_from_iterator(kept, trainer)
-    return str(_wordpiece(learner.get_vocab(), lowercase=True).to_str())
+    return str(_build_wordpiece(learner.get_vocab(), lowercase=True).to_str())
 
 
 def load_tokenizer(name: str, trained: str | None) -> str:
@@ -109,13 +109,13 @@ def load_tokenizer(name: str, trained: str | None) -> str:
 
 def declared_pad_id(tokenizer_json: str) -> int | None:
     """Id of the token that the tokenizer says it pads with; None where it says nothing."""
-    return _declared(Tokenizer.from_str(tokenizer_json))
+    return _declared_pad_id(Tokenizer.from_str(tokenizer_json))
 
 
 class TextEncoder:
     """Captions to token ids, right-padded to the longest of the call and cut at `max_tokens`."""
 
-    nothing = ""  # stands for a row without words
+    empty = ""  # stands for a row without words
 
     def __init__(self, tokenizer_json: str, max_tokens: int) -> None:
         self.tokenizer = Tokenizer.from_str(tokenizer_json)
@@ -124,11 +124,11 @@ class TextEncoder:
         self.tokenizer.no_padding()
         self.tokenizer.enable_truncation(max_tokens)  # cuts the words, keeps [CLS] and [SEP]
 
-    def words_of(self, row: Row) -> list[str]:
+    def texts_of(self, row: Row) -> list[str]:
         """What a row has to say: its captions."""
         return row.texts
 
-    def said(self, text: str, language: str | None = None) -> str:
+    def format_caption(self, text: str, language: str | None = None) -> str:
         """A text as a caption of that language is tokenised (data/language.py). Raises UsageError."""
         if language is not None:
             raise UsageError(
@@ -161,7 +161,7 @@ def _alphabet(texts: list[str], normalizer: normalizers.Normalizer, limit: int) 
     return sorted(character for _, character in ranked[:limit])
 
 
-def _wordpiece(vocabulary: dict[str, int], lowercase: bool) -> Tokenizer:
+def _build_wordpiece(vocabulary: dict[str, int], lowercase: bool) -> Tokenizer:
     """BERT's tokenizer over this vocabulary. Raises UsageError where it lacks a token that BERT cannot do without."""
     missing = [token for token in ("[UNK]", "[CLS]", "[SEP]", "[PAD]") if token not in vocabulary]
     if missing:
@@ -171,13 +171,13 @@ def _wordpiece(vocabulary: dict[str, int], lowercase: bool) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"]))
-    tokenizer.add_special_tokens([token for token in SPECIAL if token in vocabulary])
+    tokenizer.add_special_tokens([token for token in SPECIAL_TOKENS if token in vocabulary])
     return tokenizer
 
 
 def _load_folder(folder: Path) -> str:
     file = folder / SETTINGS
-    settings = _settings(file) if file.is_file() else {}
+    settings = _read_settings(file) if file.is_file() else {}
     if (folder / TOKENIZER).is_file():
         return _with_padding(_load_file(folder / TOKENIZER, None), settings)
     if not (folder / "vocab.txt").is_file():
@@ -185,7 +185,7 @@ def _load_folder(folder: Path) -> str:
     return _with_padding(_load_file(folder / "vocab.txt", settings.get("do_lower_case")), settings)
 
 
-def _settings(file: Path) -> dict[str, Any]:
+def _read_settings(file: Path) -> dict[str, Any]:
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
@@ -201,7 +201,7 @@ def _with_padding(tokenizer_json: str, settings: dict[str, Any]) -> str:
     pad = pad.get("content") if isinstance(pad, dict) else pad  # a token is a name, or its whole description
     tokenizer = Tokenizer.from_str(tokenizer_json)
     pad_id = tokenizer.token_to_id(pad) if isinstance(pad, str) else None
-    if pad_id is None or pad_id == _declared(tokenizer):
+    if pad_id is None or pad_id == _declared_pad_id(tokenizer):
         return tokenizer_json
     tokenizer.enable_padding(pad_id=pad_id, pad_token=pad)
     return str(tokenizer.to_str())
@@ -221,7 +221,7 @@ def _load_file(path: Path, lowercase: bool | None) -> str:
     vocabulary = {token: index for index, token in enumerate(text.removesuffix("\n").split("\n"))}
     if lowercase is None:
         lowercase = not any(token != token.lower() for token in vocabulary if not token.startswith("["))
-    return str(_wordpiece(vocabulary, lowercase).to_str())
+    return str(_build_wordpiece(vocabulary, lowercase).to_str())
 
 
 def _load_from_hub(name: str) -> str:
@@ -243,18 +243,18 @@ def _hub_settings(name: str) -> dict[str, Any]:
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
     try:
-        return _settings(Path(hf_hub_download(name, SETTINGS)))
+        return _read_settings(Path(hf_hub_download(name, SETTINGS)))
     except RemoteEntryNotFoundError:
         return {}
 
 
-def _declared(tokenizer: Tokenizer) -> int | None:
+def _declared_pad_id(tokenizer: Tokenizer) -> int | None:
     return int(tokenizer.padding["pad_id"]) if tokenizer.padding else None
 
 
 def _pad_id(tokenizer: Tokenizer) -> int:
     """Id that fills up; padded positions are masked, so a tokenizer without a pad token may use any."""
-    if (declared := _declared(tokenizer)) is not None:
+    if (declared := _declared_pad_id(tokenizer)) is not None:
         return declared
     found = (tokenizer.token_to_id(name) for name in _PAD_NAMES)
     return next((index for index in found if index is not None), 0)
@@ -266,8 +266,18 @@ def _pad_id(tokenizer: Tokenizer) -> int:
 # (`[de]` of the pattern `[{}]`), so that the tokenizer.json of a run, of its evaluation and of its export says which
 # languages a model knows. A row without a language, or with one that is not known, has no such token: as a prompt or a
 # label has none.
-MOST_LANGUAGES = 1000  # a column with more holds something else
-_TAKEN = {*SPECIAL, "<s>", "</s>", "<pad>", "<unk>", "<mask>", "<|pad|>", "<|startoftext|>", "<|endoftext|>"}
+MAX_LANGUAGES = 1000  # a column with more holds something else
+_RESERVED_TOKENS = {
+    *SPECIAL_TOKENS,
+    "<s>",
+    "</s>",
+    "<pad>",
+    "<unk>",
+    "<mask>",
+    "<|pad|>",
+    "<|startoftext|>",
+    "<|endoftext|>",
+}
 
 
 class LanguageEncoder(TextEncoder):
@@ -280,7 +290,10 @@ class LanguageEncoder(TextEncoder):
         self._marks = {
             mark[len(before) : len(mark) - len(after)]: mark
             for mark in found
-            if mark.startswith(before) and mark.endswith(after) and len(mark) > len(pattern) - 2 and mark not in _TAKEN
+            if mark.startswith(before)
+            and mark.endswith(after)
+            and len(mark) > len(pattern) - 2
+            and mark not in _RESERVED_TOKENS
         }
 
     @property
@@ -288,11 +301,11 @@ class LanguageEncoder(TextEncoder):
         """Those that have a token."""
         return tuple(sorted(self._marks))
 
-    def words_of(self, row: Row) -> list[str]:
+    def texts_of(self, row: Row) -> list[str]:
         """What a row has to say: its captions, each behind the token of the row's language where that is known."""
         return [self._marks.get(row.language or "", "") + self._plain(text) for text in row.texts]
 
-    def said(self, text: str, language: str | None = None) -> str:
+    def format_caption(self, text: str, language: str | None = None) -> str:
         """A text as a caption of that language. Raises UsageError for one that has no token."""
         if language is not None and language not in self._marks:
             raise UsageError(f"the model has no token for language {language!r}; it knows {', '.join(self.languages)}")
@@ -305,7 +318,7 @@ class LanguageEncoder(TextEncoder):
         return text
 
 
-def with_languages(tokenizer_json: str, pattern: str, languages: Iterable[str]) -> str:
+def add_language_tokens(tokenizer_json: str, pattern: str, languages: Iterable[str]) -> str:
     """The tokenizer with a special token for each language; one that it has keeps its id. Raises UsageError."""
     marks = [pattern.replace("{}", language) for language in sorted(languages)]
     if not marks:
@@ -313,12 +326,12 @@ def with_languages(tokenizer_json: str, pattern: str, languages: Iterable[str]) 
             f"model.inputs.language_token is {pattern!r}, but no row of the training set has a `language`: prepare it "
             "with that column (again, into another folder, where mmray did not count languages yet), or leave it empty"
         )
-    if len(marks) > MOST_LANGUAGES:
+    if len(marks) > MAX_LANGUAGES:
         raise UsageError(
             f"model.inputs.language_token: the training set has {len(marks):,} languages, the first {marks[0]!r}; a "
-            f"column of languages has at most {MOST_LANGUAGES:,}: leave the setting empty, or mend the source"
+            f"column of languages has at most {MAX_LANGUAGES:,}: leave the setting empty, or mend the source"
         )
-    if taken := sorted(_TAKEN.intersection(marks)):
+    if taken := sorted(_RESERVED_TOKENS.intersection(marks)):
         raise UsageError(
             f"model.inputs.language_token: {taken[0]!r} would be the token of a language, and has another meaning; "
             "take another pattern, such as `<lang:{}>`"

@@ -31,8 +31,8 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from mmray.data.text.chat import ChatEncoder, encoder_of
-from mmray.data.text.tokenizer import TextEncoder, clean
+from mmray.data.text.chat import ChatEncoder, build_encoder
+from mmray.data.text.tokenizer import TextEncoder, clean_caption
 from mmray.errors import DataError, UsageError
 from mmray.models.build import build
 from mmray.models.export.card import model_card, preprocessor_config
@@ -230,7 +230,7 @@ def load(folder: str | Folder, device: torch.device | str = "cpu") -> Any:
         with fetched(path / WEIGHTS) as file:
             weights = load_weights(file)
         spec = _attributes(config["model"])
-        encoder = encoder_of(tokenizer_json, spec.inputs)
+        encoder = build_encoder(tokenizer_json, spec.inputs)
     except Exception as error:  # the tokenizers package raises bare Exception for what it cannot parse
         raise UsageError(f"{path} is not a model exported by `mmray export RUN {path}`: {error}") from error
     model = build(spec, spec.vocab_size or encoder.vocab_size, config["architecture"])
@@ -333,7 +333,9 @@ class Embedder:
 
     def _tokens(self, start: int, texts: Sequence[str], language: str | None) -> list[Tensor]:
         """Ids and mask [B, T] on the device."""
-        said = [self._encoder.said(_caption(number, text), language) for number, text in enumerate(texts, start)]
+        said = [
+            self._encoder.format_caption(_caption(number, text), language) for number, text in enumerate(texts, start)
+        ]
         ids, num_tokens = self._encoder.encode(said)
         mask = np.arange(ids.shape[1]) < num_tokens[:, None]
         return [torch.from_numpy(array.astype(np.int64)).to(self.device) for array in (ids, mask)]
@@ -344,7 +346,7 @@ class Embedder:
 
 def _caption(number: int, text: str) -> str:
     try:
-        return clean(text)
+        return clean_caption(text)
     except ValueError as error:
         raise DataError(f"text {number}: {error}") from error
 

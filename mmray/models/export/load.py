@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from mmray.data.images.boxes import on_square, visible
+from mmray.data.images.boxes import clip_boxes, to_model_coords
 from mmray.data.images.decode import MAX_PIXELS, decode, to_pixels
 from mmray.data.text.chat import ChatEncoder
 from mmray.errors import DataError
@@ -45,7 +45,7 @@ def boxed(image: Picture, boxes: Sequence[Sequence[float]], inputs: Inputs) -> t
     width, height = _picture(image).size
     corners = [[x / width, y / height, (x + w) / width, (y + h) / height] for x, y, w, h in boxes]
     fractions = np.array(corners, np.float64).reshape(-1, 4)
-    placed, shows = visible(on_square(fractions, (width, height), inputs, None, None))
+    placed, shows = clip_boxes(to_model_coords(fractions, (width, height), inputs, None, None))
     if not shows.all():
         first = int(np.flatnonzero(~shows)[0])
         raise DataError(
@@ -107,6 +107,6 @@ class Answerer:
 def answered(model: Any, encoder: ChatEncoder, pixels: Tensor, question: str, most: int) -> str:
     """The model's answer to a question about one image, uint8 [1, 3, S, S], of `most` tokens at the longest."""
     device = next(model.parameters()).device
-    ids, at = (torch.from_numpy(array.astype(np.int64)).to(device) for array in encoder.prompted(question))
+    ids, at = (torch.from_numpy(array.astype(np.int64)).to(device) for array in encoder.encode_prompt(question))
     said = model.text.continued(model.image(pixels.to(device)), ids, at, encoder.end_id, most)
     return str(encoder.tokenizer.decode(said)).strip()

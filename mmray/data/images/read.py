@@ -12,16 +12,16 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from mmray.data.formats.rows import BadRow, Picture
+from mmray.data.formats.rows import BadRow, ImageRef
 from mmray.storage.range_reads import RangeFiles, Read, coalesced, together
 from mmray.storage.remote_path import steadily
 from mmray.storage.storage import Place
 
 MAX_IMAGE_BYTES = 256 * 1024 * 1024
-_OF_THE_NAME = (errno.ENAMETOOLONG, errno.ELOOP)  # errors that say no more than that there can be no such file
+_BAD_NAME_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP)  # errors that say no more than that there can be no such file
 
 
-def read_picture(place: Place, picture: Picture) -> bytes:
+def read_image(place: Place, picture: ImageRef) -> bytes:
     """The bytes of an image, wherever the source keeps them. Raises BadRow (stage `read`) or OSError."""
     if picture.data is not None:
         return picture.data
@@ -32,13 +32,13 @@ def read_picture(place: Place, picture: Picture) -> bytes:
         return bytes(file.read(picture.length))
 
 
-def read_pictures(place: Place, pictures: Sequence[Picture], files: RangeFiles | None = None) -> list[bytes]:
+def read_images(place: Place, pictures: Sequence[ImageRef], files: RangeFiles | None = None) -> list[bytes]:
     """The bytes of several images, in their order; of an object store in few requests. Raises BadRow or OSError.
 
     `files` are those of the place that are open already: to open one is a request.
     """
     if place.local is not None:
-        return [read_picture(place, picture) for picture in pictures]
+        return [read_image(place, picture) for picture in pictures]
     out, files = [b""] * len(pictures), files or RangeFiles(place)
     whole = [number for number, picture in enumerate(pictures) if picture.length is None]
     parts: dict[str, list[int]] = {}
@@ -51,7 +51,7 @@ def read_pictures(place: Place, pictures: Sequence[Picture], files: RangeFiles |
         reads += [(file, read, spans, numbers) for read in coalesced(spans)]
 
     def read_whole(number: int) -> None:
-        out[number] = steadily(lambda: read_picture(place, pictures[number]))
+        out[number] = steadily(lambda: read_image(place, pictures[number]))
 
     def read_parts(job: tuple[str, Read, list[tuple[int, int]], list[int]]) -> None:
         file, read, spans, numbers = job
@@ -68,20 +68,20 @@ def read_pictures(place: Place, pictures: Sequence[Picture], files: RangeFiles |
 def read_file(place: Place, name: str) -> bytes:
     """The bytes of a file in the source's folder. Raises BadRow (stage `read`) or OSError."""
     try:
-        size = place.size(name) if place.local is None else _size_inside(place, name)
+        size = place.size(name) if place.local is None else _checked_size(place, name)
         if size is not None and size > MAX_IMAGE_BYTES:
             raise BadRow("read", "too-large", f"{name} has {size} bytes, over {MAX_IMAGE_BYTES}")
         return place.read(name)
     except (FileNotFoundError, NotADirectoryError):
         raise BadRow("read", "missing-image", f"there is no file {name}") from None
     except OSError as error:
-        if error.errno not in _OF_THE_NAME:
+        if error.errno not in _BAD_NAME_ERRNOS:
             raise
         raise BadRow("read", "unreadable", f"{name}: {error}") from None
 
 
 @contextmanager
-def tried(name: str) -> Iterator[None]:
+def quarantine_os_errors(name: str) -> Iterator[None]:
     """Make an OSError of the block the fault of the row that named this file, of a kind that may pass: a BadRow."""
     try:
         yield
@@ -89,7 +89,7 @@ def tried(name: str) -> Iterator[None]:
         raise BadRow("read", "unreadable", f"{name}: {error}") from None
 
 
-def stamp(place: Place, name: str) -> tuple[str, int | None, int | None]:
+def file_stamp(place: Place, name: str) -> tuple[str, int | None, int | None]:
     """(name, size, time of change) by which a changed image is noticed; without the last two where there is no file
     or no file system."""
     try:
@@ -101,7 +101,7 @@ def stamp(place: Place, name: str) -> tuple[str, int | None, int | None]:
         return (name, None, None)
 
 
-def _size_inside(place: Place, name: str) -> int:
+def _checked_size(place: Place, name: str) -> int:
     """Bytes of a local file; refuses what leaves the folder through a link, and what is no regular file (a pipe would
     never end)."""
     real = os.path.realpath(f"{place.local}/{name}")
@@ -109,5 +109,5 @@ def _size_inside(place: Place, name: str) -> int:
         raise BadRow("read", "path", f"{name} is a link that leaves the folder of the source")
     info = os.stat(real)  # noqa: PTH116 - once for each image of the set
     if not stat.S_ISREG(info.st_mode):
-        raise BadRow("read", "not-a-file", f"{name} is not a regular file")
+        raise BadRow("read", "not-regular-file", f"{name} is not a regular file")
     return info.st_size

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 from mmray.data.formats import lines
 from mmray.data.formats.jsonl import parse_json
-from mmray.data.formats.rows import BadRow, renamed
-from mmray.data.formats.source import Chunk, Item, head_of
+from mmray.data.formats.rows import BadRow, rename_columns
+from mmray.data.formats.source import SourceChunk, SourceItem, read_head
 from mmray.errors import DataError
 from mmray.storage.storage import Place
 
@@ -20,7 +20,7 @@ _INTEGERS = ("label",)
 _LISTS = ("images", "texts", "boxes", "box_labels", "messages")  # a JSON list in a field
 
 
-class Csv:
+class CsvSource:
     """A .csv file; images are paths relative to it."""
 
     title: ClassVar[str] = "CSV"
@@ -29,7 +29,7 @@ class Csv:
     def __init__(self, place: Place, name: str, columns: dict[str, str]) -> None:
         self.place, self.name, self.columns = place, name, columns
 
-    def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[Chunk]:
+    def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[SourceChunk]:
         if not self._header[1]:
             raise DataError(f"{self.place.address}/{self.name} has no line of column names")
         has_names = False
@@ -38,11 +38,11 @@ class Csv:
                 has_names, chunk = True, replace(chunk, num_rows=chunk.num_rows - 1)
             yield chunk
 
-    def read(self, chunk: Chunk) -> Iterator[Item]:
+    def read(self, chunk: SourceChunk) -> Iterator[SourceItem]:
         names_line, names = self._header
         for line, data in lines.read_lines(self.place, chunk, self.quoted):
             if line != names_line:
-                yield Item(line, f"{self.name}:{line}", self._values(names, data))
+                yield SourceItem(line, f"{self.name}:{line}", self._values(names, data))
 
     def split(self, text: str) -> list[str]:
         """The fields of a record. Raises csv.Error."""
@@ -57,8 +57,8 @@ class Csv:
     @cached_property
     def _header(self) -> tuple[int, list[str]]:
         """(line, column names) of the first record that is not blank."""
-        head_of(self.place, self.name)
-        whole = Chunk(0, self.name, 0, self.place.size(self.name) or 0, 1, None, "")
+        read_head(self.place, self.name)
+        whole = SourceChunk(0, self.name, 0, self.place.size(self.name) or 0, 1, None, "")
         line, data = next(lines.read_lines(self.place, whole, self.quoted), (0, b"")) if whole.stop else (0, b"")
         try:
             names = [name.strip() for name in self.split(data.decode())]
@@ -80,12 +80,12 @@ class Csv:
         if len(fields) != len(names):
             return BadRow("parse", "columns", f"{len(fields)} fields, the first line names {len(names)}")
         try:
-            return typed(renamed(dict(zip(names, fields, strict=True)), self.columns))
+            return convert_fields(rename_columns(dict(zip(names, fields, strict=True)), self.columns))
         except BadRow as bad:
             return bad
 
 
-class Tsv(Csv):
+class TsvSource(CsvSource):
     """A .tsv file: tabs, no quoting; images are paths relative to it."""
 
     title: ClassVar[str] = "TSV"
@@ -95,7 +95,7 @@ class Tsv(Csv):
         return text.rstrip("\r\n").split("\t")
 
 
-def typed(values: dict[str, Any]) -> dict[str, Any]:
+def convert_fields(values: dict[str, Any]) -> dict[str, Any]:
     """Fields of text as the columns mean them: nothing for an empty one, integers, lists. Raises BadRow."""
     out: dict[str, Any] = {}
     for name, text in values.items():
