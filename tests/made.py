@@ -11,7 +11,7 @@ from mmray.data.prepare.pack import write_shard
 from mmray.data.store.manifest import MANIFEST, TOKENIZER, Manifest, fingerprint
 from mmray.data.store.prepared_set import PreparedSet, Row, images_sha256
 from mmray.data.text.tokenizer import train_tokenizer
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 
 CAPTIONS = ["a", "a red one", "a much longer caption of a row"]
 
@@ -40,8 +40,8 @@ def row(number, data=None, texts=None, language=None):
 
 def make_set(folder, rows, test_rows=()):
     """A prepared set of these rows in two shards, and a test split where there are rows for it."""
-    place = Place(str(folder))
-    place.make()
+    place = Storage(str(folder))
+    place.mkdir()
     split = "train" if test_rows else None
     half = max(1, len(rows) // 2)
     parts = [(rows[:half], split), (rows[half:], split), (list(test_rows), "test")]

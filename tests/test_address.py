@@ -3,7 +3,7 @@
 import pytest
 
 from mmray.errors import UsageError
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 
 
 @pytest.mark.parametrize(
@@ -11,10 +11,10 @@ from mmray.storage.storage import Place
 )
 def test_credentials_are_refused_and_not_repeated(address):
     with pytest.raises(UsageError, match="AWS_SECRET_ACCESS_KEY") as refused:
-        Place(address)
+        Storage(address)
     assert "hush" not in str(refused.value)
 
 
 @pytest.mark.parametrize("address", ["prepared/a@b", "s3://bucket/a@b", "s3://bucket/set?region=eu-west-1"])
 def test_what_only_looks_like_it_is_taken(address):
-    assert Place(address).address.endswith(address)
+    assert Storage(address).address.endswith(address)

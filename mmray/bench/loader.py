@@ -183,7 +183,7 @@ def _bench(settings: Settings, actors: int, say: Say) -> Bench:
 def _raw(arrivals: list[list[Arrival]], source: PreparedSet, cold: bool) -> Raw:
     rows, num_bytes = (sum(getattr(one, name) for each in arrivals for one in each) for name in ("rows", "num_bytes"))
     rate = timing.rate(arrivals, skip=0)
-    where = source.place.address + ("" if cold else ", some of it perhaps from memory")
+    where = source.storage.address + ("" if cold else ", some of it perhaps from memory")
     return Raw(rate, rate * num_bytes / rows / 1e6, where)
 
 

@@ -242,7 +242,7 @@ def _read_raw(prepared: PreparedSet, rank: int, world: int) -> Iterator[Arrival]
 
 def forget_cached(prepared: PreparedSet) -> bool:
     """Have the system drop what it holds of a set's shards in memory; False where it cannot be told to."""
-    root = prepared.place.local
+    root = prepared.storage.local_path
     if root is None or not hasattr(os, "posix_fadvise") or prepared.manifest.settings.get("reference"):
         return False
     for shard in prepared.manifest.shards:

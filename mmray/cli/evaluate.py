@@ -43,10 +43,10 @@ PROG = "mmray evaluate"
 def command_of(argv: Sequence[str]) -> EvaluateCommand:
     """What was typed, over the settings of the run that it names. Raises UsageError."""
     run = parsed(EvaluateCommand, argv, PROG).run
-    from mmray.storage.remote_path import folder_at
+    from mmray.storage.paths import to_path
     from mmray.train.evaluate_export import load_run_config
 
-    own = load_run_config(folder_at(run)).evaluate.scoring
+    own = load_run_config(to_path(run)).evaluate.scoring
     command = parsed(EvaluateCommand, argv, PROG, EvaluateCommand(run, evaluate=own))
     if command.workers is not None:
         at_least_one(command, "workers")
@@ -56,12 +56,12 @@ def command_of(argv: Sequence[str]) -> EvaluateCommand:
 def evaluate(argv: Sequence[str], screen: Screen) -> int:
     """mmray evaluate RUN [--data SET] [--split NAME] [--evaluate.classes A B ...] [--json FILE]"""
     command = command_of(argv)
-    from mmray.storage.remote_path import folder_at
+    from mmray.storage.paths import to_path
     from mmray.train.evaluate_export import evaluate_run
 
     with screen.work("evaluating"):
         metrics = evaluate_run(
-            folder_at(command.run),
+            to_path(command.run),
             command.data,
             command.split,
             command.step,

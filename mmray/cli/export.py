@@ -28,10 +28,10 @@ def export(argv: Sequence[str], screen: Screen) -> int:
     """mmray export RUN OUT [--step N|best]"""
     command = parsed(ExportCommand, argv, "mmray export")
     from mmray.models.export.export import PROCESSOR
-    from mmray.storage.remote_path import folder_at
+    from mmray.storage.paths import to_path
     from mmray.train.evaluate_export import export_run
 
-    out = export_run(folder_at(command.run), command.out, command.step)
+    out = export_run(to_path(command.run), command.out, command.step)
     screen.note(str(out), "exported")
     call = 'model.answer(["photo.jpg"])' if (out / PROCESSOR).exists() else 'model.embed_texts(["a red circle"])'
     screen.note(f'import mmray; model = mmray.load("{out}"); {call}', "next")

@@ -25,8 +25,8 @@ def report(argv: Sequence[str], screen: Screen) -> int:
     """mmray report RUN [--out FILE]"""
     command = parsed(ReportCommand, argv, "mmray report")
     from mmray.report.write import write_report  # late: Plotly takes a second to import
-    from mmray.storage.remote_path import folder_at
+    from mmray.storage.paths import to_path
 
-    page = write_report(folder_at(command.run), None if command.out is None else folder_at(command.out))
+    page = write_report(to_path(command.run), None if command.out is None else to_path(command.out))
     screen.note(f"{page} ({page.stat().st_size / 1e6:.1f} MB; opens without a network)", "report")
     return 0

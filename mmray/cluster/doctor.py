@@ -23,7 +23,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from mmray.cluster.connect import ray_session
-from mmray.cluster.shared_storage import probe
+from mmray.cluster.shared_storage import check_shared
 from mmray.config import Cluster
 from mmray.errors import ResourceError
 from mmray.machine import cores, free_memory
@@ -169,7 +169,7 @@ def check_storage(address: str) -> Finding:
     """An object is put at the address of runs, read back, and deleted."""
     began_s = time.monotonic()
     try:
-        probe(address, [])
+        check_shared(address, [])
     except ResourceError as error:
         return Finding("fail", "run.storage", str(error), "mend what it says, or choose another --storage")
     return Finding("ok", "run.storage", f"{address} takes and gives objects, in {time.monotonic() - began_s:.1f} s")

@@ -28,7 +28,7 @@ CREDENTIALS = (
 JOB_COPY = "working_dir_files"  # the folder under which Ray keeps the working directories that jobs brought
 
 
-def check_is_kept(storage: str, here: Path) -> None:
+def check_persistent(storage: str, here: Path) -> None:
     """Raise UsageError where `storage` would lie in a job's copy of the working directory, which Ray deletes."""
     if JOB_COPY in here.parts and "://" not in storage and not Path(storage).expanduser().is_absolute():
         raise UsageError(
@@ -37,7 +37,7 @@ def check_is_kept(storage: str, here: Path) -> None:
         )
 
 
-def probe(storage: str, nodes: list[Node]) -> None:
+def check_shared(storage: str, nodes: list[Node]) -> None:
     """Read on each of these nodes what was written here, and here what they wrote. Raises ResourceError.
 
     `storage` is a folder or an address that pyarrow knows; an address without nodes yet is tried from here.

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_validator
 
 from mmray.config.base import Section
-from mmray.storage.address import NO_CREDENTIALS, holds_credentials
+from mmray.storage.address import CREDENTIALS_REFUSED, has_credentials
 
 LABEL = r"^(auto|none|[A-Za-z0-9._/-]+=\S+)$"
 
@@ -92,6 +92,6 @@ class Run(Section):
     @field_validator("storage")
     @classmethod
     def _keeps_no_secret(cls, storage: str) -> str:
-        if holds_credentials(storage):
-            raise ValueError(NO_CREDENTIALS)
+        if has_credentials(storage):
+            raise ValueError(CREDENTIALS_REFUSED)
         return storage

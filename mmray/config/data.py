@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from mmray.config.base import Section
 from mmray.errors import UsageError
-from mmray.storage.address import host_of
+from mmray.storage.address import parse_host
 
 # `data.train` of several sets: `prepared/a + 2 * prepared/b`, each with the weight of its rows in an epoch.
 _TERM = re.compile(r"(?:(\S+) \* +)?(\S.*)")
@@ -123,7 +123,7 @@ class Prepare(Section):
     @field_validator("allow_urls")
     @classmethod
     def _urls_are_of_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(sorted({host_of(host) for host in hosts}))
+        return tuple(sorted({parse_host(host) for host in hosts}))
 
     @model_validator(mode="after")
     def _references_are_as_they_are(self) -> Prepare:

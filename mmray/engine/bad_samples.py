@@ -15,8 +15,7 @@ from mmray.data.store.manifest import QUARANTINE
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import NO_LABEL, Block, RowReader
 from mmray.errors import DataError
-from mmray.storage.file_ops import append_line
-from mmray.storage.remote_path import Folder
+from mmray.storage.paths import AnyPath, append_line
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 def watched(
     blocks: Iterable[Block],
     config: Config,
-    folder: Folder,
+    folder: AnyPath,
     reader: RowReader,
     plan: SamplePlan,
     count: Callable[[int], int],
@@ -76,7 +75,7 @@ def _check_box_labels(block: Block, config: Config) -> None:
         )
 
 
-def bad_rows(folder: Folder) -> set[int]:
+def bad_rows(folder: AnyPath) -> set[int]:
     """Rows that a run has named in quarantine.jsonl so far; a line that a kill cut off in the middle names none."""
     rows, file = set(), folder / QUARANTINE
     for line in file.read_bytes().splitlines() if file.exists() else ():
@@ -87,7 +86,7 @@ def bad_rows(folder: Folder) -> set[int]:
     return rows
 
 
-def _quarantine(folder: Folder, reader: RowReader, row: int) -> str:
+def _quarantine(folder: AnyPath, reader: RowReader, row: int) -> str:
     """Write down one row that failed in training; returns its name and reason."""
     record, reason = reader.explain_bad_row(row)
     entry = {

@@ -19,8 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from mmray.storage.file_ops import written
-from mmray.storage.remote_path import Folder
+from mmray.storage.paths import AnyPath, open_for_upload
 
 EVERY_S = 1.0
 _HERE = str(Path(__file__).parent).encode("ascii", "backslashreplace").decode()  # as faulthandler writes it
@@ -50,7 +49,7 @@ class Heartbeat:
     """
 
     def __init__(
-        self, send: Callable[[dict[str, Any]], bool], about: dict[str, Any], stacks: Folder, write_limit_s: float
+        self, send: Callable[[dict[str, Any]], bool], about: dict[str, Any], stacks: AnyPath, write_limit_s: float
     ):
         self._send, self._about, self._stacks, self._write_limit_s = send, about, stacks, write_limit_s
         self._writes_since_s: float | None = None
@@ -105,7 +104,7 @@ class Heartbeat:
         return now_s - since_s < self._write_limit_s
 
     def _dump(self) -> None:
-        with written(self._stacks) as here, here.open("w") as file:
+        with open_for_upload(self._stacks) as here, here.open("w") as file:
             file.write(f"{self._about}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)

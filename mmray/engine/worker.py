@@ -37,7 +37,7 @@ from mmray.errors import MmrayError, UsageError
 from mmray.evaluate.build import check_scored, evaluator_of
 from mmray.models.build import build
 from mmray.models.fusion import LabelTexts
-from mmray.storage.remote_path import folder_at
+from mmray.storage.paths import to_path
 
 WRITES_HANGS = 10  # hang_timeout_s this often: how long a rank may wait for a checkpoint to be written
 
@@ -60,7 +60,7 @@ def _work(
     seed_everything(config.train.seed, config.train.deterministic)
     group = Group.current(device, config.cluster.collective_timeout_s)
     config = config.replace(train=config.train.replace(precision=precision.agreed(config.train.precision, group)))
-    found = None if start.checkpoint is None else folder_at(start.checkpoint)
+    found = None if start.checkpoint is None else to_path(start.checkpoint)
     cut = config.train.parallel == "fsdp" and group.world > 1
     model = _model(job, None if found is None else files.load_meta(found)["architecture"], device)
     if job.eval_set is not None:

@@ -16,8 +16,7 @@ from mmray.data.stream.reader import RowReader
 from mmray.engine.checkpoint.async_saver import AsyncSaver
 from mmray.engine.metrics.writers import Metrics
 from mmray.report.run import EXAMPLES
-from mmray.storage.file_ops import write_whole
-from mmray.storage.remote_path import Folder
+from mmray.storage.paths import AnyPath, write_atomic
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -31,7 +30,7 @@ class Job:
     """A run as its workers see it."""
 
     config: Config
-    folder: Folder
+    folder: AnyPath
     fence: int
     reader: RowReader
     eval_set: PreparedSet | None
@@ -112,10 +111,10 @@ def advise(job: Job, report: Report, device: torch.device, wait_share: float) ->
         tell(report, "pace", line)
 
 
-def keep_examples(folder: Folder, report: Report, step: int, examples: dict[str, Any]) -> None:
+def keep_examples(folder: AnyPath, report: Report, step: int, examples: dict[str, Any]) -> None:
     """Write what the report shows of the newest evaluation; that the storage does not take it is told."""
     try:
-        write_whole(folder / EXAMPLES, orjson.dumps({"step": step, **examples}).decode())
+        write_atomic(folder / EXAMPLES, orjson.dumps({"step": step, **examples}).decode())
     except OSError as error:
         tell(report, "storage", f"the examples of step {step} are not kept: {error}")
 

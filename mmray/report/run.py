@@ -9,8 +9,7 @@ from typing import Any
 
 import yaml
 
-from mmray.storage.file_ops import fetched
-from mmray.storage.remote_path import Folder
+from mmray.storage.paths import AnyPath, local_copy
 
 EXAMPLES = "examples.json"  # hits and misses of the newest evaluation
 Line = dict[str, Any]
@@ -20,7 +19,7 @@ Line = dict[str, Any]
 class RunRecord:
     """What a run left; empty where a file is missing, for a run may have ended anywhere."""
 
-    folder: Folder
+    folder: AnyPath
     config: dict[str, Any]
     data: dict[str, Any]
     environment: dict[str, Any]
@@ -29,7 +28,7 @@ class RunRecord:
     lines: list[Line]  # of metrics.jsonl, by step
 
     @classmethod
-    def read(cls, folder: Folder) -> RunRecord:
+    def read(cls, folder: AnyPath) -> RunRecord:
         """The run in `folder`, which has a config.yaml."""
         return cls(
             folder=folder,
@@ -66,7 +65,7 @@ class RunRecord:
         return {}
 
 
-def read_json(file: Folder) -> dict[str, Any]:
+def read_json(file: AnyPath) -> dict[str, Any]:
     """The object in a file; empty where there is none, or only the half of one."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
@@ -75,11 +74,11 @@ def read_json(file: Folder) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def read_lines(file: Folder) -> Iterator[Line]:
+def read_lines(file: AnyPath) -> Iterator[Line]:
     """The objects of a file of JSON lines; a line that a kill cut off is left out."""
     if not file.exists():
         return
-    with fetched(file) as here, here.open(encoding="utf-8", errors="replace") as lines:
+    with local_copy(file) as here, here.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
                 value = json.loads(line)

@@ -25,8 +25,8 @@ from mmray.errors import MmrayError
 from mmray.report.figures import WAYS
 from mmray.report.run import RunRecord, read_json, read_lines
 from mmray.report.scores import other_scores
-from mmray.storage.remote_path import Folder, folder_at
-from mmray.storage.storage import Place
+from mmray.storage.paths import AnyPath, to_path
+from mmray.storage.storage import Storage
 
 RECALL_AT = (1, 5, 10)
 WAIT_WORTH_A_WORD = 0.2  # of a step's time
@@ -190,9 +190,9 @@ class Quarantine:
         return sum(count for _, count in self.reasons)
 
 
-def quarantine_of(run: Folder, prepared: str | None) -> Quarantine:
+def quarantine_of(run: AnyPath, prepared: str | None) -> Quarantine:
     """What was set aside when the set was prepared (of several that were mixed, the first), and in training since."""
-    place = folder_at(parse_mixture(prepared)[0][0]) if prepared else None
+    place = to_path(parse_mixture(prepared)[0][0]) if prepared else None
     manifest = read_json(place / MANIFEST) if place else {}
     entries = list(read_lines(run / QUARANTINE))
     reasons: Counter[str] = Counter("in training" for _ in entries)
@@ -209,7 +209,7 @@ def quarantine_of(run: Folder, prepared: str | None) -> Quarantine:
         chosen = SourceSpec(about["format"], about["folder"], about["file"])
         columns = {ours: theirs for ours, _, theirs in (each.partition("=") for each in settings.get("columns") or ())}
         template = str(settings.get("caption") or "")
-        _find_pictures(shown, open_source(chosen, Place(str(place)), columns, template), Place(chosen.address))
+        _find_pictures(shown, open_source(chosen, Storage(str(place)), columns, template), Storage(chosen.address))
     leaks = [line for line in islice(read_lines(place / LEAKS), LOOKED_AT) if line.get("pictures")] if place else []
     num_read, found = int(manifest.get("num_read") or 0), manifest.get("leakage") or {}
     return Quarantine(num_read, reasons.most_common(), shown, found, leaks[:MAX_EXAMPLES] if found else [])
@@ -231,7 +231,7 @@ def _aside(entry: dict[str, Any]) -> Aside:
     )
 
 
-def _find_pictures(rows: list[Aside], source: Source, place: Place) -> None:
+def _find_pictures(rows: list[Aside], source: Source, place: Storage) -> None:
     """Pictures of these rows by where they came from, as far as the source is still there and they can be opened."""
     wanted: dict[str, list[Aside]] = defaultdict(list)
     for row in rows:
@@ -248,7 +248,7 @@ def _find_pictures(rows: list[Aside], source: Source, place: Place) -> None:
         return  # the source is gone, or another one stands in its place: the rows are told without pictures
 
 
-def _picture(place: Place, item: SourceItem, sandbox: SandboxedDecoder) -> str | None:
+def _picture(place: Storage, item: SourceItem, sandbox: SandboxedDecoder) -> str | None:
     if isinstance(item.values, BadRow):
         return None
     try:

@@ -25,14 +25,13 @@ from mmray.report.run import RunRecord
 from mmray.report.settings import settings_of
 from mmray.report.summary import quarantine_of
 from mmray.report.sweep import SWEEP, Sweep, sweep_figures
-from mmray.storage.file_ops import write_whole
-from mmray.storage.remote_path import Folder
+from mmray.storage.paths import AnyPath, write_atomic
 
 REPORT = "report.html"
 TEMPLATES = Path(__file__).with_name("templates")
 
 
-def write_report(folder: Folder, out: Folder | None = None) -> Folder:
+def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
     """Write the page of the run or the sweep in `folder`, to `out` or to its report.html; returns where it is.
 
     Raises UsageError where there is neither, or the page cannot be written.
@@ -47,13 +46,13 @@ def write_report(folder: Folder, out: Folder | None = None) -> Folder:
     else:
         raise UsageError(f"{folder} is neither a run (it has no config.yaml) nor a sweep (no {SWEEP})")
     try:
-        write_whole(out, page)
+        write_atomic(out, page)
     except OSError as error:
         raise UsageError(f"cannot write {out}: {error.strerror or error}; choose another --out") from error
     return out
 
 
-def _run_page(folder: Folder) -> str:
+def _run_page(folder: AnyPath) -> str:
     run = RunRecord.read(folder)
     settings = settings_of(run.config)
     return _render(
@@ -101,7 +100,7 @@ def _plotly_js() -> str:
 
 
 # The page at the end of a run or a sweep: drawn where it can be, and never the reason that one fails.
-def draw_at_end(folder: Folder, note: Callable[[str, str], None]) -> None:
+def draw_at_end(folder: AnyPath, note: Callable[[str, str], None]) -> None:
     """Write the page of `folder`, however its run or sweep ended; that it cannot be drawn is told by `note`."""
     try:
         note(str(write_report(folder)), "report")

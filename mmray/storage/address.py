@@ -14,12 +14,12 @@ _HTTPS_PORT = 443
 _UNICAST, _NAT64 = IPv6Network("2000::/3"), IPv6Network("64:ff9b::/96")
 
 
-def holds_credentials(address: str) -> bool:
+def has_credentials(address: str) -> bool:
     """Whether a login or a key stands in it, which would end up in config.yaml, manifests and logs."""
     return _CREDENTIALS.search(address) is not None
 
 
-NO_CREDENTIALS = (
+CREDENTIALS_REFUSED = (
     "an address may not hold credentials, for it is written into config.yaml, manifests and logs: set "
     "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment"
 )
@@ -30,13 +30,13 @@ def is_url(name: str) -> bool:
     return name[:8].lower().startswith(("https://", "http://"))
 
 
-def shown(address: str) -> str:
+def redact_url(address: str) -> str:
     """An address as it may be told: without login, query and fragment (a signed address is a secret)."""
     told = re.split(r"[?#]", re.sub(r"//[^/]*@", "//", address), maxsplit=1)[0][:200]
     return told.encode(errors="backslashreplace").decode()  # a redirect may hold what is no UTF-8
 
 
-def host_of(name: str) -> str:
+def parse_host(name: str) -> str:
     """`host` or `host:port` in the one form that is compared: lower case, without https's own port.
 
     Raises ValueError for what is not the name of a host: an address by numbers, a scheme, a path, a login.
@@ -48,7 +48,7 @@ def host_of(name: str) -> str:
     return found[1] if port == _HTTPS_PORT else f"{found[1]}:{port}"
 
 
-def unfit(address: str, hosts: Collection[str]) -> str:
+def rejection_reason(address: str, hosts: Collection[str]) -> str:
     """Why an address is not fetched, and which setting would have it fetched; empty where it is."""
     scheme, _, rest = address.partition("://")
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
@@ -57,13 +57,13 @@ def unfit(address: str, hosts: Collection[str]) -> str:
     if "@" in authority:
         return "a login stands in it"
     try:
-        host = host_of(authority)
+        host = parse_host(authority)
     except ValueError:
         return "its host is not a name (numbers are not fetched)"
     return "" if host in hosts else f"its host is not allowed; prepare.allow_urls (--allow-urls {host}) would allow it"
 
 
-def is_public(address: str) -> bool:
+def is_public_ip(address: str) -> bool:
     """Whether a numeric address is one of the open internet, whatever form it is wrapped in.
 
     Not public: this machine, private and link-local networks (metadata services of clouds), multicast, and the

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mmray.errors import StorageError, TrainingError, UsageError
-from mmray.storage.remote_path import Folder, RemotePath
+from mmray.storage.paths import AnyPath, RemotePath
 
 # Where a lease is written down: numbered claims in a folder, of which each number is got by one process alone.
 #
@@ -49,7 +49,7 @@ class Claims(Protocol):
     def remove(self, fence: int) -> None: ...
 
 
-def claims_in(folder: Folder) -> Claims:
+def claims_in(folder: AnyPath) -> Claims:
     return ObjectClaims(folder) if isinstance(folder, RemotePath) else FileClaims(folder)
 
 
@@ -203,7 +203,7 @@ class ObjectClaims:
             return []
 
 
-def _written_now_s(probe: Folder) -> float:
+def _written_now_s(probe: AnyPath) -> float:
     """The time that the storage gives to a file written now, which goes again."""
     probe.write_text("now")
     try:
@@ -218,7 +218,7 @@ FOLDER = "lease"
 class Lease:
     """The right to write into `run_dir`, renewed by a thread every `heartbeat_s` seconds until released."""
 
-    def __init__(self, run_dir: Folder, heartbeat_s: float = 10.0, stale_after_s: float = 60.0):
+    def __init__(self, run_dir: AnyPath, heartbeat_s: float = 10.0, stale_after_s: float = 60.0):
         self._folder = run_dir / FOLDER
         self._claims = claims_in(self._folder)
         self._heartbeat_s, self._stale_after_s = heartbeat_s, stale_after_s
@@ -254,7 +254,7 @@ class Lease:
         before = self.fence
         try:
             while not self._claims.take(before + 1, json.dumps(_myself())):
-                check(self._folder.parent, before)
+                check_fence(self._folder.parent, before)
             self.fence = before + 1
             self._claims.remove(before)
         except OSError as error:
@@ -263,7 +263,7 @@ class Lease:
 
     def check(self) -> None:
         """Raise TrainingError where another training has the run now, OSError where the storage does not answer."""
-        check(self._folder.parent, self.fence)
+        check_fence(self._folder.parent, self.fence)
 
     def release(self) -> None:
         """End the heartbeat and let the next process have the run; nothing where it is lost or not held."""
@@ -323,7 +323,7 @@ class Lease:
                 continue
 
 
-def check(run_dir: Folder, fence: int) -> None:
+def check_fence(run_dir: AnyPath, fence: int) -> None:
     """Raise TrainingError where the lease with this fence was taken over: whoever holds it must write nothing more.
 
     Raises OSError where the storage does not answer.
@@ -370,7 +370,7 @@ def _lives_here(holder: dict[str, Any]) -> bool | None:
     return _process(holder["pid"]) == holder.get("process")
 
 
-def _held_message(folder: Folder, holder: dict[str, Any] | None) -> str:
+def _held_message(folder: AnyPath, holder: dict[str, Any] | None) -> str:
     holder = holder or {}
     who = f"process {holder['pid']} on {holder['host']}" if {"pid", "host"} <= holder.keys() else "another process"
     return (
@@ -380,7 +380,7 @@ def _held_message(folder: Folder, holder: dict[str, Any] | None) -> str:
 
 
 @contextmanager
-def _told(folder: Folder) -> Iterator[None]:
+def _told(folder: AnyPath) -> Iterator[None]:
     """Errors of the storage as one that a user can act on."""
     try:
         yield

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from mmray.cluster.connect import ray_session
 from mmray.config import Config
 from mmray.data.store.manifest import QUARANTINE
-from mmray.data.store.prepared_set import MixedSet
+from mmray.data.store.prepared_set import PreparedMixture
 from mmray.errors import AtOnce, TrainingError
 from mmray.report.write import draw_at_end
-from mmray.storage.file_ops import gather
 from mmray.storage.lease import Lease
-from mmray.storage.remote_path import Folder
+from mmray.storage.paths import AnyPath, merge_parts
 from mmray.train import run_dir, trackers
 from mmray.train.coordinator import ProgressReporter
 from mmray.train.resolve import resolve_run
@@ -37,7 +36,7 @@ MAX_LISTED_RUNS = 3
 class RunOutcome:
     """How a run ended; `result` is what result.json says."""
 
-    path: Folder
+    path: AnyPath
     result: dict[str, Any]
     already_done: bool = False
 
@@ -80,7 +79,7 @@ def _finalize_run_dir(run: run_dir.RunDir, lease: Lease, reporter: ProgressRepor
     """
     try:
         lease.check()
-        gather(run.path / QUARANTINE)
+        merge_parts(run.path / QUARANTINE)
     except TrainingError:
         return
     except OSError as error:
@@ -105,7 +104,7 @@ def _log_summary(ready: ResolvedRun, run: run_dir.RunDir, reporter: ProgressRepo
     epochs = ready.steps * ready.shape.global_rows / ready.data["num_rows"]
     reporter.log(str(run.path), "run")
     reporter.log(f"{ready.data['train']}: {ready.data['num_rows']:,} rows, {held_out}", "data")
-    if isinstance(ready.train_set, MixedSet):
+    if isinstance(ready.train_set, PreparedMixture):
         for name, part in zip(ready.train_set.names, ready.train_set.parts, strict=True):
             reporter.log(f"{part.per_epoch:,} rows of {name} an epoch ({part.num_rows:,} in it)", "mixed")
     data = ready.config.data

@@ -31,7 +31,7 @@ from mmray.evaluate.build import best_by, check_scored, evaluator_of
 from mmray.models import lora
 from mmray.models.build import build
 from mmray.models.export.export import export
-from mmray.storage.remote_path import Folder, folder_at
+from mmray.storage.paths import AnyPath, to_path
 from mmray.train import validate
 from mmray.train.coordinator import ProgressReporter
 from mmray.train.resources import (
@@ -49,7 +49,7 @@ from mmray.train.run_dir import RunDir
 Step = int | Literal["best"] | None  # which checkpoint: of this step, the best, or the newest
 
 
-def load_run_config(folder: Folder) -> Config:
+def load_run_config(folder: AnyPath) -> Config:
     """The config of a run. Raises UsageError where there is none."""
     file = folder.expanduser().resolve() / "config.yaml"
     if not file.exists():
@@ -57,13 +57,13 @@ def load_run_config(folder: Folder) -> Config:
     return from_yaml(file.read_text(), str(file))
 
 
-def open_run(folder: Folder, step: Step) -> tuple[Config, str, Folder]:
+def open_run(folder: AnyPath, step: Step) -> tuple[Config, str, AnyPath]:
     """Config, tokenizer and checkpoint folder of a run. Raises UsageError naming what is missing."""
     run, config = RunDir(folder.expanduser().resolve()), load_run_config(folder)
     return config, (run.path / "tokenizer.json").read_text(), _good_checkpoint(run, step, best_by(config))
 
 
-def _good_checkpoint(run: RunDir, step: Step, metric: str) -> Folder:
+def _good_checkpoint(run: RunDir, step: Step, metric: str) -> AnyPath:
     """The newest checkpoint that verifies, that of `step`, or the best by `metric`.
 
     Nothing is moved, for training may be under way.
@@ -83,7 +83,7 @@ def _good_checkpoint(run: RunDir, step: Step, metric: str) -> Folder:
     return found
 
 
-def export_run(folder: Folder, out: str | Folder, step: Step) -> Folder:
+def export_run(folder: AnyPath, out: str | AnyPath, step: Step) -> AnyPath:
     """Write the model of a run's checkpoint to `out`, for `mmray.load`."""
     config, tokenizer_json, found = open_run(folder, step)
     model = lora.merge(load_model(config, found))
@@ -92,7 +92,7 @@ def export_run(folder: Folder, out: str | Folder, step: Step) -> Folder:
 
 
 def evaluate_run(
-    folder: Folder,
+    folder: AnyPath,
     data: str | None,
     split: str | None,
     step: Step,
@@ -136,7 +136,7 @@ def with_evaluation_settings(config: Config, scoring: Scoring | None, **cluster:
     return config.on_cluster(**cluster)
 
 
-def load_model(config: Config, found: Folder) -> nn.Module:
+def load_model(config: Config, found: AnyPath) -> nn.Module:
     """The model of a checkpoint, on the CPU; with the averaged weights where the run kept them."""
     model = build(config.model, config.model.vocab_size, files.load_meta(found).get("architecture"))
     if config.train.ema:
@@ -149,7 +149,7 @@ def load_model(config: Config, found: Folder) -> nn.Module:
 
 
 def _held_out(
-    config: Config, folder: Folder, data: str | None, split: str | None, reporter: ProgressReporter
+    config: Config, folder: AnyPath, data: str | None, split: str | None, reporter: ProgressReporter
 ) -> PreparedSet:
     """What is asked for, or what the run held out: its own set for that (a source is prepared first), or a split."""
     own = config.data.eval_split if data is None else "test"
@@ -157,13 +157,13 @@ def _held_out(
     if source is None:
         trained_on = parse_mixture((RunDir(folder).read_json("data.json") or {})["train"])[0][0]
         return PreparedSet.open(trained_on, split or own)
-    if not (folder_at(source) / MANIFEST).exists():
+    if not (to_path(source) / MANIFEST).exists():
         check_data_capacity(config.cluster)
     place = ensure_prepared(source, config.data.cache, config.prepare, reporter.log, reporter.prepare_progress)
     return PreparedSet.open(str(place), split or own)
 
 
-def _score_on_worker(config: Config, tokenizer_json: str, held_out: PreparedSet, found: Folder) -> dict[str, Any]:
+def _score_on_worker(config: Config, tokenizer_json: str, held_out: PreparedSet, found: AnyPath) -> dict[str, Any]:
     group = Group.current(ray.train.torch.get_device())
     model = load_model(config, found)
     check_scored(config, model)

@@ -9,12 +9,12 @@ from hashlib import sha256
 from mmray.config import Config
 from mmray.config.data import is_mixture, parse_mixture, write_mixture
 from mmray.data.prepare.pipeline import ensure_prepared
-from mmray.data.store.prepared_set import MixedSet, PreparedSet
-from mmray.data.stream.shuffle import chunk_and_window, kept_here
+from mmray.data.store.prepared_set import PreparedMixture, PreparedSet
+from mmray.data.stream.shuffle import shuffle_block_and_window, with_local_cache
 from mmray.data.text.chat import build_encoder, extend_tokenizer
 from mmray.data.text.tokenizer import declared_pad_id, load_tokenizer
 from mmray.engine.batch import shape_of, total_steps
-from mmray.storage.remote_path import Folder
+from mmray.storage.paths import AnyPath
 from mmray.train.coordinator import ProgressReporter
 from mmray.train.validate import with_region_labels
 from mmray.train.worker_group import ResolvedRun
@@ -33,14 +33,14 @@ def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
     train_sets = [PreparedSet.open(place, config.data.train_split) for place, _ in terms]
     eval_set = _eval_set(config, terms[0][0], train_sets[0], prepared)
     shape = shape_of(config.batch, config.cluster.most_workers)
-    chunk, window = chunk_and_window(config.data, train_sets, shape.global_rows)
-    train_sets = [kept_here(config.data, each, chunk) for each in train_sets]
-    eval_set = eval_set and kept_here(config.data, eval_set, chunk)
-    if config.data.local_cache and all(each.place.local for each in [*train_sets, eval_set] if each):
+    chunk, window = shuffle_block_and_window(config.data, train_sets, shape.global_rows)
+    train_sets = [with_local_cache(config.data, each, chunk) for each in train_sets]
+    eval_set = eval_set and with_local_cache(config.data, eval_set, chunk)
+    if config.data.local_cache and all(each.storage.local_path for each in [*train_sets, eval_set] if each):
         reporter.log("data.local_cache keeps nothing: every set is on a disk already", "cache")
-    train_set: PreparedSet | MixedSet = train_sets[0]
+    train_set: PreparedSet | PreparedMixture = train_sets[0]
     if is_mixture(config.data.train):
-        train_set = MixedSet(train_sets, [weight for _, weight in terms])
+        train_set = PreparedMixture(train_sets, [weight for _, weight in terms])
     inputs = config.model.inputs
     loaded = load_tokenizer(inputs.tokenizer, train_set.tokenizer_json)
     tokenizer_json = extend_tokenizer(loaded, inputs, train_set.languages)
@@ -48,7 +48,7 @@ def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
     if config.evaluate.language is not None:
         encoder.format_caption("", config.evaluate.language)  # one that it does not know shows here
     num_rows = min(train_set.num_rows, config.data.limit or train_set.num_rows)
-    if isinstance(train_set, MixedSet):
+    if isinstance(train_set, PreparedMixture):
         num_rows = sum(part.per_epoch for part in train_set.parts)
     steps = total_steps(config.train, num_rows, shape.global_rows)
     model = with_region_labels(config.model, train_sets, eval_set).with_absolute_weights()
@@ -67,7 +67,7 @@ def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
 
 
 def _eval_set(
-    config: Config, place: str, train_set: PreparedSet, prepared: Callable[[str], Folder]
+    config: Config, place: str, train_set: PreparedSet, prepared: Callable[[str], AnyPath]
 ) -> PreparedSet | None:
     split = config.data.eval_split
     if config.data.eval is not None:

@@ -21,7 +21,7 @@ from mmray.cluster.connect import INPUT_TASK_CPUS, num_decode_actors
 from mmray.config import Config
 from mmray.errors import ResourceError
 from mmray.machine import cores, free_memory
-from mmray.storage.remote_path import Folder, RemotePath
+from mmray.storage.paths import AnyPath, RemotePath
 
 FREE_LOOK_S = 4.0  # until what is taken counts as taken: workers that have ended a moment ago hold their places
 
@@ -86,17 +86,17 @@ def num_free_workers(config: Config) -> int:
 
 def check_storage(config: Config) -> None:
     """Raise where runs would be lost with a job, or a training node does not see their folder."""
-    shared_storage.check_is_kept(config.run.storage, Path.cwd())
+    shared_storage.check_persistent(config.run.storage, Path.cwd())
     demand, here = resource_demand(config, with_data=False), placement.alive_nodes()
     if len(here) > 1 or "://" in config.run.storage:
         theirs = [node for node in here if node.matches_labels(demand.worker_labels) and node.fits(demand.per_worker)]
-        shared_storage.probe(config.run.storage, theirs)
+        shared_storage.check_shared(config.run.storage, theirs)
 
 
-def ray_storage_args(folder: Folder) -> dict[str, Any]:
+def ray_storage_args(folder: AnyPath) -> dict[str, Any]:
     """Where Ray Train keeps the small files of its own, as arguments of its RunConfig."""
     if isinstance(folder, RemotePath):
-        return {"storage_path": (folder / "ray").key, "storage_filesystem": folder.place.system[0]}
+        return {"storage_path": (folder / "ray").key, "storage_filesystem": folder.storage.filesystem[0]}
     return {"storage_path": str(folder / "ray")}
 
 

@@ -23,8 +23,7 @@ from mmray.config import Config, to_yaml
 from mmray.errors import UsageError
 from mmray.machine import cores
 from mmray.storage import lease
-from mmray.storage.file_ops import write_whole
-from mmray.storage.remote_path import Folder, folder_at
+from mmray.storage.paths import AnyPath, to_path, write_atomic
 
 # Which settings a continuation of a run may change: those that alter neither its rows nor the arithmetic of a step.
 RESUMABLE_CHANGES = (
@@ -107,15 +106,15 @@ PACKAGES = ("mmray", "ray", "torch", "torchvision", "transformers", "pyarrow", "
 class RunDir:
     """Paths of one run."""
 
-    path: Folder
+    path: AnyPath
 
     @property
-    def checkpoints(self) -> Folder:
+    def checkpoints(self) -> AnyPath:
         return self.path / "checkpoints"
 
     def write(self, name: str, text: str) -> None:
         """Write a file whole or not at all."""
-        write_whole(self.path / name, text)
+        write_atomic(self.path / name, text)
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         self.write(name, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
@@ -145,11 +144,11 @@ class RunSelection:
     """`start` a new folder, `resume` what is there, or `done`: nothing is left to train."""
 
     action: Literal["start", "resume", "done"]
-    path: Folder
+    path: AnyPath
     passed: tuple[str, ...] = ()  # earlier runs that an unnamed one does not go on with, each with its reason
 
 
-def find_existing_run(path: Folder, config: Config, data: dict[str, Any]) -> ExistingRun | None:
+def find_existing_run(path: AnyPath, config: Config, data: dict[str, Any]) -> ExistingRun | None:
     """What a run of `config` on `data` would find at `path`; None when there is no run."""
     if not (path / "config.yaml").exists():
         if path.exists() and any(file.name not in FILES_BEFORE_CONFIG for file in path.iterdir()):
@@ -194,9 +193,9 @@ def select_run(config: Config, data: dict[str, Any], steps: int) -> RunSelection
     raise AssertionError("the names never end")
 
 
-def candidate_paths(config: Config) -> Iterator[Folder]:
+def candidate_paths(config: Config) -> Iterator[AnyPath]:
     """The run's path; an unnamed run's candidates are RECIPE, RECIPE-2, RECIPE-3, ..."""
-    storage = folder_at(config.run.storage)
+    storage = to_path(config.run.storage)
     return (storage / name for name in candidate_names(config.recipe, config.run.name))
 
 
@@ -207,7 +206,7 @@ def candidate_names(stem: str, named: str | None) -> Iterator[str]:
     return itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
 
 
-def create_run_dir(path: Folder, config: Config, data: dict[str, Any], tokenizer_json: str) -> RunDir:
+def create_run_dir(path: AnyPath, config: Config, data: dict[str, Any], tokenizer_json: str) -> RunDir:
     """The folder with what a run is made of; config.yaml comes last, so that a half-made folder is no run."""
     try:
         path.mkdir(parents=True, exist_ok=True)

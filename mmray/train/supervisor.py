@@ -29,9 +29,8 @@ from mmray.engine.bad_samples import bad_rows
 from mmray.engine.checkpoint import files
 from mmray.errors import MmrayError, ResourceError, StorageError, TrainingError, UsageError
 from mmray.evaluate.build import best_by
-from mmray.storage.file_ops import gather
 from mmray.storage.lease import Lease
-from mmray.storage.remote_path import Folder
+from mmray.storage.paths import AnyPath, merge_parts
 from mmray.train import run_dir
 from mmray.train.coordinator import WASTED, ProgressReporter, RunMonitor, start_coordinator
 from mmray.train.monitor import AttemptMonitor
@@ -55,7 +54,7 @@ class RunHistory:
     attempts: int = 0
     failures: int = 0  # in a row, see policy.spent
     before: Failure | None = None
-    newest: Folder | None = None
+    newest: AnyPath | None = None
     place: tuple[LiveNodes, int] | None = None  # of the next attempt, where it was looked at already
     resized_from: list[int] = field(default_factory=list)  # numbers of workers that were given up for larger ones
     preemptions: int = 0
@@ -153,7 +152,7 @@ def _best_checkpoint(run: run_dir.RunDir, ready: ResolvedRun) -> dict[str, Any] 
 
 def _prepare_attempt(
     run: run_dir.RunDir, lease: Lease, history: RunHistory, reporter: ProgressReporter
-) -> tuple[Folder | None, set[int]]:
+) -> tuple[AnyPath | None, set[int]]:
     """The checkpoint from which the next attempt goes on, and the bad rows that earlier ones have named.
 
     A storage that does not answer between two attempts is asked again before the run is given up for it.
@@ -165,7 +164,7 @@ def _prepare_attempt(
             if history.attempts > 1:
                 lease.advance()
             found = files.latest_valid(run.checkpoints, partial(reporter.log, label="checkpoint"))
-            gather(run.path / QUARANTINE)
+            merge_parts(run.path / QUARANTINE)
             return found, bad_rows(run.path)
         except (StorageError, OSError) as error:
             pause_s = next(pauses_s, None)
@@ -253,7 +252,7 @@ def choose_world_size(wanted: Config, autoscaler: AutoscalerRequest) -> tuple[Li
     return now, max(counts[-1], wanted.cluster.least_workers)
 
 
-def _latest_checkpoint(run: run_dir.RunDir) -> Folder | None:
+def _latest_checkpoint(run: run_dir.RunDir) -> AnyPath | None:
     """The newest checkpoint that was written to its end; whether it can be read and is sound shows when it is taken."""
     try:
         return files.latest_complete(run.checkpoints)
@@ -261,5 +260,5 @@ def _latest_checkpoint(run: run_dir.RunDir) -> Folder | None:
         return None
 
 
-def _step_of(path: Folder | None) -> int:
+def _step_of(path: AnyPath | None) -> int:
     return 0 if path is None else files.step_of(path)

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from mmray import plugins
-from mmray.storage.file_ops import write_whole
-from mmray.storage.remote_path import Folder, folder_at
+from mmray.storage.paths import AnyPath, to_path, write_atomic
 from mmray.train.run_dir import redact_text
 
 STATUS = {"finished": True, "stopped": True, "failed": False}
@@ -42,11 +41,11 @@ class Desk:
         self.tracker, self.name, self.out = tracker, name, out
         self.num_errors, self.last_step, self.good = 0, 0, False
         self.run_id = ""
-        self.file: Folder = Path()
+        self.file: AnyPath = Path()
 
     def begin(self, about: dict[str, Any]) -> bool:
         """Whether the tracker could begin."""
-        self.file = folder_at(about["folder"]) / f"tracker-{self.name}.json"
+        self.file = to_path(about["folder"]) / f"tracker-{self.name}.json"
         with contextlib.suppress(OSError, ValueError, KeyError):  # none yet, or damaged: another run there
             known = json.loads(self.file.read_text())
             self.run_id, self.last_step = known["id"], known["last_step"]
@@ -85,7 +84,7 @@ class Desk:
             self._tell(f"it did not take {self.num_errors} lines (metrics.jsonl has them all)")
 
     def _remember(self) -> None:
-        write_whole(self.file, json.dumps({"id": self.run_id, "last_step": self.last_step}) + "\n")
+        write_atomic(self.file, json.dumps({"id": self.run_id, "last_step": self.last_step}) + "\n")
 
     def _tell(self, text: str) -> None:
         print(redact_text(text), file=self.out, flush=True)

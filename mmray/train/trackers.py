@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmray import plugins
 from mmray.errors import AtOnce, UsageError
-from mmray.storage.remote_path import Folder
+from mmray.storage.paths import AnyPath
 from mmray.train.run_dir import redact
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def check_trackers(config: Config) -> None:
 
 
 @contextmanager
-def track_run(config: Config, folder: Folder, reporter: ProgressReporter) -> Iterator[TrackingReporter]:
+def track_run(config: Config, folder: AnyPath, reporter: ProgressReporter) -> Iterator[TrackingReporter]:
     """The listener, with the run's trackers beside it; they are ended with the block, however it ends."""
     if not config.run.trackers:
         yield TrackingReporter(reporter, [])

@@ -128,7 +128,7 @@ def with_region_labels(model: Any, train_sets: Sequence[PreparedSet], eval_set: 
         _agree([*train_sets, eval_set])
     if not any(_has_boxes(each) for each in train_sets):
         raise DataError(
-            f"none of {LOOKED_AT} rows of {train_sets[0].place.address} has a box with a label: prepare a source that "
+            f"none of {LOOKED_AT} rows of {train_sets[0].storage.address} has a box with a label: use a source that "
             "has (COCO's instances, or rows with `boxes` and `box_labels`), or leave --model.regions off"
         )
     return model.replace(region_labels=names)
@@ -139,12 +139,12 @@ def _names(sets: Sequence[PreparedSet]) -> tuple[str, ...]:
     known = _agree(sets)
     if not known:
         raise UsageError(
-            f"model.regions: {sets[0].place.address} does not know what its box labels are called; give the names of "
+            f"model.regions: {sets[0].storage.address} does not know what its box labels are called; give the names of "
             "labels 0, 1, ... with --model.region-labels"
         )
     if max(known) >= MOST_LABELS:
         raise UsageError(
-            f"model.regions: {sets[0].place.address} has a box label {max(known)} ({known[max(known)]}); labels count "
+            f"model.regions: {sets[0].storage.address} has a box label {max(known)} ({known[max(known)]}); they count "
             f"from 0 and are fewer than {MOST_LABELS:,}: number them anew in the source"
         )
     return tuple(known.get(label, "") for label in range(max(known) + 1))
@@ -158,7 +158,7 @@ def _agree(sets: Sequence[PreparedSet]) -> dict[int, str]:
             if known.setdefault(label, name) != name:
                 raise UsageError(
                     f"model.regions: box label {label} is `{known[label]}` in one set and `{name}` in "
-                    f"{each.place.address}; number the labels of both alike in their sources"
+                    f"{each.storage.address}; number the labels of both alike in their sources"
                 )
     return known
 

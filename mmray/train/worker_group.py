@@ -17,7 +17,7 @@ from ray.train.v2.api.exceptions import PreemptionError
 
 from mmray.cluster.placement import LiveNodes
 from mmray.config import Config
-from mmray.data.store.prepared_set import MixedSet, PreparedSet
+from mmray.data.store.prepared_set import PreparedMixture, PreparedSet
 from mmray.data.stream.order import ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.stream.stream import StreamDataConfig
@@ -25,7 +25,7 @@ from mmray.engine.batch import BatchShape, smaller
 from mmray.engine.checkpoint import files
 from mmray.engine.worker_context import Job
 from mmray.errors import MmrayError, OutOfMemoryError, StorageError, TrainingError
-from mmray.storage.remote_path import Folder
+from mmray.storage.paths import AnyPath
 from mmray.train import run_dir
 from mmray.train.background import run_in_thread
 from mmray.train.coordinator import RunMonitor, stop_on_signal
@@ -63,7 +63,7 @@ class ResolvedRun:
     """A run that is settled and checked, about to start."""
 
     config: Config
-    train_set: PreparedSet | MixedSet
+    train_set: PreparedSet | PreparedMixture
     eval_set: PreparedSet | None
     tokenizer_json: str
     shape: BatchShape
@@ -94,7 +94,7 @@ def build_trainer(
     attempt: int,
     sized: Config,
     now: LiveNodes,
-    newest: Folder | None,
+    newest: AnyPath | None,
     coordinator: Any,
 ) -> ray.train.torch.TorchTrainer:
     """The attempt's trainer: workers and data on the nodes that are there, all ranks from the checkpoint `newest`."""
@@ -143,7 +143,7 @@ def build_trainer(
     )
 
 
-def resume_point(ready: ResolvedRun, newest: Folder | None, world: int) -> ResumePoint:
+def resume_point(ready: ResolvedRun, newest: AnyPath | None, world: int) -> ResumePoint:
     """Where a group of `world` workers begins: at the checkpoint that was verified, the same for every rank."""
     shape, config = ready.shape, ready.config
     chunk, window = config.data.chunk, config.data.window
@@ -156,7 +156,7 @@ def resume_point(ready: ResolvedRun, newest: Folder | None, world: int) -> Resum
         seed=config.train.seed,
         steps=ready.steps,
         shuffle=config.data.shuffle,
-        parts=ready.train_set.parts if isinstance(ready.train_set, MixedSet) else (),
+        parts=ready.train_set.parts if isinstance(ready.train_set, PreparedMixture) else (),
         chunk=chunk,
         window=window,
     )

@@ -176,7 +176,7 @@ def _settled(trials: list[Trial], sweep: Sweep, listener: SweepListener) -> tupl
         ready = resolve_run(config, listener)
         if sweep.goal == "recall" and ready.eval_set is None:
             raise UsageError("--goal recall: the set holds no rows out; prepare it with --holdout, or give --data.eval")
-        held_out = ready.eval_set.place.address if ready.eval_set and asked.data.eval else None
+        held_out = ready.eval_set.storage.address if ready.eval_set and asked.data.eval else None
         places[key] = {"train": ready.data["train"], "eval": held_out}
         configs[trial.name] = config.replace(data=config.data.replace(**places[key]))
         num_rows = max(num_rows, ready.data["num_rows"])

@@ -134,13 +134,13 @@ def test_pictures_come_from_the_users_own_set_evenly_and_it_stays_beside_them(tm
     ]
     folders = []
     for made in sets:
-        folder, own = loader._files(Settings(data=made.place.address, images=10), tmp_path / "place")
+        folder, own = loader._files(Settings(data=made.storage.address, images=10), tmp_path / "place")
         assert own is not None and own.num_rows == 100 and own.fingerprint == made.fingerprint
         chosen = made.read(np.arange(0, 100, 11))
         assert files(folder) == [(each.images[0], each.texts[0]) for each in chosen]
         folders.append(folder)
     assert folders[0] != folders[1]
-    folder, _ = loader._files(Settings(data=sets[0].place.address, images=500), tmp_path / "place")
+    folder, _ = loader._files(Settings(data=sets[0].storage.address, images=500), tmp_path / "place")
     assert files(folder) == [(each.images[0], each.texts[0]) for each in sets[0].read(np.arange(100))]
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mmray.storage.remote_path import folder_at
-from mmray.storage.storage import Place
+from mmray.storage.paths import to_path
+from mmray.storage.storage import Storage
 from mmray.train.driver import train
 from mmray.train.evaluate_export import evaluate_run, export_run
 from tests.made import make_set, row
@@ -53,14 +53,14 @@ def copied(run, folder):
     """The parts of a run that tests compare, on a disk."""
     for name in ("metrics.jsonl", f"checkpoints/step-{STEPS}/model.safetensors"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        folder_at(f"{run}/{name}").download(folder / name)
+        to_path(f"{run}/{name}").download(folder / name)
     return folder
 
 
 def test_killed_then_stopped_it_goes_on_from_the_store_and_every_verb_reads_there(calm, data, s3, tmp_path):
     """A rank is killed after step 5, Ctrl-C comes later, the set is on the store too: the run on a disk, bitwise."""
-    place = Place(f"{s3.address}/set")
-    for name in Place(str(data)).tree():
+    place = Storage(f"{s3.address}/set")
+    for name in Storage(str(data)).list_files():
         place.write(name, (data / name).read_bytes())
     faults = ("tests.train.faults:KillRankOneOnce", "tests.train.faults:Slower")
     cache = str(tmp_path / "cache")
@@ -82,8 +82,8 @@ def test_killed_then_stopped_it_goes_on_from_the_store_and_every_verb_reads_ther
     assert {"recall_at_1/image_to_text", "median_rank/text_to_image", "rows"} <= told.keys() and scores["rows"] == 20
     assert {name: scores[name] for name in told} == pytest.approx(told)
     assert export_run(outcome.path, tmp_path / "exported", None).is_dir()
-    there = Place(str(outcome.path))
-    names = there.tree()
+    there = Storage(str(outcome.path))
+    names = there.list_files()
     assert {"config.yaml", "result.json", "examples.json", "report.html"} <= set(names)
     assert any(name.startswith("events.") for name in names)
     assert not [name for name in names if b"canary-of-the-tests" in there.read(name)]

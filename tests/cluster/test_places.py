@@ -10,7 +10,7 @@ import yaml
 from mmray.cluster.capacity import NODE_GROUP, NODE_ID, Demand, Node, Pool, max_gpus, missing_capacity
 from mmray.cluster.connect import num_local_cpus
 from mmray.cluster.placement import HEAD_MARK, ROLE, LiveNodes, data_labels, parse_launcher_config, train_labels
-from mmray.cluster.shared_storage import check_is_kept
+from mmray.cluster.shared_storage import check_persistent
 from mmray.config import Cluster
 from mmray.config.recipes import RECIPES
 from mmray.errors import ResourceError, UsageError
@@ -127,9 +127,9 @@ def test_a_machine_counts_a_cpu_for_each_decoder_that_is_asked_for(actors, cpus)
 def test_a_job_may_not_leave_its_run_in_a_folder_that_ray_deletes():
     job = Path("/session/runtime_resources/working_dir_files/_ray_pkg_1")
     with pytest.raises(UsageError, match=r"run.storage runs is relative"):
-        check_is_kept("runs", job)
-    check_is_kept("/shared/runs", job)
-    check_is_kept("runs", Path("/project"))
+        check_persistent("runs", job)
+    check_persistent("/shared/runs", job)
+    check_persistent("runs", Path("/project"))
 
 
 def test_a_launchers_file_says_what_may_come():

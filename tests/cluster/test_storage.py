@@ -8,42 +8,42 @@ from mmray.cluster import autoscaling
 from mmray.cluster.autoscaling import AutoscalerRequest
 from mmray.cluster.doctor import check_storage
 from mmray.cluster.placement import alive_nodes
-from mmray.cluster.shared_storage import check_is_kept, probe
+from mmray.cluster.shared_storage import check_persistent, check_shared
 from mmray.errors import ResourceError
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 
 
 def test_a_bucket_that_is_there_passes_and_is_left_as_it_was(s3):
-    probe(s3.address, [])
+    check_shared(s3.address, [])
     assert check_storage(s3.address).level == "ok"
-    assert Place(s3.address.removesuffix("/runs")).tree() == []
+    assert Storage(s3.address.removesuffix("/runs")).list_files() == []
 
 
 def test_a_bucket_that_is_not_there_is_told_with_the_fix(s3):
     with pytest.raises(ResourceError, match=r"s3://no-such-bucket/runs cannot be written: .*AWS_ENDPOINT_URL"):
-        probe("s3://no-such-bucket/runs", [])
+        check_shared("s3://no-such-bucket/runs", [])
     found = check_storage("s3://no-such-bucket/runs")
     assert found.level == "fail" and "The bucket has to exist" in found.seen
 
 
 def test_a_folder_is_tried_the_same_way(tmp_path):
-    probe(str(tmp_path / "runs"), [])
+    check_shared(str(tmp_path / "runs"), [])
     assert list((tmp_path / "runs").iterdir()) == []
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match="cannot be written"):
-        probe(str(tmp_path / "file" / "runs"), [])
+        check_shared(str(tmp_path / "file" / "runs"), [])
 
 
 def test_a_node_that_sees_another_folder_under_the_same_name_is_told(local_ray, tmp_path, monkeypatch):
     """Here `~` is made another folder than it is for the workers of the node."""
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(ResourceError, match=r"(?s)not the same folder on every training node:\n  node \w+: .*mount"):
-        probe("~/no-folder-of-anybody", alive_nodes())
+        check_shared("~/no-folder-of-anybody", alive_nodes())
     assert list((tmp_path / "no-folder-of-anybody").iterdir()) == []
 
 
 def test_a_job_may_keep_its_runs_at_an_address():
-    check_is_kept("s3://bucket/runs", Path("/session/working_dir_files/_ray_pkg_1"))
+    check_persistent("s3://bucket/runs", Path("/session/working_dir_files/_ray_pkg_1"))
 
 
 def test_a_wish_for_nodes_is_made_again_before_it_expires_and_taken_back(monkeypatch):

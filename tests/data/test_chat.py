@@ -20,7 +20,7 @@ from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.chat import NO_IMAGE, ChatEncoder, add_special_tokens, build_encoder, extend_tokenizer
 from mmray.data.text.tokenizer import train_tokenizer
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 from tests.made import make_set, png, row
 
 CHAT = Chat()
@@ -132,7 +132,7 @@ def test_conversations_of_a_parquet_file(tmp_path: Path) -> None:
     said = [{"from": "human", "value": "<image>\nwhat"}, {"from": "gpt", "value": "a circle"}]
     table = pa.table({"picture": [png(3)], "conversations": [[turn | {"role": None} for turn in said]]})
     pq.write_table(table, tmp_path / "talk.parquet")
-    source = ParquetSource(Place(str(tmp_path)), "talk.parquet", {"image": "picture", "messages": "conversations"})
+    source = ParquetSource(Storage(str(tmp_path)), "talk.parquet", {"image": "picture", "messages": "conversations"})
     (item,) = [item for chunk in source.scan(8, ()) for item in source.read(chunk)]
     assert parse_row(item.values, item.origin).messages[1] == {"role": "assistant", "content": "a circle"}
 

@@ -8,9 +8,9 @@ import pytest
 from mmray.config import Data
 from mmray.data.prepare.pack import write_shard
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.stream.shuffle import chunk_and_window, kept_here
+from mmray.data.stream.shuffle import shuffle_block_and_window, with_local_cache
 from mmray.errors import UsageError
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 from mmray.train import worker_group
 from mmray.train.resolve import resolve_run
 from tests import made
@@ -23,7 +23,7 @@ def weighing(prepared, row_bytes):
     """The set, as if its rows had so many bytes each."""
     (shard,) = prepared.manifest.shards
     manifest = replace(prepared.manifest, shards=(replace(shard, num_bytes=row_bytes * shard.num_rows),))
-    return PreparedSet(prepared.place, manifest)
+    return PreparedSet(prepared.storage, manifest)
 
 
 @pytest.fixture
@@ -45,72 +45,72 @@ def here(tmp_path):
 )  # fmt: skip
 def test_auto_is_by_the_bytes_of_a_row_on_a_store_and_any_order_on_a_disk(there, here, row_bytes, cached, expected):
     data = Data(local_cache="/somewhere" if cached else None)
-    assert chunk_and_window(data, [weighing(there, row_bytes)], 64) == expected
-    assert chunk_and_window(data, [weighing(here, row_bytes), weighing(there, row_bytes)], 64) == expected
-    assert chunk_and_window(data, [weighing(here, row_bytes)], 64) == (1, 1)
+    assert shuffle_block_and_window(data, [weighing(there, row_bytes)], 64) == expected
+    assert shuffle_block_and_window(data, [weighing(here, row_bytes), weighing(there, row_bytes)], 64) == expected
+    assert shuffle_block_and_window(data, [weighing(here, row_bytes)], 64) == (1, 1)
 
 
 def test_a_window_follows_the_step_and_what_the_cache_can_hold(there):
     rows = [weighing(there, 100_000)]
-    assert chunk_and_window(Data(local_cache="/c"), rows, 1000) == (40, 1000)
-    assert chunk_and_window(Data(local_cache="/c"), rows, 10**6) == (40, 1250)
-    assert chunk_and_window(Data(local_cache="/c", local_cache_gb=0.8), rows, 64) == (40, 50)
-    assert chunk_and_window(Data(), rows, 10**6) == (8, 16)
+    assert shuffle_block_and_window(Data(local_cache="/c"), rows, 1000) == (40, 1000)
+    assert shuffle_block_and_window(Data(local_cache="/c"), rows, 10**6) == (40, 1250)
+    assert shuffle_block_and_window(Data(local_cache="/c", local_cache_gb=0.8), rows, 64) == (40, 50)
+    assert shuffle_block_and_window(Data(), rows, 10**6) == (8, 16)
 
 
 def test_what_is_given_is_taken(there, here):
-    assert chunk_and_window(Data(chunk=1), [there], 64) == (1, 1)
-    assert chunk_and_window(Data(chunk=1, window=9), [there], 64) == (1, 1)
-    assert chunk_and_window(Data(chunk=5, window=9), [here], 64) == (5, 9)
-    assert chunk_and_window(Data(chunk=5), [here], 64) == (5, 16)
-    assert chunk_and_window(Data(chunk=5, shuffle=False), [there], 64) == (1, 1)
+    assert shuffle_block_and_window(Data(chunk=1), [there], 64) == (1, 1)
+    assert shuffle_block_and_window(Data(chunk=1, window=9), [there], 64) == (1, 1)
+    assert shuffle_block_and_window(Data(chunk=5, window=9), [here], 64) == (5, 9)
+    assert shuffle_block_and_window(Data(chunk=5), [here], 64) == (5, 16)
+    assert shuffle_block_and_window(Data(chunk=5, shuffle=False), [there], 64) == (1, 1)
 
 
 def referring(prepared, address, **ref):
     """The set, as if its rows referred to images at an address."""
     rows = [replace(row, images=[], refs=[{"file": "a", "offset": 0, "length": None} | ref]) for row in make_rows(20)]
-    entry = write_shard(rows, prepared.place, prepared.manifest.shards[0].file, None)
+    entry = write_shard(rows, prepared.storage, prepared.manifest.shards[0].file, None)
     manifest = replace(prepared.manifest, shards=(entry,), settings={"reference": True}, source={"address": address})
-    return PreparedSet(prepared.place, manifest)
+    return PreparedSet(prepared.storage, manifest)
 
 
 def test_a_set_by_reference_is_read_in_chunks_where_its_images_lie_together_on_a_store(there, here, tmp_path):
     disk, store = str(tmp_path), "memory://raw"
-    assert chunk_and_window(Data(), [referring(here, store, length=66_000)], 64) == (8, 16)
-    assert chunk_and_window(Data(), [referring(here, store, length=20_000)], 64) == (24, 16)
-    assert chunk_and_window(Data(), [referring(here, disk, length=20_000)], 64) == (1, 1)
-    assert chunk_and_window(Data(), [referring(there, store, length=20_000)], 64) == (24, 16)
-    assert chunk_and_window(Data(), [referring(there, disk)], 64) == (32, 16)  # the index alone is on the store
-    assert chunk_and_window(Data(chunk=1), [referring(there, store, length=20_000)], 64) == (1, 1)
+    assert shuffle_block_and_window(Data(), [referring(here, store, length=66_000)], 64) == (8, 16)
+    assert shuffle_block_and_window(Data(), [referring(here, store, length=20_000)], 64) == (24, 16)
+    assert shuffle_block_and_window(Data(), [referring(here, disk, length=20_000)], 64) == (1, 1)
+    assert shuffle_block_and_window(Data(), [referring(there, store, length=20_000)], 64) == (24, 16)
+    assert shuffle_block_and_window(Data(), [referring(there, disk)], 64) == (32, 16)  # the index alone is on the store
+    assert shuffle_block_and_window(Data(chunk=1), [referring(there, store, length=20_000)], 64) == (1, 1)
 
 
 def test_images_that_are_single_files_gain_nothing_by_chunks(there, here):
     for prepared in (here, there):
         single = referring(prepared, "memory://raw")
-        assert chunk_and_window(Data(), [single], 64) == (1, 1)
-        assert chunk_and_window(Data(chunk=16), [single], 64) == (16, 16)
+        assert shuffle_block_and_window(Data(), [single], 64) == (1, 1)
+        assert shuffle_block_and_window(Data(chunk=16), [single], 64) == (16, 16)
 
 
 def test_a_row_that_is_damaged_does_not_end_a_run_that_asks_how_large_its_images_are(there):
     indexed = referring(there, "memory://raw", length=66_000)
     shard = indexed.manifest.shards[0]
-    data = bytearray(there.place.read(shard.file))
+    data = bytearray(there.storage.read(shard.file))
     data[shard.offsets[0] : shard.offsets[1]] = bytes(int(shard.offsets[1] - shard.offsets[0]))
-    there.place.write(shard.file, bytes(data))
-    assert chunk_and_window(Data(), [indexed], 64) == (8, 16)
+    there.storage.write(shard.file, bytes(data))
+    assert shuffle_block_and_window(Data(), [indexed], 64) == (8, 16)
 
 
 def test_a_cache_is_refused_for_a_set_by_reference_that_is_not_all_on_disks(there, here, tmp_path):
     data = Data(local_cache=str(tmp_path / "cache"))
     for indexed in (referring(there, "memory://raw"), referring(here, "memory://raw"), referring(there, str(tmp_path))):
         with pytest.raises(UsageError, match=r"data\.local_cache keeps what a set holds, and .* only refers"):
-            kept_here(data, indexed, 16)
+            with_local_cache(data, indexed, 16)
     on_disks = referring(here, str(tmp_path))
-    assert kept_here(data, on_disks, 16) is on_disks and kept_here(Data(), there, 16) is there
+    assert with_local_cache(data, on_disks, 16) is on_disks and with_local_cache(Data(), there, 16) is there
 
 
 def test_what_was_read_is_kept_in_the_folder_that_is_named(there, tmp_path):
-    kept = kept_here(Data(local_cache=str(tmp_path / "cache")), there, 16)
+    kept = with_local_cache(Data(local_cache=str(tmp_path / "cache")), there, 16)
     assert kept.read(np.arange(20)) == make_rows(20)
     assert len([file for file in (tmp_path / "cache").iterdir() if file.is_file()]) == 2
 
@@ -118,8 +118,8 @@ def test_what_was_read_is_kept_in_the_folder_that_is_named(there, tmp_path):
 @pytest.mark.parametrize(("cached", "window"), [(False, 16), (True, 256)])
 def test_a_run_on_a_store_is_settled_in_chunks_and_its_plan_says_so(memory, tmp_path, cached, window):  # noqa: F811
     made.make_set(tmp_path / "set", [made.row(number) for number in range(30)])
-    place = Place(f"{memory}/run")
-    for name in Place(str(tmp_path / "set")).tree():
+    place = Storage(f"{memory}/run")
+    for name in Storage(str(tmp_path / "set")).list_files():
         place.write(name, (tmp_path / "set" / name).read_bytes())
     asked = config(place.address, tmp_path, "r")
     cache = str(tmp_path / "cache") if cached else None

@@ -11,8 +11,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from mmray.data.formats import parquet as columnar
 from mmray.data.formats.parquet import HFSavedSource, ParquetSource
 from mmray.data.formats.rows import BadRow
-from mmray.storage import remote_path
-from mmray.storage.storage import Place
+from mmray.storage import storage
+from mmray.storage.storage import Storage
 
 COUNT = 100
 TABLE = pa.table({"image": [f"{n}.png" for n in range(COUNT)], "text": [f"row {n}" for n in range(COUNT)]})
@@ -20,14 +20,14 @@ TABLE = pa.table({"image": [f"{n}.png" for n in range(COUNT)], "text": [f"row {n
 
 def in_parquet(path):
     pq.write_table(TABLE, path / "a.parquet", row_group_size=60)
-    return ParquetSource(Place(str(path)), "a.parquet", {})
+    return ParquetSource(Storage(str(path)), "a.parquet", {})
 
 
 def in_arrow(path):
     with pa.ipc.new_stream(path / "a.arrow", TABLE.schema) as stream:
         stream.write_table(TABLE, max_chunksize=60)
     (path / "state.json").write_text('{"_data_files": [{"filename": "a.arrow"}]}')
-    return HFSavedSource(Place(str(path)), "", {})
+    return HFSavedSource(Storage(str(path)), "", {})
 
 
 @pytest.mark.parametrize("source_in", [in_parquet, in_arrow])
@@ -49,11 +49,11 @@ def test_a_large_part_is_cut_into_ranges_of_rows(tmp_path, monkeypatch, source_i
 
 @pytest.fixture
 def on_store(monkeypatch):
-    monkeypatch.setattr(remote_path, "LONGEST_WAIT_S", 0.01)
+    monkeypatch.setattr(storage, "MAX_WAIT_S", 0.01)
     out = io.BytesIO()
     pq.write_table(TABLE, out, row_group_size=60)
     MemoryFileSystem().pipe("/columnar/a.parquet", out.getvalue())
-    yield ParquetSource(Place("memory://columnar"), "a.parquet", {})
+    yield ParquetSource(Storage("memory://columnar"), "a.parquet", {})
     MemoryFileSystem().rm("/columnar", recursive=True)
 
 

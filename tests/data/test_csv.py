@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mmray.data.formats import lines
 from mmray.data.formats.csv import CsvSource
 from mmray.data.formats.rows import BadRow
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 
 NAMES = ["image", "text", "id"]
 FIELDS = st.lists(st.text('ab",\n\r é', min_size=1, max_size=6), min_size=3, max_size=3)
@@ -21,7 +21,7 @@ PLAIN = st.text('ab"é ', min_size=1, max_size=6).filter(lambda text: not text.s
 def rows_of(folder, data, rows_per_chunk=2):
     """The rows of a CSV of these bytes: lists of fields, or BadRow."""
     (folder / "a.csv").write_bytes(data)
-    source = CsvSource(Place(str(folder)), "a.csv", {})
+    source = CsvSource(Storage(str(folder)), "a.csv", {})
     items = [item.values for chunk in source.scan(rows_per_chunk, ()) for item in source.read(chunk)]
     return [item if isinstance(item, BadRow) else [item.get(name, "") for name in NAMES] for item in items]
 

@@ -24,7 +24,7 @@ from mmray.data.prepare.pipeline import ensure_prepared, prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
 from mmray.report.summary import quarantine_of
-from mmray.storage.address import host_of, is_public, shown, unfit
+from mmray.storage.address import is_public_ip, parse_host, redact_url, rejection_reason
 from tests.data.https_server import Names, Server
 from tests.data.test_prepare import colour_image, quarantine
 
@@ -57,7 +57,7 @@ def fault(fetcher, address):
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::8.8.8.8"])
 def test_addresses_of_the_open_internet(address):
-    assert is_public(address)
+    assert is_public_ip(address)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_addresses_of_the_open_internet(address):
     ],
 )  # fmt: skip
 def test_addresses_that_are_not(address):
-    assert not is_public(address)
+    assert not is_public_ip(address)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_addresses_that_are_not(address):
     [("Images.Example.ORG", "images.example.org"), ("a.b:443", "a.b"), ("a.b:8443", ""), ("xn--bcher-kva.de", "")],
 )
 def test_names_of_hosts(name, host):
-    assert host_of(name) == (host or name)
+    assert parse_host(name) == (host or name)
     assert Prepare(allow_urls=("z.org", name, name)).allow_urls == tuple(sorted({host or name, "z.org"}))
 
 
@@ -113,18 +113,18 @@ def test_what_is_no_name_of_a_host(name):
     ],
 )  # fmt: skip
 def test_which_addresses_are_fetched(address, why):
-    found = unfit(address, ("a.b", "c.d:8443"))
+    found = rejection_reason(address, ("a.b", "c.d:8443"))
     assert why in found if why else not found
 
 
 def test_what_is_told_of_an_address_holds_no_secret():
     for address in ("https://a.b/x.png?sig=hush", "https://a.b/x.png#hush", "https://me:hush@a.b/x.png?hush"):
-        assert shown(address) == "https://a.b/x.png"
+        assert redact_url(address) == "https://a.b/x.png"
         for hosts in ((), ("other.org",), ("a.b",)):
             row = {"image": address, "text": "x"}
             try:
                 found = parse_row(row, "o", hosts).images[0]
-                assert (found.name, found.url, found.file) == (shown(address), address, None)
+                assert (found.name, found.url, found.file) == (redact_url(address), address, None)
             except BadRow as bad:
                 assert "hush" not in bad.detail
                 assert bad.reason == ("url" if hosts else "path")
@@ -159,7 +159,7 @@ def test_an_image_and_where_redirects_may_lead(server, fetching):
 @pytest.mark.parametrize("found", ["10.0.0.1", "127.0.0.1", "::1", "169.254.169.254", "::ffff:127.0.0.1"])
 def test_a_name_that_leads_inside_is_refused(server, fetching, found):
     with fetching(
-        (f"inner.test:{server.port}",), resolver=partial(Names, inner_test=[found]), public=is_public
+        (f"inner.test:{server.port}",), resolver=partial(Names, inner_test=[found]), public=is_public_ip
     ) as fetcher:
         kind, detail = fault(fetcher, server.address("6?hush", "inner.test"))
     assert kind == "read private-address"

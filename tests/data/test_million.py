@@ -16,7 +16,7 @@ from mmray.data.store.prepared_set import PreparedSet, key_id
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 from tests.made import CAPTIONS, row
 
 ROWS, IN_SHARD = 1_000_000, 512  # of prepare.rows_per_shard
@@ -24,8 +24,8 @@ ROWS, IN_SHARD = 1_000_000, 512  # of prepare.rows_per_shard
 
 def make_million(folder):
     """Shards as prepare packs them; they are one file under many names, for its rows are not what is measured."""
-    place = Place(str(folder))
-    place.make()
+    place = Storage(str(folder))
+    place.mkdir()
     whole = write_shard([row(number) for number in range(IN_SHARD)], place, "0.arrow")
     last = write_shard([row(number) for number in range(ROWS % IN_SHARD)], place, "last.arrow")
     names = [f"{number:05d}.arrow" for number in range(ROWS // IN_SHARD)]

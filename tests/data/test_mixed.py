@@ -7,7 +7,7 @@ import pytest
 
 from mmray.config import Data, Inputs
 from mmray.config.data import is_mixture, parse_mixture, write_mixture
-from mmray.data.store.prepared_set import MixedSet, key_id
+from mmray.data.store.prepared_set import PreparedMixture, key_id
 from mmray.data.stream.order import MixtureComponent, SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
@@ -19,7 +19,7 @@ from tests.made import CAPTIONS, make_set, png, row
 def both(tmp_path):
     one = make_set(tmp_path / "one", [row(number) for number in range(7)])
     other = make_set(tmp_path / "other", [row(number, png(100 + number), CAPTIONS) for number in range(4)])
-    return MixedSet([one, other], [1, 2.5])
+    return PreparedMixture([one, other], [1, 2.5])
 
 
 def test_rows_are_numbered_through(both):
@@ -34,14 +34,14 @@ def test_rows_are_numbered_through(both):
 
 
 def test_the_fingerprint_knows_rows_and_weights(both, tmp_path):
-    assert both.fingerprint != MixedSet(both.sets, [1, 2]).fingerprint
-    assert both.fingerprint != MixedSet(both.sets[::-1], [1, 2.5]).fingerprint
-    assert both.fingerprint == MixedSet(both.sets, [1, 2.5]).fingerprint
+    assert both.fingerprint != PreparedMixture(both.sets, [1, 2]).fingerprint
+    assert both.fingerprint != PreparedMixture(both.sets[::-1], [1, 2.5]).fingerprint
+    assert both.fingerprint == PreparedMixture(both.sets, [1, 2.5]).fingerprint
 
 
 def test_sets_of_the_same_name_have_names_of_their_own(tmp_path):
     sets = [make_set(tmp_path / folder / "set", [row(0), row(1)]) for folder in ("a", "b")]
-    assert [each.key for each in MixedSet(sets, [1, 1]).read(np.array([0, 2]))] == ["set-0/row-0", "set-1/row-0"]
+    assert [each.key for each in PreparedMixture(sets, [1, 1]).read(np.array([0, 2]))] == ["set-0/row-0", "set-1/row-0"]
 
 
 def test_blocks_hold_the_rows_of_the_order_and_a_row_that_comes_again_has_another_caption(both):

@@ -14,7 +14,7 @@ from mmray.data.formats.detect import detect_source
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.pack import pack_chunk
 from mmray.errors import DataError, UsageError
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 from tests.data.test_formats import LAX, prepared
 from tests.data.test_prepare import colour_image
 
@@ -174,8 +174,8 @@ def test_a_tree_follows_links_but_not_in_a_circle(tmp_path):
     (tmp_path / "b" / "back").symlink_to(tmp_path / "a")
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
     os.mkfifo(tmp_path / "pipe")
-    place = Place(str(tmp_path))
-    assert place.tree() == ["a/1.txt", "a/other/2.txt", "b/2.txt", "b/back/1.txt"]
-    assert place.tree("a")[:2] == ["a/1.txt", "a/other/2.txt"]
+    place = Storage(str(tmp_path))
+    assert place.list_files() == ["a/1.txt", "a/other/2.txt", "b/2.txt", "b/back/1.txt"]
+    assert place.list_files("a")[:2] == ["a/1.txt", "a/other/2.txt"]
     with pytest.raises(FileNotFoundError):
-        place.tree("none")
+        place.list_files("none")

@@ -29,7 +29,7 @@ from mmray.data.prepare.pack import pack_chunk, read_record
 from mmray.data.prepare.pipeline import Progress, prepare
 from mmray.data.store.prepared_set import PreparedSet, images_sha256
 from mmray.errors import DataError, ResourceError, UsageError
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 
 LAX = Prepare(max_bad_fraction=1.0, rows_per_shard=4, vocab_size=100)
 
@@ -141,7 +141,7 @@ def test_all_columns_are_kept(tmp_path, in_process):
 def test_the_record_of_a_chunk_says_of_each_row_what_its_columns_are_called(tmp_path, in_process):
     source = make_source(tmp_path / "raw", 2, language="en")
     prepare(str(source), str(tmp_path / "out"), LAX)
-    rows = read_record(Place(str(tmp_path / "out")), 0)["rows"]
+    rows = read_record(Storage(str(tmp_path / "out")), 0)["rows"]
     said = [["colour 0"], ["colour 1"]]
     images = [images_sha256([colour_image(number)]) for number in range(2)]
     whole = [[image, *texts] for image, texts in zip(images, said, strict=True)]
@@ -296,7 +296,7 @@ def test_a_prepare_that_was_killed_goes_on(tmp_path, in_process, monkeypatch):
         patch.setattr(prepare_module, "_run_with_fallback", killed)
         with pytest.raises(KeyboardInterrupt):
             prepare(str(source), str(out), LAX)
-    with pytest.raises(DataError, match="not prepared to its end"):
+    with pytest.raises(DataError, match="is not complete"):
         PreparedSet.open(str(out))
     seen = []
     manifest = prepare(str(source), str(out), LAX, seen.append)
@@ -349,7 +349,7 @@ def test_over_the_budget_is_a_data_error_and_a_larger_one_goes_on(tmp_path, in_p
     assert f"{out}/quarantine.jsonl" in message
     assert "max_bad_fraction to 0.125" in message
     assert len(quarantine(out)) == 2
-    with pytest.raises(DataError, match="not prepared to its end"):
+    with pytest.raises(DataError, match="is not complete"):
         PreparedSet.open(out)
     in_process.clear()
     assert prepare(str(source), out, LAX.model_copy(update={"max_bad_fraction": 0.125})).num_rows == 14
@@ -620,4 +620,4 @@ def test_a_killed_driver_leaves_what_the_next_one_goes_on_with(tmp_path, in_proc
     assert len(in_process) == 100 - done < 96
     assert (manifest.num_rows, manifest.num_quarantined) == (400, 0)
     assert PreparedSet.open(str(out)).keys() == [f"k{number}" for number in range(400)]
-    assert not [name for name in Place(str(out)).names("shards") if name.endswith(".unfinished")]
+    assert not [name for name in Storage(str(out)).listdir("shards") if name.endswith(".unfinished")]

@@ -5,8 +5,8 @@ import numpy as np
 from mmray.config import Data
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.data.stream.shuffle import chunk_and_window
-from mmray.storage.storage import Place
+from mmray.data.stream.shuffle import shuffle_block_and_window
+from mmray.storage.storage import Storage
 from tests.data import test_formats as formats
 from tests.data.test_formats import COUNT, LAX, colour_image, tars
 
@@ -15,15 +15,15 @@ in_process = formats.in_process
 
 def put(s3, raw):
     """The tars of a folder in the bucket."""
-    place = Place(f"{s3.address}/raw")
-    for name in raw.tree():
+    place = Storage(f"{s3.address}/raw")
+    for name in raw.list_files():
         if name.endswith(".tar"):
             place.write(name, raw.read(name))
     return place.address
 
 
 def test_a_bucket_is_prepared_into_a_bucket_and_goes_on_there(s3, tmp_path, in_process):
-    raw, here, out = Place(str(tars(tmp_path / "raw"))), str(tmp_path / "out"), Place(f"{s3.address}/out")
+    raw, here, out = Storage(str(tars(tmp_path / "raw"))), str(tmp_path / "out"), Storage(f"{s3.address}/out")
     source = put(s3, raw)
     there = prepare(source, out.address, LAX)
     on_disk = prepare(raw.address, here, LAX)
@@ -35,8 +35,8 @@ def test_a_bucket_is_prepared_into_a_bucket_and_goes_on_there(s3, tmp_path, in_p
 
 
 def test_a_bucket_that_is_referred_to_is_read_in_chunks(s3, tmp_path):
-    raw, out = Place(str(tars(tmp_path / "raw"))), f"{s3.address}/index"
+    raw, out = Storage(str(tars(tmp_path / "raw"))), f"{s3.address}/index"
     prepare(put(s3, raw), out, LAX.model_copy(update={"reference": True}))
     indexed = PreparedSet.open(out)
     assert [row.images for row in indexed.read(np.arange(COUNT))] == [[colour_image(number)] for number in range(COUNT)]
-    assert chunk_and_window(Data(), [indexed], 64) == (32, 16)
+    assert shuffle_block_and_window(Data(), [indexed], 64) == (32, 16)

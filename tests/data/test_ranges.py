@@ -20,16 +20,15 @@ from mmray.data.prepare import pack
 from mmray.data.prepare.pack import write_shard
 from mmray.data.store import cache as local_cache
 from mmray.data.store import prepared_set
-from mmray.data.store.cache import LocalCache
+from mmray.data.store.cache import ShardCache
 from mmray.data.store.manifest import MANIFEST, Manifest, fingerprint
-from mmray.data.store.prepared_set import MixedSet, PreparedSet, Row, images_sha256
+from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row, images_sha256
 from mmray.data.stream import shuffle
 from mmray.data.stream.order import SamplePlan
-from mmray.data.stream.shuffle import chunk_and_window
+from mmray.data.stream.shuffle import shuffle_block_and_window
 from mmray.errors import UsageError
-from mmray.storage import range_reads, remote_path
-from mmray.storage.range_reads import coalesced
-from mmray.storage.storage import Place
+from mmray.storage import storage
+from mmray.storage.storage import Storage, coalesce_ranges
 from tests.data.test_store import make_rows, make_set
 
 SPANS = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 60)).map(lambda s: (s[0], s[0] + s[1])), max_size=30)
@@ -44,7 +43,7 @@ def memory():
 
 def put(address, shards, name="set"):
     """A prepared set of (rows, split, dropped) at an address; and the set."""
-    place = Place(f"{address}/{name}")
+    place = Storage(f"{address}/{name}")
     entries = [
         replace(write_shard(rows, place, f"shards/{number}.arrow", split), dropped=dropped)
         for number, (rows, split, dropped) in enumerate(shards)
@@ -86,9 +85,9 @@ def referring(place, images, rows, size=300, per_tar=512):
 @given(SPANS, st.integers(0, 40), st.integers(1, 200))
 def test_reads_hold_each_span_once_and_do_not_bridge_more_than_the_gap(spans, gap, most):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(range_reads, "GAP_BYTES", gap)
-        patch.setattr(range_reads, "MOST_BYTES", most)
-        reads = coalesced(spans)
+        patch.setattr(storage, "MAX_GAP_BYTES", gap)
+        patch.setattr(storage, "MAX_REQUEST_BYTES", most)
+        reads = coalesce_ranges(spans)
     assert sorted(number for read in reads for number in read.spans) == list(range(len(spans)))
     for read in reads:
         inside = sorted(spans[number] for number in read.spans)
@@ -106,14 +105,14 @@ def test_rows_of_a_store_are_the_rows_of_a_disk(memory, tmp_path, cached):
     shards = [(rows[:61], None, (0, 3, 9, 40)), (rows[61:62], None, ()), (rows[62:], None, tuple(range(5, 20)))]
     there, here = put(memory, shards), PreparedSet.open(make_set(tmp_path / "disk", shards))
     if cached:
-        there = there.cached(LocalCache(str(tmp_path / "cache"), 10**9), 10)
+        there = there.cached(ShardCache(str(tmp_path / "cache"), 10**9), 10)
     for seed in range(4):
         order = np.random.default_rng(seed).integers(0, here.num_rows, 100)
         assert there.read(order) == here.read(order)
         assert there.keys(order) == here.keys(order)
     assert there.keys() == here.keys()
     assert pickle.loads(pickle.dumps(there)).read(np.array([130, 2])) == here.read(np.array([130, 2]))
-    both = MixedSet([there, here], [1, 1]), MixedSet([here, here], [1, 1])
+    both = PreparedMixture([there, here], [1, 1]), PreparedMixture([here, here], [1, 1])
     one, other = ([row.images for row in each.read(np.arange(0, 260, 7))] for each in both)
     assert one == other
     with pytest.raises(IndexError):
@@ -124,12 +123,12 @@ def test_a_set_without_an_index_and_one_of_fewer_columns_are_read_too(memory, mo
     rows = make_rows(40)
     there = put(memory, [(rows, None, ())])
     old = replace(there.manifest, shards=tuple(replace(shard, batches="") for shard in there.manifest.shards))
-    there.place.write(MANIFEST, old.to_json())
-    assert PreparedSet.open(there.place.address).read(np.arange(39, -1, -1)) == rows[::-1]
+    there.storage.write(MANIFEST, old.to_json())
+    assert PreparedSet.open(there.storage.address).read(np.arange(39, -1, -1)) == rows[::-1]
     fewer = prepared_set.SCHEMA.remove(len(prepared_set.SCHEMA) - 1)
     with monkeypatch.context() as patch:
         patch.setattr(pack, "SCHEMA", fewer)
-        older = put(memory, [(rows, None, ())], "older").place.address
+        older = put(memory, [(rows, None, ())], "older").storage.address
     assert PreparedSet.open(older).read(np.arange(40)) == rows
 
 
@@ -137,23 +136,23 @@ def test_damage_on_a_store_raises_or_is_seen_and_never_ends_the_process(memory):
     rows = make_rows(18)
     there = put(memory, [(rows, None, ())])
     shard = there.manifest.shards[0]
-    good, outcomes = there.place.read(shard.file), set()
+    good, outcomes = there.storage.read(shard.file), set()
     for position in range(0, len(good), 61):
         damaged = bytearray(good)
         damaged[position] ^= 1 << position % 8
-        there.place.write(shard.file, bytes(damaged))
+        there.storage.write(shard.file, bytes(damaged))
         for number in (0, 17):
             try:
-                row = PreparedSet.open(there.place.address).read(np.array([number]))[0]
+                row = PreparedSet.open(there.storage.address).read(np.array([number]))[0]
                 outcomes.add("same" if row == rows[number] else "intact" if row.is_intact else "seen")
                 assert row.images == rows[number].images or not row.is_intact
             except (ValueError, OSError) as error:
                 assert shard.file in str(error)
                 outcomes.add("raised")
     assert {"raised", "seen", "same"} <= outcomes
-    there.place.write(shard.file, good[: len(good) // 2])
+    there.storage.write(shard.file, good[: len(good) // 2])
     with pytest.raises(ValueError, match=r"shards/0\.arrow ends at byte"):
-        PreparedSet.open(there.place.address).read(np.array([17]))
+        PreparedSet.open(there.storage.address).read(np.array([17]))
 
 
 BLOCK_ROWS = 128
@@ -173,9 +172,9 @@ def cost_of(s3, prepared, chunk, window, blocks=2):
 
 def test_a_block_in_chunks_takes_an_eighth_of_the_requests_and_with_a_cache_a_thirtieth(s3, tmp_path, monkeypatch):
     """8,192 rows in 16 shards; the gap is some ten rows, as 1 MiB is of rows of 100 KB."""
-    monkeypatch.setattr(range_reads, "GAP_BYTES", 5000)
+    monkeypatch.setattr(storage, "MAX_GAP_BYTES", 5000)
     prepared = put(s3.address, [(random_rows(first, 512), None, ()) for first in range(0, 8192, 512)])
-    cached = prepared.cached(LocalCache(str(tmp_path), 10**9), 32)
+    cached = prepared.cached(ShardCache(str(tmp_path), 10**9), 32)
     cost = {
         "any order": cost_of(s3, prepared, 1, 1),
         "8 x 16": cost_of(s3, prepared, 8, 16),
@@ -190,12 +189,12 @@ def test_a_block_in_chunks_takes_an_eighth_of_the_requests_and_with_a_cache_a_th
 
 @pytest.mark.parametrize("index", ["store", "disk"])
 def test_a_block_in_chunks_by_reference_reads_members_of_tars_together(s3, tmp_path, monkeypatch, index):
-    monkeypatch.setattr(range_reads, "GAP_BYTES", 5000)  # some three members
+    monkeypatch.setattr(storage, "MAX_GAP_BYTES", 5000)  # some three members
     monkeypatch.setattr(shuffle, "REQUEST_BYTES", 2000)  # as many rows as it is of images of 66 KB
-    place = Place(f"{s3.address}/index" if index == "store" else str(tmp_path / "index"))
-    place.make("shards")
-    prepared = referring(place, Place(f"{s3.address}/raw"), 4096)
-    by_default = chunk_and_window(Data(), [prepared], 64)
+    place = Storage(f"{s3.address}/index" if index == "store" else str(tmp_path / "index"))
+    place.mkdir("shards")
+    prepared = referring(place, Storage(f"{s3.address}/raw"), 4096)
+    by_default = shuffle_block_and_window(Data(), [prepared], 64)
     assert by_default == (8, 16)
     any_order, in_chunks = (cost_of(s3, prepared, *order, blocks=1)[0] for order in ((1, 1), by_default))
     print(f"\nindex on a {index}: any order {any_order:.1f} requests, in chunks {in_chunks:.1f}")
@@ -206,25 +205,25 @@ def test_a_block_in_chunks_by_reference_reads_members_of_tars_together(s3, tmp_p
 
 
 def test_requests_that_fail_for_a_moment_are_made_again(s3, monkeypatch):
-    monkeypatch.setattr(remote_path, "LONGEST_WAIT_S", 0.01)
+    monkeypatch.setattr(storage, "MAX_WAIT_S", 0.01)
     prepared = put(s3.address, [(random_rows(0, 40), None, ())])
     s3.fail("GET", "shards/0.arrow", 5)
     assert all(row.is_intact for row in prepared.read(np.arange(40)))
     assert s3.failures_left() == 0
-    place = Place(f"{s3.address}/raw")
+    place = Storage(f"{s3.address}/raw")
     place.write("a.jpg", b"an image")
     s3.fail("GET", "raw/a.jpg", 3)
     assert read_images(place, [ImageRef("a.jpg", "a.jpg")]) == [b"an image"]
     assert s3.failures_left() == 0
     s3.fail("GET", "raw/a.jpg", 1000)
-    monkeypatch.setattr(remote_path, "ATTEMPTS", 2)
+    monkeypatch.setattr(storage, "ATTEMPTS", 2)
     with pytest.raises(OSError, match="AWS Error"):
         read_images(place, [ImageRef("a.jpg", "a.jpg")])
 
 
 @pytest.fixture
 def cache(tmp_path):
-    return LocalCache(str(tmp_path / "cache"), 10**9)
+    return ShardCache(str(tmp_path / "cache"), 10**9)
 
 
 def files_of(cache):
@@ -236,19 +235,19 @@ def test_a_cache_answers_without_the_store_and_a_damaged_entry_is_fetched_again(
     there = put(memory, [(rows, None, ())]).cached(cache, 16)
     assert there.read(np.arange(40)) == rows and len(files_of(cache)) == 3
     shard = there.manifest.shards[0].file
-    good = there.place.read(shard)
-    there.place.delete(shard)
-    again = PreparedSet(there.place, there.manifest).cached(cache, 16)
+    good = there.storage.read(shard)
+    there.storage.delete(shard)
+    again = PreparedSet(there.storage, there.manifest).cached(cache, 16)
     assert again.read(np.arange(39, -1, -1)) == rows[::-1]
     damages = (lambda data: data[:-9], lambda data: b"", lambda data: data[:4] + b"\xff" + data[5:])
     for file, damage in zip(sorted(files_of(cache)), damages, strict=True):
         file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(FileNotFoundError):
         again.read(np.arange(40))
-    there.place.write(shard, good)
-    assert PreparedSet(there.place, there.manifest).cached(cache, 16).read(np.arange(40)) == rows
-    there.place.delete(shard)
-    assert PreparedSet(there.place, there.manifest).cached(cache, 16).read(np.arange(40)) == rows
+    there.storage.write(shard, good)
+    assert PreparedSet(there.storage, there.manifest).cached(cache, 16).read(np.arange(40)) == rows
+    there.storage.delete(shard)
+    assert PreparedSet(there.storage, there.manifest).cached(cache, 16).read(np.arange(40)) == rows
 
 
 def test_a_bit_that_fell_over_in_the_cache_is_seen_and_one_in_the_store_is_left_to_the_reader(memory, cache):
@@ -260,11 +259,11 @@ def test_a_bit_that_fell_over_in_the_cache_is_seen_and_one_in_the_store_is_left_
     for place in range(good.index(rows[9].images[0]), len(good), 400):
         entry.write_bytes(good[:place] + bytes([good[place] ^ 64]) + good[place + 1 :])
         assert [row.images for row in there.read(np.arange(20))] == [row.images for row in rows]
-    stored = bytearray(there.place.read(shard))
+    stored = bytearray(there.storage.read(shard))
     stored[stored.index(rows[9].images[0]) + 3] ^= 64
-    there.place.write(shard, bytes(stored))
+    there.storage.write(shard, bytes(stored))
     cache.drop(entry.name)
-    found = PreparedSet(there.place, there.manifest).cached(cache, 100).read(np.arange(20))
+    found = PreparedSet(there.storage, there.manifest).cached(cache, 100).read(np.arange(20))
     assert [number for number, row in enumerate(found) if not row.is_intact] == [9]
 
 
@@ -276,7 +275,7 @@ def test_another_set_at_the_same_address_is_another_entry(memory, cache):
 
 
 def test_a_cache_stays_under_its_limit_and_keeps_what_was_of_use_last(tmp_path):
-    cache, fetched = LocalCache(str(tmp_path), 10_000), []
+    cache, fetched = ShardCache(str(tmp_path), 10_000), []
 
     def get(name):
         return cache.get(name, 900, lambda: fetched.append(name) or bytes(900)).to_pybytes()
@@ -307,8 +306,8 @@ def test_several_that_want_an_entry_at_once_fetch_it_once(cache):
 
 def test_a_process_killed_while_it_fetches_leaves_neither_a_lock_nor_half_an_entry(cache):
     code = (
-        "import os, sys; from mmray.data.store.cache import LocalCache; "
-        "LocalCache(sys.argv[1], 10**9).get('entry', 5, lambda: os._exit(9))"
+        "import os, sys; from mmray.data.store.cache import ShardCache; "
+        "ShardCache(sys.argv[1], 10**9).get('entry', 5, lambda: os._exit(9))"
     )
     run = subprocess.run([sys.executable, "-c", code, str(cache.folder)], check=False)
     assert run.returncode == 9 and files_of(cache) == []
@@ -326,17 +325,17 @@ def test_a_full_disk_is_told_once_and_a_folder_that_cannot_be_is_an_error(cache,
     assert caplog.text.count("No space left on device") == 1 and len(files_of(cache)) == 1
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"data\.local_cache .* cannot be used"):
-        LocalCache(str(tmp_path / "file" / "below"), 10**9).get("one", 1, lambda: b"1")
+        ShardCache(str(tmp_path / "file" / "below"), 10**9).get("one", 1, lambda: b"1")
 
 
 def test_referenced_images_of_a_store_come_in_few_reads_in_the_order_asked_for(memory, monkeypatch):
-    place, data = Place(f"{memory}/raw"), np.random.default_rng(0).bytes(5000)
+    place, data = Storage(f"{memory}/raw"), np.random.default_rng(0).bytes(5000)
     for name in ("a.tar", "b.tar", "whole.jpg"):
         place.write(name, name.encode() + data)
     pictures = [ImageRef("", f"{'ab'[n % 2]}.tar", offset=n * 90, length=60 + n) for n in range(50)]
     pictures = [pictures[n] for n in np.random.default_rng(1).permutation(50)] + [ImageRef("", "whole.jpg")] * 2
-    made, read = [], range_reads.RangeFiles.read
-    monkeypatch.setattr(range_reads.RangeFiles, "read", lambda *args: made.append(args) or read(*args))
+    made, read = [], storage.RangeReader.read
+    monkeypatch.setattr(storage.RangeReader, "read", lambda *args: made.append(args) or read(*args))
     assert read_images(place, pictures) == [read_image(place, picture) for picture in pictures]
     assert len(made) == 2
     with pytest.raises(BadRow, match=r"there is no file gone\.jpg"):
@@ -346,7 +345,7 @@ def test_referenced_images_of_a_store_come_in_few_reads_in_the_order_asked_for(m
 
 
 def test_threads_that_read_one_object_of_a_store_at_once_each_get_its_bytes(memory):
-    place, data = Place(f"{memory}/raw"), np.random.default_rng(0).bytes(5000)
+    place, data = Storage(f"{memory}/raw"), np.random.default_rng(0).bytes(5000)
     place.write("whole.jpg", data)
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

@@ -11,7 +11,7 @@ from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import DataError, UsageError
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 from tests.data import test_formats as formats
 from tests.data.test_formats import COUNT, colour_image, prepared, text
 from tests.data.test_sources_remote import ALL
@@ -67,7 +67,7 @@ def test_a_referenced_image_that_changed_or_went_is_noticed_and_its_neighbours_s
 
 
 def test_a_disk_that_does_not_answer_is_no_fault_of_a_row_but_in_a_prepare_which_tries_again(tmp_path, monkeypatch):
-    source, read = formats.csv_source(tmp_path / "raw"), Place.read
+    source, read = formats.csv_source(tmp_path / "raw"), Storage.read
 
     def stale(place, name):
         if name == "2.png":
@@ -75,13 +75,13 @@ def test_a_disk_that_does_not_answer_is_no_fault_of_a_row_but_in_a_prepare_which
         return read(place, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Place, "read", stale)
+        patch.setattr(Storage, "read", stale)
         assert prepared(source, tmp_path / "out", reference=True)[2] == {"rows.csv:4": "unreadable"}
     assert prepared(source, tmp_path / "out", reference=True)[0].num_rows == COUNT
     rows = PreparedSet.open(str(tmp_path / "out"))
     reader = RowReader(rows, Inputs(image_side=8, max_tokens=12), train_tokenizer(["x"], 60), 10**6)
     plan = SamplePlan(num_rows=COUNT, global_rows=COUNT, world=1, micro=COUNT, seed=0, steps=1, shuffle=False)
-    monkeypatch.setattr(Place, "read", stale)
+    monkeypatch.setattr(Storage, "read", stale)
     with pytest.raises(OSError, match="Stale"):
         reader.block(plan, np.arange(COUNT))
 

@@ -6,20 +6,30 @@ import pytest
 from mmray.config import Run
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import UsageError
-from mmray.storage import remote_path
-from mmray.storage.file_ops import append_line, fetched, gather, move_tree, remove_tree, staged, write_whole, written
-from mmray.storage.remote_path import RemotePath, folder_at
-from mmray.storage.storage import Place
+from mmray.storage import storage
+from mmray.storage.paths import (
+    RemotePath,
+    append_line,
+    local_copy,
+    merge_parts,
+    move_tree,
+    open_for_upload,
+    remove_tree,
+    staged_upload,
+    to_path,
+    write_atomic,
+)
+from mmray.storage.storage import Storage
 from tests.made import make_set, row
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(remote_path, "LONGEST_WAIT_S", 0.01)
+    monkeypatch.setattr(storage, "MAX_WAIT_S", 0.01)
 
 
 def test_words_of_a_path(s3):
-    folder = folder_at(s3.address)
+    folder = to_path(s3.address)
     assert isinstance(folder, RemotePath) and not folder.exists()
     with pytest.raises(FileNotFoundError):
         list(folder.iterdir())
@@ -39,37 +49,37 @@ def test_words_of_a_path(s3):
 
 def test_an_address_may_have_spaces_and_letters_beyond_ascii():
     for typed in ("s3://bucket/my set/café#1", "s3://bucket/my%20set/caf%C3%A9%231"):
-        assert Place(f"{typed}?region=us-east-1").system[1] == "bucket/my set/café#1"
-    path = folder_at("s3://bucket/my set") / "b c"
-    assert (path.key, folder_at(str(path)).key) == ("bucket/my set/b c",) * 2
+        assert Storage(f"{typed}?region=us-east-1").filesystem[1] == "bucket/my set/café#1"
+    path = to_path("s3://bucket/my set") / "b c"
+    assert (path.key, to_path(str(path)).key) == ("bucket/my set/b c",) * 2
 
 
 def test_options_of_an_address_stay_at_its_end():
-    path = folder_at("s3://bucket/runs?endpoint_override=127.0.0.1:9000&scheme=http") / "one" / "config.yaml"
+    path = to_path("s3://bucket/runs?endpoint_override=127.0.0.1:9000&scheme=http") / "one" / "config.yaml"
     assert str(path) == "s3://bucket/runs/one/config.yaml?endpoint_override=127.0.0.1:9000&scheme=http"
-    assert path.key == "bucket/runs/one/config.yaml" and folder_at(str(path)).key == path.key
+    assert path.key == "bucket/runs/one/config.yaml" and to_path(str(path)).key == path.key
 
 
 @pytest.mark.parametrize("kind", ["store", "disk"])
 def test_files_and_folders_alike_on_both(kind, s3, tmp_path):
-    folder = folder_at(s3.address if kind == "store" else tmp_path)
-    with staged(folder / "step-1", ("a", "SUMS")) as here:
+    folder = to_path(s3.address if kind == "store" else tmp_path)
+    with staged_upload(folder / "step-1", ("a", "SUMS")) as here:
         (here / "a").write_bytes(b"a" * 1000)
         (here / "SUMS").write_text("sums")
-    with written(folder / "stacks" / "rank-0.txt") as here:
+    with open_for_upload(folder / "stacks" / "rank-0.txt") as here:
         here.write_text("line")
     move_tree(folder / "step-1", folder / "step-1.damaged")
-    with fetched(folder / "step-1.damaged" / "a") as here:
+    with local_copy(folder / "step-1.damaged" / "a") as here:
         assert here.read_bytes() == b"a" * 1000
     assert not (folder / "step-1").exists()
-    write_whole(folder / "result.json", "é")
+    write_atomic(folder / "result.json", "é")
     assert (folder / "result.json").read_text() == "é"
     for line in (b"one", b"two"):
         append_line(folder / "quarantine.jsonl", line)
-        gather(folder / "quarantine.jsonl")
+        merge_parts(folder / "quarantine.jsonl")
     append_line(folder / "quarantine.jsonl", b"three")
     append_line(folder / "quarantine.jsonl", b"four")
-    gather(folder / "quarantine.jsonl")
+    merge_parts(folder / "quarantine.jsonl")
     assert (folder / "quarantine.jsonl").read_bytes() == b"one\ntwo\nthree\nfour\n"
     remove_tree(folder / "step-1.damaged")
     remove_tree(folder / "never-there")
@@ -77,18 +87,18 @@ def test_files_and_folders_alike_on_both(kind, s3, tmp_path):
 
 
 def test_the_last_file_is_put_only_when_the_others_are_there(s3, monkeypatch):
-    monkeypatch.setattr(remote_path, "ATTEMPTS", 1)
-    path = folder_at(s3.address) / "step-1"
+    monkeypatch.setattr(storage, "ATTEMPTS", 1)
+    path = to_path(s3.address) / "step-1"
     s3.fail("PUT", "step-1/b", 1000, status=400)
-    with pytest.raises(OSError, match="came to nothing"), staged(path, ("a", "b", "SUMS")) as here:
+    with pytest.raises(OSError, match="came to nothing"), staged_upload(path, ("a", "b", "SUMS")) as here:
         for name in ("a", "b", "SUMS"):
             (here / name).write_text(name)
     assert (path / "a").exists() and not (path / "SUMS").exists()
 
 
 def test_a_store_that_fails_for_a_moment_is_asked_again(s3):
-    file = folder_at(s3.address) / "file"
-    for count, status in ((2, 503), (remote_path.ATTEMPTS - 1, 400)):  # by the library itself, and by what calls it
+    file = to_path(s3.address) / "file"
+    for count, status in ((2, 503), (storage.ATTEMPTS - 1, 400)):  # by the library itself, and by what calls it
         s3.fail("PUT", "/file", count, status)
         file.write_text(f"there {status}")
         assert s3.failures_left() == 0 and file.read_text() == f"there {status}"
@@ -103,20 +113,20 @@ def test_what_does_not_pass_is_not_tried_again(monkeypatch):
 
     for error in (FileNotFoundError("no"), OSError("AWS Error ACCESS_DENIED during PutObject"), ValueError("odd")):
         with pytest.raises(type(error)):
-            remote_path.steadily(lambda error=error: refuse(error))
+            storage.with_retries(lambda error=error: refuse(error))
     assert len(calls) == 3
     with pytest.raises(OSError, match="slow"):
-        remote_path.steadily(lambda: refuse(OSError("slow down")))
-    assert len(calls) == 3 + remote_path.ATTEMPTS
+        storage.with_retries(lambda: refuse(OSError("slow down")))
+    assert len(calls) == 3 + storage.ATTEMPTS
 
 
 def test_an_address_that_nothing_serves_is_told():
     with pytest.raises(UsageError, match=r"nonsense://bucket/x cannot be opened"):
-        folder_at("nonsense://bucket/x").exists()
+        to_path("nonsense://bucket/x").exists()
 
 
 def test_what_pyarrow_does_not_know_goes_through_fsspec():
-    folder = folder_at("memory://some/runs")
+    folder = to_path("memory://some/runs")
     (folder / "a").write_text("there")
     assert [path.name for path in folder.iterdir()] == ["a"] and (folder / "a").read_text() == "there"
     assert (folder / "a").stat().st_size == 5
@@ -131,8 +141,8 @@ def test_credentials_in_an_address_are_refused(address):
 
 def test_a_prepared_set_on_the_store_reads_as_on_a_disk(s3, tmp_path):
     make_set(tmp_path, [row(number) for number in range(20)])
-    place = Place(f"{s3.address}/set")
-    for name in Place(str(tmp_path)).tree():
+    place = Storage(f"{s3.address}/set")
+    for name in Storage(str(tmp_path)).list_files():
         place.write(name, (tmp_path / name).read_bytes())
     order = np.array([19, 0, 7, 7])
     assert PreparedSet.open(f"{s3.address}/set").read(order) == PreparedSet.open(str(tmp_path)).read(order)

@@ -17,7 +17,7 @@ from mmray.data.formats.source import SourceChanged
 from mmray.data.images import read as files
 from mmray.data.images.read import file_stamp, read_file
 from mmray.errors import DataError
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 
 
 def parse_line(data, origin):
@@ -30,7 +30,7 @@ def names(row):
 
 def write(folder, data, name="a.jsonl"):
     (folder / name).write_bytes(data)
-    return Place(str(folder)), name
+    return Storage(str(folder)), name
 
 
 def lines_of(place, name, chunks):
@@ -112,10 +112,10 @@ def test_files_that_are_plainly_no_jsonl(tmp_path, data, message):
 
 def test_a_file_that_is_not_there_or_a_folder(tmp_path):
     with pytest.raises(DataError, match=r"there is no file .*b\.jsonl"):
-        check_jsonl(Place(str(tmp_path)), "b.jsonl")
+        check_jsonl(Storage(str(tmp_path)), "b.jsonl")
     (tmp_path / "folder").mkdir()
     with pytest.raises(DataError, match="cannot be read"):
-        check_jsonl(Place(str(tmp_path)), "folder")
+        check_jsonl(Storage(str(tmp_path)), "folder")
 
 
 def test_a_row_as_it_is_meant():
@@ -201,7 +201,7 @@ def test_images_are_read_from_the_folder_and_nowhere_else(tmp_path):
     (inside / "up").symlink_to(tmp_path)
     (inside / "near.png").symlink_to(inside / "sub" / "👩\u200d🚀.png")
     os.mkfifo(inside / "pipe.png")
-    place = Place(str(inside))
+    place = Storage(str(inside))
     assert read_file(place, "sub/👩\u200d🚀.png") == b"good"
     assert read_file(place, "near.png") == b"good"
     for name, reason in [
@@ -222,11 +222,11 @@ def test_an_image_file_beyond_reason_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "MAX_IMAGE_BYTES", 10)
     (tmp_path / "a.png").write_bytes(b"x" * 11)
     with pytest.raises(BadRow, match="over 10"):
-        read_file(Place(str(tmp_path)), "a.png")
+        read_file(Storage(str(tmp_path)), "a.png")
 
 
 def test_the_stamp_of_a_file_changes_with_it(tmp_path):
-    place = Place(str(tmp_path))
+    place = Storage(str(tmp_path))
     assert file_stamp(place, "a") == ("a", None, None)
     (tmp_path / "a").write_bytes(b"1")
     first = file_stamp(place, "a")

@@ -6,7 +6,7 @@ import pytest
 from mmray.data.formats.detect import detect_source, open_source
 from mmray.data.formats.rows import BadRow, parse_row
 from mmray.data.images.read import read_image
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 from tests.data.test_formats import SOURCES, colour_image, images
 
 
@@ -29,7 +29,7 @@ ALL = SOURCES | {"JSON lines": jsonl, "a folder for each class": classes}
 
 def read(address, out):
     """(chunks without their digests, rows) of a source; a row is where it stands, what it states, and its images."""
-    source = open_source(detect_source(address), Place(out), {}, "a {}")
+    source = open_source(detect_source(address), Storage(out), {}, "a {}")
     chunks = list(source.scan(3, ()))
     items = [item for chunk in chunks for item in source.read(chunk)]
     return [(one.file, one.start, one.stop, one.first_line, one.num_rows) for one in chunks], [
@@ -49,10 +49,10 @@ def told(place, item):
 
 @pytest.mark.parametrize("title", ALL)
 def test_rows_of_a_source_on_a_store_are_those_on_a_disk(tmp_path, title):
-    source, disk = ALL[title](tmp_path / "raw"), Place(str(tmp_path / "raw"))
-    store = Place(f"memory://{tmp_path.name}/raw")
+    source, disk = ALL[title](tmp_path / "raw"), Storage(str(tmp_path / "raw"))
+    store = Storage(f"memory://{tmp_path.name}/raw")
     try:
-        for name in disk.tree():
+        for name in disk.list_files():
             store.write(name, disk.read(name))
         here = read(str(source), str(tmp_path))
         there = read(str(source).replace(disk.address, store.address, 1), f"memory://{tmp_path.name}")

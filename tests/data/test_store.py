@@ -17,7 +17,7 @@ from mmray.data.store import shards as open_shards
 from mmray.data.store.manifest import MANIFEST, TOKENIZER, Manifest, Shard, fingerprint, read_manifest
 from mmray.data.store.prepared_set import PreparedSet, Row, images_sha256, key_id
 from mmray.errors import DataError
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 
 
 def make_rows(count, split=None, start=0):
@@ -31,8 +31,8 @@ def make_rows(count, split=None, start=0):
 
 def make_set(folder, shards, tokenizer=None):
     """A prepared set of these (rows, split, dropped)."""
-    place = Place(str(folder))
-    place.make("shards")
+    place = Storage(str(folder))
+    place.mkdir("shards")
     entries = []
     for number, (rows, split, dropped) in enumerate(shards):
         entries.append(replace(write_shard(rows, place, f"shards/{number}.arrow", split), dropped=dropped))
@@ -152,9 +152,9 @@ def test_tokenizer_travels_with_the_set(tmp_path):
 def test_what_is_no_finished_set_says_what_to_do(tmp_path):
     with pytest.raises(DataError, match=r"mmray prepare SOURCE"):
         PreparedSet.open(str(tmp_path / "nothing"))
-    Place(str(tmp_path / "half")).make("parts")
-    Place(str(tmp_path / "half")).write("parts/chunk-00000.json", b"{}")
-    with pytest.raises(DataError, match="not prepared to its end"):
+    Storage(str(tmp_path / "half")).mkdir("parts")
+    Storage(str(tmp_path / "half")).write("parts/chunk-00000.json", b"{}")
+    with pytest.raises(DataError, match="is not complete"):
         PreparedSet.open(str(tmp_path / "half"))
 
 
@@ -175,10 +175,10 @@ def test_a_manifest_of_another_version_is_refused(tmp_path):
 
 def test_manifest_reads_back_equal(tmp_path):
     path = make_set(tmp_path, [(make_rows(5), "train", (1,))])
-    manifest = read_manifest(Place(path))
+    manifest = read_manifest(Storage(path))
     assert manifest.shards[0].dropped == (1,)
-    Place(path).write(MANIFEST, manifest.to_json())
-    assert read_manifest(Place(path)) == manifest
+    Storage(path).write(MANIFEST, manifest.to_json())
+    assert read_manifest(Storage(path)) == manifest
 
 
 def test_damage_anywhere_in_a_shard_raises_or_is_seen_and_never_ends_the_process(tmp_path):
@@ -221,7 +221,7 @@ def test_a_disk_that_does_not_answer_is_not_taken_for_damage(tmp_path, monkeypat
         raise OSError(errno.ESTALE, "Stale file handle")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="Stale"):
-        patch.setattr(Place, "open", stale)
+        patch.setattr(Storage, "open", stale)
         prepared.read(np.array([0]))
     assert prepared.read(np.array([0])) == make_rows(1)
 
@@ -229,27 +229,27 @@ def test_a_disk_that_does_not_answer_is_not_taken_for_damage(tmp_path, monkeypat
 @pytest.mark.parametrize("kind", ["disk", "store", "memory"])
 def test_a_shard_that_was_not_finished_leaves_no_file(tmp_path, request, kind):
     addresses = {"disk": lambda: str(tmp_path), "store": lambda: request.getfixturevalue("s3").address}
-    place = Place(addresses.get(kind, lambda: "memory://unfinished")())
+    place = Storage(addresses.get(kind, lambda: "memory://unfinished")())
     with pytest.raises(RuntimeError, match="killed"), ShardWriter(place, "a.arrow") as shard:
         for row in make_rows(20):
             shard.append(row)
         raise RuntimeError("killed")
-    assert place.names() == []
+    assert place.listdir() == []
 
 
 def test_what_a_store_does_not_take_leaves_what_was_there():
-    store, place = Mock(), Place("memory://whole")
-    vars(place)["system"] = (store, "whole")
+    store, place = Mock(), Storage("memory://whole")
+    vars(place)["filesystem"] = (store, "whole")
     store.open_output_stream().close.side_effect = OSError("slow down")
     with pytest.raises(OSError, match="slow down"):
         place.write("a", b"after")
-    with pytest.raises(RuntimeError, match="killed"), place.writing("a"):
+    with pytest.raises(RuntimeError, match="killed"), place.open_output("a"):
         raise RuntimeError("killed")
     assert not store.delete_file.called
 
 
 def test_shards_are_the_same_bytes_for_the_same_rows(tmp_path):
-    place = Place(str(tmp_path))
+    place = Storage(str(tmp_path))
     one, two = (write_shard(make_rows(20), place, name) for name in ("a.arrow", "b.arrow"))
     assert place.read("a.arrow") == place.read("b.arrow")
     assert one == Shard("a.arrow", None, 20, len(place.read("a.arrow")), two.sha256, batches=two.batches)
@@ -276,10 +276,10 @@ def test_a_set_is_found_by_uri_too(tmp_path):
     ],
 )
 def test_place_of_a_file(address, folder, name):
-    assert Place.split(address) == (Place(folder), name)
+    assert Storage.split(address) == (Storage(folder), name)
 
 
 def test_place_of_a_relative_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert Place.split("a.jsonl") == (Place(str(tmp_path)), "a.jsonl")
-    assert Place.split("b/a.jsonl") == (Place(f"{tmp_path}/b"), "a.jsonl")
+    assert Storage.split("a.jsonl") == (Storage(str(tmp_path)), "a.jsonl")
+    assert Storage.split("b/a.jsonl") == (Storage(f"{tmp_path}/b"), "a.jsonl")

@@ -90,7 +90,7 @@ def test_a_deadly_image_of_a_set_that_nobody_decoded_is_named_and_tried_once(
 ) -> None:
     bad, log = row(3, data=deadly(png(3), tmp_path / "tries")), tmp_path / "tries"
     made = make_set(tmp_path / "set", [*map(row, range(3)), bad, row(4)])
-    unchecked = PreparedSet(made.place, replace(made.manifest, settings={"check": "header", "image_side": 0}))
+    unchecked = PreparedSet(made.storage, replace(made.manifest, settings={"check": "header", "image_side": 0}))
     held = HeldOut(unchecked, INPUTS, made.tokenizer_json, SimpleNamespace(batch=2))  # type: ignore[arg-type]
     with decoder_dies():
         for _ in range(2):

@@ -259,7 +259,7 @@ def test_the_head_and_the_names_of_classes_are_scored(tmp_path: Path, world: int
     evaluator = Evaluator(held_out, INPUTS, held_out.tokenizer_json, settings)  # type: ignore[arg-type]
     named = replace(held_out.manifest, class_names=("a", "red", "one"))  # as a folder for each class is
     of_the_set = Evaluator(
-        PreparedSet(held_out.place, named),
+        PreparedSet(held_out.storage, named),
         INPUTS,
         held_out.tokenizer_json,
         SimpleNamespace(**vars(settings) | {"classes": ()}),

@@ -22,7 +22,7 @@ from mmray.data.text.tokenizer import TextEncoder, train_tokenizer
 from mmray.errors import DataError, UsageError
 from mmray.models.build import build
 from mmray.models.export.export import export
-from mmray.storage import remote_path
+from mmray.storage import storage
 
 TEXTS = ["a red circle", "a blue square on a green ground", "Two TRIANGLES,  left of a circle"]
 TOKENIZER = train_tokenizer(TEXTS, 80)
@@ -256,7 +256,7 @@ def test_what_was_there_is_whole_at_every_moment(tmp_path: Path, monkeypatch: py
 
 
 def test_an_object_store_takes_an_export_and_gives_it_back(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_path, "LONGEST_WAIT_S", 0.01)
+    monkeypatch.setattr(storage, "MAX_WAIT_S", 0.01)
     spec, address = spec_of(), f"{s3.address}/model"
     model = trained(spec)
     out = export(model, spec.model_dump(mode="json"), TOKENIZER, address)

@@ -3,16 +3,16 @@
 import re
 
 from mmray.report.write import write_report
-from mmray.storage.remote_path import folder_at
-from mmray.storage.storage import Place
+from mmray.storage.paths import to_path
+from mmray.storage.storage import Storage
 from tests.report.made_runs import make_whole_run
 
 
 def test_the_page_is_the_same_from_a_store_and_is_written_there(s3, tmp_path):
     make_whole_run(tmp_path / "mine")
-    for name in Place(str(tmp_path)).tree():
-        Place(s3.address).write(name, (tmp_path / name).read_bytes())
-    page = write_report(folder_at(f"{s3.address}/mine"))
+    for name in Storage(str(tmp_path)).list_files():
+        Storage(s3.address).write(name, (tmp_path / name).read_bytes())
+    page = write_report(to_path(f"{s3.address}/mine"))
     assert str(page) == f"{s3.address}/mine/report.html"
     local = write_report(tmp_path / "mine").read_text()
     undated = [re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", "", text) for text in (page.read_text(), local)]

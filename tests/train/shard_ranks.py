@@ -35,9 +35,9 @@ from mmray.engine.worker import work
 from mmray.engine.worker_context import Job, Line
 from mmray.errors import MmrayError, OutOfMemoryError, StorageError
 from mmray.objectives.contrastive import Contrastive
-from mmray.storage import remote_path
+from mmray.storage import storage
 from mmray.storage.lease import Lease
-from mmray.storage.remote_path import Folder, folder_at
+from mmray.storage.paths import AnyPath, to_path
 from mmray.train import run_dir
 from tests.train import runs, toy
 
@@ -51,7 +51,7 @@ def play(rank: int, folder: str, address: str) -> None:
     """Entry of a rank: two of them train and save, then one to four go on, then one of two dies; two others part."""
     faulthandler.enable()  # a rank that dies natively says where
     torch.set_num_threads(1)
-    remote_path.ATTEMPTS = 1
+    storage.ATTEMPTS = 1
     here, results = Path(folder), {}
     if rank >= MOST:
         cramped(joined(rank - MOST, 2, here, "cramped"), here / f"cramped-{rank - MOST}.json")
@@ -59,7 +59,7 @@ def play(rank: int, folder: str, address: str) -> None:
     if rank < 2:
         group = joined(rank, 2, here, "saving")
         results["saved"] = saved(group, here / "run")
-        results["uploaded"] = saved(group, folder_at(address) / "run", steps=4)
+        results["uploaded"] = saved(group, to_path(address) / "run", steps=4)
         results["full"] = full(group, here / "full")
         results["worked"] = worked(group, here, "worked", "fsdp")
         for kind in KINDS:
@@ -86,7 +86,7 @@ def joined(rank: int, world: int, folder: Path, scene: str) -> Group:
     return Group.current()
 
 
-def of(group: Group, run: Folder, ranks: Any, told: list[str]) -> tuple[CheckpointManager | ShardWriter, Lease | None]:
+def of(group: Group, run: AnyPath, ranks: Any, told: list[str]) -> tuple[CheckpointManager | ShardWriter, Lease | None]:
     """What writes on this rank, as worker.py has it."""
     if group.rank:
         return ShardWriter(run, ranks), None
@@ -126,7 +126,7 @@ def only_numbers(tensor: DTensor, **options: Any) -> torch.Tensor:
     return WHOLE(tensor, **options)
 
 
-def saved(group: Group, run: Folder, steps: int = 8) -> dict[str, Any]:
+def saved(group: Group, run: AnyPath, steps: int = 8) -> dict[str, Any]:
     """A run whose ranks save beside it; no rank may put a tensor together, and each says how much it held."""
     told: list[str] = []
     held: list[int] = []

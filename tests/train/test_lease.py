@@ -12,7 +12,7 @@ import pytest
 
 from mmray.errors import TrainingError, UsageError
 from mmray.storage import lease
-from mmray.storage.lease import Lease, check
+from mmray.storage.lease import Lease, check_fence
 
 BEAT_S, STALE_S = 0.05, 0.3
 
@@ -35,7 +35,7 @@ def test_fences_only_grow(tmp_path: Path) -> None:
     for _ in range(3):
         held = short(tmp_path)
         fences.append(held.acquire())
-        check(tmp_path, fences[-1])
+        check_fence(tmp_path, fences[-1])
         held.release()
     assert fences == [1, 2, 3]
     assert [file.name for file in (tmp_path / "lease").iterdir()] == ["3"]
@@ -58,15 +58,15 @@ def test_fresh_lease_of_another_machine_is_respected(tmp_path: Path) -> None:
 
 def test_stale_lease_is_taken_over_and_the_orphan_stops(tmp_path: Path) -> None:
     hold_elsewhere(tmp_path, fence=4, age_s=10)
-    check(tmp_path, 4)
+    check_fence(tmp_path, 4)
     held = short(tmp_path)
     assert held.acquire() == 5
-    check(tmp_path, 5)
+    check_fence(tmp_path, 5)
     with pytest.raises(TrainingError, match="taken over"):
-        check(tmp_path, 4)
+        check_fence(tmp_path, 4)
     held.release()
     with pytest.raises(TrainingError, match="taken over"):
-        check(tmp_path, 4)
+        check_fence(tmp_path, 4)
 
 
 def test_each_attempt_has_a_fence_of_its_own_and_one_that_wakes_up_writes_no_more(
@@ -74,10 +74,10 @@ def test_each_attempt_has_a_fence_of_its_own_and_one_that_wakes_up_writes_no_mor
 ) -> None:
     held = short(tmp_path)
     assert (held.acquire(), held.advance(), held.advance(), held.fence) == (1, 2, 3, 3)
-    check(tmp_path, 3)
+    check_fence(tmp_path, 3)
     for earlier in (1, 2):
         with pytest.raises(TrainingError, match="a later attempt"):
-            check(tmp_path, earlier)
+            check_fence(tmp_path, earlier)
     monkeypatch.setattr(lease, "_lives_here", lambda _: None)
     time.sleep(STALE_S + 4 * BEAT_S)
     with pytest.raises(UsageError):  # its heart beats on

@@ -22,7 +22,7 @@ from mmray.engine.state import AVERAGE
 from mmray.errors import UsageError
 from mmray.evaluate.build import best_by
 from mmray.models.build import build
-from mmray.storage.remote_path import Folder, folder_at
+from mmray.storage.paths import AnyPath, to_path
 from mmray.train import evaluate_export, run_dir
 from mmray.train.evaluate_export import load_model
 from tests.data.test_prepare import make_source, run_here
@@ -72,7 +72,7 @@ def test_without_a_set_it_is_what_the_run_held_out_whatever_form_that_has(
     assert held_out(raw, data=str(tmp_path / "set")) == 2
 
 
-def made_run(folder: Folder, tmp_path: Path, **recalls: float | None) -> Folder:
+def made_run(folder: AnyPath, tmp_path: Path, **recalls: float | None) -> AnyPath:
     """A run whose checkpoints `step_N` were found so good."""
     config = runs.config("none", tmp_path, "one")
     tokenizer = train_tokenizer(CAPTIONS, 60)
@@ -92,7 +92,7 @@ def test_a_run_on_an_object_store_is_exported_to_one(
     s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    folder = made_run(folder_at(f"{s3.address}/one"), tmp_path, step_3=0.5)
+    folder = made_run(to_path(f"{s3.address}/one"), tmp_path, step_3=0.5)
     assert cli.run(["export", str(folder), f"{s3.address}/exported"], Screen()) == 0
     assert f'mmray.load("{s3.address}/exported")' in capfd.readouterr().out
     assert list(tmp_path.iterdir()) == []
@@ -125,7 +125,7 @@ def test_the_best_checkpoint_is_exported_where_it_is_asked_for(
 def test_the_best_checkpoint_is_what_evaluate_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, asked = made_run(tmp_path / "one", tmp_path, step_3=0.5, step_6=0.25), []
 
-    def scored(folder: Folder, *given: Any, **named: Any) -> dict[str, float]:
+    def scored(folder: AnyPath, *given: Any, **named: Any) -> dict[str, float]:
         asked.append(next(each for each in (*given, *named.values()) if each in ("best", 3)))
         return {"perplexity": 1.0, "token_accuracy": 1.0, "tokens": 1.0, "rows": 1.0}
 

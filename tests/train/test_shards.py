@@ -15,7 +15,7 @@ from pyarrow import fs
 from mmray.engine.checkpoint import files, tree
 from mmray.engine.collectives import Group
 from mmray.errors import TrainingError
-from mmray.storage.remote_path import folder_at
+from mmray.storage.paths import to_path
 from mmray.train.worker_group import COLLECTIVE_ERRORS
 from tests.made import make_set, row
 from tests.train import shard_ranks, toy
@@ -33,7 +33,7 @@ def ranks(tmp_path_factory, s3_server):
     system.create_dir(bucket)
     make_set(folder / "set", [row(number) for number in range(22)], [row(number) for number in range(22, 30)])
     results = spawned(shard_ranks.play, folder, shard_ranks.MOST, f"s3://{bucket}/runs", apart=shard_ranks.APART)
-    return folder, folder_at(f"s3://{bucket}/runs") / "run", results
+    return folder, to_path(f"s3://{bucket}/runs") / "run", results
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_its_folder_says_what_it_is(ranks):
 
 
 def test_its_weights_are_read_whole_for_who_evaluates_or_exports(ranks, plain):
-    for run in (ranks[0] / "run", folder_at(str(ranks[0] / "run"))):
+    for run in (ranks[0] / "run", to_path(str(ranks[0] / "run"))):
         model = toy.Branched().double()
         model.load_state_dict(files.load_weights(run / "checkpoints" / "step-8"))
         torch.testing.assert_close(toy.flat(model), plain, rtol=0, atol=1e-9)

@@ -17,16 +17,15 @@ from mmray.engine.metrics import uploads
 from mmray.engine.metrics.uploads import Growing
 from mmray.engine.worker import _closing
 from mmray.errors import StorageError, TrainingError, UsageError
-from mmray.storage import file_ops, lease, remote_path
-from mmray.storage.file_ops import on_its_way
-from mmray.storage.lease import Lease, ObjectClaims, check
-from mmray.storage.remote_path import folder_at
+from mmray.storage import lease, paths, storage
+from mmray.storage.lease import Lease, ObjectClaims, check_fence
+from mmray.storage.paths import temp_dir, to_path
 from mmray.train.tracker_process import Desk
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(remote_path, "LONGEST_WAIT_S", 0.01)
+    monkeypatch.setattr(storage, "MAX_WAIT_S", 0.01)
 
 
 def put(folder, step, **metrics):
@@ -35,7 +34,7 @@ def put(folder, step, **metrics):
 
 
 def test_a_checkpoint_comes_back_and_old_ones_go(s3):
-    folder = folder_at(s3.address) / "checkpoints"
+    folder = to_path(s3.address) / "checkpoints"
     assert checkpoint.latest_valid(folder) is None and checkpoint.latest_complete(folder) is None
     for step, recall in ((3, 0.5), (6, 0.9), (9, 0.1), (12, 0.2)):
         put(folder, step, recall=recall)
@@ -49,7 +48,7 @@ def test_a_checkpoint_comes_back_and_old_ones_go(s3):
 
 
 def test_what_does_not_verify_is_named_and_set_aside(s3):
-    folder, told = folder_at(s3.address) / "checkpoints", []
+    folder, told = to_path(s3.address) / "checkpoints", []
     for step in (1, 2, 3, 4):
         put(folder, step)
     (folder / "step-4" / checkpoint.SUMS).unlink()  # killed before its last object
@@ -64,8 +63,8 @@ def test_what_does_not_verify_is_named_and_set_aside(s3):
 
 
 def test_an_upload_that_fails_for_good_leaves_nothing_that_counts(s3, monkeypatch):
-    monkeypatch.setattr(remote_path, "ATTEMPTS", 1)
-    folder = folder_at(s3.address) / "checkpoints"
+    monkeypatch.setattr(storage, "ATTEMPTS", 1)
+    folder = to_path(s3.address) / "checkpoints"
     put(folder, 3)
     s3.fail("PUT", "step-6/state.pt", 1000, status=400)
     with pytest.raises(StorageError, match=r"cannot write the checkpoint s3://.*/step-6: .*Older checkpoints"):
@@ -87,8 +86,8 @@ def state(step):
 
 
 def test_a_store_that_fails_for_a_while_costs_a_checkpoint_and_not_the_run(s3, monkeypatch):
-    monkeypatch.setattr(remote_path, "ATTEMPTS", 1)
-    run, told = folder_at(s3.address) / "mine", []
+    monkeypatch.setattr(storage, "ATTEMPTS", 1)
+    run, told = to_path(s3.address) / "mine", []
     held, keeper = keeper_of(run, told)
     s3.fail("PUT", "step-6/", 1000, status=400)
     for step in (3, 6, 9):
@@ -127,8 +126,8 @@ def test_while_a_write_stalls_other_ranks_are_not_kept_waiting_and_the_last_chec
 
 
 def test_a_store_that_fails_at_the_end_is_an_error_and_the_checkpoint_before_stands(s3, monkeypatch):
-    monkeypatch.setattr(remote_path, "ATTEMPTS", 1)
-    run, told = folder_at(s3.address) / "mine", []
+    monkeypatch.setattr(storage, "ATTEMPTS", 1)
+    run, told = to_path(s3.address) / "mine", []
     held, keeper = keeper_of(run, told)
     keeper.save(3, 3, state(3), {}, last=False)
     s3.fail("PUT", "checkpoints/step-6/", 1000, status=400)
@@ -140,10 +139,10 @@ def test_a_store_that_fails_at_the_end_is_an_error_and_the_checkpoint_before_sta
 
 
 def test_a_lease_on_the_store_holds_off_a_second_and_outlives_neither_release_nor_take_over(s3, monkeypatch):
-    run = folder_at(s3.address) / "mine"
+    run = to_path(s3.address) / "mine"
     first = Lease(run)
     assert first.acquire() == 1
-    check(run, 1)
+    check_fence(run, 1)
     with pytest.raises(UsageError, match=r"is being trained by process"):
         Lease(run).acquire()
     monkeypatch.setattr(lease, "_lives_here", lambda _: None)  # as seen from another machine
@@ -154,13 +153,13 @@ def test_a_lease_on_the_store_holds_off_a_second_and_outlives_neither_release_no
     assert (second.acquire(), second.advance()) == (2, 3)
     for earlier in (1, 2):
         with pytest.raises(TrainingError, match="taken over"):
-            check(run, earlier)
-    check(run, 3)
+            check_fence(run, earlier)
+    check_fence(run, 3)
     second.release()
 
 
 def test_a_silent_holder_is_replaced_and_its_late_beat_changes_nothing(s3):
-    run = folder_at(s3.address) / "mine"
+    run = to_path(s3.address) / "mine"
     asleep = ObjectClaims(run / "lease")
     assert asleep.take(4, json.dumps({"host": "node-7", "pid": 1, "machine": "another", "process": "1"}))
     with pytest.raises(UsageError, match="node-7"):
@@ -170,14 +169,14 @@ def test_a_silent_holder_is_replaced_and_its_late_beat_changes_nothing(s3):
     with pytest.raises(FileNotFoundError):
         asleep.beat(4)
     (run / "lease" / f"4-{asleep._token}").write_text("{}")  # a beat that was on its way when the lease was taken over
-    check(run, 5)
+    check_fence(run, 5)
     with pytest.raises(TrainingError, match="taken over"):
-        check(run, 4)
+        check_fence(run, 4)
     held.release()
 
 
 def test_of_several_at_once_at_most_one_wins_a_number(s3):
-    claims = [ObjectClaims(folder_at(s3.address) / "lease") for _ in range(4)]
+    claims = [ObjectClaims(to_path(s3.address) / "lease") for _ in range(4)]
     for fence in (1, 2, 3):
         start, won = threading.Barrier(4), []
 
@@ -196,7 +195,7 @@ def test_of_several_at_once_at_most_one_wins_a_number(s3):
 
 def test_files_that_grow_are_carried_whole_and_go_on(s3, monkeypatch):
     monkeypatch.setattr(uploads, "EVERY_S", 0.2)
-    folder, told = folder_at(s3.address) / "mine", []
+    folder, told = to_path(s3.address) / "mine", []
     for text in ("one\n", "two\n"):
         files = Growing(folder, told.append)
         with (files.here / "metrics.jsonl").open("a") as file:
@@ -213,9 +212,9 @@ def test_files_that_grow_are_carried_whole_and_go_on(s3, monkeypatch):
 
 
 def test_files_that_grow_are_not_carried_over_those_of_another_training(s3):
-    folder = folder_at(s3.address) / "mine"
+    folder = to_path(s3.address) / "mine"
     held = Lease(folder)
-    files = Growing(folder, print, partial(check, folder, held.acquire()))
+    files = Growing(folder, print, partial(check_fence, folder, held.acquire()))
     (files.here / "metrics.jsonl").write_text("one\n")
     files.push()
     held.advance()
@@ -228,10 +227,10 @@ def test_files_that_grow_are_not_carried_over_those_of_another_training(s3):
 
 
 def test_files_that_grow_are_swept_like_uploads_though_not_while_their_process_lives(s3, monkeypatch):
-    monkeypatch.setattr(file_ops, "LEFT_AFTER_S", -1.0)
-    files = Growing(folder_at(s3.address) / "mine", print)
-    with on_its_way():  # sweeps
-        assert files.here.exists() and files.here.name.startswith(file_ops.PREFIX)
+    monkeypatch.setattr(paths, "STALE_AFTER_S", -1.0)
+    files = Growing(to_path(s3.address) / "mine", print)
+    with temp_dir():  # sweeps
+        assert files.here.exists() and files.here.name.startswith(paths.PREFIX)
     files.close()
     assert not files.here.exists()
 
@@ -239,7 +238,7 @@ def test_files_that_grow_are_swept_like_uploads_though_not_while_their_process_l
 def test_what_ended_a_run_is_not_hidden_by_a_write_that_failed_before(s3, monkeypatch):
     """The policy has to see it: a store that failed a while ago must not make a lost worker final."""
     monkeypatch.setattr(checkpoint, "save", refuse)
-    held, keeper = keeper_of(folder_at(s3.address) / "mine", [])
+    held, keeper = keeper_of(to_path(s3.address) / "mine", [])
     keeper.save(1, 4, state(1), {}, last=False)
     with pytest.raises(RuntimeError, match="connection closed by peer"), _closing(None, keeper):
         raise RuntimeError("connection closed by peer")

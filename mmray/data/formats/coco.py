@@ -11,7 +11,7 @@ import orjson
 
 from mmray.data.formats.rows import is_safe_path
 from mmray.errors import DataError
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 
 _NEEDED = (("images", "id", "file_name"), ("annotations", "image_id", None), ("categories", "id", "name"))
 
@@ -26,7 +26,7 @@ class _Annotations:
     categories: dict[Any, str]
 
 
-def coco_rows(place: Place, name: str, template: str) -> Iterator[dict[str, Any]]:
+def coco_rows(place: Storage, name: str, template: str) -> Iterator[dict[str, Any]]:
     """One row an image of the document `name`, or of several (`captions_X.json,instances_X.json`) joined by image id.
 
     An image's file is looked for in COCO's usual folders. Without captions the caption is `template` of the category
@@ -45,7 +45,7 @@ def coco_rows(place: Place, name: str, template: str) -> Iterator[dict[str, Any]
         yield row | ({"texts": texts} if texts else {})
 
 
-def label_names(place: Place, name: str) -> dict[str, str]:
+def label_names(place: Storage, name: str) -> dict[str, str]:
     """The names of the documents' categories by their ids; JSON's keys are texts. Raises DataError."""
     items = [item for each in document_names(name) for item in _load_document(place, each).get("categories", [])]
     named = {item["id"]: item["name"] for item in items if isinstance(item["id"], int)}
@@ -58,7 +58,7 @@ def document_names(name: str) -> list[str]:
     return [f"{folder}{mark}{base}" for base in bases.split(",")]
 
 
-def companion_file(place: Place, name: str) -> str | None:
+def companion_file(place: Storage, name: str) -> str | None:
     """The other half of COCO, instances of captions or the reverse, where `name` is one alone and it lies beside it."""
     folder, mark, base = name.rpartition("/")
     for mine, other in (("captions_", "instances_"), ("instances_", "captions_")):
@@ -68,7 +68,7 @@ def companion_file(place: Place, name: str) -> str | None:
     return None
 
 
-def _join_documents(place: Place, names: list[str]) -> _Annotations:
+def _join_documents(place: Storage, names: list[str]) -> _Annotations:
     """All that is needed of the documents; one is held at a time, for outlines take most of it."""
     notes = _Annotations([], {}, {}, {})
     files: dict[Any, str] = {}
@@ -106,7 +106,7 @@ def _category_caption(found: list[dict[str, Any]], categories: dict[Any, str], t
     return [template.replace("{}", ", ".join(names))] if names else []
 
 
-def _images_folder(place: Place, name: str, images: list[dict[str, Any]]) -> str:
+def _images_folder(place: Storage, name: str, images: list[dict[str, Any]]) -> str:
     """Where these images are: beside the document, in `images/`, or in the folder its name ends with (val2017/)."""
     folder, _, base = name.rpartition("/")
     beside = f"{folder}/" if folder else ""
@@ -117,11 +117,11 @@ def _images_folder(place: Place, name: str, images: list[dict[str, Any]]) -> str
     return beside
 
 
-def _exists(place: Place, name: str) -> bool:
+def _exists(place: Storage, name: str) -> bool:
     return is_safe_path(name) and place.size(name) is not None
 
 
-def _load_document(place: Place, name: str) -> dict[str, Any]:
+def _load_document(place: Storage, name: str) -> dict[str, Any]:
     where = f"{place.address}/{name}"
     try:
         document = orjson.loads(place.read(name))

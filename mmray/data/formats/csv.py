@@ -14,7 +14,7 @@ from mmray.data.formats.jsonl import parse_json
 from mmray.data.formats.rows import BadRow, rename_columns
 from mmray.data.formats.source import SourceChunk, SourceItem, read_head
 from mmray.errors import DataError
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 
 _INTEGERS = ("label",)
 _LISTS = ("images", "texts", "boxes", "box_labels", "messages")  # a JSON list in a field
@@ -26,7 +26,7 @@ class CsvSource:
     title: ClassVar[str] = "CSV"
     quoted: ClassVar[bool] = True
 
-    def __init__(self, place: Place, name: str, columns: dict[str, str]) -> None:
+    def __init__(self, place: Storage, name: str, columns: dict[str, str]) -> None:
         self.place, self.name, self.columns = place, name, columns
 
     def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[SourceChunk]:

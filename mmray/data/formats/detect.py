@@ -18,9 +18,9 @@ from mmray.data.formats.rows import is_valid_name
 from mmray.data.formats.source import Source, read_head
 from mmray.data.formats.webdataset import WebDatasetSource
 from mmray.errors import DataError, UsageError
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 
-_FILE_FORMATS: dict[str, Callable[[Place, str, dict[str, str]], Source]] = {
+_FILE_FORMATS: dict[str, Callable[[Storage, str, dict[str, str]], Source]] = {
     "jsonl": JsonlSource, "csv": CsvSource, "tsv": TsvSource, "parquet": ParquetSource, "webdataset": WebDatasetSource,
     "saved": HFSavedSource,
 }  # fmt: skip
@@ -50,9 +50,9 @@ def detect_source(address: str, forced: str = "auto") -> SourceSpec:
     """The format of what is at `address`. Raises DataError where nothing is there, or nothing that is known."""
     if not is_valid_name(address):
         raise UsageError(f"{address!r} is not plain UTF-8: rename the file")
-    place, name = Place.split(address.rstrip("/") if len(address) > 1 else address)
-    whole = Place(address)
-    is_folder = whole.is_folder()
+    place, name = Storage.split(address.rstrip("/") if len(address) > 1 else address)
+    whole = Storage(address)
+    is_folder = whole.is_dir()
     if "," in name and forced in ("auto", "lists", "coco") and not is_folder and place.size(name) is None:
         return _multi_file_source(place, name, forced)
     if is_folder:
@@ -69,9 +69,9 @@ def detect_source(address: str, forced: str = "auto") -> SourceSpec:
     return _coco(place, name) if kind == "coco" else SourceSpec(kind, place.address, name)
 
 
-def open_source(chosen: SourceSpec, out: Place, columns: dict[str, str], template: str) -> Source:
+def open_source(chosen: SourceSpec, out: Storage, columns: dict[str, str], template: str) -> Source:
     """The source; nothing is read yet. `out` is the folder of the prepared set, where a listing is kept."""
-    place, name = Place(chosen.address), chosen.name
+    place, name = Storage(chosen.address), chosen.name
     if chosen.format in _FILE_FORMATS:
         return _FILE_FORMATS[chosen.format](place, name, columns)
     if chosen.format == "lists":
@@ -86,20 +86,20 @@ def open_source(chosen: SourceSpec, out: Place, columns: dict[str, str], templat
 
 def label_names(chosen: SourceSpec) -> dict[str, str]:
     """What the source calls its box labels, by label; empty where its format does not say."""
-    return coco.label_names(Place(chosen.address), chosen.name) if chosen.format == "coco" else {}
+    return coco.label_names(Storage(chosen.address), chosen.name) if chosen.format == "coco" else {}
 
 
 def class_names(chosen: SourceSpec) -> tuple[str, ...]:
     """What the source calls the labels 0, 1, ... of its rows; empty where its format does not say."""
-    return image_folder.class_names(Place(chosen.address)) if chosen.format == "folders" else ()
+    return image_folder.class_names(Storage(chosen.address)) if chosen.format == "folders" else ()
 
 
 def companion_file(chosen: SourceSpec) -> str | None:
     """A file beside the source that says more of the same images, and is not read."""
-    return coco.companion_file(Place(chosen.address), chosen.name) if chosen.format == "coco" else None
+    return coco.companion_file(Storage(chosen.address), chosen.name) if chosen.format == "coco" else None
 
 
-def _multi_file_source(place: Place, name: str, forced: str) -> SourceSpec:
+def _multi_file_source(place: Storage, name: str, forced: str) -> SourceSpec:
     """Files of one folder that are one source: COCO's documents, or a list of images and one of captions."""
     names = name.split(",")
     if forced == "lists" or (forced == "auto" and not all(each.lower().endswith(".json") for each in names)):
@@ -109,14 +109,14 @@ def _multi_file_source(place: Place, name: str, forced: str) -> SourceSpec:
     return _coco(place, name)
 
 
-def _coco(place: Place, name: str) -> SourceSpec:
+def _coco(place: Storage, name: str) -> SourceSpec:
     if PurePosixPath(place.address).name == "annotations":  # its images stand beside that folder
-        place, folder = Place.split(place.address)
+        place, folder = Storage.split(place.address)
         name = f"{folder}/{name}"
     return SourceSpec("coco", place.address, name)
 
 
-def _detect_file_format(place: Place, name: str) -> str:
+def _detect_file_format(place: Storage, name: str) -> str:
     """By its first bytes where they are plain, else by its suffix; JSON lines where neither says."""
     head = read_head(place, name, 512)
     if head.startswith(b"PAR1"):
@@ -138,8 +138,8 @@ def _holds_rows(head: bytes) -> bool:
     return isinstance(first, dict) and not {"images", "annotations"} <= first.keys()
 
 
-def _detect_folder_format(place: Place) -> str:
-    names = place.tree()
+def _detect_folder_format(place: Storage) -> str:
+    names = place.list_files()
     bases = {name.rpartition("/")[2] for name in names}
     suffixes = {PurePosixPath(name).suffix.lower() for name in names}
     if "state.json" in bases and ".arrow" in suffixes:

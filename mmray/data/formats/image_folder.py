@@ -14,15 +14,15 @@ from mmray.data.formats.rows import BadRow, is_valid_name, rename_columns
 from mmray.data.formats.source import SourceChunk, SourceItem
 from mmray.data.images.read import quarantine_os_errors, read_file
 from mmray.errors import DataError
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif")
 SPLITS = ("train", "test", "val", "valid", "validation", "dev")
 
 
-def class_rows(place: Place, template: str) -> Iterator[dict[str, Any]]:
+def class_rows(place: Storage, template: str) -> Iterator[dict[str, Any]]:
     """FOLDER/CLASS/image, or FOLDER/SPLIT/CLASS/image: a caption from `template`, a label in the order of the names."""
-    names = [name for name in place.tree() if is_image(name)]
+    names = [name for name in place.list_files() if is_image(name)]
     at = _class_depth(names)
     labels = {name: label for label, name in enumerate(_classes(names))}
     for name in names:
@@ -33,9 +33,9 @@ def class_rows(place: Place, template: str) -> Iterator[dict[str, Any]]:
         yield row | ({"split": parts[0]} if at else {})
 
 
-def class_names(place: Place) -> tuple[str, ...]:
+def class_names(place: Storage) -> tuple[str, ...]:
     """Names of the labels 0, 1, ... that `class_rows` gives, as words; the manifest holds them, so as UTF-8."""
-    classes = _classes([name for name in place.tree() if is_image(name)])
+    classes = _classes([name for name in place.list_files() if is_image(name)])
     return tuple(humanize(name).encode(errors="backslashreplace").decode() for name in classes)
 
 
@@ -50,11 +50,11 @@ def _class_depth(images: list[str]) -> int:
     return int(has_split_folders(images))
 
 
-def pair_rows(place: Place) -> Iterator[dict[str, Any]]:
+def pair_rows(place: Storage) -> Iterator[dict[str, Any]]:
     """a/b.jpg with a/b.txt; an image without a text, or a text without an image, is a row that lacks it."""
     images: dict[str, list[str]] = {}
     texts: dict[str, str] = {}
-    for name in place.tree():
+    for name in place.list_files():
         stem, suffix = str(PurePosixPath(name).with_suffix("")), PurePosixPath(name).suffix.lower()
         if suffix in IMAGES:
             images.setdefault(stem, []).append(name)
@@ -68,7 +68,7 @@ def pair_rows(place: Place) -> Iterator[dict[str, Any]]:
             yield {"origin": texts[stem], "id": texts[stem]} | row
 
 
-def list_rows(place: Place, images: str, captions: str) -> Iterator[dict[str, Any]]:
+def list_rows(place: Storage, images: str, captions: str) -> Iterator[dict[str, Any]]:
     """Line n of one file is the image, line n of the other its caption. Raises DataError where one is longer."""
     paths, texts = _read_lines(place, images), _read_lines(place, captions)
     if len(paths) != len(texts):
@@ -93,7 +93,7 @@ def humanize(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _read_lines(place: Place, name: str) -> list[str]:
+def _read_lines(place: Storage, name: str) -> list[str]:
     """Lines of a text; bytes that are not UTF-8 become what a row is then set aside for."""
     try:
         text = place.read(name).decode("utf-8-sig", "surrogateescape")
@@ -117,13 +117,13 @@ class ListingSource:
 
     title: ClassVar[str] = "a listing"
 
-    def __init__(self, place: Place, out: Place, columns: dict[str, str], title: str, rows: Lister) -> None:
+    def __init__(self, place: Storage, out: Storage, columns: dict[str, str], title: str, rows: Lister) -> None:
         self.place, self.out, self.columns, self.rows = place, out, columns, rows
         self.title = title  # type: ignore[misc]  # each lister has its own
 
     def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[SourceChunk]:
         count = 0
-        with self.out.writing(LISTING) as file:
+        with self.out.open_output(LISTING) as file:
             for row in self.rows():
                 count += 1
                 file.write(_encode_row(row))

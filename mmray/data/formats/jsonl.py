@@ -16,7 +16,7 @@ from mmray.data.formats import lines
 from mmray.data.formats.rows import BadRow, rename_columns
 from mmray.data.formats.source import SourceChunk, SourceItem, read_head
 from mmray.errors import DataError
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 
 _NOT_JSONL = (
     (b"\x1f\x8b", "is gzip: unpack it first"),
@@ -33,7 +33,7 @@ class JsonlSource:
 
     title: ClassVar[str] = "JSON lines"
 
-    def __init__(self, place: Place, name: str, columns: dict[str, str]) -> None:
+    def __init__(self, place: Storage, name: str, columns: dict[str, str]) -> None:
         self.place, self.name, self.columns = place, name, columns
 
     def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[SourceChunk]:
@@ -48,7 +48,7 @@ class JsonlSource:
             yield SourceItem(line, f"{self.name}:{line}", values)
 
 
-def check_jsonl(place: Place, name: str) -> None:
+def check_jsonl(place: Storage, name: str) -> None:
     """Raises DataError for a file that is missing, empty, or plainly not JSONL."""
     head, where = read_head(place, name), f"{place.address}/{name}"
     if not head:

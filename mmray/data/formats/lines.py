@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 from mmray.data.formats.source import SourceChanged, SourceChunk
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
 MAX_QUOTED_BYTES = 1024 * 1024
@@ -22,7 +22,7 @@ BOM = b"\xef\xbb\xbf"
 
 
 def scan_lines(
-    place: Place, name: str, rows_per_chunk: int, stops: Collection[int] = (), quoted: bool = False
+    place: Storage, name: str, rows_per_chunk: int, stops: Collection[int] = (), quoted: bool = False
 ) -> Iterator[SourceChunk]:
     """The chunks of a text file, in order.
 
@@ -48,7 +48,7 @@ def scan_lines(
         yield SourceChunk(index, name, start, offset, line, rows + (not blank), digest.hexdigest())
 
 
-def read_lines(place: Place, chunk: SourceChunk, quoted: bool = False) -> Iterator[tuple[int, bytes]]:
+def read_lines(place: Storage, chunk: SourceChunk, quoted: bool = False) -> Iterator[tuple[int, bytes]]:
     """(line number, bytes) of the records of a chunk that are not blank; of an endless one only the beginning.
 
     Raises SourceChanged at the end where the bytes are not those that were scanned.

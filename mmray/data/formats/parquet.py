@@ -23,8 +23,7 @@ from mmray.data.formats.source import (
     list_files,
 )
 from mmray.errors import DataError
-from mmray.storage.remote_path import steadily
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage, with_retries
 
 T = TypeVar("T")
 _ROWS_AT_ONCE = 32  # of inline images, held as Python bytes
@@ -40,7 +39,7 @@ class ParquetSource:
     title: ClassVar[str] = "Parquet"
     part: ClassVar[str] = "row group"
 
-    def __init__(self, place: Place, name: str, columns: dict[str, str]) -> None:
+    def __init__(self, place: Storage, name: str, columns: dict[str, str]) -> None:
         self.place, self.name, self.columns = place, name, columns
 
     def names(self) -> list[str]:
@@ -129,12 +128,12 @@ class ParquetSource:
 
     def _steadily(self, call: Callable[[], T]) -> T:
         """What `call` gives, with patience for a store; a disk says at once what it has to say."""
-        return call() if self.place.local is not None else steadily(call)
+        return call() if self.place.local_path is not None else with_retries(call)
 
     def _is_of_storage(self, error: Exception) -> bool:
         """Whether another time may read what failed; pyarrow calls many a damage of a file an OSError as well, without
         the number that the system gives."""
-        return isinstance(error, OSError) and (self.place.local is None or error.errno is not None)
+        return isinstance(error, OSError) and (self.place.local_path is None or error.errno is not None)
 
     def _wanted(self, schema: pa.Schema, name: str) -> list[str]:
         """Names of the columns to read. Raises DataError where none of them is an image or a caption."""
@@ -160,7 +159,8 @@ class HFSavedSource(ParquetSource):
     def names(self) -> list[str]:
         """The Arrow files that the state of each split names, in order. Raises DataError."""
         states = check_file_names(
-            self.place, [name for name in self.place.tree() if name.rpartition("/")[2] == "state.json"]
+            self.place,
+            [name for name in self.place.list_files() if name.rpartition("/")[2] == "state.json"],
         )
         found = [name for state in states for name in self._named(state)]
         if not found:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from mmray.storage.address import is_url, shown, unfit
+from mmray.storage.address import is_url, redact_url, rejection_reason
 
 
 # What a reader raises for a row that cannot be used.
@@ -205,11 +205,11 @@ def _image_ref(value: Any, hosts: tuple[str, ...]) -> ImageRef:
     if not isinstance(name, str) or not name.strip():
         raise BadRow("columns", "image", f"an image must be a path, is {str(name)[:80]!r}")
     if hosts and is_url(name) and is_valid_name(name):
-        if why := unfit(name, hosts):
-            raise BadRow("columns", "url", f"{shown(name)}: {why}")
-        return ImageRef(shown(name), url=name)
+        if why := rejection_reason(name, hosts):
+            raise BadRow("columns", "url", f"{redact_url(name)}: {why}")
+        return ImageRef(redact_url(name), url=name)
     if not is_safe_path(name):
-        told = shown(name) if "://" in name else name[:200]
+        told = redact_url(name) if "://" in name else name[:200]
         hint = " (--allow-urls names the hosts that images are fetched from)" if is_url(name) else ""
         raise BadRow("columns", "path", f"{told!r} is not a path inside the folder of the source{hint}")
     return ImageRef(name, file=name)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 from mmray.data.formats.rows import BadRow, is_valid_name
 from mmray.errors import DataError
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 
 
 class SourceChanged(Exception):
@@ -60,18 +60,18 @@ class Source(Protocol):
         ...
 
 
-def file_signature(place: Place, name: str) -> str:
+def file_signature(place: Storage, name: str) -> str:
     """Digest of a file's name, size and time of change: what tells a large file from another without reading it."""
-    return hashlib.sha256(repr((name, *place.info(name))).encode()).hexdigest()
+    return hashlib.sha256(repr((name, *place.size_and_mtime(name))).encode()).hexdigest()
 
 
-def check_unchanged(place: Place, chunk: SourceChunk, expected: str) -> None:
+def check_unchanged(place: Storage, chunk: SourceChunk, expected: str) -> None:
     """Raises SourceChanged where the file is not the one that was scanned, by `signature`."""
     if file_signature(place, chunk.file) != expected:
         raise SourceChanged(f"{chunk.file} changed while it was read: run the same command again")
 
 
-def read_head(place: Place, name: str, size: int = 64) -> bytes:
+def read_head(place: Storage, name: str, size: int = 64) -> bytes:
     """The first bytes of a file. Raises DataError where it cannot be read."""
     where = f"{place.address}/{name}"
     try:
@@ -83,12 +83,16 @@ def read_head(place: Place, name: str, size: int = 64) -> bytes:
         raise DataError(f"{where} cannot be read: {error}") from None
 
 
-def list_files(place: Place, name: str, suffix: str) -> list[str]:
+def list_files(place: Storage, name: str, suffix: str) -> list[str]:
     """The one file that is named, or without a name those of the folder with this suffix in any case, sorted."""
-    return [name] if name else check_file_names(place, [file for file in place.tree() if file.lower().endswith(suffix)])
+    return (
+        [name]
+        if name
+        else check_file_names(place, [file for file in place.list_files() if file.lower().endswith(suffix)])
+    )
 
 
-def check_file_names(place: Place, names: list[str]) -> list[str]:
+def check_file_names(place: Storage, names: list[str]) -> list[str]:
     """The names of files to read. Raises DataError where one is not UTF-8, which pyarrow cannot open."""
     if odd := [name for name in names if not is_valid_name(name)]:
         raise DataError(f"{place.address}: the name {odd[0]!r} is not plain UTF-8: rename the file")

@@ -19,7 +19,7 @@ from mmray.data.formats.rows import BadRow, ImageRef, is_safe_path, rename_colum
 from mmray.data.formats.source import SourceChunk, SourceItem, check_unchanged, file_signature, list_files, read_head
 from mmray.data.images.read import MAX_IMAGE_BYTES
 from mmray.errors import DataError
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif")
 _TEXTS = ("text", "texts", "caption")
@@ -34,7 +34,7 @@ class WebDatasetSource:
 
     title: ClassVar[str] = "WebDataset"
 
-    def __init__(self, place: Place, name: str, columns: dict[str, str]) -> None:
+    def __init__(self, place: Storage, name: str, columns: dict[str, str]) -> None:
         self.place, self.name, self.columns = place, name, columns
 
     def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[SourceChunk]:
@@ -95,7 +95,7 @@ def _sample_fields(parts: dict[str, ImageRef], columns: dict[str, str]) -> dict[
 class _TarMembers:
     """The members of a tar with their bytes, in one pass; the last is a BadRow where the tar does not end well."""
 
-    def __init__(self, place: Place, name: str) -> None:
+    def __init__(self, place: Storage, name: str) -> None:
         self.place, self.name = place, name
 
     def __iter__(self) -> Iterator[tuple[str, ImageRef | BadRow]]:

@@ -13,15 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from mmray.data.formats.rows import BadRow, ImageRef
-from mmray.storage.range_reads import RangeFiles, Read, coalesced, together
-from mmray.storage.remote_path import steadily
-from mmray.storage.storage import Place
+from mmray.storage.storage import ByteRange, RangeReader, Storage, coalesce_ranges, parallel_map, with_retries
 
 MAX_IMAGE_BYTES = 256 * 1024 * 1024
 _BAD_NAME_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP)  # errors that say no more than that there can be no such file
 
 
-def read_image(place: Place, picture: ImageRef) -> bytes:
+def read_image(place: Storage, picture: ImageRef) -> bytes:
     """The bytes of an image, wherever the source keeps them. Raises BadRow (stage `read`) or OSError."""
     if picture.data is not None:
         return picture.data
@@ -32,14 +30,14 @@ def read_image(place: Place, picture: ImageRef) -> bytes:
         return bytes(file.read(picture.length))
 
 
-def read_images(place: Place, pictures: Sequence[ImageRef], files: RangeFiles | None = None) -> list[bytes]:
+def read_images(place: Storage, pictures: Sequence[ImageRef], files: RangeReader | None = None) -> list[bytes]:
     """The bytes of several images, in their order; of an object store in few requests. Raises BadRow or OSError.
 
     `files` are those of the place that are open already: to open one is a request.
     """
-    if place.local is not None:
+    if place.local_path is not None:
         return [read_image(place, picture) for picture in pictures]
-    out, files = [b""] * len(pictures), files or RangeFiles(place)
+    out, files = [b""] * len(pictures), files or RangeReader(place)
     whole = [number for number, picture in enumerate(pictures) if picture.length is None]
     parts: dict[str, list[int]] = {}
     for number, picture in enumerate(pictures):
@@ -48,27 +46,27 @@ def read_images(place: Place, pictures: Sequence[ImageRef], files: RangeFiles | 
     reads = []
     for file, numbers in parts.items():
         spans = [(pictures[n].offset or 0, (pictures[n].offset or 0) + (pictures[n].length or 0)) for n in numbers]
-        reads += [(file, read, spans, numbers) for read in coalesced(spans)]
+        reads += [(file, read, spans, numbers) for read in coalesce_ranges(spans)]
 
     def read_whole(number: int) -> None:
-        out[number] = steadily(lambda: read_image(place, pictures[number]))
+        out[number] = with_retries(lambda: read_image(place, pictures[number]))
 
-    def read_parts(job: tuple[str, Read, list[tuple[int, int]], list[int]]) -> None:
+    def read_parts(job: tuple[str, ByteRange, list[tuple[int, int]], list[int]]) -> None:
         file, read, spans, numbers = job
         data = files.read(file, read.start, read.stop)
         for span in read.spans:
             start, stop = spans[span]
             out[numbers[span]] = data[start - read.start : stop - read.start]
 
-    together(read_whole, whole)
-    together(read_parts, reads)
+    parallel_map(read_whole, whole)
+    parallel_map(read_parts, reads)
     return out
 
 
-def read_file(place: Place, name: str) -> bytes:
+def read_file(place: Storage, name: str) -> bytes:
     """The bytes of a file in the source's folder. Raises BadRow (stage `read`) or OSError."""
     try:
-        size = place.size(name) if place.local is None else _checked_size(place, name)
+        size = place.size(name) if place.local_path is None else _checked_size(place, name)
         if size is not None and size > MAX_IMAGE_BYTES:
             raise BadRow("read", "too-large", f"{name} has {size} bytes, over {MAX_IMAGE_BYTES}")
         return place.read(name)
@@ -89,23 +87,23 @@ def quarantine_os_errors(name: str) -> Iterator[None]:
         raise BadRow("read", "unreadable", f"{name}: {error}") from None
 
 
-def file_stamp(place: Place, name: str) -> tuple[str, int | None, int | None]:
+def file_stamp(place: Storage, name: str) -> tuple[str, int | None, int | None]:
     """(name, size, time of change) by which a changed image is noticed; without the last two where there is no file
     or no file system."""
     try:
-        if place.local is None:
+        if place.local_path is None:
             return (name, None, None)
-        info = os.stat(f"{place.local}/{name}")  # noqa: PTH116 - once for each image of the set
+        info = os.stat(f"{place.local_path}/{name}")  # noqa: PTH116 - once for each image of the set
         return (name, info.st_size, info.st_mtime_ns)
     except OSError:
         return (name, None, None)
 
 
-def _checked_size(place: Place, name: str) -> int:
+def _checked_size(place: Storage, name: str) -> int:
     """Bytes of a local file; refuses what leaves the folder through a link, and what is no regular file (a pipe would
     never end)."""
-    real = os.path.realpath(f"{place.local}/{name}")
-    if not real.startswith(place.inside):
+    real = os.path.realpath(f"{place.local_path}/{name}")
+    if not real.startswith(place.real_prefix):
         raise BadRow("read", "path", f"{name} is a link that leaves the folder of the source")
     info = os.stat(real)  # noqa: PTH116 - once for each image of the set
     if not stat.S_ISREG(info.st_mode):

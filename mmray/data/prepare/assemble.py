@@ -21,7 +21,7 @@ from mmray.data.prepare.pack import read_record, shards_of
 from mmray.data.store.manifest import QUARANTINE, TOKENIZER, Manifest, Shard, fingerprint
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import DataError
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 
 if TYPE_CHECKING:
     from mmray.config import Prepare
@@ -146,7 +146,7 @@ class DedupResult:
         return int(self.dropped.sum())
 
 
-def find_duplicates(out: Place, chunks: Iterable[int], rule: Any) -> DedupResult:
+def find_duplicates(out: Storage, chunks: Iterable[int], rule: Any) -> DedupResult:
     """Duplicates among the rows of these chunks, in source order."""
     keys, images, rows, texts, splits, held_out = [], [], [], [], [], []
     for _, record in records(out, chunks):
@@ -168,7 +168,7 @@ def find_duplicates(out: Place, chunks: Iterable[int], rule: Any) -> DedupResult
 
 
 def write_quarantine(
-    out: Place, chunks: Iterable[int], findings: DedupResult
+    out: Storage, chunks: Iterable[int], findings: DedupResult
 ) -> tuple[list[Shard], Counter[str], Counter[str]]:
     """Write quarantine.jsonl; the shards with what they drop, rows by why they went, rows that stay by language.
 
@@ -178,7 +178,7 @@ def write_quarantine(
     reasons: Counter[str] = Counter()
     languages: Counter[str] = Counter()
     firsts = _FirstSeen(findings, out, chunks)
-    with out.writing(QUARANTINE) as file:
+    with out.open_output(QUARANTINE) as file:
         start = 0
         dropped = findings.dropped
         for _, record in records(out, chunks):
@@ -205,7 +205,7 @@ def default_splits(shards: list[Shard]) -> tuple[list[Shard], dict[str, int]]:
     return shards, {split: rows for split, rows in splits.items() if rows}
 
 
-def fit_tokenizer(out: Place, shards: list[Shard], vocab_size: int) -> str | None:
+def fit_tokenizer(out: Storage, shards: list[Shard], vocab_size: int) -> str | None:
     """A tokenizer trained on the captions outside the held-out splits; None where there are none."""
     used = [shard for shard in shards if shard.split not in HELD_OUT and shard.num_live]
     if not vocab_size or not used:
@@ -252,7 +252,7 @@ class _FirstSeen:
     """Remembers key and split of rows that others repeat, as the records pass in source order; of the held-out ones
     that an earlier row repeats, beforehand."""
 
-    def __init__(self, findings: DedupResult, out: Place, chunks: Iterable[int]) -> None:
+    def __init__(self, findings: DedupResult, out: Storage, chunks: Iterable[int]) -> None:
         self.findings = findings
         self.wanted = set(findings.first[findings.first != NONE].tolist())
         self.known: dict[int, tuple[str, str | None]] = {}
@@ -293,7 +293,7 @@ class _FirstSeen:
         return {"stage": "duplicates", "reason": "duplicate", "detail": f"the same as row {first}{leak}"}
 
 
-def records(out: Place, chunks: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+def records(out: Storage, chunks: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
     """(chunk, record) of finished chunks. Raises DataError where one is gone."""
     for index in chunks:
         record = read_record(out, index)
@@ -313,7 +313,7 @@ def _with_dropped_rows(record: dict[str, Any], dropped: np.ndarray) -> list[Shar
     return [replace(shard, dropped=tuple(drop)) for shard, drop in zip(shards_of(record), drops, strict=True)]
 
 
-def _texts(out: Place, shard: Shard) -> Iterator[str]:
+def _texts(out: Storage, shard: Shard) -> Iterator[str]:
     """All captions of the rows of a shard that count; no image is read."""
     dropped, row = set(shard.dropped), 0
     only_texts = pa.ipc.IpcReadOptions(included_fields=[2])

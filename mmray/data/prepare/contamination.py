@@ -34,7 +34,7 @@ from mmray.data.prepare.tasks import MAX_RETRIES, MAX_RETRIES_SANDBOXED, decode_
 from mmray.data.store.manifest import Manifest, Shard
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, ResourceError, UsageError
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 
 if TYPE_CHECKING:
     from mmray.config import Prepare
@@ -118,7 +118,7 @@ def leak_records(
         for place, key in zip(here, found, strict=True):
             names[place] = key
     for key, other, where, bits in zip(keys, names, leaks.where.tolist(), leaks.bits.tolist(), strict=True):
-        found_in = None if where == SAME_SET else others[where].place.address
+        found_in = None if where == SAME_SET else others[where].storage.address
         yield {"key": key, "set": found_in, "other": other, "bits": None if bits == EXACT else bits}
 
 
@@ -129,7 +129,7 @@ def describe(line: dict[str, Any]) -> str:
 
 
 def write_leaks(
-    out: Place,
+    out: Storage,
     leaks: LeakMatches,
     lines: Sequence[dict[str, Any]],
     own: PreparedSet,
@@ -140,7 +140,7 @@ def write_leaks(
     near, exact = np.flatnonzero(leaks.bits != EXACT), np.flatnonzero(leaks.bits == EXACT)
     turns = chain.from_iterable(zip_longest(near[:MAX_EXAMPLES].tolist(), exact[:MAX_EXAMPLES].tolist()))
     shown = set([number for number in turns if number is not None][:MAX_EXAMPLES])
-    with out.writing(LEAKS) as file, closing(SandboxedDecoder()) as sandbox:
+    with out.open_output(LEAKS) as file, closing(SandboxedDecoder()) as sandbox:
         for number, line in enumerate(lines):
             if number in shown:
                 where, twin = int(leaks.where[number]), int(leaks.twin[number])
@@ -211,7 +211,7 @@ def validate(settings: Prepare, out: str) -> None:
             "contents alone with --near-bits -1"
         )
     for address in settings.against:
-        if Place(address).address == Place(out).address:
+        if Storage(address).address == Storage(out).address:
             raise UsageError(f"--against {address} is the set that is being prepared: name another one")
         PreparedSet.open(address)
 
@@ -221,7 +221,7 @@ def is_enabled(settings: Prepare) -> bool:
 
 
 def check_contamination(
-    out: Place,
+    out: Storage,
     chunks: Sequence[int],
     source: str,
     findings: DedupResult,
@@ -236,7 +236,7 @@ def check_contamination(
     others = [PreparedSet.open(address) for address in settings.against]
     own = [shard for _, record in records(out, chunks) for shard in shards_of(record)]
     shards_by = [(out.address, source, own)]
-    shards_by += [(each.place.address, _source(each.manifest), list(each.manifest.shards)) for each in others]
+    shards_by += [(each.storage.address, _source(each.manifest), list(each.manifest.shards)) for each in others]
     near = settings.near_bits >= 0
     _hash_shards(shards_by, HashJob(out.address, near, settings.max_pixels), on_rows, notify)
     columns = [(record["rows"]["shard"], record["shards"]) for _, record in records(out, chunks)]
@@ -261,10 +261,10 @@ def _source(manifest: Manifest) -> str:
 
 
 def _hash_shards(shards_by: list[tuple[str, str, list[Shard]]], look: HashJob, on_rows: OnRows, notify: Notify) -> None:
-    out = Place(look.out)
-    out.make(HASHES_DIR)
+    out = Storage(look.out)
+    out.mkdir(HASHES_DIR)
     names = {hash_file(shard, look.near).rpartition("/")[2] for _, _, shards in shards_by for shard in shards}
-    for name in set(out.names(HASHES_DIR)) - names:  # of shards that are no more
+    for name in set(out.listdir(HASHES_DIR)) - names:  # of shards that are no more
         out.delete(f"{HASHES_DIR}/{name}")
     items = _missing_shards(shards_by, look)
     total = _rows_of(items)
@@ -287,7 +287,7 @@ def _missing_shards(shards_by: list[tuple[str, str, list[Shard]]], look: HashJob
     return [
         {"address": address, "source": source, "shard": asdict(shard)}
         for address, source, shards in shards_by
-        for shard in missing_hashes(Place(look.out), shards, look.near)
+        for shard in missing_hashes(Storage(look.out), shards, look.near)
     ]
 
 
@@ -315,7 +315,7 @@ def _hash_batch(batch: dict[str, np.ndarray], look: HashJob) -> dict[str, np.nda
     shard = Shard.from_json(item["shard"])
     try:
         with closing(SandboxedDecoder()) as sandbox:
-            where = (Place(look.out), item["address"], item["source"])
+            where = (Storage(look.out), item["address"], item["source"])
             deadly = hash_shard(*where, shard, look.near, look.max_pixels, sandbox if look.sandboxed else None)
     except OSError as error:
         fault = f"{item['address']}/{shard.file} cannot be compared: {error}"

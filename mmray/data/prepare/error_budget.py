@@ -10,7 +10,7 @@ import orjson
 
 from mmray.data.store.manifest import QUARANTINE
 from mmray.errors import DataError
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 
 LEAKED = "overlap"  # the reason of rows that --drop-leaked sets aside; the budget of bad rows does not count them
 Fault = dict[str, Any]
@@ -54,7 +54,7 @@ class BadRuns:
         return run
 
 
-def check_run(where: str, out: Place, run: list[Fault] | None, limit: int) -> None:
+def check_run(where: str, out: Storage, run: list[Fault] | None, limit: int) -> None:
     """Raises DataError where `run`, which BadRuns found, is one."""
     if run is None:
         return
@@ -79,7 +79,7 @@ def max_bad_rows(budget: float, total: int) -> int:
     return int(budget * total + 1e-6)
 
 
-def check_budget(where: str, out: Place, num_read: int, total: int, reasons: Counter[str], budget: float) -> None:
+def check_budget(where: str, out: Storage, num_read: int, total: int, reasons: Counter[str], budget: float) -> None:
     """Raises DataError where more rows are bad than the budget allows, or none is good."""
     bad = reasons.total() - reasons[LEAKED]
     if reasons[LEAKED] and reasons.total() == num_read:
@@ -114,7 +114,7 @@ def check_budget(where: str, out: Place, num_read: int, total: int, reasons: Cou
     raise DataError("\n".join(lines))
 
 
-def _example(out: Place, reason: str) -> str:
+def _example(out: Storage, reason: str) -> str:
     """The first quarantined row of a reason, as `file:line: detail`."""
     with io.BufferedReader(out.open(QUARANTINE)) as file:
         for line in file:

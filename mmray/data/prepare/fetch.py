@@ -33,7 +33,7 @@ from yarl import URL
 
 from mmray.data.formats.rows import BadRow, SourceRow, parse_row
 from mmray.data.formats.source import SourceItem
-from mmray.storage.address import is_public, shown, unfit
+from mmray.storage.address import is_public_ip, redact_url, rejection_reason
 
 # Rows of a chunk in their order, with the images that lie at addresses: asked for before their row's turn comes.
 WINDOW = 32  # images on their way, and rows that wait for them
@@ -115,7 +115,7 @@ class Fetcher:
         limits: FetchLimits | None = None,
         tls: ssl.SSLContext | bool = True,
         resolver: Callable[[], AbstractResolver] = aiohttp.ThreadedResolver,
-        public: Callable[[str], bool] = is_public,
+        public: Callable[[str], bool] = is_public_ip,
     ) -> None:
         self.hosts, self.limits = hosts, limits or FetchLimits()
         self._tls, self._resolver, self._public = tls, resolver, public
@@ -163,7 +163,7 @@ class Fetcher:
         await asyncio.get_running_loop().shutdown_default_executor()
 
     async def _fetch(self, address: str) -> bytes:
-        url = self._checked(address, "", shown(address))
+        url = self._checked(address, "", redact_url(address))
         async with self._slots[url.raw_authority]:  # to wait for a turn costs an image none of its seconds
             try:
                 async with asyncio.timeout(self.limits.seconds):
@@ -172,7 +172,7 @@ class Fetcher:
                 told = f"was not whole within {self.limits.seconds:g} s"
             except _TransientError as error:
                 told = str(error)
-        raise BadRow("read", "unreadable", f"{shown(address)}: {told}")
+        raise BadRow("read", "unreadable", f"{redact_url(address)}: {told}")
 
     def _tries(self) -> AsyncRetrying:
         return AsyncRetrying(
@@ -184,7 +184,7 @@ class Fetcher:
 
     async def _follow(self, address: str) -> bytes:
         """The bytes at an address, or where it leads to. Raises BadRow, or _Passing."""
-        name, location, at = shown(address), "", address
+        name, location, at = redact_url(address), "", address
         try:
             for _ in range(REDIRECTS + 1):
                 url = self._checked(at, location, name)
@@ -208,11 +208,13 @@ class Fetcher:
         try:
             at = urljoin(base, location)
             url = URL(at, encoded=_AS_IT_IS.fullmatch(at) is not None)
-            why = unfit(at, self.hosts) or unfit(f"{url.scheme}://{url.raw_authority}", self.hosts)
+            why = rejection_reason(at, self.hosts) or rejection_reason(
+                f"{url.scheme}://{url.raw_authority}", self.hosts
+            )
         except ValueError:
             why = "it cannot be read as an address"
         if why:
-            raise BadRow("read", "redirect", f"{name} leads to {shown(at)}: {why}")
+            raise BadRow("read", "redirect", f"{name} leads to {redact_url(at)}: {why}")
         return url
 
     async def _body(self, answer: aiohttp.ClientResponse, name: str) -> bytes:

@@ -18,7 +18,7 @@ from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.sandbox import CRASH, SandboxedDecoder
 from mmray.data.store.manifest import Manifest, Shard
 from mmray.data.store.prepared_set import PreparedSet, Row, images_sha256
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 
 # Images that look alike: a perceptual hash and coarse colours of each, and the search for the nearest in another set.
 #
@@ -139,9 +139,9 @@ def hash_file(shard: Shard, near: bool) -> str:
     return f"{HASHES_DIR}/{shard.sha256[:32]}{'' if near else '-exact'}.npy"
 
 
-def missing_hashes(out: Place, shards: Iterable[Shard], near: bool) -> list[Shard]:
+def missing_hashes(out: Storage, shards: Iterable[Shard], near: bool) -> list[Shard]:
     """Shards that were not looked at yet."""
-    there = set(out.names(HASHES_DIR))
+    there = set(out.listdir(HASHES_DIR))
     return [shard for shard in shards if hash_file(shard, near).rpartition("/")[2] not in there]
 
 
@@ -150,12 +150,12 @@ def unfiltered_view(address: str, source: str, shards: Iterable[Shard]) -> Prepa
     whole = tuple(replace(shard, dropped=(), split=None) for shard in shards)
     num_rows = sum(shard.num_rows for shard in whole)
     return PreparedSet(
-        Place(address), Manifest(num_rows, num_rows, 0, {}, 0, {}, "", None, {"address": source}, {}, whole)
+        Storage(address), Manifest(num_rows, num_rows, 0, {}, 0, {}, "", None, {"address": source}, {}, whole)
     )
 
 
 def hash_shard(
-    out: Place,
+    out: Storage,
     address: str,
     source: str,
     shard: Shard,
@@ -202,7 +202,7 @@ def _read(rows: PreparedSet, numbers: np.ndarray) -> list[Row | None]:
         raise OSError(str(error)) from error
 
 
-def load_hashes(out: Place, shards: Iterable[Shard], near: bool, live: bool) -> np.ndarray:
+def load_hashes(out: Storage, shards: Iterable[Shard], near: bool, live: bool) -> np.ndarray:
     """LOOK records of these shards, of the rows that count (`live`) or of all: 97 bytes a row."""
     parts = [np.zeros(0, IMAGE_HASH_DTYPE)]
     for shard in shards:

@@ -11,31 +11,31 @@ from contextlib import contextmanager
 from mmray.data.prepare.pack import record_path
 from mmray.data.store.manifest import MANIFEST, PARTS, SHARDS, Shard
 from mmray.errors import UsageError
-from mmray.storage.storage import UNFINISHED, Place
+from mmray.storage.storage import TEMP_SUFFIX, Storage
 
 _LOCK = ".lock"
 
 
-def create_output_dir(out: Place) -> None:
+def create_output_dir(out: Storage) -> None:
     """Make the folder, where it is not one of something else. Raises UsageError."""
     try:
-        names = set(out.names()) - {_LOCK}
+        names = set(out.listdir()) - {_LOCK}
         if names and not names & {MANIFEST, PARTS}:
             raise UsageError(f"{out.address} is not empty and holds no prepared set: choose another folder")
-        out.make(PARTS)
-        out.make(SHARDS)
+        out.mkdir(PARTS)
+        out.mkdir(SHARDS)
     except OSError as error:
         raise UsageError(f"{out.address} cannot be written to ({error}): choose another folder") from None
 
 
 @contextmanager
-def exclusive_lock(out: Place) -> Iterator[None]:
+def exclusive_lock(out: Storage) -> Iterator[None]:
     """Hold the folder against a second prepare (an object store has no locks). Raises UsageError."""
-    if out.local is None:
+    if out.local_path is None:
         yield
         return
     try:
-        lock = os.open(out.local / _LOCK, os.O_RDWR | os.O_CREAT)
+        lock = os.open(out.local_path / _LOCK, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise UsageError(f"{out.address} cannot be written to ({error}): choose another folder") from None
     try:
@@ -51,21 +51,21 @@ def exclusive_lock(out: Place) -> Iterator[None]:
         os.close(lock)  # which also lets go of it
 
 
-def remove_temp_files(out: Place) -> None:
+def remove_temp_files(out: Storage) -> None:
     """Delete the files that a killed prepare was writing."""
     for folder in ("", SHARDS, PARTS):
-        for name in out.names(folder):
-            if name.endswith(UNFINISHED):
+        for name in out.listdir(folder):
+            if name.endswith(TEMP_SUFFIX):
                 out.delete(f"{folder}/{name}".lstrip("/"))
 
 
-def remove_stale_files(out: Place, shards: Iterable[Shard], num_chunks: int) -> None:
+def remove_stale_files(out: Storage, shards: Iterable[Shard], num_chunks: int) -> None:
     """Delete what killed tasks, other settings and earlier lines have left: all but these shards, and the records.
 
     The shards of this prepare, not of the records that lie there: on a store another writer may have replaced one.
     """
     wanted = {shard.file for shard in shards} | {record_path(index) for index in range(num_chunks)}
     for folder in (SHARDS, PARTS):
-        for name in out.names(folder):
+        for name in out.listdir(folder):
             if f"{folder}/{name}" not in wanted:
                 out.delete(f"{folder}/{name}")

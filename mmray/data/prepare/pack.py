@@ -26,9 +26,9 @@ from mmray.data.images.sandbox import SandboxedDecoder
 from mmray.data.prepare.fetch import prefetch_rows
 from mmray.data.store.manifest import PARTS, SHARDS, Shard
 from mmray.data.store.prepared_set import BATCH_ROWS, SCHEMA, Row, images_sha256
-from mmray.data.store.shards import first_batch
+from mmray.data.store.shards import first_batch_offset
 from mmray.data.text.tokenizer import BadText, clean_caption
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 
 if TYPE_CHECKING:
     from mmray.data.prepare.fetch import Fetcher
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 class ShardWriter:
     """A shard being written, row by row; its file is there once the `with` block has ended well, and not otherwise."""
 
-    def __init__(self, place: Place, name: str, split: str | None = None) -> None:
+    def __init__(self, place: Storage, name: str, split: str | None = None) -> None:
         self._place, self._name, self._split = place, name, split
         self._digest, self.num_rows = hashlib.sha256(), 0
         self._batch: list[Row] = []
-        self._offsets = [first_batch(SCHEMA)]
+        self._offsets = [first_batch_offset(SCHEMA)]
 
     def __enter__(self) -> ShardWriter:
         with ExitStack() as files:
-            self._stream = files.enter_context(self._place.writing(self._name))
+            self._stream = files.enter_context(self._place.open_output(self._name))
             self._writer = files.enter_context(pa.ipc.new_file(self._stream, SCHEMA))
             self._files = files.pop_all()
         return self
@@ -91,7 +91,7 @@ class ShardWriter:
         self._batch.clear()
 
 
-def write_shard(rows: Iterable[Row], place: Place, name: str, split: str | None = None) -> Shard:
+def write_shard(rows: Iterable[Row], place: Storage, name: str, split: str | None = None) -> Shard:
     """Write rows as the file `name` in `place` and return its manifest entry."""
     with ShardWriter(place, name, split) as shard:
         for row in rows:
@@ -129,7 +129,7 @@ class PrepareJob:
 
     def open(self) -> Source:
         """The source, where the job stands: on the driver or in a task."""
-        return open_source(self.source, Place(self.out), dict(self.columns), self.template)
+        return open_source(self.source, Storage(self.out), dict(self.columns), self.template)
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def pack_chunk(
         for item, raw in prefetch_rows(_items(job, chunk), job.allow_urls, fetch):
             task.pack(item, raw, files)
     record = task.record()
-    Place(job.out).write(record_path(chunk.index), orjson.dumps(record))
+    Storage(job.out).write(record_path(chunk.index), orjson.dumps(record))
     return ChunkResult(chunk.index, len(record["rows"]["key"]) + len(record["faults"]), len(record["faults"]))
 
 
@@ -187,7 +187,7 @@ def _items(job: PrepareJob, chunk: SourceChunk) -> Iterator[SourceItem]:
         raise SourceUnreadable(f"{job.source.address}/{chunk.file} cannot be read: {error}") from error
 
 
-def read_record(out: Place, index: int) -> dict[str, Any] | None:
+def read_record(out: Storage, index: int) -> dict[str, Any] | None:
     """The record of a chunk that was done; None where there is none that can be read."""
     try:
         record = orjson.loads(out.read(record_path(index)))
@@ -198,7 +198,7 @@ def read_record(out: Place, index: int) -> dict[str, Any] | None:
 
 def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> bool:
     """Whether this record stands for this chunk as it would be packed now: same lines, settings and image files."""
-    source, out = Place(job.source.address), Place(job.out)
+    source, out = Storage(job.source.address), Storage(job.out)
     return (
         record["job"] == job.digest()
         and record["chunk"] == asdict(chunk)
@@ -218,7 +218,7 @@ class _ChunkPacker:
 
     def __init__(self, job: PrepareJob, chunk: SourceChunk) -> None:
         self.job, self.chunk = job, chunk
-        self.source, self.out = Place(job.source.address), Place(job.out)
+        self.source, self.out = Storage(job.source.address), Storage(job.out)
         self.writers: dict[str | None, ShardWriter] = {}
         self.rows: list[RecordRow] = []
         self.faults: list[dict[str, Any]] = []

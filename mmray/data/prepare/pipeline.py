@@ -29,8 +29,8 @@ from mmray.data.prepare.pack import PrepareJob, has_retryable, is_current, pack_
 from mmray.data.prepare.tasks import MAX_RETRIES, MAX_RETRIES_SANDBOXED, decode_item, encode_result, map_tasks
 from mmray.data.store.manifest import MANIFEST, PARTS, QUARANTINE, SHARDS, TOKENIZER, Manifest, read_manifest
 from mmray.errors import DataError, ResourceError, UsageError
-from mmray.storage.remote_path import Folder, RemotePath, folder_at
-from mmray.storage.storage import UNFINISHED, Place
+from mmray.storage.paths import AnyPath, RemotePath, to_path
+from mmray.storage.storage import TEMP_SUFFIX, Storage
 
 if TYPE_CHECKING:
     from mmray.config import Prepare
@@ -67,7 +67,7 @@ def prepare(
     """
     contamination.validate(settings, out)
     job = make_job(source, out, settings)
-    target, report = Place(job.out), progress or (lambda _: None)
+    target, report = Storage(job.out), progress or (lambda _: None)
     create_output_dir(target)
     with exclusive_lock(target):
         try:
@@ -80,7 +80,7 @@ def make_job(source: str, out: str, settings: Prepare) -> PrepareJob:
     """What of these settings decides how a chunk is packed. Raises DataError and UsageError as `choose` does."""
     return PrepareJob(
         source=detect_source(source, settings.format),
-        out=Place(out).address,
+        out=Storage(out).address,
         columns=tuple(settings.column_names.items()),
         template=settings.caption,
         check=settings.check,
@@ -94,7 +94,7 @@ def make_job(source: str, out: str, settings: Prepare) -> PrepareJob:
 
 
 def _prepare(job: PrepareJob, settings: Prepare, report: OnProgress, notify: Notify, retry: bool) -> Manifest:
-    out = Place(job.out)
+    out = Storage(job.out)
     remove_temp_files(out)
     before = read_manifest(out)
     chunks = _scan(job, report)
@@ -161,14 +161,16 @@ def _check_contamination(
     def on_rows(rows: int, total: int) -> None:
         report(Progress("hash", rows, total))
 
-    told, summary = contamination.check_contamination(Place(job.out), done, source, findings, settings, on_rows, notify)
+    told, summary = contamination.check_contamination(
+        Storage(job.out), done, source, findings, settings, on_rows, notify
+    )
     return replace(findings, leaked=told) if settings.drop_leaked else findings, summary
 
 
 def _scan(job: PrepareJob, report: OnProgress) -> list[SourceChunk]:
     """The chunks of the source, with the ends that an earlier prepare under the same settings gave them."""
-    out, digest = Place(job.out), job.digest()
-    records = (read_record(out, index) for index in range(len(out.names(PARTS))))
+    out, digest = Storage(job.out), job.digest()
+    records = (read_record(out, index) for index in range(len(out.listdir(PARTS))))
     stops = {record["chunk"]["stop"] for record in records if record and record["job"] == digest}
     chunks, rows = [], 0
     for chunk in job.open().scan(job.rows_per_shard, stops):
@@ -202,7 +204,7 @@ def _pack(
     Ends early with such a run, or once more rows are bad than the budget allows, where it is known beforehand how many
     there are.
     """
-    out, most = Place(job.out), None if total is None else max_bad_rows(settings.max_bad_fraction, total)
+    out, most = Storage(job.out), None if total is None else max_bad_rows(settings.max_bad_fraction, total)
     runs, run = BadRuns(settings.max_bad_run), None
     done: list[int] = []
     todo: list[SourceChunk] = []
@@ -265,8 +267,8 @@ def _ray_job(job: PrepareJob, chunks: list[SourceChunk], retries: int) -> Iterat
 
 def _in_flight_chunks(job: PrepareJob, chunks: list[SourceChunk]) -> str:
     """What was being packed when a worker died: those whose shards lie about unfinished."""
-    names = Place(job.out).names(SHARDS)
-    at = {int(name.partition("-")[0]) for name in names if name.endswith(UNFINISHED)}
+    names = Storage(job.out).listdir(SHARDS)
+    at = {int(name.partition("-")[0]) for name in names if name.endswith(TEMP_SUFFIX)}
     parts = [f"{chunk.file} from row {chunk.first_line}" for chunk in chunks if chunk.index in at]
     return ", ".join(parts[:16]) or job.source.display_name
 
@@ -310,7 +312,7 @@ def _source_location(job: PrepareJob) -> dict[str, str]:
     return {"format": job.source.format, "folder": job.source.address, "file": job.source.name}
 
 
-def _write_tokenizer(out: Place, shards: list[assemble.Shard], settings: Prepare, before: Manifest | None) -> bool:
+def _write_tokenizer(out: Storage, shards: list[assemble.Shard], settings: Prepare, before: Manifest | None) -> bool:
     """Train the tokenizer, but keep that of a set that grew: models were trained with it."""
     if before is not None and before.tokenizer and before.settings["vocab_size"] == settings.vocab_size:
         return True
@@ -327,26 +329,26 @@ _NO_NAME = re.compile(r"[^\w.-]+")
 
 def ensure_prepared(
     source: str, cache: str, settings: Prepare, notify: Callable[[str, str], None], progress: Callable[[Progress], None]
-) -> Folder:
+) -> AnyPath:
     """Folder of the prepared set that `source` names; Ray must be there. Raises DataError.
 
     A raw source goes to CACHE/NAME-HASH, where the hash is of its place and of all settings but the error budgets: the
     second run finds it, rows that were added since are appended, and one with another budget goes on with what is done.
     """
     if source == "sample":
-        if isinstance(folder_at(cache), RemotePath):
+        if isinstance(to_path(cache), RemotePath):
             raise UsageError(
                 f"the sample set is drawn onto a disk, and data.cache is {cache}: set data.cache to a folder, or "
                 "data.train to data of your own"
             )
         source = str(sample.draw(Path(cache) / "sample-drawn"))
-    place = folder_at(source)
+    place = to_path(source)
     if (place / MANIFEST).exists():
         return place
     if not place.exists() and "," not in place.name:
         raise DataError(f"there is no data at {place}: give a prepared set, a source of rows, or `sample`")
     name = hashlib.sha256(f"{place}\n{settings.model_dump_json(exclude=NOT_IN_CACHE_KEY)}".encode()).hexdigest()[:8]
-    out = folder_at(cache) / f"{_NO_NAME.sub('_', place.stem)}-{name}"
+    out = to_path(cache) / f"{_NO_NAME.sub('_', place.stem)}-{name}"
     manifest = prepare(str(place), str(out), settings, progress, notify)
     aside = f"{manifest.num_quarantined:,} set aside (reasons in its {QUARANTINE})"
     notify(f"{out}: {manifest.num_rows:,} rows of {place.name}, {aside}", "prepared")

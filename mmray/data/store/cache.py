@@ -18,13 +18,13 @@ from pathlib import Path
 import pyarrow as pa
 
 from mmray.errors import UsageError
-from mmray.storage.storage import UNFINISHED
+from mmray.storage.storage import TEMP_SUFFIX
 
 LOCKS = 1024
 SHARE_UNCOUNTED = 1 / 256  # of the limit, written by a process before it counts the folder again
 
 
-class LocalCache:
+class ShardCache:
     """Entries in `folder`, of `most_bytes` together; cheap to pickle."""
 
     def __init__(self, folder: str, most_bytes: int) -> None:
@@ -61,7 +61,7 @@ class LocalCache:
         return found if found.size == size else None
 
     def _write(self, name: str, data: bytes) -> None:
-        unfinished = self.folder / f"{name}.{uuid.uuid4().hex[:8]}{UNFINISHED}"
+        unfinished = self.folder / f"{name}.{uuid.uuid4().hex[:8]}{TEMP_SUFFIX}"
         try:
             unfinished.write_bytes(data)
             unfinished.replace(self.folder / name)

@@ -15,7 +15,7 @@ import numpy as np
 import orjson
 
 from mmray.errors import DataError
-from mmray.storage.storage import Place
+from mmray.storage.storage import Storage
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -96,15 +96,15 @@ def fingerprint(shards: Iterable[Shard]) -> str:
     return digest.hexdigest()
 
 
-def read_manifest(place: Place) -> Manifest | None:
+def read_manifest(storage: Storage) -> Manifest | None:
     """The manifest of a prepared set; None where there is none. Raises DataError where it cannot be read."""
-    if place.size(MANIFEST) is None:
+    if storage.size(MANIFEST) is None:
         return None
     try:
-        values = orjson.loads(place.read(MANIFEST))
+        values = orjson.loads(storage.read(MANIFEST))
         if values["schema_version"] != SCHEMA_VERSION:
             raise DataError(
-                f"{place.address} has schema version {values['schema_version']}, this mmray reads {SCHEMA_VERSION}: "
+                f"{storage.address} has schema version {values['schema_version']}, this mmray reads {SCHEMA_VERSION}: "
                 "prepare the source again into another folder"
             )
         del values["format"]
@@ -112,5 +112,5 @@ def read_manifest(place: Place) -> Manifest | None:
         return Manifest(**{**values, "class_names": tuple(values.get("class_names", ()))})
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(
-            f"{place.address}/{MANIFEST} is damaged ({error}): delete it and run the same `mmray prepare` again"
+            f"{storage.address}/{MANIFEST} is damaged ({error}): delete it and run the same `mmray prepare` again"
         ) from None

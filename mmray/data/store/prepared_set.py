@@ -19,13 +19,12 @@ import pyarrow as pa
 
 from mmray.data.formats.rows import ImageRef
 from mmray.data.images.read import read_images
-from mmray.data.store.cache import LocalCache
+from mmray.data.store.cache import ShardCache
 from mmray.data.store.manifest import MANIFEST, PARTS, TOKENIZER, Manifest, Shard, fingerprint, read_manifest
-from mmray.data.store.shards import OpenShards, RemoteShards, Wanted
+from mmray.data.store.shards import BatchRequest, OpenShards, RemoteShards
 from mmray.data.stream.order import MixtureComponent
 from mmray.errors import DataError
-from mmray.storage.range_reads import RangeFiles
-from mmray.storage.storage import Place
+from mmray.storage.storage import RangeReader, Storage
 
 BATCH_ROWS = 8
 ROW_ERRORS = (FileNotFoundError, ValueError)  # any other error of a store says nothing of the row that was asked for
@@ -92,8 +91,8 @@ class _Group(NamedTuple):
     """Rows asked for that are in one record batch: their places in the answer, their numbers in the batch."""
 
     shard: Shard
-    wanted: Wanted
-    places: np.ndarray
+    wanted: BatchRequest
+    indices: np.ndarray
     inside: np.ndarray
 
 
@@ -106,17 +105,18 @@ class PreparedSet:
 
     def __init__(
         self,
-        place: Place,
+        storage: Storage,
         manifest: Manifest,
         split: str | None = None,
-        cache: LocalCache | None = None,
+        cache: ShardCache | None = None,
         chunk: int = BATCH_ROWS,
     ) -> None:
-        self.place, self.manifest, self.split = place, manifest, split
+        self.storage, self.manifest, self.split = storage, manifest, split
         self._shards = [shard for shard in manifest.shards if split is None or shard.split == split]
         self._starts = np.concatenate([[0], np.cumsum([shard.num_live for shard in self._shards])]).astype(np.int64)
-        self._files = OpenShards(place, SCHEMA) if place.local is not None else RemoteShards(place, SCHEMA, cache)
-        self._chunk = chunk if cache is not None and place.local is None else 0
+        is_local = storage.local_path is not None
+        self._files = OpenShards(storage, SCHEMA) if is_local else RemoteShards(storage, SCHEMA, cache)
+        self._chunk = chunk if cache is not None and not is_local else 0
 
     @classmethod
     def open(cls, path: str, split: str | None = None) -> PreparedSet:
@@ -124,22 +124,22 @@ class PreparedSet:
 
         `path` is a folder or a URI. Raises DataError where there is no finished set or no such split.
         """
-        place = Place(str(path))
-        manifest = read_manifest(place)
+        storage = Storage(str(path))
+        manifest = read_manifest(storage)
         if manifest is None:
-            raise DataError(_not_a_set(place))
-        if place.local is not None:  # where record batches begin is for range reads: most of what would be sent around
+            raise DataError(_not_a_set(storage))
+        if storage.local_path is not None:  # offsets serve range reads only, and are most of a pickled manifest
             manifest = replace(manifest, shards=tuple(replace(shard, batches="") for shard in manifest.shards))
         if split is None or not manifest.splits:
-            return cls(place, manifest)
+            return cls(storage, manifest)
         if split not in manifest.splits:
             known = ", ".join(f"{name} ({rows:,} rows)" for name, rows in manifest.splits.items())
             raise DataError(f"{path} has no split `{split}`; it has {known}")
-        return cls(place, manifest, split)
+        return cls(storage, manifest, split)
 
-    def cached(self, cache: LocalCache, chunk: int) -> PreparedSet:
+    def cached(self, cache: ShardCache, chunk: int) -> PreparedSet:
         """The same set, of which whole chunks of so many rows are kept in `cache` where it is not on a disk."""
-        return PreparedSet(self.place, self.manifest, self.split, cache, chunk)
+        return PreparedSet(self.storage, self.manifest, self.split, cache, chunk)
 
     @property
     def num_rows(self) -> int:
@@ -172,7 +172,7 @@ class PreparedSet:
     @property
     def tokenizer_json(self) -> str | None:
         """The tokenizer trained on this set's captions, where one was."""
-        return self.place.read(TOKENIZER).decode() if self.manifest.tokenizer else None
+        return self.storage.read(TOKENIZER).decode() if self.manifest.tokenizer else None
 
     def read(self, rows: np.ndarray) -> list[Row]:
         """The rows of these numbers (int64 [N], any order, repeats allowed), in the order asked for.
@@ -184,14 +184,14 @@ class PreparedSet:
         return self._with_images(found)
 
     @cached_property
-    def _referred(self) -> tuple[Place, RangeFiles]:
+    def _referred(self) -> tuple[Storage, RangeReader]:
         """Where the images of a set by reference are, with the files that blocks before have opened there."""
-        return self.images_place, RangeFiles(self.images_place)
+        return self.image_storage, RangeReader(self.image_storage)
 
     @property
-    def images_place(self) -> Place:
+    def image_storage(self) -> Storage:
         """Where the images of a set by reference are."""
-        return Place(self.manifest.source["address"])
+        return Storage(self.manifest.source["address"])
 
     def _with_images(self, rows: list[Row]) -> list[Row]:
         """The rows with the images that they only refer to. Raises OSError or ValueError."""
@@ -223,8 +223,8 @@ class PreparedSet:
             group = groups[number]
             taken = (records.select(columns) if columns else records).take(pa.array(group.inside))
             values = of(taken, group.shard)
-            for place, value in zip(group.places, values, strict=True):
-                out[place] = value
+            for index, value in zip(group.indices, values, strict=True):
+                out[index] = value
             return not self._chunk or all(value.is_intact for value in values if isinstance(value, Row))
 
         self._files.each([group.wanted for group in groups], fill)
@@ -237,13 +237,13 @@ class PreparedSet:
         shards = np.searchsorted(self._starts, rows, side="right") - 1
         within = rows - self._starts[shards]
         for shard in np.unique(shards).tolist():
-            places = np.flatnonzero(shards == shard)
-            physical = self._physical(shard, within[places])
+            indices = np.flatnonzero(shards == shard)
+            physical = self._physical(shard, within[indices])
             for batch in np.unique(physical // BATCH_ROWS).tolist():
                 here = physical // BATCH_ROWS == batch
-                keep = self._chunk_of(shard, int(rows[places[here]].min())) if self._chunk else (batch, batch)
+                keep = self._chunk_of(shard, int(rows[indices[here]].min())) if self._chunk else (batch, batch)
                 entry = self._shards[shard]
-                yield _Group(entry, Wanted(entry, batch, *keep), places[here], physical[here] % BATCH_ROWS)
+                yield _Group(entry, BatchRequest(entry, batch, *keep), indices[here], physical[here] % BATCH_ROWS)
 
     def _chunk_of(self, shard: int, row: int) -> tuple[int, int]:
         """First and last record batch, in this shard, of the chunk that a row is in."""
@@ -266,14 +266,14 @@ def _to_pylist(records: pa.RecordBatch, shard: Shard) -> list[dict[str, Any]]:
         raise ValueError(f"{shard.file}: {error}") from None
 
 
-def _not_a_set(place: Place) -> str:
-    if place.names(PARTS):
-        return f"{place.address} was not prepared to its end: run the same `mmray prepare` again, it goes on there"
-    return f"{place.address} is not a prepared set (it has no {MANIFEST}): run `mmray prepare SOURCE {place.address}`"
+def _not_a_set(storage: Storage) -> str:
+    if storage.listdir(PARTS):
+        return f"{storage.address} is not complete: rerun the same `mmray prepare` command to finish it"
+    return f"{storage.address} is not a prepared set (no {MANIFEST}): run `mmray prepare SOURCE {storage.address}`"
 
 
 # Several prepared sets as one: rows numbered through, set after set; which come when, order.py's Plan says.
-class MixedSet:
+class PreparedMixture:
     """Prepared sets with the weight of each: an epoch has round(weight x rows) rows of it.
 
     A row's key is `SET/KEY`, for two sets may use the same keys for other rows. Cheap to pickle, as its sets are.
@@ -281,7 +281,7 @@ class MixedSet:
 
     def __init__(self, sets: Sequence[PreparedSet], weights: Sequence[float]) -> None:
         self.sets, self.weights = tuple(sets), tuple(weights)
-        self.names = _names([each.place.address for each in sets])
+        self.names = _names([each.storage.address for each in sets])
         self._starts = np.cumsum([0, *(each.num_rows for each in sets)])
 
     @property
@@ -321,9 +321,9 @@ class MixedSet:
         out: list[Row | None] = [None] * len(rows)
         owner = np.searchsorted(self._starts, rows, side="right") - 1
         for number in np.unique(owner).tolist():
-            places = np.flatnonzero(owner == number)
-            for place, row in zip(places, self.sets[number].read(rows[places] - self._starts[number]), strict=True):
-                out[place] = replace(row, key=f"{self.names[number]}/{row.key}")
+            indices = np.flatnonzero(owner == number)
+            for index, row in zip(indices, self.sets[number].read(rows[indices] - self._starts[number]), strict=True):
+                out[index] = replace(row, key=f"{self.names[number]}/{row.key}")
         return out  # type: ignore[return-value]  # every row has an owner
 
 

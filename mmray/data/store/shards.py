@@ -12,17 +12,15 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from mmray.data.store.cache import LocalCache
+from mmray.data.store.cache import ShardCache
 from mmray.data.store.manifest import Shard
-from mmray.storage.range_reads import RangeFiles, coalesced, together
-from mmray.storage.remote_path import steadily
-from mmray.storage.storage import Place
+from mmray.storage.storage import RangeReader, Storage, coalesce_ranges, parallel_map, with_retries
 
 # The shard files a prepared set has open: a bounded number, shared by threads, reopened in another process.
 MAX_OPEN = 256  # each holds a file descriptor, and a process has about a thousand
 
 
-class Wanted(NamedTuple):
+class BatchRequest(NamedTuple):
     """A record batch of a shard, and the first and last of those that are worth keeping with it."""
 
     shard: Shard
@@ -34,11 +32,11 @@ class Wanted(NamedTuple):
 class OpenShards:
     """Record batches of Arrow IPC files in a folder; the files least recently used are closed."""
 
-    def __init__(self, place: Place, schema: pa.Schema) -> None:
-        self._place, self._schema = place, schema
+    def __init__(self, storage: Storage, schema: pa.Schema) -> None:
+        self._storage, self._schema = storage, schema
         self._forget()
 
-    def each(self, wanted: Sequence[Wanted], use: Callable[[int, pa.RecordBatch], bool]) -> None:
+    def each(self, wanted: Sequence[BatchRequest], use: Callable[[int, pa.RecordBatch], bool]) -> None:
         """Call `use` with the number of each wanted record batch, and it. Raises as `batch` does."""
         for number, one in enumerate(wanted):
             use(number, self.batch(one.shard.file, one.batch))
@@ -56,14 +54,14 @@ class OpenShards:
             return records
         except (OSError, pa.ArrowException) as error:
             # Of a file that ends too soon Arrow makes an OSError as well, but one without a number.
-            if isinstance(error, OSError) and (error.errno or self._place.local is None):
+            if isinstance(error, OSError) and (error.errno or self._storage.local_path is None):
                 raise
-            raise ValueError(f"{self._place.address}/{file}, record batch {index}: {error}") from None
+            raise ValueError(f"{self._storage.address}/{file}, record batch {index}: {error}") from None
 
     def _reader(self, file: str) -> tuple[threading.Lock, pa.RecordBatchFileReader]:
         with self._lock:
             if file not in self._readers:
-                reader = pa.ipc.open_file(self._place.open(file, mapped=True))
+                reader = pa.ipc.open_file(self._storage.open(file, mapped=True))
                 if list(reader.schema) != list(self._schema)[: len(reader.schema)]:  # an older set lacks the newest
                     raise pa.ArrowInvalid("its columns are not those of a shard")
                 self._readers[file] = (threading.Lock(), reader)
@@ -77,7 +75,7 @@ class OpenShards:
         self._readers: OrderedDict[str, tuple[threading.Lock, pa.RecordBatchFileReader]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_place": self._place, "_schema": self._schema}
+        return {"_storage": self._storage, "_schema": self._schema}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -89,7 +87,7 @@ MAGIC_BYTES = 8  # what an Arrow IPC file begins with, padded
 Use = Callable[[int, pa.RecordBatch], bool]
 
 
-def first_batch(schema: pa.Schema) -> int:
+def first_batch_offset(schema: pa.Schema) -> int:
     """The byte at which the first record batch of a file of this schema begins."""
     return MAGIC_BYTES + len(schema.serialize())
 
@@ -97,11 +95,11 @@ def first_batch(schema: pa.Schema) -> int:
 class RemoteShards:
     """What OpenShards is for a disk; with a cache, chunks are read whole and kept on this machine."""
 
-    def __init__(self, place: Place, schema: pa.Schema, cache: LocalCache | None) -> None:
-        self._place, self._schema, self._cache = place, schema, cache
-        self._files, self._without_index = RangeFiles(place), OpenShards(place, schema)
+    def __init__(self, storage: Storage, schema: pa.Schema, cache: ShardCache | None) -> None:
+        self._storage, self._schema, self._cache = storage, schema, cache
+        self._files, self._without_index = RangeReader(storage), OpenShards(storage, schema)
 
-    def each(self, wanted: Sequence[Wanted], use: Use) -> None:
+    def each(self, wanted: Sequence[BatchRequest], use: Use) -> None:
         """Call `use` with the number of each wanted record batch, and it, from several threads.
 
         `use` answers whether the rows are those that were checked; where they are not and came from the cache, it is
@@ -124,13 +122,13 @@ class RemoteShards:
                 jobs += self._read(shard, chosen, use)
         if self._cache is not None:  # so that actors that begin a window together fetch each its own part of it
             random.shuffle(jobs)
-        together(lambda job: job(), jobs)
+        parallel_map(lambda job: job(), jobs)
 
-    def _one_by_one(self, wanted: dict[int, Wanted], use: Use) -> None:
+    def _one_by_one(self, wanted: dict[int, BatchRequest], use: Use) -> None:
         for number, one in wanted.items():
-            use(number, steadily(partial(self._without_index.batch, one.shard.file, one.batch)))
+            use(number, with_retries(partial(self._without_index.batch, one.shard.file, one.batch)))
 
-    def _read(self, shard: Shard, wanted: dict[int, Wanted], use: Use) -> list[Callable[[], None]]:
+    def _read(self, shard: Shard, wanted: dict[int, BatchRequest], use: Use) -> list[Callable[[], None]]:
         """Jobs that each make one request."""
         offsets, numbers = shard.offsets, list(wanted)
         spans = [(int(offsets[wanted[n].batch]), int(offsets[wanted[n].batch + 1])) for n in numbers]
@@ -141,9 +139,11 @@ class RemoteShards:
                 number = numbers[each]
                 use(number, self._decoded(shard, wanted[number].batch, data, start))
 
-        return [partial(job, *read) for read in coalesced(spans)]
+        return [partial(job, *read) for read in coalesce_ranges(spans)]
 
-    def _kept(self, cache: LocalCache, shard: Shard, wanted: dict[int, Wanted], use: Use) -> list[Callable[[], None]]:
+    def _kept(
+        self, cache: ShardCache, shard: Shard, wanted: dict[int, BatchRequest], use: Use
+    ) -> list[Callable[[], None]]:
         """Jobs that each take a chunk's record batches from the cache, or fetch them into it in one request."""
         offsets = shard.offsets
         chunks: dict[tuple[int, int], list[int]] = {}
@@ -152,7 +152,7 @@ class RemoteShards:
 
         def job(first: int, last: int, numbers: list[int]) -> None:
             start, stop = int(offsets[first]), int(offsets[last + 1])
-            name = f"{self._place.address}/{shard.file} {shard.sha256} {shard.num_bytes} {start} {stop}"
+            name = f"{self._storage.address}/{shard.file} {shard.sha256} {shard.num_bytes} {start} {stop}"
             entry = hashlib.sha256(name.encode()).hexdigest()[:32]
 
             def used() -> bool:
@@ -180,7 +180,7 @@ class RemoteShards:
             records.validate(full=True)  # damaged offsets would end the process, not raise
             return records
         except (OSError, EOFError, pa.ArrowException) as error:
-            raise ValueError(f"{self._place.address}/{shard.file}, record batch {batch}: {error}") from None
+            raise ValueError(f"{self._storage.address}/{shard.file}, record batch {batch}: {error}") from None
 
 
 @lru_cache
@@ -188,6 +188,6 @@ def _schema_that_begins(schema: pa.Schema, first: int) -> pa.Schema:
     """The columns of a shard whose first record batch begins at this byte: an older set lacks the newest."""
     for count in range(len(schema), 0, -1):
         older = pa.schema(list(schema)[:count])
-        if first_batch(older) == first:
+        if first_batch_offset(older) == first:
             return older
     raise pa.ArrowInvalid("its columns are not those of a shard")

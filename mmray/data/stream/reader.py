@@ -17,7 +17,7 @@ from mmray.data.images import boxes
 from mmray.data.images import decode as images
 from mmray.data.images.augment import augment_image, load_and_transform, random_numbers
 from mmray.data.images.sandbox import SandboxedDecoder
-from mmray.data.store.prepared_set import ROW_ERRORS, MixedSet, PreparedSet, Row, key_id
+from mmray.data.store.prepared_set import ROW_ERRORS, PreparedMixture, PreparedSet, Row, key_id
 from mmray.data.stream.order import PADDING, Blocks, SamplePlan, hash_choice
 from mmray.data.text.chat import build_encoder
 
@@ -34,7 +34,7 @@ class RowReader:
 
     def __init__(
         self,
-        prepared: PreparedSet | MixedSet,
+        prepared: PreparedSet | PreparedMixture,
         inputs: Inputs,
         tokenizer_json: str,
         max_pixels: int,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmray.data.store.cache import LocalCache
+from mmray.data.store.cache import ShardCache
 from mmray.data.store.prepared_set import BATCH_ROWS, ROW_ERRORS, PreparedSet
 from mmray.errors import UsageError
 
@@ -28,7 +28,7 @@ LOOKED_AT = 8  # rows of a set by reference that say how large its images are: a
 SHARE_OF_CACHE = 1 / 4  # one window: actors stand in two at a time, and held-out rows are kept too
 
 
-def chunk_and_window(data: Data, sets: Sequence[PreparedSet], global_rows: int) -> tuple[int, int]:
+def shuffle_block_and_window(data: Data, sets: Sequence[PreparedSet], global_rows: int) -> tuple[int, int]:
     """Rows of a chunk, and chunks of a window, for an order over these sets; (1, 1) for any row anywhere."""
     near = [near_bytes for each in sets if (near_bytes := _near_bytes(each))]
     kept = data.local_cache is not None and bool(near)
@@ -52,8 +52,8 @@ def _rows_of(row_bytes: float, kept: bool) -> int:
 
 def _near_bytes(prepared: PreparedSet) -> float:
     """Bytes of a row that lie on a store beside those of the next row; 0 where chunks save no request worth one."""
-    in_set = max(1.0, prepared.num_bytes / max(1, prepared.num_rows)) if prepared.place.local is None else 0.0
-    if not by_reference(prepared) or prepared.images_place.local is not None:
+    in_set = max(1.0, prepared.num_bytes / max(1, prepared.num_rows)) if prepared.storage.local_path is None else 0.0
+    if not is_index_only(prepared) or prepared.image_storage.local_path is not None:
         return in_set
     refs = _some_refs(prepared)
     if not refs or any(ref["length"] is None for ref in refs):
@@ -71,19 +71,19 @@ def _some_refs(prepared: PreparedSet) -> list[dict[str, Any]]:
     return found
 
 
-def by_reference(prepared: PreparedSet) -> bool:
+def is_index_only(prepared: PreparedSet) -> bool:
     """Whether the images are where the source keeps them, and not in the set."""
     return bool(prepared.manifest.settings.get("reference"))
 
 
-def kept_here(data: Data, prepared: PreparedSet, chunk: int) -> PreparedSet:
+def with_local_cache(data: Data, prepared: PreparedSet, chunk: int) -> PreparedSet:
     """The set, with what is read of it kept in `data.local_cache` where it is not on a disk. Raises UsageError."""
-    places = [prepared.place, *([prepared.images_place] if by_reference(prepared) else [])]
-    if data.local_cache is None or all(place.local is not None for place in places):
+    storages = [prepared.storage, *([prepared.image_storage] if is_index_only(prepared) else [])]
+    if data.local_cache is None or all(storage.local_path is not None for storage in storages):
         return prepared
-    if by_reference(prepared):  # an entry is named by a shard's digest, and what is referred to has none
+    if is_index_only(prepared):  # an entry is named by a shard's digest, and what is referred to has none
         raise UsageError(
-            f"data.local_cache keeps what a set holds, and {prepared.place.address} only refers to its images: "
+            f"data.local_cache keeps what a set holds, and {prepared.storage.address} only refers to its images: "
             "prepare it without --reference, or leave the cache out"
         )
-    return prepared.cached(LocalCache(data.local_cache, int(data.local_cache_gb * 1e9)), max(chunk, BATCH_ROWS))
+    return prepared.cached(ShardCache(data.local_cache, int(data.local_cache_gb * 1e9)), max(chunk, BATCH_ROWS))

@@ -11,8 +11,7 @@ import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from mmray.storage.file_ops import fetched
-from mmray.storage.remote_path import Folder
+from mmray.storage.paths import AnyPath, local_copy
 
 SUMS = "SHA256SUMS"
 
@@ -35,7 +34,7 @@ def write_checksums(path: Path, names: tuple[str, ...], elsewhere: dict[str, str
     _sync(path.parent)
 
 
-def find_fault(path: Folder, whole: Callable[[Collection[str]], bool]) -> str | None:
+def find_fault(path: AnyPath, whole: Callable[[Collection[str]], bool]) -> str | None:
     """What is wrong with a sealed folder, in words; None when every byte is as it was. Raises OSError.
 
     `whole` says whether files of these names are a folder in full.
@@ -65,13 +64,13 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def sha256(file: Folder) -> str:
+def sha256(file: AnyPath) -> str:
     """The digest of a file, as `sha256sum` says it."""
-    with fetched(file) as here, here.open("rb") as stream:
+    with local_copy(file) as here, here.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _sums(path: Folder) -> Iterator[tuple[str, str]]:
+def _sums(path: AnyPath) -> Iterator[tuple[str, str]]:
     """(name, digest) of the lines of SHA256SUMS; a line of another form is left out."""
     for line in (path / SUMS).read_text(errors="replace").splitlines():
         digest, _, name = line.partition("  ")

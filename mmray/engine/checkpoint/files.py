@@ -35,8 +35,7 @@ from mmray.engine.checkpoint import tree
 from mmray.engine.checkpoint.checksums import SUMS, find_fault, write_checksums
 from mmray.errors import StorageError, TrainingError
 from mmray.models import weights
-from mmray.storage.file_ops import fetched, move_tree, remove_tree, staged
-from mmray.storage.remote_path import Folder
+from mmray.storage.paths import AnyPath, local_copy, move_tree, remove_tree, staged_upload
 
 
 # What may be stored at rest: tensors and plain values that are read without pickle. For checkpoint.py.
@@ -66,7 +65,7 @@ def strict_json(value: Any) -> Any:
 # The files of a checkpoint beside its weights, and what a person is told where one cannot be written or read.
 #
 # For checkpoint.py.
-def cannot_write(path: Folder, error: Exception) -> str:
+def cannot_write(path: AnyPath, error: Exception) -> str:
     """The message for a checkpoint that could not be written: cause, room on the storage, next move."""
     text = (getattr(error, "strerror", None) or str(error)).splitlines()[0]
     try:
@@ -79,14 +78,14 @@ def cannot_write(path: Folder, error: Exception) -> str:
     )
 
 
-def read(file: Folder, reader: Callable[[Path], Any]) -> Any:
+def read(file: AnyPath, reader: Callable[[Path], Any]) -> Any:
     """What `reader` makes of a file. Raises TrainingError where it cannot."""
-    with as_user_error(file), fetched(file) as here:
+    with as_user_error(file), local_copy(file) as here:
         return reader(here)
 
 
 @contextmanager
-def as_user_error(file: Folder) -> Iterator[None]:
+def as_user_error(file: AnyPath) -> Iterator[None]:
     """What cannot be read, as an error that says what next."""
     try:
         yield
@@ -129,8 +128,8 @@ Cut = Callable[[tree.At, Tensor], Tensor]  # an empty tensor for the one outline
 
 
 def save(
-    folder: Folder, step: int, model_state: dict[str, Tensor], state: dict[str, Any], meta: dict[str, Any]
-) -> Folder:
+    folder: AnyPath, step: int, model_state: dict[str, Tensor], state: dict[str, Any], meta: dict[str, Any]
+) -> AnyPath:
     """Write folder/step-N and return it; it counts only once it is complete and on disk.
 
     What lies there already under that name is replaced. `state` holds tensors, numbers, text, lists, tuples and dicts
@@ -140,7 +139,7 @@ def save(
     path = folder / f"step-{step}"
     try:
         _discard(path)
-        with staged(path, (*PARTS, SUMS)) as here:
+        with staged_upload(path, (*PARTS, SUMS)) as here:
             weights.save_weights(model_state, here / MODEL)
             write_state(state, here / STATE)
             (here / META).write_text(record(step, meta))
@@ -152,13 +151,13 @@ def save(
 
 
 def save_shards(
-    folder: Folder,
+    folder: AnyPath,
     step: int,
     state: dict[str, Any],
     meta: dict[str, Any],
     ranks: Any,
     check: Callable[[], None] | None = None,
-) -> Folder:
+) -> AnyPath:
     """As `save`, of a `state` with the weights under `model`: all ranks call it together, each with its own cut.
 
     `ranks` is a process group on hosts. Rank 0's `meta` and plain values are kept, and it alone gives a `check`, called
@@ -181,7 +180,7 @@ def save_shards(
     def closed(parts: dict[str, tree.Part]) -> None:
         assert check is not None
         check()
-        with staged(path, (STATE, META, SUMS)) as here:
+        with staged_upload(path, (STATE, META, SUMS)) as here:
             write_state(plain, here / STATE)
             (here / META).write_text(record(step, {"shards": len(parts), **meta}))
             write_checksums(here, (STATE, META), {name: part.digest for name, part in parts.items()})
@@ -195,7 +194,7 @@ def save_shards(
     return path
 
 
-def latest_valid(folder: Folder, report: Report | None = None, quarantine: bool = True) -> Folder | None:
+def latest_valid(folder: AnyPath, report: Report | None = None, quarantine: bool = True) -> AnyPath | None:
     """The newest checkpoint whose every byte is as it was written; None when there is none.
 
     Each newer one that does not count is named, with its fault, to `report`; a damaged one is renamed to
@@ -214,7 +213,7 @@ def latest_valid(folder: Folder, report: Report | None = None, quarantine: bool 
     return None
 
 
-def load(path: Folder, cut: Cut | None = None) -> dict[str, Any]:
+def load(path: AnyPath, cut: Cut | None = None) -> dict[str, Any]:
     """What was saved: the weights under `model`, beside the keys of `state`; whole and on the CPU.
 
     Of a sharded one, tensors come as `cut` has them, and no more of each is read.
@@ -225,7 +224,7 @@ def load(path: Folder, cut: Cut | None = None) -> dict[str, Any]:
     return {"model": load_weights(path), **state}
 
 
-def load_weights(path: Folder) -> dict[str, Tensor]:
+def load_weights(path: AnyPath) -> dict[str, Tensor]:
     """The weights alone, on the CPU. Raises TrainingError when they cannot be read."""
     if world := shards_of(path):
         found: dict[str, Any] = _filled(path, {"model": read(path / STATE, load_state)["model"]}, world, _uncut)
@@ -234,23 +233,23 @@ def load_weights(path: Folder) -> dict[str, Tensor]:
     return tensors
 
 
-def shards_of(path: Folder) -> int:
+def shards_of(path: AnyPath) -> int:
     """The number of ranks whose files a checkpoint is in; 0 where it is whole."""
     return int(load_meta(path).get("shards", 0))
 
 
-def load_meta(path: Folder) -> dict[str, Any]:
+def load_meta(path: AnyPath) -> dict[str, Any]:
     """The readable record: step, rows consumed, config, metrics. Raises TrainingError when it cannot be read."""
     meta: dict[str, Any] = read(path / META, lambda file: json.loads(file.read_bytes()))
     return meta
 
 
-def latest_complete(folder: Folder) -> Folder | None:
+def latest_complete(folder: AnyPath) -> AnyPath | None:
     """The newest checkpoint that was written to its end, unverified; None when there is none."""
     return next(reversed(_complete(folder)), None)
 
 
-def list_names(folder: Folder) -> list[str]:
+def list_names(folder: AnyPath) -> list[str]:
     """The checkpoints that are there, complete or not, and those set aside, in words for people."""
     try:
         return sorted(path.name for path in folder.iterdir() if path.name.startswith("step-"))
@@ -258,18 +257,18 @@ def list_names(folder: Folder) -> list[str]:
         return []
 
 
-def step_of(path: Folder) -> int:
+def step_of(path: AnyPath) -> int:
     """The step that a checkpoint's folder is named by."""
     return int(path.name.removeprefix("step-"))
 
 
-def best(folder: Folder, metric: str) -> Folder | None:
+def best(folder: AnyPath, metric: str) -> AnyPath | None:
     """The checkpoint whose recorded `metric` is best, the newest of equals; None where none has it."""
     scored = [(score, path) for path in _complete(folder) if (score := _score(path, metric)) is not None]
     return max(scored, key=lambda pair: (pair[0], step_of(pair[1])))[1] if scored else None
 
 
-def best_score(folder: Folder, metric: str) -> dict[str, Any] | None:
+def best_score(folder: AnyPath, metric: str) -> dict[str, Any] | None:
     """Step of the best checkpoint, the metric (`evaluate/` left out) and its score, for result.json; None: no score."""
     found = best(folder, metric)
     if found is None:
@@ -278,7 +277,7 @@ def best_score(folder: Folder, metric: str) -> dict[str, Any] | None:
     return {"step": step_of(found), "metric": metric.removeprefix("evaluate/"), "score": score}
 
 
-def prune(folder: Folder, keep: int, metric: str | None = None) -> list[Folder]:
+def prune(folder: AnyPath, keep: int, metric: str | None = None) -> list[AnyPath]:
     """Delete all but the newest `keep` and the best by `metric`, and what was never finished; returns the deleted.
 
     Only complete checkpoints are counted. Raises TrainingError when the storage refuses.
@@ -296,10 +295,10 @@ def prune(folder: Folder, keep: int, metric: str | None = None) -> list[Folder]:
     return gone
 
 
-def _steps(folder: Folder) -> list[Folder]:
+def _steps(folder: AnyPath) -> list[AnyPath]:
     """All step-N folders, complete or not, oldest first."""
     try:
-        there: list[Folder] = list(folder.iterdir())
+        there: list[AnyPath] = list(folder.iterdir())
     except FileNotFoundError:
         return []
     except OSError as error:  # not the same as empty: a run must not begin anew because its folder cannot be read
@@ -308,7 +307,7 @@ def _steps(folder: Folder) -> list[Folder]:
     return sorted(named, key=step_of)
 
 
-def _complete(folder: Folder) -> list[Folder]:
+def _complete(folder: AnyPath) -> list[AnyPath]:
     steps = _steps(folder)
     try:
         return [path for path in steps if (path / SUMS).exists()]
@@ -316,7 +315,7 @@ def _complete(folder: Folder) -> list[Folder]:
         raise StorageError(f"cannot look at the checkpoints in {folder}: {error.strerror or error}") from error
 
 
-def _score(path: Folder, metric: str) -> float | None:
+def _score(path: AnyPath, metric: str) -> float | None:
     """The recorded metric, turned so that larger is better; None where there is none, or it is not a number."""
     try:
         value = load_meta(path).get("metrics", {}).get(metric)
@@ -327,7 +326,7 @@ def _score(path: Folder, metric: str) -> float | None:
     return -value if any(part in metric.split("/") for part in LOWER_IS_BETTER) else value
 
 
-def verify(path: Folder) -> str | None:
+def verify(path: AnyPath) -> str | None:
     """What is wrong with a checkpoint, or None. A storage that cannot be read says nothing about it: StorageError."""
     try:
         return find_fault(path, _is_whole)
@@ -342,7 +341,7 @@ def _is_whole(names: Collection[str]) -> bool:
     return set(names) in ({*PARTS}, {STATE, META, *tree.names(len(names) - 2)})
 
 
-def _filled(path: Folder, state: dict[str, Any], world: int, cut: Cut) -> dict[str, Any]:
+def _filled(path: AnyPath, state: dict[str, Any], world: int, cut: Cut) -> dict[str, Any]:
     """The state with the tensors that it outlines, cut by `cut`."""
     from mmray.engine.checkpoint import sharded as shards
 
@@ -358,7 +357,7 @@ def _uncut(at: tree.At, outline: Tensor) -> Tensor:
     return torch.empty_like(outline, device="cpu")
 
 
-def _quarantine(path: Folder) -> Folder:
+def _quarantine(path: AnyPath) -> AnyPath:
     """Rename a damaged checkpoint out of the way, for whoever wants to look at it."""
     target = path.with_name(f"{path.name}.damaged")
     try:
@@ -368,7 +367,7 @@ def _quarantine(path: Folder) -> Folder:
     return target
 
 
-def _discard(path: Folder, strict: bool = True) -> None:
+def _discard(path: AnyPath, strict: bool = True) -> None:
     """Delete a checkpoint, its sums first: a deletion cut short leaves nothing that counts."""
     try:
         (path / SUMS).unlink(missing_ok=True)

@@ -18,7 +18,7 @@ from mmray.engine.metrics.writers import MetricsLog
 from mmray.errors import StorageError, TrainingError
 from mmray.evaluate.build import best_by
 from mmray.storage import lease
-from mmray.storage.remote_path import Folder
+from mmray.storage.paths import AnyPath
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -37,7 +37,7 @@ class CheckpointManager:
 
     def __init__(
         self,
-        folder: Folder,
+        folder: AnyPath,
         fence: int,
         config: Config,
         about: dict[str, Any],
@@ -48,7 +48,7 @@ class CheckpointManager:
         alone_or_cut = ranks is not None or about["world"] == 1
         self._most_s = None if alone_or_cut else config.cluster.collective_timeout_s / 2
         self._folder, self._config, self._about = folder, config, about
-        self._check = partial(lease.check, folder, fence)
+        self._check = partial(lease.check_fence, folder, fence)
         self._tell_storage, self._tell = partial(tell, "storage"), partial(tell, "checkpoint")
         self.growing = Growing(folder, self._tell_storage, self._check)
         self.writer = AsyncSaver(self._tell)
@@ -120,7 +120,7 @@ class CheckpointManager:
 class ShardWriter:
     """On every rank but the first: writes its part of each checkpoint, beside the training, as the keeper does."""
 
-    def __init__(self, folder: Folder, ranks: Any):
+    def __init__(self, folder: AnyPath, ranks: Any):
         self._folder, self._ranks, self._writer = folder / "checkpoints", ranks, AsyncSaver()
 
     def save(

@@ -31,12 +31,11 @@ from torch.futures import Future
 from mmray.engine.checkpoint.checksums import sha256
 from mmray.engine.checkpoint.tree import At, Part, key_of, mapped, names
 from mmray.errors import MmrayError
-from mmray.storage.file_ops import on_its_way
-from mmray.storage.remote_path import Folder, RemotePath
+from mmray.storage.paths import AnyPath, RemotePath, temp_dir
 
 
 def write(
-    path: Folder, state: Any, ranks: Any, opened: Callable[[], None], closed: Callable[[dict[str, Part]], None]
+    path: AnyPath, state: Any, ranks: Any, opened: Callable[[], None], closed: Callable[[dict[str, Part]], None]
 ) -> None:
     """Write this rank's cut of `state`; all ranks of the process group `ranks` (on hosts) call it together.
 
@@ -56,7 +55,7 @@ def write(
         dcp.save(mine, storage_writer=_Writer(here, path, ranks, opened, closed), planner=planner, process_group=ranks)
 
 
-def read(path: Folder, wanted: dict[At, Tensor], world: int) -> None:
+def read(path: AnyPath, wanted: dict[At, Tensor], world: int) -> None:
     """Fill the tensors, each cut as it is, from the files of `world` ranks; talks to no other rank.
 
     Raises OSError, SafetensorError, RuntimeError, ValueError.
@@ -75,7 +74,7 @@ def read(path: Folder, wanted: dict[At, Tensor], world: int) -> None:
 class _Writer(HuggingFaceStorageWriter):
     """One file for each rank, under the name that says how many there are."""
 
-    def __init__(self, here: Path, path: Folder, ranks: Any, opened: Callable[[], None], closed: Callable[..., None]):
+    def __init__(self, here: Path, path: AnyPath, ranks: Any, opened: Callable[[], None], closed: Callable[..., None]):
         super().__init__(str(here), save_distributed=True)
         # What comes is on the host already; the loader that copies ahead would make itself at home on the first GPU.
         self.per_thread_copy_ahead = 0
@@ -112,16 +111,16 @@ class _Writer(HuggingFaceStorageWriter):
 
 
 @contextmanager
-def _made_here(path: Folder) -> Iterator[Path]:
+def _made_here(path: AnyPath) -> Iterator[Path]:
     if not isinstance(path, RemotePath):
         yield path
         return
-    with on_its_way() as here:
+    with temp_dir() as here:
         yield here
 
 
 @contextmanager
-def _brought_here(path: Folder, world: int) -> Iterator[Path]:
+def _brought_here(path: AnyPath, world: int) -> Iterator[Path]:
     """A folder of this machine with these files and no other that could be taken for one."""
     if not isinstance(path, RemotePath):
         there = {file.name for file in path.glob("*.safetensors")}
@@ -129,7 +128,7 @@ def _brought_here(path: Folder, world: int) -> Iterator[Path]:
             raise OSError(f"of the files of {world} ranks there are {', '.join(sorted(there)) or 'none'}")
         yield path
         return
-    with on_its_way() as here:
+    with temp_dir() as here:
         for name in names(world):
             (path / name).download(here / name)
         yield here

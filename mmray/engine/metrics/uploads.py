@@ -15,8 +15,7 @@ from pathlib import Path
 
 from mmray.engine.metrics.writers import METRICS
 from mmray.errors import TrainingError
-from mmray.storage.file_ops import on_its_way
-from mmray.storage.remote_path import Folder, RemotePath
+from mmray.storage.paths import AnyPath, RemotePath, temp_dir
 
 EVERY_S = 10.0
 COST_SHARE = 0.05  # of the time at most: a file that has grown large goes out less often
@@ -28,7 +27,7 @@ class Growing:
     `check` raises TrainingError where the folder is another training's now: nothing is carried then.
     """
 
-    def __init__(self, folder: Folder, tell: Callable[[str], None], check: Callable[[], None] = lambda: None):
+    def __init__(self, folder: AnyPath, tell: Callable[[str], None], check: Callable[[], None] = lambda: None):
         self._folder, self._tell, self._check = folder, tell, check
         self._sent: dict[Path, tuple[int, int]] = {}
         self._one_at_a_time, self._ended = threading.Lock(), threading.Event()
@@ -37,7 +36,7 @@ class Growing:
             self.here = folder
             return
         self._lent = ExitStack()
-        self.here = self._lent.enter_context(on_its_way())
+        self.here = self._lent.enter_context(temp_dir())
         if (folder / METRICS).exists():
             (folder / METRICS).download(self.here / METRICS)
         self._thread = threading.Thread(target=self._carry, name="mmray-growing", daemon=True)

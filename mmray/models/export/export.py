@@ -39,8 +39,7 @@ from mmray.models.export.card import model_card, preprocessor_config
 from mmray.models.export.load import Answerer, Picture, boxed, stacked
 from mmray.models.fusion import region_logits
 from mmray.models.weights import load_weights, save_weights
-from mmray.storage.file_ops import fetched, move_tree, staged
-from mmray.storage.remote_path import Folder, RemotePath, folder_at
+from mmray.storage.paths import AnyPath, RemotePath, local_copy, move_tree, staged_upload, to_path
 
 if TYPE_CHECKING:
     from mmray.config import Inputs
@@ -52,21 +51,21 @@ if TYPE_CHECKING:
 CONFIG, MADE_BY = "config.json", "mmray"  # the file that says what a folder holds, and the key by which it is ours
 
 
-def check_free(out: Folder, files: Collection[str]) -> None:
+def check_free(out: AnyPath, files: Collection[str]) -> None:
     """Raise UsageError unless `out` is not there, is empty, or is an export of mmray with no file but `files`."""
     if out.exists() and not (out.is_dir() and _is_export_or_empty(out, files)):
         raise UsageError(f"{out} exists and is not an exported model: choose another folder")
 
 
 @contextmanager
-def replacing(out: Folder, names: Sequence[str]) -> Iterator[Path]:
+def replacing(out: AnyPath, names: Sequence[str]) -> Iterator[Path]:
     """A folder of this machine for the files `names`, config.json last; when the block ends well they are `out`.
 
     Killed on the way, what was there is still whole on a disk: at its place, or beside it under .NAME.replaced. On an
     object store `out` is no model then, and can be written again. Raises OSError.
     """
     if isinstance(out, RemotePath):
-        with staged(out, names) as here:
+        with staged_upload(out, names) as here:
             yield here
             (out / CONFIG).write_text(json.dumps({MADE_BY: "on its way"}))
             for there in out.iterdir():
@@ -89,12 +88,12 @@ def replacing(out: Folder, names: Sequence[str]) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)  # what is left of it, the next export removes
 
 
-def _is_export_or_empty(folder: Folder, files: Collection[str]) -> bool:
+def _is_export_or_empty(folder: AnyPath, files: Collection[str]) -> bool:
     names = {path.name for path in folder.iterdir()}
     return not names or (names <= set(files) and CONFIG in names and _is_ours(folder / CONFIG))
 
 
-def _is_ours(config: Folder) -> bool:
+def _is_ours(config: AnyPath) -> bool:
     """Whether mmray wrote it: transformers' own has the same name."""
     try:
         values = json.loads(config.read_text())
@@ -180,14 +179,14 @@ FILES = {CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, PREPROCESSOR, PROCESSOR, 
 Item = TypeVar("Item")
 
 
-def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | Folder) -> Folder:
+def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | AnyPath) -> AnyPath:
     """Write `model` to the folder `out`, whole or not at all, and return it; an earlier export there is replaced.
 
     model: an nn.Module with embed_image and embed_text, or one that writes. spec: its `model` section as plain values,
     vocab_size settled. out: a path, or an address (s3://...).
     Raises UsageError where `out` holds something else or cannot be written.
     """
-    out = folder_at(out)
+    out = to_path(out)
     try:
         check_free(out, FILES)
     except OSError as error:
@@ -218,16 +217,16 @@ def _contents(model: Any, spec: dict[str, Any], tokenizer_json: str) -> tuple[di
     return weights, texts | {CONFIG: (theirs or {}) | config}
 
 
-def load(folder: str | Folder, device: torch.device | str = "cpu") -> Any:
+def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
     """An exported model: an Embedder of images and texts, or an Answerer where the model writes.
 
     folder: a path, or an address (s3://...). Raises UsageError where the folder holds none.
     """
-    path = folder_at(folder)
+    path = to_path(folder)
     try:
         config = json.loads((path / CONFIG).read_text())
         tokenizer_json = (path / TOKENIZER).read_text()
-        with fetched(path / WEIGHTS) as file:
+        with local_copy(path / WEIGHTS) as file:
             weights = load_weights(file)
         spec = _attributes(config["model"])
         encoder = build_encoder(tokenizer_json, spec.inputs)
