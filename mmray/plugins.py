@@ -8,7 +8,7 @@ from typing import Any
 from mmray.errors import UsageError
 
 
-def load(name: str, setting: str, known: tuple[str, ...] = ()) -> Any:
+def load_class(name: str, setting: str, known: tuple[str, ...] = ()) -> Any:
     """The class that `name` means. Raises UsageError naming the setting, and the `known` built-in names."""
     module, _, attribute = name.partition(":")
     if not attribute:

@@ -38,7 +38,7 @@ from mmray.engine.parallel.transforms import apply_transforms, compile_branches
 from mmray.engine.precision import choose, seed_everything
 from mmray.engine.state import Task
 from mmray.errors import UsageError
-from mmray.models.build import build, drawn_architecture
+from mmray.models.build import build, random_init_architecture
 from mmray.models.synthetic import synthetic_batch
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ def prepared(config: Config, group: Group, micro: int, log: MetricsLog | None = 
     trained = config.prepare.vocab_size if config.model.inputs.tokenizer == "trained" else 0
     vocab_size = config.model.vocab_size or trained or VOCAB_SIZE
     seed_everything(config.train.seed, config.train.deterministic)
-    model = build(config.model, vocab_size, drawn_architecture(config.model, vocab_size))
+    model = build(config.model, vocab_size, random_init_architecture(config.model, vocab_size))
     model = apply_transforms(model, config.train, config.optimizer, group.device)
     seeds = [group.rank * NUM_BATCHES + number for number in range(NUM_BATCHES)]
     batches = [synthetic_batch(config.model.inputs, vocab_size, micro, "cpu", seed) for seed in seeds]

@@ -18,7 +18,7 @@ from mmray.engine.collectives import Group
 from mmray.engine.oom import MemoryVote
 from mmray.engine.prefetch import Share
 from mmray.engine.train_state import Learner, Sums, loss_factors
-from mmray.objectives.protocol import Batch, Mining, Objective, ObjectiveParts, Outputs, Pairwise
+from mmray.objectives.protocol import Batch, HardNegativeMining, Objective, ObjectiveParts, Outputs, Pairwise
 
 
 # The loss of all pairs, with the texts of the other ranks coming by one rank at a time instead of all at once.
@@ -38,19 +38,19 @@ def around(
     factor: what the loss is multiplied by before the backward, the loss scale among it. A rank that finds no room hands
     the visitors on as they are, and what it returns is of no use: the others wait for them, until all ranks vote.
     """
-    home = {name: leaf for name, leaf in leaves.items() if name not in objective.visiting}
+    home = {name: leaf for name, leaf in leaves.items() if name not in objective.rotating_outputs}
     gradients = {name: torch.zeros_like(leaf) for name, leaf in home.items()}
     sums = {"loss": factor.new_zeros(())}
-    visitors = _packed({name: leaves[name].detach() for name in objective.visiting}, valid, rows)
+    visitors = _packed({name: leaves[name].detach() for name in objective.rotating_outputs}, valid, rows)
 
     def receive(visitors: Tensor, own: bool) -> None:
         for first in range(0, rows, objective.chunk):
             chunk = slice(first, min(first + objective.chunk, rows))
-            outputs, flags = _unpacked(visitors[chunk], leaves, objective.visiting)
-            found, further = objective.pairs(home, valid, outputs, flags, first if own else None)
+            outputs, flags = _unpacked(visitors[chunk], leaves, objective.rotating_outputs)
+            found, further = objective.pairwise_loss(home, valid, outputs, flags, first if own else None)
             asked = {**home, **outputs}
             flat = torch.autograd.grad(found * factor.to(found.dtype), list(asked.values()))
-            theirs = _gradients_of(visitors[chunk], leaves, objective.visiting)
+            theirs = _gradients_of(visitors[chunk], leaves, objective.rotating_outputs)
             for name, gradient in zip(asked, flat, strict=True):
                 (gradients if name in home else theirs)[name].add_(gradient)
             for name, value in {"loss": found.detach(), **further}.items():
@@ -59,9 +59,9 @@ def around(
     for hop in range(vote.group.world):
         vote.run(partial(receive, visitors, own=hop == 0))
         visitors = vote.group.shift(visitors)
-    returned = _gradients_of(visitors, leaves, objective.visiting)
+    returned = _gradients_of(visitors, leaves, objective.rotating_outputs)
     loss = sums.pop("loss")
-    return loss, sums, gradients | {name: returned[name][: len(valid)] for name in objective.visiting}
+    return loss, sums, gradients | {name: returned[name][: len(valid)] for name in objective.rotating_outputs}
 
 
 def _packed(outputs: Outputs, valid: Tensor, rows: int) -> Tensor:
@@ -99,7 +99,7 @@ class Gathered:
 
     totals: Tensor  # float64, the sum of what the ranks brought as `local`
     packed: Tensor | None = None  # [world x (1 + rows), columns], a leaf that takes gradients
-    everyone: dict[str, Any] | None = None  # as Objective.measure wants it, views of `packed`
+    everyone: dict[str, Any] | None = None  # as Objective.compute_loss wants it, views of `packed`
     shapes: dict[str, torch.Size] | None = None  # of this rank's coupled outputs, and their order in the columns
 
     def gradient_or_zeros(self, found: Tensor | None) -> Tensor:
@@ -127,7 +127,7 @@ def row_values(share: Share) -> Batch:
 
 
 def gather_outputs(
-    group: Group, embedded: list[Outputs], share: Share, local: Tensor, coupled: tuple[str, ...]
+    group: Group, embedded: list[Outputs], share: Share, local: Tensor, gathered_outputs: tuple[str, ...]
 ) -> Gathered:
     """The coupled outputs of all ranks, padded to `share.rows` a rank, and the sum of `local`, in one collective.
 
@@ -136,7 +136,7 @@ def gather_outputs(
     """
     if group.world == 1:
         return Gathered(local)
-    outputs = {name: torch.cat([part[name] for part in embedded]) for name in coupled}
+    outputs = {name: torch.cat([part[name] for part in embedded]) for name in gathered_outputs}
     columns = [output.flatten(1) for output in outputs.values()]
     dtype = torch.promote_types(torch.float32, columns[0].dtype)
     valid = torch.cat([micro["valid"] for micro in share.micros])
@@ -160,30 +160,30 @@ def gather_outputs(
 # For step.py, between its two passes, beside gather.py. What travels is token ids and positions; never pixels.
 @torch.no_grad()
 def with_partners(
-    mining: Mining, share: Share, embedded: list[Outputs], gathered: Gathered, lent: Batch
+    mining: HardNegativeMining, share: Share, embedded: list[Outputs], gathered: Gathered, lent: Batch
 ) -> list[Batch]:
     """The share's micro-batches with the columns that `mining` finds for their rows."""
     if gathered.everyone is None:
-        known = {name: torch.cat([outputs[name] for outputs in embedded]) for name in mining.looks_at}
+        known = {name: torch.cat([outputs[name] for outputs in embedded]) for name in mining.score_outputs}
         known |= {**lent, "valid": torch.cat([micro["valid"] for micro in share.micros])}
         offset = 0
     else:
-        known = {**{name: gathered.everyone[name].detach() for name in mining.looks_at}, **lent}
+        known = {**{name: gathered.everyone[name].detach() for name in mining.score_outputs}, **lent}
         known |= {"valid": gathered.everyone["valid"]}
         offset = gathered.everyone["offset"]
     micros = []
     for micro, outputs in zip(share.micros, embedded, strict=True):
-        micros.append(micro | mining.mine(outputs, micro, {**known, "offset": offset}))
+        micros.append(micro | mining.sample_hard_negatives(outputs, micro, {**known, "offset": offset}))
         offset += len(micro["valid"])
     return micros
 
 
-def borrowed(group: Group, mining: Mining, share: Share) -> Batch:
+def borrowed(group: Group, mining: HardNegativeMining, share: Share) -> Batch:
     """Columns of the batch that partners lend, of all ranks, each rank's padded to `share.rows`; in one collective.
 
     They are whole numbers, and go packed side by side, each as wide as the widest of any rank.
     """
-    columns = {name: _joined([micro[name] for micro in share.micros]) for name in mining.borrows}
+    columns = {name: _joined([micro[name] for micro in share.micros]) for name in mining.gathered_inputs}
     if group.world == 1:
         return columns
     widest = -group.smallest(-max(column[0].numel() for column in columns.values()))
@@ -219,7 +219,7 @@ def couple(
 
     Without room for them there are no gradients, but the collectives are held: other ranks wait in them.
     """
-    group, objective = learner.group, parts.cross_row
+    group, objective = learner.group, parts.global_loss
     with learner.phases("sync"):
         gathered = (
             Gathered(group.all_reduce_sum(local))
@@ -251,19 +251,19 @@ def couple(
             of_others = gathered.unpacked(group.gather_back(packed))
     gradients = vote.run(lambda: _by_micro(share, objective, found, of_others))
     if gradients:
-        sums.add({"loss": found.loss_sum, **found.further}, row_wise=False)
+        sums.add({"loss": found.loss_sum, **found.further}, local_loss=False)
     return gathered, micros, factors, sums, gradients
 
 
 def gathered_names(parts: ObjectiveParts) -> tuple[str, ...]:
     """Outputs of which everyone's rows are looked at."""
-    coupled = () if parts.cross_row is None else parts.cross_row.coupled
-    return tuple(dict.fromkeys(coupled + (() if parts.mining is None else parts.mining.looks_at)))
+    gathered_outputs = () if parts.global_loss is None else parts.global_loss.gathered_outputs
+    return tuple(dict.fromkeys(gathered_outputs + (() if parts.mining is None else parts.mining.score_outputs)))
 
 
 def travels(parts: ObjectiveParts) -> bool:
     """Whether rows go around the ring instead of to everyone at once."""
-    return isinstance(parts.cross_row, Pairwise) and parts.mining is None
+    return isinstance(parts.global_loss, Pairwise) and parts.mining is None
 
 
 def _is_small(objective: Objective, gathered: Gathered) -> bool:
@@ -285,8 +285,8 @@ class LossGradients:
 
 def _leaves(objective: Objective, embedded: list[Outputs]) -> Outputs:
     """The outputs of all micro-batches as one, asking for a gradient."""
-    leaves = {name: torch.cat([outputs[name].detach() for outputs in embedded]) for name in objective.coupled}
-    leaves |= {name: embedded[0][name].clone() for name in objective.shared}
+    leaves = {name: torch.cat([outputs[name].detach() for outputs in embedded]) for name in objective.gathered_outputs}
+    leaves |= {name: embedded[0][name].clone() for name in objective.scalar_outputs}
     for leaf in leaves.values():
         leaf.requires_grad_()
     return leaves
@@ -298,7 +298,7 @@ def _loss_and_gradients(
     """The loss of this rank's rows against everyone's, and its gradients at both."""
     leaves = _leaves(objective, embedded)
     with learner.phases("forward"):
-        loss_sum, _, further = objective.measure(leaves, row_values(share), gathered.everyone)
+        loss_sum, _, further = objective.compute_loss(leaves, row_values(share), gathered.everyone)
         loss = (loss_sum.reshape(-1) * factor.to(loss_sum.dtype)).sum()
     wanted = [*leaves.values(), *([] if gathered.packed is None else [gathered.packed])]
     with learner.phases("backward"):
@@ -317,22 +317,24 @@ def _loss_of_all(
     assert gathered.everyone is not None
     world, offset = learner.group.world, gathered.everyone["offset"]
     mine = slice(offset, offset + sum(len(micro["valid"]) for micro in share.micros))
-    leaves = _leaves(objective, [gathered.everyone | {name: embedded[0][name] for name in objective.shared}])
+    leaves = _leaves(objective, [gathered.everyone | {name: embedded[0][name] for name in objective.scalar_outputs}])
     with learner.phases("forward"):
-        loss_sum, _, further = objective.measure(leaves, {"valid": gathered.everyone["valid"]})
+        loss_sum, _, further = objective.compute_loss(leaves, {"valid": gathered.everyone["valid"]})
         loss = (loss_sum.reshape(-1) * factor.to(loss_sum.dtype)).sum()
     with learner.phases("backward"):
         found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
     gradients = dict(zip(leaves, found, strict=True))
-    own = {name: gradients[name][mine] for name in objective.coupled}
-    own |= {name: gradients[name] / world for name in objective.shared}
+    own = {name: gradients[name][mine] for name in objective.gathered_outputs}
+    own |= {name: gradients[name] / world for name in objective.scalar_outputs}
     return LossGradients(loss_sum.detach() / world, {name: value / world for name, value in further.items()}, own, None)
 
 
 def _by_micro(share: Share, objective: Objective, found: LossGradients, of_others: Outputs) -> list[Outputs]:
     """Gradients of the outputs of each micro-batch: what this rank's losses gave them, and all ranks' losses."""
     sizes = [len(micro["valid"]) for micro in share.micros]
-    flat = {name: found.own[name] + of_others[name] if of_others else found.own[name] for name in objective.coupled}
+    flat = {
+        name: found.own[name] + of_others[name] if of_others else found.own[name] for name in objective.gathered_outputs
+    }
     sliced = {name: gradient.split(sizes) for name, gradient in flat.items()}
-    whole = {name: found.own[name] for name in objective.shared}
+    whole = {name: found.own[name] for name in objective.scalar_outputs}
     return [whole | {name: sliced[name][index] for name in sliced} for index in range(len(sizes))]

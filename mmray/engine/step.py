@@ -26,7 +26,7 @@ from mmray.engine.parallel import wrap
 from mmray.engine.prefetch import Share
 from mmray.engine.train_state import Learner, SeedOf, Sums, forward_of, loss_factors, row_wise_loss
 from mmray.errors import is_out_of_memory
-from mmray.objectives.protocol import ObjectiveParts, Outputs, parts_of
+from mmray.objectives.protocol import ObjectiveParts, Outputs, split_objective
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ def optimizer_step(learner: Learner, share: Share, seed_of: SeedOf, stop: bool =
 
 def accumulate(learner: Learner, share: Share, seed_of: SeedOf, stop: bool = False) -> Found:
     """Add the gradient of the global batch to the weights, scaled by the scaler. Raises as `optimizer_step` does."""
-    parts = parts_of(learner.objective)
+    parts = split_objective(learner.objective)
     local = _local_totals(parts, share, stop)
-    run = _cached_accumulation if parts.cross_row is not None or parts.mining is not None else _plain_accumulation
+    run = _cached_accumulation if parts.global_loss is not None or parts.mining is not None else _plain_accumulation
     found = run(learner, parts, share, local, seed_of, MemoryVote(learner.group, learner.may_vote, learner.phases))
     with learner.phases("sync"):
         wrap.finalize_gradients(learner.model, learner.group)
@@ -91,7 +91,7 @@ def accumulate(learner: Learner, share: Share, seed_of: SeedOf, stop: bool = Fal
 
 def _local_totals(parts: ObjectiveParts, share: Share, stop: bool) -> Tensor:
     """This rank's part of the objective's counts, and its wish to stop: float64 [K + 1]."""
-    objectives = [part for part in (parts.cross_row, parts.row_wise) if part is not None]
+    objectives = [part for part in (parts.global_loss, parts.local_loss) if part is not None]
     counts = [torch.stack([part.count(micro) for micro in share.micros]).double().sum(0) for part in objectives]
     flat = torch.cat([count.reshape(-1) for count in counts])
     return torch.cat([flat, flat.new_full((1,), stop)])
@@ -129,14 +129,14 @@ def _constrain(module: nn.Module) -> None:
 def suspects(learner: Learner, share: Share) -> Tensor:
     """Positions in the run's order of this rank's rows for which the model's outputs are not finite."""
     model, found = wrap.without_sync(learner.model), [torch.zeros(0, dtype=torch.int64)]
-    mining = parts_of(learner.objective).mining
+    mining = split_objective(learner.objective).mining
     for index, micro in enumerate(share.micros):
         with wrap.preserve_buffers(wrap.unwrap(model)):
             outputs = forward_of(learner, model, micro, share, index, lambda _: 0)
             if mining is not None:  # partners from the same micro-batch: what the model makes of a pair shows as well
-                near = {name: outputs[name] for name in mining.looks_at}
-                near |= {name: micro[name] for name in (*mining.borrows, "valid")}
-                paired = micro | mining.mine(outputs, micro, {**near, "offset": 0})
+                near = {name: outputs[name] for name in mining.score_outputs}
+                near |= {name: micro[name] for name in (*mining.gathered_inputs, "valid")}
+                paired = micro | mining.sample_hard_negatives(outputs, micro, {**near, "offset": 0})
                 outputs = forward_of(learner, model, paired, share, index, lambda _: 0)
         rows = [
             output.reshape(len(output), -1)
@@ -152,8 +152,8 @@ def _plain_accumulation(
     learner: Learner, parts: ObjectiveParts, share: Share, local: Tensor, seed_of: SeedOf, vote: MemoryVote
 ) -> Found:
     """Plain accumulation: right for a loss in which every row stands alone."""
-    row_wise = parts.row_wise
-    assert row_wise is not None
+    local_loss = parts.local_loss
+    assert local_loss is not None
     with learner.phases("sync"):
         totals = learner.group.all_reduce_sum(local)
     _, factor = loss_factors(learner, parts, share, totals)
@@ -161,8 +161,8 @@ def _plain_accumulation(
 
     def forward(index: int) -> tuple[Tensor, dict[str, Tensor]]:
         outputs = forward_of(learner, learner.model, share.micros[index], share, index, seed_of)
-        scaled = row_wise_loss(row_wise, outputs, share.micros[index], factor, sums)
-        return scaled, {name: outputs[name].detach() for name in learner.objective.shared}
+        scaled = row_wise_loss(local_loss, outputs, share.micros[index], factor, sums)
+        return scaled, {name: outputs[name].detach() for name in learner.objective.scalar_outputs}
 
     def backward(index: int) -> None:
         scaled, _ = forward(index)
@@ -196,8 +196,8 @@ def _cached_accumulation(
 
     def backward(index: int, outputs: Outputs) -> None:
         roots = _roots(parts, outputs, gradients[index], with_shared=index == last)
-        if parts.row_wise is not None:
-            roots.append((row_wise_loss(parts.row_wise, outputs, micros[index], factors[1], sums), None))
+        if parts.local_loss is not None:
+            roots.append((row_wise_loss(parts.local_loss, outputs, micros[index], factors[1], sums), None))
         with learner.phases("backward"):
             torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
 
@@ -209,7 +209,7 @@ def _cached_accumulation(
             vote.run(partial(again, index))
     with wrap.maybe_no_sync(model, last=True):
         backward(last, vote.run_and_agree(lambda: forward(last)))
-    return Found(sums.found, {name: embedded[0][name] for name in learner.objective.shared}, gathered.totals)
+    return Found(sums.found, {name: embedded[0][name] for name in learner.objective.scalar_outputs}, gathered.totals)
 
 
 def _embed(
@@ -220,7 +220,7 @@ def _embed(
     Where partners are to be found no graph is of use: the model has not yet seen them.
     """
     model, micros = learner.model, share.micros
-    names = dict.fromkeys((*gathered_names(parts), *learner.objective.shared))
+    names = dict.fromkeys((*gathered_names(parts), *learner.objective.scalar_outputs))
     first: list[Outputs] = []
     if parts.mining is None:
         with wrap.maybe_no_sync(model, last=len(micros) == 1):
@@ -241,7 +241,7 @@ def _roots(
 
     Outputs that belong to the step take their gradient once.
     """
-    if parts.cross_row is None:
+    if parts.global_loss is None:
         return []
-    names = parts.cross_row.coupled + (parts.cross_row.shared if with_shared else ())
+    names = parts.global_loss.gathered_outputs + (parts.global_loss.scalar_outputs if with_shared else ())
     return [(outputs[name], gradients[name]) for name in names if outputs[name].requires_grad]

@@ -56,7 +56,7 @@ def loss_factors(learner: Learner, parts: ObjectiveParts, share: Share, totals: 
     Of the cross-row part, and of the row-wise one, each with the loss scale.
     """
     factors = learner.group.world / totals[:-1].clamp(min=1)
-    num_cross_row = 0 if parts.cross_row is None else parts.cross_row.count(share.micros[0]).numel()
+    num_cross_row = 0 if parts.global_loss is None else parts.global_loss.count(share.micros[0]).numel()
     scaled = learner.scaler.scale(factors)
     return scaled[:num_cross_row], scaled[num_cross_row:]
 
@@ -68,8 +68,8 @@ class Sums:
         self._sizes = num_cross_row, num_row_wise
         self.found: dict[str, Tensor] = {}
 
-    def add(self, sums: dict[str, Tensor], row_wise: bool) -> None:
-        padding = (self._sizes[0], 0) if row_wise else (0, self._sizes[1])
+    def add(self, sums: dict[str, Tensor], local_loss: bool) -> None:
+        padding = (self._sizes[0], 0) if local_loss else (0, self._sizes[1])
         for name, value in sums.items():
             placed = value.detach().reshape(-1)
             if any(padding):
@@ -77,8 +77,8 @@ class Sums:
             self.found[name] = self.found[name] + placed if name in self.found else placed
 
 
-def row_wise_loss(row_wise: Objective, outputs: Outputs, micro: Batch, factor: Tensor, sums: Sums) -> Tensor:
+def row_wise_loss(local_loss: Objective, outputs: Outputs, micro: Batch, factor: Tensor, sums: Sums) -> Tensor:
     """The row-wise part in one micro-batch, as a scalar to go backward from."""
-    loss_sum, _, further = row_wise.measure(outputs, micro)
-    sums.add({"loss": loss_sum, **further}, row_wise=True)
+    loss_sum, _, further = local_loss.compute_loss(outputs, micro)
+    sums.add({"loss": loss_sum, **further}, local_loss=True)
     return (loss_sum.reshape(-1) * factor.to(loss_sum.dtype)).sum()

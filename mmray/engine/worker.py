@@ -34,7 +34,7 @@ from mmray.engine.precision import seed_everything
 from mmray.engine.state import Callback, State, Task
 from mmray.engine.worker_context import Advising, Job, Line, Report
 from mmray.errors import MmrayError, UsageError
-from mmray.evaluate.build import check_scored, evaluator_of
+from mmray.evaluate.build import build_evaluator, check_evaluable
 from mmray.models.build import build
 from mmray.models.fusion import LabelTexts
 from mmray.storage.paths import to_path
@@ -64,7 +64,7 @@ def _work(
     cut = config.train.parallel == "fsdp" and group.world > 1
     model = _model(job, None if found is None else files.load_meta(found)["architecture"], device)
     if job.eval_set is not None:
-        check_scored(config, model)
+        check_evaluable(config, model)
     objective = objectives.build(config.objective)
     rehearsed = rehearse_job(job, learner_of(config, model, objective, group), start.plan)
     stored = None if found is None else partial(files.load, found)
@@ -145,7 +145,7 @@ def _callbacks(
     job: Job, keeper: CheckpointManager | None, device: torch.device, line: Line, pulse: Heartbeat
 ) -> tuple[Callback, ...]:
     """The user's own, the heartbeat, and on rank 0 what people are told."""
-    own = [plugins.load(name, "train.callbacks")() for name in job.config.train.callbacks]
+    own = [plugins.load_class(name, "train.callbacks")() for name in job.config.train.callbacks]
     if keeper is None:
         return (*own, pulse)
     advising = Advising(partial(reporting.advise, job, line.report, device))
@@ -199,7 +199,7 @@ def _evaluator(
 ) -> Callable[[int, nn.Module], dict[str, float]] | None:
     if job.eval_set is None:
         return None
-    scorer = evaluator_of(job.config, job.eval_set, job.tokenizer_json)
+    scorer = build_evaluator(job.config, job.eval_set, job.tokenizer_json)
     chosen = precision.choose(number_format, group.device)
 
     def evaluate(step: int, model: nn.Module) -> dict[str, float]:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from mmray.config import Evaluate, Inputs
 
 Batch = dict[str, Tensor]
-Read = tuple[np.ndarray, Block, list[Any], int]
-Found = Read | FileNotFoundError | ValueError
+EvalRow = tuple[np.ndarray, Block, list[Any], int]
+EvalRowOrError = EvalRow | FileNotFoundError | ValueError
 
 
 @dataclass
@@ -85,18 +85,18 @@ class EvalBatches:
         if self.apart is not None:
             self.apart.close()
 
-    def _ask(self, pool: ThreadPoolExecutor, rows: np.ndarray) -> list[Future[list[Found]]]:
+    def _ask(self, pool: ThreadPoolExecutor, rows: np.ndarray) -> list[Future[list[EvalRowOrError]]]:
         """Jobs of few rows each that lie together, so that a store is asked once for all of them."""
         return [pool.submit(self._read_all, rows[at : at + BATCH_ROWS]) for at in range(0, len(rows), BATCH_ROWS)]
 
-    def _read_all(self, rows: np.ndarray) -> list[Found]:
+    def _read_all(self, rows: np.ndarray) -> list[EvalRowOrError]:
         """What `read` gives for each of these rows, or what it raises."""
         records: list[Row | None]
         try:
             records = [*self.prepared.read(rows)]
         except ROW_ERRORS:  # at one of them; which, shows row by row
             records = [None] * len(rows)
-        found: list[Found] = []
+        found: list[EvalRowOrError] = []
         for row, record in zip(rows.tolist(), records, strict=True):
             try:
                 found.append(self._made(record) if record else self.read(row))
@@ -104,11 +104,11 @@ class EvalBatches:
                 found.append(error)
         return found
 
-    def read(self, row: int) -> Read:
+    def read(self, row: int) -> EvalRow:
         """Pixels, columns of boxes, words and label of one row. Raises OSError or ValueError (BadImage is one)."""
         return self._made(self.prepared.read(np.array([row]))[0])
 
-    def _made(self, record: Row) -> Read:
+    def _made(self, record: Row) -> EvalRow:
         if not record.is_intact:
             raise ValueError(f"{record.key} ({record.source}): its images are not those that were prepared")
         if self.apart is not None:
@@ -128,7 +128,7 @@ class EvalBatches:
         columns = {"boxes": found[None], "box_labels": labels[None], "num_boxes": np.array([count], np.int32)}
         return to_pixels(rgb, *square), columns
 
-    def _collate(self, rows: np.ndarray, found: Iterable[Found]) -> Batch | None:
+    def _collate(self, rows: np.ndarray, found: Iterable[EvalRowOrError]) -> Batch | None:
         """The batch of what could be read; None when nothing could."""
         good, pixels, boxed, labels, texts, owner = [], [], [], [], [], []
         for row, one in zip(rows.tolist(), found, strict=True):
@@ -163,7 +163,7 @@ class EvalBatches:
         )
 
 
-class HeldOut:
+class EvalDataset:
     """A set of held-out rows and how a model's inputs are made of them: what each evaluator is built upon."""
 
     def __init__(

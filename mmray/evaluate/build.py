@@ -8,33 +8,36 @@ from torch import nn
 
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.evaluate.evaluator import Evaluator
-from mmray.evaluate.generation import LanguageEvaluator
+from mmray.evaluate.generation import GenerationEvaluator
 from mmray.models import protocol
 
 if TYPE_CHECKING:
     from mmray.config import Config
 
-BEST = {True: "evaluate/loss", False: "evaluate/recall_at_1/mean"}  # by whether it writes: what the best model is
+BEST_METRIC = {
+    True: "evaluate/loss",
+    False: "evaluate/recall_at_1/mean",
+}  # by whether it writes: what the best model is
 
 
-def evaluator_of(config: Config, prepared: PreparedSet, tokenizer_json: str) -> Any:
+def build_evaluator(config: Config, prepared: PreparedSet, tokenizer_json: str) -> Any:
     """The evaluator of this run's sort of model over a set of held-out rows."""
     inputs = config.model.inputs
-    kind = LanguageEvaluator if writes(config) else Evaluator
+    kind = GenerationEvaluator if is_generative(config) else Evaluator
     return kind(prepared, inputs, tokenizer_json, config.evaluate, config.prepare.max_pixels)
 
 
-def check_scored(config: Config, model: nn.Module) -> None:
+def check_evaluable(config: Config, model: nn.Module) -> None:
     """Raise UsageError where the model lacks what its evaluator calls."""
-    if not writes(config):
-        protocol.check_scored(model, config.model.kind)
+    if not is_generative(config):
+        protocol.validate_embedding_model(model, config.model.kind)
 
 
-def writes(config: Config) -> bool:
+def is_generative(config: Config) -> bool:
     """Whether the model writes, instead of giving embeddings."""
     return hasattr(config.model.inputs, "chat")
 
 
-def best_by(config: Config) -> str:
+def best_metric(config: Config) -> str:
     """The metric by which a checkpoint is kept beside the newest."""
-    return BEST[writes(config)]
+    return BEST_METRIC[is_generative(config)]

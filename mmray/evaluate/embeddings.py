@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Embedded:
+class EmbeddingSet:
     """Embeddings on the CPU, sorted by row: of each row's image, and of every caption with its row.
 
     Images may share a caption, word for word (those of a class do, where captions are made of its name). Whatever has
@@ -24,7 +24,7 @@ class Embedded:
     label: Tensor  # int64 [N], -1 where there is none
     right: Tensor  # int64 [3]: the classification head's rights among the top 1, the top 5, and the labelled rows
     regions: Tensor  # int64 [3]: the same of the boxes that the region head names
-    shared: dict[str, Tensor]  # outputs of the model that belong to no row, such as the temperature
+    scalar_outputs: dict[str, Tensor]  # outputs of the model that belong to no row, such as the temperature
 
     @property
     def of(self) -> Tensor:
@@ -42,16 +42,16 @@ class Embedded:
         return right
 
 
-def one_of_each(text: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
+def dedupe_texts(text: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
     """Embeddings of captions [C, D], those of the same text made one; and numbers of the texts, int64 [C].
 
     `said` int64 [C] is the same for the same text. The first of a text counts: the rest differ by rounding.
     """
     _, number = said.unique(return_inverse=True)
-    return text[first_of(number)][number], number
+    return text[first_index(number)][number], number
 
 
-def first_of(number: Tensor) -> Tensor:
+def first_index(number: Tensor) -> Tensor:
     """Where each of the numbers 0, 1, ... stands first."""
     places = torch.arange(len(number))
     least = torch.full((int(number.max()) + 1 if len(number) else 0,), len(number))

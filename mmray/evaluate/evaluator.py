@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from mmray.data.stream.reader import NO_LABEL
 from mmray.errors import DataError
-from mmray.evaluate.batches import Batch, EvalBatches, HeldOut
-from mmray.evaluate.classes import TOP, accuracies, ensemble, prompted, right_at
-from mmray.evaluate.embeddings import Embedded, first_of, one_of_each
-from mmray.evaluate.examples import examples_of
-from mmray.evaluate.retrieval import exact, ranks, retrieval_metrics
+from mmray.evaluate.batches import Batch, EvalBatches, EvalDataset
+from mmray.evaluate.embeddings import EmbeddingSet, dedupe_texts, first_index
+from mmray.evaluate.examples import retrieval_examples
+from mmray.evaluate.retrieval import compute_ranks, exact, retrieval_metrics
+from mmray.evaluate.zero_shot import TOP_K, class_embeddings, fill_prompts, topk_accuracy, topk_correct
 from mmray.models.fusion import LabelTexts
 from mmray.models.synthetic import synthetic_batch
-from mmray.objectives.protocol import Objective, parts_of
+from mmray.objectives.protocol import Objective, split_objective
 
 
 class Group(Protocol):
@@ -42,7 +42,7 @@ class Group(Protocol):
         """Rows of all ranks in rank order; the ranks may bring different numbers of rows."""
 
 
-class Evaluator(HeldOut):
+class Evaluator(EvalDataset):
     """Scores a model with embeddings of images and texts on one set of held-out rows, as often as wanted."""
 
     def score(
@@ -60,50 +60,52 @@ class Evaluator(HeldOut):
         """
         settings = self._settings
         batches = self._batches(group.rank, group.world, settings.limit)
-        embedded = embed(model, batches, group, objective, settings.chunk)
+        embedded = embed_dataset(model, batches, group, objective, settings.chunk)
         bad_rows = int(group.gather_plain(torch.tensor([len(batches.faults)])).sum())
         if len(embedded.row) == 0:
             raise DataError(f"none of {bad_rows} evaluation rows can be read, {'; '.join(batches.faults[:1])}")
-        found = ranks_both_ways(embedded, group, settings.chunk)
-        metrics = score_embedded(embedded, found, group, objective, global_rows, settings.chunk)
+        found = retrieval_ranks(embedded, group, settings.chunk)
+        metrics = retrieval_scores(embedded, found, group, objective, global_rows, settings.chunk)
         if show is not None:
-            show(examples_of(embedded, found, self._prepared, settings.chunk, group.device, self._max_pixels))
+            show(retrieval_examples(embedded, found, self._prepared, settings.chunk, group.device, self._max_pixels))
         if classes := settings.classes or self._prepared.manifest.class_names:
             metrics |= self._zero_shot(model, embedded, group, classes)
         if (head := class_head(model)) is not None:
-            metrics |= accuracies(embedded.right, "classification", head.out_features)
+            metrics |= topk_accuracy(embedded.right, "classification", head.out_features)
         if (labels := region_labels(model)) is not None:
-            metrics |= accuracies(embedded.regions, "regions", int(labels.named.sum()), "boxes")
+            metrics |= topk_accuracy(embedded.regions, "regions", int(labels.named.sum()), "boxes")
         return metrics | {"bad_rows": float(bad_rows)}
 
     @torch.no_grad()
     def _zero_shot(
-        self, model: nn.Module, embedded: Embedded, group: Group, classes: tuple[str, ...]
+        self, model: nn.Module, embedded: EmbeddingSet, group: Group, classes: tuple[str, ...]
     ) -> dict[str, float]:
         """Accuracy of the nearest class, each rank judging its part of the rows."""
         prompts, language = self._settings.prompts, self._settings.language
-        said = [self._encoder.format_caption(text, language) for text in prompted(classes, prompts)]
+        said = [self._encoder.format_caption(text, language) for text in fill_prompts(classes, prompts)]
         ids, num_tokens = self._encoder.encode(said)
         mask = (torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]).long()
-        with evaluating(model):
+        with eval_mode(model):
             text = _embed_texts(model, torch.from_numpy(ids.astype("int64")), mask, self._settings.batch, group.device)
-        weights, mine = ensemble(text, len(prompts)), slice(group.rank, None, group.world)
+        weights, mine = class_embeddings(text, len(prompts)), slice(group.rank, None, group.world)
         image, label = (
             embedded.image[mine].split(self._settings.chunk),
             embedded.label[mine].split(self._settings.chunk),
         )
-        found = [right_at(exact(rows) @ exact(weights).T, labels) for rows, labels in zip(image, label, strict=True)]
+        found = [
+            topk_correct(exact(rows) @ exact(weights).T, labels) for rows, labels in zip(image, label, strict=True)
+        ]
         right = group.gather_plain(torch.stack([torch.zeros(3, dtype=torch.int64), *found]).sum(0)[None]).sum(0)
-        return accuracies(right.cpu(), "zero_shot", len(classes))
+        return topk_accuracy(right.cpu(), "zero_shot", len(classes))
 
 
-def ranks_both_ways(embedded: Embedded, group: Group, chunk: int) -> dict[str, Tensor]:
+def retrieval_ranks(embedded: EmbeddingSet, group: Group, chunk: int) -> dict[str, Tensor]:
     """Rank of every image among captions and of every caption among images, int64 on the CPU, in their order.
 
     An image's right answers are its captions and any others of the same text; a caption's are the images with its text.
     """
     said = embedded.said
-    text, right = embedded.text[first_of(said)], torch.stack([embedded.of, said])
+    text, right = embedded.text[first_index(said)], torch.stack([embedded.of, said])
     images = _ranks(embedded.image, text, right, group, chunk, said.bincount())
     texts = _ranks(text, embedded.image, right.flip(0), group, chunk)
     return {"image_to_text": images, "text_to_image": texts[said]}
@@ -116,13 +118,13 @@ def _ranks(
     mine = slice(group.rank, None, group.world)
     own = right[:, right[0] % group.world == group.rank]
     own = torch.stack([own[0] // group.world, own[1]])
-    found = group.gather_plain(ranks(queries[mine], gallery, own, chunk, group.device, copies)).cpu()
+    found = group.gather_plain(compute_ranks(queries[mine], gallery, own, chunk, group.device, copies)).cpu()
     dealt = torch.cat([torch.arange(len(queries))[rank :: group.world] for rank in range(group.world)])
     return torch.empty_like(found).scatter_(0, dealt, found)
 
 
-def score_embedded(
-    embedded: Embedded, found: dict[str, Tensor], group: Group, objective: Objective, global_rows: int, chunk: int
+def retrieval_scores(
+    embedded: EmbeddingSet, found: dict[str, Tensor], group: Group, objective: Objective, global_rows: int, chunk: int
 ) -> dict[str, float]:
     """recall_at_{1,5,10} and median_rank, each /image_to_text and /text_to_image; recall_at_1/mean; loss; rows.
 
@@ -135,28 +137,30 @@ def score_embedded(
         metrics |= retrieval_metrics(its_ranks, direction)
     both = [metrics[f"recall_at_1/{direction}"] for direction in ("image_to_text", "text_to_image")]
     metrics["recall_at_1/mean"] = sum(both) / 2
-    cross_row = parts_of(objective).cross_row
-    if cross_row is not None and set(cross_row.coupled) <= {"image_embed", "text_embed"}:
-        metrics["loss"] = _loss(embedded, group, cross_row, global_rows, chunk)
+    global_loss = split_objective(objective).global_loss
+    if global_loss is not None and set(global_loss.gathered_outputs) <= {"image_embed", "text_embed"}:
+        metrics["loss"] = _loss(embedded, group, global_loss, global_rows, chunk)
     return metrics | {"rows": float(len(embedded.row))}
 
 
 @torch.no_grad()
-def embed(model: nn.Module, batches: EvalBatches, group: Group, objective: Objective, chunk: int) -> Embedded:
+def embed_dataset(
+    model: nn.Module, batches: EvalBatches, group: Group, objective: Objective, chunk: int
+) -> EmbeddingSet:
     """Embeddings of all ranks' rows, the same on every rank; they travel `chunk` rows of a rank at a time."""
-    with evaluating(model):
+    with eval_mode(model):
         # One row of noise: a rank may have no row of its own, and must know the width and the shared outputs as well.
         outputs = model(synthetic_batch(batches.inputs, 1, 1, group.device))
         none = {"row": torch.zeros(0, dtype=torch.int64), "image": outputs["image_embed"][:0].float().cpu()}
-        right = torch.zeros(0, len(TOP) + 1, dtype=torch.int64)
+        right = torch.zeros(0, len(TOP_K) + 1, dtype=torch.int64)
         none |= {"label": none["row"], "owner": none["row"], "said": none["row"], "text": none["image"]}
         parts = [none | {"right": right, "regions": right}]
         parts += [_embed_batch(model, batch, batches.batch, group.device) for batch in batches]
     mine = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     everyone = {name: _gather(mine[name], group, chunk) for name in mine}
     by_row, by_owner = everyone["row"].argsort(), everyone["owner"].argsort(stable=True)
-    text, said = one_of_each(everyone["text"][by_owner], everyone["said"][by_owner])
-    return Embedded(
+    text, said = dedupe_texts(everyone["text"][by_owner], everyone["said"][by_owner])
+    return EmbeddingSet(
         row=everyone["row"][by_row],
         image=everyone["image"][by_row],
         owner=everyone["owner"][by_owner],
@@ -165,7 +169,7 @@ def embed(model: nn.Module, batches: EvalBatches, group: Group, objective: Objec
         label=everyone["label"][by_row],
         right=everyone["right"].sum(dim=0),
         regions=everyone["regions"].sum(dim=0),
-        shared={name: outputs[name].detach() for name in objective.shared},
+        scalar_outputs={name: outputs[name].detach() for name in objective.scalar_outputs},
     )
 
 
@@ -174,7 +178,7 @@ def _embed_batch(model: Any, batch: Batch, text_rows: int, device: torch.device)
     text = _embed_texts(model, batch["input_ids"], batch["attention_mask"], text_rows, device)
     image = model.embed_image(batch["image"].to(device)).float().cpu()
     embedded = {"row": batch["row"], "image": image, "owner": batch["owner"], "said": batch["said"], "text": text}
-    judged = {"right": _classified(model, batch, device), "regions": _named(model, batch, device)}
+    judged = {"right": _class_correct(model, batch, device), "regions": _region_correct(model, batch, device)}
     return embedded | judged | {"label": batch["label"]}
 
 
@@ -190,15 +194,15 @@ def class_head(model: Any) -> nn.Linear | None:
     return head
 
 
-def _classified(model: Any, batch: Batch, device: torch.device) -> Tensor:
+def _class_correct(model: Any, batch: Batch, device: torch.device) -> Tensor:
     """What the head judges rightly, each image with its first caption: a row of `right_at`, int64 [1, 3]."""
     head = class_head(model)
     if head is None:
-        return torch.zeros(1, len(TOP) + 1, dtype=torch.int64)
+        return torch.zeros(1, len(TOP_K) + 1, dtype=torch.int64)
     first = torch.searchsorted(batch["owner"], batch["row"])
     ids, mask = batch["input_ids"][first].to(device), batch["attention_mask"][first].to(device)
     logits = head(model.embed_pair(batch["image"].to(device), ids, mask))
-    return right_at(logits.float().cpu(), batch["label"])[None]
+    return topk_correct(logits.float().cpu(), batch["label"])[None]
 
 
 def region_labels(model: Any) -> LabelTexts | None:
@@ -207,17 +211,17 @@ def region_labels(model: Any) -> LabelTexts | None:
     return labels if isinstance(labels, LabelTexts) else None
 
 
-def _named(model: Any, batch: Batch, device: torch.device) -> Tensor:
+def _region_correct(model: Any, batch: Batch, device: torch.device) -> Tensor:
     """What the model names rightly of the labelled boxes: a row of `right_at`, int64 [1, 3]."""
     if region_labels(model) is None or "boxes" not in batch:
-        return torch.zeros(1, len(TOP) + 1, dtype=torch.int64)
-    logits = model.name_regions(batch["image"].to(device), batch["boxes"].to(device)).float().cpu()
+        return torch.zeros(1, len(TOP_K) + 1, dtype=torch.int64)
+    logits = model.classify_regions(batch["image"].to(device), batch["boxes"].to(device)).float().cpu()
     label = torch.where(batch["box_mask"], batch["box_labels"], NO_LABEL)
-    return right_at(logits.flatten(0, 1), label.flatten())[None]
+    return topk_correct(logits.flatten(0, 1), label.flatten())[None]
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """The model in evaluation mode; afterwards it is as it was."""
     was_training = model.training
     model.eval()
@@ -237,7 +241,7 @@ def _gather(rows: Tensor, group: Group, chunk: int) -> Tensor:
 
 
 @torch.no_grad()
-def _loss(embedded: Embedded, group: Group, objective: Objective, global_rows: int, chunk: int) -> float:
+def _loss(embedded: EmbeddingSet, group: Group, objective: Objective, global_rows: int, chunk: int) -> float:
     """Mean loss over consecutive groups of `global_rows` rows with their first captions; the last may be smaller.
 
     The groups, not the ranks, say which rows meet, and the sums are added in one order: the world size leaves no trace.
@@ -248,7 +252,7 @@ def _loss(embedded: Embedded, group: Group, objective: Objective, global_rows: i
     for index in range(group.rank, len(pairs), group.world):
         rows = slice(*pairs[index])
         image, text = embedded.image[rows], embedded.text[first_caption[rows]]
-        total, count = _loss_of_group(image, text, embedded.shared, group.device, objective, chunk)
+        total, count = _loss_of_group(image, text, embedded.scalar_outputs, group.device, objective, chunk)
         sums.append(torch.tensor([[index, total, count]], dtype=torch.float64))
     everyone = group.gather_plain(torch.cat(sums)).cpu()
     _, total, count = everyone[everyone[:, 0].argsort()].sum(dim=0).tolist()
@@ -267,6 +271,6 @@ def _loss_of_group(
             rows = slice(start, start + chunk)
             everyone = {"image_embed": image, "text_embed": text, "valid": valid, "offset": start}
             outputs = {"image_embed": image[rows], "text_embed": text[rows], **shared}
-            loss_sum, rows_counted, _ = objective.measure(outputs, {"valid": valid[rows]}, everyone)
+            loss_sum, rows_counted, _ = objective.compute_loss(outputs, {"valid": valid[rows]}, everyone)
             total, count = total + float(loss_sum.sum()), count + float(rows_counted.reshape(-1)[0])
     return total, count

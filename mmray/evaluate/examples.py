@@ -18,11 +18,11 @@ from torch import Tensor
 from mmray.data.images.decode import decode
 from mmray.data.images.thumbnail import thumbnail
 from mmray.data.store.prepared_set import PreparedSet, Row
-from mmray.evaluate.embeddings import Embedded
-from mmray.evaluate.retrieval import top
+from mmray.evaluate.embeddings import EmbeddingSet
+from mmray.evaluate.retrieval import top_k
 
-SHOWN = 6  # of hits, and of misses, each way
-TOP = 5
+NUM_SHOWN = 6  # of hits, and of misses, each way
+TOP_K = 5
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class _Shown:
     right: list[bool]
 
 
-def examples_of(
-    embedded: Embedded,
+def retrieval_examples(
+    embedded: EmbeddingSet,
     found: dict[str, Tensor],
     prepared: PreparedSet,
     chunk: int,
@@ -68,30 +68,30 @@ def examples_of(
     image = _Side(embedded.image, embedded.row, torch.zeros_like(embedded.row))
     sides = {"image_to_text": (image, text), "text_to_image": (text, image)}
     right = {"image_to_text": embedded.right_captions, "text_to_image": embedded.right_images}
-    shown = {way: _chosen(*sides[way], right[way], found[way], chunk, device) for way in sides}
-    rows = _read(prepared, {row for way in sides for row in _rows_of(shown[way], *sides[way])})
-    told: dict[str, Any] = {way: [_told(item, *sides[way], rows) for item in shown[way]] for way in sides}
+    shown = {way: _top_answers(*sides[way], right[way], found[way], chunk, device) for way in sides}
+    rows = _read_rows(prepared, {row for way in sides for row in _rows_of(shown[way], *sides[way])})
+    told: dict[str, Any] = {way: [_format_query(item, *sides[way], rows) for item in shown[way]] for way in sides}
     looked_at = {item["row"] for way in sides for item in told[way]}
     looked_at |= {answer["row"] for item in told["text_to_image"] for answer in item["answers"]}
-    pictures = _pictures({number: rows[number] for number in sorted(looked_at & rows.keys())}, max_pixels)
+    pictures = _thumbnails({number: rows[number] for number in sorted(looked_at & rows.keys())}, max_pixels)
     return {"rows": len(embedded.row), **told, "pictures": pictures}
 
 
-def chosen_queries(ranks: Tensor, shown: int = SHOWN) -> Tensor:
+def select_queries(ranks: Tensor, shown: int = NUM_SHOWN) -> Tensor:
     """Numbers of the queries to show, int64: `shown` hits (rank 1), then `shown` misses, or as many as there are."""
     hits, misses = (ranks == 1).nonzero().flatten(), (ranks > 1).nonzero().flatten()
     by_rank = misses[ranks[misses].argsort(stable=True)]
-    return torch.cat([_spread(hits, shown), _spread(by_rank, shown)])
+    return torch.cat([_evenly_spaced(hits, shown), _evenly_spaced(by_rank, shown)])
 
 
-def _spread(numbers: Tensor, wanted: int) -> Tensor:
+def _evenly_spaced(numbers: Tensor, wanted: int) -> Tensor:
     """`wanted` of the numbers at even distances, first and last included."""
     if len(numbers) <= wanted:
         return numbers
     return numbers[torch.arange(wanted) * (len(numbers) - 1) // (wanted - 1)]
 
 
-def _chosen(
+def _top_answers(
     queries: _Side,
     gallery: _Side,
     right_of: Callable[[int], Tensor],
@@ -100,9 +100,9 @@ def _chosen(
     device: torch.device | str,
 ) -> list[_Shown]:
     """The queries to show, with the best of the gallery; `right_of` a query says which rows of it are right."""
-    chosen = chosen_queries(ranks)
+    chosen = select_queries(ranks)
     is_right = torch.stack([right_of(query) for query in chosen.tolist()])
-    places, scores = top(queries.embed[chosen], gallery.embed, is_right, TOP, chunk, device)
+    places, scores = top_k(queries.embed[chosen], gallery.embed, is_right, TOP_K, chunk, device)
     columns = (chosen, ranks[chosen], places, scores, is_right.gather(1, places))
     return [_Shown(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
 
@@ -113,7 +113,7 @@ def _rows_of(shown: list[_Shown], queries: _Side, gallery: _Side) -> list[int]:
     return asked + [int(gallery.owner[place]) for item in shown for place in item.places]
 
 
-def _told(item: _Shown, queries: _Side, gallery: _Side, rows: dict[int, Row]) -> dict[str, Any]:
+def _format_query(item: _Shown, queries: _Side, gallery: _Side, rows: dict[int, Row]) -> dict[str, Any]:
     query = queries.told(item.query, rows)
     answers = [gallery.told(place, rows) for place in item.places]
     for answer, score, right in zip(answers, item.scores, item.right, strict=True):
@@ -123,7 +123,7 @@ def _told(item: _Shown, queries: _Side, gallery: _Side, rows: dict[int, Row]) ->
     return {**query, "key": key, "rank": item.rank, "answers": answers}
 
 
-def _read(prepared: PreparedSet, numbers: set[int]) -> dict[int, Row]:
+def _read_rows(prepared: PreparedSet, numbers: set[int]) -> dict[int, Row]:
     """The rows that can be read; what cannot is left out, for an example is not worth an error."""
     rows = {}
     for number in sorted(numbers):
@@ -134,7 +134,7 @@ def _read(prepared: PreparedSet, numbers: set[int]) -> dict[int, Row]:
     return rows
 
 
-def _pictures(rows: dict[int, Row], max_pixels: int) -> dict[str, str]:
+def _thumbnails(rows: dict[int, Row], max_pixels: int) -> dict[str, str]:
     pictures = {}
     for number, row in rows.items():
         try:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from mmray.data.store.prepared_set import ROW_ERRORS
 from mmray.errors import DataError
-from mmray.evaluate.batches import Batch, EvalBatches, HeldOut
-from mmray.evaluate.evaluator import Group, evaluating
-from mmray.models.export.load import answered
+from mmray.evaluate.batches import Batch, EvalBatches, EvalDataset
+from mmray.evaluate.evaluator import Group, eval_mode
+from mmray.models.export.load import generate_answer
 from mmray.objectives.language_modelling import LanguageModelling
 
 # How near written captions come to those of people: BLEU-4 and CIDEr-D, over words in lower case without punctuation.
@@ -30,7 +30,7 @@ from mmray.objectives.language_modelling import LanguageModelling
 # the
 # penalties of its section 6) stands here: other implementations take Java with them for their tokenizer, whose words
 # differ a little from these, and so do its figures.
-LONGEST = 4  # words of an n-gram
+MAX_NGRAM = 4  # words of an n-gram
 SIGMA = 6.0  # of the Gaussian by which another length is punished
 SCALE = 10.0  # the published figures are ten times the mean similarity
 _WORD = re.compile(r"[^\W_]+(?:'\w+)?")
@@ -45,7 +45,7 @@ def caption_scores(written: Sequence[str], references: Sequence[Sequence[str]]) 
     said = [words(text) for text in written]
     wanted = [[words(text) for text in texts] for texts in references]
     joined = [" ".join(text) for text in said]
-    bleu = bleu_score(joined, [[" ".join(text) for text in texts] for texts in wanted], n_gram=LONGEST)
+    bleu = bleu_score(joined, [[" ".join(text) for text in texts] for texts in wanted], n_gram=MAX_NGRAM)
     return {"bleu_4": float(bleu), "cider": cider_d(said, wanted)}
 
 
@@ -59,7 +59,7 @@ def cider_d(written: Sequence[list[str]], references: Sequence[Sequence[list[str
     counted = [[ngrams(reference) for reference in texts] for texts in references]
     seen_in: Ngrams = Counter(gram for texts in counted for gram in set().union(*texts))
     scores = [
-        _of_image(ngrams(text), texts, seen_in, len(counted)) for text, texts in zip(written, counted, strict=True)
+        _image_score(ngrams(text), texts, seen_in, len(counted)) for text, texts in zip(written, counted, strict=True)
     ]
     return SCALE * sum(scores) / max(1, len(scores))
 
@@ -68,21 +68,21 @@ def ngrams(text: list[str]) -> Ngrams:
     """Counts of the runs of one to four words."""
     return Counter(
         tuple(text[first : first + length])
-        for length in range(1, LONGEST + 1)
+        for length in range(1, MAX_NGRAM + 1)
         for first in range(len(text) - length + 1)
     )
 
 
-def _of_image(written: Ngrams, references: Sequence[Ngrams], seen_in: Ngrams, images: int) -> float:
+def _image_score(written: Ngrams, references: Sequence[Ngrams], seen_in: Ngrams, images: int) -> float:
     """Mean similarity to the references of the image, over the lengths of n-grams."""
-    mine = _weighed(written, seen_in, images)
-    scores = [_similarity(mine, _weighed(reference, seen_in, images), written, reference) for reference in references]
+    mine = _tf_idf(written, seen_in, images)
+    scores = [_similarity(mine, _tf_idf(reference, seen_in, images), written, reference) for reference in references]
     return sum(scores) / max(1, len(scores))
 
 
-def _weighed(counts: Ngrams, seen_in: Ngrams, images: int) -> list[dict[tuple[str, ...], float]]:
+def _tf_idf(counts: Ngrams, seen_in: Ngrams, images: int) -> list[dict[tuple[str, ...], float]]:
     """Counts times the logarithm of the images over those that have the n-gram, for each length."""
-    weighed: list[dict[tuple[str, ...], float]] = [{} for _ in range(LONGEST)]
+    weighed: list[dict[tuple[str, ...], float]] = [{} for _ in range(MAX_NGRAM)]
     for gram, count in counts.items():
         weighed[len(gram) - 1][gram] = count * math.log(images / max(1, seen_in[gram]))
     return weighed
@@ -101,7 +101,7 @@ def _similarity(mine: list[dict], theirs: list[dict], written: Ngrams, reference
                 * sum(min(weight, other[gram]) * other[gram] for gram, weight in own.items() if gram in other)
                 / norms
             )
-    return total / LONGEST
+    return total / MAX_NGRAM
 
 
 def _length(counts: Ngrams) -> int:
@@ -125,7 +125,9 @@ def answer_scores(model: Any, batches: EvalBatches, group: Group, most: int) -> 
             except ROW_ERRORS:
                 continue  # counted and named where the loss is measured
             question, right = batches.encoder.prompt_and_references(conversations)
-            found.append([row, answered(model, batches.encoder, torch.from_numpy(pixels)[None], question, most), right])
+            found.append(
+                [row, generate_answer(model, batches.encoder, torch.from_numpy(pixels)[None], question, most), right]
+            )
     everyone = sorted(_gathered(found, group))
     if not everyone:
         return {}
@@ -140,7 +142,7 @@ def _gathered(found: list[list[Any]], group: Group) -> list[list[Any]]:
     return [json.loads(line) for line in bytes(everyone.cpu().numpy()).splitlines() if line]
 
 
-class LanguageEvaluator(HeldOut):
+class GenerationEvaluator(EvalDataset):
     """Scores a model with `logits` on one set of held-out rows, as often as wanted; called as `Evaluator` is."""
 
     @torch.no_grad()
@@ -160,10 +162,10 @@ class LanguageEvaluator(HeldOut):
         settings = self._settings
         batches = self._batches(group.rank, group.world, settings.limit)
         sums = torch.zeros(5, dtype=torch.float64)  # loss, tokens, right, rows, and rows that cannot be read
-        with evaluating(model):
+        with eval_mode(model):
             for batch in batches:
                 for part in _parts(batch, settings.batch):
-                    sums[:3] += _measured(model, part, group.device)
+                    sums[:3] += _loss_sums(model, part, group.device)
                 sums[3] += len(batch["row"])
         sums[4] = len(batches.faults)
         loss, tokens, right, rows, bad_rows = group.gather_plain(sums[None]).sum(0).tolist()
@@ -171,7 +173,7 @@ class LanguageEvaluator(HeldOut):
             raise DataError(f"none of {bad_rows:.0f} evaluation rows can be read, {'; '.join(batches.faults[:1])}")
         mean, answers = loss / max(1.0, tokens), {}
         if settings.answers:
-            with evaluating(model):
+            with eval_mode(model):
                 asked = self._batches(
                     group.rank, group.world, min(settings.answers, settings.limit or settings.answers)
                 )
@@ -196,9 +198,9 @@ def _parts(batch: Batch, rows: int) -> list[Batch]:
     ]
 
 
-def _measured(model: nn.Module, part: Batch, device: torch.device) -> Tensor:
+def _loss_sums(model: nn.Module, part: Batch, device: torch.device) -> Tensor:
     """Sums of loss, learned tokens and right ones, float64 [3] on the CPU."""
     here = {name: tensor.to(device) for name, tensor in part.items()}
     here["valid"] = torch.ones(len(here["labels"]), dtype=torch.bool, device=device)
-    loss, count, parts = LanguageModelling().measure(model(here), here)
+    loss, count, parts = LanguageModelling().compute_loss(model(here), here)
     return torch.stack([loss.double(), count.double(), parts["token_accuracy"].double()]).cpu()

@@ -19,7 +19,7 @@ GRID = (
 RECALL_AT = (1, 5, 10)
 
 
-def ranks(
+def compute_ranks(
     queries: Tensor,
     gallery: Tensor,
     right: Tensor,
@@ -58,7 +58,7 @@ def ranks(
     return out
 
 
-def top(
+def top_k(
     queries: Tensor, gallery: Tensor, is_right: Tensor, k: int, chunk: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
     """The `k` best gallery rows of each query and their scores: int64 and float64 [Q, min(k, G)], on the CPU.

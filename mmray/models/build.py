@@ -40,27 +40,27 @@ def build(spec: Section, vocab_size: int, architecture: dict[str, Any] | None = 
             f"model.vocab_size: {spec.vocab_size} rows of embedding are too few for a tokenizer of {vocab_size} "
             "tokens; take 0, or a larger number"
         )
-    model = _built(spec, spec.vocab_size or vocab_size, architecture)
+    model = _construct(spec, spec.vocab_size or vocab_size, architecture)
     adapters = getattr(spec, "lora", None)  # an export of an earlier version says nothing of them
     if adapters is not None and adapters.rank:
-        lora.add(model, adapters)
+        lora.add_adapters(model, adapters)
     return model
 
 
-def _built(spec: Section, rows: int, architecture: dict[str, Any] | None) -> nn.Module:
+def _construct(spec: Section, rows: int, architecture: dict[str, Any] | None) -> nn.Module:
     if spec.kind in BUILT_IN:
         built: nn.Module = BUILT_IN[spec.kind](spec, rows, architecture)
         return built
-    model = plugins.load(spec.kind, "model.kind", tuple(BUILT_IN))(spec, rows)
+    model = plugins.load_class(spec.kind, "model.kind", tuple(BUILT_IN))(spec, rows)
     if not isinstance(model, nn.Module):
         raise UsageError(f"model.kind: `{spec.kind}` built a {type(model).__name__}, not a torch.nn.Module")
-    protocol.check(model, spec.kind)
+    protocol.validate_model(model, spec.kind)
     return model
 
 
-def drawn_architecture(spec: Section, vocab_size: int) -> dict[str, Any] | None:
+def random_init_architecture(spec: Section, vocab_size: int) -> dict[str, Any] | None:
     """An `architecture` that stands in for pretrained weights, where what they have learned does not matter."""
     if spec.kind not in BUILT_IN:
         return None
-    architecture: dict[str, Any] = BUILT_IN[spec.kind].drawn_architecture(spec, vocab_size)
+    architecture: dict[str, Any] = BUILT_IN[spec.kind].random_init_architecture(spec, vocab_size)
     return architecture

@@ -20,7 +20,7 @@ from torch.nn import functional
 from mmray.data.text.chat import language_token_pattern
 from mmray.errors import UsageError
 from mmray.models import weights as open_clip
-from mmray.models.weights import encoder_shape, read_state, saved_network, tiles, with_languages
+from mmray.models.weights import add_language_rows, load_pretrained, patch_config, read_state_dict, transformer_config
 
 if TYPE_CHECKING:
     from mmray.config import Clip as ClipSection
@@ -62,9 +62,9 @@ class DualEncoder(nn.Module):
         """
         image_embed = self.image(batch["image"])
         text_embed = self.text(batch["input_ids"], batch["attention_mask"])
-        return {"image_embed": image_embed, "text_embed": text_embed, **self.shared_outputs()}
+        return {"image_embed": image_embed, "text_embed": text_embed, **self.scalar_outputs()}
 
-    def shared_outputs(self) -> dict[str, Tensor]:
+    def scalar_outputs(self) -> dict[str, Tensor]:
         """What belongs to no branch and no row: `logit_scale`, and `logit_bias` where there is one; scalars."""
         scale = {"logit_scale": self.log_scale.exp()}
         return scale if self.logit_bias is None else scale | {"logit_bias": self.logit_bias * 1}  # no leaf: an output
@@ -90,7 +90,7 @@ class DualEncoder(nn.Module):
             self.log_scale.clamp_(max=self.max_log_scale)
 
 
-class Pixels(nn.Module):
+class NormalizePixels(nn.Module):
     """Pixels uint8 [B, 3, S, S] to normalised numbers, in the type of the model's weights."""
 
     mean: Tensor
@@ -107,15 +107,15 @@ class Pixels(nn.Module):
         return normalised
 
 
-def unit(embedding: Tensor) -> Tensor:
+def l2_normalize(embedding: Tensor) -> Tensor:
     """Rows of length 1, in float32 at least: half precision would round away what a softmax at scale 100 shows."""
     if embedding.dtype in (torch.float16, torch.bfloat16):
         embedding = embedding.float()
     return functional.normalize(embedding, dim=-1)
 
 
-SETTING = "model.weights"
-LEGACY_END = 2  # with this end token transformers' CLIP pools at the largest id instead
+WEIGHTS_SETTING = "model.weights"
+LEGACY_END_ID = 2  # with this end token transformers' CLIP pools at the largest id instead
 
 
 class Clip(DualEncoder):
@@ -136,8 +136,8 @@ class Clip(DualEncoder):
     def __init__(self, spec: ClipSection, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
         from transformers import CLIPConfig, CLIPModel
 
-        net = _network(CLIPModel, CLIPConfig, spec, vocab_size, _clip_config, architecture)
-        _check_fits(net.config, spec.inputs, vocab_size, spec.weights)
+        net = _build_hf_model(CLIPModel, CLIPConfig, spec, vocab_size, _clip_config, architecture)
+        _check_compatible(net.config, spec.inputs, vocab_size, spec.weights)
         image = ClipImage(net.vision_model, net.visual_projection, spec.inputs, spec.patch_dropout)
         super().__init__(image, ClipText(net.text_model, net.text_projection), spec)
         self._config = net.config
@@ -149,7 +149,7 @@ class Clip(DualEncoder):
         return {"config": self._config.to_dict()}
 
     @staticmethod
-    def drawn_architecture(spec: ClipSection, vocab_size: int) -> dict[str, Any]:
+    def random_init_architecture(spec: ClipSection, vocab_size: int) -> dict[str, Any]:
         """The `architecture` of a model with drawn weights in the spec's own shape."""
         return {"config": _clip_config(spec, vocab_size).to_dict()}
 
@@ -158,7 +158,7 @@ class Clip(DualEncoder):
 
         end_id: of the token behind each caption, whose features theirs takes; None: there is none.
         """
-        if end_id in (None, LEGACY_END) or self.logit_bias is not None:
+        if end_id in (None, LEGACY_END_ID) or self.logit_bias is not None:
             return None
         text = {"eos_token_id": end_id, "pad_token_id": pad_id}
         return _hf_config(self._config, "CLIPModel", text)
@@ -180,9 +180,9 @@ class Siglip(DualEncoder):
     def __init__(self, spec: SiglipSection, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
         from transformers import SiglipConfig, SiglipModel
 
-        net = _network(SiglipModel, SiglipConfig, spec, vocab_size, _siglip_config, architecture)
-        _check_fits(net.config, spec.inputs, vocab_size, spec.weights)
-        _settle_padding(net.config.text_config, spec)
+        net = _build_hf_model(SiglipModel, SiglipConfig, spec, vocab_size, _siglip_config, architecture)
+        _check_compatible(net.config, spec.inputs, vocab_size, spec.weights)
+        _set_pad_id(net.config.text_config, spec)
         image = SiglipImage(net.vision_model, spec.inputs, spec.patch_dropout)
         super().__init__(image, SiglipText(net.text_model, net.config.text_config), spec)
         self._config = net.config
@@ -196,7 +196,7 @@ class Siglip(DualEncoder):
         return {"config": self._config.to_dict()}
 
     @staticmethod
-    def drawn_architecture(spec: SiglipSection, vocab_size: int) -> dict[str, Any]:
+    def random_init_architecture(spec: SiglipSection, vocab_size: int) -> dict[str, Any]:
         """The `architecture` of a model with drawn weights in the spec's own shape."""
         return {"config": _siglip_config(spec, vocab_size).to_dict()}
 
@@ -217,17 +217,17 @@ class ClipImage(nn.Module):
 
     def __init__(self, tower: Any, project: nn.Linear, inputs: Inputs, patch_dropout: float) -> None:
         super().__init__()
-        self.pixels, self.tower, self.project = Pixels(inputs.mean, inputs.std), tower, project
+        self.pixels, self.tower, self.project = NormalizePixels(inputs.mean, inputs.std), tower, project
         self.patch_dropout = patch_dropout
 
     def forward(self, image: Tensor) -> Tensor:
         """Pixels uint8 [B, 3, S, S] -> embeddings [B, D] of length 1."""
         hidden = self.tower.embeddings(self.pixels(image))
         if self.training and self.patch_dropout:
-            patches = some_patches(hidden[:, 1:], self.patch_dropout)
+            patches = drop_patches(hidden[:, 1:], self.patch_dropout)
             hidden = torch.cat([hidden[:, :1], patches], dim=1)
         hidden = self.tower.encoder(inputs_embeds=self.tower.pre_layrnorm(hidden)).last_hidden_state
-        return unit(self.project(self.tower.post_layernorm(hidden[:, 0])))
+        return l2_normalize(self.project(self.tower.post_layernorm(hidden[:, 0])))
 
 
 class ClipText(nn.Module):
@@ -244,7 +244,7 @@ class ClipText(nn.Module):
         hidden = self.tower.encoder(inputs_embeds=hidden, is_causal=True).last_hidden_state
         last = (attention_mask.sum(dim=1) - 1).clamp(min=0)
         features = hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[-1])).squeeze(1)
-        return unit(self.project(self.tower.final_layer_norm(features)))
+        return l2_normalize(self.project(self.tower.final_layer_norm(features)))
 
 
 class SiglipImage(nn.Module):
@@ -252,16 +252,16 @@ class SiglipImage(nn.Module):
 
     def __init__(self, tower: Any, inputs: Inputs, patch_dropout: float) -> None:
         super().__init__()
-        self.pixels, self.tower = Pixels(inputs.mean, inputs.std), tower
+        self.pixels, self.tower = NormalizePixels(inputs.mean, inputs.std), tower
         self.patch_dropout = patch_dropout
 
     def forward(self, image: Tensor) -> Tensor:
         """Pixels uint8 [B, 3, S, S] -> embeddings [B, D] of length 1."""
         hidden = self.tower.embeddings(self.pixels(image))
         if self.training and self.patch_dropout:
-            hidden = some_patches(hidden, self.patch_dropout)
+            hidden = drop_patches(hidden, self.patch_dropout)
         hidden = self.tower.encoder(inputs_embeds=hidden).last_hidden_state
-        return unit(self.tower.head(self.tower.post_layernorm(hidden)))
+        return l2_normalize(self.tower.head(self.tower.post_layernorm(hidden)))
 
 
 class SiglipText(nn.Module):
@@ -278,31 +278,35 @@ class SiglipText(nn.Module):
         ids = input_ids.masked_fill(attention_mask == 0, self.pad_id)
         ids = F.pad(ids, (0, self.length - ids.shape[1]), value=self.pad_id)
         hidden = self.tower.encoder(inputs_embeds=self.tower.embeddings(input_ids=ids)).last_hidden_state
-        return unit(self.tower.head(self.tower.final_layer_norm(hidden[:, -1])))
+        return l2_normalize(self.tower.head(self.tower.final_layer_norm(hidden[:, -1])))
 
 
-def some_patches(patches: Tensor, dropout: float) -> Tensor:
+def drop_patches(patches: Tensor, dropout: float) -> Tensor:
     """Tokens [B, N, W] -> a random round(N x (1 - dropout)) of each row's, in their order, at least one."""
     kept = max(1, round(patches.shape[1] * (1 - dropout)))
     drawn = torch.rand(patches.shape[:2], device=patches.device).argsort(dim=1)[:, :kept].sort(dim=1).values
     return patches.gather(1, drawn[..., None].expand(-1, -1, patches.shape[-1]))
 
 
-def _network(
+def _build_hf_model(
     kind: Any, config_kind: Any, spec: Any, vocab_size: int, drawn: Any, architecture: dict[str, Any] | None
 ) -> Any:
     """transformers' own model: of a known configuration, of saved weights, of an open_clip file, or drawn."""
     token = language_token_pattern(spec.inputs)
     if architecture is None and spec.weights != "none":
-        if not open_clip.is_file(spec.weights):
-            return with_languages(saved_network(SETTING, kind, config_kind, spec.weights), vocab_size, token)
+        if not open_clip.is_checkpoint_file(spec.weights):
+            return add_language_rows(
+                load_pretrained(WEIGHTS_SETTING, kind, config_kind, spec.weights), vocab_size, token
+            )
         if spec.kind != "clip":
-            raise UsageError(f"{SETTING}: a checkpoint of open_clip ({spec.weights}) goes into model.kind clip only")
-        state = read_state(SETTING, spec.weights)
-        rows = min(vocab_size, open_clip.num_tokens(state) or vocab_size) if token else vocab_size
+            raise UsageError(
+                f"{WEIGHTS_SETTING}: a checkpoint of open_clip ({spec.weights}) goes into model.kind clip only"
+            )
+        state = read_state_dict(WEIGHTS_SETTING, spec.weights)
+        rows = min(vocab_size, open_clip.open_clip_vocab_size(state) or vocab_size) if token else vocab_size
         net = kind(_with_sdpa(drawn(spec, rows)))
-        open_clip.load(net, state, SETTING, spec.weights)
-        return with_languages(net, vocab_size, token)
+        open_clip.load_open_clip(net, state, WEIGHTS_SETTING, spec.weights)
+        return add_language_rows(net, vocab_size, token)
     config = config_kind.from_dict(architecture["config"]) if architecture else drawn(spec, vocab_size)
     return kind(_with_sdpa(config))
 
@@ -313,12 +317,12 @@ def _with_sdpa(config: Any) -> Any:
 
 
 def _vision(spec: Any) -> dict[str, int]:
-    return encoder_shape(spec.image) | tiles(spec.inputs.image_side, spec.image.patch)
+    return transformer_config(spec.image) | patch_config(spec.inputs.image_side, spec.image.patch)
 
 
 def _text(spec: Any, vocab_size: int) -> dict[str, int | None]:
     settled = {"max_position_embeddings": spec.inputs.max_tokens, "vocab_size": vocab_size}
-    return encoder_shape(spec.text) | settled | {"bos_token_id": None, "eos_token_id": None}  # export learns them
+    return transformer_config(spec.text) | settled | {"bos_token_id": None, "eos_token_id": None}  # export learns them
 
 
 def _clip_config(spec: ClipSection, vocab_size: int) -> Any:
@@ -338,7 +342,7 @@ def _siglip_config(spec: SiglipSection, vocab_size: int) -> Any:
     )
 
 
-def _check_fits(config: Any, inputs: Inputs, vocab_size: int, weights: str) -> None:
+def _check_compatible(config: Any, inputs: Inputs, vocab_size: int, weights: str) -> None:
     """Every pixel, id and position of the data has its place in the model."""
     text, side = config.text_config, config.vision_config.image_size
     if side != inputs.image_side:
@@ -350,12 +354,12 @@ def _check_fits(config: Any, inputs: Inputs, vocab_size: int, weights: str) -> N
         )
     if text.vocab_size < vocab_size:
         raise UsageError(
-            f"{SETTING}: {weights}: {text.vocab_size} rows of embedding are too few for a tokenizer of {vocab_size} "
-            "tokens; take the tokenizer of the weights (model.inputs.tokenizer)"
+            f"{WEIGHTS_SETTING}: {weights}: {text.vocab_size} rows of embedding are too few for a tokenizer of "
+            f"{vocab_size} tokens; take the tokenizer of the weights (model.inputs.tokenizer)"
         )
 
 
-def _settle_padding(text: Any, spec: SiglipSection) -> None:
+def _set_pad_id(text: Any, spec: SiglipSection) -> None:
     """The configuration says what the model fills captions up with: that of the tokenizer, where the spec has it.
 
     Saved weights need not say it: SigLIP 2's leave transformers' default, which its own tokenizer does not pad with.

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from mmray.data.text.chat import language_token_pattern
 from mmray.errors import UsageError
-from mmray.models.clip import DualEncoder, Pixels, unit
+from mmray.models.clip import DualEncoder, NormalizePixels, l2_normalize
 from mmray.models.encoders import image as image_towers
-from mmray.models.encoders.text import BertTower, build_text_tower, drawn_shape, seen
+from mmray.models.encoders.text import HfTextTower, build_text_tower, mask_with_first, random_init_config
 
 if TYPE_CHECKING:
     from mmray.config import CrossAttention as CrossSection
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 # that a trained model can be asked about words that no label had. Sources: RoIAlign (He et al. 2017, arXiv:1703.06870),
 # region embeddings against texts of labels (Gu et al. 2022, ViLD, arXiv:2104.13921; Zhong et al. 2022, RegionCLIP,
 # arXiv:2112.09106).
-SAMPLES = 7  # points of the feature map a side of a box, whose mean its features are
-NAMELESS = -1e4  # logit of a label without a name: no share of the softmax in any format, and finite
+SAMPLES_PER_SIDE = 7  # points of the feature map a side of a box, whose mean its features are
+UNNAMED_LOGIT = -1e4  # logit of a label without a name: no share of the softmax in any format, and finite
 
 
 class RegionHead(nn.Module):
@@ -47,7 +47,7 @@ class RegionHead(nn.Module):
         """Feature map [B, W, H, H] and boxes [B, N, 4] in fractions of the square -> [B, N, D] of length 1."""
         num_rows, num_boxes = boxes.shape[:2]
         features = self.project(region_features(grid, boxes))
-        return unit(features).view(num_rows, num_boxes, self.project.out_features)
+        return l2_normalize(features).view(num_rows, num_boxes, self.project.out_features)
 
 
 def region_features(grid: Tensor, boxes: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def region_features(grid: Tensor, boxes: Tensor) -> Tensor:
     row = torch.arange(num_rows, device=boxes.device).repeat_interleave(num_boxes)
     placed = torch.cat([row[:, None].to(precise.dtype), boxes.flatten(0, 1).to(precise.dtype)], dim=1)
     found: Tensor = roi_align(
-        precise, placed, output_size=1, spatial_scale=grid.shape[-1], sampling_ratio=SAMPLES, aligned=True
+        precise, placed, output_size=1, spatial_scale=grid.shape[-1], sampling_ratio=SAMPLES_PER_SIDE, aligned=True
     )
     return found.flatten(1).to(grid.dtype)
 
@@ -112,7 +112,7 @@ def region_logits(regions: Tensor, texts: Tensor, scale: Tensor, named: Tensor |
     """Embeddings [B, N, D] and [C, D] and 1 / temperature -> logits [B, N, C], those of nameless texts out of play."""
     with torch.autocast(regions.device.type, enabled=False):  # at scale 100 half precision would round them away
         logits = scale.to(regions.dtype) * regions @ texts.to(regions.dtype).T
-    return logits if named is None else logits.masked_fill(~named, NAMELESS)
+    return logits if named is None else logits.masked_fill(~named, UNNAMED_LOGIT)
 
 
 FEED_FORWARD = 4  # width of the feed-forward layer over the width of a token
@@ -132,10 +132,10 @@ class Fusion(DualEncoder):
         inputs, shape = spec.inputs, architecture["text"] if architecture else None
         image = image_towers.build_image_tower(spec.image, inputs.image_side, spec.batch_norm, architecture)
         text = build_text_tower(spec.text, vocab_size, inputs.max_tokens, shape, language_token_pattern(inputs))
-        pixels = Pixels(inputs.mean, inputs.std)
+        pixels = NormalizePixels(inputs.mean, inputs.std)
         super().__init__(FusionImage(pixels, image, spec.embed_dim), FusionText(text, spec.embed_dim), spec)
-        num_places = _num_places(image, inputs.image_side)
-        self.cross = Cross(spec.cross, cast("int", image.width), num_places, text.width)
+        num_places = _num_image_tokens(image, inputs.image_side)
+        self.cross = CrossEncoder(spec.cross, cast("int", image.width), num_places, text.width)
         self.match_head = nn.Linear(spec.cross.width, 1) if spec.matching else None
         self.class_head = nn.Linear(spec.cross.width, spec.classes) if spec.classes else None
         regions = getattr(spec, "regions", False)  # an export of an earlier version says nothing of them
@@ -151,7 +151,7 @@ class Fusion(DualEncoder):
         """
         places, image_embed = self.image(batch["image"])
         words, text_embed = self.text(batch["input_ids"], batch["attention_mask"])
-        outputs = {"image_embed": image_embed, "text_embed": text_embed, **self.shared_outputs()}
+        outputs = {"image_embed": image_embed, "text_embed": text_embed, **self.scalar_outputs()}
         matching = self.match_head is not None and "negative_ids" in batch
         if matching or self.class_head is not None:
             pair = self.cross(places, words, batch["attention_mask"])
@@ -186,7 +186,7 @@ class Fusion(DualEncoder):
         """Pixels and boxes [B, N, 4] in fractions of the square -> embeddings [B, N, D] of length 1."""
         return self._regions(self.image(image)[0], boxes)
 
-    def name_regions(self, image: Tensor, boxes: Tensor) -> Tensor:
+    def classify_regions(self, image: Tensor, boxes: Tensor) -> Tensor:
         """Pixels and boxes [B, N, 4] in fractions of the square -> logits [B, N, C] of the labels."""
         return self._named(self.embed_regions(image, boxes))
 
@@ -208,20 +208,20 @@ class Fusion(DualEncoder):
     def architecture(self) -> dict[str, Any]:
         """What the spec leaves open, as JSON values: the encoders' own configurations, the tokens of labels."""
         labels = {} if self.labels is None else {"labels": self.labels.plain()}
-        return {"text": self.text.tower.shape()} | image_towers.shape_of(self.image.tower) | labels
+        return {"text": self.text.tower.shape()} | image_towers.image_architecture(self.image.tower) | labels
 
     @staticmethod
-    def drawn_architecture(spec: Section, vocab_size: int) -> dict[str, Any]:
+    def random_init_architecture(spec: Section, vocab_size: int) -> dict[str, Any]:
         """The `architecture` of a model with drawn weights in the spec's own shape; a label is one token then."""
         labels = {"labels": [[number % vocab_size] for number in range(len(spec.region_labels))]}
-        towers = {"text": drawn_shape(spec.text, vocab_size, spec.inputs.max_tokens)}
-        return towers | image_towers.drawn_shape(spec.image) | (labels if spec.regions else {})
+        towers = {"text": random_init_config(spec.text, vocab_size, spec.inputs.max_tokens)}
+        return towers | image_towers.random_init_architecture(spec.image) | (labels if spec.regions else {})
 
 
 class FusionImage(nn.Module):
     """Normalises pixels and encodes them to a feature map, and to an embedding."""
 
-    def __init__(self, pixels: Pixels, tower: Any, embed_dim: int) -> None:
+    def __init__(self, pixels: NormalizePixels, tower: Any, embed_dim: int) -> None:
         super().__init__()
         self.pixels, self.tower = pixels, tower
         self.project = nn.Linear(tower.width, embed_dim, bias=False)
@@ -229,13 +229,13 @@ class FusionImage(nn.Module):
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
         """Pixels uint8 [B, 3, S, S] -> places [B, N, W] and embeddings [B, D] of length 1."""
         places = self.tower.places(self.pixels(image))
-        return places, unit(self.project(self.tower.pool(places)))
+        return places, l2_normalize(self.project(self.tower.pool(places)))
 
 
 class FusionText(nn.Module):
     """Encodes captions to features of each word, and to an embedding."""
 
-    def __init__(self, tower: BertTower, embed_dim: int) -> None:
+    def __init__(self, tower: HfTextTower, embed_dim: int) -> None:
         super().__init__()
         self.tower = tower
         self.project = nn.Linear(tower.width, embed_dim, bias=False)
@@ -243,10 +243,10 @@ class FusionText(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Ids and mask [B, T] -> words [B, T, W] and embeddings [B, D] of length 1."""
         words = self.tower.words(input_ids, attention_mask)
-        return words, unit(self.project(self.tower.pool(words, attention_mask)))
+        return words, l2_normalize(self.project(self.tower.pool(words, attention_mask)))
 
 
-class Cross(nn.Module):
+class CrossEncoder(nn.Module):
     """Layers of self-attention over the words and cross-attention from words to places."""
 
     def __init__(self, spec: CrossSection, image_width: int, num_places: int, text_width: int) -> None:
@@ -258,7 +258,7 @@ class Cross(nn.Module):
 
     def forward(self, places: Tensor, words: Tensor, attention_mask: Tensor) -> Tensor:
         """places [B, N, W], words [B, T, W] and their mask [B, T] -> the mean over the words that are there, [B, W]."""
-        there = seen(attention_mask)
+        there = mask_with_first(attention_mask)
         hidden, memory = self.from_text(words), self.from_image(places) + self.position
         for layer in self.layers:
             hidden = layer(hidden, memory, tgt_key_padding_mask=~there)
@@ -284,7 +284,7 @@ def _layer(spec: CrossSection) -> nn.TransformerDecoderLayer:
 
 
 @torch.no_grad()
-def _num_places(tower: Any, image_side: int) -> int:
+def _num_image_tokens(tower: Any, image_side: int) -> int:
     """How many places the feature map of an image has; statistics are left alone."""
     was_training = tower.training
     tower.eval()

@@ -16,16 +16,16 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 from mmray.errors import UsageError
-from mmray.models.clip import Pixels
-from mmray.models.weights import encoder_shape, saved_network, tiles
+from mmray.models.clip import NormalizePixels
+from mmray.models.weights import load_pretrained, patch_config, transformer_config
 
 if TYPE_CHECKING:
     from mmray.config import Generative as Section
     from mmray.config import Inputs
 
 
-SETTING = "model.weights"
-VISION = ("clip_vision_model", "siglip_vision_model")
+WEIGHTS_SETTING = "model.weights"
+VISION_TYPES = ("clip_vision_model", "siglip_vision_model")
 
 
 class Generative(nn.Module):
@@ -44,10 +44,10 @@ class Generative(nn.Module):
 
     def __init__(self, spec: Section, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
         super().__init__()
-        net = _network(spec, vocab_size, architecture)
-        _check_fits(net.config, spec.inputs, vocab_size, spec.weights)
-        self.image = PictureTokens(net.model.vision_tower, net.model.multi_modal_projector, spec.inputs, net.config)
-        self.text = Words(net.model.language_model, net.lm_head)
+        net = _build_hf_model(spec, vocab_size, architecture)
+        _check_compatible(net.config, spec.inputs, vocab_size, spec.weights)
+        self.image = VisionTokens(net.model.vision_tower, net.model.multi_modal_projector, spec.inputs, net.config)
+        self.text = LanguageModel(net.model.language_model, net.lm_head)
         self._config, self.chat = net.config, spec.inputs.chat
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -63,9 +63,9 @@ class Generative(nn.Module):
         return {"config": self._config.to_dict()}
 
     @staticmethod
-    def drawn_architecture(spec: Section, vocab_size: int) -> dict[str, Any]:
+    def random_init_architecture(spec: Section, vocab_size: int) -> dict[str, Any]:
         """The `architecture` of a model with drawn weights in the spec's own shape."""
-        return {"config": _drawn(spec, vocab_size).to_dict()}
+        return {"config": _random_init_config(spec, vocab_size).to_dict()}
 
     def hf_config(self, end_id: int, pad_id: int, image_id: int) -> dict[str, Any]:
         """config.json of the same model for transformers."""
@@ -86,12 +86,12 @@ class Generative(nn.Module):
         }
 
 
-class PictureTokens(nn.Module):
+class VisionTokens(nn.Module):
     """A vision transformer and a projection: what a language model sees of a picture."""
 
     def __init__(self, tower: Any, project: nn.Module, inputs: Inputs, config: Any) -> None:
         super().__init__()
-        self.pixels, self.tower, self.project = Pixels(inputs.mean, inputs.std), tower, project
+        self.pixels, self.tower, self.project = NormalizePixels(inputs.mean, inputs.std), tower, project
         layers, wanted = tower.encoder.layers, config.vision_feature_layer
         self.depth = wanted if wanted >= 0 else len(layers) + 1 + wanted  # layers whose output is read
         self.skip = 1 if config.vision_feature_select_strategy == "default" else 0  # CLIP's class token
@@ -112,13 +112,13 @@ class PictureTokens(nn.Module):
         return features
 
 
-class Words(nn.Module):
+class LanguageModel(nn.Module):
     """A causal language model that reads a picture's features at one place of each row."""
 
     def __init__(self, tower: Any, head: nn.Linear) -> None:
 
         super().__init__()
-        self.tower, self.head, self._no_cache = tower, head, no_cache
+        self.tower, self.head, self._no_cache = tower, head, empty_cache
 
     def forward(self, picture: Tensor, input_ids: Tensor, image_pos: Tensor) -> Tensor:
         """Features [B, N, W], ids [B, T], place of the image's token [B] -> logits [B, T, V].
@@ -132,7 +132,7 @@ class Words(nn.Module):
         # What follows the image's token is said by the last of its features.
         text = torch.arange(input_ids.shape[1], device=hidden.device)[None]
         at, more = image_pos.clamp(min=0)[:, None], picture.shape[1] - 1
-        logits: Tensor = self.head(_at(hidden, torch.where(text < at, text, text + more)))
+        logits: Tensor = self.head(_gather_rows(hidden, torch.where(text < at, text, text + more)))
         return logits
 
     def continued(self, picture: Tensor, input_ids: Tensor, image_pos: Tensor, end_id: int, most: int) -> list[int]:
@@ -157,38 +157,42 @@ class Words(nn.Module):
         seen = (place >= at) & (place < at + num_places)
         word = torch.where(place < at, place, (place - num_places + 1).clamp(min=0))
         # As the words are: the sums of all layers would stay in the half precision that autocast gives the picture.
-        return torch.where(seen[..., None], _at(picture, place - at).to(embedded.dtype), _at(embedded, word))
+        return torch.where(
+            seen[..., None], _gather_rows(picture, place - at).to(embedded.dtype), _gather_rows(embedded, word)
+        )
 
 
-def _at(rows: Tensor, index: Tensor) -> Tensor:
+def _gather_rows(rows: Tensor, index: Tensor) -> Tensor:
     """Vectors [B, N, W] and places [B, M] -> [B, M, W]; a place outside gives the nearest."""
     index = index.clamp(0, rows.shape[1] - 1).expand(len(rows), -1)
     return rows.gather(1, index[..., None].expand(-1, -1, rows.shape[-1]))
 
 
-def _network(spec: Section, vocab_size: int, architecture: dict[str, Any] | None) -> Any:
+def _build_hf_model(spec: Section, vocab_size: int, architecture: dict[str, Any] | None) -> Any:
     """transformers' own model: of a known configuration, of saved weights, or drawn."""
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
     if architecture is None and spec.weights != "none":
-        net = saved_network(SETTING, LlavaForConditionalGeneration, LlavaConfig, spec.weights)
+        net = load_pretrained(WEIGHTS_SETTING, LlavaForConditionalGeneration, LlavaConfig, spec.weights)
     else:
-        config = LlavaConfig.from_dict(architecture["config"]) if architecture else _drawn(spec, vocab_size)
+        config = (
+            LlavaConfig.from_dict(architecture["config"]) if architecture else _random_init_config(spec, vocab_size)
+        )
         config._attn_implementation = "sdpa"
         net = LlavaForConditionalGeneration(config)
     return net
 
 
-def _drawn(spec: Section, vocab_size: int) -> Any:
+def _random_init_config(spec: Section, vocab_size: int) -> Any:
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
-    places: dict[str, Any] = tiles(spec.inputs.image_side, spec.image.patch)
+    places: dict[str, Any] = patch_config(spec.inputs.image_side, spec.image.patch)
     ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # export learns them
     text = LlamaConfig(
-        vocab_size=vocab_size, max_position_embeddings=spec.text.max_positions, **encoder_shape(spec.text), **ends
+        vocab_size=vocab_size, max_position_embeddings=spec.text.max_positions, **transformer_config(spec.text), **ends
     )
     return LlavaConfig(
-        vision_config=CLIPVisionConfig(**encoder_shape(spec.image), **places),
+        vision_config=CLIPVisionConfig(**transformer_config(spec.image), **places),
         text_config=text,
         image_seq_length=(places["image_size"] // places["patch_size"]) ** 2,
         image_token_index=0,
@@ -200,13 +204,13 @@ def _has_class_token(tower: Any) -> int:
     return int(hasattr(tower.embeddings, "class_embedding"))
 
 
-def _check_fits(config: Any, inputs: Inputs, vocab_size: int, weights: str) -> None:
+def _check_compatible(config: Any, inputs: Inputs, vocab_size: int, weights: str) -> None:
     """Every pixel, id and position of the data has its place in the model, and its parts are those known here."""
     vision, text = config.vision_config, config.text_config
-    if vision.model_type not in VISION or not isinstance(config.vision_feature_layer, int):
+    if vision.model_type not in VISION_TYPES or not isinstance(config.vision_feature_layer, int):
         raise UsageError(
-            f"{SETTING}: the vision encoder of {weights} is a {vision.model_type!r} read at "
-            f"{config.vision_feature_layer}; taken are {' and '.join(VISION)}, read at one layer"
+            f"{WEIGHTS_SETTING}: the vision encoder of {weights} is a {vision.model_type!r} read at "
+            f"{config.vision_feature_layer}; taken are {' and '.join(VISION_TYPES)}, read at one layer"
         )
     if vision.image_size != inputs.image_side:
         raise UsageError(
@@ -220,21 +224,21 @@ def _check_fits(config: Any, inputs: Inputs, vocab_size: int, weights: str) -> N
         )
     if text.vocab_size < vocab_size:
         raise UsageError(
-            f"{SETTING}: {weights}: {text.vocab_size} rows of embedding are too few for a tokenizer of {vocab_size} "
-            "tokens; take the tokenizer of the weights (model.inputs.tokenizer)"
+            f"{WEIGHTS_SETTING}: {weights}: {text.vocab_size} rows of embedding are too few for a tokenizer of "
+            f"{vocab_size} tokens; take the tokenizer of the weights (model.inputs.tokenizer)"
         )
 
 
 # A cache of transformers that keeps nothing: what generative.py gives a language model that is trained.
 #
 # A module of its own, since it imports transformers, which not everyone who imports generative.py needs.
-class _Unkept(DynamicLayer):
+class _PassThroughLayer(DynamicLayer):
     """Each layer has the keys and values it was just given."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states
 
 
-def no_cache() -> Cache:
+def empty_cache() -> Cache:
     """A cache that is empty, and stays so."""
-    return Cache(layer_class_to_replicate=_Unkept)
+    return Cache(layer_class_to_replicate=_PassThroughLayer)

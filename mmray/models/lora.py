@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mmray.config import Lora as Section
 
 
-def add(model: nn.Module, section: Section) -> None:
+def add_adapters(model: nn.Module, section: Section) -> None:
     """Give each linear layer that `section.targets` names an adapter; nothing but adapters learns from here on.
 
     A new adapter changes nothing: one of its two matrices is zero. Layers that do not learn (no output of theirs is
@@ -31,12 +31,12 @@ def add(model: nn.Module, section: Section) -> None:
             f"model.lora.rank: adapters need peft ({error}); install it on every node with "
             '`pip install "mmray[lora]"`, or set it to 0'
         ) from None
-    layers = _chosen(model, section.targets)
+    layers = _target_layers(model, section.targets)
     config = LoraConfig(r=section.rank, lora_alpha=section.alpha, lora_dropout=section.dropout, target_modules=layers)
     inject_adapter_in_model(config, model)
 
 
-def merge(model: nn.Module) -> nn.Module:
+def merge_adapters(model: nn.Module) -> nn.Module:
     """The model with its adapters folded into the weights, so that nothing of them is left; without any, as it was."""
     for name, layer in [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "lora_A")]:
         adapted: Any = layer
@@ -45,7 +45,7 @@ def merge(model: nn.Module) -> nn.Module:
     return model
 
 
-def _chosen(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
+def _target_layers(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
     """Names of the linear layers that learn and fit a pattern."""
     linear = [
         name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer.weight.requires_grad

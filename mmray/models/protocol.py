@@ -29,7 +29,7 @@ class Model(Protocol):
         """
 
 
-class Embeds(Protocol):
+class EmbeddingModel(Protocol):
     """Puts images and texts into one space: required where rows are held out, and of what `mmray.load` opens.
 
     Scored by retrieval, `forward` gives `image_embed` as well.
@@ -42,7 +42,7 @@ class Embeds(Protocol):
         """Ids and mask int64 [B, T] (1 is a token) -> embeddings [B, D] of length 1."""
 
 
-class Trains(Protocol):
+class TrainingHooks(Protocol):
     """Further methods that training calls, each where the model has it."""
 
     def branches(self) -> dict[str, nn.Module]:
@@ -58,7 +58,7 @@ class Trains(Protocol):
         """
 
 
-class Judges(Protocol):
+class Heads(Protocol):
     """Heads and what they read; None, or not there: the model has no such head."""
 
     class_head: nn.Linear | None  # [B, W] -> logits [B, C]: evaluation tells its accuracy
@@ -72,14 +72,14 @@ class Judges(Protocol):
     def embed_regions(self, image: Tensor, boxes: Tensor) -> Tensor:
         """Pixels and boxes [B, N, 4] in fractions of the square -> embeddings [B, N, D] of length 1."""
 
-    def name_regions(self, image: Tensor, boxes: Tensor) -> Tensor:
+    def classify_regions(self, image: Tensor, boxes: Tensor) -> Tensor:
         """Pixels and boxes [B, N, 4] -> logits [B, N, C] of the labels."""
 
-    def shared_outputs(self) -> dict[str, Tensor]:
+    def scalar_outputs(self) -> dict[str, Tensor]:
         """`logit_scale`, with which boxes and texts are compared."""
 
 
-class Leaves(Protocol):
+class HfExport(Protocol):
     """What an export asks (models/hf_format.py); without it, a model leaves in mmray's own form."""
 
     hf_names: tuple[tuple[str, str], ...]  # prefixes of the weights' names, own and transformers'
@@ -93,20 +93,20 @@ class Leaves(Protocol):
         """processor_config.json of transformers."""
 
 
-SCORED = ("embed_image", "embed_text")
-OPTIONAL = (
-    *SCORED,
+EMBEDDING_METHODS = ("embed_image", "embed_text")
+OPTIONAL_METHODS = (
+    *EMBEDDING_METHODS,
     *("branches", "constrain", "architecture"),
     *("embed_pair", "embed_regions", "name_regions", "shared_outputs"),
     *("hf_config", "hf_processor"),
 )
 
 
-def check(model: nn.Module, kind: str) -> None:
+def validate_model(model: nn.Module, kind: str) -> None:
     """Raise UsageError unless the model has a forward, and each method of this file that it has can be called."""
     if type(model).forward is nn.Module.forward and "forward" not in vars(model):
         raise UsageError(f"model.kind: `{kind}` has no forward(batch) (see mmray/models/protocol.py)")
-    wrong = [name for name in OPTIONAL if not callable(getattr(model, name, _nothing))]
+    wrong = [name for name in OPTIONAL_METHODS if not callable(getattr(model, name, _absent))]
     if wrong:
         raise UsageError(
             f"model.kind: {', '.join(wrong)} of `{kind}` cannot be called, and would be: make it a method, or give it "
@@ -114,9 +114,9 @@ def check(model: nn.Module, kind: str) -> None:
         )
 
 
-def check_scored(model: nn.Module, kind: str) -> None:
+def validate_embedding_model(model: nn.Module, kind: str) -> None:
     """Raise UsageError unless held-out rows can be scored with the model by retrieval."""
-    missing = [name for name in SCORED if not callable(getattr(model, name, None))]
+    missing = [name for name in EMBEDDING_METHODS if not callable(getattr(model, name, None))]
     if missing:
         raise UsageError(
             f"model.kind: `{kind}` has no {' and no '.join(missing)}, with which held-out rows are scored: add what is "
@@ -125,5 +125,5 @@ def check_scored(model: nn.Module, kind: str) -> None:
         )
 
 
-def _nothing() -> None:
+def _absent() -> None:
     """Stands for a method that a model may leave out."""

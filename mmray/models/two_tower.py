@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 from mmray.data.text.chat import language_token_pattern
-from mmray.models.clip import DualEncoder, Pixels, unit
+from mmray.models.clip import DualEncoder, NormalizePixels, l2_normalize
 from mmray.models.encoders import image as image_towers
-from mmray.models.encoders.text import BertTower, build_text_tower, drawn_shape
+from mmray.models.encoders.text import HfTextTower, build_text_tower, random_init_config
 
 if TYPE_CHECKING:
     from mmray.config import TwoTower as Section
@@ -35,13 +35,13 @@ class TwoTower(DualEncoder):
 
     def architecture(self) -> dict[str, Any]:
         """What the spec leaves to pretrained weights, as JSON values: the encoders' own configurations."""
-        return {"text": self.text.tower.shape()} | image_towers.shape_of(self.image.tower)
+        return {"text": self.text.tower.shape()} | image_towers.image_architecture(self.image.tower)
 
     @staticmethod
-    def drawn_architecture(spec: Section, vocab_size: int) -> dict[str, Any]:
+    def random_init_architecture(spec: Section, vocab_size: int) -> dict[str, Any]:
         """The `architecture` of a model with drawn weights in the spec's own shape."""
-        text = drawn_shape(spec.text, vocab_size, spec.inputs.max_tokens)
-        return {"text": text} | image_towers.drawn_shape(spec.image)
+        text = random_init_config(spec.text, vocab_size, spec.inputs.max_tokens)
+        return {"text": text} | image_towers.random_init_architecture(spec.image)
 
 
 class ImageBranch(nn.Module):
@@ -49,22 +49,22 @@ class ImageBranch(nn.Module):
 
     def __init__(self, tower: nn.Module, embed_dim: int, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         super().__init__()
-        self.pixels, self.tower = Pixels(mean, std), tower
+        self.pixels, self.tower = NormalizePixels(mean, std), tower
         self.project = nn.Linear(cast("int", tower.width), embed_dim, bias=False)
 
     def forward(self, image: Tensor) -> Tensor:
         """Pixels uint8 [B, 3, S, S] -> embeddings [B, D] of length 1."""
-        return unit(self.project(self.tower(self.pixels(image))))
+        return l2_normalize(self.project(self.tower(self.pixels(image))))
 
 
 class TextBranch(nn.Module):
     """Encodes and projects captions."""
 
-    def __init__(self, tower: BertTower, embed_dim: int) -> None:
+    def __init__(self, tower: HfTextTower, embed_dim: int) -> None:
         super().__init__()
         self.tower = tower
         self.project = nn.Linear(tower.width, embed_dim, bias=False)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Ids and mask [B, T] -> embeddings [B, D] of length 1."""
-        return unit(self.project(self.tower(input_ids, attention_mask)))
+        return l2_normalize(self.project(self.tower(input_ids, attention_mask)))

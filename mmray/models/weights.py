@@ -24,7 +24,7 @@ def save_weights(weights: dict[str, Tensor], file: Path) -> None:
     """Write a state_dict, from any device. Raises SafetensorError or OSError where the storage does not take it."""
     file.touch()
     mode = file.stat().st_mode  # as the umask has it; the library's own file is readable by its owner alone
-    save_file(_unshared(weights), file, metadata={"format": "pt"})
+    save_file(_untie(weights), file, metadata={"format": "pt"})
     file.chmod(mode)
 
 
@@ -33,7 +33,7 @@ def load_weights(file: Path) -> dict[str, Tensor]:
     return load_file(file)
 
 
-def read_state(setting: str, file: str) -> dict[str, Tensor]:
+def read_state_dict(setting: str, file: str) -> dict[str, Tensor]:
     """Tensors of a .safetensors file, or of a file that torch.load reads with weights_only. Raises UsageError."""
     path = Path(file).expanduser()
     if not path.is_file():
@@ -51,7 +51,7 @@ def read_state(setting: str, file: str) -> dict[str, Tensor]:
     return state
 
 
-def _unshared(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def _untie(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors, contiguous, no two in one storage: safetensors refuses tied weights, so each gets its own copy."""
     seen: set[int] = set()
     out: dict[str, Tensor] = {}
@@ -68,7 +68,7 @@ def _first_line(error: Exception) -> str:
 
 
 # Weights that transformers saved: a directory, the hub's cache, or the hub, with an error that says the next move.
-def fetch(setting: str, name: str, read: Callable[..., Any], **options: Any) -> Any:
+def load_local_or_hub(setting: str, name: str, read: Callable[..., Any], **options: Any) -> Any:
     """What `read` finds under `name` on this machine, else on the hub. Raises UsageError naming the setting."""
     place = Path(name).expanduser()
     if place.is_dir():
@@ -91,15 +91,18 @@ def fetch(setting: str, name: str, read: Callable[..., Any], **options: Any) -> 
         ) from None
 
 
-def saved_network(setting: str, kind: Any, config_kind: Any, name: str) -> Any:
+def load_pretrained(setting: str, kind: Any, config_kind: Any, name: str) -> Any:
     """A model of class `kind` with the weights saved under `name`, float32. Raises UsageError for another or a part."""
-    found, wanted = fetch(setting, name, config_kind.get_config_dict)[0].get("model_type"), config_kind.model_type
+    found, wanted = (
+        load_local_or_hub(setting, name, config_kind.get_config_dict)[0].get("model_type"),
+        config_kind.model_type,
+    )
     if found != wanted:
         raise UsageError(f"{setting}: {name} holds a model of type {found!r}, not `{wanted}`")
-    return whole_network(setting, name, kind.from_pretrained, wanted, attn_implementation="sdpa")
+    return load_complete(setting, name, kind.from_pretrained, wanted, attn_implementation="sdpa")
 
 
-def with_languages(net: Any, rows: int, language_token: str) -> Any:
+def add_language_rows(net: Any, rows: int, language_token: str) -> Any:
     """The network of saved weights, with rows of embedding for tokens of languages that its tokenizer had not.
 
     They are drawn as the network draws its own. Other tokens that have no row are the caller's fault to name.
@@ -111,9 +114,9 @@ def with_languages(net: Any, rows: int, language_token: str) -> Any:
     return net
 
 
-def whole_network(setting: str, name: str, read: Callable[..., Any], family: str, **options: Any) -> Any:
+def load_complete(setting: str, name: str, read: Callable[..., Any], family: str, **options: Any) -> Any:
     """What `read` makes of the weights saved under `name`, float32. Raises UsageError where some are missing."""
-    net, report = fetch(setting, name, read, dtype=torch.float32, output_loading_info=True, **options)
+    net, report = load_local_or_hub(setting, name, read, dtype=torch.float32, output_loading_info=True, **options)
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
         raise UsageError(f"{setting}: {name} lacks {len(missing)} weights of its {family}, first {missing[0]}")
@@ -149,21 +152,21 @@ _BLOCK = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.(.+)$")
 _NOT_WEIGHTS = ("attn_mask", "input_resolution", "context_length", "vocab_size")  # what OpenAI's files hold besides
 
 
-def is_file(name: str) -> bool:
+def is_checkpoint_file(name: str) -> bool:
     """Whether `model.weights` means a file and not a directory or a hub name."""
     return Path(name).suffix in SUFFIXES and not Path(name).expanduser().is_dir()
 
 
-def num_tokens(state: dict[str, Tensor]) -> int:
+def open_clip_vocab_size(state: dict[str, Tensor]) -> int:
     """Rows of the checkpoint's embedding of tokens; 0 where it has none."""
     found = [tensor for name, tensor in state.items() if name.removeprefix("module.") == "token_embedding.weight"]
     return len(found[0]) if found else 0
 
 
-def load(net: nn.Module, state: dict[str, Tensor], setting: str, name: str) -> None:
+def load_open_clip(net: nn.Module, state: dict[str, Tensor], setting: str, name: str) -> None:
     """Put a checkpoint into transformers' CLIPModel. Raises UsageError where names or shapes differ."""
     try:
-        missing, unexpected = net.load_state_dict(to_transformers(state), strict=False)
+        missing, unexpected = net.load_state_dict(open_clip_to_hf(state), strict=False)
     except KeyError as error:
         raise UsageError(f"{setting}: {name} is no CLIP of open_clip with a ViT: it holds {error.args[0]}") from None
     except RuntimeError as error:
@@ -176,17 +179,17 @@ def load(net: nn.Module, state: dict[str, Tensor], setting: str, name: str) -> N
         )
 
 
-def to_transformers(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def open_clip_to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """An open_clip state_dict under transformers' names. Raises KeyError with a name that CLIP does not have."""
     out: dict[str, Tensor] = {}
     for given, tensor in state.items():
         name = given.removeprefix("module.")  # of DDP
         if name not in _NOT_WEIGHTS:
-            out |= _renamed(name, tensor.float())
+            out |= _hf_tensors(name, tensor.float())
     return out
 
 
-def _renamed(name: str, tensor: Tensor) -> dict[str, Any]:
+def _hf_tensors(name: str, tensor: Tensor) -> dict[str, Any]:
     if name in _WHOLE:
         return {_WHOLE[name]: tensor}
     if name in _TURNED:
@@ -208,7 +211,7 @@ def _renamed(name: str, tensor: Tensor) -> dict[str, Any]:
 FEED_FORWARD = 4  # times the width
 
 
-def encoder_shape(part: Any) -> dict[str, Any]:
+def transformer_config(part: Any) -> dict[str, Any]:
     """Width, depth and heads of one encoder's section. Raises UsageError where heads do not divide the width."""
     if part.width % part.heads:
         raise UsageError(
@@ -223,7 +226,7 @@ def encoder_shape(part: Any) -> dict[str, Any]:
     }
 
 
-def tiles(side: int, patch: int) -> dict[str, int]:
+def patch_config(side: int, patch: int) -> dict[str, int]:
     """Sides of image and patch, in pixels. Raises UsageError where patches do not tile the image."""
     if side % patch:
         raise UsageError(

@@ -16,7 +16,7 @@ from mmray.objectives.classification import Classification
 from mmray.objectives.contrastive import Contrastive
 from mmray.objectives.language_modelling import LanguageModelling
 from mmray.objectives.matching import Matching
-from mmray.objectives.protocol import Batch, Measured, Mining, Objective, ObjectiveParts, Outputs, Pairwise
+from mmray.objectives.protocol import Batch, HardNegativeMining, LossSums, Objective, ObjectiveParts, Outputs, Pairwise
 from mmray.objectives.region_text import RegionText
 from mmray.objectives.sigmoid import Sigmoid
 
@@ -34,78 +34,80 @@ class Term:
     objective: Any
 
 
-class Combined:
+class CombinedObjective:
     """Several objectives as one; what meets is formed over the global batch, what stands alone in each micro-batch."""
 
     def __init__(self, terms: list[Term]) -> None:
-        cross_row = [term for term in terms if term.objective.coupled]
-        row_wise = [term for term in terms if not term.objective.coupled]
-        self.objective_parts = ObjectiveParts(_one(cross_row), _one(row_wise))
-        both = [part for part in (self.objective_parts.cross_row, self.objective_parts.row_wise) if part is not None]
-        self.coupled: tuple[str, ...] = both[0].coupled
-        self.shared: tuple[str, ...] = _union(part.shared for part in both)
+        global_loss = [term for term in terms if term.objective.gathered_outputs]
+        local_loss = [term for term in terms if not term.objective.gathered_outputs]
+        self.objective_parts = ObjectiveParts(_merge_terms(global_loss), _merge_terms(local_loss))
+        both = [
+            part for part in (self.objective_parts.global_loss, self.objective_parts.local_loss) if part is not None
+        ]
+        self.gathered_outputs: tuple[str, ...] = both[0].gathered_outputs
+        self.scalar_outputs: tuple[str, ...] = _union(part.scalar_outputs for part in both)
 
 
-class Weighted:
+class WeightedSum:
     """Objectives of one sort, added up: sums and counts are vectors [K], one number a term."""
 
     def __init__(self, terms: list[Term]) -> None:
         self._terms = terms
-        mining = [term.objective for term in terms if isinstance(term.objective, Mining)]
+        mining = [term.objective for term in terms if isinstance(term.objective, HardNegativeMining)]
         self._mining = mining
-        self.coupled: tuple[str, ...] = _union(term.objective.coupled for term in terms)
-        self.shared: tuple[str, ...] = _union(term.objective.shared for term in terms)
-        self.looks_at: tuple[str, ...] = _union(objective.looks_at for objective in mining)
-        self.borrows: tuple[str, ...] = _union(objective.borrows for objective in mining)
+        self.gathered_outputs: tuple[str, ...] = _union(term.objective.gathered_outputs for term in terms)
+        self.scalar_outputs: tuple[str, ...] = _union(term.objective.scalar_outputs for term in terms)
+        self.score_outputs: tuple[str, ...] = _union(objective.score_outputs for objective in mining)
+        self.gathered_inputs: tuple[str, ...] = _union(objective.gathered_inputs for objective in mining)
 
     def count(self, batch: Batch) -> Tensor:
         """The terms' counts [K]."""
         return torch.stack([term.objective.count(batch) for term in self._terms])
 
-    def measure(self, outputs: Outputs, batch: Batch, everyone: dict[str, Any] | None = None) -> Measured:
+    def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
         """The terms' weighted sums [K], their counts [K], and each term's own loss and sums at its place in a [K]."""
         losses, parts = [], {}
         for place, term in enumerate(self._terms):
-            loss, _, further = term.objective.measure(outputs, batch, everyone)
+            loss, _, further = term.objective.compute_loss(outputs, batch, gathered)
             losses.append(term.weight * loss)
             for name, value in {f"loss_{term.name}": loss.detach(), **further}.items():
                 parts[name] = torch.zeros(len(self._terms), dtype=value.dtype, device=value.device)
                 parts[name][place] = value
         return torch.stack(losses), self.count(batch), parts
 
-    def mine(self, outputs: Outputs, batch: Batch, everyone: dict[str, Any]) -> Batch:
+    def sample_hard_negatives(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -> Batch:
         """The columns that the terms ask for."""
         columns: Batch = {}
         for objective in self._mining:
-            columns |= objective.mine(outputs, batch, everyone)
+            columns |= objective.sample_hard_negatives(outputs, batch, gathered)
         return columns
 
 
-class WeightedPairs(Weighted):
+class WeightedPairwise(WeightedSum):
     """One term that is a sum over pairs: what it looks at still comes by a chunk at a time."""
 
     def __init__(self, term: Term) -> None:
         super().__init__([term])
         self._term = term
-        self.visiting: tuple[str, ...] = term.objective.visiting
+        self.rotating_outputs: tuple[str, ...] = term.objective.rotating_outputs
         self.chunk: int = term.objective.chunk
 
-    def pairs(
+    def pairwise_loss(
         self, outputs: Outputs, valid: Tensor, visitors: Outputs, visitors_valid: Tensor, partner: int | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The term's weighted loss summed over the pairs, its own loss and its sums."""
-        loss, parts = self._term.objective.pairs(outputs, valid, visitors, visitors_valid, partner)
+        loss, parts = self._term.objective.pairwise_loss(outputs, valid, visitors, visitors_valid, partner)
         return self._term.weight * loss, {f"loss_{self._term.name}": loss.detach(), **parts}
 
 
-def _one(terms: list[Term]) -> Objective | None:
+def _merge_terms(terms: list[Term]) -> Objective | None:
     """Terms of one sort as one objective; a single one of weight 1 is itself."""
     if len(terms) == 1 and terms[0].weight == 1:
         only: Objective = terms[0].objective
         return only
     if len(terms) == 1 and isinstance(terms[0].objective, Pairwise):
-        return WeightedPairs(terms[0])
-    return Weighted(terms) if terms else None
+        return WeightedPairwise(terms[0])
+    return WeightedSum(terms) if terms else None
 
 
 def _union(names: Any) -> tuple[str, ...]:
@@ -121,25 +123,25 @@ BUILT_IN: dict[str, Callable[[Any], Objective]] = {
     "language_modelling": lambda _: LanguageModelling(),
 }
 _TERM = re.compile(r"(?:([\d.]+(?:e-?\d+)?)\s*\*)?\s*([A-Za-z_][\w.:]*)$")
-SEAM = ("coupled", "shared", "count", "measure")
+REQUIRED = ("gathered_outputs", "scalar_outputs", "count", "compute_loss")
 
 
 def build(section: Section) -> Objective:
     """The objective that `section.kind` names. Raises UsageError."""
-    terms = [Term(name, weight, _named(name, section)) for name, weight in terms_of(section.kind).items()]
+    terms = [Term(name, weight, _build_term(name, section)) for name, weight in parse_terms(section.kind).items()]
     if len(terms) == 1 and terms[0].weight == 1:
         only: Objective = terms[0].objective
         return only
-    combined: Any = Combined(terms)
+    combined: Any = CombinedObjective(terms)
     return combined
 
 
-def terms_of(kind: str) -> dict[str, float]:
+def parse_terms(kind: str) -> dict[str, float]:
     """The names of a sum with their weights: `contrastive + 0.5 * matching`. Raises UsageError."""
     terms: dict[str, float] = {}
     for text in kind.split("+"):
         found = _TERM.match(text.strip())
-        weight = _number(found[1]) if found else None
+        weight = _parse_weight(found[1]) if found else None
         if found is None or weight is None or weight <= 0 or found[2] in terms:
             raise UsageError(
                 f"objective.kind: `{kind}` is not an objective or a sum of different ones: `{text.strip()}`; write "
@@ -149,18 +151,18 @@ def terms_of(kind: str) -> dict[str, float]:
     return terms
 
 
-def _number(text: str | None) -> float | None:
+def _parse_weight(text: str | None) -> float | None:
     try:
         return 1.0 if text is None else float(text)
     except ValueError:
         return None
 
 
-def _named(name: str, section: Section) -> Any:
+def _build_term(name: str, section: Section) -> Any:
     if name in BUILT_IN:
         return BUILT_IN[name](section)
-    objective = plugins.load(name, "objective.kind", tuple(BUILT_IN))(section)
-    missing = [part for part in SEAM if not hasattr(objective, part)]
+    objective = plugins.load_class(name, "objective.kind", tuple(BUILT_IN))(section)
+    missing = [part for part in REQUIRED if not hasattr(objective, part)]
     if missing:
         raise UsageError(f"objective.kind: `{name}` has no {', '.join(missing)} (see objectives/protocol.py)")
     return objective

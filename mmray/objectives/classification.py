@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmray.data.stream.reader import NO_LABEL
-from mmray.objectives.protocol import Batch, Measured, Outputs
+from mmray.objectives.protocol import Batch, LossSums, Outputs
 
 
 class Classification:
@@ -18,8 +18,8 @@ class Classification:
     Outputs: `class_logits` [B, C]. The batch's `label` is int64 [B], -1 for a row without one.
     """
 
-    coupled: tuple[str, ...] = ()
-    shared: tuple[str, ...] = ()
+    gathered_outputs: tuple[str, ...] = ()
+    scalar_outputs: tuple[str, ...] = ()
 
     def __init__(self, label_smoothing: float = 0.0) -> None:
         self.label_smoothing = label_smoothing
@@ -28,7 +28,7 @@ class Classification:
         """Valid rows that have a label."""
         return _counted(batch).sum()
 
-    def measure(self, outputs: Outputs, batch: Batch, everyone: dict[str, Any] | None = None) -> Measured:
+    def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
         """Loss sum over the labelled rows, their count, and how many were classified rightly."""
         logits, counted = outputs["class_logits"], _counted(batch)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -21,31 +21,31 @@ class Contrastive:
     its two cross-entropies against all valid rows; invalid rows neither count nor serve as negatives.
     """
 
-    coupled: tuple[str, ...] = ("image_embed", "text_embed")
-    shared: tuple[str, ...] = ("logit_scale",)
+    gathered_outputs: tuple[str, ...] = ("image_embed", "text_embed")
+    scalar_outputs: tuple[str, ...] = ("logit_scale",)
     row_values: tuple[str, ...] = ("valid",)
 
     def count(self, batch: Batch) -> Tensor:
         """Valid rows of the batch."""
         return batch["valid"].sum()
 
-    def measure(
-        self, outputs: Outputs, batch: Batch, everyone: dict[str, Any] | None = None
+    def compute_loss(
+        self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Loss sum over this rank's valid rows, their count, and the sum each way; float32 at least.
 
         Logits are [local rows, global rows] each way, never [global, global].
         """
         valid = batch["valid"]
-        image, text = usable(outputs["image_embed"], valid), usable(outputs["text_embed"], valid)
+        image, text = mask_invalid(outputs["image_embed"], valid), mask_invalid(outputs["text_embed"], valid)
         scale = outputs["logit_scale"].to(image.dtype)
-        if everyone is None:
+        if gathered is None:
             logits = scale * image @ text.T
             to_text, to_image, columns, offset = logits, logits.T, valid, 0
         else:
-            columns, offset = everyone["valid"], everyone["offset"]
-            to_text = scale * image @ usable(everyone["text_embed"], columns).T
-            to_image = scale * text @ usable(everyone["image_embed"], columns).T
+            columns, offset = gathered["valid"], gathered["offset"]
+            to_text = scale * image @ mask_invalid(gathered["text_embed"], columns).T
+            to_image = scale * text @ mask_invalid(gathered["image_embed"], columns).T
         targets = torch.arange(offset, offset + len(valid), device=valid.device)
         image_to_text = _cross_entropy_sum(to_text, targets, valid, columns)
         text_to_image = _cross_entropy_sum(to_image, targets, valid, columns)
@@ -53,7 +53,7 @@ class Contrastive:
         return (image_to_text + text_to_image) / 2, self.count(batch), parts
 
 
-def usable(embed: Tensor, valid: Tensor) -> Tensor:
+def mask_invalid(embed: Tensor, valid: Tensor) -> Tensor:
     """Float32 at least, invalid rows zero: whatever stands in padding, a NaN too, must not reach a gradient."""
     embed = embed.to(torch.promote_types(embed.dtype, torch.float32))
     return torch.where(valid[:, None], embed, 0)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmray.data.stream.collate import IGNORE_INDEX
-from mmray.objectives.protocol import Batch, Measured, Outputs
+from mmray.objectives.protocol import Batch, LossSums, Outputs
 
 
 class LanguageModelling:
@@ -19,14 +19,14 @@ class LanguageModelling:
     that is not learned: the prompt, the image's, padding.
     """
 
-    coupled: tuple[str, ...] = ()
-    shared: tuple[str, ...] = ()
+    gathered_outputs: tuple[str, ...] = ()
+    scalar_outputs: tuple[str, ...] = ()
 
     def count(self, batch: Batch) -> Tensor:
         """Learned tokens of valid rows that have a token before them."""
         return (_targets(batch) != IGNORE_INDEX).sum()
 
-    def measure(self, outputs: Outputs, batch: Batch, everyone: dict[str, Any] | None = None) -> Measured:
+    def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
         """Loss sum over the learned tokens, their count, and how many were the most likely; float32 at least."""
         targets = _targets(batch)
         learned = targets != IGNORE_INDEX

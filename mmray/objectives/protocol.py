@@ -17,7 +17,7 @@ from torch import Tensor
 from mmray.data.stream.collate import Batch
 
 Outputs = dict[str, Tensor]
-Measured = tuple[Tensor, Tensor, dict[str, Tensor]]
+LossSums = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
 class Objective(Protocol):
@@ -31,8 +31,8 @@ class Objective(Protocol):
     global batch then needs one collective a step fewer.
     """
 
-    coupled: tuple[str, ...]
-    shared: tuple[str, ...]
+    gathered_outputs: tuple[str, ...]
+    scalar_outputs: tuple[str, ...]
 
     def count(self, batch: Batch) -> Tensor:
         """What the loss of `batch` is divided by, as a scalar: its valid rows, or its target tokens.
@@ -40,7 +40,7 @@ class Objective(Protocol):
         A sum of several losses, each with a count of its own, gives vectors [K] for the scalars here and below.
         """
 
-    def measure(self, outputs: Outputs, batch: Batch, everyone: dict[str, Any] | None = None) -> Measured:
+    def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
         """Loss summed over the valid rows of `batch`, its count, and further sums worth a look.
 
         `everyone` (coupled objectives only): each coupled output of all ranks [G, ...], `valid` bool [G], and `offset`,
@@ -49,16 +49,16 @@ class Objective(Protocol):
 
 
 @runtime_checkable
-class Mining(Protocol):
+class HardNegativeMining(Protocol):
     """An objective whose rows stand alone once each has been given a partner, chosen by a look at all rows.
 
     `looks_at` names the outputs that the choice is made by, `borrows` the columns of the batch that a partner lends.
     """
 
-    looks_at: tuple[str, ...]
-    borrows: tuple[str, ...]
+    score_outputs: tuple[str, ...]
+    gathered_inputs: tuple[str, ...]
 
-    def mine(self, outputs: Outputs, batch: Batch, everyone: dict[str, Any]) -> Batch:
+    def sample_hard_negatives(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -> Batch:
         """Further columns for the rows of a micro-batch, which the model will see.
 
         outputs: those in `looks_at` and `shared`, without gradient. everyone: the outputs in `looks_at` and the columns
@@ -74,10 +74,10 @@ class Pairwise(Protocol):
     `visiting` names the outputs that travel; the others in `coupled` stay at home. `chunk` is in rows.
     """
 
-    visiting: tuple[str, ...]
+    rotating_outputs: tuple[str, ...]
     chunk: int
 
-    def pairs(
+    def pairwise_loss(
         self, outputs: Outputs, valid: Tensor, visitors: Outputs, visitors_valid: Tensor, partner: int | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss summed over the pairs of rows at home and visiting rows, and further sums.
@@ -90,18 +90,22 @@ class Pairwise(Protocol):
 class ObjectiveParts:
     """An objective as the step takes it: `cross_row` needs all rows at once, `row_wise` is a sum over rows."""
 
-    cross_row: Objective | None
-    row_wise: Objective | None
+    global_loss: Objective | None
+    local_loss: Objective | None
 
     @property
-    def mining(self) -> Mining | None:
+    def mining(self) -> HardNegativeMining | None:
         """The part that must look at all rows before it can stand alone."""
-        return self.row_wise if isinstance(self.row_wise, Mining) and self.row_wise.looks_at else None
+        return (
+            self.local_loss
+            if isinstance(self.local_loss, HardNegativeMining) and self.local_loss.score_outputs
+            else None
+        )
 
 
-def parts_of(objective: Any) -> ObjectiveParts:
+def split_objective(objective: Any) -> ObjectiveParts:
     """The two parts of an objective, one of which may be missing."""
     if hasattr(objective, "objective_parts"):
         found: ObjectiveParts = objective.objective_parts
         return found
-    return ObjectiveParts(objective, None) if objective.coupled else ObjectiveParts(None, objective)
+    return ObjectiveParts(objective, None) if objective.gathered_outputs else ObjectiveParts(None, objective)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmray.data.stream.reader import NO_LABEL
-from mmray.objectives.protocol import Batch, Measured, Outputs
+from mmray.objectives.protocol import Batch, LossSums, Outputs
 
 
 class RegionText:
@@ -20,14 +20,14 @@ class RegionText:
     counts alike, however many its image has.
     """
 
-    coupled: tuple[str, ...] = ()
-    shared: tuple[str, ...] = ("logit_scale",)
+    gathered_outputs: tuple[str, ...] = ()
+    scalar_outputs: tuple[str, ...] = ("logit_scale",)
 
     def count(self, batch: Batch) -> Tensor:
         """Labelled boxes of valid rows."""
         return _counted(batch).sum()
 
-    def measure(self, outputs: Outputs, batch: Batch, everyone: dict[str, Any] | None = None) -> Measured:
+    def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
         """Loss sum over the labelled boxes, their count, and how many got their own text; float32 at least."""
         logits, counted = outputs["region_logits"], _counted(batch)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

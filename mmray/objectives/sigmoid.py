@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmray.objectives.contrastive import usable
-from mmray.objectives.protocol import Batch, Measured, Outputs
+from mmray.objectives.contrastive import mask_invalid
+from mmray.objectives.protocol import Batch, LossSums, Outputs
 
 CHUNK = 4096  # visiting texts that are scored at once
 
@@ -25,9 +25,9 @@ class Sigmoid:
     invalid row do not count.
     """
 
-    coupled: tuple[str, ...] = ("image_embed", "text_embed")
-    shared: tuple[str, ...] = ("logit_scale", "logit_bias")
-    visiting: tuple[str, ...] = ("text_embed",)
+    gathered_outputs: tuple[str, ...] = ("image_embed", "text_embed")
+    scalar_outputs: tuple[str, ...] = ("logit_scale", "logit_bias")
+    rotating_outputs: tuple[str, ...] = ("text_embed",)
 
     def __init__(self, chunk: int = CHUNK) -> None:
         self.chunk = chunk
@@ -36,19 +36,19 @@ class Sigmoid:
         """Valid rows of the batch."""
         return batch["valid"].sum()
 
-    def measure(self, outputs: Outputs, batch: Batch, everyone: dict[str, Any] | None = None) -> Measured:
+    def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
         """Loss sum over this rank's images and everyone's texts, the valid rows, and the sum of either sort of pair."""
-        if everyone is None:
-            everyone = {"text_embed": outputs["text_embed"], "valid": batch["valid"], "offset": 0}
-        visitors = {"text_embed": everyone["text_embed"]}
-        loss, parts = self.pairs(outputs, batch["valid"], visitors, everyone["valid"], -everyone["offset"])
+        if gathered is None:
+            gathered = {"text_embed": outputs["text_embed"], "valid": batch["valid"], "offset": 0}
+        visitors = {"text_embed": gathered["text_embed"]}
+        loss, parts = self.pairwise_loss(outputs, batch["valid"], visitors, gathered["valid"], -gathered["offset"])
         return loss, self.count(batch), parts
 
-    def pairs(
+    def pairwise_loss(
         self, outputs: Outputs, valid: Tensor, visitors: Outputs, visitors_valid: Tensor, partner: int | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss summed over images at home [B] and visiting texts [V]; text i is that of image i + partner."""
-        image, text = usable(outputs["image_embed"], valid), usable(visitors["text_embed"], visitors_valid)
+        image, text = mask_invalid(outputs["image_embed"], valid), mask_invalid(visitors["text_embed"], visitors_valid)
         logits = outputs["logit_scale"].to(image.dtype) * image @ text.T + outputs["logit_bias"].to(image.dtype)
         rows = torch.arange(len(image), device=image.device)[:, None]
         columns = torch.arange(len(text), device=image.device)[None]

@@ -27,7 +27,7 @@ from mmray.engine.checkpoint import files
 from mmray.engine.collectives import Group
 from mmray.engine.state import AVERAGE
 from mmray.errors import TrainingError, UsageError
-from mmray.evaluate.build import best_by, check_scored, evaluator_of
+from mmray.evaluate.build import best_metric, build_evaluator, check_evaluable
 from mmray.models import lora
 from mmray.models.build import build
 from mmray.models.export.export import export
@@ -60,7 +60,7 @@ def load_run_config(folder: AnyPath) -> Config:
 def open_run(folder: AnyPath, step: Step) -> tuple[Config, str, AnyPath]:
     """Config, tokenizer and checkpoint folder of a run. Raises UsageError naming what is missing."""
     run, config = RunDir(folder.expanduser().resolve()), load_run_config(folder)
-    return config, (run.path / "tokenizer.json").read_text(), _good_checkpoint(run, step, best_by(config))
+    return config, (run.path / "tokenizer.json").read_text(), _good_checkpoint(run, step, best_metric(config))
 
 
 def _good_checkpoint(run: RunDir, step: Step, metric: str) -> AnyPath:
@@ -86,7 +86,7 @@ def _good_checkpoint(run: RunDir, step: Step, metric: str) -> AnyPath:
 def export_run(folder: AnyPath, out: str | AnyPath, step: Step) -> AnyPath:
     """Write the model of a run's checkpoint to `out`, for `mmray.load`."""
     config, tokenizer_json, found = open_run(folder, step)
-    model = lora.merge(load_model(config, found))
+    model = lora.merge_adapters(load_model(config, found))
     spec = config.model.replace(lora=Lora())  # what leaves has no adapters: they are in its weights
     return export(model, spec.model_dump(mode="json"), tokenizer_json, out)
 
@@ -166,8 +166,8 @@ def _held_out(
 def _score_on_worker(config: Config, tokenizer_json: str, held_out: PreparedSet, found: AnyPath) -> dict[str, Any]:
     group = Group.current(ray.train.torch.get_device())
     model = load_model(config, found)
-    check_scored(config, model)
-    scorer = evaluator_of(config, held_out, tokenizer_json)
+    check_evaluable(config, model)
+    scorer = build_evaluator(config, held_out, tokenizer_json)
     rows = config.batch.global_  # settled when the run began; its other settings are those of the workers it had
     assert rows is not None
     with precision.choose(config.train.precision, group.device).autocast():

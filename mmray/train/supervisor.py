@@ -28,7 +28,7 @@ from mmray.data.store.manifest import QUARANTINE
 from mmray.engine.bad_samples import bad_rows
 from mmray.engine.checkpoint import files
 from mmray.errors import MmrayError, ResourceError, StorageError, TrainingError, UsageError
-from mmray.evaluate.build import best_by
+from mmray.evaluate.build import best_metric
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, merge_parts
 from mmray.train import run_dir
@@ -145,7 +145,7 @@ def _write_result(
 def _best_checkpoint(run: run_dir.RunDir, ready: ResolvedRun) -> dict[str, Any] | None:
     """The best checkpoint that is kept; None also where their notes cannot be read, which is no reason to fail."""
     try:
-        return files.best_score(run.checkpoints, best_by(ready.config))
+        return files.best_score(run.checkpoints, best_metric(ready.config))
     except TrainingError:
         return None
 

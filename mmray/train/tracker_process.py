@@ -99,7 +99,7 @@ def main(spec: str) -> int:
     about = json.loads(lines.readline())
     name = spec.rpartition(":")[2].removesuffix("Tracker").lower()
     try:
-        tracker = plugins.load(spec, "run.trackers")()
+        tracker = plugins.load_class(spec, "run.trackers")()
     except Exception as error:  # noqa: BLE001 - as above
         print(redact_text(f"it could not begin, and gets nothing of this run: {_first(error)}"), file=out, flush=True)
         return 0

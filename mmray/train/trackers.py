@@ -45,7 +45,7 @@ def check_trackers(config: Config) -> None:
     """Raise UsageError, before anything starts, for a tracker that is not there."""
     for name in config.run.trackers:
         if name not in BUILT_IN:
-            plugins.load(name, "run.trackers", tuple(BUILT_IN))
+            plugins.load_class(name, "run.trackers", tuple(BUILT_IN))
         elif importlib.util.find_spec(name) is None:
             raise UsageError(
                 f'run.trackers: {name} is not installed here, where the run is started: `pip install "mmray[{name}]"`'

@@ -9,7 +9,7 @@ import numpy as np
 
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
-from mmray.objectives.build import terms_of
+from mmray.objectives.build import parse_terms
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -60,7 +60,7 @@ def evaluation_reasons(config: Config) -> list[str]:
 
 def _regional(config: Config) -> list[str]:
     """What objective `region_text` and the head for it lack."""
-    model, learned = config.model, "region_text" in terms_of(config.objective.kind)
+    model, learned = config.model, "region_text" in parse_terms(config.objective.kind)
     head = bool(getattr(model, "regions", False))
     reasons = []
     if learned and model.kind != "fusion" and ":" not in model.kind:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from mmray.data.store.prepared_set import PreparedSet, Row
 from mmray.data.text.tokenizer import TextEncoder
-from mmray.evaluate.batches import EvalBatches, HeldOut
+from mmray.evaluate.batches import EvalBatches, EvalDataset
 from tests.data.deadly import deadly, decoder_dies
 from tests.made import CAPTIONS, make_set, png, row
 
@@ -91,14 +91,14 @@ def test_a_deadly_image_of_a_set_that_nobody_decoded_is_named_and_tried_once(
     bad, log = row(3, data=deadly(png(3), tmp_path / "tries")), tmp_path / "tries"
     made = make_set(tmp_path / "set", [*map(row, range(3)), bad, row(4)])
     unchecked = PreparedSet(made.storage, replace(made.manifest, settings={"check": "header", "image_side": 0}))
-    held = HeldOut(unchecked, INPUTS, made.tokenizer_json, SimpleNamespace(batch=2))  # type: ignore[arg-type]
+    held = EvalDataset(unchecked, INPUTS, made.tokenizer_json, SimpleNamespace(batch=2))  # type: ignore[arg-type]
     with decoder_dies():
         for _ in range(2):
             reading = held._batches(0, 1, None)
             assert [number for batch in reading for number in batch["row"].tolist()] == [0, 1, 2, 4]
             assert reading.faults[0].startswith("row 3: crash: row-3: the decoder died of it")
     assert len(log.read_text().splitlines()) == 1 and "row-3" in caplog.text
-    assert HeldOut(made, INPUTS, made.tokenizer_json, SimpleNamespace())._apart is None  # type: ignore[arg-type]
+    assert EvalDataset(made, INPUTS, made.tokenizer_json, SimpleNamespace())._apart is None  # type: ignore[arg-type]
 
 
 def test_rows_that_lie_together_are_read_together(prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmray.evaluate.classes import accuracies, ensemble, prompted, right_at
+from mmray.evaluate.zero_shot import class_embeddings, fill_prompts, topk_accuracy, topk_correct
 
 NAN = float("nan")
 
@@ -13,27 +13,30 @@ NAN = float("nan")
 def test_a_case_worked_by_hand() -> None:
     scores = torch.tensor([[3.0, 1, 2], [1, 1, 0], [0, NAN, 1], [9, 0, 0], [0, 0, 9], [NAN, 0, 0]])
     label = torch.tensor([0, 0, 2, -1, 7, 0])
-    right, in_five, rows = right_at(scores, label).tolist()
+    right, in_five, rows = topk_correct(scores, label).tolist()
     # Right; a tie, which counts as wrong; a NaN beside it, likewise; no label; no such class; a NaN of its own.
     assert (right, rows) == (1, 4)
     assert in_five == 3
-    assert accuracies(right_at(scores, label), "zero_shot", 3) == {"zero_shot/top_1": 0.25, "zero_shot/rows": 4.0}
+    assert topk_accuracy(topk_correct(scores, label), "zero_shot", 3) == {
+        "zero_shot/top_1": 0.25,
+        "zero_shot/rows": 4.0,
+    }
 
 
 def test_top_5_is_that_of_a_naive_search() -> None:
     draw = torch.Generator().manual_seed(0)
     scores, label = torch.randn(50, 9, generator=draw), torch.randint(0, 9, (50,), generator=draw)
-    found = accuracies(right_at(scores, label), "c", 9)
+    found = topk_accuracy(topk_correct(scores, label), "c", 9)
     naive = [label[row] in scores[row].argsort(descending=True)[:5] for row in range(50)]
     assert found["c/top_5"] == pytest.approx(sum(naive) / 50)
     assert found["c/top_1"] == pytest.approx((scores.argmax(1) == label).double().mean().item())
 
 
 def test_no_label_at_all_is_no_accuracy() -> None:
-    assert accuracies(right_at(torch.randn(2, 3), torch.tensor([-1, -1])), "c", 3) == {"c/rows": 0.0}
+    assert topk_accuracy(topk_correct(torch.randn(2, 3), torch.tensor([-1, -1])), "c", 3) == {"c/rows": 0.0}
 
 
 def test_an_ensemble_is_the_mean_of_its_prompts_and_of_length_one() -> None:
-    assert prompted(("cat", "dog"), ("a {}.", "{}s")) == ["a cat.", "cats", "a dog.", "dogs"]
+    assert fill_prompts(("cat", "dog"), ("a {}.", "{}s")) == ["a cat.", "cats", "a dog.", "dogs"]
     embeddings = torch.tensor([[1.0, 0], [0, 1], [0, 1], [0, 1]])
-    torch.testing.assert_close(ensemble(embeddings, 2), torch.tensor([[0.5**0.5, 0.5**0.5], [0, 1]]))
+    torch.testing.assert_close(class_embeddings(embeddings, 2), torch.tensor([[0.5**0.5, 0.5**0.5], [0, 1]]))

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from mmray.evaluate.evaluator import Evaluator
-from mmray.evaluate.examples import SHOWN, chosen_queries
+from mmray.evaluate.examples import NUM_SHOWN, select_queries
 from mmray.objectives.contrastive import Contrastive
 from tests.evaluate.test_score import INPUTS, SETTINGS, Toy, on_ranks, prepared  # noqa: F401 - a fixture
 
@@ -38,7 +38,7 @@ def test_examples_agree_with_the_recall_and_with_the_set(prepared):  # noqa: F81
     assert examples["rows"] == metrics["rows"]
     for way in WAYS:
         hits = [item for item in examples[way] if item["rank"] == 1]
-        assert len(hits) <= SHOWN and 0 < len(examples[way]) - len(hits) <= SHOWN
+        assert len(hits) <= NUM_SHOWN and 0 < len(examples[way]) - len(hits) <= NUM_SHOWN
         for item in examples[way]:
             row = prepared.read(np.array([item["row"]]))[0]
             assert item["key"] == row.key and item["caption"] in row.texts
@@ -75,6 +75,6 @@ def test_every_picture_that_is_looked_at_is_there(prepared):  # noqa: F811
 
 def test_queries_are_spread_over_hits_and_from_narrow_to_wide_misses():
     ranks = torch.tensor([1, 9, 1, 2, 1, 300, 1, 2])
-    assert chosen_queries(ranks, 3).tolist() == [0, 2, 6, 3, 7, 5]
-    assert chosen_queries(torch.ones(2, dtype=torch.int64), 3).tolist() == [0, 1]
-    assert chosen_queries(torch.tensor([7]), 3).tolist() == [0]
+    assert select_queries(ranks, 3).tolist() == [0, 2, 6, 3, 7, 5]
+    assert select_queries(torch.ones(2, dtype=torch.int64), 3).tolist() == [0, 1]
+    assert select_queries(torch.tensor([7]), 3).tolist() == [0]

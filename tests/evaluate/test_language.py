@@ -13,8 +13,8 @@ import torch
 
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError
-from mmray.evaluate.generation import LanguageEvaluator, caption_scores, cider_d, words
-from mmray.models.export.load import answered
+from mmray.evaluate.generation import GenerationEvaluator, caption_scores, cider_d, words
+from mmray.models.export.load import generate_answer
 from tests.evaluate.test_score import on_ranks
 from tests.made import make_set, row
 from tests.models.test_generative import ENCODER, INPUTS, SAID, TOKENIZER, model_of
@@ -35,7 +35,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedSet:
 
 
 def score(prepared: PreparedSet, group: Any, **settings: Any) -> dict[str, float]:
-    evaluator = LanguageEvaluator(prepared, INPUTS, TOKENIZER, SimpleNamespace(**vars(SETTINGS) | settings))  # type: ignore[arg-type]
+    evaluator = GenerationEvaluator(prepared, INPUTS, TOKENIZER, SimpleNamespace(**vars(SETTINGS) | settings))  # type: ignore[arg-type]
     return evaluator.score(MODEL, group, None, 4)
 
 
@@ -87,7 +87,7 @@ def test_answers_are_what_the_likeliest_tokens_say() -> None:
             said.append(int(token))
             ids = torch.cat([ids, token[None, None]], dim=1)
     assert said
-    assert answered(model, ENCODER, pixels, "a red", 7) == ENCODER.tokenizer.decode(said).strip()
+    assert generate_answer(model, ENCODER, pixels, "a red", 7) == ENCODER.tokenizer.decode(said).strip()
 
 
 def test_the_best_captions_have_the_highest_scores() -> None:

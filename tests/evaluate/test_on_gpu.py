@@ -8,7 +8,7 @@ import pytest
 
 from mmray.engine.collectives import Group
 from mmray.evaluate.evaluator import Evaluator
-from mmray.evaluate.generation import LanguageEvaluator
+from mmray.evaluate.generation import GenerationEvaluator
 from mmray.objectives.contrastive import Contrastive
 from tests.evaluate import test_language, test_score
 from tests.made import make_set, row
@@ -44,7 +44,7 @@ def by_embeddings(prepared, device):
 def by_writing(prepared, device):
     model = test_generative.model_of().double().to(device)
     settings = SimpleNamespace(**vars(test_language.SETTINGS) | {"answers": 3})
-    evaluator = LanguageEvaluator(prepared, test_generative.INPUTS, test_generative.TOKENIZER, settings)
+    evaluator = GenerationEvaluator(prepared, test_generative.INPUTS, test_generative.TOKENIZER, settings)
     return evaluator.score(model, Group(device=device), None, 4), []
 
 

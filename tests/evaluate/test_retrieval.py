@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmray.evaluate.retrieval import ranks, retrieval_metrics, top
+from mmray.evaluate.retrieval import compute_ranks, retrieval_metrics, top_k
 
 
 def naive_ranks(queries: Tensor, gallery: Tensor, right: list[list[bool]]) -> list[int]:
@@ -56,7 +56,7 @@ def test_chunked_equals_naive_with_ties(vectors: list[list[int]], captions_of: l
     for queries, gallery, is_right in ((image, text, right), (text, image, right.T)):
         expected = naive_ranks(queries, gallery, is_right.tolist())
         for chunk in range(1, len(text) + 2):
-            assert ranks(queries, gallery, pairs(is_right), chunk).tolist() == expected
+            assert compute_ranks(queries, gallery, pairs(is_right), chunk).tolist() == expected
 
 
 @given(
@@ -75,7 +75,7 @@ def test_a_row_that_counts_several_times_is_as_many_rows(scores: list[list[int]]
     spread = torch.arange(len(gallery)).repeat_interleave(times)
     expected = naive_ranks(queries, gallery[spread], is_right[:, spread].tolist())
     for chunk in (1, 2, 9):
-        assert ranks(queries, gallery, pairs(is_right), chunk, copies=times).tolist() == expected
+        assert compute_ranks(queries, gallery, pairs(is_right), chunk, copies=times).tolist() == expected
 
 
 @given(
@@ -101,16 +101,16 @@ def test_top_is_the_head_of_the_naive_order(vectors: list[list[int]], captions_o
             sorted(range(len(gallery)), key=lambda place: (-scores[q][place], right[q][place], place))
             for q in range(len(queries))
         ]
-        found = ranks(queries, gallery, pairs(is_right), 3)
+        found = compute_ranks(queries, gallery, pairs(is_right), 3)
         for k, chunk in ((2, 1), (5, 3), (5, 100)):
-            places, best = top(queries, gallery, is_right, k, chunk)
+            places, best = top_k(queries, gallery, is_right, k, chunk)
             assert places.tolist() == [order[:k] for order in naive]
             assert best.tolist() == [[scores[q][place] for place in order[:k]] for q, order in enumerate(naive)]
         assert found.tolist() == [1 + [right[q][p] for p in order].index(True) for q, order in enumerate(naive)]
 
 
 def test_top_of_a_model_that_gives_nan_has_the_right_answer_last() -> None:
-    places, best = top(torch.full((1, 2), torch.nan), torch.eye(2), torch.tensor([[False, True]]), 5, 1)
+    places, best = top_k(torch.full((1, 2), torch.nan), torch.eye(2), torch.tensor([[False, True]]), 5, 1)
     assert places.tolist() == [[0, 1]] and best.tolist() == [[math.inf, -math.inf]]
 
 
@@ -126,7 +126,7 @@ def test_chunked_equals_naive_on_unit_vectors(dim: int) -> None:
         expected = naive_ranks(queries, gallery, is_right.tolist())
         assert len(set(expected)) > 3
         for chunk in (1, 7, 32, 40, 1000):
-            assert ranks(queries, gallery, pairs(is_right), chunk).tolist() == expected
+            assert compute_ranks(queries, gallery, pairs(is_right), chunk).tolist() == expected
 
 
 def test_equal_rows_tie_wherever_they_stand() -> None:
@@ -134,7 +134,7 @@ def test_equal_rows_tie_wherever_they_stand() -> None:
     row = torch.nn.functional.normalize(torch.randn(1, 509, generator=torch.Generator().manual_seed(1)), dim=1)
     rows, right = row.repeat(301, 1), torch.arange(301).repeat(2, 1)
     for chunk in (64, 100, 301):
-        assert ranks(rows, rows, right, chunk).tolist() == [301] * 301
+        assert compute_ranks(rows, rows, right, chunk).tolist() == [301] * 301
 
 
 def test_memory_is_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def test_memory_is_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", watched)
     rows = torch.eye(50)
-    assert ranks(rows, rows, torch.arange(50).repeat(2, 1), 16).tolist() == [1] * 50
+    assert compute_ranks(rows, rows, torch.arange(50).repeat(2, 1), 16).tolist() == [1] * 50
     assert max(seen) == 16 * 16
     assert sum(seen) == 50 * 50
 
@@ -157,13 +157,13 @@ def test_memory_is_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_not_a_number_is_no_success(broken: str) -> None:
     rows, nan = torch.eye(4), torch.full((4, 4), torch.nan)
     queries, gallery = (nan if broken in (name, "both") else rows for name in ("queries", "gallery"))
-    assert ranks(queries, gallery, torch.arange(4).repeat(2, 1), 3).tolist() == [4] * 4
+    assert compute_ranks(queries, gallery, torch.arange(4).repeat(2, 1), 3).tolist() == [4] * 4
 
 
 def test_query_without_a_right_answer_is_an_error() -> None:
     rows = torch.eye(3)
     with pytest.raises(ValueError, match="query 1 has no right answer"):
-        ranks(rows, rows, torch.tensor([[0, 2], [0, 2]]), 2)
+        compute_ranks(rows, rows, torch.tensor([[0, 2], [0, 2]]), 2)
 
 
 def test_metrics() -> None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError
-from mmray.evaluate.embeddings import Embedded
-from mmray.evaluate.evaluator import Evaluator, ranks_both_ways, score_embedded
+from mmray.evaluate.embeddings import EmbeddingSet
+from mmray.evaluate.evaluator import Evaluator, retrieval_ranks, retrieval_scores
 from mmray.models.fusion import LabelTexts
 from mmray.objectives.contrastive import Contrastive
 from tests.made import CAPTIONS, make_set, row
@@ -110,8 +110,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedSet:
     return make_set(tmp_path_factory.mktemp("scored") / "set", rows)
 
 
-def score_all(embedded: Embedded, group: Any) -> dict[str, float]:
-    return score_embedded(embedded, ranks_both_ways(embedded, group, 2), group, Contrastive(), 2, 2)
+def score_all(embedded: EmbeddingSet, group: Any) -> dict[str, float]:
+    return retrieval_scores(embedded, retrieval_ranks(embedded, group, 2), group, Contrastive(), 2, 2)
 
 
 def score(prepared: PreparedSet, group: Any, global_rows: int = 6, **settings: Any) -> dict[str, float]:
@@ -141,7 +141,7 @@ def test_the_same_for_any_chunk(prepared: PreparedSet, chunk: int) -> None:
 def test_figures_of_a_case_worked_by_hand() -> None:
     """Three images on the axes. Image 1 has two captions, one of them wrong; image 2's caption lies on image 0."""
     axes = torch.eye(3)
-    embedded = Embedded(
+    embedded = EmbeddingSet(
         row=torch.tensor([10, 11, 12]),
         image=axes,
         owner=torch.tensor([10, 11, 11, 12]),
@@ -150,7 +150,7 @@ def test_figures_of_a_case_worked_by_hand() -> None:
         label=torch.full((3,), -1),
         right=torch.zeros(3),
         regions=torch.zeros(3),
-        shared={"logit_scale": torch.tensor(2.0)},
+        scalar_outputs={"logit_scale": torch.tensor(2.0)},
     )
     (metrics,) = on_ranks(1, lambda group: score_all(embedded, group))
     # Image to text: image 0 ties with a wrong caption (rank 2), image 1 is right, image 2 scores 0 where wrong ones
@@ -211,7 +211,7 @@ def test_loss_is_that_of_training(prepared: PreparedSet) -> None:
         "attention_mask": (torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]).long(),
         "valid": torch.ones(len(good), dtype=torch.bool),
     }
-    loss_sum, count, _ = Contrastive().measure(model(batch), batch)
+    loss_sum, count, _ = Contrastive().compute_loss(model(batch), batch)
     assert metrics["loss"] == pytest.approx((loss_sum / count).item(), rel=1e-6)
 
 
@@ -224,10 +224,10 @@ def test_mode_and_generator_are_left_as_they_were(prepared: PreparedSet, trainin
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("coupled", [("match_logits",), ()])
-def test_another_objective_has_no_loss_here(prepared: PreparedSet, coupled: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("gathered_outputs", [("match_logits",), ()])
+def test_another_objective_has_no_loss_here(prepared: PreparedSet, gathered_outputs: tuple[str, ...]) -> None:
     evaluator = Evaluator(prepared, INPUTS, prepared.tokenizer_json, SETTINGS)  # type: ignore[arg-type]
-    matching = SimpleNamespace(coupled=coupled, shared=())
+    matching = SimpleNamespace(gathered_outputs=gathered_outputs, scalar_outputs=())
     (metrics,) = on_ranks(1, lambda group: evaluator.score(Toy(), group, matching, 6))  # type: ignore[arg-type]
     assert "loss" not in metrics
     assert "recall_at_10/text_to_image" in metrics
@@ -299,7 +299,7 @@ class Naming(Toy):
         super().__init__()
         self.labels = LabelTexts(("", "a", "red"), [[1], [2], [3]])
 
-    def name_regions(self, image: Tensor, boxes: Tensor) -> Tensor:
+    def classify_regions(self, image: Tensor, boxes: Tensor) -> Tensor:
         return F.one_hot((boxes[..., 0] * 10).round().long() + 1, 3).float()
 
 

@@ -18,8 +18,8 @@ from mmray.config import Clip, ClipImage, ClipText, Inputs, Model, Siglip
 from mmray.data.images.decode import to_pixels
 from mmray.data.text.tokenizer import TextEncoder, declared_pad_id, load_tokenizer, train_tokenizer
 from mmray.errors import UsageError
-from mmray.models.build import build, drawn_architecture
-from mmray.models.clip import some_patches
+from mmray.models.build import build, random_init_architecture
+from mmray.models.clip import drop_patches
 from mmray.models.export.export import export
 from mmray.models.synthetic import synthetic_batch
 
@@ -181,7 +181,7 @@ def test_a_model_comes_back_from_its_architecture_without_the_weights(kind: str)
     again.load_state_dict(model.state_dict())
     batch = batch_of()
     assert torch.equal(again(batch)["text_embed"], model(batch)["text_embed"])
-    assert drawn_architecture(gone, VOCAB)["config"]["text_config"]["vocab_size"] == VOCAB
+    assert random_init_architecture(gone, VOCAB)["config"]["text_config"]["vocab_size"] == VOCAB
 
 
 @pytest.mark.parametrize("kind", SPECS)
@@ -236,11 +236,11 @@ def test_patches_are_dropped_in_training_only(kind: str) -> None:
 
 def test_some_patches_are_a_rows_own_in_their_order() -> None:
     patches = torch.arange(24.0).reshape(2, 12, 1)
-    kept = some_patches(patches, 0.75)
+    kept = drop_patches(patches, 0.75)
     assert kept.shape == (2, 3, 1)
     assert bool((kept.diff(dim=1) > 0).all())
     assert bool((kept[0] < 12).all() and (kept[1] >= 12).all())
-    assert some_patches(patches, 0.99).shape == (2, 1, 1)
+    assert drop_patches(patches, 0.99).shape == (2, 1, 1)
 
 
 class OpenClipBlock(nn.Module):

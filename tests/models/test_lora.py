@@ -80,7 +80,7 @@ def test_adapters_alone_learn_and_merge_into_the_weights(kind: str) -> None:
     with torch.no_grad():
         after = adapted(batch)[output]
         assert (after - before).abs().max() > 1e-6
-        merged = lora.merge(adapted)
+        merged = lora.merge_adapters(adapted)
         assert merged.state_dict().keys() == plain.state_dict().keys()
         torch.testing.assert_close(merged(batch)[output], after, rtol=0, atol=1e-9)
 
@@ -95,7 +95,7 @@ def test_layers_without_a_reader_get_no_adapter() -> None:
     torch.manual_seed(0)
     model = build(writing.SPEC, writing.ENCODER.vocab_size)
     model.image.tower.encoder.layers[1].requires_grad_(False)
-    lora.add(model, ADAPTERS)
+    lora.add_adapters(model, ADAPTERS)
     adapted = [name for name, layer in model.named_modules() if hasattr(layer, "lora_A")]
     assert any(name.startswith("image.tower.encoder.layers.0") for name in adapted)
     assert not any(name.startswith("image.tower.encoder.layers.1") for name in adapted)
@@ -106,7 +106,7 @@ def test_a_merged_export_answers_as_the_run_did(tmp_path: Path) -> None:
     batch = writing.batch_of(list(writing.SAID))
     with torch.no_grad():
         expected = adapted(batch)["logits"]
-        loaded = mmray.load(writing.exported(lora.merge(adapted), tmp_path / "m"))
+        loaded = mmray.load(writing.exported(lora.merge_adapters(adapted), tmp_path / "m"))
         torch.testing.assert_close(loaded.model(batch)["logits"], expected, rtol=1e-4, atol=1e-5)
 
 

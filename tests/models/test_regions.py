@@ -17,10 +17,10 @@ from mmray.engine import optimizer
 from mmray.engine.prefetch import share_of
 from mmray.engine.step import optimizer_step
 from mmray.errors import DataError, UsageError
-from mmray.models.build import build, drawn_architecture
+from mmray.models.build import build, random_init_architecture
 from mmray.models.encoders.image import build_image_tower
 from mmray.models.export.export import export
-from mmray.models.fusion import NAMELESS, SAMPLES, LabelTexts, region_features
+from mmray.models.fusion import SAMPLES_PER_SIDE, UNNAMED_LOGIT, LabelTexts, region_features
 from mmray.models.synthetic import synthetic_batch
 from tests.models.test_fusion import IMAGES, INPUTS, TOKENIZER, VOCAB, spec_of
 from tests.train import toy
@@ -49,7 +49,7 @@ def test_features_are_the_mean_inside_the_box_of_the_own_row() -> None:
     draw = torch.Generator().manual_seed(0)
     grid = torch.randn(3, 5, 6, 6, dtype=torch.float64, generator=draw)
     boxes = torch.tensor([[[0.1, 0.2, 0.7, 0.9], [0.0, 0.0, 1.0, 1.0]]], dtype=torch.float64).expand(3, -1, -1)
-    steps = (torch.arange(SAMPLES, dtype=torch.float64) + 0.5) / SAMPLES
+    steps = (torch.arange(SAMPLES_PER_SIDE, dtype=torch.float64) + 0.5) / SAMPLES_PER_SIDE
     for row in range(3):
         for number, (left, top, right, bottom) in enumerate(boxes[row].tolist()):
             x, y = left + steps * (right - left), top + steps * (bottom - top)
@@ -81,7 +81,7 @@ def test_one_rows_boxes_change_no_other_box(image: str) -> None:
     model, batch = model_of(image).double(), batch_of()
     before = model(batch)["region_logits"]
     assert before.shape == (4, 3, 4)
-    assert (before[..., 0] == NAMELESS).all()
+    assert (before[..., 0] == UNNAMED_LOGIT).all()
     changed = batch | {"boxes": batch["boxes"].clone()}
     changed["boxes"][1, 2] = torch.tensor([0.0, 0.1, 0.2, 0.3])
     after = model(changed)["region_logits"]
@@ -117,7 +117,7 @@ def test_names_are_read_once_and_kept_with_the_architecture() -> None:
     model = model_of()
     again = LabelTexts(LABELS, model.architecture()["labels"])
     torch.testing.assert_close(again.tokens(), model.labels.tokens())
-    assert build(spec, VOCAB, drawn_architecture(spec, VOCAB))(batch_of(1))["region_logits"].shape == (1, 3, 4)
+    assert build(spec, VOCAB, random_init_architecture(spec, VOCAB))(batch_of(1))["region_logits"].shape == (1, 3, 4)
 
 
 def test_it_learns_what_is_in_a_box() -> None:
@@ -151,7 +151,7 @@ def test_exported_it_names_boxes_as_trained(tmp_path: Path) -> None:
     picture = Image.fromarray(noise[0].permute(1, 2, 0).numpy())
     fractions = torch.tensor([[[0.25, 0.0, 0.75, 0.5], [0.5, 0.5, 1.0, 1.0]]])
     with torch.no_grad():
-        expected = model.name_regions(noise, fractions)[0].softmax(1)
+        expected = model.classify_regions(noise, fractions)[0].softmax(1)
     boxes = [(8, 0, 16, 16), (16, 16, 16, 16)]
     named = loaded.name_boxes(picture, boxes)
     torch.testing.assert_close(named, expected, rtol=0, atol=1e-6)

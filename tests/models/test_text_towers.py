@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModel, BertConfig, BertModel
 
 from mmray.config import TextTower
 from mmray.errors import UsageError
-from mmray.models.encoders.text import FAMILIES, OFFSET_POSITIONS, build_text_tower
+from mmray.models.encoders.text import FAMILIES, POSITIONS_AFTER_PAD, build_text_tower
 
 SMALL = TextTower(width=16, depth=1, heads=2)
 IDS = torch.randint(0, 30, (3, 8), generator=torch.Generator().manual_seed(0))
@@ -81,7 +81,7 @@ def test_every_family_gives_the_mean_of_its_own_features(family, tmp_path):
     assert torch.equal(again(ids, MASK), tower(ids, MASK))
     dropping = build_text_tower(TextTower(weights=str(tmp_path), dropout=0.5), 30, 12).train()
     assert not torch.equal(dropping(ids, MASK), dropping(ids, MASK))
-    positions = 14 if family in OFFSET_POSITIONS else 16
+    positions = 14 if family in POSITIONS_AFTER_PAD else 16
     tower(torch.full((1, positions), 9), torch.ones(1, positions, dtype=torch.long))
     with pytest.raises(UsageError, match=f"{positions + 1} is more than the {positions} positions"):
         build_text_tower(TextTower(weights=str(tmp_path)), 30, positions + 1)

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, BertConfig
 
 from mmray.config import ImageTower, Inputs, TextTower, TwoTower
 from mmray.errors import UsageError
-from mmray.models.build import build, drawn_architecture
+from mmray.models.build import build, random_init_architecture
 from mmray.models.encoders.image import build_image_tower
 from mmray.models.synthetic import synthetic_batch
 
@@ -66,7 +66,7 @@ def test_a_model_comes_back_from_its_architecture_and_every_weight_learns(family
     (outputs["image_embed"].sum() + outputs["text_embed"].sum() * outputs["logit_scale"]).backward()
     assert not [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
     architecture = json.loads(json.dumps(model.architecture()))
-    assert drawn_architecture(spec, 30)["image"]["model_type"] == family
+    assert random_init_architecture(spec, 30)["image"]["model_type"] == family
     for file in tmp_path.iterdir():
         file.unlink()
     again = build(spec, 30, architecture).eval()

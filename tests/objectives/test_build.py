@@ -11,7 +11,7 @@ import torch
 from mmray import objectives
 from mmray.errors import UsageError
 from mmray.objectives.contrastive import Contrastive
-from mmray.objectives.protocol import parts_of
+from mmray.objectives.protocol import split_objective
 
 
 def kind(name: str) -> SimpleNamespace:
@@ -23,7 +23,7 @@ def own(monkeypatch):
     """A user's module with one objective and one class that is none."""
     module = ModuleType("own_objectives")
     module.Mine = type("Mine", (Contrastive,), {"__init__": lambda self, section: setattr(self, "section", section)})
-    module.Other = type("Other", (), {"__init__": lambda self, section: None, "coupled": ()})
+    module.Other = type("Other", (), {"__init__": lambda self, section: None, "gathered_outputs": ()})
     monkeypatch.setitem(sys.modules, "own_objectives", module)
 
 
@@ -33,14 +33,14 @@ def test_built_in():
 
 def test_a_sum_is_of_both_sorts(own):
     combined = objectives.build(kind("contrastive + 0.5*matching + 1e-1 * own_objectives:Mine"))
-    assert combined.coupled == Contrastive.coupled
-    assert combined.shared == ("logit_scale",)
-    found = parts_of(combined)
-    assert found.row_wise.looks_at == Contrastive.coupled
-    assert found.mining is found.row_wise
-    assert found.cross_row.count({"valid": torch.ones(3)}).tolist() == [3, 3]
-    assert parts_of(objectives.build(kind("classification"))).cross_row is None
-    assert isinstance(parts_of(objectives.build(kind("contrastive + classification"))).cross_row, Contrastive)
+    assert combined.gathered_outputs == Contrastive.gathered_outputs
+    assert combined.scalar_outputs == ("logit_scale",)
+    found = split_objective(combined)
+    assert found.local_loss.score_outputs == Contrastive.gathered_outputs
+    assert found.mining is found.local_loss
+    assert found.global_loss.count({"valid": torch.ones(3)}).tolist() == [3, 3]
+    assert split_objective(objectives.build(kind("classification"))).global_loss is None
+    assert isinstance(split_objective(objectives.build(kind("contrastive + classification"))).global_loss, Contrastive)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_users_own_is_given_the_section(own):
         ("contrastiv", "there is no `contrastiv`; take one of contrastive"),
         ("no_such_module:Mine", "cannot be loaded: No module named 'no_such_module'"),
         ("own_objectives:Nobody", "cannot be loaded: .*Nobody"),
-        ("own_objectives:Other", "has no shared, count, measure"),
+        ("own_objectives:Other", "has no scalar_outputs, count, compute_loss"),
     ],
 )
 def test_what_cannot_be_meant_is_said(own, name, said):

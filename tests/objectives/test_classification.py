@@ -12,7 +12,7 @@ def test_it_is_torchs_over_the_labelled_valid_rows() -> None:
     logits = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     batch = {"label": torch.tensor([0, 3, -1, 2, 1, 3]), "valid": torch.tensor([True, True, True, False, True, True])}
     logits[3] = float("nan")
-    loss, count, parts = Classification(0.1).measure({"class_logits": logits}, batch)
+    loss, count, parts = Classification(0.1).compute_loss({"class_logits": logits}, batch)
     rows = [0, 1, 4, 5]
     expected = F.cross_entropy(logits[rows], batch["label"][rows], label_smoothing=0.1, reduction="sum")
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-12)
@@ -23,7 +23,7 @@ def test_it_is_torchs_over_the_labelled_valid_rows() -> None:
 def test_no_label_at_all_is_zero_and_has_a_gradient() -> None:
     logits = torch.randn(2, 3, requires_grad=True)
     batch = {"label": torch.tensor([-1, -1]), "valid": torch.tensor([True, True])}
-    loss, count, _ = Classification().measure({"class_logits": logits}, batch)
+    loss, count, _ = Classification().compute_loss({"class_logits": logits}, batch)
     loss.backward()
     assert (loss.item(), int(count)) == (0, 0)
     assert not logits.grad.any()

@@ -40,7 +40,7 @@ def by_formula(outputs, keep) -> torch.Tensor:
 @pytest.mark.parametrize("invalid", [(), (2,), (0, 5, 6)])
 def test_the_formula_over_the_valid_rows(invalid):
     outputs = drawn()
-    loss, count, parts = Contrastive().measure(outputs, batch_of(*invalid))
+    loss, count, parts = Contrastive().compute_loss(outputs, batch_of(*invalid))
     keep = [row for row in range(B) if row not in invalid]
     torch.testing.assert_close(loss.detach(), by_formula(outputs, keep), rtol=1e-12, atol=0)
     assert count == len(keep)
@@ -50,15 +50,17 @@ def test_the_formula_over_the_valid_rows(invalid):
 def test_rows_of_other_ranks_are_negatives_only():
     """Two halves, each measured against everyone, sum to the whole; so do their gradients."""
     outputs, batch = drawn(), batch_of(1, 4)
-    whole, _, _ = Contrastive().measure(outputs, batch)
+    whole, _, _ = Contrastive().compute_loss(outputs, batch)
     whole.backward()
     again = drawn()
-    everyone = {**{name: again[name] for name in Contrastive.coupled}, "valid": batch["valid"]}
+    gathered = {**{name: again[name] for name in Contrastive.gathered_outputs}, "valid": batch["valid"]}
     losses, counts = [], []
     for part in (slice(0, 4), slice(4, B)):
-        mine = {name: again[name][part] for name in Contrastive.coupled} | {"logit_scale": again["logit_scale"]}
+        mine = {name: again[name][part] for name in Contrastive.gathered_outputs} | {
+            "logit_scale": again["logit_scale"]
+        }
         valid = {"valid": batch["valid"][part]}
-        loss, count, _ = Contrastive().measure(mine, valid, everyone | {"offset": part.start})
+        loss, count, _ = Contrastive().compute_loss(mine, valid, gathered | {"offset": part.start})
         losses.append(loss)
         counts.append(int(count))
     sum(losses).backward()
@@ -73,7 +75,7 @@ def test_rubbish_in_padding_reaches_nothing():
     with torch.no_grad():
         outputs["image_embed"][3] = float("nan")
         outputs["text_embed"][3] = float("inf")
-    loss, _, _ = Contrastive().measure(outputs, batch_of(3))
+    loss, _, _ = Contrastive().compute_loss(outputs, batch_of(3))
     loss.backward()
     assert torch.isfinite(loss)
     for output in outputs.values():
@@ -83,13 +85,13 @@ def test_rubbish_in_padding_reaches_nothing():
 
 def test_no_valid_row_is_zero_and_not_nan():
     outputs = drawn()
-    loss, count, _ = Contrastive().measure(outputs, batch_of(*range(B)))
+    loss, count, _ = Contrastive().compute_loss(outputs, batch_of(*range(B)))
     loss.backward()
     assert (loss.item(), count.item()) == (0, 0)
     assert not any(output.grad.any() for output in outputs.values())
 
 
 def test_half_precision_is_measured_in_float32():
-    loss, _, _ = Contrastive().measure(drawn(dtype=torch.bfloat16), batch_of())
+    loss, _, _ = Contrastive().compute_loss(drawn(dtype=torch.bfloat16), batch_of())
     assert loss.dtype == torch.float32
-    assert Contrastive().measure(drawn(), batch_of())[0].dtype == torch.float64
+    assert Contrastive().compute_loss(drawn(), batch_of())[0].dtype == torch.float64

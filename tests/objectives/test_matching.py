@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmray.objectives.matching import NONE, Matching, caption_codes, choose, gumbel
+from mmray.objectives.matching import NO_NEGATIVE, Matching, gumbel_noise, hash_captions, sample_negatives
 
 D = 6
 
@@ -26,7 +26,7 @@ def rows(num: int, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 def everyone_of(outputs: dict[str, Tensor], batch: dict[str, Tensor], offset: int = 0) -> dict[str, object]:
-    return {**{name: outputs[name] for name in Matching.looks_at}, **batch, "offset": offset}
+    return {**{name: outputs[name] for name in Matching.score_outputs}, **batch, "offset": offset}
 
 
 def test_neither_itself_nor_padding_nor_an_equal_caption() -> None:
@@ -36,8 +36,8 @@ def test_neither_itself_nor_padding_nor_an_equal_caption() -> None:
     batch["valid"][5] = False
     for shift in range(50):
         batch["pos"] = torch.arange(8) + 8 * shift
-        chosen = choose(outputs, batch, everyone_of(outputs, batch))
-        assert not set(chosen.tolist()) & {5, NONE}
+        chosen = sample_negatives(outputs, batch, everyone_of(outputs, batch))
+        assert not set(chosen.tolist()) & {5, NO_NEGATIVE}
         assert all(int(chosen[row]) != row for row in range(8))
         assert int(chosen[0]) != 1
         assert int(chosen[1]) != 0
@@ -45,11 +45,11 @@ def test_neither_itself_nor_padding_nor_an_equal_caption() -> None:
 
 def test_part_of_the_rows_chooses_as_all_of_them() -> None:
     outputs, batch = rows(9)
-    whole = choose(outputs, batch, everyone_of(outputs, batch))
+    whole = sample_negatives(outputs, batch, everyone_of(outputs, batch))
     part = slice(4, 7)
     mine = {name: value if value.ndim == 0 else value[part] for name, value in outputs.items()}
     cut = {name: value[part] for name, value in batch.items()}
-    assert torch.equal(choose(mine, cut, everyone_of(outputs, batch, offset=4)), whole[part])
+    assert torch.equal(sample_negatives(mine, cut, everyone_of(outputs, batch, offset=4)), whole[part])
 
 
 def test_they_are_drawn_as_the_softmax_over_the_scores_says() -> None:
@@ -57,7 +57,7 @@ def test_they_are_drawn_as_the_softmax_over_the_scores_says() -> None:
     counts = torch.zeros(5)
     for step in range(4000):
         batch["pos"] = torch.arange(5) + 5 * step
-        counts[choose(outputs, batch, everyone_of(outputs, batch))[0]] += 1
+        counts[sample_negatives(outputs, batch, everyone_of(outputs, batch))[0]] += 1
     scores = 2 * outputs["image_embed"][0] @ outputs["text_embed"].T
     scores[0] = -torch.inf
     torch.testing.assert_close(counts / 4000, scores.softmax(0), rtol=0, atol=0.03)
@@ -65,42 +65,42 @@ def test_they_are_drawn_as_the_softmax_over_the_scores_says() -> None:
 
 def test_noise_is_gumbels_and_a_function_of_the_places() -> None:
     place = torch.arange(300) + 12345
-    noise = gumbel(place, place + 7_000_000)
-    assert torch.equal(noise[3:5], gumbel(place[3:5], place + 7_000_000))
+    noise = gumbel_noise(place, place + 7_000_000)
+    assert torch.equal(noise[3:5], gumbel_noise(place[3:5], place + 7_000_000))
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.02)
     assert noise.var().item() == pytest.approx(torch.pi**2 / 6, abs=0.05)
     assert abs(torch.corrcoef(torch.stack([noise[:, :-1].flatten(), noise[:, 1:].flatten()]))[0, 1]) < 0.02
-    assert not torch.equal(noise, gumbel(place + 7_000_000, place).T)
+    assert not torch.equal(noise, gumbel_noise(place + 7_000_000, place).T)
 
 
 def test_a_row_alone_has_no_negative_and_half_the_loss() -> None:
     outputs, batch = rows(1)
-    columns = Matching().mine(outputs, batch, everyone_of(outputs, batch))
+    columns = Matching().sample_hard_negatives(outputs, batch, everyone_of(outputs, batch))
     assert columns["has_negative"].tolist() == [False]
     judged = {"match": torch.tensor([0.0]), "match_negative": torch.tensor([50.0])}
-    loss, count, parts = Matching().measure(judged, batch | columns)
+    loss, count, parts = Matching().compute_loss(judged, batch | columns)
     assert loss.item() == pytest.approx(torch.tensor(2.0).log().item() / 2)
     assert (int(count), parts["match_accuracy"].item()) == (1, 0)
 
 
 def test_the_negative_caption_is_that_of_the_chosen_row() -> None:
     outputs, batch = rows(6)
-    chosen = choose(outputs, batch, everyone_of(outputs, batch))
-    columns = Matching().mine(outputs, batch, everyone_of(outputs, batch))
+    chosen = sample_negatives(outputs, batch, everyone_of(outputs, batch))
+    columns = Matching().sample_hard_negatives(outputs, batch, everyone_of(outputs, batch))
     assert torch.equal(columns["negative_ids"], batch["input_ids"][chosen])
     assert torch.equal(columns["negative_mask"], batch["attention_mask"][chosen])
 
 
 def test_a_captions_code_does_not_see_its_padding() -> None:
     ids, mask = torch.randint(0, 1000, (500, 6)), torch.ones(500, 6, dtype=torch.long)
-    codes = caption_codes(ids, mask)
-    assert torch.equal(caption_codes(F.pad(ids, (0, 3), value=9), F.pad(mask, (0, 3))), codes)
+    codes = hash_captions(ids, mask)
+    assert torch.equal(hash_captions(F.pad(ids, (0, 3), value=9), F.pad(mask, (0, 3))), codes)
     assert len(set(codes.tolist())) == len({tuple(row) for row in ids.tolist()})
-    assert (caption_codes(ids.flip(1), mask) != codes).sum() > 490
+    assert (hash_captions(ids.flip(1), mask) != codes).sum() > 490
 
 
 def test_rubbish_in_padding_reaches_nothing() -> None:
     judged = {"match": torch.tensor([1.0, float("nan")]).requires_grad_(), "match_negative": torch.zeros(2)}
     batch = {"valid": torch.tensor([True, False]), "has_negative": torch.tensor([True, True])}
-    loss, _, _ = Matching().measure(judged, batch)
+    loss, _, _ = Matching().compute_loss(judged, batch)
     assert torch.isfinite(loss)

@@ -24,7 +24,7 @@ def test_it_is_torchs_over_the_labelled_boxes() -> None:
     counted = [(0, 0), (0, 1), (1, 0), (1, 2), (3, 0)]
     for row, place in [(row, place) for row in range(4) for place in range(3) if (row, place) not in counted]:
         logits[row, place] = float("nan")
-    loss, count, parts = RegionText().measure({"region_logits": logits}, batch)
+    loss, count, parts = RegionText().compute_loss({"region_logits": logits}, batch)
     rows, places = (torch.tensor(axis) for axis in zip(*counted, strict=True))
     kept, labels = logits[rows, places], batch["box_labels"][rows, places]
     torch.testing.assert_close(loss, F.cross_entropy(kept, labels, reduction="sum"), rtol=0, atol=1e-12)
@@ -36,7 +36,7 @@ def test_no_box_at_all_is_zero_and_has_a_gradient() -> None:
     for boxes in (0, 1):
         logits, batch = torch.randn(4, boxes, 4, requires_grad=True), batch_of(boxes)
         batch["valid"][:] = False
-        loss, count, _ = RegionText().measure({"region_logits": logits}, batch)
+        loss, count, _ = RegionText().compute_loss({"region_logits": logits}, batch)
         loss.backward()
         assert (loss.item(), int(count)) == (0, 0)
         assert not logits.grad.any()

@@ -11,7 +11,7 @@ from mmray.engine.collectives import Group
 from mmray.engine.grad_cache import around
 from mmray.engine.metrics.writers import Phases
 from mmray.engine.oom import MemoryVote
-from mmray.objectives.protocol import Pairwise, parts_of
+from mmray.objectives.protocol import Pairwise, split_objective
 from mmray.objectives.sigmoid import Sigmoid
 
 B, D = 7, 5
@@ -47,7 +47,7 @@ def transformers_loss(outputs: dict[str, Tensor], keep: list[int]) -> Tensor:
 @pytest.mark.parametrize("invalid", [(), (2,), (0, 5, 6)])
 def test_it_is_the_loss_of_transformers(invalid: tuple[int, ...]) -> None:
     outputs, again = drawn(), drawn()
-    loss, count, parts = Sigmoid().measure(outputs, batch_of(*invalid))
+    loss, count, parts = Sigmoid().compute_loss(outputs, batch_of(*invalid))
     expected = transformers_loss(again, [row for row in range(B) if row not in invalid])
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(parts["loss_positive"] + parts["loss_negative"], loss.detach())
@@ -61,7 +61,7 @@ def test_it_is_the_loss_of_transformers(invalid: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("chunk", [1, 3, 100])
 def test_around_a_ring_of_one_it_is_the_same_in_any_chunk(chunk: int) -> None:
     outputs, batch = drawn(), batch_of(1, 4)
-    loss, _, parts = Sigmoid().measure(outputs, batch)
+    loss, _, parts = Sigmoid().compute_loss(outputs, batch)
     expected = torch.autograd.grad(loss * 3, list(outputs.values()))
     factor = torch.tensor([3.0], dtype=torch.float64)
     found, further, gradients = around(Sigmoid(chunk), drawn(), batch["valid"], B, factor, ALONE)
@@ -89,15 +89,15 @@ def test_rubbish_in_padding_reaches_nothing() -> None:
     with torch.no_grad():
         outputs["image_embed"][3] = float("nan")
         outputs["text_embed"][3] = float("inf")
-    loss, _, _ = Sigmoid().measure(outputs, batch_of(3))
+    loss, _, _ = Sigmoid().compute_loss(outputs, batch_of(3))
     loss.backward()
     assert torch.isfinite(loss)
     assert all(torch.isfinite(output.grad).all() for output in outputs.values())
 
 
 def test_half_precision_is_measured_in_float32() -> None:
-    assert Sigmoid().measure(drawn(torch.bfloat16), batch_of())[0].dtype == torch.float32
+    assert Sigmoid().compute_loss(drawn(torch.bfloat16), batch_of())[0].dtype == torch.float32
 
 
 def test_it_is_one_whose_rows_travel() -> None:
-    assert isinstance(parts_of(Sigmoid()).cross_row, Pairwise)
+    assert isinstance(split_objective(Sigmoid()).global_loss, Pairwise)

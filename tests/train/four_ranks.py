@@ -93,9 +93,9 @@ def whole(model: torch.nn.Module) -> torch.Tensor:
 def ring(group: Group) -> dict[str, Any]:
     """What the objective sees at once, and whether anything was gathered."""
     seen, objective = [], toy.objective("0.5 * sigmoid", chunk=3)
-    inner = objective.objective_parts.cross_row._term.objective
-    pairs = inner.pairs
-    inner.pairs = lambda *given: (seen.append((len(given[1]), len(given[3]))), pairs(*given))[1]
+    inner = objective.objective_parts.global_loss._term.objective
+    pairs = inner.pairwise_loss
+    inner.pairwise_loss = lambda *given: (seen.append((len(given[1]), len(given[3]))), pairs(*given))[1]
     gathers: list[int] = []
     watched = SimpleNamespace(gather=Group.gather)
     Group.gather = lambda self, rows: (gathers.append(len(rows)), watched.gather(self, rows))[1]  # type: ignore[method-assign]

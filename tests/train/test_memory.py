@@ -137,8 +137,8 @@ def test_a_rehearsal_for_many_ranks_sees_the_whole_batch_as_columns():
     """Its step is the one of a group in which all ranks bring the same rows: four times the negatives."""
     widths = []
     learner = toy.learner(toy.Toy())
-    measure = learner.objective.measure
-    learner.objective.measure = lambda *given: (widths.append(len(given[-1]["valid"])), measure(*given))[1]
+    measure = learner.objective.compute_loss
+    learner.objective.compute_loss = lambda *given: (widths.append(len(given[-1]["valid"])), measure(*given))[1]
     four = memory_probe.replace(learner, group=Group(rank=1, world=4))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Group, "smallest", lambda self, value: value)

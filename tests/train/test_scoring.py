@@ -20,7 +20,7 @@ from mmray.data.text.tokenizer import TextEncoder, train_tokenizer
 from mmray.engine.checkpoint import files
 from mmray.engine.state import AVERAGE
 from mmray.errors import UsageError
-from mmray.evaluate.build import best_by
+from mmray.evaluate.build import best_metric
 from mmray.models.build import build
 from mmray.storage.paths import AnyPath, to_path
 from mmray.train import evaluate_export, run_dir
@@ -83,7 +83,10 @@ def made_run(folder: AnyPath, tmp_path: Path, **recalls: float | None) -> AnyPat
         step = int(name.removeprefix("step_"))
         torch.manual_seed(step)
         model = build(config.model, size)
-        meta = {"architecture": model.architecture(), "metrics": {} if recall is None else {best_by(config): recall}}
+        meta = {
+            "architecture": model.architecture(),
+            "metrics": {} if recall is None else {best_metric(config): recall},
+        }
         files.save(folder / "checkpoints", step, model.state_dict(), {}, meta)
     return folder
 

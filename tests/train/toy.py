@@ -24,9 +24,9 @@ from mmray.engine.precision import Precision, micro_seed, seeded
 from mmray.engine.prefetch import share_of
 from mmray.engine.state import Task
 from mmray.engine.train_state import Learner
-from mmray.objectives.build import terms_of
+from mmray.objectives.build import parse_terms
 from mmray.objectives.contrastive import Contrastive
-from mmray.objectives.matching import gumbel
+from mmray.objectives.matching import gumbel_noise
 from mmray.objectives.sigmoid import Sigmoid
 
 SEED = 7
@@ -165,12 +165,12 @@ class Branched(nn.Module):
     def branches(self) -> dict[str, nn.Module]:
         return {"image": self.image, "text": self.text}
 
-    def shared_outputs(self) -> dict[str, Tensor]:
+    def scalar_outputs(self) -> dict[str, Tensor]:
         return {"logit_scale": self.log_scale.exp()} | ({} if self.bias is None else {"logit_bias": self.bias * 1})
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         text = self.text(batch["input_ids"], batch["attention_mask"])
-        return {"image_embed": self.image(batch["image"]), "text_embed": text, **self.shared_outputs()}
+        return {"image_embed": self.image(batch["image"]), "text_embed": text, **self.scalar_outputs()}
 
 
 # Where rank 1 of a step with two micro-batches or more can meet the end of its memory.
@@ -219,7 +219,7 @@ class Cramped(Toy):
 
 def crampable(objective, fault: Fault):
     """The objective, whose loss meets the end of memory where the fault says; on the ring, where pairs are summed."""
-    name = "pairs" if isinstance(objective, Sigmoid) else "measure"
+    name = "pairwise_loss" if isinstance(objective, Sigmoid) else "compute_loss"
     plain = getattr(objective, name)
 
     def cramped(*given):
@@ -347,7 +347,7 @@ def naive_negatives(outputs: list[dict[str, Tensor]], micros: list[dict[str, Ten
     ]
     valid, pos = (torch.cat([micro[name] for micro in micros]) for name in ("valid", "pos"))
     image, text = (torch.cat([out[name] for out in outputs]) for name in ("image_embed", "text_embed"))
-    noise = gumbel(pos, pos)
+    noise = gumbel_noise(pos, pos)
     chosen = []
     for row, own in enumerate(captions):
         others = [other for other in range(len(captions)) if valid[other] and captions[other] != own]
@@ -388,7 +388,7 @@ def naive_loss(kind: str, outputs: list[dict[str, Tensor]], micros: list[dict[st
         "region_text": lambda: naive_region_text(outputs, micros),
         "language_modelling": lambda: naive_language_modelling(outputs, micros),
     }
-    return sum(weight * formulas[name]() for name, weight in terms_of(kind).items())
+    return sum(weight * formulas[name]() for name, weight in parse_terms(kind).items())
 
 
 def reference_gradients(
@@ -434,13 +434,13 @@ def flat_gradient(model: nn.Module) -> Tensor:
 class Regression:
     """An objective whose rows stand alone, and whose count is tokens, so that micro-batches weigh differently."""
 
-    coupled = ()
-    shared = ("logit_scale",)
+    gathered_outputs = ()
+    scalar_outputs = ("logit_scale",)
 
     def count(self, batch):
         return (batch["attention_mask"].sum(1) * batch["valid"]).sum()
 
-    def measure(self, outputs, batch, everyone=None):
+    def compute_loss(self, outputs, batch, gathered=None):
         weight = batch["attention_mask"].sum(1) * batch["valid"]
         loss = ((outputs["image_embed"] - outputs["text_embed"]).square().sum(1) * weight).sum()
         return loss * outputs["logit_scale"], self.count(batch), {"distance": loss.detach()}

@@ -315,7 +315,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 def strategy(group: Group, objective: Any, first: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
     """Eight steps under a strategy (the last six, from `first`): weights, losses, and the state after the second."""
-    log, states, model = toy.Lines(), {}, toy.Branched(bias="logit_bias" in objective.shared).double()
+    log, states, model = toy.Lines(), {}, toy.Branched(bias="logit_bias" in objective.scalar_outputs).double()
     plan = SamplePlan(num_rows=30, global_rows=12, world=group.world, micro=3, seed=1, steps=8)
     train = SimpleNamespace(**vars(toy.TRAIN) | {"log_every": 1, "checkpoint_every": 2} | settings)
 

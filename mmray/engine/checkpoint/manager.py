@@ -16,7 +16,7 @@ from mmray.engine.checkpoint.async_saver import AsyncSaver
 from mmray.engine.metrics.uploads import Growing
 from mmray.engine.metrics.writers import MetricsLog
 from mmray.errors import StorageError, TrainingError
-from mmray.evaluate.build import best_by
+from mmray.evaluate.build import best_metric
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath
 
@@ -104,7 +104,7 @@ class CheckpointManager:
         else:
             checkpoint.save_shards(folder, step, state, meta, self._ranks, check)
         try:
-            checkpoint.prune(folder, self._config.train.keep_checkpoints, best_by(self._config))
+            checkpoint.prune(folder, self._config.train.keep_checkpoints, best_metric(self._config))
         except TrainingError as error:  # the new one is there, which is what counts
             self._tell(str(error))
 

@@ -77,7 +77,7 @@ class BranchParallel(nn.Module):
         if torch.is_grad_enabled():
             slow_out, fast_out = _Join.apply(self._anchor, self, (slow, replica, fast), slow_out, fast_out)
         embeds = {f"{self.slower}_embed": slow_out, f"{self.faster}_embed": fast_out}
-        return embeds | self.module.shared_outputs()  # type: ignore[operator]
+        return embeds | self.module.scalar_outputs()  # type: ignore[operator]
 
     def backward(self, pieces: tuple[list[Tensor], ...], of_slow: Tensor, of_fast: Tensor) -> None:
         """Continue the backward of a forward's pieces from gradients of the joined outputs, on both devices at once."""

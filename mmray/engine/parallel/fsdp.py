@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from mmray.engine.collectives import Group
-from mmray.models.protocol import SCORED
+from mmray.models.protocol import EMBEDDING_METHODS
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -39,7 +39,7 @@ def shard(module: nn.Module, group: Group, dtype: torch.dtype | None) -> nn.Modu
         parameter.data = parameter.data.to(group.device)  # the rest goes there as it is cut
     for part in [*_parts(module), module]:
         fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=kept)
-    for name in SCORED:  # what evaluation calls beside forward
+    for name in EMBEDDING_METHODS:  # what evaluation calls beside forward
         if hasattr(module, name):
             register_fsdp_forward_method(module, name)
     return module

@@ -15,19 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from mmray.errors import UsageError
-from mmray.models.weights import encoder_shape, fetch, read_state, tiles, whole_network
+from mmray.models.weights import load_complete, load_local_or_hub, patch_config, read_state_dict, transformer_config
 
 if TYPE_CHECKING:
     from mmray.config import ImageTower
 
 
 # What image towers that keep the places of a picture have in common, torchvision's and transformers'.
-def square(places: Tensor) -> Tensor:
+def to_grid(places: Tensor) -> Tensor:
     """[B, H x H, width] -> [B, width, H, H]."""
     return places.transpose(1, 2).unflatten(2, (math.isqrt(places.shape[1]), -1))
 
 
-class PlacesTower(nn.Module):
+class FeatureMapTower(nn.Module):
     """A network without its head. `first_token`: its first place is the whole picture's; `frozen`: see `train`."""
 
     net: Any
@@ -42,7 +42,7 @@ class PlacesTower(nn.Module):
 
     def grid(self, places: Tensor) -> Tensor:
         """Features of each place [B, N, width] -> laid out as the picture is, [B, width, H, H]; no first token."""
-        return square(places[:, 1:] if self.first_token else places)
+        return to_grid(places[:, 1:] if self.first_token else places)
 
     def train(self, mode: bool = True) -> Self:
         """Frozen BatchNorm normalises as in evaluation while training too; its scale and shift still learn."""
@@ -61,12 +61,12 @@ HF_SETTING = "model.image.weights"
 FAMILIES = ("vit", "dinov2", "resnet")  # model_type; of the first two the first token is the picture's
 
 
-def build_their_tower(
+def build_hf_image_tower(
     spec: ImageTower, image_side: int, batch_norm: str, shape: dict[str, Any] | None = None
-) -> TheirTower:
+) -> HfImageTower:
     """The tower that the weights of `spec` hold; built to `shape` without looking for them where it is given.
 
-    shape: `TheirTower.shape()` of the same tower. Raises UsageError naming the setting.
+    shape: `HfImageTower.shape()` of the same tower. Raises UsageError naming the setting.
     """
     from transformers import MODEL_MAPPING, AutoConfig
 
@@ -75,22 +75,22 @@ def build_their_tower(
     else:
         config, classes = AutoConfig.for_model(**shape), cast("Any", MODEL_MAPPING)
         net = classes[type(config)](config, **_unpooled(config.model_type))
-    _check_fits(net.config, image_side, spec.weights)
+    _check_compatible(net.config, image_side, spec.weights)
     if batch_norm == "synced":
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    return TheirTower(net, frozen=batch_norm == "frozen")
+    return HfImageTower(net, frozen=batch_norm == "frozen")
 
 
-def saved_shape(spec: ImageTower) -> dict[str, Any]:
-    """What `TheirTower.shape()` would give, from the configuration alone. Raises UsageError."""
+def pretrained_config(spec: ImageTower) -> dict[str, Any]:
+    """What `HfImageTower.shape()` would give, from the configuration alone. Raises UsageError."""
     from transformers import AutoConfig
 
     _family(spec)
-    values: dict[str, Any] = fetch(HF_SETTING, spec.weights, AutoConfig.from_pretrained).to_dict()
+    values: dict[str, Any] = load_local_or_hub(HF_SETTING, spec.weights, AutoConfig.from_pretrained).to_dict()
     return values
 
 
-class TheirTower(PlacesTower):
+class HfImageTower(FeatureMapTower):
     """transformers' ViT, DINOv2 or ResNet without a head."""
 
     def __init__(self, net: Any, frozen: bool = False) -> None:
@@ -110,7 +110,7 @@ class TheirTower(PlacesTower):
         return hidden if self.first_token else hidden.flatten(2).transpose(1, 2)
 
     def shape(self) -> dict[str, Any]:
-        """The configuration as plain values, from which `build_their_tower` makes the same tower."""
+        """The configuration as plain values, from which `build_hf_image_tower` makes the same tower."""
         values: dict[str, Any] = self.net.config.to_dict()
         return values
 
@@ -124,7 +124,7 @@ def _family(spec: ImageTower) -> str:
             f"model.image.weights: model.image.name `transformers` takes its shape from the weights; give a directory "
             f"saved by transformers, or a hub name (got `{spec.weights}`)"
         )
-    found = fetch(HF_SETTING, spec.weights, ViTConfig.get_config_dict)[0].get("model_type")
+    found = load_local_or_hub(HF_SETTING, spec.weights, ViTConfig.get_config_dict)[0].get("model_type")
     if found not in FAMILIES:
         raise UsageError(
             f"model.image.weights: {spec.weights} holds a model of type {found!r}; an image tower is one of "
@@ -142,10 +142,10 @@ def _from_pretrained(spec: ImageTower) -> Any:
     from transformers import AutoModel
 
     family = _family(spec)
-    return whole_network(HF_SETTING, spec.weights, AutoModel.from_pretrained, family, **_unpooled(family))
+    return load_complete(HF_SETTING, spec.weights, AutoModel.from_pretrained, family, **_unpooled(family))
 
 
-def _check_fits(config: Any, image_side: int, weights: str) -> None:
+def _check_compatible(config: Any, image_side: int, weights: str) -> None:
     """A ViT has a place for each patch of one size of image; a DINOv2 stretches its places over whole patches."""
     if config.model_type == "vit" and config.image_size != image_side:
         raise UsageError(
@@ -172,7 +172,7 @@ def build_image_tower(
     Raises UsageError naming the setting.
     """
     if spec.name == "transformers":
-        return build_their_tower(spec, image_side, batch_norm, architecture["image"] if architecture else None)
+        return build_hf_image_tower(spec, image_side, batch_norm, architecture["image"] if architecture else None)
     if spec.name == "convnet":
         tower: nn.Module = ConvNet(spec.width, spec.depth, image_side)
     elif spec.name == "vit":
@@ -180,19 +180,19 @@ def build_image_tower(
     else:
         tower = _resnet(spec, batch_norm)
     if architecture is None and spec.weights != "none":
-        saved = _pretrained(spec.name) if spec.weights == "pretrained" else read_state(SETTING, spec.weights)
+        saved = _pretrained(spec.name) if spec.weights == "pretrained" else read_state_dict(SETTING, spec.weights)
         _load(tower, saved, spec)
     return tower
 
 
-def shape_of(tower: nn.Module) -> dict[str, Any]:
+def image_architecture(tower: nn.Module) -> dict[str, Any]:
     """`image` in the model's `architecture`: what the spec leaves to saved weights of the tower; else nothing."""
-    return {"image": tower.shape()} if isinstance(tower, TheirTower) else {}
+    return {"image": tower.shape()} if isinstance(tower, HfImageTower) else {}
 
 
-def drawn_shape(spec: ImageTower) -> dict[str, Any]:
+def random_init_architecture(spec: ImageTower) -> dict[str, Any]:
     """The same, without the weights. Raises UsageError."""
-    return {"image": saved_shape(spec)} if spec.name == "transformers" else {}
+    return {"image": pretrained_config(spec)} if spec.name == "transformers" else {}
 
 
 class ConvNet(nn.Module):
@@ -235,11 +235,11 @@ class ConvNet(nn.Module):
 
     def grid(self, places: Tensor) -> Tensor:
         """Features of each place [B, N, width] -> laid out as the picture is, [B, width, H, H]."""
-        return square(places)
+        return to_grid(places)
 
     def _map(self, pixels: Tensor) -> Tensor:
         # Channels last: the convolutions of a CPU take 0.6 of the time, and a GPU's half-precision ones less too.
-        placed = torch.cat([pixels, _places(pixels)], dim=1).contiguous(memory_format=torch.channels_last)
+        placed = torch.cat([pixels, _coordinates(pixels)], dim=1).contiguous(memory_format=torch.channels_last)
         hidden: Tensor = self.norm(self.stages(self.stem(placed)))
         return hidden.relu()
 
@@ -266,7 +266,7 @@ def _norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(channels // GROUP_CHANNELS, channels)
 
 
-def _places(pixels: Tensor) -> Tensor:
+def _coordinates(pixels: Tensor) -> Tensor:
     """Each pixel's row and column in -1..1, [B, 2, H, W]."""
     height, width = pixels.shape[-2:]
     rows = torch.linspace(-1, 1, height, device=pixels.device, dtype=pixels.dtype)
@@ -274,7 +274,7 @@ def _places(pixels: Tensor) -> Tensor:
     return torch.stack(torch.meshgrid(rows, columns, indexing="ij")).expand(len(pixels), -1, -1, -1)
 
 
-class _Torchvision(PlacesTower):
+class _Torchvision(FeatureMapTower):
     """A torchvision network without its classifier."""
 
     def forward(self, pixels: Tensor) -> Tensor:
@@ -296,8 +296,8 @@ class _Torchvision(PlacesTower):
 
 def _vit(spec: ImageTower, image_side: int) -> _Torchvision:
     """torchvision's VisionTransformer (Dosovitskiy et al. 2021); features are the class token's."""
-    encoder_shape(spec)
-    tiles(image_side, spec.patch)
+    transformer_config(spec)
+    patch_config(image_side, spec.patch)
     from torchvision.models import VisionTransformer
 
     net = VisionTransformer(

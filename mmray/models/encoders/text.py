@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmray.errors import UsageError
-from mmray.models.weights import fetch, whole_network, with_languages
+from mmray.models.weights import add_language_rows, load_complete, load_local_or_hub
 
 if TYPE_CHECKING:
     from transformers import BertConfig, PreTrainedConfig, PreTrainedModel
@@ -33,16 +33,16 @@ FAMILIES = {
     "electra": _BERTS,
     "distilbert": ("dropout", "attention_dropout"),
 }
-UNPOOLED = ("electra", "distilbert")  # have no pooling layer to leave out
-OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert")  # count positions from behind the id of padding
+WITHOUT_POOLER = ("electra", "distilbert")  # have no pooling layer to leave out
+POSITIONS_AFTER_PAD = ("roberta", "xlm-roberta", "camembert")  # count positions from behind the id of padding
 
 
 def build_text_tower(
     spec: TextTower, vocab_size: int, max_tokens: int, shape: dict[str, Any] | None = None, language_token: str = ""
-) -> BertTower:
+) -> HfTextTower:
     """The text tower that `spec` names, with its weights.
 
-    vocab_size: tokens the tokenizer has. shape: a configuration as `BertTower.shape()` gave it; the tower is built to
+    vocab_size: tokens the tokenizer has. shape: a configuration as `HfTextTower.shape()` gave it; the tower is built to
     it without looking for weights, which the caller then loads. language_token: that of the model's inputs; saved
     weights get rows for such tokens. Raises UsageError naming the setting.
     """
@@ -51,14 +51,14 @@ def build_text_tower(
     if shape is not None:
         bert = _from_config(AutoConfig.for_model(**{"model_type": "bert", **shape}))
     elif spec.weights == "none":
-        bert = _from_config(_config(spec, vocab_size, max_tokens))
+        bert = _from_config(_bert_config(spec, vocab_size, max_tokens))
     else:
-        bert = with_languages(_from_pretrained(spec), vocab_size, language_token)
-    _check_fits(bert.config, vocab_size, max_tokens, spec)
-    return BertTower(bert)
+        bert = add_language_rows(_from_pretrained(spec), vocab_size, language_token)
+    _check_compatible(bert.config, vocab_size, max_tokens, spec)
+    return HfTextTower(bert)
 
 
-class BertTower(nn.Module):
+class HfTextTower(nn.Module):
     """transformers' BERT (Devlin et al. 2019), or its like, with the mean over a caption's tokens as its features."""
 
     def __init__(self, bert: PreTrainedModel) -> None:
@@ -73,13 +73,13 @@ class BertTower(nn.Module):
     def words(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Ids and mask [B, T] -> features of each token [B, T, width]."""
         # A four-dimensional mask is taken as it is; a flat one would be looked at, which makes a GPU wait each step.
-        mask = seen(attention_mask)[:, None, None, :]
+        mask = mask_with_first(attention_mask)[:, None, None, :]
         hidden: Tensor = self.bert(input_ids=input_ids, attention_mask=mask).last_hidden_state
         return hidden
 
     def pool(self, words: Tensor, attention_mask: Tensor) -> Tensor:
         """Features of each token [B, T, width] -> of each caption [B, width]."""
-        weight = seen(attention_mask).unsqueeze(-1).to(words.dtype)
+        weight = mask_with_first(attention_mask).unsqueeze(-1).to(words.dtype)
         return (words * weight).sum(1) / weight.sum(1)
 
     def shape(self) -> dict[str, Any]:
@@ -88,18 +88,18 @@ class BertTower(nn.Module):
         return values
 
 
-def seen(attention_mask: Tensor) -> Tensor:
+def mask_with_first(attention_mask: Tensor) -> Tensor:
     """Tokens that are looked at, bool [B, T]; in a row without any it is the first, so that nothing divides by zero."""
     return attention_mask.bool() | (torch.arange(attention_mask.shape[1], device=attention_mask.device) == 0)
 
 
-def drawn_shape(spec: TextTower, vocab_size: int, max_tokens: int) -> dict[str, Any]:
+def random_init_config(spec: TextTower, vocab_size: int, max_tokens: int) -> dict[str, Any]:
     """The shape of the tower that the spec describes without regard to its weights."""
-    values: dict[str, Any] = _config(spec, vocab_size, max_tokens).to_dict()
+    values: dict[str, Any] = _bert_config(spec, vocab_size, max_tokens).to_dict()
     return values
 
 
-def _config(spec: TextTower, vocab_size: int, max_tokens: int) -> BertConfig:
+def _bert_config(spec: TextTower, vocab_size: int, max_tokens: int) -> BertConfig:
     from transformers import BertConfig
 
     if spec.width % spec.heads:
@@ -125,30 +125,30 @@ def _from_config(config: Any) -> PreTrainedModel:
 
     config._attn_implementation = "sdpa"
     classes: Any = MODEL_MAPPING
-    model: PreTrainedModel = classes[type(config)](config, **_unpooled(config.model_type))
+    model: PreTrainedModel = classes[type(config)](config, **_pooler_option(config.model_type))
     return model
 
 
-def _unpooled(family: str) -> dict[str, bool]:
-    return {} if family in UNPOOLED else {"add_pooling_layer": False}
+def _pooler_option(family: str) -> dict[str, bool]:
+    return {} if family in WITHOUT_POOLER else {"add_pooling_layer": False}
 
 
 def _from_pretrained(spec: TextTower) -> PreTrainedModel:
     """An encoder from a directory, the hub's cache or the hub; one not whole, or not like BERT, is a UsageError."""
     from transformers import AutoModel, BertConfig
 
-    found = fetch(SETTING, spec.weights, BertConfig.get_config_dict)[0].get("model_type")
+    found = load_local_or_hub(SETTING, spec.weights, BertConfig.get_config_dict)[0].get("model_type")
     if found not in FAMILIES:
         raise UsageError(
             f"model.text.weights: {spec.weights} holds a model of type {found!r}; a text tower is one of "
             f"{', '.join(FAMILIES)}"
         )
-    options = {"attn_implementation": "sdpa", **_unpooled(found), **dict.fromkeys(FAMILIES[found], spec.dropout)}
-    loaded: PreTrainedModel = whole_network(SETTING, spec.weights, AutoModel.from_pretrained, found, **options)
+    options = {"attn_implementation": "sdpa", **_pooler_option(found), **dict.fromkeys(FAMILIES[found], spec.dropout)}
+    loaded: PreTrainedModel = load_complete(SETTING, spec.weights, AutoModel.from_pretrained, found, **options)
     return loaded
 
 
-def _check_fits(config: PreTrainedConfig, vocab_size: int, max_tokens: int, spec: TextTower) -> None:
+def _check_compatible(config: PreTrainedConfig, vocab_size: int, max_tokens: int, spec: TextTower) -> None:
     """Every id and every position of the data has its row in the embeddings."""
     if config.vocab_size < vocab_size:
         raise UsageError(
@@ -156,7 +156,7 @@ def _check_fits(config: PreTrainedConfig, vocab_size: int, max_tokens: int, spec
             f"{vocab_size} tokens; take the tokenizer of the weights (model.inputs.tokenizer)"
         )
     positions = config.max_position_embeddings
-    if config.model_type in OFFSET_POSITIONS:
+    if config.model_type in POSITIONS_AFTER_PAD:
         positions -= config.pad_token_id + 1
     if positions < max_tokens:
         raise UsageError(

@@ -12,7 +12,7 @@ def model_card(name: str, spec: dict[str, Any], num_parameters: int) -> str:
     """Markdown: how to load the model, what it takes in, what comes out. `spec` is the `model` section."""
     inputs = spec["inputs"]
     if "chat" in inputs:
-        return _writing_card(name, spec, num_parameters)
+        return _generative_card(name, spec, num_parameters)
     return f"""---
 library_name: mmray
 tags: [image-text, retrieval, zero-shot]
@@ -31,14 +31,14 @@ scores = model.embed_images(["photo.jpg"]) @ model.embed_texts(["a red circle", 
 
 - Images: PIL images, encoded bytes or paths. {FIT[inputs["fit"]]} {inputs["image_side"]} x {inputs["image_side"]}
   pixels ({inputs["interpolation"]}); transparency is laid on white, EXIF orientation applied.
-- Texts: up to {inputs["max_tokens"]} tokens; what is longer is cut.{_spoken(inputs)}
-- Kind: {spec["kind"]}{_branches(spec)}. All settings are in `config.json`.
+- Texts: up to {inputs["max_tokens"]} tokens; what is longer is cut.{_language_note(inputs)}
+- Kind: {spec["kind"]}{_encoder_names(spec)}. All settings are in `config.json`.
 - `tokenizer.json` opens in transformers as `PreTrainedTokenizerFast(tokenizer_file=...)`.
-- {_pixels_elsewhere(inputs)}
+- {_hf_preprocessing_note(inputs)}
 """
 
 
-def _writing_card(name: str, spec: dict[str, Any], num_parameters: int) -> str:
+def _generative_card(name: str, spec: dict[str, Any], num_parameters: int) -> str:
     """The card of a model that writes."""
     inputs, chat = spec["inputs"], spec["inputs"]["chat"]
     return f"""---
@@ -61,11 +61,11 @@ model.answer(["photo.jpg"], "{chat["question"]}")
 - Conversations of up to {inputs["max_tokens"]} tokens and one image, laid out as
   `{chat["user"].format(chat["image"] + "...").strip()} {chat["assistant"].format("...")}{chat["end"]}`.
 - Kind: {spec["kind"]}. All settings are in `config.json`; in transformers it is a `LlavaForConditionalGeneration`.
-- {_pixels_elsewhere(inputs)}
+- {_hf_preprocessing_note(inputs)}
 """
 
 
-def _pixels_elsewhere(inputs: dict[str, Any]) -> str:
+def _hf_preprocessing_note(inputs: dict[str, Any]) -> str:
     """How transformers prepares the images, where it can."""
     if preprocessor_config(inputs) is None:
         return (
@@ -79,7 +79,7 @@ def _pixels_elsewhere(inputs: dict[str, Any]) -> str:
     )
 
 
-def _spoken(inputs: dict[str, Any]) -> str:
+def _language_note(inputs: dict[str, Any]) -> str:
     """How a text says its language, where the model has tokens of languages."""
     if not (pattern := inputs.get("language_token", "")):
         return ""
@@ -87,7 +87,7 @@ def _spoken(inputs: dict[str, Any]) -> str:
     return f' Their language: `embed_texts(texts, language="de")`, or `{mark}` in front of a text elsewhere.'
 
 
-def _branches(spec: dict[str, Any]) -> str:
+def _encoder_names(spec: dict[str, Any]) -> str:
     """The names of the towers, where they have names."""
     named = [f"{part} {spec[part]['name']}" for part in ("image", "text") if "name" in spec.get(part, {})]
     return f" ({', '.join(named)})" if named else ""

@@ -36,7 +36,7 @@ from mmray.data.text.tokenizer import TextEncoder, clean_caption
 from mmray.errors import DataError, UsageError
 from mmray.models.build import build
 from mmray.models.export.card import model_card, preprocessor_config
-from mmray.models.export.load import Answerer, Picture, boxed, stacked
+from mmray.models.export.load import Generator, ImageInput, load_image_and_boxes, load_images
 from mmray.models.fusion import region_logits
 from mmray.models.weights import load_weights, save_weights
 from mmray.storage.paths import AnyPath, RemotePath, local_copy, move_tree, staged_upload, to_path
@@ -51,14 +51,14 @@ if TYPE_CHECKING:
 CONFIG, MADE_BY = "config.json", "mmray"  # the file that says what a folder holds, and the key by which it is ours
 
 
-def check_free(out: AnyPath, files: Collection[str]) -> None:
+def check_output_dir(out: AnyPath, files: Collection[str]) -> None:
     """Raise UsageError unless `out` is not there, is empty, or is an export of mmray with no file but `files`."""
     if out.exists() and not (out.is_dir() and _is_export_or_empty(out, files)):
         raise UsageError(f"{out} exists and is not an exported model: choose another folder")
 
 
 @contextmanager
-def replacing(out: AnyPath, names: Sequence[str]) -> Iterator[Path]:
+def replace_dir(out: AnyPath, names: Sequence[str]) -> Iterator[Path]:
     """A folder of this machine for the files `names`, config.json last; when the block ends well they are `out`.
 
     Killed on the way, what was there is still whole on a disk: at its place, or beside it under .NAME.replaced. On an
@@ -90,10 +90,10 @@ def replacing(out: AnyPath, names: Sequence[str]) -> Iterator[Path]:
 
 def _is_export_or_empty(folder: AnyPath, files: Collection[str]) -> bool:
     names = {path.name for path in folder.iterdir()}
-    return not names or (names <= set(files) and CONFIG in names and _is_ours(folder / CONFIG))
+    return not names or (names <= set(files) and CONFIG in names and _is_export_config(folder / CONFIG))
 
 
-def _is_ours(config: AnyPath) -> bool:
+def _is_export_config(config: AnyPath) -> bool:
     """Whether mmray wrote it: transformers' own has the same name."""
     try:
         values = json.loads(config.read_text())
@@ -121,18 +121,18 @@ def hf_config(model: Any, tokenizer_json: str) -> dict[str, Any] | None:
     return values
 
 
-def to_hf(model: Any) -> dict[str, Tensor]:
+def to_hf_state(model: Any) -> dict[str, Tensor]:
     """The model's weights under transformers' names."""
-    state = {_renamed(name, model.hf_names): tensor for name, tensor in model.state_dict().items()}
+    state = {_replace_prefix(name, model.hf_names): tensor for name, tensor in model.state_dict().items()}
     if "logit_bias" in state:  # SigLIP's two scalars are vectors of one there
         state |= {name: state[name].reshape(1) for name in ("logit_scale", "logit_bias")}
     return state
 
 
-def from_hf(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def from_hf_state(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of `to_hf`."""
     names = tuple((their, own) for own, their in model.hf_names)
-    found = {_renamed(name, names): tensor for name, tensor in state.items()}
+    found = {_replace_prefix(name, names): tensor for name, tensor in state.items()}
     scalars = ("log_scale", "logit_bias")
     return {name: tensor.reshape(()) if name in scalars else tensor for name, tensor in found.items()}
 
@@ -165,7 +165,7 @@ def _end_id(tokenizer_json: str) -> int | None:
     return ids[-1] if 0 in added and added[-1] and ids.index(ids[-1]) == len(ids) - 1 else None
 
 
-def _renamed(name: str, prefixes: tuple[tuple[str, str], ...]) -> str:
+def _replace_prefix(name: str, prefixes: tuple[tuple[str, str], ...]) -> str:
     for own, their in prefixes:
         if name.startswith(own):
             return their + name.removeprefix(own)
@@ -174,7 +174,7 @@ def _renamed(name: str, prefixes: tuple[tuple[str, str], ...]) -> str:
 
 WEIGHTS, PREPROCESSOR, CARD = "model.safetensors", "preprocessor_config.json", "README.md"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-FILES = {CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, PREPROCESSOR, PROCESSOR, CARD}
+EXPORT_FILES = {CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, PREPROCESSOR, PROCESSOR, CARD}
 
 Item = TypeVar("Item")
 
@@ -188,14 +188,14 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | Any
     """
     out = to_path(out)
     try:
-        check_free(out, FILES)
+        check_output_dir(out, EXPORT_FILES)
     except OSError as error:
         raise UsageError(f"cannot read the folder {out}: {error}; choose another one") from error
     weights, texts = _contents(model, spec, tokenizer_json)
     card = model_card(out.name, spec, sum(p.numel() for p in model.parameters()))
     texts = {CARD: card} | texts
     try:
-        with replacing(out, [WEIGHTS, *texts]) as here:
+        with replace_dir(out, [WEIGHTS, *texts]) as here:
             save_weights(weights, here / WEIGHTS)
             for name, values in texts.items():
                 (here / name).write_text(values if isinstance(values, str) else json.dumps(values, indent=2) + "\n")
@@ -209,7 +209,7 @@ def _contents(model: Any, spec: dict[str, Any], tokenizer_json: str) -> tuple[di
     architecture = model.architecture() if hasattr(model, "architecture") else None
     config = {MADE_BY: version("mmray"), "model": spec, "architecture": architecture}
     theirs = hf_config(model, tokenizer_json)
-    weights = model.state_dict() if theirs is None else to_hf(model)
+    weights = model.state_dict() if theirs is None else to_hf_state(model)
     tokenizer, settings = hf_tokenizer(model, tokenizer_json, spec["inputs"]["max_tokens"])
     texts = {TOKENIZER: tokenizer, TOKENIZER_CONFIG: settings} | hf_processor(model)
     if (pixels := preprocessor_config(spec["inputs"])) is not None:
@@ -228,13 +228,13 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
         tokenizer_json = (path / TOKENIZER).read_text()
         with local_copy(path / WEIGHTS) as file:
             weights = load_weights(file)
-        spec = _attributes(config["model"])
+        spec = _to_namespace(config["model"])
         encoder = build_encoder(tokenizer_json, spec.inputs)
     except Exception as error:  # the tokenizers package raises bare Exception for what it cannot parse
         raise UsageError(f"{path} is not a model exported by `mmray export RUN {path}`: {error}") from error
     model = build(spec, spec.vocab_size or encoder.vocab_size, config["architecture"])
-    model.load_state_dict(from_hf(model, weights) if "model_type" in config else weights)
-    kind = Answerer if hasattr(spec.inputs, "chat") else Embedder
+    model.load_state_dict(from_hf_state(model, weights) if "model_type" in config else weights)
+    kind = Generator if hasattr(spec.inputs, "chat") else Embedder
     return kind(model.to(device).eval(), spec.inputs, encoder, torch.device(device))
 
 
@@ -245,7 +245,7 @@ class Embedder:
         self.model, self.inputs, self.device = model, inputs, device
         self._encoder = encoder
 
-    def embed_images(self, images: Sequence[Picture], batch: int = 64) -> Tensor:
+    def embed_images(self, images: Sequence[ImageInput], batch: int = 64) -> Tensor:
         """Embeddings float32 [N, D], on the CPU, of pictures: PIL images, encoded bytes, or paths.
 
         Raises DataError naming the first picture that cannot be read.
@@ -261,7 +261,7 @@ class Embedder:
 
     @torch.no_grad()
     def match(
-        self, images: Sequence[Picture], texts: Sequence[str], batch: int = 64, language: str | None = None
+        self, images: Sequence[ImageInput], texts: Sequence[str], batch: int = 64, language: str | None = None
     ) -> Tensor:
         """Probability float32 [N] that each image and the text of the same place belong together (model.kind fusion).
 
@@ -271,14 +271,14 @@ class Embedder:
 
     @torch.no_grad()
     def classify(
-        self, images: Sequence[Picture], texts: Sequence[str], batch: int = 64, language: str | None = None
+        self, images: Sequence[ImageInput], texts: Sequence[str], batch: int = 64, language: str | None = None
     ) -> Tensor:
         """Probability float32 [N, C] of each class for each pair of image and text; raises as `match` does."""
         return self._pairs("class_head", images, texts, batch, language).softmax(dim=1)
 
     @torch.no_grad()
     def name_boxes(
-        self, image: Picture, boxes: Sequence[Sequence[float]], texts: Sequence[str] | None = None
+        self, image: ImageInput, boxes: Sequence[Sequence[float]], texts: Sequence[str] | None = None
     ) -> Tensor:
         """Probability float32 [N, C] that each box of an image shows what each text says (model.kind fusion).
 
@@ -287,18 +287,18 @@ class Embedder:
         """
         if getattr(self.model, "region_head", None) is None:
             raise UsageError("this model has no region_head: it was not trained to name boxes")
-        pixels, placed = (part.to(self.device) for part in boxed(image, boxes, self.inputs))
+        pixels, placed = (part.to(self.device) for part in load_image_and_boxes(image, boxes, self.inputs))
         if texts is None:
-            logits = self.model.name_regions(pixels, placed)
+            logits = self.model.classify_regions(pixels, placed)
         else:
             regions = self.model.embed_regions(pixels, placed)
             words = self.embed_texts(texts).to(self.device)
-            logits = region_logits(regions, words, self.model.shared_outputs()["logit_scale"])
+            logits = region_logits(regions, words, self.model.scalar_outputs()["logit_scale"])
         probability: Tensor = logits[0].softmax(dim=1).float().cpu()
         return probability
 
     def _pairs(
-        self, head: str, images: Sequence[Picture], texts: Sequence[str], batch: int, language: str | None
+        self, head: str, images: Sequence[ImageInput], texts: Sequence[str], batch: int, language: str | None
     ) -> Tensor:
         read = getattr(self.model, head, None)
         if read is None:
@@ -319,12 +319,12 @@ class Embedder:
         parts = [embed(start, items[start : start + batch]) for start in range(0, len(items), batch)]
         return torch.cat(parts).float().cpu() if parts else torch.zeros(0, self._width())
 
-    def _embed_pictures(self, start: int, images: Sequence[Picture]) -> Tensor:
+    def _embed_pictures(self, start: int, images: Sequence[ImageInput]) -> Tensor:
         embedding: Tensor = self.model.embed_image(self._stacked(start, images))
         return embedding
 
-    def _stacked(self, start: int, images: Sequence[Picture]) -> Tensor:
-        return stacked(images, self.inputs, start).to(self.device)
+    def _stacked(self, start: int, images: Sequence[ImageInput]) -> Tensor:
+        return load_images(images, self.inputs, start).to(self.device)
 
     def _embed_captions(self, start: int, texts: Sequence[str], language: str | None = None) -> Tensor:
         embedding: Tensor = self.model.embed_text(*self._tokens(start, texts, language))
@@ -350,9 +350,9 @@ def _caption(number: int, text: str) -> str:
         raise DataError(f"text {number}: {error}") from error
 
 
-def _attributes(values: Any) -> Any:
+def _to_namespace(values: Any) -> Any:
     """Plain values as the attributes of a config section; a user's own settings stay a dict, as they were."""
     if isinstance(values, dict):
-        named = {name: value if name == "settings" else _attributes(value) for name, value in values.items()}
+        named = {name: value if name == "settings" else _to_namespace(value) for name, value in values.items()}
         return SimpleNamespace(**named)
     return values

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 # Pictures that a person hands over, as the pixels that a model was trained on.
 _PNG_MODES = ("1", "L", "LA", "P", "I", "I;16", "I;16B", "RGB", "RGBA")
-Picture = Image.Image | bytes | str | Path
+ImageInput = Image.Image | bytes | str | Path
 
 
-def stacked(images: Sequence[Picture], inputs: Inputs, first: int = 0) -> Tensor:
+def load_images(images: Sequence[ImageInput], inputs: Inputs, first: int = 0) -> Tensor:
     """Pixels uint8 [N, 3, S, S] of PIL images, encoded bytes, or paths.
 
     Raises DataError naming the first that cannot be read, by its number, counted from `first`.
@@ -35,14 +35,14 @@ def stacked(images: Sequence[Picture], inputs: Inputs, first: int = 0) -> Tensor
     return torch.from_numpy(np.stack(pixels))
 
 
-def boxed(image: Picture, boxes: Sequence[Sequence[float]], inputs: Inputs) -> tuple[Tensor, Tensor]:
+def load_image_and_boxes(image: ImageInput, boxes: Sequence[Sequence[float]], inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Pixels uint8 [1, 3, S, S] of a picture, and its boxes float32 [1, N, 4] in fractions of that square.
 
     boxes: (left, top, width, height) in pixels of the upright picture, as COCO has them. Raises DataError for a picture
     that cannot be read, and for a box of which the model sees too little.
     """
-    pixels = stacked([image], inputs)
-    width, height = _picture(image).size
+    pixels = load_images([image], inputs)
+    width, height = _to_rgb(image).size
     corners = [[x / width, y / height, (x + w) / width, (y + h) / height] for x, y, w, h in boxes]
     fractions = np.array(corners, np.float64).reshape(-1, 4)
     placed, shows = clip_boxes(to_model_coords(fractions, (width, height), inputs, None, None))
@@ -55,15 +55,15 @@ def boxed(image: Picture, boxes: Sequence[Sequence[float]], inputs: Inputs) -> t
     return pixels, torch.from_numpy(placed.astype(np.float32))[None]
 
 
-def _pixels(number: int, image: Picture, inputs: Inputs) -> np.ndarray:
+def _pixels(number: int, image: ImageInput, inputs: Inputs) -> np.ndarray:
     try:
-        return to_pixels(_picture(image), inputs.image_side, inputs.fit, inputs.interpolation)
+        return to_pixels(_to_rgb(image), inputs.image_side, inputs.fit, inputs.interpolation)
     except (OSError, ValueError) as error:
         name = f" ({image})" if isinstance(image, str | Path) else ""
         raise DataError(f"image {number}{name}: {error}") from error
 
 
-def _picture(image: Picture) -> Image.Image:
+def _to_rgb(image: ImageInput) -> Image.Image:
     """An upright RGB image, as training saw it."""
     if isinstance(image, str | Path):
         return decode(Path(image).read_bytes(), MAX_PIXELS)
@@ -79,7 +79,7 @@ def _picture(image: Picture) -> Image.Image:
     return decode(file.getvalue(), MAX_PIXELS)
 
 
-class Answerer:
+class Generator:
     """Questions about pictures to answers: at each token the likeliest, until the model ends its answer."""
 
     def __init__(self, model: Any, inputs: ChatInputs, encoder: ChatEncoder, device: torch.device):
@@ -87,7 +87,7 @@ class Answerer:
         self._encoder = encoder
 
     def answer(
-        self, images: Sequence[Picture], question: str | Sequence[str] | None = None, max_new_tokens: int = 64
+        self, images: Sequence[ImageInput], question: str | Sequence[str] | None = None, max_new_tokens: int = 64
     ) -> list[str]:
         """What the model says of each picture (PIL image, encoded bytes, or path).
 
@@ -98,13 +98,13 @@ class Answerer:
         questions = [asked] * len(images) if isinstance(asked, str) else list(asked)
         pairs = zip(images, questions, strict=True)
         return [
-            answered(self.model, self._encoder, stacked([image], self.inputs, number), text, max_new_tokens)
+            generate_answer(self.model, self._encoder, load_images([image], self.inputs, number), text, max_new_tokens)
             for number, (image, text) in enumerate(pairs)
         ]
 
 
 @torch.no_grad()
-def answered(model: Any, encoder: ChatEncoder, pixels: Tensor, question: str, most: int) -> str:
+def generate_answer(model: Any, encoder: ChatEncoder, pixels: Tensor, question: str, most: int) -> str:
     """The model's answer to a question about one image, uint8 [1, 3, S, S], of `most` tokens at the longest."""
     device = next(model.parameters()).device
     ids, at = (torch.from_numpy(array.astype(np.int64)).to(device) for array in encoder.encode_prompt(question))

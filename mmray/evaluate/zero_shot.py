@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-TOP = (1, 5)
+TOP_K = (1, 5)
 
 
-def prompted(classes: tuple[str, ...], prompts: tuple[str, ...]) -> list[str]:
+def fill_prompts(classes: tuple[str, ...], prompts: tuple[str, ...]) -> list[str]:
     """Each class in each prompt, the prompts of a class side by side."""
     return [prompt.replace("{}", name) for name in classes for prompt in prompts]
 
 
-def ensemble(embeddings: Tensor, num_prompts: int) -> Tensor:
+def class_embeddings(embeddings: Tensor, num_prompts: int) -> Tensor:
     """Text embeddings [C x P, D] -> one of length 1 for each class [C, D], the mean over its prompts.
 
     Source: Radford et al. 2021 (CLIP), section 3.1.4: the ensemble is taken over embeddings, not probabilities.
@@ -26,7 +26,7 @@ def ensemble(embeddings: Tensor, num_prompts: int) -> Tensor:
     return functional.normalize(by_class.mean(dim=1), dim=1)
 
 
-def right_at(scores: Tensor, label: Tensor) -> Tensor:
+def topk_correct(scores: Tensor, label: Tensor) -> Tensor:
     """How many of the labelled rows have their class among the top 1, the top 5, and how many are labelled: int64 [3].
 
     scores [N, C], label int64 [N]. A class that ties with the right one stands before it, and so does a NaN.
@@ -36,10 +36,10 @@ def right_at(scores: Tensor, label: Tensor) -> Tensor:
     scores, label = scores[labelled], label[labelled]
     own = scores.gather(1, label[:, None])
     better = (~(scores < own)).sum(dim=1) - 1 + own.isnan().squeeze(1) * num_classes
-    return torch.stack([*((better < k).sum() for k in TOP), labelled.sum()])
+    return torch.stack([*((better < k).sum() for k in TOP_K), labelled.sum()])
 
 
-def accuracies(right: Tensor, name: str, num_classes: int, judged: str = "rows") -> dict[str, float]:
+def topk_accuracy(right: Tensor, name: str, num_classes: int, judged: str = "rows") -> dict[str, float]:
     """`NAME/top_1`, `NAME/top_5` (with more than 5 classes) and `NAME/rows` from the sums of `right_at`.
 
     judged: what stands for `rows` where something else is.
@@ -47,7 +47,7 @@ def accuracies(right: Tensor, name: str, num_classes: int, judged: str = "rows")
     rows = int(right[-1])
     found = {
         f"{name}/top_{k}": int(right[place]) / rows
-        for place, k in enumerate(TOP)
+        for place, k in enumerate(TOP_K)
         if rows and (k == 1 or k < num_classes)
     }
     return found | {f"{name}/{judged}": float(rows)}
