@@ -14,7 +14,6 @@ from tyro.conf import Positional
 from mmray.cli.args import at_least_one, parsed, write_json
 from mmray.cli.console import Screen, rows_table
 from mmray.config import recipes
-from mmray.config.search_space import with_settings
 from mmray.errors import UsageError
 
 # `mmray bench strategies`: ways to lay a model on this machine's devices, side by side.
@@ -78,47 +77,6 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-# `mmray bench recovery`: what a lost worker costs.
-@dataclass(frozen=True)
-class RecoveryCommand:
-    """Whole runs on this machine, one training worker of each killed: how long until it goes on, what is done twice."""
-
-    recipe: Positional[str] = "sample"
-    """The recipe that is trained."""
-    workers: int = 2
-    """Training workers."""
-    steps: int = 60
-    """Steps of each run."""
-    every: int = 20
-    """Steps between two checkpoints; the kill comes in the middle."""
-    rounds: int = 3
-    """Runs."""
-    json: str | None = None
-    """Write machine, ratios and rows to this file."""
-
-
-def recovery(argv: Sequence[str], screen: Screen) -> None:
-    """a worker killed in mid-run: time until it goes on, steps done twice, what checkpoints cost"""
-    command = parsed(RecoveryCommand, argv, "mmray bench recovery")
-    at_least_one(command, "rounds", "every")
-    from mmray.bench.recovery import bench_recovery
-
-    config = with_settings(recipes.load(command.recipe), {"cluster.workers": command.workers})
-    with screen.work("measuring"):
-        result = bench_recovery(config, command.steps, command.every, command.rounds, screen.phase)
-    machine = result["machine"]
-    screen.note(f"{machine['device']}, {machine['cpu']}, {machine['cores']} cores", "machine")
-    table = Table("round", "steps again after s", "past the kill after s", "steps done twice", show_edge=False)
-    for row in result["rows"]:
-        table.add_row(
-            str(row["round"]), f"{row['recovery_s']:.1f}", f"{row['caught_up_s']:.1f}", str(row["wasted_steps"])
-        )
-    screen.console.print(table)
-    for note in result["notes"]:
-        screen.note(note)
-    write_json(command.json, result)
-
-
 @dataclass(frozen=True)
 class StepCommand:
     """The training loop against a bare torch loop of the same model; with --space, what each batch shape costs.
@@ -160,26 +118,8 @@ class LoaderCommand:
     """Write machine, ratios and rows to this file."""
 
 
-@dataclass(frozen=True)
-class ClaimsCommand:
-    """The textbook's recipe beside mmray's, on drawn photographs: what each difference adds, claim by claim."""
-
-    recipe: Positional[str] = "sample"
-    """The recipe whose model and batch are used."""
-    micro: int | None = None
-    """Rows of a worker's micro-batch; none: the recipe's (padding to 512 is slow on a CPU, so take few there)."""
-    images: int = 512
-    """Pictures that are trained on."""
-    rounds: int = 2
-    """Windows of each arm, in ABBA order."""
-    window_s: float = 3.0
-    """Seconds of the textbook's window; every arm takes as many micro-batches."""
-    json: str | None = None
-    """Write machine, ratios and rows to this file."""
-
-
 def bench(argv: Sequence[str], screen: Screen) -> int:
-    """mmray bench step|loader|claims|strategies|recovery [--space batch.micro=8,16,32] [--json FILE]"""
+    """mmray bench step|loader|strategies [--space batch.micro=8,16,32] [--json FILE]"""
     what, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     if what in ("-h", "--help"):
         for name, run in BENCHES.items():
@@ -223,20 +163,6 @@ def _loader(argv: Sequence[str], screen: Screen) -> None:
     with screen.work("measuring"):
         result = bench_loader(Settings(**given), screen.phase)
     _tell(result, loader_table(result["rows"]), screen, command.json)
-
-
-def _claims(argv: Sequence[str], screen: Screen) -> None:
-    """the textbook's recipe beside mmray's: what parallel preprocessing, AMP and accumulation add"""
-    command = parsed(ClaimsCommand, argv, "mmray bench claims")
-    at_least_one(command, "images", "rounds")
-    from mmray.bench.claims import bench_claims
-
-    config = recipes.load(command.recipe)
-    if command.micro is not None:
-        config = with_settings(config, {"batch.micro": command.micro, "batch.global": None})
-    with screen.work("measuring"):
-        result = bench_claims(config, command.images, command.rounds, command.window_s, screen.phase)
-    _tell(result, rows_table(result["rows"]), screen, command.json)
 
 
 def loader_table(rows: list[dict[str, Any]]) -> Table:
@@ -300,7 +226,5 @@ def _tell(result: dict[str, Any], table: Table, screen: Screen, json: str | None
 BENCHES: dict[str, Callable[[Sequence[str], Screen], None]] = {
     "step": _step,
     "loader": _loader,
-    "claims": _claims,
     "strategies": strategies,
-    "recovery": recovery,
 }

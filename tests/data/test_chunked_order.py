@@ -1,14 +1,42 @@
 """The order in chunks: as exact as the plain one, rows of a chunk near each other, a batch from many chunks."""
 
 from hashlib import sha256
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmray.bench.shuffle import quality
 from mmray.data.stream.order import PADDING, MixtureComponent, SamplePlan
+
+SOURCES = 10
+
+
+class Quality(NamedTuple):
+    """Mean distinct chunks in a global batch; mean distance of neighbouring rows in epochs (1/3 if random); deviation of
+    the share of a tenth of the set in a batch, relative to random."""
+
+    chunks: float
+    distance: float
+    deviation: float
+
+
+def quality(rows: int, chunk: int, window: int, batch: int = 256, of: int = 0, epochs: int = 2) -> Quality:
+    """Measure an order over `rows` rows sorted by source; `of`: chunk size to count, default `chunk`."""
+    order = SamplePlan(
+        num_rows=rows, global_rows=batch, world=1, micro=batch, seed=0, steps=10**9, chunk=chunk, window=window
+    ).rows_at(np.arange(epochs * rows))
+    batches = order[: len(order) // batch * batch].reshape(-1, batch)
+    chunks = np.sort(batches // (of or chunk), axis=1)
+    shares = (batches < rows // SOURCES).mean(axis=1)
+    share = rows // SOURCES / rows
+    return Quality(
+        float(1 + (np.diff(chunks, axis=1) > 0).sum(axis=1).mean()),
+        float(np.abs(np.diff(order)).mean() / rows),
+        float(shares.std() / np.sqrt(share * (1 - share) / batch)),
+    )
+
 
 CHUNKS = st.integers(1, 70)
 WINDOWS = st.integers(1, 9)
