@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmray.bench.step import Bench, prepared
+from mmray.bench.step import Bench, build_bench
 from mmray.config import Batch, Config, Train, recipes, to_yaml
 from mmray.config.search_space import with_settings
 from mmray.engine.collectives import Group
@@ -24,7 +24,7 @@ def test_resnet50_bert_takes_a_step(monkeypatch):
     text = recipe.model.text.model_copy(update={"depth": 2})
     model = recipe.model.model_copy(update={"inputs": inputs, "text": text})
     monkeypatch.setattr(Bench, "_copy", lambda bench: bench.model)
-    bench = prepared(recipe.model_copy(update={"model": model}), Group(), micro=2)
+    bench = build_bench(recipe.model_copy(update={"model": model}), Group(), micro=2)
     before = {name: value.clone() for name, value in bench.model.state_dict().items()}
     _, loss = bench.loop_window(1)
     after = bench.model.state_dict()

@@ -1,7 +1,7 @@
-"""`mmray bench step --space batch.micro=8,16,32`: what a batch shape costs in time and memory, before it is paid for.
+"""`mmray bench step --space batch.micro=8,16,32`: time and memory of each batch shape.
 
-Each combination trains mmray's own loop on synthetic batches in processes of its own, so that no row inherits the
-memory of another. What does not fit is a row that says so. No Ray, no data.
+Each combination runs the training loop on synthetic batches in new processes, so that no row inherits the memory of
+another. A combination that does not fit is a row with the reason. Uses no Ray and no data.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import psutil
 import torch
 
 from mmray import objectives
-from mmray.bench.spawn import RankFailed, device_of, left_idle, run_ranks
-from mmray.bench.step import WARM_STEPS, Bench, prepared
-from mmray.bench.timing import describe
+from mmray.bench.spawn import WorkerFailed, device_of, idle_gpu_notes, spawn_workers
+from mmray.bench.step import WARM_STEPS, Bench, build_bench
+from mmray.bench.timing import describe_machine
 from mmray.config.search_space import parse, value_at, with_settings
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
@@ -33,21 +33,21 @@ from mmray.objectives.protocol import Batch
 if TYPE_CHECKING:
     from mmray.config import Config
 
-LEAST_STEPS = 5  # timed, however long they take: a 95th percentile of fewer says nothing
-MOST_STEPS = 100_000
+MIN_STEPS = 5  # timed at least, for a 95th percentile
+MAX_STEPS = 100_000
 FIGURES = (
     *("micro", "accumulation", "workers", "global"),
     *("samples_per_s", "step_p50_s", "step_p95_s", "peak_gib", "peak_reserved_gib"),
 )
-Say = Callable[[str], None]
-IN_A_STEP = (
+Notify = Callable[[str], None]
+STEP_SETTINGS = (
     *("model.", "objective.", "batch.", "optimizer.", "cluster.", "train.precision", "train.deterministic"),
     *("train.recompute", "train.compile", "train.channels_last"),
 )
 
 
 def bench_shapes(
-    config: Config, given: Sequence[str], window_s: float = 3.0, say: Say = lambda _: None
+    config: Config, given: Sequence[str], window_s: float = 3.0, notify: Notify = lambda _: None
 ) -> dict[str, Any]:
     """A row for each combination of `--space` texts: {"machine", "ratios": {}, "rows"}; `say` hears of each when done.
 
@@ -58,20 +58,20 @@ def bench_shapes(
     """
     space = parse(given)
     for key in space.axes:
-        if not key.startswith(IN_A_STEP):
+        if not key.startswith(STEP_SETTINGS):
             raise UsageError(
-                f"bench step --space {key}: it changes nothing in a step; these do: {', '.join(IN_A_STEP)}"
+                f"bench step --space {key}: this setting does not affect a step; use one of {', '.join(STEP_SETTINGS)}"
             )
-    if "batch.global" not in space.axes:  # it follows: the recipe's own would turn a larger micro-batch into the same
+    if "batch.global" not in space.axes:  # derived: with the recipe's own every micro-batch would take the same rows
         config = config.replace(batch=config.batch.replace(global_=None))
-    configs = [with_settings(config, typed) for typed in space.combinations()]  # all typed before the first is run
+    configs = [with_settings(config, typed) for typed in space.combinations()]  # validated before the first runs
     rows = []
     for number, each in enumerate(configs, 1):
         row = _row(each, {key: value_at(each, key) for key in space.axes}, window_s)
         chosen = ", ".join(f"{key}={value}" for key, value in row["settings"].items())
-        say(f"{number} of {len(configs)}, {chosen}: {row['status'].replace('_', ' ')}")
+        notify(f"{number} of {len(configs)}, {chosen}: {row['status'].replace('_', ' ')}")
         rows.append(row)
-    return {"machine": describe(device_of(config)), "ratios": {}, "rows": rows, "notes": left_idle(config)}
+    return {"machine": describe_machine(device_of(config)), "ratios": {}, "rows": rows, "notes": idle_gpu_notes(config)}
 
 
 def _row(config: Config, settings: dict[str, Any], window_s: float) -> dict[str, Any]:
@@ -80,16 +80,16 @@ def _row(config: Config, settings: dict[str, Any], window_s: float) -> dict[str,
         shape = shape_of(config.batch, config.cluster.most_workers)
         row |= {"micro": shape.micro, "accumulation": shape.accumulation}
         row |= {"workers": shape.workers, "global": shape.global_rows}
-        return row | run_ranks(partial(measure_shape, shape=shape, window_s=window_s), config)
+        return row | spawn_workers(partial(measure_shape, shape=shape, window_s=window_s), config)
     except UsageError as error:
         return row | {"status": "infeasible", "reason": str(error)}
-    except RankFailed as error:
+    except WorkerFailed as error:
         return row | {"status": "out_of_memory" if error.out_of_memory else "failed", "reason": str(error)}
 
 
 @dataclass
 class StepTimes:
-    """Seconds of each step after the warm-up, by a clock that waits for the device; a callback of the loop."""
+    """Callback: seconds of each step after the warm-up, synchronized with the device."""
 
     device: torch.device
     window_s: float
@@ -98,22 +98,22 @@ class StepTimes:
 
     def on_step(self, step: int, metrics: dict[str, Any] | None = None) -> None:
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # what was only queued is not done
+            torch.cuda.synchronize(self.device)  # wait for queued kernels
         now_s = time.perf_counter()
         if step > WARM_STEPS:
             self.times_s.append(now_s - self._last_s)
         self._last_s = now_s
 
     def enough(self) -> bool:
-        """Whether the step about to be taken is the last; the loop lets any rank say so, and all end together."""
-        return len(self.times_s) + 1 >= LEAST_STEPS and sum(self.times_s) >= self.window_s
+        """Return whether the next step is the last; any rank may decide, and all stop together."""
+        return len(self.times_s) + 1 >= MIN_STEPS and sum(self.times_s) >= self.window_s
 
 
 def measure_shape(config: Config, group: Group, _: Path, shape: BatchShape, window_s: float) -> dict[str, Any]:
-    """One worker of one row: steps of `shape` for about `window_s` seconds."""
+    """Measure steps of `shape` on one worker for about `window_s` seconds."""
     if group.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(group.device)
-    bench = prepared(config, group, shape.micro)
+    bench = build_bench(config, group, shape.micro)
     times = StepTimes(group.device, window_s)
     plan = SamplePlan(
         num_rows=shape.global_rows,
@@ -121,7 +121,7 @@ def measure_shape(config: Config, group: Group, _: Path, shape: BatchShape, wind
         world=group.world,
         micro=shape.micro,
         seed=config.train.seed,
-        steps=MOST_STEPS,
+        steps=MAX_STEPS,
     )
     task = Task(
         model=bench.model,
@@ -140,12 +140,12 @@ def measure_shape(config: Config, group: Group, _: Path, shape: BatchShape, wind
         "samples_per_s": round(rate, 2),
         "step_p50_s": round(float(p50_s), 6),
         "step_p95_s": round(float(p95_s), 6),
-        **_peak(group.device),
+        **_peak_memory(group.device),
     }
 
 
 def _steps(bench: Bench, plan: SamplePlan) -> Iterator[list[Batch]]:
-    """Micro-batches of synthetic rows at the positions of the plan; the last of a step may be smaller."""
+    """Yield the micro-batches of each step; the last of a step may be smaller."""
     for step in range(plan.steps):
         positions = torch.from_numpy(plan.positions(step, bench.group.rank))
         micros = []
@@ -158,7 +158,7 @@ def _steps(bench: Bench, plan: SamplePlan) -> Iterator[list[Batch]]:
         yield micros
 
 
-def _peak(device: torch.device) -> dict[str, float | None]:
+def _peak_memory(device: torch.device) -> dict[str, float | None]:
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         names = {"peak_gib": "allocated_bytes.all.peak", "peak_reserved_gib": "reserved_bytes.all.peak"}
@@ -167,13 +167,12 @@ def _peak(device: torch.device) -> dict[str, float | None]:
 
 
 def peak_resident_bytes() -> int:
-    """The most memory this process ever held.
+    """Return the peak resident memory of this process.
 
-    Not getrusage's ru_maxrss: across fork and exec it begins at what the parent held, so that a row would show the
-    memory of the process that started it. The kernel's VmHWM begins anew.
+    Reads VmHWM, because ru_maxrss of a forked process starts at the parent's peak.
     """
     status = Path("/proc/self/status")
     if status.exists():
         (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
         return int(line.split()[1]) * 1024
-    return int(psutil.Process().memory_info().rss)  # no such figure there: what it holds now, at the end
+    return int(psutil.Process().memory_info().rss)  # without /proc: current memory

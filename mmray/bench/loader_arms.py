@@ -1,7 +1,8 @@
-"""The PyTorch DataLoaders that the stream is measured against: the textbook's, and the best one written by hand.
+"""Arms of `bench loader`: two PyTorch datasets to compare the stream with, and the actor that runs every arm.
 
-`Textbook` is what tutorials do: Pillow, Resize, CenterCrop, ToTensor, Normalize, captions padded to 512. `Tuned` is
-what an expert makes of it: uint8 pixels, crop and resize in one call, captions padded to the longest of the batch.
+`TextbookDataset` does what tutorials do: Pillow, Resize, CenterCrop, ToTensor, Normalize, captions padded to 512.
+`TunedDataset` is the best one written by hand: uint8 pixels, crop and resize in one call, captions padded to the
+longest of the batch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import CenterCrop, Compose, Normalize, Resize, ToTensor
 
-from mmray.bench.timing import SKIP, Arrival
+from mmray.bench.timing import WARMUP_ARRIVALS, Arrival
 from mmray.data.images.decode import decode
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.collate import iter_micro_batches
@@ -34,7 +35,7 @@ from mmray.data.stream.stream import iter_blocks
 
 TEXTBOOK_TOKENS = 512  # padding="max_length" of a BERT
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-FOREVER = 10**9  # indices of a window without an epoch's end: neither loader pays for restarting its workers
+FOREVER = 10**9  # length of a dataset whose epoch no window finishes, so that no loader restarts its workers
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Source:
         return len(self.files) if self.files is not None else self.prepared.num_rows if self.prepared else 0
 
     def row(self, index: int) -> tuple[Any, str]:
-        """What Image.open takes, and the caption."""
+        """Return an argument for Image.open, and the caption."""
         if self.files is not None:
             return self.files[index]
         assert self.prepared is not None
@@ -56,7 +57,7 @@ class Source:
         return io.BytesIO(row.images[0]), row.texts[0]
 
 
-class Textbook(Dataset[dict[str, Tensor]]):
+class TextbookDataset(Dataset[dict[str, Tensor]]):
     """image float32 [3, side, side] normalised; input_ids and attention_mask int64 [512]."""
 
     def __init__(self, source: Source, tokenizer_json: str, side: int, max_tokens: int = TEXTBOOK_TOKENS) -> None:
@@ -83,8 +84,8 @@ class Textbook(Dataset[dict[str, Tensor]]):
         }
 
 
-class Tuned(Dataset[tuple[Tensor, list[int]]]):
-    """image uint8 [3, side, side] and the ids of a caption, not padded; `Tuned.collate` makes the batch."""
+class TunedDataset(Dataset[tuple[Tensor, list[int]]]):
+    """image uint8 [3, side, side] and the ids of a caption, not padded; `TunedDataset.collate` makes the batch."""
 
     def __init__(self, source: Source, tokenizer_json: str, side: int, max_tokens: int) -> None:
         self.source, self.tokenizer_json, self.side, self.max_tokens = source, tokenizer_json, side, max_tokens
@@ -119,8 +120,8 @@ class Tuned(Dataset[tuple[Tensor, list[int]]]):
 
 
 @dataclass(frozen=True)
-class Shuffled:
-    """A rank's indices of a shuffled order without end, as a sampler: no epoch's end falls into a window."""
+class InfiniteShuffledSampler:
+    """Sampler of a rank's indices of an endless shuffled order."""
 
     num_rows: int
     rank: int
@@ -132,59 +133,63 @@ class Shuffled:
             yield from draw.permutation(self.num_rows)[self.rank :: self.world].tolist()
 
 
-def loader(dataset: Textbook | Tuned, rank: int, world: int, batch: int, workers: int) -> Iterable[dict[str, Tensor]]:
-    """A DataLoader of one rank over an order without end, with `workers` processes (0: in this one)."""
+def loader(
+    dataset: TextbookDataset | TunedDataset, rank: int, world: int, batch: int, workers: int
+) -> Iterable[dict[str, Tensor]]:
+    """Return the DataLoader of one rank over an endless order with `workers` processes (0: in this process)."""
     return DataLoader(
         dataset,
         batch_size=batch,
-        sampler=Shuffled(len(dataset.source), rank, world),
+        sampler=InfiniteShuffledSampler(len(dataset.source), rank, world),
         num_workers=workers,
-        collate_fn=dataset.collate if isinstance(dataset, Tuned) else None,
+        collate_fn=dataset.collate if isinstance(dataset, TunedDataset) else None,
         pin_memory=torch.cuda.is_available(),
     )
 
 
-# The processes of `bench loader`: consumers of a stream or of a DataLoader, and readers without either. Ray actors.
-#
-# Each method runs one window and answers with arrivals. What is consumed is thrown away: the loader alone is measured.
-CHUNK_ROWS = 32  # of the arms without batches: a clock's tick
+CHUNK_ROWS = 32  # rows per arrival of the arms without batches
 
 
 @ray.remote(num_cpus=0)
-class Consumer:
-    """One process. A window ends `window_s` seconds after its first arrivals, which do not count."""
+class LoaderWorker:
+    """A process that runs one window per method call and returns its arrivals; batches are dropped.
+
+    A window ends `window_s` seconds after its first arrivals, which do not count.
+    """
 
     def __init__(self, rank: int) -> None:
         torch.set_num_threads(1)
         self.rank = rank
 
     def stream(self, iterator: Any, plan: SamplePlan) -> list[Arrival]:
-        """mmray's stream to its end, cut into the micro-batches that a training worker gets."""
+        """Consume mmray's stream to its end, in the micro-batches of a training worker."""
         return list(_blocks(iter_blocks(iterator), plan))
 
-    def loader(self, world: int, dataset: Textbook | Tuned, batch: int, workers: int, window_s: float) -> list[Arrival]:
-        """A DataLoader of `workers` processes."""
+    def loader(
+        self, world: int, dataset: TextbookDataset | TunedDataset, batch: int, workers: int, window_s: float
+    ) -> list[Arrival]:
+        """Consume a DataLoader with `workers` processes."""
         return collect(_batches(loader(dataset, self.rank, world, batch, workers)), window_s)
 
     def reader(self, world: int, reader: RowReader, plan: SamplePlan, window_s: float) -> list[Arrival]:
-        """The stream's own reading, decoding and tokenising in this process, without Ray Data: what it could be."""
+        """Read, decode and tokenize as the stream does, in this process without Ray Data: its upper bound."""
         return collect(_read(reader, plan, self.rank, world), window_s)
 
     def decode(self, world: int, files: list[tuple[str, str]], window_s: float) -> list[Arrival]:
-        """Image bytes to pixels and nothing else: the limit."""
+        """Decode images from memory and nothing else."""
         return collect(_decoded(files[self.rank :: world]), window_s)
 
     def raw(self, world: int, prepared: PreparedSet, window_s: float) -> list[Arrival]:
-        """The bytes of a set's images where they lie, read once in the order of the set."""
+        """Read the stored bytes of a set's images once, in the set's order."""
         return collect(_read_raw(prepared, self.rank, world), window_s)
 
     def copied_bytes_per_s(self, num_bytes: int) -> float | None:
-        """Bandwidth from pinned host memory to this machine's device; None where there is none."""
+        """Return the bandwidth from pinned host memory to the GPU, bytes/s; None without a GPU."""
         if not torch.cuda.is_available():
             return None
         host = torch.empty(num_bytes, dtype=torch.uint8).pin_memory()
         device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-        device.copy_(host, non_blocking=True)  # the first one also sets the device up
+        device.copy_(host, non_blocking=True)  # the first copy also initializes the device
         torch.cuda.synchronize()
         began_s = time.perf_counter()
         for _ in range(8):
@@ -194,11 +199,11 @@ class Consumer:
 
 
 def collect(arrivals: Iterable[Arrival], window_s: float) -> list[Arrival]:
-    """Arrivals until `window_s` seconds after the last of those that do not count."""
+    """Collect arrivals until `window_s` seconds after the warm-up arrivals."""
     seen: list[Arrival] = []
     for arrival in arrivals:
         seen.append(arrival)
-        if len(seen) > SKIP + 1 and arrival.at_s - seen[SKIP].at_s >= window_s:
+        if len(seen) > WARMUP_ARRIVALS + 1 and arrival.at_s - seen[WARMUP_ARRIVALS].at_s >= window_s:
             break
     return seen
 
@@ -234,29 +239,26 @@ def _decoded(files: list[tuple[str, str]]) -> Iterator[Arrival]:
 
 
 def _read_raw(prepared: PreparedSet, rank: int, world: int) -> Iterator[Arrival]:
-    yield Arrival(time.time(), 0)  # the clock's start: a small set may have no more than one other
+    yield Arrival(time.time(), 0)  # start of the clock: a small set may yield only one more
     for start in range(rank * CHUNK_ROWS, prepared.num_rows, world * CHUNK_ROWS):
         rows = prepared.read(np.arange(start, min(start + CHUNK_ROWS, prepared.num_rows)))
         yield Arrival(time.time(), len(rows), num_bytes=sum(len(image) for row in rows for image in row.images))
 
 
-def forget_cached(prepared: PreparedSet) -> bool:
-    """Have the system drop what it holds of a set's shards in memory; False where it cannot be told to."""
+def drop_page_cache(prepared: PreparedSet) -> bool:
+    """Drop a set's shards from the page cache; return False if that is impossible."""
     root = prepared.storage.local_path
     if root is None or not hasattr(os, "posix_fadvise") or prepared.manifest.settings.get("reference"):
         return False
     for shard in prepared.manifest.shards:
         with (root / shard.file).open("rb") as file:
-            os.fdatasync(file.fileno())  # what is not yet on the disk would stay
+            os.fdatasync(file.fileno())  # dirty pages would stay
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return True
 
 
-# The stream's actor with nothing to do: its blocks are as large as real ones, so that all they cost is Ray's own.
-#
-# What this file imports, each such actor pays that starts: no reader, no decoder.
-class Blank:
-    """The Ray Data actor: block numbers in; blocks of the shape that `RowReader.block` gives out, of zeros."""
+class NoopReader:
+    """Ray Data actor that returns blocks of zeros in the shape of `RowReader.block`, to measure Ray's own cost."""
 
     def __init__(self, image_side: int, num_tokens: int, blocks: Blocks) -> None:
         self.image_side, self.num_tokens, self.blocks = image_side, num_tokens, blocks

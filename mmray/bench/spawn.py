@@ -1,6 +1,6 @@
-"""Fresh processes that measure together: one a worker, joined as a run's are, with gloo on CPUs or NCCL on GPUs.
+"""Run a measurement in new worker processes joined by torch.distributed (gloo on CPUs, NCCL on GPUs), without Ray.
 
-No Ray. Each call starts new processes, so that what one measurement allocated is in no other's figures.
+Each call starts new processes, so that no measurement inherits the memory of another.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from mmray.errors import ResourceError, TrainingError, is_out_of_memory
 if TYPE_CHECKING:
     from mmray.config import Config
 
-Measure = Callable[["Config", Group, Path], Any]  # of every rank; what rank 0 answers must be JSON
+Measure = Callable[["Config", Group, Path], Any]  # called on every rank; the result of rank 0 must be JSON
 
 
-class RankFailed(TrainingError):
-    """A process that measured came to no end; `out_of_memory` says whether it was that."""
+class WorkerFailed(TrainingError):
+    """A worker process failed; `out_of_memory` tells whether memory was the reason."""
 
     def __init__(self, reason: str, out_of_memory: bool) -> None:
         super().__init__(reason)
@@ -36,30 +36,30 @@ class RankFailed(TrainingError):
 
 
 def device_of(config: Config) -> torch.device:
-    """A GPU for each worker where there are any, as a run would choose. Raises ResourceError."""
+    """Return the device type a run would choose: GPUs if there is one per worker. Raises ResourceError."""
     have, workers = torch.cuda.device_count(), config.cluster.most_workers
     if config.cluster.accelerator == "cpu" or (config.cluster.accelerator == "auto" and have < workers):
         return torch.device("cpu")
     if have < workers:
-        raise ResourceError(f"mmray bench: {workers} workers with a GPU each, and this machine has {have}")
+        raise ResourceError(f"{workers} workers need a GPU each, this machine has {have}: lower --cluster.workers")
     return torch.device("cuda", 0)
 
 
-def left_idle(config: Config) -> list[str]:
-    """What to say where GPUs of this machine take no part, though nobody asked for that."""
+def idle_gpu_notes(config: Config) -> list[str]:
+    """Return a note if GPUs of this machine are not used although --cluster.accelerator allows them."""
     have, workers = torch.cuda.device_count(), config.cluster.most_workers
     if config.cluster.accelerator == "cpu" or have in (0, workers):
         return []
     if have < workers:
-        return [f"measured on the CPU: {workers} workers want a GPU each (GPUs here: {have})"]
+        return [f"measured on the CPU: {workers} workers need a GPU each, this machine has {have}"]
     return [f"{have - workers} of {have} GPUs are idle: cluster.workers is {workers}"]
 
 
-def run_ranks(measure: Measure, config: Config, kind: str = "") -> Any:
-    """What rank 0's `measure` (a function of a module) returns, measured in `cluster.most_workers` new processes.
+def spawn_workers(measure: Measure, config: Config, kind: str = "") -> Any:
+    """Run `measure` (a module-level function) in `cluster.most_workers` new processes; return rank 0's result.
 
-    `measure` gets a folder that is gone afterwards; `kind` of device, `cpu` or `cuda`: as a run would choose where none
-    is given. Raises RankFailed where one of them raised or was killed.
+    `measure` gets a temporary folder. `kind` is `cpu` or `cuda`, by default what a run would choose.
+    Raises WorkerFailed if a process raised or was killed.
     """
     kind = kind or device_of(config).type
     with tempfile.TemporaryDirectory(prefix="mmray-bench-") as folder:
@@ -74,21 +74,21 @@ def run_ranks(measure: Measure, config: Config, kind: str = "") -> Any:
 
 def _enter(rank: int, measure: Measure, config: Config, kind: str, folder: str) -> None:
     try:
-        group = join(rank, config, kind, folder, device_index=rank)
+        group = init_worker(rank, config, kind, folder, device_index=rank)
         answer = measure(config, group, Path(folder))
     except BaseException as error:
-        told = {"reason": f"{type(error).__name__}: {error}", "out_of_memory": is_out_of_memory(error)}
-        (Path(folder) / f"fault-{rank}.json").write_text(json.dumps(told))
+        text = {"reason": f"{type(error).__name__}: {error}", "out_of_memory": is_out_of_memory(error)}
+        (Path(folder) / f"fault-{rank}.json").write_text(json.dumps(text))
         raise
     if rank == 0:
         (Path(folder) / "answer.json").write_text(json.dumps(answer))
     group.barrier()
-    # Not by way of the interpreter's end: a thread of gloo may still release a tensor then, and abort the process.
+    # Skips interpreter shutdown, in which a gloo thread may still release a tensor and abort the process.
     os._exit(0)
 
 
-def join(rank: int, config: Config, kind: str, folder: str, device_index: int) -> Group:
-    """The group of all ranks, which meet through a file in `folder`; `kind` is `cpu` or `cuda`."""
+def init_worker(rank: int, config: Config, kind: str, folder: str, device_index: int) -> Group:
+    """Join the process group through a file in `folder`; `kind` is `cpu` or `cuda`."""
     torch.set_num_threads(max(1, int(config.cluster.cpus_per_worker)))
     if kind == "cpu":
         keep_freed_memory()  # as a worker does
@@ -105,15 +105,15 @@ def join(rank: int, config: Config, kind: str, folder: str, device_index: int) -
     return Group.current(device)
 
 
-def _raised(folder: Path) -> RankFailed:
-    """The fault of the rank that failed by itself: memory first, for its peers see only a broken connection."""
+def _raised(folder: Path) -> WorkerFailed:
+    """Return the error of the failed rank; out of memory first, because its peers only see a broken connection."""
     faults = [json.loads(file.read_text()) for file in sorted(folder.glob("fault-*.json"))]
-    told = max(faults, key=lambda fault: fault["out_of_memory"])
-    return RankFailed(told["reason"].splitlines()[0], told["out_of_memory"])
+    text = max(faults, key=lambda fault: fault["out_of_memory"])
+    return WorkerFailed(text["reason"].splitlines()[0], text["out_of_memory"])
 
 
-def _killed(error: torch.multiprocessing.ProcessExitedException) -> RankFailed:
-    """SIGKILL that nobody here sent is the kernel's answer to a machine without memory."""
+def _killed(error: torch.multiprocessing.ProcessExitedException) -> WorkerFailed:
+    """Return the error of a killed worker; a SIGKILL comes from the kernel's OOM killer."""
     if error.signal_name == "SIGKILL":
-        return RankFailed("killed by SIGKILL: the kernel does that when the machine's memory is full", True)
-    return RankFailed(f"a process ended with {error.signal_name or f'exit code {error.exit_code}'}", False)
+        return WorkerFailed("killed by SIGKILL, which the kernel sends when the machine is out of memory", True)
+    return WorkerFailed(f"a process ended with {error.signal_name or f'exit code {error.exit_code}'}", False)

@@ -1,8 +1,7 @@
-"""`mmray bench step`: what the training loop costs beside the work itself, measured against a bare loop.
+"""`mmray bench step`: overhead of the training loop against a bare PyTorch loop.
 
-Both loops train the same model on the same synthetic batches in the same processes (one a worker, gloo on a CPU, NCCL
-on GPUs), in turns: loop, bare, bare, loop, and so on, so that a machine that grows slower does not favour one of them.
-A pair's ratio is of two windows side by side; the figure is the median of the pairs. No Ray, no data, no disk but logs.
+Both loops train the same model on the same synthetic batches in the same processes (one per worker, gloo on CPUs, NCCL
+on GPUs) in ABBA order. The result is the median ratio over pairs of adjacent windows. Uses no Ray and no data.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmray import objectives
-from mmray.bench.spawn import device_of, left_idle, run_ranks
-from mmray.bench.timing import describe
+from mmray.bench.spawn import device_of, idle_gpu_notes, spawn_workers
+from mmray.bench.timing import describe_machine
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine import optimizer as optimizers
@@ -45,14 +44,10 @@ if TYPE_CHECKING:
     from mmray.config import Config
 
 
-# The training loop that one writes by hand: the yardstick for mmray's own. Nothing in it but the work itself.
-#
-# No accumulation, no stream, no order, no checkpoints, no counting of rows, no guard against NaN; what is left is what
-# every image-text loop has to do. It takes the same steps as train/loop.py (a test holds their weights side by side).
 Batch = dict[str, Tensor]
 
 
-def train(
+def train_baseline(
     model: nn.Module,
     batches: list[Batch],
     config: Config,
@@ -60,9 +55,12 @@ def train(
     steps: int,
     on_step: Callable[[int], None],
 ) -> float:
-    """Take `steps` steps on this rank's batches, one global batch each; returns the last loss."""
+    """Run the bare loop: `steps` steps on this rank's batches; return the last loss.
+
+    It has no accumulation, checkpoints, logging or NaN checks, and takes the same steps as engine/loop.py (tested).
+    """
     world = dist.get_world_size() if dist.is_initialized() else 1
-    net = parallel.wrap(model.train(), Group.current(device))  # the same DDP: it is not what is compared
+    net = parallel.wrap(model.train(), Group.current(device))  # the same DDP, which is not compared
     precision = choose(config.train.precision, device)
     optimizer, scaler = optimizers.build(model, config.optimizer), precision.scaler()
     for step, batch in enumerate(islice(cycle(batches), steps)):
@@ -70,7 +68,7 @@ def train(
         batch = {name: batch[name].to(device, non_blocking=True) for name in ("image", "input_ids", "attention_mask")}
         with precision.autocast():
             outputs = net(batch)
-        loss = contrastive(outputs, world)
+        loss = baseline_loss(outputs, world)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         if config.optimizer.clip_norm > 0:
@@ -84,57 +82,56 @@ def train(
     return loss.item()
 
 
-def contrastive(outputs: dict[str, Tensor], world: int) -> Tensor:
-    """CLIP's loss over all ranks' rows, the whole of it on every rank; the gradient reaches this rank's rows."""
+def baseline_loss(outputs: dict[str, Tensor], world: int) -> Tensor:
+    """CLIP's loss over the rows of all ranks, computed on every rank; the gradient reaches this rank's rows."""
     image, text = outputs["image_embed"], outputs["text_embed"]
     if world > 1:
-        image, text = _everyone(torch.cat([image, text], dim=1)).chunk(2, dim=1)
+        image, text = _all_gather_with_grad(torch.cat([image, text], dim=1)).chunk(2, dim=1)
     logits = outputs["logit_scale"] * image @ text.T
     targets = torch.arange(len(logits), device=logits.device)
     return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
 
 
-def _everyone(rows: Tensor) -> Tensor:
-    """All ranks' rows, this rank's own among them with their graph."""
+def _all_gather_with_grad(rows: Tensor) -> Tensor:
+    """Gather the rows of all ranks, keeping the graph of this rank's rows."""
     world = dist.get_world_size()
-    rows.register_hook(lambda gradient: gradient * world)  # one rank alone brings it, and DDP will average
+    rows.register_hook(lambda gradient: gradient * world)  # undo DDP's averaging: only this rank has the gradient
     parts = [torch.empty_like(rows) for _ in range(world)]
     dist.all_gather(parts, rows.detach())
     parts[dist.get_rank()] = rows
     return torch.cat(parts)
 
 
-WARM_STEPS = 2  # of each window, not timed: allocation, DDP's buckets
-NUM_BATCHES = 4  # different ones, taken in turn
-VOCAB_SIZE = 30522  # where the settings leave it to a tokenizer: BERT's
+WARM_STEPS = 2  # per window, not timed: allocation, DDP's buckets
+NUM_BATCHES = 4  # used in turn
+VOCAB_SIZE = 30522  # of BERT, if the config does not give one
 
 
 def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[str, Any]:
-    """Samples a second of both loops in `pairs` pairs of windows of about `window_s` seconds each.
+    """Measure samples/s of both loops in `pairs` pairs of windows of about `window_s` seconds.
 
-    Returns {"machine", "batch", "ratios": {"loop_vs_bare": median}, "spread": {"loop_vs_bare": {...}}, "rows"}, a row
-    for each pair, with both last losses (they drift apart by rounding only). A step is one micro-batch a worker: a bare
-    loop cannot accumulate a contrastive loss.
-    Raises UsageError, ResourceError.
+    Returns {"machine", "batch", "ratios": {"loop_vs_bare": median}, "spread": {"loop_vs_bare": {...}}, "rows"}, one row
+    per pair with both last losses. A step is one micro-batch per worker, because a bare loop cannot accumulate a
+    contrastive loss. Raises UsageError, ResourceError.
     """
     if config.objective.kind != "contrastive":
-        raise UsageError(f"bench step: the bare loop knows `contrastive`, not objective.kind `{config.objective.kind}`")
+        raise UsageError(f"bench step supports objective.kind `contrastive` only, got `{config.objective.kind}`")
     micro, workers = shape_of(config.batch, config.cluster.most_workers).micro, config.cluster.most_workers
-    rows = run_ranks(partial(_pairs, micro=micro, pairs=pairs, window_s=window_s), config)
+    rows = spawn_workers(partial(_pairs, micro=micro, pairs=pairs, window_s=window_s), config)
     ratios = [row["loop_vs_bare"] for row in rows]
     return {
-        "machine": describe(device_of(config)),
-        "batch": f"micro {micro} x accumulation 1 x workers {workers} = {micro * workers} rows a step",
+        "machine": describe_machine(device_of(config)),
+        "batch": f"micro {micro} x accumulation 1 x workers {workers} = {micro * workers} rows per step",
         "ratios": {"loop_vs_bare": statistics.median(ratios)},
         "spread": {"loop_vs_bare": {"min": min(ratios), "max": max(ratios), "pairs": len(ratios)}},
         "rows": rows,
-        "notes": left_idle(config),
+        "notes": idle_gpu_notes(config),
     }
 
 
 @dataclass
 class Window:
-    """Time from the end of the warm-up to the last step; a callback of the loop."""
+    """Callback: time from the end of the warm-up to the last step."""
 
     last_step: int
     device: torch.device
@@ -145,7 +142,7 @@ class Window:
         if step not in (WARM_STEPS, self.last_step):
             return
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # what was only queued is not done
+            torch.cuda.synchronize(self.device)  # wait for queued kernels
         now_s = time.perf_counter()
         if step == WARM_STEPS:
             self.began_s = now_s
@@ -155,7 +152,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Bench:
-    """What both loops work with on one rank; each window trains a fresh copy of the model."""
+    """Model and batches of one rank; each window trains a new copy of the model."""
 
     config: Config
     group: Group
@@ -164,7 +161,7 @@ class Bench:
     log: MetricsLog | None
 
     def loop_window(self, steps: int) -> tuple[float, float]:
-        """(seconds, last loss) of a window of mmray's loop, with its log and its checks."""
+        """Return (seconds, last loss) of a window of mmray's loop."""
         rows = len(self.batches[0]["valid"])
         every = rows * self.group.world
         plan = SamplePlan(
@@ -190,10 +187,10 @@ class Bench:
         return window.took_s, outcome.metrics["train/loss"]
 
     def bare_window(self, steps: int) -> tuple[float, float]:
-        """(seconds, last loss) of a window of the bare loop."""
+        """Return (seconds, last loss) of a window of the bare loop."""
         window = Window(steps, self.group.device)
         model = self._copy().to(self.group.device)
-        loss = train(model, self.batches, self.config, self.group.device, steps, on_step=window.on_step)
+        loss = train_baseline(model, self.batches, self.config, self.group.device, steps, on_step=window.on_step)
         return window.took_s, loss
 
     def _copy(self) -> nn.Module:
@@ -206,15 +203,15 @@ class Bench:
 
 
 def measure(bench: Bench, pairs: int, window_s: float) -> list[dict[str, float]]:
-    """Rows of figures, one a pair; all ranks run the same windows, and rank 0's clock counts."""
+    """Return one row per pair; all ranks run the same windows, timed on rank 0."""
     steps = _steps_of_a_window(bench, window_s)
-    bench.loop_window(steps)  # its first window imports TensorBoard
+    bench.loop_window(steps)  # the first window imports TensorBoard
     rate = len(bench.batches[0]["valid"]) * bench.group.world * (steps - WARM_STEPS)
     rows = []
     for pair in range(pairs):
         found: dict[str, tuple[float, float]] = {}
         for arm in ("loop", "bare") if pair % 2 == 0 else ("bare", "loop"):
-            gc.collect()  # the last window's DDP is a cycle of references; no window pays for another
+            gc.collect()  # the previous window's DDP is a reference cycle
             found[arm] = bench.loop_window(steps) if arm == "loop" else bench.bare_window(steps)
         row = {f"{arm}_samples_per_s": round(rate / took_s, 2) for arm, (took_s, _) in found.items()}
         row |= {f"{arm}_loss": round(loss, 6) for arm, (_, loss) in found.items()}
@@ -223,7 +220,7 @@ def measure(bench: Bench, pairs: int, window_s: float) -> list[dict[str, float]]
 
 
 def _steps_of_a_window(bench: Bench, window_s: float) -> int:
-    """Steps, with the warm-up, that take about `window_s` seconds; whole intervals of logging."""
+    """Return the steps (warm-up included) of a window of about `window_s` seconds, a multiple of the log interval."""
     every = bench.config.train.log_every
     took_s, _ = bench.bare_window(WARM_STEPS + 4)
     wanted = max(4, round(window_s / (took_s / 4)))
@@ -233,16 +230,16 @@ def _steps_of_a_window(bench: Bench, window_s: float) -> int:
 def _pairs(
     config: Config, group: Group, folder: Path, micro: int, pairs: int, window_s: float
 ) -> list[dict[str, float]]:
-    """One worker: builds what a worker of a run builds, and measures."""
+    """Entry point of one worker."""
     log = MetricsLog(folder) if group.rank == 0 else None
-    rows = measure(prepared(config, group, micro, log), pairs, window_s)
+    rows = measure(build_bench(config, group, micro, log), pairs, window_s)
     if log is not None:
         log.close()
     return rows
 
 
-def prepared(config: Config, group: Group, micro: int, log: MetricsLog | None = None) -> Bench:
-    """The model of `config` shaped as a worker shapes it, with drawn weights, and this rank's synthetic batches."""
+def build_bench(config: Config, group: Group, micro: int, log: MetricsLog | None = None) -> Bench:
+    """Build the model of `config` as a worker does, with random weights, and this rank's synthetic batches."""
     trained = config.prepare.vocab_size if config.model.inputs.tokenizer == "trained" else 0
     vocab_size = config.model.vocab_size or trained or VOCAB_SIZE
     seed_everything(config.train.seed, config.train.deterministic)

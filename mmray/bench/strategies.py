@@ -1,8 +1,8 @@
-"""`mmray bench strategies`: one model, data and global batch through every way to lay it on a machine's devices.
+"""`mmray bench strategies`: one model and global batch under every parallel strategy and precision of this machine.
 
-Each strategy runs train/loop.py in a fresh process group (gloo on a CPU, NCCL on GPUs) on the same synthetic rows, from
-the same weights. Its loss after the last step beside that of DDP in float32 says whether formats and shards still learn
-the same. A strategy that cannot run is a row with its reason. No Ray, no data, no disk.
+Each strategy runs the training loop in new processes (gloo on CPUs, NCCL on GPUs) on the same synthetic rows and
+initial weights. The loss after the last step is compared with DDP in float32. A strategy that cannot run is a row with
+its reason. Uses no Ray and no data.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from mmray import objectives
 from mmray.bench.batch_shapes import peak_resident_bytes
-from mmray.bench.spawn import RankFailed, device_of, left_idle, run_ranks
-from mmray.bench.step import prepared
-from mmray.bench.timing import describe
+from mmray.bench.spawn import WorkerFailed, device_of, idle_gpu_notes, spawn_workers
+from mmray.bench.step import build_bench
+from mmray.bench.timing import describe_machine
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine.batch import shape_of
@@ -39,18 +39,18 @@ if TYPE_CHECKING:
     from mmray.config import Config
 
 BASE = "ddp fp32"
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 WARM_STEPS, PROFILED_STEPS = 3, 2
-TOLD = {"branches/idle_share_0": "idle_share_0", "branches/idle_share_1": "idle_share_1"}
+METRIC_KEYS = {"branches/idle_share_0": "idle_share_0", "branches/idle_share_1": "idle_share_1"}
 FIGURES = (
     *("samples_per_s", "step_p50_s", "step_p95_s", "communication_share"),
-    *(*TOLD.values(), "peak_gib", "loss", "loss_vs_ddp"),
+    *(*METRIC_KEYS.values(), "peak_gib", "loss", "loss_vs_ddp"),
 )
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """One row: settings of `train`, and whether it is one worker's."""
+    """One row: settings of `train`, and whether it runs with one worker."""
 
     name: str
     train: dict[str, Any]
@@ -59,8 +59,8 @@ class Strategy:
 
 STRATEGIES = (
     Strategy(BASE, {"parallel": "ddp", "precision": "fp32"}),
-    Strategy("ddp fp32, sent as bf16", {"parallel": "ddp", "precision": "fp32", "compress": "bf16"}),
-    Strategy("ddp fp32, sent as fp16", {"parallel": "ddp", "precision": "fp32", "compress": "fp16"}),
+    Strategy("ddp fp32, bf16 gradients", {"parallel": "ddp", "precision": "fp32", "compress": "bf16"}),
+    Strategy("ddp fp32, fp16 gradients", {"parallel": "ddp", "precision": "fp32", "compress": "fp16"}),
     Strategy("ddp bf16", {"parallel": "ddp", "precision": "bf16"}),
     Strategy("ddp fp16", {"parallel": "ddp", "precision": "fp16"}),
     Strategy("fsdp fp32", {"parallel": "fsdp", "precision": "fp32"}),
@@ -71,23 +71,22 @@ STRATEGIES = (
 
 
 def bench_strategies(
-    config: Config, steps: int = 10, only: tuple[str, ...] = (), say: Say = lambda _: None
+    config: Config, steps: int = 10, only: tuple[str, ...] = (), notify: Notify = lambda _: None
 ) -> dict[str, Any]:
-    """{"machine", "batch", "ratios", "rows", "notes"}: a row for each strategy; of one that failed no figures, `error`.
+    """Return {"machine", "batch", "ratios", "rows", "notes"}, a row per strategy; a failed one has `error`, no figures.
 
-    `steps` are timed after a few to warm up; `only` names some of them (the base is always measured). `say` hears of
-    each when it is done.
+    `steps` are timed after a warm-up; `only` selects strategies by name (the baseline is always measured).
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells its own doings otherwise
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler
     workers = max(2, config.cluster.most_workers)
     shape = shape_of(config.batch, workers)
-    kind = device_of(config.on_cluster(workers=workers)).type  # of all rows, those of one worker too
+    kind = device_of(config.on_cluster(workers=workers)).type  # the same for all rows, with one worker too
     chosen = [strategy for strategy in STRATEGIES if not only or strategy.name in (BASE, *only)]
     rows = []
     for number, strategy in enumerate(chosen, 1):
         row = _row(strategy, _settings(config, strategy, workers, shape), kind, steps)
-        told = "no figures" if row["error"] else f"{row['samples_per_s']:,.0f} samples/s"
-        say(f"{number} of {len(chosen)}, {strategy.name}: {told}")
+        result = "failed" if row["error"] else f"{row['samples_per_s']:,.0f} samples/s"
+        notify(f"{number} of {len(chosen)}, {strategy.name}: {result}")
         rows.append(row)
     base = rows[0]
     for row in rows:
@@ -95,23 +94,23 @@ def bench_strategies(
             row["loss_vs_ddp"] = round(row["loss"] / base["loss"] - 1, 6)
     rates = {row["strategy"]: row["samples_per_s"] for row in rows if row["samples_per_s"] is not None}
     return {
-        "machine": describe(torch.device(kind)),
+        "machine": describe_machine(torch.device(kind)),
         "batch": str(shape),
         "ratios": _ratios(rates),
         "rows": rows,
-        "notes": left_idle(config.on_cluster(workers=workers)),
+        "notes": idle_gpu_notes(config.on_cluster(workers=workers)),
     }
 
 
 def _ratios(rates: dict[str, float]) -> dict[str, float]:
-    """Samples a second of each over the base's; none where the base failed."""
+    """Return samples/s of each strategy over the baseline's; empty if the baseline failed."""
     if BASE not in rates:
         return {}
     return {f"{name.replace(' ', '_').replace(',', '')}_vs_ddp": rate / rates[BASE] for name, rate in rates.items()}
 
 
 def _settings(config: Config, strategy: Strategy, workers: int, shape: Any) -> Config:
-    """The config of one strategy: the same rows a step, in the same micro-batches."""
+    """Return the config of one strategy, with the same rows per step and micro-batch."""
     return config.on_cluster(workers=1 if strategy.alone else workers).replace(
         train=config.train.replace(**{"compress": "none", "profile": 0, **strategy.train}),
         batch=config.batch.replace(global_=shape.global_rows, micro=shape.micro, accumulation=None),
@@ -119,22 +118,22 @@ def _settings(config: Config, strategy: Strategy, workers: int, shape: Any) -> C
 
 
 def _row(strategy: Strategy, config: Config, kind: str, steps: int) -> dict[str, Any]:
-    """Figures of one strategy in processes of its own, or the reason why there are none."""
+    """Measure one strategy in new processes; on failure `error` is the reason."""
     row: dict[str, Any] = {"strategy": strategy.name, "workers": config.cluster.most_workers, **dict.fromkeys(FIGURES)}
     reasons = unsupported_reasons(config)
     if reasons:
         return row | {"error": "; ".join(reasons)}
     try:
-        return row | run_ranks(partial(_measure, steps=steps), config, kind) | {"error": None}
-    except RankFailed as error:
+        return row | spawn_workers(partial(_measure, steps=steps), config, kind) | {"error": None}
+    except WorkerFailed as error:
         return row | {"error": str(error)}
 
 
 @dataclass
 class Timer:
-    """Step times after the warm-up, the metrics of the last timed step, and a profile of a few more; a callback."""
+    """Callback: step times after the warm-up, metrics of the last timed step, and a profile of the steps after it."""
 
-    timed: int  # the last step that is timed
+    timed: int  # last timed step
     devices: tuple[torch.device, ...]  # of this worker
     peak_gib: float = 0.0
     times_s: list[float] = field(default_factory=list)
@@ -147,12 +146,12 @@ class Timer:
     def on_step(self, step: int, metrics: Metrics | None) -> None:
         for device in self.devices:
             if device.type == "cuda":
-                torch.cuda.synchronize(device)  # what was only queued is not done
+                torch.cuda.synchronize(device)  # wait for queued kernels
         now_s = time.perf_counter()
         if WARM_STEPS < step <= self.timed:
             self.times_s.append(now_s - self._last_s)
         if step == self.timed:
-            self.metrics, self.peak_gib = metrics or {}, _peak_gib(self.devices)  # before the profile takes its own
+            self.metrics, self.peak_gib = metrics or {}, _peak_gib(self.devices)  # before the profiler allocates
             kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.devices[0].type == "cuda" else [])]
             self._profile = profile(activities=kinds)
             self._profile.start()
@@ -165,14 +164,14 @@ class Timer:
 
 
 def _peak_gib(devices: tuple[torch.device, ...]) -> float:
-    """GPUs: what torch allocated at most, of all of the worker's together; a CPU: the most the process ever held."""
+    """Return peak memory: allocated by torch over all GPUs of the worker, or resident on a CPU."""
     if devices[0].type == "cuda":
         return sum(torch.cuda.max_memory_allocated(device) for device in devices) / 2**30
     return peak_resident_bytes() / 2**30
 
 
 def _communication_us(profiled: Any) -> float:
-    """Microseconds in which some collective was under way, by the profile."""
+    """Return the microseconds of a profile during which any collective ran."""
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in profiled.events()
@@ -186,7 +185,7 @@ def _communication_us(profiled: Any) -> float:
 
 
 def _measure(config: Config, group: Group, _: Path, *, steps: int) -> dict[str, Any]:
-    """Figures of one strategy on one rank."""
+    """Measure one strategy on one rank."""
     shape = shape_of(config.batch, group.world)
     timed = WARM_STEPS + steps
     plan = SamplePlan(
@@ -197,8 +196,8 @@ def _measure(config: Config, group: Group, _: Path, *, steps: int) -> dict[str, 
         seed=config.train.seed,
         steps=timed + PROFILED_STEPS,
     )
-    # As rank 0 of one: every rank draws the whole global batches, and takes its own rows of them.
-    bench = prepared(config, Group(device=group.device), micro=shape.global_rows)
+    # Built as rank 0 of 1: every rank draws whole global batches and takes its own rows.
+    bench = build_bench(config, Group(device=group.device), micro=shape.global_rows)
     devices, slower = _devices(config, group.device), "image"
     timer = Timer(timed, devices)
     if config.train.parallel == "branches":
@@ -217,7 +216,7 @@ def _measure(config: Config, group: Group, _: Path, *, steps: int) -> dict[str, 
         slower=slower,
     )
     loop.run(task, _steps(plan, group.rank, bench.batches))
-    found = {told: timer.metrics[name] for name, told in TOLD.items() if name in timer.metrics}
+    found = {key: timer.metrics[name] for name, key in METRIC_KEYS.items() if name in timer.metrics}
     return {
         "samples_per_s": shape.global_rows / statistics.mean(timer.times_s),
         **step_times(timer.times_s),
@@ -229,7 +228,7 @@ def _measure(config: Config, group: Group, _: Path, *, steps: int) -> dict[str, 
 
 
 def step_times(times_s: Sequence[float]) -> dict[str, float]:
-    """step_p50_s and step_p95_s of the times of steps."""
+    """Return step_p50_s and step_p95_s of step times."""
     p50_s, p95_s = np.percentile(times_s, (50, 95)).tolist()
     return {"step_p50_s": p50_s, "step_p95_s": p95_s}
 
@@ -238,14 +237,14 @@ def _devices(config: Config, device: torch.device) -> tuple[torch.device, ...]:
     if config.train.parallel != "branches":
         return (device,)
     if device.type == "cuda" and torch.cuda.device_count() < 2:
-        raise ResourceError("branches needs two GPUs, and this machine has one")
+        raise ResourceError("parallel branches needs two GPUs, this machine has one")
     return (device, torch.device("cuda", 1)) if device.type == "cuda" else (device, device)
 
 
 def _steps(
     plan: SamplePlan, rank: int, batches: list[dict[str, torch.Tensor]]
 ) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """This rank's micro-batches of each step, cut from the global batches in turn."""
+    """Yield this rank's micro-batches of each step, sliced from the global batches."""
     for step in range(plan.steps):
         positions = plan.positions(step, rank)
         rows = torch.arange(rank * plan.rank_rows, rank * plan.rank_rows + len(positions))

@@ -1,4 +1,4 @@
-"""`mmray bench`: where the time goes, measured."""
+"""`mmray bench`: benchmarks of the loader, the training step and the parallel strategies."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from mmray.cli.console import Screen, rows_table
 from mmray.config import recipes
 from mmray.errors import UsageError
 
-# `mmray bench strategies`: ways to lay a model on this machine's devices, side by side.
 COLUMNS = {
     "samples_per_s": ("samples/s", ",.0f"),
     "step_p50_s": ("p50 s", ".3f"),
     "step_p95_s": ("p95 s", ".3f"),
-    "communication_share": ("sent", ".0%"),
-    "idle_share_0": ("idle", ".0%"),
-    "idle_share_1": ("idle", ".0%"),
+    "communication_share": ("comm", ".0%"),
+    "idle_share_0": ("idle 0", ".0%"),
+    "idle_share_1": ("idle 1", ".0%"),
     "peak_gib": ("GiB", ".2f"),
     "loss": ("loss", ".4f"),
     "loss_vs_ddp": ("vs ddp", "+.3%"),
@@ -32,20 +31,20 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class StrategiesCommand:
-    """The same model, data and global batch through every strategy that this machine allows, in fresh processes."""
+    """Compare every parallel strategy and precision that this machine supports, on one model and global batch."""
 
     recipe: Positional[str] = "sample"
-    """The recipe whose model and batch are used."""
+    """Recipe whose model and batch are used."""
     steps: int = 10
-    """Steps timed, after three to warm up."""
+    """Timed steps, after 3 warm-up steps."""
     only: tuple[str, ...] = ()
-    """Names of some strategies, as the table has them, quoted."""
+    """Run only these strategies, by their names in the table."""
     json: str | None = None
-    """Write machine, ratios and rows to this file."""
+    """Write machine, ratios and rows to this file as JSON."""
 
 
 def strategies(argv: Sequence[str], screen: Screen) -> None:
-    """every way to lay the model on this machine's devices, side by side"""
+    """compare DDP, FSDP, two-device branches and precisions"""
     command = parsed(StrategiesCommand, argv, "mmray bench strategies")
     at_least_one(command, "steps")
     from mmray.bench.strategies import bench_strategies
@@ -56,7 +55,7 @@ def strategies(argv: Sequence[str], screen: Screen) -> None:
     screen.note(result["batch"])
     screen.console.print(_table(result["rows"]))
     screen.note(
-        "share of the time in which ranks sent; idle: of the branches' two devices; loss after the last step", "sent"
+        "share of the time in collectives; idle: of the two devices of branches; loss after the last step", "comm"
     )
     for row in result["rows"]:
         if row["error"]:
@@ -67,55 +66,55 @@ def strategies(argv: Sequence[str], screen: Screen) -> None:
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    """A line each, with no borders, to fit 80 columns; what was not measured is a dash."""
+    """Return the table without borders, to fit 80 columns; a dash is a missing value."""
     table = Table("strategy", box=None, pad_edge=False, padding=(0, 1))
     for title, _ in COLUMNS.values():
         table.add_column(title, justify="right")
     for row in rows:
-        told = ["-" if row[name] is None else format(row[name], style) for name, (_, style) in COLUMNS.items()]
-        table.add_row(row["strategy"], *told)
+        figures = ["-" if row[name] is None else format(row[name], style) for name, (_, style) in COLUMNS.items()]
+        table.add_row(row["strategy"], *figures)
     return table
 
 
 @dataclass(frozen=True)
 class StepCommand:
-    """The training loop against a bare torch loop of the same model; with --space, what each batch shape costs.
+    """Compare the training loop with a bare PyTorch loop; with --space, measure time and memory of batch shapes.
 
-    On synthetic batches, without Ray.
+    Uses synthetic batches and no Ray.
     """
 
     recipe: Positional[str] = "sample"
-    """The recipe whose model and batch are used."""
+    """Recipe whose model and batch are used."""
     space: Annotated[list[str], tyro.conf.UseAppendAction] = field(default_factory=list)
-    """A setting and its values, as batch.micro=8,16,32 (repeated: each combination a row, in processes of its own)."""
+    """A setting and its values, such as batch.micro=8,16,32; repeat it to measure all combinations."""
     pairs: int = 10
-    """Pairs of windows, in ABBA order (without --space)."""
+    """Pairs of windows in ABBA order (without --space)."""
     window_s: float = 3.0
-    """Seconds of one window, about."""
+    """Approximate seconds per window."""
     json: str | None = None
-    """Write machine, ratios and rows to this file."""
+    """Write machine, ratios and rows to this file as JSON."""
 
 
 @dataclass(frozen=True)
 class LoaderCommand:
-    """The stream against PyTorch DataLoaders over the same images: 224 pixels, global batch 256, two consumers."""
+    """Compare the stream with PyTorch DataLoaders over the same images (224 pixels, global batch 256, 2 consumers)."""
 
     data: str | None = None
-    """A prepared set or a raw source; without it, drawn photographs of 500 x 375, 110 KB."""
+    """A prepared set or a raw source; default: synthetic photographs of 500 x 375 pixels, 110 KB."""
     images: int = 512
-    """Rows of it that are measured on."""
+    """Number of images."""
     rounds: int = 2
-    """Windows of each arm, in ABBA order."""
+    """Windows per arm, in ABBA order."""
     window_s: float = 3.0
-    """Seconds of one window."""
+    """Seconds per window."""
     workers: int = 0
-    """Stream actors, and DataLoader workers over both consumers; 0: one a core."""
+    """Stream actors, and DataLoader workers over both consumers; 0: one per core."""
     block_mb: float = 24.0
-    """Size of the stream's blocks."""
+    """Size of a stream block in MB."""
     gpu_rate: float | None = None
-    """Images a second that a device takes: how many CPU workers must stand behind it?"""
+    """Images/s that a device consumes; prints how many CPU workers feed it."""
     json: str | None = None
-    """Write machine, ratios and rows to this file."""
+    """Write machine, ratios and rows to this file as JSON."""
 
 
 def bench(argv: Sequence[str], screen: Screen) -> int:
@@ -128,13 +127,13 @@ def bench(argv: Sequence[str], screen: Screen) -> int:
     if what not in BENCHES:
         near = difflib.get_close_matches(what, BENCHES, n=1)
         hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(BENCHES)}"
-        raise UsageError(f"there is no bench `{what}`; {hint}")
+        raise UsageError(f"unknown benchmark `{what}`; {hint}")
     BENCHES[what](rest, screen)
     return 0
 
 
 def _step(argv: Sequence[str], screen: Screen) -> None:
-    """the training loop against a bare one, or a table of batch shapes"""
+    """compare the training loop with a bare one, or measure batch shapes"""
     command = parsed(StepCommand, argv, "mmray bench step")
     at_least_one(command, "pairs")
     config = recipes.load(command.recipe)
@@ -142,40 +141,39 @@ def _step(argv: Sequence[str], screen: Screen) -> None:
         from mmray.bench.batch_shapes import bench_shapes
 
         result = bench_shapes(config, command.space, command.window_s, screen.phase)
-        _tell(result, shapes_table(result["rows"]), screen, command.json)
+        _print_result(result, shapes_table(result["rows"]), screen, command.json)
         return
     from mmray.bench.step import bench_step
 
-    took_s = 2 * command.pairs * command.window_s
-    screen.phase(f"{command.pairs} pairs of windows of {command.window_s:g} s, some {took_s:.0f} s and the start")
+    total_s = 2 * command.pairs * command.window_s
+    screen.phase(f"{command.pairs} pairs of windows of {command.window_s:g} s, about {total_s:.0f} s in total")
     result = bench_step(config, command.pairs, command.window_s)
     screen.note(result["batch"])
-    _tell(result, rows_table(result["rows"]), screen, command.json)
+    _print_result(result, rows_table(result["rows"]), screen, command.json)
 
 
 def _loader(argv: Sequence[str], screen: Screen) -> None:
-    """the stream against DataLoaders over the same images, and where its time goes"""
+    """compare the stream with PyTorch DataLoaders, and name the bottleneck"""
     command = parsed(LoaderCommand, argv, "mmray bench loader")
     at_least_one(command, "images", "rounds")
-    from mmray.bench.loader import Settings, bench_loader
+    from mmray.bench.loader import LoaderSettings, bench_loader
 
     given = {name: value for name, value in vars(command).items() if name != "json"}
     with screen.work("measuring"):
-        result = bench_loader(Settings(**given), screen.phase)
-    _tell(result, loader_table(result["rows"]), screen, command.json)
+        result = bench_loader(LoaderSettings(**given), screen.phase)
+    _print_result(result, loader_table(result["rows"]), screen, command.json)
 
 
 def loader_table(rows: list[dict[str, Any]]) -> Table:
-    """Arms of the loader bench; CPU time and bytes of the object store are an image's. A dash: no such figure."""
-    names = ("img/s", "MB/s", "CPU ms", "first s", "stall s", "store KB", "worker MiB")
+    """Return the table of arms; CPU time is per image, a dash is a missing value."""
+    names = ("img/s", "MB/s", "CPU ms", "first s", "stall s", "worker MiB")
     table = Table("", *names, show_edge=False)
     table.columns[0].no_wrap = True
     for row in rows:
         peaks = row.get("peaks_mib", {})
         worker = peaks.get("stream actor" if row["arm"].startswith("stream") else "DataLoader worker")
         figures = [_figure(row.get(name)) for name in ("cpu_ms_per_image", "first_batch_s", "epoch_stall_s")]
-        stored = row.get("store_bytes_per_image")
-        figures = [_figure(row.get("mb_per_s"), 0), *figures, _figure(stored and stored / 1e3, 0)]
+        figures = [_figure(row.get("mb_per_s"), 0), *figures]
         table.add_row(row["arm"], f"{row['images_per_s']:,.0f}", *figures, _figure(worker, 0))
     return table
 
@@ -185,7 +183,7 @@ def _figure(value: float | None, digits: int = 2) -> str:
 
 
 def shapes_table(rows: list[dict[str, Any]]) -> Table:
-    """Batch shapes with their figures, in the units that people read; a row without figures says why."""
+    """Return the table of batch shapes; a row that was not measured has a reason."""
     other = [name for name in rows[0]["settings"] if not name.startswith("batch.")]
     table = Table(
         "micro x accumulation x workers", *other, "samples/s", "p50 ms", "p95 ms", "peak GiB", show_edge=False
@@ -209,8 +207,8 @@ def shapes_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _tell(result: dict[str, Any], table: Table, screen: Screen, json: str | None) -> None:
-    """The table, the ratios as lines, all of it as JSON where a file is named."""
+def _print_result(result: dict[str, Any], table: Table, screen: Screen, json: str | None) -> None:
+    """Print table, ratios and notes; write them as JSON if a file is given."""
     machine = result["machine"]
     screen.note(f"{machine['device']}, {machine['cpu']}, {machine['cores']} cores", "machine")
     screen.console.print(table)

@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 
 from mmray.bench import loader, synthetic_images
-from mmray.bench.loader import Settings, bench_loader
-from mmray.bench.loader_arms import Blank, Source, Textbook, Tuned, _read_raw, forget_cached
+from mmray.bench.loader import LoaderSettings, bench_loader
+from mmray.bench.loader_arms import NoopReader, Source, TextbookDataset, TunedDataset, _read_raw, drop_page_cache
 from mmray.bench.loader_arms import loader as torch_loader
-from mmray.bench.loader_report import RATIOS, Found, Raw, processors, rows
-from mmray.bench.timing import SKIP, Arrival, ProcessWatch, cpu_s_per_row, role_of, spent_s
+from mmray.bench.loader_report import RATIOS, ArmResult, DiskRead, cpu_summary, rows
+from mmray.bench.timing import WARMUP_ARRIVALS, Arrival, ProcessMonitor, cpu_s_per_row, cpu_seconds, process_role
 from mmray.config import Inputs
 from mmray.data.images.decode import channels_first, decode
 from mmray.data.stream.order import Blocks, SamplePlan
@@ -29,7 +29,7 @@ from tests.made import make_set, row
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Six drawn photographs as files and as a prepared set of the same bytes, and a tokenizer."""
-    items = list(synthetic_images.photos(6))
+    items = list(synthetic_images.synthetic_photos(6))
     folder = synthetic_images.write_files(iter(items), tmp_path_factory.mktemp("photos") / "files", 6)
     prepared = make_set(
         tmp_path_factory.mktemp("set"), [row(n, data=data, texts=[text]) for n, (data, text) in enumerate(items)]
@@ -38,7 +38,7 @@ def made(tmp_path_factory):
 
 
 def test_photographs_cost_what_photographs_do_and_are_drawn_again_the_same():
-    first, again = list(synthetic_images.photos(3)), list(synthetic_images.photos(2))
+    first, again = list(synthetic_images.synthetic_photos(3)), list(synthetic_images.synthetic_photos(2))
     assert first[:2] == again and first[0] != first[1]
     assert Image.open(io.BytesIO(first[0][0])).size == (500, 375)
     assert 70_000 < np.mean([len(data) for data, _ in first]) < 150_000
@@ -59,11 +59,11 @@ def test_all_loaders_bring_the_same_pictures(made):
     inputs = Inputs(image_side=224, fit="crop", interpolation="bilinear", max_tokens=160)
     block = RowReader(prepared, inputs, tokenizer, 10**7).block(plan, np.arange(6))
     for source in (Source(files), Source(None, prepared)):
-        tuned = Tuned.collate([Tuned(source, tokenizer, 224, 160)[index] for index in range(6)])
+        tuned = TunedDataset.collate([TunedDataset(source, tokenizer, 224, 160)[index] for index in range(6)])
         assert np.abs(tuned["image"].numpy().astype(int) - block["image"]).max() <= 2
         assert np.array_equal(tuned["input_ids"].numpy(), block["input_ids"])
         assert tuned["attention_mask"].sum(1).tolist() == block["num_tokens"].tolist()
-        textbook = Textbook(source, tokenizer, 224)[3]
+        textbook = TextbookDataset(source, tokenizer, 224)[3]
         mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
         pixels = (textbook["image"] * std[:, None, None] + mean[:, None, None]) * 255
         cut = 375 * 224 / 256  # it crops what it resized to 256
@@ -78,7 +78,7 @@ def test_all_loaders_bring_the_same_pictures(made):
 
 def test_the_raw_read_is_of_every_image_once_from_the_disk(made):
     _, prepared, _ = made
-    assert forget_cached(prepared)  # the set stays as it is
+    assert drop_page_cache(prepared)  # the set stays as it is
     arrivals = list(_read_raw(prepared, 0, 1))
     sizes = [len(row.images[0]) for row in prepared.read(np.arange(6))]
     assert [(each.rows, each.num_bytes) for each in arrivals] == [(0, 0), (6, sum(sizes))]
@@ -86,63 +86,59 @@ def test_the_raw_read_is_of_every_image_once_from_the_disk(made):
 
 def test_a_loader_has_no_epochs_end(made):
     files, _, tokenizer = made
-    batches = iter(torch_loader(Tuned(Source(files), tokenizer, 32, 16), rank=0, world=2, batch=2, workers=0))
+    batches = iter(torch_loader(TunedDataset(Source(files), tokenizer, 32, 16), rank=0, world=2, batch=2, workers=0))
     assert [len(next(batches)["image"]) for _ in range(7)] == [2] * 7  # of 3 rows an epoch
 
 
 def test_memory_is_told_by_role():
-    with ProcessWatch() as watch:
+    with ProcessMonitor() as watch:
         held = np.ones(60_000_000)
         while "driver" not in watch.peaks_mib():
             pass
     number, mib = watch.peaks_mib()["driver"]
     assert len(held) and number == 1 and mib > 400
-    assert role_of(["ray::MapWorker(MapBatches(Decoder)).submit"], None) == "stream actor"
-    assert role_of(["ray::Consumer.stream"], psutil.Process()) == "Consumer"
-    assert role_of(["/usr/lib/ray/raylet --x"], None) == "raylet"
+    assert process_role(["ray::MapWorker(MapBatches(Decoder)).submit"], None) == "stream actor"
+    assert process_role(["ray::LoaderWorker.stream"], psutil.Process()) == "LoaderWorker"
+    assert process_role(["/usr/lib/ray/raylet --x"], None) == "raylet"
 
 
-def test_cpu_time_is_counted_between_looks():
+def test_cpu_time_is_measured_between_samples():
     history = [(0.0, {"a": 5.0}), (1.0, {"a": 6.0}), (2.0, {"a": 8.0, "b": 1.0}), (3.0, {"a": 10.0, "b": 1.5})]
-    assert spent_s(history, 0.5, 3.5) == ({"a": 4.0, "b": 1.5}, 1.0, 3.0)
-    assert spent_s(history, 0.5, 1.5) is None
+    assert cpu_seconds(history, 0.5, 3.5) == ({"a": 4.0, "b": 1.5}, 1.0, 3.0)
+    assert cpu_seconds(history, 0.5, 1.5) is None
     consumers = [[Arrival(second / 10, 4) for second in range(40)]] * 2  # 80 rows a second from 0.2 s on
     assert cpu_s_per_row(consumers, history) == pytest.approx({"a": 4 / 160, "b": 1.5 / 160})
 
 
-def test_the_watch_tells_what_each_role_spent():
-    with ProcessWatch() as watch:
+def test_process_monitor_reports_cpu_time_by_role():
+    with ProcessMonitor() as watch:
         subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.8: pass"], check=True)
     role = Path(sys.executable).name
     (_, before), (_, after) = watch.history[0], watch.history[-1]
-    assert 0.4 < after[role] - before.get(role, 0.0) < 1.2  # other tests' Pythons are there already
+    assert 0.4 < after[role] - before.get(role, 0.0) < 1.2  # Python processes of other tests may run already
 
 
-def test_what_a_row_and_a_block_cost_is_told_by_role():
-    """Medians of windows; a block's milliseconds are its rows' times, and who does next to nothing is not named."""
-    read = Found(
-        [300.0], [{"stream actor": each, "raylet": 0.01} for each in (0.5, 0.7, 0.6)], [7.0, 8.0], [], [9e4], 100
-    )
-    blank = Found([3000.0], [{"SplitCoordinator": 0.1, "raylet": 0.03}], [6.0], [], [9e4], 100)
-    found = {"stream original": read, "stream prepared": read, "stream blank": blank, "prepare": read}
-    first, prepare, original, _, of_blank = processors(found)
+def test_cpu_summary_lists_cost_by_role():
+    """Medians over windows; cost of a block = rows x cost of a row; roles below MIN_SHARE are summed as others."""
+    read = ArmResult([300.0], [{"stream actor": each, "raylet": 0.01} for each in (0.5, 0.7, 0.6)], [7.0, 8.0], [], 100)
+    no_op = ArmResult([3000.0], [{"SplitCoordinator": 0.1, "raylet": 0.03}], [6.0], [], 100)
+    found = {"stream original": read, "stream prepared": read, "stream no-op": no_op, "prepare": read}
+    first, prepare, original, _, of_no_op = cpu_summary(found)
     assert (
-        first == "first batch after 7.5 s (original), 7.5 s (prepared), 6.0 s (blank): a blank one is Ray's own start"
+        first == "first batch after 7.5 s (original), 7.5 s (prepared), 6.0 s (no-op); no-op is the start of Ray alone"
     )
-    assert prepare == (
-        "prepare: a row takes 0.6 ms of processors beside the driver, which hands out its tasks: stream actor 0.6"
-    )
-    assert original.endswith("a block of 100 rows takes 61.0 ms of processors: stream actor 60.0, others 1.0")
-    assert of_blank.endswith("a block of 100 rows takes 13.0 ms of processors: SplitCoordinator 10.0, raylet 3.0")
-    told = rows(dict.fromkeys(found, 1.0), found, Raw(1.0, 1.0, "here"), None)[1]
+    assert prepare == "prepare: a row takes 0.6 ms of CPU time without the driver: stream actor 0.6"
+    assert original.endswith("a block of 100 rows takes 61.0 ms of CPU time: stream actor 60.0, others 1.0")
+    assert of_no_op.endswith("a block of 100 rows takes 13.0 ms of CPU time: SplitCoordinator 10.0, raylet 3.0")
+    told = rows(dict.fromkeys(found, 1.0), found, DiskRead(1.0, 1.0, "here"), None)[1]
     assert told["cpu_ms_by_role"] == {"stream actor": 0.6, "raylet": 0.01} and told["cpu_ms_per_image"] == 0.61
 
 
-def test_a_blank_block_is_as_large_as_a_read_one(made):
+def test_no_op_block_has_the_shape_of_a_real_one(made):
     _, prepared, tokenizer = made
     plan = SamplePlan(6, 4, 2, 2, seed=0, steps=1)
     block = RowReader(prepared, Inputs(image_side=32), tokenizer, 10**7).block(plan, plan.positions(0, 1))
-    blank = Blank(32, block["input_ids"].shape[1], Blocks(plan, 0, 1))({"id": np.array([1])})
+    blank = NoopReader(32, block["input_ids"].shape[1], Blocks(plan, 0, 1))({"id": np.array([1])})
     assert {name: (each.shape, each.dtype) for name, each in blank.items()} == {
         name: (each.shape, each.dtype) for name, each in block.items()
     }
@@ -151,28 +147,25 @@ def test_a_blank_block_is_as_large_as_a_read_one(made):
 
 @pytest.mark.cluster
 def test_bench_loader_from_end_to_end(local_ray, tmp_path, monkeypatch):
-    monkeypatch.setattr(loader.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(loader, "GLOBAL_ROWS", 16)
     monkeypatch.setattr(loader, "SIDE", 96)
-    monkeypatch.setattr(loader, "LEAST_STEPS", SKIP + 4)
+    monkeypatch.setattr(loader, "MIN_STEPS", WARMUP_ARRIVALS + 4)
     said = []
     result = bench_loader(
-        Settings(images=20, image_side=48, rounds=1, window_s=0.1, gpu_rate=500.0, block_mb=0.25), said.append
+        LoaderSettings(images=20, image_side=48, rounds=1, window_s=0.1, gpu_rate=500.0, block_mb=0.25), said.append
     )
     arms = {each["arm"]: each for each in result["rows"]}
     assert list(result["ratios"]) == list(RATIOS)
     assert result["ratios"]["stream_vs_tuned"] == pytest.approx(
         arms["stream prepared"]["images_per_s"] / arms["tuned prepared"]["images_per_s"], rel=0.01
     )
-    for name in ("original", "prepared", "blank"):  # blocks of eight rows, padding among them, each stored once
-        stored = arms[f"stream {name}"]["store_bytes_per_image"] * arms[f"stream {name}"]["rows_per_block"]
-        assert stored == pytest.approx(8 * 3 * 96**2, rel=0.05), name
     assert arms["stream original"]["epoch_stall_s"] is not None and arms["raw read"]["mb_per_s"] > 1
     assert any("the bottleneck is" in note for note in result["notes"])
     assert any("CPU workers" in note for note in result["notes"]) and len(said) == 1 + len(arms)
     assert all(arms[f"stream {name}"]["first_batch_s"] > 0 for name in ("original", "prepared"))
-    assert any("Ray's own start" in note for note in result["notes"])
-    assert {"driver", "stream actor", "Consumer"} <= set(result["memory_mib"]["stream prepared"])
+    assert any("start of Ray alone" in note for note in result["notes"])
+    assert {"driver", "stream actor", "LoaderWorker"} <= set(result["memory_mib"]["stream prepared"])
     assert "stream actor" in result["notes"][-1]
-    with pytest.raises(UsageError, match="fewer than a global batch"):
-        bench_loader(Settings(images=4, rounds=1), said.append)
+    with pytest.raises(UsageError, match="got 4: raise --images"):
+        bench_loader(LoaderSettings(images=4, rounds=1), said.append)

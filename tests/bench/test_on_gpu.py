@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mmray.bench.batch_shapes import measure_shape
-from mmray.bench.step import prepared
+from mmray.bench.step import build_bench
 from mmray.config import Batch, Train
 from mmray.engine.batch import shape_of
 from mmray.engine.collectives import Group
@@ -22,7 +22,7 @@ GROUP = Group(device=DEVICES[0])
 @pytest.mark.parametrize("number", ["fp32", "bf16"])
 def test_both_loops_take_the_same_steps(monkeypatch: pytest.MonkeyPatch, number: str) -> None:
     with gpus(monkeypatch):
-        bench = prepared(tiny(train=Train(steps=1, log_every=4, precision=number)), GROUP, micro=4)
+        bench = build_bench(tiny(train=Train(steps=1, log_every=4, precision=number)), GROUP, micro=4)
         took_s, loop_loss = bench.loop_window(4)
         _, bare_loss = bench.bare_window(4)
     assert took_s > 0

@@ -11,7 +11,7 @@ import torch
 
 from mmray.bench import step
 from mmray.bench import step as bare
-from mmray.bench.step import Bench, Window, bench_step, measure, prepared
+from mmray.bench.step import Bench, Window, bench_step, build_bench, measure
 from mmray.config import Batch, Cluster, Config, ImageTower, Inputs, Objective, Optimizer, TextTower, Train, TwoTower
 from mmray.engine.collectives import Group
 from mmray.errors import ResourceError, UsageError
@@ -31,7 +31,7 @@ def tiny(workers: int = 1, **sections: object) -> Config:
 
 
 def test_both_loops_take_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = prepared(tiny(), Group(), micro=4)
+    bench = build_bench(tiny(), Group(), micro=4)
     copies = []
 
     def kept(model: torch.nn.Module) -> torch.nn.Module:
@@ -51,7 +51,7 @@ def test_both_loops_take_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None
 def test_windows_alternate_and_ratios_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     seconds = {"loop": 2.0, "bare": 1.5}
-    bench = prepared(tiny(), Group(), micro=4)
+    bench = build_bench(tiny(), Group(), micro=4)
 
     def arm(name: str) -> object:
         return lambda self, steps: (order.append(name), (seconds[name], 0.5))[1]
@@ -79,7 +79,7 @@ def test_two_workers_end_to_end(tmp_path: Path) -> None:
     result = bench_step(tiny(workers=2, optimizer=sensitive), pairs=2, window_s=0.05)
     ratios = [row["loop_vs_bare"] for row in result["rows"]]
     assert result["ratios"]["loop_vs_bare"] == pytest.approx(sum(ratios) / 2)
-    assert result["batch"] == "micro 4 x accumulation 1 x workers 2 = 8 rows a step"
+    assert result["batch"] == "micro 4 x accumulation 1 x workers 2 = 8 rows per step"
     assert result["spread"]["loop_vs_bare"] == {"min": min(ratios), "max": max(ratios), "pairs": 2}
     for row in result["rows"]:
         assert row["loop_loss"] == pytest.approx(row["bare_loss"], rel=1e-4)  # over both ranks' rows, in both
@@ -90,7 +90,7 @@ def test_two_workers_end_to_end(tmp_path: Path) -> None:
 
 def test_bare_loss_is_clips() -> None:
     eye = torch.eye(3)
-    loss = bare.contrastive({"image_embed": eye, "text_embed": eye, "logit_scale": torch.tensor(2.0)}, world=1)
+    loss = bare.baseline_loss({"image_embed": eye, "text_embed": eye, "logit_scale": torch.tensor(2.0)}, world=1)
     e2 = torch.tensor(2.0).exp()
     assert loss.item() == pytest.approx(-(e2 / (e2 + 2)).log().item(), rel=1e-6)
 
@@ -106,7 +106,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
 def test_the_model_is_shaped_as_a_worker_shapes_it() -> None:
     train = Train(steps=1, log_every=4, deterministic=True, recompute=("text",), compile="eager")
     try:
-        bench = prepared(tiny(optimizer=Optimizer(freeze=("image.*",)), train=train), Group(), micro=4)
+        bench = build_bench(tiny(optimizer=Optimizer(freeze=("image.*",)), train=train), Group(), micro=4)
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
@@ -121,5 +121,5 @@ def test_the_model_is_shaped_as_a_worker_shapes_it() -> None:
 def test_pretrained_recipe_needs_no_weights() -> None:
     spec = tiny().model
     named = spec.model_copy(update={"text": spec.text.model_copy(update={"weights": "a-name-on-no-hub"})})
-    bench = prepared(tiny(model=named), Group(), micro=2)
+    bench = build_bench(tiny(model=named), Group(), micro=2)
     assert bench.model(bench.batches[0])["text_embed"].shape == (2, 8)

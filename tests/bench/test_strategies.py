@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mmray.bench import spawn, strategies
-from mmray.bench.spawn import RankFailed
+from mmray.bench.spawn import WorkerFailed
 from mmray.bench.strategies import BASE, Timer, bench_strategies
 from mmray.config import Batch, Optimizer, TextTower, Train
 from mmray.data.stream.order import SamplePlan
@@ -27,10 +27,10 @@ def test_rows_are_measured_and_what_fails_has_its_reason(monkeypatch):
     monkeypatch.setattr(strategies, "STRATEGIES", (*strategies.STRATEGIES, refused))
     config = tiny(workers=2, optimizer=sensitive, batch=Batch(micro=3, global_=12))
     said = []
-    result = bench_strategies(config, steps=2, only=("branches fp32", "refused"), say=said.append)
+    result = bench_strategies(config, steps=2, only=("branches fp32", "refused"), notify=said.append)
     base, branches, no = result["rows"]
     assert [line.partition(":")[0] for line in said] == ["1 of 3, ddp fp32", "2 of 3, branches fp32", "3 of 3, refused"]
-    assert said[2].endswith("no figures") and all(line.endswith(" samples/s") for line in said[:2])
+    assert said[2].endswith("failed") and all(line.endswith(" samples/s") for line in said[:2])
     assert [row["strategy"] for row in result["rows"]] == [BASE, "branches fp32", "refused"]
     assert result["batch"] == "micro 3 x accumulation 2 x workers 2 = 12 rows a step"
     assert base["loss_vs_ddp"] == 0
@@ -52,7 +52,7 @@ def test_the_reason_of_a_row_is_that_of_the_rank_that_failed_by_itself(tmp_path,
     def joined(rank, *_, **__):
         raise own if rank else broken
 
-    monkeypatch.setattr(spawn, "join", joined)
+    monkeypatch.setattr(spawn, "init_worker", joined)
     for rank, error in enumerate((broken, own)):
         with pytest.raises(type(error)):
             spawn._enter(rank, strategies._measure, tiny(workers=2), "cpu", str(tmp_path))
@@ -60,7 +60,7 @@ def test_the_reason_of_a_row_is_that_of_the_rank_that_failed_by_itself(tmp_path,
     def failed(measure, config, kind):
         raise spawn._raised(tmp_path)
 
-    monkeypatch.setattr(strategies, "run_ranks", failed)
+    monkeypatch.setattr(strategies, "spawn_workers", failed)
     (row,) = bench_strategies(tiny(workers=2), steps=2, only=(BASE,))["rows"]
     assert row["error"] == "OutOfMemoryError: no room for the bucket" and row["loss"] is None
 
@@ -68,10 +68,10 @@ def test_the_reason_of_a_row_is_that_of_the_rank_that_failed_by_itself(tmp_path,
 def test_where_the_base_fails_the_others_are_told_without_ratios(monkeypatch):
     def measured(measure, config, kind):
         if config.train.parallel == "ddp":
-            raise RankFailed("RuntimeError: no room", True)
+            raise WorkerFailed("RuntimeError: no room", True)
         return dict.fromkeys(strategies.FIGURES, 1.0) | {"loss_vs_ddp": None}
 
-    monkeypatch.setattr(strategies, "run_ranks", measured)
+    monkeypatch.setattr(strategies, "spawn_workers", measured)
     result = bench_strategies(tiny(workers=2), steps=2, only=("fsdp fp32",))
     told = [(row["error"], row["samples_per_s"]) for row in result["rows"]]
     assert told == [("RuntimeError: no room", None), (None, 1)]
@@ -86,14 +86,14 @@ def test_every_row_is_measured_on_the_same_kind_of_device(monkeypatch):
         kinds.append((kind, config.cluster.workers))
         return dict.fromkeys(strategies.FIGURES, 1.0)
 
-    monkeypatch.setattr(strategies, "run_ranks", measured)
+    monkeypatch.setattr(strategies, "spawn_workers", measured)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     config = tiny(workers=1)
     bench_strategies(set_accelerator(config, "auto"), steps=2, only=("single fp32",))
     assert kinds == [("cpu", 2), ("cpu", 1)]
     (said,) = bench_strategies(set_accelerator(config, "auto"), steps=2, only=("single fp32",))["notes"]
-    assert said == "measured on the CPU: 2 workers want a GPU each (GPUs here: 1)"
-    with pytest.raises(ResourceError, match="2 workers with a GPU each, and this machine has 1"):
+    assert said == "measured on the CPU: 2 workers need a GPU each, this machine has 1"
+    with pytest.raises(ResourceError, match="2 workers need a GPU each, this machine has 1"):
         bench_strategies(set_accelerator(config, "gpu"), steps=2, only=("single fp32",))
 
 

@@ -11,7 +11,7 @@ import ray
 import torch
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
-from mmray.bench.timing import role_of
+from mmray.bench.timing import process_role
 from mmray.config import to_yaml
 from mmray.data.store.prepared_set import key_id
 from mmray.engine.metrics.writers import rows_sha
@@ -131,7 +131,7 @@ class KillingAReader(Silent):
         super().step(metrics, total_steps)
         if metrics["step"] >= 20 and self.killed is None:
             below = psutil.Process().children(recursive=True)
-            self.killed = next(each for each in below if role_of(each.cmdline(), None) == "stream actor")
+            self.killed = next(each for each in below if process_role(each.cmdline(), None) == "stream actor")
             self.killed.kill()
         for when, first in (("a third", 30), ("the end", 70)):
             if first <= metrics["step"] < first + 10:
@@ -141,7 +141,7 @@ class KillingAReader(Silent):
         """Their own pages: those of the object store that blocks pass through are in everyone's resident size."""
         for process in psutil.Process().children(recursive=True):
             try:
-                role, memory = role_of(process.cmdline(), None), process.memory_info()
+                role, memory = process_role(process.cmdline(), None), process.memory_info()
             except psutil.Error:  # it ended while it was looked at
                 continue
             held_mib[role] = max(held_mib.get(role, 0), (memory.rss - memory.shared) / 2**20)

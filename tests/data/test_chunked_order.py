@@ -14,8 +14,8 @@ SOURCES = 10
 
 
 class Quality(NamedTuple):
-    """Mean distinct chunks in a global batch; mean distance of neighbouring rows in epochs (1/3 if random); deviation of
-    the share of a tenth of the set in a batch, relative to random."""
+    """Mean distinct chunks in a batch, mean distance of neighbouring rows in epochs (1/3 if random), deviation of the
+    share of a tenth of the set in a batch (1 if random)."""
 
     chunks: float
     distance: float

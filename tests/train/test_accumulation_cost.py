@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mmray.bench.step import prepared
+from mmray.bench.step import build_bench
 from mmray.config import recipes
 from mmray.engine.collectives import Group
 from mmray.engine.prefetch import share_of, split_micro_batches
@@ -51,7 +51,7 @@ def bench():
 def bench_of(image_side, rows):
     config = recipes.load("sample")
     inputs = config.model.inputs.model_copy(update={"image_side": image_side})
-    return prepared(
+    return build_bench(
         config.model_copy(update={"model": config.model.model_copy(update={"inputs": inputs})}), Group(), rows
     )
 

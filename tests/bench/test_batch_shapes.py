@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mmray.bench import batch_shapes, spawn
-from mmray.bench.batch_shapes import LEAST_STEPS, StepTimes, bench_shapes, peak_resident_bytes
-from mmray.bench.spawn import RankFailed, is_out_of_memory, run_ranks
+from mmray.bench.batch_shapes import MIN_STEPS, StepTimes, bench_shapes, peak_resident_bytes
+from mmray.bench.spawn import WorkerFailed, is_out_of_memory, spawn_workers
 from mmray.bench.step import WARM_STEPS
 from mmray.cli.bench import shapes_table
 from mmray.cli.console import Screen
@@ -36,9 +36,9 @@ class Hungry(torch.nn.Module):
 
 
 def test_rows_of_a_space_and_one_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    spec = Own(kind="tests.bench.test_shapes:Hungry", inputs=tiny().model.inputs, vocab_size=32)
+    spec = Own(kind="tests.bench.test_batch_shapes:Hungry", inputs=tiny().model.inputs, vocab_size=32)
     said = []
-    result = bench_shapes(tiny(model=spec), ["batch.micro=4,8"], window_s=0.02, say=said.append)
+    result = bench_shapes(tiny(model=spec), ["batch.micro=4,8"], window_s=0.02, notify=said.append)
     fits, fails = result["rows"]
     assert said == ["1 of 2, batch.micro=4: measured", "2 of 2, batch.micro=8: out of memory"]
     assert (fits["status"], fails["status"]) == ("measured", "out_of_memory")
@@ -53,7 +53,7 @@ def test_rows_of_a_space_and_one_that_does_not_fit(capsys: pytest.CaptureFixture
 def test_accumulation_takes_the_whole_share(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(
-        batch_shapes, "run_ranks", lambda measure, config: asked.append(measure.keywords["shape"]) or {}
+        batch_shapes, "spawn_workers", lambda measure, config: asked.append(measure.keywords["shape"]) or {}
     )
     spaces = ["batch.micro=2,4", "batch.accumulation=1,3"]
     rows = bench_shapes(tiny(batch={"micro": 8, "global": 64}), spaces)["rows"]  # the recipe's global does not bind
@@ -78,14 +78,14 @@ def test_steps_are_counted_from_the_warm_up_to_the_window(monkeypatch: pytest.Mo
         times.on_step(step)
     assert step == WARM_STEPS + 8 and times.times_s == [1.0] * 8
     short = StepTimes(torch.device("cpu"), window_s=0.0)
-    for number in range(1, WARM_STEPS + LEAST_STEPS):
+    for number in range(1, WARM_STEPS + MIN_STEPS):
         assert not short.enough()
         short.on_step(number)
     assert short.enough()
 
 
 def test_what_changes_no_step_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"data\.workers: it changes nothing in a step"):
+    with pytest.raises(UsageError, match=r"data\.workers: this setting does not affect a step"):
         bench_shapes(tiny(), ["data.workers=1,2"])
     with pytest.raises(UsageError, match=r"batch\.micr: there is no such setting; did you mean `micro`"):
         bench_shapes(tiny(), ["batch.micr=1,2"])
@@ -106,9 +106,9 @@ def test_how_the_model_is_run_is_searched() -> None:
         (3, "auto", ["2 of 3 GPUs are idle: cluster.workers is 1"]),
     ],
 )
-def test_idle_gpus_are_told(monkeypatch: pytest.MonkeyPatch, have: int, accelerator: str, said: list[str]) -> None:
+def test_idle_gpus_are_reported(monkeypatch: pytest.MonkeyPatch, have: int, accelerator: str, said: list[str]) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: have)
-    assert spawn.left_idle(tiny().on_cluster(accelerator=accelerator, workers=1)) == said
+    assert spawn.idle_gpu_notes(tiny().on_cluster(accelerator=accelerator, workers=1)) == said
 
 
 def _dies(config: object, group: object, folder: object) -> None:
@@ -116,8 +116,8 @@ def _dies(config: object, group: object, folder: object) -> None:
 
 
 def test_a_killed_process_is_out_of_memory_and_a_bug_is_not() -> None:
-    with pytest.raises(RankFailed, match="SIGKILL") as killed:
-        run_ranks(_dies, tiny())
+    with pytest.raises(WorkerFailed, match="SIGKILL") as killed:
+        spawn_workers(_dies, tiny())
     assert killed.value.out_of_memory
     assert is_out_of_memory(torch.OutOfMemoryError()) and is_out_of_memory(MemoryError())
     assert not is_out_of_memory(RuntimeError("shapes do not match")) and not is_out_of_memory(ValueError())

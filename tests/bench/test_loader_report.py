@@ -1,7 +1,6 @@
-"""What `bench loader` tells of made-up windows, on the screen and as JSON, and which pictures it takes; without Ray."""
+"""Table, JSON and notes of `bench loader` for fixed windows, and the images it selects; without Ray."""
 
 import io
-import itertools
 import json
 from contextlib import nullcontext
 from functools import partial
@@ -13,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from mmray.bench import loader, synthetic_images
-from mmray.bench.loader import Bench, Settings, bench_loader
-from mmray.bench.loader_report import RATIOS, Raw
+from mmray.bench.loader import Bench, LoaderSettings, bench_loader
+from mmray.bench.loader_report import RATIOS, DiskRead
 from mmray.bench.timing import Arrival
 from mmray.cli.bench import bench
 from mmray.cli.console import Screen
@@ -31,25 +30,25 @@ RATES = {  # images/s of each arm
     "tuned original": 304.0,
     "tuned prepared": 1200.0,
     "stream prepared": 900.0,
-    "stream blank": 3600.0,
+    "stream no-op": 3600.0,
 }
 FIRST_S, STALL_S, ROWS, SKIPPED, COUNTED = 1.5, 0.25, 32, 6, 13
-CORES_BUSY, STORED = 1.8, 150_600
+CORES_BUSY = 1.8
 
 
 def arrivals(rate, stall_s):
-    """Of two consumers that get `rate` rows a second between them, once a longer wait, for the rows of a new epoch."""
+    """Arrivals of two consumers at `rate` rows/s in total, with one longer wait at the start of an epoch."""
     every_s = 2 * ROWS / rate - stall_s / COUNTED
     at_s = FIRST_S + every_s * np.arange(1 + SKIPPED + COUNTED)
     at_s[SKIPPED + 5 :] += stall_s
     return [[Arrival(at, ROWS, int(number >= SKIPPED + 5)) for number, at in enumerate(at_s)]] * 2
 
 
-class Watch:
-    """As a machine looks on which 1.8 cores work all the time."""
+class FakeMonitor:
+    """A machine on which 1.8 cores are busy."""
 
     def __init__(self):
-        self.history = [(look / 10, {"stream actor": CORES_BUSY * look / 10}) for look in range(1000)]
+        self.history = [(sample / 10, {"stream actor": CORES_BUSY * sample / 10}) for sample in range(1000)]
 
     def __enter__(self):
         return self
@@ -63,31 +62,28 @@ class Watch:
 
 @pytest.fixture
 def with_a_gpu(monkeypatch):
-    """Windows as if four actors had run them beside a device that takes 6 GB/s."""
+    """Fixed windows of four actors, and a device that copies 6 GB/s."""
     arms = {name: partial(arrivals, rate, STALL_S * name.startswith("stream")) for name, rate in RATES.items()}
     copies = SimpleNamespace(copied_bytes_per_s=SimpleNamespace(remote=lambda _: 6e9))
-    made = Bench(arms, [copies], Raw(5000.0, 550.0, "/data/mine"))
-    window_rows = 2 * (1 + SKIPPED + COUNTED) * ROWS
-    stored = itertools.cycle([0, STORED * window_rows])
+    made = Bench(arms, [copies], DiskRead(5000.0, 550.0, "/data/mine"))
     monkeypatch.setattr(loader, "_bench", lambda *_: made)
     monkeypatch.setattr(loader, "ray_session", lambda _: nullcontext())
-    monkeypatch.setattr(loader, "created_bytes", lambda: next(stored))
-    monkeypatch.setattr(loader, "ProcessWatch", Watch)
+    monkeypatch.setattr(loader, "ProcessMonitor", FakeMonitor)
     monkeypatch.setattr(loader, "time", SimpleNamespace(time=lambda: 0.0))
     monkeypatch.setattr(loader.ray, "get", lambda what: what)
 
 
-def test_every_column_is_told_and_written(with_a_gpu, tmp_path):
+def test_table_and_json_have_every_column(with_a_gpu, tmp_path):
     out, file = io.StringIO(), tmp_path / "loader.json"
     words = ["loader", "--rounds", "1", "--workers", "4", "--gpu-rate", "2000", "--json", str(file)]
     assert bench(words, Screen(Console(file=out, width=120, highlight=False, soft_wrap=True))) == 0
     told = [" ".join(line.replace("│", " ").replace("┃", " ").split()) for line in out.getvalue().splitlines()]
-    assert "img/s MB/s CPU ms first s stall s store KB worker MiB" in told
-    assert "raw read 5,000 550 - - - - -" in told
-    assert "decode 500 - 3.60 - - - 654" in told
-    assert "textbook original 190 - 9.47 1.50 - - 654" in told
-    assert "stream prepared 900 - 2.00 1.50 0.25 151 321" in told
-    assert "host to device 39,860 6,000 - - - - -" in told
+    assert "img/s MB/s CPU ms first s stall s worker MiB" in told
+    assert "raw read 5,000 550 - - - -" in told
+    assert "decode 500 - 3.60 - - 654" in told
+    assert "textbook original 190 - 9.47 1.50 - 654" in told
+    assert "stream prepared 900 - 2.00 1.50 0.25 321" in told
+    assert "host to device 39,860 6,000 - - - -" in told
     assert any("stream_prepared_vs_textbook" in line and "4.737 (median of 1 pairs" in line for line in told)
     written = json.loads(file.read_text())
     assert list(written) == ["machine", "ratios", "spread", "rows", "memory_mib", "notes"]
@@ -102,23 +98,22 @@ def test_every_column_is_told_and_written(with_a_gpu, tmp_path):
         "first_batch_s": 1.5,
         "epoch_stall_s": 0.25,
         "peaks_mib": {"DataLoader worker": 654.0, "stream actor": 321.0, "driver": 210.0},
-        "store_bytes_per_image": STORED,
         "rows_per_block": 32.0,
     }
     assert set(written["notes"]) <= set(told)
 
 
-def test_the_bottleneck_is_named_and_a_device_has_its_cpu_workers_counted(with_a_gpu):
-    notes = bench_loader(Settings(rounds=2, workers=4, gpu_rate=2000.0), lambda _: None)["notes"]
+def test_notes_name_the_bottleneck_and_the_cpu_workers_a_device_needs(with_a_gpu):
+    notes = bench_loader(LoaderSettings(rounds=2, workers=4, gpu_rate=2000.0), lambda _: None)["notes"]
     assert notes[:6] == [
         "raw read: 550 MB/s from /data/mine",
         "host to device: 6.0 GB/s, pinned",
         "original: the bottleneck is reading and decoding on the CPU",
-        "original: a device of 2,000 images/s needs 22 CPU workers like these",
+        "original: a device of 2,000 images/s needs 22 CPU workers of this kind",
         "prepared: the bottleneck is the stream itself (Ray, and copies of blocks)",
-        "prepared: a device of 2,000 images/s needs 9 CPU workers like these",
+        "prepared: a device of 2,000 images/s needs 9 CPU workers of this kind",
     ]
-    slow = bench_loader(Settings(rounds=1, workers=4, gpu_rate=120.0), lambda _: None)["notes"]
+    slow = bench_loader(LoaderSettings(rounds=1, workers=4, gpu_rate=120.0), lambda _: None)["notes"]
     assert "original: the bottleneck is the device" in slow
 
 
@@ -126,35 +121,37 @@ def files(folder):
     return [(Path(name).read_bytes(), text) for name, text in synthetic_images.read_captions(folder)]
 
 
-def test_pictures_come_from_the_users_own_set_evenly_and_it_stays_beside_them(tmp_path):
-    """Of another set of that name they are others; more than there are is all of them."""
+def test_images_are_sampled_evenly_from_the_users_set(tmp_path):
+    """Two sets of the same name give two folders; asking for more images than rows gives all rows."""
     sets = [
         make_set(tmp_path / parent / "mine", [row(number + shift) for number in range(100)])
         for parent, shift in (("a", 0), ("b", 100))
     ]
     folders = []
     for made in sets:
-        folder, own = loader._files(Settings(data=made.storage.address, images=10), tmp_path / "place")
+        folder, own = loader._files(LoaderSettings(data=made.storage.address, images=10), tmp_path / "cache")
         assert own is not None and own.num_rows == 100 and own.fingerprint == made.fingerprint
         chosen = made.read(np.arange(0, 100, 11))
         assert files(folder) == [(each.images[0], each.texts[0]) for each in chosen]
         folders.append(folder)
     assert folders[0] != folders[1]
-    folder, _ = loader._files(Settings(data=sets[0].storage.address, images=500), tmp_path / "place")
+    folder, _ = loader._files(LoaderSettings(data=sets[0].storage.address, images=500), tmp_path / "cache")
     assert files(folder) == [(each.images[0], each.texts[0]) for each in sets[0].read(np.arange(100))]
 
 
-def test_a_raw_source_is_prepared_beside_the_pictures_and_none_is_drawn(tmp_path, monkeypatch):
+def test_raw_source_is_prepared_and_no_synthetic_image_is_made(tmp_path, monkeypatch):
     made, asked = make_set(tmp_path / "prepared", [row(number) for number in range(3)]), []
 
-    def prepare(source, cache, settings, say, progress):
+    def prepare(source, cache, settings, notify, progress):
         asked.append((source, cache, settings))
         return tmp_path / "prepared"
 
     monkeypatch.setattr(loader, "ensure_prepared", prepare)
-    monkeypatch.setattr(synthetic_images, "photos", lambda num: ((bytes([number]), "drawn") for number in range(num)))
-    folder, own = loader._files(Settings(data="my.jsonl", images=3), tmp_path / "place")
-    assert asked == [("my.jsonl", str(tmp_path / "place"), Prepare())]
+    monkeypatch.setattr(
+        synthetic_images, "synthetic_photos", lambda num: ((bytes([number]), "drawn") for number in range(num))
+    )
+    folder, own = loader._files(LoaderSettings(data="my.jsonl", images=3), tmp_path / "cache")
+    assert asked == [("my.jsonl", str(tmp_path / "cache"), Prepare())]
     assert own.fingerprint == made.fingerprint and [len(data) > 1 for data, _ in files(folder)] == [True] * 3
-    folder, own = loader._files(Settings(images=3), tmp_path / "place")
+    folder, own = loader._files(LoaderSettings(images=3), tmp_path / "cache")
     assert own is None and files(folder) == [(bytes([number]), "drawn") for number in range(3)] and len(asked) == 1
