@@ -54,7 +54,7 @@ class Source:
             return self.files[index]
         assert self.prepared is not None
         row = self.prepared.read(np.array([index]))[0]
-        return io.BytesIO(row.images[0]), row.texts[0]
+        return io.BytesIO(row.image), row.texts[0]
 
 
 class TextbookDataset(Dataset[dict[str, Tensor]]):
@@ -242,7 +242,7 @@ def _read_raw(prepared: PreparedSet, rank: int, world: int) -> Iterator[Arrival]
     yield Arrival(time.time(), 0)  # start of the clock: a small set may yield only one more
     for start in range(rank * CHUNK_ROWS, prepared.num_rows, world * CHUNK_ROWS):
         rows = prepared.read(np.arange(start, min(start + CHUNK_ROWS, prepared.num_rows)))
-        yield Arrival(time.time(), len(rows), num_bytes=sum(len(image) for row in rows for image in row.images))
+        yield Arrival(time.time(), len(rows), num_bytes=sum(len(row.image) for row in rows))
 
 
 def drop_page_cache(prepared: PreparedSet) -> bool:

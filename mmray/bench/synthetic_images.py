@@ -47,7 +47,7 @@ def sample_rows(prepared: PreparedSet, num: int) -> Iterator[tuple[bytes, str]]:
     """Yield images and first captions of `num` rows, evenly spaced over the set."""
     rows = np.unique(np.linspace(0, prepared.num_rows - 1, min(num, prepared.num_rows)).astype(np.int64))
     for start in range(0, len(rows), _READ_ROWS):
-        yield from ((row.images[0], row.texts[0]) for row in prepared.read(rows[start : start + _READ_ROWS]))
+        yield from ((row.image, row.texts[0]) for row in prepared.read(rows[start : start + _READ_ROWS]))
 
 
 def write_files(items: Iterable[tuple[bytes, str]], folder: Path, num: int) -> Path:

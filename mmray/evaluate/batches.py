@@ -112,13 +112,13 @@ class EvalBatches:
         if not record.is_intact:
             raise ValueError(f"{record.key} ({record.source}): its images are not those that were prepared")
         if self.apart is not None:
-            self.apart.check(record.key, record.images[0], self.max_pixels)
+            self.apart.check(record.key, record.image, self.max_pixels)
         label = NO_LABEL if record.label is None else record.label
         return *self._seen(record), self.encoder.texts_of(record), label
 
     def _seen(self, record: Row) -> tuple[np.ndarray, Block]:
         """Pixels of a row, and its boxes on them where they are asked for."""
-        inputs, data = self.inputs, record.images[0]
+        inputs, data = self.inputs, record.image
         square = (inputs.image_side, inputs.fit, inputs.interpolation)
         if not (inputs.max_boxes and record.boxes):
             return read_pixels(data, *square, self.max_pixels), boxes.empty_box_columns(1, inputs.max_boxes)

@@ -138,7 +138,7 @@ def _thumbnails(rows: dict[int, Row], max_pixels: int) -> dict[str, str]:
     pictures = {}
     for number, row in rows.items():
         try:
-            pictures[str(number)] = thumbnail(decode(row.images[0], max_pixels))
+            pictures[str(number)] = thumbnail(decode(row.image, max_pixels))
         except (OSError, ValueError):
             continue
     return pictures

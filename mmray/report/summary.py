@@ -252,7 +252,7 @@ def _picture(place: Storage, item: SourceItem, sandbox: SandboxedDecoder) -> str
     if isinstance(item.values, BadRow):
         return None
     try:
-        data = read_image(place, parse_row(item.values, item.origin).images[0])
+        data = read_image(place, parse_row(item.values, item.origin).image)
     except (OSError, ValueError):  # BadRow among them: often the very reason it was set aside
         return None
     return encoded_thumbnail(data, sandbox)

@@ -68,7 +68,7 @@ def test_all_loaders_bring_the_same_pictures(made):
         pixels = (textbook["image"] * std[:, None, None] + mean[:, None, None]) * 255
         cut = 375 * 224 / 256  # it crops what it resized to 256
         box = ((500 - cut) / 2, (375 - cut) / 2, (500 + cut) / 2, (375 + cut) / 2)
-        image = decode(prepared.read(np.array([3]))[0].images[0])
+        image = decode(prepared.read(np.array([3]))[0].image)
         square = image.resize((224, 224), Image.Resampling.BILINEAR, box=box)
         assert np.abs(pixels.numpy() - channels_first(square)).mean() < 6  # an uncut one: 29
         length = int(block["num_tokens"][3])
@@ -80,7 +80,7 @@ def test_the_raw_read_is_of_every_image_once_from_the_disk(made):
     _, prepared, _ = made
     assert drop_page_cache(prepared)  # the set stays as it is
     arrivals = list(_read_raw(prepared, 0, 1))
-    sizes = [len(row.images[0]) for row in prepared.read(np.arange(6))]
+    sizes = [len(row.image) for row in prepared.read(np.arange(6))]
     assert [(each.rows, each.num_bytes) for each in arrivals] == [(0, 0), (6, sum(sizes))]
 
 

@@ -132,11 +132,11 @@ def test_images_are_sampled_evenly_from_the_users_set(tmp_path):
         folder, own = loader._files(LoaderSettings(data=made.storage.address, images=10), tmp_path / "cache")
         assert own is not None and own.num_rows == 100 and own.fingerprint == made.fingerprint
         chosen = made.read(np.arange(0, 100, 11))
-        assert files(folder) == [(each.images[0], each.texts[0]) for each in chosen]
+        assert files(folder) == [(each.image, each.texts[0]) for each in chosen]
         folders.append(folder)
     assert folders[0] != folders[1]
     folder, _ = loader._files(LoaderSettings(data=sets[0].storage.address, images=500), tmp_path / "cache")
-    assert files(folder) == [(each.images[0], each.texts[0]) for each in sets[0].read(np.arange(100))]
+    assert files(folder) == [(each.image, each.texts[0]) for each in sets[0].read(np.arange(100))]
 
 
 def test_raw_source_is_prepared_and_no_synthetic_image_is_made(tmp_path, monkeypatch):

@@ -99,7 +99,7 @@ def test_a_tokenizer_gets_the_marks_it_lacks_and_no_second_ones() -> None:
 
 
 def test_a_prepared_set_keeps_conversations_and_a_block_teaches_them(tmp_path: Any) -> None:
-    talking = Row("talk", [png(5)], ["a red circle"], source="made", sha256=row(5).sha256, messages=SAID[1:3])
+    talking = Row("talk", png(5), ["a red circle"], source="made", sha256=row(5).sha256, messages=SAID[1:3])
     make_set(tmp_path, [talking, row(7, texts=["a circle"])])
     prepared = PreparedSet.open(str(tmp_path))
     assert [found.messages for found in prepared.read(np.array([0, 1]))] == [SAID[1:3], None]

@@ -68,7 +68,7 @@ def test_what_is_given_is_taken(there, here):
 
 def referring(prepared, address, **ref):
     """The set, as if its rows referred to images at an address."""
-    rows = [replace(row, images=[], refs=[{"file": "a", "offset": 0, "length": None} | ref]) for row in make_rows(20)]
+    rows = [replace(row, image=b"", ref={"file": "a", "offset": 0, "length": None} | ref) for row in make_rows(20)]
     entry = write_shard(rows, prepared.storage, prepared.manifest.shards[0].file, None)
     manifest = replace(prepared.manifest, shards=(entry,), settings={"reference": True}, source={"address": address})
     return PreparedSet(prepared.storage, manifest)

@@ -191,7 +191,7 @@ def test_every_format_gives_the_same_rows_and_is_known_by_what_it_is(tmp_path, t
     assert len(in_process) > 1
     rows = PreparedSet.open(str(tmp_path / "out")).read(np.arange(COUNT))
     assert (manifest.num_rows, manifest.num_read) == (COUNT, COUNT)
-    assert [row.images for row in rows] == [[colour_image(number)] for number in range(COUNT)]
+    assert [row.image for row in rows] == [colour_image(number) for number in range(COUNT)]
     assert [row.texts[0] for row in rows] == [text(number) for number in range(COUNT)]
     assert all(row.is_intact for row in rows)
     assert len({row.key for row in rows}) == len({row.source for row in rows}) == COUNT
@@ -305,7 +305,7 @@ def test_what_img2dataset_writes_by_default_is_images_beside_texts(tmp_path):
     assert said[0].startswith("7 rows of images beside texts") and manifest.num_read == COUNT
     rows = PreparedSet.open(str(tmp_path / "out")).read(np.arange(COUNT))
     assert [row.key for row in rows][3:5] == ["00000/000000003.jpg", "00001/000010004.jpg"]
-    assert [(row.texts, row.images) for row in rows] == [([text(n)], [lossy(n, "JPEG")]) for n in range(COUNT)]
+    assert [(row.texts, row.image) for row in rows] == [([text(n)], lossy(n, "JPEG")) for n in range(COUNT)]
 
 
 def test_a_parquet_beside_paired_images_that_is_no_account_of_them_is_the_source(tmp_path):
@@ -318,7 +318,7 @@ def test_a_parquet_beside_paired_images_that_is_no_account_of_them_is_the_source
 
 def test_jpegs_in_img2datasets_tars(tmp_path):
     _, rows, faults = prepared(tars(tmp_path / "raw", kind="jpg"), tmp_path / "out")
-    assert [(row.texts, row.images) for row in rows] == [([text(n)], [lossy(n, "JPEG")]) for n in range(COUNT)]
+    assert [(row.texts, row.image) for row in rows] == [([text(n)], lossy(n, "JPEG")) for n in range(COUNT)]
     assert [row.key for row in rows][3:5] == ["00000/000000003", "00001/000000004"] and not faults
 
 
@@ -328,7 +328,7 @@ def test_a_cls_is_the_label_of_its_webp(tmp_path):
     members += [("b.json", b'{"label": 5, "caption": "no"}')]
     _, rows, faults = prepared(folder_of_tar(tmp_path / "raw", members), tmp_path / "out")
     assert [(row.key, row.texts, row.label) for row in rows] == [("A/a", ["one"], 3), ("A/b", ["two"], 11)]
-    assert rows[1].images == [lossy(2, "WEBP")] and not faults
+    assert rows[1].image == lossy(2, "WEBP") and not faults
 
 
 def test_a_damaged_parquet_page_costs_its_rows_and_they_are_named(tmp_path):
@@ -398,7 +398,7 @@ def test_the_kind_of_a_member_is_all_that_follows_the_first_dot(tmp_path):
     members = [("a.mask.png", colour_image(9)), ("a.PNG", colour_image(1)), ("a.txt", b"one")]
     members += [("b.depth.png", colour_image(8)), ("b.txt", b"two")]
     _, rows, faults = prepared(folder_of_tar(tmp_path / "raw", members), tmp_path / "out")
-    assert [(row.key, row.images) for row in rows] == [("A/a", [colour_image(1)])]
+    assert [(row.key, row.image) for row in rows] == [("A/a", colour_image(1))]
     assert faults == {"A.TAR/b": "no-image"}
     assert "it has depth.png" in (tmp_path / "out" / "quarantine.jsonl").read_text()
 

@@ -27,7 +27,7 @@ from mmray.data.prepare.assemble import first_occurrence, hash_texts, match_dupl
 from mmray.data.prepare.error_budget import BadRuns, max_bad_rows
 from mmray.data.prepare.pack import pack_chunk, read_record
 from mmray.data.prepare.pipeline import Progress, prepare
-from mmray.data.store.prepared_set import PreparedSet, images_sha256
+from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, ResourceError, UsageError
 from mmray.storage.storage import Storage
 
@@ -117,7 +117,7 @@ def test_every_row_is_in_the_set_or_in_quarantine(tmp_path, in_process):
     prepared = PreparedSet.open(str(tmp_path / "out"))
     rows = prepared.read(np.arange(10))
     assert [row.key for row in rows] == [f"k{number}" for number in range(10)]
-    assert all(row.is_intact and row.images == [colour_image(number)] for number, row in enumerate(rows))
+    assert all(row.is_intact and row.image == colour_image(number) for number, row in enumerate(rows))
     assert rows[7].source == "rows.jsonl:8"
     assert prepared.tokenizer_json
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["num_rows"] == 10
@@ -143,7 +143,7 @@ def test_the_record_of_a_chunk_says_of_each_row_what_its_columns_are_called(tmp_
     prepare(str(source), str(tmp_path / "out"), LAX)
     rows = read_record(Storage(str(tmp_path / "out")), 0)["rows"]
     said = [["colour 0"], ["colour 1"]]
-    images = [images_sha256([colour_image(number)]) for number in range(2)]
+    images = [hashlib.sha256(colour_image(number)).hexdigest() for number in range(2)]
     whole = [[image, *texts] for image, texts in zip(images, said, strict=True)]
     assert rows == {
         "line": [1, 2],
@@ -245,8 +245,8 @@ def test_image_side_re_encodes_and_the_rest_stays(tmp_path, in_process):
     (source.parent / "1.png").write_bytes(colour_image(1, "JPEG", (90, 60)))
     prepare(str(source), str(tmp_path / "out"), LAX.model_copy(update={"image_side": 30}))
     rows = PreparedSet.open(str(tmp_path / "out")).read(np.arange(2))
-    assert rows[0].images == [colour_image(0)]
-    assert decode(rows[1].images[0]).size == (45, 30)
+    assert rows[0].image == colour_image(0)
+    assert decode(rows[1].image).size == (45, 30)
     assert all(row.is_intact for row in rows)
 
 
@@ -325,7 +325,7 @@ def test_what_changed_is_done_again(tmp_path, in_process):
         assert in_process == packed
     prepared = PreparedSet.open(out)
     assert prepared.num_rows == 11
-    assert prepared.read(np.array([5]))[0].images == [colour_image(505)]
+    assert prepared.read(np.array([5]))[0].image == colour_image(505)
     in_process.clear()
     (source.parent / "9.png").write_bytes(colour_image(9))
     assert prepare(str(source), out, LAX).num_rows == 12  # a corrected image is taken up

@@ -1,5 +1,6 @@
 """Reading a prepared set on an object store: the rows of a disk, in fewer and larger requests, kept where asked."""
 
+import hashlib
 import pickle
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from mmray.data.store import cache as local_cache
 from mmray.data.store import prepared_set
 from mmray.data.store.cache import ShardCache
 from mmray.data.store.manifest import MANIFEST, Manifest, fingerprint
-from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row, images_sha256
+from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row
 from mmray.data.stream import shuffle
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.shuffle import shuffle_block_and_window
@@ -60,7 +61,7 @@ def random_rows(first, count, size=300):
     data = np.random.default_rng(first).bytes(count * size)
     images = [data[number * size : (number + 1) * size] for number in range(count)]
     return [
-        Row(f"row-{first + number}", [image], ["a caption"], sha256=images_sha256([image]))
+        Row(f"row-{first + number}", image, ["a caption"], sha256=hashlib.sha256(image).hexdigest())
         for number, image in enumerate(images)
     ]
 
@@ -71,10 +72,10 @@ def referring(place, images, rows, size=300, per_tar=512):
     shards = []
     for tar, first in enumerate(range(0, rows, per_tar)):
         here = random_rows(first, min(per_tar, rows - first), size)
-        images.write(f"{tar}.tar", b"".join(bytes(512) + row.images[0] + bytes(1024) for row in here))
+        images.write(f"{tar}.tar", b"".join(bytes(512) + row.image + bytes(1024) for row in here))
         for number, row in enumerate(here):
             ref = {"file": f"{tar}.tar", "offset": number * (size + 1536) + 512, "length": size}
-            row.images, row.refs = [], [ref]
+            row.image, row.ref = b"", ref
         shards.append(write_shard(here, place, f"shards/{tar}.arrow", None))
     settings, source = {"reference": True}, {"address": images.address}
     place.write(MANIFEST, Manifest(rows, rows, 0, {}, 0, {}, "", None, source, settings, tuple(shards)).to_json())
@@ -113,7 +114,7 @@ def test_rows_of_a_store_are_the_rows_of_a_disk(memory, tmp_path, cached):
     assert there.keys() == here.keys()
     assert pickle.loads(pickle.dumps(there)).read(np.array([130, 2])) == here.read(np.array([130, 2]))
     both = PreparedMixture([there, here], [1, 1]), PreparedMixture([here, here], [1, 1])
-    one, other = ([row.images for row in each.read(np.arange(0, 260, 7))] for each in both)
+    one, other = ([row.image for row in each.read(np.arange(0, 260, 7))] for each in both)
     assert one == other
     with pytest.raises(IndexError):
         there.read(np.array([here.num_rows]))
@@ -145,7 +146,7 @@ def test_damage_on_a_store_raises_or_is_seen_and_never_ends_the_process(memory):
             try:
                 row = PreparedSet.open(there.storage.address).read(np.array([number]))[0]
                 outcomes.add("same" if row == rows[number] else "intact" if row.is_intact else "seen")
-                assert row.images == rows[number].images or not row.is_intact
+                assert row.image == rows[number].image or not row.is_intact
             except (ValueError, OSError) as error:
                 assert shard.file in str(error)
                 outcomes.add("raised")
@@ -256,11 +257,11 @@ def test_a_bit_that_fell_over_in_the_cache_is_seen_and_one_in_the_store_is_left_
     assert there.read(np.arange(20)) == rows
     (entry,) = files_of(cache)
     shard, good = there.manifest.shards[0].file, entry.read_bytes()
-    for place in range(good.index(rows[9].images[0]), len(good), 400):
+    for place in range(good.index(rows[9].image), len(good), 400):
         entry.write_bytes(good[:place] + bytes([good[place] ^ 64]) + good[place + 1 :])
-        assert [row.images for row in there.read(np.arange(20))] == [row.images for row in rows]
+        assert [row.image for row in there.read(np.arange(20))] == [row.image for row in rows]
     stored = bytearray(there.storage.read(shard))
-    stored[stored.index(rows[9].images[0]) + 3] ^= 64
+    stored[stored.index(rows[9].image) + 3] ^= 64
     there.storage.write(shard, bytes(stored))
     cache.drop(entry.name)
     found = PreparedSet(there.storage, there.manifest).cached(cache, 100).read(np.arange(20))

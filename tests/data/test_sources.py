@@ -24,10 +24,6 @@ def parse_line(data, origin):
     return parse_row(parse_json(data), origin)
 
 
-def names(row):
-    return tuple(picture.name for picture in row.images)
-
-
 def write(folder, data, name="a.jsonl"):
     (folder / name).write_bytes(data)
     return Storage(str(folder)), name
@@ -120,16 +116,16 @@ def test_a_file_that_is_not_there_or_a_folder(tmp_path):
 
 def test_a_row_as_it_is_meant():
     row = parse_line(b'{"id": 7, "images": ["b/c.jpg"], "texts": ["x", "y"], "label": 3, "split": "train"}\r\n', "f:1")
-    assert (row.key, names(row), row.texts, row.label, row.split, row.language) == (
+    assert (row.key, row.image.name, row.texts, row.label, row.split, row.language) == (
         "7",
-        ("b/c.jpg",),
+        "b/c.jpg",
         ("x", "y"),
         3,
         "train",
         None,
     )
     row = parse_line(b'{"image_path": "a.png", "text": "x", "label": null, "emoji": "#", "language": "pt-BR"}', "f:9")
-    assert (row.key, names(row), row.texts, row.label, row.language) == ("f:9", ("a.png",), ("x",), None, "pt-BR")
+    assert (row.key, row.image.name, row.texts, row.label, row.language) == ("f:9", "a.png", ("x",), None, "pt-BR")
 
 
 GOOD = {"image": "a.png", "text": "x"}

@@ -212,7 +212,7 @@ def test_a_damaged_record_costs_itself_only(tmp_path):
     reader = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
     shard = tmp_path / "0.arrow"
     data = bytearray(shard.read_bytes())
-    at = data.index(prepared.read(np.array([11]))[0].images[0])
+    at = data.index(prepared.read(np.array([11]))[0].image)
     data[at + 40] ^= 1
     shard.write_bytes(data)
     block = reader.block(SamplePlan(40, 40, 1, 40, 0, 1, shuffle=False), np.arange(40))

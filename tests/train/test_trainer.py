@@ -162,7 +162,7 @@ def test_a_typed_evaluation_prepares_a_raw_source_first_and_once(unkilled, tmp_p
     monkeypatch.chdir(tmp_path)  # the run's cache is a relative path
     with (tmp_path / "rows.jsonl").open("w") as file:
         for each in HELD_OUT:
-            (tmp_path / f"{each.key}.png").write_bytes(each.images[0])
+            (tmp_path / f"{each.key}.png").write_bytes(each.image)
             file.write(json.dumps({"id": each.key, "image": f"{each.key}.png", "text": each.texts[0]}) + "\n")
     typed("evaluate", outcome.path, "--data", "rows.jsonl", "--json", "scores.json")
     found = json.loads((tmp_path / "scores.json").read_text())["metrics"]

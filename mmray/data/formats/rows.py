@@ -118,7 +118,7 @@ class SourceRow:
     """A row as the source states it; boxes are (x, y, width, height) in pixels of the image."""
 
     key: str
-    images: tuple[ImageRef, ...]
+    image: ImageRef
     texts: tuple[Any, ...]
     label: int | None
     split: str | None
@@ -137,7 +137,7 @@ def parse_row(values: dict[str, Any], origin: str, hosts: tuple[str, ...] = ()) 
         messages = parse_messages(values["messages"]) if "messages" in values else ()
         return SourceRow(
             key=key,
-            images=_parse_images(values, hosts),
+            image=_parse_image(values, hosts),
             texts=_parse_texts(values, messages),
             label=_parse_label(values),
             split=_parse_word(values, "split"),
@@ -183,12 +183,12 @@ def _parse_key(values: dict[str, Any], origin: str) -> str:
     return key
 
 
-def _parse_images(values: dict[str, Any], hosts: tuple[str, ...]) -> tuple[ImageRef, ...]:
+def _parse_image(values: dict[str, Any], hosts: tuple[str, ...]) -> ImageRef:
     given = _single_column(values, _IMAGE_COLUMNS, "no-image")
     if len(given) > 1:
         detail = f"the row has {len(given)} images, and a model here looks at one: give each a row of its own"
         raise BadRow("columns", "multiple-images", detail)
-    return (_image_ref(given[0], hosts),)
+    return _image_ref(given[0], hosts)
 
 
 def _image_ref(value: Any, hosts: tuple[str, ...]) -> ImageRef:

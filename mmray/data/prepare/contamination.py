@@ -152,7 +152,7 @@ def write_leaks(
 
 def _thumbnail(rows: PreparedSet, number: int, sandbox: SandboxedDecoder) -> str | None:
     try:
-        data = rows.read(np.array([number]))[0].images[0]
+        data = rows.read(np.array([number]))[0].image
     except (OSError, ValueError):
         return None
     return encoded_thumbnail(data, sandbox)

@@ -38,7 +38,7 @@ from mmray.storage.address import is_public_ip, redact_url, rejection_reason
 # Rows of a chunk in their order, with the images that lie at addresses: asked for before their row's turn comes.
 WINDOW = 32  # images on their way, and rows that wait for them
 Fetch = Callable[[str], Future[bytes]]
-_Pending = tuple[SourceItem, SourceRow | BadRow, list[Future[bytes] | None]]
+_Pending = tuple[SourceItem, SourceRow | BadRow, Future[bytes] | None]
 
 
 def prefetch_rows(
@@ -51,9 +51,9 @@ def prefetch_rows(
     waiting: deque[_Pending] = deque()
     for item in items:
         raw = _parsed(item, hosts)
-        wanted = raw.images if fetch and isinstance(raw, SourceRow) else ()
-        waiting.append((item, raw, [fetch(one.url) if fetch and one.url else None for one in wanted]))
-        while waiting and (len(waiting) > WINDOW or not any(waiting[0][2])):
+        url = raw.image.url if fetch and isinstance(raw, SourceRow) else None
+        waiting.append((item, raw, fetch(url) if fetch and url else None))
+        while waiting and (len(waiting) > WINDOW or waiting[0][2] is None):
             yield _fetched(*waiting.popleft())
     while waiting:
         yield _fetched(*waiting.popleft())
@@ -69,19 +69,16 @@ def _parsed(item: SourceItem, hosts: tuple[str, ...]) -> SourceRow | BadRow:
 
 
 def _fetched(
-    item: SourceItem, raw: SourceRow | BadRow, images: list[Future[bytes] | None]
+    item: SourceItem, raw: SourceRow | BadRow, image: Future[bytes] | None
 ) -> tuple[SourceItem, SourceRow | BadRow]:
     """The row with the bytes of its images in it, once they are all there."""
-    if isinstance(raw, BadRow) or not any(images):
+    if isinstance(raw, BadRow) or image is None:
         return item, raw
     try:
-        found = [
-            one if coming is None else replace(one, data=coming.result())
-            for one, coming in zip(raw.images, images, strict=True)
-        ]
+        found = replace(raw.image, data=image.result())
     except BadRow as bad:
         return item, BadRow(bad.stage, bad.reason, bad.detail, raw.key)
-    return item, replace(raw, images=tuple(found))
+    return item, replace(raw, image=found)
 
 
 REDIRECTS, TRIES = 5, 3

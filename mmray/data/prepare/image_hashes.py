@@ -6,6 +6,7 @@ nobody's to write to. A shard is named by the digest of its rows: one that has n
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ from mmray.data.formats.rows import BadRow
 from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.sandbox import CRASH, SandboxedDecoder
 from mmray.data.store.manifest import Manifest, Shard
-from mmray.data.store.prepared_set import PreparedSet, Row, images_sha256
+from mmray.data.store.prepared_set import PreparedSet, Row
 from mmray.storage.storage import Storage
 
 # Images that look alike: a perceptual hash and coarse colours of each, and the search for the nearest in another set.
@@ -173,12 +174,12 @@ def hash_shard(
         for place, row in enumerate(_read(rows, np.arange(start, min(start + _ROWS, shard.num_rows))), start):
             if row is None:
                 continue
-            looks["sha"][place] = np.frombuffer(bytes.fromhex(images_sha256(row.images)[:32]), "<u8")
+            looks["sha"][place] = np.frombuffer(hashlib.sha256(row.image).digest()[:16], "<u8")
             if near:
                 try:
                     if sandbox is not None:
-                        sandbox.check(row.images[0], max_pixels)
-                    looks["hash"][place], looks["colours"][place] = perceptual_hash(decode(row.images[0], max_pixels))
+                        sandbox.check(row.image, max_pixels)
+                    looks["hash"][place], looks["colours"][place] = perceptual_hash(decode(row.image, max_pixels))
                     looks["seen"][place] = True
                 except BadImage as bad:  # its content is compared all the same
                     if bad.reason == CRASH:

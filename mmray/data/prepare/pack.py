@@ -25,7 +25,7 @@ from mmray.data.images.read import file_stamp, quarantine_os_errors, read_image
 from mmray.data.images.sandbox import SandboxedDecoder
 from mmray.data.prepare.fetch import prefetch_rows
 from mmray.data.store.manifest import PARTS, SHARDS, Shard
-from mmray.data.store.prepared_set import BATCH_ROWS, SCHEMA, Row, images_sha256
+from mmray.data.store.prepared_set import BATCH_ROWS, SCHEMA, Row
 from mmray.data.store.shards import first_batch_offset
 from mmray.data.text.tokenizer import BadText, clean_caption
 from mmray.storage.storage import Storage
@@ -66,7 +66,7 @@ class ShardWriter:
                     row.sha256,
                     row.boxes,
                     row.box_labels,
-                    row.refs,
+                    row.ref,
                     *([row.messages] if row.messages else []),
                 ]
             )
@@ -99,7 +99,7 @@ def write_shard(rows: Iterable[Row], place: Storage, name: str, split: str | Non
     return shard.entry()
 
 
-_RECORD_VERSION = 4
+_RECORD_VERSION = 5
 _BOX_SLACK = 0.01  # annotators draw a pixel over the edge
 
 
@@ -273,31 +273,30 @@ class _ChunkPacker:
             texts = [clean_caption(text) for text in raw.texts]
         except BadText as bad:
             raise BadRow("text", bad.reason, bad.detail) from None
-        if self.job.reference and any(picture.url for picture in raw.images):
+        if self.job.reference and raw.image.url:
             raise BadRow("read", "no-reference", "the image lies at an address: prepare without --reference")
-        if self.job.reference and any(picture.file is None for picture in raw.images):
+        if self.job.reference and raw.image.file is None:
             raise BadRow("read", "no-reference", "the image stands in the row itself: prepare without --reference")
         if self.job.reference and self.job.check == "none":
-            self._stamp(raw.images)
+            self._stamp(raw.image)
             return self._unchecked_row(raw, texts, where)
-        images = [self._read(picture) for picture in raw.images]
-        original = images_sha256(images)
-        checked = [self._decode(picture.name, data) for picture, data in zip(raw.images, images, strict=True)]
-        kept = [data for data, _ in checked]
-        sha256 = original if kept == images else images_sha256(kept)
+        data = self._read(raw.image)
+        original = hashlib.sha256(data).hexdigest()
+        kept, size = self._decode(raw.image.name, data)
+        sha256 = original if kept is data else hashlib.sha256(kept).hexdigest()
         row = Row(raw.key, kept, texts, raw.label, raw.split, raw.language, where, sha256)
         row.messages = list(raw.messages) or None
         if raw.boxes:
-            row.boxes, row.box_labels = _relative_boxes(raw, checked[0][1]), list(raw.box_labels)
+            row.boxes, row.box_labels = _relative_boxes(raw, size), list(raw.box_labels)
         if self.job.reference:
-            row.images, row.refs = [], _refs(raw)
+            row.image, row.ref = b"", _ref(raw)
         return self._assign_split(row, original), original
 
     def _unchecked_row(self, raw: SourceRow, texts: list[str], where: str) -> tuple[Row, str]:
         """A row whose image is taken on trust: it has no checksum, and only the same file is its duplicate."""
-        refs = _refs(raw)
-        original = hashlib.sha256(orjson.dumps(refs)).hexdigest()
-        row = Row(raw.key, [], texts, raw.label, raw.split, raw.language, where, refs=refs)
+        ref = _ref(raw)
+        original = hashlib.sha256(orjson.dumps(ref)).hexdigest()
+        row = Row(raw.key, b"", texts, raw.label, raw.split, raw.language, where, ref=ref)
         row.messages = list(raw.messages) or None
         if raw.boxes:
             row.boxes, row.box_labels = _relative_boxes(raw, (0, 0)), list(raw.box_labels)
@@ -310,13 +309,14 @@ class _ChunkPacker:
             row.split = "test" if int(original[:16], 16) / 2**64 < self.job.holdout else "train"
         return row
 
-    def _stamp(self, pictures: tuple[ImageRef, ...]) -> None:
-        self.files.extend(file_stamp(self.source, str(picture.file)) for picture in pictures if picture.data is None)
+    def _stamp(self, image: ImageRef) -> None:
+        if image.data is None:
+            self.files.append(file_stamp(self.source, str(image.file)))
 
-    def _read(self, picture: ImageRef) -> bytes:
-        self._stamp((picture,))
-        with quarantine_os_errors(picture.name):
-            return read_image(self.source, picture)
+    def _read(self, image: ImageRef) -> bytes:
+        self._stamp(image)
+        with quarantine_os_errors(image.name):
+            return read_image(self.source, image)
 
     def _decode(self, name: str, data: bytes) -> tuple[bytes, tuple[int, int]]:
         """The bytes to keep of an image, and its size; it decodes to its end, or as far as `check` asks."""
@@ -350,9 +350,9 @@ def _to_utf8(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def _refs(raw: SourceRow) -> list[dict[str, Any]]:
-    """Where the images of a row are, as a shard keeps it."""
-    return [{"file": one.file, "offset": one.offset, "length": one.length} for one in raw.images]
+def _ref(raw: SourceRow) -> dict[str, Any]:
+    """File, offset and length of a row's image, as a shard stores them."""
+    return {"file": raw.image.file, "offset": raw.image.offset, "length": raw.image.length}
 
 
 def _relative_boxes(raw: SourceRow, size: tuple[int, int]) -> list[list[float]]:

@@ -22,7 +22,7 @@ TOKENIZER = "tokenizer.json"
 QUARANTINE = "quarantine.jsonl"
 SHARDS = "shards"
 PARTS = "parts"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True)

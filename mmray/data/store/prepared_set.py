@@ -31,7 +31,7 @@ ROW_ERRORS = (FileNotFoundError, ValueError)  # any other error of a store says 
 SCHEMA = pa.schema(
     [
         pa.field("key", pa.string(), nullable=False),
-        pa.field("images", pa.list_(pa.binary()), nullable=False),
+        pa.field("image", pa.binary(), nullable=False),
         pa.field("texts", pa.list_(pa.string()), nullable=False),
         ("label", pa.int64()),
         ("split", pa.string()),
@@ -40,7 +40,7 @@ SCHEMA = pa.schema(
         pa.field("sha256", pa.string(), nullable=False),
         ("boxes", pa.list_(pa.list_(pa.float32(), 4))),
         ("box_labels", pa.list_(pa.int64())),
-        ("refs", pa.list_(pa.struct([("file", pa.string()), ("offset", pa.int64()), ("length", pa.int64())]))),
+        ("ref", pa.struct([("file", pa.string()), ("offset", pa.int64()), ("length", pa.int64())])),
         ("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
     ]
 )
@@ -54,7 +54,7 @@ class Row:
     """One sample at rest: encoded images, captions, and where it came from (`file:line`)."""
 
     key: str
-    images: list[bytes]
+    image: bytes  # encoded; empty in a set by reference until it is read
     texts: list[str]
     label: int | None = None
     split: str | None = None
@@ -63,7 +63,7 @@ class Row:
     sha256: str = ""  # of the images as they are kept
     boxes: list[list[float]] | None = None  # of the first image: left, top, right, bottom in fractions of its sides
     box_labels: list[int] | None = None
-    refs: list[dict[str, Any]] | None = None  # of a set by reference: file, offset, length in the source's folder
+    ref: dict[str, Any] | None = None  # of a set by reference: file, offset, length in the source's folder
     messages: list[dict[str, str]] | None = None  # a conversation about the image: role and content of each turn
 
     @property
@@ -72,14 +72,7 @@ class Row:
 
         A reference that was not checked has no checksum, and is taken as it is.
         """
-        return (not self.sha256 and self.refs is not None) or self.sha256 == images_sha256(self.images)
-
-
-def images_sha256(images: list[bytes]) -> str:
-    """Hex digest of a row's images; for a single one the same as that of its file."""
-    if len(images) == 1:
-        return hashlib.sha256(images[0]).hexdigest()
-    return hashlib.sha256(b"".join(hashlib.sha256(image).digest() for image in images)).hexdigest()
+        return (not self.sha256 and self.ref is not None) or self.sha256 == hashlib.sha256(self.image).hexdigest()
 
 
 def key_id(key: str) -> int:
@@ -195,11 +188,11 @@ class PreparedSet:
 
     def _with_images(self, rows: list[Row]) -> list[Row]:
         """The rows with the images that they only refer to. Raises OSError or ValueError."""
-        pictures = [ImageRef(ref["file"], **ref) for row in rows for ref in row.refs or ()]
+        pictures = [ImageRef(ref["file"], **ref) for row in rows if (ref := row.ref)]
         images = iter(read_images(self._referred[0], pictures, self._referred[1]) if pictures else ())
         for row in rows:
-            if row.refs:
-                row.images = [next(images) for _ in row.refs]
+            if row.ref:
+                row.image = next(images)
         return rows
 
     def keys(self, rows: np.ndarray | None = None) -> list[str]:
@@ -207,9 +200,9 @@ class PreparedSet:
         wanted = np.arange(self.num_rows) if rows is None else rows
         return self._each(wanted, lambda records, _: records.column("key").to_pylist(), ["key"])
 
-    def refs(self, rows: np.ndarray) -> list[list[dict[str, Any]] | None]:
+    def refs(self, rows: np.ndarray) -> list[dict[str, Any] | None]:
         """Where the images are (file, offset, length) that these rows refer to; the images are not touched."""
-        return self._each(rows, lambda records, _: records.column("refs").to_pylist(), ["refs"])
+        return self._each(rows, lambda records, _: records.column("ref").to_pylist(), ["ref"])
 
     def _each(
         self, rows: np.ndarray, of: Callable[[pa.RecordBatch, Shard], list[T]], columns: list[str] | None = None

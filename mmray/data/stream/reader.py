@@ -87,7 +87,7 @@ class RowReader:
             if not record.is_intact:
                 return record, "checksum: the bytes are not those that were checked when the set was prepared"
             with closing(SandboxedDecoder()) as sandbox:  # it may be what killed a worker
-                sandbox.check(record.images[0], self.max_pixels)
+                sandbox.check(record.image, self.max_pixels)
         except images.BadImage as error:
             return record, str(error)
         return record, "read well the second time"
@@ -126,7 +126,7 @@ class RowReader:
                     for name, value in each.items():
                         found[name][place] = value
                 else:
-                    pixels[place] = self._image(int(row_ids[place]), row.images[0], draw_of)
+                    pixels[place] = self._image(int(row_ids[place]), row.image, draw_of)
                 valid[place] = True
             except images.BadImage:
                 continue
@@ -147,7 +147,7 @@ class RowReader:
 
     def _decode_with_boxes(self, row: Row, drawn: np.ndarray | None) -> tuple[np.ndarray, Block]:
         """What `_image` gives, and the row's boxes on it. Raises BadImage."""
-        inputs, data = self.inputs, row.images[0]
+        inputs, data = self.inputs, row.image
         if self.sandbox is not None:
             self.sandbox.check(data, self.max_pixels, (inputs, self.augment, drawn))
         rgb = images.read_rgb(data, self.max_pixels)  # for its size, which the way of read_pixels does not tell

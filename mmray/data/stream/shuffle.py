@@ -67,7 +67,7 @@ def _some_refs(prepared: PreparedSet) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for row in rows[: prepared.num_rows]:
         with suppress(*ROW_ERRORS):  # a damaged row is its own matter, when it is read
-            found += [ref for refs in prepared.refs(np.array([row])) for ref in refs or ()]
+            found += [ref for ref in prepared.refs(np.array([row])) if ref]
     return found
 
 
