@@ -184,8 +184,8 @@ def test_a_data_worker_reads_without_the_types_of_settings(tmp_path):
     heavy = ("pydantic", "tyro", "mmray.config", "torch", "ray")
     code = f"""
 import pickle, sys
-from mmray.data.stream.order import Plan
-plan = Plan(1, 1, 1, 1, seed=0, steps=1)
+from mmray.data.stream.order import SamplePlan
+plan = SamplePlan(1, 1, 1, 1, seed=0, steps=1)
 block = pickle.load(sys.stdin.buffer).block(plan, plan.positions(0, 0))
 print(block["image"].shape, block["valid"], [name for name in {heavy} if name in sys.modules])
 """

@@ -96,7 +96,7 @@ def test_a_deadly_image_of_a_set_that_nobody_decoded_is_named_and_tried_once(
         for _ in range(2):
             reading = held._batches(0, 1, None)
             assert [number for batch in reading for number in batch["row"].tolist()] == [0, 1, 2, 4]
-            assert reading.faults[0].startswith("row 3: crash: row-3: the decoder died of it")
+            assert reading.faults[0].startswith("row 3: decoder-crash: row-3: the decoder died of it")
     assert len(log.read_text().splitlines()) == 1 and "row-3" in caplog.text
     assert EvalDataset(made, INPUTS, made.tokenizer_json, SimpleNamespace())._apart is None  # type: ignore[arg-type]
 
