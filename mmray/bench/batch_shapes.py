@@ -24,9 +24,9 @@ from mmray.bench.timing import describe_machine
 from mmray.config.search_space import parse, value_at, with_settings
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
-from mmray.engine.batch import BatchShape, shape_of
+from mmray.engine.batch import BatchShape, resolve_batch_shape
 from mmray.engine.collectives import Group
-from mmray.engine.state import Task
+from mmray.engine.run_state import TrainSpec
 from mmray.errors import UsageError
 from mmray.objectives.protocol import Batch
 
@@ -77,7 +77,7 @@ def bench_shapes(
 def _row(config: Config, settings: dict[str, Any], window_s: float) -> dict[str, Any]:
     row = {"settings": settings, "status": "measured", **dict.fromkeys(FIGURES), "reason": None}
     try:
-        shape = shape_of(config.batch, config.cluster.most_workers)
+        shape = resolve_batch_shape(config.batch, config.cluster.most_workers)
         row |= {"micro": shape.micro, "accumulation": shape.accumulation}
         row |= {"workers": shape.workers, "global": shape.global_rows}
         return row | spawn_workers(partial(measure_shape, shape=shape, window_s=window_s), config)
@@ -123,7 +123,7 @@ def measure_shape(config: Config, group: Group, _: Path, shape: BatchShape, wind
         seed=config.train.seed,
         steps=MAX_STEPS,
     )
-    task = Task(
+    task = TrainSpec(
         model=bench.model,
         objective=objectives.build(config.objective),
         plan=plan,
@@ -148,14 +148,14 @@ def _steps(bench: Bench, plan: SamplePlan) -> Iterator[list[Batch]]:
     """Yield the micro-batches of each step; the last of a step may be smaller."""
     for step in range(plan.steps):
         positions = torch.from_numpy(plan.positions(step, bench.group.rank))
-        micros = []
+        micro_batches = []
         for index, start in enumerate(range(0, plan.rank_rows, plan.micro)):
             pos = positions[start : start + plan.micro]
             batch = bench.batches[(step + index) % len(bench.batches)]
-            micros.append(
+            micro_batches.append(
                 {name: column[: len(pos)] for name, column in batch.items()} | {"pos": pos, "valid": pos >= 0}
             )
-        yield micros
+        yield micro_batches
 
 
 def _peak_memory(device: torch.device) -> dict[str, float | None]:

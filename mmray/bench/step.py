@@ -28,14 +28,14 @@ from mmray.bench.timing import describe_machine
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine import optimizer as optimizers
-from mmray.engine.batch import shape_of
+from mmray.engine.batch import resolve_batch_shape
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.writers import MetricsLog
 from mmray.engine.optimizer import lr_at
 from mmray.engine.parallel import wrap as parallel
 from mmray.engine.parallel.transforms import apply_transforms, compile_branches
-from mmray.engine.precision import choose, seed_everything
-from mmray.engine.state import Task
+from mmray.engine.precision import seed_everything, select_precision
+from mmray.engine.run_state import TrainSpec
 from mmray.errors import UsageError
 from mmray.models.build import build, random_init_architecture
 from mmray.models.synthetic import synthetic_batch
@@ -61,8 +61,8 @@ def train_baseline(
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     net = parallel.wrap(model.train(), Group.current(device))  # the same DDP, which is not compared
-    precision = choose(config.train.precision, device)
-    optimizer, scaler = optimizers.build(model, config.optimizer), precision.scaler()
+    precision = select_precision(config.train.precision, device)
+    optimizer, scaler = optimizers.build_optimizer(model, config.optimizer), precision.scaler()
     for step, batch in enumerate(islice(cycle(batches), steps)):
         optimizers.set_lr(optimizer, lr_at(step, config.optimizer, steps))
         batch = {name: batch[name].to(device, non_blocking=True) for name in ("image", "input_ids", "attention_mask")}
@@ -116,7 +116,7 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
     """
     if config.objective.kind != "contrastive":
         raise UsageError(f"bench step supports objective.kind `contrastive` only, got `{config.objective.kind}`")
-    micro, workers = shape_of(config.batch, config.cluster.most_workers).micro, config.cluster.most_workers
+    micro, workers = resolve_batch_shape(config.batch, config.cluster.most_workers).micro, config.cluster.most_workers
     rows = spawn_workers(partial(_pairs, micro=micro, pairs=pairs, window_s=window_s), config)
     ratios = [row["loop_vs_bare"] for row in rows]
     return {
@@ -173,7 +173,7 @@ class Bench:
             steps=steps,
         )
         window = Window(steps, self.group.device)
-        task = Task(
+        task = TrainSpec(
             model=self._copy(),
             objective=objectives.build(self.config.objective),
             plan=plan,

@@ -27,11 +27,11 @@ from mmray.bench.step import build_bench
 from mmray.bench.timing import describe_machine
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
-from mmray.engine.batch import shape_of
+from mmray.engine.batch import resolve_batch_shape
 from mmray.engine.collectives import Group
 from mmray.engine.memory_probe import slower_branch
 from mmray.engine.metrics.writers import Metrics
-from mmray.engine.state import Task
+from mmray.engine.run_state import TrainSpec
 from mmray.errors import ResourceError
 from mmray.train.validate import unsupported_reasons
 
@@ -79,7 +79,7 @@ def bench_strategies(
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler
     workers = max(2, config.cluster.most_workers)
-    shape = shape_of(config.batch, workers)
+    shape = resolve_batch_shape(config.batch, workers)
     kind = device_of(config.on_cluster(workers=workers)).type  # the same for all rows, with one worker too
     chosen = [strategy for strategy in STRATEGIES if not only or strategy.name in (BASE, *only)]
     rows = []
@@ -186,7 +186,7 @@ def _communication_us(profiled: Any) -> float:
 
 def _measure(config: Config, group: Group, _: Path, *, steps: int) -> dict[str, Any]:
     """Measure one strategy on one rank."""
-    shape = shape_of(config.batch, group.world)
+    shape = resolve_batch_shape(config.batch, group.world)
     timed = WARM_STEPS + steps
     plan = SamplePlan(
         num_rows=2**30,
@@ -204,7 +204,7 @@ def _measure(config: Config, group: Group, _: Path, *, steps: int) -> dict[str, 
         batch = {name: column[: shape.micro].to(group.device) for name, column in bench.batches[0].items()}
         slower = slower_branch(bench.model, batch)
     train = config.train.replace(log_every=timed)
-    task = Task(
+    task = TrainSpec(
         model=bench.model,
         objective=objectives.build(config.objective),
         plan=plan,

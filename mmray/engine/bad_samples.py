@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mmray.config import Config
 
 
-def watched(
+def quarantine_bad_rows(
     blocks: Iterable[Block],
     config: Config,
     folder: AnyPath,
@@ -75,7 +75,7 @@ def _check_box_labels(block: Block, config: Config) -> None:
         )
 
 
-def bad_rows(folder: AnyPath) -> set[int]:
+def load_bad_rows(folder: AnyPath) -> set[int]:
     """Rows that a run has named in quarantine.jsonl so far; a line that a kill cut off in the middle names none."""
     rows, file = set(), folder / QUARANTINE
     for line in file.read_bytes().splitlines() if file.exists() else ():

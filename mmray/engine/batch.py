@@ -32,7 +32,7 @@ class BatchShape:
         return f"{cut}, cut to {self.global_rows} rows a step (the last micro-batches are smaller)"
 
 
-def shape_of(batch: Batch, workers: int) -> BatchShape:
+def resolve_batch_shape(batch: Batch, workers: int) -> BatchShape:
     """The batch shape that the settings mean at this many workers; raises UsageError when they contradict."""
     micro, accumulation, total = batch.micro, batch.accumulation, batch.global_
     if micro == "auto":
@@ -82,6 +82,6 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def smaller(micro: int, share: int) -> int:
+def smaller_micro(micro: int, share: int) -> int:
     """The largest divisor of a rank's share of the global batch that is at most half of `micro`; 0 after 1."""
     return max((d for d in divisors(share) if d <= micro // 2), default=0)

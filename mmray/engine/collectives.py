@@ -23,27 +23,29 @@ class Group:
     rank: int = 0
     world: int = 1
     device: torch.device = field(default=torch.device("cpu"))
-    hosts: Any = field(default=None, compare=False, repr=False)  # gloo group of the same ranks; None: the default group
+    cpu_group: Any = field(
+        default=None, compare=False, repr=False
+    )  # gloo group of the same ranks; None: the default group
 
     @classmethod
     def current(cls, device: torch.device | str = "cpu", timeout_s: float = 300.0) -> Group:
         """The default process group of torch.distributed, or a group of one where there is none."""
         if not dist.is_initialized():
             return cls(device=torch.device(device))
-        hosts = None if dist.get_backend() == "gloo" else _hosts(dist.group.WORLD, timeout_s)
-        return cls(dist.get_rank(), dist.get_world_size(), torch.device(device), hosts)
+        cpu_group = None if dist.get_backend() == "gloo" else _hosts(dist.group.WORLD, timeout_s)
+        return cls(dist.get_rank(), dist.get_world_size(), torch.device(device), cpu_group)
 
-    def smallest(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         """The smallest of the ranks' values. It goes from host to host and waits for no device."""
         if self.world == 1:
             return value
         box = torch.tensor([value])
-        dist.all_reduce(box, dist.ReduceOp.MIN, group=self.hosts)
+        dist.all_reduce(box, dist.ReduceOp.MIN, group=self.cpu_group)
         return int(box)
 
-    def all_agree(self, good: bool) -> bool:
+    def all_reduce_and(self, good: bool) -> bool:
         """Whether it is good on every rank; from host to host."""
-        return bool(self.smallest(int(good)))
+        return bool(self.all_reduce_min(int(good)))
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, written into `tensor` and returned."""
@@ -51,7 +53,7 @@ class Group:
             dist.all_reduce(tensor)
         return tensor
 
-    def gather(self, rows: Tensor) -> Tensor:
+    def all_gather(self, rows: Tensor) -> Tensor:
         """Rows of all ranks [world x B, D] in rank order from [B, D] on each."""
         if self.world == 1:
             return rows
@@ -60,7 +62,7 @@ class Group:
         dist.all_gather_into_tensor(everyone, rows)
         return everyone
 
-    def gather_back(self, gradients: Tensor) -> Tensor:
+    def reduce_scatter(self, gradients: Tensor) -> Tensor:
         """The transpose of `gather`: a row's gradient [B, D] is the sum of what the ranks gave it [world x B, D]."""
         if self.world == 1:
             return gradients
@@ -68,7 +70,7 @@ class Group:
         dist.reduce_scatter_tensor(mine, gradients.contiguous())
         return mine
 
-    def gather_plain(self, rows: Tensor) -> Tensor:
+    def all_gather_variable(self, rows: Tensor) -> Tensor:
         """Rows of all ranks in rank order, without gradient; the ranks may bring different numbers of rows."""
         rows = rows.detach().to(self.device)
         if self.world == 1:
@@ -82,7 +84,7 @@ class Group:
         dist.all_gather(everyone, padded)
         return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)])
 
-    def shift(self, tensor: Tensor) -> Tensor:
+    def ring_shift(self, tensor: Tensor) -> Tensor:
         """The previous rank's tensor of the same shape, while this rank's goes to the next: once around the ring."""
         if self.world == 1:
             return tensor
@@ -95,7 +97,7 @@ class Group:
             work.wait()
         return arriving
 
-    def read(self, tensor: Tensor) -> Tensor:
+    def to_host(self, tensor: Tensor) -> Tensor:
         """The tensor on the host, which waits until the device has come to it, and what that waits for from others."""
         return tensor.cpu()
 
@@ -104,15 +106,15 @@ class Group:
         if self.world > 1:
             dist.barrier()
 
-    def gather_objects(self, value: Any) -> list[Any]:
+    def all_gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order; for what is rare and small, such as the text of an error."""
         if self.world == 1:
             return [value]
         values = [None] * self.world
-        dist.all_gather_object(values, value, group=self.hosts)
+        dist.all_gather_object(values, value, group=self.cpu_group)
         return values
 
-    def apart(self, timeout_s: float) -> Any:
+    def new_cpu_group(self, timeout_s: float) -> Any:
         """A gloo group of the same ranks for a thread of its own: what it says meets no other collective."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmray.engine.collectives import Group
-from mmray.engine.oom import MemoryVote
-from mmray.engine.prefetch import Share
-from mmray.engine.train_state import Learner, Sums, loss_factors
+from mmray.engine.oom import OomGuard
+from mmray.engine.prefetch import LocalBatch
+from mmray.engine.run_state import LossMeter, TrainState, loss_factors
 from mmray.objectives.protocol import Batch, HardNegativeMining, Objective, ObjectiveParts, Outputs, Pairwise
 
 
@@ -29,8 +29,8 @@ from mmray.objectives.protocol import Batch, HardNegativeMining, Objective, Obje
 # rows,
 # one visiting rank's, and `chunk` columns of scores, whatever the number of ranks.
 # Source: Zhai et al. 2023 (SigLIP, arXiv:2303.15343), section 3.3, with the gradients sent along.
-def around(
-    objective: Pairwise, leaves: Outputs, valid: Tensor, rows: int, factor: Tensor, vote: MemoryVote
+def ring_loss(
+    objective: Pairwise, leaves: Outputs, valid: Tensor, rows: int, factor: Tensor, vote: OomGuard
 ) -> tuple[Tensor, dict[str, Tensor], Outputs]:
     """This rank's loss sum, its parts, and the gradient of (all ranks' losses x factor) at its own outputs.
 
@@ -58,7 +58,7 @@ def around(
 
     for hop in range(vote.group.world):
         vote.run(partial(receive, visitors, own=hop == 0))
-        visitors = vote.group.shift(visitors)
+        visitors = vote.group.ring_shift(visitors)
     returned = _gradients_of(visitors, leaves, objective.rotating_outputs)
     loss = sums.pop("loss")
     return loss, sums, gradients | {name: returned[name][: len(valid)] for name in objective.rotating_outputs}
@@ -94,7 +94,7 @@ def _split(columns: Tensor, like: Outputs, names: tuple[str, ...]) -> Outputs:
 #
 # step.py asks here for what an objective whose rows meet must see: the coupled outputs of the global batch.
 @dataclass(frozen=True)
-class Gathered:
+class GatheredOutputs:
     """The coupled outputs of all ranks. Alone, `packed` and `everyone` are None: the rows of the batch are everyone."""
 
     totals: Tensor  # float64, the sum of what the ranks brought as `local`
@@ -120,30 +120,30 @@ class Gathered:
         }
 
 
-def row_values(share: Share) -> Batch:
+def row_values(share: LocalBatch) -> Batch:
     """The tensors of a share that hold one value a row, over all its micro-batches."""
-    names = [name for name, tensor in share.micros[0].items() if tensor.ndim == 1]
-    return {name: torch.cat([micro[name] for micro in share.micros]) for name in names}
+    names = [name for name, tensor in share.micro_batches[0].items() if tensor.ndim == 1]
+    return {name: torch.cat([micro[name] for micro in share.micro_batches]) for name in names}
 
 
 def gather_outputs(
-    group: Group, embedded: list[Outputs], share: Share, local: Tensor, gathered_outputs: tuple[str, ...]
-) -> Gathered:
+    group: Group, embedded: list[Outputs], share: LocalBatch, local: Tensor, gathered_outputs: tuple[str, ...]
+) -> GatheredOutputs:
     """The coupled outputs of all ranks, padded to `share.rows` a rank, and the sum of `local`, in one collective.
 
     They go packed side by side with `valid`, in float32 at least, so that sums over ranks do not round to bfloat16;
     `local` rides along as a first row, for on slow links the number of collectives counts, not their size.
     """
     if group.world == 1:
-        return Gathered(local)
+        return GatheredOutputs(local)
     outputs = {name: torch.cat([part[name] for part in embedded]) for name in gathered_outputs}
     columns = [output.flatten(1) for output in outputs.values()]
     dtype = torch.promote_types(torch.float32, columns[0].dtype)
-    valid = torch.cat([micro["valid"] for micro in share.micros])
+    valid = torch.cat([micro["valid"] for micro in share.micro_batches])
     rows = torch.cat([*(column.to(dtype) for column in columns), valid.to(dtype)[:, None]], dim=1)
     rows = F.pad(rows, (0, max(0, len(local) - rows.shape[1])))  # a sum of many objectives brings many counts
     header = F.pad(local.to(dtype), (0, rows.shape[1] - len(local)))[None]
-    packed = group.gather(torch.cat([header, F.pad(rows, (0, 0, 0, share.rows - len(rows)))])).requires_grad_()
+    packed = group.all_gather(torch.cat([header, F.pad(rows, (0, 0, 0, share.rows - len(rows)))])).requires_grad_()
     by_rank = packed.view(group.world, share.rows + 1, -1)
     totals = by_rank[:, 0, : len(local)].detach().double().sum(0)
     widths = [column.shape[1] for column in columns]
@@ -152,44 +152,44 @@ def gather_outputs(
         name: part.reshape(-1, *output.shape[1:]) for (name, output), part in zip(outputs.items(), parts, strict=True)
     }
     everyone |= {"valid": flags[:, 0].detach() > 0, "offset": group.rank * share.rows}
-    return Gathered(totals, packed, everyone, {name: output.shape for name, output in outputs.items()})
+    return GatheredOutputs(totals, packed, everyone, {name: output.shape for name, output in outputs.items()})
 
 
 # Partners for rows: what the ranks lend each other so that each row can be given another row's caption.
 #
 # For step.py, between its two passes, beside gather.py. What travels is token ids and positions; never pixels.
 @torch.no_grad()
-def with_partners(
-    mining: HardNegativeMining, share: Share, embedded: list[Outputs], gathered: Gathered, lent: Batch
+def attach_negatives(
+    mining: HardNegativeMining, share: LocalBatch, embedded: list[Outputs], gathered: GatheredOutputs, lent: Batch
 ) -> list[Batch]:
     """The share's micro-batches with the columns that `mining` finds for their rows."""
     if gathered.everyone is None:
         known = {name: torch.cat([outputs[name] for outputs in embedded]) for name in mining.score_outputs}
-        known |= {**lent, "valid": torch.cat([micro["valid"] for micro in share.micros])}
+        known |= {**lent, "valid": torch.cat([micro["valid"] for micro in share.micro_batches])}
         offset = 0
     else:
         known = {**{name: gathered.everyone[name].detach() for name in mining.score_outputs}, **lent}
         known |= {"valid": gathered.everyone["valid"]}
         offset = gathered.everyone["offset"]
-    micros = []
-    for micro, outputs in zip(share.micros, embedded, strict=True):
-        micros.append(micro | mining.sample_hard_negatives(outputs, micro, {**known, "offset": offset}))
+    micro_batches = []
+    for micro, outputs in zip(share.micro_batches, embedded, strict=True):
+        micro_batches.append(micro | mining.sample_hard_negatives(outputs, micro, {**known, "offset": offset}))
         offset += len(micro["valid"])
-    return micros
+    return micro_batches
 
 
-def borrowed(group: Group, mining: HardNegativeMining, share: Share) -> Batch:
+def gather_negative_inputs(group: Group, mining: HardNegativeMining, share: LocalBatch) -> Batch:
     """Columns of the batch that partners lend, of all ranks, each rank's padded to `share.rows`; in one collective.
 
     They are whole numbers, and go packed side by side, each as wide as the widest of any rank.
     """
-    columns = {name: _joined([micro[name] for micro in share.micros]) for name in mining.gathered_inputs}
+    columns = {name: _joined([micro[name] for micro in share.micro_batches]) for name in mining.gathered_inputs}
     if group.world == 1:
         return columns
-    widest = -group.smallest(-max(column[0].numel() for column in columns.values()))
+    widest = -group.all_reduce_min(-max(column[0].numel() for column in columns.values()))
     filled = [_filled(column, share.rows, widest) for column in columns.values()]
     packed = torch.cat([column.long().reshape(share.rows, -1) for column in filled], dim=1)
-    everyone = group.gather(packed).split([column[0].numel() for column in filled], dim=1)
+    everyone = group.all_gather(packed).split([column[0].numel() for column in filled], dim=1)
     return {
         name: part.reshape(-1, *column.shape[1:]).to(column.dtype)
         for name, column, part in zip(columns, filled, everyone, strict=True)
@@ -212,61 +212,66 @@ def _filled(column: Tensor, rows: int, width: int) -> Tensor:
 MOST_ROWS_OF_ALL = 1024  # up to here the whole matrix of logits (4 MiB) is formed on every rank
 
 
-def couple(
-    learner: Learner, parts: ObjectiveParts, share: Share, embedded: list[Outputs], local: Tensor, vote: MemoryVote
-) -> tuple[Gathered, list[Batch], tuple[Tensor, Tensor], Sums, list[Outputs]]:
+def cached_loss_gradients(
+    state: TrainState,
+    parts: ObjectiveParts,
+    share: LocalBatch,
+    embedded: list[Outputs],
+    local: Tensor,
+    vote: OomGuard,
+) -> tuple[GatheredOutputs, list[Batch], tuple[Tensor, Tensor], LossMeter, list[Outputs]]:
     """What was gathered, micro-batches with their partners, loss factors, sums, gradients of each one's outputs.
 
     Without room for them there are no gradients, but the collectives are held: other ranks wait in them.
     """
-    group, objective = learner.group, parts.global_loss
-    with learner.phases("sync"):
+    group, objective = state.group, parts.global_loss
+    with state.timers("sync"):
         gathered = (
-            Gathered(group.all_reduce_sum(local))
-            if travels(parts)
-            else gather_outputs(group, embedded, share, local, gathered_names(parts))
+            GatheredOutputs(group.all_reduce_sum(local))
+            if uses_ring(parts)
+            else gather_outputs(group, embedded, share, local, gathered_output_names(parts))
         )
-    factors = loss_factors(learner, parts, share, gathered.totals)
-    sums = Sums(len(factors[0]), len(factors[1]))
-    micros = share.micros
+    factors = loss_factors(state, parts, share, gathered.totals)
+    sums = LossMeter(len(factors[0]), len(factors[1]))
+    micro_batches = share.micro_batches
     if (mining := parts.mining) is not None:
-        with learner.phases("sync"):
-            lent = borrowed(group, mining, share)
-        micros = vote.run(lambda: with_partners(mining, share, embedded, gathered, lent))
-    gradients: list[Outputs] = [{}] * len(share.micros)
+        with state.timers("sync"):
+            lent = gather_negative_inputs(group, mining, share)
+        micro_batches = vote.run(lambda: attach_negatives(mining, share, embedded, gathered, lent))
+    gradients: list[Outputs] = [{}] * len(share.micro_batches)
     of_others: Outputs = {}
     if objective is None:
-        return gathered, micros, factors, sums, gradients
-    if travels(parts) and isinstance(objective, Pairwise):
+        return gathered, micro_batches, factors, sums, gradients
+    if uses_ring(parts) and isinstance(objective, Pairwise):
         leaves = _leaves(objective, embedded)
-        valid = torch.cat([micro["valid"] for micro in share.micros])
-        loss_sum, further, own = around(objective, leaves, valid, share.rows, factors[0], vote)
-        found = LossGradients(loss_sum, further, own, None)
+        valid = torch.cat([micro["valid"] for micro in share.micro_batches])
+        loss_sum, further, own = ring_loss(objective, leaves, valid, share.rows, factors[0], vote)
+        found = CachedGradients(loss_sum, further, own, None)
     elif _is_small(objective, gathered):
-        found = vote.run(lambda: _loss_of_all(learner, objective, share, embedded, gathered, factors[0]))
+        found = vote.run(lambda: _loss_of_all(state, objective, share, embedded, gathered, factors[0]))
     else:
-        found = vote.run(lambda: _loss_and_gradients(learner, objective, share, embedded, gathered, factors[0]))
-        with learner.phases("sync"):
+        found = vote.run(lambda: _loss_and_gradients(state, objective, share, embedded, gathered, factors[0]))
+        with state.timers("sync"):
             packed = gathered.gradient_or_zeros(None if found is None else found.everyone)
-            of_others = gathered.unpacked(group.gather_back(packed))
+            of_others = gathered.unpacked(group.reduce_scatter(packed))
     gradients = vote.run(lambda: _by_micro(share, objective, found, of_others))
     if gradients:
         sums.add({"loss": found.loss_sum, **found.further}, local_loss=False)
-    return gathered, micros, factors, sums, gradients
+    return gathered, micro_batches, factors, sums, gradients
 
 
-def gathered_names(parts: ObjectiveParts) -> tuple[str, ...]:
+def gathered_output_names(parts: ObjectiveParts) -> tuple[str, ...]:
     """Outputs of which everyone's rows are looked at."""
     gathered_outputs = () if parts.global_loss is None else parts.global_loss.gathered_outputs
     return tuple(dict.fromkeys(gathered_outputs + (() if parts.mining is None else parts.mining.score_outputs)))
 
 
-def travels(parts: ObjectiveParts) -> bool:
+def uses_ring(parts: ObjectiveParts) -> bool:
     """Whether rows go around the ring instead of to everyone at once."""
     return isinstance(parts.global_loss, Pairwise) and parts.mining is None
 
 
-def _is_small(objective: Objective, gathered: Gathered) -> bool:
+def _is_small(objective: Objective, gathered: GatheredOutputs) -> bool:
     """Whether the loss of all ranks' rows costs less than the collective that would bring its gradients together."""
     if gathered.everyone is None or getattr(objective, "row_values", None) != ("valid",):
         return False
@@ -274,7 +279,7 @@ def _is_small(objective: Objective, gathered: Gathered) -> bool:
 
 
 @dataclass(frozen=True)
-class LossGradients:
+class CachedGradients:
     """The loss over the global batch, as far as this rank's rows have a part in it."""
 
     loss_sum: Tensor
@@ -293,45 +298,57 @@ def _leaves(objective: Objective, embedded: list[Outputs]) -> Outputs:
 
 
 def _loss_and_gradients(
-    learner: Learner, objective: Objective, share: Share, embedded: list[Outputs], gathered: Gathered, factor: Tensor
-) -> LossGradients:
+    state: TrainState,
+    objective: Objective,
+    share: LocalBatch,
+    embedded: list[Outputs],
+    gathered: GatheredOutputs,
+    factor: Tensor,
+) -> CachedGradients:
     """The loss of this rank's rows against everyone's, and its gradients at both."""
     leaves = _leaves(objective, embedded)
-    with learner.phases("forward"):
+    with state.timers("forward"):
         loss_sum, _, further = objective.compute_loss(leaves, row_values(share), gathered.everyone)
         loss = (loss_sum.reshape(-1) * factor.to(loss_sum.dtype)).sum()
     wanted = [*leaves.values(), *([] if gathered.packed is None else [gathered.packed])]
-    with learner.phases("backward"):
+    with state.timers("backward"):
         found = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
     own = dict(zip(leaves, found, strict=False))
-    return LossGradients(loss_sum.detach(), further, own, None if gathered.packed is None else found[-1])
+    return CachedGradients(loss_sum.detach(), further, own, None if gathered.packed is None else found[-1])
 
 
 def _loss_of_all(
-    learner: Learner, objective: Objective, share: Share, embedded: list[Outputs], gathered: Gathered, factor: Tensor
-) -> LossGradients:
+    state: TrainState,
+    objective: Objective,
+    share: LocalBatch,
+    embedded: list[Outputs],
+    gathered: GatheredOutputs,
+    factor: Tensor,
+) -> CachedGradients:
     """The loss of all ranks' rows, formed on each of them alike: its gradients at this rank's rows need no collective.
 
     What belongs to the step rather than to a row would be counted once a rank; it is divided by their number.
     """
     assert gathered.everyone is not None
-    world, offset = learner.group.world, gathered.everyone["offset"]
-    mine = slice(offset, offset + sum(len(micro["valid"]) for micro in share.micros))
+    world, offset = state.group.world, gathered.everyone["offset"]
+    mine = slice(offset, offset + sum(len(micro["valid"]) for micro in share.micro_batches))
     leaves = _leaves(objective, [gathered.everyone | {name: embedded[0][name] for name in objective.scalar_outputs}])
-    with learner.phases("forward"):
+    with state.timers("forward"):
         loss_sum, _, further = objective.compute_loss(leaves, {"valid": gathered.everyone["valid"]})
         loss = (loss_sum.reshape(-1) * factor.to(loss_sum.dtype)).sum()
-    with learner.phases("backward"):
+    with state.timers("backward"):
         found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
     gradients = dict(zip(leaves, found, strict=True))
     own = {name: gradients[name][mine] for name in objective.gathered_outputs}
     own |= {name: gradients[name] / world for name in objective.scalar_outputs}
-    return LossGradients(loss_sum.detach() / world, {name: value / world for name, value in further.items()}, own, None)
+    return CachedGradients(
+        loss_sum.detach() / world, {name: value / world for name, value in further.items()}, own, None
+    )
 
 
-def _by_micro(share: Share, objective: Objective, found: LossGradients, of_others: Outputs) -> list[Outputs]:
+def _by_micro(share: LocalBatch, objective: Objective, found: CachedGradients, of_others: Outputs) -> list[Outputs]:
     """Gradients of the outputs of each micro-batch: what this rank's losses gave them, and all ranks' losses."""
-    sizes = [len(micro["valid"]) for micro in share.micros]
+    sizes = [len(micro["valid"]) for micro in share.micro_batches]
     flat = {
         name: found.own[name] + of_others[name] if of_others else found.own[name] for name in objective.gathered_outputs
     }

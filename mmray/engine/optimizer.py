@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from mmray.config import Optimizer as Section
 
 
-SCALE = "lr_scale"  # of a group: its learning rate over that of the schedule
+LR_SCALE = "lr_scale"  # of a group: its learning rate over that of the schedule
 
 
-def freeze(module: nn.Module, patterns: tuple[str, ...]) -> None:
+def freeze_parameters(module: nn.Module, patterns: tuple[str, ...]) -> None:
     """Weights whose names fit a pattern learn no more. Raises UsageError for a pattern that fits none."""
     for pattern in patterns:
         for name in _fitting(module, pattern, "optimizer.freeze"):
@@ -33,7 +33,7 @@ def freeze(module: nn.Module, patterns: tuple[str, ...]) -> None:
         raise UsageError(f"optimizer.freeze: {', '.join(patterns)} leaves no weight that learns")
 
 
-def build(module: nn.Module, section: Section) -> AdamW:
+def build_optimizer(module: nn.Module, section: Section) -> AdamW:
     """Fused AdamW over the parameters that learn (Loshchilov & Hutter 2019), decay only where ndim >= 2."""
     scales = _scales(module, section.lr_scale)
     named: dict[tuple[float, int], list[nn.Parameter]] = {}  # by factor, and matrix, vector or scalar
@@ -43,7 +43,7 @@ def build(module: nn.Module, section: Section) -> AdamW:
                 weight
             )  # a scalar is never sharded
     groups = [
-        {"params": named[scale, kind], "weight_decay": section.weight_decay if kind == 2 else 0.0, SCALE: scale}
+        {"params": named[scale, kind], "weight_decay": section.weight_decay if kind == 2 else 0.0, LR_SCALE: scale}
         for scale, kind in sorted(named, reverse=True)
     ]
     return AdamW(groups, lr=section.lr, betas=(section.betas[0], section.betas[1]), eps=section.eps, fused=True)
@@ -52,7 +52,7 @@ def build(module: nn.Module, section: Section) -> AdamW:
 def set_lr(optimizer: Optimizer, lr: float) -> None:
     """The learning rate of the schedule, times its own factor for each group, for the next step."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group[SCALE]
+        group["lr"] = lr * group[LR_SCALE]
 
 
 def _scales(module: nn.Module, factors: Iterable[str]) -> dict[str, float]:
@@ -75,11 +75,11 @@ def _fitting(module: nn.Module, pattern: str, setting: str) -> list[str]:
 
 
 # Gradient norms and clipping: of all weights as one, or of each branch by itself, sharded or not. For step.py.
-Groups = dict[str, list[nn.Parameter]]
+ClipGroups = dict[str, list[nn.Parameter]]
 WHOLE, REST = "", "rest"
 
 
-def groups_of(module: nn.Module, clip: str) -> Groups:
+def make_clip_groups(module: nn.Module, clip: str) -> ClipGroups:
     """What is clipped together: everything (`global`), or (`branches`) each branch, and the rest. Raises UsageError."""
     learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if clip == "global":
@@ -93,13 +93,13 @@ def groups_of(module: nn.Module, clip: str) -> Groups:
     return {name: group for name, group in groups.items() if group}
 
 
-def norms(groups: Groups) -> Tensor:
+def grad_norms(groups: ClipGroups) -> Tensor:
     """The gradient norm of each group, in their order; it stays on the device."""
     each = [_norm([p.grad for p in group if p.grad is not None]) for group in groups.values()]
     return torch.stack([norm.to(each[0].device) for norm in each])  # branches may lie on two devices
 
 
-def clip(groups: Groups, found: Tensor, of_group: dict[str, float], max_norm: float) -> None:
+def clip_gradients(groups: ClipGroups, found: Tensor, of_group: dict[str, float], max_norm: float) -> None:
     """Scale the gradients of each group whose norm is above `max_norm` down to it; 0 does not clip."""
     for norm, (name, group) in zip(found, groups.items(), strict=True):
         if not 0 < max_norm < of_group[name]:
@@ -151,7 +151,7 @@ def _height(progress: float, section: Section) -> float:
 
 
 # Weights averaged over the steps of a run, which are then evaluated and exported.
-class MovingAverage(AveragedModel):
+class ExponentialMovingAverage(AveragedModel):
     """Exponential moving average of a model's weights: decay x average + (1 - decay) x weights after each step.
 
     Begins with the weights after the first step; buffers are the model's. torch's own update sends a device the number

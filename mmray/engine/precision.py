@@ -41,21 +41,21 @@ class Precision:
         return torch.amp.GradScaler(self.device_type, enabled=self.needs_scaler)
 
 
-def choose(setting: str, device: torch.device) -> Precision:
+def select_precision(setting: str, device: torch.device) -> Precision:
     """Precision for a `train.precision`: auto is bf16 on GPUs that have it, fp16 on older ones, fp32 on a CPU."""
     if setting == "auto":
         setting = _best(device)
     return Precision(setting, _DTYPES[setting], device.type)
 
 
-def agreed(setting: str, group: Group) -> str:
+def common_precision(setting: str, group: Group) -> str:
     """The format that a `train.precision` means for all ranks; auto: the best that the weakest of their devices has.
 
     Ranks that chose for themselves would average gradients of a scaled loss with those of another.
     """
     if setting != "auto":
         return setting
-    return FROM_WEAKEST[group.smallest(FROM_WEAKEST.index(_best(group.device)))]
+    return FROM_WEAKEST[group.all_reduce_min(FROM_WEAKEST.index(_best(group.device)))]
 
 
 def _best(device: torch.device) -> str:

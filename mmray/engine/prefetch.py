@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmray.engine.metrics.writers import Phases
+from mmray.engine.metrics.timers import PhaseTimers
 from mmray.errors import TrainingError, is_out_of_memory
 from mmray.objectives.protocol import Batch
 
@@ -34,20 +34,20 @@ class Positions(Protocol):
 
 
 @dataclass(frozen=True)
-class Share:
+class LocalBatch:
     """One rank's part of a global batch: valid rows only, in as many micro-batches as every other rank has.
 
     In a micro-batch without any valid row one padding row stands in: a model may hold collectives of its own (synced
     BatchNorm), so that all ranks must go forward equally often.
     """
 
-    micros: list[Batch]
-    filler: tuple[bool, ...]  # by micro-batch: only a stand-in
+    micro_batches: list[Batch]
+    is_filler: tuple[bool, ...]  # by micro-batch: only a stand-in
     keys: Tensor  # int64 [valid rows], on the CPU
     sizes: tuple[int, ...]  # rows of each micro-batch with padding: the same on every rank
     tokens: int = 0  # of the captions of valid rows
     places: int = 0  # for tokens in the micro-batches, padding included
-    plain_places: int = 0  # what they would be in the order of the rows, where they are arranged by length
+    padded_tokens_unbucketed: int = 0  # what they would be in the order of the rows, where they are arranged by length
     wait_s: float = 0.0
 
     @property
@@ -56,57 +56,62 @@ class Share:
         return sum(self.sizes)
 
 
-def share_of(micros: list[Batch], arranged: bool = False) -> Share:
+def make_local_batch(micro_batches: list[Batch], arranged: bool = False) -> LocalBatch:
     """A share from micro-batches as they come, invalid rows taken out; `arranged`: not in the order of their rows."""
-    valid = torch.cat([micro["valid"] for micro in micros])
-    keys = torch.cat([micro["key"] for micro in micros])
-    sizes = tuple(len(micro["valid"]) for micro in micros)
+    valid = torch.cat([micro["valid"] for micro in micro_batches])
+    keys = torch.cat([micro["key"] for micro in micro_batches])
+    sizes = tuple(len(micro["valid"]) for micro in micro_batches)
     if bool(valid.all()):
-        return Share(micros, (False,) * len(micros), keys, sizes, *_tokens(micros, sizes, arranged))
-    filler = tuple(not bool(micro["valid"].any()) for micro in micros)
+        return LocalBatch(
+            micro_batches, (False,) * len(micro_batches), keys, sizes, *_tokens(micro_batches, sizes, arranged)
+        )
+    is_filler = tuple(not bool(micro["valid"].any()) for micro in micro_batches)
     stand_in = torch.tensor([0])
-    kept = [_rows(micro, stand_in if empty else micro["valid"]) for micro, empty in zip(micros, filler, strict=True)]
-    real = [micro for micro, empty in zip(kept, filler, strict=True) if not empty]
-    return Share(kept, filler, keys[valid], sizes, *_tokens(real, sizes, arranged))
+    kept = [
+        _rows(micro, stand_in if empty else micro["valid"])
+        for micro, empty in zip(micro_batches, is_filler, strict=True)
+    ]
+    real = [micro for micro, empty in zip(kept, is_filler, strict=True) if not empty]
+    return LocalBatch(kept, is_filler, keys[valid], sizes, *_tokens(real, sizes, arranged))
 
 
-def _tokens(micros: list[Batch], sizes: tuple[int, ...], arranged: bool) -> tuple[int, int, int]:
+def _tokens(micro_batches: list[Batch], sizes: tuple[int, ...], arranged: bool) -> tuple[int, int, int]:
     """Tokens of these micro-batches, places for them, and what the places would be in micro-batches as rows come."""
-    masks = [micro["attention_mask"] for micro in micros if "attention_mask" in micro]
+    masks = [micro["attention_mask"] for micro in micro_batches if "attention_mask" in micro]
     places = sum(mask.numel() for mask in masks)
     if not (arranged and masks):
         return sum(int(mask.sum()) for mask in masks), places, places
     lengths = torch.cat([mask.sum(dim=1) for mask in masks])
-    by_row = lengths[torch.cat([micro["pos"] for micro in micros]).argsort()]
+    by_row = lengths[torch.cat([micro["pos"] for micro in micro_batches]).argsort()]
     plain = sum(int(part.max()) * len(part) for part in by_row.split(max(sizes)))
     return int(lengths.sum()), places, plain
 
 
-def split_micro_batches(share: Share, micro: int) -> Share:
+def split_micro_batches(share: LocalBatch, micro: int) -> LocalBatch:
     """The same rows in micro-batches of at most `micro` rows, as many on every rank; views, nothing is copied."""
     if max(share.sizes) <= micro:
         return share
-    micros, filler, sizes = [], [], []
-    for batch, was_filler, size in zip(share.micros, share.filler, share.sizes, strict=True):
+    micro_batches, is_filler, sizes = [], [], []
+    for batch, was_filler, size in zip(share.micro_batches, share.is_filler, share.sizes, strict=True):
         valid_rows = 0 if was_filler else len(batch["valid"])
         for first in range(0, size, micro):
             rows = slice(first, first + micro) if first < valid_rows else slice(0, 1)
             stand_in = {} if first < valid_rows else {"valid": torch.zeros_like(batch["valid"][rows])}
-            micros.append({name: tensor[rows] for name, tensor in batch.items()} | stand_in)
-            filler.append(first >= valid_rows)
+            micro_batches.append({name: tensor[rows] for name, tensor in batch.items()} | stand_in)
+            is_filler.append(first >= valid_rows)
             sizes.append(min(micro, size - first))
-    return replace(share, micros=micros, filler=tuple(filler), sizes=tuple(sizes))
+    return replace(share, micro_batches=micro_batches, is_filler=tuple(is_filler), sizes=tuple(sizes))
 
 
-def feed(
+def prefetch(
     steps: Iterable[list[Batch]],
     plan: Positions,
     first: int,
     rank: int,
     device: torch.device,
-    phases: Phases,
+    timers: PhaseTimers,
     arranged: bool = False,
-) -> Iterator[Share]:
+) -> Iterator[LocalBatch]:
     """Shares on `device`, the first of step `first`; the next one is read and copied while the last one computes.
 
     `arranged`: data/collate.py has put the rows of each share into micro-batches by their length.
@@ -116,18 +121,20 @@ def feed(
     """
     shares = _checked(steps, plan, first, rank, arranged)
     if device.type == "cuda":
-        copied = map(partial(_copied, device=device, stream=torch.cuda.Stream(device), phases=phases), shares)
+        copied = map(partial(_copied, device=device, stream=torch.cuda.Stream(device), timers=timers), shares)
         shares = _ahead(copied, partial(_arrive, device=device), device)
     return iter(partial(_timed, shares), None)  # nothing here keeps a share that the caller has let go of
 
 
-def _checked(steps: Iterable[list[Batch]], plan: Positions, first: int, rank: int, arranged: bool) -> Iterator[Share]:
-    for step, micros in enumerate(steps, start=first):
-        got, expected = torch.cat([micro["pos"] for micro in micros]).numpy(), plan.positions(step, rank)
+def _checked(
+    steps: Iterable[list[Batch]], plan: Positions, first: int, rank: int, arranged: bool
+) -> Iterator[LocalBatch]:
+    for step, micro_batches in enumerate(steps, start=first):
+        got, expected = torch.cat([micro["pos"] for micro in micro_batches]).numpy(), plan.positions(step, rank)
         if arranged:
             got, expected = np.sort(got), np.sort(expected)
         check_positions(got, expected, step, rank)
-        yield share_of(micros, arranged)
+        yield make_local_batch(micro_batches, arranged)
 
 
 def check_positions(got: np.ndarray, expected: np.ndarray, step: int, rank: int) -> None:
@@ -149,23 +156,23 @@ def _rows(micro: Batch, which: Tensor) -> Batch:
     return {name: tensor[which] for name, tensor in micro.items()}
 
 
-def _timed(shares: Iterator[Share]) -> Share | None:
+def _timed(shares: Iterator[LocalBatch]) -> LocalBatch | None:
     """The next share, with the time that it took to come; None after the last."""
     start_s = time.perf_counter()
     share = next(shares, None)
     return None if share is None else replace(share, wait_s=time.perf_counter() - start_s)
 
 
-Copied = tuple[Share, torch.cuda.Event | None]
+Copied = tuple[LocalBatch, torch.cuda.Event | None]
 
 
-def _copied(share: Share, device: torch.device, stream: torch.cuda.Stream, phases: Phases) -> Copied:
+def _copied(share: LocalBatch, device: torch.device, stream: torch.cuda.Stream, timers: PhaseTimers) -> Copied:
     """A share on its way to the device, with the event of its arrival; copies run beside the computation.
 
     At the peak of a step there may be no room for the next share: it then stays on the CPU, without an event.
     """
     try:
-        with torch.cuda.stream(stream), phases("transfer"):
+        with torch.cuda.stream(stream), timers("transfer"):
             return _on(share, device), stream.record_event()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -173,23 +180,23 @@ def _copied(share: Share, device: torch.device, stream: torch.cuda.Stream, phase
     return share, None
 
 
-def _on(share: Share, device: torch.device) -> Share:
+def _on(share: LocalBatch, device: torch.device) -> LocalBatch:
     """The share on a device, on the stream that is current."""
-    micros = [
+    micro_batches = [
         {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in micro.items()}
-        for micro in share.micros
+        for micro in share.micro_batches
     ]
-    return replace(share, micros=micros)
+    return replace(share, micro_batches=micro_batches)
 
 
-def _arrive(copied: Copied, device: torch.device) -> Share:
+def _arrive(copied: Copied, device: torch.device) -> LocalBatch:
     """The share as the stream of the computation may use it; called between two steps, when there is most room."""
     share, arrived = copied
     if arrived is None:
         return _on(share, device)
     current = torch.cuda.current_stream(device)
     current.wait_event(arrived)
-    for micro in share.micros:
+    for micro in share.micro_batches:
         for tensor in micro.values():
             tensor.record_stream(current)  # else the allocator would reuse it for the next copy too early
     return share

@@ -21,18 +21,18 @@ from mmray.data.stream.reader import Block
 from mmray.data.text.chat import build_encoder
 from mmray.engine import loop, memory_probe, precision
 from mmray.engine import worker_context as reporting
-from mmray.engine.bad_samples import watched
+from mmray.engine.bad_samples import quarantine_bad_rows
 from mmray.engine.checkpoint import files
 from mmray.engine.checkpoint.manager import CheckpointManager, ShardWriter
 from mmray.engine.collectives import Group
-from mmray.engine.dry_run import learner_of, rehearse_job, synthetic_of
 from mmray.engine.heartbeat import Heartbeat
+from mmray.engine.memory_probe import dry_run_job, make_probe_state, synthetic_batches
 from mmray.engine.metrics.system import keep_freed_memory
 from mmray.engine.metrics.writers import MetricsLog
 from mmray.engine.parallel.transforms import apply_transforms
 from mmray.engine.precision import seed_everything
-from mmray.engine.state import Callback, State, Task
-from mmray.engine.worker_context import Advising, Job, Line, Report
+from mmray.engine.run_state import Callback, State, TrainSpec
+from mmray.engine.worker_context import DriverHandle, InputBoundHint, Report, WorkerContext
 from mmray.errors import MmrayError, UsageError
 from mmray.evaluate.build import build_evaluator, check_evaluable
 from mmray.models.build import build
@@ -42,7 +42,9 @@ from mmray.storage.paths import to_path
 WRITES_HANGS = 10  # hang_timeout_s this often: how long a rank may wait for a checkpoint to be written
 
 
-def work(job: Job, start: ResumePoint, blocks: Iterable[Block], device: torch.device, line: Line) -> dict[str, Any]:
+def work(
+    job: WorkerContext, start: ResumePoint, blocks: Iterable[Block], device: torch.device, line: DriverHandle
+) -> dict[str, Any]:
     """Train from `start` to the end of its plan; returns what result.json says."""
     stacks = job.folder / "stacks" / f"step-{start.step}-rank-{line.about['rank']}.txt"
     pulse = Heartbeat(line.beat, line.about, stacks, WRITES_HANGS * job.config.cluster.hang_timeout_s)
@@ -51,7 +53,12 @@ def work(job: Job, start: ResumePoint, blocks: Iterable[Block], device: torch.de
 
 
 def _work(
-    job: Job, start: ResumePoint, blocks: Iterable[Block], device: torch.device, line: Line, pulse: Heartbeat
+    job: WorkerContext,
+    start: ResumePoint,
+    blocks: Iterable[Block],
+    device: torch.device,
+    line: DriverHandle,
+    pulse: Heartbeat,
 ) -> dict[str, Any]:
     config = job.config
     torch.set_num_threads(max(1, int(config.cluster.cpus_per_worker)))  # fixed: sums in another order are other sums
@@ -59,22 +66,24 @@ def _work(
         keep_freed_memory()
     seed_everything(config.train.seed, config.train.deterministic)
     group = Group.current(device, config.cluster.collective_timeout_s)
-    config = config.replace(train=config.train.replace(precision=precision.agreed(config.train.precision, group)))
+    config = config.replace(
+        train=config.train.replace(precision=precision.common_precision(config.train.precision, group))
+    )
     found = None if start.checkpoint is None else to_path(start.checkpoint)
     cut = config.train.parallel == "fsdp" and group.world > 1
     model = _model(job, None if found is None else files.load_meta(found)["architecture"], device)
     if job.eval_set is not None:
         check_evaluable(config, model)
     objective = objectives.build(config.objective)
-    rehearsed = rehearse_job(job, learner_of(config, model, objective, group), start.plan)
+    rehearsed = dry_run_job(job, make_probe_state(config, model, objective, group), start.plan)
     stored = None if found is None else partial(files.load, found)
-    ranks = group.apart(WRITES_HANGS * config.cluster.hang_timeout_s) if cut else None
+    ranks = group.new_cpu_group(WRITES_HANGS * config.cluster.hang_timeout_s) if cut else None
     keeper = _keeper(job, group, model, line.report, ranks)
     writes = keeper or (ShardWriter(job.folder, ranks) if cut else None)
     log = None if keeper is None else keeper.log_from(start.step)
     if log is not None:
         line.report({"wasted_steps": log.wasted_steps})
-    task = Task(
+    task = TrainSpec(
         model=model,
         objective=objective,
         plan=start.plan,
@@ -88,17 +97,17 @@ def _work(
         callbacks=_callbacks(job, keeper, device, line, pulse),
         stop=line.stop,
         by_length=config.batch.by_length,
-        profile_to=None if keeper is None else keeper.growing.here / "profile" / "rank-0.json",
+        profile_path=None if keeper is None else keeper.growing.here / "profile" / "rank-0.json",
         micro=rehearsed.micro,
-        constants=rehearsed.table,
-        names=partial(reporting.names, job.reader),
-        note=lambda text, label: reporting.tell(line.report, label, text),
+        static_metrics=rehearsed.table,
+        names=partial(reporting.row_keys, job.reader),
+        note=lambda text, label: reporting.report_note(line.report, label, text),
         **(_branches(job, model, rehearsed.micro, device) if config.train.parallel == "branches" else {}),
     )
     if config.batch.micro == "auto":
         task.note(f"micro-batches of {rehearsed.micro} rows fit", "memory")
     with _closing(log, writes):
-        rows = watched(blocks, config, job.folder, job.reader, start.plan, line.bad_row)
+        rows = quarantine_bad_rows(blocks, config, job.folder, job.reader, start.plan, line.bad_row)
         # Cut here to what fits: by_length has something to arrange, and each micro-batch its own longest caption.
         fitting = replace(start.plan, micro=rehearsed.micro)
         outcome = loop.run(task, iter_micro_batches(rows, fitting, config.batch.by_length), stored)
@@ -126,7 +135,7 @@ def _closing(log: MetricsLog | None, keeper: CheckpointManager | ShardWriter | N
             raise
 
 
-def _model(job: Job, architecture: dict[str, Any] | None, device: torch.device) -> nn.Module:
+def _model(job: WorkerContext, architecture: dict[str, Any] | None, device: torch.device) -> nn.Module:
     """The model on its device, not wrapped; with the architecture of a checkpoint that is to be loaded into it."""
     config = job.config
     model = build(config.model, config.model.vocab_size, architecture)
@@ -134,7 +143,7 @@ def _model(job: Job, architecture: dict[str, Any] | None, device: torch.device) 
     return apply_transforms(model, config.train, config.optimizer, device)
 
 
-def _tell_labels(model: nn.Module, job: Job) -> None:
+def _tell_labels(model: nn.Module, job: WorkerContext) -> None:
     """A model that reads the names of labels gets their tokens; one from a checkpoint has them."""
     labels = getattr(model, "labels", None)
     if isinstance(labels, LabelTexts) and not labels.known:
@@ -142,21 +151,21 @@ def _tell_labels(model: nn.Module, job: Job) -> None:
 
 
 def _callbacks(
-    job: Job, keeper: CheckpointManager | None, device: torch.device, line: Line, pulse: Heartbeat
+    job: WorkerContext, keeper: CheckpointManager | None, device: torch.device, line: DriverHandle, pulse: Heartbeat
 ) -> tuple[Callback, ...]:
     """The user's own, the heartbeat, and on rank 0 what people are told."""
     own = [plugins.load_class(name, "train.callbacks")() for name in job.config.train.callbacks]
     if keeper is None:
         return (*own, pulse)
-    advising = Advising(partial(reporting.advise, job, line.report, device))
-    return (*own, pulse, reporting.Reporting(line.report, keeper.writer), advising)
+    advising = InputBoundHint(partial(reporting.report_hint, job, line.report, device))
+    return (*own, pulse, reporting.ProgressReporter(line.report, keeper.writer), advising)
 
 
-def _branches(job: Job, model: nn.Module, micro: int, device: torch.device) -> dict[str, Any]:
+def _branches(job: WorkerContext, model: nn.Module, micro: int, device: torch.device) -> dict[str, Any]:
     """What the strategy `branches` asks of a task: two devices, and the branch that takes longer."""
     return {
         "devices": _two_of(device),
-        "slower": memory_probe.slower_branch(model, synthetic_of(job.config, device)(micro)),
+        "slower": memory_probe.slower_branch(model, synthetic_batches(job.config, device)(micro)),
     }
 
 
@@ -174,12 +183,12 @@ def _architecture(model: nn.Module) -> dict[str, Any] | None:
     return model.architecture() if hasattr(model, "architecture") else None  # type: ignore[operator]
 
 
-def _keeper(job: Job, group: Group, model: nn.Module, report: Report, ranks: Any) -> CheckpointManager | None:
+def _keeper(job: WorkerContext, group: Group, model: nn.Module, report: Report, ranks: Any) -> CheckpointManager | None:
     """Rank 0's keeper of checkpoints and logs; None on the others."""
     if group.rank != 0:
         return None
     about = {"world": group.world, "architecture": _architecture(model)}
-    return CheckpointManager(job.folder, job.fence, job.config, about, partial(reporting.tell, report), ranks)
+    return CheckpointManager(job.folder, job.fence, job.config, about, partial(reporting.report_note, report), ranks)
 
 
 def _save(
@@ -195,15 +204,15 @@ def _save(
 
 
 def _evaluator(
-    job: Job, group: Group, objective: Any, start: ResumePoint, report: Report, number_format: str
+    job: WorkerContext, group: Group, objective: Any, start: ResumePoint, report: Report, number_format: str
 ) -> Callable[[int, nn.Module], dict[str, float]] | None:
     if job.eval_set is None:
         return None
     scorer = build_evaluator(job.config, job.eval_set, job.tokenizer_json)
-    chosen = precision.choose(number_format, group.device)
+    chosen = precision.select_precision(number_format, group.device)
 
     def evaluate(step: int, model: nn.Module) -> dict[str, float]:
-        show = partial(reporting.keep_examples, job.folder, report, step) if group.rank == 0 else None
+        show = partial(reporting.save_examples, job.folder, report, step) if group.rank == 0 else None
         with chosen.autocast():
             return scorer.score(model, group, objective, start.plan.global_rows, show)
 

@@ -26,7 +26,7 @@ Report = Callable[[dict[str, Any]], Any]
 
 
 @dataclass(frozen=True)
-class Job:
+class WorkerContext:
     """A run as its workers see it."""
 
     config: Config
@@ -40,7 +40,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Line:
+class DriverHandle:
     """A worker's line to whoever started it: `report` is called on rank 0, the rest on every rank."""
 
     report: Report
@@ -55,7 +55,9 @@ BOUND = 0.15  # of the time: below it, more data workers would hardly be felt
 EVERY = 100  # steps between two lines
 
 
-def advice(wait_share: float, data_workers: int, prepared_side: int, model_side: int, device: str) -> str | None:
+def input_bound_hint(
+    wait_share: float, data_workers: int, prepared_side: int, model_side: int, device: str
+) -> str | None:
     """The line for a run that waits for rows `wait_share` of its time; None for one that hardly does.
 
     With w workers the rows come at the pace of (1 - wait) of what training could take, so w / (1 - wait) would do.
@@ -71,7 +73,7 @@ def advice(wait_share: float, data_workers: int, prepared_side: int, model_side:
 
 
 @dataclass
-class Advising:
+class InputBoundHint:
     """Says so every EVERY steps, over all that was logged between; a callback of the loop."""
 
     say: Callable[[float], None]
@@ -87,7 +89,7 @@ class Advising:
 
 
 # What a worker passes on to people: logged lines, what checkpoints cost, advice, examples, names of rows.
-class Reporting:
+class ProgressReporter:
     """Passes on what is logged, and what a checkpoint cost; a callback like a user's own."""
 
     def __init__(self, report: Report, writer: AsyncSaver):
@@ -103,28 +105,30 @@ class Reporting:
             self.report(metrics)
 
 
-def advise(job: Job, report: Report, device: torch.device, wait_share: float) -> None:
+def report_hint(job: WorkerContext, report: Report, device: torch.device, wait_share: float) -> None:
     """A line for people when training waits for rows."""
     config, kind = job.config, "GPU" if device.type == "cuda" else "CPU"
-    line = advice(wait_share, job.data_workers, config.prepare.image_side, config.model.inputs.image_side, kind)
+    line = input_bound_hint(
+        wait_share, job.data_workers, config.prepare.image_side, config.model.inputs.image_side, kind
+    )
     if line is not None:
-        tell(report, "pace", line)
+        report_note(report, "pace", line)
 
 
-def keep_examples(folder: AnyPath, report: Report, step: int, examples: dict[str, Any]) -> None:
+def save_examples(folder: AnyPath, report: Report, step: int, examples: dict[str, Any]) -> None:
     """Write what the report shows of the newest evaluation; that the storage does not take it is told."""
     try:
         write_atomic(folder / EXAMPLES, orjson.dumps({"step": step, **examples}).decode())
     except OSError as error:
-        tell(report, "storage", f"the examples of step {step} are not kept: {error}")
+        report_note(report, "storage", f"the examples of step {step} are not kept: {error}")
 
 
-def tell(report: Report, label: str, text: str) -> None:
+def report_note(report: Report, label: str, text: str) -> None:
     """A line for people."""
     report({"note": text, "label": label})
 
 
-def names(reader: RowReader, rows: list[int]) -> list[str]:
+def row_keys(reader: RowReader, rows: list[int]) -> list[str]:
     """Keys of rows of the set, for messages; a row that cannot be read goes by its number."""
     try:
         return [

@@ -38,7 +38,7 @@ class Group(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def gather_plain(self, rows: Tensor) -> Tensor:
+    def all_gather_variable(self, rows: Tensor) -> Tensor:
         """Rows of all ranks in rank order; the ranks may bring different numbers of rows."""
 
 
@@ -61,7 +61,7 @@ class Evaluator(EvalDataset):
         settings = self._settings
         batches = self._batches(group.rank, group.world, settings.limit)
         embedded = embed_dataset(model, batches, group, objective, settings.chunk)
-        bad_rows = int(group.gather_plain(torch.tensor([len(batches.faults)])).sum())
+        bad_rows = int(group.all_gather_variable(torch.tensor([len(batches.faults)])).sum())
         if len(embedded.row) == 0:
             raise DataError(f"none of {bad_rows} evaluation rows can be read, {'; '.join(batches.faults[:1])}")
         found = retrieval_ranks(embedded, group, settings.chunk)
@@ -95,7 +95,7 @@ class Evaluator(EvalDataset):
         found = [
             topk_correct(exact(rows) @ exact(weights).T, labels) for rows, labels in zip(image, label, strict=True)
         ]
-        right = group.gather_plain(torch.stack([torch.zeros(3, dtype=torch.int64), *found]).sum(0)[None]).sum(0)
+        right = group.all_gather_variable(torch.stack([torch.zeros(3, dtype=torch.int64), *found]).sum(0)[None]).sum(0)
         return topk_accuracy(right.cpu(), "zero_shot", len(classes))
 
 
@@ -118,7 +118,7 @@ def _ranks(
     mine = slice(group.rank, None, group.world)
     own = right[:, right[0] % group.world == group.rank]
     own = torch.stack([own[0] // group.world, own[1]])
-    found = group.gather_plain(compute_ranks(queries[mine], gallery, own, chunk, group.device, copies)).cpu()
+    found = group.all_gather_variable(compute_ranks(queries[mine], gallery, own, chunk, group.device, copies)).cpu()
     dealt = torch.cat([torch.arange(len(queries))[rank :: group.world] for rank in range(group.world)])
     return torch.empty_like(found).scatter_(0, dealt, found)
 
@@ -235,9 +235,9 @@ def _gather(rows: Tensor, group: Group, chunk: int) -> Tensor:
     """Rows of all ranks, on the CPU; the captions of one row stay in their order."""
     if group.world == 1:
         return rows
-    longest = int(group.gather_plain(torch.tensor([len(rows)])).max())
+    longest = int(group.all_gather_variable(torch.tensor([len(rows)])).max())
     starts = range(0, max(1, longest), chunk)
-    return torch.cat([group.gather_plain(rows[start : start + chunk]).cpu() for start in starts])
+    return torch.cat([group.all_gather_variable(rows[start : start + chunk]).cpu() for start in starts])
 
 
 @torch.no_grad()
@@ -254,7 +254,7 @@ def _loss(embedded: EmbeddingSet, group: Group, objective: Objective, global_row
         image, text = embedded.image[rows], embedded.text[first_caption[rows]]
         total, count = _loss_of_group(image, text, embedded.scalar_outputs, group.device, objective, chunk)
         sums.append(torch.tensor([[index, total, count]], dtype=torch.float64))
-    everyone = group.gather_plain(torch.cat(sums)).cpu()
+    everyone = group.all_gather_variable(torch.cat(sums)).cpu()
     _, total, count = everyone[everyone[:, 0].argsort()].sum(dim=0).tolist()
     return total / count
 

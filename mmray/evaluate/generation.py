@@ -138,7 +138,7 @@ def answer_scores(model: Any, batches: EvalBatches, group: Group, most: int) -> 
 def _gathered(found: list[list[Any]], group: Group) -> list[list[Any]]:
     """The rows of all ranks; text travels as bytes."""
     mine = "".join(json.dumps(row) + "\n" for row in found).encode()
-    everyone = group.gather_plain(torch.frombuffer(bytearray(mine or b"\n"), dtype=torch.uint8))
+    everyone = group.all_gather_variable(torch.frombuffer(bytearray(mine or b"\n"), dtype=torch.uint8))
     return [json.loads(line) for line in bytes(everyone.cpu().numpy()).splitlines() if line]
 
 
@@ -168,7 +168,7 @@ class GenerationEvaluator(EvalDataset):
                     sums[:3] += _loss_sums(model, part, group.device)
                 sums[3] += len(batch["row"])
         sums[4] = len(batches.faults)
-        loss, tokens, right, rows, bad_rows = group.gather_plain(sums[None]).sum(0).tolist()
+        loss, tokens, right, rows, bad_rows = group.all_gather_variable(sums[None]).sum(0).tolist()
         if not rows:
             raise DataError(f"none of {bad_rows:.0f} evaluation rows can be read, {'; '.join(batches.faults[:1])}")
         mean, answers = loss / max(1.0, tokens), {}

@@ -128,10 +128,10 @@ def train(config: Config, reporter: ProgressReporter) -> RunOutcome:
 def validate_settings(config: Config) -> None:
     """Raise UsageError for settings that contradict each other, before any data is looked at."""
     from mmray import objectives
-    from mmray.engine.batch import shape_of
+    from mmray.engine.batch import resolve_batch_shape
     from mmray.train import trackers, validate
 
-    shape_of(config.batch, config.cluster.most_workers)
+    resolve_batch_shape(config.batch, config.cluster.most_workers)
     validate.validate(config)
     trackers.check_trackers(config)
     objectives.build(config.objective)

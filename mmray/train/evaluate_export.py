@@ -25,7 +25,7 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.engine import precision
 from mmray.engine.checkpoint import files
 from mmray.engine.collectives import Group
-from mmray.engine.state import AVERAGE
+from mmray.engine.run_state import EMA_KEY
 from mmray.errors import TrainingError, UsageError
 from mmray.evaluate.build import best_metric, build_evaluator, check_evaluable
 from mmray.models import lora
@@ -140,7 +140,7 @@ def load_model(config: Config, found: AnyPath) -> nn.Module:
     """The model of a checkpoint, on the CPU; with the averaged weights where the run kept them."""
     model = build(config.model, config.model.vocab_size, files.load_meta(found).get("architecture"))
     if config.train.ema:
-        averaged = files.load(found)[AVERAGE]
+        averaged = files.load(found)[EMA_KEY]
         own = {name.removeprefix("module."): weight for name, weight in averaged.items() if name.startswith("module.")}
         model.load_state_dict(own)
     else:
@@ -170,5 +170,5 @@ def _score_on_worker(config: Config, tokenizer_json: str, held_out: PreparedSet,
     scorer = build_evaluator(config, held_out, tokenizer_json)
     rows = config.batch.global_  # settled when the run began; its other settings are those of the workers it had
     assert rows is not None
-    with precision.choose(config.train.precision, group.device).autocast():
+    with precision.select_precision(config.train.precision, group.device).autocast():
         return dict(scorer.score(model.to(group.device), group, objectives.build(config.objective), rows))

@@ -13,7 +13,7 @@ from mmray.data.store.prepared_set import PreparedMixture, PreparedSet
 from mmray.data.stream.shuffle import shuffle_block_and_window, with_local_cache
 from mmray.data.text.chat import build_encoder, extend_tokenizer
 from mmray.data.text.tokenizer import declared_pad_id, load_tokenizer
-from mmray.engine.batch import shape_of, total_steps
+from mmray.engine.batch import resolve_batch_shape, total_steps
 from mmray.storage.paths import AnyPath
 from mmray.train.coordinator import ProgressReporter
 from mmray.train.validate import with_region_labels
@@ -32,7 +32,7 @@ def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
     terms = [(str(prepared(source)), weight) for source, weight in parse_mixture(config.data.train)]
     train_sets = [PreparedSet.open(place, config.data.train_split) for place, _ in terms]
     eval_set = _eval_set(config, terms[0][0], train_sets[0], prepared)
-    shape = shape_of(config.batch, config.cluster.most_workers)
+    shape = resolve_batch_shape(config.batch, config.cluster.most_workers)
     chunk, window = shuffle_block_and_window(config.data, train_sets, shape.global_rows)
     train_sets = [with_local_cache(config.data, each, chunk) for each in train_sets]
     eval_set = eval_set and with_local_cache(config.data, eval_set, chunk)

@@ -25,7 +25,7 @@ from mmray.cluster.autoscaling import AutoscalerRequest
 from mmray.cluster.placement import LiveNodes, live_nodes
 from mmray.config import Config
 from mmray.data.store.manifest import QUARANTINE
-from mmray.engine.bad_samples import bad_rows
+from mmray.engine.bad_samples import load_bad_rows
 from mmray.engine.checkpoint import files
 from mmray.errors import MmrayError, ResourceError, StorageError, TrainingError, UsageError
 from mmray.evaluate.build import best_metric
@@ -165,7 +165,7 @@ def _prepare_attempt(
                 lease.advance()
             found = files.latest_valid(run.checkpoints, partial(reporter.log, label="checkpoint"))
             merge_parts(run.path / QUARANTINE)
-            return found, bad_rows(run.path)
+            return found, load_bad_rows(run.path)
         except (StorageError, OSError) as error:
             pause_s = next(pauses_s, None)
             told = f"the storage of {run.path} fails: {error}"

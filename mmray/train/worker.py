@@ -16,7 +16,7 @@ import ray.train
 import ray.train.torch
 
 from mmray.data.stream.stream import iter_blocks
-from mmray.engine.worker_context import Line
+from mmray.engine.worker_context import DriverHandle
 from mmray.errors import MmrayError
 from mmray.train.coordinator import StopFlag
 
@@ -27,7 +27,7 @@ def train_loop_per_worker(given: dict[str, Any]) -> dict[str, Any]:
     from mmray.engine.worker import work  # late: the driver imports this module, and needs no engine
 
     rank = ray.train.get_context().get_world_rank()
-    line = Line(
+    line = DriverHandle(
         report=coordinator.push.remote if rank == 0 else (lambda _: None),
         stop=StopFlag(coordinator) if rank == 0 else (lambda: False),
         bad_row=lambda row: ray.get(coordinator.bad_row.remote(row)),

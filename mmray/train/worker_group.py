@@ -21,9 +21,9 @@ from mmray.data.store.prepared_set import PreparedMixture, PreparedSet
 from mmray.data.stream.order import ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.stream.stream import StreamDataConfig
-from mmray.engine.batch import BatchShape, smaller
+from mmray.engine.batch import BatchShape, smaller_micro
 from mmray.engine.checkpoint import files
-from mmray.engine.worker_context import Job
+from mmray.engine.worker_context import WorkerContext
 from mmray.errors import MmrayError, OutOfMemoryError, StorageError, TrainingError
 from mmray.storage.paths import AnyPath
 from mmray.train import run_dir
@@ -118,7 +118,7 @@ def build_trainer(
     return ray.train.torch.TorchTrainer(
         train_loop_per_worker,  # type: ignore[arg-type]  # its annotation forgets that the result comes back
         train_loop_config={
-            "job": Job(
+            "job": WorkerContext(
                 config=config,
                 folder=run.path,
                 fence=fence,
@@ -203,7 +203,7 @@ def _host_oom_error(error: BaseException, monitor: AttemptMonitor, ready: Resolv
     """A worker that Ray's memory monitor has ended: not a device, its node had no room."""
     share = -(-ready.shape.global_rows // monitor.world)
     before = min(rows for rows in (monitor.run_monitor.micro, ready.micro, ready.shape.micro, share) if rows)
-    less = smaller(before, share)
+    less = smaller_micro(before, share)
     told = f"a node had no room for its worker with micro-batches of {before} rows ({str(error).splitlines()[0]})"
     next_move = f"Now the same rows again, {less} at a time" if less else "What else runs on it?"
     return OutOfMemoryError(f"{told}. {next_move}", less)

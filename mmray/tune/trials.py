@@ -14,7 +14,7 @@ from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, max_cluster, 
 from mmray.cluster.connect import INPUT_TASK_CPUS
 from mmray.config import LENGTHS, Cluster, Config
 from mmray.config.search_space import Space, value_at, with_settings
-from mmray.engine.batch import BatchShape, shape_of, total_steps
+from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import ResourceError, UsageError
 
 STEPS = 40  # of the largest global batch, where no length is given
@@ -83,7 +83,7 @@ def _shaped(trial: Trial) -> Trial:
     assert trial.config is not None
     batch, workers = trial.config.batch, trial.config.cluster.most_workers
     try:
-        shape = shape_of(batch, workers)
+        shape = resolve_batch_shape(batch, workers)
     except UsageError as error:
         return replace(trial, infeasible=str(error))
     if isinstance(batch.micro, int) and shape.micro < batch.micro:
@@ -148,7 +148,7 @@ def warm_up_doubt(runs: Sequence[Config], num_rows: int, goal: str) -> str | Non
     if goal not in ("loss", "recall"):
         return None
     for run in runs:
-        steps = total_steps(run.train, num_rows, shape_of(run.batch, run.cluster.most_workers).global_rows)
+        steps = total_steps(run.train, num_rows, resolve_batch_shape(run.batch, run.cluster.most_workers).global_rows)
         if steps <= run.optimizer.warmup_steps:
             return (
                 f"{run.run.name} takes {steps} steps, all of them in the warm-up of {run.optimizer.warmup_steps}: its "

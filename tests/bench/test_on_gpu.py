@@ -9,7 +9,7 @@ import pytest
 from mmray.bench.batch_shapes import measure_shape
 from mmray.bench.step import build_bench
 from mmray.config import Batch, Train
-from mmray.engine.batch import shape_of
+from mmray.engine.batch import resolve_batch_shape
 from mmray.engine.collectives import Group
 from tests.bench.test_step import tiny
 from tests.train.gpus import gpus
@@ -32,5 +32,5 @@ def test_both_loops_take_the_same_steps(monkeypatch: pytest.MonkeyPatch, number:
 def test_a_row_of_a_batch_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny(batch=Batch(micro=2, global_=6))
     with gpus(monkeypatch):
-        row = measure_shape(config, GROUP, Path(), shape_of(config.batch, 1), 0.01)
+        row = measure_shape(config, GROUP, Path(), resolve_batch_shape(config.batch, 1), 0.01)
     assert row["samples_per_s"] > 0 and 0 < row["peak_gib"] < row["peak_reserved_gib"]

@@ -136,9 +136,11 @@ def test_all_ranks_together_take_the_global_batch():
         plan = SamplePlan(2**30, 10, world, 2, 0, 2)
         for step in range(2):
             parts = [list(strategies._steps(plan, rank, batches))[step] for rank in range(world)]
-            rows = torch.cat([micro["image"][micro["valid"]] for micros in parts for micro in micros])
+            rows = torch.cat([micro["image"][micro["valid"]] for micro_batches in parts for micro in micro_batches])
             assert torch.equal(rows, batches[step]["image"])
-            got = np.concatenate([torch.cat([micro["pos"] for micro in micros]).numpy() for micros in parts])
+            got = np.concatenate(
+                [torch.cat([micro["pos"] for micro in micro_batches]).numpy() for micro_batches in parts]
+            )
             assert np.array_equal(got, np.concatenate([plan.positions(step, rank) for rank in range(world)]))
 
 

@@ -19,9 +19,9 @@ from mmray.data.store.prepared_set import PreparedSet, key_id
 from mmray.data.stream.order import PADDING, Blocks, ResumePoint, SamplePlan
 from mmray.data.stream.reader import BlockReader, RowReader
 from mmray.data.text.tokenizer import TextEncoder
-from mmray.engine.metrics.writers import rows_sha
+from mmray.engine.metrics.meters import rows_sha
 from mmray.engine.worker import work
-from mmray.engine.worker_context import Job, Line
+from mmray.engine.worker_context import DriverHandle, WorkerContext
 from mmray.storage.lease import Lease
 from mmray.train import monitor
 from mmray.train.driver import train
@@ -76,8 +76,14 @@ def losses_of_one_worker(wanted, folder):
     reader = RowReader(prepared, calm.model.inputs, tokenizer, calm.prepare.max_pixels, calm.augment)
     read, blocks = BlockReader(reader, Blocks(plan, 0, 1)), Blocks(plan, 0, 1)
     stream = (read({"id": np.array([number])}) for number in range(blocks.count))
-    line = Line(lambda _: None, lambda: False, lambda _: 0, lambda _: False, {"rank": 0, "node": "", "pid": 0})
-    work(Job(calm, folder, fence, reader, None, tokenizer), ResumePoint(plan, 0), stream, torch.device("cpu"), line)
+    line = DriverHandle(lambda _: None, lambda: False, lambda _: 0, lambda _: False, {"rank": 0, "node": "", "pid": 0})
+    work(
+        WorkerContext(calm, folder, fence, reader, None, tokenizer),
+        ResumePoint(plan, 0),
+        stream,
+        torch.device("cpu"),
+        line,
+    )
     lease.release()
     return [entry["train/loss"] for entry in lines(folder)]
 

@@ -8,7 +8,7 @@ import torch
 
 from mmray.data.store.prepared_set import key_id
 from mmray.data.stream.order import PADDING, SamplePlan
-from mmray.engine.metrics.writers import rows_sha
+from mmray.engine.metrics.meters import rows_sha
 from mmray.train.driver import train
 from tests.made import make_set, row
 from tests.nodes import several_nodes

@@ -14,7 +14,7 @@ from ray._private.internal_api import get_memory_info_reply, get_state_from_addr
 from mmray.bench.timing import process_role
 from mmray.config import to_yaml
 from mmray.data.store.prepared_set import key_id
-from mmray.engine.metrics.writers import rows_sha
+from mmray.engine.metrics.meters import rows_sha
 from mmray.errors import UsageError
 from mmray.train.driver import train
 from tests.cluster.test_faults import assert_same_model, expected_marks, in_double, losses_of_one_worker

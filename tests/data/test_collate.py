@@ -7,7 +7,7 @@ import torch
 from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.order import SamplePlan
 from mmray.engine.metrics.meters import Padding
-from mmray.engine.prefetch import share_of
+from mmray.engine.prefetch import make_local_batch
 
 
 def blocks(plan, lengths):
@@ -50,7 +50,7 @@ def told_of(steps, arranged):
     """What a rank counts of these steps."""
     padding = Padding()
     for micros in steps:
-        padding.add(share_of(micros, arranged))
+        padding.add(make_local_batch(micros, arranged))
     return [float(count) for count in padding.take(torch.device("cpu"))]
 
 

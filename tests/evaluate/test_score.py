@@ -77,7 +77,7 @@ class Rank:
     def world(self) -> int:
         return self.meeting.world
 
-    def gather_plain(self, rows: Tensor) -> Tensor:
+    def all_gather_variable(self, rows: Tensor) -> Tensor:
         self.meeting.rows[self.rank] = rows
         self.meeting.barrier.wait()
         everyone = torch.cat(self.meeting.rows)

@@ -15,7 +15,7 @@ from mmray import objectives
 from mmray.config import CrossAttention, Fusion, ImageTower, Inputs, Objective, TextTower
 from mmray.data.text.tokenizer import TextEncoder, train_tokenizer
 from mmray.engine import optimizer
-from mmray.engine.prefetch import share_of
+from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import optimizer_step
 from mmray.errors import UsageError
 from mmray.models.build import build
@@ -127,16 +127,16 @@ def test_it_learns_to_tell_what_matches() -> None:
     torch.manual_seed(0)
     model = build(spec_of(classes=4), VOCAB).train()
     settings = Objective(kind="contrastive + matching + 0.5 * classification")
-    learner = toy.learner(model, objective=objectives.build(settings))
+    state = toy.train_state(model, objective=objectives.build(settings))
     quarter = torch.arange(12) % 4
     image = torch.zeros(12, 3, 2, 16, 2, 16, dtype=torch.uint8)
     image[torch.arange(12), :, quarter // 2, :, quarter % 2] = 255
     batch = synthetic_batch(INPUTS, VOCAB, 12, "cpu")
     batch |= {"image": image.view(12, 3, 32, 32), "label": quarter}
     batch |= {"input_ids": (quarter + 5)[:, None].expand(-1, 8).contiguous()}
-    optimizer.set_lr(learner.optimizer, 0.003)
+    optimizer.set_lr(state.optimizer, 0.003)
     for step in range(80):
-        found = optimizer_step(learner, share_of([batch | {"pos": batch["pos"] + 12 * step}]), lambda _: 0)
+        found = optimizer_step(state, make_local_batch([batch | {"pos": batch["pos"] + 12 * step}]), lambda _: 0)
     means = {name: float((value / found.counts).sum()) for name, value in found.sums.items()}
     assert means["match_accuracy"] > 0.95
     assert means["class_accuracy"] == 1

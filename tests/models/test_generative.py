@@ -154,9 +154,9 @@ def rows_of(step: int) -> dict[str, Tensor]:
 
 def trained(micro: int) -> Tensor:
     model = model_of().double().train()
-    learner = toy.learner(model, objective=toy.objective("language_modelling"))
+    state = toy.train_state(model, objective=toy.objective("language_modelling"))
     for step in range(3):
-        assert take(learner, toy.cut(rows_of(step), micro), step).finite
+        assert take(state, toy.cut(rows_of(step), micro), step).finite
     return toy.flat(model)
 
 

@@ -51,10 +51,10 @@ def models_of(kind: str) -> tuple[nn.Module, nn.Module]:
 def trained(kind: str, model: nn.Module, micro: int = 4) -> nn.Module:
     """Three steps of eight rows."""
     spec, objective, _ = SPECS[kind]
-    learner = toy.learner(model.train(), objective=toy.objective(objective))
+    state = toy.train_state(model.train(), objective=toy.objective(objective))
     for step in range(3):
         batch = synthetic_batch(spec.inputs, spec.vocab_size or VOCAB, 8, "cpu", step)
-        assert take(learner, toy.cut({"labels": batch["input_ids"]} | batch, micro), step).finite
+        assert take(state, toy.cut({"labels": batch["input_ids"]} | batch, micro), step).finite
     return model.eval()
 
 

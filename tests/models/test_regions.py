@@ -14,7 +14,7 @@ from mmray import objectives
 from mmray.config import Objective
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.engine import optimizer
-from mmray.engine.prefetch import share_of
+from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import optimizer_step
 from mmray.errors import DataError, UsageError
 from mmray.models.build import build, random_init_architecture
@@ -126,8 +126,8 @@ def test_it_learns_what_is_in_a_box() -> None:
     model = model_of().train()
     for weight in (*model.cross.parameters(),):
         weight.requires_grad_(False)
-    learner = toy.learner(model, objective=objectives.build(Objective(kind="contrastive + region_text")))
-    optimizer.set_lr(learner.optimizer, 0.003)
+    state = toy.train_state(model, objective=objectives.build(Objective(kind="contrastive + region_text")))
+    optimizer.set_lr(state.optimizer, 0.003)
     first = torch.arange(12) % 2
     image = torch.zeros(12, 3, 32, 32, dtype=torch.uint8)
     image[torch.arange(12), first, :16, :16] = 255
@@ -136,7 +136,7 @@ def test_it_learns_what_is_in_a_box() -> None:
     batch = synthetic_batch(BOXED, VOCAB, 12, "cpu") | {"image": image, "boxes": boxes}
     batch |= {"box_labels": torch.stack([first, 1 - first], dim=1) + 1, "box_mask": torch.ones(12, 2, dtype=torch.bool)}
     for step in range(60):
-        found = optimizer_step(learner, share_of([batch | {"pos": batch["pos"] + 12 * step}]), lambda _: 0)
+        found = optimizer_step(state, make_local_batch([batch | {"pos": batch["pos"] + 12 * step}]), lambda _: 0)
     assert float((found.sums["region_accuracy"] / found.counts).sum()) == 1
 
 

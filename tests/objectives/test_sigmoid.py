@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmray.engine.collectives import Group
-from mmray.engine.grad_cache import around
-from mmray.engine.metrics.writers import Phases
-from mmray.engine.oom import MemoryVote
+from mmray.engine.grad_cache import ring_loss
+from mmray.engine.metrics.timers import PhaseTimers
+from mmray.engine.oom import OomGuard
 from mmray.objectives.protocol import Pairwise, split_objective
 from mmray.objectives.sigmoid import Sigmoid
 
 B, D = 7, 5
-ALONE = MemoryVote(Group(), False, Phases(torch.device("cpu")))
+ALONE = OomGuard(Group(), False, PhaseTimers(torch.device("cpu")))
 
 
 def drawn(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -64,7 +64,7 @@ def test_around_a_ring_of_one_it_is_the_same_in_any_chunk(chunk: int) -> None:
     loss, _, parts = Sigmoid().compute_loss(outputs, batch)
     expected = torch.autograd.grad(loss * 3, list(outputs.values()))
     factor = torch.tensor([3.0], dtype=torch.float64)
-    found, further, gradients = around(Sigmoid(chunk), drawn(), batch["valid"], B, factor, ALONE)
+    found, further, gradients = ring_loss(Sigmoid(chunk), drawn(), batch["valid"], B, factor, ALONE)
     torch.testing.assert_close(found, loss.detach())
     torch.testing.assert_close(further["loss_negative"], parts["loss_negative"])
     for name, value in zip(outputs, expected, strict=True):
@@ -80,7 +80,7 @@ def test_scores_of_a_chunk_are_all_that_is_held() -> None:
     }
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: sizes.append(tensor.numel()) or tensor, lambda t: t):
         valid, factor = torch.ones(rows, dtype=torch.bool), torch.ones(1, dtype=torch.float64)
-        around(Sigmoid(chunk), leaves, valid, rows, factor, ALONE)
+        ring_loss(Sigmoid(chunk), leaves, valid, rows, factor, ALONE)
     assert max(sizes) == rows * chunk
 
 

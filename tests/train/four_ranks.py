@@ -97,12 +97,12 @@ def ring(group: Group) -> dict[str, Any]:
     pairs = inner.pairwise_loss
     inner.pairwise_loss = lambda *given: (seen.append((len(given[1]), len(given[3]))), pairs(*given))[1]
     gathers: list[int] = []
-    watched = SimpleNamespace(gather=Group.gather)
-    Group.gather = lambda self, rows: (gathers.append(len(rows)), watched.gather(self, rows))[1]  # type: ignore[method-assign]
+    watched = SimpleNamespace(gather=Group.all_gather)
+    Group.all_gather = lambda self, rows: (gathers.append(len(rows)), watched.gather(self, rows))[1]  # type: ignore[method-assign]
     try:
         two_ranks.steps_of_a_model(group, 4, model=toy.Toy(kind="sigmoid"), steps=1, objective=objective)
     finally:
-        Group.gather = watched.gather  # type: ignore[method-assign]
+        Group.all_gather = watched.gather  # type: ignore[method-assign]
     return {"home": max(seen)[0], "visiting": max(there for _, there in seen), "calls": len(seen), "gathers": gathers}
 
 

@@ -10,10 +10,10 @@ from mmray.data.stream.order import Blocks, ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.chat import extend_tokenizer
 from mmray.data.text.tokenizer import TextEncoder
-from mmray.engine.batch import shape_of
+from mmray.engine.batch import resolve_batch_shape
 from mmray.engine.checkpoint import files
 from mmray.engine.worker import work
-from mmray.engine.worker_context import Job, Line
+from mmray.engine.worker_context import DriverHandle, WorkerContext
 from mmray.storage.lease import Lease
 from mmray.train import run_dir
 from tests.made import make_set, row
@@ -44,15 +44,20 @@ def ran(
     model = model.with_tokens(TextEncoder(tokenizer, 8).vocab_size, None)
     config = config.model_copy(update={"model": model, "batch": Batch(micro=micro, global_=8, by_length=by_length)})
     plan = SamplePlan(
-        num_rows=22, global_rows=8, world=1, micro=shape_of(config.batch, 1).micro, seed=0, steps=config.train.steps
+        num_rows=22,
+        global_rows=8,
+        world=1,
+        micro=resolve_batch_shape(config.batch, 1).micro,
+        seed=0,
+        steps=config.train.steps,
     )
     run_dir.create_run_dir(folder, config, {"train": "made"}, tokenizer)
     lease, told = Lease(folder), []
     first = 0 if found is None else files.step_of(found)
     reader, blocks = RowReader(prepared, config.model.inputs, tokenizer, 10**6), Blocks(plan, first, 2)
-    job = Job(config, folder, lease.acquire(), reader, prepared if scored else None, tokenizer)
+    job = WorkerContext(config, folder, lease.acquire(), reader, prepared if scored else None, tokenizer)
     read = (reader.block(plan, blocks.positions(number)) for number in range(blocks.count))
-    line = Line(told.append, lambda: False, lambda _: 0, lambda _: False, {"rank": 0, "node": "", "pid": 0})
+    line = DriverHandle(told.append, lambda: False, lambda _: 0, lambda _: False, {"rank": 0, "node": "", "pid": 0})
     try:
         work(job, ResumePoint(plan, first, None if found is None else str(found)), read, device, line)
     finally:

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmray.engine.prefetch import Share
+from mmray.engine.prefetch import LocalBatch
 from tests.train.made_up_autograd import backward
 
 aten = torch.ops.aten
@@ -284,9 +284,11 @@ def made_up_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = 
             yield Waits
 
 
-def share_on(share: Share, device: torch.device) -> Share:
+def share_on(share: LocalBatch, device: torch.device) -> LocalBatch:
     """A share whose micro-batches are on a device."""
-    return replace(share, micros=[{name: it.to(device) for name, it in micro.items()} for micro in share.micros])
+    return replace(
+        share, micro_batches=[{name: it.to(device) for name, it in micro.items()} for micro in share.micro_batches]
+    )
 
 
 @contextmanager

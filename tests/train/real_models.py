@@ -30,7 +30,7 @@ from mmray.engine import loop
 from mmray.engine.collectives import Group
 from mmray.engine.parallel.transforms import apply_transforms, checkpoint_activations
 from mmray.engine.parallel.wrap import ParallelConfig
-from mmray.engine.prefetch import share_of
+from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import optimizer_step
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
@@ -82,13 +82,13 @@ def weights_of(
             checkpoint_activations(branch)
         if backend is not None:
             branch.compile(backend=backend)
-    learner = toy.learner(model, group, toy.objective(objective), layout=ParallelConfig(kind=parallel))
+    state = toy.train_state(model, group, toy.objective(objective), layout=ParallelConfig(kind=parallel))
     share = ROWS // group.world
     for step in range(steps):
         batch = synthetic_batch(spec.inputs, VOCAB, ROWS, "cpu", seed=step)
         batch["valid"][-1] = False
         mine = {name: column[group.rank * share : (group.rank + 1) * share] for name, column in batch.items()}
-        optimizer_step(learner, share_of(toy.cut(mine, 3)), lambda index: index)
+        optimizer_step(state, make_local_batch(toy.cut(mine, 3)), lambda index: index)
     return torch.cat([toy.whole(tensor.detach()).flatten() for tensor in model.parameters()])
 
 

@@ -30,9 +30,9 @@ from mmray.engine.checkpoint import files, tree
 from mmray.engine.checkpoint import sharded as shards
 from mmray.engine.checkpoint.manager import CheckpointManager, ShardWriter
 from mmray.engine.collectives import Group
-from mmray.engine.dry_run import rehearse_job
+from mmray.engine.memory_probe import dry_run_job
 from mmray.engine.worker import work
-from mmray.engine.worker_context import Job, Line
+from mmray.engine.worker_context import DriverHandle, WorkerContext
 from mmray.errors import MmrayError, OutOfMemoryError, StorageError
 from mmray.objectives.contrastive import Contrastive
 from mmray.storage import storage
@@ -131,7 +131,7 @@ def saved(group: Group, run: AnyPath, steps: int = 8) -> dict[str, Any]:
     told: list[str] = []
     held: list[int] = []
     DTensor.full_tensor = only_numbers
-    writes, lease = of(group, run, group.apart(60), told)
+    writes, lease = of(group, run, group.new_cpu_group(60), told)
 
     def save(step: int, state: dict[str, Any], metrics: dict[str, Any], last: bool) -> float | None:
         held.append(elements(state))
@@ -179,13 +179,13 @@ class Narrow(toy.Branched):
         return super().forward(batch)
 
 
-def rehearsed(group: Group, model: toy.Branched, kind: str, micro: int) -> memory_probe.Rehearsed:
+def rehearsed(group: Group, model: toy.Branched, kind: str, micro: int) -> memory_probe.ProbeResult:
     """As a worker rehearses with `batch.micro: auto`, or with what an attempt before it found."""
     config = SimpleNamespace(train=settings(kind), batch=SimpleNamespace(micro="auto"), optimizer=toy.OPTIMIZER)
     config.model = SimpleNamespace(inputs=SimpleNamespace(image_side=4, max_tokens=6, max_boxes=0), vocab_size=20)
     alone = Group(group.rank, 1, group.device)
-    learner = replace(toy.learner(model, alone), group=group)
-    return rehearse_job(SimpleNamespace(config=config, micro=micro), learner, plan_of(group, micro or 6))
+    state = replace(toy.train_state(model, alone), group=group)
+    return dry_run_job(SimpleNamespace(config=config, micro=micro), state, plan_of(group, micro or 6))
 
 
 def tried(group: Group, micro: int = 0, free: int = 1000) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def tried(group: Group, micro: int = 0, free: int = 1000) -> dict[str, Any]:
     with patch.object(psutil, "virtual_memory", lambda: room):
         found = rehearsed(group, model, "fsdp", micro)
     same = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    trained = train(group, None, None, "fsdp", 0, planned=6, micro=found.micro, constants=found.table, log=log)
+    trained = train(group, None, None, "fsdp", 0, planned=6, micro=found.micro, static_metrics=found.table, log=log)
     return {
         "micro": found.micro,
         "table": found.table,
@@ -222,7 +222,7 @@ def cramped(group: Group, found: Path) -> None:
 def full(group: Group, run: Path) -> str:
     """Rank 1's disk takes no part of the first checkpoint; the next one is written, and all ranks are told."""
     told: list[str] = []
-    writes, lease = of(group, run, group.apart(60), told)
+    writes, lease = of(group, run, group.new_cpu_group(60), told)
     state = {"model": {"w": torch.ones(3)}, "progress": {"step": 1}}
     real = shards.sha256
 
@@ -262,11 +262,11 @@ def worked(group: Group, folder: Path, name: str, kind: str, found: str | None =
     lease = Lease(folder / name) if group.rank == 0 else None
     fence = lease.acquire() if lease else 0
     reader, blocks = RowReader(train_set, config.model.inputs, tokenizer, 10**6), Blocks(plan, start.step, 2)
-    job = Job(config, folder / name, fence, reader, None, tokenizer)
+    job = WorkerContext(config, folder / name, fence, reader, None, tokenizer)
     mine = range(group.rank, blocks.count, group.world)
     read = (reader.block(plan, blocks.positions(number)) for number in mine)
     about = {"rank": group.rank, "node": "", "pid": 0}
-    line = Line(lambda _: None, lambda: False, lambda _: 0, lambda _: False, about)
+    line = DriverHandle(lambda _: None, lambda: False, lambda _: 0, lambda _: False, about)
     work(job, start, read, torch.device("cpu"), line)
     group.barrier()
     if lease:
@@ -277,7 +277,7 @@ def worked(group: Group, folder: Path, name: str, kind: str, found: str | None =
 def dying(group: Group, run: Path) -> None:
     """Rank 1 ends while it writes its part; rank 0 notes what its own writer says of it."""
     told: list[str] = []
-    writes, _ = of(group, run, group.apart(60), told)
+    writes, _ = of(group, run, group.new_cpu_group(60), told)
     if group.rank:
         shards.sha256 = lambda file: os._exit(0)
     writes.save(1, 12, {"model": cut(group), "progress": {"step": 1}}, {}, last=True)

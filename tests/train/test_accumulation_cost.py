@@ -12,8 +12,8 @@ import torch
 from mmray.bench.step import build_bench
 from mmray.config import recipes
 from mmray.engine.collectives import Group
-from mmray.engine.prefetch import share_of, split_micro_batches
-from mmray.engine.step import accumulate
+from mmray.engine.prefetch import make_local_batch, split_micro_batches
+from mmray.engine.step import accumulate_gradients
 from mmray.objectives.contrastive import Contrastive
 from tests.train import toy
 
@@ -57,13 +57,13 @@ def bench_of(image_side, rows):
 
 
 def step_of(bench, rows, micro):
-    learner = toy.learner(bench.model, objective=Contrastive())
+    state = toy.train_state(bench.model, objective=Contrastive())
     batch = {name: column[:rows] for name, column in bench.batches[0].items()}
-    share = split_micro_batches(share_of([batch]), micro)
+    share = split_micro_batches(make_local_batch([batch]), micro)
 
     def step():
-        accumulate(learner, share, lambda index: index)
-        learner.optimizer.zero_grad(set_to_none=True)
+        accumulate_gradients(state, share, lambda index: index)
+        state.optimizer.zero_grad(set_to_none=True)
 
     return step
 
@@ -100,9 +100,9 @@ def test_finer_micro_batches_are_the_same_step(bench):
     """What is measured above is the same gradient."""
     gradients = []
     for micro in (SHARE, MICRO):
-        learner = toy.learner(bench.model, objective=Contrastive())
+        state = toy.train_state(bench.model, objective=Contrastive())
         batch = {name: column[:SHARE] for name, column in bench.batches[0].items()}
-        accumulate(replace(learner), split_micro_batches(share_of([batch]), micro), lambda index: index)
+        accumulate_gradients(replace(state), split_micro_batches(make_local_batch([batch]), micro), lambda index: index)
         gradients.append(toy.flat_gradient(bench.model))
-        learner.optimizer.zero_grad(set_to_none=True)
+        state.optimizer.zero_grad(set_to_none=True)
     assert (gradients[0] - gradients[1]).norm() / gradients[0].norm() < 1e-4

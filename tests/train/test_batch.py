@@ -3,7 +3,7 @@
 import pytest
 
 from mmray.config import Batch, Train
-from mmray.engine.batch import shape_of, smaller, total_steps
+from mmray.engine.batch import resolve_batch_shape, smaller_micro, total_steps
 from mmray.errors import UsageError
 
 
@@ -20,7 +20,7 @@ from mmray.errors import UsageError
     ],
 )
 def test_shape(given, workers, said):
-    assert str(shape_of(Batch(**given), workers)).startswith(said)
+    assert str(resolve_batch_shape(Batch(**given), workers)).startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_shape(given, workers, said):
 )
 def test_contradictions(given, workers, message):
     with pytest.raises(UsageError, match=message):
-        shape_of(Batch(**given), workers)
+        resolve_batch_shape(Batch(**given), workers)
 
 
 @pytest.mark.parametrize(
@@ -52,13 +52,13 @@ def test_total_steps(length, steps):
 
 
 def test_auto_leaves_the_micro_batch_to_the_workers():
-    shape = shape_of(Batch(micro="auto", global_=48), workers=2)
+    shape = resolve_batch_shape(Batch(micro="auto", global_=48), workers=2)
     assert (shape.global_rows, shape.micro, shape.auto) == (48, 24, True)
     assert str(shape) == "48 rows a step over 2 workers, in micro-batches as large as fit"
     with pytest.raises(UsageError, match=r"auto` needs `--batch.global`"):
-        shape_of(Batch(micro="auto"), workers=2)
+        resolve_batch_shape(Batch(micro="auto"), workers=2)
 
 
 @pytest.mark.parametrize(("micro", "share", "less"), [(64, 64, 32), (24, 64, 8), (5, 10, 2), (7, 7, 1), (1, 8, 0)])
 def test_the_next_micro_batch_is_the_largest_divisor_of_the_share_that_is_at_most_half(micro, share, less):
-    assert smaller(micro, share) == less
+    assert smaller_micro(micro, share) == less

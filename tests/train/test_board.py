@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from mmray.engine.bad_samples import bad_rows
+from mmray.engine.bad_samples import load_bad_rows
 from mmray.train import coordinator
 from mmray.train.coordinator import Coordinator, RunMonitor
 
@@ -13,9 +13,9 @@ def test_a_bad_row_counts_once_on_whatever_rank_epoch_and_attempt():
 
 
 def test_rows_named_by_earlier_attempts_are_read_back_and_a_line_cut_off_is_none(tmp_path):
-    assert bad_rows(tmp_path) == set()
+    assert load_bad_rows(tmp_path) == set()
     (tmp_path / "quarantine.jsonl").write_text('{"row": 7, "key": "a"}\n{"row": 12}\n{"ro')
-    assert bad_rows(tmp_path) == {7, 12}
+    assert load_bad_rows(tmp_path) == {7, 12}
 
 
 def test_a_heartbeat_grows_old_and_a_rank_that_ended_is_forgotten():

@@ -22,15 +22,15 @@ def model_with_gradients():
 
 
 def measured(groups):
-    found = clip.norms(groups)
+    found = clip.grad_norms(groups)
     return dict(zip(groups, found.tolist(), strict=True)), found
 
 
 def test_global_is_torchs_own():
     ours, theirs = model_with_gradients(), model_with_gradients()
-    groups = clip.groups_of(ours, "global")
+    groups = clip.make_clip_groups(ours, "global")
     norms, found = measured(groups)
-    clip.clip(groups, found, norms, 1.0)
+    clip.clip_gradients(groups, found, norms, 1.0)
     expected = nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
     assert norms == {"": pytest.approx(expected.item())}
     torch.testing.assert_close(toy.flat_gradient(ours), toy.flat_gradient(theirs), rtol=0, atol=0)
@@ -39,12 +39,12 @@ def test_global_is_torchs_own():
 def test_by_branches_each_is_clipped_by_its_own_norm():
     model = model_with_gradients()
     model.log_scale.grad = torch.tensor(0.5)
-    groups = clip.groups_of(model, "branches")
+    groups = clip.make_clip_groups(model, "branches")
     assert list(groups) == ["image", "text", "rest"]
     expected = {name: torch.cat([p.grad.flatten() for p in group]).norm().item() for name, group in groups.items()}
     norms, found = measured(groups)
     assert norms == pytest.approx(expected)
-    clip.clip(groups, found, norms, 1.0)
+    clip.clip_gradients(groups, found, norms, 1.0)
     after, _ = measured(groups)
     assert after == pytest.approx({"image": 1.0, "text": 1.0, "rest": 0.5}, rel=1e-4)
 
@@ -53,11 +53,11 @@ def test_frozen_branches_are_no_group_and_nothing_is_clipped_at_zero():
     model = model_with_gradients()
     for parameter in model.text.parameters():
         parameter.requires_grad_(False)
-    groups = clip.groups_of(model, "branches")
+    groups = clip.make_clip_groups(model, "branches")
     assert list(groups) == ["image", "rest"]
     before = toy.flat_gradient(model)
     norms, found = measured(groups)
-    clip.clip(groups, found, norms, 0.0)
+    clip.clip_gradients(groups, found, norms, 0.0)
     assert torch.equal(toy.flat_gradient(model), before)
 
 

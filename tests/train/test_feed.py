@@ -11,7 +11,7 @@ import torch
 
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import prefetch
-from mmray.engine.metrics.writers import Phases
+from mmray.engine.metrics.timers import PhaseTimers
 from tests.train import toy
 
 CPU = torch.device("cpu")
@@ -19,30 +19,30 @@ CPU = torch.device("cpu")
 
 def test_padding_is_taken_out_and_the_rest_keeps_its_order():
     batch = toy.rows(9, 0, invalid=(0, 3, 4, 5, 8))
-    share = prefetch.share_of(toy.cut(batch, 3))
+    share = prefetch.make_local_batch(toy.cut(batch, 3))
     rows, stand_in = [1, 2, 6, 7], [1, 2, 3, 6, 7]
-    assert [len(micro["valid"]) for micro in share.micros] == [2, 1, 2]
-    assert share.filler == (False, True, False)
+    assert [len(micro["valid"]) for micro in share.micro_batches] == [2, 1, 2]
+    assert share.is_filler == (False, True, False)
     for name in ("image", "key", "pos", "valid"):
-        assert torch.equal(torch.cat([micro[name] for micro in share.micros]), batch[name][stand_in]), name
+        assert torch.equal(torch.cat([micro[name] for micro in share.micro_batches]), batch[name][stand_in]), name
     assert torch.equal(share.keys, batch["key"][rows])
     assert share.rows == 9
 
 
 def test_a_share_without_padding_is_passed_on_as_it_is():
-    micros = toy.cut(toy.rows(9, 0), 4)
-    assert prefetch.share_of(micros).micros is micros
+    micro_batches = toy.cut(toy.rows(9, 0), 4)
+    assert prefetch.make_local_batch(micro_batches).micro_batches is micro_batches
 
 
 def test_waiting_is_measured():
     plan = SamplePlan(num_rows=20, global_rows=10, world=1, micro=5, seed=0, steps=2)
 
     def slow():
-        for micros in toy.steps_of(plan, 0):
+        for micro_batches in toy.steps_of(plan, 0):
             time.sleep(0.05)
-            yield micros
+            yield micro_batches
 
-    waits = [share.wait_s for share in prefetch.feed(slow(), plan, 0, 0, CPU, Phases(CPU))]
+    waits = [share.wait_s for share in prefetch.prefetch(slow(), plan, 0, 0, CPU, PhaseTimers(CPU))]
     assert len(waits) == 2
     assert all(0.05 <= wait < 0.5 for wait in waits)
 
@@ -118,9 +118,9 @@ def test_rows_arranged_by_length_are_still_those_of_the_plan():
     plan = SamplePlan(num_rows=20, global_rows=10, world=1, micro=5, seed=0, steps=2)
     steps = list(toy.steps_of(plan, 0))
     swapped = [[second, first] for first, second in steps]
-    shares = prefetch.feed(swapped, plan, 0, 0, CPU, Phases(CPU), arranged=True)
+    shares = prefetch.prefetch(swapped, plan, 0, 0, CPU, PhaseTimers(CPU), arranged=True)
     assert [share.rows for share in shares] == [10, 10]
     with pytest.raises(prefetch.TrainingError, match="lost the order"):
-        list(prefetch.feed(swapped, plan, 0, 0, CPU, Phases(CPU)))
+        list(prefetch.prefetch(swapped, plan, 0, 0, CPU, PhaseTimers(CPU)))
     with pytest.raises(prefetch.TrainingError, match="lost the order"):
-        list(prefetch.feed(steps[::-1], plan, 0, 0, CPU, Phases(CPU), arranged=True))
+        list(prefetch.prefetch(steps[::-1], plan, 0, 0, CPU, PhaseTimers(CPU), arranged=True))

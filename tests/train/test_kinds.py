@@ -40,7 +40,7 @@ from mmray.data.stream.reader import RowReader
 from mmray.data.text.chat import extend_tokenizer
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.engine.worker import work
-from mmray.engine.worker_context import Job, Line
+from mmray.engine.worker_context import DriverHandle, WorkerContext
 from mmray.models import weights
 from mmray.storage.lease import Lease
 from mmray.train import run_dir
@@ -73,7 +73,7 @@ WRITING = Generative(
     text=Decoder(width=16, depth=1, heads=2, max_positions=64),
 )
 STEPS = 6
-LINE = Line(lambda _: None, lambda: False, lambda _: 0, lambda _: False, {"rank": 0, "node": "", "pid": 0})
+LINE = DriverHandle(lambda _: None, lambda: False, lambda _: 0, lambda _: False, {"rank": 0, "node": "", "pid": 0})
 
 
 def told(number: int) -> Row:
@@ -117,7 +117,7 @@ def trained(config: Config, sets: tuple[PreparedSet, PreparedSet], folder: Path,
     blocks = Blocks(plan, start.step, 2)
     run_dir.create_run_dir(folder, config, {"train": "made"}, tokenizer)
     lease = Lease(folder)
-    job = Job(config, folder, lease.acquire(), reader, eval_set, tokenizer)
+    job = WorkerContext(config, folder, lease.acquire(), reader, eval_set, tokenizer)
     read = (reader.block(plan, blocks.positions(number)) for number in range(blocks.count))
     try:
         return work(job, start, read, torch.device("cpu"), LINE)

@@ -10,9 +10,10 @@ import psutil
 import pytest
 import torch
 
-from mmray.engine.metrics import flops, system
+from mmray.engine.metrics import meters as flops
+from mmray.engine.metrics import meters as system
 from mmray.engine.metrics.meters import Meter
-from mmray.engine.metrics.writers import Phases, Rates
+from mmray.engine.metrics.timers import PhaseTimers, Throughput
 from mmray.engine.precision import Precision
 from tests.train import toy
 
@@ -118,13 +119,13 @@ def test_utilisation_is_the_work_of_one_device_over_what_it_could_do(monkeypatch
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Made-up 9000 SXM")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 * 2**30)
     monkeypatch.setattr("mmray.engine.metrics.meters.machine_load", lambda device: {"gpu/busy_percent": 73.0})
-    rates = Rates(Phases(torch.device("cpu")))
+    rates = Throughput(PhaseTimers(torch.device("cpu")))
     meter = Meter(rates, devices=2, flops_of_row=25e9)
     group = SimpleNamespace(device=CUDA, world=4)
-    learner = SimpleNamespace(group=group, precision=precision, model=toy.Toy())
+    state = SimpleNamespace(group=group, precision=precision, model=toy.Toy())
     for step_s in (60, 0.5, 1.5):  # the first is left out
         rates.add(step_s, 0.0, rows=800, tokens=1)
-    metrics = meter.take(learner)
+    metrics = meter.take(state)
     assert metrics["throughput/samples_per_s"] == 800
     assert metrics["throughput/tflops_per_device"] == pytest.approx(2.5)
     assert metrics["throughput/utilisation"] == pytest.approx(2.5 / peak_tflops)

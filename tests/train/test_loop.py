@@ -14,8 +14,8 @@ import torch
 
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
-from mmray.engine.metrics.writers import PHASES
-from mmray.engine.state import AVERAGE, Outcome
+from mmray.engine.metrics.timers import PHASES
+from mmray.engine.run_state import EMA_KEY, LoopResult
 from mmray.errors import TrainingError
 from tests.train import toy
 
@@ -100,7 +100,7 @@ def test_a_short_stream_ends_the_run():
 
 def test_a_missing_micro_batch_ends_the_run():
     plan = plan_of(2)
-    steps = [micros[:-1] for micros in toy.steps_of(plan, 0)]
+    steps = [micro_batches[:-1] for micro_batches in toy.steps_of(plan, 0)]
     with pytest.raises(TrainingError, match="9 rows came where 10 belong"):
         loop.run(toy.task(toy.Toy(), plan), steps)
 
@@ -141,7 +141,7 @@ def test_what_is_logged_and_who_is_told():
     assert [step for step, _ in callback.seen] == [1, 2, 3, 4, 5]
     assert [metrics for _, metrics in callback.seen] == [None, *log.lines]
     assert saved == [(3, log.lines[1], False), (5, log.lines[3], True)]
-    assert outcome == Outcome("finished", 5, 43, 0, log.lines[-1])
+    assert outcome == LoopResult("finished", 5, 43, 0, log.lines[-1])
 
 
 def test_the_logged_loss_is_the_loss_of_the_step():
@@ -190,7 +190,7 @@ def test_averaged_weights_are_evaluated_and_go_on_after_a_resume():
     assert not torch.allclose(seen[0], toy.flat(model), atol=1e-4)
     again = Checkpoints()
     train(toy.Toy(), plan, checkpoints.load(3), first=3, save=again.save, train=settings)
-    whole, resumed = checkpoints.load(8)[AVERAGE], again.load(8)[AVERAGE]
+    whole, resumed = checkpoints.load(8)[EMA_KEY], again.load(8)[EMA_KEY]
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
@@ -201,7 +201,7 @@ def test_nothing_left_to_do():
     train(model, plan, save=checkpoints.save)
     before = toy.flat(model)
     outcome = train(model, plan, checkpoints.load(3), first=3)
-    assert outcome == Outcome("finished", 3, 30, 0, {})
+    assert outcome == LoopResult("finished", 3, 30, 0, {})
     assert torch.equal(toy.flat(model), before)
 
 

@@ -9,33 +9,34 @@ import psutil
 import pytest
 import torch
 
-from mmray.engine import dry_run, loop, memory_probe
+from mmray.engine import loop, memory_probe
+from mmray.engine import memory_probe as dry_run
 from mmray.engine.collectives import Group
-from mmray.engine.prefetch import share_of, split_micro_batches
+from mmray.engine.prefetch import make_local_batch, split_micro_batches
 from mmray.errors import OutOfMemoryError, TrainingError
 from tests.train import toy
 from tests.train.test_loop import Checkpoints, plan_of, train
 
 
-def learner_with(most_rows: int = 10**9, group: Group | None = None):
+def state_with(most_rows: int = 10**9, group: Group | None = None):
     model = toy.Cramped(toy.Fault("nowhere", most_rows=most_rows))
-    return toy.learner(model, group)
+    return toy.train_state(model, group)
 
 
 @pytest.mark.parametrize(("room", "found"), [(99, 12), (11, 6), (5, 4), (1, 1)])
 def test_auto_finds_the_largest_divisor_that_fits(room, found):
-    assert memory_probe.rehearse(learner_with(room), lambda rows: toy.rows(rows, 0), 12, None).micro == found
+    assert memory_probe.probe_memory(state_with(room), lambda rows: toy.rows(rows, 0), 12, None).micro == found
 
 
 def test_what_does_not_fit_is_said_before_any_data():
     rows_of = lambda rows: toy.rows(rows, 0)  # noqa: E731
     with pytest.raises(OutOfMemoryError, match=r"micro-batch of 8 rows does not fit: lower --batch.micro"):
-        memory_probe.rehearse(learner_with(7), rows_of, 16, 8)
+        memory_probe.probe_memory(state_with(7), rows_of, 16, 8)
     with pytest.raises(OutOfMemoryError, match="a single row does not fit"):
-        memory_probe.rehearse(learner_with(0), rows_of, 16, None)
+        memory_probe.probe_memory(state_with(0), rows_of, 16, None)
     broken = lambda rows: toy.rows(rows, 0) | {"input_ids": torch.full((rows, 6), 99)}  # noqa: E731
     with pytest.raises(TrainingError, match="4 rows did not pass the model"):
-        memory_probe.rehearse(learner_with(), broken, 16, 4)
+        memory_probe.probe_memory(state_with(), broken, 16, 4)
 
 
 NO_ROOM = {
@@ -49,8 +50,8 @@ NO_ROOM = {
 @pytest.mark.parametrize("said", NO_ROOM)
 def test_libraries_that_find_no_room_by_themselves_are_out_of_memory_too(said):
     fault = toy.Fault("nowhere", most_rows=5, as_what=NO_ROOM[said])
-    learner = toy.learner(toy.Cramped(fault))
-    assert memory_probe.rehearse(learner, lambda rows: toy.rows(rows, 0), 12, None).micro == 4
+    state = toy.train_state(toy.Cramped(fault))
+    assert memory_probe.probe_memory(state, lambda rows: toy.rows(rows, 0), 12, None).micro == 4
     log, fault = toy.Lines(), toy.Fault("forward", at_step=2, as_what=NO_ROOM[said])
     train(toy.Cramped(fault), plan_of(4, micro=5), callbacks=(fault,), log=log)
     assert [line["batch/micro"] for line in log.lines] == [2, 2]
@@ -75,12 +76,12 @@ def test_where_ddp_will_hold_gradients_all_the_time_the_probe_holds_them_too():
 
     for world, expected in ((1, False), (4, True)):
         held.clear()
-        learner = memory_probe.replace(toy.learner(Watched()), group=Group(rank=0, world=world))
+        state = memory_probe.replace(toy.train_state(Watched()), group=Group(rank=0, world=world))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Group, "smallest", lambda self, value: value)
-            memory_probe.rehearse(learner, lambda rows: toy.rows(rows, 0), 4, None)
+            patch.setattr(Group, "all_reduce_min", lambda self, value: value)
+            memory_probe.probe_memory(state, lambda rows: toy.rows(rows, 0), 4, None)
         assert held[0] is expected and held[-1] is False  # the last looks which weights get a gradient
-        assert all(weight.grad is None for weight in learner.model.parameters())
+        assert all(weight.grad is None for weight in state.model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -88,19 +89,19 @@ def test_where_ddp_will_hold_gradients_all_the_time_the_probe_holds_them_too():
 )
 def test_what_will_lie_beside_the_model_lies_there_in_the_rehearsal(monkeypatch, settings, copies):
     """Averaged weights, and buckets in which gradients do not live."""
-    learner = memory_probe.replace(toy.learner(toy.Toy(width=37)), group=Group(rank=0, world=2))
+    state = memory_probe.replace(toy.train_state(toy.Toy(width=37)), group=Group(rank=0, world=2))
     train = SimpleNamespace(**vars(toy.TRAIN) | settings)
     config = SimpleNamespace(train=train, batch=SimpleNamespace(micro=4), model=None)
-    shape, found = learner.model.words.weight.shape, []
+    shape, found = state.model.words.weight.shape, []
 
     def count(*_):
         tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
         found.append(sum(tensor.shape == shape for tensor in tensors))
 
-    monkeypatch.setattr(dry_run, "rehearse", count)
-    monkeypatch.setattr(dry_run, "_cut", lambda config, learner: learner)
+    monkeypatch.setattr(dry_run, "dry_run", count)
+    monkeypatch.setattr(dry_run, "_cut", lambda config, state: state)
     count()
-    dry_run.rehearse_job(SimpleNamespace(config=config, micro=0), learner, plan_of(1, micro=4, world=2))
+    dry_run.dry_run_job(SimpleNamespace(config=config, micro=0), state, plan_of(1, micro=4, world=2))
     assert found[1] - found[0] == copies
 
 
@@ -108,62 +109,62 @@ def test_a_rehearsal_leaves_no_trace():
     model = toy.Toy(dropout=0.3, batch_norm=True)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     draws = torch.random.get_rng_state()
-    memory_probe.rehearse(toy.learner(model), lambda rows: toy.rows(rows, 0), 12, None)
+    memory_probe.probe_memory(toy.train_state(model), lambda rows: toy.rows(rows, 0), 12, None)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(torch.random.get_rng_state(), draws)
 
 
 def test_the_table_counts_bytes():
-    learner = learner_with()
-    table = memory_probe.rehearse(learner, lambda rows: toy.rows(rows, 0), 12, 6).table
-    weights = sum(parameter.nbytes for parameter in learner.model.parameters())
+    state = state_with()
+    table = memory_probe.probe_memory(state, lambda rows: toy.rows(rows, 0), 12, 6).table
+    weights = sum(parameter.nbytes for parameter in state.model.parameters())
     assert table["memory/parameters_gib"] == table["memory/gradients_gib"] == weights / 2**30
     assert table["memory/optimizer_gib"] == pytest.approx(2 * weights / 2**30, rel=0.1)
-    twice = memory_probe.rehearse(learner, lambda rows: toy.rows(rows, 0), 12, 12).table
+    twice = memory_probe.probe_memory(state, lambda rows: toy.rows(rows, 0), 12, 12).table
     assert twice["memory/activations_gib"] == pytest.approx(2 * table["memory/activations_gib"], rel=0.2)
 
 
 def test_on_a_cpu_the_free_memory_of_the_host_is_the_limit(monkeypatch):
-    one_row = memory_probe.rehearse(learner_with(), lambda rows: toy.rows(rows, 0), 12, 1).table[
+    one_row = memory_probe.probe_memory(state_with(), lambda rows: toy.rows(rows, 0), 12, 1).table[
         "memory/activations_gib"
     ]
     room = SimpleNamespace(available=5 * one_row * 2**30 / memory_probe.HOST_SHARE)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: room)
-    assert memory_probe.rehearse(learner_with(), lambda rows: toy.rows(rows, 0), 12, None).micro == 4
+    assert memory_probe.probe_memory(state_with(), lambda rows: toy.rows(rows, 0), 12, None).micro == 4
 
 
 def test_a_rehearsal_for_many_ranks_sees_the_whole_batch_as_columns():
     """Its step is the one of a group in which all ranks bring the same rows: four times the negatives."""
     widths = []
-    learner = toy.learner(toy.Toy())
-    measure = learner.objective.compute_loss
-    learner.objective.compute_loss = lambda *given: (widths.append(len(given[-1]["valid"])), measure(*given))[1]
-    four = memory_probe.replace(learner, group=Group(rank=1, world=4))
+    state = toy.train_state(toy.Toy())
+    measure = state.objective.compute_loss
+    state.objective.compute_loss = lambda *given: (widths.append(len(given[-1]["valid"])), measure(*given))[1]
+    four = memory_probe.replace(state, group=Group(rank=1, world=4))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Group, "smallest", lambda self, value: value)
-        memory_probe.rehearse(four, lambda rows: toy.rows(rows, 0), 8, 8)
+        patch.setattr(Group, "all_reduce_min", lambda self, value: value)
+        memory_probe.probe_memory(four, lambda rows: toy.rows(rows, 0), 8, 8)
     assert set(widths) == {32}
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "matching"])
 def test_a_rehearsal_talks_to_nobody_whatever_the_objective_lends_or_sends_around(kind):
     """Ranks try other sizes, each for itself: a collective inside would meet another one of another shape."""
-    learner = toy.learner(toy.Toy(kind=kind), objective=toy.objective(kind))
-    four = memory_probe.replace(learner, group=Group(rank=1, world=4))  # without a process group behind it
+    state = toy.train_state(toy.Toy(kind=kind), objective=toy.objective(kind))
+    four = memory_probe.replace(state, group=Group(rank=1, world=4))  # without a process group behind it
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Group, "smallest", lambda self, value: value)
-        assert memory_probe.rehearse(four, lambda rows: toy.rows(rows, 0), 8, 4).micro == 4
+        patch.setattr(Group, "all_reduce_min", lambda self, value: value)
+        assert memory_probe.probe_memory(four, lambda rows: toy.rows(rows, 0), 8, 4).micro == 4
 
 
 def test_finer_keeps_the_rows_and_as_many_micro_batches_on_every_rank():
     batch = toy.rows(10, 0, invalid=(4, 5, 6, 7, 8, 9))
-    share = share_of(toy.cut(batch, 4))
+    share = make_local_batch(toy.cut(batch, 4))
     fine = split_micro_batches(share, 2)
     assert fine.sizes == (2, 2, 2, 2, 2)
-    assert fine.filler == (False, False, True, True, True)
+    assert fine.is_filler == (False, False, True, True, True)
     assert fine.rows == share.rows == 10
-    kept = torch.cat([micro["key"][micro["valid"]] for micro in fine.micros])
+    kept = torch.cat([micro["key"][micro["valid"]] for micro in fine.micro_batches])
     assert torch.equal(kept, batch["key"][:4])
     assert split_micro_batches(share, 4) is share
 

@@ -8,7 +8,7 @@ import torch
 
 from mmray.data.store.prepared_set import key_id
 from mmray.data.stream.order import PADDING, MixtureComponent, SamplePlan
-from mmray.engine.metrics.writers import rows_sha
+from mmray.engine.metrics.meters import rows_sha
 from mmray.errors import UsageError
 from mmray.train.driver import train
 from mmray.train.resolve import resolve_run

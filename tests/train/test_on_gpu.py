@@ -16,11 +16,11 @@ from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop, memory_probe, optimizer, precision
 from mmray.engine.checkpoint.async_saver import copy_to_cpu
 from mmray.engine.collectives import Group
-from mmray.engine.metrics.writers import Phases
+from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.parallel.transforms import apply_transforms
-from mmray.engine.prefetch import share_of
-from mmray.engine.step import accumulate, suspects
-from mmray.engine.train_state import Learner
+from mmray.engine.prefetch import make_local_batch
+from mmray.engine.run_state import TrainState
+from mmray.engine.step import accumulate_gradients, nonfinite_samples
 from mmray.errors import OutOfMemoryError
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
@@ -129,7 +129,7 @@ def test_two_shares_lie_on_a_gpu_and_the_rehearsal_holds_as_many(monkeypatch):
         assert outcome.metrics["evaluate/rows"] == 0  # the last share is gone, and none is to come
         tried = Crowded().to(GPU)
         batch_of = lambda rows: {name: it.to(GPU) for name, it in toy.rows(rows, 0).items()}  # noqa: E731
-        memory_probe.rehearse(toy.learner(tried, Group(device=GPU)), batch_of, SHARE, 2)
+        memory_probe.probe_memory(toy.train_state(tried, Group(device=GPU)), batch_of, SHARE, 2)
     assert min(tried.rows) >= 2 * SHARE
 
 
@@ -229,15 +229,15 @@ def test_the_rehearsal_finds_what_fits_and_leaves_the_model_as_it_was(monkeypatc
     spec, objective = real_models.MODELS[kind]
     with gpus(monkeypatch):
         model = task_of(kind, GPU, double=False).model
-        before, chosen = flat(model), precision.choose("auto", GPU)
-        apart = optimizer.build(model, toy.OPTIMIZER)
-        phases, group = Phases(GPU), Group(device=GPU)
-        learner = Learner(model, toy.objective(objective), group, chosen, apart, chosen.scaler(), {}, phases)
+        before, chosen = flat(model), precision.select_precision("auto", GPU)
+        apart = optimizer.build_optimizer(model, toy.OPTIMIZER)
+        timers, group = PhaseTimers(GPU), Group(device=GPU)
+        state = TrainState(model, toy.objective(objective), group, chosen, apart, chosen.scaler(), {}, timers)
 
         def batch_of(rows):
             return synthetic_batch(spec.inputs, real_models.VOCAB, rows, GPU)
 
-        found = memory_probe.rehearse(learner, batch_of, 8, None)
+        found = memory_probe.probe_memory(state, batch_of, 8, None)
         assert torch.equal(flat(model), before)
     assert found.micro == 8 and min(found.table.values()) > 0
 
@@ -245,10 +245,10 @@ def test_the_rehearsal_finds_what_fits_and_leaves_the_model_as_it_was(monkeypatc
 @pytest.mark.parametrize("kind", ["sigmoid", "contrastive + 0.5 * matching + region_text"])
 def test_what_meets_has_the_gradient_of_a_cpu(monkeypatch, kind):
     def gradient(device):
-        learner = toy.learner(toy.Toy(kind=kind).double(), Group(device=device), toy.objective(kind))
+        state = toy.train_state(toy.Toy(kind=kind).double(), Group(device=device), toy.objective(kind))
         rows = toy.rows(9, 0, invalid=(4,)) | {"pos": torch.arange(9)}
-        accumulate(learner, share_on(share_of(toy.cut(rows, 4)), device), lambda index: index)
-        return toy.flat_gradient(learner.model).cpu()
+        accumulate_gradients(state, share_on(make_local_batch(toy.cut(rows, 4)), device), lambda index: index)
+        return toy.flat_gradient(state.model).cpu()
 
     plain = gradient(CPU)
     with gpus(monkeypatch):
@@ -261,8 +261,8 @@ def test_rows_that_a_model_fails_on_are_found(monkeypatch):
         rows = toy.rows(6, 0)
         rows["image"] = rows["image"].float()
         rows["image"][2] = math.nan
-        learner = toy.learner(model, Group(device=GPU))
-        assert suspects(learner, share_on(share_of(toy.cut(rows, 4)), GPU)).tolist() == [2]
+        state = toy.train_state(model, Group(device=GPU))
+        assert nonfinite_samples(state, share_on(make_local_batch(toy.cut(rows, 4)), GPU)).tolist() == [2]
 
 
 @pytest.mark.parametrize(

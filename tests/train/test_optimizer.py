@@ -13,7 +13,7 @@ from tests.train import toy
 
 def test_matrices_decay_and_nothing_else():
     model = toy.Toy(batch_norm=True)
-    adam = optimizer.build(model, toy.OPTIMIZER)
+    adam = optimizer.build_optimizer(model, toy.OPTIMIZER)
     names = {parameter: name for name, parameter in model.named_parameters()}
     decay, *others = ({names[p] for p in group["params"]} for group in adam.param_groups)
     rest = set().union(*others)
@@ -26,12 +26,12 @@ def test_matrices_decay_and_nothing_else():
 def test_frozen_weights_are_left_out():
     model = toy.Toy()
     model.pixels.requires_grad_(False)
-    kept = sum(len(group["params"]) for group in optimizer.build(model, toy.OPTIMIZER).param_groups)
+    kept = sum(len(group["params"]) for group in optimizer.build_optimizer(model, toy.OPTIMIZER).param_groups)
     assert kept == len(list(model.parameters())) - len(list(model.pixels.parameters()))
 
 
 def test_the_rate_reaches_every_group():
-    adam = optimizer.build(toy.Toy(), toy.OPTIMIZER)
+    adam = optimizer.build_optimizer(toy.Toy(), toy.OPTIMIZER)
     optimizer.set_lr(adam, 0.125)
     assert [group["lr"] for group in adam.param_groups] == [0.125] * 3
 
@@ -39,7 +39,7 @@ def test_the_rate_reaches_every_group():
 def test_rates_of_their_own_by_pattern_the_last_counts():
     model = toy.Toy()
     section = SimpleNamespace(**vars(toy.OPTIMIZER) | {"lr_scale": ("pixels.*=0.1", "*.bias=2", "log_scale=1e-2")})
-    adam = optimizer.build(model, section)
+    adam = optimizer.build_optimizer(model, section)
     optimizer.set_lr(adam, 0.5)
     names = {parameter: name for name, parameter in model.named_parameters()}
     rates = {names[weight]: group["lr"] for group in adam.param_groups for weight in group["params"]}
@@ -51,13 +51,13 @@ def test_rates_of_their_own_by_pattern_the_last_counts():
     decays = {names[weight] for group in adam.param_groups for weight in group["params"] if group["weight_decay"]}
     assert decays == {name for name, parameter in model.named_parameters() if parameter.ndim >= 2}
     with pytest.raises(UsageError, match=r"optimizer\.lr_scale: `image\.\*` fits no weight .* log_scale"):
-        optimizer.build(model, SimpleNamespace(**vars(section) | {"lr_scale": ("image.*=0.1",)}))
+        optimizer.build_optimizer(model, SimpleNamespace(**vars(section) | {"lr_scale": ("image.*=0.1",)}))
 
 
 def test_a_group_keeps_its_factor_after_a_resume():
     model = toy.Toy()
     section = SimpleNamespace(**vars(toy.OPTIMIZER) | {"lr_scale": ("pixels.*=0.1",)})
-    again = optimizer.build(model, section)
-    again.load_state_dict(optimizer.build(model, section).state_dict())
+    again = optimizer.build_optimizer(model, section)
+    again.load_state_dict(optimizer.build_optimizer(model, section).state_dict())
     optimizer.set_lr(again, 1.0)
     assert sorted({group["lr"] for group in again.param_groups}) == [0.1, 1.0]

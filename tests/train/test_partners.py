@@ -6,34 +6,34 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mmray.engine.grad_cache import borrowed
-from mmray.engine.memory_probe import Alone
-from mmray.engine.prefetch import share_of
+from mmray.engine.grad_cache import gather_negative_inputs
+from mmray.engine.memory_probe import FakeGroup
+from mmray.engine.prefetch import make_local_batch
 from tests.train import toy
 
 WIDER = 9  # the longest caption of another rank
 
 
 @dataclass(frozen=True)
-class Counted(Alone):
+class Counted(FakeGroup):
     """Two ranks with the same rows, of which the other one's captions are wider."""
 
     calls: list[str] = field(default_factory=list)
 
-    def smallest(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         self.calls.append("vote")
         return min(value, -WIDER)
 
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
         self.calls.append("gather")
-        return super().gather(rows)
+        return super().all_gather(rows)
 
 
 def test_columns_come_back_as_they_were_in_one_vote_and_one_collective():
     batch, mining = toy.rows(7, 0, invalid=(6,)), toy.objective("matching")
     batch["attention_mask"] = batch["attention_mask"].int()
     group = Counted(rank=0, world=2)
-    found = borrowed(group, mining, share_of(toy.cut(batch, 3)))
+    found = gather_negative_inputs(group, mining, make_local_batch(toy.cut(batch, 3)))
     assert group.calls == ["vote", "gather"]
     ids, mask = batch["input_ids"] * (torch.arange(6) < widest(batch)), batch["attention_mask"]
     assert found["pos"].tolist() == [0, 1, 2, 3, 4, 5, 6] * 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmray.engine.precision import choose
+from mmray.engine.precision import select_precision
 
 CPU = torch.device("cpu")
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
     [("auto", None, False), ("fp32", None, False), ("bf16", torch.bfloat16, False), ("fp16", torch.float16, True)],
 )
 def test_on_a_cpu(setting, dtype, scaled):
-    chosen = choose(setting, CPU)
+    chosen = select_precision(setting, CPU)
     assert (chosen.dtype, chosen.needs_scaler) == (dtype, scaled)
     assert chosen.scaler().is_enabled() == scaled
     with chosen.autocast():
@@ -25,5 +25,5 @@ def test_on_a_cpu(setting, dtype, scaled):
 @pytest.mark.parametrize(("capability", "name"), [((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp16")])
 def test_auto_on_a_gpu_is_what_its_hardware_does(monkeypatch, capability, name):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    chosen = choose("auto", torch.device("cuda:0"))
+    chosen = select_precision("auto", torch.device("cuda:0"))
     assert (chosen.name, chosen.device_type) == (name, "cuda")

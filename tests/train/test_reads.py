@@ -13,7 +13,7 @@ import pytest
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine.collectives import Group
-from mmray.engine.prefetch import share_of
+from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import optimizer_step
 from tests.train import toy
 from tests.train.gpus import gpus
@@ -42,9 +42,9 @@ def test_a_step_of_the_loop_between_two_lines_reads_once(monkeypatch, objective,
 
 @pytest.mark.parametrize("kind", ["sigmoid", "language_modelling", "contrastive + 0.5 * matching + region_text"])
 def test_a_step_of_any_objective_reads_once(monkeypatch, kind):
-    share = share_of(toy.cut(toy.rows(9, 0), 4))
+    share = make_local_batch(toy.cut(toy.rows(9, 0), 4))
     with gpus(monkeypatch) as waits:
-        learner = toy.learner(toy.Toy(kind=kind), Group(device=GPU), toy.objective(kind))
+        state = toy.train_state(toy.Toy(kind=kind), Group(device=GPU), toy.objective(kind))
         moved, before = share_on(share, GPU), waits.count
-        assert optimizer_step(learner, moved, lambda index: index).finite
+        assert optimizer_step(state, moved, lambda index: index).finite
         assert waits.count == before + 1

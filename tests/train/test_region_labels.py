@@ -12,7 +12,7 @@ import pytest
 from mmray.config import Fusion, Inputs
 from mmray.data.store.manifest import MANIFEST
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.engine.bad_samples import watched
+from mmray.engine.bad_samples import quarantine_bad_rows
 from mmray.errors import DataError, UsageError
 from mmray.storage.storage import Storage
 from mmray.train.validate import with_region_labels
@@ -55,7 +55,7 @@ def test_a_box_whose_label_has_no_name_ends_the_run(labels: list[int], bad: int 
     block = {"label": np.array([-1]), "box_labels": np.array([labels]), "valid": np.array([True]), "pos": np.array([0])}
     config = SimpleNamespace(model=SimpleNamespace(region_labels=("", "cat")), data=SimpleNamespace(train="made"))
     plan = SimpleNamespace(rows_at=lambda positions: positions)
-    passing = watched([block], config, tmp_path, None, plan, lambda _: 0)  # type: ignore[arg-type]
+    passing = quarantine_bad_rows([block], config, tmp_path, None, plan, lambda _: 0)  # type: ignore[arg-type]
     if bad is None:
         assert list(passing) == [block]
     else:

@@ -18,7 +18,7 @@ from mmray.config import Batch, Evaluate, Scoring
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.text.tokenizer import TextEncoder, train_tokenizer
 from mmray.engine.checkpoint import files
-from mmray.engine.state import AVERAGE
+from mmray.engine.run_state import EMA_KEY
 from mmray.errors import UsageError
 from mmray.evaluate.build import best_metric
 from mmray.models.build import build
@@ -43,7 +43,7 @@ def test_averaged_weights_are_taken_where_there_are_any(tmp_path: Path, ema: flo
         for weight in model.parameters():
             weight.add_(1)
     average.update_parameters(model)
-    state = {AVERAGE: average.state_dict()} if ema else {}
+    state = {EMA_KEY: average.state_dict()} if ema else {}
     meta = {"architecture": model.architecture()}
     found = load_model(config, files.save(tmp_path, 3, model.state_dict(), state, meta))
     assert found.log_scale.item() == pytest.approx(start + (0.5 if ema else 1))

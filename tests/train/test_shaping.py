@@ -34,10 +34,10 @@ from mmray.config import Optimizer as OptimizerSection
 from mmray.engine import optimizer
 from mmray.engine.bad_samples import _check_labels
 from mmray.engine.collectives import Group
-from mmray.engine.dry_run import rehearse
+from mmray.engine.memory_probe import dry_run
 from mmray.engine.parallel.transforms import apply_transforms
 from mmray.engine.precision import micro_seed, seeded
-from mmray.engine.prefetch import share_of
+from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import optimizer_step
 from mmray.errors import DataError, UsageError
 from mmray.models.build import build
@@ -87,12 +87,12 @@ def shaped(name: str, **changes: object) -> nn.Module:
 
 def trained(model: nn.Module, steps: int = 3, name: str = "") -> dict[str, Tensor]:
     """Weights and statistics after some steps of two micro-batches."""
-    learner = toy.learner(model.train(), objective=toy.objective(OBJECTIVES.get(name, "contrastive")))
+    state = toy.train_state(model.train(), objective=toy.objective(OBJECTIVES.get(name, "contrastive")))
     inputs = SPECS[name].inputs if name else INPUTS
     for step in range(steps):
         batch = synthetic_batch(inputs, VOCAB, 6, CPU, seed=step)
-        share = share_of(toy.cut(batch, 3))
-        optimizer_step(learner, share, lambda index, step=step: micro_seed(1, step, 0, index))
+        share = make_local_batch(toy.cut(batch, 3))
+        optimizer_step(state, share, lambda index, step=step: micro_seed(1, step, 0, index))
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
@@ -215,13 +215,13 @@ def test_frozen_by_pattern_stays_and_the_rest_learns() -> None:
 @pytest.mark.parametrize("patterns", [("vision.*",), ("*",)])
 def test_a_pattern_that_cannot_be_meant_is_said(patterns: tuple[str, ...]) -> None:
     with pytest.raises(UsageError, match=r"optimizer\.freeze: .*(fits no weight|leaves no weight)"):
-        optimizer.freeze(toy.Toy(), patterns)
+        optimizer.freeze_parameters(toy.Toy(), patterns)
 
 
 def rehearsed(spec: Model, kind: str) -> None:
     config = Config(model=spec.model_copy(update={"vocab_size": VOCAB}), objective=Objective(kind=kind))
-    learner = toy.learner(build(spec, VOCAB), objective=objectives.build(config.objective))
-    rehearse(config, learner, lambda rows: synthetic_batch(INPUTS, VOCAB, rows, CPU), 3, 3)
+    state = toy.train_state(build(spec, VOCAB), objective=objectives.build(config.objective))
+    dry_run(config, state, lambda rows: synthetic_batch(INPUTS, VOCAB, rows, CPU), 3, 3)
 
 
 def test_a_rehearsal_names_weights_that_would_not_learn() -> None:

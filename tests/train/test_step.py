@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from mmray.engine import optimizer
 from mmray.engine.precision import Precision, micro_seed
-from mmray.engine.prefetch import share_of
-from mmray.engine.step import accumulate, optimizer_step
-from mmray.engine.train_state import Learner
+from mmray.engine.prefetch import make_local_batch
+from mmray.engine.run_state import TrainState
+from mmray.engine.step import accumulate_gradients, optimizer_step
 from tests.train import toy
 
 ROWS = 29  # of no power of two: the last micro-batch is ragged at 2, 4 and 8
@@ -36,20 +36,20 @@ def micro_of(accumulation: int) -> int:
     return -(-ROWS // accumulation)
 
 
-def take(learner: Learner, micros: list[dict[str, Tensor]], step: int):
-    share = share_of(micros)
-    return optimizer_step(learner, share, lambda index: micro_seed(toy.SEED, step, 0, index))
+def take(state: TrainState, micro_batches: list[dict[str, Tensor]], step: int):
+    share = make_local_batch(micro_batches)
+    return optimizer_step(state, share, lambda index: micro_seed(toy.SEED, step, 0, index))
 
 
 def train(model: nn.Module, micro: int, **options) -> Tensor:
-    learner = toy.learner(model, **options)
+    state = toy.train_state(model, **options)
     for step in range(STEPS):
-        assert take(learner, toy.cut(toy.rows(ROWS, step, INVALID), micro), step).finite
+        assert take(state, toy.cut(toy.rows(ROWS, step, INVALID), micro), step).finite
     return toy.flat(model)
 
 
 def train_plainly(model: nn.Module, micro: int, kind: str = "contrastive") -> Tensor:
-    adam = optimizer.build(model, toy.OPTIMIZER)
+    adam = optimizer.build_optimizer(model, toy.OPTIMIZER)
     for step in range(STEPS):
         toy.reference_gradients(model, toy.cut(toy.rows(ROWS, step, INVALID), micro), step, kind)
         nn.utils.clip_grad_norm_(model.parameters(), toy.OPTIMIZER.clip_norm)
@@ -100,10 +100,10 @@ def test_dropout_is_really_on():
 
 def test_plain_accumulation_would_have_differed():
     """The equality above has teeth: losses within each micro-batch are another loss."""
-    micros = toy.cut(toy.rows(ROWS, 0), micro_of(4))
+    micro_batches = toy.cut(toy.rows(ROWS, 0), micro_of(4))
     whole, pieces = toy.Toy().double(), toy.Toy().double()
-    toy.reference_gradients(whole, micros, 0)
-    for micro in micros:
+    toy.reference_gradients(whole, micro_batches, 0)
+    for micro in micro_batches:
         out = pieces(micro)
         share = len(micro["valid"]) / ROWS
         (toy.naive_contrastive(out["image_embed"], out["text_embed"], out["logit_scale"]) * share).backward()
@@ -113,11 +113,11 @@ def test_plain_accumulation_would_have_differed():
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_temperature_gradient_counts_once(accumulation: int):
-    micros = toy.cut(toy.rows(ROWS, 0), micro_of(accumulation))
+    micro_batches = toy.cut(toy.rows(ROWS, 0), micro_of(accumulation))
     expected, model = toy.Toy().double(), toy.Toy().double()
-    loss = toy.reference_gradients(expected, micros, 0)
-    learner, share = toy.learner(model), share_of(micros)
-    found = accumulate(learner, share, lambda index: 0)
+    loss = toy.reference_gradients(expected, micro_batches, 0)
+    state, share = toy.train_state(model), make_local_batch(micro_batches)
+    found = accumulate_gradients(state, share, lambda index: 0)
     torch.testing.assert_close(model.log_scale.grad, expected.log_scale.grad, rtol=0, atol=1e-12)
     torch.testing.assert_close(found.sums["loss"][0] / found.counts[0], loss, rtol=0, atol=1e-12)
     torch.testing.assert_close(found.shared["logit_scale"], expected.log_scale.exp().detach())
@@ -131,10 +131,10 @@ def test_a_scaled_loss_gives_the_same_step():
 
 
 def test_running_statistics_see_each_valid_row_once():
-    micros = toy.cut(toy.rows(ROWS, 0, INVALID), micro_of(8))
+    micro_batches = toy.cut(toy.rows(ROWS, 0, INVALID), micro_of(8))
     clever, plain = toy.Toy(batch_norm=True).double(), toy.Toy(batch_norm=True).double()
-    take(toy.learner(clever), micros, 0)
-    for micro in micros:
+    take(toy.train_state(clever), micro_batches, 0)
+    for micro in micro_batches:
         if micro["valid"].any():
             plain({name: tensor[micro["valid"]] for name, tensor in micro.items()})
     for (name, got), (_, expected) in zip(clever.named_buffers(), plain.named_buffers(), strict=True):
@@ -144,10 +144,10 @@ def test_running_statistics_see_each_valid_row_once():
 def test_a_share_of_padding_leaves_gradients_and_statistics_alone():
     model = toy.Toy(batch_norm=True).double()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    learner, share = toy.learner(model), share_of(toy.cut(toy.rows(4, 0, (0, 1, 2, 3)), 2))
-    assert share.filler == (True, True)
+    state, share = toy.train_state(model), make_local_batch(toy.cut(toy.rows(4, 0, (0, 1, 2, 3)), 2))
+    assert share.is_filler == (True, True)
     assert share.rows == 4
-    sums = accumulate(learner, share, lambda index: 0).sums
+    sums = accumulate_gradients(state, share, lambda index: 0).sums
     assert sums["loss"] == 0
     assert not toy.flat_gradient(model).any()
     for name, buffer in model.named_buffers():
@@ -158,46 +158,46 @@ def test_the_model_is_constrained_after_each_step():
     model = toy.Toy().double()
     with torch.no_grad():
         model.log_scale.fill_(6)
-    take(toy.learner(model), toy.cut(toy.rows(8, 0), 4), 0)
+    take(toy.train_state(model), toy.cut(toy.rows(8, 0), 4), 0)
     assert model.log_scale.item() == math.log(100)
 
 
 def test_not_a_number_skips_the_step():
     model = toy.Toy()
-    learner = toy.learner(model)
-    take(learner, toy.cut(toy.rows(8, 0), 4), 0)
+    state = toy.train_state(model)
+    take(state, toy.cut(toy.rows(8, 0), 4), 0)
     before = toy.flat(model)
     with torch.no_grad():
         bias = model.caption[1].bias
         kept = bias.clone()
         bias[0] = float("nan")
-    result = take(learner, toy.cut(toy.rows(8, 1), 4), 1)
+    result = take(state, toy.cut(toy.rows(8, 1), 4), 1)
     with torch.no_grad():
         bias.copy_(kept)
     assert not result.finite
     torch.testing.assert_close(toy.flat(model), before, rtol=0, atol=0)
-    assert take(learner, toy.cut(toy.rows(8, 2), 4), 2).finite
+    assert take(state, toy.cut(toy.rows(8, 2), 4), 2).finite
 
 
 def test_what_stands_in_invalid_rows_does_not_matter():
-    micros = toy.cut(toy.rows(ROWS, 0, INVALID), 8)
+    micro_batches = toy.cut(toy.rows(ROWS, 0, INVALID), 8)
     models = [toy.Toy().double(), toy.Toy().double()]
     for model, fill in zip(models, (0, 255), strict=True):
-        for micro in micros:
+        for micro in micro_batches:
             micro["image"][~micro["valid"]] = fill
-        take(toy.learner(model), micros, 0)
+        take(toy.train_state(model), micro_batches, 0)
     torch.testing.assert_close(toy.flat(models[0]), toy.flat(models[1]), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_mixed_precision_has_nearly_the_gradient_of_float32(dtype: torch.dtype):
-    share = share_of(toy.cut(toy.rows(ROWS, 0), 8))
+    share = make_local_batch(toy.cut(toy.rows(ROWS, 0), 8))
     gradients = []
     for precision in (toy.FP32, Precision("mixed", dtype, "cpu")):
         model = toy.Toy()
         scaler = torch.amp.GradScaler("cpu", init_scale=1024, enabled=precision.needs_scaler)
-        learner = toy.learner(model, precision=precision, scaler=scaler)
-        accumulate(learner, share, lambda index: 0)
+        state = toy.train_state(model, precision=precision, scaler=scaler)
+        accumulate_gradients(state, share, lambda index: 0)
         gradients.append(toy.flat_gradient(model) / scaler.get_scale())
         assert gradients[-1].dtype == torch.float32
     error = (gradients[1] - gradients[0]).norm() / gradients[0].norm()
@@ -209,7 +209,7 @@ def test_a_frozen_branch_stays_and_the_rest_learns():
     for parameter in model.pixels.parameters():
         parameter.requires_grad_(False)
     pixels, words = model.pixels[2].weight.clone(), model.words.weight.clone()
-    take(toy.learner(model), toy.cut(toy.rows(ROWS, 0), 8), 0)
+    take(toy.train_state(model), toy.cut(toy.rows(ROWS, 0), 8), 0)
     torch.testing.assert_close(model.pixels[2].weight, pixels, rtol=0, atol=0)
     assert not torch.equal(model.words.weight, words)
 
@@ -228,7 +228,7 @@ def test_a_row_by_row_step_has_the_gradient_of_the_mean():
     weight = batch["attention_mask"].sum(1)
     mean = ((out["image_embed"] - out["text_embed"]).square().sum(1) * weight).sum() / weight.sum()
     (mean * out["logit_scale"]).backward()
-    learner, share = toy.learner(model, objective=toy.Regression()), share_of(toy.cut(batch, 8))
-    sums = accumulate(learner, share, lambda index: 0).sums
+    state, share = toy.train_state(model, objective=toy.Regression()), make_local_batch(toy.cut(batch, 8))
+    sums = accumulate_gradients(state, share, lambda index: 0).sums
     torch.testing.assert_close(toy.flat_gradient(model), toy.flat_gradient(expected), rtol=0, atol=1e-12)
     torch.testing.assert_close(sums["distance"][0] / weight.sum(), mean.detach(), rtol=0, atol=1e-12)

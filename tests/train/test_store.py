@@ -13,8 +13,8 @@ from mmray.config import Config, Run
 from mmray.engine.checkpoint import files as checkpoint
 from mmray.engine.checkpoint import manager as keeping
 from mmray.engine.checkpoint.manager import CheckpointManager
-from mmray.engine.metrics import uploads
-from mmray.engine.metrics.uploads import Growing
+from mmray.engine.metrics import writers
+from mmray.engine.metrics.writers import LogUploader
 from mmray.engine.worker import _closing
 from mmray.errors import StorageError, TrainingError, UsageError
 from mmray.storage import lease, paths, storage
@@ -194,10 +194,10 @@ def test_of_several_at_once_at_most_one_wins_a_number(s3):
 
 
 def test_files_that_grow_are_carried_whole_and_go_on(s3, monkeypatch):
-    monkeypatch.setattr(uploads, "EVERY_S", 0.2)
+    monkeypatch.setattr(writers, "EVERY_S", 0.2)
     folder, told = to_path(s3.address) / "mine", []
     for text in ("one\n", "two\n"):
-        files = Growing(folder, told.append)
+        files = LogUploader(folder, told.append)
         with (files.here / "metrics.jsonl").open("a") as file:
             file.write(text)
         (files.here / "profile").mkdir()
@@ -214,7 +214,7 @@ def test_files_that_grow_are_carried_whole_and_go_on(s3, monkeypatch):
 def test_files_that_grow_are_not_carried_over_those_of_another_training(s3):
     folder = to_path(s3.address) / "mine"
     held = Lease(folder)
-    files = Growing(folder, print, partial(check_fence, folder, held.acquire()))
+    files = LogUploader(folder, print, partial(check_fence, folder, held.acquire()))
     (files.here / "metrics.jsonl").write_text("one\n")
     files.push()
     held.advance()
@@ -228,7 +228,7 @@ def test_files_that_grow_are_not_carried_over_those_of_another_training(s3):
 
 def test_files_that_grow_are_swept_like_uploads_though_not_while_their_process_lives(s3, monkeypatch):
     monkeypatch.setattr(paths, "STALE_AFTER_S", -1.0)
-    files = Growing(to_path(s3.address) / "mine", print)
+    files = LogUploader(to_path(s3.address) / "mine", print)
     with temp_dir():  # sweeps
         assert files.here.exists() and files.here.name.startswith(paths.PREFIX)
     files.close()

@@ -13,10 +13,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmray.engine.metrics import writers
-from mmray.engine.metrics.flops import model_flops
-from mmray.engine.metrics.system import profiled
-from mmray.engine.metrics.writers import PHASES, RECENT_STEPS, MetricsLog, PeakMemory, Phases, Rates, rows_sha
-from mmray.engine.worker_context import Advising, advice
+from mmray.engine.metrics.meters import model_flops, rows_sha
+from mmray.engine.metrics.timers import PHASES, RECENT_STEPS, PeakMemory, PhaseTimers, Throughput
+from mmray.engine.metrics.writers import MetricsLog, profiled
+from mmray.engine.worker_context import InputBoundHint, input_bound_hint
 from mmray.errors import StorageError, TrainingError
 from tests.train import toy
 
@@ -136,14 +136,14 @@ def test_a_log_that_another_training_has_taken_over_gets_no_further_line(tmp_pat
 
 
 def test_rates_leave_the_first_step_out():
-    phases = Phases(torch.device("cpu"))
-    rates = Rates(phases)
-    with phases("forward"):
+    timers = PhaseTimers(torch.device("cpu"))
+    rates = Throughput(timers)
+    with timers("forward"):
         time.sleep(0.2)
     rates.add(step_s=100, wait_s=90, rows=64, tokens=9)
     assert rates.take(world=2) == {}
     for _ in range(2):
-        with phases("backward"):
+        with timers("backward"):
             time.sleep(0.01)
     rates.add(step_s=1, wait_s=0.25, rows=64, tokens=6)
     rates.add(step_s=3, wait_s=0.75, rows=32, tokens=6)
@@ -167,13 +167,13 @@ def test_rates_leave_the_first_step_out():
 
 def test_what_a_step_is_asked_costs_little():
     """Twenty phases a step, far more than a step has, stay under a thousandth of a step of 0.2 seconds."""
-    phases = Phases(torch.device("cpu"))
+    timers = PhaseTimers(torch.device("cpu"))
     began_s = time.perf_counter()
     for _ in range(200):
         for _ in range(20):
-            with phases("forward"):
+            with timers("forward"):
                 pass
-        phases.take_s()
+        timers.pop_s()
     assert (time.perf_counter() - began_s) / 200 < 2e-3 * 0.2 * 5  # five times over, for a busy machine
 
 
@@ -255,12 +255,12 @@ def test_attention_counts_as_two_products_and_those_of_its_backward(frozen, back
     ],
 )
 def test_advice(wait, workers, prepared, said):
-    assert advice(wait, workers, prepared, 224, "GPU") == said
+    assert input_bound_hint(wait, workers, prepared, 224, "GPU") == said
 
 
 def test_advice_is_given_every_so_many_steps_over_what_was_between():
     said = []
-    advising = Advising(said.append)
+    advising = InputBoundHint(said.append)
     for step in range(10, 310, 10):
         advising.on_step(step, {"time/data_wait_share": 0.5 if step <= 100 else 0.1})
         advising.on_step(step + 1, None)
@@ -281,7 +281,7 @@ def test_a_profile_of_some_steps_is_written(tmp_path):
 
 
 def test_percentiles_are_of_the_recent_steps_and_not_of_one_window():
-    rates = Rates(Phases(torch.device("cpu")))
+    rates = Throughput(PhaseTimers(torch.device("cpu")))
     for step in range(1 + RECENT_STEPS + 100):
         rates.add(step_s=50 if step <= 100 else step % 100 + 1, wait_s=0, rows=1, tokens=1)
         taken = rates.take(world=1)
@@ -296,17 +296,17 @@ def test_rows_sha_names_the_set_and_not_its_order():
 
 
 def test_the_peak_is_of_the_backwards_begin_and_not_of_what_is_left_after_the_step():
-    phases = Phases(torch.device("cpu"))
-    before_gib = phases.memory.look_gib(torch.device("cpu"))
+    timers = PhaseTimers(torch.device("cpu"))
+    before_gib = timers.memory.compute_gib(torch.device("cpu"))
     # 0.25 GiB of the system's own: what the allocator kept of earlier tests would be used again, and seen before.
     activations = mmap.mmap(-1, 2**28, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for page in range(0, 2**28, mmap.PAGESIZE):
         activations[page] = 1
-    with phases("backward"):
+    with timers("backward"):
         activations.close()
-    assert phases.memory.look_gib(torch.device("cpu")) > before_gib + 0.2
+    assert timers.memory.compute_gib(torch.device("cpu")) > before_gib + 0.2
 
 
 def test_peak_memory_is_of_this_process():
     held = torch.ones(2**26)  # 0.25 GiB
-    assert held.nbytes / 2**30 < PeakMemory().look_gib(torch.device("cpu")) < 64
+    assert held.nbytes / 2**30 < PeakMemory().compute_gib(torch.device("cpu")) < 64

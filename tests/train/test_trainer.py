@@ -89,8 +89,8 @@ def test_without_room_where_ranks_cannot_vote_the_group_begins_again_with_smalle
     calm, _ = unkilled
     assert (outcome.result["status"], outcome.result["restarts"]) == ("finished", 1)
     assert marks(outcome.path) == marks(calm.path)
-    micros = [line["batch/micro"] for line in lines(outcome.path)]
-    assert micros[:3] == [4] * 3 and micros[3:] == [2] * (STEPS - 3)
+    micro_batches = [line["batch/micro"] for line in lines(outcome.path)]
+    assert micro_batches[:3] == [4] * 3 and micro_batches[3:] == [2] * (STEPS - 3)
     assert any("no room for step 6 in the optimizer" in text for _, text in listener.notes)
 
 

@@ -161,7 +161,7 @@ def test_the_loop_takes_the_same_steps_at_one_rank(played):
     for key in ("train/loss", "train/loss_image_to_text", "train/grad_norm", "train/logit_scale", "train/lr"):
         assert [line[key] for line in lines] == pytest.approx([line[key] for line in log.lines], abs=1e-9)
     both = [islice(toy.steps_of(replace(plan, world=2, micro=2), rank), lines[0]["step"]) for rank in range(2)]
-    shares = [prefetch.share_of(micros) for steps in both for micros in steps]
+    shares = [prefetch.make_local_batch(micro_batches) for steps in both for micro_batches in steps]
     padding = 1 - sum(share.tokens for share in shares) / sum(share.places for share in shares)
     assert 0.1 < padding < 0.9 and lines[0]["batch/padding"] == pytest.approx(padding)  # of all ranks' places
 

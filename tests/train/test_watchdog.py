@@ -10,7 +10,7 @@ import torch
 from mmray.engine import step
 from mmray.engine.checkpoint.async_saver import AsyncSaver
 from mmray.engine.heartbeat import Heartbeat, stack_of_thread
-from mmray.engine.metrics.writers import over_ranks
+from mmray.engine.metrics.meters import reduce_over_ranks
 from mmray.train.hang_detector import HangDetector, HeartbeatRecord, stuck_ranks
 from mmray.train.monitor import checkpoint_deadline_s
 from tests.train import toy
@@ -114,14 +114,14 @@ def test_a_pulse_says_where_its_thread_stands_and_writes_stacks_when_asked(tmp_p
 def test_a_rank_that_reads_what_a_device_has_yet_to_reduce_is_told_as_waiting(tmp_path, monkeypatch, reads, found):
     """In the real lines: the norms of a step, and the figures of a logged one."""
     device, pulses = SimpleQueue(), SimpleQueue()
-    learner = toy.learner(toy.Toy())
+    state = toy.train_state(toy.Toy())
 
     def rank():
         pulses.put(Heartbeat(lambda _: False, {}, tmp_path / "rank-0.txt", 60))
         if reads == "step":
-            step.update(learner, torch.zeros(1))
+            step.apply_update(state, torch.zeros(1))
         else:
-            over_ranks(learner.group, [torch.ones(1)], {})
+            reduce_over_ranks(state.group, [torch.ones(1)], {})
 
     monkeypatch.setattr(torch.Tensor, "cpu", device.get)  # stands in C, as torch does
     thread = threading.Thread(target=rank, daemon=True)

@@ -71,9 +71,9 @@ def test_an_own_model_that_cannot_be_scored_is_refused_before_its_first_step(pre
 
 def test_a_worker_rehearses_trains_and_scores_in_the_format_that_the_ranks_agreed_on(prepared, tmp_path, monkeypatch):
     chosen = []
-    choose = precision.choose
-    monkeypatch.setattr(precision, "agreed", lambda setting, group: {"auto": "bf16"}[setting])
-    monkeypatch.setattr(precision, "choose", lambda name, device: chosen.append(name) or choose(name, device))
+    choose = precision.select_precision
+    monkeypatch.setattr(precision, "common_precision", lambda setting, group: {"auto": "bf16"}[setting])
+    monkeypatch.setattr(precision, "select_precision", lambda name, device: chosen.append(name) or choose(name, device))
     state, _, _ = ran(prepared, tmp_path / "agreed", 4, precision="auto")
     assert len(chosen) == 3 and set(chosen) == {"bf16"}
     assert state["progress"]["step"] == 4

@@ -18,12 +18,11 @@ from mmray.data.stream.order import SamplePlan
 from mmray.engine import optimizer
 from mmray.engine import optimizer as clip
 from mmray.engine.collectives import Group
-from mmray.engine.metrics.writers import Phases
+from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.parallel import wrap as parallel
 from mmray.engine.precision import Precision, micro_seed, seeded
-from mmray.engine.prefetch import share_of
-from mmray.engine.state import Task
-from mmray.engine.train_state import Learner
+from mmray.engine.prefetch import make_local_batch
+from mmray.engine.run_state import TrainSpec, TrainState
 from mmray.objectives.build import parse_terms
 from mmray.objectives.contrastive import Contrastive
 from mmray.objectives.matching import gumbel_noise
@@ -199,9 +198,9 @@ class Fault:
 class Cramped(Toy):
     """A toy that meets the end of its memory where its fault says."""
 
-    def __init__(self, fault: Fault, micros: int = 2, kind: str = "contrastive"):
+    def __init__(self, fault: Fault, micro_batches: int = 2, kind: str = "contrastive"):
         super().__init__(kind=kind)
-        self.fault, self.micros = fault, micros
+        self.fault, self.micro_batches = fault, micro_batches
 
     def forward(self, batch):
         rows = len(batch["valid"])
@@ -257,7 +256,7 @@ def rows(num: int, step: int, invalid: tuple[int, ...] = (), longest: int = 6) -
 
 def cut(batch: dict[str, Tensor], micro: int) -> list[dict[str, Tensor]]:
     """Micro-batches of `micro` rows, the last maybe ragged, captions and boxes trimmed to each one's longest."""
-    micros = []
+    micro_batches = []
     for first in range(0, len(batch["valid"]), micro):
         part = {name: tensor[first : first + micro] for name, tensor in batch.items()}
         longest = int(part["attention_mask"].sum(1).max())
@@ -266,11 +265,11 @@ def cut(batch: dict[str, Tensor], micro: int) -> list[dict[str, Tensor]]:
         most = int(part["box_mask"].sum(1).max()) if "box_mask" in part else 0
         for name in {"boxes", "box_labels", "box_mask"} & part.keys():
             part[name] = part[name][:, :most]
-        micros.append(part)
-    return micros
+        micro_batches.append(part)
+    return micro_batches
 
 
-def learner(
+def train_state(
     model: nn.Module,
     group: Group | None = None,
     objective=None,
@@ -278,18 +277,18 @@ def learner(
     scaler=None,
     layout=None,
     clipped=OPTIMIZER.clip,
-) -> Learner:
+) -> TrainState:
     """A learner as loop.py makes it."""
     group = group or Group()
-    return Learner(
+    return TrainState(
         model=parallel.wrap(model, group, layout),
         objective=objective or Contrastive(),
         group=group,
         precision=precision,
-        optimizer=optimizer.build(model, OPTIMIZER),
+        optimizer=optimizer.build_optimizer(model, OPTIMIZER),
         scaler=scaler or precision.scaler(),
-        clip_groups=clip.groups_of(model, clipped),
-        phases=Phases(torch.device("cpu")),
+        clip_groups=clip.make_clip_groups(model, clipped),
+        timers=PhaseTimers(torch.device("cpu")),
         clip_norm=OPTIMIZER.clip_norm,
     )
 
@@ -314,11 +313,11 @@ def naive_matching(match: Tensor, negative: Tensor, asked: Tensor) -> Tensor:
     return (own + other) / (2 * len(match))
 
 
-def naive_language_modelling(outputs: list[dict[str, Tensor]], micros: list[dict[str, Tensor]]) -> Tensor:
+def naive_language_modelling(outputs: list[dict[str, Tensor]], micro_batches: list[dict[str, Tensor]]) -> Tensor:
     """Token by token in Python: minus the logarithm of what the token before gives it, the mean over all."""
     losses = [
         -out["logits"][row, place].log_softmax(0)[label]
-        for out, micro in zip(outputs, micros, strict=True)
+        for out, micro in zip(outputs, micro_batches, strict=True)
         for row, labels in enumerate(micro["labels"].tolist())
         for place, label in enumerate(labels[1:])
         if label != IGNORE_INDEX and micro["valid"][row]
@@ -326,11 +325,11 @@ def naive_language_modelling(outputs: list[dict[str, Tensor]], micros: list[dict
     return torch.stack(losses).mean()
 
 
-def naive_region_text(outputs: list[dict[str, Tensor]], micros: list[dict[str, Tensor]]) -> Tensor:
+def naive_region_text(outputs: list[dict[str, Tensor]], micro_batches: list[dict[str, Tensor]]) -> Tensor:
     """Box by box in Python: minus the logarithm of what the text of its label gets, the mean over all."""
     losses = [
         -out["region_logits"][row, place].log_softmax(0)[label]
-        for out, micro in zip(outputs, micros, strict=True)
+        for out, micro in zip(outputs, micro_batches, strict=True)
         for row, labels in enumerate(micro["box_labels"].tolist())
         for place, label in enumerate(labels)
         if label >= 0 and micro["box_mask"][row, place] and micro["valid"][row]
@@ -338,14 +337,16 @@ def naive_region_text(outputs: list[dict[str, Tensor]], micros: list[dict[str, T
     return torch.stack(losses).mean()
 
 
-def naive_negatives(outputs: list[dict[str, Tensor]], micros: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+def naive_negatives(
+    outputs: list[dict[str, Tensor]], micro_batches: list[dict[str, Tensor]]
+) -> list[dict[str, Tensor]]:
     """The micro-batches with a hard negative for each row, chosen row by row in Python."""
     captions = [
         tuple(ids[mask.bool()].tolist())
-        for micro in micros
+        for micro in micro_batches
         for ids, mask in zip(micro["input_ids"], micro["attention_mask"], strict=True)
     ]
-    valid, pos = (torch.cat([micro[name] for micro in micros]) for name in ("valid", "pos"))
+    valid, pos = (torch.cat([micro[name] for micro in micro_batches]) for name in ("valid", "pos"))
     image, text = (torch.cat([out[name] for out in outputs]) for name in ("image_embed", "text_embed"))
     noise = gumbel_noise(pos, pos)
     chosen = []
@@ -354,7 +355,7 @@ def naive_negatives(outputs: list[dict[str, Tensor]], micros: list[dict[str, Ten
         scores = (outputs[0]["logit_scale"] * image[row] @ text[others].T + noise[row, others]).tolist()
         chosen.append(captions[others[scores.index(max(scores))]] if others else None)
     found, first = [], 0
-    for micro in micros:
+    for micro in micro_batches:
         mine, first = chosen[first : first + len(micro["valid"])], first + len(micro["valid"])
         ids = torch.zeros(len(mine), 6, dtype=torch.long)
         for target, caption in zip(ids, mine, strict=True):
@@ -365,18 +366,18 @@ def naive_negatives(outputs: list[dict[str, Tensor]], micros: list[dict[str, Ten
     return found
 
 
-def naive_loss(kind: str, outputs: list[dict[str, Tensor]], micros: list[dict[str, Tensor]]) -> Tensor:
+def naive_loss(kind: str, outputs: list[dict[str, Tensor]], micro_batches: list[dict[str, Tensor]]) -> Tensor:
     """The objective `kind` by its formulas, each term the mean over what it counts."""
-    valid = torch.cat([micro["valid"] for micro in micros])
+    valid = torch.cat([micro["valid"] for micro in micro_batches])
     out = {
         name: outputs[0][name] if value.ndim == 0 else torch.cat([some[name] for some in outputs])[valid]
         for name, value in outputs[0].items()
         if name not in ("logits", "region_logits")  # whose micro-batches differ in length
     }
     columns = {
-        name: torch.cat([micro[name] for micro in micros])[valid]
+        name: torch.cat([micro[name] for micro in micro_batches])[valid]
         for name in ("label", "has_negative")
-        if name in micros[0]
+        if name in micro_batches[0]
     }
     formulas = {
         "contrastive": lambda: naive_contrastive(out["image_embed"], out["text_embed"], out["logit_scale"]),
@@ -385,14 +386,14 @@ def naive_loss(kind: str, outputs: list[dict[str, Tensor]], micros: list[dict[st
         "classification": lambda: F.cross_entropy(
             out["class_logits"][columns["label"] >= 0], columns["label"][columns["label"] >= 0], label_smoothing=0.1
         ),
-        "region_text": lambda: naive_region_text(outputs, micros),
-        "language_modelling": lambda: naive_language_modelling(outputs, micros),
+        "region_text": lambda: naive_region_text(outputs, micro_batches),
+        "language_modelling": lambda: naive_language_modelling(outputs, micro_batches),
     }
     return sum(weight * formulas[name]() for name, weight in parse_terms(kind).items())
 
 
 def reference_gradients(
-    model: nn.Module, micros: list[dict[str, Tensor]], step: int, kind: str = "contrastive"
+    model: nn.Module, micro_batches: list[dict[str, Tensor]], step: int, kind: str = "contrastive"
 ) -> Tensor:
     """Forward the micro-batches singly under the same RNG, keep all graphs, one loss, one backward; the loss."""
 
@@ -403,7 +404,7 @@ def reference_gradients(
                 outputs.append(model(micro))
         return outputs
 
-    kept = share_of(micros).micros
+    kept = make_local_batch(micro_batches).micro_batches
     if "matching" in kind:
         with torch.no_grad():
             kept = naive_negatives(forward(kept), kept)
@@ -456,10 +457,10 @@ class Lines:
         self.lines.append(metrics)
 
 
-def task(model: nn.Module, plan: SamplePlan, group: Group | None = None, **options) -> Task:
+def task(model: nn.Module, plan: SamplePlan, group: Group | None = None, **options) -> TrainSpec:
     """A task for the loop with the settings above."""
     given = {"objective": Contrastive(), "train": TRAIN, "optimizer": OPTIMIZER} | options
-    return Task(votes=True, model=model, plan=plan, group=group or Group(), **given)
+    return TrainSpec(recover_cpu_oom=True, model=model, plan=plan, group=group or Group(), **given)
 
 
 def steps_of(plan: SamplePlan, rank: int, first: int = 0) -> Iterator[list[dict[str, Tensor]]]:

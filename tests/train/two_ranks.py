@@ -22,12 +22,13 @@ from mmray.data.stream.order import SamplePlan
 from mmray.engine import grad_cache, loop, memory_probe, optimizer, precision
 from mmray.engine.checkpoint.tree import mapped
 from mmray.engine.collectives import Group
-from mmray.engine.metrics.meters import Meter
-from mmray.engine.metrics.writers import PHASES, MetricsLog, Phases, Rates, over_ranks, rows_sha
+from mmray.engine.metrics.meters import Meter, reduce_over_ranks, rows_sha
+from mmray.engine.metrics.timers import PHASES, PhaseTimers, Throughput
+from mmray.engine.metrics.writers import MetricsLog
 from mmray.engine.parallel.transforms import compile_branches
 from mmray.engine.parallel.wrap import ParallelConfig
 from mmray.engine.precision import Precision, micro_seed
-from mmray.engine.prefetch import share_of
+from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import optimizer_step
 from mmray.errors import OutOfMemoryError
 from mmray.objectives.contrastive import Contrastive
@@ -86,10 +87,10 @@ def steps_of_a_model(
     **options: Any,
 ) -> torch.nn.Module:
     model = model or toy.Toy().double()
-    learner = toy.learner(model, group, **options)
+    state = toy.train_state(model, group, **options)
     for step in range(steps):
-        share = share_of(toy.cut(share_of_rank(toy.rows(ROWS, step, invalid), group), micro))
-        optimizer_step(learner, share, lambda index, step=step: micro_seed(toy.SEED, step, group.rank, index))
+        share = make_local_batch(toy.cut(share_of_rank(toy.rows(ROWS, step, invalid), group), micro))
+        optimizer_step(state, share, lambda index, step=step: micro_seed(toy.SEED, step, group.rank, index))
     return model
 
 
@@ -129,7 +130,10 @@ def formats(group: Group, folder: Path) -> list[str]:
     """What `auto` comes to where rank 1 has an older GPU than rank 0; and what is set."""
     there = replace(group, device=torch.device("cuda", 0))
     with patch.object(torch.cuda, "get_device_capability", lambda _: (9, 0) if group.rank == 0 else (7, 0)):
-        return [precision.choose("auto", there.device).name, *(precision.agreed(s, there) for s in ("auto", "bf16"))]
+        return [
+            precision.select_precision("auto", there.device).name,
+            *(precision.common_precision(s, there) for s in ("auto", "bf16")),
+        ]
 
 
 def a_rank_without_rows(group: Group, folder: Path) -> torch.Tensor:
@@ -143,13 +147,13 @@ def row_by_row(group: Group, folder: Path) -> torch.Tensor:
 
 def not_a_number_on_one_rank(group: Group, folder: Path) -> dict[str, Any]:
     model = toy.Toy()
-    learner = toy.learner(model, group)
+    state = toy.train_state(model, group)
     before = toy.flat(model)
-    share = share_of(toy.cut(share_of_rank(toy.rows(ROWS, 0), group), 4))
+    share = make_local_batch(toy.cut(share_of_rank(toy.rows(ROWS, 0), group), 4))
     poison = model.caption[1].register_forward_hook(lambda module, given, out: out * float("nan"))
     if group.rank == 0:
         poison.remove()
-    result = optimizer_step(learner, share, lambda index: index)
+    result = optimizer_step(state, share, lambda index: index)
     return {"finite": result.finite, "unchanged": torch.equal(toy.flat(model), before)}
 
 
@@ -195,9 +199,9 @@ def skipping(group: Group, folder: Path | None) -> dict[str, Any]:
 def gathering(group: Group, folder: Path) -> dict[str, Any]:
     """Each rank weighs all rows by its own number; a row's gradient is the sum of the weights."""
     rows = torch.arange(6.0).reshape(3, 2) + 10 * group.rank
-    everyone = group.gather(rows)
-    gradient = group.gather_back(torch.full_like(everyone, group.rank + 1.0))
-    uneven = group.gather_plain(torch.full((2 + group.rank,), group.rank))
+    everyone = group.all_gather(rows)
+    gradient = group.reduce_scatter(torch.full_like(everyone, group.rank + 1.0))
+    uneven = group.all_gather_variable(torch.full((2 + group.rank,), group.rank))
     return {
         "everyone": everyone,
         "gradient": gradient,
@@ -263,8 +267,8 @@ def cramped(
         note=lambda text, label: told.append(text),
     )
     outcome = loop.run(task, toy.steps_of(plan, group.rank))
-    micros = [line["batch/micro"] for line in log.lines]
-    return {"weights": toy.flat(model), "status": outcome.status, "micros": micros, "told": told}
+    micro_batches = [line["batch/micro"] for line in log.lines]
+    return {"weights": toy.flat(model), "status": outcome.status, "micros": micro_batches, "told": told}
 
 
 def without_room(group: Group, folder: Path) -> dict[str, Any]:
@@ -287,8 +291,10 @@ def rehearsals(group: Group, folder: Path) -> dict[str, int]:
     found = {}
     for name, limits in {"both": (6, 3), "all": (99, 99)}.items():
         model = toy.Cramped(toy.Fault("nowhere", most_rows=limits[group.rank]))
-        learner = replace(toy.learner(toy.Toy(), group), model=model, optimizer=optimizer.build(model, toy.OPTIMIZER))
-        found[name] = memory_probe.rehearse(learner, lambda rows: toy.rows(rows, 0), share=12, micro=None).micro
+        state = replace(
+            toy.train_state(toy.Toy(), group), model=model, optimizer=optimizer.build_optimizer(model, toy.OPTIMIZER)
+        )
+        found[name] = memory_probe.probe_memory(state, lambda rows: toy.rows(rows, 0), share=12, micro=None).micro
     return found
 
 
@@ -365,12 +371,14 @@ def branches_compiled(group: Group, folder: Path) -> dict[str, Any]:
 def of_compiled(group: Group, way: str, objective: Any, backend: str) -> torch.Tensor:
     """The weights after steps of two micro-batches a rank, all of one shape: for each other one there were graphs."""
     model = compile_branches(toy.Branched().double(), SimpleNamespace(compile=backend))
-    learner = toy.learner(model, group, objective, layout=ParallelConfig(kind=way))
+    state = toy.train_state(model, group, objective, layout=ParallelConfig(kind=way))
     for step in range(STEPS):
         batch = share_of_rank(toy.rows(12, step), group)
         micro = len(batch["valid"]) // 2
-        micros = [{name: rows[at : at + micro] for name, rows in batch.items()} for at in (0, micro)]
-        optimizer_step(learner, share_of(micros), lambda index, step=step: micro_seed(toy.SEED, step, 0, index))
+        micro_batches = [{name: rows[at : at + micro] for name, rows in batch.items()} for at in (0, micro)]
+        optimizer_step(
+            state, make_local_batch(micro_batches), lambda index, step=step: micro_seed(toy.SEED, step, 0, index)
+        )
     return toy.flat(model)
 
 
@@ -405,28 +413,30 @@ def over_the_ranks(group: Group, folder: Path) -> tuple[list[float], dict[str, f
     """Figures of which rank 1 has the larger ones, and a sum."""
     names = ("time/step_s", "time/step_p95_s", "time/first_step_s", "memory/peak_gib", "host/memory_gib", "gpu/busy")
     own = {name: float(1 + 2 * group.rank) for name in names}
-    return over_ranks(group, [torch.tensor(1.0 + group.rank)], own)
+    return reduce_over_ranks(group, [torch.tensor(1.0 + group.rank)], own)
 
 
 def cost_of_a_line(group: Group, folder: Path) -> float:
     """Seconds of the processor for a logged line: a rank's own figures, those of all ranks, the mark of the rows."""
-    phases, learner = Phases(group.device), toy.learner(toy.Toy(), group)
-    meter, keys, took_s = Meter(Rates(phases)), torch.arange(128), []
+    timers, state = PhaseTimers(group.device), toy.train_state(toy.Toy(), group)
+    meter, keys, took_s = Meter(Throughput(timers)), torch.arange(128), []
     for step in range(41):  # what else the machine does comes in bursts longer than a few of them
         for _ in range(10):
             for name in PHASES:
-                with phases(name):
+                with timers(name):
                     pass
             meter.rates.add(0.05, 0.01, 256, 999)
         began_s = time.process_time()
-        means, own = over_ranks(group, [torch.ones(1, dtype=torch.float64)] * 3, meter.take(learner))
-        assert len(rows_sha(group.gather_plain(keys + step))) == 16 and len(means) == 3 and own["time/step_s"] > 0
+        means, own = reduce_over_ranks(group, [torch.ones(1, dtype=torch.float64)] * 3, meter.take(state))
+        assert (
+            len(rows_sha(group.all_gather_variable(keys + step))) == 16 and len(means) == 3 and own["time/step_s"] > 0
+        )
         took_s.append(time.process_time() - began_s)
     return statistics.median(took_s)
 
 
 def around_the_ring(group: Group, folder: Path) -> torch.Tensor:
-    return group.shift(torch.full((2,), group.rank))
+    return group.ring_shift(torch.full((2,), group.rank))
 
 
 def real_models(group: Group, folder: Path) -> dict[str, torch.Tensor]:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mmray.engine.checkpoint import files as checkpoint
 from mmray.engine.checkpoint.async_saver import AsyncSaver
-from mmray.engine.metrics.uploads import Growing
-from mmray.engine.metrics.writers import MetricsLog
+from mmray.engine.metrics.writers import LogUploader, MetricsLog
 from mmray.errors import StorageError, TrainingError
 from mmray.evaluate.build import best_metric
 from mmray.storage import lease
@@ -50,7 +49,7 @@ class CheckpointManager:
         self._folder, self._config, self._about = folder, config, about
         self._check = partial(lease.check_fence, folder, fence)
         self._tell_storage, self._tell = partial(tell, "storage"), partial(tell, "checkpoint")
-        self.growing = Growing(folder, self._tell_storage, self._check)
+        self.growing = LogUploader(folder, self._tell_storage, self._check)
         self.writer = AsyncSaver(self._tell)
 
     def log_from(self, step: int) -> MetricsLog:

@@ -7,29 +7,29 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from hashlib import sha256
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import psutil
 import torch
-from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, schedule
 
-from mmray.engine.collectives import Group
-from mmray.engine.metrics.timers import Stopwatch
-from mmray.errors import StorageError
+from mmray.errors import StorageError, TrainingError
+from mmray.storage.paths import AnyPath, RemotePath, temp_dir
 
 Metrics = dict[str, Any]
+
+
 METRICS = "metrics.jsonl"
+
+
 NEWLINE = b"\n"
+
+
 CHECK_EVERY_S = 10.0  # between two looks at whether this is still the run's training
-RECENT_STEPS = 500  # whose times the percentiles are of: a window between two lines is too few for a 95th
 
 
 class MetricsLog:
@@ -154,129 +154,93 @@ def _step_of(line: str) -> int | None:
         return None
 
 
-@dataclass
-class Rates:
-    """Step times since the last look; the very first step (compilation, allocation, warm-up) is kept apart."""
+EVERY_S = 10.0
 
-    phases: Phases
-    first_step_s: float = 0.0
-    total_s: float = 0.0
-    _steps: int = 0
-    _busy_s: float = 0.0
-    _rows: int = 0
-    _tokens: int = 0
-    _wait_s: float = 0.0
-    _recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
 
-    def add(self, step_s: float, wait_s: float, rows: int, tokens: int) -> None:
-        """A step: its time, the part of it spent waiting for rows, rows of the global batch, tokens of this rank."""
-        self.total_s += step_s
-        if self.first_step_s == 0:
-            self.first_step_s = step_s
-            self.phases.take_s()
+COST_SHARE = 0.05  # of the time at most: a file that has grown large goes out less often
+
+
+class LogUploader:
+    """`here` is the folder of this machine to write into; `tell` hears of what could not be carried.
+
+    `check` raises TrainingError where the folder is another training's now: nothing is carried then.
+    """
+
+    def __init__(self, folder: AnyPath, tell: Callable[[str], None], check: Callable[[], None] = lambda: None):
+        self._folder, self._tell, self._check = folder, tell, check
+        self._sent: dict[Path, tuple[int, int]] = {}
+        self._one_at_a_time, self._ended = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+        if not isinstance(folder, RemotePath):
+            self.here = folder
             return
-        self._steps += 1
-        self._busy_s += step_s
-        self._rows += rows
-        self._tokens += tokens
-        self._wait_s += wait_s
-        self._recent_s.append(step_s)
+        self._lent = ExitStack()
+        self.here = self._lent.enter_context(temp_dir())
+        if (folder / METRICS).exists():
+            (folder / METRICS).download(self.here / METRICS)
+        self._thread = threading.Thread(target=self._carry, name="mmray-growing", daemon=True)
+        self._thread.start()
 
-    def take(self, world: int) -> Metrics:
-        """Means since the last call, percentiles of the last 500 steps; empty when there was no step but the first."""
-        steps, busy_s = self._steps, self._busy_s
-        if steps == 0:
-            return {}
-        p50_s, p95_s = np.quantile(self._recent_s, (0.5, 0.95)).tolist()
-        metrics = {
-            "time/step_s": busy_s / steps,
-            "time/step_p50_s": p50_s,
-            "time/step_p95_s": p95_s,
-            "time/first_step_s": self.first_step_s,
-            "time/data_wait_s": self._wait_s / steps,
-            "time/data_wait_share": self._wait_s / busy_s,
-            "throughput/samples_per_s": self._rows / busy_s,
-            "throughput/tokens_per_s": world * self._tokens / busy_s,
-        }
-        metrics |= {f"time/{name}_s": took_s / steps for name, took_s in self.phases.take_s().items()}
-        self._steps = self._rows = self._tokens = 0
-        self._busy_s = self._wait_s = 0.0
-        return metrics
+    def push(self) -> None:
+        """Carry what has changed. Raises OSError where the store does not take it, and what `check` raises."""
+        if not isinstance(self._folder, RemotePath):
+            return
+        with self._one_at_a_time:
+            self._check()
+            for file in sorted(path for path in self.here.rglob("*") if path.is_file()):
+                state = (file.stat().st_size, file.stat().st_mtime_ns)
+                if self._sent.get(file) == state:
+                    continue
+                remote = self._folder
+                for part in file.relative_to(self.here).parts:
+                    remote = remote / part
+                remote.upload(file)
+                self._sent[file] = state
 
+    def close(self) -> None:
+        """Carry the rest; the files on this machine are gone then, unless the store did not take them."""
+        if self._thread is None:
+            return
+        self._ended.set()
+        self._thread.join()
+        with self._lent:
+            try:
+                self.push()
+            except OSError as error:
+                kept = self.here.rename(self.here.with_name(f"mmray-not-stored-{self.here.name[-8:]}"))
+                self._tell(f"the last lines of what was logged are not on the storage; they are in {kept}: {error}")
 
-PHASES = ("transfer", "forward", "backward", "sync", "optimizer", "checkpoint")
+    def _carry(self) -> None:
+        pause_s = EVERY_S
+        while not self._ended.wait(pause_s):
+            began_s = time.monotonic()
+            if not self._try():
+                return
+            pause_s = max(EVERY_S, (time.monotonic() - began_s) / COST_SHARE)
 
-
-class Phases:
-    """Where a step's time goes, on its device: `with phases("forward"): ...`.
-
-    `sync` is the step's own collectives and votes; what DDP sends meanwhile is part of the last backward.
-    """
-
-    def __init__(self, device: torch.device):
-        self._watches = {name: Stopwatch(device) for name in PHASES}
-        self._device, self.memory = device, PeakMemory()
-
-    def __call__(self, name: str) -> AbstractContextManager[None]:
-        if name == "backward":
-            self.memory.look(self._device)  # when it begins, the activations are all there
-        return self._watches[name].running()
-
-    def take_s(self) -> dict[str, float]:
-        """Seconds of each since the last call."""
-        return {name: watch.take_s() for name, watch in self._watches.items()}
-
-
-# How a figure that each rank has of its own becomes the run's; what is not named is the mean.
-REDUCTIONS = {"time/step_p95_s": "max", "time/first_step_s": "max", "memory/": "max", "host/memory_gib": "max"}
-
-
-def over_ranks(group: Group, sums: list[Tensor], own: Metrics) -> tuple[list[float], Metrics]:
-    """Sums over ranks, and every rank's own figures reduced to the run's, in one collective.
-
-    Throughput is of the whole run on each rank already: its mean is the run's.
-    """
-    figures = torch.tensor([float(value) for value in own.values()], dtype=torch.float64, device=group.device)
-    local = torch.cat([*(value.to(torch.float64).reshape(1) for value in sums), figures])
-    everyone = group.read(group.gather(local[None]))
-    found = everyone[:, len(sums) :]
-    reduced = {
-        name: (found[:, index].max() if _reduction(name) == "max" else found[:, index].mean()).item()
-        for index, name in enumerate(own)
-    }
-    return everyone[:, : len(sums)].sum(0).tolist(), reduced
+    def _try(self) -> bool:
+        """Whether this is still the run's training: who writes next is told that it is not."""
+        try:
+            self.push()
+        except OSError as error:
+            self._tell(f"metrics are not on the storage yet: {error}")
+        except TrainingError:
+            return False
+        return True
 
 
-def _reduction(name: str) -> str:
-    return next((how for prefix, how in REDUCTIONS.items() if name.startswith(prefix)), "mean")
+# A torch profile of a few steps, in Chrome's trace format (ui.perfetto.dev opens it); for `--train.profile N`.
+SKIPPED = 2  # steps before it: the first allocate and compile
 
 
-def rows_sha(keys: Tensor) -> str:
-    """16 hex digits that name a set of rows: sha256 of the sorted int64 little-endian key ids, whatever their order."""
-    return sha256(keys.cpu().sort().values.numpy().astype("<i8").tobytes()).hexdigest()[:16]
-
-
-@dataclass
-class PeakMemory:
-    """Most memory so far, in GiB: of a GPU what torch allocated; on a CPU what this process alone held when looked at.
-
-    Looked at as each backward begins and as a line is due, which costs some microseconds.
-    The kernel's own peak would count the pages of the object store that blocks passed through: it grows to the size of
-    the store whatever the run needs.
-    """
-
-    _most_bytes: int = 0
-
-    _process: psutil.Process = field(default_factory=psutil.Process)
-
-    def look(self, device: torch.device) -> None:
-        """See what is held now; torch sees to it for a GPU."""
-        if device.type != "cuda":
-            memory = self._process.memory_info()
-            self._most_bytes = max(self._most_bytes, memory.rss - getattr(memory, "shared", 0))
-
-    def look_gib(self, device: torch.device) -> float:
-        if device.type == "cuda":
-            return torch.cuda.max_memory_allocated(device) / 2**30
-        self.look(device)
-        return self._most_bytes / 2**30
+@contextmanager
+def profiled(steps: int, file: Path | None, device: torch.device) -> Iterator[Callable[[], None]]:
+    """Yields what to call after each step; `steps` steps are written to `file`. 0 steps, or no file: nothing."""
+    if steps == 0 or file is None:
+        yield lambda: None
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    plan = schedule(wait=SKIPPED - 1, warmup=1, active=steps, repeat=1)
+    with profile(activities=kinds, schedule=plan, on_trace_ready=lambda p: p.export_chrome_trace(str(file))) as running:
+        yield running.step

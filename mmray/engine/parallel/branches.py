@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmray.engine.metrics.timers import Stopwatch
+from mmray.engine.metrics.timers import DeviceTimer
 
 BRANCH_INPUTS = {"image": ("image",), "text": ("input_ids", "attention_mask")}  # columns of a batch that a branch reads
 FIRST_REFIT = 2  # steps; the first guess is only a guess
@@ -46,11 +46,11 @@ class BranchParallel(nn.Module):
         self._replica = [deepcopy(self._slow).to(devices[1])]  # in a list: no part of this module's weights
         _send_to(self._fast, devices)
         self.share, self._steps = 0.5, 0
-        self._watches = {name: Stopwatch(devices[name != "slow"]) for name in ("slow", "fast", "replica")}
+        self._watches = {name: DeviceTimer(devices[name != "slow"]) for name in ("slow", "fast", "replica")}
         self._rows = dict.fromkeys(self._watches, 0)
         self._seconds = dict.fromkeys(self._watches, 0.0)  # since the last refit
         self._busy_s = [0.0, 0.0]
-        self._spans = [Stopwatch(device) for device in devices]  # of what both do side by side, waiting included
+        self._spans = [DeviceTimer(device) for device in devices]  # of what both do side by side, waiting included
         self._second = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mmray-branch")
         self._anchor = torch.zeros((), requires_grad=True)  # makes autograd call the join's backward
 
@@ -125,7 +125,7 @@ class BranchParallel(nn.Module):
         One after the other, each would be idle while the other works: about one half.
         """
         self._look()
-        span_s = max(*(watch.take_s() for watch in self._spans), 1e-12)
+        span_s = max(*(watch.pop_s() for watch in self._spans), 1e-12)
         shares = {f"branches/idle_share_{index}": max(0.0, 1 - b / span_s) for index, b in enumerate(self._busy_s)}
         self._busy_s = [0.0, 0.0]
         return shares | {"branches/rows_share_0": self.share}
@@ -142,7 +142,7 @@ class BranchParallel(nn.Module):
     def _look(self) -> dict[str, float]:
         """Seconds of each kind of work since the last refit."""
         for name, watch in self._watches.items():
-            took_s = watch.take_s()
+            took_s = watch.pop_s()
             self._seconds[name] += took_s
             self._busy_s[name != "slow"] += took_s
         return self._seconds

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mmray.engine.optimizer import freeze
+from mmray.engine.optimizer import freeze_parameters
 from mmray.engine.parallel.wrap import init_device, preserve_buffers
 from mmray.errors import UsageError
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def apply_transforms(model: nn.Module, train: Train, optimizer: Optimizer, device: torch.device) -> nn.Module:
     """The model on its device as the settings want it run. Raises UsageError naming the setting."""
-    freeze(model, optimizer.freeze)
+    freeze_parameters(model, optimizer.freeze)
     if device.type == "cpu" and any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
         raise UsageError("model.batch_norm: `synced` needs GPUs; take `local` or `frozen` on a CPU")
     model.to(init_device(train.parallel, device))
