@@ -17,7 +17,7 @@ from mmray.cli.console import Screen, recall_table, scores_tables, training_figu
 from mmray.cli.evaluate import command_of
 from mmray.cli.prepare import PrepareCommand, _findings
 from mmray.cli.train import _say_outcome
-from mmray.config import Own, Siglip, from_yaml, to_yaml
+from mmray.config import CustomModel, Siglip, from_yaml, to_yaml
 from mmray.config.model import KINDS
 from mmray.data.store.manifest import Manifest
 from mmray.data.text.tokenizer import train_tokenizer
@@ -58,16 +58,23 @@ def test_flags_take_what_yaml_writes(typed):
 
 @pytest.mark.parametrize("word", ["true", "True", "=true", "=True", ""])
 def test_a_switch_takes_yamls_words_and_pythons_or_none(typed, word):
-    flag = [f"--batch.by-length{word}"] if word.startswith("=") else ["--batch.by-length", word][: 1 + bool(word)]
+    flag = (
+        [f"--batch.group-by-length{word}"]
+        if word.startswith("=")
+        else ["--batch.group-by-length", word][: 1 + bool(word)]
+    )
     code, out, _ = typed("train", *flag, "--data.shuffle=false", "--print-config")
     config = from_yaml(out, "printed")
-    assert code == 0 and config.batch.by_length and not config.data.shuffle
+    assert code == 0 and config.batch.group_by_length and not config.data.shuffle
 
 
-@pytest.mark.parametrize("words", [["--drop-leaked", "--against", "x"], ["--against", "x", "--drop-leaked", "true"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--drop-overlap", "--check-contamination", "x"], ["--check-contamination", "x", "--drop-overlap", "true"]],
+)
 def test_a_switch_of_prepare_may_stand_alone(words):
     settings = parsed(PrepareCommand, ["a", "b", *words], "mmray prepare").settings
-    assert settings.drop_leaked and settings.against == ("x",) and not settings.reference
+    assert settings.drop_overlap and settings.check_contamination == ("x",) and not settings.index_only
 
 
 def test_words_that_are_values_stay_as_they_are(typed):
@@ -111,13 +118,19 @@ def test_another_kind_of_model_is_asked_for_by_name(typed, verb):
 
 
 def test_what_prepare_says_of_leaks_and_repeated_captions():
-    found = {"exact": 2, "near": 1, "near_bits": 7, "dropped": False, "found_in": {"prepared/eval": 2, "splits": 1}}
+    found = {
+        "exact": 2,
+        "near": 1,
+        "phash_distance": 7,
+        "dropped": False,
+        "found_in": {"prepared/eval": 2, "splits": 1},
+    }
     manifest = Manifest(9, 9, 0, {}, 0, {}, "", None, {}, {}, (), num_same_text=4, leakage=found)
     assert list(_findings(manifest, "out")) == [
         ("captions", "4 rows repeat the captions of an earlier row; they are kept"),
         (
             "leaked",
-            "3 rows (2 exact, 1 alike): 2 in prepared/eval, 1 in another split; kept; --drop-leaked sets them aside",
+            "3 rows (2 exact, 1 alike): 2 in prepared/eval, 1 in another split; kept; --drop-overlap sets them aside",
         ),
         ("", "each with its twin in out/leaks.jsonl"),
     ]
@@ -135,7 +148,7 @@ def test_what_prepare_says_of_leaks_and_repeated_captions():
         (["train", "--train.steps", "3", "--train.epochs", "2"], "give one of steps, samples, epochs"),
         (["train", "--batch.global", "1"], "1 rows cannot feed 2 workers"),
         (["tune", "sample"], "nothing to search: give at least one --space"),
-        (["tune", "sample", "--space", "batch.micr=8"], "there is no such setting; did you mean `micro`"),
+        (["tune", "sample", "--space", "batch.micr=8"], "unknown setting; did you mean `micro`"),
         (["tune", "sample", "--space", "batch.micro=8,0"], "batch.micro: input should be greater than or equal to 1"),
         (["tune", "sample", "--space", "batch.micro=128"], "a worker's share of 128 rows over 2 workers is 64"),
         (["evaluate", "nowhere"], "is not a run: it has no config.yaml"),
@@ -187,7 +200,7 @@ def test_a_command_that_is_told_to_end_answers_130(work):
 
 def test_help(typed):
     code, out, _ = typed("train", "--help")
-    assert code == 0 and "--batch.global" in out and "Rows of one optimizer step over all workers" in out
+    assert code == 0 and "--batch.global" in out and "Rows per optimizer step over all workers" in out
     code, out, _ = typed()
     assert code == 0 and all(f"mmray {verb}" in out for verb in cli.VERBS)
 
@@ -273,7 +286,7 @@ class Net(nn.Module):
 def test_export_finds_a_model_of_the_working_directory_as_training_does(tmp_path):
     """By an installed script, whose own folder, and not the working directory, is on Python's path."""
     config = runs.config("none", tmp_path, "one")
-    model = Own(kind="mine:Net", inputs=config.model.inputs, vocab_size=90)
+    model = CustomModel(kind="mine:Net", inputs=config.model.inputs, vocab_size=90)
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.yaml").write_text(to_yaml(config.model_copy(update={"model": model})))

@@ -9,9 +9,9 @@ from mmray.config import (
     Clip,
     Cluster,
     Config,
+    CustomModel,
     Data,
     ImageTower,
-    Own,
     Section,
     Siglip,
     TextTower,
@@ -34,19 +34,22 @@ def test_yaml_reads_back_equal(name):
     ("text", "message"),
     [
         ("batch: {micro: 0}", r"run.yaml: batch.micro: .*greater than or equal to 1 \(got 0\)"),
-        ("batch: {micr: 3}", "batch.micr: there is no such setting; did you mean `micro`"),
-        ("bach: {micro: 3}", "bach: there is no such setting; did you mean `batch`"),
+        ("batch: {micr: 3}", "batch.micr: unknown setting; did you mean `micro`"),
+        ("bach: {micro: 3}", "bach: unknown setting; did you mean `batch`"),
         ("train: {steps: 3, epochs: 2}", r"train: give one of steps, samples, epochs \(got steps, epochs\)"),
         ("model: {inputs: {std: [0, 1, 1]}}", "model.inputs: std must be above 0"),
         ("model: {inputs: {image_side: big}}", r"model.inputs.image_side: .*integer.*\(got 'big'\)"),
         ("data: {workers: 0}", "data: workers must be `auto` or at least 1"),
         ("run: {name: '../x'}", "run.name: .*pattern"),
-        ("model: {kind: clap}", r"model.kind: there is no `clap`; take one of two_tower, clip, siglip"),
-        ("model: {kind: clip, embed_dm: 3}", "model.embed_dm: there is no such setting; did you mean `embed_dim`"),
+        ("model: {kind: clap}", r"model.kind: unknown kind `clap`; use one of two_tower, clip, siglip"),
+        ("model: {kind: clip, embed_dm: 3}", "model.embed_dm: unknown setting; did you mean `embed_dim`"),
         ("model: {kind: siglip, image: {patch: 0}}", r"model.image.patch: .*greater than or equal to 1 \(got 0\)"),
-        ("optimizer: {lr_scale: ['image.*']}", r"optimizer.lr_scale: write `pattern=factor`.*\(got `image\.\*`\)"),
-        ("- 1", "run.yaml holds no settings"),
-        ("a: [", "run.yaml is not YAML"),
+        (
+            "optimizer: {lr_multipliers: ['image.*']}",
+            r"optimizer.lr_multipliers: write `pattern=factor`.*\(got `image\.\*`\)",
+        ),
+        ("- 1", "run.yaml contains no settings"),
+        ("a: [", "run.yaml is not valid YAML"),
     ],
 )
 def test_bad_settings_are_named(text, message):
@@ -56,7 +59,7 @@ def test_bad_settings_are_named(text, message):
 
 def test_the_kind_says_which_model_it_is():
     own = from_yaml("model: {kind: 'my.models:Mine', settings: {width: 3, deep: true}}", "run.yaml").model
-    assert isinstance(own, Own)
+    assert isinstance(own, CustomModel)
     assert own.settings == {"width": 3, "deep": True}
     assert isinstance(from_yaml("model: {kind: siglip}", "run.yaml").model, Siglip)
     assert isinstance(from_yaml("model: {temperature: 0.1}", "run.yaml").model, TwoTower)
@@ -70,8 +73,8 @@ def test_another_kind_may_be_asked_for_by_a_flag():
     assert config.model.image.patch == 8
     assert config.model.inputs == recipes.load("sample").model.inputs
     config, _ = parse_run(["--model.kind=my.models:Mine"], "train")
-    assert config.model == Own(kind="my.models:Mine", inputs=config.model.inputs)
-    with pytest.raises(UsageError, match="there is no `clap`"):
+    assert config.model == CustomModel(kind="my.models:Mine", inputs=config.model.inputs)
+    with pytest.raises(UsageError, match="unknown kind `clap`"):
         parse_run(["sample", "--model.kind", "clap"], "train")
 
 
@@ -97,32 +100,32 @@ def test_a_continuation_may_change_the_cut_but_not_the_rows():
 
 def test_a_run_from_before_there_were_chunks_goes_on_in_the_order_it_had():
     before = Config().model_dump(mode="json", by_alias=True)
-    for setting in ("chunk", "window", "local_cache", "local_cache_gb"):
+    for setting in ("shuffle_blocks", "local_cache", "local_cache_gb"):
         del before["data"][setting]
     after = [
-        Config(data=Data(chunk=chunk, window=window, local_cache="cache")).model_dump(mode="json", by_alias=True)
-        for chunk, window in ((1, 1), (8, 16))
+        Config(data=Data(shuffle_blocks=blocks, local_cache="cache")).model_dump(mode="json", by_alias=True)
+        for blocks in ("1x1", "8x16")
     ]
     changes = [forbidden_changes(before, each) for each in after]
-    assert changes == [[], ["data.chunk: 1 -> 8", "data.window: 1 -> 16"]]
+    assert changes == [[], ["data.shuffle_blocks: '1x1' -> '8x16'"]]
 
 
 @pytest.mark.parametrize("given", ["0", "-1"])
-def test_a_chunk_is_auto_or_a_number(given):
-    with pytest.raises(UsageError, match=r"data\.chunk"):
-        parse_run(["sample", f"--data.chunk={given}"], "train")
+def test_shuffle_blocks_are_auto_or_numbers(given):
+    with pytest.raises(UsageError, match=r"data.shuffle_blocks"):
+        parse_run(["sample", f"--data.shuffle-blocks={given}"], "train")
 
 
 @pytest.mark.parametrize(("given", "least", "most"), [(2, 2, 2), ("1-4", 1, 4), ("3", 3, 3)])
 def test_workers_are_a_number_or_a_range(given, least, most):
     cluster = Cluster(workers=given)
-    assert (cluster.least_workers, cluster.most_workers, cluster.elastic) == (least, most, least != most)
+    assert (cluster.min_workers, cluster.max_workers, cluster.elastic) == (least, most, least != most)
     assert from_yaml(to_yaml(Config(cluster=cluster)), "here").cluster == cluster
 
 
 @pytest.mark.parametrize("given", [0, "4-1", "0-2", "some", "1-", -1])
 def test_workers_that_are_no_range_are_refused(given):
-    with pytest.raises(UsageError, match=r"cluster.workers: must be a number, or two as in 1-4"):
+    with pytest.raises(UsageError, match=r"cluster.workers: must be a number of at least 1, or a range such as 1-4"):
         Cluster(workers=given)
 
 
@@ -141,14 +144,14 @@ def test_weights_on_this_machine_get_names_that_hold_on_a_worker(tmp_path, monke
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"workers": -3}, r"cluster.workers: must be a number, or two as in 1-4"),
-        ({"workerz": 5}, "cluster.workerz: there is no such setting; did you mean `workers`"),
+        ({"workers": -3}, r"cluster.workers: must be a number of at least 1, or a range such as 1-4"),
+        ({"workerz": 5}, "cluster.workerz: unknown setting; did you mean `workers`"),
         ({"max_failures": "many"}, "cluster.max_failures: input should be a valid integer"),
     ],
 )
 def test_settings_that_are_replaced_are_checked_as_typed_ones_are(settings, said):
     with pytest.raises(UsageError, match=said):
-        Config().on_cluster(**settings)
+        Config().with_cluster(**settings)
     with pytest.raises(UsageError, match=said):
         Cluster().replace(**settings)
 

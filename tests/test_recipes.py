@@ -40,7 +40,7 @@ def test_resnet50_bert_takes_a_step(monkeypatch):
 def test_a_whole_recipe_as_yaml_is_itself_again(name, tmp_path):
     """Whatever was changed in it, back to a default of no recipe included."""
     changed = recipes.load(name).model_copy(update={"train": Train(steps=3), "batch": Batch(micro=2, accumulation=3)})
-    other_kind = recipes.load(name).of_kind("fusion" if name != "fusion" else "clip")
+    other_kind = recipes.load(name).with_model_kind("fusion" if name != "fusion" else "clip")
     for config in (recipes.load(name), changed, other_kind, Config(recipe=name)):
         (tmp_path / "whole.yaml").write_text(to_yaml(config))
         assert recipes.load(str(tmp_path / "whole.yaml")) == config
@@ -64,14 +64,14 @@ def test_a_short_yaml_is_the_recipe_that_it_names_with_what_it_says(text, expect
 def test_a_short_yaml_may_take_another_kind_of_model(tmp_path):
     (tmp_path / "short.yaml").write_text("recipe: clip\nmodel: {kind: siglip, logit_bias: -5}\n")
     config = recipes.load(str(tmp_path / "short.yaml"))
-    model = recipes.clip().of_kind("siglip").model.model_copy(update={"logit_bias": -5.0})
+    model = recipes.clip().with_model_kind("siglip").model.model_copy(update={"logit_bias": -5.0})
     assert config == recipes.clip().model_copy(update={"model": model})
 
 
 def test_a_short_yaml_of_an_unknown_recipe_is_refused(tmp_path):
     """It would be another model, trained from nothing."""
     (tmp_path / "short.yaml").write_text("recipe: clipp\nbatch: {micro: 8}\n")
-    with pytest.raises(UsageError, match=r"short.yaml: recipe: there is no `clipp`; name one of sample, .*clip"):
+    with pytest.raises(UsageError, match=r"short.yaml: recipe: unknown recipe `clipp`; use one of sample, .*clip"):
         recipes.load(str(tmp_path / "short.yaml"))
     whole = to_yaml(recipes.load("clip").replace(recipe="mine"))
     (tmp_path / "whole.yaml").write_text(whole)
@@ -80,5 +80,5 @@ def test_a_short_yaml_of_an_unknown_recipe_is_refused(tmp_path):
 
 def test_a_mistake_in_a_short_yaml_is_told_with_its_file(tmp_path):
     (tmp_path / "short.yaml").write_text("recipe: clip\nbatch: {micr: 8}\n")
-    with pytest.raises(UsageError, match=r"short.yaml: batch.micr: there is no such setting; did you mean `micro`"):
+    with pytest.raises(UsageError, match=r"short.yaml: batch.micr: unknown setting; did you mean `micro`"):
         recipes.load(str(tmp_path / "short.yaml"))

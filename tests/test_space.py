@@ -3,12 +3,12 @@
 import pytest
 
 from mmray.config import Batch, Config
-from mmray.config.search_space import parse, value_at, with_settings
+from mmray.config.search_space import parse_space, setting_value, with_settings
 from mmray.errors import UsageError
 
 
 def test_lists_are_crossed_and_the_last_changes_fastest():
-    space = parse(["batch.micro=8,16", "train.precision=fp32,bf16"])
+    space = parse_space(["batch.micro=8,16", "train.precision=fp32,bf16"])
     assert [tuple(each.values()) for each in space.combinations()] == [
         ("8", "fp32"),
         ("8", "bf16"),
@@ -22,15 +22,15 @@ def test_settings_get_the_types_of_the_config():
     for typed, value in (({"batch.micro": "16"}, 16), ({"optimizer.lr": "1e-3"}, 1e-3), ({"data.limit": None}, None)):
         (key,) = typed
         changed = with_settings(base, typed)
-        assert value_at(changed, key) == value and type(value_at(changed, key)) is type(value)
-        assert value_at(changed, "batch.global") == 64
-    betas = parse(["optimizer.betas=[0.9, 0.95],[0.9, 0.99]"]).combinations()
+        assert setting_value(changed, key) == value and type(setting_value(changed, key)) is type(value)
+        assert setting_value(changed, "batch.global") == 64
+    betas = parse_space(["optimizer.betas=[0.9, 0.95],[0.9, 0.99]"]).combinations()
     assert [with_settings(base, each).optimizer.betas for each in betas] == [(0.9, 0.95), (0.9, 0.99)]
 
 
 def test_ranges_draw_the_same_for_a_seed():
-    drawn = parse(["optimizer.lr=loguniform(1e-5,1e-3)"], samples=20, seed=3).combinations()
-    assert drawn == parse(["optimizer.lr=loguniform(1e-5,1e-3)"], samples=20, seed=3).combinations()
+    drawn = parse_space(["optimizer.lr=loguniform(1e-5,1e-3)"], samples=20, seed=3).combinations()
+    assert drawn == parse_space(["optimizer.lr=loguniform(1e-5,1e-3)"], samples=20, seed=3).combinations()
     values = [each["optimizer.lr"] for each in drawn]
     assert all(1e-5 <= value <= 1e-3 for value in values) and min(values) < 1e-4 < max(values)
 
@@ -38,10 +38,10 @@ def test_ranges_draw_the_same_for_a_seed():
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("batch.micr", "batch.micr: there is no such setting; did you mean `micro`"),
+        ("batch.micr", "batch.micr: unknown setting; did you mean `micro`"),
         ("batch", "batch: it is a group of settings"),
         ("batch.micro.x", "`micro` is one setting"),
-        ("bach.micro", "bach: there is no such setting; did you mean `batch`"),
+        ("bach.micro", "bach: unknown setting; did you mean `batch`"),
         ("batch.micro", r"batch.micro: .*integer.*\(got 'many'\)"),
     ],
 )
@@ -65,4 +65,4 @@ def test_what_no_config_has_is_named(key, message):
 )
 def test_what_cannot_be_meant_is_refused(given, message):
     with pytest.raises(UsageError, match=message):
-        parse(given)
+        parse_space(given)

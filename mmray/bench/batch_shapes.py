@@ -21,7 +21,7 @@ from mmray import objectives
 from mmray.bench.spawn import WorkerFailed, device_of, idle_gpu_notes, spawn_workers
 from mmray.bench.step import WARM_STEPS, Bench, build_bench
 from mmray.bench.timing import describe_machine
-from mmray.config.search_space import parse, value_at, with_settings
+from mmray.config.search_space import parse_space, setting_value, with_settings
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine.batch import BatchShape, resolve_batch_shape
@@ -42,7 +42,7 @@ FIGURES = (
 Notify = Callable[[str], None]
 STEP_SETTINGS = (
     *("model.", "objective.", "batch.", "optimizer.", "cluster.", "train.precision", "train.deterministic"),
-    *("train.recompute", "train.compile", "train.channels_last"),
+    *("train.activation_checkpointing", "train.compile", "train.channels_last"),
 )
 
 
@@ -56,7 +56,7 @@ def bench_shapes(
     0's process with all it imports), peak_reserved_gib (GPU), and `reason`; what was not measured is None.
     Raises UsageError, ResourceError.
     """
-    space = parse(given)
+    space = parse_space(given)
     for key in space.axes:
         if not key.startswith(STEP_SETTINGS):
             raise UsageError(
@@ -67,7 +67,7 @@ def bench_shapes(
     configs = [with_settings(config, typed) for typed in space.combinations()]  # validated before the first runs
     rows = []
     for number, each in enumerate(configs, 1):
-        row = _row(each, {key: value_at(each, key) for key in space.axes}, window_s)
+        row = _row(each, {key: setting_value(each, key) for key in space.axes}, window_s)
         chosen = ", ".join(f"{key}={value}" for key, value in row["settings"].items())
         notify(f"{number} of {len(configs)}, {chosen}: {row['status'].replace('_', ' ')}")
         rows.append(row)
@@ -77,7 +77,7 @@ def bench_shapes(
 def _row(config: Config, settings: dict[str, Any], window_s: float) -> dict[str, Any]:
     row = {"settings": settings, "status": "measured", **dict.fromkeys(FIGURES), "reason": None}
     try:
-        shape = resolve_batch_shape(config.batch, config.cluster.most_workers)
+        shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
         row |= {"micro": shape.micro, "accumulation": shape.accumulation}
         row |= {"workers": shape.workers, "global": shape.global_rows}
         return row | spawn_workers(partial(measure_shape, shape=shape, window_s=window_s), config)

@@ -248,7 +248,7 @@ def _read_raw(prepared: PreparedSet, rank: int, world: int) -> Iterator[Arrival]
 def drop_page_cache(prepared: PreparedSet) -> bool:
     """Drop a set's shards from the page cache; return False if that is impossible."""
     root = prepared.storage.local_path
-    if root is None or not hasattr(os, "posix_fadvise") or prepared.manifest.settings.get("reference"):
+    if root is None or not hasattr(os, "posix_fadvise") or prepared.manifest.settings.get("index_only"):
         return False
     for shard in prepared.manifest.shards:
         with (root / shard.file).open("rb") as file:

@@ -37,7 +37,7 @@ class WorkerFailed(TrainingError):
 
 def device_of(config: Config) -> torch.device:
     """Return the device type a run would choose: GPUs if there is one per worker. Raises ResourceError."""
-    have, workers = torch.cuda.device_count(), config.cluster.most_workers
+    have, workers = torch.cuda.device_count(), config.cluster.max_workers
     if config.cluster.accelerator == "cpu" or (config.cluster.accelerator == "auto" and have < workers):
         return torch.device("cpu")
     if have < workers:
@@ -47,7 +47,7 @@ def device_of(config: Config) -> torch.device:
 
 def idle_gpu_notes(config: Config) -> list[str]:
     """Return a note if GPUs of this machine are not used although --cluster.accelerator allows them."""
-    have, workers = torch.cuda.device_count(), config.cluster.most_workers
+    have, workers = torch.cuda.device_count(), config.cluster.max_workers
     if config.cluster.accelerator == "cpu" or have in (0, workers):
         return []
     if have < workers:
@@ -64,7 +64,7 @@ def spawn_workers(measure: Measure, config: Config, kind: str = "") -> Any:
     kind = kind or device_of(config).type
     with tempfile.TemporaryDirectory(prefix="mmray-bench-") as folder:
         try:
-            torch.multiprocessing.spawn(_enter, (measure, config, kind, folder), nprocs=config.cluster.most_workers)
+            torch.multiprocessing.spawn(_enter, (measure, config, kind, folder), nprocs=config.cluster.max_workers)
         except torch.multiprocessing.ProcessExitedException as error:
             raise _killed(error) from None
         except torch.multiprocessing.ProcessRaisedException:
@@ -99,7 +99,7 @@ def init_worker(rank: int, config: Config, kind: str, folder: str, device_index:
         "nccl" if kind == "cuda" else "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
-        world_size=config.cluster.most_workers,
+        world_size=config.cluster.max_workers,
         timeout=timedelta(seconds=config.cluster.collective_timeout_s),
     )
     return Group.current(device)

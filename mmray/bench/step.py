@@ -116,7 +116,7 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
     """
     if config.objective.kind != "contrastive":
         raise UsageError(f"bench step supports objective.kind `contrastive` only, got `{config.objective.kind}`")
-    micro, workers = resolve_batch_shape(config.batch, config.cluster.most_workers).micro, config.cluster.most_workers
+    micro, workers = resolve_batch_shape(config.batch, config.cluster.max_workers).micro, config.cluster.max_workers
     rows = spawn_workers(partial(_pairs, micro=micro, pairs=pairs, window_s=window_s), config)
     ratios = [row["loop_vs_bare"] for row in rows]
     return {

@@ -59,14 +59,14 @@ class Strategy:
 
 STRATEGIES = (
     Strategy(BASE, {"parallel": "ddp", "precision": "fp32"}),
-    Strategy("ddp fp32, bf16 gradients", {"parallel": "ddp", "precision": "fp32", "compress": "bf16"}),
-    Strategy("ddp fp32, fp16 gradients", {"parallel": "ddp", "precision": "fp32", "compress": "fp16"}),
+    Strategy("ddp fp32, bf16 gradients", {"parallel": "ddp", "precision": "fp32", "grad_compression": "bf16"}),
+    Strategy("ddp fp32, fp16 gradients", {"parallel": "ddp", "precision": "fp32", "grad_compression": "fp16"}),
     Strategy("ddp bf16", {"parallel": "ddp", "precision": "bf16"}),
     Strategy("ddp fp16", {"parallel": "ddp", "precision": "fp16"}),
     Strategy("fsdp fp32", {"parallel": "fsdp", "precision": "fp32"}),
     Strategy("fsdp bf16", {"parallel": "fsdp", "precision": "bf16"}),
     Strategy("single fp32", {"parallel": "single", "precision": "fp32"}, alone=True),
-    Strategy("branches fp32", {"parallel": "branches", "precision": "fp32", "refit_every": 2}, alone=True),
+    Strategy("branches fp32", {"parallel": "branches", "precision": "fp32"}, alone=True),
 )
 
 
@@ -78,9 +78,9 @@ def bench_strategies(
     `steps` are timed after a warm-up; `only` selects strategies by name (the baseline is always measured).
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences torch's profiler
-    workers = max(2, config.cluster.most_workers)
+    workers = max(2, config.cluster.max_workers)
     shape = resolve_batch_shape(config.batch, workers)
-    kind = device_of(config.on_cluster(workers=workers)).type  # the same for all rows, with one worker too
+    kind = device_of(config.with_cluster(workers=workers)).type  # the same for all rows, with one worker too
     chosen = [strategy for strategy in STRATEGIES if not only or strategy.name in (BASE, *only)]
     rows = []
     for number, strategy in enumerate(chosen, 1):
@@ -98,7 +98,7 @@ def bench_strategies(
         "batch": str(shape),
         "ratios": _ratios(rates),
         "rows": rows,
-        "notes": idle_gpu_notes(config.on_cluster(workers=workers)),
+        "notes": idle_gpu_notes(config.with_cluster(workers=workers)),
     }
 
 
@@ -111,15 +111,15 @@ def _ratios(rates: dict[str, float]) -> dict[str, float]:
 
 def _settings(config: Config, strategy: Strategy, workers: int, shape: Any) -> Config:
     """Return the config of one strategy, with the same rows per step and micro-batch."""
-    return config.on_cluster(workers=1 if strategy.alone else workers).replace(
-        train=config.train.replace(**{"compress": "none", "profile": 0, **strategy.train}),
+    return config.with_cluster(workers=1 if strategy.alone else workers).replace(
+        train=config.train.replace(**{"grad_compression": "none", "profile": 0, **strategy.train}),
         batch=config.batch.replace(global_=shape.global_rows, micro=shape.micro, accumulation=None),
     )
 
 
 def _row(strategy: Strategy, config: Config, kind: str, steps: int) -> dict[str, Any]:
     """Measure one strategy in new processes; on failure `error` is the reason."""
-    row: dict[str, Any] = {"strategy": strategy.name, "workers": config.cluster.most_workers, **dict.fromkeys(FIGURES)}
+    row: dict[str, Any] = {"strategy": strategy.name, "workers": config.cluster.max_workers, **dict.fromkeys(FIGURES)}
     reasons = unsupported_reasons(config)
     if reasons:
         return row | {"error": "; ".join(reasons)}

@@ -63,7 +63,7 @@ def parse_run(argv: Sequence[str], verb: str) -> tuple[Config, bool]:
     """The config that a recipe name and flags mean, and whether it is only to be printed."""
     name, rest, print_config = split_run(argv)
     named = [word.removeprefix("--").partition("=")[0].replace("-", "_") for word in rest if word.startswith("--")]
-    recipe = recipe_for(name, rest).making_way(named)
+    recipe = recipe_for(name, rest).without_conflicting(named)
     description = (
         f"Train the recipe `{name}`; each setting below has the recipe's value. "
         f"Recipes: {', '.join(recipes.RECIPES)}, or a YAML file. --print-config prints the settings and ends."
@@ -79,7 +79,7 @@ def recipe_for(name: str, words: Sequence[str]) -> Config:
     kind = next((asked for flag, asked in pairwise(words) if flag == "--model.kind"), None)
     kind = next((word.partition("=")[2] for word in words if word.startswith("--model.kind=")), kind)
     recipe = recipes.load(name)
-    return recipe if kind is None else recipe.of_kind(kind)
+    return recipe if kind is None else recipe.with_model_kind(kind)
 
 
 def parsed(

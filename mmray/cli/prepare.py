@@ -27,11 +27,11 @@ class PrepareCommand:
     out: Positional[str]
     """Folder of the prepared set; prepared again, it goes on where it was and takes only new rows."""
     settings: OmitArgPrefixes[Prepare] = field(default_factory=Prepare)
-    retry_quarantine: bool = False
+    retry_quarantined: bool = False
     """Try again what was set aside because it could not be read or decoded, with the rest of its shard."""
     address: str | None = None
     """Ray address; none: RAY_ADDRESS where it is set, else this machine."""
-    grows: bool = False
+    wait_for_nodes: bool = False
     """Wait for nodes, though Ray does not say that any may come."""
 
 
@@ -44,21 +44,21 @@ def _findings(manifest: Manifest, out: str) -> Iterator[tuple[str, str]]:
         where = ", ".join(
             f"{rows:,} in {'another split' if name == 'splits' else name}" for name, rows in found["found_in"].items()
         )
-        kept = "set aside" if found["dropped"] else "kept; --drop-leaked sets them aside"
+        kept = "set aside" if found["dropped"] else "kept; --drop-overlap sets them aside"
         yield "leaked", f"{total:,} rows ({found['exact']:,} exact, {found['near']:,} alike): {where}; {kept}"
         if total:
             yield "", f"each with its twin in {out}/leaks.jsonl"
 
 
 def prepare(argv: Sequence[str], screen: Screen) -> int:
-    """mmray prepare SOURCE OUT [--max-bad-fraction 0.01] [--image-side 256] [--against SET] ..."""
+    """mmray prepare SOURCE OUT [--max-bad-fraction 0.01] [--image-side 256] [--check-contamination SET] ..."""
     command = parsed(PrepareCommand, argv, "mmray prepare")
     from mmray.cluster.connect import ray_session
     from mmray.cluster.placement import check_data_capacity
     from mmray.data.prepare.pipeline import prepare as prepare_rows
 
     began_s = time.monotonic()
-    section = Cluster(address=command.address, grows=command.grows)
+    section = Cluster(address=command.address, wait_for_nodes=command.wait_for_nodes)
     with ray_session(section), screen.work("starting Ray"):
         check_data_capacity(section)
         reporter = Reporter(screen)
@@ -68,7 +68,7 @@ def prepare(argv: Sequence[str], screen: Screen) -> int:
             command.settings,
             reporter.prepare_progress,
             reporter.log,
-            command.retry_quarantine,
+            command.retry_quarantined,
         )
     splits = ", ".join(f"{name} {rows:,}" for name, rows in sorted(manifest.splits.items())) or "no splits"
     screen.note(f"{manifest.num_read:,} rows read in {time.monotonic() - began_s:.0f} s", "read")

@@ -177,7 +177,7 @@ def tune(argv: Sequence[str], screen: Screen) -> int:
     if print_config:
         print(to_yaml(base), end="")
         return 0
-    searched = search_space.parse(command.space, command.samples, base.train.seed)
+    searched = search_space.parse_space(command.space, command.samples, base.train.seed)
     plan.trials_of(base, searched)  # what cannot be meant is said before Ray and torch are imported
     from mmray.tune.search import Sweep, search
 

@@ -174,7 +174,7 @@ def num_local_cpus(section: Cluster, data_actors: int, physical: int) -> int:
     Ray counts CPUs to place work, it does not bind it: a laptop of 2 cores runs 2 training workers and a data actor,
     which share the cores, where a strict count would leave the data without a slot and the run waiting for ever.
     """
-    return max(physical, math.ceil(section.most_workers * section.cpus_per_worker) + data_actors + INPUT_TASK_CPUS)
+    return max(physical, math.ceil(section.max_workers * section.cpus_per_worker) + data_actors + INPUT_TASK_CPUS)
 
 
 def num_decode_actors(cpus: float, taken: float, memory_gib: float, block_mb: float) -> int:

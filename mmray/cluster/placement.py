@@ -137,8 +137,10 @@ def check_data_capacity(section: Cluster) -> None:
     """Raise ResourceError where no node for the data has a CPU, or can get one: Ray would wait for it for ever."""
     here = alive_nodes()
     lacking = missing_capacity(Demand(0, {}, 1, {}, data_labels(section.data_label, here)), here, autoscaling_pools())
-    if lacking is not None and not section.grows:
-        raise ResourceError(f"{lacking}, or say that nodes are yet to come (--cluster.grows; of prepare --grows)")
+    if lacking is not None and not section.wait_for_nodes:
+        raise ResourceError(
+            f"{lacking}, or say that nodes are yet to come (--wait-for-nodes, or --cluster.wait-for-nodes for training)"
+        )
 
 
 def _has_roles(here: list[Node]) -> bool:

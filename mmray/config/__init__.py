@@ -1,7 +1,7 @@
-"""Every setting of mmray: typed, ranged, documented once, frozen.
+"""All settings of mmray: typed, validated, documented once, frozen.
 
-A config is built by a recipe (mmray/recipes.py) or read from YAML, changed by `--section.field value` flags, checked
-here on the driver before any resource is asked for, and saved unchanged with the run and with each checkpoint.
+A config comes from a recipe (recipes.py) or a YAML file, is changed by `--section.field value` flags, validated on the
+driver before any resource is requested, and saved with the run and each checkpoint.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from mmray.config.model import (
     ClipImage,
     ClipText,
     CrossAttention,
+    CustomModel,
     Decoder,
     Fit,
     Fusion,
@@ -34,11 +35,10 @@ from mmray.config.model import (
     Lora,
     Model,
     Objective,
-    Own,
     Siglip,
     TextTower,
     TwoTower,
-    section_of,
+    model_section,
 )
 from mmray.config.training import Batch, Evaluate, Optimizer, Scoring, Train
 from mmray.errors import UsageError
@@ -57,6 +57,7 @@ __all__ = [
     "Cluster",
     "Config",
     "CrossAttention",
+    "CustomModel",
     "Data",
     "Decoder",
     "Evaluate",
@@ -70,7 +71,6 @@ __all__ = [
     "Model",
     "Objective",
     "Optimizer",
-    "Own",
     "Prepare",
     "Run",
     "Scoring",
@@ -80,15 +80,15 @@ __all__ = [
     "Train",
     "TwoTower",
     "from_yaml",
-    "section_of",
+    "model_section",
     "to_yaml",
 ]
 
 
 class Config(Section):
-    """One run, whole."""
+    """The settings of one run."""
 
-    recipe: str = Field("custom", description="The recipe it began as.")
+    recipe: str = Field("custom", description="Name of the recipe that the settings started from.")
     model: AnyModel = TwoTower()
     objective: Objective = Objective()
     prepare: Prepare = Prepare()
@@ -101,70 +101,72 @@ class Config(Section):
     cluster: Cluster = Cluster()
     run: Run = Run()
 
-    def on_cluster(self, **settings: Any) -> Config:
-        """The same run with these settings of `cluster`. Raises UsageError."""
+    def with_cluster(self, **settings: Any) -> Config:
+        """Return a copy with these settings of `cluster`. Raises UsageError."""
         return self.replace(cluster=self.cluster.replace(**settings))
 
-    def of_kind(self, kind: str) -> Config:
-        """The same run of another kind of model, with that kind's defaults and this one's inputs. Raises UsageError."""
+    def with_model_kind(self, kind: str) -> Config:
+        """Return a copy with another kind of model: that kind's defaults, this config's inputs. Raises UsageError."""
         if kind == self.model.kind:
             return self
-        section = section_of(kind)
+        section = model_section(kind)
         inputs: Any = section.model_fields["inputs"].annotation
         shared = {name: value for name, value in vars(self.model.inputs).items() if name in inputs.model_fields}
         return self.replace(model=section(kind=kind, inputs=inputs(**shared)))
 
-    def making_way(self, named: Collection[str]) -> Config:
-        """The same run without what the `named` settings (`section.field`) take the place of.
+    def without_conflicting(self, given: Collection[str]) -> Config:
+        """Return a copy without the settings that the `given` ones (`section.field`) replace.
 
-        That is its length where one of them is a length, and its global batch where they are micro and accumulation.
+        A given length replaces the recipe's length; micro and accumulation together replace its global batch.
         """
         update: dict[str, Any] = {}
-        if any(name in LENGTHS for name in named):
+        if any(name in LENGTHS for name in given):
             update["train"] = self.train.replace(**dict.fromkeys(name.partition(".")[2] for name in LENGTHS))
-        if {"batch.micro", "batch.accumulation"} <= set(named) and "batch.global" not in named:
+        if {"batch.micro", "batch.accumulation"} <= set(given) and "batch.global" not in given:
             update["batch"] = self.batch.replace(global_=None)
         return self.replace(**update)
 
 
 def to_yaml(config: Section) -> str:
-    """YAML that `from_yaml` reads back to an equal config."""
+    """Return YAML that `from_yaml` reads back to an equal config."""
     return yaml.safe_dump(config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True)
 
 
 def from_yaml(text: str, where: str, recipes: Mapping[str, Callable[[], Config]] = MappingProxyType({})) -> Config:
-    """Config of a YAML text; `where` names the file in errors.
+    """Return the config of a YAML text; `where` names the file in errors.
 
-    What it leaves out is as in the one of `recipes` that its `recipe` names; else at its default. Raises UsageError.
+    Missing settings come from the recipe that its `recipe` names, if that is one of `recipes`; otherwise from the
+    defaults. Raises UsageError.
     """
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise UsageError(f"{where} is not YAML: {error}") from None
+        raise UsageError(f"{where} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
-        raise UsageError(f"{where} holds no settings: write `section: {{field: value}}`, as --print-config does")
+        raise UsageError(f"{where} contains no settings; write `section: {{field: value}}`, as --print-config does")
     try:
         recipe, name = recipes.get(str(values.get("recipe"))), values.get("recipe", "custom")
         if recipes and recipe is None and name != "custom" and "model" not in values:
-            known = f"one of {', '.join(recipes)}"
-            raise UsageError(f"recipe: there is no `{name}`; name {known}, or leave it out and write a `model` section")
-        return Config.model_validate(values if recipe is None else _over(recipe(), values))
+            known = ", ".join(recipes)
+            raise UsageError(f"recipe: unknown recipe `{name}`; use one of {known}, or write a `model` section instead")
+        return Config.model_validate(values if recipe is None else _override(recipe(), values))
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
 
 
-def _over(recipe: Config, values: dict[str, Any]) -> dict[str, Any]:
-    """The recipe's settings as YAML holds them, with these in their place."""
+def _override(recipe: Config, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the recipe's settings, overridden by the given ones."""
     sections = {name: value for name, value in values.items() if isinstance(value, dict)}
-    named = [f"{name}.{key}" for name, fields in sections.items() for key in fields if fields[key] is not None]
-    below = recipe.of_kind(str(sections.get("model", {}).get("kind", recipe.model.kind))).making_way(named)
-    return _merged(below.model_dump(mode="json", by_alias=True), values)
+    given = [f"{name}.{key}" for name, fields in sections.items() for key in fields if fields[key] is not None]
+    kind = str(sections.get("model", {}).get("kind", recipe.model.kind))
+    base = recipe.with_model_kind(kind).without_conflicting(given)
+    return _merge(base.model_dump(mode="json", by_alias=True), values)
 
 
-def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Groups of settings one over the other, group by group."""
-    both = {
-        name: _merged(below[name], value) if isinstance(value, dict) and isinstance(below.get(name), dict) else value
-        for name, value in above.items()
+def _merge(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
+    """Merge nested settings."""
+    merged = {
+        name: _merge(base[name], value) if isinstance(value, dict) and isinstance(base.get(name), dict) else value
+        for name, value in override.items()
     }
-    return below | both
+    return base | merged

@@ -1,4 +1,4 @@
-"""What every group of settings shares: frozen, typed, and errors that name the setting."""
+"""Base class of all settings: frozen, typed, with errors that name the setting."""
 
 from __future__ import annotations
 
@@ -11,21 +11,18 @@ from mmray.errors import UsageError
 
 
 class Section(BaseModel):
-    """A frozen group of settings; an unknown or bad value raises UsageError with the setting's full name."""
+    """A frozen group of settings; an unknown name or invalid value raises UsageError with the setting's full name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
     path: ClassVar[str] = ""
 
     def replace(self, **settings: Any) -> Self:
-        """The same settings but for these, by the names of their fields; checked as typed ones are. Raises UsageError.
-
-        pydantic's own `model_copy` takes any name and any value.
-        """
+        """Return a validated copy with these fields changed; `model_copy` would not validate. Raises UsageError."""
         return type(self).model_validate(dict(self) | settings)
 
     @model_validator(mode="wrap")
     @classmethod
-    def _say_it_plainly(cls, value: Any, handler: Any) -> Any:
+    def _raise_usage_error(cls, value: Any, handler: Any) -> Any:
         try:
             return handler(value)
         except ValidationError as error:
@@ -33,18 +30,18 @@ class Section(BaseModel):
 
 
 def _is_type(part: str) -> bool:
-    """Whether a part of a place names one of several types that a value may have, and no setting."""
+    """Whether a part of pydantic's `loc` names a type of a union rather than a setting."""
     return part in ("int", "float", "str", "constrained-int") or part.startswith("literal[")
 
 
 def _explain(section: type[Section], item: Any) -> str:
-    """One line for one pydantic error: setting, what is wrong, the value, and the nearest name for a typo."""
+    """Format one pydantic error: setting, problem, value, and the closest name for a typo."""
     name = ".".join([section.path, *(str(part) for part in item["loc"] if not _is_type(str(part)))])
     name = name.strip(".") or "config"
     if item["type"] == "extra_forbidden":
         known = [field.alias or key for key, field in section.model_fields.items()]
-        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
-        return f"{name}: there is no such setting" + (f"; did you mean `{near[0]}`?" if near else f" (known: {known})")
+        close = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+        return f"{name}: unknown setting; " + (f"did you mean `{close[0]}`?" if close else f"known: {', '.join(known)}")
     message = item["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     if item["type"] == "value_error":

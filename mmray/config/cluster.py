@@ -1,4 +1,4 @@
-"""Settings of where a run happens: what it asks of Ray, its name and its files."""
+"""Settings of where a run executes: Ray resources, name, files, trackers."""
 
 from __future__ import annotations
 
@@ -14,80 +14,81 @@ LABEL = r"^(auto|none|[A-Za-z0-9._/-]+=\S+)$"
 
 
 class Cluster(Section):
-    """What a run asks of Ray."""
+    """Resources that a run requests from Ray."""
 
     path: ClassVar[str] = "cluster"
-    address: str | None = Field(None, description="Ray address; none: RAY_ADDRESS where it is set, else this machine.")
+    address: str | None = Field(None, description="Ray address; None: RAY_ADDRESS if set, otherwise this machine.")
     workers: int | str = Field(
-        1,
-        description="Training workers (one GPU each, or CPU only); 1-4: as many as there is room for.",
+        1, description="Training workers, with one GPU each or CPUs only; 1-4: as many as fit, from 1 to 4."
     )
-    accelerator: Literal["auto", "gpu", "cpu"] = Field("auto", description="auto: GPUs where the cluster has them.")
-    cpus_per_worker: float = Field(1.0, gt=0, description="CPUs of a training worker.")
-    resources_per_worker: dict[str, float] = Field(
-        {}, description="Further resources of a training worker, by the names that the nodes give them."
-    )
+    accelerator: Literal["auto", "gpu", "cpu"] = Field("auto", description="auto: GPUs if the cluster has any.")
+    cpus_per_worker: float = Field(1.0, gt=0, description="CPUs per training worker.")
+    resources_per_worker: dict[str, float] = Field({}, description="Custom Ray resources per training worker.")
     data_label: str = Field(
         "auto",
         pattern=LABEL,
-        description="Label (key=value) of the nodes for data; auto: mmray/role=data where nodes have roles, "
-        "else off the GPU nodes where others have CPUs; or none.",
+        description="Label (key=value) of the nodes for data; auto: mmray/role=data if nodes have roles, otherwise "
+        "CPU-only nodes if there are any; none: any node.",
     )
     train_label: str = Field(
         "auto",
         pattern=LABEL,
-        description="Label (key=value) of the nodes for training; auto: mmray/role=train where nodes have roles.",
+        description="Label (key=value) of the nodes for training; auto: mmray/role=train if nodes have roles; none: "
+        "any node.",
     )
-    grows: bool = Field(
-        False, description="An autoscaler that does not say what it can add: wait for whatever is asked for."
+    wait_for_nodes: bool = Field(
+        False, description="Skip the capacity check and wait for nodes that an autoscaler or a person will add."
     )
-    max_failures: int = Field(3, ge=0, description="Failures without a new checkpoint in between: more end the run.")
-    start_timeout_s: float = Field(600.0, gt=0, description="Wait this long for nodes that scale up.")
-    collective_timeout_s: float = Field(300.0, gt=0, description="A collective that takes longer is an error.")
+    max_failures: int = Field(3, ge=0, description="Maximum number of consecutive failures without a new checkpoint.")
+    start_timeout_s: float = Field(600.0, gt=0, description="How long to wait for nodes to start.")
+    collective_timeout_s: float = Field(300.0, gt=0, description="Timeout of a collective operation.")
     hang_timeout_s: float = Field(
-        180.0, gt=0, description="A rank without a step for so long is named, and the workers start again."
+        180.0, gt=0, description="Restart the workers if a rank makes no progress for this long."
     )
 
     @field_validator("workers")
     @classmethod
-    def _are_a_range(cls, workers: int | str) -> int | str:
-        least, most = _range(workers)
-        if not 1 <= least <= most:
-            raise ValueError(f"must be a number, or two as in 1-4, at least 1 (got {workers!r})")
+    def _check_range(cls, workers: int | str) -> int | str:
+        low, high = _range(workers)
+        if not 1 <= low <= high:
+            raise ValueError(f"must be a number of at least 1, or a range such as 1-4 (got {workers!r})")
         return workers
 
     @property
-    def least_workers(self) -> int:
+    def min_workers(self) -> int:
         return _range(self.workers)[0]
 
     @property
-    def most_workers(self) -> int:
-        """The number that batch arithmetic and start-up checks count with."""
+    def max_workers(self) -> int:
+        """The number that batch arithmetic and start-up checks use."""
         return _range(self.workers)[1]
 
     @property
     def elastic(self) -> bool:
-        return self.least_workers != self.most_workers
+        return self.min_workers != self.max_workers
 
 
 def _range(workers: int | str) -> tuple[int, int]:
-    """(least, most) of `4` or `1-4`; (0, 0) of anything else."""
+    """(low, high) of `4` or `1-4`; (0, 0) of anything else."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", str(workers))
     return (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
 
 
 class Run(Section):
-    """Name and place of a run's files."""
+    """Name, files and trackers of a run."""
 
     path: ClassVar[str] = "run"
-    name: str | None = Field(None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Its folder; none: the recipe.")
-    storage: str = Field("runs", description="Folder that every node sees, or s3://bucket/prefix.")
-    resume: Literal["auto", "never", "must"] = Field("auto", description="Go on from the newest checkpoint, or not.")
-    trackers: tuple[str, ...] = Field(
-        (),
-        description="`mlflow`, `wandb`, your own `package.module:Class`: told what `mmray train` logs.",
+    name: str | None = Field(
+        None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run's folder; None: the recipe's name."
     )
-    project: str = Field("mmray", min_length=1, description="Project (experiment) of the run there.")
+    storage: str = Field("runs", description="Parent folder, visible to all nodes, or s3://bucket/prefix.")
+    resume: Literal["auto", "never", "must"] = Field(
+        "auto", description="Whether to resume from the newest checkpoint; auto: if there is one."
+    )
+    trackers: tuple[str, ...] = Field(
+        (), description="Experiment trackers: `mlflow`, `wandb`, your own `package.module:Class`."
+    )
+    project: str = Field("mmray", min_length=1, description="Project (experiment) name in the trackers.")
 
     @field_validator("storage")
     @classmethod

@@ -59,7 +59,7 @@ class Space:
         return [{key: (draw | lists)[key] for key in self.axes} for draw in draws for lists in crossed]
 
 
-def parse(given: Sequence[str], samples: int | None = None, seed: int = 0) -> Space:
+def parse_space(given: Sequence[str], samples: int | None = None, seed: int = 0) -> Space:
     """The space that `key=v1,v2` and `key=loguniform(low,high)` mean; raises UsageError."""
     axes: dict[str, tuple[Any, ...] | Range] = {}
     for text in given:
@@ -94,12 +94,12 @@ def with_settings(base: Config, settings: dict[str, Any]) -> Config:
         if name not in group and sections and group:
             near = difflib.get_close_matches(name, group, n=1)
             hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(group)}"
-            raise UsageError(f"{key}: there is no such setting; {hint}")
+            raise UsageError(f"{key}: unknown setting; {hint}")
         group[name] = value
     return Config.model_validate(values)
 
 
-def value_at(config: Config, key: str) -> Any:
+def setting_value(config: Config, key: str) -> Any:
     """The value of `section.field`, as JSON holds it."""
     value: Any = config.model_dump(mode="json", by_alias=True)
     for part in key.split("."):

@@ -1,4 +1,4 @@
-"""Settings of the training itself: batch arithmetic, optimizer, length, evaluation."""
+"""Settings of training: batch arithmetic, optimizer, schedule, checkpoints, evaluation."""
 
 from __future__ import annotations
 
@@ -18,47 +18,49 @@ class Batch(Section):
 
     path: ClassVar[str] = "batch"
     micro: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
-        None, description="Rows of one forward pass of one worker; auto: as many as fit, tried before the first step."
+        None, description="Rows per forward pass and worker; auto: as many as fit in memory, found before step 1."
     )
-    accumulation: int | None = Field(None, ge=1, description="Forward passes of one worker in a step.")
-    by_length: bool = Field(
-        False, description="Micro-batches of captions of like length: less padding, the same rows in a step."
+    accumulation: int | None = Field(None, ge=1, description="Forward passes per worker and step.")
+    group_by_length: bool = Field(
+        False, description="Group the rows of a step into micro-batches of similar caption length (less padding)."
     )
     global_: Annotated[int | None, tyro.conf.arg(name="global")] = Field(
-        None, alias="global", ge=1, description="Rows of one optimizer step over all workers; never changes in a run."
+        None, alias="global", ge=1, description="Rows per optimizer step over all workers; constant during a run."
     )
 
 
 class Optimizer(Section):
-    """AdamW, its learning rate and its clipping."""
+    """AdamW, learning rate schedule and gradient clipping."""
 
     path: ClassVar[str] = "optimizer"
     lr: float = Field(5e-4, gt=0, description="Peak learning rate.")
-    final_lr_fraction: float = Field(0.0, ge=0, le=1, description="The last learning rate, as a share of the peak.")
-    warmup_steps: int = Field(100, ge=0, description="Linear warm-up.")
-    weight_decay: float = Field(0.1, ge=0, description="Decay of matrices; norms, biases, temperature get none.")
+    final_lr_fraction: float = Field(0.0, ge=0, le=1, description="Final learning rate as a share of the peak.")
+    warmup_steps: int = Field(100, ge=0, description="Steps of linear warm-up.")
+    weight_decay: float = Field(
+        0.1, ge=0, description="Weight decay of matrices; norms, biases and temperature have none."
+    )
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
-        (0.9, 0.98), description="AdamW's moments."
+        (0.9, 0.98), description="AdamW's betas."
     )
     eps: float = Field(1e-6, gt=0, description="AdamW's epsilon.")
-    clip_norm: float = Field(1.0, ge=0, description="Largest gradient norm; 0 does not clip.")
-    clip: Literal["global", "branches"] = Field(
-        "global", description="Whose norm: of all weights together, or of each branch (and the rest) by itself."
+    clip_norm: float = Field(1.0, ge=0, description="Maximum gradient norm; 0: no clipping.")
+    clip_per: Literal["model", "branch"] = Field(
+        "model", description="Whether the norm is of all gradients, or of each branch separately."
     )
     schedule: Literal["cosine", "linear", "constant", "cooldown"] = Field(
-        "cosine", description="After warm-up: fall all the way, stay, or stay and fall in the last `cooldown_fraction`."
+        "cosine", description="Learning rate after warm-up; cooldown: constant, then linear to the final rate."
     )
-    cooldown_fraction: float = Field(0.2, gt=0, le=1, description="Share of the steps in which `cooldown` falls.")
-    freeze: tuple[str, ...] = Field(
-        (), description="Weights that stay as they are, by patterns of their names: `image.tower.*`."
+    cooldown_fraction: float = Field(
+        0.2, gt=0, le=1, description="Share of the steps in which the schedule `cooldown` decays."
     )
-    lr_scale: tuple[str, ...] = Field(
-        (), description="Other learning rates, `pattern=factor`: `image.*=0.1`; the last pattern that fits counts."
+    freeze: tuple[str, ...] = Field((), description="Name patterns of frozen weights, such as `image.tower.*`.")
+    lr_multipliers: tuple[str, ...] = Field(
+        (), description="Learning rate factors as `pattern=factor`, such as `image.*=0.1`; the last match applies."
     )
 
-    @field_validator("lr_scale")
+    @field_validator("lr_multipliers")
     @classmethod
-    def _factors_are_numbers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_multipliers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for text in value:
             pattern, _, factor = text.rpartition("=")
             if not pattern or not _FACTOR.fullmatch(factor):
@@ -67,51 +69,53 @@ class Optimizer(Section):
 
 
 class Train(Section):
-    """Length, precision and rhythm of a run. Give one of steps, samples, epochs."""
+    """Length, precision and parallelism of a run. Give one of steps, samples, epochs."""
 
     path: ClassVar[str] = "train"
-    steps: int | None = Field(None, ge=1, description="Optimizer steps in all.")
-    samples: int | None = Field(None, ge=1, description="Rows in all (rounded up to whole steps).")
-    epochs: float | None = Field(None, gt=0, description="Passes over the set.")
+    steps: int | None = Field(None, ge=1, description="Total optimizer steps.")
+    samples: int | None = Field(None, ge=1, description="Total rows, rounded up to whole steps.")
+    epochs: float | None = Field(None, gt=0, description="Total passes over the training set.")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        "auto", description="auto: bf16 where the device does it well, fp16 on older GPUs, fp32 on a CPU."
+        "auto", description="auto: bf16 if the device supports it, fp16 on older GPUs, fp32 on a CPU."
     )
-    seed: int = Field(0, ge=0, description="Everything random draws from it.")
+    seed: int = Field(0, ge=0, description="Seed of all random numbers.")
     log_every: int = Field(10, ge=1, description="Steps between two lines of metrics.jsonl.")
     checkpoint_every: int | Literal["auto"] = Field(
         "auto",
-        description="Steps between checkpoints; 0: only the last; auto: under 2% of the time, and after evaluations.",
+        description="Steps between checkpoints; 0: only at the end; auto: after evaluations, at most 2% of the time.",
     )
-    keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept, beside the best.")
-    max_nonfinite: int = Field(10, ge=1, description="So many non-finite steps in a row end the run.")
+    keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints to keep, in addition to the best.")
+    max_nonfinite_steps: int = Field(
+        10, ge=1, description="Maximum number of consecutive steps with a non-finite loss or gradient."
+    )
     ema: float = Field(
-        0.0, ge=0, lt=1, description="Decay of averaged weights, which are then evaluated and exported; 0: none."
+        0.0,
+        ge=0,
+        lt=1,
+        description="Decay of an exponential moving average of the weights, for evaluation and export; 0: none.",
     )
-    recompute: tuple[str, ...] = Field(
-        (), description="Branches (`image`, `text`) whose activations are computed again in backward, to save memory."
+    activation_checkpointing: tuple[str, ...] = Field(
+        (), description="Branches (`image`, `text`) whose activations are recomputed in backward to save memory."
     )
-    compile: str = Field("none", description="`none`, or a torch.compile backend for the branches, as `inductor`.")
-    channels_last: bool = Field(False, description="Weights and pixels with channels last (faster convolutions).")
-    deterministic: bool = Field(False, description="torch's deterministic algorithms (slower on a GPU).")
+    compile: str = Field("none", description="`none`, or a torch.compile backend such as `inductor`.")
+    channels_last: bool = Field(False, description="Channels-last memory format (faster convolutions).")
+    deterministic: bool = Field(False, description="Use torch's deterministic algorithms (slower on a GPU).")
     parallel: Literal["ddp", "fsdp", "branches", "single"] = Field(
-        "ddp", description="Replicas, sharded weights, image and text branch on two devices of one worker, or one."
+        "ddp", description="DDP, FSDP2, one branch per device on a two-GPU worker, or a single process."
     )
-    bucket_mb: float = Field(25.0, gt=0, description="Gradients that travel together (ddp).")
-    gradient_views: bool = Field(True, description="Gradients live in the buckets; off takes their memory twice (ddp).")
-    compress: Literal["none", "bf16", "fp16"] = Field("none", description="Format in which gradients travel (ddp).")
-    refit_every: int = Field(50, ge=1, description="Steps between two cuts by measured time (branches).")
-    profile: int = Field(0, ge=0, description="Steps of which a torch profile is written into the run's folder.")
+    grad_compression: Literal["none", "bf16", "fp16"] = Field("none", description="Dtype of DDP's gradient all-reduce.")
+    profile: int = Field(0, ge=0, description="Steps to record with torch.profiler into the run's folder.")
     callbacks: tuple[str, ...] = Field((), description="Your own `package.module:Class`, called after each step.")
 
     @field_validator("checkpoint_every")
     @classmethod
-    def _is_a_rhythm(cls, every: int | str) -> int | str:
+    def _check_interval(cls, every: int | str) -> int | str:
         if isinstance(every, int) and every < 0:
             raise ValueError(f"must be `auto` or at least 0 (got {every})")
         return every
 
     @model_validator(mode="after")
-    def _one_length(self) -> Train:
+    def _check_length(self) -> Train:
         given = [name for name in ("steps", "samples", "epochs") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"give one of steps, samples, epochs (got {', '.join(given)})")
@@ -119,46 +123,42 @@ class Train(Section):
 
 
 class Scoring(Section):
-    """Scores on held-out rows: retrieval always, where an equal caption is as right as the row's own; classes where
-    they are named or the model has a head for them."""
+    """Metrics on held-out rows: retrieval always, classification if classes are named or the model has a head."""
 
     path: ClassVar[str] = "evaluate"
-    batch: int = Field(128, ge=1, description="Rows embedded at once by one worker.")
-    chunk: int = Field(4096, ge=1, description="Rows of the gallery scored at once; memory is chunk x chunk.")
+    batch: int = Field(128, ge=1, description="Rows per forward pass and worker.")
     limit: int | None = Field(None, ge=1, description="Evaluate on the first N rows only.")
-    answers: int = Field(
-        0, ge=0, description="Rows a model that writes is asked about: BLEU and CIDEr against their captions; 0: none."
+    num_generations: int = Field(
+        0, ge=0, description="Rows for which a generative model writes an answer, scored with BLEU and CIDEr; 0: none."
     )
-    answer_tokens: int = Field(64, ge=1, description="Longest answer in tokens.")
+    max_new_tokens: int = Field(64, ge=1, description="Maximum number of tokens of an answer.")
     classes: tuple[str, ...] = Field(
-        (),
-        description="Names of the labels 0, 1, ...: zero-shot classification by them; empty: the set's own, where it "
-        "was a folder for each class.",
+        (), description="Names of the labels 0, 1, ... for zero-shot classification; empty: those of the set, if any."
     )
     prompts: tuple[str, ...] = Field(
-        ("a photo of a {}.",), min_length=1, description="Sentences for a class, `{}` its name; their mean counts."
+        ("a photo of a {}.",),
+        min_length=1,
+        description="Zero-shot prompts, with `{}` for the class name; their embeddings are averaged.",
     )
-
     language: str | None = Field(
-        None,
-        description="Language of `classes` and `prompts`, where the model has tokens of languages.",
+        None, description="Language of `classes` and `prompts`, for models with language tokens."
     )
 
     @field_validator("prompts")
     @classmethod
-    def _prompts_have_a_place(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_prompts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for prompt in value:
             if "{}" not in prompt:
-                raise ValueError(f"each needs a place `{{}}` for the name of the class (got `{prompt}`)")
+                raise ValueError(f"each needs a `{{}}` for the class name (got `{prompt}`)")
         return value
 
 
 class Evaluate(Scoring):
-    """Scores on held-out rows, and when a run takes them."""
+    """Metrics on held-out rows, and how often they are computed."""
 
-    every: int = Field(0, ge=0, description="Steps between evaluations in training; 0: only at the end.")
+    every: int = Field(0, ge=0, description="Steps between evaluations; 0: only at the end.")
 
     @property
     def scoring(self) -> Scoring:
-        """What is scored and how, whenever that is."""
+        """The settings without the interval."""
         return Scoring(**{name: getattr(self, name) for name in Scoring.model_fields})

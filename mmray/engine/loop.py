@@ -57,7 +57,7 @@ def run(task: TrainSpec, steps: Iterable[list[Batch]], stored: StateLoader | Non
     run = _start(task, stored)
     plan, progress = task.plan, run.progress
     group, timers = task.group, run.state.timers
-    shares = prefetch(steps, plan, progress.step, group.rank, group.device, timers, task.by_length)
+    shares = prefetch(steps, plan, progress.step, group.rank, group.device, timers, task.group_by_length)
     metrics: Metrics = {}
     stopping = False
     with profiled(task.train.profile, task.profile_path, task.group.device) as profile_step:
@@ -121,7 +121,7 @@ def _start(task: TrainSpec, stored: StateLoader | None) -> _Run:
         precision=chosen,
         optimizer=optimizer.build_optimizer(module, task.optimizer),
         scaler=chosen.scaler(),
-        clip_groups=clip.make_clip_groups(module, task.optimizer.clip),
+        clip_groups=clip.make_clip_groups(module, task.optimizer.clip_per),
         timers=timers,
         clip_norm=task.optimizer.clip_norm,
         can_recover_oom=(task.recover_cpu_oom or device.type == "cuda") and not parallel.has_inner_collectives(model),
@@ -190,7 +190,7 @@ def _take_step(run: _Run, share: LocalBatch) -> StepResult:
         run.average.update_parameters(task.model)
     progress.skipped += not result.finite
     progress.skipped_in_a_row = 0 if result.finite else progress.skipped_in_a_row + 1
-    if progress.skipped_in_a_row >= task.train.max_nonfinite:
+    if progress.skipped_in_a_row >= task.train.max_nonfinite_steps:
         raise TrainingError(_not_finite(run, split_micro_batches(share, progress.micro)))
     return result
 
@@ -241,7 +241,7 @@ def _not_finite(run: _Run, share: LocalBatch) -> str:
     named = [
         name for names in task.group.all_gather_objects(task.names(mine[: error_messages.MAX_NAMED])) for name in names
     ]
-    step, most = progress.step - 1, task.train.max_nonfinite
+    step, most = progress.step - 1, task.train.max_nonfinite_steps
     return error_messages.nonfinite_message(task.plan, step, progress.skipped_in_a_row, most, named)
 
 
@@ -301,7 +301,7 @@ def _measure(run: _Run, keys: Tensor, result: StepResult) -> Metrics:
     metrics |= {f"train/grad_norm_{name}": norm for name, norm in result.grad_norms.items() if name != clip.WHOLE}
     metrics["train/skipped_steps"] = run.progress.skipped
     metrics["batch/micro"] = run.progress.micro
-    metrics |= Padding.over(sums[len(means) :], task.by_length)
+    metrics |= Padding.over(sums[len(means) :], task.group_by_length)
     metrics |= task.static_metrics
     return metrics | own
 

@@ -41,7 +41,7 @@ from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.protocol import Batch
 
 if TYPE_CHECKING:
-    from mmray.config import Config, Train
+    from mmray.config import Config
 
 
 GIB = 2**30
@@ -300,8 +300,8 @@ def dry_run_job(job: WorkerContext, state: TrainState, plan: SamplePlan) -> Prob
     cut = job.config.train.parallel == "fsdp"
     if cut:
         state = _cut(job.config, state)
-    # The averaged weights will lie beside the others, and so will the buckets where gradients do not live in them.
-    copies = bool(job.config.train.ema) + _has_buckets_beside(job.config.train, state.group)
+    # The averaged weights will be in memory too.
+    copies = bool(job.config.train.ema)
     beside = [weight.detach().clone() for _ in range(copies) for weight in state.model.parameters()]
     try:
         return dry_run(job.config, state, batch_of, plan.rank_rows, None if auto else micro)
@@ -312,10 +312,6 @@ def dry_run_job(job: WorkerContext, state: TrainState, plan: SamplePlan) -> Prob
             gc.collect()  # what cuts a module refers to it, and is referred to: it would stay for a while
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
-
-
-def _has_buckets_beside(train: Train, group: Group) -> bool:
-    return train.parallel == "ddp" and group.world > 1 and not train.gradient_views
 
 
 def _cut(config: Config, state: TrainState) -> TrainState:

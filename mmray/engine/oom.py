@@ -116,6 +116,6 @@ def nonfinite_message(plan: SamplePlan, step: int, in_row: int, most: int, named
     which = f"outputs not finite for {', '.join(named)}" if named else f"all outputs finite, and the rows are {rows}"
     return (
         f"the gradient was not finite in {in_row} steps in a row, the last being step {step + 1} "
-        f"(train.max_nonfinite {most}; {which}). Lower --optimizer.lr, or try --train.precision fp32 to see whether "
-        "the number format is the cause"
+        f"(train.max_nonfinite_steps {most}; {which}). Lower --optimizer.lr, or try --train.precision fp32 to see "
+        "whether the number format is the cause"
     )

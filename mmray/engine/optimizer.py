@@ -35,7 +35,7 @@ def freeze_parameters(module: nn.Module, patterns: tuple[str, ...]) -> None:
 
 def build_optimizer(module: nn.Module, section: Section) -> AdamW:
     """Fused AdamW over the parameters that learn (Loshchilov & Hutter 2019), decay only where ndim >= 2."""
-    scales = _scales(module, section.lr_scale)
+    scales = _scales(module, section.lr_multipliers)
     named: dict[tuple[float, int], list[nn.Parameter]] = {}  # by factor, and matrix, vector or scalar
     for name, weight in module.named_parameters():
         if weight.requires_grad:
@@ -60,7 +60,7 @@ def _scales(module: nn.Module, factors: Iterable[str]) -> dict[str, float]:
     scales: dict[str, float] = {}
     for text in factors:
         pattern, _, factor = text.rpartition("=")
-        scales |= dict.fromkeys(_fitting(module, pattern, "optimizer.lr_scale"), float(factor))
+        scales |= dict.fromkeys(_fitting(module, pattern, "optimizer.lr_multipliers"), float(factor))
     return scales
 
 
@@ -79,13 +79,13 @@ ClipGroups = dict[str, list[nn.Parameter]]
 WHOLE, REST = "", "rest"
 
 
-def make_clip_groups(module: nn.Module, clip: str) -> ClipGroups:
-    """What is clipped together: everything (`global`), or (`branches`) each branch, and the rest. Raises UsageError."""
+def make_clip_groups(module: nn.Module, clip_per: str) -> ClipGroups:
+    """Parameters that share a norm: all (`model`), or each branch and the rest (`branch`). Raises UsageError."""
     learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    if clip == "global":
+    if clip_per == "model":
         return {WHOLE: learning}
     if not hasattr(module, "branches"):
-        raise UsageError(f"optimizer.clip branches: a {type(module).__name__} has no branches(); take `global`")
+        raise UsageError(f"optimizer.clip_per branch: {type(module).__name__} has no branches(); use `model`")
     branches: dict[str, nn.Module] = module.branches()  # type: ignore[operator]
     groups = {name: [p for p in branch.parameters() if p.requires_grad] for name, branch in branches.items()}
     taken = {id(parameter) for group in groups.values() for parameter in group}

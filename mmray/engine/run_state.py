@@ -63,7 +63,7 @@ class TrainSpec:
     evaluate_every: int = 0  # steps; 0: only after the last
     log: MetricsLog | None = None
     callbacks: tuple[Callback, ...] = ()
-    by_length: bool = False  # the steps' micro-batches are arranged by length
+    group_by_length: bool = False  # the steps' micro-batches are arranged by length
     micro: int = 0  # rows of a micro-batch, fewer than the plan's; 0: the plan's
     names: oom.RowNames = oom.row_numbers
     note: Callable[[str, str], None] = lambda text, label: None  # a line for people, from rank 0

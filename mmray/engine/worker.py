@@ -96,7 +96,7 @@ def _work(
         log=log,
         callbacks=_callbacks(job, keeper, device, line, pulse),
         stop=line.stop,
-        by_length=config.batch.by_length,
+        group_by_length=config.batch.group_by_length,
         profile_path=None if keeper is None else keeper.growing.here / "profile" / "rank-0.json",
         micro=rehearsed.micro,
         static_metrics=rehearsed.table,
@@ -108,9 +108,9 @@ def _work(
         task.note(f"micro-batches of {rehearsed.micro} rows fit", "memory")
     with _closing(log, writes):
         rows = quarantine_bad_rows(blocks, config, job.folder, job.reader, start.plan, line.bad_row)
-        # Cut here to what fits: by_length has something to arrange, and each micro-batch its own longest caption.
+        # Cut here to what fits: group_by_length has something to arrange, and each micro-batch its own longest caption.
         fitting = replace(start.plan, micro=rehearsed.micro)
-        outcome = loop.run(task, iter_micro_batches(rows, fitting, config.batch.by_length), stored)
+        outcome = loop.run(task, iter_micro_batches(rows, fitting, config.batch.group_by_length), stored)
     metrics = {name.removeprefix("evaluate/"): value for name, value in outcome.metrics.items()}
     scores = {name: value for name, value in metrics.items() if f"evaluate/{name}" in outcome.metrics}
     return vars(outcome) | {"metrics": metrics, "scores": scores}

@@ -27,6 +27,8 @@ from mmray.models.fusion import LabelTexts
 from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.protocol import Objective, split_objective
 
+CHUNK = 4096  # gallery rows scored at once; memory is CHUNK x CHUNK
+
 
 class Group(Protocol):
     """What is needed here of the ranks that score together (train/group.py)."""
@@ -60,14 +62,14 @@ class Evaluator(EvalDataset):
         """
         settings = self._settings
         batches = self._batches(group.rank, group.world, settings.limit)
-        embedded = embed_dataset(model, batches, group, objective, settings.chunk)
+        embedded = embed_dataset(model, batches, group, objective, CHUNK)
         bad_rows = int(group.all_gather_variable(torch.tensor([len(batches.faults)])).sum())
         if len(embedded.row) == 0:
             raise DataError(f"none of {bad_rows} evaluation rows can be read, {'; '.join(batches.faults[:1])}")
-        found = retrieval_ranks(embedded, group, settings.chunk)
-        metrics = retrieval_scores(embedded, found, group, objective, global_rows, settings.chunk)
+        found = retrieval_ranks(embedded, group, CHUNK)
+        metrics = retrieval_scores(embedded, found, group, objective, global_rows, CHUNK)
         if show is not None:
-            show(retrieval_examples(embedded, found, self._prepared, settings.chunk, group.device, self._max_pixels))
+            show(retrieval_examples(embedded, found, self._prepared, CHUNK, group.device, self._max_pixels))
         if classes := settings.classes or self._prepared.manifest.class_names:
             metrics |= self._zero_shot(model, embedded, group, classes)
         if (head := class_head(model)) is not None:
@@ -89,8 +91,8 @@ class Evaluator(EvalDataset):
             text = _embed_texts(model, torch.from_numpy(ids.astype("int64")), mask, self._settings.batch, group.device)
         weights, mine = class_embeddings(text, len(prompts)), slice(group.rank, None, group.world)
         image, label = (
-            embedded.image[mine].split(self._settings.chunk),
-            embedded.label[mine].split(self._settings.chunk),
+            embedded.image[mine].split(CHUNK),
+            embedded.label[mine].split(CHUNK),
         )
         found = [
             topk_correct(exact(rows) @ exact(weights).T, labels) for rows, labels in zip(image, label, strict=True)

@@ -155,7 +155,7 @@ class GenerationEvaluator(EvalDataset):
         show: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, float]:
         """loss, perplexity, token_accuracy, tokens, rows, bad_rows; the same on every rank. Where answers are asked
-        for (evaluate.answers) also bleu_4, cider and answered.
+        for (evaluate.num_generations) also bleu_4, cider and answered.
 
         Raises DataError, on every rank, when no row could be read.
         """
@@ -172,12 +172,12 @@ class GenerationEvaluator(EvalDataset):
         if not rows:
             raise DataError(f"none of {bad_rows:.0f} evaluation rows can be read, {'; '.join(batches.faults[:1])}")
         mean, answers = loss / max(1.0, tokens), {}
-        if settings.answers:
+        if settings.num_generations:
             with eval_mode(model):
                 asked = self._batches(
-                    group.rank, group.world, min(settings.answers, settings.limit or settings.answers)
+                    group.rank, group.world, min(settings.num_generations, settings.limit or settings.num_generations)
                 )
-                answers = answer_scores(model, asked, group, settings.answer_tokens)
+                answers = answer_scores(model, asked, group, settings.max_new_tokens)
         return answers | {
             "loss": mean,
             "perplexity": math.exp(min(mean, 700.0)),  # beyond it a float is infinite

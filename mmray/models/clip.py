@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mmray.config import Clip as ClipSection
     from mmray.config import Inputs
     from mmray.config import Siglip as SiglipSection
-    from mmray.config.model import TwoEncoders as Section
+    from mmray.config.model import EmbeddingModel as Section
 
 
 # What models share whose branches meet at the loss: two embeddings and a temperature from a batch.

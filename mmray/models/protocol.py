@@ -46,7 +46,7 @@ class TrainingHooks(Protocol):
     """Further methods that training calls, each where the model has it."""
 
     def branches(self) -> dict[str, nn.Module]:
-        """Parts by name: for optimizer.clip branches, train.recompute, and where fsdp and `branches` cut."""
+        """Parts by name: for optimizer.clip_per, train.activation_checkpointing, and where fsdp and `branches` cut."""
 
     def constrain(self) -> None:
         """Called after each optimizer step (decorate it with torch.no_grad): keeps weights within their bounds."""

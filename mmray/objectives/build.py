@@ -116,7 +116,7 @@ def _union(names: Any) -> tuple[str, ...]:
 
 BUILT_IN: dict[str, Callable[[Any], Objective]] = {
     "contrastive": lambda _: Contrastive(),
-    "sigmoid": lambda section: Sigmoid(section.chunk),
+    "sigmoid": lambda _: Sigmoid(),
     "matching": lambda _: Matching(),
     "classification": lambda section: Classification(section.label_smoothing),
     "region_text": lambda _: RegionText(),

@@ -12,7 +12,7 @@ from itertools import chain, islice, zip_longest
 from statistics import median
 from typing import Any
 
-from mmray.config.data import parse_mixture, write_mixture
+from mmray.config.data import format_mixture, parse_mixture
 from mmray.data.formats.detect import SourceSpec, open_source
 from mmray.data.formats.rows import BadRow, parse_row
 from mmray.data.formats.source import Source, SourceChanged, SourceItem
@@ -58,7 +58,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 def set_names(trained_on: str) -> str:
     """The last parts of the paths in `data.train`: `a + 2 * b`."""
-    return write_mixture([(path.rstrip("/").rpartition("/")[2], weight) for path, weight in parse_mixture(trained_on)])
+    return format_mixture([(path.rstrip("/").rpartition("/")[2], weight) for path, weight in parse_mixture(trained_on)])
 
 
 def key_figures(run: RunRecord) -> list[KeyFigure]:

@@ -107,9 +107,9 @@ def _log_summary(ready: ResolvedRun, run: run_dir.RunDir, reporter: ProgressRepo
     if isinstance(ready.train_set, PreparedMixture):
         for name, part in zip(ready.train_set.names, ready.train_set.parts, strict=True):
             reporter.log(f"{part.per_epoch:,} rows of {name} an epoch ({part.num_rows:,} in it)", "mixed")
-    data = ready.config.data
-    if data.chunk != 1:
-        reporter.log(f"in chunks of {data.chunk:,} rows that lie together, {data.window:,} of them mixed", "order")
+    rows, blocks = ready.config.data.shuffle_shape
+    if rows != 1:
+        reporter.log(f"in blocks of {rows:,} rows, {blocks:,} blocks mixed", "shuffle")
     reporter.log(format_workers(ready.config), "workers")
     reporter.log(str(ready.shape), "batch")
     reporter.log(f"{ready.steps:,} steps, about {epochs:.1f} epochs", "length")
@@ -131,7 +131,7 @@ def validate_settings(config: Config) -> None:
     from mmray.engine.batch import resolve_batch_shape
     from mmray.train import trackers, validate
 
-    resolve_batch_shape(config.batch, config.cluster.most_workers)
+    resolve_batch_shape(config.batch, config.cluster.max_workers)
     validate.validate(config)
     trackers.check_trackers(config)
     objectives.build(config.objective)

@@ -109,11 +109,11 @@ def evaluate_run(
     config = with_evaluation_settings(
         config, scoring, **{name: value for name, value in cluster.items() if value is not None}
     )
-    config = config.on_cluster(address=address)
+    config = config.with_cluster(address=address)
     with ray_session(config.cluster):
         check_capacity(config, with_data=False)
         held_out = _held_out(config, folder, data, split, reporter)
-        config = config.on_cluster(workers=num_free_workers(config))
+        config = config.with_cluster(workers=num_free_workers(config))
         set_start_timeout(config)
         trainer = ray.train.torch.TorchTrainer(
             partial(_score_on_worker, config, tokenizer_json, held_out, found),  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def with_evaluation_settings(config: Config, scoring: Scoring | None, **cluster:
         config = config.replace(evaluate=config.evaluate.replace(**dict(scoring)))
     if reasons := validate.evaluation_reasons(config):
         raise UsageError("\n".join(reasons))
-    return config.on_cluster(**cluster)
+    return config.with_cluster(**cluster)
 
 
 def load_model(config: Config, found: AnyPath) -> nn.Module:

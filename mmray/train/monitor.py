@@ -63,7 +63,7 @@ class AttemptMonitor:
         """Look at what is due."""
         self._at(HANG_LOOK_S, self._stop_hang)
         self._at(DRAIN_LOOK_S, self._leave_nodes)
-        if self.world < self.config.cluster.most_workers:
+        if self.world < self.config.cluster.max_workers:
             self._at(ROOM_LOOK_S, self._grow)
 
     def _at(self, every_s: float, act: Callable[[], None]) -> None:

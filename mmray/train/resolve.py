@@ -7,7 +7,7 @@ from functools import partial
 from hashlib import sha256
 
 from mmray.config import Config
-from mmray.config.data import is_mixture, parse_mixture, write_mixture
+from mmray.config.data import format_mixture, is_mixture, parse_mixture
 from mmray.data.prepare.pipeline import ensure_prepared
 from mmray.data.store.prepared_set import PreparedMixture, PreparedSet
 from mmray.data.stream.shuffle import shuffle_block_and_window, with_local_cache
@@ -32,7 +32,7 @@ def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
     terms = [(str(prepared(source)), weight) for source, weight in parse_mixture(config.data.train)]
     train_sets = [PreparedSet.open(place, config.data.train_split) for place, _ in terms]
     eval_set = _eval_set(config, terms[0][0], train_sets[0], prepared)
-    shape = resolve_batch_shape(config.batch, config.cluster.most_workers)
+    shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
     chunk, window = shuffle_block_and_window(config.data, train_sets, shape.global_rows)
     train_sets = [with_local_cache(config.data, each, chunk) for each in train_sets]
     eval_set = eval_set and with_local_cache(config.data, eval_set, chunk)
@@ -54,11 +54,11 @@ def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
     model = with_region_labels(config.model, train_sets, eval_set).with_absolute_weights()
     settled = config.replace(
         model=model.with_tokens(encoder.vocab_size, declared_pad_id(tokenizer_json)),
-        data=config.data.replace(chunk=chunk, window=window),
+        data=config.data.replace(shuffle_blocks=f"{chunk}x{window}"),
         batch=config.batch.replace(global_=shape.global_rows, micro="auto" if shape.auto else shape.micro),
     )
     data = {
-        "train": write_mixture(terms),
+        "train": format_mixture(terms),
         "fingerprint": train_set.fingerprint,
         "num_rows": num_rows,
         "tokenizer": sha256(tokenizer_json.encode()).hexdigest(),

@@ -31,7 +31,7 @@ def resource_demand(config: Config, with_data: bool = True) -> Demand:
     here = placement.alive_nodes()
     asked = config.data.workers if isinstance(config.data.workers, int) else 1
     return Demand(
-        config.cluster.most_workers,
+        config.cluster.max_workers,
         _per_worker(config, here, placement.autoscaling_pools()),
         asked + INPUT_TASK_CPUS if with_data else 0,
         placement.train_labels(config.cluster.train_label, here),
@@ -41,9 +41,9 @@ def resource_demand(config: Config, with_data: bool = True) -> Demand:
 
 def check_capacity(config: Config, with_data: bool = True) -> None:
     """Raise ResourceError where the cluster can never give what the run asks for, whatever it grows to."""
-    if config.cluster.grows:
+    if config.cluster.wait_for_nodes:
         return  # who knows into what: cluster.start_timeout_s ends the wait
-    least = config.on_cluster(workers=config.cluster.least_workers)
+    least = config.with_cluster(workers=config.cluster.min_workers)
     lacking = missing_capacity(
         resource_demand(least, with_data), placement.alive_nodes(), placement.autoscaling_pools()
     )
@@ -54,8 +54,8 @@ def check_capacity(config: Config, with_data: bool = True) -> None:
 def check_gpus(config: Config) -> None:
     """Raise ResourceError where there are fewer GPUs than the workers want: they would stand idle without a word."""
     cluster, each = config.cluster, _gpus_each(config)
-    there, workers = max_gpus(placement.alive_nodes(), placement.autoscaling_pools()), cluster.least_workers
-    if cluster.accelerator != "auto" or cluster.grows or not 0 < there < each * workers:
+    there, workers = max_gpus(placement.alive_nodes(), placement.autoscaling_pools()), cluster.min_workers
+    if cluster.accelerator != "auto" or cluster.wait_for_nodes or not 0 < there < each * workers:
         return
     if there < each:
         fewer = "--train.parallel single trains on it"
@@ -74,12 +74,12 @@ def num_free_workers(config: Config) -> int:
     Raises ResourceError where the fewest have none and the cluster does not grow; where it may, it is left to Ray.
     """
     demand, until_s = resource_demand(config, with_data=False), time.monotonic() + FREE_LOOK_S
-    fewest = replace(demand, workers=config.cluster.least_workers)
+    fewest = replace(demand, workers=config.cluster.min_workers)
     while (lacking := missing_capacity(fewest, placement.free_nodes())) is not None and time.monotonic() < until_s:
         time.sleep(0.5)
     if lacking is None:
         return max_workers(demand, placement.free_nodes()) or fewest.workers
-    if config.cluster.grows or placement.autoscaling_pools():
+    if config.cluster.wait_for_nodes or placement.autoscaling_pools():
         return fewest.workers
     raise ResourceError(f"with what is free now: {lacking}; or wait until what runs there has ended")
 
@@ -108,15 +108,15 @@ def num_fitting_workers(config: Config, free: list[Node]) -> int:
 def num_additional_workers(config: Config, free: list[Node], running: int) -> int:
     """Workers that have a place in `free`, what is free beside a running group of `running` workers."""
     return max_workers(
-        replace(resource_demand(config), workers=config.cluster.most_workers - running, data_cpus=0), free
+        replace(resource_demand(config), workers=config.cluster.max_workers - running, data_cpus=0), free
     )
 
 
 def request_nodes(config: Config, autoscaler: AutoscalerRequest, running: int) -> None:
     """Wish for nodes for as many workers as an elastic run can use beside `running`, where the cluster may grow."""
-    if config.cluster.grows or placement.autoscaling_pools():
+    if config.cluster.wait_for_nodes or placement.autoscaling_pools():
         demand = resource_demand(config, with_data=False)
-        autoscaler.ask(demand.per_worker, demand.worker_labels, config.cluster.most_workers - running)
+        autoscaler.ask(demand.per_worker, demand.worker_labels, config.cluster.max_workers - running)
 
 
 def scaling_config(config: Config, labels: Labels | None = None) -> ScalingConfig:
@@ -171,7 +171,7 @@ def start_timeout_error(error: BaseException) -> ResourceError | None:
 
 def is_single_node(config: Config) -> bool:
     """Whether one machine is the whole cluster, and stays so: a head whose pools are empty is none."""
-    return len(placement.alive_nodes()) == 1 and not placement.autoscaling_pools() and not config.cluster.grows
+    return len(placement.alive_nodes()) == 1 and not placement.autoscaling_pools() and not config.cluster.wait_for_nodes
 
 
 def num_data_actors(config: Config) -> int:
@@ -206,7 +206,7 @@ def _taken(demand: Demand) -> float:
 def _per_worker(config: Config, here: list[Node], pools: list[Pool]) -> Resources:
     """What one worker holds; a GPU (one for each branch) where asked for, or where the cluster has or gets enough."""
     wanted, each = config.cluster.accelerator, _gpus_each(config)
-    enough = max_gpus(here, pools) >= each * config.cluster.least_workers
+    enough = max_gpus(here, pools) >= each * config.cluster.min_workers
     own = {"CPU": config.cluster.cpus_per_worker}
     if wanted == "gpu" or (wanted == "auto" and enough):
         own["GPU"] = float(each)

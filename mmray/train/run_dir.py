@@ -36,7 +36,6 @@ RESUMABLE_CHANGES = (
     "data.workers",
     "data.block_mb",
     "data.cache",
-    "data.keep_mb",
     "data.local_cache",
     "data.local_cache_gb",
     "data.max_bad_rows",
@@ -52,14 +51,11 @@ RESUMABLE_CHANGES = (
     "train.callbacks",
     "train.profile",
     "train.parallel",
-    "train.bucket_mb",
-    "train.gradient_views",
-    "train.refit_every",
-    "train.recompute",
+    "train.activation_checkpointing",
 )
 
 # What runs did that are older than these settings.
-BEFORE = {"data.chunk": 1, "data.window": 1, "model.inputs.language_token": ""}
+BEFORE = {"data.shuffle_blocks": "1x1", "model.inputs.language_token": ""}
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -80,7 +80,7 @@ def run_attempts(ready: ResolvedRun, run: run_dir.RunDir, lease: Lease, reporter
     history = RunHistory()
     # For all attempts: fewer nodes must not change it.
     device = "gpu" if "GPU" in resource_demand(ready.config).per_worker else "cpu"
-    wanted = ready.config.on_cluster(accelerator=device)
+    wanted = ready.config.with_cluster(accelerator=device)
     autoscaler = AutoscalerRequest(f"mmray-{run.path.name}-{lease.fence}")
     while True:
         found, known_bad = _prepare_attempt(run, lease, history, reporter)
@@ -98,7 +98,7 @@ def run_attempts(ready: ResolvedRun, run: run_dir.RunDir, lease: Lease, reporter
         ).over(coordinator, first_step)
         monitor = AttemptMonitor(wanted, workers, run_monitor, first_step, history.failed_resizes(workers), autoscaler)
         try:
-            sized = wanted.on_cluster(workers=workers)
+            sized = wanted.with_cluster(workers=workers)
             trainer = build_trainer(ready, run, lease.fence, history.attempts, sized, now, found, coordinator)
             outcome = run_attempt(trainer, run_monitor, monitor)
             if outcome["status"] == "finished" or run_monitor.stop_reason == "user":
@@ -239,17 +239,17 @@ def choose_world_size(wanted: Config, autoscaler: AutoscalerRequest) -> tuple[Li
     """
     now = live_nodes()
     if not wanted.cluster.elastic:
-        return now, wanted.cluster.most_workers
+        return now, wanted.cluster.max_workers
     request_nodes(wanted, autoscaler, running=0)
     counts: list[int] = []
     for _ in range(MOST_LOOKS):
         counts.append(num_fitting_workers(wanted, now.nodes))
         settled = len(counts) >= SAME_LOOKS and len(set(counts[-SAME_LOOKS:])) == 1
-        if counts[-1] == wanted.cluster.most_workers or (settled and counts[-1]):
+        if counts[-1] == wanted.cluster.max_workers or (settled and counts[-1]):
             break
         time.sleep(SETTLE_S)
         now = live_nodes()
-    return now, max(counts[-1], wanted.cluster.least_workers)
+    return now, max(counts[-1], wanted.cluster.min_workers)
 
 
 def _latest_checkpoint(run: run_dir.RunDir) -> AnyPath | None:

@@ -27,11 +27,11 @@ def validate(config: Config) -> None:
 
 def unsupported_reasons(config: Config) -> list[str]:
     """Reasons, each with what to do; none: it can be served."""
-    train, workers = config.train, config.cluster.most_workers
+    train, workers = config.train, config.cluster.max_workers
     reasons = []
-    if train.compress != "none" and train.parallel != "ddp":
+    if train.grad_compression != "none" and train.parallel != "ddp":
         reasons.append(
-            f"train.compress {train.compress} is for `ddp`; --train.parallel {train.parallel} does not know it"
+            f"train.grad_compression {train.grad_compression} needs `ddp` (got --train.parallel {train.parallel})"
         )
     if train.parallel in ("single", "branches") and workers != 1:
         reasons.append(f"train.parallel {train.parallel} is one worker's; set --cluster.workers 1 (got {workers})")
@@ -53,8 +53,8 @@ def evaluation_reasons(config: Config) -> list[str]:
         ]
     if writes and config.evaluate.classes:
         return ["evaluate.classes: a model that writes has no embeddings to tell classes apart by; leave it empty"]
-    if not writes and config.evaluate.answers:
-        return [f"evaluate.answers: model.kind `{config.model.kind}` does not write; set it to 0"]
+    if not writes and config.evaluate.num_generations:
+        return [f"evaluate.num_generations: model.kind `{config.model.kind}` does not write; set it to 0"]
     return []
 
 
@@ -76,7 +76,7 @@ def _regional(config: Config) -> list[str]:
 
 def _sharded(config: Config) -> list[str]:
     reasons = []
-    if config.cluster.least_workers < 2:
+    if config.cluster.min_workers < 2:
         reasons.append("train.parallel fsdp shards over workers; set --cluster.workers 2 or more, or take `single`")
     if config.train.precision == "fp16":
         reasons.append("train.parallel fsdp takes fp32 or bf16; set --train.precision bf16")

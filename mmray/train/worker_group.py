@@ -19,7 +19,7 @@ from mmray.cluster.placement import LiveNodes
 from mmray.config import Config
 from mmray.data.store.prepared_set import PreparedMixture, PreparedSet
 from mmray.data.stream.order import ResumePoint, SamplePlan
-from mmray.data.stream.reader import RowReader
+from mmray.data.stream.reader import KEEP_MB, RowReader
 from mmray.data.stream.stream import StreamDataConfig
 from mmray.engine.batch import BatchShape, smaller_micro
 from mmray.engine.checkpoint import files
@@ -107,11 +107,11 @@ def build_trainer(
         ready.tokenizer_json,
         config.prepare.max_pixels,
         config.augment,
-        config.data.keep_mb,
+        KEEP_MB,
     )
     # Beside the largest group: CPUs of workers that may come stay free.
-    actors = num_data_actors(config.on_cluster(accelerator=sized.cluster.accelerator))
-    start = resume_point(ready, newest, sized.cluster.most_workers)
+    actors = num_data_actors(config.with_cluster(accelerator=sized.cluster.accelerator))
+    start = resume_point(ready, newest, sized.cluster.max_workers)
     stream = StreamDataConfig(
         start, reader, actors, config.data.block_mb, now.excluding_unavailable(demand.data_labels), coordinator
     )
@@ -146,8 +146,8 @@ def build_trainer(
 def resume_point(ready: ResolvedRun, newest: AnyPath | None, world: int) -> ResumePoint:
     """Where a group of `world` workers begins: at the checkpoint that was verified, the same for every rank."""
     shape, config = ready.shape, ready.config
-    chunk, window = config.data.chunk, config.data.window
-    assert isinstance(chunk, int) and isinstance(window, int), "settle leaves no `auto`"
+    chunk, window = config.data.shuffle_shape
+    assert chunk and window, "resolved"
     plan = SamplePlan(
         num_rows=ready.data["num_rows"],
         global_rows=shape.global_rows,
@@ -195,7 +195,7 @@ def _find_cause(error: BaseException, monitor: AttemptMonitor, ready: ResolvedRu
         return "preempted" if monitor.leaving else "lost", cause
     if (late := start_timeout_error(error)) is not None:
         # More workers than need be: others took the places, or a node went, and fewer may start.
-        return "lost" if monitor.world > monitor.config.cluster.least_workers else "raised", late
+        return "lost" if monitor.world > monitor.config.cluster.min_workers else "raised", late
     return "lost", TrainingError(f"Ray Train gave up: {error}")
 
 

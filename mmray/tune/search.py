@@ -112,7 +112,7 @@ def _checked(trial: Trial) -> Trial:
     if trial.config is None or trial.infeasible:
         return trial
     try:
-        check_gpus(trial.config.on_cluster(workers=trial.config.cluster.most_workers))  # as each trial will have them
+        check_gpus(trial.config.with_cluster(workers=trial.config.cluster.max_workers))  # as each trial will have them
     except ResourceError as error:
         return replace(trial, infeasible=str(error))
     return trial
@@ -194,7 +194,7 @@ def _at_once(runs: dict[str, Config], asked: int | None) -> tuple[int, dict[str,
     demand = largest([resource_demand(config) for config in runs.values()])
     lone = all(is_single_node(config) for config in runs.values())
     wanted = min(asked or (1 if lone else len(runs)), len(runs))
-    waits = any(config.cluster.grows for config in runs.values())
+    waits = any(config.cluster.wait_for_nodes for config in runs.values())
     at_once, actors = room_for(
         _free_nodes(demand), placement.alive_nodes(), demand, wanted, placement.autoscaling_pools(), waits
     )

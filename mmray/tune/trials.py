@@ -13,7 +13,7 @@ from typing import Any
 from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, max_cluster, max_concurrent, missing_capacity
 from mmray.cluster.connect import INPUT_TASK_CPUS
 from mmray.config import LENGTHS, Cluster, Config
-from mmray.config.search_space import Space, value_at, with_settings
+from mmray.config.search_space import Space, setting_value, with_settings
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import ResourceError, UsageError
 
@@ -38,7 +38,7 @@ def opened(recipe: Config, keys: Sequence[str]) -> Config:
 
     These are its length, and its global batch where accumulation is searched: that follows, then, from the rest.
     """
-    return recipe.making_way([*LENGTHS, "batch.micro", *keys])
+    return recipe.without_conflicting([*LENGTHS, "batch.micro", *keys])
 
 
 def closed(typed: Config, recipe: Config) -> Config:
@@ -61,7 +61,7 @@ def trials_of(base: Config, space: Space) -> list[Trial]:
             wrong.append((typed, error))
             trials.append(Trial(f"t{number:03}", typed, None, None, str(error)))
             continue
-        settings = {key: value_at(config, key) for key in typed}
+        settings = {key: setting_value(config, key) for key in typed}
         trials.append(_shaped(Trial(f"t{number:03}", settings, config, None)))
     _raise_where_always_wrong(space.combinations(), wrong)
     if all(trial.infeasible for trial in trials):
@@ -81,7 +81,7 @@ def _raise_where_always_wrong(all_typed: list[dict[str, Any]], wrong: list[tuple
 def _shaped(trial: Trial) -> Trial:
     """The trial with its batch shape, or with why there is none."""
     assert trial.config is not None
-    batch, workers = trial.config.batch, trial.config.cluster.most_workers
+    batch, workers = trial.config.batch, trial.config.cluster.max_workers
     try:
         shape = resolve_batch_shape(batch, workers)
     except UsageError as error:
@@ -106,7 +106,7 @@ def searched(trials: Sequence[Trial]) -> dict[str, list[Any]]:
 def widest(trials: Sequence[Trial]) -> Cluster:
     """The cluster section that asks for most CPUs: a Ray started on this machine must hold it."""
     sections = [trial.config.cluster for trial in trials if trial.config is not None and trial.shape is not None]
-    return max(sections, key=lambda section: section.most_workers * section.cpus_per_worker)
+    return max(sections, key=lambda section: section.max_workers * section.cpus_per_worker)
 
 
 def samples_per_trial(typed: Config, trials: Sequence[Trial], num_rows: int) -> int:
@@ -138,7 +138,7 @@ def as_run(trial: Trial, samples: int, num_rows: int, folder: Path, goal: str) -
     return config.replace(
         train=train.replace(log_every=max(1, steps // WINDOWS)),
         evaluate=config.evaluate.replace(every=0, limit=limit),
-        cluster=config.cluster.replace(workers=config.cluster.most_workers, max_failures=0),
+        cluster=config.cluster.replace(workers=config.cluster.max_workers, max_failures=0),
         run=config.run.replace(name=trial.name, storage=str(folder / "trials"), resume="auto"),
     )
 
@@ -148,7 +148,7 @@ def warm_up_doubt(runs: Sequence[Config], num_rows: int, goal: str) -> str | Non
     if goal not in ("loss", "recall"):
         return None
     for run in runs:
-        steps = total_steps(run.train, num_rows, resolve_batch_shape(run.batch, run.cluster.most_workers).global_rows)
+        steps = total_steps(run.train, num_rows, resolve_batch_shape(run.batch, run.cluster.max_workers).global_rows)
         if steps <= run.optimizer.warmup_steps:
             return (
                 f"{run.run.name} takes {steps} steps, all of them in the warm-up of {run.optimizer.warmup_steps}: its "

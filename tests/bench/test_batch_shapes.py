@@ -15,7 +15,7 @@ from mmray.bench.spawn import WorkerFailed, is_out_of_memory, spawn_workers
 from mmray.bench.step import WARM_STEPS
 from mmray.cli.bench import shapes_table
 from mmray.cli.console import Screen
-from mmray.config.model import Own
+from mmray.config.model import CustomModel
 from mmray.errors import UsageError
 from tests.bench.test_step import tiny
 
@@ -36,7 +36,7 @@ class Hungry(torch.nn.Module):
 
 
 def test_rows_of_a_space_and_one_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    spec = Own(kind="tests.bench.test_batch_shapes:Hungry", inputs=tiny().model.inputs, vocab_size=32)
+    spec = CustomModel(kind="tests.bench.test_batch_shapes:Hungry", inputs=tiny().model.inputs, vocab_size=32)
     said = []
     result = bench_shapes(tiny(model=spec), ["batch.micro=4,8"], window_s=0.02, notify=said.append)
     fits, fails = result["rows"]
@@ -87,14 +87,16 @@ def test_steps_are_counted_from_the_warm_up_to_the_window(monkeypatch: pytest.Mo
 def test_what_changes_no_step_is_refused() -> None:
     with pytest.raises(UsageError, match=r"data\.workers: this setting does not affect a step"):
         bench_shapes(tiny(), ["data.workers=1,2"])
-    with pytest.raises(UsageError, match=r"batch\.micr: there is no such setting; did you mean `micro`"):
+    with pytest.raises(UsageError, match=r"batch\.micr: unknown setting; did you mean `micro`"):
         bench_shapes(tiny(), ["batch.micr=1,2"])
 
 
 def test_how_the_model_is_run_is_searched() -> None:
-    rows = bench_shapes(tiny(), ["train.channels_last=false,true", "train.recompute=[],[image]"], 0.01)["rows"]
+    rows = bench_shapes(tiny(), ["train.channels_last=false,true", "train.activation_checkpointing=[],[image]"], 0.01)[
+        "rows"
+    ]
     assert [row["status"] for row in rows] == ["measured"] * 4
-    assert rows[3]["settings"] == {"train.channels_last": True, "train.recompute": ["image"]}
+    assert rows[3]["settings"] == {"train.channels_last": True, "train.activation_checkpointing": ["image"]}
 
 
 @pytest.mark.parametrize(
@@ -108,7 +110,7 @@ def test_how_the_model_is_run_is_searched() -> None:
 )
 def test_idle_gpus_are_reported(monkeypatch: pytest.MonkeyPatch, have: int, accelerator: str, said: list[str]) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: have)
-    assert spawn.idle_gpu_notes(tiny().on_cluster(accelerator=accelerator, workers=1)) == said
+    assert spawn.idle_gpu_notes(tiny().with_cluster(accelerator=accelerator, workers=1)) == said
 
 
 def _dies(config: object, group: object, folder: object) -> None:

@@ -104,7 +104,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
 
 
 def test_the_model_is_shaped_as_a_worker_shapes_it() -> None:
-    train = Train(steps=1, log_every=4, deterministic=True, recompute=("text",), compile="eager")
+    train = Train(steps=1, log_every=4, deterministic=True, activation_checkpointing=("text",), compile="eager")
     try:
         bench = build_bench(tiny(optimizer=Optimizer(freeze=("image.*",)), train=train), Group(), micro=4)
         assert torch.are_deterministic_algorithms_enabled()

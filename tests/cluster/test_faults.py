@@ -14,7 +14,7 @@ import torch
 from ray._raylet import GcsClient
 from ray.core.generated import autoscaler_pb2
 
-from mmray.config import Cluster, Own
+from mmray.config import Cluster, CustomModel
 from mmray.data.store.prepared_set import PreparedSet, key_id
 from mmray.data.stream.order import PADDING, Blocks, ResumePoint, SamplePlan
 from mmray.data.stream.reader import BlockReader, RowReader
@@ -90,7 +90,7 @@ def losses_of_one_worker(wanted, folder):
 
 def in_double(wanted):
     """The same run in double precision: any number of workers makes the same model to its rounding."""
-    own = Own(kind="tests.train.double:DoubleTowers", inputs=wanted.model.inputs)
+    own = CustomModel(kind="tests.train.double:DoubleTowers", inputs=wanted.model.inputs)
     return wanted.model_copy(update={"model": own})
 
 

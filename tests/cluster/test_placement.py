@@ -84,7 +84,7 @@ def test_a_prepare_without_a_cpu_for_the_data_is_refused_within_10_s(joined_role
     assert run(["prepare", str(tmp_path / "rows.jsonl"), str(tmp_path / "set")], Screen()) == 4
     said = " ".join(capsys.readouterr().err.split())
     assert "1 CPUs for the data on nodes labelled mmray/role=data: no node for data is labelled" in said
-    assert "--grows" in said and time.monotonic() - began_s < 10
+    assert "--wait-for-nodes" in said and time.monotonic() - began_s < 10
 
 
 def test_workers_that_do_not_come_up_in_time_are_told(joined_roles, tmp_path):

@@ -67,7 +67,7 @@ def test_the_sample_recipe_takes_a_lone_gpu_and_two_cpus():
     cluster = RECIPES["sample"]().cluster
     assert per_worker(LAPTOP, workers=cluster.workers) == {"CPU": 1.0, "GPU": 1.0}
     assert per_worker([CPU_NODE], workers=cluster.workers) == {"CPU": 1.0}
-    assert cluster.most_workers == 2
+    assert cluster.max_workers == 2
 
 
 @pytest.mark.parametrize(

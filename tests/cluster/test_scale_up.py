@@ -26,7 +26,9 @@ def test_from_no_worker_node_an_elastic_run_gets_the_nodes_it_can_use(tmp_path):
     text = made.model.text.model_copy(update={"dropout": 0.0})
     with FakeAutoscaler(POOLS, tmp_path) as address:
         labels = {"train_label": f"{ROLE}=train", "data_label": f"{ROLE}=data"}
-        section = Cluster(workers="1-2", resources_per_worker={"slot": 1.0}, address=address, grows=True, **labels)
+        section = Cluster(
+            workers="1-2", resources_per_worker={"slot": 1.0}, address=address, wait_for_nodes=True, **labels
+        )
         wanted = made.model_copy(update={"model": made.model.model_copy(update={"text": text}), "cluster": section})
         reporter = Silent()
         outcome = train(wanted, reporter)

@@ -150,7 +150,7 @@ class KillingAReader(Silent):
 def test_an_object_store_of_80_mb_passes_five_times_that_and_a_reader_killed_costs_nothing(tmp_path):
     """An epoch of 5,120 rows of 160 pixels, 393 MB once decoded: no deadlock, nothing on the disk, memory flat.
 
-    Each row comes once, and all are more than `data.keep_mb`. From a third of it to the end half of the blocks, 197 MB,
+    Each row comes once, and all are more than KEEP_MB. From a third of it to the end half of the blocks, 197 MB,
     pass each role: were they kept, it would show.
     """
     ray.shutdown()

@@ -59,18 +59,18 @@ def test_a_window_follows_the_step_and_what_the_cache_can_hold(there):
 
 
 def test_what_is_given_is_taken(there, here):
-    assert shuffle_block_and_window(Data(chunk=1), [there], 64) == (1, 1)
-    assert shuffle_block_and_window(Data(chunk=1, window=9), [there], 64) == (1, 1)
-    assert shuffle_block_and_window(Data(chunk=5, window=9), [here], 64) == (5, 9)
-    assert shuffle_block_and_window(Data(chunk=5), [here], 64) == (5, 16)
-    assert shuffle_block_and_window(Data(chunk=5, shuffle=False), [there], 64) == (1, 1)
+    assert shuffle_block_and_window(Data(shuffle_blocks=1), [there], 64) == (1, 1)
+    assert shuffle_block_and_window(Data(shuffle_blocks="1x9"), [there], 64) == (1, 1)
+    assert shuffle_block_and_window(Data(shuffle_blocks="5x9"), [here], 64) == (5, 9)
+    assert shuffle_block_and_window(Data(shuffle_blocks=5), [here], 64) == (5, 16)
+    assert shuffle_block_and_window(Data(shuffle_blocks=5, shuffle=False), [there], 64) == (1, 1)
 
 
 def referring(prepared, address, **ref):
     """The set, as if its rows referred to images at an address."""
     rows = [replace(row, image=b"", ref={"file": "a", "offset": 0, "length": None} | ref) for row in make_rows(20)]
     entry = write_shard(rows, prepared.storage, prepared.manifest.shards[0].file, None)
-    manifest = replace(prepared.manifest, shards=(entry,), settings={"reference": True}, source={"address": address})
+    manifest = replace(prepared.manifest, shards=(entry,), settings={"index_only": True}, source={"address": address})
     return PreparedSet(prepared.storage, manifest)
 
 
@@ -81,14 +81,14 @@ def test_a_set_by_reference_is_read_in_chunks_where_its_images_lie_together_on_a
     assert shuffle_block_and_window(Data(), [referring(here, disk, length=20_000)], 64) == (1, 1)
     assert shuffle_block_and_window(Data(), [referring(there, store, length=20_000)], 64) == (24, 16)
     assert shuffle_block_and_window(Data(), [referring(there, disk)], 64) == (32, 16)  # the index alone is on the store
-    assert shuffle_block_and_window(Data(chunk=1), [referring(there, store, length=20_000)], 64) == (1, 1)
+    assert shuffle_block_and_window(Data(shuffle_blocks=1), [referring(there, store, length=20_000)], 64) == (1, 1)
 
 
 def test_images_that_are_single_files_gain_nothing_by_chunks(there, here):
     for prepared in (here, there):
         single = referring(prepared, "memory://raw")
         assert shuffle_block_and_window(Data(), [single], 64) == (1, 1)
-        assert shuffle_block_and_window(Data(chunk=16), [single], 64) == (16, 16)
+        assert shuffle_block_and_window(Data(shuffle_blocks=16), [single], 64) == (16, 16)
 
 
 def test_a_row_that_is_damaged_does_not_end_a_run_that_asks_how_large_its_images_are(there):
@@ -125,8 +125,8 @@ def test_a_run_on_a_store_is_settled_in_chunks_and_its_plan_says_so(memory, tmp_
     cache = str(tmp_path / "cache") if cached else None
     asked = asked.model_copy(update={"data": asked.data.model_copy(update={"local_cache": cache})})
     ready = resolve_run(asked, Silent())
-    chunk = ready.config.data.chunk
-    assert (chunk, ready.config.data.window) == (64 if cached else 32, window)
+    chunk, _ = ready.config.data.shuffle_shape
+    assert ready.config.data.shuffle_shape == (64 if cached else 32, window)
     plan = worker_group.resume_point(ready, None, 2).plan
     assert (plan.chunk, plan.window, plan.num_rows) == (chunk, window, 30)
     assert len(ready.train_set.read(np.arange(30))) == 30 and (tmp_path / "cache").exists() == cached

@@ -32,7 +32,7 @@ def test_by_length_is_the_same_step_with_less_padding(micro):
     plan = SamplePlan(num_rows=30, global_rows=16, world=1, micro=micro, seed=0, steps=4, shuffle=False)
     lengths = np.random.default_rng(0).integers(2, 30, 30)
     plain = list(iter_micro_batches(blocks(plan, lengths), plan))
-    sorted_ = list(iter_micro_batches(blocks(plan, lengths), plan, by_length=True))
+    sorted_ = list(iter_micro_batches(blocks(plan, lengths), plan, group_by_length=True))
     for one, other in zip(plain, sorted_, strict=True):
         assert [len(micro["pos"]) for micro in one] == [len(micro["pos"]) for micro in other]
         assert rows_of(one) == rows_of(other)
@@ -40,8 +40,10 @@ def test_by_length_is_the_same_step_with_less_padding(micro):
         "batch/padding": pytest.approx(padding_share(sorted_)),
         "batch/padding_unsorted": pytest.approx(padding_share(plain)),
     }
-    assert Padding.over(told_of(sorted_, True), by_length=True) == logged
-    assert Padding.over(told_of(plain, False), by_length=False) == {"batch/padding": logged["batch/padding_unsorted"]}
+    assert Padding.over(told_of(sorted_, True), group_by_length=True) == logged
+    assert Padding.over(told_of(plain, False), group_by_length=False) == {
+        "batch/padding": logged["batch/padding_unsorted"]
+    }
     of_each = {4: (0.13, 0.32), 5: (0.17, 0.37), 16: (0.43, 0.43)}[micro]  # in one micro-batch an order changes nothing
     assert (padding_share(sorted_), padding_share(plain)) == pytest.approx(of_each, abs=0.005)
 
@@ -54,9 +56,9 @@ def told_of(steps, arranged):
     return [float(count) for count in padding.take(torch.device("cpu"))]
 
 
-@pytest.mark.parametrize("by_length", [False, True])
+@pytest.mark.parametrize("group_by_length", [False, True])
 @pytest.mark.parametrize("micro", [4, 5, 16])
-def test_a_step_in_several_blocks_is_the_step_in_one(micro, by_length):
+def test_a_step_in_several_blocks_is_the_step_in_one(micro, group_by_length):
     plan = SamplePlan(num_rows=30, global_rows=16, world=1, micro=micro, seed=0, steps=4)
     lengths = np.random.default_rng(0).integers(2, 30, 30)
     (whole,) = blocks(plan, lengths)
@@ -64,7 +66,9 @@ def test_a_step_in_several_blocks_is_the_step_in_one(micro, by_length):
     for part in parts:  # as wide as its longest caption, as blocks come
         part["input_ids"] = part["input_ids"][:, : part["num_tokens"].max()]
     for one, other in zip(
-        iter_micro_batches([whole], plan, by_length), iter_micro_batches(parts, plan, by_length), strict=True
+        iter_micro_batches([whole], plan, group_by_length),
+        iter_micro_batches(parts, plan, group_by_length),
+        strict=True,
     ):
         for first, second in zip(one, other, strict=True):
             assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

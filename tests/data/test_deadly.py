@@ -154,12 +154,12 @@ def look_batch(batch, look):
 def test_a_set_that_nobody_decoded_is_held_against_another_all_the_same(tmp_path, monkeypatch, local_ray):
     """The image that kills is named, compared by its bytes, and shown to nobody."""
     source, out = make_source(tmp_path / "raw", 12, [5]), str(tmp_path / "out")
-    unseen = Prepare(rows_per_shard=4, vocab_size=60, reference=True, check="none", max_bad_fraction=1.0)
+    unseen = Prepare(rows_per_shard=4, vocab_size=60, index_only=True, check="none", max_bad_fraction=1.0)
     prepare(str(source), str(tmp_path / "other"), unseen)
     monkeypatch.setattr(contamination, "_hash_batch", look_batch)
     said = []
     with decoder_dies():
-        settings = unseen.model_copy(update={"against": (str(tmp_path / "other"),)})
+        settings = unseen.model_copy(update={"check_contamination": (str(tmp_path / "other"),)})
         manifest = prepare(str(source), out, settings, notify=lambda *told: said.append(told))
     assert (manifest.num_rows, manifest.leakage["exact"]) == (12, 12)
     (named, _) = (text for text, label in said if label == "crash")
@@ -176,7 +176,7 @@ def consume(iterator):
 @pytest.mark.cluster
 def test_a_stream_by_reference_goes_on_without_that_row(tmp_path, monkeypatch, local_ray):
     source, out = make_source(tmp_path / "raw", 40, [17]), str(tmp_path / "out")
-    prepare(str(source), out, Prepare(rows_per_shard=16, vocab_size=60, reference=True, check="none"))
+    prepare(str(source), out, Prepare(rows_per_shard=16, vocab_size=60, index_only=True, check="none"))
     tokenizer = train_tokenizer([f"row {number}" for number in range(40)], 60)
     reader = RowReader(PreparedSet.open(out), Inputs(image_side=8, max_tokens=12), tokenizer, 10**6)
     plan = SamplePlan(40, 4, 1, 4, seed=0, steps=20)  # two epochs

@@ -305,8 +305,8 @@ def test_a_set_from_addresses(server, fetching, tmp_path, monkeypatch, kind):
     assert (manifest.num_rows, packed) == (4, [0, 0])
     prepare(str(source), str(out), settings)
     assert packed == [0, 0], "what is fetched stays"
-    again = settings.model_copy(update={"reference": True})
-    with pytest.raises(DataError, match=r"6 no-reference, .* an address: prepare without --reference"):
+    again = settings.model_copy(update={"index_only": True})
+    with pytest.raises(DataError, match=r"6 no-reference, .* an address: prepare without --index-only"):
         prepare(str(source), str(tmp_path / "index"), again)
     assert len(packed) == 3 and server.asked.total() == asked + 6
     with pytest.raises(DataError, match=r"7 path, .* \(--allow-urls names the hosts"):

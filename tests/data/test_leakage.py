@@ -28,7 +28,7 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
 from tests.data.test_prepare import quarantine, run_here
 
-LAX = Prepare(max_bad_fraction=0.0, rows_per_shard=4, vocab_size=100, near_bits=20)
+LAX = Prepare(max_bad_fraction=0.0, rows_per_shard=4, vocab_size=100, phash_distance=20)
 
 
 def run_tasks_here(work, items, retries):
@@ -95,10 +95,10 @@ def leaks_in(out):
 
 def test_leaks_are_counted_named_and_shown(tmp_path, two):
     source, eval_set = two
-    manifest = prepare(source, str(tmp_path / "out"), LAX.model_copy(update={"against": (eval_set,)}))
+    manifest = prepare(source, str(tmp_path / "out"), LAX.model_copy(update={"check_contamination": (eval_set,)}))
     assert manifest.num_rows == 10
     assert manifest.leakage == {
-        "exact": 2, "near": 2, "near_bits": 20, "dropped": False, "found_in": {eval_set: 4, "splits": 0}
+        "exact": 2, "near": 2, "phash_distance": 20, "dropped": False, "found_in": {eval_set: 4, "splits": 0}
     }  # fmt: skip
     lines = leaks_in(tmp_path / "out")
     assert [(line["key"], line["other"]) for line in lines] == [("t2", "e4"), ("t3", "e1"), ("t7", "e0"), ("t9", "e5")]
@@ -108,10 +108,10 @@ def test_leaks_are_counted_named_and_shown(tmp_path, two):
 
 def test_leaks_are_set_aside_and_the_set_is_as_if_they_had_not_been_there(tmp_path, two, in_process):
     source, eval_set = two
-    settings = LAX.model_copy(update={"against": (eval_set,)})
+    settings = LAX.model_copy(update={"check_contamination": (eval_set,)})
     prepare(source, str(tmp_path / "out"), settings)
     in_process.clear()
-    manifest = prepare(source, str(tmp_path / "out"), settings.model_copy(update={"drop_leaked": True}))
+    manifest = prepare(source, str(tmp_path / "out"), settings.model_copy(update={"drop_overlap": True}))
     assert in_process == []  # no image is looked at again
     assert (manifest.num_rows, manifest.num_quarantined, manifest.reasons) == (6, 4, {"overlap": 4})
     assert PreparedSet.open(str(tmp_path / "out")).keys() == ["t0", "t1", "t4", "t5", "t6", "t8"]
@@ -121,7 +121,9 @@ def test_leaks_are_set_aside_and_the_set_is_as_if_they_had_not_been_there(tmp_pa
     ]
     assert faults[0]["detail"] == f"the same image: row e4 of {eval_set}"
     assert "looks like it (" in faults[1]["detail"]
-    exact = prepare(source, str(tmp_path / "exact"), settings.model_copy(update={"drop_leaked": True, "near_bits": -1}))
+    exact = prepare(
+        source, str(tmp_path / "exact"), settings.model_copy(update={"drop_overlap": True, "phash_distance": -1})
+    )
     assert exact.reasons == {"overlap": 2}
 
 
@@ -131,7 +133,7 @@ def test_between_splits_the_row_of_training_goes(tmp_path, in_process):
     images[2] = encoded(picture(7), "JPEG", quality=80)  # of train, before its twin in test
     images[5] = encoded(picture(3), "JPEG", quality=80)  # both in train: no leak
     source = make_source(tmp_path / "s", images, splits=["train"] * 6 + ["test"] * 2)
-    manifest = prepare(source, str(tmp_path / "out"), LAX.model_copy(update={"drop_leaked": True}))
+    manifest = prepare(source, str(tmp_path / "out"), LAX.model_copy(update={"drop_overlap": True}))
     assert manifest.splits == {"train": 4, "test": 2}
     assert [fault["key"] for fault in quarantine(tmp_path / "out")] == ["s1", "s2"]
     assert manifest.leakage["found_in"] == {"splits": 2}
@@ -145,34 +147,36 @@ def test_captions_that_come_again_are_counted_and_kept(tmp_path, in_process):
 
 
 def test_a_source_that_leaks_whole_is_a_data_error(tmp_path, two):
-    settings = LAX.model_copy(update={"against": (two[1],), "drop_leaked": True})
-    with pytest.raises(DataError, match=r"none of 6 rows is left, 6 leak \(prepare.drop_leaked\)"):
+    settings = LAX.model_copy(update={"check_contamination": (two[1],), "drop_overlap": True})
+    with pytest.raises(DataError, match=r"none of 6 rows is left, 6 leak \(prepare.drop_overlap\)"):
         prepare(str(tmp_path / "e" / "rows.jsonl"), str(tmp_path / "out"), settings)
 
 
 def test_what_cannot_be_held_against(tmp_path, two, monkeypatch):
     source, eval_set = two
     with pytest.raises(UsageError, match="is the set that is being prepared"):
-        prepare(source, eval_set, LAX.model_copy(update={"against": (eval_set,)}))
+        prepare(source, eval_set, LAX.model_copy(update={"check_contamination": (eval_set,)}))
     with pytest.raises(DataError, match="not a prepared set"):
-        prepare(source, str(tmp_path / "out"), LAX.model_copy(update={"against": (str(tmp_path / "t"),)}))
+        prepare(source, str(tmp_path / "out"), LAX.model_copy(update={"check_contamination": (str(tmp_path / "t"),)}))
     monkeypatch.setattr(contamination, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'mmray\[leakage\]'"):
-        prepare(source, str(tmp_path / "out"), LAX.model_copy(update={"against": (eval_set,)}))
+        prepare(source, str(tmp_path / "out"), LAX.model_copy(update={"check_contamination": (eval_set,)}))
 
 
 def test_a_referenced_image_that_is_gone_is_like_no_other(tmp_path, two):
     source, _ = two
-    settings = LAX.model_copy(update={"reference": True})
+    settings = LAX.model_copy(update={"index_only": True})
     prepare(str(tmp_path / "e" / "rows.jsonl"), str(tmp_path / "index"), settings)
     (tmp_path / "e" / "0.img").unlink()
-    found = prepare(source, str(tmp_path / "out"), LAX.model_copy(update={"against": (str(tmp_path / "index"),)}))
+    found = prepare(
+        source, str(tmp_path / "out"), LAX.model_copy(update={"check_contamination": (str(tmp_path / "index"),)})
+    )
     assert (found.leakage["exact"], found.leakage["near"]) == (1, 2)
 
 
 def test_the_ray_job_finds_the_same(tmp_path, two, monkeypatch, local_ray):
     source, eval_set = two
-    settings = LAX.model_copy(update={"against": (eval_set,), "drop_leaked": True})
+    settings = LAX.model_copy(update={"check_contamination": (eval_set,), "drop_overlap": True})
     here = prepare(source, str(tmp_path / "here"), settings)
     monkeypatch.setattr(contamination, "run_tasks", map_tasks)
     found = prepare(source, str(tmp_path / "out"), settings)
@@ -250,6 +254,6 @@ def test_a_shard_that_cannot_be_read_is_no_answer(tmp_path, in_process):
     images = [encoded(picture(number)) for number in range(4)]
     other = prepare(make_source(tmp_path / "other", images), str(tmp_path / "eval"), LAX)
     (tmp_path / "eval" / other.shards[0].file).write_bytes(b"gone")
-    wanted = LAX.model_copy(update={"against": (str(tmp_path / "eval"),)})
+    wanted = LAX.model_copy(update={"check_contamination": (str(tmp_path / "eval"),)})
     with pytest.raises(DataError, match="cannot be compared"):
         prepare(make_source(tmp_path / "mine", images), str(tmp_path / "out"), wanted)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmray.config import Data, Inputs
-from mmray.config.data import is_mixture, parse_mixture, write_mixture
+from mmray.config.data import format_mixture, is_mixture, parse_mixture
 from mmray.data.store.prepared_set import PreparedMixture, key_id
 from mmray.data.stream.order import MixtureComponent, SamplePlan
 from mmray.data.stream.reader import RowReader
@@ -65,7 +65,7 @@ def test_blocks_hold_the_rows_of_the_order_and_a_row_that_comes_again_has_anothe
     ],
 )
 def test_a_sum_is_read_and_written(text, terms):
-    assert parse_mixture(text) == terms and write_mixture(terms) == text
+    assert parse_mixture(text) == terms and format_mixture(terms) == text
     assert is_mixture(text) == (len(terms) > 1)
 
 

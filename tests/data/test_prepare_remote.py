@@ -36,7 +36,7 @@ def test_a_bucket_is_prepared_into_a_bucket_and_goes_on_there(s3, tmp_path, in_p
 
 def test_a_bucket_that_is_referred_to_is_read_in_chunks(s3, tmp_path):
     raw, out = Storage(str(tars(tmp_path / "raw"))), f"{s3.address}/index"
-    prepare(put(s3, raw), out, LAX.model_copy(update={"reference": True}))
+    prepare(put(s3, raw), out, LAX.model_copy(update={"index_only": True}))
     indexed = PreparedSet.open(out)
     assert [row.image for row in indexed.read(np.arange(COUNT))] == [colour_image(number) for number in range(COUNT)]
     assert shuffle_block_and_window(Data(), [indexed], 64) == (32, 16)

@@ -77,7 +77,7 @@ def referring(place, images, rows, size=300, per_tar=512):
             ref = {"file": f"{tar}.tar", "offset": number * (size + 1536) + 512, "length": size}
             row.image, row.ref = b"", ref
         shards.append(write_shard(here, place, f"shards/{tar}.arrow", None))
-    settings, source = {"reference": True}, {"address": images.address}
+    settings, source = {"index_only": True}, {"address": images.address}
     place.write(MANIFEST, Manifest(rows, rows, 0, {}, 0, {}, "", None, source, settings, tuple(shards)).to_json())
     return PreparedSet.open(place.address)
 

@@ -23,7 +23,7 @@ TOKENIZER = train_tokenizer([text(number) for number in range(COUNT)], 60)
 def blocks_of(source, tmp_path, **settings):
     """What a model gets of the set by reference, and of the packed set, in two epochs."""
     blocks = []
-    for out, how in (("packed", {}), ("index", {"reference": True} | settings)):
+    for out, how in (("packed", {}), ("index", {"index_only": True} | settings)):
         prepared(source, tmp_path / out, duplicates="keep", **how)
         rows = PreparedSet.open(str(tmp_path / out))
         reader = RowReader(rows, Inputs(image_side=8, max_tokens=12), TOKENIZER, 10**6)
@@ -57,7 +57,7 @@ def test_every_format_that_names_files_can_be_referred_to(tmp_path, title):
 
 def test_a_referenced_image_that_changed_or_went_is_noticed_and_its_neighbours_stay(tmp_path):
     source = formats.csv_source(tmp_path / "raw")
-    prepared(source, tmp_path / "out", reference=True)
+    prepared(source, tmp_path / "out", index_only=True)
     (tmp_path / "raw" / "2.png").write_bytes(colour_image(200))
     (tmp_path / "raw" / "4.png").unlink()
     tokenizer = train_tokenizer(["x"], 60)
@@ -76,8 +76,8 @@ def test_a_disk_that_does_not_answer_is_no_fault_of_a_row_but_in_a_prepare_which
 
     with monkeypatch.context() as patch:
         patch.setattr(Storage, "read", stale)
-        assert prepared(source, tmp_path / "out", reference=True)[2] == {"rows.csv:4": "unreadable"}
-    assert prepared(source, tmp_path / "out", reference=True)[0].num_rows == COUNT
+        assert prepared(source, tmp_path / "out", index_only=True)[2] == {"rows.csv:4": "unreadable"}
+    assert prepared(source, tmp_path / "out", index_only=True)[0].num_rows == COUNT
     rows = PreparedSet.open(str(tmp_path / "out"))
     reader = RowReader(rows, Inputs(image_side=8, max_tokens=12), train_tokenizer(["x"], 60), 10**6)
     plan = SamplePlan(num_rows=COUNT, global_rows=COUNT, world=1, micro=COUNT, seed=0, steps=1, shuffle=False)
@@ -88,9 +88,9 @@ def test_a_disk_that_does_not_answer_is_no_fault_of_a_row_but_in_a_prepare_which
 
 def test_what_cannot_be_referred_to(tmp_path):
     with pytest.raises(DataError, match="7 no-reference"):
-        prepared(formats.parquet_bytes(tmp_path / "raw"), tmp_path / "out", reference=True)
+        prepared(formats.parquet_bytes(tmp_path / "raw"), tmp_path / "out", index_only=True)
     with pytest.raises(UsageError, match="image_side must be 0"):
-        Prepare(reference=True, image_side=8)
+        Prepare(index_only=True, image_side=8)
 
 
 def test_header_checks_less_than_full_and_none_nothing(tmp_path):

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from PIL import Image
 
+from mmray.evaluate import evaluator as evaluator_module
 from mmray.evaluate.evaluator import Evaluator
 from mmray.evaluate.examples import NUM_SHOWN, select_queries
 from mmray.objectives.contrastive import Contrastive
-from tests.evaluate.test_score import INPUTS, SETTINGS, Toy, on_ranks, prepared  # noqa: F401 - a fixture
+from tests.evaluate.test_score import INPUTS, SETTINGS, Toy, on_ranks, prepared, small_chunks  # noqa: F401 - fixtures
 
 WAYS = ("image_to_text", "text_to_image")
 
@@ -27,10 +28,11 @@ def shown_of(prepared, world=1, **settings):  # noqa: F811
     return kept, on_ranks(world, score)[0]
 
 
-def test_the_same_for_any_number_of_ranks_and_any_chunk(prepared):  # noqa: F811
+def test_the_same_for_any_number_of_ranks_and_any_chunk(prepared, monkeypatch):  # noqa: F811
     (alone,), _ = shown_of(prepared)
-    for others, _ in (shown_of(prepared, world=3), shown_of(prepared, world=30), shown_of(prepared, chunk=2)):
-        assert others == [alone]
+    for world, chunk in ((3, 5), (30, 5), (1, 2)):
+        monkeypatch.setattr(evaluator_module, "CHUNK", chunk)
+        assert shown_of(prepared, world=world)[0] == [alone]
 
 
 def test_examples_agree_with_the_recall_and_with_the_set(prepared):  # noqa: F811

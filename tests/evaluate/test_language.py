@@ -21,7 +21,7 @@ from tests.models.test_generative import ENCODER, INPUTS, SAID, TOKENIZER, model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = [["a red circle", "a circle"], ["a blue square on a green ground"], ["a blue ground"]]
-SETTINGS = SimpleNamespace(batch=2, limit=None, answers=0, answer_tokens=6)
+SETTINGS = SimpleNamespace(batch=2, limit=None, num_generations=0, max_new_tokens=6)
 MODEL = model_of()  # once: ranks are threads here, and would draw from one generator
 
 
@@ -63,15 +63,15 @@ def test_perplexity_is_that_of_every_learned_token(prepared: PreparedSet) -> Non
 
 @pytest.mark.parametrize("world", [2, 11])
 def test_the_same_for_any_number_of_ranks(prepared: PreparedSet, world: int) -> None:
-    (alone,) = on_ranks(1, lambda group: score(prepared, group, answers=6))
+    (alone,) = on_ranks(1, lambda group: score(prepared, group, num_generations=6))
     assert {"bleu_4", "cider"} <= alone.keys() and alone["answered"] == 5
-    for result in on_ranks(world, lambda group: score(prepared, group, answers=6)):
+    for result in on_ranks(world, lambda group: score(prepared, group, num_generations=6)):
         assert result == pytest.approx(alone, rel=1e-6)
 
 
 def test_no_row_that_can_be_read_is_an_error_on_every_rank(tmp_path: Path) -> None:
     broken = make_set(tmp_path / "set", [row(number, data=b"nothing") for number in range(2)])
-    for result in on_ranks(2, lambda group: score(broken, group, answers=2)):
+    for result in on_ranks(2, lambda group: score(broken, group, num_generations=2)):
         assert isinstance(result, DataError)
 
 

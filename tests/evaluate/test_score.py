@@ -15,15 +15,21 @@ from torch import Tensor, nn
 
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError
+from mmray.evaluate import evaluator as evaluator_module
 from mmray.evaluate.embeddings import EmbeddingSet
 from mmray.evaluate.evaluator import Evaluator, retrieval_ranks, retrieval_scores
 from mmray.models.fusion import LabelTexts
 from mmray.objectives.contrastive import Contrastive
 from tests.made import CAPTIONS, make_set, row
 
-SETTINGS = SimpleNamespace(batch=4, chunk=5, limit=None, classes=(), prompts=("{}",), language=None)
+SETTINGS = SimpleNamespace(batch=4, limit=None, classes=(), prompts=("{}",), language=None)
 INPUTS = SimpleNamespace(image_side=8, fit="squash", interpolation="bilinear", max_tokens=16, max_boxes=0)
 NUM_ROWS = 23
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluator_module, "CHUNK", 5)
 
 
 class Toy(nn.Module):
@@ -131,9 +137,10 @@ def test_the_same_for_any_number_of_ranks(prepared: PreparedSet, world: int, lim
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 1000])
-def test_the_same_for_any_chunk(prepared: PreparedSet, chunk: int) -> None:
+def test_the_same_for_any_chunk(prepared: PreparedSet, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     (one,) = on_ranks(1, lambda group: score(prepared, group))
-    (other,) = on_ranks(1, lambda group: score(prepared, group, chunk=chunk))
+    monkeypatch.setattr(evaluator_module, "CHUNK", chunk)
+    (other,) = on_ranks(1, lambda group: score(prepared, group))
     assert other.pop("loss") == pytest.approx(one.pop("loss"), rel=1e-6)
     assert other == one
 

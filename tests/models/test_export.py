@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import mmray
-from mmray.config import ImageTower, Inputs, Model, Own, TextTower, TwoTower
+from mmray.config import CustomModel, ImageTower, Inputs, Model, TextTower, TwoTower
 from mmray.data.images.decode import decode, to_pixels
 from mmray.data.text.tokenizer import TextEncoder, train_tokenizer
 from mmray.errors import DataError, UsageError
@@ -305,7 +305,7 @@ def test_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 class Plain(nn.Module):
     """A user's own model: the seam and nothing more, tied weights included."""
 
-    def __init__(self, spec: Own, vocab_size: int):
+    def __init__(self, spec: CustomModel, vocab_size: int):
         super().__init__()
         width = spec.settings["width"]
         self.words = nn.Embedding(vocab_size, width)
@@ -325,7 +325,7 @@ class Plain(nn.Module):
 
 
 def test_a_users_own_model(tmp_path: Path) -> None:
-    spec = Own(kind=f"{__name__}:Plain", inputs=Inputs(image_side=32, max_tokens=8), settings={"width": 12})
+    spec = CustomModel(kind=f"{__name__}:Plain", inputs=Inputs(image_side=32, max_tokens=8), settings={"width": 12})
     model = build(spec, VOCAB)
     loaded = mmray.load(export(model, spec.model_dump(mode="json"), TOKENIZER, tmp_path / "model"))
     assert torch.equal(loaded.model.words.weight, model.words.weight)

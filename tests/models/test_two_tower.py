@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmray.config import ImageTower, Inputs, Own, TextTower, TwoTower, section_of
+from mmray.config import CustomModel, ImageTower, Inputs, TextTower, TwoTower, model_section
 from mmray.errors import UsageError
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
@@ -152,10 +152,10 @@ def test_a_synthetic_batch_is_as_a_collated_one():
     assert batch["valid"].all()
 
 
-class Own(nn.Module):
+class CustomModel(nn.Module):
     """A user's model."""
 
-    def __init__(self, spec: Own, vocab_size: int) -> None:
+    def __init__(self, spec: CustomModel, vocab_size: int) -> None:
         super().__init__()
         self.seen = (spec.kind, vocab_size)
 
@@ -170,15 +170,15 @@ class WithoutForward(nn.Module):
         super().__init__()
 
 
-class WithAFlag(Own):
+class WithAFlag(CustomModel):
     """What training would call is a value."""
 
     branches = True
 
 
 def test_a_model_of_ones_own_is_built_from_its_name():
-    kind = f"{__name__}:Own"
-    assert build(section_of(kind)(kind=kind), VOCAB).seen == (kind, VOCAB)
+    kind = f"{__name__}:CustomModel"
+    assert build(model_section(kind)(kind=kind), VOCAB).seen == (kind, VOCAB)
 
 
 @pytest.mark.parametrize(
@@ -194,4 +194,4 @@ def test_a_model_of_ones_own_is_built_from_its_name():
 )
 def test_an_unknown_kind_is_named(kind, message):
     with pytest.raises(UsageError, match=rf"^model\.kind: .*{message}"):
-        build(section_of(kind)(kind=kind), VOCAB)
+        build(model_section(kind)(kind=kind), VOCAB)

@@ -12,10 +12,11 @@ from mmray import objectives
 from mmray.errors import UsageError
 from mmray.objectives.contrastive import Contrastive
 from mmray.objectives.protocol import split_objective
+from mmray.objectives.sigmoid import CHUNK
 
 
 def kind(name: str) -> SimpleNamespace:
-    return SimpleNamespace(kind=name, chunk=16, label_smoothing=0.1)
+    return SimpleNamespace(kind=name, label_smoothing=0.1)
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def test_what_is_no_sum_is_said(name):
 
 
 def test_settings_reach_the_objective():
-    assert objectives.build(kind("sigmoid")).chunk == 16
+    assert objectives.build(kind("sigmoid")).chunk == CHUNK
     assert objectives.build(kind("classification")).label_smoothing == 0.1
 
 

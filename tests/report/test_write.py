@@ -163,7 +163,13 @@ def set_aside(tmp_path):
             {
                 "num_read": 500,
                 "source": {"format": "jsonl", "file": "rows.jsonl", "folder": str(source)},
-                "leakage": {"exact": 1, "near": 2, "near_bits": 7, "dropped": True, "found_in": {"/e": 3, "splits": 0}},
+                "leakage": {
+                    "exact": 1,
+                    "near": 2,
+                    "phash_distance": 7,
+                    "dropped": True,
+                    "found_in": {"/e": 3, "splits": 0},
+                },
             }
         )
     )

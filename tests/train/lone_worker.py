@@ -30,7 +30,16 @@ def rows_of(place):
 
 
 def ran(
-    prepared, folder, micro, dropout=0.0, by_length=False, device=CPU, model=None, scored=True, found=None, **settings
+    prepared,
+    folder,
+    micro,
+    dropout=0.0,
+    group_by_length=False,
+    device=CPU,
+    model=None,
+    scored=True,
+    found=None,
+    **settings,
 ):
     """What a worker left of a run of 8 rows a step: its checkpoint, its lines, and what it told.
 
@@ -42,7 +51,9 @@ def ran(
     text = config.model.text.model_copy(update={"dropout": dropout})
     model = model or config.model.model_copy(update={"text": text})
     model = model.with_tokens(TextEncoder(tokenizer, 8).vocab_size, None)
-    config = config.model_copy(update={"model": model, "batch": Batch(micro=micro, global_=8, by_length=by_length)})
+    config = config.model_copy(
+        update={"model": model, "batch": Batch(micro=micro, global_=8, group_by_length=group_by_length)}
+    )
     plan = SamplePlan(
         num_rows=22,
         global_rows=8,

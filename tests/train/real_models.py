@@ -92,14 +92,18 @@ def weights_of(
     return torch.cat([toy.whole(tensor.detach()).flatten() for tensor in model.parameters()])
 
 
-def as_llava(group: Group, micro: int, by_length: bool = True, **settings: Any) -> torch.Tensor:
+def as_llava(group: Group, micro: int, group_by_length: bool = True, **settings: Any) -> torch.Tensor:
     """The weights of a run of the loop whose model writes, as recipe `llava` has it: captions of unlike length."""
     plan = SamplePlan(num_rows=20, global_rows=8, world=group.world, micro=micro, seed=1, steps=5)
-    train = SimpleNamespace(**vars(toy.TRAIN) | {"recompute": (), "compile": "none", "channels_last": False} | settings)
+    train = SimpleNamespace(
+        **vars(toy.TRAIN) | {"activation_checkpointing": (), "compile": "none", "channels_last": False} | settings
+    )
     torch.manual_seed(3)
     model = apply_transforms(build(MODELS["generative"][0], VOCAB).double(), train, toy.OPTIMIZER, group.device)
-    options = {"objective": toy.objective("language_modelling"), "train": train, "by_length": by_length}
-    loop.run(toy.task(model, plan, group, **options), iter_micro_batches(blocks_of(plan, group.rank), plan, by_length))
+    options = {"objective": toy.objective("language_modelling"), "train": train, "group_by_length": group_by_length}
+    loop.run(
+        toy.task(model, plan, group, **options), iter_micro_batches(blocks_of(plan, group.rank), plan, group_by_length)
+    )
     return toy.flat(model)
 
 

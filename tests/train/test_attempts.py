@@ -156,7 +156,7 @@ def failure_from(error, micro=0, logged=0, least=2):
     """What becomes of an error of Ray Train; of a run of 16 rows a step in micro-batches of 4, on two workers."""
     run_monitor = SimpleNamespace(last_step=0, logged=False, stop_reason=None, micro=logged)
     ready = SimpleNamespace(micro=micro, shape=BatchShape(16, 4, 2, 2))
-    config = SimpleNamespace(cluster=SimpleNamespace(least_workers=least))
+    config = SimpleNamespace(cluster=SimpleNamespace(min_workers=least))
     monitor = SimpleNamespace(hang=None, leaving=False, run_monitor=run_monitor, world=2, config=config)
     return classify_failure(error, monitor, ready)
 

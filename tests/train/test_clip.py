@@ -63,8 +63,8 @@ def test_frozen_branches_are_no_group_and_nothing_is_clipped_at_zero():
 
 def test_the_norms_are_logged_apart_and_together():
     log = toy.Lines()
-    settings = SimpleNamespace(**vars(toy.OPTIMIZER) | {"clip": "branches"})
-    with pytest.raises(UsageError, match=r"a Toy has no branches\(\); take `global`"):
+    settings = SimpleNamespace(**vars(toy.OPTIMIZER) | {"clip_per": "branch"})
+    with pytest.raises(UsageError, match=r"Toy has no branches\(\); use `model`"):
         train(toy.Toy(), plan_of(2), optimizer=settings)
     train(toy.Branched(), plan_of(2), log=log, optimizer=settings)
     (line,) = log.lines

@@ -98,8 +98,8 @@ def config_of(kind: str, storage: Path) -> Config:
         objective=Objective(kind=objective),
         data=Data(train="made"),
         batch=Batch(micro=4, global_=8),
-        optimizer=Optimizer(lr=1e-3, warmup_steps=1, lr_scale=("image.*=0.5",)),
-        train=Train(steps=STEPS, log_every=1, checkpoint_every=3, ema=0.5, recompute=("image", "text")),
+        optimizer=Optimizer(lr=1e-3, warmup_steps=1, lr_multipliers=("image.*=0.5",)),
+        train=Train(steps=STEPS, log_every=1, checkpoint_every=3, ema=0.5, activation_checkpointing=("image", "text")),
         evaluate=Evaluate(classes=("a", "red", "one")),
         run=Run(name=kind, storage=str(storage)),
     )
@@ -163,7 +163,7 @@ def test_a_model_that_writes(rank: int, prepared: tuple[PreparedSet, PreparedSet
     config, folder = config_of("generative", tmp_path), tmp_path / "run"
     adapted = config.model.model_copy(update={"lora": Lora(rank=rank)})
     optimizer = config.optimizer.model_copy(update={"lr": 0.02})
-    changes = {"model": adapted, "optimizer": optimizer, "evaluate": Evaluate(answers=4, answer_tokens=5)}
+    changes = {"model": adapted, "optimizer": optimizer, "evaluate": Evaluate(num_generations=4, max_new_tokens=5)}
     config = config.model_copy(update=changes)
     outcome = trained(config, prepared, folder)
     assert (outcome["status"], outcome["steps"], outcome["skipped_steps"]) == ("finished", STEPS, 0)

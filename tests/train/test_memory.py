@@ -84,9 +84,7 @@ def test_where_ddp_will_hold_gradients_all_the_time_the_probe_holds_them_too():
         assert all(weight.grad is None for weight in state.model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("settings", "copies"), [({}, 0), ({"ema": 0.9}, 1), ({"gradient_views": False}, 1), ({"parallel": "fsdp"}, 0)]
-)
+@pytest.mark.parametrize(("settings", "copies"), [({}, 0), ({"ema": 0.9}, 1), ({"parallel": "fsdp"}, 0)])
 def test_what_will_lie_beside_the_model_lies_there_in_the_rehearsal(monkeypatch, settings, copies):
     """Averaged weights, and buckets in which gradients do not live."""
     state = memory_probe.replace(toy.train_state(toy.Toy(width=37)), group=Group(rank=0, world=2))

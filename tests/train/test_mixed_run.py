@@ -28,7 +28,7 @@ def test_an_epoch_of_a_sum_is_its_shares_and_what_is_held_out_is_the_first_sets(
     ready = resolve_run(config(sets, tmp_path, "r"), Silent())
     assert ready.data["num_rows"] == 42 and ready.data["train"] == sets
     assert ready.eval_set.num_rows == 20 and ready.eval_set.keys()[0] == "row-100"
-    assert (ready.config.data.chunk, ready.config.data.window) == (1, 1)
+    assert ready.config.data.shuffle_shape == (1, 1)
     again = resolve_run(config(sets.replace("1.5 * ", ""), tmp_path, "r"), Silent())
     assert again.data["num_rows"] == 38 and again.data["fingerprint"] != ready.data["fingerprint"]
 

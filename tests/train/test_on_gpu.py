@@ -17,6 +17,7 @@ from mmray.engine import loop, memory_probe, optimizer, precision
 from mmray.engine.checkpoint.async_saver import copy_to_cpu
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import PhaseTimers
+from mmray.engine.parallel import branches
 from mmray.engine.parallel.transforms import apply_transforms
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.run_state import TrainState
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 GPU = DEVICES[0]
 PLAN = SamplePlan(num_rows=20, global_rows=8, world=1, micro=3, seed=1, steps=3)  # the last of 4 rows and padding
 SETTINGS = vars(toy.TRAIN) | {
-    "recompute": (),
+    "activation_checkpointing": (),
     "compile": "none",
     "channels_last": False,
     "log_every": 2,
@@ -92,7 +93,7 @@ def test_runs_take_the_steps_of_a_cpu(monkeypatch, kind):
     plain = trained(kind, CPU)
     with gpus(monkeypatch):
         assert (trained(kind, GPU) - plain).abs().max() < within(kind)
-        again = trained(kind, GPU, recompute=("image", "text"), channels_last=True, ema=0.9)
+        again = trained(kind, GPU, activation_checkpointing=("image", "text"), channels_last=True, ema=0.9)
     assert (again - plain).abs().max() < within(kind)
 
 
@@ -211,8 +212,9 @@ def tensors_of(state):
 def test_branches_on_two_devices_are_one(monkeypatch, kind, slower):
     plain = trained(kind, CPU)
     with gpus(monkeypatch, count=2):
+        monkeypatch.setattr(branches, "REFIT_EVERY", 2)
         options = {"devices": DEVICES, "slower": slower}
-        apart = trained(kind, GPU, options=options, parallel="branches", refit_every=2)
+        apart = trained(kind, GPU, options=options, parallel="branches")
     assert (apart - plain).abs().max() < 1e-9
 
 
@@ -269,7 +271,7 @@ def test_rows_that_a_model_fails_on_are_found(monkeypatch):
     "settings",
     [
         {},
-        {"micro": "auto", "precision": "auto", "ema": 0.9, "recompute": ("text",)},
+        {"micro": "auto", "precision": "auto", "ema": 0.9, "activation_checkpointing": ("text",)},
         {"parallel": "branches"},
         {"parallel": "branches", "precision": "fp16"},
     ],

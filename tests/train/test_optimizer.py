@@ -38,7 +38,9 @@ def test_the_rate_reaches_every_group():
 
 def test_rates_of_their_own_by_pattern_the_last_counts():
     model = toy.Toy()
-    section = SimpleNamespace(**vars(toy.OPTIMIZER) | {"lr_scale": ("pixels.*=0.1", "*.bias=2", "log_scale=1e-2")})
+    section = SimpleNamespace(
+        **vars(toy.OPTIMIZER) | {"lr_multipliers": ("pixels.*=0.1", "*.bias=2", "log_scale=1e-2")}
+    )
     adam = optimizer.build_optimizer(model, section)
     optimizer.set_lr(adam, 0.5)
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -50,13 +52,13 @@ def test_rates_of_their_own_by_pattern_the_last_counts():
     assert rates["log_scale"] == 0.005
     decays = {names[weight] for group in adam.param_groups for weight in group["params"] if group["weight_decay"]}
     assert decays == {name for name, parameter in model.named_parameters() if parameter.ndim >= 2}
-    with pytest.raises(UsageError, match=r"optimizer\.lr_scale: `image\.\*` fits no weight .* log_scale"):
-        optimizer.build_optimizer(model, SimpleNamespace(**vars(section) | {"lr_scale": ("image.*=0.1",)}))
+    with pytest.raises(UsageError, match=r"optimizer\.lr_multipliers: `image\.\*` fits no weight .* log_scale"):
+        optimizer.build_optimizer(model, SimpleNamespace(**vars(section) | {"lr_multipliers": ("image.*=0.1",)}))
 
 
 def test_a_group_keeps_its_factor_after_a_resume():
     model = toy.Toy()
-    section = SimpleNamespace(**vars(toy.OPTIMIZER) | {"lr_scale": ("pixels.*=0.1",)})
+    section = SimpleNamespace(**vars(toy.OPTIMIZER) | {"lr_multipliers": ("pixels.*=0.1",)})
     again = optimizer.build_optimizer(model, section)
     again.load_state_dict(optimizer.build_optimizer(model, section).state_dict())
     optimizer.set_lr(again, 1.0)

@@ -24,12 +24,12 @@ GPU = DEVICES[0]
 QUIET = SimpleNamespace(**vars(toy.TRAIN) | {"log_every": 0, "checkpoint_every": 0})
 
 
-@pytest.mark.parametrize("clip", ["global", "branches"])
+@pytest.mark.parametrize("clip", ["model", "branch"])
 @pytest.mark.parametrize("objective", [toy.objective("contrastive"), toy.Regression()])
 def test_a_step_of_the_loop_between_two_lines_reads_once(monkeypatch, objective, clip):
     """The norms and the ranks' wish to stop, in one; three micro-batches."""
     plan = SamplePlan(num_rows=30, global_rows=10, world=1, micro=4, seed=1, steps=6)
-    settings = SimpleNamespace(**vars(toy.OPTIMIZER) | {"clip": clip})
+    settings = SimpleNamespace(**vars(toy.OPTIMIZER) | {"clip_per": clip})
     with gpus(monkeypatch) as waits:
         model = toy.Branched().to(GPU)
         counts = [waits.count]

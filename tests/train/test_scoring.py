@@ -161,5 +161,5 @@ def test_an_evaluation_may_be_of_something_else_than_the_runs(tmp_path: Path) ->
     assert asked.evaluate == Evaluate(every=config.evaluate.every, classes=("a", "b"), limit=3)
     assert (asked.cluster.workers, asked.cluster.accelerator) == (1, "cpu")
     assert evaluate_export.with_evaluation_settings(config, None) == config
-    with pytest.raises(UsageError, match=r"evaluate.answers: model.kind `two_tower` does not write"):
-        evaluate_export.with_evaluation_settings(config, Scoring(answers=3))
+    with pytest.raises(UsageError, match=r"evaluate.num_generations: model.kind `two_tower` does not write"):
+        evaluate_export.with_evaluation_settings(config, Scoring(num_generations=3))

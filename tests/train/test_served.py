@@ -24,7 +24,10 @@ def config(recipe="sample", workers=1, **sections):
             {"workers": 2, "train": {"parallel": "fsdp", "channels_last": True}},
             "or --train.channels_last F",
         ),
-        ({"workers": 2, "train": {"parallel": "fsdp", "compress": "bf16"}}, "train.compress bf16 is for `ddp`"),
+        (
+            {"workers": 2, "train": {"parallel": "fsdp", "grad_compression": "bf16"}},
+            "train.grad_compression bf16 needs `ddp`",
+        ),
         ({"train": {"parallel": "branches"}, "model": {"kind": "my.package:Mine"}}, "needs two branches"),
         ({"batch": {"micro": "auto"}, "model": {"batch_norm": "synced"}}, "give --batch.micro"),
         ({"recipe": "llava", "workers": 2, "evaluate": {"classes": ("cat", "dog")}}, "evaluate.classes: a model that"),
@@ -35,7 +38,7 @@ def config(recipe="sample", workers=1, **sections):
             {"recipe": "fusion", "model": {"regions": True}, "objective": {"kind": "matching + region_text"}},
             "set --model.inputs.max-boxes",
         ),
-        ({"evaluate": {"answers": 5}}, "evaluate.answers: model.kind `two_tower` does not write"),
+        ({"evaluate": {"num_generations": 5}}, "evaluate.num_generations: model.kind `two_tower` does not write"),
     ],
 )
 def test_refused(given, said):
@@ -51,7 +54,7 @@ def test_batch_norm_and_branches():
 
 @pytest.mark.parametrize("recipe", ["sample", "clip", "siglip", "fusion", "llava"])
 def test_every_built_in_model_can_be_clipped_by_branches(recipe):
-    assert not any("clip" in reason for reason in unsupported_reasons(config(recipe, optimizer={"clip": "branches"})))
+    assert not any("clip" in reason for reason in unsupported_reasons(config(recipe, optimizer={"clip_per": "branch"})))
 
 
 @pytest.mark.parametrize(("parallel", "workers"), [("ddp", 1), ("ddp", 4), ("fsdp", 2), ("branches", 1), ("single", 1)])

@@ -77,7 +77,9 @@ CPU = torch.device("cpu")
 
 
 def settings(**changes: object) -> SimpleNamespace:
-    return SimpleNamespace(**{"recompute": (), "compile": "none", "channels_last": False, "parallel": "ddp"} | changes)
+    return SimpleNamespace(
+        **{"activation_checkpointing": (), "compile": "none", "channels_last": False, "parallel": "ddp"} | changes
+    )
 
 
 def shaped(name: str, **changes: object) -> nn.Module:
@@ -100,7 +102,7 @@ def trained(model: nn.Module, steps: int = 3, name: str = "") -> dict[str, Tenso
 def test_recomputed_activations_change_nothing(name: str) -> None:
     """Dropout, patch dropout, BatchNorm's statistics and layers of cross-attention included."""
     branches = tuple(shaped(name).branches())
-    plain, again = trained(shaped(name), name=name), trained(shaped(name, recompute=branches), name=name)
+    plain, again = trained(shaped(name), name=name), trained(shaped(name, activation_checkpointing=branches), name=name)
     start = shaped(name).state_dict()
     assert max(float((plain[key] - start[key]).abs().max()) for key in start) > 0.01
     assert plain.keys() == again.keys()
@@ -119,8 +121,8 @@ def test_recomputing_keeps_fewer_activations(name: str, branch: str) -> None:
         return sum(sizes)
 
     others = tuple(other for other in shaped(name).branches() if other != branch)
-    all_but_one = kept(shaped(name, recompute=others))
-    assert kept(shaped(name, recompute=(*others, branch))) < 0.5 * all_but_one < 0.5 * kept(shaped(name))
+    all_but_one = kept(shaped(name, activation_checkpointing=others))
+    assert kept(shaped(name, activation_checkpointing=(*others, branch))) < 0.5 * all_but_one < 0.5 * kept(shaped(name))
 
 
 def test_compiled_branches_take_the_same_steps() -> None:
@@ -167,7 +169,7 @@ def test_further_steps_compile_nothing_more(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["clip", "resnet18"])
 def test_a_copy_of_a_recomputed_model_learns_by_itself(name: str) -> None:
-    model = shaped(name, recompute=("image",))
+    model = shaped(name, activation_checkpointing=("image",))
     copied = copy.deepcopy(model)
     copied.image(synthetic_batch(INPUTS, VOCAB, 2, CPU)["image"])[:, 0].sum().backward()
     assert all(weight.grad is None for weight in model.parameters())
@@ -178,7 +180,8 @@ def test_a_copy_of_a_recomputed_model_learns_by_itself(name: str) -> None:
 def test_recomputed_activations_are_compiled_as_well(name: str) -> None:
     """Patches drop alike; blocks with running statistics stay out of the graphs, and keep them."""
     plain, compiled = (
-        trained(shaped(name, recompute=("image",), compile=backend), 1) for backend in ("none", "aot_eager")
+        trained(shaped(name, activation_checkpointing=("image",), compile=backend), 1)
+        for backend in ("none", "aot_eager")
     )
     assert plain.keys() == compiled.keys()
     for key, value in plain.items():
@@ -195,8 +198,10 @@ def test_channels_last_has_the_same_gradient() -> None:
 
 
 def test_what_cannot_be_is_said() -> None:
-    with pytest.raises(UsageError, match=r"train\.recompute: the model has no branch `vision`; it has image, text"):
-        shaped("clip", recompute=("vision",))
+    with pytest.raises(
+        UsageError, match=r"train\.activation_checkpointing: the model has no branch `vision`; it has image, text"
+    ):
+        shaped("clip", activation_checkpointing=("vision",))
     synced = SPECS["resnet18"].model_copy(update={"batch_norm": "synced"})
     with pytest.raises(UsageError, match=r"model\.batch_norm: `synced` needs GPUs"):
         apply_transforms(build(synced, VOCAB), settings(), OptimizerSection(), CPU)

@@ -33,7 +33,7 @@ def test_a_sharded_run_loses_nothing_and_goes_on_as_any_other(local_ray, tmp_pat
     assert mmray.load(str(export_run(calm.path, tmp_path / "model", None))).embed_texts(["a red one"]).shape == (1, 16)
     for name, parallel, workers in (("calm", "ddp", 1), ("killed", "fsdp", 3)):
         wanted = config(tmp_path / "set", tmp_path, name, **FSDP | {"parallel": parallel, "steps": STEPS + 3})
-        further = train(wanted.on_cluster(workers=workers), Silent())
+        further = train(wanted.with_cluster(workers=workers), Silent())
         assert (further.result["status"], further.result["steps"]) == ("finished", STEPS + 3)
         assert marks(further.path)[:STEPS] == marks(calm.path)[:STEPS]
         newest = further.path / "checkpoints" / f"step-{STEPS + 3}"

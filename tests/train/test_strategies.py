@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def test_two_ranks_under_any_strategy_are_one_process(played, single, name, obje
     plain = single[objective.__name__]
     begun = toy.Branched(bias=objective is Sigmoid).double().state_dict()
     start = torch.cat([tensor.flatten() for tensor in begun.values()])
-    tolerance = TOLERANCE.get(two_ranks.STRATEGIES[name].get("compress", ""), 0)
+    tolerance = TOLERANCE.get(two_ranks.STRATEGIES[name].get("grad_compression", ""), 0)
     for result in played[0]:
         found = result["strategies"][f"{name}: {objective.__name__}"]
         error = (found["weights"] - plain["weights"]).norm() / (plain["weights"] - start).norm()
@@ -67,8 +68,9 @@ def test_a_sharded_checkpoint_goes_on_in_one_process(played, single):
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_branches_on_two_devices_are_one_device(single, objective):
-    found = two_ranks.strategy(Group(), objective(), parallel="branches", refit_every=3)
+def test_branches_on_two_devices_are_one_device(monkeypatch, single, objective):
+    monkeypatch.setattr(branches, "REFIT_EVERY", 3)
+    found = two_ranks.strategy(Group(), objective(), parallel="branches")
     plain = single[objective.__name__]
     torch.testing.assert_close(found["weights"], plain["weights"], rtol=0, atol=1e-9)
     assert found["losses"] == pytest.approx(plain["losses"], rel=1e-9)
@@ -120,9 +122,10 @@ def delayed() -> toy.Lines:
     model = toy.Branched()
     model.image, model.text = Delayed(model.image, 0.004), Delayed(model.text, 0.0004)
     log, plan = toy.Lines(), SamplePlan(num_rows=256, global_rows=64, world=1, micro=32, seed=1, steps=6)
-    settings = vars(toy.TRAIN) | {"parallel": "branches", "refit_every": 2, "log_every": 1}
+    settings = vars(toy.TRAIN) | {"parallel": "branches", "log_every": 1}
     task = toy.task(model, plan, log=log, train=SimpleNamespace(**settings), devices=(torch.device("cpu"),) * 2)
-    loop.run(task, toy.steps_of(plan, 0))
+    with mock.patch.object(branches, "REFIT_EVERY", 2):
+        loop.run(task, toy.steps_of(plan, 0))
     return log
 
 
@@ -151,7 +154,7 @@ def test_with_delays_of_ten_to_one_neither_device_is_idle_for_more_than_a_tenth(
 
 def test_the_bare_module_still_works_when_its_branches_are_apart():
     model = toy.Branched()
-    wrapped = BranchParallel(model, (torch.device("cpu"),) * 2, "image", 3)
+    wrapped = BranchParallel(model, (torch.device("cpu"),) * 2, "image")
     batch = toy.rows(5, 0)
     with torch.no_grad():
         for name, value in toy.Branched()(batch).items():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmray.config import Own
+from mmray.config import CustomModel
 from mmray.engine import memory_probe, precision
 from mmray.engine.checkpoint import files
 from mmray.engine.heartbeat import Heartbeat
@@ -29,23 +29,23 @@ def prepared(tmp_path_factory):
     return rows_of(tmp_path_factory.mktemp("worker") / "set")
 
 
-@pytest.mark.parametrize("by_length", [False, True])
+@pytest.mark.parametrize("group_by_length", [False, True])
 def test_a_worker_finds_its_micro_batch_records_it_and_trains_as_with_that_one(
-    prepared, tmp_path, monkeypatch, by_length
+    prepared, tmp_path, monkeypatch, group_by_length
 ):
-    given, lines, notes = ran(prepared, tmp_path / "given", 4, by_length=by_length)
+    given, lines, notes = ran(prepared, tmp_path / "given", 4, group_by_length=group_by_length)
     assert not any("rows fit" in note for note in notes)
     one_row = lines[0]["memory/activations_gib"] / 4 * 2**30
     room = SimpleNamespace(available=5.5 * one_row / memory_probe.HOST_SHARE, used=0)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: room)
-    found, found_lines, notes = ran(prepared, tmp_path / "auto", "auto", by_length=by_length)
+    found, found_lines, notes = ran(prepared, tmp_path / "auto", "auto", group_by_length=group_by_length)
     assert "micro-batches of 4 rows fit" in notes
     assert {line["batch/micro"] for line in lines + found_lines} == {4}
     assert (found["progress"]["micro"], found["progress"]["planned_micro"]) == (4, 4)
     assert abs(lines[0]["train/loss"] - lines[-1]["train/loss"]) > 0.01
     same = ("rows_sha", "train/loss", "batch/padding")
     assert [[line[name] for name in same] for line in lines] == [[line[name] for name in same] for line in found_lines]
-    assert ("batch/padding_unsorted" in lines[0]) == by_length
+    assert ("batch/padding_unsorted" in lines[0]) == group_by_length
     assert runs.same_weights(given["model"], found["model"])
 
 
@@ -61,7 +61,7 @@ class Bare(nn.Module):
 
 
 def test_an_own_model_that_cannot_be_scored_is_refused_before_its_first_step(prepared, tmp_path):
-    own = Own(kind=f"{__name__}:Bare", inputs=runs.config("made", tmp_path, "inputs").model.inputs)
+    own = CustomModel(kind=f"{__name__}:Bare", inputs=runs.config("made", tmp_path, "inputs").model.inputs)
     with pytest.raises(UsageError, match=r":Bare` has no embed_image and no embed_text, with which held-out rows"):
         ran(prepared, tmp_path / "scored", 4, model=own)
     assert not (tmp_path / "scored" / "metrics.jsonl").exists()

@@ -42,17 +42,14 @@ OPTIMIZER = SimpleNamespace(
     eps=1e-6,
     clip_norm=1.0,
     freeze=(),
-    lr_scale=(),
+    lr_multipliers=(),
 )
-vars(OPTIMIZER).update(clip="global", schedule="cosine")
+vars(OPTIMIZER).update(clip_per="model", schedule="cosine")
 
-TRAIN = SimpleNamespace(precision="fp32", seed=SEED, log_every=2, checkpoint_every=3, max_nonfinite=3, ema=0.0)
+TRAIN = SimpleNamespace(precision="fp32", seed=SEED, log_every=2, checkpoint_every=3, max_nonfinite_steps=3, ema=0.0)
 STRATEGY = {
     "parallel": "ddp",
-    "bucket_mb": 25.0,
-    "gradient_views": True,
-    "compress": "none",
-    "refit_every": 3,
+    "grad_compression": "none",
     "profile": 0,
 }
 vars(TRAIN).update(STRATEGY)
@@ -415,7 +412,10 @@ def reference_gradients(
 
 def objective(kind: str, chunk: int = 4):
     """An objective as objectives/build.py makes it; `chunk` is small, so that sigmoid takes several."""
-    return objectives.build(SimpleNamespace(kind=kind, label_smoothing=0.1, chunk=chunk))
+    built = objectives.build(SimpleNamespace(kind=kind, label_smoothing=0.1))
+    if hasattr(built, "chunk"):
+        built.chunk = chunk
+    return built
 
 
 def flat(model: nn.Module) -> Tensor:

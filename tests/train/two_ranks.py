@@ -25,6 +25,7 @@ from mmray.engine.collectives import Group
 from mmray.engine.metrics.meters import Meter, reduce_over_ranks, rows_sha
 from mmray.engine.metrics.timers import PHASES, PhaseTimers, Throughput
 from mmray.engine.metrics.writers import MetricsLog
+from mmray.engine.parallel import wrap
 from mmray.engine.parallel.transforms import compile_branches
 from mmray.engine.parallel.wrap import ParallelConfig
 from mmray.engine.precision import Precision, micro_seed
@@ -111,15 +112,12 @@ def gathered_shares(group: Group, folder: Path) -> torch.Tensor:
         grad_cache.MOST_ROWS_OF_ALL = most
 
 
-def where_gradients_live(group: Group, folder: Path) -> dict[str, list[int]]:
+def where_gradients_live(group: Group, folder: Path) -> list[int]:
     """In how many pieces of memory the gradients lie as each forward that learns begins, in three steps."""
-    found = {}
-    for name, layout in {"in buckets": ParallelConfig(), "apart": ParallelConfig(gradient_views=False)}.items():
-        counts, model = [], toy.Toy().double()
-        model.register_forward_pre_hook(lambda module, _, counts=counts: counts.append(_pieces(module)))
-        steps_of_a_model(group, micro=4, model=model, steps=3, layout=layout, objective=toy.Regression())
-        found[name] = counts
-    return found
+    counts, model = [], toy.Toy().double()
+    model.register_forward_pre_hook(lambda module, _: counts.append(_pieces(module)))
+    steps_of_a_model(group, micro=4, model=model, steps=3, objective=toy.Regression())
+    return counts
 
 
 def _pieces(model: torch.nn.Module) -> int:
@@ -162,7 +160,7 @@ CLIPPED = ("ddp", "fsdp")
 
 def clipped(group: Group, way: str) -> torch.Tensor:
     model = toy.Branched().double()
-    options = {"layout": ParallelConfig(kind=way), "clipped": "branches"}
+    options = {"layout": ParallelConfig(kind=way), "clipped": "branch"}
     return toy.flat(steps_of_a_model(group, 4, model=model, **options))
 
 
@@ -189,7 +187,7 @@ def skipping(group: Group, folder: Path | None) -> dict[str, Any]:
     model.text.register_forward_hook(poison)
     plan = SamplePlan(num_rows=33, global_rows=GLOBAL_ROWS, world=group.world, micro=2, seed=1, steps=8)
     train = SimpleNamespace(**vars(toy.TRAIN) | {"log_every": 1})
-    settings = SimpleNamespace(**vars(toy.OPTIMIZER) | {"clip": "branches"})
+    settings = SimpleNamespace(**vars(toy.OPTIMIZER) | {"clip_per": "branch"})
     options = {"train": train, "optimizer": settings, "callbacks": (poison,), "log": log}
     outcome = loop.run(toy.task(model, plan, group, **options), toy.steps_of(plan, group.rank))
     norms = [line["train/grad_norm_text"] for line in log.lines]
@@ -237,7 +235,7 @@ class Weights:
 def overflow(group: Group, folder: Path) -> dict[str, Any]:
     """The loop in fp16 with a loss scaled so high that the first gradients overflow."""
     scaler = torch.amp.GradScaler("cpu", init_scale=LARGE_SCALE)
-    train = SimpleNamespace(**{**vars(toy.TRAIN), "precision": "fp16", "max_nonfinite": STEPS})
+    train = SimpleNamespace(**{**vars(toy.TRAIN), "precision": "fp16", "max_nonfinite_steps": STEPS})
     plan = SamplePlan(num_rows=33, global_rows=GLOBAL_ROWS, world=WORLD, micro=2, seed=1, steps=STEPS)
     model = toy.Toy()
     weights = Weights(model)
@@ -310,12 +308,13 @@ def parting(group: Group, folder: Path) -> dict[str, Any]:
 
 
 OBJECTIVES = (Contrastive, Sigmoid, toy.Regression)
+SMALL_BUCKETS = "ddp, small buckets"
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {},
-    "ddp, small buckets, gradients apart": {"bucket_mb": 0.001, "gradient_views": False},
+    SMALL_BUCKETS: {},
     "fsdp": {"parallel": "fsdp"},
-    "ddp, bf16 on the way": {"compress": "bf16"},
-    "ddp, fp16 on the way": {"compress": "fp16"},
+    "ddp, bf16 on the way": {"grad_compression": "bf16"},
+    "ddp, fp16 on the way": {"grad_compression": "fp16"},
 }
 
 
@@ -342,11 +341,12 @@ def strategy(group: Group, objective: Any, first: dict[str, Any] | None = None, 
 
 
 def strategies(group: Group, folder: Path) -> dict[str, Any]:
-    return {
-        f"{name}: {objective.__name__}": strategy(group, objective(), **settings)
-        for name, settings in STRATEGIES.items()
-        for objective in OBJECTIVES
-    }
+    states = {}
+    for name, settings in STRATEGIES.items():
+        with patch.object(wrap, "BUCKET_MB", 0.001 if name == SMALL_BUCKETS else wrap.BUCKET_MB):
+            for objective in OBJECTIVES:
+                states[f"{name}: {objective.__name__}"] = strategy(group, objective(), **settings)
+    return states
 
 
 COMPILED = {
@@ -451,7 +451,7 @@ def recomputed(group: Group, folder: Path) -> dict[str, torch.Tensor]:
     from tests.train.real_models import RECOMPUTED, as_llava, weights_of
 
     found = {f"{kind}, {way}": weights_of(kind, group, way, again=True) for kind, way in RECOMPUTED}
-    return found | {"llava": as_llava(group, 2, parallel="fsdp", recompute=("text",))}
+    return found | {"llava": as_llava(group, 2, parallel="fsdp", activation_checkpointing=("text",))}
 
 
 SCENES = (

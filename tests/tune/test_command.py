@@ -8,7 +8,7 @@ from rich.console import Console
 from mmray.cli.console import Screen
 from mmray.cli.tune import _say_outcome, trial_line, trials_table
 from mmray.config import from_yaml, recipes
-from mmray.config.search_space import parse
+from mmray.config.search_space import parse_space
 from mmray.errors import TrainingError
 from mmray.tune.results import Ended, recommend, row_of
 from mmray.tune.search import SweepOutcome
@@ -26,7 +26,7 @@ def outcome(tmp_path):
     """Make the outcome of two trials that ended so."""
 
     def make(status, *ends):
-        trials = trials_of(recipes.load("sample"), parse(["batch.micro=32,64"]))
+        trials = trials_of(recipes.load("sample"), parse_space(["batch.micro=32,64"]))
         rows = [row_of(t, e, LINES if e.status == "finished" else [], None) for t, e in zip(trials, ends, strict=True)]
         found = recommend(rows, "throughput", True)
         summary = {"status": status, "goal": "throughput", "elapsed_s": 61.2, "recommendation": found}

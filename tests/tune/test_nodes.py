@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mmray.config.search_space import parse
+from mmray.config.search_space import parse_space
 from mmray.tune.search import Sweep, search
 from mmray.tune.trials import opened
 from tests.made import make_set, row
@@ -29,7 +29,7 @@ def test_two_trials_run_side_by_side(nodes, tmp_path):
     typed = opened(recipe, [])
     length = typed.model_copy(update={"train": typed.train.model_copy(update={"steps": 4})})
     listener = Watching()
-    outcome = search(Sweep(recipe, length, parse(["batch.micro=4,8"])), listener)
+    outcome = search(Sweep(recipe, length, parse_space(["batch.micro=4,8"])), listener)
     assert (outcome.summary["status"], outcome.summary["concurrency"]) == ("finished", 2)
     together = max(sum(row["status"] == "running" for row in table) for table in listener.tables)
     assert together == 2

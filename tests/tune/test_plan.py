@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mmray.config import Config, recipes
-from mmray.config.search_space import parse
+from mmray.config.search_space import parse_space
 from mmray.errors import UsageError
 from mmray.tune.trials import STEPS, as_run, best_recipe, closed, opened, samples_per_trial, trials_of, warm_up_doubt
 
@@ -13,7 +13,7 @@ SAMPLE = recipes.load("sample")  # micro 64, global 128, 2 workers, 500 steps
 
 
 def trials(*given, base=SAMPLE, samples=None):
-    return trials_of(base, parse(given, samples))
+    return trials_of(base, parse_space(given, samples))
 
 
 def set_batch(config, **batch):
@@ -66,7 +66,7 @@ def test_arithmetic_that_cannot_be_makes_a_trial_infeasible_and_ends_nothing():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("batch.micr=8", "batch.micr: there is no such setting; did you mean `micro`"),
+        ("batch.micr=8", "batch.micr: unknown setting; did you mean `micro`"),
         ("btach.micro=8", "did you mean `batch`"),
         ("batch.micro=8,0", r"batch.micro: input should be greater than or equal to 1 \(got '0'\)"),
         ("train.precision=fp32,fp8", "train.precision"),
@@ -95,10 +95,10 @@ def test_every_trial_trains_as_many_samples():
 
 
 def test_a_trial_of_an_elastic_recipe_runs_on_the_workers_that_its_row_names():
-    elastic = SAMPLE.on_cluster(workers="1-4")
+    elastic = SAMPLE.with_cluster(workers="1-4")
     trial = trials("batch.micro=16", base=elastic)[0]
     run = as_run(trial, 1000, 10_000, Path("/sweeps/one"), "throughput")
-    assert (run.cluster.least_workers, run.cluster.most_workers, trial.shape.workers) == (4, 4, 4)
+    assert (run.cluster.min_workers, run.cluster.max_workers, trial.shape.workers) == (4, 4, 4)
     assert best_recipe(trial).cluster == elastic.cluster
 
 

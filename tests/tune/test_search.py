@@ -11,7 +11,7 @@ from mmray import cli
 from mmray.cli.console import Screen
 from mmray.cli.tune import trials_table
 from mmray.config import from_yaml, to_yaml
-from mmray.config.search_space import parse
+from mmray.config.search_space import parse_space
 from mmray.errors import ResourceError
 from mmray.train.driver import train
 from mmray.tune.search import Sweep, search
@@ -52,7 +52,7 @@ def stopped(local_ray, recipe):
     typed = opened(recipe, ["batch.micro", "train.callbacks"])
     length = typed.model_copy(update={"train": typed.train.model_copy(update={"steps": 4})})
     listener = Watching(stop=True)
-    return search(Sweep(recipe, length, parse(SPACE)), listener), listener
+    return search(Sweep(recipe, length, parse_space(SPACE)), listener), listener
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_a_sweep_that_cannot_fit_says_what_is_missing(local_ray, recipe):
     with pytest.raises(
         ResourceError, match=r"not one trial has room: 2 training workers of 9 CPU each.* the cluster has 8 CPU"
     ):
-        search(Sweep(wide, opened(wide, []), parse(["batch.micro=4"])), Watching())
+        search(Sweep(wide, opened(wide, []), parse_space(["batch.micro=4"])), Watching())
 
 
 def test_the_table_fits_a_terminal_and_marks_the_best(finished):

@@ -2,12 +2,12 @@
 
 import pytest
 
-from mmray.config.search_space import Range, parse
+from mmray.config.search_space import Range, parse_space
 from mmray.errors import UsageError
 
 
 def test_lists_are_crossed_in_the_order_given_the_last_fastest():
-    space = parse(["batch.micro=8,16", "--batch.accumulation=1,2"])
+    space = parse_space(["batch.micro=8,16", "--batch.accumulation=1,2"])
     assert space.combinations() == [
         {"batch.micro": "8", "batch.accumulation": "1"},
         {"batch.micro": "8", "batch.accumulation": "2"},
@@ -17,7 +17,7 @@ def test_lists_are_crossed_in_the_order_given_the_last_fastest():
 
 
 def test_lists_in_brackets_none_and_hyphens():
-    space = parse(["optimizer.betas=[0.9,0.98],[0.9,0.95]", "data.block-mb=8", "evaluate.limit=None,5"])
+    space = parse_space(["optimizer.betas=[0.9,0.98],[0.9,0.95]", "data.block-mb=8", "evaluate.limit=None,5"])
     assert space.axes == {
         "optimizer.betas": ([0.9, 0.98], [0.9, 0.95]),
         "data.block_mb": ("8",),
@@ -27,14 +27,16 @@ def test_lists_in_brackets_none_and_hyphens():
 
 def test_ranges_are_drawn_from_the_seed_within_their_bounds_and_crossed_with_lists():
     given = ["optimizer.lr=loguniform(1e-5,1e-3)", "batch.micro=8,16"]
-    combinations = parse(given, samples=50, seed=3).combinations()
+    combinations = parse_space(given, samples=50, seed=3).combinations()
     rates = [one["optimizer.lr"] for one in combinations]
     assert len(combinations) == 100 and rates[0::2] == rates[1::2] and len(set(rates)) == 50
     assert all(1e-5 <= rate <= 1e-3 for rate in rates)
     assert 15 <= sum(rate < 1e-4 for rate in rates[::2]) <= 35  # half of it in the logarithm
-    assert combinations == parse(given, samples=50, seed=3).combinations()
-    assert rates != [one["optimizer.lr"] for one in parse(given, samples=50, seed=4).combinations()]
-    assert parse(["optimizer.weight_decay=uniform(0, 0.2)"], 1).axes["optimizer.weight_decay"] == Range(0, 0.2, False)
+    assert combinations == parse_space(given, samples=50, seed=3).combinations()
+    assert rates != [one["optimizer.lr"] for one in parse_space(given, samples=50, seed=4).combinations()]
+    assert parse_space(["optimizer.weight_decay=uniform(0, 0.2)"], 1).axes["optimizer.weight_decay"] == Range(
+        0, 0.2, False
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,4 +59,4 @@ def test_ranges_are_drawn_from_the_seed_within_their_bounds_and_crossed_with_lis
 )
 def test_what_cannot_be_meant_is_told(given, samples, said):
     with pytest.raises(UsageError, match=said.replace("(", r"\(")):
-        parse(given, samples)
+        parse_space(given, samples)

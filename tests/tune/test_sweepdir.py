@@ -56,10 +56,10 @@ def test_where_it_runs_and_what_is_cached_may_differ(tmp_path):
     config = base(tmp_path, name="mine")
     started(config)
     free = {"local_cache": "/cache", "local_cache_gb": 3.0, "cache": "elsewhere"}
-    other = config.on_cluster(address="head:6379").replace(data=config.data.replace(**free))
+    other = config.with_cluster(address="head:6379").replace(data=config.data.replace(**free))
     assert decide(other, IDENTITY).path == tmp_path / "mine"
     with pytest.raises(UsageError, match=r"cluster\.workers: '1-2' -> 3"):
-        decide(config.on_cluster(workers=3), IDENTITY)
+        decide(config.with_cluster(workers=3), IDENTITY)
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):

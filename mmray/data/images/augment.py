@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 PixelBox = tuple[int, int, int, int]  # left, top, right, bottom
 _ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 CROP_TRIES = 10
+CROP_RATIO = (3 / 4, 4 / 3)  # width by height, as in torchvision's RandomResizedCrop
 CROP, FLIP, JITTER, ORDER = slice(0, 4 * CROP_TRIES), 40, slice(41, 45), slice(45, 49)
 NUM_RANDOM = 49  # of a row, at the places above
 
@@ -64,7 +65,7 @@ def random_crop_box(size: tuple[int, int], augment: Augment, drawn: np.ndarray) 
     RandomResizedCrop has it.
     """
     width, height = size
-    (low, high), (narrow, wide) = augment.crop_scale, np.log(augment.crop_ratio)
+    (low, high), (narrow, wide) = augment.crop_scale, np.log(CROP_RATIO)
     for scale, ratio, across, down in drawn.reshape(CROP_TRIES, 4):
         area = width * height * (low + (high - low) * scale)
         aspect = np.exp(narrow + (wide - narrow) * ratio)
@@ -72,15 +73,15 @@ def random_crop_box(size: tuple[int, int], augment: Augment, drawn: np.ndarray) 
         if 1 <= w <= width and 1 <= h <= height:
             left, top = int((width - w + 1) * across), int((height - h + 1) * down)
             return (left, top, left + w, top + h)
-    w = max(1, min(width, round(height * augment.crop_ratio[1])))
-    h = max(1, min(height, round(width / augment.crop_ratio[0])))
+    w = max(1, min(width, round(height * CROP_RATIO[1])))
+    h = max(1, min(height, round(width / CROP_RATIO[0])))
     left, top = (width - w) // 2, (height - h) // 2
     return (left, top, left + w, top + h)
 
 
 def _jitter(square: Image.Image, augment: Augment, factors: np.ndarray, turns: np.ndarray) -> Image.Image:
     """Brightness, contrast, saturation and hue (0 to 3), in the order of `turns`; factors in [0, 1)."""
-    widths = (augment.brightness, augment.contrast, augment.saturation, augment.hue)
+    widths = augment.color_jitter
     for index in turns:
         change = widths[index] * (2 * factors[index] - 1)
         if change == 0:

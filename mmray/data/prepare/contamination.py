@@ -62,17 +62,17 @@ class LeakMatches:
 
 
 def find_leaks(
-    own: np.ndarray, live: np.ndarray, splits: Sequence[str | None], others: Sequence[np.ndarray], near_bits: int
+    own: np.ndarray, live: np.ndarray, splits: Sequence[str | None], others: Sequence[np.ndarray], phash_distance: int
 ) -> LeakMatches:
     """Leaks among LOOK records `own` [N], of which `live` [N] count, each in its split; `others` are those of sets.
 
-    `near_bits` below 0 compares contents alone. A row is told once, of the first set that has it.
+    `phash_distance` below 0 compares contents alone. A row is told once, of the first set that has it.
     """
     where, twin, bits = (np.full(len(own), NONE - 1, np.int64) for _ in range(3))
 
     def note(queries: np.ndarray, references: np.ndarray, looks: np.ndarray, number: int) -> None:
         queries = queries[where[queries] < SAME_SET]
-        index, differ = _nearest_matches(own[queries], looks, near_bits)
+        index, differ = _nearest_matches(own[queries], looks, phash_distance)
         hit = index != NONE
         where[queries[hit]], twin[queries[hit]], bits[queries[hit]] = number, references[index[hit]], differ[hit]
 
@@ -87,14 +87,14 @@ def find_leaks(
     return LeakMatches(found, where[found], twin[found], bits[found])
 
 
-def _nearest_matches(queries: np.ndarray, references: np.ndarray, near_bits: int) -> tuple[np.ndarray, np.ndarray]:
+def _nearest_matches(queries: np.ndarray, references: np.ndarray, phash_distance: int) -> tuple[np.ndarray, np.ndarray]:
     """For each query the reference it repeats or NONE, and by how many bits it differs."""
     index, bits = np.full(len(queries), NONE, np.int64), np.full(len(queries), EXACT, np.int64)
     first = first_occurrence(np.concatenate([references["sha"], queries["sha"]]))[len(references) :]
     exact = (first != NONE) & (first < len(references)) & queries["sha"].any(axis=1)  # zeros: it could not be read
     index[exact] = first[exact]
-    if near_bits >= 0:
-        index[~exact], bits[~exact] = nearest(queries[~exact], references, near_bits)
+    if phash_distance >= 0:
+        index[~exact], bits[~exact] = nearest(queries[~exact], references, phash_distance)
     return index, bits
 
 
@@ -158,7 +158,7 @@ def _thumbnail(rows: PreparedSet, number: int, sandbox: SandboxedDecoder) -> str
     return encoded_thumbnail(data, sandbox)
 
 
-def summary(leaks: LeakMatches, addresses: Sequence[str], near_bits: int, is_dropped: bool) -> dict[str, Any]:
+def summary(leaks: LeakMatches, addresses: Sequence[str], phash_distance: int, is_dropped: bool) -> dict[str, Any]:
     """What the manifest says."""
     exact = int((leaks.bits == EXACT).sum())
     by_set: Counter[str] = Counter(
@@ -167,7 +167,7 @@ def summary(leaks: LeakMatches, addresses: Sequence[str], near_bits: int, is_dro
     return {
         "exact": exact,
         "near": len(leaks.row) - exact,
-        "near_bits": near_bits,
+        "phash_distance": phash_distance,
         "dropped": is_dropped,
         "found_in": {name: by_set[name] for name in (*addresses, "splits")},
     }
@@ -205,19 +205,19 @@ class HashJob:
 
 def validate(settings: Prepare, out: str) -> None:
     """Raises UsageError or DataError for what can be known before anything is read."""
-    if is_enabled(settings) and settings.near_bits >= 0 and find_spec("imagehash") is None:
+    if is_enabled(settings) and settings.phash_distance >= 0 and find_spec("imagehash") is None:
         raise UsageError(
             "near-duplicates are looked for with the package imagehash: pip install 'mmray[leakage]', or compare "
-            "contents alone with --near-bits -1"
+            "contents alone with --phash-distance -1"
         )
-    for address in settings.against:
+    for address in settings.check_contamination:
         if Storage(address).address == Storage(out).address:
-            raise UsageError(f"--against {address} is the set that is being prepared: name another one")
+            raise UsageError(f"--check-contamination {address} is the set that is being prepared: name another one")
         PreparedSet.open(address)
 
 
 def is_enabled(settings: Prepare) -> bool:
-    return bool(settings.against) or settings.drop_leaked
+    return bool(settings.check_contamination) or settings.drop_overlap
 
 
 def check_contamination(
@@ -233,11 +233,11 @@ def check_contamination(
 
     Raises DataError, or ResourceError where tasks die.
     """
-    others = [PreparedSet.open(address) for address in settings.against]
+    others = [PreparedSet.open(address) for address in settings.check_contamination]
     own = [shard for _, record in records(out, chunks) for shard in shards_of(record)]
     shards_by = [(out.address, source, own)]
     shards_by += [(each.storage.address, _source(each.manifest), list(each.manifest.shards)) for each in others]
-    near = settings.near_bits >= 0
+    near = settings.phash_distance >= 0
     _hash_shards(shards_by, HashJob(out.address, near, settings.max_pixels), on_rows, notify)
     columns = [(record["rows"]["shard"], record["shards"]) for _, record in records(out, chunks)]
     places = source_to_shard_order([a for a, _ in columns], [[each["num_rows"] for each in b] for _, b in columns])
@@ -247,13 +247,13 @@ def check_contamination(
         ~findings.dropped,
         splits,
         [load_hashes(out, shards, near, live=True) for _, _, shards in shards_by[1:]],
-        settings.near_bits,
+        settings.phash_distance,
     )
     rows = unfiltered_view(out.address, source, own)
     lines = list(leak_records(leaks, rows, places, others))
     write_leaks(out, leaks, lines, rows, places, others)
     sentences = {int(row): describe(line) for row, line in zip(leaks.row, lines, strict=True)}
-    return sentences, summary(leaks, settings.against, settings.near_bits, settings.drop_leaked)
+    return sentences, summary(leaks, settings.check_contamination, settings.phash_distance, settings.drop_overlap)
 
 
 def _source(manifest: Manifest) -> str:

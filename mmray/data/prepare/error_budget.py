@@ -12,7 +12,7 @@ from mmray.data.store.manifest import QUARANTINE
 from mmray.errors import DataError
 from mmray.storage.storage import Storage
 
-LEAKED = "overlap"  # the reason of rows that --drop-leaked sets aside; the budget of bad rows does not count them
+LEAKED = "overlap"  # the reason of rows that --drop-overlap sets aside; the budget of bad rows does not count them
 Fault = dict[str, Any]
 
 
@@ -84,8 +84,8 @@ def check_budget(where: str, out: Storage, num_read: int, total: int, reasons: C
     bad = reasons.total() - reasons[LEAKED]
     if reasons[LEAKED] and reasons.total() == num_read:
         raise DataError(
-            f"{where}: none of {num_read:,} rows is left, {reasons[LEAKED]:,} leak (prepare.drop_leaked) into the sets "
-            f"it is held against: {out.address}/{QUARANTINE} says which into which; hold it against other sets"
+            f"{where}: none of {num_read:,} rows is left, {reasons[LEAKED]:,} leak (prepare.drop_overlap) into the "
+            f"sets it is held against: {out.address}/{QUARANTINE} says which into which; hold it against other sets"
         )
     if bad < num_read and bad <= max_bad_rows(budget, total):
         return

@@ -112,7 +112,7 @@ class PrepareJob:
     columns: tuple[tuple[str, str], ...]  # (ours, theirs)
     template: str
     check: str
-    reference: bool
+    index_only: bool
     image_side: int
     max_pixels: int
     holdout: float
@@ -123,7 +123,7 @@ class PrepareJob:
     def digest(self) -> str:
         """Of the settings alone: a set may be moved together with its source."""
         settings: list[object] = [_RECORD_VERSION, self.image_side, self.max_pixels, self.holdout, self.rows_per_shard]
-        settings += [self.source.format, self.columns, self.template, self.check, self.reference]
+        settings += [self.source.format, self.columns, self.template, self.check, self.index_only]
         settings += [self.allow_urls] if self.allow_urls else []  # sets of before that setting stay as they are
         return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
@@ -168,7 +168,7 @@ def pack_chunk(
     task, fetch = _ChunkPacker(job, chunk), None
     with ExitStack() as files:
         files.callback(task.sandbox.close)
-        if job.allow_urls and not job.reference:
+        if job.allow_urls and not job.index_only:
             from mmray.data.prepare.fetch import Fetcher  # tasks without addresses do without a client
 
             fetch = files.enter_context((fetcher or Fetcher)(job.allow_urls)).fetch
@@ -273,11 +273,11 @@ class _ChunkPacker:
             texts = [clean_caption(text) for text in raw.texts]
         except BadText as bad:
             raise BadRow("text", bad.reason, bad.detail) from None
-        if self.job.reference and raw.image.url:
-            raise BadRow("read", "no-reference", "the image lies at an address: prepare without --reference")
-        if self.job.reference and raw.image.file is None:
-            raise BadRow("read", "no-reference", "the image stands in the row itself: prepare without --reference")
-        if self.job.reference and self.job.check == "none":
+        if self.job.index_only and raw.image.url:
+            raise BadRow("read", "no-reference", "the image lies at an address: prepare without --index-only")
+        if self.job.index_only and raw.image.file is None:
+            raise BadRow("read", "no-reference", "the image stands in the row itself: prepare without --index-only")
+        if self.job.index_only and self.job.check == "none":
             self._stamp(raw.image)
             return self._unchecked_row(raw, texts, where)
         data = self._read(raw.image)
@@ -288,7 +288,7 @@ class _ChunkPacker:
         row.messages = list(raw.messages) or None
         if raw.boxes:
             row.boxes, row.box_labels = _relative_boxes(raw, size), list(raw.box_labels)
-        if self.job.reference:
+        if self.job.index_only:
             row.image, row.ref = b"", _ref(raw)
         return self._assign_split(row, original), original
 

@@ -84,7 +84,7 @@ def make_job(source: str, out: str, settings: Prepare) -> PrepareJob:
         columns=tuple(settings.column_names.items()),
         template=settings.caption,
         check=settings.check,
-        reference=settings.reference,
+        index_only=settings.index_only,
         image_side=settings.image_side,
         max_pixels=settings.max_pixels,
         holdout=settings.holdout,
@@ -156,7 +156,7 @@ def _check_contamination(
     """Leaks into other sets and across splits, where they are asked for: findings with those to set aside, summary."""
     if not contamination.is_enabled(settings):
         return findings, {}
-    source = job.source.address if job.reference else ""
+    source = job.source.address if job.index_only else ""
 
     def on_rows(rows: int, total: int) -> None:
         report(Progress("hash", rows, total))
@@ -164,7 +164,7 @@ def _check_contamination(
     told, summary = contamination.check_contamination(
         Storage(job.out), done, source, findings, settings, on_rows, notify
     )
-    return replace(findings, leaked=told) if settings.drop_leaked else findings, summary
+    return replace(findings, leaked=told) if settings.drop_overlap else findings, summary
 
 
 def _scan(job: PrepareJob, report: OnProgress) -> list[SourceChunk]:
@@ -304,7 +304,7 @@ def _identity(job: PrepareJob, chunks: list[SourceChunk]) -> dict[str, Any]:
         "num_bytes": chunks[-1].stop,
         "sha256": digest,
     }
-    return identity | ({"address": job.source.address} if job.reference else {})
+    return identity | ({"address": job.source.address} if job.index_only else {})
 
 
 def _source_location(job: PrepareJob) -> dict[str, str]:

@@ -20,14 +20,14 @@ IGNORE_INDEX = -100  # transformers' word for a token that has no part in the lo
 
 
 def iter_micro_batches(
-    blocks: Iterable[NumpyBatch], plan: SamplePlan, by_length: bool = False
+    blocks: Iterable[NumpyBatch], plan: SamplePlan, group_by_length: bool = False
 ) -> Iterator[list[Batch]]:
     """The micro-batches of each step, in order, from one rank's blocks: of whole steps, or of equal parts of one.
 
-    `by_length`: captions of like length share a micro-batch, longest first. The step's rows stay the same.
+    `group_by_length`: captions of like length share a micro-batch, longest first. The step's rows stay the same.
     """
     for parts in _by_step(blocks, plan.rank_rows):
-        if by_length and plan.accumulation > 1:  # within one micro-batch an order changes nothing
+        if group_by_length and plan.accumulation > 1:  # within one micro-batch an order changes nothing
             whole = _rows(parts, 0, plan.rank_rows)
             order = np.argsort(-whole["num_tokens"], kind="stable")
             parts = [{name: column[order] for name, column in whole.items()}]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
 
 NO_LABEL = -1
+KEEP_MB = 256.0  # decoded images kept by a worker, if those of the whole set fit and are not augmented
 Block = dict[str, np.ndarray]
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ class RowReader:
         keep_mb: float = 0.0,
     ):
         self.prepared, self.inputs, self.max_pixels = prepared, _to_namespace(inputs), max_pixels
-        self.augment = _to_namespace(augment) if augment is not None and augment.varies else None
+        self.augment = _to_namespace(augment) if augment is not None and augment.is_active else None
         fits = prepared.num_rows * 3 * inputs.image_side**2 <= keep_mb * 1e6
         # Squares by row, where they come again as they are: of a set of which they do not all fit, few would come.
         self.kept: dict[int, np.ndarray] | None = {} if fits and self.augment is None else None

@@ -33,11 +33,12 @@ def shuffle_block_and_window(data: Data, sets: Sequence[PreparedSet], global_row
     near = [near_bytes for each in sets if (near_bytes := _near_bytes(each))]
     kept = data.local_cache is not None and bool(near)
     by_bytes = max((_rows_of(row_bytes, kept) for row_bytes in near), default=1)
-    chunk = by_bytes if data.chunk == "auto" else data.chunk
+    chunk, window = data.shuffle_shape
+    chunk = chunk or by_bytes
     if chunk == 1 or not data.shuffle:
         return 1, 1
-    if data.window != "auto":
-        return chunk, data.window
+    if window is not None:
+        return chunk, window
     if not kept:
         return chunk, WINDOW
     fitting = int(data.local_cache_gb * 1e9 * SHARE_OF_CACHE / (chunk * max(near)))
@@ -73,7 +74,7 @@ def _some_refs(prepared: PreparedSet) -> list[dict[str, Any]]:
 
 def is_index_only(prepared: PreparedSet) -> bool:
     """Whether the images are where the source keeps them, and not in the set."""
-    return bool(prepared.manifest.settings.get("reference"))
+    return bool(prepared.manifest.settings.get("index_only"))
 
 
 def with_local_cache(data: Data, prepared: PreparedSet, chunk: int) -> PreparedSet:
@@ -84,6 +85,6 @@ def with_local_cache(data: Data, prepared: PreparedSet, chunk: int) -> PreparedS
     if is_index_only(prepared):  # an entry is named by a shard's digest, and what is referred to has none
         raise UsageError(
             f"data.local_cache keeps what a set holds, and {prepared.storage.address} only refers to its images: "
-            "prepare it without --reference, or leave the cache out"
+            "prepare it without --index-only, or leave the cache out"
         )
     return prepared.cached(ShardCache(data.local_cache, int(data.local_cache_gb * 1e9)), max(chunk, BATCH_ROWS))

@@ -52,12 +52,12 @@ class Padding:
         return list(torch.tensor(counted, dtype=torch.float64, device=device))
 
     @staticmethod
-    def over(sums: list[float], by_length: bool) -> Metrics:
+    def over(sums: list[float], group_by_length: bool) -> Metrics:
         """The share of the places that no token stands in; with buckets also what it were without."""
         tokens, places, plain = sums
         if not places:
             return {}
-        unsorted = {"batch/padding_unsorted": 1 - tokens / plain} if by_length else {}
+        unsorted = {"batch/padding_unsorted": 1 - tokens / plain} if group_by_length else {}
         return {"batch/padding": 1 - tokens / places} | unsorted
 
 

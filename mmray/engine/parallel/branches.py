@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mmray.engine.metrics.timers import DeviceTimer
 
 BRANCH_INPUTS = {"image": ("image",), "text": ("input_ids", "attention_mask")}  # columns of a batch that a branch reads
+REFIT_EVERY = 50  # steps
 FIRST_REFIT = 2  # steps; the first guess is only a guess
 Work = Callable[[], Any]
 
@@ -37,10 +38,10 @@ class BranchParallel(nn.Module):
     Of the batch only the columns that the branches read are taken to the second device.
     """
 
-    def __init__(self, module: nn.Module, devices: tuple[torch.device, ...], slower: str, refit_every: int):
+    def __init__(self, module: nn.Module, devices: tuple[torch.device, ...], slower: str):
         super().__init__()
         branches: dict[str, nn.Module] = module.branches()  # type: ignore[operator]
-        self.module, self.devices, self.slower, self.refit_every = module, devices, slower, refit_every
+        self.module, self.devices, self.slower = module, devices, slower
         self.faster = next(name for name in branches if name != slower)
         self._slow, self._fast = branches[slower], branches[self.faster]
         self._replica = [deepcopy(self._slow).to(devices[1])]  # in a list: no part of this module's weights
@@ -112,11 +113,11 @@ class BranchParallel(nn.Module):
 
     @torch.no_grad()
     def spread_weights(self) -> None:
-        """The replica follows the branch it copies; every `refit_every` steps the cut follows the measured times."""
+        """The replica follows the branch it copies; every REFIT_EVERY steps the cut follows the measured times."""
         for own, copy in zip(self._slow.parameters(), self._replica[0].parameters(), strict=True):
             copy.copy_(own, non_blocking=True)
         self._steps += 1
-        if self._steps == FIRST_REFIT or self._steps % self.refit_every == 0:
+        if self._steps == FIRST_REFIT or self._steps % REFIT_EVERY == 0:
             self._refit()
 
     def idle(self) -> dict[str, float]:

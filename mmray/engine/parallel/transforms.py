@@ -31,7 +31,7 @@ def apply_transforms(model: nn.Module, train: Train, optimizer: Optimizer, devic
     model.to(init_device(train.parallel, device))
     if train.channels_last:
         model.to(memory_format=torch.channels_last)
-    for name in train.recompute:
+    for name in train.activation_checkpointing:
         checkpoint_activations(_branch(model, name))
     return compile_branches(model, train)
 
@@ -88,5 +88,7 @@ def _branches(model: nn.Module) -> dict[str, nn.Module]:
 def _branch(model: nn.Module, name: str) -> nn.Module:
     branches = _branches(model)
     if name not in branches:
-        raise UsageError(f"train.recompute: the model has no branch `{name}`; it has {', '.join(branches) or 'none'}")
+        raise UsageError(
+            f"train.activation_checkpointing: the model has no branch `{name}`; it has {', '.join(branches) or 'none'}"
+        )
     return branches[name]

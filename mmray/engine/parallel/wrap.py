@@ -26,6 +26,7 @@ from mmray.errors import UsageError
 if TYPE_CHECKING:
     from mmray.config import Train
 
+BUCKET_MB = 25.0  # of gradients per all-reduce (DDP)
 HOOKS = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
 
 
@@ -34,10 +35,7 @@ class ParallelConfig:
     """The strategy and its choices, as in the `train` section."""
 
     kind: str = "ddp"
-    bucket_mb: float = 25.0
-    gradient_views: bool = True
-    compress: str = "none"
-    refit_every: int = 50
+    grad_compression: str = "none"
     shard_dtype: torch.dtype | None = None  # of weights while they are whole (fsdp); None: their own
     devices: tuple[torch.device, ...] = ()  # of one worker (branches)
     slower: str = "image"  # the branch that has a replica (branches)
@@ -47,7 +45,7 @@ class ParallelConfig:
         cls, train: Train, dtype: torch.dtype | None, devices: tuple[torch.device, ...], slower: str
     ) -> ParallelConfig:
         """From the settings, and what the worker found out."""
-        chosen = (train.parallel, train.bucket_mb, train.gradient_views, train.compress, train.refit_every)
+        chosen = (train.parallel, train.grad_compression)
         return cls(*chosen, dtype, devices, slower)
 
 
@@ -63,7 +61,7 @@ def wrap(module: nn.Module, group: Group, layout: ParallelConfig | None = None) 
     """
     layout = layout or ParallelConfig()
     if layout.kind == "branches":
-        return BranchParallel(module, layout.devices, layout.slower, layout.refit_every)
+        return BranchParallel(module, layout.devices, layout.slower)
     if group.world == 1:
         return module.to(group.device)
     if layout.kind == "fsdp":
@@ -78,10 +76,9 @@ def _replicated(module: nn.Module, layout: ParallelConfig) -> DistributedDataPar
 
     `static_graph` stays off, it asserts inside torch when used together with `no_sync`.
     """
-    if layout.gradient_views:
-        # Tied to the buckets from the first backward on: one that meets no gradient makes a set of its own beside them.
-        for weight in module.parameters():
-            weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+    # Tied to the buckets from the first backward on: one that meets no gradient makes a set of its own beside them.
+    for weight in module.parameters():
+        weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
     # 1x1 convolutions on a CPU bring such gradients; what torch warns of is one copy of a small weight.
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
     with warnings.catch_warnings():
@@ -89,12 +86,12 @@ def _replicated(module: nn.Module, layout: ParallelConfig) -> DistributedDataPar
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         model = DistributedDataParallel(
             module,
-            gradient_as_bucket_view=layout.gradient_views,
+            gradient_as_bucket_view=True,
             broadcast_buffers=False,
-            bucket_cap_mb=layout.bucket_mb,
+            bucket_cap_mb=BUCKET_MB,
         )
-    if layout.compress != "none":
-        model.register_comm_hook(None, HOOKS[layout.compress])
+    if layout.grad_compression != "none":
+        model.register_comm_hook(None, HOOKS[layout.grad_compression])
     return model
 
 
