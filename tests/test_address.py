@@ -18,3 +18,11 @@ def test_credentials_are_refused_and_not_repeated(address):
 @pytest.mark.parametrize("address", ["prepared/a@b", "s3://bucket/a@b", "s3://bucket/set?region=eu-west-1"])
 def test_what_only_looks_like_it_is_taken(address):
     assert Storage(address).address.endswith(address)
+
+
+@pytest.mark.parametrize(
+    "address", ["http://169.254.169.254/latest", "https://host/x", "ftp://host/x", "nonsense://x/y"]
+)
+def test_only_storage_schemes_are_opened(address):
+    with pytest.raises(UsageError, match=r"cannot be opened: use a local path or an address with file, s3, gs"):
+        Storage(address).listdir()

@@ -1,7 +1,6 @@
-"""Whether the folder of runs is one that every training node sees, tried before the first step.
+"""Check before the first step that run.storage is one folder for all training nodes.
 
-A run whose checkpoints lie on a disk of one node alone trains well until that node is lost, or until a worker on
-another node wants to begin from them.
+Checkpoints on one node's own disk are lost with that node, and workers on other nodes cannot resume from them.
 """
 
 from __future__ import annotations
@@ -11,110 +10,95 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import ray
-from pyarrow import fs
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mmray.cluster.capacity import NODE_ID, Node
 from mmray.errors import ResourceError, UsageError
+from mmray.storage.storage import Storage
 
 PROBE_TIMEOUT_S = 60.0
-MOUNT = "mount one file system on all of them, at one path, and give that as --run.storage"
+MOUNT = "Mount one file system at the same path on all of them and pass that path as --run.storage."
 CREDENTIALS = (
-    "The bucket has to exist; endpoint and credentials come from the environment of each node (AWS_ENDPOINT_URL, "
-    "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, or the role of the machine)"
+    "The bucket must exist; endpoint and credentials come from the environment of each node (AWS_ENDPOINT_URL, "
+    "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, or the machine's role)."
 )
-JOB_COPY = "working_dir_files"  # the folder under which Ray keeps the working directories that jobs brought
+JOB_COPY = "working_dir_files"  # folder in which Ray keeps the working directories of jobs
 
 
-def check_persistent(storage: str, here: Path) -> None:
-    """Raise UsageError where `storage` would lie in a job's copy of the working directory, which Ray deletes."""
-    if JOB_COPY in here.parts and "://" not in storage and not Path(storage).expanduser().is_absolute():
+def check_persistent(storage: str, cwd: Path) -> None:
+    """Raise UsageError if `storage` would be in a job's copy of the working directory, which Ray deletes."""
+    if JOB_COPY in cwd.parts and "://" not in storage and not Path(storage).expanduser().is_absolute():
         raise UsageError(
-            f"run.storage {storage} is relative, and a job stands in a copy of your folder that Ray deletes later: "
-            "give an absolute folder that every node sees (--run.storage /shared/runs)"
+            f"run.storage {storage} is relative, and Ray deletes a job's copy of the working directory later. Pass an "
+            "absolute folder that every node sees (--run.storage /shared/runs)."
         )
 
 
 def check_shared(storage: str, nodes: list[Node]) -> None:
-    """Read on each of these nodes what was written here, and here what they wrote. Raises ResourceError.
+    """Write and read `storage` from the driver and from each node. Raises ResourceError.
 
-    `storage` is a folder or an address that pyarrow knows; an address without nodes yet is tried from here.
+    Without nodes, it is checked from the driver alone.
     """
     folder = f".probe-{os.getpid()}-{os.urandom(4).hex()}"
     try:
-        system, root = opened(storage)
-        write(system, f"{root}/{folder}/here", folder)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise ResourceError(f"run.storage {storage} cannot be written: {error}{_hint(storage)}") from error
+        root = Storage(storage)
+        _write(root, f"{folder}/driver", folder)
+    except OSError as error:
+        hint = CREDENTIALS if "://" in storage else "Make it writable, or choose another --run.storage."
+        raise ResourceError(f"run.storage {storage} is not writable: {error}. {hint}") from error
     try:
-        faults = {name: fault for name, fault in _try_on(nodes, storage, folder).items() if fault}
+        faults = {name: fault for name, fault in _probe_nodes(nodes, storage, folder).items() if fault}
     finally:
-        with suppress(OSError):  # an empty folder of the probe's is no reason against a run
-            system.delete_dir(f"{root}/{folder}")
+        with suppress(OSError):  # a leftover probe folder is harmless
+            root.delete_tree(folder)
     if faults:
-        told = "\n  ".join(f"node {name}: {fault}" for name, fault in sorted(faults.items()))
+        lines = "\n  ".join(f"node {name}: {fault}" for name, fault in sorted(faults.items()))
         raise ResourceError(
-            f"run.storage {storage} is not the same folder on every training node:\n  {told}\n"
-            + (_hint(storage).lstrip(". ") or MOUNT)
+            f"run.storage {storage} is not the same folder on every training node:\n  {lines}\n"
+            + (CREDENTIALS if "://" in storage else MOUNT)
         )
 
 
-def opened(storage: str) -> tuple[fs.FileSystem, str]:
-    """File system and path of a folder, or of an address. Raises OSError or ArrowInvalid."""
-    if "://" not in storage:
-        return fs.LocalFileSystem(), str(Path(storage).expanduser().absolute())
-    system, root = fs.FileSystem.from_uri(storage)
-    return system, root.rstrip("/")
-
-
-def write(system: fs.FileSystem, path: str, text: str) -> None:
-    if isinstance(system, fs.LocalFileSystem):
-        system.create_dir(path.rpartition("/")[0], recursive=True)
-    with system.open_output_stream(path) as stream:
-        stream.write(text.encode())
-
-
-def _hint(storage: str) -> str:
-    return f". {CREDENTIALS}" if "://" in storage else ""
-
-
-def _try_on(nodes: list[Node], storage: str, folder: str) -> dict[str, str | None]:
-    """What is wrong at each node, by its id; a node that was lost meanwhile is not at fault."""
+def _probe_nodes(nodes: list[Node], storage: str, folder: str) -> dict[str, str | None]:
+    """Fault of each node by its ID; None if there is none, or if the node was lost."""
     task: Any = ray.remote(num_cpus=0, max_retries=0)(_read_and_write)
-    asked = {}
+    probes = {}
     for node in nodes:
         node_id = str((node.labels or {})[NODE_ID])
-        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        asked[node_id] = task.options(scheduling_strategy=there).remote(storage, folder, node_id)
-    if asked:
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=PROBE_TIMEOUT_S)
-    return {node_id: _answer(answer, storage, f"{folder}/{node_id}") for node_id, answer in asked.items()}
+        affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        probes[node_id] = task.options(scheduling_strategy=affinity).remote(storage, folder, node_id)
+    if probes:
+        ray.wait(list(probes.values()), num_returns=len(probes), timeout=PROBE_TIMEOUT_S)
+    return {node_id: _probe_result(probe, storage, f"{folder}/{node_id}") for node_id, probe in probes.items()}
 
 
-def _answer(answer: Any, storage: str, written: str) -> str | None:
+def _probe_result(probe: Any, storage: str, written: str) -> str | None:
     try:
-        fault = ray.get(answer, timeout=0)
+        fault = ray.get(probe, timeout=0)
     except ray.exceptions.GetTimeoutError:
-        return f"did not answer within {PROBE_TIMEOUT_S:g} s"
+        return f"no answer within {PROBE_TIMEOUT_S:g} s"
     except ray.exceptions.RayTaskError as error:
-        return f"could not try: {str(error.cause).strip() or type(error.cause).__name__}"
+        return f"probe failed: {str(error.cause).strip() or type(error.cause).__name__}"
     except ray.exceptions.RayError:
         return None
-    system, root = opened(storage)
-    there = system.get_file_info(f"{root}/{written}").type == fs.FileType.File
-    return fault or (None if there else "what it writes there is not seen here")
+    is_visible = Storage(storage).size(written) is not None
+    return fault or (None if is_visible else "files written on that node are not visible from the driver")
 
 
 def _read_and_write(storage: str, folder: str, node_id: str) -> str | None:
-    """The task on a node."""
+    """Fault found on a node (a Ray task)."""
     try:
-        system, root = opened(storage)
-        with system.open_input_file(f"{root}/{folder}/here") as file:
-            if file.readall().decode(errors="replace") != folder:
-                return "another file stands where this one was written"
-        write(system, f"{root}/{folder}/{node_id}", "there")
-    except (OSError, pa.ArrowInvalid) as error:
+        root = Storage(storage)
+        if root.read(f"{folder}/driver").decode(errors="replace") != folder:
+            return "the file written by the driver has other content"
+        _write(root, f"{folder}/{node_id}", "written")
+    except OSError as error:
         return str(error)
     return None
+
+
+def _write(root: Storage, name: str, text: str) -> None:
+    if root.local_path is not None:
+        root.mkdir(name.rpartition("/")[0])
+    root.write(name, text.encode())

@@ -109,7 +109,7 @@ class EvalBatches:
         return self._made(self.prepared.read(np.array([row]))[0])
 
     def _made(self, record: Row) -> EvalRow:
-        if not record.is_intact:
+        if not record.checksum_ok:
             raise ValueError(f"{record.key} ({record.source}): its images are not those that were prepared")
         if self.apart is not None:
             self.apart.check(record.key, record.image, self.max_pixels)

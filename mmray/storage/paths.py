@@ -1,9 +1,7 @@
-"""A path on an object store, in pathlib's words: what reads and writes a run's folder is written once for both.
+"""Paths on object stores with the interface of pathlib.Path, and file operations that work on both.
 
-`folder_at` turns what a user typed into a `Path`, or into a `RemotePath` where it is an address. An object appears
-under its name whole or not at all; there are no folders, no appending and no renaming (folders.py has what stands in).
-
-What the network or the store refuses for a moment is tried again; a missing object or a refused key is told at once.
+`to_path` turns what a user typed into a `Path` or a `RemotePath`. Objects appear whole or not at all; a store has no
+folders, no appending and no renaming. Transient errors of a store are retried.
 """
 
 from __future__ import annotations
@@ -25,10 +23,12 @@ from pyarrow import fs
 from mmray.storage.storage import Storage, with_retries
 
 CHUNK_BYTES = 8 << 20
+PREFIX = "mmray-transfer-"  # temporary folders of uploads and downloads
+STALE_AFTER_S = 3600.0
 
 
 class Stat(NamedTuple):
-    """The parts of os.stat_result that an object store knows."""
+    """The fields of os.stat_result that an object store has."""
 
     st_size: int
     st_mtime: float
@@ -36,7 +36,7 @@ class Stat(NamedTuple):
 
 @dataclass(frozen=True)
 class RemotePath:
-    """`inner` is the path below `place`; operations are those of pathlib.Path, and raise OSError as it does."""
+    """The path `relative` below `storage`; methods and errors are those of pathlib.Path."""
 
     storage: Storage
     relative: str = ""
@@ -50,7 +50,7 @@ class RemotePath:
 
     @property
     def key(self) -> str:
-        """The path as the file system of the place knows it."""
+        """The path in the file system of the storage: bucket and key."""
         return f"{self.storage.filesystem[1]}/{self.relative}".rstrip("/")
 
     @property
@@ -86,94 +86,83 @@ class RemotePath:
     def stat(self) -> Stat:
         info = self._info()
         if info.type != fs.FileType.File:
-            raise FileNotFoundError(f"there is no object {self}")
+            raise FileNotFoundError(f"{self} does not exist")
         return Stat(info.size, info.mtime.timestamp() if info.mtime is not None else 0.0)
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """What lies here, by name. Raises FileNotFoundError where nothing does."""
+        """Entries sorted by name. Raises FileNotFoundError if there are none."""
         system, selector = self.storage.filesystem[0], fs.FileSelector(self.key)
         infos = with_retries(lambda: system.get_file_info(selector))
         return iter([self / name for name in sorted(info.base_name for info in infos) if name])
 
     def read_bytes(self) -> bytes:
-        return with_retries(self._read)
+        return with_retries(lambda: self.storage.read(self.relative))
 
     def read_text(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         return self.read_bytes().decode(encoding, errors)
 
     def write_bytes(self, data: bytes) -> None:
-        """Put the whole object; one that was there is replaced."""
-        with_retries(lambda: self._write(data))
+        """Put the object; replaces an existing one."""
+        with_retries(lambda: self.storage.write(self.relative, data))
 
     def write_text(self, text: str, encoding: str = "utf-8") -> None:
         self.write_bytes(text.encode(encoding))
 
+    # Streams instead of pyarrow's copy_files, which drops the error of an object's last request (pyarrow 26), and
+    # instead of the store's own copy, which S3 limits to 5 GB.
+
     def download(self, file: Path) -> None:
-        """Copy the object into a file of this machine."""
-        with_retries(lambda: self._download(file))
+        """Copy the object to a local file."""
+
+        def copy() -> None:
+            with self.storage.filesystem[0].open_input_stream(self.key) as source, file.open("wb") as target:
+                shutil.copyfileobj(source, target, CHUNK_BYTES)
+
+        with_retries(copy)
 
     def upload(self, file: Path) -> None:
-        """Put the object from a file of this machine, from its beginning at each try."""
-        with_retries(lambda: self._upload(file))
+        """Put the object from a local file."""
 
-    def copy(self, target: RemotePath) -> None:
-        """Put another object with the same bytes, whatever their number (S3 itself copies 5 GB at most)."""
-        with_retries(lambda: self._copy(target))
+        def copy() -> None:
+            with file.open("rb") as source, self.storage.open_output(self.relative) as target:
+                shutil.copyfileobj(source, target, CHUNK_BYTES)
+
+        with_retries(copy)
+
+    def copy(self, other: RemotePath) -> None:
+        """Put another object with the same bytes."""
+
+        def copy() -> None:
+            system = self.storage.filesystem[0]
+            with system.open_input_stream(self.key) as source, other.storage.open_output(other.relative) as target:
+                shutil.copyfileobj(source, target, CHUNK_BYTES)
+
+        with_retries(copy)
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
-        """Nothing: a folder is there as soon as something is in it."""
+        """Do nothing: stores have no folders."""
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Delete the object."""
         if self.is_file():
-            with_retries(lambda: self.storage.filesystem[0].delete_file(self.key))
+            with_retries(lambda: self.storage.delete(self.relative))
         elif not missing_ok:
-            raise FileNotFoundError(f"there is no object {self}")
+            raise FileNotFoundError(f"{self} does not exist")
 
     def _info(self) -> fs.FileInfo:
         return with_retries(lambda: self.storage.filesystem[0].get_file_info(self.key))
-
-    def _read(self) -> bytes:
-        with self.storage.filesystem[0].open_input_file(self.key) as file:
-            return bytes(file.readall())
-
-    # Not pyarrow's copy_files: it drops the error of an object's last request (pyarrow 26).
-
-    def _download(self, file: Path) -> None:
-        with self.storage.filesystem[0].open_input_stream(self.key) as source, file.open("wb") as target:
-            shutil.copyfileobj(source, target, CHUNK_BYTES)
-
-    def _upload(self, file: Path) -> None:
-        with file.open("rb") as source, self.storage.open_output(self.relative) as target:
-            shutil.copyfileobj(source, target, CHUNK_BYTES)
-
-    def _copy(self, other: RemotePath) -> None:
-        with (
-            self.storage.filesystem[0].open_input_stream(self.key) as source,
-            other.storage.open_output(other.relative) as target,
-        ):
-            shutil.copyfileobj(source, target, CHUNK_BYTES)
-
-    def _write(self, data: bytes) -> None:
-        with self.storage.open_output(self.relative) as stream:
-            stream.write(data)
 
 
 AnyPath = Path | RemotePath
 
 
 def to_path(address: str | AnyPath) -> AnyPath:
-    """The folder that a user names: a path, absolute, or an address (s3://bucket/prefix)."""
+    """The path a user typed: absolute if local, a RemotePath if it is an address (s3://bucket/prefix)."""
     if isinstance(address, RemotePath):
         return address
     if "://" in str(address):
         return RemotePath(Storage(str(address)))
     return Path(address).expanduser().resolve()
-
-
-# File operations (was file_ops)
-PREFIX = "mmray-on-its-way-"  # folders of this machine with what is being carried
-STALE_AFTER_S = 3600.0
 
 
 def write_atomic(path: AnyPath, text: str) -> None:
@@ -188,60 +177,60 @@ def write_atomic(path: AnyPath, text: str) -> None:
 
 @contextmanager
 def open_for_upload(path: AnyPath) -> Iterator[Path]:
-    """A file of this machine to write, which is at `path` when the block ends well."""
+    """Yield a local file to write; it is at `path` after the block succeeds."""
     if not isinstance(path, RemotePath):
         path.parent.mkdir(parents=True, exist_ok=True)
         yield path
         return
-    with temp_dir() as here:
-        yield here / path.name
-        path.upload(here / path.name)
+    with temp_dir() as folder:
+        yield folder / path.name
+        path.upload(folder / path.name)
 
 
 @contextmanager
 def local_copy(path: AnyPath) -> Iterator[Path]:
-    """A file of this machine with what is at `path`. Raises OSError."""
+    """Yield a local file with the content of `path`. Raises OSError."""
     if not isinstance(path, RemotePath):
         yield path
         return
-    with temp_dir() as here:
-        path.download(here / path.name)
-        yield here / path.name
+    with temp_dir() as folder:
+        path.download(folder / path.name)
+        yield folder / path.name
 
 
 @contextmanager
 def staged_upload(path: AnyPath, names: Sequence[str]) -> Iterator[Path]:
-    """A folder of this machine for the files `names`, which are at `path` when the block ends well.
+    """Yield a local folder for the files `names`, which are in the folder `path` after the block succeeds.
 
-    On an object store they are put in this order, the last one only when all others are there in full length.
+    On an object store the last file is put only after all others are complete.
     """
     if not isinstance(path, RemotePath):
         path.mkdir(parents=True, exist_ok=True)
         yield path
         return
-    with temp_dir() as here:
-        yield here
+    with temp_dir() as folder:
+        yield folder
         *first, last = names
         for name in first:
-            (path / name).upload(here / name)
+            (path / name).upload(folder / name)
         for name in first:
-            there, wanted = (path / name).stat().st_size, (here / name).stat().st_size
-            if there != wanted:
-                raise OSError(f"{path / name} has {there:,} bytes after its upload, not {wanted:,}")
-        (path / last).upload(here / last)
+            size, expected = (path / name).stat().st_size, (folder / name).stat().st_size
+            if size != expected:
+                raise OSError(f"{path / name} has {size:,} bytes after its upload, expected {expected:,}")
+        (path / last).upload(folder / last)
 
 
 def remove_tree(path: AnyPath) -> None:
-    """Delete a folder with all that is in it, where it is there."""
+    """Delete a folder and its files if it exists."""
     if not isinstance(path, RemotePath):
         if path.exists():
             shutil.rmtree(path)
     elif path.is_dir():
-        with_retries(lambda: path.storage.filesystem[0].delete_dir(path.key))
+        with_retries(lambda: path.storage.delete_tree(path.relative))
 
 
 def move_tree(path: AnyPath, target: AnyPath) -> None:
-    """Give a folder of files another name, in place of what was there; on an object store by copying it first."""
+    """Rename a folder of files, replacing `target`; on an object store by copying."""
     remove_tree(target)
     if isinstance(path, RemotePath) and isinstance(target, RemotePath):
         for file in path.iterdir():
@@ -252,7 +241,7 @@ def move_tree(path: AnyPath, target: AnyPath) -> None:
 
 
 def append_line(path: AnyPath, line: bytes) -> None:
-    """Add a line to a file that several processes add to; on an object store as a part of its own, until `gather`."""
+    """Append a line to a file with several writers; on an object store as a part of its own until `merge_parts`."""
     if isinstance(path, RemotePath):
         part = f"{time.time_ns():020}-{uuid.uuid4().hex[:8]}"
         (_parts(path) / part).write_bytes(line + b"\n")
@@ -262,7 +251,7 @@ def append_line(path: AnyPath, line: bytes) -> None:
 
 
 def merge_parts(path: AnyPath) -> None:
-    """Put the parts of such a file together; for the one process that leads the others."""
+    """Merge the parts that `append_line` wrote on an object store; called by one process only."""
     if not isinstance(path, RemotePath) or not _parts(path).is_dir():
         return
     before = path.read_bytes() if path.exists() else b""
@@ -276,27 +265,27 @@ def _parts(path: RemotePath) -> RemotePath:
 
 @contextmanager
 def temp_dir() -> Iterator[Path]:
-    """A folder of this machine that is gone after the block, or when a later process finds that its own is dead."""
-    here = Path(tempfile.mkdtemp(prefix=PREFIX))
-    handle = os.open(here, os.O_RDONLY)
+    """Yield a local folder that is deleted after the block, or by a later process if this one is killed."""
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        _remove_stale(here)
-        yield here
+        _remove_stale(folder)
+        yield folder
     finally:
         os.close(handle)
-        shutil.rmtree(here, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove_stale(mine: Path) -> None:
-    """Delete what killed processes have left: a living one holds the lock of its folder."""
-    for old in mine.parent.glob(f"{PREFIX}*"):
+def _remove_stale(own: Path) -> None:
+    """Delete old temporary folders of killed processes; a live process holds the lock of its folder."""
+    for old in own.parent.glob(f"{PREFIX}*"):
         try:
             if time.time() - old.stat().st_mtime < STALE_AFTER_S:
                 continue
             handle = os.open(old, os.O_RDONLY)
         except OSError:
-            continue  # another user's, or just gone
+            continue  # owned by another user, or just deleted
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(old, ignore_errors=True)

@@ -1,8 +1,6 @@
-"""A folder on a disk or an object store, with the few operations that sources and prepared sets need.
+"""Files in a folder of a local disk or an object store, addressed by names relative to the folder (pyarrow.fs).
 
-Everything is addressed by a name inside the folder, so that a set can be copied or moved whole. A file written here is
-there entirely or not at all: under another name first on a file system, and an object store shows only whole objects
-(one whose writer fails is deleted).
+A written file appears whole or not at all: locally it is renamed into place, on a store it is put when it is closed.
 """
 
 from __future__ import annotations
@@ -28,90 +26,88 @@ from mmray.errors import UsageError
 from mmray.storage.address import CREDENTIALS_REFUSED, has_credentials
 
 T = TypeVar("T")
+SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs")
 TEMP_SUFFIX = ".unfinished"
 ATTEMPTS, MAX_WAIT_S = 5, 20.0
-PERMANENT_ERRORS = (  # answers of S3 that another try does not change
+PERMANENT_ERRORS = (  # answers of S3 that a retry does not change
     "ACCESS_DENIED",
     "INVALID_ACCESS_KEY_ID",
     "INVALID_CLIENT_TOKEN_ID",
     "NO_SUCH_BUCKET",
     "SIGNATURE_DOES_NOT_MATCH",
 )
-MAX_GAP_BYTES = 1 << 20  # about what a store sends in the time that another request takes
+MAX_GAP_BYTES = 1 << 20  # about what a store sends in the time of one more request
 MAX_REQUEST_BYTES = 16 << 20
 MAX_PARALLEL = 8
-MAX_OPEN = 4096  # no descriptor, but a request each time one is opened
+MAX_OPEN = 4096  # no file descriptors, but opening costs a request
 
 
 @dataclass(frozen=True)
 class Storage:
-    """`address` is a local path or a URI that pyarrow knows (s3://bucket/prefix, gs://..., hdfs://...)."""
+    """A folder: a local path, or a URI whose scheme is in SCHEMES."""
 
     address: str
 
     def __post_init__(self) -> None:
         if has_credentials(self.address):
             raise UsageError(f"{self.address.partition('?')[0].rpartition('@')[2]}: {CREDENTIALS_REFUSED}")
-        if "://" not in self.address:  # another process may stand in another folder
+        if "://" not in self.address:  # absolute: another process may have another working directory
             object.__setattr__(self, "address", str(Path(self.address).expanduser().absolute()))
 
     @classmethod
     def split(cls, address: str) -> tuple[Storage, str]:
-        """The folder a file is in, and the file's name there; options of a URI (`?endpoint_override=`) stay."""
+        """The folder of a file and the file's name; options of a URI (`?endpoint_override=`) stay with the folder."""
         head, mark, options = address.partition("?") if "://" in address else (address, "", "")
         folder, _, name = head.rpartition("/")
         return cls((folder or ("/" if head.startswith("/") else ".")) + mark + options), name
 
     @cached_property
     def filesystem(self) -> tuple[fs.FileSystem, str]:
-        """The file system and the folder's path there. Raises UsageError for an address that nothing serves."""
-        if "://" not in self.address:
-            return fs.LocalFileSystem(), self.address
-        try:
-            system, root = fs.FileSystem.from_uri(_with_delayed_open(_quote_uri(self.address)))
-        except pa.ArrowInvalid as error:
-            system, root = _by_fsspec(self.address, error)
-        return system, root.rstrip("/")
+        """The file system and the folder's path in it. Raises UsageError for an unsupported address."""
+        system, root = open_filesystem(self.address)
+        return system, root.rstrip("/") if "://" in self.address else root
 
     @cached_property
     def local_path(self) -> Path | None:
-        """The folder as a path, where it is on a file system of this machine."""
+        """The folder as a path if it is on a local file system."""
         system, root = self.filesystem
         return Path(root) if isinstance(system, fs.LocalFileSystem) else None
 
     @cached_property
     def real_prefix(self) -> str:
-        """What the path of a file begins with that lies in this local folder, all links followed."""
+        """Prefix of the real path of every file inside this local folder."""
         return os.path.realpath(str(self.local_path)).rstrip("/") + "/"
 
-    def size(self, name: str) -> int | None:
-        """Bytes of a file; None where there is no such file."""
+    def _info(self, name: str) -> fs.FileInfo:
         system, root = self.filesystem
-        info = system.get_file_info(f"{root}/{name}")
+        return system.get_file_info(f"{root}/{name}".rstrip("/"))
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None if it does not exist."""
+        info = self._info(name)
         return info.size if info.type == fs.FileType.File else None
 
     def size_and_mtime(self, name: str) -> tuple[int | None, int | None]:
-        """(bytes, time of change in ns) of a file, None where the store does not say. Raises FileNotFoundError."""
-        system, root = self.filesystem
-        info = system.get_file_info(f"{root}/{name}")
+        """Bytes and modification time (ns) of a file, None where the store has none. Raises FileNotFoundError."""
+        info = self._info(name)
         if info.type != fs.FileType.File:
-            raise FileNotFoundError(f"there is no file {self.address}/{name}")
+            raise FileNotFoundError(f"{self.address}/{name} does not exist")
         return info.size, info.mtime_ns
 
     def is_dir(self, name: str = "") -> bool:
-        system, root = self.filesystem
-        return bool(system.get_file_info(f"{root}/{name}".rstrip("/")).type == fs.FileType.Directory)
+        return bool(self._info(name).type == fs.FileType.Directory)
 
     def list_files(self, folder: str = "") -> list[str]:
-        """Names of all files below a folder, sorted, relative to this place."""
+        """Names of all files below a folder, sorted, relative to this one."""
         system, root = self.filesystem
+        path = f"{root}/{folder}".rstrip("/")
         if self.local_path is not None:
-            return sorted(_walk(f"{root}/{folder}".rstrip("/"), f"{folder}/".lstrip("/")))
-        infos = system.get_file_info(fs.FileSelector(f"{root}/{folder}".rstrip("/"), recursive=True))
+            return sorted(_walk(path, f"{folder}/".lstrip("/")))
+        infos = system.get_file_info(fs.FileSelector(path, recursive=True))
         return sorted(info.path[len(root) :].lstrip("/") for info in infos if info.type == fs.FileType.File)
 
     def listdir(self, folder: str = "") -> list[str]:
-        """Names of the files in a folder, sorted; none where there is no folder."""
+        """Sorted names in a folder; empty if it does not exist."""
         system, root = self.filesystem
         if self.local_path is not None:
             path = self.local_path / folder
@@ -120,14 +116,14 @@ class Storage:
         return sorted(info.base_name for info in system.get_file_info(selector))
 
     def mkdir(self, folder: str = "") -> None:
-        """Create a folder and those above it."""
+        """Create a folder and its parents."""
         system, root = self.filesystem
         system.create_dir(f"{root}/{folder}".rstrip("/"), recursive=True)
 
     def open(self, name: str, mapped: bool = False) -> pa.NativeFile:
-        """A file for random access, on a local disk mapped into memory if asked for.
+        """Open a file for random access; `mapped` memory-maps a local one.
 
-        Map only what nobody changes: a mapped file that is cut short ends the process that reads it.
+        Map only files that never change: truncating a mapped file kills the processes that read it.
         """
         system, root = self.filesystem
         if mapped and isinstance(system, fs.LocalFileSystem):
@@ -141,20 +137,27 @@ class Storage:
 
     @contextmanager
     def open_output(self, name: str) -> Iterator[pa.NativeFile]:
-        """A file to write; it appears under its name when the block ends well, and not otherwise."""
+        """Open a file for writing; it appears under its name only if the block succeeds."""
         system, root = self.filesystem
         target = f"{root}/{name}"
-        if not isinstance(system, fs.LocalFileSystem):
-            with _object(system, target) as stream:
-                yield stream
+        if isinstance(system, fs.LocalFileSystem):
+            temporary = f"{target}.{uuid.uuid4().hex[:8]}{TEMP_SUFFIX}"
+            try:
+                with system.open_output_stream(temporary) as stream:
+                    yield stream
+                system.move(temporary, target)
+            finally:
+                Path(temporary).unlink(missing_ok=True)
             return
-        unfinished = f"{target}.{uuid.uuid4().hex[:8]}{TEMP_SUFFIX}"
+        stream = system.open_output_stream(target)
         try:
-            with system.open_output_stream(unfinished) as stream:
-                yield stream
-            system.move(unfinished, target)
-        finally:
-            Path(unfinished).unlink(missing_ok=True)
+            yield stream
+        except BaseException:  # pyarrow cannot abort an upload: closing it puts what was written, so delete that
+            with suppress(OSError):
+                stream.close()
+                system.delete_file(target)
+            raise
+        stream.close()
 
     def write(self, name: str, data: bytes) -> None:
         """Write a whole file."""
@@ -166,11 +169,35 @@ class Storage:
         system, root = self.filesystem
         system.delete_file(f"{root}/{name}")
 
+    def delete_tree(self, folder: str) -> None:
+        """Delete a folder and all of its files."""
+        system, root = self.filesystem
+        system.delete_dir(f"{root}/{folder}".rstrip("/"))
 
-def _walk(folder: str, before: str, above: tuple[str, ...] = ()) -> Iterator[str]:
-    """Regular files below a local folder, `before` in front of their names; links are followed, but not in a circle.
 
-    By the system's own listing: pyarrow's ends at the first name that is not UTF-8.
+def open_filesystem(address: str) -> tuple[fs.FileSystem, str]:
+    """File system and path of a local path or URI. Raises UsageError for a scheme that is not in SCHEMES."""
+    scheme, mark, rest = address.partition("://")
+    if not mark:
+        return fs.LocalFileSystem(), address
+    if scheme not in SCHEMES:
+        raise UsageError(f"{address} cannot be opened: use a local path or an address with {', '.join(SCHEMES)}.")
+    path, mark, options = rest.partition("?")
+    authority, slash, path = path.partition("/")
+    uri = f"{scheme}://{authority}{slash}{quote(path, safe='/%')}{mark}{options}"  # a typed path may have spaces
+    if scheme == "s3" and "allow_delayed_open" not in uri:  # small objects in one request, empty uploads in none
+        uri += f"{'&' if mark else '?'}allow_delayed_open=true"
+    try:
+        system, root = fs.FileSystem.from_uri(uri)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise UsageError(f"{address} cannot be opened: {error}") from None
+    return system, root
+
+
+def _walk(folder: str, prefix: str, above: tuple[str, ...] = ()) -> Iterator[str]:
+    """Regular files below a local folder with `prefix` before their names; follows links, but not in a circle.
+
+    Not pyarrow's selector, which stops at the first name that is not UTF-8.
     """
     real = os.path.realpath(folder)
     if real in above:
@@ -178,60 +205,20 @@ def _walk(folder: str, before: str, above: tuple[str, ...] = ()) -> Iterator[str
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir():
-                yield from _walk(entry.path, f"{before}{entry.name}/", (*above, real))
+                yield from _walk(entry.path, f"{prefix}{entry.name}/", (*above, real))
             elif entry.is_file():
-                yield f"{before}{entry.name}"
-
-
-@contextmanager
-def _object(system: fs.FileSystem, path: str) -> Iterator[pa.NativeFile]:
-    """An object to write, deleted where the block fails: pyarrow cannot abandon one, closing it puts what there is."""
-    stream = system.open_output_stream(path)
-    try:
-        yield stream
-    except BaseException:
-        with suppress(OSError):  # where the store does not take it, what was there before stays
-            stream.close()
-            system.delete_file(path)
-        raise
-    stream.close()
-
-
-def _quote_uri(address: str) -> str:
-    """A URI as it is written: what a person typed may have spaces and letters beyond ASCII in its path."""
-    scheme, _, rest = address.partition("://")
-    whole, mark, options = rest.partition("?")
-    authority, slash, path = whole.partition("/")
-    return f"{scheme}://{authority}{slash}{quote(path, safe='/%')}{mark}{options}"
-
-
-def _with_delayed_open(address: str) -> str:
-    """Small objects of S3 go out in one request, and nothing is begun on the store before there is something to put."""
-    if not address.startswith("s3://") or "allow_delayed_open" in address:
-        return address
-    return f"{address}{'&' if '?' in address else '?'}allow_delayed_open=true"
-
-
-def _by_fsspec(address: str, refused: Exception) -> tuple[fs.FileSystem, str]:
-    """What pyarrow does not know itself: fsspec's own schemes, and those of packages that are installed for it."""
-    try:
-        from fsspec.core import url_to_fs
-
-        system, root = url_to_fs(address)
-    except (ImportError, ValueError) as error:
-        raise UsageError(f"{address} cannot be opened: {refused}; fsspec: {error}") from None
-    return fs.PyFileSystem(fs.FSSpecHandler(system)), root
+                yield f"{prefix}{entry.name}"
 
 
 def with_retries(call: Callable[[], T]) -> T:
-    """What `call` returns, tried again with growing pauses where a store fails for a moment. Raises its last error."""
-    tries = Retrying(
+    """Return the result of `call`, retried with exponential backoff on transient errors. Raises the last error."""
+    retrying = Retrying(
         retry=retry_if_exception(_is_transient),
         stop=stop_after_attempt(ATTEMPTS),
         wait=wait_random_exponential(multiplier=0.5, max=MAX_WAIT_S),
         reraise=True,
     )
-    return tries(call)
+    return retrying(call)
 
 
 def _is_transient(error: BaseException) -> bool:
@@ -240,8 +227,18 @@ def _is_transient(error: BaseException) -> bool:
     return not any(answer in str(error) for answer in PERMANENT_ERRORS)
 
 
+def parallel_map(call: Callable[[T], Any], items: Iterable[T]) -> None:
+    """Run `call` on each item in MAX_PARALLEL threads. Raises the first error."""
+    items = list(items)
+    if len(items) == 1:
+        call(items[0])
+    elif items:
+        with ThreadPoolExecutor(min(MAX_PARALLEL, len(items))) as pool:
+            list(pool.map(call, items))
+
+
 class ByteRange(NamedTuple):
-    """One request: bytes start..stop of a file, and which of the wanted spans lie in them."""
+    """One request for bytes start..stop of a file, and the indices of the spans in it."""
 
     start: int
     stop: int
@@ -249,67 +246,43 @@ class ByteRange(NamedTuple):
 
 
 def coalesce_ranges(spans: Sequence[tuple[int, int]]) -> list[ByteRange]:
-    """Few reads that hold these spans (start, stop) of a file, in any order, whole; by where they start."""
-    reads: list[ByteRange] = []
-    for number in sorted(range(len(spans)), key=lambda each: spans[each]):
-        start, stop = spans[number]
-        last = reads[-1] if reads else None
-        if (
-            last is not None
-            and start - last.stop <= MAX_GAP_BYTES
-            and max(stop, last.stop) - last.start <= MAX_REQUEST_BYTES
-        ):
-            reads[-1] = ByteRange(last.start, max(stop, last.stop), [*last.spans, number])
+    """Merge spans (start, stop) of a file, in any order, into few requests; sorted by start."""
+    ranges: list[ByteRange] = []
+    for index in sorted(range(len(spans)), key=lambda each: spans[each]):
+        start, stop = spans[index]
+        last = ranges[-1] if ranges else None
+        if last and start - last.stop <= MAX_GAP_BYTES and max(stop, last.stop) - last.start <= MAX_REQUEST_BYTES:
+            ranges[-1] = ByteRange(last.start, max(stop, last.stop), [*last.spans, index])
         else:
-            reads.append(ByteRange(start, stop, [number]))
-    return reads
-
-
-def parallel_map(call: Callable[[T], Any], items: Iterable[T]) -> None:
-    """`call` on each item, several at once: a request waits more than it works. Raises the first error."""
-    waiting = list(items)
-    if len(waiting) <= 1:
-        for item in waiting:
-            call(item)
-        return
-    with ThreadPoolExecutor(min(MAX_PARALLEL, len(waiting))) as pool:
-        for _ in pool.map(call, waiting):
-            pass
+            ranges.append(ByteRange(start, stop, [index]))
+    return ranges
 
 
 class RangeReader:
-    """Files of a place, of which ranges are read; threads may share it, another process opens its own."""
+    """Reads ranges of files of a storage and keeps them open; safe for threads, cheap to pickle."""
 
     def __init__(self, storage: Storage) -> None:
-        self._storage = storage
-        self._forget()
+        self._storage, self._lock = storage, threading.Lock()
+        self._files: OrderedDict[str, pa.NativeFile] = OrderedDict()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RangeReader, (self._storage,)
 
     def read(self, file: str, start: int, stop: int) -> bytes:
-        """Bytes start..stop of a file. Raises OSError, or ValueError where the file ends before."""
-        data = bytes(with_retries(lambda: self._file(file).read_at(stop - start, start)))
+        """Bytes start..stop of a file. Raises OSError, or ValueError if the file is shorter."""
+        data = bytes(with_retries(lambda: self._open(file).read_at(stop - start, start)))
         if len(data) != stop - start:
-            raise ValueError(f"{self._storage.address}/{file} ends at byte {start + len(data)}, not at {stop} or later")
+            raise ValueError(f"{self._storage.address}/{file} ends at byte {start + len(data)}, before byte {stop}")
         return data
 
-    def _file(self, file: str) -> pa.NativeFile:
+    def _open(self, file: str) -> pa.NativeFile:
         with self._lock:
             if file in self._files:
                 self._files.move_to_end(file)
                 return self._files[file]
-        opened = self._storage.open(file)  # without the lock: it is a request
+        opened = self._storage.open(file)  # a request: not under the lock
         with self._lock:
             self._files[file] = opened
             if len(self._files) > MAX_OPEN:
                 self._files.popitem(last=False)
         return opened
-
-    def _forget(self) -> None:
-        self._lock = threading.Lock()
-        self._files: OrderedDict[str, pa.NativeFile] = OrderedDict()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_storage": self._storage}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._forget()

@@ -20,24 +20,24 @@ def test_a_bucket_that_is_there_passes_and_is_left_as_it_was(s3):
 
 
 def test_a_bucket_that_is_not_there_is_told_with_the_fix(s3):
-    with pytest.raises(ResourceError, match=r"s3://no-such-bucket/runs cannot be written: .*AWS_ENDPOINT_URL"):
+    with pytest.raises(ResourceError, match=r"s3://no-such-bucket/runs is not writable: .*AWS_ENDPOINT_URL"):
         check_shared("s3://no-such-bucket/runs", [])
     found = check_storage("s3://no-such-bucket/runs")
-    assert found.level == "fail" and "The bucket has to exist" in found.seen
+    assert found.level == "fail" and "The bucket must exist" in found.seen
 
 
 def test_a_folder_is_tried_the_same_way(tmp_path):
     check_shared(str(tmp_path / "runs"), [])
     assert list((tmp_path / "runs").iterdir()) == []
     (tmp_path / "file").write_text("")
-    with pytest.raises(ResourceError, match="cannot be written"):
+    with pytest.raises(ResourceError, match="is not writable"):
         check_shared(str(tmp_path / "file" / "runs"), [])
 
 
 def test_a_node_that_sees_another_folder_under_the_same_name_is_told(local_ray, tmp_path, monkeypatch):
     """Here `~` is made another folder than it is for the workers of the node."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(ResourceError, match=r"(?s)not the same folder on every training node:\n  node \w+: .*mount"):
+    with pytest.raises(ResourceError, match=r"(?s)not the same folder on every training node:\n  node \w+: .*Mount"):
         check_shared("~/no-folder-of-anybody", alive_nodes())
     assert list((tmp_path / "no-folder-of-anybody").iterdir()) == []
 

@@ -1,19 +1,28 @@
-"""What the tests of the data share: a store in memory that several threads may read, as they read any other."""
+"""An object store in memory for the tests of the data packages: addresses `memory://...`."""
 
 import io
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from pyarrow import fs
+
+from mmray.storage import storage
 
 
 @pytest.fixture(autouse=True)
-def handles_of_their_own(monkeypatch):
-    """fsspec hands the one object it holds, with its one position, to all that open a file: two threads that read it
-    at once get each other's bytes. Here each opening for reading is a handle of its own, as of every real store."""
-    opened = MemoryFileSystem._open
+def memory_store(monkeypatch):
+    """Serve memory:// through fsspec, with one handle per opened file as on a real store."""
+    open_shared, open_real = MemoryFileSystem._open, storage.open_filesystem
 
-    def open_apart(system, path, mode="rb", **options):
-        file = opened(system, path, mode, **options)
+    def open_separately(system, path, mode="rb", **options):
+        file = open_shared(system, path, mode, **options)
         return io.BytesIO(file.getvalue()) if mode == "rb" else file
 
-    monkeypatch.setattr(MemoryFileSystem, "_open", open_apart)
+    def open_filesystem(address):
+        scheme, _, path = address.partition("://")
+        if scheme == "memory":
+            return fs.PyFileSystem(fs.FSSpecHandler(MemoryFileSystem())), f"/{path}"
+        return open_real(address)
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", open_separately)
+    monkeypatch.setattr(storage, "open_filesystem", open_filesystem)

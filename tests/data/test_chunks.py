@@ -103,7 +103,7 @@ def test_a_row_that_is_damaged_does_not_end_a_run_that_asks_how_large_its_images
 def test_a_cache_is_refused_for_a_set_by_reference_that_is_not_all_on_disks(there, here, tmp_path):
     data = Data(local_cache=str(tmp_path / "cache"))
     for indexed in (referring(there, "memory://raw"), referring(here, "memory://raw"), referring(there, str(tmp_path))):
-        with pytest.raises(UsageError, match=r"data\.local_cache keeps what a set holds, and .* only refers"):
+        with pytest.raises(UsageError, match=r"data\.local_cache cannot cache .* only refers"):
             with_local_cache(data, indexed, 16)
     on_disks = referring(here, str(tmp_path))
     assert with_local_cache(data, on_disks, 16) is on_disks and with_local_cache(Data(), there, 16) is there

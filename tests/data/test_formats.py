@@ -193,7 +193,7 @@ def test_every_format_gives_the_same_rows_and_is_known_by_what_it_is(tmp_path, t
     assert (manifest.num_rows, manifest.num_read) == (COUNT, COUNT)
     assert [row.image for row in rows] == [colour_image(number) for number in range(COUNT)]
     assert [row.texts[0] for row in rows] == [text(number) for number in range(COUNT)]
-    assert all(row.is_intact for row in rows)
+    assert all(row.checksum_ok for row in rows)
     assert len({row.key for row in rows}) == len({row.source for row in rows}) == COUNT
     if title not in ("COCO", "images beside texts", "two parallel lists"):
         assert [row.label for row in rows] == list(range(COUNT))

@@ -26,7 +26,7 @@ def test_rows_are_numbered_through(both):
     assert both.parts == (MixtureComponent(7, 7), MixtureComponent(4, 10)) and both.num_rows == 11
     rows = both.read(np.array([10, 0, 7, 6, 10]))
     assert [each.key for each in rows] == ["other/row-3", "one/row-0", "other/row-0", "one/row-6", "other/row-3"]
-    assert rows[0].image == png(103) and all(each.is_intact for each in rows)
+    assert rows[0].image == png(103) and all(each.checksum_ok for each in rows)
     assert [each.key for each in pickle.loads(pickle.dumps(both)).read(np.array([7]))] == ["other/row-0"]
     for number in (-1, 11):
         with pytest.raises(IndexError, match="of sets of 11"):

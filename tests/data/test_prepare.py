@@ -117,7 +117,7 @@ def test_every_row_is_in_the_set_or_in_quarantine(tmp_path, in_process):
     prepared = PreparedSet.open(str(tmp_path / "out"))
     rows = prepared.read(np.arange(10))
     assert [row.key for row in rows] == [f"k{number}" for number in range(10)]
-    assert all(row.is_intact and row.image == colour_image(number) for number, row in enumerate(rows))
+    assert all(row.checksum_ok and row.image == colour_image(number) for number, row in enumerate(rows))
     assert rows[7].source == "rows.jsonl:8"
     assert prepared.tokenizer_json
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["num_rows"] == 10
@@ -247,7 +247,7 @@ def test_image_side_re_encodes_and_the_rest_stays(tmp_path, in_process):
     rows = PreparedSet.open(str(tmp_path / "out")).read(np.arange(2))
     assert rows[0].image == colour_image(0)
     assert decode(rows[1].image).size == (45, 30)
-    assert all(row.is_intact for row in rows)
+    assert all(row.checksum_ok for row in rows)
 
 
 def test_a_second_prepare_does_nothing_and_a_grown_source_only_the_new_rows(tmp_path, in_process):

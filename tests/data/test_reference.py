@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from mmray.config import Inputs, Prepare
-from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.formats.rows import BadRow
+from mmray.data.prepare.pack import write_shard
+from mmray.data.store.manifest import MANIFEST, Manifest
+from mmray.data.store.prepared_set import PreparedSet, Row
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
@@ -101,3 +104,19 @@ def test_header_checks_less_than_full_and_none_nothing(tmp_path):
     assert found == {
         "full": {"rows.csv:3": "truncated", "rows.csv:4": "format"}, "header": {"rows.csv:4": "format"}, "none": {}
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("file", ["../../secret", "/etc/hostname", "http://host/x", "link"])
+@pytest.mark.parametrize("length", [None, 5])
+def test_references_outside_the_source_folder_are_refused(tmp_path, file, length):
+    (tmp_path / "secret").write_bytes(b"secret")
+    storage, source = Storage(str(tmp_path / "set" / "index")), tmp_path / "set" / "source"
+    storage.mkdir()
+    source.mkdir()
+    (source / "link").symlink_to(tmp_path / "secret")
+    stored = Row("row", b"", ["text"], ref={"file": file, "offset": 0, "length": length})
+    shard = write_shard([stored], storage, "0.arrow", None)
+    settings, origin = {"index_only": True}, {"address": str(source)}
+    storage.write(MANIFEST, Manifest(1, 1, 0, {}, 0, {}, "", None, origin, settings, (shard,)).to_json())
+    with pytest.raises((BadRow, ValueError), match=r"outside its source folder|leaves the folder"):
+        PreparedSet.open(storage.address).read(np.array([0]))

@@ -120,18 +120,6 @@ def test_what_does_not_pass_is_not_tried_again(monkeypatch):
     assert len(calls) == 3 + storage.ATTEMPTS
 
 
-def test_an_address_that_nothing_serves_is_told():
-    with pytest.raises(UsageError, match=r"nonsense://bucket/x cannot be opened"):
-        to_path("nonsense://bucket/x").exists()
-
-
-def test_what_pyarrow_does_not_know_goes_through_fsspec():
-    folder = to_path("memory://some/runs")
-    (folder / "a").write_text("there")
-    assert [path.name for path in folder.iterdir()] == ["a"] and (folder / "a").read_text() == "there"
-    assert (folder / "a").stat().st_size == 5
-
-
 @pytest.mark.parametrize("address", ["s3://key:canary@bucket/runs", "s3://bucket/runs?secret_key=canary"])
 def test_credentials_in_an_address_are_refused(address):
     with pytest.raises(UsageError, match=r"run\.storage.*AWS_SECRET_ACCESS_KEY") as told:

@@ -62,7 +62,7 @@ def test_rows_come_back_in_the_order_asked_for(tmp_path):
     assert prepared.keys() == [row.key for row in rows]
     assert prepared.keys(order) == [rows[number].key for number in order]
     assert prepared.read(np.array([], np.int64)) == []
-    assert all(row.is_intact for row in prepared.read(np.arange(45)))
+    assert all(row.checksum_ok for row in prepared.read(np.arange(45)))
 
 
 def test_dropped_rows_do_not_count(tmp_path):
@@ -196,8 +196,8 @@ def test_damage_anywhere_in_a_shard_raises_or_is_seen_and_never_ends_the_process
         for number in (0, 17):
             try:
                 row = PreparedSet.open(path).read(np.array([number]))[0]
-                outcomes.add("same" if row == rows[number] else "intact" if row.is_intact else "seen")
-                assert row.image == rows[number].image or not row.is_intact
+                outcomes.add("same" if row == rows[number] else "intact" if row.checksum_ok else "seen")
+                assert row.image == rows[number].image or not row.checksum_ok
             except (ValueError, OSError):
                 outcomes.add("raised")
     assert {"raised", "seen", "same"} <= outcomes

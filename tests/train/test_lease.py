@@ -78,7 +78,7 @@ def test_each_attempt_has_a_fence_of_its_own_and_one_that_wakes_up_writes_no_mor
     for earlier in (1, 2):
         with pytest.raises(TrainingError, match="a later attempt"):
             check_fence(tmp_path, earlier)
-    monkeypatch.setattr(lease, "_lives_here", lambda _: None)
+    monkeypatch.setattr(lease, "_is_alive_here", lambda _: None)
     time.sleep(STALE_S + 4 * BEAT_S)
     with pytest.raises(UsageError):  # its heart beats on
         short(tmp_path).acquire()
@@ -91,7 +91,7 @@ def test_each_attempt_has_a_fence_of_its_own_and_one_that_wakes_up_writes_no_mor
 def test_heartbeat_keeps_it_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = short(tmp_path)
     held.acquire()
-    monkeypatch.setattr(lease, "_lives_here", lambda _: None)  # as seen from another machine
+    monkeypatch.setattr(lease, "_is_alive_here", lambda _: None)  # as seen from another machine
     time.sleep(STALE_S + 4 * BEAT_S)
     with pytest.raises(UsageError):
         short(tmp_path).acquire()
@@ -103,8 +103,8 @@ def test_clock_that_jumped_ahead_does_not_cost_a_living_holder_its_lease(
 ) -> None:
     held = short(tmp_path)
     held.acquire()
-    monkeypatch.setattr(lease, "_lives_here", lambda _: None)
-    monkeypatch.setattr(Lease, "_storage_now_s", lambda _: time.time() + 3600)
+    monkeypatch.setattr(lease, "_is_alive_here", lambda _: None)
+    monkeypatch.setattr(Lease, "_storage_time_s", lambda _: time.time() + 3600)
     with pytest.raises(UsageError):
         short(tmp_path).acquire()
     held.release()
@@ -143,7 +143,7 @@ def test_killed_process_of_this_machine_is_replaced_at_once(tmp_path: Path) -> N
 
 def test_another_process_of_the_same_number_is_not_the_holder(tmp_path: Path) -> None:
     file = hold_elsewhere(tmp_path)
-    file.write_text(json.dumps(lease._myself() | {"process": "1"}))
+    file.write_text(json.dumps(lease._this_process() | {"process": "1"}))
     held = short(tmp_path)
     assert held.acquire() == 2
     held.release()

@@ -18,7 +18,7 @@ from mmray.engine.metrics.writers import LogUploader
 from mmray.engine.worker import _closing
 from mmray.errors import StorageError, TrainingError, UsageError
 from mmray.storage import lease, paths, storage
-from mmray.storage.lease import Lease, ObjectClaims, check_fence
+from mmray.storage.lease import Lease, check_fence
 from mmray.storage.paths import temp_dir, to_path
 from mmray.train.tracker_process import Desk
 
@@ -145,7 +145,7 @@ def test_a_lease_on_the_store_holds_off_a_second_and_outlives_neither_release_no
     check_fence(run, 1)
     with pytest.raises(UsageError, match=r"is being trained by process"):
         Lease(run).acquire()
-    monkeypatch.setattr(lease, "_lives_here", lambda _: None)  # as seen from another machine
+    monkeypatch.setattr(lease, "_is_alive_here", lambda _: None)  # as seen from another machine
     with pytest.raises(UsageError):
         Lease(run).acquire()
     first.release()
@@ -160,15 +160,17 @@ def test_a_lease_on_the_store_holds_off_a_second_and_outlives_neither_release_no
 
 def test_a_silent_holder_is_replaced_and_its_late_beat_changes_nothing(s3):
     run = to_path(s3.address) / "mine"
-    asleep = ObjectClaims(run / "lease")
-    assert asleep.take(4, json.dumps({"host": "node-7", "pid": 1, "machine": "another", "process": "1"}))
+    asleep = Lease(run)
+    assert asleep._claim(4)
+    claim = run / "lease" / f"4{asleep._suffix}"
+    claim.write_text(json.dumps({"host": "node-7", "pid": 1, "machine": "another", "process": "1"}))
     with pytest.raises(UsageError, match="node-7"):
         Lease(run, heartbeat_s=0.5, stale_after_s=60).acquire()
     held = Lease(run, heartbeat_s=0.5, stale_after_s=0)
     assert held.acquire() == 5
     with pytest.raises(FileNotFoundError):
-        asleep.beat(4)
-    (run / "lease" / f"4-{asleep._token}").write_text("{}")  # a beat that was on its way when the lease was taken over
+        asleep._beat(4)
+    claim.write_text("{}")  # a beat that was on its way when the lease was taken over
     check_fence(run, 5)
     with pytest.raises(TrainingError, match="taken over"):
         check_fence(run, 4)
@@ -176,13 +178,13 @@ def test_a_silent_holder_is_replaced_and_its_late_beat_changes_nothing(s3):
 
 
 def test_of_several_at_once_at_most_one_wins_a_number(s3):
-    claims = [ObjectClaims(to_path(s3.address) / "lease") for _ in range(4)]
+    claims = [Lease(to_path(s3.address)) for _ in range(4)]
     for fence in (1, 2, 3):
         start, won = threading.Barrier(4), []
 
         def contend(own, fence=fence, start=start, won=won):
             start.wait(10)
-            won.append(own.take(fence, "{}"))
+            won.append(own._claim(fence))
 
         threads = [threading.Thread(target=contend, args=(own,)) for own in claims]
         for thread in threads:
@@ -190,7 +192,7 @@ def test_of_several_at_once_at_most_one_wins_a_number(s3):
         for thread in threads:
             thread.join()
         assert sum(won) <= 1 and len(won) == 4
-    assert claims[0].take(4, "{}") and not claims[1].take(4, "{}")
+    assert claims[0]._claim(4) and not claims[1]._claim(4)
 
 
 def test_files_that_grow_are_carried_whole_and_go_on(s3, monkeypatch):

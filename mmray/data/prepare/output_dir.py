@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from mmray.data.prepare.pack import record_path
 from mmray.data.store.manifest import MANIFEST, PARTS, SHARDS, Shard
 from mmray.errors import UsageError
+from mmray.storage import lease
+from mmray.storage.paths import to_path
 from mmray.storage.storage import TEMP_SUFFIX, Storage
 
 _LOCK = ".lock"
@@ -19,7 +21,7 @@ _LOCK = ".lock"
 def create_output_dir(out: Storage) -> None:
     """Make the folder, where it is not one of something else. Raises UsageError."""
     try:
-        names = set(out.listdir()) - {_LOCK}
+        names = set(out.listdir()) - {_LOCK, lease.FOLDER}
         if names and not names & {MANIFEST, PARTS}:
             raise UsageError(f"{out.address} is not empty and holds no prepared set: choose another folder")
         out.mkdir(PARTS)
@@ -30,9 +32,10 @@ def create_output_dir(out: Storage) -> None:
 
 @contextmanager
 def exclusive_lock(out: Storage) -> Iterator[None]:
-    """Hold the folder against a second prepare (an object store has no locks). Raises UsageError."""
+    """Exclude a second prepare of the folder, on an object store by a lease. Raises UsageError."""
     if out.local_path is None:
-        yield
+        with lease.Lease(to_path(out.address), activity="being prepared", advice="choose another folder"):
+            yield
         return
     try:
         lock = os.open(out.local_path / _LOCK, os.O_RDWR | os.O_CREAT)

@@ -1,7 +1,7 @@
-"""A folder of this machine that keeps what was read of an object store, up to a number of bytes; processes share it.
+"""Node-local cache of byte ranges read from an object store, shared by the processes of a node, with a size limit.
 
-An entry is a file under a name that says what is in it. It appears whole (it is renamed to its name), and is mapped
-where it is read, so that a row costs its own bytes. The entries longest unused make room for others.
+An entry is a file that is renamed into place, so it is always whole, and memory-mapped when it is read. The entries
+unused for longest are evicted.
 """
 
 from __future__ import annotations
@@ -21,73 +21,72 @@ from mmray.errors import UsageError
 from mmray.storage.storage import TEMP_SUFFIX
 
 LOCKS = 1024
-SHARE_UNCOUNTED = 1 / 256  # of the limit, written by a process before it counts the folder again
+RECOUNT_FRACTION = 1 / 256  # of the limit; a process lists the folder again after writing that much
 
 
 class ShardCache:
-    """Entries in `folder`, of `most_bytes` together; cheap to pickle."""
+    """Entries in `folder` of at most `max_bytes` together; cheap to pickle."""
 
-    def __init__(self, folder: str, most_bytes: int) -> None:
-        self.folder, self.most_bytes = Path(folder).expanduser().absolute(), most_bytes
-        self._uncounted: float = most_bytes  # others may have written before
-        self._told = False
+    def __init__(self, folder: str, max_bytes: int) -> None:
+        self.folder, self.max_bytes = Path(folder).expanduser().absolute(), max_bytes
+        self._uncounted: float = max_bytes  # the folder may hold entries of earlier processes
+        self._warned = False
 
     def get(self, name: str, size: int, fetch: Callable[[], bytes]) -> pa.Buffer:
-        """The entry of this name, of `size` bytes, fetched where it is not there: once, whoever else wants it now.
+        """Return the entry of `size` bytes, fetched if missing: once, however many processes want it.
 
-        Raises what `fetch` raises, and UsageError where the folder cannot be made.
+        Raises what `fetch` raises, and UsageError if the folder cannot be created.
         """
         found = self._mapped(name, size)
-        if found is not None:
-            return found
-        with self._alone(str(zlib.crc32(name.encode()) % LOCKS)):
-            found = self._mapped(name, size)
-            if found is not None:
-                return found
-            data = fetch()
-            self._write(name, data)
-        return pa.py_buffer(data)
+        if found is None:
+            with self._file_lock(str(zlib.crc32(name.encode()) % LOCKS)):
+                found = self._mapped(name, size)
+                if found is None:
+                    data = fetch()
+                    self._write(name, data)
+                    found = pa.py_buffer(data)
+        return found
 
-    def drop(self, name: str) -> None:
-        """Delete an entry that was found to be damaged; whoever has it mapped keeps what is mapped."""
+    def invalidate(self, name: str) -> None:
+        """Delete a damaged entry; processes that mapped it keep their mapping."""
         (self.folder / name).unlink(missing_ok=True)
 
     def _mapped(self, name: str, size: int) -> pa.Buffer | None:
         try:
-            os.utime(self.folder / name)  # it was of use now
+            os.utime(self.folder / name)  # the modification time is the time of last use
             found = pa.memory_map(str(self.folder / name)).read_buffer()
-        except OSError:  # not there, or taken away just now
+        except OSError:
             return None
         return found if found.size == size else None
 
     def _write(self, name: str, data: bytes) -> None:
-        unfinished = self.folder / f"{name}.{uuid.uuid4().hex[:8]}{TEMP_SUFFIX}"
+        temporary = self.folder / f"{name}.{uuid.uuid4().hex[:8]}{TEMP_SUFFIX}"
         try:
-            unfinished.write_bytes(data)
-            unfinished.replace(self.folder / name)
-        except OSError as error:  # a full disk is no reason to end a run that can read the store
-            unfinished.unlink(missing_ok=True)
-            if not self._told:
-                logging.getLogger(__name__).warning("data.local_cache %s takes no more: %s", self.folder, error)
-            self._told = True
+            temporary.write_bytes(data)
+            temporary.replace(self.folder / name)
+        except OSError as error:  # a full disk must not stop a run that can read the store
+            temporary.unlink(missing_ok=True)
+            if not self._warned:
+                logging.getLogger(__name__).warning("Cannot write to data.local_cache %s: %s", self.folder, error)
+            self._warned = True
         self._uncounted += len(data)
-        if self._uncounted > self.most_bytes * SHARE_UNCOUNTED:
-            self._trim()
+        if self._uncounted > self.max_bytes * RECOUNT_FRACTION:
+            self._evict()
 
-    def _trim(self) -> None:
-        """Delete the entries longest unused, until the rest fits."""
-        with self._alone("trim"):
+    def _evict(self) -> None:
+        """Delete the least recently used entries until the rest is below the limit."""
+        with self._file_lock("trim"):
             entries = sorted(self._entries())
             total = sum(size for _, size, _ in entries)
             for _, size, path in entries:
-                if total <= self.most_bytes:
+                if total <= self.max_bytes:
                     break
                 Path(path).unlink(missing_ok=True)
                 total -= size
         self._uncounted = 0
 
     def _entries(self) -> Iterator[tuple[int, int, str]]:
-        """(last use in ns, bytes, path) of each entry, and of what killed processes left of one."""
+        """(last use in ns, bytes, path) of each file, including partial ones of killed processes."""
         for file in os.scandir(self.folder):
             try:
                 stat = file.stat()
@@ -97,12 +96,12 @@ class ShardCache:
                 yield stat.st_mtime_ns, stat.st_size, file.path
 
     @contextmanager
-    def _alone(self, lock: str) -> Iterator[None]:
-        """No other thread or process of this machine is in a block of this name; a dead one holds nothing."""
+    def _file_lock(self, name: str) -> Iterator[None]:
+        """Exclude other threads and processes of this node; the lock of a dead process is free."""
         locks = self.folder / "locks"
         try:
             locks.mkdir(parents=True, exist_ok=True)
-            handle = os.open(locks / lock, os.O_RDWR | os.O_CREAT, 0o666)
+            handle = os.open(locks / name, os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise UsageError(f"data.local_cache {self.folder} cannot be used on this node: {error}") from None
         try:

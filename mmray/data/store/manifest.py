@@ -1,6 +1,6 @@
-"""What a prepared set says about itself: manifest.json, written last, and without which nothing counts.
+"""manifest.json of a prepared set, written last: a folder without it is not a set.
 
-Other programs read it too: `num_rows`, `num_read`, `num_quarantined`, `splits` and `fingerprint` keep their names.
+Other programs read `num_rows`, `num_read`, `num_quarantined`, `splits` and `fingerprint`; do not rename them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SCHEMA_VERSION = 3
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of rows of one split; `dropped` are the row numbers in it that do not count (duplicates)."""
+    """A file of rows of one split; `dropped` are row numbers in it that are not part of the set (duplicates)."""
 
     file: str
     split: str | None
@@ -35,7 +35,7 @@ class Shard:
     num_bytes: int
     sha256: str  # of the rows, in order
     dropped: tuple[int, ...] = ()
-    batches: str = ""  # byte at which each record batch begins, and at which the last ends; none in older sets
+    batches: str = ""  # byte offset of each record batch, and of the end of the last one
 
     @property
     def num_live(self) -> int:
@@ -47,40 +47,40 @@ class Shard:
 
     @property
     def offsets(self) -> np.ndarray:
-        """`batches` as numbers, int64 [record batches + 1]; record batch b is bytes offsets[b]..offsets[b + 1]."""
-        return _numbers(self.batches)
+        """Byte offsets, int64 [record batches + 1]; record batch b is bytes offsets[b]..offsets[b + 1]."""
+        return _parse_offsets(self.batches)
 
 
 @lru_cache(maxsize=4096)
-def _numbers(text: str) -> np.ndarray:
+def _parse_offsets(text: str) -> np.ndarray:
     return np.array(text.split(), np.int64)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """num_rows + num_quarantined = num_read, always."""
+    """Contents of a prepared set; num_rows + num_quarantined = num_read."""
 
     num_rows: int
     num_read: int
     num_quarantined: int
-    reasons: dict[str, int]  # why rows were quarantined -> how many
+    reasons: dict[str, int]  # rows by reason of their quarantine
     num_leaks: int  # rows whose images are also in a row of another split
-    splits: dict[str, int]  # rows of each split; empty where no row has one
-    fingerprint: str  # of the rows: the same rows in the same order have the same
+    splits: dict[str, int]  # rows by split; empty if rows have no splits
+    fingerprint: str  # equal for the same rows in the same order
     tokenizer: str | None  # file name
     source: dict[str, Any]
     settings: dict[str, Any]
     shards: tuple[Shard, ...] = field(repr=False)
     schema_version: int = SCHEMA_VERSION
-    num_same_text: int = 0  # rows whose captions an earlier row has too; they are kept
+    num_same_text: int = 0  # rows whose captions occur in an earlier row; kept
     leakage: dict[str, Any] = field(default_factory=dict)  # what was found in other sets and across splits, if asked
-    box_names: dict[str, str] = field(default_factory=dict)  # names of box labels, where the source says them
-    class_names: tuple[str, ...] = ()  # names of the labels 0, 1, ... of rows, where the source says them
-    languages: dict[str, int] = field(default_factory=dict)  # rows of each language; rows without one are in none
+    box_names: dict[str, str] = field(default_factory=dict)  # names of box labels, if the source has them
+    class_names: tuple[str, ...] = ()  # names of labels 0, 1, ..., if the source has them
+    languages: dict[str, int] = field(default_factory=dict)  # rows by language; rows without one are not counted
 
     @property
     def is_decoded(self) -> bool:
-        """Whether each image was decoded whole, and killed nobody, when the set was prepared."""
+        """Whether every image was decoded completely when the set was prepared."""
         return self.settings.get("check", "full") == "full" or bool(self.settings.get("image_side"))
 
     def to_json(self) -> bytes:
@@ -89,7 +89,7 @@ class Manifest:
 
 
 def fingerprint(shards: Iterable[Shard]) -> str:
-    """Hex digest of the rows that count, in order."""
+    """Hex digest of the rows of these shards, in order."""
     digest = hashlib.sha256()
     for shard in shards:
         digest.update(f"{shard.sha256} {shard.split} {shard.dropped}\n".encode())
@@ -97,20 +97,20 @@ def fingerprint(shards: Iterable[Shard]) -> str:
 
 
 def read_manifest(storage: Storage) -> Manifest | None:
-    """The manifest of a prepared set; None where there is none. Raises DataError where it cannot be read."""
+    """Read the manifest of a prepared set; None if there is none. Raises DataError if it is damaged or outdated."""
     if storage.size(MANIFEST) is None:
         return None
     try:
         values = orjson.loads(storage.read(MANIFEST))
         if values["schema_version"] != SCHEMA_VERSION:
             raise DataError(
-                f"{storage.address} has schema version {values['schema_version']}, this mmray reads {SCHEMA_VERSION}: "
-                "prepare the source again into another folder"
+                f"{storage.address} has schema version {values['schema_version']}, this version of mmray reads "
+                f"{SCHEMA_VERSION}. Prepare the source again into another folder."
             )
         del values["format"]
         values["shards"] = tuple(Shard.from_json(item) for item in values["shards"])
         return Manifest(**{**values, "class_names": tuple(values.get("class_names", ()))})
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(
-            f"{storage.address}/{MANIFEST} is damaged ({error}): delete it and run the same `mmray prepare` again"
+            f"{storage.address}/{MANIFEST} is damaged ({error}). Delete it and rerun the same `mmray prepare` command."
         ) from None

@@ -1,8 +1,7 @@
-"""The prepared set: checked rows at rest in Arrow IPC shards, read back one by one in any order.
+"""Prepared sets: validated rows in Arrow IPC shards, read by row number in any order; and mixtures of several sets.
 
-A shard holds rows of one split in record batches of 8: small enough that a single random row costs one small read,
-large enough that the file's index stays short (36,000 rows/s of 66 KB from a mapped file). A set is a folder with
-shards and a manifest; which rows there are, and in which order, the manifest alone says.
+A shard holds rows of one split in record batches of 8: small enough for one small read per random row, large enough to
+keep the shard's index short. The manifest alone defines which rows a set has and in which order.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import pyarrow as pa
 
-from mmray.data.formats.rows import ImageRef
+from mmray.data.formats.rows import ImageRef, is_safe_path
 from mmray.data.images.read import read_images
 from mmray.data.store.cache import ShardCache
 from mmray.data.store.manifest import MANIFEST, PARTS, TOKENIZER, Manifest, Shard, fingerprint, read_manifest
-from mmray.data.store.shards import BatchRequest, OpenShards, RemoteShards
+from mmray.data.store.shards import BatchRequest, ShardReader
 from mmray.data.stream.order import MixtureComponent
 from mmray.errors import DataError
 from mmray.storage.storage import RangeReader, Storage
 
 BATCH_ROWS = 8
-ROW_ERRORS = (FileNotFoundError, ValueError)  # any other error of a store says nothing of the row that was asked for
+ROW_ERRORS = (FileNotFoundError, ValueError)  # errors of a row; any other one is of the storage
 SCHEMA = pa.schema(
     [
         pa.field("key", pa.string(), nullable=False),
@@ -51,7 +50,7 @@ T = TypeVar("T")
 
 @dataclass
 class Row:
-    """One sample at rest: encoded images, captions, and where it came from (`file:line`)."""
+    """A stored sample: encoded images, captions, and its origin (`file:line`)."""
 
     key: str
     image: bytes  # encoded; empty in a set by reference until it is read
@@ -60,31 +59,30 @@ class Row:
     split: str | None = None
     language: str | None = None
     source: str = ""
-    sha256: str = ""  # of the images as they are kept
-    boxes: list[list[float]] | None = None  # of the first image: left, top, right, bottom in fractions of its sides
+    sha256: str = ""  # of the stored images
+    boxes: list[list[float]] | None = None  # left, top, right, bottom as fractions of the first image
     box_labels: list[int] | None = None
-    ref: dict[str, Any] | None = None  # of a set by reference: file, offset, length in the source's folder
-    messages: list[dict[str, str]] | None = None  # a conversation about the image: role and content of each turn
+    ref: dict[str, Any] | None = None  # index-only set: file, offset, length in the source's folder
+    messages: list[dict[str, str]] | None = None  # conversation: role and content of each turn
 
     @property
-    def is_intact(self) -> bool:
-        """Whether the images are, byte for byte, those that were checked (a damaged JPEG often decodes).
+    def checksum_ok(self) -> bool:
+        """Whether the images are byte for byte those that were validated; always true for unvalidated references.
 
-        A reference that was not checked has no checksum, and is taken as it is.
+        Decoding does not show this: a damaged JPEG often decodes.
         """
         return (not self.sha256 and self.ref is not None) or self.sha256 == hashlib.sha256(self.image).hexdigest()
 
 
 def key_id(key: str) -> int:
-    """A row's key as a signed 64-bit number, the same in every process."""
+    """Signed 64-bit hash of a row's key, the same in every process."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 class _Group(NamedTuple):
-    """Rows asked for that are in one record batch: their places in the answer, their numbers in the batch."""
+    """Requested rows of one record batch: their indices in the result and their numbers in the batch."""
 
-    shard: Shard
-    wanted: BatchRequest
+    request: BatchRequest
     indices: np.ndarray
     inside: np.ndarray
 
@@ -92,8 +90,8 @@ class _Group(NamedTuple):
 class PreparedSet:
     """The rows of a prepared set, or of one split of it, numbered from 0 in source order.
 
-    Cheap to pickle: another process gets the manifest as it was read here (so both see the same rows even where the set
-    has grown since) and opens shards as it needs them. Threads may share one.
+    Cheap to pickle: the manifest travels with it, so all processes read the same rows even if the set grows. Threads
+    may share one.
     """
 
     def __init__(
@@ -107,21 +105,20 @@ class PreparedSet:
         self.storage, self.manifest, self.split = storage, manifest, split
         self._shards = [shard for shard in manifest.shards if split is None or shard.split == split]
         self._starts = np.concatenate([[0], np.cumsum([shard.num_live for shard in self._shards])]).astype(np.int64)
-        is_local = storage.local_path is not None
-        self._files = OpenShards(storage, SCHEMA) if is_local else RemoteShards(storage, SCHEMA, cache)
-        self._chunk = chunk if cache is not None and not is_local else 0
+        self._shard_reader = ShardReader(storage, SCHEMA, cache)
+        self._chunk = chunk if cache is not None and storage.local_path is None else 0
 
     @classmethod
     def open(cls, path: str, split: str | None = None) -> PreparedSet:
-        """The whole set, or one split; a set without splits answers any split with all of its rows.
+        """Open a whole set or one split; of a set without splits, any split is all rows.
 
-        `path` is a folder or a URI. Raises DataError where there is no finished set or no such split.
+        `path` is a folder or a URI. Raises DataError if it holds no complete set or no such split.
         """
         storage = Storage(str(path))
         manifest = read_manifest(storage)
         if manifest is None:
-            raise DataError(_not_a_set(storage))
-        if storage.local_path is not None:  # offsets serve range reads only, and are most of a pickled manifest
+            raise DataError(_missing_manifest_message(storage))
+        if storage.local_path is not None:  # offsets serve range reads, and are most of a pickled manifest
             manifest = replace(manifest, shards=tuple(replace(shard, batches="") for shard in manifest.shards))
         if split is None or not manifest.splits:
             return cls(storage, manifest)
@@ -131,7 +128,7 @@ class PreparedSet:
         return cls(storage, manifest, split)
 
     def cached(self, cache: ShardCache, chunk: int) -> PreparedSet:
-        """The same set, of which whole chunks of so many rows are kept in `cache` where it is not on a disk."""
+        """The same set with a cache for reads from an object store, which fetches blocks of `chunk` rows."""
         return PreparedSet(self.storage, self.manifest, self.split, cache, chunk)
 
     @property
@@ -140,16 +137,16 @@ class PreparedSet:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the shards, from which the mean size of a row follows."""
+        """Bytes of all shards."""
         return sum(shard.num_bytes for shard in self._shards)
 
     @property
     def splits(self) -> dict[str, int]:
-        """Rows of each split of the whole set; empty where no row has one."""
+        """Number of rows by split of the whole set; empty if rows have no splits."""
         return self.manifest.splits
 
     def has_split(self, name: str | None = None) -> bool:
-        """Whether the whole set has this split (without a name: has splits at all)."""
+        """Whether the whole set has this split, or without a name any splits."""
         return bool(self.splits) if name is None else name in self.splits
 
     @property
@@ -164,50 +161,54 @@ class PreparedSet:
 
     @property
     def tokenizer_json(self) -> str | None:
-        """The tokenizer trained on this set's captions, where one was."""
+        """Tokenizer trained on this set's captions, if any."""
         return self.storage.read(TOKENIZER).decode() if self.manifest.tokenizer else None
 
     def read(self, rows: np.ndarray) -> list[Row]:
-        """The rows of these numbers (int64 [N], any order, repeats allowed), in the order asked for.
+        """Return the rows with these numbers (int64 [N], any order, repeats allowed), in this order.
 
-        Raises IndexError for a number outside the set, OSError or ValueError (naming the shard) where a file is gone or
-        damaged.
+        Raises IndexError for a number outside the set; OSError or ValueError with the shard's name if a file is missing
+        or damaged.
         """
-        found = self._each(rows, lambda records, shard: [Row(**each) for each in _to_pylist(records, shard)])
+        found = self._map_batches(rows, lambda records, shard: [Row(**each) for each in _to_pylist(records, shard)])
         return self._with_images(found)
-
-    @cached_property
-    def _referred(self) -> tuple[Storage, RangeReader]:
-        """Where the images of a set by reference are, with the files that blocks before have opened there."""
-        return self.image_storage, RangeReader(self.image_storage)
 
     @property
     def image_storage(self) -> Storage:
-        """Where the images of a set by reference are."""
+        """Folder of the source, where the images of an index-only set are."""
         return Storage(self.manifest.source["address"])
 
+    @cached_property
+    def _image_reader(self) -> RangeReader:
+        return RangeReader(self.image_storage)
+
     def _with_images(self, rows: list[Row]) -> list[Row]:
-        """The rows with the images that they only refer to. Raises OSError or ValueError."""
-        pictures = [ImageRef(ref["file"], **ref) for row in rows if (ref := row.ref)]
-        images = iter(read_images(self._referred[0], pictures, self._referred[1]) if pictures else ())
-        for row in rows:
-            if row.ref:
-                row.image = next(images)
+        """Read the images of rows that only refer to them. Raises OSError or ValueError."""
+        refs = [row.ref for row in rows if row.ref]
+        for ref in refs:
+            if not is_safe_path(ref["file"]):  # a set of a third party must not name files outside its source
+                raise ValueError(f"{self.storage.address} refers to {ref['file']!r} outside its source folder")
+        if refs:
+            images = [ImageRef(ref["file"], **ref) for ref in refs]
+            found = iter(read_images(self.image_storage, images, self._image_reader))
+            for row in rows:
+                if row.ref:
+                    row.image = next(found)
         return rows
 
     def keys(self, rows: np.ndarray | None = None) -> list[str]:
-        """Keys of these rows (of all, in order, without an argument); images are not touched."""
+        """Keys of these rows, by default of all in order; does not read images."""
         wanted = np.arange(self.num_rows) if rows is None else rows
-        return self._each(wanted, lambda records, _: records.column("key").to_pylist(), ["key"])
+        return self._map_batches(wanted, lambda records, _: records.column("key").to_pylist(), ["key"])
 
     def refs(self, rows: np.ndarray) -> list[dict[str, Any] | None]:
-        """Where the images are (file, offset, length) that these rows refer to; the images are not touched."""
-        return self._each(rows, lambda records, _: records.column("ref").to_pylist(), ["ref"])
+        """File, offset and length of the images that these rows refer to; does not read images."""
+        return self._map_batches(rows, lambda records, _: records.column("ref").to_pylist(), ["ref"])
 
-    def _each(
-        self, rows: np.ndarray, of: Callable[[pa.RecordBatch, Shard], list[T]], columns: list[str] | None = None
+    def _map_batches(
+        self, rows: np.ndarray, function: Callable[[pa.RecordBatch, Shard], list[T]], columns: list[str] | None = None
     ) -> list[T]:
-        """What `of` makes of the records of these rows, in their order."""
+        """Apply `function` to the records of these rows and return its values in the order of the rows."""
         rows = np.asarray(rows, np.int64)
         out: list[Any] = [None] * len(rows)
         groups = list(self._grouped(rows))
@@ -215,16 +216,16 @@ class PreparedSet:
         def fill(number: int, records: pa.RecordBatch) -> bool:
             group = groups[number]
             taken = (records.select(columns) if columns else records).take(pa.array(group.inside))
-            values = of(taken, group.shard)
+            values = function(taken, group.request.shard)
             for index, value in zip(group.indices, values, strict=True):
                 out[index] = value
-            return not self._chunk or all(value.is_intact for value in values if isinstance(value, Row))
+            return not self._chunk or all(value.checksum_ok for value in values if isinstance(value, Row))
 
-        self._files.each([group.wanted for group in groups], fill)
+        self._shard_reader.for_each_batch([group.request for group in groups], fill)
         return out
 
     def _grouped(self, rows: np.ndarray) -> Iterator[_Group]:
-        """The rows by the record batch they are in, each record batch once."""
+        """Group rows by their record batch, each record batch once."""
         if rows.size and (rows.min() < 0 or rows.max() >= self.num_rows):
             raise IndexError(f"rows {rows.min()}..{rows.max()} of a set of {self.num_rows}")
         shards = np.searchsorted(self._starts, rows, side="right") - 1
@@ -236,10 +237,10 @@ class PreparedSet:
                 here = physical // BATCH_ROWS == batch
                 keep = self._chunk_of(shard, int(rows[indices[here]].min())) if self._chunk else (batch, batch)
                 entry = self._shards[shard]
-                yield _Group(entry, BatchRequest(entry, batch, *keep), indices[here], physical[here] % BATCH_ROWS)
+                yield _Group(BatchRequest(entry, batch, *keep), indices[here], physical[here] % BATCH_ROWS)
 
     def _chunk_of(self, shard: int, row: int) -> tuple[int, int]:
-        """First and last record batch, in this shard, of the chunk that a row is in."""
+        """First and last record batch, in this shard, of the shuffle block of a row."""
         first, rows = int(self._starts[shard]), self._shards[shard].num_live
         start = row // self._chunk * self._chunk - first
         ends = np.array([max(start, 0), min(start + self._chunk, rows) - 1])
@@ -247,7 +248,7 @@ class PreparedSet:
         return begin, end
 
     def _physical(self, shard: int, live: np.ndarray) -> np.ndarray:
-        """Row numbers in the file for row numbers among those that count."""
+        """Row numbers in the file for row numbers without dropped rows."""
         entry = self._shards[shard]
         return np.delete(np.arange(entry.num_rows), entry.dropped)[live] if entry.dropped else live
 
@@ -259,17 +260,16 @@ def _to_pylist(records: pa.RecordBatch, shard: Shard) -> list[dict[str, Any]]:
         raise ValueError(f"{shard.file}: {error}") from None
 
 
-def _not_a_set(storage: Storage) -> str:
+def _missing_manifest_message(storage: Storage) -> str:
     if storage.listdir(PARTS):
         return f"{storage.address} is not complete: rerun the same `mmray prepare` command to finish it"
     return f"{storage.address} is not a prepared set (no {MANIFEST}): run `mmray prepare SOURCE {storage.address}`"
 
 
-# Several prepared sets as one: rows numbered through, set after set; which come when, order.py's Plan says.
 class PreparedMixture:
-    """Prepared sets with the weight of each: an epoch has round(weight x rows) rows of it.
+    """Weighted prepared sets as one: rows are numbered set after set, an epoch has round(weight x rows) rows of each.
 
-    A row's key is `SET/KEY`, for two sets may use the same keys for other rows. Cheap to pickle, as its sets are.
+    A row's key is `SET/KEY`, because two sets may use the same keys. Cheap to pickle.
     """
 
     def __init__(self, sets: Sequence[PreparedSet], weights: Sequence[float]) -> None:
@@ -279,7 +279,7 @@ class PreparedMixture:
 
     @property
     def parts(self) -> tuple[MixtureComponent, ...]:
-        """What the order needs to know of each set."""
+        """Rows, and rows per epoch, of each set."""
         return tuple(
             MixtureComponent(each.num_rows, max(1, round(weight * each.num_rows)))
             for each, weight in zip(self.sets, self.weights, strict=True)
@@ -292,7 +292,7 @@ class PreparedMixture:
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of the rows of all sets, and of their weights."""
+        """Hex digest of the rows and weights of all sets."""
         parts = [(each.fingerprint, weight) for each, weight in zip(self.sets, self.weights, strict=True)]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -303,11 +303,11 @@ class PreparedMixture:
 
     @property
     def tokenizer_json(self) -> str | None:
-        """The tokenizer of the first set that has one."""
+        """Tokenizer of the first set with one."""
         return next((found for each in self.sets if (found := each.tokenizer_json)), None)
 
     def read(self, rows: np.ndarray) -> list[Row]:
-        """The rows of these numbers, in the order asked for. Raises as PreparedSet.read does."""
+        """Return the rows with these numbers, in this order. Raises as PreparedSet.read does."""
         rows = np.asarray(rows, np.int64)
         if rows.size and (rows.min() < 0 or rows.max() >= self.num_rows):
             raise IndexError(f"rows {rows.min()}..{rows.max()} of sets of {self.num_rows}")
@@ -321,6 +321,6 @@ class PreparedMixture:
 
 
 def _names(addresses: Sequence[str]) -> list[str]:
-    """The last part of each address, with a number where two are the same."""
+    """Last part of each address, with a number appended to duplicates."""
     bases = [PurePosixPath(address.partition("?")[0]).name for address in addresses]
     return [base if bases.count(base) == 1 else f"{base}-{number}" for number, base in enumerate(bases)]

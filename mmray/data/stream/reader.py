@@ -85,7 +85,7 @@ class RowReader:
         except (OSError, ValueError) as error:
             return None, f"store: {error}"
         try:
-            if not record.is_intact:
+            if not record.checksum_ok:
                 return record, "checksum: the bytes are not those that were checked when the set was prepared"
             with closing(SandboxedDecoder()) as sandbox:  # it may be what killed a worker
                 sandbox.check(record.image, self.max_pixels)
@@ -118,7 +118,7 @@ class RowReader:
         pixels, valid = np.zeros((len(rows), 3, side, side), np.uint8), np.zeros(len(rows), bool)
         found = boxes.empty_box_columns(len(rows), self.inputs.max_boxes)
         for place, row in enumerate(rows):
-            if row is None or not row.is_intact:
+            if row is None or not row.checksum_ok:
                 continue
             draw_of = None if drawn is None else drawn[place]
             try:
