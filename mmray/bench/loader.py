@@ -7,11 +7,9 @@ ABBA order, so that each ratio compares adjacent windows on one machine.
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ from mmray.bench.loader_report import RATIOS, ArmResult, DiskRead, HostToDevice
 from mmray.bench.timing import Arrival, ProcessMonitor, describe_machine
 from mmray.cluster.connect import ray_session
 from mmray.config import Cluster, Inputs, Prepare
-from mmray.data.prepare.pipeline import Progress, ensure_prepared, prepare
+from mmray.data.prepare.pipeline import ensure_prepared
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import Blocks, ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
@@ -40,13 +38,7 @@ GLOBAL_ROWS, CONSUMERS, SIDE = 256, 2, 224
 MIN_STEPS = 12  # minimum of a stream window, whose first blocks do not count
 FOREVER = 10**6  # steps of a plan that no window finishes
 COPY_BYTES = 2**28
-EXPECTED_RATE, EXPECTED_NOOP_RATE = (
-    600,
-    3000,
-)  # images/s per actor, to choose the length of a stream window
-# Prepare starts processes during its window, so that its window is longer.
-PREPARE_WINDOWS = 3
-MIN_SHARDS = 16  # of a prepare window: its arrivals
+EXPECTED_RATE, EXPECTED_NOOP_RATE = 600, 3000  # images/s per actor, to choose the length of a stream window
 # The first blocks of a stream come while other actors still start.
 STREAM_WINDOWS, STREAM_SKIP = 2, 6
 Notify = Callable[[str], None]
@@ -96,7 +88,6 @@ def bench_loader(settings: LoaderSettings, notify: Notify) -> dict[str, Any]:
         "memory_mib": {name: each.memory_mib for name, each in found.items()},
         "notes": [
             *report.summarize(rates, bench.raw, copies, settings.gpu_rate, actors),
-            *report.cpu_summary(found),
             report.memory_summary(found["stream prepared"].memory_mib),
         ],
     }
@@ -124,8 +115,6 @@ class Bench:
         stall_s = timing.epoch_stall_s(arrivals, skip)
         if stall_s is not None:
             found.stalls_s.append(stall_s)
-        rows = sum(arrival.rows for each in arrivals for arrival in each)
-        found.rows_per_block = rows / sum(len(each) for each in arrivals)
         found.memory_mib |= watch.peaks_mib()
         return found.rates[-1]
 
@@ -169,13 +158,10 @@ def _bench(settings: LoaderSettings, actors: int, notify: Notify) -> Bench:
     raw = _raw(each(readers, "raw", source)(), source, cold)
     original, prepared = Source(files), Source(None, sets["prepared"])
     arms: Arms = {
-        "decode": each(readers, "decode", files),
-        "prepare": partial(_prepare, folder, round(PREPARE_WINDOWS * window_s * EXPECTED_RATE * actors)),
         "reader original": each(readers, "reader", rows["original"], plan),
         "reader prepared": each(readers, "reader", rows["prepared"], plan),
         "textbook original": torch_arm(TextbookDataset(original, tokenizer, SIDE)),
         "stream original": stream_arm("original"),
-        "tuned original": torch_arm(TunedDataset(original, tokenizer, SIDE, inputs.max_tokens)),
         "tuned prepared": torch_arm(TunedDataset(prepared, tokenizer, SIDE, inputs.max_tokens)),
         "stream prepared": stream_arm("prepared"),
         "stream no-op": stream_arm("prepared", NoopStream, EXPECTED_NOOP_RATE),
@@ -188,22 +174,6 @@ def _raw(arrivals: list[list[Arrival]], source: PreparedSet, cold: bool) -> Disk
     rate = timing.rate(arrivals, skip=0)
     where = source.storage.address + ("" if cold else " (partly from the page cache)")
     return DiskRead(rate, rate * num_bytes / rows / 1e6, where)
-
-
-def _prepare(folder: Path, num_rows: int) -> list[list[Arrival]]:
-    """Run `mmray prepare` over the original files; an arrival per progress report."""
-    arrivals: list[Arrival] = []
-
-    def report(progress: Progress) -> None:
-        new = progress.done_rows - sum(arrival.rows for arrival in arrivals)
-        if progress.stage == "pack" and new:
-            arrivals.append(Arrival(time.time(), new))
-
-    apiece = max(1, min(Prepare().rows_per_shard, num_rows // MIN_SHARDS))
-    settings = Prepare(duplicates="keep", max_bad_fraction=1.0, rows_per_shard=apiece)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as out:
-        prepare(str(synthetic_images.repeat_rows(folder, num_rows)), f"{out}/set", settings, report)
-    return [arrivals]
 
 
 class NoopStream(StreamDataConfig):

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import CenterCrop, Compose, Normalize, Resize, ToTensor
 
 from mmray.bench.timing import WARMUP_ARRIVALS, Arrival
-from mmray.data.images.decode import decode
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.order import Blocks, SamplePlan
@@ -175,10 +173,6 @@ class LoaderWorker:
         """Read, decode and tokenize as the stream does, in this process without Ray Data: its upper bound."""
         return collect(_read(reader, plan, self.rank, world), window_s)
 
-    def decode(self, world: int, files: list[tuple[str, str]], window_s: float) -> list[Arrival]:
-        """Decode images from memory and nothing else."""
-        return collect(_decoded(files[self.rank :: world]), window_s)
-
     def raw(self, world: int, prepared: PreparedSet, window_s: float) -> list[Arrival]:
         """Read the stored bytes of a set's images once, in the set's order."""
         return collect(_read_raw(prepared, self.rank, world), window_s)
@@ -226,16 +220,6 @@ def _read(reader: RowReader, plan: SamplePlan, rank: int, world: int) -> Iterato
     for start in range(rank * CHUNK_ROWS, plan.steps * plan.global_rows, world * CHUNK_ROWS):
         block = reader.block(plan, np.arange(start, start + CHUNK_ROWS))
         yield Arrival(time.time(), int(block["valid"].sum()))
-
-
-def _decoded(files: list[tuple[str, str]]) -> Iterator[Arrival]:
-    encoded = [Path(name).read_bytes() for name, _ in files]
-    while True:
-        for start in range(0, len(encoded), CHUNK_ROWS):
-            chunk = encoded[start : start + CHUNK_ROWS]
-            for data in chunk:
-                decode(data)
-            yield Arrival(time.time(), len(chunk))
 
 
 def _read_raw(prepared: PreparedSet, rank: int, world: int) -> Iterator[Arrival]:

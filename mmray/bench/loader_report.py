@@ -11,14 +11,11 @@ import numpy as np
 from mmray.bench import timing
 
 REPORTED_ROLES = ("Consumer", "DataLoader worker", "stream actor", "SplitCoordinator", "driver", "raylet")
-MIN_SHARE = 0.03  # of CPU time, for a role to be listed
 RATIOS = {
     "stream_original_vs_textbook": ("stream original", "textbook original"),
     "stream_prepared_vs_textbook": ("stream prepared", "textbook original"),
     "stream_vs_tuned": ("stream prepared", "tuned prepared"),
-    "stream_original_vs_tuned": ("stream original", "tuned original"),
     "stream_vs_reader": ("stream prepared", "reader prepared"),
-    "prepare_vs_decode": ("prepare", "decode"),
 }
 
 
@@ -30,7 +27,6 @@ class ArmResult:
     cpu_ms: list[dict[str, float]] = field(default_factory=list)  # per row, by process role
     first_s: list[float] = field(default_factory=list)
     stalls_s: list[float] = field(default_factory=list)
-    rows_per_block: float = 0.0
     memory_mib: dict[str, tuple[int, float]] = field(default_factory=dict)
 
 
@@ -73,14 +69,13 @@ def _row(name: str, rate: float, found: ArmResult) -> dict[str, Any]:
         row["first_batch_s"] = round(float(np.median(found.first_s)), 3)
     if name.startswith("stream"):
         row["epoch_stall_s"] = round(float(np.median(found.stalls_s)), 3) if found.stalls_s else None
-        row["rows_per_block"] = found.rows_per_block
     return row
 
 
-def _by_role(found: ArmResult, num_rows: float = 1) -> dict[str, float]:
+def _by_role(found: ArmResult) -> dict[str, float]:
     """Milliseconds of processors that so many rows cost, by role of process, the largest first."""
     roles = {role for each in found.cpu_ms for role in each}
-    cost = {role: num_rows * _median(each.get(role, 0.0) for each in found.cpu_ms) for role in roles}
+    cost = {role: _median(each.get(role, 0.0) for each in found.cpu_ms) for role in roles}
     return {role: round(ms, 3) for role, ms in sorted(cost.items(), key=lambda item: -item[1]) if ms}
 
 
@@ -108,33 +103,6 @@ def summarize(
             needed = timing.workers_for(gpu_rate, rates[f"stream {name}"], actors)
             lines.append(f"{name}: a device of {gpu_rate:,.0f} images/s needs {needed} CPU workers of this kind")
     return lines
-
-
-def cpu_summary(found: dict[str, ArmResult]) -> list[str]:
-    """Return lines on time to the first batch, and CPU time per row of prepare and per block of each stream, by role.
-
-    The no-op stream costs what Ray costs; the difference to the others is reading and decoding.
-    """
-    names = ("original", "prepared", "no-op")
-    first_s = [f"{_median(found[f'stream {name}'].first_s):.1f} s ({name})" for name in names]
-    lines = [f"first batch after {', '.join(first_s)}; no-op is the start of Ray alone"]
-    for name, amount in (("prepare", "row"), *((f"stream {name}", "block") for name in names)):
-        num_rows = found[name].rows_per_block if amount == "block" else 1
-        if cost := _by_role(found[name], num_rows):
-            whole = f"a block of {num_rows:.0f} rows" if amount == "block" else "a row"
-            driver = " without the driver" if name == "prepare" else ""
-            total_ms = sum(cost.values())
-            lines.append(f"{name}: {whole} takes {total_ms:.1f} ms of CPU time{driver}: {_format_roles(cost)}")
-    return lines
-
-
-def _format_roles(cost: dict[str, float]) -> str:
-    """Format the roles with at least MIN_SHARE of the cost, and the rest as one."""
-    least = MIN_SHARE * sum(cost.values())
-    named = {role: ms for role, ms in cost.items() if ms >= least}
-    rest = sum(cost.values()) - sum(named.values())
-    parts = [f"{role} {ms:.1f}" for role, ms in named.items()]
-    return ", ".join([*parts, f"others {rest:.1f}"] if round(rest, 1) else parts)
 
 
 def memory_summary(peaks: dict[str, tuple[int, float]]) -> str:

@@ -72,16 +72,6 @@ def read_captions(folder: Path) -> list[tuple[str, str]]:
     return [(str(folder / row["image"]), row["text"]) for row in rows]
 
 
-def repeat_rows(folder: Path, num: int) -> Path:
-    """Write a JSONL of `num` rows that repeats the files of `folder` under unique keys; return its path."""
-    path, rows = folder / f"repeated-{num}.jsonl", read_captions(folder)
-    if not path.exists():
-        named = ((number, *rows[number % len(rows)]) for number in range(num))
-        lines = (json.dumps({"id": str(at), "image": Path(file).name, "text": text}) for at, file, text in named)
-        path.write_text("\n".join(lines) + "\n")
-    return path
-
-
 def prepare_fixture(folder: Path, side: int, cache: Path) -> PreparedSet:
     """Prepare the files of `folder` into `cache`, re-encoded at `side` (0: original bytes); needs a running Ray."""
     settings = Prepare(image_side=side, duplicates="keep", max_bad_fraction=1.0)

@@ -15,7 +15,7 @@ from mmray.bench import loader, synthetic_images
 from mmray.bench.loader import LoaderSettings, bench_loader
 from mmray.bench.loader_arms import NoopReader, Source, TextbookDataset, TunedDataset, _read_raw, drop_page_cache
 from mmray.bench.loader_arms import loader as torch_loader
-from mmray.bench.loader_report import RATIOS, ArmResult, DiskRead, cpu_summary, rows
+from mmray.bench.loader_report import RATIOS
 from mmray.bench.timing import WARMUP_ARRIVALS, Arrival, ProcessMonitor, cpu_s_per_row, cpu_seconds, process_role
 from mmray.config import Inputs
 from mmray.data.images.decode import channels_first, decode
@@ -118,22 +118,6 @@ def test_process_monitor_reports_cpu_time_by_role():
     assert 0.4 < after[role] - before.get(role, 0.0) < 1.2  # Python processes of other tests may run already
 
 
-def test_cpu_summary_lists_cost_by_role():
-    """Medians over windows; cost of a block = rows x cost of a row; roles below MIN_SHARE are summed as others."""
-    read = ArmResult([300.0], [{"stream actor": each, "raylet": 0.01} for each in (0.5, 0.7, 0.6)], [7.0, 8.0], [], 100)
-    no_op = ArmResult([3000.0], [{"SplitCoordinator": 0.1, "raylet": 0.03}], [6.0], [], 100)
-    found = {"stream original": read, "stream prepared": read, "stream no-op": no_op, "prepare": read}
-    first, prepare, original, _, of_no_op = cpu_summary(found)
-    assert (
-        first == "first batch after 7.5 s (original), 7.5 s (prepared), 6.0 s (no-op); no-op is the start of Ray alone"
-    )
-    assert prepare == "prepare: a row takes 0.6 ms of CPU time without the driver: stream actor 0.6"
-    assert original.endswith("a block of 100 rows takes 61.0 ms of CPU time: stream actor 60.0, others 1.0")
-    assert of_no_op.endswith("a block of 100 rows takes 13.0 ms of CPU time: SplitCoordinator 10.0, raylet 3.0")
-    told = rows(dict.fromkeys(found, 1.0), found, DiskRead(1.0, 1.0, "here"), None)[1]
-    assert told["cpu_ms_by_role"] == {"stream actor": 0.6, "raylet": 0.01} and told["cpu_ms_per_image"] == 0.61
-
-
 def test_no_op_block_has_the_shape_of_a_real_one(made):
     _, prepared, tokenizer = made
     plan = SamplePlan(6, 4, 2, 2, seed=0, steps=1)
@@ -164,7 +148,6 @@ def test_bench_loader_from_end_to_end(local_ray, tmp_path, monkeypatch):
     assert any("the bottleneck is" in note for note in result["notes"])
     assert any("CPU workers" in note for note in result["notes"]) and len(said) == 1 + len(arms)
     assert all(arms[f"stream {name}"]["first_batch_s"] > 0 for name in ("original", "prepared"))
-    assert any("start of Ray alone" in note for note in result["notes"])
     assert {"driver", "stream actor", "LoaderWorker"} <= set(result["memory_mib"]["stream prepared"])
     assert "stream actor" in result["notes"][-1]
     with pytest.raises(UsageError, match="got 4: raise --images"):
