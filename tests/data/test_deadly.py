@@ -31,7 +31,7 @@ def pack_batch(batch, job):
         return _pack_batch(batch, job)
 
 
-class Decoder(stream_module.Decoder):
+class Decoder(stream_module.DecodeActor):
     """The stream's actor with that decoder."""
 
     def __call__(self, batch):
@@ -180,7 +180,7 @@ def test_a_stream_by_reference_goes_on_without_that_row(tmp_path, monkeypatch, l
     tokenizer = train_tokenizer([f"row {number}" for number in range(40)], 60)
     reader = RowReader(PreparedSet.open(out), Inputs(image_side=8, max_tokens=12), tokenizer, 10**6)
     plan = SamplePlan(40, 4, 1, 4, seed=0, steps=20)  # two epochs
-    monkeypatch.setattr(stream_module, "Decoder", Decoder)
+    monkeypatch.setattr(stream_module, "DecodeActor", Decoder)
     made = stream_module.StreamDataConfig(ResumePoint(plan, 0), reader, workers=1, block_mb=0.01)
     blocks = ray.get(consume.remote(made.configure({"train": None}, 1)[0]["train"]))
     column = {name: np.concatenate([block[name] for block in blocks]) for name in ("pos", "key", "valid")}

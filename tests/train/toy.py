@@ -273,7 +273,7 @@ def train_state(
     precision=FP32,
     scaler=None,
     layout=None,
-    clipped=OPTIMIZER.clip,
+    clipped=OPTIMIZER.clip_per,
 ) -> TrainState:
     """A learner as loop.py makes it."""
     group = group or Group()
