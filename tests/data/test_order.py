@@ -52,7 +52,7 @@ def test_step_at_inverts_rows_start(num_rows, global_rows, step):
 
 
 def test_step_at_refuses_a_row_inside_a_step():
-    with pytest.raises(ValueError, match="no step of 8 rows begins at row 3"):
+    with pytest.raises(ValueError, match="no step of 8 rows starts at row 3"):
         plan().step_at(3)
 
 

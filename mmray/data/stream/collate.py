@@ -1,8 +1,7 @@
-"""From the blocks of a stream to the micro-batches of each step: slices, no copies of pixels where a block has them.
+"""Blocks of a stream to the micro-batches of each step, as slices where possible.
 
-The sample's journey: the last station before the training device. A block holds one rank's rows of several steps, or a
-part of those of one; this file cuts it into steps and micro-batches and trims the padding of each to its own longest
-caption.
+A block holds one rank's rows of several steps, or a part of its rows of one step. Each micro-batch is trimmed to its
+longest caption.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from mmray.data.stream.order import SamplePlan
 
 Batch = dict[str, torch.Tensor]
 NumpyBatch = dict[str, np.ndarray]
-IGNORE_INDEX = -100  # transformers' word for a token that has no part in the loss
+IGNORE_INDEX = -100  # label of tokens without loss, as in transformers
 
 
 def iter_micro_batches(
     blocks: Iterable[NumpyBatch], plan: SamplePlan, group_by_length: bool = False
 ) -> Iterator[list[Batch]]:
-    """The micro-batches of each step, in order, from one rank's blocks: of whole steps, or of equal parts of one.
+    """Micro-batches of each step, in order, from one rank's blocks (whole steps, or equal parts of one).
 
-    `group_by_length`: captions of like length share a micro-batch, longest first. The step's rows stay the same.
+    `group_by_length` groups captions of similar length, longest first; the rows of the step stay the same.
     """
     for parts in _by_step(blocks, plan.rank_rows):
-        if group_by_length and plan.accumulation > 1:  # within one micro-batch an order changes nothing
+        if group_by_length and plan.accumulation > 1:  # the order within one micro-batch has no effect
             whole = _rows(parts, 0, plan.rank_rows)
             order = np.argsort(-whole["num_tokens"], kind="stable")
             parts = [{name: column[order] for name, column in whole.items()}]
@@ -36,7 +35,7 @@ def iter_micro_batches(
 
 
 def _by_step(blocks: Iterable[NumpyBatch], share: int) -> Iterator[list[NumpyBatch]]:
-    """What each step is made of: a slice of a block, or several blocks."""
+    """The blocks of each step: a slice of one, or several."""
     held: list[NumpyBatch] = []
     for block in blocks:
         size = len(block["pos"])
@@ -51,7 +50,7 @@ def _by_step(blocks: Iterable[NumpyBatch], share: int) -> Iterator[list[NumpyBat
 
 
 def _rows(parts: list[NumpyBatch], first: int, last: int) -> NumpyBatch:
-    """Rows first..last of equal parts: a view where one part has them all."""
+    """Rows first..last of equal parts; a view if one part holds them all."""
     size = len(parts[0]["pos"])
     pieces = [
         {name: column[max(0, first - start) : last - start] for name, column in part.items()}
@@ -64,7 +63,7 @@ def _rows(parts: list[NumpyBatch], first: int, last: int) -> NumpyBatch:
 
 
 def _concat(columns: list[np.ndarray]) -> np.ndarray:
-    """One column of several: tokens are as wide in a block as its longest caption, zeros follow."""
+    """Concatenate columns; token columns of different width are padded with zeros."""
     if columns[0].ndim == 2:
         widest = max(column.shape[1] for column in columns)
         columns = [np.pad(column, ((0, 0), (0, widest - column.shape[1]))) for column in columns]
@@ -90,7 +89,7 @@ def _batch(rows: NumpyBatch) -> Batch:
 
 
 def label_columns(rows: dict[str, np.ndarray], longest: int) -> Batch:
-    """Of rows for a model that writes: labels int64 [B, T], -100 for tokens that are not learned; image_pos [B]."""
+    """Columns of generative models: labels int64 [B, T], -100 for tokens without loss; image_pos [B]."""
     if "loss_mask" not in rows:
         return {}
     labels = np.where(rows["loss_mask"], rows["input_ids"], IGNORE_INDEX)[:, :longest].astype(np.int64)
@@ -100,7 +99,7 @@ def label_columns(rows: dict[str, np.ndarray], longest: int) -> Batch:
 def box_columns(rows: dict[str, np.ndarray]) -> Batch:
     """boxes float32 [B, N, 4], box_labels int64 [B, N], box_mask bool [B, N] of real ones.
 
-    N is the most that a row of these has. Without columns of boxes none of them.
+    N is the largest number of boxes of a row. Empty without box columns.
     """
     if "boxes" not in rows:
         return {}

@@ -1,4 +1,4 @@
-"""The actor of the stream that reads and decodes; what its process imports, each pays that starts: no ray.train."""
+"""The Ray Data actor that reads and decodes. Its imports add to the start of each data worker: no ray.train."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from mmray.data.stream.reader import Block, BlockReader, RowReader
 
 SANDBOXED_BLOCKS = 8
 WORKER_DIED_MESSAGE = (
-    "a data worker died, and has begun again on {node}: what it was reading is read again. Where no image is named as "
-    "the cause, its node may have run out of memory: fewer --data.workers, or a smaller --data.block-mb"
+    "a data worker on {node} died and was restarted; its block is read again. If no image is named as the cause, the "
+    "node may have run out of memory: lower --data.workers or --data.block-mb"
 )
 
 
 class DecodeActor(BlockReader):
-    """The Ray Data actor. Begun again after its process died, it says so on the board, where there is one, and tries
-    each image in a child first: one may have killed it. Ray gives it the same block again, without end, so that the
-    image must be told from the rest here."""
+    """Reads and decodes blocks. After a restart it reports to the coordinator `board` and decodes in a child process.
+
+    Ray gives a restarted actor the same block again, forever, so the image that crashed it must be found here.
+    """
 
     def __init__(self, reader: RowReader, blocks: Blocks, board: Any = None):
         super().__init__(reader, blocks)
@@ -34,7 +35,7 @@ class DecodeActor(BlockReader):
 
     def __call__(self, batch: Block) -> Block:
         block, sandbox = super().__call__(batch), self.reader.sandbox
-        if sandbox is not None and not sandbox.deaths:  # its node may have gone instead
+        if sandbox is not None and not sandbox.deaths:  # no image crashed: the node may have been lost
             self.sandboxed_blocks_left -= 1
             if not self.sandboxed_blocks_left:
                 sandbox.close()

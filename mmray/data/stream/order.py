@@ -1,8 +1,10 @@
-"""The order of a run, as a function: which rows an optimizer step takes, for any step, seed and number of workers.
+"""Sample order as a pure function: which rows each optimizer step takes, for any step, seed and number of workers.
 
-The sample's journey: this file says *which* row comes when, before anything is read. Position p of a run is row
-`rows_at(p)`; an epoch is `num_rows` positions; step s takes the next `global_rows` positions of its epoch. Nothing is
-stored and nothing is drawn: a resumed or resized run asks the same function and gets the same rows.
+Position p of a run is row `rows_at(p)`. An epoch is `num_rows` positions; a step takes the next `global_rows` positions
+of its epoch. Nothing is stored, so a resumed or resized run takes the same rows.
+
+The shuffle is a keyed bijection of 0..size-1. `permute` moves a number anywhere; `chunked_permutation` keeps rows that
+are stored next to each other close, so that few large reads fetch them. Both need O(1) memory for a row.
 """
 
 from __future__ import annotations
@@ -13,16 +15,13 @@ from typing import Any
 
 import numpy as np
 
-# Keyed bijections of 0..size-1: what a shuffle is made of when nothing of it may be stored.
-#
-# `permute` moves a number anywhere; `chunked` keeps rows that lie together at rest within reach of each other, so that
-# few large reads fetch them. Both are exact for any size, and O(1) in memory for an element.
+PADDING = -1
 _ROUNDS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def splitmix64(value: np.ndarray) -> np.ndarray:
-    """Hash uint64 to uint64, any shape (the finaliser of splitmix64; Steele, Lea, Flood 2014)."""
+    """Hash uint64 to uint64, any shape (finaliser of splitmix64; Steele, Lea, Flood 2014)."""
     z = value + _GOLDEN
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -32,21 +31,20 @@ def splitmix64(value: np.ndarray) -> np.ndarray:
 def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     """Keyed bijection of 0..size-1: uint64 `index` and `key` of one shape in, uint64 of that shape out.
 
-    A Feistel network over Z_a x Z_b with a*b >= size, walked along its cycle until it lands below size.
+    A Feistel network over Z_a x Z_b with a*b >= size, applied again until the result is below size (cycle walking).
     """
     return _cycle_walk(lambda inside, keys: _feistel(inside, size, keys), index, size, key)
 
 
 def chunked_permutation(index: np.ndarray, size: int, key: np.ndarray, chunk: int, window: int) -> np.ndarray:
-    """Keyed bijection of 0..size-1 that takes all of `window` chunks of `chunk` neighbours before it takes others.
+    """Keyed bijection of 0..size-1 that shuffles chunks of neighbouring rows, and rows within windows of chunks.
 
-    The chunks come in any order, and inside a window of `window` to 2 * window - 1 of them (all, where there are no
-    more) the rows do. The last chunk may be ragged: what it lacks is walked over, so that fewer than `chunk` rows come
-    outside their window. A chunk of 1 is `permute` itself.
+    A window has `window` to 2 * window - 1 chunks (or all). If the last chunk is ragged, fewer than `chunk` rows fall
+    outside their window. A chunk of 1 is `permute`.
     """
     if chunk == 1:
         return permute(index, size, key)
-    chunk = min(chunk, size)  # or most of the walk would be outside
+    chunk = min(chunk, size)  # otherwise most of the cycle walk would be outside
     chunks = -(-size // chunk)
 
     def both(inside: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -57,9 +55,9 @@ def chunked_permutation(index: np.ndarray, size: int, key: np.ndarray, chunk: in
 
 
 def windowed_permutation(index: np.ndarray, units: int, key: np.ndarray, window: int, unit: int = 1) -> np.ndarray:
-    """Keyed bijection of 0..units*unit-1 that leaves a number in its window, of `window` units at least."""
+    """Keyed bijection of 0..units*unit-1 that keeps a number in its window of at least `window` units."""
     windows = max(1, units // window)
-    length, longer = divmod(units, windows)  # so many windows are one unit longer
+    length, longer = divmod(units, windows)  # number of windows that are one unit longer
     edge = longer * (length + 1) * unit
     out = np.empty_like(index)
     for first, size, here in ((0, (length + 1) * unit, index < edge), (edge, length * unit, index >= edge)):
@@ -72,10 +70,8 @@ def windowed_permutation(index: np.ndarray, units: int, key: np.ndarray, window:
 def _cycle_walk(
     bijection: Callable[[np.ndarray, np.ndarray], np.ndarray], index: np.ndarray, size: int, key: np.ndarray
 ) -> np.ndarray:
-    """A bijection of more numbers as one of 0..size-1: again from where it lands, until that is below size.
-
-    Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
-    """
+    """Restrict a bijection of a larger domain to 0..size-1 (Black and Rogaway 2002, "Ciphers with arbitrary finite
+    domains")."""
     out = bijection(index, key)
     outside = np.flatnonzero(out >= size)
     while outside.size:
@@ -97,29 +93,26 @@ def _feistel(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     return left * b + right
 
 
-PADDING = -1
-
-
 def hash_choice(seed: int, epoch: np.ndarray, key: np.ndarray, choices: np.ndarray) -> np.ndarray:
-    """A choice 0..choices-1 for each row (all int64, one shape), from (seed, epoch, key) alone."""
+    """A choice 0..choices-1 for each row (all int64, one shape), determined by (seed, epoch, key)."""
     return (_row_hash(seed, epoch, key) % choices.astype(np.uint64)).astype(np.int64)
 
 
 def hash_uniform(seed: int, epoch: np.ndarray, key: np.ndarray, count: int) -> np.ndarray:
-    """Numbers in [0, 1) for each row: float64 [R, count], from (seed, epoch [R], key [R]) alone."""
+    """Numbers in [0, 1) for each row: float64 [R, count], determined by (seed, epoch [R], key [R])."""
     numbers = splitmix64(_row_hash(seed, epoch, key)[:, None] ^ splitmix64(np.arange(1, count + 1, dtype=np.uint64)))
     return (numbers >> np.uint64(11)) * 2.0**-53
 
 
 def _row_hash(seed: int, epoch: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Hash uint64 of (seed, epoch, key), one a row."""
+    """Hash uint64 of (seed, epoch, key) of each row."""
     salt = splitmix64(epoch.astype(np.uint64) ^ splitmix64(np.full(epoch.shape, seed, np.uint64)))
     return splitmix64(key.view(np.uint64) ^ salt)
 
 
 @dataclass(frozen=True)
 class MixtureComponent:
-    """One of several sets that are mixed: its rows, and how many of them an epoch takes."""
+    """One set of a mixture: its rows, and how many of them an epoch takes."""
 
     num_rows: int
     per_epoch: int
@@ -134,11 +127,11 @@ def mixture_rows(
     chunk: int,
     window: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(row, pass) int64 of slots of epochs, all of one shape; rows are numbered through, set after set.
+    """(row, pass over its set) int64 of the slots of an epoch, all of one shape; rows are numbered set after set.
 
-    An epoch has a slot for each of its rows, part after part. A part's own order runs on from epoch to epoch, pass
-    after pass, each pass every row once: so in any epochs no row of a set comes more than once more often than another,
-    and e epochs of weight w have every row e x w times where that is whole.
+    An epoch has a slot for each of its rows, set after set. The order of a set continues from epoch to epoch and takes
+    each row once in each pass. So row counts of a set never differ by more than one, and e epochs of weight w take each
+    row e x w times if that is an integer.
     """
     rows, passes = np.zeros(slots.shape, np.int64), np.zeros(slots.shape, np.int64)
     first_slot = first_row = 0
@@ -154,14 +147,14 @@ def mixture_rows(
 
 
 def interleave(parts: tuple[MixtureComponent, ...], positions: np.ndarray) -> np.ndarray:
-    """Slots (see `mixed`) of positions of an epoch, int64: every part's in their order, evenly through the epoch."""
+    """Slots (see `mixture_rows`) of positions of an epoch, int64: each set in order, spread evenly over the epoch."""
     slots, rest = np.empty(positions.size, np.int64), np.arange(positions.size)
-    place, left, first = positions.ravel(), sum(part.per_epoch for part in parts), 0
-    for part in parts:  # of the places that are left, every (left / per_epoch)th is this part's
-        before = place * part.per_epoch // left
-        mine = (place + 1) * part.per_epoch // left > before
+    offset, left, first = positions.ravel(), sum(part.per_epoch for part in parts), 0
+    for part in parts:  # every (left / per_epoch)th of the remaining positions belongs to this set
+        before = offset * part.per_epoch // left
+        mine = (offset + 1) * part.per_epoch // left > before
         slots[rest[mine]] = first + before[mine]
-        rest, place = rest[~mine], (place - before)[~mine]
+        rest, offset = rest[~mine], (offset - before)[~mine]
         left, first = left - part.per_epoch, first + part.per_epoch
     return slots.reshape(positions.shape)
 
@@ -170,9 +163,9 @@ def interleave(parts: tuple[MixtureComponent, ...], positions: np.ndarray) -> np
 class SamplePlan:
     """The rows of each step of a run at one world size.
 
-    num_rows = rows of an epoch; global_rows = rows of a step over all workers; micro = rows of one forward pass;
-    steps = length of the run; parts = the sets that are mixed, if several, whose `per_epoch` add up to num_rows.
-    chunk = rows that lie together and come near each other, `window` chunks at a time; 1 = any row comes anywhere.
+    num_rows: rows of an epoch. global_rows: rows of a step over all workers. micro: rows of one forward pass. steps:
+    length of the run. parts: sets of a mixture; their `per_epoch` add up to num_rows. chunk, window: see
+    `chunked_permutation`; a chunk of 1 is a full shuffle.
     """
 
     num_rows: int
@@ -204,24 +197,24 @@ class SamplePlan:
         return step // self.steps_per_epoch
 
     def rows_start(self, step: int) -> int:
-        """Rows consumed by all steps before this one: the position of its first row."""
+        """Position of the first row of a step: rows consumed by all steps before it."""
         epoch, index = divmod(step, self.steps_per_epoch)
         return epoch * self.num_rows + index * self.global_rows
 
     def rows_stop(self, step: int) -> int:
-        """Rows consumed when this step is done."""
+        """Rows consumed after this step."""
         return min(self.rows_start(step) + self.global_rows, (self.epoch(step) + 1) * self.num_rows)
 
     def step_at(self, rows_consumed: int) -> int:
-        """The step that begins at this many consumed rows (the inverse of `rows_start`)."""
+        """The step that starts after this many consumed rows (inverse of `rows_start`)."""
         epoch, offset = divmod(rows_consumed, self.num_rows)
         step = epoch * self.steps_per_epoch + offset // self.global_rows
         if self.rows_start(step) != rows_consumed:
-            raise ValueError(f"no step of {self.global_rows} rows begins at row {rows_consumed}")
+            raise ValueError(f"no step of {self.global_rows} rows starts at row {rows_consumed}")
         return step
 
     def positions(self, step: int, rank: int) -> np.ndarray:
-        """Positions [share] int64 of a rank's rows in a step, PADDING behind them."""
+        """Positions [rank_rows] int64 of a rank's rows in a step, then PADDING."""
         first = self.rows_start(step) + rank * self.rank_rows
         last = min(self.rows_start(step) + (rank + 1) * self.rank_rows, self.rows_stop(step))
         out = np.full(self.rank_rows, PADDING, np.int64)
@@ -233,7 +226,7 @@ class SamplePlan:
         return np.where(positions >= 0, self._lookup(positions)[0], PADDING)
 
     def passes_at(self, positions: np.ndarray) -> np.ndarray:
-        """The how-manieth time each row comes, from 0, int64 of one shape: what a row is varied by; 0 for PADDING."""
+        """How often each row was seen before this position, int64; seeds augmentation. 0 for PADDING."""
         return self._lookup(positions)[1]
 
     def _lookup(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -249,7 +242,7 @@ class SamplePlan:
         return rows, np.where(positions >= 0, passes, 0)
 
     def _shuffle(self, offset: np.ndarray, key: np.ndarray) -> np.ndarray:
-        """Of one set the row, of several the slot; in chunks it stays near, and its part's own order takes it on."""
+        """Shuffled rows of one set, or slots of a mixture."""
         if self.chunk > 1 and self.parts:
             return windowed_permutation(offset, self.num_rows, key, self.chunk * self.window)
         return chunked_permutation(offset, self.num_rows, key, self.chunk, self.window)
@@ -257,10 +250,9 @@ class SamplePlan:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which positions each block of a stream holds: one rank's rows of several steps, or a part of its rows of one.
+    """Positions of each block of a stream: one rank's rows of several steps, or a part of its rows of one step.
 
-    Blocks are dealt to the ranks in turn. `parts` divides `plan.rank_rows`, so that all are equal; with several of them
-    `steps_per_block` is 1.
+    Blocks go to the ranks in turn. `parts` divides `plan.rank_rows`; if it is more than 1, `steps_per_block` is 1.
     """
 
     plan: SamplePlan
@@ -274,7 +266,7 @@ class Blocks:
         return groups * self.parts * self.plan.world
 
     def positions(self, block: int) -> np.ndarray:
-        """Positions [rows] of a block; every block of a group, one for each rank, has the same length."""
+        """Positions [rows] of a block; the blocks of all ranks for the same steps have the same length."""
         group, rank = divmod(block, self.plan.world)
         group, part = divmod(group, self.parts)
         first = self.first_step + group * self.steps_per_block
@@ -286,7 +278,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a group of workers begins: the plan at its size, the first step, the checkpoint to load (its folder)."""
+    """Where a worker group starts: the plan at its size, the first step, the checkpoint folder to load."""
 
     plan: SamplePlan
     step: int

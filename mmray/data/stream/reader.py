@@ -1,8 +1,7 @@
-"""From row ids to the arrays of a block: read, decode, resize, choose a caption, tokenise.
+"""Row ids to the arrays of a block: read, decode, resize, choose a caption, tokenise.
 
-The sample's journey: the order named a row, this file turns it into pixels and tokens, inside a Ray Data actor (or in
-any process: it knows nothing of Ray). A row that cannot be read keeps its place with valid=False, so that a step
-always has the rows that the order gave it.
+Runs in a Ray Data actor or in any process; imports no Ray. A row that cannot be read keeps its position with
+valid=False, so a step always has the rows of the sample order.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ T = TypeVar("T")
 
 
 class RowReader:
-    """Reads rows of a prepared set as model inputs; cheap to pickle, opens the set on first use."""
+    """Reads rows of a prepared set as model inputs. Cheap to pickle: it opens the set on first use."""
 
     def __init__(
         self,
@@ -45,18 +44,18 @@ class RowReader:
         self.prepared, self.inputs, self.max_pixels = prepared, _to_namespace(inputs), max_pixels
         self.augment = _to_namespace(augment) if augment is not None and augment.is_active else None
         fits = prepared.num_rows * 3 * inputs.image_side**2 <= keep_mb * 1e6
-        # Squares by row, where they come again as they are: of a set of which they do not all fit, few would come.
-        self.kept: dict[int, np.ndarray] | None = {} if fits and self.augment is None else None
+        # Decoded images by row, only if all of them fit: otherwise hits would be rare.
+        self.cache: dict[int, np.ndarray] | None = {} if fits and self.augment is None else None
         self.encoder = build_encoder(tokenizer_json, self.inputs)
-        # Where each image is tried first; only in a process begun after a death.
+        # Decodes each image first, in a process that was restarted after a crash.
         self.sandbox: SandboxedDecoder | None = None
 
     def block(self, plan: SamplePlan, positions: np.ndarray) -> Block:
-        """Arrays of the rows at `positions` [R] of the run's order.
+        """Arrays of the rows at `positions` [R] of the sample order.
 
         image uint8 [R, 3, S, S]; input_ids int32 [R, T]; num_tokens int32 [R] (1 for an invalid row); key int64 [R];
-        label int64 [R], -1 where there is none; valid bool [R]; pos int64 [R]; for a model that writes also learned
-        bool [R, T] and image_pos int32 [R] (data/chat.py); with `inputs.max_boxes` M also boxes float32 [R, M, 4] in
+        label int64 [R], -1 for none; valid bool [R]; pos int64 [R]. Generative models also get learned
+        bool [R, T] and image_pos int32 [R] (data/text/chat.py); `inputs.max_boxes` M adds boxes float32 [R, M, 4] in
         fractions of the square, box_labels int64 [R, M], num_boxes int32 [R]. Padding and unreadable rows are zeros
         with valid=False.
         """
@@ -79,26 +78,26 @@ class RowReader:
         } | found
 
     def explain_bad_row(self, row: int) -> tuple[Row | None, str]:
-        """Why a row cannot be read, and the row itself where at least its record can (for the quarantine)."""
+        """Return the row, if its record can be read, and why it cannot be used (for the quarantine)."""
         try:
             record = self.prepared.read(np.array([row]))[0]
         except (OSError, ValueError) as error:
             return None, f"store: {error}"
         try:
             if not record.checksum_ok:
-                return record, "checksum: the bytes are not those that were checked when the set was prepared"
-            with closing(SandboxedDecoder()) as sandbox:  # it may be what killed a worker
+                return record, "checksum: the bytes differ from those that were prepared"
+            with closing(SandboxedDecoder()) as sandbox:  # it may be what crashed a worker
                 sandbox.check(record.image, self.max_pixels)
         except images.BadImage as error:
             return record, str(error)
-        return record, "read well the second time"
+        return record, "readable at the second attempt"
 
     def _rows(self, row_ids: np.ndarray) -> list[Row | None]:
-        """Rows in order; None for padding and for a row whose record is damaged."""
+        """Rows in order; None for padding and for damaged records."""
         real = np.flatnonzero(row_ids != PADDING)
         out: list[Row | None] = [None] * len(row_ids)
-        for place, row in zip(real, self._read(row_ids[real]), strict=True):
-            out[place] = row
+        for index, row in zip(real, self._read(row_ids[real]), strict=True):
+            out[index] = row
         return out
 
     def _read(self, row_ids: np.ndarray) -> list[Row | None]:
@@ -107,39 +106,39 @@ class RowReader:
         except ROW_ERRORS:
             if len(row_ids) <= 1:
                 return [None] * len(row_ids)
-            middle = len(row_ids) // 2  # one damaged record must not cost its neighbours
+            middle = len(row_ids) // 2  # one damaged record must not invalidate others
             return self._read(row_ids[:middle]) + self._read(row_ids[middle:])
 
     def _pixels(
         self, row_ids: np.ndarray, rows: list[Row | None], drawn: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray, Block]:
-        """Pixels uint8 [R, 3, S, S], which of them are real, bool [R], and columns of boxes; varied by `drawn`."""
+        """Pixels uint8 [R, 3, S, S], valid bool [R], and box columns; augmented by the random numbers `drawn`."""
         side = self.inputs.image_side
         pixels, valid = np.zeros((len(rows), 3, side, side), np.uint8), np.zeros(len(rows), bool)
         found = boxes.empty_box_columns(len(rows), self.inputs.max_boxes)
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             if row is None or not row.checksum_ok:
                 continue
-            draw_of = None if drawn is None else drawn[place]
+            draw_of = None if drawn is None else drawn[index]
             try:
                 if found and row.boxes:
-                    pixels[place], each = self._decode_with_boxes(row, draw_of)
+                    pixels[index], each = self._decode_with_boxes(row, draw_of)
                     for name, value in each.items():
-                        found[name][place] = value
+                        found[name][index] = value
                 else:
-                    pixels[place] = self._image(int(row_ids[place]), row.image, draw_of)
-                valid[place] = True
+                    pixels[index] = self._image(int(row_ids[index]), row.image, draw_of)
+                valid[index] = True
             except images.BadImage:
                 continue
         return pixels, valid, found
 
     def _image(self, row_id: int, data: bytes, drawn: np.ndarray | None) -> np.ndarray:
-        """What the model sees of a row's encoded image, varied by `drawn` [DRAWS]. Raises BadImage."""
-        if self.kept is None:
+        """Pixels of a row's encoded image, augmented by `drawn` [DRAWS]. Raises BadImage."""
+        if self.cache is None:
             return self._decoded(data, drawn)
-        if row_id not in self.kept:
-            self.kept[row_id] = self._decoded(data, drawn)
-        return self.kept[row_id]
+        if row_id not in self.cache:
+            self.cache[row_id] = self._decoded(data, drawn)
+        return self.cache[row_id]
 
     def _decoded(self, data: bytes, drawn: np.ndarray | None) -> np.ndarray:
         if self.sandbox is not None:
@@ -147,11 +146,11 @@ class RowReader:
         return load_and_transform(data, self.max_pixels, self.inputs, self.augment, drawn)
 
     def _decode_with_boxes(self, row: Row, drawn: np.ndarray | None) -> tuple[np.ndarray, Block]:
-        """What `_image` gives, and the row's boxes on it. Raises BadImage."""
+        """Pixels as from `_image`, and the row's boxes on them. Raises BadImage."""
         inputs, data = self.inputs, row.image
         if self.sandbox is not None:
             self.sandbox.check(data, self.max_pixels, (inputs, self.augment, drawn))
-        rgb = images.read_rgb(data, self.max_pixels)  # for its size, which the way of read_pixels does not tell
+        rgb = images.read_rgb(data, self.max_pixels)  # boxes need the size of the whole image
         if self.augment is None or drawn is None:
             square = images.to_pixels(rgb, inputs.image_side, inputs.fit, inputs.interpolation)
         else:
@@ -162,15 +161,14 @@ class RowReader:
         return square, {"boxes": found, "box_labels": labels, "num_boxes": np.array(count)}
 
     def _encode_texts(self, seed: int, epoch: np.ndarray, rows: list[Row | None], key: np.ndarray) -> Block:
-        """Columns of what the rows say, one of several captions drawn."""
+        """Token columns of the rows; one of several captions is drawn."""
         words = [self.encoder.texts_of(row) if row else [self.encoder.empty] for row in rows]
         chosen = hash_choice(seed, epoch, key, np.array([len(choices) for choices in words], np.int64))
         return self.encoder.columns([choices[c] for choices, c in zip(words, chosen, strict=True)])
 
 
 def _to_namespace(settings: T) -> T:
-    """The same values under the same names, and nothing else: their types would have every data worker import pydantic
-    and tyro, a third of a second of its start."""
+    """Copy settings to a plain object: their types would make each data worker import pydantic and tyro (0.3 s)."""
     computed = (name for name, value in vars(type(settings)).items() if isinstance(value, property))
     values = {name: getattr(settings, name) for name in (*vars(settings), *computed)}
     values |= {name: _to_namespace(value) for name, value in values.items() if hasattr(value, "model_fields_set")}
@@ -178,7 +176,7 @@ def _to_namespace(settings: T) -> T:
 
 
 class BlockReader:
-    """The Ray Data actor: block numbers in, blocks of model inputs out."""
+    """Callable for Ray Data: block numbers in, blocks of model inputs out."""
 
     def __init__(self, reader: RowReader, blocks: Blocks):
         self.reader, self.blocks = reader, blocks

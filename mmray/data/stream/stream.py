@@ -1,14 +1,12 @@
-"""The stream: a prepared set as blocks of model inputs, in the run's order, dealt to the training workers.
+"""The Ray Data stream: a prepared set as blocks of model inputs, in sample order, split between the training workers.
 
-The sample's journey: Ray Data actors on CPU nodes read and decode (data/reader.py) what the order names (data/order.py)
-and Ray deals the blocks to the ranks in turn. This file is the room's composer: the only one that touches Ray.
+Data actors on CPU nodes read and decode (reader.py) the rows that order.py names. A block is one rank's rows of several
+consecutive steps, or a part of its rows of one step, so it has about the same size for each batch size. Ray's cost of
+a block hardly depends on its size (`mmray bench loader`), but an object store holds few large ones: 24 MB is a
+compromise.
 
-A block is one rank's rows of several consecutive steps, or a part of those of one, so that it is some 24 MB whatever
-the batch: one of 19 MB costs 28 ms of processors beside its rows' own (`mmray bench loader`), much of it however small
-it is, and object stores hold few large ones. Of the coordinator's part, half is the account of resources that it draws
-up anew at each dispatch, and that keeps blocks from being spilled.
-One execution spans all remaining epochs: no stall at an epoch's end. The plan is a list of block numbers, of many a
-`ray.data.range` in coarse tasks, flat in time and memory up to millions of blocks.
+One execution spans all remaining epochs, so there is no stall at an epoch's end. The plan is a list of block numbers,
+or a `ray.data.range` for many, so its cost is constant up to millions of blocks.
 """
 
 from __future__ import annotations
@@ -25,21 +23,19 @@ from mmray.data.stream.order import Blocks, ResumePoint, SamplePlan
 from mmray.data.stream.reader import Block, RowReader
 
 BLOCKS_PER_TASK = 1000
-MAX_INLINE_BLOCKS = 1000  # half a second of the driver, where a task is a process that imports Ray Data
+MAX_INLINE_BLOCKS = 1000  # listing takes 0.5 s of the driver; a task needs a process that imports Ray Data
 TOKEN_BYTES = 4
-# Blocks that an actor has or waits with. With two, Ray's default, it stood idle for 8 % of the time: on busy cores the
-# coordinator does not get round to it within a block. What waits is a number: nothing is made the earlier.
+# Tasks queued at an actor. With two, Ray's default, actors were idle for 8 % of the time on busy cores. A queued task
+# is only a block number, so it needs no memory.
 IN_FLIGHT = 4
-OBJECT_STORE_FRACTION = (
-    0.3  # of an object store: Ray Data fills half of it with blocks made ahead, and beyond 80 % Ray spills
-)
+OBJECT_STORE_FRACTION = 0.3  # Ray Data fills half of an object store with blocks, and beyond 80 % Ray spills
 
 
 def block_shape(plan: SamplePlan, row_bytes: int, block_mb: float) -> tuple[int, int]:
-    """(steps in a block, blocks that a step of one rank is cut into); one of the two is 1.
+    """(steps per block, blocks per step of one rank); one of the two is 1.
 
-    A block is of about `block_mb`, or down to a quarter of it where the rows of a step divide no better; it is larger
-    where they do not divide (a prime number of them).
+    A block has about `block_mb`, or down to a quarter of it if the rows of a step divide no better. It is larger if
+    they do not divide (a prime number of rows).
     """
     fitting = max(1, int(block_mb * 1e6 / row_bytes))  # rows
     if fitting >= plan.rank_rows:
@@ -49,14 +45,14 @@ def block_shape(plan: SamplePlan, row_bytes: int, block_mb: float) -> tuple[int,
 
 
 def max_block_mb(store_bytes: float, world: int) -> float:
-    """The largest block of which each rank can hold two, in object stores of so many bytes, without any spilled."""
+    """The largest block of which each rank can hold two in object stores of `store_bytes` without spilling."""
     return OBJECT_STORE_FRACTION * store_bytes / 1e6 / (2 * world)
 
 
 def block_ids_dataset(count: int) -> ray.data.Dataset:
-    """Block numbers 0..count-1 in order, one a block; what is built upon it keeps the order.
+    """Block numbers 0..count-1, one in each block; datasets derived from it keep the order.
 
-    Few are listed: no task has to start for them, and the first block comes the sooner. Many come from coarse tasks.
+    Few numbers are listed, so no task has to start before the first block. Many come from coarse tasks.
     """
     if count <= MAX_INLINE_BLOCKS:
         listed = ray.data.from_items([{"id": number} for number in range(count)], override_num_blocks=count)
@@ -70,7 +66,7 @@ def block_ids_dataset(count: int) -> ray.data.Dataset:
 def stream_dataset(
     actor: type, arguments: tuple[Any, ...], count: int, workers: int, labels: dict[str, str] | None = None
 ) -> ray.data.Dataset:
-    """`count` blocks in order, made by `workers` actors of one CPU each, on nodes of these labels."""
+    """`count` blocks in order from `workers` actors of one CPU each, on nodes with these labels."""
     dataset = block_ids_dataset(count).map_batches(
         actor,
         fn_constructor_args=arguments,
@@ -85,10 +81,10 @@ def stream_dataset(
 
 
 class StreamDataConfig(ray.train.DataConfig):
-    """Builds the stream of one group of training workers, from where it starts; Ray Train calls `configure` for it.
+    """Builds the stream of one worker group from its start; Ray Train calls `configure`.
 
-    What travels with it is all that Ray's data actors have to import: no torch. `board` is the actor that is told what
-    the user should know (train/board.py).
+    Data actors import only what it pickles: no torch. `board` is the coordinator actor that receives messages for the
+    user.
     """
 
     def __init__(
@@ -106,7 +102,7 @@ class StreamDataConfig(ray.train.DataConfig):
 
     def configure(self, datasets: dict[str, Any], world_size: int, *_: Any, **__: Any) -> list[dict[str, Any]]:
         (name,) = datasets
-        assert world_size == self.start.plan.world, "a group has the size that its plan was made for"
+        assert world_size == self.start.plan.world, "the worker group must have the size of its plan"
         row_bytes = 3 * self.reader.inputs.image_side**2 + TOKEN_BYTES * self.reader.inputs.max_tokens
         most_mb = max_block_mb(ray.cluster_resources()["object_store_memory"], world_size)
         shape = block_shape(self.start.plan, row_bytes, min(self.block_mb, most_mb))
@@ -115,22 +111,22 @@ class StreamDataConfig(ray.train.DataConfig):
         return [{name: split} for split in splits]
 
     def dataset(self, blocks: Blocks) -> ray.data.Dataset:
-        """The blocks in order, read and decoded."""
+        """The blocks in order, decoded."""
         return stream_dataset(DecodeActor, (self.reader, blocks, self.board), blocks.count, self.workers, self.labels)
 
     def datasets(self) -> dict[str, Callable[[], Any]]:
-        """What a TorchTrainer gets as `datasets`: a name only, for `configure` makes it."""
+        """The `datasets` of a TorchTrainer: a name only, because `configure` builds the dataset."""
         return {"train": _placeholder}
 
 
 def iter_blocks(split: Any) -> Iterable[Block]:
-    """One consumer's blocks in order. A thread of Ray's has the next one ready.
+    """Blocks of one rank in order. A thread of Ray fetches the next one.
 
-    No more are asked for ahead: Ray would not hand out the first before the second is made.
+    No more are prefetched, because Ray would not return the first before the second is ready.
     """
     blocks: Iterable[Block] = split.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=0)
     return blocks
 
 
 def _placeholder() -> None:
-    """Ray Train asks for a dataset; `Stream.configure` ignores it."""
+    """Ray Train requires a dataset; `StreamDataConfig.configure` ignores it."""
