@@ -64,7 +64,6 @@ class Prepare(Section):
     max_bad_fraction: float = Field(
         0.01, ge=0, le=1, description="Maximum share of quarantined rows, duplicates included; above it, exit code 5."
     )
-    max_bad_run: int = Field(0, ge=0, description="Maximum number of consecutive bad rows; 0: no limit.")
     image_side: int = Field(
         0, ge=0, description="Re-encode images whose shorter side is longer than this; 0: keep the original bytes."
     )
@@ -105,8 +104,8 @@ class Prepare(Section):
     )
     drop_overlap: bool = Field(
         False,
-        description="Quarantine rows whose image is in a `check_contamination` set, or held-out rows whose image is in "
-        "`train`.",
+        description="Quarantine rows whose image is in a `check_contamination` set, or training rows whose image is in "
+        "a held-out split.",
     )
     rows_per_shard: int = Field(
         512, ge=1, le=65536, description="Source rows per task and shard; use 8192 for 100 million rows."

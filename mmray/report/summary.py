@@ -210,7 +210,7 @@ def quarantine_of(run: AnyPath, prepared: str | None) -> Quarantine:
         columns = {ours: theirs for ours, _, theirs in (each.partition("=") for each in settings.get("columns") or ())}
         template = str(settings.get("caption") or "")
         _find_pictures(shown, open_source(chosen, Storage(str(place)), columns, template), Storage(chosen.address))
-    leaks = [line for line in islice(read_lines(place / LEAKS), LOOKED_AT) if line.get("pictures")] if place else []
+    leaks = [line for line in islice(read_lines(place / LEAKS), LOOKED_AT) if line.get("thumbnails")] if place else []
     num_read, found = int(manifest.get("num_read") or 0), manifest.get("leakage") or {}
     return Quarantine(num_read, reasons.most_common(), shown, found, leaks[:MAX_EXAMPLES] if found else [])
 

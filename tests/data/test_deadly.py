@@ -22,16 +22,16 @@ from mmray.data.text.tokenizer import train_tokenizer
 from tests.data.deadly import NEED, deadly, decoder_dies, decoder_finds_no_memory
 from tests.made import CAPTIONS, make_set, png, row
 
-_pack_batch, _look_batch = prepare_module._pack_batch, contamination._hash_batch
+_pack_task, _hash_task = prepare_module._pack_task, contamination._hash_task
 
 
-def pack_batch(batch, job):
+def pack_task(item, job):
     """The prepare task on a worker with that decoder."""
     with decoder_dies():
-        return _pack_batch(batch, job)
+        return _pack_task(item, job)
 
 
-class Decoder(stream_module.DecodeActor):
+class DecodeActor(stream_module.DecodeActor):
     """The stream's actor with that decoder."""
 
     def __call__(self, batch):
@@ -110,10 +110,10 @@ def test_an_image_for_which_there_is_no_memory_is_not_called_corrupt(monkeypatch
     assert sandbox.deaths == 0
 
 
-def pack_batch_without_memory(batch, job):
+def pack_task_without_memory(item, job):
     """The prepare task on a worker that has none for some images."""
     with decoder_finds_no_memory():
-        return _pack_batch(batch, job)
+        return _pack_task(item, job)
 
 
 @pytest.mark.cluster
@@ -121,7 +121,7 @@ def test_rows_whose_task_had_no_memory_are_tried_apart_and_kept(tmp_path, monkey
     source = make_source(tmp_path / "raw", 12, ())
     with (tmp_path / "raw" / "5.png").open("ab") as file:
         file.write(NEED)
-    monkeypatch.setattr(prepare_module, "_pack_batch", pack_batch_without_memory)
+    monkeypatch.setattr(prepare_module, "_pack_task", pack_task_without_memory)
     manifest = prepare(str(source), str(tmp_path / "out"), Prepare(rows_per_shard=4, vocab_size=60))
     assert (manifest.num_rows, manifest.reasons) == (12, {})
 
@@ -132,7 +132,7 @@ def test_prepare_names_the_image_and_packs_the_rest(tmp_path, monkeypatch, local
     bad = (5, 6, 13)  # two of one task, and one that stands first in its own
     source, out = make_source(tmp_path / "raw", 32, bad), str(tmp_path / "out")
     settings = Prepare(max_bad_fraction=0.5, rows_per_shard=4, vocab_size=100, image_side=image_side)
-    monkeypatch.setattr(prepare_module, "_pack_batch", pack_batch)
+    monkeypatch.setattr(prepare_module, "_pack_task", pack_task)
     manifest = prepare(str(source), out, settings)
     assert (manifest.num_rows, manifest.reasons) == (29, {"decoder-crash": 3})
     faults = [json.loads(line) for line in (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()]
@@ -144,10 +144,10 @@ def test_prepare_names_the_image_and_packs_the_rest(tmp_path, monkeypatch, local
     assert all(tries(source, number) <= 3 for number in bad)
 
 
-def look_batch(batch, look):
+def hash_task(item, job):
     """The task that looks for leaks, on a worker with that decoder."""
     with decoder_dies():
-        return _look_batch(batch, look)
+        return _hash_task(item, job)
 
 
 @pytest.mark.cluster
@@ -156,15 +156,15 @@ def test_a_set_that_nobody_decoded_is_held_against_another_all_the_same(tmp_path
     source, out = make_source(tmp_path / "raw", 12, [5]), str(tmp_path / "out")
     unseen = Prepare(rows_per_shard=4, vocab_size=60, index_only=True, check="none", max_bad_fraction=1.0)
     prepare(str(source), str(tmp_path / "other"), unseen)
-    monkeypatch.setattr(contamination, "_hash_batch", look_batch)
+    monkeypatch.setattr(contamination, "_hash_task", hash_task)
     said = []
     with decoder_dies():
         settings = unseen.model_copy(update={"check_contamination": (str(tmp_path / "other"),)})
         manifest = prepare(str(source), out, settings, notify=lambda *told: said.append(told))
     assert (manifest.num_rows, manifest.leakage["exact"]) == (12, 12)
     (named, _) = (text for text, label in said if label == "crash")
-    assert named.startswith("k5 (rows.jsonl:6): the decoder dies")
-    shown = {line["key"]: line.get("pictures") for line in map(json.loads, (tmp_path / "out" / "leaks.jsonl").open())}
+    assert named.startswith("k5 (rows.jsonl:6): the decoder crashed")
+    shown = {line["key"]: line.get("thumbnails") for line in map(json.loads, (tmp_path / "out" / "leaks.jsonl").open())}
     assert shown["k5"] == [None, None] and all(shown["k4"])
 
 
@@ -180,7 +180,7 @@ def test_a_stream_by_reference_goes_on_without_that_row(tmp_path, monkeypatch, l
     tokenizer = train_tokenizer([f"row {number}" for number in range(40)], 60)
     reader = RowReader(PreparedSet.open(out), Inputs(image_side=8, max_tokens=12), tokenizer, 10**6)
     plan = SamplePlan(40, 4, 1, 4, seed=0, steps=20)  # two epochs
-    monkeypatch.setattr(stream_module, "DecodeActor", Decoder)
+    monkeypatch.setattr(stream_module, "DecodeActor", DecodeActor)
     made = stream_module.StreamDataConfig(ResumePoint(plan, 0), reader, workers=1, block_mb=0.01)
     blocks = ray.get(consume.remote(made.configure({"train": None}, 1)[0]["train"]))
     column = {name: np.concatenate([block[name] for block in blocks]) for name in ("pos", "key", "valid")}

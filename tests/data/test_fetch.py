@@ -146,8 +146,8 @@ def test_an_image_and_where_redirects_may_lead(server, fetching):
             (server.address("4").replace("https", "http"), "only https"),
             (f"https://127.0.0.1:{server.port}/4", "numbers"),
             (server.address("4").replace("//", "//me:hush@"), "login"),
-            ("https://[bad/4", "cannot be read"),
-            (f"https://allowed.test:{server.port}\\@other.test/4", "cannot be read"),
+            ("https://[bad/4", "not a valid URL"),
+            (f"https://allowed.test:{server.port}\\@other.test/4", "not a valid URL"),
         ):
             kind, detail = fault(fetcher, to(address))
             assert (kind, told in detail, "hush" in detail) == ("read redirect", True, False), detail
@@ -187,7 +187,7 @@ def test_size_and_time_are_capped(server, fetching):
             assert fault(fetcher, server.address(path))[0] == "read too-large"
         began = time.monotonic()
         kind, detail = fault(fetcher, server.address("drip"))
-        assert (kind, "not whole within 0.6 s" in detail) == ("read unreadable", True)
+        assert (kind, "not complete within 0.6 s" in detail) == ("read unreadable", True)
         assert 0.5 < time.monotonic() - began < 3
 
 
@@ -277,7 +277,7 @@ def test_a_set_from_addresses(server, fetching, tmp_path, monkeypatch, kind):
             packed.append(done.index)
             yield done.index, done.num_rows, done.num_bad
 
-    monkeypatch.setattr(prepare_module, "_run_with_fallback", run)
+    monkeypatch.setattr(prepare_module, "pack_chunks", run)
     settings = Prepare(
         max_bad_fraction=1.0, rows_per_shard=64, vocab_size=0, columns=("image=url", "text=caption"),
         allow_urls=(f"ALLOWED.test:{port}",),
@@ -294,7 +294,7 @@ def test_a_set_from_addresses(server, fetching, tmp_path, monkeypatch, kind):
         (source_line(source, 5), "read", "unreadable"),
         (source_line(source, 6), "read", "redirect"),
     ]
-    assert ("fetching", f"images named by addresses, from allowed.test:{port} and nowhere else") in said
+    assert ("download", f"images by URL, only from allowed.test:{port}") in said
     for file in out.rglob("*"):
         assert not file.is_file() or b"hush" not in file.read_bytes(), file
 
@@ -306,7 +306,7 @@ def test_a_set_from_addresses(server, fetching, tmp_path, monkeypatch, kind):
     prepare(str(source), str(out), settings)
     assert packed == [0, 0], "what is fetched stays"
     again = settings.model_copy(update={"index_only": True})
-    with pytest.raises(DataError, match=r"6 no-reference, .* an address: prepare without --index-only"):
+    with pytest.raises(DataError, match=r"6 no-reference, .* a URL: prepare without --index-only"):
         prepare(str(source), str(tmp_path / "index"), again)
     assert len(packed) == 3 and server.asked.total() == asked + 6
     with pytest.raises(DataError, match=r"7 path, .* \(--allow-urls names the hosts"):
@@ -326,10 +326,10 @@ def test_the_cache_of_a_source_is_named_by_all_settings_but_the_error_budgets(tm
     source.write_text("{}")
     manifest = SimpleNamespace(num_rows=0, num_quarantined=0)
     monkeypatch.setattr("mmray.data.prepare.pipeline.prepare", lambda source, out, *_: outs.append(out) or manifest)
-    alike, others = {"max_bad_fraction": 0.5, "max_bad_run": 9}, {"duplicates": "keep"}
+    alike, others = {"max_bad_fraction": 0.5}, {"duplicates": "keep"}
     for settings in (Prepare(), Prepare(**alike), Prepare(**others), Prepare(image_side=8)):
         ensure_prepared(str(source), str(tmp_path / "cache"), settings, lambda *_: None, lambda _: None)
     assert [outs.index(out) for out in outs] == [0, 0, 2, 3]
     assert outs[0].startswith(f"{tmp_path}/cache/my_rows_é-")
-    with pytest.raises(UsageError, match=r"the sample set is drawn onto a disk, and data\.cache is s3://b/cache"):
+    with pytest.raises(UsageError, match=r"the sample set needs a local disk, and data\.cache is s3://b/cache"):
         ensure_prepared("sample", "s3://b/cache", Prepare(), lambda *_: None, lambda _: None)

@@ -35,7 +35,7 @@ def in_process(monkeypatch):
             done = pack_chunk(job, chunk)
             yield done.index, done.num_rows, done.num_bad
 
-    monkeypatch.setattr(prepare_module, "_run_with_fallback", run)
+    monkeypatch.setattr(prepare_module, "pack_chunks", run)
     return packed
 
 

@@ -31,22 +31,18 @@ from tests.data.test_prepare import quarantine, run_here
 LAX = Prepare(max_bad_fraction=0.0, rows_per_shard=4, vocab_size=100, phash_distance=20)
 
 
-def run_tasks_here(work, items, retries):
-    for item in items:
-        yield {name: column[0] for name, column in work({"item": np.array([json.dumps(item)])}).items()}
-
-
 @pytest.fixture
 def in_process(monkeypatch):
     """Without Ray; the fixture is the list of the shards that were looked at."""
     looked = []
 
-    def tasks(work, items, retries):
+    def tasks(work, items):
+        items = json.loads(json.dumps(items))
         looked.extend(item["shard"]["file"] for item in items)
-        return run_tasks_here(work, items, retries)
+        yield from map(work, items)
 
-    monkeypatch.setattr(prepare_module, "_run_with_fallback", run_here)
-    monkeypatch.setattr(contamination, "run_tasks", tasks)
+    monkeypatch.setattr(prepare_module, "pack_chunks", run_here)
+    monkeypatch.setattr(contamination, "map_tasks", tasks)
     return looked
 
 
@@ -103,7 +99,7 @@ def test_leaks_are_counted_named_and_shown(tmp_path, two):
     lines = leaks_in(tmp_path / "out")
     assert [(line["key"], line["other"]) for line in lines] == [("t2", "e4"), ("t3", "e1"), ("t7", "e0"), ("t9", "e5")]
     assert [line["bits"] is None for line in lines] == [True, False, True, False]
-    assert all(data.startswith("data:image/webp") for line in lines for data in line["pictures"])
+    assert all(data.startswith("data:image/webp") for line in lines for data in line["thumbnails"])
 
 
 def test_leaks_are_set_aside_and_the_set_is_as_if_they_had_not_been_there(tmp_path, two, in_process):
@@ -119,8 +115,8 @@ def test_leaks_are_set_aside_and_the_set_is_as_if_they_had_not_been_there(tmp_pa
     assert [(fault["key"], fault["source"]) for fault in faults] == [
         (f"t{n}", f"rows.jsonl:{n + 1}") for n in (2, 3, 7, 9)
     ]
-    assert faults[0]["detail"] == f"the same image: row e4 of {eval_set}"
-    assert "looks like it (" in faults[1]["detail"]
+    assert faults[0]["detail"] == f"same image as row e4 of {eval_set}"
+    assert "near-duplicate (" in faults[1]["detail"]
     exact = prepare(
         source, str(tmp_path / "exact"), settings.model_copy(update={"drop_overlap": True, "phash_distance": -1})
     )
@@ -148,7 +144,7 @@ def test_captions_that_come_again_are_counted_and_kept(tmp_path, in_process):
 
 def test_a_source_that_leaks_whole_is_a_data_error(tmp_path, two):
     settings = LAX.model_copy(update={"check_contamination": (two[1],), "drop_overlap": True})
-    with pytest.raises(DataError, match=r"none of 6 rows is left, 6 leak \(prepare.drop_overlap\)"):
+    with pytest.raises(DataError, match=r"no row of 6 is left; 6 leak from other sets or splits"):
         prepare(str(tmp_path / "e" / "rows.jsonl"), str(tmp_path / "out"), settings)
 
 
@@ -178,7 +174,7 @@ def test_the_ray_job_finds_the_same(tmp_path, two, monkeypatch, local_ray):
     source, eval_set = two
     settings = LAX.model_copy(update={"check_contamination": (eval_set,), "drop_overlap": True})
     here = prepare(source, str(tmp_path / "here"), settings)
-    monkeypatch.setattr(contamination, "run_tasks", map_tasks)
+    monkeypatch.setattr(contamination, "map_tasks", map_tasks)
     found = prepare(source, str(tmp_path / "out"), settings)
     assert (found.fingerprint, found.leakage) == (here.fingerprint, here.leakage)
     assert leaks_in(tmp_path / "out") == leaks_in(tmp_path / "here")
@@ -188,12 +184,12 @@ def looks(rng, count, base=None):
     """Looks that are near each other often: a few centres, some bits turned, some colours moved."""
     out = np.zeros(count, IMAGE_HASH_DTYPE)
     centres = base if base is not None else rng.integers(0, 2**63, (4, 4), dtype=np.uint64)
-    out["hash"] = centres[rng.integers(0, len(centres), count)]
+    out["phash"] = centres[rng.integers(0, len(centres), count)]
     for _ in range(12):
         word, bit, turned = rng.integers(0, 4, count), rng.integers(0, 64, count), rng.random(count) < 0.6
-        out["hash"][np.flatnonzero(turned), word[turned]] ^= np.uint64(1) << bit[turned].astype(np.uint64)
-    out["colours"] = 100 + rng.integers(0, 3, (count, 1)) * 4
-    out["seen"] = rng.random(count) < 0.9
+        out["phash"][np.flatnonzero(turned), word[turned]] ^= np.uint64(1) << bit[turned].astype(np.uint64)
+    out["colors"] = 100 + rng.integers(0, 3, (count, 1)) * 4
+    out["has_phash"] = rng.random(count) < 0.9
     return out
 
 
@@ -207,9 +203,9 @@ def test_the_search_by_bands_is_the_search_of_all_pairs(seed, num_queries, num_r
     for number, query in enumerate(queries):
         best = (BITS + 1, NONE)
         for place, reference in enumerate(references):
-            differ = int(np.bitwise_count(query["hash"] ^ reference["hash"]).sum())
-            apart = np.abs(query["colours"].astype(int) - reference["colours"]).mean()
-            if query["seen"] and reference["seen"] and differ <= most_bits and apart <= MAX_COLOR_DISTANCE:
+            differ = int(np.bitwise_count(query["phash"] ^ reference["phash"]).sum())
+            apart = np.abs(query["colors"].astype(int) - reference["colors"]).mean()
+            if query["has_phash"] and reference["has_phash"] and differ <= most_bits and apart <= MAX_COLOR_DISTANCE:
                 best = min(best, (differ, place))
         assert (index[number], bits[number]) == ((best[1], best[0]) if best[1] != NONE else (NONE, NONE))
 
@@ -225,27 +221,27 @@ def test_bands_hold_all_bits_and_equal_hashes_share_them():
 
 def test_ten_thousand_blank_pages_cost_as_much_as_one():
     pages = np.zeros(10_000, IMAGE_HASH_DTYPE)
-    pages["seen"] = True
+    pages["has_phash"] = True
     index, bits = nearest(pages, pages, 7)
     assert not index.any() and not bits.any()
 
 
 def test_a_row_is_told_once_and_rows_that_do_not_count_are_no_ones_twin():
     rows = looks(np.random.default_rng(0), 6, np.arange(4, dtype=np.uint64)[None])
-    rows["seen"] = False
-    rows["sha"] = np.array([[1, 1], [1, 1], [2, 2], [2, 2], [3, 3], [0, 0]])
+    rows["has_phash"] = False
+    rows["sha256"] = np.array([[1, 1], [1, 1], [2, 2], [2, 2], [3, 3], [0, 0]])
     live = np.array([True, True, False, True, True, True])
     found = find_leaks(rows, live, ["test", None, "test", "train", "train", "train"], [rows[4:5], rows[4:]], 7)
     assert found.row.tolist() == [1, 4]
     assert found.where.tolist() == [SAME_SET, 0]
-    assert found.twin.tolist() == [0, 0]
+    assert found.match.tolist() == [0, 0]
 
 
 def test_another_colour_is_another_picture():
     red, blue = (perceptual_hash(Image.new("RGB", (32, 32), colour)) for colour in ((200, 0, 0), (0, 0, 200)))
     assert np.array_equal(red[0], blue[0])
     both = np.zeros(2, IMAGE_HASH_DTYPE)
-    both["hash"], both["colours"], both["seen"] = [red[0], blue[0]], [red[1], blue[1]], True
+    both["phash"], both["colors"], both["has_phash"] = [red[0], blue[0]], [red[1], blue[1]], True
     assert nearest(both[:1], both[1:], 7)[0].tolist() == [NONE]
 
 
@@ -255,5 +251,5 @@ def test_a_shard_that_cannot_be_read_is_no_answer(tmp_path, in_process):
     other = prepare(make_source(tmp_path / "other", images), str(tmp_path / "eval"), LAX)
     (tmp_path / "eval" / other.shards[0].file).write_bytes(b"gone")
     wanted = LAX.model_copy(update={"check_contamination": (str(tmp_path / "eval"),)})
-    with pytest.raises(DataError, match="cannot be compared"):
+    with pytest.raises(DataError, match="cannot hash"):
         prepare(make_source(tmp_path / "mine", images), str(tmp_path / "out"), wanted)

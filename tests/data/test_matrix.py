@@ -38,7 +38,7 @@ def faults_of(source, out):
             yield done.index, done.num_rows, done.num_bad
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_module, "_run_with_fallback", run)
+        patch.setattr(prepare_module, "pack_chunks", run)
         settings = Prepare(max_bad_fraction=1.0, vocab_size=0, duplicates="keep")
         manifest = prepare(str(source), str(out), settings)
     faults = [json.loads(line) for line in (out / "quarantine.jsonl").read_text().splitlines()]

@@ -7,13 +7,12 @@ import os
 import tarfile
 from dataclasses import asdict
 
-import numpy as np
 import pytest
 
 from mmray.data.formats.detect import detect_source
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.pack import pack_chunk
-from mmray.errors import DataError, UsageError
+from mmray.errors import DataError, ResourceError, UsageError
 from mmray.storage.storage import Storage
 from tests.data.test_formats import LAX, prepared
 from tests.data.test_prepare import colour_image
@@ -30,7 +29,7 @@ def in_process(monkeypatch):
             done = pack_chunk(job, chunk)
             yield done.index, done.num_rows, done.num_bad
 
-    monkeypatch.setattr(prepare_module, "_run_with_fallback", run)
+    monkeypatch.setattr(prepare_module, "pack_chunks", run)
 
 
 def test_a_member_of_a_tar_whose_name_is_not_utf8(tmp_path):
@@ -86,7 +85,7 @@ def test_a_file_of_rows_whose_name_is_not_utf8_is_named(tmp_path):
         prepared(tmp_path, tmp_path / "out")
     with pytest.raises(UsageError, match="is not plain UTF-8: rename the file"):
         detect_source(str(tmp_path / f"{LATIN}.tar"))
-    with pytest.raises(UsageError, match="is not empty and holds no prepared set"):
+    with pytest.raises(UsageError, match="is not empty and is not a prepared set"):
         prepared(tmp_path, tmp_path)
 
 
@@ -122,10 +121,9 @@ def test_a_source_that_cannot_be_read_is_not_called_a_set_that_cannot_be_written
     job = prepare_module.make_job(str(tmp_path / "a.jsonl"), str(tmp_path / "out"), LAX)
     chunk = next(job.open().scan(8, ()))
     (tmp_path / "a.jsonl").unlink()
-    batch = {"item": np.array([json.dumps(asdict(chunk))])}
-    (fault,) = prepare_module._pack_batch(batch, job)["fault"]
-    assert fault.startswith(f"{tmp_path}/a.jsonl cannot be read: ")
-    assert fault.endswith("the same command goes on once that is put right")
+    (tmp_path / "out" / "parts").mkdir(parents=True)
+    with pytest.raises(ResourceError, match=rf"^{tmp_path}/a\.jsonl cannot be read: .*rerun the same command"):
+        prepare_module._pack_task(asdict(chunk), job)
 
 
 def tar_of(path, *stems):

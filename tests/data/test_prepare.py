@@ -12,7 +12,9 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import orjson
@@ -24,11 +26,13 @@ from mmray.config import Prepare
 from mmray.data.images.decode import decode
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.assemble import first_occurrence, hash_texts, match_duplicates
-from mmray.data.prepare.error_budget import BadRuns, max_bad_rows
+from mmray.data.prepare.error_budget import max_bad_rows
+from mmray.data.prepare.output_dir import create_output_dir
 from mmray.data.prepare.pack import pack_chunk, read_record
 from mmray.data.prepare.pipeline import Progress, prepare
+from mmray.data.prepare.tasks import MAX_ATTEMPTS
 from mmray.data.store.prepared_set import PreparedSet
-from mmray.errors import DataError, ResourceError, UsageError
+from mmray.errors import DataError, MmrayError, ResourceError, UsageError
 from mmray.storage.storage import Storage
 
 LAX = Prepare(max_bad_fraction=1.0, rows_per_shard=4, vocab_size=100)
@@ -49,7 +53,7 @@ def in_process(monkeypatch):
         packed.extend(chunk.index for chunk in chunks)
         return run_here(job, chunks)
 
-    monkeypatch.setattr(prepare_module, "_run_with_fallback", run)
+    monkeypatch.setattr(prepare_module, "pack_chunks", run)
     return packed
 
 
@@ -176,7 +180,7 @@ def test_rules_for_duplicates(tmp_path, in_process, rule, kept):
     assert PreparedSet.open(str(tmp_path / "out")).keys() == kept
     assert manifest.num_rows + manifest.num_quarantined == manifest.num_read == 6
     told = {fault["key"]: (fault["stage"], fault["reason"], fault["detail"]) for fault in quarantine(tmp_path / "out")}
-    repeated = ("duplicates", "duplicate-text", "the captions of row k1 again")
+    repeated = ("duplicates", "duplicate-text", "same captions as row k1")
     assert told.get("c") == (repeated if rule == "text" else None)
     assert manifest.num_same_text == {"image": 1, "row": 2, "text": 0, "keep": 3}[rule]
 
@@ -187,9 +191,7 @@ def test_duplicates_are_found_across_chunks_and_leaks_are_reported(tmp_path, in_
     manifest = prepare(str(source), str(tmp_path / "out"), LAX)
     assert len(in_process) == 3
     said = [(fault["key"], fault["detail"]) for fault in quarantine(tmp_path / "out")]
-    assert said == [
-        (key, "the same as row t (which is in split test)") for key in ("k2", "u")
-    ]  # what is held out stays
+    assert said == [(key, "duplicate of row t (in split test)") for key in ("k2", "u")]  # what is held out stays
     assert manifest.splits == {"train": 8, "test": 1}
     assert manifest.num_leaks == 2
 
@@ -293,7 +295,7 @@ def test_a_prepare_that_was_killed_goes_on(tmp_path, in_process, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "_run_with_fallback", killed)
+        patch.setattr(prepare_module, "pack_chunks", killed)
         with pytest.raises(KeyboardInterrupt):
             prepare(str(source), str(out), LAX)
     with pytest.raises(DataError, match="is not complete"):
@@ -365,48 +367,9 @@ def test_a_hopeless_source_ends_early(tmp_path, in_process):
     for number in range(2, 8):
         (source.parent / f"{number}.png").unlink()
     seen = []
-    with pytest.raises(DataError, match=r"6 of 8 rows are bad .* of all 40: the rest was not read"):
+    with pytest.raises(DataError, match=r"6 of 8 rows are bad .* of 40 rows \(stopped early\)"):
         prepare(str(source), str(tmp_path / "out"), LAX.model_copy(update={"max_bad_fraction": 0.1}), seen.append)
     assert max(progress.done_rows for progress in seen if progress.stage == "pack") == 8
-
-
-def test_bad_rows_in_a_row_end_it_and_a_larger_limit_goes_on(tmp_path, in_process):
-    source, out = make_source(tmp_path / "raw", 40), str(tmp_path / "out")
-    for number in (2, 5, *range(10, 17), 30):
-        (source.parent / f"{number}.png").unlink()
-    (source.parent / "14.png").write_bytes(b"GIF")
-    short = LAX.model_copy(update={"max_bad_run": 7})
-    with pytest.raises(DataError) as caught:
-        prepare(str(source), out, short)
-    assert caught.value.exit_code == 5
-    message = str(caught.value)
-    assert "7 rows in a row are bad, rows.jsonl:11 to rows.jsonl:17, the limit is 7 (prepare.max_bad_run)" in message
-    assert "6 missing-image, for example rows.jsonl:11: there is no file 10.png" in message
-    assert "1 format, for example rows.jsonl:15" in message
-    assert in_process == list(range(10)) and len(quarantine(out)) == 9  # packed to row 20, and no further
-    with pytest.raises(DataError, match="7 rows in a row"):  # known without a look at the source
-        prepare(str(source), out, short)
-    assert prepare(str(source), out, LAX.model_copy(update={"max_bad_run": 8})).num_rows == 30
-
-
-def test_bad_runs_are_found_in_whatever_order_the_chunks_come():
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        bad = rng.random((7, 3)) < 0.6
-        longest = max(map(len, "".join("x" if each else " " for each in bad.ravel()).split()), default=0)
-        for limit in (longest, longest + 1):
-            runs, found = BadRuns(limit), None
-            for index in rng.permutation(7).tolist():
-                lines = [index * 3 + place for place in range(3)]
-                record = {
-                    "rows": {"line": [line for line, is_bad in zip(lines, bad[index], strict=True) if not is_bad]},
-                    "faults": [{"line": line} for line, is_bad in zip(lines, bad[index], strict=True) if is_bad],
-                }
-                found = found or runs.add(index, record)
-            assert (found is not None) == (0 < limit <= longest)
-            if found:
-                numbers = [fault["line"] for fault in found]
-                assert len(numbers) >= limit and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
 
 
 def test_what_was_set_aside_is_tried_again_and_the_rest_stays(tmp_path, in_process, monkeypatch):
@@ -415,8 +378,8 @@ def test_what_was_set_aside_is_tried_again_and_the_rest_stays(tmp_path, in_proce
     add(source, {"image": "0.png", "text": " "})
     lost = {number: (source.parent / f"{number}.png").read_bytes() for number in (5, 9, 10)}
     with monkeypatch.context() as patch:  # a store that shows no time of change, as an object store does not
-        for module in ("files", "pack"):
-            patch.setattr(f"mmray.data.{module}.stamp", lambda place, name: (name, None, None))
+        for module in ("images.read", "prepare.pack"):
+            patch.setattr(f"mmray.data.{module}.file_stamp", lambda storage, name: (name, None, None))
         for number in lost:
             (source.parent / f"{number}.png").unlink()
         assert prepare(str(source), str(out), LAX).reasons == {"missing-image": 3, "blank": 1}
@@ -437,7 +400,7 @@ def test_what_was_set_aside_is_tried_again_and_the_rest_stays(tmp_path, in_proce
 def test_duplicates_count_against_the_budget(tmp_path, in_process):
     source = make_source(tmp_path / "raw", 8)
     add(source, {"image": "0.png", "text": "again"}, {"image": "1.png", "text": "again"})
-    with pytest.raises(DataError, match=r"2 duplicate, for example rows\.jsonl:9: the same as row k0"):
+    with pytest.raises(DataError, match=r"2 duplicate, for example rows\.jsonl:9: duplicate of row k0"):
         prepare(str(source), str(tmp_path / "out"), Prepare())
 
 
@@ -468,12 +431,12 @@ def test_a_missing_source_leaves_no_folder(tmp_path, in_process):
 
 def test_folders_that_cannot_be_meant(tmp_path, in_process):
     source = make_source(tmp_path / "raw", 2)
-    with pytest.raises(UsageError, match="not empty and holds no prepared set"):
+    with pytest.raises(UsageError, match="is not empty and is not a prepared set"):
         prepare(str(source), str(source.parent), LAX)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(UsageError, match="cannot be written to"):
+    with pytest.raises(UsageError, match="cannot write to"):
         prepare(str(source), str(tmp_path / "file"), LAX)
-    with pytest.raises(UsageError, match="cannot be written to"):
+    with pytest.raises(UsageError, match="cannot write to"):
         prepare(str(source), "/proc/out", LAX)
 
 
@@ -495,7 +458,7 @@ def test_two_prepares_at_once_are_refused(tmp_path, in_process, monkeypatch):
             prepare(str(source), out, LAX)
         return run_here(job, chunks)
 
-    monkeypatch.setattr(prepare_module, "_run_with_fallback", meanwhile)
+    monkeypatch.setattr(prepare_module, "pack_chunks", meanwhile)
     assert prepare(str(source), out, LAX).num_rows == 8
 
 
@@ -570,27 +533,66 @@ def test_a_task_that_cannot_write_is_a_resource_error(tmp_path, local_ray):
         if progress.stage == "pack":
             (out / "shards").rmdir()
 
-    with pytest.raises(ResourceError, match=r"cannot write to .*the same command goes on"):
+    with pytest.raises(ResourceError, match=r"cannot write to .*rerun the same command to resume"):
         prepare(str(source), str(out), LAX, take_away)
     assert prepare(str(source), str(out), LAX).num_rows == 3
 
 
-def die(batch, job):
-    """A task whose decoder dies in the middle of a shard."""
-    Path(job.out, "shards", "00001-rows-x.arrow.1.unfinished").touch()
-    with Path(job.out, "deaths").open("a") as file:
-        file.write("x")
-    os.kill(os.getpid(), signal.SIGKILL)
+_pack_task = prepare_module._pack_task
+
+
+def task_with(pack, item, job):
+    """The prepare task with another `pack_chunk`, on its worker."""
+    with mock.patch.object(prepare_module, "pack_chunk", pack):
+        return _pack_task(item, job)
+
+
+def dies_at_1(job, chunk, **options):
+    if chunk.index == 1:
+        with Path(job.out, "deaths").open("a") as file:
+            file.write("x")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return pack_chunk(job, chunk, **options)
 
 
 @pytest.mark.cluster
-def test_an_image_that_kills_its_worker_ends_the_job_and_is_looked_for(tmp_path, monkeypatch, local_ray):
-    source, out = make_source(tmp_path / "raw", 8), tmp_path / "out"
-    monkeypatch.setattr(prepare_module, "_pack_batch", die)
-    with pytest.raises(ResourceError, match=r"(?s)while at rows\.jsonl from row 5.*The same command goes on"):
+def test_chunk_that_keeps_killing_workers_is_named_and_others_are_kept(tmp_path, monkeypatch, local_ray):
+    source, out = make_source(tmp_path / "raw", 12), tmp_path / "out"
+    monkeypatch.setattr(prepare_module, "_pack_task", partial(task_with, dies_at_1))
+    with pytest.raises(ResourceError, match=r"died 3 times at rows\.jsonl from row 5\..*rerun the same"):
         prepare(str(source), str(out), LAX)
-    two_passes = 2 + prepare_module.MAX_RETRIES + prepare_module.MAX_RETRIES_APART
-    assert (out / "deaths").stat().st_size <= 2 * two_passes  # of two chunks
+    assert (out / "deaths").stat().st_size == MAX_ATTEMPTS
+    assert not list(out.glob("parts/*.attempt"))
+
+
+def has_a_bug(job, chunk, **_):
+    with Path(job.out, "calls").open("a") as file:
+        file.write("x")
+    return {}["absent"]
+
+
+@pytest.mark.cluster
+def test_python_exception_in_a_task_is_raised_at_once(tmp_path, monkeypatch, local_ray):
+    """Not run again, and not blamed on images or memory."""
+    source, out = make_source(tmp_path / "raw", 4), tmp_path / "out"
+    monkeypatch.setattr(prepare_module, "_pack_task", partial(task_with, has_a_bug))
+    with pytest.raises(MmrayError, match=r"KeyError: 'absent' \(.*test_prepare\.py:\d+ in has_a_bug\)"):
+        prepare(str(source), str(out), LAX)
+    assert (out / "calls").read_text() == "x"
+
+
+def test_retried_task_does_not_repack_a_finished_chunk(tmp_path):
+    source = make_source(tmp_path / "raw", 4)
+    job = prepare_module.make_job(str(source), str(tmp_path / "out"), LAX)
+    (chunk,) = job.open().scan(4, ())
+    create_output_dir(Storage(job.out))
+    first = pack_chunk(job, chunk)
+    shards = sorted((tmp_path / "out" / "shards").iterdir())
+    assert pack_chunk(job, chunk) == first
+    assert sorted((tmp_path / "out" / "shards").iterdir()) == shards
+    again = prepare_module.make_job(str(source), str(tmp_path / "out"), LAX)
+    assert pack_chunk(again, chunk) == first  # another prepare, which asked for this chunk, packs it
+    assert len(list((tmp_path / "out" / "shards").iterdir())) == 2
 
 
 KILLED = """

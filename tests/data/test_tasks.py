@@ -6,13 +6,13 @@ import pytest
 
 from mmray.cluster import placement
 from mmray.cluster.capacity import Node
-from mmray.data.prepare.tasks import decode_item, encode_result, map_tasks
+from mmray.data.prepare.tasks import map_tasks
 
 
-def task(batch):
+def task(item):
     began = time.monotonic()
     time.sleep(0.4)
-    return encode_result({"item": decode_item(batch), "began": began, "ended": time.monotonic()})
+    return {"item": item, "began": began, "ended": time.monotonic()}
 
 
 def at_once(answers):
@@ -23,7 +23,7 @@ def at_once(answers):
 @pytest.mark.parametrize(("cores", "count", "most"), [(1, 6, 1), (1, 12, 2), (2, 8, 2)])
 def test_no_more_processes_than_cores_but_for_one_where_tasks_are_many(local_ray, monkeypatch, cores, count, most):
     monkeypatch.setattr(placement, "cores", lambda: cores)
-    answers = list(map_tasks(task, list(range(count)), retries=0))
+    answers = list(map_tasks(task, list(range(count))))
     assert sorted(answer["item"] for answer in answers) == list(range(count))
     assert at_once(answers) == most
 

@@ -175,8 +175,8 @@ def set_aside(tmp_path):
     )
     small = "data:image/webp;base64,AAAA"
     leaks = [
-        {"key": "<i>k8</i>", "set": "/e", "other": "e1", "bits": 3, "pictures": [small, None]},
-        {"key": "k9", "set": "/e", "other": "e2", "bits": None, "pictures": [small, small]},
+        {"key": "<i>k8</i>", "set": "/e", "other": "e1", "bits": 3, "thumbnails": [small, None]},
+        {"key": "k9", "set": "/e", "other": "e2", "bits": None, "thumbnails": [small, small]},
         {"key": "k10", "set": "/e", "other": "e3", "bits": 4},
     ]
     (prepared / "leaks.jsonl").write_text("".join(json.dumps(leak) + "\n" for leak in leaks))

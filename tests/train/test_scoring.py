@@ -54,7 +54,7 @@ def test_averaged_weights_are_taken_where_there_are_any(tmp_path: Path, ema: flo
 def test_without_a_set_it_is_what_the_run_held_out_whatever_form_that_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare_module, "_run_with_fallback", run_here)
+    monkeypatch.setattr(prepare_module, "pack_chunks", run_here)
     monkeypatch.setattr(evaluate_export, "check_data_capacity", lambda _: None)
     monkeypatch.chdir(tmp_path)
     trained_on = make_set(tmp_path / "set", [row(number) for number in range(6)], [row(number) for number in (7, 8)])

@@ -1,6 +1,6 @@
-"""Finished chunks become a set: duplicates over all of them, the quarantine, the tokenizer, and what the manifest says.
+"""Finished chunks become a prepared set: deduplication over all of them, quarantine, tokenizer, manifest.
 
-Runs on the driver after the Ray job, over the records that the tasks left; memory holds digests and one record.
+Runs on the driver after the Ray job, over the records of the chunks. Memory holds digests and one record.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from mmray.storage.storage import Storage
 if TYPE_CHECKING:
     from mmray.config import Prepare
 
-
-# Duplicates over a whole set, found in a few sorted arrays: 16 bytes a row, whatever the rows are.
 NONE = -1
 HELD_OUT = ("test", "val", "valid", "validation", "dev", "eval")  # names of splits that are not trained on
 
@@ -39,25 +37,24 @@ def parse_digests(hexadecimal: Sequence[str]) -> np.ndarray:
 
 
 def hash_texts(texts: Sequence[str]) -> np.ndarray:
-    """128 bits of each text: uint64 [N, 2]."""
+    """128-bit hash of each text: uint64 [N, 2]."""
     return parse_digests([hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for text in texts])
 
 
 def first_occurrence(values: np.ndarray) -> np.ndarray:
-    """For each row of `values` [N, 2] the index of the first row that is equal to it; -1 where that is itself."""
-    order = np.lexsort((values[:, 1], values[:, 0]))  # stable: of equal rows the earliest stands first
+    """Index of the first row equal to each row of `values` [N, 2]; -1 for the first itself."""
+    order = np.lexsort((values[:, 1], values[:, 0]))  # stable: of equal rows the earliest comes first
     ordered = values[order]
-    begins = np.ones(len(values), dtype=bool)
-    begins[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
-    first = order[np.maximum.accumulate(np.where(begins, np.arange(len(values)), 0))]
+    is_first = np.ones(len(values), dtype=bool)
+    is_first[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    first = order[np.maximum.accumulate(np.where(is_first, np.arange(len(values)), 0))]
     out = np.full(len(values), NONE, dtype=np.int64)
-    out[order[~begins]] = first[~begins]
+    out[order[~is_first]] = first[~is_first]
     return out
 
 
 class Duplicates(NamedTuple):
-    """For each row the one that stays with the same key, the same content, the same captions: int64 [N], -1 where none
-    does."""
+    """The kept row with the same key, content or captions as each row: int64 [N], -1 for none."""
 
     same_key: np.ndarray
     same_content: np.ndarray
@@ -72,31 +69,34 @@ def match_duplicates(
     rule: Literal["image", "row", "text", "keep"],
     held_out: np.ndarray,
 ) -> Duplicates:
-    """The rows that repeat another, each for one reason.
+    """Find the rows that repeat another, each for one reason.
 
-    Arguments are digests [N, 2] in source order: of keys, of images, of images and captions, of captions; and which
-    rows are of a held-out split, bool [N]. Of equal rows a held-out one stays, so that what is measured on stays as it
-    is, else the earliest. A repeated key is a fault whatever the rule, and such a row is no one's first.
+    Arguments are digests [N, 2] in source order (of keys, images, images with captions, captions) and which rows are in
+    a held-out split, bool [N]. Of equal rows a held-out one is kept, else the earliest. A repeated key is a fault under
+    each rule, and such a row never counts as the original.
     """
     same_key = first_occurrence(keys)
     same_content, same_text = (np.full(len(keys), NONE, dtype=np.int64) for _ in range(2))
     unique = np.flatnonzero(same_key == NONE)
     unique = unique[np.argsort(~held_out[unique], kind="stable")]
     if rule == "text":
-        for target, found in zip(
-            (same_content, same_text), _first_kept_occurrence(images[unique], texts[unique]), strict=True
-        ):
-            target[unique[found != NONE]] = unique[found[found != NONE]]
-    elif rule != "keep":
-        found = first_occurrence((images if rule == "image" else rows)[unique])
-        same_content[unique[found != NONE]] = unique[found[found != NONE]]
+        found = zip((same_content, same_text), _first_kept_occurrence(images[unique], texts[unique]), strict=True)
+    else:
+        first = (
+            np.full(len(unique), NONE)
+            if rule == "keep"
+            else first_occurrence((images if rule == "image" else rows)[unique])
+        )
+        found = zip((same_content,), (first,), strict=True)
+    for target, first in found:
+        target[unique[first != NONE]] = unique[first[first != NONE]]
     return Duplicates(same_key, same_content, same_text)
 
 
 def _first_kept_occurrence(images: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, ...]:
-    """For each row the kept row before it with the same images, else the one with the same captions; -1 where none is.
+    """The earlier kept row with the same images as each row, else the one with the same captions; -1 for none.
 
-    Row by row: one that went for its captions must not take along another that has its image, nor the other way.
+    Row by row: a row that is dropped for its captions must not cause another with its image to be dropped.
     """
     groups = [
         np.where(first == NONE, np.arange(len(first)), first)
@@ -106,7 +106,7 @@ def _first_kept_occurrence(images: np.ndarray, texts: np.ndarray) -> tuple[np.nd
     shared = [np.bincount(group, minlength=len(group))[group] > 1 for group in groups]
     for row in np.flatnonzero(shared[0] | shared[1]).tolist():
         firsts = [int(holder[group[row]]) for holder, group in zip(kept, groups, strict=True)]
-        same = next((each for each, first in enumerate(firsts) if first != NONE), None)
+        same = next((column for column, first in enumerate(firsts) if first != NONE), None)
         if same is not None:
             out[same][row] = firsts[same]
         else:
@@ -117,28 +117,28 @@ def _first_kept_occurrence(images: np.ndarray, texts: np.ndarray) -> tuple[np.nd
 
 @dataclass(frozen=True)
 class DedupResult:
-    """What a look over all rows found: rows that repeat an earlier one, and rows that stand in two splits."""
+    """Rows that repeat another, and rows that are dropped as leaks."""
 
     same: Duplicates
-    num_leaks: int
-    num_same_text: int = 0  # rows that stay, with the captions of an earlier one
-    leaked: dict[int, str] = field(default_factory=dict)  # rows that are set aside as leaks, and what is said of them
+    num_leaks: int  # rows with the image of a row in another split
+    num_same_text: int = 0  # kept rows with the captions of an earlier one
+    leaked: dict[int, str] = field(default_factory=dict)  # row -> detail in the quarantine
 
     @cached_property
     def first(self) -> np.ndarray:
-        """The row for which each duplicate is dropped; -1 for rows that stay."""
-        return np.max(self.same, axis=0)  # each has one reason at most
+        """The row for which each duplicate is dropped; -1 for rows that are kept."""
+        return np.max(self.same, axis=0)  # each has at most one reason
 
     @property
     def dropped(self) -> np.ndarray:
-        """Whether each row is set aside: bool [N]."""
+        """Whether each row is dropped: bool [N]."""
         dropped = self.first != NONE
         dropped[list(self.leaked)] = True
         return dropped
 
     @property
     def num_rows(self) -> int:
-        """Rows that were packed, duplicates among them."""
+        """Packed rows, duplicates included."""
         return len(self.same.same_key)
 
     @property
@@ -148,54 +148,46 @@ class DedupResult:
 
 def find_duplicates(out: Storage, chunks: Iterable[int], rule: Any) -> DedupResult:
     """Duplicates among the rows of these chunks, in source order."""
-    keys, images, rows, texts, splits, held_out = [], [], [], [], [], []
+    columns: list[tuple[np.ndarray, ...]] = []
     for _, record in records(out, chunks):
-        keys.append(hash_texts(record["rows"]["key"]))
-        images.append(parse_digests(record["rows"]["image"]))
-        rows.append(parse_digests(record["rows"]["row"]))
-        texts.append(parse_digests(record["rows"]["text"]))
-        names = [str(record["shards"][shard]["split"]) for shard in record["rows"]["shard"]]
-        splits.append(hash_texts(names)[:, 0])
-        held_out.append(np.array([name in HELD_OUT for name in names], bool))
-    all_images, split = np.concatenate(images), np.concatenate(splits)
-    all_texts = np.concatenate(texts)
-    kept_first = np.concatenate(held_out)
-    same = match_duplicates(np.concatenate(keys), all_images, np.concatenate(rows), all_texts, rule, kept_first)
-    twin = first_occurrence(all_images)
-    findings = DedupResult(same, int(((twin != NONE) & (split != split[twin])).sum()))
-    same_text = first_occurrence(all_texts[~findings.dropped]) != NONE
-    return replace(findings, num_same_text=int(same_text.sum()))
+        rows = record["rows"]
+        splits = [str(record["shards"][shard]["split"]) for shard in rows["shard"]]
+        digests = [parse_digests(rows[name]) for name in ("image", "row", "text")]
+        held_out = np.array([split in HELD_OUT for split in splits], bool)
+        columns.append((hash_texts(rows["key"]), *digests, hash_texts(splits)[:, 0], held_out))
+    keys, images, whole, texts, split, held = (np.concatenate(column) for column in zip(*columns, strict=True))
+    first = first_occurrence(images)
+    num_leaks = int(((first != NONE) & (split != split[first])).sum())
+    found = DedupResult(match_duplicates(keys, images, whole, texts, rule, held), num_leaks)
+    return replace(found, num_same_text=int((first_occurrence(texts[~found.dropped]) != NONE).sum()))
 
 
 def write_quarantine(
-    out: Storage, chunks: Iterable[int], findings: DedupResult
+    out: Storage, chunks: Iterable[int], found: DedupResult
 ) -> tuple[list[Shard], Counter[str], Counter[str]]:
-    """Write quarantine.jsonl; the shards with what they drop, rows by why they went, rows that stay by language.
+    """Write quarantine.jsonl; return the shards with their dropped rows, counts by reason, kept rows by language.
 
     One object a line, in source order: key, source (`file:line`), stage, reason, detail.
     """
     shards: list[Shard] = []
     reasons: Counter[str] = Counter()
     languages: Counter[str] = Counter()
-    firsts = _FirstSeen(findings, out, chunks)
+    originals, dropped, start = _Originals(found, out, chunks), found.dropped, 0
     with out.open_output(QUARANTINE) as file:
-        start = 0
-        dropped = findings.dropped
         for _, record in records(out, chunks):
-            faults = record["faults"] + firsts.faults(record, start)
-            for fault in sorted(faults, key=lambda item: item["line"]):
+            for fault in sorted(record["faults"] + originals.faults(record, start), key=lambda fault: fault["line"]):
                 del fault["line"]
                 file.write(orjson.dumps(fault, option=orjson.OPT_APPEND_NEWLINE))
                 reasons[fault["reason"]] += 1
             shards.extend(_with_dropped_rows(record, dropped[start:]))
-            spoken = record["rows"].get("language", ())  # records of an earlier version say nothing of it
-            languages.update(each for place, each in enumerate(spoken, start) if each and not dropped[place])
+            names = enumerate(record["rows"]["language"], start)
+            languages.update(name for row, name in names if name and not dropped[row])
             start += len(record["rows"]["key"])
     return shards, reasons, languages
 
 
 def default_splits(shards: list[Shard]) -> tuple[list[Shard], dict[str, int]]:
-    """Shards and rows of each split; where some rows have a split, those without one are `train`."""
+    """Shards, and rows of each split; if some rows have a split, those without one are `train`."""
     if any(shard.split for shard in shards):
         shards = [shard if shard.split else replace(shard, split="train") for shard in shards]
     splits: Counter[str] = Counter()
@@ -206,7 +198,7 @@ def default_splits(shards: list[Shard]) -> tuple[list[Shard], dict[str, int]]:
 
 
 def fit_tokenizer(out: Storage, shards: list[Shard], vocab_size: int) -> str | None:
-    """A tokenizer trained on the captions outside the held-out splits; None where there are none."""
+    """A tokenizer trained on the captions outside the held-out splits; None if there are none."""
     used = [shard for shard in shards if shard.split not in HELD_OUT and shard.num_live]
     if not vocab_size or not used:
         return None
@@ -219,13 +211,13 @@ def make_manifest(
     shards: list[Shard],
     reasons: Counter[str],
     languages: Counter[str],
-    findings: DedupResult,
+    found: DedupResult,
     leakage: dict[str, Any],
     has_tokenizer: bool,
     box_names: dict[str, str],
     class_names: tuple[str, ...],
 ) -> Manifest:
-    """The manifest of a finished set."""
+    """Manifest of a finished set."""
     shards, splits = default_splits([shard for shard in shards if shard.num_live])
     num_rows = sum(shard.num_live for shard in shards)
     return Manifest(
@@ -233,14 +225,14 @@ def make_manifest(
         num_read=num_rows + reasons.total(),
         num_quarantined=reasons.total(),
         reasons=dict(reasons.most_common()),
-        num_leaks=findings.num_leaks,
+        num_leaks=found.num_leaks,
         splits=splits,
         fingerprint=fingerprint(shards),
         tokenizer=TOKENIZER if has_tokenizer else None,
         source=source,
         settings=settings.model_dump(mode="json"),
         shards=tuple(shards),
-        num_same_text=findings.num_same_text,
+        num_same_text=found.num_same_text,
         leakage=leakage,
         box_names=box_names,
         class_names=class_names,
@@ -248,73 +240,69 @@ def make_manifest(
     )
 
 
-class _FirstSeen:
-    """Remembers key and split of rows that others repeat, as the records pass in source order; of the held-out ones
-    that an earlier row repeats, beforehand."""
+class _Originals:
+    """Key and split of the rows that others repeat, collected while the records pass in source order."""
 
-    def __init__(self, findings: DedupResult, out: Storage, chunks: Iterable[int]) -> None:
-        self.findings = findings
-        self.wanted = set(findings.first[findings.first != NONE].tolist())
+    def __init__(self, found: DedupResult, out: Storage, chunks: Iterable[int]) -> None:
+        self.found = found
+        self.wanted = set(found.first[found.first != NONE].tolist())
         self.known: dict[int, tuple[str, str | None]] = {}
-        if (findings.first > np.arange(len(findings.first))).any():
+        if (found.first > np.arange(len(found.first))).any():  # a held-out original after its duplicate
             start = 0
             for _, record in records(out, chunks):
-                self._remember(record, start)
+                self._collect(record, start)
                 start += len(record["rows"]["key"])
 
-    def _remember(self, record: dict[str, Any], start: int) -> None:
-        """The rows of this record that others repeat; its first row is row `start` of the set."""
+    def _collect(self, record: dict[str, Any], start: int) -> None:
+        """Collect from a record whose first row is row `start` of the set."""
         for row, (key, shard) in enumerate(zip(record["rows"]["key"], record["rows"]["shard"], strict=True), start):
             if row in self.wanted:
                 self.known[row] = (key, record["shards"][shard]["split"])
 
     def faults(self, record: dict[str, Any], start: int) -> list[dict[str, Any]]:
-        """Quarantine entries of the duplicates in this record, whose first row is row `start` of the set."""
-        self._remember(record, start)
+        """Quarantine entries of the duplicates and leaks in a record whose first row is row `start` of the set."""
+        self._collect(record, start)
         rows, faults = record["rows"], []
         columns = (rows["line"], rows["origin"], rows["key"], rows["shard"])
-        for place, (line, origin, key, shard) in enumerate(zip(*columns, strict=True)):
-            split, first = record["shards"][shard]["split"], int(self.findings.first[start + place])
-            if first != NONE:
-                named = {"line": line, "key": key, "source": origin}
-                faults.append(named | self._fault(start + place, split, *self.known[first]))
-            elif told := self.findings.leaked.get(start + place):
-                fault = {"stage": "leakage", "reason": LEAKED, "detail": told}
-                faults.append({"line": line, "key": key, "source": origin} | fault)
+        for row, (line, origin, key, shard) in enumerate(zip(*columns, strict=True), start):
+            if self.found.first[row] != NONE:
+                reason = self._duplicate(row, record["shards"][shard]["split"])
+            elif row in self.found.leaked:
+                reason = {"stage": "leakage", "reason": LEAKED, "detail": self.found.leaked[row]}
+            else:
+                continue
+            faults.append({"line": line, "key": key, "source": origin} | reason)
         return faults
 
-    def _fault(self, row: int, split: str | None, first: str, first_split: str | None) -> dict[str, str]:
-        if self.findings.same.same_key[row] != NONE:
+    def _duplicate(self, row: int, split: str | None) -> dict[str, str]:
+        if self.found.same.same_key[row] != NONE:
             return {"stage": "duplicates", "reason": "duplicate-key", "detail": "an earlier row has this id"}
-        leak = f" (which is in split {first_split})" if split != first_split else ""
-        if self.findings.same.same_text[row] != NONE:
-            detail = f"the captions of row {first}{leak} again"
+        original, original_split = self.known[int(self.found.first[row])]
+        where = f" (in split {original_split})" if split != original_split else ""
+        if self.found.same.same_text[row] != NONE:
+            detail = f"same captions as row {original}{where}"
             return {"stage": "duplicates", "reason": "duplicate-text", "detail": detail}
-        return {"stage": "duplicates", "reason": "duplicate", "detail": f"the same as row {first}{leak}"}
+        return {"stage": "duplicates", "reason": "duplicate", "detail": f"duplicate of row {original}{where}"}
 
 
 def records(out: Storage, chunks: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(chunk, record) of finished chunks. Raises DataError where one is gone."""
+    """(chunk, record) of finished chunks. Raises DataError if one no longer exists."""
     for index in chunks:
         record = read_record(out, index)
         if record is None:
-            raise DataError(f"{out.address}: the record of chunk {index} is gone: run the same command again")
+            raise DataError(f"{out.address}: the record of chunk {index} was deleted: rerun the same command")
         yield index, record
 
 
 def _with_dropped_rows(record: dict[str, Any], dropped: np.ndarray) -> list[Shard]:
-    """The shards of a record, each with the numbers of its rows that are set aside."""
-    numbers: Counter[int] = Counter()
-    drops: list[list[int]] = [[] for _ in record["shards"]]
-    for place, shard in enumerate(record["rows"]["shard"]):
-        if dropped[place]:
-            drops[shard].append(numbers[shard])
-        numbers[shard] += 1
-    return [replace(shard, dropped=tuple(drop)) for shard, drop in zip(shards_of(record), drops, strict=True)]
+    """Shards of a record with the numbers of their dropped rows."""
+    shard_of = np.asarray(record["rows"]["shard"], np.int64)
+    drops = (np.flatnonzero(dropped[: len(shard_of)][shard_of == number]) for number in range(len(record["shards"])))
+    return [replace(shard, dropped=tuple(drop.tolist())) for shard, drop in zip(shards_of(record), drops, strict=True)]
 
 
 def _texts(out: Storage, shard: Shard) -> Iterator[str]:
-    """All captions of the rows of a shard that count; no image is read."""
+    """Captions of the kept rows of a shard; images are not read."""
     dropped, row = set(shard.dropped), 0
     only_texts = pa.ipc.IpcReadOptions(included_fields=[2])
     with pa.ipc.open_file(out.open(shard.file, mapped=True), options=only_texts) as reader:

@@ -1,13 +1,14 @@
-"""Images at addresses: fetched in the background, from hosts that are allowed and lie on the open internet only.
+"""Images named by URL, fetched in the background from allowed hosts with public addresses only.
 
-A row is data of somebody else's, so what it may reach is fenced: https and the hosts that the setting names, at each
-redirect anew; a connection goes to an address that was found public when its name was looked up, so that a name cannot
-lead elsewhere a moment later; size and time are capped. Proxies and logins of the environment are left alone.
+URLs are untrusted. Only https to the hosts of `prepare.allow_urls` is fetched, and each redirect is checked again. The
+resolver drops private addresses before a connection is made, so DNS rebinding has no effect. Size, time, retries and
+connections are bounded. Proxies and credentials of the environment are not used.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import re
 import socket
 import ssl
@@ -21,22 +22,16 @@ from urllib.parse import urljoin
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    retry_if_exception_type,
-    stop_after_attempt,
-    stop_before_delay,
-    wait_random_exponential,
-)
 from yarl import URL
 
 from mmray.data.formats.rows import BadRow, SourceRow, parse_row
 from mmray.data.formats.source import SourceItem
 from mmray.storage.address import is_public_ip, redact_url, rejection_reason
 
-# Rows of a chunk in their order, with the images that lie at addresses: asked for before their row's turn comes.
-WINDOW = 32  # images on their way, and rows that wait for them
+WINDOW = 32  # images in flight, and rows that wait for them
+MAX_REDIRECTS, MAX_ATTEMPTS = 5, 3
+_REDIRECT, _MISSING, _BUSY = (301, 302, 303, 307, 308), (401, 403, 404, 410), (408, 425, 429)
+_ENCODED = re.compile(r"[!-~]+")  # encoding such a URL again would break its signature
 Fetch = Callable[[str], Future[bytes]]
 _Pending = tuple[SourceItem, SourceRow | BadRow, Future[bytes] | None]
 
@@ -44,22 +39,22 @@ _Pending = tuple[SourceItem, SourceRow | BadRow, Future[bytes] | None]
 def prefetch_rows(
     items: Iterable[SourceItem], hosts: tuple[str, ...], fetch: Fetch | None
 ) -> Iterator[tuple[SourceItem, SourceRow | BadRow]]:
-    """Each item with its row, or what is wrong with it; without `fetch` an address stays one.
+    """Each item, in order, with its row or what is wrong with it; images by URL are requested up to WINDOW rows ahead.
 
-    Memory holds WINDOW fetched images: a row has one at most.
+    Without `fetch`, URLs are not fetched.
     """
-    waiting: deque[_Pending] = deque()
+    pending: deque[_Pending] = deque()
     for item in items:
-        raw = _parsed(item, hosts)
+        raw = _parse(item, hosts)
         url = raw.image.url if fetch and isinstance(raw, SourceRow) else None
-        waiting.append((item, raw, fetch(url) if fetch and url else None))
-        while waiting and (len(waiting) > WINDOW or waiting[0][2] is None):
-            yield _fetched(*waiting.popleft())
-    while waiting:
-        yield _fetched(*waiting.popleft())
+        pending.append((item, raw, fetch(url) if fetch and url else None))
+        while pending and (len(pending) > WINDOW or pending[0][2] is None):
+            yield _resolve(*pending.popleft())
+    while pending:
+        yield _resolve(*pending.popleft())
 
 
-def _parsed(item: SourceItem, hosts: tuple[str, ...]) -> SourceRow | BadRow:
+def _parse(item: SourceItem, hosts: tuple[str, ...]) -> SourceRow | BadRow:
     if isinstance(item.values, BadRow):
         return item.values
     try:
@@ -68,42 +63,33 @@ def _parsed(item: SourceItem, hosts: tuple[str, ...]) -> SourceRow | BadRow:
         return bad
 
 
-def _fetched(
+def _resolve(
     item: SourceItem, raw: SourceRow | BadRow, image: Future[bytes] | None
 ) -> tuple[SourceItem, SourceRow | BadRow]:
-    """The row with the bytes of its images in it, once they are all there."""
+    """The row with the bytes of its image; waits for them."""
     if isinstance(raw, BadRow) or image is None:
         return item, raw
     try:
-        found = replace(raw.image, data=image.result())
+        return item, replace(raw, image=replace(raw.image, data=image.result()))
     except BadRow as bad:
         return item, BadRow(bad.stage, bad.reason, bad.detail, raw.key)
-    return item, replace(raw, image=found)
-
-
-REDIRECTS, TRIES = 5, 3
-_MOVED = (301, 302, 303, 307, 308)
-_GONE = (401, 403, 404, 410)
-_BUSY = (408, 425, 429)
-_AS_IT_IS = re.compile(r"[!-~]+")  # already encoded: to encode it again would break its signature
-_PIECE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
 class FetchLimits:
-    """What one image may cost, and how many are fetched from a host at once (by each task)."""
+    """Bounds of one image, and of the connections of one task to a host."""
 
     num_bytes: int = 32 * 1024 * 1024
-    seconds: float = 30.0  # all its tries and redirects
+    seconds: float = 30.0  # all attempts and redirects
     connect_s: float = 10.0
     connections: int = 8
     pause_s: float = 0.5
 
 
 class Fetcher:
-    """Fetches images in a thread of its own while it is open; `with Fetcher(hosts) as fetcher`.
+    """Fetches images in a background thread while its `with` block is open.
 
-    The certificates, the look-up of names and what counts as public are arguments for tests.
+    `tls`, `resolver` and `public` are replaced by tests.
     """
 
     def __init__(
@@ -131,16 +117,13 @@ class Fetcher:
         self._thread.join()
         self._loop.close()
 
-    def fetch(self, address: str) -> Future[bytes]:
-        """The bytes at an address, some time; its exception is a BadRow (stage `read`)."""
-        return asyncio.run_coroutine_threadsafe(self._fetch(address), self._loop)
+    def fetch(self, url: str) -> Future[bytes]:
+        """Start fetching a URL. The future raises BadRow (stage `read`)."""
+        return asyncio.run_coroutine_threadsafe(self._fetch(url), self._loop)
 
     async def _open(self) -> aiohttp.ClientSession:
         connector = aiohttp.TCPConnector(
-            resolver=_PublicOnly(self._resolver(), self._public),
-            ssl=self._tls,
-            limit=WINDOW,
-            limit_per_host=self.limits.connections,
+            resolver=_PublicResolver(self._resolver(), self._public), ssl=self._tls, limit=WINDOW
         )
         return aiohttp.ClientSession(
             connector=connector,
@@ -152,112 +135,96 @@ class Fetcher:
         )
 
     async def _close(self) -> None:
-        rest = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in rest:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*rest, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._session.close()
         await asyncio.get_running_loop().shutdown_default_executor()
 
-    async def _fetch(self, address: str) -> bytes:
-        url = self._checked(address, "", redact_url(address))
-        async with self._slots[url.raw_authority]:  # to wait for a turn costs an image none of its seconds
+    async def _fetch(self, url: str) -> bytes:
+        name, reason = redact_url(url), ""
+        async with self._slots[self._validate(url, "", name).raw_authority]:  # waiting for a slot costs no time limit
             try:
                 async with asyncio.timeout(self.limits.seconds):
-                    return await self._tries()(self._follow, address)
+                    for attempt in range(MAX_ATTEMPTS):
+                        try:
+                            return await self._follow_redirects(url, name)
+                        except _TransientError as error:
+                            reason = str(error)
+                            pause_s = max(random.uniform(0, self.limits.pause_s * 2**attempt), error.retry_after_s)
+                        if attempt + 1 == MAX_ATTEMPTS or pause_s >= self.limits.seconds:
+                            break
+                        await asyncio.sleep(pause_s)
             except TimeoutError:
-                told = f"was not whole within {self.limits.seconds:g} s"
-            except _TransientError as error:
-                told = str(error)
-        raise BadRow("read", "unreadable", f"{redact_url(address)}: {told}")
+                reason = f"not complete within {self.limits.seconds:g} s"
+        raise BadRow("read", "unreadable", f"{name}: {reason}")
 
-    def _tries(self) -> AsyncRetrying:
-        return AsyncRetrying(
-            retry=retry_if_exception_type(_TransientError),
-            stop=stop_after_attempt(TRIES) | stop_before_delay(self.limits.seconds),
-            wait=_Pause(self.limits.pause_s),
-            reraise=True,
-        )
-
-    async def _follow(self, address: str) -> bytes:
-        """The bytes at an address, or where it leads to. Raises BadRow, or _Passing."""
-        name, location, at = redact_url(address), "", address
+    async def _follow_redirects(self, url: str, name: str) -> bytes:
+        """The bytes at a URL or at the end of its redirects. Raises BadRow, or _TransientError."""
+        location = ""
         try:
-            for _ in range(REDIRECTS + 1):
-                url = self._checked(at, location, name)
-                async with self._session.get(url, allow_redirects=False) as answer:
-                    if answer.status not in _MOVED or "Location" not in answer.headers:
-                        return await self._body(answer, name)
-                    at, location = str(url), answer.headers["Location"]
+            for _ in range(MAX_REDIRECTS + 1):
+                hop = self._validate(url, location, name)
+                async with self._session.get(hop, allow_redirects=False) as response:
+                    if response.status not in _REDIRECT or "Location" not in response.headers:
+                        return await self._body(response, name)
+                    url, location = str(hop), response.headers["Location"]
         except _PrivateAddressError as error:
             raise BadRow("read", "private-address", f"{name}: {error}") from None
         except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientConnectorSSLError) as error:
-            raise BadRow("read", "refused", f"{name}: no connection that can be trusted ({_told(error)})") from None
+            raise BadRow("read", "refused", f"{name}: untrusted connection ({_describe(error)})") from None
         except BadRow:
             raise
-        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: an answer that cannot be understood
-            raise _TransientError(f"the connection failed ({_told(error)})") from None
-        raise BadRow("read", "redirect", f"{name}: more than {REDIRECTS} redirects")
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a malformed response
+            raise _TransientError(f"connection failed ({_describe(error)})") from None
+        raise BadRow("read", "redirect", f"{name}: more than {MAX_REDIRECTS} redirects")
 
-    def _checked(self, base: str, location: str, name: str) -> URL:
-        """The address of a hop, as the client understands it: the rule has to hold of that reading too."""
-        at = location
+    def _validate(self, base: str, location: str, name: str) -> URL:
+        """The URL of a hop, checked as written and as the client parses it."""
+        url = location
         try:
-            at = urljoin(base, location)
-            url = URL(at, encoded=_AS_IT_IS.fullmatch(at) is not None)
-            why = rejection_reason(at, self.hosts) or rejection_reason(
-                f"{url.scheme}://{url.raw_authority}", self.hosts
-            )
+            url = urljoin(base, location)
+            parsed = URL(url, encoded=_ENCODED.fullmatch(url) is not None)
+            as_parsed = f"{parsed.scheme}://{parsed.raw_authority}"
+            why = rejection_reason(url, self.hosts) or rejection_reason(as_parsed, self.hosts)
         except ValueError:
-            why = "it cannot be read as an address"
+            why = "it is not a valid URL"
         if why:
-            raise BadRow("read", "redirect", f"{name} leads to {redact_url(at)}: {why}")
-        return url
+            raise BadRow("read", "redirect", f"{name} leads to {redact_url(url)}: {why}")
+        return parsed
 
-    async def _body(self, answer: aiohttp.ClientResponse, name: str) -> bytes:
-        status, most = answer.status, self.limits.num_bytes
-        if status in _GONE:
-            raise BadRow("read", "missing-image", f"{name}: the host answers {status}")
+    async def _body(self, response: aiohttp.ClientResponse, name: str) -> bytes:
+        status, max_bytes = response.status, self.limits.num_bytes
         if status in _BUSY or status >= 500:
-            raise _TransientError(f"the host answers {status}", answer.headers.get("Retry-After", ""))
+            raise _TransientError(f"the host answers {status}", response.headers.get("Retry-After", ""))
         if status != 200:
-            raise BadRow("read", "refused", f"{name}: the host answers {status}")
+            raise BadRow("read", "missing-image" if status in _MISSING else "refused", f"{name}: HTTP status {status}")
         data = bytearray()
-        if (answer.content_length or 0) <= most:
-            async for piece in answer.content.iter_chunked(_PIECE_BYTES):
+        if (response.content_length or 0) <= max_bytes:
+            async for piece in response.content.iter_chunked(64 * 1024):
                 data += piece
-                if len(data) > most:
+                if len(data) > max_bytes:
                     break
             else:
                 return bytes(data)
-        raise BadRow("read", "too-large", f"{name} has over {most} bytes")
+        raise BadRow("read", "too-large", f"{name} has over {max_bytes} bytes")
 
 
 class _TransientError(Exception):
-    """A fault that another try may not have; `after` is the host's Retry-After."""
+    """A failure that a retry may fix; `retry_after` is the HTTP header."""
 
-    def __init__(self, told: str, after: str = "") -> None:
-        super().__init__(told)
-        self.after_s = int(after) if re.fullmatch("[0-9]{1,6}", after) else 0
-
-
-class _Pause(wait_random_exponential):
-    """Growing pauses, and no shorter than the host asks for."""
-
-    def __init__(self, first_s: float) -> None:
-        super().__init__(multiplier=first_s)
-
-    def __call__(self, retry_state: RetryCallState) -> float:
-        error = retry_state.outcome.exception() if retry_state.outcome else None
-        return max(super().__call__(retry_state), error.after_s if isinstance(error, _TransientError) else 0)
+    def __init__(self, message: str, retry_after: str = "") -> None:
+        super().__init__(message)
+        self.retry_after_s = int(retry_after) if re.fullmatch("[0-9]{1,6}", retry_after) else 0
 
 
 class _PrivateAddressError(Exception):
-    """No OSError, which the client would take for a name that is not known."""
+    """Not an OSError, which aiohttp would report as an unknown host."""
 
 
-class _PublicOnly(AbstractResolver):
-    """Looks names up, and gives the addresses that are public: no others are ever connected to."""
+class _PublicResolver(AbstractResolver):
+    """Resolves names to their public addresses only."""
 
     def __init__(self, inner: AbstractResolver, public: Callable[[str], bool]) -> None:
         self.inner, self.public = inner, public
@@ -268,15 +235,15 @@ class _PublicOnly(AbstractResolver):
         found = await self.inner.resolve(host, port, family)
         public = [each for each in found if self.public(each["host"])]
         if found and not public:
-            raise _PrivateAddressError(f"{host} is at {found[0]['host']}, which is not an address of the open internet")
+            raise _PrivateAddressError(f"{host} is at {found[0]['host']}, which is not a public address")
         return public
 
     async def close(self) -> None:
         await self.inner.close()
 
 
-def _told(error: Exception) -> str:
-    """A fault of the connection, without addresses that may hold secrets."""
+def _describe(error: Exception) -> str:
+    """A connection error without URLs, which may hold secrets."""
     cause: Any = getattr(error, "os_error", None) or getattr(error, "certificate_error", None) or error
     reason = getattr(cause, "verify_message", None) or getattr(cause, "strerror", None)
     return f"{type(cause).__name__}: {reason}"[:200] if reason else type(cause).__name__

@@ -1,4 +1,4 @@
-"""The folder a prepare writes into: made, held against a second writer, and swept of what did not become part of it."""
+"""The output folder of a prepare: create it, lock it, delete stale files."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from mmray.data.prepare.pack import record_path
+from mmray.data.prepare.tasks import ATTEMPT_SUFFIX
 from mmray.data.store.manifest import MANIFEST, PARTS, SHARDS, Shard
 from mmray.errors import UsageError
 from mmray.storage import lease
@@ -19,15 +20,15 @@ _LOCK = ".lock"
 
 
 def create_output_dir(out: Storage) -> None:
-    """Make the folder, where it is not one of something else. Raises UsageError."""
+    """Create the folder. Raises UsageError if it holds something else."""
     try:
         names = set(out.listdir()) - {_LOCK, lease.FOLDER}
         if names and not names & {MANIFEST, PARTS}:
-            raise UsageError(f"{out.address} is not empty and holds no prepared set: choose another folder")
+            raise UsageError(f"{out.address} is not empty and is not a prepared set: choose another folder")
         out.mkdir(PARTS)
         out.mkdir(SHARDS)
     except OSError as error:
-        raise UsageError(f"{out.address} cannot be written to ({error}): choose another folder") from None
+        raise UsageError(f"cannot write to {out.address} ({error}): choose another folder") from None
 
 
 @contextmanager
@@ -40,32 +41,32 @@ def exclusive_lock(out: Storage) -> Iterator[None]:
     try:
         lock = os.open(out.local_path / _LOCK, os.O_RDWR | os.O_CREAT)
     except OSError as error:
-        raise UsageError(f"{out.address} cannot be written to ({error}): choose another folder") from None
+        raise UsageError(f"cannot write to {out.address} ({error}): choose another folder") from None
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(lock, 200).decode(errors="replace")
-            raise UsageError(f"{out.address} is being prepared by {holder}: wait until it has ended") from None
+            raise UsageError(f"{out.address} is being prepared by {holder}: wait until it has finished") from None
         os.truncate(lock, 0)
         os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield
     finally:
-        os.close(lock)  # which also lets go of it
+        os.close(lock)  # releases it
 
 
 def remove_temp_files(out: Storage) -> None:
-    """Delete the files that a killed prepare was writing."""
+    """Delete the partial files of a killed prepare."""
     for folder in ("", SHARDS, PARTS):
         for name in out.listdir(folder):
-            if name.endswith(TEMP_SUFFIX):
+            if name.endswith((TEMP_SUFFIX, ATTEMPT_SUFFIX)):
                 out.delete(f"{folder}/{name}".lstrip("/"))
 
 
 def remove_stale_files(out: Storage, shards: Iterable[Shard], num_chunks: int) -> None:
-    """Delete what killed tasks, other settings and earlier lines have left: all but these shards, and the records.
+    """Delete what killed tasks and earlier settings left: all shards and records but those of this prepare.
 
-    The shards of this prepare, not of the records that lie there: on a store another writer may have replaced one.
+    `shards` come from this process, not from the records: on a store another writer may have replaced one.
     """
     wanted = {shard.file for shard in shards} | {record_path(index) for index in range(num_chunks)}
     for folder in (SHARDS, PARTS):

@@ -1,8 +1,8 @@
-"""The work of one prepare task: a chunk of the source becomes shard files and a record of what was done.
+"""The work of one prepare task: a chunk of the source becomes shard files and a record.
 
-Each row is parsed, its images read, decoded whole and hashed, its captions cleaned; what fails goes into the record
-with stage and reason. The record (parts/chunk-N.json) is written last: with it the chunk counts as done, and a prepare
-that was killed, or whose source has grown, does not do it again. No Ray here: a test calls `pack_chunk` as it is.
+Each row is parsed, its images are read, decoded whole and hashed, its captions cleaned; what fails goes into the record
+with stage and reason. The record (parts/chunk-N.json) is written last and marks the chunk as done, so a killed prepare
+resumes and a grown source is appended to. No Ray here.
 """
 
 from __future__ import annotations
@@ -34,25 +34,24 @@ if TYPE_CHECKING:
     from mmray.data.prepare.fetch import Fetcher
 
 
-# A shard of a prepared set being written; what it holds, and how it is read, store.py says.
 class ShardWriter:
-    """A shard being written, row by row; its file is there once the `with` block has ended well, and not otherwise."""
+    """Writes a shard row by row. Its file appears when the `with` block ends without an error."""
 
-    def __init__(self, place: Storage, name: str, split: str | None = None) -> None:
-        self._place, self._name, self._split = place, name, split
+    def __init__(self, storage: Storage, name: str, split: str | None = None) -> None:
+        self._storage, self._name, self._split = storage, name, split
         self._digest, self.num_rows = hashlib.sha256(), 0
         self._batch: list[Row] = []
         self._offsets = [first_batch_offset(SCHEMA)]
 
     def __enter__(self) -> ShardWriter:
         with ExitStack() as files:
-            self._stream = files.enter_context(self._place.open_output(self._name))
+            self._stream = files.enter_context(self._storage.open_output(self._name))
             self._writer = files.enter_context(pa.ipc.new_file(self._stream, SCHEMA))
             self._files = files.pop_all()
         return self
 
     def append(self, row: Row) -> None:
-        """Add a row; memory holds at most one record batch."""
+        """Append a row; memory holds at most one record batch."""
         self._batch.append(row)
         self.num_rows += 1
         self._digest.update(
@@ -80,8 +79,8 @@ class ShardWriter:
         self._files.__exit__(*error)
 
     def entry(self) -> Shard:
-        """The finished file's line in the manifest."""
-        size = self._place.size(self._name) or 0
+        """Manifest entry of the finished file."""
+        size = self._storage.size(self._name) or 0
         batches = " ".join(str(offset) for offset in self._offsets)
         return Shard(self._name, self._split, self.num_rows, size, self._digest.hexdigest(), batches=batches)
 
@@ -91,25 +90,25 @@ class ShardWriter:
         self._batch.clear()
 
 
-def write_shard(rows: Iterable[Row], place: Storage, name: str, split: str | None = None) -> Shard:
-    """Write rows as the file `name` in `place` and return its manifest entry."""
-    with ShardWriter(place, name, split) as shard:
+def write_shard(rows: Iterable[Row], storage: Storage, name: str, split: str | None = None) -> Shard:
+    """Write rows as the file `name` in `storage` and return its manifest entry."""
+    with ShardWriter(storage, name, split) as shard:
         for row in rows:
             shard.append(row)
     return shard.entry()
 
 
 _RECORD_VERSION = 5
-_BOX_SLACK = 0.01  # annotators draw a pixel over the edge
+_BOX_SLACK = 0.01  # annotations may exceed the edge by a pixel
 
 
 @dataclass(frozen=True)
 class PrepareJob:
-    """What decides how a chunk is packed: another job packs it again."""
+    """What determines how a chunk is packed. A chunk is packed again if the digest changes."""
 
     source: SourceSpec
     out: str
-    columns: tuple[tuple[str, str], ...]  # (ours, theirs)
+    columns: tuple[tuple[str, str], ...]  # (our name, name in the source)
     template: str
     check: str
     index_only: bool
@@ -118,23 +117,25 @@ class PrepareJob:
     holdout: float
     rows_per_shard: int
     allow_urls: tuple[str, ...] = ()
-    sandboxed: bool = False  # decode in a child process: a worker has died before
+    run_id: str = ""  # of this prepare: a retried task skips the chunks that it finished before its worker died
 
     def digest(self) -> str:
-        """Of the settings alone: a set may be moved together with its source."""
+        """Hash of the settings, without addresses: a set may be moved together with its source."""
         settings: list[object] = [_RECORD_VERSION, self.image_side, self.max_pixels, self.holdout, self.rows_per_shard]
         settings += [self.source.format, self.columns, self.template, self.check, self.index_only]
-        settings += [self.allow_urls] if self.allow_urls else []  # sets of before that setting stay as they are
+        settings += (
+            [self.allow_urls] if self.allow_urls else []
+        )  # keep the digest of sets prepared before this option existed
         return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
     def open(self) -> Source:
-        """The source, where the job stands: on the driver or in a task."""
+        """Open the source, on the driver or in a task."""
         return open_source(self.source, Storage(self.out), dict(self.columns), self.template)
 
 
 @dataclass(frozen=True)
 class ChunkResult:
-    """What a task tells the driver."""
+    """What a task returns."""
 
     index: int
     num_rows: int
@@ -142,14 +143,14 @@ class ChunkResult:
 
 
 class RecordRow(NamedTuple):
-    """What the record says of a good row; there each name is a column."""
+    """Columns of the rows in a record."""
 
     line: int
     origin: str
     key: str
-    image: str  # digests: of its images as they came, of images and words together, of its words
-    row: str
-    text: str
+    image: str  # digest of its original image
+    row: str  # digest of image and texts
+    text: str  # digest of its texts
     shard: int
     language: str | None
 
@@ -159,28 +160,38 @@ def record_path(index: int) -> str:
 
 
 def pack_chunk(
-    job: PrepareJob, chunk: SourceChunk, fetcher: Callable[[tuple[str, ...]], Fetcher] | None = None
+    job: PrepareJob,
+    chunk: SourceChunk,
+    fetcher: Callable[[tuple[str, ...]], Fetcher] | None = None,
+    sandboxed: bool = False,
 ) -> ChunkResult:
-    """Pack one chunk; `fetcher` makes what fetches images from the hosts that are allowed (none: the usual one).
+    """Pack one chunk. `sandboxed` decodes images in a child process; `fetcher` makes the client for images by URL.
 
-    Raises SourceChanged and SourceUnreadable, and OSError where the set cannot be written.
+    Raises SourceChanged, SourceUnreadable, and OSError if the set cannot be written.
     """
-    task, fetch = _ChunkPacker(job, chunk), None
-    with ExitStack() as files:
-        files.callback(task.sandbox.close)
-        if job.allow_urls and not job.index_only:
-            from mmray.data.prepare.fetch import Fetcher  # tasks without addresses do without a client
-
-            fetch = files.enter_context((fetcher or Fetcher)(job.allow_urls)).fetch
-        for item, raw in prefetch_rows(_items(job, chunk), job.allow_urls, fetch):
-            task.pack(item, raw, files)
-    record = task.record()
-    Storage(job.out).write(record_path(chunk.index), orjson.dumps(record))
+    record = read_record(Storage(job.out), chunk.index) if job.run_id else None
+    if record is None or record.get("run_id") != job.run_id:
+        record = _pack(job, chunk, fetcher, sandboxed)
     return ChunkResult(chunk.index, len(record["rows"]["key"]) + len(record["faults"]), len(record["faults"]))
 
 
+def _pack(job: PrepareJob, chunk: SourceChunk, fetcher: Any, sandboxed: bool) -> dict[str, Any]:
+    packer, fetch = _ChunkPacker(job, chunk, sandboxed), None
+    with ExitStack() as files:
+        files.callback(packer.sandbox.close)
+        if job.allow_urls and not job.index_only:
+            from mmray.data.prepare.fetch import Fetcher  # only tasks with URLs need an HTTP client
+
+            fetch = files.enter_context((fetcher or Fetcher)(job.allow_urls)).fetch
+        for item, raw in prefetch_rows(_items(job, chunk), job.allow_urls, fetch):
+            packer.pack(item, raw, files)
+    record = packer.record()
+    Storage(job.out).write(record_path(chunk.index), orjson.dumps(record))
+    return record
+
+
 def _items(job: PrepareJob, chunk: SourceChunk) -> Iterator[SourceItem]:
-    """The rows of a chunk; an OSError here is the source's, not one of what is written."""
+    """Rows of a chunk. Turns an OSError of the source into SourceUnreadable."""
     try:
         yield from job.open().read(chunk)
     except OSError as error:
@@ -188,7 +199,7 @@ def _items(job: PrepareJob, chunk: SourceChunk) -> Iterator[SourceItem]:
 
 
 def read_record(out: Storage, index: int) -> dict[str, Any] | None:
-    """The record of a chunk that was done; None where there is none that can be read."""
+    """Record of a finished chunk; None if there is no readable one."""
     try:
         record = orjson.loads(out.read(record_path(index)))
     except (FileNotFoundError, ValueError):
@@ -197,7 +208,7 @@ def read_record(out: Storage, index: int) -> dict[str, Any] | None:
 
 
 def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> bool:
-    """Whether this record stands for this chunk as it would be packed now: same lines, settings and image files."""
+    """Return whether packing the chunk now would give this record: same lines, settings and image files."""
     source, out = Storage(job.source.address), Storage(job.out)
     return (
         record["job"] == job.digest()
@@ -209,15 +220,15 @@ def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> b
 
 
 def has_retryable(record: dict[str, Any]) -> bool:
-    """Whether rows of the chunk were set aside that may be good another time: their files did not open or decode."""
+    """Return whether quarantined rows of the chunk may succeed later: their files did not open or decode."""
     return any(fault["stage"] in ("read", "decode") for fault in record["faults"])
 
 
 class _ChunkPacker:
-    """The state of one chunk while it is packed."""
+    """State of one chunk while it is packed."""
 
-    def __init__(self, job: PrepareJob, chunk: SourceChunk) -> None:
-        self.job, self.chunk = job, chunk
+    def __init__(self, job: PrepareJob, chunk: SourceChunk, sandboxed: bool) -> None:
+        self.job, self.chunk, self.sandboxed = job, chunk, sandboxed
         self.source, self.out = Storage(job.source.address), Storage(job.out)
         self.writers: dict[str | None, ShardWriter] = {}
         self.rows: list[RecordRow] = []
@@ -225,7 +236,7 @@ class _ChunkPacker:
         self.files: list[tuple[str, int | None, int | None]] = []
         self.retry = False
         self.sandbox = SandboxedDecoder()
-        self.token = uuid.uuid4().hex[:8]  # never over a file that an earlier manifest may name
+        self.token = uuid.uuid4().hex[:8]  # never overwrite a file that an earlier manifest names
 
     def pack(self, item: SourceItem, raw: SourceRow | BadRow, files: ExitStack) -> None:
         where, key = _to_utf8(item.origin), _to_utf8(raw.key or item.origin)
@@ -234,14 +245,14 @@ class _ChunkPacker:
                 raise raw
             row, original = self._check(raw, where)
         except BadRow as bad:
-            # "unreadable" may pass (a network file system), so such a chunk is tried again by the next prepare.
+            # The cause may be temporary (a network file system), so the next prepare packs the chunk again.
             self.retry = self.retry or bad.reason == "unreadable"
             fault = {"stage": bad.stage, "reason": bad.reason, "detail": _to_utf8(bad.detail)}
             self.faults.append({"line": item.line, "key": key, "source": where} | fault)
             return
         self._writer(row.split, files).append(row)
-        said = [*row.texts, *(row.messages or [])]
-        text, whole = (hashlib.sha256(orjson.dumps(values)).hexdigest() for values in (said, [original, *said]))
+        captions = [*row.texts, *(row.messages or [])]
+        text, whole = (hashlib.sha256(orjson.dumps(values)).hexdigest() for values in (captions, [original, *captions]))
         self.rows.append(
             RecordRow(
                 line=item.line,
@@ -256,9 +267,10 @@ class _ChunkPacker:
         )
 
     def record(self) -> dict[str, Any]:
-        """What was done, as JSON; call it when the shard files are closed."""
+        """JSON of the finished chunk; call it after the shard files are closed."""
         return {
             "job": self.job.digest(),
+            "run_id": self.job.run_id,
             "chunk": asdict(self.chunk),
             "retry": self.retry,
             "shards": [asdict(writer.entry()) for writer in self.writers.values()],
@@ -268,15 +280,15 @@ class _ChunkPacker:
         }
 
     def _check(self, raw: SourceRow, where: str) -> tuple[Row, str]:
-        """The row to keep, and the digest of its images as they came. Raises BadRow."""
+        """Return the row to keep and the digest of its original image. Raises BadRow."""
         try:
             texts = [clean_caption(text) for text in raw.texts]
         except BadText as bad:
             raise BadRow("text", bad.reason, bad.detail) from None
         if self.job.index_only and raw.image.url:
-            raise BadRow("read", "no-reference", "the image lies at an address: prepare without --index-only")
+            raise BadRow("read", "no-reference", "the image is a URL: prepare without --index-only")
         if self.job.index_only and raw.image.file is None:
-            raise BadRow("read", "no-reference", "the image stands in the row itself: prepare without --index-only")
+            raise BadRow("read", "no-reference", "the image is inside the row: prepare without --index-only")
         if self.job.index_only and self.job.check == "none":
             self._stamp(raw.image)
             return self._unchecked_row(raw, texts, where)
@@ -293,7 +305,7 @@ class _ChunkPacker:
         return self._assign_split(row, original), original
 
     def _unchecked_row(self, raw: SourceRow, texts: list[str], where: str) -> tuple[Row, str]:
-        """A row whose image is taken on trust: it has no checksum, and only the same file is its duplicate."""
+        """A row whose image is not read: it has no checksum, and only the same file is its duplicate."""
         ref = _ref(raw)
         original = hashlib.sha256(orjson.dumps(ref)).hexdigest()
         row = Row(raw.key, b"", texts, raw.label, raw.split, raw.language, where, ref=ref)
@@ -303,9 +315,9 @@ class _ChunkPacker:
         return self._assign_split(row, original), original
 
     def _assign_split(self, row: Row, original: str) -> Row:
-        """The row with the split that holds it out, where it has none."""
+        """Assign a row without a split to `train` or the held-out `test`."""
         if row.split is None and self.job.holdout > 0:
-            # By content, so that twins are on one side and a row stays where it is when the set grows.
+            # By content, so that duplicates share a split and a row keeps its split when the set grows.
             row.split = "test" if int(original[:16], 16) / 2**64 < self.job.holdout else "train"
         return row
 
@@ -319,16 +331,16 @@ class _ChunkPacker:
             return read_image(self.source, image)
 
     def _decode(self, name: str, data: bytes) -> tuple[bytes, tuple[int, int]]:
-        """The bytes to keep of an image, and its size; it decodes to its end, or as far as `check` asks."""
+        """Return the bytes to keep of an image and its size, after decoding it as far as `check` asks."""
         try:
             if self.job.image_side:
-                if self.job.sandboxed:
+                if self.sandboxed:
                     self.sandbox.check(data, self.job.max_pixels)
                 rgb = read_rgb(data, self.job.max_pixels)
                 return reencode(rgb, data, self.job.image_side), (rgb.shape[1], rgb.shape[0])
             if self.job.check != "full":
                 return data, header_size(data, self.job.max_pixels) if self.job.check == "header" else (0, 0)
-            check = self.sandbox.check if self.job.sandboxed else verify_image
+            check = self.sandbox.check if self.sandboxed else verify_image
             return data, check(data, self.job.max_pixels)
         except BadImage as bad:
             raise BadRow("decode", bad.reason, f"{name}: {bad.detail}") from None
@@ -341,26 +353,26 @@ class _ChunkPacker:
 
 
 def shards_of(record: dict[str, Any]) -> list[Shard]:
-    """The shard files of a finished chunk."""
+    """Shards of a finished chunk."""
     return [Shard.from_json(values) for values in record["shards"]]
 
 
 def _to_utf8(text: str) -> str:
-    """What a source says, as UTF-8 can say it: names of files and JSON may hold halves of surrogate pairs."""
+    """Escape what UTF-8 cannot encode: file names and JSON may hold lone surrogates."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def _ref(raw: SourceRow) -> dict[str, Any]:
-    """File, offset and length of a row's image, as a shard stores them."""
+    """File, offset and length of a row's image, as stored in a shard."""
     return {"file": raw.image.file, "offset": raw.image.offset, "length": raw.image.length}
 
 
 def _relative_boxes(raw: SourceRow, size: tuple[int, int]) -> list[list[float]]:
-    """Boxes as (left, top, right, bottom) in fractions of the image, which hold at any size. Raises BadRow."""
+    """Boxes as (left, top, right, bottom) in fractions of the image size. Raises BadRow."""
     width, height = size
     if not width:
-        raise BadRow("columns", "boxes", "boxes need the size of the image: prepare with --check full or header")
+        raise BadRow("columns", "boxes", "boxes need the image size: prepare with --check full or header")
     out = [[x / width, y / height, (x + w) / width, (y + h) / height] for x, y, w, h in raw.boxes]
     if any(min(box) < -_BOX_SLACK or max(box) > 1 + _BOX_SLACK for box in out):
-        raise BadRow("columns", "boxes", f"a box leaves the image of {width} x {height} pixels")
+        raise BadRow("columns", "boxes", f"a box exceeds the image of {width} x {height} pixels")
     return [[min(1.0, max(0.0, number)) for number in box] for box in out]

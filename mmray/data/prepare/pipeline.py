@@ -1,36 +1,42 @@
-"""Raw rows in, a prepared set out: the composer of the first half of the data room, with its Ray Data job.
+"""Raw rows to a prepared set.
 
-    scan the source into chunks  ->  pack the chunks that are not done yet (Ray)  ->  assemble  ->  manifest
+    scan the source into chunks  ->  pack the chunks that are not done (Ray)  ->  deduplicate  ->  manifest
 
-A chunk is done when its record is there, and stays done: a prepare that was killed goes on, a source that grew is
-appended to, and a larger error budget costs nothing. Nothing counts before manifest.json, which is written last.
+A chunk is done when its record exists. So a killed prepare resumes, a source that grew is appended to, and a larger
+error budget reuses all work. manifest.json is written last; without it the folder is not a prepared set.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Generator, Iterator
+import uuid
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import ray
-
 from mmray.data.formats.detect import class_names, companion_file, detect_source, label_names
 from mmray.data.formats.source import SourceChanged, SourceChunk, SourceUnreadable
 from mmray.data.prepare import assemble, contamination, sample
-from mmray.data.prepare.error_budget import BadRuns, Fault, check_budget, check_run, max_bad_rows
+from mmray.data.prepare.error_budget import check_budget, max_bad_rows
 from mmray.data.prepare.output_dir import create_output_dir, exclusive_lock, remove_stale_files, remove_temp_files
-from mmray.data.prepare.pack import PrepareJob, has_retryable, is_current, pack_chunk, read_record
-from mmray.data.prepare.tasks import MAX_RETRIES, MAX_RETRIES_SANDBOXED, decode_item, encode_result, map_tasks
-from mmray.data.store.manifest import MANIFEST, PARTS, QUARANTINE, SHARDS, TOKENIZER, Manifest, read_manifest
+from mmray.data.prepare.pack import (
+    ChunkResult,
+    PrepareJob,
+    has_retryable,
+    is_current,
+    pack_chunk,
+    read_record,
+    record_path,
+)
+from mmray.data.prepare.tasks import RESUME_HINT, Result, contain_crashes, map_tasks
+from mmray.data.store.manifest import MANIFEST, PARTS, QUARANTINE, TOKENIZER, Manifest, read_manifest
 from mmray.errors import DataError, ResourceError, UsageError
 from mmray.storage.paths import AnyPath, RemotePath, to_path
-from mmray.storage.storage import TEMP_SUFFIX, Storage
+from mmray.storage.storage import Storage
 
 if TYPE_CHECKING:
     from mmray.config import Prepare
@@ -38,17 +44,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a prepare is."""
+    """Progress of a prepare."""
 
     stage: str  # scan, pack, deduplicate, hash or tokenize
     done_rows: int
-    total_rows: int  # 0 while the source is being scanned
+    total_rows: int  # 0 during the scan
     bad_rows: int = 0
-    kept_rows: int = 0  # of the done ones: were done before this prepare
+    kept_rows: int = 0  # of the done ones: finished by an earlier prepare
 
 
 OnProgress = Callable[[Progress], None]
-Notify = Callable[[str, str], None]  # a line and its label
+Notify = Callable[[str, str], None]  # message, label
 
 
 def prepare(
@@ -59,25 +65,25 @@ def prepare(
     notify: Notify | None = None,
     retry: bool = False,
 ) -> Manifest:
-    """Check, clean and pack the image-text rows of a source into the folder `out`; Ray must be initialised.
+    """Validate, clean and pack the image-text rows of `source` into the folder `out`. Ray must be initialised.
 
-    `retry` tries again what an earlier prepare set aside because it could not be read or decoded. Returns the manifest
-    that is then in the folder. Raises DataError (a fault of the whole source, or more bad rows
-    than `settings` allow), UsageError (a folder that cannot be meant), ResourceError (what failed may pass).
+    `retry` packs the chunks again whose rows an earlier prepare could not read or decode. Returns the manifest. Raises
+    DataError (invalid source, or more bad rows than `settings` allow), UsageError, and ResourceError for failures that
+    may be temporary.
     """
     contamination.validate(settings, out)
     job = make_job(source, out, settings)
-    target, report = Storage(job.out), progress or (lambda _: None)
-    create_output_dir(target)
-    with exclusive_lock(target):
+    folder = Storage(job.out)
+    create_output_dir(folder)
+    with exclusive_lock(folder):
         try:
-            return _prepare(job, settings, report, notify or (lambda _, __: None), retry)
+            return _prepare(job, settings, progress or (lambda _: None), notify or (lambda _, __: None), retry)
         except OSError as error:
-            raise ResourceError(f"prepare stopped: {error}; put it right, and the same command goes on") from error
+            raise ResourceError(f"prepare failed: {error}. {RESUME_HINT}") from error
 
 
 def make_job(source: str, out: str, settings: Prepare) -> PrepareJob:
-    """What of these settings decides how a chunk is packed. Raises DataError and UsageError as `choose` does."""
+    """The settings that determine how a chunk is packed. Raises DataError and UsageError if the source is invalid."""
     return PrepareJob(
         source=detect_source(source, settings.format),
         out=Storage(out).address,
@@ -90,43 +96,43 @@ def make_job(source: str, out: str, settings: Prepare) -> PrepareJob:
         holdout=settings.holdout,
         rows_per_shard=settings.rows_per_shard,
         allow_urls=settings.allow_urls,
+        run_id=uuid.uuid4().hex,
     )
 
 
-def _prepare(job: PrepareJob, settings: Prepare, report: OnProgress, notify: Notify, retry: bool) -> Manifest:
-    out = Storage(job.out)
+def _prepare(job: PrepareJob, settings: Prepare, progress: OnProgress, notify: Notify, retry: bool) -> Manifest:
+    out, where = Storage(job.out), _source_uri(job)
     remove_temp_files(out)
     before = read_manifest(out)
-    chunks = _scan(job, report)
-    total, called = _total_rows(chunks), job.source.display_name
+    chunks = _scan(job, progress)
+    total, title = _total_rows(chunks), job.open().title
     if not chunks or total == 0:
-        raise DataError(f"{_source_uri(job)} holds no rows of {job.open().title}")
-    amount = f"{len(chunks):,} files" if total is None else f"{total:,} rows"
-    notify(f"{amount} of {job.open().title} from {_source_uri(job)}", "reading")
-    if beside := companion_file(job.source):
-        notify(f"{beside} lies beside it and is not read: {_source_uri(job)},{beside} reads both", "beside")
+        raise DataError(f"{where} holds no rows of {title}")
+    notify(
+        f"{where}: {len(chunks):,} files of {title}" if total is None else f"{where}: {total:,} rows of {title}",
+        "source",
+    )
+    if companion := companion_file(job.source):
+        notify(f"found {companion} next to it; pass {where},{companion} to use both", "hint")
     if job.allow_urls:
-        notify(f"images named by addresses, from {', '.join(job.allow_urls)} and nowhere else", "fetching")
+        notify(f"images by URL, only from {', '.join(job.allow_urls)}", "download")
     if before is not None and not _is_continued(before, job, chunks):
-        if before.source["name"] != called:
+        if (name := before.source["name"]) != job.source.display_name:
             raise UsageError(
-                f"{job.out} holds the set made from {before.source['name']}: choose another folder for {called}"
+                f"{job.out} holds the set made from {name}: choose another folder for {job.source.display_name}"
             )
         before = None
-    done, run, over = _pack(job, chunks, total, settings, report, retry)
+    done, over = _pack(job, chunks, total, settings, progress, retry)
     total = sum(_record_rows(read_record(out, index)) for index in done) if total is None else total
     if not total:
-        raise DataError(f"{_source_uri(job)} holds no rows of {job.open().title}")
-    report(Progress("deduplicate", total, total))
-    findings = assemble.find_duplicates(out, done, settings.duplicates)
-    findings, leakage = (
-        (findings, {}) if run or over else _check_contamination(job, settings, done, findings, report, notify)
-    )
-    shards, reasons, languages = assemble.write_quarantine(out, done, findings)
-    num_read = findings.num_rows + reasons.total() - findings.num_dropped
-    check_run(_source_uri(job), out, run, settings.max_bad_run)
-    check_budget(_source_uri(job), out, num_read, total, reasons, settings.max_bad_fraction)
-    report(Progress("tokenize", num_read, total, reasons.total()))
+        raise DataError(f"{where} holds no rows of {title}")
+    progress(Progress("deduplicate", total, total))
+    found = assemble.find_duplicates(out, done, settings.duplicates)
+    found, leakage = (found, {}) if over else _check_contamination(job, settings, done, found, progress, notify)
+    shards, reasons, languages = assemble.write_quarantine(out, done, found)
+    num_read = found.num_rows + reasons.total() - found.num_dropped
+    check_budget(where, out, num_read, total, reasons, settings.max_bad_fraction)
+    progress(Progress("tokenize", num_read, total, reasons.total()))
     has_tokenizer = _write_tokenizer(out, shards, settings, before)
     manifest = assemble.make_manifest(
         settings,
@@ -134,7 +140,7 @@ def _prepare(job: PrepareJob, settings: Prepare, report: OnProgress, notify: Not
         shards,
         reasons,
         languages,
-        findings,
+        found,
         leakage,
         has_tokenizer,
         label_names(job.source),
@@ -149,26 +155,27 @@ def _check_contamination(
     job: PrepareJob,
     settings: Prepare,
     done: list[int],
-    findings: assemble.DedupResult,
-    report: OnProgress,
+    found: assemble.DedupResult,
+    progress: OnProgress,
     notify: Notify,
 ) -> tuple[assemble.DedupResult, dict[str, Any]]:
-    """Leaks into other sets and across splits, where they are asked for: findings with those to set aside, summary."""
+    """The result with the leaks to drop, and the manifest's summary, if a check is asked for."""
     if not contamination.is_enabled(settings):
-        return findings, {}
-    source = job.source.address if job.index_only else ""
-
-    def on_rows(rows: int, total: int) -> None:
-        report(Progress("hash", rows, total))
-
-    told, summary = contamination.check_contamination(
-        Storage(job.out), done, source, findings, settings, on_rows, notify
+        return found, {}
+    leaked, summary = contamination.check_contamination(
+        Storage(job.out),
+        done,
+        job.source.address if job.index_only else "",
+        found,
+        settings,
+        lambda rows, total: progress(Progress("hash", rows, total)),
+        notify,
     )
-    return replace(findings, leaked=told) if settings.drop_overlap else findings, summary
+    return replace(found, leaked=leaked) if settings.drop_overlap else found, summary
 
 
-def _scan(job: PrepareJob, report: OnProgress) -> list[SourceChunk]:
-    """The chunks of the source, with the ends that an earlier prepare under the same settings gave them."""
+def _scan(job: PrepareJob, progress: OnProgress) -> list[SourceChunk]:
+    """Chunks of the source, with the same ends as in an earlier prepare under the same settings."""
     out, digest = Storage(job.out), job.digest()
     records = (read_record(out, index) for index in range(len(out.listdir(PARTS))))
     stops = {record["chunk"]["stop"] for record in records if record and record["job"] == digest}
@@ -176,7 +183,7 @@ def _scan(job: PrepareJob, report: OnProgress) -> list[SourceChunk]:
     for chunk in job.open().scan(job.rows_per_shard, stops):
         chunks.append(chunk)
         rows += chunk.num_rows or 0
-        report(Progress("scan", rows, 0))
+        progress(Progress("scan", rows, 0))
     return chunks
 
 
@@ -185,27 +192,24 @@ def _source_uri(job: PrepareJob) -> str:
 
 
 def _total_rows(chunks: list[SourceChunk]) -> int | None:
-    """Rows of these chunks; None where some are only counted as they are read."""
+    """Rows of these chunks; None if some are counted only while they are read."""
     counts = [chunk.num_rows for chunk in chunks if chunk.num_rows is not None]
     return sum(counts) if len(counts) == len(chunks) else None
 
 
 def _record_rows(record: dict[str, Any] | None) -> int:
-    """Rows that a record accounts for."""
+    """Good and bad rows of a record."""
     return len(record["rows"]["key"]) + len(record["faults"]) if record else 0
 
 
 def _pack(
-    job: PrepareJob, chunks: list[SourceChunk], total: int | None, settings: Prepare, report: OnProgress, retry: bool
-) -> tuple[list[int], list[Fault] | None, bool]:
-    """Pack what is not done; the indices of the chunks that are, a run of bad rows that is too long, and whether more
-    rows are bad than may be.
+    job: PrepareJob, chunks: list[SourceChunk], total: int | None, settings: Prepare, progress: OnProgress, retry: bool
+) -> tuple[list[int], bool]:
+    """Pack the chunks that are not done; return the indices of the done ones, and whether too many rows are bad.
 
-    Ends early with such a run, or once more rows are bad than the budget allows, where it is known beforehand how many
-    there are.
+    Ends early in that case, if the number of rows is known beforehand.
     """
-    out, most = Storage(job.out), None if total is None else max_bad_rows(settings.max_bad_fraction, total)
-    runs, run = BadRuns(settings.max_bad_run), None
+    out, max_bad = Storage(job.out), None if total is None else max_bad_rows(settings.max_bad_fraction, total)
     done: list[int] = []
     todo: list[SourceChunk] = []
     rows = bad = 0
@@ -216,87 +220,56 @@ def _pack(
             continue
         done.append(chunk.index)
         rows, bad = rows + _record_rows(record), bad + len(record["faults"])
-        run = run or runs.add(chunk.index, record)
-    kept = rows
-    report(Progress("pack", rows, _estimate_total(total, rows, done, chunks), bad, kept))
-    within = run is None and (most is None or bad <= most)
-    with closing(_run_with_fallback(job, todo if within else [])) as results:  # an error of `report` ends the job too
+    kept, over = rows, max_bad is not None and bad > max_bad
+    progress(Progress("pack", rows, _estimate_total(total, rows, done, chunks), bad, kept))
+    with closing(pack_chunks(job, [] if over else todo)) as results:  # an error of `progress` ends the job too
         for index, num_rows, num_bad in results:
             done.append(index)
             rows, bad = rows + num_rows, bad + num_bad
-            report(Progress("pack", rows, _estimate_total(total, rows, done, chunks), bad, kept))
-            record = read_record(out, index) if settings.max_bad_run else None
-            run = runs.add(index, record) if record else None
-            if run or (most is not None and bad > most):
+            progress(Progress("pack", rows, _estimate_total(total, rows, done, chunks), bad, kept))
+            if over := max_bad is not None and bad > max_bad:
                 break
-    return sorted(done), run, most is not None and bad > most
+    return sorted(done), over
 
 
 def _estimate_total(total: int | None, rows: int, done: list[int], chunks: list[SourceChunk]) -> int:
-    """Rows in all; where they are not known, as many in each file as in those that were read."""
+    """Rows in total; if not known, estimated from the chunks that are done."""
     return total if total is not None else round(rows * len(chunks) / max(1, len(done)))
 
 
-def _run_with_fallback(job: PrepareJob, chunks: list[SourceChunk]) -> Generator[tuple[int, int, int], None, None]:
-    """(index, rows, bad rows) of each chunk, as it is done; after a worker's death the rest with decoders apart."""
-    done: set[int] = set()
+def pack_chunks(job: PrepareJob, chunks: list[SourceChunk]) -> Generator[tuple[int, int, int], None, None]:
+    """(index, rows, bad rows) of each chunk, in order of completion."""
+    with closing(map_tasks(partial(_pack_task, job=job), [asdict(chunk) for chunk in chunks])) as results:
+        for result in results:
+            yield result["index"], result["num_rows"], result["num_bad"]
+
+
+def _pack_task(item: dict[str, Any], job: PrepareJob) -> Result:
+    """The Ray task: pack one chunk. If its worker dies, Ray retries it, and images are decoded in a child process."""
+    chunk = SourceChunk(**item)
+    name, where = record_path(chunk.index), f"{chunk.file} from row {chunk.first_line}"
     try:
-        for answer in _ray_job(job, chunks, MAX_RETRIES):
-            done.add(answer[0])
-            yield answer
-        return
-    except ray.exceptions.RayError:
-        rest = [chunk for chunk in chunks if chunk.index not in done]
-    try:
-        yield from _ray_job(replace(job, sandboxed=True), rest, MAX_RETRIES_SANDBOXED)
-    except ray.exceptions.RayError as error:
-        raise ResourceError(
-            f"prepare workers died while packing {_in_flight_chunks(job, rest)}: {error}\nImages were decoded in a "
-            "separate process, so they are not the cause; the node may have run out of memory. Lower "
-            "--rows-per-shard and rerun the same command; finished shards are kept."
-        ) from error
-
-
-def _ray_job(job: PrepareJob, chunks: list[SourceChunk], retries: int) -> Iterator[tuple[int, int, int]]:
-    """The Ray Data job itself. Raises RayError once a chunk has killed its worker `retries` times more."""
-    for row in map_tasks(partial(_pack_batch, job=job), [asdict(chunk) for chunk in chunks], retries):
-        if row["fault"]:
-            raise (DataError if row["changed"] else ResourceError)(row["fault"])
-        yield int(row["index"]), int(row["num_rows"]), int(row["num_bad"])
-
-
-def _in_flight_chunks(job: PrepareJob, chunks: list[SourceChunk]) -> str:
-    """What was being packed when a worker died: those whose shards lie about unfinished."""
-    names = Storage(job.out).listdir(SHARDS)
-    at = {int(name.partition("-")[0]) for name in names if name.endswith(TEMP_SUFFIX)}
-    parts = [f"{chunk.file} from row {chunk.first_line}" for chunk in chunks if chunk.index in at]
-    return ", ".join(parts[:16]) or job.source.display_name
-
-
-def _pack_batch(batch: dict[str, np.ndarray], job: PrepareJob) -> dict[str, np.ndarray]:
-    """The Ray task: one chunk. What is expected to fail comes back as a value, so that Ray does not try it again."""
-    chunk = SourceChunk(**decode_item(batch))
-    answer: dict[str, Any] = {"index": chunk.index, "num_rows": 0, "num_bad": 0, "fault": "", "changed": False}
-    try:
-        packed = pack_chunk(job, chunk)
-        answer |= {"num_rows": packed.num_rows, "num_bad": packed.num_bad}
+        return asdict(contain_crashes(partial(_pack_one, job, chunk), Storage(job.out), name, where))
     except SourceChanged as error:
-        answer |= {"fault": str(error), "changed": True}
+        raise DataError(str(error)) from error
     except SourceUnreadable as error:
-        answer |= {"fault": f"{error}; the same command goes on once that is put right"}
+        raise ResourceError(f"{error}. {RESUME_HINT}") from error
     except OSError as error:
-        answer |= {"fault": f"cannot write to {job.out}: {error}; the same command goes on once that is put right"}
-    return encode_result(answer)
+        raise ResourceError(f"cannot write to {job.out}: {error}. {RESUME_HINT}") from error
+
+
+def _pack_one(job: PrepareJob, chunk: SourceChunk, sandboxed: bool) -> ChunkResult:
+    return pack_chunk(job, chunk, sandboxed=sandboxed)
 
 
 def _is_continued(before: Manifest, job: PrepareJob, chunks: list[SourceChunk]) -> bool:
-    """Whether the source is the one of this manifest, with or without further rows."""
+    """Return whether the source is the one of this manifest, possibly with rows appended."""
     same = _identity(job, chunks[: before.source["num_chunks"]])
     return same.items() <= before.source.items()
 
 
 def _identity(job: PrepareJob, chunks: list[SourceChunk]) -> dict[str, Any]:
-    """What says that a source is the same; where the images stay in it, its address too."""
+    """What identifies a source; with --index-only its address too, because the images stay there."""
     digest = hashlib.sha256("".join(chunk.sha256 for chunk in chunks).encode()).hexdigest()
     identity = {
         "name": job.source.display_name,
@@ -308,12 +281,12 @@ def _identity(job: PrepareJob, chunks: list[SourceChunk]) -> dict[str, Any]:
 
 
 def _source_location(job: PrepareJob) -> dict[str, str]:
-    """Where the source was, for a report that shows what was set aside; it may have moved since."""
+    """Location of the source, for a report that shows quarantined rows; it may have moved since."""
     return {"format": job.source.format, "folder": job.source.address, "file": job.source.name}
 
 
 def _write_tokenizer(out: Storage, shards: list[assemble.Shard], settings: Prepare, before: Manifest | None) -> bool:
-    """Train the tokenizer, but keep that of a set that grew: models were trained with it."""
+    """Train the tokenizer, but keep that of a set that grew, because models were trained with it."""
     if before is not None and before.tokenizer and before.settings["vocab_size"] == settings.vocab_size:
         return True
     text = assemble.fit_tokenizer(out, shards, settings.vocab_size)
@@ -322,34 +295,31 @@ def _write_tokenizer(out: Storage, shards: list[assemble.Shard], settings: Prepa
     return text is not None
 
 
-# From what a user names to a prepared set: one is opened, a raw source is prepared into the cache first.
-NOT_IN_CACHE_KEY = {"max_bad_fraction", "max_bad_run"}  # a prepare with another goes on with what is done
+NOT_IN_CACHE_KEY = {"max_bad_fraction"}  # a prepare with another budget reuses finished chunks
 _NO_NAME = re.compile(r"[^\w.-]+")
 
 
-def ensure_prepared(
-    source: str, cache: str, settings: Prepare, notify: Callable[[str, str], None], progress: Callable[[Progress], None]
-) -> AnyPath:
-    """Folder of the prepared set that `source` names; Ray must be there. Raises DataError.
+def ensure_prepared(source: str, cache: str, settings: Prepare, notify: Notify, progress: OnProgress) -> AnyPath:
+    """Return the folder of the prepared set `source`; a raw source is prepared first. Ray must be initialised.
 
-    A raw source goes to CACHE/NAME-HASH, where the hash is of its place and of all settings but the error budgets: the
-    second run finds it, rows that were added since are appended, and one with another budget goes on with what is done.
+    A raw source goes to CACHE/NAME-HASH. The hash is of its address and of all settings but the error budget, so the
+    next run finds it. Raises DataError and UsageError.
     """
     if source == "sample":
         if isinstance(to_path(cache), RemotePath):
             raise UsageError(
-                f"the sample set is drawn onto a disk, and data.cache is {cache}: set data.cache to a folder, or "
-                "data.train to data of your own"
+                f"the sample set needs a local disk, and data.cache is {cache}: set data.cache to a local folder, or "
+                "data.train to your own data"
             )
         source = str(sample.draw(Path(cache) / "sample-drawn"))
-    place = to_path(source)
-    if (place / MANIFEST).exists():
-        return place
-    if not place.exists() and "," not in place.name:
-        raise DataError(f"there is no data at {place}: give a prepared set, a source of rows, or `sample`")
-    name = hashlib.sha256(f"{place}\n{settings.model_dump_json(exclude=NOT_IN_CACHE_KEY)}".encode()).hexdigest()[:8]
-    out = to_path(cache) / f"{_NO_NAME.sub('_', place.stem)}-{name}"
-    manifest = prepare(str(place), str(out), settings, progress, notify)
-    aside = f"{manifest.num_quarantined:,} set aside (reasons in its {QUARANTINE})"
-    notify(f"{out}: {manifest.num_rows:,} rows of {place.name}, {aside}", "prepared")
+    folder = to_path(source)
+    if (folder / MANIFEST).exists():
+        return folder
+    if not folder.exists() and "," not in folder.name:
+        raise DataError(f"{folder} does not exist: give a prepared set, a source of rows, or `sample`")
+    name = hashlib.sha256(f"{folder}\n{settings.model_dump_json(exclude=NOT_IN_CACHE_KEY)}".encode()).hexdigest()[:8]
+    out = to_path(cache) / f"{_NO_NAME.sub('_', folder.stem)}-{name}"
+    manifest = prepare(str(folder), str(out), settings, progress, notify)
+    quarantined = f"{manifest.num_quarantined:,} quarantined ({QUARANTINE} has the reasons)"
+    notify(f"{out}: {manifest.num_rows:,} rows of {folder.name}, {quarantined}", "prepared")
     return out

@@ -1,62 +1,115 @@
-"""One Ray Data job of many small tasks, each an item that is JSON; what prepare.py starts."""
+"""Ray Data jobs of many small tasks: pack a chunk, hash a shard. Items and results travel as JSON."""
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import orjson
 import ray.data
+import ray.exceptions
 
+from mmray import errors
 from mmray.cluster.placement import physical_cores_if_local
+from mmray.errors import MmrayError, ResourceError
+from mmray.storage.storage import Storage
 
-MAX_TASKS = 2000  # a Ray task each; of more items, several go to a task
+MAX_TASKS = 2000  # of more items, several share a task
 TASKS_PER_CORE = 10
-# Left alone, Ray starts a task again for ever whose worker dies. Of a death it cannot say the cause: an image gets two
-# tries in the worker and one in a child of it; after that it is named, and only a lost node is left as a cause.
-MAX_RETRIES, MAX_RETRIES_SANDBOXED = 1, 3
+MAX_ATTEMPTS = 3  # at an item whose worker dies; from the second on, images are decoded in a child process
+# Ray retries a task forever if its worker dies. This bounds tasks that die before they start an item, and must leave
+# room for the attempts of several items in one task.
+MAX_RETRIES = 50
+ATTEMPT_SUFFIX = ".attempt"
+RESUME_HINT = "Fix it and rerun the same command to resume; finished shards are kept."
 
 Result = dict[str, Any]
-Work = Callable[..., dict[str, np.ndarray]]
+Work = Callable[[Any], Result]
+T = TypeVar("T")
 
 
-def map_tasks(work: Work, items: Sequence[Any], retries: int) -> Generator[Result, None, None]:
-    """Answers of `work` (a batch of one item as JSON in, columns of one row out) as they come, in no order.
+def map_tasks(work: Work, items: Sequence[Any]) -> Generator[Result, None, None]:
+    """Results of `work(item)` in order of completion.
 
-    Raises RayError once a task has killed its worker `retries` times more.
+    Raises the MmrayError that `work` raised, MmrayError for any other exception of it, and ResourceError if workers
+    keep dying.
     """
     if not items:
         return
     rows = [{"item": orjson.dumps(item).decode()} for item in items]
     tasks = min(len(rows), MAX_TASKS)
     dataset = ray.data.from_items(rows, override_num_blocks=tasks)
-    with warnings.catch_warnings():  # Ray 2.60 has no other way to say max_retries, and means to drop this one
+    with warnings.catch_warnings():  # map_batches deprecates max_retries but has no other way to set it
         warnings.simplefilter("ignore")
         results = dataset.map_batches(
-            work, batch_size=1, batch_format="numpy", max_retries=retries, concurrency=_max_concurrency(tasks)
+            partial(_run_item, work=work),
+            batch_size=1,
+            batch_format="numpy",
+            max_retries=MAX_RETRIES,
+            concurrency=_max_concurrency(tasks),
         )
-    yield from results.iter_rows()
+    try:
+        for row in results.iter_rows():
+            result = orjson.loads(row["result"])
+            if "error" in result:
+                raise getattr(errors, result["error"])(result["message"])
+            yield result
+    except ray.exceptions.RayTaskError:  # also a RayError; the task itself could not be started
+        raise
+    except ray.exceptions.RayError as error:
+        raise ResourceError(f"prepare workers died: {error}\n{RESUME_HINT}") from error
 
 
-def _max_concurrency(count: int) -> int | None:
-    """How many of so many tasks run side by side; None: as many as Ray has CPUs for.
+def contain_crashes(work: Callable[[bool], T], out: Storage, name: str, what: str) -> T:
+    """Return `work(sandboxed)`, where `sandboxed` says to decode images in a child process.
 
-    A process costs two seconds of a core before it does anything, so that more of them than there are cores only take
-    time; but for one where the tasks are many: it works while another waits, a fifth of a second, for its next.
+    It is False at first, and True after this item killed its worker or ran out of memory. The file `name`.attempt
+    counts the workers that died: a retried task reads it. Raises ResourceError after MAX_ATTEMPTS.
+    """
+    name += ATTEMPT_SUFFIX
+    deaths = int(out.read(name)) if out.size(name) else 0
+    if deaths == MAX_ATTEMPTS:
+        out.delete(name)
+        raise ResourceError(
+            f"a prepare worker died {deaths} times at {what}. Images were decoded in a child process, so the node "
+            f"probably ran out of memory: lower --rows-per-shard. {RESUME_HINT}"
+        )
+    out.write(name, str(deaths + 1).encode())
+    try:
+        return work(deaths > 0)
+    except MemoryError:
+        if deaths:
+            raise
+        return work(True)
+    finally:
+        out.delete(name)
+
+
+def _run_item(batch: dict[str, np.ndarray], work: Work) -> dict[str, np.ndarray]:
+    """The Ray task. Errors are returned, because Ray would rerun the task."""
+    try:
+        result = work(orjson.loads(str(batch["item"][0])))
+    except MmrayError as error:
+        result = {"error": type(error).__name__, "message": str(error)}
+    except Exception as error:  # noqa: BLE001 - the driver raises it
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{frame.filename}:{frame.lineno} in {frame.name}"
+        message = f"prepare failed: {''.join(traceback.format_exception_only(error)).strip()} ({where})"
+        result = {"error": "MmrayError", "message": f"{message}. {RESUME_HINT}"}
+    return {"result": np.array([orjson.dumps(result).decode()])}
+
+
+def _max_concurrency(tasks: int) -> int | None:
+    """Number of tasks that run at once; None: one for each CPU of the cluster.
+
+    A worker process costs two core-seconds to start, so there are no more of them than cores. Many tasks get one more:
+    each worker waits a fifth of a second for its next task.
     """
     cores = physical_cores_if_local()
     if cores is None:
         return None
-    return min(count, cores if count < TASKS_PER_CORE * cores else cores + 1)
-
-
-def decode_item(batch: dict[str, np.ndarray]) -> Any:
-    """The item of a task."""
-    return orjson.loads(str(batch["item"][0]))
-
-
-def encode_result(values: Result) -> dict[str, np.ndarray]:
-    """The columns that a task gives back."""
-    return {name: np.array([value]) for name, value in values.items()}
+    return min(tasks, cores if tasks < TASKS_PER_CORE * cores else cores + 1)
