@@ -87,7 +87,7 @@ def s3_server(tmp_path_factory):
     pytest.importorskip("moto")
     folder = tmp_path_factory.mktemp("s3")
     with (folder / "log").open("w") as log:
-        command = [sys.executable, "-m", "tests.s3_server", str(S3_PORT), str(folder / "faults")]
+        command = [sys.executable, "-m", "tests.storage.s3_server", str(S3_PORT), str(folder / "faults")]
         server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
     until = time.monotonic() + 60
     while time.monotonic() < until and server.poll() is None:

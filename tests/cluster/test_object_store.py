@@ -25,7 +25,7 @@ def data(tmp_path_factory):
 
 def in_chunks(config, cache=None):
     """The same order on a disk, where it is any order unless asked, as on the store."""
-    chosen = {"chunk": 8, "window": 2, "local_cache": cache}
+    chosen = {"shuffle_blocks": "8x2", "local_cache": cache}
     return config.model_copy(update={"data": config.data.model_copy(update=chosen)})
 
 

@@ -1,7 +1,6 @@
 """Runs on an object store: checkpoints count only when they are whole, a lease has one holder, files grow."""
 
 import io
-import json
 import threading
 import time
 from functools import partial
@@ -16,8 +15,8 @@ from mmray.engine.checkpoint.manager import CheckpointManager
 from mmray.engine.metrics import writers
 from mmray.engine.metrics.writers import LogUploader
 from mmray.engine.worker import _closing
-from mmray.errors import StorageError, TrainingError, UsageError
-from mmray.storage import lease, paths, storage
+from mmray.errors import StorageError, TrainingError
+from mmray.storage import paths, storage
 from mmray.storage.lease import Lease, check_fence
 from mmray.storage.paths import temp_dir, to_path
 from mmray.train.tracker_process import Desk
@@ -136,63 +135,6 @@ def test_a_store_that_fails_at_the_end_is_an_error_and_the_checkpoint_before_sta
         keeper.close()
     held.release()
     assert checkpoint.step_of(checkpoint.latest_valid(run / "checkpoints")) == 3
-
-
-def test_a_lease_on_the_store_holds_off_a_second_and_outlives_neither_release_nor_take_over(s3, monkeypatch):
-    run = to_path(s3.address) / "mine"
-    first = Lease(run)
-    assert first.acquire() == 1
-    check_fence(run, 1)
-    with pytest.raises(UsageError, match=r"is being trained by process"):
-        Lease(run).acquire()
-    monkeypatch.setattr(lease, "_is_alive_here", lambda _: None)  # as seen from another machine
-    with pytest.raises(UsageError):
-        Lease(run).acquire()
-    first.release()
-    second = Lease(run)
-    assert (second.acquire(), second.advance()) == (2, 3)
-    for earlier in (1, 2):
-        with pytest.raises(TrainingError, match="taken over"):
-            check_fence(run, earlier)
-    check_fence(run, 3)
-    second.release()
-
-
-def test_a_silent_holder_is_replaced_and_its_late_beat_changes_nothing(s3):
-    run = to_path(s3.address) / "mine"
-    asleep = Lease(run)
-    assert asleep._claim(4)
-    claim = run / "lease" / f"4{asleep._suffix}"
-    claim.write_text(json.dumps({"host": "node-7", "pid": 1, "machine": "another", "process": "1"}))
-    with pytest.raises(UsageError, match="node-7"):
-        Lease(run, heartbeat_s=0.5, stale_after_s=60).acquire()
-    held = Lease(run, heartbeat_s=0.5, stale_after_s=0)
-    assert held.acquire() == 5
-    with pytest.raises(FileNotFoundError):
-        asleep._beat(4)
-    claim.write_text("{}")  # a beat that was on its way when the lease was taken over
-    check_fence(run, 5)
-    with pytest.raises(TrainingError, match="taken over"):
-        check_fence(run, 4)
-    held.release()
-
-
-def test_of_several_at_once_at_most_one_wins_a_number(s3):
-    claims = [Lease(to_path(s3.address)) for _ in range(4)]
-    for fence in (1, 2, 3):
-        start, won = threading.Barrier(4), []
-
-        def contend(own, fence=fence, start=start, won=won):
-            start.wait(10)
-            won.append(own._claim(fence))
-
-        threads = [threading.Thread(target=contend, args=(own,)) for own in claims]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sum(won) <= 1 and len(won) == 4
-    assert claims[0]._claim(4) and not claims[1]._claim(4)
 
 
 def test_files_that_grow_are_carried_whole_and_go_on(s3, monkeypatch):

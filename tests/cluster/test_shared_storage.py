@@ -1,4 +1,4 @@
-"""The place of runs, tried before the first step: an address is written, read and cleaned up, or told what is wrong."""
+"""run.storage is written, read and cleaned up before the first step; faults name the node."""
 
 from pathlib import Path
 
@@ -13,20 +13,20 @@ from mmray.errors import ResourceError
 from mmray.storage.storage import Storage
 
 
-def test_a_bucket_that_is_there_passes_and_is_left_as_it_was(s3):
+def test_bucket_passes_and_is_left_unchanged(s3):
     check_shared(s3.address, [])
     assert check_storage(s3.address).level == "ok"
     assert Storage(s3.address.removesuffix("/runs")).list_files() == []
 
 
-def test_a_bucket_that_is_not_there_is_told_with_the_fix(s3):
+def test_missing_bucket_is_an_error_with_the_fix(s3):
     with pytest.raises(ResourceError, match=r"s3://no-such-bucket/runs is not writable: .*AWS_ENDPOINT_URL"):
         check_shared("s3://no-such-bucket/runs", [])
     found = check_storage("s3://no-such-bucket/runs")
     assert found.level == "fail" and "The bucket must exist" in found.seen
 
 
-def test_a_folder_is_tried_the_same_way(tmp_path):
+def test_local_folder_is_checked_like_a_bucket(tmp_path):
     check_shared(str(tmp_path / "runs"), [])
     assert list((tmp_path / "runs").iterdir()) == []
     (tmp_path / "file").write_text("")
@@ -34,15 +34,15 @@ def test_a_folder_is_tried_the_same_way(tmp_path):
         check_shared(str(tmp_path / "file" / "runs"), [])
 
 
-def test_a_node_that_sees_another_folder_under_the_same_name_is_told(local_ray, tmp_path, monkeypatch):
-    """Here `~` is made another folder than it is for the workers of the node."""
+def test_node_with_another_folder_at_the_same_path_is_named(local_ray, tmp_path, monkeypatch):
+    """`~` is another folder for the driver than for the workers."""
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(ResourceError, match=r"(?s)not the same folder on every training node:\n  node \w+: .*Mount"):
         check_shared("~/no-folder-of-anybody", alive_nodes())
     assert list((tmp_path / "no-folder-of-anybody").iterdir()) == []
 
 
-def test_a_job_may_keep_its_runs_at_an_address():
+def test_job_may_store_runs_at_an_address():
     check_persistent("s3://bucket/runs", Path("/session/working_dir_files/_ray_pkg_1"))
 
 

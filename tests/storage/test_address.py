@@ -1,4 +1,4 @@
-"""An address that holds a login or a key is refused wherever one is taken, before anything is written."""
+"""Addresses with credentials or a scheme that is not a storage are refused."""
 
 import pytest
 
@@ -9,14 +9,14 @@ from mmray.storage.storage import Storage
 @pytest.mark.parametrize(
     "address", ["s3://KEY:hush@bucket/set", "s3://bucket/set?access_key=K&secret_key=hush", "https://me:hush@host/x"]
 )
-def test_credentials_are_refused_and_not_repeated(address):
+def test_address_with_credentials_is_refused_without_repeating_them(address):
     with pytest.raises(UsageError, match="AWS_SECRET_ACCESS_KEY") as refused:
         Storage(address)
     assert "hush" not in str(refused.value)
 
 
 @pytest.mark.parametrize("address", ["prepared/a@b", "s3://bucket/a@b", "s3://bucket/set?region=eu-west-1"])
-def test_what_only_looks_like_it_is_taken(address):
+def test_address_with_at_sign_or_options_is_accepted(address):
     assert Storage(address).address.endswith(address)
 
 

@@ -1,4 +1,4 @@
-"""Reading a prepared set on an object store: the rows of a disk, in fewer and larger requests, kept where asked."""
+"""Shard reader on object stores: the rows of a disk, in few large requests, cached on request."""
 
 import hashlib
 import pickle
@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import fsspec
 import numpy as np
@@ -18,9 +17,9 @@ from mmray.config import Data
 from mmray.data.formats.rows import BadRow, ImageRef
 from mmray.data.images.read import read_image, read_images
 from mmray.data.prepare.pack import write_shard
-from mmray.data.store import cache as local_cache
+from mmray.data.store import cache as shard_cache
 from mmray.data.store.cache import ShardCache
-from mmray.data.store.manifest import MANIFEST, Manifest, fingerprint
+from mmray.data.store.manifest import MANIFEST, Manifest
 from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row
 from mmray.data.stream import shuffle
 from mmray.data.stream.order import SamplePlan
@@ -28,34 +27,25 @@ from mmray.data.stream.shuffle import shuffle_block_and_window
 from mmray.errors import UsageError
 from mmray.storage import storage
 from mmray.storage.storage import Storage, coalesce_ranges
-from tests.data.test_store import make_rows, make_set
+from tests.data.store.test_prepared_set import make_rows, make_set
 
 SPANS = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 60)).map(lambda s: (s[0], s[0] + s[1])), max_size=30)
 
 
 @pytest.fixture
 def memory():
-    """The address of a folder that is no disk, without a server."""
+    """Address of a store in memory."""
     yield "memory://set"
     fsspec.filesystem("memory").store.clear()
 
 
 def put(address, shards, name="set"):
-    """A prepared set of (rows, split, dropped) at an address; and the set."""
-    place = Storage(f"{address}/{name}")
-    entries = [
-        replace(write_shard(rows, place, f"shards/{number}.arrow", split), dropped=dropped)
-        for number, (rows, split, dropped) in enumerate(shards)
-    ]
-    num_rows = sum(entry.num_live for entry in entries)
-    splits = {split: num_rows for _, split, _ in shards if split}
-    manifest = Manifest(num_rows, num_rows, 0, {}, 0, splits, fingerprint(entries), None, {}, {}, tuple(entries))
-    place.write(MANIFEST, manifest.to_json())
-    return PreparedSet.open(place.address)
+    """Write a prepared set of shards (rows, split, dropped) and open it."""
+    return PreparedSet.open(make_set(f"{address}/{name}", shards))
 
 
 def random_rows(first, count, size=300):
-    """Rows with an image of so many bytes, which nothing decodes."""
+    """Rows with random bytes as images."""
     data = np.random.default_rng(first).bytes(count * size)
     images = [data[number * size : (number + 1) * size] for number in range(count)]
     return [
@@ -64,9 +54,9 @@ def random_rows(first, count, size=300):
     ]
 
 
-def referring(place, images, rows, size=300, per_tar=512):
-    """A prepared set at `place` of so many rows, whose images are members of tars at the place `images`: as in
-    WebDataset's, a header before each, and a caption after it."""
+def make_index_only_set(place, images, rows, size=300, per_tar=512):
+    """A prepared set at `place` whose images are members of WebDataset tars at `images`, each after a header and
+    before a caption."""
     shards = []
     for tar, first in enumerate(range(0, rows, per_tar)):
         here = random_rows(first, min(per_tar, rows - first), size)
@@ -82,7 +72,7 @@ def referring(place, images, rows, size=300, per_tar=512):
 
 @settings(max_examples=60, deadline=None)
 @given(SPANS, st.integers(0, 40), st.integers(1, 200))
-def test_reads_hold_each_span_once_and_do_not_bridge_more_than_the_gap(spans, gap, most):
+def test_coalesced_ranges_cover_each_span_once_within_the_gap(spans, gap, most):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "MAX_GAP_BYTES", gap)
         patch.setattr(storage, "MAX_REQUEST_BYTES", most)
@@ -99,7 +89,7 @@ def test_reads_hold_each_span_once_and_do_not_bridge_more_than_the_gap(spans, ga
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_rows_of_a_store_are_the_rows_of_a_disk(memory, tmp_path, cached):
+def test_rows_on_a_store_equal_rows_on_a_disk(memory, tmp_path, cached):
     rows = make_rows(150)
     shards = [(rows[:61], None, (0, 3, 9, 40)), (rows[61:62], None, ()), (rows[62:], None, tuple(range(5, 20)))]
     there, here = put(memory, shards), PreparedSet.open(make_set(tmp_path / "disk", shards))
@@ -118,7 +108,7 @@ def test_rows_of_a_store_are_the_rows_of_a_disk(memory, tmp_path, cached):
         there.read(np.array([here.num_rows]))
 
 
-def test_damage_on_a_store_raises_or_is_seen_and_never_ends_the_process(memory):
+def test_damage_on_a_store_is_detected_and_never_crashes(memory):
     rows = make_rows(18)
     there = put(memory, [(rows, None, ())])
     shard = there.manifest.shards[0]
@@ -145,7 +135,7 @@ BLOCK_ROWS = 128
 
 
 def cost_of(s3, prepared, chunk, window, blocks=2):
-    """(requests, bytes / bytes of the rows) of a block, over those of two ranks in steps of 256 rows."""
+    """(requests, bytes read / bytes of the rows) per block, averaged over blocks of two ranks."""
     plan = SamplePlan(prepared.num_rows, 2 * BLOCK_ROWS, 2, BLOCK_ROWS, 0, 100, chunk=chunk, window=window)
     with s3.requests() as made:
         for block in range(blocks):
@@ -156,8 +146,8 @@ def cost_of(s3, prepared, chunk, window, blocks=2):
     return len(reads) / blocks, sum(reads) / row_bytes / blocks / BLOCK_ROWS
 
 
-def test_a_block_in_chunks_takes_an_eighth_of_the_requests_and_with_a_cache_a_thirtieth(s3, tmp_path, monkeypatch):
-    """8,192 rows in 16 shards; the gap is some ten rows, as 1 MiB is of rows of 100 KB."""
+def test_requests_per_block_by_shuffle_shape_and_cache(s3, tmp_path, monkeypatch):
+    """8,192 rows in 16 shards; the gap is ten rows, as 1 MiB is for rows of 100 KB."""
     monkeypatch.setattr(storage, "MAX_GAP_BYTES", 5000)
     prepared = put(s3.address, [(random_rows(first, 512), None, ()) for first in range(0, 8192, 512)])
     cached = prepared.cached(ShardCache(str(tmp_path), 10**9), 32)
@@ -174,12 +164,12 @@ def test_a_block_in_chunks_takes_an_eighth_of_the_requests_and_with_a_cache_a_th
 
 
 @pytest.mark.parametrize("index", ["store", "disk"])
-def test_a_block_in_chunks_by_reference_reads_members_of_tars_together(s3, tmp_path, monkeypatch, index):
+def test_index_only_block_reads_tar_members_in_few_requests(s3, tmp_path, monkeypatch, index):
     monkeypatch.setattr(storage, "MAX_GAP_BYTES", 5000)  # some three members
     monkeypatch.setattr(shuffle, "REQUEST_BYTES", 2000)  # as many rows as it is of images of 66 KB
     place = Storage(f"{s3.address}/index" if index == "store" else str(tmp_path / "index"))
     place.mkdir("shards")
-    prepared = referring(place, Storage(f"{s3.address}/raw"), 4096)
+    prepared = make_index_only_set(place, Storage(f"{s3.address}/raw"), 4096)
     by_default = shuffle_block_and_window(Data(), [prepared], 64)
     assert by_default == (8, 16)
     any_order, in_chunks = (cost_of(s3, prepared, *order, blocks=1)[0] for order in ((1, 1), by_default))
@@ -190,7 +180,7 @@ def test_a_block_in_chunks_by_reference_reads_members_of_tars_together(s3, tmp_p
     assert len(made) == (2 if index == "store" else 1)
 
 
-def test_requests_that_fail_for_a_moment_are_made_again(s3, monkeypatch):
+def test_failed_requests_are_retried(s3, monkeypatch):
     monkeypatch.setattr(storage, "MAX_WAIT_S", 0.01)
     prepared = put(s3.address, [(random_rows(0, 40), None, ())])
     s3.fail("GET", "shards/0.arrow", 5)
@@ -216,7 +206,7 @@ def files_of(cache):
     return [file for file in cache.folder.iterdir() if file.is_file()]
 
 
-def test_a_cache_answers_without_the_store_and_a_damaged_entry_is_fetched_again(memory, cache):
+def test_cache_replaces_the_store_and_refetches_damaged_entries(memory, cache):
     rows = make_rows(40)
     there = put(memory, [(rows, None, ())]).cached(cache, 16)
     assert there.read(np.arange(40)) == rows and len(files_of(cache)) == 3
@@ -236,7 +226,7 @@ def test_a_cache_answers_without_the_store_and_a_damaged_entry_is_fetched_again(
     assert PreparedSet(there.storage, there.manifest).cached(cache, 16).read(np.arange(40)) == rows
 
 
-def test_a_bit_that_fell_over_in_the_cache_is_seen_and_one_in_the_store_is_left_to_the_reader(memory, cache):
+def test_bit_flip_in_the_cache_is_refetched_and_in_the_store_reported(memory, cache):
     rows = make_rows(20)
     there = put(memory, [(rows, None, ())]).cached(cache, 100)
     assert there.read(np.arange(20)) == rows
@@ -253,14 +243,14 @@ def test_a_bit_that_fell_over_in_the_cache_is_seen_and_one_in_the_store_is_left_
     assert [number for number, row in enumerate(found) if not row.checksum_ok] == [9]
 
 
-def test_another_set_at_the_same_address_is_another_entry(memory, cache):
+def test_replaced_set_at_the_same_address_is_not_read_from_the_cache(memory, cache):
     first = put(memory, [(make_rows(20), None, ())]).cached(cache, 16)
     assert first.read(np.arange(20)) == make_rows(20)
     other = put(memory, [(make_rows(20)[::-1], None, ())]).cached(cache, 16)
     assert other.read(np.arange(20)) == make_rows(20)[::-1]
 
 
-def test_a_cache_stays_under_its_limit_and_keeps_what_was_of_use_last(tmp_path):
+def test_cache_evicts_least_recently_used_entries(tmp_path):
     cache, fetched = ShardCache(str(tmp_path), 10_000), []
 
     def get(name):
@@ -274,7 +264,7 @@ def test_a_cache_stays_under_its_limit_and_keeps_what_was_of_use_last(tmp_path):
     assert fetched.count("entry-29") == 1 and fetched.count("entry-0") == 2
 
 
-def test_several_that_want_an_entry_at_once_fetch_it_once(cache):
+def test_concurrent_readers_fetch_an_entry_once(cache):
     fetched, ready = [], threading.Barrier(8)
 
     def fetch():
@@ -290,7 +280,7 @@ def test_several_that_want_an_entry_at_once_fetch_it_once(cache):
     assert len(fetched) == 1
 
 
-def test_a_process_killed_while_it_fetches_leaves_neither_a_lock_nor_half_an_entry(cache):
+def test_killed_process_leaves_no_lock_and_no_partial_entry(cache):
     code = (
         "import os, sys; from mmray.data.store.cache import ShardCache; "
         "ShardCache(sys.argv[1], 10**9).get('entry', 5, lambda: os._exit(9))"
@@ -300,13 +290,13 @@ def test_a_process_killed_while_it_fetches_leaves_neither_a_lock_nor_half_an_ent
     assert cache.get("entry", 5, lambda: b"whole") == b"whole"
 
 
-def test_a_full_disk_is_told_once_and_a_folder_that_cannot_be_is_an_error(cache, monkeypatch, caplog, tmp_path):
+def test_full_cache_disk_warns_once_and_invalid_folder_is_an_error(cache, monkeypatch, caplog, tmp_path):
     assert cache.get("one", 1, lambda: b"1") == b"1"
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(local_cache.Path, "replace", full)
+    monkeypatch.setattr(shard_cache.Path, "replace", full)
     assert [cache.get("two", 1, lambda: b"2") for _ in range(3)] == [b"2"] * 3
     assert caplog.text.count("No space left on device") == 1 and len(files_of(cache)) == 1
     (tmp_path / "file").write_text("")
@@ -314,7 +304,7 @@ def test_a_full_disk_is_told_once_and_a_folder_that_cannot_be_is_an_error(cache,
         ShardCache(str(tmp_path / "file" / "below"), 10**9).get("one", 1, lambda: b"1")
 
 
-def test_referenced_images_of_a_store_come_in_few_reads_in_the_order_asked_for(memory, monkeypatch):
+def test_referenced_images_are_read_in_few_requests_in_order(memory, monkeypatch):
     place, data = Storage(f"{memory}/raw"), np.random.default_rng(0).bytes(5000)
     for name in ("a.tar", "b.tar", "whole.jpg"):
         place.write(name, name.encode() + data)
@@ -330,7 +320,7 @@ def test_referenced_images_of_a_store_come_in_few_reads_in_the_order_asked_for(m
         read_images(place, [ImageRef("", "a.tar", offset=5000, length=100)])
 
 
-def test_threads_that_read_one_object_of_a_store_at_once_each_get_its_bytes(memory):
+def test_threads_may_read_one_object_concurrently(memory):
     place, data = Storage(f"{memory}/raw"), np.random.default_rng(0).bytes(5000)
     place.write("whole.jpg", data)
     before = sys.getswitchinterval()

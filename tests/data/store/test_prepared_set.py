@@ -1,4 +1,4 @@
-"""The prepared set at rest: every row comes back, from any process, and damage raises."""
+"""Prepared sets: rows are read in any order by any process, and damage is detected."""
 
 import errno
 import hashlib
@@ -31,12 +31,12 @@ def make_rows(count, split=None, start=0):
 
 
 def make_set(folder, shards, tokenizer=None):
-    """A prepared set of these (rows, split, dropped)."""
-    place = Storage(str(folder))
-    place.mkdir("shards")
+    """Write a prepared set of shards (rows, split, dropped) and return its address."""
+    storage = Storage(str(folder))
+    storage.mkdir("shards")
     entries = []
     for number, (rows, split, dropped) in enumerate(shards):
-        entries.append(replace(write_shard(rows, place, f"shards/{number}.arrow", split), dropped=dropped))
+        entries.append(replace(write_shard(rows, storage, f"shards/{number}.arrow", split), dropped=dropped))
     splits = {}
     for entry in entries:
         if entry.split:
@@ -46,12 +46,12 @@ def make_set(folder, shards, tokenizer=None):
         num_rows, num_rows, 0, {}, 0, splits, fingerprint(entries), tokenizer and TOKENIZER, {}, {}, tuple(entries)
     )
     if tokenizer:
-        place.write(TOKENIZER, tokenizer.encode())
-    place.write(MANIFEST, manifest.to_json())
-    return str(folder)
+        storage.write(TOKENIZER, tokenizer.encode())
+    storage.write(MANIFEST, manifest.to_json())
+    return storage.address
 
 
-def test_rows_come_back_in_the_order_asked_for(tmp_path):
+def test_rows_are_read_in_the_requested_order(tmp_path):
     rows = make_rows(45)
     prepared = PreparedSet.open(
         make_set(tmp_path, [(rows[:20], None, ()), (rows[20:21], None, ()), (rows[21:], None, ())])
@@ -65,7 +65,7 @@ def test_rows_come_back_in_the_order_asked_for(tmp_path):
     assert all(row.checksum_ok for row in prepared.read(np.arange(45)))
 
 
-def test_dropped_rows_do_not_count(tmp_path):
+def test_dropped_rows_are_not_numbered(tmp_path):
     rows = make_rows(20)
     prepared = PreparedSet.open(make_set(tmp_path, [(rows[:10], None, (0, 3, 9)), (rows[10:], None, (9,))]))
     kept = [row for number, row in enumerate(rows) if number not in (0, 3, 9, 19)]
@@ -75,13 +75,13 @@ def test_dropped_rows_do_not_count(tmp_path):
 
 
 @pytest.mark.parametrize("row", [-1, 20])
-def test_a_row_outside_the_set_is_an_error(tmp_path, row):
+def test_row_number_outside_the_set_is_an_error(tmp_path, row):
     prepared = PreparedSet.open(make_set(tmp_path, [(make_rows(20), None, ())]))
     with pytest.raises(IndexError, match="set of 20"):
         prepared.read(np.array([3, row]))
 
 
-def test_splits(tmp_path):
+def test_each_split_has_its_rows(tmp_path):
     train, test = make_rows(12, "train"), make_rows(5, "test", start=12)
     path = make_set(tmp_path, [(train[:6], "train", ()), (test, "test", (0,)), (train[6:], "train", ())])
     whole = PreparedSet.open(path)
@@ -97,14 +97,14 @@ def test_splits(tmp_path):
         PreparedSet.open(path, "val")
 
 
-def test_a_set_without_splits_answers_any_with_all_rows(tmp_path):
+def test_any_split_of_a_set_without_splits_is_all_rows(tmp_path):
     prepared = PreparedSet.open(make_set(tmp_path, [(make_rows(7), None, ())]), "train2017")
     assert prepared.num_rows == 7
     assert not prepared.has_split()
     assert not prepared.has_split("train2017")
 
 
-def test_fingerprint_says_whether_the_rows_are_the_same(tmp_path):
+def test_fingerprint_is_equal_for_equal_rows_only(tmp_path):
     rows = make_rows(9)
     changed = [*rows[:8], replace(rows[8], texts=["other"])]
     first = make_set(tmp_path / "a", [(rows, None, ())])
@@ -117,7 +117,7 @@ def test_fingerprint_says_whether_the_rows_are_the_same(tmp_path):
     assert len(set(prints)) == 4
 
 
-def test_a_pickled_set_sees_the_rows_it_was_opened_with(tmp_path):
+def test_pickled_set_keeps_the_rows_it_was_opened_with(tmp_path):
     rows = make_rows(30)
     path = make_set(tmp_path, [(rows[:20], None, ())])
     prepared = PreparedSet.open(path)
@@ -135,7 +135,7 @@ def test_a_pickled_set_sees_the_rows_it_was_opened_with(tmp_path):
     assert run.stdout.split() == ["20", "key-19"]
 
 
-def test_threads_may_share_a_set_with_more_shards_than_may_be_open(tmp_path, monkeypatch):
+def test_threads_share_a_set_with_more_shards_than_open_files(tmp_path, monkeypatch):
     monkeypatch.setattr(open_shards, "MAX_OPEN", 2)
     rows = make_rows(40)
     prepared = PreparedSet.open(make_set(tmp_path, [(rows[start : start + 4], None, ()) for start in range(0, 40, 4)]))
@@ -150,7 +150,7 @@ def test_tokenizer_travels_with_the_set(tmp_path):
     assert PreparedSet.open(make_set(tmp_path / "b", [(make_rows(2), None, ())])).tokenizer_json is None
 
 
-def test_what_is_no_finished_set_says_what_to_do(tmp_path):
+def test_incomplete_set_is_an_error_with_the_fix(tmp_path):
     with pytest.raises(DataError, match=r"mmray prepare SOURCE"):
         PreparedSet.open(str(tmp_path / "nothing"))
     Storage(str(tmp_path / "half")).mkdir("parts")
@@ -160,13 +160,13 @@ def test_what_is_no_finished_set_says_what_to_do(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"schema_version": 1}', b"\xff"])
-def test_a_damaged_manifest_is_a_data_error(tmp_path, content):
+def test_damaged_manifest_is_a_data_error(tmp_path, content):
     (tmp_path / MANIFEST).write_bytes(content)
     with pytest.raises(DataError, match="damaged"):
         PreparedSet.open(str(tmp_path))
 
 
-def test_a_manifest_of_another_version_is_refused(tmp_path):
+def test_manifest_of_another_version_is_refused(tmp_path):
     path = make_set(tmp_path, [(make_rows(2), None, ())])
     manifest = Path(path) / MANIFEST
     manifest.write_text(manifest.read_text().replace('"schema_version": 3', '"schema_version": 7'))
@@ -182,7 +182,7 @@ def test_manifest_reads_back_equal(tmp_path):
     assert read_manifest(Storage(path)) == manifest
 
 
-def test_damage_anywhere_in_a_shard_raises_or_is_seen_and_never_ends_the_process(tmp_path):
+def test_damage_in_a_shard_is_detected_and_never_crashes(tmp_path):
     rows = make_rows(18)
     path = make_set(tmp_path, [(rows, None, ())])
     shard = tmp_path / "shards" / "0.arrow"
@@ -203,7 +203,7 @@ def test_damage_anywhere_in_a_shard_raises_or_is_seen_and_never_ends_the_process
     assert {"raised", "seen", "same"} <= outcomes
 
 
-def test_a_missing_or_cut_shard_raises_with_its_name(tmp_path):
+def test_missing_or_truncated_shard_is_named(tmp_path):
     path = make_set(tmp_path, [(make_rows(18), None, ())])
     shard = tmp_path / "shards" / "0.arrow"
     data = shard.read_bytes()
@@ -215,10 +215,10 @@ def test_a_missing_or_cut_shard_raises_with_its_name(tmp_path):
         PreparedSet.open(path).read(np.array([0]))
 
 
-def test_a_disk_that_does_not_answer_is_not_taken_for_damage(tmp_path, monkeypatch):
+def test_disk_error_is_not_reported_as_damage(tmp_path, monkeypatch):
     prepared = PreparedSet.open(make_set(tmp_path, [(make_rows(18), None, ())]))
 
-    def stale(place, name, mapped=False):
+    def stale(storage, name, mapped=False):
         raise OSError(errno.ESTALE, "Stale file handle")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="Stale"):
@@ -228,42 +228,42 @@ def test_a_disk_that_does_not_answer_is_not_taken_for_damage(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("kind", ["disk", "store", "memory"])
-def test_a_shard_that_was_not_finished_leaves_no_file(tmp_path, request, kind):
+def test_unfinished_shard_leaves_no_file(tmp_path, request, kind):
     addresses = {"disk": lambda: str(tmp_path), "store": lambda: request.getfixturevalue("s3").address}
-    place = Storage(addresses.get(kind, lambda: "memory://unfinished")())
-    with pytest.raises(RuntimeError, match="killed"), ShardWriter(place, "a.arrow") as shard:
+    storage = Storage(addresses.get(kind, lambda: "memory://unfinished")())
+    with pytest.raises(RuntimeError, match="killed"), ShardWriter(storage, "a.arrow") as shard:
         for row in make_rows(20):
             shard.append(row)
         raise RuntimeError("killed")
-    assert place.listdir() == []
+    assert storage.listdir() == []
 
 
-def test_what_a_store_does_not_take_leaves_what_was_there():
-    store, place = Mock(), Storage("memory://whole")
-    vars(place)["filesystem"] = (store, "whole")
+def test_failed_upload_keeps_the_existing_object():
+    store, storage = Mock(), Storage("memory://whole")
+    vars(storage)["filesystem"] = (store, "whole")
     store.open_output_stream().close.side_effect = OSError("slow down")
     with pytest.raises(OSError, match="slow down"):
-        place.write("a", b"after")
-    with pytest.raises(RuntimeError, match="killed"), place.open_output("a"):
+        storage.write("a", b"after")
+    with pytest.raises(RuntimeError, match="killed"), storage.open_output("a"):
         raise RuntimeError("killed")
     assert not store.delete_file.called
 
 
-def test_shards_are_the_same_bytes_for_the_same_rows(tmp_path):
-    place = Storage(str(tmp_path))
-    one, two = (write_shard(make_rows(20), place, name) for name in ("a.arrow", "b.arrow"))
-    assert place.read("a.arrow") == place.read("b.arrow")
-    assert one == Shard("a.arrow", None, 20, len(place.read("a.arrow")), two.sha256, batches=two.batches)
+def test_equal_rows_give_equal_shards(tmp_path):
+    storage = Storage(str(tmp_path))
+    one, two = (write_shard(make_rows(20), storage, name) for name in ("a.arrow", "b.arrow"))
+    assert storage.read("a.arrow") == storage.read("b.arrow")
+    assert one == Shard("a.arrow", None, 20, len(storage.read("a.arrow")), two.sha256, batches=two.batches)
 
 
-def test_key_ids_are_the_same_in_every_process():
+def test_key_ids_do_not_depend_on_the_process():
     assert key_id("a") == 3405396810240292928
     assert key_id("") != key_id("a")
     assert all(-(2**63) <= key_id(f"k{number}") < 2**63 for number in range(100))
     assert min(key_id(f"k{number}") for number in range(100)) < 0
 
 
-def test_a_set_is_found_by_uri_too(tmp_path):
+def test_set_opens_by_file_uri(tmp_path):
     path = make_set(tmp_path, [(make_rows(3), None, ())])
     assert PreparedSet.open(f"file://{path}").keys() == ["key-0", "key-1", "key-2"]
 
@@ -276,11 +276,11 @@ def test_a_set_is_found_by_uri_too(tmp_path):
         ("s3://bucket/x/a.jsonl?scheme=http", "s3://bucket/x?scheme=http", "a.jsonl"),
     ],
 )
-def test_place_of_a_file(address, folder, name):
+def test_address_is_split_into_folder_and_name(address, folder, name):
     assert Storage.split(address) == (Storage(folder), name)
 
 
-def test_place_of_a_relative_file(tmp_path, monkeypatch):
+def test_relative_address_is_split_into_folder_and_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert Storage.split("a.jsonl") == (Storage(str(tmp_path)), "a.jsonl")
     assert Storage.split("b/a.jsonl") == (Storage(f"{tmp_path}/b"), "a.jsonl")

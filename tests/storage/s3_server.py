@@ -1,9 +1,8 @@
-"""An S3 server on loopback (moto's), which fails where a test asks for it: python -m tests.s3_server PORT FAULTS.
+"""S3 server on loopback (moto) with fault injection: python -m tests.storage.s3_server PORT FAULTS.
 
-FAULTS is a file that need not be there; it holds `METHOD TEXT COUNT STATUS`: so many requests of this method, whose
-address holds this text, are answered with this status: 503 (Slow Down), as S3 does when it is asked too much, or 400.
-COUNT counts down in the file.
-A file `requests` beside it, where a test has made one, gets a line for each request: `METHOD PATH BYTES-ASKED-FOR`.
+The file FAULTS, if present, holds `METHOD TEXT COUNT STATUS`: the next COUNT requests of this method with TEXT in
+their path are answered with STATUS, 503 (Slow Down) or 400; COUNT is decremented in the file. If the file `requests` is
+next to it, each request is appended as `METHOD PATH REQUESTED-BYTES`.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from werkzeug.serving import run_simple
 BODY = "<?xml version='1.0'?><Error><Code>{}</Code><Message>{}</Message></Error>"
 BODIES = {
     "503": BODY.format("SlowDown", "Please reduce your request rate.").encode(),
-    "400": BODY.format("InvalidRequest", "It came to nothing.").encode(),
+    "400": BODY.format("InvalidRequest", "Injected fault.").encode(),
 }
 
 
-class Failing:
+class FaultInjector:
     def __init__(self, app, faults):
         self.app, self.faults = app, faults
 
@@ -42,7 +41,7 @@ class Failing:
                 file.write(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']} {asked}\n")
 
     def _failure(self, environ):
-        """The status that this request is answered with; None where it does not fail."""
+        """Status of the injected fault for this request; None without a fault."""
         if not self.faults.exists():
             return None
         method, text, count, status = self.faults.read_text().split()
@@ -54,4 +53,4 @@ class Failing:
 
 if __name__ == "__main__":
     app = DomainDispatcherApplication(create_backend_app)
-    run_simple("127.0.0.1", int(sys.argv[1]), Failing(app, Path(sys.argv[2])), threaded=True)
+    run_simple("127.0.0.1", int(sys.argv[1]), FaultInjector(app, Path(sys.argv[2])), threaded=True)

@@ -1,18 +1,22 @@
-"""The lease: one training at a time in a run's folder, also when holders die, sleep, or clocks jump."""
+"""Lease: one writer at a time, also if holders die or sleep, or clocks jump; on file systems and object stores."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
 import os
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from mmray.data.prepare.output_dir import create_output_dir, exclusive_lock
 from mmray.errors import TrainingError, UsageError
 from mmray.storage import lease
 from mmray.storage.lease import Lease, check_fence
+from mmray.storage.paths import to_path
+from mmray.storage.storage import Storage
 
 BEAT_S, STALE_S = 0.05, 0.3
 
@@ -22,7 +26,7 @@ def short(run: Path) -> Lease:
 
 
 def hold_elsewhere(run: Path, fence: int = 1, age_s: float = 0.0) -> Path:
-    """A lease as a process of another machine would have left it, its last beat `age_s` ago."""
+    """A lease as a process of another machine left it, its last heartbeat `age_s` ago."""
     file = run / "lease" / str(fence)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps({"host": "node-7", "pid": 4711, "machine": "another", "process": "1"}))
@@ -41,7 +45,7 @@ def test_fences_only_grow(tmp_path: Path) -> None:
     assert [file.name for file in (tmp_path / "lease").iterdir()] == ["3"]
 
 
-def test_second_is_refused_while_the_first_is_there(tmp_path: Path) -> None:
+def test_second_holder_is_refused_with_pid_and_host(tmp_path: Path) -> None:
     first = short(tmp_path)
     first.acquire()
     with pytest.raises(UsageError, match=rf"process {os.getpid()} on .*--run\.name"):
@@ -50,13 +54,13 @@ def test_second_is_refused_while_the_first_is_there(tmp_path: Path) -> None:
     assert short(tmp_path).acquire() == 2
 
 
-def test_fresh_lease_of_another_machine_is_respected(tmp_path: Path) -> None:
+def test_fresh_lease_of_another_machine_is_held(tmp_path: Path) -> None:
     hold_elsewhere(tmp_path)
     with pytest.raises(UsageError, match="process 4711 on node-7"):
         short(tmp_path).acquire()
 
 
-def test_stale_lease_is_taken_over_and_the_orphan_stops(tmp_path: Path) -> None:
+def test_stale_lease_is_taken_over_and_old_holder_stops(tmp_path: Path) -> None:
     hold_elsewhere(tmp_path, fence=4, age_s=10)
     check_fence(tmp_path, 4)
     held = short(tmp_path)
@@ -69,9 +73,7 @@ def test_stale_lease_is_taken_over_and_the_orphan_stops(tmp_path: Path) -> None:
         check_fence(tmp_path, 4)
 
 
-def test_each_attempt_has_a_fence_of_its_own_and_one_that_wakes_up_writes_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_advance_fences_off_earlier_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = short(tmp_path)
     assert (held.acquire(), held.advance(), held.advance(), held.fence) == (1, 2, 3, 3)
     check_fence(tmp_path, 3)
@@ -80,7 +82,7 @@ def test_each_attempt_has_a_fence_of_its_own_and_one_that_wakes_up_writes_no_mor
             check_fence(tmp_path, earlier)
     monkeypatch.setattr(lease, "_is_alive_here", lambda _: None)
     time.sleep(STALE_S + 4 * BEAT_S)
-    with pytest.raises(UsageError):  # its heart beats on
+    with pytest.raises(UsageError):
         short(tmp_path).acquire()
     hold_elsewhere(tmp_path, fence=4)
     with pytest.raises(TrainingError, match=r"lease 4, this one had 3"):
@@ -88,7 +90,7 @@ def test_each_attempt_has_a_fence_of_its_own_and_one_that_wakes_up_writes_no_mor
     held.release()
 
 
-def test_heartbeat_keeps_it_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeat_keeps_lease_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = short(tmp_path)
     held.acquire()
     monkeypatch.setattr(lease, "_is_alive_here", lambda _: None)  # as seen from another machine
@@ -98,9 +100,7 @@ def test_heartbeat_keeps_it_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     held.release()
 
 
-def test_clock_that_jumped_ahead_does_not_cost_a_living_holder_its_lease(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clock_jump_ahead_does_not_expire_live_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = short(tmp_path)
     held.acquire()
     monkeypatch.setattr(lease, "_is_alive_here", lambda _: None)
@@ -110,11 +110,11 @@ def test_clock_that_jumped_ahead_does_not_cost_a_living_holder_its_lease(
     held.release()
 
 
-def test_clock_that_ran_back_does_not_keep_a_dead_holder_alive(tmp_path: Path) -> None:
+def test_clock_jump_back_does_not_keep_dead_holder(tmp_path: Path) -> None:
     hold_elsewhere(tmp_path, age_s=-3600)
-    began_s = time.monotonic()
+    started_s = time.monotonic()
     assert short(tmp_path).acquire() == 2
-    assert time.monotonic() - began_s >= STALE_S  # only watching could tell
+    assert time.monotonic() - started_s >= STALE_S  # the clock is no proof: the heartbeat was watched
 
 
 def _hold(run: str, ready: multiprocessing.synchronize.Event, fences: multiprocessing.Queue[int]) -> None:
@@ -123,7 +123,7 @@ def _hold(run: str, ready: multiprocessing.synchronize.Event, fences: multiproce
     time.sleep(60)
 
 
-def test_killed_process_of_this_machine_is_replaced_at_once(tmp_path: Path) -> None:
+def test_killed_local_holder_is_replaced_at_once(tmp_path: Path) -> None:
     spawn = multiprocessing.get_context("spawn")
     ready, fences = spawn.Event(), spawn.Queue()
     process = spawn.Process(target=_hold, args=(str(tmp_path), ready, fences))
@@ -134,14 +134,14 @@ def test_killed_process_of_this_machine_is_replaced_at_once(tmp_path: Path) -> N
         Lease(tmp_path).acquire()
     process.kill()
     process.join()
-    began_s = time.monotonic()
-    second = Lease(tmp_path)  # with the long times of a real run
+    started_s = time.monotonic()
+    second = Lease(tmp_path)  # with default timeouts
     assert second.acquire() == 2
-    assert time.monotonic() - began_s < 2
+    assert time.monotonic() - started_s < 2
     second.release()
 
 
-def test_another_process_of_the_same_number_is_not_the_holder(tmp_path: Path) -> None:
+def test_reused_pid_is_not_the_holder(tmp_path: Path) -> None:
     file = hold_elsewhere(tmp_path)
     file.write_text(json.dumps(lease._this_process() | {"process": "1"}))
     held = short(tmp_path)
@@ -149,7 +149,7 @@ def test_another_process_of_the_same_number_is_not_the_holder(tmp_path: Path) ->
     held.release()
 
 
-def test_lost_lease_ends_its_heartbeat_and_its_release_changes_nothing(tmp_path: Path) -> None:
+def test_lost_lease_stops_heartbeat_and_release_keeps_new_holder(tmp_path: Path) -> None:
     first = short(tmp_path)
     fence = first.acquire()
     (tmp_path / "lease" / str(fence)).unlink()
@@ -163,7 +163,7 @@ def test_lost_lease_ends_its_heartbeat_and_its_release_changes_nothing(tmp_path:
         short(tmp_path).acquire()
 
 
-def test_a_file_only_just_created_counts_as_held(tmp_path: Path) -> None:
+def test_empty_claim_counts_as_held(tmp_path: Path) -> None:
     hold_elsewhere(tmp_path).write_text("")
     with pytest.raises(UsageError, match="another process"):
         short(tmp_path).acquire()
@@ -176,10 +176,10 @@ def _race(run: str, start: multiprocessing.synchronize.Barrier, won: multiproces
         won.put(held.acquire())
     except UsageError:
         won.put(0)
-    start.wait(60)  # the winner must still be alive when the others look
+    start.wait(60)  # the winner stays alive until all others have tried
 
 
-def test_of_many_at_once_one_wins(tmp_path: Path) -> None:
+def test_one_of_many_contenders_wins(tmp_path: Path) -> None:
     hold_elsewhere(tmp_path, fence=3).write_text(json.dumps({"released": True}))
     fork = multiprocessing.get_context("fork")
     start, won = fork.Barrier(6), fork.Queue()
@@ -192,7 +192,74 @@ def test_of_many_at_once_one_wins(tmp_path: Path) -> None:
     assert results == [0, 0, 0, 0, 0, 4]
 
 
-def test_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_unwritable_folder_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with pytest.raises(UsageError, match=r"--run\.storage"):
         short(tmp_path / "run").acquire()
+
+
+def test_lease_on_a_store_has_one_holder_until_release(s3, monkeypatch):
+    run = to_path(s3.address) / "mine"
+    first = Lease(run)
+    assert first.acquire() == 1
+    check_fence(run, 1)
+    with pytest.raises(UsageError, match=r"is being trained by process"):
+        Lease(run).acquire()
+    monkeypatch.setattr(lease, "_is_alive_here", lambda _: None)  # as seen from another machine
+    with pytest.raises(UsageError):
+        Lease(run).acquire()
+    first.release()
+    second = Lease(run)
+    assert (second.acquire(), second.advance()) == (2, 3)
+    for earlier in (1, 2):
+        with pytest.raises(TrainingError, match="taken over"):
+            check_fence(run, earlier)
+    check_fence(run, 3)
+    second.release()
+
+
+def test_late_heartbeat_of_a_replaced_holder_on_a_store_is_harmless(s3):
+    run = to_path(s3.address) / "mine"
+    silent = Lease(run)
+    assert silent._claim(4)
+    claim = run / "lease" / f"4{silent._suffix}"
+    claim.write_text(json.dumps({"host": "node-7", "pid": 1, "machine": "another", "process": "1"}))
+    with pytest.raises(UsageError, match="node-7"):
+        Lease(run, heartbeat_s=0.5, stale_after_s=60).acquire()
+    held = Lease(run, heartbeat_s=0.5, stale_after_s=0)
+    assert held.acquire() == 5
+    with pytest.raises(FileNotFoundError):
+        silent._beat(4)
+    claim.write_text("{}")  # a heartbeat that was in flight during the take-over
+    check_fence(run, 5)
+    with pytest.raises(TrainingError, match="taken over"):
+        check_fence(run, 4)
+    held.release()
+
+
+def test_at_most_one_contender_on_a_store_gets_a_number(s3):
+    claims = [Lease(to_path(s3.address)) for _ in range(4)]
+    for fence in (1, 2, 3):
+        start, won = threading.Barrier(4), []
+
+        def contend(own, fence=fence, start=start, won=won):
+            start.wait(10)
+            won.append(own._claim(fence))
+
+        threads = [threading.Thread(target=contend, args=(own,)) for own in claims]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sum(won) <= 1 and len(won) == 4
+    assert claims[0]._claim(4) and not claims[1]._claim(4)
+
+
+def test_second_prepare_on_a_store_is_refused(s3):
+    out = Storage(f"{s3.address}/set")
+    held = pytest.raises(UsageError, match=rf"is being prepared by process {os.getpid()} on")
+    with exclusive_lock(out), held, exclusive_lock(out):
+        pass
+    create_output_dir(out)  # the released lease does not make the folder look occupied
+    with exclusive_lock(out):
+        pass

@@ -1,10 +1,8 @@
-"""Paths on an object store: the same words as a Path's, whole objects only, and patience with a store that stumbles."""
+"""Remote paths and file operations on an object store: pathlib interface, whole objects, retries."""
 
-import numpy as np
 import pytest
 
 from mmray.config import Run
-from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import UsageError
 from mmray.storage import storage
 from mmray.storage.paths import (
@@ -20,7 +18,6 @@ from mmray.storage.paths import (
     write_atomic,
 )
 from mmray.storage.storage import Storage
-from tests.made import make_set, row
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +25,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(storage, "MAX_WAIT_S", 0.01)
 
 
-def test_words_of_a_path(s3):
+def test_remote_path_has_the_interface_of_path(s3):
     folder = to_path(s3.address)
     assert isinstance(folder, RemotePath) and not folder.exists()
     with pytest.raises(FileNotFoundError):
@@ -47,21 +44,21 @@ def test_words_of_a_path(s3):
     assert not (folder / "a" / "two").exists()
 
 
-def test_an_address_may_have_spaces_and_letters_beyond_ascii():
+def test_address_may_have_spaces_and_non_ascii_letters():
     for typed in ("s3://bucket/my set/café#1", "s3://bucket/my%20set/caf%C3%A9%231"):
         assert Storage(f"{typed}?region=us-east-1").filesystem[1] == "bucket/my set/café#1"
     path = to_path("s3://bucket/my set") / "b c"
     assert (path.key, to_path(str(path)).key) == ("bucket/my set/b c",) * 2
 
 
-def test_options_of_an_address_stay_at_its_end():
+def test_options_stay_at_the_end_of_an_address():
     path = to_path("s3://bucket/runs?endpoint_override=127.0.0.1:9000&scheme=http") / "one" / "config.yaml"
     assert str(path) == "s3://bucket/runs/one/config.yaml?endpoint_override=127.0.0.1:9000&scheme=http"
     assert path.key == "bucket/runs/one/config.yaml" and to_path(str(path)).key == path.key
 
 
 @pytest.mark.parametrize("kind", ["store", "disk"])
-def test_files_and_folders_alike_on_both(kind, s3, tmp_path):
+def test_file_operations_are_the_same_on_disk_and_store(kind, s3, tmp_path):
     folder = to_path(s3.address if kind == "store" else tmp_path)
     with staged_upload(folder / "step-1", ("a", "SUMS")) as here:
         (here / "a").write_bytes(b"a" * 1000)
@@ -86,25 +83,25 @@ def test_files_and_folders_alike_on_both(kind, s3, tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["quarantine.jsonl", "result.json", "stacks"]
 
 
-def test_the_last_file_is_put_only_when_the_others_are_there(s3, monkeypatch):
+def test_staged_upload_puts_last_file_only_after_all_others(s3, monkeypatch):
     monkeypatch.setattr(storage, "ATTEMPTS", 1)
     path = to_path(s3.address) / "step-1"
     s3.fail("PUT", "step-1/b", 1000, status=400)
-    with pytest.raises(OSError, match="came to nothing"), staged_upload(path, ("a", "b", "SUMS")) as here:
+    with pytest.raises(OSError, match="Injected fault"), staged_upload(path, ("a", "b", "SUMS")) as here:
         for name in ("a", "b", "SUMS"):
             (here / name).write_text(name)
     assert (path / "a").exists() and not (path / "SUMS").exists()
 
 
-def test_a_store_that_fails_for_a_moment_is_asked_again(s3):
+def test_transient_errors_are_retried(s3):
     file = to_path(s3.address) / "file"
-    for count, status in ((2, 503), (storage.ATTEMPTS - 1, 400)):  # by the library itself, and by what calls it
+    for count, status in ((2, 503), (storage.ATTEMPTS - 1, 400)):  # retried by pyarrow, and by with_retries
         s3.fail("PUT", "/file", count, status)
         file.write_text(f"there {status}")
         assert s3.failures_left() == 0 and file.read_text() == f"there {status}"
 
 
-def test_what_does_not_pass_is_not_tried_again(monkeypatch):
+def test_permanent_errors_are_not_retried(monkeypatch):
     calls = []
 
     def refuse(error):
@@ -121,16 +118,7 @@ def test_what_does_not_pass_is_not_tried_again(monkeypatch):
 
 
 @pytest.mark.parametrize("address", ["s3://key:canary@bucket/runs", "s3://bucket/runs?secret_key=canary"])
-def test_credentials_in_an_address_are_refused(address):
+def test_credentials_in_run_storage_are_refused(address):
     with pytest.raises(UsageError, match=r"run\.storage.*AWS_SECRET_ACCESS_KEY") as told:
         Run(storage=address)
     assert "canary" not in str(told.value)
-
-
-def test_a_prepared_set_on_the_store_reads_as_on_a_disk(s3, tmp_path):
-    make_set(tmp_path, [row(number) for number in range(20)])
-    place = Storage(f"{s3.address}/set")
-    for name in Storage(str(tmp_path)).list_files():
-        place.write(name, (tmp_path / name).read_bytes())
-    order = np.array([19, 0, 7, 7])
-    assert PreparedSet.open(f"{s3.address}/set").read(order) == PreparedSet.open(str(tmp_path)).read(order)

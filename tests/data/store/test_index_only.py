@@ -1,4 +1,4 @@
-"""Sets by reference: the same rows and the same blocks as a packed set, with no image written a second time."""
+"""Index-only sets: the rows and blocks of a packed set without a copy of the images."""
 
 import errno
 
@@ -24,7 +24,7 @@ TOKENIZER = train_tokenizer([text(number) for number in range(COUNT)], 60)
 
 
 def blocks_of(source, tmp_path, **settings):
-    """What a model gets of the set by reference, and of the packed set, in two epochs."""
+    """Blocks of two epochs from the packed and the index-only set."""
     blocks = []
     for out, how in (("packed", {}), ("index", {"index_only": True} | settings)):
         prepared(source, tmp_path / out, duplicates="keep", **how)
@@ -41,7 +41,7 @@ def same(one, other):
 
 @pytest.mark.parametrize("title", ["CSV", "WebDataset", "COCO", "images beside texts"])
 @pytest.mark.parametrize("check", ["full", "header", "none"])
-def test_a_stream_by_reference_is_the_stream_of_the_packed_set(tmp_path, title, check):
+def test_index_only_set_streams_the_blocks_of_the_packed_set(tmp_path, title, check):
     source = formats.SOURCES[title](tmp_path / "raw")
     if title == "COCO" and check == "none":  # boxes need the size of their image
         source.write_text(source.read_text().replace('"bbox"', '"no box"'))
@@ -52,13 +52,13 @@ def test_a_stream_by_reference_is_the_stream_of_the_packed_set(tmp_path, title, 
 
 
 @pytest.mark.parametrize("title", ["JSON lines", "Parquet", "two parallel lists", "a folder for each class", "TSV"])
-def test_every_format_that_names_files_can_be_referred_to(tmp_path, title):
+def test_every_format_with_file_names_can_be_index_only(tmp_path, title):
     packed, index = blocks_of(ALL[title](tmp_path / "raw"), tmp_path)
     assert same(packed, index) and packed["valid"].all()
     assert len(packed["valid"]) == 2 * (3 if title == "a folder for each class" else COUNT)
 
 
-def test_a_referenced_image_that_changed_or_went_is_noticed_and_its_neighbours_stay(tmp_path):
+def test_changed_or_missing_referenced_image_invalidates_only_its_row(tmp_path):
     source = formats.csv_source(tmp_path / "raw")
     prepared(source, tmp_path / "out", index_only=True)
     (tmp_path / "raw" / "2.png").write_bytes(colour_image(200))
@@ -69,7 +69,7 @@ def test_a_referenced_image_that_changed_or_went_is_noticed_and_its_neighbours_s
     assert reader.block(plan, np.arange(COUNT))["valid"].tolist() == [n not in (2, 4) for n in range(COUNT)]
 
 
-def test_a_disk_that_does_not_answer_is_no_fault_of_a_row_but_in_a_prepare_which_tries_again(tmp_path, monkeypatch):
+def test_disk_error_fails_the_stream_and_is_retried_by_prepare(tmp_path, monkeypatch):
     source, read = formats.csv_source(tmp_path / "raw"), Storage.read
 
     def stale(place, name):
@@ -89,14 +89,14 @@ def test_a_disk_that_does_not_answer_is_no_fault_of_a_row_but_in_a_prepare_which
         reader.block(plan, np.arange(COUNT))
 
 
-def test_what_cannot_be_referred_to(tmp_path):
+def test_rows_with_inline_images_cannot_be_index_only(tmp_path):
     with pytest.raises(DataError, match="7 no-reference"):
         prepared(formats.parquet_bytes(tmp_path / "raw"), tmp_path / "out", index_only=True)
     with pytest.raises(UsageError, match="image_side must be 0"):
         Prepare(index_only=True, image_side=8)
 
 
-def test_header_checks_less_than_full_and_none_nothing(tmp_path):
+def test_check_full_finds_more_than_header_and_none(tmp_path):
     source = formats.csv_source(tmp_path / "raw")
     (tmp_path / "raw" / "1.png").write_bytes(colour_image(1)[:-20])
     (tmp_path / "raw" / "2.png").write_bytes(b"<html>")
