@@ -157,7 +157,7 @@ def _cell(value: Any) -> str:
 
 
 class Reporter:
-    """Show a run on the screen; implements mmray.train.coordinator.ProgressReporter."""
+    """Show a run on the screen; implements mmray.train.monitor.ProgressReporter."""
 
     def __init__(self, screen: Screen):
         self.screen = screen

@@ -11,7 +11,7 @@ from mmray.cli.args import parsed, write_json
 from mmray.cli.console import Screen
 from mmray.errors import ResourceError
 
-MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "bold red")}
+ICONS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "error": ("✗", "bold red")}
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ def doctor(argv: Sequence[str], screen: Screen) -> int:
             screen.console.print(_line(finding))
     write_json(command.json, {"findings": [vars(finding) for finding in findings]})
     levels = [finding.level for finding in findings]
-    screen.note(f"{levels.count('fail')} to mend, {levels.count('warn')} to know", "found")
-    return ResourceError.exit_code if "fail" in levels else 0
+    screen.note(f"{levels.count('error')} errors, {levels.count('warning')} warnings", "summary")
+    return ResourceError.exit_code if "error" in levels else 0
 
 
 def _line(finding: object) -> Text:
     """A finding, with its fix on a line of its own."""
-    level, what, seen, fix = vars(finding).values()
-    mark, style = MARKS[level]
-    line = Text.assemble((f"{mark} ", style), (f"{what:<22} ", "bold"), seen)
+    level, name, observed, fix = vars(finding).values()
+    mark, style = ICONS[level]
+    line = Text.assemble((f"{mark} ", style), (f"{name:<22} ", "bold"), observed)
     return line if not fix else line.append(f"\n{'':<25}{fix}", style="italic")

@@ -1,7 +1,7 @@
-"""Join a Ray cluster, or start one on this machine, quietly.
+"""Connect to a Ray cluster, or start one on this machine, without Ray's console output.
 
-An address in the config or in RAY_ADDRESS is joined (that is what `ray job submit` sets); otherwise Ray starts here.
-Ray's own messages stay in its log files: what a user should read, the command line prints.
+An address in the config or in RAY_ADDRESS (which `ray job submit` sets) is joined; otherwise Ray starts on this
+machine. Ray's own messages stay in its log files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmray.errors import ResourceError, UsageError
 from mmray.machine import cores
@@ -24,51 +24,41 @@ from mmray.machine import cores
 if TYPE_CHECKING:
     from mmray.config import Cluster
 
-# The controller looks after its workers this often; Ray's default of 2 s makes each report and each failure wait.
-_ENVIRONMENT = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # a process more for each group: the driver looks by itself (guard.py)
-    "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent to anyone whom the user did not name
-    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
-    "RAY_task_oom_retries": "5",  # Ray starts a task that its node has no memory for again for ever
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-# What a process of a cluster of this machine imports while nobody has taken it yet: a second of a data actor's start.
-_PRELOAD, _PRELOADED = "RAY_preload_python_modules", "ray.data,mmray.data.stream.decode_actor"
-# Where an object store is, for workers of a cluster that is joined; never who may use it: Ray logs what it is given.
+_PRELOADED = "ray.data,mmray.data.stream.decode_actor"  # saves a second of each data actor's start
+# Where the object store is, for workers of a joined cluster. Never credentials: Ray logs what it receives.
 _STORE = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_EC2_METADATA_DISABLED")
-INPUT_TASK_CPUS = 1  # beside the data actors: the tasks that hand them their blocks
+INPUT_TASK_CPUS = 1  # for the tasks that send the data actors their blocks
 CONNECT_TIMEOUT_S = 5.0
 
 
 @contextmanager
-def ray_session(section: Cluster, data_actors: int = 1, beside: Callable[[], None] | None = None) -> Iterator[None]:
-    """Ray is there inside the block, its data placed; a cluster that this call started ends with it.
+def ray_session(
+    section: Cluster, data_actors: int = 1, while_starting: Callable[[], None] | None = None
+) -> Iterator[None]:
+    """Ray is connected inside the block, with its data placement set; a cluster started here ends with the block.
 
-    `data_actors` is what the run will decode with: a cluster started here has CPUs for them. `beside` is done while Ray
-    starts, in a thread; it must not import Ray's modules, which this one does. Raises what it raises.
+    A cluster started here has CPUs for `data_actors` actors. `while_starting` runs in a thread while Ray starts, and
+    its exceptions are raised; it must not import Ray's modules, because this thread does.
     """
-    import ray  # late: `mmray --help` must not pay for it
+    import ray  # here: `mmray --help` must not import it
 
     from mmray.cluster.placement import set_data_placement
+    from mmray.cluster.ray_internals import ENVIRONMENT
 
-    for name, value in _ENVIRONMENT.items():
+    for name, value in {**ENVIRONMENT, "TOKENIZERS_PARALLELISM": "false"}.items():
         os.environ.setdefault(name, value)
     if ray.is_initialized():
-        if beside is not None:
-            beside()
+        if while_starting is not None:
+            while_starting()
         set_data_placement(section)
         yield
         return
-    address = section.address or os.environ.get("RAY_ADDRESS")
     on_sigterm = signal.getsignal(signal.SIGTERM)
     with ThreadPoolExecutor(1) as threads:
-        done = threads.submit(beside) if beside is not None else None
-        _start(ray, address, section, data_actors)
+        done = threads.submit(while_starting) if while_starting is not None else None
+        _start(section.address or os.environ.get("RAY_ADDRESS"), section, data_actors)
     if callable(on_sigterm) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own there, which exits with 15
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray installed its own handler, which exits with code 15
     try:
         if done is not None:
             done.result()
@@ -79,24 +69,26 @@ def ray_session(section: Cluster, data_actors: int = 1, beside: Callable[[], Non
         ray.shutdown()
 
 
-def _start(ray: object, address: str | None, section: Cluster, data_actors: int) -> None:
-    from ray._common.utils import get_default_ray_temp_dir
+def _start(address: str | None, section: Cluster, data_actors: int) -> None:
+    import ray
 
-    workers = {"PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH", "")]))}
-    workers[_PRELOAD] = os.environ.get(_PRELOAD, _PRELOADED)
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
+    from mmray.cluster.ray_internals import ENVIRONMENT, PRELOAD_VARIABLE
+
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
     try:
         if address:
             check_reachable(address)
-            theirs = {name: os.environ[name] for name in (*_ENVIRONMENT, *_STORE) if name in os.environ}
-            # A job's own variables are in this environment too: the same name in both is no conflict.
+            shared = {name: os.environ[name] for name in (*ENVIRONMENT, *_STORE) if name in os.environ}
+            # A submitted job has its variables in this environment too: the same name in both is no conflict.
             os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
-            ray.init(address=address, runtime_env={"env_vars": theirs}, **quiet)  # type: ignore[attr-defined]
+            ray.init(address=address, runtime_env={"env_vars": shared}, **quiet)
         else:
-            forget_dead_cluster(Path(get_default_ray_temp_dir()) / "ray_current_cluster")
-            # Unless the user has set RAY_AUTH_MODE, Ray gives this cluster a token: nobody else may use it.
-            with _with_environment(workers):
-                ray.init(  # type: ignore[attr-defined]
+            paths = [str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
+            variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+            variables[PRELOAD_VARIABLE] = os.environ.get(PRELOAD_VARIABLE, _PRELOADED)
+            # Unless the user sets RAY_AUTH_MODE, Ray protects this cluster with a token.
+            with _environment(variables):
+                ray.init(
                     address="local",
                     num_cpus=num_local_cpus(section, data_actors, physical=cores()),
                     include_dashboard=False,
@@ -104,15 +96,14 @@ def _start(ray: object, address: str | None, section: Cluster, data_actors: int)
                 )
             _restrict_token_permissions()
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ResourceError(f"cannot join Ray at {address or 'this machine'}: {error}") from error
+        raise ResourceError(f"cannot connect to Ray at {address or 'this machine'}: {error}") from error
 
 
 @contextmanager
-def _with_environment(values: dict[str, str]) -> Iterator[None]:
-    """Variables that processes started inside have too.
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Set environment variables for processes started inside the block.
 
-    For a cluster of this machine: by a runtime environment they would reach only processes begun for it, and those that
-    Ray has begun ahead would never be taken.
+    A runtime environment would do the same only for new processes, and leave the ones that Ray started ahead unused.
     """
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
@@ -126,65 +117,48 @@ def _with_environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def check_reachable(address: str) -> None:
-    """Raise ResourceError where nothing listens at `host:port`: Ray would try for minutes.
-
-    UsageError for an address of Ray Client, which is not told what the nodes have.
-    """
+    """Raise ResourceError if nothing listens at `host:port` (Ray would try for minutes), UsageError for Ray Client."""
     if address.startswith("ray://"):
         raise UsageError(
-            f"{address} is an address of Ray Client, which mmray does not speak: submit the command as a job (`ray job "
-            "submit --address http://HEAD:8265 -- mmray ...`), or run it on a node of the cluster with RAY_ADDRESS=auto"
+            f"{address}: Ray Client addresses are not supported. Submit the command as a job (`ray job submit "
+            "--address http://HEAD:8265 -- mmray ...`), or run it on a node of the cluster with RAY_ADDRESS=auto"
         )
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
-        return  # `auto` and the like: Ray knows them
+        return  # `auto` and similar, which Ray resolves
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise ResourceError(
-            f"nothing answers at the Ray address {address} ({error}): is the head running (`ray status` there), and is "
-            "its port (6379 unless told otherwise) open from here? --cluster.address or RAY_ADDRESS names it"
+            f"no response from Ray at {address} ({error}). Check that the head is running (`ray status` there), that "
+            "its port (6379 by default) is reachable, and the address (--cluster.address or RAY_ADDRESS)"
         ) from None
 
 
-def forget_dead_cluster(file: Path) -> None:
-    """Remove Ray's note of the last cluster where nothing answers at it any more.
-
-    A head that was killed leaves it behind, and helpers of later clusters on this machine ask there first: each attempt
-    to train then takes some twelve seconds longer to end.
-    """
-    try:
-        check_reachable(file.read_text().strip())
-    except ResourceError:
-        file.unlink(missing_ok=True)
-    except OSError:
-        return  # there is none
-
-
 def _restrict_token_permissions() -> None:
-    """The token that Ray has made for the clusters of this user is readable by this user alone."""
+    """Make Ray's cluster token readable by this user only."""
     file = Path.home() / ".ray" / "auth_token"
     if file.exists() and file.stat().st_uid == os.getuid():
         file.chmod(0o600)
 
 
 def num_local_cpus(section: Cluster, data_actors: int, physical: int) -> int:
-    """Logical CPUs of a cluster on this machine: at least room for the workers and for data beside them.
+    """Logical CPUs of a cluster on this machine: at least enough for the workers and their data.
 
-    Ray counts CPUs to place work, it does not bind it: a laptop of 2 cores runs 2 training workers and a data actor,
-    which share the cores, where a strict count would leave the data without a slot and the run waiting for ever.
+    Ray uses CPUs for scheduling only. So a laptop with 2 cores can run 2 training workers and a data actor, which share
+    the cores; with a strict count the run would wait forever.
     """
     return max(physical, math.ceil(section.max_workers * section.cpus_per_worker) + data_actors + INPUT_TASK_CPUS)
 
 
 def num_decode_actors(cpus: float, taken: float, memory_gib: float, block_mb: float) -> int:
-    """Decoding actors that fit: a CPU each beside the training workers, and memory for themselves and their blocks."""
+    """Decode actors that fit: one CPU each beyond the `taken` ones, and memory for the actor and its blocks."""
     actor_gib = 0.5 + 4 * block_mb / 1024
     return max(1, int(min(cpus - taken, memory_gib * 0.5 / actor_gib)))
 
 
 def _silence_ray_logging() -> None:
-    """Ray's loggers of this process go to its files only, warnings included; its progress bars would tear ours."""
+    """Keep Ray's loggers and progress bars of this process off the console."""
     from ray.data import DataContext
 
     context = DataContext.get_current()

@@ -1,7 +1,6 @@
-"""What is wrong with this machine or this cluster, and what mends it: each finding from something that was tried.
+"""Problems of this machine or cluster and their fixes, as `mmray doctor` reports them.
 
-Small checks, each a function from what it looks at to findings; `examine` is the composer, and the only one that
-touches Ray.
+Each check is a function from observed values to a Finding; `run_checks` runs them all, and only it connects to Ray.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any, Literal
 import psutil
 from packaging.requirements import Requirement
 
-from mmray.cluster.connect import ray_session
+from mmray.cluster.connect import check_reachable, ray_session
 from mmray.cluster.shared_storage import check_shared
 from mmray.config import Cluster
 from mmray.errors import ResourceError
@@ -38,16 +37,16 @@ PROBE_MB = 8
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at; `fix` says what to do about it where it is not `ok`."""
+    """The result of one check; `fix` is what to do about a warning or an error."""
 
-    level: Literal["ok", "warn", "fail"]
-    what: str
-    seen: str
+    level: Literal["ok", "warning", "error"]
+    name: str
+    observed: str
     fix: str = ""
 
 
 def run_checks(address: str | None, storage: str) -> Iterator[Finding]:
-    """Findings about this machine, and about the Ray cluster at `address` (RAY_ADDRESS; none: one started here)."""
+    """Check this machine and the Ray cluster at `address` (default: RAY_ADDRESS, otherwise one started here)."""
     yield from _packages()
     torch = _torch()
     yield torch
@@ -61,11 +60,12 @@ def run_checks(address: str | None, storage: str) -> Iterator[Finding]:
     yield check_disk("disk of Ray's files", Path(tempfile.gettempdir()))
     yield check_storage(storage) if "://" in storage else check_writable(Path(storage).expanduser())
     yield check_auth(os.environ.get("RAY_AUTH_MODE"), Path.home() / ".ray" / "auth_token")
+    yield check_stale_cluster(Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster"))
     yield from _ray(address or os.environ.get("RAY_ADDRESS"))
 
 
 def _packages() -> Iterator[Finding]:
-    """Whether each package is of the range that mmray was built with."""
+    """Check that each package has a supported version."""
     from importlib.metadata import requires
 
     for line in requires("mmray") or []:
@@ -75,21 +75,25 @@ def _packages() -> Iterator[Finding]:
         try:
             have = version(wanted.name)
         except PackageNotFoundError:
-            yield Finding("fail", wanted.name, "not installed", f"pip install '{line}'")
+            yield Finding("error", wanted.name, "not installed", f"pip install '{line}'")
             continue
         if not wanted.specifier.contains(have, prereleases=True):
-            yield Finding("fail", wanted.name, f"{have}, needs {wanted.specifier}", f"pip install '{line}'")
+            yield Finding(
+                "error", wanted.name, f"{have} is installed, mmray needs {wanted.specifier}", f"pip install '{line}'"
+            )
     yield Finding("ok", "packages", f"mmray {version('mmray')}, Ray {version('ray')}, Python {sys.version.split()[0]}")
 
 
 def _torch() -> Finding:
-    """torch and torchvision must be of one build: a CPU-only torch with the registry's torchvision fails at import."""
+    """torch and torchvision must come from one index: mixed builds fail at import."""
     try:
         import torch
         import torchvision  # noqa: F401
     except (ImportError, RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
-        return Finding("fail", "torch", reason, "pip install --force-reinstall torch torchvision, both from one index")
+        return Finding(
+            "error", "torch", reason, "pip install --force-reinstall torch torchvision (both from one index)"
+        )
     return Finding("ok", "torch", f"{torch.__version__} with torchvision {version('torchvision')}")
 
 
@@ -107,32 +111,34 @@ def _gpus() -> Finding:
 
 
 def check_gpus(listed: int, usable: list[str], visible: str | None = None) -> Finding:
-    """Holds the GPUs that the driver lists against those that torch can use; `visible` is CUDA_VISIBLE_DEVICES."""
+    """Compare the GPUs that the driver lists with those that torch can use; `visible` is CUDA_VISIBLE_DEVICES."""
     if listed > len(usable):
-        seen = f"the driver lists {listed}, torch can use {len(usable)}"
+        observed = f"the driver lists {listed} GPUs, torch can use {len(usable)}"
         if visible is not None:
-            fix = f"CUDA_VISIBLE_DEVICES={visible} hides the others; unset it to use them all"
-            return Finding("warn", "GPUs", seen, fix)
-        return Finding("fail", "GPUs", seen, "update the driver, or install the torch build of its CUDA version")
-    return Finding("ok", "GPUs", ", ".join(usable) or "none: mmray trains on the CPU here")
+            fix = f"CUDA_VISIBLE_DEVICES={visible} hides the others; unset it to use all of them"
+            return Finding("warning", "GPUs", observed, fix)
+        return Finding("error", "GPUs", observed, "update the driver, or install the torch build for its CUDA version")
+    return Finding("ok", "GPUs", ", ".join(usable) or "none; training uses the CPU")
 
 
 def check_memory(available_gib: float) -> Finding:
-    seen = f"{available_gib:.1f} GiB free, {cores()} cores"
+    observed = f"{available_gib:.1f} GiB free, {cores()} cores"
     if available_gib < LEAST_MEMORY_GIB:
-        return Finding("warn", "memory", seen, "close other programs; fewer --cluster.workers and --data.workers")
-    return Finding("ok", "memory", seen)
+        return Finding(
+            "warning", "memory", observed, "close other programs, or use fewer --cluster.workers and --data.workers"
+        )
+    return Finding("ok", "memory", observed)
 
 
 def check_shm(size_gib: float | None, memory_gib: float) -> Finding:
-    """Ray's object store lies in /dev/shm; containers give it 64 MB unless told otherwise."""
+    """Ray's object store is in /dev/shm, which containers limit to 64 MB by default."""
     if size_gib is None:
-        return Finding("ok", "shared memory", "this system has no /dev/shm; Ray uses files")
-    seen = f"/dev/shm of {size_gib:.1f} GiB"
+        return Finding("ok", "shared memory", "no /dev/shm on this system; Ray uses files")
+    observed = f"/dev/shm has {size_gib:.1f} GiB"
     if size_gib < LEAST_SHM_SHARE * memory_gib:
-        fix = f"start the container with --shm-size={0.3 * memory_gib:.0f}g; until then Ray uses slow files in /tmp"
-        return Finding("warn", "shared memory", seen, fix)
-    return Finding("ok", "shared memory", seen)
+        fix = f"start the container with --shm-size={0.3 * memory_gib:.0f}g; otherwise Ray uses slow files in /tmp"
+        return Finding("warning", "shared memory", observed, fix)
+    return Finding("ok", "shared memory", observed)
 
 
 def check_open_files() -> Finding:
@@ -140,66 +146,76 @@ def check_open_files() -> Finding:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < LEAST_OPEN_FILES:
-        fix = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536} in the shell that starts mmray (or Ray)"
-        return Finding("warn", "open files", f"at most {soft}", fix)
-    return Finding("ok", "open files", f"at most {soft:,}")
+        fix = f"run `ulimit -n {min(hard, 65536) if hard > 0 else 65536}` in the shell that starts mmray (or Ray)"
+        return Finding("warning", "open files", f"limit {soft}", fix)
+    return Finding("ok", "open files", f"limit {soft:,}")
 
 
-def check_disk(what: str, place: Path) -> Finding:
-    existing = next(path for path in [place.absolute(), *place.absolute().parents] if path.exists())
+def check_disk(what: str, folder: Path) -> Finding:
+    existing = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.exists())
     usage = shutil.disk_usage(existing)
-    seen = f"{usage.free / GIB:.0f} GiB free at {existing}"
-    if usage.free / GIB < LEAST_DISK_GIB or usage.used > 0.95 * usage.total:  # above 95 % Ray refuses to spill
-        return Finding("warn", what, seen, "make room, or choose another place (--run.storage; Ray: RAY_TMPDIR)")
-    return Finding("ok", what, seen)
+    observed = f"{usage.free / GIB:.0f} GiB free at {existing}"
+    if usage.free / GIB < LEAST_DISK_GIB or usage.used > 0.95 * usage.total:  # Ray stops spilling objects above 95 %
+        return Finding(
+            "warning", what, observed, "free disk space, or choose another folder (--run.storage; for Ray: RAY_TMPDIR)"
+        )
+    return Finding("ok", what, observed)
 
 
-def check_writable(place: Path) -> Finding:
-    """A file is written into the folder of runs, and taken away again."""
+def check_writable(folder: Path) -> Finding:
+    """Write and delete a file in the folder of runs."""
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=place, prefix=".mmray-doctor-") as file:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".mmray-doctor-") as file:
             file.write(b"x")
     except OSError as error:
-        return Finding("fail", "run.storage", f"{place} cannot be written: {error}", "choose another --run.storage")
-    return Finding("ok", "run.storage", f"{place} can be written")
+        return Finding("error", "run.storage", f"cannot write to {folder}: {error}", "choose another --run.storage")
+    return Finding("ok", "run.storage", f"{folder} is writable")
 
 
 def check_storage(address: str) -> Finding:
-    """An object is put at the address of runs, read back, and deleted."""
+    """Write, read and delete an object at the address of runs."""
     began_s = time.monotonic()
     try:
         check_shared(address, [])
     except ResourceError as error:
-        return Finding("fail", "run.storage", str(error), "mend what it says, or choose another --storage")
-    return Finding("ok", "run.storage", f"{address} takes and gives objects, in {time.monotonic() - began_s:.1f} s")
+        return Finding("error", "run.storage", str(error), "fix the error above, or choose another --storage")
+    return Finding("ok", "run.storage", f"{address}: objects written and read in {time.monotonic() - began_s:.1f} s")
 
 
 def check_auth(mode: str | None, file: Path) -> Finding:
-    """RAY_AUTH_MODE must be one and the same for a head and all that talk to it."""
+    """RAY_AUTH_MODE must be the same on the head and on every client."""
     what, there = "authentication", file.exists() or bool(os.environ.get("RAY_AUTH_TOKEN"))
     if mode == "token" and not there:
-        return Finding("fail", what, f"RAY_AUTH_MODE=token, and no token at {file}", "ray get-auth-token --generate")
-    if there and file.exists() and stat.S_IMODE(file.stat().st_mode) & 0o077:
-        return Finding("warn", what, f"others may read {file}", f"chmod 600 {file}")
-    if mode is None and there:
-        seen = f"RAY_AUTH_MODE is not set, and {file} exists"
         return Finding(
-            "ok", what, f"{seen}: clusters here use it; set RAY_AUTH_MODE=token (or disabled) to join another"
+            "error", what, f"RAY_AUTH_MODE=token, but there is no token at {file}", "ray get-auth-token --generate"
         )
-    return Finding("ok", what, f"RAY_AUTH_MODE={mode}" if mode else "RAY_AUTH_MODE is not set: a cluster here is open")
+    if there and file.exists() and stat.S_IMODE(file.stat().st_mode) & 0o077:
+        return Finding("warning", what, f"other users can read {file}", f"chmod 600 {file}")
+    if mode is None and there:
+        observed = f"RAY_AUTH_MODE is not set and {file} exists"
+        return Finding(
+            "ok", what, f"{observed}: local clusters use it. To join another cluster, set RAY_AUTH_MODE as it does"
+        )
+    return Finding(
+        "ok", what, f"RAY_AUTH_MODE={mode}" if mode else "RAY_AUTH_MODE is not set; a local cluster gets a token"
+    )
 
 
 def _ray(address: str | None) -> Iterator[Finding]:
-    """Joins (or starts) Ray, runs a task, moves a block through the object store."""
+    """Connect to (or start) Ray, run a task, move data through the object store."""
     began_s = time.monotonic()
     try:
         with ray_session(Cluster(address=address)):
-            yield Finding("ok", "Ray", f"{address or 'started here'} in {time.monotonic() - began_s:.1f} s")
+            yield Finding(
+                "ok",
+                "Ray",
+                f"{'connected to ' + address if address else 'started'} in {time.monotonic() - began_s:.1f} s",
+            )
             yield from _cluster()
     except ResourceError as error:
-        fix = "is RAY_AUTH_MODE the same here and at the head? `ray status` on the head says how it is"
-        yield Finding("fail", "Ray", str(error).splitlines()[0], fix)
+        fix = "check that RAY_AUTH_MODE is the same here and on the head, and run `ray status` on the head"
+        yield Finding("error", "Ray", str(error).splitlines()[0], fix)
 
 
 def _cluster() -> Iterator[Finding]:
@@ -212,28 +228,42 @@ def _cluster() -> Iterator[Finding]:
         probe = ray.remote(num_cpus=min(1, total.get("CPU", 0)))(_probe_task)
         size = ray.get(probe.remote(bytes(PROBE_MB << 20)), timeout=60)
     except ray.exceptions.GetTimeoutError:
-        fix = "all CPUs are taken, or no node has one yet: `ray status` says by whom"
-        yield Finding("fail", "a task", "did not run within 60 s", fix)
+        fix = "all CPUs are in use, or no node has one yet: see `ray status`"
+        yield Finding("error", "test task", "did not run within 60 s", fix)
         return
-    seen = f"ran with {size >> 20} MB from the object store in {time.monotonic() - began_s:.2f} s"
-    yield Finding("ok", "a task", seen)
+    observed = f"ran with {size >> 20} MB from the object store in {time.monotonic() - began_s:.2f} s"
+    yield Finding("ok", "test task", observed)
+
+
+def check_stale_cluster(file: Path) -> Finding:
+    """A head that was killed leaves this file behind, and Ray's helper processes try to reach that head first."""
+    name = "earlier cluster"
+    try:
+        check_reachable(address := file.read_text().strip())
+    except OSError:
+        return Finding("ok", name, "no address of an earlier cluster is stored")
+    except ResourceError:
+        fix = f"if that cluster has ended: rm {file} (until then each attempt to train ends about 12 s later)"
+        return Finding("warning", name, f"{file} names {address}, which does not respond", fix)
+    return Finding("ok", name, f"{address} responds")
 
 
 def check_nodes(alive: list[dict[str, Any]], free: dict[str, float]) -> Finding:
-    """What the cluster holds, and whether data finds a CPU beside the training."""
+    """Report the cluster's resources; warn if training workers leave no CPU for data."""
     cpus = sum(node["Resources"].get("CPU", 0) for node in alive)
     gpu_count = sum(node["Resources"].get("GPU", 0) for node in alive)
-    seen = (
+    observed = (
         f"{len(alive)} node{'s' * (len(alive) > 1)}; free: {free.get('CPU', 0):g} of {cpus:g} CPUs, "
         f"{free.get('GPU', 0):g} of {gpu_count:g} GPUs"
     )
     if gpu_count and cpus <= gpu_count:
-        return Finding("warn", "cluster", seen, "data needs CPUs beside those of the training workers: add CPU nodes")
-    return Finding("ok", "cluster", seen)
+        return Finding(
+            "warning", "cluster", observed, "data needs CPUs in addition to one per training worker: add CPU nodes"
+        )
+    return Finding("ok", "cluster", observed)
 
 
 def _probe_task(data: bytes) -> int:
-    """A task of the probe's."""
     return len(data)
 
 

@@ -1,155 +1,138 @@
-"""A training worker's heartbeat: a thread that says each second which step it is in, and where the training thread is.
+"""A training worker's heartbeat: a thread that reports each second the current step and where the training thread is.
 
-Where it is comes from looking at its stack, so the loop itself does nothing for it. The look is faulthandler's: one
-call of C, in which no thread moves, and which makes no frame objects. Those of a thread that runs on may be of a call
-that has ended meanwhile. On the driver's wish all stacks are written into the run's folder. Knows nothing of Ray:
-`send` takes a beat, and answers whether stacks are wanted.
+The position is read from the thread's stack, so the loop needs no code for it. On request the thread writes all stacks
+of the process into the run's folder. `send` takes a heartbeat and returns whether stacks are requested.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import os
-import re
-import tempfile
+import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple
 
 from mmray.storage.paths import AnyPath, open_for_upload
 
-EVERY_S = 1.0
-_HERE = str(Path(__file__).parent).encode("ascii", "backslashreplace").decode()  # as faulthandler writes it
-PACKAGE = str(Path(_HERE).parent)
-LONG = {"_evaluate", "_save", "_load"}  # of loop.py and worker.py: no steps are taken in them
-WRITER = str(Path(_HERE, "checkpoint", "async_saver.py"))
-READING = str(Path(_HERE, "collectives.py"))  # what other ranks have a part in
-WAITING = ("torch/distributed/", "torch/autograd/")  # DDP's collectives hide in the backward
-
-
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+) ", re.MULTILINE)
-_CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+INTERVAL_S = 1.0
+ENGINE = Path(__file__).parent
+PACKAGE = str(ENGINE.parent)
+LOOP, LONG_PHASES = "run", {"_evaluate", "_save", "_load"}  # functions of loop.py; no steps are taken in the latter
+CHECKPOINT_WAIT = str(ENGINE / "checkpoint" / "async_saver.py")
+DEVICE_READ = str(ENGINE / "collectives.py")  # reads results that other ranks contribute to
+LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+COLLECTIVES = ("torch/distributed/", "torch/autograd/")  # DDP's collectives are inside the backward
 
 
 class Frame(NamedTuple):
-    """A call that has not returned, and the line it stands at."""
+    """A call that has not returned."""
 
     file: str
     line: int
-    name: str
+    function: str
 
 
 class Heartbeat:
-    """Callback of the loop and sender of beats; `stacks` is where this rank's stacks go.
+    """Callback of the loop and sender of heartbeats; `stacks` is the file for this rank's stacks.
 
-    Waiting for a checkpoint counts as moving on for `write_limit_s`: a mount that died takes for ever.
+    Waiting for a checkpoint counts as progress for `write_limit_s`: a network mount that died never answers.
     """
 
     def __init__(
         self, send: Callable[[dict[str, Any]], bool], about: dict[str, Any], stacks: AnyPath, write_limit_s: float
     ):
         self._send, self._about, self._stacks, self._write_limit_s = send, about, stacks, write_limit_s
-        self._writes_since_s: float | None = None
+        self._waiting_since_s: float | None = None
         self._thread_id = threading.get_ident()
-        self._step = self._mark = 0
-        self._seen: list[Frame] = []
+        self._step = self._progress = 0
+        self._frames: list[Frame] = []
         self._ended = threading.Event()
 
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
-        """The loop's: a step has been taken."""
+        """Callback of the loop after each step."""
         self._step = step
-        self._mark += 1
+        self._progress += 1
 
     @contextmanager
-    def beating(self, step: int) -> Iterator[None]:
-        """Beats are sent inside the block; `step` is where the attempt begins."""
+    def running(self, step: int) -> Iterator[None]:
+        """Send heartbeats inside the block; `step` is the step at which the attempt starts."""
         self._step = step
-        thread = threading.Thread(target=self._beat, name="mmray-pulse", daemon=True)
+        thread = threading.Thread(target=self._run, name="mmray-heartbeat", daemon=True)
         thread.start()
         try:
             yield
         finally:
             self._ended.set()
-            thread.join(2 * EVERY_S)
+            thread.join(2 * INTERVAL_S)
             self._send({**self._about, "ended": True})
 
-    def _beat(self) -> None:
+    def _run(self) -> None:
         dumped = False
         while not self._ended.is_set():
-            wanted = self._send({**self._about, **self._look()})
-            if wanted and not dumped:
+            requested = self._send({**self._about, **self._observe()})
+            if requested and not dumped:
                 dumped = True
-                self._dump()
-            self._ended.wait(EVERY_S)
+                self._dump_stacks()
+            self._ended.wait(INTERVAL_S)
 
-    def _look(self) -> dict[str, Any]:
-        calls = stack_of_thread(self._thread_id)
-        ours = [call for call in calls if call.file.startswith(PACKAGE)]
-        names = {call.name for call in ours}
-        if self._writes(ours) or (calls != self._seen and (names & LONG or "run" not in names)):
-            self._mark += 1  # not in a step, but moving: before the loop or after it, evaluating, saving
-        self._seen = calls
-        return {"step": self._step, "mark": self._mark, "where": _where(calls, ours), "waits": _waits(calls)}
+    def _observe(self) -> dict[str, Any]:
+        frames = stack_of_thread(self._thread_id)
+        own = [frame for frame in frames if frame.file.startswith(PACKAGE)]
+        functions = {frame.function for frame in own}
+        outside_steps = bool(functions & LONG_PHASES) or LOOP not in functions
+        if self._waits_for_checkpoint(own) or (outside_steps and frames != self._frames):
+            self._progress += 1
+        self._frames = frames
+        return {
+            "step": self._step,
+            "progress": self._progress,
+            "where": _location(frames),
+            "in_collective": _in_collective(frames),
+        }
 
-    def _writes(self, ours: list[Frame]) -> bool:
-        """Whether the thread waits for a checkpoint, which may take its time, though not all of it."""
+    def _waits_for_checkpoint(self, own: list[Frame]) -> bool:
+        """Whether the thread waits for a checkpoint, and has not yet for longer than the limit."""
         now_s = time.monotonic()
-        if not ours or ours[0].file != WRITER:
-            self._writes_since_s = None
+        if not own or own[0].file != CHECKPOINT_WAIT:
+            self._waiting_since_s = None
             return False
-        since_s = self._writes_since_s = self._writes_since_s or now_s
+        since_s = self._waiting_since_s = self._waiting_since_s or now_s
         return now_s - since_s < self._write_limit_s
 
-    def _dump(self) -> None:
-        with open_for_upload(self._stacks) as here, here.open("w") as file:
+    def _dump_stacks(self) -> None:
+        with open_for_upload(self._stacks) as path, path.open("w") as file:
             file.write(f"{self._about}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
 
 
 def stack_of_thread(thread_id: int) -> list[Frame]:
-    """The calls of a thread of this process, from the innermost outward, a hundred of them at most.
-
-    None where a file for them cannot be had: a full disk is no reason for a heart to stop.
-    """
-    try:
-        with _scratch() as file:
-            faulthandler.dump_traceback(file, all_threads=True)
-            file.seek(0)
-            _, *threads = _THREAD.split(file.read().decode(errors="replace"))
-    except OSError:
-        return []
-    stacks = {int(number, 16): stack for number, stack in zip(threads[::2], threads[1::2], strict=True)}
-    found = _CALL.findall(stacks.get(thread_id, ""))
-    return [Frame(file_name, int(line), name) for file_name, line, name in found]
+    """The calls of a thread of this process, innermost first. A running thread may return from some meanwhile."""
+    found: list[Frame] = []
+    frame: FrameType | None = sys._current_frames().get(thread_id)
+    while frame is not None:
+        found.append(Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+        frame = frame.f_back
+    return found
 
 
-def _scratch() -> IO[bytes]:
-    """A file in memory, where the system has such: a disk that stalls would stall the whole process."""
-    if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("mmray-pulse"), "w+b")
-    return tempfile.TemporaryFile()
+def _in_collective(frames: list[Frame]) -> bool:
+    """Whether the thread is in a collective, in a backward, or reading a result that the device still reduces."""
+    files = (frame.file.replace(os.sep, "/") for frame in frames)
+    return any(part in file for file in files for part in COLLECTIVES) or (
+        bool(frames) and frames[0].file == DEVICE_READ
+    )
 
 
-def _waits(calls: list[Frame]) -> bool:
-    """Whether the thread is in a collective, in a backward, or reading a result that a device has yet to reduce."""
-    files = (call.file.replace(os.sep, "/") for call in calls)
-    if any(part in file for file in files for part in WAITING):
-        return True
-    return bool(calls) and calls[0].file == READING
-
-
-def _where(calls: list[Frame], ours: list[Frame]) -> str:
-    """The innermost call of ours, or of a user's callback that ours calls."""
-    outer = next(iter(ours), None)
-    called = None
-    for call in calls:
-        if call is outer:
-            break
-        called = call
-    inner = called if called is not None and outer is not None and outer.name == "_tell" else outer
-    inner = inner or next(iter(calls), None)
-    return "nowhere" if inner is None else f"{inner.file}:{inner.line} in {inner.name}"
+def _location(frames: list[Frame]) -> str:
+    """`file:line in function` of the innermost frame of mmray or of the user's own code."""
+    for frame in frames:
+        if frame.file.startswith(PACKAGE) or not frame.file.startswith((*LIBRARIES, "<")):
+            return f"{frame.file}:{frame.line} in {frame.function}"
+    return "unknown"

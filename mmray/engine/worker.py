@@ -48,7 +48,7 @@ def work(
     """Train from `start` to the end of its plan; returns what result.json says."""
     stacks = job.folder / "stacks" / f"step-{start.step}-rank-{line.about['rank']}.txt"
     pulse = Heartbeat(line.beat, line.about, stacks, WRITES_HANGS * job.config.cluster.hang_timeout_s)
-    with pulse.beating(start.step):
+    with pulse.running(start.step):
         return _work(job, start, blocks, device, line, pulse)
 
 

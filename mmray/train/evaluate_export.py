@@ -33,7 +33,7 @@ from mmray.models.build import build
 from mmray.models.export.export import export
 from mmray.storage.paths import AnyPath, to_path
 from mmray.train import validate
-from mmray.train.coordinator import ProgressReporter
+from mmray.train.monitor import ProgressReporter
 from mmray.train.resources import (
     check_capacity,
     failure_config,

@@ -1,113 +1,274 @@
-"""Watches over an attempt from the driver: ranks that stand still, nodes that are taken away, room for more workers.
+"""Supervision of a running attempt: progress, hung ranks, preempted nodes, capacity for more workers, signals.
 
-`look` is called a few times a second by attempts.py; each concern has its own pace. What it decides reaches the ranks
-through the board, and rides on the vote of the next step: no rank waits for anybody in the hot path.
-`ray.train.get_preemption_info` would do for the second, but it is a barrier over all ranks; the driver reads what Ray's
-watcher, which is off, would read.
+`AttemptMonitor.poll` is called several times per second while Ray Train runs. Its requests reach the ranks through the
+coordinator actor, and the ranks agree on them in the next step, so no rank waits in the hot path. The driver reads the
+draining nodes itself, because `ray.train.get_preemption_info` is a barrier over all ranks.
 """
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import ray
 import ray.exceptions
 
-from mmray.cluster.autoscaling import AutoscalerRequest
-from mmray.cluster.placement import draining_nodes, kill_processes, live_nodes
+from mmray.cluster.placement import AutoscalerRequest, draining_nodes, kill_processes, live_nodes
 from mmray.config import Config
-from mmray.train.coordinator import RunMonitor
-from mmray.train.hang_detector import Hang, HangDetector
+from mmray.errors import AtOnce
 from mmray.train.resources import num_additional_workers, request_nodes
 
-HANG_LOOK_S, DRAIN_LOOK_S, ROOM_LOOK_S = 1.0, 1.0, 5.0
-ROOM_LOOKS = 2  # in a row with room before a group is given up for a larger one; four times as many after each in vain
-STACKS_S = 3.0  # until stacks are written: a beat comes each second
-NOTICE_S = 3.0  # from the driver's wish to the ranks' vote, in time that is not a step
+if TYPE_CHECKING:
+    from mmray.data.prepare.pipeline import Progress
+
+WASTED_STEPS, CHECKPOINT_S = "wasted_steps", "checkpoint_s"
+HANG_INTERVAL_S, DRAIN_INTERVAL_S, CAPACITY_INTERVAL_S = 1.0, 1.0, 5.0
+CAPACITY_POLLS = 2  # in a row before a resize; four times as many after each failed resize
+STACKS_WAIT_S = 3.0  # until all ranks have written their stacks: a heartbeat comes each second
+REQUEST_DELAY_S = 3.0  # from the driver's request to the ranks' agreement, in addition to a step
+SILENT_S = 5.0  # a process that is stopped, or holds its interpreter, sends no heartbeat
+StopReason = Literal["user", "resize", "preempted"]
 
 
-def checkpoint_deadline_s(deadline_s: float, checkpoint_s: float, step_s: float) -> float:
-    """Time of day at which to ask for the last checkpoint before a node goes; 0, at once, where too little is known.
+class ProgressReporter(Protocol):
+    """Receives what a run does (the console); called on the driver's main thread."""
 
-    Twice the measured write, and two steps: the one under way, and the one that carries the wish.
+    def log(self, text: str, label: str = "") -> None: ...
+    def status(self, title: str) -> None: ...
+    def prepare_progress(self, progress: Progress) -> None: ...
+    def step(self, metrics: dict[str, Any], total_steps: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class HeartbeatRecord:
+    """The last heartbeat of a rank; `age_s` by the coordinator's clock."""
+
+    rank: int
+    node: str
+    pid: int
+    started_s: float  # start time of the process, seconds since the epoch
+    step: int
+    progress: int  # grows with each step, and while starting, evaluating or saving advances
+    where: str  # file:line in function, the innermost of mmray or user code
+    in_collective: bool  # or in a backward with collectives: it waits for the other ranks
+    age_s: float = 0.0
+
+    def __str__(self) -> str:
+        if self.age_s > SILENT_S:
+            state = f"has not responded for {self.age_s:.0f} s, last at"
+        else:
+            state = "waits in a collective at" if self.in_collective else "is at"
+        return f"rank {self.rank} (process {self.pid}, node {self.node[:8]}) {state} {self.where}"
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Ranks that block the others, and a message that names them."""
+
+    ranks: tuple[int, ...]
+    message: str
+
+
+@dataclass
+class HangDetector:
+    """Remembers when each rank last made progress; none for `limit_s` is a hang."""
+
+    limit_s: float
+    start_limit_s: float  # until the first step, while models load and data workers start
+    first_step: int = 0
+    _last: dict[int, tuple[int, float]] = field(default_factory=dict)
+
+    def check(self, records: Sequence[HeartbeatRecord], now_s: float) -> Hang | None:
+        """The hang that these heartbeats show, if any."""
+        idle_s = [self._idle_s(record, now_s) for record in records]
+        start_limit_s = max(self.limit_s, self.start_limit_s)
+        late = [
+            record
+            for record, seconds in zip(records, idle_s, strict=True)
+            if seconds > (self.limit_s if record.step > self.first_step else start_limit_s)
+        ]
+        all_wait = all(record.in_collective and record.age_s <= SILENT_S for record in late)
+        if not late or (all_wait and min(idle_s) < self.limit_s):  # they wait for a rank that writes or evaluates
+            return None
+        stuck = stuck_ranks(records)
+        names = "; ".join(str(record) for record in stuck)
+        return Hang(tuple(record.rank for record in stuck), f"no step for {max(idle_s):.0f} s: {names}")
+
+    def _idle_s(self, record: HeartbeatRecord, now_s: float) -> float:
+        progress, since_s = self._last.get(record.rank, (-1, now_s))
+        if progress != record.progress:
+            since_s = now_s
+        self._last[record.rank] = (record.progress, since_s)
+        return now_s - since_s
+
+
+def stuck_ranks(records: Sequence[HeartbeatRecord]) -> list[HeartbeatRecord]:
+    """Ranks the others wait for: silent processes, otherwise ranks outside a collective, otherwise all."""
+    silent = [record for record in records if record.age_s > SILENT_S]
+    outside = [record for record in records if not record.in_collective]
+    return silent or outside or list(records)
+
+
+def checkpoint_deadline_s(preemption_s: float, checkpoint_s: float, step_s: float) -> float:
+    """Time at which to request the last checkpoint before a node is preempted; 0 (at once) if a duration is unknown.
+
+    Allows twice the measured checkpoint time and two steps: the current one, and the one that carries the request.
     """
-    if not deadline_s or not checkpoint_s:
+    if not preemption_s or not checkpoint_s:
         return 0.0
-    return deadline_s - 2 * checkpoint_s - 2 * step_s - NOTICE_S
+    return preemption_s - 2 * checkpoint_s - 2 * step_s - REQUEST_DELAY_S
+
+
+@dataclass
+class RunProgress:
+    """What the driver knows of a run from its metrics; kept over its attempts."""
+
+    last_step: int = 0  # last logged step; the first step of an attempt that has logged none
+    logged: bool = False  # some attempt logged a step
+    wasted_steps: int = 0
+    step_s: float = 0.0  # last measured, as are the next two; 0: unknown
+    checkpoint_s: float = 0.0
+    micro: int = 0
+
+    def update(self, metrics: dict[str, Any]) -> None:
+        self.wasted_steps += metrics.get(WASTED_STEPS, 0)
+        self.step_s = metrics.get("time/step_s", self.step_s)
+        self.checkpoint_s = metrics.get(CHECKPOINT_S, self.checkpoint_s)
+        self.micro = metrics.get("batch/micro", self.micro)
+        if "step" in metrics:
+            self.last_step, self.logged = metrics["step"], True
 
 
 @dataclass
 class AttemptMonitor:
-    """What the driver does about one attempt of `world` workers while it runs."""
+    """The driver's part in one running attempt of `world` workers."""
 
-    config: Config  # as the user asked
+    config: Config  # with the range of workers that the user set
     world: int
-    run_monitor: RunMonitor
+    coordinator: Any
+    reporter: ProgressReporter
+    total_steps: int
     first_step: int
-    failed_resizes: int = 0  # how often such a group made way for a larger one, and was back
-    autoscaler: AutoscalerRequest = field(
-        default_factory=lambda: AutoscalerRequest("mmray")
-    )  # the wish for nodes that a larger group needs
+    progress: RunProgress
+    autoscaler: AutoscalerRequest
+    failed_resizes: int = 0  # how often a group of this size was given up for a larger one that did not come
     hang: Hang | None = None
-    leaving: bool = False  # a node of the group is being taken away
-    _due_s: dict[str, float] = field(default_factory=dict)
-    _room_seen: int = 0
-    _watchdog: HangDetector = field(init=False)
+    preempted: bool = False  # a node of the group is being preempted
+    stop_reason: StopReason | None = None
+    started: bool = False  # a worker has sent something
+    heartbeats: list[HeartbeatRecord] = field(default_factory=list)
+    _next_s: dict[str, float] = field(default_factory=dict)
+    _capacity_polls: int = 0
+    _detector: HangDetector = field(init=False)
 
     def __post_init__(self) -> None:
         cluster = self.config.cluster
-        self._watchdog = HangDetector(cluster.hang_timeout_s, cluster.start_timeout_s, self.first_step)
+        self.progress.last_step = self.first_step
+        self._detector = HangDetector(cluster.hang_timeout_s, cluster.start_timeout_s, self.first_step)
 
-    def look(self) -> None:
-        """Look at what is due."""
-        self._at(HANG_LOOK_S, self._stop_hang)
-        self._at(DRAIN_LOOK_S, self._leave_nodes)
+    def poll(self) -> None:
+        """Read news from the coordinator, and run each check that is due."""
+        self._read_news()
+        self._if_due(HANG_INTERVAL_S, self._check_hang)
+        self._if_due(DRAIN_INTERVAL_S, self._check_preemption)
         if self.world < self.config.cluster.max_workers:
-            self._at(ROOM_LOOK_S, self._grow)
+            self._if_due(CAPACITY_INTERVAL_S, self._check_capacity)
 
-    def _at(self, every_s: float, act: Callable[[], None]) -> None:
+    def request_stop(self, reason: StopReason, message: str) -> None:
+        """Ask the ranks to checkpoint and end after the next step; the first reason counts."""
+        if self.stop_reason is None:
+            self.stop_reason = reason
+            self.reporter.log(message, "stop")
+            self.coordinator.request_stop.remote()
+
+    def _read_news(self) -> None:
+        try:
+            news, records = ray.get(self.coordinator.take.remote(), timeout=10)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            return  # Ray is shutting down: the attempt itself raises
+        self.heartbeats = [HeartbeatRecord(**record) for record in records]
+        self.started = self.started or bool(news or records)
+        for metrics in news:
+            self.progress.update(metrics)
+            if "note" in metrics:
+                self.reporter.log(metrics["note"], metrics["label"])
+            if "step" in metrics:
+                self.reporter.step(metrics, self.total_steps)
+
+    def _if_due(self, interval_s: float, check: Callable[[], None]) -> None:
         now_s = time.monotonic()
-        if now_s >= self._due_s.get(act.__name__, 0.0):
-            self._due_s[act.__name__] = now_s + every_s
-            try:
-                act()
-            except (ray.exceptions.RayError, RuntimeError, OSError) as error:  # Ray does not answer: the group goes on
-                self.run_monitor.reporter.log(f"Ray did not answer, looking again: {error}", "cluster")
+        if now_s < self._next_s.get(check.__name__, 0.0):
+            return
+        self._next_s[check.__name__] = now_s + interval_s
+        try:
+            check()
+        except (ray.exceptions.RayError, RuntimeError, OSError) as error:  # training continues meanwhile
+            self.reporter.log(f"no response from Ray, retrying: {error}", "cluster")
 
-    def _stop_hang(self) -> None:
-        """End the processes of a group that hangs, when all who can have written down where they stand."""
-        hang = self._watchdog.look(self.run_monitor.beats, time.monotonic())
+    def _check_hang(self) -> None:
+        """Kill the processes of a hung group, after all that can have written their stacks."""
+        hang = self._detector.check(self.heartbeats, time.monotonic())
         if hang is None or self.hang is not None:
             return
         self.hang = hang
-        self.run_monitor.reporter.log(f"{hang.told}; stacks in the run's folder, stacks/", "hang")
-        self.run_monitor.coordinator.ask_for_stacks.remote()
-        beats = self.run_monitor.beats
-        time.sleep(STACKS_S)
-        kill_processes((beat.node, beat.pid) for beat in beats)
+        self.reporter.log(f"{hang.message}; stacks are written to stacks/ in the run's folder", "hang")
+        self.coordinator.request_stacks.remote()
+        records = self.heartbeats
+        time.sleep(STACKS_WAIT_S)
+        kill_processes((record.node, record.pid, record.started_s) for record in records)
 
-    def _leave_nodes(self) -> None:
-        """Ask for a checkpoint in time where a node of the group is being taken away."""
-        going = draining_nodes()
-        deadlines = [going[beat.node] for beat in self.run_monitor.beats if beat.node in going]
+    def _check_preemption(self) -> None:
+        """Request a checkpoint in time if a node of the group is being preempted."""
+        draining = draining_nodes()
+        deadlines = [draining[record.node] for record in self.heartbeats if record.node in draining]
         if not deadlines:
             return
-        self.leaving = True
-        leave_s = min(
-            checkpoint_deadline_s(deadline, self.run_monitor.checkpoint_s, self.run_monitor.step_s)
-            for deadline in deadlines
-        )
-        if time.time() >= leave_s:
-            left = f"in {min(deadlines) - time.time():.0f} s" if min(deadlines) else "soon"
-            self.run_monitor.ask("preempted", f"a node is taken away {left}: a checkpoint, then elsewhere")
+        self.preempted, known = True, self.progress
+        latest_s = min(checkpoint_deadline_s(deadline, known.checkpoint_s, known.step_s) for deadline in deadlines)
+        if time.time() >= latest_s:
+            when = f"in {min(deadlines) - time.time():.0f} s" if min(deadlines) else "soon"
+            self.request_stop("preempted", f"node will be preempted {when}; checkpointing and moving to another node")
 
-    def _grow(self) -> None:
-        """Ask for a checkpoint and a larger group where more workers have a place, at several looks in a row."""
+    def _check_capacity(self) -> None:
+        """Request a resize if more workers fit at several polls in a row."""
         request_nodes(self.config, self.autoscaler, self.world)
-        more = num_additional_workers(self.config, live_nodes().nodes, self.world) if self.run_monitor.beats else 0
-        self._room_seen = self._room_seen + 1 if more else 0
-        if self._room_seen >= ROOM_LOOKS * 4**self.failed_resizes:
-            self.run_monitor.ask(
-                "resize", f"there is room for {self.world + more} workers: a checkpoint, then all of them"
-            )
+        more = num_additional_workers(self.config, live_nodes().nodes, self.world) if self.heartbeats else 0
+        self._capacity_polls = self._capacity_polls + 1 if more else 0
+        if self._capacity_polls >= CAPACITY_POLLS * 4**self.failed_resizes:
+            self.request_stop("resize", f"{self.world + more} workers fit now; checkpointing to restart with all")
+
+
+@contextmanager
+def stop_on_signal(monitor: AttemptMonitor) -> Iterator[None]:
+    """Stop at a checkpoint on the first Ctrl-C or SIGTERM; exit on the second, or if no worker has started."""
+    received: list[int] = []
+
+    def handle(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        if len(received) > 1 or not monitor.started:
+            raise AtOnce
+        monitor.stop_reason = None  # overrides a resize or a preemption
+        monitor.request_stop("user", "after this step, with a checkpoint; press Ctrl-C again to exit at once")
+
+    with signal_handlers(handle):
+        yield
+
+
+@contextmanager
+def signal_handlers(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle SIGINT and SIGTERM with `handle` inside the block; without effect outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    old = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

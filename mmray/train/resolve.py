@@ -1,10 +1,12 @@
-"""What a run needs before it takes a folder: its sets opened, the tokenizer found, the batch and the length counted."""
+"""Resolve a config before its run folder is created: open the sets, load the tokenizer, compute batch and steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
+from typing import Any
 
 from mmray.config import Config
 from mmray.config.data import format_mixture, is_mixture, parse_mixture
@@ -13,15 +15,28 @@ from mmray.data.store.prepared_set import PreparedMixture, PreparedSet
 from mmray.data.stream.shuffle import shuffle_block_and_window, with_local_cache
 from mmray.data.text.chat import build_encoder, extend_tokenizer
 from mmray.data.text.tokenizer import declared_pad_id, load_tokenizer
-from mmray.engine.batch import resolve_batch_shape, total_steps
+from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.storage.paths import AnyPath
-from mmray.train.coordinator import ProgressReporter
+from mmray.train.monitor import ProgressReporter
 from mmray.train.validate import with_region_labels
-from mmray.train.worker_group import ResolvedRun
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A run with every `auto` resolved, ready to start."""
+
+    config: Config
+    train_set: PreparedSet | PreparedMixture
+    eval_set: PreparedSet | None
+    tokenizer_json: str
+    shape: BatchShape
+    steps: int
+    data: dict[str, Any]  # identity of the data, stored in data.json
+    micro: int = 0  # micro-batch size after an out-of-memory error; 0: as `shape` has it
 
 
 def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
-    """Sets opened, tokenizer found, arithmetic done; everything a user can get wrong is found here or above."""
+    """Resolve the config of a run, preparing its data first if needed. Raises MmrayError for mistakes of the user."""
     prepared = partial(
         ensure_prepared,
         cache=config.data.cache,
@@ -30,14 +45,14 @@ def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
         progress=reporter.prepare_progress,
     )
     terms = [(str(prepared(source)), weight) for source, weight in parse_mixture(config.data.train)]
-    train_sets = [PreparedSet.open(place, config.data.train_split) for place, _ in terms]
+    train_sets = [PreparedSet.open(folder, config.data.train_split) for folder, _ in terms]
     eval_set = _eval_set(config, terms[0][0], train_sets[0], prepared)
     shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
     chunk, window = shuffle_block_and_window(config.data, train_sets, shape.global_rows)
     train_sets = [with_local_cache(config.data, each, chunk) for each in train_sets]
     eval_set = eval_set and with_local_cache(config.data, eval_set, chunk)
     if config.data.local_cache and all(each.storage.local_path for each in [*train_sets, eval_set] if each):
-        reporter.log("data.local_cache keeps nothing: every set is on a disk already", "cache")
+        reporter.log("data.local_cache has no effect: every set is on a local disk", "cache")
     train_set: PreparedSet | PreparedMixture = train_sets[0]
     if is_mixture(config.data.train):
         train_set = PreparedMixture(train_sets, [weight for _, weight in terms])
@@ -46,13 +61,13 @@ def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
     tokenizer_json = extend_tokenizer(loaded, inputs, train_set.languages)
     encoder = build_encoder(tokenizer_json, inputs)
     if config.evaluate.language is not None:
-        encoder.format_caption("", config.evaluate.language)  # one that it does not know shows here
+        encoder.format_caption("", config.evaluate.language)  # raises UsageError for an unknown language
     num_rows = min(train_set.num_rows, config.data.limit or train_set.num_rows)
     if isinstance(train_set, PreparedMixture):
         num_rows = sum(part.per_epoch for part in train_set.parts)
     steps = total_steps(config.train, num_rows, shape.global_rows)
     model = with_region_labels(config.model, train_sets, eval_set).with_absolute_weights()
-    settled = config.replace(
+    resolved = config.replace(
         model=model.with_tokens(encoder.vocab_size, declared_pad_id(tokenizer_json)),
         data=config.data.replace(shuffle_blocks=f"{chunk}x{window}"),
         batch=config.batch.replace(global_=shape.global_rows, micro="auto" if shape.auto else shape.micro),
@@ -63,13 +78,13 @@ def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
         "num_rows": num_rows,
         "tokenizer": sha256(tokenizer_json.encode()).hexdigest(),
     }
-    return ResolvedRun(settled, train_set, eval_set, tokenizer_json, shape, steps, data)
+    return ResolvedRun(resolved, train_set, eval_set, tokenizer_json, shape, steps, data)
 
 
 def _eval_set(
-    config: Config, place: str, train_set: PreparedSet, prepared: Callable[[str], AnyPath]
+    config: Config, folder: str, train_set: PreparedSet, prepared: Callable[[str], AnyPath]
 ) -> PreparedSet | None:
     split = config.data.eval_split
     if config.data.eval is not None:
         return PreparedSet.open(str(prepared(config.data.eval)), split)
-    return PreparedSet.open(place, split) if train_set.has_split(split) else None
+    return PreparedSet.open(folder, split) if train_set.has_split(split) else None

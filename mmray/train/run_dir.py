@@ -1,4 +1,4 @@
-"""A run's folder: its name, its files, and whether a command starts it, goes on with it, or must not touch it.
+"""A run's folder: its name, its files, and whether a command starts, resumes or refuses it.
 
 runs/NAME/  config.yaml  data.json  environment.json  tokenizer.json  metrics.jsonl  events.*
             quarantine.jsonl  checkpoints/step-N/  examples.json  result.json  report.html
@@ -25,7 +25,7 @@ from mmray.machine import cores
 from mmray.storage import lease
 from mmray.storage.paths import AnyPath, to_path, write_atomic
 
-# Which settings a continuation of a run may change: those that alter neither its rows nor the arithmetic of a step.
+# Settings that may change when a run is resumed: they alter neither its rows nor the arithmetic of a step.
 RESUMABLE_CHANGES = (
     "recipe",
     "batch.micro",
@@ -54,9 +54,6 @@ RESUMABLE_CHANGES = (
     "train.activation_checkpointing",
 )
 
-# What runs did that are older than these settings.
-BEFORE = {"data.shuffle_blocks": "1x1", "model.inputs.language_token": ""}
-
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings as {`section.field`: value}."""
@@ -70,11 +67,11 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def forbidden_changes(
     before: dict[str, Any], after: dict[str, Any], may_change: Sequence[str] = RESUMABLE_CHANGES
 ) -> list[str]:
-    """Lines `setting: old -> new` for every difference that would make a continuation another run.
+    """Lines `setting: old -> new` for each difference that may not change on resume.
 
-    `may_change` names the settings, and whole sections, that are free.
+    may_change: names of settings and of whole sections.
     """
-    old, new = BEFORE | flatten(before), flatten(after)
+    old, new = flatten(before), flatten(after)
     return [
         f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
         for name in sorted(old.keys() | new.keys())
@@ -83,7 +80,7 @@ def forbidden_changes(
 
 
 def _is_in(name: str, settings: Sequence[str]) -> bool:
-    """Whether this setting is named there, or a section that it is in."""
+    """Whether the setting or its section is in `settings`."""
     return any(name == each or name.startswith(f"{each}.") for each in settings)
 
 
@@ -93,8 +90,8 @@ FILES_BEFORE_CONFIG = (
     "tokenizer.json",
     "data.json",
     "environment.json",
-)  # before config.yaml
-TOLD_CHANGES = 3  # of an earlier run that is passed over; the rest are counted
+)  # written before config.yaml
+MAX_LISTED_CHANGES = 3
 PACKAGES = ("mmray", "ray", "torch", "torchvision", "transformers", "pyarrow", "pillow", "numpy")
 
 
@@ -109,7 +106,7 @@ class RunDir:
         return self.path / "checkpoints"
 
     def write(self, name: str, text: str) -> None:
-        """Write a file whole or not at all."""
+        """Write a file atomically."""
         write_atomic(self.path / name, text)
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
@@ -122,33 +119,35 @@ class RunDir:
 
 @dataclass(frozen=True)
 class ExistingRun:
-    """What lies at a run's path already."""
+    """The run that is already at a path."""
 
-    finished_steps: int | None  # of a finished run
-    changes: list[str]  # settings (or data) that differ in a way a continuation may not
+    finished_steps: int | None  # None: not finished
+    changes: list[str]  # differences in settings or data that may not change on resume
 
-    def why_not(self) -> str:
-        """Why an unnamed run does not go on with it."""
+    def skip_reason(self) -> str:
+        """Why an unnamed run does not resume it."""
         if not self.changes:
-            return f"has finished its {self.finished_steps or 0:,} steps"
-        more = f", and {len(self.changes) - TOLD_CHANGES:,} more" if len(self.changes) > TOLD_CHANGES else ""
-        return "is another run: " + ", ".join(self.changes[:TOLD_CHANGES]) + more
+            return f"finished its {self.finished_steps or 0:,} steps"
+        more = (
+            f", and {len(self.changes) - MAX_LISTED_CHANGES:,} more" if len(self.changes) > MAX_LISTED_CHANGES else ""
+        )
+        return "has other settings: " + ", ".join(self.changes[:MAX_LISTED_CHANGES]) + more
 
 
 @dataclass(frozen=True)
 class RunSelection:
-    """`start` a new folder, `resume` what is there, or `done`: nothing is left to train."""
+    """`start` a new run, `resume` an existing one, or `done`: it has finished."""
 
     action: Literal["start", "resume", "done"]
     path: AnyPath
-    passed: tuple[str, ...] = ()  # earlier runs that an unnamed one does not go on with, each with its reason
+    skipped: tuple[str, ...] = ()  # existing runs that an unnamed run does not resume, each with the reason
 
 
 def find_existing_run(path: AnyPath, config: Config, data: dict[str, Any]) -> ExistingRun | None:
-    """What a run of `config` on `data` would find at `path`; None when there is no run."""
+    """The run at `path`, compared with `config` and `data`; None if there is none."""
     if not (path / "config.yaml").exists():
         if path.exists() and any(file.name not in FILES_BEFORE_CONFIG for file in path.iterdir()):
-            raise UsageError(f"{path} exists and is not a run of mmray; choose another --run.name")
+            raise UsageError(f"{path} exists and is not an mmray run; choose another --run.name")
         return None
     run = RunDir(path)
     before = yaml.safe_load((path / "config.yaml").read_text())
@@ -160,50 +159,50 @@ def find_existing_run(path: AnyPath, config: Config, data: dict[str, Any]) -> Ex
 
 
 def select_run(config: Config, data: dict[str, Any], steps: int) -> RunSelection:
-    """Where this command trains. A named run is continued or refused; an unnamed one takes the next free name.
+    """The folder for this command: a named run is resumed or refused, an unnamed run takes the next free name.
 
-    Raises UsageError where going on would make another run of it, with the settings that differ.
+    Raises UsageError with the settings that differ if resuming would change the run.
     """
     mode, named = config.run.resume, config.run.name is not None
-    passed: list[str] = []
+    skipped: list[str] = []
     for path in candidate_paths(config):
         found = find_existing_run(path, config, data)
         if found is None:
             if mode == "must":
-                raise UsageError(f"--run.resume must: there is no run at {path}")
-            return RunSelection("start", path, tuple(passed))
+                raise UsageError(f"--run.resume must: no run at {path}")
+            return RunSelection("start", path, tuple(skipped))
         if mode == "never":
             if named:
-                raise UsageError(f"{path} exists; choose another --run.name, or go on with --run.resume auto")
+                raise UsageError(f"{path} exists; choose another --run.name, or resume it with --run.resume auto")
             continue
         if found.changes and (named or mode == "must"):
             raise UsageError(
-                f"{path} was run with other settings:\n  " + "\n  ".join(found.changes) + "\n"
-                "Going on would make another run of it: choose another --run.name, or set these back."
+                f"{path} has other settings:\n  " + "\n  ".join(found.changes) + "\n"
+                "Resuming would change the run: choose another --run.name, or restore these settings."
             )
         finished = found.finished_steps is not None and found.finished_steps >= steps
         if found.changes or (finished and not named and mode == "auto"):
-            passed.append(f"{path} {found.why_not()}")
+            skipped.append(f"{path} {found.skip_reason()}")
             continue
-        return RunSelection("done" if finished else "resume", path, tuple(passed))
-    raise AssertionError("the names never end")
+        return RunSelection("done" if finished else "resume", path, tuple(skipped))
+    raise AssertionError("candidate names are endless")
 
 
 def candidate_paths(config: Config) -> Iterator[AnyPath]:
-    """The run's path; an unnamed run's candidates are RECIPE, RECIPE-2, RECIPE-3, ..."""
+    """The run's path; for an unnamed run RECIPE, RECIPE-2, RECIPE-3, ..."""
     storage = to_path(config.run.storage)
     return (storage / name for name in candidate_names(config.recipe, config.run.name))
 
 
 def candidate_names(stem: str, named: str | None) -> Iterator[str]:
-    """The name that was given, each time; without one STEM, STEM-2, STEM-3, ..."""
+    """`named` repeated; if None, STEM, STEM-2, STEM-3, ..."""
     if named is not None:
         return itertools.repeat(named)
     return itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
 
 
 def create_run_dir(path: AnyPath, config: Config, data: dict[str, Any], tokenizer_json: str) -> RunDir:
-    """The folder with what a run is made of; config.yaml comes last, so that a half-made folder is no run."""
+    """Create the run's folder. config.yaml is written last, so an incomplete folder is not a run."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         run = RunDir(path)
@@ -213,12 +212,12 @@ def create_run_dir(path: AnyPath, config: Config, data: dict[str, Any], tokenize
         run.write_json("environment.json", collect_environment())
         run.write("config.yaml", to_yaml(config))
     except OSError as error:
-        raise UsageError(f"cannot write the run's folder {path}: {error}; choose another --run.storage") from error
+        raise UsageError(f"cannot create the run's folder {path}: {error}. Choose another --run.storage") from error
     return run
 
 
 def collect_environment() -> dict[str, Any]:
-    """Versions and machine, for the record."""
+    """Versions and machine, for environment.json."""
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
@@ -227,31 +226,30 @@ def collect_environment() -> dict[str, Any]:
     }
 
 
-# Settings and messages without the secrets that may stand in them.
 HIDDEN = "***"
 _LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # user:password before a host
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 _SECRET_SETTING = re.compile(r"(^|_)(key|token|secret|password|credential)s?$", re.IGNORECASE)
-_SHORTEST = 6  # a shorter value would blank out half a sentence
+_MIN_SECRET_CHARS = 6  # shorter values occur in ordinary text
 
 
 def redact(value: Any) -> Any:
-    """The value, with each text in it `safe`, and those named as secrets left out."""
+    """The value with every string redacted, and values of settings named like secrets replaced."""
     if isinstance(value, dict):
-        return {name: HIDDEN if _hides(name, item) else redact(item) for name, item in value.items()}
+        return {name: HIDDEN if _is_secret(name, item) else redact(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [redact(item) for item in value]
     return redact_text(value) if isinstance(value, str) else value
 
 
-def _hides(name: str, item: Any) -> bool:
+def _is_secret(name: str, item: Any) -> bool:
     return isinstance(item, str) and item != "" and _SECRET_SETTING.search(name) is not None
 
 
 def redact_text(text: str) -> str:
-    """The text without logins in addresses and without values of environment variables that are named as secrets."""
+    """The text without logins in URLs and without values of environment variables named like secrets."""
     text = _LOGIN.sub(f"{HIDDEN}@", text)
     for name, value in os.environ.items():
-        if _SECRET.search(name) and len(value) >= _SHORTEST:
+        if _SECRET.search(name) and len(value) >= _MIN_SECRET_CHARS:
             text = text.replace(value, HIDDEN)
     return text

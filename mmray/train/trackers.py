@@ -1,8 +1,8 @@
-"""What a run measures, to experiment trackers as well: each in a process of its own that training never waits for.
+"""Experiment trackers: the metrics that rank 0 logs, sent from the driver by one bounded background thread per tracker.
 
-The driver hands on what rank 0 logs. A tracker may fail, or its server hang inside a library's own threads: its process
-is told through a bounded queue and a pipe, loses what it does not take, and is ended when it does not end. What goes
-wrong is a note to the user, nothing more. tracking_child.py is the other end.
+A tracker may be slow, fail or hang: `put` never blocks, lines that do not fit the queue are dropped, and the end of a
+run waits at most MAX_WAIT_S. Each problem is a warning that says what was lost. The run's tracker-NAME.json keeps the
+tracker's run id and the last step it accepted, so a resumed run continues there without duplicate steps.
 """
 
 from __future__ import annotations
@@ -11,188 +11,186 @@ import importlib.util
 import json
 import math
 import os
-import subprocess
-import sys
 import threading
 import time
 import uuid
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, Full, Queue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mmray import plugins
 from mmray.errors import AtOnce, UsageError
-from mmray.storage.paths import AnyPath
-from mmray.train.run_dir import redact
+from mmray.storage.paths import AnyPath, write_atomic
+from mmray.train.run_dir import flatten, redact, redact_text
 
 if TYPE_CHECKING:
     from mmray.config import Config
-    from mmray.train.coordinator import Progress, ProgressReporter
-
+    from mmray.train.monitor import ProgressReporter
 
 BUILT_IN = {
     "mlflow": "mmray.train.trackers:MlflowTracker",
     "wandb": "mmray.train.trackers:WandbTracker",
 }
-WAITING = 2000  # lines a tracker may be behind; older ones are lost then
-ENDING_S = 30.0  # for all trackers together, at the end of a run, to take what is left
+MAX_QUEUED = 2000  # lines of metrics waiting for a tracker
+MAX_WAIT_S = 30.0  # at the end of a run, for all trackers together
+
+
+class Tracker(Protocol):
+    """An experiment tracker. Name your own as `package.module:Class` in run.trackers; it is built without arguments."""
+
+    def start(self, about: dict[str, Any], run_id: str | None) -> str:
+        """Start a run, or resume `run_id`; return the run id. `about`: name, project, folder and config of the run."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Log the metrics of a step."""
+
+    def finish(self, success: bool) -> None:
+        """End the run; `success`: it finished, or the user stopped it."""
 
 
 def check_trackers(config: Config) -> None:
-    """Raise UsageError, before anything starts, for a tracker that is not there."""
+    """Raise UsageError for a tracker that cannot be imported, before anything starts."""
     for name in config.run.trackers:
         if name not in BUILT_IN:
             plugins.load_class(name, "run.trackers", tuple(BUILT_IN))
         elif importlib.util.find_spec(name) is None:
-            raise UsageError(
-                f'run.trackers: {name} is not installed here, where the run is started: `pip install "mmray[{name}]"`'
-            )
+            raise UsageError(f'run.trackers: {name} is not installed on this machine: `pip install "mmray[{name}]"`')
 
 
 @contextmanager
 def track_run(config: Config, folder: AnyPath, reporter: ProgressReporter) -> Iterator[TrackingReporter]:
-    """The listener, with the run's trackers beside it; they are ended with the block, however it ends."""
-    if not config.run.trackers:
-        yield TrackingReporter(reporter, [])
-        return
+    """A reporter that also sends metrics to the run's trackers; they are finished when the block ends."""
     about = {
         "name": folder.name,
         "project": config.run.project,
         "folder": str(folder),
         "config": redact(config.model_dump(mode="json", by_alias=True)),
     }
-    told = TrackingReporter(reporter, [Remote(name, about) for name in config.run.trackers])
-    wait_s = ENDING_S
+    tracking = TrackingReporter(reporter, [TrackerThread(name, folder, about) for name in config.run.trackers])
+    wait_s = MAX_WAIT_S
     try:
-        yield told
+        yield tracking
     except AtOnce:
         wait_s = 0.0
         raise
     finally:
-        told.end(wait_s)
+        tracking.close(wait_s)
 
 
 class TrackingReporter:
-    """A listener that tells another all it hears, and the trackers every line of metrics."""
+    """Passes progress to another reporter, and metrics to the trackers as well."""
 
-    def __init__(self, reporter: ProgressReporter, remotes: list[Remote]) -> None:
-        self.reporter, self.remotes = reporter, remotes
-        self.run_status = "failed"  # until someone says how the run ended
-
-    def log(self, text: str, label: str = "") -> None:
-        self.reporter.log(text, label)
-
-    def status(self, title: str) -> None:
-        self.reporter.status(title)
-
-    def prepare_progress(self, progress: Progress) -> None:
-        self.reporter.prepare_progress(progress)
+    def __init__(self, reporter: ProgressReporter, threads: list[TrackerThread]) -> None:
+        self.reporter, self.threads = reporter, threads
+        self.log, self.status, self.prepare_progress = reporter.log, reporter.status, reporter.prepare_progress
+        self.run_status = "failed"  # until the driver sets how the run ended
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:
-        for remote in self.remotes:
-            remote.put({"step": metrics["step"], "metrics": _figures(metrics)})
-        self._pass_on()
+        for thread in self.threads:
+            thread.put((metrics["step"], _numeric_metrics(metrics)))
+        self._log_warnings()
         self.reporter.step(metrics, total_steps)
 
-    def end(self, wait_s: float) -> None:
-        """Tell the trackers how the run ended, and wait so long for them."""
+    def close(self, wait_s: float) -> None:
+        """Finish the trackers and wait for them, `wait_s` at most in total."""
         deadline_s = time.monotonic() + wait_s
-        for remote in self.remotes:
-            remote.put({"status": self.run_status})
-        for remote in self.remotes:
-            remote.end(deadline_s)
-        self._pass_on()
+        for thread in self.threads:
+            thread.success = self.run_status in ("finished", "stopped")
+            thread.put(None)
+        for thread in self.threads:
+            thread.close(deadline_s)
+        self._log_warnings()
 
-    def _pass_on(self) -> None:
-        for remote in self.remotes:
-            while remote.notes:
-                self.reporter.log(f"{remote.name}: {remote.notes.popleft()}", "tracker")
+    def _log_warnings(self) -> None:
+        for thread in self.threads:
+            while thread.warnings:
+                self.log(f"{thread.name}: {thread.warnings.popleft()}", "tracker")
 
 
-class Remote:
-    """A tracker in its own process: `put` never waits, `notes` is what it has to say."""
+class TrackerThread:
+    """Calls one tracker from a daemon thread. `put` never blocks; `warnings` is read by the driver."""
 
-    def __init__(self, name: str, about: dict[str, Any]) -> None:
-        self.name = name
-        self.notes: deque[str] = deque(maxlen=20)
-        self._lines: Queue[dict[str, Any] | None] = Queue(WAITING)
-        self._lost = 0
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "mmray.train.tracker_process", BUILT_IN.get(name, name)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a library's own chatter; its errors come as notes
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},  # as imports go here
-            start_new_session=True,  # Ctrl-C is the run's, which then tells how it ended
-            text=True,
-        )
-        self.put(about)
-        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._write, self._read)]
-        for thread in self._threads:
-            thread.start()
+    def __init__(self, name: str, folder: AnyPath, about: dict[str, Any]) -> None:
+        self.name, self._about = name, about
+        self.warnings: deque[str] = deque(maxlen=20)
+        self.success = False
+        self._spec = BUILT_IN.get(name, name)
+        self._file = folder / f"tracker-{self._spec.rpartition(':')[2].removesuffix('Tracker').lower()}.json"
+        self._queue: Queue[tuple[int, dict[str, float]] | None] = Queue(MAX_QUEUED)
+        self._num_lost = self._num_errors = 0
+        self._thread = threading.Thread(target=self._run, name=f"mmray-{name}", daemon=True)
+        self._thread.start()
 
-    def put(self, line: dict[str, Any] | None) -> None:
-        """Hand a line on; the oldest is lost where the tracker does not keep up."""
+    def put(self, line: tuple[int, dict[str, float]] | None) -> None:
+        """Queue a line; if the queue is full, drop the oldest. None ends the thread."""
         while True:
             try:
-                self._lines.put_nowait(line)
-                return
+                return self._queue.put_nowait(line)
             except Full:
-                self._drop()
+                with suppress(Empty):  # the thread took it first
+                    self._queue.get_nowait()
+                    self._num_lost += 1
 
-    def end(self, deadline_s: float) -> None:
-        """Wait for the tracker to take what is left, until `deadline_s` of the monotonic clock, then end it."""
-        self.put(None)
+    def close(self, deadline_s: float) -> None:
+        """Wait for the thread until `deadline_s` of the monotonic clock; warn about lines that were not sent."""
+        self._thread.join(max(0.0, deadline_s - time.monotonic()))
+        if self._thread.is_alive():
+            self._num_lost += self._queue.qsize()
+            self.warnings.append(f"did not finish within {MAX_WAIT_S:g} s; the end of the run may be missing there")
+        if lost := self._num_lost + self._num_errors:
+            self.warnings.append(f"{lost} lines of metrics were not sent (metrics.jsonl has all of them)")
+
+    def _run(self) -> None:
+        run_id, last_step = None, 0
+        with suppress(OSError, ValueError, KeyError):  # missing or damaged: start a new run there
+            known = json.loads(self._file.read_text())
+            run_id, last_step = known["id"], known["last_step"]
         try:
-            code = self._child.wait(max(0.1, deadline_s - time.monotonic()))
-            if code:
-                self.notes.append(f"its process ended with exit code {code}; not all of the run is with it")
-        except subprocess.TimeoutExpired:
-            self._child.kill()
-            self._child.wait()
-            self.notes.append(f"it did not end within {ENDING_S:g} s and was stopped; not all of the run is with it")
-        for thread in self._threads:
-            thread.join(1.0)
-        if self._lost:
-            self.notes.append(f"it did not keep up: {self._lost} lines were lost (metrics.jsonl has them all)")
-
-    def _drop(self) -> None:
+            tracker: Tracker = plugins.load_class(self._spec, "run.trackers")()
+            run_id = tracker.start(self._about, run_id)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a library may raise anything; training continues
+            self._warn("could not start, so nothing of this run is sent", error)
+            while self._queue.get() is not None:
+                pass
+            return
+        while (line := self._queue.get()) is not None:
+            step, metrics = line
+            if step <= last_step:
+                continue  # logged before a restart
+            try:
+                tracker.log(step, metrics)
+            except (Exception, SystemExit) as error:  # noqa: BLE001
+                self._num_errors += 1
+                if self._num_errors % 100 == 1:
+                    self._warn(f"did not accept step {step}", error)
+                continue
+            last_step = step
+            with suppress(OSError):  # a resumed run then sends some steps twice
+                write_atomic(self._file, json.dumps({"id": run_id, "last_step": last_step}) + "\n")
         try:
-            self._lines.get_nowait()
-            self._lost += 1
-        except Empty:
-            return  # the writer was quicker
+            tracker.finish(self.success)
+        except (Exception, SystemExit) as error:  # noqa: BLE001
+            self._warn("could not finish the run", error)
 
-    def _write(self) -> None:
-        assert self._child.stdin is not None
-        try:
-            with self._child.stdin as pipe:
-                while (line := self._lines.get()) is not None:
-                    pipe.write(json.dumps(line) + "\n")
-                    pipe.flush()
-        except OSError:
-            return  # the process has ended: `end` says so
-
-    def _read(self) -> None:
-        assert self._child.stdout is not None
-        for line in self._child.stdout:
-            self.notes.append(line.rstrip())
+    def _warn(self, what: str, error: BaseException) -> None:
+        message = (str(error).splitlines() or [""])[0][:300]
+        self.warnings.append(redact_text(f"{what}: {type(error).__name__}: {message}"))
 
 
-def _figures(metrics: dict[str, Any]) -> dict[str, float]:
-    """What of a line of metrics is a number."""
+def _numeric_metrics(metrics: dict[str, Any]) -> dict[str, float]:
     numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float) and name != "step"}
     return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
 
 
-# Weights & Biases as a tracker: online where there is a key, else into the run's folder, for `wandb sync` later.
-#
-# Of machine, repository and command line nothing is sent: they may hold what is nobody's business.
 class WandbTracker:
-    """A run of W&B under one id; WANDB_MODE, WANDB_API_KEY, WANDB_ENTITY and its other variables count."""
+    """Weights & Biases: online if there is an API key, otherwise offline in the run's folder (`wandb sync` uploads it).
+
+    WANDB_MODE, WANDB_API_KEY, WANDB_ENTITY and its other variables apply. Nothing about the machine, the repository or
+    the command line is sent, because they may hold private data.
+    """
 
     def start(self, about: dict[str, Any], run_id: str | None) -> str:
         import wandb
@@ -222,36 +220,34 @@ class WandbTracker:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics, step=step)
 
-    def finish(self, good: bool) -> None:
-        self._run.finish(exit_code=0 if good else 1)
+    def finish(self, success: bool) -> None:
+        self._run.finish(exit_code=0 if success else 1)
 
 
-# MLflow as a tracker: the server that MLFLOW_TRACKING_URI names, or files beside the runs.
-#
-# Through MlflowClient, which keeps no state of its own and adds no tags of the machine or its repository.
-LONGEST = 500  # letters of a setting's value that MLflow takes
-AT_ONCE = 100  # settings in one call
+MAX_PARAM_CHARS, MAX_PARAMS_PER_CALL = 500, 100  # limits of MLflow
 
 
 class MlflowTracker:
-    """A run of MLflow: settings as parameters under their full names, metrics by step."""
+    """MLflow: the server at MLFLOW_TRACKING_URI, or files in `mlruns` next to the runs.
+
+    Settings become parameters under their full names. Uses MlflowClient, which has no global state and adds no tags of
+    the machine or its repository.
+    """
 
     def start(self, about: dict[str, Any], run_id: str | None) -> str:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        from mmray.train.run_dir import flatten
-
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow asks for it where the store is a folder
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow requires it for a folder
         address = os.environ.get("MLFLOW_TRACKING_URI") or (Path(about["folder"]).parent / "mlruns").as_uri()
         self._client = MlflowClient(tracking_uri=address)
-        self._run_id = run_id or self._created(about)
+        self._run_id = run_id or self._create_run(about)
         if run_id is not None:
             self._client.update_run(run_id, status="RUNNING")
         else:
-            params = [Param(name, str(value)[:LONGEST]) for name, value in flatten(about["config"]).items()]
-            for first in range(0, len(params), AT_ONCE):
-                self._client.log_batch(self._run_id, params=params[first : first + AT_ONCE])
+            params = [Param(name, str(value)[:MAX_PARAM_CHARS]) for name, value in flatten(about["config"]).items()]
+            for first in range(0, len(params), MAX_PARAMS_PER_CALL):
+                self._client.log_batch(self._run_id, params=params[first : first + MAX_PARAMS_PER_CALL])
         return self._run_id
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -260,10 +256,10 @@ class MlflowTracker:
         now_ms = int(time.time() * 1000)
         self._client.log_batch(self._run_id, [Metric(name, value, now_ms, step) for name, value in metrics.items()])
 
-    def finish(self, good: bool) -> None:
-        self._client.set_terminated(self._run_id, "FINISHED" if good else "FAILED")
+    def finish(self, success: bool) -> None:
+        self._client.set_terminated(self._run_id, "FINISHED" if success else "FAILED")
 
-    def _created(self, about: dict[str, Any]) -> str:
+    def _create_run(self, about: dict[str, Any]) -> str:
         experiment = self._client.get_experiment_by_name(about["project"])
         number = experiment.experiment_id if experiment else self._client.create_experiment(about["project"])
         return str(self._client.create_run(number, run_name=about["name"]).info.run_id)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from mmray.train.coordinator import ProgressReporter
+from mmray.train.monitor import ProgressReporter
 from mmray.tune.results import Ended, row_of
 from mmray.tune.sweep_dir import SweepDir
 from mmray.tune.trials import Trial

@@ -18,11 +18,12 @@ from typing import Any
 
 from ray import tune
 
+from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.config import Config
 from mmray.errors import AtOnce, TrainingError
-from mmray.train.background import run_in_thread
-from mmray.train.coordinator import signal_handlers
 from mmray.train.driver import train
+from mmray.train.monitor import signal_handlers
+from mmray.train.worker_group import run_in_thread
 from mmray.tune.results import Ended, ended_by
 from mmray.tune.sweep_state import Running
 
@@ -70,7 +71,7 @@ class _Reporting:
 
 # The trials of a sweep in Ray Tune: started in its thread, heard of through a queue, ended by Ctrl-C.
 # A trial's driver takes no CPU: on a laptop the last one is the data's. It sits on the head, where a run's driver does.
-_DRIVER = {"node:__internal_head__": 0.001}
+_DRIVER = {HEAD_RESOURCE: 0.001}
 
 
 def run_trials(running: Running, runs: dict[str, Config], at_once: int) -> None:

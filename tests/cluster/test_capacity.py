@@ -22,7 +22,7 @@ def test_a_run_that_fits_is_not_spoken_of():
 def test_99_gpus_are_named_with_the_number_that_would_fit():
     said = missing_capacity(gpu_run(99), [HEAD, GPU_NODE, CPU_NODE])
     assert said is not None
-    assert said.startswith("99 training workers of 1 CPU and 1 GPU each, and 2 CPUs for the data: 4 workers fit")
+    assert said.startswith("99 training workers of 1 CPU and 1 GPU each, and 2 CPUs for data: 4 workers fit")
     assert "24 CPU and 4 GPU on 3 nodes" in said and "--cluster.workers 4 would fit" in said
 
 
@@ -38,7 +38,9 @@ def test_a_worker_is_whole_on_one_node():
 
 def test_the_last_cpu_is_the_datas():
     said = missing_capacity(Demand(4, {"CPU": 1.0}, 2), [Node({"CPU": 4.0})])
-    assert said is not None and "2 workers fit beside the data" in said and "--cluster.workers 2 would fit" in said
+    assert (
+        said is not None and "2 workers fit together with the data" in said and "--cluster.workers 2 would fit" in said
+    )
 
 
 def test_gpus_that_are_not_there_point_to_the_cpu():
@@ -68,7 +70,7 @@ def test_nodes_of_a_pool_do_not_count_twice():
 def test_the_data_keeps_off_nodes_by_label():
     demand = gpu_run(1, data_cpus=3, data_labels={"mmray/role": "!train"})
     assert missing_capacity(demand, [GPU_NODE, CPU_NODE]) is None
-    assert "too few CPUs for the data" in (missing_capacity(demand, [GPU_NODE, Node({"CPU": 2.0})]) or "")
+    assert "too few CPUs for data" in (missing_capacity(demand, [GPU_NODE, Node({"CPU": 2.0})]) or "")
 
 
 @given(

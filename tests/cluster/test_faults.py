@@ -131,7 +131,7 @@ def told(reporter, label):
 def test_workers_come_and_go_from_two_to_one_to_three_to_two(nodes, data, tmp_path, monkeypatch):
     """A node is removed under a rank, a larger one comes, and the first one goes as well: the rows of the order, the
     losses of one worker, to the rounding of double precision."""
-    monkeypatch.setattr(monitor, "ROOM_LOOK_S", 1.0)
+    monkeypatch.setattr(monitor, "CAPACITY_INTERVAL_S", 1.0)
     nodes.reset([(4, 1), (2, 1)])
     first, second = nodes.workers
     acts = {
@@ -162,8 +162,8 @@ def test_ranks_that_hang_or_stop_or_crash_are_named_and_replaced(nodes, data, tm
     wanted = in_double(wanted)
     outcome = train(wanted, reporter)
     hung, stopped = told(reporter, "hang")
-    assert "rank 1 (" in hung and "stands at" in hung and "faults.py" in hung and "rank 0" not in hung
-    assert "rank 1 (" in stopped and "does not answer" in stopped and "rank 0" not in stopped
+    assert "rank 1 (" in hung and "is at" in hung and "faults.py" in hung and "rank 0" not in hung
+    assert "rank 1 (" in stopped and "has not responded for" in stopped and "rank 0" not in stopped
     stacks = {file.name: file.read_text() for file in (outcome.path / "stacks").iterdir()}
     assert any(name.endswith("rank-1.txt") and "on_step" in text for name, text in stacks.items())
     assert any(name.endswith("rank-0.txt") and "step.py" in text for name, text in stacks.items())
@@ -192,8 +192,8 @@ def test_a_node_taken_away_with_notice_costs_no_step_and_no_failure(nodes, data,
     outcome = train(wanted, reporter)
     assert (outcome.result["preemptions"], outcome.result["restarts"]) == (1, 1)
     assert outcome.result["wasted_steps"] == 0
-    (asked,), (from_own,) = told(reporter, "stopping"), told(reporter, "going on")
-    assert asked.startswith("a node is taken away in ") and "a checkpoint, then elsewhere" in asked
+    (asked,), (from_own,) = told(reporter, "stop"), told(reporter, "resume")
+    assert asked.startswith("node will be preempted in ") and "checkpointing and moving" in asked
     assert 4 < int(from_own.rpartition("-")[2]) < 20
     assert marks(outcome.path) == list(expected_marks(24))
 

@@ -70,10 +70,10 @@ def test_killed_then_stopped_it_goes_on_from_the_store_and_every_verb_reads_ther
     reporter = Silent()
     outcome = train(in_chunks(config(place.address, s3.address, "remote"), cache), reporter)
     assert outcome.result["status"] == "finished" and str(outcome.path) == f"{s3.address}/remote"
-    assert [text for label, text in reporter.notes if label == "going on"] == [
+    assert [text for label, text in reporter.notes if label == "resume"] == [
         f"from {s3.address}/remote/checkpoints/step-{stopped.result['steps']}"
     ]
-    assert ("order", "in chunks of 8 rows that lie together, 2 of them mixed") in reporter.notes
+    assert ("order", "chunks of 8 adjacent rows, shuffled over windows of 2 chunks") in reporter.notes
     assert len([file for file in Path(cache).iterdir() if file.is_file()]) >= 50 // 8 + 20 // 8
     copy = copied(outcome.path, tmp_path / "copy")
     assert marks(copy) == marks(calm.path) and same_weights(weights(copy), weights(calm.path))

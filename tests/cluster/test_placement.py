@@ -1,106 +1,154 @@
-"""Where data and training run, on nodes of this machine: read from what Ray's state API says afterwards."""
+"""On which nodes data and training belong, how many decoders they get, and what a machine must count for them."""
 
-import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import ray
-from ray.util.state import list_actors
+import yaml
 
-from mmray.cli import run
-from mmray.cli.console import Screen
-from mmray.cluster import placement
-from mmray.cluster.placement import ROLE
-from mmray.config import Batch
-from mmray.errors import ResourceError
-from mmray.train.driver import train
-from mmray.train.resources import num_free_workers
-from tests.made import make_set, row
-from tests.nodes import several_nodes
-from tests.train.runs import Silent, config
+from mmray.cluster.capacity import NODE_GROUP, NODE_ID, Demand, Node, Pool, max_gpus, missing_capacity
+from mmray.cluster.connect import num_local_cpus
+from mmray.cluster.placement import ROLE, LiveNodes, data_labels, parse_launcher_config, train_labels
+from mmray.cluster.ray_internals import HEAD_RESOURCE
+from mmray.cluster.shared_storage import check_persistent
+from mmray.config import Cluster
+from mmray.config.recipes import RECIPES
+from mmray.errors import ResourceError, UsageError
+from mmray.train import resources
+from mmray.train.resources import num_cluster_data_actors
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
-STEPS = 3
-
-
-@pytest.fixture(scope="module")
-def roles():
-    """A head without CPUs, two nodes for training and one for data, as cluster.yaml labels them."""
-    three = [{"num_cpus": 3, "labels": {ROLE: role}} for role in ("train", "train", "data")]
-    with several_nodes(*three, head={"labels": {ROLE: "head"}}) as cluster:
-        yield cluster
+LAPTOP = [Node({"CPU": 8.0, "GPU": 1.0, HEAD_RESOURCE: 1.0}, {"ray.io/node-id": "a"})]
+HEAD = Node({"CPU": 4.0, HEAD_RESOURCE: 1.0}, {"ray.io/node-id": "h"})
+GPU_NODE = Node({"CPU": 8.0, "GPU": 4.0, "memory": 64 * 2.0**30}, {"ray.io/node-id": "g"})
+CPU_NODE = Node({"CPU": 16.0, "memory": 64 * 2.0**30}, {"ray.io/node-id": "c"})
 
 
-@pytest.fixture(scope="module")
-def joined_roles(roles):
-    ray.init(address=roles.address, log_to_driver=False, logging_level="ERROR")
-    yield {node["NodeID"]: node["Labels"][ROLE] for node in ray.nodes()}
-    ray.shutdown()
-
-
-def actors_by_role(roles_of):
-    """{class of actor: roles of the nodes it ran on}, of all that ever lived."""
-    found: dict[str, set[str]] = {}
-    for actor in list_actors(limit=1000, detail=True):
-        if actor.node_id in roles_of:
-            found.setdefault(actor.class_name, set()).add(roles_of[actor.node_id])
-    return found
-
-
-def test_decoding_runs_on_data_nodes_and_training_on_train_nodes(joined_roles, tmp_path):
-    make_set(tmp_path / "set", [row(number) for number in range(50)])
-    wanted = config(tmp_path / "set", tmp_path, "run", steps=STEPS, checkpoint_every=0)
-    assert train(wanted, Silent()).result["status"] == "finished"
-    found = actors_by_role(joined_roles)
-    decoders = [roles for name, roles in found.items() if "MapWorker" in name]
-    trainers = [roles for name, roles in found.items() if "RayTrainWorker" in name]
-    assert decoders and all(roles == {"data"} for roles in decoders), found
-    assert trainers and all(roles == {"train"} for roles in trainers), found
+def per_worker(here, parallel="ddp", **cluster):
+    config = SimpleNamespace(cluster=Cluster(**cluster), train=SimpleNamespace(parallel=parallel))
+    return resources._per_worker(config, here, [])
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("here", "given", "said"),
     [
-        ({"workers": 99, "accelerator": "gpu"}, "no node has any GPU"),
-        ({"resources_per_worker": {"gpu_slto": 1.0}}, "no node has any gpu_slto"),
-        ({"train_label": "role=gup"}, "no node for training is labelled role=gup"),
-        ({"workers": 7}, "6 workers fit beside the data"),
+        (
+            LAPTOP,
+            {"parallel": "branches"},
+            r"1 training worker with 2 GPUs each, .* has 1 GPU: --train\.parallel single",
+        ),
+        (
+            [HEAD, GPU_NODE],
+            {"workers": 8},
+            r"8 training workers with a GPU each, .* has 4 GPUs: --cluster\.workers 4 tr",
+        ),
+        (
+            [GPU_NODE],
+            {"workers": "3-4", "parallel": "branches"},
+            r"3 .* with 2 GPUs .* 4 GPUs: --cluster\.workers 2 trains",
+        ),
     ],
 )
-def test_what_can_never_start_is_refused_within_10_s(joined_roles, tmp_path, settings, said):
-    wanted = config(tmp_path / "none", tmp_path, "never")
-    cluster = wanted.cluster.model_copy(update=settings)
-    wanted = wanted.model_copy(update={"cluster": cluster, "batch": Batch(micro=4, global_=128)})
-    began_s = time.monotonic()
+def test_gpus_are_not_left_aside_without_a_word(monkeypatch, here, given, said):
+    def check(**further):
+        config = {"parallel": "ddp"} | given | further
+        train = SimpleNamespace(parallel=config.pop("parallel"))
+        resources.check_gpus(SimpleNamespace(cluster=Cluster(**config), train=train))
+
+    monkeypatch.setattr(resources.placement, "alive_nodes", lambda: here)
+    monkeypatch.setattr(resources.placement, "autoscaling_pools", list)
     with pytest.raises(ResourceError, match=said):
-        train(wanted, Silent())
-    assert time.monotonic() - began_s < 10
-    assert not (tmp_path / "never").exists()
+        check()
+    for further in ({"accelerator": "cpu"}, {"accelerator": "gpu"}, {"wait_for_nodes": True}):
+        check(**further)  # who says so gets it; and what may grow is waited for
+    assert "GPU" not in per_worker(here, **given)
+    assert per_worker(here, accelerator="gpu", **given)["GPU"] == (2 if "parallel" in given else 1)
 
 
-def test_a_prepare_without_a_cpu_for_the_data_is_refused_within_10_s(joined_roles, tmp_path, monkeypatch, capsys):
-    with_roles = placement.alive_nodes()
-    monkeypatch.setattr(placement, "alive_nodes", lambda: [node for node in with_roles if node.labels[ROLE] != "data"])
-    began_s = time.monotonic()
-    assert run(["prepare", str(tmp_path / "rows.jsonl"), str(tmp_path / "set")], Screen()) == 4
-    said = " ".join(capsys.readouterr().err.split())
-    assert "1 CPUs for the data on nodes labelled mmray/role=data: no node for data is labelled" in said
-    assert "--wait-for-nodes" in said and time.monotonic() - began_s < 10
+def test_gpus_of_fixed_nodes_count_beside_those_of_pools():
+    pool = Pool("gpus", {"CPU": 8.0, "GPU": 1.0}, 3)
+    of_the_pool = Node({"CPU": 8.0, "GPU": 1.0}, {NODE_GROUP: "gpus"})
+    assert max_gpus([*LAPTOP, of_the_pool], [pool]) == 4
+    assert max_gpus([GPU_NODE], []) == 4
 
 
-def test_workers_that_do_not_come_up_in_time_are_told(joined_roles, tmp_path):
-    """The nodes could hold them, but something else has them: the start-up deadline ends the wait, of an evaluation
-    (which may as well come later) a look at what is free."""
-    make_set(tmp_path / "set", [row(number) for number in range(50)])
-    blocker = ray.util.placement_group([{"CPU": 3}] * 2, bundle_label_selector=[{ROLE: "train"}] * 2)
-    ray.get(blocker.ready(), timeout=20)
-    wanted = config(tmp_path / "set", tmp_path, "late", steps=STEPS)
-    wanted = wanted.model_copy(update={"cluster": wanted.cluster.model_copy(update={"start_timeout_s": 5})})
-    try:
-        with pytest.raises(ResourceError, match=r"did not start within 5 s \(cluster.start_timeout_s\)"):
-            train(wanted, Silent())
-        began_s = time.monotonic()
-        with pytest.raises(ResourceError, match=r"with what is free now: 2 training workers.*wait until"):
-            num_free_workers(wanted)
-        assert time.monotonic() - began_s < 10
-    finally:
-        ray.util.remove_placement_group(blocker)
+def test_the_sample_recipe_takes_a_lone_gpu_and_two_cpus():
+    cluster = RECIPES["sample"]().cluster
+    assert per_worker(LAPTOP, workers=cluster.workers) == {"CPU": 1.0, "GPU": 1.0}
+    assert per_worker([CPU_NODE], workers=cluster.workers) == {"CPU": 1.0}
+    assert cluster.max_workers == 2
+
+
+@pytest.mark.parametrize(
+    ("here", "data"),
+    [
+        (LAPTOP, {}),
+        ([HEAD, GPU_NODE], {}),  # the head's few CPUs would starve the GPUs
+        ([HEAD, CPU_NODE], {}),
+        ([HEAD, GPU_NODE, CPU_NODE], {"ray.io/node-id": "!in(g)"}),
+        ([Node({"CPU": 0.0}, {ROLE: "head"})], {ROLE: "data"}),
+    ],
+)
+def test_data_keeps_off_gpu_nodes_where_others_have_cpus(here, data):
+    assert data_labels("auto", here) == data
+    assert data_labels("none", here) == {}
+    assert data_labels("pool=big", here) == {"pool": "big"}
+
+
+def test_nodes_that_go_are_kept_off_besides_those_with_gpus():
+    going = LiveNodes([], ("c2", "a"))
+    assert going.excluding_unavailable({NODE_ID: "!in(g)", "pool": "big"}) == {NODE_ID: "!in(a,c2,g)", "pool": "big"}
+    assert going.excluding_unavailable(None) == {NODE_ID: "!in(a,c2)"}
+    assert LiveNodes([], ()).excluding_unavailable({NODE_ID: "!in(g)"}) == {NODE_ID: "!in(g)"}
+
+
+def test_training_follows_roles_alone():
+    assert train_labels("auto", [HEAD, GPU_NODE, CPU_NODE]) == {}
+    assert train_labels("auto", [Node({}, {ROLE: "head"})]) == {ROLE: "train"}
+    assert train_labels("pool=big", LAPTOP) == {"pool": "big"}
+
+
+def test_a_label_is_key_and_value():
+    with pytest.raises(UsageError, match=r"cluster.data_label"):
+        Cluster(data_label="cpu-nodes")
+
+
+def test_decoders_fill_the_nodes_of_the_data_but_for_the_feed():
+    here = [HEAD, GPU_NODE, CPU_NODE]
+    gpus = Demand(4, {"CPU": 1.0, "GPU": 1.0}, 2, {}, data_labels("auto", here))
+    assert num_cluster_data_actors(gpus, here, [], 24.0) == 19  # 16 and the head's 4, and one for the feed
+    cpus = Demand(4, {"CPU": 2.0}, 2)
+    assert num_cluster_data_actors(cpus, [CPU_NODE], [], 24.0) == 7
+
+
+def test_decoders_of_a_pool_that_has_yet_to_start():
+    head = Node({"CPU": 0.0}, {ROLE: "head"})
+    pools = [Pool("cpu", {"CPU": 16.0}, 8), Pool("gpu", {"CPU": 8.0, "GPU": 1.0}, 4)]
+    demand = Demand(4, {"CPU": 1.0, "GPU": 1.0}, 2, {ROLE: "train"}, {ROLE: "data"})
+    assert num_cluster_data_actors(demand, [head], pools, 24.0) == 15
+
+
+@pytest.mark.parametrize(("actors", "cpus"), [(1, 4), (3, 6), (64, 67)])
+def test_a_machine_counts_a_cpu_for_each_decoder_that_is_asked_for(actors, cpus):
+    assert num_local_cpus(Cluster(workers=2), actors, physical=2) == cpus
+
+
+def test_a_job_may_not_leave_its_run_in_a_folder_that_ray_deletes():
+    job = Path("/session/runtime_resources/working_dir_files/_ray_pkg_1")
+    with pytest.raises(UsageError, match=r"run.storage runs is relative"):
+        check_persistent("runs", job)
+    check_persistent("/shared/runs", job)
+    check_persistent("runs", Path("/project"))
+
+
+def test_a_launchers_file_says_what_may_come():
+    file = Path(__file__).parents[2] / "cluster.yaml"
+    found = {pool.name: pool for pool in parse_launcher_config(yaml.safe_load(file.read_text()))}
+    assert found.keys() == {"cpu", "gpu"}
+    assert found["gpu"].resources == {"CPU": 8, "GPU": 1} and found["gpu"].most == 4
+    assert found["gpu"].labels == {"mmray/role": "train"} and found["cpu"].labels == {"mmray/role": "data"}
+    head = [Node({}, {"mmray/role": "head"})]
+    demand = Demand(4, {"CPU": 1, "GPU": 1}, 2, {"mmray/role": "train"}, {"mmray/role": "data"})
+    assert missing_capacity(demand, head, list(found.values())) is None
+    assert "4 workers fit" in (missing_capacity(replace(demand, workers=5), head, list(found.values())) or "")
+    assert missing_capacity(demand, head, [found["gpu"]]) is not None  # no pool bears the data

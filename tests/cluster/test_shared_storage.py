@@ -4,8 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from mmray.cluster import autoscaling
-from mmray.cluster.autoscaling import AutoscalerRequest
 from mmray.cluster.doctor import check_storage
 from mmray.cluster.placement import alive_nodes
 from mmray.cluster.shared_storage import check_persistent, check_shared
@@ -23,7 +21,7 @@ def test_missing_bucket_is_an_error_with_the_fix(s3):
     with pytest.raises(ResourceError, match=r"s3://no-such-bucket/runs is not writable: .*AWS_ENDPOINT_URL"):
         check_shared("s3://no-such-bucket/runs", [])
     found = check_storage("s3://no-such-bucket/runs")
-    assert found.level == "fail" and "The bucket must exist" in found.seen
+    assert found.level == "error" and "The bucket must exist" in found.observed
 
 
 def test_local_folder_is_checked_like_a_bucket(tmp_path):
@@ -44,18 +42,3 @@ def test_node_with_another_folder_at_the_same_path_is_named(local_ray, tmp_path,
 
 def test_job_may_store_runs_at_an_address():
     check_persistent("s3://bucket/runs", Path("/session/working_dir_files/_ray_pkg_1"))
-
-
-def test_a_wish_for_nodes_is_made_again_before_it_expires_and_taken_back(monkeypatch):
-    told, clock = [], [100.0]
-    monkeypatch.setattr(AutoscalerRequest, "_tell", lambda self, what, **given: told.append((what, given)))
-    monkeypatch.setattr(autoscaling.time, "monotonic", lambda: clock[0])
-    stop_reason = AutoscalerRequest("mine")
-    stop_reason.end()
-    for clock[0], count in ((100, 2), (105, 2), (106, 1), (122, 1), (123, 0), (124, 0)):
-        stop_reason.ask({"CPU": 1.0, "GPU": 1.0}, {"mmray/role": "train"}, count)
-    assert [what for what, _ in told] == ["request_resources"] * 3 + ["cancel_request"]
-    first = told[0][1]
-    assert first["resources"] == [{"CPU": 1.0, "GPU": 1.0}] * 2
-    assert first["label_selectors"] == [{"mmray/role": "train"}] * 2 and first["requester_id"] == "mine"
-    assert autoscaling.EXPIRES_S > 2 * autoscaling.AGAIN_S + autoscaling.ANSWER_S

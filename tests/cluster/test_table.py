@@ -113,7 +113,7 @@ def test_a_whole_cluster_killed_and_started_again_goes_on_at_the_same_row(data, 
         done.kill()
         raise
     assert done.returncode == 0, told
-    assert "going on" in told and marks(run) == list(expected_marks(STEPS))
+    assert "resume" in told and marks(run) == list(expected_marks(STEPS))
     losses_of_one_worker(made, tmp_path / "calm")
     assert_same_model(run, tmp_path / "calm")
 

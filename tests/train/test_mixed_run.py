@@ -46,7 +46,7 @@ class Stopping(Silent):
 def test_a_mixture_trains_and_goes_on_as_if_it_had_not_been_stopped(local_ray, sets, tmp_path):
     listener = Silent()
     calm = train(config(sets, tmp_path / "runs", "calm"), listener)
-    assert ("mixed", "12 rows of two an epoch (8 in it)") in listener.notes
+    assert ("mixture", "12 rows of two per epoch (it has 8)") in listener.notes
     assert calm.result["status"] == "finished" and calm.result["metrics"]["recall_at_10/image_to_text"] >= 0
     plan = SamplePlan(42, 16, 1, 16, 0, STEPS, parts=(MixtureComponent(30, 30), MixtureComponent(8, 12)))
     names = [f"one/row-{number}" for number in range(30)] + [f"two/row-{number}" for number in range(8)]

@@ -1,6 +1,5 @@
 """Runs on an object store: checkpoints count only when they are whole, a lease has one holder, files grow."""
 
-import io
 import threading
 import time
 from functools import partial
@@ -19,7 +18,6 @@ from mmray.errors import StorageError, TrainingError
 from mmray.storage import paths, storage
 from mmray.storage.lease import Lease, check_fence
 from mmray.storage.paths import temp_dir, to_path
-from mmray.train.tracker_process import Desk
 
 
 @pytest.fixture(autouse=True)
@@ -192,23 +190,3 @@ def test_what_ended_a_run_is_not_hidden_by_a_write_that_failed_before(s3, monkey
 
 def refuse(*_):
     raise StorageError("no room")
-
-
-def test_a_tracker_remembers_its_run_on_the_store(s3):
-    for last in (2, 3):
-        desk = Desk(Counting(), "counting", io.StringIO())
-        assert desk.begin({"folder": f"{s3.address}/run"}) and desk.tracker.known == (None if last == 2 else "one")
-        for step in range(1, last + 1):
-            desk.take({"step": step, "metrics": {}})
-    assert desk.tracker.steps == [3]
-
-
-class Counting:
-    """A tracker with one run."""
-
-    def start(self, about, run_id):
-        self.known, self.steps = run_id, []
-        return "one"
-
-    def log(self, step, metrics):
-        self.steps.append(step)

@@ -125,7 +125,7 @@ def test_a_users_own_error_is_told(data, local_ray, tmp_path):
 
 def test_a_report_that_cannot_be_drawn_is_told_and_costs_nothing(tmp_path):
     listener = Silent()
-    draw_at_end(tmp_path, listener.note)  # a folder without a run
+    draw_at_end(tmp_path, listener.log)  # a folder without a run
     assert listener.notes[0][0] == "report" and "UsageError" in listener.notes[0][1]
 
 

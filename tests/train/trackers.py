@@ -1,12 +1,13 @@
-"""Trackers as users write them, good and bad; named in run.trackers by tests."""
+"""Working and failing trackers, named in run.trackers by tests."""
 
 import json
 import time
 from pathlib import Path
+from typing import ClassVar
 
 
 class Keeping:
-    """Keeps all it is told in the run's folder."""
+    """Writes every call to kept.jsonl in the run's folder."""
 
     def start(self, about, run_id):
         self.file = Path(about["folder"]) / "kept.jsonl"
@@ -16,8 +17,8 @@ class Keeping:
     def log(self, step, metrics):
         self._keep({"step": step, "metrics": metrics})
 
-    def finish(self, good):
-        self._keep({"finish": good})
+    def finish(self, success):
+        self._keep({"finish": success})
 
     def _keep(self, what):
         with self.file.open("a") as file:
@@ -25,14 +26,13 @@ class Keeping:
 
 
 class Failing(Keeping):
-    """A server that answers with errors, and chats on standard output."""
+    """A server that returns errors."""
 
     def log(self, step, metrics):
-        print("a library's own word")
         raise ConnectionError("503 from https://me:secret-word@tracker.example/api")
 
-    def finish(self, good):
-        raise TimeoutError("nobody there")
+    def finish(self, success):
+        raise TimeoutError("no response")
 
 
 class Unreachable(Keeping):
@@ -41,12 +41,29 @@ class Unreachable(Keeping):
 
 
 class Hanging(Keeping):
-    """A call that never comes back."""
+    """A call that never returns."""
 
     def log(self, step, metrics):
         time.sleep(1e6)
 
 
-class Dying(Keeping):
+class Exiting(Keeping):
     def log(self, step, metrics):
         raise SystemExit(7)
+
+
+class Counting:
+    """Keeps the steps of all its runs in memory."""
+
+    steps: ClassVar[list[int]] = []
+    resumed: ClassVar[str | None] = None
+
+    def start(self, about, run_id):
+        Counting.resumed = run_id
+        return "first"
+
+    def log(self, step, metrics):
+        self.steps.append(step)
+
+    def finish(self, success):
+        """Nothing to close."""

@@ -7,7 +7,8 @@ import yaml
 
 from mmray.cluster import placement as cluster
 from mmray.cluster.capacity import NODE_GROUP, Demand, Node, Pool, max_concurrent
-from mmray.cluster.placement import HEAD_MARK, ROLE, parse_launcher_config
+from mmray.cluster.placement import ROLE, parse_launcher_config
+from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.config import Cluster, Config
 from mmray.errors import ResourceError
 from mmray.tune.search import _at_once, placeable
@@ -15,7 +16,7 @@ from mmray.tune.trials import Trial, largest, room_for
 
 CLUSTER_YAML = yaml.safe_load((Path(__file__).parents[2] / "cluster.yaml").read_text())  # 8 x 16 CPUs, 4 x 1 GPU
 POOLS = parse_launcher_config(CLUSTER_YAML)
-HEAD = Node({HEAD_MARK: 1.0}, {ROLE: "head"})
+HEAD = Node({HEAD_RESOURCE: 1.0}, {ROLE: "head"})
 ON_ROLES = Demand(1, {"CPU": 1.0, "GPU": 1.0}, 2, {ROLE: "train"}, {ROLE: "data"})
 TWO_CPU_WORKERS = Demand(2, {"CPU": 1.0}, data_cpus=2)
 GPU_WORKERS = Demand(2, {"CPU": 1.0, "GPU": 1.0}, data_cpus=3)
@@ -118,6 +119,6 @@ def test_a_trial_that_would_leave_gpus_idle_is_infeasible_and_the_others_run(mon
     trials = [Trial(name, {}, Config(cluster=Cluster(workers=size)), None) for name, size in sizes.items()]
     checked = placeable(trials)
     assert [trial.infeasible is None for trial in checked] == [True, True, False, False]
-    assert "4 training workers of a GPU each, and the cluster has 2 GPUs" in checked[2].infeasible
+    assert "4 training workers with a GPU each, and the cluster has 2 GPUs" in checked[2].infeasible
     with pytest.raises(ResourceError, match=r"--cluster.workers 2 trains on them"):
         placeable(trials[2:])

@@ -5,7 +5,7 @@ import torch
 
 from mmray.engine.batch import BatchShape
 from mmray.errors import TrainingError
-from mmray.train.policy import Failure, decide_recovery
+from mmray.train.supervisor import Failure, decide_recovery
 from mmray.tune.results import Ended, ended_by, figures, one_line, recommend, row_of
 from mmray.tune.trials import Trial
 

@@ -113,7 +113,7 @@ def test_a_run_goes_on_with_another(tmp_path, setting):
     before = config(tmp_path, name="mine")
     create_run_dir(tmp_path / "mine", before, DATA, "{}")
     decision = select_run(changed(before, setting, ALLOWED[setting]), DATA, 10)
-    assert (decision.action, decision.passed) == ("resume", ())
+    assert (decision.action, decision.skipped) == ("resume", ())
 
 
 @pytest.mark.parametrize("setting", FORBIDDEN)
@@ -123,7 +123,7 @@ def test_a_run_does_not_go_on_with_another(tmp_path, setting):
     with pytest.raises(UsageError) as refused:
         select_run(changed(before, setting, FORBIDDEN[setting]), DATA, 10)
     lines = str(refused.value).splitlines()
-    assert lines[0].endswith("mine was run with other settings:") and "set these back" in lines[-1]
+    assert lines[0].endswith("mine has other settings:") and "restore these settings" in lines[-1]
     assert len(lines) == 3 and lines[1].startswith(f"  {setting}: ") and lines[1].endswith(f"-> {FORBIDDEN[setting]!r}")
 
 
@@ -139,24 +139,28 @@ def test_an_unnamed_run_says_which_it_passes_over_and_why(tmp_path):
     create_run_dir(tmp_path / "sample", config(tmp_path), DATA, "{}")
     assert told(config(tmp_path), DATA) == ("resume", [])
     action, lines = told(config(tmp_path, global_rows=32), DATA)
-    assert action == "start" and lines[0] == f"earlier {tmp_path}/sample is another run: batch.global: 16 -> 32"
-    assert lines[1].startswith("new a new run begins")
+    assert (
+        action == "start" and lines[0] == f"skipped runs {tmp_path}/sample has other settings: batch.global: 16 -> 32"
+    )
+    assert lines[1].startswith("run starting a new run")
     create_run_dir(tmp_path / "sample-2", config(tmp_path, global_rows=32), DATA, "{}")
     assert told(config(tmp_path, global_rows=32), DATA) == ("resume", lines[:1])
     finish(tmp_path / "sample", 10)
     action, lines = told(config(tmp_path), {"train": "b", "fingerprint": "c", "num_rows": 9})
-    assert action == "start" and "sample is another run: data fingerprint: 'ab' -> 'c', data num_rows: 1" in lines[0]
+    assert (
+        action == "start" and "sample has other settings: data fingerprint: 'ab' -> 'c', data num_rows: 1" in lines[0]
+    )
     assert lines[1].endswith(", and 1 more")  # than three: its global rows
-    assert told(config(tmp_path), DATA)[1][0] == f"earlier {tmp_path}/sample has finished its 10 steps"
+    assert told(config(tmp_path), DATA)[1][0] == f"skipped runs {tmp_path}/sample finished its 10 steps"
     for number in (3, 4, 5):
         create_run_dir(tmp_path / f"sample-{number}", config(tmp_path, global_rows=8 * number), DATA, "{}")
     action, lines = told(config(tmp_path, global_rows=64), DATA)
-    assert action == "start" and lines[0] == "earlier 2 earlier runs of other settings, or finished"
-    assert [line.split(" is ")[0][-1] for line in lines[1:4]] == ["3", "4", "5"] and len(lines) == 5
+    assert action == "start" and lines[0] == "skipped runs 2 more existing runs (finished, or with other settings)"
+    assert [line.split(" has ")[0][-1] for line in lines[1:4]] == ["3", "4", "5"] and len(lines) == 5
 
 
 def test_resume_modes(tmp_path):
-    with pytest.raises(UsageError, match="there is no run at"):
+    with pytest.raises(UsageError, match="no run at"):
         select_run(config(tmp_path, resume="must"), DATA, 10)
     create_run_dir(tmp_path / "mine", config(tmp_path, name="mine"), DATA, "{}")
     with pytest.raises(UsageError, match="exists; choose another"):
@@ -168,13 +172,13 @@ def test_resume_modes(tmp_path):
 def test_a_folder_that_is_no_run_is_left_alone(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
-    with pytest.raises(UsageError, match="not a run of mmray"):
+    with pytest.raises(UsageError, match="not an mmray run"):
         select_run(config(tmp_path, name="mine"), DATA, 10)
 
 
 def test_no_permission_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"choose another --run.storage"):
+    with pytest.raises(UsageError, match=r"Choose another --run.storage"):
         create_run_dir(tmp_path / "file" / "run", config(tmp_path), DATA, "{}")
 
 
@@ -188,7 +192,7 @@ def test_a_run_on_an_object_store_is_found_and_gone_on_with(s3):
     assert select_run(wanted, DATA, 10).action == "done"
     with pytest.raises(UsageError, match="data num_rows"):
         select_run(wanted, DATA | {"num_rows": 7}, 10)
-    with pytest.raises(UsageError, match="not a run of mmray"):
+    with pytest.raises(UsageError, match="not an mmray run"):
         (run.path / "config.yaml").unlink()
         (run.path / "other").write_text("")
         select_run(wanted, DATA, 10)

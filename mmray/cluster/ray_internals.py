@@ -1,0 +1,126 @@
+"""Every use of Ray's private API, with a check of Ray's version.
+
+Ray 2.60 has no public API for the free resources per node, the draining nodes, the autoscaler's pools, a request for
+nodes that Ray Data's own requests do not overwrite, or the types of some Ray Train errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from mmray.errors import ResourceError
+
+TESTED_VERSION = "2.60"
+HEAD_RESOURCE = "node:__internal_head__"  # a resource that only the head node has
+JOB_DIR = "working_dir_files"  # folder in which Ray keeps the working directories of submitted jobs
+PRELOAD_VARIABLE = "RAY_preload_python_modules"  # modules that idle worker processes import ahead
+START_TIMEOUT_VARIABLE = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
+ENVIRONMENT = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # Ray's 2 s delay each report and the detection of each failure
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one more process per worker group; the driver polls instead
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
+    "RAY_task_oom_retries": "5",  # Ray retries a task that its node has no memory for forever
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+
+
+def version_warning(installed: str = ray.__version__) -> str | None:
+    """A warning if this minor version of Ray is untested; None for a tested one."""
+    if installed.split(".")[:2] == TESTED_VERSION.split("."):
+        return None
+    return (
+        f"Ray {installed} is untested: mmray uses private APIs of Ray {TESTED_VERSION}, so autoscaling and preemption "
+        f"may fail. Install it with: pip install 'ray~={TESTED_VERSION}.0'"
+    )
+
+
+@contextmanager
+def _checked(what: str) -> Iterator[None]:
+    """Turn a private API that has changed into a ResourceError."""
+    try:
+        yield
+    except (ImportError, AttributeError, TypeError) as error:
+        fix = version_warning() or "This is a bug of mmray"
+        raise ResourceError(f"cannot read {what} from Ray {ray.__version__}: {error}. {fix}") from error
+
+
+def free_resources() -> dict[str, dict[str, float]]:
+    """Free resources by node id."""
+    with _checked("the free resources per node"):
+        from ray._private import state
+
+        free = state.available_resources_per_node()
+    return {node_id: dict(resources) for node_id, resources in free.items()}
+
+
+def draining_nodes() -> dict[str, float]:
+    """Deadline of each node that is being drained (preempted), in seconds since the epoch; 0 if it has none."""
+    with _checked("the draining nodes"):
+        from ray._private.state import state
+
+        deadlines_ms = state.get_draining_nodes()
+    return {node_id: deadline_ms / 1000 for node_id, deadline_ms in deadlines_ms.items()}
+
+
+def autoscaler_groups() -> list[tuple[str, dict[str, float], int]] | None:
+    """Name, resources per node and maximum of nodes (negative: no limit) of each pool; None if Ray does not know."""
+    with _checked("the autoscaler's pools"):
+        from ray._private.state import state
+
+        config = state.get_cluster_config()
+        if config is None:
+            return None
+        return [
+            (group.name, {name: float(amount) for name, amount in group.resources.items()}, group.max_count)
+            for group in config.node_group_configs
+        ]
+
+
+def request_nodes(
+    requester: str, bundles: list[dict[str, float]], labels: dict[str, str], expire_s: float, timeout_s: float
+) -> None:
+    """Ask the autoscaler for room for these bundles; no bundles cancel the request.
+
+    It goes through the actor that Ray Data and Ray Train use, which adds all requests up; `ray.autoscaler.sdk` requests
+    would be overwritten by it. Raises RayError or TimeoutError.
+    """
+    with _checked("the autoscaling coordinator"):
+        from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as module
+
+        coordinator: Any = module.get_or_create_autoscaling_coordinator()
+        if bundles:
+            answer = coordinator.request_resources.remote(
+                requester_id=requester,
+                resources=bundles,
+                label_selectors=[dict(labels)] * len(bundles) if labels else None,
+                expire_after_s=expire_s,
+                priority=module.ResourceRequestPriority.HIGH,
+            )
+        else:
+            answer = coordinator.cancel_request.remote(requester_id=requester)
+    ray.get(answer, timeout=timeout_s)
+
+
+def is_start_timeout(error: BaseException) -> bool:
+    """Whether Ray Train gave up waiting for the workers of a group to start."""
+    return _is_train_error(getattr(error, "controller_failure", None), "WorkerGroupStartupTimeoutError")
+
+
+def is_health_check_timeout(error: BaseException) -> bool:
+    return _is_train_error(error, "WorkerHealthCheckTimeoutError")
+
+
+def is_preemption(error: BaseException) -> bool:
+    """Whether Ray Train's own preemption watcher, which only the user can enable, ended the group."""
+    return _is_train_error(error, "PreemptionError")
+
+
+def _is_train_error(error: BaseException | None, name: str) -> bool:
+    """By name: the modules of these types move between versions, their names have not."""
+    return any(each.__name__ == name for each in type(error).__mro__)

@@ -1,0 +1,106 @@
+"""Where data and training run, on nodes of this machine: read from what Ray's state API says afterwards."""
+
+import time
+
+import pytest
+import ray
+from ray.util.state import list_actors
+
+from mmray.cli import run
+from mmray.cli.console import Screen
+from mmray.cluster import placement
+from mmray.cluster.placement import ROLE
+from mmray.config import Batch
+from mmray.errors import ResourceError
+from mmray.train.driver import train
+from mmray.train.resources import num_free_workers
+from tests.made import make_set, row
+from tests.nodes import several_nodes
+from tests.train.runs import Silent, config
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def roles():
+    """A head without CPUs, two nodes for training and one for data, as cluster.yaml labels them."""
+    three = [{"num_cpus": 3, "labels": {ROLE: role}} for role in ("train", "train", "data")]
+    with several_nodes(*three, head={"labels": {ROLE: "head"}}) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def joined_roles(roles):
+    ray.init(address=roles.address, log_to_driver=False, logging_level="ERROR")
+    yield {node["NodeID"]: node["Labels"][ROLE] for node in ray.nodes()}
+    ray.shutdown()
+
+
+def actors_by_role(roles_of):
+    """{class of actor: roles of the nodes it ran on}, of all that ever lived."""
+    found: dict[str, set[str]] = {}
+    for actor in list_actors(limit=1000, detail=True):
+        if actor.node_id in roles_of:
+            found.setdefault(actor.class_name, set()).add(roles_of[actor.node_id])
+    return found
+
+
+def test_decoding_runs_on_data_nodes_and_training_on_train_nodes(joined_roles, tmp_path):
+    make_set(tmp_path / "set", [row(number) for number in range(50)])
+    wanted = config(tmp_path / "set", tmp_path, "run", steps=STEPS, checkpoint_every=0)
+    assert train(wanted, Silent()).result["status"] == "finished"
+    found = actors_by_role(joined_roles)
+    decoders = [roles for name, roles in found.items() if "MapWorker" in name]
+    trainers = [roles for name, roles in found.items() if "RayTrainWorker" in name]
+    assert decoders and all(roles == {"data"} for roles in decoders), found
+    assert trainers and all(roles == {"train"} for roles in trainers), found
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"workers": 99, "accelerator": "gpu"}, "no node has any GPU"),
+        ({"resources_per_worker": {"gpu_slto": 1.0}}, "no node has any gpu_slto"),
+        ({"train_label": "role=gup"}, "no node for training is labelled role=gup"),
+        ({"workers": 7}, "6 workers fit beside the data"),
+    ],
+)
+def test_what_can_never_start_is_refused_within_10_s(joined_roles, tmp_path, settings, said):
+    wanted = config(tmp_path / "none", tmp_path, "never")
+    cluster = wanted.cluster.model_copy(update=settings)
+    wanted = wanted.model_copy(update={"cluster": cluster, "batch": Batch(micro=4, global_=128)})
+    began_s = time.monotonic()
+    with pytest.raises(ResourceError, match=said):
+        train(wanted, Silent())
+    assert time.monotonic() - began_s < 10
+    assert not (tmp_path / "never").exists()
+
+
+def test_a_prepare_without_a_cpu_for_the_data_is_refused_within_10_s(joined_roles, tmp_path, monkeypatch, capsys):
+    with_roles = placement.alive_nodes()
+    monkeypatch.setattr(placement, "alive_nodes", lambda: [node for node in with_roles if node.labels[ROLE] != "data"])
+    began_s = time.monotonic()
+    assert run(["prepare", str(tmp_path / "rows.jsonl"), str(tmp_path / "set")], Screen()) == 4
+    said = " ".join(capsys.readouterr().err.split())
+    assert "1 CPUs for the data on nodes labelled mmray/role=data: no node for data is labelled" in said
+    assert "--grows" in said and time.monotonic() - began_s < 10
+
+
+def test_workers_that_do_not_come_up_in_time_are_told(joined_roles, tmp_path):
+    """The nodes could hold them, but something else has them: the start-up deadline ends the wait, of an evaluation
+    (which may as well come later) a look at what is free."""
+    make_set(tmp_path / "set", [row(number) for number in range(50)])
+    blocker = ray.util.placement_group([{"CPU": 3}] * 2, bundle_label_selector=[{ROLE: "train"}] * 2)
+    ray.get(blocker.ready(), timeout=20)
+    wanted = config(tmp_path / "set", tmp_path, "late", steps=STEPS)
+    wanted = wanted.model_copy(update={"cluster": wanted.cluster.model_copy(update={"start_timeout_s": 5})})
+    try:
+        with pytest.raises(ResourceError, match=r"did not start within 5 s \(cluster.start_timeout_s\)"):
+            train(wanted, Silent())
+        began_s = time.monotonic()
+        with pytest.raises(ResourceError, match=r"with what is free now: 2 training workers.*wait until"):
+            num_free_workers(wanted)
+        assert time.monotonic() - began_s < 10
+    finally:
+        ray.util.remove_placement_group(blocker)
