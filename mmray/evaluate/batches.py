@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from mmray.data.images import boxes
-from mmray.data.images.decode import MAX_PIXELS, read_pixels, read_rgb, to_pixels
+from mmray.data.images.decode import MAX_PIXELS, decode
 from mmray.data.images.sandbox import SandboxedDecoders
+from mmray.data.images.transform import transform
 from mmray.data.store.prepared_set import BATCH_ROWS, ROW_ERRORS, PreparedSet, Row, key_id
 from mmray.data.stream.collate import box_columns, label_columns
 from mmray.data.stream.reader import NO_LABEL, Block
@@ -118,15 +119,14 @@ class EvalBatches:
 
     def _seen(self, record: Row) -> tuple[np.ndarray, Block]:
         """Pixels of a row, and its boxes on them where they are asked for."""
-        inputs, data = self.inputs, record.image
-        square = (inputs.image_side, inputs.fit, inputs.interpolation)
+        inputs, rgb = self.inputs, decode(record.image, self.max_pixels)
+        pixels = transform(rgb, inputs)
         if not (inputs.max_boxes and record.boxes):
-            return read_pixels(data, *square, self.max_pixels), boxes.empty_box_columns(1, inputs.max_boxes)
-        rgb = read_rgb(data, self.max_pixels)  # for its size
+            return pixels, boxes.empty_box_columns(1, inputs.max_boxes)
         size = (rgb.shape[1], rgb.shape[0])
         found, labels, count = boxes.transform_boxes(record.boxes, record.box_labels or [], size, inputs)
         columns = {"boxes": found[None], "box_labels": labels[None], "num_boxes": np.array([count], np.int32)}
-        return to_pixels(rgb, *square), columns
+        return pixels, columns
 
     def _collate(self, rows: np.ndarray, found: Iterable[EvalRowOrError]) -> Batch | None:
         """The batch of what could be read; None when nothing could."""

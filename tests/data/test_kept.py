@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mmray.config import Augment, Inputs
-from mmray.data.images import augment
+from mmray.data.stream import reader
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
@@ -22,8 +22,8 @@ POSITIONS = np.arange(3 * ROWS)  # three epochs
 @pytest.fixture
 def decoded(monkeypatch):
     """The images that were decoded, one after the other."""
-    seen, read = [], augment.read_pixels
-    monkeypatch.setattr(augment, "read_pixels", lambda data, *rest: seen.append(data) or read(data, *rest))
+    seen, read = [], reader.decode
+    monkeypatch.setattr(reader, "decode", lambda data, *rest: seen.append(data) or read(data, *rest))
     return seen
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 from mmray.data.store.prepared_set import PreparedSet, Row
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.evaluate.batches import EvalBatches, EvalDataset
-from tests.data.deadly import deadly, decoder_dies
+from tests.data.images.crashing_images import deadly, decoder_dies
 from tests.made import CAPTIONS, make_set, png, row
 
 INPUTS = SimpleNamespace(image_side=8, fit="squash", interpolation="bilinear", max_tokens=16, max_boxes=0)
@@ -96,7 +96,7 @@ def test_a_deadly_image_of_a_set_that_nobody_decoded_is_named_and_tried_once(
         for _ in range(2):
             reading = held._batches(0, 1, None)
             assert [number for batch in reading for number in batch["row"].tolist()] == [0, 1, 2, 4]
-            assert reading.faults[0].startswith("row 3: decoder-crash: row-3: the decoder died of it")
+            assert reading.faults[0].startswith("row 3: decoder-crash: row-3: the decoder process died")
     assert len(log.read_text().splitlines()) == 1 and "row-3" in caplog.text
     assert EvalDataset(made, INPUTS, made.tokenizer_json, SimpleNamespace())._apart is None  # type: ignore[arg-type]
 

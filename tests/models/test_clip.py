@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import mmray
 from mmray.config import Clip, ClipImage, ClipText, Inputs, Model, Siglip
-from mmray.data.images.decode import to_pixels
+from mmray.data.images.transform import resize_to_square
 from mmray.data.text.tokenizer import TextEncoder, declared_pad_id, load_tokenizer, train_tokenizer
 from mmray.errors import UsageError
 from mmray.models.build import build, random_init_architecture
@@ -66,7 +66,7 @@ def test_exported_it_is_transformers_own_model(kind: str, tmp_path: Path) -> Non
     tokens = AutoTokenizer.from_pretrained(out)(TEXTS, padding="max_length", return_tensors="pt")
     with torch.no_grad():
         given = theirs(input_ids=tokens["input_ids"], pixel_values=processed["pixel_values"])
-        pixels = torch.from_numpy(to_pixels(picture(), 32, "squash", "bicubic"))[None]
+        pixels = torch.from_numpy(resize_to_square(np.asarray(picture()), 32, "squash", "bicubic"))[None]
         normalised = model.image.pixels(pixels)
         image = theirs(input_ids=tokens["input_ids"], pixel_values=normalised).image_embeds
     torch.testing.assert_close(loaded.embed_texts(TEXTS), given.text_embeds, rtol=0, atol=1e-6)
@@ -373,7 +373,7 @@ def test_pixels_agree_with_the_models_own_processor(name: str, fit: str, side: i
     image = Image.fromarray(np.stack(waves, axis=-1).astype(np.uint8))
     theirs = processor(image, return_tensors="np")["pixel_values"][0]
     mean, std = (np.array(value)[:, None, None] for value in (processor.image_mean, processor.image_std))
-    difference = np.abs((theirs * std + mean) * 255 - to_pixels(image, side, fit, "bicubic"))
+    difference = np.abs((theirs * std + mean) * 255 - resize_to_square(np.asarray(image), side, fit, "bicubic"))
     print(difference.mean(), difference.max())
     assert difference.mean() <= 1
     assert difference.max() <= 4

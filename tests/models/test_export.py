@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 import mmray
 from mmray.config import CustomModel, ImageTower, Inputs, Model, TextTower, TwoTower
-from mmray.data.images.decode import decode, to_pixels
+from mmray.data.images.decode import decode
+from mmray.data.images.transform import resize_to_square
 from mmray.data.text.tokenizer import TextEncoder, train_tokenizer
 from mmray.errors import DataError, UsageError
 from mmray.models.build import build
@@ -63,7 +64,7 @@ def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
 def direct_images(model: nn.Module, spec: Model, images: list[bytes]) -> Tensor:
     """As training and evaluation see them."""
     inputs = spec.inputs
-    pixels = [to_pixels(decode(data), inputs.image_side, inputs.fit, inputs.interpolation) for data in images]
+    pixels = [resize_to_square(decode(data), inputs.image_side, inputs.fit, inputs.interpolation) for data in images]
     with torch.no_grad():
         return model.embed_image(torch.from_numpy(np.stack(pixels)))
 
@@ -150,7 +151,7 @@ def test_other_programs_read_the_folder(exported: tuple[nn.Module, TwoTower, Pat
     assert theirs == ids[0, : num_tokens[0]].tolist()
     image = picture().resize((240, 120))  # its crop lies on whole pixels, as theirs always does
     pixels = AutoImageProcessor.from_pretrained(out)(image, return_tensors="np")["pixel_values"][0]
-    mine = (to_pixels(image, 32, "crop", "bicubic") / 255 - 0.5) / 0.25
+    mine = (resize_to_square(np.asarray(image), 32, "crop", "bicubic") / 255 - 0.5) / 0.25
     assert np.abs(pixels - mine).max() <= 3.01 / 255 / 0.25  # of noise: each side is up to 2 levels from the exact sum
     assert np.abs(pixels - mine).mean() <= 0.5 / 255 / 0.25
     assert json.loads((out / "config.json").read_text())["model"] == spec.model_dump(mode="json")
@@ -173,7 +174,7 @@ def test_pixels_are_said_in_transformers_words_only_where_it_makes_the_same(tmp_
     rows, columns = np.mgrid[0:120, 0:240]
     image = Image.fromarray(np.stack([rows, columns, 255 - columns], axis=-1).astype(np.uint8))
     theirs = AutoImageProcessor.from_pretrained(out)(image, return_tensors="np")["pixel_values"][0]
-    assert np.abs((theirs * 0.25 + 0.5) * 255 - to_pixels(image, 32, fit, "bicubic")).mean() <= 1
+    assert np.abs((theirs * 0.25 + 0.5) * 255 - resize_to_square(np.asarray(image), 32, fit, "bicubic")).mean() <= 1
 
 
 def test_empty_lists(exported: tuple[nn.Module, TwoTower, Path]) -> None:

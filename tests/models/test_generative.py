@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import mmray
 from mmray.config import Chat, ChatInputs, ClipImage, Decoder, Generative
-from mmray.data.images.decode import to_pixels
+from mmray.data.images.transform import resize_to_square
 from mmray.data.stream.collate import IGNORE_INDEX, label_columns
 from mmray.data.text.chat import ChatEncoder, add_special_tokens
 from mmray.data.text.tokenizer import train_tokenizer
@@ -60,7 +60,9 @@ def picture(seed: int = 0) -> Image.Image:
 def batch_of(conversations: list, seed: int = 0) -> dict[str, Tensor]:
     columns = ENCODER.columns(conversations)
     ids = torch.from_numpy(columns["input_ids"].astype(np.int64))
-    pixels = [to_pixels(picture(seed + number), 32, "squash", "bicubic") for number in range(len(ids))]
+    pixels = [
+        resize_to_square(np.asarray(picture(seed + number)), 32, "squash", "bicubic") for number in range(len(ids))
+    ]
     return label_columns(columns, ids.shape[1]) | {
         "image": torch.from_numpy(np.stack(pixels)),
         "input_ids": ids,

@@ -2,7 +2,7 @@
 
 import json
 
-from PIL import Image
+import numpy as np
 
 from mmray.config import recipes, to_yaml
 from mmray.data.images.thumbnail import thumbnail
@@ -49,7 +49,7 @@ def examples(caption="a cat"):
         ]
         return {"row": rank - 1, "key": f"row-{rank}", "caption": caption, "rank": rank, "answers": answers}
 
-    pictures = {str(n): thumbnail(Image.new("RGB", (16, 16), (40 * n, 90, 90))) for n in range(5)}
+    pictures = {str(n): thumbnail(np.full((16, 16, 3), (40 * n, 90, 90), np.uint8)) for n in range(5)}
     return {"step": 20, "rows": 20, "image_to_text": [item(1), item(7)], "text_to_image": [item(1), item(7)]} | {
         "pictures": pictures
     }

@@ -9,7 +9,7 @@ from mmray import cli
 from mmray.cli.console import Screen
 from mmray.errors import UsageError
 from mmray.report.write import write_report
-from tests.data.deadly import deadly, decoder_dies
+from tests.data.images.crashing_images import deadly, decoder_dies
 from tests.made import png
 from tests.report.made_runs import examples, line, make_run, make_sweep, make_whole_run, make_whole_sweep, scores, trial
 

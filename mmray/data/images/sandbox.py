@@ -1,9 +1,8 @@
-"""Decodes images in a process of its own, for sources in which one has killed its worker.
+"""Decode images in a child process, so that a native crash of a decoder kills the child and names the image.
 
-A decoder that dies natively takes its process with it, and no `except` sees it. Here that is a child's process: the
-image it was given last is the one to name. What is tried is all that a reader does in native code: decoding, and the
-resizing of the part that it would take. Slower by a copy of the bytes, so it is used only after a death, and where
-a death would cost a training worker: for held-out images that no prepare has decoded.
+No `except` sees a SIGSEGV. The child runs all native code that a reader runs: decoding, and the resize of the model's
+transform. It costs a copy of the bytes, so it is used only after a worker died, and for held-out images that no
+prepare has decoded, because there a crash would kill a training worker.
 """
 
 from __future__ import annotations
@@ -16,102 +15,102 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import orjson
 
-from mmray.data.images.augment import load_and_transform
-from mmray.data.images.decode import BadImage, decode, read_pixels
+from mmray.data.images.decode import BadImage, decode
+from mmray.data.images.transform import resize_to_square, transform
 
 if TYPE_CHECKING:
     import numpy as np
 
     from mmray.config import Augment, Inputs
 
-TransformSpec = tuple["Inputs", "Augment | None", "np.ndarray | None"]  # how a model sees it: as `viewed` takes them
+TransformSpec = tuple["Inputs", "Augment | None", "np.ndarray | None"]  # the arguments of `transform` after the pixels
 COMMAND = (sys.executable, "-m", "mmray.data.images.sandbox")
 CRASH = "decoder-crash"  # reason of an image that killed its decoder
 
 
 class SandboxedDecoder:
-    """A child that decodes; begun with the first image, and anew after each death."""
+    """A child process that decodes; started with the first image and after each crash."""
 
     def __init__(self) -> None:
         self.deaths = 0
         self._child: subprocess.Popen[bytes] | None = None
 
-    def check(self, data: bytes, max_pixels: int, view: TransformSpec | None = None) -> tuple[int, int]:
-        """(width, height) of an image that decodes to its end, and resizes as `view` says.
+    def check(self, data: bytes, max_pixels: int, spec: TransformSpec | None = None) -> tuple[int, int]:
+        """(width, height) of an image that decodes completely and survives the transform `spec`.
 
-        Raises BadImage, with reason `crash` where it kills.
+        Raises BadImage, with reason `decoder-crash` if it kills the child.
         """
-        how = b"" if view is None else pickle.dumps(view)
+        args = b"" if spec is None else pickle.dumps(spec)
         child = self._child or subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._child, line = child, b""
         assert child.stdin is not None
         assert child.stdout is not None
-        with suppress(BrokenPipeError):  # the answer that is missing tells it
-            child.stdin.write(b"%d %d %d\n" % (len(how), len(data), max_pixels) + how + data)
+        with suppress(BrokenPipeError):  # the missing reply shows it
+            child.stdin.write(b"%d %d %d\n" % (len(args), len(data), max_pixels) + args + data)
             child.stdin.flush()
             line = child.stdout.readline()
         if not line:
             self._child, self.deaths = None, self.deaths + 1
-            raise BadImage(CRASH, f"the decoder died of it (exit status {child.wait()})")
-        answer = orjson.loads(line)
-        if "reason" in answer:
-            raise BadImage(answer["reason"], answer["detail"])
-        return answer["width"], answer["height"]
+            raise BadImage(CRASH, f"the decoder process died (exit status {child.wait()})")
+        reply = orjson.loads(line)
+        if "reason" in reply:
+            raise BadImage(reply["reason"], reply["detail"])
+        return reply["width"], reply["height"]
 
     def close(self) -> None:
-        """End the child."""
+        """Stop the child."""
         if self._child is not None:
             self._child.communicate()
             self._child = None
 
 
 class SandboxedDecoders:
-    """Tries images once each, for several threads, each of which has a child of its own meanwhile."""
+    """Checks each image once; for several threads, which use one child each at a time."""
 
     def __init__(self) -> None:
         self._free: list[SandboxedDecoder] = []
-        self._known: dict[str, BadImage | None] = {}
+        self._results: dict[str, BadImage | None] = {}
 
     def check(self, key: str, data: bytes, max_pixels: int) -> None:
-        """Raises BadImage as `SandboxedDecoder.check` does; what it found for a key holds from then on."""
-        if key not in self._known:
+        """Raise BadImage as `SandboxedDecoder.check`; the result for a key is remembered."""
+        if key not in self._results:
             try:
                 sandbox = self._free.pop()
             except IndexError:
                 sandbox = SandboxedDecoder()
             try:
                 sandbox.check(data, max_pixels)
-                self._known[key] = None
+                self._results[key] = None
             except BadImage as bad:
-                self._known[key] = bad
+                self._results[key] = bad
             finally:
                 self._free.append(sandbox)
-        if (found := self._known[key]) is not None:
-            raise BadImage(found.reason, f"{key}: {found.detail}")
+        if (bad_image := self._results[key]) is not None:
+            raise BadImage(bad_image.reason, f"{key}: {bad_image.detail}")
 
     def close(self) -> None:
-        """End the children; what they found stays known."""
+        """Stop the children; results stay."""
         while self._free:
             self._free.pop().close()
 
 
 def serve(source: BinaryIO, out: BinaryIO) -> None:
-    """The child: a line of lengths and the bytes of an image in, a line of JSON out, until the input ends."""
+    """Main loop of the child: a line of lengths and the bytes of an image in, a line of JSON out, until EOF."""
     while head := source.readline():
-        how_long, length, max_pixels = map(int, head.split())
-        how, data = source.read(how_long), source.read(length)
+        num_args, length, max_pixels = map(int, head.split())
+        args, data = source.read(num_args), source.read(length)
         try:
-            image = decode(data, max_pixels)
-            if how:
-                load_and_transform(data, max_pixels, *pickle.loads(how))  # of the process that began this one
+            rgb = decode(data, max_pixels)
+            if args:
+                transform(rgb, *pickle.loads(args))  # from the parent process
             else:
-                read_pixels(data, 1, "squash", "bilinear", max_pixels)  # the stream's decoder, where it is another
-            answer: dict[str, int | str] = {"width": image.width, "height": image.height}
+                resize_to_square(rgb, 1, "squash", "bilinear")
+            reply: dict[str, int | str] = {"width": rgb.shape[1], "height": rgb.shape[0]}
         except BadImage as bad:
-            answer = {"reason": bad.reason, "detail": bad.detail}
-        except MemoryError:  # here, where nothing else takes any, it is the image's
-            answer = {"reason": "memory", "detail": "no memory to decode it"}
-        out.write(orjson.dumps(answer) + b"\n")
+            reply = {"reason": bad.reason, "detail": bad.detail}
+        except MemoryError:  # nothing else allocates here, so it is the image's
+            reply = {"reason": "memory", "detail": "no memory to decode it"}
+        out.write(orjson.dumps(reply) + b"\n")
         out.flush()
 
 

@@ -1,10 +1,11 @@
-"""A picture small enough to live inside a page: what examples of retrieval and the report show of an image."""
+"""Thumbnails small enough to embed in a page: retrieval examples and the report."""
 
 from __future__ import annotations
 
 import base64
 import io
 
+import numpy as np
 from PIL import Image
 
 from mmray.data.images.decode import MAX_PIXELS, BadImage, decode
@@ -13,9 +14,9 @@ from mmray.data.images.sandbox import SandboxedDecoder
 SIDE = 128
 
 
-def thumbnail(picture: Image.Image, side: int = SIDE) -> str:
-    """A data URI of the picture as WebP, its longer side `side` pixels at most (about 3 KB at 128)."""
-    small = picture.copy()
+def thumbnail(rgb: np.ndarray, side: int = SIDE) -> str:
+    """Data URI of RGB uint8 [H, W, 3] as WebP, the longer side at most `side` pixels (about 3 KB at 128)."""
+    small = Image.fromarray(rgb)
     small.thumbnail((side, side), Image.Resampling.LANCZOS)
     file = io.BytesIO()
     small.save(file, "WEBP", quality=80, method=2)
@@ -23,10 +24,7 @@ def thumbnail(picture: Image.Image, side: int = SIDE) -> str:
 
 
 def encoded_thumbnail(data: bytes, sandbox: SandboxedDecoder) -> str | None:
-    """The thumbnail of encoded bytes of which nobody knows whether they can be decoded; None where they cannot.
-
-    They are tried in the child of `sandbox` first: this process is one that must not die of them.
-    """
+    """Thumbnail of untrusted encoded bytes, decoded in the sandbox first; None if they cannot be decoded."""
     try:
         sandbox.check(data, MAX_PIXELS)
         return thumbnail(decode(data))

@@ -326,7 +326,8 @@ def hash_shard(rows: HashedSet, job: HashJob, sandbox: SandboxedDecoder | None =
             try:
                 if sandbox is not None:
                     sandbox.check(row.image, job.max_pixels)
-                hashes["phash"][number], hashes["colors"][number] = perceptual_hash(decode(row.image, job.max_pixels))
+                image = Image.fromarray(decode(row.image, job.max_pixels))
+                hashes["phash"][number], hashes["colors"][number] = perceptual_hash(image)
                 hashes["has_phash"][number] = True
             except BadImage as bad:  # its bytes are compared all the same
                 if bad.reason == CRASH:

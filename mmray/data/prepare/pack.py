@@ -20,9 +20,10 @@ import pyarrow as pa
 from mmray.data.formats.detect import SourceSpec, open_source
 from mmray.data.formats.rows import BadRow, ImageRef, SourceRow
 from mmray.data.formats.source import Source, SourceChunk, SourceItem, SourceUnreadable
-from mmray.data.images.decode import BadImage, header_size, read_rgb, reencode, verify_image
+from mmray.data.images.decode import BadImage, decode, header_size, verify_image
 from mmray.data.images.read import file_stamp, quarantine_os_errors, read_image
 from mmray.data.images.sandbox import SandboxedDecoder
+from mmray.data.images.transform import reencode
 from mmray.data.prepare.fetch import prefetch_rows
 from mmray.data.store.manifest import PARTS, SHARDS, Shard
 from mmray.data.store.prepared_set import BATCH_ROWS, SCHEMA, Row
@@ -336,7 +337,7 @@ class _ChunkPacker:
             if self.job.image_side:
                 if self.sandboxed:
                     self.sandbox.check(data, self.job.max_pixels)
-                rgb = read_rgb(data, self.job.max_pixels)
+                rgb = decode(data, self.job.max_pixels)
                 return reencode(rgb, data, self.job.image_side), (rgb.shape[1], rgb.shape[0])
             if self.job.check != "full":
                 return data, header_size(data, self.job.max_pixels) if self.job.check == "header" else (0, 0)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import numpy as np
 
 from mmray.data.images import boxes
-from mmray.data.images import decode as images
-from mmray.data.images.augment import augment_image, load_and_transform, random_numbers
+from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.sandbox import SandboxedDecoder
+from mmray.data.images.transform import random_numbers, transform
 from mmray.data.store.prepared_set import ROW_ERRORS, PreparedMixture, PreparedSet, Row, key_id
 from mmray.data.stream.order import PADDING, Blocks, SamplePlan, hash_choice
 from mmray.data.text.chat import build_encoder
@@ -88,7 +88,7 @@ class RowReader:
                 return record, "checksum: the bytes differ from those that were prepared"
             with closing(SandboxedDecoder()) as sandbox:  # it may be what crashed a worker
                 sandbox.check(record.image, self.max_pixels)
-        except images.BadImage as error:
+        except BadImage as error:
             return record, str(error)
         return record, "readable at the second attempt"
 
@@ -128,7 +128,7 @@ class RowReader:
                 else:
                     pixels[index] = self._image(int(row_ids[index]), row.image, draw_of)
                 valid[index] = True
-            except images.BadImage:
+            except BadImage:
                 continue
         return pixels, valid, found
 
@@ -143,18 +143,15 @@ class RowReader:
     def _decoded(self, data: bytes, drawn: np.ndarray | None) -> np.ndarray:
         if self.sandbox is not None:
             self.sandbox.check(data, self.max_pixels, (self.inputs, self.augment, drawn))
-        return load_and_transform(data, self.max_pixels, self.inputs, self.augment, drawn)
+        return transform(decode(data, self.max_pixels), self.inputs, self.augment, drawn)
 
     def _decode_with_boxes(self, row: Row, drawn: np.ndarray | None) -> tuple[np.ndarray, Block]:
         """Pixels as from `_image`, and the row's boxes on them. Raises BadImage."""
         inputs, data = self.inputs, row.image
         if self.sandbox is not None:
             self.sandbox.check(data, self.max_pixels, (inputs, self.augment, drawn))
-        rgb = images.read_rgb(data, self.max_pixels)  # boxes need the size of the whole image
-        if self.augment is None or drawn is None:
-            square = images.to_pixels(rgb, inputs.image_side, inputs.fit, inputs.interpolation)
-        else:
-            square = augment_image(rgb, inputs, self.augment, drawn)
+        rgb = decode(data, self.max_pixels)  # boxes need the size of the whole image
+        square = transform(rgb, inputs, self.augment, drawn)
         assert row.boxes is not None
         size = (rgb.shape[1], rgb.shape[0])
         found, labels, count = boxes.transform_boxes(row.boxes, row.box_labels or [], size, inputs, self.augment, drawn)

@@ -13,7 +13,8 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from mmray.data.images.boxes import clip_boxes, to_model_coords
-from mmray.data.images.decode import MAX_PIXELS, decode, to_pixels
+from mmray.data.images.decode import MAX_PIXELS, decode
+from mmray.data.images.transform import transform
 from mmray.data.text.chat import ChatEncoder
 from mmray.errors import DataError
 
@@ -42,7 +43,7 @@ def load_image_and_boxes(image: ImageInput, boxes: Sequence[Sequence[float]], in
     that cannot be read, and for a box of which the model sees too little.
     """
     pixels = load_images([image], inputs)
-    width, height = _to_rgb(image).size
+    height, width = _to_rgb(image).shape[:2]
     corners = [[x / width, y / height, (x + w) / width, (y + h) / height] for x, y, w, h in boxes]
     fractions = np.array(corners, np.float64).reshape(-1, 4)
     placed, shows = clip_boxes(to_model_coords(fractions, (width, height), inputs, None, None))
@@ -57,14 +58,14 @@ def load_image_and_boxes(image: ImageInput, boxes: Sequence[Sequence[float]], in
 
 def _pixels(number: int, image: ImageInput, inputs: Inputs) -> np.ndarray:
     try:
-        return to_pixels(_to_rgb(image), inputs.image_side, inputs.fit, inputs.interpolation)
+        return transform(_to_rgb(image), inputs)
     except (OSError, ValueError) as error:
         name = f" ({image})" if isinstance(image, str | Path) else ""
         raise DataError(f"image {number}{name}: {error}") from error
 
 
-def _to_rgb(image: ImageInput) -> Image.Image:
-    """An upright RGB image, as training saw it."""
+def _to_rgb(image: ImageInput) -> np.ndarray:
+    """Upright RGB uint8 [H, W, 3], as training saw it."""
     if isinstance(image, str | Path):
         return decode(Path(image).read_bytes(), MAX_PIXELS)
     if isinstance(image, bytes):
@@ -73,7 +74,7 @@ def _to_rgb(image: ImageInput) -> Image.Image:
     if upright.mode not in _PNG_MODES:
         upright = upright.convert("RGBA" if upright.has_transparency_data else "RGB")
     if upright.mode == "RGB" and "transparency" not in upright.info:
-        return upright
+        return np.asarray(upright)
     file = io.BytesIO()
     upright.save(file, "PNG")  # lossless, and then read by the one function that decides about alpha and 16 bits
     return decode(file.getvalue(), MAX_PIXELS)

@@ -14,7 +14,7 @@ from mmray.data.images import decode as image
 from mmray.data.images import sandbox
 
 MARK = b"this kills its decoder, which is written down in "
-COMMAND = (sys.executable, "-m", "tests.data.deadly")
+COMMAND = (sys.executable, "-m", "tests.data.images.crashing_images")
 _open = image._open
 NEED = b"this needs more memory than there is"
 

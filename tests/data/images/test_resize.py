@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 
-from mmray.data.images import decode as module
-from mmray.data.images.decode import resize, resize_with_pillow
+from mmray.data.images import transform as module
+from mmray.data.images.transform import resize, resize_with_pillow
 
 SIZES = [(1, 1), (3, 200), (224, 224), (257, 131), (640, 17), (60, 400)]
 

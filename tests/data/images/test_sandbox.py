@@ -19,7 +19,7 @@ from mmray.data.stream import stream as stream_module
 from mmray.data.stream.order import ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
-from tests.data.deadly import NEED, deadly, decoder_dies, decoder_finds_no_memory
+from tests.data.images.crashing_images import NEED, deadly, decoder_dies, decoder_finds_no_memory
 from tests.made import CAPTIONS, make_set, png, row
 
 _pack_task, _hash_task = prepare_module._pack_task, contamination._hash_task
@@ -59,7 +59,7 @@ def test_a_child_dies_instead_and_the_next_one_goes_on(tmp_path):
     sandbox = SandboxedDecoder()
     with decoder_dies():
         assert sandbox.check(png(1), 10**6) == (16, 16)
-        with pytest.raises(BadImage, match=r"crash: the decoder died of it \(exit status -11\)"):
+        with pytest.raises(BadImage, match=r"crash: the decoder process died \(exit status -11\)"):
             sandbox.check(deadly(png(2), tmp_path / "log"), 10**6)
         with pytest.raises(BadImage, match="format"):
             sandbox.check(b"<html>", 10**6)
@@ -70,8 +70,8 @@ def test_a_child_dies_instead_and_the_next_one_goes_on(tmp_path):
 
 DIES_OF_CROPS = """
 import os, sys
-from mmray.data.images import augment, sandbox
-augment.resized = lambda *rest: os.abort()
+from mmray.data.images import sandbox, transform
+transform._jitter = lambda *rest: os.abort()
 sandbox.serve(sys.stdin.buffer, sys.stdout.buffer)
 """
 

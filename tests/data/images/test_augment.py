@@ -13,17 +13,17 @@ from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 
 from mmray.config import Augment, Config, Inputs, recipes
-from mmray.data.images.augment import (
+from mmray.data.images.transform import (
     CROP,
     FLIP,
     JITTER,
     NUM_RANDOM,
     ORDER,
-    augment_image,
     random_crop_box,
     random_numbers,
+    resize_to_square,
+    transform,
 )
-from mmray.data.images.decode import resized, to_pixels
 from mmray.data.stream.order import SamplePlan, hash_uniform
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
@@ -47,6 +47,9 @@ def drawn(**places):
     for place, value in places.items():
         numbers[{"flip": FLIP, "factors": JITTER, "turns": ORDER, "crop": CROP}[place]] = value
     return numbers
+
+
+PIXELS = np.asarray(picture())
 
 
 def test_uniform_is_flat_and_a_function_of_its_arguments():
@@ -95,7 +98,7 @@ def test_a_random_box_is_where_torchvision_would_put_it():
 THIN = """
 import numpy as np
 from mmray.config import Augment, Inputs
-from mmray.data.images.augment import augment_image, random_numbers
+from mmray.data.images.transform import transform, random_numbers
 augment = Augment(crop_scale=(0.08, 1.0))
 for side, sizes in {256: [(512, 64), (400, 64), (801, 128)], 64: [(293, 32), (128, 16), (101, 32)]}.items():
     for width, height in sizes:
@@ -103,8 +106,8 @@ for side, sizes in {256: [(512, 64), (400, 64), (801, 128)], 64: [(293, 32), (12
             inputs = Inputs(image_side=side, fit=fit, interpolation="bicubic", max_tokens=12)
             image = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
             for numbers in random_numbers(1, np.zeros(40, np.int64), np.arange(40)):
-                augment_image(image, inputs, augment, numbers)
-                augment_image(image, inputs, Augment(), numbers)
+                transform(np.asarray(image), inputs, augment, numbers)
+                transform(np.asarray(image), inputs, Augment(), numbers)
 """
 
 
@@ -118,30 +121,30 @@ def test_the_box_fills_the_square():
     image = picture(40, 40)
     numbers = drawn(crop=np.tile([0.0, 0.5, 0.5, 0.25], 10))
     expected = image.crop((10, 5, 30, 25)).resize((16, 16), Image.Resampling.BILINEAR)
-    mine = augment_image(image, INPUTS, augment, numbers).astype(int)
+    mine = transform(np.asarray(image), INPUTS, augment, numbers).astype(int)
     assert np.abs(mine - np.asarray(expected).transpose(2, 0, 1)).max() <= 1
 
 
 def test_a_flip_is_a_mirror_image():
-    plain = to_pixels(picture(), 16, "squash", "bilinear")
-    assert np.array_equal(augment_image(picture(), INPUTS, Augment(flip=0.5), drawn(flip=0.4)), plain[:, :, ::-1])
-    assert np.array_equal(augment_image(picture(), INPUTS, Augment(flip=0.5), drawn(flip=0.5)), plain)
+    plain = resize_to_square(PIXELS, 16, "squash", "bilinear")
+    assert np.array_equal(transform(PIXELS, INPUTS, Augment(flip=0.5), drawn(flip=0.4)), plain[:, :, ::-1])
+    assert np.array_equal(transform(PIXELS, INPUTS, Augment(flip=0.5), drawn(flip=0.5)), plain)
 
 
 def test_nothing_is_varied_unless_asked_for():
     """A flip above all: it makes a caption that names sides wrong."""
     assert Augment().flip == 0 and not Augment().is_active
     assert not any(recipes.load(name).augment.flip for name in recipes.RECIPES)
-    plain = to_pixels(picture(), 16, "squash", "bilinear")
+    plain = resize_to_square(PIXELS, 16, "squash", "bilinear")
     assert all(
-        np.array_equal(augment_image(picture(), INPUTS, Augment(), drawn(flip=chance)), plain) for chance in (0.0, 0.99)
+        np.array_equal(transform(PIXELS, INPUTS, Augment(), drawn(flip=chance)), plain) for chance in (0.0, 0.99)
     )
 
 
 def test_jitter_is_torchvisions_in_the_drawn_order():
     augment = Augment(color_jitter=(0.4, 0.4, 0.4, 0.2))
-    square = resized(picture(), 16, "squash", "bilinear")
-    mine = augment_image(picture(), INPUTS, augment, drawn(factors=[0.75, 0.1, 0.9, 0.75], turns=[0.3, 0.9, 0.1, 0.5]))
+    square = Image.fromarray(resize_to_square(PIXELS, 16, "squash", "bilinear").transpose(1, 2, 0))
+    mine = transform(PIXELS, INPUTS, augment, drawn(factors=[0.75, 0.1, 0.9, 0.75], turns=[0.3, 0.9, 0.1, 0.5]))
     theirs = F.adjust_saturation(square, 1 + 0.4 * 0.8)
     theirs = F.adjust_brightness(theirs, 1.2)
     theirs = F.adjust_hue(theirs, 0.1)
