@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
+from PIL import Image
 
 from mmray.data.formats.rows import BadRow
 from mmray.data.images.decode import BadImage, decode
