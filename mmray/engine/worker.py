@@ -146,8 +146,8 @@ def _model(job: WorkerContext, architecture: dict[str, Any] | None, device: torc
 def _tell_labels(model: nn.Module, job: WorkerContext) -> None:
     """A model that reads the names of labels gets their tokens; one from a checkpoint has them."""
     labels = getattr(model, "labels", None)
-    if isinstance(labels, LabelTexts) and not labels.known:
-        labels.read(build_encoder(job.tokenizer_json, job.config.model.inputs))
+    if isinstance(labels, LabelTexts) and not labels.is_set:
+        labels.tokenize(build_encoder(job.tokenizer_json, job.config.model.inputs))
 
 
 def _callbacks(

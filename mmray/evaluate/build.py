@@ -1,4 +1,4 @@
-"""Which evaluator a model takes: by embeddings, or by what it writes."""
+"""Choose the evaluator of a model: by embeddings, or by generated text."""
 
 from __future__ import annotations
 
@@ -14,30 +14,26 @@ from mmray.models import protocol
 if TYPE_CHECKING:
     from mmray.config import Config
 
-BEST_METRIC = {
-    True: "evaluate/loss",
-    False: "evaluate/recall_at_1/mean",
-}  # by whether it writes: what the best model is
+BEST_METRIC = {True: "evaluate/loss", False: "evaluate/recall_at_1/mean"}  # by is_generative
 
 
 def build_evaluator(config: Config, prepared: PreparedSet, tokenizer_json: str) -> Any:
-    """The evaluator of this run's sort of model over a set of held-out rows."""
-    inputs = config.model.inputs
+    """Build the evaluator for this run's kind of model over a set of held-out rows."""
     kind = GenerationEvaluator if is_generative(config) else Evaluator
-    return kind(prepared, inputs, tokenizer_json, config.evaluate, config.prepare.max_pixels)
+    return kind(prepared, config.model.inputs, tokenizer_json, config.evaluate, config.prepare.max_pixels)
 
 
 def check_evaluable(config: Config, model: nn.Module) -> None:
-    """Raise UsageError where the model lacks what its evaluator calls."""
+    """Raise UsageError if the model lacks methods that its evaluator calls."""
     if not is_generative(config):
         protocol.validate_embedding_model(model, config.model.kind)
 
 
 def is_generative(config: Config) -> bool:
-    """Whether the model writes, instead of giving embeddings."""
+    """Return True if the model generates text instead of embeddings."""
     return hasattr(config.model.inputs, "chat")
 
 
 def best_metric(config: Config) -> str:
-    """The metric by which a checkpoint is kept beside the newest."""
+    """The metric that selects the best checkpoint."""
     return BEST_METRIC[is_generative(config)]

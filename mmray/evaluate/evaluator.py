@@ -1,10 +1,9 @@
-"""The evaluator: a model and held-out rows in, scores out, the same on every rank.
+"""Evaluation of embedding models on held-out rows; every rank gets the same metrics, whatever the number of ranks.
 
-Recall@k, median rank and validation loss always; zero-shot accuracy where the classes are named, in evaluate.classes or
-by the set (made of a folder for each class); the accuracy of a classification head, and of one that names boxes, where
-the model has it. Each rank embeds its part of the rows (batches.py), the embeddings meet, and each rank then scores its
-part of the queries against everyone (retrieval.py, classes.py). All figures are those of one process, whatever the
-number of ranks. Whoever asks is given hits and misses with their pictures as well (examples.py), from the same ranks.
+Recall@k, median rank and validation loss always; zero-shot accuracy if class names are known (evaluate.classes, or a
+set made of one folder per class); accuracy of the classification and region heads, if the model has them. Each rank
+embeds its part of the rows (batches.py), embeddings are gathered, and each rank scores its part of the queries against
+all rows (retrieval.py, zero_shot.py). Examples of hits and misses come from the same ranks (examples.py).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from mmray.errors import DataError
 from mmray.evaluate.batches import Batch, EvalBatches, EvalDataset
 from mmray.evaluate.embeddings import EmbeddingSet, dedupe_texts, first_index
 from mmray.evaluate.examples import retrieval_examples
-from mmray.evaluate.retrieval import compute_ranks, exact, retrieval_metrics
+from mmray.evaluate.retrieval import TIE, compute_ranks, retrieval_metrics
 from mmray.evaluate.zero_shot import TOP_K, class_embeddings, fill_prompts, topk_accuracy, topk_correct
 from mmray.models.fusion import LabelTexts
 from mmray.models.synthetic import synthetic_batch
@@ -31,7 +30,7 @@ CHUNK = 4096  # gallery rows scored at once; memory is CHUNK x CHUNK
 
 
 class Group(Protocol):
-    """What is needed here of the ranks that score together (train/group.py)."""
+    """The methods of engine/collectives.py:Group that evaluation uses."""
 
     @property
     def rank(self) -> int: ...
@@ -41,11 +40,11 @@ class Group(Protocol):
     def device(self) -> torch.device: ...
 
     def all_gather_variable(self, rows: Tensor) -> Tensor:
-        """Rows of all ranks in rank order; the ranks may bring different numbers of rows."""
+        """Concatenate the rows of all ranks in rank order; their number may differ by rank."""
 
 
 class Evaluator(EvalDataset):
-    """Scores a model with embeddings of images and texts on one set of held-out rows, as often as wanted."""
+    """Scores a model that embeds images and texts on one set of held-out rows."""
 
     def score(
         self,
@@ -55,17 +54,17 @@ class Evaluator(EvalDataset):
         global_rows: int,
         show: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, float]:
-        """The metrics of `score_embedded`, with `bad_rows`; every rank calls it and gets the same.
+        """Return the metrics of `retrieval_scores`, accuracies and `bad_rows`; a collective call of all ranks.
 
-        `model` is not wrapped; its mode is left as it was. `show`, given on one rank (or none), gets examples of hits
-        and misses. Raises DataError, on every rank, when no row could be read.
+        The model's mode is restored. `show`, on one rank or none, is called with examples of hits and misses. Raises
+        DataError on every rank if no row could be read.
         """
         settings = self._settings
         batches = self._batches(group.rank, group.world, settings.limit)
         embedded = embed_dataset(model, batches, group, objective, CHUNK)
-        bad_rows = int(group.all_gather_variable(torch.tensor([len(batches.faults)])).sum())
+        bad_rows = int(group.all_gather_variable(torch.tensor([len(batches.skipped)])).sum())
         if len(embedded.row) == 0:
-            raise DataError(f"none of {bad_rows} evaluation rows can be read, {'; '.join(batches.faults[:1])}")
+            raise DataError(f"cannot read any of {bad_rows} evaluation rows: {'; '.join(batches.skipped[:1])}")
         found = retrieval_ranks(embedded, group, CHUNK)
         metrics = retrieval_scores(embedded, found, group, objective, global_rows, CHUNK)
         if show is not None:
@@ -73,16 +72,16 @@ class Evaluator(EvalDataset):
         if classes := settings.classes or self._prepared.manifest.class_names:
             metrics |= self._zero_shot(model, embedded, group, classes)
         if (head := class_head(model)) is not None:
-            metrics |= topk_accuracy(embedded.right, "classification", head.out_features)
+            metrics |= topk_accuracy(embedded.class_correct, "classification", head.out_features)
         if (labels := region_labels(model)) is not None:
-            metrics |= topk_accuracy(embedded.regions, "regions", int(labels.named.sum()), "boxes")
+            metrics |= topk_accuracy(embedded.region_correct, "regions", int(labels.named.sum()), "boxes")
         return metrics | {"bad_rows": float(bad_rows)}
 
     @torch.no_grad()
     def _zero_shot(
         self, model: nn.Module, embedded: EmbeddingSet, group: Group, classes: tuple[str, ...]
     ) -> dict[str, float]:
-        """Accuracy of the nearest class, each rank judging its part of the rows."""
+        """Accuracy of the nearest class embedding, each rank on its part of the rows."""
         prompts, language = self._settings.prompts, self._settings.language
         said = [self._encoder.format_caption(text, language) for text in fill_prompts(classes, prompts)]
         ids, num_tokens = self._encoder.encode(said)
@@ -94,49 +93,45 @@ class Evaluator(EvalDataset):
             embedded.image[mine].split(CHUNK),
             embedded.label[mine].split(CHUNK),
         )
-        found = [
-            topk_correct(exact(rows) @ exact(weights).T, labels) for rows, labels in zip(image, label, strict=True)
-        ]
+        found = [topk_correct(rows @ weights.T, labels, TIE) for rows, labels in zip(image, label, strict=True)]
         right = group.all_gather_variable(torch.stack([torch.zeros(3, dtype=torch.int64), *found]).sum(0)[None]).sum(0)
         return topk_accuracy(right.cpu(), "zero_shot", len(classes))
 
 
 def retrieval_ranks(embedded: EmbeddingSet, group: Group, chunk: int) -> dict[str, Tensor]:
-    """Rank of every image among captions and of every caption among images, int64 on the CPU, in their order.
+    """Rank of each image among captions and of each caption among images, int64 on the CPU.
 
-    An image's right answers are its captions and any others of the same text; a caption's are the images with its text.
+    Equal captions are interchangeable as answers.
     """
-    said = embedded.said
-    text, right = embedded.text[first_index(said)], torch.stack([embedded.of, said])
-    images = _ranks(embedded.image, text, right, group, chunk, said.bincount())
-    texts = _ranks(text, embedded.image, right.flip(0), group, chunk)
-    return {"image_to_text": images, "text_to_image": texts[said]}
+    text_id = embedded.text_id
+    text, correct = embedded.text[first_index(text_id)], torch.stack([embedded.image_index, text_id])
+    images = _ranks(embedded.image, text, correct, group, chunk, text_id.bincount())
+    texts = _ranks(text, embedded.image, correct.flip(0), group, chunk)
+    return {"image_to_text": images, "text_to_image": texts[text_id]}
 
 
 def _ranks(
-    queries: Tensor, gallery: Tensor, right: Tensor, group: Group, chunk: int, copies: Tensor | None = None
+    queries: Tensor, gallery: Tensor, correct: Tensor, group: Group, chunk: int, copies: Tensor | None = None
 ) -> Tensor:
-    """As retrieval.py's, each rank of the group ranking its part of the queries."""
+    """`compute_ranks`, each rank of the group on its part of the queries."""
     mine = slice(group.rank, None, group.world)
-    own = right[:, right[0] % group.world == group.rank]
+    own = correct[:, correct[0] % group.world == group.rank]
     own = torch.stack([own[0] // group.world, own[1]])
     found = group.all_gather_variable(compute_ranks(queries[mine], gallery, own, chunk, group.device, copies)).cpu()
-    dealt = torch.cat([torch.arange(len(queries))[rank :: group.world] for rank in range(group.world)])
-    return torch.empty_like(found).scatter_(0, dealt, found)
+    interleaved = torch.cat([torch.arange(len(queries))[rank :: group.world] for rank in range(group.world)])
+    return torch.empty_like(found).scatter_(0, interleaved, found)
 
 
 def retrieval_scores(
-    embedded: EmbeddingSet, found: dict[str, Tensor], group: Group, objective: Objective, global_rows: int, chunk: int
+    embedded: EmbeddingSet, ranks: dict[str, Tensor], group: Group, objective: Objective, global_rows: int, chunk: int
 ) -> dict[str, float]:
     """recall_at_{1,5,10} and median_rank, each /image_to_text and /text_to_image; recall_at_1/mean; loss; rows.
 
-    Image to text asks for any caption of the image, text to image for the caption's image. `found` is what
-    `ranks_both_ways` gave. `loss` is that of what meets in the objective, and there where this reads nothing but the
-    two embeddings.
+    ranks: of `retrieval_ranks`. `loss` is the global loss of the objective, if it reads only the two embeddings.
     """
     metrics: dict[str, float] = {}
-    for direction, its_ranks in found.items():
-        metrics |= retrieval_metrics(its_ranks, direction)
+    for direction, values in ranks.items():
+        metrics |= retrieval_metrics(values, direction)
     both = [metrics[f"recall_at_1/{direction}"] for direction in ("image_to_text", "text_to_image")]
     metrics["recall_at_1/mean"] = sum(both) / 2
     global_loss = split_objective(objective).global_loss
@@ -149,43 +144,46 @@ def retrieval_scores(
 def embed_dataset(
     model: nn.Module, batches: EvalBatches, group: Group, objective: Objective, chunk: int
 ) -> EmbeddingSet:
-    """Embeddings of all ranks' rows, the same on every rank; they travel `chunk` rows of a rank at a time."""
+    """Embed the rows of all ranks; every rank gets all embeddings, gathered `chunk` rows at a time."""
     with eval_mode(model):
-        # One row of noise: a rank may have no row of its own, and must know the width and the shared outputs as well.
+        # A synthetic row: a rank without rows needs the width and the scalar outputs too.
         outputs = model(synthetic_batch(batches.inputs, 1, 1, group.device))
         none = {"row": torch.zeros(0, dtype=torch.int64), "image": outputs["image_embed"][:0].float().cpu()}
-        right = torch.zeros(0, len(TOP_K) + 1, dtype=torch.int64)
-        none |= {"label": none["row"], "owner": none["row"], "said": none["row"], "text": none["image"]}
-        parts = [none | {"right": right, "regions": right}]
+        correct = torch.zeros(0, len(TOP_K) + 1, dtype=torch.int64)
+        none |= {"label": none["row"], "owner": none["row"], "text_id": none["row"], "text": none["image"]}
+        parts = [none | {"class_correct": correct, "region_correct": correct}]
         parts += [_embed_batch(model, batch, batches.batch, group.device) for batch in batches]
     mine = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    everyone = {name: _gather(mine[name], group, chunk) for name in mine}
-    by_row, by_owner = everyone["row"].argsort(), everyone["owner"].argsort(stable=True)
-    text, said = dedupe_texts(everyone["text"][by_owner], everyone["said"][by_owner])
+    gathered = {name: _gather(mine[name], group, chunk) for name in mine}
+    by_row, by_owner = gathered["row"].argsort(), gathered["owner"].argsort(stable=True)
+    text, text_id = dedupe_texts(gathered["text"][by_owner], gathered["text_id"][by_owner])
     return EmbeddingSet(
-        row=everyone["row"][by_row],
-        image=everyone["image"][by_row],
-        owner=everyone["owner"][by_owner],
+        row=gathered["row"][by_row],
+        image=gathered["image"][by_row],
+        owner=gathered["owner"][by_owner],
         text=text,
-        said=said,
-        label=everyone["label"][by_row],
-        right=everyone["right"].sum(dim=0),
-        regions=everyone["regions"].sum(dim=0),
+        text_id=text_id,
+        label=gathered["label"][by_row],
+        class_correct=gathered["class_correct"].sum(dim=0),
+        region_correct=gathered["region_correct"].sum(dim=0),
         scalar_outputs={name: outputs[name].detach() for name in objective.scalar_outputs},
     )
 
 
 def _embed_batch(model: Any, batch: Batch, text_rows: int, device: torch.device) -> dict[str, Tensor]:
-    """Embeddings of a batch, on the CPU; captions, of which there may be many to an image, `text_rows` at once."""
+    """Embeddings of a batch on the CPU; captions are embedded `text_rows` at a time."""
     text = _embed_texts(model, batch["input_ids"], batch["attention_mask"], text_rows, device)
     image = model.embed_image(batch["image"].to(device)).float().cpu()
-    embedded = {"row": batch["row"], "image": image, "owner": batch["owner"], "said": batch["said"], "text": text}
-    judged = {"right": _class_correct(model, batch, device), "regions": _region_correct(model, batch, device)}
-    return embedded | judged | {"label": batch["label"]}
+    embedded = {"row": batch["row"], "image": image, "owner": batch["owner"], "text_id": batch["text_id"], "text": text}
+    correct = {
+        "class_correct": _class_correct(model, batch, device),
+        "region_correct": _region_correct(model, batch, device),
+    }
+    return embedded | correct | {"label": batch["label"]}
 
 
 def _embed_texts(model: Any, input_ids: Tensor, attention_mask: Tensor, rows: int, device: torch.device) -> Tensor:
-    """Embeddings of captions, on the CPU, `rows` of them at once."""
+    """Embeddings of captions on the CPU, `rows` at a time."""
     pairs = zip(input_ids.split(rows), attention_mask.split(rows), strict=True)
     return torch.cat([model.embed_text(ids.to(device), mask.to(device)).float().cpu() for ids, mask in pairs])
 
@@ -197,7 +195,7 @@ def class_head(model: Any) -> nn.Linear | None:
 
 
 def _class_correct(model: Any, batch: Batch, device: torch.device) -> Tensor:
-    """What the head judges rightly, each image with its first caption: a row of `right_at`, int64 [1, 3]."""
+    """`topk_correct` of the classification head, int64 [1, 3]; each image with its first caption."""
     head = class_head(model)
     if head is None:
         return torch.zeros(1, len(TOP_K) + 1, dtype=torch.int64)
@@ -208,13 +206,13 @@ def _class_correct(model: Any, batch: Batch, device: torch.device) -> Tensor:
 
 
 def region_labels(model: Any) -> LabelTexts | None:
-    """The texts that the model names boxes by, if it does."""
+    """The label texts of the region head, if the model has one."""
     labels = getattr(model, "labels", None)
     return labels if isinstance(labels, LabelTexts) else None
 
 
 def _region_correct(model: Any, batch: Batch, device: torch.device) -> Tensor:
-    """What the model names rightly of the labelled boxes: a row of `right_at`, int64 [1, 3]."""
+    """`topk_correct` of the labelled boxes, int64 [1, 3]."""
     if region_labels(model) is None or "boxes" not in batch:
         return torch.zeros(1, len(TOP_K) + 1, dtype=torch.int64)
     logits = model.classify_regions(batch["image"].to(device), batch["boxes"].to(device)).float().cpu()
@@ -224,7 +222,7 @@ def _region_correct(model: Any, batch: Batch, device: torch.device) -> Tensor:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode; afterwards it is as it was."""
+    """Evaluation mode; the previous mode is restored."""
     was_training = model.training
     model.eval()
     try:
@@ -234,7 +232,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _gather(rows: Tensor, group: Group, chunk: int) -> Tensor:
-    """Rows of all ranks, on the CPU; the captions of one row stay in their order."""
+    """Gather rows of all ranks to the CPU; captions of one row keep their order."""
     if group.world == 1:
         return rows
     longest = int(group.all_gather_variable(torch.tensor([len(rows)])).max())
@@ -246,33 +244,33 @@ def _gather(rows: Tensor, group: Group, chunk: int) -> Tensor:
 def _loss(embedded: EmbeddingSet, group: Group, objective: Objective, global_rows: int, chunk: int) -> float:
     """Mean loss over consecutive groups of `global_rows` rows with their first captions; the last may be smaller.
 
-    The groups, not the ranks, say which rows meet, and the sums are added in one order: the world size leaves no trace.
+    Groups and the order of summation do not depend on the number of ranks.
     """
     first_caption = torch.searchsorted(embedded.owner, embedded.row)
-    pairs = [(start, min(start + global_rows, len(embedded.row))) for start in range(0, len(embedded.row), global_rows)]
+    spans = [(start, min(start + global_rows, len(embedded.row))) for start in range(0, len(embedded.row), global_rows)]
     sums = [torch.zeros(0, 3, dtype=torch.float64)]
-    for index in range(group.rank, len(pairs), group.world):
-        rows = slice(*pairs[index])
+    for index in range(group.rank, len(spans), group.world):
+        rows = slice(*spans[index])
         image, text = embedded.image[rows], embedded.text[first_caption[rows]]
         total, count = _loss_of_group(image, text, embedded.scalar_outputs, group.device, objective, chunk)
         sums.append(torch.tensor([[index, total, count]], dtype=torch.float64))
-    everyone = group.all_gather_variable(torch.cat(sums)).cpu()
-    _, total, count = everyone[everyone[:, 0].argsort()].sum(dim=0).tolist()
+    gathered = group.all_gather_variable(torch.cat(sums)).cpu()
+    _, total, count = gathered[gathered[:, 0].argsort()].sum(dim=0).tolist()
     return total / count
 
 
 def _loss_of_group(
     image: Tensor, text: Tensor, shared: dict[str, Tensor], device: torch.device, objective: Objective, chunk: int
 ) -> tuple[float, float]:
-    """(loss sum, count) of pairs [G, D] that meet, `chunk` of them against all at once."""
+    """(loss sum, count) of a group of pairs [G, D], `chunk` rows against all at a time."""
     image, text = image.to(device), text.to(device)
     valid = torch.ones(len(image), dtype=torch.bool, device=device)
     total = count = 0.0
-    with torch.autocast(device.type, enabled=False):  # as in training: the loss is float32, whatever the towers were
+    with torch.autocast(device.type, enabled=False):  # as in training, the loss is computed in float32
         for start in range(0, len(image), chunk):
             rows = slice(start, start + chunk)
-            everyone = {"image_embed": image, "text_embed": text, "valid": valid, "offset": start}
+            gathered = {"image_embed": image, "text_embed": text, "valid": valid, "offset": start}
             outputs = {"image_embed": image[rows], "text_embed": text[rows], **shared}
-            loss_sum, rows_counted, _ = objective.compute_loss(outputs, {"valid": valid[rows]}, everyone)
+            loss_sum, rows_counted, _ = objective.compute_loss(outputs, {"valid": valid[rows]}, gathered)
             total, count = total + float(loss_sum.sum()), count + float(rows_counted.reshape(-1)[0])
     return total, count

@@ -1,4 +1,4 @@
-"""From the `model` section to a model: a built-in kind, or a user's own by `package.module:Class`."""
+"""Build the model that the `model` section names: a built-in kind, or a user's `package.module:Class`."""
 
 from __future__ import annotations
 
@@ -27,23 +27,20 @@ BUILT_IN: dict[str, Any] = {
 
 
 def build(spec: Section, vocab_size: int, architecture: dict[str, Any] | None = None) -> nn.Module:
-    """The model that `spec.kind` names, its weights drawn from torch's generator or loaded as the spec says.
+    """Build the model that `spec.kind` names, with random or pretrained weights as `spec` says, and LoRA adapters.
 
-    vocab_size: tokens the tokenizer has; model.vocab_size, where it is set, is the larger number of rows that the
-    embedding gets. architecture: `architecture()` of the same model when its weights will be loaded from a checkpoint;
-    pretrained ones are not looked for then. Where model.lora.rank is
-    set, adapters are added. A user's class gets (spec, vocab_size), and makes what protocol.py
-    says. Raises UsageError naming the setting and its value.
+    vocab_size: tokens of the tokenizer; a larger `model.vocab_size` sets the embedding rows. architecture:
+    `architecture()` of the same model, if the caller will load its weights; pretrained ones are then not read. A
+    user's class is called with (spec, vocab_size). Raises UsageError.
     """
     if 0 < spec.vocab_size < vocab_size:
         raise UsageError(
-            f"model.vocab_size: {spec.vocab_size} rows of embedding are too few for a tokenizer of {vocab_size} "
-            "tokens; take 0, or a larger number"
+            f"model.vocab_size: {spec.vocab_size} embedding rows are too few for a tokenizer of {vocab_size} tokens; "
+            "set 0 or a larger number"
         )
     model = _construct(spec, spec.vocab_size or vocab_size, architecture)
-    adapters = getattr(spec, "lora", None)  # an export of an earlier version says nothing of them
-    if adapters is not None and adapters.rank:
-        lora.add_adapters(model, adapters)
+    if spec.lora.rank:
+        lora.add_adapters(model, spec.lora)
     return model
 
 
@@ -59,7 +56,7 @@ def _construct(spec: Section, rows: int, architecture: dict[str, Any] | None) ->
 
 
 def random_init_architecture(spec: Section, vocab_size: int) -> dict[str, Any] | None:
-    """An `architecture` that stands in for pretrained weights, where what they have learned does not matter."""
+    """An `architecture` that replaces pretrained weights with random ones, for benchmarks and dry runs."""
     if spec.kind not in BUILT_IN:
         return None
     architecture: dict[str, Any] = BUILT_IN[spec.kind].random_init_architecture(spec, vocab_size)

@@ -1,9 +1,10 @@
-"""transformers' CLIP and SigLIP as dual encoders: from saved weights, an open_clip checkpoint, or drawn anew.
+"""Dual encoders: image branch, text branch and temperature; transformers' CLIP and SigLIP in this form.
 
-The encoders are transformers' own, with scaled-dot-product attention; only the way through them is ours. Captions end
-at their last token whatever the tokenizer calls it, patches can be left out in training, and no mask makes a GPU wait.
-Sources: Radford et al. 2021 (arXiv:2103.00020), Zhai et al. 2023 (arXiv:2303.15343), patch dropout after Li et al. 2023
-(FLIP, arXiv:2212.00794). transformers is imported when a model is built, not with this file: it costs seconds.
+The encoders are those of transformers with scaled-dot-product attention; only the forward pass through them is ours:
+captions end at their last token, patches can be dropped in training, and no mask synchronises the GPU.
+Sources: Radford et al. 2021 (CLIP, arXiv:2103.00020), Zhai et al. 2023 (SigLIP, arXiv:2303.15343), patch dropout after
+Li et al. 2023 (FLIP, arXiv:2212.00794). transformers is imported when a model
+is built, because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import functional
 
 from mmray.data.text.chat import language_token_pattern
 from mmray.errors import UsageError
@@ -29,20 +29,13 @@ if TYPE_CHECKING:
     from mmray.config.model import EmbeddingModel as Section
 
 
-# What models share whose branches meet at the loss: two embeddings and a temperature from a batch.
-#
-# The sample's journey: stands between data/ (uint8 pixels, token ids) and objectives/ (embeddings to a loss). Pixels
-# stay
-# uint8 until here, so that a quarter of the bytes travel; they become numbers and are normalised on the training
-# device.
-# Source: Radford et al. 2021 (arXiv:2103.00020); the bias is that of Zhai et al. 2023 (SigLIP, arXiv:2303.15343).
-MAX_LOG_SCALE = math.log(100)  # CLIP's bound: beyond it the softmax saturates and training becomes unstable
+MAX_LOG_SCALE = math.log(100)  # CLIP's bound: above it the softmax saturates and training is unstable
 
 
 class DualEncoder(nn.Module):
     """An image branch and a text branch with one embedding space and a learned temperature.
 
-    image: uint8 [B, 3, S, S] -> [B, D] of length 1. text: (ids, mask) [B, T] -> [B, D] of length 1.
+    image: uint8 [B, 3, S, S] -> L2-normalised [B, D]. text: (ids, mask) [B, T] -> L2-normalised [B, D].
     """
 
     max_log_scale: float | None = MAX_LOG_SCALE
@@ -56,49 +49,48 @@ class DualEncoder(nn.Module):
         self.register_parameter("logit_bias", bias)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A batch -> `image_embed`, `text_embed` [B, D] of length 1, `logit_scale` = 1 / temperature, a scalar.
-
-        `logit_bias`, a scalar, where the model has one.
-        """
+        """Return `image_embed`, `text_embed` [B, D] and the scalars of `scalar_outputs`."""
         image_embed = self.image(batch["image"])
         text_embed = self.text(batch["input_ids"], batch["attention_mask"])
         return {"image_embed": image_embed, "text_embed": text_embed, **self.scalar_outputs()}
 
     def scalar_outputs(self) -> dict[str, Tensor]:
-        """What belongs to no branch and no row: `logit_scale`, and `logit_bias` where there is one; scalars."""
+        """The scalars `logit_scale` = 1 / temperature and, if configured, `logit_bias`."""
         scale = {"logit_scale": self.log_scale.exp()}
-        return scale if self.logit_bias is None else scale | {"logit_bias": self.logit_bias * 1}  # no leaf: an output
+        return (
+            scale if self.logit_bias is None else scale | {"logit_bias": self.logit_bias * 1}
+        )  # an output, not the leaf
 
     def embed_image(self, image: Tensor) -> Tensor:
-        """Pixels uint8 [B, 3, S, S] -> embeddings [B, D] of length 1."""
+        """Pixels uint8 [B, 3, S, S] -> L2-normalised embeddings [B, D]."""
         embedding: Tensor = self.image(image)
         return embedding
 
     def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Ids and mask [B, T] -> embeddings [B, D] of length 1."""
+        """Ids and mask [B, T] -> L2-normalised embeddings [B, D]."""
         embedding: Tensor = self.text(input_ids, attention_mask)
         return embedding
 
     def branches(self) -> dict[str, nn.Module]:
-        """The submodules that share nothing but the loss: where placement on devices may cut."""
+        """The submodules that share nothing but the loss."""
         return {"image": self.image, "text": self.text}
 
     @torch.no_grad()
     def constrain(self) -> None:
-        """Keep the temperature at 0.01 or above; called after each optimizer step."""
+        """Keep the temperature at 0.01 or above."""
         if self.max_log_scale is not None:
             self.log_scale.clamp_(max=self.max_log_scale)
 
 
 class NormalizePixels(nn.Module):
-    """Pixels uint8 [B, 3, S, S] to normalised numbers, in the type of the model's weights."""
+    """Normalise pixels uint8 [B, 3, S, S] to the dtype of the model's weights."""
 
     mean: Tensor
     std: Tensor
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
         super().__init__()
-        # In units of a byte, and no part of the weights: they are settings, and the spec holds them.
+        # In units of 1 / 255; settings, not weights.
         self.register_buffer("mean", 255 * torch.tensor(mean).view(-1, 1, 1), persistent=False)
         self.register_buffer("std", 255 * torch.tensor(std).view(-1, 1, 1), persistent=False)
 
@@ -108,21 +100,21 @@ class NormalizePixels(nn.Module):
 
 
 def l2_normalize(embedding: Tensor) -> Tensor:
-    """Rows of length 1, in float32 at least: half precision would round away what a softmax at scale 100 shows."""
+    """Rows of unit length in at least float32, because half precision is too coarse for a softmax at scale 100."""
     if embedding.dtype in (torch.float16, torch.bfloat16):
         embedding = embedding.float()
-    return functional.normalize(embedding, dim=-1)
+    return F.normalize(embedding, dim=-1)
 
 
 WEIGHTS_SETTING = "model.weights"
-LEGACY_END_ID = 2  # with this end token transformers' CLIP pools at the largest id instead
+LEGACY_END_ID = 2  # with this eos id transformers' CLIP pools at the largest id instead
 
 
 class Clip(DualEncoder):
-    """transformers' CLIPModel, taken apart into its two branches.
+    """transformers' CLIPModel as two branches.
 
-    spec: the `model` section. vocab_size: tokens the tokenizer has. architecture: what `architecture()` of the same
-    model gave; no weights are looked for then, the caller loads them. Raises UsageError.
+    spec: the `model` section. vocab_size: tokens of the tokenizer. architecture: `architecture()` of the same model;
+    the caller then loads its weights. Raises UsageError.
     """
 
     hf_names = (
@@ -145,18 +137,18 @@ class Clip(DualEncoder):
             self.log_scale.data.copy_(net.logit_scale.detach())
 
     def architecture(self) -> dict[str, Any]:
-        """The transformers configuration, from which the same model is built."""
+        """The transformers config, as JSON values."""
         return {"config": self._config.to_dict()}
 
     @staticmethod
     def random_init_architecture(spec: ClipSection, vocab_size: int) -> dict[str, Any]:
-        """The `architecture` of a model with drawn weights in the spec's own shape."""
+        """The `architecture` of a model with random weights in the shape of the settings."""
         return {"config": _clip_config(spec, vocab_size).to_dict()}
 
     def hf_config(self, end_id: int | None, pad_id: int) -> dict[str, Any] | None:
-        """config.json of the same model for transformers; None where its classes cannot hold it.
+        """config.json for transformers; None if its classes cannot represent the model.
 
-        end_id: of the token behind each caption, whose features theirs takes; None: there is none.
+        end_id: token at the end of each caption, at which transformers pools; None: the tokenizer has none.
         """
         if end_id in (None, LEGACY_END_ID) or self.logit_bias is not None:
             return None
@@ -165,10 +157,7 @@ class Clip(DualEncoder):
 
 
 class Siglip(DualEncoder):
-    """transformers' SiglipModel, taken apart into its two branches; the temperature is not clamped, as in the source.
-
-    spec, vocab_size, architecture, errors: as for `Clip`.
-    """
+    """transformers' SiglipModel as two branches; the temperature is not clamped. Arguments as for `Clip`."""
 
     max_log_scale = None
     hf_names = (
@@ -192,28 +181,28 @@ class Siglip(DualEncoder):
                 self.logit_bias.data.copy_(net.logit_bias.detach().squeeze())
 
     def architecture(self) -> dict[str, Any]:
-        """The transformers configuration, from which the same model is built."""
+        """The transformers config, as JSON values."""
         return {"config": self._config.to_dict()}
 
     @staticmethod
     def random_init_architecture(spec: SiglipSection, vocab_size: int) -> dict[str, Any]:
-        """The `architecture` of a model with drawn weights in the spec's own shape."""
+        """The `architecture` of a model with random weights in the shape of the settings."""
         return {"config": _siglip_config(spec, vocab_size).to_dict()}
 
     def hf_config(self, end_id: int | None, pad_id: int) -> dict[str, Any] | None:
-        """config.json of the same model for transformers; None where its classes cannot hold it."""
+        """config.json for transformers; None if its classes cannot represent the model."""
         if self.logit_bias is None:
             return None
         return _hf_config(self._config, "SiglipModel", {"eos_token_id": end_id})
 
     @property
     def padded_to(self) -> tuple[int, int]:
-        """(tokens, pad id) that each caption is filled up to: the model looks at its padding."""
+        """(tokens, pad id) of each caption: SigLIP attends to its padding."""
         return self.text.length, self.text.pad_id  # type: ignore[return-value]
 
 
 class ClipImage(nn.Module):
-    """CLIP's vision transformer: features of the class token, projected."""
+    """CLIP's vision transformer: the projected class token."""
 
     def __init__(self, tower: Any, project: nn.Linear, inputs: Inputs, patch_dropout: float) -> None:
         super().__init__()
@@ -221,7 +210,7 @@ class ClipImage(nn.Module):
         self.patch_dropout = patch_dropout
 
     def forward(self, image: Tensor) -> Tensor:
-        """Pixels uint8 [B, 3, S, S] -> embeddings [B, D] of length 1."""
+        """Pixels uint8 [B, 3, S, S] -> L2-normalised embeddings [B, D]."""
         hidden = self.tower.embeddings(self.pixels(image))
         if self.training and self.patch_dropout:
             patches = drop_patches(hidden[:, 1:], self.patch_dropout)
@@ -231,16 +220,16 @@ class ClipImage(nn.Module):
 
 
 class ClipText(nn.Module):
-    """CLIP's causal text transformer: features of a caption's last token, projected."""
+    """CLIP's causal text transformer: the projected last token."""
 
     def __init__(self, tower: Any, project: nn.Linear) -> None:
         super().__init__()
         self.tower, self.project = tower, project
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Ids and mask [B, T] (1 is a token, right padded) -> embeddings [B, D] of length 1."""
+        """Ids and mask [B, T] (1 is a token, right-padded) -> L2-normalised embeddings [B, D]."""
         hidden = self.tower.embeddings(input_ids=input_ids)
-        # No mask of padding: causal attention lets no token see what comes after it, and the last real one is read.
+        # No padding mask: attention is causal, and the last real token is read.
         hidden = self.tower.encoder(inputs_embeds=hidden, is_causal=True).last_hidden_state
         last = (attention_mask.sum(dim=1) - 1).clamp(min=0)
         features = hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[-1])).squeeze(1)
@@ -248,7 +237,7 @@ class ClipText(nn.Module):
 
 
 class SiglipImage(nn.Module):
-    """SigLIP's vision transformer: features by attention pooling."""
+    """SigLIP's vision transformer with attention pooling."""
 
     def __init__(self, tower: Any, inputs: Inputs, patch_dropout: float) -> None:
         super().__init__()
@@ -256,7 +245,7 @@ class SiglipImage(nn.Module):
         self.patch_dropout = patch_dropout
 
     def forward(self, image: Tensor) -> Tensor:
-        """Pixels uint8 [B, 3, S, S] -> embeddings [B, D] of length 1."""
+        """Pixels uint8 [B, 3, S, S] -> L2-normalised embeddings [B, D]."""
         hidden = self.tower.embeddings(self.pixels(image))
         if self.training and self.patch_dropout:
             hidden = drop_patches(hidden, self.patch_dropout)
@@ -265,7 +254,7 @@ class SiglipImage(nn.Module):
 
 
 class SiglipText(nn.Module):
-    """SigLIP's text transformer: every caption is filled up to the same length and seen whole, padding included."""
+    """SigLIP's text transformer: captions are padded to a fixed length and attention includes the padding."""
 
     def __init__(self, tower: Any, config: Any) -> None:
         super().__init__()
@@ -274,7 +263,7 @@ class SiglipText(nn.Module):
         self.pad_id: int = config.pad_token_id
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Ids and mask [B, T] (1 is a token, right padded) -> embeddings [B, D] of length 1."""
+        """Ids and mask [B, T] (1 is a token, right-padded) -> L2-normalised embeddings [B, D]."""
         ids = input_ids.masked_fill(attention_mask == 0, self.pad_id)
         ids = F.pad(ids, (0, self.length - ids.shape[1]), value=self.pad_id)
         hidden = self.tower.encoder(inputs_embeds=self.tower.embeddings(input_ids=ids)).last_hidden_state
@@ -282,16 +271,16 @@ class SiglipText(nn.Module):
 
 
 def drop_patches(patches: Tensor, dropout: float) -> Tensor:
-    """Tokens [B, N, W] -> a random round(N x (1 - dropout)) of each row's, in their order, at least one."""
+    """Keep a random round(N x (1 - dropout)) of the tokens [B, N, W] of each row, in order, at least one."""
     kept = max(1, round(patches.shape[1] * (1 - dropout)))
-    drawn = torch.rand(patches.shape[:2], device=patches.device).argsort(dim=1)[:, :kept].sort(dim=1).values
-    return patches.gather(1, drawn[..., None].expand(-1, -1, patches.shape[-1]))
+    index = torch.rand(patches.shape[:2], device=patches.device).argsort(dim=1)[:, :kept].sort(dim=1).values
+    return patches.gather(1, index[..., None].expand(-1, -1, patches.shape[-1]))
 
 
 def _build_hf_model(
-    kind: Any, config_kind: Any, spec: Any, vocab_size: int, drawn: Any, architecture: dict[str, Any] | None
+    kind: Any, config_kind: Any, spec: Any, vocab_size: int, make_config: Any, architecture: dict[str, Any] | None
 ) -> Any:
-    """transformers' own model: of a known configuration, of saved weights, of an open_clip file, or drawn."""
+    """Build the transformers model: from `architecture`, pretrained, from an open_clip file, or untrained."""
     token = language_token_pattern(spec.inputs)
     if architecture is None and spec.weights != "none":
         if not open_clip.is_checkpoint_file(spec.weights):
@@ -300,14 +289,14 @@ def _build_hf_model(
             )
         if spec.kind != "clip":
             raise UsageError(
-                f"{WEIGHTS_SETTING}: a checkpoint of open_clip ({spec.weights}) goes into model.kind clip only"
+                f"{WEIGHTS_SETTING}: {spec.weights} is an open_clip checkpoint, which only model.kind `clip` loads"
             )
         state = read_state_dict(WEIGHTS_SETTING, spec.weights)
         rows = min(vocab_size, open_clip.open_clip_vocab_size(state) or vocab_size) if token else vocab_size
-        net = kind(_with_sdpa(drawn(spec, rows)))
+        net = kind(_with_sdpa(make_config(spec, rows)))
         open_clip.load_open_clip(net, state, WEIGHTS_SETTING, spec.weights)
         return add_language_rows(net, vocab_size, token)
-    config = config_kind.from_dict(architecture["config"]) if architecture else drawn(spec, vocab_size)
+    config = config_kind.from_dict(architecture["config"]) if architecture else make_config(spec, vocab_size)
     return kind(_with_sdpa(config))
 
 
@@ -322,7 +311,7 @@ def _vision(spec: Any) -> dict[str, int]:
 
 def _text(spec: Any, vocab_size: int) -> dict[str, int | None]:
     settled = {"max_position_embeddings": spec.inputs.max_tokens, "vocab_size": vocab_size}
-    return transformer_config(spec.text) | settled | {"bos_token_id": None, "eos_token_id": None}  # export learns them
+    return transformer_config(spec.text) | settled | {"bos_token_id": None, "eos_token_id": None}  # set at export
 
 
 def _clip_config(spec: ClipSection, vocab_size: int) -> Any:
@@ -343,34 +332,34 @@ def _siglip_config(spec: SiglipSection, vocab_size: int) -> Any:
 
 
 def _check_compatible(config: Any, inputs: Inputs, vocab_size: int, weights: str) -> None:
-    """Every pixel, id and position of the data has its place in the model."""
+    """Raise UsageError if the model cannot process the images, ids or positions of the data."""
     text, side = config.text_config, config.vision_config.image_size
     if side != inputs.image_side:
-        raise UsageError(f"model.inputs.image_side: {weights} takes images of {side} pixels, not {inputs.image_side}")
+        raise UsageError(f"model.inputs.image_side: {weights} needs images of {side} pixels, not {inputs.image_side}")
     if text.max_position_embeddings < inputs.max_tokens:
         raise UsageError(
-            f"model.inputs.max_tokens: {inputs.max_tokens} is more than the {text.max_position_embeddings} positions "
-            f"of {weights}; take at most that many"
+            f"model.inputs.max_tokens: {inputs.max_tokens} exceeds the {text.max_position_embeddings} positions of "
+            f"{weights}; reduce it"
         )
     if text.vocab_size < vocab_size:
         raise UsageError(
-            f"{WEIGHTS_SETTING}: {weights}: {text.vocab_size} rows of embedding are too few for a tokenizer of "
-            f"{vocab_size} tokens; take the tokenizer of the weights (model.inputs.tokenizer)"
+            f"{WEIGHTS_SETTING}: {weights} has {text.vocab_size} embedding rows, too few for a tokenizer of "
+            f"{vocab_size} tokens; use the tokenizer of the weights (model.inputs.tokenizer)"
         )
 
 
 def _set_pad_id(text: Any, spec: SiglipSection) -> None:
-    """The configuration says what the model fills captions up with: that of the tokenizer, where the spec has it.
+    """Set the config's pad id to that of the tokenizer.
 
-    Saved weights need not say it: SigLIP 2's leave transformers' default, which its own tokenizer does not pad with.
+    Pretrained configs can be wrong: SigLIP 2's has transformers' default, which its tokenizer does not use.
     """
     if spec.pad_id is not None:
         text.pad_token_id = spec.pad_id
     pad_id = text.pad_token_id
     if pad_id is None or not 0 <= pad_id < text.vocab_size:
         raise UsageError(
-            f"model.pad_id: {pad_id} is no token of a model with {text.vocab_size} rows of embedding; take "
-            "the id that the tokenizer pads with"
+            f"model.pad_id: {pad_id} is not a token of a model with {text.vocab_size} embedding rows; set the pad id "
+            "of the tokenizer"
         )
 
 

@@ -1,7 +1,6 @@
-"""Low-rank adapters: small matrices that learn beside weights that stay as they are, and fold into them at the end.
+"""Low-rank adapters (LoRA) through peft: added to a built model, merged into its weights at export.
 
-The adapters are those of peft, put into a model that is built already: build.py adds them, export merges them. A
-checkpoint holds both, so that a run goes on without the weights it began with.
+A checkpoint holds the adapters and the base weights, so a run resumes without the pretrained files.
 Source: Hu et al. 2021 (arXiv:2106.09685).
 """
 
@@ -19,17 +18,16 @@ if TYPE_CHECKING:
 
 
 def add_adapters(model: nn.Module, section: Section) -> None:
-    """Give each linear layer that `section.targets` names an adapter; nothing but adapters learns from here on.
+    """Add an adapter to each trainable linear layer that matches `section.targets`, and freeze all other weights.
 
-    A new adapter changes nothing: one of its two matrices is zero. Layers that do not learn (no output of theirs is
-    read) get none. Raises UsageError for a pattern that fits no layer, and where peft is not installed.
+    A new adapter adds zero. Raises UsageError for a pattern without a match, and if peft is not installed.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise UsageError(
-            f"model.lora.rank: adapters need peft ({error}); install it on every node with "
-            '`pip install "mmray[lora]"`, or set it to 0'
+            f"model.lora.rank: adapters need peft ({error}). Install it on every node with "
+            '`pip install "mmray[lora]"`, or set the rank to 0'
         ) from None
     layers = _target_layers(model, section.targets)
     config = LoraConfig(r=section.rank, lora_alpha=section.alpha, lora_dropout=section.dropout, target_modules=layers)
@@ -37,7 +35,7 @@ def add_adapters(model: nn.Module, section: Section) -> None:
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:
-    """The model with its adapters folded into the weights, so that nothing of them is left; without any, as it was."""
+    """Merge the adapters into the weights and remove them; returns the model."""
     for name, layer in [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "lora_A")]:
         adapted: Any = layer
         adapted.merge(safe_merge=True)
@@ -46,16 +44,16 @@ def merge_adapters(model: nn.Module) -> nn.Module:
 
 
 def _target_layers(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
-    """Names of the linear layers that learn and fit a pattern."""
+    """Names of the trainable linear layers that match a pattern."""
     linear = [
         name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer.weight.requires_grad
     ]
     if not linear:
-        raise UsageError("model.lora: the model has no linear layer that learns, so there is nothing to adapt")
+        raise UsageError("model.lora: the model has no trainable linear layer to adapt")
     for pattern in targets:
         if not any(fnmatchcase(name, pattern) for name in linear):
             raise UsageError(
-                f"model.lora.targets: `{pattern}` fits no linear layer of the model; their names are like "
+                f"model.lora.targets: `{pattern}` matches no linear layer of the model; layers are named like "
                 f"{linear[0]} and {linear[-1]}"
             )
     return [name for name in linear if any(fnmatchcase(name, pattern) for pattern in targets)]

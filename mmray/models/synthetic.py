@@ -1,4 +1,4 @@
-"""A batch of noise in the shape a model takes in: mistakes in a model show before any data is read."""
+"""Random batches in the shape that a model takes, for dry runs, memory probes and benchmarks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def synthetic_batch(
     image_pos [B]; full columns of boxes where `inputs` asks for them. Drawn on the CPU, so that every device gets the
     same.
     """
-    draw = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     side, tokens = inputs.image_side, inputs.max_tokens
     batch = {
-        "image": torch.randint(0, 256, (rows, 3, side, side), dtype=torch.uint8, generator=draw),
-        "input_ids": torch.randint(0, vocab_size, (rows, tokens), generator=draw),
+        "image": torch.randint(0, 256, (rows, 3, side, side), dtype=torch.uint8, generator=generator),
+        "input_ids": torch.randint(0, vocab_size, (rows, tokens), generator=generator),
         "attention_mask": torch.ones(rows, tokens, dtype=torch.long),
         "key": torch.arange(rows),
         "label": torch.zeros(rows, dtype=torch.long),

@@ -1,4 +1,4 @@
-"""Outputs to loss: what a model's named outputs are measured by."""
+"""Objectives: model outputs -> loss."""
 
 from mmray.objectives.build import build
 

@@ -1,4 +1,4 @@
-"""From the `objective` section to an objective: built-in by name, a user's own, or a weighted sum of several."""
+"""Build the objective that the `objective` section names: a built-in one, a user's class, or a weighted sum."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from mmray.config import Objective as Section
 
 
-# A weighted sum of objectives, each divided by a count of its own: `contrastive + 0.5 * matching`.
 @dataclass(frozen=True)
 class Term:
-    """One objective of a sum."""
+    """One weighted objective of a sum such as `contrastive + 0.5 * matching`; each is divided by its own count."""
 
     name: str
     weight: float
@@ -35,7 +34,7 @@ class Term:
 
 
 class CombinedObjective:
-    """Several objectives as one; what meets is formed over the global batch, what stands alone in each micro-batch."""
+    """A sum of objectives, split into its global and its local losses."""
 
     def __init__(self, terms: list[Term]) -> None:
         global_loss = [term for term in terms if term.objective.gathered_outputs]
@@ -49,7 +48,7 @@ class CombinedObjective:
 
 
 class WeightedSum:
-    """Objectives of one sort, added up: sums and counts are vectors [K], one number a term."""
+    """A weighted sum of K global, or K local, losses; loss sums and counts are vectors [K]."""
 
     def __init__(self, terms: list[Term]) -> None:
         self._terms = terms
@@ -65,18 +64,18 @@ class WeightedSum:
         return torch.stack([term.objective.count(batch) for term in self._terms])
 
     def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
-        """The terms' weighted sums [K], their counts [K], and each term's own loss and sums at its place in a [K]."""
+        """Weighted loss sums [K], counts [K], and each term's own sums at its index of a vector [K]."""
         losses, parts = [], {}
-        for place, term in enumerate(self._terms):
-            loss, _, further = term.objective.compute_loss(outputs, batch, gathered)
+        for index, term in enumerate(self._terms):
+            loss, _, sums = term.objective.compute_loss(outputs, batch, gathered)
             losses.append(term.weight * loss)
-            for name, value in {f"loss_{term.name}": loss.detach(), **further}.items():
+            for name, value in {f"loss_{term.name}": loss.detach(), **sums}.items():
                 parts[name] = torch.zeros(len(self._terms), dtype=value.dtype, device=value.device)
-                parts[name][place] = value
+                parts[name][index] = value
         return torch.stack(losses), self.count(batch), parts
 
     def sample_hard_negatives(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -> Batch:
-        """The columns that the terms ask for."""
+        """Merge the columns that the terms sample."""
         columns: Batch = {}
         for objective in self._mining:
             columns |= objective.sample_hard_negatives(outputs, batch, gathered)
@@ -84,7 +83,7 @@ class WeightedSum:
 
 
 class WeightedPairwise(WeightedSum):
-    """One term that is a sum over pairs: what it looks at still comes by a chunk at a time."""
+    """A single weighted term that is a sum over pairs, so it still runs on the ring."""
 
     def __init__(self, term: Term) -> None:
         super().__init__([term])
@@ -93,15 +92,15 @@ class WeightedPairwise(WeightedSum):
         self.chunk: int = term.objective.chunk
 
     def pairwise_loss(
-        self, outputs: Outputs, valid: Tensor, visitors: Outputs, visitors_valid: Tensor, partner: int | None
+        self, outputs: Outputs, valid: Tensor, remote: Outputs, remote_valid: Tensor, offset: int | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The term's weighted loss summed over the pairs, its own loss and its sums."""
-        loss, parts = self._term.objective.pairwise_loss(outputs, valid, visitors, visitors_valid, partner)
+        """Weighted loss summed over the pairs, and the unweighted sums."""
+        loss, parts = self._term.objective.pairwise_loss(outputs, valid, remote, remote_valid, offset)
         return self._term.weight * loss, {f"loss_{self._term.name}": loss.detach(), **parts}
 
 
 def _merge_terms(terms: list[Term]) -> Objective | None:
-    """Terms of one sort as one objective; a single one of weight 1 is itself."""
+    """Terms of one kind as one objective; a single term of weight 1 is used as it is."""
     if len(terms) == 1 and terms[0].weight == 1:
         only: Objective = terms[0].objective
         return only
@@ -127,7 +126,7 @@ REQUIRED = ("gathered_outputs", "scalar_outputs", "count", "compute_loss")
 
 
 def build(section: Section) -> Objective:
-    """The objective that `section.kind` names. Raises UsageError."""
+    """Build the objective named by `section.kind`. Raises UsageError."""
     terms = [Term(name, weight, _build_term(name, section)) for name, weight in parse_terms(section.kind).items()]
     if len(terms) == 1 and terms[0].weight == 1:
         only: Objective = terms[0].objective
@@ -137,15 +136,15 @@ def build(section: Section) -> Objective:
 
 
 def parse_terms(kind: str) -> dict[str, float]:
-    """The names of a sum with their weights: `contrastive + 0.5 * matching`. Raises UsageError."""
+    """Parse `contrastive + 0.5 * matching` into names and weights. Raises UsageError."""
     terms: dict[str, float] = {}
     for text in kind.split("+"):
         found = _TERM.match(text.strip())
         weight = _parse_weight(found[1]) if found else None
         if found is None or weight is None or weight <= 0 or found[2] in terms:
             raise UsageError(
-                f"objective.kind: `{kind}` is not an objective or a sum of different ones: `{text.strip()}`; write "
-                "for example `contrastive` or `contrastive + 0.5 * matching`"
+                f"objective.kind: cannot parse `{text.strip()}` in `{kind}`. Write an objective or a sum of different "
+                "ones, for example `contrastive` or `contrastive + 0.5 * matching`."
             )
         terms[found[2]] = weight
     return terms
@@ -164,5 +163,5 @@ def _build_term(name: str, section: Section) -> Any:
     objective = plugins.load_class(name, "objective.kind", tuple(BUILT_IN))(section)
     missing = [part for part in REQUIRED if not hasattr(objective, part)]
     if missing:
-        raise UsageError(f"objective.kind: `{name}` has no {', '.join(missing)} (see objectives/protocol.py)")
+        raise UsageError(f"objective.kind: `{name}` lacks {', '.join(missing)}; see mmray/objectives/protocol.py")
     return objective

@@ -1,4 +1,4 @@
-"""Classification: which of the classes is it, with label smoothing; rows without a label do not count."""
+"""Classification loss with label smoothing; rows without a label do not count."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmray.objectives.protocol import Batch, LossSums, Outputs
 class Classification:
     """Cross-entropy with smoothed labels (Szegedy et al. 2016, arXiv:1512.00567, section 7).
 
-    Outputs: `class_logits` [B, C]. The batch's `label` is int64 [B], -1 for a row without one.
+    Outputs: `class_logits` [B, C]. The batch's `label` is int64 [B], -1 for a row without a label.
     """
 
     gathered_outputs: tuple[str, ...] = ()
@@ -25,22 +25,22 @@ class Classification:
         self.label_smoothing = label_smoothing
 
     def count(self, batch: Batch) -> Tensor:
-        """Valid rows that have a label."""
-        return _counted(batch).sum()
+        """Labelled valid rows."""
+        return _is_labelled(batch).sum()
 
     def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
-        """Loss sum over the labelled rows, their count, and how many were classified rightly."""
-        logits, counted = outputs["class_logits"], _counted(batch)
+        """Loss sum over the labelled rows, their count, and how many were classified correctly."""
+        logits, counted = outputs["class_logits"], _is_labelled(batch)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        logits = torch.where(counted[:, None], logits, 0)  # a NaN in padding stays there
+        logits = torch.where(counted[:, None], logits, 0)  # keeps a NaN of padding out of the gradient
         target = torch.where(counted, batch["label"], NO_LABEL)
         losses = F.cross_entropy(
             logits, target, ignore_index=NO_LABEL, reduction="none", label_smoothing=self.label_smoothing
         )
-        right = (counted & (logits.argmax(dim=1) == target)).sum()
+        correct = (counted & (logits.argmax(dim=1) == target)).sum()
         loss = torch.where(counted, losses, 0).sum()
-        return loss, self.count(batch), {"class_accuracy": right.to(loss.dtype)}
+        return loss, self.count(batch), {"class_accuracy": correct.to(loss.dtype)}
 
 
-def _counted(batch: Batch) -> Tensor:
+def _is_labelled(batch: Batch) -> Tensor:
     return batch["valid"] & (batch["label"] != NO_LABEL)

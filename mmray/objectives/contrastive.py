@@ -1,7 +1,4 @@
-"""The symmetric contrastive loss: which caption belongs to which image, among all rows of the global batch.
-
-Reads the two embeddings of a two-tower model; train/step.py gathers the rows of the other ranks for it.
-"""
+"""Symmetric contrastive loss over all rows of the global batch."""
 
 from __future__ import annotations
 
@@ -11,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmray.objectives.protocol import Batch, Outputs
+from mmray.objectives.protocol import Batch, LossSums, Outputs
 
 
 class Contrastive:
-    """InfoNCE both ways, averaged (Radford et al. 2021, CLIP, figure 3; Zhang et al. 2020, ConVIRT, equation 2).
+    """InfoNCE in both directions, averaged (Radford et al. 2021, CLIP, figure 3; Zhang et al. 2020, ConVIRT, eq. 2).
 
     Outputs: `image_embed`, `text_embed` [B, D], L2-normalised, and `logit_scale`, a scalar. A row's loss is the mean of
     its two cross-entropies against all valid rows; invalid rows neither count nor serve as negatives.
@@ -29,12 +26,10 @@ class Contrastive:
         """Valid rows of the batch."""
         return batch["valid"].sum()
 
-    def compute_loss(
-        self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Loss sum over this rank's valid rows, their count, and the sum each way; float32 at least.
+    def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
+        """Loss sum over this rank's valid rows, their count, and the sum per direction; at least float32.
 
-        Logits are [local rows, global rows] each way, never [global, global].
+        Logits are [local rows, global rows] in each direction, never [global, global].
         """
         valid = batch["valid"]
         image, text = mask_invalid(outputs["image_embed"], valid), mask_invalid(outputs["text_embed"], valid)
@@ -54,14 +49,14 @@ class Contrastive:
 
 
 def mask_invalid(embed: Tensor, valid: Tensor) -> Tensor:
-    """Float32 at least, invalid rows zero: whatever stands in padding, a NaN too, must not reach a gradient."""
+    """Embeddings in at least float32, invalid rows zero, so a NaN in padding cannot reach a gradient."""
     embed = embed.to(torch.promote_types(embed.dtype, torch.float32))
     return torch.where(valid[:, None], embed, 0)
 
 
 def _cross_entropy_sum(logits: Tensor, targets: Tensor, valid: Tensor, columns: Tensor) -> Tensor:
-    """Cross-entropy of the valid rows, summed; invalid columns get no share of the softmax."""
-    # The lowest finite number, not -inf: a rank with no valid row at all then yields 0 instead of NaN.
+    """Cross-entropy summed over the valid rows; invalid columns are excluded from the softmax."""
+    # The lowest finite number instead of -inf: a rank without any valid row then yields 0, not NaN.
     logits = logits.masked_fill(~columns, torch.finfo(logits.dtype).min)
     losses = F.cross_entropy(logits, targets, reduction="none")
     return torch.where(valid, losses, 0).sum()

@@ -1,8 +1,8 @@
-"""Matching: do this image and this text belong together, asked of a model that looks at both at once.
+"""Image-text matching with hard negatives, for models with cross-attention.
 
-Each row is asked about its own caption and about a hard negative: another row's caption that its image's embedding is
-close to. The choice is made over the whole global batch, and by nothing but the rows and their places in the run, so
-that micro-batches, ranks and resumes choose alike.
+Each image is paired with its own caption and with a hard negative: a similar caption of another row. Negatives are
+sampled over the whole global batch as a function of the rows and their positions in the sample order, so the result
+does not depend on micro-batches, ranks or resumes.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 from mmray.objectives.protocol import Batch, LossSums, Outputs
 
 NO_NEGATIVE = -1
-_ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # splitmix64's, as signed numbers
+_ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # constants of splitmix64 as signed integers
 
 
 class Matching:
     """Image-text matching with in-batch hard negatives (Li et al. 2021, ALBEF, arXiv:2107.07651, section 3.2).
 
-    Outputs: `match`, `match_negative` [B], logits. A row's loss is the mean of two binary cross-entropies; where the
-    batch holds no other caption for a row, the second is left out. Negatives are drawn with the probability that the
-    softmax over the scores of the two embeddings gives them, equal captions apart.
+    Outputs: `match`, `match_negative` [B], logits. A row's loss is the mean of two binary cross-entropies; the second
+    is omitted if the batch has no other caption. Negatives are sampled from the softmax over the similarities of the
+    two embeddings, excluding equal captions.
     """
 
     gathered_outputs: tuple[str, ...] = ()
@@ -37,17 +37,17 @@ class Matching:
         return batch["valid"].sum()
 
     def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
-        """Loss sum over the valid rows, their count, and how many pairs were judged rightly (of 2 a row, halved)."""
+        """Loss sum over the valid rows, their count, and half the number of correctly classified pairs (2 per row)."""
         valid = batch["valid"]
-        asked = valid & batch["has_negative"]
+        has_negative = valid & batch["has_negative"]
         match, negative = _float(outputs["match"]), _float(outputs["match_negative"])
-        match, negative = torch.where(valid, match, 0), torch.where(asked, negative, 0)  # a NaN in padding stays there
-        losses = torch.where(valid, F.softplus(-match), 0) + torch.where(asked, F.softplus(negative), 0)
-        right = (valid & (match > 0)).sum() + (asked & (negative <= 0)).sum()
-        return losses.sum() / 2, self.count(batch), {"match_accuracy": right.to(losses.dtype) / 2}
+        match, negative = torch.where(valid, match, 0), torch.where(has_negative, negative, 0)
+        losses = torch.where(valid, F.softplus(-match), 0) + torch.where(has_negative, F.softplus(negative), 0)
+        correct = (valid & (match > 0)).sum() + (has_negative & (negative <= 0)).sum()
+        return losses.sum() / 2, self.count(batch), {"match_accuracy": correct.to(losses.dtype) / 2}
 
     def sample_hard_negatives(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -> Batch:
-        """`negative_ids`, `negative_mask` [B, T] and `has_negative` [B]: another row's caption for each row."""
+        """`negative_ids`, `negative_mask` [B, T] and `has_negative` [B]: the hard negative caption of each row."""
         chosen = sample_negatives(outputs, batch, gathered)
         found = chosen != NO_NEGATIVE
         own = torch.arange(len(chosen), device=chosen.device) + gathered["offset"]
@@ -75,7 +75,7 @@ def sample_negatives(outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -
 
 
 def gumbel_noise(row: Tensor, column: Tensor) -> Tensor:
-    """Standard Gumbel noise float64 [B, G] that is a function of two int64 positions."""
+    """Standard Gumbel noise float64 [B, G], a hash of two int64 positions."""
     mixed = row[:, None] * _ODD[0] + column[None] * _ODD[1]
     for shift, factor in ((30, _ODD[1]), (27, _ODD[2]), (31, 1)):
         mixed = (mixed ^ _logical_shift_right(mixed, shift)) * factor
@@ -84,16 +84,16 @@ def gumbel_noise(row: Tensor, column: Tensor) -> Tensor:
 
 
 def hash_captions(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """A number for each caption, int64 [B]: the same for the same tokens, whatever fills them up."""
-    places = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)
-    mixed = (input_ids + 1) * _ODD[0] + places * _ODD[1]
+    """Hash of each caption, int64 [B]; independent of the padding."""
+    positions = torch.arange(1, input_ids.shape[1] + 1, device=input_ids.device)
+    mixed = (input_ids + 1) * _ODD[0] + positions * _ODD[1]
     mixed = (mixed ^ _logical_shift_right(mixed, 29)) * _ODD[2]
     return torch.where(attention_mask.bool(), mixed, 0).sum(dim=1)
 
 
-def _logical_shift_right(bits: Tensor, places: int) -> Tensor:
-    """Logical shift to the right; torch's own keeps the sign."""
-    return (bits >> places) & ((1 << (64 - places)) - 1)
+def _logical_shift_right(bits: Tensor, positions: int) -> Tensor:
+    """Logical right shift; torch's operator is arithmetic."""
+    return (bits >> positions) & ((1 << (64 - positions)) - 1)
 
 
 def _float(tensor: Tensor) -> Tensor:

@@ -1,10 +1,8 @@
-"""What an objective is: the step from a model's named outputs to a loss.
+"""Interfaces of objectives: model outputs -> loss.
 
-Stands between models/ (batch -> outputs) and train/step.py (loss -> gradients). A loss is a sum and a count, never a
-mean: only then do micro-batches and ranks add up to the global batch, whatever their sizes.
-
-Two kinds: a cross-row loss (`coupled` names the outputs whose rows meet in it) is formed once over the whole global
-batch; a row-wise one, a sum over rows, in each micro-batch. `combined.py` adds up objectives of both kinds.
+A loss is a sum and a count, never a mean, so micro-batches and ranks of any size add up to the global batch. A global
+loss (`gathered_outputs` is not empty) is computed once per step over the rows of all ranks; a local loss is a sum over
+rows, computed in each micro-batch. `build.py` adds up objectives of both kinds.
 """
 
 from __future__ import annotations
@@ -17,85 +15,84 @@ from torch import Tensor
 from mmray.data.stream.collate import Batch
 
 Outputs = dict[str, Tensor]
-LossSums = tuple[Tensor, Tensor, dict[str, Tensor]]
+LossSums = tuple[Tensor, Tensor, dict[str, Tensor]]  # loss sum, count, further sums to log
 
 
 class Objective(Protocol):
-    """Measures outputs; your own is named `package.module:Class` in `objective.kind` and called with the section.
+    """Loss of model outputs. `objective.kind: package.module:Class` calls your class with the `objective` section.
 
-    `coupled` names the outputs whose rows meet in the loss (empty: every row stands alone). A coupled objective reads
-    only the outputs in `coupled` and `shared`, and of the batch only the tensors of one dimension (a value a row).
-    `shared` names outputs that belong to the step, not to a row, such as a temperature.
-
-    A coupled objective that reads nothing of the batch but `valid` may say so, `row_values = ("valid",)`: a small
-    global batch then needs one collective a step fewer.
+    `gathered_outputs`: outputs [B, ...] of all ranks that the loss needs at once; empty for a sum over rows. A global
+    loss reads only these, `scalar_outputs`, and the one-dimensional tensors of the batch.
+    `scalar_outputs`: outputs that belong to the step and not to a row, such as the temperature.
+    `row_values = ("valid",)` (optional, global losses): the loss reads nothing else of the batch, which saves a
+    collective per step for small global batches.
     """
 
     gathered_outputs: tuple[str, ...]
     scalar_outputs: tuple[str, ...]
 
     def count(self, batch: Batch) -> Tensor:
-        """What the loss of `batch` is divided by, as a scalar: its valid rows, or its target tokens.
+        """Denominator of the loss of `batch`, a scalar: valid rows, or target tokens.
 
-        A sum of several losses, each with a count of its own, gives vectors [K] for the scalars here and below.
+        A sum of K losses returns vectors [K] in place of the scalars here and below.
         """
 
     def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
-        """Loss summed over the valid rows of `batch`, its count, and further sums worth a look.
+        """Loss summed over the valid rows of `batch`, its count, and further sums to log.
 
-        `everyone` (coupled objectives only): each coupled output of all ranks [G, ...], `valid` bool [G], and `offset`,
-        the row of `everyone` at which this rank's rows begin. None: the rows of `batch` are everyone.
+        gathered (global losses only): each gathered output of all ranks [G, ...], `valid` bool [G], and `offset`, the
+        row of `gathered` where this rank's rows start. None: the batch is the whole global batch.
         """
 
 
 @runtime_checkable
 class HardNegativeMining(Protocol):
-    """An objective whose rows stand alone once each has been given a partner, chosen by a look at all rows.
+    """A local loss whose rows first get a hard negative, sampled among all rows of the global batch.
 
-    `looks_at` names the outputs that the choice is made by, `borrows` the columns of the batch that a partner lends.
+    `score_outputs`: outputs that the sampling reads. `gathered_inputs`: columns of the batch that it copies.
     """
 
     score_outputs: tuple[str, ...]
     gathered_inputs: tuple[str, ...]
 
     def sample_hard_negatives(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -> Batch:
-        """Further columns for the rows of a micro-batch, which the model will see.
+        """Further columns for the rows of a micro-batch, passed to the model with the batch.
 
-        outputs: those in `looks_at` and `shared`, without gradient. everyone: the outputs in `looks_at` and the columns
-        in `borrows` of all ranks [G, ...], `valid` bool [G], and `offset`, where the rows of this micro-batch begin.
-        The choice may depend on the rows alone, not on how they are cut into micro-batches and ranks.
+        outputs: `score_outputs` and `scalar_outputs`, without gradient. gathered: `score_outputs` and
+        `gathered_inputs` of all ranks [G, ...], `valid` bool [G], and `offset`, where this micro-batch starts. The
+        result must not depend on how rows are split into micro-batches and ranks.
         """
 
 
 @runtime_checkable
 class Pairwise(Protocol):
-    """A coupled objective that is a sum over pairs, so that the texts of other ranks can come by, a chunk at a time.
+    """A global loss that is a sum over pairs, so it can be computed on a ring of ranks, `chunk` remote rows at a time.
 
-    `visiting` names the outputs that travel; the others in `coupled` stay at home. `chunk` is in rows.
+    `rotating_outputs`: outputs sent around the ring; the others in `gathered_outputs` stay on their rank.
     """
 
     rotating_outputs: tuple[str, ...]
     chunk: int
 
     def pairwise_loss(
-        self, outputs: Outputs, valid: Tensor, visitors: Outputs, visitors_valid: Tensor, partner: int | None
+        self, outputs: Outputs, valid: Tensor, remote: Outputs, remote_valid: Tensor, offset: int | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss summed over the pairs of rows at home and visiting rows, and further sums.
+        """Loss summed over the pairs of local and remote rows, and further sums.
 
-        partner: visiting row i belongs to row i + partner at home; None: the visitors are another rank's.
+        offset: remote row i belongs to local row i + offset; None: the remote rows are another rank's.
         """
 
 
 @dataclass(frozen=True)
 class ObjectiveParts:
-    """An objective as the step takes it: `cross_row` needs all rows at once, `row_wise` is a sum over rows."""
+    """The global and the local loss of an objective, either of which may be None."""
 
     global_loss: Objective | None
     local_loss: Objective | None
 
     @property
     def mining(self) -> HardNegativeMining | None:
-        """The part that must look at all rows before it can stand alone."""
+        """The local loss, if it needs hard negatives."""
         return (
             self.local_loss
             if isinstance(self.local_loss, HardNegativeMining) and self.local_loss.score_outputs
@@ -104,8 +101,8 @@ class ObjectiveParts:
 
 
 def split_objective(objective: Any) -> ObjectiveParts:
-    """The two parts of an objective, one of which may be missing."""
+    """Split an objective into its global and its local loss."""
     if hasattr(objective, "objective_parts"):
-        found: ObjectiveParts = objective.objective_parts
-        return found
+        parts: ObjectiveParts = objective.objective_parts
+        return parts
     return ObjectiveParts(objective, None) if objective.gathered_outputs else ObjectiveParts(None, objective)

@@ -1,7 +1,7 @@
-"""The sigmoid loss of pairs: for each image and each text of the global batch, do they belong together?
+"""SigLIP's sigmoid loss: a binary cross-entropy for each image-text pair of the global batch.
 
-Unlike softmax it needs no sum over all rows, so the texts of other ranks come by one rank at a time (train/ring.py) and
-memory does not grow with the number of ranks.
+It needs no softmax over all rows, so texts travel around a ring of ranks (engine/grad_cache.py), and memory does not
+grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from mmray.objectives.contrastive import mask_invalid
 from mmray.objectives.protocol import Batch, LossSums, Outputs
 
-CHUNK = 4096  # visiting texts that are scored at once
+CHUNK = 4096  # remote texts scored at once
 
 
 class Sigmoid:
@@ -37,25 +37,23 @@ class Sigmoid:
         return batch["valid"].sum()
 
     def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
-        """Loss sum over this rank's images and everyone's texts, the valid rows, and the sum of either sort of pair."""
+        """Loss sum over this rank's images and all texts, the valid rows, and the sums by kind of pair."""
         if gathered is None:
             gathered = {"text_embed": outputs["text_embed"], "valid": batch["valid"], "offset": 0}
-        visitors = {"text_embed": gathered["text_embed"]}
-        loss, parts = self.pairwise_loss(outputs, batch["valid"], visitors, gathered["valid"], -gathered["offset"])
+        texts = {"text_embed": gathered["text_embed"]}
+        loss, parts = self.pairwise_loss(outputs, batch["valid"], texts, gathered["valid"], -gathered["offset"])
         return loss, self.count(batch), parts
 
     def pairwise_loss(
-        self, outputs: Outputs, valid: Tensor, visitors: Outputs, visitors_valid: Tensor, partner: int | None
+        self, outputs: Outputs, valid: Tensor, remote: Outputs, remote_valid: Tensor, offset: int | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss summed over images at home [B] and visiting texts [V]; text i is that of image i + partner."""
-        image, text = mask_invalid(outputs["image_embed"], valid), mask_invalid(visitors["text_embed"], visitors_valid)
+        """Loss summed over local images [B] and remote texts [V]; text i belongs to image i + offset."""
+        image, text = mask_invalid(outputs["image_embed"], valid), mask_invalid(remote["text_embed"], remote_valid)
         logits = outputs["logit_scale"].to(image.dtype) * image @ text.T + outputs["logit_bias"].to(image.dtype)
         rows = torch.arange(len(image), device=image.device)[:, None]
         columns = torch.arange(len(text), device=image.device)[None]
-        own = rows == columns + partner if partner is not None else torch.zeros_like(logits, dtype=torch.bool)
-        counted = valid[:, None] & visitors_valid[None]
-        losses = torch.where(counted, -F.logsigmoid(torch.where(own, logits, -logits)), 0)
-        positive = torch.where(own, losses, 0).sum()
-        total = losses.sum()
-        parts = {"loss_positive": positive.detach(), "loss_negative": (total - positive).detach()}
-        return total, parts
+        positive = rows == columns + offset if offset is not None else torch.zeros_like(logits, dtype=torch.bool)
+        counted = valid[:, None] & remote_valid[None]
+        losses = torch.where(counted, -F.logsigmoid(torch.where(positive, logits, -logits)), 0)
+        positive_sum, total = torch.where(positive, losses, 0).sum(), losses.sum()
+        return total, {"loss_positive": positive_sum.detach(), "loss_negative": (total - positive_sum).detach()}

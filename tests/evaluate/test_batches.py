@@ -40,7 +40,7 @@ def test_every_row_once(prepared: PreparedSet, world: int, limit: int | None) ->
     parts = [batches(prepared, rank=rank, world=world, limit=limit) for rank in range(world)]  # type: ignore[arg-type]
     seen = [number for part in parts for batch in part for number in batch["row"].tolist()]
     assert seen == [number for number in range(limit or 23) if number not in (5, 6)]
-    faults = [fault for part in parts for fault in part.faults]
+    faults = [fault for part in parts for fault in part.skipped]
     assert [fault.split(":")[0] for fault in faults] == ["row 5", "row 6"]
     sizes = [len(part.rows) for part in parts]
     assert max(sizes) - min(sizes) <= 1
@@ -68,7 +68,7 @@ def test_iterated_twice_is_the_same(prepared: PreparedSet) -> None:
     reading = batches(prepared)
     first, second = [[batch["row"].tolist() for batch in reading] for _ in range(2)]
     assert first == second
-    assert len(reading.faults) == 2
+    assert len(reading.skipped) == 2
 
 
 def test_batch_without_a_good_row_is_left_out(prepared: PreparedSet) -> None:
@@ -82,7 +82,7 @@ def test_image_larger_than_allowed_is_a_fault(tmp_path: Path) -> None:
     prepared = make_set(tmp_path / "set", [row(0), row(1, data=file.getvalue())])
     reading = batches(prepared, max_pixels=400)
     assert [batch["row"].tolist() for batch in reading] == [[0]]
-    assert "too-large" in reading.faults[0]
+    assert "too-large" in reading.skipped[0]
 
 
 def test_a_deadly_image_of_a_set_that_nobody_decoded_is_named_and_tried_once(
@@ -96,9 +96,9 @@ def test_a_deadly_image_of_a_set_that_nobody_decoded_is_named_and_tried_once(
         for _ in range(2):
             reading = held._batches(0, 1, None)
             assert [number for batch in reading for number in batch["row"].tolist()] == [0, 1, 2, 4]
-            assert reading.faults[0].startswith("row 3: decoder-crash: row-3: the decoder process died")
+            assert reading.skipped[0].startswith("row 3: decoder-crash: row-3: the decoder process died")
     assert len(log.read_text().splitlines()) == 1 and "row-3" in caplog.text
-    assert EvalDataset(made, INPUTS, made.tokenizer_json, SimpleNamespace())._apart is None  # type: ignore[arg-type]
+    assert EvalDataset(made, INPUTS, made.tokenizer_json, SimpleNamespace())._sandbox is None  # type: ignore[arg-type]
 
 
 def test_rows_that_lie_together_are_read_together(prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_a_damaged_record_costs_its_rows_alone(prepared: PreparedSet, monkeypatc
     reading = batches(prepared)
     seen = [number for batch in reading for number in batch["row"].tolist()]
     assert seen == [number for number in range(23) if number not in (5, 6, 9)]
-    assert [fault.split(":")[0] for fault in reading.faults] == ["row 5", "row 6", "row 9"]
+    assert [fault.split(":")[0] for fault in reading.skipped] == ["row 5", "row 6", "row 9"]
 
 
 def test_a_store_that_does_not_answer_is_no_fault_of_the_rows(

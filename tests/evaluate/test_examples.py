@@ -47,15 +47,15 @@ def test_examples_agree_with_the_recall_and_with_the_set(prepared):  # noqa: F81
             assert [answer["score"] for answer in item["answers"]] == sorted(
                 (answer["score"] for answer in item["answers"]), reverse=True
             )
-            marked = [place for place, answer in enumerate(item["answers"], 1) if answer["right"]]
+            marked = [place for place, answer in enumerate(item["answers"], 1) if answer["correct"]]
             assert (marked[:1] == [item["rank"]]) if item["rank"] <= 5 else not marked
             for answer in item["answers"]:
                 texts = prepared.read(np.array([answer["row"]]))[0].texts
                 assert answer["caption"] in texts
                 if way == "image_to_text":
-                    assert answer["right"] == (answer["caption"] in row.texts)
+                    assert answer["correct"] == (answer["caption"] in row.texts)
                 else:
-                    assert answer["right"] == (item["caption"] in texts)
+                    assert answer["correct"] == (item["caption"] in texts)
 
 
 def test_captions_are_told_as_the_ones_that_were_asked(prepared):  # noqa: F811
@@ -69,8 +69,8 @@ def test_every_picture_that_is_looked_at_is_there(prepared):  # noqa: F811
     (examples,), _ = shown_of(prepared)
     wanted = {item["row"] for way in WAYS for item in examples[way]}
     wanted |= {answer["row"] for item in examples["text_to_image"] for answer in item["answers"]}
-    assert set(examples["pictures"]) == {str(row) for row in wanted}
-    head, _, data = examples["pictures"][str(max(wanted))].partition(",")
+    assert set(examples["images"]) == {str(row) for row in wanted}
+    head, _, data = examples["images"][str(max(wanted))].partition(",")
     assert head == "data:image/webp;base64"
     assert abs(Image.open(io.BytesIO(base64.b64decode(data))).convert("L").getpixel((8, 8)) - max(wanted)) <= 2
 

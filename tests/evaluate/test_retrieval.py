@@ -162,7 +162,7 @@ def test_not_a_number_is_no_success(broken: str) -> None:
 
 def test_query_without_a_right_answer_is_an_error() -> None:
     rows = torch.eye(3)
-    with pytest.raises(ValueError, match="query 1 has no right answer"):
+    with pytest.raises(ValueError, match="query 1 has no correct answer"):
         compute_ranks(rows, rows, torch.tensor([[0, 2], [0, 2]]), 2)
 
 

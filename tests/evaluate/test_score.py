@@ -153,10 +153,10 @@ def test_figures_of_a_case_worked_by_hand() -> None:
         image=axes,
         owner=torch.tensor([10, 11, 11, 12]),
         text=axes[[0, 1, 2, 0]],
-        said=torch.arange(4),
+        text_id=torch.arange(4),
         label=torch.full((3,), -1),
-        right=torch.zeros(3),
-        regions=torch.zeros(3),
+        class_correct=torch.zeros(3),
+        region_correct=torch.zeros(3),
         scalar_outputs={"logit_scale": torch.tensor(2.0)},
     )
     (metrics,) = on_ranks(1, lambda group: score_all(embedded, group))
@@ -332,4 +332,4 @@ def test_nothing_readable_is_told_on_every_rank(tmp_path: Path) -> None:
     damaged = make_set(tmp_path / "set", [row(number, data=b"nothing") for number in range(2)])
     for error in on_ranks(2, lambda group: score(damaged, group)):
         assert isinstance(error, DataError)
-        assert "none of 2 evaluation rows" in str(error)
+        assert "cannot read any of 2 evaluation rows" in str(error)

@@ -322,14 +322,20 @@ def spec_with(kind: str, **changes: object) -> Model:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (spec_with("clip", image=ClipImage(width=30, heads=4)), r"model\.image\.heads: width 30 .* 4 heads"),
-        (spec_with("siglip", text=ClipText(width=30, heads=4)), r"model\.text\.heads: width 30 .* 4 heads"),
+        (
+            spec_with("clip", image=ClipImage(width=30, heads=4)),
+            r"model\.image\.heads: 4 heads do not divide the width of 30",
+        ),
+        (
+            spec_with("siglip", text=ClipText(width=30, heads=4)),
+            r"model\.text\.heads: 4 heads do not divide the width of 30",
+        ),
         (spec_with("clip", image=ClipImage(patch=12)), r"model\.image\.patch: patches of 12 pixels .* 32"),
-        (spec_with("clip", vocab_size=20), r"model\.vocab_size: 20 rows of embedding are too few"),
-        (spec_with("clip", weights="/no/such/place"), r"model\.weights: there is no directory /no/such/place"),
-        (spec_with("clip", weights="/no/such/file.pt"), r"model\.weights: there is no file /no/such/file\.pt"),
-        (spec_with("siglip", pad_id=999), r"model\.pad_id: 999 is no token of a model with"),
-        (spec_with("siglip", weights="/no/such/file.pt"), r"model\.weights: .*model\.kind clip only"),
+        (spec_with("clip", vocab_size=20), r"model\.vocab_size: 20 embedding rows are too few"),
+        (spec_with("clip", weights="/no/such/place"), r"model\.weights: no directory /no/such/place"),
+        (spec_with("clip", weights="/no/such/file.pt"), r"model\.weights: no file /no/such/file\.pt"),
+        (spec_with("siglip", pad_id=999), r"model\.pad_id: 999 is not a token of a model with"),
+        (spec_with("siglip", weights="/no/such/file.pt"), r"model\.weights: .*only model.kind `clip`"),
     ],
 )
 def test_what_cannot_be_names_setting_and_value(spec: Model, message: str) -> None:
@@ -344,15 +350,15 @@ def test_saved_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     at = {"weights": str(tmp_path)}
     for spec, vocab_size, message in (
         (spec_with("clip", **at, inputs=INPUTS.model_copy(update={"image_side": 64})), VOCAB, "32 pixels, not 64"),
-        (spec_with("clip", **at, inputs=INPUTS.model_copy(update={"max_tokens": 11})), VOCAB, "more than the 10 posit"),
-        (spec_with("clip", **at), VOCAB + 1, f"{VOCAB} rows of embedding are too few for a tokenizer of {VOCAB + 1}"),
+        (spec_with("clip", **at, inputs=INPUTS.model_copy(update={"max_tokens": 11})), VOCAB, "exceeds the 10 posit"),
+        (spec_with("clip", **at), VOCAB + 1, f"{VOCAB} embedding rows, too few for a tokenizer of {VOCAB + 1}"),
         (spec_with("siglip", **at), VOCAB, "holds a model of type 'clip', not `siglip`"),
     ):
         with pytest.raises(UsageError, match=message):
             build(spec, vocab_size)
     torch.save({"visual.layer1.0.conv1.weight": torch.zeros(1)}, tmp_path / "resnet.pt")
     torch.save({"visual.proj": torch.zeros(3, 3)}, tmp_path / "other.pt")
-    for name, message in (("resnet.pt", "no CLIP of open_clip with a ViT"), ("other.pt", "another shape than model")):
+    for name, message in (("resnet.pt", "not an open_clip ViT checkpoint"), ("other.pt", "does not match model")):
         with pytest.raises(UsageError, match=message):
             build(spec_with("clip", weights=str(tmp_path / name)), VOCAB)
 

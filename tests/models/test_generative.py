@@ -126,10 +126,10 @@ def test_weights_of_a_directory_are_those(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"weights": "/nowhere"}, "there is no directory"),
+        ({"weights": "/nowhere"}, "no directory"),
         ({"inputs": INPUTS.model_copy(update={"max_tokens": 60})}, "more than the 64 positions"),
         ({"image": ClipImage(width=16, depth=1, heads=2, patch=7)}, "do not tile"),
-        ({"text": Decoder(width=24, depth=1, heads=5)}, "cannot be shared out over 5 heads"),
+        ({"text": Decoder(width=24, depth=1, heads=5)}, "5 heads do not divide the width"),
     ],
 )
 def test_what_cannot_be_is_said(change: dict, complaint: str) -> None:

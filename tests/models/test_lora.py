@@ -113,7 +113,7 @@ def test_a_merged_export_answers_as_the_run_did(tmp_path: Path) -> None:
 def test_what_cannot_be_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = SPECS["clip"][0]
     wrong = ADAPTERS.model_copy(update={"targets": ("*.q_proj", "*.query")})
-    with pytest.raises(UsageError, match=r"model.lora.targets: `\*.query` fits no linear layer"):
+    with pytest.raises(UsageError, match=r"model.lora.targets: `\*.query` matches no linear layer"):
         build(spec.model_copy(update={"lora": wrong}), VOCAB)
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UsageError, match=r"pip install \"mmray\[lora\]\""):

@@ -34,7 +34,7 @@ def model_of(image: str = "convnet", seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     spec = spec_of(image, inputs=BOXED, regions=True, region_labels=LABELS, matching=False, classes=0)
     model = build(spec, VOCAB)
-    model.labels.read(ENCODER)
+    model.labels.tokenize(ENCODER)
     return model.eval()
 
 
@@ -70,7 +70,7 @@ def test_a_grid_lies_as_the_picture_does(image: str) -> None:
     other = pixels.clone()
     other[:, :, : side // 2, side // 2 :] += 2  # top right
     with torch.no_grad():
-        change = (tower.grid(tower.places(other)) - tower.grid(tower.places(pixels))).abs().mean(1)[0]
+        change = (tower.grid(tower.features(other)) - tower.grid(tower.features(pixels))).abs().mean(1)[0]
     half = change.shape[0] // 2
     quarters = {(y, x): float(change[half * y :, half * x :][:half, :half].mean()) for y in (0, 1) for x in (0, 1)}
     assert max(quarters, key=lambda place: quarters[place]) == (0, 1)
@@ -112,7 +112,7 @@ def test_a_micro_batch_without_boxes_passes_forward_and_backward() -> None:
 
 def test_names_are_read_once_and_kept_with_the_architecture() -> None:
     spec = spec_of(inputs=BOXED, regions=True, region_labels=LABELS)
-    with pytest.raises(UsageError, match="the names were not read"):
+    with pytest.raises(UsageError, match="the names are not tokenized"):
         build(spec, VOCAB)(batch_of(1))
     model = model_of()
     again = LabelTexts(LABELS, model.architecture()["labels"])
@@ -144,7 +144,7 @@ def test_exported_it_names_boxes_as_trained(tmp_path: Path) -> None:
     spec = spec_of(inputs=BOXED.model_copy(update={"fit": "squash"}), regions=True, region_labels=LABELS)
     torch.manual_seed(1)
     model = build(spec.model_copy(update={"vocab_size": VOCAB}), VOCAB).eval()
-    model.labels.read(ENCODER)
+    model.labels.tokenize(ENCODER)
     values = spec.model_copy(update={"vocab_size": VOCAB}).model_dump(mode="json")
     loaded = mmray.load(export(model, values, TOKENIZER, tmp_path / "model"))
     noise = torch.randint(0, 256, (1, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

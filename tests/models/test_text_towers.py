@@ -27,19 +27,19 @@ def saved(tmp_path):
 
 def test_features_are_the_mean_over_real_tokens_of_plain_bert():
     tower = build_text_tower(SMALL, 30, 12).eval()
-    tower.bert.set_attn_implementation("eager")
-    hidden = tower.bert(input_ids=IDS, attention_mask=MASK).last_hidden_state
+    tower.net.set_attn_implementation("eager")
+    hidden = tower.net(input_ids=IDS, attention_mask=MASK).last_hidden_state
     naive = torch.stack([row[: mask.sum()].mean(0) for row, mask in zip(hidden, MASK, strict=True)])
-    tower.bert.set_attn_implementation("sdpa")
+    tower.net.set_attn_implementation("sdpa")
     torch.testing.assert_close(tower(IDS, MASK), naive)
 
 
 def test_attention_is_sdpa_and_nothing_is_left_over():
     tower = build_text_tower(SMALL, 30, 12)
-    assert tower.bert.config._attn_implementation == "sdpa"
-    assert tower.bert.pooler is None
-    assert tower.bert.config.vocab_size == 30
-    assert tower.bert.config.max_position_embeddings == 12
+    assert tower.net.config._attn_implementation == "sdpa"
+    assert tower.net.pooler is None
+    assert tower.net.config.vocab_size == 30
+    assert tower.net.config.max_position_embeddings == 12
 
 
 def test_dropout_is_as_set():
@@ -54,7 +54,7 @@ def test_weights_come_from_a_directory(saved):
     folder, bert = saved
     tower = build_text_tower(TextTower(weights=str(folder), width=999, dropout=0.25), 30, 64)
     assert tower.width == 24
-    assert tower.bert.config.hidden_dropout_prob == tower.bert.config.attention_probs_dropout_prob == 0.25
+    assert tower.net.config.hidden_dropout_prob == tower.net.config.attention_probs_dropout_prob == 0.25
     expected = bert.eval()(input_ids=IDS, attention_mask=torch.ones_like(IDS)).last_hidden_state.mean(1)
     torch.testing.assert_close(tower.eval()(IDS, torch.ones_like(IDS)), expected)
 
@@ -76,21 +76,21 @@ def test_every_family_gives_the_mean_of_its_own_features(family, tmp_path):
     torch.testing.assert_close(tower(torch.where(MASK.bool(), ids, 9), MASK), expected)
     tower(ids, MASK).sum().backward()
     assert not [name for name, weight in tower.named_parameters() if weight.grad is None]
-    again = build_text_tower(TextTower(), 30, 12, json.loads(json.dumps(tower.shape()))).eval()
+    again = build_text_tower(TextTower(), 30, 12, json.loads(json.dumps(tower.config()))).eval()
     again.load_state_dict(tower.state_dict())
     assert torch.equal(again(ids, MASK), tower(ids, MASK))
     dropping = build_text_tower(TextTower(weights=str(tmp_path), dropout=0.5), 30, 12).train()
     assert not torch.equal(dropping(ids, MASK), dropping(ids, MASK))
     positions = 14 if family in POSITIONS_AFTER_PAD else 16
     tower(torch.full((1, positions), 9), torch.ones(1, positions, dtype=torch.long))
-    with pytest.raises(UsageError, match=f"{positions + 1} is more than the {positions} positions"):
+    with pytest.raises(UsageError, match=f"{positions + 1} exceeds the {positions} positions"):
         build_text_tower(TextTower(weights=str(tmp_path)), 30, positions + 1)
 
 
 def test_a_tower_comes_back_from_its_shape_without_the_weights(saved):
     folder, _ = saved
     tower = build_text_tower(TextTower(weights=str(folder)), 30, 64).eval()
-    shape = json.loads(json.dumps(tower.shape()))
+    shape = json.loads(json.dumps(tower.config()))
     (folder / "config.json").unlink()
     again = build_text_tower(TextTower(weights=str(folder)), 30, 64, shape).eval()
     again.load_state_dict(tower.state_dict())
@@ -100,8 +100,8 @@ def test_a_tower_comes_back_from_its_shape_without_the_weights(saved):
 @pytest.mark.parametrize(
     ("spec", "vocab_size", "max_tokens", "message"),
     [
-        (TextTower(width=20, heads=3), 30, 12, r"model\.text\.heads: width 20 .* 3 heads"),
-        (TextTower(weights="/no/such/place"), 30, 12, r"model\.text\.weights: there is no directory /no/such/place"),
+        (TextTower(width=20, heads=3), 30, 12, r"model\.text\.heads: 3 heads do not divide the width of 20"),
+        (TextTower(weights="/no/such/place"), 30, 12, r"model\.text\.weights: no directory /no/such/place"),
     ],
 )
 def test_a_setting_that_cannot_be_is_named_with_its_value(spec, vocab_size, max_tokens, message):
@@ -111,18 +111,18 @@ def test_a_setting_that_cannot_be_is_named_with_its_value(spec, vocab_size, max_
 
 def test_saved_weights_that_do_not_fit_the_data_are_refused(saved):
     spec = TextTower(weights=str(saved[0]))
-    with pytest.raises(UsageError, match=r"30 rows of embedding are too few for a tokenizer of 31 tokens"):
+    with pytest.raises(UsageError, match=r"30 embedding rows, too few for a tokenizer of 31 tokens"):
         build_text_tower(spec, 31, 64)
-    with pytest.raises(UsageError, match=r"model\.inputs\.max_tokens: 600 is more than the 512 positions"):
+    with pytest.raises(UsageError, match=r"model\.inputs\.max_tokens: 600 exceeds the 512 positions"):
         build_text_tower(spec, 30, 600)
 
 
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("model.safetensors", b"123", r"cannot be read as a saved model"),
-        ("config.json", b"{", r"cannot be read as a saved model"),
-        ("config.json", b'{"model_type": "gpt2"}', r"holds a model of type 'gpt2'; a text tower is one of bert, "),
+        ("model.safetensors", b"123", r"cannot read a saved model"),
+        ("config.json", b"{", r"cannot read a saved model"),
+        ("config.json", b'{"model_type": "gpt2"}', r"holds a model of type 'gpt2'; supported are bert, "),
     ],
 )
 def test_a_damaged_or_foreign_directory_is_named(saved, file, content, message):
@@ -133,7 +133,7 @@ def test_a_damaged_or_foreign_directory_is_named(saved, file, content, message):
 
 def test_a_directory_without_weights_is_named(saved):
     (saved[0] / "model.safetensors").unlink()
-    with pytest.raises(UsageError, match=r"model\.text\.weights: .*cannot be read as a saved model"):
+    with pytest.raises(UsageError, match=r"model\.text\.weights: .*cannot read a saved model"):
         build_text_tower(TextTower(weights=str(saved[0])), 30, 64)
 
 
@@ -141,7 +141,7 @@ def test_weights_that_lack_a_layer_are_refused(saved):
     folder, bert = saved
     state = {name: value for name, value in bert.state_dict().items() if "layer.1." not in name}
     bert.save_pretrained(folder, state_dict=state)
-    with pytest.raises(UsageError, match=r"lacks 16 weights of its bert, first encoder\.layer\.1\."):
+    with pytest.raises(UsageError, match=r"lacks 16 weights of a bert, first encoder\.layer\.1\."):
         build_text_tower(TextTower(weights=str(folder)), 30, 64)
 
 

@@ -45,7 +45,7 @@ def test_features_are_transformers_own(family: str, tmp_path: Path) -> None:
     theirs = net(pixel_values=pixels)
     expected = theirs.pooler_output.flatten(1) if family == "resnet" else theirs.last_hidden_state[:, 0]
     torch.testing.assert_close(tower(pixels), expected)
-    grid = tower.grid(tower.places(pixels))
+    grid = tower.grid(tower.features(pixels))
     assert grid.shape == (2, tower.width, 4, 4)
     hidden = theirs.last_hidden_state
     last = hidden[:, :, -1, -1] if family == "resnet" else hidden[:, -1]
@@ -86,7 +86,7 @@ def test_batch_norm_keeps_the_statistics_of_its_weights_when_frozen(tmp_path: Pa
 @pytest.mark.parametrize(
     ("family", "side", "message"),
     [
-        ("vit", 64, "is for images of 32 pixels, not 64; set it to 32"),
+        ("vit", 64, "needs images of 32 pixels, not 64; set it to 32"),
         ("dinov2", 36, "patches of 8 pixels .* do not tile an image of 36"),
     ],
 )
@@ -98,7 +98,7 @@ def test_images_that_do_not_fit_are_refused(family: str, side: int, message: str
 
 def test_what_is_no_image_tower_is_refused(tmp_path: Path) -> None:
     BertConfig().save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match=r"a model of type 'bert'; an image tower is one of vit, dinov2, resnet"):
+    with pytest.raises(UsageError, match=r"a model of type 'bert'; supported are vit, dinov2, resnet"):
         build_image_tower(spec_of(tmp_path), SIDE, "local")
     with pytest.raises(UsageError, match=r"takes its shape from the weights; .* \(got `none`\)"):
         build_image_tower(ImageTower(name="transformers"), SIDE, "local")

@@ -184,11 +184,11 @@ def test_a_model_of_ones_own_is_built_from_its_name():
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("two_towers", r"there is no `two_towers`; take one of two_tower"),
-        ("no_such_package:Model", r"`no_such_package:Model` cannot be loaded: No module named"),
-        ("mmray.models.build:Missing", r"`mmray\.models\.build:Missing` cannot be loaded"),
-        (f"{__name__}:WithoutForward", r"has no forward\(batch\) \(see mmray/models/protocol\.py\)"),
-        (f"{__name__}:WithAFlag", r"branches of `.*:WithAFlag` cannot be called"),
+        ("two_towers", r"unknown kind `two_towers`; use one of two_tower"),
+        ("no_such_package:Model", r"cannot load `no_such_package:Model`: No module named"),
+        ("mmray.models.build:Missing", r"cannot load `mmray\.models\.build:Missing`"),
+        (f"{__name__}:WithoutForward", r"has no forward\(batch\); see mmray/models/protocol\.py"),
+        (f"{__name__}:WithAFlag", r"branches of `.*:WithAFlag` is not a method"),
         ("operator:is_", r"`operator:is_` built a bool, not a torch\.nn\.Module"),
     ],
 )

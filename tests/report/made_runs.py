@@ -45,13 +45,13 @@ def examples(caption="a cat"):
 
     def item(rank):
         answers = [
-            {"row": n, "caption": f"answer {n}", "score": 0.9 - n / 10, "right": n == rank - 1} for n in range(5)
+            {"row": n, "caption": f"answer {n}", "score": 0.9 - n / 10, "correct": n == rank - 1} for n in range(5)
         ]
         return {"row": rank - 1, "key": f"row-{rank}", "caption": caption, "rank": rank, "answers": answers}
 
     pictures = {str(n): thumbnail(np.full((16, 16, 3), (40 * n, 90, 90), np.uint8)) for n in range(5)}
     return {"step": 20, "rows": 20, "image_to_text": [item(1), item(7)], "text_to_image": [item(1), item(7)]} | {
-        "pictures": pictures
+        "images": pictures
     }
 
 

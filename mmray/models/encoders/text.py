@@ -1,7 +1,6 @@
-"""Text encoders: token ids to one feature vector a caption, before the projection into the shared space.
+"""Text encoders: token ids -> features of each token, or one vector per caption, through transformers' AutoModel.
 
-The sample's journey: data/text.py has turned captions into padded ids; the tower here turns them into features
-[B, width]. transformers is imported when a tower is built, not with this file: it costs seconds.
+transformers is imported when a tower is built, because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -12,89 +11,88 @@ import torch
 from torch import Tensor, nn
 
 from mmray.errors import UsageError
-from mmray.models.weights import add_language_rows, load_complete, load_local_or_hub
+from mmray.models.weights import add_language_rows, load_complete, load_local_or_hub, transformer_config
 
 if TYPE_CHECKING:
     from transformers import BertConfig, PreTrainedConfig, PreTrainedModel
 
     from mmray.config import TextTower
 
-SETTING = "model.text.weights"
-FEED_FORWARD = 4  # width of the feed-forward layer over the width of a token, as in BERT
-_BERTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
-# Encoders of the same seam (ids and a mask in, features of each token out), by model_type: their names for dropout.
+WEIGHTS_SETTING = "model.text.weights"
+_BERT_DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+# Dropout settings of the supported encoders, by model_type.
 FAMILIES = {
-    "bert": _BERTS,
-    "roberta": _BERTS,
-    "xlm-roberta": _BERTS,
-    "camembert": _BERTS,
-    "ernie": _BERTS,
-    "albert": _BERTS,
-    "electra": _BERTS,
+    "bert": _BERT_DROPOUT,
+    "roberta": _BERT_DROPOUT,
+    "xlm-roberta": _BERT_DROPOUT,
+    "camembert": _BERT_DROPOUT,
+    "ernie": _BERT_DROPOUT,
+    "albert": _BERT_DROPOUT,
+    "electra": _BERT_DROPOUT,
     "distilbert": ("dropout", "attention_dropout"),
 }
-WITHOUT_POOLER = ("electra", "distilbert")  # have no pooling layer to leave out
-POSITIONS_AFTER_PAD = ("roberta", "xlm-roberta", "camembert")  # count positions from behind the id of padding
+WITHOUT_POOLER = ("electra", "distilbert")  # have no add_pooling_layer option
+POSITIONS_AFTER_PAD = ("roberta", "xlm-roberta", "camembert")  # position ids start at pad_token_id + 1
 
 
 def build_text_tower(
-    spec: TextTower, vocab_size: int, max_tokens: int, shape: dict[str, Any] | None = None, language_token: str = ""
+    spec: TextTower, vocab_size: int, max_tokens: int, config: dict[str, Any] | None = None, language_token: str = ""
 ) -> HfTextTower:
-    """The text tower that `spec` names, with its weights.
+    """Build the text tower that `spec` names, with its weights.
 
-    vocab_size: tokens the tokenizer has. shape: a configuration as `HfTextTower.shape()` gave it; the tower is built to
-    it without looking for weights, which the caller then loads. language_token: that of the model's inputs; saved
-    weights get rows for such tokens. Raises UsageError naming the setting.
+    vocab_size: tokens of the tokenizer. config: `HfTextTower.config()` of a tower to rebuild without weights.
+    language_token: model.inputs.language_token; pretrained weights get embedding rows for such tokens. Raises
+    UsageError.
     """
     from transformers import AutoConfig
 
-    if shape is not None:
-        bert = _from_config(AutoConfig.for_model(**{"model_type": "bert", **shape}))
+    if config is not None:
+        net = _from_config(AutoConfig.for_model(**{"model_type": "bert", **config}))
     elif spec.weights == "none":
-        bert = _from_config(_bert_config(spec, vocab_size, max_tokens))
+        net = _from_config(_bert_config(spec, vocab_size, max_tokens))
     else:
-        bert = add_language_rows(_from_pretrained(spec), vocab_size, language_token)
-    _check_compatible(bert.config, vocab_size, max_tokens, spec)
-    return HfTextTower(bert)
+        net = add_language_rows(_from_pretrained(spec), vocab_size, language_token)
+    _check_compatible(net.config, vocab_size, max_tokens, spec)
+    return HfTextTower(net)
 
 
 class HfTextTower(nn.Module):
-    """transformers' BERT (Devlin et al. 2019), or its like, with the mean over a caption's tokens as its features."""
+    """An encoder of the BERT family (Devlin et al. 2019); a caption's features are the mean over its tokens."""
 
-    def __init__(self, bert: PreTrainedModel) -> None:
+    def __init__(self, net: PreTrainedModel) -> None:
         super().__init__()
-        self.bert: Any = bert  # of whatever family: the name is in checkpoints
-        self.width: int = self.bert.config.hidden_size
+        self.net: Any = net
+        self.width: int = self.net.config.hidden_size
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Ids and mask [B, T] (1 is a token, right padded) -> features [B, width]; a row without tokens is finite."""
-        return self.pool(self.words(input_ids, attention_mask), attention_mask)
+        """Ids and mask [B, T] (1 is a token, right-padded) -> features [B, width]; finite for a row without tokens."""
+        return self.pool(self.features(input_ids, attention_mask), attention_mask)
 
-    def words(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Ids and mask [B, T] -> features of each token [B, T, width]."""
-        # A four-dimensional mask is taken as it is; a flat one would be looked at, which makes a GPU wait each step.
+        # transformers uses a 4-D mask as it is; it would inspect a 2-D one, which synchronises the GPU every step.
         mask = mask_with_first(attention_mask)[:, None, None, :]
-        hidden: Tensor = self.bert(input_ids=input_ids, attention_mask=mask).last_hidden_state
+        hidden: Tensor = self.net(input_ids=input_ids, attention_mask=mask).last_hidden_state
         return hidden
 
-    def pool(self, words: Tensor, attention_mask: Tensor) -> Tensor:
-        """Features of each token [B, T, width] -> of each caption [B, width]."""
-        weight = mask_with_first(attention_mask).unsqueeze(-1).to(words.dtype)
-        return (words * weight).sum(1) / weight.sum(1)
+    def pool(self, features: Tensor, attention_mask: Tensor) -> Tensor:
+        """Features of each token [B, T, width] -> mean over the tokens [B, width]."""
+        weight = mask_with_first(attention_mask).unsqueeze(-1).to(features.dtype)
+        return (features * weight).sum(1) / weight.sum(1)
 
-    def shape(self) -> dict[str, Any]:
-        """The configuration as plain values, from which `build_text_tower` makes the same tower."""
-        values: dict[str, Any] = self.bert.config.to_dict()
+    def config(self) -> dict[str, Any]:
+        """The transformers config as JSON values."""
+        values: dict[str, Any] = self.net.config.to_dict()
         return values
 
 
 def mask_with_first(attention_mask: Tensor) -> Tensor:
-    """Tokens that are looked at, bool [B, T]; in a row without any it is the first, so that nothing divides by zero."""
+    """The mask as bool [B, T], with the first token always set, so a row without tokens does not divide by zero."""
     return attention_mask.bool() | (torch.arange(attention_mask.shape[1], device=attention_mask.device) == 0)
 
 
 def random_init_config(spec: TextTower, vocab_size: int, max_tokens: int) -> dict[str, Any]:
-    """The shape of the tower that the spec describes without regard to its weights."""
+    """Config of a tower with random weights in the shape of the settings."""
     values: dict[str, Any] = _bert_config(spec, vocab_size, max_tokens).to_dict()
     return values
 
@@ -102,17 +100,9 @@ def random_init_config(spec: TextTower, vocab_size: int, max_tokens: int) -> dic
 def _bert_config(spec: TextTower, vocab_size: int, max_tokens: int) -> BertConfig:
     from transformers import BertConfig
 
-    if spec.width % spec.heads:
-        raise UsageError(
-            f"model.text.heads: width {spec.width} cannot be shared out over {spec.heads} heads; "
-            f"take a number of heads that divides model.text.width"
-        )
     return BertConfig(
         vocab_size=vocab_size,
-        hidden_size=spec.width,
-        num_hidden_layers=spec.depth,
-        num_attention_heads=spec.heads,
-        intermediate_size=FEED_FORWARD * spec.width,
+        **transformer_config(spec),
         hidden_dropout_prob=spec.dropout,
         attention_probs_dropout_prob=spec.dropout,
         max_position_embeddings=max_tokens,
@@ -134,32 +124,31 @@ def _pooler_option(family: str) -> dict[str, bool]:
 
 
 def _from_pretrained(spec: TextTower) -> PreTrainedModel:
-    """An encoder from a directory, the hub's cache or the hub; one not whole, or not like BERT, is a UsageError."""
+    """Load an encoder from a directory, the hub cache or the hub. Raises UsageError."""
     from transformers import AutoModel, BertConfig
 
-    found = load_local_or_hub(SETTING, spec.weights, BertConfig.get_config_dict)[0].get("model_type")
+    found = load_local_or_hub(WEIGHTS_SETTING, spec.weights, BertConfig.get_config_dict)[0].get("model_type")
     if found not in FAMILIES:
         raise UsageError(
-            f"model.text.weights: {spec.weights} holds a model of type {found!r}; a text tower is one of "
-            f"{', '.join(FAMILIES)}"
+            f"{WEIGHTS_SETTING}: {spec.weights} holds a model of type {found!r}; supported are {', '.join(FAMILIES)}"
         )
     options = {"attn_implementation": "sdpa", **_pooler_option(found), **dict.fromkeys(FAMILIES[found], spec.dropout)}
-    loaded: PreTrainedModel = load_complete(SETTING, spec.weights, AutoModel.from_pretrained, found, **options)
+    loaded: PreTrainedModel = load_complete(WEIGHTS_SETTING, spec.weights, AutoModel.from_pretrained, found, **options)
     return loaded
 
 
 def _check_compatible(config: PreTrainedConfig, vocab_size: int, max_tokens: int, spec: TextTower) -> None:
-    """Every id and every position of the data has its row in the embeddings."""
+    """Raise UsageError if the embeddings have too few rows for the vocabulary or the positions."""
     if config.vocab_size < vocab_size:
         raise UsageError(
-            f"model.text.weights: {spec.weights}: {config.vocab_size} rows of embedding are too few for a tokenizer of "
-            f"{vocab_size} tokens; take the tokenizer of the weights (model.inputs.tokenizer)"
+            f"{WEIGHTS_SETTING}: {spec.weights} has {config.vocab_size} embedding rows, too few for a tokenizer of "
+            f"{vocab_size} tokens; use the tokenizer of the weights (model.inputs.tokenizer)"
         )
     positions = config.max_position_embeddings
     if config.model_type in POSITIONS_AFTER_PAD:
         positions -= config.pad_token_id + 1
     if positions < max_tokens:
         raise UsageError(
-            f"model.inputs.max_tokens: {max_tokens} is more than the {positions} positions of "
-            f"{spec.weights}; take at most that many"
+            f"model.inputs.max_tokens: {max_tokens} exceeds the {positions} positions of {spec.weights}; set it to at "
+            f"most {positions}"
         )

@@ -109,5 +109,5 @@ def generate_answer(model: Any, encoder: ChatEncoder, pixels: Tensor, question: 
     """The model's answer to a question about one image, uint8 [1, 3, S, S], of `most` tokens at the longest."""
     device = next(model.parameters()).device
     ids, at = (torch.from_numpy(array.astype(np.int64)).to(device) for array in encoder.encode_prompt(question))
-    said = model.text.continued(model.image(pixels.to(device)), ids, at, encoder.end_id, most)
+    said = model.text.greedy_decode(model.image(pixels.to(device)), ids, at, encoder.end_id, most)
     return str(encoder.tokenizer.decode(said)).strip()
