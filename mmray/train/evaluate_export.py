@@ -1,7 +1,6 @@
-"""What is done with a run's checkpoint: score it on held-out rows, or export it. Touches Ray to score on the workers.
+"""Evaluate or export a checkpoint of a run.
 
-The training workers' layout is used again (the same number, a GPU each where they had one), so that what fitted in
-training fits here, and a job whose driver has no GPU can score as well.
+The evaluation runs on workers like those of the training, so what fitted there fits here, and the driver needs no GPU.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ from mmray.train.resources import (
 )
 from mmray.train.run_dir import RunDir
 
-Step = int | Literal["best"] | None  # which checkpoint: of this step, the best, or the newest
+Step = int | Literal["best"] | None  # a step, the best checkpoint, or (None) the latest
 
 
 def load_run_config(folder: AnyPath) -> Config:
-    """The config of a run. Raises UsageError where there is none."""
+    """The config of a run. Raises UsageError if the folder is not a run."""
     file = folder.expanduser().resolve() / "config.yaml"
     if not file.exists():
         raise UsageError(f"{file.parent} is not a run: it has no config.yaml")
@@ -58,36 +57,33 @@ def load_run_config(folder: AnyPath) -> Config:
 
 
 def open_run(folder: AnyPath, step: Step) -> tuple[Config, str, AnyPath]:
-    """Config, tokenizer and checkpoint folder of a run. Raises UsageError naming what is missing."""
+    """Config, tokenizer and checkpoint folder of a run. Raises UsageError if there is no valid checkpoint."""
     run, config = RunDir(folder.expanduser().resolve()), load_run_config(folder)
-    return config, (run.path / "tokenizer.json").read_text(), _good_checkpoint(run, step, best_metric(config))
+    return config, (run.path / "tokenizer.json").read_text(), _select_checkpoint(run, step, best_metric(config))
 
 
-def _good_checkpoint(run: RunDir, step: Step, metric: str) -> AnyPath:
-    """The newest checkpoint that verifies, that of `step`, or the best by `metric`.
-
-    Nothing is moved, for training may be under way.
-    """
+def _select_checkpoint(run: RunDir, step: Step, metric: str) -> AnyPath:
+    """The latest valid checkpoint, that of `step`, or the best by `metric`. Moves nothing: the run may be active."""
     faults: list[str] = []
     if step is None:
         found = files.latest_valid(run.checkpoints, faults.append, quarantine=False)
     else:
         found = files.best(run.checkpoints, metric) if step == "best" else run.checkpoints / f"step-{step}"
         if found is None:
-            faults = [f"none has {metric}: the run held nothing out, or was not evaluated where it was saved"]
+            faults = [f"none has {metric}: the run holds out no rows, or was never evaluated at a checkpoint"]
         elif (fault := files.verify(found)) is not None:
-            faults, found = [f"checkpoint {found} does not count: {fault}"], None
+            faults, found = [f"checkpoint {found} is not valid: {fault}"], None
     if found is None:
-        there = ", ".join(files.list_names(run.checkpoints)) or "none"
-        raise UsageError("\n".join([f"{run.path} has no such good checkpoint; there: {there}", *faults]))
+        existing = ", ".join(files.list_names(run.checkpoints)) or "none"
+        raise UsageError("\n".join([f"{run.path} has no such valid checkpoint; checkpoints: {existing}", *faults]))
     return found
 
 
 def export_run(folder: AnyPath, out: str | AnyPath, step: Step) -> AnyPath:
-    """Write the model of a run's checkpoint to `out`, for `mmray.load`."""
+    """Export the model of a run's checkpoint to `out`, for `mmray.load`."""
     config, tokenizer_json, found = open_run(folder, step)
     model = lora.merge_adapters(load_model(config, found))
-    spec = config.model.replace(lora=Lora())  # what leaves has no adapters: they are in its weights
+    spec = config.model.replace(lora=Lora())  # the adapters are merged into the weights
     return export(model, spec.model_dump(mode="json"), tokenizer_json, out)
 
 
@@ -101,9 +97,9 @@ def evaluate_run(
     scoring: Scoring | None = None,
     **cluster: Any,
 ) -> dict[str, float]:
-    """Scores of a run's checkpoint on a set: `data`, or what the run held out.
+    """Metrics of a run's checkpoint on `data`, or on the rows that the run held out.
 
-    What `scoring` and `cluster` (settings of it) leave None is as in the run.
+    scoring, cluster: settings that override those of the run; None keeps them.
     """
     config, tokenizer_json, found = open_run(folder, step)
     config = with_evaluation_settings(
@@ -128,7 +124,7 @@ def evaluate_run(
 
 
 def with_evaluation_settings(config: Config, scoring: Scoring | None, **cluster: Any) -> Config:
-    """The config of a run with these settings of what is scored, and of where. Raises UsageError."""
+    """The run's config with these settings of the evaluation and of the cluster. Raises UsageError."""
     if scoring is not None:
         config = config.replace(evaluate=config.evaluate.replace(**dict(scoring)))
     if reasons := validate.evaluation_reasons(config):
@@ -137,7 +133,7 @@ def with_evaluation_settings(config: Config, scoring: Scoring | None, **cluster:
 
 
 def load_model(config: Config, found: AnyPath) -> nn.Module:
-    """The model of a checkpoint, on the CPU; with the averaged weights where the run kept them."""
+    """The model of a checkpoint on the CPU, with the EMA weights if the run has them."""
     model = build(config.model, config.model.vocab_size, files.load_meta(found).get("architecture"))
     if config.train.ema:
         averaged = files.load(found)[EMA_KEY]
@@ -151,7 +147,7 @@ def load_model(config: Config, found: AnyPath) -> nn.Module:
 def _held_out(
     config: Config, folder: AnyPath, data: str | None, split: str | None, reporter: ProgressReporter
 ) -> PreparedSet:
-    """What is asked for, or what the run held out: its own set for that (a source is prepared first), or a split."""
+    """The set to evaluate on: `data`, the run's own evaluation set or split. A raw source is prepared first."""
     own = config.data.eval_split if data is None else "test"
     source = data or config.data.eval
     if source is None:
@@ -168,7 +164,7 @@ def _score_on_worker(config: Config, tokenizer_json: str, held_out: PreparedSet,
     model = load_model(config, found)
     check_evaluable(config, model)
     scorer = build_evaluator(config, held_out, tokenizer_json)
-    rows = config.batch.global_  # settled when the run began; its other settings are those of the workers it had
+    rows = config.batch.global_  # resolved when the run started
     assert rows is not None
     with precision.select_precision(config.train.precision, group.device).autocast():
         return dict(scorer.score(model.to(group.device), group, objectives.build(config.objective), rows))

@@ -119,10 +119,10 @@ def test_the_best_checkpoint_is_exported_where_it_is_asked_for(
     assert torch.equal(exported("--step", "3"), saved(3))
     (folder / "checkpoints" / "step-6" / "model.safetensors").write_bytes(b"")
     assert cli.run(["export", str(folder), str(tmp_path / "other"), "--step", "best"], Screen()) == 2
-    assert re.search(r"no such good checkpoint; there: .*\n.*step-6 does not count", capfd.readouterr().err)
+    assert re.search(r"no such valid checkpoint; checkpoints: .*\n.*step-6 is not valid", capfd.readouterr().err)
     never = made_run(tmp_path / "two", tmp_path, step_3=None)
     assert cli.run(["export", str(never), str(tmp_path / "other"), "--step", "best"], Screen()) == 2
-    assert "none has evaluate/recall_at_1/mean: the run held nothing out" in capfd.readouterr().err
+    assert "none has evaluate/recall_at_1/mean: the run holds out no rows" in capfd.readouterr().err
 
 
 def test_the_best_checkpoint_is_what_evaluate_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,5 +161,5 @@ def test_an_evaluation_may_be_of_something_else_than_the_runs(tmp_path: Path) ->
     assert asked.evaluate == Evaluate(every=config.evaluate.every, classes=("a", "b"), limit=3)
     assert (asked.cluster.workers, asked.cluster.accelerator) == (1, "cpu")
     assert evaluate_export.with_evaluation_settings(config, None) == config
-    with pytest.raises(UsageError, match=r"evaluate.num_generations: model.kind `two_tower` does not write"):
+    with pytest.raises(UsageError, match=r"evaluate.num_generations: model.kind `two_tower` is not generative"):
         evaluate_export.with_evaluation_settings(config, Scoring(num_generations=3))

@@ -46,7 +46,7 @@ def test_what_is_missing_or_contradicts_is_said(tmp_path: Path) -> None:
         with_region_labels(MODEL, [named(tmp_path / "nameless", {})], None)
     with pytest.raises(UsageError, match=r"a box label 90000 \(far\)"):
         with_region_labels(MODEL, [named(tmp_path / "far", {"90000": "far"})], None)
-    with pytest.raises(DataError, match=r"none of 128 rows of .*/bare has a box with a label"):
+    with pytest.raises(DataError, match=r"none of 128 rows of .*/bare has a labelled box"):
         with_region_labels(MODEL, [named(tmp_path / "bare", {"1": "cat"}, boxed=False)], None)
 
 
