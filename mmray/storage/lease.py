@@ -6,13 +6,14 @@ file system, N is claimed by exclusive create. pyarrow has no conditional put fo
 an object `lease/N-TOKEN` of its own and owns N only if a listing then shows no other object with N or more: the later
 of two contenders sees the object of the earlier one (S3 listings are consistent since 2020).
 
-Clocks of two machines are never compared. The age of a heartbeat is the difference of two timestamps of the same
-storage, and a silent owner on another machine is watched for 1.5 heartbeats before its lease is taken.
+No clocks are compared: an owner on another machine is dead if its file does not change while it is watched for
+`stale_after_s`; on this machine, a dead process is enough.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import socket
@@ -26,6 +27,7 @@ from typing import Any
 from mmray.errors import StorageError, TrainingError, UsageError
 from mmray.storage.paths import AnyPath, RemotePath, write_atomic
 
+_log = logging.getLogger(__name__)
 FOLDER = "lease"
 MAX_PAUSE_S = 1.0  # before a contender on an object store tries again
 
@@ -63,7 +65,7 @@ class Lease:
         """Take the lease, start its heartbeat and return the fencing number.
 
         Raises UsageError if another process holds it or the directory is not writable. A dead owner on this machine is
-        replaced at once, a silent one on another machine after watching it for 1.5 heartbeats.
+        replaced at once, one on another machine after `stale_after_s` without a heartbeat.
         """
         try:
             while not self.fence:
@@ -144,22 +146,19 @@ class Lease:
         return False
 
     def _is_held(self, fence: int) -> bool:
-        """Whether the owner may still be alive; watches its heartbeat if nothing else shows it."""
-        owner = self._owner(fence)
+        """Whether the owner is alive; watches the heartbeat of an owner on another machine."""
+        beat_s, owner = self._modified_s(fence), self._owner(fence)
         if owner is None or owner.get("released"):
             return False
         alive = _is_alive_here(owner)
         if alive is not None:
             return alive
-        beat_s = self._modified_s(fence)
-        age_s = self._storage_time_s() - beat_s
-        if 0 <= age_s < self._stale_after_s:
-            return True
-        # The owner is silent, or a clock jumped (a negative age): a heartbeat decides.
-        deadline = time.monotonic() + (1.5 * self._heartbeat_s if age_s >= 0 else self._stale_after_s)
+        who = f"process {owner.get('pid')} on {owner.get('host')}"
+        _log.warning("%s: waiting up to %g s for a heartbeat of %s", self._directory, self._stale_after_s, who)
+        deadline = time.monotonic() + self._stale_after_s
         while time.monotonic() < deadline:
             time.sleep(min(1.0, self._heartbeat_s / 4))
-            if self._modified_s(fence) != beat_s:
+            if self._modified_s(fence) != beat_s or (not owner and self._owner(fence)):
                 return True
         return False
 
@@ -197,15 +196,6 @@ class Lease:
         except FileNotFoundError:
             return -1.0
 
-    def _storage_time_s(self) -> float:
-        """Time that the storage gives to a file written now."""
-        probe = self._folder / f".now-{socket.gethostname()}-{os.getpid()}{self._suffix}"
-        probe.write_text("now")
-        try:
-            return probe.stat().st_mtime
-        finally:
-            probe.unlink(missing_ok=True)
-
     def _owner(self, fence: int) -> dict[str, Any] | None:
         """What the owner wrote: {} while it is being written, None if the claim is gone."""
         path = self._path(fence)
@@ -235,7 +225,7 @@ class Lease:
         who = f"process {owner['pid']} on {owner['host']}" if {"pid", "host"} <= owner.keys() else "another process"
         return (
             f"{self._directory} is {self._activity} by {who}. Wait until it ends, stop it, or {self._advice}. If it is "
-            f"dead, the same command takes over {self._stale_after_s:g} s after its last heartbeat."
+            "killed, the same command takes over."
         )
 
 
