@@ -1,7 +1,6 @@
-"""The fault table, on several Ray nodes of this machine: whatever goes away, the same rows make the same model.
+"""Faults on several Ray nodes of this machine: after any of them the same rows give the same model.
 
-Faults come by the callbacks that users have (tests/train/faults.py), or from the outside, through a listener that is
-called on the driver's main thread at each logged step.
+Faults come from callbacks (tests/train/faults.py), or from a reporter that is called at each logged step.
 """
 
 import time
@@ -41,7 +40,7 @@ def data(tmp_path_factory):
 
 
 def settings(data, storage, name, nodes, steps=12, callbacks=(), cluster=None, **given):
-    """A run of steps that take a moment, without dropout, so that any number of workers makes the same model."""
+    """A run with slow steps and no dropout, so any number of workers gives the same model."""
     made = config(data, storage, name, ("tests.train.faults:Slowly", *callbacks), steps=steps, **given)
     text = made.model.text.model_copy(update={"dropout": 0.0})
     section = {"workers": 2, "resources_per_worker": SLOT, "address": nodes.address} | (cluster or {})
@@ -51,7 +50,7 @@ def settings(data, storage, name, nodes, steps=12, callbacks=(), cluster=None, *
 
 
 def expected_marks(steps, rows=50, global_rows=16):
-    """What the order says each step takes, computed without the stream."""
+    """The rows of each step according to the order."""
     plan = SamplePlan(rows, global_rows, 1, global_rows, 0, steps)
     for step in range(steps):
         positions = plan.positions(step, 0)
@@ -60,7 +59,7 @@ def expected_marks(steps, rows=50, global_rows=16):
 
 
 def losses_of_one_worker(wanted, folder):
-    """The same run by one worker in this process, without Ray and without any fault."""
+    """The same run by one worker in this process, without Ray and faults."""
     prepared = PreparedSet.open(wanted.data.train, "train")
     tokenizer = prepared.tokenizer_json
     vocab_size = TextEncoder(tokenizer, 8).vocab_size
@@ -89,18 +88,18 @@ def losses_of_one_worker(wanted, folder):
 
 
 def in_double(wanted):
-    """The same run in double precision: any number of workers makes the same model to its rounding."""
+    """The same run in double precision."""
     own = CustomModel(kind="tests.train.double:DoubleTowers", inputs=wanted.model.inputs)
     return wanted.model_copy(update={"model": own})
 
 
 def assert_same_model(folder, calm):
-    """The last weights of two runs in double precision are alike, whatever happened to one of them."""
+    """The final weights of two runs in double precision are equal."""
     torch.testing.assert_close(weights(folder), weights(calm), rtol=1e-9, atol=1e-12)
 
 
 class Acting(Silent):
-    """Does something from outside at certain steps, once each: {(step, workers): action}; `away_s`: what each cost."""
+    """Runs actions at certain steps, once each: {(step, workers): action}; `away_s`: downtime of each."""
 
     def __init__(self, acts):
         super().__init__()
@@ -128,9 +127,8 @@ def told(reporter, label):
 
 
 @pytest.mark.slow  # two minutes; run by hand
-def test_workers_come_and_go_from_two_to_one_to_three_to_two(nodes, data, tmp_path, monkeypatch):
-    """A node is removed under a rank, a larger one comes, and the first one goes as well: the rows of the order, the
-    losses of one worker, to the rounding of double precision."""
+def test_elastic_run_over_lost_and_added_nodes_takes_same_rows(nodes, data, tmp_path, monkeypatch):
+    """A node is lost, a larger one is added, the first one is lost: the rows of the order, the losses of one worker."""
     monkeypatch.setattr(monitor, "CAPACITY_INTERVAL_S", 1.0)
     nodes.reset([(4, 1), (2, 1)])
     first, second = nodes.workers
@@ -143,7 +141,7 @@ def test_workers_come_and_go_from_two_to_one_to_three_to_two(nodes, data, tmp_pa
     wanted = settings(data, tmp_path, "elastic", nodes, steps=30, cluster={"workers": "1-3"})
     wanted = in_double(wanted)
     outcome = train(wanted, reporter)
-    starts = [text for kind, text in reporter.notes if kind == "phase"]
+    starts = [text for kind, text in reporter.notes if kind == "status"]
     assert starts == [f"starting {count} workers" for count in (2, 1, 3, 2)]
     assert outcome.result["resizes"] == 1 and outcome.result["status"] == "finished"
     assert outcome.result["wasted_steps"] <= 2 * 3  # one checkpoint interval for each node; growing wastes none
@@ -153,8 +151,8 @@ def test_workers_come_and_go_from_two_to_one_to_three_to_two(nodes, data, tmp_pa
     assert [entry["train/loss"] for entry in lines(outcome.path)] == pytest.approx(calm, rel=1e-9)
 
 
-def test_ranks_that_hang_or_stop_or_crash_are_named_and_replaced(nodes, data, tmp_path):
-    """One rank sleeps for ever, later its process is stopped, later it reads where nothing is."""
+def test_hung_stopped_and_crashed_ranks_are_named_and_replaced(nodes, data, tmp_path):
+    """One rank sleeps forever, later its process is stopped, later it segfaults."""
     nodes.reset([(4, 2)])
     faults = [f"tests.train.faults:{name}" for name in ("HangOnce", "StopOnce", "SegfaultOnce")]
     reporter = Silent()
@@ -173,10 +171,10 @@ def test_ranks_that_hang_or_stop_or_crash_are_named_and_replaced(nodes, data, tm
     assert_same_model(outcome.path, tmp_path / "calm")
 
 
-def test_a_node_taken_away_with_notice_costs_no_step_and_no_failure(nodes, data, tmp_path):
-    """Drained with a deadline: a checkpoint in time, the group goes on elsewhere; no failure is allowed here at all.
+def test_preemption_with_notice_wastes_no_step(nodes, data, tmp_path):
+    """A node is drained with a deadline: a checkpoint in time, then other nodes; max_failures is 0.
 
-    The next checkpoint of the rhythm is far away: without one of its own the drain would cost all steps.
+    The next periodic checkpoint is far away: without an extra one the drain would waste all steps.
     """
     nodes.reset([(4, 1), (2, 1), (2, 1)])
 

@@ -57,7 +57,7 @@ def copied(run, folder):
     return folder
 
 
-def test_killed_then_stopped_it_goes_on_from_the_store_and_every_verb_reads_there(calm, data, s3, tmp_path):
+def test_run_on_object_store_resumes_after_kill_and_stop(calm, data, s3, tmp_path):
     """A rank is killed after step 5, Ctrl-C comes later, the set is on the store too: the run on a disk, bitwise."""
     place = Storage(f"{s3.address}/set")
     for name in Storage(str(data)).list_files():

@@ -49,7 +49,7 @@ def per_worker(here, parallel="ddp", **cluster):
         ),
     ],
 )
-def test_gpus_are_not_left_aside_without_a_word(monkeypatch, here, given, said):
+def test_too_few_gpus_are_an_error(monkeypatch, here, given, said):
     def check(**further):
         config = {"parallel": "ddp"} | given | further
         train = SimpleNamespace(parallel=config.pop("parallel"))
@@ -65,14 +65,14 @@ def test_gpus_are_not_left_aside_without_a_word(monkeypatch, here, given, said):
     assert per_worker(here, accelerator="gpu", **given)["GPU"] == (2 if "parallel" in given else 1)
 
 
-def test_gpus_of_fixed_nodes_count_beside_those_of_pools():
+def test_gpus_of_fixed_nodes_and_pools_add_up():
     pool = Pool("gpus", {"CPU": 8.0, "GPU": 1.0}, 3)
     of_the_pool = Node({"CPU": 8.0, "GPU": 1.0}, {NODE_GROUP: "gpus"})
     assert max_gpus([*LAPTOP, of_the_pool], [pool]) == 4
     assert max_gpus([GPU_NODE], []) == 4
 
 
-def test_the_sample_recipe_takes_a_lone_gpu_and_two_cpus():
+def test_sample_recipe_fits_one_gpu_or_two_cpus():
     cluster = RECIPES["sample"]().cluster
     assert per_worker(LAPTOP, workers=cluster.workers) == {"CPU": 1.0, "GPU": 1.0}
     assert per_worker([CPU_NODE], workers=cluster.workers) == {"CPU": 1.0}
@@ -89,31 +89,31 @@ def test_the_sample_recipe_takes_a_lone_gpu_and_two_cpus():
         ([Node({"CPU": 0.0}, {ROLE: "head"})], {ROLE: "data"}),
     ],
 )
-def test_data_keeps_off_gpu_nodes_where_others_have_cpus(here, data):
+def test_data_avoids_gpu_nodes_if_others_have_cpus(here, data):
     assert data_labels("auto", here) == data
     assert data_labels("none", here) == {}
     assert data_labels("pool=big", here) == {"pool": "big"}
 
 
-def test_nodes_that_go_are_kept_off_besides_those_with_gpus():
+def test_unavailable_nodes_are_excluded_in_addition():
     going = LiveNodes([], ("c2", "a"))
     assert going.excluding_unavailable({NODE_ID: "!in(g)", "pool": "big"}) == {NODE_ID: "!in(a,c2,g)", "pool": "big"}
     assert going.excluding_unavailable(None) == {NODE_ID: "!in(a,c2)"}
     assert LiveNodes([], ()).excluding_unavailable({NODE_ID: "!in(g)"}) == {NODE_ID: "!in(g)"}
 
 
-def test_training_follows_roles_alone():
+def test_training_labels_follow_roles():
     assert train_labels("auto", [HEAD, GPU_NODE, CPU_NODE]) == {}
     assert train_labels("auto", [Node({}, {ROLE: "head"})]) == {ROLE: "train"}
     assert train_labels("pool=big", LAPTOP) == {"pool": "big"}
 
 
-def test_a_label_is_key_and_value():
+def test_label_without_value_is_refused():
     with pytest.raises(UsageError, match=r"cluster.data_label"):
         Cluster(data_label="cpu-nodes")
 
 
-def test_decoders_fill_the_nodes_of_the_data_but_for_the_feed():
+def test_decode_actors_fill_data_nodes():
     here = [HEAD, GPU_NODE, CPU_NODE]
     gpus = Demand(4, {"CPU": 1.0, "GPU": 1.0}, 2, {}, data_labels("auto", here))
     assert num_cluster_data_actors(gpus, here, [], 24.0) == 19  # 16 and the head's 4, and one for the feed
@@ -121,7 +121,7 @@ def test_decoders_fill_the_nodes_of_the_data_but_for_the_feed():
     assert num_cluster_data_actors(cpus, [CPU_NODE], [], 24.0) == 7
 
 
-def test_decoders_of_a_pool_that_has_yet_to_start():
+def test_decode_actors_of_a_pool_without_nodes():
     head = Node({"CPU": 0.0}, {ROLE: "head"})
     pools = [Pool("cpu", {"CPU": 16.0}, 8), Pool("gpu", {"CPU": 8.0, "GPU": 1.0}, 4)]
     demand = Demand(4, {"CPU": 1.0, "GPU": 1.0}, 2, {ROLE: "train"}, {ROLE: "data"})
@@ -129,11 +129,11 @@ def test_decoders_of_a_pool_that_has_yet_to_start():
 
 
 @pytest.mark.parametrize(("actors", "cpus"), [(1, 4), (3, 6), (64, 67)])
-def test_a_machine_counts_a_cpu_for_each_decoder_that_is_asked_for(actors, cpus):
+def test_local_cluster_has_a_cpu_for_each_actor(actors, cpus):
     assert num_local_cpus(Cluster(workers=2), actors, physical=2) == cpus
 
 
-def test_a_job_may_not_leave_its_run_in_a_folder_that_ray_deletes():
+def test_relative_storage_of_a_job_is_refused():
     job = Path("/session/runtime_resources/working_dir_files/_ray_pkg_1")
     with pytest.raises(UsageError, match=r"run.storage runs is relative"):
         check_persistent("runs", job)
@@ -141,7 +141,7 @@ def test_a_job_may_not_leave_its_run_in_a_folder_that_ray_deletes():
     check_persistent("runs", Path("/project"))
 
 
-def test_a_launchers_file_says_what_may_come():
+def test_launcher_file_gives_the_pools():
     file = Path(__file__).parents[2] / "cluster.yaml"
     found = {pool.name: pool for pool in parse_launcher_config(yaml.safe_load(file.read_text()))}
     assert found.keys() == {"cpu", "gpu"}

@@ -66,7 +66,7 @@ def test_decoding_runs_on_data_nodes_and_training_on_train_nodes(joined_roles, t
         ({"workers": 7}, "6 workers fit beside the data"),
     ],
 )
-def test_what_can_never_start_is_refused_within_10_s(joined_roles, tmp_path, settings, said):
+def test_impossible_run_is_refused_within_10_s(joined_roles, tmp_path, settings, said):
     wanted = config(tmp_path / "none", tmp_path, "never")
     cluster = wanted.cluster.model_copy(update=settings)
     wanted = wanted.model_copy(update={"cluster": cluster, "batch": Batch(micro=4, global_=128)})
@@ -77,7 +77,7 @@ def test_what_can_never_start_is_refused_within_10_s(joined_roles, tmp_path, set
     assert not (tmp_path / "never").exists()
 
 
-def test_a_prepare_without_a_cpu_for_the_data_is_refused_within_10_s(joined_roles, tmp_path, monkeypatch, capsys):
+def test_prepare_without_data_cpu_is_refused_within_10_s(joined_roles, tmp_path, monkeypatch, capsys):
     with_roles = placement.alive_nodes()
     monkeypatch.setattr(placement, "alive_nodes", lambda: [node for node in with_roles if node.labels[ROLE] != "data"])
     began_s = time.monotonic()
@@ -87,7 +87,7 @@ def test_a_prepare_without_a_cpu_for_the_data_is_refused_within_10_s(joined_role
     assert "--grows" in said and time.monotonic() - began_s < 10
 
 
-def test_workers_that_do_not_come_up_in_time_are_told(joined_roles, tmp_path):
+def test_start_timeout_is_a_resource_error(joined_roles, tmp_path):
     """The nodes could hold them, but something else has them: the start-up deadline ends the wait, of an evaluation
     (which may as well come later) a look at what is free."""
     make_set(tmp_path / "set", [row(number) for number in range(50)])

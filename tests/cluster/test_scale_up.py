@@ -18,7 +18,7 @@ POOLS = {
 }
 
 
-def test_from_no_worker_node_an_elastic_run_gets_the_nodes_it_can_use(tmp_path):
+def test_elastic_run_scales_up_from_zero_nodes(tmp_path):
     if ray.is_initialized():
         ray.shutdown()
     make_set(tmp_path / "set", [row(number) for number in range(50)])
@@ -32,6 +32,6 @@ def test_from_no_worker_node_an_elastic_run_gets_the_nodes_it_can_use(tmp_path):
         wanted = made.model_copy(update={"model": made.model.model_copy(update={"text": text}), "cluster": section})
         reporter = Silent()
         outcome = train(wanted, reporter)
-    starts = [text for kind, text in reporter.notes if kind == "phase"]
+    starts = [text for kind, text in reporter.notes if kind == "status"]
     assert starts[-1] == "starting 2 workers" and outcome.result["status"] == "finished"
     assert outcome.result["wasted_steps"] == 0 and marks(outcome.path) == list(expected_marks(60))

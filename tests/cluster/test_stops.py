@@ -50,7 +50,7 @@ def left_on(address, within_s=10.0):
         ray.shutdown()
 
 
-def test_stopped_then_killed_then_left_alone_is_one_run(nodes, tmp_path):
+def test_stop_then_kill_then_finish_is_one_run(nodes, tmp_path):
     """Exit 130 with nothing left on the cluster; a killed driver loses one interval at most; no secret is kept."""
     nodes.reset([(4, 2)])
     make_set(tmp_path / "set", [row(number) for number in range(50)])

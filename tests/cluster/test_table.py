@@ -49,7 +49,7 @@ class StartingTwice(Silent):
             self.refusal = str(refused.value)
 
 
-def test_a_full_disk_costs_a_checkpoint_and_the_same_name_twice_at_once_is_refused(local_ray, data, tmp_path):
+def test_full_disk_skips_a_checkpoint_and_second_process_is_refused(local_ray, data, tmp_path):
     faults = ("tests.train.faults:FullDiskAtStepSix", "tests.train.faults:Slowly")
     wanted = config(data, tmp_path, "full", callbacks=faults, keep_checkpoints=9)
     reporter = StartingTwice(wanted)
@@ -75,7 +75,7 @@ def test_fewer_rows_than_ranks_are_exact_epochs(local_ray, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_killed_at_random_moments_all_finish_the_same(local_ray, data, tmp_path):
+def test_runs_killed_at_random_finish_equal(local_ray, data, tmp_path):
     """MMRAY_TEST_KILLS runs (20), a rank of each killed at a random moment: rows of all steps and weights, bitwise."""
     faults = Path(os.environ["MMRAY_TEST_FAULTS"])
     calm = train(config(data, tmp_path, "calm"), Silent())
@@ -91,7 +91,7 @@ def test_killed_at_random_moments_all_finish_the_same(local_ray, data, tmp_path)
     assert restarts >= RANDOM_KILLS // 2  # a kill may come when the run has just ended
 
 
-def test_a_whole_cluster_killed_and_started_again_goes_on_at_the_same_row(data, tmp_path):
+def test_run_resumes_at_same_row_after_cluster_restart(data, tmp_path):
     """Driver, head and workers get SIGKILL at once; the same command starts a new Ray and goes on."""
     made = in_double(config(data, tmp_path, "run", ("tests.train.faults:Slowly",)))
     recipe, run = tmp_path / "mine.yaml", tmp_path / "run"
@@ -147,7 +147,7 @@ class KillingAReader(Silent):
             held_mib[role] = max(held_mib.get(role, 0), (memory.rss - memory.shared) / 2**20)
 
 
-def test_an_object_store_of_80_mb_passes_five_times_that_and_a_reader_killed_costs_nothing(tmp_path):
+def test_object_store_of_80_mb_streams_five_times_that(tmp_path):
     """An epoch of 5,120 rows of 160 pixels, 393 MB once decoded: no deadlock, nothing on the disk, memory flat.
 
     Each row comes once, and all are more than KEEP_MB. From a third of it to the end half of the blocks, 197 MB,

@@ -1,4 +1,4 @@
-"""Faults, brought in by the callback path that users have; none of this is in the package."""
+"""Faults injected by callbacks as users write them."""
 
 import ctypes
 import os
@@ -32,7 +32,7 @@ class KillRankOneOnce:
 
 
 class SegfaultOnce:
-    """Rank 1 reads where nothing is."""
+    """Rank 1 reads address 0."""
 
     def on_step(self, step, metrics):
         if _first_time("segfault", step, 5):
@@ -40,7 +40,7 @@ class SegfaultOnce:
 
 
 class HangOnce:
-    """Rank 1 waits for something that never comes."""
+    """Rank 1 waits forever."""
 
     def on_step(self, step, metrics):
         if _first_time("hung", step, 5):
@@ -55,16 +55,16 @@ class StopOnce:
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
-class NoRoomOnRankOneOnce:
-    """Memory runs out on rank 1 where the ranks cannot vote."""
+class OomOnRankOneOnce:
+    """Rank 1 runs out of memory outside the recoverable part of a step."""
 
     def on_step(self, step, metrics):
-        if _first_time("no-room", step, 5):
-            raise OutOfMemoryError("no room for step 6 in the optimizer", micro=2)
+        if _first_time("oom", step, 5):
+            raise OutOfMemoryError("out of memory in the optimizer at step 6", micro=2)
 
 
 class RaiseAtStepThree:
-    """A bug of the user's own."""
+    """A bug in the user's callback."""
 
     def on_step(self, step, metrics):
         if step == 3:
@@ -72,14 +72,14 @@ class RaiseAtStepThree:
 
 
 class Slowly:
-    """Steps long enough that a wish to stop arrives between them."""
+    """Steps long enough for a stop request to arrive between them."""
 
     def on_step(self, step, metrics):
         time.sleep(0.4)
 
 
 class Slower:
-    """Steps so long that a command typed meanwhile is begun and heard before the last."""
+    """Steps long enough for a command to start before the last one."""
 
     def on_step(self, step, metrics):
         time.sleep(1.5)
@@ -95,7 +95,7 @@ class FullDiskAtStepSix:
 
 
 class KillAtRandom:
-    """SIGKILL to some rank at a moment that nobody chose, of any step, once for each folder in MMRAY_TEST_FAULTS."""
+    """SIGKILL to a random rank at a random moment, once per folder in MMRAY_TEST_FAULTS."""
 
     def __init__(self):
         mark = Path(os.environ["MMRAY_TEST_FAULTS"]) / "killed-at-random"

@@ -1,4 +1,4 @@
-"""Tiny runs for tests: a config, a listener that keeps what it is told, and what a run left behind."""
+"""Small runs for tests: a config, a reporter that keeps its calls, and readers of what a run wrote."""
 
 import json
 
@@ -13,7 +13,7 @@ TEXT = TextTower(width=16, depth=1, heads=2, dropout=0.1)
 
 
 class Silent:
-    """A listener that keeps what it was told."""
+    """A ProgressReporter that keeps its calls."""
 
     def __init__(self):
         self.notes, self.steps = [], []
@@ -22,17 +22,17 @@ class Silent:
         self.notes.append((label, text))
 
     def status(self, title):
-        self.notes.append(("phase", title))
+        self.notes.append(("status", title))
 
     def prepare_progress(self, progress):
-        self.notes.append(("preparing", progress.stage))
+        self.notes.append(("prepare", progress.stage))
 
     def step(self, metrics, total_steps):
         self.steps.append(metrics["step"])
 
 
 def config(data, storage, name, callbacks=(), address=None, **train_settings):
-    """Two workers, two micro-batches each, 16 rows a step, dropout on."""
+    """Two workers, two micro-batches each, 16 rows per step, with dropout."""
     return Config(
         model=Model(
             inputs=Inputs(image_side=16, fit="squash", max_tokens=12),
@@ -55,7 +55,7 @@ def lines(folder):
 
 
 def marks(folder):
-    """Which rows each step took."""
+    """The rows of each step."""
     return [(line["step"], line["rows_start"], line["rows_sha"]) for line in lines(folder)]
 
 

@@ -31,7 +31,7 @@ from tests.train import runs
 
 
 @pytest.mark.parametrize("ema", [0.0, 0.5])
-def test_averaged_weights_are_taken_where_there_are_any(tmp_path: Path, ema: float) -> None:
+def test_ema_weights_are_used_if_present(tmp_path: Path, ema: float) -> None:
     config = runs.config("none", tmp_path, "one", ema=ema)
     config = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": 20})})
     torch.manual_seed(0)
@@ -51,9 +51,7 @@ def test_averaged_weights_are_taken_where_there_are_any(tmp_path: Path, ema: flo
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
 
 
-def test_without_a_set_it_is_what_the_run_held_out_whatever_form_that_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_default_set_is_what_the_run_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare_module, "pack_chunks", run_here)
     monkeypatch.setattr(evaluate_export, "check_data_capacity", lambda _: None)
     monkeypatch.chdir(tmp_path)
@@ -91,7 +89,7 @@ def made_run(folder: AnyPath, tmp_path: Path, **recalls: float | None) -> AnyPat
     return folder
 
 
-def test_a_run_on_an_object_store_is_exported_to_one(
+def test_run_on_object_store_is_exported_to_object_store(
     s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -102,9 +100,7 @@ def test_a_run_on_an_object_store_is_exported_to_one(
     assert mmray.load(f"{s3.address}/exported").embed_texts(["a red one"]).shape == (1, 16)
 
 
-def test_the_best_checkpoint_is_exported_where_it_is_asked_for(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_export_of_best_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = made_run(tmp_path / "one", tmp_path, step_3=0.25, step_6=0.5, step_9=0.125)
 
     def exported(*words: str) -> Any:
@@ -125,7 +121,7 @@ def test_the_best_checkpoint_is_exported_where_it_is_asked_for(
     assert "none has evaluate/recall_at_1/mean: the run holds out no rows" in capfd.readouterr().err
 
 
-def test_the_best_checkpoint_is_what_evaluate_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluate_uses_best_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, asked = made_run(tmp_path / "one", tmp_path, step_3=0.5, step_6=0.25), []
 
     def scored(folder: AnyPath, *given: Any, **named: Any) -> dict[str, float]:
@@ -140,7 +136,7 @@ def test_the_best_checkpoint_is_what_evaluate_scores(tmp_path: Path, monkeypatch
     assert evaluate_export.open_run(folder, None)[2].name == "step-6"
 
 
-def test_an_elastic_run_is_scored_by_fewer_workers_than_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_elastic_run_is_evaluated_with_fewer_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two workers took two micro-batches each of 16 rows; the one that scores would take four."""
     monkeypatch.setattr("ray.train.torch.get_device", lambda: torch.device("cpu"))
     held_out = make_set(tmp_path / "set", [row(number) for number in range(5)])
@@ -153,7 +149,7 @@ def test_an_elastic_run_is_scored_by_fewer_workers_than_it_had(tmp_path: Path, m
     assert scores["rows"] == 5 and scores["loss"] > 0
 
 
-def test_an_evaluation_may_be_of_something_else_than_the_runs(tmp_path: Path) -> None:
+def test_evaluation_settings_override_those_of_the_run(tmp_path: Path) -> None:
     config = runs.config("none", tmp_path, "one")
     asked = evaluate_export.with_evaluation_settings(
         config, Scoring(classes=("a", "b"), limit=3), workers=1, accelerator="cpu"

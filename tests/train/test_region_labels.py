@@ -29,7 +29,7 @@ def named(folder: Path, names: dict[str, str], boxed: bool = True) -> PreparedSe
     return PreparedSet.open(str(folder))
 
 
-def test_names_are_those_of_the_sets_a_label_without_one_has_none(tmp_path: Path) -> None:
+def test_region_labels_default_to_names_of_the_sets(tmp_path: Path) -> None:
     one, two = named(tmp_path / "one", {"1": "cat"}), named(tmp_path / "two", {"1": "cat", "4": "dog"}, boxed=False)
     assert with_region_labels(MODEL, [one, two], None).region_labels == ("", "cat", "", "", "dog")
     given = MODEL.model_copy(update={"region_labels": ("sky", "sea")})
@@ -38,7 +38,7 @@ def test_names_are_those_of_the_sets_a_label_without_one_has_none(tmp_path: Path
     assert with_region_labels(plain, [one], None) is plain
 
 
-def test_what_is_missing_or_contradicts_is_said(tmp_path: Path) -> None:
+def test_missing_or_contradicting_labels_are_errors(tmp_path: Path) -> None:
     one = named(tmp_path / "one", {"1": "cat"})
     with pytest.raises(UsageError, match=r"box label 1 is `cat` in one set and `dog` in .*/other"):
         with_region_labels(MODEL, [one], named(tmp_path / "other", {"1": "dog"}))
@@ -51,7 +51,7 @@ def test_what_is_missing_or_contradicts_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("labels", "bad"), [([0, -1], 0), ([1, 3], 3), ([1, -1], None)])
-def test_a_box_whose_label_has_no_name_ends_the_run(labels: list[int], bad: int | None, tmp_path: Path) -> None:
+def test_box_label_without_name_ends_the_run(labels: list[int], bad: int | None, tmp_path: Path) -> None:
     block = {"label": np.array([-1]), "box_labels": np.array([labels]), "valid": np.array([True]), "pos": np.array([0])}
     config = SimpleNamespace(model=SimpleNamespace(region_labels=("", "cat")), data=SimpleNamespace(train="made"))
     plan = SimpleNamespace(rows_at=lambda positions: positions)

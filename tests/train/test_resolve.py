@@ -12,7 +12,7 @@ from tests.made import make_set, row
 from tests.train.runs import Silent, config
 
 
-def test_a_limit_takes_so_many_rows_an_epoch(tmp_path):
+def test_data_limit_is_rows_per_epoch(tmp_path):
     make_set(tmp_path / "set", [row(number) for number in range(50)])
     wanted = config(tmp_path / "set", tmp_path, "limited", steps=None, epochs=2.0)
     limited = wanted.model_copy(update={"data": wanted.data.model_copy(update={"limit": 20})})
@@ -24,7 +24,7 @@ def test_a_limit_takes_so_many_rows_an_epoch(tmp_path):
         assert sorted(plan.rows_at(np.arange(20) + 20 * epoch)) == list(range(20))
 
 
-def test_tokens_of_languages_are_those_of_the_sets(tmp_path):
+def test_language_tokens_are_those_of_the_sets(tmp_path):
     make_set(tmp_path / "a", [row(number, language="de") for number in range(4)])
     make_set(tmp_path / "b", [row(number, language=["fr", None][number % 2]) for number in range(4)])
     wanted = config(f"{tmp_path}/a + {tmp_path}/b", tmp_path, "mixed")
@@ -39,7 +39,7 @@ def test_tokens_of_languages_are_those_of_the_sets(tmp_path):
         resolve_run(asked, Silent())
 
 
-def test_what_a_siglip_fills_captions_up_with_is_its_tokenizers(tmp_path):
+def test_siglip_pads_with_the_tokenizers_pad_token(tmp_path):
     made = make_set(tmp_path / "set", [row(number) for number in range(4)])
     (tmp_path / "tokenizer.json").write_text(made.tokenizer_json)
     (tmp_path / "tokenizer_config.json").write_text('{"pad_token": "[MASK]"}')

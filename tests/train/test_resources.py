@@ -25,7 +25,7 @@ from mmray.train.resources import num_data_actors, scaling_config, torch_config
         (16, 2, 0.1, 24.0, 1),
     ],
 )
-def test_decoders_are_what_cores_and_memory_leave_and_never_none(cpus, taken, memory_gib, block_mb, actors):
+def test_decode_actors_are_limited_by_cores_and_memory(cpus, taken, memory_gib, block_mb, actors):
     assert num_decode_actors(cpus, taken, memory_gib, block_mb) == actors
 
 
@@ -49,7 +49,7 @@ def here(monkeypatch):
         (2, Data(workers=11), 11),  # who names a number gets it
     ],
 )
-def test_decoders_on_one_node_are_counted_by_its_real_cores_and_free_memory(here, workers, data, actors):
+def test_decode_actors_on_one_node_use_real_cores_and_free_memory(here, workers, data, actors):
     assert num_data_actors(Config(cluster=Cluster(workers=workers), data=data)) == actors
 
 
@@ -62,9 +62,7 @@ class Two(SimpleNamespace):
 
 @pytest.mark.parametrize(("accelerator", "backend"), [("gpu", "nccl"), ("auto", "nccl"), ("cpu", "gloo")])
 @pytest.mark.parametrize(("settings", "seconds"), [({}, 300), ({"collective_timeout_s": 0.5}, 1)])
-def test_gpus_meet_by_nccl_and_cpus_by_gloo_and_a_collective_has_a_deadline(
-    here, monkeypatch, accelerator, backend, settings, seconds
-):
+def test_process_group_uses_nccl_or_gloo_with_timeout(here, monkeypatch, accelerator, backend, settings, seconds):
     """What Ray makes of our TorchConfig, up to the call of init_process_group."""
     config = Config(cluster=Cluster(workers=2, accelerator=accelerator, **settings))
     ranks, made = [], []

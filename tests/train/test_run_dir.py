@@ -75,7 +75,7 @@ def finish(path, steps):
     (path / "result.json").write_text(f'{{"status": "finished", "steps": {steps}}}')
 
 
-def test_a_new_name_starts_and_the_same_command_resumes(tmp_path):
+def test_new_name_starts_and_same_command_resumes(tmp_path):
     wanted = config(tmp_path)
     first = select_run(wanted, DATA, steps=10)
     assert (first.action, first.path) == ("start", tmp_path / "sample")
@@ -83,7 +83,7 @@ def test_a_new_name_starts_and_the_same_command_resumes(tmp_path):
     assert select_run(wanted, DATA, steps=10).action == "resume"
 
 
-def test_an_unnamed_run_takes_the_next_name_when_done_or_different(tmp_path):
+def test_unnamed_run_takes_next_name_if_done_or_different(tmp_path):
     create_run_dir(tmp_path / "sample", config(tmp_path), DATA, "{}")
     assert select_run(config(tmp_path, global_rows=32), DATA, 10).path == tmp_path / "sample-2"
     finish(tmp_path / "sample", 10)
@@ -91,7 +91,7 @@ def test_an_unnamed_run_takes_the_next_name_when_done_or_different(tmp_path):
     assert select_run(config(tmp_path), DATA, 20).action == "resume"  # longer than it was
 
 
-def test_a_named_run_is_continued_refused_or_done(tmp_path):
+def test_named_run_is_resumed_refused_or_done(tmp_path):
     create_run_dir(tmp_path / "mine", config(tmp_path, name="mine"), DATA, "{}")
     with pytest.raises(UsageError, match=r"batch.global: 16 -> 32"):
         select_run(config(tmp_path, global_rows=32, name="mine"), DATA, 10)
@@ -102,14 +102,14 @@ def test_a_named_run_is_continued_refused_or_done(tmp_path):
     assert select_run(config(tmp_path, name="mine"), DATA, 11).action == "resume"
 
 
-def test_every_setting_that_may_change_is_tried():
+def test_every_resumable_change_is_tested():
     assert {
         each for each in RESUMABLE_CHANGES if not any(f"{name}.".startswith(f"{each}.") for name in ALLOWED)
     } == set()
 
 
 @pytest.mark.parametrize("setting", ALLOWED)
-def test_a_run_goes_on_with_another(tmp_path, setting):
+def test_run_resumes_with_changed_setting(tmp_path, setting):
     before = config(tmp_path, name="mine")
     create_run_dir(tmp_path / "mine", before, DATA, "{}")
     decision = select_run(changed(before, setting, ALLOWED[setting]), DATA, 10)
@@ -117,7 +117,7 @@ def test_a_run_goes_on_with_another(tmp_path, setting):
 
 
 @pytest.mark.parametrize("setting", FORBIDDEN)
-def test_a_run_does_not_go_on_with_another(tmp_path, setting):
+def test_run_refuses_changed_setting(tmp_path, setting):
     before = config(tmp_path, name="mine")
     create_run_dir(tmp_path / "mine", before, DATA, "{}")
     with pytest.raises(UsageError) as refused:
@@ -127,7 +127,7 @@ def test_a_run_does_not_go_on_with_another(tmp_path, setting):
     assert len(lines) == 3 and lines[1].startswith(f"  {setting}: ") and lines[1].endswith(f"-> {FORBIDDEN[setting]!r}")
 
 
-def test_an_unnamed_run_says_which_it_passes_over_and_why(tmp_path):
+def test_skipped_runs_are_logged_with_reason(tmp_path):
     """A changed setting would otherwise begin anew without a word where the same command was to go on."""
 
     def told(wanted, data):
@@ -169,20 +169,20 @@ def test_resume_modes(tmp_path):
     assert select_run(config(tmp_path, resume="never"), DATA, 10).path == tmp_path / "sample-2"
 
 
-def test_a_folder_that_is_no_run_is_left_alone(tmp_path):
+def test_folder_that_is_not_a_run_is_refused(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("years of work")
     with pytest.raises(UsageError, match="not an mmray run"):
         select_run(config(tmp_path, name="mine"), DATA, 10)
 
 
-def test_no_permission_is_a_clear_error(tmp_path):
+def test_unwritable_storage_is_a_usage_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"Choose another --run.storage"):
         create_run_dir(tmp_path / "file" / "run", config(tmp_path), DATA, "{}")
 
 
-def test_a_run_on_an_object_store_is_found_and_gone_on_with(s3):
+def test_run_on_object_store_is_resumed(s3):
     wanted = config(s3.address, name="mine")
     assert select_run(wanted, DATA, 10).action == "start"
     run = create_run_dir(select_run(wanted, DATA, 10).path, wanted, DATA, "{}")
@@ -198,7 +198,7 @@ def test_a_run_on_an_object_store_is_found_and_gone_on_with(s3):
         select_run(wanted, DATA, 10)
 
 
-def test_another_tokenizer_is_another_run(tmp_path):
+def test_changed_tokenizer_is_refused(tmp_path):
     create_run_dir(tmp_path / "mine", config(tmp_path, name="mine"), DATA | {"tokenizer": "ab"}, "{}")
     with pytest.raises(UsageError, match="data tokenizer: 'ab' -> 'cd'"):
         select_run(config(tmp_path, name="mine"), DATA | {"tokenizer": "cd"}, 10)

@@ -32,7 +32,7 @@ def expected_marks():
         yield step + 1, plan.rows_start(step), rows_sha(torch.tensor(np.array(keys, np.int64)))
 
 
-def test_a_run_over_two_nodes_takes_the_rows_of_the_order(nodes, tmp_path):
+def test_run_over_two_nodes_takes_rows_of_the_order(nodes, tmp_path):
     make_set(tmp_path / "set", [row(number) for number in range(50)], [row(number) for number in range(100, 120)])
     outcome = train(config(tmp_path / "set", tmp_path, "run", address=nodes.address), Silent())
     assert outcome.result["status"] == "finished"

@@ -24,7 +24,7 @@ def sets(tmp_path):
     return f"{tmp_path / 'one'} + 1.5 * {tmp_path / 'two'}"
 
 
-def test_an_epoch_of_a_sum_is_its_shares_and_what_is_held_out_is_the_first_sets(sets, tmp_path):
+def test_mixture_epoch_has_weighted_rows_of_each_set(sets, tmp_path):
     ready = resolve_run(config(sets, tmp_path, "r"), Silent())
     assert ready.data["num_rows"] == 42 and ready.data["train"] == sets
     assert ready.eval_set.num_rows == 20 and ready.eval_set.keys()[0] == "row-100"
@@ -43,7 +43,7 @@ class Stopping(Silent):
 @pytest.mark.slow  # two minutes
 @pytest.mark.cluster
 @pytest.mark.timeout(180)
-def test_a_mixture_trains_and_goes_on_as_if_it_had_not_been_stopped(local_ray, sets, tmp_path):
+def test_mixture_resumes_bitwise_after_stop(local_ray, sets, tmp_path):
     listener = Silent()
     calm = train(config(sets, tmp_path / "runs", "calm"), listener)
     assert ("mixture", "12 rows of two per epoch (it has 8)") in listener.notes
