@@ -18,7 +18,7 @@ from mmray.data.prepare.pack import pack_chunk
 from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
-from tests.data.test_prepare import colour_image
+from tests.data.prepare.test_pipeline import colour_image
 
 LAX = Prepare(max_bad_fraction=1.0, rows_per_shard=3, vocab_size=0)
 COUNT = 7

@@ -25,7 +25,7 @@ from mmray.models.build import build
 from mmray.storage.paths import AnyPath, to_path
 from mmray.train import evaluate_export, run_dir
 from mmray.train.evaluate_export import load_model
-from tests.data.test_prepare import make_source, run_here
+from tests.data.prepare.test_pipeline import make_source, run_here
 from tests.made import CAPTIONS, make_set, row
 from tests.train import runs
 

@@ -1,6 +1,6 @@
-"""Prepare: rows in, a whole set out; every row accounted for; killed, grown, changed and refused sources.
+"""Prepare: every row is accounted for; killed, grown, changed and invalid sources.
 
-Most tests pack in this process (the same function, without Ray); the last ones run the Ray Data job.
+Most tests pack in this process, without Ray; the last ones run the Ray Data job.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ def run_here(job, chunks):
 
 @pytest.fixture
 def in_process(monkeypatch):
-    """Without Ray; the fixture is the list of the chunks that were packed."""
+    """Pack without Ray; the fixture lists the chunks that were packed."""
     packed = []
 
     def run(job, chunks):
@@ -64,7 +64,7 @@ def colour_image(number, kind="PNG", size=(12, 8)):
 
 
 def make_source(folder, count, start=0, **columns):
-    """JSONL of `count` rows with an image each, after the rows that are there."""
+    """Append `count` rows with an image each to a JSONL."""
     folder.mkdir(exist_ok=True)
     with (folder / "rows.jsonl").open("a") as file:
         for number in range(start, start + count):
@@ -84,7 +84,7 @@ def quarantine(out):
     return [json.loads(line) for line in (Path(out) / "quarantine.jsonl").read_text().splitlines()]
 
 
-def test_every_row_is_in_the_set_or_in_quarantine(tmp_path, in_process):
+def test_every_row_is_kept_or_quarantined(tmp_path, in_process):
     source = make_source(tmp_path / "raw", 10)
     (source.parent / "half.png").write_bytes(colour_image(900)[:50])
     add(
@@ -133,7 +133,7 @@ def test_all_columns_are_kept(tmp_path, in_process):
     add(source, {"image_path": "0.png", "texts": ["one", " two "], "split": "test"})
     out = str(tmp_path / "out")
     manifest = prepare(str(source), out, LAX.model_copy(update={"duplicates": "keep"}))
-    assert manifest.splits == {"train": 3, "test": 1}  # beside rows with a split, those without are for training
+    assert manifest.splits == {"train": 3, "test": 1}  # rows without a split are training rows if others have one
     [test] = PreparedSet.open(out, "test").read(np.array([0]))
     assert (test.key, test.texts, test.split, test.label) == ("rows.jsonl:4", ["one", "two"], "test", None)
     train = PreparedSet.open(out, "train").read(np.arange(3))
@@ -142,7 +142,7 @@ def test_all_columns_are_kept(tmp_path, in_process):
     assert manifest.languages == {"en": 2} and PreparedSet.open(out, "test").languages == {"en"}
 
 
-def test_the_record_of_a_chunk_says_of_each_row_what_its_columns_are_called(tmp_path, in_process):
+def test_record_of_a_chunk_has_all_columns_of_its_rows(tmp_path, in_process):
     source = make_source(tmp_path / "raw", 2, language="en")
     prepare(str(source), str(tmp_path / "out"), LAX)
     rows = read_record(Storage(str(tmp_path / "out")), 0)["rows"]
@@ -170,7 +170,7 @@ def test_the_record_of_a_chunk_says_of_each_row_what_its_columns_are_called(tmp_
         ("keep", ["k0", "k1", "a", "b", "c", "d"]),
     ],
 )
-def test_rules_for_duplicates(tmp_path, in_process, rule, kept):
+def test_duplicate_rules(tmp_path, in_process, rule, kept):
     source = make_source(tmp_path / "raw", 2)
     add(source, {"id": "a", "image": "0.png", "text": "colour 0"}, {"id": "b", "image": "0.png", "text": "other"})
     for number, said in ((5, "colour 1"), (6, "other")):  # b went for its image: its caption is still to come
@@ -185,7 +185,7 @@ def test_rules_for_duplicates(tmp_path, in_process, rule, kept):
     assert manifest.num_same_text == {"image": 1, "row": 2, "text": 0, "keep": 3}[rule]
 
 
-def test_duplicates_are_found_across_chunks_and_leaks_are_reported(tmp_path, in_process):
+def test_duplicates_across_chunks_and_splits(tmp_path, in_process):
     source = make_source(tmp_path / "raw", 9, split="train")
     add(source, {"id": "t", "image": "2.png", "text": "x", "split": "test"}, {"id": "u", "image": "2.png", "text": "x"})
     manifest = prepare(str(source), str(tmp_path / "out"), LAX)
@@ -196,7 +196,7 @@ def test_duplicates_are_found_across_chunks_and_leaks_are_reported(tmp_path, in_
     assert manifest.num_leaks == 2
 
 
-def test_first_of_is_the_naive_search():
+def test_first_occurrence_equals_naive_search():
     values = np.random.default_rng(0).integers(0, 12, (200, 2)).astype(np.uint64)
     naive = []
     for number, value in enumerate(values.tolist()):
@@ -206,15 +206,15 @@ def test_first_of_is_the_naive_search():
     assert first_occurrence(np.zeros((0, 2), np.uint64)).tolist() == []
 
 
-def test_a_row_with_a_repeated_id_is_no_ones_first():
+def test_row_with_a_repeated_id_is_never_the_original():
     keys, images = hash_texts(["k", "k", "l"]), hash_texts(["a", "b", "b"])
     same = match_duplicates(keys, images, images, images, "image", np.zeros(3, bool))
     assert same.same_key.tolist() == [-1, 0, -1]
     assert same.same_content.tolist() == same.same_text.tolist() == [-1, -1, -1]
 
 
-def test_what_is_set_aside_repeats_a_row_that_is_kept():
-    """Rule `text` as a plain loop over rows has it, and nothing of the image of one that went is lost with it."""
+def test_text_rule_equals_a_loop_over_rows():
+    """A row that is dropped for its captions does not cause others with its image to be dropped."""
     images, texts = np.random.default_rng(1).integers(0, 40, (2, 90, 2)).astype(np.uint64) // 8
     keys = hash_texts([str(number) for number in range(90)])
     held_out = np.arange(90) % 7 == 3
@@ -228,7 +228,7 @@ def test_what_is_set_aside_repeats_a_row_that_is_kept():
     assert 5 < len(kept) < 25
 
 
-def test_holdout_goes_by_content_and_stays(tmp_path, in_process):
+def test_holdout_is_by_content_and_stable(tmp_path, in_process):
     settings = LAX.model_copy(update={"holdout": 0.3, "duplicates": "keep"})
     source = make_source(tmp_path / "raw", 60)
     add(source, *({"id": f"twin{number}", "image": f"{number}.png", "text": "y"} for number in range(60)))
@@ -242,7 +242,7 @@ def test_holdout_goes_by_content_and_stays(tmp_path, in_process):
     assert PreparedSet.open(str(tmp_path / "out"), "test").keys()[: len(before)] == before
 
 
-def test_image_side_re_encodes_and_the_rest_stays(tmp_path, in_process):
+def test_image_side_re_encodes_only_larger_images(tmp_path, in_process):
     source = make_source(tmp_path / "raw", 2)
     (source.parent / "1.png").write_bytes(colour_image(1, "JPEG", (90, 60)))
     prepare(str(source), str(tmp_path / "out"), LAX.model_copy(update={"image_side": 30}))
@@ -252,7 +252,7 @@ def test_image_side_re_encodes_and_the_rest_stays(tmp_path, in_process):
     assert all(row.checksum_ok for row in rows)
 
 
-def test_a_second_prepare_does_nothing_and_a_grown_source_only_the_new_rows(tmp_path, in_process):
+def test_second_prepare_packs_only_new_rows(tmp_path, in_process):
     source, out = make_source(tmp_path / "raw", 10), tmp_path / "out"
     first = prepare(str(source), str(out), LAX)
     shards = {path.name: path.stat().st_mtime_ns for path in (out / "shards").iterdir()}
@@ -266,12 +266,11 @@ def test_a_second_prepare_does_nothing_and_a_grown_source_only_the_new_rows(tmp_
     assert grown.num_rows == 17
     assert PreparedSet.open(str(out)).keys() == [f"k{number}" for number in range(17)]
     assert {name: time for name, time in shards.items() if (out / "shards" / name).stat().st_mtime_ns == time} == shards
-    assert (out / "tokenizer.json").read_text() == tokenizer  # models were trained with it
+    assert (out / "tokenizer.json").read_text() == tokenizer
     assert grown.fingerprint != first.fingerprint
 
 
-def test_shards_of_a_set_stay_whatever_records_another_writer_leaves_there(tmp_path, in_process):
-    """An object store has no lock against a second one."""
+def test_shards_survive_records_of_another_writer(tmp_path, in_process):
     source, out = make_source(tmp_path / "raw", 10), tmp_path / "out"
 
     def meddle(progress):
@@ -283,7 +282,7 @@ def test_shards_of_a_set_stay_whatever_records_another_writer_leaves_there(tmp_p
     assert PreparedSet.open(str(out)).keys() == [f"k{number}" for number in range(10)]
 
 
-def test_a_prepare_that_was_killed_goes_on(tmp_path, in_process, monkeypatch):
+def test_killed_prepare_resumes(tmp_path, in_process, monkeypatch):
     source, out = make_source(tmp_path / "raw", 20), tmp_path / "out"
     whole = prepare(str(source), str(tmp_path / "whole"), LAX)
     in_process.clear()
@@ -310,7 +309,7 @@ def test_a_prepare_that_was_killed_goes_on(tmp_path, in_process, monkeypatch):
     )
 
 
-def test_what_changed_is_done_again(tmp_path, in_process):
+def test_changed_chunks_are_packed_again(tmp_path, in_process):
     source, out = make_source(tmp_path / "raw", 12), str(tmp_path / "out")
     first = prepare(str(source), out, LAX)
     for change, packed in [
@@ -330,13 +329,13 @@ def test_what_changed_is_done_again(tmp_path, in_process):
     assert prepared.read(np.array([5]))[0].image == colour_image(505)
     in_process.clear()
     (source.parent / "9.png").write_bytes(colour_image(9))
-    assert prepare(str(source), out, LAX).num_rows == 12  # a corrected image is taken up
+    assert prepare(str(source), out, LAX).num_rows == 12
     assert prepare(str(source), out, LAX.model_copy(update={"image_side": 4})).fingerprint != first.fingerprint
     assert in_process == [2, 0, 1, 2]
     assert len(list((tmp_path / "out" / "shards").iterdir())) == 3
 
 
-def test_over_the_budget_is_a_data_error_and_a_larger_one_goes_on(tmp_path, in_process):
+def test_exceeded_budget_is_a_data_error_and_a_larger_one_resumes(tmp_path, in_process):
     source, out = make_source(tmp_path / "raw", 16), str(tmp_path / "out")
     (source.parent / "15.png").unlink()
     (source.parent / "14.png").write_bytes(b"GIF")
@@ -358,11 +357,11 @@ def test_over_the_budget_is_a_data_error_and_a_larger_one_goes_on(tmp_path, in_p
     assert in_process == []
 
 
-def test_the_budget_that_a_message_names_is_enough():
+def test_suggested_budget_is_sufficient():
     assert all(max_bad_rows(bad / 100, 100) == bad for bad in range(101))  # though 0.29 * 100 < 29
 
 
-def test_a_hopeless_source_ends_early(tmp_path, in_process):
+def test_source_over_budget_ends_early(tmp_path, in_process):
     source = make_source(tmp_path / "raw", 40)
     for number in range(2, 8):
         (source.parent / f"{number}.png").unlink()
@@ -372,7 +371,7 @@ def test_a_hopeless_source_ends_early(tmp_path, in_process):
     assert max(progress.done_rows for progress in seen if progress.stage == "pack") == 8
 
 
-def test_what_was_set_aside_is_tried_again_and_the_rest_stays(tmp_path, in_process, monkeypatch):
+def test_retry_packs_only_chunks_with_unread_rows(tmp_path, in_process, monkeypatch):
     source, out = make_source(tmp_path / "raw", 16), tmp_path / "out"
     whole = prepare(str(source), str(tmp_path / "whole"), LAX)
     add(source, {"image": "0.png", "text": " "})
@@ -414,7 +413,7 @@ def test_duplicates_count_against_the_budget(tmp_path, in_process):
         ([b"id,image,text", b"1,a.png,x"], "not JSON"),
     ],
 )
-def test_no_good_row_is_a_fault_of_the_set(tmp_path, in_process, rows, message):
+def test_source_without_good_rows_is_a_data_error(tmp_path, in_process, rows, message):
     (tmp_path / "raw").mkdir()
     source = tmp_path / "raw" / "rows.jsonl"
     add(source, *rows)
@@ -423,13 +422,13 @@ def test_no_good_row_is_a_fault_of_the_set(tmp_path, in_process, rows, message):
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_a_missing_source_leaves_no_folder(tmp_path, in_process):
+def test_missing_source_creates_no_folder(tmp_path, in_process):
     with pytest.raises(DataError, match="there is no file"):
         prepare(str(tmp_path / "none.jsonl"), str(tmp_path / "out"), LAX)
     assert not (tmp_path / "out").exists()
 
 
-def test_folders_that_cannot_be_meant(tmp_path, in_process):
+def test_invalid_output_folders_are_refused(tmp_path, in_process):
     source = make_source(tmp_path / "raw", 2)
     with pytest.raises(UsageError, match="is not empty and is not a prepared set"):
         prepare(str(source), str(source.parent), LAX)
@@ -450,7 +449,7 @@ def test_another_source_does_not_replace_a_set(tmp_path, in_process):
     assert PreparedSet.open(out).keys() == ["k0", "k1"]
 
 
-def test_two_prepares_at_once_are_refused(tmp_path, in_process, monkeypatch):
+def test_concurrent_prepare_is_refused(tmp_path, in_process, monkeypatch):
     source, out = make_source(tmp_path / "raw", 8), str(tmp_path / "out")
 
     def meanwhile(job, chunks):
@@ -462,7 +461,7 @@ def test_two_prepares_at_once_are_refused(tmp_path, in_process, monkeypatch):
     assert prepare(str(source), out, LAX).num_rows == 8
 
 
-def test_a_set_and_its_source_may_move(tmp_path, in_process):
+def test_set_and_source_may_be_moved_together(tmp_path, in_process):
     source = make_source(tmp_path / "raw", 8)
     first = prepare(str(source), str(tmp_path / "out"), LAX)
     (tmp_path / "there").mkdir()
@@ -474,7 +473,7 @@ def test_a_set_and_its_source_may_move(tmp_path, in_process):
     assert in_process == []
 
 
-def test_without_vocabulary_or_training_rows_there_is_no_tokenizer(tmp_path, in_process):
+def test_no_tokenizer_without_vocabulary_or_training_rows(tmp_path, in_process):
     source = make_source(tmp_path / "raw", 4, split="test")
     assert prepare(str(source), str(tmp_path / "a"), LAX).tokenizer is None
     make_source(tmp_path / "raw", 4, start=4)
@@ -482,7 +481,7 @@ def test_without_vocabulary_or_training_rows_there_is_no_tokenizer(tmp_path, in_
     assert prepare(str(source), str(tmp_path / "c"), LAX).tokenizer == "tokenizer.json"
 
 
-def test_test_captions_do_not_reach_the_tokenizer(tmp_path, in_process):
+def test_tokenizer_excludes_held_out_captions(tmp_path, in_process):
     source = make_source(tmp_path / "raw", 4, split="train", text="seen words")
     make_source(tmp_path / "raw", 4, start=4, split="test", text="qqqq")
     prepare(str(source), str(tmp_path / "out"), LAX)
@@ -498,7 +497,7 @@ def test_packing_needs_neither_torch_nor_ray():
     assert run.stdout.strip() == "[]"
 
 
-def test_the_ray_job_gives_the_same_set(tmp_path, in_process, monkeypatch, local_ray):
+def test_ray_job_equals_in_process_prepare(tmp_path, in_process, monkeypatch, local_ray):
     source = make_source(tmp_path / "raw", 30)
     add(source, {"image": "gone.png", "text": "x"}, {"image": "3.png", "text": "twin"})
     here = prepare(str(source), str(tmp_path / "here"), LAX)
@@ -513,7 +512,7 @@ def test_the_ray_job_gives_the_same_set(tmp_path, in_process, monkeypatch, local
     assert len(packed) > 3
 
 
-def test_a_typed_prepare_over_the_budget_ends_with_exit_status_5(tmp_path, in_process, local_ray, capsys):
+def test_command_over_budget_exits_with_5(tmp_path, in_process, local_ray, capsys):
     source, out = make_source(tmp_path / "raw", 7), tmp_path / "out"
     add(source, {"image": "gone.png", "text": "x"})
     typed = ["prepare", str(source), str(out), "--rows-per-shard", "4", "--max-bad-fraction"]
@@ -526,7 +525,7 @@ def test_a_typed_prepare_over_the_budget_ends_with_exit_status_5(tmp_path, in_pr
     assert ended.value.code == 0
 
 
-def test_a_task_that_cannot_write_is_a_resource_error(tmp_path, local_ray):
+def test_task_that_cannot_write_is_a_resource_error(tmp_path, local_ray):
     source, out = make_source(tmp_path / "raw", 3), tmp_path / "out"
 
     def take_away(progress):
@@ -605,7 +604,7 @@ prepare(sys.argv[1], sys.argv[2], Prepare(rows_per_shard=4, vocab_size=100), lam
 
 
 @pytest.mark.cluster
-def test_a_killed_driver_leaves_what_the_next_one_goes_on_with(tmp_path, in_process):
+def test_prepare_resumes_after_the_driver_was_killed(tmp_path, in_process):
     source, out = make_source(tmp_path / "raw", 400), tmp_path / "out"
     driver = subprocess.Popen([sys.executable, "-c", KILLED, str(source), str(out)])
     deadline = time.monotonic() + 60

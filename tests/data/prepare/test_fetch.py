@@ -1,4 +1,4 @@
-"""Images at addresses: from the hosts that are allowed and public addresses only, capped, overlapping, in order."""
+"""Images by URL: allowed hosts and public addresses only, limited, concurrent, in order."""
 
 import json
 import threading
@@ -25,8 +25,8 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
 from mmray.report.summary import quarantine_of
 from mmray.storage.address import is_public_ip, parse_host, redact_url, rejection_reason
-from tests.data.https_server import Names, Server
-from tests.data.test_prepare import colour_image, quarantine
+from tests.data.prepare.https_server import Names, Server
+from tests.data.prepare.test_pipeline import colour_image, quarantine
 
 LIMITS = FetchLimits(num_bytes=300_000, seconds=5.0, pause_s=0.01)
 LOOPBACK = partial(Names, allowed_test=["127.0.0.1"], other_test=["127.0.0.1"])
@@ -40,7 +40,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def fetching(server):
-    """Makes the fetcher of a test: loopback counts as public where nothing else is said."""
+    """Makes a fetcher for which loopback is public by default."""
 
     def make(hosts=None, limits=LIMITS, resolver=LOOPBACK, public=lambda _: True):
         return Fetcher(hosts or (f"allowed.test:{server.port}",), limits, server.trusted, resolver, public)
@@ -49,37 +49,32 @@ def fetching(server):
 
 
 def fault(fetcher, address):
-    """(stage reason, detail) of an address that cannot be had."""
+    """(stage reason, detail) of a URL that cannot be fetched."""
     with pytest.raises(BadRow) as caught:
         fetcher.fetch(address).result(timeout=20)
     return f"{caught.value.stage} {caught.value.reason}", caught.value.detail
 
 
-@pytest.mark.parametrize("address", ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::8.8.8.8"])
-def test_addresses_of_the_open_internet(address):
-    assert is_public_ip(address)
+PUBLIC = ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::8.8.8.8"]
+NOT_PUBLIC = [
+    "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1",
+    "255.255.255.255", "192.0.2.1", "198.18.0.1", "::1", "::", "fe80::1", "fe80::1%eth0", "fd00:ec2::254", "ff02::1",
+    "ff0e::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "::127.0.0.1", "64:ff9b::127.0.0.1", "64:ff9b::a9fe:a9fe",
+    "64:ff9b:1::8.8.8.8", "2002:7f00:1::", "2002:808:808::", "2001:0:1:2::3", "2001:db8::1", "localhost", "",
+    "2130706433", "127.1",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
-        "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0",
-        "224.0.0.1", "255.255.255.255", "192.0.2.1", "198.18.0.1", "::1", "::", "fe80::1", "fe80::1%eth0",
-        "fd00:ec2::254",
-        "ff02::1", "ff0e::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "::127.0.0.1", "64:ff9b::127.0.0.1",
-        "64:ff9b::a9fe:a9fe", "64:ff9b:1::8.8.8.8", "2002:7f00:1::", "2002:808:808::", "2001:0:1:2::3", "2001:db8::1",
-        "localhost", "", "2130706433", "127.1",
-    ],
-)  # fmt: skip
-def test_addresses_that_are_not(address):
-    assert not is_public_ip(address)
+@pytest.mark.parametrize("address", PUBLIC + NOT_PUBLIC)
+def test_only_public_addresses_are_public(address):
+    assert is_public_ip(address) == (address in PUBLIC)
 
 
 @pytest.mark.parametrize(
     ("name", "host"),
     [("Images.Example.ORG", "images.example.org"), ("a.b:443", "a.b"), ("a.b:8443", ""), ("xn--bcher-kva.de", "")],
 )
-def test_names_of_hosts(name, host):
+def test_host_names_are_normalised(name, host):
     assert parse_host(name) == (host or name)
     assert Prepare(allow_urls=("z.org", name, name)).allow_urls == tuple(sorted({host or name, "z.org"}))
 
@@ -92,8 +87,8 @@ def test_names_of_hosts(name, host):
         "*.a.b", "a..b", ".a", "a.", "-a.b", "bücher.de", "a b", "", "a.b:", "a" * 64, ".".join(["abcdefg"] * 40),
     ],
 )  # fmt: skip
-def test_what_is_no_name_of_a_host(name):
-    with pytest.raises(UsageError, match=r"prepare\.allow_urls: must be the name of a host, such as"):
+def test_invalid_host_names_are_refused(name):
+    with pytest.raises(UsageError, match=r"prepare\.allow_urls: must be a host name, such as"):
         Prepare(allow_urls=(name,))
 
 
@@ -103,21 +98,21 @@ def test_what_is_no_name_of_a_host(name):
         ("https://a.b/x.jpg", ""), ("HTTPS://A.b:443/x", ""), ("https://a.b", ""), ("https://a.b?x", ""),
         ("https://c.d:8443/x", ""),
         ("http://a.b/x", "only https"), ("https://me:pass@a.b/x", "login"), ("https://a.b@evil.org/x", "login"),
-        ("https://a.b\\@evil.org/x", "login"), ("https://127.0.0.1/x", "numbers"), ("https://[::1]/x", "numbers"),
-        ("https://2130706433/", "numbers"), ("https://0x7f000001/", "numbers"), ("https:///x", "not a name"),
+        ("https://a.b\\@evil.org/x", "login"), ("https://127.0.0.1/x", "numeric"), ("https://[::1]/x", "numeric"),
+        ("https://2130706433/", "numeric"), ("https://0x7f000001/", "numeric"), ("https:///x", "numeric"),
         ("https://a.b:8443/x", "--allow-urls a.b:8443"), ("https://c.d/x", "--allow-urls c.d"), ("https://a.b./x",
-        "not a name"),
+        "numeric"),
         ("https://evil.org/https://a.b/", "prepare.allow_urls"), ("https://a.b.evil.org/",
         "--allow-urls a.b.evil.org"),
-        ("https://a.b\tx/", "not a name"), ("ftp://a.b/", "only https"), ("//a.b/", "only https"),
+        ("https://a.b\tx/", "numeric"), ("ftp://a.b/", "only https"), ("//a.b/", "only https"),
     ],
 )  # fmt: skip
-def test_which_addresses_are_fetched(address, why):
+def test_rejection_reason_of_urls(address, why):
     found = rejection_reason(address, ("a.b", "c.d:8443"))
     assert why in found if why else not found
 
 
-def test_what_is_told_of_an_address_holds_no_secret():
+def test_messages_contain_no_secret_of_a_url():
     for address in ("https://a.b/x.png?sig=hush", "https://a.b/x.png#hush", "https://me:hush@a.b/x.png?hush"):
         assert redact_url(address) == "https://a.b/x.png"
         for hosts in ((), ("other.org",), ("a.b",)):
@@ -131,7 +126,7 @@ def test_what_is_told_of_an_address_holds_no_secret():
                 assert "--allow-urls" in bad.detail or "login" in bad.detail
 
 
-def test_an_image_and_where_redirects_may_lead(server, fetching):
+def test_redirects_stay_on_allowed_hosts(server, fetching):
     def to(address):
         return server.address(f"to?at={quote(address, safe='')}")
 
@@ -141,23 +136,23 @@ def test_an_image_and_where_redirects_may_lead(server, fetching):
         assert fetcher.fetch(to(server.address("2", "other.test"))).result() == colour_image(2)
         assert fetcher.fetch(to("/3")).result() == colour_image(3)
     with fetching() as fetcher:
-        for address, told in (
+        for address, message in (
             (server.address("4?hush", "other.test"), f"--allow-urls other.test:{server.port})"),
             (server.address("4").replace("https", "http"), "only https"),
-            (f"https://127.0.0.1:{server.port}/4", "numbers"),
+            (f"https://127.0.0.1:{server.port}/4", "numeric"),
             (server.address("4").replace("//", "//me:hush@"), "login"),
             ("https://[bad/4", "not a valid URL"),
             (f"https://allowed.test:{server.port}\\@other.test/4", "not a valid URL"),
         ):
             kind, detail = fault(fetcher, to(address))
-            assert (kind, told in detail, "hush" in detail) == ("read redirect", True, False), detail
-        fault(fetcher, server.address("to?at=https://allowed.test/%FF"))[1].encode()  # half a character can be told
+            assert (kind, message in detail, "hush" in detail) == ("read redirect", True, False), detail
+        fault(fetcher, server.address("to?at=https://allowed.test/%FF"))[1].encode()  # a lone surrogate can be printed
         assert not any(path.startswith("/4") for path in server.asked)
         assert fault(fetcher, to(to(to(to(to(to("/5")))))))[1].endswith("more than 5 redirects")
 
 
 @pytest.mark.parametrize("found", ["10.0.0.1", "127.0.0.1", "::1", "169.254.169.254", "::ffff:127.0.0.1"])
-def test_a_name_that_leads_inside_is_refused(server, fetching, found):
+def test_name_that_resolves_to_private_address_is_refused(server, fetching, found):
     with fetching(
         (f"inner.test:{server.port}",), resolver=partial(Names, inner_test=[found]), public=is_public_ip
     ) as fetcher:
@@ -167,7 +162,7 @@ def test_a_name_that_leads_inside_is_refused(server, fetching, found):
     assert not server.asked["/6?hush"]
 
 
-def test_localhost_is_refused_as_it_is_looked_up_and_a_redirect_to_it_too(server):
+def test_localhost_is_refused(server):
     hosts = (f"localhost:{server.port}",)
     with Fetcher(hosts, LIMITS, server.trusted) as fetcher:
         together = [fetcher.fetch(server.address("7", "localhost")) for _ in range(9)]
@@ -175,13 +170,13 @@ def test_localhost_is_refused_as_it_is_looked_up_and_a_redirect_to_it_too(server
     assert not server.asked["/7"]
 
 
-def test_of_several_addresses_the_public_ones_are_taken(server, fetching):
+def test_public_address_is_chosen_among_several(server, fetching):
     resolver = partial(Names, allowed_test=["10.255.255.1", "127.0.0.1"])
     with fetching(resolver=resolver, public=lambda address: address == "127.0.0.1") as fetcher:
         assert fetcher.fetch(server.address("8")).result() == colour_image(8)
 
 
-def test_size_and_time_are_capped(server, fetching):
+def test_size_and_time_are_limited(server, fetching):
     with fetching(limits=FetchLimits(num_bytes=300_000, seconds=0.6, pause_s=0.01)) as fetcher:
         for path in ("large", "endless"):
             assert fault(fetcher, server.address(path))[0] == "read too-large"
@@ -191,7 +186,7 @@ def test_size_and_time_are_capped(server, fetching):
         assert 0.5 < time.monotonic() - began < 3
 
 
-def test_what_may_pass_is_tried_again(server, fetching):
+def test_transient_failures_are_retried(server, fetching):
     with fetching((f"allowed.test:{server.port}", "nowhere.test")) as fetcher:
         assert fetcher.fetch(server.address("busy/2/9")).result() == colour_image(9)
         for path, kind, tries in (
@@ -204,13 +199,13 @@ def test_what_may_pass_is_tried_again(server, fetching):
         assert fault(fetcher, "https://nowhere.test/x")[0] == "read unreadable"
 
 
-def test_a_certificate_that_nobody_vouches_for(server):
+def test_untrusted_certificate_is_refused(server):
     with Fetcher((f"allowed.test:{server.port}",), LIMITS, True, LOOPBACK, lambda _: True) as fetcher:
         kind, detail = fault(fetcher, server.address("10"))
     assert (kind, "certificate" in detail.lower()) == ("read refused", True)
 
 
-def test_images_overlap_and_rows_keep_their_order(server, fetching):
+def test_downloads_overlap_and_rows_keep_their_order(server, fetching):
     server.most, began = 0, time.monotonic()
     rows = [{"id": n, "image": server.address(f"slow/{n}"), "text": "x"} for n in range(40)]
     items = [SourceItem(n, f"made:{n}", row) for n, row in enumerate(rows)]
@@ -236,7 +231,7 @@ def test_images_overlap_and_rows_keep_their_order(server, fetching):
     assert most <= WINDOW + 1
 
 
-def test_a_fetcher_that_is_left_ends_at_once(server, fetching):
+def test_closing_a_fetcher_cancels_requests(server, fetching):
     threads = threading.active_count()
     began = time.monotonic()
     with fetching() as fetcher:
@@ -253,7 +248,7 @@ def source_line(source, row):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
-def test_a_set_from_addresses(server, fetching, tmp_path, monkeypatch, kind):
+def test_prepare_from_urls(server, fetching, tmp_path, monkeypatch, kind):
     port, said = server.port, []
     urls = [server.address(f"{n}?sig=hush") for n in (20, 21, 22)]
     urls += [
@@ -301,7 +296,7 @@ def test_a_set_from_addresses(server, fetching, tmp_path, monkeypatch, kind):
     asked = server.asked.total()
     assert [aside.picture for aside in quarantine_of(tmp_path, str(out)).shown] == [None] * 4
     assert server.asked.total() == asked, "a report fetches nothing"
-    manifest = prepare(str(source), str(out), settings)  # what was busy is tried again
+    manifest = prepare(str(source), str(out), settings)  # the busy host is retried
     assert (manifest.num_rows, packed) == (4, [0, 0])
     prepare(str(source), str(out), settings)
     assert packed == [0, 0], "what is fetched stays"
@@ -320,8 +315,8 @@ def test_job_digest_depends_on_allowed_hosts():
     assert replace(job, allow_urls=("a.b",)).digest() != job.digest()
 
 
-def test_the_cache_of_a_source_is_named_by_all_settings_but_the_error_budgets(tmp_path, monkeypatch):
-    """A larger one, which exit 5 advises, goes on with what is done; other rows are another set, for another run's."""
+def test_cache_name_ignores_the_error_budget(tmp_path, monkeypatch):
+    """A larger budget, which exit 5 advises, reuses finished chunks; other settings give another set."""
     source, outs = tmp_path / "my rows é.jsonl", []
     source.write_text("{}")
     manifest = SimpleNamespace(num_rows=0, num_quarantined=0)

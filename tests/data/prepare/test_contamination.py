@@ -1,4 +1,4 @@
-"""Leakage: what stands in another set or split is found, exact and alike, counted, shown and set aside."""
+"""Contamination: exact and near matches in other sets and splits are counted, listed and quarantined."""
 
 import io
 import json
@@ -26,28 +26,28 @@ from mmray.data.prepare.pipeline import prepare
 from mmray.data.prepare.tasks import map_tasks
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
-from tests.data.test_prepare import quarantine, run_here
+from tests.data.prepare.test_pipeline import quarantine, run_here
 
 LAX = Prepare(max_bad_fraction=0.0, rows_per_shard=4, vocab_size=100, phash_distance=20)
 
 
 @pytest.fixture
 def in_process(monkeypatch):
-    """Without Ray; the fixture is the list of the shards that were looked at."""
-    looked = []
+    """Run without Ray; the fixture lists the shards that were hashed."""
+    hashed = []
 
     def tasks(work, items):
         items = json.loads(json.dumps(items))
-        looked.extend(item["shard"]["file"] for item in items)
+        hashed.extend(item["shard"]["file"] for item in items)
         yield from map(work, items)
 
     monkeypatch.setattr(prepare_module, "pack_chunks", run_here)
     monkeypatch.setattr(contamination, "map_tasks", tasks)
-    return looked
+    return hashed
 
 
-def picture(number):
-    """A picture of coloured patches, unlike that of any other number."""
+def patches_image(number):
+    """An image of coloured patches, different for each number."""
     patches = np.random.default_rng(number).integers(0, 256, (24, 24, 3), dtype=np.uint8)
     return Image.fromarray(patches).resize((96, 96), Image.Resampling.BICUBIC)
 
@@ -76,12 +76,12 @@ def make_source(folder, images, splits=None, texts=None):
 @pytest.fixture
 def two(tmp_path, in_process):
     """A prepared evaluation set of 6, and a source of 10 that has two of it exactly and two re-encoded."""
-    seen = [encoded(picture(number)) for number in range(6)]
+    seen = [encoded(patches_image(number)) for number in range(6)]
     prepare(make_source(tmp_path / "e", seen), str(tmp_path / "eval"), LAX)
-    images = [encoded(picture(number)) for number in range(20, 30)]
+    images = [encoded(patches_image(number)) for number in range(20, 30)]
     images[2], images[7] = seen[4], seen[0]
-    images[3] = encoded(picture(1).resize((64, 64)), "JPEG", quality=75)
-    images[9] = encoded(picture(5).resize((150, 150)), "WEBP", quality=80)
+    images[3] = encoded(patches_image(1).resize((64, 64)), "JPEG", quality=75)
+    images[9] = encoded(patches_image(5).resize((150, 150)), "WEBP", quality=80)
     return make_source(tmp_path / "t", images), str(tmp_path / "eval")
 
 
@@ -102,13 +102,13 @@ def test_leaks_are_counted_named_and_shown(tmp_path, two):
     assert all(data.startswith("data:image/webp") for line in lines for data in line["thumbnails"])
 
 
-def test_leaks_are_set_aside_and_the_set_is_as_if_they_had_not_been_there(tmp_path, two, in_process):
+def test_leaks_are_quarantined_and_other_rows_kept(tmp_path, two, in_process):
     source, eval_set = two
     settings = LAX.model_copy(update={"check_contamination": (eval_set,)})
     prepare(source, str(tmp_path / "out"), settings)
     in_process.clear()
     manifest = prepare(source, str(tmp_path / "out"), settings.model_copy(update={"drop_overlap": True}))
-    assert in_process == []  # no image is looked at again
+    assert in_process == []  # no image is hashed again
     assert (manifest.num_rows, manifest.num_quarantined, manifest.reasons) == (6, 4, {"overlap": 4})
     assert PreparedSet.open(str(tmp_path / "out")).keys() == ["t0", "t1", "t4", "t5", "t6", "t8"]
     faults = quarantine(tmp_path / "out")
@@ -123,11 +123,11 @@ def test_leaks_are_set_aside_and_the_set_is_as_if_they_had_not_been_there(tmp_pa
     assert exact.reasons == {"overlap": 2}
 
 
-def test_between_splits_the_row_of_training_goes(tmp_path, in_process):
-    images = [encoded(picture(number)) for number in range(8)]
-    images[6] = encoded(picture(1), "JPEG", quality=80)  # of test, after its twin in train
-    images[2] = encoded(picture(7), "JPEG", quality=80)  # of train, before its twin in test
-    images[5] = encoded(picture(3), "JPEG", quality=80)  # both in train: no leak
+def test_training_row_is_the_leak_between_splits(tmp_path, in_process):
+    images = [encoded(patches_image(number)) for number in range(8)]
+    images[6] = encoded(patches_image(1), "JPEG", quality=80)  # of test, after its twin in train
+    images[2] = encoded(patches_image(7), "JPEG", quality=80)  # of train, before its twin in test
+    images[5] = encoded(patches_image(3), "JPEG", quality=80)  # both in train: no leak
     source = make_source(tmp_path / "s", images, splits=["train"] * 6 + ["test"] * 2)
     manifest = prepare(source, str(tmp_path / "out"), LAX.model_copy(update={"drop_overlap": True}))
     assert manifest.splits == {"train": 4, "test": 2}
@@ -135,20 +135,20 @@ def test_between_splits_the_row_of_training_goes(tmp_path, in_process):
     assert manifest.leakage["found_in"] == {"splits": 2}
 
 
-def test_captions_that_come_again_are_counted_and_kept(tmp_path, in_process):
-    images = [encoded(picture(number)) for number in range(6)]
+def test_repeated_captions_are_counted_and_kept(tmp_path, in_process):
+    images = [encoded(patches_image(number)) for number in range(6)]
     source = make_source(tmp_path / "s", images, texts=["a", "b", "a", "a", "c", "b "])
     manifest = prepare(source, str(tmp_path / "out"), LAX)
     assert (manifest.num_rows, manifest.num_same_text) == (6, 3)
 
 
-def test_a_source_that_leaks_whole_is_a_data_error(tmp_path, two):
+def test_source_of_leaks_only_is_a_data_error(tmp_path, two):
     settings = LAX.model_copy(update={"check_contamination": (two[1],), "drop_overlap": True})
     with pytest.raises(DataError, match=r"no row of 6 is left; 6 leak from other sets or splits"):
         prepare(str(tmp_path / "e" / "rows.jsonl"), str(tmp_path / "out"), settings)
 
 
-def test_what_cannot_be_held_against(tmp_path, two, monkeypatch):
+def test_invalid_comparisons_are_refused(tmp_path, two, monkeypatch):
     source, eval_set = two
     with pytest.raises(UsageError, match="is the set that is being prepared"):
         prepare(source, eval_set, LAX.model_copy(update={"check_contamination": (eval_set,)}))
@@ -159,7 +159,7 @@ def test_what_cannot_be_held_against(tmp_path, two, monkeypatch):
         prepare(source, str(tmp_path / "out"), LAX.model_copy(update={"check_contamination": (eval_set,)}))
 
 
-def test_a_referenced_image_that_is_gone_is_like_no_other(tmp_path, two):
+def test_deleted_referenced_image_matches_nothing(tmp_path, two):
     source, _ = two
     settings = LAX.model_copy(update={"index_only": True})
     prepare(str(tmp_path / "e" / "rows.jsonl"), str(tmp_path / "index"), settings)
@@ -170,7 +170,7 @@ def test_a_referenced_image_that_is_gone_is_like_no_other(tmp_path, two):
     assert (found.leakage["exact"], found.leakage["near"]) == (1, 2)
 
 
-def test_the_ray_job_finds_the_same(tmp_path, two, monkeypatch, local_ray):
+def test_ray_job_equals_in_process_check(tmp_path, two, monkeypatch, local_ray):
     source, eval_set = two
     settings = LAX.model_copy(update={"check_contamination": (eval_set,), "drop_overlap": True})
     here = prepare(source, str(tmp_path / "here"), settings)
@@ -180,8 +180,8 @@ def test_the_ray_job_finds_the_same(tmp_path, two, monkeypatch, local_ray):
     assert leaks_in(tmp_path / "out") == leaks_in(tmp_path / "here")
 
 
-def looks(rng, count, base=None):
-    """Looks that are near each other often: a few centres, some bits turned, some colours moved."""
+def random_hashes(rng, count, base=None):
+    """Hashes that are often near each other: a few centres, some bits flipped, some colours moved."""
     out = np.zeros(count, IMAGE_HASH_DTYPE)
     centres = base if base is not None else rng.integers(0, 2**63, (4, 4), dtype=np.uint64)
     out["phash"] = centres[rng.integers(0, len(centres), count)]
@@ -195,10 +195,10 @@ def looks(rng, count, base=None):
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 40), st.integers(0, 40), st.integers(0, 31))
-def test_the_search_by_bands_is_the_search_of_all_pairs(seed, num_queries, num_references, most_bits):
+def test_band_search_equals_search_of_all_pairs(seed, num_queries, num_references, most_bits):
     rng = np.random.default_rng(seed)
     base = rng.integers(0, 2**63, (3, 4), dtype=np.uint64)
-    queries, references = looks(rng, num_queries, base), looks(rng, num_references, base)
+    queries, references = random_hashes(rng, num_queries, base), random_hashes(rng, num_references, base)
     index, bits = nearest(queries, references, most_bits)
     for number, query in enumerate(queries):
         best = (BITS + 1, NONE)
@@ -210,7 +210,7 @@ def test_the_search_by_bands_is_the_search_of_all_pairs(seed, num_queries, num_r
         assert (index[number], bits[number]) == ((best[1], best[0]) if best[1] != NONE else (NONE, NONE))
 
 
-def test_bands_hold_all_bits_and_equal_hashes_share_them():
+def test_one_differing_bit_changes_one_band():
     hashes = np.random.default_rng(0).integers(0, 2**63, (50, 4), dtype=np.uint64)
     for count in (1, 3, 8, 32):
         turned = hashes.copy()
@@ -219,15 +219,15 @@ def test_bands_hold_all_bits_and_equal_hashes_share_them():
         assert same.sum(axis=0).tolist() == [count - 1] * 50
 
 
-def test_ten_thousand_blank_pages_cost_as_much_as_one():
+def test_equal_hashes_are_compared_once():
     pages = np.zeros(10_000, IMAGE_HASH_DTYPE)
     pages["has_phash"] = True
     index, bits = nearest(pages, pages, 7)
     assert not index.any() and not bits.any()
 
 
-def test_a_row_is_told_once_and_rows_that_do_not_count_are_no_ones_twin():
-    rows = looks(np.random.default_rng(0), 6, np.arange(4, dtype=np.uint64)[None])
+def test_leak_is_reported_once_and_dropped_rows_match_nothing():
+    rows = random_hashes(np.random.default_rng(0), 6, np.arange(4, dtype=np.uint64)[None])
     rows["has_phash"] = False
     rows["sha256"] = np.array([[1, 1], [1, 1], [2, 2], [2, 2], [3, 3], [0, 0]])
     live = np.array([True, True, False, True, True, True])
@@ -237,7 +237,7 @@ def test_a_row_is_told_once_and_rows_that_do_not_count_are_no_ones_twin():
     assert found.match.tolist() == [0, 0]
 
 
-def test_another_colour_is_another_picture():
+def test_images_of_different_colour_do_not_match():
     red, blue = (perceptual_hash(Image.new("RGB", (32, 32), colour)) for colour in ((200, 0, 0), (0, 0, 200)))
     assert np.array_equal(red[0], blue[0])
     both = np.zeros(2, IMAGE_HASH_DTYPE)
@@ -245,9 +245,8 @@ def test_another_colour_is_another_picture():
     assert nearest(both[:1], both[1:], 7)[0].tolist() == [NONE]
 
 
-def test_a_shard_that_cannot_be_read_is_no_answer(tmp_path, in_process):
-    """What nobody saw must not count as seen: an error, and nothing is kept of it."""
-    images = [encoded(picture(number)) for number in range(4)]
+def test_unreadable_shard_is_an_error(tmp_path, in_process):
+    images = [encoded(patches_image(number)) for number in range(4)]
     other = prepare(make_source(tmp_path / "other", images), str(tmp_path / "eval"), LAX)
     (tmp_path / "eval" / other.shards[0].file).write_bytes(b"gone")
     wanted = LAX.model_copy(update={"check_contamination": (str(tmp_path / "eval"),)})

@@ -64,22 +64,17 @@ def test_blocks_hold_the_rows_of_the_order_and_a_row_that_comes_again_has_anothe
         ("0.5 * s3://x/a?r=1 + my sets/b+c", [("s3://x/a?r=1", 0.5), ("my sets/b+c", 1.0)]),
     ],
 )
-def test_a_sum_is_read_and_written(text, terms):
+def test_mixture_is_parsed_and_formatted(text, terms):
     assert parse_mixture(text) == terms and format_mixture(terms) == text
     assert is_mixture(text) == (len(terms) > 1)
 
 
 @pytest.mark.parametrize("text", ["a + ", "0 * a", "-1 * a + b", "inf * a", "x * a", "a + a", ""])
-def test_what_is_no_sum(text):
-    with pytest.raises(ValueError, match="neither a set nor a sum of different ones"):
+def test_invalid_mixtures_are_refused(text):
+    with pytest.raises(ValueError, match="neither a set nor a sum of different sets"):
         parse_mixture(text)
 
 
-def test_a_sum_that_is_none_is_a_usage_error():
+def test_invalid_mixture_is_a_usage_error():
     with pytest.raises(UsageError, match=r"data\.train: `0 \* a` is neither"):
         Data(train="0 * a")
-
-
-def test_a_sum_has_no_limit():
-    with pytest.raises(UsageError, match=r"data\.limit is for one set"):
-        Data(train="a + b", limit=3)
