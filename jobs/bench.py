@@ -1,9 +1,8 @@
-"""Measure where the time goes, on the machine where the job's driver runs.
+"""Benchmark the machine of the job's driver.
 
     ray job submit --working-dir . -- python jobs/bench.py step resnet50-bert --json /shared/step.json
 
-To measure a GPU of the cluster, give the driver one: --entrypoint-num-gpus 1 and --entrypoint-num-cpus 8
-before the `--`.
+To benchmark a GPU of the cluster, add --entrypoint-num-gpus 1 --entrypoint-num-cpus 8 before the `--`.
 """
 
 import sys

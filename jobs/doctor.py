@@ -1,8 +1,8 @@
-"""Look at the cluster from inside: what would stop or slow a run, and what mends it.
+"""Check the cluster from inside for problems that stop or slow a run.
 
     ray job submit --working-dir . -- python jobs/doctor.py --storage /shared/runs
 
-The job fails where there is something to mend.
+The job fails if there are errors.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""Score a run's newest checkpoint on held-out rows, on workers like those that trained it.
+"""Evaluate a run's newest checkpoint on held-out rows, on workers like those of its training.
 
     ray job submit --working-dir . -- python jobs/evaluate.py /shared/runs/resnet50-bert --data /shared/prepared/test
 
-Scores go to the job's log; `--json FILE` writes them to a file.
+Metrics are in the job's log; `--json FILE` also writes them to a file.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""Write a run's model to a folder that `mmray.load` opens: weights, config, tokenizer, preprocessing.
+"""Write a run's model to a folder for `mmray.load`.
 
     ray job submit --working-dir . -- python jobs/export.py /shared/runs/resnet50-bert /shared/exported/resnet50-bert
 
-It runs where the job's driver does, on the head, and needs no other node.
+It runs on the head node only.
 """
 
 import sys

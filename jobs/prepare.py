@@ -1,8 +1,8 @@
-"""Check, clean and pack image-text rows on the cluster's CPU nodes: done once, used by every run.
+"""Validate, deduplicate and pack image-text rows on the CPU nodes of the cluster.
 
     ray job submit --working-dir . -- python jobs/prepare.py /shared/my.jsonl /shared/prepared/my --holdout 0.05
 
-Source and target are on a file system that every node sees. The same line after a kill goes on where it was.
+Source and target must be visible to all nodes. After a kill, the same command resumes.
 """
 
 import sys

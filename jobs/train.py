@@ -1,10 +1,10 @@
-r"""Train a recipe on the cluster; the same line after a kill, or a stop, goes on at the same row.
+r"""Train a recipe on the cluster. After a kill or a stop, the same command resumes at the same row.
 
     ray job submit --working-dir . -- python jobs/train.py resnet50-bert --data.train /shared/prepared/my \
       --cluster.workers 4 --run.storage /shared/runs
 
-The data and run.storage are on a file system that every node sees. `ray job stop` gives the run 3 s for its
-farewell checkpoint (RAY_JOB_STOP_WAIT_TIME_S of the head); where that is too short, the last periodic one stands.
+The data and run.storage must be visible to all nodes. `ray job stop` gives the run 3 s for a final checkpoint
+(RAY_JOB_STOP_WAIT_TIME_S on the head node); otherwise the last periodic checkpoint is used.
 """
 
 import sys

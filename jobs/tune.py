@@ -1,9 +1,9 @@
-r"""Search the best batch shape, or the best of any settings; it comes out as a recipe that jobs/train.py takes.
+r"""Search batch shapes or other settings; the best trial becomes a recipe for jobs/train.py.
 
     ray job submit --working-dir . -- python jobs/tune.py resnet50-bert --data.train /shared/prepared/my \
       --run.storage /shared/runs --space batch.micro=16,32,64 --space batch.accumulation=1,2
 
-As many trials run at a time as the cluster holds; `--concurrency` says otherwise.
+As many trials run at a time as fit on the cluster; `--concurrency` limits them.
 """
 
 import sys

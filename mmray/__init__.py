@@ -1,4 +1,4 @@
-"""mmray trains image-text models on a Ray cluster; `mmray.load(folder)` opens one that was exported."""
+"""mmray trains image-text models on a Ray cluster; `mmray.load(folder)` loads an exported model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["load"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `load` when it is asked for: torch costs seconds, and data workers and `--help` do without."""
+    """Import `load` on first use: importing torch takes seconds, and `--help` does not need it."""
     if name == "load":
         from mmray.models.export.export import load
 

@@ -1,7 +1,7 @@
-"""Every error a user can meet, each with the exit code that scripts and schedulers read.
+"""All errors for users, each with its exit code.
 
-Exit codes: 0 good, 2 usage, 3 training failed, 4 resources that cannot be had, 5 data over its error budget,
-130 interrupted. A message says what was wrong, the value, where it stood, and what to do next.
+Exit codes: 0 success, 2 usage, 3 training failed, 4 resources not available, 5 data over its error budget,
+130 interrupted. A message states the problem, the value, its location, and what to do next.
 """
 
 from __future__ import annotations
@@ -12,33 +12,33 @@ INTERRUPTED = 130
 
 
 class MmrayError(Exception):
-    """Base of all errors that are told to a user without a traceback."""
+    """Base of all errors that are printed without a traceback."""
 
     exit_code = 1
 
 
-class AtOnce(KeyboardInterrupt):
-    """Who asks twice for an end waits for nothing that can be done without: no report, no tracker."""
+class ForceExit(KeyboardInterrupt):
+    """Second Ctrl-C: exit immediately, without report and trackers."""
 
 
 class UsageError(MmrayError):
-    """A command, a setting or a file name that cannot be meant."""
+    """Invalid command, setting or path."""
 
     exit_code = 2
 
 
 class TrainingError(MmrayError):
-    """Training started and could not be brought to its end."""
+    """Training failed after it started."""
 
     exit_code = 3
 
 
 class StorageError(TrainingError):
-    """The storage did not take a checkpoint, or does not answer; what is complete there is as it was."""
+    """A checkpoint could not be written or storage does not respond; complete checkpoints are intact."""
 
 
 class OutOfMemoryError(TrainingError):
-    """A worker's device had no room for a step. `micro`: rows of a micro-batch that may fit; 0: none is smaller."""
+    """A worker ran out of memory. `micro`: a micro-batch size that may fit; 0: there is none."""
 
     def __init__(self, message: str, micro: int = 0):
         super().__init__(message, micro)
@@ -49,13 +49,13 @@ class OutOfMemoryError(TrainingError):
 
 
 class ResourceError(MmrayError):
-    """The cluster (or this machine) cannot give what the run asks for."""
+    """The cluster or this machine cannot provide the requested resources."""
 
     exit_code = 4
 
 
 class DataError(MmrayError):
-    """The data cannot be used, or more of it is bad than the budget allows."""
+    """The data cannot be used, or its share of bad rows is over the limit."""
 
     exit_code = 5
 

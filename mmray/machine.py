@@ -1,4 +1,4 @@
-"""Cores and memory of this machine that this process may use: a container, a pod or a batch job leaves it a part.
+"""CPU cores and memory available to this process, with the limits of its container, pod or batch job.
 
 Limits of cgroups, version 2 at each level above the process, version 1 at the root, where containers see their own
 (https://docs.kernel.org/admin-guide/cgroup-v2.html, `cpu.max`, `memory.max`).
@@ -17,13 +17,13 @@ CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def cores() -> int:
-    """Cores that this process may keep busy: those it is bound to, or fewer where a quota says so."""
+    """Return the number of CPU cores available to this process: its affinity, limited by CPU quotas."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, math.ceil(min([bound, *_quotas()])))
 
 
 def free_memory() -> int:
-    """Bytes that can still be taken: what the machine has available, or less where a limit comes first."""
+    """Return the free memory in bytes: the machine's, limited by cgroups."""
     return int(max(0, min([psutil.virtual_memory().available, *_left()])))
 
 
@@ -38,7 +38,7 @@ def _quotas() -> Iterator[float]:
 
 
 def _left() -> Iterator[float]:
-    """What each limit leaves; cached files that nobody uses give way, and do not count."""
+    """Yield the free memory under each limit; inactive page cache counts as free."""
     for folder in _levels():
         yield _number(folder / "memory.max") - _used(folder, "memory.current", "inactive_file")
     folder = CGROUPS / "memory"
@@ -53,14 +53,14 @@ def _used(folder: Path, file: str, idle: str) -> float:
 
 
 def _levels() -> list[Path]:
-    """The folders of this process's cgroup of version 2 and of those above it; only the root in most containers."""
+    """Return the folders of this process's cgroup v2 and its parents; only the root in most containers."""
     own = next((line[3:] for line in _words(OWN_CGROUP) if line.startswith("0::")), "/")
-    place = CGROUPS / own.lstrip("/")
-    return [CGROUPS, *(folder for folder in [place, *place.parents] if CGROUPS in folder.parents)]
+    path = CGROUPS / own.lstrip("/")
+    return [CGROUPS, *(folder for folder in [path, *path.parents] if CGROUPS in folder.parents)]
 
 
 def _number(file: Path) -> float:
-    """Infinity where there is no such file, or no limit in it."""
+    """Read a number; infinity if there is no file or no limit."""
     words = _words(file)
     return float(words[0]) if words and words[0] != "max" else math.inf
 

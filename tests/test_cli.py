@@ -12,11 +12,11 @@ import torch
 from rich.console import Console
 
 from mmray import cli
-from mmray.cli.args import parsed
-from mmray.cli.console import Screen, recall_table, scores_tables, training_figures
+from mmray.cli.args import parse
+from mmray.cli.console import Terminal, recall_table, scores_tables, training_figures
 from mmray.cli.evaluate import command_of
 from mmray.cli.prepare import PrepareCommand, _findings
-from mmray.cli.train import _say_outcome
+from mmray.cli.train import _print_outcome
 from mmray.config import CustomModel, Siglip, from_yaml, to_yaml
 from mmray.config.model import KINDS
 from mmray.data.store.manifest import Manifest
@@ -34,7 +34,7 @@ def typed(capfd):
 
     def run(*words):
         try:
-            code = cli.run(list(words), Screen(Console(force_terminal=False, width=100)))
+            code = cli.run(list(words), Terminal(Console(force_terminal=False, width=100)))
         except SystemExit as end:  # tyro ends the process itself after --help and unknown flags
             code = end.code
         out, err = capfd.readouterr()
@@ -73,7 +73,7 @@ def test_a_switch_takes_yamls_words_and_pythons_or_none(typed, word):
     [["--drop-overlap", "--check-contamination", "x"], ["--check-contamination", "x", "--drop-overlap", "true"]],
 )
 def test_a_switch_of_prepare_may_stand_alone(words):
-    settings = parsed(PrepareCommand, ["a", "b", *words], "mmray prepare").settings
+    settings = parse(PrepareCommand, ["a", "b", *words], "mmray prepare").settings
     assert settings.drop_overlap and settings.check_contamination == ("x",) and not settings.index_only
 
 
@@ -129,10 +129,11 @@ def test_what_prepare_says_of_leaks_and_repeated_captions():
     assert list(_findings(manifest, "out")) == [
         ("captions", "4 rows repeat the captions of an earlier row; they are kept"),
         (
-            "leaked",
-            "3 rows (2 exact, 1 alike): 2 in prepared/eval, 1 in another split; kept; --drop-overlap sets them aside",
+            "overlap",
+            "3 rows (2 exact, 1 near-duplicates): 2 in prepared/eval, 1 in another split; kept; "
+            "--drop-overlap quarantines them",
         ),
-        ("", "each with its twin in out/leaks.jsonl"),
+        ("", "listed in out/leaks.jsonl"),
     ]
     assert list(_findings(replace(manifest, num_same_text=0, leakage={}), "out")) == []
 
@@ -153,13 +154,12 @@ def test_what_prepare_says_of_leaks_and_repeated_captions():
         (["tune", "sample", "--space", "batch.micro=128"], "a worker's share of 128 rows over 2 workers is 64"),
         (["evaluate", "nowhere"], "is not a run: it has no config.yaml"),
         (["export", "nowhere", "out"], "is not a run: it has no config.yaml"),
-        (["bench", "everything"], "there is no bench `everything`"),
-        (["bench", "step", "--pairs", "0"], "--pairs: at least 1 (got 0)"),
-        (["bench", "claims", "--rounds", "0"], "--rounds: at least 1 (got 0)"),
-        (["bench", "loader", "--rounds=0"], "--rounds: at least 1 (got 0)"),
-        (["bench", "strategies", "--steps", "0"], "--steps: at least 1 (got 0)"),
-        (["doctor", "--json", "no/such/x.json"], "--json no/such/x.json: there is no folder no/such; make it"),
-        (["evaluate", "nowhere", "--json", "."], "--json .: it is a folder"),
+        (["bench", "everything"], "unknown benchmark `everything`"),
+        (["bench", "step", "--pairs", "0"], "--pairs: must be at least 1 (got 0)"),
+        (["bench", "loader", "--rounds=0"], "--rounds: must be at least 1 (got 0)"),
+        (["bench", "strategies", "--steps", "0"], "--steps: must be at least 1 (got 0)"),
+        (["doctor", "--json", "no/such/x.json"], "--json no/such/x.json: folder no/such does not exist; create it"),
+        (["evaluate", "nowhere", "--json", "."], "--json .: is a folder"),
         (["train", "--optimizer.betas", "1.5", "0.9"], "optimizer.betas.0: input should be less than 1 (got 1.5)"),
     ],
 )
@@ -207,10 +207,10 @@ def test_help(typed):
 
 def test_a_log_gets_plain_lines_and_the_last_one_always():
     text = io.StringIO()
-    screen = Screen(Console(file=text, width=100))
-    with screen.work("training"):
+    terminal = Terminal(Console(file=text, width=100))
+    with terminal.progress("training"):
         for step in range(1, 101):
-            screen.show(step, 100, "loss 1.0", "step")
+            terminal.update(step, 100, "loss 1.0", "step")
     lines = text.getvalue().splitlines()
     assert lines[0] == "step 1/100  loss 1.0" and lines[-1] == "step 100/100  loss 1.0" and len(lines) <= 3
 
@@ -226,9 +226,9 @@ def test_a_log_gets_plain_lines_and_the_last_one_always():
 @pytest.mark.parametrize("status", ["finished", "stopped"])
 def test_train_names_the_best_checkpoint_where_it_is_not_the_last(best, told, status, capfd):
     result = {"status": status, "steps": 9, "elapsed_s": 1.0, "restarts": 0, "scores": {}, "best": best}
-    _say_outcome(RunOutcome(Path.cwd() / "runs" / "one", result), Screen())
+    _print_outcome(RunOutcome(Path.cwd() / "runs" / "one", result), Terminal())
     said = capfd.readouterr().out
-    line = "step 6 with recall_at_1/mean 0.500, kept beside the newest: mmray export runs/one exported/one --step best"
+    line = "step 6 with recall_at_1/mean 0.500: mmray export runs/one exported/one --step best"
     assert (line in said) == ("--step best" in said) == told
 
 
@@ -262,9 +262,9 @@ def test_every_figure_of_an_evaluation_is_shown():
 
 
 def test_what_is_said_is_text_and_never_markup(capfd):
-    screen = Screen(Console(force_terminal=False, width=100))
-    screen.note('pip install -e ".[dev]"', "next")
-    screen.error("layers [bold] are unknown")
+    terminal = Terminal(Console(force_terminal=False, width=100))
+    terminal.note('pip install -e ".[dev]"', "next")
+    terminal.error("layers [bold] are unknown")
     out, err = capfd.readouterr()
     assert out == 'next       pip install -e ".[dev]"\n' and err == "error: layers [bold] are unknown\n"
 
@@ -319,5 +319,5 @@ def test_an_evaluation_takes_its_settings_over_those_of_the_run(tmp_path):
     assert command.workers == 1 and command.accelerator is None
     assert command.evaluate == own.scoring.model_copy(update={"classes": ("fox", "dog"), "batch": 3})
     assert command_of([str(tmp_path)]).evaluate == own.scoring
-    with pytest.raises(UsageError, match=r"--workers: at least 1 \(got 0\)"):
+    with pytest.raises(UsageError, match=r"--workers: must be at least 1 \(got 0\)"):
         command_of([str(tmp_path), "--workers", "0"])

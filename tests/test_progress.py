@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from mmray.cli.console import Reporter, Screen
+from mmray.cli.console import Reporter, Terminal
 
 FIGURES = ("loss 1.234", "2,560 samples/s", "data wait 3%", "0.45 GiB")
 
@@ -24,19 +24,19 @@ def clock(monkeypatch):
     return now
 
 
-class Terminal:
+class FakeTerminal:
     """A terminal of so many columns, and a run that reports to it."""
 
     def __init__(self, width=140):
         self._file = io.StringIO()
         console = Console(force_terminal=True, file=self._file, width=width, color_system=None, _environ={})
-        self.screen = Screen(console)
-        self.reporter = Reporter(self.screen)
+        self.terminal = Terminal(console)
+        self.reporter = Reporter(self.terminal)
 
     def drawn(self):
         """The words of the newest drawing, without what moves the cursor."""
         self._file.truncate(self._file.seek(0))
-        self.screen._live.refresh()
+        self.terminal._live.refresh()
         return " ".join(self._file.getvalue().split())
 
     def left(self):
@@ -46,8 +46,8 @@ class Terminal:
 
 @pytest.mark.parametrize("width", [140, 80])
 def test_a_terminal_shows_a_bar_with_every_figure_and_the_time_left(clock, width):
-    terminal = Terminal(width)
-    with terminal.screen.work("starting Ray"):
+    terminal = FakeTerminal(width)
+    with terminal.terminal.progress("starting Ray"):
         assert "starting Ray" in terminal.drawn()
         terminal.reporter.status("starting 2 workers")
         assert "starting 2 workers" in terminal.drawn()
@@ -63,13 +63,13 @@ def test_a_terminal_shows_a_bar_with_every_figure_and_the_time_left(clock, width
 
 
 def test_what_stays_is_written_above_the_bar_and_the_bar_goes(clock):
-    terminal = Terminal()
-    with terminal.screen.work("training"):
+    terminal = FakeTerminal()
+    with terminal.terminal.progress("training"):
         terminal.reporter.step(line(10), 20)
         terminal.reporter.log("a worker ended", "failure")
     assert "failure    a worker ended\n" in terminal.left()
     assert terminal.left().rstrip("\r").endswith("\x1b[2K")  # the bar's line is wiped
-    assert terminal.screen._live is None
+    assert terminal.terminal._live is None
 
 
 def seconds_left(reporter, clock, steps, pace_s, total):
@@ -83,19 +83,19 @@ def seconds_left(reporter, clock, steps, pace_s, total):
 
 
 def test_the_time_left_of_a_steady_run_is_right_at_every_line(clock):
-    said = seconds_left(Reporter(Screen()), clock, range(10, 101, 10), 0.5, 100)
+    said = seconds_left(Reporter(Terminal()), clock, range(10, 101, 10), 0.5, 100)
     assert said == [None, *(pytest.approx((100 - step) * 0.5) for step in range(20, 101, 10))]
 
 
 def test_a_resumed_run_counts_its_own_steps_alone(clock):
     clock.s = 40.0
-    assert seconds_left(Reporter(Screen()), clock, (510, 520, 590), 2.0, 600) == [None, 160.0, 20.0]
+    assert seconds_left(Reporter(Terminal()), clock, (510, 520, 590), 2.0, 600) == [None, 160.0, 20.0]
 
 
 @pytest.mark.parametrize("again", [30, 60])
 def test_after_a_restart_the_pace_is_that_of_the_new_attempt(clock, again):
     """From an older checkpoint, or from the newest step: the minute that the restart took is in no step's pace."""
-    reporter = Reporter(Screen())
+    reporter = Reporter(Terminal())
     assert seconds_left(reporter, clock, (10, 60), 1.0, 100) == [None, 40.0]
     clock.s += 60.0
     reporter.status("starting 1 workers")

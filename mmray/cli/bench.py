@@ -11,8 +11,8 @@ import tyro
 from rich.table import Table
 from tyro.conf import Positional
 
-from mmray.cli.args import at_least_one, parsed, write_json
-from mmray.cli.console import Screen, rows_table
+from mmray.cli.args import parse, require_positive, write_json
+from mmray.cli.console import Terminal, rows_table
 from mmray.config import recipes
 from mmray.errors import UsageError
 
@@ -43,25 +43,25 @@ class StrategiesCommand:
     """Write machine, ratios and rows to this file as JSON."""
 
 
-def strategies(argv: Sequence[str], screen: Screen) -> None:
+def strategies(argv: Sequence[str], terminal: Terminal) -> None:
     """compare DDP, FSDP, two-device branches and precisions"""
-    command = parsed(StrategiesCommand, argv, "mmray bench strategies")
-    at_least_one(command, "steps")
+    command = parse(StrategiesCommand, argv, "mmray bench strategies")
+    require_positive(command, "steps")
     from mmray.bench.strategies import bench_strategies
 
-    result = bench_strategies(recipes.load(command.recipe), command.steps, command.only, screen.phase)
+    result = bench_strategies(recipes.load(command.recipe), command.steps, command.only, terminal.status)
     machine = result["machine"]
-    screen.note(f"{machine['device']}, {machine['cpu']}, {machine['cores']} cores", "machine")
-    screen.note(result["batch"])
-    screen.console.print(_table(result["rows"]))
-    screen.note(
+    terminal.note(f"{machine['device']}, {machine['cpu']}, {machine['cores']} cores", "machine")
+    terminal.note(result["batch"])
+    terminal.console.print(_table(result["rows"]))
+    terminal.note(
         "share of the time in collectives; idle: of the two devices of branches; loss after the last step", "comm"
     )
     for row in result["rows"]:
         if row["error"]:
-            screen.note(row["error"], row["strategy"])
+            terminal.note(row["error"], row["strategy"])
     for note in result["notes"]:
-        screen.note(note)
+        terminal.note(note)
     write_json(command.json, result)
 
 
@@ -117,51 +117,51 @@ class LoaderCommand:
     """Write machine, ratios and rows to this file as JSON."""
 
 
-def bench(argv: Sequence[str], screen: Screen) -> int:
+def bench(argv: Sequence[str], terminal: Terminal) -> int:
     """mmray bench step|loader|strategies [--space batch.micro=8,16,32] [--json FILE]"""
     what, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     if what in ("-h", "--help"):
         for name, run in BENCHES.items():
-            screen.note(f"mmray bench {name}: {run.__doc__} (--help for its options)")
+            terminal.note(f"mmray bench {name}: {run.__doc__} (--help for its options)")
         return 0
     if what not in BENCHES:
         near = difflib.get_close_matches(what, BENCHES, n=1)
         hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(BENCHES)}"
         raise UsageError(f"unknown benchmark `{what}`; {hint}")
-    BENCHES[what](rest, screen)
+    BENCHES[what](rest, terminal)
     return 0
 
 
-def _step(argv: Sequence[str], screen: Screen) -> None:
+def _step(argv: Sequence[str], terminal: Terminal) -> None:
     """compare the training loop with a bare one, or measure batch shapes"""
-    command = parsed(StepCommand, argv, "mmray bench step")
-    at_least_one(command, "pairs")
+    command = parse(StepCommand, argv, "mmray bench step")
+    require_positive(command, "pairs")
     config = recipes.load(command.recipe)
     if command.space:
         from mmray.bench.batch_shapes import bench_shapes
 
-        result = bench_shapes(config, command.space, command.window_s, screen.phase)
-        _print_result(result, shapes_table(result["rows"]), screen, command.json)
+        result = bench_shapes(config, command.space, command.window_s, terminal.status)
+        _print_result(result, shapes_table(result["rows"]), terminal, command.json)
         return
     from mmray.bench.step import bench_step
 
     total_s = 2 * command.pairs * command.window_s
-    screen.phase(f"{command.pairs} pairs of windows of {command.window_s:g} s, about {total_s:.0f} s in total")
+    terminal.status(f"{command.pairs} pairs of windows of {command.window_s:g} s, about {total_s:.0f} s in total")
     result = bench_step(config, command.pairs, command.window_s)
-    screen.note(result["batch"])
-    _print_result(result, rows_table(result["rows"]), screen, command.json)
+    terminal.note(result["batch"])
+    _print_result(result, rows_table(result["rows"]), terminal, command.json)
 
 
-def _loader(argv: Sequence[str], screen: Screen) -> None:
+def _loader(argv: Sequence[str], terminal: Terminal) -> None:
     """compare the stream with PyTorch DataLoaders, and name the bottleneck"""
-    command = parsed(LoaderCommand, argv, "mmray bench loader")
-    at_least_one(command, "images", "rounds")
+    command = parse(LoaderCommand, argv, "mmray bench loader")
+    require_positive(command, "images", "rounds")
     from mmray.bench.loader import LoaderSettings, bench_loader
 
     given = {name: value for name, value in vars(command).items() if name != "json"}
-    with screen.work("measuring"):
-        result = bench_loader(LoaderSettings(**given), screen.phase)
-    _print_result(result, loader_table(result["rows"]), screen, command.json)
+    with terminal.progress("measuring"):
+        result = bench_loader(LoaderSettings(**given), terminal.status)
+    _print_result(result, loader_table(result["rows"]), terminal, command.json)
 
 
 def loader_table(rows: list[dict[str, Any]]) -> Table:
@@ -207,21 +207,21 @@ def shapes_table(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _print_result(result: dict[str, Any], table: Table, screen: Screen, json: str | None) -> None:
+def _print_result(result: dict[str, Any], table: Table, terminal: Terminal, json: str | None) -> None:
     """Print table, ratios and notes; write them as JSON if a file is given."""
     machine = result["machine"]
-    screen.note(f"{machine['device']}, {machine['cpu']}, {machine['cores']} cores", "machine")
-    screen.console.print(table)
+    terminal.note(f"{machine['device']}, {machine['cpu']}, {machine['cores']} cores", "machine")
+    terminal.console.print(table)
     for name, ratio in result["ratios"].items():
         spread = result.get("spread", {}).get(name)
         of = f" (median of {spread['pairs']} pairs, {spread['min']:.3f} to {spread['max']:.3f})" if spread else ""
-        screen.note(f"{ratio:.3f}{of}", name)
+        terminal.note(f"{ratio:.3f}{of}", name)
     for note in result.get("notes", ()):
-        screen.note(note)
+        terminal.note(note)
     write_json(json, result)
 
 
-BENCHES: dict[str, Callable[[Sequence[str], Screen], None]] = {
+BENCHES: dict[str, Callable[[Sequence[str], Terminal], None]] = {
     "step": _step,
     "loader": _loader,
     "strategies": strategies,

@@ -1,7 +1,4 @@
-"""What a person sees while mmray works: a live bar in a terminal, plain lines in a log.
-
-Part of the command line; nothing below it prints.
-"""
+"""Console output: labelled notes, tables, and progress as a live bar in a terminal or plain lines in a log."""
 
 from __future__ import annotations
 
@@ -17,9 +14,9 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Table
 from rich.text import Text
 
-from mmray.report.scores import other_scores
+from mmray.report.scores import non_retrieval_metrics
 
-LINE_EVERY_S = 5.0  # in a log; a terminal is drawn over in place
+LINE_EVERY_S = 5.0  # between two progress lines of a log
 LOG_WIDTH = 200
 RECALLS = (1, 5, 10)
 
@@ -34,8 +31,8 @@ class _Figures(ProgressColumn):
         return Text(task.fields.get("figures", ""), style="cyan")
 
 
-class Screen:
-    """Prints notes and progress; `note` for a line that stays, `show` for a measure of the work under way."""
+class Terminal:
+    """Prints notes, tables and errors, and shows the progress of the current work."""
 
     def __init__(self, console: Console | None = None):
         self.console = console or Console(highlight=False, soft_wrap=True)
@@ -47,15 +44,15 @@ class Screen:
         self.console.print(Text.assemble((f"{label:<10} ", "bold"), text) if label else Text(text))
 
     def table(self, table: Table) -> None:
-        """A table; in a log as wide as it is, for nobody there can widen the window."""
+        """Print a table; in a log at full width, because its reader cannot widen the window."""
         self.console.print(table, width=None if self.console.is_terminal else LOG_WIDTH)
 
     def error(self, text: str) -> None:
         Console(stderr=True, highlight=False, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), text))
 
     @contextmanager
-    def work(self, title: str) -> Iterator[None]:
-        """A bar titled so while the block runs (in a terminal)."""
+    def progress(self, title: str) -> Iterator[None]:
+        """Show a progress bar while the block runs, in a terminal."""
         columns = (
             SpinnerColumn(),
             TextColumn("[bold]{task.description}"),
@@ -66,32 +63,32 @@ class Screen:
         if not self.console.is_terminal:
             yield
             return
-        with Progress(*columns, console=self.console, transient=True) as live:
-            self._live, self._task = live, live.add_task(title, total=None, figures="", start=False)
+        with Progress(*columns, console=self.console, transient=True) as live_display:
+            self._live, self._task = live_display, live_display.add_task(title, total=None, figures="", start=False)
             try:
                 yield
             finally:
                 self._live = None
 
     @contextmanager
-    def live(self) -> Iterator[Callable[[RenderableType], None]]:
-        """A function that draws in place of what it drew before, while the block runs; in a log it draws nothing."""
+    def live_display(self) -> Iterator[Callable[[RenderableType], None]]:
+        """Yield a function that redraws a table in place while the block runs; in a log it does nothing."""
         if not self.console.is_terminal:
             yield lambda _: None
             return
         with Live(console=self.console, transient=True, auto_refresh=False) as drawing:
             yield lambda what: drawing.update(what, refresh=True)
 
-    def phase(self, title: str) -> None:
-        """What begins now, before there is anything to count."""
+    def status(self, title: str) -> None:
+        """Show the current activity, before there is anything to count."""
         if self._live is not None:
             self._live.remove_task(self._task)  # a total once known cannot be made unknown again
             self._task = self._live.add_task(title, total=None, figures="", start=False)
         elif not self.console.is_terminal:
             self.note(title)
 
-    def show(self, done: float, total: float, figures: str, word: str) -> None:
-        """Move the bar to done of total; in a log, a line each few seconds and the last."""
+    def update(self, done: float, total: float, figures: str, word: str) -> None:
+        """Set the bar to done of total; in a log, print a line every few seconds and the last one."""
         if self._live is not None:
             self._live.start_task(self._task)
             self._live.update(self._task, completed=done, total=total, figures=figures, description=word)
@@ -103,7 +100,7 @@ class Screen:
 
 
 def training_figures(metrics: dict[str, Any], seconds_left: float | None) -> str:
-    """One line of a step's metrics; what was not measured is left out."""
+    """Format the metrics of a step, without those that were not measured."""
     wait = metrics.get("time/data_wait_share")
     parts = [
         f"loss {metrics['train/loss']:.3f}",
@@ -116,7 +113,7 @@ def training_figures(metrics: dict[str, Any], seconds_left: float | None) -> str
 
 
 def recall_table(metrics: dict[str, Any]) -> Table:
-    """Recall and median rank both ways."""
+    """Recall and median rank in both directions."""
     table = Table("", *(f"R@{k}" for k in RECALLS), "median rank", title_justify="left", show_edge=False)
     for way in ("image_to_text", "text_to_image"):
         recalls = [f"{metrics[f'recall_at_{k}/{way}']:.3f}" for k in RECALLS]
@@ -125,24 +122,24 @@ def recall_table(metrics: dict[str, Any]) -> Table:
 
 
 def language_note(metrics: dict[str, Any]) -> str:
-    """A line about a model that writes."""
+    """Format the metrics of a generative model."""
     return (
         f"perplexity {metrics['perplexity']:.3f}, {metrics['token_accuracy']:.1%} of {metrics['tokens']:,.0f} tokens "
-        "guessed" + (f"; BLEU-4 {metrics['bleu_4']:.3f}, CIDEr {metrics['cider']:.3f}" if "cider" in metrics else "")
+        "correct" + (f"; BLEU-4 {metrics['bleu_4']:.3f}, CIDEr {metrics['cider']:.3f}" if "cider" in metrics else "")
     )
 
 
 def scores_tables(metrics: dict[str, Any]) -> list[Table]:
-    """All that an evaluation found: retrieval, where the model gives embeddings, and every other figure by its name."""
+    """Tables of an evaluation: retrieval, if the model computes embeddings, and all other metrics by name."""
     others = Table(show_edge=False, show_header=False)
-    others.add_column(justify="right", min_width=len("image to text"))  # under that of the recall
-    for name, value in other_scores(metrics):
+    others.add_column(justify="right", min_width=len("image to text"))  # aligned with the recall table
+    for name, value in non_retrieval_metrics(metrics):
         others.add_row(name, value)
     return [recall_table(metrics), others] if "recall_at_1/image_to_text" in metrics else [others]
 
 
 def rows_table(rows: list[dict[str, Any]]) -> Table:
-    """Rows of figures under the names that they have in the JSON file; a row may lack some, and a dash is no figure."""
+    """Table of rows with the names of the JSON file as columns; a dash is a missing value."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     table = Table(*(name.replace("_", " ") for name in names), show_edge=False)
     for row in rows:
@@ -159,33 +156,35 @@ def _cell(value: Any) -> str:
 class Reporter:
     """Show a run on the screen; implements mmray.train.monitor.ProgressReporter."""
 
-    def __init__(self, screen: Screen):
-        self.screen = screen
+    def __init__(self, terminal: Terminal):
+        self.terminal = terminal
         self._first: tuple[float, int] | None = None
 
     def log(self, text: str, label: str = "") -> None:
-        self.screen.note(short(text), label)
+        self.terminal.note(relative_paths(text), label)
 
     def status(self, title: str) -> None:
-        self._first = None  # the steps after it have a pace of their own: what a restart took is in none of them
-        self.screen.phase(title)
+        self._first = None  # measure the rate again: the time of a restart does not count
+        self.terminal.status(title)
 
     def prepare_progress(self, progress: Any) -> None:
-        if progress.total_rows:  # unknown while the source is being scanned
-            figures = f"{progress.bad_rows:,} set aside"
-            self.screen.show(progress.done_rows, progress.total_rows, figures, f"{progress.stage} rows")
+        if progress.total_rows:  # unknown during the scan of the source
+            figures = f"{progress.bad_rows:,} quarantined"
+            self.terminal.update(progress.done_rows, progress.total_rows, figures, f"{progress.stage} rows")
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:
         if "evaluate/recall_at_1/image_to_text" in metrics:
-            self.log(evaluation_line(metrics), "evaluated")
+            self.log(evaluation_line(metrics), "evaluation")
         elif "evaluate/perplexity" in metrics:
             scores = {name.removeprefix("evaluate/"): value for name, value in metrics.items()}
-            self.log(f"step {metrics['step']:,}: {language_note(scores)}", "evaluated")
+            self.log(f"step {metrics['step']:,}: {language_note(scores)}", "evaluation")
         done = metrics["step"]
-        self.screen.show(done, total_steps, training_figures(metrics, self._seconds_left(done, total_steps)), "step")
+        self.terminal.update(
+            done, total_steps, training_figures(metrics, self._seconds_left(done, total_steps)), "step"
+        )
 
     def _seconds_left(self, done: int, total: int) -> float | None:
-        """From the pace since the first line of an attempt: its first steps, which warm up, are left out."""
+        """Estimate from the rate since the attempt's first logged line, so that warm-up does not count."""
         now = time.monotonic()
         if self._first is None or done <= self._first[1]:
             self._first = (now, done)
@@ -200,6 +199,6 @@ def evaluation_line(metrics: dict[str, Any]) -> str:
     return f"step {metrics['step']:,}: recall@1 {recalls}"
 
 
-def short(text: str) -> str:
-    """Paths below the working directory as they would be typed."""
+def relative_paths(text: str) -> str:
+    """Return the text with paths below the working directory made relative."""
     return text.replace(f"{Path.cwd()}/", "")

@@ -1,4 +1,4 @@
-"""`mmray doctor`: what is wrong with this machine or cluster, and the fix."""
+"""`mmray doctor`: problems of this machine or cluster, and their fixes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from mmray.cli.args import parsed, write_json
-from mmray.cli.console import Screen
+from mmray.cli.args import parse, write_json
+from mmray.cli.console import Terminal
 from mmray.errors import ResourceError
 
 ICONS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "error": ("✗", "bold red")}
@@ -16,29 +16,29 @@ ICONS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "error": ("✗", "b
 
 @dataclass(frozen=True)
 class DoctorCommand:
-    """Look at this machine, and at a Ray cluster: what would stop or slow a run, and what mends it. Exit 4 if any."""
+    """Check this machine and the Ray cluster for problems that stop or slow a run. Exit code 4 if there are errors."""
 
     address: str | None = None
-    """Ray address; none: RAY_ADDRESS where it is set, else a cluster started here for the moment."""
+    """Ray address; None: RAY_ADDRESS if set, otherwise a temporary cluster on this machine."""
     storage: str = "runs"
-    """Folder that runs are to be written to."""
+    """Folder for runs."""
     json: str | None = None
-    """Write the findings to this file."""
+    """Write the results to this JSON file."""
 
 
-def doctor(argv: Sequence[str], screen: Screen) -> int:
+def doctor(argv: Sequence[str], terminal: Terminal) -> int:
     """mmray doctor [--address A] [--storage runs]"""
-    command = parsed(DoctorCommand, argv, "mmray doctor")
+    command = parse(DoctorCommand, argv, "mmray doctor")
     from mmray.cluster.doctor import run_checks
 
     findings = []
-    with screen.work("looking"):
+    with terminal.progress("checking"):
         for finding in run_checks(command.address, command.storage):
             findings.append(finding)
-            screen.console.print(_line(finding))
+            terminal.console.print(_line(finding))
     write_json(command.json, {"findings": [vars(finding) for finding in findings]})
     levels = [finding.level for finding in findings]
-    screen.note(f"{levels.count('error')} errors, {levels.count('warning')} warnings", "summary")
+    terminal.note(f"{levels.count('error')} errors, {levels.count('warning')} warnings", "summary")
     return ResourceError.exit_code if "error" in levels else 0
 
 

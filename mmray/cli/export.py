@@ -1,4 +1,4 @@
-"""`mmray export`: a run's model as a folder that loads in three lines."""
+"""`mmray export`: write a run's model to a folder for mmray.load or transformers."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Literal
 
 from tyro.conf import Positional
 
-from mmray.cli.args import parsed
-from mmray.cli.console import Screen
+from mmray.cli.args import parse
+from mmray.cli.console import Terminal
 
 
 @dataclass(frozen=True)
 class ExportCommand:
-    """Write a run's model as a folder that `mmray.load` opens: weights, config, tokenizer, preprocessing."""
+    """Write a run's model to a folder for `mmray.load`: weights, config, tokenizer, preprocessing."""
 
     run: Positional[str]
     """Folder (or address, s3://...) of the run."""
     out: Positional[str]
     """Folder (or address, s3://...) to write."""
     step: int | Literal["best"] | None = None
-    """Checkpoint of this step, or the `best` of those kept; none: the newest good one."""
+    """Step of the checkpoint, or `best`; None: the newest valid one."""
 
 
-def export(argv: Sequence[str], screen: Screen) -> int:
+def export(argv: Sequence[str], terminal: Terminal) -> int:
     """mmray export RUN OUT [--step N|best]"""
-    command = parsed(ExportCommand, argv, "mmray export")
+    command = parse(ExportCommand, argv, "mmray export")
     from mmray.models.export.export import PROCESSOR
     from mmray.storage.paths import to_path
     from mmray.train.evaluate_export import export_run
 
     out = export_run(to_path(command.run), command.out, command.step)
-    screen.note(str(out), "exported")
+    terminal.note(str(out), "exported")
     call = 'model.answer(["photo.jpg"])' if (out / PROCESSOR).exists() else 'model.embed_texts(["a red circle"])'
-    screen.note(f'import mmray; model = mmray.load("{out}"); {call}', "next")
+    terminal.note(f'import mmray; model = mmray.load("{out}"); {call}', "next")
     return 0

@@ -1,4 +1,4 @@
-"""`mmray report`: a run or a sweep as one page to look at."""
+"""`mmray report`: an HTML page about a run or a sweep."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass
 
 from tyro.conf import Positional
 
-from mmray.cli.args import parsed
-from mmray.cli.console import Screen
+from mmray.cli.args import parse
+from mmray.cli.console import Terminal
 
 
 @dataclass(frozen=True)
 class ReportCommand:
-    """Write one self-contained HTML page of a run or a sweep; also of one that is under way."""
+    """Write a self-contained HTML page about a run or a sweep, finished or not."""
 
     run: Positional[str]
     """Folder (or address, s3://...) of the run, or folder of the sweep."""
     out: str | None = None
-    """File to write; none: report.html in the folder."""
+    """File to write; None: report.html in the folder."""
 
 
-def report(argv: Sequence[str], screen: Screen) -> int:
+def report(argv: Sequence[str], terminal: Terminal) -> int:
     """mmray report RUN [--out FILE]"""
-    command = parsed(ReportCommand, argv, "mmray report")
+    command = parse(ReportCommand, argv, "mmray report")
     from mmray.report.write import write_report  # late: Plotly takes a second to import
     from mmray.storage.paths import to_path
 
     page = write_report(to_path(command.run), None if command.out is None else to_path(command.out))
-    screen.note(f"{page} ({page.stat().st_size / 1e6:.1f} MB; opens without a network)", "report")
+    terminal.note(f"{page} ({page.stat().st_size / 1e6:.1f} MB; self-contained)", "report")
     return 0

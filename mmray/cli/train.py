@@ -1,4 +1,4 @@
-"""`mmray train`: a recipe and flags to a trained run."""
+"""`mmray train`: train a recipe, with its settings changed by flags."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from importlib.metadata import version
 from typing import Any
 
 from mmray.cli.args import parse_run
-from mmray.cli.console import Reporter, Screen, scores_tables, short
+from mmray.cli.console import Reporter, Terminal, relative_paths, scores_tables
 from mmray.config import to_yaml
 from mmray.errors import INTERRUPTED
 
 
-def train(argv: Sequence[str], screen: Screen) -> int:
+def train(argv: Sequence[str], terminal: Terminal) -> int:
     """mmray train [RECIPE] [--section.field value ...] [--print-config]"""
     config, print_config = parse_run(argv, "train")
     if print_config:
@@ -20,39 +20,40 @@ def train(argv: Sequence[str], screen: Screen) -> int:
         return 0
     from mmray.train import driver  # late: `--help` and `--print-config` must not import Ray and torch
 
-    screen.note(f"mmray {version('mmray')}, recipe {config.recipe}")
-    with screen.work("starting Ray"):
-        outcome = driver.train(config, Reporter(screen))
-    return _say_outcome(outcome, screen)
+    terminal.note(f"mmray {version('mmray')}, recipe {config.recipe}")
+    with terminal.progress("starting Ray"):
+        outcome = driver.train(config, Reporter(terminal))
+    return _print_outcome(outcome, terminal)
 
 
-def _say_outcome(outcome: Any, screen: Screen) -> int:
+def _print_outcome(outcome: Any, terminal: Terminal) -> int:
     result = outcome.result
     if outcome.already_done:
-        screen.note(f"{outcome.path} has finished its {result['steps']:,} steps; more with --train.steps", "done")
+        terminal.note(
+            f"{outcome.path} has already finished its {result['steps']:,} steps; to continue, raise --train.steps",
+            "done",
+        )
         return 0
     took = f"{result['steps']:,} steps in {result['elapsed_s']:.0f} s"
-    restarts = (
-        f", {result['restarts']} restarts, {result['wasted_steps']} steps done twice" if result["restarts"] else ""
-    )
+    restarts = f", {result['restarts']} restarts, {result['wasted_steps']} steps repeated" if result["restarts"] else ""
     if result["status"] == "stopped":
-        screen.note(f"{took}; the same command goes on from step {result['steps']:,}", "stopped")
-        _say_best(outcome, screen)
+        terminal.note(f"{took}; run the same command to resume from step {result['steps']:,}", "stopped")
+        _print_best(outcome, terminal)
         return INTERRUPTED
-    screen.note(f"{took}{restarts}", "finished")
+    terminal.note(f"{took}{restarts}", "finished")
     if result["scores"]:
-        screen.console.print(*scores_tables(result["scores"]))
-    _say_best(outcome, screen)
-    name = short(str(outcome.path))
-    screen.note(f"mmray evaluate {name}    mmray export {name} exported/{outcome.path.name}", "next")
+        terminal.console.print(*scores_tables(result["scores"]))
+    _print_best(outcome, terminal)
+    name = relative_paths(str(outcome.path))
+    terminal.note(f"mmray evaluate {name}    mmray export {name} exported/{outcome.path.name}", "next")
     return 0
 
 
-def _say_best(outcome: Any, screen: Screen) -> None:
-    """Which checkpoint scored best and how it is taken, where that is not the last."""
+def _print_best(outcome: Any, terminal: Terminal) -> None:
+    """Print the best checkpoint and how to export it, unless it is the last one."""
     best = outcome.result["best"]
     if best is None or best["step"] == outcome.result["steps"]:
         return
-    name = short(str(outcome.path))
-    told = f"step {best['step']:,} with {best['metric']} {best['score']:.3f}, kept beside the newest"
-    screen.note(f"{told}: mmray export {name} exported/{outcome.path.name} --step best", "best")
+    name = relative_paths(str(outcome.path))
+    best_step = f"step {best['step']:,} with {best['metric']} {best['score']:.3f}"
+    terminal.note(f"{best_step}: mmray export {name} exported/{outcome.path.name} --step best", "best")

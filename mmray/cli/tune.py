@@ -1,4 +1,4 @@
-"""`mmray tune`: the best batch shape, or the best of any settings, as a recipe."""
+"""`mmray tune`: search batch shapes or other settings; the best trial becomes a recipe."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from rich.table import Table
 from rich.text import Text
 from tyro.conf import UseAppendAction
 
-from mmray.cli.args import parsed, recipe_for, split_run
-from mmray.cli.console import Reporter, Screen, short
+from mmray.cli.args import parse, recipe_for, split_args
+from mmray.cli.console import Reporter, Terminal, relative_paths
 from mmray.config import Config, to_yaml
 from mmray.errors import INTERRUPTED, TrainingError
 
-# Tells the screen what a sweep does: a live table in a terminal, a line for each trial in a log.
 STYLES = {
     "finished": "green",
     "running": "cyan",
@@ -30,45 +29,45 @@ STYLES = {
     "infeasible": "dim",
     "waiting": "dim",
 }
-SHAPE = ("batch.micro", "batch.accumulation", "batch.global", "cluster.workers")  # they have columns of their own
+SHAPE = ("batch.micro", "batch.accumulation", "batch.global", "cluster.workers")  # shown in the batch columns
 VALUE_WIDTH = 16
-CAPTION = "batch: micro x accumulation x workers; * the best of its global batch"
-NOTHING = "·"
+CAPTION = "batch: micro x accumulation x workers; * best trial of its global batch"
+MISSING = "·"
 
 Row = dict[str, Any]
 
 
 class SweepReporter(Reporter):
-    """Implements mmray.tune.sweep_state.SweepListener; a bar while Ray starts and data is prepared, then the table."""
+    """Shows a sweep: a live table in a terminal, one line per trial in a log. Implements SweepListener."""
 
-    def __init__(self, screen: Screen, goal: str):
-        super().__init__(screen)
+    def __init__(self, terminal: Terminal, goal: str):
+        super().__init__(terminal)
         self.goal = goal
         self._stack = ExitStack()
         self._draw: Any = None
 
     def __enter__(self) -> SweepReporter:
-        self._stack.enter_context(self.screen.work("starting Ray"))
+        self._stack.enter_context(self.terminal.progress("starting Ray"))
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
     def trials(self, rows: list[Row]) -> None:
-        if self._draw is None:  # the bar makes room: a terminal has one live drawing at a time
+        if self._draw is None:  # close the bar: rich has one live display at a time
             self._stack.close()
-            self._draw = self._stack.enter_context(self.screen.live())
+            self._draw = self._stack.enter_context(self.terminal.live_display())
         self._draw(trials_table(rows, self.goal))
 
     def ended(self, row: Row) -> None:
-        if not self.screen.console.is_terminal:
+        if not self.terminal.console.is_terminal:
             self.log(trial_line(row), row["trial"])
         elif row["status"] in ("failed", "out_of_memory") and row["error"]:
             self.log(row["error"], row["trial"])
 
 
 def trials_table(rows: list[Row], goal: str, found: Row | None = None) -> Table:
-    """All trials, narrow enough for 80 columns; the best of each global batch has a star, the best of all is bold."""
+    """Table of all trials for 80 columns: a star marks the best of each global batch, bold the best of all."""
     searched = [key for key in rows[0]["settings"] if key not in SHAPE]
     winners = set(found["per_global"].values()) if found else set()
     best = found["best"] if found else None
@@ -95,9 +94,9 @@ def figures(row: Row, goal: str) -> list[str]:
     shape = "x".join(str(row[key]) for key in ("micro", "accumulation", "workers"))
     times = [row[key] for key in ("step_p50_s", "step_p95_s")]
     return [
-        *((shape, str(row["global"])) if row["global"] else (NOTHING, NOTHING)),
+        *((shape, str(row["global"])) if row["global"] else (MISSING, MISSING)),
         rate(row),
-        NOTHING if None in times else "/".join(f"{1000 * time_s:,.0f}" for time_s in times),
+        MISSING if None in times else "/".join(f"{1000 * time_s:,.0f}" for time_s in times),
         _figure(row["peak_gib"], ".2f"),
         _figure(row["loss"], ".3f"),
         *((_figure(row["recall_at_1"], ".3f"),) if goal == "recall" else ()),
@@ -105,23 +104,27 @@ def figures(row: Row, goal: str) -> list[str]:
 
 
 def rate(row: Row) -> str:
-    """Samples/s, with the slowest and the fastest window."""
+    """Samples/s, with the range over logging windows."""
     low, high = row["samples_per_s_min"], row["samples_per_s_max"]
     spread = "" if low is None else f" ({low:,.0f}-{high:,.0f})"
     return _figure(row["samples_per_s"], ",.0f") + spread
 
 
 def _figure(value: float | None, form: str) -> str:
-    return NOTHING if value is None else format(value, form)
+    return MISSING if value is None else format(value, form)
 
 
-def reasons(rows: list[Row]) -> list[tuple[str, str]]:
-    """(trial, why) of those that ended badly or could not be run."""
-    return [(row["trial"], f"{row['status'].replace('_', ' ')}: {short(row['error'])}") for row in rows if row["error"]]
+def failures(rows: list[Row]) -> list[tuple[str, str]]:
+    """Return (trial, error) of trials that failed or were infeasible."""
+    return [
+        (row["trial"], f"{row['status'].replace('_', ' ')}: {relative_paths(row['error'])}")
+        for row in rows
+        if row["error"]
+    ]
 
 
 def trial_line(row: Row) -> str:
-    """One trial in a log."""
+    """Format a trial for a log."""
     settings = " ".join(f"{key}={value}" for key, value in row["settings"].items())
     took = f" in {row['elapsed_s']:.0f} s" if row["elapsed_s"] is not None else ""
     parts = [f"{settings}: {row['status'].replace('_', ' ')}{took}"]
@@ -129,91 +132,93 @@ def trial_line(row: Row) -> str:
         parts.append(f"{rate(row)} samples/s")
     parts += [f"loss {row['loss']:.3f}"] if row["loss"] is not None else []
     parts += [f"{row['peak_gib']:.2f} GiB"] if row["peak_gib"] is not None else []
-    parts += [short(row["error"])] if row["error"] else []
+    parts += [relative_paths(row["error"])] if row["error"] else []
     return "  ".join(parts)
 
 
 DESCRIPTION = """
-Short runs of the recipe `{name}` over a grid of settings; the best comes out as a recipe file.
+Train short runs of the recipe `{name}` over a grid of settings and write the best one as a recipe file.
 
     mmray tune {name} --space batch.micro=8,16,32 --space batch.accumulation=1,2
 
-Each trial is a run of the same number of samples: --train.samples N, or --train.steps N of the largest global batch
-(40 without either). Where accumulation is searched, the global batch is micro x accumulation x workers; with
---batch.global given, accumulation follows from it. --print-config prints the settings that the trials vary, and ends.
+All trials train the same number of samples: --train.samples N, or --train.steps N of the largest global batch
+(default 40). If accumulation is searched, the global batch is micro x accumulation x workers; with
+--batch.global, accumulation follows from it. --print-config prints the base settings of the trials and exits.
 """
 
 
 @dataclass(frozen=True)
 class TuneCommand:
-    """What is searched, then the settings of a run."""
+    """The search, and the settings of its trials."""
 
     settings: Annotated[Config, tyro.conf.arg(name="")]
     space: UseAppendAction[tuple[str, ...]] = ()
-    """SETTING=V1,V2,... (any setting, repeated for several: a grid), or =uniform(LOW,HIGH), =loguniform(LOW,HIGH)."""
+    """SETTING=V1,V2,... for any setting, repeatable for a grid; or =uniform(LOW,HIGH), =loguniform(LOW,HIGH)."""
     samples: int | None = None
-    """Draws from ranges; each is crossed with the listed values."""
+    """Number of draws from the ranges; each is combined with all listed values."""
     goal: Literal["throughput", "loss", "recall", "memory"] = "throughput"
-    """What is best: most samples/s, lowest loss, highest recall@1 of the held-out rows, least memory."""
+    """What to optimize: samples/s, loss, recall@1 on held-out rows, or peak memory."""
     concurrency: int | None = None
-    """Trials at a time; none: one on a lone machine (they would slow each other), as many as fit on a cluster."""
+    """Trials at a time; None: one on a single machine, as many as fit on a cluster."""
 
 
-def tune(argv: Sequence[str], screen: Screen) -> int:
+def tune(argv: Sequence[str], terminal: Terminal) -> int:
     """mmray tune [RECIPE] --space SETTING=V1,V2 [--space ...] [--goal throughput] [--section.field value ...]"""
-    name, rest, print_config = split_run(argv)
+    name, rest, print_config = split_args(argv)
     from mmray.config import search_space  # late: the config and its errors need neither, and they import numpy
     from mmray.tune import trials as plan
 
     recipe = recipe_for(name, rest)
-    command = parsed(
+    command = parse(
         TuneCommand,
         rest,
         f"mmray tune {name}",
-        TuneCommand(plan.opened(recipe, _searched(rest))),
+        TuneCommand(plan.reset_searched(recipe, _searched_settings(rest))),
         DESCRIPTION.strip().format(name=name),
     )
-    base = plan.closed(command.settings, recipe)
+    base = plan.restore_length(command.settings, recipe)
     if print_config:
         print(to_yaml(base), end="")
         return 0
     searched = search_space.parse_space(command.space, command.samples, base.train.seed)
-    plan.trials_of(base, searched)  # what cannot be meant is said before Ray and torch are imported
+    plan.trials_of(base, searched)  # report invalid values before Ray and torch are imported
     from mmray.tune.search import Sweep, search
 
-    screen.note(f"mmray {version('mmray')}, sweep of recipe {base.recipe}")
-    with SweepReporter(screen, command.goal) as reporter:
+    terminal.note(f"mmray {version('mmray')}, sweep of recipe {base.recipe}")
+    with SweepReporter(terminal, command.goal) as reporter:
         sweep = Sweep(base, command.settings, searched, command.goal, command.concurrency)
         outcome = search(sweep, reporter)
-    return _say_outcome(outcome, screen)
+    return _print_outcome(outcome, terminal)
 
 
-def _searched(words: Sequence[str]) -> list[str]:
-    """Settings named by --space, before the words are parsed."""
+def _searched_settings(words: Sequence[str]) -> list[str]:
+    """Return the settings that --space names, before the flags are parsed."""
     spaces = [word.removeprefix("--space=") for word in words if word.startswith("--space=")]
     spaces += [after for word, after in pairwise(words) if word == "--space"]
     return [text.partition("=")[0].replace("-", "_") for text in spaces]
 
 
-def _say_outcome(outcome: Any, screen: Screen) -> int:
+def _print_outcome(outcome: Any, terminal: Terminal) -> int:
     summary, found = outcome.summary, outcome.summary["recommendation"]
     measured = sum(row["status"] == "finished" for row in outcome.rows)
     took = f"{measured} of {len(outcome.rows)} trials measured in {summary['elapsed_s']:.0f} s"
-    screen.table(trials_table(outcome.rows, summary["goal"], found))
+    terminal.table(trials_table(outcome.rows, summary["goal"], found))
     if found is not None:
-        for trial, why in reasons(outcome.rows):
-            screen.note(why, trial)
+        for trial, why in failures(outcome.rows):
+            terminal.note(why, trial)
     if summary["status"] == "stopped":
-        screen.note(f"{took}; the same command goes on with the rest", "stopped")
+        terminal.note(f"{took}; run the same command to resume", "stopped")
     if found is None:
         if summary["status"] == "stopped":
             return INTERRUPTED
-        told = "\n".join(f"  {trial} {why}" for trial, why in reasons(outcome.rows))
-        told = told or f"  none has a finite figure for --goal {summary['goal']}"
-        raise TrainingError(f"no trial could be ranked; each run is in {short(str(outcome.path))}/trials:\n{told}")
+        told = "\n".join(f"  {trial} {why}" for trial, why in failures(outcome.rows))
+        told = told or f"  no trial reported a finite {summary['goal']}"
+        raise TrainingError(
+            f"no trial could be ranked; each run is in {relative_paths(str(outcome.path))}/trials:\n{told}"
+        )
     if summary["status"] == "finished":
-        screen.note(took, "finished")
-    screen.note(found["why"], "best")
-    best = short(str(outcome.path / "best.yaml"))
-    screen.note(f"mmray train {best}", "next")
+        terminal.note(took, "finished")
+    terminal.note(found["why"], "best")
+    best = relative_paths(str(outcome.path / "best.yaml"))
+    terminal.note(f"mmray train {best}", "next")
     return 0 if summary["status"] == "finished" else INTERRUPTED

@@ -1,7 +1,4 @@
-"""The charts of a run: metrics in, Plotly figures out. Colours of series are set here, of paper and ink by the page.
-
-The page draws them in the reader's light or dark scheme, so a series' colour must be seen on both.
-"""
+"""Charts of a run: metrics in, Plotly figures out. Series colours must be visible on light and dark pages."""
 
 from __future__ import annotations
 
@@ -14,13 +11,13 @@ from mmray.report.run import RunRecord
 
 BLUE, ORANGE, TEAL, ROSE, GREY = "#5b7cfa", "#e8833a", "#1fa58a", "#e0567a", "#8b93a7"
 MOST_TICKS = 8
-WAYS = {"image_to_text": ("image to text", BLUE), "text_to_image": ("text to image", ORANGE)}
+DIRECTIONS = {"image_to_text": ("image to text", BLUE), "text_to_image": ("text to image", ORANGE)}
 FILLS = {BLUE: "rgba(91,124,250,.14)", ORANGE: "rgba(232,131,58,.30)", TEAL: "rgba(31,165,138,.14)"}
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart with its heading, and in words what it shows for those who cannot see it."""
+    """A chart with its title, and a text summary for screen readers."""
 
     name: str
     title: str
@@ -31,7 +28,7 @@ class Figure:
 
 
 def figure(name: str, title: str, summary: str, traces: list[Any], height: int = 260, **layout: Any) -> Figure:
-    """A chart of these traces with the page's quiet axes; `layout` is Plotly's."""
+    """Return a chart of these traces with the page's axes; `layout` is Plotly's."""
     drawn = go.Figure(traces)
     drawn.update_layout(
         template="none",
@@ -49,7 +46,7 @@ def figure(name: str, title: str, summary: str, traces: list[Any], height: int =
 
 
 def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
-    """The charts of each part of the page; what was not measured has none."""
+    """Return the charts of each part of the page, without metrics that were not measured."""
     parts = {
         "learning": [_loss(run), _lr(run), _gradient(run)],
         "recall": [_recall(run)],
@@ -59,7 +56,7 @@ def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
 
 
 def _line(run: RunRecord, name: str, title: str, colour: str, scale: float = 1.0, **style: Any) -> go.Scatter:
-    """A metric over the steps; with marks where the points are few, or a lone one would not be seen."""
+    """Line of a metric over the steps, with markers if the points are few."""
     steps, values = run.series(name)
     scaled = [None if value is None else value * scale for value in values]
     mode = "lines+markers" if len(values) <= 25 else "lines"
@@ -74,7 +71,7 @@ def _loss(run: RunRecord) -> Figure | None:
     traces = [_line(run, "train/loss", "training", BLUE)]
     if run.values("evaluate/loss"):
         traces.append(_line(run, "evaluate/loss", "held out", ORANGE, mode="lines+markers"))
-    return figure("loss", "Loss", _from_to(run, "train/loss", "training loss"), traces, **_step_axis(run))
+    return figure("loss", "Loss", _range_text(run, "train/loss", "training loss"), traces, **_step_axis(run))
 
 
 def _lr(run: RunRecord) -> Figure | None:
@@ -96,7 +93,7 @@ def _gradient(run: RunRecord) -> Figure | None:
         return None
     traces = [_line(run, "train/grad_norm", "before clipping", ROSE)]
     return figure(
-        "gradient", "Gradient norm", _from_to(run, "train/grad_norm", "gradient norm"), traces, **_step_axis(run)
+        "gradient", "Gradient norm", _range_text(run, "train/grad_norm", "gradient norm"), traces, **_step_axis(run)
     )
 
 
@@ -117,10 +114,11 @@ def _recall(run: RunRecord) -> Figure | None:
             showlegend=k == 1,  # six entries would push the chart out of a narrow page
         )
         for k in dash
-        for way, (title, colour) in WAYS.items()
+        for way, (title, colour) in DIRECTIONS.items()
     ]
     summary = "; ".join(
-        _from_to(run, f"evaluate/recall_at_1/{way}", f"recall at 1 {title}") for way, (title, _) in WAYS.items()
+        _range_text(run, f"evaluate/recall_at_1/{way}", f"recall at 1 {title}")
+        for way, (title, _) in DIRECTIONS.items()
     )
     title = "Recall over the run: R@1, dashed R@5, dotted R@10"
     return figure(
@@ -133,12 +131,12 @@ def _throughput(run: RunRecord) -> Figure | None:
     if not run.values(name):
         return None
     traces = [_line(run, name, "samples/s", BLUE, fill="tozeroy", fillcolor=FILLS[BLUE])]
-    summary = f"samples a second, {min(run.values(name)):,.0f} to {max(run.values(name)):,.0f}"
+    summary = f"samples per second, {min(run.values(name)):,.0f} to {max(run.values(name)):,.0f}"
     return figure("throughput", "Samples per second", summary, traces, **_step_axis(run, yaxis={"rangemode": "tozero"}))
 
 
 def _step_time(run: RunRecord) -> Figure | None:
-    """Stacked: what a step computed, and on top of it what it waited for rows."""
+    """Stacked chart of compute time and data wait per step."""
     steps, whole = run.series("time/step_s")
     waits = run.series("time/data_wait_s")[1]
     if not steps or len(waits) != len(whole):
@@ -156,7 +154,7 @@ def _step_time(run: RunRecord) -> Figure | None:
             **style,
         ),
     ]
-    summary = "milliseconds of a step, computing and waiting for data"
+    summary = "milliseconds per step, computing and waiting for data"
     return figure(
         "step",
         "Where a step's time goes",
@@ -182,12 +180,12 @@ def _memory(run: RunRecord) -> Figure | None:
 
 
 def _step_axis(run: RunRecord, **layout: Any) -> dict[str, Any]:
-    """Steps along the bottom, at whole numbers also where there are few."""
+    """Layout of the step axis, with integer ticks."""
     few = run.lines[-1]["step"] - run.lines[0]["step"] < MOST_TICKS
     ticks = {"dtick": 1} if few else {"nticks": MOST_TICKS}
     return {"xaxis": {"title": {"text": "step", "standoff": 6}, "tickformat": ",d", **ticks}, **layout}
 
 
-def _from_to(run: RunRecord, name: str, title: str) -> str:
+def _range_text(run: RunRecord, name: str, title: str) -> str:
     values = run.values(name)
-    return f"{title} {values[0]:.3f} at first, {values[-1]:.3f} at last" if values else f"{title} not measured"
+    return f"{title} {values[0]:.3f} at the start, {values[-1]:.3f} at the end" if values else f"{title} not measured"

@@ -1,4 +1,4 @@
-"""A run's folder as the report reads it: whatever is there, however the run ended. Without Ray, torch and pydantic."""
+"""The files of a run as the report reads them, complete or not, without Ray, torch and pydantic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run left; empty where a file is missing, for a run may have ended anywhere."""
+    """Content of a run folder; empty for missing files, because a run may end at any time."""
 
     folder: AnyPath
     config: dict[str, Any]
@@ -42,20 +42,20 @@ class RunRecord:
 
     @property
     def status(self) -> str:
-        """finished, stopped or failed; `unfinished` of a run that is under way, or was cut off."""
+        """finished, stopped or failed; `unfinished` if it is running or was killed."""
         return str(self.result.get("status", "unfinished"))
 
     def series(self, name: str) -> tuple[list[int], list[float | None]]:
-        """Steps and values of a metric, at the steps that tell it; None where it was not a number."""
+        """Return steps and values of a metric, at the steps that have it; None if it was not a number."""
         told = [line for line in self.lines if name in line]
         return [line["step"] for line in told], [line[name] for line in told]
 
     def values(self, name: str) -> list[float]:
-        """The values of a metric that are numbers."""
+        """Return the values of a metric that are numbers."""
         return [value for value in self.series(name)[1] if value is not None]
 
     def newest(self, prefix: str) -> dict[str, float]:
-        """The metrics under `prefix`/ as they were told last, without the prefix."""
+        """Return the newest metrics under `prefix`/, without the prefix."""
         for line in reversed(self.lines):
             found = {
                 key.removeprefix(prefix + "/"): value for key, value in line.items() if key.startswith(prefix + "/")
@@ -66,7 +66,7 @@ class RunRecord:
 
 
 def read_json(file: AnyPath) -> dict[str, Any]:
-    """The object in a file; empty where there is none, or only the half of one."""
+    """Return the JSON object in a file; empty if it is missing or incomplete."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -75,7 +75,7 @@ def read_json(file: AnyPath) -> dict[str, Any]:
 
 
 def read_lines(file: AnyPath) -> Iterator[Line]:
-    """The objects of a file of JSON lines; a line that a kill cut off is left out."""
+    """Yield the objects of a JSON lines file, without incomplete lines."""
     if not file.exists():
         return
     with local_copy(file) as here, here.open(encoding="utf-8", errors="replace") as lines:

@@ -1,25 +1,25 @@
-"""Figures of an evaluation by the names that people read: what the command line and the page tell alike."""
+"""Evaluation metrics as text, for the command line and the report."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 
-_IN_THE_TABLE = ("recall_at_", "median_rank/")  # of retrieval, which has a table of its own
+_IN_THE_TABLE = ("recall_at_", "median_rank/")  # shown in the recall table
 _COUNTS = ("rows", "boxes", "tokens", "answered")
 
 
-def other_scores(scores: Mapping[str, float | None]) -> list[tuple[str, str]]:
-    """(name, value) of each figure but those of retrieval, in their order; rows that cannot be read where any were."""
+def non_retrieval_metrics(scores: Mapping[str, float | None]) -> list[tuple[str, str]]:
+    """Return (name, value) of all metrics except retrieval, in order; bad_rows only if above 0."""
     return [
-        (name.replace("_", " ").replace("/", ", "), score_text(name, value))
+        (name.replace("_", " ").replace("/", ", "), format_metric(name, value))
         for name, value in scores.items()
         if not name.startswith(_IN_THE_TABLE) and not (name == "bad_rows" and not value)
     ]
 
 
-def score_text(name: str, value: float | None) -> str:
-    """Three digits, of a count none; a dash for what is not a number."""
+def format_metric(name: str, value: float | None) -> str:
+    """Format with three digits, counts with none, and a dash for a non-finite value."""
     if value is None or not math.isfinite(value):
         return "–"
     return f"{value:,.0f}" if name.endswith(_COUNTS) else f"{value:,.3f}"

@@ -1,4 +1,4 @@
-"""The settings of a run as rows of a table: those that differ from the recipe it began as, and all of them."""
+"""The settings of a run as table rows: all, and those that differ from its recipe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmray.errors import UsageError
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting: its full name, its value, the recipe's, and the sentence that says what it is."""
+    """A setting: its full name, value, value in the recipe, description."""
 
     name: str
     value: str
@@ -26,7 +26,7 @@ class Setting:
 
 
 def settings_of(config: dict[str, Any]) -> list[Setting]:
-    """All settings, in their order. A config that this version of mmray does not know is told without descriptions."""
+    """Return all settings, in order; without descriptions if this version of mmray cannot read the config."""
     recipe = RECIPES.get(str(config.get("recipe")), Config)()
     theirs = _flat(recipe.model_dump(mode="json", by_alias=True))
     try:
@@ -56,7 +56,7 @@ def _descriptions(section: Section, prefix: str = "") -> Iterator[tuple[str, str
 
 
 def _text(value: Any) -> str:
-    """A value as one would type it."""
+    """Format a value."""
     if value is None:
         return "none"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""What the report says in words and figures: the head of the page, and what deserves a second look."""
+"""Texts and tables of the run page: key figures, warnings, quarantined rows."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from mmray.data.images.thumbnail import encoded_thumbnail
 from mmray.data.prepare.contamination import LEAKS, MAX_EXAMPLES
 from mmray.data.store.manifest import MANIFEST, QUARANTINE
 from mmray.errors import MmrayError
-from mmray.report.figures import WAYS
+from mmray.report.figures import DIRECTIONS
 from mmray.report.run import RunRecord, read_json, read_lines
-from mmray.report.scores import other_scores
+from mmray.report.scores import non_retrieval_metrics
 from mmray.storage.paths import AnyPath, to_path
 from mmray.storage.storage import Storage
 
 RECALL_AT = (1, 5, 10)
-WAIT_WORTH_A_WORD = 0.2  # of a step's time
+DATA_WAIT_WARNING = 0.2  # of a step's time
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class KeyFigure:
     note: str = ""
 
 
-def duration(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """45 s, 3m 20s, 2h 05m."""
     if seconds is None or not math.isfinite(seconds):
         return "–"
@@ -51,12 +51,12 @@ def duration(seconds: float | None) -> str:
     return f"{minutes}m {rest:02d}s" if minutes < 60 else f"{minutes // 60}h {minutes % 60:02d}m"
 
 
-def number(value: float | None, digits: int = 3) -> str:
+def format_number(value: float | None, digits: int = 3) -> str:
     """A figure with so many digits behind the point, thousands set apart; a dash for what was not measured."""
     return "–" if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
 
 
-def set_names(trained_on: str) -> str:
+def dataset_names(trained_on: str) -> str:
     """The last parts of the paths in `data.train`: `a + 2 * b`."""
     return format_mixture([(path.rstrip("/").rpartition("/")[2], weight) for path, weight in parse_mixture(trained_on)])
 
@@ -64,30 +64,30 @@ def set_names(trained_on: str) -> str:
 def key_figures(run: RunRecord) -> list[KeyFigure]:
     """Recall both ways or perplexity, loss, speed, data wait and duration, as far as they were measured."""
     scores, figures = run.newest("evaluate"), []
-    for way, (title, _) in WAYS.items():
+    for way, (title, _) in DIRECTIONS.items():
         if f"recall_at_1/{way}" in scores:
             middle = scores.get(f"median_rank/{way}")
             note = f"median rank {middle:g}" if middle is not None else ""
             figures.append(KeyFigure(f"Recall@1 {title}", f"{scores[f'recall_at_1/{way}']:.1%}", note))
     if "perplexity" in scores:
         note = f"{scores['token_accuracy']:.1%} of tokens guessed"
-        figures.append(KeyFigure("Perplexity", number(scores["perplexity"]), note))
+        figures.append(KeyFigure("Perplexity", format_number(scores["perplexity"]), note))
     if losses := run.values("train/loss"):
-        figures.append(KeyFigure("Loss", number(losses[-1]), f"{number(losses[0])} at first"))
+        figures.append(KeyFigure("Loss", format_number(losses[-1]), f"{format_number(losses[0])} at first"))
     if rates := run.values("throughput/samples_per_s"):
         note = f"{min(rates):,.0f} to {max(rates):,.0f}"
-        figures.append(KeyFigure("Samples/s, median", number(median(rates), 0), note))
+        figures.append(KeyFigure("Samples/s, median", format_number(median(rates), 0), note))
     if waits := run.values("time/data_wait_share"):
         figures.append(KeyFigure("Data wait, median", f"{median(waits):.1%}", "of a step's time"))
     if run.values("memory/peak_gib"):
         figures.append(KeyFigure("Peak memory", f"{max(run.values('memory/peak_gib')):.2f} GiB", "of a worker"))
     if "elapsed_s" in run.result:
         steps = f"{run.lines[-1]['step']:,} steps" if run.lines else ""
-        figures.append(KeyFigure("Duration", duration(run.result["elapsed_s"]), steps))
+        figures.append(KeyFigure("Duration", format_duration(run.result["elapsed_s"]), steps))
     return figures
 
 
-def batch_line(run: RunRecord) -> str:
+def batch_summary(run: RunRecord) -> str:
     """The batch arithmetic, as the run itself told it."""
     if "batch" in run.result:
         return str(run.result["batch"])
@@ -100,72 +100,79 @@ def recall_rows(run: RunRecord) -> list[dict[str, str]]:
     """Rows of the table of final scores, one each way."""
     scores = run.newest("evaluate")
     rows = []
-    for way, (title, _) in WAYS.items():
+    for way, (title, _) in DIRECTIONS.items():
         if f"recall_at_1/{way}" in scores:
-            row = {f"R@{k}": number(scores.get(f"recall_at_{k}/{way}")) for k in RECALL_AT}
+            row = {f"R@{k}": format_number(scores.get(f"recall_at_{k}/{way}")) for k in RECALL_AT}
             rows.append({"": title, **row, "median rank": f"{scores.get(f'median_rank/{way}', math.nan):g}"})
     return rows
 
 
-HELD = ("parameters", "gradients", "optimizer", "activations")  # as the rehearsal of a step found them
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations")  # as the rehearsal of a step found them
 
 
 def memory_rows(run: RunRecord) -> list[tuple[str, str]]:
     """What a worker's memory is spent on, and its peak, in GiB; empty where no step was rehearsed."""
     found = run.newest("memory")
-    rows = [(name, f"{found[f'{name}_gib']:.3f}") for name in HELD if f"{name}_gib" in found]
+    rows = [(name, f"{found[f'{name}_gib']:.3f}") for name in MEMORY_PARTS if f"{name}_gib" in found]
     peaks = run.values("memory/peak_gib")
     return [*rows, ("peak", f"{max(peaks):.3f}")] if rows and peaks else rows
 
 
-def evaluated(run: RunRecord) -> list[tuple[str, str]]:
-    """What else the newest evaluation says, by name; empty where there was none."""
+def eval_summary(run: RunRecord) -> list[tuple[str, str]]:
+    """Return the non-retrieval metrics of the newest evaluation as (name, value)."""
     scores, spent_s = run.newest("evaluate"), run.values("time/evaluate_s")
     if not scores:
         return []
     at = next(line["step"] for line in reversed(run.lines) if any(name.startswith("evaluate/") for name in line))
-    facts = [("at step", number(at, 0)), *other_scores(scores), ("evaluations", number(len(spent_s), 0))]
+    facts = [
+        ("at step", format_number(at, 0)),
+        *non_retrieval_metrics(scores),
+        ("evaluations", format_number(len(spent_s), 0)),
+    ]
     return [*facts, ("each took", f"{median(spent_s):.1f} s")] if spent_s else facts
 
 
-def notices(run: RunRecord) -> list[tuple[str, str]]:
-    """(kind, sentence): what went wrong, or deserves a second look; kind is `bad` or `note`."""
+def run_warnings(run: RunRecord) -> list[tuple[str, str]]:
+    """Return (kind, sentence) of failures (`bad`) and warnings (`note`)."""
     said: list[tuple[str, str]] = []
     if run.status == "failed":
-        said.append(("bad", f"The run failed: {run.result.get('error', 'it left no reason')}"))
+        said.append(("bad", f"The run failed: {run.result.get('error', 'no reason was recorded')}"))
     if run.status == "stopped":
-        said.append(("note", "The run was stopped; the same command goes on where it was."))
+        said.append(("note", "The run was stopped; run the same command to resume it."))
     if run.status == "unfinished":
-        said.append(("note", "The run has no result yet: it is under way, or was cut off. This is how far it got."))
+        said.append(
+            (
+                "note",
+                "The run has no result yet: it is still running or was killed.",
+            )
+        )
     if nan := sum(value is None for value in run.series("train/loss")[1]):
         said.append(
-            ("bad", f"The loss was not a number at {nan:,} of {len(run.lines):,} logged steps (gaps in its line).")
+            ("bad", f"The loss was not a number at {nan:,} of {len(run.lines):,} logged steps (gaps in the curve).")
         )
     if skipped := max(run.values("train/skipped_steps"), default=0):
         said.append(("bad", f"{skipped:,.0f} steps were skipped because their gradient was not finite."))
     if restarts := run.result.get("restarts"):
         wasted = run.result.get("wasted_steps", 0)
-        said.append(("note", f"Workers failed {restarts:,} times; {wasted:,} steps were taken twice."))
+        said.append(("note", f"Workers failed {restarts:,} times; {wasted:,} steps were repeated."))
     if bad := run.newest("evaluate").get("bad_rows"):
         said.append(("note", f"{bad:,.0f} held-out rows could not be read and were left out of the scores."))
     waits = run.values("time/data_wait_share")
-    if waits and median(waits) > WAIT_WORTH_A_WORD:
-        said.append(("note", f"The workers waited for data {median(waits):.0%} of the time: rows come too slowly."))
+    if waits and median(waits) > DATA_WAIT_WARNING:
+        said.append(("note", f"Data-bound: the workers waited for data {median(waits):.0%} of the time."))
     return said
 
 
-# The rows that were set aside, for the report: how many for which reason, and some of them with their pictures.
-#
-# A prepared set keeps no picture of a row that it refused; the picture is looked up in the source, where that is still
-# there and the picture can be decoded.
-SECONDS = 5.0  # at most, to look for the pictures in the source
+# Quarantined rows: counts by reason, and some rows with their images. A prepared set does not keep these images,
+# so they are read from the source, if it still exists.
+SCAN_SECONDS = 5.0  # time limit for finding the images in the source
 CHUNK_ROWS = 512
-LOOKED_AT = 100_000  # lines of leaks.jsonl
+MAX_LEAK_LINES = 100_000  # lines of leaks.jsonl
 
 
 @dataclass
-class Aside:
-    """One row that was set aside; `picture` is a data URI, or None where it cannot be opened any more."""
+class QuarantinedRow:
+    """A quarantined row; `picture` is a data URI, or None if the image cannot be read."""
 
     key: str
     source: str  # file:line
@@ -177,13 +184,13 @@ class Aside:
 
 @dataclass(frozen=True)
 class Quarantine:
-    """Rows of the prepared set and of the run that were set aside."""
+    """Quarantined rows of the prepared set and of the run."""
 
-    num_read: int = 0  # rows of the source, 0 where that is not known
+    num_read: int = 0  # rows of the source; 0: unknown
     reasons: list[tuple[str, int]] = field(default_factory=list)  # the most frequent first
-    shown: list[Aside] = field(default_factory=list)
-    leakage: dict[str, Any] = field(default_factory=dict)  # the manifest's summary, where it was looked for
-    leaks: list[dict[str, Any]] = field(default_factory=list)  # lines of leaks.jsonl that have pictures
+    shown: list[QuarantinedRow] = field(default_factory=list)
+    leakage: dict[str, Any] = field(default_factory=dict)  # the manifest's summary of the contamination check
+    leaks: list[dict[str, Any]] = field(default_factory=list)  # lines of leaks.jsonl with images
 
     @property
     def num_rows(self) -> int:
@@ -191,7 +198,7 @@ class Quarantine:
 
 
 def quarantine_of(run: AnyPath, prepared: str | None) -> Quarantine:
-    """What was set aside when the set was prepared (of several that were mixed, the first), and in training since."""
+    """Return rows quarantined by prepare (for a mixture, of its first set) and in training."""
     place = to_path(parse_mixture(prepared)[0][0]) if prepared else None
     manifest = read_json(place / MANIFEST) if place else {}
     entries = list(read_lines(run / QUARANTINE))
@@ -201,28 +208,30 @@ def quarantine_of(run: AnyPath, prepared: str | None) -> Quarantine:
         reason = "in training" if entry.get("stage") == "train" else str(entry.get("reason"))
         if reason != "in training":
             reasons[reason] += 1
-        if len(by_reason[reason]) < MAX_EXAMPLES:  # a set may have set aside millions
+        if len(by_reason[reason]) < MAX_EXAMPLES:  # there may be millions
             by_reason[reason].append(entry)
-    shown = [_aside(entry) for entry in _in_turn(by_reason.values())][:MAX_EXAMPLES]
+    shown = [_parse_entry(entry) for entry in _round_robin(by_reason.values())][:MAX_EXAMPLES]
     about, settings = manifest.get("source") or {}, manifest.get("settings") or {}
     if shown and place and about.get("format"):
         chosen = SourceSpec(about["format"], about["folder"], about["file"])
         columns = {ours: theirs for ours, _, theirs in (each.partition("=") for each in settings.get("columns") or ())}
         template = str(settings.get("caption") or "")
-        _find_pictures(shown, open_source(chosen, Storage(str(place)), columns, template), Storage(chosen.address))
-    leaks = [line for line in islice(read_lines(place / LEAKS), LOOKED_AT) if line.get("thumbnails")] if place else []
+        _load_images(shown, open_source(chosen, Storage(str(place)), columns, template), Storage(chosen.address))
+    leaks = (
+        [line for line in islice(read_lines(place / LEAKS), MAX_LEAK_LINES) if line.get("thumbnails")] if place else []
+    )
     num_read, found = int(manifest.get("num_read") or 0), manifest.get("leakage") or {}
     return Quarantine(num_read, reasons.most_common(), shown, found, leaks[:MAX_EXAMPLES] if found else [])
 
 
-def _in_turn(lists: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One of each reason, then the second of each, and so on."""
+def _round_robin(lists: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the first of each list, then the second of each, and so on."""
     return [entry for turn in zip_longest(*lists) for entry in turn if entry is not None]
 
 
-def _aside(entry: dict[str, Any]) -> Aside:
+def _parse_entry(entry: dict[str, Any]) -> QuarantinedRow:
     in_training = entry.get("stage") == "train"
-    return Aside(
+    return QuarantinedRow(
         key=str(entry.get("key") or ""),
         source=str(entry.get("source") or ""),
         stage=str(entry.get("stage") or ""),
@@ -231,24 +240,24 @@ def _aside(entry: dict[str, Any]) -> Aside:
     )
 
 
-def _find_pictures(rows: list[Aside], source: Source, place: Storage) -> None:
-    """Pictures of these rows by where they came from, as far as the source is still there and they can be opened."""
-    wanted: dict[str, list[Aside]] = defaultdict(list)
+def _load_images(rows: list[QuarantinedRow], source: Source, place: Storage) -> None:
+    """Set `picture` of these rows, as far as the source still exists and images can be decoded."""
+    wanted: dict[str, list[QuarantinedRow]] = defaultdict(list)
     for row in rows:
         wanted[row.source].append(row)
-    until = time.monotonic() + SECONDS
+    until = time.monotonic() + SCAN_SECONDS
     try:
         with closing(SandboxedDecoder()) as sandbox:
             for item in chain.from_iterable(source.read(chunk) for chunk in source.scan(CHUNK_ROWS, ())):
                 for row in wanted.pop(item.origin, ()):
-                    row.picture = _picture(place, item, sandbox)
+                    row.picture = _thumbnail_of(place, item, sandbox)
                 if not wanted or time.monotonic() > until:
                     return
     except (OSError, ValueError, SourceChanged, MmrayError):
-        return  # the source is gone, or another one stands in its place: the rows are told without pictures
+        return  # the source is gone or changed: show the rows without images
 
 
-def _picture(place: Storage, item: SourceItem, sandbox: SandboxedDecoder) -> str | None:
+def _thumbnail_of(place: Storage, item: SourceItem, sandbox: SandboxedDecoder) -> str | None:
     if isinstance(item.values, BadRow):
         return None
     try:

@@ -1,4 +1,4 @@
-"""A sweep's folder as the report reads it: trials, their ranks within each global batch, the cells of its heat maps."""
+"""A sweep in the report: trials, ranks within each global batch, heat maps, bar charts."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ GOALS = {
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One line of trials.jsonl; figures that were not measured are None."""
+class TrialSummary:
+    """One line of trials.jsonl; missing values are None."""
 
     name: str
     status: str
@@ -46,48 +46,48 @@ class Trial:
 
     @property
     def others(self) -> str:
-        """The searched settings that are no axis of a heat map, the workers left out."""
+        """The searched settings that are not a heat map axis."""
         settings = (self.values.get("settings") or {}).items()
         return ", ".join(f"{name} {value}" for name, value in settings if name not in (*AXES, "cluster.workers"))
 
     @property
-    def told(self) -> str:
-        """What is said below its figures: other searched settings, and why it failed."""
+    def details(self) -> str:
+        """Details below the row: other searched settings, and the error."""
         return "; ".join(part for part in (self.others, self.values.get("error")) if part)
 
 
 @dataclass(frozen=True)
-class Grid:
+class HeatMapGrid:
     """A heat map: the trials of one number of workers and one choice of all other settings."""
 
     title: str
     micro: list[int]
     accumulation: list[int]
-    cells: dict[tuple[int, int], Trial]  # (micro, accumulation) -> its best trial
+    cells: dict[tuple[int, int], TrialSummary]  # (micro, accumulation) -> its best trial
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep and its trials, as they were tried."""
+    """A sweep and its trials, in order."""
 
     folder: Path
     about: dict[str, Any]
-    trials: list[Trial]
+    trials: list[TrialSummary]
 
     @classmethod
     def read(cls, folder: Path) -> Sweep:
-        """The sweep in `folder`; a trial that was written twice counts as it was written last."""
+        """Return the sweep in `folder`; the last row of a trial counts."""
         about = read_json(folder / SWEEP)
         lines = {str(line["trial"]): line for line in read_lines(folder / TRIALS) if "trial" in line}
         trials = [
-            Trial(name, str(line.get("status", "")), line, page=_page(folder, line.get("run")))
+            TrialSummary(name, str(line.get("status", "")), line, page=_page(folder, line.get("run")))
             for name, line in lines.items()
         ]
         return cls(folder, about, _ranked(trials, *_goal(about)))
 
     @property
     def goal(self) -> tuple[str, str, bool]:
-        """The field that is compared, its title, and whether more of it is better."""
+        """The compared field, its title, and whether larger is better."""
         name, more = _goal(self.about)
         return name, next((title for field, title, _ in GOALS.values() if field == name), name), more
 
@@ -96,14 +96,14 @@ class Sweep:
         return self.about.get("recommendation") or {}
 
     @cached_property
-    def best(self) -> Trial | None:
+    def best(self) -> TrialSummary | None:
         return self.trial(self.recommendation.get("best"))
 
-    def trial(self, name: Any) -> Trial | None:
+    def trial(self, name: Any) -> TrialSummary | None:
         return next((trial for trial in self.trials if trial.name == name), None)
 
     @property
-    def per_global(self) -> list[tuple[str, Trial]]:
+    def per_global(self) -> list[tuple[str, TrialSummary]]:
         """(global batch, its best trial), the smallest batch first."""
         found = [(size, self.trial(name)) for size, name in (self.recommendation.get("per_global") or {}).items()]
         return sorted(((size, trial) for size, trial in found if trial), key=lambda item: (len(item[0]), item[0]))
@@ -111,9 +111,9 @@ class Sweep:
     def count(self, status: str) -> int:
         return sum(trial.status == status for trial in self.trials)
 
-    def grids(self) -> list[Grid]:
-        """A grid for each choice of workers and other settings; none where nothing but one cell would be in each."""
-        groups: dict[str, list[Trial]] = defaultdict(list)
+    def grids(self) -> list[HeatMapGrid]:
+        """Return a grid per choice of workers and other settings; none if each has a single cell."""
+        groups: dict[str, list[TrialSummary]] = defaultdict(list)
         for trial in self.trials:
             if isinstance(trial.values.get("micro"), int) and isinstance(trial.values.get("accumulation"), int):
                 workers = f"workers {trial.values.get('workers')}"
@@ -128,36 +128,36 @@ def _goal(about: dict[str, Any]) -> tuple[str, bool]:
 
 
 def _page(folder: Path, run: Any) -> str | None:
-    """Where a trial's own report is, if it is inside the sweep's folder."""
+    """Path of a trial's report, if it is inside the sweep's folder."""
     page = folder / str(run or "") / "report.html"
     inside = page.resolve().is_relative_to(folder.resolve())
     return page.resolve().relative_to(folder.resolve()).as_posix() if run and inside and page.is_file() else None
 
 
-def _ranked(trials: list[Trial], name: str, more: bool) -> list[Trial]:
-    """Trials with their ranks; different global batches train differently, so they are not compared."""
+def _ranked(trials: list[TrialSummary], name: str, more: bool) -> list[TrialSummary]:
+    """Return trials with their ranks within their global batch."""
     ranks: dict[str, int] = {}
-    by_global: dict[Any, list[Trial]] = defaultdict(list)
+    by_global: dict[Any, list[TrialSummary]] = defaultdict(list)
     for trial in trials:
         if trial.status == "finished" and trial.figure(name) is not None:
             by_global[trial.values.get("global")].append(trial)
     for group in by_global.values():
         best_first = sorted(group, key=lambda trial: trial.figure(name) or 0.0, reverse=more)
         ranks |= {trial.name: place for place, trial in enumerate(best_first, 1)}
-    return [Trial(each.name, each.status, each.values, ranks.get(each.name), each.page) for each in trials]
+    return [TrialSummary(each.name, each.status, each.values, ranks.get(each.name), each.page) for each in trials]
 
 
-def _grid(title: str, trials: list[Trial], goal: tuple[str, str, bool]) -> Grid:
-    cells: dict[tuple[int, int], Trial] = {}
+def _grid(title: str, trials: list[TrialSummary], goal: tuple[str, str, bool]) -> HeatMapGrid:
+    cells: dict[tuple[int, int], TrialSummary] = {}
     for trial in trials:
         place = trial.values["micro"], trial.values["accumulation"]
         if place not in cells or _is_better(trial, cells[place], goal):
             cells[place] = trial
     micro, accumulation = ({place[axis] for place in cells} for axis in (0, 1))
-    return Grid(title, sorted(micro), sorted(accumulation), cells)
+    return HeatMapGrid(title, sorted(micro), sorted(accumulation), cells)
 
 
-def _is_better(trial: Trial, other: Trial, goal: tuple[str, str, bool]) -> bool:
+def _is_better(trial: TrialSummary, other: TrialSummary, goal: tuple[str, str, bool]) -> bool:
     one, two = trial.figure(goal[0]), other.figure(goal[0])
     if one is None or two is None:
         return two is None and one is not None
@@ -166,15 +166,15 @@ def _is_better(trial: Trial, other: Trial, goal: tuple[str, str, bool]) -> bool:
 
 # The charts of a sweep: heat maps of micro-batch x accumulation, throughput with its spread, and memory.
 MOST_GRIDS = 12
-MOST_BARS = 30  # a longer list stands in the table alone
+MOST_BARS = 30  # longer lists are only in the table
 # Light to dark, seen on white and on black; Plotly chooses the colour of the words in a cell by the cell's.
 SCALE = [[0, "#dbe4ff"], [0.35, "#9db4fb"], [0.7, "#5b7cfa"], [1, "#2c3fb1"]]
 COLOURS = (BLUE, ORANGE, TEAL, ROSE, "#9b6bdf", "#b98a16", GREY)
-WORDS = {OUT_OF_MEMORY: "out of<br>memory", "infeasible": "not<br>possible"}
+STATUS_LABELS = {OUT_OF_MEMORY: "out of<br>memory", "infeasible": "infeasible"}
 
 
 def sweep_figures(sweep: Sweep) -> dict[str, list[Figure]]:
-    """Heat maps, throughput bars and memory bars; what was not measured has none."""
+    """Return heat maps, throughput bars and memory bars of what was measured."""
     grids = sweep.grids()[:MOST_GRIDS]
     bars = [_throughput(sweep), _memory(sweep)]
     return {
@@ -183,7 +183,7 @@ def sweep_figures(sweep: Sweep) -> dict[str, list[Figure]]:
     }
 
 
-def _heat_map(number: int, grid: Grid, sweep: Sweep) -> Figure:
+def _heat_map(number: int, grid: HeatMapGrid, sweep: Sweep) -> Figure:
     name, title, more = sweep.goal
     everywhere = [value for trial in sweep.trials if (value := _measured(trial, name)) is not None]
     x, y = [str(each) for each in grid.micro], [str(each) for each in grid.accumulation]
@@ -219,11 +219,12 @@ def _heat_map(number: int, grid: Grid, sweep: Sweep) -> Figure:
         ygap=3,
         showlegend=False,
     )
-    told = [f"micro {m}, accumulation {a}: {_plain(trial, name)}" for (m, a), trial in sorted(grid.cells.items())]
+    cells = sorted(grid.cells.items())
+    details = [f"micro {m}, accumulation {a}: {_cell_text(trial, name)}" for (m, a), trial in cells]
     drawn = figure(
         f"grid-{number}",
         grid.title or "all trials",
-        f"{title} by micro-batch and accumulation. " + "; ".join(told),
+        f"{title} by micro-batch and accumulation. " + "; ".join(details),
         [measured, failed],
         height=110 + 62 * len(y),
         hovermode="closest",
@@ -234,12 +235,12 @@ def _heat_map(number: int, grid: Grid, sweep: Sweep) -> Figure:
 
 
 def _throughput(sweep: Sweep) -> Figure | None:
-    """Bars, the fastest first, a colour for each global batch; whiskers from the slowest to the fastest window."""
-    trials = _most(sweep, "samples_per_s")
+    """Bars, fastest first, coloured by global batch, with whiskers for the range over windows."""
+    trials = _top_trials(sweep, "samples_per_s")
     if not trials:
         return None
     traces = []
-    for colour, size in zip(_cycle(trials), _sizes(trials), strict=False):
+    for colour, size in zip(_palette(trials), _sizes(trials), strict=False):
         mine = [trial for trial in trials if trial.values.get("global") == size]
         rates = [trial.figure("samples_per_s") or 0.0 for trial in mine]
         most = [trial.figure("samples_per_s_max") for trial in mine]
@@ -259,7 +260,7 @@ def _throughput(sweep: Sweep) -> Figure | None:
 
 
 def _memory(sweep: Sweep) -> Figure | None:
-    trials = _most(sweep, "peak_gib")
+    trials = _top_trials(sweep, "peak_gib")
     if not trials:
         return None
     bar = _bar(trials, [trial.figure("peak_gib") or 0.0 for trial in trials], "peak GiB", ROSE, ".2f")
@@ -267,7 +268,7 @@ def _memory(sweep: Sweep) -> Figure | None:
     return _bars("memory", "Peak memory of a worker, GiB", summary, [bar], trials)
 
 
-def _bar(trials: list[Trial], values: list[float], name: str, colour: str, digits: str, **style: Any) -> go.Bar:
+def _bar(trials: list[TrialSummary], values: list[float], name: str, colour: str, digits: str, **style: Any) -> go.Bar:
     return go.Bar(
         y=[_label(trial) for trial in trials],
         x=values,
@@ -283,7 +284,7 @@ def _bar(trials: list[Trial], values: list[float], name: str, colour: str, digit
     )
 
 
-def _bars(name: str, title: str, summary: str, traces: list[go.Bar], trials: list[Trial]) -> Figure:
+def _bars(name: str, title: str, summary: str, traces: list[go.Bar], trials: list[TrialSummary]) -> Figure:
     return figure(
         name,
         title,
@@ -303,29 +304,29 @@ def _bars(name: str, title: str, summary: str, traces: list[go.Bar], trials: lis
     )
 
 
-def _most(sweep: Sweep, name: str) -> list[Trial]:
-    """The finished trials with the most of a figure, the most first."""
-    told = [trial for trial in sweep.trials if trial.status == "finished" and trial.figure(name) is not None]
-    return sorted(told, key=lambda trial: -(trial.figure(name) or 0.0))[:MOST_BARS]
+def _top_trials(sweep: Sweep, name: str) -> list[TrialSummary]:
+    """Return the finished trials with the largest values, in descending order."""
+    details = [trial for trial in sweep.trials if trial.status == "finished" and trial.figure(name) is not None]
+    return sorted(details, key=lambda trial: -(trial.figure(name) or 0.0))[:MOST_BARS]
 
 
-def _sizes(trials: list[Trial]) -> list[Any]:
+def _sizes(trials: list[TrialSummary]) -> list[Any]:
     return sorted({trial.values.get("global") for trial in trials}, key=lambda size: (size is None, size))
 
 
-def _cycle(trials: list[Trial]) -> list[str]:
+def _palette(trials: list[TrialSummary]) -> list[str]:
     return [COLOURS[place % len(COLOURS)] for place in range(len(_sizes(trials)))]
 
 
-def _label(trial: Trial) -> str:
+def _label(trial: TrialSummary) -> str:
     return f"{trial.name}  {trial.shape}"
 
 
-def _measured(trial: Trial | None, name: str) -> float | None:
+def _measured(trial: TrialSummary | None, name: str) -> float | None:
     return trial.figure(name) if trial is not None and trial.status == "finished" else None
 
 
-def _cell(trial: Trial | None, name: str, best: Trial | None) -> str:
+def _cell(trial: TrialSummary | None, name: str, best: TrialSummary | None) -> str:
     value = _measured(trial, name)
     if trial is None or value is None:
         return ""
@@ -333,11 +334,11 @@ def _cell(trial: Trial | None, name: str, best: Trial | None) -> str:
     return f"<b>★ {figure_text}</b>" if best is not None and trial.name == best.name else figure_text
 
 
-def _status(trial: Trial) -> str:
-    """What stands in a cell without a figure."""
-    return WORDS.get(trial.status, "not<br>measured" if trial.status == "finished" else "failed")
+def _status(trial: TrialSummary) -> str:
+    """Text of a cell without a value."""
+    return STATUS_LABELS.get(trial.status, "not<br>measured" if trial.status == "finished" else "failed")
 
 
-def _plain(trial: Trial, name: str) -> str:
+def _cell_text(trial: TrialSummary, name: str) -> str:
     value = _measured(trial, name)
     return f"{value:.4g}" if value is not None else _status(trial).replace("<br>", " ")

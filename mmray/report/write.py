@@ -32,13 +32,13 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 
 def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
-    """Write the page of the run or the sweep in `folder`, to `out` or to its report.html; returns where it is.
+    """Write the page of the run or sweep in `folder` to `out` (default: report.html in it) and return its path.
 
-    Raises UsageError where there is neither, or the page cannot be written.
+    Raises UsageError if the folder is neither, or the page cannot be written.
     """
     folder, out = folder.expanduser().resolve(), (out or folder / REPORT).expanduser()
     if not folder.is_dir():
-        raise UsageError(f"there is no folder {folder}: give a run (runs/NAME) or a sweep")
+        raise UsageError(f"folder {folder} does not exist; give a run (runs/NAME) or a sweep")
     if isinstance(folder, Path) and (folder / SWEEP).exists():
         page = _sweep_page(folder)
     elif (folder / "config.yaml").exists():
@@ -60,11 +60,11 @@ def _run_page(folder: AnyPath) -> str:
         run=run,
         title=folder.name,
         key_figures=summary.key_figures(run),
-        notices=summary.notices(run),
-        batch=summary.batch_line(run),
+        notices=summary.run_warnings(run),
+        batch=summary.batch_summary(run),
         parts=run_figures(run),
         recall=summary.recall_rows(run),
-        evaluated=summary.evaluated(run),
+        evaluated=summary.eval_summary(run),
         memory=summary.memory_rows(run),
         quarantine=quarantine_of(folder, run.data.get("train")),
         changed=[setting for setting in settings if setting.differs],
@@ -85,7 +85,11 @@ def _render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"duration": summary.duration, "number": summary.number, "set_names": summary.set_names}
+    environment.filters |= {
+        "duration": summary.format_duration,
+        "number": summary.format_number,
+        "set_names": summary.dataset_names,
+    }
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     own = {name: Markup((TEMPLATES / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js")}
     return environment.get_template(template).render(
@@ -95,13 +99,12 @@ def _render(template: str, **values: Any) -> str:
 
 @lru_cache(maxsize=1)
 def _plotly_js() -> str:
-    """Plotly's JavaScript (the wheel ships the whole of it, 4.8 MB) as base64 of gzip, which the browser unpacks."""
+    """Plotly's JavaScript (4.8 MB) as base64 of gzip, which the browser decompresses."""
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()
 
 
-# The page at the end of a run or a sweep: drawn where it can be, and never the reason that one fails.
-def draw_at_end(folder: AnyPath, note: Callable[[str, str], None]) -> None:
-    """Write the page of `folder`, however its run or sweep ended; that it cannot be drawn is told by `note`."""
+def write_report_safely(folder: AnyPath, note: Callable[[str, str], None]) -> None:
+    """Write the page at the end of a run or sweep; log an error instead of raising it."""
     try:
         note(str(write_report(folder)), "report")
     except Exception as error:  # noqa: BLE001 - the weights are there; a picture of them must not cost a user the run

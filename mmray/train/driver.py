@@ -11,8 +11,8 @@ from mmray.cluster.ray_internals import version_warning
 from mmray.config import Config
 from mmray.data.store.manifest import QUARANTINE
 from mmray.data.store.prepared_set import PreparedMixture
-from mmray.errors import AtOnce, TrainingError
-from mmray.report.write import draw_at_end
+from mmray.errors import ForceExit, TrainingError
+from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, merge_parts
 from mmray.train import run_dir, trackers
@@ -75,7 +75,7 @@ def run_training(config: Config, reporter: ProgressReporter) -> RunOutcome:
             with trackers.track_run(resolved.config, run.path, reporter) as tracking:
                 result = run_attempts(resolved, run, lease, tracking)
                 tracking.run_status = result["status"]
-        except AtOnce:
+        except ForceExit:
             raise
         except BaseException:
             _finalize_run_dir(run, lease, reporter)
@@ -95,7 +95,7 @@ def _finalize_run_dir(run: run_dir.RunDir, lease: Lease, reporter: ProgressRepor
         return
     except OSError as error:
         reporter.log(f"{QUARANTINE} could not be merged from its parts: {error}", "storage")
-    draw_at_end(run.path, reporter.log)
+    write_report_safely(run.path, reporter.log)
 
 
 def _log_skipped_runs(selection: run_dir.RunSelection, reporter: ProgressReporter) -> None:

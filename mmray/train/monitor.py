@@ -21,7 +21,7 @@ import ray.exceptions
 
 from mmray.cluster.placement import AutoscalerRequest, draining_nodes, kill_processes, live_nodes
 from mmray.config import Config
-from mmray.errors import AtOnce
+from mmray.errors import ForceExit
 from mmray.train.resources import num_additional_workers, request_nodes
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ def stop_on_signal(monitor: AttemptMonitor) -> Iterator[None]:
     def handle(number: int, _: FrameType | None) -> None:
         received.append(number)
         if len(received) > 1 or not monitor.started:
-            raise AtOnce
+            raise ForceExit
         monitor.stop_reason = None  # overrides a resize or a preemption
         monitor.request_stop("user", "after this step, with a checkpoint; press Ctrl-C again to exit at once")
 

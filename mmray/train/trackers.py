@@ -22,7 +22,7 @@ from queue import Empty, Full, Queue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mmray import plugins
-from mmray.errors import AtOnce, UsageError
+from mmray.errors import ForceExit, UsageError
 from mmray.storage.paths import AnyPath, write_atomic
 from mmray.train.run_dir import flatten, redact, redact_text
 
@@ -73,7 +73,7 @@ def track_run(config: Config, folder: AnyPath, reporter: ProgressReporter) -> It
     wait_s = MAX_WAIT_S
     try:
         yield tracking
-    except AtOnce:
+    except ForceExit:
         wait_s = 0.0
         raise
     finally:

@@ -1,1 +1,1 @@
-"""Many short runs of one recipe, and the best of them as a recipe: the room above one run."""
+"""Hyperparameter search: many short runs of one recipe, the best one as a recipe file."""

@@ -1,7 +1,4 @@
-"""A trial's row: what its run has measured, from the lines of its metrics.jsonl, and how it ended.
-
-Pure: search.py reads the files. A figure that was not measured is None.
-"""
+"""Rows of trials.jsonl and their ranking, as pure functions of metrics lines and outcomes. Missing values are None."""
 
 from __future__ import annotations
 
@@ -16,30 +13,30 @@ from mmray.errors import is_out_of_memory
 from mmray.tune.trials import Trial
 
 Status = Literal["finished", "out_of_memory", "failed", "stopped", "infeasible"]
-KEPT = ("finished", "out_of_memory")  # a sweep that goes on does not run these again
+REUSABLE = ("finished", "out_of_memory")  # not repeated by a resumed sweep
 ERROR_LENGTH = 240
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a trial ended, as the one who watched it says."""
+class TrialOutcome:
+    """How a trial ended."""
 
     status: Status
     error: str | None = None
     elapsed_s: float | None = None
 
 
-_RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")  # the line of a traceback that names it
+_RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")  # the exception line of a traceback
 
 
-def ended_by(error: BaseException, elapsed_s: float | None = None) -> Ended:
-    """The end that an error makes: out_of_memory where it, or what caused it, says so, else failed; in one line."""
+def outcome_of(error: BaseException, elapsed_s: float | None = None) -> TrialOutcome:
+    """Return the outcome of an error: out_of_memory if it or one of its causes is that, otherwise failed."""
     out = any(is_out_of_memory(cause) for cause in _causes(error))
-    return Ended("out_of_memory" if out else "failed", one_line(error), elapsed_s)
+    return TrialOutcome("out_of_memory" if out else "failed", one_line(error), elapsed_s)
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error's message (of a traceback the last one, which says what it was), cut where long."""
+    """Return the first line of an error message, or of a traceback the line with the exception, cut to ERROR_LENGTH."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     if text.startswith("Traceback"):
@@ -48,7 +45,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and all that led to it: causes, and the workers' own failures that Ray Train carries."""
+    """Yield the error, its causes, and the worker failures in Ray Train's errors."""
     seen: list[BaseException] = []
     waiting = [error]
     while waiting:
@@ -61,16 +58,18 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         waiting += getattr(cause, "worker_failures", {}).values()
 
 
-def row_of(trial: Trial, ended: Ended, lines: list[dict[str, Any]], result: dict[str, Any] | None) -> dict[str, Any]:
-    """One object of trials.jsonl."""
+def row_of(
+    trial: Trial, ended: TrialOutcome, lines: list[dict[str, Any]], result: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return one object of trials.jsonl."""
     shape = trial.shape
-    found = _found(shape, lines)
-    ended = _without_room(shape, ended, found)
+    found = _final_micro(shape, lines)
+    ended = _mark_oom(shape, ended, found)
     return {
         "trial": trial.name,
         "status": ended.status,
         "settings": trial.settings,
-        **_cut(shape, found),
+        **_batch_split(shape, found),
         "workers": shape.workers if shape else None,
         "global": shape.global_rows if shape else None,
         **figures(lines),
@@ -81,8 +80,8 @@ def row_of(trial: Trial, ended: Ended, lines: list[dict[str, Any]], result: dict
     }
 
 
-def _cut(shape: BatchShape | None, found: int) -> dict[str, Any]:
-    """Micro-batch and accumulation: those asked for, or, of `auto`, those that the workers found to fit."""
+def _batch_split(shape: BatchShape | None, found: int) -> dict[str, Any]:
+    """Micro-batch and accumulation: the requested ones, or those found by `auto`."""
     if shape is None:
         return {"micro": None, "accumulation": None}
     if not shape.auto or found == shape.micro:
@@ -90,26 +89,26 @@ def _cut(shape: BatchShape | None, found: int) -> dict[str, Any]:
     return {"micro": found, "accumulation": -(-shape.global_rows // (shape.workers * found))}
 
 
-def _found(shape: BatchShape | None, lines: list[dict[str, Any]]) -> int:
-    """Rows of a micro-batch at the run's end: fewer than the shape's where memory held no more."""
+def _final_micro(shape: BatchShape | None, lines: list[dict[str, Any]]) -> int:
+    """Micro-batch at the end of the run: smaller than requested after an out-of-memory error."""
     most = shape.micro if shape else 0
     return min(most, int(lines[-1].get("batch/micro") or most)) if lines else most
 
 
-def _without_room(shape: BatchShape | None, ended: Ended, found: int) -> Ended:
-    """The end as the sweep counts it: a run that went on in smaller micro-batches has not measured those asked for."""
+def _mark_oom(shape: BatchShape | None, ended: TrialOutcome, found: int) -> TrialOutcome:
+    """Mark a run that continued with smaller micro-batches as out_of_memory: it measured others than requested."""
     if shape is None or ended.status != "finished" or shape.auto or found == shape.micro:
         return ended
-    told = f"no room for micro-batches of {shape.micro} rows; the figures are of {found}: ask for those, or for `auto`"
+    told = f"out of memory at micro-batch {shape.micro}; the run continued with {found}: search {found} or use `auto`"
     return replace(ended, status="out_of_memory", error=told)
 
 
 def infeasible_row(trial: Trial) -> dict[str, Any]:
-    return row_of(trial, Ended("infeasible", trial.infeasible), [], None)
+    return row_of(trial, TrialOutcome("infeasible", trial.infeasible), [], None)
 
 
 def figures(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Figures of a run's logged lines; rates leave the first window out, which warms up."""
+    """Metrics of a run's logged lines; rates exclude the first window (warm-up)."""
     last = lines[-1] if lines else {}
     return {
         "steps": last.get("step"),
@@ -123,10 +122,9 @@ def figures(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _rates(lines: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Samples/s over the windows after the first, and the slowest and fastest of them.
+    """Mean, minimum and maximum samples/s over the logging windows after the first.
 
-    The first step's window is short and warms up. A last window of fewer steps than half the others says little about
-    the spread, and counts for the mean alone.
+    A last window of less than half the steps counts for the mean only.
     """
     windows = []
     before = 0
@@ -145,33 +143,30 @@ def _rates(lines: list[dict[str, Any]]) -> dict[str, float | None]:
 
 
 def _last_loss(lines: list[dict[str, Any]]) -> float | None:
-    """Mean loss over the last quarter of the lines: a single step's is noise. None where one was not finite."""
+    """Mean loss over the last quarter of the lines; None if one was not finite."""
     losses = [line.get("train/loss") for line in lines[-max(1, len(lines) // 4) :]]
     known = [loss for loss in losses if loss is not None]
     return sum(known) / len(known) if known and len(known) == len(losses) else None
 
 
 def _recall(result: dict[str, Any] | None) -> float | None:
-    """Recall@1, the mean of both ways."""
+    """Mean recall@1 of both directions."""
     metrics = (result or {}).get("metrics", {})
     both = [metrics.get(f"recall_at_1/{way}") for way in ("image_to_text", "text_to_image")]
     return sum(both) / 2 if None not in both else None
 
 
-# Which trial is best, and why, in one sentence: a pure function of the rows.
-#
-# A contrastive loss is that of picking one row among all of the global batch: it grows with the batch whatever the
-# model
-# has learned. So trials are ranked within each global batch, and losses of different ones are compared by how far they
-# lie below chance, ln(global) - loss (the bound on mutual information of van den Oord et al. 2018, equation 5).
-TOLERANCE = 0.02  # trials this close to the best are as good: the spread of one trial is rarely less
+# Ranking. A contrastive loss grows with the global batch, because it is the loss of choosing one row among all of it.
+# So trials are ranked within each global batch, and losses of different global batches are compared by
+# ln(global) - loss (a bound on mutual information: van den Oord et al. 2018, equation 5).
+TOLERANCE = 0.02  # trials this close to the best are equal: the spread of one trial is rarely smaller
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What is wanted of a trial, and what decides between trials that are as good."""
+    """The metric to optimize, and the tie-breaker among nearly equal trials."""
 
     figure: str
     largest: bool
@@ -183,7 +178,7 @@ class Goal:
 
 _SPEED = ("samples_per_s", True, "is faster")
 GOALS = {
-    "throughput": Goal("samples_per_s", True, "the most samples/s", "peak_gib", False, "takes less memory"),
+    "throughput": Goal("samples_per_s", True, "the most samples/s", "peak_gib", False, "uses less memory"),
     "loss": Goal("loss", False, "the lowest loss", *_SPEED),
     "recall": Goal("recall_at_1", True, "the highest recall@1", *_SPEED),
     "memory": Goal("peak_gib", False, "the least memory", *_SPEED),
@@ -196,10 +191,10 @@ _FORMATS = {
 }
 
 
-def recommend(rows: list[Row], goal: str, relative_to_chance: bool) -> dict[str, Any] | None:
-    """{"best", "per_global", "why"} of the finished trials that measured the goal's figure; None where none did.
+def select_best(rows: list[Row], goal: str, relative_to_chance: bool) -> dict[str, Any] | None:
+    """Return {"best", "per_global", "why"} of the finished trials that measured the goal; None if there are none.
 
-    `relative_to_chance`: the objective is contrastive, so losses of different global batches are compared below chance.
+    `relative_to_chance`: compare losses of different global batches by ln(global) - loss (contrastive objectives).
     """
     wanted = GOALS[goal]
     measured = [row for row in rows if row["status"] == "finished" and row[wanted.figure] is not None]
@@ -208,20 +203,20 @@ def recommend(rows: list[Row], goal: str, relative_to_chance: bool) -> dict[str,
     sizes = sorted({row["global"] for row in measured})
     per_global = {size: _pick([row for row in measured if row["global"] == size], wanted)[0] for size in sizes}
     if goal == "loss" and relative_to_chance and len(sizes) > 1:
-        best = max(per_global.values(), key=_below_chance)
+        best = max(per_global.values(), key=_nats_below_chance)
         why = (
-            f"{best['trial']} ends {_below_chance(best):.2f} nats below chance, further than the best of the other "
-            f"global batches (loss {best['loss']:.3f}, chance ln {best['global']}): a contrastive loss by itself "
-            "compares only within one global batch."
+            f"{best['trial']} ends {_nats_below_chance(best):.2f} nats below chance, more than the best of the other "
+            f"global batches (loss {best['loss']:.3f}, chance ln {best['global']}): contrastive "
+            "losses are comparable only within one global batch."
         )
     else:
         best, leader = _pick(measured, wanted)
-        why = _why(best, leader, len(measured), wanted) + _doubt(best, measured, wanted)
+        why = _why(best, leader, len(measured), wanted) + _uncertainty(best, measured, wanted)
     return {"best": best["trial"], "per_global": {str(g): row["trial"] for g, row in per_global.items()}, "why": why}
 
 
 def _pick(rows: list[Row], goal: Goal) -> tuple[Row, Row]:
-    """The best row, and the row that leads by the goal's figure alone."""
+    """Return the best row with the tie-breaker, and the best by the metric alone."""
     leader = _extreme(rows, goal.figure, goal.largest)
     margin = abs(leader[goal.figure]) * TOLERANCE
     near = [row for row in rows if abs(row[goal.figure] - leader[goal.figure]) <= margin and row[goal.tie] is not None]
@@ -233,19 +228,20 @@ def _extreme(rows: list[Row], figure: str, largest: bool) -> Row:
 
 
 def _why(best: Row, leader: Row, count: int, goal: Goal) -> str:
-    figure = _told(best, goal.figure)
+    figure = _format(best, goal.figure)
     if best is leader:
         if count == 1:
             return f"{best['trial']} is the only trial that finished: {figure}."
         return f"{best['trial']} has {goal.words} of {count} trials: {figure}."
     return (
-        f"{best['trial']} is within {TOLERANCE:.0%} of {goal.words} ({figure} against {_told(leader, goal.figure)} of "
-        f"{leader['trial']}) and {goal.tie_words}: {_told(best, goal.tie)} against {_told(leader, goal.tie)}."
+        f"{best['trial']} is within {TOLERANCE:.0%} of {goal.words} ({figure}; {leader['trial']}: "
+        f"{_format(leader, goal.figure)}) and {goal.tie_words} ({_format(best, goal.tie)}; {leader['trial']}: "
+        f"{_format(leader, goal.tie)})."
     )
 
 
-def _doubt(best: Row, rows: list[Row], goal: Goal) -> str:
-    """A warning where the next best speed lies within the spread of the best one's windows."""
+def _uncertainty(best: Row, rows: list[Row], goal: Goal) -> str:
+    """Return a warning if the second-best speed is within the range of the best trial's windows."""
     others = [row for row in rows if row is not best]
     if goal.figure != "samples_per_s" or not others:
         return ""
@@ -254,15 +250,15 @@ def _doubt(best: Row, rows: list[Row], goal: Goal) -> str:
     if low is None or not low <= rival[goal.figure] <= high:
         return ""
     return (
-        f" That is not certain: {_told(rival, goal.figure)} of {rival['trial']} lies within its spread of {low:,.0f} "
-        f"to {high:,.0f}; longer trials (--train.samples) would tell."
+        f" {rival['trial']} may be as fast: its {_format(rival, goal.figure)} is within the range of {low:,.0f} to "
+        f"{high:,.0f}; run longer trials (--train.samples) to decide."
     )
 
 
-def _told(row: Row, figure: str) -> str:
+def _format(row: Row, figure: str) -> str:
     return _FORMATS[figure].format(row[figure])
 
 
-def _below_chance(row: Row) -> float:
+def _nats_below_chance(row: Row) -> float:
     loss: float = row["loss"]
     return math.log(row["global"]) - loss

@@ -1,8 +1,7 @@
-"""A sweep from space to recommendation on a Ray cluster: the room's composer.
+"""A sweep on a Ray cluster, from search space to recommendation.
 
-Ray Tune starts the trials, as many at a time as the cluster holds. A trial is a function in an actor on the head that
-drives one run, by the same `train` as `mmray train`, into a run folder of its own. What a trial measured is read from
-that folder, so a sweep is as good a record as its runs are; Tune's own state is a scratch folder, removed at the end.
+Ray Tune starts the trials, as many at a time as fit. A trial is an actor on the head node that runs the same `train` as
+`mmray train`, in its own run folder; its results are read from that folder. Tune's own state is temporary.
 """
 
 from __future__ import annotations
@@ -19,32 +18,32 @@ from mmray.cluster.connect import ray_session
 from mmray.config import Config, to_yaml
 from mmray.config.search_space import Space
 from mmray.errors import ResourceError, UsageError
-from mmray.report.write import draw_at_end
+from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
 from mmray.train.resolve import resolve_run
 from mmray.train.resources import check_gpus, is_single_node, num_data_actors, resource_demand
 from mmray.train.run_dir import collect_environment
 from mmray.tune import sweep_dir
-from mmray.tune.results import infeasible_row, recommend
+from mmray.tune.results import infeasible_row, select_best
 from mmray.tune.sweep_dir import KIND, SweepDir
-from mmray.tune.sweep_state import Row, Running, SweepListener
+from mmray.tune.sweep_state import Row, SweepListener, SweepState
 from mmray.tune.trainable import run_trials
 from mmray.tune.trials import (
     Trial,
-    as_run,
-    best_recipe,
-    largest,
-    room_for,
+    largest_cluster,
+    max_demand,
     samples_per_trial,
-    searched,
+    searched_values,
+    to_recipe,
+    trial_concurrency,
+    trial_config,
     trials_of,
-    warm_up_doubt,
-    widest,
+    warmup_warning,
 )
 
 POLL_S = 0.25
-FREE_AFTER_S = 10.0  # the actors that prepared the data give their CPUs back a moment later
-# Tune prints through its older reporter, which `verbose=0` silences; trials stay in the folder the user stands in.
+FREE_AFTER_S = 10.0  # data preparation actors release their CPUs with a delay
+# `verbose=0` silences only Tune's older reporter; trials keep the working directory.
 _ENVIRONMENT = {
     "RAY_AIR_NEW_OUTPUT": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
@@ -54,18 +53,18 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Sweep:
-    """What is asked for. `base` is the recipe whole; `length` holds what was typed as the length of a trial."""
+    """A search request. `base` is the complete recipe; `length` has the trial length that the user gave."""
 
     base: Config
     length: Config
     space: Space
     goal: str = "throughput"
-    concurrency: int | None = None  # trials at a time; None: one on a lone machine, else as many as fit
+    concurrency: int | None = None  # trials at a time; None: one on a single machine, as many as fit on a cluster
 
 
 @dataclass(frozen=True)
 class SweepOutcome:
-    """How a sweep ended; `summary` is what sweep.json says."""
+    """How a sweep ended; `summary` is the content of sweep.json."""
 
     path: Path
     summary: dict[str, Any]
@@ -73,25 +72,25 @@ class SweepOutcome:
 
 
 def search(sweep: Sweep, listener: SweepListener) -> SweepOutcome:
-    """Try every combination and recommend the best, where one could be measured. Raises MmrayError.
+    """Run every trial and recommend the best, if one was measured. Raises MmrayError.
 
-    A trial that fails is a row, not an error: the others go on.
+    A failed trial is a row, not an error: the others continue.
     """
     trials = trials_of(sweep.base, sweep.space)
     os.environ.update(_ENVIRONMENT)
-    with ray_session(widest(trials)):
-        trials = placeable(trials)
-        configs, num_rows = _settled(trials, sweep, listener)
+    with ray_session(largest_cluster(trials)):
+        trials = filter_feasible(trials)
+        configs, num_rows = _resolve_trials(trials, sweep, listener)
         samples = samples_per_trial(sweep.length, trials, num_rows)
-        identity = {"space": searched(trials), "samples_per_trial": samples}
-        folder = sweep_dir.decide(sweep.base, identity)
+        identity = {"space": searched_values(trials), "samples_per_trial": samples}
+        folder = sweep_dir.resolve_sweep_dir(sweep.base, identity)
         lease = Lease(folder.path)
         lease.acquire()
         try:
             sweep_dir.create(folder, sweep.base)
             placed = [replace(trial, config=configs[trial.name]) for trial in trials if trial.name in configs]
-            runs = {trial.name: as_run(trial, samples, num_rows, folder.path, sweep.goal) for trial in placed}
-            doubt = warm_up_doubt(list(runs.values()), num_rows, sweep.goal)
+            runs = {trial.name: trial_config(trial, samples, num_rows, folder.path, sweep.goal) for trial in placed}
+            doubt = warmup_warning(list(runs.values()), num_rows, sweep.goal)
             if doubt is not None:
                 listener.log(doubt, "warm-up")
             return _search(sweep, trials, runs, identity, folder, listener)
@@ -99,8 +98,8 @@ def search(sweep: Sweep, listener: SweepListener) -> SweepOutcome:
             lease.release()
 
 
-def placeable(trials: list[Trial]) -> list[Trial]:
-    """The trials, those that would leave GPUs idle as infeasible ones. Raises ResourceError where no other is left."""
+def filter_feasible(trials: list[Trial]) -> list[Trial]:
+    """Mark trials that would leave GPUs idle as infeasible. Raises ResourceError if none is left."""
     checked = [_checked(trial) for trial in trials]
     if all(trial.infeasible for trial in checked):
         reasons = (new.infeasible for old, new in zip(trials, checked, strict=True) if not old.infeasible)
@@ -126,13 +125,13 @@ def _search(
     folder: SweepDir,
     listener: SweepListener,
 ) -> SweepOutcome:
-    """Run what is not done yet, then rank; sweep.json and trials.jsonl are true at every moment in between."""
+    """Run the remaining trials, then rank all; sweep.json and trials.jsonl are always up to date."""
     began_s, before_s = time.monotonic(), (folder.read_json("sweep.json") or {}).get("elapsed_s", 0.0)
     rows = {trial.name: infeasible_row(trial) for trial in trials if trial.infeasible}
     kept = folder.kept({trial.name: trial.settings for trial in trials})
-    running = Running(folder, {trial.name: trial for trial in trials}, rows | kept, listener)
+    running = SweepState(folder, {trial.name: trial for trial in trials}, rows | kept, listener)
     todo = {name: run for name, run in runs.items() if name not in kept}
-    at_once, runs_now = _at_once(todo, sweep.concurrency)
+    at_once, runs_now = _concurrency(todo, sweep.concurrency)
     summary = {
         "kind": KIND,
         "recipe": sweep.base.recipe,
@@ -149,21 +148,21 @@ def _search(
     running.announce(identity, sweep.goal, len(kept), at_once)
     if todo:
         run_trials(running, runs_now, at_once)
-    found = recommend(list(running.rows.values()), sweep.goal, sweep.base.objective.kind == "contrastive")
+    found = select_best(list(running.rows.values()), sweep.goal, sweep.base.objective.kind == "contrastive")
     summary |= {
         "status": running.status(),
         "elapsed_s": before_s + time.monotonic() - began_s,
         "recommendation": found,
     }
     if found is not None:
-        folder.write("best.yaml", to_yaml(best_recipe(running.trials[found["best"]])))
+        folder.write("best.yaml", to_yaml(to_recipe(running.trials[found["best"]])))
     folder.write_json("sweep.json", summary)
-    draw_at_end(folder.path, listener.log)
+    write_report_safely(folder.path, listener.log)
     return SweepOutcome(folder.path, summary, running.table())
 
 
-def _settled(trials: list[Trial], sweep: Sweep, listener: SweepListener) -> tuple[dict[str, Config], int]:
-    """Configs of the feasible trials with their data prepared, once for all that share it; and the rows of the set."""
+def _resolve_trials(trials: list[Trial], sweep: Sweep, listener: SweepListener) -> tuple[dict[str, Config], int]:
+    """Return configs of the feasible trials, with each distinct data set prepared once, and the number of rows."""
     configs: dict[str, Config] = {}
     places: dict[str, dict[str, str | None]] = {}
     num_rows = 0
@@ -183,7 +182,7 @@ def _settled(trials: list[Trial], sweep: Sweep, listener: SweepListener) -> tupl
     return configs, num_rows
 
 
-def _at_once(runs: dict[str, Config], asked: int | None) -> tuple[int, dict[str, Config]]:
+def _concurrency(runs: dict[str, Config], asked: int | None) -> tuple[int, dict[str, Config]]:
     """How many trials run side by side, and their configs with the data actors that they then have.
 
     On a lone machine one: two would share its cores and memory bandwidth, and neither's samples/s would be true.
@@ -191,18 +190,18 @@ def _at_once(runs: dict[str, Config], asked: int | None) -> tuple[int, dict[str,
     """
     if not runs:
         return 1, runs
-    demand = largest([resource_demand(config) for config in runs.values()])
+    demand = max_demand([resource_demand(config) for config in runs.values()])
     lone = all(is_single_node(config) for config in runs.values())
     wanted = min(asked or (1 if lone else len(runs)), len(runs))
     waits = any(config.cluster.wait_for_nodes for config in runs.values())
-    at_once, actors = room_for(
+    at_once, actors = trial_concurrency(
         _free_nodes(demand), placement.alive_nodes(), demand, wanted, placement.autoscaling_pools(), waits
     )
     return at_once, {name: _with_actors(config, actors) for name, config in runs.items()}
 
 
 def _with_actors(config: Config, at_most: int) -> Config:
-    """The config with its data actors counted: in a sweep, `auto` is a share of the cluster."""
+    """Return the config with a fixed number of data actors: in a sweep, `auto` is a share of the cluster."""
     if isinstance(config.data.workers, int):
         return config
     actors = min(num_data_actors(config), at_most)
@@ -210,7 +209,7 @@ def _with_actors(config: Config, at_most: int) -> Config:
 
 
 def _free_nodes(demand: Demand) -> list[Node]:
-    """What is free on each node, after a moment for what has just ended to let go of what a trial needs."""
+    """Return free resources per node, after waiting up to FREE_AFTER_S for ended actors to release theirs."""
     waiting = max_concurrent(demand, placement.alive_nodes(), 1) == 1
     until = time.monotonic() + FREE_AFTER_S
     while True:

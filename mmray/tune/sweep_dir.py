@@ -1,4 +1,4 @@
-"""A sweep's folder: its name, its files, and whether a command starts it, goes on with it, or must not touch it.
+"""The sweep folder: its name, its files, and whether a command creates, resumes or refuses it.
 
 STORAGE/NAME/  recipe.yaml (what the trials vary)  sweep.json  trials.jsonl (a row a trial)  best.yaml
                trials/tNNN/ (whole run folders)
@@ -17,10 +17,10 @@ from mmray.config import Config, from_yaml, to_yaml
 from mmray.errors import UsageError
 from mmray.storage import lease
 from mmray.train.run_dir import RunDir, candidate_names, forbidden_changes
-from mmray.tune.results import KEPT
+from mmray.tune.results import REUSABLE
 
 KIND = "sweep"
-# Of the recipe: what may differ when a sweep goes on.
+# Settings of the recipe that a resumed sweep may change.
 MAY_CHANGE = (
     "run",
     "cluster.address",
@@ -39,28 +39,28 @@ class SweepDir(RunDir):
     path: Path
 
     def read_rows(self) -> list[dict[str, Any]]:
-        """What trials.jsonl holds; nothing where there is none."""
+        """Return the rows of trials.jsonl; empty without the file."""
         file = self.path / "trials.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def write_rows(self, rows: list[dict[str, Any]]) -> None:
-        """All rows, in the order of the trials."""
+        """Write all rows, in the order of the trials."""
         ordered = sorted(rows, key=lambda row: row["trial"])
         self.write("trials.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ordered))
 
     def kept(self, settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Rows of earlier commands that need no second run, by trial; `settings` are the trials of this one."""
-        rows = {row["trial"]: row for row in self.read_rows() if row["status"] in KEPT}
+        """Return rows of earlier commands that need no second run, by trial; `settings` are this command's trials."""
+        rows = {row["trial"]: row for row in self.read_rows() if row["status"] in REUSABLE}
         return {name: row for name, row in rows.items() if settings.get(name) == row["settings"]}
 
     def clear_trial(self, name: str) -> None:
-        """Remove what a trial that did not end has left: a trial is measured whole or not at all."""
+        """Remove the files of an interrupted trial: a trial is measured completely or not at all."""
         folder = self.path / "trials" / name
         if folder.exists():
             shutil.rmtree(folder)
 
 
-def decide(base: Config, identity: dict[str, Any]) -> SweepDir:
+def resolve_sweep_dir(base: Config, identity: dict[str, Any]) -> SweepDir:
     """The folder of this sweep. A named one is continued or refused; an unnamed one that has ended takes the next name.
 
     `identity` is what sweep.json must agree in: space, samples of a trial. Raises UsageError with the differences.
@@ -70,14 +70,14 @@ def decide(base: Config, identity: dict[str, Any]) -> SweepDir:
         before = found.read_json("sweep.json")
         if before is None:
             if base.run.resume == "must":
-                raise UsageError(f"--run.resume must: there is no sweep at {path}")
+                raise UsageError(f"--run.resume must: no sweep at {path}")
             if path.exists() and any(file.name not in (lease.FOLDER, "recipe.yaml") for file in path.iterdir()):
-                raise UsageError(f"{path} exists and is not a sweep of mmray; choose another --run.name")
+                raise UsageError(f"{path} exists and is not a sweep; choose another --run.name")
             return found
         changes = _changes(found, before, base, identity)
         if base.run.name is not None:
             if base.run.resume == "never":
-                raise UsageError(f"{path} exists; choose another --run.name, or go on with --run.resume auto")
+                raise UsageError(f"{path} exists; choose another --run.name, or resume with --run.resume auto")
             if changes:
                 raise UsageError(
                     f"{path} is another sweep:\n  " + "\n  ".join(changes) + "\n"
@@ -90,7 +90,7 @@ def decide(base: Config, identity: dict[str, Any]) -> SweepDir:
 
 
 def create(sweep: SweepDir, base: Config) -> None:
-    """The folder with the recipe that its trials vary."""
+    """Create the folder, with the base recipe in it."""
     try:
         (sweep.path / "trials").mkdir(parents=True, exist_ok=True)
         sweep.write("recipe.yaml", to_yaml(base))
@@ -101,10 +101,10 @@ def create(sweep: SweepDir, base: Config) -> None:
 
 
 def _changes(found: SweepDir, before: dict[str, Any], base: Config, identity: dict[str, Any]) -> list[str]:
-    """Lines `setting: old -> new` that make it another sweep."""
+    """Return `setting: old -> new` for changes that a resumed sweep may not make."""
     lines = [f"{key}: {before.get(key)} -> {value}" for key, value in identity.items() if before.get(key) != value]
     file = found.path / "recipe.yaml"
-    before_base = from_yaml(file.read_text(), str(file))  # settings that mmray has gained since stand at their defaults
+    before_base = from_yaml(file.read_text(), str(file))  # settings added since then have their defaults
     old, new = (config.model_dump(mode="json", by_alias=True) for config in (before_base, base))
     return lines + forbidden_changes(old, new, MAY_CHANGE)
 

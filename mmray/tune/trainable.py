@@ -20,12 +20,12 @@ from ray import tune
 
 from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.config import Config
-from mmray.errors import AtOnce, TrainingError
+from mmray.errors import ForceExit, TrainingError
 from mmray.train.driver import train
 from mmray.train.monitor import signal_handlers
 from mmray.train.worker_group import run_in_thread
-from mmray.tune.results import Ended, ended_by
-from mmray.tune.sweep_state import Running
+from mmray.tune.results import TrialOutcome, outcome_of
+from mmray.tune.sweep_state import SweepState
 
 Report = Callable[[dict[str, Any]], Any]
 
@@ -38,14 +38,14 @@ FIGURES = {
 }
 
 
-def drive(config: Config, report: Report) -> None:
+def run_trial(config: Config, report: Report) -> None:
     """Train `config` to its end; a failure is the trial's result, and ends nothing else."""
     began_s = time.monotonic()
     try:
         train(config, _Reporting(report))
-        ended = Ended("finished", None, time.monotonic() - began_s)
+        ended = TrialOutcome("finished", None, time.monotonic() - began_s)
     except Exception as error:  # noqa: BLE001 - whatever a trial dies of is its row
-        ended = ended_by(error, time.monotonic() - began_s)
+        ended = outcome_of(error, time.monotonic() - began_s)
     report({"ended": asdict(ended)})
 
 
@@ -74,8 +74,8 @@ class _Reporting:
 _DRIVER = {HEAD_RESOURCE: 0.001}
 
 
-def run_trials(running: Running, runs: dict[str, Config], at_once: int) -> None:
-    """Ray Tune in a thread, so that this one can draw and hear Ctrl-C; every trial that began has a row afterwards."""
+def run_trials(running: SweepState, runs: dict[str, Config], at_once: int) -> None:
+    """Run Ray Tune in a thread, while this one draws and handles Ctrl-C; every started trial gets a row."""
     news: queue.SimpleQueue[tuple[str, str, Any]] = queue.SimpleQueue()
     for name in runs:
         running.folder.clear_trial(name)
@@ -84,28 +84,28 @@ def run_trials(running: Running, runs: dict[str, Config], at_once: int) -> None:
     tuner = tune.Tuner(
         tune.with_resources(tune.with_parameters(_trial, configs=runs), _DRIVER),
         param_space={"trial": tune.grid_search(list(runs))},
-        # One actor drives many trials: importing torch anew costs each several seconds.
+        # One actor drives many trials: importing torch takes several seconds.
         tune_config=tune.TuneConfig(max_concurrent_trials=at_once, reuse_actors=True),
         run_config=tune.RunConfig(
             name="tune",
             storage_path=str(scratch),
             verbose=0,
             stop=_Stopper(running.stop),
-            callbacks=[_Telling(news)],
+            callbacks=[_QueueCallback(news)],
             failure_config=tune.FailureConfig(max_failures=0),
         ),
     )
-    with _stopping(running):
-        gave_up = run_in_thread(partial(_fit, tuner), partial(_hear, running, news))
+    with _handle_signals(running):
+        gave_up = run_in_thread(partial(_fit, tuner), partial(_drain_events, running, news))
     for name in list(running.live):
-        running.end(name, Ended("stopped"))
+        running.end(name, TrialOutcome("stopped"))
     shutil.rmtree(scratch, ignore_errors=True)
     if gave_up is not None:
-        raise TrainingError(f"Ray Tune gave up: {gave_up}") from gave_up
+        raise TrainingError(f"Ray Tune failed: {gave_up}") from gave_up
 
 
 def _fit(tuner: tune.Tuner) -> Exception | None:
-    """Why Tune gave up, if it did: told once every trial has its row."""
+    """Run Ray Tune; return its error, if any, so that every trial gets its row first."""
     try:
         tuner.fit()
     except Exception as error:  # noqa: BLE001 - whatever it is
@@ -113,8 +113,8 @@ def _fit(tuner: tune.Tuner) -> Exception | None:
     return None
 
 
-def _hear(running: Running, news: queue.SimpleQueue[tuple[str, str, Any]]) -> None:
-    """Take in what Tune's thread has heard, and show how the trials stand."""
+def _drain_events(running: SweepState, news: queue.SimpleQueue[tuple[str, str, Any]]) -> None:
+    """Apply the queued events and redraw the table of trials."""
     while not news.empty():
         what, name, value = news.get()
         if what == "ended":
@@ -125,25 +125,25 @@ def _hear(running: Running, news: queue.SimpleQueue[tuple[str, str, Any]]) -> No
 
 
 @contextmanager
-def _stopping(running: Running) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM ends the trials that run and keeps what is measured; the second leaves at once."""
+def _handle_signals(running: SweepState) -> Iterator[None]:
+    """On the first Ctrl-C or SIGTERM, end the running trials and keep the results; on the second, raise ForceExit."""
 
     def ask(_: int, __: FrameType | None) -> None:
         if running.stop.is_set():
-            raise AtOnce
+            raise ForceExit
         running.stop.set()
-        running.listener.log("with what is measured; once more leaves at once", "stop")
+        running.listener.log("stopping the running trials; press Ctrl-C again to exit at once", "stop")
 
     with signal_handlers(ask):
         yield
 
 
 def _trial(given: dict[str, Any], configs: dict[str, Config]) -> None:
-    drive(configs[given["trial"]], tune.report)
+    run_trial(configs[given["trial"]], tune.report)
 
 
 class _Stopper(tune.Stopper):
-    """Ends the experiment once the event is set. Tune stores it for a restore that never comes: without the event."""
+    """Ends the experiment once the event is set; pickled without it, because Tune stores it."""
 
     def __init__(self, stop: threading.Event):
         self._stop = stop
@@ -158,8 +158,8 @@ class _Stopper(tune.Stopper):
         return self._stop.is_set()
 
 
-class _Telling(tune.Callback):
-    """Puts what Tune's thread hears of the trials into a queue."""
+class _QueueCallback(tune.Callback):
+    """Puts Ray Tune's trial events into a queue."""
 
     def __init__(self, news: queue.SimpleQueue[tuple[str, str, Any]]):
         self._news = news
@@ -174,13 +174,13 @@ class _Telling(tune.Callback):
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
         if "ended" in result:
-            self._tell(trial, "ended", Ended(**result["ended"]))
+            self._tell(trial, "ended", TrialOutcome(**result["ended"]))
         else:
             self._tell(trial, "now", result["now"])
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        error = trial.get_pickled_error() or TrainingError("its driver died; the head's logs say why")
-        self._tell(trial, "ended", ended_by(error))
+        error = trial.get_pickled_error() or TrainingError("its driver process died; see the logs of the head node")
+        self._tell(trial, "ended", outcome_of(error))
 
     def _tell(self, trial: Any, what: str, value: Any) -> None:
         self._news.put((what, trial.config["trial"], value))

@@ -1,4 +1,4 @@
-"""From a recipe and a space to trials: each a whole config that is valid, or the reason why it cannot be.
+"""Trials of a recipe and a search space: valid configs, or the reason why one is infeasible.
 
 Pure, and done before Ray starts: a misspelt setting costs a second, not a sweep.
 """
@@ -17,14 +17,14 @@ from mmray.config.search_space import Space, setting_value, with_settings
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import ResourceError, UsageError
 
-STEPS = 40  # of the largest global batch, where no length is given
+STEPS = 40  # of the largest global batch, if no length is given
 WINDOWS = 10  # lines of metrics.jsonl in a trial: the first warms up, the others show the spread
 EVAL_ROWS = 512  # held-out rows scored at a trial's end, unless recall is the goal
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One combination. `config` is the recipe with its settings; `infeasible` says why it cannot be run."""
+    """One combination of settings, its config, and why it is infeasible, if it is."""
 
     name: str
     settings: dict[str, Any]
@@ -33,25 +33,21 @@ class Trial:
     infeasible: str | None = None
 
 
-def opened(recipe: Config, keys: Sequence[str]) -> Config:
-    """The recipe with those settings emptied that a sweep chooses anew, so that what is typed shows.
-
-    These are its length, and its global batch where accumulation is searched: that follows, then, from the rest.
-    """
+def reset_searched(recipe: Config, keys: Sequence[str]) -> Config:
+    """Return the recipe without its length, and without its global batch if accumulation is searched."""
     return recipe.without_conflicting([*LENGTHS, "batch.micro", *keys])
 
 
-def closed(typed: Config, recipe: Config) -> Config:
-    """The config with the recipe's own length again: what `best.yaml` starts from."""
+def restore_length(typed: Config, recipe: Config) -> Config:
+    """Return the config with the recipe's own length, the base of `best.yaml`."""
     lengths = {name: getattr(recipe.train, name) for name in ("steps", "samples", "epochs")}
     return typed.replace(train=typed.train.replace(**lengths))
 
 
 def trials_of(base: Config, space: Space) -> list[Trial]:
-    """A trial for each combination, numbered in order.
+    """Return a trial for each combination, numbered in order.
 
-    A value that is wrong in every combination it stands in raises UsageError; one that is wrong in some only makes
-    those infeasible, as does batch arithmetic that cannot be.
+    A value that is invalid in all of its combinations raises UsageError; otherwise only those trials are infeasible.
     """
     trials, wrong = [], []
     for number, typed in enumerate(space.combinations(), 1):
@@ -62,11 +58,11 @@ def trials_of(base: Config, space: Space) -> list[Trial]:
             trials.append(Trial(f"t{number:03}", typed, None, None, str(error)))
             continue
         settings = {key: setting_value(config, key) for key in typed}
-        trials.append(_shaped(Trial(f"t{number:03}", settings, config, None)))
+        trials.append(_with_batch_shape(Trial(f"t{number:03}", settings, config, None)))
     _raise_where_always_wrong(space.combinations(), wrong)
     if all(trial.infeasible for trial in trials):
         reasons = "\n  ".join(f"{trial.settings}: {trial.infeasible}" for trial in trials)
-        raise UsageError(f"no combination can be run:\n  {reasons}")
+        raise UsageError(f"no combination is feasible:\n  {reasons}")
     return trials
 
 
@@ -78,8 +74,8 @@ def _raise_where_always_wrong(all_typed: list[dict[str, Any]], wrong: list[tuple
                 raise UsageError(f"--space {error}")
 
 
-def _shaped(trial: Trial) -> Trial:
-    """The trial with its batch shape, or with why there is none."""
+def _with_batch_shape(trial: Trial) -> Trial:
+    """Return the trial with its batch shape, or marked infeasible."""
     assert trial.config is not None
     batch, workers = trial.config.batch, trial.config.cluster.max_workers
     try:
@@ -92,8 +88,8 @@ def _shaped(trial: Trial) -> Trial:
     return replace(trial, shape=shape)
 
 
-def searched(trials: Sequence[Trial]) -> dict[str, list[Any]]:
-    """{setting: the values that the trials give it}, in order; of a range, those that were drawn."""
+def searched_values(trials: Sequence[Trial]) -> dict[str, list[Any]]:
+    """Return {setting: values in the trials}, in order."""
     space: dict[str, list[Any]] = {}
     for trial in trials:
         for key, value in trial.settings.items():
@@ -103,14 +99,14 @@ def searched(trials: Sequence[Trial]) -> dict[str, list[Any]]:
     return space
 
 
-def widest(trials: Sequence[Trial]) -> Cluster:
-    """The cluster section that asks for most CPUs: a Ray started on this machine must hold it."""
+def largest_cluster(trials: Sequence[Trial]) -> Cluster:
+    """Return the cluster section with most CPUs, for the size of a local Ray."""
     sections = [trial.config.cluster for trial in trials if trial.config is not None and trial.shape is not None]
     return max(sections, key=lambda section: section.max_workers * section.cpus_per_worker)
 
 
 def samples_per_trial(typed: Config, trials: Sequence[Trial], num_rows: int) -> int:
-    """Rows that each trial trains, the same for all, so that their losses can be compared.
+    """Return the number of samples per trial, equal for all so that losses are comparable.
 
     `--train.samples N` is N; `--train.epochs E` is E x `num_rows`; `--train.steps N` is N steps of the largest global
     batch (smaller ones take more steps); without any it is STEPS of them.
@@ -123,11 +119,8 @@ def samples_per_trial(typed: Config, trials: Sequence[Trial], num_rows: int) -> 
     return (typed.train.steps or STEPS) * largest
 
 
-def as_run(trial: Trial, samples: int, num_rows: int, folder: Path, goal: str) -> Config:
-    """The config of the trial's run: its length, about ten lines of metrics, no retry, its place in the sweep.
-
-    An elastic recipe trains with its most workers, all the time: those are what the trial's row says.
-    """
+def trial_config(trial: Trial, samples: int, num_rows: int, folder: Path, goal: str) -> Config:
+    """Return the config of the trial's run: its length, about ten lines of metrics, no retries, maximum workers."""
     assert trial.config is not None and trial.shape is not None
     config = trial.config
     train = config.train.replace(steps=None, samples=samples, epochs=None, log_every=1, checkpoint_every=0)
@@ -143,22 +136,22 @@ def as_run(trial: Trial, samples: int, num_rows: int, folder: Path, goal: str) -
     )
 
 
-def warm_up_doubt(runs: Sequence[Config], num_rows: int, goal: str) -> str | None:
-    """What to say where a trial ends before its warm-up does: its loss says little of the settings then."""
+def warmup_warning(runs: Sequence[Config], num_rows: int, goal: str) -> str | None:
+    """Return a warning if a trial ends during warm-up, for goals that depend on the loss."""
     if goal not in ("loss", "recall"):
         return None
     for run in runs:
         steps = total_steps(run.train, num_rows, resolve_batch_shape(run.batch, run.cluster.max_workers).global_rows)
         if steps <= run.optimizer.warmup_steps:
             return (
-                f"{run.run.name} takes {steps} steps, all of them in the warm-up of {run.optimizer.warmup_steps}: its "
-                f"{goal} says little; ask for longer trials (--train.samples) or less --optimizer.warmup-steps"
+                f"{run.run.name} ends during warm-up ({steps} of {run.optimizer.warmup_steps} steps), so its {goal} is "
+                "not meaningful; use longer trials (--train.samples) or fewer --optimizer.warmup-steps"
             )
     return None
 
 
-def best_recipe(trial: Trial) -> Config:
-    """The trial as a recipe: the recipe's own length, its batch as `global` and `micro`, the name left to the run."""
+def to_recipe(trial: Trial) -> Config:
+    """Return the trial as a recipe, with the recipe's own length and its batch as `global` and `micro`."""
     assert trial.config is not None and trial.shape is not None
     config = trial.config
     micro = "auto" if trial.shape.auto else trial.shape.micro
@@ -168,12 +161,10 @@ def best_recipe(trial: Trial) -> Config:
     )
 
 
-# How many trials a cluster holds side by side; pure.
-#
-# A trial that gets its training workers but no CPU for its data waits for ever, in silence; so room for all of it is
-# counted first. The trial's own driver takes no CPU: it sits on the head beside the command's.
-def largest(demands: Sequence[Demand]) -> Demand:
-    """A demand that holds each of these."""
+# Concurrency. A trial with training workers but no CPU for its data would wait forever, so all of its resources are
+# counted before it starts.
+def max_demand(demands: Sequence[Demand]) -> Demand:
+    """Return a demand that covers each of these."""
     names = {name for demand in demands for name in demand.per_worker}
     return replace(
         demands[0],
@@ -183,7 +174,7 @@ def largest(demands: Sequence[Demand]) -> Demand:
     )
 
 
-def room_for(
+def trial_concurrency(
     free: Sequence[Node],
     whole: Sequence[Node],
     demand: Demand,
@@ -193,24 +184,24 @@ def room_for(
 ) -> tuple[int, int]:
     """(trials at a time, CPUs that each then has for data actors), up to `wanted` trials.
 
-    `free` is what is free on the nodes, `whole` all that they have; nodes that the pools have yet to add count as free.
-    Where one trial has room once others let go of theirs, one is tried: it waits as a run does. Raises ResourceError.
+    `free` are the free and `whole` the total resources per node; nodes that autoscaling can add count as free. If a
+    trial fits only after other jobs release resources, one is started and waits. Raises ResourceError.
     """
     together = replace(demand, workers=demand.workers * wanted, data_cpus=demand.data_cpus * wanted)
-    reach = [*free, *to_come(together, whole, pools)]
+    reach = [*free, *pending_nodes(together, whole, pools)]
     at_once = max_concurrent(demand, reach, wanted)
     if at_once == 0:
         lacking = None if waits else missing_capacity(demand, whole, pools)
         if lacking is not None:
-            raise ResourceError(f"not one trial has room: {lacking}")
+            raise ResourceError(f"no trial fits: {lacking}")
         at_once, reach = 1, max_cluster(demand, whole, pools)
     cpus = sum(node.resources.get("CPU", 0) for node in reach if node.matches_labels(demand.data_labels)) / at_once
     taken = 0 if demand.data_labels else demand.workers * demand.per_worker.get("CPU", 0)
     return at_once, max(1, int(cpus - taken) - INPUT_TASK_CPUS)
 
 
-def to_come(demand: Demand, here: Sequence[Node], pools: Sequence[Pool]) -> list[Node]:
-    """The nodes that the pools may add to those that are here, as far as the demand could use them."""
+def pending_nodes(demand: Demand, here: Sequence[Node], pools: Sequence[Pool]) -> list[Node]:
+    """Return the nodes that autoscaling can add and the demand could use."""
     group_of = [(node.labels or {}).get(NODE_GROUP) for node in here]
     theirs = [node for node, group in zip(here, group_of, strict=True) if group in {pool.name for pool in pools}]
     left = [replace(pool, most=pool.most - group_of.count(pool.name)) for pool in pools]

@@ -14,7 +14,7 @@ from mmray.bench.batch_shapes import MIN_STEPS, StepTimes, bench_shapes, peak_re
 from mmray.bench.spawn import WorkerFailed, is_out_of_memory, spawn_workers
 from mmray.bench.step import WARM_STEPS
 from mmray.cli.bench import shapes_table
-from mmray.cli.console import Screen
+from mmray.cli.console import Terminal
 from mmray.config.model import CustomModel
 from mmray.errors import UsageError
 from tests.bench.test_step import tiny
@@ -46,7 +46,7 @@ def test_rows_of_a_space_and_one_that_does_not_fit(capsys: pytest.CaptureFixture
     assert fits["settings"] == {"batch.micro": 4} and (fits["micro"], fits["global"]) == (4, 4)
     assert fails["samples_per_s"] is None and "allocate" in fails["reason"]
     json.dumps(result)
-    Screen().console.print(shapes_table(result["rows"]))
+    Terminal().console.print(shapes_table(result["rows"]))
     assert "out of memory" in capsys.readouterr().out
 
 

@@ -16,7 +16,7 @@ from mmray.bench.loader import Bench, LoaderSettings, bench_loader
 from mmray.bench.loader_report import RATIOS, DiskRead
 from mmray.bench.timing import Arrival
 from mmray.cli.bench import bench
-from mmray.cli.console import Screen
+from mmray.cli.console import Terminal
 from mmray.config import Prepare
 from tests.made import make_set, row
 
@@ -73,7 +73,7 @@ def with_a_gpu(monkeypatch):
 def test_table_and_json_have_every_column(with_a_gpu, tmp_path):
     out, file = io.StringIO(), tmp_path / "loader.json"
     words = ["loader", "--rounds", "1", "--workers", "4", "--gpu-rate", "2000", "--json", str(file)]
-    assert bench(words, Screen(Console(file=out, width=120, highlight=False, soft_wrap=True))) == 0
+    assert bench(words, Terminal(Console(file=out, width=120, highlight=False, soft_wrap=True))) == 0
     told = [" ".join(line.replace("│", " ").replace("┃", " ").split()) for line in out.getvalue().splitlines()]
     assert "img/s MB/s CPU ms first s stall s worker MiB" in told
     assert "raw read 5,000 550 - - - -" in told

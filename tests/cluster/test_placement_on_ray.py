@@ -7,7 +7,7 @@ import ray
 from ray.util.state import list_actors
 
 from mmray.cli import run
-from mmray.cli.console import Screen
+from mmray.cli.console import Terminal
 from mmray.cluster import placement
 from mmray.cluster.placement import ROLE
 from mmray.config import Batch
@@ -81,7 +81,7 @@ def test_prepare_without_data_cpu_is_refused_within_10_s(joined_roles, tmp_path,
     with_roles = placement.alive_nodes()
     monkeypatch.setattr(placement, "alive_nodes", lambda: [node for node in with_roles if node.labels[ROLE] != "data"])
     began_s = time.monotonic()
-    assert run(["prepare", str(tmp_path / "rows.jsonl"), str(tmp_path / "set")], Screen()) == 4
+    assert run(["prepare", str(tmp_path / "rows.jsonl"), str(tmp_path / "set")], Terminal()) == 4
     said = " ".join(capsys.readouterr().err.split())
     assert "1 CPUs for the data on nodes labelled mmray/role=data: no node for data is labelled" in said
     assert "--grows" in said and time.monotonic() - began_s < 10

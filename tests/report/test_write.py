@@ -6,7 +6,7 @@ import re
 import pytest
 
 from mmray import cli
-from mmray.cli.console import Screen
+from mmray.cli.console import Terminal
 from mmray.errors import UsageError
 from mmray.report.write import write_report
 from tests.data.images.crashing_images import deadly, decoder_dies
@@ -31,9 +31,9 @@ def test_a_whole_run(tmp_path):
     assert '<span class="pill finished">finished</span>' in page and "<title>calm · mmray</title>" in page
     assert "micro 64 x accumulation 1 x workers 2 = 128 rows a step" in page
     assert "100.0%" in page and "1,010" in page and "61 s" in page and "10.0%" in page
-    assert "Workers failed 1 times; 3 steps were taken twice." in page
+    assert "Workers failed 1 times; 3 steps were repeated." in page
     assert page.count('class="right"') == 2 + 1  # of a hit each way, and the right picture beside a miss
-    assert "As in the recipe." in page
+    assert "Same as the recipe." in page
 
 
 @pytest.mark.parametrize("has_recall", [True, False])
@@ -58,13 +58,13 @@ def test_every_score_of_the_newest_evaluation_is_told(tmp_path, has_recall):
 
 def test_what_memory_is_spent_on_is_a_table(tmp_path):
     page = page_of(make_run(tmp_path / "run", [line(1), line(2, **{"memory/peak_gib": 0.75}), line(3)]))
-    table = re.search(r"A worker's memory.*?</table>", page, re.DOTALL)[0]
+    table = re.search(r"Memory of a worker.*?</table>", page, re.DOTALL)[0]
     told = re.findall(r'<th scope="row">(\w+)</th><td class="num">([\d.]+)</td>', table)
     sizes = {"parameters": "0.062", "gradients": "0.031", "optimizer": "0.125", "activations": "0.250", "peak": "0.750"}
     assert dict(told) == sizes
     sharded = {f"memory/{name}_gib": None for name in sizes if name != "peak"}
     lines = [{key: value for key, value in line(1).items() if key not in sharded}]
-    assert "A worker's memory" not in page_of(make_run(tmp_path / "sharded", lines))  # never rehearsed whole
+    assert "Memory of a worker" not in page_of(make_run(tmp_path / "sharded", lines))  # never rehearsed whole
 
 
 def test_a_page_is_one_small_file_that_asks_nothing_of_the_network(tmp_path):
@@ -190,10 +190,10 @@ def set_aside(tmp_path):
 def test_rows_set_aside_are_told_with_pictures_where_there_are_any(set_aside):
     folder, source = set_aside
     page = page_of(folder)
-    assert "61 rows of 500 that were read" in page
+    assert "61 rows of 500 read" in page
     assert page.index("in training</span>") < page.index("duplicate</span><p>")  # one of each reason in turn
     assert "its images changed" in page and "about truncated" in page
-    assert page.count('alt="the picture of') == 1 + 4  # of the row that failed in training, and of the duplicates
+    assert page.count('alt="image of') == 1 + 4  # of the row that failed in training, and of the duplicates
     assert page.count("cannot be opened") == 12 - 5 + 1  # the one more is the twin of a leak
     for file in source.iterdir():
         file.unlink()
@@ -205,7 +205,7 @@ def test_an_image_that_kills_its_decoder_does_not_kill_the_report(set_aside):
     (source / "good.png").write_bytes(deadly(png(9), source / "tries"))
     with decoder_dies():
         page = page_of(folder)
-    assert "61 rows of 500 that were read" in page and page.count("cannot be opened") == 12 + 1
+    assert "61 rows of 500 read" in page and page.count("cannot be opened") == 12 + 1
     assert (source / "tries").read_text()  # in a process of its own
 
 
@@ -215,13 +215,16 @@ def test_sets_that_are_mixed_are_named(set_aside):
     (folder / "data.json").write_text(json.dumps({"train": f"{prepared} + 0.5 * /there/other/", "num_rows": 440}))
     page = page_of(folder)
     assert ">set + 0.5 * other</span>" in page
-    assert "61 rows of 500 that were read" in page  # of the first
+    assert "61 rows of 500 read" in page  # of the first
 
 
 def test_leaks_are_shown_side_by_side(set_aside):
     page = page_of(set_aside[0])
-    assert "3 rows are also elsewhere (1 exact, 2 alike within 7 of 256 bits): 3 in /e, 0 in another split" in page
-    assert page.count('alt="its twin"') == 1 and page.count('alt="the row"') == 2
+    assert (
+        "3 rows are also in another set (1 exact, 2 near-duplicates within 7 of 256 bits): 3 in /e, 0 in another split"
+        in page
+    )
+    assert page.count('alt="its duplicate"') == 1 and page.count('alt="the row"') == 2
     assert "3 bits</span>" in page and "&lt;i&gt;k8&lt;/i&gt;" in page
     assert "k10" not in page  # it has no pictures
 
@@ -250,8 +253,8 @@ def test_a_sweep_for_the_loss_calls_the_least_the_best(tmp_path):
 def test_a_sweep_without_a_measured_trial(tmp_path, status):
     nothing = trial("t001", 8, 1, None, status=status, peak_gib=None, step_p50_s=None)
     page = page_of(make_sweep(tmp_path / "sweep", [nothing], recommendation=None, status="failed"))
-    assert "no trial was measured to its end" in page and plots(page) == []
-    assert "No trial has ended yet" in page_of(make_sweep(tmp_path / "empty", [], recommendation=None))
+    assert "no trial finished" in page and plots(page) == []
+    assert "No trial has finished yet" in page_of(make_sweep(tmp_path / "empty", [], recommendation=None))
 
 
 def test_a_link_never_leaves_the_sweep(tmp_path):
@@ -262,13 +265,13 @@ def test_a_link_never_leaves_the_sweep(tmp_path):
 
 def test_what_is_typed(tmp_path, capfd):
     folder = make_whole_run(tmp_path / "calm")
-    assert cli.run(["report", str(folder), "--out", str(tmp_path / "page.html")], Screen()) == 0
+    assert cli.run(["report", str(folder), "--out", str(tmp_path / "page.html")], Terminal()) == 0
     assert "page.html (2." in capfd.readouterr().out and not (folder / "report.html").exists()
 
 
 @pytest.mark.parametrize(
     ("folder", "said"),
-    [("nowhere", "there is no folder"), (".", "is neither a run"), ("calm/no/page.html", "cannot write")],
+    [("nowhere", "does not exist"), (".", "is neither a run"), ("calm/no/page.html", "cannot write")],
 )
 def test_mistakes_are_usage_errors(tmp_path, folder, said):
     make_whole_run(tmp_path / "calm")

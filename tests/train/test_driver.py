@@ -7,7 +7,7 @@ import pytest
 
 from mmray.cli import main
 from mmray.errors import DataError, TrainingError
-from mmray.report.write import draw_at_end
+from mmray.report.write import write_report_safely
 from mmray.train.driver import train
 from tests.made import make_set, row
 from tests.train.runs import STEPS, Silent, config, lines, marks, same_weights, weights
@@ -123,7 +123,7 @@ def test_user_error_ends_the_run_with_its_message(data, local_ray, tmp_path):
 
 def test_failing_report_is_logged_only(tmp_path):
     listener = Silent()
-    draw_at_end(tmp_path, listener.log)  # a folder without a run
+    write_report_safely(tmp_path, listener.log)  # a folder without a run
     assert listener.notes[0][0] == "report" and "UsageError" in listener.notes[0][1]
 
 

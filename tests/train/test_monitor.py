@@ -7,7 +7,7 @@ import pytest
 
 from mmray.config import Config
 from mmray.engine.bad_samples import load_bad_rows
-from mmray.errors import AtOnce
+from mmray.errors import ForceExit
 from mmray.train import monitor
 from mmray.train.coordinator import Coordinator
 from mmray.train.monitor import (
@@ -144,8 +144,8 @@ def test_error_of_poll_is_raised_at_once():
     over = threading.Event()
 
     def poll():
-        raise AtOnce
+        raise ForceExit
 
-    with pytest.raises(AtOnce):
+    with pytest.raises(ForceExit):
         run_in_thread(over.wait, poll)
     over.set()

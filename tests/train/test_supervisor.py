@@ -81,7 +81,7 @@ def test_lost_lease_leaves_result_and_report_of_new_owner(fails, tmp_path, monke
     with pytest.raises(TrainingError, match="what happened"):
         fails(None, TrainingError("what happened"), kind="raised")
     assert json.loads((tmp_path / "result.json").read_text()) == {"status": "finished"}
-    monkeypatch.setattr(driver, "draw_at_end", lambda *_: pytest.fail("it drew the report"))
+    monkeypatch.setattr(driver, "write_report_safely", lambda *_: pytest.fail("it drew the report"))
     asleep = Lease(tmp_path)
     asleep.fence = 1
     driver._finalize_run_dir(RunDir(tmp_path), asleep, Silent())

@@ -5,12 +5,12 @@ import io
 import pytest
 from rich.console import Console
 
-from mmray.cli.console import Screen
-from mmray.cli.tune import _say_outcome, trial_line, trials_table
+from mmray.cli.console import Terminal
+from mmray.cli.tune import _print_outcome, trial_line, trials_table
 from mmray.config import from_yaml, recipes
 from mmray.config.search_space import parse_space
 from mmray.errors import TrainingError
-from mmray.tune.results import Ended, recommend, row_of
+from mmray.tune.results import TrialOutcome, row_of, select_best
 from mmray.tune.search import SweepOutcome
 from mmray.tune.trials import trials_of
 
@@ -28,7 +28,7 @@ def outcome(tmp_path):
     def make(status, *ends):
         trials = trials_of(recipes.load("sample"), parse_space(["batch.micro=32,64"]))
         rows = [row_of(t, e, LINES if e.status == "finished" else [], None) for t, e in zip(trials, ends, strict=True)]
-        found = recommend(rows, "throughput", True)
+        found = select_best(rows, "throughput", True)
         summary = {"status": status, "goal": "throughput", "elapsed_s": 61.2, "recommendation": found}
         return SweepOutcome(tmp_path / "sample-tune", summary, rows)
 
@@ -37,13 +37,13 @@ def outcome(tmp_path):
 
 def said(outcome, width=80):
     text = io.StringIO()
-    code = _say_outcome(outcome, Screen(Console(file=text, width=width, soft_wrap=True)))
+    code = _print_outcome(outcome, Terminal(Console(file=text, width=width, soft_wrap=True)))
     return code, text.getvalue()
 
 
 def test_a_finished_sweep_says_the_best_and_what_to_type_next(outcome):
-    oom = Ended("out_of_memory", "CUDA out of memory", 3.0)
-    code, text = said(outcome("finished", Ended("finished", None, 9.0), oom))
+    oom = TrialOutcome("out_of_memory", "CUDA out of memory", 3.0)
+    code, text = said(outcome("finished", TrialOutcome("finished", None, 9.0), oom))
     assert code == 0
     assert "1 of 2 trials measured in 61 s" in text and "t002       out of memory: CUDA out of memory" in text
     assert "t001 is the only trial that finished: 600 samples/s." in text
@@ -51,14 +51,16 @@ def test_a_finished_sweep_says_the_best_and_what_to_type_next(outcome):
 
 
 def test_a_stopped_sweep_ends_with_130_and_its_best_so_far(outcome):
-    code, text = said(outcome("stopped", Ended("finished", None, 9.0), Ended("stopped")))
-    assert code == 130 and "the same command goes on with the rest" in text and "best.yaml" in text
-    code, text = said(outcome("stopped", Ended("stopped"), Ended("stopped")))
+    code, text = said(outcome("stopped", TrialOutcome("finished", None, 9.0), TrialOutcome("stopped")))
+    assert code == 130 and "run the same command to resume" in text and "best.yaml" in text
+    code, text = said(outcome("stopped", TrialOutcome("stopped"), TrialOutcome("stopped")))
     assert code == 130 and "best.yaml" not in text
 
 
 def test_where_no_trial_could_be_measured_each_reason_is_told(outcome):
-    failed = outcome("failed", Ended("failed", "KeyError: 'label'"), Ended("out_of_memory", "CUDA out of memory"))
+    failed = outcome(
+        "failed", TrialOutcome("failed", "KeyError: 'label'"), TrialOutcome("out_of_memory", "CUDA out of memory")
+    )
     with pytest.raises(TrainingError) as caught:
         said(failed)
     assert caught.value.exit_code == 3
@@ -67,16 +69,16 @@ def test_where_no_trial_could_be_measured_each_reason_is_told(outcome):
 
 
 def test_finished_trials_without_the_goals_figure_are_an_error_too(outcome):
-    blind = outcome("finished", Ended("finished", None, 9.0), Ended("finished", None, 9.0))
+    blind = outcome("finished", TrialOutcome("finished", None, 9.0), TrialOutcome("finished", None, 9.0))
     blind.summary.update(goal="loss", recommendation=None)
-    with pytest.raises(TrainingError, match="none has a finite figure for --goal loss"):
+    with pytest.raises(TrainingError, match="no trial reported a finite loss"):
         said(blind)
 
 
 def test_the_table_fits_eighty_columns(outcome):
-    rows = outcome("finished", Ended("finished", None, 9.0), Ended("finished", None, 9.0)).rows
+    rows = outcome("finished", TrialOutcome("finished", None, 9.0), TrialOutcome("finished", None, 9.0)).rows
     text = io.StringIO()
-    Console(file=text, width=80).print(trials_table(rows, "throughput", recommend(rows, "throughput", True)))
+    Console(file=text, width=80).print(trials_table(rows, "throughput", select_best(rows, "throughput", True)))
     line = next(line for line in text.getvalue().splitlines() if line.startswith("t001*"))
     assert "32x2x2" in line and "600 (500-700)" in line and "190/250" in line and line.rstrip().endswith("finished")
     assert trial_line(rows[0]) == "batch.micro=32: finished in 9 s  600 (500-700) samples/s  loss 2.000  0.50 GiB"
@@ -85,5 +87,5 @@ def test_the_table_fits_eighty_columns(outcome):
 def test_print_config_is_the_recipe_that_the_trials_vary(capfd):
     from mmray import cli
 
-    code = cli.run(["tune", "sample", "--space", "batch.micro=32", "--train.steps", "5", "--print-config"], Screen())
+    code = cli.run(["tune", "sample", "--space", "batch.micro=32", "--train.steps", "5", "--print-config"], Terminal())
     assert code == 0 and from_yaml(capfd.readouterr().out, "printed") == recipes.load("sample")

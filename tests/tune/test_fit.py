@@ -11,8 +11,8 @@ from mmray.cluster.placement import ROLE, parse_launcher_config
 from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.config import Cluster, Config
 from mmray.errors import ResourceError
-from mmray.tune.search import _at_once, placeable
-from mmray.tune.trials import Trial, largest, room_for
+from mmray.tune.search import _concurrency, filter_feasible
+from mmray.tune.trials import Trial, max_demand, trial_concurrency
 
 CLUSTER_YAML = yaml.safe_load((Path(__file__).parents[2] / "cluster.yaml").read_text())  # 8 x 16 CPUs, 4 x 1 GPU
 POOLS = parse_launcher_config(CLUSTER_YAML)
@@ -40,34 +40,34 @@ def test_data_leaves_the_gpu_nodes_to_the_workers():
 
 
 def test_the_largest_demand_holds_each():
-    assert largest([TWO_CPU_WORKERS, GPU_WORKERS]) == Demand(2, {"CPU": 1.0, "GPU": 1.0}, 3)
+    assert max_demand([TWO_CPU_WORKERS, GPU_WORKERS]) == Demand(2, {"CPU": 1.0, "GPU": 1.0}, 3)
 
 
 def test_data_actors_are_a_share_of_what_the_workers_leave():
-    assert room_for(nodes({"CPU": 16.0}), [], TWO_CPU_WORKERS, 1) == (1, 13)
-    assert room_for(nodes({"CPU": 16.0}), [], TWO_CPU_WORKERS, 2) == (2, 5)
-    assert room_for(nodes({"CPU": 4.0}), [], TWO_CPU_WORKERS, 1) == (1, 1)
+    assert trial_concurrency(nodes({"CPU": 16.0}), [], TWO_CPU_WORKERS, 1) == (1, 13)
+    assert trial_concurrency(nodes({"CPU": 16.0}), [], TWO_CPU_WORKERS, 2) == (2, 5)
+    assert trial_concurrency(nodes({"CPU": 4.0}), [], TWO_CPU_WORKERS, 1) == (1, 1)
 
 
 def test_where_none_fits_it_is_said_what_is_missing():
-    with pytest.raises(ResourceError, match=r"not one trial has room: 2 training workers of 1 CPU and 1 GPU each"):
-        room_for([], nodes({"CPU": 6.0, "GPU": 1.0}), GPU_WORKERS, 1)
+    with pytest.raises(ResourceError, match=r"no trial fits: 2 training workers of 1 CPU and 1 GPU each"):
+        trial_concurrency([], nodes({"CPU": 6.0, "GPU": 1.0}), GPU_WORKERS, 1)
 
 
 def test_a_cluster_that_can_grow_is_waited_for():
-    assert room_for([], [], GPU_WORKERS, 4, waits=True)[0] == 1
-    assert room_for([], [], GPU_WORKERS, 4, pools=[Pool("gpu", {"CPU": 8.0, "GPU": 1.0}, 2)])[0] == 1
+    assert trial_concurrency([], [], GPU_WORKERS, 4, waits=True)[0] == 1
+    assert trial_concurrency([], [], GPU_WORKERS, 4, pools=[Pool("gpu", {"CPU": 8.0, "GPU": 1.0}, 2)])[0] == 1
     with pytest.raises(ResourceError):
-        room_for([], [], GPU_WORKERS, 4, pools=[Pool("gpu", {"CPU": 8.0, "GPU": 1.0}, 1)])
+        trial_concurrency([], [], GPU_WORKERS, 4, pools=[Pool("gpu", {"CPU": 8.0, "GPU": 1.0}, 1)])
 
 
 def test_room_that_others_hold_now_is_waited_for():
-    assert room_for([], nodes({"CPU": 8.0}), TWO_CPU_WORKERS, 3)[0] == 1
+    assert trial_concurrency([], nodes({"CPU": 8.0}), TWO_CPU_WORKERS, 3)[0] == 1
 
 
 def test_a_cluster_whose_pools_are_empty_is_counted_as_what_it_grows_to():
-    assert room_for([HEAD], [HEAD], ON_ROLES, 6, POOLS) == (4, 31)  # a GPU each, and a fourth of 128 CPUs
-    assert room_for([HEAD], [HEAD], ON_ROLES, 2, POOLS)[0] == 2
+    assert trial_concurrency([HEAD], [HEAD], ON_ROLES, 6, POOLS) == (4, 31)  # a GPU each, and a fourth of 128 CPUs
+    assert trial_concurrency([HEAD], [HEAD], ON_ROLES, 2, POOLS)[0] == 2
 
 
 def pool_node(pool, role, taken=False, **resources):
@@ -78,14 +78,17 @@ def test_nodes_that_others_hold_are_not_counted_again_as_those_that_come():
     def here(taken):
         return [HEAD, *(pool_node("gpu", "train", taken, CPU=8.0, GPU=1.0) for _ in range(3))]
 
-    assert room_for(here(taken=True), here(taken=False), ON_ROLES, 6, POOLS)[0] == 1  # the fourth
-    assert room_for(here(taken=False), here(taken=False), ON_ROLES, 6, POOLS)[0] == 4
+    assert trial_concurrency(here(taken=True), here(taken=False), ON_ROLES, 6, POOLS)[0] == 1  # the fourth
+    assert trial_concurrency(here(taken=False), here(taken=False), ON_ROLES, 6, POOLS)[0] == 4
 
 
 def test_a_trial_that_waits_for_others_has_its_data_actors_counted_on_what_they_hold():
     here = [HEAD, *(pool_node("gpu", "train", CPU=8.0, GPU=1.0) for _ in range(4))]
     here += [pool_node("cpu", "data", CPU=16.0) for _ in range(8)]
-    assert room_for([HEAD], here, ON_ROLES, 6, POOLS) == (1, 3 * 16 - 1)  # of as many nodes as one trial could need
+    assert trial_concurrency([HEAD], here, ON_ROLES, 6, POOLS) == (
+        1,
+        3 * 16 - 1,
+    )  # of as many nodes as one trial could need
 
 
 @pytest.fixture
@@ -98,7 +101,7 @@ def runs(monkeypatch):
 
 
 def test_a_head_alone_with_empty_pools_is_no_lone_machine(runs):
-    at_once, sized = _at_once(runs, None)
+    at_once, sized = _concurrency(runs, None)
     assert at_once == 4
     assert {config.data.workers for config in sized.values()} == {15}  # a node of the pool, one CPU for the feed
 
@@ -108,8 +111,8 @@ def test_on_a_lone_machine_trials_run_one_after_another(runs, monkeypatch):
     monkeypatch.setattr(cluster, "alive_nodes", lambda: [Node({"CPU": 16.0})])
     monkeypatch.setattr(cluster, "free_nodes", lambda: [Node({"CPU": 16.0})])
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 16.0})
-    assert _at_once(runs, None)[0] == 1
-    assert _at_once(runs, 3)[0] == 3
+    assert _concurrency(runs, None)[0] == 1
+    assert _concurrency(runs, 3)[0] == 3
 
 
 def test_a_trial_that_would_leave_gpus_idle_is_infeasible_and_the_others_run(monkeypatch):
@@ -117,8 +120,8 @@ def test_a_trial_that_would_leave_gpus_idle_is_infeasible_and_the_others_run(mon
     monkeypatch.setattr(cluster, "alive_nodes", lambda: [Node({"CPU": 16.0, "GPU": 2.0})])
     sizes = {"t001": 1, "t002": 2, "t003": 4, "t004": "1-4"}
     trials = [Trial(name, {}, Config(cluster=Cluster(workers=size)), None) for name, size in sizes.items()]
-    checked = placeable(trials)
+    checked = filter_feasible(trials)
     assert [trial.infeasible is None for trial in checked] == [True, True, False, False]
     assert "4 training workers with a GPU each, and the cluster has 2 GPUs" in checked[2].infeasible
     with pytest.raises(ResourceError, match=r"--cluster.workers 2 trains on them"):
-        placeable(trials[2:])
+        filter_feasible(trials[2:])

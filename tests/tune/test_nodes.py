@@ -6,7 +6,7 @@ import pytest
 
 from mmray.config.search_space import parse_space
 from mmray.tune.search import Sweep, search
-from mmray.tune.trials import opened
+from mmray.tune.trials import reset_searched
 from tests.made import make_set, row
 from tests.nodes import several_nodes
 from tests.train.runs import config
@@ -26,7 +26,7 @@ def test_two_trials_run_side_by_side(nodes, tmp_path):
     recipe = config(tmp_path / "set", tmp_path, "sweep", address=nodes.address)
     text = recipe.model.text.model_copy(update={"dropout": 0.0})  # masks are drawn for each micro-batch
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"text": text})})
-    typed = opened(recipe, [])
+    typed = reset_searched(recipe, [])
     length = typed.model_copy(update={"train": typed.train.model_copy(update={"steps": 4})})
     listener = Watching()
     outcome = search(Sweep(recipe, length, parse_space(["batch.micro=4,8"])), listener)

@@ -7,7 +7,16 @@ import pytest
 from mmray.config import Config, recipes
 from mmray.config.search_space import parse_space
 from mmray.errors import UsageError
-from mmray.tune.trials import STEPS, as_run, best_recipe, closed, opened, samples_per_trial, trials_of, warm_up_doubt
+from mmray.tune.trials import (
+    STEPS,
+    reset_searched,
+    restore_length,
+    samples_per_trial,
+    to_recipe,
+    trial_config,
+    trials_of,
+    warmup_warning,
+)
 
 SAMPLE = recipes.load("sample")  # micro 64, global 128, 2 workers, 500 steps
 
@@ -37,7 +46,7 @@ def test_values_get_the_types_of_their_settings():
 
 
 def test_where_accumulation_is_searched_the_global_batch_follows():
-    base = opened(SAMPLE, ["batch.micro", "batch.accumulation"])
+    base = reset_searched(SAMPLE, ["batch.micro", "batch.accumulation"])
     shapes = [t.shape for t in trials("batch.micro=8,16", "batch.accumulation=1,2", base=base)]
     assert [(s.micro, s.accumulation, s.global_rows) for s in shapes] == [
         (8, 1, 16),
@@ -50,7 +59,7 @@ def test_where_accumulation_is_searched_the_global_batch_follows():
 def test_with_a_global_batch_accumulation_is_derived():
     shapes = [trial.shape for trial in trials("batch.micro=16,32,64")]
     assert [(s.micro, s.accumulation, s.global_rows) for s in shapes] == [(16, 4, 128), (32, 2, 128), (64, 1, 128)]
-    assert opened(SAMPLE, ["batch.micro"]).batch.global_ == 128
+    assert reset_searched(SAMPLE, ["batch.micro"]).batch.global_ == 128
 
 
 def test_arithmetic_that_cannot_be_makes_a_trial_infeasible_and_ends_nothing():
@@ -59,7 +68,7 @@ def test_arithmetic_that_cannot_be_makes_a_trial_infeasible_and_ends_nothing():
     assert other.shape is None and "a worker's share of 128 rows over 2 workers is 64" in other.infeasible
     contradicting = trials("batch.accumulation=1,2", base=set_batch(SAMPLE, micro=32))
     assert [t.infeasible is None for t in contradicting] == [False, True]
-    with pytest.raises(UsageError, match="no combination can be run"):
+    with pytest.raises(UsageError, match="no combination is feasible"):
         trials("batch.micro=128,256")
 
 
@@ -80,42 +89,42 @@ def test_a_value_that_is_wrong_everywhere_is_an_error_of_the_command(given, said
 
 
 def test_every_trial_trains_as_many_samples():
-    base = opened(SAMPLE, ["batch.micro", "batch.accumulation"])
+    base = reset_searched(SAMPLE, ["batch.micro", "batch.accumulation"])
     found = trials("batch.micro=16,64", "batch.accumulation=1,2", base=base)  # global 32, 64, 128, 256
     assert samples_per_trial(base, found, 3000) == STEPS * 256
     assert samples_per_trial(set_train(base, steps=6), found, 3000) == 6 * 256
     assert samples_per_trial(set_train(base, samples=1000), found, 3000) == 1000
     assert samples_per_trial(set_train(base, epochs=2), found, 3000) == 6000
-    runs = [as_run(trial, 6 * 256, 10_000, Path("/sweeps/one"), "throughput") for trial in found]
+    runs = [trial_config(trial, 6 * 256, 10_000, Path("/sweeps/one"), "throughput") for trial in found]
     assert {run.train.samples for run in runs} == {6 * 256} and {run.train.steps for run in runs} == {None}
     assert [run.train.log_every for run in runs] == [4, 2, 1, 1]  # 48, 24, 12, 6 steps: about ten lines each
     assert (runs[0].run.storage, runs[0].run.name) == ("/sweeps/one/trials", "t001")
     assert runs[0].cluster.max_failures == 0 and runs[0].evaluate.limit == 512
-    assert as_run(found[0], 100, 1000, Path("/sweeps/one"), "recall").evaluate.limit is None
+    assert trial_config(found[0], 100, 1000, Path("/sweeps/one"), "recall").evaluate.limit is None
 
 
 def test_a_trial_of_an_elastic_recipe_runs_on_the_workers_that_its_row_names():
     elastic = SAMPLE.with_cluster(workers="1-4")
     trial = trials("batch.micro=16", base=elastic)[0]
-    run = as_run(trial, 1000, 10_000, Path("/sweeps/one"), "throughput")
+    run = trial_config(trial, 1000, 10_000, Path("/sweeps/one"), "throughput")
     assert (run.cluster.min_workers, run.cluster.max_workers, trial.shape.workers) == (4, 4, 4)
-    assert best_recipe(trial).cluster == elastic.cluster
+    assert to_recipe(trial).cluster == elastic.cluster
 
 
 def test_a_loss_measured_within_the_warm_up_is_doubted():
-    runs = [as_run(trial, 30 * 128, 10_000, Path("/sweeps/one"), "loss") for trial in trials("batch.micro=32,64")]
-    assert "t001 takes 30 steps, all of them in the warm-up of 30" in warm_up_doubt(runs, 10_000, "loss")
-    assert warm_up_doubt(runs, 10_000, "throughput") is None
-    longer = [as_run(trial, 31 * 128, 10_000, Path("/sweeps/one"), "loss") for trial in trials("batch.micro=64")]
-    assert warm_up_doubt(longer, 10_000, "loss") is None
+    runs = [trial_config(trial, 30 * 128, 10_000, Path("/sweeps/one"), "loss") for trial in trials("batch.micro=32,64")]
+    assert "t001 ends during warm-up (30 of 30 steps)" in warmup_warning(runs, 10_000, "loss")
+    assert warmup_warning(runs, 10_000, "throughput") is None
+    longer = [trial_config(trial, 31 * 128, 10_000, Path("/sweeps/one"), "loss") for trial in trials("batch.micro=64")]
+    assert warmup_warning(longer, 10_000, "loss") is None
 
 
 def test_the_best_trial_is_a_recipe_with_the_recipes_own_length():
-    typed = set_train(opened(SAMPLE, ["batch.accumulation"]), steps=6)
-    base = closed(typed, SAMPLE)
+    typed = set_train(reset_searched(SAMPLE, ["batch.accumulation"]), steps=6)
+    base = restore_length(typed, SAMPLE)
     assert base.train == SAMPLE.train
     trial = trials("batch.micro=16", "batch.accumulation=2", "optimizer.lr=1e-4", base=base)[0]
-    best = best_recipe(trial)
+    best = to_recipe(trial)
     assert (best.batch.micro, best.batch.global_, best.batch.accumulation) == (16, 64, None)
     assert (best.train.steps, best.optimizer.lr, best.run.name) == (SAMPLE.train.steps, 1e-4, None)
     assert best.data == SAMPLE.data and best.evaluate == SAMPLE.evaluate and best.cluster == SAMPLE.cluster

@@ -6,16 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from mmray.errors import AtOnce
-from mmray.tune.trainable import _stopping
+from mmray.errors import ForceExit
+from mmray.tune.trainable import _handle_signals
 from tests.train.runs import Silent
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_second_ctrl_c_leaves_without_the_end_of_an_interpreter_whose_threads_are_in_ray(number):
     running = SimpleNamespace(stop=threading.Event(), listener=Silent())
-    with _stopping(running):
+    with _handle_signals(running):
         signal.raise_signal(number)
         assert running.stop.is_set()
-        with pytest.raises(AtOnce):
+        with pytest.raises(ForceExit):
             signal.raise_signal(number)

@@ -6,7 +6,7 @@ import torch
 from mmray.engine.batch import BatchShape
 from mmray.errors import TrainingError
 from mmray.train.supervisor import Failure, decide_recovery
-from mmray.tune.results import Ended, ended_by, figures, one_line, recommend, row_of
+from mmray.tune.results import TrialOutcome, figures, one_line, outcome_of, row_of, select_best
 from mmray.tune.trials import Trial
 
 
@@ -67,17 +67,17 @@ def raised_by_policy(error):
     ],
 )
 def test_memory_that_ran_out_is_known_however_it_is_said(error):
-    assert ended_by(error).status == "out_of_memory"
+    assert outcome_of(error).status == "out_of_memory"
 
 
 def test_a_worker_killed_for_an_unknown_reason_is_no_proof_of_memory():
     said = "The actor died unexpectedly. Potential root causes: (1) SIGKILL by OOM killer due to high memory usage."
-    assert ended_by(TrainingError(said)).status == "failed"
+    assert outcome_of(TrainingError(said)).status == "failed"
 
 
 def test_any_other_error_is_a_failure_in_one_line():
     error = TrainingError("KeyError: 'label'\n  at some line")
-    assert ended_by(error, 1.5).status == "failed" and ended_by(error, 1.5).elapsed_s == 1.5
+    assert outcome_of(error, 1.5).status == "failed" and outcome_of(error, 1.5).elapsed_s == 1.5
     assert one_line(error) == "KeyError: 'label'"
     assert one_line(ValueError()) == "ValueError" and len(one_line(ValueError("x" * 1000))) == 240
 
@@ -86,15 +86,15 @@ def row_with(found, status="finished", auto=False):
     """A row of a trial of micro-batches of 64 rows whose run ended with `found`."""
     trial = Trial("t001", {"batch.micro": 64}, None, BatchShape(256, 64, 2, 2, auto))
     lines = [line(step, 100, 0.1) | {"batch/micro": 64 if step == 1 else found} for step in (1, 2, 3)]
-    return row_of(trial, Ended(status, None, 3.0), lines, None)
+    return row_of(trial, TrialOutcome(status, None, 3.0), lines, None)
 
 
 def test_a_trial_that_went_on_in_smaller_micro_batches_is_not_told_as_what_was_asked_for():
     row = row_with(16)
     assert (row["status"], row["micro"], row["accumulation"]) == ("out_of_memory", 64, 2)
-    assert "no room for micro-batches of 64 rows; the figures are of 16" in row["error"]
+    assert "out of memory at micro-batch 64; the run continued with 16" in row["error"]
     assert row["elapsed_s"] == 3.0 and row["samples_per_s"] == 100
-    assert recommend([row], "throughput", relative_to_chance=False) is None
+    assert select_best([row], "throughput", relative_to_chance=False) is None
 
 
 @pytest.mark.parametrize(("found", "auto", "cut"), [(64, False, (64, 2)), (16, True, (16, 8)), (64, True, (64, 2))])

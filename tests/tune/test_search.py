@@ -8,14 +8,14 @@ import pytest
 from rich.console import Console
 
 from mmray import cli
-from mmray.cli.console import Screen
+from mmray.cli.console import Terminal
 from mmray.cli.tune import trials_table
 from mmray.config import from_yaml, to_yaml
 from mmray.config.search_space import parse_space
 from mmray.errors import ResourceError
 from mmray.train.driver import train
 from mmray.tune.search import Sweep, search
-from mmray.tune.trials import opened
+from mmray.tune.trials import reset_searched
 from tests.made import make_set, row
 from tests.train.runs import Silent, config, lines
 
@@ -49,7 +49,7 @@ def recipe(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stopped(local_ray, recipe):
-    typed = opened(recipe, ["batch.micro", "train.callbacks"])
+    typed = reset_searched(recipe, ["batch.micro", "train.callbacks"])
     length = typed.model_copy(update={"train": typed.train.model_copy(update={"steps": 4})})
     listener = Watching(stop=True)
     return search(Sweep(recipe, length, parse_space(SPACE)), listener), listener
@@ -63,7 +63,7 @@ def finished(stopped, recipe):
     file.write_text(to_yaml(recipe))
     words = [word for space in SPACE for word in ("--space", space)]
     text = io.StringIO()
-    code = cli.run(["tune", str(file), *words, "--train.steps", "4"], Screen(Console(file=text, width=100)))
+    code = cli.run(["tune", str(file), *words, "--train.steps", "4"], Terminal(Console(file=text, width=100)))
     return code, text.getvalue(), outcome.path
 
 
@@ -74,7 +74,7 @@ def rows_of(folder):
 def test_a_stopped_sweep_keeps_what_it_has(stopped):
     outcome, listener = stopped
     assert outcome.summary["status"] == "stopped"
-    assert ("stop", "with what is measured; once more leaves at once") in listener.notes
+    assert ("stop", "stopping the running trials; press Ctrl-C again to exit at once") in listener.notes
     assert listener.rows[0]["trial"] == "t001"
     assert any(row.get("doing", "").startswith("step ") for table in listener.tables for row in table)
     assert [row["status"] for row in outcome.rows][2:] == ["infeasible", "infeasible"]
@@ -84,7 +84,7 @@ def test_a_stopped_sweep_keeps_what_it_has(stopped):
 def test_the_same_command_goes_on_with_the_rest(stopped, finished):
     code, text, folder = finished
     assert code == 0
-    assert "4 of 64 samples each, 1 measured before, 2 cannot be run" in text
+    assert "4 of 64 samples each, 1 already measured, 2 infeasible" in text
     assert "t002       batch.micro=4 train.callbacks" in text and "t001       batch.micro" not in text
     before, after = stopped[0].rows[0], rows_of(folder)
     assert after["t001"] == before  # measured once
@@ -145,10 +145,8 @@ def test_a_sweep_that_cannot_fit_says_what_is_missing(local_ray, recipe):
             "run": recipe.run.model_copy(update={"name": "wide"}),
         }
     )
-    with pytest.raises(
-        ResourceError, match=r"not one trial has room: 2 training workers of 9 CPU each.* the cluster has 8 CPU"
-    ):
-        search(Sweep(wide, opened(wide, []), parse_space(["batch.micro=4"])), Watching())
+    with pytest.raises(ResourceError, match=r"no trial fits: 2 training workers of 9 CPU each.* the cluster has 8 CPU"):
+        search(Sweep(wide, reset_searched(wide, []), parse_space(["batch.micro=4"])), Watching())
 
 
 def test_the_table_fits_a_terminal_and_marks_the_best(finished):

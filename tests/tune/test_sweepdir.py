@@ -4,7 +4,7 @@ import pytest
 
 from mmray.config import recipes
 from mmray.errors import UsageError
-from mmray.tune.sweep_dir import create, decide
+from mmray.tune.sweep_dir import create, resolve_sweep_dir
 
 IDENTITY = {"space": {"batch.micro": [8, 16]}, "samples_per_trial": 64}
 
@@ -15,7 +15,7 @@ def base(storage, **run):
 
 
 def started(config, status="stopped", identity=IDENTITY):
-    sweep = decide(config, identity)
+    sweep = resolve_sweep_dir(config, identity)
     create(sweep, config)
     sweep.write_json("sweep.json", {"kind": "sweep", "status": status, **identity})
     return sweep
@@ -24,32 +24,32 @@ def started(config, status="stopped", identity=IDENTITY):
 def test_an_unnamed_sweep_goes_on_until_it_has_finished(tmp_path):
     first = started(base(tmp_path))
     assert first.path == tmp_path / "sample-tune"
-    assert decide(base(tmp_path), IDENTITY).path == first.path
-    assert decide(base(tmp_path), IDENTITY | {"samples_per_trial": 65}).path.name == "sample-tune-2"
+    assert resolve_sweep_dir(base(tmp_path), IDENTITY).path == first.path
+    assert resolve_sweep_dir(base(tmp_path), IDENTITY | {"samples_per_trial": 65}).path.name == "sample-tune-2"
     started(base(tmp_path), "finished")
-    assert decide(base(tmp_path), IDENTITY).path.name == "sample-tune-2"
+    assert resolve_sweep_dir(base(tmp_path), IDENTITY).path.name == "sample-tune-2"
 
 
 def test_a_named_sweep_of_other_settings_is_refused_with_the_differences(tmp_path):
     config = base(tmp_path, name="mine")
     started(config)
-    assert decide(config, IDENTITY).path == tmp_path / "mine"
+    assert resolve_sweep_dir(config, IDENTITY).path == tmp_path / "mine"
     with pytest.raises(UsageError, match=r"space: \{'batch.micro': \[8, 16\]\} -> \{'batch.micro': \[8\]\}"):
-        decide(config, IDENTITY | {"space": {"batch.micro": [8]}})
+        resolve_sweep_dir(config, IDENTITY | {"space": {"batch.micro": [8]}})
     other = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 0.5})})
     with pytest.raises(UsageError, match=r"optimizer.lr: 0.001 -> 0.5"):
-        decide(other, IDENTITY)
+        resolve_sweep_dir(other, IDENTITY)
     with pytest.raises(UsageError, match=r"choose another --run\.name"):
-        decide(base(tmp_path, name="mine", resume="never"), IDENTITY)
-    with pytest.raises(UsageError, match="there is no sweep"):
-        decide(base(tmp_path, name="other", resume="must"), IDENTITY)
+        resolve_sweep_dir(base(tmp_path, name="mine", resume="never"), IDENTITY)
+    with pytest.raises(UsageError, match="no sweep at"):
+        resolve_sweep_dir(base(tmp_path, name="other", resume="must"), IDENTITY)
 
 
 def test_a_setting_that_is_new_since_then_is_no_difference(tmp_path):
     config = base(tmp_path, name="mine")
     recipe = started(config).path / "recipe.yaml"
     recipe.write_text("".join(line for line in recipe.read_text().splitlines(True) if "clip_norm" not in line))
-    assert decide(config, IDENTITY).path == tmp_path / "mine"
+    assert resolve_sweep_dir(config, IDENTITY).path == tmp_path / "mine"
 
 
 def test_where_it_runs_and_what_is_cached_may_differ(tmp_path):
@@ -57,16 +57,16 @@ def test_where_it_runs_and_what_is_cached_may_differ(tmp_path):
     started(config)
     free = {"local_cache": "/cache", "local_cache_gb": 3.0, "cache": "elsewhere"}
     other = config.with_cluster(address="head:6379").replace(data=config.data.replace(**free))
-    assert decide(other, IDENTITY).path == tmp_path / "mine"
+    assert resolve_sweep_dir(other, IDENTITY).path == tmp_path / "mine"
     with pytest.raises(UsageError, match=r"cluster\.workers: '1-2' -> 3"):
-        decide(config.with_cluster(workers=3), IDENTITY)
+        resolve_sweep_dir(config.with_cluster(workers=3), IDENTITY)
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
-    with pytest.raises(UsageError, match="is not a sweep of mmray"):
-        decide(base(tmp_path, name="mine"), IDENTITY)
+    with pytest.raises(UsageError, match="is not a sweep"):
+        resolve_sweep_dir(base(tmp_path, name="mine"), IDENTITY)
 
 
 def test_rows_that_need_no_second_run_are_kept_where_the_settings_agree(tmp_path):
