@@ -119,6 +119,6 @@ def test_permanent_errors_are_not_retried(monkeypatch):
 
 @pytest.mark.parametrize("address", ["s3://key:canary@bucket/runs", "s3://bucket/runs?secret_key=canary"])
 def test_credentials_in_run_storage_are_refused(address):
-    with pytest.raises(UsageError, match=r"run\.storage.*AWS_SECRET_ACCESS_KEY") as told:
+    with pytest.raises(UsageError, match=r"run\.storage.*AWS_SECRET_ACCESS_KEY") as error:
         Run(storage=address)
-    assert "canary" not in str(told.value)
+    assert "canary" not in str(error.value)

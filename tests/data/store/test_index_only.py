@@ -72,10 +72,10 @@ def test_changed_or_missing_referenced_image_invalidates_only_its_row(tmp_path):
 def test_disk_error_fails_the_stream_and_is_retried_by_prepare(tmp_path, monkeypatch):
     source, read = formats.csv_source(tmp_path / "raw"), Storage.read
 
-    def stale(place, name):
+    def stale(store, name):
         if name == "2.png":
             raise OSError(errno.ESTALE, "Stale file handle")
-        return read(place, name)
+        return read(store, name)
 
     with monkeypatch.context() as patch:
         patch.setattr(Storage, "read", stale)

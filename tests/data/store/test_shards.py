@@ -54,7 +54,7 @@ def random_rows(first, count, size=300):
     ]
 
 
-def make_index_only_set(place, images, rows, size=300, per_tar=512):
+def make_index_only_set(store, images, rows, size=300, per_tar=512):
     """A prepared set at `place` whose images are members of WebDataset tars at `images`, each after a header and
     before a caption."""
     shards = []
@@ -64,10 +64,10 @@ def make_index_only_set(place, images, rows, size=300, per_tar=512):
         for number, row in enumerate(here):
             ref = {"file": f"{tar}.tar", "offset": number * (size + 1536) + 512, "length": size}
             row.image, row.ref = b"", ref
-        shards.append(write_shard(here, place, f"shards/{tar}.arrow", None))
+        shards.append(write_shard(here, store, f"shards/{tar}.arrow", None))
     settings, source = {"index_only": True}, {"address": images.address}
-    place.write(MANIFEST, Manifest(rows, rows, 0, {}, 0, {}, "", None, source, settings, tuple(shards)).to_json())
-    return PreparedSet.open(place.address)
+    store.write(MANIFEST, Manifest(rows, rows, 0, {}, 0, {}, "", None, source, settings, tuple(shards)).to_json())
+    return PreparedSet.open(store.address)
 
 
 @settings(max_examples=60, deadline=None)
@@ -167,9 +167,9 @@ def test_requests_per_block_by_shuffle_shape_and_cache(s3, tmp_path, monkeypatch
 def test_index_only_block_reads_tar_members_in_few_requests(s3, tmp_path, monkeypatch, index):
     monkeypatch.setattr(storage, "MAX_GAP_BYTES", 5000)  # some three members
     monkeypatch.setattr(shuffle, "REQUEST_BYTES", 2000)  # as many rows as it is of images of 66 KB
-    place = Storage(f"{s3.address}/index" if index == "store" else str(tmp_path / "index"))
-    place.mkdir("shards")
-    prepared = make_index_only_set(place, Storage(f"{s3.address}/raw"), 4096)
+    store = Storage(f"{s3.address}/index" if index == "store" else str(tmp_path / "index"))
+    store.mkdir("shards")
+    prepared = make_index_only_set(store, Storage(f"{s3.address}/raw"), 4096)
     by_default = shuffle_block_and_window(Data(), [prepared], 64)
     assert by_default == (8, 16)
     any_order, in_chunks = (cost_of(s3, prepared, *order, blocks=1)[0] for order in ((1, 1), by_default))
@@ -186,15 +186,15 @@ def test_failed_requests_are_retried(s3, monkeypatch):
     s3.fail("GET", "shards/0.arrow", 5)
     assert all(row.checksum_ok for row in prepared.read(np.arange(40)))
     assert s3.failures_left() == 0
-    place = Storage(f"{s3.address}/raw")
-    place.write("a.jpg", b"an image")
+    store = Storage(f"{s3.address}/raw")
+    store.write("a.jpg", b"an image")
     s3.fail("GET", "raw/a.jpg", 3)
-    assert read_images(place, [ImageRef("a.jpg", "a.jpg")]) == [b"an image"]
+    assert read_images(store, [ImageRef("a.jpg", "a.jpg")]) == [b"an image"]
     assert s3.failures_left() == 0
     s3.fail("GET", "raw/a.jpg", 1000)
     monkeypatch.setattr(storage, "ATTEMPTS", 2)
     with pytest.raises(OSError, match="AWS Error"):
-        read_images(place, [ImageRef("a.jpg", "a.jpg")])
+        read_images(store, [ImageRef("a.jpg", "a.jpg")])
 
 
 @pytest.fixture
@@ -232,8 +232,8 @@ def test_bit_flip_in_the_cache_is_refetched_and_in_the_store_reported(memory, ca
     assert there.read(np.arange(20)) == rows
     (entry,) = files_of(cache)
     shard, good = there.manifest.shards[0].file, entry.read_bytes()
-    for place in range(good.index(rows[9].image), len(good), 400):
-        entry.write_bytes(good[:place] + bytes([good[place] ^ 64]) + good[place + 1 :])
+    for store in range(good.index(rows[9].image), len(good), 400):
+        entry.write_bytes(good[:store] + bytes([good[store] ^ 64]) + good[store + 1 :])
         assert [row.image for row in there.read(np.arange(20))] == [row.image for row in rows]
     stored = bytearray(there.storage.read(shard))
     stored[stored.index(rows[9].image) + 3] ^= 64
@@ -305,28 +305,28 @@ def test_full_cache_disk_warns_once_and_invalid_folder_is_an_error(cache, monkey
 
 
 def test_referenced_images_are_read_in_few_requests_in_order(memory, monkeypatch):
-    place, data = Storage(f"{memory}/raw"), np.random.default_rng(0).bytes(5000)
+    store, data = Storage(f"{memory}/raw"), np.random.default_rng(0).bytes(5000)
     for name in ("a.tar", "b.tar", "whole.jpg"):
-        place.write(name, name.encode() + data)
-    pictures = [ImageRef("", f"{'ab'[n % 2]}.tar", offset=n * 90, length=60 + n) for n in range(50)]
-    pictures = [pictures[n] for n in np.random.default_rng(1).permutation(50)] + [ImageRef("", "whole.jpg")] * 2
+        store.write(name, name.encode() + data)
+    refs = [ImageRef("", f"{'ab'[n % 2]}.tar", offset=n * 90, length=60 + n) for n in range(50)]
+    refs = [refs[n] for n in np.random.default_rng(1).permutation(50)] + [ImageRef("", "whole.jpg")] * 2
     made, read = [], storage.RangeReader.read
     monkeypatch.setattr(storage.RangeReader, "read", lambda *args: made.append(args) or read(*args))
-    assert read_images(place, pictures) == [read_image(place, picture) for picture in pictures]
+    assert read_images(store, refs) == [read_image(store, picture) for picture in refs]
     assert len(made) == 2
     with pytest.raises(BadRow, match=r"there is no file gone\.jpg"):
-        read_images(place, [*pictures, ImageRef("", "gone.jpg")])
+        read_images(store, [*refs, ImageRef("", "gone.jpg")])
     with pytest.raises(ValueError, match=r"a\.tar ends at byte 5005"):
-        read_images(place, [ImageRef("", "a.tar", offset=5000, length=100)])
+        read_images(store, [ImageRef("", "a.tar", offset=5000, length=100)])
 
 
 def test_threads_may_read_one_object_concurrently(memory):
-    place, data = Storage(f"{memory}/raw"), np.random.default_rng(0).bytes(5000)
-    place.write("whole.jpg", data)
+    store, data = Storage(f"{memory}/raw"), np.random.default_rng(0).bytes(5000)
+    store.write("whole.jpg", data)
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(100):
-            assert read_images(place, [ImageRef("", "whole.jpg")] * 8) == [data] * 8
+            assert read_images(store, [ImageRef("", "whole.jpg")] * 8) == [data] * 8
     finally:
         sys.setswitchinterval(before)

@@ -121,10 +121,10 @@ def test_rows_read_are_cached_in_the_given_folder(there, tmp_path):
 @pytest.mark.parametrize(("cached", "window"), [(False, 16), (True, 256)])
 def test_run_on_a_store_resolves_to_shuffle_blocks(memory, tmp_path, cached, window):  # noqa: F811
     made.make_set(tmp_path / "set", [made.row(number) for number in range(30)])
-    place = Storage(f"{memory}/run")
+    store = Storage(f"{memory}/run")
     for name in Storage(str(tmp_path / "set")).list_files():
-        place.write(name, (tmp_path / "set" / name).read_bytes())
-    asked = config(place.address, tmp_path, "r")
+        store.write(name, (tmp_path / "set" / name).read_bytes())
+    asked = config(store.address, tmp_path, "r")
     cache = str(tmp_path / "cache") if cached else None
     asked = asked.model_copy(update={"data": asked.data.model_copy(update={"local_cache": cache})})
     ready = resolve_run(asked, Silent())
@@ -139,4 +139,4 @@ def test_cache_for_sets_on_a_disk_is_reported_unused(tmp_path):
     made.make_set(tmp_path / "set", [made.row(number) for number in range(30)])
     asked, listener = config(tmp_path / "set", tmp_path, "r"), Silent()
     resolve_run(asked.model_copy(update={"data": asked.data.model_copy(update={"local_cache": "/c"})}), listener)
-    assert listener.notes == [("cache", "data.local_cache keeps nothing: every set is on a disk already")]
+    assert listener.notes == [("cache", "data.local_cache has no effect: every set is on a local disk")]
