@@ -7,7 +7,7 @@ from mmray.data.formats.detect import detect_source, open_source
 from mmray.data.formats.rows import BadRow, parse_row
 from mmray.data.images.read import read_image
 from mmray.storage.storage import Storage
-from tests.data.test_formats import SOURCES, colour_image, images
+from tests.data.formats.test_formats import SOURCES, colour_image, images
 
 
 def jsonl(folder):

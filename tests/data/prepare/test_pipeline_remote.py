@@ -7,8 +7,8 @@ from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.shuffle import shuffle_block_and_window
 from mmray.storage.storage import Storage
-from tests.data import test_formats as formats
-from tests.data.test_formats import COUNT, LAX, colour_image, tars
+from tests.data.formats import test_formats as formats
+from tests.data.formats.test_formats import COUNT, LAX, colour_image, tars
 
 in_process = formats.in_process
 

@@ -15,8 +15,8 @@ from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import DataError, UsageError
 from mmray.storage.storage import Storage
-from tests.data import test_formats as formats
-from tests.data.test_formats import COUNT, colour_image, prepared, text
+from tests.data.formats import test_formats as formats
+from tests.data.formats.test_formats import COUNT, colour_image, prepared, text
 from tests.data.test_sources_remote import ALL
 
 in_process = formats.in_process

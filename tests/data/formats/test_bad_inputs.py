@@ -14,7 +14,7 @@ from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.pack import pack_chunk
 from mmray.data.prepare.pipeline import prepare
 from tests.conftest import ROOT
-from tests.data import matrix
+from tests.data.formats import bad_inputs as matrix
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_no_image_writes_past_python_into_the_log(capfd):
 def test_the_readme_says_the_same():
     readme = (ROOT / "mmray" / "data" / "README.md").read_text()
     assert readme.count(matrix.BEGIN) == readme.count(matrix.END) == 1
-    assert matrix.table() in readme, "put the output of `python -m tests.data.matrix` between the marks"
+    assert matrix.table() in readme, "put the output of `python -m tests.data.formats.bad_inputs` between the marks"
 
 
 DYING = """

@@ -1,6 +1,6 @@
 """Bad and odd inputs, each made here, and what becomes of it: the one list behind the tests and the README's table.
 
-`python -m tests.data.matrix` prints the table.
+`python -m tests.data.formats.bad_inputs` prints the table.
 """
 
 import io

@@ -97,9 +97,9 @@ def test_languages_that_cannot_be_served(languages: list[str], why: str) -> None
 
 def test_settings_that_cannot_be_served() -> None:
     for pattern in ("[]", "{}", "{}]", "[{}", "[{}{}]"):
-        with pytest.raises(UsageError, match=r"language_token.*one place"):
+        with pytest.raises(UsageError, match=r"language_token.*exactly one"):
             Inputs(language_token=pattern)
-    with pytest.raises(UsageError, match="a model that writes has no token of a language"):
+    with pytest.raises(UsageError, match="is not supported by generative models"):
         ChatInputs(language_token="[{}]")
     assert (
         "set --model.inputs.language-token" in validate.unsupported_reasons(Config(evaluate=Evaluate(language="de")))[0]

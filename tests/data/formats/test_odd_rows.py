@@ -14,8 +14,8 @@ from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.pack import pack_chunk
 from mmray.errors import DataError, ResourceError, UsageError
 from mmray.storage.storage import Storage
+from tests.data.formats.test_formats import LAX, prepared
 from tests.data.prepare.test_pipeline import colour_image
-from tests.data.test_formats import LAX, prepared
 
 LATIN = os.fsdecode(b"caf\xe9")
 
