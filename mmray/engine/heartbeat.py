@@ -25,6 +25,7 @@ ENGINE = Path(__file__).parent
 PACKAGE = str(ENGINE.parent)
 LOOP, LONG_PHASES = "run", {"_evaluate", "_save", "_load"}  # functions of loop.py; no steps are taken in the latter
 CHECKPOINT_WAIT = str(ENGINE / "checkpoint" / "async_saver.py")
+DATA_WAIT = str(ENGINE / "prefetch.py")
 DEVICE_READ = str(ENGINE / "collectives.py")  # reads results that other ranks contribute to
 LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 COLLECTIVES = ("torch/distributed/", "torch/autograd/")  # DDP's collectives are inside the backward
@@ -94,6 +95,7 @@ class Heartbeat:
             "progress": self._progress,
             "where": _location(frames),
             "in_collective": _in_collective(frames),
+            "waits_for_data": bool(own) and own[0].file == DATA_WAIT,
         }
 
     def _waits_for_checkpoint(self, own: list[Frame]) -> bool:

@@ -57,13 +57,15 @@ class HeartbeatRecord:
     progress: int  # grows with each step, and while starting, evaluating or saving advances
     where: str  # file:line in function, the innermost of mmray or user code
     in_collective: bool  # or in a backward with collectives: it waits for the other ranks
+    waits_for_data: bool = False
     age_s: float = 0.0
 
     def __str__(self) -> str:
         if self.age_s > SILENT_S:
             state = f"has not responded for {self.age_s:.0f} s, last at"
         else:
-            state = "waits in a collective at" if self.in_collective else "is at"
+            waits = "in a collective" if self.in_collective else "for data" if self.waits_for_data else ""
+            state = f"waits {waits} at" if waits else "is at"
         return f"rank {self.rank} (process {self.pid}, node {self.node[:8]}) {state} {self.where}"
 
 
@@ -80,25 +82,27 @@ class HangDetector:
     """Remembers when each rank last made progress; none for `limit_s` is a hang."""
 
     limit_s: float
-    start_limit_s: float  # until the first step, while models load and data workers start
+    start_limit_s: float  # until the first step, and while a rank waits for data: nodes may have to start
     first_step: int = 0
     _last: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def check(self, records: Sequence[HeartbeatRecord], now_s: float) -> Hang | None:
         """The hang that these heartbeats show, if any."""
         idle_s = [self._idle_s(record, now_s) for record in records]
-        start_limit_s = max(self.limit_s, self.start_limit_s)
-        late = [
-            record
-            for record, seconds in zip(records, idle_s, strict=True)
-            if seconds > (self.limit_s if record.step > self.first_step else start_limit_s)
-        ]
+        limits_s = [self._limit_s(record) for record in records]
+        late = [each for each, idle, limit in zip(records, idle_s, limits_s, strict=True) if idle > limit]
         all_wait = all(record.in_collective and record.age_s <= SILENT_S for record in late)
-        if not late or (all_wait and min(idle_s) < self.limit_s):  # they wait for a rank that writes or evaluates
+        others_may = any(idle < limit for idle, limit in zip(idle_s, limits_s, strict=True))
+        if not late or (all_wait and others_may):  # they wait for a rank that writes, evaluates or waits for data
             return None
         stuck = stuck_ranks(records)
         names = "; ".join(str(record) for record in stuck)
         return Hang(tuple(record.rank for record in stuck), f"no step for {max(idle_s):.0f} s: {names}")
+
+    def _limit_s(self, record: HeartbeatRecord) -> float:
+        if record.step > self.first_step and not record.waits_for_data:
+            return self.limit_s
+        return max(self.limit_s, self.start_limit_s)
 
     def _idle_s(self, record: HeartbeatRecord, now_s: float) -> float:
         progress, since_s = self._last.get(record.rank, (-1, now_s))

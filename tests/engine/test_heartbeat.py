@@ -12,6 +12,7 @@ from mmray.engine import loop, step
 from mmray.engine.checkpoint.async_saver import AsyncSaver
 from mmray.engine.heartbeat import (
     CHECKPOINT_WAIT,
+    DATA_WAIT,
     DEVICE_READ,
     LONG_PHASES,
     LOOP,
@@ -27,7 +28,7 @@ from tests.train import toy
 def test_names_of_loop_functions_match():
     """The heartbeat recognises phases of the loop by these names."""
     assert all(hasattr(loop, name) for name in {LOOP, *LONG_PHASES})
-    assert Path(CHECKPOINT_WAIT).is_file() and Path(DEVICE_READ).is_file()
+    assert all(Path(file).is_file() for file in (CHECKPOINT_WAIT, DATA_WAIT, DEVICE_READ))
 
 
 def test_location_is_innermost_frame_of_mmray_or_user_code():

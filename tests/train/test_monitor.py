@@ -1,6 +1,7 @@
 """Supervision of an attempt: hung ranks, the coordinator, deadlines, and polling while Ray Train runs."""
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,7 @@ from mmray.train.worker_group import run_in_thread
 
 def beat(rank, waits=False, age_s=0.5, step=7, progress=7):
     where = f"mine.py:{rank} in on_step"
-    return HeartbeatRecord(rank, f"node{rank}", 100 + rank, 0.0, step, progress, where, waits, age_s)
+    return HeartbeatRecord(rank, f"node{rank}", 100 + rank, 0.0, step, progress, where, waits, age_s=age_s)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,15 @@ def test_stuck_rank_is_named_while_others_progress():
     beats = [[beat(0, waits=False), beat(1, waits=False, progress=second)] for second in range(12)]
     found = [detector.check(each, float(second)) for second, each in enumerate(beats)]
     assert found[10] is None and 0 in found[11].ranks
+
+
+def test_waiting_for_data_is_a_hang_only_after_the_start_timeout():
+    """Data nodes may be preempted and started again meanwhile."""
+    detector = HangDetector(limit_s=10, start_limit_s=60)
+    records = [replace(beat(0), waits_for_data=True), beat(1, waits=True)]
+    assert [detector.check(records, second) for second in (0.0, 20.0, 59.0)] == [None] * 3
+    hang = detector.check(records, 61.0)
+    assert hang.ranks == (0,) and "waits for data at mine.py:0" in hang.message
 
 
 def test_start_timeout_applies_before_first_step():
