@@ -46,7 +46,7 @@ def test_run_writes_its_files_and_metrics(unkilled):
     assert sorted(path.name for path in (outcome.path / "checkpoints").iterdir() if path.name.startswith("step-"))[-1]
     assert list(outcome.path.glob("events.*"))
     examples = json.loads((outcome.path / "examples.json").read_text())
-    assert (examples["step"], examples["rows"]) == (STEPS, 20) and examples["pictures"]
+    assert (examples["step"], examples["rows"]) == (STEPS, 20) and examples["images"]
     assert ("report", str(outcome.path / "report.html")) in listener.notes and (outcome.path / "report.html").exists()
     assert listener.steps == list(range(1, STEPS + 1))
     assert ("batch", "micro 4 x accumulation 2 x workers 2 = 16 rows a step") in listener.notes
