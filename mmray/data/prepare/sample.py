@@ -1,9 +1,9 @@
-"""The sample set: drawn shapes with captions, so that the first run needs no download and really learns something.
+"""The sample set: drawn shapes with captions, so that the first run needs no download and learns something.
 
-The sample's journey: its very beginning. 3,584 small pictures (JPEG and PNG, nine sizes) and a JSONL of captions are
-drawn from a seed, byte for byte the same each time with the same Pillow. The test split holds 512 *combinations* of
-shape, colour, size, arrangement and background that training never shows, one picture each, and no two share a caption:
-recall on it measures whether the parts were understood. Eight more rows are damaged on purpose, to show the quarantine.
+3,584 small images (JPEG and PNG, nine sizes) and a JSONL of captions are drawn from a seed, byte for byte the same with
+the same Pillow. The test split holds 512 *combinations* of shape, colour, size, arrangement and background that
+training never shows, with unique captions: recall on it measures whether the parts were learned. Eight more rows are
+damaged on purpose, to show the quarantine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from PIL import Image, ImageDraw
 
 from mmray.errors import UsageError
 
-VERSION = 1  # of the drawing: a change in what is drawn takes another number, and another folder
+VERSION = 1  # raise it if drawings change; it names the folder
 NUM_TRAIN = 3072
 NUM_TEST = 512
 
@@ -63,7 +63,7 @@ SEVERAL = (
 
 @dataclass(frozen=True)
 class Scene:
-    """One combination; `where` is a place for a single shape, or a number word for a group."""
+    """One combination; `where` is the position of a single shape, or a number word for a group."""
 
     shape: str
     colour: str
@@ -72,16 +72,16 @@ class Scene:
     background: str
 
     def captions(self) -> list[str]:
-        """Three ways to say it; each names all parts, so no other scene has the same one."""
+        """Three captions; each names all parts, so it is unique to the scene."""
         templates = SEVERAL if self.where in COUNTS else ONE
         return [template.format(**vars(self)).replace("crosss", "crosses") for template in templates]
 
 
 def draw(out: Path, seed: int = 0) -> Path:
-    """Path of the sample set's JSONL under `out`, drawn unless it is there; takes about 3 s of one core.
+    """Return the JSONL of the sample set under `out`; draw it if it does not exist (3 s of one core).
 
-    Drawn into a temporary folder and renamed, so that what is there is whole. Raises UsageError where `out` cannot be
-    written.
+    Drawn into a temporary folder and renamed, so an existing folder is complete. Raises UsageError if `out` is not
+    writable.
     """
     folder = Path(out) / f"v{VERSION}-seed{seed}"
     jsonl = folder / "sample.jsonl"
@@ -94,14 +94,13 @@ def draw(out: Path, seed: int = 0) -> Path:
             _rename_unless_present(Path(scratch) / "set", folder)
     except OSError as error:
         raise UsageError(
-            f"the sample set cannot be drawn into {out}: {error.strerror or error}; set data.cache to a folder that "
-            f"can be written"
+            f"cannot draw the sample set into {out}: {error.strerror or error}. Set data.cache to a writable folder"
         ) from None
     return jsonl
 
 
 def _rename_unless_present(drawn: Path, folder: Path) -> None:
-    """Rename; another process may have drawn the same meanwhile, and its set is as good."""
+    """Rename, unless another process has drawn the same set meanwhile."""
     try:
         drawn.rename(folder)
     except OSError:
@@ -110,7 +109,7 @@ def _rename_unless_present(drawn: Path, folder: Path) -> None:
 
 
 def scenes(seed: int) -> tuple[list[Scene], list[Scene]]:
-    """The scenes of the train rows (some come twice) and of the test rows; no combination is in both."""
+    """Scenes of the train rows (some repeat) and of the test rows, without overlap."""
     every = list(
         map(Scene, *zip(*itertools.product(SHAPES, COLORS, RADII, (*CENTRES, *COUNTS), BACKGROUNDS), strict=True))
     )
@@ -141,7 +140,7 @@ def _line(key: str, image: str, texts: list[str], split: str = "train") -> str:
 
 
 def _damaged(folder: Path, lines: list[str]) -> Iterator[str]:
-    """Eight lines that a check must find: five bad files, a blank caption, a broken line, and a picture seen before."""
+    """Eight lines to quarantine: five bad files, a blank caption, a broken line and a repeated image."""
     rows = [json.loads(line) for line in lines if '"train"' in line]
     jpg = (folder / next(row["image"] for row in rows if row["image"].endswith("jpg"))).read_bytes()
     png = bytearray((folder / next(row["image"] for row in rows if row["image"].endswith("png"))).read_bytes())
@@ -161,27 +160,27 @@ def _damaged(folder: Path, lines: list[str]) -> Iterator[str]:
     yield _line("damaged-duplicate", rows[0]["image"], rows[0]["texts"])
 
 
-def _encode(picture: Image.Image, name: str) -> bytes:
+def _encode(image: Image.Image, name: str) -> bytes:
     file = io.BytesIO()
     settings: dict[str, Any] = {"quality": 90} if name.endswith("jpg") else {"compress_level": 3}
-    picture.save(file, "JPEG" if name.endswith("jpg") else "PNG", **settings)
+    image.save(file, "JPEG" if name.endswith("jpg") else "PNG", **settings)
     return file.getvalue()
 
 
 def _draw_scene(scene: Scene, chance: random.Random) -> Image.Image:
-    """A scene on a canvas of some size, shapes a little off their places, turned and tinted; drawn double, halved."""
+    """Draw a scene on a random canvas with jittered positions, angles and colours; supersampled twice."""
     width, height = chance.choice(CANVASES)
-    picture = Image.new("RGB", (2 * width, 2 * height), _tinted(BACKGROUNDS[scene.background], chance))
-    pen = ImageDraw.Draw(picture)
-    places = chance.sample(CORNERS, COUNTS[scene.where]) if scene.where in COUNTS else [scene.where]
-    for place in places:
+    image = Image.new("RGB", (2 * width, 2 * height), _tinted(BACKGROUNDS[scene.background], chance))
+    pen = ImageDraw.Draw(image)
+    positions = chance.sample(CORNERS, COUNTS[scene.where]) if scene.where in COUNTS else [scene.where]
+    for position in positions:
         x, y = (
             2 * side * (at + chance.uniform(-0.03, 0.03))
-            for side, at in zip((width, height), CENTRES[place], strict=True)
+            for side, at in zip((width, height), CENTRES[position], strict=True)
         )
         radius = 2 * min(width, height) * RADII[scene.size] * chance.uniform(0.92, 1.08)
         _draw_shape(pen, scene.shape, x, y, radius, _tinted(COLORS[scene.colour], chance), chance.uniform(-0.12, 0.12))
-    return picture.reduce(2)
+    return image.reduce(2)
 
 
 def _tinted(colour: tuple[int, int, int], chance: random.Random) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ def put(s3, raw):
     return place.address
 
 
-def test_a_bucket_is_prepared_into_a_bucket_and_goes_on_there(s3, tmp_path, in_process):
+def test_prepare_from_bucket_to_bucket_resumes(s3, tmp_path, in_process):
     raw, here, out = Storage(str(tars(tmp_path / "raw"))), str(tmp_path / "out"), Storage(f"{s3.address}/out")
     source = put(s3, raw)
     there = prepare(source, out.address, LAX)
@@ -34,7 +34,7 @@ def test_a_bucket_is_prepared_into_a_bucket_and_goes_on_there(s3, tmp_path, in_p
     assert prepare(source, out.address, LAX) == there and in_process == []
 
 
-def test_a_bucket_that_is_referred_to_is_read_in_chunks(s3, tmp_path):
+def test_index_only_set_of_a_bucket_is_read_in_chunks(s3, tmp_path):
     raw, out = Storage(str(tars(tmp_path / "raw"))), f"{s3.address}/index"
     prepare(put(s3, raw), out, LAX.model_copy(update={"index_only": True}))
     indexed = PreparedSet.open(out)

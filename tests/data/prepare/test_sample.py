@@ -39,17 +39,17 @@ def small(monkeypatch):
     monkeypatch.setattr(sample, "NUM_TEST", 10)
 
 
-def test_two_drawings_are_the_same_bytes(jsonl, tmp_path):
+def test_drawing_is_deterministic(jsonl, tmp_path):
     assert _digest(sample.draw(tmp_path).parent) == _digest(jsonl.parent)
 
 
-def test_drawings_of_two_seeds_are_not_the_same_bytes(small, tmp_path):
+def test_seeds_give_different_drawings(small, tmp_path):
     one, other = (sample.draw(tmp_path, seed=seed).parent for seed in (0, 1))
     assert other != one and sample.draw(tmp_path).parent == one
     assert _digest(other) != _digest(one)
 
 
-def test_a_drawing_that_is_there_is_used_again(jsonl):
+def test_existing_drawing_is_reused(jsonl):
     marked = jsonl.parent / "images" / "missing.jpg"
     marked.write_bytes(b"mark")
     try:
@@ -59,7 +59,7 @@ def test_a_drawing_that_is_there_is_used_again(jsonl):
         marked.unlink()
 
 
-def test_an_interrupted_drawing_leaves_nothing_that_looks_whole(small, tmp_path, monkeypatch):
+def test_interrupted_drawing_leaves_no_set(small, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -72,7 +72,7 @@ def test_an_interrupted_drawing_leaves_nothing_that_looks_whole(small, tmp_path,
     assert sample.draw(tmp_path).exists()
 
 
-def test_the_folder_of_a_process_that_was_faster_is_taken(jsonl, tmp_path):
+def test_concurrent_drawing_is_accepted(jsonl, tmp_path):
     (tmp_path / "drawn").mkdir()
     sample._rename_unless_present(tmp_path / "drawn", jsonl.parent)
     (tmp_path / "foreign").mkdir()
@@ -81,7 +81,7 @@ def test_the_folder_of_a_process_that_was_faster_is_taken(jsonl, tmp_path):
         sample._rename_unless_present(tmp_path / "drawn", tmp_path / "foreign")
 
 
-def test_test_combinations_are_never_trained_on_but_each_of_their_parts_is():
+def test_test_combinations_are_not_in_train_but_their_parts_are():
     train, test = sample.scenes(seed=0)
     assert (len(train), len(test)) == (sample.NUM_TRAIN, sample.NUM_TEST)
     assert len(set(test)) == len(test) >= 500
@@ -92,7 +92,7 @@ def test_test_combinations_are_never_trained_on_but_each_of_their_parts_is():
         assert min(seen.values()) > 200
 
 
-def test_rows_keep_the_splits_of_their_scenes_and_test_captions_are_unique(jsonl):
+def test_splits_follow_scenes_and_test_captions_are_unique(jsonl):
     rows = _rows(jsonl)
     train, test = sample.scenes(seed=0)
     captions = {"train": {c for scene in train for c in scene.captions()}}
@@ -105,7 +105,7 @@ def test_rows_keep_the_splits_of_their_scenes_and_test_captions_are_unique(jsonl
     assert max(gallery.values()) == 1
 
 
-def test_pictures_differ_open_and_come_in_both_formats_and_many_sizes(jsonl):
+def test_images_differ_and_have_both_formats_and_many_sizes(jsonl):
     rows = _rows(jsonl)
     files = [jsonl.parent / row["image"] for row in rows]
     assert len({hashlib.sha256(path.read_bytes()).digest() for path in files}) == len(rows)
@@ -118,7 +118,7 @@ def test_pictures_differ_open_and_come_in_both_formats_and_many_sizes(jsonl):
 
 
 @pytest.mark.parametrize("where", [*sample.CENTRES, *sample.COUNTS])
-def test_a_picture_shows_its_shapes_where_the_caption_says(where):
+def test_shapes_are_where_the_caption_says(where):
     scene = sample.Scene("circle", "red", "small", where, "white")
     picture = sample._draw_scene(scene, random.Random(3))
     width, height = picture.size
@@ -133,7 +133,7 @@ def test_a_picture_shows_its_shapes_where_the_caption_says(where):
     assert "centre" not in shown if where in sample.COUNTS else shown == {where}
 
 
-def test_damaged_rows_are_there_one_of_each_kind(jsonl):
+def test_one_damaged_row_of_each_kind(jsonl):
     images, whole = jsonl.parent / "images", {row["image"] for row in _rows(jsonl)}
     lines = jsonl.read_text().splitlines()
     broken = [line for line in lines if not line.endswith("}")]

@@ -16,12 +16,12 @@ def task(item):
 
 
 def at_once(answers):
-    """The most that ran at one moment."""
+    """Largest number of tasks that ran at once."""
     return max(sum(a["began"] <= other["began"] < a["ended"] for a in answers) for other in answers)
 
 
 @pytest.mark.parametrize(("cores", "count", "most"), [(1, 6, 1), (1, 12, 2), (2, 8, 2)])
-def test_no_more_processes_than_cores_but_for_one_where_tasks_are_many(local_ray, monkeypatch, cores, count, most):
+def test_at_most_one_more_worker_than_cores(local_ray, monkeypatch, cores, count, most):
     monkeypatch.setattr(placement, "cores", lambda: cores)
     answers = list(map_tasks(task, list(range(count))))
     assert sorted(answer["item"] for answer in answers) == list(range(count))
@@ -33,7 +33,7 @@ def test_no_more_processes_than_cores_but_for_one_where_tasks_are_many(local_ray
     [([16.0], None), ([32.0], 16), ([], None), ([0.0], None), ([32.0, 32.0], None)],
     ids=["as many", "more", "nobody", "a head without", "several nodes"],
 )
-def test_a_cluster_whose_cpus_are_cores_has_all_of_them_at_work(monkeypatch, here, cores):
+def test_physical_cores_limit_only_a_single_oversubscribed_node(monkeypatch, here, cores):
     monkeypatch.setattr(placement, "cores", lambda: 16)
     monkeypatch.setattr(placement, "alive_nodes", lambda: [Node({"CPU": cpus}) for cpus in here])
     assert placement.physical_cores_if_local() == cores

@@ -1,4 +1,4 @@
-"""The order in chunks: as exact as the plain one, rows of a chunk near each other, a batch from many chunks."""
+"""Chunked sample order: as exact as the full shuffle; rows of a chunk stay close; a batch has rows of many chunks."""
 
 from hashlib import sha256
 from typing import NamedTuple
@@ -71,7 +71,7 @@ def test_each_epoch_is_a_permutation(num_rows, chunk, window, seed, epoch):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 400), CHUNKS, WINDOWS, st.integers(1, 64), st.integers(1, 7), st.integers(0, 40))
-def test_any_step_gives_its_rows_at_any_world_size(num_rows, chunk, window, global_rows, world, step):
+def test_step_takes_same_rows_at_any_world_size(num_rows, chunk, window, global_rows, world, step):
     one = plan(num_rows, chunk, window, global_rows=global_rows)
     assert np.array_equal(
         rows_of_step(one, step), rows_of_step(plan(num_rows, chunk, window, world, global_rows=global_rows), step)
@@ -82,8 +82,7 @@ def test_any_step_gives_its_rows_at_any_world_size(num_rows, chunk, window, glob
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(200, 3000), st.integers(2, 40), WINDOWS)
-def test_a_window_takes_its_chunks_whole_but_for_what_the_ragged_one_lacks(num_rows, chunk, window):
-    """So that what is read for a window is not read for another; without a ragged chunk, exactly."""
+def test_window_takes_whole_chunks_except_for_a_ragged_one(num_rows, chunk, window):
     rows = epoch_of(plan(num_rows, chunk, window), 1)
     chunks = -(-num_rows // chunk)
     windows = max(1, chunks // window)
@@ -102,8 +101,8 @@ def test_epochs_and_seeds_differ_and_chunk_and_window_change_the_order():
     assert np.array_equal(orders[0], epoch_of(plan(1000, 16, 4, world=3), 0))
 
 
-def test_a_chunk_of_one_is_the_order_as_it_was_before_there_were_chunks():
-    """So that runs from then go on: digests taken from that version."""
+def test_chunk_of_one_equals_the_recorded_order():
+    """Golden digests: the order must never change."""
     assert (
         sha256(SamplePlan(1003, 8, 1, 4, 5, 100).rows_at(np.arange(3009)).tobytes()).hexdigest()[:16]
         == "1d62c0f1717a6839"
@@ -118,7 +117,7 @@ def test_chunks_and_windows_larger_than_the_set(chunk, window):
     assert np.array_equal(np.sort(epoch_of(plan(117, chunk, window), 0)), np.arange(117))
 
 
-def test_a_hundred_million_rows_need_no_memory_for_the_order():
+def test_order_of_a_hundred_million_rows_needs_no_memory():
     p = plan(100_000_000, 32, 64, world=8, global_rows=4096)
     rows = p.rows_at(p.positions(900_000, 3))
     assert rows.shape == (512,) and len(set(rows.tolist())) == 512 and rows.max() < 100_000_000
@@ -126,7 +125,7 @@ def test_a_hundred_million_rows_need_no_memory_for_the_order():
 
 @settings(max_examples=60, deadline=None)
 @given(PARTS, CHUNKS, WINDOWS, st.integers(1, 5))
-def test_a_mixture_takes_its_share_of_each_set_exactly_and_a_row_and_its_pass_once(parts, chunk, window, epochs):
+def test_mixture_takes_exact_shares_and_each_row_and_pass_once(parts, chunk, window, epochs):
     p = mixture(parts, chunk, window)
     positions = np.arange(epochs * p.num_rows)
     rows, passes = p.rows_at(positions), p.passes_at(positions)
@@ -138,14 +137,14 @@ def test_a_mixture_takes_its_share_of_each_set_exactly_and_a_row_and_its_pass_on
 
 @settings(max_examples=40, deadline=None)
 @given(PARTS, CHUNKS, WINDOWS, st.integers(1, 64), st.integers(1, 7), st.integers(0, 60))
-def test_any_step_of_a_mixture_gives_its_rows_at_any_world_size(parts, chunk, window, global_rows, world, step):
+def test_step_of_a_mixture_takes_same_rows_at_any_world_size(parts, chunk, window, global_rows, world, step):
     one, many = (mixture(parts, chunk, window, size, global_rows) for size in (1, world))
     assert np.array_equal(rows_of_step(one, step), rows_of_step(many, step))
     whole = one.rows_at(np.arange(one.rows_stop(step)))
     assert np.array_equal(whole[one.rows_start(step) :], rows_of_step(one, step))
 
 
-def test_a_mixture_is_mixed_through_the_epoch_in_chunks_too():
+def test_chunked_mixture_is_spread_over_the_epoch():
     p = mixture((MixtureComponent(9000, 9000), MixtureComponent(500, 1000)), 16, 8, global_rows=256)
     share = (p.rows_at(np.arange(30_000)) >= 9000).reshape(-1, 250).mean(axis=1)
     assert abs(share - 0.1).max() < 0.08
@@ -153,7 +152,7 @@ def test_a_mixture_is_mixed_through_the_epoch_in_chunks_too():
     assert near < 40 and full > 180
 
 
-def test_a_batch_draws_from_as_many_chunks_as_chance_leaves_of_a_window():
+def test_batch_has_rows_of_the_expected_number_of_chunks():
     """256 draws from 64 equal chunks meet 64 * (1 - (63/64)**256) = 62.9 of them."""
     near, full = quality(2**17, 32, 64), quality(2**17, 1, 1, of=32)
     assert near.chunks == pytest.approx(62.9, abs=0.5) and full.chunks == pytest.approx(248.2, abs=1.5)

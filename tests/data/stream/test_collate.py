@@ -28,7 +28,7 @@ def padding_share(steps):
 
 
 @pytest.mark.parametrize("micro", [4, 5, 16])
-def test_by_length_is_the_same_step_with_less_padding(micro):
+def test_group_by_length_keeps_rows_and_pads_less(micro):
     plan = SamplePlan(num_rows=30, global_rows=16, world=1, micro=micro, seed=0, steps=4, shuffle=False)
     lengths = np.random.default_rng(0).integers(2, 30, 30)
     plain = list(iter_micro_batches(blocks(plan, lengths), plan))
@@ -49,7 +49,7 @@ def test_by_length_is_the_same_step_with_less_padding(micro):
 
 
 def told_of(steps, arranged):
-    """What a rank counts of these steps."""
+    """Tokens and padding of these steps."""
     padding = Padding()
     for micros in steps:
         padding.add(make_local_batch(micros, arranged))
@@ -58,7 +58,7 @@ def told_of(steps, arranged):
 
 @pytest.mark.parametrize("group_by_length", [False, True])
 @pytest.mark.parametrize("micro", [4, 5, 16])
-def test_a_step_in_several_blocks_is_the_step_in_one(micro, group_by_length):
+def test_step_in_several_blocks_equals_step_in_one(micro, group_by_length):
     plan = SamplePlan(num_rows=30, global_rows=16, world=1, micro=micro, seed=0, steps=4)
     lengths = np.random.default_rng(0).integers(2, 30, 30)
     (whole,) = blocks(plan, lengths)
@@ -75,7 +75,7 @@ def test_a_step_in_several_blocks_is_the_step_in_one(micro, group_by_length):
 
 
 def rows_of(step):
-    """What a step holds, whatever its arrangement: each row's position, image and caption without padding."""
+    """Position, image and unpadded caption of each row of a step, in any arrangement."""
     return sorted(
         (int(p), int(image[0, 0, 0]), tuple(ids[mask.bool()].tolist()))
         for micro in step

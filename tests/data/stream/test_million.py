@@ -23,7 +23,7 @@ ROWS, IN_SHARD = 1_000_000, 512  # of prepare.rows_per_shard
 
 
 def make_million(folder):
-    """Shards as prepare packs them; they are one file under many names, for its rows are not what is measured."""
+    """Shards as prepare writes them: one file hard-linked under many names."""
     place = Storage(str(folder))
     place.mkdir()
     whole = write_shard([row(number) for number in range(IN_SHARD)], place, "0.arrow")
@@ -37,7 +37,7 @@ def make_million(folder):
     return len(manifest.to_json())
 
 
-def test_a_million_rows_are_opened_planned_and_read_within_bounds(tmp_path):
+def test_million_rows_are_opened_and_read_within_bounds(tmp_path):
     """Open, plan and a block of random rows in 3 seconds and 64 MiB; each reader is sent less than 0.5 MB."""
     manifest_bytes = make_million(tmp_path)
     tokenizer = train_tokenizer(CAPTIONS, 60)

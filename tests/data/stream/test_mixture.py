@@ -22,7 +22,7 @@ def both(tmp_path):
     return PreparedMixture([one, other], [1, 2.5])
 
 
-def test_rows_are_numbered_through(both):
+def test_rows_are_numbered_set_after_set(both):
     assert both.parts == (MixtureComponent(7, 7), MixtureComponent(4, 10)) and both.num_rows == 11
     rows = both.read(np.array([10, 0, 7, 6, 10]))
     assert [each.key for each in rows] == ["other/row-3", "one/row-0", "other/row-0", "one/row-6", "other/row-3"]
@@ -33,18 +33,18 @@ def test_rows_are_numbered_through(both):
             both.read(np.array([number]))
 
 
-def test_the_fingerprint_knows_rows_and_weights(both, tmp_path):
+def test_fingerprint_depends_on_rows_and_weights(both, tmp_path):
     assert both.fingerprint != PreparedMixture(both.sets, [1, 2]).fingerprint
     assert both.fingerprint != PreparedMixture(both.sets[::-1], [1, 2.5]).fingerprint
     assert both.fingerprint == PreparedMixture(both.sets, [1, 2.5]).fingerprint
 
 
-def test_sets_of_the_same_name_have_names_of_their_own(tmp_path):
+def test_sets_of_the_same_name_get_distinct_names(tmp_path):
     sets = [make_set(tmp_path / folder / "set", [row(0), row(1)]) for folder in ("a", "b")]
     assert [each.key for each in PreparedMixture(sets, [1, 1]).read(np.array([0, 2]))] == ["set-0/row-0", "set-1/row-0"]
 
 
-def test_blocks_hold_the_rows_of_the_order_and_a_row_that_comes_again_has_another_caption(both):
+def test_blocks_hold_rows_in_order_and_repeats_get_other_captions(both):
     reader = RowReader(both, Inputs(image_side=8, fit="squash", max_tokens=12), train_tokenizer(CAPTIONS, 60), 10**6)
     plan = SamplePlan(17, 4, 1, 4, seed=0, steps=50, parts=both.parts)
     block = reader.block(plan, np.arange(17 * 8))
@@ -78,3 +78,8 @@ def test_invalid_mixtures_are_refused(text):
 def test_invalid_mixture_is_a_usage_error():
     with pytest.raises(UsageError, match=r"data\.train: `0 \* a` is neither"):
         Data(train="0 * a")
+
+
+def test_limit_needs_a_single_set():
+    with pytest.raises(UsageError, match=r"data\.limit needs a single set"):
+        Data(train="a + b", limit=3)

@@ -77,13 +77,13 @@ def test_shuffle_has_no_visible_structure():
     assert abs(np.corrcoef(rows, np.arange(n))[0, 1]) < 0.03
 
 
-def test_a_hundred_million_rows_need_no_memory_for_the_order():
+def test_order_of_a_hundred_million_rows_needs_no_memory():
     p = plan(num_rows=100_000_000, global_rows=4096, world=8, micro=512, steps=10**6)
     rows = p.rows_at(p.positions(900_000, 3))
     assert rows.shape == (512,) and len(set(rows.tolist())) == 512 and rows.max() < 100_000_000
 
 
-def test_draw_depends_on_seed_epoch_and_key_only():
+def test_hash_choice_depends_only_on_seed_epoch_and_key():
     keys = np.arange(1000, dtype=np.int64)
     epoch, choices = np.zeros(1000, np.int64), np.full(1000, 5)
     first = hash_choice(0, epoch, keys, choices)
@@ -93,7 +93,7 @@ def test_draw_depends_on_seed_epoch_and_key_only():
     assert set(first.tolist()) == {0, 1, 2, 3, 4}
 
 
-def test_share_and_accumulation():
+def test_rank_rows_and_accumulation():
     p = plan(global_rows=8, world=3, micro=2)
     assert (p.rank_rows, p.accumulation) == (3, 2)
     assert p.positions(0, 2).tolist() == [6, 7, PADDING]
@@ -109,7 +109,7 @@ def mixture(parts, world=1, global_rows=8, shuffle=True, seed=3):
 
 
 def counts_of(p, epochs):
-    """How often each row of each part comes in the first epochs: a list of arrays."""
+    """How often each row of each set is taken in the first epochs: a list of arrays."""
     rows = p.rows_at(np.arange(epochs * p.num_rows))
     counts = np.bincount(rows, minlength=sum(part.num_rows for part in p.parts))
     return np.split(counts, np.cumsum([part.num_rows for part in p.parts])[:-1])
@@ -117,7 +117,7 @@ def counts_of(p, epochs):
 
 @settings(max_examples=80, deadline=None)
 @given(PARTS, st.integers(1, 5), st.booleans())
-def test_an_epoch_of_a_mixture_takes_its_share_of_each_set_exactly(parts, epochs, shuffle):
+def test_epoch_of_a_mixture_takes_the_exact_share_of_each_set(parts, epochs, shuffle):
     for part, counts in zip(parts, counts_of(mixture(parts, shuffle=shuffle), epochs), strict=True):
         assert counts.sum() == epochs * part.per_epoch
         assert counts.max() - counts.min() <= 1
@@ -127,7 +127,7 @@ def test_an_epoch_of_a_mixture_takes_its_share_of_each_set_exactly(parts, epochs
 
 @settings(max_examples=60, deadline=None)
 @given(PARTS, st.integers(1, 64), st.integers(1, 7), st.integers(0, 60))
-def test_a_step_of_a_mixture_takes_the_same_rows_at_any_world_size_and_from_any_step(parts, global_rows, world, step):
+def test_step_of_a_mixture_takes_same_rows_at_any_world_size(parts, global_rows, world, step):
     one, many = mixture(parts, 1, global_rows), mixture(parts, world, global_rows)
     assert np.array_equal(rows_of_step(one, step), rows_of_step(many, step))
     whole = one.rows_at(np.arange(one.rows_stop(step)))
@@ -137,22 +137,21 @@ def test_a_step_of_a_mixture_takes_the_same_rows_at_any_world_size_and_from_any_
 
 @settings(max_examples=60, deadline=None)
 @given(PARTS, st.integers(1, 4))
-def test_a_row_and_its_pass_come_once(parts, epochs):
-    """So that a row that comes twice an epoch is varied twice."""
+def test_each_row_and_pass_is_taken_once(parts, epochs):
     p = mixture(parts)
     positions = np.arange(epochs * p.num_rows)
     pairs = set(zip(p.rows_at(positions).tolist(), p.passes_at(positions).tolist(), strict=True))
     assert len(pairs) == len(positions)
 
 
-def test_one_set_of_weight_one_is_each_row_once_and_padding_stays():
+def test_single_set_takes_each_row_once_and_keeps_padding():
     p = mixture((MixtureComponent(117, 117),))
     for epoch in range(3):
         assert np.array_equal(np.sort(p.rows_at(np.arange(epoch * 117, epoch * 117 + 117))), np.arange(117))
     assert p.rows_at(np.array([PADDING])).tolist() == [PADDING] and p.passes_at(np.array([PADDING])).tolist() == [0]
 
 
-def test_a_mixture_is_mixed_through_the_epoch_and_other_seeds_and_epochs_differ():
+def test_mixture_is_spread_over_the_epoch_and_differs_by_seed_and_epoch():
     p = mixture((MixtureComponent(9000, 9000), MixtureComponent(500, 1000)))
     rows = p.rows_at(np.arange(30_000))
     share = (rows >= 9000).reshape(-1, 1000).mean(axis=1)
@@ -161,11 +160,11 @@ def test_a_mixture_is_mixed_through_the_epoch_and_other_seeds_and_epochs_differ(
     assert not np.array_equal(rows, mixture(p.parts, seed=4).rows_at(np.arange(30_000)))
 
 
-def test_a_mixture_of_a_hundred_million_rows_needs_no_memory_for_the_order():
+def test_mixture_of_a_hundred_million_rows_needs_no_memory():
     p = mixture((MixtureComponent(100_000_000, 150_000_000), MixtureComponent(7, 1000)), world=8, global_rows=4096)
     rows = p.rows_at(p.positions(900_000, 3))
     assert rows.shape == (512,) and rows.max() < 100_000_007
 
 
-def test_a_plan_without_parts_passes_by_epochs():
+def test_passes_of_a_single_set_are_epochs():
     assert plan(num_rows=5).passes_at(np.arange(12)).tolist() == [0] * 5 + [1] * 5 + [2] * 2

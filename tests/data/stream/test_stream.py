@@ -29,7 +29,7 @@ TINY = png(7, side=1)
 
 @pytest.fixture(scope="module")
 def readers(tmp_path_factory):
-    """{rows: the reader of a set of so many}."""
+    """{number of rows: reader}."""
     made = {117: [row(number) for number in range(117)], 5000: [row(number, TINY) for number in range(5000)]}
     tokenizer = train_tokenizer(CAPTIONS, 60)
     return {
@@ -44,7 +44,7 @@ def reader(readers):
 
 
 def taken(iterator, plan, pause_s):
-    """Keys and positions of each step of one rank, as a training worker gets them, which pauses after each."""
+    """Keys and positions of each step of one rank; pauses after each like a training worker."""
     for step in iter_micro_batches(iterator.iter_batches(batch_size=None, batch_format="numpy"), plan):
         columns = (torch.cat([micro[name] for micro in step]) for name in ("key", "pos", "valid"))
         yield [(k, p) for k, p, v in zip(*(column.tolist() for column in columns), strict=True) if v]
@@ -53,13 +53,13 @@ def taken(iterator, plan, pause_s):
 
 @ray.remote(num_cpus=0)
 def consume(iterator, plan, pause_s, steps):
-    """So many steps of a rank, which then leaves; None: all of them."""
+    """The first steps of a rank, which then leaves; None: all steps."""
     return list(itertools.islice(taken(iterator, plan, pause_s), steps))
 
 
 @ray.remote(num_cpus=0)
 class Mortal:
-    """A rank that stays in the midst of its stream, until it is killed there."""
+    """A rank that stops in the middle of its stream until it is killed."""
 
     def __init__(self, iterator, plan, pause_s):
         self.left = taken(iterator, plan, pause_s)
@@ -89,7 +89,7 @@ def stream(reader, plan, first_step, pause_s, steps, block_mb, killed):
 
 
 def expected(plan):
-    """What the order says of each step: keys and positions, rank after rank."""
+    """Expected keys and positions of each step, rank after rank."""
     out = []
     for step in range(plan.steps):
         positions = np.concatenate([plan.positions(step, rank) for rank in range(plan.world)])
@@ -107,7 +107,7 @@ def expected(plan):
         pytest.param(5000, 250, (7, 13, 24), 0.03, 0.04, False, id="5000 rows, blocks of a part of a step"),
     ],
 )
-def test_consumers_come_and_go_and_the_rows_of_each_step_stay(
+def test_changing_worker_groups_take_same_rows(
     local_ray, readers, monkeypatch, num_rows, global_rows, stops, pause_s, block_mb, killed
 ):
     """One worker, then three, then two: each group goes in mid-epoch, the next begins where its counted rows end.
@@ -133,7 +133,7 @@ def test_consumers_come_and_go_and_the_rows_of_each_step_stay(
     assert not ray.data.DataContext.get_current().execution_options.preserve_order  # of these streams alone
 
 
-def test_blocks_of_a_group_are_equal_and_cover_all_steps():
+def test_blocks_have_equal_size_and_cover_all_steps():
     plan = SamplePlan(117, 16, 3, 4, 0, steps=29)
     blocks = Blocks(plan, 4, 7)
     sizes = [len(blocks.positions(block)) for block in range(blocks.count)]
@@ -142,7 +142,7 @@ def test_blocks_of_a_group_are_equal_and_cover_all_steps():
     assert sorted(seen[seen != PADDING]) == list(range(plan.rows_start(4), plan.rows_stop(28)))
 
 
-def test_parts_of_a_step_are_equal_and_in_order():
+def test_parts_of_a_step_have_equal_size_and_order():
     plan = SamplePlan(117, 36, 2, 5, 0, steps=9)
     blocks = Blocks(plan, 3, 1, parts=3)
     of_ranks = [[blocks.positions(block) for block in range(rank, blocks.count, 2)] for rank in (0, 1)]
@@ -152,7 +152,7 @@ def test_parts_of_a_step_are_equal_and_in_order():
         assert np.concatenate(positions).tolist() == whole.tolist()
 
 
-def test_block_size_follows_the_row():
+def test_block_shape_depends_on_row_bytes():
     plan = SamplePlan(10**6, 256, 2, 64, 0, steps=10**6)
     assert block_shape(plan, row_bytes=3 * 224 * 224, block_mb=24) == (1, 1)
     assert block_shape(plan, row_bytes=3 * 64 * 64, block_mb=24) == (15, 1)
@@ -163,7 +163,7 @@ def test_block_size_follows_the_row():
     assert max_block_mb(80e6, world=2) == pytest.approx(6) and max_block_mb(60e9, world=8) > 512  # any size asked for
 
 
-def test_a_block_holds_pixels_tokens_and_padding(reader):
+def test_block_holds_pixels_tokens_and_padding(reader):
     plan = SamplePlan(117, 5, 2, 3, seed=0, steps=4, shuffle=False)
     block = reader.block(plan, plan.positions(0, 1))
     assert block["pos"].tolist() == [3, 4, PADDING]
@@ -175,8 +175,7 @@ def test_a_block_holds_pixels_tokens_and_padding(reader):
     assert micro["input_ids"].shape[1] == block["num_tokens"].max()
 
 
-def test_a_data_worker_reads_without_the_types_of_settings(tmp_path):
-    """They would cost each of its starts a third of a second, and the stream's first batch two of these."""
+def test_data_worker_does_not_import_pydantic(tmp_path):
     inputs, augment = ChatInputs(image_side=8, max_tokens=40), Augment(flip=1.0, crop_scale=(0.5, 1.0))
     reader = RowReader(
         make_set(tmp_path, [row(0, texts=CAPTIONS)]), inputs, train_tokenizer(CAPTIONS, 60), 10**6, augment
@@ -193,7 +192,7 @@ print(block["image"].shape, block["valid"], [name for name in {heavy} if name in
     assert run.stdout.decode().strip() == "(1, 3, 8, 8) [ True] []"
 
 
-def test_a_row_that_cannot_be_read_keeps_its_place(tmp_path):
+def test_unreadable_row_keeps_its_position(tmp_path):
     reader = RowReader(
         make_set(tmp_path, [row(number, b"broken" if number == 2 else None) for number in range(6)]),
         INPUTS,
@@ -207,7 +206,7 @@ def test_a_row_that_cannot_be_read_keeps_its_place(tmp_path):
     assert record.key == "row-2" and "format" in reason
 
 
-def test_a_damaged_record_costs_itself_only(tmp_path):
+def test_damaged_record_invalidates_only_itself(tmp_path):
     prepared = make_set(tmp_path, [row(number) for number in range(40)])
     reader = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
     shard = tmp_path / "0.arrow"
@@ -220,8 +219,7 @@ def test_a_damaged_record_costs_itself_only(tmp_path):
     assert "checksum" in reader.explain_bad_row(11)[1]
 
 
-def test_a_store_that_does_not_answer_is_no_fault_of_the_rows(reader, monkeypatch):
-    """They keep their place in the epoch: whoever reads them fails, and is begun again."""
+def test_unavailable_store_raises_instead_of_invalidating_rows(reader, monkeypatch):
 
     def refuse(*_):
         raise OSError("503 slow down")
@@ -231,7 +229,7 @@ def test_a_store_that_does_not_answer_is_no_fault_of_the_rows(reader, monkeypatc
         reader.block(SamplePlan(40, 40, 1, 40, 0, 1, shuffle=False), np.arange(40))
 
 
-def test_a_caption_is_chosen_anew_each_epoch_and_the_same_again(tmp_path):
+def test_caption_choice_differs_by_epoch_and_is_reproducible(tmp_path):
     reader = RowReader(make_set(tmp_path, [row(0, texts=CAPTIONS)]), INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
     plan = SamplePlan(1, 1, 1, 1, seed=0, steps=40)
     lengths = reader.block(plan, np.arange(40))["num_tokens"]
@@ -239,7 +237,7 @@ def test_a_caption_is_chosen_anew_each_epoch_and_the_same_again(tmp_path):
     assert np.array_equal(lengths[7:9], reader.block(plan, np.arange(7, 9))["num_tokens"])
 
 
-def test_a_plan_of_a_million_blocks_costs_nothing_to_make(local_ray):
+def test_million_blocks_start_in_seconds(local_ray):
     """Made and begun in seconds: block numbers come from coarse tasks, never a list of a million.
 
     Nor in memory: a task for each block takes some 4 KB, which were 4 GB. Measured: 25 to 29 MiB.
