@@ -12,7 +12,7 @@ from mmray.evaluate import evaluator as evaluator_module
 from mmray.evaluate.evaluator import Evaluator
 from mmray.evaluate.examples import NUM_SHOWN, select_queries
 from mmray.objectives.contrastive import Contrastive
-from tests.evaluate.test_score import INPUTS, SETTINGS, Toy, on_ranks, prepared, small_chunks  # noqa: F401 - fixtures
+from tests.evaluate.test_evaluator import INPUTS, SETTINGS, Toy, on_ranks, prepared, small_chunks  # noqa: F401 - fixtures
 
 WAYS = ("image_to_text", "text_to_image")
 

@@ -10,7 +10,7 @@ from mmray.engine.collectives import Group
 from mmray.evaluate.evaluator import Evaluator
 from mmray.evaluate.generation import GenerationEvaluator
 from mmray.objectives.contrastive import Contrastive
-from tests.evaluate import test_language, test_score
+from tests.evaluate import test_evaluator, test_generation
 from tests.made import make_set, row
 from tests.models import test_generative, test_regions
 from tests.train.gpus import gpus, within
@@ -23,7 +23,7 @@ CLASSES = {"classes": ("red circle", "blue square"), "prompts": ("{}", "a {}")}
 @pytest.fixture
 def prepared(tmp_path):
     """Nine rows of two classes, one of which cannot be read; each picture with two boxes."""
-    rows = [row(number, texts=test_language.TEXTS[number % 3]) for number in range(9)]
+    rows = [row(number, texts=test_generation.TEXTS[number % 3]) for number in range(9)]
     for number, record in enumerate(rows):
         record.label = number % 2
         record.boxes = [[0.0, 0.1, 0.5, 0.9], [0.2, 0.0, 1.0, 0.4]]
@@ -35,7 +35,7 @@ def prepared(tmp_path):
 def by_embeddings(prepared, device):
     """Of a model that names boxes and whose classes are named."""
     model = test_regions.model_of().double().to(device)
-    settings = SimpleNamespace(**vars(test_score.SETTINGS) | CLASSES)
+    settings = SimpleNamespace(**vars(test_evaluator.SETTINGS) | CLASSES)
     shown = []
     evaluator = Evaluator(prepared, test_regions.BOXED, test_regions.TOKENIZER, settings)
     return evaluator.score(model, Group(device=device), Contrastive(), 4, shown.append), shown
@@ -43,7 +43,7 @@ def by_embeddings(prepared, device):
 
 def by_writing(prepared, device):
     model = test_generative.model_of().double().to(device)
-    settings = SimpleNamespace(**vars(test_language.SETTINGS) | {"answers": 3})
+    settings = SimpleNamespace(**vars(test_generation.SETTINGS) | {"num_generations": 3})
     evaluator = GenerationEvaluator(prepared, test_generative.INPUTS, test_generative.TOKENIZER, settings)
     return evaluator.score(model, Group(device=device), None, 4), []
 

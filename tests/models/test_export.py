@@ -158,15 +158,15 @@ def test_other_programs_read_the_folder(exported: tuple[nn.Module, TwoTower, Pat
 
 
 @pytest.mark.parametrize("fit", ["crop", "squash", "pad"])
-def test_pixels_are_said_in_transformers_words_only_where_it_makes_the_same(tmp_path: Path, fit: str) -> None:
-    """Whatever the card promises of them holds, for a picture that is no square."""
+def test_image_processor_config_is_written_only_if_pixels_are_equal(tmp_path: Path, fit: str) -> None:
+    """The statement of the card holds for a non-square image."""
     from transformers import AutoImageProcessor
 
     spec = spec_of(fit)
     out = export(trained(spec), spec.model_dump(mode="json"), TOKENIZER, tmp_path / "model")
-    promised = "whose pixels\n  agree up to rounding" in (out / "README.md").read_text()
-    assert promised == (out / "preprocessor_config.json").exists() == (fit != "pad")
-    if not promised:
+    documented = "pixels\n  agree up to rounding" in (out / "README.md").read_text()
+    assert documented == (out / "preprocessor_config.json").exists() == (fit != "pad")
+    if not documented:
         assert "no image processor that pads with white" in (out / "README.md").read_text()
         with pytest.raises((OSError, ValueError)):
             AutoImageProcessor.from_pretrained(out)

@@ -158,5 +158,5 @@ def test_exported_it_judges_pairs_as_trained(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded.classify(images, TEXTS), classes, rtol=0, atol=1e-6)
     assert loaded.embed_texts(TEXTS).shape == (3, 8)
     assert loaded.match([], []).shape == (0,)
-    with pytest.raises(UsageError, match="3 images and 1 texts are no pairs"):
+    with pytest.raises(UsageError, match="3 images and 1 texts: pass as many of each"):
         loaded.match(images, TEXTS[:1])

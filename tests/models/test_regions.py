@@ -153,8 +153,8 @@ def test_exported_it_names_boxes_as_trained(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = model.classify_regions(noise, fractions)[0].softmax(1)
     boxes = [(8, 0, 16, 16), (16, 16, 16, 16)]
-    named = loaded.name_boxes(picture, boxes)
+    named = loaded.classify_boxes(picture, boxes)
     torch.testing.assert_close(named, expected, rtol=0, atol=1e-6)
-    torch.testing.assert_close(loaded.name_boxes(picture, boxes, LABELS[1:]), named[:, 1:], rtol=0, atol=1e-5)
+    torch.testing.assert_close(loaded.classify_boxes(picture, boxes, LABELS[1:]), named[:, 1:], rtol=0, atol=1e-5)
     with pytest.raises(DataError, match=r"box 1 \(40, 0, 4, 4\) lies outside"):
-        loaded.name_boxes(picture, [boxes[0], (40, 0, 4, 4)])
+        loaded.classify_boxes(picture, [boxes[0], (40, 0, 4, 4)])

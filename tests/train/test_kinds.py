@@ -154,7 +154,7 @@ def test_from_rows_to_an_exported_model(kind: str, prepared: tuple[PreparedSet, 
     assert scores.isfinite().all()
     if kind == "fusion":
         assert loaded.match([png(3)], CAPTIONS[:1]).shape == (1,)
-        named = loaded.name_boxes(png(3), [[1, 2, 8, 9], [0, 0, 16, 16]])
+        named = loaded.classify_boxes(png(3), [[1, 2, 8, 9], [0, 0, 16, 16]])
         assert (named.shape, named[:, 0].tolist()) == ((2, 3), [0, 0])  # label 0 has no name
 
 

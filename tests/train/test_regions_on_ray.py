@@ -91,5 +91,5 @@ def test_coco_instances_train_a_model_that_names_boxes(local_ray: None, tmp_path
     loaded = mmray.load(export_run(run.path, tmp_path / "exported", None))
     pixels = np.full((48, 64, 3), 110, np.uint8)
     pixels[10:34, 4:24], pixels[12:36, 36:56] = COLOURS["ocean"], COLOURS["leaf"]
-    named = loaded.name_boxes(Image.fromarray(pixels), [(4, 10, 20, 24), (36, 12, 20, 24)])
+    named = loaded.classify_boxes(Image.fromarray(pixels), [(4, 10, 20, 24), (36, 12, 20, 24)])
     assert named.argmax(dim=1).tolist() == [IDS["ocean"], IDS["leaf"]]

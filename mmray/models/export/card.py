@@ -1,15 +1,15 @@
-"""What an exported model says of itself: a README.md for people, and its preprocessing in transformers' words."""
+"""Model card (README.md) and image preprocessing config of an exported model."""
 
 from __future__ import annotations
 
 from typing import Any
 
 RESAMPLING = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers
-FIT = {"squash": "Squashed to", "crop": "The central square, resized to", "pad": "Padded with white to"}
+FIT = {"squash": "Squashed to", "crop": "Centre-cropped and resized to", "pad": "Padded with white and resized to"}
 
 
 def model_card(name: str, spec: dict[str, Any], num_parameters: int) -> str:
-    """Markdown: how to load the model, what it takes in, what comes out. `spec` is the `model` section."""
+    """Return the card as Markdown. spec: the `model` section as JSON values."""
     inputs = spec["inputs"]
     if "chat" in inputs:
         return _generative_card(name, spec, num_parameters)
@@ -20,8 +20,8 @@ tags: [image-text, retrieval, zero-shot]
 
 # {name}
 
-An image-text model with one embedding space, trained with mmray: {num_parameters:,} parameters, embeddings of
-length 1. The dot product of an image's and a text's says how well they go together.
+An image-text model with one embedding space, trained with mmray: {num_parameters:,} parameters. Embeddings are
+L2-normalised; the dot product of an image's and a text's embedding is their similarity.
 
 ```python
 import mmray
@@ -30,8 +30,8 @@ scores = model.embed_images(["photo.jpg"]) @ model.embed_texts(["a red circle", 
 ```
 
 - Images: PIL images, encoded bytes or paths. {FIT[inputs["fit"]]} {inputs["image_side"]} x {inputs["image_side"]}
-  pixels ({inputs["interpolation"]}); transparency is laid on white, EXIF orientation applied.
-- Texts: up to {inputs["max_tokens"]} tokens; what is longer is cut.{_language_note(inputs)}
+  pixels ({inputs["interpolation"]}); transparency is composited on white, EXIF orientation is applied.
+- Texts: up to {inputs["max_tokens"]} tokens; longer ones are truncated.{_language_note(inputs)}
 - Kind: {spec["kind"]}{_encoder_names(spec)}. All settings are in `config.json`.
 - `tokenizer.json` opens in transformers as `PreTrainedTokenizerFast(tokenizer_file=...)`.
 - {_hf_preprocessing_note(inputs)}
@@ -39,7 +39,7 @@ scores = model.embed_images(["photo.jpg"]) @ model.embed_texts(["a red circle", 
 
 
 def _generative_card(name: str, spec: dict[str, Any], num_parameters: int) -> str:
-    """The card of a model that writes."""
+    """The card of a generative model."""
     inputs, chat = spec["inputs"], spec["inputs"]["chat"]
     return f"""---
 library_name: mmray
@@ -58,7 +58,7 @@ model.answer(["photo.jpg"], "{chat["question"]}")
 
 - Images: PIL images, encoded bytes or paths. {FIT[inputs["fit"]]} {inputs["image_side"]} x {inputs["image_side"]}
   pixels ({inputs["interpolation"]}), one crop each.
-- Conversations of up to {inputs["max_tokens"]} tokens and one image, laid out as
+- Conversations of up to {inputs["max_tokens"]} tokens and one image, formatted as
   `{chat["user"].format(chat["image"] + "...").strip()} {chat["assistant"].format("...")}{chat["end"]}`.
 - Kind: {spec["kind"]}. All settings are in `config.json`; in transformers it is a `LlavaForConditionalGeneration`.
 - {_hf_preprocessing_note(inputs)}
@@ -66,35 +66,35 @@ model.answer(["photo.jpg"], "{chat["question"]}")
 
 
 def _hf_preprocessing_note(inputs: dict[str, Any]) -> str:
-    """How transformers prepares the images, where it can."""
+    """How transformers preprocesses the images."""
     if preprocessor_config(inputs) is None:
         return (
-            "transformers has no image processor that pads with white, so there is no `preprocessor_config.json`:\n"
-            "  elsewhere, pad and resize images as above before they are normalised (`config.json` has mean and std)."
+            "transformers has no image processor that pads with white, so there is no `preprocessor_config.json`.\n"
+            "  Outside mmray, pad and resize images as above, then normalise them with mean and std of `config.json`."
         )
     return (
-        "`preprocessor_config.json` opens in transformers as `AutoImageProcessor.from_pretrained(...)`, whose pixels\n"
-        "  agree up to rounding (a crop may lie half a pixel aside; Pillow 13 resizes tall pictures in another order,\n"
-        "  which bicubic shows at edges)."
+        "`preprocessor_config.json` opens in transformers as `AutoImageProcessor.from_pretrained(...)`. Its pixels\n"
+        "  agree up to rounding: a crop can be shifted by half a pixel, and Pillow 13 resizes tall images in another\n"
+        "  order."
     )
 
 
 def _language_note(inputs: dict[str, Any]) -> str:
-    """How a text says its language, where the model has tokens of languages."""
+    """How to pass the language of a text, for models with language tokens."""
     if not (pattern := inputs.get("language_token", "")):
         return ""
     mark = pattern.replace("{}", "de")
-    return f' Their language: `embed_texts(texts, language="de")`, or `{mark}` in front of a text elsewhere.'
+    return f' Their language: `embed_texts(texts, language="de")`, or the prefix `{mark}` outside mmray.'
 
 
 def _encoder_names(spec: dict[str, Any]) -> str:
-    """The names of the towers, where they have names."""
+    """The names of the towers, if they have names."""
     named = [f"{part} {spec[part]['name']}" for part in ("image", "text") if "name" in spec.get(part, {})]
     return f" ({', '.join(named)})" if named else ""
 
 
 def preprocessor_config(inputs: dict[str, Any]) -> dict[str, Any] | None:
-    """The `inputs` section as transformers' image processors know it; None for padding with white, which none does."""
+    """preprocessor_config.json for transformers; None for padding with white, which it does not support."""
     if inputs["fit"] == "pad":
         return None
     side = inputs["image_side"]

@@ -1,11 +1,14 @@
-"""An exported model that writes, ready to be asked about pictures."""
+"""Load an exported model: the decoder, preprocessing and tokenizer are those of training, so embeddings are equal."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,57 +18,205 @@ from torch import Tensor
 from mmray.data.images.boxes import clip_boxes, to_model_coords
 from mmray.data.images.decode import MAX_PIXELS, decode
 from mmray.data.images.transform import transform
-from mmray.data.text.chat import ChatEncoder
-from mmray.errors import DataError
+from mmray.data.text.chat import ChatEncoder, build_encoder
+from mmray.data.text.tokenizer import TextEncoder, clean_caption
+from mmray.errors import DataError, UsageError
+from mmray.models.build import build
+from mmray.models.export.export import CONFIG, TOKENIZER, WEIGHTS, from_hf_state
+from mmray.models.fusion import region_logits
+from mmray.models.weights import load_weights
+from mmray.storage.paths import AnyPath, local_copy, to_path
 
 if TYPE_CHECKING:
     from mmray.config import ChatInputs, Inputs
 
-
-# Pictures that a person hands over, as the pixels that a model was trained on.
 _PNG_MODES = ("1", "L", "LA", "P", "I", "I;16", "I;16B", "RGB", "RGBA")
 ImageInput = Image.Image | bytes | str | Path
+Item = TypeVar("Item")
+
+
+def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
+    """Load an exported model: an Embedder, or a Generator for generative models.
+
+    folder: a path or an address (s3://...). Raises UsageError if it contains no exported model.
+    """
+    path = to_path(folder)
+    try:
+        config = json.loads((path / CONFIG).read_text())
+        tokenizer_json = (path / TOKENIZER).read_text()
+        with local_copy(path / WEIGHTS) as file:
+            weights = load_weights(file)
+        spec = _to_namespace(config["model"])
+        encoder = build_encoder(tokenizer_json, spec.inputs)
+    except Exception as error:  # the tokenizers package raises bare Exception
+        raise UsageError(f"{path} is not a model exported by `mmray export RUN {path}`: {error}") from error
+    model = build(spec, spec.vocab_size or encoder.vocab_size, config["architecture"])
+    model.load_state_dict(from_hf_state(model, weights) if "model_type" in config else weights)
+    kind = Generator if hasattr(spec.inputs, "chat") else Embedder
+    return kind(model.to(device).eval(), spec.inputs, encoder, torch.device(device))
+
+
+class Embedder:
+    """Embeds images and texts in one space; the dot product of two embeddings is their similarity.
+
+    Images are PIL images, encoded bytes, or paths. `language` is that of the texts, for models with language tokens.
+    Methods raise DataError with the index of the first unreadable image or text.
+    """
+
+    def __init__(self, model: Any, inputs: Inputs, encoder: TextEncoder, device: torch.device):
+        self.model, self.inputs, self.device = model, inputs, device
+        self._encoder = encoder
+
+    def embed_images(self, images: Sequence[ImageInput], batch: int = 64) -> Tensor:
+        """L2-normalised embeddings float32 [N, D] on the CPU."""
+        return self._embed(images, batch, self._embed_image_batch)
+
+    def embed_texts(self, texts: Sequence[str], batch: int = 256, language: str | None = None) -> Tensor:
+        """L2-normalised embeddings float32 [N, D] on the CPU. Raises UsageError for a language without a token."""
+        return self._embed(texts, batch, partial(self._embed_text_batch, language=language))
+
+    @torch.no_grad()
+    def match(
+        self, images: Sequence[ImageInput], texts: Sequence[str], batch: int = 64, language: str | None = None
+    ) -> Tensor:
+        """Probability float32 [N] that image i and text i match. Raises UsageError without a matching head."""
+        return self._pair_logits("match_head", images, texts, batch, language).sigmoid().squeeze(1)
+
+    @torch.no_grad()
+    def classify(
+        self, images: Sequence[ImageInput], texts: Sequence[str], batch: int = 64, language: str | None = None
+    ) -> Tensor:
+        """Class probabilities float32 [N, C] of each pair. Raises UsageError without a classification head."""
+        return self._pair_logits("class_head", images, texts, batch, language).softmax(dim=1)
+
+    @torch.no_grad()
+    def classify_boxes(
+        self, image: ImageInput, boxes: Sequence[Sequence[float]], texts: Sequence[str] | None = None
+    ) -> Tensor:
+        """Probabilities float32 [N, C] over `texts` for each box of an image.
+
+        boxes: (left, top, width, height) in pixels. texts: default is the labels of the training set, in their order.
+        Raises UsageError without a region head, and DataError for an unreadable image or an invisible box.
+        """
+        if getattr(self.model, "region_head", None) is None:
+            raise UsageError("this model has no region_head: it was not trained to classify boxes")
+        pixels, model_boxes = (part.to(self.device) for part in load_image_and_boxes(image, boxes, self.inputs))
+        if texts is None:
+            logits = self.model.classify_regions(pixels, model_boxes)
+        else:
+            regions = self.model.embed_regions(pixels, model_boxes)
+            text = self.embed_texts(texts).to(self.device)
+            logits = region_logits(regions, text, self.model.scalar_outputs()["logit_scale"])
+        probability: Tensor = logits[0].softmax(dim=1).float().cpu()
+        return probability
+
+    def _pair_logits(
+        self, head_name: str, images: Sequence[ImageInput], texts: Sequence[str], batch: int, language: str | None
+    ) -> Tensor:
+        head = getattr(self.model, head_name, None)
+        if head is None:
+            raise UsageError(f"this model has no {head_name}: it was not trained with it")
+        if len(images) != len(texts):
+            raise UsageError(f"got {len(images)} images and {len(texts)} texts: pass as many of each")
+        parts = [torch.zeros(0, head.out_features)]
+        for start in range(0, len(images), batch):
+            pixels = load_images(images[start : start + batch], self.inputs, start).to(self.device)
+            pair = self.model.embed_pair(pixels, *self._tokens(start, texts[start : start + batch], language))
+            parts.append(head(pair).float().cpu())
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def _embed(self, items: Sequence[Item], batch: int, embed: Callable[[int, Sequence[Item]], Tensor]) -> Tensor:
+        if isinstance(items, str | bytes):
+            raise TypeError("pass a list, even for a single item")
+        parts = [embed(start, items[start : start + batch]) for start in range(0, len(items), batch)]
+        return torch.cat(parts).float().cpu() if parts else self._embed_text_batch(0, ["a"])[:0].float().cpu()
+
+    def _embed_image_batch(self, start: int, images: Sequence[ImageInput]) -> Tensor:
+        embedding: Tensor = self.model.embed_image(load_images(images, self.inputs, start).to(self.device))
+        return embedding
+
+    def _embed_text_batch(self, start: int, texts: Sequence[str], language: str | None = None) -> Tensor:
+        embedding: Tensor = self.model.embed_text(*self._tokens(start, texts, language))
+        return embedding
+
+    def _tokens(self, start: int, texts: Sequence[str], language: str | None) -> list[Tensor]:
+        """Ids and mask [B, T] on the device."""
+        captions = [
+            self._encoder.format_caption(_clean(index, text), language) for index, text in enumerate(texts, start)
+        ]
+        ids, num_tokens = self._encoder.encode(captions)
+        mask = np.arange(ids.shape[1]) < num_tokens[:, None]
+        return [torch.from_numpy(array.astype(np.int64)).to(self.device) for array in (ids, mask)]
+
+
+class Generator:
+    """Answers questions about images by greedy decoding."""
+
+    def __init__(self, model: Any, inputs: ChatInputs, encoder: ChatEncoder, device: torch.device):
+        self.model, self.inputs, self.device = model, inputs, device
+        self._encoder = encoder
+
+    def answer(
+        self, images: Sequence[ImageInput], question: str | Sequence[str] | None = None, max_new_tokens: int = 64
+    ) -> list[str]:
+        """Answer a question about each image (PIL image, encoded bytes, or path).
+
+        question: one for all, or one per image; default is the caption question of training. Raises DataError with the
+        index of the first unreadable image.
+        """
+        default = question if question is not None else self.inputs.chat.question
+        questions = [default] * len(images) if isinstance(default, str) else list(default)
+        return [
+            generate_answer(self.model, self._encoder, load_images([image], self.inputs, index), text, max_new_tokens)
+            for index, (image, text) in enumerate(zip(images, questions, strict=True))
+        ]
+
+
+@torch.no_grad()
+def generate_answer(model: Any, encoder: ChatEncoder, pixels: Tensor, question: str, max_new_tokens: int) -> str:
+    """Answer a question about one image, uint8 [1, 3, S, S]."""
+    device = next(model.parameters()).device
+    ids, image_pos = (torch.from_numpy(array.astype(np.int64)).to(device) for array in encoder.encode_prompt(question))
+    tokens = model.text.greedy_decode(model.image(pixels.to(device)), ids, image_pos, encoder.end_id, max_new_tokens)
+    return str(encoder.tokenizer.decode(tokens)).strip()
 
 
 def load_images(images: Sequence[ImageInput], inputs: Inputs, first: int = 0) -> Tensor:
-    """Pixels uint8 [N, 3, S, S] of PIL images, encoded bytes, or paths.
-
-    Raises DataError naming the first that cannot be read, by its number, counted from `first`.
-    """
-    pixels = [_pixels(number, image, inputs) for number, image in enumerate(images, first)]
-    return torch.from_numpy(np.stack(pixels))
+    """Pixels uint8 [N, 3, S, S]. Raises DataError with the index of an unreadable image, counted from `first`."""
+    return torch.from_numpy(np.stack([_pixels(index, image, inputs) for index, image in enumerate(images, first)]))
 
 
 def load_image_and_boxes(image: ImageInput, boxes: Sequence[Sequence[float]], inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Pixels uint8 [1, 3, S, S] of a picture, and its boxes float32 [1, N, 4] in fractions of that square.
+    """Pixels uint8 [1, 3, S, S] and boxes float32 [1, N, 4] in fractions of the model's square.
 
-    boxes: (left, top, width, height) in pixels of the upright picture, as COCO has them. Raises DataError for a picture
-    that cannot be read, and for a box of which the model sees too little.
+    boxes: (left, top, width, height) in pixels of the upright image, as in COCO. Raises DataError for an unreadable
+    image, and for a box that is mostly cropped away.
     """
     pixels = load_images([image], inputs)
     height, width = _to_rgb(image).shape[:2]
     corners = [[x / width, y / height, (x + w) / width, (y + h) / height] for x, y, w, h in boxes]
     fractions = np.array(corners, np.float64).reshape(-1, 4)
-    placed, shows = clip_boxes(to_model_coords(fractions, (width, height), inputs, None, None))
-    if not shows.all():
-        first = int(np.flatnonzero(~shows)[0])
+    model_boxes, is_visible = clip_boxes(to_model_coords(fractions, (width, height), inputs, None, None))
+    if not is_visible.all():
+        first = int(np.flatnonzero(~is_visible)[0])
         raise DataError(
-            f"box {first} {tuple(boxes[first])} lies outside of what the model sees of an image of {width} x {height} "
-            f"pixels (model.inputs.fit {inputs.fit})"
+            f"box {first} {tuple(boxes[first])} lies outside the part of the {width} x {height} image that the model "
+            f"sees (model.inputs.fit {inputs.fit})"
         )
-    return pixels, torch.from_numpy(placed.astype(np.float32))[None]
+    return pixels, torch.from_numpy(model_boxes.astype(np.float32))[None]
 
 
-def _pixels(number: int, image: ImageInput, inputs: Inputs) -> np.ndarray:
+def _pixels(index: int, image: ImageInput, inputs: Inputs) -> np.ndarray:
     try:
         return transform(_to_rgb(image), inputs)
     except (OSError, ValueError) as error:
         name = f" ({image})" if isinstance(image, str | Path) else ""
-        raise DataError(f"image {number}{name}: {error}") from error
+        raise DataError(f"image {index}{name}: {error}") from error
 
 
 def _to_rgb(image: ImageInput) -> np.ndarray:
-    """Upright RGB uint8 [H, W, 3], as training saw it."""
+    """Upright RGB uint8 [H, W, 3], decoded as in training."""
     if isinstance(image, str | Path):
         return decode(Path(image).read_bytes(), MAX_PIXELS)
     if isinstance(image, bytes):
@@ -76,38 +227,19 @@ def _to_rgb(image: ImageInput) -> np.ndarray:
     if upright.mode == "RGB" and "transparency" not in upright.info:
         return np.asarray(upright)
     file = io.BytesIO()
-    upright.save(file, "PNG")  # lossless, and then read by the one function that decides about alpha and 16 bits
+    upright.save(file, "PNG")  # lossless; `decode` handles transparency and 16-bit images
     return decode(file.getvalue(), MAX_PIXELS)
 
 
-class Generator:
-    """Questions about pictures to answers: at each token the likeliest, until the model ends its answer."""
-
-    def __init__(self, model: Any, inputs: ChatInputs, encoder: ChatEncoder, device: torch.device):
-        self.model, self.inputs, self.device = model, inputs, device
-        self._encoder = encoder
-
-    def answer(
-        self, images: Sequence[ImageInput], question: str | Sequence[str] | None = None, max_new_tokens: int = 64
-    ) -> list[str]:
-        """What the model says of each picture (PIL image, encoded bytes, or path).
-
-        question: one for all, or one for each; none: what it was asked in training about captions. Raises DataError
-        naming the first picture that cannot be read.
-        """
-        asked = question if question is not None else self.inputs.chat.question
-        questions = [asked] * len(images) if isinstance(asked, str) else list(asked)
-        pairs = zip(images, questions, strict=True)
-        return [
-            generate_answer(self.model, self._encoder, load_images([image], self.inputs, number), text, max_new_tokens)
-            for number, (image, text) in enumerate(pairs)
-        ]
+def _clean(index: int, text: str) -> str:
+    try:
+        return clean_caption(text)
+    except ValueError as error:
+        raise DataError(f"text {index}: {error}") from error
 
 
-@torch.no_grad()
-def generate_answer(model: Any, encoder: ChatEncoder, pixels: Tensor, question: str, most: int) -> str:
-    """The model's answer to a question about one image, uint8 [1, 3, S, S], of `most` tokens at the longest."""
-    device = next(model.parameters()).device
-    ids, at = (torch.from_numpy(array.astype(np.int64)).to(device) for array in encoder.encode_prompt(question))
-    said = model.text.greedy_decode(model.image(pixels.to(device)), ids, at, encoder.end_id, most)
-    return str(encoder.tokenizer.decode(said)).strip()
+def _to_namespace(values: Any) -> Any:
+    """JSON values with the attributes of a config section; a user's own `settings` stay a dict."""
+    if isinstance(values, dict):
+        return SimpleNamespace(**{k: v if k == "settings" else _to_namespace(v) for k, v in values.items()})
+    return values

@@ -30,7 +30,7 @@ from mmray.models.export.export import export
 from mmray.objectives.contrastive import Contrastive
 from mmray.train import validate
 from mmray.train.run_dir import forbidden_changes
-from tests.evaluate.test_score import Toy, on_ranks
+from tests.evaluate.test_evaluator import Toy, on_ranks
 from tests.made import CAPTIONS, make_set, row
 
 INPUTS = Inputs(image_side=16, fit="squash", max_tokens=12, language_token="[{}]")

@@ -102,3 +102,17 @@ def test_what_is_no_image_tower_is_refused(tmp_path: Path) -> None:
         build_image_tower(spec_of(tmp_path), SIDE, "local")
     with pytest.raises(UsageError, match=r"takes its shape from the weights; .* \(got `none`\)"):
         build_image_tower(ImageTower(name="transformers"), SIDE, "local")
+
+
+@torch.no_grad()
+def test_timm_features_are_those_of_the_wrapped_model(tmp_path: Path) -> None:
+    pytest.importorskip("timm")
+    config = AutoConfig.for_model("timm_wrapper", architecture="test_vit", model_args={"img_size": SIDE})
+    net = AutoModel.from_config(config).eval()
+    net.save_pretrained(tmp_path)
+    tower: Any = build_image_tower(spec_of(tmp_path), SIDE, "local").eval()
+    pixels = torch.randn(2, 3, SIDE, SIDE)
+    hidden = net(pixel_values=pixels).last_hidden_state
+    torch.testing.assert_close(tower.features(pixels), hidden)
+    torch.testing.assert_close(tower(pixels), hidden[:, 0])
+    assert tower.grid(hidden).shape == (2, tower.width, 2, 2)
