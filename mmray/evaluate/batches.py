@@ -75,8 +75,8 @@ class EvalBatches:
                 current = ahead
                 if index + 1 < len(parts):
                     ahead = self._submit(pool, parts[index + 1])
-                found = chain.from_iterable(future.result() for future in current)
-                if (batch := self._collate(parts[index], found)) is not None:
+                records = chain.from_iterable(future.result() for future in current)
+                if (batch := self._collate(parts[index], records)) is not None:
                     yield batch
 
     def close(self) -> None:
@@ -95,13 +95,13 @@ class EvalBatches:
             records = [*self.prepared.read(rows)]
         except ROW_ERRORS:  # of one row: read them one by one
             records = [None] * len(rows)
-        found: list[EvalRowOrError] = []
+        results: list[EvalRowOrError] = []
         for row, record in zip(rows.tolist(), records, strict=True):
             try:
-                found.append(self._convert(record) if record else self.read(row))
+                results.append(self._convert(record) if record else self.read(row))
             except ROW_ERRORS as error:
-                found.append(error)
-        return found
+                results.append(error)
+        return results
 
     def read(self, row: int) -> EvalRow:
         """Pixels, box columns, texts and label of one row. Raises OSError or ValueError (BadImage is one)."""
@@ -122,14 +122,14 @@ class EvalBatches:
         if not (inputs.max_boxes and record.boxes):
             return pixels, boxes.empty_box_columns(1, inputs.max_boxes)
         size = (rgb.shape[1], rgb.shape[0])
-        found, labels, count = boxes.transform_boxes(record.boxes, record.box_labels or [], size, inputs)
-        columns = {"boxes": found[None], "box_labels": labels[None], "num_boxes": np.array([count], np.int32)}
+        model_boxes, labels, count = boxes.transform_boxes(record.boxes, record.box_labels or [], size, inputs)
+        columns = {"boxes": model_boxes[None], "box_labels": labels[None], "num_boxes": np.array([count], np.int32)}
         return pixels, columns
 
-    def _collate(self, rows: np.ndarray, found: Iterable[EvalRowOrError]) -> Batch | None:
+    def _collate(self, rows: np.ndarray, records: Iterable[EvalRowOrError]) -> Batch | None:
         """Collate the readable rows; None if there are none."""
         rows_read, pixels, boxed, labels, texts, owner = [], [], [], [], [], []
-        for row, one in zip(rows.tolist(), found, strict=True):
+        for row, one in zip(rows.tolist(), records, strict=True):
             if isinstance(one, Exception):
                 self.skipped.append(f"row {row}: {one}")
                 if len(self.skipped) % 1000 == 1:

@@ -1,4 +1,4 @@
-"""Evaluation of embedding models on held-out rows; every rank gets the same metrics, whatever the number of ranks.
+"""Evaluation of embedding models on held-out rows; every rank gets the same metrics, for any number of ranks.
 
 Recall@k, median rank and validation loss always; zero-shot accuracy if class names are known (evaluate.classes, or a
 set made of one folder per class); accuracy of the classification and region heads, if the model has them. Each rank
@@ -65,10 +65,10 @@ class Evaluator(EvalDataset):
         bad_rows = int(group.all_gather_variable(torch.tensor([len(batches.skipped)])).sum())
         if len(embedded.row) == 0:
             raise DataError(f"cannot read any of {bad_rows} evaluation rows: {'; '.join(batches.skipped[:1])}")
-        found = retrieval_ranks(embedded, group, CHUNK)
-        metrics = retrieval_scores(embedded, found, group, objective, global_rows, CHUNK)
+        ranks = retrieval_ranks(embedded, group, CHUNK)
+        metrics = retrieval_scores(embedded, ranks, group, objective, global_rows, CHUNK)
         if show is not None:
-            show(retrieval_examples(embedded, found, self._prepared, CHUNK, group.device, self._max_pixels))
+            show(retrieval_examples(embedded, ranks, self._prepared, CHUNK, group.device, self._max_pixels))
         if classes := settings.classes or self._prepared.manifest.class_names:
             metrics |= self._zero_shot(model, embedded, group, classes)
         if (head := class_head(model)) is not None:
@@ -83,8 +83,8 @@ class Evaluator(EvalDataset):
     ) -> dict[str, float]:
         """Accuracy of the nearest class embedding, each rank on its part of the rows."""
         prompts, language = self._settings.prompts, self._settings.language
-        said = [self._encoder.format_caption(text, language) for text in fill_prompts(classes, prompts)]
-        ids, num_tokens = self._encoder.encode(said)
+        captions = [self._encoder.format_caption(text, language) for text in fill_prompts(classes, prompts)]
+        ids, num_tokens = self._encoder.encode(captions)
         mask = (torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]).long()
         with eval_mode(model):
             text = _embed_texts(model, torch.from_numpy(ids.astype("int64")), mask, self._settings.batch, group.device)
@@ -93,9 +93,11 @@ class Evaluator(EvalDataset):
             embedded.image[mine].split(CHUNK),
             embedded.label[mine].split(CHUNK),
         )
-        found = [topk_correct(rows @ weights.T, labels, TIE) for rows, labels in zip(image, label, strict=True)]
-        right = group.all_gather_variable(torch.stack([torch.zeros(3, dtype=torch.int64), *found]).sum(0)[None]).sum(0)
-        return topk_accuracy(right.cpu(), "zero_shot", len(classes))
+        counts = [topk_correct(rows @ weights.T, labels, TIE) for rows, labels in zip(image, label, strict=True)]
+        correct = group.all_gather_variable(torch.stack([torch.zeros(3, dtype=torch.int64), *counts]).sum(0)[None]).sum(
+            0
+        )
+        return topk_accuracy(correct.cpu(), "zero_shot", len(classes))
 
 
 def retrieval_ranks(embedded: EmbeddingSet, group: Group, chunk: int) -> dict[str, Tensor]:
@@ -117,9 +119,9 @@ def _ranks(
     mine = slice(group.rank, None, group.world)
     own = correct[:, correct[0] % group.world == group.rank]
     own = torch.stack([own[0] // group.world, own[1]])
-    found = group.all_gather_variable(compute_ranks(queries[mine], gallery, own, chunk, group.device, copies)).cpu()
+    ranks = group.all_gather_variable(compute_ranks(queries[mine], gallery, own, chunk, group.device, copies)).cpu()
     interleaved = torch.cat([torch.arange(len(queries))[rank :: group.world] for rank in range(group.world)])
-    return torch.empty_like(found).scatter_(0, interleaved, found)
+    return torch.empty_like(ranks).scatter_(0, interleaved, ranks)
 
 
 def retrieval_scores(

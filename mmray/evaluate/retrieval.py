@@ -1,6 +1,6 @@
 """Recall@k and median rank: exact ranks from chunked matrix products, and the top k answers for examples.
 
-Scores are float32 dot products. A wrong answer within TIE of the right one ranks before it, as does a NaN, so equal
+Scores are float32 dot products. A wrong answer within TIE of the correct one ranks before it, as does a NaN, so equal
 embeddings always count against the model and ranks do not depend on the chunk size, the device or the number of ranks.
 """
 

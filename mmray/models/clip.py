@@ -310,8 +310,8 @@ def _vision(spec: Any) -> dict[str, int]:
 
 
 def _text(spec: Any, vocab_size: int) -> dict[str, int | None]:
-    settled = {"max_position_embeddings": spec.inputs.max_tokens, "vocab_size": vocab_size}
-    return transformer_config(spec.text) | settled | {"bos_token_id": None, "eos_token_id": None}  # set at export
+    sizes = {"max_position_embeddings": spec.inputs.max_tokens, "vocab_size": vocab_size}
+    return transformer_config(spec.text) | sizes | {"bos_token_id": None, "eos_token_id": None}  # set at export
 
 
 def _clip_config(spec: ClipSection, vocab_size: int) -> Any:

@@ -92,8 +92,8 @@ class VisionTokens(nn.Module):
     def __init__(self, tower: Any, project: nn.Module, inputs: Inputs, config: Any) -> None:
         super().__init__()
         self.pixels, self.tower, self.project = NormalizePixels(inputs.mean, inputs.std), tower, project
-        layers, wanted = tower.encoder.layers, config.vision_feature_layer
-        self.depth = wanted if wanted >= 0 else len(layers) + 1 + wanted  # number of layers used
+        layers, layer = tower.encoder.layers, config.vision_feature_layer
+        self.depth = layer if layer >= 0 else len(layers) + 1 + layer  # number of layers used
         self.skip = 1 if config.vision_feature_select_strategy == "default" else 0  # CLIP's class token
         self.num_tokens = (inputs.image_side // tower.config.patch_size) ** 2 + _has_class_token(tower) - self.skip
         unused = [*layers[self.depth :], *(getattr(tower, name, None) for name in ("post_layernorm", "head"))]
@@ -156,12 +156,12 @@ class LanguageModel(nn.Module):
         num_image = image.shape[1]
         embedded = self.tower.embed_tokens(input_ids)
         at = image_pos.clamp(min=0)[:, None]
-        place = torch.arange(input_ids.shape[1] + num_image - 1, device=at.device)[None]
-        is_image = (place >= at) & (place < at + num_image)
-        word = torch.where(place < at, place, (place - num_image + 1).clamp(min=0))
+        position = torch.arange(input_ids.shape[1] + num_image - 1, device=at.device)[None]
+        is_image = (position >= at) & (position < at + num_image)
+        word = torch.where(position < at, position, (position - num_image + 1).clamp(min=0))
         # In the dtype of the token embeddings: autocast features would keep the residual stream in half precision.
         return torch.where(
-            is_image[..., None], _gather_rows(image, place - at).to(embedded.dtype), _gather_rows(embedded, word)
+            is_image[..., None], _gather_rows(image, position - at).to(embedded.dtype), _gather_rows(embedded, word)
         )
 
 

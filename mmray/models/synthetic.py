@@ -14,12 +14,11 @@ if TYPE_CHECKING:
 def synthetic_batch(
     inputs: Inputs, vocab_size: int, rows: int, device: torch.device | str, seed: int = 0
 ) -> dict[str, Tensor]:
-    """`rows` valid rows of random pixels and full-length random captions, with distinct keys and positions.
+    """Valid rows of random pixels and full-length random captions, with distinct keys and positions.
 
-    Returns what data/collate.py returns: image uint8 [B, 3, S, S], input_ids and attention_mask int64 [B, max_tokens],
-    key, label and pos int64 [B], valid bool [B]; where the model writes labels [B, max_tokens], all learned, and
-    image_pos [B]; full columns of boxes where `inputs` asks for them. Drawn on the CPU, so that every device gets the
-    same.
+    Columns are those of data/stream/collate.py: image uint8 [B, 3, S, S], input_ids and attention_mask int64
+    [B, max_tokens], key, label and pos int64 [B], valid bool [B]; for generative models labels [B, max_tokens] and
+    image_pos [B]; boxes if `inputs.max_boxes` is set. Generated on the CPU, so every device gets the same batch.
     """
     generator = torch.Generator().manual_seed(seed)
     side, tokens = inputs.image_side, inputs.max_tokens

@@ -89,13 +89,13 @@ def load_local_or_hub(setting: str, name: str, read: Callable[..., Any], **optio
 
 def load_pretrained(setting: str, kind: Any, config_kind: Any, name: str) -> Any:
     """Load a model of class `kind` in float32. Raises UsageError for another type or missing weights."""
-    found, wanted = (
+    model_type, expected = (
         load_local_or_hub(setting, name, config_kind.get_config_dict)[0].get("model_type"),
         config_kind.model_type,
     )
-    if found != wanted:
-        raise UsageError(f"{setting}: {name} holds a model of type {found!r}, not `{wanted}`")
-    return load_complete(setting, name, kind.from_pretrained, wanted, attn_implementation="sdpa")
+    if model_type != expected:
+        raise UsageError(f"{setting}: {name} holds a model of type {model_type!r}, not `{expected}`")
+    return load_complete(setting, name, kind.from_pretrained, expected, attn_implementation="sdpa")
 
 
 def add_language_rows(net: Any, rows: int, language_token: str) -> Any:
@@ -153,8 +153,8 @@ def is_checkpoint_file(name: str) -> bool:
 
 def open_clip_vocab_size(state: dict[str, Tensor]) -> int:
     """Embedding rows of the checkpoint; 0 if it has none."""
-    found = [tensor for name, tensor in state.items() if name.removeprefix("module.") == "token_embedding.weight"]
-    return len(found[0]) if found else 0
+    rows = [tensor for name, tensor in state.items() if name.removeprefix("module.") == "token_embedding.weight"]
+    return len(rows[0]) if rows else 0
 
 
 def load_open_clip(net: nn.Module, state: dict[str, Tensor], setting: str, name: str) -> None:

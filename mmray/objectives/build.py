@@ -139,14 +139,14 @@ def parse_terms(kind: str) -> dict[str, float]:
     """Parse `contrastive + 0.5 * matching` into names and weights. Raises UsageError."""
     terms: dict[str, float] = {}
     for text in kind.split("+"):
-        found = _TERM.match(text.strip())
-        weight = _parse_weight(found[1]) if found else None
-        if found is None or weight is None or weight <= 0 or found[2] in terms:
+        match = _TERM.match(text.strip())
+        weight = _parse_weight(match[1]) if match else None
+        if match is None or weight is None or weight <= 0 or match[2] in terms:
             raise UsageError(
                 f"objective.kind: cannot parse `{text.strip()}` in `{kind}`. Write an objective or a sum of different "
                 "ones, for example `contrastive` or `contrastive + 0.5 * matching`."
             )
-        terms[found[2]] = weight
+        terms[match[2]] = weight
     return terms
 
 

@@ -49,20 +49,20 @@ class Matching:
     def sample_hard_negatives(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -> Batch:
         """`negative_ids`, `negative_mask` [B, T] and `has_negative` [B]: the hard negative caption of each row."""
         chosen = sample_negatives(outputs, batch, gathered)
-        found = chosen != NO_NEGATIVE
+        has_negative = chosen != NO_NEGATIVE
         own = torch.arange(len(chosen), device=chosen.device) + gathered["offset"]
-        row = torch.where(found, chosen, own)
+        row = torch.where(has_negative, chosen, own)
         return {
             "negative_ids": gathered["input_ids"][row],
             "negative_mask": gathered["attention_mask"][row],
-            "has_negative": found,
+            "has_negative": has_negative,
         }
 
 
 def sample_negatives(outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -> Tensor:
-    """Row of `everyone` whose caption is the hard negative of each row, int64 [B]; -1 where there is none.
+    """Row of `gathered` with the hard negative caption of each row, int64 [B]; -1 if it has none.
 
-    Sampling by the Gumbel-max trick, its noise drawn from the positions of the two rows.
+    Gumbel-max sampling; the noise is a function of the positions of the two rows.
     """
     scores = outputs["logit_scale"] * _float(outputs["image_embed"]) @ _float(gathered["text_embed"]).T
     scores = scores.double() + gumbel_noise(batch["pos"], gathered["pos"])

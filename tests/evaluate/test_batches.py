@@ -71,12 +71,12 @@ def test_iterated_twice_is_the_same(prepared: PreparedSet) -> None:
     assert len(reading.skipped) == 2
 
 
-def test_batch_without_a_good_row_is_left_out(prepared: PreparedSet) -> None:
+def test_batch_without_readable_rows_is_omitted(prepared: PreparedSet) -> None:
     sizes = [len(batch["row"]) for batch in batches(prepared, batch=1)]
     assert sizes == [1] * 21
 
 
-def test_image_larger_than_allowed_is_a_fault(tmp_path: Path) -> None:
+def test_too_large_image_is_skipped(tmp_path: Path) -> None:
     file = io.BytesIO()
     Image.new("RGB", (30, 30)).save(file, "PNG")
     prepared = make_set(tmp_path / "set", [row(0), row(1, data=file.getvalue())])
@@ -85,9 +85,7 @@ def test_image_larger_than_allowed_is_a_fault(tmp_path: Path) -> None:
     assert "too-large" in reading.skipped[0]
 
 
-def test_a_deadly_image_of_a_set_that_nobody_decoded_is_named_and_tried_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_image_that_kills_the_decoder_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     bad, log = row(3, data=deadly(png(3), tmp_path / "tries")), tmp_path / "tries"
     made = make_set(tmp_path / "set", [*map(row, range(3)), bad, row(4)])
     unchecked = PreparedSet(made.storage, replace(made.manifest, settings={"check": "header", "image_side": 0}))
@@ -101,7 +99,7 @@ def test_a_deadly_image_of_a_set_that_nobody_decoded_is_named_and_tried_once(
     assert EvalDataset(made, INPUTS, made.tokenizer_json, SimpleNamespace())._sandbox is None  # type: ignore[arg-type]
 
 
-def test_rows_that_lie_together_are_read_together(prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adjacent_rows_are_read_in_one_request(prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     read = PreparedSet.read
     monkeypatch.setattr(PreparedSet, "read", lambda self, rows: asked.append(len(rows)) or read(self, rows))
@@ -109,7 +107,7 @@ def test_rows_that_lie_together_are_read_together(prepared: PreparedSet, monkeyp
     assert sorted(asked) == [3, 4, 8, 8]
 
 
-def test_a_damaged_record_costs_its_rows_alone(prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_record_skips_only_its_rows(prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch) -> None:
     read = PreparedSet.read
 
     def damaged(self: PreparedSet, rows: np.ndarray) -> list[Row]:
@@ -124,9 +122,7 @@ def test_a_damaged_record_costs_its_rows_alone(prepared: PreparedSet, monkeypatc
     assert [fault.split(":")[0] for fault in reading.skipped] == ["row 5", "row 6", "row 9"]
 
 
-def test_a_store_that_does_not_answer_is_no_fault_of_the_rows(
-    prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_store_raises_instead_of_skipping(prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch) -> None:
     def silent(self: PreparedSet, rows: np.ndarray) -> list[Row]:
         raise TimeoutError("the store does not answer")
 

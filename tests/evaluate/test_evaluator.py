@@ -127,7 +127,7 @@ def score(prepared: PreparedSet, group: Any, global_rows: int = 6, **settings: A
 
 @pytest.mark.parametrize("world", [2, 3, 30])
 @pytest.mark.parametrize("limit", [None, 9])
-def test_the_same_for_any_number_of_ranks(prepared: PreparedSet, world: int, limit: int | None) -> None:
+def test_scores_do_not_depend_on_the_number_of_ranks(prepared: PreparedSet, world: int, limit: int | None) -> None:
     """30 ranks for 23 rows: some have nothing to embed."""
     (alone,) = on_ranks(1, lambda group: score(prepared, group, limit=limit))
     assert alone["rows"] == (limit or NUM_ROWS) - 1
@@ -137,7 +137,7 @@ def test_the_same_for_any_number_of_ranks(prepared: PreparedSet, world: int, lim
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 1000])
-def test_the_same_for_any_chunk(prepared: PreparedSet, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_do_not_depend_on_the_chunk(prepared: PreparedSet, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     (one,) = on_ranks(1, lambda group: score(prepared, group))
     monkeypatch.setattr(evaluator_module, "CHUNK", chunk)
     (other,) = on_ranks(1, lambda group: score(prepared, group))
@@ -145,7 +145,7 @@ def test_the_same_for_any_chunk(prepared: PreparedSet, chunk: int, monkeypatch: 
     assert other == one
 
 
-def test_figures_of_a_case_worked_by_hand() -> None:
+def test_scores_of_a_case_computed_by_hand() -> None:
     """Three images on the axes. Image 1 has two captions, one of them wrong; image 2's caption lies on image 0."""
     axes = torch.eye(3)
     embedded = EmbeddingSet(
@@ -189,7 +189,7 @@ class Told(Toy):
 
 
 @pytest.mark.parametrize("world", [1, 4])
-def test_pictures_that_share_a_caption_are_right_answers_to_it(tmp_path: Path, world: int) -> None:
+def test_images_that_share_a_caption_are_correct_answers(tmp_path: Path, world: int) -> None:
     """As those of a folder for each class do: three pictures of each of three classes."""
     rows = [row(number, texts=[" ".join(["a"] * (1 + number % 3))]) for number in range(9)]
     held_out = make_set(tmp_path / "set", rows)
@@ -205,7 +205,7 @@ def test_pictures_that_share_a_caption_are_right_answers_to_it(tmp_path: Path, w
         assert metrics["recall_at_5/text_to_image"] == pytest.approx(2 / 3)
 
 
-def test_loss_is_that_of_training(prepared: PreparedSet) -> None:
+def test_loss_equals_training_loss(prepared: PreparedSet) -> None:
     (metrics,) = on_ranks(1, lambda group: score(prepared, group, global_rows=100))
     model = Toy().eval()
     evaluator = Evaluator(prepared, INPUTS, prepared.tokenizer_json, SETTINGS)  # type: ignore[arg-type]
@@ -223,7 +223,7 @@ def test_loss_is_that_of_training(prepared: PreparedSet) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_mode_and_generator_are_left_as_they_were(prepared: PreparedSet, training: bool) -> None:
+def test_mode_and_random_state_are_restored(prepared: PreparedSet, training: bool) -> None:
     model, evaluator = Toy().train(training), Evaluator(prepared, INPUTS, prepared.tokenizer_json, SETTINGS)  # type: ignore[arg-type]
     before = torch.get_rng_state()
     on_ranks(1, lambda group: evaluator.score(model, group, Contrastive(), 6))
@@ -232,7 +232,7 @@ def test_mode_and_generator_are_left_as_they_were(prepared: PreparedSet, trainin
 
 
 @pytest.mark.parametrize("gathered_outputs", [("match_logits",), ()])
-def test_another_objective_has_no_loss_here(prepared: PreparedSet, gathered_outputs: tuple[str, ...]) -> None:
+def test_objective_without_embeddings_has_no_loss(prepared: PreparedSet, gathered_outputs: tuple[str, ...]) -> None:
     evaluator = Evaluator(prepared, INPUTS, prepared.tokenizer_json, SETTINGS)  # type: ignore[arg-type]
     matching = SimpleNamespace(gathered_outputs=gathered_outputs, scalar_outputs=())
     (metrics,) = on_ranks(1, lambda group: evaluator.score(Toy(), group, matching, 6))  # type: ignore[arg-type]
@@ -257,7 +257,7 @@ def head(grey: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_the_head_and_the_names_of_classes_are_scored(tmp_path: Path, world: int) -> None:
+def test_classification_head_and_zero_shot_are_scored(tmp_path: Path, world: int) -> None:
     """Rows 0..11 with class row % 3, two of them without a label and one with a label beyond the classes."""
     rows = [replace(row(number), label=number % 3) for number in range(12)]
     rows[3], rows[4], rows[5] = replace(rows[3], label=None), replace(rows[4], label=None), replace(rows[5], label=7)
@@ -311,7 +311,7 @@ class Naming(Toy):
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_names_of_boxes_are_scored(world: int, tmp_path: Path) -> None:
+def test_region_head_is_scored(world: int, tmp_path: Path) -> None:
     """Row r has r % 3 boxes, all labelled 1 but the first of each fourth row, which has no label."""
     rows = []
     for number in range(10):
@@ -328,7 +328,7 @@ def test_names_of_boxes_are_scored(world: int, tmp_path: Path) -> None:
         assert "regions/top_5" not in metrics  # of two names
 
 
-def test_nothing_readable_is_told_on_every_rank(tmp_path: Path) -> None:
+def test_no_readable_row_raises_on_every_rank(tmp_path: Path) -> None:
     damaged = make_set(tmp_path / "set", [row(number, data=b"nothing") for number in range(2)])
     for error in on_ranks(2, lambda group: score(damaged, group)):
         assert isinstance(error, DataError)

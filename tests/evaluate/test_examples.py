@@ -28,7 +28,7 @@ def shown_of(prepared, world=1, **settings):  # noqa: F811
     return kept, on_ranks(world, score)[0]
 
 
-def test_the_same_for_any_number_of_ranks_and_any_chunk(prepared, monkeypatch):  # noqa: F811
+def test_examples_do_not_depend_on_ranks_or_chunk(prepared, monkeypatch):  # noqa: F811
     (alone,), _ = shown_of(prepared)
     for world, chunk in ((3, 5), (30, 5), (1, 2)):
         monkeypatch.setattr(evaluator_module, "CHUNK", chunk)
@@ -58,14 +58,14 @@ def test_examples_agree_with_the_recall_and_with_the_set(prepared):  # noqa: F81
                     assert answer["correct"] == (item["caption"] in texts)
 
 
-def test_captions_are_told_as_the_ones_that_were_asked(prepared):  # noqa: F811
+def test_queries_show_their_own_caption(prepared):  # noqa: F811
     """Of rows with several captions each, by name and number."""
     (examples,), _ = shown_of(prepared)
     told = {(item["row"], item["caption"]) for item in examples["text_to_image"]}
     assert any(caption != prepared.read(np.array([row]))[0].texts[0] for row, caption in told)
 
 
-def test_every_picture_that_is_looked_at_is_there(prepared):  # noqa: F811
+def test_every_shown_image_has_a_thumbnail(prepared):  # noqa: F811
     (examples,), _ = shown_of(prepared)
     wanted = {item["row"] for way in WAYS for item in examples[way]}
     wanted |= {answer["row"] for item in examples["text_to_image"] for answer in item["answers"]}
@@ -75,7 +75,7 @@ def test_every_picture_that_is_looked_at_is_there(prepared):  # noqa: F811
     assert abs(Image.open(io.BytesIO(base64.b64decode(data))).convert("L").getpixel((8, 8)) - max(wanted)) <= 2
 
 
-def test_queries_are_spread_over_hits_and_from_narrow_to_wide_misses():
+def test_selected_queries_are_evenly_spaced():
     ranks = torch.tensor([1, 9, 1, 2, 1, 300, 1, 2])
     assert select_queries(ranks, 3).tolist() == [0, 2, 6, 3, 7, 5]
     assert select_queries(torch.ones(2, dtype=torch.int64), 3).tolist() == [0, 1]

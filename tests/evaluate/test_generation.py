@@ -39,7 +39,7 @@ def score(prepared: PreparedSet, group: Any, **settings: Any) -> dict[str, float
     return evaluator.score(MODEL, group, None, 4)
 
 
-def test_perplexity_is_that_of_every_learned_token(prepared: PreparedSet) -> None:
+def test_perplexity_covers_every_target_token(prepared: PreparedSet) -> None:
     (found,) = on_ranks(1, lambda group: score(prepared, group))
     losses, right = [], []
     for number, record in enumerate(prepared.read(np.arange(9))):
@@ -62,20 +62,20 @@ def test_perplexity_is_that_of_every_learned_token(prepared: PreparedSet) -> Non
 
 
 @pytest.mark.parametrize("world", [2, 11])
-def test_the_same_for_any_number_of_ranks(prepared: PreparedSet, world: int) -> None:
+def test_scores_do_not_depend_on_the_number_of_ranks(prepared: PreparedSet, world: int) -> None:
     (alone,) = on_ranks(1, lambda group: score(prepared, group, num_generations=6))
     assert {"bleu_4", "cider"} <= alone.keys() and alone["answered"] == 5
     for result in on_ranks(world, lambda group: score(prepared, group, num_generations=6)):
         assert result == pytest.approx(alone, rel=1e-6)
 
 
-def test_no_row_that_can_be_read_is_an_error_on_every_rank(tmp_path: Path) -> None:
+def test_no_readable_row_raises_on_every_rank(tmp_path: Path) -> None:
     broken = make_set(tmp_path / "set", [row(number, data=b"nothing") for number in range(2)])
     for result in on_ranks(2, lambda group: score(broken, group, num_generations=2)):
         assert isinstance(result, DataError)
 
 
-def test_answers_are_what_the_likeliest_tokens_say() -> None:
+def test_answers_equal_greedy_decoding_without_cache() -> None:
     """One token at a time from the whole text again, without a cache."""
     model, pixels, said = model_of(seed=1), torch.full((1, 3, 32, 32), 90, dtype=torch.uint8), []
     ids, at = (torch.from_numpy(array.astype(np.int64)) for array in ENCODER.encode_prompt("a red"))
@@ -112,5 +112,5 @@ def test_cider_by_hand() -> None:
     assert twice == pytest.approx(10 * ((one_gram + two_grams) / 4 + 2 / 4) / 2)
 
 
-def test_words_are_without_case_and_punctuation() -> None:
+def test_words_ignore_case_and_punctuation() -> None:
     assert words("A dog's ball, naïve_2!") == ["a", "dog's", "ball", "naïve", "2"]

@@ -65,7 +65,7 @@ def test_chunked_equals_naive_with_ties(vectors: list[list[int]], captions_of: l
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=40, deadline=None)
-def test_a_row_that_counts_several_times_is_as_many_rows(scores: list[list[int]], copies: list[int], seed: int) -> None:
+def test_copies_count_as_rows(scores: list[list[int]], copies: list[int], seed: int) -> None:
     """Any answers may be right of any query, and each query has one."""
     draw = np.random.default_rng(seed)
     gallery, times = torch.tensor(scores, dtype=torch.float32) / 4, torch.tensor(copies[: len(scores)])
@@ -84,7 +84,7 @@ def test_a_row_that_counts_several_times_is_as_many_rows(scores: list[list[int]]
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=40, deadline=None)
-def test_top_is_the_head_of_the_naive_order(vectors: list[list[int]], captions_of: list[int], seed: int) -> None:
+def test_top_k_is_the_head_of_the_naive_order(vectors: list[list[int]], captions_of: list[int], seed: int) -> None:
     """The whole gallery sorted as plainly as can be, ties included; its first right answer stands in place `rank`."""
     draw = np.random.default_rng(seed)
     pool = torch.tensor(vectors, dtype=torch.float32) / 8
@@ -109,7 +109,7 @@ def test_top_is_the_head_of_the_naive_order(vectors: list[list[int]], captions_o
         assert found.tolist() == [1 + [right[q][p] for p in order].index(True) for q, order in enumerate(naive)]
 
 
-def test_top_of_a_model_that_gives_nan_has_the_right_answer_last() -> None:
+def test_top_k_puts_nan_before_the_correct_answer() -> None:
     places, best = top_k(torch.full((1, 2), torch.nan), torch.eye(2), torch.tensor([[False, True]]), 5, 1)
     assert places.tolist() == [[0, 1]] and best.tolist() == [[math.inf, -math.inf]]
 
@@ -129,7 +129,7 @@ def test_chunked_equals_naive_on_unit_vectors(dim: int) -> None:
             assert compute_ranks(queries, gallery, pairs(is_right), chunk).tolist() == expected
 
 
-def test_equal_rows_tie_wherever_they_stand() -> None:
+def test_equal_rows_tie() -> None:
     """A model that says the same of everything is ranked last, not by the rounding of a matrix product."""
     row = torch.nn.functional.normalize(torch.randn(1, 509, generator=torch.Generator().manual_seed(1)), dim=1)
     rows, right = row.repeat(301, 1), torch.arange(301).repeat(2, 1)
@@ -137,7 +137,7 @@ def test_equal_rows_tie_wherever_they_stand() -> None:
         assert compute_ranks(rows, rows, right, chunk).tolist() == [301] * 301
 
 
-def test_memory_is_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded_by_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     plain = torch.Tensor.__matmul__
 
@@ -154,13 +154,13 @@ def test_memory_is_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("broken", ["queries", "gallery", "both"])
-def test_not_a_number_is_no_success(broken: str) -> None:
+def test_nan_is_not_a_hit(broken: str) -> None:
     rows, nan = torch.eye(4), torch.full((4, 4), torch.nan)
     queries, gallery = (nan if broken in (name, "both") else rows for name in ("queries", "gallery"))
     assert compute_ranks(queries, gallery, torch.arange(4).repeat(2, 1), 3).tolist() == [4] * 4
 
 
-def test_query_without_a_right_answer_is_an_error() -> None:
+def test_query_without_correct_answer_raises() -> None:
     rows = torch.eye(3)
     with pytest.raises(ValueError, match="query 1 has no correct answer"):
         compute_ranks(rows, rows, torch.tensor([[0, 2], [0, 2]]), 2)

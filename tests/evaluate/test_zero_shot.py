@@ -10,7 +10,7 @@ from mmray.evaluate.zero_shot import class_embeddings, fill_prompts, topk_accura
 NAN = float("nan")
 
 
-def test_a_case_worked_by_hand() -> None:
+def test_case_computed_by_hand() -> None:
     scores = torch.tensor([[3.0, 1, 2], [1, 1, 0], [0, NAN, 1], [9, 0, 0], [0, 0, 9], [NAN, 0, 0]])
     label = torch.tensor([0, 0, 2, -1, 7, 0])
     right, in_five, rows = topk_correct(scores, label).tolist()
@@ -23,7 +23,7 @@ def test_a_case_worked_by_hand() -> None:
     }
 
 
-def test_top_5_is_that_of_a_naive_search() -> None:
+def test_top_5_equals_naive_search() -> None:
     draw = torch.Generator().manual_seed(0)
     scores, label = torch.randn(50, 9, generator=draw), torch.randint(0, 9, (50,), generator=draw)
     found = topk_accuracy(topk_correct(scores, label), "c", 9)
@@ -32,11 +32,11 @@ def test_top_5_is_that_of_a_naive_search() -> None:
     assert found["c/top_1"] == pytest.approx((scores.argmax(1) == label).double().mean().item())
 
 
-def test_no_label_at_all_is_no_accuracy() -> None:
+def test_no_labels_give_no_accuracy() -> None:
     assert topk_accuracy(topk_correct(torch.randn(2, 3), torch.tensor([-1, -1])), "c", 3) == {"c/rows": 0.0}
 
 
-def test_an_ensemble_is_the_mean_of_its_prompts_and_of_length_one() -> None:
+def test_class_embeddings_are_normalised_prompt_means() -> None:
     assert fill_prompts(("cat", "dog"), ("a {}.", "{}s")) == ["a cat.", "cats", "a dog.", "dogs"]
     embeddings = torch.tensor([[1.0, 0], [0, 1], [0, 1], [0, 1]])
     torch.testing.assert_close(class_embeddings(embeddings, 2), torch.tensor([[0.5**0.5, 0.5**0.5], [0, 1]]))

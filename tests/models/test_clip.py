@@ -51,7 +51,7 @@ def picture() -> Image.Image:
 
 
 @pytest.mark.parametrize("kind", SPECS)
-def test_exported_it_is_transformers_own_model(kind: str, tmp_path: Path) -> None:
+def test_export_loads_in_transformers_with_equal_outputs(kind: str, tmp_path: Path) -> None:
     """AutoModel, AutoTokenizer and AutoImageProcessor alone give the embeddings; so does mmray.load."""
     from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
@@ -86,9 +86,7 @@ def tokenizer_adding(*added: str) -> str:
 
 @pytest.mark.parametrize("added", [("$A",), ("[CLS]", "$A"), ("[SEP]", "$A", "[SEP]"), ("$A", "[SEP]")])
 @pytest.mark.parametrize("kind", SPECS)
-def test_exported_as_transformers_own_it_gives_the_same_whatever_ends_a_caption(
-    kind: str, added: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_hf_export_pools_at_the_end_token_of_the_tokenizer(kind: str, added: tuple[str, ...], tmp_path: Path) -> None:
     """Their CLIP takes the features of the first end token: without a token that is only there, it is not ours."""
     from transformers import AutoModel, AutoTokenizer
 
@@ -107,7 +105,7 @@ def test_exported_as_transformers_own_it_gives_the_same_whatever_ends_a_caption(
 
 
 @pytest.mark.parametrize("kind", SPECS)
-def test_weights_come_from_what_transformers_saved(kind: str, tmp_path: Path) -> None:
+def test_weights_load_from_a_saved_transformers_model(kind: str, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModel
 
     drawn = model_of(SPECS[kind])
@@ -133,7 +131,7 @@ def test_weights_come_from_what_transformers_saved(kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("named", ["folder", "file"])
-def test_siglip_fills_up_with_what_its_tokenizer_pads_with_whatever_the_weights_say(named: str, tmp_path: Path) -> None:
+def test_siglip_pads_with_the_tokenizers_pad_id(named: str, tmp_path: Path) -> None:
     """As SigLIP 2: config.json leaves the pad id to transformers' default 1, another token of its tokenizer."""
     from transformers import AutoModel, AutoTokenizer, SiglipConfig
 
@@ -174,7 +172,7 @@ def test_siglip_fills_up_with_what_its_tokenizer_pads_with_whatever_the_weights_
 
 
 @pytest.mark.parametrize("kind", SPECS)
-def test_a_model_comes_back_from_its_architecture_without_the_weights(kind: str) -> None:
+def test_model_rebuilds_from_its_architecture(kind: str) -> None:
     model = model_of(SPECS[kind])
     gone = SPECS[kind].model_copy(update={"weights": "/no/such/place"})
     again = build(gone, VOCAB, json.loads(json.dumps(model.architecture()))).eval()
@@ -185,7 +183,7 @@ def test_a_model_comes_back_from_its_architecture_without_the_weights(kind: str)
 
 
 @pytest.mark.parametrize("kind", SPECS)
-def test_padding_and_neighbours_change_no_embedding(kind: str) -> None:
+def test_embeddings_do_not_depend_on_padding_or_other_rows(kind: str) -> None:
     model, batch = model_of(SPECS[kind]).double(), batch_of()
     ids, mask = batch["input_ids"].clone(), batch["attention_mask"]
     expected = model.embed_text(ids, mask)
@@ -198,7 +196,7 @@ def test_padding_and_neighbours_change_no_embedding(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SPECS)
-def test_every_weight_learns(kind: str) -> None:
+def test_every_parameter_gets_a_gradient(kind: str) -> None:
     model = model_of(SPECS[kind]).train()
     outputs = model(batch_of())
     sum((output * torch.arange(output.numel()).view(output.shape)).sum() for output in outputs.values()).backward()
@@ -208,7 +206,7 @@ def test_every_weight_learns(kind: str) -> None:
     assert not parts[0] & parts[1]
 
 
-def test_siglip_has_a_bias_and_no_bound_on_its_temperature() -> None:
+def test_siglip_has_a_bias_and_unbounded_temperature() -> None:
     models = {kind: model_of(spec) for kind, spec in SPECS.items()}
     assert models["siglip"](batch_of())["logit_bias"].item() == -10
     assert "logit_bias" not in models["clip"](batch_of())
@@ -234,7 +232,7 @@ def test_patches_are_dropped_in_training_only(kind: str) -> None:
     assert torch.equal(model.eval().embed_image(image), whole)
 
 
-def test_some_patches_are_a_rows_own_in_their_order() -> None:
+def test_drop_patches_keeps_order_within_a_row() -> None:
     patches = torch.arange(24.0).reshape(2, 12, 1)
     kept = drop_patches(patches, 0.75)
     assert kept.shape == (2, 3, 1)
@@ -298,7 +296,7 @@ class OpenClip(nn.Module):
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_an_open_clip_checkpoint_is_taken_over(wrapped: bool, tmp_path: Path) -> None:
+def test_open_clip_checkpoint_loads_with_equal_outputs(wrapped: bool, tmp_path: Path) -> None:
     torch.manual_seed(2)
     theirs, file = OpenClip().eval(), tmp_path / "open_clip_model.pt"
     state = theirs.state_dict()
@@ -338,12 +336,12 @@ def spec_with(kind: str, **changes: object) -> Model:
         (spec_with("siglip", weights="/no/such/file.pt"), r"model\.weights: .*only model.kind `clip`"),
     ],
 )
-def test_what_cannot_be_names_setting_and_value(spec: Model, message: str) -> None:
+def test_invalid_setting_is_named(spec: Model, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         build(spec, VOCAB)
 
 
-def test_saved_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_incompatible_weights_raise(tmp_path: Path) -> None:
     from transformers import CLIPConfig, CLIPModel
 
     CLIPModel(CLIPConfig.from_dict(model_of(SPECS["clip"]).architecture()["config"])).save_pretrained(tmp_path)
@@ -367,7 +365,7 @@ def test_saved_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     ("name", "fit", "side"),
     [("CLIPImageProcessorPil", "crop", 224), ("SiglipImageProcessorPil", "squash", 224)],
 )
-def test_pixels_agree_with_the_models_own_processor(name: str, fit: str, side: int) -> None:
+def test_pixels_match_the_hf_processor(name: str, fit: str, side: int) -> None:
     """Within 1 of 255 on average and 4 at most for photographs; a crop may lie half a pixel aside."""
     import transformers
 

@@ -78,7 +78,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, TwoTo
 
 
 @pytest.mark.parametrize("fit", ["crop", "squash", "pad"])
-def test_images_as_the_trained_model_sees_them(tmp_path: Path, fit: str) -> None:
+def test_loaded_model_embeds_images_as_trained(tmp_path: Path, fit: str) -> None:
     spec = spec_of(fit)
     model = trained(spec)
     loaded = mmray.load(export(model, spec.model_dump(mode="json"), TOKENIZER, tmp_path / "model"))
@@ -92,7 +92,7 @@ def test_images_as_the_trained_model_sees_them(tmp_path: Path, fit: str) -> None
     assert torch.allclose(got.norm(dim=1), torch.ones(3))
 
 
-def test_texts_as_the_trained_model_sees_them(exported: tuple[nn.Module, TwoTower, Path]) -> None:
+def test_loaded_model_embeds_texts_as_trained(exported: tuple[nn.Module, TwoTower, Path]) -> None:
     model, spec, out = exported
     ids, num_tokens = TextEncoder(TOKENIZER, spec.inputs.max_tokens).encode(TEXTS)
     mask = torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]
@@ -104,7 +104,7 @@ def test_texts_as_the_trained_model_sees_them(exported: tuple[nn.Module, TwoTowe
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1", "CMYK", "I;16", "HSV"])
-def test_a_pil_image_is_what_its_file_would_be(exported: tuple[nn.Module, TwoTower, Path], mode: str) -> None:
+def test_pil_image_embeds_like_its_file(exported: tuple[nn.Module, TwoTower, Path], mode: str) -> None:
     loaded = mmray.load(exported[2])
     if mode == "I;16":
         image = Image.fromarray(np.arange(0, 65536, 16, dtype=np.uint16).reshape(64, 64))
@@ -114,7 +114,7 @@ def test_a_pil_image_is_what_its_file_would_be(exported: tuple[nn.Module, TwoTow
     assert torch.equal(loaded.embed_images([image]), loaded.embed_images([file]))
 
 
-def test_orientation_of_a_pil_image_counts(exported: tuple[nn.Module, TwoTower, Path]) -> None:
+def test_exif_orientation_of_pil_image_is_applied(exported: tuple[nn.Module, TwoTower, Path]) -> None:
     loaded, exif = mmray.load(exported[2]), Image.Exif()
     exif[0x0112] = 6
     turned = encoded(picture(), "JPEG", exif=exif)
@@ -142,7 +142,7 @@ def test_importing_mmray_is_light() -> None:
         mmray.no_such  # noqa: B018
 
 
-def test_other_programs_read_the_folder(exported: tuple[nn.Module, TwoTower, Path]) -> None:
+def test_tokenizers_and_transformers_read_the_export(exported: tuple[nn.Module, TwoTower, Path]) -> None:
     from transformers import AutoImageProcessor, PreTrainedTokenizerFast
 
     _, spec, out = exported
@@ -182,7 +182,7 @@ def test_empty_lists(exported: tuple[nn.Module, TwoTower, Path]) -> None:
     assert loaded.embed_images([]).shape == loaded.embed_texts([]).shape == (0, 12)
 
 
-def test_bad_input_is_named(exported: tuple[nn.Module, TwoTower, Path], tmp_path: Path) -> None:
+def test_unreadable_input_is_named(exported: tuple[nn.Module, TwoTower, Path], tmp_path: Path) -> None:
     loaded, good = mmray.load(exported[2]), encoded(picture(), "PNG")
     with pytest.raises(DataError, match="image 1: truncated"):
         loaded.embed_images([good, good[:100]], batch=1)
@@ -194,12 +194,12 @@ def test_bad_input_is_named(exported: tuple[nn.Module, TwoTower, Path], tmp_path
         loaded.embed_texts("a bare string")
 
 
-def test_the_files_follow_the_umask(exported: tuple[nn.Module, TwoTower, Path]) -> None:
+def test_exported_files_follow_the_umask(exported: tuple[nn.Module, TwoTower, Path]) -> None:
     modes = {path.name: path.stat().st_mode for path in exported[2].iterdir()}
     assert len(set(modes.values())) == 1, modes
 
 
-def test_exported_again_replaces_but_never_another_folder(tmp_path: Path) -> None:
+def test_export_replaces_only_exports(tmp_path: Path) -> None:
     spec = spec_of()
     model = trained(spec)
     out = export(model, spec.model_dump(mode="json"), TOKENIZER, tmp_path / "model")
@@ -216,7 +216,7 @@ def test_exported_again_replaces_but_never_another_folder(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("config", ['{"model_type": "clip"}', "[]", "{broken"])
-def test_a_folder_of_the_same_files_that_is_not_ours_stays(tmp_path: Path, config: str) -> None:
+def test_export_keeps_a_foreign_folder_with_same_files(tmp_path: Path, config: str) -> None:
     """As transformers' save_pretrained leaves it."""
     spec, theirs = spec_of(), tmp_path / "theirs"
     theirs.mkdir()
@@ -228,7 +228,7 @@ def test_a_folder_of_the_same_files_that_is_not_ours_stays(tmp_path: Path, confi
 
 
 @pytest.mark.parametrize("ends", [1, 2, None])
-def test_what_was_there_is_whole_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: int) -> None:
+def test_export_is_atomic_when_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: int) -> None:
     """`ends`: the renaming at which the command is interrupted."""
     spec, rename, seen = spec_of(), Path.rename, []
     model = trained(spec)
@@ -256,7 +256,7 @@ def test_what_was_there_is_whole_at_every_moment(tmp_path: Path, monkeypatch: py
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_an_object_store_takes_an_export_and_gives_it_back(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_to_object_store_loads_again(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "MAX_WAIT_S", 0.01)
     spec, address = spec_of(), f"{s3.address}/model"
     model = trained(spec)
@@ -286,7 +286,7 @@ def test_an_object_store_takes_an_export_and_gives_it_back(s3: Any, monkeypatch:
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 @pytest.mark.parametrize("content", [None, b"nonsense"])
-def test_damaged_folder_is_told(tmp_path: Path, name: str, content: bytes | None) -> None:
+def test_damaged_export_raises(tmp_path: Path, name: str, content: bytes | None) -> None:
     spec = spec_of()
     out = export(trained(spec), spec.model_dump(mode="json"), TOKENIZER, tmp_path / "model")
     (out / name).unlink()
@@ -296,7 +296,7 @@ def test_damaged_folder_is_told(tmp_path: Path, name: str, content: bytes | None
         mmray.load(out)
 
 
-def test_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_unwritable_folder_raises(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     spec = spec_of()
     with pytest.raises(UsageError, match="cannot write"):
@@ -325,7 +325,7 @@ class Plain(nn.Module):
         return (self.words(input_ids) * attention_mask[..., None]).sum(1)
 
 
-def test_a_users_own_model(tmp_path: Path) -> None:
+def test_custom_model_exports_and_loads(tmp_path: Path) -> None:
     spec = CustomModel(kind=f"{__name__}:Plain", inputs=Inputs(image_side=32, max_tokens=8), settings={"width": 12})
     model = build(spec, VOCAB)
     loaded = mmray.load(export(model, spec.model_dump(mode="json"), TOKENIZER, tmp_path / "model"))

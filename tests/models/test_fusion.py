@@ -58,7 +58,7 @@ def rows_of(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_one_rows_text_and_image_change_no_other_row(image: str) -> None:
+def test_rows_are_independent(image: str) -> None:
     """The textbook version, with (B, D) for a sequence, attends across the batch."""
     model, batch = model_of(spec_of(image)), batch_of()
     before = rows_of(model(batch))
@@ -88,7 +88,7 @@ def test_padding_changes_nothing() -> None:
         torch.testing.assert_close(value, before[name][:1], rtol=0, atol=1e-12, msg=name)
 
 
-def test_words_look_at_the_places_and_know_where_they_are() -> None:
+def test_cross_attention_uses_image_positions() -> None:
     model, batch = model_of(), batch_of(1)
     places, _ = model.image(batch["image"])
     words, _ = model.text(batch["input_ids"], batch["attention_mask"])
@@ -98,7 +98,7 @@ def test_words_look_at_the_places_and_know_where_they_are() -> None:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_the_pooled_places_are_the_towers_features(image: str) -> None:
+def test_pooled_features_equal_forward(image: str) -> None:
     torch.manual_seed(0)
     tower = build_image_tower(IMAGES[image], 32, "local").eval()
     pixels = torch.randn(2, 3, 32, 32)
@@ -106,7 +106,7 @@ def test_the_pooled_places_are_the_towers_features(image: str) -> None:
         torch.testing.assert_close(tower.pool(tower.features(pixels)), tower(pixels), rtol=1e-5, atol=1e-5)
 
 
-def test_a_row_without_tokens_stays_finite_forward_and_backward() -> None:
+def test_empty_caption_stays_finite() -> None:
     model, batch = model_of().train(), batch_of()
     batch["attention_mask"][2:] = 0
     batch["negative_mask"][:] = 0
@@ -114,7 +114,7 @@ def test_a_row_without_tokens_stays_finite_forward_and_backward() -> None:
     assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in model.parameters())
 
 
-def test_heads_are_built_as_asked_for() -> None:
+def test_heads_follow_the_settings() -> None:
     bare = model_of(spec_of(matching=False, classes=0))
     assert rows_of(bare(batch_of())).keys() == {"image_embed", "text_embed"}
     assert not [name for name, _ in bare.named_parameters() if name.startswith(("match_head", "class_head"))]
@@ -122,7 +122,7 @@ def test_heads_are_built_as_asked_for() -> None:
         model_of(spec_of(cross=CrossAttention(width=16, heads=3)))
 
 
-def test_it_learns_to_tell_what_matches() -> None:
+def test_matching_loss_decreases() -> None:
     """Each image has one bright quarter and each caption one word for it; the heads learn to tell them apart."""
     torch.manual_seed(0)
     model = build(spec_of(classes=4), VOCAB).train()
@@ -142,7 +142,7 @@ def test_it_learns_to_tell_what_matches() -> None:
     assert means["class_accuracy"] == 1
 
 
-def test_exported_it_judges_pairs_as_trained(tmp_path: Path) -> None:
+def test_exported_heads_equal_trained(tmp_path: Path) -> None:
     spec = spec_of().model_copy(update={"vocab_size": VOCAB})
     torch.manual_seed(1)
     model = build(spec, VOCAB).eval()

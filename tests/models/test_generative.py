@@ -78,7 +78,7 @@ def exported(model: nn.Module, folder: Path, spec: Generative = SPEC) -> Path:
 
 
 @torch.no_grad()
-def test_exported_it_is_transformers_own_llava(tmp_path: Path) -> None:
+def test_export_loads_as_hf_llava_with_equal_outputs(tmp_path: Path) -> None:
     """Its processor lays out the same text and pixels, its model says the same at each token, and goes on alike."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -105,7 +105,7 @@ def test_exported_it_is_transformers_own_llava(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_rows_do_not_see_each_other_nor_padding() -> None:
+def test_rows_are_independent_of_each_other_and_padding() -> None:
     model = model_of()
     together = model(batch_of(list(SAID)))["logits"]
     for number, conversation in enumerate(SAID):
@@ -113,7 +113,7 @@ def test_rows_do_not_see_each_other_nor_padding() -> None:
         torch.testing.assert_close(together[number, : len(alone)], alone, rtol=1e-5, atol=1e-5)
 
 
-def test_weights_of_a_directory_are_those(tmp_path: Path) -> None:
+def test_weights_load_from_a_directory(tmp_path: Path) -> None:
     model = model_of()
     out = exported(model, tmp_path / "m")
     again = build(SPEC.model_copy(update={"weights": str(out)}), ENCODER.vocab_size)
@@ -132,12 +132,12 @@ def test_weights_of_a_directory_are_those(tmp_path: Path) -> None:
         ({"text": Decoder(width=24, depth=1, heads=5)}, "5 heads do not divide the width"),
     ],
 )
-def test_what_cannot_be_is_said(change: dict, complaint: str) -> None:
+def test_invalid_setting_raises(change: dict, complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
         build(SPEC.model_copy(update=change), ENCODER.vocab_size)
 
 
-def test_another_sort_of_model_is_refused(tmp_path: Path) -> None:
+def test_other_model_type_raises(tmp_path: Path) -> None:
     from transformers import BertConfig
 
     BertConfig().save_pretrained(tmp_path)
@@ -162,7 +162,7 @@ def trained(micro: int) -> Tensor:
     return toy.flat(model)
 
 
-def test_accumulated_is_the_whole_batch() -> None:
+def test_accumulation_equals_whole_batch() -> None:
     whole = trained(ROWS)
     assert (whole - toy.flat(model_of().double())).abs().max() > 0.01
     for accumulation in (2, 4, 8):

@@ -39,7 +39,7 @@ def spec_of(folder: Path) -> ImageTower:
 
 @pytest.mark.parametrize("family", SMALL)
 @torch.no_grad()
-def test_features_are_transformers_own(family: str, tmp_path: Path) -> None:
+def test_features_equal_transformers(family: str, tmp_path: Path) -> None:
     net, pixels = saved(family, tmp_path), torch.randn(2, 3, SIDE, SIDE)
     tower: Any = build_image_tower(spec_of(tmp_path), SIDE, "local").eval()
     theirs = net(pixel_values=pixels)
@@ -53,7 +53,7 @@ def test_features_are_transformers_own(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", SMALL)
-def test_a_model_comes_back_from_its_architecture_and_every_weight_learns(family: str, tmp_path: Path) -> None:
+def test_model_rebuilds_from_architecture_and_every_parameter_gets_a_gradient(family: str, tmp_path: Path) -> None:
     saved(family, tmp_path)
     spec = TwoTower(
         image=spec_of(tmp_path),
@@ -75,7 +75,7 @@ def test_a_model_comes_back_from_its_architecture_and_every_weight_learns(family
         torch.testing.assert_close(again(batch)["image_embed"], model.eval()(batch)["image_embed"], rtol=0, atol=0)
 
 
-def test_batch_norm_keeps_the_statistics_of_its_weights_when_frozen(tmp_path: Path) -> None:
+def test_frozen_batch_norm_stays_in_eval_mode(tmp_path: Path) -> None:
     saved("resnet", tmp_path)
     for batch_norm in ("local", "frozen"):
         tower = build_image_tower(spec_of(tmp_path), SIDE, batch_norm).train()
@@ -90,13 +90,13 @@ def test_batch_norm_keeps_the_statistics_of_its_weights_when_frozen(tmp_path: Pa
         ("dinov2", 36, "patches of 8 pixels .* do not tile an image of 36"),
     ],
 )
-def test_images_that_do_not_fit_are_refused(family: str, side: int, message: str, tmp_path: Path) -> None:
+def test_incompatible_image_side_raises(family: str, side: int, message: str, tmp_path: Path) -> None:
     saved(family, tmp_path)
     with pytest.raises(UsageError, match=rf"model\.inputs\.image_side: .*{message}"):
         build_image_tower(spec_of(tmp_path), side, "local")
 
 
-def test_what_is_no_image_tower_is_refused(tmp_path: Path) -> None:
+def test_unsupported_model_type_raises(tmp_path: Path) -> None:
     BertConfig().save_pretrained(tmp_path)
     with pytest.raises(UsageError, match=r"a model of type 'bert'; supported are vit, dinov2, resnet"):
         build_image_tower(spec_of(tmp_path), SIDE, "local")

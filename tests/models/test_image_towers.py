@@ -26,14 +26,14 @@ PIXELS = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
         (ImageTower(name="resnet101"), 2048),
     ],
 )
-def test_each_tower_gives_features_of_its_width(spec, width):
+def test_tower_output_has_its_width(spec, width):
     tower = build_image_tower(spec, 64, "local").eval()
     with torch.no_grad():
         assert tower(PIXELS).shape == (2, width)
     assert tower.width == width
 
 
-def test_the_convnet_knows_where_things_are():
+def test_convnet_features_depend_on_position():
     """Without its coordinate channels the maximum over the picture would give the same for a moved shape."""
     torch.manual_seed(0)
     tower = build_image_tower(ImageTower(name="convnet", width=16, depth=2), 64, "local").double()
@@ -43,20 +43,20 @@ def test_the_convnet_knows_where_things_are():
     assert (tower(here) - tower(there)).abs().max() > 1e-2
 
 
-def test_the_convnet_is_the_same_in_training_and_evaluation():
+def test_convnet_is_equal_in_train_and_eval_mode():
     tower = build_image_tower(ImageTower(name="convnet", width=16, depth=2), 64, "local")
     assert torch.equal(tower.train()(PIXELS), tower.eval()(PIXELS))
     assert not [layer for layer in tower.modules() if isinstance(layer, (nn.BatchNorm2d, nn.Dropout))]
 
 
 @pytest.mark.parametrize("side", [33, 50, 64])
-def test_the_convnet_takes_sides_that_do_not_halve_evenly(side):
+def test_convnet_takes_odd_image_sides(side):
     tower = build_image_tower(ImageTower(name="convnet", width=16, depth=4), side, "local")
     assert tower(torch.rand(2, 3, side, side)).shape == (2, 64)
 
 
 @pytest.mark.parametrize("rows", [2, 64])
-def test_the_convnets_gradients_are_laid_out_as_its_weights_so_that_ddp_need_not_copy(rows):
+def test_convnet_gradient_strides_equal_weight_strides(rows):
     tower = build_image_tower(ImageTower(name="convnet", width=16, depth=2), 64, "local")
     tower(torch.rand(rows, 3, 64, 64)).sum().backward()
     assert [name for name, weight in tower.named_parameters() if weight.grad.stride() != weight.stride()] == []
@@ -75,12 +75,12 @@ def test_the_convnets_gradients_are_laid_out_as_its_weights_so_that_ddp_need_not
         (ImageTower(name="vit", weights="pretrained"), r"model\.image\.weights: .* `vit`"),
     ],
 )
-def test_a_shape_that_cannot_be_names_setting_and_value(spec, message):
+def test_invalid_shape_is_named(spec, message):
     with pytest.raises(UsageError, match=message):
         build_image_tower(spec, 64, "local")
 
 
-def test_frozen_statistics_of_random_weights_are_refused():
+def test_frozen_batch_norm_with_random_weights_raises():
     with pytest.raises(UsageError, match=r"model\.batch_norm: `frozen`.*model\.image\.weights is `none`"):
         build_image_tower(ImageTower(name="resnet18"), 64, "frozen")
 
@@ -95,7 +95,7 @@ def resnet_file(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["net.safetensors", "net.pth"])
-def test_weights_come_from_a_file_and_the_classifier_goes(resnet_file, name):
+def test_weights_load_from_a_file_without_the_classifier(resnet_file, name):
     folder, net = resnet_file
     tower = build_image_tower(ImageTower(name="resnet18", weights=str(folder / name)), 64, "local").eval()
     net.eval().fc = nn.Identity()
@@ -103,7 +103,7 @@ def test_weights_come_from_a_file_and_the_classifier_goes(resnet_file, name):
         torch.testing.assert_close(tower(PIXELS), net(PIXELS))
 
 
-def test_frozen_keeps_statistics_in_training_and_local_does_not(resnet_file):
+def test_frozen_keeps_statistics_and_local_updates_them(resnet_file):
     folder, _ = resnet_file
     spec = ImageTower(name="resnet18", weights=str(folder / "net.pth"))
     for policy, moves in (("frozen", False), ("local", True)):
@@ -114,7 +114,7 @@ def test_frozen_keeps_statistics_in_training_and_local_does_not(resnet_file):
         assert tower.net.bn1.weight.grad is not None
 
 
-def test_frozen_rows_do_not_see_their_neighbours(resnet_file):
+def test_rows_are_independent_with_frozen_batch_norm(resnet_file):
     folder, _ = resnet_file
     tower = build_image_tower(ImageTower(name="resnet18", weights=str(folder / "net.pth")), 64, "frozen").train()
     torch.testing.assert_close(tower(PIXELS)[:1], tower(PIXELS[:1]), rtol=1e-4, atol=1e-4)
@@ -129,7 +129,7 @@ def test_frozen_rows_do_not_see_their_neighbours(resnet_file):
     ],
 )
 @pytest.mark.parametrize("suffix", ["pth", "safetensors"])
-def test_a_bad_file_of_weights_is_named(tmp_path, content, message, suffix):
+def test_bad_weights_file_is_named(tmp_path, content, message, suffix):
     file = tmp_path / f"weights.{suffix}"
     if content is not None:
         file.write_bytes(content)
@@ -137,7 +137,7 @@ def test_a_bad_file_of_weights_is_named(tmp_path, content, message, suffix):
         build_image_tower(ImageTower(name="resnet18", weights=str(file)), 64, "local")
 
 
-def test_a_file_that_is_no_state_dict_or_of_another_network_is_named(tmp_path):
+def test_wrong_state_dict_is_named(tmp_path):
     def build(tensors):
         torch.save(tensors, tmp_path / "w.pth")
         build_image_tower(ImageTower(name="resnet18", weights=str(tmp_path / "w.pth")), 64, "local")
@@ -150,7 +150,7 @@ def test_a_file_that_is_no_state_dict_or_of_another_network_is_named(tmp_path):
         build({"conv1.weight": torch.zeros(1)})
 
 
-def test_code_in_a_file_of_weights_is_not_run(tmp_path):
+def test_code_in_a_weights_file_is_not_executed(tmp_path):
     class Payload:
         def __reduce__(self):
             return (open, (str(tmp_path / "ran"), "w"))
@@ -161,7 +161,7 @@ def test_code_in_a_file_of_weights_is_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_pretrained_weights_offline_say_what_to_do(monkeypatch):
+def test_offline_pretrained_error_suggests_a_fix(monkeypatch):
     def offline(*_, **__):
         raise URLError("Name or service not known")
 

@@ -21,7 +21,7 @@ LANGUAGES = 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_text_tower_gets_rows_for_languages(family: str, tmp_path: Path) -> None:
+def test_text_tower_adds_language_rows(family: str, tmp_path: Path) -> None:
     own = {"dim": 24, "n_layers": 1, "n_heads": 3, "hidden_dim": 48} if family == "distilbert" else {}
     own = own or {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 48}
     AutoModel.from_config(AutoConfig.for_model(family, vocab_size=30, **own)).save_pretrained(tmp_path)
@@ -41,7 +41,7 @@ def test_a_text_tower_gets_rows_for_languages(family: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("kind", [*SPECS, "open_clip"])
-def test_clip_and_siglip_get_rows_for_languages(kind: str, tmp_path: Path) -> None:
+def test_clip_and_siglip_add_language_rows(kind: str, tmp_path: Path) -> None:
     drawn: Any = OpenClip() if kind == "open_clip" else model_of(SPECS[kind])
     place = tmp_path / "open_clip.pt" if kind == "open_clip" else tmp_path
     if kind == "open_clip":

@@ -65,7 +65,7 @@ def base_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", SPECS)
-def test_adapters_alone_learn_and_merge_into_the_weights(kind: str) -> None:
+def test_only_adapters_train_and_they_merge(kind: str) -> None:
     spec, _, output = SPECS[kind]
     plain, adapted = models_of(kind)
     batch = synthetic_batch(spec.inputs, spec.vocab_size or VOCAB, 3, "cpu", 9)
@@ -85,12 +85,12 @@ def test_adapters_alone_learn_and_merge_into_the_weights(kind: str) -> None:
         torch.testing.assert_close(merged(batch)[output], after, rtol=0, atol=1e-9)
 
 
-def test_accumulated_is_the_whole_batch_with_adapters() -> None:
+def test_accumulation_equals_whole_batch_with_adapters() -> None:
     ended = [toy.flat(trained("generative", models_of("generative")[1], micro)) for micro in (8, 3)]
     torch.testing.assert_close(ended[0], ended[1], rtol=0, atol=1e-9)
 
 
-def test_layers_without_a_reader_get_no_adapter() -> None:
+def test_frozen_layers_get_no_adapter() -> None:
     """Of saved LLaVAs the last layer of the image's encoder is not read: an adapter there would never learn."""
     torch.manual_seed(0)
     model = build(writing.SPEC, writing.ENCODER.vocab_size)
@@ -101,7 +101,7 @@ def test_layers_without_a_reader_get_no_adapter() -> None:
     assert not any(name.startswith("image.tower.encoder.layers.1") for name in adapted)
 
 
-def test_a_merged_export_answers_as_the_run_did(tmp_path: Path) -> None:
+def test_merged_export_equals_adapted_model(tmp_path: Path) -> None:
     adapted = trained("generative", models_of("generative")[1]).float()
     batch = writing.batch_of(list(writing.SAID))
     with torch.no_grad():
@@ -110,7 +110,7 @@ def test_a_merged_export_answers_as_the_run_did(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded.model(batch)["logits"], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_what_cannot_be_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_setting_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = SPECS["clip"][0]
     wrong = ADAPTERS.model_copy(update={"targets": ("*.q_proj", "*.query")})
     with pytest.raises(UsageError, match=r"model.lora.targets: `\*.query` matches no linear layer"):

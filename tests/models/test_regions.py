@@ -44,7 +44,7 @@ def batch_of(rows: int = 4) -> dict[str, torch.Tensor]:
     return batch | {"boxes": corners.flatten(2), "box_labels": torch.randint(1, 4, (rows, 3), generator=draw)}
 
 
-def test_features_are_the_mean_inside_the_box_of_the_own_row() -> None:
+def test_region_features_are_the_mean_inside_the_box() -> None:
     """Against torch's own bilinear sampling at the same points."""
     draw = torch.Generator().manual_seed(0)
     grid = torch.randn(3, 5, 6, 6, dtype=torch.float64, generator=draw)
@@ -61,7 +61,7 @@ def test_features_are_the_mean_inside_the_box_of_the_own_row() -> None:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_a_grid_lies_as_the_picture_does(image: str) -> None:
+def test_feature_map_has_the_layout_of_the_image(image: str) -> None:
     """What changes in a corner of the picture changes that corner of the grid most."""
     torch.manual_seed(0)
     side = 128 if image == "resnet18" else 32  # it halves five times
@@ -77,7 +77,7 @@ def test_a_grid_lies_as_the_picture_does(image: str) -> None:
 
 
 @pytest.mark.parametrize("image", ["convnet", "vit"])
-def test_one_rows_boxes_change_no_other_box(image: str) -> None:
+def test_boxes_are_independent(image: str) -> None:
     model, batch = model_of(image).double(), batch_of()
     before = model(batch)["region_logits"]
     assert before.shape == (4, 3, 4)
@@ -91,7 +91,7 @@ def test_one_rows_boxes_change_no_other_box(image: str) -> None:
     assert (after[1, 2, 1:] - before[1, 2, 1:]).abs().max() > 1e-6
 
 
-def test_logits_are_scaled_cosines_with_the_texts_of_the_labels() -> None:
+def test_region_logits_are_scaled_cosines_with_label_texts() -> None:
     model, batch = model_of(), batch_of(2)
     with torch.no_grad():
         regions = model.embed_regions(batch["image"], batch["boxes"])
@@ -102,7 +102,7 @@ def test_logits_are_scaled_cosines_with_the_texts_of_the_labels() -> None:
             torch.testing.assert_close(model(batch)["region_logits"][..., number], expected, rtol=0, atol=1e-5)
 
 
-def test_a_micro_batch_without_boxes_passes_forward_and_backward() -> None:
+def test_micro_batch_without_boxes_trains() -> None:
     model, batch = model_of().train(), batch_of(2)
     outputs = model(batch | {"boxes": torch.zeros(2, 0, 4)})
     assert outputs["region_logits"].shape == (2, 0, 4)
@@ -110,7 +110,7 @@ def test_a_micro_batch_without_boxes_passes_forward_and_backward() -> None:
     assert not model.region_head.project.weight.grad.any()
 
 
-def test_names_are_read_once_and_kept_with_the_architecture() -> None:
+def test_label_ids_are_saved_in_the_architecture() -> None:
     spec = spec_of(inputs=BOXED, regions=True, region_labels=LABELS)
     with pytest.raises(UsageError, match="the names are not tokenized"):
         build(spec, VOCAB)(batch_of(1))
@@ -120,7 +120,7 @@ def test_names_are_read_once_and_kept_with_the_architecture() -> None:
     assert build(spec, VOCAB, random_init_architecture(spec, VOCAB))(batch_of(1))["region_logits"].shape == (1, 3, 4)
 
 
-def test_it_learns_what_is_in_a_box() -> None:
+def test_region_loss_decreases() -> None:
     """Each image has two bright quarters of different colour; what a box is called hangs on where it lies alone."""
     torch.manual_seed(0)
     model = model_of().train()
@@ -140,7 +140,7 @@ def test_it_learns_what_is_in_a_box() -> None:
     assert float((found.sums["region_accuracy"] / found.counts).sum()) == 1
 
 
-def test_exported_it_names_boxes_as_trained(tmp_path: Path) -> None:
+def test_exported_region_head_equals_trained(tmp_path: Path) -> None:
     spec = spec_of(inputs=BOXED.model_copy(update={"fit": "squash"}), regions=True, region_labels=LABELS)
     torch.manual_seed(1)
     model = build(spec.model_copy(update={"vocab_size": VOCAB}), VOCAB).eval()

@@ -34,7 +34,7 @@ def test_features_are_the_mean_over_real_tokens_of_plain_bert():
     torch.testing.assert_close(tower(IDS, MASK), naive)
 
 
-def test_attention_is_sdpa_and_nothing_is_left_over():
+def test_attention_is_sdpa_and_every_parameter_gets_a_gradient():
     tower = build_text_tower(SMALL, 30, 12)
     assert tower.net.config._attn_implementation == "sdpa"
     assert tower.net.pooler is None
@@ -42,7 +42,7 @@ def test_attention_is_sdpa_and_nothing_is_left_over():
     assert tower.net.config.max_position_embeddings == 12
 
 
-def test_dropout_is_as_set():
+def test_dropout_follows_the_setting():
     torch.manual_seed(0)
     still = build_text_tower(SMALL, 30, 12).train()
     assert torch.equal(still(IDS, MASK), still(IDS, MASK))
@@ -50,7 +50,7 @@ def test_dropout_is_as_set():
     assert not torch.equal(dropping(IDS, MASK), dropping(IDS, MASK))
 
 
-def test_weights_come_from_a_directory(saved):
+def test_text_weights_load_from_a_directory(saved):
     folder, bert = saved
     tower = build_text_tower(TextTower(weights=str(folder), width=999, dropout=0.25), 30, 64)
     assert tower.width == 24
@@ -60,7 +60,7 @@ def test_weights_come_from_a_directory(saved):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_gives_the_mean_of_its_own_features(family, tmp_path):
+def test_every_family_returns_the_mean_over_tokens(family, tmp_path):
     """As transformers computes them, with its own mask, and what fills the captions up does not matter."""
     own = {"dim": 24, "n_layers": 2, "n_heads": 3, "hidden_dim": 48} if family == "distilbert" else {}
     own = own or {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 48}
@@ -87,7 +87,7 @@ def test_every_family_gives_the_mean_of_its_own_features(family, tmp_path):
         build_text_tower(TextTower(weights=str(tmp_path)), 30, positions + 1)
 
 
-def test_a_tower_comes_back_from_its_shape_without_the_weights(saved):
+def test_tower_rebuilds_from_its_config(saved):
     folder, _ = saved
     tower = build_text_tower(TextTower(weights=str(folder)), 30, 64).eval()
     shape = json.loads(json.dumps(tower.config()))
@@ -104,12 +104,12 @@ def test_a_tower_comes_back_from_its_shape_without_the_weights(saved):
         (TextTower(weights="/no/such/place"), 30, 12, r"model\.text\.weights: no directory /no/such/place"),
     ],
 )
-def test_a_setting_that_cannot_be_is_named_with_its_value(spec, vocab_size, max_tokens, message):
+def test_invalid_text_setting_is_named(spec, vocab_size, max_tokens, message):
     with pytest.raises(UsageError, match=message):
         build_text_tower(spec, vocab_size, max_tokens)
 
 
-def test_saved_weights_that_do_not_fit_the_data_are_refused(saved):
+def test_weights_incompatible_with_the_data_raise(saved):
     spec = TextTower(weights=str(saved[0]))
     with pytest.raises(UsageError, match=r"30 embedding rows, too few for a tokenizer of 31 tokens"):
         build_text_tower(spec, 31, 64)
@@ -125,19 +125,19 @@ def test_saved_weights_that_do_not_fit_the_data_are_refused(saved):
         ("config.json", b'{"model_type": "gpt2"}', r"holds a model of type 'gpt2'; supported are bert, "),
     ],
 )
-def test_a_damaged_or_foreign_directory_is_named(saved, file, content, message):
+def test_damaged_or_unsupported_directory_is_named(saved, file, content, message):
     (saved[0] / file).write_bytes(content)
     with pytest.raises(UsageError, match=rf"model\.text\.weights: .*{message}"):
         build_text_tower(TextTower(weights=str(saved[0])), 30, 64)
 
 
-def test_a_directory_without_weights_is_named(saved):
+def test_directory_without_weights_is_named(saved):
     (saved[0] / "model.safetensors").unlink()
     with pytest.raises(UsageError, match=r"model\.text\.weights: .*cannot read a saved model"):
         build_text_tower(TextTower(weights=str(saved[0])), 30, 64)
 
 
-def test_weights_that_lack_a_layer_are_refused(saved):
+def test_missing_weights_raise(saved):
     folder, bert = saved
     state = {name: value for name, value in bert.state_dict().items() if "layer.1." not in name}
     bert.save_pretrained(folder, state_dict=state)
@@ -145,7 +145,7 @@ def test_weights_that_lack_a_layer_are_refused(saved):
         build_text_tower(TextTower(weights=str(folder)), 30, 64)
 
 
-def test_a_hub_name_offline_says_what_to_do(monkeypatch):
+def test_offline_hub_error_suggests_a_fix(monkeypatch):
     calls = []
 
     def offline(name, **settings):

@@ -35,7 +35,7 @@ def _batch(rows: int = 4, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("image", IMAGES)
-def test_embeddings_have_length_one_and_every_parameter_learns(image):
+def test_embeddings_are_normalised_and_every_parameter_gets_a_gradient(image):
     model = _model(_spec(image))
     outputs = model(_batch())
     assert set(outputs) == {"image_embed", "text_embed", "logit_scale"}
@@ -47,7 +47,7 @@ def test_embeddings_have_length_one_and_every_parameter_learns(image):
     assert [name for name, weight in model.named_parameters() if weight.grad is None] == []
 
 
-def test_the_branches_cover_all_but_the_temperature_and_share_nothing():
+def test_branches_cover_all_but_the_temperature():
     model = _model()
     image, text = (set(branch.parameters()) for branch in model.branches().values())
     assert list(model.branches()) == ["image", "text"]
@@ -60,7 +60,7 @@ def test_the_branches_cover_all_but_the_temperature_and_share_nothing():
     )
 
 
-def test_pixels_are_normalised_by_the_inputs_inside_the_model():
+def test_pixels_are_normalised_in_the_model():
     model, batch = _model(), _batch(rows=2)
     seen = []
     model.image.tower.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
@@ -71,19 +71,19 @@ def test_pixels_are_normalised_by_the_inputs_inside_the_model():
     assert not [name for name in model.state_dict() if "mean" in name or "std" in name]
 
 
-def test_double_precision_goes_all_the_way_through():
+def test_model_runs_in_float64():
     outputs = _model().double()(_batch())
     assert {value.dtype for value in outputs.values()} == {torch.float64}
 
 
-def test_half_precision_ends_in_float32_embeddings():
+def test_half_precision_gives_float32_embeddings():
     with torch.autocast("cpu", torch.bfloat16):
         outputs = _model()(_batch())
     assert outputs["image_embed"].dtype == outputs["text_embed"].dtype == torch.float32
     torch.testing.assert_close(outputs["image_embed"].norm(dim=1), torch.ones(4))
 
 
-def test_the_temperature_starts_as_set_and_is_held_at_a_hundredth():
+def test_temperature_starts_as_set_and_is_clamped():
     model = _model(_spec(temperature=0.2))
     assert model(_batch())["logit_scale"].item() == pytest.approx(5.0)
     model.constrain()
@@ -95,7 +95,7 @@ def test_the_temperature_starts_as_set_and_is_held_at_a_hundredth():
     assert model.log_scale.requires_grad
 
 
-def test_padding_tokens_change_no_embedding():
+def test_embeddings_do_not_depend_on_padding():
     model, batch = _model().double().eval(), _batch()
     ids, mask = batch["input_ids"].clone(), batch["attention_mask"].clone()
     mask[:, 7:] = 0
@@ -106,13 +106,13 @@ def test_padding_tokens_change_no_embedding():
     torch.testing.assert_close(model.embed_text(ids, mask), short, rtol=1e-12, atol=1e-12)
 
 
-def test_the_text_embedding_depends_on_word_order():
+def test_text_embedding_depends_on_word_order():
     model, batch = _model().eval(), _batch()
     turned = model.embed_text(batch["input_ids"].flip(1), batch["attention_mask"])
     assert (turned - model.embed_text(batch["input_ids"], batch["attention_mask"])).abs().max() > 1e-3
 
 
-def test_a_row_without_tokens_stays_finite_forward_and_backward():
+def test_empty_caption_stays_finite():
     model, batch = _model(), _batch()
     batch["attention_mask"][2:] = 0
     embedding = model.embed_text(batch["input_ids"], batch["attention_mask"])
@@ -122,13 +122,13 @@ def test_a_row_without_tokens_stays_finite_forward_and_backward():
 
 
 @pytest.mark.parametrize("image", ["convnet", "vit"])
-def test_a_row_does_not_see_its_neighbours(image):
+def test_rows_are_independent(image):
     model, batch = _model(_spec(image)).double(), _batch()
     alone = model.embed_image(batch["image"][:1])
     torch.testing.assert_close(model.embed_image(batch["image"])[:1], alone, rtol=1e-9, atol=1e-9)
 
 
-def test_the_same_seed_draws_the_same_weights_and_batches():
+def test_same_seed_gives_same_weights_and_batches():
     one, two, other = _model().state_dict(), _model().state_dict(), _model(seed=1).state_dict()
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert not all(torch.equal(one[name], other[name]) for name in one)
@@ -137,7 +137,7 @@ def test_the_same_seed_draws_the_same_weights_and_batches():
     assert not torch.equal(batch["image"], differing["image"])
 
 
-def test_a_synthetic_batch_is_as_a_collated_one():
+def test_synthetic_batch_has_the_columns_of_a_collated_one():
     batch = _batch(rows=3)
     assert {name: (tuple(column.shape), column.dtype) for name, column in batch.items()} == {
         "image": ((3, 3, 32, 32), torch.uint8),
@@ -176,7 +176,7 @@ class WithAFlag(CustomModel):
     branches = True
 
 
-def test_a_model_of_ones_own_is_built_from_its_name():
+def test_custom_model_is_built_by_name():
     kind = f"{__name__}:CustomModel"
     assert build(model_section(kind)(kind=kind), VOCAB).seen == (kind, VOCAB)
 
@@ -192,6 +192,6 @@ def test_a_model_of_ones_own_is_built_from_its_name():
         ("operator:is_", r"`operator:is_` built a bool, not a torch\.nn\.Module"),
     ],
 )
-def test_an_unknown_kind_is_named(kind, message):
+def test_invalid_kind_is_named(kind, message):
     with pytest.raises(UsageError, match=rf"^model\.kind: .*{message}"):
         build(model_section(kind)(kind=kind), VOCAB)

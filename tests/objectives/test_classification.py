@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from mmray.objectives.classification import Classification
 
 
-def test_it_is_torchs_over_the_labelled_valid_rows() -> None:
+def test_loss_equals_torch_over_labelled_valid_rows() -> None:
     logits = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     batch = {"label": torch.tensor([0, 3, -1, 2, 1, 3]), "valid": torch.tensor([True, True, True, False, True, True])}
     logits[3] = float("nan")
@@ -20,7 +20,7 @@ def test_it_is_torchs_over_the_labelled_valid_rows() -> None:
     assert parts["class_accuracy"] == (logits[rows].argmax(1) == batch["label"][rows]).sum()
 
 
-def test_no_label_at_all_is_zero_and_has_a_gradient() -> None:
+def test_no_labels_give_zero_with_a_gradient() -> None:
     logits = torch.randn(2, 3, requires_grad=True)
     batch = {"label": torch.tensor([-1, -1]), "valid": torch.tensor([True, True])}
     loss, count, _ = Classification().compute_loss({"class_logits": logits}, batch)

@@ -38,7 +38,7 @@ def by_formula(outputs, keep) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("invalid", [(), (2,), (0, 5, 6)])
-def test_the_formula_over_the_valid_rows(invalid):
+def test_loss_equals_the_formula_over_valid_rows(invalid):
     outputs = drawn()
     loss, count, parts = Contrastive().compute_loss(outputs, batch_of(*invalid))
     keep = [row for row in range(B) if row not in invalid]
@@ -47,7 +47,7 @@ def test_the_formula_over_the_valid_rows(invalid):
     torch.testing.assert_close((parts["loss_image_to_text"] + parts["loss_text_to_image"]) / 2, loss.detach())
 
 
-def test_rows_of_other_ranks_are_negatives_only():
+def test_gathered_rows_are_negatives_only():
     """Two halves, each measured against everyone, sum to the whole; so do their gradients."""
     outputs, batch = drawn(), batch_of(1, 4)
     whole, _, _ = Contrastive().compute_loss(outputs, batch)
@@ -70,7 +70,7 @@ def test_rows_of_other_ranks_are_negatives_only():
         torch.testing.assert_close(again[name].grad, output.grad, rtol=0, atol=1e-12)
 
 
-def test_rubbish_in_padding_reaches_nothing():
+def test_invalid_rows_do_not_affect_loss_or_gradient():
     outputs = drawn()
     with torch.no_grad():
         outputs["image_embed"][3] = float("nan")
@@ -83,7 +83,7 @@ def test_rubbish_in_padding_reaches_nothing():
     assert not outputs["image_embed"].grad[3].any()
 
 
-def test_no_valid_row_is_zero_and_not_nan():
+def test_no_valid_row_gives_zero():
     outputs = drawn()
     loss, count, _ = Contrastive().compute_loss(outputs, batch_of(*range(B)))
     loss.backward()
@@ -91,7 +91,7 @@ def test_no_valid_row_is_zero_and_not_nan():
     assert not any(output.grad.any() for output in outputs.values())
 
 
-def test_half_precision_is_measured_in_float32():
+def test_half_precision_loss_is_float32():
     loss, _, _ = Contrastive().compute_loss(drawn(dtype=torch.bfloat16), batch_of())
     assert loss.dtype == torch.float32
     assert Contrastive().compute_loss(drawn(), batch_of())[0].dtype == torch.float64

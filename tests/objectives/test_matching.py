@@ -29,7 +29,7 @@ def everyone_of(outputs: dict[str, Tensor], batch: dict[str, Tensor], offset: in
     return {**{name: outputs[name] for name in Matching.score_outputs}, **batch, "offset": offset}
 
 
-def test_neither_itself_nor_padding_nor_an_equal_caption() -> None:
+def test_negatives_exclude_self_padding_and_equal_captions() -> None:
     outputs, batch = rows(8)
     batch["input_ids"][1] = batch["input_ids"][0]
     batch["input_ids"][1, 2] = 99  # behind the mask: still the same caption
@@ -43,7 +43,7 @@ def test_neither_itself_nor_padding_nor_an_equal_caption() -> None:
         assert int(chosen[1]) != 0
 
 
-def test_part_of_the_rows_chooses_as_all_of_them() -> None:
+def test_sampling_does_not_depend_on_the_split() -> None:
     outputs, batch = rows(9)
     whole = sample_negatives(outputs, batch, everyone_of(outputs, batch))
     part = slice(4, 7)
@@ -52,7 +52,7 @@ def test_part_of_the_rows_chooses_as_all_of_them() -> None:
     assert torch.equal(sample_negatives(mine, cut, everyone_of(outputs, batch, offset=4)), whole[part])
 
 
-def test_they_are_drawn_as_the_softmax_over_the_scores_says() -> None:
+def test_negatives_follow_the_softmax_distribution() -> None:
     outputs, batch = rows(5)
     counts = torch.zeros(5)
     for step in range(4000):
@@ -63,7 +63,7 @@ def test_they_are_drawn_as_the_softmax_over_the_scores_says() -> None:
     torch.testing.assert_close(counts / 4000, scores.softmax(0), rtol=0, atol=0.03)
 
 
-def test_noise_is_gumbels_and_a_function_of_the_places() -> None:
+def test_noise_is_gumbel_and_a_function_of_positions() -> None:
     place = torch.arange(300) + 12345
     noise = gumbel_noise(place, place + 7_000_000)
     assert torch.equal(noise[3:5], gumbel_noise(place[3:5], place + 7_000_000))
@@ -73,7 +73,7 @@ def test_noise_is_gumbels_and_a_function_of_the_places() -> None:
     assert not torch.equal(noise, gumbel_noise(place + 7_000_000, place).T)
 
 
-def test_a_row_alone_has_no_negative_and_half_the_loss() -> None:
+def test_single_row_has_no_negative() -> None:
     outputs, batch = rows(1)
     columns = Matching().sample_hard_negatives(outputs, batch, everyone_of(outputs, batch))
     assert columns["has_negative"].tolist() == [False]
@@ -83,7 +83,7 @@ def test_a_row_alone_has_no_negative_and_half_the_loss() -> None:
     assert (int(count), parts["match_accuracy"].item()) == (1, 0)
 
 
-def test_the_negative_caption_is_that_of_the_chosen_row() -> None:
+def test_negative_caption_is_copied_from_the_sampled_row() -> None:
     outputs, batch = rows(6)
     chosen = sample_negatives(outputs, batch, everyone_of(outputs, batch))
     columns = Matching().sample_hard_negatives(outputs, batch, everyone_of(outputs, batch))
@@ -91,7 +91,7 @@ def test_the_negative_caption_is_that_of_the_chosen_row() -> None:
     assert torch.equal(columns["negative_mask"], batch["attention_mask"][chosen])
 
 
-def test_a_captions_code_does_not_see_its_padding() -> None:
+def test_caption_hash_ignores_padding() -> None:
     ids, mask = torch.randint(0, 1000, (500, 6)), torch.ones(500, 6, dtype=torch.long)
     codes = hash_captions(ids, mask)
     assert torch.equal(hash_captions(F.pad(ids, (0, 3), value=9), F.pad(mask, (0, 3))), codes)
@@ -99,7 +99,7 @@ def test_a_captions_code_does_not_see_its_padding() -> None:
     assert (hash_captions(ids.flip(1), mask) != codes).sum() > 490
 
 
-def test_rubbish_in_padding_reaches_nothing() -> None:
+def test_invalid_rows_do_not_affect_loss_or_gradient() -> None:
     judged = {"match": torch.tensor([1.0, float("nan")]).requires_grad_(), "match_negative": torch.zeros(2)}
     batch = {"valid": torch.tensor([True, False]), "has_negative": torch.tensor([True, True])}
     loss, _, _ = Matching().compute_loss(judged, batch)

@@ -19,7 +19,7 @@ def batch_of(boxes: int = 3) -> dict[str, torch.Tensor]:
     }
 
 
-def test_it_is_torchs_over_the_labelled_boxes() -> None:
+def test_loss_equals_torch_over_labelled_boxes() -> None:
     logits, batch = torch.randn(4, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), batch_of()
     counted = [(0, 0), (0, 1), (1, 0), (1, 2), (3, 0)]
     for row, place in [(row, place) for row in range(4) for place in range(3) if (row, place) not in counted]:
@@ -32,7 +32,7 @@ def test_it_is_torchs_over_the_labelled_boxes() -> None:
     assert parts["region_accuracy"] == (kept.argmax(1) == labels).sum()
 
 
-def test_no_box_at_all_is_zero_and_has_a_gradient() -> None:
+def test_no_boxes_give_zero_with_a_gradient() -> None:
     for boxes in (0, 1):
         logits, batch = torch.randn(4, boxes, 4, requires_grad=True), batch_of(boxes)
         batch["valid"][:] = False

@@ -45,7 +45,7 @@ def transformers_loss(outputs: dict[str, Tensor], keep: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("invalid", [(), (2,), (0, 5, 6)])
-def test_it_is_the_loss_of_transformers(invalid: tuple[int, ...]) -> None:
+def test_loss_equals_transformers(invalid: tuple[int, ...]) -> None:
     outputs, again = drawn(), drawn()
     loss, count, parts = Sigmoid().compute_loss(outputs, batch_of(*invalid))
     expected = transformers_loss(again, [row for row in range(B) if row not in invalid])
@@ -59,7 +59,7 @@ def test_it_is_the_loss_of_transformers(invalid: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 100])
-def test_around_a_ring_of_one_it_is_the_same_in_any_chunk(chunk: int) -> None:
+def test_ring_of_one_equals_any_chunk(chunk: int) -> None:
     outputs, batch = drawn(), batch_of(1, 4)
     loss, _, parts = Sigmoid().compute_loss(outputs, batch)
     expected = torch.autograd.grad(loss * 3, list(outputs.values()))
@@ -71,7 +71,7 @@ def test_around_a_ring_of_one_it_is_the_same_in_any_chunk(chunk: int) -> None:
         torch.testing.assert_close(gradients[name], value, rtol=0, atol=1e-12, msg=name)
 
 
-def test_scores_of_a_chunk_are_all_that_is_held() -> None:
+def test_memory_is_bounded_by_the_chunk() -> None:
     """No tensor saved for backward is larger than rows x chunk, however many rows there are."""
     rows, chunk, sizes = 64, 8, []
     leaves = {name: value for name, value in drawn().items() if value.ndim == 0}
@@ -84,7 +84,7 @@ def test_scores_of_a_chunk_are_all_that_is_held() -> None:
     assert max(sizes) == rows * chunk
 
 
-def test_rubbish_in_padding_reaches_nothing() -> None:
+def test_invalid_rows_do_not_affect_loss_or_gradient() -> None:
     outputs = drawn()
     with torch.no_grad():
         outputs["image_embed"][3] = float("nan")
@@ -95,9 +95,9 @@ def test_rubbish_in_padding_reaches_nothing() -> None:
     assert all(torch.isfinite(output.grad).all() for output in outputs.values())
 
 
-def test_half_precision_is_measured_in_float32() -> None:
+def test_half_precision_loss_is_float32() -> None:
     assert Sigmoid().compute_loss(drawn(torch.bfloat16), batch_of())[0].dtype == torch.float32
 
 
-def test_it_is_one_whose_rows_travel() -> None:
+def test_sigmoid_is_pairwise() -> None:
     assert isinstance(split_objective(Sigmoid()).global_loss, Pairwise)

@@ -127,13 +127,20 @@ def _from_pretrained(spec: TextTower) -> PreTrainedModel:
     """Load an encoder from a directory, the hub cache or the hub. Raises UsageError."""
     from transformers import AutoModel, BertConfig
 
-    found = load_local_or_hub(WEIGHTS_SETTING, spec.weights, BertConfig.get_config_dict)[0].get("model_type")
-    if found not in FAMILIES:
+    model_type = load_local_or_hub(WEIGHTS_SETTING, spec.weights, BertConfig.get_config_dict)[0].get("model_type")
+    if model_type not in FAMILIES:
         raise UsageError(
-            f"{WEIGHTS_SETTING}: {spec.weights} holds a model of type {found!r}; supported are {', '.join(FAMILIES)}"
+            f"{WEIGHTS_SETTING}: {spec.weights} holds a model of type {model_type!r}; supported are "
+            f"{', '.join(FAMILIES)}"
         )
-    options = {"attn_implementation": "sdpa", **_pooler_option(found), **dict.fromkeys(FAMILIES[found], spec.dropout)}
-    loaded: PreTrainedModel = load_complete(WEIGHTS_SETTING, spec.weights, AutoModel.from_pretrained, found, **options)
+    options = {
+        "attn_implementation": "sdpa",
+        **_pooler_option(model_type),
+        **dict.fromkeys(FAMILIES[model_type], spec.dropout),
+    }
+    loaded: PreTrainedModel = load_complete(
+        WEIGHTS_SETTING, spec.weights, AutoModel.from_pretrained, model_type, **options
+    )
     return loaded
 
 
