@@ -21,7 +21,7 @@ from mmray.data.store.prepared_set import ROW_ERRORS
 from mmray.errors import DataError
 from mmray.evaluate.batches import Batch, EvalBatches, EvalDataset
 from mmray.evaluate.evaluator import Group, eval_mode
-from mmray.models.export.load import generate_answer
+from mmray.models.export.generate import generate_answer
 from mmray.objectives.language_modelling import LanguageModelling
 
 # BLEU (Papineni et al. 2002) is that of torchmetrics. CIDEr-D (Vedantam et al. 2015, arXiv:1411.5726, equations 1 to 4

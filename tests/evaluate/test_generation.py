@@ -14,7 +14,7 @@ import torch
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError
 from mmray.evaluate.generation import GenerationEvaluator, caption_scores, cider_d, words
-from mmray.models.export.load import generate_answer
+from mmray.models.export.generate import generate_answer
 from tests.evaluate.test_evaluator import on_ranks
 from tests.made import make_set, row
 from tests.models.test_generative import ENCODER, INPUTS, SAID, TOKENIZER, model_of

@@ -23,6 +23,7 @@ from mmray.data.text.tokenizer import TextEncoder, clean_caption
 from mmray.errors import DataError, UsageError
 from mmray.models.build import build
 from mmray.models.export.export import CONFIG, TOKENIZER, WEIGHTS, from_hf_state
+from mmray.models.export.generate import generate_answer
 from mmray.models.fusion import region_logits
 from mmray.models.weights import load_weights
 from mmray.storage.paths import AnyPath, local_copy, to_path
@@ -171,15 +172,6 @@ class Generator:
             generate_answer(self.model, self._encoder, load_images([image], self.inputs, index), text, max_new_tokens)
             for index, (image, text) in enumerate(zip(images, questions, strict=True))
         ]
-
-
-@torch.no_grad()
-def generate_answer(model: Any, encoder: ChatEncoder, pixels: Tensor, question: str, max_new_tokens: int) -> str:
-    """Answer a question about one image, uint8 [1, 3, S, S]."""
-    device = next(model.parameters()).device
-    ids, image_pos = (torch.from_numpy(array.astype(np.int64)).to(device) for array in encoder.encode_prompt(question))
-    tokens = model.text.greedy_decode(model.image(pixels.to(device)), ids, image_pos, encoder.end_id, max_new_tokens)
-    return str(encoder.tokenizer.decode(tokens)).strip()
 
 
 def load_images(images: Sequence[ImageInput], inputs: Inputs, first: int = 0) -> Tensor:
