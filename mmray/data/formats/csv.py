@@ -1,4 +1,4 @@
-"""CSV and TSV with a line of column names: quoted as RFC 4180 has it, or tabs without any quoting."""
+"""CSV (RFC 4180) and TSV (tabs, no quoting) with a header line."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class CsvSource:
         except (UnicodeDecodeError, csv.Error) as error:
             raise DataError(f"{self.place.address}/{self.name}: the line of column names: {error}") from None
         if len(set(names)) < len(names):
-            raise DataError(f"{self.place.address}/{self.name}: a column name stands twice: {', '.join(names)[:200]}")
+            raise DataError(f"{self.place.address}/{self.name}: duplicate column name: {', '.join(names)[:200]}")
         return line, names
 
     def _values(self, names: list[str], data: bytes) -> dict[str, Any] | BadRow:
@@ -96,7 +96,7 @@ class TsvSource(CsvSource):
 
 
 def convert_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """Fields of text as the columns mean them: nothing for an empty one, integers, lists. Raises BadRow."""
+    """Typed values of text fields; empty fields are dropped. Raises BadRow."""
     out: dict[str, Any] = {}
     for name, text in values.items():
         if text == "":

@@ -1,4 +1,4 @@
-"""Which format a source is: by what it is, unless it is forced; and the source itself, on the driver and in tasks."""
+"""Detect the format of a source, and open it on the driver and in tasks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LINE_BYTES = 64 << 10  # of a file's first line, to tell rows from a document
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """A source by its format, the folder that its paths are relative to, and the file in it (none: the folder)."""
+    """Format, folder that paths are relative to, and file name (empty: the folder) of a source."""
 
     format: str
     address: str
@@ -42,12 +42,12 @@ class SourceSpec:
 
     @property
     def display_name(self) -> str:
-        """The name people know it by: of the file, or of the folder."""
+        """Name of the file or folder."""
         return self.name or PurePosixPath(self.address.partition("?")[0]).name
 
 
 def detect_source(address: str, forced: str = "auto") -> SourceSpec:
-    """The format of what is at `address`. Raises DataError where nothing is there, or nothing that is known."""
+    """The source at `address`. Raises DataError if it is missing or of no known format."""
     if not is_valid_name(address):
         raise UsageError(f"{address!r} is not plain UTF-8: rename the file")
     place, name = Storage.split(address.rstrip("/") if len(address) > 1 else address)
@@ -70,7 +70,7 @@ def detect_source(address: str, forced: str = "auto") -> SourceSpec:
 
 
 def open_source(chosen: SourceSpec, out: Storage, columns: dict[str, str], template: str) -> Source:
-    """The source; nothing is read yet. `out` is the folder of the prepared set, where a listing is kept."""
+    """The source; nothing is read yet. `out` is the folder of the prepared set, which stores listings."""
     place, name = Storage(chosen.address), chosen.name
     if chosen.format in _FILE_FORMATS:
         return _FILE_FORMATS[chosen.format](place, name, columns)
@@ -85,17 +85,17 @@ def open_source(chosen: SourceSpec, out: Storage, columns: dict[str, str], templ
 
 
 def label_names(chosen: SourceSpec) -> dict[str, str]:
-    """What the source calls its box labels, by label; empty where its format does not say."""
+    """Names of the box labels; empty if the format has none."""
     return coco.label_names(Storage(chosen.address), chosen.name) if chosen.format == "coco" else {}
 
 
 def class_names(chosen: SourceSpec) -> tuple[str, ...]:
-    """What the source calls the labels 0, 1, ... of its rows; empty where its format does not say."""
+    """Names of the labels 0, 1, ...; empty if the format has none."""
     return image_folder.class_names(Storage(chosen.address)) if chosen.format == "folders" else ()
 
 
 def companion_file(chosen: SourceSpec) -> str | None:
-    """A file beside the source that says more of the same images, and is not read."""
+    """A file next to the source that describes the same images and is not read."""
     return coco.companion_file(Storage(chosen.address), chosen.name) if chosen.format == "coco" else None
 
 
@@ -117,7 +117,7 @@ def _coco(place: Storage, name: str) -> SourceSpec:
 
 
 def _detect_file_format(place: Storage, name: str) -> str:
-    """By its first bytes where they are plain, else by its suffix; JSON lines where neither says."""
+    """Format by magic number, else by suffix, else JSON lines."""
     head = read_head(place, name, 512)
     if head.startswith(b"PAR1"):
         return "parquet"
@@ -128,7 +128,7 @@ def _detect_file_format(place: Storage, name: str) -> str:
 
 
 def _holds_rows(head: bytes) -> bool:
-    """Whether JSON that begins so holds rows, one a line or in an array, and is no document of COCO's."""
+    """Whether JSON with this beginning holds rows (one per line or an array) and is not a COCO document."""
     if head.lstrip().startswith(b"["):
         return True
     try:

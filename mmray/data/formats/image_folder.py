@@ -1,4 +1,4 @@
-"""Rows that a file tree states: a folder for each class, images beside texts of the same stem, two parallel lists."""
+"""Rows listed from a file tree or document: class folders, image-text pairs, parallel lists, COCO."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def class_rows(place: Storage, template: str) -> Iterator[dict[str, Any]]:
 
 
 def class_names(place: Storage) -> tuple[str, ...]:
-    """Names of the labels 0, 1, ... that `class_rows` gives, as words; the manifest holds them, so as UTF-8."""
+    """Names of the labels 0, 1, ... of `class_rows`, as valid UTF-8."""
     classes = _classes([name for name in place.list_files() if is_image(name)])
     return tuple(humanize(name).encode(errors="backslashreplace").decode() for name in classes)
 
@@ -84,7 +84,7 @@ def is_image(name: str) -> bool:
 
 
 def has_split_folders(names: list[str]) -> bool:
-    """Whether every image is below a folder that is named as a split, with a folder of its class between."""
+    """Whether every image is in SPLIT/CLASS/, with a known name of a split."""
     return bool(names) and all(len(name.split("/")) > 2 and name.split("/")[0] in SPLITS for name in names)
 
 
@@ -94,7 +94,7 @@ def humanize(name: str) -> str:
 
 
 def _read_lines(place: Storage, name: str) -> list[str]:
-    """Lines of a text; bytes that are not UTF-8 become what a row is then set aside for."""
+    """Lines of a text; bytes that are not UTF-8 become surrogates, for which the row is quarantined."""
     try:
         text = place.read(name).decode("utf-8-sig", "surrogateescape")
     except OSError as error:
@@ -102,24 +102,20 @@ def _read_lines(place: Storage, name: str) -> list[str]:
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
 
 
-# Sources whose rows are stated by a file tree or by one JSON document: written out as a listing, one row a line.
-#
-# The driver writes the listing once, into the folder of the prepared set; the tasks then read their lines of it, as
-# they
-# would of JSONL. A row of it names its `origin`; a caption that stands in a file of its own is read in the task.
+# The driver writes the rows once as JSON lines into the folder of the prepared set; tasks read their lines of it.
 LISTING = "listing.jsonl"
 _TOO_LONG = "bytes of a row that is too long"
 Lister = Callable[[], Iterator[dict[str, Any]]]
 
 
 class ListingSource:
-    """Rows that `rows` lists; `out` is the folder the listing is in."""
+    """Rows produced by `rows`; `out` is the folder of the listing."""
 
     title: ClassVar[str] = "a listing"
 
     def __init__(self, place: Storage, out: Storage, columns: dict[str, str], title: str, rows: Lister) -> None:
         self.place, self.out, self.columns, self.rows = place, out, columns, rows
-        self.title = title  # type: ignore[misc]  # each lister has its own
+        self.title = title  # type: ignore[misc]  # differs per lister
 
     def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[SourceChunk]:
         count = 0

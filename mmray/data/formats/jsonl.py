@@ -87,7 +87,7 @@ def parse_fields(data: bytes, names: Iterable[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _InvalidValue:
-    """Stands for a value that is none."""
+    """Placeholder of an invalid value."""
 
     constant: str
     why: str = "is not a JSON value"

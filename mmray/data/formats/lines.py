@@ -1,7 +1,8 @@
 """Text of one record a line, cut into chunks of whole records and read back with line numbers.
 
-Memory holds one piece of a line, however long it is. In a CSV a quoted field may hold newlines: such a record goes on
-while the field is open, but no further than MAX_QUOTED_BYTES, so that one forgotten quote does not swallow the file.
+Memory holds one piece of a line, however long it is. In a CSV a quoted field may contain newlines: such a record
+continues until the field closes, at most MAX_QUOTED_BYTES, so that one missing quote does not swallow the file.
+pyarrow.csv is not used, because it has no line numbers for such records and cannot start inside a file.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def scan_lines(
 ) -> Iterator[SourceChunk]:
     """The chunks of a text file, in order.
 
-    A chunk ends after `rows_per_chunk` records, and at each offset of `stops` that is the end of one: where the chunks
-    of an earlier pass ended, so that a file that grew has the same chunks and then new ones.
+    A chunk ends after `rows_per_chunk` records, and at each offset of `stops` that ends a record: the chunk ends of an
+    earlier scan, so that a file that grew keeps its chunks and gets new ones.
     """
     index = start = offset = lines = records = rows = 0
     line, blank, digest, ends = 1, True, hashlib.sha256(), _RecordSplitter(quoted)
@@ -49,9 +50,9 @@ def scan_lines(
 
 
 def read_lines(place: Storage, chunk: SourceChunk, quoted: bool = False) -> Iterator[tuple[int, bytes]]:
-    """(line number, bytes) of the records of a chunk that are not blank; of an endless one only the beginning.
+    """(line number, bytes) of the non-blank records of a chunk; overlong records are truncated.
 
-    Raises SourceChanged at the end where the bytes are not those that were scanned.
+    Raises SourceChanged at the end if the bytes differ from the scanned ones.
     """
     digest, line, lines, kept, ends = hashlib.sha256(), chunk.first_line, 0, b"", _RecordSplitter(quoted)
     mark = BOM if chunk.start == 0 else b""
@@ -75,16 +76,16 @@ def read_lines(place: Storage, chunk: SourceChunk, quoted: bool = False) -> Iter
 
 
 class _CsvState(Enum):
-    """Where in a CSV record a scan stands, as Python's csv sees it."""
+    """State of the CSV scan, as in Python's csv module."""
 
-    BEGIN = "the begin of a field"
-    PLAIN = "a field without quotes, in which a quote is a letter like any other"
-    QUOTED = "a quoted field"
-    CLOSED = "behind a quote in a quoted field: its end, or the first half of a doubled one"
+    BEGIN = "start of a field"
+    PLAIN = "unquoted field, in which a quote is an ordinary character"
+    QUOTED = "quoted field"
+    CLOSED = "after a quote in a quoted field: its end, or the first half of a doubled quote"
 
 
 class _RecordSplitter:
-    """Whether a record ends with a piece of text: at a newline, unless it stands in a quoted field."""
+    """Finds the ends of records: newlines outside quoted fields."""
 
     def __init__(self, quoted: bool) -> None:
         self.quoted, self.at, self.length = quoted, _CsvState.BEGIN, 0
@@ -100,7 +101,7 @@ class _RecordSplitter:
 
 
 def _advance(piece: bytes, at: _CsvState) -> _CsvState:
-    """Where a scan that stood `at` before this piece of a record stands behind it."""
+    """State after this piece of a record, from state `at` before it."""
     place = 0
     while place < len(piece):
         if at in (_CsvState.BEGIN, _CsvState.CLOSED):

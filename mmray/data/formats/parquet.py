@@ -1,7 +1,7 @@
 """Parquet files and the Arrow files that Hugging Face `datasets` saves: rows from columns, images as paths or bytes.
 
-Only the columns that mean something to us are read. A chunk is some row groups of a Parquet file, or some record
-batches of an Arrow file, so that a task reads no more than its part; of one that is too large, a range of rows.
+Only known columns are read. A chunk is a number of row groups (Parquet) or record batches (Arrow); a larger group is
+cut into ranges of rows.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from mmray.storage.storage import Storage, with_retries
 T = TypeVar("T")
 _ROWS_AT_ONCE = 32  # of inline images, held as Python bytes
 _BUFFER_BYTES = 4 << 20  # of a column, for otherwise all of it is held
-# Chunks of one row group at most: the rows before a range must be read to come to it, so that n ranges read the group
-# (n + 1) / 2 times. pandas writes a million rows a group.
+# Maximum chunks per row group. n ranges read the group (n + 1) / 2 times, because a range cannot be skipped to; without
+# ranges the million rows of a pandas row group would be one task.
 MOST_PARTS = 16
 
 
@@ -47,7 +47,7 @@ class ParquetSource:
         return list_files(self.place, self.name, ".parquet")
 
     def split_of(self, name: str) -> str | None:
-        """The split that a file is of, where the layout says so."""
+        """Split of a file, if the layout defines it."""
         return None
 
     def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[SourceChunk]:
@@ -79,7 +79,7 @@ class ParquetSource:
             ], meta.schema.to_arrow_schema()
 
     def batches(self, chunk: SourceChunk, had: int) -> Iterator[pa.RecordBatch]:
-        """The rows of a chunk, the wanted columns of them, without the first `had`."""
+        """The wanted columns of a chunk, without its first `had` rows."""
         with self.place.open(chunk.file) as raw:
             file = pq.ParquetFile(raw, buffer_size=_BUFFER_BYTES)
             wanted, meta = self._wanted(file.schema_arrow, chunk.file), file.metadata
@@ -111,7 +111,7 @@ class ParquetSource:
         check_unchanged(self.place, chunk, chunk.sha256)
 
     def _all_batches(self, chunk: SourceChunk) -> Iterator[pa.RecordBatch]:
-        """The rows of a chunk; where a store fails for a moment, from behind those that were had."""
+        """The rows of a chunk; after a transient error of a store, from the first row not yet returned."""
         had, batches = 0, self.batches(chunk, 0)
 
         def following() -> pa.RecordBatch | None:
@@ -205,7 +205,7 @@ def _rows_of_chunk(chunk: SourceChunk, above: int, had: int) -> tuple[int, int]:
 
 
 def _slice_batches(batches: Iterable[pa.RecordBatch], start: int, count: int) -> Iterator[pa.RecordBatch]:
-    """Rows start..start + count of the batches; none behind them is read."""
+    """Rows start..start + count of the batches."""
     for batch in batches if count else ():
         part = batch.slice(min(start, batch.num_rows), count)
         start, count = max(0, start - batch.num_rows), count - part.num_rows
@@ -216,7 +216,7 @@ def _slice_batches(batches: Iterable[pa.RecordBatch], start: int, count: int) ->
 
 
 def _iter_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | BadRow]:
-    """Rows one by one; text that is not UTF-8 costs its own row alone."""
+    """Rows one by one, so that invalid UTF-8 affects only its own row."""
     for number in range(batch.num_rows):
         try:
             yield batch.slice(number, 1).to_pylist()[0]

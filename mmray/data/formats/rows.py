@@ -1,4 +1,4 @@
-"""Named values of any source to a row, strictly: what is not plainly meant is a fault of that row."""
+"""Validate the named values of a source row: a SourceRow, or a BadRow with stage and reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def parse_messages(value: Any) -> tuple[dict[str, str], ...]:
         raise _invalid_messages(f"must be a list of {{role, content}}, is {str(value)[:80]!r}")
     messages = tuple(_parse_message(item) for item in value)
     if (images := sum(_parse_content(_content_of(item)).count(_IMAGE) for item in value)) > 1:
-        raise _invalid_messages(f"the conversation is about {images} images, and a model here looks at one")
+        raise _invalid_messages(f"the conversation has {images} images, models take one")
     if any(message["role"] == "system" for message in messages[1:]):
         raise _invalid_messages("only the first message may be that of the system")
     if not any(message["role"] == "assistant" for message in messages):
@@ -186,7 +186,7 @@ def _parse_key(values: dict[str, Any], origin: str) -> str:
 def _parse_image(values: dict[str, Any], hosts: tuple[str, ...]) -> ImageRef:
     given = _single_column(values, _IMAGE_COLUMNS, "no-image")
     if len(given) > 1:
-        detail = f"the row has {len(given)} images, and a model here looks at one: give each a row of its own"
+        detail = f"the row has {len(given)} images, models take one: write one row per image"
         raise BadRow("columns", "multiple-images", detail)
     return _image_ref(given[0], hosts)
 

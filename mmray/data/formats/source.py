@@ -1,7 +1,7 @@
-"""What a source of rows is, whatever its format: chunks planned on the driver, read in the tasks that pack them.
+"""Interface of a source format: chunks planned on the driver, read in the tasks that pack them.
 
 A format is one file of this folder. `scan` cuts the source into chunks (nothing is decoded), `read` gives the rows of
-one chunk as named values, each with the place it came from; a row that cannot even be parsed is its BadRow.
+one chunk as named values, each with its location; a row that cannot be parsed is a BadRow.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class SourceChanged(Exception):
 
 
 class SourceUnreadable(Exception):
-    """The disk or store that the source is on did not give what was there before."""
+    """The storage of the source failed to return data that was scanned before."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class SourceChunk:
 
 @dataclass(frozen=True)
 class SourceItem:
-    """A row as it stands in the source: `line` orders it in its chunk, `origin` names it for people (`file:line`)."""
+    """A row of the source: `line` orders it in its chunk, `origin` is its location (`file:line`)."""
 
     line: int
     origin: str
@@ -47,32 +47,32 @@ class SourceItem:
 
 
 class Source(Protocol):
-    """Rows of one format; cheap to make anew in each task."""
+    """Rows of one format; cheap to construct in each task."""
 
-    title: ClassVar[str]  # as it is said aloud
+    title: ClassVar[str]  # shown to the user
 
     def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[SourceChunk]:
-        """The chunks in order; `stops` are ends that an earlier pass gave. Raises DataError for a fault of the set."""
+        """The chunks in order; `stops` are the chunk ends of an earlier scan. Raises DataError."""
         ...
 
     def read(self, chunk: SourceChunk) -> Iterator[SourceItem]:
-        """The rows of a chunk. Raises SourceChanged where it is not what was scanned."""
+        """The rows of a chunk. Raises SourceChanged if it differs from what was scanned."""
         ...
 
 
 def file_signature(place: Storage, name: str) -> str:
-    """Digest of a file's name, size and time of change: what tells a large file from another without reading it."""
+    """Digest of a file's name, size and modification time, for change detection without reading it."""
     return hashlib.sha256(repr((name, *place.size_and_mtime(name))).encode()).hexdigest()
 
 
 def check_unchanged(place: Storage, chunk: SourceChunk, expected: str) -> None:
-    """Raises SourceChanged where the file is not the one that was scanned, by `signature`."""
+    """Raise SourceChanged if the file differs from the scanned one by `file_signature`."""
     if file_signature(place, chunk.file) != expected:
         raise SourceChanged(f"{chunk.file} changed while it was read: run the same command again")
 
 
 def read_head(place: Storage, name: str, size: int = 64) -> bytes:
-    """The first bytes of a file. Raises DataError where it cannot be read."""
+    """The first bytes of a file. Raises DataError if it cannot be read."""
     where = f"{place.address}/{name}"
     try:
         with place.open(name) as file:
@@ -84,7 +84,7 @@ def read_head(place: Storage, name: str, size: int = 64) -> bytes:
 
 
 def list_files(place: Storage, name: str, suffix: str) -> list[str]:
-    """The one file that is named, or without a name those of the folder with this suffix in any case, sorted."""
+    """The file `name`, or without a name the sorted files of the folder with this suffix, ignoring case."""
     return (
         [name]
         if name
@@ -93,7 +93,7 @@ def list_files(place: Storage, name: str, suffix: str) -> list[str]:
 
 
 def check_file_names(place: Storage, names: list[str]) -> list[str]:
-    """The names of files to read. Raises DataError where one is not UTF-8, which pyarrow cannot open."""
+    """The names, checked. Raises DataError for a name that is not UTF-8, which pyarrow cannot open."""
     if odd := [name for name in names if not is_valid_name(name)]:
         raise DataError(f"{place.address}: the name {odd[0]!r} is not plain UTF-8: rename the file")
     return names

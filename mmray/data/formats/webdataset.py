@@ -114,7 +114,7 @@ class _TarMembers:
                 if file.read(_BLOCK) != bytes(_BLOCK):
                     yield "", BadRow("read", "truncated", f"the tar breaks off or is damaged after {last}, byte {end}")
                 elif any(piece.strip(b"\0") for piece in iter(partial(file.read, _BUFFER_BYTES), b"")):
-                    told = f"the tar ends after {last}, byte {end}, and more follows: another tar, which is not read"
+                    told = f"the tar ends after {last}, byte {end}, more data follows (another tar?) and is not read"
                     yield "", BadRow("read", "truncated", told)
             except (tarfile.TarError, EOFError) as error:
                 yield "", BadRow("read", "truncated", f"the tar breaks off or is damaged after {last}: {error}")

@@ -1,7 +1,7 @@
-"""Files that rows name, read from the source's folder and from nowhere else.
+"""Read the image files that rows name, from the source's folder only.
 
-What is wrong with one of them is a BadRow: the row that named it goes to quarantine. A disk or a store that does not
-answer is an OSError, and no fault of the row; only a prepare, which can come again, sets such rows aside (`tried`).
+A fault of a file is a BadRow, which quarantines its row. A failing disk or store is an OSError; only `prepare`, which
+can be rerun, quarantines rows for it (`quarantine_os_errors`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mmray.data.formats.rows import BadRow, ImageRef
 from mmray.storage.storage import ByteRange, RangeReader, Storage, coalesce_ranges, parallel_map, with_retries
 
 MAX_IMAGE_BYTES = 256 * 1024 * 1024
-_BAD_NAME_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP)  # errors that say no more than that there can be no such file
+_BAD_NAME_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP)  # no such file can exist
 
 
 def read_image(place: Storage, picture: ImageRef) -> bytes:

@@ -1,4 +1,4 @@
-"""Conversations as token ids, and which of these are learned: what the assistant says, and that it ends there.
+"""Conversations as token ids with a loss mask over the assistant's words and their end token.
 
 Beside text.py, for models that write (model.kind generative). A conversation is laid out by the model's own words for
 its parts (model.inputs.chat), tokenised as one text, as a processor of transformers would, and marked by the places of
@@ -74,7 +74,7 @@ class ChatEncoder:
         return as_conversation, answers
 
     def render(self, conversation: list[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and the spans of its letters that are learned."""
+        """The text of a conversation, and the character spans that the loss covers."""
         chat, text, spans = self._chat, "", []
         image = chat.image + chat.after_image
         if not any(message["role"] == "user" for message in conversation):
@@ -100,9 +100,9 @@ class ChatEncoder:
         return np.array([ids], np.int32), np.array([ids.index(self.image_id)], np.int32)
 
     def _plain(self, content: str) -> str:
-        """The words alone: what a person writes is never taken for a mark of the layout."""
+        """The text without special tokens, which a user's text must not contain."""
         while (found := next((mark for mark in self._marks if mark in content), None)) is not None:
-            content = content.replace(found, "")  # what is left may close up to another mark: look again
+            content = content.replace(found, "")  # the rest may form another one
         return content
 
 
