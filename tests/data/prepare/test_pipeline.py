@@ -575,7 +575,7 @@ def test_python_exception_in_a_task_is_raised_at_once(tmp_path, monkeypatch, loc
     """Not run again, and not blamed on images or memory."""
     source, out = make_source(tmp_path / "raw", 4), tmp_path / "out"
     monkeypatch.setattr(prepare_module, "_pack_task", partial(task_with, has_a_bug))
-    with pytest.raises(MmrayError, match=r"KeyError: 'absent' \(.*test_prepare\.py:\d+ in has_a_bug\)"):
+    with pytest.raises(MmrayError, match=r"KeyError: 'absent' \(.*test_pipeline\.py:\d+ in has_a_bug\)"):
         prepare(str(source), str(out), LAX)
     assert (out / "calls").read_text() == "x"
 
