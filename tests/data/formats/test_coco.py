@@ -113,14 +113,11 @@ def test_a_change_of_the_second_document_is_noticed(tmp_path, in_process):
         prepared(tmp_path / "raw" / CAPTIONS, out)
 
 
-def test_half_of_coco_alone_says_that_the_other_half_lies_beside_it(tmp_path):
+def test_coco_hint_names_companion_file(tmp_path):
     both, said = coco_halves(tmp_path / "raw"), []
     for source, beside in ((tmp_path / "raw" / CAPTIONS, "instances"), (tmp_path / "raw" / INSTANCES, "captions")):
         prepare(str(source), str(tmp_path / beside), LAX, notify=lambda line, label: said.append(line))
-        assert (
-            said[-1]
-            == f"{beside}_val2017.json lies beside it and is not read: {source},{beside}_val2017.json reads both"
-        )
+        assert said[-1] == f"found {beside}_val2017.json next to it; pass {source},{beside}_val2017.json to use both"
     prepare(str(both), str(tmp_path / "both"), LAX, notify=lambda line, label: said.append(line))
     assert said[-1] == f"7 rows of COCO from {both}"
 

@@ -151,7 +151,7 @@ def test_conversations_of_a_parquet_file(tmp_path: Path) -> None:
         ([{"role": "assistant", "content": "\ud83d"}], "surrogate"),
         ([{"role": "assistant", "content": "a" * 70000}], "is over"),
         (["hello"], "must be {role, content}"),
-        ([{"role": "user", "content": "<image> <image>"}, {"role": "assistant", "content": "a"}], "about 2 images"),
+        ([{"role": "user", "content": "<image> <image>"}, {"role": "assistant", "content": "a"}], "has 2 images"),
     ],
 )
 def test_what_is_no_conversation_is_set_aside(value: Any, detail: str) -> None:
