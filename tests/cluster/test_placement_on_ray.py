@@ -63,7 +63,7 @@ def test_decoding_runs_on_data_nodes_and_training_on_train_nodes(joined_roles, t
         ({"workers": 99, "accelerator": "gpu"}, "no node has any GPU"),
         ({"resources_per_worker": {"gpu_slto": 1.0}}, "no node has any gpu_slto"),
         ({"train_label": "role=gup"}, "no node for training is labelled role=gup"),
-        ({"workers": 7}, "6 workers fit beside the data"),
+        ({"workers": 7}, "6 workers fit together with the data"),
     ],
 )
 def test_impossible_run_is_refused_within_10_s(joined_roles, tmp_path, settings, said):
@@ -83,8 +83,8 @@ def test_prepare_without_data_cpu_is_refused_within_10_s(joined_roles, tmp_path,
     began_s = time.monotonic()
     assert run(["prepare", str(tmp_path / "rows.jsonl"), str(tmp_path / "set")], Terminal()) == 4
     said = " ".join(capsys.readouterr().err.split())
-    assert "1 CPUs for the data on nodes labelled mmray/role=data: no node for data is labelled" in said
-    assert "--grows" in said and time.monotonic() - began_s < 10
+    assert "1 CPUs for data on nodes labelled mmray/role=data: no node for data is labelled" in said
+    assert "--wait-for-nodes" in said and time.monotonic() - began_s < 10
 
 
 def test_start_timeout_is_a_resource_error(joined_roles, tmp_path):
@@ -99,7 +99,7 @@ def test_start_timeout_is_a_resource_error(joined_roles, tmp_path):
         with pytest.raises(ResourceError, match=r"did not start within 5 s \(cluster.start_timeout_s\)"):
             train(wanted, Silent())
         began_s = time.monotonic()
-        with pytest.raises(ResourceError, match=r"with what is free now: 2 training workers.*wait until"):
+        with pytest.raises(ResourceError, match=r"with the resources that are free now, 2 training workers.*wait until"):
             num_free_workers(wanted)
         assert time.monotonic() - began_s < 10
     finally:
