@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import sys
+import re
 import sysconfig
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from mmray.storage.paths import AnyPath, open_for_upload
 
@@ -29,6 +29,10 @@ DATA_WAIT = str(ENGINE / "prefetch.py")
 DEVICE_READ = str(ENGINE / "collectives.py")  # reads results that other ranks contribute to
 LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 COLLECTIVES = ("torch/distributed/", "torch/autograd/")  # DDP's collectives are inside the backward
+
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+) ", re.MULTILINE)
+_CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 class Frame(NamedTuple):
@@ -115,13 +119,27 @@ class Heartbeat:
 
 
 def stack_of_thread(thread_id: int) -> list[Frame]:
-    """The calls of a thread of this process, innermost first. A running thread may return from some meanwhile."""
-    found: list[Frame] = []
-    frame: FrameType | None = sys._current_frames().get(thread_id)
-    while frame is not None:
-        found.append(Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
-        frame = frame.f_back
-    return found
+    """The calls of a thread of this process, innermost first, at most 100; empty if no scratch file can be created.
+
+    Reads faulthandler's text, because walking the frame objects of a running thread crashed Python 3.11.
+    """
+    try:
+        with _scratch_file() as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            _, *threads = _THREAD.split(file.read().decode(errors="replace"))
+    except OSError:
+        return []
+    stacks = {int(number, 16): stack for number, stack in zip(threads[::2], threads[1::2], strict=True)}
+    calls = _CALL.findall(stacks.get(thread_id, ""))
+    return [Frame(name, int(line), function) for name, line, function in calls]
+
+
+def _scratch_file() -> IO[bytes]:
+    """A file in memory if the system has memfd, because a stalled disk would stall the whole process."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("mmray-heartbeat"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def _in_collective(frames: list[Frame]) -> bool:
