@@ -21,7 +21,7 @@ from mmray.config import CustomModel, Siglip, from_yaml, to_yaml
 from mmray.config.model import KINDS
 from mmray.data.store.manifest import Manifest
 from mmray.data.text.tokenizer import train_tokenizer
-from mmray.engine.checkpoint import files
+from mmray.engine.checkpoint import state_io
 from mmray.errors import UsageError
 from mmray.train.driver import RunOutcome
 from tests.made import CAPTIONS
@@ -291,7 +291,7 @@ def test_export_finds_a_model_of_the_working_directory_as_training_does(tmp_path
     run.mkdir()
     (run / "config.yaml").write_text(to_yaml(config.model_copy(update={"model": model})))
     (run / "tokenizer.json").write_text(train_tokenizer(CAPTIONS, 60))
-    files.save(run / "checkpoints", 1, {"words.weight": torch.ones(90, 2)}, {}, {})
+    state_io.save(run / "checkpoints", 1, {"model": {"words.weight": torch.ones(90, 2)}}, {})
     (tmp_path / "mine.py").write_text(OWN_MODEL)
     script = tmp_path / "bin" / "mmray"
     script.parent.mkdir()

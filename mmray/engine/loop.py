@@ -18,13 +18,13 @@ from mmray.engine import oom as error_messages
 from mmray.engine import optimizer, precision
 from mmray.engine import optimizer as clip
 from mmray.engine.batch import smaller_micro
+from mmray.engine.checkpoint import state_io
 from mmray.engine.checkpoint.manager import CheckpointSchedule, steps_between_checkpoints
 from mmray.engine.metrics.meters import Meter, Padding, reduce_over_ranks, rows_sha
 from mmray.engine.metrics.timers import PhaseTimers, Throughput
 from mmray.engine.metrics.writers import Metrics, profiled
 from mmray.engine.oom import RecoverableOom, error_text
 from mmray.engine.optimizer import ExponentialMovingAverage, lr_at
-from mmray.engine.parallel import fsdp
 from mmray.engine.parallel import wrap as parallel
 from mmray.engine.precision import micro_seed
 from mmray.engine.prefetch import LocalBatch, prefetch, split_micro_batches
@@ -136,10 +136,10 @@ def _load(
     stored: StateLoader, module: nn.Module, state: TrainState, average: ExponentialMovingAverage | None
 ) -> Progress:
     """Put everything where it was, and let go of what was read; each rank reads what it holds of what is cut."""
-    saved = stored(fsdp.empty_like_sharded(module, state.optimizer))
-    fsdp.load_weights(module, saved["model"])
+    saved = stored(state_io.targets(module))
+    module.load_state_dict(saved["model"])
     parallel.on_weights_loaded(state.model)
-    fsdp.load_optimizer(state.optimizer, saved["optimizer"])
+    state_io.load_optimizer_state(module, state.optimizer, saved["optimizer"])
     if saved["scaler"]:  # empty where it was taken in a format that needs none
         state.scaler.load_state_dict(saved["scaler"])
     if average is not None:
@@ -160,7 +160,7 @@ def _state(run: _Run) -> State:
     averaged = {} if run.average is None else {EMA_KEY: run.average.state_dict()}
     return averaged | {
         "model": dict(run.task.model.state_dict()),
-        "optimizer": run.state.optimizer.state_dict(),
+        "optimizer": state_io.optimizer_state(run.task.model, run.state.optimizer),
         "scaler": run.state.scaler.state_dict(),
         "progress": vars(run.progress).copy(),
     }
@@ -251,7 +251,7 @@ def _tell(run: _Run, keys: Tensor, result: StepResult) -> Metrics | None:
     last = step == task.plan.steps or result.stopping
     evaluating = task.evaluate is not None and (step == task.plan.steps or _due(step, task.evaluate_every))
     scored = evaluating and run.rhythm.every == "auto"  # what was scored is kept, or the best could not be
-    saving = task.save is not None and (last or scored or run.rhythm.due(step))
+    saving = task.save is not None and (last or scored or run.rhythm.is_due(step))
     metrics = None
     if last or evaluating or saving or _due(step, task.train.log_every):
         metrics = _measure(run, keys, result)
@@ -273,8 +273,8 @@ def _save(run: _Run, metrics: Metrics, last: bool) -> None:
     assert task.save is not None
     cost_s = task.save(step, _state(run), metrics, last)
     if rhythm.every == "auto" and not last:
-        steps = steps_between_checkpoints(metrics.get("time/step_s"), cost_s, step - rhythm.begin)
-        rhythm.written(step, task.group.broadcast_object(steps))
+        steps = steps_between_checkpoints(metrics.get("time/step_s"), cost_s, step - rhythm.first)
+        rhythm.saved(step, task.group.broadcast_object(steps))
 
 
 def _due(step: int, every: int) -> bool:

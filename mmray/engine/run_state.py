@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 State = dict[str, Any]
 
 
-StateLoader = Callable[
-    [Callable[[tuple[Any, ...], Tensor], Tensor]], State
-]  # reads a state; what is cut, into that room
+StateLoader = Callable[[Callable[[str, Tensor], Tensor]], State]  # loads a checkpoint into the tensors of a `Target`
 
 
 EMA_KEY = "average"  # in a state: the averaged weights, under `module.` and the model's names

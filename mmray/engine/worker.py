@@ -22,8 +22,8 @@ from mmray.data.text.chat import build_encoder
 from mmray.engine import loop, memory_probe, precision
 from mmray.engine import worker_context as reporting
 from mmray.engine.bad_samples import quarantine_bad_rows
-from mmray.engine.checkpoint import files
-from mmray.engine.checkpoint.manager import CheckpointManager, ShardWriter
+from mmray.engine.checkpoint import files, state_io
+from mmray.engine.checkpoint.manager import CheckpointManager
 from mmray.engine.collectives import Group
 from mmray.engine.heartbeat import Heartbeat
 from mmray.engine.memory_probe import dry_run_job, make_probe_state, synthetic_batches
@@ -70,16 +70,14 @@ def _work(
         train=config.train.replace(precision=precision.common_precision(config.train.precision, group))
     )
     found = None if start.checkpoint is None else to_path(start.checkpoint)
-    cut = config.train.parallel == "fsdp" and group.world > 1
     model = _model(job, None if found is None else files.load_meta(found)["architecture"], device)
     if job.eval_set is not None:
         check_evaluable(config, model)
     objective = objectives.build(config.objective)
     rehearsed = dry_run_job(job, make_probe_state(config, model, objective, group), start.plan)
-    stored = None if found is None else partial(files.load, found)
-    ranks = group.new_cpu_group(WRITES_HANGS * config.cluster.hang_timeout_s) if cut else None
-    keeper = _keeper(job, group, model, line.report, ranks)
-    writes = keeper or (ShardWriter(job.folder, ranks) if cut else None)
+    stored = None if found is None else partial(state_io.load, found)
+    writes = _checkpoints(job, group, model, line.report)
+    keeper = writes if group.rank == 0 else None
     log = None if keeper is None else keeper.log_from(start.step)
     if log is not None:
         line.report({"wasted_steps": log.wasted_steps})
@@ -117,7 +115,7 @@ def _work(
 
 
 @contextmanager
-def _closing(log: MetricsLog | None, keeper: CheckpointManager | ShardWriter | None) -> Iterator[None]:
+def _closing(log: MetricsLog | None, keeper: CheckpointManager | None) -> Iterator[None]:
     """Closes both with the block: the last checkpoint is there, or its error raised, before a rank says it is done.
 
     What ended the block is what the policy has to see, not a write that failed on the way and was told.
@@ -158,7 +156,7 @@ def _callbacks(
     if keeper is None:
         return (*own, pulse)
     advising = InputBoundHint(partial(reporting.report_hint, job, line.report, device))
-    return (*own, pulse, reporting.ProgressReporter(line.report, keeper.writer), advising)
+    return (*own, pulse, reporting.ProgressReporter(line.report, keeper), advising)
 
 
 def _branches(job: WorkerContext, model: nn.Module, micro: int, device: torch.device) -> dict[str, Any]:
@@ -183,16 +181,19 @@ def _architecture(model: nn.Module) -> dict[str, Any] | None:
     return model.architecture() if hasattr(model, "architecture") else None  # type: ignore[operator]
 
 
-def _keeper(job: WorkerContext, group: Group, model: nn.Module, report: Report, ranks: Any) -> CheckpointManager | None:
-    """Rank 0's keeper of checkpoints and logs; None on the others."""
-    if group.rank != 0:
+def _checkpoints(job: WorkerContext, group: Group, model: nn.Module, report: Report) -> CheckpointManager | None:
+    """Rank 0's checkpoint manager; also on the other ranks under FSDP, where each writes its shard."""
+    sharded = job.config.train.parallel == "fsdp" and group.world > 1
+    cpu_group = group.new_cpu_group(WRITES_HANGS * job.config.cluster.hang_timeout_s) if group.world > 1 else None
+    if group.rank != 0 and not sharded:
         return None
     about = {"world": group.world, "architecture": _architecture(model)}
-    return CheckpointManager(job.folder, job.fence, job.config, about, partial(reporting.report_note, report), ranks)
+    fence, log = job.fence if group.rank == 0 else None, partial(reporting.report_note, report)
+    return CheckpointManager(job.folder, fence, job.config, about, log, cpu_group, sharded)
 
 
 def _save(
-    keeper: CheckpointManager | ShardWriter | None,
+    keeper: CheckpointManager | None,
     start: ResumePoint,
     step: int,
     state: State,

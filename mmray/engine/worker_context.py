@@ -13,13 +13,13 @@ import torch
 
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.reader import RowReader
-from mmray.engine.checkpoint.async_saver import AsyncSaver
 from mmray.engine.metrics.writers import Metrics
 from mmray.report.run import EXAMPLES
 from mmray.storage.paths import AnyPath, write_atomic
 
 if TYPE_CHECKING:
     from mmray.config import Config
+    from mmray.engine.checkpoint.manager import CheckpointManager
 
 
 Report = Callable[[dict[str, Any]], Any]
@@ -92,14 +92,14 @@ class InputBoundHint:
 class ProgressReporter:
     """Passes on what is logged, and what a checkpoint cost; a callback like a user's own."""
 
-    def __init__(self, report: Report, writer: AsyncSaver):
-        self.report, self.writer = report, writer
+    def __init__(self, report: Report, checkpoints: CheckpointManager):
+        self.report, self.checkpoints = report, checkpoints
         self._told_s: float | None = None
 
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
-        self.writer.check()
-        if self.writer.cost_s != self._told_s:
-            self._told_s = self.writer.cost_s
+        self.checkpoints.poll()
+        if self.checkpoints.cost_s != self._told_s:
+            self._told_s = self.checkpoints.cost_s
             self.report({"checkpoint_s": self._told_s})
         if metrics is not None:
             self.report(metrics)

@@ -17,11 +17,11 @@ from mmray.data.text.tokenizer import MAX_LANGUAGES
 from mmray.errors import UsageError
 
 
-def save_weights(weights: dict[str, Tensor], file: Path) -> None:
+def save_weights(weights: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
     """Write a state_dict as safetensors. Raises SafetensorError or OSError."""
     file.touch()
     mode = file.stat().st_mode  # of the umask; safetensors creates files that only the owner can read
-    save_file(_untie(weights), file, metadata={"format": "pt"})
+    save_file(_untie(weights), file, metadata={"format": "pt"} | (metadata or {}))
     file.chmod(mode)
 
 

@@ -135,12 +135,14 @@ def with_evaluation_settings(config: Config, scoring: Scoring | None, **cluster:
 def load_model(config: Config, found: AnyPath) -> nn.Module:
     """The model of a checkpoint on the CPU, with the EMA weights if the run has them."""
     model = build(config.model, config.model.vocab_size, files.load_meta(found).get("architecture"))
+    from mmray.engine.checkpoint import state_io  # late: DCP takes seconds to import
+
     if config.train.ema:
-        averaged = files.load(found)[EMA_KEY]
+        averaged = state_io.load_weights(found, EMA_KEY)
         own = {name.removeprefix("module."): weight for name, weight in averaged.items() if name.startswith("module.")}
         model.load_state_dict(own)
     else:
-        model.load_state_dict(files.load_weights(found))
+        model.load_state_dict(state_io.load_weights(found))
     return model
 
 

@@ -51,7 +51,7 @@ class Stopping(Silent):
 
 def copied(run, folder):
     """The parts of a run that tests compare, on a disk."""
-    for name in ("metrics.jsonl", f"checkpoints/step-{STEPS}/model.safetensors"):
+    for name in ("metrics.jsonl", f"checkpoints/step-{STEPS}/shard-1-of-1.safetensors"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         to_path(f"{run}/{name}").download(folder / name)
     return folder

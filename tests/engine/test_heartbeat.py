@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mmray.engine import loop, step
-from mmray.engine.checkpoint.async_saver import AsyncSaver
 from mmray.engine.heartbeat import (
     CHECKPOINT_WAIT,
     DATA_WAIT,
@@ -102,19 +101,3 @@ def test_reading_reduced_result_counts_as_in_collective(tmp_path, monkeypatch, r
     device.put(found)
     thread.join(10)
     assert seen["in_collective"] and "collectives.py" in seen["where"] and not thread.is_alive()
-
-
-def test_waiting_for_checkpoint_is_progress_up_to_the_limit(tmp_path, monkeypatch):
-    """The storage does not answer, like a dead network mount."""
-    monkeypatch.setattr("mmray.engine.heartbeat.INTERVAL_S", 0.02)
-    sent, answers = [], threading.Event()
-    heartbeat = Heartbeat(sent.append, {"rank": 0, "node": "n", "pid": 1}, tmp_path / "rank-0.txt", write_limit_s=0.3)
-    writer = AsyncSaver()
-    writer.submit({}, lambda _: answers.wait(10))
-    threading.Timer(0.9, answers.set).start()
-    with heartbeat.running(4):
-        writer.submit({}, lambda _: None)
-    writer.close()
-    marks = [one["progress"] for one in sent[:-1] if "async_saver.py" in one["where"]]
-    moved = len(set(marks))
-    assert 3 < moved < len(marks) - 3 and len(set(marks[moved:])) == 1

@@ -12,7 +12,7 @@ from tests.train import four_ranks, two_ranks
 # What the ranks of all scenes import, and what torch and transformers import when they are first used: many seconds.
 IMPORTED_ONCE = (
     "tests.train.four_ranks",
-    "tests.train.shard_ranks",
+    "tests.engine.checkpoint.shard_ranks",
     "torch._dynamo",
     "torch._inductor.fx_passes.post_grad",
     "functorch.compile",

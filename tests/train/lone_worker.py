@@ -11,7 +11,7 @@ from mmray.data.stream.reader import RowReader
 from mmray.data.text.chat import extend_tokenizer
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.engine.batch import resolve_batch_shape
-from mmray.engine.checkpoint import files
+from mmray.engine.checkpoint import files, state_io
 from mmray.engine.worker import work
 from mmray.engine.worker_context import DriverHandle, WorkerContext
 from mmray.storage.lease import Lease
@@ -73,5 +73,5 @@ def ran(
         work(job, ResumePoint(plan, first, None if found is None else str(found)), read, device, line)
     finally:
         lease.release()
-    state = files.load(folder / "checkpoints" / f"step-{config.train.steps}")
+    state = state_io.load(folder / "checkpoints" / f"step-{config.train.steps}")
     return state, runs.lines(folder), [message["note"] for message in told if "note" in message]

@@ -192,6 +192,19 @@ class Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+class HostCopies:
+    """Stands in for DCP's pinned staging, which registers memory with a driver."""
+
+    should_synchronize_after_execute = False
+
+    def __init__(self, options: Any) -> None: ...
+
+    def stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
+
+    def close(self) -> None: ...
+
+
 class Inline:
     """An executor that works at once: what is set for torch, such as a mode, is set for one thread."""
 
@@ -277,6 +290,7 @@ def made_up_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = 
         inside.setattr("torch.backends.cudnn.enabled", False)
         inside.setattr("torch.autograd.graph._engine_run_backward", backward)
         inside.setattr("torch.autograd._engine_run_backward", backward)
+        inside.setattr("mmray.engine.checkpoint.manager.DefaultStager", HostCopies)
         inside.setattr("mmray.engine.prefetch.ThreadPoolExecutor", Inline)
         inside.setattr("mmray.engine.parallel.branches.ThreadPoolExecutor", Inline)
         Waits.count = 0

@@ -2,10 +2,9 @@
 
 import json
 
-from safetensors.torch import load_file
-
 from mmray.config import Batch, Cluster, Config, Data, Evaluate, ImageTower, Inputs, Optimizer, Run, TextTower, Train
 from mmray.config import TwoTower as Model
+from mmray.engine.checkpoint import state_io
 
 STEPS = 12
 IMAGE = ImageTower(name="convnet", width=8, depth=2)
@@ -60,7 +59,7 @@ def marks(folder):
 
 
 def weights(folder):
-    return load_file(folder / "checkpoints" / f"step-{STEPS}" / "model.safetensors")
+    return state_io.load_weights(folder / "checkpoints" / f"step-{STEPS}")
 
 
 def same_weights(one, other):

@@ -17,7 +17,7 @@ from mmray.cli.console import Terminal
 from mmray.config import Batch, Evaluate, Scoring
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.text.tokenizer import TextEncoder, train_tokenizer
-from mmray.engine.checkpoint import files
+from mmray.engine.checkpoint import state_io
 from mmray.engine.run_state import EMA_KEY
 from mmray.errors import UsageError
 from mmray.evaluate.build import best_metric
@@ -45,7 +45,7 @@ def test_ema_weights_are_used_if_present(tmp_path: Path, ema: float) -> None:
     average.update_parameters(model)
     state = {EMA_KEY: average.state_dict()} if ema else {}
     meta = {"architecture": model.architecture()}
-    found = load_model(config, files.save(tmp_path, 3, model.state_dict(), state, meta))
+    found = load_model(config, state_io.save(tmp_path, 3, {"model": model.state_dict()} | state, meta))
     assert found.log_scale.item() == pytest.approx(start + (0.5 if ema else 1))
     expected = average.module if ema else model
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), expected.parameters(), strict=True))
@@ -85,7 +85,7 @@ def made_run(folder: AnyPath, tmp_path: Path, **recalls: float | None) -> AnyPat
             "architecture": model.architecture(),
             "metrics": {} if recall is None else {best_metric(config): recall},
         }
-        files.save(folder / "checkpoints", step, model.state_dict(), {}, meta)
+        state_io.save(folder / "checkpoints", step, {"model": model.state_dict()}, meta)
     return folder
 
 
@@ -108,12 +108,12 @@ def test_export_of_best_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[
         return mmray.load(tmp_path / "out").model.state_dict()["text.project.weight"]
 
     def saved(step: int) -> Any:
-        return files.load_weights(folder / "checkpoints" / f"step-{step}")["text.project.weight"]
+        return state_io.load_weights(folder / "checkpoints" / f"step-{step}")["text.project.weight"]
 
     assert torch.equal(exported(), saved(9))
     assert torch.equal(exported("--step", "best"), saved(6))
     assert torch.equal(exported("--step", "3"), saved(3))
-    (folder / "checkpoints" / "step-6" / "model.safetensors").write_bytes(b"")
+    (folder / "checkpoints" / "step-6" / "shard-1-of-1.safetensors").write_bytes(b"")
     assert cli.run(["export", str(folder), str(tmp_path / "other"), "--step", "best"], Terminal()) == 2
     assert re.search(r"no such valid checkpoint; checkpoints: .*\n.*step-6 is not valid", capfd.readouterr().err)
     never = made_run(tmp_path / "two", tmp_path, step_3=None)
@@ -144,7 +144,7 @@ def test_elastic_run_is_evaluated_with_fewer_workers(tmp_path: Path, monkeypatch
     model = config.model.model_copy(update={"vocab_size": 60})
     config = config.model_copy(update={"model": model, "batch": Batch(micro=4, accumulation=2, global_=16)})
     built = build(config.model, 60)
-    found = files.save(tmp_path, 3, built.state_dict(), {}, {"architecture": built.architecture()})
+    found = state_io.save(tmp_path, 3, {"model": built.state_dict()}, {"architecture": built.architecture()})
     scores = evaluate_export._score_on_worker(config, held_out.tokenizer_json or "", held_out, found)
     assert scores["rows"] == 5 and scores["loss"] > 0
 

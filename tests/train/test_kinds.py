@@ -39,9 +39,9 @@ from mmray.data.stream.order import Blocks, ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.chat import extend_tokenizer
 from mmray.data.text.tokenizer import TextEncoder
+from mmray.engine.checkpoint import state_io
 from mmray.engine.worker import work
 from mmray.engine.worker_context import DriverHandle, WorkerContext
-from mmray.models import weights
 from mmray.storage.lease import Lease
 from mmray.train import run_dir
 from mmray.train.evaluate_export import export_run
@@ -127,7 +127,7 @@ def trained(config: Config, sets: tuple[PreparedSet, PreparedSet], folder: Path,
 
 def ended(folder: Path) -> dict[str, torch.Tensor]:
     """The weights that a run ended with."""
-    return weights.load_weights(folder / "checkpoints" / f"step-{STEPS}" / "model.safetensors")
+    return state_io.load_weights(folder / "checkpoints" / f"step-{STEPS}")
 
 
 @pytest.mark.parametrize("kind", KINDS)

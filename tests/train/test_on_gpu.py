@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_map_only
 
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop, memory_probe, optimizer, precision
-from mmray.engine.checkpoint.async_saver import copy_to_cpu
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.parallel import branches
@@ -198,6 +197,10 @@ def test_a_run_goes_on_from_what_it_saved(monkeypatch, kind):
         loop.run(task, steps_of(real_models.MODELS[kind][0], first=2), lambda _: kept[2])
         resumed = flat(task.model)
     assert (resumed - whole).abs().max() <= (within(kind) if true() else 0)
+
+
+def copy_to_cpu(state):
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
 
 
 def tensors_of(state):

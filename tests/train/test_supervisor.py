@@ -15,7 +15,7 @@ from ray.train.v2._internal.exceptions import (
 
 from mmray.config import Config
 from mmray.engine.batch import BatchShape
-from mmray.engine.checkpoint import files
+from mmray.engine.checkpoint import files, state_io
 from mmray.errors import OutOfMemoryError, ResourceError, StorageError, TrainingError
 from mmray.storage.lease import Lease
 from mmray.train import driver, supervisor
@@ -118,7 +118,7 @@ def test_result_names_best_checkpoint(tmp_path):
     outcome = {"status": "finished", "steps": 9}
     assert supervisor._write_result(run, lease, ready, outcome, supervisor.RunHistory(attempts=1))["best"] is None
     for step, metrics in ((3, {"evaluate/recall_at_1/mean": 0.5}), (6, {"evaluate/recall_at_1/mean": 0.25}), (9, {})):
-        files.save(run.checkpoints, step, {"weight": torch.zeros(1)}, {}, {"metrics": metrics})
+        state_io.save(run.checkpoints, step, {"model": {"weight": torch.zeros(1)}}, {"metrics": metrics})
     supervisor._write_result(run, lease, ready, outcome, supervisor.RunHistory(attempts=1))
     told = json.loads((tmp_path / "result.json").read_text())
     assert told["best"] == {"step": 3, "metric": "recall_at_1/mean", "score": 0.5}

@@ -13,7 +13,7 @@ from torch import nn
 
 from mmray.config import CustomModel
 from mmray.engine import memory_probe, precision
-from mmray.engine.checkpoint import files
+from mmray.engine.checkpoint import state_io
 from mmray.engine.heartbeat import Heartbeat
 from mmray.engine.precision import seed_everything
 from mmray.errors import UsageError
@@ -81,7 +81,7 @@ def test_a_worker_rehearses_trains_and_scores_in_the_format_that_the_ranks_agree
 
 def test_a_worker_that_goes_on_lets_go_of_the_checkpoint_and_comes_to_the_same(prepared, tmp_path, monkeypatch):
     whole, _, _ = ran(prepared, tmp_path / "whole", 4, checkpoint_every=2)
-    read, alive, load = [], [], files.load
+    read, alive, load = [], [], state_io.load
 
     def loading(*given):
         state = load(*given)
@@ -92,7 +92,7 @@ def test_a_worker_that_goes_on_lets_go_of_the_checkpoint_and_comes_to_the_same(p
         alive.append(sum(one() is not None for one in read))
 
     with monkeypatch.context() as inside:
-        inside.setattr(files, "load", loading)
+        inside.setattr(state_io, "load", loading)
         inside.setattr(Heartbeat, "on_step", on_step)
         found = tmp_path / "whole" / "checkpoints" / "step-2"
         again, _, _ = ran(prepared, tmp_path / "again", 4, checkpoint_every=2, found=found)

@@ -6,9 +6,11 @@ import copy
 import faulthandler
 import os
 import statistics
+import tempfile
 import time
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +19,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import grad_cache, loop, memory_probe, optimizer, precision
-from mmray.engine.checkpoint.tree import mapped
+from mmray.engine.checkpoint import state_io
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.meters import Meter, reduce_over_ranks, rows_sha
 from mmray.engine.metrics.timers import PHASES, PhaseTimers, Throughput
@@ -331,11 +334,12 @@ def strategy(group: Group, objective: Any, first: dict[str, Any] | None = None, 
         return {"scored": 1.0}
 
     def save(step: int, state: dict[str, Any], metrics: dict[str, Any], last: bool) -> None:
-        states[step] = copy.deepcopy(mapped(state, lambda _, tensor: toy.whole(tensor)))
+        states[step] = copy.deepcopy(tree_map_only(torch.Tensor, toy.whole, state))
 
     options = {"objective": objective, "train": train, "log": log, "save": save, "evaluate": evaluate}
     task = toy.task(model, plan, group, **options, evaluate_every=3, devices=(group.device, group.device))
-    loop.run(task, toy.steps_of(plan, group.rank, 2 if first else 0), first and (lambda _: first))
+    stored = first and partial(state_io.load, state_io.save(Path(tempfile.mkdtemp()), 2, first, {}))
+    loop.run(task, toy.steps_of(plan, group.rank, 2 if first else 0), stored)
     weights = torch.cat([tensor.flatten() for tensor in states[8]["model"].values()])
     return {"weights": weights, "losses": [line["train/loss"] for line in log.lines], "state": states.get(2)}
 

@@ -1,18 +1,19 @@
-"""What is kept of a run while it trains: its checkpoints and the files that grow. For worker.py.
-
-The keeper is rank 0; of a model that is cut over the ranks, the others are helpers who write their own parts.
-"""
+"""When checkpoints are saved, and the save that runs in the background while training continues."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from mmray.engine.checkpoint import files as checkpoint
-from mmray.engine.checkpoint.async_saver import AsyncSaver
+import torch
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from mmray.engine.checkpoint import files, state_io
 from mmray.engine.metrics.writers import LogUploader, MetricsLog
 from mmray.errors import StorageError, TrainingError
 from mmray.evaluate.build import best_metric
@@ -22,49 +23,63 @@ from mmray.storage.paths import AnyPath
 if TYPE_CHECKING:
     from mmray.config import Config
 
-
-MAX_WAIT_S = 10.0  # for a write under way, while other ranks stand in a collective
+MAX_WAIT_S = 10.0  # for the save in progress, while other ranks wait in a collective
+RETRY = "Training continues and the next checkpoint is tried again"
 
 
 class CheckpointManager:
-    """Writes checkpoints beside the training into `folder`, as the holder of the lease `fence`.
+    """Saves the checkpoints of a run; at most one save is in progress.
 
-    `about` goes into each meta.json, the number of ranks (`world`) among it. `tell` hears, with a label, what the
-    storage did not take while the run goes on. `ranks` is the process group, on hosts and for this alone, of a model
-    that is cut over them.
+    Under DDP only rank 0 has a manager; under FSDP (`sharded`) every rank has one and writes its own shard. `fence` is
+    the lease number of rank 0, None on other ranks. `about` is added to each meta.json, with the number of ranks
+    (`world`) in it. `log` takes a label and a message. `cpu_group` is a gloo group used for nothing else.
+
+    A storage error is logged and training continues with the checkpoint before; only the last save has to succeed. Any
+    other error, such as a lost lease, is raised by the next call.
     """
 
     def __init__(
         self,
         folder: AnyPath,
-        fence: int,
+        fence: int | None,
         config: Config,
         about: dict[str, Any],
-        tell: Callable[[str, str], None],
-        ranks: Any = None,
+        log: Callable[[str, str], None],
+        cpu_group: Any = None,
+        sharded: bool = False,
     ):
-        self._ranks = ranks
-        alone_or_cut = ranks is not None or about["world"] == 1
-        self._most_s = None if alone_or_cut else config.cluster.collective_timeout_s / 2
-        self._folder, self._config, self._about = folder, config, about
-        self._check = partial(lease.check_fence, folder, fence)
-        self._tell_storage, self._tell = partial(tell, "storage"), partial(tell, "checkpoint")
-        self.growing = LogUploader(folder, self._tell_storage, self._check)
-        self.writer = AsyncSaver(self._tell)
+        self._folder, self._fence, self._config, self._about = folder, fence, config, about
+        self._cpu_group, self._sharded = cpu_group, sharded
+        self._max_wait_s = None if sharded or about["world"] == 1 else config.cluster.collective_timeout_s / 2
+        self._log_storage, self._log = partial(log, "storage"), partial(log, "checkpoint")
+        if fence is not None:
+            self.growing = LogUploader(folder, self._log_storage, self._check_lease)
+        pinned = StagingOptions(
+            use_pinned_memory=True, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=True
+        )
+        # Pinned host memory is kept from save to save; without a GPU each save makes a plain copy.
+        self._stager = DefaultStager(pinned) if torch.cuda.is_available() else None
+        self._pending: tuple[AnyPath, Future[Any]] | None = None
+        self._error: StorageError | None = None  # of the last save
+        self.cost_s: float | None = None  # of the last save: wait for the one before, copy to the host, and write
 
     def log_from(self, step: int) -> MetricsLog:
         """The log of the steps after `step`."""
-        return MetricsLog(self.growing.here, step, self._tell_storage, self._check)
+        return MetricsLog(self.growing.here, step, self._log_storage, self._check_lease)
 
     def save(
-        self, step: int, rows_consumed: int, state: dict[str, Any], metrics: dict[str, Any], last: bool
+        self, step: int, rows_consumed: int, state: state_io.State, metrics: dict[str, Any], last: bool
     ) -> float | None:
-        """Have a checkpoint written; answers what the one before cost, in seconds.
+        """Copy the state to the host and write it in the background; return the seconds that the save before took.
 
-        Where that one is still under way, as on a storage that stalls, this one is left out, unless it is the `last`:
-        other ranks stand in their next step's collective meanwhile, which does not wait for ever. Parts of a model that
-        is cut are written by all ranks, which wait together; and alone, nobody stands anywhere.
+        If that one is still in progress after a while, as on a stalled storage, this save is skipped unless it is the
+        `last`: other ranks wait in their next collective. Ranks that write shards wait for each other anyway.
         """
+        start_s = time.perf_counter()
+        if self._pending and not wait([self._pending[1]], None if last else self._patience_s(metrics)).done:
+            self._log(f"skipped the checkpoint of step {step}: the one before is still being written. {RETRY}")
+            return self.cost_s
+        self._finish_pending()
         meta = {
             "step": step,
             "rows_consumed": rows_consumed,
@@ -72,80 +87,93 @@ class CheckpointManager:
             "config": self._config.model_dump(mode="json", by_alias=True),
             "metrics": metrics,
         }
-        if not self.writer.submit(state, partial(self._write, step, meta), None if last else self._patience_s(metrics)):
-            self._tell(
-                f"step {step} has no checkpoint: the storage has not yet taken the one before. The run goes on, and "
-                "will try again at its next checkpoint"
-            )
-        return self.writer.cost_s
+        path, before = self._folder / "checkpoints" / f"step-{step}", partial(self._before_write, step)
+        saved = state_io.save_async(
+            path,
+            state,
+            meta,
+            self._cpu_group,
+            self._sharded,
+            self._stager,
+            before,
+            self._prune,
+        )
+        saved.add_done_callback(partial(self._measure, start_s))
+        self._pending = path, saved
+        return self.cost_s
 
-    def _patience_s(self, metrics: dict[str, Any]) -> float | None:
-        """How long a checkpoint waits for the one before: what was scored as long as may be, for it may be the best."""
-        if self._most_s is None:
-            return None
-        scored = any(name.startswith("evaluate/") for name in metrics)
-        return self._most_s if scored else min(MAX_WAIT_S, self._most_s)
+    def poll(self) -> None:
+        """Log or raise the error of a save that has ended."""
+        if self._pending and self._pending[1].done():
+            self._finish_pending()
 
     def close(self) -> None:
-        """The last checkpoint is there, or its error is raised, and all that was logged."""
+        """Wait for the last save; raise its error, logged or not. Upload the rest of the logs."""
         try:
-            self.writer.close()
+            self._wait_pending()
+            if self._error is not None:
+                raise self._error
         finally:
-            self.growing.close()
+            if self._stager is not None:
+                self._stager.close()
+            if self._fence is not None:
+                self.growing.close()
 
-    def _write(self, step: int, meta: dict[str, Any], state: dict[str, Any]) -> None:
-        """Write a checkpoint, unless another run has taken the folder over; first what was logged up to it."""
-        folder, check = self._folder / "checkpoints", partial(self._begin, step)
-        if self._ranks is None:
-            check()
-            model_state = state.pop("model")
-            checkpoint.save(folder, step, model_state, state, meta)
-        else:
-            checkpoint.save_shards(folder, step, state, meta, self._ranks, check)
-        try:
-            checkpoint.prune(folder, self._config.train.keep_checkpoints, best_metric(self._config))
-        except TrainingError as error:  # the new one is there, which is what counts
-            self._tell(str(error))
+    def _patience_s(self, metrics: dict[str, Any]) -> float | None:
+        """How long to wait for the save before: longer for an evaluated step, which may be the best."""
+        if self._max_wait_s is None:
+            return None
+        evaluated = any(name.startswith("evaluate/") for name in metrics)
+        return self._max_wait_s if evaluated else min(MAX_WAIT_S, self._max_wait_s)
 
-    def _begin(self, step: int) -> None:
-        """This run still has the folder, and what was logged is there."""
+    def _finish_pending(self) -> None:
+        if self._pending is not None:
+            self._wait_pending()
+            if self._error is not None:
+                self._log(f"{self._error}. {RETRY}")
+
+    def _wait_pending(self) -> None:
+        if self._pending is None:
+            return
+        (path, saved), self._pending = self._pending, None
         try:
-            self._check()
+            with state_io.as_storage_error(path, discards=self._fence is not None):
+                saved.result()
+            self._error = None
+        except StorageError as error:
+            self._error = error
+
+    def _measure(self, start_s: float, saved: Future[Any]) -> None:
+        if saved.exception() is None:
+            self.cost_s = time.perf_counter() - start_s
+
+    def _check_lease(self) -> None:
+        assert self._fence is not None
+        lease.check_fence(self._folder, self._fence)
+
+    def _before_write(self, step: int) -> None:
+        """Check that this run still has the folder, and upload what was logged up to this step."""
+        try:
+            self._check_lease()
             self.growing.push()
         except OSError as error:
             raise StorageError(f"the storage does not answer, so step {step} has no checkpoint: {error}") from error
 
-
-class ShardWriter:
-    """On every rank but the first: writes its part of each checkpoint, beside the training, as the keeper does."""
-
-    def __init__(self, folder: AnyPath, ranks: Any):
-        self._folder, self._ranks, self._writer = folder / "checkpoints", ranks, AsyncSaver()
-
-    def save(
-        self, step: int, rows_consumed: int, state: dict[str, Any], metrics: dict[str, Any], last: bool
-    ) -> float | None:
-        """Have this rank's part written; the keeper knows the rest."""
-        self._writer.submit(state, partial(self._write, step))
-        return self._writer.cost_s
-
-    def close(self) -> None:
-        """The last part is there, or its error is raised."""
-        self._writer.close()
-
-    def _write(self, step: int, state: dict[str, Any]) -> None:
-        checkpoint.save_shards(self._folder, step, state, {}, self._ranks)
+    def _prune(self) -> None:
+        try:
+            files.prune(self._folder / "checkpoints", self._config.train.keep_checkpoints, best_metric(self._config))
+        except TrainingError as error:  # the new checkpoint is complete, which is what counts
+            self._log(str(error))
 
 
-# When to write a checkpoint: after a fixed number of steps, or so rarely that writing takes a small share of the time.
-#
-# Pure; loop.py asks it after each step. Every rank must come to the same answer, so what rank 0 measured goes to all.
+# When to save: after a fixed number of steps, or so rarely that saving takes a small share of the time. Every rank must
+# decide the same, so loop.py broadcasts what rank 0 measured.
 COST_SHARE = 0.02  # of the training time, at most, for checkpoints
-FIRST_STEPS = 10  # until something is measured: after so many steps, then after twice as many, and so on
+FIRST_STEPS = 10  # until a save is measured: after so many steps, then after twice as many, and so on
 
 
 def steps_between_checkpoints(step_s: float | None, cost_s: float | None, steps_taken: int) -> int:
-    """Steps to the next checkpoint from the seconds of a step and of a write; None: not measured yet."""
+    """Steps to the next checkpoint from the seconds of a step and of a save; None: not measured yet."""
     if not step_s or cost_s is None:
         return max(FIRST_STEPS, steps_taken)
     return max(1, math.ceil(cost_s / (COST_SHARE * step_s)))
@@ -153,20 +181,21 @@ def steps_between_checkpoints(step_s: float | None, cost_s: float | None, steps_
 
 @dataclass
 class CheckpointSchedule:
-    """The step of the next checkpoint, for a run that goes on after `begin` steps."""
+    """Decides at which steps a run that resumes after step `first` saves checkpoints."""
 
     every: int | Literal["auto"]
-    begin: int
+    first: int
     _next: int = 0
 
     def __post_init__(self) -> None:
-        self._next = self.begin + FIRST_STEPS
+        self._next = self.first + FIRST_STEPS
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
+        """Whether to save after `step`."""
         if self.every == "auto":
             return step >= self._next
         return self.every > 0 and step % self.every == 0
 
-    def written(self, step: int, steps: int) -> None:
-        """A checkpoint was taken at `step`; with `auto` the next one is `steps` later."""
+    def saved(self, step: int, steps: int) -> None:
+        """Record a save at `step`; with `auto` the next one is `steps` later."""
         self._next = step + steps

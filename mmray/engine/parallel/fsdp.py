@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.optim import Optimizer
+from torch.distributed.tensor import DTensor
 
 from mmray.engine.collectives import Group
 from mmray.models.protocol import EMBEDDING_METHODS
@@ -99,46 +97,3 @@ def unsharded(module: nn.Module) -> Iterator[None]:
         for part in parts:
             part.set_reshard_after_forward(part is not module, recurse=False)
             part.reshard()
-
-
-def empty_like_sharded(module: nn.Module, optimizer: Optimizer) -> Callable[[tuple[Any, ...], Tensor], Tensor]:
-    """Makes the room for a tensor of a stored state: cut as this module's weights are, whole where it is not cut."""
-    own: dict[tuple[Any, ...], Any] = {("model", name): weight for name, weight in module.state_dict().items()}
-    own |= {("optimizer", "state", index): weight for index, weight in enumerate(_learning(optimizer))}
-
-    def empty(at: tuple[Any, ...], outline: Tensor) -> Tensor:
-        like = own.get(at[:3] if at[0] == "optimizer" else at)
-        if isinstance(like, DTensor) and like.shape == outline.shape:
-            return torch.empty_like(like, dtype=outline.dtype, requires_grad=False)
-        return torch.empty_like(outline, device="cpu")
-
-    return empty
-
-
-def _learning(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def load_weights(module: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Load weights that are whole, or cut already, cut as this module's own are. Raises as load_state_dict does."""
-    own = module.state_dict()
-    module.load_state_dict({name: _cut_like(own.get(name), value) for name, value in weights.items()})
-
-
-def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load state that is whole, or cut already, cut as this optimizer's own weights are."""
-    parameters = _learning(optimizer)
-    cut = {
-        index: {name: _cut_like(parameters[index], value) for name, value in values.items()}
-        for index, values in state["state"].items()
-    }
-    optimizer.load_state_dict(state | {"state": cut})
-
-
-def _cut_like(parameter: Tensor | None, value: Any) -> Any:
-    if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
-        return value
-    if not isinstance(value, Tensor) or value.shape != parameter.shape:
-        return value
-    whole = value.to(parameter.device)
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import psutil
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -26,9 +27,8 @@ from mmray.data.stream.reader import RowReader
 from mmray.data.text.chat import extend_tokenizer
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.engine import loop, memory_probe
-from mmray.engine.checkpoint import files, tree
-from mmray.engine.checkpoint import sharded as shards
-from mmray.engine.checkpoint.manager import CheckpointManager, ShardWriter
+from mmray.engine.checkpoint import state_io
+from mmray.engine.checkpoint.manager import CheckpointManager
 from mmray.engine.collectives import Group
 from mmray.engine.memory_probe import dry_run_job
 from mmray.engine.worker import work
@@ -86,16 +86,18 @@ def joined(rank: int, world: int, folder: Path, scene: str) -> Group:
     return Group.current()
 
 
-def of(group: Group, run: AnyPath, ranks: Any, told: list[str]) -> tuple[CheckpointManager | ShardWriter, Lease | None]:
-    """What writes on this rank, as worker.py has it."""
-    if group.rank:
-        return ShardWriter(run, ranks), None
-    run.mkdir(parents=True)
-    held = Lease(run)
+def manager_of(group: Group, run: AnyPath, told: list[str]) -> tuple[CheckpointManager, Lease | None]:
+    """The checkpoint manager of this rank and the lease of rank 0, as worker.py creates them."""
+    held = None
+    if group.rank == 0:
+        run.mkdir(parents=True)
+        held = Lease(run)
     train = Train(parallel="fsdp", keep_checkpoints=3, steps=8)
     config = Config(recipe="sample", run=Run(storage=str(run.parent), name=run.name), train=train)
     about = {"world": group.world, "architecture": None}
-    return CheckpointManager(run, held.acquire(), config, about, lambda label, text: told.append(text), ranks), held
+    fence = held.acquire() if held else None
+    log, cpu_group = lambda label, text: told.append(text), group.new_cpu_group(60)
+    return CheckpointManager(run, fence, config, about, log, cpu_group, sharded=True), held
 
 
 def plan_of(group: Group, micro: int = 3) -> SamplePlan:
@@ -131,7 +133,7 @@ def saved(group: Group, run: AnyPath, steps: int = 8) -> dict[str, Any]:
     told: list[str] = []
     held: list[int] = []
     DTensor.full_tensor = only_numbers
-    writes, lease = of(group, run, group.new_cpu_group(60), told)
+    writes, lease = manager_of(group, run, told)
 
     def save(step: int, state: dict[str, Any], metrics: dict[str, Any], last: bool) -> float | None:
         held.append(elements(state))
@@ -150,7 +152,9 @@ def saved(group: Group, run: AnyPath, steps: int = 8) -> dict[str, Any]:
 def elements(state: Any) -> int:
     """Numbers that a state takes on this rank."""
     counts: list[int] = []
-    tree.mapped(state, lambda _, tensor: counts.append(getattr(tensor, "_local_tensor", tensor).numel()))
+    for tensor in pytree.tree_leaves(state):
+        if isinstance(tensor, torch.Tensor):
+            counts.append(getattr(tensor, "_local_tensor", tensor).numel())
     return sum(counts)
 
 
@@ -158,8 +162,8 @@ def goes_on(group: Group, found: Path, kind: str) -> dict[str, Any]:
     """The rest of the run from its fourth step; how many numbers of its state this rank read."""
     read: list[int] = []
 
-    def stored(cut: Any) -> dict[str, Any]:
-        state = files.load(found, cut)
+    def stored(target: Any) -> dict[str, Any]:
+        state = state_io.load(found, target)
         read.append(elements(state))
         return state
 
@@ -222,21 +226,21 @@ def cramped(group: Group, found: Path) -> None:
 def full(group: Group, run: Path) -> str:
     """Rank 1's disk takes no part of the first checkpoint; the next one is written, and all ranks are told."""
     told: list[str] = []
-    writes, lease = of(group, run, group.new_cpu_group(60), told)
+    writes, lease = manager_of(group, run, told)
     state = {"model": {"w": torch.ones(3)}, "progress": {"step": 1}}
-    real = shards.sha256
+    real = state_io.sha256
 
     def refuse(file: Path) -> str:
         raise OSError(28, "No space left on device")
 
-    shards.sha256 = refuse if group.rank else real
+    state_io.sha256 = refuse if group.rank else real
     writes.save(1, 12, copy.deepcopy(state) | cut(group), {}, last=True)
     try:
         writes.close()
     except StorageError as error:
         return str(error)
     finally:
-        shards.sha256 = real
+        state_io.sha256 = real
         if lease is not None:
             lease.release()
     return "it was written"
@@ -271,15 +275,15 @@ def worked(group: Group, folder: Path, name: str, kind: str, found: str | None =
     group.barrier()
     if lease:
         lease.release()
-    return files.load_weights(folder / name / "checkpoints" / "step-6")
+    return state_io.load_weights(folder / name / "checkpoints" / "step-6")
 
 
 def dying(group: Group, run: Path) -> None:
     """Rank 1 ends while it writes its part; rank 0 notes what its own writer says of it."""
     told: list[str] = []
-    writes, _ = of(group, run, group.new_cpu_group(60), told)
+    writes, _ = manager_of(group, run, told)
     if group.rank:
-        shards.sha256 = lambda file: os._exit(0)
+        state_io.sha256 = lambda file: os._exit(0)
     writes.save(1, 12, {"model": cut(group), "progress": {"step": 1}}, {}, last=True)
     try:
         writes.close()

@@ -1,4 +1,4 @@
-"""Checkpoints: what comes back is what was saved, and nothing half-written or damaged is ever taken for whole."""
+"""Checkpoints load bitwise, and an incomplete or damaged one is never used."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mmray.engine.checkpoint import files
-from mmray.errors import TrainingError
+from mmray.engine.checkpoint import files, state_io
+from mmray.errors import StorageError, TrainingError, UsageError
+from mmray.storage import storage
+from mmray.storage.paths import to_path
 
 METRIC = "evaluate/recall_at_1/mean"
+SHARD = "shard-1-of-1.safetensors"
+FILES = ["SHA256SUMS", "meta.json", SHARD, "state.json"]
 
 
 def trained(steps: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -36,23 +40,24 @@ def take_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def put(folder: Path, step: int, **metrics: float) -> Path:
+def put(folder: Any, step: int, **metrics: float) -> Any:
     meta = {"rows_consumed": 8 * step, "metrics": metrics}
-    return files.save(folder, step, {"w": torch.full((5,), float(step))}, {"progress": {"step": step}}, meta)
+    state = {"model": {"w": torch.full((5,), float(step))}, "progress": {"step": step}}
+    return state_io.save(folder, step, state, meta)
 
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_state_comes_back_bitwise(tmp_path: Path) -> None:
+def test_state_loads_bitwise(tmp_path: Path) -> None:
     model, optimizer = trained()
-    state = {"optimizer": optimizer.state_dict(), "scaler": {}, "progress": {"step": 3, "skipped": 0}}
-    path = files.save(tmp_path / "checkpoints", 3, model.state_dict(), state, {"rows_consumed": 24})
+    state = {"model": model.state_dict(), "optimizer": state_io.optimizer_state(model, optimizer), "scaler": {}}
+    path = state_io.save(tmp_path / "checkpoints", 3, state | {"progress": {"step": 3, "skipped": 0}}, {})
     twin, twin_optimizer = trained(steps=0)
-    loaded = files.load(path)
-    twin.load_state_dict(loaded.pop("model"))
-    twin_optimizer.load_state_dict(loaded["optimizer"])
+    loaded = state_io.load(path, state_io.targets(twin))
+    assert equal(twin.state_dict(), model.state_dict())  # read in place
+    state_io.load_optimizer_state(twin, twin_optimizer, loaded["optimizer"])
     assert loaded["progress"] == {"step": 3, "skipped": 0}
     for _ in range(5):
         take_step(model, optimizer)
@@ -62,18 +67,18 @@ def test_state_comes_back_bitwise(tmp_path: Path) -> None:
 
 def test_tied_and_transposed_weights_are_stored(tmp_path: Path) -> None:
     weight = torch.arange(6.0).reshape(2, 3)
-    path = files.save(tmp_path, 1, {"a": weight, "b": weight, "c": weight.T}, {}, {})
-    assert equal(files.load_weights(path), {"a": weight, "b": weight, "c": weight.T})
+    weights = {"a": weight, "b": weight, "c": weight.T, "d/e.%": weight[:1], "f": torch.tensor(7)}
+    assert equal(state_io.load_weights(state_io.save(tmp_path, 1, {"model": weights}, {})), weights)
 
 
 @pytest.mark.parametrize("value", [np.float64(1.0), {1, 2}, Path("x"), np.zeros(2)])
-def test_state_that_would_need_pickle_is_refused_with_its_place(tmp_path: Path, value: Any) -> None:
+def test_state_that_needs_pickle_is_refused_by_key(tmp_path: Path, value: Any) -> None:
     with pytest.raises(TypeError, match=r"state\['progress'\]\[1\]"):
-        files.save(tmp_path, 1, {}, {"progress": [0, value]}, {})
+        state_io.save(tmp_path, 1, {"progress": [0, value]}, {})
     assert files.latest_valid(tmp_path) is None
 
 
-def test_meta_is_strict_json_for_people(tmp_path: Path) -> None:
+def test_meta_is_strict_json(tmp_path: Path) -> None:
     path = put(tmp_path, 7, loss=float("nan"), other=float("inf"))
     meta = json.loads((path / "meta.json").read_text(), parse_constant=lambda name: pytest.fail(name))
     assert meta["step"] == 7
@@ -82,14 +87,14 @@ def test_meta_is_strict_json_for_people(tmp_path: Path) -> None:
     assert meta["versions"]["torch"] == torch.__version__
 
 
-def test_sums_are_those_of_sha256sum(tmp_path: Path) -> None:
+def test_checksums_match_sha256sum(tmp_path: Path) -> None:
     path = put(tmp_path, 1)
     checked = subprocess.run(["sha256sum", "--strict", "-c", "SHA256SUMS"], cwd=path, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
     assert checked.stdout.count("OK") == 3
 
 
-def test_newest_is_by_number(tmp_path: Path) -> None:
+def test_latest_is_by_number(tmp_path: Path) -> None:
     for step in (9, 10, 100):
         put(tmp_path, step)
     assert files.latest_valid(tmp_path) == tmp_path / "step-100"
@@ -107,47 +112,46 @@ def truncate(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [flip_bit, truncate, Path.unlink])
-@pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "meta.json", "SHA256SUMS"])
-def test_damaged_falls_back_to_the_last_good_and_says_so(tmp_path: Path, name: str, damage: Any) -> None:
+@pytest.mark.parametrize("name", FILES)
+def test_damaged_checkpoint_is_quarantined_and_the_one_before_used(tmp_path: Path, name: str, damage: Any) -> None:
     put(tmp_path, 10)
     damage(put(tmp_path, 20) / name)
-    said: list[str] = []
-    assert files.latest_valid(tmp_path, said.append) == tmp_path / "step-10"
-    assert len(said) == 1
-    assert "step-20" in said[0]
-    assert name in said[0] or name == "SHA256SUMS"  # a wrong sum looks like a wrong file
+    logged: list[str] = []
+    assert files.latest_valid(tmp_path, logged.append) == tmp_path / "step-10"
+    assert len(logged) == 1
+    assert "step-20" in logged[0]
+    assert name in logged[0] or name == "SHA256SUMS"  # a wrong checksum reads like a wrong file
     unfinished = damage is Path.unlink and name == "SHA256SUMS"
     assert (tmp_path / "step-20.damaged").exists() != unfinished
-    assert files.latest_valid(tmp_path, said.append) == tmp_path / "step-10"
-    assert len(said) == 1 + unfinished  # what was set aside is not told twice
+    assert files.latest_valid(tmp_path, logged.append) == tmp_path / "step-10"
+    assert len(logged) == 1 + unfinished  # a quarantined checkpoint is logged once
 
 
-def test_reader_beside_a_training_moves_nothing(tmp_path: Path) -> None:
-    flip_bit(put(tmp_path, 5) / "state.pt")
-    said: list[str] = []
-    assert files.latest_valid(tmp_path, said.append, quarantine=False) is None
-    assert len(said) == 1
+def test_reader_next_to_a_training_renames_nothing(tmp_path: Path) -> None:
+    flip_bit(put(tmp_path, 5) / SHARD)
+    logged: list[str] = []
+    assert files.latest_valid(tmp_path, logged.append, quarantine=False) is None
+    assert len(logged) == 1
     assert (tmp_path / "step-5").exists()
 
 
-def test_half_written_folder_is_replaced(tmp_path: Path) -> None:
+def test_incomplete_folder_is_replaced(tmp_path: Path) -> None:
     half = tmp_path / "step-4"
     half.mkdir()
-    (half / "model.safetensors").write_bytes(b"half")
+    (half / SHARD).write_bytes(b"half")
     (half / "junk").write_bytes(b"")
     path = put(tmp_path, 4)
-    assert sorted(file.name for file in path.iterdir()) == ["SHA256SUMS", "meta.json", "model.safetensors", "state.pt"]
+    assert sorted(file.name for file in path.iterdir()) == FILES
     assert files.latest_valid(tmp_path) == path
 
 
-def test_kill_at_any_moment_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stops at every single write to disk in turn: only after the last may the new checkpoint count."""
-    from mmray.engine.checkpoint import checksums
+def test_kill_at_any_write_leaves_the_older_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop at each write to disk in turn: the new checkpoint is valid only after the last one."""
 
     class Killed(BaseException):
         pass
 
-    real, countdown = checksums._sync, [0]
+    real, countdown = files.fsync, [0]
 
     def sync_or_die(path: Path) -> None:
         if countdown[0] == 0:
@@ -155,12 +159,13 @@ def test_kill_at_any_moment_leaves_the_older_one(tmp_path: Path, monkeypatch: py
         countdown[0] -= 1
         real(path)
 
-    monkeypatch.setattr(checksums, "_sync", sync_or_die)
+    monkeypatch.setattr(files, "fsync", sync_or_die)
+    monkeypatch.setattr(state_io, "fsync", sync_or_die)
     countdown[0] = 100
     put(tmp_path, 1)
     syncs = 100 - countdown[0]
     assert syncs >= 6
-    for allowed in range(syncs - 2):  # the last two come after the rename: they only make it last
+    for allowed in range(syncs - 2):  # the last two follow the rename
         countdown[0] = allowed
         with pytest.raises(Killed):
             put(tmp_path, 2)
@@ -178,36 +183,34 @@ def disk_full_after(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("big", ["model", "state"])
-def test_full_disk_is_told_and_leaves_nothing(tmp_path: Path, big: str) -> None:
+def test_full_disk_is_reported_and_leaves_no_files(tmp_path: Path) -> None:
     put(tmp_path, 1)
-    large, small = {"w": torch.zeros(50_000)}, {"w": torch.zeros(2)}
     with disk_full_after(20_000), pytest.raises(TrainingError, match=r"step-2: .*[Tt]oo large.*GiB free") as raised:
-        files.save(tmp_path, 2, large if big == "model" else small, large if big == "state" else small, {})
+        state_io.save(tmp_path, 2, {"model": {"w": torch.zeros(50_000)}}, {})
     assert raised.value.exit_code == 3
     assert not (tmp_path / "step-2").exists()
     assert files.latest_valid(tmp_path) == tmp_path / "step-1"
 
 
-def test_unwritable_place_is_told(tmp_path: Path) -> None:
+def test_unwritable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file, not a folder")
     with pytest.raises(TrainingError, match=r"cannot write the checkpoint .*Not a directory"):
         put(tmp_path / "checkpoints", 1)
 
 
-def test_storage_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path) -> None:
+def test_storage_that_cannot_be_listed_is_not_taken_for_empty(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file, not a folder")
     with pytest.raises(TrainingError, match="cannot list"):
         files.latest_valid(tmp_path / "checkpoints")
 
 
-def test_read_error_does_not_condemn_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_error_does_not_quarantine_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = put(tmp_path, 1)
 
     def fail(*_: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("mmray.engine.checkpoint.checksums.sha256", fail)
+    monkeypatch.setattr("mmray.engine.checkpoint.files.sha256", fail)
     with pytest.raises(TrainingError, match="Input/output error"):
         files.latest_valid(tmp_path)
     assert path.exists()
@@ -216,8 +219,8 @@ def test_read_error_does_not_condemn_a_checkpoint(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("name", "read"),
     [
-        ("model.safetensors", files.load_weights),
-        ("state.pt", files.load),
+        (SHARD, state_io.load_weights),
+        ("state.json", state_io.load),
         ("meta.json", files.load_meta),
     ],
 )
@@ -227,15 +230,17 @@ def test_unreadable_part_is_named(tmp_path: Path, name: str, read: Any, content:
     (path / name).unlink()
     if content is not None:
         (path / name).write_bytes(content)
-    with pytest.raises(TrainingError, match=f"cannot read .*{name}"):
+    with pytest.raises(TrainingError, match=f"cannot read .*({name}|step-1: )"):
         read(path)
 
 
-def test_pickled_code_is_not_run(tmp_path: Path) -> None:
+def test_checkpoint_of_the_older_format_is_refused_by_name(tmp_path: Path) -> None:
     path = put(tmp_path, 1)
-    torch.save({"optimizer": Path("/")}, path / "state.pt")
-    with pytest.raises(TrainingError, match=r"state\.pt"):
-        files.load(path)
+    sums = (path / "SHA256SUMS").read_text()
+    (path / "SHA256SUMS").write_text(sums.replace("state.json", "state.pt"))
+    with pytest.raises(UsageError, match=r"step-1 was written by an older version.*--run.name"):
+        files.latest_valid(tmp_path)
+    assert path.exists()
 
 
 def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
@@ -268,3 +273,49 @@ def test_best_of_equals_is_the_newest(tmp_path: Path) -> None:
     for step in (9, 10):
         put(tmp_path, step, **{METRIC: 1.0})
     assert files.best(tmp_path, METRIC) == tmp_path / "step-10"
+
+
+@pytest.fixture
+def store(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(storage, "MAX_WAIT_S", 0.01)
+    monkeypatch.setattr(storage, "ATTEMPTS", 1)
+    return s3
+
+
+def test_object_store_keeps_checkpoints_like_a_disk(store: Any) -> None:
+    folder = to_path(store.address) / "checkpoints"
+    assert files.latest_valid(folder) is None and files.latest_complete(folder) is None
+    for step, recall in ((3, 0.5), (6, 0.9), (9, 0.1), (12, 0.2)):
+        put(folder, step, recall=recall)
+        files.prune(folder, 2, "recall")
+    assert files.list_names(folder) == ["step-12", "step-6", "step-9"]
+    newest = files.latest_valid(folder)
+    assert newest is not None
+    assert files.step_of(newest) == 12 and files.load_meta(newest)["metrics"] == {"recall": 0.2}
+    loaded = state_io.load(newest)
+    assert torch.equal(loaded["model"]["w"], torch.full((5,), 12.0)) and loaded["progress"] == {"step": 12}
+
+
+def test_damaged_objects_are_quarantined(store: Any) -> None:
+    folder, logged = to_path(store.address) / "checkpoints", []
+    for step in (1, 2, 3, 4):
+        put(folder, step)
+    (folder / "step-4" / files.SUMS).unlink()  # killed before its last object
+    (folder / "step-3" / SHARD).write_bytes(b"cut short")
+    (folder / "step-2" / files.STATE).unlink()
+    assert files.step_of(files.latest_valid(folder, logged.append)) == 1
+    assert "it is incomplete" in logged[0] and "does not match its checksum (9 bytes)" in logged[1]
+    assert "state.json is missing; it is renamed to step-2.damaged" in logged[2]
+    assert files.list_names(folder) == ["step-1", "step-2.damaged", "step-3.damaged", "step-4"]
+    put(folder, 3)
+    assert files.step_of(files.latest_valid(folder)) == 3
+
+
+def test_failed_upload_leaves_no_checkpoint(store: Any) -> None:
+    folder = to_path(store.address) / "checkpoints"
+    put(folder, 3)
+    store.fail("PUT", "step-6/state.json", 1000, status=400)
+    with pytest.raises(StorageError, match=r"cannot write the checkpoint s3://.*/step-6: .*Older checkpoints"):
+        put(folder, 6)
+    assert files.step_of(files.latest_valid(folder)) == 3
+    assert files.list_names(folder) == ["step-3"]

@@ -12,13 +12,14 @@ import pytest
 import torch
 from pyarrow import fs
 
-from mmray.engine.checkpoint import files, tree
+from mmray.engine.checkpoint import files, state_io
 from mmray.engine.collectives import Group
 from mmray.errors import TrainingError
 from mmray.storage.paths import to_path
 from mmray.train.worker_group import COLLECTIVE_ERRORS
+from tests.engine.checkpoint import shard_ranks
 from tests.made import make_set, row
-from tests.train import shard_ranks, toy
+from tests.train import toy
 from tests.train.conftest import spawned
 
 HEADER_BYTES = 8192  # of a file, at most: names, places and types
@@ -102,33 +103,31 @@ def test_no_rank_holds_more_than_its_part(ranks):
     """Of the weights and both moments: at most a row of each more than its share, beside the scalars and the counts."""
     folder, _, results = ranks
     path = folder / "run" / "checkpoints" / "step-4"
-    whole, weights = shard_ranks.elements(files.load(path)), list(toy.Branched().parameters())
+    whole, weights = shard_ranks.elements(state_io.load(path)), list(toy.Branched().parameters())
     beside = 3 * sum(weight[0].numel() for weight in weights if weight.ndim) + 3 + len(weights)
     for result in results[:2]:
         assert 0 < result["saved"]["elements"] <= whole / 2 + beside
     for world in (2, 3, 4):
         for result in results[:world]:
             assert 0 < result[f"fsdp at {world}"]["elements"] <= whole / world + beside
-    sizes = [(path / name).stat().st_size for name in tree.names(2)]
+    sizes = [(path / name).stat().st_size for name in files.shard_names(2)]
     assert max(sizes) < 8 * (whole / 2 + beside) + HEADER_BYTES
 
 
 def test_its_folder_says_what_it_is(ranks):
     path = ranks[0] / "run" / "checkpoints" / "step-8"
     meta = files.load_meta(path)
-    assert (meta["shards"], meta["world"], meta["step"], meta["rows_consumed"]) == (2, 2, 8, 96)
+    assert (files.shards_of(path), meta["world"], meta["step"], meta["rows_consumed"]) == (2, 2, 8, 96)
     assert sorted(file.name for file in path.iterdir()) == sorted(
-        [*tree.names(2), "state.pt", "meta.json", "SHA256SUMS"]
+        [*files.shard_names(2), "state.json", "meta.json", "SHA256SUMS"]
     )
     assert files.list_names(path.parent) == ["step-4", "step-6", "step-8"]
-    state = torch.load(path / "state.pt", weights_only=True)
-    assert {tensor.device.type for tensor in state["model"].values()} == {"meta"}
 
 
 def test_its_weights_are_read_whole_for_who_evaluates_or_exports(ranks, plain):
     for run in (ranks[0] / "run", to_path(str(ranks[0] / "run"))):
         model = toy.Branched().double()
-        model.load_state_dict(files.load_weights(run / "checkpoints" / "step-8"))
+        model.load_state_dict(state_io.load_weights(run / "checkpoints" / "step-8"))
         torch.testing.assert_close(toy.flat(model), plain, rtol=0, atol=1e-9)
 
 
@@ -136,11 +135,9 @@ def test_on_an_object_store_lies_what_lies_on_a_disk(ranks):
     folder, run, _ = ranks
     found = files.latest_valid(run / "checkpoints")
     assert found == run / "checkpoints" / "step-4"
-    tensors: list[list[torch.Tensor]] = [[], []]
-    for into, path in zip(tensors, (folder / "run" / "checkpoints" / "step-4", found), strict=True):
-        tree.mapped(files.load(path), lambda _, tensor, into=into: into.append(tensor))
-    assert len(tensors[0]) > 20
-    assert all(torch.equal(*pair) for pair in zip(*tensors, strict=True))
+    tensors = [state_io.split(state_io.load(path))[1] for path in (folder / "run" / "checkpoints" / "step-4", found)]
+    assert len(tensors[0]) > 20 and tensors[0].keys() == tensors[1].keys()
+    assert all(torch.equal(tensor, tensors[1][key]) for key, tensor in tensors[0].items())
 
 
 class Bomb:
@@ -153,10 +150,10 @@ def test_no_pickle_is_opened(ranks, tmp_path):
     path = shutil.copytree(ranks[0] / "run" / "checkpoints" / "step-8", tmp_path / "step-8")
     for name in (".metadata", "__0.metadata"):
         (path / name).write_bytes(pickle.dumps(Bomb()))
-    files.load(path)
-    (path / tree.names(2)[0]).write_bytes(pickle.dumps(Bomb()))
+    state_io.load(path)
+    (path / files.shard_names(2)[0]).write_bytes(pickle.dumps(Bomb()))
     with pytest.raises(TrainingError, match=r"cannot read .*step-8"):
-        files.load(path)
+        state_io.load(path)
 
 
 def truncate(file: Path) -> None:
@@ -173,17 +170,17 @@ def forget(file: Path) -> None:
 @pytest.mark.parametrize("damage", [truncate, Path.unlink, forget])
 def test_a_damaged_part_falls_back_to_the_checkpoint_before(ranks, tmp_path, damage):
     shutil.copytree(ranks[0] / "run" / "checkpoints", tmp_path / "checkpoints")
-    damage(tmp_path / "checkpoints" / "step-8" / tree.names(2)[1])
+    damage(tmp_path / "checkpoints" / "step-8" / files.shard_names(2)[1])
     said: list[str] = []
     assert files.latest_valid(tmp_path / "checkpoints", said.append) == tmp_path / "checkpoints" / "step-6"
-    assert "step-8 does not count" in said[0] and "it is now step-8.damaged" in said[0]
+    assert "ignored checkpoint" in said[0] and "it is renamed to step-8.damaged" in said[0]
 
 
 def test_files_of_another_number_of_ranks_are_not_mixed_in(ranks, tmp_path):
     path = shutil.copytree(ranks[0] / "run" / "checkpoints" / "step-8", tmp_path / "step-8")
-    shutil.copy(path / tree.names(2)[1], path / tree.names(4)[3])
+    shutil.copy(path / files.shard_names(2)[1], path / files.shard_names(4)[3])
     with pytest.raises(TrainingError, match="shard-4-of-4"):
-        files.load(path)
+        state_io.load(path)
 
 
 def test_a_disk_that_is_full_on_one_rank_is_told_by_all_and_nothing_counts(ranks):

@@ -1,0 +1,331 @@
+"""State of a run to and from the files of a checkpoint, with torch.distributed.checkpoint (DCP) and safetensors.
+
+    shard-2-of-4.safetensors  tensors that the second of four ranks holds; replicated tensors are in the first file
+    state.json                all other values: progress, loss scale, optimizer groups
+
+Every strategy writes this format: one file without sharding, one per rank under FSDP. The header of a file names the
+slice of each tensor in it, so any number of ranks can read them. DCP's default storage keeps a pickle (`.metadata`).
+
+Importing DCP takes seconds, so modules of the driver import this one only when they need it.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future as TorchFuture
+from torch.optim import Optimizer
+
+from mmray.engine.checkpoint.files import (
+    META,
+    STATE,
+    SUMS,
+    as_user_error,
+    discard,
+    format_record,
+    format_write_error,
+    fsync,
+    read_json,
+    sha256,
+    shard_names,
+    shards_of,
+    write_checksums,
+)
+from mmray.errors import MmrayError, StorageError
+from mmray.models.weights import save_weights
+from mmray.storage.paths import AnyPath, RemotePath, open_for_upload, staged_upload, temp_dir
+
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP without a group is intended here
+
+State = dict[str, Any]  # nested dicts of tensors and JSON values
+Target = Callable[[str, Tensor], Tensor]  # key and meta tensor -> the tensor to read into: whole, or this rank's shard
+
+
+def save(folder: AnyPath, step: int, state: State, meta: dict[str, Any]) -> AnyPath:
+    """Write folder/step-N from one process and return it; replace an existing one. Raises StorageError, TypeError."""
+    path = folder / f"step-{step}"
+    tensors, writer, planner = prepare_save(path, state, {"step": step} | meta)
+    with as_storage_error(path):
+        dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=True)
+    return path
+
+
+def save_async(
+    path: AnyPath,
+    state: State,
+    meta: dict[str, Any],
+    cpu_group: Any,
+    sharded: bool,
+    stager: AsyncStager | None,
+    before: Callable[[], None],
+    after: Callable[[], None],
+) -> Future[Any]:
+    """Copy the state to the host and write it in a background thread; under FSDP all ranks call it together.
+
+    Rank 0 calls `before` in that thread before any rank writes and again before the checksums, and `after` at the end;
+    what it raises, every rank raises. Await the result inside `as_storage_error`. Raises TypeError.
+    """
+    tensors, writer, planner = prepare_save(path, state, meta, cpu_group if sharded else None, before, after)
+    saved = dcp.async_save(
+        tensors,
+        storage_writer=writer,
+        planner=planner,
+        process_group=cpu_group,
+        async_stager=stager,
+        no_dist=not sharded,
+    )
+    assert isinstance(saved, Future)
+    return saved
+
+
+def prepare_save(
+    path: AnyPath,
+    state: State,
+    meta: dict[str, Any],
+    cpu_group: Any = None,
+    before: Callable[[], None] = lambda: None,
+    after: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, Tensor], ShardWriter, SavePlanner]:
+    """Return this rank's tensors by key, and DCP's writer and planner for them."""
+    values, tensors = split(state)
+    writer = ShardWriter(path, values, meta, cpu_group, before, after)
+    if writer.rank != 0:
+        tensors = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    return tensors, writer, dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+
+def load(path: AnyPath, target: Target | None = None, only: str = "") -> State:
+    """Return the saved state, or its part `only`; tensors are read into what `target` returns (default: whole, on CPU).
+
+    Needs no process group. Raises TrainingError if a file cannot be read.
+    """
+    target = target or (lambda _, stored: torch.empty_like(stored, device="cpu"))
+    state: State = read_json(path / STATE)
+    with as_user_error(path), _local_shards(path) as local:
+        reader = HuggingFaceStorageReader(str(local))
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
+            found: dict[str, Any] = {
+                key: target(key, torch.empty(stored.size, dtype=stored.properties.dtype, device="meta"))
+                for key, stored in reader.read_metadata().state_dict_metadata.items()
+                if isinstance(stored, TensorStorageMetadata) and key.startswith(f"{only}/" if only else "")
+            }
+            with _cause():
+                dcp.load(found, storage_reader=reader, planner=planner, no_dist=True)
+        except (AssertionError, KeyError) as error:  # DCP's errors for a damaged file
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+    for key, tensor in found.items():
+        *parents, name = (unquote(part) for part in key.split("/"))
+        into = state
+        for parent in parents:
+            into = into[parent]
+        into[name] = tensor
+    return state
+
+
+def load_weights(path: AnyPath, key: str = "model") -> dict[str, Tensor]:
+    """Return the full state dict of the model (or of `key`) on the CPU. Raises TrainingError if it cannot be read."""
+    state: dict[str, Tensor] = load(path, only=key)[key]
+    return state
+
+
+# A model and its optimizer as state: tensors by the model's parameter names, whatever the strategy.
+def optimizer_state(module: nn.Module, optimizer: Optimizer) -> State:
+    """Return `optimizer.state_dict()` by parameter name.
+
+    Not DCP's `get_optimizer_state_dict`: it takes a step of an optimizer that has no state yet, and loads nothing into
+    one whose gradients exist already, as DDP's do here.
+    """
+    names, state = _learned_names(module, optimizer), optimizer.state_dict()
+    return {
+        "state": {names[index]: dict(values) for index, values in state["state"].items()},
+        "param_groups": [_without_params(group) for group in state["param_groups"]],
+    }
+
+
+def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: State) -> None:
+    """Load what `optimizer_state` returned. Raises as `load_state_dict` does."""
+    index_of = {name: index for index, name in enumerate(_learned_names(module, optimizer))}
+    own = optimizer.state_dict()["param_groups"]
+    groups = [stored | {"params": group["params"]} for stored, group in zip(state["param_groups"], own, strict=True)]
+    by_index = {index_of[name]: values for name, values in state["state"].items()}
+    optimizer.load_state_dict({"state": by_index, "param_groups": groups})
+
+
+def targets(module: nn.Module) -> Target:
+    """Return a `Target` that reads weights in place and optimizer state as shards like those of its parameter."""
+    weights = {_key("model", name): weight.detach() for name, weight in module.state_dict().items()}
+    parameters = {_key(name): weight.detach() for name, weight in module.named_parameters()}
+
+    def target(key: str, stored: Tensor) -> Tensor:
+        like = weights.get(key)
+        if like is not None and (like.shape, like.dtype) == (stored.shape, stored.dtype):
+            return like
+        name = key.removeprefix("optimizer/state/").partition("/")[0]
+        like = parameters.get(name) if key.startswith("optimizer/state/") else None
+        if like is not None and like.shape == stored.shape:
+            return torch.empty_like(like, dtype=stored.dtype)
+        return torch.empty_like(stored, device="cpu")
+
+    return target
+
+
+def split(state: State) -> tuple[State, dict[str, Tensor]]:
+    """Return the state without its tensors, and the tensors by key (`model/NAME`). Raises TypeError for others."""
+    tensors: dict[str, Tensor] = {}
+
+    def values_of(nest: Any, at: tuple[str, ...], where: str) -> Any:
+        if isinstance(nest, dict):
+            values = {}
+            for name, item in nest.items():
+                if type(name) is not str:
+                    raise TypeError(f"a key of {where} is a {type(name).__name__}: checkpoints store text keys only")
+                if isinstance(item, Tensor):
+                    tensors[_key(*at, name)] = item
+                else:
+                    values[name] = values_of(item, (*at, name), f"{where}[{name!r}]")
+            return values
+        if isinstance(nest, list | tuple):
+            return [values_of(item, at, f"{where}[{index}]") for index, item in enumerate(nest)]
+        # Exact types: numpy's numbers are subclasses of Python's.
+        if type(nest) not in (str, int, float, bool, type(None)):
+            raise TypeError(f"{where} is a {type(nest).__name__}: checkpoints store tensors and JSON values only")
+        return nest
+
+    return values_of(state, (), "state"), tensors
+
+
+class ShardWriter(HuggingFaceStorageWriter):
+    """DCP storage: a safetensors file per rank; rank 0 adds state.json, meta.json and the checksums."""
+
+    def __init__(
+        self,
+        path: AnyPath,
+        values: State,
+        meta: dict[str, Any],
+        cpu_group: Any,
+        before: Callable[[], None],
+        after: Callable[[], None],
+    ):
+        super().__init__(str(path), save_distributed=True)
+        self._folder, self._values, self._meta = path, values, meta
+        self._before, self._after = before, after
+        self.rank, world = (dist.get_rank(cpu_group), dist.get_world_size(cpu_group)) if cpu_group else (0, 1)
+        self._name = shard_names(world)[self.rank]
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan  # the base class creates the folder, which rank 0 must clear first
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self._before()
+        discard(self._folder)
+        self._folder.mkdir(parents=True)
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
+        tensors, offsets = {}, {}
+        for item in plan.items:
+            tensor = planner.resolve_data(item)
+            assert item.tensor_data is not None and isinstance(tensor, Tensor)
+            tensors[item.index.fqn] = tensor
+            offsets[item.index.fqn] = {SAVED_OFFSETS_KEY: list(item.tensor_data.chunk.offsets)}
+        with open_for_upload(self._folder / self._name) as file:
+            save_weights(tensors, file, {CUSTOM_METADATA_KEY: json.dumps(offsets)})
+            fsync(file)
+            digest, num_bytes = sha256(file), file.stat().st_size
+        done: TorchFuture[list[WriteResult]] = TorchFuture()
+        done.set_result([WriteResult(MetadataIndex(self._name), num_bytes, digest)])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        shards = [result for written in results for result in written]
+        for shard in shards:
+            file = self._folder / shard.index.fqn
+            found = file.stat().st_size if file.exists() else 0
+            if found != shard.size_in_bytes:
+                raise OSError(
+                    f"{file} has {found:,} bytes, but its rank wrote {shard.size_in_bytes:,}: "
+                    "is this folder shared by all nodes?"
+                )
+        self._before()
+        with staged_upload(self._folder, (STATE, META, SUMS)) as local:
+            (local / STATE).write_text(json.dumps(self._values))
+            (local / META).write_text(format_record(self._meta))
+            write_checksums(local, (STATE, META), {shard.index.fqn: shard.storage_data for shard in shards})
+        self._after()
+
+
+@contextmanager
+def as_storage_error(path: AnyPath, discards: bool = True) -> Iterator[None]:
+    """Turn an error of the storage, on any rank, into StorageError; delete what was written of the checkpoint."""
+    try:
+        with _cause():
+            yield
+    except (OSError, SafetensorError) as error:
+        if discards:
+            discard(path, strict=False)
+        raise StorageError(format_write_error(path, error)) from error
+
+
+@contextmanager
+def _cause() -> Iterator[None]:
+    """Raise the error of the failed rank in place of DCP's list of tracebacks."""
+    try:
+        yield
+    except CheckpointException as error:
+        causes = {rank: cause for rank, (cause, _) in error.failures.items()}
+        ours = {rank: cause for rank, cause in causes.items() if isinstance(cause, MmrayError)}
+        rank, cause = next(iter((ours or causes).items()))
+        if isinstance(cause, OSError | SafetensorError) and rank > 0:
+            raise OSError(f"{getattr(cause, 'strerror', None) or cause} (on rank {rank})") from cause
+        raise cause from None
+
+
+@contextmanager
+def _local_shards(path: AnyPath) -> Iterator[Path]:
+    """A local folder with the shards of a checkpoint and no other safetensors file. Raises OSError."""
+    names = shard_names(shards_of(path))
+    if not isinstance(path, RemotePath):
+        found = {file.name for file in path.glob("*.safetensors")}
+        if found != set(names):
+            raise OSError(f"expected {', '.join(names)}; the folder has {', '.join(sorted(found)) or 'none'}")
+        yield path
+        return
+    with temp_dir() as local:
+        for name in names:
+            (path / name).download(local / name)
+        yield local
+
+
+def _key(*path: str) -> str:
+    return "/".join(quote(part, safe=" ") for part in path)
+
+
+def _learned_names(module: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Names of the optimizer's parameters, in the order of its state dict."""
+    names = {weight: name for name, weight in module.named_parameters()}
+    return [names[weight] for group in optimizer.param_groups for weight in group["params"]]
+
+
+def _without_params(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}

@@ -1,0 +1,189 @@
+"""Background saves: the state at the call is what is saved, a failing or stalled storage does not stop training."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from mmray.config import Config, Run
+from mmray.engine.checkpoint import files, manager, state_io
+from mmray.engine.checkpoint.manager import (
+    COST_SHARE,
+    CheckpointManager,
+    CheckpointSchedule,
+    steps_between_checkpoints,
+)
+from mmray.engine.heartbeat import Heartbeat
+from mmray.engine.worker import _closing
+from mmray.errors import StorageError, TrainingError
+from mmray.storage import storage
+from mmray.storage.lease import Lease
+from mmray.storage.paths import to_path
+
+
+class Checkpoints:
+    """A manager, its log, and the lease it holds."""
+
+    def __init__(self, run, world=1):
+        self.run, self.logged, self.lease = run, [], Lease(run)
+        config = Config(recipe="sample", run=Run(storage=str(run.parent), name=run.name))
+        self.manager = CheckpointManager(
+            run, self.lease.acquire(), config, {"world": world}, lambda *line: self.logged.append(line)
+        )
+
+    def save(self, step, last=False, metrics=None):
+        self.manager.save(step, step, state(step), metrics or {}, last)
+
+    def names(self):
+        return files.list_names(self.run / "checkpoints")
+
+
+@pytest.fixture
+def local(tmp_path):
+    (tmp_path / "run").mkdir()
+    yield (kept := Checkpoints(tmp_path / "run"))
+    kept.lease.release()
+
+
+@pytest.fixture
+def stored(s3, monkeypatch):
+    monkeypatch.setattr(storage, "MAX_WAIT_S", 0.01)
+    monkeypatch.setattr(storage, "ATTEMPTS", 1)
+    yield (kept := Checkpoints(to_path(s3.address) / "run"))
+    kept.lease.release()
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Holds back all writes until it is set."""
+    event, write = threading.Event(), state_io.ShardWriter.write_data
+    monkeypatch.setattr(state_io.ShardWriter, "write_data", lambda *given: event.wait(20) and write(*given))
+    return event
+
+
+def state(step):
+    return {"model": {"w": torch.full((5,), float(step))}, "progress": {"step": step}}
+
+
+def wait_done(manager):
+    while not manager._pending[1].done():
+        time.sleep(0.001)
+
+
+def test_saved_state_is_the_state_at_the_call(local, gate):
+    weights = torch.arange(6.0).reshape(2, 3)
+    given = {
+        "model": {"a": weights, "tied": weights},
+        "optimizer": {"state": {"a": {"m": weights * 2}}},
+        "progress": {"step": 3},
+    }
+    expected = {"a": weights.clone(), "tied": weights.clone()}
+    local.manager.save(3, 3, given, {}, False)
+    weights.add_(100)  # the next step
+    given["progress"]["step"] = 4
+    gate.set()
+    local.manager.close()
+    loaded = state_io.load(local.run / "checkpoints" / "step-3")
+    assert all(torch.equal(loaded["model"][name], expected[name]) for name in expected)
+    assert torch.equal(loaded["optimizer"]["state"]["a"]["m"], expected["a"] * 2) and loaded["progress"] == {"step": 3}
+    assert local.manager.cost_s > 0
+
+
+def test_storage_that_fails_for_a_while_costs_one_checkpoint(stored, s3):
+    s3.fail("PUT", "step-6/", 1000, status=400)
+    for step in (3, 6):
+        stored.save(step)
+    wait_done(stored.manager)
+    stored.manager.poll()
+    stored.save(9)
+    stored.manager.close()
+    assert stored.names() == ["step-3", "step-9"]
+    ((label, text),) = stored.logged
+    assert label == "checkpoint" and "step-6" in text and "Training continues" in text
+
+
+@pytest.mark.parametrize("polled", [False, True])
+def test_last_save_must_succeed(stored, s3, polled):
+    stored.save(3)
+    s3.fail("PUT", "checkpoints/step-6/", 1000, status=400)
+    stored.save(6)
+    if polled:
+        wait_done(stored.manager)
+        stored.manager.poll()
+    with pytest.raises(StorageError, match=r"step-6: .*rerun the same command"):
+        stored.manager.close()
+    assert files.step_of(files.latest_valid(stored.run / "checkpoints")) == 3
+
+
+@pytest.mark.parametrize(("world", "scores"), [(1, {}), (2, {}), (2, {"evaluate/loss": 0.5})])
+def test_stalled_storage_skips_a_checkpoint_of_several_ranks(tmp_path, monkeypatch, gate, world, scores):
+    """An evaluated step waits as long as the other ranks can: it may be the best."""
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(manager, "MAX_WAIT_S", 0.05)
+    kept = Checkpoints(tmp_path / "run", world)
+    kept.save(3)
+    threading.Timer(0.5, gate.set).start()
+    start_s = time.monotonic()
+    kept.save(6, metrics=scores)
+    skipped = world > 1 and not scores
+    assert (time.monotonic() - start_s < 0.4) == skipped  # with one rank no process waits in a collective
+    kept.save(9, last=True)
+    kept.manager.close()
+    kept.lease.release()
+    assert kept.names() == (["step-3", "step-9"] if skipped else ["step-6", "step-9"])
+    assert [text[:33] for _, text in kept.logged] == ["skipped the checkpoint of step 6: "[:33]] * skipped
+
+
+def test_waiting_for_a_save_counts_as_progress_for_a_limited_time(local, gate, tmp_path, monkeypatch):
+    """A network mount that died never answers: the hang detection must notice."""
+    monkeypatch.setattr("mmray.engine.heartbeat.INTERVAL_S", 0.02)
+    sent = []
+    heartbeat = Heartbeat(sent.append, {"rank": 0, "node": "n", "pid": 1}, tmp_path / "rank-0.txt", write_limit_s=0.3)
+    local.save(3)
+    threading.Timer(0.9, gate.set).start()
+    with heartbeat.running(4):
+        local.save(6)
+    local.manager.close()
+    marks = [one["progress"] for one in sent[:-1] if "manager.py" in one["where"]]
+    moved = len(set(marks))
+    assert 3 < moved < len(marks) - 3 and len(set(marks[moved:])) == 1
+
+
+def test_lost_lease_ends_training_at_the_next_poll(local):
+    local.lease.advance()
+    local.save(3)
+    wait_done(local.manager)
+    with pytest.raises(TrainingError, match="taken over"):
+        local.manager.poll()
+    local.manager.close()
+    assert local.names() == []
+
+
+def test_failed_save_does_not_hide_what_ended_the_run(stored, s3):
+    """The retry policy must see the lost worker, not an earlier storage error."""
+    s3.fail("PUT", "step-1/", 1000, status=400)
+    stored.save(1)
+    with pytest.raises(RuntimeError, match="connection closed by peer"), _closing(None, stored.manager):
+        raise RuntimeError("connection closed by peer")
+    assert not stored.manager.growing.here.exists()
+
+
+def test_checkpoints_cost_less_than_their_share_once_measured():
+    for step_s, cost_s in [(0.1, 1.0), (2.0, 0.5), (0.3, 60.0)]:
+        steps = steps_between_checkpoints(step_s, cost_s, 10)
+        assert cost_s / (steps * step_s) <= COST_SHARE + 1e-9
+
+
+def test_automatic_schedule_doubles_until_measured_then_follows_the_cost():
+    schedule, taken = CheckpointSchedule("auto", first=100), []
+    for step in range(101, 400):
+        if schedule.is_due(step):
+            taken.append(step)
+            schedule.saved(step, steps_between_checkpoints(0.1, None if len(taken) < 3 else 0.2, step - 100))
+    assert taken == [110, 120, 140, 240, 340]
+
+
+def test_fixed_schedule_is_kept_and_zero_means_never():
+    assert [step for step in range(1, 10) if CheckpointSchedule(3, 0).is_due(step)] == [3, 6, 9]
+    assert not any(CheckpointSchedule(0, 0).is_due(step) for step in range(1, 10))
