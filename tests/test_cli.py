@@ -147,7 +147,7 @@ def test_what_prepare_says_of_leaks_and_repeated_captions():
         (["train", "--batch.micro", "0"], "batch.micro: input should be greater than or equal to 1 (got 0)"),
         (["train", "--batch.micr", "3"], "--batch.micro"),
         (["train", "--train.steps", "3", "--train.epochs", "2"], "give one of steps, samples, epochs"),
-        (["train", "--batch.global", "1"], "1 rows cannot feed 2 workers"),
+        (["train", "--batch.global", "1"], "1 rows are fewer than 2 workers"),
         (["tune", "sample"], "nothing to search: give at least one --space"),
         (["tune", "sample", "--space", "batch.micr=8"], "unknown setting; did you mean `micro`"),
         (["tune", "sample", "--space", "batch.micro=8,0"], "batch.micro: input should be greater than or equal to 1"),

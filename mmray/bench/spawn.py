@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from mmray.engine.collectives import Group
-from mmray.engine.metrics.system import keep_freed_memory
+from mmray.engine.memory_probe import keep_freed_memory
 from mmray.errors import ResourceError, TrainingError, is_out_of_memory
 
 if TYPE_CHECKING:

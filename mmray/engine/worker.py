@@ -26,8 +26,7 @@ from mmray.engine.checkpoint import files, state_io
 from mmray.engine.checkpoint.manager import CheckpointManager
 from mmray.engine.collectives import Group
 from mmray.engine.heartbeat import Heartbeat
-from mmray.engine.memory_probe import dry_run_job, make_probe_state, synthetic_batches
-from mmray.engine.metrics.system import keep_freed_memory
+from mmray.engine.memory_probe import dry_run_job, keep_freed_memory, make_probe_state, synthetic_batches
 from mmray.engine.metrics.writers import MetricsLog
 from mmray.engine.parallel.transforms import apply_transforms
 from mmray.engine.precision import seed_everything

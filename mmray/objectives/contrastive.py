@@ -20,7 +20,6 @@ class Contrastive:
 
     gathered_outputs: tuple[str, ...] = ("image_embed", "text_embed")
     scalar_outputs: tuple[str, ...] = ("logit_scale",)
-    row_values: tuple[str, ...] = ("valid",)
 
     def count(self, batch: Batch) -> Tensor:
         """Valid rows of the batch."""

@@ -24,8 +24,6 @@ class Objective(Protocol):
     `gathered_outputs`: outputs [B, ...] of all ranks that the loss needs at once; empty for a sum over rows. A global
     loss reads only these, `scalar_outputs`, and the one-dimensional tensors of the batch.
     `scalar_outputs`: outputs that belong to the step and not to a row, such as the temperature.
-    `row_values = ("valid",)` (optional, global losses): the loss reads nothing else of the batch, which saves a
-    collective per step for small global batches.
     """
 
     gathered_outputs: tuple[str, ...]

@@ -201,7 +201,7 @@ def _host_oom_error(error: BaseException, monitor: AttemptMonitor, resolved: Res
     """Ray's memory monitor killed a worker: its node, not a device, was out of memory."""
     share = -(-resolved.shape.global_rows // monitor.world)
     micro = min(rows for rows in (monitor.progress.micro, resolved.micro, resolved.shape.micro, share) if rows)
-    less = smaller_micro(micro, share)
+    less = smaller_micro(micro)
     what = f"a node ran out of memory with micro-batches of {micro} rows ({str(error).splitlines()[0]})"
     fix = f"Retrying with micro-batches of {less}" if less else "Check what else uses memory on that node"
     return OutOfMemoryError(f"{what}. {fix}", less)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mmray.data.stream.order import SamplePlan
-from mmray.engine import grad_cache, loop
+from mmray.engine import loop
 from mmray.engine.collectives import Group
 from mmray.engine.parallel.wrap import ParallelConfig
 from mmray.errors import OutOfMemoryError
@@ -61,15 +61,6 @@ def join(folder: str, name: str, rank: int, world: int) -> Group:
 def ragged(group: Group) -> torch.Tensor:
     """21 rows: shares of 6, of which the last rank has 3; micro-batches of 4 and 2."""
     return toy.flat(two_ranks.steps_of_a_model(group, micro=4, steps=STEPS))
-
-
-def gathered(group: Group) -> torch.Tensor:
-    """As a large global batch goes: each rank forms the loss of its own rows."""
-    most, grad_cache.MOST_ROWS_OF_ALL = grad_cache.MOST_ROWS_OF_ALL, 0
-    try:
-        return ragged(group)
-    finally:
-        grad_cache.MOST_ROWS_OF_ALL = most
 
 
 def row_by_row(group: Group) -> torch.Tensor:
@@ -146,4 +137,4 @@ def optimizer_without_room(group: Group) -> dict[str, Any]:
     return parted(group, "nowhere")
 
 
-SCENES = (ragged, gathered, row_by_row, replicated, sharded, ring, bf16)
+SCENES = (ragged, row_by_row, replicated, sharded, ring, bf16)

@@ -15,7 +15,7 @@ from mmray.errors import UsageError
         ({"global": 64}, 2, "micro 32 x accumulation 1 x workers 2 = 64 rows a step"),
         ({"global": 64, "accumulation": 4}, 2, "micro 8 x accumulation 4 x workers 2 = 64 rows a step"),
         ({"global": 64, "micro": 64}, 4, "micro 16 x accumulation 1 x workers 4 = 64 rows a step"),
-        ({"global": 10, "micro": 4}, 1, "micro 4 x accumulation 3 x workers 1, cut to 10 rows a step"),
+        ({"global": 10, "micro": 4}, 1, "micro 4 x accumulation 3 x workers 1, limited to 10 rows a step"),
         ({"micro": 5}, 3, "micro 5 x accumulation 1 x workers 3 = 15 rows a step"),
     ],
 )
@@ -27,7 +27,7 @@ def test_shape(given, workers, said):
     ("given", "workers", "message"),
     [
         ({}, 1, "give `--batch.global`"),
-        ({"global": 2}, 3, "2 rows cannot feed 3 workers"),
+        ({"global": 2}, 3, "2 rows are fewer than 3 workers"),
         ({"global": 64, "micro": 8, "accumulation": 3}, 2, "takes accumulation 4, not 3"),
     ],
 )
@@ -54,11 +54,11 @@ def test_total_steps(length, steps):
 def test_auto_leaves_the_micro_batch_to_the_workers():
     shape = resolve_batch_shape(Batch(micro="auto", global_=48), workers=2)
     assert (shape.global_rows, shape.micro, shape.auto) == (48, 24, True)
-    assert str(shape) == "48 rows a step over 2 workers, in micro-batches as large as fit"
+    assert str(shape) == "48 rows a step over 2 workers, micro-batch: largest that fits"
     with pytest.raises(UsageError, match=r"auto` needs `--batch.global`"):
         resolve_batch_shape(Batch(micro="auto"), workers=2)
 
 
-@pytest.mark.parametrize(("micro", "share", "less"), [(64, 64, 32), (24, 64, 8), (5, 10, 2), (7, 7, 1), (1, 8, 0)])
-def test_the_next_micro_batch_is_the_largest_divisor_of_the_share_that_is_at_most_half(micro, share, less):
-    assert smaller_micro(micro, share) == less
+@pytest.mark.parametrize(("micro", "smaller"), [(64, 32), (24, 12), (5, 2), (7, 3), (1, 0)])
+def test_micro_batch_is_halved_after_oom(micro, smaller):
+    assert smaller_micro(micro) == smaller

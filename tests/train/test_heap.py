@@ -11,7 +11,7 @@ FAULTS = """
 import resource
 import sys
 import numpy as np
-from mmray.engine.metrics.system import keep_freed_memory
+from mmray.engine.memory_probe import keep_freed_memory
 
 if sys.argv[1] == "kept" and not keep_freed_memory():
     print("not heard")

@@ -125,7 +125,7 @@ def test_utilisation_is_the_work_of_one_device_over_what_it_could_do(monkeypatch
     state = SimpleNamespace(group=group, precision=precision, model=toy.Toy())
     for step_s in (60, 0.5, 1.5):  # the first is left out
         rates.add(step_s, 0.0, rows=800, tokens=1)
-    metrics = meter.take(state)
+    metrics = meter.compute(state)
     assert metrics["throughput/samples_per_s"] == 800
     assert metrics["throughput/tflops_per_device"] == pytest.approx(2.5)
     assert metrics["throughput/utilisation"] == pytest.approx(2.5 / peak_tflops)

@@ -23,8 +23,8 @@ def state_with(most_rows: int = 10**9, group: Group | None = None):
     return toy.train_state(model, group)
 
 
-@pytest.mark.parametrize(("room", "found"), [(99, 12), (11, 6), (5, 4), (1, 1)])
-def test_auto_finds_the_largest_divisor_that_fits(room, found):
+@pytest.mark.parametrize(("room", "found"), [(99, 12), (11, 6), (5, 3), (1, 1)])
+def test_auto_micro_finds_largest_halving_of_share_that_fits(room, found):
     assert memory_probe.probe_memory(state_with(room), lambda rows: toy.rows(rows, 0), 12, None).micro == found
 
 
@@ -35,7 +35,7 @@ def test_what_does_not_fit_is_said_before_any_data():
     with pytest.raises(OutOfMemoryError, match="a single row does not fit"):
         memory_probe.probe_memory(state_with(0), rows_of, 16, None)
     broken = lambda rows: toy.rows(rows, 0) | {"input_ids": torch.full((rows, 6), 99)}  # noqa: E731
-    with pytest.raises(TrainingError, match="4 rows did not pass the model"):
+    with pytest.raises(TrainingError, match="cannot process a synthetic micro-batch of 4 rows"):
         memory_probe.probe_memory(state_with(), broken, 16, 4)
 
 
@@ -51,7 +51,7 @@ NO_ROOM = {
 def test_libraries_that_find_no_room_by_themselves_are_out_of_memory_too(said):
     fault = toy.Fault("nowhere", most_rows=5, as_what=NO_ROOM[said])
     state = toy.train_state(toy.Cramped(fault))
-    assert memory_probe.probe_memory(state, lambda rows: toy.rows(rows, 0), 12, None).micro == 4
+    assert memory_probe.probe_memory(state, lambda rows: toy.rows(rows, 0), 12, None).micro == 3
     log, fault = toy.Lines(), toy.Fault("forward", at_step=2, as_what=NO_ROOM[said])
     train(toy.Cramped(fault), plan_of(4, micro=5), callbacks=(fault,), log=log)
     assert [line["batch/micro"] for line in log.lines] == [2, 2]
@@ -129,7 +129,7 @@ def test_on_a_cpu_the_free_memory_of_the_host_is_the_limit(monkeypatch):
     ]
     room = SimpleNamespace(available=5 * one_row * 2**30 / memory_probe.HOST_SHARE)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: room)
-    assert memory_probe.probe_memory(state_with(), lambda rows: toy.rows(rows, 0), 12, None).micro == 4
+    assert memory_probe.probe_memory(state_with(), lambda rows: toy.rows(rows, 0), 12, None).micro == 3
 
 
 def test_a_rehearsal_for_many_ranks_sees_the_whole_batch_as_columns():
@@ -211,7 +211,7 @@ def test_without_room_in_the_optimizer_the_run_begins_again_with_less(monkeypatc
     def full(*_):
         raise torch.OutOfMemoryError("no room for a state")
 
-    monkeypatch.setattr(loop.optimizer, "set_lr", lambda optimizer, lr: setattr(optimizer, "step", full))
+    monkeypatch.setattr(loop, "set_lr", lambda optimizer, lr: setattr(optimizer, "step", full))
     with pytest.raises(OutOfMemoryError, match="no room for a state") as raised:
         train(toy.Toy(), plan_of(4, micro=5))
     assert raised.value.micro == 2

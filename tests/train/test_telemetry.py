@@ -141,13 +141,13 @@ def test_rates_leave_the_first_step_out():
     with timers("forward"):
         time.sleep(0.2)
     rates.add(step_s=100, wait_s=90, rows=64, tokens=9)
-    assert rates.take(world=2) == {}
+    assert rates.compute(world=2) == {}
     for _ in range(2):
         with timers("backward"):
             time.sleep(0.01)
     rates.add(step_s=1, wait_s=0.25, rows=64, tokens=6)
     rates.add(step_s=3, wait_s=0.75, rows=32, tokens=6)
-    taken = rates.take(world=2)
+    taken = rates.compute(world=2)
     assert 0.01 <= taken.pop("time/backward_s") < 0.1
     assert {name: taken.pop(f"time/{name}_s") for name in PHASES if name != "backward"} == {
         name: 0.0 for name in PHASES if name != "backward"
@@ -162,7 +162,7 @@ def test_rates_leave_the_first_step_out():
         "throughput/samples_per_s": 24,
         "throughput/tokens_per_s": 6,
     }
-    assert rates.take(world=2) == {}
+    assert rates.compute(world=2) == {}
 
 
 def test_what_a_step_is_asked_costs_little():
@@ -284,7 +284,7 @@ def test_percentiles_are_of_the_recent_steps_and_not_of_one_window():
     rates = Throughput(PhaseTimers(torch.device("cpu")))
     for step in range(1 + RECENT_STEPS + 100):
         rates.add(step_s=50 if step <= 100 else step % 100 + 1, wait_s=0, rows=1, tokens=1)
-        taken = rates.take(world=1)
+        taken = rates.compute(world=1)
     assert (taken["time/step_p50_s"], taken["time/step_p95_s"]) == (50.5, pytest.approx(95.05, abs=0.05))
 
 

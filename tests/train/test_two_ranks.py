@@ -20,7 +20,7 @@ from tests.train import real_models, toy, two_ranks
 pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have
 
 
-@pytest.mark.parametrize("scene", ["whole_shares", "accumulated_shares", "gathered_shares"])
+@pytest.mark.parametrize("scene", ["whole_shares", "accumulated_shares"])
 def test_two_ranks_are_one_rank(played, scene):
     one = toy.flat(two_ranks.steps_of_a_model(Group(), micro=two_ranks.ROWS))
     assert (one - toy.flat(toy.Toy().double())).abs().max() > 0.01

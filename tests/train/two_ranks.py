@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from mmray.data.stream.order import SamplePlan
-from mmray.engine import grad_cache, loop, memory_probe, optimizer, precision
+from mmray.engine import loop, memory_probe, optimizer, precision
 from mmray.engine.checkpoint import state_io
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.meters import Meter, reduce_over_ranks, rows_sha
@@ -104,15 +104,6 @@ def whole_shares(group: Group, folder: Path) -> torch.Tensor:
 
 def accumulated_shares(group: Group, folder: Path) -> torch.Tensor:
     return toy.flat(steps_of_a_model(group, micro=4))
-
-
-def gathered_shares(group: Group, folder: Path) -> torch.Tensor:
-    """As a large global batch goes: each rank forms the loss of its own rows, the gradients are brought together."""
-    most, grad_cache.MOST_ROWS_OF_ALL = grad_cache.MOST_ROWS_OF_ALL, 0
-    try:
-        return accumulated_shares(group, folder)
-    finally:
-        grad_cache.MOST_ROWS_OF_ALL = most
 
 
 def where_gradients_live(group: Group, folder: Path) -> list[int]:
@@ -431,7 +422,7 @@ def cost_of_a_line(group: Group, folder: Path) -> float:
                     pass
             meter.rates.add(0.05, 0.01, 256, 999)
         began_s = time.process_time()
-        means, own = reduce_over_ranks(group, [torch.ones(1, dtype=torch.float64)] * 3, meter.take(state))
+        means, own = reduce_over_ranks(group, [torch.ones(1, dtype=torch.float64)] * 3, meter.compute(state))
         assert (
             len(rows_sha(group.all_gather_variable(keys + step))) == 16 and len(means) == 3 and own["time/step_s"] > 0
         )
@@ -468,7 +459,6 @@ SCENES = (
     every_kind,
     whole_shares,
     accumulated_shares,
-    gathered_shares,
     where_gradients_live,
     formats,
     a_rank_without_rows,

@@ -45,7 +45,7 @@ class Padding:
         self.places += share.places
         self.padded_tokens_unbucketed += share.padded_tokens_unbucketed
 
-    def take(self, device: torch.device) -> list[Tensor]:
+    def compute(self, device: torch.device) -> list[Tensor]:
         """Scalars to be summed over ranks; counted anew from here."""
         counted = [self.tokens, self.places, self.padded_tokens_unbucketed]
         self.tokens = self.places = self.padded_tokens_unbucketed = 0
@@ -70,7 +70,7 @@ class Meter:
     padding: Padding = field(default_factory=Padding)
     flops_of_row: float | None = None  # a forward and a backward
 
-    def look_at(self, state: TrainState, share: LocalBatch) -> None:
+    def count_flops(self, state: TrainState, share: LocalBatch) -> None:
         """Count the model's work once, on the first rows that come.
 
         Without room for it, it waits for the next step: this one meets the same end, and takes smaller micro-batches.
@@ -87,10 +87,10 @@ class Meter:
             return
         self.flops_of_row = flops / len(first["valid"])
 
-    def take(self, state: TrainState) -> Metrics:
+    def compute(self, state: TrainState) -> Metrics:
         """Figures since the last call."""
         device: torch.device = state.group.device
-        metrics = self.rates.take(state.group.world)
+        metrics = self.rates.compute(state.group.world)
         if metrics:
             rate = (self.flops_of_row or 0.0) * metrics["throughput/samples_per_s"] / state.group.world / self.devices
             metrics["throughput/tflops_per_device"] = rate / 1e12

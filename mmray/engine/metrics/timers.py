@@ -91,7 +91,7 @@ class Throughput:
         self._wait_s += wait_s
         self._recent_s.append(step_s)
 
-    def take(self, world: int) -> dict[str, Any]:
+    def compute(self, world: int) -> dict[str, Any]:
         """Means since the last call, percentiles of the last 500 steps; empty when there was no step but the first."""
         steps, busy_s = self._steps, self._busy_s
         if steps == 0:

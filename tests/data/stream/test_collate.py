@@ -53,7 +53,7 @@ def told_of(steps, arranged):
     padding = Padding()
     for micros in steps:
         padding.add(make_local_batch(micros, arranged))
-    return [float(count) for count in padding.take(torch.device("cpu"))]
+    return [float(count) for count in padding.compute(torch.device("cpu"))]
 
 
 @pytest.mark.parametrize("group_by_length", [False, True])

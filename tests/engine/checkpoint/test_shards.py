@@ -90,7 +90,7 @@ def test_the_memory_table_of_a_cut_model_counts_the_bytes_of_a_ranks_part(ranks)
 def test_a_rank_without_memory_in_the_probe_has_the_group_begin_again_with_what_fitted(ranks, plain):
     left, met = (json.loads((ranks[0] / f"cramped-{rank}.json").read_text()) for rank in range(2))
     assert (met["micro"], left["micro"]) == (3, -1)
-    assert met["error"] == "no room for a synthetic step in micro-batches of 6 rows (rank 1). Now 3 at a time"
+    assert met["error"] == "out of memory in the dry run with micro-batches of 6 rows (rank 1); restarting with 3 rows"
     assert any(text in left["error"] for text in COLLECTIVE_ERRORS), left[
         "error"
     ]  # counts as lost: the other error decides
