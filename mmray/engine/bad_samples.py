@@ -1,6 +1,6 @@
-"""Rows that cannot be read in training: named in the run's quarantine.jsonl, counted once, and budgeted.
+"""Rows that cannot be read during training: written to the run's quarantine.jsonl and counted against a budget.
 
-worker.py lets the blocks of the stream pass through here. A row keeps its place in the step; it just does not count.
+worker.py passes the stream's blocks through here. A bad row keeps its position in the step but does not count.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def quarantine_bad_rows(
     plan: SamplePlan,
     count: Callable[[int], int],
 ) -> Iterator[Block]:
-    """Blocks as they come; rows that could not be read are named in quarantine.jsonl, up to `data.max_bad_rows`.
+    """Yield the blocks; write rows that could not be read to quarantine.jsonl, up to `data.max_bad_rows`.
 
-    Each row is named and counted once, on whatever rank, in whatever epoch and attempt it comes.
+    Each row is written and counted once, over all ranks, epochs and attempts.
     """
     for block in blocks:
         _check_labels(block, config)
@@ -41,28 +41,28 @@ def quarantine_bad_rows(
             bad = count(row)
             if bad == 0:
                 continue
-            told = _quarantine(folder, reader, row)
+            last = _quarantine(folder, reader, row)
             if bad > config.data.max_bad_rows:
                 budget = f"data.max_bad_rows {config.data.max_bad_rows}"
                 raise DataError(
-                    f"{bad} rows could not be read ({budget}), the last: {told}. "
-                    f"All are named in {folder / QUARANTINE}; prepare the set again from its source"
+                    f"{bad} rows could not be read ({budget}), the last: {last}. "
+                    f"All are listed in {folder / QUARANTINE}; run `mmray prepare` again from the source"
                 )
         yield block
 
 
 def _check_labels(block: Block, config: Config) -> None:
-    """Raise DataError at a label that the model has no class for; a GPU would die of it without a word."""
+    """Raise DataError for a label without a class in the model; on a GPU it would be a device-side assert."""
     classes = getattr(config.model, "classes", 0)
     if classes and (largest := int(block["label"].max(initial=0))) >= classes:
         raise DataError(
-            f"a row of {config.data.train} has the label {largest}, and model.classes is {classes}: labels count "
-            f"from 0; set --model.classes to {largest + 1} or more"
+            f"a row of {config.data.train} has label {largest}, but model.classes is {classes}: labels start at 0; "
+            f"set --model.classes to {largest + 1} or more"
         )
 
 
 def _check_box_labels(block: Block, config: Config) -> None:
-    """Raise DataError at a box whose label has no name."""
+    """Raise DataError for a box whose label has no name."""
     names = getattr(config.model, "region_labels", ())
     if not names or "box_labels" not in block:
         return
@@ -70,13 +70,13 @@ def _check_box_labels(block: Block, config: Config) -> None:
     bad = [label for label in labels.tolist() if label != NO_LABEL and not (label < len(names) and names[label])]
     if bad:
         raise DataError(
-            f"a box of {config.data.train} has the label {bad[0]}, which model.region_labels has no name for: give "
-            "one for each label, counted from 0"
+            f"a box of {config.data.train} has label {bad[0]}, which has no name in model.region_labels: list one for "
+            "each label, starting at 0"
         )
 
 
 def load_bad_rows(folder: AnyPath) -> set[int]:
-    """Rows that a run has named in quarantine.jsonl so far; a line that a kill cut off in the middle names none."""
+    """Rows in the run's quarantine.jsonl so far; truncated lines are ignored."""
     rows, file = set(), folder / QUARANTINE
     for line in file.read_bytes().splitlines() if file.exists() else ():
         try:
@@ -87,7 +87,7 @@ def load_bad_rows(folder: AnyPath) -> set[int]:
 
 
 def _quarantine(folder: AnyPath, reader: RowReader, row: int) -> str:
-    """Write down one row that failed in training; returns its name and reason."""
+    """Write one row to quarantine.jsonl; return its name and reason."""
     record, reason = reader.explain_bad_row(row)
     entry = {
         "key": record.key if record else None,

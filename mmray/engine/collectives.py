@@ -1,7 +1,7 @@
-"""The ranks that train together: every collective of the package is one of these methods.
+"""The process group of a run: every collective of the package is one of these methods.
 
-Used by step.py (gather the embeddings, count the rows), loop.py and evaluate/. Without torch.distributed it is a group
-of one, and each method is the identity, so the same code runs in a notebook, under torchrun and under Ray Train.
+Without torch.distributed it is a group of one, and each method is the identity. So the same code runs in a notebook,
+under torchrun and under Ray Train.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Group:
-    """This process among those that train together; all ranks must make the same calls in the same order."""
+    """This rank in its process group; all ranks must make the same calls in the same order."""
 
     rank: int = 0
     world: int = 1
@@ -29,14 +29,14 @@ class Group:
 
     @classmethod
     def current(cls, device: torch.device | str = "cpu", timeout_s: float = 300.0) -> Group:
-        """The default process group of torch.distributed, or a group of one where there is none."""
+        """Return the default process group of torch.distributed, or a group of one."""
         if not dist.is_initialized():
             return cls(device=torch.device(device))
-        cpu_group = None if dist.get_backend() == "gloo" else _hosts(dist.group.WORLD, timeout_s)
+        cpu_group = None if dist.get_backend() == "gloo" else _cpu_group(dist.group.WORLD, timeout_s)
         return cls(dist.get_rank(), dist.get_world_size(), torch.device(device), cpu_group)
 
     def all_reduce_min(self, value: int) -> int:
-        """The smallest of the ranks' values. It goes from host to host and waits for no device."""
+        """Minimum over ranks; a CPU collective that does not wait for the device."""
         if self.world == 1:
             return value
         box = torch.tensor([value])
@@ -44,7 +44,7 @@ class Group:
         return int(box)
 
     def all_reduce_and(self, good: bool) -> bool:
-        """Whether it is good on every rank; from host to host."""
+        """True if `good` is true on every rank; a CPU collective."""
         return bool(self.all_reduce_min(int(good)))
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
@@ -58,12 +58,12 @@ class Group:
         if self.world == 1:
             return rows
         rows = rows.detach().contiguous()
-        everyone = rows.new_empty(self.world * rows.shape[0], *rows.shape[1:])
-        dist.all_gather_into_tensor(everyone, rows)
-        return everyone
+        gathered = rows.new_empty(self.world * rows.shape[0], *rows.shape[1:])
+        dist.all_gather_into_tensor(gathered, rows)
+        return gathered
 
     def reduce_scatter(self, gradients: Tensor) -> Tensor:
-        """The transpose of `gather`: a row's gradient [B, D] is the sum of what the ranks gave it [world x B, D]."""
+        """Transpose of `all_gather`: gradients [B, D] of this rank's rows, summed over ranks, from [world x B, D]."""
         if self.world == 1:
             return gradients
         mine = gradients.new_empty(gradients.shape[0] // self.world, *gradients.shape[1:])
@@ -71,7 +71,7 @@ class Group:
         return mine
 
     def all_gather_variable(self, rows: Tensor) -> Tensor:
-        """Rows of all ranks in rank order, without gradient; the ranks may bring different numbers of rows."""
+        """Rows of all ranks in rank order, without gradient; ranks may have different numbers of rows."""
         rows = rows.detach().to(self.device)
         if self.world == 1:
             return rows
@@ -80,12 +80,12 @@ class Group:
         counts = [int(size) for size in sizes]
         padded = rows.new_zeros(max(counts), *rows.shape[1:])
         padded[: len(rows)] = rows
-        everyone = [torch.empty_like(padded) for _ in range(self.world)]
-        dist.all_gather(everyone, padded)
-        return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)])
+        gathered = [torch.empty_like(padded) for _ in range(self.world)]
+        dist.all_gather(gathered, padded)
+        return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
 
     def ring_shift(self, tensor: Tensor) -> Tensor:
-        """The previous rank's tensor of the same shape, while this rank's goes to the next: once around the ring."""
+        """Send this rank's tensor to the next rank of the ring; return the previous rank's, of the same shape."""
         if self.world == 1:
             return tensor
         arriving = torch.empty_like(tensor)
@@ -98,16 +98,16 @@ class Group:
         return arriving
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """The tensor on the host, which waits until the device has come to it, and what that waits for from others."""
+        """Copy to the host, which waits for the device and its collectives."""
         return tensor.cpu()
 
     def barrier(self) -> None:
-        """Return when all ranks are here."""
+        """Return when all ranks have called it."""
         if self.world > 1:
             dist.barrier()
 
     def all_gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order; for what is rare and small, such as the text of an error."""
+        """Every rank's value in rank order; for rare, small values such as error messages."""
         if self.world == 1:
             return [value]
         values = [None] * self.world
@@ -115,7 +115,7 @@ class Group:
         return values
 
     def new_cpu_group(self, timeout_s: float) -> Any:
-        """A gloo group of the same ranks for a thread of its own: what it says meets no other collective."""
+        """Create a gloo group of the same ranks for a thread, so that its collectives cannot interleave with others."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
@@ -128,6 +128,6 @@ class Group:
 
 
 @lru_cache(maxsize=1)
-def _hosts(world: Any, timeout_s: float) -> Any:
-    """A gloo group of all ranks, made once for a process group: what it says costs a device nothing."""
+def _cpu_group(world: Any, timeout_s: float) -> Any:
+    """A gloo group of all ranks, created once for a process group, for collectives that need no device."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))

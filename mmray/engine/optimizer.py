@@ -1,4 +1,7 @@
-"""AdamW in groups: matrices decay, biases, norms and the temperature do not; learning rates and freezing by name."""
+"""AdamW with parameter groups, gradient clipping, learning-rate schedule, and EMA of the weights.
+
+Weight decay applies to matrices, not to biases, norms and the temperature. Learning rates and freezing go by name.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +24,20 @@ if TYPE_CHECKING:
     from mmray.config import Optimizer as Section
 
 
-LR_SCALE = "lr_scale"  # of a group: its learning rate over that of the schedule
+LR_SCALE = "lr_scale"  # key of a parameter group: its multiplier of the learning rate
 
 
 def freeze_parameters(module: nn.Module, patterns: tuple[str, ...]) -> None:
-    """Weights whose names fit a pattern learn no more. Raises UsageError for a pattern that fits none."""
+    """Freeze the parameters whose names match a pattern. Raises UsageError for a pattern without matches."""
     for pattern in patterns:
-        for name in _fitting(module, pattern, "optimizer.freeze"):
+        for name in _matching(module, pattern, "optimizer.freeze"):
             module.get_parameter(name).requires_grad_(False)
     if patterns and not any(weight.requires_grad for weight in module.parameters()):
-        raise UsageError(f"optimizer.freeze: {', '.join(patterns)} leaves no weight that learns")
+        raise UsageError(f"optimizer.freeze: {', '.join(patterns)} leaves no trainable parameter")
 
 
 def build_optimizer(module: nn.Module, section: Section) -> AdamW:
-    """Fused AdamW over the parameters that learn (Loshchilov & Hutter 2019), decay only where ndim >= 2."""
+    """Fused AdamW over the trainable parameters (Loshchilov & Hutter 2019), with weight decay if ndim >= 2."""
     scales = _scales(module, section.lr_multipliers)
     named: dict[tuple[float, int], list[nn.Parameter]] = {}  # by factor, and matrix, vector or scalar
     for name, weight in module.named_parameters():
@@ -50,37 +53,36 @@ def build_optimizer(module: nn.Module, section: Section) -> AdamW:
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
-    """The learning rate of the schedule, times its own factor for each group, for the next step."""
+    """Set the learning rate for the next step, times the multiplier of each group."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group[LR_SCALE]
 
 
 def _scales(module: nn.Module, factors: Iterable[str]) -> dict[str, float]:
-    """Factor of each weight that a `pattern=factor` fits; the last one counts."""
+    """Multiplier of each parameter that a `pattern=factor` matches; the last one applies."""
     scales: dict[str, float] = {}
     for text in factors:
         pattern, _, factor = text.rpartition("=")
-        scales |= dict.fromkeys(_fitting(module, pattern, "optimizer.lr_multipliers"), float(factor))
+        scales |= dict.fromkeys(_matching(module, pattern, "optimizer.lr_multipliers"), float(factor))
     return scales
 
 
-def _fitting(module: nn.Module, pattern: str, setting: str) -> list[str]:
+def _matching(module: nn.Module, pattern: str, setting: str) -> list[str]:
     names = [name for name, _ in module.named_parameters()]
     found = [name for name in names if fnmatchcase(name, pattern)]
     if not found:
         raise UsageError(
-            f"{setting}: `{pattern}` fits no weight of the model; their names are like {names[0]} and {names[-1]}"
+            f"{setting}: `{pattern}` matches no parameter of the model; names are like {names[0]} and {names[-1]}"
         )
     return found
 
 
-# Gradient norms and clipping: of all weights as one, or of each branch by itself, sharded or not. For step.py.
 ClipGroups = dict[str, list[nn.Parameter]]
 WHOLE, REST = "", "rest"
 
 
 def make_clip_groups(module: nn.Module, clip_per: str) -> ClipGroups:
-    """Parameters that share a norm: all (`model`), or each branch and the rest (`branch`). Raises UsageError."""
+    """Groups that are a norm: all (`model`), or each branch and the rest (`branch`)."""
     learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if clip_per == "model":
         return {WHOLE: learning}
@@ -94,13 +96,13 @@ def make_clip_groups(module: nn.Module, clip_per: str) -> ClipGroups:
 
 
 def grad_norms(groups: ClipGroups) -> Tensor:
-    """The gradient norm of each group, in their order; it stays on the device."""
+    """The gradient norm of each group, in order; stays on the device."""
     each = [_norm([p.grad for p in group if p.grad is not None]) for group in groups.values()]
-    return torch.stack([norm.to(each[0].device) for norm in each])  # branches may lie on two devices
+    return torch.stack([norm.to(each[0].device) for norm in each])  # branches may be on two devices
 
 
 def clip_gradients(groups: ClipGroups, found: Tensor, of_group: dict[str, float], max_norm: float) -> None:
-    """Scale the gradients of each group whose norm is above `max_norm` down to it; 0 does not clip."""
+    """Scale down the gradients of each group whose norm exceeds `max_norm`; 0 does not clip."""
     for norm, (name, group) in zip(found, groups.items(), strict=True):
         if not 0 < max_norm < of_group[name]:
             continue
@@ -119,18 +121,17 @@ def _norm(gradients: list[Tensor]) -> Tensor:
 
 
 def _by_kind(tensors: list) -> list[list]:
-    """Sharded ones and whole ones apart: torch computes with lists of one kind."""
+    """Split into DTensors and plain tensors: torch's foreach functions take one kind."""
     sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
     return [kind for kind in (sharded, plain) if kind]
 
 
-# The learning rate as a pure function of the step: linear warm-up, then the schedule.
 def lr_at(step: int, section: Section, total_steps: int) -> float:
-    """Learning rate of step `step`, counted from 0.
+    """Learning rate of step `step`, counted from 0: linear warm-up, then the schedule.
 
-    Step `warmup_steps` is the first at the peak; the step after the last would be at the peak x final_lr_fraction,
-    except for `constant`. `cosine`: Loshchilov & Hutter 2017, SGDR, equation 5, one period. `cooldown`: the peak, then
+    Step `warmup_steps` is the first at the peak; the step after the last would have peak x final_lr_fraction, except
+    for `constant`. `cosine`: Loshchilov & Hutter 2017, SGDR, equation 5, one period. `cooldown`: the peak, then
     linear (Hägele et al. 2024).
     """
     if step < section.warmup_steps:
@@ -141,7 +142,7 @@ def lr_at(step: int, section: Section, total_steps: int) -> float:
 
 
 def _height(progress: float, section: Section) -> float:
-    """From 1, at the peak, to 0, at the end, by the share of the steps after warm-up that are done."""
+    """Height from 1 (peak) to 0 (end) at a fraction of the steps after warm-up."""
     if section.schedule == "constant":
         return 1.0
     if section.schedule == "cosine":
@@ -150,12 +151,11 @@ def _height(progress: float, section: Section) -> float:
     return min(1.0, (1 - progress) / length)
 
 
-# Weights averaged over the steps of a run, which are then evaluated and exported.
 class ExponentialMovingAverage(AveragedModel):
     """Exponential moving average of a model's weights: decay x average + (1 - decay) x weights after each step.
 
-    Begins with the weights after the first step; buffers are the model's. torch's own update sends a device the number
-    of steps so far each time, and so has the host wait for it, though no moving average asks for that number.
+    Starts with the weights after the first step; buffers are the model's. torch's update copies the step count to the
+    device each time, which makes the host wait.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

@@ -1,4 +1,4 @@
-"""Mixed precision: which number format a forward runs in, and whether the loss must be scaled for it."""
+"""Mixed precision and seeding: the dtype of a forward, loss scaling, and reproducible random numbers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 
 from mmray.engine.collectives import Group
 
-FROM_WEAKEST = ("fp32", "fp16", "bf16")  # what is best on a CPU, on an older GPU, on a newer one
+FROM_WEAKEST = ("fp32", "fp16", "bf16")  # best on a CPU, an older GPU, a newer GPU
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What autocast uses; weights, loss and optimizer stay in float32."""
+    """Settings of autocast; weights, loss and optimizer stay in float32."""
 
     name: str
     dtype: torch.dtype | None
@@ -31,27 +31,27 @@ class Precision:
         return self.dtype == torch.float16
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Scope of a forward. A fresh one each time: weights cast under no_grad must not be reused with gradients."""
+        """Scope of a forward; new each time, because weights cast under no_grad must not be reused with gradients."""
         if self.dtype is None:
             return nullcontext()
         return torch.autocast(self.device_type, self.dtype)
 
     def scaler(self) -> torch.amp.GradScaler:
-        """A loss scaler; it does nothing where none is needed."""
+        """A loss scaler, disabled if none is needed."""
         return torch.amp.GradScaler(self.device_type, enabled=self.needs_scaler)
 
 
 def select_precision(setting: str, device: torch.device) -> Precision:
-    """Precision for a `train.precision`: auto is bf16 on GPUs that have it, fp16 on older ones, fp32 on a CPU."""
+    """Resolve `train.precision`: auto is bf16 on GPUs that support it, fp16 on older ones, fp32 on a CPU."""
     if setting == "auto":
         setting = _best(device)
     return Precision(setting, _DTYPES[setting], device.type)
 
 
 def common_precision(setting: str, group: Group) -> str:
-    """The format that a `train.precision` means for all ranks; auto: the best that the weakest of their devices has.
+    """Resolve `train.precision` for all ranks; auto: the best that every device supports.
 
-    Ranks that chose for themselves would average gradients of a scaled loss with those of another.
+    With different choices, ranks would average gradients of differently scaled losses.
     """
     if setting != "auto":
         return setting
@@ -64,15 +64,17 @@ def _best(device: torch.device) -> str:
     return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"  # in hardware since Ampere
 
 
-# Dropout from (seed, step, rank, micro index): nothing random is stored, and a second forward draws the same masks.
 def micro_seed(seed: int, step: int, rank: int, micro_index: int) -> int:
-    """A 63-bit seed for the forward of one micro-batch; hashed, since neighbouring seeds give kindred streams."""
+    """A 63-bit seed for the forward of one micro-batch, so that a second forward draws the same dropout masks.
+
+    Hashed, because neighbouring seeds give correlated streams.
+    """
     digest = blake2b(struct.pack("<4q", seed, step, rank, micro_index), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
-    """Torch's generators start from `seed`; `deterministic`: from here on it takes no other algorithms."""
+    """Seed torch's generators; `deterministic`: also restrict torch to deterministic algorithms."""
     torch.manual_seed(seed)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -81,7 +83,7 @@ def seed_everything(seed: int, deterministic: bool) -> None:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Torch's generators (CPU and `device`) start from `seed` inside, and are put back after."""
+    """Seed torch's generators (CPU and `device`) in the scope, and restore them afterwards."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.default_generator.manual_seed(seed)

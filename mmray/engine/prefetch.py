@@ -1,7 +1,7 @@
-"""From the stream's micro-batches to a share on the training device: checked, without padding, one step ahead.
+"""Prefetch: from the stream's micro-batches to a batch on the device, verified, without padding rows, one step ahead.
 
-Stands between data/stream.py (CPU tensors in the run's order) and train/step.py. Padding ends here: it would reach
-BatchNorm's statistics and cost time in every tower.
+Reads CPU tensors in sample order from data/stream/. Padding rows are removed here, because they would change
+BatchNorm's statistics and cost time in every encoder.
 """
 
 from __future__ import annotations
@@ -27,80 +27,80 @@ Ready = TypeVar("Ready")
 
 
 class Positions(Protocol):
-    """What is needed here of data/order.py's Plan."""
+    """The part of SamplePlan that is used here."""
 
     def positions(self, step: int, rank: int) -> np.ndarray:
-        """Positions in the run's order [share] that a rank takes in a step; -1 is padding."""
+        """Positions in the sample order [rank_rows] that a rank takes in a step; -1 is padding."""
 
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """One rank's part of a global batch: valid rows only, in as many micro-batches as every other rank has.
+    """One rank's part of a global batch: valid rows only, in as many micro-batches as on every other rank.
 
-    In a micro-batch without any valid row one padding row stands in: a model may hold collectives of its own (synced
-    BatchNorm), so that all ranks must go forward equally often.
+    A micro-batch without valid rows has one filler row: a model may have collectives (synced BatchNorm), so all ranks
+    must run equally many forwards.
     """
 
     micro_batches: list[Batch]
-    is_filler: tuple[bool, ...]  # by micro-batch: only a stand-in
+    is_filler: tuple[bool, ...]  # for each micro-batch: has only a filler row
     keys: Tensor  # int64 [valid rows], on the CPU
     sizes: tuple[int, ...]  # rows of each micro-batch with padding: the same on every rank
     tokens: int = 0  # of the captions of valid rows
-    places: int = 0  # for tokens in the micro-batches, padding included
-    padded_tokens_unbucketed: int = 0  # what they would be in the order of the rows, where they are arranged by length
+    padded_tokens: int = 0  # tokens in the micro-batches, including padding
+    padded_tokens_unbucketed: int = 0  # the same without length bucketing
     wait_s: float = 0.0
 
     @property
     def rows(self) -> int:
-        """Rows with padding: the same on every rank, which the gather needs."""
+        """Rows with padding: equal on every rank, as the all-gather needs."""
         return sum(self.sizes)
 
 
-def make_local_batch(micro_batches: list[Batch], arranged: bool = False) -> LocalBatch:
-    """A share from micro-batches as they come, invalid rows taken out; `arranged`: not in the order of their rows."""
+def make_local_batch(micro_batches: list[Batch], bucketed: bool = False) -> LocalBatch:
+    """Build a batch from micro-batches of the stream without the invalid rows; `bucketed`: ordered by length."""
     valid = torch.cat([micro["valid"] for micro in micro_batches])
     keys = torch.cat([micro["key"] for micro in micro_batches])
     sizes = tuple(len(micro["valid"]) for micro in micro_batches)
     if bool(valid.all()):
         return LocalBatch(
-            micro_batches, (False,) * len(micro_batches), keys, sizes, *_tokens(micro_batches, sizes, arranged)
+            micro_batches, (False,) * len(micro_batches), keys, sizes, *_tokens(micro_batches, sizes, bucketed)
         )
     is_filler = tuple(not bool(micro["valid"].any()) for micro in micro_batches)
-    stand_in = torch.tensor([0])
+    filler_row = torch.tensor([0])
     kept = [
-        _rows(micro, stand_in if empty else micro["valid"])
+        _rows(micro, filler_row if empty else micro["valid"])
         for micro, empty in zip(micro_batches, is_filler, strict=True)
     ]
     real = [micro for micro, empty in zip(kept, is_filler, strict=True) if not empty]
-    return LocalBatch(kept, is_filler, keys[valid], sizes, *_tokens(real, sizes, arranged))
+    return LocalBatch(kept, is_filler, keys[valid], sizes, *_tokens(real, sizes, bucketed))
 
 
-def _tokens(micro_batches: list[Batch], sizes: tuple[int, ...], arranged: bool) -> tuple[int, int, int]:
-    """Tokens of these micro-batches, places for them, and what the places would be in micro-batches as rows come."""
+def _tokens(micro_batches: list[Batch], sizes: tuple[int, ...], bucketed: bool) -> tuple[int, int, int]:
+    """Number of tokens, of padded tokens, and of padded tokens without length bucketing."""
     masks = [micro["attention_mask"] for micro in micro_batches if "attention_mask" in micro]
-    places = sum(mask.numel() for mask in masks)
-    if not (arranged and masks):
-        return sum(int(mask.sum()) for mask in masks), places, places
+    padded_tokens = sum(mask.numel() for mask in masks)
+    if not (bucketed and masks):
+        return sum(int(mask.sum()) for mask in masks), padded_tokens, padded_tokens
     lengths = torch.cat([mask.sum(dim=1) for mask in masks])
     by_row = lengths[torch.cat([micro["pos"] for micro in micro_batches]).argsort()]
     plain = sum(int(part.max()) * len(part) for part in by_row.split(max(sizes)))
-    return int(lengths.sum()), places, plain
+    return int(lengths.sum()), padded_tokens, plain
 
 
-def split_micro_batches(share: LocalBatch, micro: int) -> LocalBatch:
-    """The same rows in micro-batches of at most `micro` rows, as many on every rank; views, nothing is copied."""
-    if max(share.sizes) <= micro:
-        return share
+def split_micro_batches(batch: LocalBatch, micro: int) -> LocalBatch:
+    """Split into micro-batches of at most `micro` rows, equally many on every rank; views, without copies."""
+    if max(batch.sizes) <= micro:
+        return batch
     micro_batches, is_filler, sizes = [], [], []
-    for batch, was_filler, size in zip(share.micro_batches, share.is_filler, share.sizes, strict=True):
-        valid_rows = 0 if was_filler else len(batch["valid"])
+    for micro_batch, was_filler, size in zip(batch.micro_batches, batch.is_filler, batch.sizes, strict=True):
+        valid_rows = 0 if was_filler else len(micro_batch["valid"])
         for first in range(0, size, micro):
             rows = slice(first, first + micro) if first < valid_rows else slice(0, 1)
-            stand_in = {} if first < valid_rows else {"valid": torch.zeros_like(batch["valid"][rows])}
-            micro_batches.append({name: tensor[rows] for name, tensor in batch.items()} | stand_in)
+            invalid = {} if first < valid_rows else {"valid": torch.zeros_like(micro_batch["valid"][rows])}
+            micro_batches.append({name: tensor[rows] for name, tensor in micro_batch.items()} | invalid)
             is_filler.append(first >= valid_rows)
             sizes.append(min(micro, size - first))
-    return replace(share, micro_batches=micro_batches, is_filler=tuple(is_filler), sizes=tuple(sizes))
+    return replace(batch, micro_batches=micro_batches, is_filler=tuple(is_filler), sizes=tuple(sizes))
 
 
 def prefetch(
@@ -110,45 +110,44 @@ def prefetch(
     rank: int,
     device: torch.device,
     timers: PhaseTimers,
-    arranged: bool = False,
+    bucketed: bool = False,
 ) -> Iterator[LocalBatch]:
-    """Shares on `device`, the first of step `first`; the next one is read and copied while the last one computes.
+    """Yield batches on `device`, starting at step `first`; the next one is read and copied during the current step.
 
-    `arranged`: data/collate.py has put the rows of each share into micro-batches by their length.
-    `wait_s` is the time the caller stood waiting. On a GPU lie the share under way and the next one, as long as the
-    caller lets go of a share before it asks for the one after. Raises TrainingError when rows are not those of the
-    plan, and what says that a GPU has no room where even between two steps there is none for a share.
+    `bucketed`: micro-batches are bucketed by length. `wait_s` is the time the caller waited. A GPU holds the current
+    batch and the next one, if the caller frees a batch before it requests another. Raises TrainingError if rows are not
+    those of the plan, and the OOM error if a batch does not fit even between two steps.
     """
-    shares = _checked(steps, plan, first, rank, arranged)
+    batches = _checked(steps, plan, first, rank, bucketed)
     if device.type == "cuda":
-        copied = map(partial(_copied, device=device, stream=torch.cuda.Stream(device), timers=timers), shares)
-        shares = _ahead(copied, partial(_arrive, device=device), device)
-    return iter(partial(_timed, shares), None)  # nothing here keeps a share that the caller has let go of
+        copied = map(partial(_copied, device=device, stream=torch.cuda.Stream(device), timers=timers), batches)
+        batches = _ahead(copied, partial(_arrive, device=device), device)
+    return iter(partial(_timed, batches), None)  # keeps no reference to a batch that the caller has freed
 
 
 def _checked(
-    steps: Iterable[list[Batch]], plan: Positions, first: int, rank: int, arranged: bool
+    steps: Iterable[list[Batch]], plan: Positions, first: int, rank: int, bucketed: bool
 ) -> Iterator[LocalBatch]:
     for step, micro_batches in enumerate(steps, start=first):
         got, expected = torch.cat([micro["pos"] for micro in micro_batches]).numpy(), plan.positions(step, rank)
-        if arranged:
+        if bucketed:
             got, expected = np.sort(got), np.sort(expected)
         check_positions(got, expected, step, rank)
-        yield make_local_batch(micro_batches, arranged)
+        yield make_local_batch(micro_batches, bucketed)
 
 
 def check_positions(got: np.ndarray, expected: np.ndarray, step: int, rank: int) -> None:
-    """Raise TrainingError at the first row that is not the one the order names."""
+    """Raise TrainingError at the first row that is not at its position of the sample order."""
     if np.array_equal(got, expected):
         return
     if len(got) != len(expected):
-        found = f"{len(got)} rows came where {len(expected)} belong"
+        found = f"{len(got)} rows arrived, {len(expected)} expected"
     else:
         index = int(np.flatnonzero(got != expected)[0])
-        found = f"row {index} of the share is position {got[index]} where {expected[index]} belongs"
+        found = f"row {index} has position {got[index]}, {expected[index]} expected"
     raise TrainingError(
-        f"the stream lost the order at step {step + 1} on rank {rank}: {found}. "
-        "No step was taken on it. Start the same command again: it goes on from the newest checkpoint"
+        f"the stream returned wrong rows at step {step + 1} on rank {rank}: {found}. "
+        "The step was not taken. Rerun the same command to resume from the latest checkpoint"
     )
 
 
@@ -156,64 +155,64 @@ def _rows(micro: Batch, which: Tensor) -> Batch:
     return {name: tensor[which] for name, tensor in micro.items()}
 
 
-def _timed(shares: Iterator[LocalBatch]) -> LocalBatch | None:
-    """The next share, with the time that it took to come; None after the last."""
+def _timed(batches: Iterator[LocalBatch]) -> LocalBatch | None:
+    """The next batch with its wait time; None after the last."""
     start_s = time.perf_counter()
-    share = next(shares, None)
-    return None if share is None else replace(share, wait_s=time.perf_counter() - start_s)
+    batch = next(batches, None)
+    return None if batch is None else replace(batch, wait_s=time.perf_counter() - start_s)
 
 
 Copied = tuple[LocalBatch, torch.cuda.Event | None]
 
 
-def _copied(share: LocalBatch, device: torch.device, stream: torch.cuda.Stream, timers: PhaseTimers) -> Copied:
-    """A share on its way to the device, with the event of its arrival; copies run beside the computation.
+def _copied(batch: LocalBatch, device: torch.device, stream: torch.cuda.Stream, timers: PhaseTimers) -> Copied:
+    """Start copying a batch to the device on a side stream; return it with the event of its completion.
 
-    At the peak of a step there may be no room for the next share: it then stays on the CPU, without an event.
+    If it does not fit at the peak of a step, it stays on the CPU, without an event.
     """
     try:
         with torch.cuda.stream(stream), timers("transfer"):
-            return _on(share, device), stream.record_event()
+            return _on(batch, device), stream.record_event()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    return share, None
+    return batch, None
 
 
-def _on(share: LocalBatch, device: torch.device) -> LocalBatch:
-    """The share on a device, on the stream that is current."""
+def _on(batch: LocalBatch, device: torch.device) -> LocalBatch:
+    """Copy a batch to a device on the current stream."""
     micro_batches = [
         {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in micro.items()}
-        for micro in share.micro_batches
+        for micro in batch.micro_batches
     ]
-    return replace(share, micro_batches=micro_batches)
+    return replace(batch, micro_batches=micro_batches)
 
 
 def _arrive(copied: Copied, device: torch.device) -> LocalBatch:
-    """The share as the stream of the computation may use it; called between two steps, when there is most room."""
-    share, arrived = copied
+    """Make a batch usable on the compute stream; called between two steps, when most memory is free."""
+    batch, arrived = copied
     if arrived is None:
-        return _on(share, device)
+        return _on(batch, device)
     current = torch.cuda.current_stream(device)
     current.wait_event(arrived)
-    for micro in share.micro_batches:
+    for micro in batch.micro_batches:
         for tensor in micro.values():
-            tensor.record_stream(current)  # else the allocator would reuse it for the next copy too early
-    return share
+            tensor.record_stream(current)  # otherwise the allocator would reuse its memory too early
+    return batch
 
 
 def _ahead(items: Iterator[Item], ready: Callable[[Item], Ready], device: torch.device) -> Iterator[Ready]:
-    """Items through `ready`, the next one being made in a thread meanwhile, for which `device` is the current GPU.
+    """Yield items through `ready` while a thread, whose current GPU is `device`, produces the next one.
 
-    Where the caller leaves while the stream stalls, nobody waits for the item under way.
+    If the caller stops while the stream stalls, the pending item is not awaited.
     """
-    # Of itself a thread's current GPU is the first, and pinned memory and streams would open a context there.
+    # A thread's default GPU is the first; pinned memory and streams would create a context there.
     enter = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
-    thread = ThreadPoolExecutor(1, "mmray-feed", *enter)
+    thread = ThreadPoolExecutor(1, "mmray-prefetch", *enter)
     try:
-        coming = deque([thread.submit(next, items, None)])
-        while coming[0].result() is not None:
-            coming.append(thread.submit(next, items, None))
-            yield ready(cast("Item", coming.popleft().result()))
+        pending = deque([thread.submit(next, items, None)])
+        while pending[0].result() is not None:
+            pending.append(thread.submit(next, items, None))
+            yield ready(cast("Item", pending.popleft().result()))
     finally:
         thread.shutdown(wait=False, cancel_futures=True)

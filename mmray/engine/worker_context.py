@@ -1,4 +1,4 @@
-"""A run as its workers see it, and each worker's line to whoever started it."""
+"""What a worker knows of its run, and its reports to the driver."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Report = Callable[[dict[str, Any]], Any]
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """A run as its workers see it."""
+    """The run of a worker."""
 
     config: Config
     folder: AnyPath
@@ -36,37 +36,36 @@ class WorkerContext:
     eval_set: PreparedSet | None
     tokenizer_json: str
     data_workers: int = 1
-    micro: int = 0  # rows of a micro-batch, fewer than configured, after an attempt had no room; 0: as configured
+    micro: int = 0  # rows of a micro-batch, reduced after an OOM of an earlier attempt; 0: as configured
 
 
 @dataclass(frozen=True)
 class DriverHandle:
-    """A worker's line to whoever started it: `report` is called on rank 0, the rest on every rank."""
+    """A worker's connection to the driver: `report` is called on rank 0, the rest on every rank."""
 
     report: Report
-    stop: Callable[[], bool]  # True ends the run after the next step, with a checkpoint
-    bad_row: Callable[[int], int]  # counts a row that could not be read; answers how many by now, 0 where it was known
-    beat: Callable[[dict[str, Any]], bool]  # takes a heartbeat; answers whether this rank's stacks are wanted
+    stop: Callable[[], bool]  # True ends the run after the next step with a checkpoint
+    bad_row: Callable[[int], int]  # counts an unreadable row; returns the number so far, 0 if counted before
+    beat: Callable[[dict[str, Any]], bool]  # sends a heartbeat; returns True if this rank's stacks are requested
     about: dict[str, Any]  # rank, node and process, for the heartbeat
 
 
-# What would make a run faster, in a line for people: from the share of time that training waited for rows.
-BOUND = 0.15  # of the time: below it, more data workers would hardly be felt
-EVERY = 100  # steps between two lines
+BOUND = 0.15  # share of the time; below it, more data workers hardly help
+EVERY = 100  # steps between two hints
 
 
 def input_bound_hint(
     wait_share: float, data_workers: int, prepared_side: int, model_side: int, device: str
 ) -> str | None:
-    """The line for a run that waits for rows `wait_share` of its time; None for one that hardly does.
+    """Hint for a run that waits for rows `wait_share` of its time; None below BOUND.
 
-    With w workers the rows come at the pace of (1 - wait) of what training could take, so w / (1 - wait) would do.
-    prepared_side: shorter side that images were re-encoded to, 0 for their own; model_side: what the model sees.
+    With w workers, rows arrive at (1 - wait) of the rate that training could use, so w / (1 - wait) workers suffice.
+    prepared_side: shorter side of re-encoded images, 0 if not re-encoded; model_side: input side of the model.
     """
     if wait_share < BOUND:
         return None
     more = max(1, ceil(data_workers * wait_share / max(0.01, 1 - wait_share)))
-    smaller = -(-round(model_side * 1.14) // 32) * 32  # room for a crop
+    smaller = -(-round(model_side * 1.14) // 32) * 32  # margin for a crop
     shrink = f" or --prepare.image-side {smaller}" if prepared_side == 0 or prepared_side > smaller else ""
     workers = "CPU worker" if more == 1 else "CPU workers"
     return f"input-bound {wait_share:.0%}: {more} more {workers}{shrink} would feed this {device}"
@@ -74,62 +73,61 @@ def input_bound_hint(
 
 @dataclass
 class InputBoundHint:
-    """Says so every EVERY steps, over all that was logged between; a callback of the loop."""
+    """Callback that gives the hint every EVERY steps, over the lines logged since the last."""
 
-    say: Callable[[float], None]
+    give_hint: Callable[[float], None]
     _next: int = EVERY
-    _shares: tuple[float, ...] = ()
+    _wait_shares: tuple[float, ...] = ()
 
     def on_step(self, step: int, metrics: Metrics | None) -> None:
         if metrics is not None and "time/data_wait_share" in metrics:
-            self._shares += (metrics["time/data_wait_share"],)
-        if step >= self._next and self._shares:
-            self.say(sum(self._shares) / len(self._shares))
-            self._next, self._shares = step + EVERY, ()
+            self._wait_shares += (metrics["time/data_wait_share"],)
+        if step >= self._next and self._wait_shares:
+            self.give_hint(sum(self._wait_shares) / len(self._wait_shares))
+            self._next, self._wait_shares = step + EVERY, ()
 
 
-# What a worker passes on to people: logged lines, what checkpoints cost, advice, examples, names of rows.
 class ProgressReporter:
-    """Passes on what is logged, and what a checkpoint cost; a callback like a user's own."""
+    """Callback that reports logged lines and the cost of checkpoints to the driver."""
 
     def __init__(self, report: Report, checkpoints: CheckpointManager):
         self.report, self.checkpoints = report, checkpoints
-        self._told_s: float | None = None
+        self._reported_s: float | None = None
 
     def on_step(self, step: int, metrics: dict[str, Any] | None) -> None:
         self.checkpoints.poll()
-        if self.checkpoints.cost_s != self._told_s:
-            self._told_s = self.checkpoints.cost_s
-            self.report({"checkpoint_s": self._told_s})
+        if self.checkpoints.cost_s != self._reported_s:
+            self._reported_s = self.checkpoints.cost_s
+            self.report({"checkpoint_s": self._reported_s})
         if metrics is not None:
             self.report(metrics)
 
 
 def report_hint(job: WorkerContext, report: Report, device: torch.device, wait_share: float) -> None:
-    """A line for people when training waits for rows."""
+    """Report a hint if training waits for rows."""
     config, kind = job.config, "GPU" if device.type == "cuda" else "CPU"
     line = input_bound_hint(
         wait_share, job.data_workers, config.prepare.image_side, config.model.inputs.image_side, kind
     )
     if line is not None:
-        report_note(report, "pace", line)
+        report_note(report, "throughput", line)
 
 
 def save_examples(folder: AnyPath, report: Report, step: int, examples: dict[str, Any]) -> None:
-    """Write what the report shows of the newest evaluation; that the storage does not take it is told."""
+    """Write the examples of the newest evaluation for the HTML report; a storage error is only logged."""
     try:
         write_atomic(folder / EXAMPLES, orjson.dumps({"step": step, **examples}).decode())
     except OSError as error:
-        report_note(report, "storage", f"the examples of step {step} are not kept: {error}")
+        report_note(report, "storage", f"cannot write the examples of step {step}: {error}")
 
 
 def report_note(report: Report, label: str, text: str) -> None:
-    """A line for people."""
+    """Report a console line."""
     report({"note": text, "label": label})
 
 
 def row_keys(reader: RowReader, rows: list[int]) -> list[str]:
-    """Keys of rows of the set, for messages; a row that cannot be read goes by its number."""
+    """Keys of rows of the prepared set, for messages; numbers if they cannot be read."""
     try:
         return [
             f"{record.key} (row {row})" for row, record in zip(rows, reader.prepared.read(np.array(rows)), strict=True)

@@ -26,9 +26,9 @@ def test_shape(given, workers, said):
 @pytest.mark.parametrize(
     ("given", "workers", "message"),
     [
-        ({}, 1, "give `--batch.global`"),
+        ({}, 1, "set `--batch.global`"),
         ({"global": 2}, 3, "2 rows are fewer than 3 workers"),
-        ({"global": 64, "micro": 8, "accumulation": 3}, 2, "takes accumulation 4, not 3"),
+        ({"global": 64, "micro": 8, "accumulation": 3}, 2, "needs accumulation 4, not 3"),
     ],
 )
 def test_contradictions(given, workers, message):

@@ -120,7 +120,7 @@ def test_rows_arranged_by_length_are_still_those_of_the_plan():
     swapped = [[second, first] for first, second in steps]
     shares = prefetch.prefetch(swapped, plan, 0, 0, CPU, PhaseTimers(CPU), arranged=True)
     assert [share.rows for share in shares] == [10, 10]
-    with pytest.raises(prefetch.TrainingError, match="lost the order"):
+    with pytest.raises(prefetch.TrainingError, match="returned wrong rows"):
         list(prefetch.prefetch(swapped, plan, 0, 0, CPU, PhaseTimers(CPU)))
-    with pytest.raises(prefetch.TrainingError, match="lost the order"):
+    with pytest.raises(prefetch.TrainingError, match="returned wrong rows"):
         list(prefetch.prefetch(steps[::-1], plan, 0, 0, CPU, PhaseTimers(CPU), arranged=True))

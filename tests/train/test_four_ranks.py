@@ -67,6 +67,6 @@ def test_without_room_where_the_ranks_have_parted_the_smaller_micro_batch_is_tol
     """Under fsdp, and in the optimizer; the other rank's collective breaks, which counts as lost."""
     left, met = (result["parting"] for result in pairs[2 * pair : 2 * pair + 2])
     assert met["micro"] == 2 and PARTED[pair] in met["error"]
-    assert met["error"].startswith("no room for step 3 in micro-batches of 4 rows (rank 1, with row")
+    assert met["error"].startswith("out of memory at step 3 with micro-batches of 4 rows (rank 1, with row")
     assert left["error"].startswith("a broken collective")
     assert any(text in left["error"] for text in COLLECTIVE_ERRORS), left["error"]

@@ -128,5 +128,5 @@ def test_utilisation_is_the_work_of_one_device_over_what_it_could_do(monkeypatch
     metrics = meter.compute(state)
     assert metrics["throughput/samples_per_s"] == 800
     assert metrics["throughput/tflops_per_device"] == pytest.approx(2.5)
-    assert metrics["throughput/utilisation"] == pytest.approx(2.5 / peak_tflops)
+    assert metrics["throughput/mfu"] == pytest.approx(2.5 / peak_tflops)
     assert (metrics["memory/peak_gib"], metrics["gpu/busy_percent"]) == (5.0, 73.0)

@@ -101,7 +101,7 @@ def test_a_short_stream_ends_the_run():
 def test_a_missing_micro_batch_ends_the_run():
     plan = plan_of(2)
     steps = [micro_batches[:-1] for micro_batches in toy.steps_of(plan, 0)]
-    with pytest.raises(TrainingError, match="9 rows came where 10 belong"):
+    with pytest.raises(TrainingError, match="9 rows arrived, 10 expected"):
         loop.run(toy.task(toy.Toy(), plan), steps)
 
 
@@ -137,7 +137,7 @@ def test_what_is_logged_and_who_is_told():
     expected |= {"time/step_p50_s", "time/step_p95_s", "time/first_step_s", "throughput/tokens_per_s"}
     expected |= {f"time/{phase}_s" for phase in PHASES} | {"host/cpu_percent", "throughput/tflops_per_device"}
     assert expected | {"memory/peak_gib", "rows_sha", "batch/padding"} <= log.lines[0].keys()
-    assert "batch/padding_unsorted" not in log.lines[0]  # the rows stand as they came
+    assert "batch/padding_unbucketed" not in log.lines[0]  # the rows stand as they came
     assert [step for step, _ in callback.seen] == [1, 2, 3, 4, 5]
     assert [metrics for _, metrics in callback.seen] == [None, *log.lines]
     assert saved == [(3, log.lines[1], False), (5, log.lines[3], True)]
@@ -238,7 +238,7 @@ def test_single_steps_that_are_not_finite_are_skipped_and_counted():
 
 def test_too_many_in_a_row_end_the_run_even_across_a_restart():
     checkpoints, model = Checkpoints(), Poisoned(steps=(2, 3, 4))
-    with pytest.raises(TrainingError, match="3 steps in a row, the last being step 4"):
+    with pytest.raises(TrainingError, match="3 steps in a row, up to step 4"):
         train(model, plan_of(6), save=checkpoints.save, callbacks=(model,))
     again = Poisoned(steps=(4,))
     again.step = 3

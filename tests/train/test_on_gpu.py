@@ -165,7 +165,7 @@ def test_without_room_for_the_next_shares_at_a_steps_peak_they_come_when_it_is_o
 
 
 def test_without_room_for_a_share_between_two_steps_the_run_begins_again_with_less_at_a_time(monkeypatch):
-    said = r"no room after step 1, beside micro-batches of 3 rows \(rank 0: no room for the next share\)"
+    said = r"out of memory after step 1 with micro-batches of 3 rows \(rank 0: no room for the next share\)"
     with pytest.raises(OutOfMemoryError, match=said) as met:
         late(monkeypatch, {FIRST, FIRST + 1, FIRST + 2})
     assert met.value.micro == 1

@@ -52,7 +52,7 @@ def test_rates_of_their_own_by_pattern_the_last_counts():
     assert rates["log_scale"] == 0.005
     decays = {names[weight] for group in adam.param_groups for weight in group["params"] if group["weight_decay"]}
     assert decays == {name for name, parameter in model.named_parameters() if parameter.ndim >= 2}
-    with pytest.raises(UsageError, match=r"optimizer\.lr_multipliers: `image\.\*` fits no weight .* log_scale"):
+    with pytest.raises(UsageError, match=r"optimizer\.lr_multipliers: `image\.\*` matches no parameter .* log_scale"):
         optimizer.build_optimizer(model, SimpleNamespace(**vars(section) | {"lr_multipliers": ("image.*=0.1",)}))
 
 

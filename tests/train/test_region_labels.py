@@ -59,5 +59,5 @@ def test_box_label_without_name_ends_the_run(labels: list[int], bad: int | None,
     if bad is None:
         assert list(passing) == [block]
     else:
-        with pytest.raises(DataError, match=f"a box of made has the label {bad}, which model.region_labels"):
+        with pytest.raises(DataError, match=f"a box of made has label {bad}, which has no name in model.region_labels"):
             list(passing)

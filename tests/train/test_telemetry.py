@@ -112,7 +112,7 @@ def test_tensorboard_without_room_is_told_and_begins_another_file_later(tmp_path
 
 def test_a_log_that_cannot_be_opened_is_an_error_with_the_next_move(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(StorageError, match=r"cannot write .*metrics\.jsonl: Is a directory\. Make room"):
+    with pytest.raises(StorageError, match=r"cannot write .*metrics\.jsonl: Is a directory\. Free disk space"):
         MetricsLog(tmp_path)
 
 

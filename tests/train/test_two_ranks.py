@@ -184,8 +184,8 @@ def test_a_step_without_room_on_one_rank_is_taken_again_in_smaller_micro_batches
         names = ", ".join(f"row {row}" for row in rows_of(step=2, rank=1)[:4])
         (told,) = shrunk["told"]
         assert (
-            f"no room for step 3 in micro-batches of 4 rows (rank 1, with {names} and 4 more: no room at {place})"
-            in told
+            f"out of memory at step 3 with micro-batches of 4 rows "
+            f"(rank 1, with {names} and 4 more: no room at {place})" in told
         )
         assert told.endswith("the same rows again, 2 at a time")
 
@@ -196,7 +196,7 @@ def test_where_texts_go_round_the_ranks_vote_with_one_micro_batch_as_well(played
         shrunk = result["without_room"]["ring at once: loss"]
         torch.testing.assert_close(shrunk["weights"], plain["weights"], rtol=0, atol=1e-9)
         assert shrunk["micros"] == [8, 4, 4, 4]
-        assert shrunk["told"][0].startswith("no room for step 3 in micro-batches of 8 rows (rank 1, with")
+        assert shrunk["told"][0].startswith("out of memory at step 3 with micro-batches of 8 rows (rank 1, with")
 
 
 def rows_of(step, rank):
@@ -208,7 +208,7 @@ def rows_of(step, rank):
 def test_without_room_for_one_row_there_is_a_clear_error_on_every_rank(played):
     for result in played[0]:
         told = result["without_room_for_one_row"]
-        assert told.startswith("0 no room for step 3 in micro-batches of 1 rows (rank 1, with row")
+        assert told.startswith("0 out of memory at step 3 with micro-batches of 1 rows (rank 1, with row")
         assert "--model.inputs.image-side" in told
 
 

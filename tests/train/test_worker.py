@@ -45,7 +45,7 @@ def test_a_worker_finds_its_micro_batch_records_it_and_trains_as_with_that_one(
     assert abs(lines[0]["train/loss"] - lines[-1]["train/loss"]) > 0.01
     same = ("rows_sha", "train/loss", "batch/padding")
     assert [[line[name] for name in same] for line in lines] == [[line[name] for name in same] for line in found_lines]
-    assert ("batch/padding_unsorted" in lines[0]) == group_by_length
+    assert ("batch/padding_unbucketed" in lines[0]) == group_by_length
     assert runs.same_weights(given["model"], found["model"])
 
 

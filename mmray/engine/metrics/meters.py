@@ -1,7 +1,4 @@
-"""What a rank measures of itself when a line is due: rates, model FLOP/s, the branches' idle time, load, memory.
-
-loop.py keeps a Meter and reduces over ranks what it tells.
-"""
+"""Metrics of a rank for a log line: throughput, model FLOPs, padding, machine load, memory; and their reduction."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ from mmray.objectives.protocol import Batch
 
 @dataclass
 class Padding:
-    """One rank's tokens and places for them since the last line; `over` makes of the ranks' sums the run's shares."""
+    """Tokens of one rank since the last line, with and without padding; `over` computes the fractions of the run."""
 
     tokens: int = 0
     places: int = 0
@@ -42,28 +39,28 @@ class Padding:
 
     def add(self, share: LocalBatch) -> None:
         self.tokens += share.tokens
-        self.places += share.places
+        self.places += share.padded_tokens
         self.padded_tokens_unbucketed += share.padded_tokens_unbucketed
 
     def compute(self, device: torch.device) -> list[Tensor]:
-        """Scalars to be summed over ranks; counted anew from here."""
+        """Return scalars to be summed over ranks, and reset."""
         counted = [self.tokens, self.places, self.padded_tokens_unbucketed]
         self.tokens = self.places = self.padded_tokens_unbucketed = 0
         return list(torch.tensor(counted, dtype=torch.float64, device=device))
 
     @staticmethod
     def over(sums: list[float], group_by_length: bool) -> Metrics:
-        """The share of the places that no token stands in; with buckets also what it were without."""
+        """Fraction of padding; with length bucketing also the fraction without it."""
         tokens, places, plain = sums
         if not places:
             return {}
-        unsorted = {"batch/padding_unsorted": 1 - tokens / plain} if group_by_length else {}
+        unsorted = {"batch/padding_unbucketed": 1 - tokens / plain} if group_by_length else {}
         return {"batch/padding": 1 - tokens / places} | unsorted
 
 
 @dataclass
 class Meter:
-    """One rank's figures; `devices`: how many a worker has."""
+    """Metrics of one rank; `devices`: number of devices of a worker."""
 
     rates: Throughput
     devices: int = 1
@@ -71,10 +68,10 @@ class Meter:
     flops_of_row: float | None = None  # a forward and a backward
 
     def count_flops(self, state: TrainState, share: LocalBatch) -> None:
-        """Count the model's work once, on the first rows that come.
+        """Count the model's FLOPs once, on the first micro-batch.
 
-        Without room for it, it waits for the next step: this one meets the same end, and takes smaller micro-batches.
-        Raises what says so where ranks wait for each other in a forward.
+        After an OOM it is counted in the next step, because this step will run out of memory too and shrink. Raises the
+        error if a forward has collectives.
         """
         if self.flops_of_row is not None:
             return
@@ -88,27 +85,27 @@ class Meter:
         self.flops_of_row = flops / len(first["valid"])
 
     def compute(self, state: TrainState) -> Metrics:
-        """Figures since the last call."""
+        """Return metrics since the last call, and reset."""
         device: torch.device = state.group.device
         metrics = self.rates.compute(state.group.world)
         if metrics:
             rate = (self.flops_of_row or 0.0) * metrics["throughput/samples_per_s"] / state.group.world / self.devices
             metrics["throughput/tflops_per_device"] = rate / 1e12
             if device.type == "cuda":
-                metrics["throughput/utilisation"] = rate / peak_flops(device, state.precision)
+                metrics["throughput/mfu"] = rate / peak_flops(device, state.precision)
         if isinstance(state.model, BranchParallel):
             metrics |= state.model.idle()
         return metrics | machine_load(device) | {"memory/peak_gib": self.rates.timers.memory.compute_gib(device)}
 
 
-# How a figure that each rank has of its own becomes the run's; what is not named is the mean.
+# Reductions of per-rank metrics over ranks, by prefix; the default is the mean.
 REDUCTIONS = {"time/step_p95_s": "max", "time/first_step_s": "max", "memory/": "max", "host/memory_gib": "max"}
 
 
 def reduce_over_ranks(group: Group, sums: list[Tensor], own: Metrics) -> tuple[list[float], Metrics]:
-    """Sums over ranks, and every rank's own figures reduced to the run's, in one collective.
+    """Sums over ranks, and the reduced per-rank metrics, in one collective.
 
-    Throughput is of the whole run on each rank already: its mean is the run's.
+    Throughput is that of the whole run on each rank already, so its mean is that of the run.
     """
     figures = torch.tensor([float(value) for value in own.values()], dtype=torch.float64, device=group.device)
     local = torch.cat([*(value.to(torch.float64).reshape(1) for value in sums), figures])
@@ -126,14 +123,14 @@ def _reduction(name: str) -> str:
 
 
 def rows_sha(keys: Tensor) -> str:
-    """16 hex digits that name a set of rows: sha256 of the sorted int64 little-endian key ids, whatever their order."""
+    """16 hex digits for a set of rows in any order: SHA-256 of the sorted int64 little-endian keys."""
     return sha256(keys.cpu().sort().values.numpy().astype("<i8").tobytes()).hexdigest()[:16]
 
 
 def machine_load(device: torch.device) -> dict[str, float]:
-    """CPU in percent since the last look, memory in use in GiB; of a GPU its busy share in percent and memory.
+    """CPU percent since the last call and memory in GiB; of a GPU, busy percent and memory.
 
-    What NVML does not tell is NaN: every rank must bring the same figures.
+    What NVML does not report is NaN, because every rank must have the same keys.
     """
     load = {"host/cpu_percent": psutil.cpu_percent(), "host/memory_gib": psutil.virtual_memory().used / 2**30}
     return load | _gpu_load(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else load
@@ -146,14 +143,14 @@ def _gpu_load(uuid: str) -> dict[str, float]:
         return nothing
     try:
         busy, used = nvml.nvmlDeviceGetUtilizationRates(handle).gpu, nvml.nvmlDeviceGetMemoryInfo(handle).used
-    except nvml.NVMLError:  # a slice of a GPU does not tell
+    except nvml.NVMLError:  # not supported on a MIG slice
         return nothing
     return {"gpu/busy_percent": float(busy), "gpu/memory_gib": used / 2**30}
 
 
 @lru_cache
 def _handle(uuid: str) -> tuple[Any, Any]:
-    """NVML, and its handle of a GPU by UUID, for the numbers of torch and NVML differ; None where there is none."""
+    """NVML and its handle of a GPU, by UUID because the indices of torch and NVML differ; None if unavailable."""
     try:
         import pynvml
     except ImportError:
@@ -165,8 +162,8 @@ def _handle(uuid: str) -> tuple[Any, Any]:
         return pynvml, None
 
 
-# Dense tensor-core peaks of the makers' data sheets, in TFLOP/s: (bf16 and fp16, fp32 as torch computes it by default).
-# By words of a device's name, the longer ones first.
+# Dense tensor-core peaks of the data sheets, in TFLOP/s: (bf16 and fp16, fp32 without TF32).
+# By words of the device's name, longer ones first.
 PEAKS = {
     "H200": (989, 67),
     "H100 PCIe": (756, 51),
@@ -188,42 +185,43 @@ PEAKS = {
 }
 
 
-WITH_BIAS = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)  # whose first argument is added
+WITH_BIAS = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)  # the first argument is added
 
 
 @torch.no_grad()
 def model_flops(model: nn.Module, batch: Batch, precision: Precision) -> float:
-    """Floating point operations of a forward and a backward of `batch`, without what accumulation computes again.
+    """Floating point operations of a forward and a backward of `batch`, without recomputation.
 
-    A backward is two forwards (Narayanan et al. 2021, section 5.1) where everything learns. Where weights are frozen,
-    their own gradients are left out, and what no weight that learns comes before, altogether.
+    A backward is two forwards if everything is trainable (Narayanan et al. 2021, section 5.1). Gradients of frozen
+    weights, and of inputs that no trainable weight precedes, do not count.
     """
-    work = _Work()
-    with preserve_buffers(model), precision.autocast(), work:
+    counter = _FlopCounter()
+    with preserve_buffers(model), precision.autocast(), counter:
         model(batch)
-    return work.total
+    return counter.total
 
 
 def peak_flops(device: torch.device, precision: Precision) -> float:
-    """What a GPU does at most in a second at this precision; NaN for one that is not in the table."""
+    """Peak FLOP/s of a GPU at this precision; NaN if it is not in the table."""
     name = torch.cuda.get_device_name(device)
-    # Whole words: an RTX A4000 is no A40, nor an L40 an L4.
+    # Whole words: an RTX A4000 is not an A40, nor an L40 an L4.
     known = next((peaks for key, peaks in PEAKS.items() if re.search(rf"\b{key}\b", name)), None)
     return float("nan") if known is None else known[0 if precision.dtype is not None else 1] * 1e12
 
 
-class _Work(TorchDispatchMode):
-    """Adds up the products of matrices (and convolutions) of a forward, and what their backward will take.
+class _FlopCounter(TorchDispatchMode):
+    """Count matrix products and convolutions of a forward, and those of their backward.
 
-    A product's backward is another of the same size for each of its two operands that a gradient is asked for: a weight
-    that learns, or what comes after one. It is followed here and not by autograd, so that no graph is kept.
+    The backward of a product is another of the same size for each operand that requires a gradient: a trainable weight,
+    or a tensor computed from one. torch's FlopCounterMode counts only what runs, so it would need a real backward with
+    its memory; this mode tracks gradients without a graph.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.total = 0.0
         self.supports_higher_order_operators = True  # such as flex_attention
-        self._followed: WeakIdKeyDictionary = WeakIdKeyDictionary()  # what comes after a weight that learns
+        self._requires_grad: WeakIdKeyDictionary = WeakIdKeyDictionary()  # computed from a trainable weight
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -232,19 +230,21 @@ class _Work(TorchDispatchMode):
         if packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=out)
             self.total += flops * (1 + self._backward(packet, args))
-        if packet is not torch.ops.aten.detach and any(self._learns(value) for value in tree_leaves((args, kwargs))):
+        if packet is not torch.ops.aten.detach and any(
+            self._needs_gradient(value) for value in tree_leaves((args, kwargs))
+        ):
             for tensor in tree_leaves(out):
                 if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                    self._followed[tensor] = True
+                    self._requires_grad[tensor] = True
         return out
 
     def _backward(self, packet: Any, args: Any) -> float:
-        """The backward's work as a multiple of the forward's."""
-        if "attention" in str(packet):  # two products: queries with keys, what comes of them with values
-            query, key, value = (self._learns(tensor) for tensor in args[:3])
+        """FLOPs of the backward as a multiple of the forward."""
+        if "attention" in str(packet):  # two products: queries with keys, scores with values
+            query, key, value = (self._needs_gradient(tensor) for tensor in args[:3])
             return (query + key + value + (query or key)) / 2
         first = 1 if packet in WITH_BIAS else 0
-        return sum(self._learns(tensor) for tensor in args[first : first + 2])
+        return sum(self._needs_gradient(tensor) for tensor in args[first : first + 2])
 
-    def _learns(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and (value in self._followed or (value.is_leaf and value.requires_grad))
+    def _needs_gradient(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and (value in self._requires_grad or (value.is_leaf and value.requires_grad))

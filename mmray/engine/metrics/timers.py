@@ -1,4 +1,7 @@
-"""Seconds that work took where it ran: the clock on a CPU, events on a GPU, which the host does not wait for."""
+"""Timers: seconds of work on its device, by phase; throughput; peak memory.
+
+On a GPU time is measured with events, so the host does not wait.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ import numpy as np
 import psutil
 import torch
 
-MOST_EVENTS = 1024  # kept before the older half is read, which by then is long done
+MOST_EVENTS = 1024  # then the older half is read, which has completed by then
 
 
 class DeviceTimer:
-    """Adds up stretches of work of one device."""
+    """Adds up the time of work on one device."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
@@ -27,7 +30,7 @@ class DeviceTimer:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A stretch of work, queued inside."""
+        """Scope whose work is timed."""
         if not self._cuda:
             began_s = time.perf_counter()
             try:
@@ -47,13 +50,13 @@ class DeviceTimer:
                 self._read(MOST_EVENTS // 2)
 
     def pop_s(self) -> float:
-        """Seconds since the last call; waits until a GPU has done what was queued inside the stretches."""
+        """Seconds since the last call; waits for the timed work of a GPU."""
         self._read(len(self._events))
         took_s, self._took_s = self._took_s, 0.0
         return took_s
 
     def _read(self, count: int) -> None:
-        """Add up the oldest `count` stretches; another thread may be adding newer ones."""
+        """Add up the oldest `count` scopes; another thread may add newer ones."""
         for began, ended in self._events[:count]:
             ended.synchronize()
             self._took_s += began.elapsed_time(ended) / 1000
@@ -65,7 +68,7 @@ RECENT_STEPS = 500  # whose times the percentiles are of: a window between two l
 
 @dataclass
 class Throughput:
-    """Step times since the last look; the very first step (compilation, allocation, warm-up) is kept apart."""
+    """Step times since the last line; the first step (compilation, allocation, warm-up) is separate."""
 
     timers: PhaseTimers
     first_step_s: float = 0.0
@@ -78,7 +81,7 @@ class Throughput:
     _recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
 
     def add(self, step_s: float, wait_s: float, rows: int, tokens: int) -> None:
-        """A step: its time, the part of it spent waiting for rows, rows of the global batch, tokens of this rank."""
+        """Add a step: its time, its wait for rows, rows of the global batch, tokens of this rank."""
         self.total_s += step_s
         if self.first_step_s == 0:
             self.first_step_s = step_s
@@ -92,7 +95,7 @@ class Throughput:
         self._recent_s.append(step_s)
 
     def compute(self, world: int) -> dict[str, Any]:
-        """Means since the last call, percentiles of the last 500 steps; empty when there was no step but the first."""
+        """Means since the last call, percentiles of the last 500 steps; empty if there was only the first step."""
         steps, busy_s = self._steps, self._busy_s
         if steps == 0:
             return {}
@@ -117,9 +120,9 @@ PHASES = ("transfer", "forward", "backward", "sync", "optimizer", "checkpoint")
 
 
 class PhaseTimers:
-    """Where a step's time goes, on its device: `with phases("forward"): ...`.
+    """Device time of a step by phase: `with timers("forward"): ...`.
 
-    `sync` is the step's own collectives and votes; what DDP sends meanwhile is part of the last backward.
+    `sync` is the collectives and votes of the step; DDP's communication is part of the last backward.
     """
 
     def __init__(self, device: torch.device):
@@ -128,7 +131,7 @@ class PhaseTimers:
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
         if name == "backward":
-            self.memory.look(self._device)  # when it begins, the activations are all there
+            self.memory.update(self._device)  # all activations are in memory now
         return self._watches[name].running()
 
     def pop_s(self) -> dict[str, float]:
@@ -138,25 +141,24 @@ class PhaseTimers:
 
 @dataclass
 class PeakMemory:
-    """Most memory so far, in GiB: of a GPU what torch allocated; on a CPU what this process alone held when looked at.
+    """Peak memory: what torch allocated on a GPU; on a CPU the largest sample of this process's private memory.
 
-    Looked at as each backward begins and as a line is due, which costs some microseconds.
-    The kernel's own peak would count the pages of the object store that blocks passed through: it grows to the size of
-    the store whatever the run needs.
+    Sampled at each backward and log line, in microseconds. The kernel's own peak would include the object store's pages
+    that blocks passed through.
     """
 
-    _most_bytes: int = 0
+    _peak_bytes: int = 0
 
     _process: psutil.Process = field(default_factory=psutil.Process)
 
-    def look(self, device: torch.device) -> None:
-        """See what is held now; torch sees to it for a GPU."""
+    def update(self, device: torch.device) -> None:
+        """Sample the memory of a CPU process; torch tracks a GPU's peak."""
         if device.type != "cuda":
             memory = self._process.memory_info()
-            self._most_bytes = max(self._most_bytes, memory.rss - getattr(memory, "shared", 0))
+            self._peak_bytes = max(self._peak_bytes, memory.rss - getattr(memory, "shared", 0))
 
     def compute_gib(self, device: torch.device) -> float:
         if device.type == "cuda":
             return torch.cuda.max_memory_allocated(device) / 2**30
-        self.look(device)
-        return self._most_bytes / 2**30
+        self.update(device)
+        return self._peak_bytes / 2**30

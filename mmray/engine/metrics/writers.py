@@ -1,6 +1,6 @@
-"""What a run tells while it trains: lines of metrics.jsonl, TensorBoard events, rates, and the mark of a step's rows.
+"""Writers of rank 0: metrics.jsonl, TensorBoard events, profiles, and their upload to object stores.
 
-loop.py measures on every rank; the log itself is kept by rank 0 alone. Keys are `area/name_unit`.
+Metric keys are `area/name_unit`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ METRICS = "metrics.jsonl"
 NEWLINE = b"\n"
 
 
-CHECK_EVERY_S = 10.0  # between two looks at whether this is still the run's training
+CHECK_EVERY_S = 10.0  # between two checks that this process still owns the run
 
 
 class MetricsLog:
-    """metrics.jsonl and TensorBoard events of a run that begins, or goes on, after `start_step` steps.
+    """metrics.jsonl and TensorBoard events of a run that starts or resumes after `start_step` steps.
 
-    Lines of later steps, left by an attempt that failed, are dropped: those steps are taken again.
-    `wasted_steps` is how many steps they prove. What the disk does not take is told (`tell`, once for each time that it
-    fails) and written when it takes lines again. `check` raises where the folder is another training's now: at a line
-    every ten seconds at most, and at the end. Raises StorageError where the log cannot even be opened.
+    Lines of later steps, from a failed attempt, are dropped, because those steps are taken again; `wasted_steps` is
+    their number. Lines that cannot be written are kept and written later; `tell` gets one warning. `check` raises if
+    another process owns the run; it is called at most every ten seconds, and at the end. Raises StorageError if the log
+    cannot be opened.
     """
 
     def __init__(
@@ -51,21 +51,21 @@ class MetricsLog:
         self._folder, self._purge_step = folder, start_step + 1
         self._tell, self._check = tell, check
         self._path = folder / METRICS
-        self._pending = b""  # lines that the disk has not taken yet
+        self._pending = b""  # lines not written yet
         self._refused = False
-        self._checked_s = time.time()  # of day: it goes on while the machine sleeps
+        self._checked_s = time.time()  # wall clock: includes suspend
         self._events: Any = None
         try:
             self.wasted_steps = _drop_after(self._path, start_step)
             self._file = self._path.open("ab", buffering=0)
         except OSError as error:
             raise StorageError(
-                f"cannot write {self._path}: {error.strerror or error}. Make room (or mend the permissions) and start "
-                "the same command again"
+                f"cannot write {self._path}: {error.strerror or error}. Free disk space or fix the permissions, then "
+                "rerun the same command"
             ) from error
 
     def write(self, metrics: Metrics) -> None:
-        """One line, at once on disk; numbers that JSON lacks (NaN, infinity) become null."""
+        """Write one line immediately; NaN and infinity become null."""
         line = json.dumps({key: _plain(value) for key, value in metrics.items()}, allow_nan=False) + "\n"
         self._own(CHECK_EVERY_S)
         self._pending += line.encode()
@@ -75,11 +75,11 @@ class MetricsLog:
             self._refused = False
         except OSError as error:
             if not self._refused:
-                self._tell(f"{self._refusal(error)}. Its lines are kept, and written as soon as it takes them again")
+                self._tell(f"{self._refusal(error)}; lines are kept and will be written later")
             self._refused = True
 
     def close(self) -> None:
-        """Write out what is pending; a log that is not closed loses TensorBoard's last two minutes at most."""
+        """Write pending lines; a log that is not closed loses at most TensorBoard's last two minutes."""
         try:
             self._own(0.0)
             self._write_out()
@@ -91,7 +91,7 @@ class MetricsLog:
             self._file.close()
 
     def _own(self, every_s: float) -> None:
-        """Raise TrainingError where this is not the run's training any more; where nobody can say, the write will."""
+        """Raise TrainingError if another process owns the run; on a storage error the write will fail instead."""
         if abs(time.time() - self._checked_s) < every_s:
             return
         try:
@@ -101,29 +101,31 @@ class MetricsLog:
             return
 
     def _write_out(self) -> None:
-        """Write what is pending, and go on where a write was cut short. Raises OSError."""
+        """Write pending lines, continuing after partial writes. Raises OSError."""
         while self._pending:
             self._pending = self._pending[self._file.write(self._pending) :]
 
     def _plot(self, metrics: Metrics) -> None:
-        """The line for TensorBoard. Raises OSError; what was on its way is then missing there, and only there."""
+        """Write the line to TensorBoard. Raises OSError; pending events are then missing there."""
         try:
             for key, value in metrics.items():
                 if "/" in key:
                     self._writer().add_scalar(key, value, metrics["step"])
-        except OSError:  # the writer's thread has ended; another file goes on from here
+        except OSError:  # the writer's thread has ended; continue in another file
             self._events, self._purge_step = None, metrics["step"]
             raise
 
     def _writer(self) -> Any:
         if self._events is None:
-            from torch.utils.tensorboard import SummaryWriter  # seconds of import: after training began, on one rank
+            from torch.utils.tensorboard import (
+                SummaryWriter,  # takes seconds to import: after training started, on one rank
+            )
 
             self._events = SummaryWriter(str(self._folder), purge_step=self._purge_step)
         return self._events
 
     def _refusal(self, error: OSError) -> str:
-        return f"the storage does not take {self._path}: {error.strerror or error}"
+        return f"cannot write {self._path}: {error.strerror or error}"
 
 
 def _plain(value: Any) -> Any:
@@ -131,7 +133,7 @@ def _plain(value: Any) -> Any:
 
 
 def _drop_after(path: Path, start_step: int) -> int:
-    """Keep the lines up to `start_step`, whole ones only; returns how many steps the dropped lines went beyond it."""
+    """Keep complete lines up to `start_step`; return how many steps the dropped lines went beyond it."""
     if not path.exists():
         return 0
     kept, last_step = [], start_step
@@ -147,7 +149,7 @@ def _drop_after(path: Path, start_step: int) -> int:
 
 
 def _step_of(line: str) -> int | None:
-    """Step of a line; None for one that a kill cut off in the middle."""
+    """Step of a line; None for a truncated one."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -157,13 +159,14 @@ def _step_of(line: str) -> int | None:
 EVERY_S = 10.0
 
 
-COST_SHARE = 0.05  # of the time at most: a file that has grown large goes out less often
+COST_SHARE = 0.05  # of the time at most: large files are uploaded less often
 
 
 class LogUploader:
-    """`here` is the folder of this machine to write into; `tell` hears of what could not be carried.
+    """Uploads growing files from the local folder `here` to the run's folder; `tell` gets warnings.
 
-    `check` raises TrainingError where the folder is another training's now: nothing is carried then.
+    An object store takes whole objects only, so files grow locally and are uploaded every EVERY_S, before each
+    checkpoint and at the end. `check` raises TrainingError if another process owns the run: nothing is uploaded then.
     """
 
     def __init__(self, folder: AnyPath, tell: Callable[[str], None], check: Callable[[], None] = lambda: None):
@@ -174,15 +177,15 @@ class LogUploader:
         if not isinstance(folder, RemotePath):
             self.here = folder
             return
-        self._lent = ExitStack()
-        self.here = self._lent.enter_context(temp_dir())
+        self._temporary = ExitStack()
+        self.here = self._temporary.enter_context(temp_dir())
         if (folder / METRICS).exists():
             (folder / METRICS).download(self.here / METRICS)
-        self._thread = threading.Thread(target=self._carry, name="mmray-growing", daemon=True)
+        self._thread = threading.Thread(target=self._upload_loop, name="mmray-uploader", daemon=True)
         self._thread.start()
 
     def push(self) -> None:
-        """Carry what has changed. Raises OSError where the store does not take it, and what `check` raises."""
+        """Upload changed files. Raises OSError from the store, and what `check` raises."""
         if not isinstance(self._folder, RemotePath):
             return
         with self._one_at_a_time:
@@ -198,44 +201,44 @@ class LogUploader:
                 self._sent[file] = state
 
     def close(self) -> None:
-        """Carry the rest; the files on this machine are gone then, unless the store did not take them."""
+        """Upload the rest and delete the local files, unless the upload fails."""
         if self._thread is None:
             return
         self._ended.set()
         self._thread.join()
-        with self._lent:
+        with self._temporary:
             try:
                 self.push()
             except OSError as error:
                 kept = self.here.rename(self.here.with_name(f"mmray-not-stored-{self.here.name[-8:]}"))
-                self._tell(f"the last lines of what was logged are not on the storage; they are in {kept}: {error}")
+                self._tell(f"cannot upload the last log lines; they are kept in {kept}: {error}")
 
-    def _carry(self) -> None:
+    def _upload_loop(self) -> None:
         pause_s = EVERY_S
         while not self._ended.wait(pause_s):
-            began_s = time.monotonic()
+            start_s = time.monotonic()
             if not self._try():
                 return
-            pause_s = max(EVERY_S, (time.monotonic() - began_s) / COST_SHARE)
+            pause_s = max(EVERY_S, (time.monotonic() - start_s) / COST_SHARE)
 
     def _try(self) -> bool:
-        """Whether this is still the run's training: who writes next is told that it is not."""
+        """Upload; return False if another process owns the run."""
         try:
             self.push()
         except OSError as error:
-            self._tell(f"metrics are not on the storage yet: {error}")
+            self._tell(f"cannot upload metrics, will retry: {error}")
         except TrainingError:
             return False
         return True
 
 
 # A torch profile of a few steps, in Chrome's trace format (ui.perfetto.dev opens it); for `--train.profile N`.
-SKIPPED = 2  # steps before it: the first allocate and compile
+SKIPPED = 2  # steps before the profile, which allocate and compile
 
 
 @contextmanager
 def profiled(steps: int, file: Path | None, device: torch.device) -> Iterator[Callable[[], None]]:
-    """Yields what to call after each step; `steps` steps are written to `file`. 0 steps, or no file: nothing."""
+    """Yield a function to call after each step; profile `steps` steps into `file` (Chrome trace), if both are given."""
     if steps == 0 or file is None:
         yield lambda: None
         return

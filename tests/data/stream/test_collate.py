@@ -38,11 +38,11 @@ def test_group_by_length_keeps_rows_and_pads_less(micro):
         assert rows_of(one) == rows_of(other)
     logged = {
         "batch/padding": pytest.approx(padding_share(sorted_)),
-        "batch/padding_unsorted": pytest.approx(padding_share(plain)),
+        "batch/padding_unbucketed": pytest.approx(padding_share(plain)),
     }
     assert Padding.over(told_of(sorted_, True), group_by_length=True) == logged
     assert Padding.over(told_of(plain, False), group_by_length=False) == {
-        "batch/padding": logged["batch/padding_unsorted"]
+        "batch/padding": logged["batch/padding_unbucketed"]
     }
     of_each = {4: (0.13, 0.32), 5: (0.17, 0.37), 16: (0.43, 0.43)}[micro]  # in one micro-batch an order changes nothing
     assert (padding_share(sorted_), padding_share(plain)) == pytest.approx(of_each, abs=0.005)
