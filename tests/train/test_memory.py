@@ -97,7 +97,7 @@ def test_what_will_lie_beside_the_model_lies_there_in_the_rehearsal(monkeypatch,
         found.append(sum(tensor.shape == shape for tensor in tensors))
 
     monkeypatch.setattr(dry_run, "dry_run", count)
-    monkeypatch.setattr(dry_run, "_cut", lambda config, state: state)
+    monkeypatch.setattr(dry_run, "_sharded_copy", lambda config, state: state)
     count()
     dry_run.dry_run_job(SimpleNamespace(config=config, micro=0), state, plan_of(1, micro=4, world=2))
     assert found[1] - found[0] == copies
