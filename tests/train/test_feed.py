@@ -51,7 +51,7 @@ def test_positions_may_differ_nowhere():
     right = np.arange(4)
     prefetch.check_positions(right, right.copy(), 0, 0)
     with pytest.raises(
-        prefetch.TrainingError, match="step 8 on rank 1: row 2 of the share is position 9 where 2 belongs"
+        prefetch.TrainingError, match="step 8 on rank 1: row 2 has position 9, 2 expected"
     ):
         prefetch.check_positions(np.array([0, 1, 9, 3]), right, 7, 1)
 
@@ -118,9 +118,9 @@ def test_rows_arranged_by_length_are_still_those_of_the_plan():
     plan = SamplePlan(num_rows=20, global_rows=10, world=1, micro=5, seed=0, steps=2)
     steps = list(toy.steps_of(plan, 0))
     swapped = [[second, first] for first, second in steps]
-    shares = prefetch.prefetch(swapped, plan, 0, 0, CPU, PhaseTimers(CPU), arranged=True)
+    shares = prefetch.prefetch(swapped, plan, 0, 0, CPU, PhaseTimers(CPU), bucketed=True)
     assert [share.rows for share in shares] == [10, 10]
     with pytest.raises(prefetch.TrainingError, match="returned wrong rows"):
         list(prefetch.prefetch(swapped, plan, 0, 0, CPU, PhaseTimers(CPU)))
     with pytest.raises(prefetch.TrainingError, match="returned wrong rows"):
-        list(prefetch.prefetch(steps[::-1], plan, 0, 0, CPU, PhaseTimers(CPU), arranged=True))
+        list(prefetch.prefetch(steps[::-1], plan, 0, 0, CPU, PhaseTimers(CPU), bucketed=True))

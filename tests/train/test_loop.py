@@ -87,7 +87,7 @@ def test_a_row_out_of_order_ends_the_run_before_it_counts():
     steps = list(toy.steps_of(plan, 0))
     steps[2][1]["pos"][0] = 99
     callback = Steps()
-    with pytest.raises(TrainingError, match=r"step 3 on rank 0: row 3 of the share is position 99 where 23 belongs"):
+    with pytest.raises(TrainingError, match=r"step 3 on rank 0: row 3 has position 99, 23 expected"):
         loop.run(toy.task(model, plan, callbacks=(callback,)), steps)
     assert [step for step, _ in callback.seen] == [1, 2]
 
@@ -308,7 +308,7 @@ def test_a_checkpoint_goes_on_in_another_precision(before, after):
 
 def test_when_no_row_is_to_blame_the_rows_of_the_step_are_named(monkeypatch):
     monkeypatch.setattr(loop, "optimizer_step", lambda *given: replace(taken(*given), finite=False))
-    with pytest.raises(TrainingError, match=r"all outputs finite, and the rows are rows 20 to 29 of the run's order"):
+    with pytest.raises(TrainingError, match=r"all outputs finite, and the rows are rows 20 to 29 of the sample order"):
         train(toy.Toy(), plan_of(5))
 
 

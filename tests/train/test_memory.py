@@ -204,7 +204,7 @@ def test_without_room_to_score_smaller_micro_batches_are_not_tried(error):
 def test_an_error_without_words_is_told_by_its_kind(place):
     told, fault = [], toy.Fault(place, at_step=2, as_what=lambda _: MemoryError())
     train(toy.Cramped(fault), plan_of(4, micro=5), callbacks=(fault,), note=lambda text, label: told.append(text))
-    assert len(told) == 1 and "more: MemoryError). retrying the same rows with 2 at a time" in told[0]
+    assert len(told) == 1 and "more: MemoryError); retrying the same rows with 2 at a time" in told[0]
 
 
 def test_without_room_in_the_optimizer_the_run_begins_again_with_less(monkeypatch):

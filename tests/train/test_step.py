@@ -120,7 +120,7 @@ def test_temperature_gradient_counts_once(accumulation: int):
     found = accumulate_gradients(state, share, lambda index: 0)
     torch.testing.assert_close(model.log_scale.grad, expected.log_scale.grad, rtol=0, atol=1e-12)
     torch.testing.assert_close(found.sums["loss"][0] / found.counts[0], loss, rtol=0, atol=1e-12)
-    torch.testing.assert_close(found.shared["logit_scale"], expected.log_scale.exp().detach())
+    torch.testing.assert_close(found.scalars["logit_scale"], expected.log_scale.exp().detach())
 
 
 def test_a_scaled_loss_gives_the_same_step():

@@ -161,7 +161,7 @@ def test_the_loop_takes_the_same_steps_at_one_rank(played):
         assert [line[key] for line in lines] == pytest.approx([line[key] for line in log.lines], abs=1e-9)
     both = [islice(toy.steps_of(replace(plan, world=2, micro=2), rank), lines[0]["step"]) for rank in range(2)]
     shares = [prefetch.make_local_batch(micro_batches) for steps in both for micro_batches in steps]
-    padding = 1 - sum(share.tokens for share in shares) / sum(share.places for share in shares)
+    padding = 1 - sum(share.tokens for share in shares) / sum(share.padded_tokens for share in shares)
     assert 0.1 < padding < 0.9 and lines[0]["batch/padding"] == pytest.approx(padding)  # of all ranks' places
 
 
@@ -187,7 +187,7 @@ def test_a_step_without_room_on_one_rank_is_taken_again_in_smaller_micro_batches
             f"out of memory at step 3 with micro-batches of 4 rows "
             f"(rank 1, with {names} and 4 more: no room at {place})" in told
         )
-        assert told.endswith("the same rows again, 2 at a time")
+        assert told.endswith("retrying the same rows with 2 at a time")
 
 
 def test_where_texts_go_round_the_ranks_vote_with_one_micro_batch_as_well(played):
