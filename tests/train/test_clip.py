@@ -28,7 +28,7 @@ def measured(groups):
 
 def test_global_is_torchs_own():
     ours, theirs = model_with_gradients(), model_with_gradients()
-    groups = clip.make_clip_groups(ours, "global")
+    groups = clip.make_clip_groups(ours, "model")
     norms, found = measured(groups)
     clip.clip_gradients(groups, found, norms, 1.0)
     expected = nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
@@ -39,7 +39,7 @@ def test_global_is_torchs_own():
 def test_by_branches_each_is_clipped_by_its_own_norm():
     model = model_with_gradients()
     model.log_scale.grad = torch.tensor(0.5)
-    groups = clip.make_clip_groups(model, "branches")
+    groups = clip.make_clip_groups(model, "branch")
     assert list(groups) == ["image", "text", "rest"]
     expected = {name: torch.cat([p.grad.flatten() for p in group]).norm().item() for name, group in groups.items()}
     norms, found = measured(groups)
@@ -53,7 +53,7 @@ def test_frozen_branches_are_no_group_and_nothing_is_clipped_at_zero():
     model = model_with_gradients()
     for parameter in model.text.parameters():
         parameter.requires_grad_(False)
-    groups = clip.make_clip_groups(model, "branches")
+    groups = clip.make_clip_groups(model, "branch")
     assert list(groups) == ["image", "rest"]
     before = toy.flat_gradient(model)
     norms, found = measured(groups)

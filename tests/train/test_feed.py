@@ -50,9 +50,7 @@ def test_waiting_is_measured():
 def test_positions_may_differ_nowhere():
     right = np.arange(4)
     prefetch.check_positions(right, right.copy(), 0, 0)
-    with pytest.raises(
-        prefetch.TrainingError, match="step 8 on rank 1: row 2 has position 9, 2 expected"
-    ):
+    with pytest.raises(prefetch.TrainingError, match="step 8 on rank 1: row 2 has position 9, 2 expected"):
         prefetch.check_positions(np.array([0, 1, 9, 3]), right, 7, 1)
 
 

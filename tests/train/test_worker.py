@@ -62,7 +62,7 @@ class Bare(nn.Module):
 
 def test_an_own_model_that_cannot_be_scored_is_refused_before_its_first_step(prepared, tmp_path):
     own = CustomModel(kind=f"{__name__}:Bare", inputs=runs.config("made", tmp_path, "inputs").model.inputs)
-    with pytest.raises(UsageError, match=r":Bare` has no embed_image and no embed_text, with which held-out rows"):
+    with pytest.raises(UsageError, match=r":Bare` has no embed_image and no embed_text, which evaluation calls"):
         ran(prepared, tmp_path / "scored", 4, model=own)
     assert not (tmp_path / "scored" / "metrics.jsonl").exists()
     _, lines, _ = ran(prepared, tmp_path / "unscored", 4, model=own, scored=False)
@@ -73,7 +73,10 @@ def test_a_worker_rehearses_trains_and_scores_in_the_format_that_the_ranks_agree
     chosen = []
     choose = precision.select_precision
     monkeypatch.setattr(precision, "common_precision", lambda setting, group: {"auto": "bf16"}[setting])
-    monkeypatch.setattr(precision, "select_precision", lambda name, device: chosen.append(name) or choose(name, device))
+    for module in (precision, loop):
+        monkeypatch.setattr(
+            module, "select_precision", lambda name, device: chosen.append(name) or choose(name, device)
+        )
     state, _, _ = ran(prepared, tmp_path / "agreed", 4, precision="auto")
     assert len(chosen) == 3 and set(chosen) == {"bf16"}
     assert state["progress"]["step"] == 4
