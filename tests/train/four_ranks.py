@@ -85,7 +85,7 @@ def ring(group: Group) -> dict[str, Any]:
     """What the objective sees at once, and whether anything was gathered."""
     seen, objective = [], toy.objective("0.5 * sigmoid")
     inner = objective.objective_parts.global_loss._term.objective
-    inner.chunk = 3
+    objective.objective_parts.global_loss.chunk = 3
     pairs = inner.pairwise_loss
     inner.pairwise_loss = lambda *given: (seen.append((len(given[1]), len(given[3]))), pairs(*given))[1]
     gathers: list[int] = []

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from mmray.config import CustomModel
-from mmray.engine import memory_probe, precision
+from mmray.engine import loop, memory_probe, precision
 from mmray.engine.checkpoint import state_io
 from mmray.engine.heartbeat import Heartbeat
 from mmray.engine.precision import seed_everything
