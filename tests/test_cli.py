@@ -43,21 +43,21 @@ def typed(capfd):
     return run
 
 
-def test_print_config_is_a_recipe_again(typed, tmp_path):
+def test_printed_config_loads_as_recipe(typed, tmp_path):
     code, out, _ = typed("train", "sample", "--batch.micro", "16", "--print-config")
     assert code == 0 and from_yaml(out, "printed").batch.micro == 16
     (tmp_path / "mine.yaml").write_text(out)
     assert typed("train", str(tmp_path / "mine.yaml"), "--print-config")[1] == out
 
 
-def test_flags_take_what_yaml_writes(typed):
+def test_flags_accept_yaml_values(typed):
     code, out, _ = typed("train", "--data.shuffle", "false", "--augment.crop-scale", "0.5", "1", "--print-config")
     config = from_yaml(out, "printed")
     assert code == 0 and not config.data.shuffle and config.augment.crop_scale == (0.5, 1.0)
 
 
 @pytest.mark.parametrize("word", ["true", "True", "=true", "=True", ""])
-def test_a_switch_takes_yamls_words_and_pythons_or_none(typed, word):
+def test_boolean_flag_accepts_yaml_python_and_bare_form(typed, word):
     flag = (
         [f"--batch.group-by-length{word}"]
         if word.startswith("=")
@@ -72,19 +72,19 @@ def test_a_switch_takes_yamls_words_and_pythons_or_none(typed, word):
     "words",
     [["--drop-overlap", "--check-contamination", "x"], ["--check-contamination", "x", "--drop-overlap", "true"]],
 )
-def test_a_switch_of_prepare_may_stand_alone(words):
+def test_prepare_boolean_flag_needs_no_value(words):
     settings = parse(PrepareCommand, ["a", "b", *words], "mmray prepare").settings
     assert settings.drop_overlap and settings.check_contamination == ("x",) and not settings.index_only
 
 
-def test_words_that_are_values_stay_as_they_are(typed):
+def test_string_values_are_not_converted(typed):
     """`true` is the name of a class here, and `null` what YAML writes for nothing."""
     words = ["--evaluate.classes", "true", "false", "null", "--evaluate.limit", "null", "--evaluate.language=null"]
     evaluate = from_yaml(typed("train", *words, "--print-config")[1], "printed").evaluate
     assert evaluate.classes == ("true", "false", "null") and evaluate.limit is None and evaluate.language is None
 
 
-def test_settings_of_an_own_model_keep_their_types(typed):
+def test_custom_model_settings_keep_their_types(typed):
     words = ["--model.settings", "deep", "true", "width", "3", "name", "x", "thin", "false", "rate", "0.5"]
     _, out, _ = typed("train", "--model.kind", "mine:Net", *words, "--print-config")
     assert from_yaml(out, "printed").model.settings == {
@@ -96,7 +96,7 @@ def test_settings_of_an_own_model_keep_their_types(typed):
     }
 
 
-def test_a_length_takes_the_place_of_the_recipes(typed):
+def test_run_length_flag_replaces_that_of_the_recipe(typed):
     """clip names epochs, resnet50-bert a global batch."""
     _, out, _ = typed("train", "clip", "--train.steps", "7", "--print-config")
     assert (from_yaml(out, "x").train.steps, from_yaml(out, "x").train.epochs) == (7, None)
@@ -109,7 +109,7 @@ def test_a_length_takes_the_place_of_the_recipes(typed):
 
 
 @pytest.mark.parametrize("verb", ["train", "tune"])
-def test_another_kind_of_model_is_asked_for_by_name(typed, verb):
+def test_model_kind_is_selected_by_name(typed, verb):
     code, out, _ = typed(verb, "clip", "--model.kind", "siglip", "--model.logit-bias", "-5", "--print-config")
     model = from_yaml(out, "printed").model
     assert code == 0 and isinstance(model, Siglip) and model.logit_bias == -5 and model.inputs.max_tokens == 77
@@ -117,7 +117,7 @@ def test_another_kind_of_model_is_asked_for_by_name(typed, verb):
     assert f"--model.kind{{{','.join(KINDS)}}}|package.module:Class" in told
 
 
-def test_what_prepare_says_of_leaks_and_repeated_captions():
+def test_prepare_reports_leaks_and_repeated_captions():
     found = {
         "exact": 2,
         "near": 1,
@@ -163,7 +163,7 @@ def test_what_prepare_says_of_leaks_and_repeated_captions():
         (["train", "--optimizer.betas", "1.5", "0.9"], "optimizer.betas.0: input should be less than 1 (got 1.5)"),
     ],
 )
-def test_mistakes_are_answered_with_exit_code_2(typed, words, said):
+def test_invalid_arguments_exit_with_2(typed, words, said):
     code, _, err = typed(*words)
     assert code == 2
     assert said in " ".join(err.split())
@@ -188,7 +188,7 @@ JOINED = """
 @pytest.mark.parametrize(
     "work", ['print("begun", flush=True); time.sleep(60)', pytest.param(JOINED, marks=pytest.mark.cluster)]
 )
-def test_a_command_that_is_told_to_end_answers_130(work):
+def test_terminated_command_exits_with_130(work):
     """As `ray job stop` tells it; Ray's own answer, where it has joined, would be 15."""
     command = [sys.executable, "-c", ENDLESS.format(work=work.strip())]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -198,14 +198,14 @@ def test_a_command_that_is_told_to_end_answers_130(work):
     assert (running.returncode, "interrupted" in said) == (130, True), said
 
 
-def test_help(typed):
+def test_help_lists_commands_and_flags(typed):
     code, out, _ = typed("train", "--help")
     assert code == 0 and "--batch.global" in out and "Rows per optimizer step over all workers" in out
     code, out, _ = typed()
     assert code == 0 and all(f"mmray {verb}" in out for verb in cli.VERBS)
 
 
-def test_a_log_gets_plain_lines_and_the_last_one_always():
+def test_log_gets_plain_lines_including_the_last():
     text = io.StringIO()
     terminal = Terminal(Console(file=text, width=100))
     with terminal.progress("training"):
@@ -224,7 +224,7 @@ def test_a_log_gets_plain_lines_and_the_last_one_always():
     ],
 )
 @pytest.mark.parametrize("status", ["finished", "stopped"])
-def test_train_names_the_best_checkpoint_where_it_is_not_the_last(best, told, status, capfd):
+def test_train_reports_best_checkpoint_if_not_last(best, told, status, capfd):
     result = {"status": status, "steps": 9, "elapsed_s": 1.0, "restarts": 0, "scores": {}, "best": best}
     _print_outcome(RunOutcome(Path.cwd() / "runs" / "one", result), Terminal())
     said = capfd.readouterr().out
@@ -232,13 +232,13 @@ def test_train_names_the_best_checkpoint_where_it_is_not_the_last(best, told, st
     assert (line in said) == ("--step best" in said) == told
 
 
-def test_figures_leave_out_what_was_not_measured():
+def test_missing_metrics_are_omitted():
     assert training_figures({"train/loss": 1.5}, None) == "loss 1.500"
     metrics = {"train/loss": 1.5, "throughput/samples_per_s": 1234.5, "time/data_wait_share": 0.031}
     assert training_figures(metrics, 61.0) == "loss 1.500  1,234 samples/s  data wait 3%  61 s left"
 
 
-def test_recall_table_shows_both_ways():
+def test_recall_table_shows_both_directions():
     metrics = {f"recall_at_{k}/{way}": k / 10 for k in (1, 5, 10) for way in ("image_to_text", "text_to_image")}
     metrics |= {"median_rank/image_to_text": 1.0, "median_rank/text_to_image": 2.5}
     text = io.StringIO()
@@ -246,7 +246,7 @@ def test_recall_table_shows_both_ways():
     assert "image to text" in text.getvalue() and "2.5" in text.getvalue() and "0.500" in text.getvalue()
 
 
-def test_every_figure_of_an_evaluation_is_shown():
+def test_every_evaluation_metric_is_shown():
     metrics = {f"recall_at_{k}/{way}": k / 10 for k in (1, 5, 10) for way in ("image_to_text", "text_to_image")}
     metrics |= {"median_rank/image_to_text": 1.0, "median_rank/text_to_image": 2.5}
     others = {"zero_shot/top_1": 0.25, "regions/top_1": 0.75, "regions/boxes": 1234.0, "loss": None, "bad_rows": 0.0}
@@ -261,7 +261,7 @@ def test_every_figure_of_an_evaluation_is_shown():
     assert "perplexity" in text.getvalue() and "0.125" in text.getvalue() and "bad rows" in text.getvalue()
 
 
-def test_what_is_said_is_text_and_never_markup(capfd):
+def test_messages_are_not_parsed_as_markup(capfd):
     terminal = Terminal(Console(force_terminal=False, width=100))
     terminal.note('pip install -e ".[dev]"', "next")
     terminal.error("layers [bold] are unknown")
@@ -283,7 +283,7 @@ class Net(nn.Module):
 """
 
 
-def test_export_finds_a_model_of_the_working_directory_as_training_does(tmp_path):
+def test_export_imports_model_from_working_directory(tmp_path):
     """By an installed script, whose own folder, and not the working directory, is on Python's path."""
     config = runs.config("none", tmp_path, "one")
     model = CustomModel(kind="mine:Net", inputs=config.model.inputs, vocab_size=90)
@@ -303,14 +303,14 @@ def test_export_finds_a_model_of_the_working_directory_as_training_does(tmp_path
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_the_command_is_a_module_too_and_tells_its_version(tmp_path):
+def test_module_entry_point_prints_version(tmp_path):
     told = subprocess.run(
         [sys.executable, "-m", "mmray", "--version"], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert told.stdout == f"mmray {version('mmray')}\n"
 
 
-def test_an_evaluation_takes_its_settings_over_those_of_the_run(tmp_path):
+def test_evaluation_flags_override_run_settings(tmp_path):
     config = runs.config("none", tmp_path, "one")
     own = config.evaluate.model_copy(update={"limit": 7, "classes": ("cat",)})
     (tmp_path / "config.yaml").write_text(to_yaml(config.model_copy(update={"evaluate": own})))

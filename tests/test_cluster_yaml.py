@@ -22,20 +22,20 @@ def cluster():
     return config
 
 
-def test_ray_refuses_a_misspelt_key():
+def test_schema_refuses_misspelt_key():
     config = prepare_config(yaml.safe_load(TEXT) | {"idle_timeout_minuets": 5})
     with pytest.raises(Exception, match="idle_timeout_minuets"):
         validate_config(config)
 
 
-def test_the_head_does_no_work_and_is_not_spot(cluster):
+def test_head_has_no_resources_and_is_not_spot(cluster):
     head = cluster["available_node_types"][cluster["head_node_type"]]
     assert (head["resources"]["CPU"], head["resources"]["GPU"]) == (0, 0)
     assert "InstanceMarketOptions" not in head["node_config"]
 
 
 @pytest.mark.parametrize(("pool", "role"), [("cpu", "data"), ("gpu", "train")])
-def test_pools_begin_at_zero_on_spot_with_their_role(cluster, pool, role):
+def test_pools_start_at_zero_spot_nodes_with_role_labels(cluster, pool, role):
     node_type = cluster["available_node_types"][pool]
     assert node_type["min_workers"] == 0 < node_type["max_workers"] <= cluster["max_workers"]
     assert node_type["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
@@ -44,18 +44,18 @@ def test_pools_begin_at_zero_on_spot_with_their_role(cluster, pool, role):
     assert any("--shm-size" in option for option in node_type["docker"]["worker_run_options"])
 
 
-def test_idle_pools_go_and_are_not_kept_stopped(cluster):
+def test_idle_nodes_are_terminated_not_stopped(cluster):
     assert 0 < cluster["idle_timeout_minutes"] <= 30
     assert cluster["provider"]["cache_stopped_nodes"] is False
 
 
-def test_versions_are_those_of_the_package(cluster):
+def test_versions_match_the_package(cluster):
     wanted = re.search(r"ray\[[^]]*\]~=(\d+\.\d+)", (FILE.parent / "pyproject.toml").read_text()).group(1)
     assert cluster["docker"]["image"].startswith(f"rayproject/ray:{wanted}.")
     assert f'"ray[default]=={wanted}.' in TEXT
 
 
-def test_every_node_speaks_with_the_token(cluster):
+def test_every_node_uses_the_auth_token(cluster):
     assert "~/.ray/auth_token" in cluster["file_mounts"]
     starts = [
         line for key in ("head", "worker") for line in cluster[f"{key}_start_ray_commands"] if "ray start" in line
@@ -64,7 +64,7 @@ def test_every_node_speaks_with_the_token(cluster):
     assert "--dashboard-host=127.0.0.1" in starts[0]
 
 
-def test_from_zero_a_run_has_its_place_and_an_impossible_one_is_refused(cluster):
+def test_empty_pools_accept_feasible_and_refuse_infeasible_run(cluster):
     """What mmray sees of this cluster while both pools are empty: the head's labels, and the pools' resources."""
     types = cluster["available_node_types"]
     head = Node({"CPU": 0.0}, {**types["head"]["labels"], NODE_GROUP: "head"})
@@ -80,6 +80,6 @@ def test_from_zero_a_run_has_its_place_and_an_impossible_one_is_refused(cluster)
     assert said is not None and f"--cluster.workers {gpus} would fit" in said
 
 
-def test_the_submit_lines_name_jobs_that_are_there():
+def test_submit_lines_name_existing_jobs():
     scripts = re.findall(r"python (jobs/\w+\.py)", TEXT)
     assert scripts and all((FILE.parent / script).exists() for script in scripts)

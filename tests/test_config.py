@@ -25,7 +25,7 @@ from mmray.train.run_dir import forbidden_changes
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)
-def test_yaml_reads_back_equal(name):
+def test_yaml_round_trip_is_equal(name):
     config = recipes.load(name)
     assert from_yaml(to_yaml(config), "here") == config
 
@@ -52,12 +52,12 @@ def test_yaml_reads_back_equal(name):
         ("a: [", "run.yaml is not valid YAML"),
     ],
 )
-def test_bad_settings_are_named(text, message):
+def test_invalid_settings_are_named(text, message):
     with pytest.raises(UsageError, match=message):
         from_yaml(text, "run.yaml")
 
 
-def test_the_kind_says_which_model_it_is():
+def test_kind_selects_the_model_config():
     own = from_yaml("model: {kind: 'my.models:Mine', settings: {width: 3, deep: true}}", "run.yaml").model
     assert isinstance(own, CustomModel)
     assert own.settings == {"width": 3, "deep": True}
@@ -67,7 +67,7 @@ def test_the_kind_says_which_model_it_is():
         assert from_yaml(to_yaml(Config(model=model)), "here").model == model
 
 
-def test_another_kind_may_be_asked_for_by_a_flag():
+def test_kind_flag_replaces_the_model_config():
     config, _ = parse_run(["sample", "--model.kind", "clip", "--model.image.patch", "8"], "train")
     assert isinstance(config.model, Clip)
     assert config.model.image.patch == 8
@@ -83,14 +83,14 @@ def test_settings_are_frozen():
         Config().batch.micro = 3  # type: ignore[misc]
 
 
-def test_unknown_recipe_answers_with_the_nearest():
+def test_unknown_recipe_suggests_the_nearest():
     with pytest.raises(UsageError, match="did you mean `sample`"):
         recipes.load("sampel")
     with pytest.raises(UsageError, match=r"cannot read the recipe nowhere.yaml"):
         recipes.load("nowhere.yaml")
 
 
-def test_a_continuation_may_change_the_cut_but_not_the_rows():
+def test_resume_may_change_batch_split_but_not_rows():
     before = Config(batch=Batch(micro=4, global_=16)).model_dump(mode="json", by_alias=True)
     recut = Config(batch=Batch(micro=2, global_=16)).model_dump(mode="json", by_alias=True)
     other = Config(batch=Batch(micro=4, global_=32)).model_dump(mode="json", by_alias=True)
@@ -98,7 +98,7 @@ def test_a_continuation_may_change_the_cut_but_not_the_rows():
     assert forbidden_changes(before, other) == ["batch.global: 16 -> 32"]
 
 
-def test_a_run_from_before_there_were_chunks_goes_on_in_the_order_it_had():
+def test_run_without_chunk_settings_resumes_in_its_order():
     before = Config().model_dump(mode="json", by_alias=True)
     for setting in ("shuffle_blocks", "local_cache", "local_cache_gb"):
         del before["data"][setting]
@@ -124,12 +124,12 @@ def test_workers_are_a_number_or_a_range(given, least, most):
 
 
 @pytest.mark.parametrize("given", [0, "4-1", "0-2", "some", "1-", -1])
-def test_workers_that_are_no_range_are_refused(given):
+def test_invalid_worker_range_is_refused(given):
     with pytest.raises(UsageError, match=r"cluster.workers: must be a number of at least 1, or a range such as 1-4"):
         Cluster(workers=given)
 
 
-def test_weights_on_this_machine_get_names_that_hold_on_a_worker(tmp_path, monkeypatch):
+def test_local_weight_paths_become_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "exported").mkdir()
     assert Clip(weights="exported").with_absolute_weights().weights == str(tmp_path / "exported")
@@ -149,7 +149,7 @@ def test_weights_on_this_machine_get_names_that_hold_on_a_worker(tmp_path, monke
         ({"max_failures": "many"}, "cluster.max_failures: input should be a valid integer"),
     ],
 )
-def test_settings_that_are_replaced_are_checked_as_typed_ones_are(settings, said):
+def test_replaced_settings_are_validated(settings, said):
     with pytest.raises(UsageError, match=said):
         Config().with_cluster(**settings)
     with pytest.raises(UsageError, match=said):
@@ -157,7 +157,7 @@ def test_settings_that_are_replaced_are_checked_as_typed_ones_are(settings, said
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)
-def test_what_is_not_replaced_stays_as_it_is(name):
+def test_other_settings_are_unchanged(name):
     recipe = recipes.load(name)
     assert recipe.replace(**dict(recipe)) == recipe
     for _, section in recipe:

@@ -24,14 +24,14 @@ def host(monkeypatch, tmp_path):
     return write
 
 
-def test_without_limits_all_of_the_machine(host):
+def test_without_limits_the_machine_is_reported(host):
     host("cgroup/cpu.max", "max 100000\n")
     host("cgroup/memory.max", "max\n")
     host("cgroup/memory.current", f"{9 * GIB}\n")
     assert (machine.cores(), machine.free_memory()) == (64, 240 * GIB)
 
 
-def test_a_container_of_4_cores_and_16_gib(host):
+def test_container_limits_are_reported(host):
     """What it has cached and does not use is given back where memory is short."""
     host("cgroup/cpu.max", "350000 100000\n")
     host("cgroup/memory.max", f"{16 * GIB}\n")
@@ -40,7 +40,7 @@ def test_a_container_of_4_cores_and_16_gib(host):
     assert (machine.cores(), machine.free_memory()) == (4, 12 * GIB)
 
 
-def test_a_batch_job_whose_limits_stand_above_its_own_step(host):
+def test_limits_of_parent_cgroups_apply(host):
     host("own", "0::/slurm/job_7/step_0\n")
     host("cgroup/slurm/job_7/cpu.max", "800000 100000\n")
     host("cgroup/slurm/job_7/memory.max", f"{32 * GIB}\n")
@@ -49,7 +49,7 @@ def test_a_batch_job_whose_limits_stand_above_its_own_step(host):
     assert (machine.cores(), machine.free_memory()) == (8, 30 * GIB)
 
 
-def test_a_container_of_the_first_version(host):
+def test_cgroup_v1_limits_are_reported(host):
     host("cgroup/cpu/cpu.cfs_quota_us", "200000\n")
     host("cgroup/cpu/cpu.cfs_period_us", "100000\n")
     host("cgroup/memory/memory.limit_in_bytes", f"{8 * GIB}\n")
@@ -60,6 +60,6 @@ def test_a_container_of_the_first_version(host):
     assert machine.cores() == 64
 
 
-def test_cores_that_a_process_is_bound_to(host, monkeypatch):
+def test_cpu_affinity_limits_cores(host, monkeypatch):
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {3, 5, 7})
     assert machine.cores() == 3

@@ -45,7 +45,7 @@ class FakeTerminal:
 
 
 @pytest.mark.parametrize("width", [140, 80])
-def test_a_terminal_shows_a_bar_with_every_figure_and_the_time_left(clock, width):
+def test_bar_shows_metrics_and_time_left(clock, width):
     terminal = FakeTerminal(width)
     with terminal.terminal.progress("starting Ray"):
         assert "starting Ray" in terminal.drawn()
@@ -62,7 +62,7 @@ def test_a_terminal_shows_a_bar_with_every_figure_and_the_time_left(clock, width
         assert "365 s left" in second  # 730 steps at two a second
 
 
-def test_what_stays_is_written_above_the_bar_and_the_bar_goes(clock):
+def test_messages_are_written_above_the_bar_and_the_bar_is_cleared(clock):
     terminal = FakeTerminal()
     with terminal.terminal.progress("training"):
         terminal.reporter.step(line(10), 20)
@@ -82,18 +82,18 @@ def seconds_left(reporter, clock, steps, pace_s, total):
     return said
 
 
-def test_the_time_left_of_a_steady_run_is_right_at_every_line(clock):
+def test_time_left_of_steady_run_is_exact(clock):
     said = seconds_left(Reporter(Terminal()), clock, range(10, 101, 10), 0.5, 100)
     assert said == [None, *(pytest.approx((100 - step) * 0.5) for step in range(20, 101, 10))]
 
 
-def test_a_resumed_run_counts_its_own_steps_alone(clock):
+def test_resumed_run_counts_only_its_own_steps(clock):
     clock.s = 40.0
     assert seconds_left(Reporter(Terminal()), clock, (510, 520, 590), 2.0, 600) == [None, 160.0, 20.0]
 
 
 @pytest.mark.parametrize("again", [30, 60])
-def test_after_a_restart_the_pace_is_that_of_the_new_attempt(clock, again):
+def test_pace_restarts_with_a_new_attempt(clock, again):
     """From an older checkpoint, or from the newest step: the minute that the restart took is in no step's pace."""
     reporter = Reporter(Terminal())
     assert seconds_left(reporter, clock, (10, 60), 1.0, 100) == [None, 40.0]

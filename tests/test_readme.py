@@ -37,7 +37,7 @@ def own_model_flags():
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_a_command_to_train_is_one_that_parses(words):
+def test_documented_train_commands_parse(words):
     config, _ = parse_run([word for word in words if not word.endswith(".yaml")], "train")
     assert config.recipe in RECIPES
 
@@ -51,7 +51,7 @@ def rows_with_words():
 
 
 @pytest.mark.usefixtures("one_thread")  # a worker sets its own number of them
-def test_the_example_model_trains_is_scored_and_exported(tmp_path, monkeypatch):
+def test_example_model_trains_evaluates_and_exports(tmp_path, monkeypatch):
     (tmp_path / "my_pkg.py").write_text(EXAMPLE)
     monkeypatch.syspath_prepend(str(tmp_path))
     config, _ = parse_run(own_model_flags(), "train")

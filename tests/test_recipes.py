@@ -11,7 +11,7 @@ from mmray.errors import UsageError
 from mmray.models.build import build
 
 
-def test_the_samples_model_has_at_most_a_million_parameters():
+def test_sample_model_has_at_most_a_million_parameters():
     config = recipes.sample()
     model = build(config.model, config.prepare.vocab_size)
     assert 100_000 < sum(weight.numel() for weight in model.parameters()) <= 1_000_000
@@ -37,7 +37,7 @@ def test_resnet50_bert_takes_a_step(monkeypatch):
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)
-def test_a_whole_recipe_as_yaml_is_itself_again(name, tmp_path):
+def test_full_recipe_yaml_round_trip_is_equal(name, tmp_path):
     """Whatever was changed in it, back to a default of no recipe included."""
     changed = recipes.load(name).model_copy(update={"train": Train(steps=3), "batch": Batch(micro=2, accumulation=3)})
     other_kind = recipes.load(name).with_model_kind("fusion" if name != "fusion" else "clip")
@@ -56,19 +56,19 @@ def test_a_whole_recipe_as_yaml_is_itself_again(name, tmp_path):
         ("batch: {micro: 8, accumulation: 4}", {"batch.micro": 8, "batch.accumulation": 4, "batch.global": None}),
     ],
 )
-def test_a_short_yaml_is_the_recipe_that_it_names_with_what_it_says(text, expected, tmp_path):
+def test_short_yaml_overrides_the_named_recipe(text, expected, tmp_path):
     (tmp_path / "short.yaml").write_text(f"recipe: clip\n{text}\n")
     assert recipes.load(str(tmp_path / "short.yaml")) == with_settings(recipes.clip(), expected)
 
 
-def test_a_short_yaml_may_take_another_kind_of_model(tmp_path):
+def test_short_yaml_may_change_model_kind(tmp_path):
     (tmp_path / "short.yaml").write_text("recipe: clip\nmodel: {kind: siglip, logit_bias: -5}\n")
     config = recipes.load(str(tmp_path / "short.yaml"))
     model = recipes.clip().with_model_kind("siglip").model.model_copy(update={"logit_bias": -5.0})
     assert config == recipes.clip().model_copy(update={"model": model})
 
 
-def test_a_short_yaml_of_an_unknown_recipe_is_refused(tmp_path):
+def test_short_yaml_with_unknown_recipe_is_refused(tmp_path):
     """It would be another model, trained from nothing."""
     (tmp_path / "short.yaml").write_text("recipe: clipp\nbatch: {micro: 8}\n")
     with pytest.raises(UsageError, match=r"short.yaml: recipe: unknown recipe `clipp`; use one of sample, .*clip"):
@@ -78,7 +78,7 @@ def test_a_short_yaml_of_an_unknown_recipe_is_refused(tmp_path):
     assert recipes.load(str(tmp_path / "whole.yaml")).recipe == "mine"
 
 
-def test_a_mistake_in_a_short_yaml_is_told_with_its_file(tmp_path):
+def test_error_in_short_yaml_names_the_file(tmp_path):
     (tmp_path / "short.yaml").write_text("recipe: clip\nbatch: {micr: 8}\n")
     with pytest.raises(UsageError, match=r"short.yaml: batch.micr: unknown setting; did you mean `micro`"):
         recipes.load(str(tmp_path / "short.yaml"))

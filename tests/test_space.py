@@ -7,7 +7,7 @@ from mmray.config.search_space import parse_space, setting_value, with_settings
 from mmray.errors import UsageError
 
 
-def test_lists_are_crossed_and_the_last_changes_fastest():
+def test_lists_are_crossed_with_the_last_fastest():
     space = parse_space(["batch.micro=8,16", "train.precision=fp32,bf16"])
     assert [tuple(each.values()) for each in space.combinations()] == [
         ("8", "fp32"),
@@ -28,7 +28,7 @@ def test_settings_get_the_types_of_the_config():
     assert [with_settings(base, each).optimizer.betas for each in betas] == [(0.9, 0.95), (0.9, 0.99)]
 
 
-def test_ranges_draw_the_same_for_a_seed():
+def test_range_draws_depend_only_on_the_seed():
     drawn = parse_space(["optimizer.lr=loguniform(1e-5,1e-3)"], samples=20, seed=3).combinations()
     assert drawn == parse_space(["optimizer.lr=loguniform(1e-5,1e-3)"], samples=20, seed=3).combinations()
     values = [each["optimizer.lr"] for each in drawn]
@@ -45,7 +45,7 @@ def test_ranges_draw_the_same_for_a_seed():
         ("batch.micro", r"batch.micro: .*integer.*\(got 'many'\)"),
     ],
 )
-def test_what_no_config_has_is_named(key, message):
+def test_unknown_setting_is_named(key, message):
     with pytest.raises(UsageError, match=message):
         with_settings(Config(), {key: "many"})
 
@@ -63,6 +63,6 @@ def test_what_no_config_has_is_named(key, message):
         (["optimizer.lr=uniform(1,2)"], "--samples N"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(given, message):
+def test_invalid_space_is_refused(given, message):
     with pytest.raises(UsageError, match=message):
         parse_space(given)

@@ -35,7 +35,7 @@ class Hungry(torch.nn.Module):
         return {"image_embed": embed, "text_embed": embed, "logit_scale": self.weight[0]}
 
 
-def test_rows_of_a_space_and_one_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_cover_the_space_and_record_out_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
     spec = CustomModel(kind="tests.bench.test_batch_shapes:Hungry", inputs=tiny().model.inputs, vocab_size=32)
     said = []
     result = bench_shapes(tiny(model=spec), ["batch.micro=4,8"], window_s=0.02, notify=said.append)
@@ -50,7 +50,7 @@ def test_rows_of_a_space_and_one_that_does_not_fit(capsys: pytest.CaptureFixture
     assert "out of memory" in capsys.readouterr().out
 
 
-def test_accumulation_takes_the_whole_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_global_batch_follows_searched_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(
         batch_shapes, "spawn_workers", lambda measure, config: asked.append(measure.keywords["shape"]) or {}
@@ -62,13 +62,13 @@ def test_accumulation_takes_the_whole_share(monkeypatch: pytest.MonkeyPatch) -> 
     assert rows[0]["status"] == "infeasible" and "takes accumulation 4" in rows[0]["reason"]
 
 
-def test_memory_is_the_process_own_not_its_parents() -> None:
+def test_memory_excludes_the_parent_process() -> None:
     held = bytearray(os.urandom(1) * 600_000_000)  # what ru_maxrss of a child would begin with
     row = bench_shapes(tiny(), ["batch.micro=2"], window_s=0.01)["rows"][0]
     assert len(held) and row["peak_gib"] * 2**30 < peak_resident_bytes() - 200_000_000
 
 
-def test_steps_are_counted_from_the_warm_up_to_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_count_covers_warm_up_and_window(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
     monkeypatch.setattr(batch_shapes.time, "perf_counter", lambda: float(next(clock)))
     times = StepTimes(torch.device("cpu"), window_s=8.0)
@@ -84,14 +84,14 @@ def test_steps_are_counted_from_the_warm_up_to_the_window(monkeypatch: pytest.Mo
     assert short.enough()
 
 
-def test_what_changes_no_step_is_refused() -> None:
+def test_settings_without_effect_on_steps_are_refused() -> None:
     with pytest.raises(UsageError, match=r"data\.workers: this setting does not affect a step"):
         bench_shapes(tiny(), ["data.workers=1,2"])
     with pytest.raises(UsageError, match=r"batch\.micr: unknown setting; did you mean `micro`"):
         bench_shapes(tiny(), ["batch.micr=1,2"])
 
 
-def test_how_the_model_is_run_is_searched() -> None:
+def test_model_execution_settings_are_searchable() -> None:
     rows = bench_shapes(tiny(), ["train.channels_last=false,true", "train.activation_checkpointing=[],[image]"], 0.01)[
         "rows"
     ]
@@ -117,7 +117,7 @@ def _dies(config: object, group: object, folder: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_killed_process_is_out_of_memory_and_a_bug_is_not() -> None:
+def test_killed_process_counts_as_oom_and_exception_does_not() -> None:
     with pytest.raises(WorkerFailed, match="SIGKILL") as killed:
         spawn_workers(_dies, tiny())
     assert killed.value.out_of_memory

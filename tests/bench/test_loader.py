@@ -37,7 +37,7 @@ def made(tmp_path_factory):
     return synthetic_images.read_captions(folder), prepared, train_tokenizer([text for _, text in items], 60)
 
 
-def test_photographs_cost_what_photographs_do_and_are_drawn_again_the_same():
+def test_synthetic_photographs_are_deterministic_and_cost_like_real_ones():
     first, again = list(synthetic_images.synthetic_photos(3)), list(synthetic_images.synthetic_photos(2))
     assert first[:2] == again and first[0] != first[1]
     assert Image.open(io.BytesIO(first[0][0])).size == (500, 375)
@@ -45,7 +45,7 @@ def test_photographs_cost_what_photographs_do_and_are_drawn_again_the_same():
     assert 5 <= len(first[0][1].split()) <= 60
 
 
-def test_files_are_written_once_and_whole(tmp_path):
+def test_files_are_written_once_without_leftovers(tmp_path):
     items = [(b"one", "a"), (b"two", "b")]
     folder = synthetic_images.write_files(iter(items), tmp_path / "x", 2)
     assert synthetic_images.write_files(iter([]), tmp_path / "x", 2) == folder
@@ -53,7 +53,7 @@ def test_files_are_written_once_and_whole(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
-def test_all_loaders_bring_the_same_pictures(made):
+def test_all_loaders_return_the_same_images(made):
     files, prepared, tokenizer = made
     plan = SamplePlan(6, 6, 1, 6, seed=0, steps=1, shuffle=False)
     inputs = Inputs(image_side=224, fit="crop", interpolation="bilinear", max_tokens=160)
@@ -76,7 +76,7 @@ def test_all_loaders_bring_the_same_pictures(made):
         assert textbook["input_ids"][:length].tolist() == block["input_ids"][3, :length].tolist()
 
 
-def test_the_raw_read_is_of_every_image_once_from_the_disk(made):
+def test_raw_read_reads_each_image_once_from_disk(made):
     _, prepared, _ = made
     assert drop_page_cache(prepared)  # the set stays as it is
     arrivals = list(_read_raw(prepared, 0, 1))
@@ -84,13 +84,13 @@ def test_the_raw_read_is_of_every_image_once_from_the_disk(made):
     assert [(each.rows, each.num_bytes) for each in arrivals] == [(0, 0), (6, sum(sizes))]
 
 
-def test_a_loader_has_no_epochs_end(made):
+def test_loader_continues_across_epochs(made):
     files, _, tokenizer = made
     batches = iter(torch_loader(TunedDataset(Source(files), tokenizer, 32, 16), rank=0, world=2, batch=2, workers=0))
     assert [len(next(batches)["image"]) for _ in range(7)] == [2] * 7  # of 3 rows an epoch
 
 
-def test_memory_is_told_by_role():
+def test_memory_is_reported_by_role():
     with ProcessMonitor() as watch:
         held = np.ones(60_000_000)
         while "driver" not in watch.peaks_mib():
@@ -102,7 +102,7 @@ def test_memory_is_told_by_role():
     assert process_role(["/usr/lib/ray/raylet --x"], None) == "raylet"
 
 
-def test_cpu_time_is_measured_between_samples():
+def test_cpu_time_is_the_difference_between_samples():
     history = [(0.0, {"a": 5.0}), (1.0, {"a": 6.0}), (2.0, {"a": 8.0, "b": 1.0}), (3.0, {"a": 10.0, "b": 1.5})]
     assert cpu_seconds(history, 0.5, 3.5) == ({"a": 4.0, "b": 1.5}, 1.0, 3.0)
     assert cpu_seconds(history, 0.5, 1.5) is None
@@ -118,7 +118,7 @@ def test_process_monitor_reports_cpu_time_by_role():
     assert 0.4 < after[role] - before.get(role, 0.0) < 1.2  # Python processes of other tests may run already
 
 
-def test_no_op_block_has_the_shape_of_a_real_one(made):
+def test_noop_block_has_shape_of_real_block(made):
     _, prepared, tokenizer = made
     plan = SamplePlan(6, 4, 2, 2, seed=0, steps=1)
     block = RowReader(prepared, Inputs(image_side=32), tokenizer, 10**7).block(plan, plan.positions(0, 1))
@@ -130,7 +130,7 @@ def test_no_op_block_has_the_shape_of_a_real_one(made):
 
 
 @pytest.mark.cluster
-def test_bench_loader_from_end_to_end(local_ray, tmp_path, monkeypatch):
+def test_bench_loader_end_to_end(local_ray, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(loader, "GLOBAL_ROWS", 16)
     monkeypatch.setattr(loader, "SIDE", 96)

@@ -116,7 +116,7 @@ def files(folder):
     return [(Path(name).read_bytes(), text) for name, text in synthetic_images.read_captions(folder)]
 
 
-def test_images_are_sampled_evenly_from_the_users_set(tmp_path):
+def test_images_are_sampled_evenly_from_the_given_set(tmp_path):
     """Two sets of the same name give two folders; asking for more images than rows gives all rows."""
     sets = [
         make_set(tmp_path / parent / "mine", [row(number + shift) for number in range(100)])
@@ -134,7 +134,7 @@ def test_images_are_sampled_evenly_from_the_users_set(tmp_path):
     assert files(folder) == [(each.image, each.texts[0]) for each in sets[0].read(np.arange(100))]
 
 
-def test_raw_source_is_prepared_and_no_synthetic_image_is_made(tmp_path, monkeypatch):
+def test_raw_source_is_prepared_without_synthetic_images(tmp_path, monkeypatch):
     made, asked = make_set(tmp_path / "prepared", [row(number) for number in range(3)]), []
 
     def prepare(source, cache, settings, notify, progress):

@@ -29,7 +29,7 @@ def test_both_loops_take_the_same_steps(monkeypatch: pytest.MonkeyPatch, number:
     assert loop_loss == pytest.approx(bare_loss, rel=1e-4 if number == "fp32" else 0.02)
 
 
-def test_a_row_of_a_batch_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_shape_row_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny(batch=Batch(micro=2, global_=6))
     with gpus(monkeypatch):
         row = measure_shape(config, GROUP, Path(), resolve_batch_shape(config.batch, 1), 0.01)

@@ -48,7 +48,7 @@ def test_both_loops_take_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None
     assert loop_loss == pytest.approx(bare_loss, rel=1e-4)
 
 
-def test_windows_alternate_and_ratios_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_alternate_and_ratios_pair_them(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     seconds = {"loop": 2.0, "bare": 1.5}
     bench = build_bench(tiny(), Group(), micro=4)
@@ -65,7 +65,7 @@ def test_windows_alternate_and_ratios_follow(monkeypatch: pytest.MonkeyPatch) ->
     assert rows[0]["bare_samples_per_s"] == round(4 * (steps - 2) / 1.5, 2)
 
 
-def test_window_times_from_the_end_of_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_window_time_excludes_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 14.0])
     monkeypatch.setattr(step.time, "perf_counter", lambda: next(clock))
     window = Window(last_step=6, device=torch.device("cpu"))
@@ -88,14 +88,14 @@ def test_two_workers_end_to_end(tmp_path: Path) -> None:
     json.dumps(result)
 
 
-def test_bare_loss_is_clips() -> None:
+def test_bare_loss_equals_clip_loss() -> None:
     eye = torch.eye(3)
     loss = bare.baseline_loss({"image_embed": eye, "text_embed": eye, "logit_scale": torch.tensor(2.0)}, world=1)
     e2 = torch.tensor(2.0).exp()
     assert loss.item() == pytest.approx(-(e2 / (e2 + 2)).log().item(), rel=1e-6)
 
 
-def test_what_cannot_be_measured_is_refused() -> None:
+def test_unsupported_settings_are_refused() -> None:
     with pytest.raises(UsageError, match="contrastive"):
         bench_step(tiny(objective=Objective(kind="my.package:Mine")))
     if torch.cuda.device_count() < 64:
@@ -103,7 +103,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
             bench_step(tiny(cluster=Cluster(workers=64, accelerator="gpu"), batch=Batch(micro=4)))
 
 
-def test_the_model_is_shaped_as_a_worker_shapes_it() -> None:
+def test_model_is_configured_as_in_a_worker() -> None:
     train = Train(steps=1, log_every=4, deterministic=True, activation_checkpointing=("text",), compile="eager")
     try:
         bench = build_bench(tiny(optimizer=Optimizer(freeze=("image.*",)), train=train), Group(), micro=4)

@@ -20,7 +20,7 @@ from mmray.errors import ResourceError
 from tests.bench.test_step import tiny
 
 
-def test_rows_are_measured_and_what_fails_has_its_reason(monkeypatch):
+def test_rows_are_measured_and_failures_have_a_reason(monkeypatch):
     """With so large an epsilon a gradient's size counts: a strategy that scaled it otherwise would show in the loss."""
     sensitive = Optimizer(lr=1.0, eps=1.0, warmup_steps=0, clip_norm=0)
     refused = strategies.Strategy("refused", {"parallel": "fsdp", "precision": "fp32"}, alone=True)
@@ -44,7 +44,7 @@ def test_rows_are_measured_and_what_fails_has_its_reason(monkeypatch):
     json.dumps(result)
 
 
-def test_the_reason_of_a_row_is_that_of_the_rank_that_failed_by_itself(tmp_path, monkeypatch):
+def test_failure_reason_is_that_of_the_failing_rank(tmp_path, monkeypatch):
     """Rank 0 sees a broken connection only, and what rank 1 says is many lines long."""
     broken = RuntimeError("Connection closed by peer\nCheck the logs of the remote worker")
     own = torch.OutOfMemoryError("no room for the bucket\nCompile with TORCH_USE_CUDA_DSA")
@@ -65,7 +65,7 @@ def test_the_reason_of_a_row_is_that_of_the_rank_that_failed_by_itself(tmp_path,
     assert row["error"] == "OutOfMemoryError: no room for the bucket" and row["loss"] is None
 
 
-def test_where_the_base_fails_the_others_are_told_without_ratios(monkeypatch):
+def test_failed_baseline_leaves_other_rows_without_ratios(monkeypatch):
     def measured(measure, config, kind):
         if config.train.parallel == "ddp":
             raise WorkerFailed("RuntimeError: no room", True)
@@ -78,7 +78,7 @@ def test_where_the_base_fails_the_others_are_told_without_ratios(monkeypatch):
     assert result["ratios"] == {} and result["rows"][1]["loss_vs_ddp"] is None
 
 
-def test_every_row_is_measured_on_the_same_kind_of_device(monkeypatch):
+def test_all_rows_use_the_same_device_type(monkeypatch):
     """One GPU would do for one worker, but not for the base that it is compared with; asked for by name, it is said."""
     kinds = []
 
@@ -105,7 +105,7 @@ class Stopped(Exception):
     """The loop would start here."""
 
 
-def test_branches_give_the_slower_branch_the_replica(monkeypatch):
+def test_branches_replicates_the_slower_branch(monkeypatch):
     """A text tower of many layers beside a small convnet: by the clock, as a run finds it."""
     seen = []
 
@@ -121,7 +121,7 @@ def test_branches_give_the_slower_branch_the_replica(monkeypatch):
     assert (seen[0].slower, len(seen[0].devices)) == ("text", 2)
 
 
-def test_communication_is_the_time_in_which_any_collective_was_under_way():
+def test_communication_time_is_the_union_of_collectives():
     def event(name, start, end):
         return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
 
@@ -130,7 +130,7 @@ def test_communication_is_the_time_in_which_any_collective_was_under_way():
     assert strategies._communication_us(profiled) == 25
 
 
-def test_all_ranks_together_take_the_global_batch():
+def test_ranks_split_the_global_batch():
     batches = [{"image": torch.arange(10) + 100 * index, "pos": torch.zeros(10)} for index in range(2)]
     for world in (1, 2, 3):
         plan = SamplePlan(2**30, 10, world, 2, 0, 2)
@@ -144,7 +144,7 @@ def test_all_ranks_together_take_the_global_batch():
             assert np.array_equal(got, np.concatenate([plan.positions(step, rank) for rank in range(world)]))
 
 
-def test_one_slow_step_of_twenty_is_not_the_95th_percentile():
+def test_single_slow_step_of_twenty_does_not_set_p95():
     assert strategies.step_times([0.1] * 19 + [9.0]) == pytest.approx(
         {"step_p50_s": 0.1, "step_p95_s": 0.1 + 0.05 * 8.9}
     )

@@ -32,7 +32,7 @@ def blocks(prepared, **settings):
     return [reader.block(PLAN, part) for part in np.split(POSITIONS, 3)]
 
 
-def test_each_is_decoded_once_and_the_blocks_are_the_same(tmp_path, decoded):
+def test_kept_images_are_decoded_once_and_give_the_same_blocks(tmp_path, decoded):
     prepared = make_set(tmp_path, [row(number, data=noisy(number)) for number in range(ROWS)])
     plain = blocks(prepared)
     assert len(decoded) == 3 * ROWS
@@ -44,13 +44,13 @@ def test_each_is_decoded_once_and_the_blocks_are_the_same(tmp_path, decoded):
         assert all(np.array_equal(mine[name], theirs[name]) for name in theirs)
 
 
-def test_a_set_of_which_not_all_fit_is_decoded_each_time(tmp_path, decoded):
+def test_set_larger_than_the_limit_is_not_kept(tmp_path, decoded):
     prepared = make_set(tmp_path, [row(number, data=noisy(number)) for number in range(ROWS)])
     blocks(prepared, keep_mb=0.99 * ALL_MB)
     assert len(decoded) == 3 * ROWS
 
 
-def test_what_varies_is_not_kept(tmp_path):
+def test_augmented_images_are_not_kept(tmp_path):
     prepared = make_set(tmp_path, [row(number, data=noisy(number)) for number in range(ROWS)])
     augment = Augment(crop_scale=(0.3, 0.6))
     first, second, _ = blocks(prepared, keep_mb=ALL_MB, augment=augment)
@@ -58,7 +58,7 @@ def test_what_varies_is_not_kept(tmp_path):
     assert all((by_key[0][key] != by_key[1][key]).any() for key in by_key[0])
 
 
-def test_an_image_that_cannot_be_read_is_tried_again(tmp_path, decoded):
+def test_unreadable_image_is_retried(tmp_path, decoded):
     prepared = make_set(tmp_path, [row(0, data=b"no image"), *(row(number, data=noisy(number)) for number in (1, 2))])
     reader = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6, keep_mb=1.0)
     plan = SamplePlan(num_rows=3, global_rows=3, world=1, micro=3, seed=1, steps=2)

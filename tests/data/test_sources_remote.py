@@ -48,7 +48,7 @@ def told(place, item):
 
 
 @pytest.mark.parametrize("title", ALL)
-def test_rows_of_a_source_on_a_store_are_those_on_a_disk(tmp_path, title):
+def test_source_on_a_store_equals_source_on_a_disk(tmp_path, title):
     source, disk = ALL[title](tmp_path / "raw"), Storage(str(tmp_path / "raw"))
     store = Storage(f"memory://{tmp_path.name}/raw")
     try:

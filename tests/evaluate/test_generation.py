@@ -102,7 +102,7 @@ def test_the_best_captions_have_the_highest_scores() -> None:
     assert caption_scores(["", "", ""], references) == {"bleu_4": 0.0, "cider": 0.0}
 
 
-def test_cider_by_hand() -> None:
+def test_cider_equals_hand_computed_value() -> None:
     """Two images, one word each in common: idf is ln 2 for words of one image, 0 for those of both."""
     references = [[words("a dog")], [words("a cat")]]
     assert cider_d([words("a dog"), words("a dog")], references) == pytest.approx(10 * (2 / 4 + 0) / 2)

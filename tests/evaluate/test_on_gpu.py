@@ -49,7 +49,7 @@ def by_writing(prepared, device):
 
 
 @pytest.mark.parametrize("scored", [by_embeddings, by_writing])
-def test_scores_are_those_of_a_cpu(monkeypatch, prepared, scored):
+def test_scores_on_gpu_equal_cpu(monkeypatch, prepared, scored):
     plain, shown = scored(prepared, CPU)
     with gpus(monkeypatch):
         there, shown_there = scored(prepared, DEVICES[0])

@@ -166,7 +166,7 @@ def test_query_without_correct_answer_raises() -> None:
         compute_ranks(rows, rows, torch.tensor([[0, 2], [0, 2]]), 2)
 
 
-def test_metrics() -> None:
+def test_metrics_equal_hand_computed_values() -> None:
     metrics = retrieval_metrics(torch.tensor([1, 2, 7, 11]), "image_to_text")
     assert metrics == {
         "recall_at_1/image_to_text": 0.25,

@@ -58,7 +58,7 @@ def ended(client, job_id, within_s=120):
     return client.get_job_status(job_id), client.get_job_info(job_id).driver_exit_code, client.get_job_logs(job_id)
 
 
-def test_a_usage_error_and_bad_data_tell_their_exit_codes(head, client, tmp_path):
+def test_usage_and_data_errors_keep_their_exit_codes(head, client, tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     typo = submit(head, "train", "sample", "--train.stepz", "3")
     unknown = submit(head, "train", "no-such-recipe")
@@ -76,7 +76,7 @@ def test_a_usage_error_and_bad_data_tell_their_exit_codes(head, client, tmp_path
 
 
 @pytest.mark.parametrize("shipped", [True, False])
-def test_mmray_comes_with_the_job_or_from_where_it_is_installed(head, client, shipped):
+def test_mmray_is_imported_from_working_dir_or_installation(head, client, shipped):
     """A working directory wins over an installed mmray, in the driver and in the workers alike."""
     runtime_env = {"working_dir": str(ROOT)} if shipped else {}
     job_id = client.submit_job(entrypoint=f"python {ROOT}/tests/jobs/where.py", runtime_env=runtime_env)
@@ -87,7 +87,7 @@ def test_mmray_comes_with_the_job_or_from_where_it_is_installed(head, client, sh
     assert all(("working_dir_files" in place) is shipped for place in found.values())
 
 
-def test_a_stopped_training_leaves_nothing_behind_and_the_same_line_goes_on(head, client, data, tmp_path):
+def test_stopped_training_cleans_up_and_same_command_resumes(head, client, data, tmp_path):
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(to_yaml(config(data, tmp_path, "run", callbacks=("tests.train.faults:Slower",))))
     first = submit(head, "train", str(recipe))
@@ -126,7 +126,7 @@ def left_behind(head, within_s=15):
 
 
 @pytest.mark.skipif("tune" not in VERBS, reason="this tree has no verb tune")
-def test_a_sweep_leaves_its_recommendation(head, client, data, tmp_path):
+def test_sweep_writes_its_recommendation(head, client, data, tmp_path):
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(to_yaml(config(data, tmp_path, "sweep")))
     space = ("--space", "batch.micro=4,8", "--train.samples", "32")

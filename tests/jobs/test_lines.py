@@ -24,7 +24,7 @@ def submit_line(name):
 
 
 @pytest.mark.parametrize("job", [job.stem for job in JOBS])
-def test_a_job_is_a_verb_with_its_line(job):
+def test_each_job_documents_its_submit_command(job):
     assert job in VERBS
     words = submit_line(job)
     assert words[:7] == ["ray", "job", "submit", "--working-dir", ".", "--", "python"]
@@ -32,7 +32,7 @@ def test_a_job_is_a_verb_with_its_line(job):
     assert f'main(["{job}", *sys.argv[1:]])' in (ROOT / "jobs" / f"{job}.py").read_text()
 
 
-def test_what_is_shipped_is_small_and_is_the_package(monkeypatch):
+def test_shipped_files_are_small_and_contain_the_package(monkeypatch):
     """`--working-dir .` takes what .gitignore and .rayignore leave; Ray refuses more than 512 MiB."""
     from ray._private.runtime_env.packaging import _dir_travel
 

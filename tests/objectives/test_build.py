@@ -28,7 +28,7 @@ def own(monkeypatch):
     monkeypatch.setitem(sys.modules, "own_objectives", module)
 
 
-def test_built_in():
+def test_built_in_objectives_are_built_by_name():
     assert isinstance(objectives.build(kind("contrastive")), Contrastive)
 
 

@@ -39,14 +39,14 @@ def undrawn(dom):
 
 
 @pytest.mark.parametrize("make", [make_whole_run, make_whole_sweep])
-def test_every_chart_is_drawn_and_the_console_is_silent(tmp_path, make):
+def test_every_chart_is_drawn_without_console_errors(tmp_path, make):
     dom, said = opened(write_report(make(tmp_path / "folder")), tmp_path / "profile")
     assert 'data-drawn="yes"' in dom
     assert undrawn(dom) == []
     assert said == []
 
 
-def test_the_test_above_can_fail(tmp_path):
+def test_broken_page_is_detected(tmp_path):
     page = tmp_path / "page.html"
     page.write_text('<figure><div class="plot" id="plot-loss"></div></figure><script>throw new Error("told")</script>')
     dom, said = opened(page, tmp_path / "profile")
@@ -63,7 +63,7 @@ onload = () => setTimeout(() => {
 </script>"""
 
 
-def test_nothing_scrolls_sideways_at_420_pixels(tmp_path):
+def test_page_fits_420_pixels_without_horizontal_scroll(tmp_path):
     """A run, a sweep, and a run of one step whose next loss was not a number; wide tables scroll within themselves."""
     folders = [make_whole_run(tmp_path / "run"), make_whole_sweep(tmp_path / "sweep")]
     folders.append(make_run(tmp_path / "bare", [line(1), line(2, **{"train/loss": None})]))

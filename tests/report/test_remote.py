@@ -8,7 +8,7 @@ from mmray.storage.storage import Storage
 from tests.report.made_runs import make_whole_run
 
 
-def test_the_page_is_the_same_from_a_store_and_is_written_there(s3, tmp_path):
+def test_report_of_a_run_on_a_store_equals_report_on_a_disk(s3, tmp_path):
     make_whole_run(tmp_path / "mine")
     for name in Storage(str(tmp_path)).list_files():
         Storage(s3.address).write(name, (tmp_path / name).read_bytes())

@@ -25,7 +25,7 @@ def plots(page):
     return re.findall(r'id="plot-([a-z0-9-]+)"', page)
 
 
-def test_a_whole_run(tmp_path):
+def test_finished_run_has_all_sections(tmp_path):
     page = page_of(make_whole_run(tmp_path / "calm"))
     assert plots(page) == ["loss", "lr", "gradient", "recall", "throughput", "step", "memory"]
     assert '<span class="pill finished">finished</span>' in page and "<title>calm · mmray</title>" in page
@@ -37,7 +37,7 @@ def test_a_whole_run(tmp_path):
 
 
 @pytest.mark.parametrize("has_recall", [True, False])
-def test_every_score_of_the_newest_evaluation_is_told(tmp_path, has_recall):
+def test_every_score_of_the_newest_evaluation_is_shown(tmp_path, has_recall):
     """Of a model that writes there is no recall."""
     told = {
         "evaluate/perplexity": 4.5,
@@ -56,7 +56,7 @@ def test_every_score_of_the_newest_evaluation_is_told(tmp_path, has_recall):
     assert 'id="held-out"' not in page_of(make_run(tmp_path / "none", [line(1)]))
 
 
-def test_what_memory_is_spent_on_is_a_table(tmp_path):
+def test_memory_breakdown_is_a_table(tmp_path):
     page = page_of(make_run(tmp_path / "run", [line(1), line(2, **{"memory/peak_gib": 0.75}), line(3)]))
     table = re.search(r"Memory of a worker.*?</table>", page, re.DOTALL)[0]
     told = re.findall(r'<th scope="row">(\w+)</th><td class="num">([\d.]+)</td>', table)
@@ -67,14 +67,14 @@ def test_what_memory_is_spent_on_is_a_table(tmp_path):
     assert "Memory of a worker" not in page_of(make_run(tmp_path / "sharded", lines))  # never rehearsed whole
 
 
-def test_a_page_is_one_small_file_that_asks_nothing_of_the_network(tmp_path):
+def test_page_is_one_small_file_without_network_requests(tmp_path):
     page = write_report(make_whole_run(tmp_path / "calm"))
     assert page.stat().st_size < MOST_BYTES
     assert not re.search(r'(src|href)="(?!data:|#)', page.read_text())
 
 
 @pytest.mark.parametrize("where", ["caption", "key", "name"])
-def test_what_users_wrote_is_text(tmp_path, where):
+def test_user_text_is_escaped(tmp_path, where):
     hostile = "<script>alert(1)</script>"
     if where == "name":  # no flag gives such a name, but a folder may be renamed
         folder = make_run(tmp_path / "<script>alert(1)<", [line(1)])
@@ -88,7 +88,7 @@ def test_what_users_wrote_is_text(tmp_path, where):
     assert hostile not in page and "&lt;script&gt;alert(1)" in page
 
 
-def test_charts_hold_hostile_names_safely(tmp_path):
+def test_chart_names_are_escaped(tmp_path):
     hostile = "</script><script>alert(1)</script>"
     page = page_of(make_sweep(tmp_path / "sweep", [trial(hostile, 8, 1, 10.0), trial("t002", 16, 1, 20.0)]))
     assert hostile not in page and "\\u003c/script\\u003e" in page
@@ -111,28 +111,28 @@ def test_charts_hold_hostile_names_safely(tmp_path):
         ([line(1, **{"time/data_wait_share": 0.6})], None, None, "waited for data 60% of the time"),
     ],
 )
-def test_a_run_that_ended_anywhere_has_a_page(tmp_path, lines, result, drawn, said):
+def test_incomplete_run_has_a_page(tmp_path, lines, result, drawn, said):
     page = page_of(make_run(tmp_path / "run", lines, result))
     assert said in page
     assert drawn is None or plots(page) == drawn
     assert ("The run has no result yet" in page) == (result is None)
 
 
-def test_half_written_files_are_left_out(tmp_path):
+def test_half_written_files_are_skipped(tmp_path):
     folder = make_run(tmp_path / "run", [line(1)])
     (folder / "metrics.jsonl").write_text(json.dumps(line(1)) + '\n{"step": 2, "tra')
     (folder / "examples.json").write_text('{"step": 2')
     assert "loss" in plots(page_of(folder))
 
 
-def test_settings_that_differ_stand_first_and_all_are_told(tmp_path):
+def test_changed_settings_are_listed_first(tmp_path):
     page = page_of(make_run(tmp_path / "run", optimizer={"lr": 0.25}))
     changed, everything = page.split("<details>", 1)
     assert "optimizer.lr" in changed and '<td>0.25</td><td class="soft">0.001</td>' in changed
     assert "optimizer.eps" not in changed and "AdamW&#39;s epsilon." in everything
 
 
-def test_settings_of_another_version_are_told_as_they_are(tmp_path):
+def test_settings_of_another_version_are_shown_unchanged(tmp_path):
     folder = make_run(tmp_path / "run")
     (folder / "config.yaml").write_text("recipe: sample\nbatch: {of_old: 3}\n")
     assert "batch.of_old" in page_of(folder)
@@ -187,7 +187,7 @@ def set_aside(tmp_path):
     return folder, source
 
 
-def test_rows_set_aside_are_told_with_pictures_where_there_are_any(set_aside):
+def test_quarantined_rows_are_shown_with_available_images(set_aside):
     folder, source = set_aside
     page = page_of(folder)
     assert "61 rows of 500 read" in page
@@ -200,7 +200,7 @@ def test_rows_set_aside_are_told_with_pictures_where_there_are_any(set_aside):
     assert page_of(folder).count("cannot be opened") == 12 + 1
 
 
-def test_an_image_that_kills_its_decoder_does_not_kill_the_report(set_aside):
+def test_decoder_crash_does_not_stop_the_report(set_aside):
     folder, source = set_aside
     (source / "good.png").write_bytes(deadly(png(9), source / "tries"))
     with decoder_dies():
@@ -209,7 +209,7 @@ def test_an_image_that_kills_its_decoder_does_not_kill_the_report(set_aside):
     assert (source / "tries").read_text()  # in a process of its own
 
 
-def test_sets_that_are_mixed_are_named(set_aside):
+def test_mixed_sets_are_listed(set_aside):
     folder, _ = set_aside
     prepared = json.loads((folder / "data.json").read_text())["train"]
     (folder / "data.json").write_text(json.dumps({"train": f"{prepared} + 0.5 * /there/other/", "num_rows": 440}))
@@ -218,7 +218,7 @@ def test_sets_that_are_mixed_are_named(set_aside):
     assert "61 rows of 500 read" in page  # of the first
 
 
-def test_leaks_are_shown_side_by_side(set_aside):
+def test_leaked_pairs_are_shown_side_by_side(set_aside):
     page = page_of(set_aside[0])
     assert (
         "3 rows are also in another set (1 exact, 2 near-duplicates within 7 of 256 bits): 3 in /e, 0 in another split"
@@ -229,7 +229,7 @@ def test_leaks_are_shown_side_by_side(set_aside):
     assert "k10" not in page  # it has no pictures
 
 
-def test_a_sweep(tmp_path):
+def test_sweep_page_has_all_sections(tmp_path):
     folder = make_whole_sweep(tmp_path / "sweep")
     (folder / "trials" / "t001").mkdir(parents=True)
     (folder / "trials" / "t001" / "report.html").touch()
@@ -243,27 +243,27 @@ def test_a_sweep(tmp_path):
     assert ranks == [("16", "1"), ("32", "1"), ("32", "2"), ("64", "–")]
 
 
-def test_a_sweep_for_the_loss_calls_the_least_the_best(tmp_path):
+def test_sweep_for_loss_recommends_the_lowest(tmp_path):
     trials = [trial("t001", 8, 2, 500.0, loss=2.0), trial("t002", 16, 1, 900.0, loss=3.0)]
     page = page_of(make_sweep(tmp_path / "sweep", trials, goal="loss"))
     assert re.findall(r'<td class="num">32</td>\n<td class="num">(\d)</td>', page) == ["1", "2"]
 
 
 @pytest.mark.parametrize("status", ["out_of_memory", "failed", "infeasible"])
-def test_a_sweep_without_a_measured_trial(tmp_path, status):
+def test_sweep_without_measured_trial_has_a_page(tmp_path, status):
     nothing = trial("t001", 8, 1, None, status=status, peak_gib=None, step_p50_s=None)
     page = page_of(make_sweep(tmp_path / "sweep", [nothing], recommendation=None, status="failed"))
     assert "no trial finished" in page and plots(page) == []
     assert "No trial has finished yet" in page_of(make_sweep(tmp_path / "empty", [], recommendation=None))
 
 
-def test_a_link_never_leaves_the_sweep(tmp_path):
+def test_trial_link_outside_the_sweep_is_dropped(tmp_path):
     (tmp_path / "report.html").touch()
     page = page_of(make_sweep(tmp_path / "sweep", [trial("t001", 8, 1, 1.0, run="..")]))
     assert '<a href=".' not in page
 
 
-def test_what_is_typed(tmp_path, capfd):
+def test_report_command_writes_the_page(tmp_path, capfd):
     folder = make_whole_run(tmp_path / "calm")
     assert cli.run(["report", str(folder), "--out", str(tmp_path / "page.html")], Terminal()) == 0
     assert "page.html (2." in capfd.readouterr().out and not (folder / "report.html").exists()
@@ -273,7 +273,7 @@ def test_what_is_typed(tmp_path, capfd):
     ("folder", "said"),
     [("nowhere", "does not exist"), (".", "is neither a run"), ("calm/no/page.html", "cannot write")],
 )
-def test_mistakes_are_usage_errors(tmp_path, folder, said):
+def test_invalid_arguments_are_usage_errors(tmp_path, folder, said):
     make_whole_run(tmp_path / "calm")
     out = tmp_path / folder if folder.endswith(".html") else None
     with pytest.raises(UsageError, match=said):

@@ -41,7 +41,7 @@ def said(outcome, width=80):
     return code, text.getvalue()
 
 
-def test_a_finished_sweep_says_the_best_and_what_to_type_next(outcome):
+def test_finished_sweep_prints_best_trial_and_next_command(outcome):
     oom = TrialOutcome("out_of_memory", "CUDA out of memory", 3.0)
     code, text = said(outcome("finished", TrialOutcome("finished", None, 9.0), oom))
     assert code == 0
@@ -50,14 +50,14 @@ def test_a_finished_sweep_says_the_best_and_what_to_type_next(outcome):
     assert "mmray train " in text and "sample-tune/best.yaml" in text
 
 
-def test_a_stopped_sweep_ends_with_130_and_its_best_so_far(outcome):
+def test_stopped_sweep_exits_with_130_and_prints_best_so_far(outcome):
     code, text = said(outcome("stopped", TrialOutcome("finished", None, 9.0), TrialOutcome("stopped")))
     assert code == 130 and "run the same command to resume" in text and "best.yaml" in text
     code, text = said(outcome("stopped", TrialOutcome("stopped"), TrialOutcome("stopped")))
     assert code == 130 and "best.yaml" not in text
 
 
-def test_where_no_trial_could_be_measured_each_reason_is_told(outcome):
+def test_sweep_without_measured_trial_prints_each_reason(outcome):
     failed = outcome(
         "failed", TrialOutcome("failed", "KeyError: 'label'"), TrialOutcome("out_of_memory", "CUDA out of memory")
     )
@@ -68,14 +68,14 @@ def test_where_no_trial_could_be_measured_each_reason_is_told(outcome):
     assert "t002 out of memory: CUDA out of memory" in str(caught.value)
 
 
-def test_finished_trials_without_the_goals_figure_are_an_error_too(outcome):
+def test_trials_without_goal_metric_are_an_error(outcome):
     blind = outcome("finished", TrialOutcome("finished", None, 9.0), TrialOutcome("finished", None, 9.0))
     blind.summary.update(goal="loss", recommendation=None)
     with pytest.raises(TrainingError, match="no trial reported a finite loss"):
         said(blind)
 
 
-def test_the_table_fits_eighty_columns(outcome):
+def test_table_fits_eighty_columns(outcome):
     rows = outcome("finished", TrialOutcome("finished", None, 9.0), TrialOutcome("finished", None, 9.0)).rows
     text = io.StringIO()
     Console(file=text, width=80).print(trials_table(rows, "throughput", select_best(rows, "throughput", True)))
@@ -84,7 +84,7 @@ def test_the_table_fits_eighty_columns(outcome):
     assert trial_line(rows[0]) == "batch.micro=32: finished in 9 s  600 (500-700) samples/s  loss 2.000  0.50 GiB"
 
 
-def test_print_config_is_the_recipe_that_the_trials_vary(capfd):
+def test_print_config_prints_the_base_recipe(capfd):
     from mmray import cli
 
     code = cli.run(["tune", "sample", "--space", "batch.micro=32", "--train.steps", "5", "--print-config"], Terminal())

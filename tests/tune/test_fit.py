@@ -26,46 +26,46 @@ def nodes(*resources):
     return [Node(each) for each in resources]
 
 
-def test_trials_fit_only_with_room_for_their_data():
+def test_trials_fit_only_with_cpus_for_data():
     assert max_concurrent(TWO_CPU_WORKERS, nodes({"CPU": 4.0}), 9) == 1
     assert max_concurrent(TWO_CPU_WORKERS, nodes({"CPU": 3.0}), 9) == 0  # the workers would hold all, and the data wait
     assert max_concurrent(TWO_CPU_WORKERS, nodes({"CPU": 8.0}), 9) == 2
     assert max_concurrent(TWO_CPU_WORKERS, nodes({"CPU": 80.0}), 9) == 9
 
 
-def test_data_leaves_the_gpu_nodes_to_the_workers():
+def test_data_does_not_use_gpu_nodes():
     free = nodes({"CPU": 2.0, "GPU": 2.0}, {"CPU": 2.0, "GPU": 2.0}, {"CPU": 6.0})
     assert max_concurrent(GPU_WORKERS, free, 9) == 2
     assert free[2].resources == {"CPU": 6.0}  # what is free is only looked at
 
 
-def test_the_largest_demand_holds_each():
+def test_each_trial_reserves_the_largest_demand():
     assert max_demand([TWO_CPU_WORKERS, GPU_WORKERS]) == Demand(2, {"CPU": 1.0, "GPU": 1.0}, 3)
 
 
-def test_data_actors_are_a_share_of_what_the_workers_leave():
+def test_data_actors_share_cpus_left_by_workers():
     assert trial_concurrency(nodes({"CPU": 16.0}), [], TWO_CPU_WORKERS, 1) == (1, 13)
     assert trial_concurrency(nodes({"CPU": 16.0}), [], TWO_CPU_WORKERS, 2) == (2, 5)
     assert trial_concurrency(nodes({"CPU": 4.0}), [], TWO_CPU_WORKERS, 1) == (1, 1)
 
 
-def test_where_none_fits_it_is_said_what_is_missing():
+def test_infeasible_trial_reports_missing_resources():
     with pytest.raises(ResourceError, match=r"no trial fits: 2 training workers of 1 CPU and 1 GPU each"):
         trial_concurrency([], nodes({"CPU": 6.0, "GPU": 1.0}), GPU_WORKERS, 1)
 
 
-def test_a_cluster_that_can_grow_is_waited_for():
+def test_sweep_waits_for_cluster_that_can_grow():
     assert trial_concurrency([], [], GPU_WORKERS, 4, waits=True)[0] == 1
     assert trial_concurrency([], [], GPU_WORKERS, 4, pools=[Pool("gpu", {"CPU": 8.0, "GPU": 1.0}, 2)])[0] == 1
     with pytest.raises(ResourceError):
         trial_concurrency([], [], GPU_WORKERS, 4, pools=[Pool("gpu", {"CPU": 8.0, "GPU": 1.0}, 1)])
 
 
-def test_room_that_others_hold_now_is_waited_for():
+def test_sweep_waits_for_resources_in_use():
     assert trial_concurrency([], nodes({"CPU": 8.0}), TWO_CPU_WORKERS, 3)[0] == 1
 
 
-def test_a_cluster_whose_pools_are_empty_is_counted_as_what_it_grows_to():
+def test_empty_pools_count_at_their_maximum():
     assert trial_concurrency([HEAD], [HEAD], ON_ROLES, 6, POOLS) == (4, 31)  # a GPU each, and a fourth of 128 CPUs
     assert trial_concurrency([HEAD], [HEAD], ON_ROLES, 2, POOLS)[0] == 2
 
@@ -74,7 +74,7 @@ def pool_node(pool, role, taken=False, **resources):
     return Node({} if taken else resources, {NODE_GROUP: pool, ROLE: role})
 
 
-def test_nodes_that_others_hold_are_not_counted_again_as_those_that_come():
+def test_busy_nodes_are_not_counted_as_future_nodes():
     def here(taken):
         return [HEAD, *(pool_node("gpu", "train", taken, CPU=8.0, GPU=1.0) for _ in range(3))]
 
@@ -82,7 +82,7 @@ def test_nodes_that_others_hold_are_not_counted_again_as_those_that_come():
     assert trial_concurrency(here(taken=False), here(taken=False), ON_ROLES, 6, POOLS)[0] == 4
 
 
-def test_a_trial_that_waits_for_others_has_its_data_actors_counted_on_what_they_hold():
+def test_waiting_trial_counts_data_actors_on_busy_nodes():
     here = [HEAD, *(pool_node("gpu", "train", CPU=8.0, GPU=1.0) for _ in range(4))]
     here += [pool_node("cpu", "data", CPU=16.0) for _ in range(8)]
     assert trial_concurrency([HEAD], here, ON_ROLES, 6, POOLS) == (
@@ -100,13 +100,13 @@ def runs(monkeypatch):
     return {f"t{number:03}": Config(cluster=Cluster(workers=1)) for number in range(1, 7)}
 
 
-def test_a_head_alone_with_empty_pools_is_no_lone_machine(runs):
+def test_head_with_empty_pools_is_not_a_single_machine(runs):
     at_once, sized = _concurrency(runs, None)
     assert at_once == 4
     assert {config.data.workers for config in sized.values()} == {15}  # a node of the pool, one CPU for the feed
 
 
-def test_on_a_lone_machine_trials_run_one_after_another(runs, monkeypatch):
+def test_single_machine_runs_trials_sequentially(runs, monkeypatch):
     monkeypatch.setattr(cluster, "autoscaling_pools", list)
     monkeypatch.setattr(cluster, "alive_nodes", lambda: [Node({"CPU": 16.0})])
     monkeypatch.setattr(cluster, "free_nodes", lambda: [Node({"CPU": 16.0})])
@@ -115,7 +115,7 @@ def test_on_a_lone_machine_trials_run_one_after_another(runs, monkeypatch):
     assert _concurrency(runs, 3)[0] == 3
 
 
-def test_a_trial_that_would_leave_gpus_idle_is_infeasible_and_the_others_run(monkeypatch):
+def test_trial_with_idle_gpus_is_infeasible_and_others_run(monkeypatch):
     monkeypatch.setattr(cluster, "autoscaling_pools", list)
     monkeypatch.setattr(cluster, "alive_nodes", lambda: [Node({"CPU": 16.0, "GPU": 2.0})])
     sizes = {"t001": 1, "t002": 2, "t003": 4, "t004": "1-4"}

@@ -21,7 +21,7 @@ def nodes():
         yield cluster
 
 
-def test_two_trials_run_side_by_side(nodes, tmp_path):
+def test_two_trials_run_concurrently(nodes, tmp_path):
     make_set(tmp_path / "set", [row(number) for number in range(50)])
     recipe = config(tmp_path / "set", tmp_path, "sweep", address=nodes.address)
     text = recipe.model.text.model_copy(update={"dropout": 0.0})  # masks are drawn for each micro-batch

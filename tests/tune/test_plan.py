@@ -45,7 +45,7 @@ def test_values_get_the_types_of_their_settings():
     assert [trial.name for trial in found] == [f"t{number:03}" for number in range(1, 9)]
 
 
-def test_where_accumulation_is_searched_the_global_batch_follows():
+def test_searched_accumulation_sets_the_global_batch():
     base = reset_searched(SAMPLE, ["batch.micro", "batch.accumulation"])
     shapes = [t.shape for t in trials("batch.micro=8,16", "batch.accumulation=1,2", base=base)]
     assert [(s.micro, s.accumulation, s.global_rows) for s in shapes] == [
@@ -56,13 +56,13 @@ def test_where_accumulation_is_searched_the_global_batch_follows():
     ]
 
 
-def test_with_a_global_batch_accumulation_is_derived():
+def test_global_batch_sets_the_accumulation():
     shapes = [trial.shape for trial in trials("batch.micro=16,32,64")]
     assert [(s.micro, s.accumulation, s.global_rows) for s in shapes] == [(16, 4, 128), (32, 2, 128), (64, 1, 128)]
     assert reset_searched(SAMPLE, ["batch.micro"]).batch.global_ == 128
 
 
-def test_arithmetic_that_cannot_be_makes_a_trial_infeasible_and_ends_nothing():
+def test_impossible_batch_arithmetic_makes_only_its_trial_infeasible():
     one, other = trials("batch.micro=32,128")
     assert one.shape is not None and one.infeasible is None
     assert other.shape is None and "a worker's share of 128 rows over 2 workers is 64" in other.infeasible
@@ -83,12 +83,12 @@ def test_arithmetic_that_cannot_be_makes_a_trial_infeasible_and_ends_nothing():
         ("batch.micro.rows=8", "`micro` is one setting, not a group"),
     ],
 )
-def test_a_value_that_is_wrong_everywhere_is_an_error_of_the_command(given, said):
+def test_value_invalid_in_all_trials_is_a_usage_error(given, said):
     with pytest.raises(UsageError, match=said):
         trials(given, "optimizer.lr=1e-4,3e-4")
 
 
-def test_every_trial_trains_as_many_samples():
+def test_all_trials_train_on_the_same_number_of_samples():
     base = reset_searched(SAMPLE, ["batch.micro", "batch.accumulation"])
     found = trials("batch.micro=16,64", "batch.accumulation=1,2", base=base)  # global 32, 64, 128, 256
     assert samples_per_trial(base, found, 3000) == STEPS * 256
@@ -103,7 +103,7 @@ def test_every_trial_trains_as_many_samples():
     assert trial_config(found[0], 100, 1000, Path("/sweeps/one"), "recall").evaluate.limit is None
 
 
-def test_a_trial_of_an_elastic_recipe_runs_on_the_workers_that_its_row_names():
+def test_trial_of_elastic_recipe_has_fixed_workers():
     elastic = SAMPLE.with_cluster(workers="1-4")
     trial = trials("batch.micro=16", base=elastic)[0]
     run = trial_config(trial, 1000, 10_000, Path("/sweeps/one"), "throughput")
@@ -111,7 +111,7 @@ def test_a_trial_of_an_elastic_recipe_runs_on_the_workers_that_its_row_names():
     assert to_recipe(trial).cluster == elastic.cluster
 
 
-def test_a_loss_measured_within_the_warm_up_is_doubted():
+def test_loss_within_warm_up_is_warned_about():
     runs = [trial_config(trial, 30 * 128, 10_000, Path("/sweeps/one"), "loss") for trial in trials("batch.micro=32,64")]
     assert "t001 ends during warm-up (30 of 30 steps)" in warmup_warning(runs, 10_000, "loss")
     assert warmup_warning(runs, 10_000, "throughput") is None
@@ -119,7 +119,7 @@ def test_a_loss_measured_within_the_warm_up_is_doubted():
     assert warmup_warning(longer, 10_000, "loss") is None
 
 
-def test_the_best_trial_is_a_recipe_with_the_recipes_own_length():
+def test_best_recipe_keeps_the_original_length():
     typed = set_train(reset_searched(SAMPLE, ["batch.accumulation"]), steps=6)
     base = restore_length(typed, SAMPLE)
     assert base.train == SAMPLE.train

@@ -12,7 +12,7 @@ from tests.train.runs import Silent
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_second_ctrl_c_leaves_without_the_end_of_an_interpreter_whose_threads_are_in_ray(number):
+def test_second_ctrl_c_exits_without_interpreter_shutdown(number):
     running = SimpleNamespace(stop=threading.Event(), listener=Silent())
     with _handle_signals(running):
         signal.raise_signal(number)

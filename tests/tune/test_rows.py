@@ -15,7 +15,7 @@ def line(step, rate, step_s, loss=1.0, **more):
     return {"step": step, "rows_stop": step * 10, "train/loss": loss, "memory/peak_gib": step / 10, **rates, **more}
 
 
-def test_the_first_window_warms_up_and_a_short_last_one_is_no_spread():
+def test_first_window_and_short_last_window_are_excluded_from_spread():
     lines = [line(4, 1, 10), line(8, 100, 0.1), line(12, 50, 0.2), line(13, 10, 1.0)]
     found = figures(lines)
     # Rows over seconds of 4 steps at 100/s, 4 at 50/s and 1 at 10/s: (40 + 40 + 10) / (0.4 + 0.8 + 1).
@@ -24,7 +24,7 @@ def test_the_first_window_warms_up_and_a_short_last_one_is_no_spread():
     assert (found["steps"], found["samples"], found["peak_gib"]) == (13, 130, 1.3)
 
 
-def test_percentiles_are_the_last_lines_and_the_loss_is_of_the_last_quarter():
+def test_percentiles_use_last_line_and_loss_uses_last_quarter():
     lines = [line(step, 10, 1, loss=float(step)) for step in range(1, 9)]
     lines[-1] |= {"time/step_p50_s": 0.5, "time/step_p95_s": 0.9}
     found = figures(lines)
@@ -32,7 +32,7 @@ def test_percentiles_are_the_last_lines_and_the_loss_is_of_the_last_quarter():
     assert figures([*lines, line(9, 10, 1, loss=None)])["loss"] is None  # not finite: no mean hides it
 
 
-def test_what_was_not_measured_is_none():
+def test_unmeasured_values_are_none():
     assert set(figures([]).values()) == {None}
     assert figures([line(1, None, None)])["samples_per_s"] is None
 
@@ -66,16 +66,16 @@ def raised_by_policy(error):
         TrainingError(str(raised_by_policy(torch.OutOfMemoryError("allocation failed")))),
     ],
 )
-def test_memory_that_ran_out_is_known_however_it_is_said(error):
+def test_oom_is_recognised_in_every_form(error):
     assert outcome_of(error).status == "out_of_memory"
 
 
-def test_a_worker_killed_for_an_unknown_reason_is_no_proof_of_memory():
+def test_worker_killed_for_unknown_reason_is_not_oom():
     said = "The actor died unexpectedly. Potential root causes: (1) SIGKILL by OOM killer due to high memory usage."
     assert outcome_of(TrainingError(said)).status == "failed"
 
 
-def test_any_other_error_is_a_failure_in_one_line():
+def test_other_errors_are_failures_with_one_line():
     error = TrainingError("KeyError: 'label'\n  at some line")
     assert outcome_of(error, 1.5).status == "failed" and outcome_of(error, 1.5).elapsed_s == 1.5
     assert one_line(error) == "KeyError: 'label'"
@@ -89,7 +89,7 @@ def row_with(found, status="finished", auto=False):
     return row_of(trial, TrialOutcome(status, None, 3.0), lines, None)
 
 
-def test_a_trial_that_went_on_in_smaller_micro_batches_is_not_told_as_what_was_asked_for():
+def test_trial_with_reduced_micro_batch_is_out_of_memory():
     row = row_with(16)
     assert (row["status"], row["micro"], row["accumulation"]) == ("out_of_memory", 64, 2)
     assert "out of memory at micro-batch 64; the run continued with 16" in row["error"]
@@ -98,10 +98,10 @@ def test_a_trial_that_went_on_in_smaller_micro_batches_is_not_told_as_what_was_a
 
 
 @pytest.mark.parametrize(("found", "auto", "cut"), [(64, False, (64, 2)), (16, True, (16, 8)), (64, True, (64, 2))])
-def test_a_trial_that_measured_what_was_asked_for_has_finished(found, auto, cut):
+def test_trial_with_requested_micro_batch_is_finished(found, auto, cut):
     row = row_with(found, auto=auto)
     assert (row["status"], row["error"], (row["micro"], row["accumulation"])) == ("finished", None, cut)
 
 
-def test_a_trial_that_was_stopped_is_measured_again():
+def test_stopped_trial_is_rerun():
     assert row_with(16, "stopped")["status"] == "stopped"

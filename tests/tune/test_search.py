@@ -71,7 +71,7 @@ def rows_of(folder):
     return {row["trial"]: row for row in map(json.loads, (folder / "trials.jsonl").read_text().splitlines())}
 
 
-def test_a_stopped_sweep_keeps_what_it_has(stopped):
+def test_stopped_sweep_keeps_finished_rows(stopped):
     outcome, listener = stopped
     assert outcome.summary["status"] == "stopped"
     assert ("stop", "stopping the running trials; press Ctrl-C again to exit at once") in listener.notes
@@ -81,7 +81,7 @@ def test_a_stopped_sweep_keeps_what_it_has(stopped):
     assert outcome.summary["recommendation"]["best"] == "t001"
 
 
-def test_the_same_command_goes_on_with_the_rest(stopped, finished):
+def test_same_command_runs_the_remaining_trials(stopped, finished):
     code, text, folder = finished
     assert code == 0
     assert "4 of 64 samples each, 1 already measured, 2 infeasible" in text
@@ -97,7 +97,7 @@ def test_the_same_command_goes_on_with_the_rest(stopped, finished):
     assert "CUDA out of memory" in after["t002"]["error"]
 
 
-def test_a_row_holds_what_its_run_measured(finished):
+def test_row_holds_metrics_of_its_run(finished):
     _, _, folder = finished
     found = rows_of(folder)["t001"]
     logged = lines(folder / found["run"])
@@ -114,7 +114,7 @@ def test_a_row_holds_what_its_run_measured(finished):
     assert json.loads((folder / "trials" / "t002" / "result.json").read_text())["status"] == "failed"
 
 
-def test_the_folder_holds_what_the_report_reads(finished):
+def test_sweep_folder_has_the_files_of_the_report(finished):
     _, text, folder = finished
     summary = json.loads((folder / "sweep.json").read_text())
     assert (summary["kind"], summary["status"], summary["goal"]) == ("sweep", "finished", "throughput")
@@ -125,7 +125,7 @@ def test_the_folder_holds_what_the_report_reads(finished):
     assert not (folder / "ray").exists()
 
 
-def test_the_best_is_a_recipe_that_trains(finished, recipe):
+def test_best_config_is_a_trainable_recipe(finished, recipe):
     _, _, folder = finished
     best = from_yaml((folder / "best.yaml").read_text(), "best.yaml")
     assert best.train == recipe.train  # its own length, not the trial's
@@ -138,7 +138,7 @@ def test_the_best_is_a_recipe_that_trains(finished, recipe):
     ][:2]
 
 
-def test_a_sweep_that_cannot_fit_says_what_is_missing(local_ray, recipe):
+def test_infeasible_sweep_reports_missing_resources(local_ray, recipe):
     wide = recipe.model_copy(
         update={
             "cluster": recipe.cluster.model_copy(update={"cpus_per_worker": 9.0}),
@@ -149,7 +149,7 @@ def test_a_sweep_that_cannot_fit_says_what_is_missing(local_ray, recipe):
         search(Sweep(wide, reset_searched(wide, []), parse_space(["batch.micro=4"])), Watching())
 
 
-def test_the_table_fits_a_terminal_and_marks_the_best(finished):
+def test_table_fits_terminal_and_marks_the_best(finished):
     _, _, folder = finished
     text = io.StringIO()
     rows = list(rows_of(folder).values())

@@ -6,7 +6,7 @@ from mmray.config.search_space import Range, parse_space
 from mmray.errors import UsageError
 
 
-def test_lists_are_crossed_in_the_order_given_the_last_fastest():
+def test_lists_are_crossed_with_the_last_fastest():
     space = parse_space(["batch.micro=8,16", "--batch.accumulation=1,2"])
     assert space.combinations() == [
         {"batch.micro": "8", "batch.accumulation": "1"},
@@ -16,7 +16,7 @@ def test_lists_are_crossed_in_the_order_given_the_last_fastest():
     ]
 
 
-def test_lists_in_brackets_none_and_hyphens():
+def test_lists_accept_brackets_none_and_hyphens():
     space = parse_space(["optimizer.betas=[0.9,0.98],[0.9,0.95]", "data.block-mb=8", "evaluate.limit=None,5"])
     assert space.axes == {
         "optimizer.betas": ([0.9, 0.98], [0.9, 0.95]),
@@ -25,7 +25,7 @@ def test_lists_in_brackets_none_and_hyphens():
     }
 
 
-def test_ranges_are_drawn_from_the_seed_within_their_bounds_and_crossed_with_lists():
+def test_seeded_ranges_stay_in_bounds_and_cross_with_lists():
     given = ["optimizer.lr=loguniform(1e-5,1e-3)", "batch.micro=8,16"]
     combinations = parse_space(given, samples=50, seed=3).combinations()
     rates = [one["optimizer.lr"] for one in combinations]
@@ -57,6 +57,6 @@ def test_ranges_are_drawn_from_the_seed_within_their_bounds_and_crossed_with_lis
         (["optimizer.lr=uniform(a,1)"], 3, "not numbers"),
     ],
 )
-def test_what_cannot_be_meant_is_told(given, samples, said):
+def test_invalid_space_is_reported(given, samples, said):
     with pytest.raises(UsageError, match=said.replace("(", r"\(")):
         parse_space(given, samples)

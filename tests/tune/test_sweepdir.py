@@ -21,7 +21,7 @@ def started(config, status="stopped", identity=IDENTITY):
     return sweep
 
 
-def test_an_unnamed_sweep_goes_on_until_it_has_finished(tmp_path):
+def test_unnamed_sweep_resumes_until_finished(tmp_path):
     first = started(base(tmp_path))
     assert first.path == tmp_path / "sample-tune"
     assert resolve_sweep_dir(base(tmp_path), IDENTITY).path == first.path
@@ -30,7 +30,7 @@ def test_an_unnamed_sweep_goes_on_until_it_has_finished(tmp_path):
     assert resolve_sweep_dir(base(tmp_path), IDENTITY).path.name == "sample-tune-2"
 
 
-def test_a_named_sweep_of_other_settings_is_refused_with_the_differences(tmp_path):
+def test_named_sweep_with_other_settings_is_refused_with_differences(tmp_path):
     config = base(tmp_path, name="mine")
     started(config)
     assert resolve_sweep_dir(config, IDENTITY).path == tmp_path / "mine"
@@ -45,14 +45,14 @@ def test_a_named_sweep_of_other_settings_is_refused_with_the_differences(tmp_pat
         resolve_sweep_dir(base(tmp_path, name="other", resume="must"), IDENTITY)
 
 
-def test_a_setting_that_is_new_since_then_is_no_difference(tmp_path):
+def test_setting_added_later_is_not_a_difference(tmp_path):
     config = base(tmp_path, name="mine")
     recipe = started(config).path / "recipe.yaml"
     recipe.write_text("".join(line for line in recipe.read_text().splitlines(True) if "clip_norm" not in line))
     assert resolve_sweep_dir(config, IDENTITY).path == tmp_path / "mine"
 
 
-def test_where_it_runs_and_what_is_cached_may_differ(tmp_path):
+def test_storage_and_cache_settings_may_differ(tmp_path):
     config = base(tmp_path, name="mine")
     started(config)
     free = {"local_cache": "/cache", "local_cache_gb": 3.0, "cache": "elsewhere"}
@@ -62,14 +62,14 @@ def test_where_it_runs_and_what_is_cached_may_differ(tmp_path):
         resolve_sweep_dir(config.with_cluster(workers=3), IDENTITY)
 
 
-def test_a_folder_of_something_else_is_left_alone(tmp_path):
+def test_unrelated_folder_is_not_changed(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
     with pytest.raises(UsageError, match="is not a sweep"):
         resolve_sweep_dir(base(tmp_path, name="mine"), IDENTITY)
 
 
-def test_rows_that_need_no_second_run_are_kept_where_the_settings_agree(tmp_path):
+def test_finished_rows_are_kept_if_settings_match(tmp_path):
     sweep = started(base(tmp_path))
     statuses = ["finished", "out_of_memory", "failed", "stopped", "infeasible"]
     rows = [{"trial": f"t{n}", "status": status, "settings": {"batch.micro": n}} for n, status in enumerate(statuses)]

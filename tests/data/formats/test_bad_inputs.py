@@ -48,11 +48,11 @@ def faults_of(source, out):
 
 
 @pytest.mark.parametrize(("place", "name"), matrix.places())
-def test_what_becomes_of(outcomes, place, name):
+def test_bad_input_has_the_documented_outcome(outcomes, place, name):
     assert outcomes.get(place, matrix.KEPT) == matrix.ALL[name][1]
 
 
-def test_no_image_writes_past_python_into_the_log(capfd):
+def test_native_decoders_write_nothing_to_stderr(capfd):
     for data, _, _ in matrix.IMAGES.values():
         for read in (verify_image, decode):
             with suppress(BadImage):
@@ -60,7 +60,7 @@ def test_no_image_writes_past_python_into_the_log(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_the_readme_says_the_same():
+def test_readme_table_matches_the_matrix():
     readme = (ROOT / "mmray" / "data" / "README.md").read_text()
     assert readme.count(matrix.BEGIN) == readme.count(matrix.END) == 1
     assert matrix.table() in readme, "put the output of `python -m tests.data.formats.bad_inputs` between the marks"
@@ -75,7 +75,7 @@ sandbox.serve(sys.stdin.buffer, sys.stdout.buffer)
 """
 
 
-def test_an_image_that_kills_the_decoder_is_named_and_the_next_is_decoded(monkeypatch):
+def test_decoder_crash_is_reported_and_next_image_is_decoded(monkeypatch):
     monkeypatch.setattr("mmray.data.images.sandbox.COMMAND", (sys.executable, "-c", DYING))
     sandbox, good = SandboxedDecoder(), matrix.encoded()
     assert sandbox.check(good, 1000) == (9, 6)
@@ -91,7 +91,7 @@ def test_an_image_that_kills_the_decoder_is_named_and_the_next_is_decoded(monkey
     assert child is not None and child.poll() == 0
 
 
-def test_the_child_decodes_as_the_parent_does():
+def test_child_process_applies_the_given_limit():
     data = matrix.encoded()
     run = subprocess.run(
         [sys.executable, "-m", "mmray.data.images.sandbox"],

@@ -22,7 +22,7 @@ def test_coco_keeps_captions_and_boxes(tmp_path):
     assert rows[2].box_labels == [2]
 
 
-def test_coco_without_captions_names_its_categories(tmp_path):
+def test_coco_without_captions_uses_category_names(tmp_path):
     images(tmp_path / "raw", 2)
     notes = [{"image_id": 0, "bbox": [0, 0, 4, 4], "category_id": c} for c in (1, 2, 1)]
     notes.append({"image_id": 1, "bbox": [0, 0, 40, 4], "category_id": 1})
@@ -38,7 +38,7 @@ def test_coco_without_captions_names_its_categories(tmp_path):
     assert faults == {"instances.json:image 1": "boxes"}
 
 
-def test_coco_that_lacks_something_is_told(tmp_path):
+def test_incomplete_coco_document_is_reported(tmp_path):
     document = {
         "images": [{"id": n, "file_name": f"{n}.png"} for n in range(2)],
         "annotations": [{"image_id": 0, "bbox": [0, 0, 4, 4]}, {"image_id": 1, "bbox": [0, 0, 4, 4], "category_id": 1}],
@@ -86,7 +86,7 @@ def coco_halves(folder):
     return folder / f"{CAPTIONS},{INSTANCES.rpartition('/')[2]}"
 
 
-def test_coco_captions_and_instances_are_joined_by_the_image(tmp_path):
+def test_coco_captions_and_instances_are_joined_by_image_id(tmp_path):
     manifest, rows, faults = prepared(coco_halves(tmp_path / "raw"), tmp_path / "out")
     assert [(row.key, row.texts) for row in rows] == [(str(n), [text(n), "x"]) for n in range(COUNT)] and not faults
     middle = [0.25, 0.25, 0.75, 0.75]  # of 12 x 8 pixels
@@ -98,7 +98,7 @@ def test_coco_captions_and_instances_are_joined_by_the_image(tmp_path):
     assert manifest.box_names == {"7": "cat", "8": "dog"}
 
 
-def test_a_change_of_the_second_document_is_noticed(tmp_path, in_process):
+def test_change_of_the_second_document_is_detected(tmp_path, in_process):
     source, out = coco_halves(tmp_path / "raw"), tmp_path / "out"
     before = prepared(source, out)[0]
     in_process.clear()
@@ -122,7 +122,7 @@ def test_coco_hint_names_companion_file(tmp_path):
     assert said[-1] == f"7 rows of COCO from {both}"
 
 
-def test_documents_of_coco_that_do_not_go_together(tmp_path):
+def test_mismatched_coco_documents_are_refused(tmp_path):
     source = coco_halves(tmp_path / "raw")
     path = tmp_path / "raw" / INSTANCES
     good = json.loads(path.read_text())

@@ -34,13 +34,13 @@ def written(rows, **options):
 
 @settings(deadline=None)
 @given(rows=st.lists(FIELDS, max_size=6), quoting=st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL]))
-def test_what_csv_writes_is_read_back(tmp_path_factory, rows, quoting):
+def test_csv_output_is_read_back(tmp_path_factory, rows, quoting):
     assert rows_of(tmp_path_factory.mktemp("csv"), written(rows, quoting=quoting)) == rows
 
 
 @settings(deadline=None)
 @given(rows=st.lists(st.lists(PLAIN, min_size=3, max_size=3), max_size=6), end=st.sampled_from(ENDS))
-def test_what_is_joined_by_commas_is_read_as_csv_reads_it(tmp_path_factory, rows, end):
+def test_unquoted_fields_parse_like_python_csv(tmp_path_factory, rows, end):
     text = "".join(",".join(row) + end for row in [NAMES, *rows])
     assert [row for row in csv.reader(io.StringIO(text, newline="")) if row][1:] == rows
     assert rows_of(tmp_path_factory.mktemp("csv"), text.encode()) == rows
@@ -48,25 +48,25 @@ def test_what_is_joined_by_commas_is_read_as_csv_reads_it(tmp_path_factory, rows
 
 @settings(deadline=None)
 @given(rows=st.lists(FIELDS, max_size=4), size=st.integers(1, 4))
-def test_a_record_ends_in_the_same_place_however_it_comes_in_pieces(tmp_path_factory, rows, size):
+def test_record_boundaries_do_not_depend_on_chunking(tmp_path_factory, rows, size):
     whole, folder = written(rows), tmp_path_factory.mktemp("csv")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lines, "_PIECE_BYTES", size)
         assert rows_of(folder, whole) == rows
 
 
-def test_an_inch_mark_in_two_captions_loses_no_row(tmp_path):
+def test_stray_quotes_in_captions_lose_no_row(tmp_path):
     captions = [f'a 5" pipe {number}' if number in (2, 6) else f"row {number}" for number in range(10)]
     data = "image,text,id\n" + "".join(f"{number}.png,{text},{number}\n" for number, text in enumerate(captions))
     assert [row[1] for row in rows_of(tmp_path, data.encode())] == captions
 
 
-def test_a_byte_order_mark_before_a_quoted_name_is_no_letter(tmp_path):
+def test_byte_order_mark_before_quoted_column_name_is_dropped(tmp_path):
     data = lines.BOM + b'"image","text\n","id"\n0.png,"two\nlines",0\n'
     assert rows_of(tmp_path, data) == [["0.png", "two\nlines", "0"]]
 
 
-def test_a_carriage_return_in_a_field_is_a_fault_that_is_told(tmp_path):
+def test_carriage_return_in_a_field_is_reported(tmp_path):
     good, bad = rows_of(tmp_path, b"image,text,id\n0.png,x,0\n1.png,one\rtwo,1\n")
     assert good == ["0.png", "x", "0"]
     assert (bad.stage, bad.reason) == ("parse", "csv")

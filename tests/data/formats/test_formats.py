@@ -183,7 +183,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("title", SOURCES)
-def test_every_format_gives_the_same_rows_and_is_known_by_what_it_is(tmp_path, title, in_process):
+def test_every_format_is_detected_and_gives_the_same_rows(tmp_path, title, in_process):
     source, said = SOURCES[title](tmp_path / "raw"), []
     manifest = prepare(str(source), str(tmp_path / "out"), LAX, notify=lambda line, label: said.append(line))
     amount = "2 files" if title == "WebDataset" else "7 rows"
@@ -202,7 +202,7 @@ def test_every_format_gives_the_same_rows_and_is_known_by_what_it_is(tmp_path, t
     assert in_process == []
 
 
-def test_a_folder_for_each_class(tmp_path):
+def test_class_folders_give_labels(tmp_path):
     for name in ("red_fox", "cat"):
         images(tmp_path / "raw" / name, 2)
     (tmp_path / "raw" / "cat" / "1.png").write_bytes(b"<html>")
@@ -215,7 +215,7 @@ def test_a_folder_for_each_class(tmp_path):
     assert manifest.class_names == PreparedSet.open(str(tmp_path / "out")).manifest.class_names == ("cat", "red fox")
 
 
-def test_split_folders_above_classes(tmp_path):
+def test_split_folders_may_contain_class_folders(tmp_path):
     for split, number in (("train", 0), ("val", 1)):
         folder = tmp_path / "raw" / split / "cat"
         folder.mkdir(parents=True)
@@ -225,7 +225,7 @@ def test_split_folders_above_classes(tmp_path):
     assert [row.label for row in rows] == [0, 0] and manifest.class_names == ("cat",)
 
 
-def test_pairs_without_a_half_and_captions_that_are_no_utf8(tmp_path):
+def test_incomplete_pairs_and_non_utf8_captions_are_quarantined(tmp_path):
     source = pairs(tmp_path / "raw")
     (source / "some" / "1.txt").unlink()
     (source / "some" / "2.png").unlink()
@@ -239,14 +239,14 @@ def test_pairs_without_a_half_and_captions_that_are_no_utf8(tmp_path):
     assert [row.texts for row in rows] == [[text(0)], ["one", "two"], [text(6)]]
 
 
-def test_lists_of_unequal_length_are_a_fault_of_the_set(tmp_path):
+def test_lists_of_unequal_length_are_a_data_error(tmp_path):
     source = lists(tmp_path / "raw")
     (tmp_path / "raw" / "captions.txt").write_text("one\n")
     with pytest.raises(DataError, match=r"images\.txt has 7 lines, captions\.txt 1: make them equal"):
         prepared(source, tmp_path / "out")
 
 
-def test_a_caption_longer_than_a_line_may_be_costs_its_row(tmp_path, monkeypatch):
+def test_too_long_caption_is_quarantined(tmp_path, monkeypatch):
     for module in (lines, image_folder):
         monkeypatch.setattr(module, "MAX_LINE_BYTES", 10_000)
     source = lists(tmp_path / "raw")
@@ -256,7 +256,7 @@ def test_a_caption_longer_than_a_line_may_be_costs_its_row(tmp_path, monkeypatch
     assert len(rows) == COUNT - 1 and faults == {"images.txt:4": "too-long"}
 
 
-def test_csv_in_quotes_and_what_is_wrong_with_its_lines(tmp_path):
+def test_csv_keeps_quoted_fields_and_reports_bad_lines(tmp_path):
     folder = images(tmp_path / "raw")
     (folder / "a.csv").write_bytes(
         b'\xef\xbb\xbfimage,text,label\r\n\r\n0.png,"two\r\nlines, ""quoted""",3\r\n1.png\r\n2.png,caf\xe9,1\r\n'
@@ -267,7 +267,7 @@ def test_csv_in_quotes_and_what_is_wrong_with_its_lines(tmp_path):
     assert faults == {"a.csv:5": "columns", "a.csv:6": "encoding", "a.csv:7": "label", "a.csv:8": "csv"}
 
 
-def test_a_csv_that_grew_is_appended_to(tmp_path, in_process):
+def test_appended_csv_packs_only_new_rows(tmp_path, in_process):
     source = csv_source(tmp_path / "raw")
     prepared(source, tmp_path / "out")
     in_process.clear()
@@ -277,7 +277,7 @@ def test_a_csv_that_grew_is_appended_to(tmp_path, in_process):
     assert len(in_process) == 1
 
 
-def test_columns_of_other_names(tmp_path):
+def test_columns_can_be_renamed(tmp_path):
     folder = images(tmp_path / "raw")
     table = {"path": [f"{n}.png" for n in range(COUNT)], "caption": [text(n) for n in range(COUNT)], "text": ["no"] * 7}
     pq.write_table(pa.table(table), folder / "rows.parquet")
@@ -289,7 +289,7 @@ def test_columns_of_other_names(tmp_path):
         Prepare(columns=("picture=x",))
 
 
-def test_parquet_with_rows_that_are_bad(tmp_path):
+def test_bad_parquet_rows_are_quarantined(tmp_path):
     (tmp_path / "raw").mkdir()
     texts = pa.array([b"a", b"caf\xe9", b" ", b"b"], pa.binary()).view(pa.string())
     table = pa.table({"image": [colour_image(0), colour_image(1), colour_image(2), b""], "text": texts})
@@ -299,7 +299,7 @@ def test_parquet_with_rows_that_are_bad(tmp_path):
     assert faults == {"rows.parquet:2": "encoding", "rows.parquet:3": "blank", "rows.parquet:4": "empty"}
 
 
-def test_what_img2dataset_writes_by_default_is_images_beside_texts(tmp_path):
+def test_img2dataset_files_are_read_as_image_text_pairs(tmp_path):
     source, said = downloaded(tmp_path / "raw"), []
     manifest = prepare(str(source), str(tmp_path / "out"), LAX, notify=lambda line, label: said.append(line))
     assert ": 7 rows of images beside texts" in said[0] and manifest.num_read == COUNT
@@ -308,7 +308,7 @@ def test_what_img2dataset_writes_by_default_is_images_beside_texts(tmp_path):
     assert [(row.texts, row.image) for row in rows] == [([text(n)], lossy(n, "JPEG")) for n in range(COUNT)]
 
 
-def test_a_parquet_beside_paired_images_that_is_no_account_of_them_is_the_source(tmp_path):
+def test_unrelated_parquet_next_to_pairs_is_the_source(tmp_path):
     source = parquet_paths(tmp_path / "raw").parent
     pairs(source)
     assert detect_source(str(source)).format == "parquet" and detect_source(str(source), "pairs").format == "pairs"
@@ -316,13 +316,13 @@ def test_a_parquet_beside_paired_images_that_is_no_account_of_them_is_the_source
     assert detect_source(str(source)).format == "parquet"  # images of the top folder have no Parquet of their name
 
 
-def test_jpegs_in_img2datasets_tars(tmp_path):
+def test_img2dataset_tars_are_read(tmp_path):
     _, rows, faults = prepared(tars(tmp_path / "raw", kind="jpg"), tmp_path / "out")
     assert [(row.texts, row.image) for row in rows] == [([text(n)], lossy(n, "JPEG")) for n in range(COUNT)]
     assert [row.key for row in rows][3:5] == ["00000/000000003", "00001/000000004"] and not faults
 
 
-def test_a_cls_is_the_label_of_its_webp(tmp_path):
+def test_cls_member_is_the_label(tmp_path):
     members = [("a.webp", lossy(1, "WEBP")), ("a.txt", b"one"), ("a.cls", b"3")]
     members += [("b.webp", lossy(2, "WEBP")), ("b.txt", b"two"), ("b.cls", b" 11\n")]
     members += [("b.json", b'{"label": 5, "caption": "no"}')]
@@ -331,7 +331,7 @@ def test_a_cls_is_the_label_of_its_webp(tmp_path):
     assert rows[1].image == lossy(2, "WEBP") and not faults
 
 
-def test_a_damaged_parquet_page_costs_its_rows_and_they_are_named(tmp_path):
+def test_damaged_parquet_page_quarantines_only_its_rows(tmp_path):
     source = parquet_bytes(tmp_path / "raw") / "a.parquet"
     data = bytearray(source.read_bytes())
     at = pq.ParquetFile(source).metadata.row_group(1).column(0).data_page_offset
@@ -342,7 +342,7 @@ def test_a_damaged_parquet_page_costs_its_rows_and_they_are_named(tmp_path):
     assert faults == {"a.parquet:3": "damaged", "a.parquet:4": "damaged"}
 
 
-def test_a_saved_dataset_with_splits_and_one_with_indices(tmp_path):
+def test_saved_datasets_with_splits_or_indices_are_read(tmp_path):
     (tmp_path / "raw").mkdir()
     saved(tmp_path / "raw" / "train")
     (tmp_path / "raw" / "dataset_dict.json").write_text('{"splits": ["train"]}')
@@ -373,7 +373,7 @@ def hostile_tar(path):
         add(tar, "good.json", json.dumps({"caption": "from the json"}).encode())
 
 
-def test_a_hostile_tar(tmp_path):
+def test_unsafe_tar_members_are_quarantined(tmp_path):
     (tmp_path / "raw").mkdir()
     hostile_tar(tmp_path / "raw" / "a.tar")
     _, rows, faults = prepared(tmp_path / "raw" / "a.tar", tmp_path / "out")
@@ -394,7 +394,7 @@ def folder_of_tar(folder, members, name="A.TAR"):
     return folder
 
 
-def test_the_kind_of_a_member_is_all_that_follows_the_first_dot(tmp_path):
+def test_tar_member_extension_starts_at_the_first_dot(tmp_path):
     members = [("a.mask.png", colour_image(9)), ("a.PNG", colour_image(1)), ("a.txt", b"one")]
     members += [("b.depth.png", colour_image(8)), ("b.txt", b"two")]
     _, rows, faults = prepared(folder_of_tar(tmp_path / "raw", members), tmp_path / "out")
@@ -403,7 +403,7 @@ def test_the_kind_of_a_member_is_all_that_follows_the_first_dot(tmp_path):
     assert "it has depth.png" in (tmp_path / "out" / "quarantine.jsonl").read_text()
 
 
-def test_a_member_that_comes_again_is_a_row_again(tmp_path):
+def test_repeated_tar_member_is_another_row(tmp_path):
     members = [("a.png", colour_image(1)), ("a.txt", b"one"), ("a.png", colour_image(2)), ("a.txt", b"two")]
     members += [("b.png", colour_image(3)), ("b.txt", b"x"), ("b.txt", b"y")]
     manifest, rows, _ = prepared(folder_of_tar(tmp_path / "raw", members), tmp_path / "out")
@@ -411,7 +411,7 @@ def test_a_member_that_comes_again_is_a_row_again(tmp_path):
     assert (manifest.num_read, manifest.reasons) == (4, {"duplicate-key": 1, "no-image": 1})
 
 
-def test_what_is_not_taken_from_a_json_condemns_no_row(tmp_path):
+def test_unused_json_fields_do_not_invalidate_a_row(tmp_path):
     stated = (b'{"similarity": NaN, "caption": "c", "x": [{"y": 1, "y": 2}]}', b'{"caption": NaN, "alt": "d"}')
     members = [("a.png", colour_image(1)), ("a.json", stated[0]), ("b.png", colour_image(2)), ("b.json", stated[1])]
     members += [("c.png", colour_image(3)), ("c.txt", b"e"), ("c.json", stated[1])]
@@ -423,7 +423,7 @@ def test_what_is_not_taken_from_a_json_condemns_no_row(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0.35, 0.5, 0.52, 0.65, 0.75])
-def test_a_tar_that_breaks_off_anywhere_says_so(tmp_path, keep):
+def test_truncated_tar_is_reported(tmp_path, keep):
     source = tars(tmp_path / "raw") / "00000.tar"
     data = source.read_bytes()
     with tarfile.open(source) as tar:
@@ -435,7 +435,7 @@ def test_a_tar_that_breaks_off_anywhere_says_so(tmp_path, keep):
     assert [row.texts for row in rows] == [[text(number)] for number in range(len(rows))]
 
 
-def test_a_damaged_tar_header_in_the_middle_is_not_taken_for_the_end(tmp_path):
+def test_damaged_tar_header_does_not_end_the_archive(tmp_path):
     source = tars(tmp_path / "raw") / "00000.tar"
     data = bytearray(source.read_bytes())
     with tarfile.open(source) as tar:
@@ -447,7 +447,7 @@ def test_a_damaged_tar_header_in_the_middle_is_not_taken_for_the_end(tmp_path):
     assert list(faults.values()) == ["truncated"]
 
 
-def test_a_tar_beside_others_is_appended(tmp_path, in_process):
+def test_added_tar_is_appended(tmp_path, in_process):
     source = tars(tmp_path / "raw")
     prepared(source, tmp_path / "out")
     in_process.clear()
@@ -460,7 +460,7 @@ def test_a_tar_beside_others_is_appended(tmp_path, in_process):
     assert manifest.num_rows == COUNT + 1
 
 
-def test_what_is_no_source(tmp_path):
+def test_unsupported_sources_are_refused(tmp_path):
     with pytest.raises(DataError, match="there is no file"):
         detect_source(str(tmp_path / "none.csv"))
     (tmp_path / "rows.csv").write_text("image,text\n")

@@ -32,7 +32,7 @@ def in_process(monkeypatch):
     monkeypatch.setattr(prepare_module, "pack_chunks", run)
 
 
-def test_a_member_of_a_tar_whose_name_is_not_utf8(tmp_path):
+def test_tar_member_with_non_utf8_name_is_quarantined(tmp_path):
     with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.GNU_FORMAT, encoding="latin-1") as tar:
         for stem in ("a", "caf\xe9", "z"):
             for kind, data in (("png", colour_image(len(stem))), ("txt", stem.encode())):
@@ -54,7 +54,7 @@ def test_a_member_of_a_tar_whose_name_is_not_utf8(tmp_path):
         {"texts": ["\ud800"], "text": None},
     ],
 )
-def test_a_row_that_no_file_can_say(tmp_path, odd):
+def test_unrepresentable_row_is_quarantined(tmp_path, odd):
     (tmp_path / "a.png").write_bytes(colour_image(1))
     rows = [{"id": "1", "image": "a.png", "text": "x"}, {"id": "2", "image": "a.png", "text": "y"} | odd]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -62,7 +62,7 @@ def test_a_row_that_no_file_can_say(tmp_path, odd):
     assert (manifest.num_rows, list(faults)) == (1, ["a.jsonl:2"])
 
 
-def test_files_whose_names_are_not_utf8(tmp_path):
+def test_files_with_non_utf8_names_are_quarantined(tmp_path):
     folder = tmp_path / "raw"
     for number, name in enumerate(("cat", "dog", LATIN)):
         (folder / name).mkdir(parents=True)
@@ -79,7 +79,7 @@ def test_files_whose_names_are_not_utf8(tmp_path):
     assert (manifest.num_rows, faults) == (1, {"caf\\udce9.png": "path"})
 
 
-def test_a_file_of_rows_whose_name_is_not_utf8_is_named(tmp_path):
+def test_source_file_with_non_utf8_name_is_reported(tmp_path):
     (tmp_path / f"{LATIN}.tar").write_bytes(b"")
     with pytest.raises(DataError, match=r"the name 'caf\\udce9.tar' is not plain UTF-8: rename the file"):
         prepared(tmp_path, tmp_path / "out")
@@ -89,7 +89,7 @@ def test_a_file_of_rows_whose_name_is_not_utf8_is_named(tmp_path):
         prepared(tmp_path, tmp_path)
 
 
-def test_rows_in_a_file_called_json_are_read_or_told_what_they_are(tmp_path):
+def test_json_extension_is_read_as_jsonl_or_refused_with_a_hint(tmp_path):
     (tmp_path / "a.png").write_bytes(colour_image(1))
     row = json.dumps({"image": "a.png", "text": "x"})
     for name, text in {"one": row, "two": f"{row}\n{row}\n", "long": f'{row}\n{{"text": "{"x" * 70_000}"}}'}.items():
@@ -106,7 +106,7 @@ def test_rows_in_a_file_called_json_are_read_or_told_what_they_are(tmp_path):
         assert detect_source(str(tmp_path / "coco.json")).format == "coco"
 
 
-def test_a_name_with_a_comma_is_a_file_where_there_is_one(tmp_path):
+def test_existing_file_with_comma_in_its_name_is_one_source(tmp_path):
     (tmp_path / "a.png").write_bytes(colour_image(1))
     (tmp_path / "my,file.jsonl").write_text('{"image": "a.png", "text": "x"}\n')
     assert prepared(tmp_path / "my,file.jsonl", tmp_path / "out")[0].num_rows == 1
@@ -116,7 +116,7 @@ def test_a_name_with_a_comma_is_a_file_where_there_is_one(tmp_path):
     assert detect_source(str(tmp_path / "my,folder")).format == "parquet"
 
 
-def test_a_source_that_cannot_be_read_is_not_called_a_set_that_cannot_be_written(tmp_path, monkeypatch):
+def test_unreadable_source_is_not_reported_as_write_error(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text("{}\n")
     job = prepare_module.make_job(str(tmp_path / "a.jsonl"), str(tmp_path / "out"), LAX)
     chunk = next(job.open().scan(8, ()))
@@ -136,7 +136,7 @@ def tar_of(path, *stems):
     return path
 
 
-def test_tars_without_a_member_are_a_source_without_rows(tmp_path):
+def test_empty_tars_are_a_source_without_rows(tmp_path):
     (tmp_path / "raw").mkdir()
     tar_of(tmp_path / "raw" / "a.tar")
     with pytest.raises(DataError, match="holds no rows of WebDataset"):
@@ -145,7 +145,7 @@ def test_tars_without_a_member_are_a_source_without_rows(tmp_path):
     assert prepared(tmp_path / "raw", tmp_path / "out")[0].num_rows == 1
 
 
-def test_a_tar_behind_a_tar_is_told(tmp_path):
+def test_concatenated_tars_are_reported(tmp_path):
     first, second = (tar_of(tmp_path / f"{stem}.tar", stem).read_bytes() for stem in "ab")
     (tmp_path / "both.tar").write_bytes(first + second)
     manifest, _, faults = prepared(tmp_path / "both.tar", tmp_path / "out")
@@ -154,7 +154,7 @@ def test_a_tar_behind_a_tar_is_told(tmp_path):
     assert prepared(tmp_path / "a.tar", tmp_path / "padded")[0].reasons == {}
 
 
-def test_messages_may_stand_in_a_csv(tmp_path):
+def test_csv_may_hold_messages(tmp_path):
     (tmp_path / "a.png").write_bytes(colour_image(1))
     said = json.dumps([{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A colour."}])
     with (tmp_path / "a.csv").open("w", newline="") as file:
@@ -163,7 +163,7 @@ def test_messages_may_stand_in_a_csv(tmp_path):
     assert [turn["content"] for turn in rows[0].messages] == ["What?", "A colour."]
 
 
-def test_a_tree_follows_links_but_not_in_a_circle(tmp_path):
+def test_folder_walk_follows_links_without_cycles(tmp_path):
     for name in ("a/1.txt", "b/2.txt"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text("x")

@@ -35,7 +35,7 @@ def in_arrow(path):
     ("rows_per_chunk", "most_parts", "sizes"),
     [(7, 16, [7] * 8 + [4] + [7] * 5 + [5]), (7, 2, [30, 30, 20, 20]), (60, 16, [60, 40]), (200, 16, [100])],
 )
-def test_a_large_part_is_cut_into_ranges_of_rows(tmp_path, monkeypatch, source_in, rows_per_chunk, most_parts, sizes):
+def test_large_file_is_split_into_row_ranges(tmp_path, monkeypatch, source_in, rows_per_chunk, most_parts, sizes):
     monkeypatch.setattr(columnar, "MOST_PARTS", most_parts)
     source = source_in(tmp_path)
     chunks = list(source.scan(rows_per_chunk, ()))
@@ -75,12 +75,12 @@ def read(source):
     return [item.values for chunk in source.scan(200, ()) for item in source.read(chunk)]
 
 
-def test_a_store_that_fails_for_a_moment_costs_no_row(on_store, monkeypatch):
+def test_transient_store_failure_loses_no_row(on_store, monkeypatch):
     failing(monkeypatch, 3, OSError("AWS Error NETWORK_CONNECTION"))
     assert [row["text"] for row in read(on_store)] == TABLE.column("text").to_pylist()
 
 
-def test_a_store_that_stays_away_leaves_rows_to_be_tried_again(on_store, monkeypatch):
+def test_unavailable_store_leaves_rows_to_retry(on_store, monkeypatch):
     failing(monkeypatch, 99, OSError("AWS Error NETWORK_CONNECTION"))
     rows = read(on_store)
     assert len(rows) == COUNT and not any(isinstance(row, BadRow) for row in rows[:32])
@@ -95,6 +95,6 @@ def test_a_store_that_stays_away_leaves_rows_to_be_tried_again(on_store, monkeyp
         (pa.ArrowInvalid("no UTF-8"), "damaged"),
     ],
 )
-def test_of_a_disk_the_systems_own_errors_may_pass(tmp_path, monkeypatch, error, reason):
+def test_os_error_of_a_disk_is_unreadable_and_other_errors_are_damaged(tmp_path, monkeypatch, error, reason):
     failing(monkeypatch, 1, error)
     assert {row.reason for row in read(in_parquet(tmp_path)) if isinstance(row, BadRow)} == {reason}

@@ -53,7 +53,7 @@ def test_chunks_cover_the_file_and_keep_line_numbers(tmp_path_factory, lines, la
     assert sum(chunk.num_rows for chunk in chunks) == len(expected)
 
 
-def test_a_grown_file_keeps_its_chunks(tmp_path):
+def test_appended_file_keeps_its_chunks(tmp_path):
     old = b"".join(b'{"n":%d}\n' % number for number in range(25))
     place, name = write(tmp_path, old)
     before = list(scan(place, name, 10))
@@ -63,7 +63,7 @@ def test_a_grown_file_keeps_its_chunks(tmp_path):
     assert [chunk.num_rows for chunk in after] == [10, 10, 5, 10, 2]
 
 
-def test_a_last_line_without_newline_that_was_continued_is_another_chunk(tmp_path):
+def test_continued_last_line_changes_its_chunk(tmp_path):
     place, name = write(tmp_path, b"{}\n{}")
     before = list(scan(place, name, 10))
     write(tmp_path, b"{}\n{} \n{}\n")
@@ -71,7 +71,7 @@ def test_a_last_line_without_newline_that_was_continued_is_another_chunk(tmp_pat
     assert [chunk.num_rows for chunk in after] == [3]
 
 
-def test_a_source_that_changes_while_it_is_read_is_noticed(tmp_path):
+def test_source_changed_while_reading_is_detected(tmp_path):
     place, name = write(tmp_path, b'{"a":1}\n{"b":2}\n')
     [chunk] = scan(place, name, 10)
     write(tmp_path, b'{"a":1}\n{"b":3}\n')
@@ -79,7 +79,7 @@ def test_a_source_that_changes_while_it_is_read_is_noticed(tmp_path):
         list(read_lines(place, chunk))
 
 
-def test_an_endless_line_costs_its_row_and_no_memory(tmp_path, monkeypatch):
+def test_endless_line_costs_one_row_and_no_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(lines_module, "_PIECE_BYTES", 16)
     monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 64)
     place, name = write(tmp_path, b"{}\n" + b"x" * 5000 + b"\n{}\n")
@@ -101,12 +101,12 @@ def test_an_endless_line_costs_its_row_and_no_memory(tmp_path, monkeypatch):
         (b'\n [{"image": "a.png"}]', "is a JSON array"),
     ],
 )
-def test_files_that_are_plainly_no_jsonl(tmp_path, data, message):
+def test_files_other_than_jsonl_are_refused(tmp_path, data, message):
     with pytest.raises(DataError, match=message):
         check_jsonl(*write(tmp_path, data))
 
 
-def test_a_file_that_is_not_there_or_a_folder(tmp_path):
+def test_missing_file_and_folder_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"there is no file .*b\.jsonl"):
         check_jsonl(Storage(str(tmp_path)), "b.jsonl")
     (tmp_path / "folder").mkdir()
@@ -114,7 +114,7 @@ def test_a_file_that_is_not_there_or_a_folder(tmp_path):
         check_jsonl(Storage(str(tmp_path)), "folder")
 
 
-def test_a_row_as_it_is_meant():
+def test_valid_row_is_parsed():
     row = parse_line(b'{"id": 7, "images": ["b/c.jpg"], "texts": ["x", "y"], "label": 3, "split": "train"}\r\n', "f:1")
     assert (row.key, row.image.name, row.texts, row.label, row.split, row.language) == (
         "7",
@@ -173,7 +173,7 @@ GOOD = {"image": "a.png", "text": "x"}
         (GOOD | {"language": ["en"]}, "columns", "language"),
     ],
 )
-def test_a_row_that_is_not_plainly_meant(line, stage, reason):
+def test_ambiguous_row_is_refused(line, stage, reason):
     data = line if isinstance(line, bytes) else json.dumps(line).encode()
     with pytest.raises(BadRow) as caught:
         parse_line(data, "f:1")
@@ -181,14 +181,14 @@ def test_a_row_that_is_not_plainly_meant(line, stage, reason):
     assert caught.value.detail
 
 
-def test_a_fault_after_the_id_carries_the_id():
+def test_error_after_the_id_has_the_id():
     with pytest.raises(BadRow) as caught:
         parse_line(b'{"id": "k", "text": "x", "emoji": 1}', "f:1")
     assert caught.value.key == "k"
     assert "the row has emoji, id, text" in caught.value.detail
 
 
-def test_images_are_read_from_the_folder_and_nowhere_else(tmp_path):
+def test_images_outside_the_folder_are_refused(tmp_path):
     inside = tmp_path / "in"
     (inside / "sub").mkdir(parents=True)
     (tmp_path / "secret.png").write_bytes(b"secret")
@@ -214,14 +214,14 @@ def test_images_are_read_from_the_folder_and_nowhere_else(tmp_path):
         assert (caught.value.stage, caught.value.reason) == ("read", reason), name
 
 
-def test_an_image_file_beyond_reason_is_not_read(tmp_path, monkeypatch):
+def test_oversized_image_file_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "MAX_IMAGE_BYTES", 10)
     (tmp_path / "a.png").write_bytes(b"x" * 11)
     with pytest.raises(BadRow, match="over 10"):
         read_file(Storage(str(tmp_path)), "a.png")
 
 
-def test_the_stamp_of_a_file_changes_with_it(tmp_path):
+def test_file_stamp_changes_with_the_file(tmp_path):
     place = Storage(str(tmp_path))
     assert file_stamp(place, "a") == ("a", None, None)
     (tmp_path / "a").write_bytes(b"1")

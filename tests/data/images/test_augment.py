@@ -52,7 +52,7 @@ def drawn(**places):
 PIXELS = np.asarray(picture())
 
 
-def test_uniform_is_flat_and_a_function_of_its_arguments():
+def test_uniform_is_flat_and_depends_only_on_its_arguments():
     key = np.arange(2000, dtype=np.int64)
     numbers = hash_uniform(3, np.zeros(2000, np.int64), key, 5)
     assert numbers.shape == (2000, 5) and numbers.min() >= 0 and numbers.max() < 1
@@ -66,7 +66,7 @@ def test_uniform_is_flat_and_a_function_of_its_arguments():
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 500), st.integers(1, 500), st.integers(0, 2**62), st.floats(0.01, 1.0))
-def test_a_random_box_lies_inside_and_keeps_its_promises(width, height, key, low):
+def test_random_crop_is_inside_the_image_and_within_limits(width, height, key, low):
     augment = Augment(crop_scale=(low, 1.0))
     numbers = random_numbers(0, np.zeros(1, np.int64), np.array([key]))[0]
     box = random_crop_box((width, height), augment, numbers[CROP])
@@ -79,7 +79,7 @@ def test_a_random_box_lies_inside_and_keeps_its_promises(width, height, key, low
     assert central or (w + 0.5) * (h + 0.5) >= low * width * height
 
 
-def test_a_random_box_is_where_torchvision_would_put_it():
+def test_random_crop_equals_torchvision():
     """Ten tries that all fail: its central part; drawn ends are reached on both sides."""
     for size in ((512, 64), (64, 512), (801, 128), (101, 32), (90, 90)):
         image = torch.zeros(3, size[1], size[0])
@@ -111,12 +111,12 @@ for side, sizes in {256: [(512, 64), (400, 64), (801, 128)], 64: [(293, 32), (12
 """
 
 
-def test_thin_images_do_not_kill_the_process_that_crops_and_enlarges_them():
+def test_thin_images_do_not_crash_crop_and_enlarge():
     run = subprocess.run([sys.executable, "-c", THIN], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
 
 
-def test_the_box_fills_the_square():
+def test_crop_fills_the_square():
     augment = Augment(crop_scale=(0.25, 0.25))
     image = picture(40, 40)
     numbers = drawn(crop=np.tile([0.0, 0.5, 0.5, 0.25], 10))
@@ -125,13 +125,13 @@ def test_the_box_fills_the_square():
     assert np.abs(mine - np.asarray(expected).transpose(2, 0, 1)).max() <= 1
 
 
-def test_a_flip_is_a_mirror_image():
+def test_flip_mirrors_the_image():
     plain = resize_to_square(PIXELS, 16, "squash", "bilinear")
     assert np.array_equal(transform(PIXELS, INPUTS, Augment(flip=0.5), drawn(flip=0.4)), plain[:, :, ::-1])
     assert np.array_equal(transform(PIXELS, INPUTS, Augment(flip=0.5), drawn(flip=0.5)), plain)
 
 
-def test_nothing_is_varied_unless_asked_for():
+def test_augmentation_is_off_by_default():
     """A flip above all: it makes a caption that names sides wrong."""
     assert Augment().flip == 0 and not Augment().is_active
     assert not any(recipes.load(name).augment.flip for name in recipes.RECIPES)
@@ -141,7 +141,7 @@ def test_nothing_is_varied_unless_asked_for():
     )
 
 
-def test_jitter_is_torchvisions_in_the_drawn_order():
+def test_jitter_equals_torchvision_in_the_drawn_order():
     augment = Augment(color_jitter=(0.4, 0.4, 0.4, 0.2))
     square = Image.fromarray(resize_to_square(PIXELS, 16, "squash", "bilinear").transpose(1, 2, 0))
     mine = transform(PIXELS, INPUTS, augment, drawn(factors=[0.75, 0.1, 0.9, 0.75], turns=[0.3, 0.9, 0.1, 0.5]))
@@ -153,7 +153,7 @@ def test_jitter_is_torchvisions_in_the_drawn_order():
     assert difference.max() <= 2  # the hue is rounded here, cut off there
 
 
-def test_a_row_varies_by_epoch_and_not_by_place(tmp_path):
+def test_augmentation_depends_on_epoch_and_not_on_position(tmp_path):
     prepared = make_set(tmp_path, [row(number, data=noisy(number)) for number in range(6)])
     plain = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
     varied = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6, ALL)

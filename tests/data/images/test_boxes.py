@@ -42,7 +42,7 @@ def bright(square):
 
 @pytest.mark.parametrize("fit", ["squash", "crop"])
 @pytest.mark.parametrize("size", [(90, 60), (60, 90), (77, 77), (31, 200)])
-def test_a_box_is_where_its_rectangle_is(fit, size):
+def test_box_matches_its_rectangle(fit, size):
     image, box = scene(*size, (0.4, 0.45, 0.6, 0.55))
     found = to_model_coords(np.array([box]), size, inputs(fit), None, None)[0]
     assert (
@@ -52,7 +52,7 @@ def test_a_box_is_where_its_rectangle_is(fit, size):
 
 
 @pytest.mark.parametrize("size", [(90, 60), (60, 90), (77, 77), (31, 200)])
-def test_padding_moves_the_box_with_the_picture(size):
+def test_padding_moves_box_with_image(size):
     image, box = scene(*size, (0.2, 0.3, 0.8, 0.6))
     inverted = Image.fromarray(255 - np.asarray(image))  # the padding is white
     found = to_model_coords(np.array([box]), size, inputs("pad"), None, None)[0]
@@ -65,7 +65,7 @@ def test_padding_moves_the_box_with_the_picture(size):
     st.integers(20, 120), st.integers(20, 120), st.integers(0, 2**62), st.sampled_from(["squash", "crop", "pad"]),
     st.sampled_from([0.0, 1.0]), st.sampled_from([(1.0, 1.0), (0.3, 0.9)]),
 )  # fmt: skip
-def test_a_varied_box_is_where_its_rectangle_is(width, height, key, fit, flip, scale):
+def test_augmented_box_matches_its_rectangle(width, height, key, fit, flip, scale):
     """Random crop and flip; a rectangle of which enough shows, on a square large enough to measure it."""
     augment = Augment(crop_scale=scale, flip=flip)
     drawn = random_numbers(0, np.zeros(1, np.int64), np.array([key]))[0]
@@ -81,7 +81,7 @@ def test_a_varied_box_is_where_its_rectangle_is(width, height, key, fit, flip, s
     assert np.abs(cut[0] - bright(square)).max() <= blur
 
 
-def test_a_flip_is_its_own_inverse_and_swaps_left_and_right():
+def test_flip_swaps_left_and_right_and_inverts_itself():
     augment, still = Augment(flip=1.0), np.full(49, 0.5)
     boxes = np.array([[0.1, 0.2, 0.3, 0.9], [0, 0, 1, 1]])
     flipped = to_model_coords(boxes, (50, 40), inputs(), augment, still)
@@ -89,7 +89,7 @@ def test_a_flip_is_its_own_inverse_and_swaps_left_and_right():
     assert np.allclose(to_model_coords(flipped, (50, 40), inputs(), augment, still), boxes)
 
 
-def test_boxes_that_a_crop_cuts_off_are_left_out():
+def test_boxes_outside_the_crop_are_dropped():
     boxes = np.array([[0.0, 0.2, 0.2, 0.8], [0.2, 0.2, 0.3, 0.8], [0.3, 0.0, 0.7, 1.0], [0.5, 0.5, 0.5, 0.9]])
     cut, shows = clip_boxes(to_model_coords(boxes, (400, 200), inputs("crop"), None, None))  # the middle half is seen
     assert shows.tolist() == [False, True, True, False]
@@ -97,7 +97,7 @@ def test_boxes_that_a_crop_cuts_off_are_left_out():
     assert not clip_boxes(np.array([[-0.95, 0.0, 0.05, 1.0]]))[1][0]  # a twentieth shows
 
 
-def test_of_too_many_the_largest_stay_in_their_order():
+def test_largest_boxes_are_kept_in_order():
     boxes = np.array([[0, 0, side, side] for side in (0.3, 0.1, 0.9, 0.5)])
     found, labels, count = pad_boxes(boxes, np.array([7, 8, 9, 10]), 3)
     assert labels.tolist() == [7, 9, 10] and count == 3 and np.allclose(found[:, 2], [0.3, 0.9, 0.5])

@@ -57,7 +57,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_each_format_is_known_by_content_and_decodes(name):
+def test_each_format_is_detected_by_content_and_decoded(name):
     assert Image.open(io.BytesIO(FORMATS[name])).format == name
     image = with_pillow(FORMATS[name])
     assert (image.mode, image.size) == ("RGB", (40, 30))
@@ -76,7 +76,7 @@ def test_exif_orientation_is_applied(kind, orientation):
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")
-def test_damaged_exif_does_not_cost_the_picture():
+def test_damaged_exif_does_not_fail_decoding():
     data = encode(picture(), "JPEG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xffgarbage")
     assert with_pillow(data).size == (40, 30)
 
@@ -88,7 +88,7 @@ def damaged_exif(number):
     return encode(picture(), "JPEG", exif=header + (entry if number % 2 else entry[: 3 + number]))
 
 
-def test_no_log_fills_with_what_pillow_finds_odd_about_files():
+def test_pillow_warnings_are_not_logged():
     """In a process as a data worker is; with Pillow alone each of these files has a text of its own."""
     code = """
 import io, pickle, sys
@@ -109,7 +109,7 @@ for data in pictures:
     assert ours == ""
 
 
-def test_transparency_is_laid_on_white():
+def test_transparency_is_composited_on_white():
     rgba = Image.new("RGBA", (4, 4), (200, 0, 0, 0))
     rgba.putpixel((0, 0), (200, 0, 0, 255))
     rgba.putpixel((1, 0), (0, 0, 0, 51))
@@ -133,14 +133,14 @@ def test_transparency_is_laid_on_white():
         (png(16, 2, [struct.pack(">6H", *[0x1234] * 3, *[0x5678] * 3)], struct.pack(">3H", *[0x1234] * 3)), [255, 86]),
     ],
 )
-def test_depth_is_scaled_and_the_transparent_colour_is_found_at_every_depth(data, expected):
+def test_bit_depth_is_scaled_and_transparent_colour_is_applied(data, expected):
     pixels = np.asarray(with_pillow(data))
     assert pixels[..., 0].ravel().tolist() == expected
     assert (pixels == pixels[..., :1]).all()
 
 
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
-def test_first_frame_of_an_animation(kind):
+def test_animation_decodes_to_its_first_frame(kind):
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "lime")]
     data = encode(frames[0], kind, save_all=True, append_images=frames[1:])
     assert np.asarray(with_pillow(data)).mean((0, 1)) == pytest.approx([255, 0, 0], abs=3)
@@ -170,14 +170,14 @@ def test_cmyk_and_grey_become_rgb():
         (png(8, 0, [b"\0\0"], size=(6000, 6000)), "too-large"),
     ],
 )
-def test_bad_bytes_are_told_with_their_reason(data, reason):
+def test_bad_bytes_raise_with_reason(data, reason):
     with pytest.raises(BadImage) as caught:
         with_pillow(data)
     assert caught.value.reason == reason
     assert caught.value.detail
 
 
-def test_too_large_is_refused_from_the_header():
+def test_oversized_image_is_refused_from_the_header():
     data = encode(Image.new("L", (300, 200)), "PNG")
     assert header_size(data, 60_000)
     for call in (header_size, decode):
@@ -188,7 +188,7 @@ def test_too_large_is_refused_from_the_header():
 
 @settings(max_examples=150, deadline=None)
 @given(name=st.sampled_from(sorted(FORMATS)), data=st.data())
-def test_damaged_bytes_give_a_picture_or_bad_image_and_nothing_else(name, data):
+def test_damaged_bytes_decode_or_raise_bad_image(name, data):
     damaged = bytearray(FORMATS[name])
     for _ in range(data.draw(st.integers(1, 8))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
@@ -199,7 +199,7 @@ def test_damaged_bytes_give_a_picture_or_bad_image_and_nothing_else(name, data):
         assert bad.reason in ("empty", "format", "too-large", "truncated", "corrupt", "checksum")
 
 
-def test_one_flipped_bit_in_a_png_is_always_found():
+def test_flipped_bit_in_a_png_is_always_detected():
     data = FORMATS["PNG"]
     for position in range(8, len(data), 7):
         damaged = bytearray(data)
@@ -356,7 +356,7 @@ def test_png_suite_backgrounds(shared_data):
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_the_header_says_the_size_of_the_upright_picture(orientation):
+def test_header_size_is_that_of_the_upright_image(orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encode(picture(40, 30), "JPEG", exif=exif)

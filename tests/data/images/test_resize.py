@@ -42,7 +42,7 @@ def centre(width, height):
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("picture", [noise, stripes, words])
-def test_it_agrees_with_pillow_to_two_levels(picture, size, interpolation):
+def test_resize_equals_pillow_within_two_levels(picture, size, interpolation):
     """Enlarged and reduced, whole and in part."""
     for seed in range(3):
         rgb = picture(*size, seed)
@@ -56,14 +56,14 @@ def test_it_agrees_with_pillow_to_two_levels(picture, size, interpolation):
 
 
 @pytest.mark.parametrize("target", [(224, 224), (96, 96), (300, 260)])
-def test_a_picture_that_is_not_tall_comes_as_from_one_call_of_pillow(target):
+def test_wide_image_equals_a_single_pillow_call(target):
     for seed in range(5):
         rgb = words(341, 256, seed)
         whole = Image.fromarray(rgb).resize(target, Image.Resampling.BICUBIC)
         assert np.abs(resize(rgb, target, "bicubic", (0, 0, 341, 256)).astype(int) - np.asarray(whole)).max() <= 2
 
 
-def test_threads_do_not_disturb_each_other():
+def test_concurrent_threads_resize_correctly():
     pictures = [np.random.default_rng(seed).integers(0, 256, (300, 200, 3), dtype=np.uint8) for seed in range(8)]
     alone = [resize(rgb, (64, 64), "bicubic", (0, 0, 200, 300)) for rgb in pictures]
     with ThreadPoolExecutor(4) as pool:
@@ -72,7 +72,7 @@ def test_threads_do_not_disturb_each_other():
             assert all(np.array_equal(one, other) for one, other in zip(together, alone, strict=True))
 
 
-def test_pillow_stands_in(monkeypatch):
+def test_pillow_is_the_fallback(monkeypatch):
     rgb = np.random.default_rng(0).integers(0, 256, (30, 20, 3), dtype=np.uint8)
     monkeypatch.setattr(module, "simd", None)
     box = (0, 0, 20, 30)

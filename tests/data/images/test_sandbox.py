@@ -55,7 +55,7 @@ def tries(source, number):
     return len((source.parent / f"tries-{number}").read_text().splitlines())
 
 
-def test_a_child_dies_instead_and_the_next_one_goes_on(tmp_path):
+def test_crash_kills_only_the_child_and_a_new_one_starts(tmp_path):
     sandbox = SandboxedDecoder()
     with decoder_dies():
         assert sandbox.check(png(1), 10**6) == (16, 16)
@@ -77,7 +77,7 @@ sandbox.serve(sys.stdin.buffer, sys.stdout.buffer)
 
 
 @pytest.mark.parametrize("augment", [None, Augment(crop_scale=(0.5, 0.5))])
-def test_the_crop_that_a_reader_takes_is_tried_too(tmp_path, monkeypatch, augment):
+def test_sandbox_also_tests_the_crop(tmp_path, monkeypatch, augment):
     monkeypatch.setattr(sandbox_module, "COMMAND", (sys.executable, "-c", DIES_OF_CROPS))
     prepared = make_set(tmp_path, [row(number, data=png(number)) for number in range(2)])
     inputs = Inputs(image_side=8, max_tokens=12)
@@ -99,7 +99,7 @@ sandbox.serve(sys.stdin.buffer, sys.stdout.buffer)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of a process's memory as Linux has them")
-def test_an_image_for_which_there_is_no_memory_is_not_called_corrupt(monkeypatch):
+def test_out_of_memory_image_is_not_reported_corrupt(monkeypatch):
     """16 million pixels where 24 MiB are left, then a small one."""
     monkeypatch.setattr(sandbox_module, "COMMAND", (sys.executable, "-c", CRAMPED))
     sandbox = SandboxedDecoder()
@@ -117,7 +117,7 @@ def pack_task_without_memory(item, job):
 
 
 @pytest.mark.cluster
-def test_rows_whose_task_had_no_memory_are_tried_apart_and_kept(tmp_path, monkeypatch, local_ray):
+def test_rows_of_oom_task_are_retried_one_by_one_and_kept(tmp_path, monkeypatch, local_ray):
     source = make_source(tmp_path / "raw", 12, ())
     with (tmp_path / "raw" / "5.png").open("ab") as file:
         file.write(NEED)
@@ -128,7 +128,7 @@ def test_rows_whose_task_had_no_memory_are_tried_apart_and_kept(tmp_path, monkey
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("image_side", [0, 8])
-def test_prepare_names_the_image_and_packs_the_rest(tmp_path, monkeypatch, local_ray, image_side):
+def test_prepare_quarantines_crashing_image_and_packs_the_rest(tmp_path, monkeypatch, local_ray, image_side):
     bad = (5, 6, 13)  # two of one task, and one that stands first in its own
     source, out = make_source(tmp_path / "raw", 32, bad), str(tmp_path / "out")
     settings = Prepare(max_bad_fraction=0.5, rows_per_shard=4, vocab_size=100, image_side=image_side)
@@ -151,7 +151,7 @@ def hash_task(item, job):
 
 
 @pytest.mark.cluster
-def test_a_set_that_nobody_decoded_is_held_against_another_all_the_same(tmp_path, monkeypatch, local_ray):
+def test_contamination_check_survives_crashing_images(tmp_path, monkeypatch, local_ray):
     """The image that kills is named, compared by its bytes, and shown to nobody."""
     source, out = make_source(tmp_path / "raw", 12, [5]), str(tmp_path / "out")
     unseen = Prepare(rows_per_shard=4, vocab_size=60, index_only=True, check="none", max_bad_fraction=1.0)
@@ -174,7 +174,7 @@ def consume(iterator):
 
 
 @pytest.mark.cluster
-def test_a_stream_by_reference_goes_on_without_that_row(tmp_path, monkeypatch, local_ray):
+def test_index_only_stream_skips_crashing_row(tmp_path, monkeypatch, local_ray):
     source, out = make_source(tmp_path / "raw", 40, [17]), str(tmp_path / "out")
     prepare(str(source), out, Prepare(rows_per_shard=16, vocab_size=60, index_only=True, check="none"))
     tokenizer = train_tokenizer([f"row {number}" for number in range(40)], 60)

@@ -9,7 +9,7 @@ from PIL import Image
 from mmray.data.images.thumbnail import thumbnail
 
 
-def test_a_thumbnail_is_small_and_never_enlarged():
+def test_thumbnail_is_small_and_never_enlarged():
     def side(width, height):
         data = thumbnail(np.zeros((height, width, 3), np.uint8)).partition(",")[2]
         return Image.open(io.BytesIO(base64.b64decode(data))).size

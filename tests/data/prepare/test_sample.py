@@ -39,17 +39,17 @@ def small(monkeypatch):
     monkeypatch.setattr(sample, "NUM_TEST", 10)
 
 
-def test_drawing_is_deterministic(jsonl, tmp_path):
+def test_sample_is_deterministic(jsonl, tmp_path):
     assert _digest(sample.draw(tmp_path).parent) == _digest(jsonl.parent)
 
 
-def test_seeds_give_different_drawings(small, tmp_path):
+def test_seeds_give_different_samples(small, tmp_path):
     one, other = (sample.draw(tmp_path, seed=seed).parent for seed in (0, 1))
     assert other != one and sample.draw(tmp_path).parent == one
     assert _digest(other) != _digest(one)
 
 
-def test_existing_drawing_is_reused(jsonl):
+def test_existing_sample_is_reused(jsonl):
     marked = jsonl.parent / "images" / "missing.jpg"
     marked.write_bytes(b"mark")
     try:
@@ -59,7 +59,7 @@ def test_existing_drawing_is_reused(jsonl):
         marked.unlink()
 
 
-def test_interrupted_drawing_leaves_no_set(small, tmp_path, monkeypatch):
+def test_interrupted_sample_leaves_no_set(small, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -72,7 +72,7 @@ def test_interrupted_drawing_leaves_no_set(small, tmp_path, monkeypatch):
     assert sample.draw(tmp_path).exists()
 
 
-def test_concurrent_drawing_is_accepted(jsonl, tmp_path):
+def test_concurrent_sample_writers_are_accepted(jsonl, tmp_path):
     (tmp_path / "drawn").mkdir()
     sample._rename_unless_present(tmp_path / "drawn", jsonl.parent)
     (tmp_path / "foreign").mkdir()
@@ -118,7 +118,7 @@ def test_images_differ_and_have_both_formats_and_many_sizes(jsonl):
 
 
 @pytest.mark.parametrize("where", [*sample.CENTRES, *sample.COUNTS])
-def test_shapes_are_where_the_caption_says(where):
+def test_shapes_match_the_caption(where):
     scene = sample.Scene("circle", "red", "small", where, "white")
     picture = sample._draw_scene(scene, random.Random(3))
     width, height = picture.size
@@ -133,7 +133,7 @@ def test_shapes_are_where_the_caption_says(where):
     assert "centre" not in shown if where in sample.COUNTS else shown == {where}
 
 
-def test_one_damaged_row_of_each_kind(jsonl):
+def test_sample_has_one_damaged_row_of_each_kind(jsonl):
     images, whole = jsonl.parent / "images", {row["image"] for row in _rows(jsonl)}
     lines = jsonl.read_text().splitlines()
     broken = [line for line in lines if not line.endswith("}")]

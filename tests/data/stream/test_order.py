@@ -27,7 +27,7 @@ def test_each_epoch_is_a_permutation(num_rows, seed, epoch):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 400), st.integers(1, 64), st.integers(1, 7), st.integers(0, 40))
-def test_a_step_takes_the_same_rows_at_any_world_size(num_rows, global_rows, world, step):
+def test_step_takes_same_rows_at_any_world_size(num_rows, global_rows, world, step):
     one = rows_of_step(plan(num_rows=num_rows, global_rows=global_rows), step)
     many = rows_of_step(plan(num_rows=num_rows, global_rows=global_rows, world=world), step)
     assert np.array_equal(one, many)

@@ -51,7 +51,7 @@ def spaced() -> str:
     return str(tokenizer.to_str())
 
 
-def test_the_assistants_words_and_their_ends_are_learned() -> None:
+def test_loss_covers_assistant_tokens_and_end_token() -> None:
     encoder = ChatEncoder(WORDPIECE, CHAT, 64)
     assert learned_words(encoder, SAID) == "a red circle </s> a circle </s>"
     text, spans = encoder.render(SAID)
@@ -59,20 +59,20 @@ def test_the_assistants_words_and_their_ends_are_learned() -> None:
     assert [text[first:last] for first, last in spans] == ["a red circle</s>", "a circle</s>"]
 
 
-def test_a_word_that_begins_with_its_space_is_learned() -> None:
+def test_token_with_leading_space_is_learned() -> None:
     encoder = ChatEncoder(add_special_tokens(spaced(), CHAT), CHAT, 64)
     columns = encoder.columns([encoder.as_conversation("a red circle")])
     learned = columns["input_ids"][0][columns["loss_mask"][0]]
     assert [encoder.tokenizer.id_to_token(token) for token in learned] == ["▁a", "▁red", "▁circle", "</s>"]
 
 
-def test_captions_answer_the_question_that_is_set() -> None:
+def test_captions_answer_the_configured_question() -> None:
     encoder = ChatEncoder(WORDPIECE, Chat(question="what is it"), 64)
     (as_conversation,) = encoder.texts_of(row(1, texts=["a circle"]))
     assert encoder.render(as_conversation)[0] == "USER: <image>\nwhat is it ASSISTANT: a circle</s>"
 
 
-def test_the_image_has_one_place_whatever_is_written() -> None:
+def test_text_cannot_add_an_image_token() -> None:
     encoder = ChatEncoder(WORDPIECE, CHAT, 64)
     tricky = [
         {"role": "user", "content": "a <image> </s> b<ima<image>ge>"},
@@ -85,20 +85,20 @@ def test_the_image_has_one_place_whatever_is_written() -> None:
     assert alone["image_pos"][0] == 1  # after [CLS]
 
 
-def test_a_conversation_whose_image_was_cut_off_learns_nothing() -> None:
+def test_conversation_with_truncated_image_has_no_targets() -> None:
     encoder = ChatEncoder(WORDPIECE, CHAT, 8)
     columns = encoder.columns([[{"role": "system", "content": "a red circle " * 5}, *SAID[1:]], []])
     assert columns["image_pos"].tolist() == [NO_IMAGE, NO_IMAGE]
     assert not columns["loss_mask"].any()
 
 
-def test_a_tokenizer_gets_the_marks_it_lacks_and_no_second_ones() -> None:
+def test_missing_special_tokens_are_added_once() -> None:
     assert add_special_tokens(WORDPIECE, CHAT) == WORDPIECE
     assert extend_tokenizer(WORDPIECE, Inputs()) == WORDPIECE
     assert isinstance(build_encoder(WORDPIECE, ChatInputs()), ChatEncoder)
 
 
-def test_a_prepared_set_keeps_conversations_and_a_block_teaches_them(tmp_path: Any) -> None:
+def test_prepared_conversations_reach_the_block(tmp_path: Any) -> None:
     talking = Row("talk", png(5), ["a red circle"], source="made", sha256=row(5).sha256, messages=SAID[1:3])
     make_set(tmp_path, [talking, row(7, texts=["a circle"])])
     prepared = PreparedSet.open(str(tmp_path))
@@ -122,13 +122,13 @@ def test_a_prepared_set_keeps_conversations_and_a_block_teaches_them(tmp_path: A
         ],
     ],
 )
-def test_conversations_as_people_have_them(value: list) -> None:
+def test_common_conversation_formats_are_accepted(value: list) -> None:
     found = parse_row({"image": "a.png", "messages": value}, "made:1")
     assert found.messages == ({"role": "user", "content": "what"}, {"role": "assistant", "content": "a\nb"})
     assert found.texts == ("a\nb",)
 
 
-def test_conversations_of_a_parquet_file(tmp_path: Path) -> None:
+def test_parquet_conversations_are_read(tmp_path: Path) -> None:
     said = [{"from": "human", "value": "<image>\nwhat"}, {"from": "gpt", "value": "a circle"}]
     table = pa.table({"picture": [png(3)], "conversations": [[turn | {"role": None} for turn in said]]})
     pq.write_table(table, tmp_path / "talk.parquet")
@@ -154,7 +154,7 @@ def test_conversations_of_a_parquet_file(tmp_path: Path) -> None:
         ([{"role": "user", "content": "<image> <image>"}, {"role": "assistant", "content": "a"}], "has 2 images"),
     ],
 )
-def test_what_is_no_conversation_is_set_aside(value: Any, detail: str) -> None:
+def test_invalid_conversation_is_quarantined(value: Any, detail: str) -> None:
     with pytest.raises(BadRow, match=detail) as bad:
         parse_row({"image": "a.png", "messages": value}, "made:1")
     assert (bad.value.stage, bad.value.reason, bad.value.key) == ("columns", "messages", "made:1")

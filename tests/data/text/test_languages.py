@@ -44,7 +44,7 @@ def tokens(ids: np.ndarray) -> list[str]:
     return [tokenizer.id_to_token(each) for each in ids.tolist()]
 
 
-def test_stream_and_evaluation_put_it_before_the_words(tmp_path: Path) -> None:
+def test_stream_and_evaluation_prepend_the_language_token(tmp_path: Path) -> None:
     prepared = make_set(tmp_path, [row(n, texts=["a red one"], language=said) for n, said in enumerate(SAID)])
     assert prepared.languages == {"de", "pt-BR", "xx"}
     block = RowReader(prepared, INPUTS, TOKENIZER, 10**6).block(
@@ -59,7 +59,7 @@ def test_stream_and_evaluation_put_it_before_the_words(tmp_path: Path) -> None:
     assert marks[0] and marks[0] != marks[2] and not marks[1] and not marks[3]
 
 
-def test_what_a_person_writes_is_no_token_of_a_language() -> None:
+def test_caption_text_cannot_be_a_language_token() -> None:
     encoder = build_encoder(TOKENIZER, INPUTS)
     assert isinstance(encoder, LanguageEncoder) and encoder.languages == ("de", "pt-BR")
     (words,) = encoder.texts_of(row(0, texts=["a [d[pt-BR]e] red [de] one"], language="pt-BR"))
@@ -72,7 +72,7 @@ def test_what_a_person_writes_is_no_token_of_a_language() -> None:
         build_encoder(TRAINED, Inputs()).format_caption("a", "de")
 
 
-def test_a_tokenizer_that_has_the_token_keeps_its_id(tmp_path: Path) -> None:
+def test_existing_language_token_keeps_its_id(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<2de>", "a"]))
     inputs = INPUTS.model_copy(update={"language_token": "<2{}>"})
     encoder = build_encoder(extend_tokenizer(load_tokenizer(str(tmp_path), None), inputs, {"de", "fr"}), inputs)
@@ -90,12 +90,12 @@ def test_a_tokenizer_that_has_the_token_keeps_its_id(tmp_path: Path) -> None:
         (("de", "PAD"), r"'\[PAD\]' would be the token of a language"),
     ],
 )
-def test_languages_that_cannot_be_served(languages: list[str], why: str) -> None:
+def test_invalid_languages_are_refused(languages: list[str], why: str) -> None:
     with pytest.raises(UsageError, match=why):
         extend_tokenizer(TRAINED, INPUTS, languages)
 
 
-def test_settings_that_cannot_be_served() -> None:
+def test_invalid_settings_are_refused() -> None:
     for pattern in ("[]", "{}", "{}]", "[{}", "[{}{}]"):
         with pytest.raises(UsageError, match=r"language_token.*exactly one"):
             Inputs(language_token=pattern)
@@ -110,7 +110,7 @@ def test_settings_that_cannot_be_served() -> None:
 LANGUAGELESS = {"model": {"inputs": {"language_token": ""}}}  # a run of an earlier version goes on
 
 
-def test_an_exported_model_reads_a_language_as_training_does(tmp_path: Path) -> None:
+def test_exported_model_encodes_language_as_in_training(tmp_path: Path) -> None:
     prepared = make_set(tmp_path / "set", [row(0, texts=["a red one"], language="de")])
     block = RowReader(prepared, INPUTS, TOKENIZER, 10**6).block(
         SamplePlan(1, 1, 1, 1, 0, 1, shuffle=False), np.arange(1)
@@ -132,9 +132,7 @@ def test_an_exported_model_reads_a_language_as_training_does(tmp_path: Path) -> 
         loaded.embed_texts(["a"], language="fr")
 
 
-def test_prompts_of_classes_have_the_language_they_are_asked_in(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_class_prompts_use_the_requested_language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held_out = make_set(tmp_path, [replace(row(0, language="de"), label=0)])
     seen: list[list[str]] = []
     embed_text = Toy.embed_text

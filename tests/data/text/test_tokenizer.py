@@ -44,7 +44,7 @@ def trained():
         ("x" * 65536, "x" * 65536),
     ],
 )
-def test_clean_keeps_what_can_be_read(raw, cleaned):
+def test_clean_keeps_valid_text(raw, cleaned):
     assert clean_caption(raw) == cleaned
 
 
@@ -62,7 +62,7 @@ def test_clean_keeps_what_can_be_read(raw, cleaned):
         (["a"], "type"),
     ],
 )
-def test_clean_refuses_the_rest_with_a_reason(raw, reason):
+def test_clean_refuses_invalid_text_with_reason(raw, reason):
     with pytest.raises(BadText) as caught:
         clean_caption(raw)
     assert caught.value.reason == reason
@@ -70,7 +70,7 @@ def test_clean_refuses_the_rest_with_a_reason(raw, reason):
 
 
 @given(st.text(st.sampled_from("aB \t\n\x00\x85\u200b\u200d\ufeff\u00a0\u3000é👩\ud800")))
-def test_clean_is_stable(raw):
+def test_clean_is_idempotent(raw):
     try:
         once = clean_caption(raw)
     except BadText:
@@ -86,7 +86,7 @@ def test_special_tokens_come_first(trained):
     assert "circle" in vocabulary
 
 
-def test_training_is_the_same_in_every_process(trained):
+def test_training_is_deterministic_across_processes(trained):
     code = (
         "import sys, json, hashlib; from mmray.data.text.tokenizer import train_tokenizer; "
         "print(hashlib.sha256(train_tokenizer(json.load(sys.stdin), 200).encode()).hexdigest())"
@@ -98,12 +98,12 @@ def test_training_is_the_same_in_every_process(trained):
     assert train_tokenizer(iter(CAPTIONS), 200) == trained
 
 
-def test_a_small_vocabulary_and_no_texts_still_train():
+def test_training_works_with_small_vocabulary_and_no_texts():
     assert TextEncoder(train_tokenizer(CAPTIONS, 16), 8).vocab_size <= 16
     assert TextEncoder(train_tokenizer([], 100), 8).vocab_size == 5
 
 
-def test_encode_pads_to_the_longest_and_cuts_inside_the_marks(trained):
+def test_encode_pads_to_longest_and_truncates_between_special_tokens(trained):
     encoder = TextEncoder(trained, 6)
     ids, num_tokens = encoder.encode(["red", "A RED circle", "big red circle small blue star and more"])
     assert (ids.dtype, num_tokens.dtype) == (np.int32, np.int32)
@@ -118,7 +118,7 @@ def test_encode_pads_to_the_longest_and_cuts_inside_the_marks(trained):
     assert encoder.encode([])[0].shape == (0, 1)
 
 
-def test_a_trained_tokenizer_is_needed_where_one_is_named(trained):
+def test_named_trained_tokenizer_must_exist(trained):
     assert load_tokenizer("trained", trained) == trained
     with pytest.raises(UsageError, match=r"prepare\.vocab_size"):
         load_tokenizer("trained", None)
@@ -136,7 +136,7 @@ def test_vocabulary_file_and_directories(tmp_path, trained):
     assert load_tokenizer(str(tmp_path), None) == trained
 
 
-def test_the_pad_token_that_a_tokenizer_declares_is_carried(tmp_path, trained):
+def test_declared_pad_token_is_used(tmp_path, trained):
     (tmp_path / "tokenizer.json").write_text(trained)
     assert declared_pad_id(load_tokenizer(str(tmp_path), None)) is None
     settings = tmp_path / "tokenizer_config.json"
@@ -158,7 +158,7 @@ def test_the_pad_token_that_a_tokenizer_declares_is_carried(tmp_path, trained):
 
 
 @pytest.mark.parametrize(("there", "pad_id"), [('{"pad_token": "[MASK]"}', 4), (None, None)])
-def test_a_tokenizer_of_the_hub_declares_its_pad_token_as_well(tmp_path, trained, monkeypatch, there, pad_id):
+def test_declared_pad_token_of_a_hub_tokenizer_is_used(tmp_path, trained, monkeypatch, there, pad_id):
     def downloaded(name, file):
         if there is None:
             raise RemoteEntryNotFoundError("no such file", response=SimpleNamespace(headers={}, request=None))
@@ -171,7 +171,7 @@ def test_a_tokenizer_of_the_hub_declares_its_pad_token_as_well(tmp_path, trained
     assert declared_pad_id(load_tokenizer("some/model", None)) == pad_id
 
 
-def test_a_vocabulary_with_capitals_is_not_lower_cased(tmp_path):
+def test_cased_vocabulary_is_not_lower_cased(tmp_path):
     (tmp_path / "v.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "Cat", "cat"]))
     encoder = TextEncoder(load_tokenizer(str(tmp_path / "v.txt"), None), 8)
     assert encoder.encode(["Cat cat"])[0].tolist() == [[2, 4, 5, 3]]
@@ -185,13 +185,13 @@ def test_a_vocabulary_with_capitals_is_not_lower_cased(tmp_path):
         ("vocab.txt", b"\xff\xfe\x00", "cannot be read as a tokenizer"),
     ],
 )
-def test_files_that_are_no_tokenizer(tmp_path, name, content, message):
+def test_invalid_tokenizer_files_are_refused(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UsageError, match=message):
         load_tokenizer(str(tmp_path / name), None)
 
 
-def test_names_that_are_not_there(tmp_path, monkeypatch):
+def test_missing_tokenizer_names_are_refused(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="no file or directory"):
         load_tokenizer(str(tmp_path / "nothing"), None)
     with pytest.raises(UsageError, match=r"neither tokenizer\.json nor vocab\.txt"):
@@ -207,7 +207,7 @@ def test_names_that_are_not_there(tmp_path, monkeypatch):
         load_tokenizer("some/model", None)
 
 
-def test_bert_vocabulary_gives_berts_ids(shared_data):
+def test_bert_vocabulary_gives_ids_of_bert_tokenizer(shared_data):
     """The same ids as the library's own BERT tokenizer."""
     path = str(shared_data / "tokenizers" / "bert-base-uncased-vocab.txt")
     encoder = TextEncoder(load_tokenizer(path, None), 64)
