@@ -82,7 +82,7 @@ def test_memory_is_flat_in_the_number_of_micro_batches(bench):
     assert whole > 10 * peaks[16]
 
 
-def test_time_is_at_most_one_and_a_half_of_one_pass():
+def test_time_is_at_most_one_and_a_half_times_one_pass():
     # Three forwards for each two, 4/3 of the work; what a pass costs whatever its rows (8 ms) comes on top of that.
     bench = bench_of(160, SHARE)
     steps = {micro: step_of(bench, SHARE, micro) for micro in (SHARE, MICRO)}
@@ -96,7 +96,7 @@ def test_time_is_at_most_one_and_a_half_of_one_pass():
     assert statistics.median(ratios) <= 1.5
 
 
-def test_finer_micro_batches_are_the_same_step(bench):
+def test_smaller_micro_batches_give_the_same_gradient(bench):
     """What is measured above is the same gradient."""
     gradients = []
     for micro in (SHARE, MICRO):

@@ -19,7 +19,7 @@ from mmray.errors import UsageError
         ({"micro": 5}, 3, "micro 5 x accumulation 1 x workers 3 = 15 rows a step"),
     ],
 )
-def test_shape(given, workers, said):
+def test_batch_shape(given, workers, said):
     assert str(resolve_batch_shape(Batch(**given), workers)).startswith(said)
 
 
@@ -31,7 +31,7 @@ def test_shape(given, workers, said):
         ({"global": 64, "micro": 8, "accumulation": 3}, 2, "needs accumulation 4, not 3"),
     ],
 )
-def test_contradictions(given, workers, message):
+def test_contradicting_sizes_are_refused(given, workers, message):
     with pytest.raises(UsageError, match=message):
         resolve_batch_shape(Batch(**given), workers)
 

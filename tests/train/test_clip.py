@@ -26,7 +26,7 @@ def measured(groups):
     return dict(zip(groups, found.tolist(), strict=True)), found
 
 
-def test_global_is_torchs_own():
+def test_global_clipping_equals_torch():
     ours, theirs = model_with_gradients(), model_with_gradients()
     groups = clip.make_clip_groups(ours, "model")
     norms, found = measured(groups)
@@ -36,7 +36,7 @@ def test_global_is_torchs_own():
     torch.testing.assert_close(toy.flat_gradient(ours), toy.flat_gradient(theirs), rtol=0, atol=0)
 
 
-def test_by_branches_each_is_clipped_by_its_own_norm():
+def test_branches_are_clipped_by_their_own_norms():
     model = model_with_gradients()
     model.log_scale.grad = torch.tensor(0.5)
     groups = clip.make_clip_groups(model, "branch")
@@ -49,7 +49,7 @@ def test_by_branches_each_is_clipped_by_its_own_norm():
     assert after == pytest.approx({"image": 1.0, "text": 1.0, "rest": 0.5}, rel=1e-4)
 
 
-def test_frozen_branches_are_no_group_and_nothing_is_clipped_at_zero():
+def test_frozen_branches_are_ignored_and_zero_disables_clipping():
     model = model_with_gradients()
     for parameter in model.text.parameters():
         parameter.requires_grad_(False)
@@ -61,7 +61,7 @@ def test_frozen_branches_are_no_group_and_nothing_is_clipped_at_zero():
     assert torch.equal(toy.flat_gradient(model), before)
 
 
-def test_the_norms_are_logged_apart_and_together():
+def test_total_norm_and_norm_of_each_branch_are_logged():
     log = toy.Lines()
     settings = SimpleNamespace(**vars(toy.OPTIMIZER) | {"clip_per": "branch"})
     with pytest.raises(UsageError, match=r"Toy has no branches\(\); use `model`"):

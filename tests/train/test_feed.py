@@ -17,7 +17,7 @@ from tests.train import toy
 CPU = torch.device("cpu")
 
 
-def test_padding_is_taken_out_and_the_rest_keeps_its_order():
+def test_padding_is_removed_and_order_is_kept():
     batch = toy.rows(9, 0, invalid=(0, 3, 4, 5, 8))
     share = prefetch.make_local_batch(toy.cut(batch, 3))
     rows, stand_in = [1, 2, 6, 7], [1, 2, 3, 6, 7]
@@ -29,12 +29,12 @@ def test_padding_is_taken_out_and_the_rest_keeps_its_order():
     assert share.rows == 9
 
 
-def test_a_share_without_padding_is_passed_on_as_it_is():
+def test_batch_without_padding_is_passed_on_unchanged():
     micro_batches = toy.cut(toy.rows(9, 0), 4)
     assert prefetch.make_local_batch(micro_batches).micro_batches is micro_batches
 
 
-def test_waiting_is_measured():
+def test_data_wait_is_measured():
     plan = SamplePlan(num_rows=20, global_rows=10, world=1, micro=5, seed=0, steps=2)
 
     def slow():
@@ -47,14 +47,14 @@ def test_waiting_is_measured():
     assert all(0.05 <= wait < 0.5 for wait in waits)
 
 
-def test_positions_may_differ_nowhere():
+def test_different_positions_are_an_error():
     right = np.arange(4)
     prefetch.check_positions(right, right.copy(), 0, 0)
     with pytest.raises(prefetch.TrainingError, match="step 8 on rank 1: row 2 has position 9, 2 expected"):
         prefetch.check_positions(np.array([0, 1, 9, 3]), right, 7, 1)
 
 
-def test_the_next_item_is_made_meanwhile_by_one_thread():
+def test_next_item_is_prefetched_by_one_thread():
     made, threads = [], set()
 
     def items():
@@ -75,7 +75,7 @@ def test_the_next_item_is_made_meanwhile_by_one_thread():
     assert threading.main_thread().name not in threads
 
 
-def test_an_error_in_the_thread_reaches_the_caller():
+def test_error_in_the_thread_is_raised_in_the_caller():
     def items():
         yield 1
         raise prefetch.TrainingError("lost")
@@ -86,7 +86,7 @@ def test_an_error_in_the_thread_reaches_the_caller():
         next(ahead)
 
 
-def test_the_thread_of_the_feed_is_on_the_workers_own_gpu(monkeypatch):
+def test_prefetch_thread_uses_the_workers_gpu(monkeypatch):
     """Of itself it would be on the first GPU, and pinned memory and streams would open a context there."""
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((device, threading.current_thread())))
@@ -95,7 +95,7 @@ def test_the_thread_of_the_feed_is_on_the_workers_own_gpu(monkeypatch):
     assert threads[0] is threads[1] and chosen == [(other, threads[0])]
 
 
-def test_who_leaves_while_the_stream_stalls_waits_for_nobody():
+def test_exit_does_not_wait_for_a_stalled_stream():
     stalled, goes_on = threading.Event(), threading.Event()
 
     def items():
@@ -112,7 +112,7 @@ def test_who_leaves_while_the_stream_stalls_waits_for_nobody():
     assert took_s < 5
 
 
-def test_rows_arranged_by_length_are_still_those_of_the_plan():
+def test_rows_bucketed_by_length_are_those_of_the_plan():
     plan = SamplePlan(num_rows=20, global_rows=10, world=1, micro=5, seed=0, steps=2)
     steps = list(toy.steps_of(plan, 0))
     swapped = [[second, first] for first, second in steps]

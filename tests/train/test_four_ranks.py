@@ -18,33 +18,33 @@ def same(found, expected, start):
 
 
 @pytest.mark.parametrize("scene", ["ragged"])
-def test_four_ranks_are_one_rank(four, scene):
+def test_four_ranks_equal_one_rank(four, scene):
     one = toy.flat(two_ranks.steps_of_a_model(Group(), micro=two_ranks.ROWS, steps=four_ranks.STEPS))
     for result in four:
         same(result[scene], one, toy.flat(toy.Toy().double()))
 
 
-def test_four_ranks_are_one_rank_where_rows_stand_alone(four):
+def test_four_ranks_equal_one_rank_for_row_wise_objective(four):
     one = toy.flat(two_ranks.steps_of_a_model(Group(), micro=8, steps=four_ranks.STEPS, objective=toy.Regression()))
     for result in four:
         same(result["row_by_row"], one, toy.flat(toy.Toy().double()))
 
 
 @pytest.mark.parametrize("kind", four_ranks.REPLICATED)
-def test_four_ranks_are_one_rank_in_every_sort_of_objective(four, kind):
+def test_four_ranks_equal_one_rank_for_each_objective(four, kind):
     one = toy.flat(two_ranks.steps_of_a_kind(Group(), 21, kind, steps=four_ranks.STEPS))
     for result in four:
         same(result["replicated"][kind], one, toy.flat(toy.Toy(kind=kind).double()))
 
 
 @pytest.mark.parametrize("kind", two_ranks.KINDS)
-def test_sharded_is_one_rank_in_every_objective(four, kind):
+def test_sharded_ranks_equal_one_rank_for_each_objective(four, kind):
     one = toy.flat(two_ranks.steps_of_a_kind(Group(), 21, kind, steps=four_ranks.SHARDED_STEPS))
     for result in four:
         same(result["sharded"][kind], one, toy.flat(toy.Toy(kind=kind).double()))
 
 
-def test_a_weighted_sigmoid_sees_a_chunk_of_one_ranks_texts_at_a_time(four):
+def test_weighted_sigmoid_takes_texts_of_one_rank_in_chunks(four):
     for result in four:
         told = result["ring"]
         assert (told["visiting"], told["gathers"]) == (3, [])
@@ -52,7 +52,7 @@ def test_a_weighted_sigmoid_sees_a_chunk_of_one_ranks_texts_at_a_time(four):
         assert told["calls"] == 2 * four_ranks.WORLD  # chunks of a rank's 6 rows, times ranks
 
 
-def test_sharded_in_bf16_learns_nearly_as_in_float32(four):
+def test_sharded_bf16_losses_are_close_to_float32(four):
     for result in four:
         plain, half = result["bf16"]["fp32"], result["bf16"]["bf16"]
         assert half == pytest.approx(plain, rel=0.03) and half != pytest.approx(plain, rel=1e-6)
@@ -63,7 +63,7 @@ PARTED = ("no room at last forward", "no room for a state")
 
 
 @pytest.mark.parametrize("pair", range(four_ranks.PAIRS))
-def test_without_room_where_the_ranks_have_parted_the_smaller_micro_batch_is_told(pairs, pair):
+def test_oom_inside_a_collective_reports_the_smaller_micro_batch(pairs, pair):
     """Under fsdp, and in the optimizer; the other rank's collective breaks, which counts as lost."""
     left, met = (result["parting"] for result in pairs[2 * pair : 2 * pair + 2])
     assert met["micro"] == 2 and PARTED[pair] in met["error"]

@@ -26,7 +26,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def test_the_second_time_no_page_is_asked_for():
+def test_second_allocation_faults_no_pages():
     """70 MB are 17,920 pages of 4 KiB, or 35 large ones."""
     said = {
         way: subprocess.run([sys.executable, "-c", FAULTS, way], capture_output=True, text=True, check=True).stdout

@@ -131,7 +131,9 @@ def ended(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_from_rows_to_an_exported_model(kind: str, prepared: tuple[PreparedSet, PreparedSet], tmp_path: Path) -> None:
+def test_each_kind_trains_resumes_and_exports(
+    kind: str, prepared: tuple[PreparedSet, PreparedSet], tmp_path: Path
+) -> None:
     config, folder = config_of(kind, tmp_path), tmp_path / kind
     outcome = trained(config, prepared, folder)
     assert (outcome["status"], outcome["steps"], outcome["skipped_steps"]) == ("finished", STEPS, 0)
@@ -159,7 +161,9 @@ def test_from_rows_to_an_exported_model(kind: str, prepared: tuple[PreparedSet, 
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_model_that_writes(rank: int, prepared: tuple[PreparedSet, PreparedSet], tmp_path: Path) -> None:
+def test_generative_kind_trains_resumes_and_exports(
+    rank: int, prepared: tuple[PreparedSet, PreparedSet], tmp_path: Path
+) -> None:
     config, folder = config_of("generative", tmp_path), tmp_path / "run"
     adapted = config.model.model_copy(update={"lora": Lora(rank=rank)})
     optimizer = config.optimizer.model_copy(update={"lr": 0.02})

@@ -44,7 +44,7 @@ def alone(place: Path, tmp_path: Path, request: pytest.FixtureRequest) -> tuple[
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "alone"), [(kind, kind) for kind in KINDS], indirect=["alone"])
-def test_a_checkpoint_goes_on_on_ray_to_the_same_end(
+def test_resume_on_ray_gives_the_same_weights(
     kind: str, alone: tuple[Path, dict], local_ray: None, place: Path, tmp_path: Path
 ) -> None:
     folder, metrics = alone
@@ -61,7 +61,9 @@ def test_a_checkpoint_goes_on_on_ray_to_the_same_end(
 
 
 @pytest.mark.parametrize("alone", ["fusion"], indirect=True)
-def test_on_ray_as_in_one_process(alone: tuple[Path, dict], local_ray: None, place: Path, tmp_path: Path) -> None:
+def test_run_on_ray_equals_run_in_one_process(
+    alone: tuple[Path, dict], local_ray: None, place: Path, tmp_path: Path
+) -> None:
     folder, metrics = alone
     run = train(on_ray("fusion", place, tmp_path), Silent())
     assert same_weights(ended(run.path), ended(folder))

@@ -54,7 +54,7 @@ def told(monkeypatch):
     system._handle.cache_clear()
 
 
-def test_the_gpu_is_asked_by_its_uuid(told):
+def test_gpu_is_queried_by_uuid(told):
     found = told(nvml())
     assert (found["gpu/busy_percent"], found["gpu/memory_gib"]) == (73.0, 3.0)
     assert found["host/memory_gib"] == pytest.approx(psutil.virtual_memory().used / 2**30, rel=0.5)
@@ -70,13 +70,13 @@ def test_the_gpu_is_asked_by_its_uuid(told):
         nvml(nvmlDeviceGetMemoryInfo=refuse),
     ],
 )
-def test_what_nvml_does_not_tell_is_nan_under_the_same_names(told, module):
+def test_unavailable_nvml_values_are_nan(told, module):
     found = told(module)
     assert found.keys() == {"host/cpu_percent", "host/memory_gib", "gpu/busy_percent", "gpu/memory_gib"}
     assert math.isnan(found["gpu/busy_percent"]) and math.isnan(found["gpu/memory_gib"])
 
 
-def test_on_a_cpu_nobody_asks_nvml(monkeypatch):
+def test_nvml_is_not_queried_on_cpu(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", nvml(nvmlInit=refuse))
     assert system.machine_load(torch.device("cpu")).keys() == {"host/cpu_percent", "host/memory_gib"}
 
@@ -106,14 +106,14 @@ BF16, FP32 = Precision("bf16", torch.bfloat16, "cuda"), Precision("fp32", None, 
         ("Made-up 9000", BF16, None),
     ],
 )
-def test_a_device_has_the_peak_of_its_own_name_and_an_unknown_one_none(monkeypatch, name, precision, tflops):
+def test_peak_flops_are_by_device_name_and_none_if_unknown(monkeypatch, name, precision, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     found = flops.peak_flops(CUDA, precision)
     assert math.isnan(found) if tflops is None else found == tflops * 1e12
 
 
 @pytest.mark.parametrize(("precision", "peak_tflops"), [(BF16, 200), (FP32, 10)])
-def test_utilisation_is_the_work_of_one_device_over_what_it_could_do(monkeypatch, precision, peak_tflops):
+def test_mfu_is_achieved_over_peak_flops_of_a_device(monkeypatch, precision, peak_tflops):
     """Four workers of two devices: 800 rows a second of 25 GFLOP each are 20 TFLOP/s, 2.5 a device."""
     monkeypatch.setitem(flops.PEAKS, "Made-up 9000", (200, 10))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Made-up 9000 SXM")

@@ -42,7 +42,7 @@ def train(model, plan, state=None, first=0, **options):
     )
 
 
-def test_a_resumed_run_is_bitwise_the_uninterrupted_one():
+def test_resumed_run_is_bitwise_equal():
     plan, checkpoints, log = plan_of(8), Checkpoints(), toy.Lines()
     whole = toy.Toy(dropout=0.2, batch_norm=True)
     train(whole, plan, save=checkpoints.save, log=log)
@@ -61,7 +61,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one():
     assert resumed == [line for line in numbers if line["step"] in (4, 6, 8)]
 
 
-def test_what_a_run_goes_on_from_is_let_go_of_before_its_first_step():
+def test_loaded_checkpoint_is_freed_before_first_step():
     plan, checkpoints, read, alive = plan_of(5), Checkpoints(), [], []
     train(toy.Toy(), plan, save=checkpoints.save)
 
@@ -75,14 +75,14 @@ def test_what_a_run_goes_on_from_is_let_go_of_before_its_first_step():
     assert read and alive == [[], []]
 
 
-def test_another_accumulation_takes_the_same_steps():
+def test_different_accumulation_takes_same_steps():
     models = [toy.Toy().double(), toy.Toy().double()]
     for model, micro in zip(models, (10, 4), strict=True):
         train(model, plan_of(8, micro))
     torch.testing.assert_close(toy.flat(models[0]), toy.flat(models[1]), rtol=0, atol=1e-9)
 
 
-def test_a_row_out_of_order_ends_the_run_before_it_counts():
+def test_row_out_of_order_ends_the_run_before_its_step():
     plan, model = plan_of(4), toy.Toy()
     steps = list(toy.steps_of(plan, 0))
     steps[2][1]["pos"][0] = 99
@@ -92,13 +92,13 @@ def test_a_row_out_of_order_ends_the_run_before_it_counts():
     assert [step for step, _ in callback.seen] == [1, 2]
 
 
-def test_a_short_stream_ends_the_run():
+def test_short_stream_ends_the_run():
     plan = plan_of(4)
     with pytest.raises(TrainingError, match="ended after step 3 of 4"):
         loop.run(toy.task(toy.Toy(), plan), list(toy.steps_of(plan, 0))[:3])
 
 
-def test_a_missing_micro_batch_ends_the_run():
+def test_missing_micro_batch_ends_the_run():
     plan = plan_of(2)
     steps = [micro_batches[:-1] for micro_batches in toy.steps_of(plan, 0)]
     with pytest.raises(TrainingError, match="9 rows arrived, 10 expected"):
@@ -113,7 +113,7 @@ class Steps:
         self.seen.append((step, metrics))
 
 
-def test_what_is_logged_and_who_is_told():
+def test_metrics_are_logged_and_callbacks_called():
     plan, log, callback, saved = plan_of(5), toy.Lines(), Steps(), []
     outcome = train(
         toy.Toy(),
@@ -144,7 +144,7 @@ def test_what_is_logged_and_who_is_told():
     assert outcome == LoopResult("finished", 5, 43, 0, log.lines[-1])
 
 
-def test_the_logged_loss_is_the_loss_of_the_step():
+def test_logged_loss_is_the_loss_of_the_step():
     plan, log = plan_of(1), toy.Lines()
     train(toy.Toy(), plan, log=log)
     expected = toy.reference_gradients(toy.Toy(), next(toy.steps_of(plan, 0)), 0)
@@ -161,13 +161,13 @@ def test_mixed_precision_learns(precision):
     assert outcome.skipped_steps <= 2  # fp16 may find its scale at the start
 
 
-def test_evaluation_leaves_the_model_training():
+def test_model_is_in_train_mode_after_evaluation():
     model = toy.Toy(dropout=0.5)
     train(model, plan_of(4), evaluate=lambda _, model: {"in_eval": float(not model.eval().training)}, evaluate_every=1)
     assert model.training
 
 
-def test_averaged_weights_are_evaluated_and_go_on_after_a_resume():
+def test_ema_weights_are_evaluated_and_resumed():
     settings = SimpleNamespace(**{**vars(toy.TRAIN), "ema": 0.8})
     plan, checkpoints, model, seen = plan_of(8), Checkpoints(), toy.Toy(), []
     expected = None
@@ -195,7 +195,7 @@ def test_averaged_weights_are_evaluated_and_go_on_after_a_resume():
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-def test_nothing_left_to_do():
+def test_finished_run_takes_no_step():
     plan, checkpoints = plan_of(3), Checkpoints()
     model = toy.Toy()
     train(model, plan, save=checkpoints.save)
@@ -205,7 +205,7 @@ def test_nothing_left_to_do():
     assert torch.equal(toy.flat(model), before)
 
 
-def test_a_stopped_run_leaves_a_checkpoint():
+def test_stopped_run_saves_a_checkpoint():
     plan, checkpoints, asked = plan_of(100), Checkpoints(), iter(range(100))
     outcome = train(toy.Toy(), plan, save=checkpoints.save, stop=lambda: next(asked) == 4)
     assert (outcome.status, outcome.steps, list(checkpoints)) == ("stopped", 5, [3, 5])
@@ -228,7 +228,7 @@ class Poisoned(toy.Toy):
         self.step = step
 
 
-def test_single_steps_that_are_not_finite_are_skipped_and_counted():
+def test_non_finite_steps_are_skipped_and_counted():
     model, log = Poisoned(steps=(2, 3, 5)), toy.Lines()
     outcome = train(model, plan_of(6), log=log, callbacks=(model,))
     assert outcome.skipped_steps == 3
@@ -236,7 +236,7 @@ def test_single_steps_that_are_not_finite_are_skipped_and_counted():
     assert torch.isfinite(toy.flat(model)).all()
 
 
-def test_too_many_in_a_row_end_the_run_even_across_a_restart():
+def test_too_many_consecutive_non_finite_steps_end_the_run_across_restarts():
     checkpoints, model = Checkpoints(), Poisoned(steps=(2, 3, 4))
     with pytest.raises(TrainingError, match="3 steps in a row, up to step 4"):
         train(model, plan_of(6), save=checkpoints.save, callbacks=(model,))
@@ -258,13 +258,13 @@ class PoisonedRow(toy.Toy):
 POISONED = 17
 
 
-def test_the_row_on_which_the_model_fails_is_named():
+def test_row_with_non_finite_output_is_named():
     plan = SamplePlan(num_rows=33, global_rows=33, world=1, micro=8, seed=1, steps=5)
     with pytest.raises(TrainingError, match=r"3 steps in a row.*outputs not finite for sample 17\)"):
         train(PoisonedRow(), plan, names=lambda rows: [f"sample {row}" for row in rows])
 
 
-def test_the_search_for_the_row_takes_no_more_rows_at_a_time_than_found_room():
+def test_search_for_non_finite_row_keeps_to_the_micro_batch_size():
     sizes = []
 
     class Watched(PoisonedRow):
@@ -290,7 +290,7 @@ class PoisonedPair(toy.Toy):
         return outputs
 
 
-def test_a_row_that_fails_only_beside_its_partner_is_named():
+def test_row_that_is_non_finite_only_with_its_partner_is_named():
     plan = SamplePlan(num_rows=33, global_rows=33, world=1, micro=8, seed=1, steps=5)
     with pytest.raises(TrainingError, match=r"outputs not finite for sample 17\)"):
         model, names = PoisonedPair(kind="matching"), lambda rows: [f"sample {row}" for row in rows]
@@ -298,7 +298,7 @@ def test_a_row_that_fails_only_beside_its_partner_is_named():
 
 
 @pytest.mark.parametrize(("before", "after"), [("bf16", "fp16"), ("fp16", "bf16"), ("fp32", "fp16")])
-def test_a_checkpoint_goes_on_in_another_precision(before, after):
+def test_checkpoint_resumes_in_another_precision(before, after):
     plan, checkpoints = plan_of(6), Checkpoints()
     first, then = (SimpleNamespace(**{**vars(toy.TRAIN), "precision": name}) for name in (before, after))
     train(toy.Toy(), plan, save=checkpoints.save, train=first)
@@ -306,7 +306,7 @@ def test_a_checkpoint_goes_on_in_another_precision(before, after):
     assert (outcome.status, outcome.steps) == ("finished", 6)
 
 
-def test_when_no_row_is_to_blame_the_rows_of_the_step_are_named(monkeypatch):
+def test_rows_of_the_step_are_named_if_no_single_row_is_non_finite(monkeypatch):
     monkeypatch.setattr(loop, "optimizer_step", lambda *given: replace(taken(*given), finite=False))
     with pytest.raises(TrainingError, match=r"all outputs finite, and the rows are rows 20 to 29 of the sample order"):
         train(toy.Toy(), plan_of(5))
@@ -317,7 +317,7 @@ taken = loop.optimizer_step
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_ranks_under_torchrun_are_one_process(tmp_path, parallel):
+def test_ranks_under_torchrun_equal_one_process(tmp_path, parallel):
     """Two of them, or one for each GPU where there are GPUs."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     script = ["-m", "tests.train.under_torchrun", tmp_path / "weights.pt", parallel]
@@ -329,7 +329,7 @@ def test_ranks_under_torchrun_are_one_process(tmp_path, parallel):
     torch.testing.assert_close(torch.load(tmp_path / "weights.pt"), toy.flat(alone), rtol=1e-9, atol=1e-12)
 
 
-def test_it_runs_without_ray_and_pydantic():
+def test_engine_runs_without_ray_and_pydantic():
     code = (
         "import sys; import mmray.engine.loop, mmray.engine.metrics.writers; "
         "found = {'ray', 'pydantic', 'tensorboard'} & set(sys.modules); sys.exit(f'imports {found}' if found else 0)"

@@ -20,7 +20,7 @@ class Reaching(nn.Module):
 
 
 @pytest.mark.parametrize("elsewhere", [CPU, OTHER])
-def test_what_lies_elsewhere_is_refused(monkeypatch, elsewhere):
+def test_tensors_on_different_devices_are_refused(monkeypatch, elsewhere):
     with made_up_gpus(monkeypatch):
         numbers = torch.ones(3, device=GPU)
         with pytest.raises(RuntimeError, match="same device"):
@@ -49,7 +49,7 @@ def test_what_lies_elsewhere_is_refused(monkeypatch, elsewhere):
         lambda tensor: torch.tensor(1.0, device=tensor.device),
     ],
 )
-def test_every_sort_of_wait_is_counted(monkeypatch, read):
+def test_each_host_synchronization_is_counted(monkeypatch, read):
     with made_up_gpus(monkeypatch) as waits:
         number = torch.ones((), device=GPU) * 2
         assert waits.count == 0
@@ -57,7 +57,7 @@ def test_every_sort_of_wait_is_counted(monkeypatch, read):
         assert waits.count == 1
 
 
-def test_gradients_are_those_of_torchs_engine(monkeypatch):
+def test_gradients_equal_those_of_torch_autograd(monkeypatch):
     def gradients(device):
         torch.manual_seed(1)
         weights = torch.randn(4, 3, dtype=torch.float64).to(device).requires_grad_()

@@ -28,7 +28,7 @@ def test_auto_micro_finds_largest_halving_of_share_that_fits(room, found):
     assert memory_probe.probe_memory(state_with(room), lambda rows: toy.rows(rows, 0), 12, None).micro == found
 
 
-def test_what_does_not_fit_is_said_before_any_data():
+def test_too_large_batch_is_refused_before_data_is_read():
     rows_of = lambda rows: toy.rows(rows, 0)  # noqa: E731
     with pytest.raises(OutOfMemoryError, match=r"micro-batch of 8 rows does not fit: lower --batch.micro"):
         memory_probe.probe_memory(state_with(7), rows_of, 16, 8)
@@ -48,7 +48,7 @@ NO_ROOM = {
 
 
 @pytest.mark.parametrize("said", NO_ROOM)
-def test_libraries_that_find_no_room_by_themselves_are_out_of_memory_too(said):
+def test_cuda_library_allocation_errors_count_as_oom(said):
     fault = toy.Fault("nowhere", most_rows=5, as_what=NO_ROOM[said])
     state = toy.train_state(toy.Cramped(fault))
     assert memory_probe.probe_memory(state, lambda rows: toy.rows(rows, 0), 12, None).micro == 3
@@ -57,7 +57,7 @@ def test_libraries_that_find_no_room_by_themselves_are_out_of_memory_too(said):
     assert [line["batch/micro"] for line in log.lines] == [2, 2]
 
 
-def test_without_room_for_the_count_of_work_the_step_shrinks_and_the_count_follows():
+def test_oom_while_counting_flops_halves_the_micro_batch():
     log, fault = toy.Lines(), toy.Fault("nowhere", most_rows=2)
     outcome = train(toy.Cramped(fault), plan_of(4, micro=5), callbacks=(fault,), log=log)
     assert (outcome.status, outcome.skipped_steps) == ("finished", 0)
@@ -65,7 +65,7 @@ def test_without_room_for_the_count_of_work_the_step_shrinks_and_the_count_follo
     assert log.lines[-1]["throughput/tflops_per_device"] > 0
 
 
-def test_where_ddp_will_hold_gradients_all_the_time_the_probe_holds_them_too():
+def test_probe_holds_gradients_like_ddp_buckets():
     """Its buckets lie there during the forward, which a group of one does not have."""
     held = []
 
@@ -85,7 +85,7 @@ def test_where_ddp_will_hold_gradients_all_the_time_the_probe_holds_them_too():
 
 
 @pytest.mark.parametrize(("settings", "copies"), [({}, 0), ({"ema": 0.9}, 1), ({"parallel": "fsdp"}, 0)])
-def test_what_will_lie_beside_the_model_lies_there_in_the_rehearsal(monkeypatch, settings, copies):
+def test_probe_allocates_ema_weights_and_ddp_buckets(monkeypatch, settings, copies):
     """Averaged weights, and buckets in which gradients do not live."""
     state = memory_probe.replace(toy.train_state(toy.Toy(width=37)), group=Group(rank=0, world=2))
     train = SimpleNamespace(**vars(toy.TRAIN) | settings)
@@ -103,7 +103,7 @@ def test_what_will_lie_beside_the_model_lies_there_in_the_rehearsal(monkeypatch,
     assert found[1] - found[0] == copies
 
 
-def test_a_rehearsal_leaves_no_trace():
+def test_probe_leaves_state_unchanged():
     model = toy.Toy(dropout=0.3, batch_norm=True)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     draws = torch.random.get_rng_state()
@@ -113,7 +113,7 @@ def test_a_rehearsal_leaves_no_trace():
     assert torch.equal(torch.random.get_rng_state(), draws)
 
 
-def test_the_table_counts_bytes():
+def test_memory_table_counts_bytes():
     state = state_with()
     table = memory_probe.probe_memory(state, lambda rows: toy.rows(rows, 0), 12, 6).table
     weights = sum(parameter.nbytes for parameter in state.model.parameters())
@@ -123,7 +123,7 @@ def test_the_table_counts_bytes():
     assert twice["memory/activations_gib"] == pytest.approx(2 * table["memory/activations_gib"], rel=0.2)
 
 
-def test_on_a_cpu_the_free_memory_of_the_host_is_the_limit(monkeypatch):
+def test_free_host_memory_is_the_limit_on_cpu(monkeypatch):
     one_row = memory_probe.probe_memory(state_with(), lambda rows: toy.rows(rows, 0), 12, 1).table[
         "memory/activations_gib"
     ]
@@ -132,7 +132,7 @@ def test_on_a_cpu_the_free_memory_of_the_host_is_the_limit(monkeypatch):
     assert memory_probe.probe_memory(state_with(), lambda rows: toy.rows(rows, 0), 12, None).micro == 3
 
 
-def test_a_rehearsal_for_many_ranks_sees_the_whole_batch_as_columns():
+def test_probe_for_several_ranks_has_columns_of_the_global_batch():
     """Its step is the one of a group in which all ranks bring the same rows: four times the negatives."""
     widths = []
     state = toy.train_state(toy.Toy())
@@ -146,7 +146,7 @@ def test_a_rehearsal_for_many_ranks_sees_the_whole_batch_as_columns():
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "matching"])
-def test_a_rehearsal_talks_to_nobody_whatever_the_objective_lends_or_sends_around(kind):
+def test_probe_calls_no_collectives(kind):
     """Ranks try other sizes, each for itself: a collective inside would meet another one of another shape."""
     state = toy.train_state(toy.Toy(kind=kind), objective=toy.objective(kind))
     four = memory_probe.replace(state, group=Group(rank=1, world=4))  # without a process group behind it
@@ -155,7 +155,7 @@ def test_a_rehearsal_talks_to_nobody_whatever_the_objective_lends_or_sends_aroun
         assert memory_probe.probe_memory(four, lambda rows: toy.rows(rows, 0), 8, 4).micro == 4
 
 
-def test_finer_keeps_the_rows_and_as_many_micro_batches_on_every_rank():
+def test_smaller_micro_keeps_rows_and_equal_counts_on_ranks():
     batch = toy.rows(10, 0, invalid=(4, 5, 6, 7, 8, 9))
     share = make_local_batch(toy.cut(batch, 4))
     fine = split_micro_batches(share, 2)
@@ -167,7 +167,7 @@ def test_finer_keeps_the_rows_and_as_many_micro_batches_on_every_rank():
     assert split_micro_batches(share, 4) is share
 
 
-def test_what_was_found_to_fit_holds_after_a_restart_until_another_is_asked_for():
+def test_probed_micro_batch_is_kept_over_restarts_until_changed():
     plan, checkpoints = plan_of(6, micro=5), Checkpoints()
     fault = toy.Fault("forward", at_step=2)
     train(toy.Cramped(fault), plan, save=checkpoints.save, callbacks=(fault,))
@@ -178,7 +178,7 @@ def test_what_was_found_to_fit_holds_after_a_restart_until_another_is_asked_for(
         assert {line["batch/micro"] for line in log.lines} == {found}
 
 
-def test_alone_even_the_last_backward_is_taken_again():
+def test_oom_in_last_backward_is_retried_with_one_rank():
     models = [toy.Toy().double(), toy.Cramped(toy.Fault("synchronising backward", at_step=2)).double()]
     for model in models:
         callbacks = (model.fault,) if isinstance(model, toy.Cramped) else ()
@@ -188,7 +188,7 @@ def test_alone_even_the_last_backward_is_taken_again():
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room to score"), MemoryError()])
-def test_without_room_to_score_smaller_micro_batches_are_not_tried(error):
+def test_oom_in_evaluation_does_not_halve_the_micro_batch(error):
     """They would not help: an evaluation has batches of its own."""
 
     def evaluate(step, _):
@@ -201,13 +201,13 @@ def test_without_room_to_score_smaller_micro_batches_are_not_tried(error):
 
 
 @pytest.mark.parametrize("place", ["forward", "synchronising backward"])
-def test_an_error_without_words_is_told_by_its_kind(place):
+def test_error_without_message_is_reported_by_type(place):
     told, fault = [], toy.Fault(place, at_step=2, as_what=lambda _: MemoryError())
     train(toy.Cramped(fault), plan_of(4, micro=5), callbacks=(fault,), note=lambda text, label: told.append(text))
     assert len(told) == 1 and "more: MemoryError); retrying the same rows with 2 at a time" in told[0]
 
 
-def test_without_room_in_the_optimizer_the_run_begins_again_with_less(monkeypatch):
+def test_oom_in_optimizer_restarts_with_smaller_micro_batches(monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("no room for a state")
 

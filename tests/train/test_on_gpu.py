@@ -88,7 +88,7 @@ def flat(model):
 
 
 @pytest.mark.parametrize("kind", real_models.MODELS)
-def test_runs_take_the_steps_of_a_cpu(monkeypatch, kind):
+def test_run_on_gpu_equals_run_on_cpu(monkeypatch, kind):
     plain = trained(kind, CPU)
     with gpus(monkeypatch):
         assert (trained(kind, GPU) - plain).abs().max() < within(kind)
@@ -119,7 +119,7 @@ LONGER = replace(PLAN, steps=6)
 SHARE = 8  # rows
 
 
-def test_two_shares_lie_on_a_gpu_and_the_rehearsal_holds_as_many(monkeypatch):
+def test_two_batches_are_on_the_gpu_in_steps_and_in_the_probe(monkeypatch):
     with gpus(monkeypatch):
         model = Crowded().to(GPU)
         scored = lambda step, _: {"rows": float(rows_there())}  # noqa: E731
@@ -157,14 +157,14 @@ def late(monkeypatch, full):
         return flat(model)
 
 
-def test_without_room_for_the_next_shares_at_a_steps_peak_they_come_when_it_is_over(monkeypatch):
+def test_oom_of_prefetched_batch_retries_it_after_the_step(monkeypatch):
     plain = toy.Toy().double()
     loop.run(toy.task(plain, LONGER), toy.steps_of(LONGER, 0))
     found = late(monkeypatch, {FIRST, FIRST + 1})  # the second share, and the third
     assert torch.allclose(found, toy.flat(plain), rtol=0, atol=1e-9)
 
 
-def test_without_room_for_a_share_between_two_steps_the_run_begins_again_with_less_at_a_time(monkeypatch):
+def test_oom_of_batch_between_steps_restarts_with_smaller_micro_batches(monkeypatch):
     said = r"out of memory after step 1 with micro-batches of 3 rows \(rank 0: no room for the next share\)"
     with pytest.raises(OutOfMemoryError, match=said) as met:
         late(monkeypatch, {FIRST, FIRST + 1, FIRST + 2})
@@ -172,7 +172,7 @@ def test_without_room_for_a_share_between_two_steps_the_run_begins_again_with_le
 
 
 @pytest.mark.parametrize("kind", real_models.MODELS)
-def test_in_half_precision_the_host_waits_once_a_step(monkeypatch, kind):
+def test_half_precision_synchronizes_once_per_step(monkeypatch, kind):
     losses = {}
     with gpus(monkeypatch) as waits:
         for number in ("fp32", "bf16", "fp16"):
@@ -187,7 +187,7 @@ def test_in_half_precision_the_host_waits_once_a_step(monkeypatch, kind):
 
 
 @pytest.mark.parametrize("kind", real_models.MODELS)
-def test_a_run_goes_on_from_what_it_saved(monkeypatch, kind):
+def test_run_resumes_from_its_checkpoint(monkeypatch, kind):
     kept = {}
     with gpus(monkeypatch):
         given = {"options": {"save": lambda step, state, metrics, last: kept.update({step: copy_to_cpu(state)})}}
@@ -212,7 +212,7 @@ def tensors_of(state):
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
 @pytest.mark.parametrize("slower", ["image", "text"])
-def test_branches_on_two_devices_are_one(monkeypatch, kind, slower):
+def test_branches_on_two_gpus_equal_one_device(monkeypatch, kind, slower):
     plain = trained(kind, CPU)
     with gpus(monkeypatch, count=2):
         monkeypatch.setattr(branches, "REFIT_EVERY", 2)
@@ -222,7 +222,7 @@ def test_branches_on_two_devices_are_one(monkeypatch, kind, slower):
 
 
 @pytest.mark.parametrize("number", ["bf16", "fp16"])
-def test_branches_in_half_precision(monkeypatch, number):
+def test_branches_on_two_gpus_in_half_precision(monkeypatch, number):
     with gpus(monkeypatch, count=2):
         options = {"devices": DEVICES, "slower": "image"}
         weights = trained("clip", GPU, double=False, options=options, parallel="branches", precision=number)
@@ -230,7 +230,7 @@ def test_branches_in_half_precision(monkeypatch, number):
 
 
 @pytest.mark.parametrize("kind", real_models.MODELS)
-def test_the_rehearsal_finds_what_fits_and_leaves_the_model_as_it_was(monkeypatch, kind):
+def test_probe_finds_fitting_size_and_leaves_model_unchanged(monkeypatch, kind):
     spec, objective = real_models.MODELS[kind]
     with gpus(monkeypatch):
         model = task_of(kind, GPU, double=False).model
@@ -248,7 +248,7 @@ def test_the_rehearsal_finds_what_fits_and_leaves_the_model_as_it_was(monkeypatc
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "contrastive + 0.5 * matching + region_text"])
-def test_what_meets_has_the_gradient_of_a_cpu(monkeypatch, kind):
+def test_collectives_have_gradients_equal_to_cpu(monkeypatch, kind):
     def gradient(device):
         state = toy.train_state(toy.Toy(kind=kind).double(), Group(device=device), toy.objective(kind))
         rows = toy.rows(9, 0, invalid=(4,)) | {"pos": torch.arange(9)}
@@ -260,7 +260,7 @@ def test_what_meets_has_the_gradient_of_a_cpu(monkeypatch, kind):
         assert torch.allclose(gradient(GPU), plain, rtol=1e-9, atol=1e-12)
 
 
-def test_rows_that_a_model_fails_on_are_found(monkeypatch):
+def test_rows_with_non_finite_output_are_named_on_gpu(monkeypatch):
     with gpus(monkeypatch):
         model = toy.Branched().to(GPU)
         rows = toy.rows(6, 0)
@@ -279,7 +279,7 @@ def test_rows_that_a_model_fails_on_are_found(monkeypatch):
         {"parallel": "branches", "precision": "fp16"},
     ],
 )
-def test_a_worker_does_its_work(monkeypatch, tmp_path, settings):
+def test_worker_probes_trains_evaluates_and_saves(monkeypatch, tmp_path, settings):
     """Rehearsal, steps, evaluation and checkpoint; in float32 it comes to what a CPU comes to."""
     prepared, given = rows_of(tmp_path / "set"), {"micro": 4} | settings
     _, plain, _ = ran(prepared, tmp_path / "plain", **given | {"precision": "fp32"})

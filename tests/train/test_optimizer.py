@@ -11,7 +11,7 @@ from mmray.errors import UsageError
 from tests.train import toy
 
 
-def test_matrices_decay_and_nothing_else():
+def test_only_matrices_have_weight_decay():
     model = toy.Toy(batch_norm=True)
     adam = optimizer.build_optimizer(model, toy.OPTIMIZER)
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -23,20 +23,20 @@ def test_matrices_decay_and_nothing_else():
     assert "log_scale" in rest
 
 
-def test_frozen_weights_are_left_out():
+def test_frozen_weights_are_excluded():
     model = toy.Toy()
     model.pixels.requires_grad_(False)
     kept = sum(len(group["params"]) for group in optimizer.build_optimizer(model, toy.OPTIMIZER).param_groups)
     assert kept == len(list(model.parameters())) - len(list(model.pixels.parameters()))
 
 
-def test_the_rate_reaches_every_group():
+def test_learning_rate_is_set_in_each_group():
     adam = optimizer.build_optimizer(toy.Toy(), toy.OPTIMIZER)
     optimizer.set_lr(adam, 0.125)
     assert [group["lr"] for group in adam.param_groups] == [0.125] * 3
 
 
-def test_rates_of_their_own_by_pattern_the_last_counts():
+def test_last_matching_pattern_sets_the_learning_rate():
     model = toy.Toy()
     section = SimpleNamespace(
         **vars(toy.OPTIMIZER) | {"lr_multipliers": ("pixels.*=0.1", "*.bias=2", "log_scale=1e-2")}
@@ -56,7 +56,7 @@ def test_rates_of_their_own_by_pattern_the_last_counts():
         optimizer.build_optimizer(model, SimpleNamespace(**vars(section) | {"lr_multipliers": ("image.*=0.1",)}))
 
 
-def test_a_group_keeps_its_factor_after_a_resume():
+def test_group_keeps_its_factor_after_resume():
     model = toy.Toy()
     section = SimpleNamespace(**vars(toy.OPTIMIZER) | {"lr_multipliers": ("pixels.*=0.1",)})
     again = optimizer.build_optimizer(model, section)

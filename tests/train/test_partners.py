@@ -29,7 +29,7 @@ class Counted(FakeGroup):
         return super().all_gather(rows)
 
 
-def test_columns_come_back_as_they_were_in_one_vote_and_one_collective():
+def test_columns_are_exchanged_unchanged_in_one_vote_and_one_collective():
     batch, mining = toy.rows(7, 0, invalid=(6,)), toy.objective("matching")
     batch["attention_mask"] = batch["attention_mask"].int()
     group = Counted(rank=0, world=2)

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
     ("setting", "dtype", "scaled"),
     [("auto", None, False), ("fp32", None, False), ("bf16", torch.bfloat16, False), ("fp16", torch.float16, True)],
 )
-def test_on_a_cpu(setting, dtype, scaled):
+def test_precision_on_cpu(setting, dtype, scaled):
     chosen = select_precision(setting, CPU)
     assert (chosen.dtype, chosen.needs_scaler) == (dtype, scaled)
     assert chosen.scaler().is_enabled() == scaled
@@ -23,7 +23,7 @@ def test_on_a_cpu(setting, dtype, scaled):
 
 
 @pytest.mark.parametrize(("capability", "name"), [((9, 0), "bf16"), ((8, 0), "bf16"), ((7, 5), "fp16")])
-def test_auto_on_a_gpu_is_what_its_hardware_does(monkeypatch, capability, name):
+def test_auto_is_the_best_format_of_the_gpu(monkeypatch, capability, name):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     chosen = select_precision("auto", torch.device("cuda:0"))
     assert (chosen.name, chosen.device_type) == (name, "cuda")

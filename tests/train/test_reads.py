@@ -26,7 +26,7 @@ QUIET = SimpleNamespace(**vars(toy.TRAIN) | {"log_every": 0, "checkpoint_every":
 
 @pytest.mark.parametrize("clip", ["model", "branch"])
 @pytest.mark.parametrize("objective", [toy.objective("contrastive"), toy.Regression()])
-def test_a_step_of_the_loop_between_two_lines_reads_once(monkeypatch, objective, clip):
+def test_unlogged_step_reads_from_the_device_once(monkeypatch, objective, clip):
     """The norms and the ranks' wish to stop, in one; three micro-batches."""
     plan = SamplePlan(num_rows=30, global_rows=10, world=1, micro=4, seed=1, steps=6)
     settings = SimpleNamespace(**vars(toy.OPTIMIZER) | {"clip_per": clip})
@@ -41,7 +41,7 @@ def test_a_step_of_the_loop_between_two_lines_reads_once(monkeypatch, objective,
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "language_modelling", "contrastive + 0.5 * matching + region_text"])
-def test_a_step_of_any_objective_reads_once(monkeypatch, kind):
+def test_step_of_each_objective_reads_from_the_device_once(monkeypatch, kind):
     share = make_local_batch(toy.cut(toy.rows(9, 0), 4))
     with gpus(monkeypatch) as waits:
         state = toy.train_state(toy.Toy(kind=kind), Group(device=GPU), toy.objective(kind))

@@ -33,7 +33,7 @@ class TheirOwn(torch.OutOfMemoryError):
         errors.TrainingError("before any step was logged: OutOfMemoryError: allocation failed"),
     ],
 )
-def test_memory_that_ran_out(error):
+def test_out_of_memory_errors_are_recognised(error):
     assert is_out_of_memory(error)
 
 
@@ -46,10 +46,10 @@ def test_memory_that_ran_out(error):
         RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED"),
     ],
 )
-def test_another_error(error):
+def test_other_errors_are_not_out_of_memory(error):
     assert not is_out_of_memory(error)
 
 
-def test_a_sweep_knows_it_without_torch():
+def test_sweep_recognises_oom_without_importing_torch():
     asked = "import sys, mmray.tune.results; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0

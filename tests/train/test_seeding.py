@@ -16,7 +16,7 @@ def draw(seed: int) -> torch.Tensor:
         return torch.rand(4)
 
 
-def test_the_same_seed_draws_the_same_and_leaves_no_trace():
+def test_same_seed_draws_same_values_and_restores_the_generator():
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
@@ -24,7 +24,7 @@ def test_the_same_seed_draws_the_same_and_leaves_no_trace():
     assert torch.equal(torch.rand(2), expected)
 
 
-def test_every_step_rank_and_micro_batch_has_its_own():
+def test_each_step_rank_and_micro_batch_has_its_own_seed():
     seeds = {micro_seed(*numbers) for numbers in itertools.product(range(3), range(20), range(4), range(8))}
     assert len(seeds) == 3 * 20 * 4 * 8
     assert all(0 <= seed < 2**63 for seed in seeds)

@@ -99,7 +99,7 @@ def trained(model: nn.Module, steps: int = 3, name: str = "") -> dict[str, Tenso
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_recomputed_activations_change_nothing(name: str) -> None:
+def test_activation_checkpointing_takes_same_steps(name: str) -> None:
     """Dropout, patch dropout, BatchNorm's statistics and layers of cross-attention included."""
     branches = tuple(shaped(name).branches())
     plain, again = trained(shaped(name), name=name), trained(shaped(name, activation_checkpointing=branches), name=name)
@@ -111,7 +111,7 @@ def test_recomputed_activations_change_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "branch"), [("clip", "text"), ("fusion", "cross"), ("generative", "text")])
-def test_recomputing_keeps_fewer_activations(name: str, branch: str) -> None:
+def test_activation_checkpointing_keeps_fewer_activations(name: str, branch: str) -> None:
     def kept(model: nn.Module) -> int:
         sizes: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(
@@ -125,7 +125,7 @@ def test_recomputing_keeps_fewer_activations(name: str, branch: str) -> None:
     assert kept(shaped(name, activation_checkpointing=(*others, branch))) < 0.5 * all_but_one < 0.5 * kept(shaped(name))
 
 
-def test_compiled_branches_take_the_same_steps() -> None:
+def test_compiled_branches_take_same_steps() -> None:
     plain, compiled = trained(shaped("convnet"), 1), trained(shaped("convnet", compile="eager"), 1)
     assert plain.keys() == compiled.keys()
     for key, value in plain.items():
@@ -134,7 +134,7 @@ def test_compiled_branches_take_the_same_steps() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", real_models.MODELS)
-def test_inductor_takes_the_same_steps(kind: str) -> None:
+def test_inductor_takes_same_steps(kind: str) -> None:
     plain = real_models.weights_of(kind, Group(), "ddp")
     compiled = real_models.weights_of(kind, Group(), "ddp", backend="inductor")
     within = 1e-5 if kind == "generative" else 1e-9  # transformers' language models norm in float32 whatever they are
@@ -143,7 +143,7 @@ def test_inductor_takes_the_same_steps(kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["convnet", "clip"])
-def test_inductor_drops_alike_with_and_without_gradients(name: str) -> None:
+def test_inductor_dropout_is_equal_with_and_without_gradients(name: str) -> None:
     """Cached accumulation forwards a micro-batch twice; other dropout the second time would be another gradient."""
     model, batch = shaped(name, compile="inductor").train(), synthetic_batch(INPUTS, VOCAB, 3, CPU)
     with seeded(5, CPU), torch.no_grad():
@@ -157,7 +157,7 @@ def test_inductor_drops_alike_with_and_without_gradients(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["clip", "generative"])
-def test_further_steps_compile_nothing_more(kind: str) -> None:
+def test_later_steps_do_not_recompile(kind: str) -> None:
     compiled = []
     for steps in (1, 3):
         torch._dynamo.reset()  # what other tests compiled counts toward a limit
@@ -168,7 +168,7 @@ def test_further_steps_compile_nothing_more(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["clip", "resnet18"])
-def test_a_copy_of_a_recomputed_model_learns_by_itself(name: str) -> None:
+def test_copy_of_checkpointed_model_learns_independently(name: str) -> None:
     model = shaped(name, activation_checkpointing=("image",))
     copied = copy.deepcopy(model)
     copied.image(synthetic_batch(INPUTS, VOCAB, 2, CPU)["image"])[:, 0].sum().backward()
@@ -177,7 +177,7 @@ def test_a_copy_of_a_recomputed_model_learns_by_itself(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["clip", "resnet18"])
-def test_recomputed_activations_are_compiled_as_well(name: str) -> None:
+def test_activation_checkpointing_with_compile_takes_same_steps(name: str) -> None:
     """Patches drop alike; blocks with running statistics stay out of the graphs, and keep them."""
     plain, compiled = (
         trained(shaped(name, activation_checkpointing=("image",), compile=backend), 1)
@@ -197,7 +197,7 @@ def test_channels_last_has_the_same_gradient() -> None:
         torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=1e-9, msg=name)
 
 
-def test_what_cannot_be_is_said() -> None:
+def test_unsupported_combinations_are_refused() -> None:
     with pytest.raises(
         UsageError, match=r"train\.activation_checkpointing: the model has no branch `vision`; it has image, text"
     ):
@@ -207,7 +207,7 @@ def test_what_cannot_be_is_said() -> None:
         apply_transforms(build(synced, VOCAB), settings(), OptimizerSection(), CPU)
 
 
-def test_frozen_by_pattern_stays_and_the_rest_learns() -> None:
+def test_weights_frozen_by_pattern_stay_and_others_learn() -> None:
     torch.manual_seed(0)
     given = OptimizerSection(freeze=("image.tower.*", "log_scale"))
     model = apply_transforms(build(SPECS["clip"], VOCAB), settings(), given, CPU)
@@ -218,7 +218,7 @@ def test_frozen_by_pattern_stays_and_the_rest_learns() -> None:
 
 
 @pytest.mark.parametrize("patterns", [("vision.*",), ("*",)])
-def test_a_pattern_that_cannot_be_meant_is_said(patterns: tuple[str, ...]) -> None:
+def test_invalid_freeze_pattern_is_refused(patterns: tuple[str, ...]) -> None:
     with pytest.raises(UsageError, match=r"optimizer\.freeze: .*(matches no parameter|leaves no trainable)"):
         optimizer.freeze_parameters(toy.Toy(), patterns)
 
@@ -229,7 +229,7 @@ def rehearsed(spec: Model, kind: str) -> None:
     dry_run(config, state, lambda rows: synthetic_batch(INPUTS, VOCAB, rows, CPU), 3, 3)
 
 
-def test_a_rehearsal_names_weights_that_would_not_learn() -> None:
+def test_probe_names_weights_without_gradient() -> None:
     rehearsed(SPECS["convnet"], "contrastive")
     with_bias = SPECS["convnet"].model_copy(update={"logit_bias": -10.0})
     rehearsed(with_bias, "sigmoid")
@@ -240,12 +240,12 @@ def test_a_rehearsal_names_weights_that_would_not_learn() -> None:
 @pytest.mark.parametrize(
     ("kind", "missing"), [("sigmoid", "logit_bias"), ("matching", "match"), ("classification", "class_logits")]
 )
-def test_a_rehearsal_names_the_output_that_the_model_lacks(kind: str, missing: str) -> None:
+def test_probe_names_missing_model_output(kind: str, missing: str) -> None:
     with pytest.raises(UsageError, match=rf"objective\.kind: `{kind}` reads `{missing}`, .*model\.kind `two_tower`"):
         rehearsed(SPECS["convnet"], kind)
 
 
-def test_a_label_without_a_class_ends_the_run() -> None:
+def test_label_without_class_ends_the_run() -> None:
     job = SimpleNamespace(config=Config(model=Fusion(classes=3)))
     _check_labels({"label": np.array([2, -1])}, job.config)
     with pytest.raises(DataError, match=r"has label 3, but model\.classes is 3: .* --model\.classes to 4"):

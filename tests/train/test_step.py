@@ -71,7 +71,7 @@ def same(clever: Tensor, plain: Tensor, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("accumulation", [1, 2, 4, 8])
-def test_accumulated_is_the_plain_step_with_dropout_in_float64(accumulation: int, kind: str):
+def test_accumulated_step_equals_plain_step_with_dropout_in_float64(accumulation: int, kind: str):
     micro, dropout = micro_of(accumulation), 0.3
     clever = train(toy.Toy(dropout, kind=kind).double(), micro, objective=toy.objective(kind))
     same(clever, train_plainly(toy.Toy(dropout, kind=kind).double(), micro, kind), kind)
@@ -79,7 +79,7 @@ def test_accumulated_is_the_plain_step_with_dropout_in_float64(accumulation: int
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("accumulation", [1, 2, 4, 8])
-def test_accumulated_is_the_whole_batch_without_dropout(accumulation: int, kind: str):
+def test_accumulated_step_equals_full_batch_without_dropout(accumulation: int, kind: str):
     """And so the plain step of the same micro-batches too: without dropout that is the whole batch's."""
     clever = train(toy.Toy(kind=kind).double(), micro_of(accumulation), objective=toy.objective(kind))
     same(clever, plainly_whole(kind), kind)
@@ -87,18 +87,18 @@ def test_accumulated_is_the_whole_batch_without_dropout(accumulation: int, kind:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("accumulation", [1, 2, 4, 8])
-def test_accumulated_is_the_plain_step_in_float32(accumulation: int, dropout: float):
+def test_accumulated_step_equals_plain_step_in_float32(accumulation: int, dropout: float):
     start = toy.flat(toy.Toy())
     clever = train(toy.Toy(dropout), micro_of(accumulation)) - start
     plain = train_plainly(toy.Toy(dropout), micro_of(accumulation)) - start
     assert (clever - plain).norm() / plain.norm() < 1e-4
 
 
-def test_dropout_is_really_on():
+def test_dropout_is_active():
     assert not torch.allclose(train(toy.Toy(0.3), 8), train(toy.Toy(0.0), 8), atol=1e-3)
 
 
-def test_plain_accumulation_would_have_differed():
+def test_naive_accumulation_differs():
     """The equality above has teeth: losses within each micro-batch are another loss."""
     micro_batches = toy.cut(toy.rows(ROWS, 0), micro_of(4))
     whole, pieces = toy.Toy().double(), toy.Toy().double()
@@ -123,14 +123,14 @@ def test_temperature_gradient_counts_once(accumulation: int):
     torch.testing.assert_close(found.scalars["logit_scale"], expected.log_scale.exp().detach())
 
 
-def test_a_scaled_loss_gives_the_same_step():
+def test_scaled_loss_gives_same_step():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=3)
     scaled = train(toy.Toy().double(), 8, scaler=scaler)
     assert scaler.get_scale() > 2.0**14  # it was on, and saw finite steps
     torch.testing.assert_close(scaled, train(toy.Toy().double(), 8), rtol=0, atol=1e-9)
 
 
-def test_running_statistics_see_each_valid_row_once():
+def test_running_statistics_count_each_valid_row_once():
     micro_batches = toy.cut(toy.rows(ROWS, 0, INVALID), micro_of(8))
     clever, plain = toy.Toy(batch_norm=True).double(), toy.Toy(batch_norm=True).double()
     take(toy.train_state(clever), micro_batches, 0)
@@ -141,7 +141,7 @@ def test_running_statistics_see_each_valid_row_once():
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12, msg=name)
 
 
-def test_a_share_of_padding_leaves_gradients_and_statistics_alone():
+def test_batch_of_padding_leaves_gradients_and_statistics_unchanged():
     model = toy.Toy(batch_norm=True).double()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     state, share = toy.train_state(model), make_local_batch(toy.cut(toy.rows(4, 0, (0, 1, 2, 3)), 2))
@@ -154,7 +154,7 @@ def test_a_share_of_padding_leaves_gradients_and_statistics_alone():
         torch.testing.assert_close(buffer, before[name], rtol=0, atol=0)
 
 
-def test_the_model_is_constrained_after_each_step():
+def test_constraints_are_applied_after_each_step():
     model = toy.Toy().double()
     with torch.no_grad():
         model.log_scale.fill_(6)
@@ -162,7 +162,7 @@ def test_the_model_is_constrained_after_each_step():
     assert model.log_scale.item() == math.log(100)
 
 
-def test_not_a_number_skips_the_step():
+def test_nan_skips_the_step():
     model = toy.Toy()
     state = toy.train_state(model)
     take(state, toy.cut(toy.rows(8, 0), 4), 0)
@@ -179,7 +179,7 @@ def test_not_a_number_skips_the_step():
     assert take(state, toy.cut(toy.rows(8, 2), 4), 2).finite
 
 
-def test_what_stands_in_invalid_rows_does_not_matter():
+def test_contents_of_invalid_rows_do_not_matter():
     micro_batches = toy.cut(toy.rows(ROWS, 0, INVALID), 8)
     models = [toy.Toy().double(), toy.Toy().double()]
     for model, fill in zip(models, (0, 255), strict=True):
@@ -190,7 +190,7 @@ def test_what_stands_in_invalid_rows_does_not_matter():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_mixed_precision_has_nearly_the_gradient_of_float32(dtype: torch.dtype):
+def test_mixed_precision_gradient_is_close_to_float32(dtype: torch.dtype):
     share = make_local_batch(toy.cut(toy.rows(ROWS, 0), 8))
     gradients = []
     for precision in (toy.FP32, Precision("mixed", dtype, "cpu")):
@@ -204,7 +204,7 @@ def test_mixed_precision_has_nearly_the_gradient_of_float32(dtype: torch.dtype):
     assert 1e-6 < error < 0.05  # really another format, and not another gradient
 
 
-def test_a_frozen_branch_stays_and_the_rest_learns():
+def test_frozen_branch_stays_and_others_learn():
     model = toy.Toy()
     for parameter in model.pixels.parameters():
         parameter.requires_grad_(False)
@@ -215,13 +215,13 @@ def test_a_frozen_branch_stays_and_the_rest_learns():
 
 
 @pytest.mark.parametrize("accumulation", [2, 4, 8])
-def test_a_row_by_row_objective_accumulates_to_the_whole(accumulation: int):
+def test_row_wise_objective_accumulates_to_the_full_batch(accumulation: int):
     whole = train(toy.Toy().double(), ROWS, objective=toy.Regression())
     pieces = train(toy.Toy().double(), micro_of(accumulation), objective=toy.Regression())
     torch.testing.assert_close(pieces, whole, rtol=0, atol=1e-9)
 
 
-def test_a_row_by_row_step_has_the_gradient_of_the_mean():
+def test_row_wise_step_has_gradient_of_the_mean():
     batch = toy.rows(ROWS, 0)
     expected, model = toy.Toy().double(), toy.Toy().double()
     out = expected(batch)

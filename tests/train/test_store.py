@@ -17,7 +17,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(storage, "MAX_WAIT_S", 0.01)
 
 
-def test_files_that_grow_are_carried_whole_and_go_on(s3, monkeypatch):
+def test_growing_files_are_uploaded_fully_and_continued(s3, monkeypatch):
     monkeypatch.setattr(writers, "EVERY_S", 0.2)
     folder, told = to_path(s3.address) / "mine", []
     for text in ("one\n", "two\n"):
@@ -35,7 +35,7 @@ def test_files_that_grow_are_carried_whole_and_go_on(s3, monkeypatch):
     assert (folder / "profile" / "rank-0.json").read_text() == "two\n" and not files.here.exists() and not told
 
 
-def test_files_that_grow_are_not_carried_over_those_of_another_training(s3):
+def test_growing_files_do_not_overwrite_those_of_another_training(s3):
     folder = to_path(s3.address) / "mine"
     held = Lease(folder)
     files = LogUploader(folder, print, partial(check_fence, folder, held.acquire()))
@@ -50,7 +50,7 @@ def test_files_that_grow_are_not_carried_over_those_of_another_training(s3):
     assert (folder / "metrics.jsonl").read_text() == "one\n" and not files.here.exists()
 
 
-def test_files_that_grow_are_swept_like_uploads_though_not_while_their_process_lives(s3, monkeypatch):
+def test_leftover_growing_files_are_removed_after_their_process_ended(s3, monkeypatch):
     monkeypatch.setattr(paths, "STALE_AFTER_S", -1.0)
     files = LogUploader(to_path(s3.address) / "mine", print)
     with temp_dir():  # sweeps

@@ -31,7 +31,7 @@ def single():
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("name", two_ranks.STRATEGIES)
-def test_two_ranks_under_any_strategy_are_one_process(played, single, name, objective):
+def test_two_ranks_under_any_strategy_equal_one_process(played, single, name, objective):
     plain = single[objective.__name__]
     begun = toy.Branched(bias=objective is Sigmoid).double().state_dict()
     start = torch.cat([tensor.flatten() for tensor in begun.values()])
@@ -45,7 +45,7 @@ def test_two_ranks_under_any_strategy_are_one_process(played, single, name, obje
 
 
 @pytest.mark.parametrize("name", two_ranks.COMPILED)
-def test_two_ranks_with_compiled_branches_are_one_plain_process(played, name):
+def test_two_ranks_with_compiled_branches_equal_one_process(played, name):
     _, objective = two_ranks.COMPILED[name]
     plain = two_ranks.of_compiled(Group(), "single", objective(), "none")
     assert (plain - toy.flat(toy.Branched().double())).abs().max() > 0.01
@@ -56,19 +56,19 @@ def test_two_ranks_with_compiled_branches_are_one_plain_process(played, name):
 
 
 @pytest.mark.parametrize("way", ["ddp to fsdp", "fsdp to ddp"])
-def test_a_checkpoint_goes_on_under_another_strategy(played, single, way):
+def test_checkpoint_resumes_under_another_strategy(played, single, way):
     for result in played[0]:
         torch.testing.assert_close(result["resharded"][way], single["Contrastive"]["weights"], rtol=0, atol=1e-9)
 
 
-def test_a_sharded_checkpoint_goes_on_in_one_process(played, single):
+def test_sharded_checkpoint_resumes_in_one_process(played, single):
     state = played[0][1]["strategies"]["fsdp: Contrastive"]["state"]
     again = two_ranks.strategy(Group(), Contrastive(), state, parallel="single")
     torch.testing.assert_close(again["weights"], single["Contrastive"]["weights"], rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_branches_on_two_devices_are_one_device(monkeypatch, single, objective):
+def test_branches_on_two_devices_equal_one_device(monkeypatch, single, objective):
     monkeypatch.setattr(branches, "REFIT_EVERY", 3)
     found = two_ranks.strategy(Group(), objective(), parallel="branches")
     plain = single[objective.__name__]
@@ -81,7 +81,7 @@ def test_branches_on_two_devices_are_one_device(monkeypatch, single, objective):
 @pytest.mark.parametrize(
     ("fast_s", "slow_s", "replica_s", "share"), [(1, 10, 10, 0.55), (0, 2, 2, 0.5), (5, 3, 3, 1.0), (1, 4, 12, 0.8125)]
 )
-def test_the_cut_lets_both_devices_end_together(fast_s, slow_s, replica_s, share):
+def test_row_split_lets_both_devices_finish_together(fast_s, slow_s, replica_s, share):
     assert fitted(fast_s, slow_s, replica_s) == pytest.approx(share)
     if share < 1:
         assert share * slow_s == pytest.approx(fast_s + (1 - share) * replica_s)
@@ -137,13 +137,13 @@ class OneAfterTheOther:
         return SimpleNamespace(result=lambda: None)
 
 
-def test_devices_that_wait_for_each_other_are_told_as_idle(monkeypatch):
+def test_devices_waiting_for_each_other_are_reported_as_idle(monkeypatch):
     monkeypatch.setattr(branches, "ThreadPoolExecutor", lambda **_: OneAfterTheOther())
     idle = idle_shares(delayed())[3:]
     assert sum(map(min, idle)) / len(idle) > 0.4
 
 
-def test_with_delays_of_ten_to_one_neither_device_is_idle_for_more_than_a_tenth():
+def test_devices_are_idle_for_less_than_a_tenth_with_unequal_branches():
     log = delayed()
     idle = idle_shares(log)
     assert log.lines[-1]["branches/rows_share_0"] == pytest.approx(0.55, abs=0.05)
@@ -152,7 +152,7 @@ def test_with_delays_of_ten_to_one_neither_device_is_idle_for_more_than_a_tenth(
     assert min(line["time/step_s"] for line in log.lines[3:]) < 0.75 * one_device_s  # 0.5 where nothing else takes time
 
 
-def test_the_bare_module_still_works_when_its_branches_are_apart():
+def test_module_forward_works_with_branches_on_two_devices():
     model = toy.Branched()
     wrapped = BranchParallel(model, (torch.device("cpu"),) * 2, "image")
     batch = toy.rows(5, 0)

@@ -91,7 +91,7 @@ def full_disk(*_):
     raise OSError(28, "No space left on device")
 
 
-def test_full_disk_at_the_end_says_how_to_resume(tmp_path, monkeypatch):
+def test_full_disk_at_the_end_reports_how_to_resume(tmp_path, monkeypatch):
     lease, run = Lease(tmp_path), RunDir(tmp_path)
     lease.acquire()
     ready = SimpleNamespace(shape="16 rows a step", config=config("none", tmp_path, "one"))

@@ -25,7 +25,7 @@ def lines_of(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_lines_beyond_the_start_are_dropped_and_counted(tmp_path):
+def test_lines_after_the_resumed_step_are_dropped_and_counted(tmp_path):
     log = MetricsLog(tmp_path)
     for step in (10, 20, 30):
         log.write({"step": step, "rows_sha": "ab", "train/loss": 1 / step})
@@ -42,7 +42,7 @@ def test_lines_beyond_the_start_are_dropped_and_counted(tmp_path):
     assert [event.step for event in events] == [10, 20, 25]
 
 
-def test_a_line_is_on_disk_at_once_and_is_strict_json(tmp_path):
+def test_line_is_flushed_immediately_as_strict_json(tmp_path):
     log = MetricsLog(tmp_path)
     log.write({"step": 1, "train/loss": float("nan"), "train/grad_norm": float("inf")})
     assert lines_of(tmp_path) == [{"step": 1, "train/loss": None, "train/grad_norm": None}]
@@ -68,7 +68,7 @@ class Disk:
         self.file.close()
 
 
-def test_a_full_disk_is_told_once_and_its_lines_are_written_when_there_is_room_again(tmp_path):
+def test_full_disk_is_logged_once_and_lines_are_written_later(tmp_path):
     told = []
     log = MetricsLog(tmp_path, tell=told.append)
     disk = Disk(log, room=70)
@@ -86,7 +86,7 @@ def test_a_full_disk_is_told_once_and_its_lines_are_written_when_there_is_room_a
     assert len(told) == 2  # it was full twice
 
 
-def test_lines_that_never_found_room_are_counted_at_the_end_and_cost_no_run(tmp_path):
+def test_lines_never_written_are_counted_and_do_not_end_the_run(tmp_path):
     told = []
     log = MetricsLog(tmp_path, tell=told.append)
     Disk(log, room=0)
@@ -96,7 +96,7 @@ def test_lines_that_never_found_room_are_counted_at_the_end_and_cost_no_run(tmp_
     assert len(told) == 2 and "its last 2 lines are lost" in told[1]
 
 
-def test_tensorboard_without_room_is_told_and_begins_another_file_later(tmp_path):
+def test_tensorboard_on_full_disk_is_logged_and_starts_another_file_later(tmp_path):
     told = []
     log = MetricsLog(tmp_path, tell=told.append)
     log.write({"step": 1, "train/loss": 1.0})
@@ -110,13 +110,13 @@ def test_tensorboard_without_room_is_told_and_begins_another_file_later(tmp_path
     assert EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")[-1].step == 3
 
 
-def test_a_log_that_cannot_be_opened_is_an_error_with_the_next_move(tmp_path):
+def test_unopenable_log_is_an_error_with_a_fix(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(StorageError, match=r"cannot write .*metrics\.jsonl: Is a directory\. Free disk space"):
         MetricsLog(tmp_path)
 
 
-def test_a_log_that_another_training_has_taken_over_gets_no_further_line(tmp_path, monkeypatch):
+def test_log_taken_over_by_another_training_gets_no_further_lines(tmp_path, monkeypatch):
     now_s, ours = [1000.0], [True]
     monkeypatch.setattr(writers.time, "time", lambda: now_s[0])
 
@@ -135,7 +135,7 @@ def test_a_log_that_another_training_has_taken_over_gets_no_further_line(tmp_pat
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
 
 
-def test_rates_leave_the_first_step_out():
+def test_rates_exclude_the_first_step():
     timers = PhaseTimers(torch.device("cpu"))
     rates = Throughput(timers)
     with timers("forward"):
@@ -165,7 +165,7 @@ def test_rates_leave_the_first_step_out():
     assert rates.compute(world=2) == {}
 
 
-def test_what_a_step_is_asked_costs_little():
+def test_phase_timers_cost_little():
     """Twenty phases a step, far more than a step has, stay under a thousandth of a step of 0.2 seconds."""
     timers = PhaseTimers(torch.device("cpu"))
     began_s = time.perf_counter()
@@ -177,7 +177,7 @@ def test_what_a_step_is_asked_costs_little():
     assert (time.perf_counter() - began_s) / 200 < 2e-3 * 0.2 * 5  # five times over, for a busy machine
 
 
-def test_work_is_counted_as_by_hand():
+def test_flops_equal_a_count_by_hand():
     model = torch.nn.Sequential(torch.nn.Linear(8, 16, bias=False), torch.nn.Linear(16, 4, bias=False))
     forward = 2 * 5 * (8 * 16 + 16 * 4)
     first = 2 * 5 * 8 * 16  # nobody asks for the gradient of its input
@@ -217,7 +217,7 @@ LEARNING = {
 
 
 @pytest.mark.parametrize("name", LEARNING)
-def test_work_is_that_of_a_real_forward_and_backward_whatever_is_frozen(name):
+def test_flops_equal_those_of_a_real_forward_and_backward(name):
     model, image = Adapted(), torch.rand(4, 3, 8, 8)
     for part, layer in model.named_children():
         layer.requires_grad_(part in LEARNING[name])
@@ -236,7 +236,7 @@ class Attending(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("frozen", "backward"), [((), 4), (("query", "key"), 1), (("value",), 3), (("key",), 3)])
-def test_attention_counts_as_two_products_and_those_of_its_backward(frozen, backward):
+def test_attention_flops_are_two_products_and_their_backward(frozen, backward):
     """The rows carry no gradient. torch's own count has the scores once more, which its backward computes again."""
     model, rows = Attending(), torch.rand(4, 2, 6, 8)
     for name in frozen:
@@ -258,7 +258,7 @@ def test_advice(wait, workers, prepared, said):
     assert input_bound_hint(wait, workers, prepared, 224, "GPU") == said
 
 
-def test_advice_is_given_every_so_many_steps_over_what_was_between():
+def test_advice_is_periodic_and_covers_steps_since_the_last():
     said = []
     advising = InputBoundHint(said.append)
     for step in range(10, 310, 10):
@@ -267,7 +267,7 @@ def test_advice_is_given_every_so_many_steps_over_what_was_between():
     assert said == pytest.approx([0.5, 0.1, 0.1])
 
 
-def test_a_profile_of_some_steps_is_written(tmp_path):
+def test_profile_of_requested_steps_is_written(tmp_path):
     file = tmp_path / "profile" / "rank-0.json"
     with profiled(2, file, torch.device("cpu")) as step_done:
         for _ in range(6):
@@ -280,7 +280,7 @@ def test_a_profile_of_some_steps_is_written(tmp_path):
     assert not (tmp_path / "none.json").exists()
 
 
-def test_percentiles_are_of_the_recent_steps_and_not_of_one_window():
+def test_percentiles_cover_recent_steps_over_log_intervals():
     rates = Throughput(PhaseTimers(torch.device("cpu")))
     for step in range(1 + RECENT_STEPS + 100):
         rates.add(step_s=50 if step <= 100 else step % 100 + 1, wait_s=0, rows=1, tokens=1)
@@ -288,14 +288,14 @@ def test_percentiles_are_of_the_recent_steps_and_not_of_one_window():
     assert (taken["time/step_p50_s"], taken["time/step_p95_s"]) == (50.5, pytest.approx(95.05, abs=0.05))
 
 
-def test_rows_sha_names_the_set_and_not_its_order():
+def test_rows_hash_does_not_depend_on_order():
     keys = torch.tensor([3, -5, 2**62])
     known = "f3fbe98ff7a73904"  # hashlib over struct.pack("<3q", -5, 3, 2**62)
     assert rows_sha(keys) == rows_sha(keys.flip(0)) == known
     assert rows_sha(keys) != rows_sha(keys[:2])
 
 
-def test_the_peak_is_of_the_backwards_begin_and_not_of_what_is_left_after_the_step():
+def test_peak_memory_includes_start_of_backward():
     timers = PhaseTimers(torch.device("cpu"))
     before_gib = timers.memory.compute_gib(torch.device("cpu"))
     # 0.25 GiB of the system's own: what the allocator kept of earlier tests would be used again, and seen before.

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have
 
 
 @pytest.mark.parametrize("scene", ["whole_shares", "accumulated_shares"])
-def test_two_ranks_are_one_rank(played, scene):
+def test_two_ranks_equal_one_rank(played, scene):
     one = toy.flat(two_ranks.steps_of_a_model(Group(), micro=two_ranks.ROWS))
     assert (one - toy.flat(toy.Toy().double())).abs().max() > 0.01
     for result in played[0]:
@@ -29,7 +29,7 @@ def test_two_ranks_are_one_rank(played, scene):
 
 
 @pytest.mark.parametrize("kind", two_ranks.KINDS)
-def test_two_ranks_are_one_rank_in_every_objective(played, kind):
+def test_two_ranks_equal_one_rank_for_each_objective(played, kind):
     one = toy.flat(two_ranks.steps_of_a_kind(Group(), 21, kind))
     assert (one - toy.flat(toy.Toy(kind=kind).double())).abs().max() > 0.01
     for result in played[0]:
@@ -38,7 +38,7 @@ def test_two_ranks_are_one_rank_in_every_objective(played, kind):
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 @pytest.mark.parametrize("kind", real_models.MODELS)
-def test_two_ranks_are_one_process_for_every_kind_of_model(played, kind, way):
+def test_two_ranks_equal_one_process_for_each_kind_of_model(played, kind, way):
     one, start = (real_models.weights_of(kind, Group(), "single", steps) for steps in (real_models.STEPS, 0))
     assert (one - start).abs().max() > 0.01
     for result in played[0]:
@@ -46,13 +46,13 @@ def test_two_ranks_are_one_process_for_every_kind_of_model(played, kind, way):
 
 
 @pytest.mark.parametrize(("kind", "way"), real_models.RECOMPUTED)
-def test_two_ranks_that_recompute_activations_are_one_process_that_does_not(played, kind, way):
+def test_two_ranks_with_activation_checkpointing_equal_one_plain_process(played, kind, way):
     one = real_models.weights_of(kind, Group(), "single")
     for result in played[0]:
         torch.testing.assert_close(result["recomputed"][f"{kind}, {way}"], one, rtol=0, atol=1e-9)
 
 
-def test_sharded_recomputed_and_arranged_by_length_as_llava_is_the_plain_run(played):
+def test_sharded_checkpointed_and_bucketed_llava_equals_plain_run(played):
     """Half of an epoch's last step is padding."""
     one = real_models.as_llava(Group(), 3, group_by_length=False, parallel="single")
     torch.manual_seed(3)
@@ -62,7 +62,7 @@ def test_sharded_recomputed_and_arranged_by_length_as_llava_is_the_plain_run(pla
         torch.testing.assert_close(result["recomputed"]["llava"], one, rtol=0, atol=1e-9)
 
 
-def test_what_is_a_worst_case_is_the_largest_of_the_ranks_and_the_rest_their_mean(played):
+def test_metrics_are_reduced_by_maximum_or_mean(played):
     worst = ("time/step_p95_s", "time/first_step_s", "memory/peak_gib", "host/memory_gib")
     for result in played[0]:
         sums, own = result["over_the_ranks"]
@@ -70,27 +70,27 @@ def test_what_is_a_worst_case_is_the_largest_of_the_ranks_and_the_rest_their_mea
         assert own == dict.fromkeys(worst, 3.0) | {"time/step_s": 2.0, "gpu/busy": 2.0}
 
 
-def test_telemetry_takes_less_than_a_hundredth_of_the_sample_runs_time(played):
+def test_telemetry_costs_less_than_one_percent_of_sample_run(played):
     """Of its steps of 50 ms, in as many of them as lie between two lines."""
     for result in played[0]:
         assert result["cost_of_a_line"] < 0.01 * 0.05 * Train().log_every
 
 
-def test_a_shift_brings_the_other_ranks_rows(played):
+def test_ring_shift_returns_rows_of_the_other_rank(played):
     assert [result["around_the_ring"].tolist() for result in played[0]] == [[1, 1], [0, 0]]
 
 
-def test_gradients_live_in_the_buckets_and_nowhere_else(played):
+def test_gradients_are_views_of_ddp_buckets(played):
     """From the first forward on; a set of their own beside them would take as much room again."""
     for result in played[0]:
         assert result["where_gradients_live"] == [1] * 9  # three micro-batches in three steps
 
 
-def test_ranks_agree_on_the_number_format_that_all_of_them_do_well(played):
+def test_ranks_agree_on_a_format_that_all_gpus_support(played):
     assert [result["formats"] for result in played[0]] == [["bf16", "fp16", "bf16"], ["fp16", "fp16", "bf16"]]
 
 
-def test_a_rank_without_rows_takes_part(played):
+def test_rank_without_rows_joins_collectives(played):
     one = toy.flat(two_ranks.steps_of_a_model(Group(), micro=8, invalid=tuple(range(11, two_ranks.ROWS))))
     for result in played[0]:
         torch.testing.assert_close(result["a_rank_without_rows"], one, rtol=0, atol=1e-9)
@@ -102,12 +102,12 @@ def test_row_by_row_losses_are_divided_by_the_global_count(played):
         torch.testing.assert_close(result["row_by_row"], one, rtol=0, atol=1e-9)
 
 
-def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_both(played):
+def test_non_finite_step_on_one_rank_is_skipped_on_both(played):
     assert [result["not_a_number_on_one_rank"] for result in played[0]] == [{"finite": False, "unchanged": True}] * 2
 
 
 @pytest.mark.parametrize("way", two_ranks.CLIPPED)
-def test_each_branch_is_clipped_by_its_own_norm_over_both_ranks(played, way):
+def test_branches_are_clipped_by_their_norms_over_both_ranks(played, way):
     one = two_ranks.clipped(Group(), "single")
     at_once = toy.flat(two_ranks.steps_of_a_model(Group(), two_ranks.ROWS, model=toy.Branched().double()))
     assert (one - at_once).abs().max() > 0.001, "clipped as one it would be the same"
@@ -115,7 +115,7 @@ def test_each_branch_is_clipped_by_its_own_norm_over_both_ranks(played, way):
         torch.testing.assert_close(result["clipped_by_branches"][way], one, rtol=0, atol=1e-9)
 
 
-def test_after_a_step_that_is_not_finite_on_one_rank_both_go_on_alike(played):
+def test_ranks_stay_equal_after_a_skipped_step(played):
     one = two_ranks.skipping(Group(), None)
     assert one["skipped"] == 1 and [math.isnan(norm) for norm in one["norms"]].index(True) == 2
     for result in played[0]:
@@ -125,7 +125,7 @@ def test_after_a_step_that_is_not_finite_on_one_rank_both_go_on_alike(played):
         assert found["norms"] == pytest.approx(one["norms"], rel=1e-9, nan_ok=True)
 
 
-def test_a_gradient_that_overflows_fp16_is_skipped_on_both_and_the_scale_halves_until_it_does_not(played):
+def test_fp16_overflow_is_skipped_on_both_ranks_and_halves_the_scale(played):
     one, other = (result["overflow"] for result in played[0])
     assert one["stood"] == other["stood"] and torch.equal(one["weights"], other["weights"])
     skipped = one["stood"].count(True)
@@ -144,7 +144,7 @@ def test_gather_keeps_rank_order_and_returns_gradients(played):
         assert scene["told"] == {"rank": 0}
 
 
-def test_the_loop_takes_the_same_steps_at_one_rank(played):
+def test_loop_on_two_ranks_takes_steps_of_one_rank(played):
     """Same rows, same losses, same weights; both ranks stopped after the step at which one wished to."""
     results, lines = played
     plan = SamplePlan(num_rows=33, global_rows=two_ranks.GLOBAL_ROWS, world=1, micro=4, seed=1, steps=12)
@@ -171,7 +171,7 @@ SHRUNK += [(f"row by row: {place}", toy.Regression) for place in two_ranks.ROW_B
 
 
 @pytest.mark.parametrize(("scene", "objective"), SHRUNK)
-def test_a_step_without_room_on_one_rank_is_taken_again_in_smaller_micro_batches(played, scene, objective):
+def test_oom_on_one_rank_retries_the_step_with_smaller_micro_batches(played, scene, objective):
     """Shrunk = never shrunk, wherever in the step it was; the ranks vote, go on together, and the rows are named."""
     kind = "sigmoid" if objective is Sigmoid else "contrastive"
     plain = two_ranks.cramped(Group(), "nowhere", objective(), kind=kind)
@@ -190,7 +190,7 @@ def test_a_step_without_room_on_one_rank_is_taken_again_in_smaller_micro_batches
         assert told.endswith("retrying the same rows with 2 at a time")
 
 
-def test_where_texts_go_round_the_ranks_vote_with_one_micro_batch_as_well(played):
+def test_ring_objective_votes_even_with_one_micro_batch(played):
     plain = two_ranks.cramped(Group(), "nowhere", Sigmoid(), micro=8, kind="sigmoid")
     for result in played[0]:
         shrunk = result["without_room"]["ring at once: loss"]
@@ -205,18 +205,18 @@ def rows_of(step, rank):
     return [int(row) for row in plan.rows_at(positions[positions >= 0])]
 
 
-def test_without_room_for_one_row_there_is_a_clear_error_on_every_rank(played):
+def test_oom_with_one_row_is_an_error_on_each_rank(played):
     for result in played[0]:
         told = result["without_room_for_one_row"]
         assert told.startswith("0 out of memory at step 3 with micro-batches of 1 rows (rank 1, with row")
         assert "--model.inputs.image-side" in told
 
 
-def test_ranks_agree_on_the_largest_micro_batch_that_fits_them_all(played):
+def test_ranks_agree_on_largest_micro_batch_that_fits_all(played):
     assert [result["rehearsals"] for result in played[0]] == [{"both": 3, "all": 12}] * 2
 
 
-def test_without_room_where_the_ranks_have_parted_the_error_carries_the_smaller_micro_batch(played):
+def test_oom_in_synchronizing_backward_reports_smaller_micro_batch(played):
     left, met = (result["parting"] for result in played[0])
     assert met["micro"] == 2
     assert "no room at synchronising backward" in met["error"]

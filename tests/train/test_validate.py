@@ -62,5 +62,5 @@ def test_all_recipes_support_clipping_per_branch(recipe):
 
 @pytest.mark.parametrize(("parallel", "workers"), [("ddp", 1), ("ddp", 4), ("fsdp", 2), ("branches", 1), ("single", 1)])
 @pytest.mark.parametrize("micro", [8, "auto"])
-def test_served(parallel, workers, micro):
+def test_supported_settings_pass(parallel, workers, micro):
     validate(config(workers=workers, train={"parallel": parallel}, batch={"micro": micro}))

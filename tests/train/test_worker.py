@@ -30,9 +30,7 @@ def prepared(tmp_path_factory):
 
 
 @pytest.mark.parametrize("group_by_length", [False, True])
-def test_a_worker_finds_its_micro_batch_records_it_and_trains_as_with_that_one(
-    prepared, tmp_path, monkeypatch, group_by_length
-):
+def test_worker_records_probed_micro_batch_and_trains_with_it(prepared, tmp_path, monkeypatch, group_by_length):
     given, lines, notes = ran(prepared, tmp_path / "given", 4, group_by_length=group_by_length)
     assert not any("rows fit" in note for note in notes)
     one_row = lines[0]["memory/activations_gib"] / 4 * 2**30
@@ -60,7 +58,7 @@ class Bare(nn.Module):
         return self.towers(batch)
 
 
-def test_an_own_model_that_cannot_be_scored_is_refused_before_its_first_step(prepared, tmp_path):
+def test_user_model_without_evaluation_is_refused_before_first_step(prepared, tmp_path):
     own = CustomModel(kind=f"{__name__}:Bare", inputs=runs.config("made", tmp_path, "inputs").model.inputs)
     with pytest.raises(UsageError, match=r":Bare` has no embed_image and no embed_text, which evaluation calls"):
         ran(prepared, tmp_path / "scored", 4, model=own)
@@ -69,7 +67,7 @@ def test_an_own_model_that_cannot_be_scored_is_refused_before_its_first_step(pre
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
 
 
-def test_a_worker_rehearses_trains_and_scores_in_the_format_that_the_ranks_agreed_on(prepared, tmp_path, monkeypatch):
+def test_worker_probes_trains_and_evaluates_in_the_agreed_precision(prepared, tmp_path, monkeypatch):
     chosen = []
     choose = precision.select_precision
     monkeypatch.setattr(precision, "common_precision", lambda setting, group: {"auto": "bf16"}[setting])
@@ -82,7 +80,7 @@ def test_a_worker_rehearses_trains_and_scores_in_the_format_that_the_ranks_agree
     assert state["progress"]["step"] == 4
 
 
-def test_a_worker_that_goes_on_lets_go_of_the_checkpoint_and_comes_to_the_same(prepared, tmp_path, monkeypatch):
+def test_resumed_worker_frees_checkpoint_and_gives_same_weights(prepared, tmp_path, monkeypatch):
     whole, _, _ = ran(prepared, tmp_path / "whole", 4, checkpoint_every=2)
     read, alive, load = [], [], state_io.load
 
@@ -117,7 +115,7 @@ def settled():
 
 
 @pytest.mark.usefixtures("settled")
-def test_two_deterministic_runs_are_bitwise_one(prepared, tmp_path):
+def test_deterministic_runs_are_bitwise_equal(prepared, tmp_path):
     """Dropout on; whatever was drawn in the process before does not matter."""
     first, lines, _ = ran(prepared, tmp_path / "first", 4, 0.3, deterministic=True)
     assert torch.are_deterministic_algorithms_enabled()
@@ -128,7 +126,7 @@ def test_two_deterministic_runs_are_bitwise_one(prepared, tmp_path):
 
 
 @pytest.mark.usefixtures("settled")
-def test_deterministic_takes_no_algorithm_that_is_not():
+def test_deterministic_refuses_nondeterministic_algorithms():
     numbers, places = torch.zeros(4), torch.tensor([0, 0])
     seed_everything(1, deterministic=False)
     numbers.put_(places, torch.ones(2))

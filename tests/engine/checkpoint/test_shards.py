@@ -45,12 +45,12 @@ def plain():
 
 @pytest.mark.parametrize("world", shard_ranks.WORLDS)
 @pytest.mark.parametrize("kind", shard_ranks.KINDS)
-def test_what_two_ranks_saved_goes_on_at_any_number_of_them(ranks, plain, kind, world):
+def test_checkpoint_of_two_ranks_resumes_at_any_number_of_ranks(ranks, plain, kind, world):
     for result in ranks[2][:world]:
         torch.testing.assert_close(result[f"{kind} at {world}"]["weights"], plain, rtol=0, atol=1e-9)
 
 
-def test_workers_go_on_from_their_parts_as_if_never_interrupted(ranks):
+def test_workers_resume_from_shards_like_an_uninterrupted_run(ranks):
     """Bitwise when sharded again, and to rounding (float32) as replicas; dropout on."""
     assert files.shards_of(ranks[0] / "worked" / "checkpoints" / "step-3") == 2
     for result in ranks[2][:2]:
@@ -64,7 +64,7 @@ TRIED = {"tried": 6, "tried with little": 3}  # rows; rank 1 has room for four
 
 
 @pytest.mark.parametrize("scene", TRIED)
-def test_the_probe_of_a_cut_model_finds_what_fits_on_every_rank_and_trains_the_same(ranks, plain, scene):
+def test_memory_probe_of_sharded_model_finds_size_that_fits_all_ranks(ranks, plain, scene):
     for result in ranks[2][:2]:
         found = result[scene]
         assert found["micro"] == found["line"]["batch/micro"] == TRIED[scene]
@@ -72,7 +72,7 @@ def test_the_probe_of_a_cut_model_finds_what_fits_on_every_rank_and_trains_the_s
         torch.testing.assert_close(found["weights"], plain, rtol=0, atol=1e-9)
 
 
-def test_the_memory_table_of_a_cut_model_counts_the_bytes_of_a_ranks_part(ranks):
+def test_memory_table_of_sharded_model_counts_bytes_of_a_shard(ranks):
     """Its rows of each weight, scalars whole; activations are those of the whole model, gathered weights apart."""
     for rank, result in enumerate(ranks[2][:2]):
         part = sum(
@@ -87,7 +87,7 @@ def test_the_memory_table_of_a_cut_model_counts_the_bytes_of_a_ranks_part(ranks)
             assert found["table"].items() <= found["line"].items() and found["line"]["memory/peak_gib"] > 0
 
 
-def test_a_rank_without_memory_in_the_probe_has_the_group_begin_again_with_what_fitted(ranks, plain):
+def test_oom_of_one_rank_in_the_probe_restarts_with_last_size_that_fit(ranks, plain):
     left, met = (json.loads((ranks[0] / f"cramped-{rank}.json").read_text()) for rank in range(2))
     assert (met["micro"], left["micro"]) == (3, -1)
     assert met["error"] == "out of memory in the dry run with micro-batches of 6 rows (rank 1); restarting with 3 rows"
@@ -99,7 +99,7 @@ def test_a_rank_without_memory_in_the_probe_has_the_group_begin_again_with_what_
         torch.testing.assert_close(result["again"]["weights"], plain, rtol=0, atol=1e-9)
 
 
-def test_no_rank_holds_more_than_its_part(ranks):
+def test_no_rank_holds_more_than_its_shard(ranks):
     """Of the weights and both moments: at most a row of each more than its share, beside the scalars and the counts."""
     folder, _, results = ranks
     path = folder / "run" / "checkpoints" / "step-4"
@@ -114,7 +114,7 @@ def test_no_rank_holds_more_than_its_part(ranks):
     assert max(sizes) < 8 * (whole / 2 + beside) + HEADER_BYTES
 
 
-def test_its_folder_says_what_it_is(ranks):
+def test_folder_describes_its_format(ranks):
     path = ranks[0] / "run" / "checkpoints" / "step-8"
     meta = files.load_meta(path)
     assert (files.shards_of(path), meta["world"], meta["step"], meta["rows_consumed"]) == (2, 2, 8, 96)
@@ -124,14 +124,14 @@ def test_its_folder_says_what_it_is(ranks):
     assert files.list_names(path.parent) == ["step-4", "step-6", "step-8"]
 
 
-def test_its_weights_are_read_whole_for_who_evaluates_or_exports(ranks, plain):
+def test_evaluate_and_export_read_full_weights(ranks, plain):
     for run in (ranks[0] / "run", to_path(str(ranks[0] / "run"))):
         model = toy.Branched().double()
         model.load_state_dict(state_io.load_weights(run / "checkpoints" / "step-8"))
         torch.testing.assert_close(toy.flat(model), plain, rtol=0, atol=1e-9)
 
 
-def test_on_an_object_store_lies_what_lies_on_a_disk(ranks):
+def test_object_store_has_the_same_files_as_a_disk(ranks):
     folder, run, _ = ranks
     found = files.latest_valid(run / "checkpoints")
     assert found == run / "checkpoints" / "step-4"
@@ -145,7 +145,7 @@ class Bomb:
         return pytest.fail, ("a pickle was opened",)
 
 
-def test_no_pickle_is_opened(ranks, tmp_path):
+def test_pickles_are_never_loaded(ranks, tmp_path):
     """Neither what torch's own storage would look for, nor one in the place of what is read."""
     path = shutil.copytree(ranks[0] / "run" / "checkpoints" / "step-8", tmp_path / "step-8")
     for name in (".metadata", "__0.metadata"):
@@ -168,7 +168,7 @@ def forget(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [truncate, Path.unlink, forget])
-def test_a_damaged_part_falls_back_to_the_checkpoint_before(ranks, tmp_path, damage):
+def test_damaged_shard_falls_back_to_previous_checkpoint(ranks, tmp_path, damage):
     shutil.copytree(ranks[0] / "run" / "checkpoints", tmp_path / "checkpoints")
     damage(tmp_path / "checkpoints" / "step-8" / files.shard_names(2)[1])
     said: list[str] = []
@@ -176,21 +176,21 @@ def test_a_damaged_part_falls_back_to_the_checkpoint_before(ranks, tmp_path, dam
     assert "ignored checkpoint" in said[0] and "it is renamed to step-8.damaged" in said[0]
 
 
-def test_files_of_another_number_of_ranks_are_not_mixed_in(ranks, tmp_path):
+def test_files_of_another_world_size_are_not_mixed_in(ranks, tmp_path):
     path = shutil.copytree(ranks[0] / "run" / "checkpoints" / "step-8", tmp_path / "step-8")
     shutil.copy(path / files.shard_names(2)[1], path / files.shard_names(4)[3])
     with pytest.raises(TrainingError, match="shard-4-of-4"):
         state_io.load(path)
 
 
-def test_a_disk_that_is_full_on_one_rank_is_told_by_all_and_nothing_counts(ranks):
+def test_full_disk_on_one_rank_is_logged_by_all_and_leaves_no_checkpoint(ranks):
     folder, _, results = ranks
     for result in results[:2]:
         assert "step-1: No space left on device (on rank 1)" in result["full"]
     assert files.list_names(folder / "full" / "checkpoints") == []
 
 
-def test_a_rank_that_dies_while_it_writes_leaves_nothing_that_counts(ranks):
+def test_rank_killed_during_write_leaves_no_checkpoint(ranks):
     dying = ranks[0] / "dying"
     assert (dying / "said").read_text()
     assert files.list_names(dying / "checkpoints") == ["step-1"]

@@ -19,7 +19,7 @@ def weights(run, step):
 
 @pytest.mark.slow  # five runs and an evaluation
 @pytest.mark.timeout(900)
-def test_a_sharded_run_loses_nothing_and_goes_on_as_any_other(local_ray, tmp_path):
+def test_sharded_run_survives_kill_and_resumes_as_replicas(local_ray, tmp_path):
     make_set(tmp_path / "set", [row(number) for number in range(50)], [row(number) for number in range(100, 120)])
     calm = train(config(tmp_path / "set", tmp_path, "calm", **FSDP), Silent())
     kill = ("tests.train.faults:KillRankOneOnce",)
