@@ -10,7 +10,6 @@ from mmray.config import (
     Cluster,
     Config,
     CustomModel,
-    Data,
     ImageTower,
     Section,
     Siglip,
@@ -96,18 +95,6 @@ def test_resume_may_change_batch_split_but_not_rows():
     other = Config(batch=Batch(micro=4, global_=32)).model_dump(mode="json", by_alias=True)
     assert forbidden_changes(before, recut) == []
     assert forbidden_changes(before, other) == ["batch.global: 16 -> 32"]
-
-
-def test_run_without_chunk_settings_resumes_in_its_order():
-    before = Config().model_dump(mode="json", by_alias=True)
-    for setting in ("shuffle_blocks", "local_cache", "local_cache_gb"):
-        del before["data"][setting]
-    after = [
-        Config(data=Data(shuffle_blocks=blocks, local_cache="cache")).model_dump(mode="json", by_alias=True)
-        for blocks in ("1x1", "8x16")
-    ]
-    changes = [forbidden_changes(before, each) for each in after]
-    assert changes == [[], ["data.shuffle_blocks: '1x1' -> '8x16'"]]
 
 
 @pytest.mark.parametrize("given", ["0", "-1"])

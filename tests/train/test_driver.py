@@ -167,7 +167,7 @@ def test_evaluate_command_prepares_raw_source(unkilled, tmp_path, capfd, monkeyp
     final = outcome.result["metrics"]
     assert found == pytest.approx({name: final[name] for name in found}, rel=1e-6)
     (prepared,) = (tmp_path / "prepared").iterdir()
-    assert f"{prepared.name}: 20 rows of rows.jsonl, 0 set aside" in capfd.readouterr().out
+    assert f"{prepared.name}: 20 rows of rows.jsonl, 0 quarantined" in capfd.readouterr().out
 
 
 def test_exported_run_loads(unkilled, tmp_path, capfd):

@@ -119,7 +119,7 @@ def test_coco_hint_names_companion_file(tmp_path):
         prepare(str(source), str(tmp_path / beside), LAX, notify=lambda line, label: said.append(line))
         assert said[-1] == f"found {beside}_val2017.json next to it; pass {source},{beside}_val2017.json to use both"
     prepare(str(both), str(tmp_path / "both"), LAX, notify=lambda line, label: said.append(line))
-    assert said[-1] == f"7 rows of COCO from {both}"
+    assert said[-1] == f"{both}: 7 rows of COCO"
 
 
 def test_mismatched_coco_documents_are_refused(tmp_path):

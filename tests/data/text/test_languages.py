@@ -29,7 +29,6 @@ from mmray.models.build import build
 from mmray.models.export.export import export
 from mmray.objectives.contrastive import Contrastive
 from mmray.train import validate
-from mmray.train.run_dir import forbidden_changes
 from tests.evaluate.test_evaluator import Toy, on_ranks
 from tests.made import CAPTIONS, make_set, row
 
@@ -104,10 +103,6 @@ def test_invalid_settings_are_refused() -> None:
     assert (
         "set --model.inputs.language-token" in validate.unsupported_reasons(Config(evaluate=Evaluate(language="de")))[0]
     )
-    assert forbidden_changes({"data": {}}, {"data": {"chunk": 1, "window": 1}} | LANGUAGELESS) == []
-
-
-LANGUAGELESS = {"model": {"inputs": {"language_token": ""}}}  # a run of an earlier version goes on
 
 
 def test_exported_model_encodes_language_as_in_training(tmp_path: Path) -> None:
