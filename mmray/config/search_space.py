@@ -75,7 +75,7 @@ def parse_space(given: Sequence[str], samples: int | None = None, seed: int = 0)
         raise UsageError("nothing to search: give at least one --space, as in --space batch.micro=8,16,32")
     drawn = any(isinstance(axis, Range) for axis in axes.values())
     if drawn != (samples is not None):
-        raise UsageError("--samples N says how often a range is drawn from: give both, or neither")
+        raise UsageError("--samples N is the number of draws from a range: give both, or neither")
     return Space(axes, samples or 1, seed)
 
 

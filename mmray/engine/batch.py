@@ -24,12 +24,12 @@ class BatchShape:
 
     def __str__(self) -> str:
         if self.auto:
-            return f"{self.global_rows} rows a step over {self.workers} workers, micro-batch: largest that fits"
+            return f"{self.global_rows} rows per step over {self.workers} workers, micro-batch: largest that fits"
         padded = self.micro * self.accumulation * self.workers
         shape = f"micro {self.micro} x accumulation {self.accumulation} x workers {self.workers}"
         if padded == self.global_rows:
-            return f"{shape} = {self.global_rows} rows a step"
-        return f"{shape}, limited to {self.global_rows} rows a step (the last micro-batches are smaller)"
+            return f"{shape} = {self.global_rows} rows per step"
+        return f"{shape}, limited to {self.global_rows} rows per step (the last micro-batches are smaller)"
 
 
 def resolve_batch_shape(batch: Batch, workers: int) -> BatchShape:

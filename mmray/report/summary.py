@@ -93,7 +93,7 @@ def batch_summary(run: RunRecord) -> str:
         return str(run.result["batch"])
     batch = run.config.get("batch") or {}
     workers = (run.config.get("cluster") or {}).get("workers")
-    return f"{batch.get('global')} rows a step in micro-batches of {batch.get('micro')}, {workers} workers"
+    return f"{batch.get('global')} rows per step in micro-batches of {batch.get('micro')}, {workers} workers"
 
 
 def recall_rows(run: RunRecord) -> list[dict[str, str]]:

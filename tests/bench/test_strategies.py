@@ -32,7 +32,7 @@ def test_rows_are_measured_and_failures_have_a_reason(monkeypatch):
     assert [line.partition(":")[0] for line in said] == ["1 of 3, ddp fp32", "2 of 3, branches fp32", "3 of 3, refused"]
     assert said[2].endswith("failed") and all(line.endswith(" samples/s") for line in said[:2])
     assert [row["strategy"] for row in result["rows"]] == [BASE, "branches fp32", "refused"]
-    assert result["batch"] == "micro 3 x accumulation 2 x workers 2 = 12 rows a step"
+    assert result["batch"] == "micro 3 x accumulation 2 x workers 2 = 12 rows per step"
     assert base["loss_vs_ddp"] == 0
     assert branches["loss"] == pytest.approx(base["loss"], rel=1e-4)
     assert 0 < base["communication_share"] < 1

@@ -75,7 +75,7 @@ def make_whole_run(folder):
     lines = [line(step, **(scores(step / 20) if step % 10 == 0 else {})) for step in range(1, 21)]
     result = {"status": "finished", "steps": 20, "elapsed_s": 61.0, "restarts": 1, "wasted_steps": 3}
     return make_run(
-        folder, lines, result | {"batch": "micro 64 x accumulation 1 x workers 2 = 128 rows a step"}, examples()
+        folder, lines, result | {"batch": "micro 64 x accumulation 1 x workers 2 = 128 rows per step"}, examples()
     )
 
 

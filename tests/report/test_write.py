@@ -29,7 +29,7 @@ def test_finished_run_has_all_sections(tmp_path):
     page = page_of(make_whole_run(tmp_path / "calm"))
     assert plots(page) == ["loss", "lr", "gradient", "recall", "throughput", "step", "memory"]
     assert '<span class="pill finished">finished</span>' in page and "<title>calm · mmray</title>" in page
-    assert "micro 64 x accumulation 1 x workers 2 = 128 rows a step" in page
+    assert "micro 64 x accumulation 1 x workers 2 = 128 rows per step" in page
     assert "100.0%" in page and "1,010" in page and "61 s" in page and "10.0%" in page
     assert "Workers failed 1 times; 3 steps were repeated." in page
     assert page.count('class="right"') == 2 + 1  # of a hit each way, and the right picture beside a miss

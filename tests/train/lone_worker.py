@@ -41,7 +41,7 @@ def ran(
     found=None,
     **settings,
 ):
-    """What a worker left of a run of 8 rows a step: its checkpoint, its lines, and what it told.
+    """What a worker left of a run of 8 rows per step: its checkpoint, its lines, and what it told.
 
     `model` is another model section than that of runs.py; `dropout` is of the latter. `scored`: rows are held out.
     `found`: the checkpoint that it goes on from.

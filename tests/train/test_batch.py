@@ -10,13 +10,13 @@ from mmray.errors import UsageError
 @pytest.mark.parametrize(
     ("given", "workers", "said"),
     [
-        ({"micro": 8, "global": 64}, 2, "micro 8 x accumulation 4 x workers 2 = 64 rows a step"),
-        ({"micro": 8, "accumulation": 4}, 2, "micro 8 x accumulation 4 x workers 2 = 64 rows a step"),
-        ({"global": 64}, 2, "micro 32 x accumulation 1 x workers 2 = 64 rows a step"),
-        ({"global": 64, "accumulation": 4}, 2, "micro 8 x accumulation 4 x workers 2 = 64 rows a step"),
-        ({"global": 64, "micro": 64}, 4, "micro 16 x accumulation 1 x workers 4 = 64 rows a step"),
-        ({"global": 10, "micro": 4}, 1, "micro 4 x accumulation 3 x workers 1, limited to 10 rows a step"),
-        ({"micro": 5}, 3, "micro 5 x accumulation 1 x workers 3 = 15 rows a step"),
+        ({"micro": 8, "global": 64}, 2, "micro 8 x accumulation 4 x workers 2 = 64 rows per step"),
+        ({"micro": 8, "accumulation": 4}, 2, "micro 8 x accumulation 4 x workers 2 = 64 rows per step"),
+        ({"global": 64}, 2, "micro 32 x accumulation 1 x workers 2 = 64 rows per step"),
+        ({"global": 64, "accumulation": 4}, 2, "micro 8 x accumulation 4 x workers 2 = 64 rows per step"),
+        ({"global": 64, "micro": 64}, 4, "micro 16 x accumulation 1 x workers 4 = 64 rows per step"),
+        ({"global": 10, "micro": 4}, 1, "micro 4 x accumulation 3 x workers 1, limited to 10 rows per step"),
+        ({"micro": 5}, 3, "micro 5 x accumulation 1 x workers 3 = 15 rows per step"),
     ],
 )
 def test_batch_shape(given, workers, said):
@@ -54,7 +54,7 @@ def test_total_steps(length, steps):
 def test_auto_leaves_the_micro_batch_to_the_workers():
     shape = resolve_batch_shape(Batch(micro="auto", global_=48), workers=2)
     assert (shape.global_rows, shape.micro, shape.auto) == (48, 24, True)
-    assert str(shape) == "48 rows a step over 2 workers, micro-batch: largest that fits"
+    assert str(shape) == "48 rows per step over 2 workers, micro-batch: largest that fits"
     with pytest.raises(UsageError, match=r"auto` needs `--batch.global`"):
         resolve_batch_shape(Batch(micro="auto"), workers=2)
 

@@ -49,7 +49,7 @@ def test_run_writes_its_files_and_metrics(unkilled):
     assert (examples["step"], examples["rows"]) == (STEPS, 20) and examples["images"]
     assert ("report", str(outcome.path / "report.html")) in listener.notes and (outcome.path / "report.html").exists()
     assert listener.steps == list(range(1, STEPS + 1))
-    assert ("batch", "micro 4 x accumulation 2 x workers 2 = 16 rows a step") in listener.notes
+    assert ("batch", "micro 4 x accumulation 2 x workers 2 = 16 rows per step") in listener.notes
 
 
 def test_trackers_receive_every_line_and_failure_is_logged(unkilled):

@@ -27,7 +27,7 @@ from tests.train.runs import Silent, config
 @pytest.fixture
 def fails(monkeypatch, tmp_path):
     """fails(stop_reason, error): an attempt of two workers ends with the error at step 7."""
-    ready = SimpleNamespace(shape="16 rows a step", micro=0)
+    ready = SimpleNamespace(shape="16 rows per step", micro=0)
     lease = Lease(tmp_path)
     lease.acquire()
     monkeypatch.setattr(supervisor, "choose_world_size", lambda *_: (None, 2))
@@ -94,7 +94,7 @@ def full_disk(*_):
 def test_full_disk_at_the_end_reports_how_to_resume(tmp_path, monkeypatch):
     lease, run = Lease(tmp_path), RunDir(tmp_path)
     lease.acquire()
-    ready = SimpleNamespace(shape="16 rows a step", config=config("none", tmp_path, "one"))
+    ready = SimpleNamespace(shape="16 rows per step", config=config("none", tmp_path, "one"))
     outcome = {"status": "finished", "steps": 12}
     with monkeypatch.context() as full:
         full.setattr(RunDir, "write_json", full_disk)
@@ -102,7 +102,7 @@ def test_full_disk_at_the_end_reports_how_to_resume(tmp_path, monkeypatch):
             supervisor._write_result(run, lease, ready, outcome, supervisor.RunHistory(attempts=1))
     assert (
         supervisor._write_result(run, lease, ready, outcome, supervisor.RunHistory(attempts=1))["batch"]
-        == "16 rows a step"
+        == "16 rows per step"
     )
     overtake(tmp_path)
     with pytest.raises(TrainingError, match="taken over"):
@@ -114,7 +114,7 @@ def test_full_disk_at_the_end_reports_how_to_resume(tmp_path, monkeypatch):
 def test_result_names_best_checkpoint(tmp_path):
     lease, run = Lease(tmp_path), RunDir(tmp_path)
     lease.acquire()
-    ready = SimpleNamespace(shape="16 rows a step", config=config("none", tmp_path, "one"))
+    ready = SimpleNamespace(shape="16 rows per step", config=config("none", tmp_path, "one"))
     outcome = {"status": "finished", "steps": 9}
     assert supervisor._write_result(run, lease, ready, outcome, supervisor.RunHistory(attempts=1))["best"] is None
     for step, metrics in ((3, {"evaluate/recall_at_1/mean": 0.5}), (6, {"evaluate/recall_at_1/mean": 0.25}), (9, {})):
@@ -249,7 +249,7 @@ def test_bug_in_driver_is_not_retried(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "AutoscalerRequest", lambda _: SimpleNamespace(cancel=lambda: None))
     lease, reporter = Lease(tmp_path), Silent()
     lease.acquire()
-    ready = SimpleNamespace(config=Config(), steps=3, shape="16 rows a step")
+    ready = SimpleNamespace(config=Config(), steps=3, shape="16 rows per step")
     with pytest.raises(AttributeError, match="foo"):
         supervisor.run_attempts(ready, RunDir(tmp_path), lease, reporter)
     assert "failure" not in [label for label, _ in reporter.notes]

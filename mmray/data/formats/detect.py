@@ -80,7 +80,7 @@ def open_source(chosen: SourceSpec, out: Storage, columns: dict[str, str], templ
     if chosen.format == "folders":
         return ListingSource(place, out, columns, "a folder for each class", partial(class_rows, place, template))
     if chosen.format == "pairs":
-        return ListingSource(place, out, columns, "images beside texts", partial(pair_rows, place))
+        return ListingSource(place, out, columns, "image and text pairs", partial(pair_rows, place))
     return ListingSource(place, out, columns, "COCO", partial(coco.coco_rows, place, name, template))
 
 

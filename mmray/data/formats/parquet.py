@@ -145,7 +145,7 @@ class ParquetSource:
             if not set(kinds) & set(mapped):
                 raise DataError(
                     f"{self.place.address}/{name} has the columns {', '.join(schema.names)[:300]}: none is "
-                    f"`{kind}`; say which is, with --columns {kind}=NAME"
+                    f"`{kind}`; name one with --columns {kind}=NAME"
                 )
         return wanted
 

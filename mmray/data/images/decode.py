@@ -96,7 +96,7 @@ def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
         raise BadImage("empty", "no bytes")
     decoder = detect_format(data)
     if decoder is None:
-        raise BadImage("format", f"neither JPEG, PNG, WebP, GIF nor MPO: it begins with {data[:12]!r}")
+        raise BadImage("format", f"not JPEG, PNG, WebP, GIF or MPO: it starts with {data[:12]!r}")
     try:
         image = Image.open(io.BytesIO(data), formats=(decoder,))
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:

@@ -329,7 +329,7 @@ def add_language_tokens(tokenizer_json: str, pattern: str, languages: Iterable[s
     if len(marks) > MAX_LANGUAGES:
         raise UsageError(
             f"model.inputs.language_token: the training set has {len(marks):,} languages, the first {marks[0]!r}; a "
-            f"column of languages has at most {MAX_LANGUAGES:,}: leave the setting empty, or mend the source"
+            f"column of languages has at most {MAX_LANGUAGES:,}: leave the setting empty, or fix the source"
         )
     if taken := sorted(_RESERVED_TOKENS.intersection(marks)):
         raise UsageError(

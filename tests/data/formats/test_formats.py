@@ -176,7 +176,7 @@ SOURCES = {
     "Parquet of bytes": parquet_bytes,
     "WebDataset": tars,
     "COCO": coco_captions,
-    "images beside texts": pairs,
+    "image and text pairs": pairs,
     "two parallel lists": lists,
     "Hugging Face datasets": saved,
 }
@@ -195,7 +195,7 @@ def test_every_format_is_detected_and_gives_the_same_rows(tmp_path, title, in_pr
     assert [row.texts[0] for row in rows] == [text(number) for number in range(COUNT)]
     assert all(row.checksum_ok for row in rows)
     assert len({row.key for row in rows}) == len({row.source for row in rows}) == COUNT
-    if title not in ("COCO", "images beside texts", "two parallel lists"):
+    if title not in ("COCO", "image and text pairs", "two parallel lists"):
         assert [row.label for row in rows] == list(range(COUNT))
     in_process.clear()
     assert prepare(str(source), str(tmp_path / "out"), LAX) == manifest
@@ -302,7 +302,7 @@ def test_bad_parquet_rows_are_quarantined(tmp_path):
 def test_img2dataset_files_are_read_as_image_text_pairs(tmp_path):
     source, said = downloaded(tmp_path / "raw"), []
     manifest = prepare(str(source), str(tmp_path / "out"), LAX, notify=lambda line, label: said.append(line))
-    assert ": 7 rows of images beside texts" in said[0] and manifest.num_read == COUNT
+    assert ": 7 rows of image and text pairs" in said[0] and manifest.num_read == COUNT
     rows = PreparedSet.open(str(tmp_path / "out")).read(np.arange(COUNT))
     assert [row.key for row in rows][3:5] == ["00000/000000003.jpg", "00001/000010004.jpg"]
     assert [(row.texts, row.image) for row in rows] == [([text(n)], lossy(n, "JPEG")) for n in range(COUNT)]

@@ -39,7 +39,7 @@ def same(one, other):
     return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("title", ["CSV", "WebDataset", "COCO", "images beside texts"])
+@pytest.mark.parametrize("title", ["CSV", "WebDataset", "COCO", "image and text pairs"])
 @pytest.mark.parametrize("check", ["full", "header", "none"])
 def test_index_only_set_streams_the_blocks_of_the_packed_set(tmp_path, title, check):
     source = formats.SOURCES[title](tmp_path / "raw")

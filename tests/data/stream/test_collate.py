@@ -1,4 +1,4 @@
-"""Blocks become micro-batches: the same rows a step in any arrangement, and less padding by length."""
+"""Blocks become micro-batches: the same rows per step in any arrangement, and less padding by length."""
 
 import numpy as np
 import pytest
