@@ -113,8 +113,8 @@ def _paths(base: Config) -> Iterator[Path]:
     """The sweep's path; an unnamed sweep's candidates are RECIPE-tune, RECIPE-tune-2, RECIPE-tune-3, ..."""
     if "://" in base.run.storage:
         raise UsageError(
-            f"run.storage: {base.run.storage} is on an object store; a sweep needs a folder that all nodes share, such as "
-            "a network mount"
+            f"run.storage: {base.run.storage} is on an object store; a sweep needs a folder that all nodes share, "
+            "such as a network mount"
         )
     storage = Path(base.run.storage).expanduser().resolve()
     return (storage / name for name in candidate_names(f"{base.recipe}-tune", base.run.name))
