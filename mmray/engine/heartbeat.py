@@ -23,7 +23,7 @@ from mmray.storage.paths import AnyPath, open_for_upload
 INTERVAL_S = 1.0
 ENGINE = Path(__file__).parent
 PACKAGE = str(ENGINE.parent)
-LOOP, LONG_PHASES = "run", {"_evaluate", "_save", "_load"}  # functions of loop.py; no steps are taken in the latter
+LOOP, LONG_PHASES = "run", {"_evaluate", "_save", "_load"}  # functions of loop.py; the latter take no steps
 CHECKPOINT_WAIT = str(ENGINE / "checkpoint" / "manager.py")
 DATA_WAIT = str(ENGINE / "prefetch.py")
 DEVICE_READ = str(ENGINE / "collectives.py")  # reads results that other ranks contribute to
@@ -136,7 +136,7 @@ def stack_of_thread(thread_id: int) -> list[Frame]:
 
 
 def _scratch_file() -> IO[bytes]:
-    """A file in memory if the system has memfd, because a stalled disk would stall the whole process."""
+    """A file in memory if the system has memfd, because a stalled disk would stall the process."""
     if hasattr(os, "memfd_create"):
         return os.fdopen(os.memfd_create("mmray-heartbeat"), "w+b")
     return tempfile.TemporaryFile()

@@ -228,7 +228,7 @@ def _nonfinite_message(run: _Run, batch: LocalBatch) -> str:
 
 
 def _finish_step(run: _Run, keys: Tensor, result: StepResult) -> Metrics | None:
-    """Measure, evaluate, log, save, and call the callbacks. Every rank comes to the same decisions."""
+    """Measure, evaluate, log, save, and call the callbacks. Every rank makes the same decisions."""
     spec, step = run.spec, run.progress.step
     last = step == spec.plan.steps or result.stop
     evaluating = spec.evaluate is not None and (step == spec.plan.steps or _due(step, spec.evaluate_every))

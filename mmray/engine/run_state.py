@@ -61,7 +61,7 @@ class TrainSpec:
     devices: tuple[torch.device, ...] = ()  # of this worker, if the strategy takes several
     profile_path: Path | None = None  # output of `train.profile`, on ranks that write one
     slower: str = "image"  # the slower branch, if the strategy splits them
-    static_metrics: Metrics = field(default_factory=dict)  # of the whole run, such as the memory table
+    static_metrics: Metrics = field(default_factory=dict)  # constant over the run, such as the memory table
     # Recover from OOM on a CPU too: the kernel usually kills the process instead, and each vote costs 4 % of a small
     # step.
     recover_cpu_oom: bool = False
@@ -84,7 +84,7 @@ class Progress:
     """Progress of the run; part of the checkpoint."""
 
     step: int = 0  # steps taken
-    skipped: int = 0  # of these, not applied because the gradient was not finite
+    skipped: int = 0  # steps of these that were not applied, because the gradient was not finite
     skipped_in_a_row: int = 0
     planned_micro: int = 0  # rows of a micro-batch at the start of the run
     micro: int = 0  # rows of a micro-batch now, after reductions for OOM

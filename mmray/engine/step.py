@@ -137,7 +137,7 @@ def accumulate_gradients(
 def forward_micro_batch(
     state: TrainState, model: nn.Module, micro: Batch, batch: LocalBatch, index: int, seed_of: SeedFn
 ) -> Outputs:
-    """Outputs of one micro-batch; a filler row leaves running statistics unchanged. Every forward is this one."""
+    """Outputs of one micro-batch; a filler row leaves running statistics unchanged. All forwards use this function."""
     preserved = wrap.preserve_buffers(wrap.unwrap(model)) if batch.is_filler[index] else nullcontext()
     seed = seeded(seed_of(index), state.group.device)
     with state.timers("forward"), preserved, seed, state.precision.autocast():

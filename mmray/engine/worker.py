@@ -1,6 +1,6 @@
-"""What one training worker does: builds the model, rehearses, restores, then lets the loop run. Knows nothing of Ray.
+"""One training worker, without Ray: build the model, take the dry run, load the checkpoint, and run the loop.
 
-entry.py calls `work` on each Ray Train worker; under torchrun it can be called as well, with blocks from anywhere.
+train/worker.py calls `work` in each Ray Train worker; under torchrun it can be called with any iterable of blocks.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from mmray.models.build import build
 from mmray.models.fusion import LabelTexts
 from mmray.storage.paths import to_path
 
-WRITES_HANGS = 10  # hang_timeout_s this often: how long a rank may wait for a checkpoint to be written
+WRITES_HANGS = 10  # limit of a wait for a checkpoint write, in multiples of hang_timeout_s
 
 
 def work(
     job: WorkerContext, start: ResumePoint, blocks: Iterable[Block], device: torch.device, line: DriverHandle
 ) -> dict[str, Any]:
-    """Train from `start` to the end of its plan; returns what result.json says."""
+    """Train from `start` to the end of its plan; return the fields of result.json."""
     stacks = job.folder / "stacks" / f"step-{start.step}-rank-{line.about['rank']}.txt"
     pulse = Heartbeat(line.beat, line.about, stacks, WRITES_HANGS * job.config.cluster.hang_timeout_s)
     with pulse.running(start.step):
@@ -60,7 +60,9 @@ def _work(
     pulse: Heartbeat,
 ) -> dict[str, Any]:
     config = job.config
-    torch.set_num_threads(max(1, int(config.cluster.cpus_per_worker)))  # fixed: sums in another order are other sums
+    torch.set_num_threads(
+        max(1, int(config.cluster.cpus_per_worker))
+    )  # fixed, because the order of sums changes rounding
     if device.type == "cpu":
         keep_freed_memory()
     seed_everything(config.train.seed, config.train.deterministic)
@@ -105,7 +107,7 @@ def _work(
         task.note(f"micro-batches of {rehearsed.micro} rows fit", "memory")
     with _closing(log, writes):
         rows = quarantine_bad_rows(blocks, config, job.folder, job.reader, start.plan, line.bad_row)
-        # Cut here to what fits: group_by_length has something to arrange, and each micro-batch its own longest caption.
+        # Split here, so that group_by_length and the trimming of captions see the final micro-batches.
         fitting = replace(start.plan, micro=rehearsed.micro)
         outcome = loop.run(task, iter_micro_batches(rows, fitting, config.batch.group_by_length), stored)
     metrics = {name.removeprefix("evaluate/"): value for name, value in outcome.metrics.items()}
@@ -115,9 +117,9 @@ def _work(
 
 @contextmanager
 def _closing(log: MetricsLog | None, keeper: CheckpointManager | None) -> Iterator[None]:
-    """Closes both with the block: the last checkpoint is there, or its error raised, before a rank says it is done.
+    """Close both at the end of the block, so the last checkpoint is complete, or its error raised, when a rank returns.
 
-    What ended the block is what the policy has to see, not a write that failed on the way and was told.
+    An error of the block takes precedence over errors of closing, because the supervisor decides by it.
     """
     with ExitStack() as both:
         if keeper is not None:
@@ -127,13 +129,13 @@ def _closing(log: MetricsLog | None, keeper: CheckpointManager | None) -> Iterat
         try:
             yield
         except BaseException:
-            with suppress(MmrayError, OSError, RuntimeError):  # the last: ranks that lost each other
+            with suppress(MmrayError, OSError, RuntimeError):  # RuntimeError: a broken collective
                 both.close()
             raise
 
 
 def _model(job: WorkerContext, architecture: dict[str, Any] | None, device: torch.device) -> nn.Module:
-    """The model on its device, not wrapped; with the architecture of a checkpoint that is to be loaded into it."""
+    """Build the unwrapped model on its device; `architecture`: that of the checkpoint to load."""
     config = job.config
     model = build(config.model, config.model.vocab_size, architecture)
     _tell_labels(model, job)
@@ -141,7 +143,7 @@ def _model(job: WorkerContext, architecture: dict[str, Any] | None, device: torc
 
 
 def _tell_labels(model: nn.Module, job: WorkerContext) -> None:
-    """A model that reads the names of labels gets their tokens; one from a checkpoint has them."""
+    """Tokenize the label names of a region head, unless they come from a checkpoint."""
     labels = getattr(model, "labels", None)
     if isinstance(labels, LabelTexts) and not labels.is_set:
         labels.tokenize(build_encoder(job.tokenizer_json, job.config.model.inputs))
@@ -150,7 +152,7 @@ def _tell_labels(model: nn.Module, job: WorkerContext) -> None:
 def _callbacks(
     job: WorkerContext, keeper: CheckpointManager | None, device: torch.device, line: DriverHandle, pulse: Heartbeat
 ) -> tuple[Callback, ...]:
-    """The user's own, the heartbeat, and on rank 0 what people are told."""
+    """Return the user's callbacks and the heartbeat; on rank 0 also progress and hints."""
     own = [plugins.load_class(name, "train.callbacks")() for name in job.config.train.callbacks]
     if keeper is None:
         return (*own, pulse)
@@ -159,7 +161,7 @@ def _callbacks(
 
 
 def _branches(job: WorkerContext, model: nn.Module, micro: int, device: torch.device) -> dict[str, Any]:
-    """What the strategy `branches` asks of a task: two devices, and the branch that takes longer."""
+    """Return the arguments of TrainSpec for the strategy `branches`: two devices, and the slower branch."""
     return {
         "devices": _two_of(device),
         "slower": memory_probe.slower_branch(model, synthetic_batches(job.config, device)(micro)),
@@ -167,7 +169,7 @@ def _branches(job: WorkerContext, model: nn.Module, micro: int, device: torch.de
 
 
 def _two_of(device: torch.device) -> tuple[torch.device, torch.device]:
-    """The worker's devices: its GPU and the other one it was given; on a CPU, two threads of it."""
+    """Return the two GPUs of this worker, or the CPU twice. Raises UsageError if there is only one GPU."""
     if device.type != "cuda":
         return device, device
     if torch.cuda.device_count() < 2:
@@ -176,12 +178,12 @@ def _two_of(device: torch.device) -> tuple[torch.device, torch.device]:
 
 
 def _architecture(model: nn.Module) -> dict[str, Any] | None:
-    """What the weights need to be loaded again without the pretrained ones; a user's own model may not tell."""
+    """Return the architecture that replaces the pretrained files on resume; None for a custom model without one."""
     return model.architecture() if hasattr(model, "architecture") else None  # type: ignore[operator]
 
 
 def _checkpoints(job: WorkerContext, group: Group, model: nn.Module, report: Report) -> CheckpointManager | None:
-    """Rank 0's checkpoint manager; also on the other ranks under FSDP, where each writes its shard."""
+    """Return the checkpoint manager: on rank 0, and under FSDP on every rank, because each writes its shard."""
     sharded = job.config.train.parallel == "fsdp" and group.world > 1
     cpu_group = group.new_cpu_group(WRITES_HANGS * job.config.cluster.hang_timeout_s) if group.world > 1 else None
     if group.rank != 0 and not sharded:
@@ -199,7 +201,7 @@ def _save(
     metrics: dict[str, Any],
     last: bool,
 ) -> float | None:
-    """Those who write have the checkpoint written beside the training; answers what the one before cost, in seconds."""
+    """Start a checkpoint in the background, on ranks that write; return the seconds that the one before took."""
     return None if keeper is None else keeper.save(step, start.plan.rows_start(step), state, metrics, last)
 
 

@@ -1,4 +1,4 @@
-"""What a worker knows of its run, and its reports to the driver."""
+"""Context of a training worker, and its reports to the driver."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Report = Callable[[dict[str, Any]], Any]
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """The run of a worker."""
+    """Config, folder and data of the run that a worker trains."""
 
     config: Config
     folder: AnyPath
@@ -73,7 +73,7 @@ def input_bound_hint(
 
 @dataclass
 class InputBoundHint:
-    """Callback that gives the hint every EVERY steps, over the lines logged since the last."""
+    """Callback that reports the hint every EVERY steps, from the lines logged since the last one."""
 
     give_hint: Callable[[float], None]
     _next: int = EVERY

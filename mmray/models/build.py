@@ -27,7 +27,7 @@ BUILT_IN: dict[str, Any] = {
 
 
 def build(spec: Section, vocab_size: int, architecture: dict[str, Any] | None = None) -> nn.Module:
-    """Build the model that `spec.kind` names, with random or pretrained weights as `spec` says, and LoRA adapters.
+    """Build the model that `spec.kind` names, with random or pretrained weights, and LoRA adapters.
 
     vocab_size: tokens of the tokenizer; a larger `model.vocab_size` sets the embedding rows. architecture:
     `architecture()` of the same model, if the caller will load its weights; pretrained ones are then not read. A

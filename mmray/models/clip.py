@@ -1,10 +1,10 @@
 """Dual encoders: image branch, text branch and temperature; transformers' CLIP and SigLIP in this form.
 
-The encoders are those of transformers with scaled-dot-product attention; only the forward pass through them is ours:
-captions end at their last token, patches can be dropped in training, and no mask synchronises the GPU.
-Sources: Radford et al. 2021 (CLIP, arXiv:2103.00020), Zhai et al. 2023 (SigLIP, arXiv:2303.15343), patch dropout after
-Li et al. 2023 (FLIP, arXiv:2212.00794). transformers is imported when a model
-is built, because the import takes seconds.
+The encoders are those of transformers with scaled-dot-product attention. Only the forward pass is reimplemented: it
+pools captions at their last token, can drop patches in training, and builds no mask that synchronises the GPU.
+transformers is imported when a model is built, because the import takes seconds.
+Sources: Radford et al. 2021 (CLIP, arXiv:2103.00020), Zhai et al. 2023 (SigLIP, arXiv:2303.15343), patch dropout of
+Li et al. 2023 (FLIP, arXiv:2212.00794).
 """
 
 from __future__ import annotations

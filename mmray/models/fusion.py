@@ -25,15 +25,17 @@ if TYPE_CHECKING:
     from mmray.config import Fusion as Section
 
 
-# Region-text head. A box's features are the mean of the feature map inside it; label names go through the text branch,
-# so a trained model accepts labels that training did not have. Sources: RoIAlign (He et al. 2017, arXiv:1703.06870),
-# ViLD (Gu et al. 2022, arXiv:2104.13921), RegionCLIP (Zhong et al. 2022, arXiv:2112.09106).
 SAMPLES_PER_SIDE = 7  # sampling points of RoIAlign per side of a box
 UNNAMED_LOGIT = -1e4  # logit of a label without a name: zero in any softmax, but finite
 
 
 class RegionHead(nn.Module):
-    """Project the features of boxes into the space of the text embeddings."""
+    """Project the features of boxes into the space of the text embeddings.
+
+    Label names are embedded by the text branch, so a trained model accepts labels that training did not have. Sources:
+    RoIAlign (He et al. 2017, arXiv:1703.06870), ViLD (Gu et al. 2022, arXiv:2104.13921), RegionCLIP (Zhong et al. 2022,
+    arXiv:2112.09106).
+    """
 
     def __init__(self, width: int, embed_dim: int) -> None:
         super().__init__()
@@ -142,11 +144,11 @@ class Fusion(DualEncoder):
         self.labels = LabelTexts(spec.region_labels, (architecture or {}).get("labels")) if spec.regions else None
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return `image_embed`, `text_embed` [B, D], `logit_scale`, and the outputs of the heads:
+        """Return `image_embed`, `text_embed` [B, D], `logit_scale`, and the outputs of the heads.
 
-        `class_logits` [B, C]; if the batch has `negative_ids`, `negative_mask` [B, T], `match` and `match_negative`
-        [B], the logits of each image with its own caption and with the negative one; if it has `boxes` [B, N, 4],
-        `region_logits` [B, N, C], each box against the text of each label.
+        Classification: `class_logits` [B, C]. Matching, if the batch has `negative_ids` and `negative_mask` [B, T]:
+        `match` and `match_negative` [B], logits of each image with its caption and with the negative one. Regions, if
+        the batch has `boxes` [B, N, 4]: `region_logits` [B, N, C], each box against each label text.
         """
         image_features, image_embed = self.image(batch["image"])
         text_features, text_embed = self.text(batch["input_ids"], batch["attention_mask"])

@@ -1,8 +1,8 @@
 """transformers' LLaVA: one image and a conversation in, next-token logits out.
 
-The vision encoder and the language model are those of transformers; the way between them is ours. The ids contain one
-image token, which is replaced on the device by the image features, so no row waits for a count of placeholders. Rows
-are right-padded and attention is causal, so no token sees padding and no mask is needed.
+The vision encoder and the language model are those of transformers; only the insertion of image features is
+reimplemented. The ids contain one image token, which is replaced on the device, so no placeholders need to be counted.
+Rows are right-padded and attention is causal, so no token attends to padding and no mask is needed.
 Source: Liu et al. 2023 (arXiv:2304.08485), with the two-layer projection of LLaVA 1.5 (arXiv:2310.03744).
 """
 

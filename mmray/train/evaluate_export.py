@@ -1,6 +1,6 @@
 """Evaluate or export a checkpoint of a run.
 
-The evaluation runs on workers like those of the training, so what fitted there fits here, and the driver needs no GPU.
+The evaluation runs on workers with the resources of a training worker, so the driver needs no GPU.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def open_run(folder: AnyPath, step: Step) -> tuple[Config, str, AnyPath]:
 
 
 def _select_checkpoint(run: RunDir, step: Step, metric: str) -> AnyPath:
-    """The latest valid checkpoint, that of `step`, or the best by `metric`. Moves nothing: the run may be active."""
+    """Return the checkpoint of `step`; quarantine no damaged one, because the run may be active."""
     faults: list[str] = []
     if step is None:
         found = files.latest_valid(run.checkpoints, faults.append, quarantine=False)
@@ -149,7 +149,7 @@ def load_model(config: Config, found: AnyPath) -> nn.Module:
 def _held_out(
     config: Config, folder: AnyPath, data: str | None, split: str | None, reporter: ProgressReporter
 ) -> PreparedSet:
-    """The set to evaluate on: `data`, the run's own evaluation set or split. A raw source is prepared first."""
+    """The set to evaluate on: `data`, or the run's evaluation set or split. A raw source is prepared first."""
     own = config.data.eval_split if data is None else "test"
     source = data or config.data.eval
     if source is None:

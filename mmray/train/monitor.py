@@ -37,7 +37,7 @@ StopReason = Literal["user", "resize", "preempted"]
 
 
 class ProgressReporter(Protocol):
-    """Receives what a run does (the console); called on the driver's main thread."""
+    """Receives the progress of a run (the console); called on the driver's main thread."""
 
     def log(self, text: str, label: str = "") -> None: ...
     def status(self, title: str) -> None: ...
@@ -79,7 +79,7 @@ class Hang:
 
 @dataclass
 class HangDetector:
-    """Remembers when each rank last made progress; none for `limit_s` is a hang."""
+    """Detect ranks that made no progress for `limit_s`."""
 
     limit_s: float
     start_limit_s: float  # until the first step, and while a rank waits for data: nodes may have to start
@@ -87,7 +87,7 @@ class HangDetector:
     _last: dict[int, tuple[int, float]] = field(default_factory=dict)
 
     def check(self, records: Sequence[HeartbeatRecord], now_s: float) -> Hang | None:
-        """The hang that these heartbeats show, if any."""
+        """Return the hang that these heartbeats show; None without one."""
         idle_s = [self._idle_s(record, now_s) for record in records]
         limits_s = [self._limit_s(record) for record in records]
         late = [each for each, idle, limit in zip(records, idle_s, limits_s, strict=True) if idle > limit]
@@ -131,12 +131,12 @@ def checkpoint_deadline_s(preemption_s: float, checkpoint_s: float, step_s: floa
 
 @dataclass
 class RunProgress:
-    """What the driver knows of a run from its metrics; kept over its attempts."""
+    """State of a run, from its logged metrics; kept over attempts."""
 
     last_step: int = 0  # last logged step; the first step of an attempt that has logged none
     logged: bool = False  # some attempt logged a step
     wasted_steps: int = 0
-    step_s: float = 0.0  # last measured, as are the next two; 0: unknown
+    step_s: float = 0.0  # newest measurement, like the next two; 0: unknown
     checkpoint_s: float = 0.0
     micro: int = 0
 
@@ -161,11 +161,11 @@ class AttemptMonitor:
     first_step: int
     progress: RunProgress
     autoscaler: AutoscalerRequest
-    failed_resizes: int = 0  # how often a group of this size was given up for a larger one that did not come
+    failed_resizes: int = 0  # resizes from this number of workers after which no larger group started
     hang: Hang | None = None
     preempted: bool = False  # a node of the group is being preempted
     stop_reason: StopReason | None = None
-    started: bool = False  # a worker has sent something
+    started: bool = False  # a worker has reported
     heartbeats: list[HeartbeatRecord] = field(default_factory=list)
     _next_s: dict[str, float] = field(default_factory=dict)
     _capacity_polls: int = 0

@@ -26,7 +26,7 @@ FREE_WAIT_S = 4.0  # workers that ended a moment ago still hold their resources
 
 
 def resource_demand(config: Config, with_data: bool = True) -> Demand:
-    """What the run needs at once on the connected cluster: the workers, and CPUs for its data."""
+    """Return the concurrent demand of the run on the connected cluster: workers, and CPUs for its data."""
     nodes = placement.alive_nodes()
     actors = config.data.workers if isinstance(config.data.workers, int) else 1
     return Demand(
@@ -112,7 +112,7 @@ def check_storage(config: Config) -> None:
 
 
 def ray_storage_args(folder: AnyPath) -> dict[str, Any]:
-    """Arguments of Ray Train's RunConfig for its own small files."""
+    """Arguments of RunConfig for the small files that Ray Train writes."""
     if isinstance(folder, RemotePath):
         return {"storage_path": (folder / "ray").key, "storage_filesystem": folder.storage.filesystem[0]}
     return {"storage_path": str(folder / "ray")}
@@ -186,7 +186,7 @@ def start_timeout_error(error: BaseException) -> ResourceError | None:
 
 
 def is_single_node(config: Config) -> bool:
-    """Whether one machine is the whole cluster and cannot become more."""
+    """Return True if the cluster is one machine and cannot grow."""
     return len(placement.alive_nodes()) == 1 and not placement.autoscaling_pools() and not config.cluster.wait_for_nodes
 
 

@@ -4,7 +4,7 @@ An attempt is a new `TorchTrainer` with a fixed number of workers. Ray retries a
 decides what follows a failure, from what the AttemptMonitor observed.
 
 Ray Train's own elasticity, ScalingConfig(num_workers=(1, 4)), is not used: it counts the CPUs of a lost node for 30 s,
-each start with too many workers costs the whole start timeout, and it ignores label selectors (Ray 2.60). Here the
+each start with too many workers costs the full start timeout, and it ignores label selectors (Ray 2.60). Here the
 driver counts the resources of nodes that answer, and a group is replaced by a larger one at a checkpoint, so growing
 repeats no step.
 """
@@ -39,7 +39,7 @@ from mmray.train.worker_group import build_trainer, find_cause, run_attempt
 
 POLL_INTERVAL_S = 0.5  # of the free resources, while workers of the last attempt release theirs
 STABLE_POLLS, MAX_POLLS = 4, 20
-# Ray Train's error, our own, or a cluster or storage that does not answer. Others are bugs, which a retry would repeat.
+# Failures of Ray Train, mmray, the cluster or the storage. Others are bugs, which a retry would repeat.
 ATTEMPT_ERRORS = (ray.train.TrainingFailedError, MmrayError, ray.exceptions.RayError, RuntimeError, OSError)
 STORAGE_RETRIES_S = (1.0, 5.0, 30.0)  # pauses while the storage fails between two attempts
 
@@ -58,7 +58,7 @@ class Failure:
     logged: bool = True  # this attempt or an earlier one logged a step
 
     def same_as(self, other: Failure | None) -> bool:
-        """The same error at the same step: another attempt would meet it again."""
+        """Return True for the same error at the same step, which a retry would repeat."""
         return (
             other is not None
             and self.kind == other.kind == "raised"
@@ -91,7 +91,7 @@ class Fail:
 def count_failures(failures: int, kind: str, progressed: bool) -> int:
     """Consecutive failures without a new checkpoint, including this one; `failures` before it.
 
-    A preemption is no failure. So a run that only fails ends, and one that fails now and then for weeks does not.
+    A preemption is no failure. Occasional failures between checkpoints do not add up, so a long run survives them.
     """
     if kind == "preempted":
         return 0 if progressed else failures
@@ -113,7 +113,7 @@ def decide_recovery(
     if failure.kind == "raised" and not failure.logged:
         return Fail(_final_error(f"failed before the first logged step: {message}", error))
     if failures > max_failures and isinstance(error, ResourceError):
-        return Fail(error)  # its message has the fix, and it has an exit code of its own
+        return Fail(error)  # has its exit code and names the fix
     if failures > max_failures:
         count = f"{failures} failures without a new checkpoint (cluster.max_failures {max_failures})"
         return Fail(_final_error(f"{count}; the last: {message}", error))
@@ -121,7 +121,7 @@ def decide_recovery(
 
 
 def _final_error(message: str, cause: BaseException) -> TrainingError:
-    """The error with the worker's traceback, which it carries in a note."""
+    """Return a TrainingError with the worker's traceback, which is in a note of `cause`."""
     traceback = "".join(f"{note.rstrip()}\n" for note in getattr(cause, "__notes__", ()))
     error = TrainingError(f"{traceback}{message}")
     error.__cause__ = cause
@@ -130,7 +130,7 @@ def _final_error(message: str, cause: BaseException) -> TrainingError:
 
 @dataclass
 class RunHistory:
-    """What has happened to a run over its attempts."""
+    """Counts and state of a run over its attempts."""
 
     start_s: float = field(default_factory=time.monotonic)
     attempts: int = 0
@@ -138,12 +138,12 @@ class RunHistory:
     last_failure: Failure | None = None
     checkpoint: AnyPath | None = None  # from which the current attempt started
     placement: tuple[LiveNodes, int] | None = None  # of the next attempt, if known
-    resized_from: list[int] = field(default_factory=list)  # numbers of workers given up for more
+    resized_from: list[int] = field(default_factory=list)  # sizes of groups that were stopped for a larger one
     preemptions: int = 0
     progress: RunProgress = field(default_factory=RunProgress)
 
     def failed_resizes(self, world: int) -> int:
-        """How often a group of this size was given up for a larger one, and is back."""
+        """Return how often a group of this size was stopped for a larger one that did not start."""
         return self.resized_from.count(world)
 
     def counts(self) -> dict[str, Any]:
@@ -281,7 +281,7 @@ def _handle_failure(
 def choose_world_size(config: Config, autoscaler: AutoscalerRequest) -> tuple[LiveNodes, int]:
     """The nodes and the number of workers of the next attempt.
 
-    A fixed number, like the minimum of a range, is requested whatever is free: Ray waits for it, and an autoscaler adds
+    A fixed number, like the minimum of a range, is requested even if it does not fit: Ray waits, and an autoscaler adds
     nodes. For a range, the maximum is requested, and the workers that fit are counted once the count is stable.
     """
     nodes = live_nodes()

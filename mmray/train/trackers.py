@@ -1,7 +1,7 @@
 """Experiment trackers: the metrics that rank 0 logs, sent from the driver by one bounded background thread per tracker.
 
 A tracker may be slow, fail or hang: `put` never blocks, lines that do not fit the queue are dropped, and the end of a
-run waits at most MAX_WAIT_S. Each problem is a warning that says what was lost. The run's tracker-NAME.json keeps the
+run waits at most MAX_WAIT_S. Each problem is a warning with what was lost. The run's tracker-NAME.json keeps the
 tracker's run id and the last step it accepted, so a resumed run continues there without duplicate steps.
 """
 

@@ -1,4 +1,4 @@
-"""The function that each Ray Train worker runs: connects engine/worker.py, which knows nothing of Ray, to Ray."""
+"""The `train_loop_per_worker` of Ray Train: connects engine/worker.py, which does not import Ray, to Ray."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def find_cause(error: BaseException, monitor: AttemptMonitor, resolved: Resolved
         failures = [getattr(e, "health_check_failure", e) for e in error.worker_failures.values()]
         raised = [e for e in failures if not _is_worker_lost(e)]
         own = [e for e in raised if isinstance(e, MmrayError)]
-        own.sort(key=lambda e: not isinstance(e, OutOfMemoryError))  # the other ranks only lost the one without memory
+        own.sort(key=lambda e: not isinstance(e, OutOfMemoryError))  # the other ranks' errors only follow from it
         cause = next(iter([*own, *raised, *failures]), error)
         killed = next((e for e in failures if isinstance(e, ray.exceptions.OutOfMemoryError)), None)
         if killed is not None and not raised:
@@ -187,12 +187,12 @@ def find_cause(error: BaseException, monitor: AttemptMonitor, resolved: Resolved
             return (
                 "lost",
                 cause,
-            )  # the last checkpoint failed, but the user asked for no end: restart from the one before
+            )  # only the last checkpoint failed and the user requested no stop: restart from the previous one
         if raised:
             return "raised", cause
         return "preempted" if monitor.preempted else "lost", cause
     if (late := start_timeout_error(error)) is not None:
-        # If fewer workers would do, others took the resources or a node went away: try again with fewer.
+        # An elastic run retries with fewer workers: resources were taken, or a node was lost.
         return "lost" if monitor.world > monitor.config.cluster.min_workers else "raised", late
     return "lost", TrainingError(f"Ray Train failed: {error}")
 

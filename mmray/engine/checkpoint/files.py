@@ -34,7 +34,6 @@ OLD_STATE = "state.pt"  # of the format before this one
 LOWER_IS_BETTER = ("loss", "median_rank")  # parts of the names of metrics that should fall
 
 
-# Finding checkpoints.
 def latest_valid(folder: AnyPath, log: Callable[[str], None] | None = None, quarantine: bool = True) -> AnyPath | None:
     """Return the newest checkpoint whose checksums match; None without one.
 
@@ -155,12 +154,11 @@ def _quarantine(path: AnyPath) -> AnyPath:
     return target
 
 
-# Checksums.
 def verify(path: AnyPath) -> str | None:
     """Return the fault of a checkpoint, None if every byte is as written.
 
-    Raises StorageError if the storage cannot be read, which says nothing about the checkpoint, and UsageError for a
-    checkpoint of an older format.
+    Raises StorageError if the storage cannot be read (the checkpoint may be intact), and UsageError for a checkpoint of
+    an older format.
     """
     try:
         return _fault(path)
@@ -240,7 +238,6 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
-# Records and errors.
 def load_meta(path: AnyPath) -> dict[str, Any]:
     """Return meta.json: step, rows consumed, config, metrics. Raises TrainingError if it cannot be read."""
     return read_json(path / META)

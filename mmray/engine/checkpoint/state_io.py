@@ -1,6 +1,6 @@
 """State of a run to and from the files of a checkpoint, with torch.distributed.checkpoint (DCP) and safetensors.
 
-    shard-2-of-4.safetensors  tensors that the second of four ranks holds; replicated tensors are in the first file
+    shard-2-of-4.safetensors  tensors that the second of four ranks has; replicated tensors are in the first file
     state.json                all other values: progress, loss scale, optimizer groups
 
 Every strategy writes this format: one file without sharding, one per rank under FSDP. The header of a file names the
@@ -58,7 +58,7 @@ from mmray.storage.paths import AnyPath, RemotePath, open_for_upload, staged_upl
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP without a group is intended here
 
 State = dict[str, Any]  # nested dicts of tensors and JSON values
-Target = Callable[[str, Tensor], Tensor]  # key and meta tensor -> the tensor to read into: whole, or this rank's shard
+Target = Callable[[str, Tensor], Tensor]  # key and meta tensor -> the tensor to read into: full, or this rank's shard
 
 
 def save(folder: AnyPath, step: int, state: State, meta: dict[str, Any]) -> AnyPath:
@@ -115,7 +115,7 @@ def prepare_save(
 
 
 def load(path: AnyPath, target: Target | None = None, only: str = "") -> State:
-    """Return the saved state, or its part `only`; tensors are read into what `target` returns (default: whole, on CPU).
+    """Return the saved state, or its part `only`; tensors are read into what `target` returns (default: full, on CPU).
 
     Needs no process group. Raises TrainingError if a file cannot be read.
     """
@@ -149,9 +149,8 @@ def load_weights(path: AnyPath, key: str = "model") -> dict[str, Tensor]:
     return state
 
 
-# A model and its optimizer as state: tensors by the model's parameter names, whatever the strategy.
 def optimizer_state(module: nn.Module, optimizer: Optimizer) -> State:
-    """Return `optimizer.state_dict()` by parameter name.
+    """Return `optimizer.state_dict()` by the model's parameter names, for every strategy.
 
     Not DCP's `get_optimizer_state_dict`: it takes a step of an optimizer that has no state yet, and loads nothing into
     one whose gradients exist already, as DDP's do here.
@@ -289,7 +288,7 @@ def as_storage_error(path: AnyPath, discards: bool = True) -> Iterator[None]:
 
 @contextmanager
 def _cause() -> Iterator[None]:
-    """Raise the error of the failed rank in place of DCP's list of tracebacks."""
+    """Raise the error of the failed rank instead of DCP's list of tracebacks."""
     try:
         yield
     except CheckpointException as error:

@@ -105,7 +105,7 @@ REDUCTIONS = {"time/step_p95_s": "max", "time/first_step_s": "max", "memory/": "
 def reduce_over_ranks(group: Group, sums: list[Tensor], own: Metrics) -> tuple[list[float], Metrics]:
     """Sums over ranks, and the reduced per-rank metrics, in one collective.
 
-    Throughput is that of the whole run on each rank already, so its mean is that of the run.
+    Each rank already reports the throughput of the run, so the mean is correct.
     """
     figures = torch.tensor([float(value) for value in own.values()], dtype=torch.float64, device=group.device)
     local = torch.cat([*(value.to(torch.float64).reshape(1) for value in sums), figures])
@@ -163,7 +163,7 @@ def _handle(uuid: str) -> tuple[Any, Any]:
 
 
 # Dense tensor-core peaks of the data sheets, in TFLOP/s: (bf16 and fp16, fp32 without TF32).
-# By words of the device's name, longer ones first.
+# Keys are words of the device name, longer ones first.
 PEAKS = {
     "H200": (989, 67),
     "H100 PCIe": (756, 51),
@@ -204,7 +204,7 @@ def model_flops(model: nn.Module, batch: Batch, precision: Precision) -> float:
 def peak_flops(device: torch.device, precision: Precision) -> float:
     """Peak FLOP/s of a GPU at this precision; NaN if it is not in the table."""
     name = torch.cuda.get_device_name(device)
-    # Whole words: an RTX A4000 is not an A40, nor an L40 an L4.
+    # Match full words: an RTX A4000 is not an A40, nor an L40 an L4.
     known = next((peaks for key, peaks in PEAKS.items() if re.search(rf"\b{key}\b", name)), None)
     return float("nan") if known is None else known[0 if precision.dtype is not None else 1] * 1e12
 

@@ -63,7 +63,7 @@ class DeviceTimer:
         del self._events[:count]
 
 
-RECENT_STEPS = 500  # whose times the percentiles are of: a window between two lines is too few for a 95th
+RECENT_STEPS = 500  # window of the percentiles: the steps between two lines are too few for a 95th
 
 
 @dataclass
@@ -143,7 +143,7 @@ class PhaseTimers:
 class PeakMemory:
     """Peak memory: what torch allocated on a GPU; on a CPU the largest sample of this process's private memory.
 
-    Sampled at each backward and log line, in microseconds. The kernel's own peak would include the object store's pages
+    Sampled at each backward and log line, in microseconds. The kernel's peak would include the object store's pages
     that blocks passed through.
     """
 

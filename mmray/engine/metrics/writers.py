@@ -165,7 +165,7 @@ COST_SHARE = 0.05  # of the time at most: large files are uploaded less often
 class LogUploader:
     """Uploads growing files from the local folder `here` to the run's folder; `tell` gets warnings.
 
-    An object store takes whole objects only, so files grow locally and are uploaded every EVERY_S, before each
+    An object store cannot append to objects, so files grow locally and are uploaded every EVERY_S, before each
     checkpoint and at the end. `check` raises TrainingError if another process owns the run: nothing is uploaded then.
     """
 
@@ -232,13 +232,15 @@ class LogUploader:
         return True
 
 
-# A torch profile of a few steps, in Chrome's trace format (ui.perfetto.dev opens it); for `--train.profile N`.
 SKIPPED = 2  # steps before the profile, which allocate and compile
 
 
 @contextmanager
 def profiled(steps: int, file: Path | None, device: torch.device) -> Iterator[Callable[[], None]]:
-    """Yield a function to call after each step; profile `steps` steps into `file` (Chrome trace), if both are given."""
+    """Yield a function to call after each step; profile `steps` steps into `file`, if both are given.
+
+    The file is a Chrome trace, which ui.perfetto.dev opens.
+    """
     if steps == 0 or file is None:
         yield lambda: None
         return

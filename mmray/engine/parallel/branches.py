@@ -1,8 +1,8 @@
-"""Two branches on two devices of one worker: they meet only at the loss, so that there is no pipeline to fill.
+"""Branch parallelism: the two branches of a model on two devices of one worker.
 
-The slower branch is replicated on both devices. Of each micro-batch the first device takes some rows through the slower
-branch; the second takes all rows through the faster branch and the rest through the replica. The cut follows measured
-time, so that both devices are done together. parallel.py wraps a model so; step.py sees one module.
+The slower branch is replicated on both devices. In each micro-batch the first device runs it on a share of the rows.
+The second device runs the faster branch on all rows, and the replica on the remaining rows. The share is fitted to
+measured times, so that both devices finish together. Branches share only the loss, so there is no pipeline.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from mmray.engine.metrics.timers import DeviceTimer
 
 BRANCH_INPUTS = {"image": ("image",), "text": ("input_ids", "attention_mask")}  # columns of a batch that a branch reads
 REFIT_EVERY = 50  # steps
-FIRST_REFIT = 2  # steps; the first guess is only a guess
+FIRST_REFIT = 2  # steps; the initial share is not measured
 Work = Callable[[], Any]
 
 
 def fitted(fast_s: float, slow_s: float, replica_s: float) -> float:
-    """Share of the rows for the first device, from seconds a row of each branch there, so that both end together.
+    """Return the share of rows for the first device, from seconds per row of each part.
 
-    share x slow = fast + (1 - share) x replica, held to 0..1.
+    Both devices take equally long: share x slow = fast + (1 - share) x replica, clamped to 0..1.
     """
     return min(1.0, max(0.0, (fast_s + replica_s) / max(slow_s + replica_s, 1e-12)))
 
 
 class BranchParallel(nn.Module):
-    """A model whose `branches()` are `image` and `text`, over two devices; calls and gradients as if on the first.
+    """Run a model with the branches `image` and `text` on two devices; inputs and outputs are on the first.
 
-    Of the batch only the columns that the branches read are taken to the second device.
+    Only the columns that the branches read are copied to the second device.
     """
 
     def __init__(self, module: nn.Module, devices: tuple[torch.device, ...], slower: str):
@@ -44,19 +44,19 @@ class BranchParallel(nn.Module):
         self.module, self.devices, self.slower = module, devices, slower
         self.faster = next(name for name in branches if name != slower)
         self._slow, self._fast = branches[slower], branches[self.faster]
-        self._replica = [deepcopy(self._slow).to(devices[1])]  # in a list: no part of this module's weights
+        self._replica = [deepcopy(self._slow).to(devices[1])]  # in a list, so it is not in this module's state dict
         _send_to(self._fast, devices)
         self.share, self._steps = 0.5, 0
         self._watches = {name: DeviceTimer(devices[name != "slow"]) for name in ("slow", "fast", "replica")}
         self._rows = dict.fromkeys(self._watches, 0)
         self._seconds = dict.fromkeys(self._watches, 0.0)  # since the last refit
         self._busy_s = [0.0, 0.0]
-        self._spans = [DeviceTimer(device) for device in devices]  # of what both do side by side, waiting included
+        self._spans = [DeviceTimer(device) for device in devices]  # of the concurrent work, including waits
         self._second = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mmray-branch")
         self._anchor = torch.zeros((), requires_grad=True)  # makes autograd call the join's backward
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The model's outputs, on the first device."""
+        """Return the model's outputs on the first device."""
         rows = len(batch["valid"])
         cut = round(self.share * rows)
         mine, rest = ({name: tensor[part] for name, tensor in batch.items()} for part in (slice(cut), slice(cut, rows)))
@@ -81,7 +81,7 @@ class BranchParallel(nn.Module):
         return embeds | self.module.scalar_outputs()  # type: ignore[operator]
 
     def backward(self, pieces: tuple[list[Tensor], ...], of_slow: Tensor, of_fast: Tensor) -> None:
-        """Continue the backward of a forward's pieces from gradients of the joined outputs, on both devices at once."""
+        """Run the backward on both devices concurrently, from the gradients of the joined outputs."""
         slow, replica, fast = pieces
         cut = len(slow[0]) if slow else 0
 
@@ -95,7 +95,7 @@ class BranchParallel(nn.Module):
         self._both(first, second)
 
     def collect_gradients(self) -> None:
-        """Add the replica's gradients to those of the branch it copies."""
+        """Add the replica's gradients to those of the original branch."""
         for own, copy in zip(self._slow.parameters(), self._replica[0].parameters(), strict=True):
             if copy.grad is None:
                 continue
@@ -104,16 +104,16 @@ class BranchParallel(nn.Module):
             copy.grad = None
 
     def drop_gradients(self) -> None:
-        """Of a step that was given up."""
+        """Drop the replica's gradients of an abandoned step."""
         self._replica[0].zero_grad(set_to_none=True)
 
     def copy_anew(self) -> None:
-        """The replica is as the branch it copies, into which something else was loaded."""
+        """Copy weights and buffers to the replica after a load."""
         self._replica[0].load_state_dict(self._slow.state_dict())
 
     @torch.no_grad()
     def spread_weights(self) -> None:
-        """The replica follows the branch it copies; every REFIT_EVERY steps the cut follows the measured times."""
+        """Copy the weights to the replica after an update; refit the share every REFIT_EVERY steps."""
         for own, copy in zip(self._slow.parameters(), self._replica[0].parameters(), strict=True):
             copy.copy_(own, non_blocking=True)
         self._steps += 1
@@ -121,9 +121,9 @@ class BranchParallel(nn.Module):
             self._refit()
 
     def idle(self) -> dict[str, float]:
-        """Idle share of each device since the last call, of the time from both's begin to both's end; and the cut.
+        """Return the idle share of each device since the last call, and the share of rows.
 
-        One after the other, each would be idle while the other works: about one half.
+        An idle share is a fraction of the time of concurrent work; without overlap it would be about one half.
         """
         self._look()
         span_s = max(*(watch.pop_s() for watch in self._spans), 1e-12)
@@ -141,7 +141,7 @@ class BranchParallel(nn.Module):
         self._seconds = dict.fromkeys(self._rows, 0.0)
 
     def _look(self) -> dict[str, float]:
-        """Seconds of each kind of work since the last refit."""
+        """Return the seconds of each part since the last refit."""
         for name, watch in self._watches.items():
             took_s = watch.pop_s()
             self._seconds[name] += took_s
@@ -157,13 +157,13 @@ class BranchParallel(nn.Module):
         return tuple(batch[name].to(self.devices[device], non_blocking=True) for name in BRANCH_INPUTS[branch])
 
     def _both(self, first: Work, second: Work) -> None:
-        """Run the devices' work side by side; what the calling thread has set for torch holds in the other as well."""
+        """Run the work of both devices concurrently; the second thread inherits grad mode and autocast."""
         kind, grad = self.devices[0].type, torch.is_grad_enabled()
         on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
         def work() -> None:
             here = torch.cuda.device(self.devices[1]) if kind == "cuda" else nullcontext()
-            # Its backward ends on the first device, whose own autograd thread waits for it: it runs in this thread.
+            # Run its backward in this thread: the first device's autograd thread waits for it, so it would deadlock.
             alone = torch.autograd.set_multithreading_enabled(False)
             autocast = torch.autocast(kind, dtype, enabled=on, cache_enabled=False)
             with here, alone, torch.set_grad_enabled(grad), autocast:
@@ -178,21 +178,21 @@ class BranchParallel(nn.Module):
 
 
 def _backward(outputs: list[Tensor], gradient: Tensor) -> None:
-    """Backward of the one output, where there is one that learns."""
+    """Run the backward of the outputs (at most one) that require gradients."""
     for output in outputs:
         if output.requires_grad:
             output.backward(gradient.to(output.device))
 
 
 def _send_to(branch: nn.Module, devices: tuple[torch.device, ...]) -> None:
-    """Put a branch on the second device; called from the first, it fetches its inputs and returns its output."""
+    """Move a branch to the second device; hooks copy its inputs there and its output back."""
     branch.to(devices[1])
     branch.register_forward_pre_hook(lambda _, given: tuple(value.to(devices[1]) for value in given))
     branch.register_forward_hook(lambda _, given, output: output.to(devices[0]))
 
 
 class _Join(torch.autograd.Function):
-    """The joined outputs of both devices, whose backward runs on both."""
+    """Join the outputs of both devices; the backward runs on both."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, model: BranchParallel, pieces: Any, *outputs: Tensor) -> tuple[Tensor, ...]:

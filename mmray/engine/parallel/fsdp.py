@@ -1,7 +1,4 @@
-"""Weights, gradients and optimizer state cut over the ranks (`fully_shard`, Zhao et al. 2023), in use and at rest.
-
-parallel.py shards through here; loop.py has state read back cut as its own is, whatever it was cut like before.
-"""
+"""FSDP2 (`fully_shard`, Zhao et al. 2023): weights, gradients and optimizer state sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -20,35 +17,35 @@ from mmray.models.protocol import EMBEDDING_METHODS
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether `shard` made it."""
+    """Return True if `shard` was applied to the module."""
     return isinstance(module, FSDPModule)
 
 
 def shard(module: nn.Module, group: Group, dtype: torch.dtype | None) -> nn.Module:
-    """The module itself, each block, each branch and the rest cut over all ranks; gathered in `dtype` for its use.
+    """Shard the module in place, by block, by branch, and the rest; weights are gathered in `dtype`.
 
-    Gradients are averaged in float32. Scalars, such as the temperature, cannot be cut: every rank keeps them.
+    Gradients are averaged in float32. Scalars such as the temperature cannot be sharded and are replicated.
     """
     mesh = init_device_mesh(group.device.type, (group.world,))
     reduce_dtype = None if dtype is None else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     kept = set(_replicated(module))
     for parameter in kept:
-        parameter.data = parameter.data.to(group.device)  # the rest goes there as it is cut
+        parameter.data = parameter.data.to(group.device)  # fully_shard moves the others
     for part in [*_parts(module), module]:
         fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=kept)
-    for name in EMBEDDING_METHODS:  # what evaluation calls beside forward
+    for name in EMBEDDING_METHODS:  # called by evaluation instead of forward
         if hasattr(module, name):
             register_fsdp_forward_method(module, name)
     return module
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:
-    """What is gathered at a time: the blocks of each list of blocks, then each branch with what is left of it."""
+    """Return the units of gathering: the blocks of each ModuleList, then each branch with its remaining weights."""
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
     blocks = [block for part in lists for block in part if next(block.parameters(), None) is not None]
     branches = list(module.branches().values()) if hasattr(module, "branches") else []  # type: ignore[operator]
-    return [*reversed(blocks), *branches]  # the inner ones first: what is sharded already is not sharded again
+    return [*reversed(blocks), *branches]  # inner ones first: fully_shard skips sharded weights
 
 
 def _replicated(module: nn.Module) -> list[nn.Parameter]:
@@ -56,12 +53,12 @@ def _replicated(module: nn.Module) -> list[nn.Parameter]:
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """What this rank holds of it: its part where it is cut."""
+    """Return this rank's shard of a DTensor; other tensors unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def parameter_storages(module: nn.Module) -> Callable[[], set[int]]:
-    """Where weights lie whole on this rank at the moment it is asked: what is cut is gathered for its use only."""
+    """Return a function that returns the storages of unsharded weights at the time of the call."""
     places = [(part._parameters, name) for part in module.modules() for name in part._parameters]
 
     def now() -> set[int]:
@@ -73,7 +70,7 @@ def parameter_storages(module: nn.Module) -> Callable[[], set[int]]:
 
 
 def average_replicated_gradients(module: nn.Module, group: Group) -> None:
-    """Gradients of what every rank keeps, averaged as those of the shards were."""
+    """Average the gradients of replicated scalars over ranks, because FSDP does not."""
     for parameter in _replicated(module):
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
@@ -82,10 +79,10 @@ def average_replicated_gradients(module: nn.Module, group: Group) -> None:
 
 @contextmanager
 def unsharded(module: nn.Module) -> Iterator[None]:
-    """All weights on every rank inside, so that a forward talks to nobody; costs the memory of the whole model.
+    """Scope with all weights on every rank, so a forward has no collectives; needs the memory of the full model.
 
-    For evaluations: gathered block by block, a rank with a batch, a prompt or a token of an answer more than the others
-    would wait for them for ever, and what calls a part of the model past its forward would find this rank's cut.
+    For evaluations: with collectives, a rank with more batches or tokens than the others would wait forever. Calls that
+    bypass a module's forward would see only this rank's shard.
     """
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
     for part in parts:

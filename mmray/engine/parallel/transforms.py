@@ -1,7 +1,6 @@
-"""How a model is run without changing what it computes: recomputed activations, compiled branches, memory layout.
+"""Freezing, activation checkpointing, torch.compile and memory format, applied before the model is wrapped.
 
-worker.py shapes a model once, before it is rehearsed and wrapped. Names of weights stay as they are, so that a
-checkpoint taken with one setting is read with another.
+Parameter names do not change, so a checkpoint can be loaded with other settings.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def apply_transforms(model: nn.Module, train: Train, optimizer: Optimizer, device: torch.device) -> nn.Module:
-    """The model on its device as the settings want it run. Raises UsageError naming the setting."""
+    """Move the model to its device and apply the settings. Raises UsageError with the setting at fault."""
     freeze_parameters(model, optimizer.freeze)
     if device.type == "cpu" and any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
         raise UsageError("model.batch_norm: `synced` needs GPUs; take `local` or `frozen` on a CPU")
@@ -37,7 +36,7 @@ def apply_transforms(model: nn.Module, train: Train, optimizer: Optimizer, devic
 
 
 def compile_branches(model: nn.Module, train: Train) -> nn.Module:
-    """The model, its branches compiled where that is asked for; a copy of a compiled model has to be compiled again."""
+    """Compile the branches if `train.compile` is set; a copy of a compiled model must be compiled again."""
     if train.compile != "none":
         for branch in _branches(model).values():
             branch.compile(backend=train.compile)
@@ -45,17 +44,17 @@ def compile_branches(model: nn.Module, train: Train) -> nn.Module:
 
 
 def checkpoint_activations(branch: nn.Module) -> None:
-    """The blocks of a branch keep their input only and are computed again in backward (Chen et al. 2016).
+    """Save only the inputs of a branch's blocks and recompute them in backward (Chen et al. 2016).
 
-    Running statistics are left alone the second time, dropout draws the same masks. torch.compile takes no such second
-    time that differs from the first: blocks with running statistics are left out of its graphs.
+    The recomputation draws the same dropout masks and does not update running statistics. torch.compile requires equal
+    forwards, so blocks with running statistics are excluded from its graphs.
     """
     for block in _blocks(branch):
         if next(block.buffers(), None) is None:
             block.forward = partial(_recomputed, block.forward, {})
         else:
             settings = {"context_fn": partial(_contexts, block)}
-            block.forward = partial(torch.compiler.disable(_recomputed), block.forward, settings)  # a copy has its own
+            block.forward = partial(torch.compiler.disable(_recomputed), block.forward, settings)  # deepcopy copies it
 
 
 def _recomputed(forward: Callable[..., Any], settings: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +68,7 @@ def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractC
 
 
 def _blocks(branch: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a branch: members of its outermost lists; the branch itself where it has none."""
+    """Return the members of a branch's outermost lists; without lists, the branch itself."""
     return list(_members(branch)) or [branch]
 
 

@@ -1,7 +1,6 @@
-"""How a model is spread over devices: one door to DDP, FSDP and branches, for step.py and loop.py.
+"""Wrap a model in its parallel strategy (DDP, FSDP or branches).
 
-Here stand the plain strategies (`ddp`, `single`) and what the step asks of any of them: the module inside, a forward
-whose gradients stay local, what is left to do before the optimizer and after it.
+step.py and loop.py call the functions below, so they contain no code for single strategies.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from mmray.errors import UsageError
 if TYPE_CHECKING:
     from mmray.config import Train
 
-BUCKET_MB = 25.0  # of gradients per all-reduce (DDP)
+BUCKET_MB = 25.0  # MiB of gradients per all-reduce (DDP)
 HOOKS = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
 
 
@@ -36,7 +35,7 @@ class ParallelConfig:
 
     kind: str = "ddp"
     grad_compression: str = "none"
-    shard_dtype: torch.dtype | None = None  # of weights while they are whole (fsdp); None: their own
+    shard_dtype: torch.dtype | None = None  # of gathered weights (fsdp); None: unchanged
     devices: tuple[torch.device, ...] = ()  # of one worker (branches)
     slower: str = "image"  # the branch that has a replica (branches)
 
@@ -44,20 +43,20 @@ class ParallelConfig:
     def of(
         cls, train: Train, dtype: torch.dtype | None, devices: tuple[torch.device, ...], slower: str
     ) -> ParallelConfig:
-        """From the settings, and what the worker found out."""
+        """Build from the `train` section, the gathered dtype, the devices and the slower branch."""
         chosen = (train.parallel, train.grad_compression)
         return cls(*chosen, dtype, devices, slower)
 
 
 def init_device(kind: str, device: torch.device) -> torch.device:
-    """Where a model lies until it is wrapped: under `fsdp` in the host's memory, where each rank cuts its part."""
+    """Return the device of a model before `wrap`: the CPU under `fsdp`, because the full model may not fit on a GPU."""
     return torch.device("cpu") if kind == "fsdp" else device
 
 
 def wrap(module: nn.Module, group: Group, layout: ParallelConfig | None = None) -> nn.Module:
-    """The module as all ranks train it; rank 0's weights win under DDP, all bring the same under FSDP.
+    """Wrap the module for training on all ranks; in a group of one, `ddp` and `fsdp` return the module itself.
 
-    In a group of one, `ddp` and `fsdp` are the module itself.
+    DDP broadcasts rank 0's weights; under FSDP all ranks must pass equal weights. Raises UsageError for `fsdp` in fp16.
     """
     layout = layout or ParallelConfig()
     if layout.kind == "branches":
@@ -72,17 +71,17 @@ def wrap(module: nn.Module, group: Group, layout: ParallelConfig | None = None) 
 
 
 def _replicated(module: nn.Module, layout: ParallelConfig) -> DistributedDataParallel:
-    """DDP. Buffers are not broadcast: running statistics are each worker's own.
+    """Wrap in DDP without broadcasting buffers, so each worker has its own running statistics.
 
-    `static_graph` stays off, it asserts inside torch when used together with `no_sync`.
+    `static_graph` is off, because together with `no_sync` it fails an assertion in torch.
     """
-    # Tied to the buckets from the first backward on: one that meets no gradient makes a set of its own beside them.
+    # DDP makes existing gradients views of its buckets; the first backward would otherwise allocate a second set.
     for weight in module.parameters():
         weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
-    # 1x1 convolutions on a CPU bring such gradients; what torch warns of is one copy of a small weight.
+    # 1x1 convolutions on a CPU produce such gradients; the cost is one copy of a small weight.
     warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
     with warnings.catch_warnings():
-        # The name that takes its place is not yet in torch 2.11.
+        # torch 2.11 does not have the replacement yet.
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         model = DistributedDataParallel(
             module,
@@ -96,34 +95,34 @@ def _replicated(module: nn.Module, layout: ParallelConfig) -> DistributedDataPar
 
 
 def rewrap(model: nn.Module, group: Group, layout: ParallelConfig) -> nn.Module:
-    """The model as before a step that was given up, on all ranks together: DDP still waits for its backward."""
+    """Reset the wrapper on all ranks after an abandoned step, because DDP still waits for its backward."""
     if isinstance(model, BranchParallel):
         model.drop_gradients()
     if not isinstance(model, DistributedDataParallel):
         return model
-    model._remove_autograd_hooks()  # else the old reducer would answer to the gradients of the new one
+    model._remove_autograd_hooks()  # otherwise the old reducer's hooks would also run
     return wrap(model.module, group, layout)
 
 
 def has_inner_collectives(model: nn.Module) -> bool:
-    """Whether a forward holds collectives of its own: a rank that cannot finish it leaves the others waiting."""
+    """Return True if a forward has collectives (FSDP, SyncBatchNorm), so no rank may skip it."""
     return sharding.is_sharded(model) or any(isinstance(part, nn.SyncBatchNorm) for part in model.modules())
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's module inside a wrapped model."""
+    """Return the module inside a wrapped model."""
     return model.module if isinstance(model, DistributedDataParallel | BranchParallel) else model
 
 
 def without_sync(model: nn.Module) -> nn.Module:
-    """What to call for a forward that no backward follows: it talks to no other rank, unless the weights lie there."""
+    """Return the module for a forward without backward; only FSDP still communicates, to gather weights."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def maybe_no_sync(model: nn.Module, last: bool) -> AbstractContextManager[None]:
-    """Scope of one micro-batch's forward and backward; gradients meet over ranks in the last one only.
+    """Scope of the forward and backward of one micro-batch; DDP reduces gradients only in the last one.
 
-    Under FSDP they meet in each: kept whole until the last, they would take the memory that sharding gave.
+    FSDP reduces them in each, because unreduced gradients would be unsharded and need the memory that sharding saves.
     """
     if last or not isinstance(model, DistributedDataParallel):
         return nullcontext()
@@ -131,7 +130,7 @@ def maybe_no_sync(model: nn.Module, last: bool) -> AbstractContextManager[None]:
 
 
 def finalize_gradients(model: nn.Module, group: Group) -> None:
-    """After the last backward: gradients that the strategy left in other places come to where the optimizer looks."""
+    """Complete `.grad` after the last backward: add the replica's gradients, or average those of replicated scalars."""
     if isinstance(model, BranchParallel):
         model.collect_gradients()
     elif sharding.is_sharded(model):
@@ -139,38 +138,38 @@ def finalize_gradients(model: nn.Module, group: Group) -> None:
 
 
 def zero_grad(model: nn.Module, optimizer: Optimizer) -> None:
-    """Gradients as before a step: none, or nought where they live in DDP's buckets, which lie there all the time.
+    """Set gradients to None, or to zero under DDP, where they are views of the buckets.
 
-    DDP has each weight that learns take part in each step, so that none is taken for one with a gradient of nought.
+    Zero has no side effect there, because under DDP every trainable weight gets a gradient in each step.
     """
     tied = isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view
     optimizer.zero_grad(set_to_none=not tied)
 
 
 def on_weights_loaded(model: nn.Module) -> None:
-    """After other weights were loaded into the module inside: copies of them follow."""
+    """Update the copies of weights after a checkpoint was loaded."""
     if isinstance(model, BranchParallel):
         model.copy_anew()
 
 
 def post_step(model: nn.Module) -> None:
-    """After the optimizer's step: copies of weights follow."""
+    """Update the copies of weights after the optimizer step."""
     if isinstance(model, BranchParallel):
         model.spread_weights()
 
 
 @contextmanager
 def summon_full_params(module: nn.Module) -> Iterator[None]:
-    """Scope in which any rank may forward the bare module as often as it likes, as an evaluation does."""
+    """Scope with the full weights on every rank, so ranks may run different numbers of forwards (evaluation)."""
     with sharding.unsharded(module) if sharding.is_sharded(module) else nullcontext():
         yield
 
 
 @contextmanager
 def preserve_buffers(module: nn.Module) -> Iterator[None]:
-    """Buffers (running statistics of BatchNorm) come out as they went in, whatever is forwarded inside.
+    """Scope in which forwards do not change the buffers (running statistics of BatchNorm).
 
-    Copies stand in meanwhile; writing the old values back would disturb graphs that already saved the originals.
+    Forwards use copies. Restoring the old values in place would invalidate graphs that saved the originals.
     """
     originals = [(part, dict(part._buffers)) for part in module.modules() if part._buffers]
     for part, buffers in originals:
