@@ -1,4 +1,4 @@
-"""What all tests share: one Ray on this machine, and the places of optional real data."""
+"""Fixtures of all tests: a local Ray, an S3 server, and optional real data."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-# Before Ray is imported anywhere: one authentication mode for heads and clients, and quick looks at workers.
+# Set before the first Ray import: one authentication mode for heads and clients, and short health-check intervals.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
 os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
@@ -19,7 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 with socket.socket() as _free:
     _free.bind(("127.0.0.1", 0))
     S3_PORT = _free.getsockname()[1]
-# The S3 server of the tests, known to every process before it is there (`s3` starts it); no test reaches another.
+# Address of the test S3 server, set before it starts (`s3` starts it); tests use no other server.
 os.environ |= {
     "AWS_ENDPOINT_URL": f"http://127.0.0.1:{S3_PORT}",
     "AWS_ACCESS_KEY_ID": "tests",
@@ -29,34 +29,34 @@ os.environ |= {
 }
 
 ROOT = Path(__file__).parents[1]
-os.environ["PYTHONPATH"] = str(ROOT)  # workers import faults from tests/
+os.environ["PYTHONPATH"] = str(ROOT)  # workers import modules of tests/
 SHARED = Path(os.environ.get("MMRAY_SHARED", ROOT.parent / "shared" / "data"))
 
 
 @pytest.fixture(scope="module")
 def local_ray(tmp_path_factory):
-    """Ray with 8 logical CPUs on this machine, left running for the next module that needs it.
+    """A Ray with 8 logical CPUs on this machine, reused by later modules.
 
-    A module that starts a cluster of its own ends this one first; the next that asks gets another.
+    A module that starts its own cluster shuts this one down first; the next module that uses it starts another.
     """
     import ray
     import ray.data
 
-    # The address that a head of other tests left, also while this Ray ran: Ray Train asks there whether its controller
-    # lives, and waits for an answer.
+    # Other tests leave the address of their head in the environment. Ray Train would ask it whether its controller
+    # is alive, and wait for an answer.
     ray._common.utils.reset_ray_address()
     if not ray.is_initialized():
-        os.environ["MMRAY_TEST_FAULTS"] = str(tmp_path_factory.mktemp("faults"))  # workers inherit it from the start
+        os.environ["MMRAY_TEST_FAULTS"] = str(tmp_path_factory.mktemp("faults"))  # inherited by workers
         ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         ray.data.DataContext.get_current().enable_progress_bars = False
-    for done_once in Path(os.environ["MMRAY_TEST_FAULTS"]).iterdir():  # by faults of the module before
+    for done_once in Path(os.environ["MMRAY_TEST_FAULTS"]).iterdir():  # left by fault injection in an earlier module
         done_once.unlink(missing_ok=True)
 
 
 class Bucket:
-    """A bucket of the server; `fail("PUT", "step-6", 3)` has three such requests answered with an error.
+    """A bucket of the server; `fail("PUT", "step-6", 3)` makes three such requests fail.
 
-    A 503 pyarrow asks again itself, every 0.2 s for six seconds; what it does not ask again is quick: `status=400`.
+    pyarrow retries a 503 every 0.2 s for six seconds; `status=400` is not retried.
     """
 
     def __init__(self, address, faults):
@@ -70,7 +70,7 @@ class Bucket:
 
     @contextmanager
     def requests(self):
-        """A list that after the block holds (method, path, bytes asked for) of the requests made in it."""
+        """Collect (method, path, bytes requested) of the requests made in the block; the list is filled at its end."""
         seen, made = self._faults.parent / "requests", []
         seen.write_text("")
         try:
@@ -83,7 +83,7 @@ class Bucket:
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory):
-    """An S3 server on loopback, in a process of its own; the file that directs its faults."""
+    """S3 server on loopback in a separate process; returns it and its fault file."""
     pytest.importorskip("moto")
     folder = tmp_path_factory.mktemp("s3")
     with (folder / "log").open("w") as log:
@@ -103,7 +103,7 @@ def s3_server(tmp_path_factory):
 
 @pytest.fixture
 def s3(s3_server, tmp_path):
-    """A bucket of this test alone."""
+    """A bucket for one test."""
     from pyarrow import fs
 
     s3_server.unlink(missing_ok=True)
@@ -121,7 +121,7 @@ def pytest_sessionfinish():
 
 @pytest.fixture
 def one_thread():
-    """Tiny models run faster on one thread, and much faster where other work has the cores."""
+    """Limit torch to one thread: tiny models run faster, above all if other processes use the cores."""
     import torch
 
     before = torch.get_num_threads()
@@ -132,7 +132,7 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def shared_data():
-    """Real images beside the checkout, where there are any."""
+    """Folder of real images next to the checkout; skip without one."""
     if not SHARED.is_dir():
         pytest.skip("needs the data folder beside the checkout (or MMRAY_SHARED)")
     return SHARED

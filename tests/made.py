@@ -1,4 +1,4 @@
-"""Tiny data that tests make for themselves."""
+"""Tiny synthetic data for tests."""
 
 import hashlib
 import io
@@ -24,7 +24,7 @@ def png(grey, side=16):
 
 
 def noisy(number):
-    """A PNG of which no part is like another."""
+    """A PNG of random noise."""
     file = io.BytesIO()
     pixels = np.random.default_rng(number).integers(0, 256, (20, 24, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(file, "PNG")
@@ -32,7 +32,7 @@ def noisy(number):
 
 
 def row(number, data=None, texts=None, language=None):
-    """Row `number`: an image of that grey level, one of three captions."""
+    """Row `number`: an image of that grey level and one of three captions."""
     data = png(number) if data is None else data
     texts = texts or [CAPTIONS[number % 3]]
     sha256 = hashlib.sha256(data).hexdigest()
@@ -40,7 +40,7 @@ def row(number, data=None, texts=None, language=None):
 
 
 def make_set(folder, rows, test_rows=()):
-    """A prepared set of these rows in two shards, and a test split where there are rows for it."""
+    """A prepared set of these rows in two shards, and a test split if it has rows."""
     place = Storage(str(folder))
     place.mkdir()
     split = "train" if test_rows else None

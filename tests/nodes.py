@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def several_nodes(*nodes, head=None):
-    """A cluster whose head has no CPUs, and a node for each mapping of its arguments; another Ray ends first."""
+    """A cluster with a head without CPUs and a node per mapping; a running Ray is shut down first."""
     import ray
     from ray.cluster_utils import Cluster
 

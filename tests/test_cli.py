@@ -1,4 +1,4 @@
-"""What is typed and what comes of it, without Ray: parsing, messages, exit codes."""
+"""The command line without Ray: parsing, messages, exit codes."""
 
 import io
 import subprocess
@@ -30,12 +30,12 @@ from tests.train import runs
 
 @pytest.fixture
 def typed(capfd):
-    """Type a command; get its exit code and all that it printed."""
+    """Run a command; return its exit code and its output."""
 
     def run(*words):
         try:
             code = cli.run(list(words), Terminal(Console(force_terminal=False, width=100)))
-        except SystemExit as end:  # tyro ends the process itself after --help and unknown flags
+        except SystemExit as end:  # tyro exits the process after --help and unknown flags
             code = end.code
         out, err = capfd.readouterr()
         return code, out, err
@@ -78,7 +78,7 @@ def test_prepare_boolean_flag_needs_no_value(words):
 
 
 def test_string_values_are_not_converted(typed):
-    """`true` is the name of a class here, and `null` what YAML writes for nothing."""
+    """`true` is a class name here, and `null` is YAML for no value."""
     words = ["--evaluate.classes", "true", "false", "null", "--evaluate.limit", "null", "--evaluate.language=null"]
     evaluate = from_yaml(typed("train", *words, "--print-config")[1], "printed").evaluate
     assert evaluate.classes == ("true", "false", "null") and evaluate.limit is None and evaluate.language is None
@@ -97,7 +97,7 @@ def test_custom_model_settings_keep_their_types(typed):
 
 
 def test_run_length_flag_replaces_that_of_the_recipe(typed):
-    """clip names epochs, resnet50-bert a global batch."""
+    """clip sets epochs, resnet50-bert a global batch."""
     _, out, _ = typed("train", "clip", "--train.steps", "7", "--print-config")
     assert (from_yaml(out, "x").train.steps, from_yaml(out, "x").train.epochs) == (7, None)
     words = ["--batch.micro", "8", "--batch.accumulation=2"]
@@ -189,7 +189,7 @@ JOINED = """
     "work", ['print("begun", flush=True); time.sleep(60)', pytest.param(JOINED, marks=pytest.mark.cluster)]
 )
 def test_terminated_command_exits_with_130(work):
-    """As `ray job stop` tells it; Ray's own answer, where it has joined, would be 15."""
+    """SIGTERM, as `ray job stop` sends it; Ray's own handler would exit with 15."""
     command = [sys.executable, "-c", ENDLESS.format(work=work.strip())]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert running.stdout.readline() == "begun\n"
@@ -284,7 +284,7 @@ class Net(nn.Module):
 
 
 def test_export_imports_model_from_working_directory(tmp_path):
-    """By an installed script, whose own folder, and not the working directory, is on Python's path."""
+    """In an installed script, Python's path has the script's folder instead of the working directory."""
     config = runs.config("none", tmp_path, "one")
     model = CustomModel(kind="mine:Net", inputs=config.model.inputs, vocab_size=90)
     run = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""cluster.yaml is what Ray's launcher takes, and keeps the promises of its comments."""
+"""cluster.yaml passes the schema of Ray's launcher, and its comments are true."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ TEXT = FILE.read_text()
 
 @pytest.fixture(scope="module")
 def cluster():
-    """As Ray sees it, its own defaults filled in."""
+    """cluster.yaml as Ray parses it, with Ray's defaults."""
     config = prepare_config(yaml.safe_load(TEXT))
     validate_config(config)
     return config
@@ -65,7 +65,7 @@ def test_every_node_uses_the_auth_token(cluster):
 
 
 def test_empty_pools_accept_feasible_and_refuse_infeasible_run(cluster):
-    """What mmray sees of this cluster while both pools are empty: the head's labels, and the pools' resources."""
+    """With both pools empty, mmray sees the labels of the head and the resources of the pools."""
     types = cluster["available_node_types"]
     head = Node({"CPU": 0.0}, {**types["head"]["labels"], NODE_GROUP: "head"})
     pools = [

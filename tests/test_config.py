@@ -1,4 +1,4 @@
-"""Settings: saved and read back the same, typos answered with the nearest name, bad values with their setting."""
+"""Settings: round trip through YAML, suggestions for typos, and errors that name the setting."""
 
 import pytest
 from pydantic import ValidationError

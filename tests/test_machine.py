@@ -1,4 +1,4 @@
-"""Cores and memory are those that a container, a pod or a batch job leaves of the machine."""
+"""Available cores and memory within the limits of a container, a pod or a batch job."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ GIB = 2**30
 
 @pytest.fixture
 def host(monkeypatch, tmp_path):
-    """A host of 64 cores with 240 GiB available; write(file, text) gives it a file of its cgroups."""
+    """A host of 64 cores with 240 GiB available; write(file, text) creates a cgroup file."""
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(available=240 * GIB))
     monkeypatch.setattr(machine, "CGROUPS", tmp_path / "cgroup")
@@ -32,7 +32,7 @@ def test_without_limits_the_machine_is_reported(host):
 
 
 def test_container_limits_are_reported(host):
-    """What it has cached and does not use is given back where memory is short."""
+    """Inactive page cache counts as free, because the kernel reclaims it."""
     host("cgroup/cpu.max", "350000 100000\n")
     host("cgroup/memory.max", f"{16 * GIB}\n")
     host("cgroup/memory.current", f"{9 * GIB}\n")

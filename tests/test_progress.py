@@ -1,4 +1,4 @@
-"""What a person sees of a run that is under way, in a terminal, and when it is said to end."""
+"""Progress bar in a terminal, and the estimated end of a run."""
 
 import io
 from types import SimpleNamespace
@@ -18,14 +18,14 @@ def line(step):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still until it is set."""
+    """A clock that only moves when it is set."""
     now = SimpleNamespace(s=0.0)
     monkeypatch.setattr("mmray.cli.console.time", SimpleNamespace(monotonic=lambda: now.s))
     return now
 
 
 class FakeTerminal:
-    """A terminal of so many columns, and a run that reports to it."""
+    """A terminal of this width, and a run that reports to it."""
 
     def __init__(self, width=140):
         self._file = io.StringIO()
@@ -34,13 +34,13 @@ class FakeTerminal:
         self.reporter = Reporter(self.terminal)
 
     def drawn(self):
-        """The words of the newest drawing, without what moves the cursor."""
+        """The text of the latest drawing, without cursor codes."""
         self._file.truncate(self._file.seek(0))
         self.terminal._live.refresh()
         return " ".join(self._file.getvalue().split())
 
     def left(self):
-        """All that is there when the bar has gone."""
+        """The text on the screen after the bar is cleared."""
         return self._file.getvalue()
 
 
@@ -53,13 +53,13 @@ def test_bar_shows_metrics_and_time_left(clock, width):
         assert "starting 2 workers" in terminal.drawn()
         terminal.reporter.step(line(310), 1350)
         first = terminal.drawn()
-        assert "step" in first and "310/1,350" in first and "left" not in first  # a pace takes two lines
+        assert "step" in first and "310/1,350" in first and "left" not in first  # a pace needs two lines
         clock.s = 155.0
         terminal.reporter.step(line(620), 1350)
         second = terminal.drawn()
         assert "620/1,350" in second and "━" in second
         assert all(word in second for figure in FIGURES for word in figure.split()), second
-        assert "365 s left" in second  # 730 steps at two a second
+        assert "365 s left" in second  # 730 steps at two per second
 
 
 def test_messages_are_written_above_the_bar_and_the_bar_is_cleared(clock):
@@ -68,12 +68,12 @@ def test_messages_are_written_above_the_bar_and_the_bar_is_cleared(clock):
         terminal.reporter.step(line(10), 20)
         terminal.reporter.log("a worker ended", "failure")
     assert "failure    a worker ended\n" in terminal.left()
-    assert terminal.left().rstrip("\r").endswith("\x1b[2K")  # the bar's line is wiped
+    assert terminal.left().rstrip("\r").endswith("\x1b[2K")  # the line of the bar is cleared
     assert terminal.terminal._live is None
 
 
 def seconds_left(reporter, clock, steps, pace_s, total):
-    """What is said at each of the steps, `pace_s` apart for each step between them."""
+    """The estimated time left at each of these steps, with `pace_s` seconds per step."""
     said, before = [], steps[0]
     for step in steps:
         clock.s += (step - before) * pace_s
@@ -94,7 +94,7 @@ def test_resumed_run_counts_only_its_own_steps(clock):
 
 @pytest.mark.parametrize("again", [30, 60])
 def test_pace_restarts_with_a_new_attempt(clock, again):
-    """From an older checkpoint, or from the newest step: the minute that the restart took is in no step's pace."""
+    """From an older checkpoint or the latest step; the minute of the restart does not count."""
     reporter = Reporter(Terminal())
     assert seconds_left(reporter, clock, (10, 60), 1.0, 100) == [None, 40.0]
     clock.s += 60.0

@@ -1,4 +1,4 @@
-"""What the README prints: its example of a user's own model trains, and its command lines parse."""
+"""The README: its example of a custom model trains, and its command lines parse."""
 
 import re
 import shlex
@@ -25,14 +25,14 @@ COMMAND = re.compile(r"\b(?:mmray |jobs/)train(?:\.py)? ?([^&\n]*)")
 
 
 def commands():
-    """The words behind each `mmray train` or `jobs/train.py` of the code blocks."""
+    """Arguments of each `mmray train` or `jobs/train.py` in the code blocks."""
     for language, block in FENCES:
         if language != "python":
             yield from (shlex.split(found[1], comments=True) for found in COMMAND.finditer(block.replace("\\\n", " ")))
 
 
 def own_model_flags():
-    """What follows `mmray train` in the command that names the example."""
+    """Arguments of `mmray train` in the command that uses the example."""
     return next(words for words in commands() if "my_pkg:MyModel" in words)
 
 
@@ -43,14 +43,14 @@ def test_documented_train_commands_parse(words):
 
 
 def rows_with_words():
-    """22 rows of which no two have the same image or the same words."""
+    """22 rows with distinct images and distinct captions."""
     words = ["a", "red", "much", "longer", "caption"]
     for number in range(22):
         caption = " ".join(word for bit, word in enumerate(words) if (number + 1) >> bit & 1)
         yield row(number, noisy(number), [caption])
 
 
-@pytest.mark.usefixtures("one_thread")  # a worker sets its own number of them
+@pytest.mark.usefixtures("one_thread")  # a worker sets its own number of threads
 def test_example_model_trains_evaluates_and_exports(tmp_path, monkeypatch):
     (tmp_path / "my_pkg.py").write_text(EXAMPLE)
     monkeypatch.syspath_prepend(str(tmp_path))

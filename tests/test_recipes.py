@@ -1,4 +1,4 @@
-"""Built-in recipes: what they say of themselves is true, and a step can be taken on a model of their own shape."""
+"""Built-in recipes: their descriptions are true, and their models take a step."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_sample_model_has_at_most_a_million_parameters():
 
 
 def test_resnet50_bert_takes_a_step(monkeypatch):
-    """Its own config with drawn weights for the pretrained ones; small pictures and two layers of BERT's twelve."""
+    """Random weights instead of pretrained ones, small images, and two of BERT's twelve layers."""
     recipe = recipes.resnet50_bert()
     inputs = recipe.model.inputs.model_copy(update={"image_side": 64})
     text = recipe.model.text.model_copy(update={"depth": 2})
@@ -38,7 +38,7 @@ def test_resnet50_bert_takes_a_step(monkeypatch):
 
 @pytest.mark.parametrize("name", recipes.RECIPES)
 def test_full_recipe_yaml_round_trip_is_equal(name, tmp_path):
-    """Whatever was changed in it, back to a default of no recipe included."""
+    """Also for changes back to a default that no recipe has."""
     changed = recipes.load(name).model_copy(update={"train": Train(steps=3), "batch": Batch(micro=2, accumulation=3)})
     other_kind = recipes.load(name).with_model_kind("fusion" if name != "fusion" else "clip")
     for config in (recipes.load(name), changed, other_kind, Config(recipe=name)):
@@ -69,7 +69,7 @@ def test_short_yaml_may_change_model_kind(tmp_path):
 
 
 def test_short_yaml_with_unknown_recipe_is_refused(tmp_path):
-    """It would be another model, trained from nothing."""
+    """Without the recipe, another model would be trained from random weights."""
     (tmp_path / "short.yaml").write_text("recipe: clipp\nbatch: {micro: 8}\n")
     with pytest.raises(UsageError, match=r"short.yaml: recipe: unknown recipe `clipp`; use one of sample, .*clip"):
         recipes.load(str(tmp_path / "short.yaml"))

@@ -1,4 +1,4 @@
-"""`--space`: what is typed becomes combinations of typed settings, and what cannot be meant is told."""
+"""`--space`: arguments become combinations of typed settings, and invalid ones are refused."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Batch shapes measured: each row in its own processes, memory of its own, and what does not fit is a row."""
+"""Batch shape benchmark: each row runs in its own processes; out of memory is a row, not an error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.bench.test_step import tiny
 
 
 class Hungry(torch.nn.Module):
-    """A model that asks for more memory than there is, once micro-batches are larger than 4."""
+    """A model that runs out of memory for micro-batches larger than 4."""
 
     def __init__(self, spec: object, vocab_size: int) -> None:
         super().__init__()
@@ -56,14 +56,14 @@ def test_global_batch_follows_searched_accumulation(monkeypatch: pytest.MonkeyPa
         batch_shapes, "spawn_workers", lambda measure, config: asked.append(measure.keywords["shape"]) or {}
     )
     spaces = ["batch.micro=2,4", "batch.accumulation=1,3"]
-    rows = bench_shapes(tiny(batch={"micro": 8, "global": 64}), spaces)["rows"]  # the recipe's global does not bind
+    rows = bench_shapes(tiny(batch={"micro": 8, "global": 64}), spaces)["rows"]  # not the recipe's global batch
     assert [shape.global_rows for shape in asked] == [row["global"] for row in rows] == [2, 6, 4, 12]
     rows = bench_shapes(tiny(), ["batch.micro=4", "batch.global=16", "batch.accumulation=3"])["rows"]
     assert rows[0]["status"] == "infeasible" and "takes accumulation 4" in rows[0]["reason"]
 
 
 def test_memory_excludes_the_parent_process() -> None:
-    held = bytearray(os.urandom(1) * 600_000_000)  # what ru_maxrss of a child would begin with
+    held = bytearray(os.urandom(1) * 600_000_000)  # ru_maxrss of a child includes its parent
     row = bench_shapes(tiny(), ["batch.micro=2"], window_s=0.01)["rows"][0]
     assert len(held) and row["peak_gib"] * 2**30 < peak_resident_bytes() - 200_000_000
 

@@ -1,4 +1,4 @@
-"""The loaders that are measured bring the same pictures, and their bench runs from end to end."""
+"""Loader benchmark: all loaders return the same images; the benchmark runs end to end."""
 
 import io
 import subprocess
@@ -28,7 +28,7 @@ from tests.made import make_set, row
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Six drawn photographs as files and as a prepared set of the same bytes, and a tokenizer."""
+    """Six synthetic photographs as files, as a prepared set of the same bytes, and a tokenizer."""
     items = list(synthetic_images.synthetic_photos(6))
     folder = synthetic_images.write_files(iter(items), tmp_path_factory.mktemp("photos") / "files", 6)
     prepared = make_set(
@@ -66,11 +66,11 @@ def test_all_loaders_return_the_same_images(made):
         textbook = TextbookDataset(source, tokenizer, 224)[3]
         mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
         pixels = (textbook["image"] * std[:, None, None] + mean[:, None, None]) * 255
-        cut = 375 * 224 / 256  # it crops what it resized to 256
+        cut = 375 * 224 / 256  # crops after resizing to 256
         box = ((500 - cut) / 2, (375 - cut) / 2, (500 + cut) / 2, (375 + cut) / 2)
         image = Image.fromarray(decode(prepared.read(np.array([3]))[0].image))
         square = image.resize((224, 224), Image.Resampling.BILINEAR, box=box)
-        assert np.abs(pixels.numpy() - np.asarray(square).transpose(2, 0, 1)).mean() < 6  # an uncut one: 29
+        assert np.abs(pixels.numpy() - np.asarray(square).transpose(2, 0, 1)).mean() < 6  # uncropped: 29
         length = int(block["num_tokens"][3])
         assert textbook["input_ids"].shape == (512,) and textbook["attention_mask"].sum() == length
         assert textbook["input_ids"][:length].tolist() == block["input_ids"][3, :length].tolist()
@@ -78,7 +78,7 @@ def test_all_loaders_return_the_same_images(made):
 
 def test_raw_read_reads_each_image_once_from_disk(made):
     _, prepared, _ = made
-    assert drop_page_cache(prepared)  # the set stays as it is
+    assert drop_page_cache(prepared)  # the set is not changed
     arrivals = list(_read_raw(prepared, 0, 1))
     sizes = [len(row.image) for row in prepared.read(np.arange(6))]
     assert [(each.rows, each.num_bytes) for each in arrivals] == [(0, 0), (6, sum(sizes))]
@@ -87,7 +87,7 @@ def test_raw_read_reads_each_image_once_from_disk(made):
 def test_loader_continues_across_epochs(made):
     files, _, tokenizer = made
     batches = iter(torch_loader(TunedDataset(Source(files), tokenizer, 32, 16), rank=0, world=2, batch=2, workers=0))
-    assert [len(next(batches)["image"]) for _ in range(7)] == [2] * 7  # of 3 rows an epoch
+    assert [len(next(batches)["image"]) for _ in range(7)] == [2] * 7  # 3 rows per epoch
 
 
 def test_memory_is_reported_by_role():
@@ -106,7 +106,7 @@ def test_cpu_time_is_the_difference_between_samples():
     history = [(0.0, {"a": 5.0}), (1.0, {"a": 6.0}), (2.0, {"a": 8.0, "b": 1.0}), (3.0, {"a": 10.0, "b": 1.5})]
     assert cpu_seconds(history, 0.5, 3.5) == ({"a": 4.0, "b": 1.5}, 1.0, 3.0)
     assert cpu_seconds(history, 0.5, 1.5) is None
-    consumers = [[Arrival(second / 10, 4) for second in range(40)]] * 2  # 80 rows a second from 0.2 s on
+    consumers = [[Arrival(second / 10, 4) for second in range(40)]] * 2  # 80 rows/s from 0.2 s
     assert cpu_s_per_row(consumers, history) == pytest.approx({"a": 4 / 160, "b": 1.5 / 160})
 
 
@@ -115,7 +115,7 @@ def test_process_monitor_reports_cpu_time_by_role():
         subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.8: pass"], check=True)
     role = Path(sys.executable).name
     (_, before), (_, after) = watch.history[0], watch.history[-1]
-    assert 0.4 < after[role] - before.get(role, 0.0) < 1.2  # Python processes of other tests may run already
+    assert 0.4 < after[role] - before.get(role, 0.0) < 1.2  # Python processes of other tests may be running
 
 
 def test_noop_block_has_shape_of_real_block(made):

@@ -1,4 +1,4 @@
-"""The benches of a step on GPUs, true or made up: each arm runs there, and both loops do the same work."""
+"""Step benchmarks on real or simulated GPUs: each arm runs, and both loops take the same steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step benchmark: its two loops do the same work, and its figures are put together as they should be."""
+"""Step benchmark: both loops take the same steps; windows, ratios and step counts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_windows_alternate_and_ratios_pair_them(monkeypatch: pytest.MonkeyPatch)
     rows = measure(bench, pairs=4, window_s=3.0)
     assert order[2:] == ["loop", "bare", "bare", "loop"] * 2
     assert [row["loop_vs_bare"] for row in rows] == [0.75] * 4
-    steps = 12  # 3 s at 4 steps in 1.5 s are 8 steps, with 2 to warm up 10, in whole intervals of 4
+    steps = 12  # 3 s at 4 steps per 1.5 s are 8 steps; 2 of warm-up make 10, rounded up to intervals of 4
     assert rows[0]["bare_samples_per_s"] == round(4 * (steps - 2) / 1.5, 2)
 
 
@@ -75,14 +75,14 @@ def test_window_time_excludes_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_workers_end_to_end(tmp_path: Path) -> None:
-    sensitive = Optimizer(lr=1.0, eps=1.0, warmup_steps=0, clip_norm=0)  # so large an eps lets a gradient's size count
+    sensitive = Optimizer(lr=1.0, eps=1.0, warmup_steps=0, clip_norm=0)  # eps: gradient scale matters
     result = bench_step(tiny(workers=2, optimizer=sensitive), pairs=2, window_s=0.05)
     ratios = [row["loop_vs_bare"] for row in result["rows"]]
     assert result["ratios"]["loop_vs_bare"] == pytest.approx(sum(ratios) / 2)
     assert result["batch"] == "micro 4 x accumulation 1 x workers 2 = 8 rows per step"
     assert result["spread"]["loop_vs_bare"] == {"min": min(ratios), "max": max(ratios), "pairs": 2}
     for row in result["rows"]:
-        assert row["loop_loss"] == pytest.approx(row["bare_loss"], rel=1e-4)  # over both ranks' rows, in both
+        assert row["loop_loss"] == pytest.approx(row["bare_loss"], rel=1e-4)  # over the rows of both ranks
         assert row["loop_samples_per_s"] > 0
     assert result["machine"]["cores"] > 0
     json.dumps(result)
@@ -113,7 +113,7 @@ def test_model_is_configured_as_in_a_worker() -> None:
     learning = {name.split(".")[0] for name, weight in bench.model.named_parameters() if weight.requires_grad}
     assert learning == {"text", "log_scale"}
     copy = bench._copy()
-    assert all(branch._compiled_call_impl is not None for branch in copy.branches().values())  # deepcopy alone drops it
+    assert all(branch._compiled_call_impl is not None for branch in copy.branches().values())  # only deepcopy drops it
     blocks = [part for part in copy.text.modules() if "forward" in vars(part)]
     assert blocks and all(part.forward.args[0].__self__ is part for part in blocks)
 

@@ -1,4 +1,4 @@
-"""The strategies benchmark: the same rows for all, figures put together rightly, reasons where there are none."""
+"""Strategies benchmark: same rows for all strategies, metrics per row, reasons for failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.bench.test_step import tiny
 
 
 def test_rows_are_measured_and_failures_have_a_reason(monkeypatch):
-    """With so large an epsilon a gradient's size counts: a strategy that scaled it otherwise would show in the loss."""
+    """With a large Adam epsilon the gradient scale changes the loss, so wrong gradient scaling is detected."""
     sensitive = Optimizer(lr=1.0, eps=1.0, warmup_steps=0, clip_norm=0)
     refused = strategies.Strategy("refused", {"parallel": "fsdp", "precision": "fp32"}, alone=True)
     monkeypatch.setattr(strategies, "STRATEGIES", (*strategies.STRATEGIES, refused))
@@ -45,7 +45,7 @@ def test_rows_are_measured_and_failures_have_a_reason(monkeypatch):
 
 
 def test_failure_reason_is_that_of_the_failing_rank(tmp_path, monkeypatch):
-    """Rank 0 sees a broken connection only, and what rank 1 says is many lines long."""
+    """Rank 0 gets only a closed connection; the error of rank 1 has several lines."""
     broken = RuntimeError("Connection closed by peer\nCheck the logs of the remote worker")
     own = torch.OutOfMemoryError("no room for the bucket\nCompile with TORCH_USE_CUDA_DSA")
 
@@ -79,7 +79,7 @@ def test_failed_baseline_leaves_other_rows_without_ratios(monkeypatch):
 
 
 def test_all_rows_use_the_same_device_type(monkeypatch):
-    """One GPU would do for one worker, but not for the base that it is compared with; asked for by name, it is said."""
+    """A worker uses the CPU if the baseline has too few GPUs; an explicit GPU request is an error."""
     kinds = []
 
     def measured(measure, config, kind):
@@ -102,11 +102,11 @@ def set_accelerator(config, accelerator):
 
 
 class Stopped(Exception):
-    """The loop would start here."""
+    """Raised where the training loop would start."""
 
 
 def test_branches_replicates_the_slower_branch(monkeypatch):
-    """A text tower of many layers beside a small convnet: by the clock, as a run finds it."""
+    """A deep text tower and a small convnet, measured by time as in a run."""
     seen = []
 
     def run(task, steps):

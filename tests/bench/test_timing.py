@@ -15,7 +15,7 @@ def test_rate_excludes_warmup_arrivals():
     burst = [Arrival(0.0, 1000), Arrival(0.001, 1000), *arrivals(0.5, first_s=0.002)]
     assert timing.rate([burst]) == pytest.approx(20)
     assert timing.rate([arrivals(0.5), arrivals(0.25)]) == pytest.approx(20 + 40)
-    assert timing.rate([arrivals(0.5, count=2)]) == pytest.approx(20)  # too few to exclude any
+    assert timing.rate([arrivals(0.5, count=2)]) == pytest.approx(20)  # too few arrivals to exclude any
     assert timing.rate([arrivals(0.5, count=1)]) == 0
 
 

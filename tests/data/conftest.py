@@ -1,4 +1,4 @@
-"""An object store in memory for the tests of the data packages: addresses `memory://...`."""
+"""In-memory object store for the tests of the data packages: addresses `memory://...`."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Decoded images that a data worker keeps: each of a small set is decoded once, and the blocks are the same."""
+"""Decoded images kept by a data worker: each image of a small set is decoded once, with the same blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POSITIONS = np.arange(3 * ROWS)  # three epochs
 
 @pytest.fixture
 def decoded(monkeypatch):
-    """The images that were decoded, one after the other."""
+    """The images that were decoded, in order."""
     seen, read = [], reader.decode
     monkeypatch.setattr(reader, "decode", lambda data, *rest: seen.append(data) or read(data, *rest))
     return seen

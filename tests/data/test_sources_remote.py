@@ -1,4 +1,4 @@
-"""A source on an object store is the source on a disk: the same chunks, rows and images, and the same faults."""
+"""A source on an object store has the same chunks, rows, images and errors as on a disk."""
 
 import fsspec
 import pytest
@@ -28,7 +28,7 @@ ALL = SOURCES | {"JSON lines": jsonl, "a folder for each class": classes}
 
 
 def read(address, out):
-    """(chunks without their digests, rows) of a source; a row is where it stands, what it states, and its images."""
+    """(chunks without digests, rows) of a source; a row is its location, its fields and its images."""
     source = open_source(detect_source(address), Storage(out), {}, "a {}")
     chunks = list(source.scan(3, ()))
     items = [item for chunk in chunks for item in source.read(chunk)]

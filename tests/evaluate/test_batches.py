@@ -1,4 +1,4 @@
-"""Evaluation batches: every row once over the ranks, all captions, bad rows named and left out."""
+"""Evaluation batches: every row once over the ranks, all captions, unreadable rows reported and skipped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INPUTS = SimpleNamespace(image_side=8, fit="squash", interpolation="bilinear", m
 
 @pytest.fixture
 def prepared(tmp_path: Path) -> PreparedSet:
-    """23 rows with one to three captions each; row 5 is no picture, row 6 not the one that was prepared."""
+    """23 rows with one to three captions each; row 5 is not an image, row 6 was changed after prepare."""
     rows = [row(number, texts=CAPTIONS[: 1 + number % 3]) for number in range(23)]
     rows[5] = row(5, data=b"nothing")
     rows[6].sha256 = "0" * 64
@@ -61,7 +61,7 @@ def test_all_captions_with_their_rows(prepared: PreparedSet) -> None:
 def test_pixels_are_those_of_the_row(prepared: PreparedSet) -> None:
     for batch in batches(prepared):
         assert batch["image"].shape[1:] == (3, 8, 8)
-        assert batch["image"][:, 0, 0, 0].tolist() == batch["row"].tolist()  # row N is grey N
+        assert batch["image"][:, 0, 0, 0].tolist() == batch["row"].tolist()  # row N has grey level N
 
 
 def test_iterated_twice_is_the_same(prepared: PreparedSet) -> None:

@@ -1,4 +1,4 @@
-"""The evaluator: its figures are right, and the same for any number of ranks."""
+"""Evaluator: correct scores, independent of the number of ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Toy(nn.Module):
-    """Embeds a row's grey level, and the length of a caption; follows the seam of a two-tower model."""
+    """Embeds the grey level of a row and the length of a caption, with the interface of a two-tower model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Toy(nn.Module):
 
 @dataclass
 class Meeting:
-    """Where the threads of a test meet as ranks would."""
+    """Rendezvous of threads that act as ranks."""
 
     world: int
     rows: list[Any] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Meeting:
 
 @dataclass
 class Rank:
-    """A group, as far as evaluation knows one, whose ranks are threads."""
+    """A process group for evaluation whose ranks are threads."""
 
     rank: int
     meeting: Meeting
@@ -92,7 +92,7 @@ class Rank:
 
 
 def on_ranks(world: int, work: Any) -> list[Any]:
-    """What `work(group)` gives on each of `world` ranks; a raised error stands for its result."""
+    """Results of `work(group)` on each of `world` ranks; a raised error is the result of its rank."""
     meeting, results = Meeting(world), [None] * world
 
     def run(rank: int) -> None:
@@ -128,7 +128,7 @@ def score(prepared: PreparedSet, group: Any, global_rows: int = 6, **settings: A
 @pytest.mark.parametrize("world", [2, 3, 30])
 @pytest.mark.parametrize("limit", [None, 9])
 def test_scores_do_not_depend_on_the_number_of_ranks(prepared: PreparedSet, world: int, limit: int | None) -> None:
-    """30 ranks for 23 rows: some have nothing to embed."""
+    """30 ranks for 23 rows: some ranks have no row."""
     (alone,) = on_ranks(1, lambda group: score(prepared, group, limit=limit))
     assert alone["rows"] == (limit or NUM_ROWS) - 1
     assert alone["bad_rows"] == 1
@@ -146,7 +146,7 @@ def test_scores_do_not_depend_on_the_chunk(prepared: PreparedSet, chunk: int, mo
 
 
 def test_scores_of_a_case_computed_by_hand() -> None:
-    """Three images on the axes. Image 1 has two captions, one of them wrong; image 2's caption lies on image 0."""
+    """Three images on the axes. Image 1 has two captions, one of them wrong; the caption of image 2 equals image 0."""
     axes = torch.eye(3)
     embedded = EmbeddingSet(
         row=torch.tensor([10, 11, 12]),
@@ -174,7 +174,7 @@ def test_scores_of_a_case_computed_by_hand() -> None:
 
 
 class Told(Toy):
-    """Knows the class of a picture by its grey level, that of a caption by its length, of which it tells `known`."""
+    """Knows the class of an image by its grey level and of a caption by its length, up to `known` classes."""
 
     def __init__(self, known: int) -> None:
         super().__init__()
@@ -184,21 +184,21 @@ class Told(Toy):
         return F.one_hot((image[:, 0, 0, 0] % 3).long(), 3).float()
 
     def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        shortest = 3  # tokens of one word, with those that begin and end a text
+        shortest = 3  # one word, with start and end token
         return F.one_hot((attention_mask.sum(1) - shortest).clamp(max=self.known - 1), 3).float()
 
 
 @pytest.mark.parametrize("world", [1, 4])
 def test_images_that_share_a_caption_are_correct_answers(tmp_path: Path, world: int) -> None:
-    """As those of a folder for each class do: three pictures of each of three classes."""
+    """Three images of each of three classes, as from class folders."""
     rows = [row(number, texts=[" ".join(["a"] * (1 + number % 3))]) for number in range(9)]
     held_out = make_set(tmp_path / "set", rows)
     evaluator = Evaluator(held_out, INPUTS, held_out.tokenizer_json, SETTINGS)  # type: ignore[arg-type]
     for metrics in on_ranks(world, lambda group: evaluator.score(Told(3), group, Contrastive(), 6)):
         assert metrics["recall_at_1/image_to_text"] == metrics["recall_at_1/text_to_image"] == 1
     for metrics in on_ranks(world, lambda group: evaluator.score(Told(2), group, Contrastive(), 6)):
-        # A picture of class 1 ties with the three captions of class 2, one of class 2 with all that are wrong; captions
-        # of class 2 find the three pictures of class 1 first, and tie with three more.
+        # An image of class 1 ties with the three captions of class 2, one of class 2 with all wrong captions; captions
+        # of class 2 rank the three images of class 1 first, and tie with three more.
         assert metrics["recall_at_1/image_to_text"] == pytest.approx(1 / 3)
         assert metrics["median_rank/image_to_text"] == 4
         assert metrics["recall_at_1/text_to_image"] == pytest.approx(2 / 3)
@@ -241,7 +241,7 @@ def test_objective_without_embeddings_has_no_loss(prepared: PreparedSet, gathere
 
 
 class Labelled(Toy):
-    """Classifies a pair by its image's grey level: always right but for rows of class 2, which it takes for class 0."""
+    """Classifies a pair by its image's grey level: correct except for rows of class 2, predicted as class 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,13 +258,13 @@ def head(grey: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_classification_head_and_zero_shot_are_scored(tmp_path: Path, world: int) -> None:
-    """Rows 0..11 with class row % 3, two of them without a label and one with a label beyond the classes."""
+    """Rows 0..11 with class row % 3, two of them without a label and one with a label outside the classes."""
     rows = [replace(row(number), label=number % 3) for number in range(12)]
     rows[3], rows[4], rows[5] = replace(rows[3], label=None), replace(rows[4], label=None), replace(rows[5], label=7)
     held_out = make_set(tmp_path / "set", rows)
     settings = SimpleNamespace(**vars(SETTINGS) | {"classes": ("a", "red", "one"), "prompts": ("{}", "a {}")})
     evaluator = Evaluator(held_out, INPUTS, held_out.tokenizer_json, settings)  # type: ignore[arg-type]
-    named = replace(held_out.manifest, class_names=("a", "red", "one"))  # as a folder for each class is
+    named = replace(held_out.manifest, class_names=("a", "red", "one"))  # like class folders
     of_the_set = Evaluator(
         PreparedSet(held_out.storage, named),
         INPUTS,
@@ -300,7 +300,7 @@ def zero_shot_by_hand(model: Labelled, evaluator: Evaluator, rows: list[Any]) ->
 
 
 class Naming(Toy):
-    """Names a box by its left edge: 0.0 is label 1, 0.1 label 2."""
+    """Labels a box by its left edge: 0.0 is label 1, 0.1 label 2."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ class Naming(Toy):
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_region_head_is_scored(world: int, tmp_path: Path) -> None:
-    """Row r has r % 3 boxes, all labelled 1 but the first of each fourth row, which has no label."""
+    """Row r has r % 3 boxes, all labelled 1 except the first of every fourth row, which has no label."""
     rows = []
     for number in range(10):
         boxes = [[0.1 * each, 0.0, 0.9, 1.0] for each in range(number % 3)]
@@ -325,7 +325,7 @@ def test_region_head_is_scored(world: int, tmp_path: Path) -> None:
     for metrics in on_ranks(world, lambda group: evaluator.score(Naming(), group, Contrastive(), 6)):
         assert metrics["regions/boxes"] == len(labelled) == 7
         assert metrics["regions/top_1"] == sum(each == 0 for each, _ in labelled) / len(labelled)
-        assert "regions/top_5" not in metrics  # of two names
+        assert "regions/top_5" not in metrics  # two label names
 
 
 def test_no_readable_row_raises_on_every_rank(tmp_path: Path) -> None:

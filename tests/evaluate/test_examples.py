@@ -1,4 +1,4 @@
-"""Examples of retrieval: which are shown, that they are those of the recall, and the same for any number of ranks."""
+"""Retrieval examples: selection, agreement with the recall, and independence of the number of ranks."""
 
 import base64
 import io
@@ -18,7 +18,7 @@ WAYS = ("image_to_text", "text_to_image")
 
 
 def shown_of(prepared, world=1, **settings):  # noqa: F811
-    """What rank 0 shows, and the metrics of the same evaluation."""
+    """The examples of rank 0 and the metrics of the same evaluation."""
     evaluator = Evaluator(prepared, INPUTS, prepared.tokenizer_json, SimpleNamespace(**vars(SETTINGS) | settings))
     kept = []
 
@@ -59,7 +59,7 @@ def test_examples_agree_with_the_recall_and_with_the_set(prepared):  # noqa: F81
 
 
 def test_queries_show_their_own_caption(prepared):  # noqa: F811
-    """Of rows with several captions each, by name and number."""
+    """Rows have several captions each, selected by name and number."""
     (examples,), _ = shown_of(prepared)
     told = {(item["row"], item["caption"]) for item in examples["text_to_image"]}
     assert any(caption != prepared.read(np.array([row]))[0].texts[0] for row, caption in told)

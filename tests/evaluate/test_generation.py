@@ -1,4 +1,4 @@
-"""Scores of a model that writes: right, and the same for any number of ranks; its captions against people's."""
+"""Scores of generative models: perplexity and CIDEr, independent of the number of ranks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.models.test_generative import ENCODER, INPUTS, SAID, TOKENIZER, model
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = [["a red circle", "a circle"], ["a blue square on a green ground"], ["a blue ground"]]
 SETTINGS = SimpleNamespace(batch=2, limit=None, num_generations=0, max_new_tokens=6)
-MODEL = model_of()  # once: ranks are threads here, and would draw from one generator
+MODEL = model_of()  # initialise once: ranks are threads here and share one generator
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedSet:
-    """Nine rows: captions, a conversation, and one that cannot be read."""
+    """Nine rows: captions, a conversation, and an unreadable row."""
     rows = [row(number, texts=TEXTS[number % 3]) for number in range(9)]
     rows[3].messages = SAID[2]
     rows[5] = row(5, data=b"nothing")
@@ -45,7 +45,7 @@ def test_perplexity_covers_every_target_token(prepared: PreparedSet) -> None:
     for number, record in enumerate(prepared.read(np.arange(9))):
         if number == 5:
             continue
-        pixels = torch.full((1, 3, 32, 32), number, dtype=torch.uint8)  # a picture of one grey
+        pixels = torch.full((1, 3, 32, 32), number, dtype=torch.uint8)  # an image of one grey level
         for conversation in ENCODER.texts_of(record):
             columns = ENCODER.columns([conversation])
             ids = torch.from_numpy(columns["input_ids"].astype(np.int64))
@@ -76,7 +76,7 @@ def test_no_readable_row_raises_on_every_rank(tmp_path: Path) -> None:
 
 
 def test_answers_equal_greedy_decoding_without_cache() -> None:
-    """One token at a time from the whole text again, without a cache."""
+    """The reference decodes one token at a time from the full text, without a cache."""
     model, pixels, said = model_of(seed=1), torch.full((1, 3, 32, 32), 90, dtype=torch.uint8), []
     ids, at = (torch.from_numpy(array.astype(np.int64)) for array in ENCODER.encode_prompt("a red"))
     with torch.no_grad():
@@ -103,10 +103,10 @@ def test_the_best_captions_have_the_highest_scores() -> None:
 
 
 def test_cider_equals_hand_computed_value() -> None:
-    """Two images, one word each in common: idf is ln 2 for words of one image, 0 for those of both."""
+    """Two images with one word in common: idf is ln 2 for words of one image, 0 for words of both."""
     references = [[words("a dog")], [words("a cat")]]
     assert cider_d([words("a dog"), words("a dog")], references) == pytest.approx(10 * (2 / 4 + 0) / 2)
-    twice = cider_d([words("a dog dog"), words("a cat")], references)  # its second "dog" earns nothing: it is clipped
+    twice = cider_d([words("a dog dog"), words("a cat")], references)  # the second "dog" is clipped
     one_gram = math.exp(-1 / 72) * 1 * 1 / (2 * 1)
     two_grams = math.exp(-1 / 72) * 1 / math.sqrt(1 + 1)
     assert twice == pytest.approx(10 * ((one_gram + two_grams) / 4 + 2 / 4) / 2)

@@ -1,4 +1,4 @@
-"""Evaluation on a GPU, true or made up: the scores of a CPU."""
+"""Evaluation on a real or simulated GPU: same scores as on a CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CLASSES = {"classes": ("red circle", "blue square"), "prompts": ("{}", "a {}")}
 
 @pytest.fixture
 def prepared(tmp_path):
-    """Nine rows of two classes, one of which cannot be read; each picture with two boxes."""
+    """Nine rows of two classes, one of them unreadable; each image has two boxes."""
     rows = [row(number, texts=test_generation.TEXTS[number % 3]) for number in range(9)]
     for number, record in enumerate(rows):
         record.label = number % 2
@@ -33,7 +33,7 @@ def prepared(tmp_path):
 
 
 def by_embeddings(prepared, device):
-    """Of a model that names boxes and whose classes are named."""
+    """A model with a region head and class names, scored by embeddings."""
     model = test_regions.model_of().double().to(device)
     settings = SimpleNamespace(**vars(test_evaluator.SETTINGS) | CLASSES)
     shown = []

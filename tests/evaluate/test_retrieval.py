@@ -1,4 +1,4 @@
-"""Ranks in chunks against ranks of the whole matrix, computed as plainly as can be."""
+"""Chunked ranks equal naive ranks over the full matrix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmray.evaluate.retrieval import compute_ranks, retrieval_metrics, top_k
 
 
 def naive_ranks(queries: Tensor, gallery: Tensor, right: list[list[bool]]) -> list[int]:
-    """Sort the gallery for each query, wrong answers first among equals, and find the first right one."""
+    """Sort the gallery for each query, wrong answers first among ties, and find the first correct one."""
     out = []
     for query, is_right in zip(queries.double().tolist(), right, strict=True):
         scores = [math.fsum(a * b for a, b in zip(query, row, strict=True)) for row in gallery.double().tolist()]
@@ -25,7 +25,7 @@ def naive_ranks(queries: Tensor, gallery: Tensor, right: list[list[bool]]) -> li
 
 
 def pairs(is_right: Tensor) -> Tensor:
-    """Right answers as `ranks` takes them."""
+    """Correct answers in the format of `ranks`."""
     return is_right.nonzero().T
 
 
@@ -44,7 +44,7 @@ def several_captions(num_images: int, captions_of: list[int]) -> Tensor:
 )
 @settings(max_examples=60, deadline=None)
 def test_chunked_equals_naive_with_ties(vectors: list[list[int]], captions_of: list[int], seed: int) -> None:
-    """Few different vectors make many ties; every chunk size from 1 to beyond the gallery."""
+    """Few distinct vectors make many ties; chunk sizes from 1 to more than the gallery."""
     draw = np.random.default_rng(seed)
     pool = torch.tensor(vectors, dtype=torch.float32) / 8
     image_owner = torch.from_numpy(draw.permutation(len(captions_of)))
@@ -66,7 +66,7 @@ def test_chunked_equals_naive_with_ties(vectors: list[list[int]], captions_of: l
 )
 @settings(max_examples=40, deadline=None)
 def test_copies_count_as_rows(scores: list[list[int]], copies: list[int], seed: int) -> None:
-    """Any answers may be right of any query, and each query has one."""
+    """Any answer may be correct for any query, and each query has one."""
     draw = np.random.default_rng(seed)
     gallery, times = torch.tensor(scores, dtype=torch.float32) / 4, torch.tensor(copies[: len(scores)])
     is_right = torch.from_numpy(draw.random((4, len(gallery))) < 0.4)
@@ -85,7 +85,7 @@ def test_copies_count_as_rows(scores: list[list[int]], copies: list[int], seed: 
 )
 @settings(max_examples=40, deadline=None)
 def test_top_k_is_the_head_of_the_naive_order(vectors: list[list[int]], captions_of: list[int], seed: int) -> None:
-    """The whole gallery sorted as plainly as can be, ties included; its first right answer stands in place `rank`."""
+    """The reference sorts the full gallery, ties included; its first correct answer is at position `rank`."""
     draw = np.random.default_rng(seed)
     pool = torch.tensor(vectors, dtype=torch.float32) / 8
     owner = several_captions(len(captions_of), captions_of)
@@ -93,7 +93,7 @@ def test_top_k_is_the_head_of_the_naive_order(vectors: list[list[int]], captions
     image = pool[torch.from_numpy(draw.integers(len(pool), size=len(captions_of)))]
     text = pool[torch.from_numpy(draw.integers(len(pool), size=len(owner)))]
     of_image = same(torch.arange(len(image)), owner)
-    of_image[:, :1] = True  # and the first caption is right of every image
+    of_image[:, :1] = True  # and the first caption is correct for every image
     for queries, gallery, is_right in ((image, text, of_image), (text, image, of_image.T)):
         scores = (queries.double() @ gallery.double().T).tolist()
         right = is_right.tolist()
@@ -120,7 +120,7 @@ def test_chunked_equals_naive_on_unit_vectors(dim: int) -> None:
     owner = several_captions(40, [1 + image % 5 for image in range(40)])
     image = torch.nn.functional.normalize(torch.randn(40, dim), dim=1)
     text = torch.nn.functional.normalize(image[owner] + torch.randn(len(owner), dim), dim=1)
-    text[::7] = text[3]  # equal embeddings at many places of the gallery
+    text[::7] = text[3]  # equal embeddings at many positions of the gallery
     right = same(torch.arange(40), owner)
     for queries, gallery, is_right in ((image, text, right), (text, image, right.T)):
         expected = naive_ranks(queries, gallery, is_right.tolist())
@@ -130,7 +130,7 @@ def test_chunked_equals_naive_on_unit_vectors(dim: int) -> None:
 
 
 def test_equal_rows_tie() -> None:
-    """A model that says the same of everything is ranked last, not by the rounding of a matrix product."""
+    """A model with constant output ranks last, regardless of rounding in matrix products."""
     row = torch.nn.functional.normalize(torch.randn(1, 509, generator=torch.Generator().manual_seed(1)), dim=1)
     rows, right = row.repeat(301, 1), torch.arange(301).repeat(2, 1)
     for chunk in (64, 100, 301):

@@ -1,4 +1,4 @@
-"""Accuracy over classes: ties and NaN count against the model, rows without a label do not count."""
+"""Zero-shot accuracy: ties and NaN count as wrong; rows without a label do not count."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_case_computed_by_hand() -> None:
     scores = torch.tensor([[3.0, 1, 2], [1, 1, 0], [0, NAN, 1], [9, 0, 0], [0, 0, 9], [NAN, 0, 0]])
     label = torch.tensor([0, 0, 2, -1, 7, 0])
     right, in_five, rows = topk_correct(scores, label).tolist()
-    # Right; a tie, which counts as wrong; a NaN beside it, likewise; no label; no such class; a NaN of its own.
+    # Correct; a tie (wrong); a NaN in another class (wrong); no label; label out of range; a NaN in its own class.
     assert (right, rows) == (1, 4)
     assert in_five == 3
     assert topk_accuracy(topk_correct(scores, label), "zero_shot", 3) == {

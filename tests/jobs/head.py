@@ -1,4 +1,4 @@
-"""A Ray head of a test's own, as `ray start` makes it: on loopback, on free ports, ended by its process id."""
+"""A separate Ray head, started with `ray start` on loopback and free ports, and stopped by its process id."""
 
 import os
 import signal
@@ -11,11 +11,11 @@ import urllib.request
 from pathlib import Path
 
 START_S = 60
-END_S = 35  # it drains for up to 30 s
+END_S = 35  # draining takes up to 30 s
 
 
 class Head:
-    """`with Head(folder) as head`: head.address for Ray, head.url for jobs."""
+    """Context manager: `with Head(folder) as head`: head.address for Ray, head.url for jobs."""
 
     def __init__(self, folder: Path, cpus: int = 6):
         self.folder, self.cpus = folder, cpus
@@ -23,7 +23,7 @@ class Head:
         self.address, self.url = f"127.0.0.1:{self.port}", f"http://127.0.0.1:{self.dashboard}"
         bin_folder = Path(sys.executable).parent
         self.env = {**os.environ, "RAY_AUTH_MODE": "disabled", "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
-        # Jobs bring the repository with them: what they import must be the copy that was shipped.
+        # Jobs ship the repository: they must import the shipped copy.
         for name in ("PYTHONPATH", "RAY_ADDRESS"):
             self.env.pop(name, None)
         self.env |= {"RAY_API_SERVER_ADDRESS": self.url, "RAY_JOB_STOP_WAIT_TIME_S": "30"}
@@ -34,7 +34,7 @@ class Head:
         words += [f"--dashboard-agent-listen-port={self.agent}", "--num-gpus=0", "--object-store-memory=200000000"]
         log = self.folder / "head.log"
         with log.open("w") as file:
-            # In a folder of its own: workers import from where the head was started.
+            # Started in a separate folder, because workers import from the folder of the head.
             self.process = subprocess.Popen(
                 words, cwd=self.folder, env=self.env, stdout=file, stderr=file, start_new_session=True
             )
@@ -58,7 +58,7 @@ class Head:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nothing listens on, above those (10002-19999) that Ray gives to its workers."""
+    """Free ports above those (10002-19999) that Ray gives to its workers."""
     found: list[int] = []
     candidate = 20000 + os.getpid() % 5000
     while len(found) < count:

@@ -1,4 +1,4 @@
-"""Jobs as users submit them, to a head of the test's own: what they leave, their exit codes, how they are stopped."""
+"""Jobs submitted to a separate head: output files, exit codes, stopping."""
 
 import json
 import subprocess
@@ -40,7 +40,7 @@ def data(tmp_path_factory):
 
 
 def submit(head, job, *arguments):
-    """The docstring's own line with these arguments in place of its own; the job's id, without waiting."""
+    """Submit the line of the job's docstring with these arguments; return the job's id without waiting."""
     words = submit_line(job)
     at = words.index("--")
     line = [*words[:at], "--no-wait", "--submission-id", f"{job}-{time.time_ns()}", *words[at : at + 3], *arguments]
@@ -50,7 +50,7 @@ def submit(head, job, *arguments):
 
 
 def ended(client, job_id, within_s=120):
-    """(status, exit code of the driver, log) of a job once it is over."""
+    """(status, exit code of the driver, log) of a job after it ended."""
     until = time.monotonic() + within_s
     while client.get_job_status(job_id) not in ENDED:
         assert time.monotonic() < until, client.get_job_logs(job_id)
@@ -77,7 +77,7 @@ def test_usage_and_data_errors_keep_their_exit_codes(head, client, tmp_path):
 
 @pytest.mark.parametrize("shipped", [True, False])
 def test_mmray_is_imported_from_working_dir_or_installation(head, client, shipped):
-    """A working directory wins over an installed mmray, in the driver and in the workers alike."""
+    """A working directory takes precedence over an installed mmray, in the driver and in the workers."""
     runtime_env = {"working_dir": str(ROOT)} if shipped else {}
     job_id = client.submit_job(entrypoint=f"python {ROOT}/tests/jobs/where.py", runtime_env=runtime_env)
     status, _, log = ended(client, job_id)
@@ -109,12 +109,12 @@ def test_stopped_training_cleans_up_and_same_command_resumes(head, client, data,
     assert (status, code) == (JobStatus.SUCCEEDED, 0), log
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "finished"
     assert [mark[0] for mark in marks(tmp_path / "run")] == list(range(1, STEPS + 1))
-    assert "\x1b" not in log and "\r" not in log  # plain lines: a log is no terminal
+    assert "\x1b" not in log and "\r" not in log  # plain lines, because a log is not a terminal
     assert f"{STEPS}/{STEPS}" in log and "recall" not in log.splitlines()[0]
 
 
 def left_behind(head, within_s=15):
-    """Actors and placement groups of ended jobs, after a moment; detached actors are those Ray keeps for itself."""
+    """Actors and placement groups of ended jobs, after a short wait; detached actors are Ray's own."""
     until = time.monotonic() + within_s
     while True:
         actors = [a for a in list_actors(head.url, detail=True) if a.state != "DEAD" and not a.is_detached]

@@ -1,4 +1,4 @@
-"""Each job says how it is submitted, and that line means what the command line understands."""
+"""Each job documents its submit command, and the command line parses."""
 
 import importlib.util
 import re
@@ -11,14 +11,14 @@ from mmray.cli import VERBS
 
 ROOT = Path(__file__).parents[2]
 JOBS = sorted((ROOT / "jobs").glob("*.py"))
-LINE = re.compile(r"^    (ray job submit (?:.*\\\n)*.*)$", re.MULTILINE)  # a backslash continues it
+LINE = re.compile(r"^    (ray job submit (?:.*\\\n)*.*)$", re.MULTILINE)  # joins continued lines
 
 
 def submit_line(name):
-    """The words of the submit line in the docstring of jobs/NAME.py."""
+    """Words of the submit line in the docstring of jobs/NAME.py."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "jobs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)  # guarded: nothing runs
+    spec.loader.exec_module(module)  # the main guard keeps it from running
     (line,) = LINE.findall(module.__doc__)
     return shlex.split(line.replace("\\\n", " "))
 
@@ -33,7 +33,7 @@ def test_each_job_documents_its_submit_command(job):
 
 
 def test_shipped_files_are_small_and_contain_the_package(monkeypatch):
-    """`--working-dir .` takes what .gitignore and .rayignore leave; Ray refuses more than 512 MiB."""
+    """`--working-dir .` ships the files outside .gitignore and .rayignore; Ray refuses more than 512 MiB."""
     from ray._private.runtime_env.packaging import _dir_travel
 
     monkeypatch.chdir(ROOT)

@@ -1,4 +1,4 @@
-"""A job of the tests: prints from where the driver and a worker import mmray."""
+"""Test job: print the paths from which the driver and a worker import mmray."""
 
 import ray
 

@@ -1,4 +1,4 @@
-"""CLIP and SigLIP: the numbers that transformers' own classes give, from every place weights come from."""
+"""CLIP and SigLIP: outputs equal transformers' classes, for weights from every source."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def test_export_loads_in_transformers_with_equal_outputs(kind: str, tmp_path: Pa
         image = theirs(input_ids=tokens["input_ids"], pixel_values=normalised).image_embeds
     torch.testing.assert_close(loaded.embed_texts(TEXTS), given.text_embeds, rtol=0, atol=1e-6)
     torch.testing.assert_close(loaded.embed_images([picture()]), image, rtol=0, atol=1e-6)
-    assert F.cosine_similarity(given.image_embeds, image).item() > 0.999  # their resize rounds pixels another way
+    assert F.cosine_similarity(given.image_embeds, image).item() > 0.999  # their resize rounds pixels differently
     assert theirs.logit_scale.exp().item() == pytest.approx(model.log_scale.exp().item())
     assert loaded.model.state_dict().keys() == model.state_dict().keys()
 
 
 def tokenizer_adding(*added: str) -> str:
-    """The tokenizer, which puts around a caption (`$A`) what is asked for."""
+    """The tokenizer with this template around a caption (`$A`)."""
     tokenizer = Tokenizer.from_str(TOKENIZER)
     marks = [(mark, tokenizer.token_to_id(mark)) for mark in {*added} - {"$A"}]
     tokenizer.post_processor = processors.TemplateProcessing(single=list(added), special_tokens=marks)
@@ -87,7 +87,7 @@ def tokenizer_adding(*added: str) -> str:
 @pytest.mark.parametrize("added", [("$A",), ("[CLS]", "$A"), ("[SEP]", "$A", "[SEP]"), ("$A", "[SEP]")])
 @pytest.mark.parametrize("kind", SPECS)
 def test_hf_export_pools_at_the_end_token_of_the_tokenizer(kind: str, added: tuple[str, ...], tmp_path: Path) -> None:
-    """Their CLIP takes the features of the first end token: without a token that is only there, it is not ours."""
+    """HF CLIP pools at the first end token, so an end token that also occurs elsewhere is refused."""
     from transformers import AutoModel, AutoTokenizer
 
     spec, tokenizer = SPECS[kind].model_copy(update={"vocab_size": VOCAB}), tokenizer_adding(*added)
@@ -132,7 +132,7 @@ def test_weights_load_from_a_saved_transformers_model(kind: str, tmp_path: Path)
 
 @pytest.mark.parametrize("named", ["folder", "file"])
 def test_siglip_pads_with_the_tokenizers_pad_id(named: str, tmp_path: Path) -> None:
-    """As SigLIP 2: config.json leaves the pad id to transformers' default 1, another token of its tokenizer."""
+    """Like SigLIP 2: config.json keeps the default pad id 1 of transformers, another token of its tokenizer."""
     from transformers import AutoModel, AutoTokenizer, SiglipConfig
 
     values = model_of(SPECS["siglip"]).architecture()["config"]
@@ -154,7 +154,7 @@ def test_siglip_pads_with_the_tokenizers_pad_id(named: str, tmp_path: Path) -> N
     spec = left_open.with_tokens(VOCAB, declared_pad_id(tokenizer))
     model = build(spec, VOCAB).eval()
     ids, num_tokens = TextEncoder(tokenizer, 10).encode(TEXTS)
-    ids[np.arange(ids.shape[1]) >= num_tokens[:, None]] = 7  # whatever the batch is filled with
+    ids[np.arange(ids.shape[1]) >= num_tokens[:, None]] = 7  # whatever the padding id
     mask = torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]
     with torch.no_grad():
         torch.testing.assert_close(
@@ -162,7 +162,7 @@ def test_siglip_pads_with_the_tokenizers_pad_id(named: str, tmp_path: Path) -> N
         )
         other = build(left_open.model_copy(update={"pad_id": 1}), VOCAB).eval()
         wrong = other.embed_text(torch.from_numpy(ids).long(), mask.long())
-        assert (wrong - expected).abs().max() > 1e-3  # the model does look at its padding
+        assert (wrong - expected).abs().max() > 1e-3  # the model attends to padding
 
     out = export(model, spec.model_dump(mode="json"), tokenizer, tmp_path / "out")
     torch.testing.assert_close(mmray.load(out).embed_texts(TEXTS), expected, rtol=0, atol=1e-6)
@@ -226,7 +226,7 @@ def test_patches_are_dropped_in_training_only(kind: str) -> None:
     )
     whole = model.embed_image(image)
     first, second = model.train().embed_image(image), model.embed_image(image)
-    extra = kind == "clip"  # the class token stays
+    extra = kind == "clip"  # the class token is kept
     assert seen == [16 + extra, 8 + extra, 8 + extra]
     assert not torch.allclose(first, second, atol=1e-4)
     assert torch.equal(model.eval().embed_image(image), whole)
@@ -258,7 +258,7 @@ class OpenClipBlock(nn.Module):
 
 
 class OpenClip(nn.Module):
-    """CLIP as open_clip writes it down, from its paper and the names in its checkpoints."""
+    """CLIP after open_clip, from its paper and the names in its checkpoints."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -366,7 +366,7 @@ def test_incompatible_weights_raise(tmp_path: Path) -> None:
     [("CLIPImageProcessorPil", "crop", 224), ("SiglipImageProcessorPil", "squash", 224)],
 )
 def test_pixels_match_the_hf_processor(name: str, fit: str, side: int) -> None:
-    """Within 1 of 255 on average and 4 at most for photographs; a crop may lie half a pixel aside."""
+    """Within 1 of 255 on average and 4 at most for photographs; crops may differ by half a pixel."""
     import transformers
 
     processor = getattr(transformers, name)(

@@ -1,4 +1,4 @@
-"""Export and load: the folder alone gives the embeddings that the trained model gives."""
+"""Export and load: the exported folder gives the embeddings of the trained model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def spec_of(fit: str = "crop") -> TwoTower:
 
 
 def trained(spec: Model) -> nn.Module:
-    """A model with weights that no initialisation draws."""
+    """A model with weights unlike any initialisation."""
     torch.manual_seed(3)
     model = build(spec, VOCAB)
     with torch.no_grad():
@@ -62,7 +62,7 @@ def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
 
 
 def direct_images(model: nn.Module, spec: Model, images: list[bytes]) -> Tensor:
-    """As training and evaluation see them."""
+    """Pixels as in training and evaluation."""
     inputs = spec.inputs
     pixels = [resize_to_square(decode(data), inputs.image_side, inputs.fit, inputs.interpolation) for data in images]
     with torch.no_grad():
@@ -88,7 +88,7 @@ def test_loaded_model_embeds_images_as_trained(tmp_path: Path, fit: str) -> None
     got = loaded.embed_images([tmp_path / "file.jpg", data[1], data[2]], batch=2)
     assert got.dtype == torch.float32
     assert (got - expected).abs().max() <= 1e-6
-    assert (expected[0] - expected[1]).abs().max() > 1e-3  # the model does look at its input
+    assert (expected[0] - expected[1]).abs().max() > 1e-3  # the output depends on the input
     assert torch.allclose(got.norm(dim=1), torch.ones(3))
 
 
@@ -124,7 +124,7 @@ def test_exif_orientation_of_pil_image_is_applied(exported: tuple[nn.Module, Two
 
 
 def test_loads_in_a_fresh_process_in_three_lines(exported: tuple[nn.Module, TwoTower, Path]) -> None:
-    """The lines of the model card, without Ray and pydantic."""
+    """The lines of the model card, without importing Ray or pydantic."""
     _, _, out = exported
     card = (out / "README.md").read_text()
     lines = card.split("```python\n")[1].split("```")[0]
@@ -149,17 +149,17 @@ def test_tokenizers_and_transformers_read_the_export(exported: tuple[nn.Module, 
     ids, num_tokens = TextEncoder(TOKENIZER, 8).encode([TEXTS[0]])
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(out / "tokenizer.json"))(TEXTS[0])["input_ids"]
     assert theirs == ids[0, : num_tokens[0]].tolist()
-    image = picture().resize((240, 120))  # its crop lies on whole pixels, as theirs always does
+    image = picture().resize((240, 120))  # its crop is at integer pixels, as theirs always is
     pixels = AutoImageProcessor.from_pretrained(out)(image, return_tensors="np")["pixel_values"][0]
     mine = (resize_to_square(np.asarray(image), 32, "crop", "bicubic") / 255 - 0.5) / 0.25
-    assert np.abs(pixels - mine).max() <= 3.01 / 255 / 0.25  # of noise: each side is up to 2 levels from the exact sum
+    assert np.abs(pixels - mine).max() <= 3.01 / 255 / 0.25  # noise: each side is up to 2 levels from the exact sum
     assert np.abs(pixels - mine).mean() <= 0.5 / 255 / 0.25
     assert json.loads((out / "config.json").read_text())["model"] == spec.model_dump(mode="json")
 
 
 @pytest.mark.parametrize("fit", ["crop", "squash", "pad"])
 def test_image_processor_config_is_written_only_if_pixels_are_equal(tmp_path: Path, fit: str) -> None:
-    """The statement of the card holds for a non-square image."""
+    """The model card states the same for a non-square image."""
     from transformers import AutoImageProcessor
 
     spec = spec_of(fit)
@@ -217,7 +217,7 @@ def test_export_replaces_only_exports(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", ['{"model_type": "clip"}', "[]", "{broken"])
 def test_export_keeps_a_foreign_folder_with_same_files(tmp_path: Path, config: str) -> None:
-    """As transformers' save_pretrained leaves it."""
+    """A folder written by save_pretrained of transformers."""
     spec, theirs = spec_of(), tmp_path / "theirs"
     theirs.mkdir()
     (theirs / "config.json").write_text(config)
@@ -229,7 +229,7 @@ def test_export_keeps_a_foreign_folder_with_same_files(tmp_path: Path, config: s
 
 @pytest.mark.parametrize("ends", [1, 2, None])
 def test_export_is_atomic_when_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: int) -> None:
-    """`ends`: the renaming at which the command is interrupted."""
+    """`ends`: the rename at which the command is killed."""
     spec, rename, seen = spec_of(), Path.rename, []
     model = trained(spec)
     out = export(model, spec.model_dump(mode="json"), TOKENIZER, tmp_path / "model")
@@ -266,10 +266,10 @@ def test_export_to_object_store_loads_again(s3: Any, monkeypatch: pytest.MonkeyP
     loaded, data = mmray.load(address), [encoded(picture(), "PNG")]
     torch.testing.assert_close(loaded.embed_images(data), direct_images(model, spec, data), rtol=0, atol=1e-6)
 
-    (out / "processor_config.json").write_text("{}")  # as a model that writes would have left it
+    (out / "processor_config.json").write_text("{}")  # files of a generative model
     with torch.no_grad():
         model.text.project.weight.mul_(-1)
-    s3.fail("PUT", "model.safetensors", 1000, status=400)  # in the middle of replacing it
+    s3.fail("PUT", "model.safetensors", 1000, status=400)  # killed while replacing it
     with pytest.raises(UsageError, match=r"cannot write the exported model s3://.*; choose another folder"):
         export(model, spec.model_dump(mode="json"), TOKENIZER, address)
     with pytest.raises(UsageError, match="is not a model exported"):
@@ -304,7 +304,7 @@ def test_unwritable_folder_raises(tmp_path: Path) -> None:
 
 
 class Plain(nn.Module):
-    """A user's own model: the seam and nothing more, tied weights included."""
+    """A user's own model: the minimal interface, with tied weights."""
 
     def __init__(self, spec: CustomModel, vocab_size: int):
         super().__init__()

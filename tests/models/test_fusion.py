@@ -1,4 +1,4 @@
-"""Fusion: words look at places of their own image and at nothing else; padding leaves no trace; heads as asked for."""
+"""Fusion: text attends only to its own image; padding has no effect; heads follow the settings."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def rows_of(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_rows_are_independent(image: str) -> None:
-    """The textbook version, with (B, D) for a sequence, attends across the batch."""
+    """A wrong implementation that takes (B, D) for a sequence attends across the batch."""
     model, batch = model_of(spec_of(image)), batch_of()
     before = rows_of(model(batch))
     assert set(before) == {"image_embed", "text_embed", "class_logits", "match", "match_negative"}
@@ -123,7 +123,7 @@ def test_heads_follow_the_settings() -> None:
 
 
 def test_matching_loss_decreases() -> None:
-    """Each image has one bright quarter and each caption one word for it; the heads learn to tell them apart."""
+    """Each image has one bright quarter and each caption one word for it; the heads learn to distinguish them."""
     torch.manual_seed(0)
     model = build(spec_of(classes=4), VOCAB).train()
     settings = Objective(kind="contrastive + matching + 0.5 * classification")

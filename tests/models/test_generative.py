@@ -1,6 +1,6 @@
-"""The model that writes: the numbers and tokens of transformers' own classes, from every place weights come from.
+"""Generative model: outputs and tokens equal transformers' classes, for weights from every source.
 
-Here too: what the step makes of it in any number of micro-batches, with as many learned tokens in each as there are.
+The loss is also independent of the number of micro-batches, with different numbers of target tokens in each.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def exported(model: nn.Module, folder: Path, spec: Generative = SPEC) -> Path:
 
 @torch.no_grad()
 def test_export_loads_as_hf_llava_with_equal_outputs(tmp_path: Path) -> None:
-    """Its processor lays out the same text and pixels, its model says the same at each token, and goes on alike."""
+    """HF's processor gives the same ids and pixels; its model gives the same logits and the same generated text."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
     model = model_of()
@@ -93,11 +93,11 @@ def test_export_loads_as_hf_llava_with_equal_outputs(tmp_path: Path) -> None:
         mine = model(batch)["logits"][0]
         places = given["input_ids"][0] == ENCODER.image_id
         assert places.sum() == 16
-        said = (~places) | (torch.cumsum(places, 0) == 16)  # of the image, its last feature speaks
+        said = (~places) | (torch.cumsum(places, 0) == 16)  # the logits of the last image token
         torch.testing.assert_close(mine, expected[said], rtol=1e-4, atol=1e-4)
     as_conversation = ENCODER.render(ENCODER.as_conversation("")[:1])[0] + "ASSISTANT:"
     given = processor(images=[picture()], text=[as_conversation], return_tensors="pt")
-    cut = given["input_ids"].shape[1] - 1  # without what the tokenizer closes a text with
+    cut = given["input_ids"].shape[1] - 1  # without the closing token of the tokenizer
     given = {name: value[:, :cut] if value.ndim == 2 else value for name, value in given.items()}
     written = theirs.generate(**given, max_new_tokens=12, do_sample=False)[0, cut:].tolist()
     ended = written.index(ENCODER.end_id) if ENCODER.end_id in written else len(written)
@@ -146,7 +146,7 @@ def test_other_model_type_raises(tmp_path: Path) -> None:
 
 
 def rows_of(step: int) -> dict[str, Tensor]:
-    """Rows with one to forty learned tokens, some with none, some invalid."""
+    """Rows with one to forty target tokens, some with none, some invalid."""
     draw = np.random.default_rng(step)
     batch = batch_of([SAID[number] for number in draw.integers(0, 3, ROWS)], step)
     batch["labels"][draw.integers(0, ROWS, 4)] = IGNORE_INDEX

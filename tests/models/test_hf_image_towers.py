@@ -1,4 +1,4 @@
-"""Image towers of transformers: its own features, from a directory and back, and refusals that name the setting."""
+"""Image towers of transformers: same features, loading from a directory, and errors that name the setting."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL: dict[str, dict[str, Any]] = {
 
 
 def saved(family: str, folder: Path) -> Any:
-    """A small network that transformers saved, in evaluation mode."""
+    """A small network saved by transformers, in evaluation mode."""
     torch.manual_seed(1)
     net = AutoModel.from_config(AutoConfig.for_model(family, **SMALL[family])).eval()
     net.save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Image towers: shapes, weights from files and the hub, the BatchNorm policy, and refusals that name the setting."""
+"""Image towers: shapes, weights from files and the hub, the BatchNorm policy, and errors that name the setting."""
 
 from urllib.error import URLError
 
@@ -34,7 +34,7 @@ def test_tower_output_has_its_width(spec, width):
 
 
 def test_convnet_features_depend_on_position():
-    """Without its coordinate channels the maximum over the picture would give the same for a moved shape."""
+    """Without coordinate channels, global max pooling would give the same features for a moved shape."""
     torch.manual_seed(0)
     tower = build_image_tower(ImageTower(name="convnet", width=16, depth=2), 64, "local").double()
     here, there = torch.zeros(1, 3, 64, 64).double(), torch.zeros(1, 3, 64, 64).double()

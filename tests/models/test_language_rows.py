@@ -1,4 +1,4 @@
-"""Saved weights whose tokenizer did not know the languages: a row of embedding for each, the others as they were."""
+"""Weights saved without language tokens: each language gets an embedding row, and the others stay unchanged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_text_tower_adds_language_rows(family: str, tmp_path: Path) -> None:
     again = build_text_tower(TextTower(), 32, 12, json.loads(json.dumps(tower.config())), "[{}]").eval()
     again.load_state_dict(tower.state_dict())
     assert torch.equal(again(ids, MASK), tower(ids, MASK))
-    for rows, token in ((30 + LANGUAGES, ""), (3000, "[{}]")):  # another tokenizer is still told from its languages
+    for rows, token in ((30 + LANGUAGES, ""), (3000, "[{}]")):  # another tokenizer is still refused
         with pytest.raises(UsageError, match="30 embedding rows, too few"):
             build_text_tower(spec, rows, 12, language_token=token)
 

@@ -1,4 +1,4 @@
-"""Adapters: at first they change nothing, then they alone learn, and merged they are the weights of a plain model."""
+"""LoRA adapters: no change at initialisation, only adapters train, and merging gives a plain model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SPECS: dict[str, tuple[Model, str, str]] = {  # with the objective, and an outpu
 
 
 def models_of(kind: str) -> tuple[nn.Module, nn.Module]:
-    """The same drawn model without adapters and with them, float64."""
+    """The same random model without and with adapters, float64."""
     spec = SPECS[kind][0]
     found = []
     for section in (Lora(), ADAPTERS):
@@ -91,7 +91,7 @@ def test_accumulation_equals_whole_batch_with_adapters() -> None:
 
 
 def test_frozen_layers_get_no_adapter() -> None:
-    """Of saved LLaVAs the last layer of the image's encoder is not read: an adapter there would never learn."""
+    """LLaVA does not use the last layer of the image encoder, so an adapter there would never train."""
     torch.manual_seed(0)
     model = build(writing.SPEC, writing.ENCODER.vocab_size)
     model.image.tower.encoder.layers[1].requires_grad_(False)

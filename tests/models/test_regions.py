@@ -1,4 +1,4 @@
-"""The region-text head: features are those inside the box, of its own image; names are what the text branch reads."""
+"""Region-text head: features of the boxes in their own image; label texts go through the text branch."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def test_region_features_are_the_mean_inside_the_box() -> None:
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_feature_map_has_the_layout_of_the_image(image: str) -> None:
-    """What changes in a corner of the picture changes that corner of the grid most."""
+    """A change in a corner of the image changes that corner of the grid most."""
     torch.manual_seed(0)
-    side = 128 if image == "resnet18" else 32  # it halves five times
+    side = 128 if image == "resnet18" else 32  # five stages halve the resolution
     tower = build_image_tower(IMAGES[image], side, "local").eval()
     pixels = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(1))
     other = pixels.clone()
@@ -121,7 +121,7 @@ def test_label_ids_are_saved_in_the_architecture() -> None:
 
 
 def test_region_loss_decreases() -> None:
-    """Each image has two bright quarters of different colour; what a box is called hangs on where it lies alone."""
+    """Each image has two bright quarters of different colour; the label depends only on the box position."""
     torch.manual_seed(0)
     model = model_of().train()
     for weight in (*model.cross.parameters(),):

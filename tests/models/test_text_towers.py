@@ -1,4 +1,4 @@
-"""The text tower: pooling, saved and missing weights, and refusals that name the setting."""
+"""Text towers: pooling, saved and missing weights, and errors that name the setting."""
 
 import json
 
@@ -17,7 +17,7 @@ MASK = (torch.arange(8) < torch.tensor([[8], [5], [2]])).long()
 
 @pytest.fixture
 def saved(tmp_path):
-    """A directory with a small BERT that transformers saved, and the network."""
+    """A directory with a small BERT saved by transformers, and the network."""
     torch.manual_seed(1)
     config = BertConfig(vocab_size=30, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=48)
     bert = BertModel(config)
@@ -61,7 +61,7 @@ def test_text_weights_load_from_a_directory(saved):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_returns_the_mean_over_tokens(family, tmp_path):
-    """As transformers computes them, with its own mask, and what fills the captions up does not matter."""
+    """Equal to transformers with its own mask; the padding id does not matter."""
     own = {"dim": 24, "n_layers": 2, "n_heads": 3, "hidden_dim": 48} if family == "distilbert" else {}
     own = own or {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 48}
     config = AutoConfig.for_model(family, vocab_size=30, max_position_embeddings=16, **own)

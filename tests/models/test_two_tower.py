@@ -1,4 +1,4 @@
-"""The two-tower model: what it promises of its outputs, and that padding of any kind leaves no trace."""
+"""Two-tower model: normalised outputs, gradients, temperature, and no effect of padding."""
 
 import math
 
@@ -164,14 +164,14 @@ class CustomModel(nn.Module):
 
 
 class WithoutForward(nn.Module):
-    """Not yet a model."""
+    """A class without `forward`."""
 
     def __init__(self, *_: object) -> None:
         super().__init__()
 
 
 class WithAFlag(CustomModel):
-    """What training would call is a value."""
+    """A class with a value where training calls a method."""
 
     branches = True
 

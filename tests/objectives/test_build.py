@@ -1,4 +1,4 @@
-"""Objectives by name, and what is said about a name that is none."""
+"""Objectives by name, and errors for invalid names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def kind(name: str) -> SimpleNamespace:
 
 @pytest.fixture
 def own(monkeypatch):
-    """A user's module with one objective and one class that is none."""
+    """A user's module with one objective and one other class."""
     module = ModuleType("own_objectives")
     module.Mine = type("Mine", (Contrastive,), {"__init__": lambda self, section: setattr(self, "section", section)})
     module.Other = type("Other", (), {"__init__": lambda self, section: None, "gathered_outputs": ()})

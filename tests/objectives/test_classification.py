@@ -1,4 +1,4 @@
-"""Classification: torch's own smoothed cross-entropy over the rows that have a label, and no other."""
+"""Classification: equals torch's cross-entropy with label smoothing over the labelled rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contrastive loss against its formula, with padding, with other ranks' rows, in low precision."""
+"""Contrastive loss against its formula: padding, rows of other ranks, low precision."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def batch_of(*invalid: int) -> dict[str, torch.Tensor]:
 
 
 def by_formula(outputs, keep) -> torch.Tensor:
-    """Row by row in Python."""
+    """Reference: row by row in Python."""
     image, text, scale = (outputs[name].detach() for name in ("image_embed", "text_embed", "logit_scale"))
     total = torch.zeros((), dtype=torch.float64)
     for row in keep:
@@ -48,7 +48,7 @@ def test_loss_equals_the_formula_over_valid_rows(invalid):
 
 
 def test_gathered_rows_are_negatives_only():
-    """Two halves, each measured against everyone, sum to the whole; so do their gradients."""
+    """The losses of two halves against all rows sum to the full loss, and so do their gradients."""
     outputs, batch = drawn(), batch_of(1, 4)
     whole, _, _ = Contrastive().compute_loss(outputs, batch)
     whole.backward()

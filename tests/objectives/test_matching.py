@@ -1,4 +1,4 @@
-"""Hard negatives: never an equal caption or padding, drawn as the softmax says, and from nothing but the rows."""
+"""Hard negatives: never an equal caption or padding, sampled by softmax, and dependent only on the rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ D = 6
 
 
 def rows(num: int, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Outputs and batch of `num` rows with captions of their own."""
+    """Outputs and a batch of `num` rows with distinct captions."""
     draw = torch.Generator().manual_seed(seed)
     outputs = {name: F.normalize(torch.randn(num, D, generator=draw), dim=1) for name in ("image_embed", "text_embed")}
     batch = {
@@ -32,7 +32,7 @@ def everyone_of(outputs: dict[str, Tensor], batch: dict[str, Tensor], offset: in
 def test_negatives_exclude_self_padding_and_equal_captions() -> None:
     outputs, batch = rows(8)
     batch["input_ids"][1] = batch["input_ids"][0]
-    batch["input_ids"][1, 2] = 99  # behind the mask: still the same caption
+    batch["input_ids"][1, 2] = 99  # masked token: still the same caption
     batch["valid"][5] = False
     for shift in range(50):
         batch["pos"] = torch.arange(8) + 8 * shift

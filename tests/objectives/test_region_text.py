@@ -1,4 +1,4 @@
-"""Region and text: torch's own cross-entropy over the labelled boxes of valid rows, and no other."""
+"""Region-text loss: equals torch's cross-entropy over the labelled boxes of valid rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mmray.objectives.region_text import RegionText
 
 
 def batch_of(boxes: int = 3) -> dict[str, torch.Tensor]:
-    """Four rows: a padded box, an unlabelled one, and an invalid row among them."""
+    """Four rows, among them a padded box, an unlabelled box and an invalid row."""
     return {
         "box_labels": torch.tensor([[0, 3, -1], [2, -1, 1], [1, 1, 1], [3, 0, 2]])[:, :boxes],
         "box_mask": torch.tensor([[True, True, False], [True, True, True], [True] * 3, [True, False, False]])[

@@ -1,4 +1,4 @@
-"""The sigmoid loss against transformers' own, in chunks, with padding, and with the gradients that travel."""
+"""Sigmoid loss against transformers: chunks, padding, and gradients around the ring."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def batch_of(*invalid: int) -> dict[str, Tensor]:
 
 
 def transformers_loss(outputs: dict[str, Tensor], keep: list[int]) -> Tensor:
-    """As in SiglipModel.forward, summed over the rows."""
+    """The loss of SiglipModel.forward, summed over the rows."""
     image, text = outputs["image_embed"][keep], outputs["text_embed"][keep]
     logits = outputs["logit_scale"] * text @ image.T + outputs["logit_bias"]
     signs = -torch.ones_like(logits) + 2 * torch.eye(len(keep))
@@ -72,7 +72,7 @@ def test_ring_of_one_equals_any_chunk(chunk: int) -> None:
 
 
 def test_memory_is_bounded_by_the_chunk() -> None:
-    """No tensor saved for backward is larger than rows x chunk, however many rows there are."""
+    """No tensor saved for backward is larger than rows x chunk, for any number of rows."""
     rows, chunk, sizes = 64, 8, []
     leaves = {name: value for name, value in drawn().items() if value.ndim == 0}
     leaves |= {

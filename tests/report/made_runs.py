@@ -1,4 +1,4 @@
-"""Run and sweep folders as they are left on disk, made without a run."""
+"""Synthetic run and sweep folders, written without a run."""
 
 import json
 
@@ -32,7 +32,7 @@ def line(step, **changes):
 
 
 def scores(recall):
-    """What an evaluation adds to a line."""
+    """Metrics that an evaluation adds to a line."""
     both = {f"evaluate/recall_at_{k}/{way}": recall for k in (1, 5, 10) for way in WAYS}
     ranks = {f"evaluate/median_rank/{way}": 1.0 for way in WAYS}
     return (
@@ -41,7 +41,7 @@ def scores(recall):
 
 
 def examples(caption="a cat"):
-    """A hit and a miss each way."""
+    """One hit and one miss in each direction."""
 
     def item(rank):
         answers = [
@@ -56,7 +56,7 @@ def examples(caption="a cat"):
 
 
 def make_run(folder, lines=(), result=None, shown=None, **changes):
-    """A run's folder; `changes` are sections of the config."""
+    """A run folder; `changes` are sections of the config."""
     folder.mkdir(parents=True)
     config = recipes.sample()
     sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
@@ -71,7 +71,7 @@ def make_run(folder, lines=(), result=None, shown=None, **changes):
 
 
 def make_whole_run(folder):
-    """A run that finished, with everything a page can show but rows set aside."""
+    """A finished run with everything a page can show except quarantined rows."""
     lines = [line(step, **(scores(step / 20) if step % 10 == 0 else {})) for step in range(1, 21)]
     result = {"status": "finished", "steps": 20, "elapsed_s": 61.0, "restarts": 1, "wasted_steps": 3}
     return make_run(
@@ -121,7 +121,7 @@ def make_sweep(folder, trials, **changes):
 
 
 def make_whole_sweep(folder):
-    """Four shapes, one of which did not fit."""
+    """Four batch shapes, one of them out of memory."""
     oom = trial("t004", 16, 2, None, status="out_of_memory", loss=None, error="a micro-batch of 16 rows does not fit")
     return make_sweep(
         folder, [trial("t001", 8, 1, 500.0), trial("t002", 16, 1, 900.0), trial("t003", 8, 2, 450.0), oom]

@@ -1,4 +1,4 @@
-"""The page in a real browser, from its file: every chart is drawn, nothing complains, nothing scrolls sideways."""
+"""The report in a real browser: every chart is drawn, no console errors, no horizontal scroll."""
 
 import html
 import os
@@ -17,7 +17,7 @@ PASSIVE = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-
 
 
 def opened(file, profile):
-    """(the page's DOM once it is drawn, what its console said), from the file, with an own profile."""
+    """(DOM of the page after drawing, console messages), opened as a file with a separate profile."""
     command = [BROWSER, *PASSIVE, f"--user-data-dir={profile}", "--enable-logging=stderr", "--v=0"]
     command += ["--virtual-time-budget=10000", "--window-size=1400,1000", "--dump-dom", f"file://{file}"]
     done = subprocess.run(
@@ -27,7 +27,7 @@ def opened(file, profile):
 
 
 def undrawn(dom):
-    """Charts without a trace in them."""
+    """Names of charts without a trace."""
     parts = re.split(r'id="plot-([a-z0-9-]+)"', dom)
     assert len(parts) > 1, "the page has no charts"
     marks = ('class="trace', "<image", 'class="point')
@@ -64,7 +64,7 @@ onload = () => setTimeout(() => {
 
 
 def test_page_fits_420_pixels_without_horizontal_scroll(tmp_path):
-    """A run, a sweep, and a run of one step whose next loss was not a number; wide tables scroll within themselves."""
+    """A run, a sweep, and a one-step run with a NaN loss; wide tables scroll inside their own element."""
     folders = [make_whole_run(tmp_path / "run"), make_whole_sweep(tmp_path / "sweep")]
     folders.append(make_run(tmp_path / "bare", [line(1), line(2, **{"train/loss": None})]))
     pages = [html.escape(write_report(folder).read_text()) for folder in folders]

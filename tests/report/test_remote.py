@@ -1,4 +1,4 @@
-"""The report of a run on an object store: the page of the same run on a disk."""
+"""The report of a run on an object store equals the report of the same run on a disk."""
 
 import re
 

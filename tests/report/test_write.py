@@ -1,4 +1,4 @@
-"""The page says what the folder holds, whatever is missing, and never runs what a caption says."""
+"""The report shows what the folder contains, with files missing, and escapes captions."""
 
 import json
 import re
@@ -17,7 +17,7 @@ MOST_BYTES = 3_000_000
 
 
 def page_of(folder):
-    """The page without the packed library, which is most of it."""
+    """The page without the bundled library, which is most of it."""
     return re.sub(r'id="plotly">[^<]*<', 'id="plotly"><', write_report(folder).read_text())
 
 
@@ -32,13 +32,13 @@ def test_finished_run_has_all_sections(tmp_path):
     assert "micro 64 x accumulation 1 x workers 2 = 128 rows per step" in page
     assert "100.0%" in page and "1,010" in page and "61 s" in page and "10.0%" in page
     assert "Workers failed 1 times; 3 steps were repeated." in page
-    assert page.count('class="right"') == 2 + 1  # of a hit each way, and the right picture beside a miss
+    assert page.count('class="right"') == 2 + 1  # a hit in each direction, and the correct image next to a miss
     assert "Same as the recipe." in page
 
 
 @pytest.mark.parametrize("has_recall", [True, False])
 def test_every_score_of_the_newest_evaluation_is_shown(tmp_path, has_recall):
-    """Of a model that writes there is no recall."""
+    """Generative models have no recall."""
     told = {
         "evaluate/perplexity": 4.5,
         "evaluate/token_accuracy": 0.5,
@@ -64,7 +64,7 @@ def test_memory_breakdown_is_a_table(tmp_path):
     assert dict(told) == sizes
     sharded = {f"memory/{name}_gib": None for name in sizes if name != "peak"}
     lines = [{key: value for key, value in line(1).items() if key not in sharded}]
-    assert "Memory of a worker" not in page_of(make_run(tmp_path / "sharded", lines))  # never rehearsed whole
+    assert "Memory of a worker" not in page_of(make_run(tmp_path / "sharded", lines))  # no evaluation on the full set
 
 
 def test_page_is_one_small_file_without_network_requests(tmp_path):
@@ -76,7 +76,7 @@ def test_page_is_one_small_file_without_network_requests(tmp_path):
 @pytest.mark.parametrize("where", ["caption", "key", "name"])
 def test_user_text_is_escaped(tmp_path, where):
     hostile = "<script>alert(1)</script>"
-    if where == "name":  # no flag gives such a name, but a folder may be renamed
+    if where == "name":  # no flag accepts such a name, but a folder may be renamed
         folder = make_run(tmp_path / "<script>alert(1)<", [line(1)])
         hostile = "<script>alert(1)<"
     else:
@@ -140,7 +140,7 @@ def test_settings_of_another_version_are_shown_unchanged(tmp_path):
 
 @pytest.fixture
 def set_aside(tmp_path):
-    """A run on a set of which rows were set aside, its source still there."""
+    """A run on a set with quarantined rows, with its source still available."""
     prepared, source = tmp_path / "set", tmp_path / "raw"
     prepared.mkdir()
     source.mkdir()
@@ -194,7 +194,7 @@ def test_quarantined_rows_are_shown_with_available_images(set_aside):
     assert page.index("in training</span>") < page.index("duplicate</span><p>")  # one of each reason in turn
     assert "its images changed" in page and "about truncated" in page
     assert page.count('alt="image of') == 1 + 4  # of the row that failed in training, and of the duplicates
-    assert page.count("cannot be opened") == 12 - 5 + 1  # the one more is the twin of a leak
+    assert page.count("cannot be opened") == 12 - 5 + 1  # one more: the copy of a leak
     for file in source.iterdir():
         file.unlink()
     assert page_of(folder).count("cannot be opened") == 12 + 1
@@ -206,7 +206,7 @@ def test_decoder_crash_does_not_stop_the_report(set_aside):
     with decoder_dies():
         page = page_of(folder)
     assert "61 rows of 500 read" in page and page.count("cannot be opened") == 12 + 1
-    assert (source / "tries").read_text()  # in a process of its own
+    assert (source / "tries").read_text()  # decoded in a separate process
 
 
 def test_mixed_sets_are_listed(set_aside):
@@ -215,7 +215,7 @@ def test_mixed_sets_are_listed(set_aside):
     (folder / "data.json").write_text(json.dumps({"train": f"{prepared} + 0.5 * /there/other/", "num_rows": 440}))
     page = page_of(folder)
     assert ">set + 0.5 * other</span>" in page
-    assert "61 rows of 500 read" in page  # of the first
+    assert "61 rows of 500 read" in page  # of the first row
 
 
 def test_leaked_pairs_are_shown_side_by_side(set_aside):
@@ -226,7 +226,7 @@ def test_leaked_pairs_are_shown_side_by_side(set_aside):
     )
     assert page.count('alt="its duplicate"') == 1 and page.count('alt="the row"') == 2
     assert "3 bits</span>" in page and "&lt;i&gt;k8&lt;/i&gt;" in page
-    assert "k10" not in page  # it has no pictures
+    assert "k10" not in page  # no images
 
 
 def test_sweep_page_has_all_sections(tmp_path):
@@ -238,7 +238,7 @@ def test_sweep_page_has_all_sections(tmp_path):
     assert "t002 is the fastest." in page and "★" in page and f"mmray train {folder}/best.yaml" in page
     assert "out of\\u003cbr\\u003ememory" in page and "micro 16, accumulation 2: out of memory" in page
     assert '<a href="trials/t001/report.html">' in page and "trials/t002/" not in page
-    # Two trials share the global batch of 32: one is its best, the other the second.
+    # Two trials share the global batch of 32: one is its best, the other its second.
     ranks = re.findall(r'</span></td>\n<td class="num">(\d+)</td>\n<td class="num">(\d|–)</td>', page)
     assert ranks == [("16", "1"), ("32", "1"), ("32", "2"), ("64", "–")]
 

@@ -1,10 +1,10 @@
-"""Faults of trials, brought in by the callback path that users have; none of this is in the package."""
+"""Faults in trials, injected as user callbacks."""
 
 import torch
 
 
 class OutOfMemory:
-    """As a GPU that is too small would: at the second step, on every rank."""
+    """Raise an OOM at the second step, on every rank."""
 
     def on_step(self, step, metrics):
         if step == 2:

@@ -1,4 +1,4 @@
-"""How the command ends for each end of a sweep, without Ray: what is printed, and the exit code."""
+"""Output and exit code of the command for each outcome of a sweep, without Ray."""
 
 import io
 
@@ -23,7 +23,7 @@ LINES = [
 
 @pytest.fixture
 def outcome(tmp_path):
-    """Make the outcome of two trials that ended so."""
+    """Make the outcome of two trials with these statuses."""
 
     def make(status, *ends):
         trials = trials_of(recipes.load("sample"), parse_space(["batch.micro=32,64"]))

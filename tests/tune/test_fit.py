@@ -1,4 +1,4 @@
-"""How many trials fit, and what is said when none does."""
+"""Number of concurrent trials, and the error if none fits."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def nodes(*resources):
 
 def test_trials_fit_only_with_cpus_for_data():
     assert max_concurrent(TWO_CPU_WORKERS, nodes({"CPU": 4.0}), 9) == 1
-    assert max_concurrent(TWO_CPU_WORKERS, nodes({"CPU": 3.0}), 9) == 0  # the workers would hold all, and the data wait
+    assert max_concurrent(TWO_CPU_WORKERS, nodes({"CPU": 3.0}), 9) == 0  # no CPUs left for data
     assert max_concurrent(TWO_CPU_WORKERS, nodes({"CPU": 8.0}), 9) == 2
     assert max_concurrent(TWO_CPU_WORKERS, nodes({"CPU": 80.0}), 9) == 9
 
@@ -36,7 +36,7 @@ def test_trials_fit_only_with_cpus_for_data():
 def test_data_does_not_use_gpu_nodes():
     free = nodes({"CPU": 2.0, "GPU": 2.0}, {"CPU": 2.0, "GPU": 2.0}, {"CPU": 6.0})
     assert max_concurrent(GPU_WORKERS, free, 9) == 2
-    assert free[2].resources == {"CPU": 6.0}  # what is free is only looked at
+    assert free[2].resources == {"CPU": 6.0}  # the free resources are not changed
 
 
 def test_each_trial_reserves_the_largest_demand():
@@ -66,7 +66,7 @@ def test_sweep_waits_for_resources_in_use():
 
 
 def test_empty_pools_count_at_their_maximum():
-    assert trial_concurrency([HEAD], [HEAD], ON_ROLES, 6, POOLS) == (4, 31)  # a GPU each, and a fourth of 128 CPUs
+    assert trial_concurrency([HEAD], [HEAD], ON_ROLES, 6, POOLS) == (4, 31)  # one GPU each, and a fourth of 128 CPUs
     assert trial_concurrency([HEAD], [HEAD], ON_ROLES, 2, POOLS)[0] == 2
 
 
@@ -78,7 +78,7 @@ def test_busy_nodes_are_not_counted_as_future_nodes():
     def here(taken):
         return [HEAD, *(pool_node("gpu", "train", taken, CPU=8.0, GPU=1.0) for _ in range(3))]
 
-    assert trial_concurrency(here(taken=True), here(taken=False), ON_ROLES, 6, POOLS)[0] == 1  # the fourth
+    assert trial_concurrency(here(taken=True), here(taken=False), ON_ROLES, 6, POOLS)[0] == 1  # the fourth trial
     assert trial_concurrency(here(taken=False), here(taken=False), ON_ROLES, 6, POOLS)[0] == 4
 
 
@@ -88,12 +88,12 @@ def test_waiting_trial_counts_data_actors_on_busy_nodes():
     assert trial_concurrency([HEAD], here, ON_ROLES, 6, POOLS) == (
         1,
         3 * 16 - 1,
-    )  # of as many nodes as one trial could need
+    )  # as many nodes as one trial could need
 
 
 @pytest.fixture
 def runs(monkeypatch):
-    """Six trials on cluster.yaml's cluster, before a node of its pools has started."""
+    """Six trials on the cluster of cluster.yaml before a node of its pools has started."""
     monkeypatch.setattr(cluster, "alive_nodes", lambda: [HEAD])
     monkeypatch.setattr(cluster, "free_nodes", lambda: [HEAD])
     monkeypatch.setattr(cluster, "autoscaling_pools", lambda: POOLS)
@@ -103,7 +103,7 @@ def runs(monkeypatch):
 def test_head_with_empty_pools_is_not_a_single_machine(runs):
     at_once, sized = _concurrency(runs, None)
     assert at_once == 4
-    assert {config.data.workers for config in sized.values()} == {15}  # a node of the pool, one CPU for the feed
+    assert {config.data.workers for config in sized.values()} == {15}  # one CPU for the controller
 
 
 def test_single_machine_runs_trials_sequentially(runs, monkeypatch):

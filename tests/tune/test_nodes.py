@@ -1,4 +1,4 @@
-"""A sweep on several Ray nodes: as many trials at a time as they hold, none waiting for another's CPUs."""
+"""A sweep on several Ray nodes: as many concurrent trials as fit, without CPU contention."""
 
 import json
 
@@ -12,7 +12,7 @@ from tests.nodes import several_nodes
 from tests.train.runs import config
 from tests.tune.test_search import Watching
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(600)]  # two minutes
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(600)]  # takes two minutes
 
 
 @pytest.fixture
@@ -35,4 +35,4 @@ def test_two_trials_run_concurrently(nodes, tmp_path):
     assert together == 2
     cut, whole = (json.loads(line) for line in (outcome.path / "trials.jsonl").read_text().splitlines())
     assert (cut["accumulation"], whole["accumulation"]) == (2, 1)
-    assert cut["loss"] == pytest.approx(whole["loss"], rel=1e-4)  # one global batch, whatever its cut
+    assert cut["loss"] == pytest.approx(whole["loss"], rel=1e-4)  # one global batch for any split

@@ -1,4 +1,4 @@
-"""From recipe and space to trials: typed by the config, validated whole, equal in samples, and a recipe again."""
+"""From recipe and space to trials: typed and validated, equal in samples, and back to a recipe."""
 
 from pathlib import Path
 
@@ -97,7 +97,7 @@ def test_all_trials_train_on_the_same_number_of_samples():
     assert samples_per_trial(set_train(base, epochs=2), found, 3000) == 6000
     runs = [trial_config(trial, 6 * 256, 10_000, Path("/sweeps/one"), "throughput") for trial in found]
     assert {run.train.samples for run in runs} == {6 * 256} and {run.train.steps for run in runs} == {None}
-    assert [run.train.log_every for run in runs] == [4, 2, 1, 1]  # 48, 24, 12, 6 steps: about ten lines each
+    assert [run.train.log_every for run in runs] == [4, 2, 1, 1]  # 48, 24, 12, 6 steps: about ten log lines each
     assert (runs[0].run.storage, runs[0].run.name) == ("/sweeps/one/trials", "t001")
     assert runs[0].cluster.max_failures == 0 and runs[0].evaluate.limit == 512
     assert trial_config(found[0], 100, 1000, Path("/sweeps/one"), "recall").evaluate.limit is None

@@ -1,4 +1,4 @@
-"""The recommendation: within each global batch, over all of them, and in one sentence that is true."""
+"""The recommendation: within each global batch, overall, and its explanation."""
 
 import math
 
@@ -56,7 +56,7 @@ def test_unmeasured_goal_has_no_best():
 
 
 def test_contrastive_losses_of_different_global_batches_are_compared_below_chance():
-    """2.0 of 64 rows lies 2.16 nats below chance; 1.9 of 16 rows, though smaller, lies only 0.87 below."""
+    """2.0 for 64 rows is 2.16 nats below chance; 1.9 for 16 rows, though smaller, is only 0.87 below."""
     rows = [row("t001", 16, 10, loss=1.9), row("t002", 64, 10, loss=2.0), row("t003", 64, 10, loss=2.5)]
     found = select_best(rows, "loss", relative_to_chance=True)
     assert (found["best"], found["per_global"]) == ("t002", {"16": "t001", "64": "t002"})

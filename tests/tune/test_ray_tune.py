@@ -1,4 +1,4 @@
-"""What a sweep does with signals while Ray Tune has its thread; no Ray."""
+"""Signals during a sweep while Ray Tune runs in a thread; without Ray."""
 
 import signal
 import threading

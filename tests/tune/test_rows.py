@@ -1,4 +1,4 @@
-"""A row's figures from logged lines, and what its error was."""
+"""Metrics of a row from log lines, and classification of its error."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_percentiles_use_last_line_and_loss_uses_last_quarter():
     lines[-1] |= {"time/step_p50_s": 0.5, "time/step_p95_s": 0.9}
     found = figures(lines)
     assert (found["step_p50_s"], found["step_p95_s"], found["loss"]) == (0.5, 0.9, 7.5)
-    assert figures([*lines, line(9, 10, 1, loss=None)])["loss"] is None  # not finite: no mean hides it
+    assert figures([*lines, line(9, 10, 1, loss=None)])["loss"] is None  # not finite: not averaged away
 
 
 def test_unmeasured_values_are_none():
@@ -38,7 +38,7 @@ def test_unmeasured_values_are_none():
 
 
 class WorkerGroupError(Exception):
-    """As Ray Train's: the workers' own errors beside its message."""
+    """Like Ray Train's: holds the workers' errors in addition to its message."""
 
     def __init__(self, failures):
         super().__init__("a worker failed")
@@ -46,7 +46,7 @@ class WorkerGroupError(Exception):
 
 
 def raised_by_policy(error):
-    """What a run raises for it, with its cause kept as an actor boundary keeps it: not at all."""
+    """The exception of a run after an actor boundary, which drops its cause."""
     return decide_recovery(Failure("raised", error, 3), None, 1, 0).error
 
 
@@ -83,7 +83,7 @@ def test_other_errors_are_failures_with_one_line():
 
 
 def row_with(found, status="finished", auto=False):
-    """A row of a trial of micro-batches of 64 rows whose run ended with `found`."""
+    """A row of a trial with micro-batches of 64 rows whose run ended with `found`."""
     trial = Trial("t001", {"batch.micro": 64}, None, BatchShape(256, 64, 2, 2, auto))
     lines = [line(step, 100, 0.1) | {"batch/micro": 64 if step == 1 else found} for step in (1, 2, 3)]
     return row_of(trial, TrialOutcome(status, None, 3.0), lines, None)

@@ -1,4 +1,4 @@
-"""A sweep on Ray: stopped after its first trial, continued by the same command, its best trained as a recipe."""
+"""A sweep on Ray: stopped after its first trial, resumed by the same command, its best config trained as a recipe."""
 
 import io
 import json
@@ -21,11 +21,11 @@ from tests.train.runs import Silent, config, lines
 
 pytestmark = pytest.mark.cluster
 OOM = "tests.tune.faults:OutOfMemory"
-SPACE = ["batch.micro=4,64", f"train.callbacks=[],[{OOM}]"]  # 64 rows are more than a worker's share of 16
+SPACE = ["batch.micro=4,64", f"train.callbacks=[],[{OOM}]"]  # 64 rows exceed a worker's share of 16
 
 
 class Watching(Silent):
-    """Keeps the rows; asks for the end, as Ctrl-C does, once a trial has ended."""
+    """Keeps the rows and requests a stop, like Ctrl-C, after the first trial."""
 
     def __init__(self, stop=False):
         super().__init__()
@@ -57,7 +57,7 @@ def stopped(local_ray, recipe):
 
 @pytest.fixture(scope="module")
 def finished(stopped, recipe):
-    """The same command, typed: exit code, what it printed, the sweep's folder."""
+    """The same command again: exit code, output, sweep folder."""
     outcome, _ = stopped
     file = outcome.path.parent / "mine.yaml"
     file.write_text(to_yaml(recipe))
@@ -103,7 +103,7 @@ def test_row_holds_metrics_of_its_run(finished):
     logged = lines(folder / found["run"])
     assert (found["micro"], found["accumulation"], found["workers"], found["global"]) == (4, 2, 2, 16)
     assert (found["steps"], found["samples"]) == (logged[-1]["step"], logged[-1]["rows_stop"])
-    assert 64 <= found["samples"] < 64 + 16  # whole steps
+    assert 64 <= found["samples"] < 64 + 16  # full steps
     assert found["loss"] == logged[-1]["train/loss"] and found["peak_gib"] > 0
     assert 0 < found["samples_per_s_min"] <= found["samples_per_s"] <= found["samples_per_s_max"]
     assert 0 < found["step_p50_s"] <= found["step_p95_s"] == logged[-1]["time/step_p95_s"]
@@ -128,7 +128,7 @@ def test_sweep_folder_has_the_files_of_the_report(finished):
 def test_best_config_is_a_trainable_recipe(finished, recipe):
     _, _, folder = finished
     best = from_yaml((folder / "best.yaml").read_text(), "best.yaml")
-    assert best.train == recipe.train  # its own length, not the trial's
+    assert best.train == recipe.train  # the length of the recipe, not of the trial
     assert (best.batch.micro, best.batch.global_, best.run.name) == (4, 16, None)
     short = best.model_copy(update={"train": best.train.model_copy(update={"steps": 2})})
     outcome = train(short, Silent())

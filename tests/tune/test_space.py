@@ -1,4 +1,4 @@
-"""What --space means: lists are crossed, ranges drawn from the seed, mistakes told."""
+"""`--space`: lists are crossed, ranges drawn from the seed, errors reported."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_seeded_ranges_stay_in_bounds_and_cross_with_lists():
     rates = [one["optimizer.lr"] for one in combinations]
     assert len(combinations) == 100 and rates[0::2] == rates[1::2] and len(set(rates)) == 50
     assert all(1e-5 <= rate <= 1e-3 for rate in rates)
-    assert 15 <= sum(rate < 1e-4 for rate in rates[::2]) <= 35  # half of it in the logarithm
+    assert 15 <= sum(rate < 1e-4 for rate in rates[::2]) <= 35  # half of the range in the logarithm
     assert combinations == parse_space(given, samples=50, seed=3).combinations()
     assert rates != [one["optimizer.lr"] for one in parse_space(given, samples=50, seed=4).combinations()]
     assert parse_space(["optimizer.weight_decay=uniform(0, 0.2)"], 1).axes["optimizer.weight_decay"] == Range(

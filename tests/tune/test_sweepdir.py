@@ -1,4 +1,4 @@
-"""Which folder a sweep takes, and what of an earlier command it keeps."""
+"""Selection of the sweep folder, and which rows of an earlier command are kept."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Bad and odd inputs, each made here, and what becomes of it: the one list behind the tests and the README's table.
+"""Bad and unusual inputs and their expected outcomes, for the tests and the table of the README.
 
 `python -m tests.data.formats.bad_inputs` prints the table.
 """
@@ -56,7 +56,7 @@ def palette():
 
 
 def tar(*members):
-    """A tar of a good row `a`, these members (name, bytes, type where it is no file), and a good row `z`."""
+    """A tar of a valid row `a`, these members (name, bytes, type if not a file), and a valid row `z`."""
     out = io.BytesIO()
     first, last = ([(f"{key}.png", encoded()), (f"{key}.txt", b"x")] for key in "az")
     with tarfile.open(fileobj=out, mode="w") as file:
@@ -69,12 +69,12 @@ def tar(*members):
 
 
 def damaged(data, name):
-    """A tar with a fault in the header of this member."""
+    """A tar with a damaged header of this member."""
     at = data.index(name.encode().ljust(100, b"\0"))
     return data[: at + 5] + b"\xff" + data[at + 6 :]
 
 
-# what it is -> (bytes of the image file, what becomes of the row, a word on it)
+# name -> (bytes of the image file, outcome of the row, note)
 IMAGES = {
     "a truncated JPEG": (encoded("JPEG", size=(90, 60))[:-40], "decode truncated", "never a half-grey picture"),
     "a truncated PNG": (encoded()[:50], "decode truncated", ""),
@@ -100,7 +100,7 @@ IMAGES = {
 }
 GOOD = {"image": "good.png", "text": "x"}
 FIRST = {"a byte order mark": (b'\xef\xbb\xbf{"id": "bom", "image": "good.png", "text": "x"}', KEPT, "")}
-# what it is -> (a line of JSONL, what becomes of the row, a word on it)
+# name -> (line of JSONL, outcome of the row, note)
 LINES = {
     "an image that is not there": (GOOD | {"image": "gone.png"}, "read missing-image", ""),
     "a link out of the folder": (GOOD | {"image": "link.png"}, "read path", ""),
@@ -126,7 +126,7 @@ LINES = {
     "an id again": (GOOD | {"id": "crlf"}, "duplicates duplicate-key", ""),
 }
 TEXT = ("m.txt", b"x")
-# what it is -> (bytes of a tar with a good row before and after, what becomes of the row, a word on it)
+# name -> (bytes of a tar with a valid row before and after, outcome of the row, note)
 TARS = {
     "a member with ../ in a tar": (tar(("../up.png", encoded())), "columns path", "nothing is extracted"),
     "a link in a tar": (tar(("m.png", b"", tarfile.SYMTYPE), TEXT), "read not-regular-file", ""),
@@ -150,7 +150,7 @@ ALL = FIRST | IMAGES | LINES | TARS
 
 
 def write_source(folder):
-    """A JSONL file with a row for each entry but those of tars, and the folder of these; returns both paths."""
+    """Write a JSONL file with a row for each entry except tars, and a folder of the tars; return both paths."""
     (folder / "in").mkdir()
     (folder / "secret.png").write_bytes(encoded())
     (folder / "in" / "good.png").write_bytes(encoded(colour=(1, 1, 1)))
@@ -170,17 +170,17 @@ def write_source(folder):
 
 
 def places():
-    """(line, or name of a tar, and what it is) of each entry."""
+    """(line, or name of a tar; name of the entry) of each entry."""
     return [*enumerate(FIRST | IMAGES | LINES, 1), *((f"{number}.tar", name) for number, name in enumerate(TARS))]
 
 
 def count(source):
-    """Rows of one of the sources; of the tars one has a row twice, and two end before their last."""
+    """Number of rows of one source; one tar has an extra row, and two end before their last row."""
     return len(FIRST | IMAGES | LINES) if source.is_file() else 3 * len(TARS) - 1
 
 
 def table():
-    """The README's table, between its marks."""
+    """Format the table of the README."""
     rows = ["| input | what becomes of its row |", "|---|---|"]
     for name, (_, outcome, word) in (IMAGES | FIRST | LINES | TARS).items():
         if name.startswith("EXIF orientation"):

@@ -1,4 +1,4 @@
-"""Every entry of the matrix gets what it says, in one prepare; and the README says the same."""
+"""Every entry of the matrix has the documented outcome in one prepare; the README has the same table."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ from tests.data.formats import bad_inputs as matrix
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """What became of each line (number) and of each tar (name) of the matrix's sources: stage and reason."""
+    """Outcome of each line (number) and each tar (name): stage and reason."""
     folder = tmp_path_factory.mktemp("matrix")
     lines, tars = matrix.write_source(folder)
     of_lines, of_tars = faults_of(lines, folder / "lines"), faults_of(tars, folder / "tars")
@@ -30,7 +30,7 @@ def outcomes(tmp_path_factory):
 
 
 def faults_of(source, out):
-    """{place: stage and reason} of the rows that are set aside; all others are kept."""
+    """Stage and reason of the quarantined rows by location; all other rows are kept."""
 
     def run(job, chunks):
         for chunk in chunks:

@@ -1,4 +1,4 @@
-"""COCO's documents: captions, boxes and the names of their categories, in one document or joined by image id."""
+"""COCO documents: captions, boxes and category names, in one document or joined by image id."""
 
 import json
 
@@ -18,7 +18,7 @@ def test_coco_keeps_captions_and_boxes(tmp_path):
     _, rows, _ = prepared(coco_captions(tmp_path / "raw"), tmp_path / "out", image_side=4)
     assert rows[2].texts == [text(2), "another"]
     assert (rows[2].key, rows[2].source) == ("2", "annotations/captions_val2017.json:image 2")
-    assert rows[2].boxes == [[0.25, 0.25, 0.75, 0.75]]  # of 12 x 8 pixels; the kept image is 6 x 4
+    assert rows[2].boxes == [[0.25, 0.25, 0.75, 0.75]]  # of 12 x 8 pixels; the packed image is 6 x 4
     assert rows[2].box_labels == [2]
 
 
@@ -68,7 +68,7 @@ def write_json(path, **document):
 
 
 def coco_halves(folder):
-    """As COCO itself is: captions in one document, boxes and categories in another; image 3 has no box."""
+    """Captions in one document, boxes and categories in another, as COCO distributes them; image 3 has no box."""
     images(folder / "val2017")
     (folder / "annotations").mkdir()
     pictures = [{"id": n, "file_name": f"{n}.png"} for n in range(COUNT)]
@@ -104,7 +104,7 @@ def test_change_of_the_second_document_is_detected(tmp_path, in_process):
     in_process.clear()
     assert prepare(str(source), str(out), LAX) == before and in_process == []
     document = json.loads((tmp_path / "raw" / INSTANCES).read_text())
-    document["annotations"][0]["bbox"] = [0, 0, 6, 4]  # of image 6, which is in the last chunk
+    document["annotations"][0]["bbox"] = [0, 0, 6, 4]  # of image 6, in the last chunk
     write_json(tmp_path / "raw" / INSTANCES, **document)
     manifest, rows, _ = prepared(source, out)
     assert in_process == [2] and manifest.fingerprint != before.fingerprint

@@ -1,4 +1,4 @@
-"""A CSV is cut into the records that Python's csv reads, wherever quotes and newlines stand, and none is lost."""
+"""CSV: records equal those of Python's csv, for any quotes and newlines."""
 
 import csv
 import io
@@ -14,12 +14,12 @@ from mmray.storage.storage import Storage
 
 NAMES = ["image", "text", "id"]
 FIELDS = st.lists(st.text('ab",\n\r é', min_size=1, max_size=6), min_size=3, max_size=3)
-ENDS = ["\n", "\r\n", "\r\r\n"]  # the last is what csv writes on Windows into a file without newline=""
+ENDS = ["\n", "\r\n", "\r\r\n"]  # the last one is what csv writes on Windows into a file opened without newline=""
 PLAIN = st.text('ab"é ', min_size=1, max_size=6).filter(lambda text: not text.startswith('"') and text.strip())
 
 
 def rows_of(folder, data, rows_per_chunk=2):
-    """The rows of a CSV of these bytes: lists of fields, or BadRow."""
+    """Records of a CSV with these bytes: lists of fields, or BadRow."""
     (folder / "a.csv").write_bytes(data)
     source = CsvSource(Storage(str(folder)), "a.csv", {})
     items = [item.values for chunk in source.scan(rows_per_chunk, ()) for item in source.read(chunk)]

@@ -1,4 +1,4 @@
-"""Each format as a source: the same rows, faults named by their place, nothing lost, chosen by what it is."""
+"""All source formats: same rows, detection of the format, errors with file and line."""
 
 import csv
 import io
@@ -26,7 +26,7 @@ COUNT = 7
 
 @pytest.fixture(autouse=True)
 def in_process(monkeypatch):
-    """Without Ray; the fixture is the list of the chunks that were packed."""
+    """Pack without Ray; the fixture lists the chunks that were packed."""
     packed = []
 
     def run(job, chunks):
@@ -40,7 +40,7 @@ def in_process(monkeypatch):
 
 
 def prepared(source, out, **settings):
-    """(manifest, rows, quarantine as {source: reason}) of a source."""
+    """(manifest, rows, {source: reason} of the quarantine) of a source."""
     manifest = prepare(str(source), str(out), LAX.model_copy(update=settings))
     rows = PreparedSet.open(str(out)).read(np.arange(manifest.num_rows))
     faults = [json.loads(line) for line in (out / "quarantine.jsonl").read_text().splitlines()]
@@ -53,7 +53,7 @@ def text(number):
 
 
 def lossy(number, kind):
-    """Of colours so far apart that no two are saved alike."""
+    """JPEG of a colour that no other number shares after compression."""
     return colour_image(number * 30, kind)
 
 
@@ -101,7 +101,7 @@ def add(tar, name, data):
 
 
 def tars(folder, count=COUNT, kind="png"):
-    """As img2dataset writes them: jpg/png, txt and json of a key, and a Parquet and a JSON of figures beside."""
+    """Tars in img2dataset's layout: jpg/png, txt and json per key, and a Parquet and a JSON of statistics per tar."""
     folder.mkdir(parents=True, exist_ok=True)
     for shard in range(2):
         with tarfile.open(folder / f"{shard:05d}.tar", "w") as tar:
@@ -116,8 +116,8 @@ def tars(folder, count=COUNT, kind="png"):
 
 
 def downloaded(folder):
-    """As img2dataset writes single files, which is its default: 00000/000000000.jpg, .txt and .json of each, and a
-    Parquet of all that was asked for beside each folder; of the last one nothing came."""
+    """Files in img2dataset's default layout: 00000/000000000.jpg, .txt and .json, and a Parquet of all requested rows
+    next to each folder; the last folder has no downloaded row."""
     for shard in range(2):
         images_of = folder / f"{shard:05d}"
         images_of.mkdir(parents=True)
@@ -158,7 +158,7 @@ def lists(folder):
 
 
 def saved(folder):
-    """As `datasets.Dataset.save_to_disk` writes it: an Arrow stream, and a state that names it."""
+    """A dataset in the layout of `datasets.Dataset.save_to_disk`: an Arrow stream and its state.json."""
     folder.mkdir(parents=True)
     pictures = [{"bytes": colour_image(n), "path": None} for n in range(COUNT)]
     table = pa.table({"image": pictures, "text": [text(n) for n in range(COUNT)], "label": range(COUNT)})
@@ -313,7 +313,7 @@ def test_unrelated_parquet_next_to_pairs_is_the_source(tmp_path):
     pairs(source)
     assert detect_source(str(source)).format == "parquet" and detect_source(str(source), "pairs").format == "pairs"
     (source / "some.parquet").write_bytes((source / "rows.parquet").read_bytes())
-    assert detect_source(str(source)).format == "parquet"  # images of the top folder have no Parquet of their name
+    assert detect_source(str(source)).format == "parquet"  # images of the top folder have no Parquet of the same name
 
 
 def test_img2dataset_tars_are_read(tmp_path):

@@ -1,4 +1,4 @@
-"""One odd row or file name is set aside by name; it never ends the prepare of all the rest."""
+"""Invalid rows and file names are quarantined by name and do not stop prepare."""
 
 import csv
 import io
@@ -22,7 +22,7 @@ LATIN = os.fsdecode(b"caf\xe9")
 
 @pytest.fixture(autouse=True)
 def in_process(monkeypatch):
-    """Without Ray."""
+    """Pack without Ray."""
 
     def run(job, chunks):
         for chunk in chunks:

@@ -1,4 +1,4 @@
-"""Parquet and saved datasets: large parts are cut into ranges of rows, and a store that stumbles costs none."""
+"""Parquet and saved datasets: large files are split into row ranges; store failures lose no row."""
 
 import errno
 import io
@@ -58,7 +58,7 @@ def on_store(monkeypatch):
 
 
 def failing(monkeypatch, times, error):
-    """The second batch of a row group fails so many times."""
+    """Fail the second batch of a row group this many times."""
     left, whole = [times], pq.ParquetFile.iter_batches
 
     def iter_batches(*given, **named):

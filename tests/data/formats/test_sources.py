@@ -1,4 +1,4 @@
-"""JSONL in chunks, strict rows, and images that stay in their folder."""
+"""JSONL in chunks, strict parsing of rows, and images restricted to their folder."""
 
 import json
 import os

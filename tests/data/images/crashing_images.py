@@ -1,6 +1,6 @@
-"""Images that kill the process which decodes them, as a decoder with a fault in its native code would.
+"""Images that crash the process that decodes them, like a native decoder with a bug.
 
-Tests patch `open_image` in where workers decode; as a program this is the child that decodes in their stead.
+Tests patch `open_image` in workers; run as a program, this module is the sandbox's child process.
 """
 
 import os
@@ -20,7 +20,7 @@ NEED = b"this needs more memory than there is"
 
 
 def deadly(data, log):
-    """The image with its mark behind it; each process that a try of it kills adds a line to the file `log`."""
+    """Append a mark that crashes the decoder; each crashed process adds a line to the file `log`."""
     return data + MARK + str(log).encode()
 
 
@@ -41,14 +41,14 @@ def open_needy(data, max_pixels):
 
 @contextmanager
 def decoder_finds_no_memory():
-    """In this process alone."""
+    """Raise MemoryError for marked images, in this process only."""
     with patch.object(image, "_open", open_needy):
         yield
 
 
 @contextmanager
 def decoder_dies():
-    """In this process and in the children that it starts."""
+    """Crash on marked images, in this process and its children."""
     with patch.object(image, "_open", open_image), patch.object(sandbox, "COMMAND", COMMAND):
         yield
 

@@ -1,4 +1,4 @@
-"""Variations come from (seed, epoch, key) alone, and each kind is torchvision's."""
+"""Augmentation depends only on (seed, epoch, key), and each kind equals torchvision's."""
 
 import subprocess
 import sys
@@ -41,7 +41,7 @@ def picture(width=40, height=30):
 
 
 def drawn(**places):
-    """Draws of 0.5, which change nothing, but for some places."""
+    """Draws of 0.5, which change nothing, except at these positions."""
     numbers = np.full(NUM_RANDOM, 0.5)
     numbers[ORDER] = [0.1, 0.2, 0.3, 0.4]
     for place, value in places.items():
@@ -73,14 +73,14 @@ def test_random_crop_is_inside_the_image_and_within_limits(width, height, key, l
     left, top, right, bottom = box
     assert all(isinstance(edge, int) for edge in box)
     assert 0 <= left < right <= width and 0 <= top < bottom <= height
-    w, h = right - left, bottom - top  # each rounded by half a pixel
+    w, h = right - left, bottom - top  # both rounded by half a pixel
     central = abs(left + right - width) <= 1 and abs(top + bottom - height) <= 1
     assert (w + 0.5) / max(h - 0.5, 0.5) >= 0.75 and (w - 0.5) / (h + 0.5) <= 4 / 3
     assert central or (w + 0.5) * (h + 0.5) >= low * width * height
 
 
 def test_random_crop_equals_torchvision():
-    """Ten tries that all fail: its central part; drawn ends are reached on both sides."""
+    """Includes the central crop after ten failed tries; the ends of both ranges are reached."""
     for size in ((512, 64), (64, 512), (801, 128), (101, 32), (90, 90)):
         image = torch.zeros(3, size[1], size[0])
         never = drawn(crop=np.tile([2000.0, 0.5, 0.5, 0.5], 10))
@@ -132,7 +132,7 @@ def test_flip_mirrors_the_image():
 
 
 def test_augmentation_is_off_by_default():
-    """A flip above all: it makes a caption that names sides wrong."""
+    """No flip by default: it would make captions with "left" or "right" wrong."""
     assert Augment().flip == 0 and not Augment().is_active
     assert not any(recipes.load(name).augment.flip for name in recipes.RECIPES)
     plain = resize_to_square(PIXELS, 16, "squash", "bilinear")
@@ -150,7 +150,7 @@ def test_jitter_equals_torchvision_in_the_drawn_order():
     theirs = F.adjust_hue(theirs, 0.1)
     theirs = F.adjust_contrast(theirs, 1 - 0.4 * 0.8)
     difference = np.abs(mine.astype(int) - np.asarray(theirs).transpose(2, 0, 1))
-    assert difference.max() <= 2  # the hue is rounded here, cut off there
+    assert difference.max() <= 2  # the hue is rounded here and truncated there
 
 
 def test_augmentation_depends_on_epoch_and_not_on_position(tmp_path):

@@ -1,4 +1,4 @@
-"""Boxes go where their pixels go: through squash, crop, pad, random crops and flips, into padded batches."""
+"""Boxes follow their pixels through squash, crop, pad, random crop and flip, and into padded batches."""
 
 import io
 
@@ -27,7 +27,7 @@ def inputs(fit="squash", max_boxes=4, side=SIDE):
 
 
 def scene(width, height, box):
-    """A black picture with a white rectangle at `box`, in fractions."""
+    """A black image with a white rectangle at `box`, in fractions."""
     left, top, right, bottom = (round(edge * side) for edge, side in zip(box, (width, height) * 2, strict=True))
     pixels = np.zeros((height, width, 3), np.uint8)
     pixels[top:bottom, left:right] = 255
@@ -35,7 +35,7 @@ def scene(width, height, box):
 
 
 def bright(square):
-    """The box [4] of what is white on a square uint8 [3, S, S] (of padding too), in fractions."""
+    """The box [4] of the white pixels of a square uint8 [3, S, S], padding included, in fractions."""
     rows, columns = np.flatnonzero(square[0].max(axis=1) > 127), np.flatnonzero(square[0].max(axis=0) > 127)
     return np.array([columns[0], rows[0], columns[-1] + 1, rows[-1] + 1]) / square.shape[1]
 
@@ -66,7 +66,7 @@ def test_padding_moves_box_with_image(size):
     st.sampled_from([0.0, 1.0]), st.sampled_from([(1.0, 1.0), (0.3, 0.9)]),
 )  # fmt: skip
 def test_augmented_box_matches_its_rectangle(width, height, key, fit, flip, scale):
-    """Random crop and flip; a rectangle of which enough shows, on a square large enough to measure it."""
+    """Random crop and flip, with enough of the rectangle visible and a square large enough to measure it."""
     augment = Augment(crop_scale=scale, flip=flip)
     drawn = random_numbers(0, np.zeros(1, np.int64), np.array([key]))[0]
     image, box = scene(width, height, (0.2, 0.25, 0.6, 0.7))
@@ -77,7 +77,7 @@ def test_augmented_box_matches_its_rectangle(width, height, key, fit, flip, scal
     cut, shows = clip_boxes(to_model_coords(np.array([box]), (width, height), inputs(fit), augment, drawn))
     if not shows[0] or (cut[0, 2:] - cut[0, :2]).min() < 4 / SIDE:
         return
-    blur = 1 / SIDE + 1 / min(width, height)  # half a pixel of the source and of the square on either side
+    blur = 1 / SIDE + 1 / min(width, height)  # half a pixel of the source and of the square on each side
     assert np.abs(cut[0] - bright(square)).max() <= blur
 
 
@@ -91,10 +91,10 @@ def test_flip_swaps_left_and_right_and_inverts_itself():
 
 def test_boxes_outside_the_crop_are_dropped():
     boxes = np.array([[0.0, 0.2, 0.2, 0.8], [0.2, 0.2, 0.3, 0.8], [0.3, 0.0, 0.7, 1.0], [0.5, 0.5, 0.5, 0.9]])
-    cut, shows = clip_boxes(to_model_coords(boxes, (400, 200), inputs("crop"), None, None))  # the middle half is seen
+    cut, shows = clip_boxes(to_model_coords(boxes, (400, 200), inputs("crop"), None, None))  # half visible
     assert shows.tolist() == [False, True, True, False]
     assert np.allclose(cut[1:3], [[0, 0.2, 0.1, 0.8], [0.1, 0, 0.9, 1]])
-    assert not clip_boxes(np.array([[-0.95, 0.0, 0.05, 1.0]]))[1][0]  # a twentieth shows
+    assert not clip_boxes(np.array([[-0.95, 0.0, 0.05, 1.0]]))[1][0]  # a twentieth is visible
 
 
 def test_largest_boxes_are_kept_in_order():

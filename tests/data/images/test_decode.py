@@ -1,4 +1,4 @@
-"""Images: every accepted format, the traps of transparency, depth and orientation, and damaged bytes."""
+"""Image decoding: every accepted format, transparency, bit depth, orientation, and damaged bytes."""
 
 import io
 import pickle
@@ -19,12 +19,12 @@ from mmray.data.images.transform import reencode, resize_to_square
 
 
 def with_pillow(data, max_pixels=MAX_PIXELS):
-    """The image by Pillow alone: the reference for the fast JPEG path."""
+    """Decode with Pillow alone: the reference for the fast JPEG path."""
     return decode_module._decode_with_pillow(decode_module._open(data, max_pixels), data, max_pixels)
 
 
 def picture(width=40, height=30):
-    """A smooth picture in which every direction differs."""
+    """A smooth image that differs in every direction."""
     y, x = np.mgrid[:height, :width]
     return Image.fromarray(np.stack([x * 255 // width, y * 255 // height, (x + y) % 256], -1).astype(np.uint8))
 
@@ -36,7 +36,7 @@ def encode(image, kind, **options):
 
 
 def png(depth, colour, rows, trns=b"", size=None):
-    """A PNG made by hand, for depths that Pillow does not write. `rows` are the bytes of each line of 2 pixels."""
+    """Encode a PNG of a depth that Pillow does not write. `rows` are the bytes of each line of 2 pixels."""
 
     def chunk(kind, data):
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -82,14 +82,14 @@ def test_damaged_exif_does_not_fail_decoding():
 
 
 def damaged_exif(number):
-    """A JPEG whose EXIF is damaged in a way of its own: a text longer than the file, or a list of tags that ends."""
+    """A JPEG with damaged EXIF: a text longer than the file, or a truncated list of tags."""
     entry = struct.pack(">HHHLL", 1, 0x010E + number, 2, 10**6 + number, 26) + bytes(4)
     header = b"Exif\0\0MM\0*" + struct.pack(">L", 8)
     return encode(picture(), "JPEG", exif=header + (entry if number % 2 else entry[: 3 + number]))
 
 
 def test_pillow_warnings_are_not_logged():
-    """In a process as a data worker is; with Pillow alone each of these files has a text of its own."""
+    """Run in a process set up like a data worker; Pillow alone warns about each of these files."""
     code = """
 import io, pickle, sys
 from PIL import Image
@@ -217,7 +217,7 @@ def test_squash_crop_and_pad():
         assert pixels.flags.c_contiguous
     assert (squash[0, :, 0] < 10).all()
     assert (squash[0, :, 6] > 245).all()
-    assert (crop[0, :, 1:-1] == 255).all()  # at the edges the filter sees the black beyond, as after a whole resize
+    assert (crop[0, :, 1:-1] == 255).all()  # at the edges the filter reads the black outside, as after a full resize
     assert (crop[0] > 200).all()
     assert (crop[1:] == 0).all()
     assert (pad[:, :4] == 255).all()
@@ -228,7 +228,7 @@ def test_squash_crop_and_pad():
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("size", [(97, 61), (61, 97), (200, 64)])
 def test_fused_crop_agrees_with_resize_then_centre_crop(size, interpolation):
-    """The way pretrained models were fed: shorter side to `side`, then the centre; within 3 levels on average."""
+    """Preprocessing of pretrained models: shorter side to `side`, then a centre crop; within 3 levels on average."""
     image, side = picture(*size), 32
     scale = side / min(size)
     whole = image.resize(
@@ -285,7 +285,7 @@ def test_upright_jpeg_takes_fast_path(monkeypatch):
 
 @pytest.mark.parametrize("progressive", [False, True])
 def test_damaged_jpegs_give_same_result_on_both_paths(progressive):
-    """Whatever byte is damaged: the same pixels and size, or the same reason from all."""
+    """For any damaged byte, both paths give the same pixels and size, or the same reason."""
     whole, draw = encode(picture(64, 48), "JPEG", progressive=progressive), np.random.default_rng(0)
     outcomes = set()
     for _ in range(800):
@@ -334,7 +334,7 @@ def test_shrink_keeps_what_decode_corrected():
 
 
 def test_png_suite(shared_data):
-    """All colour types and depths decode; all files that are damaged on purpose (x*.png) are refused."""
+    """All colour types and depths decode; all deliberately damaged files (x*.png) are refused."""
     refused, paths = [], sorted((shared_data / "pngsuite").glob("*.png"))
     for path in paths:
         if path.name.startswith("x"):
@@ -347,7 +347,7 @@ def test_png_suite(shared_data):
 
 
 def test_png_suite_backgrounds(shared_data):
-    """The same picture at several depths with a transparent background: white everywhere."""
+    """The same image at several depths with a transparent background: white everywhere."""
     names = ["tbbn0g04", "tbbn2c16", "tbbn3p08", "tbgn2c16", "tbrn2c08", "tbwn0g16", "tbyn3p08", "tp1n3p08"]
     pixels = [np.asarray(with_pillow((shared_data / f"pngsuite/{name}.png").read_bytes())) for name in names]
     for other in pixels:

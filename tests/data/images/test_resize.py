@@ -1,4 +1,4 @@
-"""Resizing by SIMD agrees with Pillow's, in every thread, and Pillow stands in where there is no build."""
+"""SIMD resize equals Pillow's, in every thread; Pillow is the fallback without a SIMD build."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,7 +17,7 @@ def noise(width, height, seed):
 
 
 def stripes(width, height, seed):
-    """Black and white in squares of a pixel and more: nothing overshoots further, and all of it is rounded alike."""
+    """Black and white squares of one pixel and more: maximum overshoot, and exact rounding everywhere."""
     y, x = np.mgrid[:height, :width] // (seed % 4 + 1)
     return (((x + y) % 2)[..., None] * 255).repeat(3, 2).astype(np.uint8)
 
@@ -32,7 +32,7 @@ def words(width, height, seed):
 
 
 def centre(width, height):
-    """A part of whole sides in the middle, at half a pixel where that is so."""
+    """A central crop with integer sides, at half-pixel offsets if the difference is odd."""
     w, h = -(-2 * width // 3), -(-3 * height // 4)
     left, top = (width - w) / 2, (height - h) / 2
     return left, top, left + w, top + h
@@ -43,7 +43,7 @@ def centre(width, height):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("picture", [noise, stripes, words])
 def test_resize_equals_pillow_within_two_levels(picture, size, interpolation):
-    """Enlarged and reduced, whole and in part."""
+    """Enlarged and reduced, full image and crop."""
     for seed in range(3):
         rgb = picture(*size, seed)
         for box in ((0, 0, *size), centre(*size)):

@@ -1,4 +1,4 @@
-"""A decoder that dies natively, or finds no memory: its image is named, and everything else goes on."""
+"""Decoder crashes and out-of-memory errors are attributed to their image; all other rows are kept."""
 
 import json
 import sys
@@ -26,13 +26,13 @@ _pack_task, _hash_task = prepare_module._pack_task, contamination._hash_task
 
 
 def pack_task(item, job):
-    """The prepare task on a worker with that decoder."""
+    """The prepare task on a worker with the crashing decoder."""
     with decoder_dies():
         return _pack_task(item, job)
 
 
 class DecodeActor(stream_module.DecodeActor):
-    """The stream's actor with that decoder."""
+    """The stream's actor with the crashing decoder."""
 
     def __call__(self, batch):
         with decoder_dies():
@@ -40,7 +40,7 @@ class DecodeActor(stream_module.DecodeActor):
 
 
 def make_source(folder, count, bad):
-    """JSONL of `count` rows with an image each; those of the rows `bad` kill, and log it in `tries-N`."""
+    """JSONL of `count` rows with one image each; images of the rows `bad` crash the decoder and log it in `tries-N`."""
     folder.mkdir()
     for number in range(count):
         data = png(number)
@@ -100,7 +100,7 @@ sandbox.serve(sys.stdin.buffer, sys.stdout.buffer)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of a process's memory as Linux has them")
 def test_out_of_memory_image_is_not_reported_corrupt(monkeypatch):
-    """16 million pixels where 24 MiB are left, then a small one."""
+    """16 megapixels with 24 MiB left, then a small image."""
     monkeypatch.setattr(sandbox_module, "COMMAND", (sys.executable, "-c", CRAMPED))
     sandbox = SandboxedDecoder()
     with pytest.raises(BadImage, match="memory: no memory to decode it"):
@@ -111,7 +111,7 @@ def test_out_of_memory_image_is_not_reported_corrupt(monkeypatch):
 
 
 def pack_task_without_memory(item, job):
-    """The prepare task on a worker that has none for some images."""
+    """The prepare task on a worker that runs out of memory for some images."""
     with decoder_finds_no_memory():
         return _pack_task(item, job)
 
@@ -129,7 +129,7 @@ def test_rows_of_oom_task_are_retried_one_by_one_and_kept(tmp_path, monkeypatch,
 @pytest.mark.cluster
 @pytest.mark.parametrize("image_side", [0, 8])
 def test_prepare_quarantines_crashing_image_and_packs_the_rest(tmp_path, monkeypatch, local_ray, image_side):
-    bad = (5, 6, 13)  # two of one task, and one that stands first in its own
+    bad = (5, 6, 13)  # two in one task, and one that is the first of its task
     source, out = make_source(tmp_path / "raw", 32, bad), str(tmp_path / "out")
     settings = Prepare(max_bad_fraction=0.5, rows_per_shard=4, vocab_size=100, image_side=image_side)
     monkeypatch.setattr(prepare_module, "_pack_task", pack_task)
@@ -140,19 +140,19 @@ def test_prepare_quarantines_crashing_image_and_packs_the_rest(tmp_path, monkeyp
     assert all("the decoder process died" in fault["detail"] for fault in faults)
     assert PreparedSet.open(out).keys() == [f"k{number}" for number in range(32) if number not in bad]
     assert all(1 <= tries(source, number) <= 3 for number in bad)
-    assert prepare(str(source), out, settings) == manifest  # and is not tried again
+    assert prepare(str(source), out, settings) == manifest  # not retried
     assert all(tries(source, number) <= 3 for number in bad)
 
 
 def hash_task(item, job):
-    """The task that looks for leaks, on a worker with that decoder."""
+    """The contamination task on a worker with the crashing decoder."""
     with decoder_dies():
         return _hash_task(item, job)
 
 
 @pytest.mark.cluster
 def test_contamination_check_survives_crashing_images(tmp_path, monkeypatch, local_ray):
-    """The image that kills is named, compared by its bytes, and shown to nobody."""
+    """The crashing image is reported, compared by its bytes, and has no thumbnail."""
     source, out = make_source(tmp_path / "raw", 12, [5]), str(tmp_path / "out")
     unseen = Prepare(rows_per_shard=4, vocab_size=60, index_only=True, check="none", max_bad_fraction=1.0)
     prepare(str(source), str(tmp_path / "other"), unseen)
@@ -188,7 +188,7 @@ def test_index_only_stream_skips_crashing_row(tmp_path, monkeypatch, local_ray):
     assert column["pos"].tolist() == list(range(80))
     assert column["valid"].tolist() == (rows != 17).tolist()
     assert column["key"].tolist() == [0 if row == 17 else key_id(f"k{row}") for row in rows]
-    assert tries(source, 17) == 3  # one that killed the actor, then one an epoch, in a child
+    assert tries(source, 17) == 3  # one crash of the actor, then one of a child per epoch
     with decoder_dies():
         record, reason = reader.explain_bad_row(17)
     assert record.key == "k17" and reason.startswith("decoder-crash")

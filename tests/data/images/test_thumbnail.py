@@ -1,5 +1,3 @@
-"""Pictures inside pages."""
-
 import base64
 import io
 

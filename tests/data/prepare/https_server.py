@@ -1,4 +1,4 @@
-"""An HTTPS server on loopback with a certificate of its own, and a look-up of names that the test writes."""
+"""HTTPS server on loopback with a self-signed certificate, and a fake DNS lookup."""
 
 import datetime
 import ipaddress
@@ -19,7 +19,7 @@ NAMES = ("allowed.test", "other.test", "inner.test", "localhost")
 
 
 class Server(ThreadingHTTPServer):
-    """`with Server(folder, image) as server`: server.port; `image(number)` are the bytes of /N."""
+    """Context manager: `with Server(folder, image) as server`: server.port; `image(number)` returns the bytes of /N."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -47,11 +47,11 @@ class Server(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, *_):
-        """A client that went away is what the tests are about."""
+        """Ignore disconnected clients: the tests cause them."""
 
 
 class Answers(BaseHTTPRequestHandler):
-    """/N an image; /slow/N the same after 0.2 s; /to?at=ADDRESS; /busy/M/N refused M times; /404 and the like."""
+    """/N: an image; /slow/N: the same after 0.2 s; /to?at=ADDRESS: a redirect; /busy/M/N: refused M times; /404 etc."""
 
     protocol_version = "HTTP/1.1"
 
@@ -75,7 +75,7 @@ class Answers(BaseHTTPRequestHandler):
         elif kind == "busy":
             busy = self.server.asked[self.path] <= int(rest[0])
             self._send(503 if busy else 200, b"" if busy else self.server.image(int(rest[1])))
-        elif kind == "endless":  # no length is told
+        elif kind == "endless":  # no Content-Length
             self._send(200, None)
             while not self.server.stopping.is_set():
                 self.wfile.write(bytes(65536))
@@ -103,11 +103,11 @@ class Answers(BaseHTTPRequestHandler):
         self.wfile.write(body or b"")
 
     def log_message(self, *_):
-        """Nothing is said in the middle of a test."""
+        """Log nothing."""
 
 
 class Names(AbstractResolver):
-    """What each name is looked up as: a list of numeric addresses."""
+    """DNS table: each name maps to a list of numeric addresses."""
 
     def __init__(self, **names):
         self.names = {name.replace("_", "."): found for name, found in names.items()}
@@ -129,7 +129,7 @@ def family_of(address):
 
 
 def write_certificate(folder):
-    """certificate.pem, signed by itself, and key.pem; the path of the first."""
+    """Write a self-signed certificate.pem and its key.pem; return the path of the first."""
     key, now = ec.generate_private_key(ec.SECP256R1()), datetime.datetime.now(datetime.UTC)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "tests")])
     names = [x509.DNSName(each) for each in NAMES] + [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]

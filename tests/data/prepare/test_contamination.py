@@ -75,7 +75,7 @@ def make_source(folder, images, splits=None, texts=None):
 
 @pytest.fixture
 def two(tmp_path, in_process):
-    """A prepared evaluation set of 6, and a source of 10 that has two of it exactly and two re-encoded."""
+    """A prepared evaluation set of 6 rows, and a source of 10 with two exact and two re-encoded copies of it."""
     seen = [encoded(patches_image(number)) for number in range(6)]
     prepare(make_source(tmp_path / "e", seen), str(tmp_path / "eval"), LAX)
     images = [encoded(patches_image(number)) for number in range(20, 30)]
@@ -125,8 +125,8 @@ def test_leaks_are_quarantined_and_other_rows_kept(tmp_path, two, in_process):
 
 def test_training_row_is_the_leak_between_splits(tmp_path, in_process):
     images = [encoded(patches_image(number)) for number in range(8)]
-    images[6] = encoded(patches_image(1), "JPEG", quality=80)  # of test, after its twin in train
-    images[2] = encoded(patches_image(7), "JPEG", quality=80)  # of train, before its twin in test
+    images[6] = encoded(patches_image(1), "JPEG", quality=80)  # of test, after its copy in train
+    images[2] = encoded(patches_image(7), "JPEG", quality=80)  # of train, before its copy in test
     images[5] = encoded(patches_image(3), "JPEG", quality=80)  # both in train: no leak
     source = make_source(tmp_path / "s", images, splits=["train"] * 6 + ["test"] * 2)
     manifest = prepare(source, str(tmp_path / "out"), LAX.model_copy(update={"drop_overlap": True}))
@@ -181,7 +181,7 @@ def test_ray_job_equals_in_process_check(tmp_path, two, monkeypatch, local_ray):
 
 
 def random_hashes(rng, count, base=None):
-    """Hashes that are often near each other: a few centres, some bits flipped, some colours moved."""
+    """Hashes that are often near each other: a few centres with some bits flipped and some colours moved."""
     out = np.zeros(count, IMAGE_HASH_DTYPE)
     centres = base if base is not None else rng.integers(0, 2**63, (4, 4), dtype=np.uint64)
     out["phash"] = centres[rng.integers(0, len(centres), count)]

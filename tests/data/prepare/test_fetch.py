@@ -40,7 +40,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def fetching(server):
-    """Makes a fetcher for which loopback is public by default."""
+    """Factory of fetchers that treat loopback as public by default."""
 
     def make(hosts=None, limits=LIMITS, resolver=LOOPBACK, public=lambda _: True):
         return Fetcher(hosts or (f"allowed.test:{server.port}",), limits, server.trusted, resolver, public)
@@ -243,7 +243,7 @@ def test_closing_a_fetcher_cancels_requests(server, fetching):
 
 
 def source_line(source, row):
-    """How row `row`, counted from 0, is named; a CSV has a line of column names before."""
+    """Location of row `row`, counted from 0; a CSV has a header line first."""
     return f"{source.name}:{row + 1 + (source.suffix == '.csv')}"
 
 
@@ -296,7 +296,7 @@ def test_prepare_from_urls(server, fetching, tmp_path, monkeypatch, kind):
     asked = server.asked.total()
     assert [aside.picture for aside in quarantine_of(tmp_path, str(out)).shown] == [None] * 4
     assert server.asked.total() == asked, "a report fetches nothing"
-    manifest = prepare(str(source), str(out), settings)  # the busy host is retried
+    manifest = prepare(str(source), str(out), settings)  # the refused requests are retried
     assert (manifest.num_rows, packed) == (4, [0, 0])
     prepare(str(source), str(out), settings)
     assert packed == [0, 0], "what is fetched stays"
@@ -316,7 +316,7 @@ def test_job_digest_depends_on_allowed_hosts():
 
 
 def test_cache_name_ignores_the_error_budget(tmp_path, monkeypatch):
-    """A larger budget, which exit 5 advises, reuses finished chunks; other settings give another set."""
+    """A larger error budget, as exit code 5 suggests, reuses finished chunks; other settings give another set."""
     source, outs = tmp_path / "my rows é.jsonl", []
     source.write_text("{}")
     manifest = SimpleNamespace(num_rows=0, num_quarantined=0)

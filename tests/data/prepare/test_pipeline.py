@@ -1,4 +1,4 @@
-"""Prepare: every row is accounted for; killed, grown, changed and invalid sources.
+"""Prepare: every row is accounted for; killed runs, and appended, changed and invalid sources.
 
 Most tests pack in this process, without Ray; the last ones run the Ray Data job.
 """
@@ -64,7 +64,7 @@ def colour_image(number, kind="PNG", size=(12, 8)):
 
 
 def make_source(folder, count, start=0, **columns):
-    """Append `count` rows with an image each to a JSONL."""
+    """Append `count` rows with one image each to a JSONL."""
     folder.mkdir(exist_ok=True)
     with (folder / "rows.jsonl").open("a") as file:
         for number in range(start, start + count):
@@ -173,7 +173,7 @@ def test_record_of_a_chunk_has_all_columns_of_its_rows(tmp_path, in_process):
 def test_duplicate_rules(tmp_path, in_process, rule, kept):
     source = make_source(tmp_path / "raw", 2)
     add(source, {"id": "a", "image": "0.png", "text": "colour 0"}, {"id": "b", "image": "0.png", "text": "other"})
-    for number, said in ((5, "colour 1"), (6, "other")):  # b went for its image: its caption is still to come
+    for number, said in ((5, "colour 1"), (6, "other")):  # b was dropped for its image, not its caption
         (tmp_path / "raw" / f"{number}.png").write_bytes(colour_image(number))
         add(source, {"id": "cd"[number - 5], "image": f"{number}.png", "text": said})
     manifest = prepare(str(source), str(tmp_path / "out"), LAX.model_copy(update={"duplicates": rule}))
@@ -191,7 +191,7 @@ def test_duplicates_across_chunks_and_splits(tmp_path, in_process):
     manifest = prepare(str(source), str(tmp_path / "out"), LAX)
     assert len(in_process) == 3
     said = [(fault["key"], fault["detail"]) for fault in quarantine(tmp_path / "out")]
-    assert said == [(key, "duplicate of row t (in split test)") for key in ("k2", "u")]  # what is held out stays
+    assert said == [(key, "duplicate of row t (in split test)") for key in ("k2", "u")]  # held-out rows stay held out
     assert manifest.splits == {"train": 8, "test": 1}
     assert manifest.num_leaks == 2
 
@@ -214,7 +214,7 @@ def test_row_with_a_repeated_id_is_never_the_original():
 
 
 def test_text_rule_equals_a_loop_over_rows():
-    """A row that is dropped for its captions does not cause others with its image to be dropped."""
+    """A row dropped for its captions does not cause rows with the same image to be dropped."""
     images, texts = np.random.default_rng(1).integers(0, 40, (2, 90, 2)).astype(np.uint64) // 8
     keys = hash_texts([str(number) for number in range(90)])
     held_out = np.arange(90) % 7 == 3
@@ -376,7 +376,7 @@ def test_retry_packs_only_chunks_with_unread_rows(tmp_path, in_process, monkeypa
     whole = prepare(str(source), str(tmp_path / "whole"), LAX)
     add(source, {"image": "0.png", "text": " "})
     lost = {number: (source.parent / f"{number}.png").read_bytes() for number in (5, 9, 10)}
-    with monkeypatch.context() as patch:  # a store that shows no time of change, as an object store does not
+    with monkeypatch.context() as patch:  # a file system without modification times, like an object store
         for module in ("images.read", "prepare.pack"):
             patch.setattr(f"mmray.data.{module}.file_stamp", lambda storage, name: (name, None, None))
         for number in lost:
@@ -389,7 +389,7 @@ def test_retry_packs_only_chunks_with_unread_rows(tmp_path, in_process, monkeypa
         assert prepare(str(source), str(out), LAX).num_rows == 13
         assert in_process == []
         manifest = prepare(str(source), str(out), LAX, retry=True)
-        assert in_process == [1, 2]  # a blank caption is not tried again
+        assert in_process == [1, 2]  # a blank caption is not retried
         assert prepare(str(source), str(out), LAX, retry=True) == manifest
         assert in_process == [1, 2]
     assert (manifest.fingerprint, manifest.reasons) == (whole.fingerprint, {"blank": 1})
@@ -572,7 +572,7 @@ def has_a_bug(job, chunk, **_):
 
 @pytest.mark.cluster
 def test_python_exception_in_a_task_is_raised_at_once(tmp_path, monkeypatch, local_ray):
-    """Not run again, and not blamed on images or memory."""
+    """Not retried, and not attributed to images or memory."""
     source, out = make_source(tmp_path / "raw", 4), tmp_path / "out"
     monkeypatch.setattr(prepare_module, "_pack_task", partial(task_with, has_a_bug))
     with pytest.raises(MmrayError, match=r"KeyError: 'absent' \(.*test_pipeline\.py:\d+ in has_a_bug\)"):
@@ -590,7 +590,7 @@ def test_retried_task_does_not_repack_a_finished_chunk(tmp_path):
     assert pack_chunk(job, chunk) == first
     assert sorted((tmp_path / "out" / "shards").iterdir()) == shards
     again = prepare_module.make_job(str(source), str(tmp_path / "out"), LAX)
-    assert pack_chunk(again, chunk) == first  # another prepare, which asked for this chunk, packs it
+    assert pack_chunk(again, chunk) == first  # a concurrent prepare that requested this chunk packs it
     assert len(list((tmp_path / "out" / "shards").iterdir())) == 2
 
 
@@ -614,7 +614,7 @@ def test_prepare_resumes_after_the_driver_was_killed(tmp_path, in_process):
         time.sleep(0.01)
     driver.send_signal(signal.SIGKILL)
     driver.wait()
-    time.sleep(2)  # its workers end by themselves
+    time.sleep(2)  # its workers exit by themselves
     assert not (out / "manifest.json").exists()
     done = len(list((out / "parts").glob("chunk-*.json")))
     manifest = prepare(str(source), str(out), Prepare(rows_per_shard=4, vocab_size=100))

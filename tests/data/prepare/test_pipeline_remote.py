@@ -1,4 +1,4 @@
-"""Prepare on an object store alone: a source in a bucket becomes a set in a bucket, the one that a disk gives."""
+"""Prepare from bucket to bucket gives the set that a disk gives."""
 
 import numpy as np
 
@@ -14,7 +14,7 @@ in_process = formats.in_process
 
 
 def put(s3, raw):
-    """The tars of a folder in the bucket."""
+    """Upload the tars of a folder to the bucket."""
     place = Storage(f"{s3.address}/raw")
     for name in raw.list_files():
         if name.endswith(".tar"):

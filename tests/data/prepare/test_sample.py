@@ -1,4 +1,4 @@
-"""The sample set: the same bytes each time, a test split of unseen combinations, and damage that a check must find."""
+"""Sample set: deterministic bytes, a test split of unseen combinations, and known damaged rows."""
 
 import hashlib
 import json
@@ -154,7 +154,7 @@ def test_sample_has_one_damaged_row_of_each_kind(jsonl):
     assert b"<html>" in (images / "web-page.jpg").read_bytes()
     assert not (images / "missing.jpg").exists()
     for name in ("truncated.jpg", "empty.jpg", "web-page.jpg", "flipped-byte.png"):
-        with pytest.raises(BadImage):  # not every flipped byte stops Pillow, but the checksum of its chunk does
+        with pytest.raises(BadImage):  # Pillow does not fail for every flipped byte, but the checksum of the chunk does
             decode((images / name).read_bytes())
     by_id = {row["id"]: row for row in damaged}
     assert not by_id["damaged-blank-caption"]["texts"][0].strip()

@@ -1,4 +1,4 @@
-"""How many tasks of a job run side by side, on a machine of which Ray counts more CPUs than it has cores."""
+"""Number of concurrent tasks on a machine for which Ray counts more CPUs than it has cores."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Shard reader on object stores: the rows of a disk, in few large requests, cached on request."""
+"""Shard reader on object stores: same rows as on a disk, in few large requests, with an optional cache."""
 
 import hashlib
 import pickle
@@ -55,8 +55,8 @@ def random_rows(first, count, size=300):
 
 
 def make_index_only_set(store, images, rows, size=300, per_tar=512):
-    """A prepared set at `place` whose images are members of WebDataset tars at `images`, each after a header and
-    before a caption."""
+    """A prepared set at `place` whose images are members of WebDataset tars at `images`, each between a header and
+    a caption."""
     shards = []
     for tar, first in enumerate(range(0, rows, per_tar)):
         here = random_rows(first, min(per_tar, rows - first), size)
@@ -147,7 +147,7 @@ def cost_of(s3, prepared, chunk, window, blocks=2):
 
 
 def test_requests_per_block_by_shuffle_shape_and_cache(s3, tmp_path, monkeypatch):
-    """8,192 rows in 16 shards; the gap is ten rows, as 1 MiB is for rows of 100 KB."""
+    """8,192 rows in 16 shards; the coalescing gap is ten rows, like 1 MiB for rows of 100 KB."""
     monkeypatch.setattr(storage, "MAX_GAP_BYTES", 5000)
     prepared = put(s3.address, [(random_rows(first, 512), None, ()) for first in range(0, 8192, 512)])
     cached = prepared.cached(ShardCache(str(tmp_path), 10**9), 32)
@@ -165,8 +165,8 @@ def test_requests_per_block_by_shuffle_shape_and_cache(s3, tmp_path, monkeypatch
 
 @pytest.mark.parametrize("index", ["store", "disk"])
 def test_index_only_block_reads_tar_members_in_few_requests(s3, tmp_path, monkeypatch, index):
-    monkeypatch.setattr(storage, "MAX_GAP_BYTES", 5000)  # some three members
-    monkeypatch.setattr(shuffle, "REQUEST_BYTES", 2000)  # as many rows as it is of images of 66 KB
+    monkeypatch.setattr(storage, "MAX_GAP_BYTES", 5000)  # about three members
+    monkeypatch.setattr(shuffle, "REQUEST_BYTES", 2000)  # as many rows as for images of 66 KB
     store = Storage(f"{s3.address}/index" if index == "store" else str(tmp_path / "index"))
     store.mkdir("shards")
     prepared = make_index_only_set(store, Storage(f"{s3.address}/raw"), 4096)
@@ -175,7 +175,7 @@ def test_index_only_block_reads_tar_members_in_few_requests(s3, tmp_path, monkey
     any_order, in_chunks = (cost_of(s3, prepared, *order, blocks=1)[0] for order in ((1, 1), by_default))
     print(f"\nindex on a {index}: any order {any_order:.1f} requests, in chunks {in_chunks:.1f}")
     assert any_order > 100 and in_chunks <= (33 if index == "store" else 16.5)
-    with s3.requests() as made:  # the files are open
+    with s3.requests() as made:  # the files are already open
         assert all(row.checksum_ok for row in prepared.read(np.arange(2000, 2008)))
     assert len(made) == (2 if index == "store" else 1)
 

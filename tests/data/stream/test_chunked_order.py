@@ -1,4 +1,4 @@
-"""Chunked sample order: as exact as the full shuffle; rows of a chunk stay close; a batch has rows of many chunks."""
+"""Chunked sample order: as exact as the full shuffle; rows of a chunk stay close; batches mix many chunks."""
 
 from hashlib import sha256
 from typing import NamedTuple
@@ -14,8 +14,8 @@ SOURCES = 10
 
 
 class Quality(NamedTuple):
-    """Mean distinct chunks in a batch, mean distance of neighbouring rows in epochs (1/3 if random), deviation of the
-    share of a tenth of the set in a batch (1 if random)."""
+    """Mean distinct chunks in a batch, mean distance of neighbouring rows between epochs (1/3 if random), deviation of
+    the share of a tenth of the set in a batch (1 if random)."""
 
     chunks: float
     distance: float

@@ -1,4 +1,4 @@
-"""Blocks become micro-batches: the same rows per step in any arrangement, and less padding by length."""
+"""Collation of blocks into micro-batches: the rows of a step in any grouping, and less padding by length."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from mmray.engine.prefetch import make_local_batch
 
 
 def blocks(plan, lengths):
-    """One block of all steps of rank 0; row p has lengths[p] tokens."""
+    """One block with all steps of rank 0; row p has lengths[p] tokens."""
     pos = np.concatenate([plan.positions(step, 0) for step in range(plan.steps)])
     num_tokens = np.where(pos >= 0, lengths[pos % len(lengths)], 1).astype(np.int32)
     ids = np.zeros((len(pos), lengths.max()), np.int32)
@@ -44,7 +44,7 @@ def test_group_by_length_keeps_rows_and_pads_less(micro):
     assert Padding.over(told_of(plain, False), group_by_length=False) == {
         "batch/padding": logged["batch/padding_unbucketed"]
     }
-    of_each = {4: (0.13, 0.32), 5: (0.17, 0.37), 16: (0.43, 0.43)}[micro]  # in one micro-batch an order changes nothing
+    of_each = {4: (0.13, 0.32), 5: (0.17, 0.37), 16: (0.43, 0.43)}[micro]  # a single micro-batch has no order to change
     assert (padding_share(sorted_), padding_share(plain)) == pytest.approx(of_each, abs=0.005)
 
 
@@ -63,7 +63,7 @@ def test_step_in_several_blocks_equals_step_in_one(micro, group_by_length):
     lengths = np.random.default_rng(0).integers(2, 30, 30)
     (whole,) = blocks(plan, lengths)
     parts = [{name: column[first : first + 4] for name, column in whole.items()} for first in range(0, 64, 4)]
-    for part in parts:  # as wide as its longest caption, as blocks come
+    for part in parts:  # padded to its longest caption, as in the block
         part["input_ids"] = part["input_ids"][:, : part["num_tokens"].max()]
     for one, other in zip(
         iter_micro_batches([whole], plan, group_by_length),
@@ -75,7 +75,7 @@ def test_step_in_several_blocks_equals_step_in_one(micro, group_by_length):
 
 
 def rows_of(step):
-    """Position, image and unpadded caption of each row of a step, in any arrangement."""
+    """Position, image and unpadded caption of each row of a step, for any grouping."""
     return sorted(
         (int(p), int(image[0, 0, 0]), tuple(ids[mask.bool()].tolist()))
         for micro in step

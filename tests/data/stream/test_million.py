@@ -1,4 +1,4 @@
-"""A set of a million rows: what it costs to open one, to plan a run over it, and to read its first block."""
+"""A set of a million rows: cost of opening it, planning a run, and reading the first block."""
 
 import gc
 import os
@@ -19,11 +19,11 @@ from mmray.data.text.tokenizer import train_tokenizer
 from mmray.storage.storage import Storage
 from tests.made import CAPTIONS, row
 
-ROWS, IN_SHARD = 1_000_000, 512  # of prepare.rows_per_shard
+ROWS, IN_SHARD = 1_000_000, 512  # default of prepare.rows_per_shard
 
 
 def make_million(folder):
-    """Shards as prepare writes them: one file hard-linked under many names."""
+    """Shards as prepare writes them, but one file hard-linked under many names."""
     place = Storage(str(folder))
     place.mkdir()
     whole = write_shard([row(number) for number in range(IN_SHARD)], place, "0.arrow")
@@ -38,7 +38,7 @@ def make_million(folder):
 
 
 def test_million_rows_are_opened_and_read_within_bounds(tmp_path):
-    """Open, plan and a block of random rows in 3 seconds and 64 MiB; each reader is sent less than 0.5 MB."""
+    """Opening, planning and a block of random rows take 3 seconds and 64 MiB; each reader is sent less than 0.5 MB."""
     manifest_bytes = make_million(tmp_path)
     tokenizer = train_tokenizer(CAPTIONS, 60)
     inputs = Inputs(image_side=8, fit="squash", max_tokens=12)
@@ -54,7 +54,7 @@ def test_million_rows_are_opened_and_read_within_bounds(tmp_path):
     print(f"\n1,000,000 rows: opened in {opened_s:.2f} s, a first block of 128 in {took_s:.2f} s, {held_mib:.0f} MiB")
     print(f"manifest {manifest_bytes / 1e6:.1f} MB, {sent_mb:.2f} MB to each reader")
     rows = plan.rows_at(positions)
-    assert len(set((rows // IN_SHARD).tolist())) > 100  # from everywhere
+    assert len(set((rows // IN_SHARD).tolist())) > 100  # rows from the entire set
     assert block["key"].tolist() == [key_id(f"row-{number % IN_SHARD}") for number in rows] and block["valid"].all()
     assert took_s < 3 and held_mib < 64 and sent_mb < 0.5
     assert np.array_equal(np.sort(plan.rows_at(np.arange(ROWS))), np.arange(ROWS))

@@ -1,4 +1,4 @@
-"""Several sets as one: each row by its number, whatever set it is in, under a key of its own."""
+"""Mixtures: several sets with one row numbering and distinct keys."""
 
 import pickle
 

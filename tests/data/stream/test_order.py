@@ -1,4 +1,4 @@
-"""The order is a permutation per epoch, the same for any world size, and continues from any step."""
+"""The order is a permutation per epoch, the same for any world size, and resumes at any step."""
 
 import numpy as np
 import pytest
@@ -69,7 +69,7 @@ def test_shuffle_off_keeps_source_order():
 
 
 def test_shuffle_has_no_visible_structure():
-    """Displacements of a uniform permutation: neighbours end up n/3 apart on average."""
+    """Displacements of a uniform permutation: neighbours are n/3 apart on average."""
     n = 20_000
     rows = plan(num_rows=n, seed=7).rows_at(np.arange(n))
     assert abs(np.abs(np.diff(rows)).mean() / n - 1 / 3) < 0.01
@@ -109,7 +109,7 @@ def mixture(parts, world=1, global_rows=8, shuffle=True, seed=3):
 
 
 def counts_of(p, epochs):
-    """How often each row of each set is taken in the first epochs: a list of arrays."""
+    """How often each row of each set is taken in the first epochs, as a list of arrays."""
     rows = p.rows_at(np.arange(epochs * p.num_rows))
     counts = np.bincount(rows, minlength=sum(part.num_rows for part in p.parts))
     return np.split(counts, np.cumsum([part.num_rows for part in p.parts])[:-1])

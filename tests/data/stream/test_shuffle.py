@@ -1,4 +1,4 @@
-"""Shuffle blocks by storage and row size, and which sets are cached."""
+"""Default shuffle blocks by storage and row size, and which sets are cached."""
 
 from dataclasses import replace
 
@@ -83,7 +83,7 @@ def test_index_only_set_uses_blocks_if_its_images_are_contiguous_on_a_store(ther
     assert shuffle_block_and_window(Data(), [with_refs(here, store, length=20_000)], 64) == (24, 16)
     assert shuffle_block_and_window(Data(), [with_refs(here, disk, length=20_000)], 64) == (1, 1)
     assert shuffle_block_and_window(Data(), [with_refs(there, store, length=20_000)], 64) == (24, 16)
-    assert shuffle_block_and_window(Data(), [with_refs(there, disk)], 64) == (32, 16)  # the index alone is on the store
+    assert shuffle_block_and_window(Data(), [with_refs(there, disk)], 64) == (32, 16)  # only the index is on the store
     assert shuffle_block_and_window(Data(shuffle_blocks=1), [with_refs(there, store, length=20_000)], 64) == (1, 1)
 
 

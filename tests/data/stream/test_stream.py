@@ -1,4 +1,4 @@
-"""The stream on Ray: every row where the order puts it, for any number of workers, from any step."""
+"""The stream on Ray: rows in sample order for any number of workers, from any step."""
 
 import itertools
 import pickle
@@ -44,7 +44,7 @@ def reader(readers):
 
 
 def taken(iterator, plan, pause_s):
-    """Keys and positions of each step of one rank; pauses after each like a training worker."""
+    """Keys and positions of each step of one rank, with a pause after each like a training worker."""
     for step in iter_micro_batches(iterator.iter_batches(batch_size=None, batch_format="numpy"), plan):
         columns = (torch.cat([micro[name] for micro in step]) for name in ("key", "pos", "valid"))
         yield [(k, p) for k, p, v in zip(*(column.tolist() for column in columns), strict=True) if v]
@@ -53,13 +53,13 @@ def taken(iterator, plan, pause_s):
 
 @ray.remote(num_cpus=0)
 def consume(iterator, plan, pause_s, steps):
-    """The first steps of a rank, which then leaves; None: all steps."""
+    """Take the first steps of a rank, then stop; None: all steps."""
     return list(itertools.islice(taken(iterator, plan, pause_s), steps))
 
 
 @ray.remote(num_cpus=0)
 class Mortal:
-    """A rank that stops in the middle of its stream until it is killed."""
+    """A rank that waits in the middle of its stream until it is killed."""
 
     def __init__(self, iterator, plan, pause_s):
         self.left = taken(iterator, plan, pause_s)
@@ -69,11 +69,11 @@ class Mortal:
 
 
 def stream(reader, plan, first_step, pause_s, steps, block_mb, killed):
-    """Keys and positions of each step, rank after rank; `steps`: so many, and then the group goes, or is `killed`.
+    """Keys and positions of each step, rank after rank; after `steps` the group stops, or is `killed`.
 
-    The first rank pauses after each step; the others take what comes.
+    The first rank pauses after each step; the others do not.
     """
-    workers = min(2, plan.global_rows)  # each costs two seconds, and a few blocks of single rows need no second
+    workers = min(2, plan.global_rows)  # each actor costs two seconds, and a few blocks of single rows need only one
     made = StreamDataConfig(ResumePoint(plan, first_step), reader, workers, block_mb)
     iterators = [shard["train"] for shard in made.configure({"train": None}, plan.world)]
     given = [(iterator, plan, 0.0 if rank else pause_s) for rank, iterator in enumerate(iterators)]
@@ -81,7 +81,7 @@ def stream(reader, plan, first_step, pause_s, steps, block_mb, killed):
         mortals = [Mortal.remote(*each) for each in given]
         ranks = ray.get([mortal.take.remote(steps) for mortal in mortals])
         for mortal in mortals:
-            mortal.take.remote()  # what it would take next goes with it
+            mortal.take.remote()  # the rows it would take next are lost with it
             ray.kill(mortal)
     else:
         ranks = ray.get([consume.remote(*each, steps) for each in given])
@@ -110,13 +110,13 @@ def expected(plan):
 def test_changing_worker_groups_take_same_rows(
     local_ray, readers, monkeypatch, num_rows, global_rows, stops, pause_s, block_mb, killed
 ):
-    """One worker, then three, then two: each group goes in mid-epoch, the next begins where its counted rows end.
+    """Groups of one, three and two workers stop in mid-epoch; the next starts where the counted rows end.
 
-    One of each group is slow. The last goes on to the end of the run, which is not that of an epoch.
+    One rank of each group is slow. The last group runs to the end of the run, which is not the end of an epoch.
     """
     monkeypatch.setattr(
         "mmray.data.stream.stream.MAX_INLINE_BLOCKS", 40
-    )  # two streams of 5,000 rows have more, as long runs have
+    )  # two streams of 5,000 rows have more blocks, as long runs do
     rows_consumed, found, plans = 0, [], []
     for world, stop in zip((1, 3, 2), stops, strict=True):
         plan = SamplePlan(num_rows, global_rows, world, micro=1 if global_rows < 16 else 32, seed=3, steps=stops[-1])
@@ -130,7 +130,7 @@ def test_changing_worker_groups_take_same_rows(
     for epoch in range(plan.epoch(plan.steps)):
         steps_of_it = found[epoch * plan.steps_per_epoch : (epoch + 1) * plan.steps_per_epoch]
         assert sorted(key for step in steps_of_it for key, _ in step) == everyone
-    assert not ray.data.DataContext.get_current().execution_options.preserve_order  # of these streams alone
+    assert not ray.data.DataContext.get_current().execution_options.preserve_order  # of these streams only
 
 
 def test_blocks_have_equal_size_and_cover_all_steps():
@@ -158,9 +158,9 @@ def test_block_shape_depends_on_row_bytes():
     assert block_shape(plan, row_bytes=3 * 64 * 64, block_mb=24) == (15, 1)
     assert block_shape(plan, row_bytes=3 * 224 * 224, block_mb=6) == (1, 4)
     large = SamplePlan(10**6, 4096, 1, 256, 0, steps=100)
-    assert block_shape(large, row_bytes=3 * 224 * 224, block_mb=24) == (1, 32)  # 617 MB in one otherwise
+    assert block_shape(large, row_bytes=3 * 224 * 224, block_mb=24) == (1, 32)  # otherwise 617 MB in one block
     assert block_shape(SamplePlan(10**6, 1021, 1, 64, 0, 100), 3 * 224 * 224, 24) == (1, 1)  # a prime number of rows
-    assert max_block_mb(80e6, world=2) == pytest.approx(6) and max_block_mb(60e9, world=8) > 512  # any size asked for
+    assert max_block_mb(80e6, world=2) == pytest.approx(6) and max_block_mb(60e9, world=8) > 512  # explicit size
 
 
 def test_block_holds_pixels_tokens_and_padding(reader):
@@ -238,9 +238,9 @@ def test_caption_choice_differs_by_epoch_and_is_reproducible(tmp_path):
 
 
 def test_million_blocks_start_in_seconds(local_ray):
-    """Made and begun in seconds: block numbers come from coarse tasks, never a list of a million.
+    """Starts in seconds: block numbers come from coarse tasks, never from a list of a million.
 
-    Nor in memory: a task for each block takes some 4 KB, which were 4 GB. Measured: 25 to 29 MiB.
+    Memory is bounded too: a task per block takes about 4 KB, 4 GB in total. Measured: 25 to 29 MiB.
     """
     driver = psutil.Process()
     before = driver.memory_info().rss

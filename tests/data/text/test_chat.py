@@ -1,4 +1,4 @@
-"""Conversations as token ids: what is learned, where the image stands, and what becomes of marks in the words."""
+"""Conversations as token ids: target tokens, position of the image, and special tokens in user text."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def learned_words(encoder: ChatEncoder, conversation: list) -> str:
 
 
 def spaced() -> str:
-    """A tokenizer whose words begin with the space before them, as Llama's do."""
+    """A tokenizer whose words include the preceding space, as Llama's do."""
     vocabulary = {"<unk>": 0, "▁a": 1, "▁red": 2, "▁circle": 3, "▁ASSISTANT:": 4}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()

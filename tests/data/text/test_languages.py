@@ -1,4 +1,4 @@
-"""A token for a row's language: the same in training, in evaluation and in what is exported."""
+"""Language tokens: the same in training, evaluation and export."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.made import CAPTIONS, make_set, row
 INPUTS = Inputs(image_side=16, fit="squash", max_tokens=12, language_token="[{}]")
 TRAINED = train_tokenizer([*CAPTIONS, "de pt br"], 60)
 TOKENIZER = extend_tokenizer(TRAINED, INPUTS, {"de", "pt-BR"})
-SAID = ["de", None, "pt-BR", "xx", "de"]  # xx came after the tokenizer was made
+SAID = ["de", None, "pt-BR", "xx", "de"]  # xx was added to the data after the tokenizer was built
 
 
 def tokens(ids: np.ndarray) -> list[str]:

@@ -1,5 +1,3 @@
-"""Captions and tokenizers."""
-
 import hashlib
 import json
 import subprocess
@@ -151,7 +149,7 @@ def test_declared_pad_token_is_used(tmp_path, trained):
     (tmp_path / "tokenizer.json").write_text(padded.to_str())
     assert declared_pad_id(load_tokenizer(str(tmp_path), None)) == 1
     settings.write_text('{"pad_token": "[MASK]"}')
-    assert declared_pad_id(load_tokenizer(str(tmp_path), None)) == 4  # the two contradict: as transformers reads them
+    assert declared_pad_id(load_tokenizer(str(tmp_path), None)) == 4  # in a conflict, the value that transformers reads
     settings.write_text("[]")
     with pytest.raises(UsageError, match=r"tokenizer_config\.json is not a JSON object"):
         load_tokenizer(str(tmp_path), None)
@@ -208,7 +206,7 @@ def test_missing_tokenizer_names_are_refused(tmp_path, monkeypatch):
 
 
 def test_bert_vocabulary_gives_ids_of_bert_tokenizer(shared_data):
-    """The same ids as the library's own BERT tokenizer."""
+    """The ids equal those of the BERT tokenizer in the tokenizers library."""
     path = str(shared_data / "tokenizers" / "bert-base-uncased-vocab.txt")
     encoder = TextEncoder(load_tokenizer(path, None), 64)
     reference = BertWordPieceTokenizer(path, lowercase=True)
