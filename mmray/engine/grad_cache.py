@@ -43,7 +43,7 @@ class LossMeter:
 
 @dataclass
 class GradCache:
-    """What the second pass of a step needs; with a purely local loss there is nothing cached and no first pass."""
+    """Inputs of the second pass of a step; with a purely local loss nothing is cached and there is no first pass."""
 
     totals: Tensor  # float64 [K + 1], sums over ranks of the objective's counts and of the stop requests
     micro_batches: list[Batch]  # with the columns of their hard negatives
@@ -129,7 +129,7 @@ def gathered_output_names(parts: ObjectiveParts) -> tuple[str, ...]:
 
 
 def uses_ring(parts: ObjectiveParts) -> bool:
-    """Whether outputs are sent around the ring instead of gathered."""
+    """Return whether outputs are sent around the ring instead of gathered."""
     return isinstance(parts.global_loss, Pairwise) and parts.mining is None
 
 
@@ -200,7 +200,7 @@ class GatheredOutputs:
     shapes: dict[str, torch.Size] | None = None  # of this rank's outputs, in the order of `packed`
 
     def gradient_or_zeros(self, gradient: Tensor | None) -> Tensor:
-        """The gradient of `packed`; zeros after an OOM, because the other ranks still wait for the reduce-scatter."""
+        """Return the gradient of `packed`; zeros after an OOM, because other ranks wait for the reduce-scatter."""
         if self.packed is None:
             return self.totals
         return torch.zeros_like(self.packed) if gradient is None else gradient

@@ -103,7 +103,7 @@ class Heartbeat:
         }
 
     def _waits_for_checkpoint(self, own: list[Frame]) -> bool:
-        """Whether the thread waits for a checkpoint, and has not yet for longer than the limit."""
+        """Return whether the thread waits for a checkpoint, and has not yet for longer than the limit."""
         now_s = time.monotonic()
         if not own or own[0].file != CHECKPOINT_WAIT:
             self._waiting_since_s = None
@@ -143,7 +143,7 @@ def _scratch_file() -> IO[bytes]:
 
 
 def _in_collective(frames: list[Frame]) -> bool:
-    """Whether the thread is in a collective, in a backward, or reading a result that the device still reduces."""
+    """Return whether the thread is in a collective, in a backward, or reading a result that the device reduces."""
     files = (frame.file.replace(os.sep, "/") for frame in frames)
     return any(part in file for file in files for part in COLLECTIVES) or (
         bool(frames) and frames[0].file == DEVICE_READ

@@ -41,8 +41,6 @@ from mmray.objectives.protocol import Batch
 
 @dataclass
 class _Run:
-    """State of the loop."""
-
     spec: TrainSpec
     state: TrainState
     layout: parallel.ParallelConfig

@@ -70,7 +70,7 @@ class TrainSpec:
 
 @dataclass(frozen=True)
 class LoopResult:
-    """How the loop ended: all steps taken, or stopped early with a checkpoint."""
+    """Result of the loop: all steps taken, or stopped early with a checkpoint."""
 
     status: Literal["finished", "stopped"]
     steps: int

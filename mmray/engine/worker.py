@@ -201,7 +201,7 @@ def _save(
     metrics: dict[str, Any],
     last: bool,
 ) -> float | None:
-    """Start a checkpoint in the background, on ranks that write; return the seconds that the one before took."""
+    """Start a checkpoint in the background, on ranks that write; return the seconds that the previous one took."""
     return None if keeper is None else keeper.save(step, start.plan.rows_start(step), state, metrics, last)
 
 

@@ -110,7 +110,7 @@ def _length(counts: Ngrams) -> int:
 def answer_scores(model: Any, batches: EvalBatches, group: Group, max_new_tokens: int) -> dict[str, float]:
     """bleu_4, cider and answered (rows) over the first `batches.limit` rows; every rank gets the same.
 
-    A row is asked its first question; references are its captions, or the assistant's first answer. Unreadable rows are
+    The prompt is the first question of a row; references are its captions, or the first answer. Unreadable rows are
     skipped.
     """
     answers = []

@@ -52,7 +52,7 @@ class TrainingHooks(Protocol):
         """Clamp weights after each optimizer step; decorate it with torch.no_grad."""
 
     def architecture(self) -> dict[str, Any]:
-        """What is needed to rebuild the model besides the section, as JSON values; saved in checkpoints and exports.
+        """Return what rebuilds the model in addition to the section, as JSON values; saved in checkpoints and exports.
 
         Built-in models only: a user's class is rebuilt from the section alone.
         """

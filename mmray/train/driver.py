@@ -26,7 +26,7 @@ MAX_LISTED_RUNS = 3
 
 @dataclass
 class RunOutcome:
-    """How a run ended; `result` is the content of result.json."""
+    """Outcome of a run; `result` is the content of result.json."""
 
     path: AnyPath
     result: dict[str, Any]

@@ -177,7 +177,7 @@ class AttemptMonitor:
         self._detector = HangDetector(cluster.hang_timeout_s, cluster.start_timeout_s, self.first_step)
 
     def poll(self) -> None:
-        """Read news from the coordinator, and run each check that is due."""
+        """Read metrics and heartbeats from the coordinator, and run each check that is due."""
         self._read_news()
         self._if_due(HANG_INTERVAL_S, self._check_hang)
         self._if_due(DRAIN_INTERVAL_S, self._check_preemption)
@@ -185,7 +185,7 @@ class AttemptMonitor:
             self._if_due(CAPACITY_INTERVAL_S, self._check_capacity)
 
     def request_stop(self, reason: StopReason, message: str) -> None:
-        """Ask the ranks to checkpoint and end after the next step; the first reason counts."""
+        """Request a checkpoint and the end of the run after the next step; the first reason is kept."""
         if self.stop_reason is None:
             self.stop_reason = reason
             self.reporter.log(message, "stop")

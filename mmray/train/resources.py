@@ -1,4 +1,4 @@
-"""What a run requests from Ray: training workers, their devices and process group, and data actors."""
+"""Resources that a run requests from Ray: training workers, their devices and process group, and data actors."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _count_gpus(count: float) -> str:
 
 
 def num_free_workers(config: Config) -> int:
-    """How many of the workers, without data, fit the free resources.
+    """Return the number of workers, without data, that fit the free resources.
 
     Raises ResourceError if not even the minimum fits within FREE_WAIT_S, unless the cluster can grow.
     """

@@ -80,7 +80,6 @@ def forbidden_changes(
 
 
 def _is_in(name: str, settings: Sequence[str]) -> bool:
-    """Whether the setting or its section is in `settings`."""
     return any(name == each or name.startswith(f"{each}.") for each in settings)
 
 
@@ -125,7 +124,7 @@ class ExistingRun:
     changes: list[str]  # differences in settings or data that may not change on resume
 
     def skip_reason(self) -> str:
-        """Why an unnamed run does not resume it."""
+        """Return the reason why an unnamed run does not resume it."""
         if not self.changes:
             return f"finished its {self.finished_steps or 0:,} steps"
         more = (

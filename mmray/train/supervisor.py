@@ -46,7 +46,7 @@ STORAGE_RETRIES_S = (1.0, 5.0, 30.0)  # pauses while the storage fails between t
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt ended.
+    """Cause of a failed attempt.
 
     Kinds: `lost`: a worker, node or connection was lost; `hung`: a rank made no progress and the group was killed;
     `preempted`: a node was drained; `raised`: code raised an error.
@@ -237,7 +237,7 @@ def _prepare_attempt(
 
 
 def classify_failure(error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun) -> Failure:
-    """Why the attempt ended."""
+    """Return the cause of a failed attempt."""
     kind, cause = find_cause(error, monitor, resolved)
     return Failure(kind, cause, monitor.progress.last_step, monitor.progress.logged)
 

@@ -163,7 +163,7 @@ def _merge_names(sets: Sequence[PreparedSet]) -> dict[int, str]:
 
 
 def _has_boxes(prepared: PreparedSet) -> bool:
-    """Whether a sampled row has a labelled box."""
+    """Return whether a sampled row has a labelled box."""
     rows = np.unique(np.linspace(0, prepared.num_rows - 1, SAMPLED_ROWS).astype(np.int64))
     return any(_has_box(prepared, row) for row in rows)
 

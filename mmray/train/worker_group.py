@@ -144,7 +144,7 @@ def build_trainer(
 
 
 def resume_point(resolved: ResolvedRun, checkpoint: AnyPath | None, world: int) -> ResumePoint:
-    """Where a group of `world` workers starts, the same for every rank."""
+    """Return the resume point of a group of `world` workers, the same for every rank."""
     shape, config = resolved.shape, resolved.config
     chunk, window = config.data.shuffle_shape
     assert chunk and window, "resolve_run leaves no `auto`"
@@ -208,7 +208,7 @@ def _host_oom_error(error: BaseException, monitor: AttemptMonitor, resolved: Res
 
 
 def _is_worker_lost(error: BaseException) -> bool:
-    """A worker or its connection was lost. A peer of a dead or slow rank sees only its own broken collective."""
+    """Return whether a worker was lost; peers of a dead or slow rank only report a broken collective."""
     if isinstance(error, MmrayError):
         return False  # it may quote NCCL running out of memory
     lost = isinstance(error, ray.exceptions.RayError) or ray_internals.is_health_check_timeout(error)

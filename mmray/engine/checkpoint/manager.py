@@ -34,8 +34,8 @@ class CheckpointManager:
     the lease number of rank 0, None on other ranks. `about` is added to each meta.json, with the number of ranks
     (`world`) in it. `log` takes a label and a message. `cpu_group` is a gloo group used for nothing else.
 
-    A storage error is logged and training continues with the checkpoint before; only the last save has to succeed. Any
-    other error, such as a lost lease, is raised by the next call.
+    A storage error is logged, and training continues with the previous checkpoint; only the last save has to succeed.
+    Any other error, such as a lost lease, is raised by the next call.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class CheckpointManager:
         self._stager = DefaultStager(pinned) if torch.cuda.is_available() else None
         self._pending: tuple[AnyPath, Future[Any]] | None = None
         self._error: StorageError | None = None  # of the last save
-        self.cost_s: float | None = None  # of the last save: wait for the one before, copy to the host, and write
+        self.cost_s: float | None = None  # of the last save: wait for the previous one, copy to the host, and write
 
     def log_from(self, step: int) -> MetricsLog:
         """The log of the steps after `step`."""
@@ -70,7 +70,7 @@ class CheckpointManager:
     def save(
         self, step: int, rows_consumed: int, state: state_io.State, metrics: dict[str, Any], last: bool
     ) -> float | None:
-        """Copy the state to the host and write it in the background; return the seconds that the save before took.
+        """Copy the state to the host and write it in the background; return the seconds that the previous save took.
 
         If that one is still in progress after a while, as on a stalled storage, this save is skipped unless it is the
         `last`: other ranks wait in their next collective. Ranks that write shards wait for each other anyway.
@@ -120,7 +120,7 @@ class CheckpointManager:
                 self.growing.close()
 
     def _patience_s(self, metrics: dict[str, Any]) -> float | None:
-        """How long to wait for the save before: longer for an evaluated step, which may be the best."""
+        """Return the longest wait for the previous save; longer for an evaluated step, which may be the best."""
         if self._max_wait_s is None:
             return None
         evaluated = any(name.startswith("evaluate/") for name in metrics)
@@ -191,7 +191,7 @@ class CheckpointSchedule:
         self._next = self.first + FIRST_STEPS
 
     def is_due(self, step: int) -> bool:
-        """Whether to save after `step`."""
+        """Return whether to save after `step`."""
         if self.every == "auto":
             return step >= self._next
         return self.every > 0 and step % self.every == 0

@@ -39,7 +39,6 @@ scores = model.embed_images(["photo.jpg"]) @ model.embed_texts(["a red circle", 
 
 
 def _generative_card(name: str, spec: dict[str, Any], num_parameters: int) -> str:
-    """The card of a generative model."""
     inputs, chat = spec["inputs"], spec["inputs"]["chat"]
     return f"""---
 library_name: mmray
