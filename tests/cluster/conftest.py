@@ -1,4 +1,4 @@
-"""A cluster of several Ray nodes on this machine, started once for the tests of this folder that need one."""
+"""A cluster of several Ray nodes on this machine, started once for all tests of this folder."""
 
 import os
 
@@ -8,13 +8,13 @@ from tests.nodes import several_nodes
 
 
 class Nodes:
-    """A head without CPUs and nodes that come and go."""
+    """A head without CPUs, and nodes that tests add and remove."""
 
     def __init__(self, cluster):
         self.cluster, self.address, self.workers = cluster, cluster.address, []
 
     def add(self, num_cpus, slots):
-        """A node with so many CPUs, and places for training workers."""
+        """Add a node with this many CPUs and slots for training workers."""
         self.workers.append(self.cluster.add_node(num_cpus=num_cpus, resources={"slot": slots}))
         return self.workers[-1]
 
@@ -23,7 +23,7 @@ class Nodes:
         self.cluster.remove_node(node, allow_graceful=False)
 
     def reset(self, sizes):
-        """Fresh nodes of (CPUs, slots): what a test has left on the old ones goes with them."""
+        """Replace all nodes by new ones of (CPUs, slots), so that no process of an earlier test remains."""
         for node in list(self.workers):
             self.remove(node)
         for size in sizes:

@@ -1,4 +1,4 @@
-"""A Ray head of this machine whose autoscaler starts and stops nodes as processes here, from zero.
+"""A Ray head on this machine whose autoscaler starts and stops nodes as local processes, from zero nodes.
 
 ray.cluster_utils.AutoscalingCluster needs a file that the wheel lacks, and stops every Ray of the machine.
 """

@@ -1,4 +1,4 @@
-"""What fits a cluster, what does not, and what is said about it."""
+"""Whether a run fits a cluster, and the message if it does not."""
 
 import pytest
 from hypothesis import given

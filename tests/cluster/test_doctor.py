@@ -1,4 +1,4 @@
-"""mmray doctor: each check on given values, and all of them on this machine."""
+"""mmray doctor: each check on given values, and all checks on this machine."""
 
 import json
 import socket

@@ -28,8 +28,8 @@ from tests.made import make_set, row
 from tests.train.runs import Silent, config, lines, marks, weights
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
-AWAY_S = 60.0  # from a node that goes to the first step elsewhere
-SLOT = {"slot": 1.0}  # a worker takes one, so that it is known where workers can be
+AWAY_S = 60.0  # from the loss of a node to the first step on another
+SLOT = {"slot": 1.0}  # one per worker, so that tests control where workers run
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def told(reporter, label):
 
 @pytest.mark.slow  # two minutes; run by hand
 def test_elastic_run_over_lost_and_added_nodes_takes_same_rows(nodes, data, tmp_path, monkeypatch):
-    """A node is lost, a larger one is added, the first one is lost: the rows of the order, the losses of one worker."""
+    """A node is lost, a larger one is added, the first one is lost: same row order and same losses as one worker."""
     monkeypatch.setattr(monitor, "CAPACITY_INTERVAL_S", 1.0)
     nodes.reset([(4, 1), (2, 1)])
     first, second = nodes.workers
@@ -172,7 +172,7 @@ def test_hung_stopped_and_crashed_ranks_are_named_and_replaced(nodes, data, tmp_
 
 
 def test_preemption_with_notice_wastes_no_step(nodes, data, tmp_path):
-    """A node is drained with a deadline: a checkpoint in time, then other nodes; max_failures is 0.
+    """A node is drained with a deadline: a checkpoint is saved in time, then other nodes are used; max_failures is 0.
 
     The next periodic checkpoint is far away: without an extra one the drain would waste all steps.
     """

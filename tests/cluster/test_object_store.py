@@ -1,4 +1,4 @@
-"""Runs whose folder is on an object store (an S3 server on loopback): all that is on a disk elsewhere is there."""
+"""Runs whose folder is on an object store (an S3 server on loopback): it has the same files as on a disk."""
 
 import os
 import signal
@@ -24,19 +24,19 @@ def data(tmp_path_factory):
 
 
 def in_chunks(config, cache=None):
-    """The same order on a disk, where it is any order unless asked, as on the store."""
+    """The same chunked row order on a disk as on the store."""
     chosen = {"shuffle_blocks": "8x2", "local_cache": cache}
     return config.model_copy(update={"data": config.data.model_copy(update=chosen)})
 
 
 @pytest.fixture(scope="module")
 def calm(local_ray, data, tmp_path_factory):
-    """A run on a disk that nothing happened to."""
+    """An undisturbed run on a disk."""
     return train(in_chunks(config(data, tmp_path_factory.mktemp("runs"), "calm")), Silent())
 
 
 class Stopping(Silent):
-    """Presses Ctrl-C once, at the first step from `at` on."""
+    """Sends SIGINT once, at the first step from `at` on."""
 
     def __init__(self, at):
         super().__init__()
@@ -50,7 +50,7 @@ class Stopping(Silent):
 
 
 def copied(run, folder):
-    """The parts of a run that tests compare, on a disk."""
+    """Copy the parts of a run that tests compare to a disk."""
     for name in ("metrics.jsonl", f"checkpoints/step-{STEPS}/shard-1-of-1.safetensors"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         to_path(f"{run}/{name}").download(folder / name)
@@ -58,7 +58,7 @@ def copied(run, folder):
 
 
 def test_run_on_object_store_resumes_after_kill_and_stop(calm, data, s3, tmp_path):
-    """A rank is killed after step 5, Ctrl-C comes later, the set is on the store too: the run on a disk, bitwise."""
+    """A rank is killed after step 5, SIGINT follows; data is on the store too: bitwise equal to a run on a disk."""
     place = Storage(f"{s3.address}/set")
     for name in Storage(str(data)).list_files():
         place.write(name, (data / name).read_bytes())

@@ -1,4 +1,4 @@
-"""On which nodes data and training belong, how many decoders they get, and what a machine must count for them."""
+"""Placement of data and training on nodes, the number of decode actors, and the CPUs a local cluster needs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_too_few_gpus_are_an_error(monkeypatch, here, given, said):
     with pytest.raises(ResourceError, match=said):
         check()
     for further in ({"accelerator": "cpu"}, {"accelerator": "gpu"}, {"wait_for_nodes": True}):
-        check(**further)  # who says so gets it; and what may grow is waited for
+        check(**further)  # an explicit setting is kept; growing pools are waited for
     assert "GPU" not in per_worker(here, **given)
     assert per_worker(here, accelerator="gpu", **given)["GPU"] == (2 if "parallel" in given else 1)
 
@@ -151,4 +151,4 @@ def test_launcher_file_gives_the_pools():
     demand = Demand(4, {"CPU": 1, "GPU": 1}, 2, {"mmray/role": "train"}, {"mmray/role": "data"})
     assert missing_capacity(demand, head, list(found.values())) is None
     assert "4 workers fit" in (missing_capacity(replace(demand, workers=5), head, list(found.values())) or "")
-    assert missing_capacity(demand, head, [found["gpu"]]) is not None  # no pool bears the data
+    assert missing_capacity(demand, head, [found["gpu"]]) is not None  # no pool may run data tasks

@@ -1,4 +1,4 @@
-"""Where data and training run, on nodes of this machine: read from what Ray's state API says afterwards."""
+"""Where data and training run on nodes of this machine, according to Ray's state API."""
 
 import time
 
@@ -24,7 +24,7 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def roles():
-    """A head without CPUs, two nodes for training and one for data, as cluster.yaml labels them."""
+    """A head without CPUs, two training nodes and one data node, labelled as in cluster.yaml."""
     three = [{"num_cpus": 3, "labels": {ROLE: role}} for role in ("train", "train", "data")]
     with several_nodes(*three, head={"labels": {ROLE: "head"}}) as cluster:
         yield cluster
@@ -38,7 +38,7 @@ def joined_roles(roles):
 
 
 def actors_by_role(roles_of):
-    """{class of actor: roles of the nodes it ran on}, of all that ever lived."""
+    """{class of actor: roles of the nodes it ran on}, of all actors ever started."""
     found: dict[str, set[str]] = {}
     for actor in list_actors(limit=1000, detail=True):
         if actor.node_id in roles_of:
@@ -88,8 +88,8 @@ def test_prepare_without_data_cpu_is_refused_within_10_s(joined_roles, tmp_path,
 
 
 def test_start_timeout_is_a_resource_error(joined_roles, tmp_path):
-    """The nodes could hold them, but something else has them: the start-up deadline ends the wait, of an evaluation
-    (which may as well come later) a look at what is free."""
+    """The nodes are large enough, but their resources are taken. Training ends at the start timeout; evaluation, which
+    can be repeated later, ends after a check of the free resources."""
     make_set(tmp_path / "set", [row(number) for number in range(50)])
     blocker = ray.util.placement_group([{"CPU": 3}] * 2, bundle_label_selector=[{ROLE: "train"}] * 2)
     ray.get(blocker.ready(), timeout=20)

@@ -1,4 +1,4 @@
-"""Every private API of Ray that mmray uses, on the installed Ray; each returns what the rest of the code expects."""
+"""Each private Ray API that mmray uses returns the expected type on the installed Ray."""
 
 import os
 import subprocess

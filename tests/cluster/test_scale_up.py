@@ -1,4 +1,4 @@
-"""Clusters that grow: a run from no worker node at all, and the nodes that an elastic run could use, asked for."""
+"""Growing clusters: a run that starts with no worker node, and the nodes that an elastic run requests."""
 
 import pytest
 import ray

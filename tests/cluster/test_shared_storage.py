@@ -1,4 +1,4 @@
-"""run.storage is written, read and cleaned up before the first step; faults name the node."""
+"""run.storage is written, read and cleaned up before the first step; errors name the node."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_local_folder_is_checked_like_a_bucket(tmp_path):
 
 
 def test_node_with_another_folder_at_the_same_path_is_named(local_ray, tmp_path, monkeypatch):
-    """`~` is another folder for the driver than for the workers."""
+    """`~` is a different folder for the driver and for the workers."""
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(ResourceError, match=r"(?s)not the same folder on every training node:\n  node \w+: .*Mount"):
         check_shared("~/no-folder-of-anybody", alive_nodes())

@@ -1,4 +1,4 @@
-"""The command as a person or a scheduler ends it: Ctrl-C, then a kill without notice, then left alone to its end."""
+"""The command is stopped with Ctrl-C, then killed without notice, then runs to its end."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from tests.made import make_set, row
 from tests.train.runs import config, marks
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]  # two minutes; run by hand
-CANARY = "canary-5f1d0c"  # a secret that belongs in no file of a run
+CANARY = "canary-5f1d0c"  # a secret that no file of a run may contain
 COMMAND = [sys.executable, "-c", "from mmray.cli import main; main()", "train"]
 
 
@@ -36,7 +36,7 @@ def wait_for_step(process, run, step, timeout_s=60.0):
 
 
 def left_on(address, within_s=10.0):
-    """Actors and placement groups that are still there; those of Ray's own that serve all drivers (detached) may be."""
+    """Remaining actors and placement groups, without the detached ones of Ray itself."""
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     try:
         end_s = time.monotonic() + within_s
@@ -51,7 +51,7 @@ def left_on(address, within_s=10.0):
 
 
 def test_stop_then_kill_then_finish_is_one_run(nodes, tmp_path):
-    """Exit 130 with nothing left on the cluster; a killed driver loses one interval at most; no secret is kept."""
+    """Exit code 130 with nothing left on the cluster; a kill loses at most one interval; no secret is stored."""
     nodes.reset([(4, 2)])
     make_set(tmp_path / "set", [row(number) for number in range(50)])
     made = config(tmp_path / "set", tmp_path, "run", ("tests.train.faults:Slowly",))
@@ -70,7 +70,7 @@ def test_stop_then_kill_then_finish_is_one_run(nodes, tmp_path):
     page = (run / "report.html").stat().st_mtime_ns
     at_once = start(recipe)
     wait_for_step(at_once, run, 5)
-    at_once.send_signal(signal.SIGSTOP)  # so that both come before the workers have answered the first
+    at_once.send_signal(signal.SIGSTOP)  # so that both signals arrive before the workers answer the first
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
         at_once.send_signal(number)
     began_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Rows of the fault table on one Ray of this machine: no room for files or blocks, few rows, two at once, kills."""
+"""Faults on one Ray of this machine: full disk, small object store, few rows, a second process, kills."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ from tests.made import make_set, png, row
 from tests.train.runs import STEPS, Silent, config, marks, same_weights, weights
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
-FLAT_MIB = 24  # a block, and what an allocator keeps
+FLAT_MIB = 24  # a block and memory kept by the allocator
 RANDOM_KILLS = int(os.environ.get("MMRAY_TEST_KILLS", "20"))
 
 
@@ -35,7 +35,7 @@ def data(tmp_path_factory):
 
 
 class StartingTwice(Silent):
-    """Gives the same command a second time while the first trains."""
+    """Starts the same command a second time during training."""
 
     def __init__(self, wanted):
         super().__init__()
@@ -66,7 +66,7 @@ def test_full_disk_skips_a_checkpoint_and_second_process_is_refused(local_ray, d
 
 
 def test_fewer_rows_than_ranks_are_exact_epochs(local_ray, tmp_path):
-    """One row, two ranks: one rank has nothing but padding, and each step is an epoch of that row."""
+    """One row on two ranks: one rank has only padding, and each step is an epoch of that row."""
     make_set(tmp_path / "set", [row(0)])
     outcome = train(config(tmp_path / "set", tmp_path, "one", steps=3, checkpoint_every=0), Silent())
     sha = rows_sha(torch.tensor([key_id("row-0")]))
@@ -76,7 +76,7 @@ def test_fewer_rows_than_ranks_are_exact_epochs(local_ray, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_runs_killed_at_random_finish_equal(local_ray, data, tmp_path):
-    """MMRAY_TEST_KILLS runs (20), a rank of each killed at a random moment: rows of all steps and weights, bitwise."""
+    """MMRAY_TEST_KILLS runs (20), each with a rank killed at a random moment: rows and weights are bitwise equal."""
     faults = Path(os.environ["MMRAY_TEST_FAULTS"])
     calm = train(config(data, tmp_path, "calm"), Silent())
     restarts = 0
@@ -92,7 +92,7 @@ def test_runs_killed_at_random_finish_equal(local_ray, data, tmp_path):
 
 
 def test_run_resumes_at_same_row_after_cluster_restart(data, tmp_path):
-    """Driver, head and workers get SIGKILL at once; the same command starts a new Ray and goes on."""
+    """Driver, head and workers get SIGKILL at once; the same command starts a new Ray and resumes."""
     made = in_double(config(data, tmp_path, "run", ("tests.train.faults:Slowly",)))
     recipe, run = tmp_path / "mine.yaml", tmp_path / "run"
     recipe.write_text(to_yaml(made))
@@ -119,13 +119,13 @@ def test_run_resumes_at_same_row_after_cluster_restart(data, tmp_path):
 
 
 class KillingAReader(Silent):
-    """Kills a process of the stream at step 20; looks at what those of the stream hold a while after, and late."""
+    """Kills a process of the stream at step 20; measures memory of stream processes at a third and at the end."""
 
     killed = None
 
     def __init__(self):
         super().__init__()
-        self.held_mib = {"a third": {}, "the end": {}}  # when: {role: the most of one process}
+        self.held_mib = {"a third": {}, "the end": {}}  # when: {role: maximum of one process}
 
     def step(self, metrics, total_steps):
         super().step(metrics, total_steps)
@@ -138,20 +138,20 @@ class KillingAReader(Silent):
                 self.look(self.held_mib[when])
 
     def look(self, held_mib):
-        """Their own pages: those of the object store that blocks pass through are in everyone's resident size."""
+        """Exclude shared pages, because the object store counts in the resident size of each process."""
         for process in psutil.Process().children(recursive=True):
             try:
                 role, memory = process_role(process.cmdline(), None), process.memory_info()
-            except psutil.Error:  # it ended while it was looked at
+            except psutil.Error:  # the process ended meanwhile
                 continue
             held_mib[role] = max(held_mib.get(role, 0), (memory.rss - memory.shared) / 2**20)
 
 
 def test_object_store_of_80_mb_streams_five_times_that(tmp_path):
-    """An epoch of 5,120 rows of 160 pixels, 393 MB once decoded: no deadlock, nothing on the disk, memory flat.
+    """An epoch of 5,120 rows of 160 pixels, 393 MB decoded: no deadlock, no spilling, flat memory.
 
-    Each row comes once, and all are more than KEEP_MB. From a third of it to the end half of the blocks, 197 MB,
-    pass each role: were they kept, it would show.
+    Each row is read once, and all rows exceed KEEP_MB. Half of the blocks (197 MB) pass each process between
+    the two measurements, so a leak would be visible.
     """
     ray.shutdown()
     started = ray.init(
@@ -169,7 +169,7 @@ def test_object_store_of_80_mb_streams_five_times_that(tmp_path):
         model = wanted.model.model_copy(update={"inputs": wanted.model.inputs.model_copy(update={"image_side": 160})})
         batch = wanted.batch.model_copy(update={"micro": 16, "global_": 64})
         wide = wanted.data.model_copy(update={"block_mb": 24.0})
-        assert max(wide.keep_mb * 1e6, 4 * 80e6) < 5120 * 3 * 160**2  # no decoded square is kept for another epoch
+        assert max(wide.keep_mb * 1e6, 4 * 80e6) < 5120 * 3 * 160**2  # no decoded image is kept for another epoch
         reporter = KillingAReader()
         outcome = train(wanted.model_copy(update={"model": model, "batch": batch, "data": wide}), reporter)
         state = get_state_from_address(started.address_info["address"])

@@ -1,4 +1,4 @@
-"""Runs on several Ray nodes of this machine: a head without CPUs and two workers' nodes, joined by address."""
+"""Runs on several Ray nodes of this machine: a head without CPUs and two worker nodes, joined by address."""
 
 import json
 
@@ -24,7 +24,7 @@ def nodes():
 
 
 def expected_marks():
-    """What the order says each step takes, computed without the stream."""
+    """The rows of each step according to the order, computed without the stream."""
     plan = SamplePlan(50, 16, 1, 16, 0, STEPS)
     for step in range(STEPS):
         positions = plan.positions(step, 0)

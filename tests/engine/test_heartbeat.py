@@ -1,4 +1,4 @@
-"""The heartbeat of a training worker: what it reports about the training thread."""
+"""The heartbeat of a training worker reports the state of the training thread."""
 
 import threading
 import time
@@ -81,7 +81,7 @@ def test_heartbeat_reports_step_and_writes_stacks_on_request(tmp_path, monkeypat
 
 @pytest.mark.parametrize(("reads", "found"), [("step", torch.ones(2)), ("line", torch.ones(1, 1))])
 def test_reading_reduced_result_counts_as_in_collective(tmp_path, monkeypatch, reads, found):
-    """In the real code: the norms of a step, and the metrics of a logged step."""
+    """In the code of the engine: the norms of a step and the metrics of a logged step."""
     device, queue = SimpleQueue(), SimpleQueue()
     state = toy.train_state(toy.Toy())
 

@@ -1,4 +1,4 @@
-"""Two gloo ranks, and four, started once for all tests that ask what they came to."""
+"""Results of two and four gloo ranks, started once per session."""
 
 import json
 
@@ -9,7 +9,7 @@ from torch.multiprocessing import get_context
 
 from tests.train import four_ranks, two_ranks
 
-# What the ranks of all scenes import, and what torch and transformers import when they are first used: many seconds.
+# Imports of all ranks, and lazy imports of torch and transformers, which take many seconds.
 IMPORTED_ONCE = (
     "tests.train.four_ranks",
     "tests.engine.checkpoint.shard_ranks",
@@ -22,10 +22,10 @@ IMPORTED_ONCE = (
 
 
 def spawned(play, folder, world, *given, apart=0):
-    """What each of `world` ranks that `play` was called in has left; forks of one process that has imported everything.
+    """Run `play` in `world` processes and load the result of each rank.
 
-    There is one such process for all that pytest starts, and it imports what the first asks for. `apart`: further ranks
-    in a group of their own, which leave nothing here.
+    Processes are forked from one server that imports everything once. `apart`: further ranks in a separate group,
+    which leave no results.
     """
     get_context("forkserver").set_forkserver_preload(list(IMPORTED_ONCE))
     mp.start_processes(play, args=(str(folder), *given), nprocs=world + apart, start_method="forkserver")
@@ -34,7 +34,7 @@ def spawned(play, folder, world, *given, apart=0):
 
 @pytest.fixture(scope="session")
 def played(tmp_path_factory):
-    """Results of all scenes, by rank, and the lines that rank 0 logged in the first of the loop's."""
+    """Results of all scenarios, by rank, and the lines that rank 0 logged in the first scenario of the loop."""
     folder = tmp_path_factory.mktemp("two-ranks")
     results = spawned(two_ranks.play, folder, two_ranks.WORLD)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -43,11 +43,11 @@ def played(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory):
-    """Results of four ranks, and of further ones that only part in pairs."""
+    """Results of four ranks, and of the pairs whose group breaks."""
     return spawned(four_ranks.play, tmp_path_factory.mktemp("four-ranks"), 2 * four_ranks.PAIRS)
 
 
 @pytest.fixture(scope="session")
 def four(pairs):
-    """Results of all scenes of four ranks, by rank."""
+    """Results of all scenarios of four ranks, by rank."""
     return pairs[: four_ranks.WORLD]

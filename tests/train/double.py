@@ -1,4 +1,4 @@
-"""A model in double precision: what differs between numbers of workers then is an error, not rounding."""
+"""A float64 model, so that differences between numbers of workers are errors and not rounding."""
 
 from mmray.config import TwoTower as Section
 from mmray.models.two_tower import TwoTower
@@ -6,7 +6,7 @@ from tests.train.runs import IMAGE, TEXT
 
 
 class DoubleTowers(TwoTower):
-    """The towers of runs.py without dropout, as a user's own model; its weights and sums are float64."""
+    """The towers of runs.py without dropout as a user's model, in float64."""
 
     def __init__(self, spec, vocab_size):
         text = TEXT.model_copy(update={"dropout": 0.0})

@@ -1,4 +1,4 @@
-"""Faults injected by callbacks as users write them."""
+"""Faults injected by user callbacks."""
 
 import ctypes
 import os
@@ -15,7 +15,7 @@ from mmray.errors import OutOfMemoryError
 
 
 def _first_time(name, step, at, rank=1):
-    """Whether this rank should fail now: once for each folder named in MMRAY_TEST_FAULTS."""
+    """Whether this rank should fail now: once per folder named in MMRAY_TEST_FAULTS."""
     mark = Path(os.environ["MMRAY_TEST_FAULTS"]) / name
     if step != at or dist.get_rank() != rank or mark.exists():
         return False
@@ -24,7 +24,7 @@ def _first_time(name, step, at, rank=1):
 
 
 class KillRankOneOnce:
-    """SIGKILL to rank 1 after step 5."""
+    """Send SIGKILL to rank 1 after step 5."""
 
     def on_step(self, step, metrics):
         if _first_time("killed", step, 5):
@@ -32,7 +32,7 @@ class KillRankOneOnce:
 
 
 class SegfaultOnce:
-    """Rank 1 reads address 0."""
+    """Read address 0 on rank 1."""
 
     def on_step(self, step, metrics):
         if _first_time("segfault", step, 5):
@@ -40,7 +40,7 @@ class SegfaultOnce:
 
 
 class HangOnce:
-    """Rank 1 waits forever."""
+    """Block rank 1 forever."""
 
     def on_step(self, step, metrics):
         if _first_time("hung", step, 5):
@@ -48,7 +48,7 @@ class HangOnce:
 
 
 class StopOnce:
-    """Rank 1's process is stopped, as by a debugger or a machine that sleeps."""
+    """Stop the process of rank 1 with SIGSTOP."""
 
     def on_step(self, step, metrics):
         if _first_time("stopped", step, 8):
@@ -56,7 +56,7 @@ class StopOnce:
 
 
 class OomOnRankOneOnce:
-    """Rank 1 runs out of memory outside the recoverable part of a step."""
+    """Raise an out-of-memory error on rank 1 outside the recoverable part of a step."""
 
     def on_step(self, step, metrics):
         if _first_time("oom", step, 5):
@@ -64,7 +64,7 @@ class OomOnRankOneOnce:
 
 
 class RaiseAtStepThree:
-    """A bug in the user's callback."""
+    """A bug in a user's callback."""
 
     def on_step(self, step, metrics):
         if step == 3:
@@ -72,21 +72,21 @@ class RaiseAtStepThree:
 
 
 class Slowly:
-    """Steps long enough for a stop request to arrive between them."""
+    """Slow steps, so that a stop request arrives between them."""
 
     def on_step(self, step, metrics):
         time.sleep(0.4)
 
 
 class Slower:
-    """Steps long enough for a command to start before the last one."""
+    """Slow steps, so that a command can start before the last one."""
 
     def on_step(self, step, metrics):
         time.sleep(1.5)
 
 
 class FullDiskAtStepSix:
-    """No file of rank 0, its log included, may grow beyond 2 KiB while the checkpoint of step 6 is written."""
+    """Limit files of rank 0, its log included, to 2 KiB while the checkpoint of step 6 is written."""
 
     def on_step(self, step, metrics):
         if dist.get_rank() == 0 and step in (5, 8):
@@ -95,7 +95,7 @@ class FullDiskAtStepSix:
 
 
 class KillAtRandom:
-    """SIGKILL to a random rank at a random moment, once per folder in MMRAY_TEST_FAULTS."""
+    """Send SIGKILL to a random rank at a random moment, once per folder in MMRAY_TEST_FAULTS."""
 
     def __init__(self):
         mark = Path(os.environ["MMRAY_TEST_FAULTS"]) / "killed-at-random"

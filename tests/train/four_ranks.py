@@ -1,6 +1,6 @@
-"""Scenes played by four gloo ranks, then by pairs, each of which breaks; test_four_ranks.py judges.
+"""Scenarios on four gloo ranks, then on pairs of ranks whose group breaks; test_four_ranks.py checks the results.
 
-A third pair is there for its break alone.
+A third pair exists only for its broken group.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ REPLICATED = (
 
 
 def play(rank: int, folder: str) -> None:
-    """Entry of a rank: all scenes in one group, then one in a pair."""
-    faulthandler.enable()  # a rank that dies natively says where
+    """Entry point of a rank: all scenarios in one group, then one in a pair."""
+    faulthandler.enable()  # prints a traceback on a native crash
     torch.set_num_threads(1)
     results: dict[str, Any] = together(join(folder, "all", rank, WORLD)) if rank < WORLD else {}
     parting = (sharded_without_room, optimizer_without_room)[rank // 2]
     results["parting"] = parting(join(folder, parting.__name__, rank % 2, 2))
     torch.save(results, f"{folder}/rank-{rank}.pt")
-    os._exit(0)  # the pairs broke; see two_ranks.py
+    os._exit(0)  # the groups of the pairs are broken; see two_ranks.py
 
 
 def together(group: Group) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def join(folder: str, name: str, rank: int, world: int) -> Group:
 
 
 def ragged(group: Group) -> torch.Tensor:
-    """21 rows: shares of 6, of which the last rank has 3; micro-batches of 4 and 2."""
+    """21 rows: 6 rows per rank, of which the last rank has 3; micro-batches of 4 and 2."""
     return toy.flat(two_ranks.steps_of_a_model(group, micro=4, steps=STEPS))
 
 
@@ -72,7 +72,7 @@ def replicated(group: Group) -> dict[str, torch.Tensor]:
 
 
 def sharded(group: Group) -> dict[str, torch.Tensor]:
-    """Each objective with cut weights; some have fewer rows than there are ranks."""
+    """Each objective with sharded weights; some have fewer rows than ranks."""
     options = {"layout": ParallelConfig(kind="fsdp"), "steps": SHARDED_STEPS}
     return {kind: whole(two_ranks.steps_of_a_kind(group, 4, kind, **options)) for kind in two_ranks.KINDS}
 
@@ -82,7 +82,7 @@ def whole(model: torch.nn.Module) -> torch.Tensor:
 
 
 def ring(group: Group) -> dict[str, Any]:
-    """What the objective sees at once, and whether anything was gathered."""
+    """Sizes that the objective sees at once, and whether anything was gathered."""
     seen, objective = [], toy.objective("0.5 * sigmoid")
     inner = objective.objective_parts.global_loss._term.objective
     objective.objective_parts.global_loss.chunk = 3
@@ -99,7 +99,7 @@ def ring(group: Group) -> dict[str, Any]:
 
 
 def bf16(group: Group) -> dict[str, list[float]]:
-    """The losses of a sharded run whose weights are gathered in half the bits, and of one in float32."""
+    """Losses of a sharded run that gathers weights in bf16, and of one in float32."""
     losses = {}
     for precision in ("fp32", "bf16"):
         log, plan = toy.Lines(), SamplePlan(num_rows=12, global_rows=12, world=group.world, micro=3, seed=1, steps=6)
@@ -122,12 +122,12 @@ def parted(group: Group, place: str, **settings: Any) -> dict[str, Any]:
 
 
 def sharded_without_room(group: Group) -> dict[str, Any]:
-    """Rank 1 has no room in a forward that gathers weights: rank 0 waits there."""
+    """Rank 1 runs out of memory in a forward that gathers weights, where rank 0 waits."""
     return parted(group, "last forward", parallel="fsdp")
 
 
 def optimizer_without_room(group: Group) -> dict[str, Any]:
-    """Rank 1 has no room for the optimizer's state at its third step; rank 0 is a step ahead."""
+    """Rank 1 runs out of memory in the optimizer at its third step; rank 0 is a step ahead."""
     steps = iter(range(100))
 
     def full(*_: Any) -> None:

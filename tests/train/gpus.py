@@ -1,4 +1,4 @@
-"""GPUs for a test: this machine's own where it has enough of them, and made-up ones elsewhere."""
+"""GPUs for a test: those of this machine if it has enough, otherwise fake ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.train.made_up_gpu import Waits, made_up_gpus
 
 
 class CountedByTorch:
-    """How often torch warned that the host waits for a device."""
+    """Counts synchronizations that torch warns about."""
 
     def __init__(self, told: list[warnings.WarningMessage]):
         self.told = told
@@ -24,13 +24,13 @@ class CountedByTorch:
 
 
 def true(count: int = 1) -> bool:
-    """Whether this machine has that many GPUs."""
+    """Whether this machine has at least this many GPUs."""
     return torch.cuda.device_count() >= count
 
 
 @contextmanager
 def gpus(monkeypatch: pytest.MonkeyPatch, count: int = 1) -> Iterator[type[Waits] | CountedByTorch]:
-    """`count` GPUs, and how often the host waited for one, counted from here."""
+    """`count` GPUs and a counter of host synchronizations."""
     if not true(count):
         with made_up_gpus(monkeypatch) as waits:
             yield waits
@@ -45,5 +45,5 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int = 1) -> Iterator[type[Waits
 
 
 def within(kind: str = "") -> float:
-    """How far a float64 run on a GPU may be from a CPU's; a model that writes has norms in float32."""
+    """Tolerance of a float64 run on a GPU against a CPU; generative models have norms in float32."""
     return 1e-5 if kind == "generative" and true() else 1e-9

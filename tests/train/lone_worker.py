@@ -1,4 +1,4 @@
-"""One worker alone, without Ray, on a set of made rows."""
+"""One worker without Ray, on a set of generated rows."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def ran(
     found=None,
     **settings,
 ):
-    """What a worker left of a run of 8 rows per step: its checkpoint, its lines, and what it told.
+    """Run a worker with 8 rows per step; return its checkpoint, logged lines and messages.
 
-    `model` is another model section than that of runs.py; `dropout` is of the latter. `scored`: rows are held out.
-    `found`: the checkpoint that it goes on from.
+    `model` replaces the model section of runs.py, to which `dropout` applies. `scored`: hold out rows for evaluation.
+    `found`: the checkpoint to resume from.
     """
     config = runs.config("made", folder.parent, folder.name, **{"steps": STEPS, "precision": "fp32"} | settings)
     tokenizer = extend_tokenizer(prepared.tokenizer_json, config.model.inputs)

@@ -1,4 +1,4 @@
-"""Backward without a driver: torch's engine asks one for streams, even for tensors that only say they lie there."""
+"""Backward without a CUDA driver, because torch's engine requests streams even for fake `cuda` tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def backward(
     *_: Any,
     **__: Any,
 ) -> tuple[Tensor | None, ...]:
-    """What torch's engine does, without asking a driver for streams: each node after all that lead to it."""
+    """Run the graph in topological order like torch's engine, without streams."""
     wanted = [_edge(tensor) for tensor in inputs]
     waiting: dict[Any, list[Tensor | None]] = {}
     arrived: dict[tuple[Any, int], Tensor] = {}
@@ -46,7 +46,7 @@ def _arrive(
     edge: tuple[Any, int],
     gradient: Tensor,
 ) -> None:
-    """Add a gradient to what waits for a node, in the shape, type and place that the node expects."""
+    """Add a gradient to the inputs of a node, in the shape, dtype and device that the node expects."""
     node, slot = edge
     expected = node._input_metadata[slot]
     if gradient.device != expected.device:
@@ -58,7 +58,7 @@ def _arrive(
 
 
 def _in_order(roots: list[Any]) -> list[Any]:
-    """Nodes of a graph, each before those that it leads to."""
+    """Nodes of a graph in topological order."""
     seen, order, ahead = set(), [], [(root, False) for root in roots]
     while ahead:
         node, done = ahead.pop()

@@ -1,9 +1,8 @@
-"""GPUs that are not there: tensors that say they lie on `cuda`, and compute on the CPU.
+"""Fake GPUs: tensors that report device `cuda` but compute on the CPU.
 
-As on a true one, an operator takes no tensor of the host beside one of a device, nor tensors of two devices; and how
-often the host would wait for a device is counted: for what lies there, or until a copy to it is done. What tests see so
-is that all that makes up a step is where it belongs. Not to be seen: speed, memory, a GPU's own arithmetic, what
-streams do out of order, and the hooks of torch's autograd engine, by which DDP and FSDP work.
+As on a real GPU, an operator refuses tensors on different devices. Host synchronizations are counted: reading a value
+from the device, or waiting for a copy. So tests can check that each tensor of a step is on the right device. Not
+covered: speed, memory, GPU arithmetic, stream ordering, and the autograd hooks that DDP and FSDP need.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ BY_VALUE = (aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_
 
 
 class Waits:
-    """How often the host waited for a device: for what it holds, a shape that depends on it, or a copy to it."""
+    """Counts host synchronizations: reads of device values, data-dependent shapes, and copies to the device."""
 
     count = 0
 
 
 class OnDevice(Tensor):
-    """A tensor that says it lies on `device`; `here` holds what it holds."""
+    """A tensor that reports `device`; `here` has the data on the CPU."""
 
     here: Tensor
-    __torch_function__ = torch._C._disabled_torch_function_impl  # else a copy on the CPU would be of this class
+    __torch_function__ = torch._C._disabled_torch_function_impl  # otherwise a copy on the CPU would be of this class
 
     @staticmethod
     def __new__(cls, here: Tensor, device: torch.device) -> OnDevice:
@@ -72,7 +71,7 @@ class OnDevice(Tensor):
 
 
 def computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operator gives, on the device where its tensors lie or where it is asked to put it."""
+    """The result of an operator, on the device of its tensors or the requested one."""
     given = _tensors((args, kwargs))
     there = [tensor for tensor in given if isinstance(tensor, OnDevice)]
     asked = kwargs.get("device")
@@ -87,7 +86,7 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
     out = ON_CPU.get(func, func)(*args, **kwargs)
     if place.type == "cpu":
         return out
-    # What works in place gives back what it was given.
+    # In-place operators return their argument.
     known = {id(tensor.here if isinstance(tensor, OnDevice) else tensor): tensor for tensor in given}
     where = place if place.index is not None else DEVICES[0]
 
@@ -104,7 +103,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _with(change: Callable[[Tensor], Tensor], values: Any) -> Any:
-    """What operators take and give, lists and tuples of tensors among it, with each tensor changed."""
+    """Apply a function to each tensor in nested lists and tuples."""
     if isinstance(values, Tensor):
         return change(values)
     if isinstance(values, list | tuple):
@@ -115,14 +114,14 @@ def _with(change: Callable[[Tensor], Tensor], values: Any) -> Any:
 
 
 def _waits(func: Any, args: Any, kwargs: Any, given: list[Tensor], place: torch.device) -> bool:
-    """Whether the host waits for a device: for a copy, either way, a number, or how many there are of something."""
+    """Whether the operator synchronizes: a copy, a scalar read, or a data-dependent shape."""
     if func in BETWEEN_DEVICES:
         to, origin = (given[0].device, given[1].device) if func is aten.copy_.default else (place, given[0].device)
         blocking = not (kwargs.get("non_blocking") or (func is aten.copy_.default and args[2:] == (True,)))
         return blocking and (to.type == "cpu") != (origin.type == "cpu")
     if not any(isinstance(tensor, OnDevice) for tensor in given):
         return False
-    # By truth it asks how many there are; indices of the host are copied first.
+    # A mask needs the number of true values; indices on the host are copied first.
     by_index = func in INDEXING and any(index.dtype == torch.bool or _on_host(index) for index in _indices(func, args))
     return by_index or func in BY_VALUE
 
@@ -136,7 +135,7 @@ def _on_host(tensor: Tensor) -> bool:
 
 
 def _check_places(func: Any, given: list[Tensor]) -> None:
-    """Raise RuntimeError where a true device would; a scalar may lie on the host, and so may indices."""
+    """Raise RuntimeError for mixed devices; scalars and indices may be on the host."""
     if func in BETWEEN_DEVICES:
         return
     indices = [tensor for tensor in given[1:] if not tensor.is_floating_point()] if func in INDEXING else []
@@ -162,7 +161,7 @@ def _log_softmax_backward(gradient: Tensor, output: Tensor, dim: int, dtype: tor
     return aten._log_softmax_backward_data(gradient, output, dim, gradient.dtype).to(dtype)
 
 
-# Half precision in, float32 out: what kernels of a CPU do not take.
+# CPU kernels do not support half-precision inputs with float32 output.
 ON_CPU = {
     aten._softmax.default: _softmax,
     aten._log_softmax.default: _log_softmax,
@@ -172,14 +171,14 @@ ON_CPU = {
 
 
 class Operators(TorchDispatchMode):
-    """Sees what is made on a device out of nothing."""
+    """Intercepts operators that create tensors on a device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return computed(func, args, kwargs or {})
 
 
 class Functions(TorchFunctionMode):
-    """Sees what fills a device's memory without an operator."""
+    """Intercepts functions that fill device memory without an operator."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -193,7 +192,7 @@ class Functions(TorchFunctionMode):
 
 
 class HostCopies:
-    """Stands in for DCP's pinned staging, which registers memory with a driver."""
+    """Replaces DCP's pinned staging, which needs a driver."""
 
     should_synchronize_after_execute = False
 
@@ -206,7 +205,7 @@ class HostCopies:
 
 
 class Inline:
-    """An executor that works at once: what is set for torch, such as a mode, is set for one thread."""
+    """An executor that runs at once, because torch modes are set per thread."""
 
     def __init__(self, *_: Any, **__: Any): ...
 
@@ -219,7 +218,7 @@ class Inline:
 
 
 class Stream:
-    """What was recorded on it, or waited for."""
+    """A stream that keeps what was recorded or waited for."""
 
     def __init__(self, device: Any = None):
         self.events: list[Event] = []
@@ -232,7 +231,7 @@ class Stream:
 
 
 class Event:
-    """A moment; every two are a millisecond apart."""
+    """An event; consecutive events are a millisecond apart."""
 
     def __init__(self, enable_timing: bool = False): ...
 
@@ -246,7 +245,7 @@ class Event:
 
 
 def of_cuda(capability: tuple[int, int]) -> dict[str, Any]:
-    """What stands in for functions of torch.cuda, by name."""
+    """Replacements of functions of torch.cuda, by name."""
     current, state = Stream(), torch.zeros(16, dtype=torch.uint8)
     random = {"get_rng_state": lambda device=None: state, "set_rng_state": lambda state, device=None: None}
     about = SimpleNamespace(uuid="none", major=capability[0])
@@ -278,9 +277,9 @@ def of_cuda(capability: tuple[int, int]) -> dict[str, Any]:
 
 @contextmanager
 def made_up_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> Iterator[type[Waits]]:
-    """Two GPUs in this process, and how often the host waited for one, counted from here."""
+    """Two fake GPUs in this process and a counter of host synchronizations."""
     with FakeTensorMode():
-        pass  # torch takes note that there is no driver, and asks it for no streams from here on
+        pass  # torch notices that there is no driver and requests no streams from here on
     with monkeypatch.context() as inside:
         for name, stand_in in of_cuda(capability).items():
             inside.setattr(f"torch.cuda.{name}", stand_in)
@@ -299,7 +298,7 @@ def made_up_gpus(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = 
 
 
 def share_on(share: LocalBatch, device: torch.device) -> LocalBatch:
-    """A share whose micro-batches are on a device."""
+    """A local batch whose micro-batches are on a device."""
     return replace(
         share, micro_batches=[{name: it.to(device) for name, it in micro.items()} for micro in share.micro_batches]
     )
@@ -311,7 +310,7 @@ def _on(stream: Stream) -> Iterator[None]:
 
 
 def _moved(module: nn.Module, *args: Any, **options: Any) -> nn.Module:
-    """As `nn.Module.to`, which would put what is on the device into the weights that were on the CPU."""
+    """Replaces `nn.Module.to`, which would assign device tensors to CPU weights."""
 
     def moved(tensor: Tensor) -> Tensor:
         return tensor if "memory_format" in options and tensor.ndim != 4 else tensor.to(*args, **options)

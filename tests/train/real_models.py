@@ -1,4 +1,4 @@
-"""Tiny models of each built-in kind, and steps of them on any number of ranks under any strategy."""
+"""Tiny models of each built-in kind, trained on any number of ranks under any strategy."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def weights_of(
 ) -> torch.Tensor:
     """All weights after some steps in micro-batches of 3 rows; the last row is padding.
 
-    `again`: all is recomputed. `backend`: of torch.compile, for the branches.
+    `again`: with activation checkpointing. `backend`: of torch.compile, for the branches.
     """
     spec, objective = MODELS[kind]
     torch.manual_seed(3)
@@ -93,7 +93,7 @@ def weights_of(
 
 
 def as_llava(group: Group, micro: int, group_by_length: bool = True, **settings: Any) -> torch.Tensor:
-    """The weights of a run of the loop whose model writes, as recipe `llava` has it: captions of unlike length."""
+    """The weights of a run of a generative model as in recipe `llava`: captions of different lengths."""
     plan = SamplePlan(num_rows=20, global_rows=8, world=group.world, micro=micro, seed=1, steps=5)
     train = SimpleNamespace(
         **vars(toy.TRAIN) | {"activation_checkpointing": (), "compile": "none", "channels_last": False} | settings
@@ -108,7 +108,7 @@ def as_llava(group: Group, micro: int, group_by_length: bool = True, **settings:
 
 
 def blocks_of(plan: SamplePlan, rank: int) -> Iterator[dict[str, np.ndarray]]:
-    """A rank's blocks of a step each, as data/reader.py makes them of conversations; what is learned is drawn."""
+    """A rank's blocks of one step each, as data/reader.py creates them of conversations; loss masks are random."""
     draw, spec = np.random.default_rng(2), MODELS["generative"][0]
     side, longest, rows = spec.inputs.image_side, spec.inputs.max_tokens, plan.num_rows
     everything = {

@@ -1,4 +1,4 @@
-"""Small runs for tests: a config, a reporter that keeps its calls, and readers of what a run wrote."""
+"""Small runs for tests: a config, a reporter that keeps its calls, and readers of run files."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What cached accumulation costs against the whole share in one pass: time bounded, memory of one micro-batch."""
+"""Cost of cached accumulation against one pass: time is bounded, memory is that of one micro-batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARE, MICRO = 64, 16
 
 
 class Held:
-    """A saved tensor; counts the bytes that are held at once."""
+    """A saved tensor that counts the bytes held at once."""
 
     live = peak = 0
 
@@ -36,7 +36,7 @@ class Held:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread_in_all():
-    """The processor's time is then the work's, whatever else the machine does."""
+    """Use one thread, so that CPU time does not depend on other load."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -45,7 +45,7 @@ def one_thread_in_all():
 
 @pytest.fixture(scope="module")
 def bench():
-    return bench_of(96, 16 * MICRO)  # at 64 pixels a row is hardly work
+    return bench_of(96, 16 * MICRO)  # at 64 pixels overhead dominates
 
 
 def bench_of(image_side, rows):
@@ -78,16 +78,16 @@ def peak_bytes(step):
 def test_memory_is_flat_in_the_number_of_micro_batches(bench):
     peaks = {k: peak_bytes(step_of(bench, k * MICRO, MICRO)) for k in (1, 16)}
     whole = peak_bytes(step_of(bench, 16 * MICRO, 16 * MICRO))
-    assert peaks[16] < 1.10 * peaks[1]  # what grows is the logits of the loss
+    assert peaks[16] < 1.10 * peaks[1]  # only the logits of the loss grow
     assert whole > 10 * peaks[16]
 
 
 def test_time_is_at_most_one_and_a_half_times_one_pass():
-    # Three forwards for each two, 4/3 of the work; what a pass costs whatever its rows (8 ms) comes on top of that.
+    # An additional forward is 4/3 of the work; the fixed cost of a pass (8 ms) is added.
     bench = bench_of(160, SHARE)
     steps = {micro: step_of(bench, SHARE, micro) for micro in (SHARE, MICRO)}
     took_s = {micro: [] for micro in steps}
-    for _ in range(8):  # in turns: a machine that grows slower does not favour one of them
+    for _ in range(8):  # alternating, so that a changing load affects both
         for micro, step in steps.items():
             began_s = time.process_time()
             step()
@@ -97,7 +97,7 @@ def test_time_is_at_most_one_and_a_half_times_one_pass():
 
 
 def test_smaller_micro_batches_give_the_same_gradient(bench):
-    """What is measured above is the same gradient."""
+    """The cases measured above compute the same gradient."""
     gradients = []
     for micro in (SHARE, MICRO):
         state = toy.train_state(bench.model, objective=Contrastive())

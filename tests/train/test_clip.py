@@ -1,4 +1,4 @@
-"""Clipping of all weights as one is torch's own; by branches, a loud branch does not silence the others."""
+"""Global clipping equals torch; with clipping per branch, large gradients of one do not scale down others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs on Ray with two workers: what they leave, and that nothing is lost when one is killed or stopped."""
+"""Complete runs on Ray with two workers: their files, and exact resume after a kill or stop."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def test_same_command_reports_finished_run(unkilled, local_ray, data):
 
 @pytest.mark.cluster
 def test_resume_after_kill_is_bitwise_equal(unkilled, data, tmp_path):
-    """Two ranks, with dropout: a worker dies after step 5, the latest checkpoint is that of step 3."""
+    """Two ranks, with dropout: a worker is killed after step 5, the latest checkpoint is that of step 3."""
     faulty = config(data, tmp_path, "killed", callbacks=("tests.train.faults:KillRankOneOnce",))
     outcome = train(faulty, Silent())
     calm, _ = unkilled
@@ -92,10 +92,10 @@ def test_oom_outside_a_step_restarts_with_smaller_micro_batches(unkilled, data, 
     assert any("out of memory in the optimizer at step 6" in text for _, text in listener.notes)
 
 
-@pytest.mark.slow  # test_object_store.py does as much on a store
+@pytest.mark.slow  # test_object_store.py covers the same on an object store
 @pytest.mark.cluster
 def test_resume_after_stop_is_bitwise_equal(unkilled, data, tmp_path):
-    """The run is stopped by SIGINT at its first steps, and the same command resumes it."""
+    """SIGINT stops the run in its first steps, and the same command resumes it."""
 
     class Stopping(Silent):
         def step(self, metrics, total_steps):

@@ -1,4 +1,4 @@
-"""What evaluation and export take out of a run: its weights, or their average, and the rows that it held out."""
+"""Evaluation and export use a run's weights or EMA weights, and the rows it held out."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_default_set_is_what_the_run_held_out(tmp_path: Path, monkeypatch: pytes
 
 
 def made_run(folder: AnyPath, tmp_path: Path, **recalls: float | None) -> AnyPath:
-    """A run whose checkpoints `step_N` were found so good."""
+    """A run with checkpoints `step_N` that have these metrics."""
     config = runs.config("none", tmp_path, "one")
     tokenizer = train_tokenizer(CAPTIONS, 60)
     size = TextEncoder(tokenizer, 8).vocab_size
@@ -137,7 +137,7 @@ def test_evaluate_uses_best_checkpoint(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_elastic_run_is_evaluated_with_fewer_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two workers took two micro-batches each of 16 rows; the one that scores would take four."""
+    """Two workers took two micro-batches each of 16 rows; one worker that evaluates takes four."""
     monkeypatch.setattr("ray.train.torch.get_device", lambda: torch.device("cpu"))
     held_out = make_set(tmp_path / "set", [row(number) for number in range(5)])
     config = runs.config(tmp_path / "set", tmp_path, "one")

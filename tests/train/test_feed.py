@@ -1,4 +1,4 @@
-"""Shares: padding out, positions checked, the next share made while this one is used."""
+"""Local batches: padding is removed, positions are checked, the next batch is prefetched."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_error_in_the_thread_is_raised_in_the_caller():
 
 
 def test_prefetch_thread_uses_the_workers_gpu(monkeypatch):
-    """Of itself it would be on the first GPU, and pinned memory and streams would open a context there."""
+    """The default is the first GPU, where pinned memory and streams would create a context."""
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((device, threading.current_thread())))
     other = torch.device("cuda", 3)

@@ -1,4 +1,4 @@
-"""Four ranks with ragged shares take the step of one, sharded or not; who finds no room when the ranks have parted."""
+"""Four ranks with uneven batches take the step of one, sharded or not; an OOM while another rank waits is reported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mmray.engine.collectives import Group
 from mmray.train.worker_group import COLLECTIVE_ERRORS
 from tests.train import four_ranks, toy, two_ranks
 
-pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have
+pytestmark = pytest.mark.usefixtures("one_thread")  # as in the ranks
 
 
 def same(found, expected, start):
@@ -64,7 +64,7 @@ PARTED = ("no room at last forward", "no room for a state")
 
 @pytest.mark.parametrize("pair", range(four_ranks.PAIRS))
 def test_oom_inside_a_collective_reports_the_smaller_micro_batch(pairs, pair):
-    """Under fsdp, and in the optimizer; the other rank's collective breaks, which counts as lost."""
+    """With fsdp and in the optimizer; the collective of the other rank breaks, which is handled as a lost worker."""
     left, met = (result["parting"] for result in pairs[2 * pair : 2 * pair + 2])
     assert met["micro"] == 2 and PARTED[pair] in met["error"]
     assert met["error"].startswith("out of memory at step 3 with micro-batches of 4 rows (rank 1, with row")

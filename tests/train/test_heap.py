@@ -1,4 +1,4 @@
-"""Freed memory that stays with the process: its pages are not asked for again."""
+"""Freed memory stays with the process, so its pages are not faulted again."""
 
 from __future__ import annotations
 

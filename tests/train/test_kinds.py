@@ -1,4 +1,4 @@
-"""A run of each kind of model without Ray: trained by a worker, resumed, scored, exported, opened again."""
+"""A run of each kind of model without Ray: train, resume, evaluate, export, load."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def told(number: int) -> Row:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreparedSet, PreparedSet]:
-    """A training split and one to evaluate on."""
+    """A training and an evaluation split."""
     rows = [told(number) for number in range(30)]
     place = tmp_path_factory.mktemp("kinds") / "set"
     make_set(place, rows[:22], rows[22:])
@@ -106,7 +106,7 @@ def config_of(kind: str, storage: Path) -> Config:
 
 
 def trained(config: Config, sets: tuple[PreparedSet, PreparedSet], folder: Path, checkpoint: str | None = None) -> dict:
-    """What one worker, alone, makes of the run from its beginning or from a checkpoint."""
+    """Run one worker without Ray, from the start or from a checkpoint."""
     train_set, eval_set = sets
     tokenizer = extend_tokenizer(train_set.tokenizer_json, config.model.inputs)
     vocab_size = TextEncoder(tokenizer, 8).vocab_size
@@ -126,7 +126,7 @@ def trained(config: Config, sets: tuple[PreparedSet, PreparedSet], folder: Path,
 
 
 def ended(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights that a run ended with."""
+    """The final weights of a run."""
     return state_io.load_weights(folder / "checkpoints" / f"step-{STEPS}")
 
 

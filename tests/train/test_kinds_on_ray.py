@@ -1,4 +1,4 @@
-"""A run of each kind of model on Ray: the same weights as in one process, and on from a checkpoint to the same end."""
+"""A run of each kind of model on Ray gives the weights of one process, also after resume."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A training split and one to evaluate on."""
+    """A training and an evaluation split."""
     rows = [told(number) for number in range(30)]
     folder = tmp_path_factory.mktemp("kinds-on-ray") / "set"
     make_set(folder, rows[:22], rows[22:])
@@ -36,7 +36,7 @@ def on_ray(kind: str, place: Path, storage: Path) -> Config:
 
 @pytest.fixture
 def alone(place: Path, tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, dict]:
-    """A run of the kind in this process: its folder, and what it measured at its end."""
+    """A run of the kind in this process: its folder and final metrics."""
     sets = PreparedSet.open(str(place), "train"), PreparedSet.open(str(place), "test")
     folder = tmp_path / "alone"
     return folder, trained(config_of(request.param, tmp_path), sets, folder)["metrics"]

@@ -1,4 +1,4 @@
-"""What NVML says of a GPU, and the share of a device's peak that a run makes use of: figures of a device made up."""
+"""GPU metrics from NVML, and model FLOPs utilization of fake devices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refuse(*_):
 
 
 def nvml(**changes):
-    """NVML of a machine whose second GPU is 73 % busy and holds 3 GiB."""
+    """NVML of a machine whose second GPU is 73 % busy and uses 3 GiB."""
     told = {
         "nvmlInit": lambda: None,
         "nvmlDeviceGetHandleByUUID": lambda uuid: {f"GPU-{UUID}": "second"}[uuid],
@@ -42,7 +42,7 @@ def nvml(**changes):
 
 @pytest.fixture
 def told(monkeypatch):
-    """Has this NVML, or none, asked about the GPU."""
+    """Metrics of a GPU from this NVML, or without NVML."""
 
     def told(module):
         system._handle.cache_clear()
@@ -66,7 +66,7 @@ def test_gpu_is_queried_by_uuid(told):
         None,  # not installed
         nvml(nvmlInit=refuse),  # no driver
         nvml(nvmlDeviceGetHandleByUUID=refuse),
-        nvml(nvmlDeviceGetUtilizationRates=refuse),  # a slice of a GPU
+        nvml(nvmlDeviceGetUtilizationRates=refuse),  # a MIG slice
         nvml(nvmlDeviceGetMemoryInfo=refuse),
     ],
 )
@@ -114,7 +114,7 @@ def test_peak_flops_are_by_device_name_and_none_if_unknown(monkeypatch, name, pr
 
 @pytest.mark.parametrize(("precision", "peak_tflops"), [(BF16, 200), (FP32, 10)])
 def test_mfu_is_achieved_over_peak_flops_of_a_device(monkeypatch, precision, peak_tflops):
-    """Four workers of two devices: 800 rows a second of 25 GFLOP each are 20 TFLOP/s, 2.5 a device."""
+    """Four workers with two devices each: 800 rows per second of 25 GFLOP are 20 TFLOP/s, or 2.5 per device."""
     monkeypatch.setitem(flops.PEAKS, "Made-up 9000", (200, 10))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Made-up 9000 SXM")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 5 * 2**30)

@@ -1,4 +1,4 @@
-"""The loop: resumes bitwise, checks its rows, logs what it says it logs, and ends when it must."""
+"""The training loop: bitwise resume, checked rows, logged metrics, and errors that end the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plan_of(steps: int, micro: int = 3, world: int = 1) -> SamplePlan:
 
 
 class Checkpoints(dict):
-    """States by step, as bytes that load without pickle, which is what a real checkpoint does to them."""
+    """States by step, serialized and loaded without pickle like real checkpoints."""
 
     def save(self, step, state, metrics, last):
         buffer = io.BytesIO()
@@ -49,7 +49,7 @@ def test_resumed_run_is_bitwise_equal():
     assert list(checkpoints) == [3, 6, 8]
 
     again, second_log = toy.Toy(dropout=0.2, batch_norm=True), toy.Lines()
-    torch.manual_seed(99)  # whatever the process drew before must not matter
+    torch.manual_seed(99)  # earlier random numbers must not matter
     train(again, plan, checkpoints.load(3), first=3, log=second_log)
     for name, value in whole.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
@@ -137,7 +137,7 @@ def test_metrics_are_logged_and_callbacks_called():
     expected |= {"time/step_p50_s", "time/step_p95_s", "time/first_step_s", "throughput/tokens_per_s"}
     expected |= {f"time/{phase}_s" for phase in PHASES} | {"host/cpu_percent", "throughput/tflops_per_device"}
     assert expected | {"memory/peak_gib", "rows_sha", "batch/padding"} <= log.lines[0].keys()
-    assert "batch/padding_unbucketed" not in log.lines[0]  # the rows stand as they came
+    assert "batch/padding_unbucketed" not in log.lines[0]  # the rows are not reordered
     assert [step for step, _ in callback.seen] == [1, 2, 3, 4, 5]
     assert [metrics for _, metrics in callback.seen] == [None, *log.lines]
     assert saved == [(3, log.lines[1], False), (5, log.lines[3], True)]
@@ -213,7 +213,7 @@ def test_stopped_run_saves_a_checkpoint():
 
 
 class Poisoned(toy.Toy):
-    """Yields NaN at the given steps, counted from 1."""
+    """Returns NaN at the given steps, counted from 1."""
 
     def __init__(self, steps):
         super().__init__()
@@ -247,7 +247,7 @@ def test_too_many_consecutive_non_finite_steps_end_the_run_across_restarts():
 
 
 class PoisonedRow(toy.Toy):
-    """Yields NaN for one row, known by its tokens."""
+    """Returns NaN for one row, identified by its tokens."""
 
     def forward(self, batch):
         outputs = super().forward(batch)
@@ -280,7 +280,7 @@ def test_search_for_non_finite_row_keeps_to_the_micro_batch_size():
 
 
 class PoisonedPair(toy.Toy):
-    """What it makes of a pair is NaN for one row's own pair; its embeddings are not."""
+    """The match score of one row with its own partner is NaN; its embeddings are finite."""
 
     def forward(self, batch):
         outputs = super().forward(batch)
@@ -318,7 +318,7 @@ taken = loop.optimizer_step
 @pytest.mark.cluster
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_ranks_under_torchrun_equal_one_process(tmp_path, parallel):
-    """Two of them, or one for each GPU where there are GPUs."""
+    """Two ranks, or one per GPU."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     script = ["-m", "tests.train.under_torchrun", tmp_path / "weights.pt", parallel]
     world = str(torch.cuda.device_count() or 2)

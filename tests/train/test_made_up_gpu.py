@@ -1,4 +1,4 @@
-"""Made-up GPUs are as strict as true ones: about where a tensor lies, and what the host waits for."""
+"""Fake GPUs are as strict as real ones about devices of tensors and host synchronizations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GPU, OTHER = DEVICES
 
 
 class Reaching(nn.Module):
-    """What a mistake looks like: a constant that stayed on the host."""
+    """A common mistake: a constant that stays on the host."""
 
     def forward(self, numbers):
         return numbers * torch.ones(3)
@@ -62,7 +62,7 @@ def test_gradients_equal_those_of_torch_autograd(monkeypatch):
         torch.manual_seed(1)
         weights = torch.randn(4, 3, dtype=torch.float64).to(device).requires_grad_()
         shift = torch.randn(3, dtype=torch.float64).to(device).requires_grad_()
-        hidden = (weights @ weights.T).softmax(1) @ weights + shift  # used thrice, and broadcast
+        hidden = (weights @ weights.T).softmax(1) @ weights + shift  # used three times, and broadcast
         first, second = hidden.split([1, 3])
         (first.sum() * second.logsumexp(0)).sum().backward()
         return [weights.grad.cpu(), shift.grad.cpu()]

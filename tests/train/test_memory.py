@@ -1,4 +1,4 @@
-"""The rehearsal leaves no trace and finds what fits."""
+"""The memory probe finds the largest size that fits and leaves the state unchanged."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_oom_while_counting_flops_halves_the_micro_batch():
 
 
 def test_probe_holds_gradients_like_ddp_buckets():
-    """Its buckets lie there during the forward, which a group of one does not have."""
+    """DDP's buckets are allocated during the forward, but a group of one has none."""
     held = []
 
     class Watched(toy.Toy):
@@ -80,13 +80,13 @@ def test_probe_holds_gradients_like_ddp_buckets():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Group, "all_reduce_min", lambda self, value: value)
             memory_probe.probe_memory(state, lambda rows: toy.rows(rows, 0), 4, None)
-        assert held[0] is expected and held[-1] is False  # the last looks which weights get a gradient
+        assert held[0] is expected and held[-1] is False  # the last one checks which weights get a gradient
         assert all(weight.grad is None for weight in state.model.parameters())
 
 
 @pytest.mark.parametrize(("settings", "copies"), [({}, 0), ({"ema": 0.9}, 1), ({"parallel": "fsdp"}, 0)])
 def test_probe_allocates_ema_weights_and_ddp_buckets(monkeypatch, settings, copies):
-    """Averaged weights, and buckets in which gradients do not live."""
+    """EMA weights, and buckets that are not the storage of the gradients."""
     state = memory_probe.replace(toy.train_state(toy.Toy(width=37)), group=Group(rank=0, world=2))
     train = SimpleNamespace(**vars(toy.TRAIN) | settings)
     config = SimpleNamespace(train=train, batch=SimpleNamespace(micro=4), model=None)
@@ -133,7 +133,7 @@ def test_free_host_memory_is_the_limit_on_cpu(monkeypatch):
 
 
 def test_probe_for_several_ranks_has_columns_of_the_global_batch():
-    """Its step is the one of a group in which all ranks bring the same rows: four times the negatives."""
+    """The probe simulates a group in which all ranks have the same rows: four times the negatives."""
     widths = []
     state = toy.train_state(toy.Toy())
     measure = state.objective.compute_loss
@@ -147,9 +147,9 @@ def test_probe_for_several_ranks_has_columns_of_the_global_batch():
 
 @pytest.mark.parametrize("kind", ["sigmoid", "matching"])
 def test_probe_calls_no_collectives(kind):
-    """Ranks try other sizes, each for itself: a collective inside would meet another one of another shape."""
+    """Ranks try different sizes, so their collectives would have different shapes."""
     state = toy.train_state(toy.Toy(kind=kind), objective=toy.objective(kind))
-    four = memory_probe.replace(state, group=Group(rank=1, world=4))  # without a process group behind it
+    four = memory_probe.replace(state, group=Group(rank=1, world=4))  # without a process group
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Group, "all_reduce_min", lambda self, value: value)
         assert memory_probe.probe_memory(four, lambda rows: toy.rows(rows, 0), 8, 4).micro == 4
@@ -189,7 +189,7 @@ def test_oom_in_last_backward_is_retried_with_one_rank():
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room to score"), MemoryError()])
 def test_oom_in_evaluation_does_not_halve_the_micro_batch(error):
-    """They would not help: an evaluation has batches of its own."""
+    """Evaluation has its own batch size."""
 
     def evaluate(step, _):
         raise error

@@ -1,4 +1,4 @@
-"""Training on two sets at once, on Ray with two workers: the rows of every step, and a stop in the middle."""
+"""Training on two data sets on Ray with two workers: the rows of each step, and a stop halfway."""
 
 import os
 
@@ -18,7 +18,7 @@ from tests.train.runs import STEPS, Silent, config, lines, marks, same_weights, 
 
 @pytest.fixture
 def sets(tmp_path):
-    """A sum of 30 rows, with 20 held out, and of 1.5 times 8 rows of the same keys."""
+    """Two data sets: 30 rows, 20 of them held out, with weight 1; 8 rows with the same keys, with weight 1.5."""
     make_set(tmp_path / "one", [row(number) for number in range(30)], [row(number) for number in range(100, 120)])
     make_set(tmp_path / "two", [row(number, png(150 + number)) for number in range(8)])
     return f"{tmp_path / 'one'} + 1.5 * {tmp_path / 'two'}"

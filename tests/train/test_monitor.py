@@ -67,7 +67,7 @@ def test_stuck_rank_is_named_while_others_progress():
 
 
 def test_waiting_for_data_is_a_hang_only_after_the_start_timeout():
-    """Data nodes may be preempted and started again meanwhile."""
+    """Data nodes may be preempted and restarted meanwhile."""
     detector = HangDetector(limit_s=10, start_limit_s=60)
     records = [replace(beat(0), waits_for_data=True), beat(1, waits=True)]
     assert [detector.check(records, second) for second in (0.0, 20.0, 59.0)] == [None] * 3
@@ -110,7 +110,7 @@ def test_heartbeat_has_age_and_ended_rank_is_removed():
 
 
 def test_progress_is_kept_over_attempts_and_last_step_is_not(monkeypatch):
-    """Otherwise an error at another step would pass for the same error at the same step."""
+    """Otherwise errors at different steps would count as a repeated error."""
     news = [{"step": 120, "time/step_s": 0.5}]
     monkeypatch.setattr(monitor.ray, "get", lambda *_, **__: (news, []))
     coordinator = SimpleNamespace(take=SimpleNamespace(remote=lambda: None))

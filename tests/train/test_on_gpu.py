@@ -1,4 +1,4 @@
-"""The engine on GPUs, true or made up: it takes the steps of a CPU, and the host waits for the device once a step."""
+"""The engine on GPUs, real or fake, takes the steps of a CPU and synchronizes once per step."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def steps_of(spec, first=0):
 
 
 class Watch:
-    """The waits of each step, and the metrics of those that were logged."""
+    """The synchronizations of each step, and the logged metrics."""
 
     def __init__(self, waits):
         self.waits, self.counts, self.lines = waits, [waits.count], []
@@ -64,7 +64,7 @@ class Watch:
 
 
 def task_of(kind, device, double=True, options=None, watch=None, **settings):
-    """A run of a built-in kind; the same weights at its begin wherever it runs."""
+    """A run of a built-in kind, with the same initial weights on each device."""
     spec, objective = real_models.MODELS[kind]
     train = SimpleNamespace(**SETTINGS | settings)
     torch.manual_seed(3)
@@ -76,7 +76,7 @@ def task_of(kind, device, double=True, options=None, watch=None, **settings):
 
 
 def trained(kind, device, **given):
-    """The weights of a whole run, on the CPU."""
+    """The final weights of a run, on the CPU."""
     task = task_of(kind, device, **given)
     outcome = loop.run(task, steps_of(real_models.MODELS[kind][0]))
     assert (outcome.status, outcome.steps) == ("finished", PLAN.steps)
@@ -97,13 +97,13 @@ def test_run_on_gpu_equals_run_on_cpu(monkeypatch, kind):
 
 
 def rows_there():
-    """Rows of images that lie on a GPU now."""
+    """Rows of images that are on a GPU now."""
     there = (thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor) and thing.dtype == torch.uint8)
     return sum(len(tensor) for tensor in there if tensor.device.type == "cuda" and tensor.ndim == 4)
 
 
 class Crowded(toy.Toy):
-    """Keeps how many rows lie on the GPU during its forwards with gradient."""
+    """Keeps the number of rows on the GPU during training forwards."""
 
     def __init__(self):
         super().__init__()
@@ -126,7 +126,7 @@ def test_two_batches_are_on_the_gpu_in_steps_and_in_the_probe(monkeypatch):
         task = toy.task(model, LONGER, Group(device=GPU), evaluate=scored, evaluate_every=2)
         outcome = loop.run(task, toy.steps_of(LONGER, 0))
         assert max(model.rows) == 2 * SHARE and max(model.rows[-2:]) <= SHARE
-        assert outcome.metrics["evaluate/rows"] == 0  # the last share is gone, and none is to come
+        assert outcome.metrics["evaluate/rows"] == 0  # the last batch is freed, and there is no next one
         tried = Crowded().to(GPU)
         batch_of = lambda rows: {name: it.to(GPU) for name, it in toy.rows(rows, 0).items()}  # noqa: E731
         memory_probe.probe_memory(toy.train_state(tried, Group(device=GPU)), batch_of, SHARE, 2)
@@ -134,7 +134,7 @@ def test_two_batches_are_on_the_gpu_in_steps_and_in_the_probe(monkeypatch):
 
 
 def pinned_until(full):
-    """What stands in for pinning memory, and finds no room at the calls named by number."""
+    """Replaces memory pinning and fails at the numbered calls."""
     calls = iter(range(10**6))
 
     def pin(tensor):
@@ -145,11 +145,11 @@ def pinned_until(full):
     return pin
 
 
-FIRST = len(toy.rows(1, 0)) * 3  # the columns of the first share's micro-batches, each of which is pinned
+FIRST = len(toy.rows(1, 0)) * 3  # pinned columns of the first batch's micro-batches
 
 
 def late(monkeypatch, full):
-    """A run whose shares find no room at the calls `full`; on made-up GPUs, which copy one share after the other."""
+    """A run in which pinning fails at the calls `full`; on fake GPUs, which copy one batch after the other."""
     with made_up_gpus(monkeypatch):
         monkeypatch.setattr(torch.Tensor, "pin_memory", pinned_until(full))
         model = toy.Toy().double().to(GPU)
@@ -160,7 +160,7 @@ def late(monkeypatch, full):
 def test_oom_of_prefetched_batch_retries_it_after_the_step(monkeypatch):
     plain = toy.Toy().double()
     loop.run(toy.task(plain, LONGER), toy.steps_of(LONGER, 0))
-    found = late(monkeypatch, {FIRST, FIRST + 1})  # the second share, and the third
+    found = late(monkeypatch, {FIRST, FIRST + 1})  # the second batch, and the third
     assert torch.allclose(found, toy.flat(plain), rtol=0, atol=1e-9)
 
 
@@ -280,7 +280,7 @@ def test_rows_with_non_finite_output_are_named_on_gpu(monkeypatch):
     ],
 )
 def test_worker_probes_trains_evaluates_and_saves(monkeypatch, tmp_path, settings):
-    """Rehearsal, steps, evaluation and checkpoint; in float32 it comes to what a CPU comes to."""
+    """In float32 the results equal those of a CPU."""
     prepared, given = rows_of(tmp_path / "set"), {"micro": 4} | settings
     _, plain, _ = ran(prepared, tmp_path / "plain", **given | {"precision": "fp32"})
     with gpus(monkeypatch, count=2 if "parallel" in settings else 1):

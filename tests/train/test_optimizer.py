@@ -1,4 +1,4 @@
-"""Who decays, and that frozen weights are left out."""
+"""Weight decay, learning rates by group, and frozen weights."""
 
 from __future__ import annotations
 

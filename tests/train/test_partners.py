@@ -1,4 +1,4 @@
-"""What partners lend each other travels packed: one vote and one collective, whatever the objective borrows."""
+"""Columns exchanged between partners are packed: one vote and one collective for any objective."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDER = 9  # the longest caption of another rank
 
 @dataclass(frozen=True)
 class Counted(FakeGroup):
-    """Two ranks with the same rows, of which the other one's captions are wider."""
+    """Two ranks with the same rows; captions of the other rank are wider."""
 
     calls: list[str] = field(default_factory=list)
 
@@ -43,6 +43,6 @@ def test_columns_are_exchanged_unchanged_in_one_vote_and_one_collective():
 
 
 def widest(batch):
-    """Of each row the width of its micro-batch, beyond which its tokens are cut off."""
+    """For each row the width of its micro-batch, beyond which its tokens are trimmed."""
     lengths = batch["attention_mask"].sum(1)
     return torch.cat([part.max().expand(len(part)) for part in lengths.split(3)])[:, None]

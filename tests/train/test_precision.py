@@ -1,4 +1,4 @@
-"""Which format `auto` is, and who needs a scaler."""
+"""The result of precision `auto`, and which formats need a loss scaler."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A training step reads from its device once: each further read would have the host wait, and the device run dry.
+"""A training step reads from its device once, because each read is a synchronization that idles the device.
 
-That of the built-in models, in each precision: test_on_gpu.py.
+Built-in models in each precision are tested in test_on_gpu.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ QUIET = SimpleNamespace(**vars(toy.TRAIN) | {"log_every": 0, "checkpoint_every":
 @pytest.mark.parametrize("clip", ["model", "branch"])
 @pytest.mark.parametrize("objective", [toy.objective("contrastive"), toy.Regression()])
 def test_unlogged_step_reads_from_the_device_once(monkeypatch, objective, clip):
-    """The norms and the ranks' wish to stop, in one; three micro-batches."""
+    """Norms and stop request in one read; three micro-batches."""
     plan = SamplePlan(num_rows=30, global_rows=10, world=1, micro=4, seed=1, steps=6)
     settings = SimpleNamespace(**vars(toy.OPTIMIZER) | {"clip_per": clip})
     with gpus(monkeypatch) as waits:

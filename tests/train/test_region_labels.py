@@ -1,4 +1,4 @@
-"""What a head for regions needs of the data is settled, or said, before anything starts."""
+"""Labels of a region head are resolved, or refused, before anything starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODEL = Fusion(inputs=Inputs(max_boxes=4), regions=True)
 
 
 def named(folder: Path, names: dict[str, str], boxed: bool = True) -> PreparedSet:
-    """A set of three rows, the last with a box, that calls its box labels so."""
+    """A set of three rows, the last with a box, with these names of box labels."""
     box = {"boxes": [[0.0, 0.0, 1.0, 1.0]], "box_labels": [1]} if boxed else {}
     made = make_set(folder, [row(0), row(1), replace(row(2), **box)])
     Storage(str(folder)).write(MANIFEST, replace(made.manifest, box_names=names).to_json())

@@ -1,4 +1,4 @@
-"""From COCO's instances to a model that names boxes: prepared, trained on Ray, scored, exported, asked."""
+"""COCO instances are prepared, train a region head on Ray, and are evaluated, exported and predicted."""
 
 from __future__ import annotations
 

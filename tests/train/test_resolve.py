@@ -1,4 +1,4 @@
-"""What a run is settled to before it starts: rows, steps, tokens."""
+"""Settings resolved before a run starts: rows, steps, tokens."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What a run asks of Ray, by rule: decoders that cores and memory allow, and how the workers' process group is made."""
+"""Resources that a run requests from Ray: decode actors within cores and memory, and the process group of workers."""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -17,11 +17,11 @@ from mmray.train.resources import num_data_actors, scaling_config, torch_config
 @pytest.mark.parametrize(
     ("cpus", "taken", "memory_gib", "block_mb", "actors"),
     [
-        (16, 2, 1000.0, 24.0, 14),  # cores decide
-        (16, 2, 8.0, 128.0, 4),  # an actor of 0.5 GiB with four blocks is 1 GiB, and half of the memory is theirs
+        (16, 2, 1000.0, 24.0, 14),  # limited by cores
+        (16, 2, 8.0, 128.0, 4),  # 1 GiB per actor (0.5 GiB and four blocks), within half of the memory
         (16, 2, 8.0, 512.0, 1),
-        (16, 2, float("inf"), 512.0, 14),  # Ray does not say how much there is
-        (2, 2, 1000.0, 24.0, 1),  # a laptop's workers have all cores, and share them
+        (16, 2, float("inf"), 512.0, 14),  # Ray reports no memory
+        (2, 2, 1000.0, 24.0, 1),  # workers use all cores of a laptop and share them
         (16, 2, 0.1, 24.0, 1),
     ],
 )
@@ -31,7 +31,7 @@ def test_decode_actors_are_limited_by_cores_and_memory(cpus, taken, memory_gib, 
 
 @pytest.fixture
 def here(monkeypatch):
-    """One node that Ray counts 12 CPUs and 2 GPUs of, on a machine of 8 cores with 20 GiB free."""
+    """One node with 12 CPUs and 2 GPUs in Ray, on a machine of 8 cores with 20 GiB free."""
     counted = {"CPU": 12.0, "GPU": 2.0}
     monkeypatch.setattr(resources.placement, "alive_nodes", lambda: [Node(counted)])
     monkeypatch.setattr(resources.placement, "autoscaling_pools", list)
@@ -43,10 +43,10 @@ def here(monkeypatch):
 @pytest.mark.parametrize(
     ("workers", "data", "actors"),
     [
-        (2, Data(), 6),  # of the cores that there are, not of the CPUs that Ray counts
+        (2, Data(), 6),  # limited by real cores, not by Ray's CPUs
         (2, Data(block_mb=512), 4),  # 2.5 GiB each, of 10
         ("2-8", Data(), 1),
-        (2, Data(workers=11), 11),  # who names a number gets it
+        (2, Data(workers=11), 11),  # an explicit number is kept
     ],
 )
 def test_decode_actors_on_one_node_use_real_cores_and_free_memory(here, workers, data, actors):
@@ -63,7 +63,7 @@ class Two(SimpleNamespace):
 @pytest.mark.parametrize(("accelerator", "backend"), [("gpu", "nccl"), ("auto", "nccl"), ("cpu", "gloo")])
 @pytest.mark.parametrize(("settings", "seconds"), [({}, 300), ({"collective_timeout_s": 0.5}, 1)])
 def test_process_group_uses_nccl_or_gloo_with_timeout(here, monkeypatch, accelerator, backend, settings, seconds):
-    """What Ray makes of our TorchConfig, up to the call of init_process_group."""
+    """Arguments that reach init_process_group from our TorchConfig through Ray."""
     config = Config(cluster=Cluster(workers=2, accelerator=accelerator, **settings))
     ranks, made = [], []
     group = Two(
@@ -72,7 +72,7 @@ def test_process_group_uses_nccl_or_gloo_with_timeout(here, monkeypatch, acceler
         execute_single=lambda *_: ("127.0.0.1", 1),
         execute_single_async=lambda _, call, **given: ranks.append((call, given)),
     )
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # Ray sets it otherwise, for good
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # otherwise Ray sets it permanently
     monkeypatch.setattr(ray_torch.ray, "get", lambda _: None)
     monkeypatch.setattr(dist, "init_process_group", lambda **given: made.append(given))
     ours = torch_config(config)

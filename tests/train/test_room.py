@@ -1,4 +1,4 @@
-"""What counts as memory that ran out: by the error's type, or by its words where a type has not travelled."""
+"""Out-of-memory errors are recognised by type, or by message if the type was lost in transfer."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from mmray.errors import is_out_of_memory
 
 
 class TheirOwn(torch.OutOfMemoryError):
-    """As a library may derive one."""
+    """A subclass as in a library."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Whether a command starts a run, goes on with it, or must leave it alone."""
+"""Whether a command starts a run, resumes it or leaves it unchanged."""
 
 import pytest
 
@@ -61,7 +61,7 @@ def config(tmp_path, global_rows=16, **run):
 
 
 def changed(before, setting, value):
-    """The config with one setting changed, as a flag would."""
+    """The config with one setting changed, as by a flag."""
     values = before.model_dump(mode="json", by_alias=True)
     *sections, name = setting.split(".")
     inner = values
@@ -88,7 +88,7 @@ def test_unnamed_run_takes_next_name_if_done_or_different(tmp_path):
     assert select_run(config(tmp_path, global_rows=32), DATA, 10).path == tmp_path / "sample-2"
     finish(tmp_path / "sample", 10)
     assert select_run(config(tmp_path), DATA, 10).path == tmp_path / "sample-2"
-    assert select_run(config(tmp_path), DATA, 20).action == "resume"  # longer than it was
+    assert select_run(config(tmp_path), DATA, 20).action == "resume"  # more steps than before
 
 
 def test_named_run_is_resumed_refused_or_done(tmp_path):
@@ -128,7 +128,7 @@ def test_run_refuses_changed_setting(tmp_path, setting):
 
 
 def test_skipped_runs_are_logged_with_reason(tmp_path):
-    """A changed setting would otherwise begin anew without a word where the same command was to go on."""
+    """Otherwise a changed setting would silently start a new run instead of resuming one."""
 
     def told(wanted, data):
         listener = Silent()

@@ -1,4 +1,4 @@
-"""Warm-up, peak, the way down, floor."""
+"""Learning rates: warmup, peak, decay, floor."""
 
 from __future__ import annotations
 

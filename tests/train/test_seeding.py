@@ -1,4 +1,4 @@
-"""The same masks for the same micro-batch, others for its neighbours, and the caller's generator untouched."""
+"""Equal dropout masks for the same micro-batch, different ones for others, and an unchanged generator of the caller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recomputed activations, compiled branches and channels-last weights take the steps of the plain model."""
+"""Activation checkpointing, compiled branches and channels-last weights take the steps of the plain model."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def shaped(name: str, **changes: object) -> nn.Module:
 
 
 def trained(model: nn.Module, steps: int = 3, name: str = "") -> dict[str, Tensor]:
-    """Weights and statistics after some steps of two micro-batches."""
+    """Weights and buffers after some steps of two micro-batches."""
     state = toy.train_state(model.train(), objective=toy.objective(OBJECTIVES.get(name, "contrastive")))
     inputs = SPECS[name].inputs if name else INPUTS
     for step in range(steps):
@@ -100,7 +100,7 @@ def trained(model: nn.Module, steps: int = 3, name: str = "") -> dict[str, Tenso
 
 @pytest.mark.parametrize("name", SPECS)
 def test_activation_checkpointing_takes_same_steps(name: str) -> None:
-    """Dropout, patch dropout, BatchNorm's statistics and layers of cross-attention included."""
+    """With dropout, patch dropout, BatchNorm statistics and cross-attention layers."""
     branches = tuple(shaped(name).branches())
     plain, again = trained(shaped(name), name=name), trained(shaped(name, activation_checkpointing=branches), name=name)
     start = shaped(name).state_dict()
@@ -137,14 +137,16 @@ def test_compiled_branches_take_same_steps() -> None:
 def test_inductor_takes_same_steps(kind: str) -> None:
     plain = real_models.weights_of(kind, Group(), "ddp")
     compiled = real_models.weights_of(kind, Group(), "ddp", backend="inductor")
-    within = 1e-5 if kind == "generative" else 1e-9  # transformers' language models norm in float32 whatever they are
+    within = (
+        1e-5 if kind == "generative" else 1e-9
+    )  # language models of transformers normalize in float32 in any precision
     assert (compiled - plain).abs().max() < within
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["convnet", "clip"])
 def test_inductor_dropout_is_equal_with_and_without_gradients(name: str) -> None:
-    """Cached accumulation forwards a micro-batch twice; other dropout the second time would be another gradient."""
+    """Cached accumulation forwards a micro-batch twice; different dropout would change the gradient."""
     model, batch = shaped(name, compile="inductor").train(), synthetic_batch(INPUTS, VOCAB, 3, CPU)
     with seeded(5, CPU), torch.no_grad():
         first = model(batch)
@@ -160,7 +162,7 @@ def test_inductor_dropout_is_equal_with_and_without_gradients(name: str) -> None
 def test_later_steps_do_not_recompile(kind: str) -> None:
     compiled = []
     for steps in (1, 3):
-        torch._dynamo.reset()  # what other tests compiled counts toward a limit
+        torch._dynamo.reset()  # graphs of other tests count toward a limit
         counted = CompileCounter()
         real_models.weights_of(kind, Group(), "ddp", steps, backend=counted)
         compiled.append(counted.frame_count)
@@ -178,7 +180,7 @@ def test_copy_of_checkpointed_model_learns_independently(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["clip", "resnet18"])
 def test_activation_checkpointing_with_compile_takes_same_steps(name: str) -> None:
-    """Patches drop alike; blocks with running statistics stay out of the graphs, and keep them."""
+    """Patch dropout is equal; blocks with running statistics are not compiled and keep them."""
     plain, compiled = (
         trained(shaped(name, activation_checkpointing=("image",), compile=backend), 1)
         for backend in ("none", "aot_eager")

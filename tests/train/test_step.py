@@ -1,4 +1,4 @@
-"""A step in any number of micro-batches is the step of the whole batch: gradients, weights, buffers, temperature."""
+"""A step in any number of micro-batches equals that of the full batch: gradients, weights, buffers, temperature."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mmray.engine.run_state import TrainState
 from mmray.engine.step import accumulate_gradients, optimizer_step
 from tests.train import toy
 
-ROWS = 29  # of no power of two: the last micro-batch is ragged at 2, 4 and 8
-INVALID = (3, 8, 9, 10, 11, 28)  # inside, at the end, and one whole micro-batch at 8
+ROWS = 29  # not a power of two: the last micro-batch is smaller at 2, 4 and 8
+INVALID = (3, 8, 9, 10, 11, 28)  # inside, at the end, and one full micro-batch at 8
 STEPS = 20
 KINDS = (
     "contrastive",
@@ -80,7 +80,7 @@ def test_accumulated_step_equals_plain_step_with_dropout_in_float64(accumulation
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("accumulation", [1, 2, 4, 8])
 def test_accumulated_step_equals_full_batch_without_dropout(accumulation: int, kind: str):
-    """And so the plain step of the same micro-batches too: without dropout that is the whole batch's."""
+    """So does the plain step of the same micro-batches, because without dropout it is the full batch's."""
     clever = train(toy.Toy(kind=kind).double(), micro_of(accumulation), objective=toy.objective(kind))
     same(clever, plainly_whole(kind), kind)
 
@@ -99,7 +99,7 @@ def test_dropout_is_active():
 
 
 def test_naive_accumulation_differs():
-    """The equality above has teeth: losses within each micro-batch are another loss."""
+    """Check that the tests above can fail: losses within each micro-batch are a different loss."""
     micro_batches = toy.cut(toy.rows(ROWS, 0), micro_of(4))
     whole, pieces = toy.Toy().double(), toy.Toy().double()
     toy.reference_gradients(whole, micro_batches, 0)
@@ -201,7 +201,7 @@ def test_mixed_precision_gradient_is_close_to_float32(dtype: torch.dtype):
         gradients.append(toy.flat_gradient(model) / scaler.get_scale())
         assert gradients[-1].dtype == torch.float32
     error = (gradients[1] - gradients[0]).norm() / gradients[0].norm()
-    assert 1e-6 < error < 0.05  # really another format, and not another gradient
+    assert 1e-6 < error < 0.05  # the format differs, the gradient does not
 
 
 def test_frozen_branch_stays_and_others_learn():

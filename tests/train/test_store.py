@@ -1,4 +1,4 @@
-"""Runs on an object store: checkpoints count only when they are whole, a lease has one holder, files grow."""
+"""Runs on an object store: only complete checkpoints count, a lease has one owner, growing files are uploaded."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Every strategy takes the steps of one process with one device, for any objective; branches keep both devices busy."""
+"""Each strategy takes the steps of one process on one device; parallel branches keep both devices busy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mmray.objectives.sigmoid import Sigmoid
 from tests.train import toy, two_ranks
 
 OBJECTIVES = two_ranks.OBJECTIVES
-TOLERANCE = {"bf16": 3e-2, "fp16": 3e-3}  # of what was learned, where gradients travel in half the bits
+TOLERANCE = {"bf16": 3e-2, "fp16": 3e-3}  # relative to the update, for gradients communicated in half precision
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_two_ranks_under_any_strategy_equal_one_process(played, single, name, ob
         found = result["strategies"][f"{name}: {objective.__name__}"]
         error = (found["weights"] - plain["weights"]).norm() / (plain["weights"] - start).norm()
         assert error <= (tolerance or 1e-9)
-        assert (error > 1e-9) == (tolerance > 0)  # it did travel in another format
+        assert (error > 1e-9) == (tolerance > 0)  # compression was applied
         assert found["losses"] == pytest.approx(plain["losses"], rel=tolerance or 1e-9)
 
 
@@ -51,7 +51,7 @@ def test_two_ranks_with_compiled_branches_equal_one_process(played, name):
     assert (plain - toy.flat(toy.Branched().double())).abs().max() > 0.01
     for result in played[0]:
         found = result["branches_compiled"][name]
-        assert found["graphs"] >= {"ddp": 4, "ddp, row by row": 2, "fsdp": 2}[name]  # a branch, a forward with gradient
+        assert found["graphs"] >= {"ddp": 4, "ddp, row by row": 2, "fsdp": 2}[name]  # per branch and training forward
         torch.testing.assert_close(found["weights"], plain, rtol=0, atol=1e-9)
 
 
@@ -88,7 +88,7 @@ def test_row_split_lets_both_devices_finish_together(fast_s, slow_s, replica_s, 
 
 
 class Slow(torch.autograd.Function):
-    """Takes its time for each row, forwards and backwards."""
+    """Sleeps for each row, in forward and backward."""
 
     @staticmethod
     def forward(ctx, rows, row_s):
@@ -103,7 +103,7 @@ class Slow(torch.autograd.Function):
 
 
 class Delayed(nn.Module):
-    """A branch that takes `row_s` seconds a row, each way."""
+    """A branch that takes `row_s` seconds per row in forward and in backward."""
 
     def __init__(self, branch: nn.Module, row_s: float):
         super().__init__()
@@ -118,7 +118,7 @@ def idle_shares(log):
 
 
 def delayed() -> toy.Lines:
-    """What a run of two branches logs whose delays are ten to one."""
+    """Log of a run with two branches whose delays are ten to one."""
     model = toy.Branched()
     model.image, model.text = Delayed(model.image, 0.004), Delayed(model.text, 0.0004)
     log, plan = toy.Lines(), SamplePlan(num_rows=256, global_rows=64, world=1, micro=32, seed=1, steps=6)
@@ -130,7 +130,7 @@ def delayed() -> toy.Lines:
 
 
 class OneAfterTheOther:
-    """In place of the second device's thread."""
+    """Replaces the thread of the second device."""
 
     def submit(self, work):
         work()
@@ -149,7 +149,7 @@ def test_devices_are_idle_for_less_than_a_tenth_with_unequal_branches():
     assert log.lines[-1]["branches/rows_share_0"] == pytest.approx(0.55, abs=0.05)
     assert sum(map(max, idle[3:])) / len(idle[3:]) <= 0.10
     one_device_s = 2.5 * 64 * 0.0044  # a forward and a backward of both branches, and half the rows forward once more
-    assert min(line["time/step_s"] for line in log.lines[3:]) < 0.75 * one_device_s  # 0.5 where nothing else takes time
+    assert min(line["time/step_s"] for line in log.lines[3:]) < 0.75 * one_device_s  # 0.5 on an idle machine
 
 
 def test_module_forward_works_with_branches_on_two_devices():

@@ -1,4 +1,4 @@
-"""What follows a failed attempt, apart from what the policy says: how the run's end is told."""
+"""Handling of a failed attempt besides the retry policy: result, report and exit code."""
 
 import json
 from types import SimpleNamespace

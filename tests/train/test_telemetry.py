@@ -1,4 +1,4 @@
-"""metrics.jsonl stays a true record across restarts; rates leave the first step out; a row set has one name."""
+"""metrics.jsonl stays correct across restarts; rates exclude the first step; a set of rows has one hash."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_line_is_flushed_immediately_as_strict_json(tmp_path):
 
 
 class Disk:
-    """The log's file, on a disk with room for so many more bytes."""
+    """The log's file, on a disk with this many free bytes."""
 
     def __init__(self, log, room):
         self.file, self.room = log._file, room
@@ -127,7 +127,7 @@ def test_log_taken_over_by_another_training_gets_no_further_lines(tmp_path, monk
     log = MetricsLog(tmp_path, check=check)
     log.write({"step": 1})
     ours[0] = False
-    log.write({"step": 2})  # the lease is no file to look at with each step
+    log.write({"step": 2})  # the lease file is not read in each step
     now_s[0] += writers.CHECK_EVERY_S
     for late in (lambda: log.write({"step": 3}), log.close):
         with pytest.raises(TrainingError, match="taken over"):
@@ -166,7 +166,7 @@ def test_rates_exclude_the_first_step():
 
 
 def test_phase_timers_cost_little():
-    """Twenty phases a step, far more than a step has, stay under a thousandth of a step of 0.2 seconds."""
+    """Twenty phases per step, more than a real step has, take less than a thousandth of a step of 0.2 seconds."""
     timers = PhaseTimers(torch.device("cpu"))
     began_s = time.perf_counter()
     for _ in range(200):
@@ -174,13 +174,13 @@ def test_phase_timers_cost_little():
             with timers("forward"):
                 pass
         timers.pop_s()
-    assert (time.perf_counter() - began_s) / 200 < 2e-3 * 0.2 * 5  # five times over, for a busy machine
+    assert (time.perf_counter() - began_s) / 200 < 2e-3 * 0.2 * 5  # a margin of five for a busy machine
 
 
 def test_flops_equal_a_count_by_hand():
     model = torch.nn.Sequential(torch.nn.Linear(8, 16, bias=False), torch.nn.Linear(16, 4, bias=False))
     forward = 2 * 5 * (8 * 16 + 16 * 4)
-    first = 2 * 5 * 8 * 16  # nobody asks for the gradient of its input
+    first = 2 * 5 * 8 * 16  # without gradient of its input
     assert model_flops(model, torch.ones(5, 8), toy.FP32) == 3 * forward - first
     branched, batch = toy.Branched(), toy.rows(5, 0)
     whole = model_flops(branched, batch, toy.FP32)
@@ -191,7 +191,7 @@ def test_flops_equal_a_count_by_hand():
 
 
 class Adapted(torch.nn.Module):
-    """Convolution, frozen layers with a low-rank path beside one of them, attention, and a head; all products named."""
+    """Convolution, frozen layers with LoRA on one of them, attention, and a head; all matrix products are known."""
 
     def __init__(self):
         super().__init__()
@@ -237,7 +237,7 @@ class Attending(torch.nn.Module):
 
 @pytest.mark.parametrize(("frozen", "backward"), [((), 4), (("query", "key"), 1), (("value",), 3), (("key",), 3)])
 def test_attention_flops_are_two_products_and_their_backward(frozen, backward):
-    """The rows carry no gradient. torch's own count has the scores once more, which its backward computes again."""
+    """The input has no gradient. torch's own count includes recomputed scores of the backward."""
     model, rows = Attending(), torch.rand(4, 2, 6, 8)
     for name in frozen:
         model.get_submodule(name).requires_grad_(False)
@@ -298,7 +298,7 @@ def test_rows_hash_does_not_depend_on_order():
 def test_peak_memory_includes_start_of_backward():
     timers = PhaseTimers(torch.device("cpu"))
     before_gib = timers.memory.compute_gib(torch.device("cpu"))
-    # 0.25 GiB of the system's own: what the allocator kept of earlier tests would be used again, and seen before.
+    # 0.25 GiB directly from the system, because the allocator may reuse memory of earlier tests.
     activations = mmap.mmap(-1, 2**28, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for page in range(0, 2**28, mmap.PAGESIZE):
         activations[page] = 1

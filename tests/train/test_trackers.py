@@ -37,7 +37,7 @@ def run_with_trackers(
     status: str = "finished",
     at_end: Callable[[], None] = lambda: None,
 ) -> Silent:
-    """Report these steps as the driver does; `at_end` is called before the trackers are finished."""
+    """Report these steps as the driver does; `at_end` is called before the trackers finish."""
     reporter = Silent()
     folder.mkdir(exist_ok=True)
     with trackers.track_run(config, folder, reporter) as tracked:
@@ -58,7 +58,7 @@ def test_tracker_receives_run_and_its_resume_without_duplicate_steps(tmp_path: P
     run_with_trackers(config_of("Keeping"), tmp_path, range(2, STEPS + 1))  # from the checkpoint of step 1
     lines = kept(tmp_path)
     assert [line["step"] for line in lines if "step" in line] == [1, 2, 3, 4, 5]
-    assert lines[1]["metrics"] == {"train/loss": 1.0}  # numbers alone
+    assert lines[1]["metrics"] == {"train/loss": 1.0}  # only numbers
     assert [line["start"] for line in lines if "start" in line] == [None, "first"]
     assert [line["finish"] for line in lines if "finish" in line] == [False, True]
     about = lines[0]["about"]
@@ -89,7 +89,7 @@ def test_failing_tracker_warns_and_run_continues(
     last = f'{{"step": {STEPS},'
 
     def all_kept() -> None:
-        """Wait until the working tracker has all steps."""
+        """Wait until the working tracker has received all steps."""
         while not (file := tmp_path / "kept.jsonl").exists() or last not in file.read_text():
             assert time.monotonic() - began_s < 50
             time.sleep(0.02)

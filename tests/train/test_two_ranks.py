@@ -1,4 +1,4 @@
-"""Two ranks take the step that one rank takes; what one of them meets is decided for both."""
+"""Two ranks take the step of one rank, and errors on one of them are handled on both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmray.objectives.contrastive import Contrastive
 from mmray.objectives.sigmoid import Sigmoid
 from tests.train import real_models, toy, two_ranks
 
-pytestmark = pytest.mark.usefixtures("one_thread")  # as the ranks have
+pytestmark = pytest.mark.usefixtures("one_thread")  # as in the ranks
 
 
 @pytest.mark.parametrize("scene", ["whole_shares", "accumulated_shares"])
@@ -71,7 +71,7 @@ def test_metrics_are_reduced_by_maximum_or_mean(played):
 
 
 def test_telemetry_costs_less_than_one_percent_of_sample_run(played):
-    """Of its steps of 50 ms, in as many of them as lie between two lines."""
+    """Relative to the steps of 50 ms between two logged lines."""
     for result in played[0]:
         assert result["cost_of_a_line"] < 0.01 * 0.05 * Train().log_every
 
@@ -81,7 +81,7 @@ def test_ring_shift_returns_rows_of_the_other_rank(played):
 
 
 def test_gradients_are_views_of_ddp_buckets(played):
-    """From the first forward on; a set of their own beside them would take as much room again."""
+    """From the first forward on; separate gradients would double their memory."""
     for result in played[0]:
         assert result["where_gradients_live"] == [1] * 9  # three micro-batches in three steps
 
@@ -129,7 +129,9 @@ def test_fp16_overflow_is_skipped_on_both_ranks_and_halves_the_scale(played):
     one, other = (result["overflow"] for result in played[0])
     assert one["stood"] == other["stood"] and torch.equal(one["weights"], other["weights"])
     skipped = one["stood"].count(True)
-    assert one["stood"][:3] == [True] * 3 and 3 <= skipped < two_ranks.STEPS // 2  # what is not skipped, learns
+    assert (
+        one["stood"][:3] == [True] * 3 and 3 <= skipped < two_ranks.STEPS // 2
+    )  # steps that are not skipped update weights
     for result in (one, other):
         assert (result["skipped"], result["scale"]) == (skipped, two_ranks.LARGE_SCALE / 2**skipped)
 
@@ -145,7 +147,7 @@ def test_gather_keeps_rank_order_and_returns_gradients(played):
 
 
 def test_loop_on_two_ranks_takes_steps_of_one_rank(played):
-    """Same rows, same losses, same weights; both ranks stopped after the step at which one wished to."""
+    """Same rows, losses and weights; both ranks stop after the step at which one requested it."""
     results, lines = played
     plan = SamplePlan(num_rows=33, global_rows=two_ranks.GLOBAL_ROWS, world=1, micro=4, seed=1, steps=12)
     log = toy.Lines()
@@ -162,7 +164,9 @@ def test_loop_on_two_ranks_takes_steps_of_one_rank(played):
     both = [islice(toy.steps_of(replace(plan, world=2, micro=2), rank), lines[0]["step"]) for rank in range(2)]
     shares = [prefetch.make_local_batch(micro_batches) for steps in both for micro_batches in steps]
     padding = 1 - sum(share.tokens for share in shares) / sum(share.padded_tokens for share in shares)
-    assert 0.1 < padding < 0.9 and lines[0]["batch/padding"] == pytest.approx(padding)  # of all ranks' places
+    assert 0.1 < padding < 0.9 and lines[0]["batch/padding"] == pytest.approx(
+        padding
+    )  # as a share of all positions on all ranks
 
 
 SHRUNK = [*((place, Contrastive) for place in toy.PLACES)]
@@ -172,7 +176,7 @@ SHRUNK += [(f"row by row: {place}", toy.Regression) for place in two_ranks.ROW_B
 
 @pytest.mark.parametrize(("scene", "objective"), SHRUNK)
 def test_oom_on_one_rank_retries_the_step_with_smaller_micro_batches(played, scene, objective):
-    """Shrunk = never shrunk, wherever in the step it was; the ranks vote, go on together, and the rows are named."""
+    """Results are equal wherever in the step it happened; the ranks vote, and the log names the rows."""
     kind = "sigmoid" if objective is Sigmoid else "contrastive"
     plain = two_ranks.cramped(Group(), "nowhere", objective(), kind=kind)
     assert plain["micros"] == [4] * 4

@@ -1,4 +1,4 @@
-"""One worker alone, without Ray: it finds its micro-batch, and is deterministic where that is asked for."""
+"""One worker without Ray: it probes its micro-batch, and is deterministic if requested."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.train import runs
 from tests.train.double import DoubleTowers
 from tests.train.lone_worker import ran, rows_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")  # a worker sets its own number of them
+pytestmark = pytest.mark.usefixtures("one_thread")  # a worker sets its own number of threads
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_worker_records_probed_micro_batch_and_trains_with_it(prepared, tmp_path
 
 
 class Bare(nn.Module):
-    """A user's own model that trains, and that nothing can be scored with."""
+    """A user's model that trains but does not support evaluation."""
 
     def __init__(self, spec, vocab_size):
         super().__init__()
@@ -103,7 +103,7 @@ def test_resumed_worker_frees_checkpoint_and_gives_same_weights(prepared, tmp_pa
 
 @pytest.fixture
 def settled():
-    """What `seed_everything` sets for the whole process, put back."""
+    """Restore the global state that `seed_everything` sets."""
     name = "CUBLAS_WORKSPACE_CONFIG"
     before, workspace = torch.are_deterministic_algorithms_enabled(), os.environ.pop(name, None)
     torch.use_deterministic_algorithms(False)
@@ -116,7 +116,7 @@ def settled():
 
 @pytest.mark.usefixtures("settled")
 def test_deterministic_runs_are_bitwise_equal(prepared, tmp_path):
-    """Dropout on; whatever was drawn in the process before does not matter."""
+    """With dropout; earlier random numbers of the process do not matter."""
     first, lines, _ = ran(prepared, tmp_path / "first", 4, 0.3, deterministic=True)
     assert torch.are_deterministic_algorithms_enabled()
     torch.rand(1000)

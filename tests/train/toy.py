@@ -1,4 +1,4 @@
-"""A two-tower toy that follows the model seam, its rows, and the plain reference step that clever steps must equal."""
+"""A two-tower toy model, its rows, and a plain reference step that optimized steps must equal."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ FP32 = Precision("fp32", None, "cpu")
 
 
 class Toy(nn.Module):
-    """Two small towers; dropout, BatchNorm in the image tower, and what an objective reads, where asked for."""
+    """Two small towers with optional dropout, BatchNorm in the image tower, and the outputs that objectives read."""
 
     def __init__(
         self, dropout: float = 0.0, batch_norm: bool = False, width: int = 16, dim: int = 8, kind: str = "contrastive"
@@ -117,7 +117,7 @@ class Toy(nn.Module):
         return text
 
     def name(self, image: Tensor, boxes: Tensor, scale: Tensor) -> Tensor:
-        """Each box beside the texts of the labels, which are one token each."""
+        """Scores of each box with the texts of the labels, one token each."""
         regions = self.region(torch.cat([image[:, None].expand(-1, boxes.shape[1], -1), boxes], dim=2))
         ids = torch.arange(1, CLASSES + 1, device=boxes.device)[:, None]
         return scale * F.normalize(regions, dim=-1) @ F.normalize(self.read(ids, torch.ones_like(ids)), dim=-1).T
@@ -149,7 +149,7 @@ class ToyWords(nn.Module):
 
 
 class Branched(nn.Module):
-    """A toy with two branches that share nothing but the loss, as strategies want it."""
+    """A toy with two independent branches, as strategies require."""
 
     def __init__(self, width: int = 16, dim: int = 8, bias: bool = False):
         super().__init__()
@@ -169,14 +169,14 @@ class Branched(nn.Module):
         return {"image_embed": self.image(batch["image"]), "text_embed": text, **self.scalar_outputs()}
 
 
-# Where rank 1 of a step with two micro-batches or more can meet the end of its memory.
+# Where rank 1 can run out of memory in a step with two or more micro-batches.
 PLACES = ("forward", "embedding", "loss", "backward", "last forward")
 
 
 class Fault:
-    """Raises torch's OutOfMemoryError once, at `place` of step `at_step`; and at any size above `most_rows`.
+    """Raise torch's OutOfMemoryError once, at `place` of step `at_step`, and at any size above `most_rows`.
 
-    `as_what` makes another error that says the same.
+    `as_what` creates another error with the same message.
     """
 
     def __init__(self, place: str, at_step: int = 1, most_rows: int = 10**9, as_what=torch.OutOfMemoryError):
@@ -193,7 +193,7 @@ class Fault:
 
 
 class Cramped(Toy):
-    """A toy that meets the end of its memory where its fault says."""
+    """A toy that runs out of memory according to its fault."""
 
     def __init__(self, fault: Fault, micro_batches: int = 2, kind: str = "contrastive"):
         super().__init__(kind=kind)
@@ -214,7 +214,7 @@ class Cramped(Toy):
 
 
 def crampable(objective, fault: Fault):
-    """The objective, whose loss meets the end of memory where the fault says; on the ring, where pairs are summed."""
+    """The objective, whose loss runs out of memory according to the fault; on the ring, in the sum over pairs."""
     name = "pairwise_loss" if isinstance(objective, Sigmoid) else "compute_loss"
     plain = getattr(objective, name)
 
@@ -227,7 +227,7 @@ def crampable(objective, fault: Fault):
 
 
 def rows(num: int, step: int, invalid: tuple[int, ...] = (), longest: int = 6) -> dict[str, Tensor]:
-    """`num` rows of a step, drawn from (SEED, step); `longest` pads the captions."""
+    """`num` rows of a step, random with (SEED, step); `longest` pads the captions."""
     draw = torch.Generator().manual_seed(SEED * 1000 + step)
     num_tokens = torch.randint(1, 7, (num,), generator=draw)
     valid = torch.ones(num, dtype=torch.bool)
@@ -252,7 +252,7 @@ def rows(num: int, step: int, invalid: tuple[int, ...] = (), longest: int = 6) -
 
 
 def cut(batch: dict[str, Tensor], micro: int) -> list[dict[str, Tensor]]:
-    """Micro-batches of `micro` rows, the last maybe ragged, captions and boxes trimmed to each one's longest."""
+    """Micro-batches of `micro` rows, the last possibly smaller; captions and boxes trimmed to the longest of each."""
     micro_batches = []
     for first in range(0, len(batch["valid"]), micro):
         part = {name: tensor[first : first + micro] for name, tensor in batch.items()}
@@ -275,7 +275,7 @@ def train_state(
     layout=None,
     clipped=OPTIMIZER.clip_per,
 ) -> TrainState:
-    """A learner as loop.py makes it."""
+    """A TrainState as loop.py creates it."""
     group = group or Group()
     return TrainState(
         model=parallel.wrap(model, group, layout),
@@ -291,7 +291,7 @@ def train_state(
 
 
 def naive_contrastive(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-    """The formula, with nothing clever: the mean over rows, both ways."""
+    """The plain formula: the mean over rows, in both directions."""
     logits = scale * image @ text.T
     to_text = -(logits.diagonal() - logits.exp().sum(1).log()).mean()
     to_image = -(logits.diagonal() - logits.exp().sum(0).log()).mean()
@@ -299,7 +299,7 @@ def naive_contrastive(image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
 
 
 def naive_sigmoid(image: Tensor, text: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-    """The formula: z is 1 for a pair that belongs together, else -1."""
+    """The plain formula: z is 1 for a matching pair, otherwise -1."""
     z = 2 * torch.eye(len(image), dtype=image.dtype) - 1
     return -(1 / (1 + (-z * (scale * image @ text.T + bias)).exp())).log().sum() / len(image)
 
@@ -311,7 +311,7 @@ def naive_matching(match: Tensor, negative: Tensor, asked: Tensor) -> Tensor:
 
 
 def naive_language_modelling(outputs: list[dict[str, Tensor]], micro_batches: list[dict[str, Tensor]]) -> Tensor:
-    """Token by token in Python: minus the logarithm of what the token before gives it, the mean over all."""
+    """Token by token in Python: mean negative log-likelihood of the next token."""
     losses = [
         -out["logits"][row, place].log_softmax(0)[label]
         for out, micro in zip(outputs, micro_batches, strict=True)
@@ -323,7 +323,7 @@ def naive_language_modelling(outputs: list[dict[str, Tensor]], micro_batches: li
 
 
 def naive_region_text(outputs: list[dict[str, Tensor]], micro_batches: list[dict[str, Tensor]]) -> Tensor:
-    """Box by box in Python: minus the logarithm of what the text of its label gets, the mean over all."""
+    """Box by box in Python: mean negative log-likelihood of the label's text."""
     losses = [
         -out["region_logits"][row, place].log_softmax(0)[label]
         for out, micro in zip(outputs, micro_batches, strict=True)
@@ -337,7 +337,7 @@ def naive_region_text(outputs: list[dict[str, Tensor]], micro_batches: list[dict
 def naive_negatives(
     outputs: list[dict[str, Tensor]], micro_batches: list[dict[str, Tensor]]
 ) -> list[dict[str, Tensor]]:
-    """The micro-batches with a hard negative for each row, chosen row by row in Python."""
+    """The micro-batches with a hard negative for each row, selected row by row in Python."""
     captions = [
         tuple(ids[mask.bool()].tolist())
         for micro in micro_batches
@@ -364,7 +364,7 @@ def naive_negatives(
 
 
 def naive_loss(kind: str, outputs: list[dict[str, Tensor]], micro_batches: list[dict[str, Tensor]]) -> Tensor:
-    """The objective `kind` by its formulas, each term the mean over what it counts."""
+    """The plain formulas of objective `kind`, each term the mean over its own count."""
     valid = torch.cat([micro["valid"] for micro in micro_batches])
     out = {
         name: outputs[0][name] if value.ndim == 0 else torch.cat([some[name] for some in outputs])[valid]
@@ -392,7 +392,7 @@ def naive_loss(kind: str, outputs: list[dict[str, Tensor]], micro_batches: list[
 def reference_gradients(
     model: nn.Module, micro_batches: list[dict[str, Tensor]], step: int, kind: str = "contrastive"
 ) -> Tensor:
-    """Forward the micro-batches singly under the same RNG, keep all graphs, one loss, one backward; the loss."""
+    """Forward micro-batches one by one with the same RNG, keep all graphs, one loss, one backward; return the loss."""
 
     def forward(given: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
         outputs = []
@@ -411,7 +411,7 @@ def reference_gradients(
 
 
 def objective(kind: str, chunk: int = 4):
-    """An objective as objectives/build.py makes it; `chunk` is small, so that sigmoid takes several."""
+    """An objective from objectives/build.py; `chunk` is small, so that sigmoid uses several chunks."""
     built = objectives.build(SimpleNamespace(kind=kind, label_smoothing=0.1))
     if hasattr(built, "chunk"):
         built.chunk = chunk
@@ -424,7 +424,7 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor together again where it is cut over the ranks, which then all call this."""
+    """The full tensor of a sharded one; collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -433,7 +433,7 @@ def flat_gradient(model: nn.Module) -> Tensor:
 
 
 class Regression:
-    """An objective whose rows stand alone, and whose count is tokens, so that micro-batches weigh differently."""
+    """A row-wise objective that counts tokens, so that micro-batches have different weights."""
 
     gathered_outputs = ()
     scalar_outputs = ("logit_scale",)
@@ -448,7 +448,7 @@ class Regression:
 
 
 class Lines:
-    """Stands in for MetricsLog."""
+    """Replaces MetricsLog."""
 
     def __init__(self):
         self.lines = []
@@ -458,13 +458,13 @@ class Lines:
 
 
 def task(model: nn.Module, plan: SamplePlan, group: Group | None = None, **options) -> TrainSpec:
-    """A task for the loop with the settings above."""
+    """A loop task with the settings above."""
     given = {"objective": Contrastive(), "train": TRAIN, "optimizer": OPTIMIZER} | options
     return TrainSpec(recover_cpu_oom=True, model=model, plan=plan, group=group or Group(), **given)
 
 
 def steps_of(plan: SamplePlan, rank: int, first: int = 0) -> Iterator[list[dict[str, Tensor]]]:
-    """What the stream yields to a rank: the rows of each step, by their place in the set, in micro-batches."""
+    """The micro-batches of each step that the stream yields to a rank."""
     everything = rows(plan.num_rows, 0)
     for step in range(first, plan.steps):
         positions = plan.positions(step, rank)

@@ -1,4 +1,4 @@
-"""Working and failing trackers, named in run.trackers by tests."""
+"""Working and failing trackers that tests name in run.trackers."""
 
 import json
 import time
@@ -53,7 +53,7 @@ class Exiting(Keeping):
 
 
 class Counting:
-    """Keeps the steps of all its runs in memory."""
+    """Keeps the steps of all runs in memory."""
 
     steps: ClassVar[list[int]] = []
     resumed: ClassVar[str | None] = None

@@ -1,4 +1,4 @@
-"""Scenes played by two gloo ranks; each returns values that test_two_ranks.py judges. Started once for all of them."""
+"""Scenarios on two gloo ranks, started once; each returns values that test_two_ranks.py checks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from mmray.objectives.sigmoid import Sigmoid
 from tests.train import toy
 
 WORLD = 2
-ROWS = 21  # the second rank gets one row of padding
+ROWS = 21  # the second rank has one row of padding
 INVALID = (2, 5, 6, 7)
 STEPS = 20
 GLOBAL_ROWS = 10
@@ -57,8 +57,8 @@ KINDS = (
 
 
 def play(rank: int, folder: str) -> None:
-    """Entry of a rank: all scenes, one process group."""
-    faulthandler.enable()  # a rank that dies natively says where
+    """Entry point of a rank: all scenarios in one process group."""
+    faulthandler.enable()  # prints a traceback on a native crash
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
@@ -66,14 +66,14 @@ def play(rank: int, folder: str) -> None:
     group = Group.current()
     results = {scene.__name__: scene(group, Path(folder)) for scene in SCENES}
     torch.save(results, f"{folder}/rank-{rank}.pt")
-    # No barrier: the last scene broke the group.
-    # Past the interpreter's own end: gloo's threads may still be giving back the tensors of the last collective, for
-    # which they need the GIL, and where that is gone they abort the process (seen in 1 of 20 runs on a busy machine).
+    # No barrier: the last scenario broke the group.
+    # Skip interpreter shutdown: gloo's threads may still release tensors of the last collective, which
+    # needs the GIL, and abort the process without it (seen in 1 of 20 runs on a busy machine).
     os._exit(0)
 
 
 def share_of_rank(batch: dict[str, torch.Tensor], group: Group) -> dict[str, torch.Tensor]:
-    """The rank's consecutive rows, padded with invalid ones to the same number on every rank."""
+    """The rank's consecutive rows, padded with invalid ones to the same number on each rank."""
     share = -(-len(batch["valid"]) // group.world)
     mine = {name: tensor[group.rank * share : (group.rank + 1) * share] for name, tensor in batch.items()}
     missing = share - len(mine["valid"])
@@ -107,7 +107,7 @@ def accumulated_shares(group: Group, folder: Path) -> torch.Tensor:
 
 
 def where_gradients_live(group: Group, folder: Path) -> list[int]:
-    """In how many pieces of memory the gradients lie as each forward that learns begins, in three steps."""
+    """Number of storages of the gradients at each training forward, in three steps."""
     counts, model = [], toy.Toy().double()
     model.register_forward_pre_hook(lambda module, _: counts.append(_pieces(module)))
     steps_of_a_model(group, micro=4, model=model, steps=3, objective=toy.Regression())
@@ -119,7 +119,7 @@ def _pieces(model: torch.nn.Module) -> int:
 
 
 def formats(group: Group, folder: Path) -> list[str]:
-    """What `auto` comes to where rank 1 has an older GPU than rank 0; and what is set."""
+    """The result of `auto` if rank 1 has an older GPU than rank 0, and of an explicit setting."""
     there = replace(group, device=torch.device("cuda", 0))
     with patch.object(torch.cuda, "get_device_capability", lambda _: (9, 0) if group.rank == 0 else (7, 0)):
         return [
@@ -129,7 +129,7 @@ def formats(group: Group, folder: Path) -> list[str]:
 
 
 def a_rank_without_rows(group: Group, folder: Path) -> torch.Tensor:
-    """Rank 1 has padding only, and fewer micro-batches than rank 0."""
+    """Rank 1 has only padding, and fewer micro-batches than rank 0."""
     return toy.flat(steps_of_a_model(group, micro=4, invalid=tuple(range(11, ROWS))))
 
 
@@ -163,7 +163,7 @@ def clipped_by_branches(group: Group, folder: Path) -> dict[str, torch.Tensor]:
 
 
 class NanAtStep:
-    """A hook that makes a module's output NaN on the last rank, at one step of a loop."""
+    """A hook that makes a module's output NaN on the last rank at one step."""
 
     def __init__(self, group: Group, at_step: int):
         self.poisons, self.at_step, self.step = group.rank == group.world - 1, at_step, 1
@@ -176,7 +176,7 @@ class NanAtStep:
 
 
 def skipping(group: Group, folder: Path | None) -> dict[str, Any]:
-    """The loop, each branch clipped by itself; the third step is not finite on the last rank."""
+    """The loop with clipping per branch; the third step is not finite on the last rank."""
     model, poison, log = toy.Branched().double(), NanAtStep(group, 3), toy.Lines()
     model.text.register_forward_hook(poison)
     plan = SamplePlan(num_rows=33, global_rows=GLOBAL_ROWS, world=group.world, micro=2, seed=1, steps=8)
@@ -189,7 +189,7 @@ def skipping(group: Group, folder: Path | None) -> dict[str, Any]:
 
 
 def gathering(group: Group, folder: Path) -> dict[str, Any]:
-    """Each rank weighs all rows by its own number; a row's gradient is the sum of the weights."""
+    """Each rank weights all rows by its own number, so a row's gradient is the sum of the weights."""
     rows = torch.arange(6.0).reshape(3, 2) + 10 * group.rank
     everyone = group.all_gather(rows)
     gradient = group.reduce_scatter(torch.full_like(everyone, group.rank + 1.0))
@@ -203,7 +203,7 @@ def gathering(group: Group, folder: Path) -> dict[str, Any]:
 
 
 def whole_loop(group: Group, folder: Path) -> dict[str, Any]:
-    """The loop; the wish to stop is rank 1's alone, at its seventh step."""
+    """The loop; only rank 1 requests a stop, at its seventh step."""
     log = MetricsLog(folder) if group.rank == 0 else None
     plan = SamplePlan(num_rows=33, global_rows=GLOBAL_ROWS, world=WORLD, micro=2, seed=1, steps=12)
     asked = iter(range(100))
@@ -227,7 +227,7 @@ class Weights:
 
 
 def overflow(group: Group, folder: Path) -> dict[str, Any]:
-    """The loop in fp16 with a loss scaled so high that the first gradients overflow."""
+    """The loop in fp16 with a loss scale so high that the first gradients overflow."""
     scaler = torch.amp.GradScaler("cpu", init_scale=LARGE_SCALE)
     train = SimpleNamespace(**{**vars(toy.TRAIN), "precision": "fp16", "max_nonfinite_steps": STEPS})
     plan = SamplePlan(num_rows=33, global_rows=GLOBAL_ROWS, world=WORLD, micro=2, seed=1, steps=STEPS)
@@ -243,7 +243,7 @@ def overflow(group: Group, folder: Path) -> dict[str, Any]:
 def cramped(
     group: Group, place: str, objective: Any = None, micro: int = 4, kind: str = "contrastive", **settings: Any
 ) -> dict[str, Any]:
-    """A run in which rank 1 alone meets the end of its memory once, at `place`; what it came to, and what was told."""
+    """A run in which only rank 1 runs out of memory once, at `place`; its results and messages."""
     fault = toy.Fault(place if group.rank == 1 else "nowhere", at_step=3)
     log, told = toy.Lines(), []
     plan = SamplePlan(num_rows=60, global_rows=16, world=group.world, micro=micro, seed=1, steps=8)
@@ -279,7 +279,7 @@ def without_room_for_one_row(group: Group, folder: Path) -> str:
 
 
 def rehearsals(group: Group, folder: Path) -> dict[str, int]:
-    """Rank 1 has room for fewer rows than rank 0."""
+    """Fewer rows fit on rank 1 than on rank 0."""
     found = {}
     for name, limits in {"both": (6, 3), "all": (99, 99)}.items():
         model = toy.Cramped(toy.Fault("nowhere", most_rows=limits[group.rank]))
@@ -291,7 +291,7 @@ def rehearsals(group: Group, folder: Path) -> dict[str, int]:
 
 
 def parting(group: Group, folder: Path) -> dict[str, Any]:
-    """Rank 1 meets the end of its memory in the synchronising backward: rank 0 is left in it. The last scene of all."""
+    """Rank 1 runs out of memory in the synchronizing backward, where rank 0 waits. The last scenario of all."""
     try:
         cramped(group, "synchronising backward")
     except OutOfMemoryError as error:
@@ -319,7 +319,7 @@ def strategy(group: Group, objective: Any, first: dict[str, Any] | None = None, 
     train = SimpleNamespace(**vars(toy.TRAIN) | {"log_every": 1, "checkpoint_every": 2} | settings)
 
     def evaluate(step: int, _: Any) -> dict[str, float]:
-        """Each rank forwards as often as its own rows take: no rank may wait for another."""
+        """Each rank forwards only as often as its own rows need: no rank may wait for another."""
         for _ in range(1 + group.rank):
             model(toy.rows(2, 0))
         return {"scored": 1.0}
@@ -352,19 +352,19 @@ COMPILED = {
 
 
 def branches_compiled(group: Group, folder: Path) -> dict[str, Any]:
-    """Each branch as graphs of its own, in forwards with gradient and without; how many graphs there were."""
+    """Weights with compiled branches, in forwards with and without gradient, and the number of graphs."""
     found = {}
     for name, (way, objective) in COMPILED.items():
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):  # else it would go on as the plain code
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):  # otherwise it would fall back to eager code
             weights = of_compiled(group, way, objective(), "aot_eager")
         found[name] = {"weights": weights, "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
     return found
 
 
 def of_compiled(group: Group, way: str, objective: Any, backend: str) -> torch.Tensor:
-    """The weights after steps of two micro-batches a rank, all of one shape: for each other one there were graphs."""
+    """The weights after steps of two micro-batches per rank, all of one shape, which limits the number of graphs."""
     model = compile_branches(toy.Branched().double(), SimpleNamespace(compile=backend))
     state = toy.train_state(model, group, objective, layout=ParallelConfig(kind=way))
     for step in range(STEPS):
@@ -378,7 +378,7 @@ def of_compiled(group: Group, way: str, objective: Any, backend: str) -> torch.T
 
 
 def resharded(group: Group, folder: Path) -> dict[str, Any]:
-    """A checkpoint of replicas goes on sharded, and the other way round."""
+    """A replicated checkpoint resumes sharded, and the reverse."""
     states = {kind: strategy(group, Contrastive(), parallel=kind)["state"] for kind in ("ddp", "fsdp")}
     return {
         "ddp to fsdp": strategy(group, Contrastive(), states["ddp"], parallel="fsdp")["weights"],
@@ -390,7 +390,7 @@ ROW_BY_ROW_PLACES = ("forward", "backward", "last forward")
 
 
 def every_kind(group: Group, folder: Path) -> dict[str, torch.Tensor]:
-    """Each objective that looks at more than one row or has more than one count, rows missing on rank 1 included."""
+    """Each objective that couples rows or has several counts, with missing rows on rank 1."""
     return {kind: toy.flat(steps_of_a_kind(group, 4, kind)) for kind in KINDS}
 
 
@@ -398,24 +398,24 @@ def steps_of_a_kind(group: Group, micro: int, kind: str, **options: Any) -> torc
     model = toy.Toy(kind=kind).double()
     model.log_scale.requires_grad_(
         kind not in ("matching", "language_modelling")
-    )  # of no use there, and DDP waits for every weight that learns
+    )  # unused there, and DDP waits for each trainable weight
     return steps_of_a_model(
         group, micro, (*INVALID, 11, 12, 13, 14), model, objective=toy.objective(kind, chunk=5), **options
     )
 
 
 def over_the_ranks(group: Group, folder: Path) -> tuple[list[float], dict[str, float]]:
-    """Figures of which rank 1 has the larger ones, and a sum."""
+    """Metrics of which rank 1 has the larger values, and a sum."""
     names = ("time/step_s", "time/step_p95_s", "time/first_step_s", "memory/peak_gib", "host/memory_gib", "gpu/busy")
     own = {name: float(1 + 2 * group.rank) for name in names}
     return reduce_over_ranks(group, [torch.tensor(1.0 + group.rank)], own)
 
 
 def cost_of_a_line(group: Group, folder: Path) -> float:
-    """Seconds of the processor for a logged line: a rank's own figures, those of all ranks, the mark of the rows."""
+    """CPU seconds per logged line: metrics of a rank, their reduction, and the row hash."""
     timers, state = PhaseTimers(group.device), toy.train_state(toy.Toy(), group)
     meter, keys, took_s = Meter(Throughput(timers)), torch.arange(128), []
-    for step in range(41):  # what else the machine does comes in bursts longer than a few of them
+    for step in range(41):  # enough lines to outlast bursts of other load
         for _ in range(10):
             for name in PHASES:
                 with timers(name):
@@ -435,14 +435,14 @@ def around_the_ring(group: Group, folder: Path) -> torch.Tensor:
 
 
 def real_models(group: Group, folder: Path) -> dict[str, torch.Tensor]:
-    """Every built-in kind of model, replicated and cut."""
-    from tests.train.real_models import MODELS, weights_of  # transformers: seconds that one rank alone need not spend
+    """Each built-in kind of model, replicated and sharded."""
+    from tests.train.real_models import MODELS, weights_of  # importing transformers takes seconds
 
     return {f"{kind}, {way}": weights_of(kind, group, way) for kind in MODELS for way in ("ddp", "fsdp")}
 
 
 def recomputed(group: Group, folder: Path) -> dict[str, torch.Tensor]:
-    """Activations computed again in backward, in every branch; and as recipe `llava` does it."""
+    """Activation checkpointing in each branch, and as in recipe `llava`."""
     from tests.train.real_models import RECOMPUTED, as_llava, weights_of
 
     found = {f"{kind}, {way}": weights_of(kind, group, way, again=True) for kind, way in RECOMPUTED}

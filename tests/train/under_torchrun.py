@@ -1,6 +1,6 @@
-"""A script for `torchrun`: the engine by itself, its rows from memory; rank 0 leaves its weights in the file named.
+"""A script for `torchrun`: the engine without Ray, with rows from memory; rank 0 saves its weights to the named file.
 
-On GPUs, which meet by NCCL, where there is one for each rank; else on CPUs, by gloo.
+Uses NCCL if there is a GPU for each rank, otherwise gloo on CPUs.
 """
 
 import os

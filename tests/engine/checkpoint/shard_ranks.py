@@ -1,4 +1,4 @@
-"""Scenes of sharded checkpoints, played by up to four gloo ranks; test_shards.py judges what they leave."""
+"""Scenarios of sharded checkpoints on up to four gloo ranks; test_shards.py checks the results."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ TIMEOUT = timedelta(seconds=120)
 
 
 def play(rank: int, folder: str, address: str) -> None:
-    """Entry of a rank: two of them train and save, then one to four go on, then one of two dies; two others part."""
-    faulthandler.enable()  # a rank that dies natively says where
+    """Entry point of a rank: two ranks train and save, one to four resume, then one of two ranks fails."""
+    faulthandler.enable()  # prints a traceback on a native crash
     torch.set_num_threads(1)
     storage.ATTEMPTS = 1
     here, results = Path(folder), {}
@@ -87,7 +87,7 @@ def joined(rank: int, world: int, folder: Path, scene: str) -> Group:
 
 
 def manager_of(group: Group, run: AnyPath, told: list[str]) -> tuple[CheckpointManager, Lease | None]:
-    """The checkpoint manager of this rank and the lease of rank 0, as worker.py creates them."""
+    """The checkpoint manager of this rank and the lease of rank 0, created as in worker.py."""
     held = None
     if group.rank == 0:
         run.mkdir(parents=True)
@@ -123,13 +123,13 @@ WHOLE = DTensor.full_tensor
 
 
 def only_numbers(tensor: DTensor, **options: Any) -> torch.Tensor:
-    """A norm may be summed up over the ranks; nothing that is cut may come together."""
+    """Allow all-reduce of norms, but no gathering of sharded tensors."""
     assert tensor.ndim == 0, f"a rank asked for a whole tensor, {tuple(tensor.shape)}"
     return WHOLE(tensor, **options)
 
 
 def saved(group: Group, run: AnyPath, steps: int = 8) -> dict[str, Any]:
-    """A run whose ranks save beside it; no rank may put a tensor together, and each says how much it held."""
+    """Train with background saves; no rank may gather a tensor, and each returns how many elements it holds."""
     told: list[str] = []
     held: list[int] = []
     DTensor.full_tensor = only_numbers
@@ -150,7 +150,7 @@ def saved(group: Group, run: AnyPath, steps: int = 8) -> dict[str, Any]:
 
 
 def elements(state: Any) -> int:
-    """Numbers that a state takes on this rank."""
+    """Number of elements of a state on this rank."""
     counts: list[int] = []
     for tensor in pytree.tree_leaves(state):
         if isinstance(tensor, torch.Tensor):
@@ -159,7 +159,7 @@ def elements(state: Any) -> int:
 
 
 def goes_on(group: Group, found: Path, kind: str) -> dict[str, Any]:
-    """The rest of the run from its fourth step; how many numbers of its state this rank read."""
+    """Resume at the fourth step; return how many elements of the state this rank read."""
     read: list[int] = []
 
     def stored(target: Any) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def goes_on(group: Group, found: Path, kind: str) -> dict[str, Any]:
 
 
 class Narrow(toy.Branched):
-    """One whose forward has room for so many rows only."""
+    """A model that runs out of memory above a number of rows."""
 
     def __init__(self, most_rows: int):
         super().__init__()
@@ -184,7 +184,7 @@ class Narrow(toy.Branched):
 
 
 def rehearsed(group: Group, model: toy.Branched, kind: str, micro: int) -> memory_probe.ProbeResult:
-    """As a worker rehearses with `batch.micro: auto`, or with what an attempt before it found."""
+    """Probe memory as a worker does with `batch.micro: auto`, or use the result of an earlier attempt."""
     config = SimpleNamespace(train=settings(kind), batch=SimpleNamespace(micro="auto"), optimizer=toy.OPTIMIZER)
     config.model = SimpleNamespace(inputs=SimpleNamespace(image_side=4, max_tokens=6, max_boxes=0), vocab_size=20)
     alone = Group(group.rank, 1, group.device)
@@ -193,7 +193,7 @@ def rehearsed(group: Group, model: toy.Branched, kind: str, micro: int) -> memor
 
 
 def tried(group: Group, micro: int = 0, free: int = 1000) -> dict[str, Any]:
-    """What the probe finds, and the run with it; `free`: rows for which this rank's host has memory."""
+    """The result of the memory probe and of the run with it; `free`: rows that fit the host memory of this rank."""
     model, log = toy.Branched().double(), toy.Lines()
     before = copy.deepcopy(model.state_dict())
     one_row = rehearsed(Group(group.rank, 1), model, "ddp", 1).table["memory/activations_gib"] * memory_probe.GIB
@@ -213,7 +213,7 @@ def tried(group: Group, micro: int = 0, free: int = 1000) -> dict[str, Any]:
 
 
 def cramped(group: Group, found: Path) -> None:
-    """Rank 1 runs out of memory in the probe, at more than three rows: rank 0 is left in a collective until it ends."""
+    """Rank 1 runs out of memory in the probe above three rows; rank 0 waits in a collective until it ends."""
     model = Narrow(3 if group.rank else 99).double()
     try:
         rehearsed(group, model, "fsdp", 0)
@@ -224,7 +224,7 @@ def cramped(group: Group, found: Path) -> None:
 
 
 def full(group: Group, run: Path) -> str:
-    """Rank 1's disk takes no part of the first checkpoint; the next one is written, and all ranks are told."""
+    """Rank 1's disk is full at the first checkpoint; the next one is written, and each rank logs it."""
     told: list[str] = []
     writes, lease = manager_of(group, run, told)
     state = {"model": {"w": torch.ones(3)}, "progress": {"step": 1}}
@@ -252,7 +252,7 @@ def cut(group: Group) -> dict[str, Any]:
 
 
 def worked(group: Group, folder: Path, name: str, kind: str, found: str | None = None) -> dict[str, torch.Tensor]:
-    """The weights that a run of six steps ends with, as the workers of a real run have it; `found`: from the third."""
+    """Final weights of a six-step run through the worker code; `found`: resumed from the third step."""
     config = runs.config(folder / "set", folder, name, steps=6, parallel=kind, precision="fp32")
     train_set = PreparedSet.open(str(folder / "set"), "train")
     tokenizer = extend_tokenizer(train_set.tokenizer_json, config.model.inputs)
@@ -279,7 +279,7 @@ def worked(group: Group, folder: Path, name: str, kind: str, found: str | None =
 
 
 def dying(group: Group, run: Path) -> None:
-    """Rank 1 ends while it writes its part; rank 0 notes what its own writer says of it."""
+    """Rank 1 exits while writing its shard; rank 0 keeps the error of its own writer."""
     told: list[str] = []
     writes, _ = manager_of(group, run, told)
     if group.rank:

@@ -56,7 +56,7 @@ def test_state_loads_bitwise(tmp_path: Path) -> None:
     path = state_io.save(tmp_path / "checkpoints", 3, state | {"progress": {"step": 3, "skipped": 0}}, {})
     twin, twin_optimizer = trained(steps=0)
     loaded = state_io.load(path, state_io.targets(twin))
-    assert equal(twin.state_dict(), model.state_dict())  # read in place
+    assert equal(twin.state_dict(), model.state_dict())  # loaded without a copy
     state_io.load_optimizer_state(twin, twin_optimizer, loaded["optimizer"])
     assert loaded["progress"] == {"step": 3, "skipped": 0}
     for _ in range(5):
@@ -120,7 +120,7 @@ def test_damaged_checkpoint_is_quarantined_and_the_one_before_used(tmp_path: Pat
     assert files.latest_valid(tmp_path, logged.append) == tmp_path / "step-10"
     assert len(logged) == 1
     assert "step-20" in logged[0]
-    assert name in logged[0] or name == "SHA256SUMS"  # a wrong checksum reads like a wrong file
+    assert name in logged[0] or name == "SHA256SUMS"  # a wrong checksum is reported like a damaged file
     unfinished = damage is Path.unlink and name == "SHA256SUMS"
     assert (tmp_path / "step-20.damaged").exists() != unfinished
     assert files.latest_valid(tmp_path, logged.append) == tmp_path / "step-10"
@@ -146,7 +146,7 @@ def test_incomplete_folder_is_replaced(tmp_path: Path) -> None:
 
 
 def test_kill_at_any_write_leaves_the_older_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop at each write to disk in turn: the new checkpoint is valid only after the last one."""
+    """Interrupt each disk write in turn: the new checkpoint is valid only after the last one."""
 
     class Killed(BaseException):
         pass
@@ -174,7 +174,7 @@ def test_kill_at_any_write_leaves_the_older_checkpoint(tmp_path: Path, monkeypat
 
 @contextmanager
 def disk_full_after(num_bytes: int) -> Iterator[None]:
-    """Writes beyond this size fail as on a full disk (errno EFBIG instead of ENOSPC; the same paths in the code)."""
+    """Make writes beyond this size fail with EFBIG, which takes the code paths of ENOSPC."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

@@ -1,4 +1,4 @@
-"""Background saves: the state at the call is what is saved, a failing or stalled storage does not stop training."""
+"""Background saves store the state at the call, and failing or stalled storage does not stop training."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ from mmray.storage.paths import to_path
 
 
 class Checkpoints:
-    """A manager, its log, and the lease it holds."""
+    """A manager, its log and its lease."""
 
     def __init__(self, run, world=1):
         self.run, self.logged, self.lease = run, [], Lease(run)
@@ -56,7 +56,7 @@ def stored(s3, monkeypatch):
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Holds back all writes until it is set."""
+    """Blocks all writes until set."""
     event, write = threading.Event(), state_io.ShardWriter.write_data
     monkeypatch.setattr(state_io.ShardWriter, "write_data", lambda *given: event.wait(20) and write(*given))
     return event
@@ -118,7 +118,7 @@ def test_last_save_must_succeed(stored, s3, polled):
 
 @pytest.mark.parametrize(("world", "scores"), [(1, {}), (2, {}), (2, {"evaluate/loss": 0.5})])
 def test_stalled_storage_skips_a_checkpoint_of_several_ranks(tmp_path, monkeypatch, gate, world, scores):
-    """An evaluated step waits as long as the other ranks can: it may be the best."""
+    """An evaluated step waits as long as the other ranks can, because it may be the best one."""
     (tmp_path / "run").mkdir()
     monkeypatch.setattr(manager, "MAX_WAIT_S", 0.05)
     kept = Checkpoints(tmp_path / "run", world)
@@ -136,7 +136,7 @@ def test_stalled_storage_skips_a_checkpoint_of_several_ranks(tmp_path, monkeypat
 
 
 def test_waiting_for_a_save_counts_as_progress_for_a_limited_time(local, gate, tmp_path, monkeypatch):
-    """A network mount that died never answers: the hang detection must notice."""
+    """A dead network mount never answers, so hang detection must apply."""
     monkeypatch.setattr("mmray.engine.heartbeat.INTERVAL_S", 0.02)
     sent = []
     heartbeat = Heartbeat(sent.append, {"rank": 0, "node": "n", "pid": 1}, tmp_path / "rank-0.txt", write_limit_s=0.3)

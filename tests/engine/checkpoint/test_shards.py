@@ -1,4 +1,4 @@
-"""Sharded checkpoints: each rank writes its own, any number of them read it, whole or cut, and never by halves."""
+"""Sharded checkpoints: each rank writes its shard, any number of ranks loads it, and incomplete ones are never used."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.made import make_set, row
 from tests.train import toy
 from tests.train.conftest import spawned
 
-HEADER_BYTES = 8192  # of a file, at most: names, places and types
+HEADER_BYTES = 8192  # upper limit of a file's header: names, offsets and dtypes
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory, s3_server):
-    """The folder of all scenes, the run on an object store, and what each rank came to."""
+    """The folder of all scenarios, the run on an object store, and the results of each rank."""
     folder = tmp_path_factory.mktemp("shards")
     bucket = f"bucket-{time.time_ns()}"
     system, _ = fs.FileSystem.from_uri(f"s3://{bucket}?allow_bucket_creation=true")
@@ -39,7 +39,7 @@ def ranks(tmp_path_factory, s3_server):
 
 @pytest.fixture(scope="module")
 def plain():
-    """The weights of a run in one process that nothing interrupts."""
+    """The weights of an uninterrupted run in one process."""
     return toy.flat(shard_ranks.train(Group(), None, None, "single", 0))
 
 
@@ -51,7 +51,7 @@ def test_checkpoint_of_two_ranks_resumes_at_any_number_of_ranks(ranks, plain, ki
 
 
 def test_workers_resume_from_shards_like_an_uninterrupted_run(ranks):
-    """Bitwise when sharded again, and to rounding (float32) as replicas; dropout on."""
+    """Bitwise when sharded again, within float32 rounding as replicas; with dropout."""
     assert files.shards_of(ranks[0] / "worked" / "checkpoints" / "step-3") == 2
     for result in ranks[2][:2]:
         calm = result["worked"]
@@ -60,7 +60,7 @@ def test_workers_resume_from_shards_like_an_uninterrupted_run(ranks):
                 torch.testing.assert_close(weight, calm[name], rtol=tolerance, atol=tolerance)
 
 
-TRIED = {"tried": 6, "tried with little": 3}  # rows; rank 1 has room for four
+TRIED = {"tried": 6, "tried with little": 3}  # rows; four fit on rank 1
 
 
 @pytest.mark.parametrize("scene", TRIED)
@@ -73,7 +73,7 @@ def test_memory_probe_of_sharded_model_finds_size_that_fits_all_ranks(ranks, pla
 
 
 def test_memory_table_of_sharded_model_counts_bytes_of_a_shard(ranks):
-    """Its rows of each weight, scalars whole; activations are those of the whole model, gathered weights apart."""
+    """The shard of each weight and all scalars; activations of the full model, without gathered weights."""
     for rank, result in enumerate(ranks[2][:2]):
         part = sum(
             (weight.chunk(2)[rank] if weight.ndim else weight).numel() * 8 for weight in toy.Branched().parameters()
@@ -100,7 +100,7 @@ def test_oom_of_one_rank_in_the_probe_restarts_with_last_size_that_fit(ranks, pl
 
 
 def test_no_rank_holds_more_than_its_shard(ranks):
-    """Of the weights and both moments: at most a row of each more than its share, beside the scalars and the counts."""
+    """Weights and both moments: at most one row of each above its share, plus scalars and step counts."""
     folder, _, results = ranks
     path = folder / "run" / "checkpoints" / "step-4"
     whole, weights = shard_ranks.elements(state_io.load(path)), list(toy.Branched().parameters())
@@ -146,7 +146,7 @@ class Bomb:
 
 
 def test_pickles_are_never_loaded(ranks, tmp_path):
-    """Neither what torch's own storage would look for, nor one in the place of what is read."""
+    """Neither the metadata file of torch's own storage, nor a pickle in place of a checkpoint file."""
     path = shutil.copytree(ranks[0] / "run" / "checkpoints" / "step-8", tmp_path / "step-8")
     for name in (".metadata", "__0.metadata"):
         (path / name).write_bytes(pickle.dumps(Bomb()))
@@ -161,7 +161,7 @@ def truncate(file: Path) -> None:
 
 
 def forget(file: Path) -> None:
-    """Neither the file nor its sum."""
+    """Delete the file and its checksum."""
     file.unlink()
     sums = file.with_name("SHA256SUMS")
     sums.write_text("".join(line for line in sums.open() if file.name not in line))

@@ -1,4 +1,4 @@
-"""A sharded run through Ray: a worker killed, gone on with as replicas on one worker, evaluated and exported."""
+"""A sharded run through Ray: kill a worker, resume on one worker as replicas, evaluate and export."""
 
 import pytest
 import torch
