@@ -33,7 +33,7 @@ def prepared(tmp_path):
 
 
 def by_embeddings(prepared, device):
-    """A model with a region head and class names, scored by embeddings."""
+    """Scores and examples of a model with a region head and class names."""
     model = test_regions.model_of().double().to(device)
     settings = SimpleNamespace(**vars(test_evaluator.SETTINGS) | CLASSES)
     shown = []

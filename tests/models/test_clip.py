@@ -87,7 +87,7 @@ def tokenizer_adding(*added: str) -> str:
 @pytest.mark.parametrize("added", [("$A",), ("[CLS]", "$A"), ("[SEP]", "$A", "[SEP]"), ("$A", "[SEP]")])
 @pytest.mark.parametrize("kind", SPECS)
 def test_hf_export_pools_at_the_end_token_of_the_tokenizer(kind: str, added: tuple[str, ...], tmp_path: Path) -> None:
-    """HF CLIP pools at the first end token, so an end token that also occurs elsewhere is refused."""
+    """HF CLIP pools at the first end token, so HF files are written only if this token occurs at the end alone."""
     from transformers import AutoModel, AutoTokenizer
 
     spec, tokenizer = SPECS[kind].model_copy(update={"vocab_size": VOCAB}), tokenizer_adding(*added)
@@ -154,7 +154,7 @@ def test_siglip_pads_with_the_tokenizers_pad_id(named: str, tmp_path: Path) -> N
     spec = left_open.with_tokens(VOCAB, declared_pad_id(tokenizer))
     model = build(spec, VOCAB).eval()
     ids, num_tokens = TextEncoder(tokenizer, 10).encode(TEXTS)
-    ids[np.arange(ids.shape[1]) >= num_tokens[:, None]] = 7  # whatever the padding id
+    ids[np.arange(ids.shape[1]) >= num_tokens[:, None]] = 7  # padding ids have no effect
     mask = torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]
     with torch.no_grad():
         torch.testing.assert_close(

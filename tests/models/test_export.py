@@ -269,7 +269,7 @@ def test_export_to_object_store_loads_again(s3: Any, monkeypatch: pytest.MonkeyP
     (out / "processor_config.json").write_text("{}")  # files of a generative model
     with torch.no_grad():
         model.text.project.weight.mul_(-1)
-    s3.fail("PUT", "model.safetensors", 1000, status=400)  # killed while replacing it
+    s3.fail("PUT", "model.safetensors", 1000, status=400)  # the upload fails while replacing it
     with pytest.raises(UsageError, match=r"cannot write the exported model s3://.*; choose another folder"):
         export(model, spec.model_dump(mode="json"), TOKENIZER, address)
     with pytest.raises(UsageError, match="is not a model exported"):

@@ -162,7 +162,7 @@ def trained(micro: int) -> Tensor:
     return toy.flat(model)
 
 
-def test_accumulation_equals_whole_batch() -> None:
+def test_accumulation_equals_full_batch() -> None:
     whole = trained(ROWS)
     assert (whole - toy.flat(model_of().double())).abs().max() > 0.01
     for accumulation in (2, 4, 8):

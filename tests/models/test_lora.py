@@ -85,7 +85,7 @@ def test_only_adapters_train_and_they_merge(kind: str) -> None:
         torch.testing.assert_close(merged(batch)[output], after, rtol=0, atol=1e-9)
 
 
-def test_accumulation_equals_whole_batch_with_adapters() -> None:
+def test_accumulation_equals_full_batch_with_adapters() -> None:
     ended = [toy.flat(trained("generative", models_of("generative")[1], micro)) for micro in (8, 3)]
     torch.testing.assert_close(ended[0], ended[1], rtol=0, atol=1e-9)
 

@@ -64,7 +64,7 @@ def test_memory_breakdown_is_a_table(tmp_path):
     assert dict(told) == sizes
     sharded = {f"memory/{name}_gib": None for name in sizes if name != "peak"}
     lines = [{key: value for key, value in line(1).items() if key not in sharded}]
-    assert "Memory of a worker" not in page_of(make_run(tmp_path / "sharded", lines))  # no evaluation on the full set
+    assert "Memory of a worker" not in page_of(make_run(tmp_path / "sharded", lines))  # not measured for sharded models
 
 
 def test_page_is_one_small_file_without_network_requests(tmp_path):
@@ -215,7 +215,7 @@ def test_mixed_sets_are_listed(set_aside):
     (folder / "data.json").write_text(json.dumps({"train": f"{prepared} + 0.5 * /there/other/", "num_rows": 440}))
     page = page_of(folder)
     assert ">set + 0.5 * other</span>" in page
-    assert "61 rows of 500 read" in page  # of the first row
+    assert "61 rows of 500 read" in page  # of the first set
 
 
 def test_leaked_pairs_are_shown_side_by_side(set_aside):

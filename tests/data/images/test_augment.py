@@ -41,7 +41,7 @@ def picture(width=40, height=30):
 
 
 def drawn(**places):
-    """Draws of 0.5, which change nothing, except at these positions."""
+    """Draws of 0.5, which have no effect, except at these indices."""
     numbers = np.full(NUM_RANDOM, 0.5)
     numbers[ORDER] = [0.1, 0.2, 0.3, 0.4]
     for place, value in places.items():

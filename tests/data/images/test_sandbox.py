@@ -77,7 +77,7 @@ sandbox.serve(sys.stdin.buffer, sys.stdout.buffer)
 
 
 @pytest.mark.parametrize("augment", [None, Augment(crop_scale=(0.5, 0.5))])
-def test_sandbox_also_tests_the_crop(tmp_path, monkeypatch, augment):
+def test_sandbox_also_runs_the_augmentation(tmp_path, monkeypatch, augment):
     monkeypatch.setattr(sandbox_module, "COMMAND", (sys.executable, "-c", DIES_OF_CROPS))
     prepared = make_set(tmp_path, [row(number, data=png(number)) for number in range(2)])
     inputs = Inputs(image_side=8, max_tokens=12)

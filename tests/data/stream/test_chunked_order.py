@@ -82,7 +82,7 @@ def test_step_takes_same_rows_at_any_world_size(num_rows, chunk, window, global_
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(200, 3000), st.integers(2, 40), WINDOWS)
-def test_window_takes_whole_chunks_except_for_a_ragged_one(num_rows, chunk, window):
+def test_window_takes_full_chunks_except_for_a_ragged_one(num_rows, chunk, window):
     rows = epoch_of(plan(num_rows, chunk, window), 1)
     chunks = -(-num_rows // chunk)
     windows = max(1, chunks // window)

@@ -160,7 +160,7 @@ def test_block_shape_depends_on_row_bytes():
     large = SamplePlan(10**6, 4096, 1, 256, 0, steps=100)
     assert block_shape(large, row_bytes=3 * 224 * 224, block_mb=24) == (1, 32)  # otherwise 617 MB in one block
     assert block_shape(SamplePlan(10**6, 1021, 1, 64, 0, 100), 3 * 224 * 224, 24) == (1, 1)  # a prime number of rows
-    assert max_block_mb(80e6, world=2) == pytest.approx(6) and max_block_mb(60e9, world=8) > 512  # explicit size
+    assert max_block_mb(80e6, world=2) == pytest.approx(6) and max_block_mb(60e9, world=8) > 512  # any size
 
 
 def test_block_holds_pixels_tokens_and_padding(reader):
