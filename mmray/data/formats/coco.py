@@ -1,4 +1,4 @@
-"""COCO's JSON: captions (several an image) and instances (boxes and the names of their categories)."""
+"""COCO JSON: captions (several for each image) and instances (boxes with category names)."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _NEEDED = (("images", "id", "file_name"), ("annotations", "image_id", None), ("c
 
 @dataclass
 class _Annotations:
-    """What documents say together, by the id of the image."""
+    """Merged content of the documents, by image id."""
 
-    images: list[tuple[str, dict[str, Any]]]  # with the document that each stands in
+    images: list[tuple[str, dict[str, Any]]]  # with the name of the document
     captions: dict[Any, list[Any]]
     boxes: dict[Any, list[dict[str, Any]]]
     categories: dict[Any, str]
 
 
 def coco_rows(place: Storage, name: str, template: str) -> Iterator[dict[str, Any]]:
-    """One row an image of the document `name`, or of several (`captions_X.json,instances_X.json`) joined by image id.
+    """Yield one row for each image of `name`, or of several documents (`captions_X.json,instances_X.json`).
 
-    An image's file is looked for in COCO's usual folders. Without captions the caption is `template` of the category
-    names. Boxes keep COCO's [x, y, width, height]. Raises DataError for a document that is not COCO's, or that speaks
-    of other images than the rest.
+    Documents are joined by image id. Image files are searched in the usual folders of COCO. An image without captions
+    gets `template` with its category names as caption. Boxes keep COCO's [x, y, width, height]. Raises DataError if a
+    document is not COCO or describes other images than the rest.
     """
     notes = _join_documents(place, document_names(name))
     folder = _images_folder(place, document_names(name)[0], [image for _, image in notes.images[:16]])
@@ -39,27 +39,27 @@ def coco_rows(place: Storage, name: str, template: str) -> Iterator[dict[str, An
         row = {"origin": f"{document}:image {image['id']}", "id": image["id"], "image": f"{folder}{image['file_name']}"}
         found = notes.boxes.get(image["id"], [])
         if found:
-            labels = [note["category_id"] for note in found]  # one without is a fault of its row
+            labels = [note["category_id"] for note in found]  # a missing id is an error of this row
             row |= {"boxes": [note["bbox"] for note in found], "box_labels": labels}
         texts = notes.captions.get(image["id"]) or _category_caption(found, notes.categories, template)
         yield row | ({"texts": texts} if texts else {})
 
 
 def label_names(place: Storage, name: str) -> dict[str, str]:
-    """The names of the documents' categories by their ids; JSON's keys are texts. Raises DataError."""
+    """Return the category names by id; ids are strings because JSON keys are. Raises DataError."""
     items = [item for each in document_names(name) for item in _load_document(place, each).get("categories", [])]
     named = {item["id"]: item["name"] for item in items if isinstance(item["id"], int)}
     return {str(number): named[number] for number in sorted(named)}
 
 
 def document_names(name: str) -> list[str]:
-    """The documents that `folder/a.json,b.json` names: both in that folder."""
+    """Split `folder/a.json,b.json` into the paths of both documents."""
     folder, mark, bases = name.rpartition("/")
     return [f"{folder}{mark}{base}" for base in bases.split(",")]
 
 
 def companion_file(place: Storage, name: str) -> str | None:
-    """The other half of COCO, instances of captions or the reverse, where `name` is one alone and it lies beside it."""
+    """Return the other COCO document (instances or captions) if `name` is a single one and the other is next to it."""
     folder, mark, base = name.rpartition("/")
     for mine, other in (("captions_", "instances_"), ("instances_", "captions_")):
         found = f"{other}{base.removeprefix(mine)}"
@@ -69,7 +69,7 @@ def companion_file(place: Storage, name: str) -> str | None:
 
 
 def _join_documents(place: Storage, names: list[str]) -> _Annotations:
-    """All that is needed of the documents; one is held at a time, for outlines take most of it."""
+    """Merge the needed fields of the documents; loads one at a time, because segmentations take most of the memory."""
     notes = _Annotations([], {}, {}, {})
     files: dict[Any, str] = {}
     for name in names:
@@ -107,7 +107,7 @@ def _category_caption(found: list[dict[str, Any]], categories: dict[Any, str], t
 
 
 def _images_folder(place: Storage, name: str, images: list[dict[str, Any]]) -> str:
-    """Where these images are: beside the document, in `images/`, or in the folder its name ends with (val2017/)."""
+    """Find the folder of the images: next to the document, in `images/`, or named by the suffix (val2017/)."""
     folder, _, base = name.rpartition("/")
     beside = f"{folder}/" if folder else ""
     ending = base.removesuffix(".json").rpartition("_")[2]

@@ -17,7 +17,7 @@ from mmray.errors import DataError
 from mmray.storage.storage import Storage
 
 _INTEGERS = ("label",)
-_LISTS = ("images", "texts", "boxes", "box_labels", "messages")  # a JSON list in a field
+_LISTS = ("images", "texts", "boxes", "box_labels", "messages")  # JSON lists in a field
 
 
 class CsvSource:
@@ -45,7 +45,7 @@ class CsvSource:
                 yield SourceItem(line, f"{self.name}:{line}", self._values(names, data))
 
     def split(self, text: str) -> list[str]:
-        """The fields of a record. Raises csv.Error."""
+        """Split a record into fields. Raises csv.Error."""
         csv.field_size_limit(lines.MAX_LINE_BYTES)
         rows = [row for row in csv.reader(io.StringIO(text, newline=""), strict=True) if row]  # \r\r\n ends one line
         if len(rows) > 1:
@@ -56,7 +56,7 @@ class CsvSource:
 
     @cached_property
     def _header(self) -> tuple[int, list[str]]:
-        """(line, column names) of the first record that is not blank."""
+        """Return (line, column names) of the first non-blank record."""
         read_head(self.place, self.name)
         whole = SourceChunk(0, self.name, 0, self.place.size(self.name) or 0, 1, None, "")
         line, data = next(lines.read_lines(self.place, whole, self.quoted), (0, b"")) if whole.stop else (0, b"")
@@ -96,7 +96,7 @@ class TsvSource(CsvSource):
 
 
 def convert_fields(values: dict[str, Any]) -> dict[str, Any]:
-    """Typed values of text fields; empty fields are dropped. Raises BadRow."""
+    """Convert text fields to typed values; empty fields are dropped. Raises BadRow."""
     out: dict[str, Any] = {}
     for name, text in values.items():
         if text == "":

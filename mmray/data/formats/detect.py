@@ -1,4 +1,4 @@
-"""Detect the format of a source, and open it on the driver and in tasks."""
+"""Detect the format of a source, and open the source on the driver and in tasks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _SUFFIXES = {
     ".json": "coco",
 }  # fmt: skip
 
-_LINE_BYTES = 64 << 10  # of a file's first line, to tell rows from a document
+_LINE_BYTES = 64 << 10  # of the first line of a file, to distinguish rows from a document
 
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """Format, folder that paths are relative to, and file name (empty: the folder) of a source."""
+    """Format, folder that paths are relative to, and file name of a source; an empty name is the whole folder."""
 
     format: str
     address: str
@@ -42,12 +42,11 @@ class SourceSpec:
 
     @property
     def display_name(self) -> str:
-        """Name of the file or folder."""
         return self.name or PurePosixPath(self.address.partition("?")[0]).name
 
 
 def detect_source(address: str, forced: str = "auto") -> SourceSpec:
-    """The source at `address`. Raises DataError if it is missing or of no known format."""
+    """Detect the source at `address`. Raises DataError if it does not exist or its format is unknown."""
     if not is_valid_name(address):
         raise UsageError(f"{address!r} is not plain UTF-8: rename the file")
     place, name = Storage.split(address.rstrip("/") if len(address) > 1 else address)
@@ -70,7 +69,7 @@ def detect_source(address: str, forced: str = "auto") -> SourceSpec:
 
 
 def open_source(chosen: SourceSpec, out: Storage, columns: dict[str, str], template: str) -> Source:
-    """The source; nothing is read yet. `out` is the folder of the prepared set, which stores listings."""
+    """Open the source without reading it. `out` is the folder of the prepared set, which stores listings."""
     place, name = Storage(chosen.address), chosen.name
     if chosen.format in _FILE_FORMATS:
         return _FILE_FORMATS[chosen.format](place, name, columns)
@@ -85,22 +84,22 @@ def open_source(chosen: SourceSpec, out: Storage, columns: dict[str, str], templ
 
 
 def label_names(chosen: SourceSpec) -> dict[str, str]:
-    """Names of the box labels; empty if the format has none."""
+    """Return the names of the box labels; empty if the format has none."""
     return coco.label_names(Storage(chosen.address), chosen.name) if chosen.format == "coco" else {}
 
 
 def class_names(chosen: SourceSpec) -> tuple[str, ...]:
-    """Names of the labels 0, 1, ...; empty if the format has none."""
+    """Return the names of the labels 0, 1, ...; empty if the format has none."""
     return image_folder.class_names(Storage(chosen.address)) if chosen.format == "folders" else ()
 
 
 def companion_file(chosen: SourceSpec) -> str | None:
-    """A file next to the source that describes the same images and is not read."""
+    """Return the name of a file next to the source that describes the same images but is not read."""
     return coco.companion_file(Storage(chosen.address), chosen.name) if chosen.format == "coco" else None
 
 
 def _multi_file_source(place: Storage, name: str, forced: str) -> SourceSpec:
-    """Files of one folder that are one source: COCO's documents, or a list of images and one of captions."""
+    """Combine files of one folder into one source: COCO documents, or a list of images and a list of captions."""
     names = name.split(",")
     if forced == "lists" or (forced == "auto" and not all(each.lower().endswith(".json") for each in names)):
         return SourceSpec("lists", place.address, name)
@@ -110,14 +109,14 @@ def _multi_file_source(place: Storage, name: str, forced: str) -> SourceSpec:
 
 
 def _coco(place: Storage, name: str) -> SourceSpec:
-    if PurePosixPath(place.address).name == "annotations":  # its images stand beside that folder
+    if PurePosixPath(place.address).name == "annotations":  # COCO has its images next to this folder
         place, folder = Storage.split(place.address)
         name = f"{folder}/{name}"
     return SourceSpec("coco", place.address, name)
 
 
 def _detect_file_format(place: Storage, name: str) -> str:
-    """Format by magic number, else by suffix, else JSON lines."""
+    """Detect the format by magic number, otherwise by suffix; the default is JSON lines."""
     head = read_head(place, name, 512)
     if head.startswith(b"PAR1"):
         return "parquet"
@@ -128,12 +127,12 @@ def _detect_file_format(place: Storage, name: str) -> str:
 
 
 def _holds_rows(head: bytes) -> bool:
-    """Whether JSON with this beginning holds rows (one per line or an array) and is not a COCO document."""
+    """Return whether JSON that starts with these bytes holds rows (lines or an array) and not a COCO document."""
     if head.lstrip().startswith(b"["):
         return True
     try:
         first = orjson.loads(head.lstrip().partition(b"\n")[0])
-    except ValueError:  # a document over several lines, or a line that goes on
+    except ValueError:  # a document over several lines, or a truncated line
         return False
     return isinstance(first, dict) and not {"images", "annotations"} <= first.keys()
 
@@ -144,7 +143,7 @@ def _detect_folder_format(place: Storage) -> str:
     suffixes = {PurePosixPath(name).suffix.lower() for name in names}
     if "state.json" in bases and ".arrow" in suffixes:
         return "saved"
-    if ".tar" in suffixes:  # img2dataset puts a .parquet by each
+    if ".tar" in suffixes:  # img2dataset writes a .parquet next to each tar
         return "webdataset"
     images = [name for name in names if is_image(name)]
     paired = bool(images) and bool({str(PurePosixPath(name).with_suffix(".txt")) for name in images} & set(names))
@@ -162,5 +161,5 @@ def _detect_folder_format(place: Storage) -> str:
 
 
 def _is_img2dataset_layout(names: list[str], images: list[str]) -> bool:
-    """Whether the Parquet files are img2dataset's lists of what it fetched: FOLDER.parquet by each FOLDER of images."""
+    """Return whether the Parquet files are img2dataset metadata: FOLDER.parquet next to each image folder FOLDER."""
     return {f"{PurePosixPath(name).parent}.parquet" for name in images} <= set(names)

@@ -21,37 +21,36 @@ SPLITS = ("train", "test", "val", "valid", "validation", "dev")
 
 
 def class_rows(place: Storage, template: str) -> Iterator[dict[str, Any]]:
-    """FOLDER/CLASS/image, or FOLDER/SPLIT/CLASS/image: a caption from `template`, a label in the order of the names."""
+    """Yield rows of FOLDER/CLASS/image or FOLDER/SPLIT/CLASS/image, with a caption and the class as label."""
     names = [name for name in place.list_files() if is_image(name)]
     at = _class_depth(names)
     labels = {name: label for label, name in enumerate(_classes(names))}
     for name in names:
         parts = PurePosixPath(name).parts
         row: dict[str, Any] = {"origin": name, "id": name, "image": name}
-        if len(parts) > at + 1:  # an image above the classes has no caption, and is set aside as that
+        if len(parts) > at + 1:  # an image outside the class folders has no caption, so it is quarantined
             row |= {"text": template.replace("{}", humanize(parts[at])), "label": labels[parts[at]]}
         yield row | ({"split": parts[0]} if at else {})
 
 
 def class_names(place: Storage) -> tuple[str, ...]:
-    """Names of the labels 0, 1, ... of `class_rows`, as valid UTF-8."""
+    """Return the names of the labels 0, 1, ... of `class_rows`, as valid UTF-8."""
     classes = _classes([name for name in place.list_files() if is_image(name)])
     return tuple(humanize(name).encode(errors="backslashreplace").decode() for name in classes)
 
 
 def _classes(images: list[str]) -> list[str]:
-    """Folders of the classes, in order."""
     at = _class_depth(images)
     return sorted({PurePosixPath(name).parts[at] for name in images if len(PurePosixPath(name).parts) > at + 1})
 
 
 def _class_depth(images: list[str]) -> int:
-    """Which part of a path is the class: the second below folders of splits."""
+    """Return the index of the class in the parts of a path."""
     return int(has_split_folders(images))
 
 
 def pair_rows(place: Storage) -> Iterator[dict[str, Any]]:
-    """a/b.jpg with a/b.txt; an image without a text, or a text without an image, is a row that lacks it."""
+    """Pair a/b.jpg with a/b.txt; an image or a text without its counterpart is an incomplete row."""
     images: dict[str, list[str]] = {}
     texts: dict[str, str] = {}
     for name in place.list_files():
@@ -69,7 +68,7 @@ def pair_rows(place: Storage) -> Iterator[dict[str, Any]]:
 
 
 def list_rows(place: Storage, images: str, captions: str) -> Iterator[dict[str, Any]]:
-    """Line n of one file is the image, line n of the other its caption. Raises DataError where one is longer."""
+    """Pair line n of the image list with line n of the caption list. Raises DataError if the lengths differ."""
     paths, texts = _read_lines(place, images), _read_lines(place, captions)
     if len(paths) != len(texts):
         raise DataError(
@@ -84,17 +83,17 @@ def is_image(name: str) -> bool:
 
 
 def has_split_folders(names: list[str]) -> bool:
-    """Whether every image is in SPLIT/CLASS/, with a known name of a split."""
+    """Return whether every image is in SPLIT/CLASS/ with a known split name."""
     return bool(names) and all(len(name.split("/")) > 2 and name.split("/")[0] in SPLITS for name in names)
 
 
 def humanize(name: str) -> str:
-    """A folder's name as words."""
+    """Convert a folder name to words."""
     return name.replace("_", " ")
 
 
 def _read_lines(place: Storage, name: str) -> list[str]:
-    """Lines of a text; bytes that are not UTF-8 become surrogates, for which the row is quarantined."""
+    """Read the lines of a text file; invalid UTF-8 becomes surrogates, which later quarantine the row."""
     try:
         text = place.read(name).decode("utf-8-sig", "surrogateescape")
     except OSError as error:
@@ -102,7 +101,7 @@ def _read_lines(place: Storage, name: str) -> list[str]:
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
 
 
-# The driver writes the rows once as JSON lines into the folder of the prepared set; tasks read their lines of it.
+# The driver writes the rows once, as JSON lines, to the folder of the prepared set; each task reads its part.
 LISTING = "listing.jsonl"
 _TOO_LONG = "bytes of a row that is too long"
 Lister = Callable[[], Iterator[dict[str, Any]]]
@@ -115,7 +114,7 @@ class ListingSource:
 
     def __init__(self, place: Storage, out: Storage, columns: dict[str, str], title: str, rows: Lister) -> None:
         self.place, self.out, self.columns, self.rows = place, out, columns, rows
-        self.title = title  # type: ignore[misc]  # differs per lister
+        self.title = title  # type: ignore[misc]  # depends on the lister
 
     def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[SourceChunk]:
         count = 0
@@ -139,7 +138,7 @@ class ListingSource:
                 yield SourceItem(line, origin, bad)
 
     def _with_text(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Each line of the row's caption file that is not blank is a caption."""
+        """Add each non-blank line of the row's caption file as a caption."""
         name = values.pop("text_file", None)
         if name is None:
             return values
@@ -155,9 +154,9 @@ class ListingSource:
 
 
 def _encode_row(row: dict[str, Any]) -> bytes:
-    """A row as a line of the listing: in ASCII, for names may hold halves of surrogate pairs.
+    """Encode a row as an ASCII line of the listing, because names may contain lone surrogates.
 
-    Of one that is longer than a line may be, where it is and its length.
+    An overlong row is replaced by its origin and length.
     """
     line = json.dumps(row).encode() + b"\n"
     if len(line) <= MAX_LINE_BYTES:

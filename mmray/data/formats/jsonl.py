@@ -1,7 +1,7 @@
-"""JSON lines: one object a line, parsed strictly.
+"""JSON lines: one object per line, parsed strictly.
 
-Python's parser, because others fail a whole file for one bad line or turn a missing column into silent nulls; made
-strict, because it lets NaN and repeated names through.
+Python's parser is used, because others reject a whole file for one bad line or return nulls for a missing column. It is
+made strict: NaN and duplicate names are errors.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class JsonlSource:
 
 
 def check_jsonl(place: Storage, name: str) -> None:
-    """Raises DataError for a file that is missing, empty, or plainly not JSONL."""
+    """Raise DataError if a file is missing, empty, or clearly not JSONL."""
     head, where = read_head(place, name), f"{place.address}/{name}"
     if not head:
         raise DataError(f"{where} is empty: it must hold one JSON object a line, with `image` and `text`")
@@ -59,7 +59,7 @@ def check_jsonl(place: Storage, name: str) -> None:
 
 
 def try_parse(data: bytes) -> dict[str, Any] | BadRow:
-    """The object of a line, or what is wrong with it."""
+    """Return the object of a line, or the parse error as BadRow."""
     try:
         return parse_json(data)
     except BadRow as bad:
@@ -67,15 +67,12 @@ def try_parse(data: bytes) -> dict[str, Any] | BadRow:
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
-    """A JSON object from bytes, without NaN and without repeated names. Raises BadRow."""
+    """Parse a JSON object without NaN and duplicate names. Raises BadRow."""
     return _load_object(data, _unique_pairs, _refuse_constant)
 
 
 def parse_fields(data: bytes, names: Iterable[str]) -> dict[str, Any]:
-    """The values of these names in a JSON object, as `parse_json` takes them; NaN in another is no fault of these.
-
-    Raises BadRow.
-    """
+    """Parse these fields of a JSON object like `parse_json`; NaN in other fields is ignored. Raises BadRow."""
     values = _load_object(data, _pairs_hook, _InvalidValue)
     wanted = {name: values[name] for name in names if name in values}
     try:
@@ -87,7 +84,7 @@ def parse_fields(data: bytes, names: Iterable[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _InvalidValue:
-    """Placeholder of an invalid value."""
+    """Placeholder for an invalid value."""
 
     constant: str
     why: str = "is not a JSON value"

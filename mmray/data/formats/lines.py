@@ -1,8 +1,8 @@
-"""Text of one record a line, cut into chunks of whole records and read back with line numbers.
+"""Line-based text files: cut into chunks of complete records and read back with line numbers.
 
-Memory holds one piece of a line, however long it is. In a CSV a quoted field may contain newlines: such a record
-continues until the field closes, at most MAX_QUOTED_BYTES, so that one missing quote does not swallow the file.
-pyarrow.csv is not used, because it has no line numbers for such records and cannot start inside a file.
+Lines are read in pieces, so memory does not depend on their length. A quoted CSV field may contain newlines; its record
+ends when the field closes, after at most MAX_QUOTED_BYTES, so that a missing quote does not consume the rest of the
+file. pyarrow.csv is not used: it has no line numbers for such records and cannot start inside a file.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ BOM = b"\xef\xbb\xbf"
 def scan_lines(
     place: Storage, name: str, rows_per_chunk: int, stops: Collection[int] = (), quoted: bool = False
 ) -> Iterator[SourceChunk]:
-    """The chunks of a text file, in order.
+    """Yield the chunks of a text file, in order.
 
-    A chunk ends after `rows_per_chunk` records, and at each offset of `stops` that ends a record: the chunk ends of an
-    earlier scan, so that a file that grew keeps its chunks and gets new ones.
+    A chunk ends after `rows_per_chunk` records. `stops` are the chunk ends of an earlier scan: a chunk also ends there
+    if a record does, so a file that grew keeps its chunks and gets new ones.
     """
     index = start = offset = lines = records = rows = 0
     line, blank, digest, ends = 1, True, hashlib.sha256(), _RecordSplitter(quoted)
@@ -45,14 +45,14 @@ def scan_lines(
                 yield SourceChunk(index, name, start, offset, line, rows, digest.hexdigest())
                 index, start, line, lines, records, rows = index + 1, offset, line + lines, 0, 0, 0
                 digest = hashlib.sha256()
-    if offset > start:  # the last line may lack its newline
+    if offset > start:  # the last line may have no newline
         yield SourceChunk(index, name, start, offset, line, rows + (not blank), digest.hexdigest())
 
 
 def read_lines(place: Storage, chunk: SourceChunk, quoted: bool = False) -> Iterator[tuple[int, bytes]]:
-    """(line number, bytes) of the non-blank records of a chunk; overlong records are truncated.
+    """Yield (line number, bytes) of the non-blank records of a chunk; overlong records are truncated.
 
-    Raises SourceChanged at the end if the bytes differ from the scanned ones.
+    Raises SourceChanged at the end if the bytes differ from those of the scan.
     """
     digest, line, lines, kept, ends = hashlib.sha256(), chunk.first_line, 0, b"", _RecordSplitter(quoted)
     mark = BOM if chunk.start == 0 else b""
@@ -85,7 +85,7 @@ class _CsvState(Enum):
 
 
 class _RecordSplitter:
-    """Finds the ends of records: newlines outside quoted fields."""
+    """Finds record ends: newlines outside quoted fields."""
 
     def __init__(self, quoted: bool) -> None:
         self.quoted, self.at, self.length = quoted, _CsvState.BEGIN, 0
@@ -101,7 +101,7 @@ class _RecordSplitter:
 
 
 def _advance(piece: bytes, at: _CsvState) -> _CsvState:
-    """State after this piece of a record, from state `at` before it."""
+    """Return the state after this piece of a record, starting from state `at`."""
     place = 0
     while place < len(piece):
         if at in (_CsvState.BEGIN, _CsvState.CLOSED):
@@ -121,7 +121,7 @@ def _advance(piece: bytes, at: _CsvState) -> _CsvState:
 
 
 def _iter_pieces(file: Any, limit: int | None = None) -> Iterator[bytes]:
-    """Lines, the very long ones in pieces; `limit` bytes in all."""
+    """Yield lines, very long ones in pieces; at most `limit` bytes in total."""
     buffered = io.BufferedReader(file, _PIECE_BYTES)
     left = limit
     while piece := buffered.readline(_PIECE_BYTES if left is None else min(_PIECE_BYTES, left)):

@@ -1,7 +1,7 @@
-"""Parquet files and the Arrow files that Hugging Face `datasets` saves: rows from columns, images as paths or bytes.
+"""Parquet files and the Arrow files of Hugging Face `datasets`: rows from columns, images as paths or bytes.
 
 Only known columns are read. A chunk is a number of row groups (Parquet) or record batches (Arrow); a larger group is
-cut into ranges of rows.
+split into ranges of rows.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from mmray.errors import DataError
 from mmray.storage.storage import Storage, with_retries
 
 T = TypeVar("T")
-_ROWS_AT_ONCE = 32  # of inline images, held as Python bytes
-_BUFFER_BYTES = 4 << 20  # of a column, for otherwise all of it is held
-# Maximum chunks per row group. n ranges read the group (n + 1) / 2 times, because a range cannot be skipped to; without
-# ranges the million rows of a pandas row group would be one task.
+_ROWS_AT_ONCE = 32  # inline images held as Python bytes
+_BUFFER_BYTES = 4 << 20  # of a column; without a buffer size pyarrow reads the whole column chunk
+# Maximum chunks per row group. A range cannot be seeked to, so n ranges read the group (n + 1) / 2 times. Without
+# ranges, the million rows of a pandas row group would be one task.
 MOST_PARTS = 16
 
 
 class ParquetSource:
-    """A Parquet file, or the Parquet files of a folder in the order of their names."""
+    """A Parquet file, or the Parquet files of a folder in sorted order."""
 
     title: ClassVar[str] = "Parquet"
     part: ClassVar[str] = "row group"
@@ -43,11 +43,10 @@ class ParquetSource:
         self.place, self.name, self.columns = place, name, columns
 
     def names(self) -> list[str]:
-        """The files, in order."""
         return list_files(self.place, self.name, ".parquet")
 
     def split_of(self, name: str) -> str | None:
-        """Split of a file, if the layout defines it."""
+        """Return the split of a file, if the layout defines it."""
         return None
 
     def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[SourceChunk]:
@@ -71,7 +70,7 @@ class ParquetSource:
                 start = stop
 
     def parts(self, name: str) -> tuple[list[int], pa.Schema]:
-        """(rows of each row group, schema) from the footer alone."""
+        """Return (rows of each row group, schema), from the footer only."""
         with self.place.open(name) as raw:
             meta = pq.ParquetFile(raw).metadata
             return [
@@ -79,7 +78,7 @@ class ParquetSource:
             ], meta.schema.to_arrow_schema()
 
     def batches(self, chunk: SourceChunk, had: int) -> Iterator[pa.RecordBatch]:
-        """The wanted columns of a chunk, without its first `had` rows."""
+        """Yield the requested columns of a chunk, without its first `had` rows."""
         with self.place.open(chunk.file) as raw:
             file = pq.ParquetFile(raw, buffer_size=_BUFFER_BYTES)
             wanted, meta = self._wanted(file.schema_arrow, chunk.file), file.metadata
@@ -103,7 +102,7 @@ class ParquetSource:
                         values |= {"split": split} if split and values.get("split") is None else {}
                     yield SourceItem(line, f"{chunk.file}:{line}", values)
                     line += 1
-        except (pa.ArrowException, OSError) as error:  # the rest of the chunk cannot be had: each row is named
+        except (pa.ArrowException, OSError) as error:  # the rest of the chunk is unreadable: report each row
             reason = "unreadable" if self._is_of_storage(error) else "damaged"
             for rest in range(line, chunk.first_line + (chunk.num_rows or 0)):
                 fault = BadRow("read", reason, f"{self.part}s {chunk.start}-{chunk.stop - 1}: {str(error)[:200]}")
@@ -111,7 +110,7 @@ class ParquetSource:
         check_unchanged(self.place, chunk, chunk.sha256)
 
     def _all_batches(self, chunk: SourceChunk) -> Iterator[pa.RecordBatch]:
-        """The rows of a chunk; after a transient error of a store, from the first row not yet returned."""
+        """Yield the rows of a chunk; resume after the last returned row if an object store fails transiently."""
         had, batches = 0, self.batches(chunk, 0)
 
         def following() -> pa.RecordBatch | None:
@@ -127,16 +126,18 @@ class ParquetSource:
             yield batch
 
     def _steadily(self, call: Callable[[], T]) -> T:
-        """What `call` gives, with patience for a store; a disk says at once what it has to say."""
+        """Return `call()`, retried if the source is on an object store."""
         return call() if self.place.local_path is not None else with_retries(call)
 
     def _is_of_storage(self, error: Exception) -> bool:
-        """Whether another time may read what failed; pyarrow calls many a damage of a file an OSError as well, without
-        the number that the system gives."""
+        """Return whether a storage failure caused the error, so that a retry may succeed.
+
+        pyarrow also raises OSError for damaged files, but without an errno.
+        """
         return isinstance(error, OSError) and (self.place.local_path is None or error.errno is not None)
 
     def _wanted(self, schema: pa.Schema, name: str) -> list[str]:
-        """Names of the columns to read. Raises DataError where none of them is an image or a caption."""
+        """Return the columns to read. Raises DataError if no column has images or none has text."""
         ours = {self.columns.get(column, column) for column in COLUMNS}
         wanted = [column for column in schema.names if column in ours]
         mapped = rename_columns(dict.fromkeys(wanted, True), self.columns)
@@ -151,13 +152,13 @@ class ParquetSource:
 
 
 class HFSavedSource(ParquetSource):
-    """What `datasets.Dataset.save_to_disk` and `DatasetDict.save_to_disk` write; the package itself is not needed."""
+    """Output of `datasets.Dataset.save_to_disk` and `DatasetDict.save_to_disk`; does not need `datasets`."""
 
     title: ClassVar[str] = "Hugging Face datasets"
     part: ClassVar[str] = "record batch"
 
     def names(self) -> list[str]:
-        """The Arrow files that the state of each split names, in order. Raises DataError."""
+        """Return the Arrow files that state.json of each split lists, in order. Raises DataError."""
         states = check_file_names(
             self.place,
             [name for name in self.place.list_files() if name.rpartition("/")[2] == "state.json"],
@@ -200,12 +201,15 @@ class HFSavedSource(ParquetSource):
 
 
 def _rows_of_chunk(chunk: SourceChunk, above: int, had: int) -> tuple[int, int]:
-    """(rows to leave out, rows to take) of a chunk's parts, above which the file has so many rows."""
+    """Return (rows to skip, rows to take) in the parts of a chunk.
+
+    `above` is the number of rows before these parts in the file, `had` the number of rows already returned.
+    """
     return chunk.first_line - 1 - above + had, (chunk.num_rows or 0) - had
 
 
 def _slice_batches(batches: Iterable[pa.RecordBatch], start: int, count: int) -> Iterator[pa.RecordBatch]:
-    """Rows start..start + count of the batches."""
+    """Return the rows start..start + count of the batches."""
     for batch in batches if count else ():
         part = batch.slice(min(start, batch.num_rows), count)
         start, count = max(0, start - batch.num_rows), count - part.num_rows
@@ -216,7 +220,7 @@ def _slice_batches(batches: Iterable[pa.RecordBatch], start: int, count: int) ->
 
 
 def _iter_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | BadRow]:
-    """Rows one by one, so that invalid UTF-8 affects only its own row."""
+    """Yield rows one by one, so that invalid UTF-8 affects only its own row."""
     for number in range(batch.num_rows):
         try:
             yield batch.slice(number, 1).to_pylist()[0]

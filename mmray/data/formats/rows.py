@@ -1,4 +1,4 @@
-"""Validate the named values of a source row: a SourceRow, or a BadRow with stage and reason."""
+"""Parse and validate source rows: a SourceRow, or a BadRow with stage and reason."""
 
 from __future__ import annotations
 
@@ -10,26 +10,24 @@ from typing import Any
 from mmray.storage.address import is_url, redact_url, rejection_reason
 
 
-# What a reader raises for a row that cannot be used.
 class BadRow(ValueError):
-    """A row that goes to quarantine: at which stage, for which reason (a short word), and a sentence."""
+    """A row to quarantine: stage, reason (a short word) and detail (a sentence)."""
 
     def __init__(self, stage: str, reason: str, detail: str, key: str | None = None) -> None:
         super().__init__(f"{stage} {reason}: {detail}")
         self.stage, self.reason, self.detail, self.key = stage, reason, detail, key
 
 
-# Conversations of any source to a list of messages: who says what. Strict, as rows.py is.
-MAX_MESSAGE_BYTES = 64 * 1024  # of one message, as of a caption
+MAX_MESSAGE_BYTES = 64 * 1024  # of one message; captions have the same limit
 _ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
-_IMAGE = "<image>"  # how many sets mark the image's place; where it stands, the model's own settings say
+_IMAGE = "<image>"  # common image placeholder in datasets; the chat settings of the model define the actual position
 
 
 def parse_messages(value: Any) -> tuple[dict[str, str], ...]:
-    """Messages {role, content} of a row; roles are system (first only), user, assistant. Raises BadRow.
+    """Parse the messages {role, content} of a row; roles are system (first only), user, assistant. Raises BadRow.
 
-    Taken are {role, content}, its content text or a list of parts of type `text` and `image`, and LLaVA's
-    {from: human | gpt, value}. An `<image>` in the text is left out.
+    Accepts {role, content}, where content is a string or a list of parts of type `text` and `image`, and LLaVA's {from:
+    human | gpt, value}. `<image>` is removed from the text.
     """
     if not isinstance(value, list) or not value:
         raise _invalid_messages(f"must be a list of {{role, content}}, is {str(value)[:80]!r}")
@@ -58,19 +56,19 @@ def _parse_message(item: Any) -> dict[str, str]:
     if num_bytes > MAX_MESSAGE_BYTES:
         raise _invalid_messages(f"a message of {num_bytes} bytes is over {MAX_MESSAGE_BYTES}")
     content = "".join(character for character in content if character >= " " or character in "\t\n")
-    if not content and role != "user":  # a user may show the image and say nothing
+    if not content and role != "user":  # a user turn may consist of the image only
         raise _invalid_messages(f"a message of the {role} is empty")
     return {"role": role, "content": content}
 
 
 def _content_of(item: dict[str, Any]) -> Any:
-    """What a message says; a column of Arrow has both names, and nothing under the other one."""
+    """Return the content of a message; an Arrow struct has both keys, one of them null."""
     content = item.get("content")
     return item.get("value") if content is None else content
 
 
 def _parse_content(content: Any) -> str:
-    """The text of a content, or of its parts."""
+    """Return the text of a content, or of its parts."""
     if isinstance(content, str):
         return content
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
@@ -98,11 +96,10 @@ _TEXT_COLUMNS = ("text", "texts")
 
 @dataclass(frozen=True)
 class ImageRef:
-    """An image as a source has it: a whole file of its folder, a part of one, bytes that stand in the row itself, or
-    an address that is allowed.
+    """Reference to an image: a file of the source folder, a byte range of one, inline bytes, or an allowed URL.
 
-    `file` is None for bytes in the row and for an address. `length` is None for a whole file. `url` may hold a secret
-    (a signature), `name` never does.
+    `file` is None for inline bytes and for a URL. `length` is None for a whole file. `url` may contain a secret (a
+    signature); `name` never does.
     """
 
     name: str
@@ -115,7 +112,7 @@ class ImageRef:
 
 @dataclass(frozen=True)
 class SourceRow:
-    """A row as the source states it; boxes are (x, y, width, height) in pixels of the image."""
+    """A validated source row; boxes are (x, y, width, height) in pixels of the image."""
 
     key: str
     image: ImageRef
@@ -129,7 +126,10 @@ class SourceRow:
 
 
 def parse_row(values: dict[str, Any], origin: str, hosts: tuple[str, ...] = ()) -> SourceRow:
-    """A row from named values. `origin` is its key where it states none; images may lie at `hosts`. Raises BadRow."""
+    """Parse a row from named values. Raises BadRow.
+
+    `origin` is the key of a row without one. Image URLs must be on one of `hosts`.
+    """
     values = {name: value for name, value in values.items() if value is not None}
     key = _parse_key(values, origin)
     try:
@@ -152,20 +152,20 @@ def parse_row(values: dict[str, Any], origin: str, hosts: tuple[str, ...] = ()) 
 
 
 def rename_columns(values: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
-    """The values under our names, where `columns` maps ours to theirs."""
+    """Rename source columns to our names; `columns` maps ours to theirs."""
     theirs = {their: value for their, value in values.items() if their in columns.values()}
     rest = {name: value for name, value in values.items() if name not in theirs and name not in columns}
     return rest | {our: theirs[their] for our, their in columns.items() if their in theirs}
 
 
 def is_safe_path(name: str) -> bool:
-    """Whether a name is a plain relative path that stays in its folder."""
+    """Return whether a name is a plain relative path inside its folder."""
     path = PurePosixPath(name)
     return not (path.is_absolute() or ".." in path.parts or "://" in name or not is_valid_name(name))
 
 
 def is_valid_name(text: str) -> bool:
-    """Without control characters, and possible in UTF-8 (JSON can spell half a surrogate pair)."""
+    """Return whether a name has no control characters and is valid UTF-8 (JSON can encode a lone surrogate)."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -192,7 +192,7 @@ def _parse_image(values: dict[str, Any], hosts: tuple[str, ...]) -> ImageRef:
 
 
 def _image_ref(value: Any, hosts: tuple[str, ...]) -> ImageRef:
-    """From a path, bytes, the pair of both that Hugging Face writes, or an address at one of `hosts`."""
+    """Parse a path, bytes, the {path, bytes} struct of Hugging Face, or a URL at one of `hosts`."""
     if isinstance(value, ImageRef):
         return value
     name = value
@@ -216,7 +216,7 @@ def _image_ref(value: Any, hosts: tuple[str, ...]) -> ImageRef:
 
 
 def _single_column(values: dict[str, Any], columns: tuple[str, ...], missing: str) -> tuple[Any, ...]:
-    """The value of the one column of these that is there, as a tuple of at least one item."""
+    """Return the value of the only present column of these, as a tuple of at least one item."""
     given = [column for column in columns if column in values]
     if not given:
         has = ", ".join(sorted(map(str, values))[:10]) or "nothing"
@@ -231,7 +231,7 @@ def _single_column(values: dict[str, Any], columns: tuple[str, ...], missing: st
 
 
 def _parse_texts(values: dict[str, Any], messages: tuple[dict[str, str], ...]) -> tuple[Any, ...]:
-    """Captions; of a row that has a conversation only, what the assistant says."""
+    """Parse captions; a row with only a conversation has the assistant's turns as captions."""
     if messages and not any(column in values for column in _TEXT_COLUMNS):
         return tuple(message["content"] for message in messages if message["role"] == "assistant")
     return _single_column(values, _TEXT_COLUMNS, "no-text")
@@ -249,7 +249,7 @@ def _is_label(value: Any) -> bool:
 
 
 def _parse_word(values: dict[str, Any], column: str) -> str | None:
-    """A split or a language: a short plain word, as it becomes part of a file name."""
+    """Parse a split or a language: a short plain word, because it becomes part of a file name."""
     name = values.get(column)
     if name is not None and not (isinstance(name, str) and _WORD.fullmatch(name)):
         raise BadRow("columns", column, f"{column} must be a word of letters, digits, . _ -, is {str(name)[:40]!r}")

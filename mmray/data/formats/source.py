@@ -1,7 +1,7 @@
-"""Interface of a source format: chunks planned on the driver, read in the tasks that pack them.
+"""Interface of a source format: chunks are planned on the driver and read in the tasks that pack them.
 
-A format is one file of this folder. `scan` cuts the source into chunks (nothing is decoded), `read` gives the rows of
-one chunk as named values, each with its location; a row that cannot be parsed is a BadRow.
+Each format is one file of this folder. `scan` splits the source into chunks without decoding, and `read` yields the
+rows of a chunk as named values with their location. A row that cannot be parsed is a BadRow.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from mmray.storage.storage import Storage
 
 
 class SourceChanged(Exception):
-    """The source was rewritten while it was being read."""
+    """The source was modified while it was being read."""
 
 
 class SourceUnreadable(Exception):
-    """The storage of the source failed to return data that was scanned before."""
+    """The storage of the source failed to return data that the scan had read."""
 
 
 @dataclass(frozen=True)
 class SourceChunk:
-    """A part of one file: bytes, row groups or record batches start..stop, as its format counts them."""
+    """A part of one file: bytes, row groups or record batches start..stop, depending on the format."""
 
     index: int
     file: str
     start: int
     stop: int
     first_line: int  # number of its first line or row in the file
-    num_rows: int | None  # None: only known once it was read (a tar)
+    num_rows: int | None  # None: only known after reading (a tar)
     sha256: str
 
 
@@ -49,19 +49,19 @@ class SourceItem:
 class Source(Protocol):
     """Rows of one format; cheap to construct in each task."""
 
-    title: ClassVar[str]  # shown to the user
+    title: ClassVar[str]  # format name in messages
 
     def scan(self, rows_per_chunk: int, stops: Collection[int]) -> Iterator[SourceChunk]:
-        """The chunks in order; `stops` are the chunk ends of an earlier scan. Raises DataError."""
+        """Yield the chunks in order; `stops` are the chunk ends of an earlier scan. Raises DataError."""
         ...
 
     def read(self, chunk: SourceChunk) -> Iterator[SourceItem]:
-        """The rows of a chunk. Raises SourceChanged if it differs from what was scanned."""
+        """Yield the rows of a chunk. Raises SourceChanged if the chunk differs from the scanned one."""
         ...
 
 
 def file_signature(place: Storage, name: str) -> str:
-    """Digest of a file's name, size and modification time, for change detection without reading it."""
+    """Return a digest of a file's name, size and modification time, to detect changes without reading it."""
     return hashlib.sha256(repr((name, *place.size_and_mtime(name))).encode()).hexdigest()
 
 
@@ -72,7 +72,7 @@ def check_unchanged(place: Storage, chunk: SourceChunk, expected: str) -> None:
 
 
 def read_head(place: Storage, name: str, size: int = 64) -> bytes:
-    """The first bytes of a file. Raises DataError if it cannot be read."""
+    """Return the first bytes of a file. Raises DataError if it cannot be read."""
     where = f"{place.address}/{name}"
     try:
         with place.open(name) as file:
@@ -84,7 +84,7 @@ def read_head(place: Storage, name: str, size: int = 64) -> bytes:
 
 
 def list_files(place: Storage, name: str, suffix: str) -> list[str]:
-    """The file `name`, or without a name the sorted files of the folder with this suffix, ignoring case."""
+    """Return the file `name`, or without a name the sorted files of the folder with this suffix, ignoring case."""
     return (
         [name]
         if name
@@ -93,7 +93,7 @@ def list_files(place: Storage, name: str, suffix: str) -> list[str]:
 
 
 def check_file_names(place: Storage, names: list[str]) -> list[str]:
-    """The names, checked. Raises DataError for a name that is not UTF-8, which pyarrow cannot open."""
+    """Return the names. Raises DataError for a name that is not UTF-8, because pyarrow cannot open it."""
     if odd := [name for name in names if not is_valid_name(name)]:
         raise DataError(f"{place.address}: the name {odd[0]!r} is not plain UTF-8: rename the file")
     return names

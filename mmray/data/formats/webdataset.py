@@ -1,8 +1,8 @@
-"""WebDataset tars: files with one base name are one row, read in a single pass and never extracted.
+"""WebDataset tars: files with the same base name form one row. A tar is read in a single pass and never extracted.
 
-The base name ends at the first dot, and what follows is the kind: `a.jpg` is the image of `a`, `a.mask.png` is not. A
-tar is one chunk (so a task reads it once, from its beginning to its end), which is also how img2dataset cuts its
-output. What is no plain file, leaves its folder, or was cut off is a fault with the name of its member.
+The base name ends at the first dot and the rest is the kind: `a.jpg` is the image of `a`, `a.mask.png` is not. A tar is
+one chunk, so one task reads it sequentially; img2dataset splits its output in the same way. Special files, paths that
+leave the folder and truncated members are reported with the member name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BLOCK = 512
 
 
 class WebDatasetSource:
-    """A tar, or the tars of a folder in the order of their names."""
+    """A tar, or the tars of a folder in sorted order."""
 
     title: ClassVar[str] = "WebDataset"
 
@@ -67,13 +67,13 @@ class WebDatasetSource:
 
 
 def _sample_fields(parts: dict[str, ImageRef], columns: dict[str, str]) -> dict[str, Any]:
-    """Caption, label and further columns from the txt, cls and json of a sample; what the txt says goes before.
+    """Return caption, label and other columns from the txt, cls and json of a sample; the txt has precedence.
 
-    `columns` maps our names to those of the json. What is not taken from the json is no fault of the sample.
+    `columns` maps our names to those of the json. Invalid json values that are not used do not reject the sample.
     """
     values: dict[str, Any] = {}
     if "json" in parts:
-        mapped = {their for our, their in columns.items() if our not in ("image", "images")}  # these are members
+        mapped = {their for our, their in columns.items() if our not in ("image", "images")}  # images are tar members
         stated = {"label"} if "cls" in parts else set()
         stated |= set(_TEXTS) if "txt" in parts or {"text", "texts"} & set(columns) else set()
         values = parse_fields(parts["json"].data or b"", {*_FROM_JSON} - stated | mapped)
@@ -93,7 +93,7 @@ def _sample_fields(parts: dict[str, ImageRef], columns: dict[str, str]) -> dict[
 
 
 class _TarMembers:
-    """The members of a tar with their bytes, in one pass; the last is a BadRow where the tar does not end well."""
+    """Yield the members of a tar with their bytes in one pass; a BadRow is last if the tar is truncated."""
 
     def __init__(self, place: Storage, name: str) -> None:
         self.place, self.name = place, name
@@ -126,17 +126,17 @@ class _TarMembers:
             return BadRow("columns", "path", f"member {member.name[:200]!r} is not a path inside a folder")
         if member.size > MAX_IMAGE_BYTES:
             return BadRow("read", "too-large", f"{member.name} has {member.size} bytes, over {MAX_IMAGE_BYTES}")
-        data = tar.extractfile(member).read()  # type: ignore[union-attr]  # a regular file has one
+        data = tar.extractfile(member).read()  # type: ignore[union-attr]  # not None for a regular file
         if len(data) < member.size:
             return BadRow("read", "truncated", f"{member.name} has {len(data)} of its {member.size} bytes")
-        tar.members.clear()  # type: ignore[attr-defined]  # a tar of a million members would be held otherwise
+        tar.members.clear()  # type: ignore[attr-defined]  # otherwise tarfile keeps all members in memory
         return ImageRef(member.name, self.name, member.offset_data, member.size, data)
 
 
 def _group_samples(members: _TarMembers) -> Iterator[tuple[str, dict[str, ImageRef] | BadRow]]:
-    """Consecutive members of one base name; a bad member takes its sample with it.
+    """Group consecutive members with the same base name; a bad member rejects its sample.
 
-    A member that comes again begins another sample, so that none vanishes: one of the two has its id twice.
+    A repeated member starts a new sample, so no data is lost silently: one of both is rejected for its duplicate id.
     """
     stem: str | None = None
     kinds: set[str] = set()

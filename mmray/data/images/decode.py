@@ -1,8 +1,8 @@
-"""Encoded bytes to RGB pixels, strictly: a damaged or truncated image is an error, never a half-grey image.
+"""Strict decoding of encoded bytes to RGB pixels: a damaged or truncated image is an error.
 
 `decode` returns an upright RGB image or raises BadImage for any bytes; `verify_image` only checks that `decode` would
-succeed, at about half its cost. Pillow decodes, because other decoders crash on damaged files. A plain JPEG without
-faults goes to libjpeg-turbo directly: identical pixels at 0.8 instead of 1.4 ms for 640 x 480.
+succeed, at about half its cost. Pillow is the decoder, because others crash on damaged files. A plain JPEG without
+errors is decoded by libjpeg-turbo directly: identical pixels in 0.8 instead of 1.4 ms for 640 x 480.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 import simplejpeg
 from PIL import Image, ImageFile
 
-# Another library in the process may have set this; half a JPEG would then decode to mostly grey pixels.
+# Another library in the process may have set this. A truncated JPEG would then decode to mostly grey pixels.
 ImageFile.LOAD_TRUNCATED_IMAGES = False
-# Pillow warns of damaged EXIF, which does not affect the pixels, and of sizes, which `max_pixels` limits. Each text
-# contains the file's numbers, so Python would print and remember one warning per file.
+# Pillow warns of damaged EXIF, which does not affect the pixels, and of sizes, which `max_pixels` limits. Each message
+# contains numbers from the file, so Python would print and remember one warning per file.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 MAX_PIXELS = 25_000_000
@@ -40,7 +40,7 @@ _GREY_SCALE = {"1": 255, "L;2": 85, "L;4": 17}
 
 
 class BadImage(ValueError):
-    """Bytes that are not a complete, readable image of acceptable size; `reason` is one word, `detail` a sentence."""
+    """Bytes that are not a complete image of acceptable size; `reason` is one word, `detail` a sentence."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -49,10 +49,11 @@ class BadImage(ValueError):
 
 
 def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Upright RGB pixels uint8 [H, W, 3].
+    """Return upright RGB pixels uint8 [H, W, 3].
 
-    EXIF orientation is applied, transparency composited on white, 16-bit samples are scaled; of an animation the first
-    frame is taken. Colour profiles are ignored. Raises BadImage; MemoryError only if this process is out of memory.
+    EXIF orientation is applied, transparency is composited on white, and 16-bit samples are scaled. Only the first
+    frame of an animation is decoded. Colour profiles are ignored. Raises BadImage; MemoryError only if this process is
+    out of memory.
     """
     image = _open(data, max_pixels)
     rgb = _decode_jpeg_fast(image, data)
@@ -60,9 +61,9 @@ def decode(data: bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
 
 
 def verify_image(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """(width, height) of `decode(data)`, without the pixels. Raises BadImage as `decode` does.
+    """Return (width, height) of `decode(data)` without computing all pixels. Raises the same errors as `decode`.
 
-    All bits of a JPEG are entropy-decoded, which finds its faults, but only one pixel in 64 is computed.
+    All bits of a JPEG are entropy-decoded, which detects damage, but only one pixel in 64 is computed.
     """
     image = _open(data, max_pixels)
     if _decode_jpeg_fast(image, data, eighth=True) is not None:
@@ -71,7 +72,7 @@ def verify_image(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
 
 
 def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """(width, height) of the upright image according to its header.
+    """Return (width, height) of the upright image according to its header.
 
     Raises BadImage with reason `empty`, `format`, `corrupt` or `too-large`.
     """
@@ -80,7 +81,7 @@ def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
 
 
 def detect_format(data: bytes) -> str | None:
-    """Decoder for these bytes according to the magic number (Pillow's JPEG decoder handles MPO)."""
+    """Return the decoder for these bytes by magic number (Pillow's JPEG decoder handles MPO)."""
     if data.startswith(b"\xff\xd8\xff"):
         return "JPEG"
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -91,7 +92,7 @@ def detect_format(data: bytes) -> str | None:
 
 
 def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
-    """The image with its header read and nothing decoded. Raises BadImage."""
+    """Open an image and read its header only. Raises BadImage."""
     if not data:
         raise BadImage("empty", "no bytes")
     decoder = detect_format(data)
@@ -105,10 +106,10 @@ def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
         raise
     except Exception as error:  # noqa: BLE001 - damaged headers raise many types
         if decoder == "PNG":
-            _check_png_chunks(data)  # names the damaged chunk, if there is one
+            _check_png_chunks(data)  # reports the damaged chunk, if there is one
         if decoder == "WEBP" and 8 + int.from_bytes(data[4:8], "little") > len(data):
             raise BadImage("truncated", f"the WebP header announces more than its {len(data)} bytes") from None
-        is_known = not isinstance(error, Image.UnidentifiedImageError)  # whose text is a memory address
+        is_known = not isinstance(error, Image.UnidentifiedImageError)  # whose text is an address
         detail = f"the {decoder} header cannot be read" + (f": {error}" if is_known else "")
         raise BadImage("corrupt", detail) from None
     if image.width * image.height > max_pixels:
@@ -125,24 +126,24 @@ def _decode_with_pillow(image: ImageFile.ImageFile, data: bytes, max_pixels: int
         move = _TRANSPOSE.get(_orientation(image))
         rgb = _to_rgb(image if move is None else image.transpose(move))
     except MemoryError:
-        raise  # not a fault of the image, so its row must not be quarantined
+        raise  # not an error of the image, so its row must not be quarantined
     except Exception as error:  # noqa: BLE001 - decoders raise a dozen types for damaged bytes
         text = f"{type(error).__name__}: {error}"
         raise BadImage("truncated" if "truncated" in text else "corrupt", text[:300]) from None
-    if rgb.width * rgb.height > max_pixels:  # a GIF frame may be larger than the header announces
+    if rgb.width * rgb.height > max_pixels:  # a GIF frame may be larger than the header says
         raise BadImage("too-large", f"{rgb.width} x {rgb.height} is over {max_pixels} pixels")
     return rgb
 
 
 def _decode_jpeg_fast(image: ImageFile.ImageFile, data: bytes, eighth: bool = False) -> np.ndarray | None:
-    """RGB [H, W, 3] of an upright colour JPEG without faults, else None; `eighth`: grey and an eighth of the size."""
+    """Return RGB [H, W, 3] of an upright, undamaged colour JPEG, else None; `eighth`: grey at 1/8 size."""
     if image.format != "JPEG" or image.mode != "RGB" or _orientation(image) in _TRANSPOSE:
         return None
     try:
-        if simplejpeg.decode_jpeg_header(data)[1::-1] != image.size:  # allocate nothing larger than was checked
+        if simplejpeg.decode_jpeg_header(data)[1::-1] != image.size:  # do not allocate more than was checked
             return None
         colours, smallest = ("GRAY", 1) if eighth else ("RGB", 0)  # 0: full size
-        pixels: np.ndarray = simplejpeg.decode_jpeg(  # strict: a warning is a fault
+        pixels: np.ndarray = simplejpeg.decode_jpeg(  # strict: warnings are errors
             data, colours, min_height=smallest, min_width=smallest, strict=True
         )
     except ValueError:
@@ -192,7 +193,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _check_png_chunks(data: bytes) -> None:
-    """Verify the checksums of critical chunks up to the end mark, which Pillow does not do. Raises BadImage."""
+    """Verify the checksums of critical chunks up to IEND, because Pillow does not. Raises BadImage."""
     start = 8
     while start + 12 <= len(data):
         length = int.from_bytes(data[start : start + 4], "big")

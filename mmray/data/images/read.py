@@ -1,7 +1,7 @@
-"""Read the image files that rows name, from the source's folder only.
+"""Read the image files that rows refer to, from the folder of the source only.
 
-A fault of a file is a BadRow, which quarantines its row. A failing disk or store is an OSError; only `prepare`, which
-can be rerun, quarantines rows for it (`quarantine_os_errors`).
+An invalid file raises BadRow, which quarantines its row. A failing disk or object store raises OSError. Only `prepare`
+quarantines rows for an OSError (`quarantine_os_errors`), because it can be rerun.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from mmray.data.formats.rows import BadRow, ImageRef
 from mmray.storage.storage import ByteRange, RangeReader, Storage, coalesce_ranges, parallel_map, with_retries
 
 MAX_IMAGE_BYTES = 256 * 1024 * 1024
-_BAD_NAME_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP)  # no such file can exist
+_BAD_NAME_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP)  # the name cannot belong to a file
 
 
 def read_image(place: Storage, picture: ImageRef) -> bytes:
-    """The bytes of an image, wherever the source keeps them. Raises BadRow (stage `read`) or OSError."""
+    """Return the encoded bytes of an image. Raises BadRow (stage `read`) or OSError."""
     if picture.data is not None:
         return picture.data
     if picture.length is None:
         return read_file(place, str(picture.file))
     if place.local_path is not None:
-        _checked_size(place, str(picture.file))  # no link out of the folder, no pipe
+        _checked_size(place, str(picture.file))  # rejects links that leave the folder, and pipes
     with place.open(str(picture.file)) as file:
         file.seek(picture.offset)
         return bytes(file.read(picture.length))
 
 
 def read_images(place: Storage, pictures: Sequence[ImageRef], files: RangeReader | None = None) -> list[bytes]:
-    """The bytes of several images, in their order; of an object store in few requests. Raises BadRow or OSError.
+    """Return the encoded bytes of several images, in order. Raises BadRow or OSError.
 
-    `files` are those of the place that are open already: to open one is a request.
+    On an object store, neighbouring byte ranges share a request. `files` are files that are already open, because
+    opening one costs a request.
     """
     if place.local_path is not None:
         return [read_image(place, picture) for picture in pictures]
@@ -66,7 +67,7 @@ def read_images(place: Storage, pictures: Sequence[ImageRef], files: RangeReader
 
 
 def read_file(place: Storage, name: str) -> bytes:
-    """The bytes of a file in the source's folder. Raises BadRow (stage `read`) or OSError."""
+    """Return the bytes of a file in the folder of the source. Raises BadRow (stage `read`) or OSError."""
     try:
         size = place.size(name) if place.local_path is None else _checked_size(place, name)
         if size is not None and size > MAX_IMAGE_BYTES:
@@ -82,7 +83,7 @@ def read_file(place: Storage, name: str) -> bytes:
 
 @contextmanager
 def quarantine_os_errors(name: str) -> Iterator[None]:
-    """Make an OSError of the block the fault of the row that named this file, of a kind that may pass: a BadRow."""
+    """Convert an OSError of the block to a BadRow of the row that refers to this file; `prepare` can retry it."""
     try:
         yield
     except OSError as error:
@@ -90,24 +91,28 @@ def quarantine_os_errors(name: str) -> Iterator[None]:
 
 
 def file_stamp(place: Storage, name: str) -> tuple[str, int | None, int | None]:
-    """(name, size, time of change) by which a changed image is noticed; without the last two where there is no file
-    or no file system."""
+    """Return (name, size, mtime) to detect a changed image.
+
+    Size and mtime are None if the file does not exist or is on an object store.
+    """
     try:
         if place.local_path is None:
             return (name, None, None)
-        info = os.stat(f"{place.local_path}/{name}")  # noqa: PTH116 - once for each image of the set
+        info = os.stat(f"{place.local_path}/{name}")  # noqa: PTH116 - called for each image of the set
         return (name, info.st_size, info.st_mtime_ns)
     except OSError:
         return (name, None, None)
 
 
 def _checked_size(place: Storage, name: str) -> int:
-    """Bytes of a local file; refuses what leaves the folder through a link, and what is no regular file (a pipe would
-    never end)."""
+    """Return the size of a local file.
+
+    Raises BadRow for a link that leaves the folder and for anything but a regular file (reading a pipe would not end).
+    """
     real = os.path.realpath(f"{place.local_path}/{name}")
     if not real.startswith(place.real_prefix):
         raise BadRow("read", "path", f"{name} is a link that leaves the folder of the source")
-    info = os.stat(real)  # noqa: PTH116 - once for each image of the set
+    info = os.stat(real)  # noqa: PTH116 - called for each image of the set
     if not stat.S_ISREG(info.st_mode):
         raise BadRow("read", "not-regular-file", f"{name} is not a regular file")
     return info.st_size

@@ -1,9 +1,9 @@
-"""Contamination check: rows whose images are also in another prepared set, or in another split of their own.
+"""Contamination check: find rows whose images are also in another prepared set or in another split of this set.
 
-Exact matches have the same image bytes, near ones similar perceptual hashes (image_hashes.py). Between the splits of
-one set the held-out row stays and the training row is the leak. Ray tasks hash one shard each. The hashes are files of
-the set that is being prepared, named by the digest of the shard, so an unchanged shard is hashed once. The driver then
-matches them.
+Exact matches have the same image bytes; near matches have similar perceptual hashes (image_hashes.py). Between two
+splits of one set, the held-out row is kept and the training row is the leak. Ray tasks hash one shard each. Hash files
+are stored in the set that is being prepared and named by the digest of the shard, so an unchanged shard is hashed once.
+The driver matches the hashes.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 
 LEAKS, HASHES_DIR = "leaks.jsonl", "hashes"
 SAME_SET, EXACT = -1, -1
-MAX_EXAMPLES = 12  # leaks with thumbnails
-_ROWS = 64  # read at a time
-OnRows = Callable[[int, int], None]  # rows hashed, of how many
+MAX_EXAMPLES = 12  # maximum leaks with thumbnails
+_ROWS = 64  # rows per read
+OnRows = Callable[[int, int], None]  # hashed rows, total rows
 Notify = Callable[[str, str], None]  # message, label
 
 
 @dataclass(frozen=True)
 class HashJob:
-    """How shards are hashed."""
+    """Settings of the hash tasks."""
 
     out: str
     near: bool
@@ -60,7 +60,7 @@ class HashJob:
 
 @dataclass(frozen=True)
 class HashedSet:
-    """Shards whose images are hashed; `images_from` is the folder of the images of a set by reference."""
+    """Shards to hash; `images_from` is the folder of the images of an index-only set."""
 
     address: str
     images_from: str
@@ -72,14 +72,14 @@ class HashedSet:
         return cls(prepared.storage.address, str(manifest.source.get("address") or ""), manifest.shards)
 
     def rows(self) -> PreparedSet:
-        """All rows of the shards, the dropped ones included."""
+        """Number of rows of the shards, including dropped ones."""
         whole = tuple(replace(shard, dropped=(), split=None) for shard in self.shards)
         count = sum(shard.num_rows for shard in whole)
         source = {"address": self.images_from}
         return PreparedSet(Storage(self.address), Manifest(count, count, 0, {}, 0, {}, "", None, source, {}, whole))
 
     def hashes(self, job: HashJob, live: bool) -> np.ndarray:
-        """Hashes of the rows that are not dropped (`live`), or of all: 97 bytes a row."""
+        """Load the hashes of the rows that are not dropped (`live`), or of all rows; 97 bytes each."""
         out, parts = Storage(job.out), [np.zeros(0, IMAGE_HASH_DTYPE)]
         for shard in self.shards:
             hashes = np.load(io.BytesIO(out.read(f"{HASHES_DIR}/{job.file(shard)}")), allow_pickle=False)
@@ -89,8 +89,11 @@ class HashedSet:
 
 @dataclass(frozen=True)
 class LeakMatches:
-    """Rows that leak, in source order, all [L]: the row, the number of the set that has it too (SAME_SET: another
-    split), the row there, and how many of 256 bits differ (EXACT: the same bytes)."""
+    """Leaking rows in source order; all arrays are [L].
+
+    The columns are the row, the number of the other set (SAME_SET: another split of this set), the row in that set, and
+    the number of differing bits of 256 (EXACT: same bytes).
+    """
 
     row: np.ndarray
     where: np.ndarray
@@ -103,7 +106,7 @@ def is_enabled(settings: Prepare) -> bool:
 
 
 def validate(settings: Prepare, out: str) -> None:
-    """Raise UsageError or DataError for what is wrong with the settings before any row is read."""
+    """Validate the settings before any row is read. Raises UsageError or DataError."""
     if is_enabled(settings) and settings.phash_distance >= 0 and find_spec("imagehash") is None:
         raise UsageError(
             "near-duplicate search needs the package imagehash: pip install 'mmray[leakage]', or find only exact "
@@ -124,7 +127,7 @@ def check_contamination(
     on_rows: OnRows,
     notify: Notify,
 ) -> tuple[dict[int, str], dict[str, Any]]:
-    """Write leaks.jsonl; return {row: description} of the rows that leak, and the summary for the manifest.
+    """Write leaks.jsonl; return {row: description} of the leaking rows, and the summary for the manifest.
 
     Raises DataError, or ResourceError if tasks die.
     """
@@ -153,9 +156,10 @@ def check_contamination(
 def find_leaks(
     own: np.ndarray, live: np.ndarray, splits: Sequence[str | None], others: Sequence[np.ndarray], phash_distance: int
 ) -> LeakMatches:
-    """Leaks among the hashes `own` [N], of which `live` [N] count, each in its split; `others` are those of other sets.
+    """Find rows of `own` [N] that match a row of the sets `others` or of another split.
 
-    `phash_distance` below 0 finds exact matches only. A row is reported once, for the first set that has it.
+    Rows that are not in `live` [N] are ignored. `phash_distance` below 0 finds exact matches only. A row is reported
+    once, for the first set that contains it.
     """
     where, match, bits = (np.full(len(own), NONE - 1, np.int64) for _ in range(3))
 
@@ -177,10 +181,10 @@ def find_leaks(
 
 
 def _matches(queries: np.ndarray, references: np.ndarray, phash_distance: int) -> tuple[np.ndarray, np.ndarray]:
-    """The reference that each query repeats, or NONE, and how many bits differ."""
+    """Return the matching reference of each query, or NONE, and the number of differing bits."""
     index, bits = np.full(len(queries), NONE, np.int64), np.full(len(queries), EXACT, np.int64)
     first = first_occurrence(np.concatenate([references["sha256"], queries["sha256"]]))[len(references) :]
-    # Zeros: the image could not be read.
+    # A hash of zeros means that the image could not be read.
     exact = (first != NONE) & (first < len(references)) & queries["sha256"].any(axis=1)
     index[exact] = first[exact]
     if phash_distance >= 0:
@@ -189,14 +193,14 @@ def _matches(queries: np.ndarray, references: np.ndarray, phash_distance: int) -
 
 
 def _split_priority(splits: Sequence[str | None]) -> np.ndarray:
-    """Priority of each row's split: held-out splits first, training last. The later row is the leak."""
+    """Return the priority of each row's split: held-out splits first, training last. The later row is the leak."""
     names = {name or "train" for name in splits}
     order = sorted(names, key=lambda name: (name == "train", name not in HELD_OUT, name))
     return np.array([order.index(name or "train") for name in splits], np.int64)
 
 
 def shard_order(records_shards: Iterable[Sequence[int]]) -> np.ndarray:
-    """Row numbers in shard order of rows in source order, from the shard of each row of each record."""
+    """Return row numbers in shard order, from the shard of each row of each record in source order."""
     parts, start = [np.zeros(0, np.int64)], 0
     for shards in records_shards:
         numbers = np.empty(len(shards), np.int64)
@@ -209,7 +213,7 @@ def shard_order(records_shards: Iterable[Sequence[int]]) -> np.ndarray:
 def leak_records(
     leaks: LeakMatches, own: PreparedSet, numbers: np.ndarray, others: Sequence[PreparedSet]
 ) -> Iterator[dict[str, Any]]:
-    """A line of leaks.jsonl for each leak; `numbers` [N] are the rows' numbers in `own`."""
+    """Return one leaks.jsonl record for each leak; `numbers` [N] are row numbers in `own`."""
     keys = own.keys(numbers[leaks.row])
     names = [""] * len(keys)
     for number in range(SAME_SET, len(others)):
@@ -224,7 +228,7 @@ def leak_records(
 
 
 def _describe(line: dict[str, Any]) -> str:
-    """Detail of a leak in the quarantine."""
+    """Return the quarantine detail of a leak."""
     how = "same image as" if line["bits"] is None else f"near-duplicate ({line['bits']} of 256 bits differ) of"
     return f"{how} row {line['other']} of {line['set'] or 'a held-out split of this set'}"
 
@@ -237,7 +241,7 @@ def _write_leaks(
     numbers: np.ndarray,
     others: Sequence[PreparedSet],
 ) -> None:
-    """Write leaks.jsonl, some lines with thumbnails of both images: near and exact matches in turn."""
+    """Write leaks.jsonl; some records have thumbnails of both images, alternating near and exact matches."""
     near, exact = np.flatnonzero(leaks.bits != EXACT), np.flatnonzero(leaks.bits == EXACT)
     turns = chain.from_iterable(zip_longest(near[:MAX_EXAMPLES].tolist(), exact[:MAX_EXAMPLES].tolist()))
     examples = set([number for number in turns if number is not None][:MAX_EXAMPLES])
@@ -259,10 +263,10 @@ def _thumbnail(rows: PreparedSet, number: int, sandbox: SandboxedDecoder) -> str
 
 
 def _summary(leaks: LeakMatches, settings: Prepare) -> dict[str, Any]:
-    """What the manifest stores."""
+    """Return the summary for the manifest."""
     exact = int((leaks.bits == EXACT).sum())
     names = (*settings.check_contamination, "splits")
-    by_set: Counter[str] = Counter(names[where] for where in leaks.where.tolist())  # SAME_SET is the last
+    by_set: Counter[str] = Counter(names[where] for where in leaks.where.tolist())  # SAME_SET is the last index
     return {
         "exact": exact,
         "near": len(leaks.row) - exact,
@@ -273,7 +277,7 @@ def _summary(leaks: LeakMatches, settings: Prepare) -> dict[str, Any]:
 
 
 def _hash_sets(sets: Sequence[HashedSet], job: HashJob, on_rows: OnRows, notify: Notify) -> None:
-    """Hash the shards that have no file of hashes yet; delete the files of shards that no longer exist."""
+    """Hash the shards without a hash file; delete the hash files of shards that no longer exist."""
     out = Storage(job.out)
     out.mkdir(HASHES_DIR)
     wanted = {job.file(shard): (each, shard) for each in sets for shard in each.shards}
@@ -293,7 +297,6 @@ def _hash_sets(sets: Sequence[HashedSet], job: HashJob, on_rows: OnRows, notify:
 
 
 def _hash_task(item: dict[str, Any], job: HashJob) -> Result:
-    """The Ray task: hash one shard."""
     shard = Shard.from_json(item["shard"])
     rows = HashedSet(**item["set"] | {"shards": [shard]})
     name = f"{rows.address}/{shard.file}"
@@ -312,7 +315,7 @@ def _hash_task(item: dict[str, Any], job: HashJob) -> Result:
 def hash_shard(rows: HashedSet, job: HashJob, sandbox: SandboxedDecoder | None = None) -> list[str]:
     """Write the image hashes of a shard; return `key (source)` of the rows whose image crashed the decoder.
 
-    A row that cannot be read matches no other. `sandbox` decodes each image in a child process first. Raises OSError.
+    An unreadable row matches nothing. `sandbox` decodes each image in a child process first. Raises OSError.
     """
     (shard,) = rows.shards
     hashes, crashed = np.zeros(shard.num_rows, IMAGE_HASH_DTYPE), []
@@ -330,7 +333,7 @@ def hash_shard(rows: HashedSet, job: HashJob, sandbox: SandboxedDecoder | None =
                 image = Image.fromarray(decode(row.image, job.max_pixels))
                 hashes["phash"][number], hashes["colors"][number] = perceptual_hash(image)
                 hashes["has_phash"][number] = True
-            except BadImage as bad:  # its bytes are compared all the same
+            except BadImage as bad:  # exact matching still uses its bytes
                 if bad.reason == CRASH:
                     crashed.append(f"{row.key} ({row.source})")
     file = io.BytesIO()
@@ -340,7 +343,7 @@ def hash_shard(rows: HashedSet, job: HashJob, sandbox: SandboxedDecoder | None =
 
 
 def _read(rows: PreparedSet, numbers: np.ndarray) -> list[Row | None]:
-    """Rows by number; None for a row by reference whose image no longer exists.
+    """Read rows by number; None for a row of an index-only set whose image no longer exists.
 
     Raises OSError if a shard cannot be read, because its rows must not count as compared.
     """

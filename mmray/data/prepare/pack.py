@@ -1,8 +1,8 @@
-"""The work of one prepare task: a chunk of the source becomes shard files and a record.
+"""The work of one prepare task: convert a chunk of the source to shard files and a record.
 
-Each row is parsed, its images are read, decoded whole and hashed, its captions cleaned; what fails goes into the record
-with stage and reason. The record (parts/chunk-N.json) is written last and marks the chunk as done, so a killed prepare
-resumes and a grown source is appended to. No Ray here.
+Each row is parsed, its images are read, decoded completely and hashed, and its captions are cleaned. Failures go into
+the record with stage and reason. The record (parts/chunk-N.json) is written last and marks the chunk as done. So a
+killed prepare resumes, and a source that grew is appended to. Does not import Ray.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class ShardWriter:
-    """Writes a shard row by row. Its file appears when the `with` block ends without an error."""
+    """Writes a shard row by row. The file appears when the `with` block ends without an error."""
 
     def __init__(self, storage: Storage, name: str, split: str | None = None) -> None:
         self._storage, self._name, self._split = storage, name, split
@@ -80,7 +80,7 @@ class ShardWriter:
         self._files.__exit__(*error)
 
     def entry(self) -> Shard:
-        """Manifest entry of the finished file."""
+        """Return the manifest entry of the finished file."""
         size = self._storage.size(self._name) or 0
         batches = " ".join(str(offset) for offset in self._offsets)
         return Shard(self._name, self._split, self.num_rows, size, self._digest.hexdigest(), batches=batches)
@@ -100,12 +100,12 @@ def write_shard(rows: Iterable[Row], storage: Storage, name: str, split: str | N
 
 
 _RECORD_VERSION = 5
-_BOX_SLACK = 0.01  # annotations may exceed the edge by a pixel
+_BOX_SLACK = 0.01  # tolerated fraction outside the image, because annotations may exceed the edge by a pixel
 
 
 @dataclass(frozen=True)
 class PrepareJob:
-    """What determines how a chunk is packed. A chunk is packed again if the digest changes."""
+    """Settings that determine how a chunk is packed. A chunk is packed again if their digest changes."""
 
     source: SourceSpec
     out: str
@@ -121,7 +121,7 @@ class PrepareJob:
     run_id: str = ""  # of this prepare: a retried task skips the chunks that it finished before its worker died
 
     def digest(self) -> str:
-        """Hash of the settings, without addresses: a set may be moved together with its source."""
+        """Return a hash of the settings without addresses, so that a set can be moved together with its source."""
         settings: list[object] = [_RECORD_VERSION, self.image_side, self.max_pixels, self.holdout, self.rows_per_shard]
         settings += [self.source.format, self.columns, self.template, self.check, self.index_only]
         settings += (
@@ -136,7 +136,7 @@ class PrepareJob:
 
 @dataclass(frozen=True)
 class ChunkResult:
-    """What a task returns."""
+    """Result of a task."""
 
     index: int
     num_rows: int
@@ -149,7 +149,7 @@ class RecordRow(NamedTuple):
     line: int
     origin: str
     key: str
-    image: str  # digest of its original image
+    image: str  # digest of the original image
     row: str  # digest of image and texts
     text: str  # digest of its texts
     shard: int
@@ -192,7 +192,7 @@ def _pack(job: PrepareJob, chunk: SourceChunk, fetcher: Any, sandboxed: bool) ->
 
 
 def _items(job: PrepareJob, chunk: SourceChunk) -> Iterator[SourceItem]:
-    """Rows of a chunk. Turns an OSError of the source into SourceUnreadable."""
+    """Yield the rows of a chunk; convert an OSError of the source to SourceUnreadable."""
     try:
         yield from job.open().read(chunk)
     except OSError as error:
@@ -200,7 +200,7 @@ def _items(job: PrepareJob, chunk: SourceChunk) -> Iterator[SourceItem]:
 
 
 def read_record(out: Storage, index: int) -> dict[str, Any] | None:
-    """Record of a finished chunk; None if there is no readable one."""
+    """Return the record of a finished chunk, or None if it is missing or unreadable."""
     try:
         record = orjson.loads(out.read(record_path(index)))
     except (FileNotFoundError, ValueError):
@@ -209,7 +209,7 @@ def read_record(out: Storage, index: int) -> dict[str, Any] | None:
 
 
 def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> bool:
-    """Return whether packing the chunk now would give this record: same lines, settings and image files."""
+    """Return whether packing the chunk again would give this record: same lines, settings and image files."""
     source, out = Storage(job.source.address), Storage(job.out)
     return (
         record["job"] == job.digest()
@@ -221,7 +221,7 @@ def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> b
 
 
 def has_retryable(record: dict[str, Any]) -> bool:
-    """Return whether quarantined rows of the chunk may succeed later: their files did not open or decode."""
+    """Return whether quarantined rows of the chunk may succeed later, because their files did not open or decode."""
     return any(fault["stage"] in ("read", "decode") for fault in record["faults"])
 
 
@@ -268,7 +268,7 @@ class _ChunkPacker:
         )
 
     def record(self) -> dict[str, Any]:
-        """JSON of the finished chunk; call it after the shard files are closed."""
+        """Return the JSON of the finished chunk; call it after the shard files are closed."""
         return {
             "job": self.job.digest(),
             "run_id": self.job.run_id,
@@ -281,7 +281,7 @@ class _ChunkPacker:
         }
 
     def _check(self, raw: SourceRow, where: str) -> tuple[Row, str]:
-        """Return the row to keep and the digest of its original image. Raises BadRow."""
+        """Return the validated row and the digest of its original image. Raises BadRow."""
         try:
             texts = [clean_caption(text) for text in raw.texts]
         except BadText as bad:
@@ -306,7 +306,7 @@ class _ChunkPacker:
         return self._assign_split(row, original), original
 
     def _unchecked_row(self, raw: SourceRow, texts: list[str], where: str) -> tuple[Row, str]:
-        """A row whose image is not read: it has no checksum, and only the same file is its duplicate."""
+        """Return a row without reading its image: it has no checksum, and only the same file is its duplicate."""
         ref = _ref(raw)
         original = hashlib.sha256(orjson.dumps(ref)).hexdigest()
         row = Row(raw.key, b"", texts, raw.label, raw.split, raw.language, where, ref=ref)
@@ -318,7 +318,7 @@ class _ChunkPacker:
     def _assign_split(self, row: Row, original: str) -> Row:
         """Assign a row without a split to `train` or the held-out `test`."""
         if row.split is None and self.job.holdout > 0:
-            # By content, so that duplicates share a split and a row keeps its split when the set grows.
+            # By content hash, so that duplicates share a split and a row keeps its split when the set grows.
             row.split = "test" if int(original[:16], 16) / 2**64 < self.job.holdout else "train"
         return row
 
@@ -332,7 +332,7 @@ class _ChunkPacker:
             return read_image(self.source, image)
 
     def _decode(self, name: str, data: bytes) -> tuple[bytes, tuple[int, int]]:
-        """Return the bytes to keep of an image and its size, after decoding it as far as `check` asks."""
+        """Return the bytes to store for an image and its size; `check` sets how completely it is decoded."""
         try:
             if self.job.image_side:
                 if self.sandboxed:
@@ -354,22 +354,22 @@ class _ChunkPacker:
 
 
 def shards_of(record: dict[str, Any]) -> list[Shard]:
-    """Shards of a finished chunk."""
+    """Return the shards of a finished chunk."""
     return [Shard.from_json(values) for values in record["shards"]]
 
 
 def _to_utf8(text: str) -> str:
-    """Escape what UTF-8 cannot encode: file names and JSON may hold lone surrogates."""
+    """Escape what UTF-8 cannot encode, because file names and JSON may contain lone surrogates."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def _ref(raw: SourceRow) -> dict[str, Any]:
-    """File, offset and length of a row's image, as stored in a shard."""
+    """Return file, offset and length of a row's image, as stored in a shard."""
     return {"file": raw.image.file, "offset": raw.image.offset, "length": raw.image.length}
 
 
 def _relative_boxes(raw: SourceRow, size: tuple[int, int]) -> list[list[float]]:
-    """Boxes as (left, top, right, bottom) in fractions of the image size. Raises BadRow."""
+    """Convert boxes to (left, top, right, bottom) in fractions of the image size. Raises BadRow."""
     width, height = size
     if not width:
         raise BadRow("columns", "boxes", "boxes need the image size: prepare with --check full or header")

@@ -1,9 +1,9 @@
-"""The sample set: drawn shapes with captions, so that the first run needs no download and learns something.
+"""The sample set: generated shapes with captions, so that the first run needs no download and learns something.
 
-3,584 small images (JPEG and PNG, nine sizes) and a JSONL of captions are drawn from a seed, byte for byte the same with
-the same Pillow. The test split holds 512 *combinations* of shape, colour, size, arrangement and background that
-training never shows, with unique captions: recall on it measures whether the parts were learned. Eight more rows are
-damaged on purpose, to show the quarantine.
+3,584 small images (JPEG and PNG, nine sizes) and a JSONL of captions are generated from a seed, bit-identical with the
+same Pillow version. The test split has 512 *combinations* of shape, colour, size, arrangement and background that are
+not in the training split, with unique captions. Recall on it measures compositional generalization. Eight more rows are
+damaged on purpose, to demonstrate the quarantine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from PIL import Image, ImageDraw
 
 from mmray.errors import UsageError
 
-VERSION = 1  # raise it if drawings change; it names the folder
+VERSION = 1  # increment it if the images change; it is part of the folder name
 NUM_TRAIN = 3072
 NUM_TEST = 512
 
@@ -37,7 +37,7 @@ COLORS = {
     "purple": (140, 50, 170),
 }
 BACKGROUNDS = {"white": (250, 250, 250), "grey": (128, 128, 128), "black": (12, 12, 12), "pink": (250, 190, 205)}
-RADII = {"small": 0.14, "large": 0.22}  # of the shorter side
+RADII = {"small": 0.14, "large": 0.22}  # fraction of the shorter side
 CENTRES = {
     "centre": (0.5, 0.5),
     "top left": (0.27, 0.27),
@@ -72,16 +72,16 @@ class Scene:
     background: str
 
     def captions(self) -> list[str]:
-        """Three captions; each names all parts, so it is unique to the scene."""
+        """Return three captions; each names all attributes, so it is unique to the scene."""
         templates = SEVERAL if self.where in COUNTS else ONE
         return [template.format(**vars(self)).replace("crosss", "crosses") for template in templates]
 
 
 def draw(out: Path, seed: int = 0) -> Path:
-    """Return the JSONL of the sample set under `out`; draw it if it does not exist (3 s of one core).
+    """Return the JSONL of the sample set under `out`; generate the set if it does not exist (3 s on one core).
 
-    Drawn into a temporary folder and renamed, so an existing folder is complete. Raises UsageError if `out` is not
-    writable.
+    The set is written to a temporary folder and renamed, so an existing folder is complete. Raises UsageError if `out`
+    is not writable.
     """
     folder = Path(out) / f"v{VERSION}-seed{seed}"
     jsonl = folder / "sample.jsonl"
@@ -100,7 +100,7 @@ def draw(out: Path, seed: int = 0) -> Path:
 
 
 def _rename_unless_present(drawn: Path, folder: Path) -> None:
-    """Rename, unless another process has drawn the same set meanwhile."""
+    """Rename, unless another process has generated the same set meanwhile."""
     try:
         drawn.rename(folder)
     except OSError:
@@ -109,7 +109,7 @@ def _rename_unless_present(drawn: Path, folder: Path) -> None:
 
 
 def scenes(seed: int) -> tuple[list[Scene], list[Scene]]:
-    """Scenes of the train rows (some repeat) and of the test rows, without overlap."""
+    """Return scenes of the train rows (some repeat) and of the test rows, without overlap."""
     every = list(
         map(Scene, *zip(*itertools.product(SHAPES, COLORS, RADII, (*CENTRES, *COUNTS), BACKGROUNDS), strict=True))
     )
@@ -140,7 +140,7 @@ def _line(key: str, image: str, texts: list[str], split: str = "train") -> str:
 
 
 def _damaged(folder: Path, lines: list[str]) -> Iterator[str]:
-    """Eight lines to quarantine: five bad files, a blank caption, a broken line and a repeated image."""
+    """Return eight lines to quarantine: five bad files, a blank caption, a broken line and a repeated image."""
     rows = [json.loads(line) for line in lines if '"train"' in line]
     jpg = (folder / next(row["image"] for row in rows if row["image"].endswith("jpg"))).read_bytes()
     png = bytearray((folder / next(row["image"] for row in rows if row["image"].endswith("png"))).read_bytes())
@@ -209,14 +209,14 @@ def _star(points: int, inner: float) -> list[tuple[float, float]]:
 
 
 def _cross(half_bar: float) -> list[tuple[float, float]]:
-    """Twelve corners of a plus sign with bars of twice `half_bar`."""
+    """Return the twelve corners of a plus sign with bars of width 2 * `half_bar`."""
     tip, inner = math.hypot(1, half_bar), half_bar * math.sqrt(2)
     spread = math.atan2(half_bar, 1)
     quarter = [(tip, -spread), (tip, spread), (inner, math.pi / 4)]
     return [(distance, angle + turn * math.pi / 2) for turn in range(4) for distance, angle in quarter]
 
 
-# Corners as (distance from the centre over the radius, angle clockwise from the top).
+# Corners as (distance from the centre / radius, angle clockwise from the top).
 OUTLINES = {
     "square": [(1.2, math.pi * (0.25 + 0.5 * corner)) for corner in range(4)],
     "triangle": [(1.15, math.pi * 2 * corner / 3) for corner in range(3)],

@@ -1,7 +1,7 @@
 """Node-local cache of byte ranges read from an object store, shared by the processes of a node, with a size limit.
 
-An entry is a file that is renamed into place, so it is always whole, and memory-mapped when it is read. The entries
-unused for longest are evicted.
+An entry is a file that is written under a temporary name and renamed, so it is always complete. Entries are
+memory-mapped for reading. The least recently used entries are evicted.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from mmray.errors import UsageError
 from mmray.storage.storage import TEMP_SUFFIX
 
 LOCKS = 1024
-RECOUNT_FRACTION = 1 / 256  # of the limit; a process lists the folder again after writing that much
+RECOUNT_FRACTION = 1 / 256  # of the limit; a process lists the folder again after writing this fraction
 
 
 class ShardCache:
-    """Entries in `folder` of at most `max_bytes` together; cheap to pickle."""
+    """Entries in `folder` of at most `max_bytes` in total; cheap to pickle."""
 
     def __init__(self, folder: str, max_bytes: int) -> None:
         self.folder, self.max_bytes = Path(folder).expanduser().absolute(), max_bytes
@@ -33,9 +33,9 @@ class ShardCache:
         self._warned = False
 
     def get(self, name: str, size: int, fetch: Callable[[], bytes]) -> pa.Buffer:
-        """Return the entry of `size` bytes, fetched if missing: once, however many processes want it.
+        """Return the entry of `size` bytes; a missing one is fetched once per node.
 
-        Raises what `fetch` raises, and UsageError if the folder cannot be created.
+        Raises the errors of `fetch`, and UsageError if the folder cannot be created.
         """
         found = self._mapped(name, size)
         if found is None:
@@ -64,7 +64,7 @@ class ShardCache:
         try:
             temporary.write_bytes(data)
             temporary.replace(self.folder / name)
-        except OSError as error:  # a full disk must not stop a run that can read the store
+        except OSError as error:  # a full disk must not stop a run, because it can read from the store
             temporary.unlink(missing_ok=True)
             if not self._warned:
                 logging.getLogger(__name__).warning("Cannot write to data.local_cache %s: %s", self.folder, error)
@@ -74,7 +74,7 @@ class ShardCache:
             self._evict()
 
     def _evict(self) -> None:
-        """Delete the least recently used entries until the rest is below the limit."""
+        """Delete the least recently used entries until the total is below the limit."""
         with self._file_lock("trim"):
             entries = sorted(self._entries())
             total = sum(size for _, size, _ in entries)
@@ -86,7 +86,7 @@ class ShardCache:
         self._uncounted = 0
 
     def _entries(self) -> Iterator[tuple[int, int, str]]:
-        """(last use in ns, bytes, path) of each file, including partial ones of killed processes."""
+        """Return (last use in ns, bytes, path) of each file, including partial ones of killed processes."""
         for file in os.scandir(self.folder):
             try:
                 stat = file.stat()
@@ -97,7 +97,7 @@ class ShardCache:
 
     @contextmanager
     def _file_lock(self, name: str) -> Iterator[None]:
-        """Exclude other threads and processes of this node; the lock of a dead process is free."""
+        """Exclude other threads and processes of this node; the OS releases the lock of a dead process."""
         locks = self.folder / "locks"
         try:
             locks.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Prepared sets: validated rows in Arrow IPC shards, read by row number in any order; and mixtures of several sets.
+"""Prepared sets: validated rows in Arrow IPC shards with random access by row number; and mixtures of several sets.
 
-A shard holds rows of one split in record batches of 8: small enough for one small read per random row, large enough to
-keep the shard's index short. The manifest alone defines which rows a set has and in which order.
+A shard has the rows of one split in record batches of 8 rows: small enough to read one random row, large enough to keep
+the index of the shard short. The manifest alone defines the rows of a set and their order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mmray.errors import DataError
 from mmray.storage.storage import RangeReader, Storage
 
 BATCH_ROWS = 8
-ROW_ERRORS = (FileNotFoundError, ValueError)  # errors of a row; any other one is of the storage
+ROW_ERRORS = (FileNotFoundError, ValueError)  # errors of a row; any other error is a storage failure
 SCHEMA = pa.schema(
     [
         pa.field("key", pa.string(), nullable=False),
@@ -53,7 +53,7 @@ class Row:
     """A stored sample: encoded images, captions, and its origin (`file:line`)."""
 
     key: str
-    image: bytes  # encoded; empty in a set by reference until it is read
+    image: bytes  # encoded; empty in an index-only set until it is read
     texts: list[str]
     label: int | None = None
     split: str | None = None
@@ -62,20 +62,20 @@ class Row:
     sha256: str = ""  # of the stored images
     boxes: list[list[float]] | None = None  # left, top, right, bottom as fractions of the first image
     box_labels: list[int] | None = None
-    ref: dict[str, Any] | None = None  # index-only set: file, offset, length in the source's folder
+    ref: dict[str, Any] | None = None  # index-only set: file, offset, length in the folder of the source
     messages: list[dict[str, str]] | None = None  # conversation: role and content of each turn
 
     @property
     def checksum_ok(self) -> bool:
-        """Whether the images are byte for byte those that were validated; always true for unvalidated references.
+        """Whether the images are bit-identical to the validated ones; always true for unvalidated references.
 
-        Decoding does not show this: a damaged JPEG often decodes.
+        Decoding is no substitute, because a damaged JPEG often decodes.
         """
         return (not self.sha256 and self.ref is not None) or self.sha256 == hashlib.sha256(self.image).hexdigest()
 
 
 def key_id(key: str) -> int:
-    """Signed 64-bit hash of a row's key, the same in every process."""
+    """Return a signed 64-bit hash of a row key, the same in every process."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
 
 
@@ -90,8 +90,8 @@ class _Group(NamedTuple):
 class PreparedSet:
     """The rows of a prepared set, or of one split of it, numbered from 0 in source order.
 
-    Cheap to pickle: the manifest travels with it, so all processes read the same rows even if the set grows. Threads
-    may share one.
+    Cheap to pickle. The manifest is pickled with it, so all processes read the same rows even if the set grows.
+    Thread-safe.
     """
 
     def __init__(
@@ -110,15 +110,15 @@ class PreparedSet:
 
     @classmethod
     def open(cls, path: str, split: str | None = None) -> PreparedSet:
-        """Open a whole set or one split; of a set without splits, any split is all rows.
+        """Open a whole set or one split; a set without splits returns all rows for any split.
 
-        `path` is a folder or a URI. Raises DataError if it holds no complete set or no such split.
+        `path` is a folder or a URI. Raises DataError if it has no complete set or no such split.
         """
         storage = Storage(str(path))
         manifest = read_manifest(storage)
         if manifest is None:
             raise DataError(_missing_manifest_message(storage))
-        if storage.local_path is not None:  # offsets serve range reads, and are most of a pickled manifest
+        if storage.local_path is not None:  # only range reads need the offsets, and they are most of a pickled manifest
             manifest = replace(manifest, shards=tuple(replace(shard, batches="") for shard in manifest.shards))
         if split is None or not manifest.splits:
             return cls(storage, manifest)
@@ -128,7 +128,7 @@ class PreparedSet:
         return cls(storage, manifest, split)
 
     def cached(self, cache: ShardCache, chunk: int) -> PreparedSet:
-        """The same set with a cache for reads from an object store, which fetches blocks of `chunk` rows."""
+        """Return this set with a cache for reads from an object store; the cache fetches blocks of `chunk` rows."""
         return PreparedSet(self.storage, self.manifest, self.split, cache, chunk)
 
     @property
@@ -137,16 +137,15 @@ class PreparedSet:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all shards."""
         return sum(shard.num_bytes for shard in self._shards)
 
     @property
     def splits(self) -> dict[str, int]:
-        """Number of rows by split of the whole set; empty if rows have no splits."""
+        """Number of rows of each split of the full set; empty if rows have no splits."""
         return self.manifest.splits
 
     def has_split(self, name: str | None = None) -> bool:
-        """Whether the whole set has this split, or without a name any splits."""
+        """Return whether the full set has this split, or without a name any splits."""
         return bool(self.splits) if name is None else name in self.splits
 
     @property
@@ -156,7 +155,7 @@ class PreparedSet:
 
     @property
     def languages(self) -> frozenset[str]:
-        """Languages of the rows of the whole set."""
+        """Languages of the rows of the full set."""
         return frozenset(self.manifest.languages)
 
     @property
@@ -165,17 +164,17 @@ class PreparedSet:
         return self.storage.read(TOKENIZER).decode() if self.manifest.tokenizer else None
 
     def read(self, rows: np.ndarray) -> list[Row]:
-        """Return the rows with these numbers (int64 [N], any order, repeats allowed), in this order.
+        """Return the rows with these numbers (int64 [N], any order, duplicates allowed), in this order.
 
-        Raises IndexError for a number outside the set; OSError or ValueError with the shard's name if a file is missing
-        or damaged.
+        Raises IndexError for a number outside the set. Raises OSError or ValueError with the shard name if a file is
+        missing or damaged.
         """
         found = self._map_batches(rows, lambda records, shard: [Row(**each) for each in _to_pylist(records, shard)])
         return self._with_images(found)
 
     @property
     def image_storage(self) -> Storage:
-        """Folder of the source, where the images of an index-only set are."""
+        """Folder of the source, which has the images of an index-only set."""
         return Storage(self.manifest.source["address"])
 
     @cached_property
@@ -183,10 +182,10 @@ class PreparedSet:
         return RangeReader(self.image_storage)
 
     def _with_images(self, rows: list[Row]) -> list[Row]:
-        """Read the images of rows that only refer to them. Raises OSError or ValueError."""
+        """Read the images of index-only rows. Raises OSError or ValueError."""
         refs = [row.ref for row in rows if row.ref]
         for ref in refs:
-            if not is_safe_path(ref["file"]):  # a set of a third party must not name files outside its source
+            if not is_safe_path(ref["file"]):  # an untrusted set must not refer to files outside its source
                 raise ValueError(f"{self.storage.address} refers to {ref['file']!r} outside its source folder")
         if refs:
             images = [ImageRef(ref["file"], **ref) for ref in refs]
@@ -197,18 +196,18 @@ class PreparedSet:
         return rows
 
     def keys(self, rows: np.ndarray | None = None) -> list[str]:
-        """Keys of these rows, by default of all in order; does not read images."""
+        """Return the keys of these rows, by default of all rows; does not read images."""
         wanted = np.arange(self.num_rows) if rows is None else rows
         return self._map_batches(wanted, lambda records, _: records.column("key").to_pylist(), ["key"])
 
     def refs(self, rows: np.ndarray) -> list[dict[str, Any] | None]:
-        """File, offset and length of the images that these rows refer to; does not read images."""
+        """Return file, offset and length of the images of these rows; does not read images."""
         return self._map_batches(rows, lambda records, _: records.column("ref").to_pylist(), ["ref"])
 
     def _map_batches(
         self, rows: np.ndarray, function: Callable[[pa.RecordBatch, Shard], list[T]], columns: list[str] | None = None
     ) -> list[T]:
-        """Apply `function` to the records of these rows and return its values in the order of the rows."""
+        """Apply `function` to the records of these rows; return its values in the order of the rows."""
         rows = np.asarray(rows, np.int64)
         out: list[Any] = [None] * len(rows)
         groups = list(self._grouped(rows))
@@ -240,7 +239,7 @@ class PreparedSet:
                 yield _Group(BatchRequest(entry, batch, *keep), indices[here], physical[here] % BATCH_ROWS)
 
     def _chunk_of(self, shard: int, row: int) -> tuple[int, int]:
-        """First and last record batch, in this shard, of the shuffle block of a row."""
+        """Return the first and last record batch, within this shard, of the shuffle block of a row."""
         first, rows = int(self._starts[shard]), self._shards[shard].num_live
         start = row // self._chunk * self._chunk - first
         ends = np.array([max(start, 0), min(start + self._chunk, rows) - 1])
@@ -248,7 +247,7 @@ class PreparedSet:
         return begin, end
 
     def _physical(self, shard: int, live: np.ndarray) -> np.ndarray:
-        """Row numbers in the file for row numbers without dropped rows."""
+        """Map row numbers that skip dropped rows to row numbers in the file."""
         entry = self._shards[shard]
         return np.delete(np.arange(entry.num_rows), entry.dropped)[live] if entry.dropped else live
 
@@ -267,9 +266,9 @@ def _missing_manifest_message(storage: Storage) -> str:
 
 
 class PreparedMixture:
-    """Weighted prepared sets as one: rows are numbered set after set, an epoch has round(weight x rows) rows of each.
+    """Weighted prepared sets as one set: rows are numbered set by set; an epoch has round(weight x rows) rows of each.
 
-    A row's key is `SET/KEY`, because two sets may use the same keys. Cheap to pickle.
+    Keys are `SET/KEY`, because two sets may use the same keys. Cheap to pickle.
     """
 
     def __init__(self, sets: Sequence[PreparedSet], weights: Sequence[float]) -> None:
@@ -279,7 +278,7 @@ class PreparedMixture:
 
     @property
     def parts(self) -> tuple[MixtureComponent, ...]:
-        """Rows, and rows per epoch, of each set."""
+        """Rows of each set, and its rows per epoch."""
         return tuple(
             MixtureComponent(each.num_rows, max(1, round(weight * each.num_rows)))
             for each, weight in zip(self.sets, self.weights, strict=True)
@@ -287,7 +286,6 @@ class PreparedMixture:
 
     @property
     def num_rows(self) -> int:
-        """Rows of all sets."""
         return int(self._starts[-1])
 
     @property
@@ -303,11 +301,11 @@ class PreparedMixture:
 
     @property
     def tokenizer_json(self) -> str | None:
-        """Tokenizer of the first set with one."""
+        """Tokenizer of the first set that has one."""
         return next((found for each in self.sets if (found := each.tokenizer_json)), None)
 
     def read(self, rows: np.ndarray) -> list[Row]:
-        """Return the rows with these numbers, in this order. Raises as PreparedSet.read does."""
+        """Return the rows with these numbers, in this order. Raises the same errors as PreparedSet.read."""
         rows = np.asarray(rows, np.int64)
         if rows.size and (rows.min() < 0 or rows.max() >= self.num_rows):
             raise IndexError(f"rows {rows.min()}..{rows.max()} of sets of {self.num_rows}")
@@ -317,10 +315,10 @@ class PreparedMixture:
             indices = np.flatnonzero(owner == number)
             for index, row in zip(indices, self.sets[number].read(rows[indices] - self._starts[number]), strict=True):
                 out[index] = replace(row, key=f"{self.names[number]}/{row.key}")
-        return out  # type: ignore[return-value]  # every row has an owner
+        return out  # type: ignore[return-value]  # every row belongs to a set
 
 
 def _names(addresses: Sequence[str]) -> list[str]:
-    """Last part of each address, with a number appended to duplicates."""
+    """Return the last part of each address; duplicates get a number."""
     bases = [PurePosixPath(address.partition("?")[0]).name for address in addresses]
     return [base if bases.count(base) == 1 else f"{base}-{number}" for number, base in enumerate(bases)]

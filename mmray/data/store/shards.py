@@ -1,7 +1,7 @@
-"""Shard reader: record batches of Arrow IPC shards, memory-mapped on a local disk, in range reads on an object store.
+"""Shard reader: record batches of Arrow IPC shards, memory-mapped on a local disk, by range reads on an object store.
 
-On a store the manifest has the byte offsets of the record batches, so a read costs no request for an index. Nearby
-batches share a request; with a cache, whole shuffle blocks are fetched once and kept on the local disk.
+The manifest has the byte offsets of the record batches, so a store needs no request for an index. Nearby batches share
+a request. With a cache, complete shuffle blocks are fetched once and kept on the local disk.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from mmray.data.store.cache import ShardCache
 from mmray.data.store.manifest import Shard
 from mmray.storage.storage import RangeReader, Storage, coalesce_ranges, parallel_map
 
-MAX_OPEN = 256  # mapped shards; each holds a file descriptor
+MAX_OPEN = 256  # memory-mapped shards; each uses a file descriptor
 MAGIC_BYTES = 8  # padded magic at the start of an Arrow IPC file
 
 Consumer = Callable[[int, pa.RecordBatch], bool]
 
 
 def first_batch_offset(schema: pa.Schema) -> int:
-    """Byte offset of the first record batch in a file with this schema."""
+    """Return the byte offset of the first record batch in a file with this schema."""
     return MAGIC_BYTES + len(schema.serialize())
 
 
@@ -64,12 +64,12 @@ class ShardReader:
                 consume(index, self._read_mapped(request.shard.file, request.batch))
             return
         fetches = list(self._plan(requests))
-        if self._cache is not None:  # actors that start a window together then fetch different parts of it
+        if self._cache is not None:  # so that actors that start a window together fetch different parts of it
             random.shuffle(fetches)
         parallel_map(lambda fetch: self._fetch(*fetch, requests, consume), fetches)
 
     def _plan(self, requests: Sequence[BatchRequest]) -> Iterator[tuple[Shard, int, int, list[int]]]:
-        """Shard, byte range and request indices of each fetch."""
+        """Yield shard, byte range and request indices of each fetch."""
         by_shard: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             by_shard.setdefault(request.shard.file, []).append(index)
@@ -111,12 +111,12 @@ class ShardReader:
             is_intact = decode(self._cache.get(entry, stop - start, read))
         except ValueError:
             is_intact = False
-        if not is_intact:  # damaged in the cache, or in the store as well: then the caller gets what the store has
+        if not is_intact:  # damaged in the cache or in the store; the caller gets the bytes of the store
             self._cache.invalidate(entry)
             decode(self._cache.get(entry, stop - start, read))
 
     def _decode(self, shard: Shard, batch: int, data: bytes | pa.Buffer, start: int) -> pa.RecordBatch:
-        """Record batch of a shard from the bytes read at `start`, without a copy."""
+        """Return a record batch of a shard from the bytes read at `start`, without a copy."""
         first, last = (int(offset) - start for offset in shard.offsets[batch : batch + 2])
         try:
             records = pa.ipc.read_record_batch(pa.ipc.read_message(pa.py_buffer(data)[first:last]), self._schema)
@@ -126,7 +126,7 @@ class ShardReader:
             raise self._damaged(shard.file, batch, error) from None
 
     def _read_mapped(self, file: str, batch: int) -> pa.RecordBatch:
-        """Record batch of a local shard, without a copy."""
+        """Return a record batch of a local shard, without a copy."""
         try:
             lock, reader = self._open_mapped(file)
             with lock:

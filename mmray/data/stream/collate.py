@@ -1,7 +1,7 @@
-"""Blocks of a stream to the micro-batches of each step, as slices where possible.
+"""Convert blocks of a stream to the micro-batches of each step, as slices if possible.
 
-A block holds one rank's rows of several steps, or a part of its rows of one step. Each micro-batch is trimmed to its
-longest caption.
+A block has the rows of one rank for several steps, or a part of its rows for one step. Each micro-batch is trimmed to
+its longest caption.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ IGNORE_INDEX = -100  # label of tokens without loss, as in transformers
 def iter_micro_batches(
     blocks: Iterable[NumpyBatch], plan: SamplePlan, group_by_length: bool = False
 ) -> Iterator[list[Batch]]:
-    """Micro-batches of each step, in order, from one rank's blocks (whole steps, or equal parts of one).
+    """Yield the micro-batches of each step, in order, from the blocks of one rank.
 
-    `group_by_length` groups captions of similar length, longest first; the rows of the step stay the same.
+    `group_by_length` groups captions of similar length, longest first; the rows of the step do not change.
     """
     for parts in _by_step(blocks, plan.rank_rows):
         if group_by_length and plan.accumulation > 1:  # the order within one micro-batch has no effect
@@ -35,7 +35,7 @@ def iter_micro_batches(
 
 
 def _by_step(blocks: Iterable[NumpyBatch], share: int) -> Iterator[list[NumpyBatch]]:
-    """The blocks of each step: a slice of one, or several."""
+    """Yield the blocks of each step: a slice of one, or several."""
     held: list[NumpyBatch] = []
     for block in blocks:
         size = len(block["pos"])
@@ -50,7 +50,7 @@ def _by_step(blocks: Iterable[NumpyBatch], share: int) -> Iterator[list[NumpyBat
 
 
 def _rows(parts: list[NumpyBatch], first: int, last: int) -> NumpyBatch:
-    """Rows first..last of equal parts; a view if one part holds them all."""
+    """Return rows first..last of equal parts; a view if one part has them all."""
     size = len(parts[0]["pos"])
     pieces = [
         {name: column[max(0, first - start) : last - start] for name, column in part.items()}
@@ -63,7 +63,7 @@ def _rows(parts: list[NumpyBatch], first: int, last: int) -> NumpyBatch:
 
 
 def _concat(columns: list[np.ndarray]) -> np.ndarray:
-    """Concatenate columns; token columns of different width are padded with zeros."""
+    """Concatenate columns; token columns of different width are zero-padded."""
     if columns[0].ndim == 2:
         widest = max(column.shape[1] for column in columns)
         columns = [np.pad(column, ((0, 0), (0, widest - column.shape[1]))) for column in columns]
@@ -89,7 +89,7 @@ def _batch(rows: NumpyBatch) -> Batch:
 
 
 def label_columns(rows: dict[str, np.ndarray], longest: int) -> Batch:
-    """Columns of generative models: labels int64 [B, T], -100 for tokens without loss; image_pos [B]."""
+    """Return the columns of generative models: labels int64 [B, T], -100 for tokens without loss; image_pos [B]."""
     if "loss_mask" not in rows:
         return {}
     labels = np.where(rows["loss_mask"], rows["input_ids"], IGNORE_INDEX)[:, :longest].astype(np.int64)
@@ -97,7 +97,7 @@ def label_columns(rows: dict[str, np.ndarray], longest: int) -> Batch:
 
 
 def box_columns(rows: dict[str, np.ndarray]) -> Batch:
-    """boxes float32 [B, N, 4], box_labels int64 [B, N], box_mask bool [B, N] of real ones.
+    """Return boxes float32 [B, N, 4], box_labels int64 [B, N] and box_mask bool [B, N] (False for padding).
 
     N is the largest number of boxes of a row. Empty without box columns.
     """

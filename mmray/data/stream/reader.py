@@ -1,6 +1,6 @@
-"""Row ids to the arrays of a block: read, decode, resize, choose a caption, tokenise.
+"""Read, decode and resize rows, choose a caption and tokenize it: row ids to the arrays of a block.
 
-Runs in a Ray Data actor or in any process; imports no Ray. A row that cannot be read keeps its position with
+Runs in a Ray Data actor or in any other process and does not import Ray. An unreadable row keeps its position with
 valid=False, so a step always has the rows of the sample order.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mmray.config import Augment, Inputs
 
 NO_LABEL = -1
-KEEP_MB = 256.0  # decoded images kept by a worker, if those of the whole set fit and are not augmented
+KEEP_MB = 256.0  # decoded images cached by a worker, if the full set fits and is not augmented
 Block = dict[str, np.ndarray]
 T = TypeVar("T")
 
@@ -44,10 +44,10 @@ class RowReader:
         self.prepared, self.inputs, self.max_pixels = prepared, _to_namespace(inputs), max_pixels
         self.augment = _to_namespace(augment) if augment is not None and augment.is_active else None
         fits = prepared.num_rows * 3 * inputs.image_side**2 <= keep_mb * 1e6
-        # Decoded images by row, only if all of them fit: otherwise hits would be rare.
+        # Decoded images by row; used only if all of them fit, because hits would be rare otherwise.
         self.cache: dict[int, np.ndarray] | None = {} if fits and self.augment is None else None
         self.encoder = build_encoder(tokenizer_json, self.inputs)
-        # Decodes each image first, in a process that was restarted after a crash.
+        # Decodes each image in a child process first; used in a process that was restarted after a crash.
         self.sandbox: SandboxedDecoder | None = None
 
     def block(self, plan: SamplePlan, positions: np.ndarray) -> Block:
@@ -78,7 +78,7 @@ class RowReader:
         } | found
 
     def explain_bad_row(self, row: int) -> tuple[Row | None, str]:
-        """Return the row, if its record can be read, and why it cannot be used (for the quarantine)."""
+        """Return the row, if its record is readable, and the reason why it cannot be used (for the quarantine)."""
         try:
             record = self.prepared.read(np.array([row]))[0]
         except (OSError, ValueError) as error:
@@ -86,14 +86,14 @@ class RowReader:
         try:
             if not record.checksum_ok:
                 return record, "checksum: the bytes differ from those that were prepared"
-            with closing(SandboxedDecoder()) as sandbox:  # it may be what crashed a worker
+            with closing(SandboxedDecoder()) as sandbox:  # the image may have crashed a worker
                 sandbox.check(record.image, self.max_pixels)
         except BadImage as error:
             return record, str(error)
         return record, "readable at the second attempt"
 
     def _rows(self, row_ids: np.ndarray) -> list[Row | None]:
-        """Rows in order; None for padding and for damaged records."""
+        """Return rows in order; None for padding and for damaged records."""
         real = np.flatnonzero(row_ids != PADDING)
         out: list[Row | None] = [None] * len(row_ids)
         for index, row in zip(real, self._read(row_ids[real]), strict=True):
@@ -106,13 +106,13 @@ class RowReader:
         except ROW_ERRORS:
             if len(row_ids) <= 1:
                 return [None] * len(row_ids)
-            middle = len(row_ids) // 2  # one damaged record must not invalidate others
+            middle = len(row_ids) // 2  # isolate the damaged record by bisection
             return self._read(row_ids[:middle]) + self._read(row_ids[middle:])
 
     def _pixels(
         self, row_ids: np.ndarray, rows: list[Row | None], drawn: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray, Block]:
-        """Pixels uint8 [R, 3, S, S], valid bool [R], and box columns; augmented by the random numbers `drawn`."""
+        """Return pixels uint8 [R, 3, S, S], valid bool [R], and box columns; `drawn` augments them."""
         side = self.inputs.image_side
         pixels, valid = np.zeros((len(rows), 3, side, side), np.uint8), np.zeros(len(rows), bool)
         found = boxes.empty_box_columns(len(rows), self.inputs.max_boxes)
@@ -133,7 +133,7 @@ class RowReader:
         return pixels, valid, found
 
     def _image(self, row_id: int, data: bytes, drawn: np.ndarray | None) -> np.ndarray:
-        """Pixels of a row's encoded image, augmented by `drawn` [DRAWS]. Raises BadImage."""
+        """Return the pixels of an encoded image, augmented by `drawn` [DRAWS]. Raises BadImage."""
         if self.cache is None:
             return self._decoded(data, drawn)
         if row_id not in self.cache:
@@ -146,11 +146,11 @@ class RowReader:
         return transform(decode(data, self.max_pixels), self.inputs, self.augment, drawn)
 
     def _decode_with_boxes(self, row: Row, drawn: np.ndarray | None) -> tuple[np.ndarray, Block]:
-        """Pixels as from `_image`, and the row's boxes on them. Raises BadImage."""
+        """Return the pixels as `_image` does, and the boxes of the row on them. Raises BadImage."""
         inputs, data = self.inputs, row.image
         if self.sandbox is not None:
             self.sandbox.check(data, self.max_pixels, (inputs, self.augment, drawn))
-        rgb = decode(data, self.max_pixels)  # boxes need the size of the whole image
+        rgb = decode(data, self.max_pixels)  # boxes need the size of the full image
         square = transform(rgb, inputs, self.augment, drawn)
         assert row.boxes is not None
         size = (rgb.shape[1], rgb.shape[0])
@@ -158,7 +158,7 @@ class RowReader:
         return square, {"boxes": found, "box_labels": labels, "num_boxes": np.array(count)}
 
     def _encode_texts(self, seed: int, epoch: np.ndarray, rows: list[Row | None], key: np.ndarray) -> Block:
-        """Token columns of the rows; one of several captions is drawn."""
+        """Return the token columns of the rows; one of several captions is sampled."""
         words = [self.encoder.texts_of(row) if row else [self.encoder.empty] for row in rows]
         chosen = hash_choice(seed, epoch, key, np.array([len(choices) for choices in words], np.int64))
         return self.encoder.columns([choices[c] for choices, c in zip(words, chosen, strict=True)])

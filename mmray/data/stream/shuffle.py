@@ -1,7 +1,7 @@
 """Shuffle shape on object stores: rows of a block, which are read together, and blocks of a window, which are mixed.
 
-On a local disk any row may come next. On a store, a block of rows shares a request; the counts of requests per block
-are in mmray/data/README.md.
+On a local disk, rows are read in any order. On an object store, the rows of a block share a request;
+mmray/data/README.md has the number of requests per block.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from mmray.errors import UsageError
 if TYPE_CHECKING:
     from mmray.config import Data
 
-# Without a cache: small blocks, 16 of them mixed, so that each request pays and no byte of it is dropped. With a cache,
-# a block is read once for its whole window, which may then be as wide as the cache allows.
+# Without a cache: small blocks, 16 of them mixed, so that no fetched byte is dropped. With a cache, a block is read
+# once for its full window, so a window may be as large as the cache allows.
 REQUEST_BYTES, MAX_ROWS, WINDOW = 512 << 10, 32, 16
 CACHED_BYTES, MAX_CACHED_ROWS, MIN_CACHED_WINDOW = 4 << 20, 64, 256
-SAMPLE_ROWS = 8  # rows of an index-only set whose image size is sampled; a request each
-CACHE_FRACTION = 1 / 4  # of the cache for one window: two are in use at a time, and held-out rows are cached too
+SAMPLE_ROWS = 8  # rows of an index-only set that are read to estimate the image size; one request each
+CACHE_FRACTION = 1 / 4  # of the cache for one window; two are in use at a time, and held-out rows are cached too
 
 
 def shuffle_block_and_window(data: Data, sets: Sequence[PreparedSet], global_rows: int) -> tuple[int, int]:
-    """Rows of a shuffle block and blocks of a window for these sets; (1, 1) for a full shuffle."""
+    """Return rows of a shuffle block and blocks of a window for these sets; (1, 1) for a full shuffle."""
     row_bytes = [size for each in sets if (size := _contiguous_row_bytes(each))]
     is_cached = data.local_cache is not None and bool(row_bytes)
     chunk, window = data.shuffle_shape
@@ -44,24 +44,24 @@ def shuffle_block_and_window(data: Data, sets: Sequence[PreparedSet], global_row
 
 
 def _rows_of(row_bytes: float, is_cached: bool) -> int:
-    """Rows of one request, in whole record batches."""
+    """Return the rows of one request, in whole record batches."""
     request_bytes, max_rows = (CACHED_BYTES, MAX_CACHED_ROWS) if is_cached else (REQUEST_BYTES, MAX_ROWS)
     return BATCH_ROWS * max(1, min(round(request_bytes / row_bytes / BATCH_ROWS), max_rows // BATCH_ROWS))
 
 
 def _contiguous_row_bytes(prepared: PreparedSet) -> float:
-    """Bytes of a row that are next to those of the next row on a store; 0 if blocks save no requests."""
+    """Return the bytes of a row that are stored next to those of the next row; 0 if blocks save no requests."""
     in_set = max(1.0, prepared.num_bytes / max(1, prepared.num_rows)) if prepared.storage.local_path is None else 0.0
     if not is_index_only(prepared) or prepared.image_storage.local_path is not None:
         return in_set
     refs = _sample_refs(prepared)
     if not refs or any(ref["length"] is None for ref in refs):
-        return 0.0  # each image is a file, so each is a request in any order
+        return 0.0  # each image is a file, so it costs one request in any order
     return float(in_set + np.mean([ref["length"] for ref in refs]))
 
 
 def _sample_refs(prepared: PreparedSet) -> list[dict[str, Any]]:
-    """References of a few rows from all over the set."""
+    """Return references of a few rows spread over the set."""
     rows = np.unique(np.linspace(0, max(0, prepared.num_rows - 1), SAMPLE_ROWS).astype(np.int64))
     found: list[dict[str, Any]] = []
     for row in rows[: prepared.num_rows]:
@@ -71,16 +71,16 @@ def _sample_refs(prepared: PreparedSet) -> list[dict[str, Any]]:
 
 
 def is_index_only(prepared: PreparedSet) -> bool:
-    """Whether the set refers to images in its source instead of holding them."""
+    """Return whether the set refers to images in its source instead of storing them."""
     return bool(prepared.manifest.settings.get("index_only"))
 
 
 def with_local_cache(data: Data, prepared: PreparedSet, chunk: int) -> PreparedSet:
-    """The set with `data.local_cache` for what it reads from an object store. Raises UsageError."""
+    """Return the set with `data.local_cache` for reads from an object store. Raises UsageError."""
     storages = [prepared.storage, *([prepared.image_storage] if is_index_only(prepared) else [])]
     if data.local_cache is None or all(storage.local_path is not None for storage in storages):
         return prepared
-    if is_index_only(prepared):  # cache entries are verified by checksums, which references may lack
+    if is_index_only(prepared):  # cache entries are verified by checksums, which references may not have
         raise UsageError(
             f"data.local_cache cannot cache {prepared.storage.address}, which only refers to its images: prepare it "
             "without --index-only, or leave data.local_cache out."

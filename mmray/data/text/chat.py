@@ -1,8 +1,8 @@
-"""Conversations as token ids with a loss mask over the assistant's words and their end token.
+"""Conversations as token ids with a loss mask over the assistant turns and their end token.
 
-Beside text.py, for models that write (model.kind generative). A conversation is laid out by the model's own words for
-its parts (model.inputs.chat), tokenised as one text, as a processor of transformers would, and marked by the places of
-the letters. The image has one token in the ids; the model puts its features there.
+Used by models with model.kind generative. A conversation is rendered with the template model.inputs.chat and tokenized
+as one text, as processors of transformers do. The mask is computed from character offsets. The image is one token,
+which the model replaces by image features.
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ NO_IMAGE = -1
 
 
 class ChatEncoder:
-    """Conversations to ids, right-padded to the longest of the call and cut at `max_tokens`."""
+    """Encodes conversations as token ids, right-padded to the longest of the call and truncated to `max_tokens`."""
 
-    empty: list[Message] = []  # noqa: RUF012 - stands for a row without words, and is never changed
+    empty: list[Message] = []  # noqa: RUF012 - text of a row without captions; never modified
 
     def __init__(self, tokenizer_json: str, chat: Chat, max_tokens: int) -> None:
         encoder = TextEncoder(tokenizer_json, max_tokens)
         self.pad_id, self.vocab_size = encoder.pad_id, encoder.vocab_size
         self._chat, self.tokenizer = chat, encoder.tokenizer
         found = (self.tokenizer.token_to_id(mark) for mark in (chat.image, chat.end))
-        self.image_id, self.end_id = (NO_IMAGE if mark is None else mark for mark in found)  # `with_marks` gives both
+        self.image_id, self.end_id = (NO_IMAGE if mark is None else mark for mark in found)
         added: dict[int, AddedToken] = self.tokenizer.get_added_tokens_decoder()
         self._marks = sorted((token.content for token in added.values() if token.special), key=len, reverse=True)
 
     def texts_of(self, row: Row) -> list[list[Message]]:
-        """What a row has to say: its conversation, or each of its captions as the answer to one question."""
+        """Return the conversation of a row, or each of its captions as the answer to `chat.question`."""
         return [row.messages] if row.messages else [self.as_conversation(text) for text in row.texts]
 
     def as_conversation(self, caption: str) -> list[Message]:
         return [{"role": "user", "content": self._chat.question}, {"role": "assistant", "content": caption}]
 
     def columns(self, conversations: list[list[Message]]) -> dict[str, np.ndarray]:
-        """input_ids int32 [N, T], num_tokens int32 [N], learned bool [N, T], image_pos int32 [N].
+        """Return input_ids int32 [N, T], num_tokens int32 [N], loss_mask bool [N, T], image_pos int32 [N].
 
-        `learned`: tokens of the assistant's words and of their end. A row whose image was cut off learns nothing.
+        `loss_mask` marks the tokens of assistant turns and their end tokens. It is empty for a row whose image token
+        was truncated.
         """
         render = [self.render(conversation) for conversation in conversations]
         rows = self.tokenizer.encode_batch([text for text, _ in render])
@@ -65,7 +66,7 @@ class ChatEncoder:
         return {"input_ids": ids, "num_tokens": num_tokens, "loss_mask": learned, "image_pos": image_pos}
 
     def prompt_and_references(self, conversations: list[list[Message]]) -> tuple[str, list[str]]:
-        """What is asked about a row's image, and what may be answered: by `words_of`, the first turns of each."""
+        """Return the question about the image of a row and the reference answers (first turns)."""
         as_conversation = next((message["content"] for message in conversations[0] if message["role"] == "user"), "")
         answers = [
             next(message["content"] for message in conversation if message["role"] == "assistant")
@@ -74,7 +75,7 @@ class ChatEncoder:
         return as_conversation, answers
 
     def render(self, conversation: list[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and the character spans that the loss covers."""
+        """Return the text of a conversation and the character spans that contribute to the loss."""
         chat, text, spans = self._chat, "", []
         image = chat.image + chat.after_image
         if not any(message["role"] == "user" for message in conversation):
@@ -92,22 +93,22 @@ class ChatEncoder:
         return text, spans
 
     def encode_prompt(self, question: str) -> tuple[np.ndarray, np.ndarray]:
-        """ids int32 [1, T] after which the model is to answer, and the place of the image int32 [1]."""
+        """Return ids int32 [1, T] of the prompt, and the position of the image token int32 [1]."""
         text, _ = self.render([{"role": "user", "content": question}])
         row = self.tokenizer.encode(text + self._chat.assistant.partition("{}")[0].rstrip())
         last = max(place for place, added in enumerate(row.special_tokens_mask) if not added)
-        ids = row.ids[: last + 1]  # without what the tokenizer closes a text with
+        ids = row.ids[: last + 1]  # without the special tokens that the tokenizer appends
         return np.array([ids], np.int32), np.array([ids.index(self.image_id)], np.int32)
 
     def _plain(self, content: str) -> str:
-        """The text without special tokens, which a user's text must not contain."""
+        """Remove special tokens from untrusted text."""
         while (found := next((mark for mark in self._marks if mark in content), None)) is not None:
-            content = content.replace(found, "")  # the rest may form another one
+            content = content.replace(found, "")  # the rest may form another token
         return content
 
 
 def add_special_tokens(tokenizer_json: str, chat: Chat) -> str:
-    """The tokenizer, with a token of its own for the image and for the end of an answer where it has none."""
+    """Add special tokens for the image and the end of an answer if the tokenizer has none."""
     tokenizer = Tokenizer.from_str(tokenizer_json)
     missing = [mark for mark in (chat.image, chat.end) if mark and tokenizer.token_to_id(mark) is None]
     if not missing:
@@ -117,9 +118,9 @@ def add_special_tokens(tokenizer_json: str, chat: Chat) -> str:
 
 
 def _tokens_in_spans(offsets: list[tuple[int, int]], added: list[int], spans: list[tuple[int, int]]) -> np.ndarray:
-    """Which tokens have letters in a span, bool [T]; those that the tokenizer adds around a text have none.
+    """Return which tokens overlap a span, bool [T]; special tokens do not.
 
-    A token may begin with the space before a span: the model that answers writes that space with its first word.
+    A token may start with the space before a span, because the model generates this space with the first word.
     """
     start, stop = np.array(offsets, np.int64).reshape(-1, 2).T
     inside = np.zeros(len(start), bool)
@@ -128,9 +129,11 @@ def _tokens_in_spans(offsets: list[tuple[int, int]], added: list[int], spans: li
     return inside & (np.array(added) == 0)
 
 
-# What of a row becomes tokens: its captions, or, where the model writes, its conversation.
 def build_encoder(tokenizer_json: str, inputs: Inputs) -> Any:
-    """The encoder that the inputs of a model ask for: all have words_of, columns, nothing, pad_id and vocab_size."""
+    """Return the encoder for the inputs of a model.
+
+    All encoders have texts_of, columns, empty, pad_id and vocab_size.
+    """
     chat = getattr(inputs, "chat", None)
     if chat is not None:
         return ChatEncoder(tokenizer_json, chat, inputs.max_tokens)
@@ -140,7 +143,7 @@ def build_encoder(tokenizer_json: str, inputs: Inputs) -> Any:
 
 
 def extend_tokenizer(tokenizer_json: str, inputs: Inputs, languages: Iterable[str] = ()) -> str:
-    """The tokenizer with the tokens that the inputs of a model need; `languages`: of the rows. Raises UsageError."""
+    """Add the tokens that the inputs of a model need; `languages` are those of the rows. Raises UsageError."""
     chat = getattr(inputs, "chat", None)
     if chat is not None:
         return add_special_tokens(tokenizer_json, chat)
@@ -149,5 +152,5 @@ def extend_tokenizer(tokenizer_json: str, inputs: Inputs, languages: Iterable[st
 
 
 def language_token_pattern(inputs: Inputs) -> str:
-    """The pattern of the tokens of languages; empty where there are none (an older export says nothing of them)."""
+    """Return the pattern of the language tokens; empty if there are none or the export is older than the setting."""
     return getattr(inputs, "language_token", "")

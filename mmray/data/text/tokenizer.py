@@ -1,8 +1,8 @@
-"""Captions: what is accepted, and how it becomes token ids.
+"""Caption cleaning and tokenization.
 
-`clean` stands in front of the prepared set; the tokenizer is trained on what it lets through, or comes from elsewhere,
-and travels as the text of its tokenizer.json. Only the light `tokenizers` package is used: data workers start in a
-fraction of the time that transformers would cost them.
+`clean_caption` validates captions before they enter a prepared set. The tokenizer is trained on these captions or
+loaded from elsewhere, and is passed on as the text of its tokenizer.json. Only the light `tokenizers` package is used,
+because importing transformers would slow down the start of data workers several times.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 MAX_CAPTION_BYTES = 64 * 1024
-MAX_TRAINING_TEXTS = 1_000_000  # more captions move a vocabulary of some thousand pieces no further, and all are held
+MAX_TRAINING_TEXTS = 1_000_000  # more hardly change a vocabulary of some thousand tokens, and all are in memory
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
-_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # Unicode's category Cc, which is never added to
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # Unicode category Cc, which is stable
 _PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>", "</s>")
 
 
 class BadText(ValueError):
-    """A caption that cannot be used; `reason` is a short word, `detail` a sentence."""
+    """An unusable caption; `reason` is a short word, `detail` a sentence."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -43,9 +43,9 @@ class BadText(ValueError):
 
 
 def clean_caption(text: str) -> str:
-    """The caption with control characters removed and runs of white space made one space.
+    """Remove control characters from a caption and collapse runs of whitespace.
 
-    Raises BadText with reason `type`, `encoding` (half a surrogate pair), `too-long` (64 KiB of UTF-8) or `blank`.
+    Raises BadText with reason `type`, `encoding` (a lone surrogate), `too-long` (64 KiB of UTF-8) or `blank`.
     """
     if not isinstance(text, str):
         raise BadText("type", f"a caption must be text, not {type(text).__name__}")
@@ -55,19 +55,19 @@ def clean_caption(text: str) -> str:
         raise BadText("encoding", f"character {error.start} is half a surrogate pair") from None
     if num_bytes > MAX_CAPTION_BYTES:
         raise BadText("too-long", f"{num_bytes} bytes are over {MAX_CAPTION_BYTES}")
-    words = " ".join(text.split())  # before controls go: tab and newline are both
+    words = " ".join(text.split())  # before control characters are removed, because tab and newline are both
     kept = " ".join(_CONTROLS.sub("", words).split())
-    if all(unicodedata.category(character) in ("Cf", "Zs") for character in kept):  # zero-width marks show nothing
+    if all(unicodedata.category(character) in ("Cf", "Zs") for character in kept):  # invisible characters
         raise BadText("blank", f"nothing to read in {text[:40]!r}")
     return kept
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
-    """A lower-casing WordPiece tokenizer (BERT's normaliser), as the text of its tokenizer.json.
+    """Train a lower-casing WordPiece tokenizer (BERT's normalizer) and return the text of its tokenizer.json.
 
-    The same texts give the same tokenizer in every process. The library's trainer alone does not: it numbers the first
-    pieces as its randomly seeded hash map yields them, and breaks ties by number. So the alphabet is numbered here.
-    Of more than a million texts the first million count.
+    Training is deterministic. The trainer of `tokenizers` alone is not: it numbers the alphabet in the order of a
+    randomly seeded hash map and breaks ties by number. So the alphabet is numbered here. Only the first million texts
+    are used.
     """
     kept = list(itertools.islice(texts, MAX_TRAINING_TEXTS))
     normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -84,11 +84,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
 
 
 def load_tokenizer(name: str, trained: str | None) -> str:
-    """The text of a tokenizer.json, for a name as `model.inputs.tokenizer` gives it.
+    """Return the text of the tokenizer.json for the value `name` of `model.inputs.tokenizer`.
 
-    `trained` is the tokenizer of the prepared set, if it has one. Other names: a directory with tokenizer.json or
-    vocab.txt, a tokenizer.json, a WordPiece vocabulary, or a name on the hub. The pad token that tokenizer_config.json
-    declares is carried as `padding`. Raises UsageError.
+    `trained` is the tokenizer of the prepared set, if it has one. Other names are a directory with tokenizer.json or
+    vocab.txt, a tokenizer.json, a WordPiece vocabulary, or a Hugging Face Hub name. The pad token of
+    tokenizer_config.json is stored as `padding`. Raises UsageError.
     """
     if name == "trained":
         if trained is None:
@@ -108,28 +108,28 @@ def load_tokenizer(name: str, trained: str | None) -> str:
 
 
 def declared_pad_id(tokenizer_json: str) -> int | None:
-    """Id of the token that the tokenizer says it pads with; None where it says nothing."""
+    """Return the id of the pad token that the tokenizer declares, or None."""
     return _declared_pad_id(Tokenizer.from_str(tokenizer_json))
 
 
 class TextEncoder:
-    """Captions to token ids, right-padded to the longest of the call and cut at `max_tokens`."""
+    """Encodes captions as token ids, right-padded to the longest of the call and truncated to `max_tokens`."""
 
-    empty = ""  # stands for a row without words
+    empty = ""  # text of a row without captions
 
     def __init__(self, tokenizer_json: str, max_tokens: int) -> None:
         self.tokenizer = Tokenizer.from_str(tokenizer_json)
         self.pad_id = _pad_id(self.tokenizer)
         self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
         self.tokenizer.no_padding()
-        self.tokenizer.enable_truncation(max_tokens)  # cuts the words, keeps [CLS] and [SEP]
+        self.tokenizer.enable_truncation(max_tokens)  # truncates the text but keeps [CLS] and [SEP]
 
     def texts_of(self, row: Row) -> list[str]:
-        """What a row has to say: its captions."""
+        """Return the captions of a row."""
         return row.texts
 
     def format_caption(self, text: str, language: str | None = None) -> str:
-        """A text as a caption of that language is tokenised (data/language.py). Raises UsageError."""
+        """Return a text as it is tokenized for this language (see LanguageEncoder). Raises UsageError."""
         if language is not None:
             raise UsageError(
                 f"a text of language {language!r}, but the model has no tokens of languages: it was trained without "
@@ -138,12 +138,12 @@ class TextEncoder:
         return text
 
     def columns(self, texts: list[str]) -> dict[str, np.ndarray]:
-        """What `encode` gives, by the names of a batch: input_ids int32 [N, T], num_tokens int32 [N]."""
+        """Return the output of `encode` as batch columns: input_ids int32 [N, T], num_tokens int32 [N]."""
         ids, num_tokens = self.encode(texts)
         return {"input_ids": ids, "num_tokens": num_tokens}
 
     def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """(ids int32 [N, T], num_tokens int32 [N]); T is the longest of these texts, at least 1."""
+        """Return (ids int32 [N, T], num_tokens int32 [N]); T is the length of the longest text, at least 1."""
         rows = [encoding.ids for encoding in self.tokenizer.encode_batch(texts)]
         num_tokens = np.array([len(row) for row in rows], dtype=np.int32)
         ids = np.full((len(rows), max(1, num_tokens.max(initial=0))), self.pad_id, dtype=np.int32)
@@ -153,16 +153,16 @@ class TextEncoder:
 
 
 def _alphabet(texts: list[str], normalizer: normalizers.Normalizer, limit: int) -> list[str]:
-    """The most frequent `limit` characters of the normalised texts, in the order of their code points."""
+    """Return the `limit` most frequent characters of the normalized texts, sorted by code point."""
     counts: Counter[str] = Counter()
-    for start in range(0, len(texts), 1000):  # one call for many texts: the call costs more than the work
+    for start in range(0, len(texts), 1000):  # batched, because the overhead of a call exceeds the work for one text
         counts.update(normalizer.normalize_str("\n".join(texts[start : start + 1000])))
     ranked = sorted((-count, character) for character, count in counts.items() if not character.isspace())
     return sorted(character for _, character in ranked[:limit])
 
 
 def _build_wordpiece(vocabulary: dict[str, int], lowercase: bool) -> Tokenizer:
-    """BERT's tokenizer over this vocabulary. Raises UsageError where it lacks a token that BERT cannot do without."""
+    """Build BERT's tokenizer with this vocabulary. Raises UsageError if a required special token is missing."""
     missing = [token for token in ("[UNK]", "[CLS]", "[SEP]", "[PAD]") if token not in vocabulary]
     if missing:
         raise UsageError(f"model.inputs.tokenizer: the vocabulary has no {', '.join(missing)}: it is not WordPiece's")
@@ -196,9 +196,9 @@ def _read_settings(file: Path) -> dict[str, Any]:
 
 
 def _with_padding(tokenizer_json: str, settings: dict[str, Any]) -> str:
-    """The tokenizer with the pad token of its tokenizer_config.json, which goes before its own, as in transformers."""
+    """Set the pad token of tokenizer_config.json; as in transformers, it overrides that of tokenizer.json."""
     pad = settings.get("pad_token")
-    pad = pad.get("content") if isinstance(pad, dict) else pad  # a token is a name, or its whole description
+    pad = pad.get("content") if isinstance(pad, dict) else pad  # a token is a string or a serialized AddedToken
     tokenizer = Tokenizer.from_str(tokenizer_json)
     pad_id = tokenizer.token_to_id(pad) if isinstance(pad, str) else None
     if pad_id is None or pad_id == _declared_pad_id(tokenizer):
@@ -208,15 +208,15 @@ def _with_padding(tokenizer_json: str, settings: dict[str, Any]) -> str:
 
 
 def _load_file(path: Path, lowercase: bool | None) -> str:
-    """A tokenizer.json as it is, or BERT's tokenizer over a vocabulary of one token a line.
+    """Load a tokenizer.json, or build BERT's tokenizer from a vocabulary with one token a line.
 
-    A vocabulary does not say whether it is lower-cased; one without a single capital letter is.
+    A vocabulary without capital letters is treated as lower-cased, because the file does not declare it.
     """
     try:
         text = path.read_text(encoding="utf-8")
         if text.lstrip().startswith("{"):
             return str(Tokenizer.from_str(text).to_str())
-    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for a file it cannot parse
+    except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception for a file it cannot parse
         raise UsageError(f"model.inputs.tokenizer: {path} cannot be read as a tokenizer: {error}") from None
     vocabulary = {token: index for index, token in enumerate(text.removesuffix("\n").split("\n"))}
     if lowercase is None:
@@ -229,7 +229,7 @@ def _load_from_hub(name: str) -> str:
         return _with_padding(str(Tokenizer.from_pretrained(name).to_str()), _hub_settings(name))
     except UsageError:
         raise
-    except Exception as error:  # noqa: BLE001 - the library raises bare Exception for every cause
+    except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception for every cause
         raise UsageError(
             f"model.inputs.tokenizer: {name!r} is no file or directory here, and the hub did not give it "
             f"({str(error).splitlines()[0][:200]}): check the name, or, where there is no network, name a directory "
@@ -238,7 +238,7 @@ def _load_from_hub(name: str) -> str:
 
 
 def _hub_settings(name: str) -> dict[str, Any]:
-    """tokenizer_config.json of a name on the hub; nothing where it has none (not where it cannot be asked)."""
+    """Return tokenizer_config.json of a Hub name; empty if the name has none, but a connection error is raised."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
@@ -253,20 +253,17 @@ def _declared_pad_id(tokenizer: Tokenizer) -> int | None:
 
 
 def _pad_id(tokenizer: Tokenizer) -> int:
-    """Id that fills up; padded positions are masked, so a tokenizer without a pad token may use any."""
+    """Return the id for padding; padded positions are masked, so any id works if the tokenizer has no pad token."""
     if (declared := _declared_pad_id(tokenizer)) is not None:
         return declared
     found = (tokenizer.token_to_id(name) for name in _PAD_NAMES)
     return next((index for index in found if index is not None), 0)
 
 
-# A token for the language of a caption, in front of its words: what `model.inputs.language_token` asks for.
-#
-# Beside text.py, and used through words.py. Each language of the training sets becomes a special token of the tokenizer
-# (`[de]` of the pattern `[{}]`), so that the tokenizer.json of a run, of its evaluation and of its export says which
-# languages a model knows. A row without a language, or with one that is not known, has no such token: as a prompt or a
-# label has none.
-MAX_LANGUAGES = 1000  # a column with more holds something else
+# Language tokens (`model.inputs.language_token`): each language of the training sets becomes a special token (`[de]`
+# with the pattern `[{}]`) in front of the caption. So tokenizer.json records the languages of a model. Prompts, labels
+# and rows without a known language have no such token.
+MAX_LANGUAGES = 1000  # a column with more values is not a language column
 _RESERVED_TOKENS = {
     *SPECIAL_TOKENS,
     "<s>",
@@ -281,7 +278,7 @@ _RESERVED_TOKENS = {
 
 
 class LanguageEncoder(TextEncoder):
-    """Captions to token ids as TextEncoder does it, those of a known language with its token before the words."""
+    """A TextEncoder that puts the language token in front of each caption of a known language."""
 
     def __init__(self, tokenizer_json: str, pattern: str, max_tokens: int) -> None:
         super().__init__(tokenizer_json, max_tokens)
@@ -298,28 +295,28 @@ class LanguageEncoder(TextEncoder):
 
     @property
     def languages(self) -> tuple[str, ...]:
-        """Those that have a token."""
+        """Languages with a token."""
         return tuple(sorted(self._marks))
 
     def texts_of(self, row: Row) -> list[str]:
-        """What a row has to say: its captions, each behind the token of the row's language where that is known."""
+        """Return the captions of a row, with the token of the row's language if it is known."""
         return [self._marks.get(row.language or "", "") + self._plain(text) for text in row.texts]
 
     def format_caption(self, text: str, language: str | None = None) -> str:
-        """A text as a caption of that language. Raises UsageError for one that has no token."""
+        """Return a text as a caption of this language. Raises UsageError if the language has no token."""
         if language is not None and language not in self._marks:
             raise UsageError(f"the model has no token for language {language!r}; it knows {', '.join(self.languages)}")
         return self._marks.get(language or "", "") + self._plain(text)
 
     def _plain(self, text: str) -> str:
-        """The words alone: what a person writes is never taken for the token of a language."""
+        """Remove language tokens from untrusted text."""
         while (found := next((mark for mark in self._marks.values() if mark in text), None)) is not None:
-            text = text.replace(found, "")  # what is left may close up to another: look again
+            text = text.replace(found, "")  # the rest may form another token
         return text
 
 
 def add_language_tokens(tokenizer_json: str, pattern: str, languages: Iterable[str]) -> str:
-    """The tokenizer with a special token for each language; one that it has keeps its id. Raises UsageError."""
+    """Add a special token for each language; an existing token keeps its id. Raises UsageError."""
     marks = [pattern.replace("{}", language) for language in sorted(languages)]
     if not marks:
         raise UsageError(
