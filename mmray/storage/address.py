@@ -8,14 +8,14 @@ from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
 
 _CREDENTIALS = re.compile(r"://[^/?]*@|[?&](access_key|secret_key|session_token)=", re.IGNORECASE)
 _LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
-# The last label starts with a letter: 127.0.0.1, 0x7f.1 and 2130706433 are all numeric addresses.
+# The last label must start with a letter, because 127.0.0.1, 0x7f.1 and 2130706433 are all numeric addresses.
 _HOST = re.compile(rf"((?:{_LABEL}\.)*(?=[a-z]){_LABEL})(?::([0-9]{{1,5}}))?")
 _HTTPS_PORT = 443
 _UNICAST, _NAT64 = IPv6Network("2000::/3"), IPv6Network("64:ff9b::/96")
 
 
 def has_credentials(address: str) -> bool:
-    """Whether an address contains a login or a key."""
+    """Return whether an address contains a login or a key."""
     return _CREDENTIALS.search(address) is not None
 
 
@@ -26,20 +26,19 @@ CREDENTIALS_REFUSED = (
 
 
 def is_url(name: str) -> bool:
-    """Whether a name is an http(s) URL."""
     return name[:8].lower().startswith(("https://", "http://"))
 
 
 def redact_url(address: str) -> str:
-    """An address without login, query and fragment, for logs (a signed URL is a secret)."""
+    """Return an address without login, query and fragment, for logs (a signed URL is a secret)."""
     redacted = re.split(r"[?#]", re.sub(r"//[^/]*@", "//", address), maxsplit=1)[0][:200]
-    return redacted.encode(errors="backslashreplace").decode()  # a redirect may not be valid UTF-8
+    return redacted.encode(errors="backslashreplace").decode()  # a redirect may be invalid UTF-8
 
 
 def parse_host(name: str) -> str:
-    """`host` or `host:port` in lower case and without the default port of https.
+    """Normalize `host` or `host:port`: lower case, without the default port of https.
 
-    Raises ValueError if it is not a host name: a numeric address, or with a scheme, path or login.
+    Raises ValueError for a numeric address or for anything with a scheme, path or login.
     """
     match = _HOST.fullmatch(name.lower())
     port = int(match[2] or _HTTPS_PORT) if match else 0
@@ -49,7 +48,7 @@ def parse_host(name: str) -> str:
 
 
 def rejection_reason(address: str, hosts: Collection[str]) -> str:
-    """Why a URL is not fetched, and the setting that would allow it; empty if it is fetched."""
+    """Return why a URL must not be fetched and which setting would allow it; empty if it may be fetched."""
     scheme, _, rest = address.partition("://")
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
     if scheme.lower() != "https":
@@ -64,10 +63,10 @@ def rejection_reason(address: str, hosts: Collection[str]) -> str:
 
 
 def is_public_ip(address: str) -> bool:
-    """Whether an IP address is on the public internet, also if it is an IPv4 address embedded in IPv6.
+    """Return whether an IP address is on the public internet; checks an IPv4 address embedded in IPv6 as well.
 
     Not public: loopback, private and link-local networks (metadata services of clouds), multicast, and 6to4 and Teredo
-    tunnels, which lead to an IPv4 address of the sender's choice.
+    tunnels, which route to an IPv4 address chosen by the sender.
     """
     try:
         ip = ip_address(address)

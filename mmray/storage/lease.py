@@ -1,13 +1,13 @@
-"""A lease on a directory: one writer at a time, even if an earlier writer is only believed to be dead.
+"""A lease on a directory: one writer at a time, even if a writer that was considered dead resumes.
 
 The lease is the file `lease/N` in the directory. N is a fencing number: it grows with every take-over and attempt, and
-whoever finds a higher number stops writing (Kleppmann 2017, Designing Data-Intensive Applications, chapter 8). On a
-file system, N is claimed by exclusive create. pyarrow has no conditional put for object stores, so each contender puts
-an object `lease/N-TOKEN` of its own and owns N only if a listing then shows no other object with N or more: the later
-of two contenders sees the object of the earlier one (S3 listings are consistent since 2020).
+a writer that finds a higher number stops writing (Kleppmann 2017, Designing Data-Intensive Applications, chapter 8). On
+a file system, N is claimed by exclusive create. pyarrow has no conditional put for object stores. There, each contender
+puts its own object `lease/N-TOKEN` and owns N only if a listing then has no other object with N or more. The later of
+two contenders sees the object of the earlier one, because S3 listings are consistent since 2020.
 
-No clocks are compared: an owner on another machine is dead if its file does not change while it is watched for
-`stale_after_s`; on this machine, a dead process is enough.
+No clocks are compared. An owner on another machine is dead if its file does not change for `stale_after_s`. On this
+machine, the process is checked.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from mmray.storage.paths import AnyPath, RemotePath, write_atomic
 
 _log = logging.getLogger(__name__)
 FOLDER = "lease"
-MAX_PAUSE_S = 1.0  # before a contender on an object store tries again
+MAX_PAUSE_S = 1.0  # before a contender on an object store retries
 
 
 class Lease:
     """The right to write into `directory`, renewed every `heartbeat_s` seconds by a thread until released.
 
-    `activity` and `advice` complete the error of a second writer: what the first one does, and what to do instead.
+    `activity` and `advice` complete the error message for a second writer: what the first one does, and what to do
+    instead.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Lease:
         self.release()
 
     def acquire(self) -> int:
-        """Take the lease, start its heartbeat and return the fencing number.
+        """Acquire the lease, start its heartbeat and return the fencing number.
 
         Raises UsageError if another process holds it or the directory is not writable. A dead owner on this machine is
         replaced at once, one on another machine after `stale_after_s` without a heartbeat.
@@ -88,7 +89,7 @@ class Lease:
         return self.fence
 
     def advance(self) -> int:
-        """Take the next fencing number, so that workers of an earlier attempt can no longer write.
+        """Advance to the next fencing number, so that workers of an earlier attempt can no longer write.
 
         Raises TrainingError if the lease is lost, StorageError if the storage fails.
         """
@@ -103,11 +104,11 @@ class Lease:
         return self.fence
 
     def check(self) -> None:
-        """Raise TrainingError if another process took the lease over, OSError if the storage fails."""
+        """Raise TrainingError if another process has taken over the lease, OSError if the storage fails."""
         check_fence(self._directory, self.fence)
 
     def release(self) -> None:
-        """Stop the heartbeat and free the lease; does nothing if it is not held."""
+        """Stop the heartbeat and release the lease, if it is held."""
         if self._thread is None:
             return
         self._released.set()
@@ -133,7 +134,7 @@ class Lease:
                 with file:
                     file.write(owner)
             except OSError:
-                path.unlink(missing_ok=True)  # an empty claim would block the next try
+                path.unlink(missing_ok=True)  # an empty claim would block the next attempt
                 raise
         else:
             path.write_text(owner)
@@ -146,7 +147,7 @@ class Lease:
         return False
 
     def _is_held(self, fence: int) -> bool:
-        """Whether the owner is alive; watches the heartbeat of an owner on another machine."""
+        """Return whether the owner is alive; waits for heartbeats of an owner on another machine."""
         beat_s, owner = self._modified_s(fence), self._owner(fence)
         if owner is None or owner.get("released"):
             return False
@@ -163,7 +164,7 @@ class Lease:
         return False
 
     def _renew(self) -> None:
-        """Write a heartbeat until released or lost; a failed write is repeated at the next heartbeat."""
+        """Write heartbeats until the lease is released or lost; a failed write is retried at the next heartbeat."""
         while not self._released.wait(self._heartbeat_s):
             fence = self.fence
             try:
@@ -175,7 +176,7 @@ class Lease:
                 continue
 
     def _beat(self, fence: int) -> None:
-        """Give the claim the current time of the storage. Raises FileNotFoundError if it is gone."""
+        """Update the modification time of the claim. Raises FileNotFoundError if it was deleted."""
         path = self._path(fence)
         if path is None:
             raise FileNotFoundError(f"lease {fence} in {self._folder} is gone")
@@ -186,7 +187,7 @@ class Lease:
             path.write_bytes(path.read_bytes())
 
     def _modified_s(self, fence: int) -> float:
-        """Time of the last heartbeat by the storage's clock; -1 if the claim is gone."""
+        """Return the time of the last heartbeat by the clock of the storage; -1 if the claim was deleted."""
         path = self._path(fence)
         try:
             if isinstance(path, Path):
@@ -197,7 +198,7 @@ class Lease:
             return -1.0
 
     def _owner(self, fence: int) -> dict[str, Any] | None:
-        """What the owner wrote: {} while it is being written, None if the claim is gone."""
+        """Return the contents of the claim: {} while it is being written, None if it was deleted."""
         path = self._path(fence)
         try:
             owner = None if path is None else json.loads(path.read_text())
@@ -213,7 +214,7 @@ class Lease:
             path.unlink(missing_ok=True)
 
     def _path(self, fence: int) -> AnyPath | None:
-        """File of a claim; on an object store this process's own one first, None if there is none."""
+        """Return the file of a claim (on an object store preferably that of this process), or None."""
         own = f"{fence}{self._suffix}"
         if isinstance(self._folder, Path):
             return self._folder / own
@@ -248,7 +249,7 @@ def _claims(folder: AnyPath) -> list[str]:
 
 
 def _fences(folder: AnyPath) -> list[int]:
-    """Fencing numbers of all claims."""
+    """Return the fencing numbers of all claims."""
     return [int(name.partition("-")[0]) for name in _claims(folder)]
 
 
@@ -258,7 +259,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _machine_id() -> str | None:
-    """Identity of this boot and PID namespace (a container has its own); None without /proc."""
+    """Return an id of this boot and PID namespace (each container has one); None without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -267,7 +268,10 @@ def _machine_id() -> str | None:
 
 
 def _start_time(pid: int) -> str | None:
-    """Start time of a process in ticks since boot, which tells it from a later one with its PID; None if it is dead."""
+    """Return the start time of a process in ticks since boot, or None if it is dead.
+
+    The start time distinguishes it from a later process with the same PID.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -277,7 +281,7 @@ def _start_time(pid: int) -> str | None:
 
 
 def _is_alive_here(owner: dict[str, Any]) -> bool | None:
-    """Whether the owner's process is alive; None if it ran on another machine."""
+    """Return whether the owner's process is alive; None if it ran on another machine."""
     machine = _machine_id()
     if machine is None or owner.get("machine") != machine or not isinstance(owner.get("pid"), int):
         return None

@@ -1,7 +1,7 @@
 """Paths on object stores with the interface of pathlib.Path, and file operations that work on both.
 
-`to_path` turns what a user typed into a `Path` or a `RemotePath`. Objects appear whole or not at all; a store has no
-folders, no appending and no renaming. Transient errors of a store are retried.
+`to_path` converts user input to a `Path` or a `RemotePath`. Object writes are atomic. A store has no folders, no
+appending and no renaming. Transient errors of a store are retried.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Stat(NamedTuple):
 
 @dataclass(frozen=True)
 class RemotePath:
-    """The path `relative` below `storage`; methods and errors are those of pathlib.Path."""
+    """The path `relative` in `storage`, with the methods and errors of pathlib.Path."""
 
     storage: Storage
     relative: str = ""
@@ -90,7 +90,7 @@ class RemotePath:
         return Stat(info.size, info.mtime.timestamp() if info.mtime is not None else 0.0)
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """Entries sorted by name. Raises FileNotFoundError if there are none."""
+        """Yield entries sorted by name. Raises FileNotFoundError if there are none."""
         system, selector = self.storage.filesystem[0], fs.FileSelector(self.key)
         infos = with_retries(lambda: system.get_file_info(selector))
         return iter([self / name for name in sorted(info.base_name for info in infos) if name])
@@ -102,7 +102,7 @@ class RemotePath:
         return self.read_bytes().decode(encoding, errors)
 
     def write_bytes(self, data: bytes) -> None:
-        """Put the object; replaces an existing one."""
+        """Write the object; an existing one is replaced."""
         with_retries(lambda: self.storage.write(self.relative, data))
 
     def write_text(self, text: str, encoding: str = "utf-8") -> None:
@@ -121,7 +121,7 @@ class RemotePath:
         with_retries(copy)
 
     def upload(self, file: Path) -> None:
-        """Put the object from a local file."""
+        """Write the object from a local file."""
 
         def copy() -> None:
             with file.open("rb") as source, self.storage.open_output(self.relative) as target:
@@ -130,7 +130,7 @@ class RemotePath:
         with_retries(copy)
 
     def copy(self, other: RemotePath) -> None:
-        """Put another object with the same bytes."""
+        """Write another object with the same bytes."""
 
         def copy() -> None:
             system = self.storage.filesystem[0]
@@ -140,7 +140,7 @@ class RemotePath:
         with_retries(copy)
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
-        """Do nothing: stores have no folders."""
+        """Do nothing, because stores have no folders."""
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Delete the object."""
@@ -157,7 +157,7 @@ AnyPath = Path | RemotePath
 
 
 def to_path(address: str | AnyPath) -> AnyPath:
-    """The path a user typed: absolute if local, a RemotePath if it is an address (s3://bucket/prefix)."""
+    """Convert user input to a path: absolute if local, a RemotePath for an address (s3://bucket/prefix)."""
     if isinstance(address, RemotePath):
         return address
     if "://" in str(address):
@@ -166,7 +166,7 @@ def to_path(address: str | AnyPath) -> AnyPath:
 
 
 def write_atomic(path: AnyPath, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically."""
     if isinstance(path, RemotePath):
         path.write_text(text)
         return
@@ -177,7 +177,7 @@ def write_atomic(path: AnyPath, text: str) -> None:
 
 @contextmanager
 def open_for_upload(path: AnyPath) -> Iterator[Path]:
-    """Yield a local file to write; it is at `path` after the block succeeds."""
+    """Yield a local file to write; it is uploaded to `path` after the block succeeds."""
     if not isinstance(path, RemotePath):
         path.parent.mkdir(parents=True, exist_ok=True)
         yield path
@@ -200,9 +200,9 @@ def local_copy(path: AnyPath) -> Iterator[Path]:
 
 @contextmanager
 def staged_upload(path: AnyPath, names: Sequence[str]) -> Iterator[Path]:
-    """Yield a local folder for the files `names`, which are in the folder `path` after the block succeeds.
+    """Yield a local folder for the files `names`; they are moved to the folder `path` after the block succeeds.
 
-    On an object store the last file is put only after all others are complete.
+    On an object store the last file is written only after all others are complete.
     """
     if not isinstance(path, RemotePath):
         path.mkdir(parents=True, exist_ok=True)
@@ -241,7 +241,7 @@ def move_tree(path: AnyPath, target: AnyPath) -> None:
 
 
 def append_line(path: AnyPath, line: bytes) -> None:
-    """Append a line to a file with several writers; on an object store as a part of its own until `merge_parts`."""
+    """Append a line to a file with several writers; on an object store as a separate part until `merge_parts`."""
     if isinstance(path, RemotePath):
         part = f"{time.time_ns():020}-{uuid.uuid4().hex[:8]}"
         (_parts(path) / part).write_bytes(line + b"\n")
@@ -251,7 +251,7 @@ def append_line(path: AnyPath, line: bytes) -> None:
 
 
 def merge_parts(path: AnyPath) -> None:
-    """Merge the parts that `append_line` wrote on an object store; called by one process only."""
+    """Merge the parts that `append_line` wrote on an object store; call it from one process only."""
     if not isinstance(path, RemotePath) or not _parts(path).is_dir():
         return
     before = path.read_bytes() if path.exists() else b""

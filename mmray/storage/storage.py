@@ -1,6 +1,6 @@
 """Files in a folder of a local disk or an object store, addressed by names relative to the folder (pyarrow.fs).
 
-A written file appears whole or not at all: locally it is renamed into place, on a store it is put when it is closed.
+Writes are atomic: a local file is renamed from a temporary name, and an object appears when it is closed.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ T = TypeVar("T")
 SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs")
 TEMP_SUFFIX = ".unfinished"
 ATTEMPTS, MAX_WAIT_S = 5, 20.0
-PERMANENT_ERRORS = (  # answers of S3 that a retry does not change
+PERMANENT_ERRORS = (  # S3 errors that a retry does not fix
     "ACCESS_DENIED",
     "INVALID_ACCESS_KEY_ID",
     "INVALID_CLIENT_TOKEN_ID",
     "NO_SUCH_BUCKET",
     "SIGNATURE_DOES_NOT_MATCH",
 )
-MAX_GAP_BYTES = 1 << 20  # about what a store sends in the time of one more request
+MAX_GAP_BYTES = 1 << 20  # about as much as a store sends during the latency of one request
 MAX_REQUEST_BYTES = 16 << 20
 MAX_PARALLEL = 8
-MAX_OPEN = 4096  # no file descriptors, but opening costs a request
+MAX_OPEN = 4096  # uses no file descriptors, but opening costs a request
 
 
 @dataclass(frozen=True)
@@ -51,25 +51,25 @@ class Storage:
     def __post_init__(self) -> None:
         if has_credentials(self.address):
             raise UsageError(f"{self.address.partition('?')[0].rpartition('@')[2]}: {CREDENTIALS_REFUSED}")
-        if "://" not in self.address:  # absolute: another process may have another working directory
+        if "://" not in self.address:  # absolute, because another process may have another working directory
             object.__setattr__(self, "address", str(Path(self.address).expanduser().absolute()))
 
     @classmethod
     def split(cls, address: str) -> tuple[Storage, str]:
-        """The folder of a file and the file's name; options of a URI (`?endpoint_override=`) stay with the folder."""
+        """Split a path into the folder and the file name; URI options (`?endpoint_override=`) stay with the folder."""
         head, mark, options = address.partition("?") if "://" in address else (address, "", "")
         folder, _, name = head.rpartition("/")
         return cls((folder or ("/" if head.startswith("/") else ".")) + mark + options), name
 
     @cached_property
     def filesystem(self) -> tuple[fs.FileSystem, str]:
-        """The file system and the folder's path in it. Raises UsageError for an unsupported address."""
+        """File system and the folder's path in it. Raises UsageError for an unsupported address."""
         system, root = open_filesystem(self.address)
         return system, root.rstrip("/") if "://" in self.address else root
 
     @cached_property
     def local_path(self) -> Path | None:
-        """The folder as a path if it is on a local file system."""
+        """The folder as a path, or None if it is not on a local file system."""
         system, root = self.filesystem
         return Path(root) if isinstance(system, fs.LocalFileSystem) else None
 
@@ -83,12 +83,12 @@ class Storage:
         return system.get_file_info(f"{root}/{name}".rstrip("/"))
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None if it does not exist."""
+        """Return the size of a file in bytes; None if it does not exist."""
         info = self._info(name)
         return info.size if info.type == fs.FileType.File else None
 
     def size_and_mtime(self, name: str) -> tuple[int | None, int | None]:
-        """Bytes and modification time (ns) of a file, None where the store has none. Raises FileNotFoundError."""
+        """Return size in bytes and mtime (ns); None for what the store does not have. Raises FileNotFoundError."""
         info = self._info(name)
         if info.type != fs.FileType.File:
             raise FileNotFoundError(f"{self.address}/{name} does not exist")
@@ -98,7 +98,7 @@ class Storage:
         return bool(self._info(name).type == fs.FileType.Directory)
 
     def list_files(self, folder: str = "") -> list[str]:
-        """Names of all files below a folder, sorted, relative to this one."""
+        """Return the names of all files below a folder, sorted, relative to this storage."""
         system, root = self.filesystem
         path = f"{root}/{folder}".rstrip("/")
         if self.local_path is not None:
@@ -107,11 +107,11 @@ class Storage:
         return sorted(info.path[len(root) :].lstrip("/") for info in infos if info.type == fs.FileType.File)
 
     def listdir(self, folder: str = "") -> list[str]:
-        """Sorted names in a folder; empty if it does not exist."""
+        """Return the sorted names in a folder; empty if it does not exist."""
         system, root = self.filesystem
         if self.local_path is not None:
             path = self.local_path / folder
-            return sorted(os.listdir(path)) if path.exists() else []  # noqa: PTH208 - names alone
+            return sorted(os.listdir(path)) if path.exists() else []  # noqa: PTH208 - names only
         selector = fs.FileSelector(f"{root}/{folder}".rstrip("/"), allow_not_found=True)
         return sorted(info.base_name for info in system.get_file_info(selector))
 
@@ -131,7 +131,7 @@ class Storage:
         return system.open_input_file(f"{root}/{name}")
 
     def read(self, name: str) -> bytes:
-        """All bytes of a file."""
+        """Return all bytes of a file."""
         with self.open(name) as file:
             return bytes(file.readall())
 
@@ -152,7 +152,7 @@ class Storage:
         stream = system.open_output_stream(target)
         try:
             yield stream
-        except BaseException:  # pyarrow cannot abort an upload: closing it puts what was written, so delete that
+        except BaseException:  # pyarrow cannot abort an upload: closing it writes the partial object, so delete that
             with suppress(OSError):
                 stream.close()
                 system.delete_file(target)
@@ -160,7 +160,7 @@ class Storage:
         stream.close()
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a whole file."""
+        """Write a complete file."""
         with self.open_output(name) as stream:
             stream.write(data)
 
@@ -170,13 +170,13 @@ class Storage:
         system.delete_file(f"{root}/{name}")
 
     def delete_tree(self, folder: str) -> None:
-        """Delete a folder and all of its files."""
+        """Delete a folder and all its files."""
         system, root = self.filesystem
         system.delete_dir(f"{root}/{folder}".rstrip("/"))
 
 
 def open_filesystem(address: str) -> tuple[fs.FileSystem, str]:
-    """File system and path of a local path or URI. Raises UsageError for a scheme that is not in SCHEMES."""
+    """Return file system and path of a local path or URI. Raises UsageError for a scheme that is not in SCHEMES."""
     scheme, mark, rest = address.partition("://")
     if not mark:
         return fs.LocalFileSystem(), address
@@ -184,8 +184,8 @@ def open_filesystem(address: str) -> tuple[fs.FileSystem, str]:
         raise UsageError(f"{address} cannot be opened: use a local path or an address with {', '.join(SCHEMES)}.")
     path, mark, options = rest.partition("?")
     authority, slash, path = path.partition("/")
-    uri = f"{scheme}://{authority}{slash}{quote(path, safe='/%')}{mark}{options}"  # a typed path may have spaces
-    if scheme == "s3" and "allow_delayed_open" not in uri:  # small objects in one request, empty uploads in none
+    uri = f"{scheme}://{authority}{slash}{quote(path, safe='/%')}{mark}{options}"  # user input may contain spaces
+    if scheme == "s3" and "allow_delayed_open" not in uri:  # small objects in one request, no request for empty uploads
         uri += f"{'&' if mark else '?'}allow_delayed_open=true"
     try:
         system, root = fs.FileSystem.from_uri(uri)
@@ -195,9 +195,9 @@ def open_filesystem(address: str) -> tuple[fs.FileSystem, str]:
 
 
 def _walk(folder: str, prefix: str, above: tuple[str, ...] = ()) -> Iterator[str]:
-    """Regular files below a local folder with `prefix` before their names; follows links, but not in a circle.
+    """Yield the regular files below a local folder, with `prefix` before their names; follows links, but no cycles.
 
-    Not pyarrow's selector, which stops at the first name that is not UTF-8.
+    pyarrow's selector is not used, because it stops at the first name that is not UTF-8.
     """
     real = os.path.realpath(folder)
     if real in above:
@@ -246,7 +246,7 @@ class ByteRange(NamedTuple):
 
 
 def coalesce_ranges(spans: Sequence[tuple[int, int]]) -> list[ByteRange]:
-    """Merge spans (start, stop) of a file, in any order, into few requests; sorted by start."""
+    """Merge spans (start, stop) of a file, in any order, into few requests, sorted by start."""
     ranges: list[ByteRange] = []
     for index in sorted(range(len(spans)), key=lambda each: spans[each]):
         start, stop = spans[index]
@@ -259,7 +259,7 @@ def coalesce_ranges(spans: Sequence[tuple[int, int]]) -> list[ByteRange]:
 
 
 class RangeReader:
-    """Reads ranges of files of a storage and keeps them open; safe for threads, cheap to pickle."""
+    """Reads ranges of files of a storage and keeps the files open; thread-safe, cheap to pickle."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage, self._lock = storage, threading.Lock()
@@ -269,7 +269,7 @@ class RangeReader:
         return RangeReader, (self._storage,)
 
     def read(self, file: str, start: int, stop: int) -> bytes:
-        """Bytes start..stop of a file. Raises OSError, or ValueError if the file is shorter."""
+        """Return the bytes start..stop of a file. Raises OSError, or ValueError if the file is shorter."""
         data = bytes(with_retries(lambda: self._open(file).read_at(stop - start, start)))
         if len(data) != stop - start:
             raise ValueError(f"{self._storage.address}/{file} ends at byte {start + len(data)}, before byte {stop}")
@@ -280,7 +280,7 @@ class RangeReader:
             if file in self._files:
                 self._files.move_to_end(file)
                 return self._files[file]
-        opened = self._storage.open(file)  # a request: not under the lock
+        opened = self._storage.open(file)  # costs a request, so it is not done under the lock
         with self._lock:
             self._files[file] = opened
             if len(self._files) > MAX_OPEN:

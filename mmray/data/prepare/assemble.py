@@ -1,6 +1,6 @@
-"""Finished chunks become a prepared set: deduplication over all of them, quarantine, tokenizer, manifest.
+"""Assemble finished chunks into a prepared set: deduplication, quarantine, tokenizer, manifest.
 
-Runs on the driver after the Ray job, over the records of the chunks. Memory holds digests and one record.
+Runs on the driver after the Ray job, on the records of the chunks. Only digests and one record are in memory.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
     from mmray.config import Prepare
 
 NONE = -1
-HELD_OUT = ("test", "val", "valid", "validation", "dev", "eval")  # names of splits that are not trained on
+HELD_OUT = ("test", "val", "valid", "validation", "dev", "eval")  # held-out splits, which are not trained on
 
 
 def parse_digests(hexadecimal: Sequence[str]) -> np.ndarray:
-    """The first 128 bits of hex digests: uint64 [N, 2]."""
+    """Return the first 128 bits of hex digests: uint64 [N, 2]."""
     joined = bytes.fromhex("".join(digest[:32] for digest in hexadecimal))
     return np.frombuffer(joined, dtype=">u8").astype(np.uint64).reshape(-1, 2)
 
 
 def hash_texts(texts: Sequence[str]) -> np.ndarray:
-    """128-bit hash of each text: uint64 [N, 2]."""
+    """Return a 128-bit hash of each text: uint64 [N, 2]."""
     return parse_digests([hashlib.blake2b(text.encode(), digest_size=16).hexdigest() for text in texts])
 
 
 def first_occurrence(values: np.ndarray) -> np.ndarray:
-    """Index of the first row equal to each row of `values` [N, 2]; -1 for the first itself."""
+    """Return the index of the first row equal to each row of `values` [N, 2]; -1 for the first itself."""
     order = np.lexsort((values[:, 1], values[:, 0]))  # stable: of equal rows the earliest comes first
     ordered = values[order]
     is_first = np.ones(len(values), dtype=bool)
@@ -54,7 +54,7 @@ def first_occurrence(values: np.ndarray) -> np.ndarray:
 
 
 class Duplicates(NamedTuple):
-    """The kept row with the same key, content or captions as each row: int64 [N], -1 for none."""
+    """For each row, the kept row with the same key, content or captions: int64 [N], -1 for none."""
 
     same_key: np.ndarray
     same_content: np.ndarray
@@ -69,11 +69,11 @@ def match_duplicates(
     rule: Literal["image", "row", "text", "keep"],
     held_out: np.ndarray,
 ) -> Duplicates:
-    """Find the rows that repeat another, each for one reason.
+    """Find the rows that duplicate another, each for one reason.
 
     Arguments are digests [N, 2] in source order (of keys, images, images with captions, captions) and which rows are in
-    a held-out split, bool [N]. Of equal rows a held-out one is kept, else the earliest. A repeated key is a fault under
-    each rule, and such a row never counts as the original.
+    a held-out split, bool [N]. Of equal rows a held-out one is kept, otherwise the earliest. A duplicate key is an
+    error under each rule, and such a row is never the original of another.
     """
     same_key = first_occurrence(keys)
     same_content, same_text = (np.full(len(keys), NONE, dtype=np.int64) for _ in range(2))
@@ -94,9 +94,10 @@ def match_duplicates(
 
 
 def _first_kept_occurrence(images: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, ...]:
-    """The earlier kept row with the same images as each row, else the one with the same captions; -1 for none.
+    """Return the earlier kept row with the same images, otherwise the one with the same captions; -1 for none.
 
-    Row by row: a row that is dropped for its captions must not cause another with its image to be dropped.
+    Works row by row, because a row that is dropped for its captions must not cause another row with its image to be
+    dropped.
     """
     groups = [
         np.where(first == NONE, np.arange(len(first)), first)
@@ -117,16 +118,16 @@ def _first_kept_occurrence(images: np.ndarray, texts: np.ndarray) -> tuple[np.nd
 
 @dataclass(frozen=True)
 class DedupResult:
-    """Rows that repeat another, and rows that are dropped as leaks."""
+    """Duplicate rows, and rows that are dropped as leaks."""
 
     same: Duplicates
-    num_leaks: int  # rows with the image of a row in another split
+    num_leaks: int  # rows whose image is also in another split
     num_same_text: int = 0  # kept rows with the captions of an earlier one
     leaked: dict[int, str] = field(default_factory=dict)  # row -> detail in the quarantine
 
     @cached_property
     def first(self) -> np.ndarray:
-        """The row for which each duplicate is dropped; -1 for rows that are kept."""
+        """The original of each duplicate; -1 for rows that are kept."""
         return np.max(self.same, axis=0)  # each has at most one reason
 
     @property
@@ -138,7 +139,7 @@ class DedupResult:
 
     @property
     def num_rows(self) -> int:
-        """Packed rows, duplicates included."""
+        """Number of packed rows, including duplicates."""
         return len(self.same.same_key)
 
     @property
@@ -147,7 +148,7 @@ class DedupResult:
 
 
 def find_duplicates(out: Storage, chunks: Iterable[int], rule: Any) -> DedupResult:
-    """Duplicates among the rows of these chunks, in source order."""
+    """Find duplicates in the rows of these chunks, in source order."""
     columns: list[tuple[np.ndarray, ...]] = []
     for _, record in records(out, chunks):
         rows = record["rows"]
@@ -167,7 +168,7 @@ def write_quarantine(
 ) -> tuple[list[Shard], Counter[str], Counter[str]]:
     """Write quarantine.jsonl; return the shards with their dropped rows, counts by reason, kept rows by language.
 
-    One object a line, in source order: key, source (`file:line`), stage, reason, detail.
+    One object per line, in source order: key, source (`file:line`), stage, reason, detail.
     """
     shards: list[Shard] = []
     reasons: Counter[str] = Counter()
@@ -187,7 +188,7 @@ def write_quarantine(
 
 
 def default_splits(shards: list[Shard]) -> tuple[list[Shard], dict[str, int]]:
-    """Shards, and rows of each split; if some rows have a split, those without one are `train`."""
+    """Return the shards and the rows of each split; if some rows have a split, those without one are `train`."""
     if any(shard.split for shard in shards):
         shards = [shard if shard.split else replace(shard, split="train") for shard in shards]
     splits: Counter[str] = Counter()
@@ -198,7 +199,7 @@ def default_splits(shards: list[Shard]) -> tuple[list[Shard], dict[str, int]]:
 
 
 def fit_tokenizer(out: Storage, shards: list[Shard], vocab_size: int) -> str | None:
-    """A tokenizer trained on the captions outside the held-out splits; None if there are none."""
+    """Return a tokenizer trained on the captions outside the held-out splits; None if there are none."""
     used = [shard for shard in shards if shard.split not in HELD_OUT and shard.num_live]
     if not vocab_size or not used:
         return None
@@ -217,7 +218,6 @@ def make_manifest(
     box_names: dict[str, str],
     class_names: tuple[str, ...],
 ) -> Manifest:
-    """Manifest of a finished set."""
     shards, splits = default_splits([shard for shard in shards if shard.num_live])
     num_rows = sum(shard.num_live for shard in shards)
     return Manifest(
@@ -241,7 +241,7 @@ def make_manifest(
 
 
 class _Originals:
-    """Key and split of the rows that others repeat, collected while the records pass in source order."""
+    """Key and split of the originals of duplicates, collected while iterating over the records in source order."""
 
     def __init__(self, found: DedupResult, out: Storage, chunks: Iterable[int]) -> None:
         self.found = found
@@ -260,7 +260,7 @@ class _Originals:
                 self.known[row] = (key, record["shards"][shard]["split"])
 
     def faults(self, record: dict[str, Any], start: int) -> list[dict[str, Any]]:
-        """Quarantine entries of the duplicates and leaks in a record whose first row is row `start` of the set."""
+        """Return quarantine entries of the duplicates and leaks of a record; its first row is row `start` of the set."""
         self._collect(record, start)
         rows, faults = record["rows"], []
         columns = (rows["line"], rows["origin"], rows["key"], rows["shard"])
@@ -286,7 +286,7 @@ class _Originals:
 
 
 def records(out: Storage, chunks: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(chunk, record) of finished chunks. Raises DataError if one no longer exists."""
+    """Yield (chunk, record) of finished chunks. Raises DataError if one no longer exists."""
     for index in chunks:
         record = read_record(out, index)
         if record is None:
@@ -295,14 +295,14 @@ def records(out: Storage, chunks: Iterable[int]) -> Iterator[tuple[int, dict[str
 
 
 def _with_dropped_rows(record: dict[str, Any], dropped: np.ndarray) -> list[Shard]:
-    """Shards of a record with the numbers of their dropped rows."""
+    """Return the shards of a record with the numbers of their dropped rows."""
     shard_of = np.asarray(record["rows"]["shard"], np.int64)
     drops = (np.flatnonzero(dropped[: len(shard_of)][shard_of == number]) for number in range(len(record["shards"])))
     return [replace(shard, dropped=tuple(drop.tolist())) for shard, drop in zip(shards_of(record), drops, strict=True)]
 
 
 def _texts(out: Storage, shard: Shard) -> Iterator[str]:
-    """Captions of the kept rows of a shard; images are not read."""
+    """Yield the captions of the kept rows of a shard; images are not read."""
     dropped, row = set(shard.dropped), 0
     only_texts = pa.ipc.IpcReadOptions(included_fields=[2])
     with pa.ipc.open_file(out.open(shard.file, mapped=True), options=only_texts) as reader:

@@ -1,9 +1,9 @@
-"""Raw rows to a prepared set.
+"""Prepare pipeline: raw rows to a prepared set.
 
-    scan the source into chunks  ->  pack the chunks that are not done (Ray)  ->  deduplicate  ->  manifest
+Scan the source into chunks, pack the chunks that are not done (Ray), deduplicate, write the manifest.
 
 A chunk is done when its record exists. So a killed prepare resumes, a source that grew is appended to, and a larger
-error budget reuses all work. manifest.json is written last; without it the folder is not a prepared set.
+error budget reuses all finished work. manifest.json is written last; without it the folder is not a prepared set.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Progress:
     done_rows: int
     total_rows: int  # 0 during the scan
     bad_rows: int = 0
-    kept_rows: int = 0  # of the done ones: finished by an earlier prepare
+    kept_rows: int = 0  # of the done rows: finished by an earlier prepare
 
 
 OnProgress = Callable[[Progress], None]
@@ -83,7 +83,7 @@ def prepare(
 
 
 def make_job(source: str, out: str, settings: Prepare) -> PrepareJob:
-    """The settings that determine how a chunk is packed. Raises DataError and UsageError if the source is invalid."""
+    """Return the settings that determine how a chunk is packed. Raises DataError and UsageError."""
     return PrepareJob(
         source=detect_source(source, settings.format),
         out=Storage(out).address,
@@ -159,7 +159,7 @@ def _check_contamination(
     progress: OnProgress,
     notify: Notify,
 ) -> tuple[assemble.DedupResult, dict[str, Any]]:
-    """The result with the leaks to drop, and the manifest's summary, if a check is asked for."""
+    """Return the result with the leaks to drop, and the manifest summary, if the check is enabled."""
     if not contamination.is_enabled(settings):
         return found, {}
     leaked, summary = contamination.check_contamination(
@@ -175,7 +175,7 @@ def _check_contamination(
 
 
 def _scan(job: PrepareJob, progress: OnProgress) -> list[SourceChunk]:
-    """Chunks of the source, with the same ends as in an earlier prepare under the same settings."""
+    """Return the chunks of the source, with the same ends as in an earlier prepare with the same settings."""
     out, digest = Storage(job.out), job.digest()
     records = (read_record(out, index) for index in range(len(out.listdir(PARTS))))
     stops = {record["chunk"]["stop"] for record in records if record and record["job"] == digest}
@@ -192,13 +192,13 @@ def _source_uri(job: PrepareJob) -> str:
 
 
 def _total_rows(chunks: list[SourceChunk]) -> int | None:
-    """Rows of these chunks; None if some are counted only while they are read."""
+    """Return the number of rows of these chunks; None if some are only counted while they are read."""
     counts = [chunk.num_rows for chunk in chunks if chunk.num_rows is not None]
     return sum(counts) if len(counts) == len(chunks) else None
 
 
 def _record_rows(record: dict[str, Any] | None) -> int:
-    """Good and bad rows of a record."""
+    """Return the number of rows of a record, good and bad."""
     return len(record["rows"]["key"]) + len(record["faults"]) if record else 0
 
 
@@ -207,7 +207,7 @@ def _pack(
 ) -> tuple[list[int], bool]:
     """Pack the chunks that are not done; return the indices of the done ones, and whether too many rows are bad.
 
-    Ends early in that case, if the number of rows is known beforehand.
+    Stops early in that case, if the number of rows is known in advance.
     """
     out, max_bad = Storage(job.out), None if total is None else max_bad_rows(settings.max_bad_fraction, total)
     done: list[int] = []
@@ -222,7 +222,7 @@ def _pack(
         rows, bad = rows + _record_rows(record), bad + len(record["faults"])
     kept, over = rows, max_bad is not None and bad > max_bad
     progress(Progress("pack", rows, _estimate_total(total, rows, done, chunks), bad, kept))
-    with closing(pack_chunks(job, [] if over else todo)) as results:  # an error of `progress` ends the job too
+    with closing(pack_chunks(job, [] if over else todo)) as results:  # an error in `progress` also stops the job
         for index, num_rows, num_bad in results:
             done.append(index)
             rows, bad = rows + num_rows, bad + num_bad
@@ -233,19 +233,19 @@ def _pack(
 
 
 def _estimate_total(total: int | None, rows: int, done: list[int], chunks: list[SourceChunk]) -> int:
-    """Rows in total; if not known, estimated from the chunks that are done."""
+    """Return the number of rows; estimated from the finished chunks if it is unknown."""
     return total if total is not None else round(rows * len(chunks) / max(1, len(done)))
 
 
 def pack_chunks(job: PrepareJob, chunks: list[SourceChunk]) -> Generator[tuple[int, int, int], None, None]:
-    """(index, rows, bad rows) of each chunk, in order of completion."""
+    """Yield (index, rows, bad rows) of each chunk, in order of completion."""
     with closing(map_tasks(partial(_pack_task, job=job), [asdict(chunk) for chunk in chunks])) as results:
         for result in results:
             yield result["index"], result["num_rows"], result["num_bad"]
 
 
 def _pack_task(item: dict[str, Any], job: PrepareJob) -> Result:
-    """The Ray task: pack one chunk. If its worker dies, Ray retries it, and images are decoded in a child process."""
+    """Ray task: pack one chunk. Ray retries it if its worker dies; the retry decodes images in a child process."""
     chunk = SourceChunk(**item)
     name, where = record_path(chunk.index), f"{chunk.file} from row {chunk.first_line}"
     try:
@@ -269,7 +269,7 @@ def _is_continued(before: Manifest, job: PrepareJob, chunks: list[SourceChunk]) 
 
 
 def _identity(job: PrepareJob, chunks: list[SourceChunk]) -> dict[str, Any]:
-    """What identifies a source; with --index-only its address too, because the images stay there."""
+    """Return what identifies a source; with --index-only its address too, because the images stay there."""
     digest = hashlib.sha256("".join(chunk.sha256 for chunk in chunks).encode()).hexdigest()
     identity = {
         "name": job.source.display_name,
@@ -281,12 +281,12 @@ def _identity(job: PrepareJob, chunks: list[SourceChunk]) -> dict[str, Any]:
 
 
 def _source_location(job: PrepareJob) -> dict[str, str]:
-    """Location of the source, for a report that shows quarantined rows; it may have moved since."""
+    """Return the location of the source, for a report that shows quarantined rows; it may have moved since."""
     return {"format": job.source.format, "folder": job.source.address, "file": job.source.name}
 
 
 def _write_tokenizer(out: Storage, shards: list[assemble.Shard], settings: Prepare, before: Manifest | None) -> bool:
-    """Train the tokenizer, but keep that of a set that grew, because models were trained with it."""
+    """Train the tokenizer. A set that grew keeps its tokenizer, because models were trained with it."""
     if before is not None and before.tokenizer and before.settings["vocab_size"] == settings.vocab_size:
         return True
     text = assemble.fit_tokenizer(out, shards, settings.vocab_size)
@@ -300,10 +300,10 @@ _NO_NAME = re.compile(r"[^\w.-]+")
 
 
 def ensure_prepared(source: str, cache: str, settings: Prepare, notify: Notify, progress: OnProgress) -> AnyPath:
-    """Return the folder of the prepared set `source`; a raw source is prepared first. Ray must be initialised.
+    """Return the folder of the prepared set `source`; a raw source is prepared first. Ray must be initialized.
 
-    A raw source goes to CACHE/NAME-HASH. The hash is of its address and of all settings but the error budget, so the
-    next run finds it. Raises DataError and UsageError.
+    A raw source is prepared into CACHE/NAME-HASH. The hash covers its address and all settings except the error budget,
+    so the next run finds it. Raises DataError and UsageError.
     """
     if source == "sample":
         if isinstance(to_path(cache), RemotePath):

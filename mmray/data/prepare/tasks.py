@@ -1,4 +1,4 @@
-"""Ray Data jobs of many small tasks: pack a chunk, hash a shard. Items and results travel as JSON."""
+"""Ray Data jobs of many small tasks: pack a chunk, hash a shard. Items and results are sent as JSON."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mmray.cluster.placement import physical_cores_if_local
 from mmray.errors import MmrayError, ResourceError
 from mmray.storage.storage import Storage
 
-MAX_TASKS = 2000  # of more items, several share a task
+MAX_TASKS = 2000  # with more items, several share a task
 TASKS_PER_CORE = 10
-MAX_ATTEMPTS = 3  # at an item whose worker dies; from the second on, images are decoded in a child process
+MAX_ATTEMPTS = 3  # per item whose worker dies; from the second on, images are decoded in a child process
 # Ray retries a task forever if its worker dies. This bounds tasks that die before they start an item, and must leave
 # room for the attempts of several items in one task.
 MAX_RETRIES = 50
@@ -33,9 +33,9 @@ T = TypeVar("T")
 
 
 def map_tasks(work: Work, items: Sequence[Any]) -> Generator[Result, None, None]:
-    """Results of `work(item)` in order of completion.
+    """Yield the results of `work(item)` in order of completion.
 
-    Raises the MmrayError that `work` raised, MmrayError for any other exception of it, and ResourceError if workers
+    Raises an MmrayError of `work` unchanged, MmrayError for any other exception of it, and ResourceError if workers
     keep dying.
     """
     if not items:
@@ -58,17 +58,17 @@ def map_tasks(work: Work, items: Sequence[Any]) -> Generator[Result, None, None]
             if "error" in result:
                 raise getattr(errors, result["error"])(result["message"])
             yield result
-    except ray.exceptions.RayTaskError:  # also a RayError; the task itself could not be started
+    except ray.exceptions.RayTaskError:  # also a RayError; the task could not be started
         raise
     except ray.exceptions.RayError as error:
         raise ResourceError(f"prepare workers died: {error}\n{RESUME_HINT}") from error
 
 
 def contain_crashes(work: Callable[[bool], T], out: Storage, name: str, what: str) -> T:
-    """Return `work(sandboxed)`, where `sandboxed` says to decode images in a child process.
+    """Return `work(sandboxed)`; if `sandboxed`, it must decode images in a child process.
 
     It is False at first, and True after this item killed its worker or ran out of memory. The file `name`.attempt
-    counts the workers that died: a retried task reads it. Raises ResourceError after MAX_ATTEMPTS.
+    counts the workers that died, for the retried task. Raises ResourceError after MAX_ATTEMPTS.
     """
     name += ATTEMPT_SUFFIX
     deaths = int(out.read(name)) if out.size(name) else 0
@@ -90,7 +90,7 @@ def contain_crashes(work: Callable[[bool], T], out: Storage, name: str, what: st
 
 
 def _run_item(batch: dict[str, np.ndarray], work: Work) -> dict[str, np.ndarray]:
-    """The Ray task. Errors are returned, because Ray would rerun the task."""
+    """Ray task. Errors are returned, because Ray would retry a task that raises."""
     try:
         result = work(orjson.loads(str(batch["item"][0])))
     except MmrayError as error:
@@ -104,10 +104,10 @@ def _run_item(batch: dict[str, np.ndarray], work: Work) -> dict[str, np.ndarray]
 
 
 def _max_concurrency(tasks: int) -> int | None:
-    """Number of tasks that run at once; None: one for each CPU of the cluster.
+    """Return the maximum number of concurrent tasks; None: one for each CPU of the cluster.
 
-    A worker process costs two core-seconds to start, so there are no more of them than cores. Many tasks get one more:
-    each worker waits a fifth of a second for its next task.
+    A worker process costs two core-seconds to start, so there are no more of them than cores. With many tasks there is
+    one more, because each worker waits 0.2 s for its next task.
     """
     cores = physical_cores_if_local()
     if cores is None:
