@@ -2,7 +2,7 @@
 
     ray job submit --working-dir . -- python jobs/export.py /shared/runs/resnet50-bert /shared/exported/resnet50-bert
 
-It runs on the head node only.
+The export runs on the head node only.
 """
 
 import sys

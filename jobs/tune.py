@@ -3,7 +3,7 @@ r"""Search batch shapes or other settings; the best trial becomes a recipe for j
     ray job submit --working-dir . -- python jobs/tune.py resnet50-bert --data.train /shared/prepared/my \
       --run.storage /shared/runs --space batch.micro=16,32,64 --space batch.accumulation=1,2
 
-As many trials run at a time as fit on the cluster; `--concurrency` limits them.
+As many trials run concurrently as fit on the cluster; `--concurrency` sets a limit.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""`python -m mmray`: the mmray command where its script is not on the path."""
+"""Entry point of `python -m mmray`."""
 
 from mmray.cli import main
 

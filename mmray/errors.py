@@ -1,7 +1,7 @@
-"""All errors for users, each with its exit code.
+"""Errors reported to users, each with an exit code.
 
 Exit codes: 0 success, 2 usage, 3 training failed, 4 resources not available, 5 data over its error budget,
-130 interrupted. A message states the problem, the value, its location, and what to do next.
+130 interrupted. A message has the problem, the value, its location, and what to do next.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ INTERRUPTED = 130
 
 
 class MmrayError(Exception):
-    """Base of all errors that are printed without a traceback."""
+    """Base of errors that are printed without a traceback."""
 
     exit_code = 1
 
@@ -38,7 +38,7 @@ class StorageError(TrainingError):
 
 
 class OutOfMemoryError(TrainingError):
-    """A worker ran out of memory. `micro`: a micro-batch size that may fit; 0: there is none."""
+    """A worker ran out of memory. `micro`: a micro-batch size that may fit; 0: none."""
 
     def __init__(self, message: str, micro: int = 0):
         super().__init__(message, micro)
@@ -62,8 +62,7 @@ class DataError(MmrayError):
 
 OOM_TYPES = ("OutOfMemoryError", "MemoryError")
 # cuBLAS, cuDNN and cuSOLVER report failed allocations as RuntimeError with their own status names.
-# "unable to find an engine": torch tries each plan of a convolution and hides that all ran out of memory
-# (pytorch#108645).
+# "unable to find an engine": torch reports this if all plans of a convolution ran out of memory (pytorch#108645).
 OOM_TEXT = re.compile(
     r"out of memory|allocate memory|not enough memory|(CUBLAS|CUDNN|CUSOLVER)\w*_ALLOC(ATION)?_FAILED"
     r"|running low on memory|memory pressure|OutOfMemoryError|MemoryError|was unable to find an engine",
@@ -72,6 +71,6 @@ OOM_TEXT = re.compile(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether host or device memory ran out, by the error's type (torch's, Ray's, ours) or its text."""
+    """Return whether host or device memory ran out, by the error's type (torch, Ray, mmray) or text."""
     named = any(kind.__name__ in OOM_TYPES for kind in type(error).__mro__)  # by name, so that torch is not imported
     return named or OOM_TEXT.search(str(error)) is not None

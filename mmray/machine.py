@@ -1,6 +1,6 @@
-"""CPU cores and memory available to this process, with the limits of its container, pod or batch job.
+"""CPU cores and memory available to this process, within the limits of its container, pod or batch job.
 
-Limits of cgroups, version 2 at each level above the process, version 1 at the root, where containers see their own
+Reads cgroup v2 limits of the process's cgroup and its parents, and cgroup v1 limits at the root
 (https://docs.kernel.org/admin-guide/cgroup-v2.html, `cpu.max`, `memory.max`).
 """
 

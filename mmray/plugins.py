@@ -1,4 +1,4 @@
-"""User classes named `package.module:Class` in a setting: models, objectives, optimizers, schedules, callbacks."""
+"""Import user classes named `package.module:Class` in a setting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mmray.errors import UsageError
 
 
 def load_class(name: str, setting: str, known: tuple[str, ...] = ()) -> Any:
-    """Import the class `name`. Raises UsageError with the setting and the `known` built-in names."""
+    """Import the class `name`. Raises UsageError with the setting and the built-in names (`known`)."""
     module, _, attribute = name.partition(":")
     if not attribute:
         built_in = f"use one of {', '.join(known)}, or " if known else ""

@@ -1,7 +1,7 @@
 """`mmray bench step --space batch.micro=8,16,32`: time and memory of each batch shape.
 
-Each combination runs the training loop on synthetic batches in new processes, so that no row inherits the memory of
-another. A combination that does not fit is a row with the reason. Uses no Ray and no data.
+Each combination runs the training loop on synthetic batches in new processes, so that memory is measured independently.
+A combination that does not fit is a row with the reason. Uses no Ray and no data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mmray.objectives.protocol import Batch
 if TYPE_CHECKING:
     from mmray.config import Config
 
-MIN_STEPS = 5  # timed at least, for a 95th percentile
+MIN_STEPS = 5  # minimum of timed steps for a 95th percentile
 MAX_STEPS = 100_000
 FIGURES = (
     *("micro", "accumulation", "workers", "global"),
@@ -49,11 +49,11 @@ STEP_SETTINGS = (
 def bench_shapes(
     config: Config, given: Sequence[str], window_s: float = 3.0, notify: Notify = lambda _: None
 ) -> dict[str, Any]:
-    """A row for each combination of `--space` texts: {"machine", "ratios": {}, "rows"}; `say` hears of each when done.
+    """Measure each combination of `--space`; return {"machine", "ratios": {}, "rows"}. `say` is called for each row.
 
-    A row holds the searched `settings`, micro, accumulation, workers, global, `status` (measured, out_of_memory, failed
-    or infeasible), samples_per_s, step_p50_s, step_p95_s, peak_gib (a GPU: allocated by torch; a CPU: resident, of rank
-    0's process with all it imports), peak_reserved_gib (GPU), and `reason`; what was not measured is None.
+    A row has the searched `settings`, micro, accumulation, workers, global, `status` (measured, out_of_memory, failed
+    or infeasible), samples_per_s, step_p50_s, step_p95_s, peak_gib (GPU: allocated by torch; CPU: resident memory of
+    rank 0), peak_reserved_gib (GPU), and `reason`. Missing values are None.
     Raises UsageError, ResourceError.
     """
     space = parse_space(given)
@@ -62,7 +62,7 @@ def bench_shapes(
             raise UsageError(
                 f"bench step --space {key}: this setting does not affect a step; use one of {', '.join(STEP_SETTINGS)}"
             )
-    if "batch.global" not in space.axes:  # derived: with the recipe's own every micro-batch would take the same rows
+    if "batch.global" not in space.axes:  # derived, otherwise every micro-batch would have the recipe's global batch
         config = config.replace(batch=config.batch.replace(global_=None))
     configs = [with_settings(config, typed) for typed in space.combinations()]  # validated before the first runs
     rows = []

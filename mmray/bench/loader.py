@@ -35,11 +35,11 @@ from mmray.errors import UsageError
 from mmray.machine import cores
 
 GLOBAL_ROWS, CONSUMERS, SIDE = 256, 2, 224
-MIN_STEPS = 12  # minimum of a stream window, whose first blocks do not count
+MIN_STEPS = 12  # minimum of a stream window; its first blocks do not count
 FOREVER = 10**6  # steps of a plan that no window finishes
 COPY_BYTES = 2**28
 EXPECTED_RATE, EXPECTED_NOOP_RATE = 600, 3000  # images/s per actor, to choose the length of a stream window
-# The first blocks of a stream come while other actors still start.
+# The first blocks of a stream arrive while other actors are starting.
 STREAM_WINDOWS, STREAM_SKIP = 2, 6
 Notify = Callable[[str], None]
 Arms = dict[str, Callable[[], list[list[Arrival]]]]
@@ -95,7 +95,7 @@ def bench_loader(settings: LoaderSettings, notify: Notify) -> dict[str, Any]:
 
 @dataclass
 class Bench:
-    """Arms by name; each is a function that runs a window and returns the arrivals of every consumer."""
+    """Arms by name; each function runs a window and returns the arrivals of every consumer."""
 
     arms: Arms
     consumers: list[Any]
@@ -177,7 +177,7 @@ def _raw(arrivals: list[list[Arrival]], source: PreparedSet, cold: bool) -> Disk
 
 
 class NoopStream(StreamDataConfig):
-    """The stream with actors that return zeros: its cost is Ray's."""
+    """Run the stream with actors that return zeros, to measure the overhead of Ray."""
 
     def dataset(self, blocks: Blocks) -> ray.data.Dataset:
         shape = (self.reader.inputs.image_side, self.reader.inputs.max_tokens)
@@ -204,4 +204,4 @@ def _files(settings: LoaderSettings, cache: Path) -> tuple[Path, PreparedSet | N
     prepared = PreparedSet.open(str(path))
     folder = cache / f"{path.name}-{prepared.fingerprint[:8]}-{settings.images}"
     synthetic_images.write_files(synthetic_images.sample_rows(prepared, settings.images), folder, settings.images)
-    return folder, PreparedSet.open(str(path))  # reopened, because an open set keeps what was read in memory
+    return folder, PreparedSet.open(str(path))  # reopened, because an open set caches data in memory

@@ -1,8 +1,7 @@
-"""Arms of `bench loader`: two PyTorch datasets to compare the stream with, and the actor that runs every arm.
+"""Arms of `bench loader`: two PyTorch baseline datasets, and the actor that runs every arm.
 
-`TextbookDataset` does what tutorials do: Pillow, Resize, CenterCrop, ToTensor, Normalize, captions padded to 512.
-`TunedDataset` is the best one written by hand: uint8 pixels, crop and resize in one call, captions padded to the
-longest of the batch.
+`TextbookDataset` follows tutorials: Pillow, Resize, CenterCrop, ToTensor, Normalize, captions padded to 512.
+`TunedDataset` is optimized: uint8 pixels, crop and resize in one call, captions padded to the longest of the batch.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from mmray.data.stream.stream import iter_blocks
 
 TEXTBOOK_TOKENS = 512  # padding="max_length" of a BERT
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-FOREVER = 10**9  # length of a dataset whose epoch no window finishes, so that no loader restarts its workers
+FOREVER = 10**9  # dataset length that no window reaches, so that no loader restarts its workers
 
 
 @dataclass
 class Source:
-    """Encoded images and captions by row: of files, or of a prepared set."""
+    """Encoded images and captions by row, from files or a prepared set."""
 
     files: list[tuple[str, str]] | None
     prepared: PreparedSet | None = None
@@ -56,7 +55,7 @@ class Source:
 
 
 class TextbookDataset(Dataset[dict[str, Tensor]]):
-    """image float32 [3, side, side] normalised; input_ids and attention_mask int64 [512]."""
+    """Rows: image float32 [3, side, side], normalized; input_ids and attention_mask int64 [512]."""
 
     def __init__(self, source: Source, tokenizer_json: str, side: int, max_tokens: int = TEXTBOOK_TOKENS) -> None:
         self.source, self.tokenizer_json, self.max_tokens = source, tokenizer_json, max_tokens
@@ -83,7 +82,7 @@ class TextbookDataset(Dataset[dict[str, Tensor]]):
 
 
 class TunedDataset(Dataset[tuple[Tensor, list[int]]]):
-    """image uint8 [3, side, side] and the ids of a caption, not padded; `TunedDataset.collate` makes the batch."""
+    """Rows: image uint8 [3, side, side] and unpadded caption ids; `TunedDataset.collate` builds the batch."""
 
     def __init__(self, source: Source, tokenizer_json: str, side: int, max_tokens: int) -> None:
         self.source, self.tokenizer_json, self.side, self.max_tokens = source, tokenizer_json, side, max_tokens
@@ -110,7 +109,7 @@ class TunedDataset(Dataset[tuple[Tensor, list[int]]]):
 
     @staticmethod
     def collate(rows: list[tuple[Tensor, list[int]]]) -> dict[str, Tensor]:
-        """uint8 [B, 3, side, side], ids and mask int64 [B, longest]."""
+        """Return images uint8 [B, 3, side, side], ids and mask int64 [B, longest]."""
         ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(ids) for _, ids in rows], batch_first=True)
         lengths = torch.tensor([len(ids) for _, ids in rows])
         mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
@@ -119,7 +118,7 @@ class TunedDataset(Dataset[tuple[Tensor, list[int]]]):
 
 @dataclass(frozen=True)
 class InfiniteShuffledSampler:
-    """Sampler of a rank's indices of an endless shuffled order."""
+    """Sampler of one rank over an endless shuffled order."""
 
     num_rows: int
     rank: int
@@ -223,7 +222,7 @@ def _read(reader: RowReader, plan: SamplePlan, rank: int, world: int) -> Iterato
 
 
 def _read_raw(prepared: PreparedSet, rank: int, world: int) -> Iterator[Arrival]:
-    yield Arrival(time.time(), 0)  # start of the clock: a small set may yield only one more
+    yield Arrival(time.time(), 0)  # starts the clock, because a small set may yield only one more
     for start in range(rank * CHUNK_ROWS, prepared.num_rows, world * CHUNK_ROWS):
         rows = prepared.read(np.arange(start, min(start + CHUNK_ROWS, prepared.num_rows)))
         yield Arrival(time.time(), len(rows), num_bytes=sum(len(row.image) for row in rows))
@@ -236,7 +235,7 @@ def drop_page_cache(prepared: PreparedSet) -> bool:
         return False
     for shard in prepared.manifest.shards:
         with (root / shard.file).open("rb") as file:
-            os.fdatasync(file.fileno())  # dirty pages would stay
+            os.fdatasync(file.fileno())  # dirty pages cannot be dropped
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return True
 

@@ -1,4 +1,4 @@
-"""Results of `bench loader` as table rows and summary lines: rates of each arm in, the bottleneck by name out."""
+"""Results of `bench loader` as table rows and summary lines, with the bottleneck by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ArmResult:
 
 @dataclass(frozen=True)
 class DiskRead:
-    """Read rate of the stored images, measured first because later they are in the page cache."""
+    """Read rate of the stored images, measured first because they are in the page cache later."""
 
     images_per_s: float
     mb_per_s: float
@@ -73,7 +73,7 @@ def _row(name: str, rate: float, found: ArmResult) -> dict[str, Any]:
 
 
 def _by_role(found: ArmResult) -> dict[str, float]:
-    """Milliseconds of processors that so many rows cost, by role of process, the largest first."""
+    """Return CPU milliseconds by process role, the largest first."""
     roles = {role for each in found.cpu_ms for role in each}
     cost = {role: _median(each.get(role, 0.0) for each in found.cpu_ms) for role in roles}
     return {role: round(ms, 3) for role, ms in sorted(cost.items(), key=lambda item: -item[1]) if ms}

@@ -28,7 +28,7 @@ Measure = Callable[["Config", Group, Path], Any]  # called on every rank; the re
 
 
 class WorkerFailed(TrainingError):
-    """A worker process failed; `out_of_memory` tells whether memory was the reason."""
+    """A worker process failed; `out_of_memory` is whether memory was the cause."""
 
     def __init__(self, reason: str, out_of_memory: bool) -> None:
         super().__init__(reason)
@@ -83,7 +83,7 @@ def _enter(rank: int, measure: Measure, config: Config, kind: str, folder: str) 
     if rank == 0:
         (Path(folder) / "answer.json").write_text(json.dumps(answer))
     group.barrier()
-    # Skips interpreter shutdown, in which a gloo thread may still release a tensor and abort the process.
+    # Skip interpreter shutdown, during which a gloo thread may release a tensor and abort the process.
     os._exit(0)
 
 
@@ -91,7 +91,7 @@ def init_worker(rank: int, config: Config, kind: str, folder: str, device_index:
     """Join the process group through a file in `folder`; `kind` is `cpu` or `cuda`."""
     torch.set_num_threads(max(1, int(config.cluster.cpus_per_worker)))
     if kind == "cpu":
-        keep_freed_memory()  # as a worker does
+        keep_freed_memory()  # as in a training worker
     device = torch.device(kind, device_index) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)

@@ -55,12 +55,12 @@ def train_baseline(
     steps: int,
     on_step: Callable[[int], None],
 ) -> float:
-    """Run the bare loop: `steps` steps on this rank's batches; return the last loss.
+    """Run `steps` steps of the bare loop on this rank's batches; return the last loss.
 
-    It has no accumulation, checkpoints, logging or NaN checks, and takes the same steps as engine/loop.py (tested).
+    Has no accumulation, checkpoints, logging or NaN checks; its losses equal those of engine/loop.py (tested).
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
-    net = parallel.wrap(model.train(), Group.current(device))  # the same DDP, which is not compared
+    net = parallel.wrap(model.train(), Group.current(device))  # the same DDP in both loops
     precision = select_precision(config.train.precision, device)
     optimizer, scaler = optimizers.build_optimizer(model, config.optimizer), precision.scaler()
     for step, batch in enumerate(islice(cycle(batches), steps)):
@@ -83,7 +83,7 @@ def train_baseline(
 
 
 def baseline_loss(outputs: dict[str, Tensor], world: int) -> Tensor:
-    """CLIP's loss over the rows of all ranks, computed on every rank; the gradient reaches this rank's rows."""
+    """CLIP loss over the rows of all ranks; gradients flow to this rank's rows only."""
     image, text = outputs["image_embed"], outputs["text_embed"]
     if world > 1:
         image, text = _all_gather_with_grad(torch.cat([image, text], dim=1)).chunk(2, dim=1)
@@ -95,7 +95,9 @@ def baseline_loss(outputs: dict[str, Tensor], world: int) -> Tensor:
 def _all_gather_with_grad(rows: Tensor) -> Tensor:
     """Gather the rows of all ranks, keeping the graph of this rank's rows."""
     world = dist.get_world_size()
-    rows.register_hook(lambda gradient: gradient * world)  # undo DDP's averaging: only this rank has the gradient
+    rows.register_hook(
+        lambda gradient: gradient * world
+    )  # undo DDP's averaging, because only this rank has the gradient
     parts = [torch.empty_like(rows) for _ in range(world)]
     dist.all_gather(parts, rows.detach())
     parts[dist.get_rank()] = rows
@@ -103,8 +105,8 @@ def _all_gather_with_grad(rows: Tensor) -> Tensor:
 
 
 WARM_STEPS = 2  # per window, not timed: allocation, DDP's buckets
-NUM_BATCHES = 4  # used in turn
-VOCAB_SIZE = 30522  # of BERT, if the config does not give one
+NUM_BATCHES = 4  # used in rotation
+VOCAB_SIZE = 30522  # of BERT; used if the config has none
 
 
 def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[str, Any]:

@@ -73,7 +73,7 @@ STRATEGIES = (
 def bench_strategies(
     config: Config, steps: int = 10, only: tuple[str, ...] = (), notify: Notify = lambda _: None
 ) -> dict[str, Any]:
-    """Return {"machine", "batch", "ratios", "rows", "notes"}, a row per strategy; a failed one has `error`, no figures.
+    """Return {"machine", "batch", "ratios", "rows", "notes"}, a row per strategy; a failed one has only `error`.
 
     `steps` are timed after a warm-up; `only` selects strategies by name (the baseline is always measured).
     """
@@ -196,7 +196,7 @@ def _measure(config: Config, group: Group, _: Path, *, steps: int) -> dict[str, 
         seed=config.train.seed,
         steps=timed + PROFILED_STEPS,
     )
-    # Built as rank 0 of 1: every rank draws whole global batches and takes its own rows.
+    # Built as rank 0 of 1, because every rank generates full global batches and slices its rows.
     bench = build_bench(config, Group(device=group.device), micro=shape.global_rows)
     devices, slower = _devices(config, group.device), "image"
     timer = Timer(timed, devices)

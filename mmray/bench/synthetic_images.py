@@ -1,7 +1,7 @@
-"""Synthetic image-text files that cost a decoder what photographs do, for benchmarks without user data.
+"""Synthetic image-text files with the decoding cost of photographs, for benchmarks without user data.
 
-Noise whose amplitude falls with spatial frequency as in photographs (about 1/f; Field 1987): 500 x 375 pixels, JPEG
-quality 95, about 110 KB, and 35 KB re-encoded at 256 pixels. Generated from a seed.
+Seeded noise with the amplitude spectrum of photographs (about 1/f; Field 1987): 500 x 375 pixels, JPEG quality 95,
+about 110 KB, and 35 KB re-encoded at 256 pixels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mmray.config import Prepare
 from mmray.data.prepare.pipeline import ensure_prepared
 from mmray.data.store.prepared_set import PreparedSet
 
-VERSION = 1  # of the generator; part of the folder's name
+VERSION = 1  # of the generator; part of the folder name
 WIDTH, HEIGHT, QUALITY = 500, 375, 95
 FALL = 1.35  # amplitude ~ 1 / frequency^FALL, chosen to match the file size of photographs at both sizes
 CAPTIONS = "captions.jsonl"

@@ -31,7 +31,7 @@ SAMPLE_INTERVAL_S = 0.25
 class ProcessMonitor:
     """Sample peak memory and CPU time of this process and its children, by role, while the block runs.
 
-    CPU time per row does not depend on what else the machine runs; a rate does.
+    Unlike a rate, CPU time per row does not depend on other load of the machine.
     """
 
     def __init__(self) -> None:
@@ -105,13 +105,13 @@ def process_role(command: list[str], parent: psutil.Process | None) -> str:
     return re.split(r"[.(]", title.removeprefix("ray::"))[0]
 
 
-WARMUP_ARRIVALS = 2  # first arrivals of a consumer, not counted: other processes were still starting
+WARMUP_ARRIVALS = 2  # first arrivals of a consumer, excluded because other processes are starting
 MIN_STREAM_SHARE = 0.75  # below this share of the slowest stage, the stream itself is the bottleneck
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """Rows that one consumer received at one time (wall clock, seconds)."""
+    """A block of rows received by a consumer; the clock is wall time in seconds."""
 
     at_s: float
     rows: int
@@ -166,7 +166,7 @@ def ratios(rounds: Sequence[Mapping[str, float]], named: Mapping[str, tuple[str,
 
 
 def order(arms: Sequence[str], turn: int) -> list[str]:
-    """Return the arms in the order of round `turn` (ABBA), so that a slowing machine favours none."""
+    """Return the arms in the order of round `turn` (ABBA), so that machine slowdown affects all arms equally."""
     return list(arms) if turn % 2 == 0 else list(reversed(arms))
 
 
@@ -177,7 +177,7 @@ def bottleneck(limits: Mapping[str, float], stream: float) -> str:
 
 
 def workers_for(gpu_rate: float, rate_of_all: float, workers: int) -> int:
-    """Return how many CPU workers feed a device of `gpu_rate` rows/s, if `workers` of them gave `rate_of_all`."""
+    """Return how many CPU workers feed a device of `gpu_rate` rows/s, given the rate of `workers` of them."""
     return math.ceil(gpu_rate / (rate_of_all / workers))
 
 

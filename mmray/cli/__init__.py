@@ -1,4 +1,4 @@
-"""The `mmray` command, the only package that prints. Each command is one function that returns the exit code.
+"""The `mmray` command line; only this package prints. Each command is a function that returns its exit code.
 
 Exit codes: 0 success, 2 usage, 3 training failed, 4 resources not available, 5 data over its error budget,
 130 interrupted.
@@ -40,9 +40,9 @@ VERBS: dict[str, Callable[[Sequence[str], Terminal], int]] = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code."""
     terminal = Terminal()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: `ray job stop` sends it
-    # Users' own classes are imported from the working directory, as on the workers (cluster/connect.py). It comes last,
-    # so that a file there hides no package.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # same as Ctrl-C; `ray job stop` sends SIGTERM
+    # User classes are imported from the working directory, as on the workers (cluster/connect.py). It is last in
+    # sys.path so that files there do not shadow packages.
     sys.path.append(str(Path.cwd()))
     try:
         code = run(list(sys.argv[1:] if argv is None else argv), terminal)
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(argv: list[str], terminal: Terminal) -> int:
-    """Exit code of what was typed; errors made for people are printed without a traceback. Raises ForceExit."""
+    """Run a command line and return its exit code; print an MmrayError without traceback. Raises ForceExit."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         _usage(terminal)
         return 0

@@ -15,7 +15,7 @@ from mmray.config import Config, recipes
 from mmray.errors import UsageError
 
 STYLE = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
-BOOLS = {"True": True, "False": False, "true": True, "false": False}  # in Python's words, and in YAML's
+BOOLS = {"True": True, "False": False, "true": True, "false": False}  # Python's and YAML's spelling
 NONE_REGISTRY = ("None", "null")
 Command = TypeVar("Command")
 
@@ -72,7 +72,7 @@ def parse_run(argv: Sequence[str], verb: str) -> tuple[Config, bool]:
 
 
 def recipe_for(name: str, words: Sequence[str]) -> Config:
-    """Return the recipe, with the model kind of `--model.kind`, which decides what other flags exist."""
+    """Return the recipe with the model kind of `--model.kind`, because it determines the other flags."""
     kind = next((asked for flag, asked in pairwise(words) if flag == "--model.kind"), None)
     kind = next((word.partition("=")[2] for word in words if word.startswith("--model.kind=")), kind)
     recipe = recipes.load(name)
@@ -86,7 +86,7 @@ def parse(
     default: Command | None = None,
     description: str | None = None,
 ) -> Command:
-    """Parse the words as `command`; exits the process for `--help` and invalid flags.
+    """Parse the arguments as `command`; exit the process for `--help` and invalid flags.
 
     Raises UsageError for a `--json` that cannot be written.
     """
@@ -106,7 +106,7 @@ def require_positive(command: Any, *names: str) -> None:
 
 
 def _check_json(file: str | None) -> None:
-    """Raise UsageError for a file that cannot be written, before the work starts."""
+    """Raise UsageError before the work starts if the file cannot be written."""
     if file is None:
         return
     if not Path(file).parent.is_dir():

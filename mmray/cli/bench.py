@@ -153,7 +153,7 @@ def _step(argv: Sequence[str], terminal: Terminal) -> None:
 
 
 def _loader(argv: Sequence[str], terminal: Terminal) -> None:
-    """compare the stream with PyTorch DataLoaders, and name the bottleneck"""
+    """compare the stream with PyTorch DataLoaders and report the bottleneck"""
     command = parse(LoaderCommand, argv, "mmray bench loader")
     require_positive(command, "images", "rounds")
     from mmray.bench.loader import LoaderSettings, bench_loader
@@ -183,7 +183,7 @@ def _figure(value: float | None, digits: int = 2) -> str:
 
 
 def shapes_table(rows: list[dict[str, Any]]) -> Table:
-    """Return the table of batch shapes; a row that was not measured has a reason."""
+    """Return the table of batch shapes; rows that were not measured have a reason."""
     other = [name for name in rows[0]["settings"] if not name.startswith("batch.")]
     table = Table(
         "micro x accumulation x workers", *other, "samples/s", "p50 ms", "p95 ms", "peak GiB", show_edge=False

@@ -1,4 +1,4 @@
-"""Console output: labelled notes, tables, and progress as a live bar in a terminal or plain lines in a log."""
+"""Console output: labelled notes, tables, and progress as a live bar (terminal) or plain lines (log)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from mmray.report.scores import non_retrieval_metrics
 
-LINE_EVERY_S = 5.0  # between two progress lines of a log
+LINE_EVERY_S = 5.0  # interval of progress lines in a log
 LOG_WIDTH = 200
 RECALLS = (1, 5, 10)
 
@@ -44,7 +44,7 @@ class Terminal:
         self.console.print(Text.assemble((f"{label:<10} ", "bold"), text) if label else Text(text))
 
     def table(self, table: Table) -> None:
-        """Print a table; in a log at full width, because its reader cannot widen the window."""
+        """Print a table; in a log at full width, because it cannot be resized later."""
         self.console.print(table, width=None if self.console.is_terminal else LOG_WIDTH)
 
     def error(self, text: str) -> None:
@@ -80,15 +80,15 @@ class Terminal:
             yield lambda what: drawing.update(what, refresh=True)
 
     def status(self, title: str) -> None:
-        """Show the current activity, before there is anything to count."""
+        """Show the current activity while the number of items is unknown."""
         if self._live is not None:
-            self._live.remove_task(self._task)  # a total once known cannot be made unknown again
+            self._live.remove_task(self._task)  # rich cannot reset a known total
             self._task = self._live.add_task(title, total=None, figures="", start=False)
         elif not self.console.is_terminal:
             self.note(title)
 
     def update(self, done: float, total: float, figures: str, word: str) -> None:
-        """Set the bar to done of total; in a log, print a line every few seconds and the last one."""
+        """Set the progress to done of total; in a log, print a line every few seconds and at the end."""
         if self._live is not None:
             self._live.start_task(self._task)
             self._live.update(self._task, completed=done, total=total, figures=figures, description=word)
@@ -100,7 +100,7 @@ class Terminal:
 
 
 def training_figures(metrics: dict[str, Any], seconds_left: float | None) -> str:
-    """Format the metrics of a step, without those that were not measured."""
+    """Format the measured metrics of a step."""
     wait = metrics.get("time/data_wait_share")
     parts = [
         f"loss {metrics['train/loss']:.3f}",
@@ -113,7 +113,7 @@ def training_figures(metrics: dict[str, Any], seconds_left: float | None) -> str
 
 
 def recall_table(metrics: dict[str, Any]) -> Table:
-    """Recall and median rank in both directions."""
+    """Format recall and median rank in both directions."""
     table = Table("", *(f"R@{k}" for k in RECALLS), "median rank", title_justify="left", show_edge=False)
     for way in ("image_to_text", "text_to_image"):
         recalls = [f"{metrics[f'recall_at_{k}/{way}']:.3f}" for k in RECALLS]
@@ -130,7 +130,7 @@ def language_note(metrics: dict[str, Any]) -> str:
 
 
 def scores_tables(metrics: dict[str, Any]) -> list[Table]:
-    """Tables of an evaluation: retrieval, if the model computes embeddings, and all other metrics by name."""
+    """Return the tables of an evaluation: retrieval if the model has embeddings, and all other metrics."""
     others = Table(show_edge=False, show_header=False)
     others.add_column(justify="right", min_width=len("image to text"))  # aligned with the recall table
     for name, value in non_retrieval_metrics(metrics):
@@ -139,7 +139,7 @@ def scores_tables(metrics: dict[str, Any]) -> list[Table]:
 
 
 def rows_table(rows: list[dict[str, Any]]) -> Table:
-    """Table of rows with the names of the JSON file as columns; a dash is a missing value."""
+    """Return a table with the JSON names as columns; a dash is a missing value."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     table = Table(*(name.replace("_", " ") for name in names), show_edge=False)
     for row in rows:
@@ -154,7 +154,7 @@ def _cell(value: Any) -> str:
 
 
 class Reporter:
-    """Show a run on the screen; implements mmray.train.monitor.ProgressReporter."""
+    """Shows a run on the console; implements mmray.train.monitor.ProgressReporter."""
 
     def __init__(self, terminal: Terminal):
         self.terminal = terminal
@@ -164,7 +164,7 @@ class Reporter:
         self.terminal.note(relative_paths(text), label)
 
     def status(self, title: str) -> None:
-        self._first = None  # measure the rate again: the time of a restart does not count
+        self._first = None  # restart the rate: the downtime of a restart does not count
         self.terminal.status(title)
 
     def prepare_progress(self, progress: Any) -> None:
@@ -184,7 +184,7 @@ class Reporter:
         )
 
     def _seconds_left(self, done: int, total: int) -> float | None:
-        """Estimate from the rate since the attempt's first logged line, so that warm-up does not count."""
+        """Estimate the remaining time from the rate since the first logged line, which excludes warm-up."""
         now = time.monotonic()
         if self._first is None or done <= self._first[1]:
             self._first = (now, done)

@@ -43,7 +43,7 @@ def doctor(argv: Sequence[str], terminal: Terminal) -> int:
 
 
 def _line(finding: object) -> Text:
-    """A finding, with its fix on a line of its own."""
+    """Format a finding, with its fix on a second line."""
     level, name, observed, fix = vars(finding).values()
     mark, style = ICONS[level]
     line = Text.assemble((f"{mark} ", style), (f"{name:<22} ", "bold"), observed)

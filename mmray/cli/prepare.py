@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PrepareCommand:
-    """Validate, deduplicate and pack image-text rows: once, for use by every run."""
+    """Validate, deduplicate and pack image-text rows into a set that any run can use."""
 
     source: Positional[str]
     """A file or folder: JSON lines, CSV, TSV, Parquet, WebDataset tars, COCO JSON, a folder per class, image files with

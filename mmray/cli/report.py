@@ -24,7 +24,7 @@ class ReportCommand:
 def report(argv: Sequence[str], terminal: Terminal) -> int:
     """mmray report RUN [--out FILE]"""
     command = parse(ReportCommand, argv, "mmray report")
-    from mmray.report.write import write_report  # late: Plotly takes a second to import
+    from mmray.report.write import write_report  # importing Plotly takes a second
     from mmray.storage.paths import to_path
 
     page = write_report(to_path(command.run), None if command.out is None else to_path(command.out))

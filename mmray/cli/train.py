@@ -18,7 +18,7 @@ def train(argv: Sequence[str], terminal: Terminal) -> int:
     if print_config:
         print(to_yaml(config), end="")
         return 0
-    from mmray.train import driver  # late: `--help` and `--print-config` must not import Ray and torch
+    from mmray.train import driver  # `--help` and `--print-config` must not import Ray and torch
 
     terminal.note(f"mmray {version('mmray')}, recipe {config.recipe}")
     with terminal.progress("starting Ray"):

@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 
 class SweepReporter(Reporter):
-    """Shows a sweep: a live table in a terminal, one line per trial in a log. Implements SweepListener."""
+    """Shows a sweep as a live table (terminal) or one line per trial (log); implements SweepListener."""
 
     def __init__(self, terminal: Terminal, goal: str):
         super().__init__(terminal)
@@ -54,7 +54,7 @@ class SweepReporter(Reporter):
         self._stack.__exit__(*error)
 
     def trials(self, rows: list[Row]) -> None:
-        if self._draw is None:  # close the bar: rich has one live display at a time
+        if self._draw is None:  # close the bar: rich allows one live display
             self._stack.close()
             self._draw = self._stack.enter_context(self.terminal.live_display())
         self._draw(trials_table(rows, self.goal))
@@ -67,7 +67,7 @@ class SweepReporter(Reporter):
 
 
 def trials_table(rows: list[Row], goal: str, found: Row | None = None) -> Table:
-    """Table of all trials for 80 columns: a star marks the best of each global batch, bold the best of all."""
+    """Return the table of trials, 80 columns wide; a star marks the best per global batch, bold the best overall."""
     searched = [key for key in rows[0]["settings"] if key not in SHAPE]
     winners = set(found["per_global"].values()) if found else set()
     best = found["best"] if found else None
@@ -90,7 +90,7 @@ def trials_table(rows: list[Row], goal: str, found: Row | None = None) -> Table:
 
 
 def figures(row: Row, goal: str) -> list[str]:
-    """Batch, samples/s, step times, memory, loss of a trial as they are shown; a dot for what is not known."""
+    """Format batch, samples/s, step times, memory and loss of a trial; a dot is a missing value."""
     shape = "x".join(str(row[key]) for key in ("micro", "accumulation", "workers"))
     times = [row[key] for key in ("step_p50_s", "step_p95_s")]
     return [
@@ -104,7 +104,7 @@ def figures(row: Row, goal: str) -> list[str]:
 
 
 def rate(row: Row) -> str:
-    """Samples/s, with the range over logging windows."""
+    """Format samples/s with the range over logging windows."""
     low, high = row["samples_per_s_min"], row["samples_per_s_max"]
     spread = "" if low is None else f" ({low:,.0f}-{high:,.0f})"
     return _figure(row["samples_per_s"], ",.0f") + spread
@@ -149,7 +149,7 @@ All trials train the same number of samples: --train.samples N, or --train.steps
 
 @dataclass(frozen=True)
 class TuneCommand:
-    """The search, and the settings of its trials."""
+    """Search batch shapes or other settings; the best trial is saved as a recipe."""
 
     settings: Annotated[Config, tyro.conf.arg(name="")]
     space: UseAppendAction[tuple[str, ...]] = ()
@@ -165,7 +165,7 @@ class TuneCommand:
 def tune(argv: Sequence[str], terminal: Terminal) -> int:
     """mmray tune [RECIPE] --space SETTING=V1,V2 [--space ...] [--goal throughput] [--section.field value ...]"""
     name, rest, print_config = split_args(argv)
-    from mmray.config import search_space  # late: the config and its errors need neither, and they import numpy
+    from mmray.config import search_space  # these import numpy, which parsing errors do not need
     from mmray.tune import trials as plan
 
     recipe = recipe_for(name, rest)

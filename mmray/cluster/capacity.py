@@ -1,7 +1,7 @@
-"""Whether a run fits a cluster, how many runs fit at once, and what is missing. Pure functions.
+"""Check whether a run fits a cluster, how many runs fit at once, and what is missing. Pure functions.
 
-A Demand (training workers, each whole on one node, and single CPUs for data) is compared with the existing nodes and
-with the pools from which an autoscaler adds nodes. Ray itself waits forever for a worker that can never be placed.
+A Demand (resource bundles of training workers, and single CPUs for data) is compared with the existing nodes and the
+pools of the autoscaler. The check is needed because Ray waits forever for a worker that can never be placed.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ REPORTED_RESOURCES = ("CPU", "GPU")
 
 @dataclass(frozen=True)
 class Node:
-    """A node: its resources (total or free) and labels; labels None: unknown until the node starts."""
+    """Resources (total or free) and labels of a node; labels None: unknown until the node starts."""
 
     resources: Resources
     labels: Labels | None = field(default_factory=dict)
 
     def matches_labels(self, wanted: Labels) -> bool:
-        """Whether the node satisfies this label selector."""
+        """Return whether the node satisfies this label selector."""
         if self.labels is None:
             return True
         return all(_matches(self.labels.get(key), value) for key, value in wanted.items())
 
     def fits(self, bundle: Resources) -> bool:
-        """Whether this one node has all of these resources."""
+        """Return whether the node has all of these resources."""
         return all(self.resources.get(name, 0) + TOLERANCE >= amount for name, amount in bundle.items())
 
 
 @dataclass(frozen=True)
 class Pool:
-    """A node type of an autoscaling cluster: at most `most` nodes, existing ones included."""
+    """A node type of an autoscaling cluster, with at most `most` nodes including existing ones."""
 
     name: str
     resources: Resources
@@ -51,7 +51,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Demand:
-    """The resources of one run."""
+    """Resources of one run."""
 
     workers: int
     per_worker: Resources
@@ -67,7 +67,7 @@ class Demand:
 
 
 def missing_capacity(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool] = ()) -> str | None:
-    """None if the demand fits the nodes, or what the pools can grow to; otherwise what is missing and what fits."""
+    """Return None if the demand fits the nodes and pools; otherwise a message with what is missing and what fits."""
     if max_concurrent(demand, nodes, 1):
         return None
     largest = max_cluster(demand, nodes, pools)
@@ -75,39 +75,39 @@ def missing_capacity(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool
 
 
 def max_concurrent(demand: Demand, nodes: Sequence[Node], limit: int) -> int:
-    """How many such runs fit at once, up to `limit`; pass nodes with their free resources."""
+    """Return how many such runs fit at once on these free resources, up to `limit`."""
     free = [Node(dict(node.resources), node.labels) for node in nodes]
     return next((count for count in range(limit) if not _allocate_run(free, demand)), limit)
 
 
 def max_workers(demand: Demand, nodes: Sequence[Node]) -> int:
-    """How many of the demand's workers fit together with its data."""
+    """Return how many workers of the demand fit together with its data CPUs."""
     counts = range(1, demand.workers + 1)
     return bisect_left(counts, True, key=lambda count: not max_concurrent(replace(demand, workers=count), nodes, 1))
 
 
 def max_cluster(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool]) -> list[Node]:
-    """The nodes of the largest cluster that this one can grow to, as far as the demand could use them."""
-    useful = demand.workers + demand.data_cpus  # a node takes at least one worker or one CPU
+    """Return the existing nodes and those that autoscaling can add for this demand."""
+    useful = demand.workers + demand.data_cpus  # each node hosts at least one worker or data CPU
     known = {(node.labels or {}).get(NODE_GROUP): node.labels for node in nodes}
     added = ([Node(pool.resources, known.get(pool.name, pool.labels))] * min(pool.most, useful) for pool in pools)
     return [*outside_pools(nodes, pools), *chain.from_iterable(added)]
 
 
 def outside_pools(nodes: Sequence[Node], pools: Sequence[Pool]) -> list[Node]:
-    """The nodes that belong to none of the pools."""
+    """Return the nodes that belong to no pool."""
     names = {pool.name for pool in pools}
     return [node for node in nodes if (node.labels or {}).get(NODE_GROUP) not in names]
 
 
 def max_gpus(nodes: Sequence[Node], pools: Sequence[Pool]) -> int:
-    """GPUs that the cluster has or can grow to."""
+    """Return the number of GPUs including those that autoscaling can add."""
     fixed = sum(node.resources.get("GPU", 0) for node in outside_pools(nodes, pools))
     return int(fixed + sum(pool.resources.get("GPU", 0) * pool.most for pool in pools))
 
 
 def exclude_nodes(node_ids: Iterable[str], labels: Labels | None = None) -> Labels:
-    """`labels` extended to exclude these nodes."""
+    """Return `labels` extended to exclude these nodes."""
     before = (labels or {}).get(NODE_ID, "").removeprefix("!in(").removesuffix(")")
     return {**(labels or {}), NODE_ID: f"!in({','.join(sorted({*node_ids, *filter(None, before.split(','))}))})"}
 
@@ -127,7 +127,7 @@ def _join(labels: Labels) -> str:
 
 
 def _explain(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool]) -> str:
-    """What is missing, the first cause, and which change would fit."""
+    """Format what is missing, the first cause, and a change that would fit."""
     totals = {
         name: sum(node.resources.get(name, 0) for node in nodes) for name in {*REPORTED_RESOURCES, *demand.per_worker}
     }
@@ -174,13 +174,13 @@ def _suggestions(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool]) -
 
 
 def _allocate_run(free: list[Node], demand: Demand) -> bool:
-    """Allocate one run; data last, because single CPUs fit the gaps that whole workers leave."""
+    """Allocate one run; data last, because single CPUs fit the gaps left by workers."""
     workers = all(_allocate(free, demand.per_worker, demand.worker_labels) for _ in range(demand.workers))
     return workers and all(_allocate(free, {"CPU": 1.0}, demand.data_labels) for _ in range(demand.data_cpus))
 
 
 def _allocate(free: list[Node], bundle: Resources, labels: Labels) -> bool:
-    """Take the bundle from the fitting node with the fewest GPUs, then the fewest CPUs; False if none fits."""
+    """Allocate the bundle on the fitting node with the fewest GPUs, then CPUs; return False if none fits."""
     fitting = [node for node in free if node.matches_labels(labels) and node.fits(bundle)]
     if not fitting:
         return False
@@ -191,7 +191,7 @@ def _allocate(free: list[Node], bundle: Resources, labels: Labels) -> bool:
 
 
 def _matches(value: str | None, wanted: str) -> bool:
-    """Ray's label selectors, as far as mmray writes them: `value`, `!value`, `in(a,b)`, `!in(a,b)`."""
+    """Match the label selectors that mmray uses: `value`, `!value`, `in(a,b)`, `!in(a,b)`."""
     negated = wanted.startswith("!")
     body = wanted.removeprefix("!")
     values = body[3:-1].split(",") if body.startswith("in(") else [body]

@@ -1,7 +1,7 @@
 """Connect to a Ray cluster, or start one on this machine, without Ray's console output.
 
-An address in the config or in RAY_ADDRESS (which `ray job submit` sets) is joined; otherwise Ray starts on this
-machine. Ray's own messages stay in its log files.
+The address is that of the config or of RAY_ADDRESS, which `ray job submit` sets. Without one, Ray starts locally.
+Ray's messages are in its log files.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from mmray.machine import cores
 if TYPE_CHECKING:
     from mmray.config import Cluster
 
-_PRELOADED = "ray.data,mmray.data.stream.decode_actor"  # saves a second of each data actor's start
-# Where the object store is, for workers of a joined cluster. Never credentials: Ray logs what it receives.
+_PRELOADED = "ray.data,mmray.data.stream.decode_actor"  # starts each data actor a second faster
+# Object storage settings for workers of a remote cluster. No credentials, because Ray logs these values.
 _STORE = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_EC2_METADATA_DISABLED")
-INPUT_TASK_CPUS = 1  # for the tasks that send the data actors their blocks
+INPUT_TASK_CPUS = 1  # for tasks that feed the data actors
 CONNECT_TIMEOUT_S = 5.0
 
 
@@ -35,12 +35,12 @@ CONNECT_TIMEOUT_S = 5.0
 def ray_session(
     section: Cluster, data_actors: int = 1, while_starting: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """Ray is connected inside the block, with its data placement set; a cluster started here ends with the block.
+    """Connect to Ray inside the block and restrict Ray Data to the data nodes; a local cluster stops with the block.
 
-    A cluster started here has CPUs for `data_actors` actors. `while_starting` runs in a thread while Ray starts, and
-    its exceptions are raised; it must not import Ray's modules, because this thread does.
+    A local cluster has CPUs for `data_actors` actors. `while_starting` runs in a thread while Ray starts, and its
+    exceptions are raised; it must not import Ray's modules, because this thread imports them.
     """
-    import ray  # here: `mmray --help` must not import it
+    import ray  # `mmray --help` must not import Ray
 
     from mmray.cluster.placement import set_data_placement
     from mmray.cluster.ray_internals import ENVIRONMENT
@@ -58,7 +58,7 @@ def ray_session(
         done = threads.submit(while_starting) if while_starting is not None else None
         _start(section.address or os.environ.get("RAY_ADDRESS"), section, data_actors)
     if callable(on_sigterm) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, on_sigterm)  # Ray installed its own handler, which exits with code 15
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler exits with code 15
     try:
         if done is not None:
             done.result()
@@ -79,14 +79,14 @@ def _start(address: str | None, section: Cluster, data_actors: int) -> None:
         if address:
             check_reachable(address)
             shared = {name: os.environ[name] for name in (*ENVIRONMENT, *_STORE) if name in os.environ}
-            # A submitted job has its variables in this environment too: the same name in both is no conflict.
+            # A submitted job has the variables of its runtime environment here too; equal names are no conflict.
             os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
             ray.init(address=address, runtime_env={"env_vars": shared}, **quiet)
         else:
             paths = [str(Path.cwd()), os.environ.get("PYTHONPATH", "")]
             variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
             variables[PRELOAD_VARIABLE] = os.environ.get(PRELOAD_VARIABLE, _PRELOADED)
-            # Unless the user sets RAY_AUTH_MODE, Ray protects this cluster with a token.
+            # A local cluster requires a token unless the user sets RAY_AUTH_MODE.
             with _environment(variables):
                 ray.init(
                     address="local",
@@ -103,7 +103,7 @@ def _start(address: str | None, section: Cluster, data_actors: int) -> None:
 def _environment(values: dict[str, str]) -> Iterator[None]:
     """Set environment variables for processes started inside the block.
 
-    A runtime environment would do the same only for new processes, and leave the ones that Ray started ahead unused.
+    A runtime environment would apply to new processes only, so prestarted workers could not be used.
     """
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
@@ -136,29 +136,29 @@ def check_reachable(address: str) -> None:
 
 
 def _restrict_token_permissions() -> None:
-    """Make Ray's cluster token readable by this user only."""
+    """Restrict the file with Ray's cluster token to this user."""
     file = Path.home() / ".ray" / "auth_token"
     if file.exists() and file.stat().st_uid == os.getuid():
         file.chmod(0o600)
 
 
 def num_local_cpus(section: Cluster, data_actors: int, physical: int) -> int:
-    """Logical CPUs of a cluster on this machine: at least enough for the workers and their data.
+    """Return the logical CPUs of a local cluster: at least enough for the workers and their data.
 
-    Ray uses CPUs for scheduling only. So a laptop with 2 cores can run 2 training workers and a data actor, which share
-    the cores; with a strict count the run would wait forever.
+    Ray uses CPUs for scheduling only, so 2 training workers and a data actor can share 2 cores. With a strict count the
+    run would wait forever.
     """
     return max(physical, math.ceil(section.max_workers * section.cpus_per_worker) + data_actors + INPUT_TASK_CPUS)
 
 
 def num_decode_actors(cpus: float, taken: float, memory_gib: float, block_mb: float) -> int:
-    """Decode actors that fit: one CPU each beyond the `taken` ones, and memory for the actor and its blocks."""
+    """Return how many decode actors fit: one CPU each besides the `taken` ones, and memory for actor and blocks."""
     actor_gib = 0.5 + 4 * block_mb / 1024
     return max(1, int(min(cpus - taken, memory_gib * 0.5 / actor_gib)))
 
 
 def _silence_ray_logging() -> None:
-    """Keep Ray's loggers and progress bars of this process off the console."""
+    """Disable console output of Ray's loggers and progress bars in this process."""
     from ray.data import DataContext
 
     context = DataContext.get_current()

@@ -1,6 +1,6 @@
-"""Problems of this machine or cluster and their fixes, as `mmray doctor` reports them.
+"""Checks of `mmray doctor`: problems of this machine or cluster and their fixes.
 
-Each check is a function from observed values to a Finding; `run_checks` runs them all, and only it connects to Ray.
+Most checks are functions from observed values to a Finding; `run_checks` collects the values and connects to Ray.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from mmray.machine import cores, free_memory
 GIB = 2**30
 LEAST_MEMORY_GIB = 2.0
 LEAST_DISK_GIB = 5.0
-LEAST_SHM_SHARE = 0.25  # of memory; Ray wants 30 % of it for its object store and falls back to slow files below
+LEAST_SHM_SHARE = 0.25  # of memory; Ray's object store needs 30 % and falls back to slow files below that
 LEAST_OPEN_FILES = 4096
 PROBE_MB = 8
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check; `fix` is what to do about a warning or an error."""
+    """Result of a check; `fix` is the remedy for a warning or an error."""
 
     level: Literal["ok", "warning", "error"]
     name: str
@@ -85,7 +85,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _torch() -> Finding:
-    """torch and torchvision must come from one index: mixed builds fail at import."""
+    """Check that torch and torchvision are builds of one index; mixed builds fail at import."""
     try:
         import torch
         import torchvision  # noqa: F401
@@ -131,7 +131,7 @@ def check_memory(available_gib: float) -> Finding:
 
 
 def check_shm(size_gib: float | None, memory_gib: float) -> Finding:
-    """Ray's object store is in /dev/shm, which containers limit to 64 MB by default."""
+    """Check the size of /dev/shm, which holds Ray's object store; containers limit it to 64 MB by default."""
     if size_gib is None:
         return Finding("ok", "shared memory", "no /dev/shm on this system; Ray uses files")
     observed = f"/dev/shm has {size_gib:.1f} GiB"
@@ -184,7 +184,7 @@ def check_storage(address: str) -> Finding:
 
 
 def check_auth(mode: str | None, file: Path) -> Finding:
-    """RAY_AUTH_MODE must be the same on the head and on every client."""
+    """Check RAY_AUTH_MODE, which must be equal on the head and every client."""
     what, there = "authentication", file.exists() or bool(os.environ.get("RAY_AUTH_TOKEN"))
     if mode == "token" and not there:
         return Finding(
@@ -203,7 +203,7 @@ def check_auth(mode: str | None, file: Path) -> Finding:
 
 
 def _ray(address: str | None) -> Iterator[Finding]:
-    """Connect to (or start) Ray, run a task, move data through the object store."""
+    """Connect to (or start) Ray, run a task, transfer data through the object store."""
     began_s = time.monotonic()
     try:
         with ray_session(Cluster(address=address)):
@@ -236,7 +236,7 @@ def _cluster() -> Iterator[Finding]:
 
 
 def check_stale_cluster(file: Path) -> Finding:
-    """A head that was killed leaves this file behind, and Ray's helper processes try to reach that head first."""
+    """Check for the address file of a killed head, because Ray's helper processes try that head first."""
     name = "earlier cluster"
     try:
         check_reachable(address := file.read_text().strip())
@@ -249,7 +249,7 @@ def check_stale_cluster(file: Path) -> Finding:
 
 
 def check_nodes(alive: list[dict[str, Any]], free: dict[str, float]) -> Finding:
-    """Report the cluster's resources; warn if training workers leave no CPU for data."""
+    """Report the resources of the cluster; warn if training workers leave no CPU for data."""
     cpus = sum(node["Resources"].get("CPU", 0) for node in alive)
     gpu_count = sum(node["Resources"].get("GPU", 0) for node in alive)
     observed = (

@@ -1,8 +1,8 @@
-"""The nodes of the cluster, what it can grow to, and on which nodes data workers and training workers run.
+"""Nodes and pools of the cluster, and the placement of data and training workers.
 
-On a cluster whose nodes have the label `mmray/role` (cluster.yaml sets it on each pool), data runs on `data` nodes and
-training on `train` nodes. The head has the label too, so the placement is known while both pools are empty. Without
-roles, data avoids GPU nodes if other nodes have CPUs.
+If nodes have the label `mmray/role` (see cluster.yaml), data runs on `data` nodes and training on `train` nodes. The
+head has the label too, so the placement is known while the pools are empty. Without roles, data avoids GPU nodes if
+other nodes have CPUs.
 """
 
 from __future__ import annotations
@@ -34,39 +34,39 @@ if TYPE_CHECKING:
 
 ROLE = "mmray/role"
 LAUNCHER_FILE = Path("~/ray_bootstrap_config.yaml")
-UNLIMITED = 10_000  # nodes of a pool without a maximum
-EXPIRES_S, REFRESH_S, REQUEST_TIMEOUT_S = 60.0, 15.0, 5.0  # of requests to the autoscaler
+UNLIMITED = 10_000  # maximum of a pool without a limit
+EXPIRES_S, REFRESH_S, REQUEST_TIMEOUT_S = 60.0, 15.0, 5.0  # for requests to the autoscaler
 CONNECT_TIMEOUT_S = 1.0
-START_TOLERANCE_S = 2.0  # the start time of a process shifts with corrections of the system clock
+START_TOLERANCE_S = 2.0  # process start times shift with system clock corrections
 
 
 @dataclass(frozen=True)
 class LiveNodes:
-    """Nodes on which workers may start, with their free resources, and the ids of unreachable or draining nodes."""
+    """Available nodes with their free resources, and IDs of unreachable or draining nodes."""
 
     nodes: list[Node]
     unavailable: tuple[str, ...]
 
     def excluding_unavailable(self, labels: Labels | None) -> Labels | None:
-        """A label selector that also excludes the unavailable nodes."""
+        """Return a label selector that also excludes the unavailable nodes."""
         return exclude_nodes(self.unavailable, labels) if self.unavailable else labels or None
 
 
 def alive_nodes() -> list[Node]:
-    """The alive nodes with their total resources."""
+    """Return the alive nodes with their total resources."""
     return [Node(dict(node["Resources"]), dict(node["Labels"])) for node in _alive()]
 
 
 def free_nodes() -> list[Node]:
-    """The alive nodes with their free resources."""
+    """Return the alive nodes with their free resources."""
     free = free_resources()
     return [Node(free.get(node["NodeID"], {}), dict(node["Labels"])) for node in _alive()]
 
 
 def live_nodes() -> LiveNodes:
-    """The nodes that answer and are not draining, with their free resources.
+    """Return the reachable, non-draining nodes with their free resources.
 
-    Ray lists a node that vanished as alive for half a minute; a connection to its raylet fails at once.
+    Ray reports a lost node as alive for half a minute, but a connection to its raylet fails at once.
     """
     free, draining, alive = free_resources(), draining_nodes(), _alive()
     unavailable = {node["NodeID"] for node in alive if node["NodeID"] in draining or not _is_reachable(node)}
@@ -83,7 +83,7 @@ def _alive() -> list[dict[str, Any]]:
 
 
 def _is_reachable(node: dict[str, Any]) -> bool:
-    """Whether the node's raylet accepts a connection; tried twice, because one packet may be lost."""
+    """Return whether the node's raylet accepts a connection; tries twice because a packet may be lost."""
     for _ in range(2):
         with suppress(OSError):
             address = (node["NodeManagerAddress"], node["NodeManagerPort"])
@@ -94,10 +94,10 @@ def _is_reachable(node: dict[str, Any]) -> bool:
 
 
 def autoscaling_pools() -> list[Pool]:
-    """The pools of an autoscaling cluster; empty if it cannot grow or its limits are unknown.
+    """Return the pools of an autoscaling cluster; empty if it cannot grow or its limits are unknown.
 
-    KubeRay and managed services report their pools to Ray. On a cluster made by `ray up`, the head node (on which
-    submitted jobs run) has the launcher's file.
+    KubeRay and managed services report their pools to Ray. For `ray up`, the pools are read from the launcher file on
+    the head node, on which submitted jobs run.
     """
     groups = autoscaler_groups()
     if groups is None:
@@ -108,7 +108,7 @@ def autoscaling_pools() -> list[Pool]:
 
 
 def parse_launcher_config(launcher: dict[str, Any]) -> list[Pool]:
-    """The worker pools of a cluster launcher file such as cluster.yaml."""
+    """Return the worker pools of a cluster launcher file such as cluster.yaml."""
     limit = int(launcher.get("max_workers", 0))
     pools = []
     for name, kind in (launcher.get("available_node_types") or {}).items():
@@ -122,9 +122,9 @@ def parse_launcher_config(launcher: dict[str, Any]) -> list[Pool]:
 
 @dataclass
 class AutoscalerRequest:
-    """A request for nodes, under the name of one run. It expires unless repeated, so a dead driver keeps no node.
+    """Autoscaler request of one run. It expires unless repeated, so the nodes of a dead driver are released.
 
-    A group of fixed size needs none: its placement group is a request. For further workers no task is pending.
+    Only elastic groups need it: a fixed-size group has a placement group, but no task is pending for more workers.
     """
 
     name: str
@@ -139,20 +139,20 @@ class AutoscalerRequest:
         try:
             request_nodes(self.name, [dict(per_worker)] * count, labels, EXPIRES_S, REQUEST_TIMEOUT_S)
         except (ray.exceptions.RayError, TimeoutError):
-            self._sent_s = float("-inf")  # sent again at the next call
+            self._sent_s = float("-inf")  # resend at the next call
 
     def cancel(self) -> None:
         self.request({}, {}, 0)
 
 
 def physical_cores_if_local() -> int | None:
-    """Cores of this machine if it is the whole cluster and Ray counts more CPUs (see connect.py); otherwise None."""
+    """Return the cores of a single-node cluster if Ray counts more CPUs (see connect.py); otherwise None."""
     nodes, here = alive_nodes(), cores()
     return here if len(nodes) == 1 and nodes[0].resources.get("CPU", 0) > here else None
 
 
 def data_labels(setting: str, nodes: list[Node]) -> Labels:
-    """Labels of the nodes that read and decode data."""
+    """Return the labels of nodes that read and decode data."""
     if setting != "auto":
         return parse_label(setting)
     if _has_roles(nodes):
@@ -163,7 +163,7 @@ def data_labels(setting: str, nodes: list[Node]) -> Labels:
 
 
 def train_labels(setting: str, nodes: list[Node]) -> Labels:
-    """Labels of the nodes for training workers; GPU workers need none without roles."""
+    """Return the labels of nodes for training workers; GPU workers need none without roles."""
     if setting != "auto":
         return parse_label(setting)
     return {ROLE: "train"} if _has_roles(nodes) else {}
@@ -182,13 +182,13 @@ def _has_roles(nodes: list[Node]) -> bool:
 
 
 def set_data_placement(section: Cluster) -> None:
-    """Restrict every Ray Data job of this process to the data nodes."""
+    """Restrict Ray Data jobs of this process to the data nodes."""
     labels = data_labels(section.data_label, alive_nodes())
     ray.data.DataContext.get_current().execution_options.label_selector = labels or None
 
 
 def check_data_capacity(section: Cluster) -> None:
-    """Raise ResourceError if no data node has, or can get, a CPU: Ray would wait forever."""
+    """Raise ResourceError if there can be no data node with a CPU, because Ray would wait forever."""
     nodes = alive_nodes()
     demand = Demand(0, {}, 1, {}, data_labels(section.data_label, nodes))
     missing = missing_capacity(demand, nodes, autoscaling_pools())
@@ -199,9 +199,9 @@ def check_data_capacity(section: Cluster) -> None:
 
 
 def kill_processes(processes: Iterable[tuple[str, int, float]], timeout_s: float = 10.0) -> None:
-    """SIGKILL processes given as (node id, pid, start time in seconds since the epoch).
+    """Send SIGKILL to processes given as (node ID, PID, start time in seconds since the epoch).
 
-    It also ends processes that are stopped, or hang in native code. A node that does not answer is skipped.
+    SIGKILL also ends processes that hang in native code. Unreachable nodes are skipped.
     """
     tasks = [
         _kill.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
@@ -218,7 +218,7 @@ def _kill(pid: int, started_s: float) -> None:
 
 
 def kill_process(pid: int, started_s: float) -> bool:
-    """SIGKILL the process if it started at that time: its pid may belong to another process by now."""
+    """Send SIGKILL if the start time matches, because the PID may have been reused."""
     with suppress(psutil.NoSuchProcess, ProcessLookupError):
         if abs(psutil.Process(pid).create_time() - started_s) <= START_TOLERANCE_S:
             os.kill(pid, signal.SIGKILL)

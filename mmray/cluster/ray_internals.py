@@ -1,7 +1,7 @@
-"""Every use of Ray's private API, with a check of Ray's version.
+"""All uses of Ray's private API, with a version check.
 
-Ray 2.60 has no public API for the free resources per node, the draining nodes, the autoscaler's pools, a request for
-nodes that Ray Data's own requests do not overwrite, or the types of some Ray Train errors.
+Ray 2.60 has no public API for free resources per node, draining nodes, autoscaler pools, autoscaler requests that Ray
+Data does not overwrite, and the types of some Ray Train errors.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import ray
 from mmray.errors import ResourceError
 
 TESTED_VERSION = "2.60"
-HEAD_RESOURCE = "node:__internal_head__"  # a resource that only the head node has
-JOB_DIR = "working_dir_files"  # folder in which Ray keeps the working directories of submitted jobs
+HEAD_RESOURCE = "node:__internal_head__"  # resource of the head node only
+JOB_DIR = "working_dir_files"  # Ray's folder for working directories of submitted jobs
 PRELOAD_VARIABLE = "RAY_preload_python_modules"  # modules that idle worker processes import ahead
 START_TIMEOUT_VARIABLE = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
 ENVIRONMENT = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # Ray's 2 s delay each report and the detection of each failure
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # one more process per worker group; the driver polls instead
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # it adds a process per worker group; the driver polls instead
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
-    "RAY_task_oom_retries": "5",  # Ray retries a task that its node has no memory for forever
+    "RAY_task_oom_retries": "5",  # the default is to retry out-of-memory tasks forever
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 
 
 def version_warning(installed: str = ray.__version__) -> str | None:
-    """A warning if this minor version of Ray is untested; None for a tested one."""
+    """Return a warning if this minor version of Ray is untested, otherwise None."""
     if installed.split(".")[:2] == TESTED_VERSION.split("."):
         return None
     return (
@@ -42,7 +42,7 @@ def version_warning(installed: str = ray.__version__) -> str | None:
 
 @contextmanager
 def _checked(what: str) -> Iterator[None]:
-    """Turn a private API that has changed into a ResourceError."""
+    """Turn errors caused by a changed private API into a ResourceError."""
     try:
         yield
     except (ImportError, AttributeError, TypeError) as error:
@@ -51,7 +51,7 @@ def _checked(what: str) -> Iterator[None]:
 
 
 def free_resources() -> dict[str, dict[str, float]]:
-    """Free resources by node id."""
+    """Return the free resources by node ID."""
     with _checked("the free resources per node"):
         from ray._private import state
 
@@ -60,7 +60,7 @@ def free_resources() -> dict[str, dict[str, float]]:
 
 
 def draining_nodes() -> dict[str, float]:
-    """Deadline of each node that is being drained (preempted), in seconds since the epoch; 0 if it has none."""
+    """Return {node ID: deadline} of draining (preempted) nodes in seconds since the epoch; 0: no deadline."""
     with _checked("the draining nodes"):
         from ray._private.state import state
 
@@ -69,7 +69,7 @@ def draining_nodes() -> dict[str, float]:
 
 
 def autoscaler_groups() -> list[tuple[str, dict[str, float], int]] | None:
-    """Name, resources per node and maximum of nodes (negative: no limit) of each pool; None if Ray does not know."""
+    """Return name, resources per node and maximum nodes (negative: no limit) of each pool; None if unknown."""
     with _checked("the autoscaler's pools"):
         from ray._private.state import state
 
@@ -85,10 +85,10 @@ def autoscaler_groups() -> list[tuple[str, dict[str, float], int]] | None:
 def request_nodes(
     requester: str, bundles: list[dict[str, float]], labels: dict[str, str], expire_s: float, timeout_s: float
 ) -> None:
-    """Ask the autoscaler for room for these bundles; no bundles cancel the request.
+    """Request capacity for these bundles from the autoscaler; an empty list cancels the request.
 
-    It goes through the actor that Ray Data and Ray Train use, which adds all requests up; `ray.autoscaler.sdk` requests
-    would be overwritten by it. Raises RayError or TimeoutError.
+    Uses the coordinator actor of Ray Data and Ray Train, which adds up all requests and would overwrite those of
+    `ray.autoscaler.sdk`. Raises RayError or TimeoutError.
     """
     with _checked("the autoscaling coordinator"):
         from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as module
@@ -108,7 +108,7 @@ def request_nodes(
 
 
 def is_start_timeout(error: BaseException) -> bool:
-    """Whether Ray Train gave up waiting for the workers of a group to start."""
+    """Return whether Ray Train timed out waiting for the workers of a group to start."""
     return _is_train_error(getattr(error, "controller_failure", None), "WorkerGroupStartupTimeoutError")
 
 
@@ -117,10 +117,10 @@ def is_health_check_timeout(error: BaseException) -> bool:
 
 
 def is_preemption(error: BaseException) -> bool:
-    """Whether Ray Train's own preemption watcher, which only the user can enable, ended the group."""
+    """Return whether Ray Train's preemption watcher, which only the user can enable, ended the group."""
     return _is_train_error(error, "PreemptionError")
 
 
 def _is_train_error(error: BaseException | None, name: str) -> bool:
-    """By name: the modules of these types move between versions, their names have not."""
+    """Match the type by name, because these types move between modules in new Ray versions."""
     return any(each.__name__ == name for each in type(error).__mro__)

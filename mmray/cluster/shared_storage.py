@@ -1,6 +1,6 @@
-"""Check before the first step that run.storage is one folder for all training nodes.
+"""Check before the first step that run.storage is shared by all training nodes.
 
-Checkpoints on one node's own disk are lost with that node, and workers on other nodes cannot resume from them.
+Checkpoints on a node's local disk are lost with that node, and workers on other nodes cannot resume from them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ CREDENTIALS = (
     "The bucket must exist; endpoint and credentials come from the environment of each node (AWS_ENDPOINT_URL, "
     "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, or the machine's role)."
 )
-JOB_COPY = "working_dir_files"  # folder in which Ray keeps the working directories of jobs
+JOB_COPY = "working_dir_files"  # Ray's folder for working directories of jobs
 
 
 def check_persistent(storage: str, cwd: Path) -> None:
-    """Raise UsageError if `storage` would be in a job's copy of the working directory, which Ray deletes."""
+    """Raise UsageError if `storage` is in a job's copy of the working directory, because Ray deletes it."""
     if JOB_COPY in cwd.parts and "://" not in storage and not Path(storage).expanduser().is_absolute():
         raise UsageError(
             f"run.storage {storage} is relative, and Ray deletes a job's copy of the working directory later. Pass an "
@@ -36,9 +36,9 @@ def check_persistent(storage: str, cwd: Path) -> None:
 
 
 def check_shared(storage: str, nodes: list[Node]) -> None:
-    """Write and read `storage` from the driver and from each node. Raises ResourceError.
+    """Write and read `storage` from the driver and each node. Raises ResourceError.
 
-    Without nodes, it is checked from the driver alone.
+    Without nodes, only the driver checks it.
     """
     folder = f".probe-{os.getpid()}-{os.urandom(4).hex()}"
     try:
@@ -50,7 +50,7 @@ def check_shared(storage: str, nodes: list[Node]) -> None:
     try:
         faults = {name: fault for name, fault in _probe_nodes(nodes, storage, folder).items() if fault}
     finally:
-        with suppress(OSError):  # a leftover probe folder is harmless
+        with suppress(OSError):  # a remaining probe folder is harmless
             root.delete_tree(folder)
     if faults:
         lines = "\n  ".join(f"node {name}: {fault}" for name, fault in sorted(faults.items()))
@@ -61,7 +61,7 @@ def check_shared(storage: str, nodes: list[Node]) -> None:
 
 
 def _probe_nodes(nodes: list[Node], storage: str, folder: str) -> dict[str, str | None]:
-    """Fault of each node by its ID; None if there is none, or if the node was lost."""
+    """Return {node ID: problem}; None without a problem or if the node was lost."""
     task: Any = ray.remote(num_cpus=0, max_retries=0)(_read_and_write)
     probes = {}
     for node in nodes:
@@ -87,7 +87,7 @@ def _probe_result(probe: Any, storage: str, written: str) -> str | None:
 
 
 def _read_and_write(storage: str, folder: str, node_id: str) -> str | None:
-    """Fault found on a node (a Ray task)."""
+    """Return the problem found on a node (Ray task)."""
     try:
         root = Storage(storage)
         if root.read(f"{folder}/driver").decode(errors="replace") != folder:

@@ -1,7 +1,7 @@
-"""All settings of mmray: typed, validated, documented once, frozen.
+"""All settings of mmray as typed, validated, immutable sections.
 
-A config comes from a recipe (recipes.py) or a YAML file, is changed by `--section.field value` flags, validated on the
-driver before any resource is requested, and saved with the run and each checkpoint.
+A config comes from a recipe (recipes.py) or a YAML file and is changed by `--section.field value` flags. The driver
+validates it before it requests resources. Each run and each checkpoint stores its config.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from mmray.config.model import (
 from mmray.config.training import Batch, Evaluate, Optimizer, Scoring, Train
 from mmray.errors import UsageError
 
-LENGTHS = ("train.steps", "train.samples", "train.epochs")  # a run has one of them
+LENGTHS = ("train.steps", "train.samples", "train.epochs")  # mutually exclusive
 
 __all__ = [
     "LENGTHS",
@@ -102,11 +102,11 @@ class Config(Section):
     run: Run = Run()
 
     def with_cluster(self, **settings: Any) -> Config:
-        """Return a copy with these settings of `cluster`. Raises UsageError."""
+        """Return a copy with these settings of `cluster` changed. Raises UsageError."""
         return self.replace(cluster=self.cluster.replace(**settings))
 
     def with_model_kind(self, kind: str) -> Config:
-        """Return a copy with another kind of model: that kind's defaults, this config's inputs. Raises UsageError."""
+        """Return a copy with the defaults of another model kind; the inputs are kept. Raises UsageError."""
         if kind == self.model.kind:
             return self
         section = model_section(kind)
@@ -115,9 +115,9 @@ class Config(Section):
         return self.replace(model=section(kind=kind, inputs=inputs(**shared)))
 
     def without_conflicting(self, given: Collection[str]) -> Config:
-        """Return a copy without the settings that the `given` ones (`section.field`) replace.
+        """Return a copy without the settings that `given` (names `section.field`) override.
 
-        A given length replaces the recipe's length; micro and accumulation together replace its global batch.
+        A given length overrides the recipe's length; micro and accumulation together override its global batch.
         """
         update: dict[str, Any] = {}
         if any(name in LENGTHS for name in given):
@@ -133,10 +133,10 @@ def to_yaml(config: Section) -> str:
 
 
 def from_yaml(text: str, where: str, recipes: Mapping[str, Callable[[], Config]] = MappingProxyType({})) -> Config:
-    """Return the config of a YAML text; `where` names the file in errors.
+    """Parse a config from YAML; `where` names the file in errors.
 
-    Missing settings come from the recipe that its `recipe` names, if that is one of `recipes`; otherwise from the
-    defaults. Raises UsageError.
+    Missing settings come from the recipe named in the file if it is one of `recipes`, otherwise from the defaults.
+    Raises UsageError.
     """
     try:
         values = yaml.safe_load(text)

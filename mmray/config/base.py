@@ -11,13 +11,13 @@ from mmray.errors import UsageError
 
 
 class Section(BaseModel):
-    """A frozen group of settings; an unknown name or invalid value raises UsageError with the setting's full name."""
+    """A frozen group of settings; unknown names and invalid values raise UsageError with the full setting name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
     path: ClassVar[str] = ""
 
     def replace(self, **settings: Any) -> Self:
-        """Return a validated copy with these fields changed; `model_copy` would not validate. Raises UsageError."""
+        """Return a validated copy with these fields changed, unlike `model_copy`. Raises UsageError."""
         return type(self).model_validate(dict(self) | settings)
 
     @model_validator(mode="wrap")
@@ -30,12 +30,12 @@ class Section(BaseModel):
 
 
 def _is_type(part: str) -> bool:
-    """Whether a part of pydantic's `loc` names a type of a union rather than a setting."""
+    """Return whether a part of pydantic's `loc` is a union tag instead of a setting."""
     return part in ("int", "float", "str", "constrained-int") or part.startswith("literal[")
 
 
 def _explain(section: type[Section], item: Any) -> str:
-    """Format one pydantic error: setting, problem, value, and the closest name for a typo."""
+    """Format one pydantic error: setting, problem, value, and the closest known name."""
     name = ".".join([section.path, *(str(part) for part in item["loc"] if not _is_type(str(part)))])
     name = name.strip(".") or "config"
     if item["type"] == "extra_forbidden":

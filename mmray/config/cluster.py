@@ -1,4 +1,4 @@
-"""Settings of where a run executes: Ray resources, name, files, trackers."""
+"""Settings of the Ray resources, name, files and trackers of a run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Cluster(Section):
 
     @property
     def max_workers(self) -> int:
-        """The number that batch arithmetic and start-up checks use."""
+        """Number of workers for batch arithmetic and start-up checks."""
         return _range(self.workers)[1]
 
     @property
@@ -69,7 +69,7 @@ class Cluster(Section):
 
 
 def _range(workers: int | str) -> tuple[int, int]:
-    """(low, high) of `4` or `1-4`; (0, 0) of anything else."""
+    """Parse `4` or `1-4` as (min, max); return (0, 0) if invalid."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", str(workers))
     return (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
 

@@ -1,4 +1,4 @@
-"""Settings of data: how raw rows become a prepared set, and how it is streamed and augmented."""
+"""Settings of data preparation, streaming and augmentation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmray.config.base import Section
 from mmray.errors import UsageError
 from mmray.storage.address import parse_host
 
-_TERM = re.compile(r"(?:(\S+) \* +)?(\S.*)")  # one set of a mixture, with or without a weight
+_TERM = re.compile(r"(?:(\S+) \* +)?(\S.*)")  # `weight * address`, weight optional
 
 
 def parse_mixture(text: str) -> list[tuple[str, float]]:
@@ -32,12 +32,12 @@ def parse_mixture(text: str) -> list[tuple[str, float]]:
 
 
 def is_mixture(text: str) -> bool:
-    """Whether the text is more than one set of weight 1."""
+    """Return whether the text has several sets or a weight other than 1."""
     return parse_mixture(text) != [(text.strip(), 1.0)]
 
 
 def format_mixture(terms: list[tuple[str, float]]) -> str:
-    """Inverse of parse_mixture."""
+    """Format (address, weight) pairs; inverse of parse_mixture."""
     return " + ".join(address if weight == 1 else f"{weight:g} * {address}" for address, weight in terms)
 
 
@@ -58,7 +58,7 @@ COLUMNS = (
 
 
 class Prepare(Section):
-    """How raw rows become a prepared set: validated, deduplicated, packed."""
+    """Validation, deduplication and packing of raw rows into a prepared set."""
 
     path: ClassVar[str] = "prepare"
     max_bad_fraction: float = Field(
@@ -133,12 +133,12 @@ class Prepare(Section):
 
     @property
     def column_names(self) -> dict[str, str]:
-        """Our name of a column -> its name in the source."""
+        """Return {mmray column: source column}."""
         return {ours: theirs for ours, _, theirs in (column.partition("=") for column in self.columns)}
 
 
 class Data(Section):
-    """Which rows are used and how they are streamed."""
+    """Data sets, row selection and streaming."""
 
     path: ClassVar[str] = "data"
     train: str = Field(
@@ -194,13 +194,13 @@ class Data(Section):
 
     @property
     def shuffle_shape(self) -> tuple[int | None, int | None]:
-        """(rows per block, blocks per window); None for a number to be chosen."""
+        """(rows per block, blocks per window); None: chosen automatically."""
         rows, _, blocks = str(self.shuffle_blocks).partition("x")
         return None if rows == "auto" else int(rows), int(blocks) if blocks else None
 
 
 class Augment(Section):
-    """Random changes of training images, drawn from (seed, epoch, key); held-out images are never changed."""
+    """Random augmentation of training images, seeded by (seed, epoch, key); held-out images are not augmented."""
 
     path: ClassVar[str] = "augment"
     crop_scale: tuple[float, float] = Field(

@@ -1,4 +1,4 @@
-"""Settings of models and objectives: one section per kind of model, chosen by its `kind`."""
+"""Settings of models and objectives: one section per model kind, selected by `kind`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MaxTokens = Annotated[int, Field(ge=4, le=8192, description="Maximum number of t
 
 
 class Inputs(Section):
-    """Inputs of the model, shared by data, evaluation and export."""
+    """Image preprocessing and tokenization, shared by data, evaluation and export."""
 
     path: ClassVar[str] = "model.inputs"
     image_side: int = Field(224, ge=8, le=4096, description="Height and width of the model's input image in pixels.")
@@ -87,7 +87,7 @@ class Chat(Section):
 
 
 class ChatInputs(Inputs):
-    """Inputs of a generative model."""
+    """Image preprocessing and tokenization of a generative model."""
 
     chat: Chat = Chat()
     max_tokens: MaxTokens = 512
@@ -106,7 +106,7 @@ _KIND = tyro.conf.arg(
 
 
 class Lora(Section):
-    """Low-rank adapters; with them, all other weights are frozen."""
+    """Low-rank adapters (LoRA); all other weights are frozen."""
 
     path: ClassVar[str] = "model.lora"
     rank: int = Field(0, ge=0, le=1024, description="Rank of the adapters; 0: none, all weights are trained.")
@@ -118,7 +118,7 @@ class Lora(Section):
 
 
 class Model(Section):
-    """Settings that every kind of model has; data, evaluation and export use only these."""
+    """Settings common to all model kinds; data, evaluation and export use only these."""
 
     path: ClassVar[str] = "model"
     kind: str
@@ -131,7 +131,7 @@ class Model(Section):
         return self.replace(vocab_size=self.vocab_size or vocab_size)
 
     def with_absolute_weights(self) -> Self:
-        """Return the model with absolute paths of local weights, for workers that run in another folder."""
+        """Return the model with absolute paths of local weights, because workers run in another folder."""
         update: dict[str, Any] = {}
         for name in ("image", "text"):
             if isinstance(part := getattr(self, name, None), Section) and hasattr(part, "weights"):
@@ -147,14 +147,14 @@ def _absolute(weights: str) -> str:
 
 
 class EmbeddingModel(Model):
-    """Models of two branches with one embedding space."""
+    """Base of models with an image and a text branch and one embedding space."""
 
     temperature: Temperature = 0.07
     logit_bias: LogitBias = None
 
 
 class ImageTower(Section):
-    """The image branch."""
+    """Image branch."""
 
     path: ClassVar[str] = "model.image"
     name: Literal["convnet", "vit", "resnet18", "resnet34", "resnet50", "resnet101", "transformers"] = Field(
@@ -174,7 +174,7 @@ class ImageTower(Section):
 
 
 class TextTower(Section):
-    """The text branch, a BERT; saved weights bring their own shape."""
+    """BERT text branch; pretrained weights define its shape."""
 
     path: ClassVar[str] = "model.text"
     weights: str = Field(
@@ -188,7 +188,7 @@ class TextTower(Section):
 
 
 class TowerModel(EmbeddingModel):
-    """An image tower and a text tower."""
+    """Base of models with an image tower and a text tower."""
 
     image: ImageTower = ImageTower()
     text: TextTower = TextTower()
@@ -199,7 +199,7 @@ class TowerModel(EmbeddingModel):
 
 
 class TwoTower(TowerModel):
-    """An image tower and a text tower with one embedding space, trained with a contrastive loss."""
+    """Dual encoder: image and text towers with one embedding space and a contrastive loss."""
 
     kind: Annotated[Literal["two_tower"], _KIND] = "two_tower"
 
@@ -215,7 +215,7 @@ class CrossAttention(Section):
 
 
 class Fusion(TowerModel):
-    """Two towers, and cross-attention layers between text tokens and image features."""
+    """Dual encoder with cross-attention layers between text tokens and image features."""
 
     kind: Annotated[Literal["fusion"], _KIND] = "fusion"
     cross: CrossAttention = CrossAttention()
@@ -230,7 +230,7 @@ class Fusion(TowerModel):
 
 
 class ClipImage(Section):
-    """The image encoder of a CLIP or SigLIP; saved weights bring their own shape."""
+    """Image encoder of CLIP or SigLIP; pretrained weights define its shape."""
 
     path: ClassVar[str] = "model.image"
     width: Width = 768
@@ -240,7 +240,7 @@ class ClipImage(Section):
 
 
 class ClipText(Section):
-    """The text encoder of a CLIP or SigLIP; saved weights bring their own shape."""
+    """Text encoder of CLIP or SigLIP; pretrained weights define its shape."""
 
     path: ClassVar[str] = "model.text"
     width: Width = 512
@@ -249,7 +249,7 @@ class ClipText(Section):
 
 
 class ClipFamily(EmbeddingModel):
-    """CLIP and SigLIP of transformers."""
+    """Base of transformers' CLIP and SigLIP."""
 
     weights: str = Field(
         "none", description="`none`, a folder saved by transformers, a hub name, or an open_clip checkpoint (clip)."
@@ -288,7 +288,7 @@ class Siglip(ClipFamily):
 
 
 class Decoder(Section):
-    """The language model; saved weights bring their own shape."""
+    """Language model; pretrained weights define its shape."""
 
     path: ClassVar[str] = "model.text"
     width: Width = 512
@@ -298,7 +298,7 @@ class Decoder(Section):
 
 
 class Generative(Model):
-    """transformers' LLaVA: image features in a Llama's token sequence, trained on the assistant's messages."""
+    """transformers' LLaVA: image features in Llama's token sequence; the loss covers the assistant's messages."""
 
     kind: Annotated[Literal["generative"], _KIND] = "generative"
     inputs: ChatInputs = ChatInputs()
@@ -308,7 +308,7 @@ class Generative(Model):
 
 
 class CustomModel(Model):
-    """A model of your own, constructed from this section and the vocabulary size."""
+    """A user-defined model class, constructed from this section and the vocabulary size."""
 
     kind: Annotated[str, _KIND]
     settings: dict[str, bool | int | float | str] = Field({}, description="Settings passed to your class.")
@@ -324,7 +324,7 @@ KINDS: dict[str, type[Model]] = {
 
 
 def model_section(kind: str) -> type[Model]:
-    """Return the section class of this kind of model. Raises UsageError."""
+    """Return the section class of a model kind. Raises UsageError."""
     if kind in KINDS:
         return KINDS[kind]
     if ":" in kind:
@@ -351,7 +351,7 @@ AnyModel = Annotated[
 
 
 class Objective(Section):
-    """The loss."""
+    """Training objective."""
 
     path: ClassVar[str] = "objective"
     kind: str = Field(

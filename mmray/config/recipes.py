@@ -32,7 +32,7 @@ from mmray.errors import UsageError
 
 
 def sample() -> Config:
-    """The drawn sample set and a model of under a million parameters: learns on a laptop in a minute."""
+    """Generated sample set and a model with under a million parameters; trains on a laptop in about a minute."""
     return Config(
         recipe="sample",
         model=TwoTower(
@@ -49,12 +49,12 @@ def sample() -> Config:
         optimizer=Optimizer(lr=1e-3, warmup_steps=30, weight_decay=0.05),
         train=Train(steps=350, log_every=10, checkpoint_every=175),
         evaluate=Evaluate(every=175),
-        cluster=Cluster(workers="1-2"),  # a lone GPU takes one
+        cluster=Cluster(workers="1-2"),  # one worker on a machine with one GPU
     )
 
 
 def resnet50_bert() -> Config:
-    """A torchvision ResNet-50 and BERT-base from their pretrained weights, at 224 pixels: a good beginning."""
+    """torchvision ResNet-50 and BERT-base with pretrained weights, at 224 pixels; a good starting point."""
     return Config(
         recipe="resnet50-bert",
         model=TwoTower(
@@ -62,7 +62,7 @@ def resnet50_bert() -> Config:
             image=ImageTower(name="resnet50", weights="pretrained"),
             text=TextTower(weights="bert-base-uncased", width=768, depth=12, heads=12),
             embed_dim=512,
-            batch_norm="frozen",  # exact under accumulation, and right for weights that bring their statistics
+            batch_norm="frozen",  # exact under accumulation; the pretrained weights include statistics
         ),
         prepare=Prepare(image_side=256),
         batch=Batch(micro=64, global_=1024),
@@ -74,7 +74,7 @@ def resnet50_bert() -> Config:
 
 
 def clip() -> Config:
-    """CLIP ViT-B/32 from OpenAI's weights, tuned gently; from nothing: --model.weights none --optimizer.lr 5e-4."""
+    """Fine-tune OpenAI's CLIP ViT-B/32. To train from scratch: --model.weights none --optimizer.lr 5e-4."""
     return Config(
         recipe="clip",
         model=Clip(
@@ -96,7 +96,7 @@ def clip() -> Config:
 
 
 def siglip() -> Config:
-    """SigLIP ViT-B/16 from Google's weights, tuned gently; from nothing: --model.weights none --optimizer.lr 1e-3."""
+    """Fine-tune Google's SigLIP ViT-B/16. To train from scratch: --model.weights none --optimizer.lr 1e-3."""
     return Config(
         recipe="siglip",
         model=Siglip(
@@ -116,7 +116,7 @@ def siglip() -> Config:
 
 
 def fusion() -> Config:
-    """ResNet-50 and BERT-base with four layers of cross-attention: retrieval, and whether image and text match."""
+    """ResNet-50 and BERT-base with four cross-attention layers, for retrieval and image-text matching."""
     return Config(
         recipe="fusion",
         model=Fusion(
@@ -137,7 +137,7 @@ def fusion() -> Config:
 
 
 def llava() -> Config:
-    """LLaVA 1.5 (7B) from its weights: what the assistant says about an image; the image's encoder stays as it is."""
+    """Fine-tune LLaVA 1.5 (7B) on conversations about an image, with a frozen image encoder."""
     return Config(
         recipe="llava",
         model=Generative(
@@ -170,9 +170,9 @@ RECIPES: dict[str, Callable[[], Config]] = {
 
 
 def load(name: str) -> Config:
-    """The config of a built-in recipe, or of a YAML file, which may name one and say only what differs from it.
+    """Load a built-in recipe or a YAML file; a YAML file with `recipe: NAME` needs only the changed settings.
 
-    Raises UsageError with the nearest name.
+    Raises UsageError with the closest known name.
     """
     if name in RECIPES:
         return RECIPES[name]()

@@ -1,7 +1,7 @@
-"""The search space: what `--space key=values` means, its combinations in order, and a config with one of them.
+"""Search space of `--space key=values`, for `mmray tune` and `mmray bench step`.
 
-Any setting may be searched. Listed values are crossed; a range is drawn from, and the draws are crossed with the lists.
-Values stay text until `with_settings`: the config gives them their types. `mmray tune` and `mmray bench step` share it.
+Listed values form a grid. Ranges are sampled, and each sample is combined with the full grid. Values stay text until
+`with_settings` validates them against the config.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _COMMA = re.compile(r",(?![^\[]*\])")  # not inside [ ]
 
 @dataclass(frozen=True)
 class Range:
-    """Values between two bounds, drawn evenly, or evenly in their logarithm."""
+    """Uniform or log-uniform distribution between two bounds."""
 
     low: float
     high: float
     log: bool
 
     def draw(self, source: random.Random) -> float:
-        """One value of four digits: a recipe is read by people."""
+        """Sample a value, rounded to four digits to keep recipes readable."""
         if self.log:
             value = math.exp(source.uniform(math.log(self.low), math.log(self.high)))
         else:
@@ -43,14 +43,14 @@ class Range:
 
 @dataclass(frozen=True)
 class Space:
-    """Settings to search, in the order given: {`section.field`: listed values, or a range}."""
+    """Searched settings in the order given: {`section.field`: listed values or a range}."""
 
     axes: dict[str, tuple[Any, ...] | Range]
-    samples: int = 1  # draws from the ranges
+    samples: int = 1  # samples of the ranges
     seed: int = 0
 
     def combinations(self) -> list[dict[str, Any]]:
-        """Each combination as {`section.field`: value as typed}; the axis named last changes fastest."""
+        """Return each combination as {`section.field`: value}; the last axis changes fastest."""
         source = random.Random(self.seed)
         ranges = {key: axis for key, axis in self.axes.items() if isinstance(axis, Range)}
         listed = {key: axis for key, axis in self.axes.items() if not isinstance(axis, Range)}
@@ -60,7 +60,7 @@ class Space:
 
 
 def parse_space(given: Sequence[str], samples: int | None = None, seed: int = 0) -> Space:
-    """The space that `key=v1,v2` and `key=loguniform(low,high)` mean; raises UsageError."""
+    """Parse `key=v1,v2` and `key=loguniform(low,high)`. Raises UsageError."""
     axes: dict[str, tuple[Any, ...] | Range] = {}
     for text in given:
         key, equals, values = text.partition("=")
@@ -80,7 +80,7 @@ def parse_space(given: Sequence[str], samples: int | None = None, seed: int = 0)
 
 
 def with_settings(base: Config, settings: dict[str, Any]) -> Config:
-    """`base` with these settings, typed and checked as a config is. Raises UsageError."""
+    """Return `base` with these settings changed and validated. Raises UsageError."""
     values = base.model_dump(mode="json", by_alias=True)
     for key, value in settings.items():
         *sections, name = key.split(".")
@@ -100,7 +100,7 @@ def with_settings(base: Config, settings: dict[str, Any]) -> Config:
 
 
 def setting_value(config: Config, key: str) -> Any:
-    """The value of `section.field`, as JSON holds it."""
+    """Return the value of `section.field` as JSON data."""
     value: Any = config.model_dump(mode="json", by_alias=True)
     for part in key.split("."):
         value = value[part]
@@ -108,7 +108,7 @@ def setting_value(config: Config, key: str) -> Any:
 
 
 def _refuse(key: str) -> None:
-    """Settings that cannot differ between trials of one sweep."""
+    """Raise UsageError for settings that must be equal in all trials of a sweep."""
     if key in LENGTHS:
         raise UsageError(f"--space {key}: every trial trains as many samples, so a sweep has one length: --{key} N")
     if key.startswith(("run.", "cluster.address")) or key == "recipe":
@@ -135,7 +135,7 @@ def _axis(key: str, text: str) -> tuple[Any, ...] | Range:
 
 
 def _value(text: str) -> Any:
-    """One listed value: `None`, a list in brackets, else the text itself."""
+    """Parse a listed value: `None`, a list in brackets, otherwise text."""
     if text.startswith("["):
         return yaml.safe_load(text)
     return None if text == "None" else text

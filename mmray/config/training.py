@@ -1,4 +1,4 @@
-"""Settings of training: batch arithmetic, optimizer, schedule, checkpoints, evaluation."""
+"""Settings of training: batch, optimizer, schedule, checkpoints, evaluation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Batch(Section):
 
 
 class Optimizer(Section):
-    """AdamW, learning rate schedule and gradient clipping."""
+    """Optimizer, learning rate schedule and gradient clipping."""
 
     path: ClassVar[str] = "optimizer"
     lr: float = Field(5e-4, gt=0, description="Peak learning rate.")
@@ -123,7 +123,7 @@ class Train(Section):
 
 
 class Scoring(Section):
-    """Metrics on held-out rows: retrieval always, classification if classes are named or the model has a head."""
+    """Metrics on held-out rows: retrieval, and classification if there are class names or a classification head."""
 
     path: ClassVar[str] = "evaluate"
     batch: int = Field(128, ge=1, description="Rows per forward pass and worker.")
@@ -154,7 +154,7 @@ class Scoring(Section):
 
 
 class Evaluate(Scoring):
-    """Metrics on held-out rows, and how often they are computed."""
+    """Metrics on held-out rows and their interval."""
 
     every: int = Field(0, ge=0, description="Steps between evaluations; 0: only at the end.")
 

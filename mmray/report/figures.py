@@ -1,4 +1,4 @@
-"""Charts of a run: metrics in, Plotly figures out. Series colours must be visible on light and dark pages."""
+"""Plotly charts of a run's metrics. Series colours must be visible on light and dark pages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Figure:
 
 
 def figure(name: str, title: str, summary: str, traces: list[Any], height: int = 260, **layout: Any) -> Figure:
-    """Return a chart of these traces with the page's axes; `layout` is Plotly's."""
+    """Return a chart of these traces in the page's style; `layout` is passed to Plotly."""
     drawn = go.Figure(traces)
     drawn.update_layout(
         template="none",
@@ -46,7 +46,7 @@ def figure(name: str, title: str, summary: str, traces: list[Any], height: int =
 
 
 def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
-    """Return the charts of each part of the page, without metrics that were not measured."""
+    """Return the charts of the measured metrics by page section."""
     parts = {
         "learning": [_loss(run), _lr(run), _gradient(run)],
         "recall": [_recall(run)],
@@ -56,7 +56,7 @@ def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
 
 
 def _line(run: RunRecord, name: str, title: str, colour: str, scale: float = 1.0, **style: Any) -> go.Scatter:
-    """Line of a metric over the steps, with markers if the points are few."""
+    """Return the line of a metric over steps, with markers if there are few points."""
     steps, values = run.series(name)
     scaled = [None if value is None else value * scale for value in values]
     mode = "lines+markers" if len(values) <= 25 else "lines"
@@ -111,7 +111,7 @@ def _recall(run: RunRecord) -> Figure | None:
             line={"dash": dash[k], "width": 2.5 if k == 1 else 1.5},
             opacity=1 if k == 1 else 0.75,
             legendgroup=way,
-            showlegend=k == 1,  # six entries would push the chart out of a narrow page
+            showlegend=k == 1,  # six legend entries are too wide for a narrow page
         )
         for k in dash
         for way, (title, colour) in DIRECTIONS.items()

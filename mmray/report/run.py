@@ -1,4 +1,4 @@
-"""The files of a run as the report reads them, complete or not, without Ray, torch and pydantic."""
+"""Read a run folder, complete or not, without importing Ray, torch or pydantic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Content of a run folder; empty for missing files, because a run may end at any time."""
+    """Content of a run folder; fields of missing files are empty, because a run may end at any time."""
 
     folder: AnyPath
     config: dict[str, Any]
@@ -29,7 +29,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, folder: AnyPath) -> RunRecord:
-        """The run in `folder`, which has a config.yaml."""
+        """Read the run in `folder`; config.yaml must exist."""
         return cls(
             folder=folder,
             config=yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")) or {},
@@ -46,7 +46,7 @@ class RunRecord:
         return str(self.result.get("status", "unfinished"))
 
     def series(self, name: str) -> tuple[list[int], list[float | None]]:
-        """Return steps and values of a metric, at the steps that have it; None if it was not a number."""
+        """Return the steps at which a metric was logged and its values; None for a non-numeric value."""
         told = [line for line in self.lines if name in line]
         return [line["step"] for line in told], [line[name] for line in told]
 

@@ -10,7 +10,7 @@ _COUNTS = ("rows", "boxes", "tokens", "answered")
 
 
 def non_retrieval_metrics(scores: Mapping[str, float | None]) -> list[tuple[str, str]]:
-    """Return (name, value) of all metrics except retrieval, in order; bad_rows only if above 0."""
+    """Return (name, value) of all non-retrieval metrics in order; bad_rows only if above 0."""
     return [
         (name.replace("_", " ").replace("/", ", "), format_metric(name, value))
         for name, value in scores.items()
@@ -19,7 +19,7 @@ def non_retrieval_metrics(scores: Mapping[str, float | None]) -> list[tuple[str,
 
 
 def format_metric(name: str, value: float | None) -> str:
-    """Format with three digits, counts with none, and a dash for a non-finite value."""
+    """Format with three decimals, counts without, non-finite values as a dash."""
     if value is None or not math.isfinite(value):
         return "–"
     return f"{value:,.0f}" if name.endswith(_COUNTS) else f"{value:,.3f}"

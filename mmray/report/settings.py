@@ -1,4 +1,4 @@
-"""The settings of a run as table rows: all, and those that differ from its recipe."""
+"""Settings of a run as table rows, with their difference from the recipe."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Setting:
 
 
 def settings_of(config: dict[str, Any]) -> list[Setting]:
-    """Return all settings, in order; without descriptions if this version of mmray cannot read the config."""
+    """Return all settings in order; without descriptions if this mmray version cannot parse the config."""
     recipe = RECIPES.get(str(config.get("recipe")), Config)()
     theirs = _flat(recipe.model_dump(mode="json", by_alias=True))
     try:

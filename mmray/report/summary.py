@@ -1,4 +1,4 @@
-"""Texts and tables of the run page: key figures, warnings, quarantined rows."""
+"""Text and tables of the run report: key figures, warnings, quarantined rows."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from mmray.storage.paths import AnyPath, to_path
 from mmray.storage.storage import Storage
 
 RECALL_AT = (1, 5, 10)
-DATA_WAIT_WARNING = 0.2  # of a step's time
+DATA_WAIT_WARNING = 0.2  # fraction of the step time
 
 
 @dataclass(frozen=True)
 class KeyFigure:
-    """One of the figures at the head of the page: its name, its value, and a word on it."""
+    """A key figure at the top of the page, with an optional note."""
 
     name: str
     value: str
@@ -42,7 +42,7 @@ class KeyFigure:
 
 
 def format_duration(seconds: float | None) -> str:
-    """45 s, 3m 20s, 2h 05m."""
+    """Format as `45 s`, `3m 20s` or `2h 05m`."""
     if seconds is None or not math.isfinite(seconds):
         return "–"
     if seconds < 100:
@@ -52,17 +52,17 @@ def format_duration(seconds: float | None) -> str:
 
 
 def format_number(value: float | None, digits: int = 3) -> str:
-    """A figure with so many digits behind the point, thousands set apart; a dash for what was not measured."""
+    """Format with `digits` decimals and thousands separators; a missing or non-finite value is a dash."""
     return "–" if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
 
 
 def dataset_names(trained_on: str) -> str:
-    """The last parts of the paths in `data.train`: `a + 2 * b`."""
+    """Return `data.train` with paths reduced to their last part, such as `a + 2 * b`."""
     return format_mixture([(path.rstrip("/").rpartition("/")[2], weight) for path, weight in parse_mixture(trained_on)])
 
 
 def key_figures(run: RunRecord) -> list[KeyFigure]:
-    """Recall both ways or perplexity, loss, speed, data wait and duration, as far as they were measured."""
+    """Return the measured key figures: recall or perplexity, loss, speed, data wait, memory, duration."""
     scores, figures = run.newest("evaluate"), []
     for way, (title, _) in DIRECTIONS.items():
         if f"recall_at_1/{way}" in scores:
@@ -88,7 +88,7 @@ def key_figures(run: RunRecord) -> list[KeyFigure]:
 
 
 def batch_summary(run: RunRecord) -> str:
-    """The batch arithmetic, as the run itself told it."""
+    """Return the batch summary of result.json, or one derived from the config."""
     if "batch" in run.result:
         return str(run.result["batch"])
     batch = run.config.get("batch") or {}
@@ -97,7 +97,7 @@ def batch_summary(run: RunRecord) -> str:
 
 
 def recall_rows(run: RunRecord) -> list[dict[str, str]]:
-    """Rows of the table of final scores, one each way."""
+    """Return the rows of the retrieval table, one per direction."""
     scores = run.newest("evaluate")
     rows = []
     for way, (title, _) in DIRECTIONS.items():
@@ -107,11 +107,11 @@ def recall_rows(run: RunRecord) -> list[dict[str, str]]:
     return rows
 
 
-MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations")  # as the rehearsal of a step found them
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations")  # measured by the memory dry run
 
 
 def memory_rows(run: RunRecord) -> list[tuple[str, str]]:
-    """What a worker's memory is spent on, and its peak, in GiB; empty where no step was rehearsed."""
+    """Return the memory of a worker by component and its peak in GiB; empty without a memory breakdown."""
     found = run.newest("memory")
     rows = [(name, f"{found[f'{name}_gib']:.3f}") for name in MEMORY_PARTS if f"{name}_gib" in found]
     peaks = run.values("memory/peak_gib")
@@ -163,8 +163,7 @@ def run_warnings(run: RunRecord) -> list[tuple[str, str]]:
     return said
 
 
-# Quarantined rows: counts by reason, and some rows with their images. A prepared set does not keep these images,
-# so they are read from the source, if it still exists.
+# A prepared set does not keep the images of quarantined rows, so they are read from the source if it still exists.
 SCAN_SECONDS = 5.0  # time limit for finding the images in the source
 CHUNK_ROWS = 512
 MAX_LEAK_LINES = 100_000  # lines of leaks.jsonl
@@ -187,7 +186,7 @@ class Quarantine:
     """Quarantined rows of the prepared set and of the run."""
 
     num_read: int = 0  # rows of the source; 0: unknown
-    reasons: list[tuple[str, int]] = field(default_factory=list)  # the most frequent first
+    reasons: list[tuple[str, int]] = field(default_factory=list)  # in descending order
     shown: list[QuarantinedRow] = field(default_factory=list)
     leakage: dict[str, Any] = field(default_factory=dict)  # the manifest's summary of the contamination check
     leaks: list[dict[str, Any]] = field(default_factory=list)  # lines of leaks.jsonl with images
@@ -241,7 +240,7 @@ def _parse_entry(entry: dict[str, Any]) -> QuarantinedRow:
 
 
 def _load_images(rows: list[QuarantinedRow], source: Source, place: Storage) -> None:
-    """Set `picture` of these rows, as far as the source still exists and images can be decoded."""
+    """Set `picture` of these rows if the source still exists and the image can be decoded."""
     wanted: dict[str, list[QuarantinedRow]] = defaultdict(list)
     for row in rows:
         wanted[row.source].append(row)
@@ -262,6 +261,6 @@ def _thumbnail_of(place: Storage, item: SourceItem, sandbox: SandboxedDecoder) -
         return None
     try:
         data = read_image(place, parse_row(item.values, item.origin).image)
-    except (OSError, ValueError):  # BadRow among them: often the very reason it was set aside
+    except (OSError, ValueError):  # includes BadRow: an unreadable image is a common reason for quarantine
         return None
     return encoded_thumbnail(data, sandbox)

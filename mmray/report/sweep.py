@@ -16,7 +16,7 @@ from mmray.report.run import read_json, read_lines
 SWEEP, TRIALS = "sweep.json", "trials.jsonl"
 AXES = ("batch.micro", "batch.accumulation", "batch.global")
 OUT_OF_MEMORY = "out_of_memory"
-# How a goal is read: the field of a trial, its title, and whether more is better.
+# Goal: (field of a trial, title, whether larger is better).
 GOALS = {
     "throughput": ("samples_per_s", "samples/s", True),
     "loss": ("loss", "loss", False),
@@ -32,8 +32,8 @@ class TrialSummary:
     name: str
     status: str
     values: dict[str, Any] = field(repr=False)
-    rank: int | None = None  # among the measured trials of its global batch, 1 being the best
-    page: str | None = None  # its own report, relative to the sweep's
+    rank: int | None = None  # among measured trials of the same global batch; 1 is best
+    page: str | None = None  # report of the trial, relative to the sweep's
 
     def figure(self, name: str) -> float | None:
         value = self.values.get(name)
@@ -41,7 +41,7 @@ class TrialSummary:
 
     @property
     def shape(self) -> str:
-        """micro x accumulation x workers."""
+        """Format as `micro × accumulation × workers`."""
         return " × ".join(str(self.values.get(name, "?")) for name in ("micro", "accumulation", "workers"))
 
     @property
@@ -58,7 +58,7 @@ class TrialSummary:
 
 @dataclass(frozen=True)
 class HeatMapGrid:
-    """A heat map: the trials of one number of workers and one choice of all other settings."""
+    """A heat map: trials that differ only in micro-batch and accumulation."""
 
     title: str
     micro: list[int]
@@ -68,7 +68,7 @@ class HeatMapGrid:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep and its trials, in order."""
+    """A sweep and its trials in order."""
 
     folder: Path
     about: dict[str, Any]
@@ -76,7 +76,7 @@ class Sweep:
 
     @classmethod
     def read(cls, folder: Path) -> Sweep:
-        """Return the sweep in `folder`; the last row of a trial counts."""
+        """Read the sweep in `folder`; the last row of each trial is used."""
         about = read_json(folder / SWEEP)
         lines = {str(line["trial"]): line for line in read_lines(folder / TRIALS) if "trial" in line}
         trials = [
@@ -104,7 +104,7 @@ class Sweep:
 
     @property
     def per_global(self) -> list[tuple[str, TrialSummary]]:
-        """(global batch, its best trial), the smallest batch first."""
+        """(global batch, best trial) in ascending order of the batch."""
         found = [(size, self.trial(name)) for size, name in (self.recommendation.get("per_global") or {}).items()]
         return sorted(((size, trial) for size, trial in found if trial), key=lambda item: (len(item[0]), item[0]))
 
@@ -112,7 +112,7 @@ class Sweep:
         return sum(trial.status == status for trial in self.trials)
 
     def grids(self) -> list[HeatMapGrid]:
-        """Return a grid per choice of workers and other settings; none if each has a single cell."""
+        """Return a grid per combination of workers and other settings; none if all have a single cell."""
         groups: dict[str, list[TrialSummary]] = defaultdict(list)
         for trial in self.trials:
             if isinstance(trial.values.get("micro"), int) and isinstance(trial.values.get("accumulation"), int):
@@ -128,14 +128,14 @@ def _goal(about: dict[str, Any]) -> tuple[str, bool]:
 
 
 def _page(folder: Path, run: Any) -> str | None:
-    """Path of a trial's report, if it is inside the sweep's folder."""
+    """Return the relative path of a trial's report if it is inside the sweep folder."""
     page = folder / str(run or "") / "report.html"
     inside = page.resolve().is_relative_to(folder.resolve())
     return page.resolve().relative_to(folder.resolve()).as_posix() if run and inside and page.is_file() else None
 
 
 def _ranked(trials: list[TrialSummary], name: str, more: bool) -> list[TrialSummary]:
-    """Return trials with their ranks within their global batch."""
+    """Return the trials with their rank within the global batch."""
     ranks: dict[str, int] = {}
     by_global: dict[Any, list[TrialSummary]] = defaultdict(list)
     for trial in trials:
@@ -164,17 +164,16 @@ def _is_better(trial: TrialSummary, other: TrialSummary, goal: tuple[str, str, b
     return one > two if goal[2] else one < two
 
 
-# The charts of a sweep: heat maps of micro-batch x accumulation, throughput with its spread, and memory.
 MOST_GRIDS = 12
 MOST_BARS = 30  # longer lists are only in the table
-# Light to dark, seen on white and on black; Plotly chooses the colour of the words in a cell by the cell's.
+# Visible on light and dark pages; Plotly derives the text colour of a cell from these.
 SCALE = [[0, "#dbe4ff"], [0.35, "#9db4fb"], [0.7, "#5b7cfa"], [1, "#2c3fb1"]]
 COLOURS = (BLUE, ORANGE, TEAL, ROSE, "#9b6bdf", "#b98a16", GREY)
 STATUS_LABELS = {OUT_OF_MEMORY: "out of<br>memory", "infeasible": "infeasible"}
 
 
 def sweep_figures(sweep: Sweep) -> dict[str, list[Figure]]:
-    """Return heat maps, throughput bars and memory bars of what was measured."""
+    """Return heat maps, throughput bars and memory bars of the measured trials."""
     grids = sweep.grids()[:MOST_GRIDS]
     bars = [_throughput(sweep), _memory(sweep)]
     return {
@@ -235,7 +234,7 @@ def _heat_map(number: int, grid: HeatMapGrid, sweep: Sweep) -> Figure:
 
 
 def _throughput(sweep: Sweep) -> Figure | None:
-    """Bars, fastest first, coloured by global batch, with whiskers for the range over windows."""
+    """Return throughput bars, fastest first, coloured by global batch; error bars are the range over windows."""
     trials = _top_trials(sweep, "samples_per_s")
     if not trials:
         return None
@@ -279,7 +278,7 @@ def _bar(trials: list[TrialSummary], values: list[float], name: str, colour: str
         texttemplate=f"%{{text:{digits}}}",
         textposition="inside",
         insidetextanchor="start",
-        insidetextfont={"color": "#10131a"},  # 4.4:1 at least on every colour of a series
+        insidetextfont={"color": "#10131a"},  # contrast of at least 4.4:1 on every series colour
         **style,
     )
 
@@ -292,7 +291,7 @@ def _bars(name: str, title: str, summary: str, traces: list[go.Bar], trials: lis
         traces,
         height=110 + 27 * len(trials),
         hovermode="closest",
-        barmode="overlay",  # a trial is in one trace alone
+        barmode="overlay",  # each trial is in one trace only
         bargap=0.25,
         yaxis={
             "categoryorder": "array",

@@ -1,7 +1,6 @@
-"""Writes report.html: one page that says what a run or a sweep did, and needs nothing but itself.
+"""Write report.html, a self-contained page about a run or a sweep.
 
-The room's composer: reads the folder, asks figures.py and the others for their parts, fills the templates. Plotly's
-JavaScript is inside the page, compressed: a page is about 2 MB and opens from a file, without a network.
+The page embeds compressed Plotly JavaScript (about 2 MB), so it opens from a file without network access.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 
 def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
-    """Write the page of the run or sweep in `folder` to `out` (default: report.html in it) and return its path.
+    """Write the report of the run or sweep in `folder` to `out` (default: report.html there); return its path.
 
-    Raises UsageError if the folder is neither, or the page cannot be written.
+    Raises UsageError if the folder is neither, or if the page cannot be written.
     """
     folder, out = folder.expanduser().resolve(), (out or folder / REPORT).expanduser()
     if not folder.is_dir():
@@ -107,5 +106,5 @@ def write_report_safely(folder: AnyPath, note: Callable[[str, str], None]) -> No
     """Write the page at the end of a run or sweep; log an error instead of raising it."""
     try:
         note(str(write_report(folder)), "report")
-    except Exception as error:  # noqa: BLE001 - the weights are there; a picture of them must not cost a user the run
+    except Exception as error:  # noqa: BLE001 - a report failure must not fail a finished run
         note(f"not written ({type(error).__name__}: {error}); try `mmray report {folder}`", "report")

@@ -1,1 +1,1 @@
-"""Hyperparameter search: many short runs of one recipe, the best one as a recipe file."""
+"""Hyperparameter search: short runs of one recipe; the best one is written as a recipe file."""

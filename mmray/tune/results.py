@@ -1,4 +1,4 @@
-"""Rows of trials.jsonl and their ranking, as pure functions of metrics lines and outcomes. Missing values are None."""
+"""Rows of trials.jsonl and their ranking, computed from metrics and outcomes. Missing values are None."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ERROR_LENGTH = 240
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """How a trial ended."""
+    """Outcome of a trial: status, error and duration."""
 
     status: Status
     error: str | None = None
@@ -30,13 +30,13 @@ _RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")  # the exc
 
 
 def outcome_of(error: BaseException, elapsed_s: float | None = None) -> TrialOutcome:
-    """Return the outcome of an error: out_of_memory if it or one of its causes is that, otherwise failed."""
+    """Return the outcome for an error: out_of_memory if it or one of its causes is an OOM, otherwise failed."""
     out = any(is_out_of_memory(cause) for cause in _causes(error))
     return TrialOutcome("out_of_memory" if out else "failed", one_line(error), elapsed_s)
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of an error message, or of a traceback the line with the exception, cut to ERROR_LENGTH."""
+    """Return the first line of an error message or the exception line of a traceback, cut to ERROR_LENGTH."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     if text.startswith("Traceback"):
@@ -45,7 +45,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, its causes, and the worker failures in Ray Train's errors."""
+    """Yield the error, its causes, and worker failures inside Ray Train's errors."""
     seen: list[BaseException] = []
     waiting = [error]
     while waiting:
@@ -81,7 +81,7 @@ def row_of(
 
 
 def _batch_split(shape: BatchShape | None, found: int) -> dict[str, Any]:
-    """Micro-batch and accumulation: the requested ones, or those found by `auto`."""
+    """Return micro-batch and accumulation as requested or as found by `auto`."""
     if shape is None:
         return {"micro": None, "accumulation": None}
     if not shape.auto or found == shape.micro:
@@ -90,13 +90,13 @@ def _batch_split(shape: BatchShape | None, found: int) -> dict[str, Any]:
 
 
 def _final_micro(shape: BatchShape | None, lines: list[dict[str, Any]]) -> int:
-    """Micro-batch at the end of the run: smaller than requested after an out-of-memory error."""
+    """Return the micro-batch at the end of the run; smaller than requested after an OOM."""
     most = shape.micro if shape else 0
     return min(most, int(lines[-1].get("batch/micro") or most)) if lines else most
 
 
 def _mark_oom(shape: BatchShape | None, ended: TrialOutcome, found: int) -> TrialOutcome:
-    """Mark a run that continued with smaller micro-batches as out_of_memory: it measured others than requested."""
+    """Mark a run that continued with smaller micro-batches as out_of_memory; it measured another shape."""
     if shape is None or ended.status != "finished" or shape.auto or found == shape.micro:
         return ended
     told = f"out of memory at micro-batch {shape.micro}; the run continued with {found}: search {found} or use `auto`"
@@ -108,7 +108,7 @@ def infeasible_row(trial: Trial) -> dict[str, Any]:
 
 
 def figures(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Metrics of a run's logged lines; rates exclude the first window (warm-up)."""
+    """Aggregate the logged metrics of a run; rates exclude the first window (warm-up)."""
     last = lines[-1] if lines else {}
     return {
         "steps": last.get("step"),
@@ -122,9 +122,9 @@ def figures(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _rates(lines: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Mean, minimum and maximum samples/s over the logging windows after the first.
+    """Return mean, minimum and maximum samples/s over the logging windows after the first.
 
-    A last window of less than half the steps counts for the mean only.
+    A final window with less than half the steps counts for the mean only.
     """
     windows = []
     before = 0
@@ -143,23 +143,23 @@ def _rates(lines: list[dict[str, Any]]) -> dict[str, float | None]:
 
 
 def _last_loss(lines: list[dict[str, Any]]) -> float | None:
-    """Mean loss over the last quarter of the lines; None if one was not finite."""
+    """Return the mean loss over the last quarter of the lines; None if any is not finite."""
     losses = [line.get("train/loss") for line in lines[-max(1, len(lines) // 4) :]]
     known = [loss for loss in losses if loss is not None]
     return sum(known) / len(known) if known and len(known) == len(losses) else None
 
 
 def _recall(result: dict[str, Any] | None) -> float | None:
-    """Mean recall@1 of both directions."""
+    """Return the mean recall@1 of both directions."""
     metrics = (result or {}).get("metrics", {})
     both = [metrics.get(f"recall_at_1/{way}") for way in ("image_to_text", "text_to_image")]
     return sum(both) / 2 if None not in both else None
 
 
-# Ranking. A contrastive loss grows with the global batch, because it is the loss of choosing one row among all of it.
-# So trials are ranked within each global batch, and losses of different global batches are compared by
-# ln(global) - loss (a bound on mutual information: van den Oord et al. 2018, equation 5).
-TOLERANCE = 0.02  # trials this close to the best are equal: the spread of one trial is rarely smaller
+# A contrastive loss grows with the global batch, because each row is classified among all rows of the batch. So trials
+# are ranked within each global batch, and losses of different global batches are compared by ln(global) - loss, a lower
+# bound on mutual information (van den Oord et al. 2018, equation 5).
+TOLERANCE = 0.02  # relative; the noise of a trial is rarely smaller
 
 Row = dict[str, Any]
 
@@ -192,7 +192,7 @@ _FORMATS = {
 
 
 def select_best(rows: list[Row], goal: str, relative_to_chance: bool) -> dict[str, Any] | None:
-    """Return {"best", "per_global", "why"} of the finished trials that measured the goal; None if there are none.
+    """Return {"best", "per_global", "why"} of the finished trials that measured the goal; None without any.
 
     `relative_to_chance`: compare losses of different global batches by ln(global) - loss (contrastive objectives).
     """

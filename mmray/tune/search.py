@@ -1,7 +1,7 @@
-"""A sweep on a Ray cluster, from search space to recommendation.
+"""Run a sweep on a Ray cluster, from search space to recommendation.
 
-Ray Tune starts the trials, as many at a time as fit. A trial is an actor on the head node that runs the same `train` as
-`mmray train`, in its own run folder; its results are read from that folder. Tune's own state is temporary.
+Ray Tune starts as many concurrent trials as fit. A trial is an actor on the head node that runs the same `train` as
+`mmray train` in a separate run folder; its results are read from that folder. Ray Tune's state is temporary.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from mmray.tune.trials import (
 )
 
 POLL_S = 0.25
-FREE_AFTER_S = 10.0  # data preparation actors release their CPUs with a delay
-# `verbose=0` silences only Tune's older reporter; trials keep the working directory.
+FREE_AFTER_S = 10.0  # data actors release their CPUs with a delay
+# `verbose=0` disables only the older reporter of Ray Tune; trials must keep the working directory.
 _ENVIRONMENT = {
     "RAY_AIR_NEW_OUTPUT": "0",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
@@ -53,18 +53,18 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Sweep:
-    """A search request. `base` is the complete recipe; `length` has the trial length that the user gave."""
+    """A search request: `base` is the full recipe, `length` the trial length given by the user."""
 
     base: Config
     length: Config
     space: Space
     goal: str = "throughput"
-    concurrency: int | None = None  # trials at a time; None: one on a single machine, as many as fit on a cluster
+    concurrency: int | None = None  # None: 1 on a single machine, as many as fit on a cluster
 
 
 @dataclass(frozen=True)
 class SweepOutcome:
-    """How a sweep ended; `summary` is the content of sweep.json."""
+    """Result of a sweep; `summary` is the content of sweep.json."""
 
     path: Path
     summary: dict[str, Any]
@@ -72,9 +72,9 @@ class SweepOutcome:
 
 
 def search(sweep: Sweep, listener: SweepListener) -> SweepOutcome:
-    """Run every trial and recommend the best, if one was measured. Raises MmrayError.
+    """Run all trials and recommend the best measured one. Raises MmrayError.
 
-    A failed trial is a row, not an error: the others continue.
+    A failed trial is recorded as a row; the other trials continue.
     """
     trials = trials_of(sweep.base, sweep.space)
     os.environ.update(_ENVIRONMENT)
@@ -99,7 +99,7 @@ def search(sweep: Sweep, listener: SweepListener) -> SweepOutcome:
 
 
 def filter_feasible(trials: list[Trial]) -> list[Trial]:
-    """Mark trials that would leave GPUs idle as infeasible. Raises ResourceError if none is left."""
+    """Mark trials that would leave GPUs idle as infeasible. Raises ResourceError if no trial is feasible."""
     checked = [_checked(trial) for trial in trials]
     if all(trial.infeasible for trial in checked):
         reasons = (new.infeasible for old, new in zip(trials, checked, strict=True) if not old.infeasible)
@@ -111,7 +111,7 @@ def _checked(trial: Trial) -> Trial:
     if trial.config is None or trial.infeasible:
         return trial
     try:
-        check_gpus(trial.config.with_cluster(workers=trial.config.cluster.max_workers))  # as each trial will have them
+        check_gpus(trial.config.with_cluster(workers=trial.config.cluster.max_workers))  # as in the trial
     except ResourceError as error:
         return replace(trial, infeasible=str(error))
     return trial
@@ -125,7 +125,7 @@ def _search(
     folder: SweepDir,
     listener: SweepListener,
 ) -> SweepOutcome:
-    """Run the remaining trials, then rank all; sweep.json and trials.jsonl are always up to date."""
+    """Run the remaining trials and rank all; update sweep.json and trials.jsonl after each trial."""
     began_s, before_s = time.monotonic(), (folder.read_json("sweep.json") or {}).get("elapsed_s", 0.0)
     rows = {trial.name: infeasible_row(trial) for trial in trials if trial.infeasible}
     kept = folder.kept({trial.name: trial.settings for trial in trials})
@@ -162,7 +162,7 @@ def _search(
 
 
 def _resolve_trials(trials: list[Trial], sweep: Sweep, listener: SweepListener) -> tuple[dict[str, Config], int]:
-    """Return configs of the feasible trials, with each distinct data set prepared once, and the number of rows."""
+    """Prepare each distinct data set once; return the configs of feasible trials and the number of rows."""
     configs: dict[str, Config] = {}
     places: dict[str, dict[str, str | None]] = {}
     num_rows = 0
@@ -183,10 +183,10 @@ def _resolve_trials(trials: list[Trial], sweep: Sweep, listener: SweepListener) 
 
 
 def _concurrency(runs: dict[str, Config], asked: int | None) -> tuple[int, dict[str, Config]]:
-    """How many trials run side by side, and their configs with the data actors that they then have.
+    """Return the number of concurrent trials, and their configs with the number of data actors.
 
-    On a lone machine one: two would share its cores and memory bandwidth, and neither's samples/s would be true.
-    Raises ResourceError where not even one fits.
+    The default on a single machine is 1, because concurrent trials would distort each other's samples/s.
+    Raises ResourceError if no trial fits.
     """
     if not runs:
         return 1, runs
@@ -201,7 +201,7 @@ def _concurrency(runs: dict[str, Config], asked: int | None) -> tuple[int, dict[
 
 
 def _with_actors(config: Config, at_most: int) -> Config:
-    """Return the config with a fixed number of data actors: in a sweep, `auto` is a share of the cluster."""
+    """Return the config with a fixed number of data actors, because concurrent trials share the cluster."""
     if isinstance(config.data.workers, int):
         return config
     actors = min(num_data_actors(config), at_most)

@@ -1,7 +1,7 @@
-"""The sweep folder: its name, its files, and whether a command creates, resumes or refuses it.
+"""Sweep folder: name, files, and the decision to create, resume or reject it.
 
-STORAGE/NAME/  recipe.yaml (what the trials vary)  sweep.json  trials.jsonl (a row a trial)  best.yaml
-               trials/tNNN/ (whole run folders)
+STORAGE/NAME/  recipe.yaml (base of all trials)  sweep.json  trials.jsonl (one row per trial)  best.yaml
+               trials/tNNN/ (run folders)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAY_CHANGE = (
 
 @dataclass(frozen=True)
 class SweepDir(RunDir):
-    """Paths and files of one sweep; a folder of a file system (see _paths)."""
+    """Paths and files of one sweep, on a file system (see _paths)."""
 
     path: Path
 
@@ -44,26 +44,27 @@ class SweepDir(RunDir):
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def write_rows(self, rows: list[dict[str, Any]]) -> None:
-        """Write all rows, in the order of the trials."""
+        """Write all rows in trial order."""
         ordered = sorted(rows, key=lambda row: row["trial"])
         self.write("trials.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ordered))
 
     def kept(self, settings: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Return rows of earlier commands that need no second run, by trial; `settings` are this command's trials."""
+        """Return reusable rows of earlier commands by trial; `settings` are the settings of the current trials."""
         rows = {row["trial"]: row for row in self.read_rows() if row["status"] in REUSABLE}
         return {name: row for name, row in rows.items() if settings.get(name) == row["settings"]}
 
     def clear_trial(self, name: str) -> None:
-        """Remove the files of an interrupted trial: a trial is measured completely or not at all."""
+        """Remove the files of an interrupted trial, because trials do not resume."""
         folder = self.path / "trials" / name
         if folder.exists():
             shutil.rmtree(folder)
 
 
 def resolve_sweep_dir(base: Config, identity: dict[str, Any]) -> SweepDir:
-    """The folder of this sweep. A named one is continued or refused; an unnamed one that has ended takes the next name.
+    """Return the folder of this sweep: resume or reject a named one; skip finished or different unnamed ones.
 
-    `identity` is what sweep.json must agree in: space, samples of a trial. Raises UsageError with the differences.
+    `identity` has the values that sweep.json must match: search space, samples per trial. Raises UsageError with the
+    differences.
     """
     for path in _paths(base):
         found = SweepDir(path)
@@ -90,7 +91,7 @@ def resolve_sweep_dir(base: Config, identity: dict[str, Any]) -> SweepDir:
 
 
 def create(sweep: SweepDir, base: Config) -> None:
-    """Create the folder, with the base recipe in it."""
+    """Create the folder and write the base recipe."""
     try:
         (sweep.path / "trials").mkdir(parents=True, exist_ok=True)
         sweep.write("recipe.yaml", to_yaml(base))
@@ -101,16 +102,16 @@ def create(sweep: SweepDir, base: Config) -> None:
 
 
 def _changes(found: SweepDir, before: dict[str, Any], base: Config, identity: dict[str, Any]) -> list[str]:
-    """Return `setting: old -> new` for changes that a resumed sweep may not make."""
+    """Return `setting: old -> new` for changes that prevent resuming."""
     lines = [f"{key}: {before.get(key)} -> {value}" for key, value in identity.items() if before.get(key) != value]
     file = found.path / "recipe.yaml"
-    before_base = from_yaml(file.read_text(), str(file))  # settings added since then have their defaults
+    before_base = from_yaml(file.read_text(), str(file))  # settings added in later versions get defaults
     old, new = (config.model_dump(mode="json", by_alias=True) for config in (before_base, base))
     return lines + forbidden_changes(old, new, MAY_CHANGE)
 
 
 def _paths(base: Config) -> Iterator[Path]:
-    """The sweep's path; an unnamed sweep's candidates are RECIPE-tune, RECIPE-tune-2, RECIPE-tune-3, ..."""
+    """Return candidate paths: the named one, or RECIPE-tune, RECIPE-tune-2, RECIPE-tune-3, ..."""
     if "://" in base.run.storage:
         raise UsageError(
             f"run.storage: {base.run.storage} is on an object store; a sweep needs a folder that all nodes share, "

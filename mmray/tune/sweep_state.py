@@ -1,6 +1,6 @@
-"""State of a running sweep: its trials, their results, its listener. Independent of Ray.
+"""State of a running sweep: trials, results and listener. Independent of Ray.
 
-search.py hears from Ray Tune and calls `now` and `end`; every row is on disk as soon as its trial has ended.
+trainable.py calls `now` and `end` for events of Ray Tune; each row is written when its trial ends.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ Row = dict[str, Any]
 
 
 class SweepListener(ProgressReporter, Protocol):
-    """Receives the progress of a sweep: its preparation, then its trials."""
+    """Receives the progress of data preparation, then of the trials."""
 
     def trials(self, rows: list[Row]) -> None:
-        """Called with all rows; a running trial has `status` running, `doing`, and its newest metrics."""
+        """Receive all rows; a running trial has `status` running, `doing`, and its newest metrics."""
 
     def ended(self, row: Row) -> None:
-        """Called when a trial has ended."""
+        """Receive the row of an ended trial."""
 
 
 @dataclass
 class SweepState:
-    """State of a sweep: `rows` of ended trials, `live` rows of running ones."""
+    """State of a sweep: `rows` of ended trials, `live` rows of running trials."""
 
     folder: SweepDir
     trials: dict[str, Trial]
@@ -42,7 +42,7 @@ class SweepState:
     stop: threading.Event = field(default_factory=threading.Event)
 
     def table(self) -> list[Row]:
-        """Return a row for every trial, in order."""
+        """Return one row per trial in order."""
         return [self.rows.get(name) or self.live.get(name) or _waiting(trial) for name, trial in self.trials.items()]
 
     def now(self, name: str, figures: Row) -> None:
@@ -51,7 +51,7 @@ class SweepState:
             self.live[name] = {**_waiting(self.trials[name]), **self.live.get(name, {}), **figures}
 
     def end(self, name: str, ended: TrialOutcome) -> None:
-        """Write the row of an ended trial, from the files of its run."""
+        """Write the row of an ended trial from the files of its run."""
         if name in self.rows:
             return
         self.live.pop(name, None)
@@ -73,7 +73,7 @@ class SweepState:
         self.listener.log(f"{goal}; {at_once} at a time", "goal")
 
     def status(self) -> str:
-        """Status of the sweep after its last trial: finished if any trial was measured."""
+        """Return the final status of the sweep: finished if any trial was measured."""
         statuses = [row["status"] for row in self.table()]
         if "stopped" in statuses or "waiting" in statuses:
             return "stopped"
@@ -85,7 +85,7 @@ def _waiting(trial: Trial) -> Row:
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    """Complete lines of a metrics.jsonl; a killed run may leave an incomplete one."""
+    """Parse the complete lines of a metrics.jsonl; a killed run may leave an incomplete last line."""
     if not file.exists():
         return []
     return [orjson.loads(line) for line in file.read_bytes().split(b"\n")[:-1]]

@@ -1,6 +1,6 @@
-"""One trial, in the actor that Ray Tune gives it: drives a run as `mmray train` does, and reports how it stands.
+"""Trials of a sweep on Ray Tune: the trial function, the tuner thread and its events.
 
-Nothing here knows Tune: `report` takes a plain dict, {"now": figures for the table} or, at last, {"ended": how}.
+A trial reports {"now": progress and metrics} while it runs and {"ended": its outcome} at the end.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ FIGURES = {
 
 
 def run_trial(config: Config, report: Report) -> None:
-    """Train `config` to its end; a failure is the trial's result, and ends nothing else."""
+    """Train `config` and report the outcome; a failure is reported instead of raised."""
     began_s = time.monotonic()
     try:
         train(config, _Reporting(report))
         ended = TrialOutcome("finished", None, time.monotonic() - began_s)
-    except Exception as error:  # noqa: BLE001 - whatever a trial dies of is its row
+    except Exception as error:  # noqa: BLE001 - any error is the outcome of this trial only
         ended = outcome_of(error, time.monotonic() - began_s)
     report({"ended": asdict(ended)})
 
 
 class _Reporting:
-    """The Listener of the run: passes on what the table shows."""
+    """ProgressReporter of a trial: reports status and metrics to Ray Tune."""
 
     def __init__(self, report: Report):
         self.report = report
 
     def log(self, text: str, label: str = "") -> None:
-        """The command has said it once for all trials."""
+        """Ignored: the sweep logs it once for all trials."""
 
     def prepare_progress(self, progress: Any) -> None:
-        """The data is prepared before the first trial."""
+        """Ignored: data is prepared before the first trial."""
 
     def status(self, title: str) -> None:
         self.report({"now": {"doing": title}})
@@ -69,13 +69,12 @@ class _Reporting:
         self.report({"now": {"doing": f"step {metrics['step']:,}/{total_steps:,}"} | figures})
 
 
-# The trials of a sweep in Ray Tune: started in its thread, heard of through a queue, ended by Ctrl-C.
-# A trial's driver takes no CPU: on a laptop the last one is the data's. It sits on the head, where a run's driver does.
+# The driver of a trial runs on the head node and requests no CPU, because a small machine needs all of them for data.
 _DRIVER = {HEAD_RESOURCE: 0.001}
 
 
 def run_trials(running: SweepState, runs: dict[str, Config], at_once: int) -> None:
-    """Run Ray Tune in a thread, while this one draws and handles Ctrl-C; every started trial gets a row."""
+    """Run Ray Tune in a thread; this thread redraws the table and handles signals. Each started trial gets a row."""
     news: queue.SimpleQueue[tuple[str, str, Any]] = queue.SimpleQueue()
     for name in runs:
         running.folder.clear_trial(name)
@@ -84,7 +83,7 @@ def run_trials(running: SweepState, runs: dict[str, Config], at_once: int) -> No
     tuner = tune.Tuner(
         tune.with_resources(tune.with_parameters(_trial, configs=runs), _DRIVER),
         param_space={"trial": tune.grid_search(list(runs))},
-        # One actor drives many trials: importing torch takes several seconds.
+        # Actors are reused because importing torch takes several seconds.
         tune_config=tune.TuneConfig(max_concurrent_trials=at_once, reuse_actors=True),
         run_config=tune.RunConfig(
             name="tune",
@@ -105,10 +104,10 @@ def run_trials(running: SweepState, runs: dict[str, Config], at_once: int) -> No
 
 
 def _fit(tuner: tune.Tuner) -> Exception | None:
-    """Run Ray Tune; return its error, if any, so that every trial gets its row first."""
+    """Run Ray Tune; return an error instead of raising it, so that rows are written first."""
     try:
         tuner.fit()
-    except Exception as error:  # noqa: BLE001 - whatever it is
+    except Exception as error:  # noqa: BLE001 - raised by run_trials
         return error
     return None
 
@@ -143,7 +142,7 @@ def _trial(given: dict[str, Any], configs: dict[str, Config]) -> None:
 
 
 class _Stopper(tune.Stopper):
-    """Ends the experiment once the event is set; pickled without it, because Tune stores it."""
+    """Stops the experiment when the event is set. Ray Tune pickles the stopper, so the state excludes the event."""
 
     def __init__(self, stop: threading.Event):
         self._stop = stop
@@ -159,7 +158,7 @@ class _Stopper(tune.Stopper):
 
 
 class _QueueCallback(tune.Callback):
-    """Puts Ray Tune's trial events into a queue."""
+    """Puts trial events of Ray Tune into a queue; pickled without the queue."""
 
     def __init__(self, news: queue.SimpleQueue[tuple[str, str, Any]]):
         self._news = news

@@ -1,6 +1,6 @@
-"""Trials of a recipe and a search space: valid configs, or the reason why one is infeasible.
+"""Trials of a recipe and a search space: valid configs, or the reason why a trial is infeasible.
 
-Pure, and done before Ray starts: a misspelt setting costs a second, not a sweep.
+Pure functions that run before Ray starts, so that invalid settings fail early.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from mmray.config.search_space import Space, setting_value, with_settings
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
 from mmray.errors import ResourceError, UsageError
 
-STEPS = 40  # of the largest global batch, if no length is given
-WINDOWS = 10  # lines of metrics.jsonl in a trial: the first warms up, the others show the spread
-EVAL_ROWS = 512  # held-out rows scored at a trial's end, unless recall is the goal
+STEPS = 40  # default length, in steps of the largest global batch
+WINDOWS = 10  # metrics lines per trial; the first is warm-up, the others give the spread
+EVAL_ROWS = 512  # held-out rows for the final evaluation, unless the goal is recall
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One combination of settings, its config, and why it is infeasible, if it is."""
+    """A combination of settings with its config, or the reason why it is infeasible."""
 
     name: str
     settings: dict[str, Any]
@@ -39,15 +39,15 @@ def reset_searched(recipe: Config, keys: Sequence[str]) -> Config:
 
 
 def restore_length(typed: Config, recipe: Config) -> Config:
-    """Return the config with the recipe's own length, the base of `best.yaml`."""
+    """Return the config with the length of the recipe, the base of `best.yaml`."""
     lengths = {name: getattr(recipe.train, name) for name in ("steps", "samples", "epochs")}
     return typed.replace(train=typed.train.replace(**lengths))
 
 
 def trials_of(base: Config, space: Space) -> list[Trial]:
-    """Return a trial for each combination, numbered in order.
+    """Return one trial per combination, numbered in order.
 
-    A value that is invalid in all of its combinations raises UsageError; otherwise only those trials are infeasible.
+    Raises UsageError for a value that is invalid in all combinations; otherwise only those trials are infeasible.
     """
     trials, wrong = [], []
     for number, typed in enumerate(space.combinations(), 1):
@@ -75,7 +75,7 @@ def _raise_where_always_wrong(all_typed: list[dict[str, Any]], wrong: list[tuple
 
 
 def _with_batch_shape(trial: Trial) -> Trial:
-    """Return the trial with its batch shape, or marked infeasible."""
+    """Return the trial with its batch shape, or mark it infeasible."""
     assert trial.config is not None
     batch, workers = trial.config.batch, trial.config.cluster.max_workers
     try:
@@ -89,7 +89,7 @@ def _with_batch_shape(trial: Trial) -> Trial:
 
 
 def searched_values(trials: Sequence[Trial]) -> dict[str, list[Any]]:
-    """Return {setting: values in the trials}, in order."""
+    """Return {setting: distinct values over all trials} in order."""
     space: dict[str, list[Any]] = {}
     for trial in trials:
         for key, value in trial.settings.items():
@@ -100,7 +100,7 @@ def searched_values(trials: Sequence[Trial]) -> dict[str, list[Any]]:
 
 
 def largest_cluster(trials: Sequence[Trial]) -> Cluster:
-    """Return the cluster section with most CPUs, for the size of a local Ray."""
+    """Return the cluster section that needs most CPUs, for the size of a local Ray cluster."""
     sections = [trial.config.cluster for trial in trials if trial.config is not None and trial.shape is not None]
     return max(sections, key=lambda section: section.max_workers * section.cpus_per_worker)
 
@@ -151,7 +151,7 @@ def warmup_warning(runs: Sequence[Config], num_rows: int, goal: str) -> str | No
 
 
 def to_recipe(trial: Trial) -> Config:
-    """Return the trial as a recipe, with the recipe's own length and its batch as `global` and `micro`."""
+    """Return the trial as a recipe, with the recipe's length and the batch as `global` and `micro`."""
     assert trial.config is not None and trial.shape is not None
     config = trial.config
     micro = "auto" if trial.shape.auto else trial.shape.micro
@@ -161,10 +161,9 @@ def to_recipe(trial: Trial) -> Config:
     )
 
 
-# Concurrency. A trial with training workers but no CPU for its data would wait forever, so all of its resources are
-# counted before it starts.
+# Ray starts a trial even if no CPU is left for its data, so all resources are counted before it starts.
 def max_demand(demands: Sequence[Demand]) -> Demand:
-    """Return a demand that covers each of these."""
+    """Return a demand that covers each of `demands`."""
     names = {name for demand in demands for name in demand.per_worker}
     return replace(
         demands[0],
@@ -182,10 +181,10 @@ def trial_concurrency(
     pools: Sequence[Pool] = (),
     waits: bool = False,
 ) -> tuple[int, int]:
-    """(trials at a time, CPUs that each then has for data actors), up to `wanted` trials.
+    """Return (concurrent trials, data CPUs per trial), with at most `wanted` trials.
 
-    `free` are the free and `whole` the total resources per node; nodes that autoscaling can add count as free. If a
-    trial fits only after other jobs release resources, one is started and waits. Raises ResourceError.
+    `free` and `whole` are the free and total resources per node; nodes that autoscaling can add count as free. If a
+    trial fits only after other jobs release resources, one trial starts and waits. Raises ResourceError.
     """
     together = replace(demand, workers=demand.workers * wanted, data_cpus=demand.data_cpus * wanted)
     reach = [*free, *pending_nodes(together, whole, pools)]
@@ -201,7 +200,7 @@ def trial_concurrency(
 
 
 def pending_nodes(demand: Demand, here: Sequence[Node], pools: Sequence[Pool]) -> list[Node]:
-    """Return the nodes that autoscaling can add and the demand could use."""
+    """Return the nodes that autoscaling can add for this demand."""
     group_of = [(node.labels or {}).get(NODE_GROUP) for node in here]
     theirs = [node for node, group in zip(here, group_of, strict=True) if group in {pool.name for pool in pools}]
     left = [replace(pool, most=pool.most - group_of.count(pool.name)) for pool in pools]
