@@ -1,7 +1,7 @@
-"""Boxes transformed like the pixels: through the crop, padding and flip of the square, into a fixed number.
+"""Transform boxes like the pixels: crop, pad and flip; then pad them to a fixed number.
 
 A box is (left, top, right, bottom) in fractions: of the upright image in a prepared set, of the model's square in a
-batch. transform.py moves the pixels by the same numbers.
+batch. transform.py applies the same numbers to the pixels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNLABELED = -1
 
 
 def empty_box_columns(num_rows: int, max_boxes: int) -> dict[str, np.ndarray]:
-    """Columns boxes, box_labels, num_boxes of a block without a box; no columns if `max_boxes` is 0."""
+    """Return columns boxes, box_labels, num_boxes of a block without a box; no columns if `max_boxes` is 0."""
     if not max_boxes:
         return {}
     return {
@@ -38,7 +38,7 @@ def transform_boxes(
     augment: Augment | None = None,
     random: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Visible boxes of a row on the model's square, up to `inputs.max_boxes`, as `pad_boxes` returns them."""
+    """Return the visible boxes of a row on the model's square, up to `inputs.max_boxes`, padded by `pad_boxes`."""
     moved, is_visible = clip_boxes(
         to_model_coords(np.array(boxes, np.float64).reshape(-1, 4), size, inputs, augment, random)
     )
@@ -49,9 +49,9 @@ def transform_boxes(
 def to_model_coords(
     boxes: np.ndarray, size: tuple[int, int], inputs: Inputs, augment: Augment | None, random: np.ndarray | None
 ) -> np.ndarray:
-    """Boxes [N, 4] of an image of (width, height) `size` in fractions of the model's square, not clipped to it.
+    """Map boxes [N, 4] of an image of (width, height) `size` to fractions of the model's square, without clipping.
 
-    `augment` and `random` as in `transform`; None: the square is not augmented.
+    `augment` and `random` are those of `transform`; None means no augmentation.
     """
     width, height = size
     if augment is not None and augment.crops and random is not None:
@@ -67,14 +67,14 @@ def to_model_coords(
 
 
 def clip_boxes(boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(boxes [N, 4] clipped to the square, bool [N]: whether enough of each is visible)."""
+    """Return boxes [N, 4] clipped to the square, and bool [N]: whether enough of each is visible."""
     clipped = boxes.clip(0, 1)
     whole, visible = _area(boxes), _area(clipped)
     return clipped, (visible > 0) & (visible >= MIN_VISIBLE_FRACTION * whole)
 
 
 def pad_boxes(boxes: np.ndarray, labels: np.ndarray, max_boxes: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """(float32 [max_boxes, 4], int64 [max_boxes] padded with UNLABELED, number of boxes); the largest are kept."""
+    """Return (float32 [max_boxes, 4], int64 [max_boxes] padded with UNLABELED, number of boxes); keeps the largest."""
     keep = np.sort(np.argsort(-_area(boxes), kind="stable")[:max_boxes])
     out, out_labels = np.zeros((max_boxes, 4), np.float32), np.full(max_boxes, UNLABELED, np.int64)
     out[: len(keep)], out_labels[: len(keep)] = boxes[keep], labels[keep]
@@ -82,7 +82,7 @@ def pad_boxes(boxes: np.ndarray, labels: np.ndarray, max_boxes: int) -> tuple[np
 
 
 def _relative_to(boxes: np.ndarray, size: tuple[int, int], part: Box) -> np.ndarray:
-    """Fractions of an image of `size` as fractions of its `part` (left, top, right, bottom in pixels)."""
+    """Convert fractions of an image of `size` to fractions of its `part` (left, top, right, bottom in pixels)."""
     left, top, right, bottom = part
     return (boxes * [*size, *size] - [left, top, left, top]) / [right - left, bottom - top, right - left, bottom - top]
 

@@ -1,8 +1,8 @@
-"""Decode images in a child process, so that a native crash of a decoder kills the child and names the image.
+"""Decode images in a child process, so that a native decoder crash kills only the child and identifies the image.
 
-No `except` sees a SIGSEGV. The child runs all native code that a reader runs: decoding, and the resize of the model's
-transform. It costs a copy of the bytes, so it is used only after a worker died, and for held-out images that no
-prepare has decoded, because there a crash would kill a training worker.
+`except` cannot catch a SIGSEGV. The child runs all native code of a reader: decoding and the resize of the model's
+transform. It costs a copy of the bytes. So it is used only after a worker died, and for held-out images that no prepare
+has decoded, because a crash there would kill a training worker.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ CRASH = "decoder-crash"  # reason of an image that killed its decoder
 
 
 class SandboxedDecoder:
-    """A child process that decodes; started with the first image and after each crash."""
+    """A child process that decodes images; started with the first image and after each crash."""
 
     def __init__(self) -> None:
         self.deaths = 0
         self._child: subprocess.Popen[bytes] | None = None
 
     def check(self, data: bytes, max_pixels: int, spec: TransformSpec | None = None) -> tuple[int, int]:
-        """(width, height) of an image that decodes completely and survives the transform `spec`.
+        """Return (width, height) of an image that decodes completely and survives the transform `spec`.
 
-        Raises BadImage, with reason `decoder-crash` if it kills the child.
+        Raises BadImage, with reason `decoder-crash` if the image kills the child.
         """
         args = b"" if spec is None else pickle.dumps(spec)
         child = self._child or subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._child, line = child, b""
         assert child.stdin is not None
         assert child.stdout is not None
-        with suppress(BrokenPipeError):  # the missing reply shows it
+        with suppress(BrokenPipeError):  # detected by the missing reply
             child.stdin.write(b"%d %d %d\n" % (len(args), len(data), max_pixels) + args + data)
             child.stdin.flush()
             line = child.stdout.readline()
@@ -65,14 +65,14 @@ class SandboxedDecoder:
 
 
 class SandboxedDecoders:
-    """Checks each image once; for several threads, which use one child each at a time."""
+    """Checks each image once; thread-safe, with one child for each active thread."""
 
     def __init__(self) -> None:
         self._free: list[SandboxedDecoder] = []
         self._results: dict[str, BadImage | None] = {}
 
     def check(self, key: str, data: bytes, max_pixels: int) -> None:
-        """Raise BadImage as `SandboxedDecoder.check`; the result for a key is remembered."""
+        """Raise BadImage as `SandboxedDecoder.check`; the result is cached by key."""
         if key not in self._results:
             try:
                 sandbox = self._free.pop()
@@ -89,13 +89,13 @@ class SandboxedDecoders:
             raise BadImage(bad_image.reason, f"{key}: {bad_image.detail}")
 
     def close(self) -> None:
-        """Stop the children; results stay."""
+        """Stop the children; cached results are kept."""
         while self._free:
             self._free.pop().close()
 
 
 def serve(source: BinaryIO, out: BinaryIO) -> None:
-    """Main loop of the child: a line of lengths and the bytes of an image in, a line of JSON out, until EOF."""
+    """Main loop of the child: reads a line of lengths and the bytes of an image, writes a line of JSON, until EOF."""
     while head := source.readline():
         num_args, length, max_pixels = map(int, head.split())
         args, data = source.read(num_args), source.read(length)
@@ -108,7 +108,7 @@ def serve(source: BinaryIO, out: BinaryIO) -> None:
             reply: dict[str, int | str] = {"width": rgb.shape[1], "height": rgb.shape[0]}
         except BadImage as bad:
             reply = {"reason": bad.reason, "detail": bad.detail}
-        except MemoryError:  # nothing else allocates here, so it is the image's
+        except MemoryError:  # nothing else allocates here, so the image caused it
             reply = {"reason": "memory", "detail": "no memory to decode it"}
         out.write(orjson.dumps(reply) + b"\n")
         out.flush()

@@ -15,7 +15,7 @@ SIDE = 128
 
 
 def thumbnail(rgb: np.ndarray, side: int = SIDE) -> str:
-    """Data URI of RGB uint8 [H, W, 3] as WebP, the longer side at most `side` pixels (about 3 KB at 128)."""
+    """Return a data URI of RGB uint8 [H, W, 3] as WebP, the longer side at most `side` pixels (about 3 KB at 128)."""
     small = Image.fromarray(rgb)
     small.thumbnail((side, side), Image.Resampling.LANCZOS)
     file = io.BytesIO()
@@ -24,7 +24,7 @@ def thumbnail(rgb: np.ndarray, side: int = SIDE) -> str:
 
 
 def encoded_thumbnail(data: bytes, sandbox: SandboxedDecoder) -> str | None:
-    """Thumbnail of untrusted encoded bytes, decoded in the sandbox first; None if they cannot be decoded."""
+    """Return a thumbnail of untrusted encoded bytes, decoded in the sandbox first; None if they cannot be decoded."""
     try:
         sandbox.check(data, MAX_PIXELS)
         return thumbnail(decode(data))

@@ -1,10 +1,11 @@
-"""RGB pixels to the square a model sees: resize, and random crop, flip and colour jitter of training images.
+"""Convert RGB pixels to model input: resize to a square, and random crop, flip and colour jitter of training images.
 
-All randomness is a function of (seed, epoch, key), so a resumed or resized run varies each image identically.
+All randomness is a function of (seed, epoch, key), so a resumed or resized run augments each image identically.
 
-Resizing uses SIMD (`cykooz.resizer`) on processors with a build of it: 0.4 instead of 2.5 ms for 640 x 480 to 224.
-It uses Pillow's filters with 8 bits between the two passes, width first. A test compares both: within 2 of 255 levels,
-0.05 on average. Pillow 13 resizes the height of tall images first, which differs by up to 30 levels at sharp edges.
+Resizing uses SIMD (`cykooz.resizer`) if a build exists for the processor: 0.4 instead of 2.5 ms for 640 x 480 to 224.
+It uses the filters of Pillow with 8 bits between the two passes, width first. A test compares both: within 2 of 255
+levels, 0.05 on average. Pillow 13 resizes the height of tall images first, which differs by up to 30 levels at sharp
+edges.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Interpolation = Literal["bilinear", "bicubic"]
 Fit = Literal["squash", "crop", "pad"]
 
 _PILLOW_FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
-_FILTER_RADIUS = 2  # pixels to each side that the widest filter, bicubic, reads
+_FILTER_RADIUS = 2  # radius in pixels of the widest filter, bicubic
 _THREAD = threading.local()  # a resizer owns its buffers, so threads must not share one
 _ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 CROP_TRIES = 10
@@ -43,17 +44,17 @@ NUM_RANDOM = 49  # random numbers per row, at the indices above
 
 
 def random_numbers(seed: int, epoch: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Numbers in [0, 1) float64 [R, NUM_RANDOM] for rows of int64 `epoch` and `key` [R]."""
+    """Return numbers in [0, 1) float64 [R, NUM_RANDOM] for rows of int64 `epoch` and `key` [R]."""
     return hash_uniform(seed, epoch, key, NUM_RANDOM)
 
 
 def transform(
     rgb: np.ndarray, inputs: Inputs, augment: Augment | None = None, random: np.ndarray | None = None
 ) -> np.ndarray:
-    """Model input uint8 [3, side, side] of RGB uint8 [H, W, 3]; augmented if `random` float64 [NUM_RANDOM] is given.
+    """Return model input uint8 [3, side, side] of RGB uint8 [H, W, 3]; `random` float64 [NUM_RANDOM] augments it.
 
-    A random crop fills the square whatever `inputs.fit` is. Jitter runs on the small square, so its cost does not
-    depend on the size of the source.
+    A random crop fills the square for any `inputs.fit`. Jitter runs on the small square, so its cost does not depend on
+    the size of the source.
     """
     if augment is None or random is None:
         return resize_to_square(rgb, inputs.image_side, inputs.fit, inputs.interpolation)
@@ -68,7 +69,7 @@ def transform(
 
 
 def resize_to_square(rgb: np.ndarray, side: int, fit: Fit, interpolation: Interpolation) -> np.ndarray:
-    """uint8 [H, W, 3] to uint8 [3, side, side], contiguous.
+    """Resize uint8 [H, W, 3] to contiguous uint8 [3, side, side].
 
     `squash` ignores the aspect ratio, `crop` takes the central square, `pad` letterboxes on white.
     """
@@ -76,9 +77,9 @@ def resize_to_square(rgb: np.ndarray, side: int, fit: Fit, interpolation: Interp
 
 
 def reencode(rgb: np.ndarray, data: bytes, side: int) -> bytes:
-    """Encoded bytes with the shorter side reduced to `side`; `data` itself if the image is not larger.
+    """Encode the image with its shorter side reduced to `side`; return `data` itself if the image is not larger.
 
-    `rgb` is `decode(data)`. JPEG of quality 90; PNG if the source is PNG, GIF or lossless WebP.
+    `rgb` is `decode(data)`. The format is JPEG with quality 90, or PNG if the source is PNG, GIF or lossless WebP.
     """
     height, width = rgb.shape[:2]
     shorter = min(width, height)
@@ -95,10 +96,10 @@ def reencode(rgb: np.ndarray, data: bytes, side: int) -> bytes:
 
 
 def resize(rgb: np.ndarray, size: tuple[int, int], interpolation: Interpolation, box: Box) -> np.ndarray:
-    """The part `box` of uint8 [H, W, 3] as uint8 [h, w, 3]; `size` is (w, h).
+    """Resize the part `box` of uint8 [H, W, 3] to uint8 [h, w, 3]; `size` is (w, h).
 
-    Two calls, one per pass: that fixes the order, and the SIMD build (4.0.1) has crashed when asked to enlarge a part
-    in both directions at once.
+    There is one call per pass, because that fixes the order. The SIMD build (4.0.1) has also crashed when it enlarges a
+    part in both directions at once.
     """
     if simd is None:
         return resize_with_pillow(rgb, size, interpolation, box)
@@ -108,7 +109,7 @@ def resize(rgb: np.ndarray, size: tuple[int, int], interpolation: Interpolation,
     algorithm = simd.ResizeAlg.convolution(kind)
     radius = math.ceil(_FILTER_RADIUS * max(1, (bottom - top) / size[1]))
     first = max(0, math.floor(top) - radius)
-    rows = rgb[first : math.ceil(bottom) + radius]  # all that the second pass reads
+    rows = rgb[first : math.ceil(bottom) + radius]  # all rows that the second pass reads
     height, width = rows.shape[:2]
     source, narrow, out = (
         simd.ImageData(width, height, simd.PixelType.U8x3, rows.tobytes()),
@@ -133,14 +134,14 @@ def resize_with_pillow(rgb: np.ndarray, size: tuple[int, int], interpolation: In
 
 
 def letterbox_rect(width: int, height: int, side: int) -> tuple[int, int, int, int]:
-    """(left, top, width, height) of a whole image on a square of `side` pixels."""
+    """Return (left, top, width, height) of a full image on a square of `side` pixels."""
     scale = side / max(width, height)
     w, h = max(1, round(width * scale)), max(1, round(height * scale))
     return (side - w) // 2, (side - h) // 2, w, h
 
 
 def crop_rect(width: int, height: int, fit: str) -> Box:
-    """The part of the source that fills the square: all of it (`squash`), or the central square (`crop`)."""
+    """Return the part of the source that fills the square: all of it (`squash`), or the central square (`crop`)."""
     if fit == "squash":
         return (0, 0, width, height)
     short = min(width, height)
@@ -149,9 +150,10 @@ def crop_rect(width: int, height: int, fit: str) -> Box:
 
 
 def random_crop_box(size: tuple[int, int], augment: Augment, random: np.ndarray) -> tuple[int, int, int, int]:
-    """Random part (left, top, right, bottom) of an image of (width, height) `size` (Szegedy et al. 2015).
+    """Return a random part (left, top, right, bottom) of an image of (width, height) `size` (Szegedy et al. 2015).
 
-    Ten tries, then the largest central part of an allowed aspect ratio, as torchvision's RandomResizedCrop.
+    Makes ten attempts, then takes the largest central part of an allowed aspect ratio, as torchvision's
+    RandomResizedCrop.
     """
     width, height = size
     (low, high), (narrow, wide) = augment.crop_scale, np.log(CROP_RATIO)
@@ -169,7 +171,7 @@ def random_crop_box(size: tuple[int, int], augment: Augment, random: np.ndarray)
 
 
 def _square(rgb: np.ndarray, side: int, fit: Fit, interpolation: Interpolation) -> np.ndarray:
-    """uint8 [side, side, 3]; crop and resize are one call, which is faster and rounds no pixel row away."""
+    """Return uint8 [side, side, 3]; crop and resize are one call, which is faster and rounds no pixel row away."""
     height, width = rgb.shape[:2]
     if fit != "pad":
         return resize(rgb, (side, side), interpolation, crop_rect(width, height, fit))
@@ -184,7 +186,7 @@ def _channels_first(rgb: np.ndarray) -> np.ndarray:
 
 
 def _jitter(square: Image.Image, augment: Augment, factors: np.ndarray, order: np.ndarray) -> Image.Image:
-    """Brightness, contrast, saturation and hue (0 to 3), applied in `order`; factors in [0, 1)."""
+    """Apply brightness, contrast, saturation and hue (0 to 3) in `order`; factors are in [0, 1)."""
     for index in order:
         change = augment.color_jitter[index] * (2 * factors[index] - 1)
         if change == 0:
@@ -197,7 +199,7 @@ def _jitter(square: Image.Image, augment: Augment, factors: np.ndarray, order: n
 
 
 def _adjust_hue(square: Image.Image, change: float) -> Image.Image:
-    """Hue shifted by `change` of the colour circle, which Pillow's HSV divides into 255 steps."""
+    """Shift the hue by `change` of the colour circle, which Pillow's HSV divides into 255 steps."""
     hue, saturation, value = square.convert("HSV").split()
     shifted = Image.fromarray((np.asarray(hue).astype(np.int16) + round(change * 255)).astype(np.uint8))
     return Image.merge("HSV", (shifted, saturation, value)).convert("RGB")

@@ -260,7 +260,7 @@ class _Originals:
                 self.known[row] = (key, record["shards"][shard]["split"])
 
     def faults(self, record: dict[str, Any], start: int) -> list[dict[str, Any]]:
-        """Return quarantine entries of the duplicates and leaks of a record; its first row is row `start` of the set."""
+        """Return quarantine entries of a record (duplicates and leaks) whose first row is row `start` of the set."""
         self._collect(record, start)
         rows, faults = record["rows"], []
         columns = (rows["line"], rows["origin"], rows["key"], rows["shard"])

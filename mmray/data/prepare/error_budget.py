@@ -15,12 +15,12 @@ LEAKED = "overlap"  # the reason of rows that --drop-overlap quarantines; they d
 
 
 def max_bad_rows(budget: float, total: int) -> int:
-    """Number of rows that may be bad. Tolerates float rounding: 0.29 of 100 is 29."""
+    """Return the number of rows that may be bad. Tolerates float rounding: 0.29 of 100 is 29."""
     return int(budget * total + 1e-6)
 
 
 def check_budget(source: str, out: Storage, num_read: int, total: int, reasons: Counter[str], budget: float) -> None:
-    """Raise DataError if more rows are bad than the budget allows, or all are."""
+    """Raise DataError if more rows are bad than the budget allows, or if all are."""
     bad = reasons.total() - reasons[LEAKED]
     if reasons[LEAKED] and reasons.total() == num_read:
         raise DataError(
@@ -52,7 +52,7 @@ def check_budget(source: str, out: Storage, num_read: int, total: int, reasons: 
 
 
 def _example(out: Storage, reason: str) -> str:
-    """The first quarantined row of a reason, as `file:line: detail`."""
+    """Return the first quarantined row with this reason, as `file:line: detail`."""
     with io.BufferedReader(out.open(QUARANTINE)) as file:
         for line in file:
             fault = orjson.loads(line)

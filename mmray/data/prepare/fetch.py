@@ -39,7 +39,7 @@ _Pending = tuple[SourceItem, SourceRow | BadRow, Future[bytes] | None]
 def prefetch_rows(
     items: Iterable[SourceItem], hosts: tuple[str, ...], fetch: Fetch | None
 ) -> Iterator[tuple[SourceItem, SourceRow | BadRow]]:
-    """Each item, in order, with its row or what is wrong with it; images by URL are requested up to WINDOW rows ahead.
+    """Yield each item, in order, with its row or error; images by URL are requested up to WINDOW rows ahead.
 
     Without `fetch`, URLs are not fetched.
     """
@@ -66,7 +66,7 @@ def _parse(item: SourceItem, hosts: tuple[str, ...]) -> SourceRow | BadRow:
 def _resolve(
     item: SourceItem, raw: SourceRow | BadRow, image: Future[bytes] | None
 ) -> tuple[SourceItem, SourceRow | BadRow]:
-    """The row with the bytes of its image; waits for them."""
+    """Return the row with the bytes of its image; waits for them."""
     if isinstance(raw, BadRow) or image is None:
         return item, raw
     try:
@@ -77,7 +77,7 @@ def _resolve(
 
 @dataclass(frozen=True)
 class FetchLimits:
-    """Bounds of one image, and of the connections of one task to a host."""
+    """Limits for one image, and for the connections of one task to a host."""
 
     num_bytes: int = 32 * 1024 * 1024
     seconds: float = 30.0  # all attempts and redirects
@@ -161,7 +161,7 @@ class Fetcher:
         raise BadRow("read", "unreadable", f"{name}: {reason}")
 
     async def _follow_redirects(self, url: str, name: str) -> bytes:
-        """The bytes at a URL or at the end of its redirects. Raises BadRow, or _TransientError."""
+        """Return the bytes at a URL, after redirects. Raises BadRow, or _TransientError."""
         location = ""
         try:
             for _ in range(MAX_REDIRECTS + 1):
@@ -181,7 +181,7 @@ class Fetcher:
         raise BadRow("read", "redirect", f"{name}: more than {MAX_REDIRECTS} redirects")
 
     def _validate(self, base: str, location: str, name: str) -> URL:
-        """The URL of a hop, checked as written and as the client parses it."""
+        """Return the URL of a hop, checked as written and as the client parses it."""
         url = location
         try:
             url = urljoin(base, location)
@@ -243,7 +243,7 @@ class _PublicResolver(AbstractResolver):
 
 
 def _describe(error: Exception) -> str:
-    """A connection error without URLs, which may hold secrets."""
+    """Describe a connection error without URLs, because they may contain secrets."""
     cause: Any = getattr(error, "os_error", None) or getattr(error, "certificate_error", None) or error
     reason = getattr(cause, "verify_message", None) or getattr(cause, "strerror", None)
     return f"{type(cause).__name__}: {reason}"[:200] if reason else type(cause).__name__

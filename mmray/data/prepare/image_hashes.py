@@ -1,7 +1,7 @@
-"""Perceptual image hashes, and the search for the nearest one in another set.
+"""Perceptual image hashes, and nearest-neighbour search between two sets.
 
 The hash is the 256-bit pHash of the library `imagehash` (signs of a discrete cosine transform; Zauner 2010). It is
-robust to size and compression but ignores colour, so 4 x 4 mean colours are stored next to it.
+robust to size and compression but ignores colour, so 4 x 4 mean colours are stored as well.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ BITS, CELLS = 256, 4
 IMAGE_HASH_DTYPE = np.dtype(
     [("sha256", "<u8", 2), ("phash", "<u8", 4), ("colors", "u1", 3 * CELLS * CELLS), ("has_phash", "?")]
 )
-MAX_COLOR_DISTANCE = 4.0  # of 255, mean over the cells; JPEG of quality 30 moves them by 2
+MAX_COLOR_DISTANCE = 4.0  # of 255, mean over the cells; JPEG with quality 30 changes them by 2
 NONE = -1
-_PAIRS = 1 << 20  # compared at a time
+_PAIRS = 1 << 20  # pairs per comparison
 
 
 def perceptual_hash(image: Image.Image) -> tuple[np.ndarray, np.ndarray]:
-    """(pHash uint64 [4], mean colours uint8 [48]) of an RGB image."""
-    import imagehash  # an extra: only near-duplicate search needs it
+    """Return (pHash uint64 [4], mean colours uint8 [48]) of an RGB image."""
+    import imagehash  # optional dependency, needed only for near-duplicate search
 
     signs = imagehash.phash(image, hash_size=16).hash.ravel()
     colors = np.asarray(image.resize((CELLS, CELLS), Image.Resampling.BOX), np.uint8).ravel()
@@ -32,7 +32,7 @@ def perceptual_hash(image: Image.Image) -> tuple[np.ndarray, np.ndarray]:
 def lsh_bands(hashes: np.ndarray, count: int) -> np.ndarray:
     """Split the bits of uint64 hashes [N, 4] into bands, each mixed to one number: uint64 [count, N].
 
-    Hashes that differ in fewer than `count` bits agree in at least one band (pigeonhole).
+    Hashes that differ in fewer than `count` bits have at least one equal band (pigeonhole principle).
     """
     bits = np.unpackbits(np.ascontiguousarray(hashes).view(np.uint8), axis=1, bitorder="little")
     out = np.zeros((count, len(hashes)), np.uint64)
@@ -46,11 +46,11 @@ def lsh_bands(hashes: np.ndarray, count: int) -> np.ndarray:
 
 
 def nearest(queries: np.ndarray, references: np.ndarray, max_bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """The most similar reference of each query: (index int64 [N], differing bits int64 [N]); NONE without one.
+    """Return the nearest reference of each query: (index int64 [N], differing bits int64 [N]); NONE without a match.
 
-    Arguments are IMAGE_HASH_DTYPE records. Similar: at most `max_bits` of 256 bits differ, and colours by at most
-    MAX_COLOR_DISTANCE; of equals the first. Exact: with max_bits + 1 bands, two such hashes share a band. Equal images
-    are compared once, so a thousand blank pages cost as much as one.
+    Arguments are IMAGE_HASH_DTYPE records. A match differs in at most `max_bits` of 256 bits, and in colour by at most
+    MAX_COLOR_DISTANCE; ties go to the first. The search is exact: with max_bits + 1 bands, any two such hashes have an
+    equal band. Duplicates are compared once, so a thousand blank pages cost as much as one.
     """
     index, bits = np.full(len(queries), NONE, np.int64), np.full(len(queries), NONE, np.int64)
     ours, group = _unique(queries)
@@ -73,7 +73,7 @@ def nearest(queries: np.ndarray, references: np.ndarray, max_bits: int) -> tuple
 
 
 def _unique(records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(index of the first record of each distinct hash, number of the distinct hash of each record that has one)."""
+    """Return the index of the first record of each distinct hash, and the hash number of each hashed record."""
     rows = np.flatnonzero(records["has_phash"])
     if not len(rows):
         return rows, rows
@@ -83,7 +83,7 @@ def _unique(records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _candidate_pairs(ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Indices (query [P], reference [P]) of equal numbers, about _PAIRS at a time."""
+    """Yield indices (query [P], reference [P]) of equal numbers, about _PAIRS at a time."""
     order = np.argsort(theirs, kind="stable")
     first = np.searchsorted(theirs[order], ours, "left")
     counts = np.searchsorted(theirs[order], ours, "right") - first
@@ -100,7 +100,7 @@ def _candidate_pairs(ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.
 
 
 def _distance(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """Differing bits of pairs [P] of records; BITS + 1 if the colours differ."""
+    """Return the differing bits of pairs [P] of records; BITS + 1 if the colours differ."""
     bits = np.bitwise_count(ours["phash"] ^ theirs["phash"]).sum(axis=1).astype(np.int64)
     colors = np.abs(ours["colors"].astype(np.int16) - theirs["colors"]).mean(axis=1)
     return np.where(colors > MAX_COLOR_DISTANCE, BITS + 1, bits)
@@ -109,7 +109,7 @@ def _distance(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
 def _update_nearest(
     distance: np.ndarray, query: np.ndarray, reference: np.ndarray, best: np.ndarray, match: np.ndarray
 ) -> None:
-    """Write the pairs that are nearer than those in `best` and `match`; of equals the smaller index."""
+    """Update `best` and `match` with the pairs that are nearer; ties go to the smaller index."""
     order = np.lexsort((reference, distance, query))
     query, first = np.unique(query[order], return_index=True)
     distance, reference = distance[order][first], reference[order][first]

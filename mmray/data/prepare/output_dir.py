@@ -20,7 +20,7 @@ _LOCK = ".lock"
 
 
 def create_output_dir(out: Storage) -> None:
-    """Create the folder. Raises UsageError if it holds something else."""
+    """Create the folder. Raises UsageError if it contains anything else."""
     try:
         names = set(out.listdir()) - {_LOCK, lease.FOLDER}
         if names and not names & {MANIFEST, PARTS}:
@@ -33,7 +33,7 @@ def create_output_dir(out: Storage) -> None:
 
 @contextmanager
 def exclusive_lock(out: Storage) -> Iterator[None]:
-    """Exclude a second prepare of the folder, on an object store by a lease. Raises UsageError."""
+    """Exclude a second prepare of the folder; uses a lease on an object store. Raises UsageError."""
     if out.local_path is None:
         with lease.Lease(to_path(out.address), activity="being prepared", advice="choose another folder"):
             yield
@@ -52,7 +52,7 @@ def exclusive_lock(out: Storage) -> Iterator[None]:
         os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield
     finally:
-        os.close(lock)  # releases it
+        os.close(lock)  # closing releases the lock
 
 
 def remove_temp_files(out: Storage) -> None:
@@ -64,9 +64,9 @@ def remove_temp_files(out: Storage) -> None:
 
 
 def remove_stale_files(out: Storage, shards: Iterable[Shard], num_chunks: int) -> None:
-    """Delete what killed tasks and earlier settings left: all shards and records but those of this prepare.
+    """Delete all shards and records except those of this prepare: leftovers of killed tasks and earlier settings.
 
-    `shards` come from this process, not from the records: on a store another writer may have replaced one.
+    `shards` come from this process, not from the records, because another writer may have replaced one on a store.
     """
     wanted = {shard.file for shard in shards} | {record_path(index) for index in range(num_chunks)}
     for folder in (SHARDS, PARTS):

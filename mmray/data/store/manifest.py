@@ -1,4 +1,4 @@
-"""manifest.json of a prepared set, written last: a folder without it is not a set.
+"""manifest.json of a prepared set, written last: a folder without it is not a prepared set.
 
 Other programs read `num_rows`, `num_read`, `num_quarantined`, `splits` and `fingerprint`; do not rename them.
 """
@@ -27,7 +27,7 @@ SCHEMA_VERSION = 3
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of rows of one split; `dropped` are row numbers in it that are not part of the set (duplicates)."""
+    """A file with rows of one split; `dropped` are row numbers in it that are not part of the set (duplicates)."""
 
     file: str
     split: str | None
@@ -63,7 +63,7 @@ class Manifest:
     num_rows: int
     num_read: int
     num_quarantined: int
-    reasons: dict[str, int]  # rows by reason of their quarantine
+    reasons: dict[str, int]  # rows by quarantine reason
     num_leaks: int  # rows whose images are also in a row of another split
     splits: dict[str, int]  # rows by split; empty if rows have no splits
     fingerprint: str  # equal for the same rows in the same order
@@ -89,7 +89,7 @@ class Manifest:
 
 
 def fingerprint(shards: Iterable[Shard]) -> str:
-    """Hex digest of the rows of these shards, in order."""
+    """Return a hex digest of the rows of these shards, in order."""
     digest = hashlib.sha256()
     for shard in shards:
         digest.update(f"{shard.sha256} {shard.split} {shard.dropped}\n".encode())

@@ -1,4 +1,4 @@
-"""The Ray Data actor that reads and decodes. Its imports add to the start of each data worker: no ray.train."""
+"""The Ray Data actor that reads and decodes. It does not import ray.train, because imports delay each data worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORKER_DIED_MESSAGE = (
 class DecodeActor(BlockReader):
     """Reads and decodes blocks. After a restart it reports to the coordinator `board` and decodes in a child process.
 
-    Ray gives a restarted actor the same block again, forever, so the image that crashed it must be found here.
+    Ray gives the same block to a restarted actor again, forever, so the image that crashed it must be identified here.
     """
 
     def __init__(self, reader: RowReader, blocks: Blocks, board: Any = None):
@@ -35,7 +35,7 @@ class DecodeActor(BlockReader):
 
     def __call__(self, batch: Block) -> Block:
         block, sandbox = super().__call__(batch), self.reader.sandbox
-        if sandbox is not None and not sandbox.deaths:  # no image crashed: the node may have been lost
+        if sandbox is not None and not sandbox.deaths:  # no image crashed; the node may have been lost
             self.sandboxed_blocks_left -= 1
             if not self.sandboxed_blocks_left:
                 sandbox.close()

@@ -1,10 +1,10 @@
-"""Sample order as a pure function: which rows each optimizer step takes, for any step, seed and number of workers.
+"""Sample order as a pure function: the rows of each optimizer step, for any step, seed and number of workers.
 
 Position p of a run is row `rows_at(p)`. An epoch is `num_rows` positions; a step takes the next `global_rows` positions
 of its epoch. Nothing is stored, so a resumed or resized run takes the same rows.
 
-The shuffle is a keyed bijection of 0..size-1. `permute` moves a number anywhere; `chunked_permutation` keeps rows that
-are stored next to each other close, so that few large reads fetch them. Both need O(1) memory for a row.
+The shuffle is a keyed bijection of 0..size-1. `permute` is a full shuffle; `chunked_permutation` keeps rows that are
+stored next to each other close, so that few large reads fetch them. Both need O(1) memory per row.
 """
 
 from __future__ import annotations
@@ -94,25 +94,25 @@ def _feistel(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
 
 
 def hash_choice(seed: int, epoch: np.ndarray, key: np.ndarray, choices: np.ndarray) -> np.ndarray:
-    """A choice 0..choices-1 for each row (all int64, one shape), determined by (seed, epoch, key)."""
+    """Return a choice 0..choices-1 for each row (all int64, one shape), determined by (seed, epoch, key)."""
     return (_row_hash(seed, epoch, key) % choices.astype(np.uint64)).astype(np.int64)
 
 
 def hash_uniform(seed: int, epoch: np.ndarray, key: np.ndarray, count: int) -> np.ndarray:
-    """Numbers in [0, 1) for each row: float64 [R, count], determined by (seed, epoch [R], key [R])."""
+    """Return numbers in [0, 1) for each row: float64 [R, count], determined by (seed, epoch [R], key [R])."""
     numbers = splitmix64(_row_hash(seed, epoch, key)[:, None] ^ splitmix64(np.arange(1, count + 1, dtype=np.uint64)))
     return (numbers >> np.uint64(11)) * 2.0**-53
 
 
 def _row_hash(seed: int, epoch: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Hash uint64 of (seed, epoch, key) of each row."""
+    """Return a uint64 hash of (seed, epoch, key) of each row."""
     salt = splitmix64(epoch.astype(np.uint64) ^ splitmix64(np.full(epoch.shape, seed, np.uint64)))
     return splitmix64(key.view(np.uint64) ^ salt)
 
 
 @dataclass(frozen=True)
 class MixtureComponent:
-    """One set of a mixture: its rows, and how many of them an epoch takes."""
+    """One set of a mixture: its rows, and its rows per epoch."""
 
     num_rows: int
     per_epoch: int
@@ -127,9 +127,9 @@ def mixture_rows(
     chunk: int,
     window: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(row, pass over its set) int64 of the slots of an epoch, all of one shape; rows are numbered set after set.
+    """Return (row, pass over its set) int64 of the slots of an epoch, all of one shape; rows are numbered set by set.
 
-    An epoch has a slot for each of its rows, set after set. The order of a set continues from epoch to epoch and takes
+    An epoch has a slot for each of its rows, set by set. The order of a set continues from epoch to epoch and takes
     each row once in each pass. So row counts of a set never differ by more than one, and e epochs of weight w take each
     row e x w times if that is an integer.
     """
@@ -147,7 +147,7 @@ def mixture_rows(
 
 
 def interleave(parts: tuple[MixtureComponent, ...], positions: np.ndarray) -> np.ndarray:
-    """Slots (see `mixture_rows`) of positions of an epoch, int64: each set in order, spread evenly over the epoch."""
+    """Return the slots (see `mixture_rows`) of positions of an epoch, int64; each set is in order and evenly spread."""
     slots, rest = np.empty(positions.size, np.int64), np.arange(positions.size)
     offset, left, first = positions.ravel(), sum(part.per_epoch for part in parts), 0
     for part in parts:  # every (left / per_epoch)th of the remaining positions belongs to this set
@@ -181,12 +181,12 @@ class SamplePlan:
 
     @property
     def rank_rows(self) -> int:
-        """Rows of one rank in a step, padding included."""
+        """Rows of one rank in a step, including padding."""
         return -(-self.global_rows // self.world)
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of one rank in a step; the last may be ragged."""
+        """Number of micro-batches of one rank in a step; the last may be smaller."""
         return -(-self.rank_rows // self.micro)
 
     @property
@@ -197,16 +197,16 @@ class SamplePlan:
         return step // self.steps_per_epoch
 
     def rows_start(self, step: int) -> int:
-        """Position of the first row of a step: rows consumed by all steps before it."""
+        """Return the position of the first row of a step: rows consumed by all steps before it."""
         epoch, index = divmod(step, self.steps_per_epoch)
         return epoch * self.num_rows + index * self.global_rows
 
     def rows_stop(self, step: int) -> int:
-        """Rows consumed after this step."""
+        """Return the rows consumed after this step."""
         return min(self.rows_start(step) + self.global_rows, (self.epoch(step) + 1) * self.num_rows)
 
     def step_at(self, rows_consumed: int) -> int:
-        """The step that starts after this many consumed rows (inverse of `rows_start`)."""
+        """Return the step that starts after this many consumed rows (inverse of `rows_start`)."""
         epoch, offset = divmod(rows_consumed, self.num_rows)
         step = epoch * self.steps_per_epoch + offset // self.global_rows
         if self.rows_start(step) != rows_consumed:
@@ -214,7 +214,7 @@ class SamplePlan:
         return step
 
     def positions(self, step: int, rank: int) -> np.ndarray:
-        """Positions [rank_rows] int64 of a rank's rows in a step, then PADDING."""
+        """Return the positions [rank_rows] int64 of a rank's rows in a step, followed by PADDING."""
         first = self.rows_start(step) + rank * self.rank_rows
         last = min(self.rows_start(step) + (rank + 1) * self.rank_rows, self.rows_stop(step))
         out = np.full(self.rank_rows, PADDING, np.int64)
@@ -222,11 +222,11 @@ class SamplePlan:
         return out
 
     def rows_at(self, positions: np.ndarray) -> np.ndarray:
-        """Row ids of positions, int64 of one shape; PADDING stays PADDING."""
+        """Return the row ids of positions, int64 of one shape; PADDING is unchanged."""
         return np.where(positions >= 0, self._lookup(positions)[0], PADDING)
 
     def passes_at(self, positions: np.ndarray) -> np.ndarray:
-        """How often each row was seen before this position, int64; seeds augmentation. 0 for PADDING."""
+        """Return how often each row was seen before this position, int64; seeds augmentation. 0 for PADDING."""
         return self._lookup(positions)[1]
 
     def _lookup(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -242,7 +242,7 @@ class SamplePlan:
         return rows, np.where(positions >= 0, passes, 0)
 
     def _shuffle(self, offset: np.ndarray, key: np.ndarray) -> np.ndarray:
-        """Shuffled rows of one set, or slots of a mixture."""
+        """Return shuffled rows of one set, or slots of a mixture."""
         if self.chunk > 1 and self.parts:
             return windowed_permutation(offset, self.num_rows, key, self.chunk * self.window)
         return chunked_permutation(offset, self.num_rows, key, self.chunk, self.window)
@@ -252,7 +252,8 @@ class SamplePlan:
 class Blocks:
     """Positions of each block of a stream: one rank's rows of several steps, or a part of its rows of one step.
 
-    Blocks go to the ranks in turn. `parts` divides `plan.rank_rows`; if it is more than 1, `steps_per_block` is 1.
+    Blocks are assigned to the ranks in turn. `parts` divides `plan.rank_rows`; if it is more than 1, `steps_per_block`
+    is 1.
     """
 
     plan: SamplePlan
@@ -266,7 +267,7 @@ class Blocks:
         return groups * self.parts * self.plan.world
 
     def positions(self, block: int) -> np.ndarray:
-        """Positions [rows] of a block; the blocks of all ranks for the same steps have the same length."""
+        """Return the positions [rows] of a block; blocks of all ranks for the same steps have the same length."""
         group, rank = divmod(block, self.plan.world)
         group, part = divmod(group, self.parts)
         first = self.first_step + group * self.steps_per_block
@@ -278,7 +279,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a worker group starts: the plan at its size, the first step, the checkpoint folder to load."""
+    """Start of a worker group: the plan at its size, the first step, and the checkpoint folder to load."""
 
     plan: SamplePlan
     step: int

@@ -1,12 +1,12 @@
 """The Ray Data stream: a prepared set as blocks of model inputs, in sample order, split between the training workers.
 
-Data actors on CPU nodes read and decode (reader.py) the rows that order.py names. A block is one rank's rows of several
-consecutive steps, or a part of its rows of one step, so it has about the same size for each batch size. Ray's cost of
-a block hardly depends on its size (`mmray bench loader`), but an object store holds few large ones: 24 MB is a
-compromise.
+Data actors on CPU nodes read and decode (reader.py) the rows that order.py selects. A block has the rows of one rank
+for several consecutive steps, or a part of its rows for one step, so its size is about the same for each batch size.
+Ray's cost per block hardly depends on the block size (`mmray bench loader`), but an object store has capacity for few
+large blocks: 24 MB is a compromise.
 
-One execution spans all remaining epochs, so there is no stall at an epoch's end. The plan is a list of block numbers,
-or a `ray.data.range` for many, so its cost is constant up to millions of blocks.
+One execution spans all remaining epochs, so there is no stall at the end of an epoch. The plan is a list of block
+numbers, or a `ray.data.range` for many, so its cost is constant up to millions of blocks.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from mmray.data.stream.reader import Block, RowReader
 BLOCKS_PER_TASK = 1000
 MAX_INLINE_BLOCKS = 1000  # listing takes 0.5 s of the driver; a task needs a process that imports Ray Data
 TOKEN_BYTES = 4
-# Tasks queued at an actor. With two, Ray's default, actors were idle for 8 % of the time on busy cores. A queued task
+# Tasks queued at an actor. With Ray's default of two, actors were idle for 8 % of the time on busy cores. A queued task
 # is only a block number, so it needs no memory.
 IN_FLIGHT = 4
 OBJECT_STORE_FRACTION = 0.3  # Ray Data fills half of an object store with blocks, and beyond 80 % Ray spills
 
 
 def block_shape(plan: SamplePlan, row_bytes: int, block_mb: float) -> tuple[int, int]:
-    """(steps per block, blocks per step of one rank); one of the two is 1.
+    """Return (steps per block, blocks per step of one rank); one of the two is 1.
 
-    A block has about `block_mb`, or down to a quarter of it if the rows of a step divide no better. It is larger if
-    they do not divide (a prime number of rows).
+    A block has about `block_mb`, or down to a quarter of it if the rows of a step are not divisible. It is larger if
+    there is no divisor (a prime number of rows).
     """
     fitting = max(1, int(block_mb * 1e6 / row_bytes))  # rows
     if fitting >= plan.rank_rows:
@@ -45,14 +45,14 @@ def block_shape(plan: SamplePlan, row_bytes: int, block_mb: float) -> tuple[int,
 
 
 def max_block_mb(store_bytes: float, world: int) -> float:
-    """The largest block of which each rank can hold two in object stores of `store_bytes` without spilling."""
+    """Return the largest block size for which two blocks per rank fit in `store_bytes` without spilling."""
     return OBJECT_STORE_FRACTION * store_bytes / 1e6 / (2 * world)
 
 
 def block_ids_dataset(count: int) -> ray.data.Dataset:
-    """Block numbers 0..count-1, one in each block; datasets derived from it keep the order.
+    """Return block numbers 0..count-1, one in each block; datasets derived from it keep the order.
 
-    Few numbers are listed, so no task has to start before the first block. Many come from coarse tasks.
+    A short list is inlined, so that no task has to start before the first block. A long one comes from coarse tasks.
     """
     if count <= MAX_INLINE_BLOCKS:
         listed = ray.data.from_items([{"id": number} for number in range(count)], override_num_blocks=count)
@@ -66,7 +66,7 @@ def block_ids_dataset(count: int) -> ray.data.Dataset:
 def stream_dataset(
     actor: type, arguments: tuple[Any, ...], count: int, workers: int, labels: dict[str, str] | None = None
 ) -> ray.data.Dataset:
-    """`count` blocks in order from `workers` actors of one CPU each, on nodes with these labels."""
+    """Return `count` blocks in order, from `workers` actors of one CPU each, on nodes with these labels."""
     dataset = block_ids_dataset(count).map_batches(
         actor,
         fn_constructor_args=arguments,
@@ -83,8 +83,8 @@ def stream_dataset(
 class StreamDataConfig(ray.train.DataConfig):
     """Builds the stream of one worker group from its start; Ray Train calls `configure`.
 
-    Data actors import only what it pickles: no torch. `board` is the coordinator actor that receives messages for the
-    user.
+    Data actors import only what it pickles, which excludes torch. `board` is the coordinator actor that receives
+    messages for the user.
     """
 
     def __init__(
@@ -111,22 +111,22 @@ class StreamDataConfig(ray.train.DataConfig):
         return [{name: split} for split in splits]
 
     def dataset(self, blocks: Blocks) -> ray.data.Dataset:
-        """The blocks in order, decoded."""
+        """Return the dataset of decoded blocks, in order."""
         return stream_dataset(DecodeActor, (self.reader, blocks, self.board), blocks.count, self.workers, self.labels)
 
     def datasets(self) -> dict[str, Callable[[], Any]]:
-        """The `datasets` of a TorchTrainer: a name only, because `configure` builds the dataset."""
+        """Return the `datasets` of a TorchTrainer: a name only, because `configure` builds the dataset."""
         return {"train": _placeholder}
 
 
 def iter_blocks(split: Any) -> Iterable[Block]:
-    """Blocks of one rank in order. A thread of Ray fetches the next one.
+    """Yield the blocks of one rank in order; a thread of Ray fetches the next one.
 
-    No more are prefetched, because Ray would not return the first before the second is ready.
+    Only one block is prefetched, because Ray would not return the first before all prefetched blocks are ready.
     """
     blocks: Iterable[Block] = split.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=0)
     return blocks
 
 
 def _placeholder() -> None:
-    """Ray Train requires a dataset; `StreamDataConfig.configure` ignores it."""
+    """Placeholder, because Ray Train requires a dataset; `StreamDataConfig.configure` ignores it."""
