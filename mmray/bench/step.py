@@ -95,9 +95,7 @@ def baseline_loss(outputs: dict[str, Tensor], world: int) -> Tensor:
 def _all_gather_with_grad(rows: Tensor) -> Tensor:
     """Gather the rows of all ranks, keeping the graph of this rank's rows."""
     world = dist.get_world_size()
-    rows.register_hook(
-        lambda gradient: gradient * world
-    )  # undo DDP's averaging, because only this rank has the gradient
+    rows.register_hook(lambda gradient: gradient * world)  # undo DDP's averaging: only this rank has the gradient
     parts = [torch.empty_like(rows) for _ in range(world)]
     dist.all_gather(parts, rows.detach())
     parts[dist.get_rank()] = rows

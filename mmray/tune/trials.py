@@ -161,7 +161,7 @@ def to_recipe(trial: Trial) -> Config:
     )
 
 
-# Ray starts a trial even if no CPU is left for its data, so all resources are counted before it starts.
+# All resources are counted before a trial starts, because a trial without a CPU for its data would wait forever.
 def max_demand(demands: Sequence[Demand]) -> Demand:
     """Return a demand that covers each of `demands`."""
     names = {name for demand in demands for name in demand.per_worker}
