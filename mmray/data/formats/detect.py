@@ -34,7 +34,7 @@ _LINE_BYTES = 64 << 10  # of the first line of a file, to distinguish rows from 
 
 @dataclass(frozen=True)
 class SourceSpec:
-    """Format, folder that paths are relative to, and file name of a source; an empty name is the whole folder."""
+    """Format, folder that paths are relative to, and file name of a source; an empty name is the full folder."""
 
     format: str
     address: str

@@ -98,7 +98,7 @@ _TEXT_COLUMNS = ("text", "texts")
 class ImageRef:
     """Reference to an image: a file of the source folder, a byte range of one, inline bytes, or an allowed URL.
 
-    `file` is None for inline bytes and for a URL. `length` is None for a whole file. `url` may contain a secret (a
+    `file` is None for inline bytes and for a URL. `length` is None for a complete file. `url` may contain a secret (a
     signature); `name` never does.
     """
 

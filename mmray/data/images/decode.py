@@ -109,7 +109,7 @@ def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
             _check_png_chunks(data)  # reports the damaged chunk, if there is one
         if decoder == "WEBP" and 8 + int.from_bytes(data[4:8], "little") > len(data):
             raise BadImage("truncated", f"the WebP header announces more than its {len(data)} bytes") from None
-        is_known = not isinstance(error, Image.UnidentifiedImageError)  # whose text is an address
+        is_known = not isinstance(error, Image.UnidentifiedImageError)  # its text is a memory address
         detail = f"the {decoder} header cannot be read" + (f": {error}" if is_known else "")
         raise BadImage("corrupt", detail) from None
     if image.width * image.height > max_pixels:
@@ -130,7 +130,7 @@ def _decode_with_pillow(image: ImageFile.ImageFile, data: bytes, max_pixels: int
     except Exception as error:  # noqa: BLE001 - decoders raise a dozen types for damaged bytes
         text = f"{type(error).__name__}: {error}"
         raise BadImage("truncated" if "truncated" in text else "corrupt", text[:300]) from None
-    if rgb.width * rgb.height > max_pixels:  # a GIF frame may be larger than the header says
+    if rgb.width * rgb.height > max_pixels:  # a GIF frame may be larger than in the header
         raise BadImage("too-large", f"{rgb.width} x {rgb.height} is over {max_pixels} pixels")
     return rgb
 

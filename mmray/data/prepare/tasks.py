@@ -21,8 +21,8 @@ from mmray.storage.storage import Storage
 MAX_TASKS = 2000  # with more items, several share a task
 TASKS_PER_CORE = 10
 MAX_ATTEMPTS = 3  # per item whose worker dies; from the second on, images are decoded in a child process
-# Ray retries a task forever if its worker dies. This bounds tasks that die before they start an item, and must leave
-# room for the attempts of several items in one task.
+# Ray retries a task forever if its worker dies. This bounds tasks that die before they start an item, and must allow
+# the attempts of several items in one task.
 MAX_RETRIES = 50
 ATTEMPT_SUFFIX = ".attempt"
 RESUME_HINT = "Fix it and rerun the same command to resume; finished shards are kept."

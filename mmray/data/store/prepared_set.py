@@ -110,7 +110,7 @@ class PreparedSet:
 
     @classmethod
     def open(cls, path: str, split: str | None = None) -> PreparedSet:
-        """Open a whole set or one split; a set without splits returns all rows for any split.
+        """Open a full set or one split; a set without splits returns all rows for any split.
 
         `path` is a folder or a URI. Raises DataError if it has no complete set or no such split.
         """

@@ -133,7 +133,7 @@ class RowReader:
         return pixels, valid, found
 
     def _image(self, row_id: int, data: bytes, drawn: np.ndarray | None) -> np.ndarray:
-        """Return the pixels of an encoded image, augmented by `drawn` [DRAWS]. Raises BadImage."""
+        """Return the pixels of an encoded image, augmented by `drawn` [NUM_RANDOM]. Raises BadImage."""
         if self.cache is None:
             return self._decoded(data, drawn)
         if row_id not in self.cache:
