@@ -51,7 +51,13 @@ class Stopping(Silent):
 
 def copied(run, folder):
     """Copy the parts of a run that tests compare to a disk."""
-    for name in ("metrics.jsonl", f"checkpoints/step-{STEPS}/shard-1-of-1.safetensors"):
+    checkpoint = f"checkpoints/step-{STEPS}"
+    for name in (
+        "metrics.jsonl",
+        f"{checkpoint}/shard-1-of-1.safetensors",
+        f"{checkpoint}/state.json",
+        f"{checkpoint}/SHA256SUMS",
+    ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         to_path(f"{run}/{name}").download(folder / name)
     return folder

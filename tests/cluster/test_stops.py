@@ -64,7 +64,7 @@ def test_stop_then_kill_then_finish_is_one_run(nodes, tmp_path):
     stopped.send_signal(signal.SIGINT)
     told = stopped.communicate(timeout=60)[0]
     assert stopped.returncode == 130, told
-    assert "goes on from step" in told and "Traceback" not in told and "raylet" not in told
+    assert "to resume from step" in told and "Traceback" not in told and "raylet" not in told
     assert left_on(nodes.address) == ([], [])
 
     page = (run / "report.html").stat().st_mtime_ns

@@ -102,7 +102,7 @@ def test_stopped_training_cleans_up_and_same_command_resumes(head, client, data,
     stopped = json.loads((tmp_path / "run" / "result.json").read_text())
     assert stopped["status"] == "stopped" and 0 < stopped["steps"] < STEPS
     assert (tmp_path / "run" / "checkpoints" / f"step-{stopped['steps']}" / "SHA256SUMS").exists()
-    assert "the same command goes on from step" in log
+    assert "run the same command to resume from step" in log
     assert left_behind(head) == []
 
     status, code, log = ended(client, submit(head, "train", str(recipe)))

@@ -597,7 +597,7 @@ def test_retried_task_does_not_repack_a_finished_chunk(tmp_path):
 KILLED = """
 import sys, ray, ray.data
 from mmray.config import Prepare
-from mmray.data.prepare import prepare
+from mmray.data.prepare.pipeline import prepare
 ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
 prepare(sys.argv[1], sys.argv[2], Prepare(rows_per_shard=4, vocab_size=100), lambda p: print(p.done_rows, flush=True))
 """
