@@ -59,7 +59,7 @@ def test_global_batch_follows_searched_accumulation(monkeypatch: pytest.MonkeyPa
     rows = bench_shapes(tiny(batch={"micro": 8, "global": 64}), spaces)["rows"]  # not the recipe's global batch
     assert [shape.global_rows for shape in asked] == [row["global"] for row in rows] == [2, 6, 4, 12]
     rows = bench_shapes(tiny(), ["batch.micro=4", "batch.global=16", "batch.accumulation=3"])["rows"]
-    assert rows[0]["status"] == "infeasible" and "takes accumulation 4" in rows[0]["reason"]
+    assert rows[0]["status"] == "infeasible" and "needs accumulation 4" in rows[0]["reason"]
 
 
 def test_memory_excludes_the_parent_process() -> None:
