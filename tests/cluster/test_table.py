@@ -179,7 +179,7 @@ def test_object_store_of_80_mb_streams_five_times_that(tmp_path):
         ray.shutdown()
     assert (outcome.result["status"], outcome.result["restarts"], spilled) == ("finished", 0, 0)
     assert marks(outcome.path) == list(expected_marks(80, rows=5120, global_rows=64))
-    assert len([text for _, text in reporter.notes if "a data worker died" in text]) == 1
+    assert len([text for _, text in reporter.notes if "died and was restarted" in text]) == 1
     early, late = reporter.held_mib.values()
     print({role: (round(early[role]), round(late.get(role, 0))) for role in early})
     assert all(late[role] < early[role] + FLAT_MIB for role in ("stream actor", "RayTrainWorker"))
