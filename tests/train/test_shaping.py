@@ -235,7 +235,7 @@ def test_probe_names_weights_without_gradient() -> None:
     rehearsed(SPECS["convnet"], "contrastive")
     with_bias = SPECS["convnet"].model_copy(update={"logit_bias": -10.0})
     rehearsed(with_bias, "sigmoid")
-    with pytest.raises(UsageError, match=r"`contrastive` gives 1 weights .* --optimizer\.freeze logit_bias"):
+    with pytest.raises(UsageError, match=r"gives no gradient to 1 parameters .* --optimizer\.freeze logit_bias"):
         rehearsed(with_bias, "contrastive")
 
 
