@@ -166,22 +166,22 @@ def tune(argv: Sequence[str], terminal: Terminal) -> int:
     """mmray tune [RECIPE] --space SETTING=V1,V2 [--space ...] [--goal throughput] [--section.field value ...]"""
     name, rest, print_config = split_args(argv)
     from mmray.config import search_space  # these import numpy, which parsing errors do not need
-    from mmray.tune import trials as plan
+    from mmray.tune import trials
 
     recipe = recipe_for(name, rest)
     command = parse(
         TuneCommand,
         rest,
         f"mmray tune {name}",
-        TuneCommand(plan.reset_searched(recipe, _searched_settings(rest))),
+        TuneCommand(trials.reset_searched(recipe, _searched_settings(rest))),
         DESCRIPTION.strip().format(name=name),
     )
-    base = plan.restore_length(command.settings, recipe)
+    base = trials.restore_length(command.settings, recipe)
     if print_config:
         print(to_yaml(base), end="")
         return 0
     searched = search_space.parse_space(command.space, command.samples, base.train.seed)
-    plan.trials_of(base, searched)  # report invalid values before Ray and torch are imported
+    trials.trials_of(base, searched)  # report invalid values before Ray and torch are imported
     from mmray.tune.search import Sweep, search
 
     terminal.note(f"mmray {version('mmray')}, sweep of recipe {base.recipe}")

@@ -13,6 +13,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from mmray.cluster import ray_internals
 from mmray.cluster.capacity import NODE_ID, Node
 from mmray.errors import ResourceError, UsageError
 from mmray.storage.storage import Storage
@@ -23,12 +24,11 @@ CREDENTIALS = (
     "The bucket must exist; endpoint and credentials come from the environment of each node (AWS_ENDPOINT_URL, "
     "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, or the machine's role)."
 )
-JOB_COPY = "working_dir_files"  # Ray's folder for working directories of jobs
 
 
 def check_persistent(storage: str, cwd: Path) -> None:
     """Raise UsageError if `storage` is in a job's copy of the working directory, because Ray deletes it."""
-    if JOB_COPY in cwd.parts and "://" not in storage and not Path(storage).expanduser().is_absolute():
+    if ray_internals.JOB_DIR in cwd.parts and "://" not in storage and not Path(storage).expanduser().is_absolute():
         raise UsageError(
             f"run.storage {storage} is relative, and Ray deletes a job's copy of the working directory later. Pass an "
             "absolute folder that every node sees (--run.storage /shared/runs)."

@@ -28,8 +28,7 @@ from mmray.engine.batch import smaller_micro
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import DeviceTimer, PhaseTimers
 from mmray.engine.oom import ADVICE, RecoverableOom
-from mmray.engine.parallel import fsdp as sharding
-from mmray.engine.parallel import wrap
+from mmray.engine.parallel import fsdp, wrap
 from mmray.engine.parallel import wrap as parallel
 from mmray.engine.parallel.branches import BRANCH_INPUTS
 from mmray.engine.parallel.transforms import compile_branches
@@ -159,7 +158,7 @@ def _try_or_restart(
     group: Group, fake: TrainState, batch_of: BatchOf, share: int, rows: int, micro: int, smaller: int
 ) -> int:
     """Return the result of `_try`; after an OOM raise the error that restarts the group with `smaller` rows."""
-    held = group.world > 1 and not sharding.is_sharded(fake.model)  # DDP's buckets
+    held = group.world > 1 and not fsdp.is_sharded(fake.model)  # DDP's buckets
     saved = _try(fake, batch_of, share, rows, micro, held)
     if saved is not None:
         return saved
@@ -238,7 +237,7 @@ def _allocate_optimizer(state: TrainState) -> None:
 @contextmanager
 def _saved_bytes(model: nn.Module) -> Iterator[list[int]]:
     """Count the bytes of tensors that autograd saves in the scope, except weights, each storage once; a list of one."""
-    weights, seen, total = sharding.parameter_storages(model), set(), [0]
+    weights, seen, total = fsdp.parameter_storages(model), set(), [0]
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -271,9 +270,9 @@ def _table(state: TrainState, saved_bytes: int) -> dict[str, float]:
     weights = list(state.model.parameters())
     states = [value for state in state.optimizer.state.values() for value in state.values()]
     sizes = {
-        "parameters": sum(sharding.to_local(weight).nbytes for weight in weights),
-        "gradients": sum(sharding.to_local(weight).nbytes for weight in weights if weight.requires_grad),
-        "optimizer": sum(sharding.to_local(value).nbytes for value in states if isinstance(value, Tensor)),
+        "parameters": sum(fsdp.to_local(weight).nbytes for weight in weights),
+        "gradients": sum(fsdp.to_local(weight).nbytes for weight in weights if weight.requires_grad),
+        "optimizer": sum(fsdp.to_local(value).nbytes for value in states if isinstance(value, Tensor)),
         "activations": saved_bytes,
     }
     return {f"memory/{name}_gib": size / GIB for name, size in sizes.items()}

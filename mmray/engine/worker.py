@@ -19,8 +19,7 @@ from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.order import ResumePoint
 from mmray.data.stream.reader import Block
 from mmray.data.text.chat import build_encoder
-from mmray.engine import loop, memory_probe, precision
-from mmray.engine import worker_context as reporting
+from mmray.engine import loop, memory_probe, precision, worker_context
 from mmray.engine.bad_samples import quarantine_bad_rows
 from mmray.engine.checkpoint import files, state_io
 from mmray.engine.checkpoint.manager import CheckpointManager
@@ -99,8 +98,8 @@ def _work(
         profile_path=None if keeper is None else keeper.growing.here / "profile" / "rank-0.json",
         micro=rehearsed.micro,
         static_metrics=rehearsed.table,
-        names=partial(reporting.row_keys, job.reader),
-        note=lambda text, label: reporting.report_note(line.report, label, text),
+        names=partial(worker_context.row_keys, job.reader),
+        note=lambda text, label: worker_context.report_note(line.report, label, text),
         **(_branches(job, model, rehearsed.micro, device) if config.train.parallel == "branches" else {}),
     )
     if config.batch.micro == "auto":
@@ -156,8 +155,8 @@ def _callbacks(
     own = [plugins.load_class(name, "train.callbacks")() for name in job.config.train.callbacks]
     if keeper is None:
         return (*own, pulse)
-    advising = InputBoundHint(partial(reporting.report_hint, job, line.report, device))
-    return (*own, pulse, reporting.ProgressReporter(line.report, keeper), advising)
+    advising = InputBoundHint(partial(worker_context.report_hint, job, line.report, device))
+    return (*own, pulse, worker_context.ProgressReporter(line.report, keeper), advising)
 
 
 def _branches(job: WorkerContext, model: nn.Module, micro: int, device: torch.device) -> dict[str, Any]:
@@ -189,7 +188,7 @@ def _checkpoints(job: WorkerContext, group: Group, model: nn.Module, report: Rep
     if group.rank != 0 and not sharded:
         return None
     about = {"world": group.world, "architecture": _architecture(model)}
-    fence, log = job.fence if group.rank == 0 else None, partial(reporting.report_note, report)
+    fence, log = job.fence if group.rank == 0 else None, partial(worker_context.report_note, report)
     return CheckpointManager(job.folder, fence, job.config, about, log, cpu_group, sharded)
 
 
@@ -214,7 +213,7 @@ def _evaluator(
     chosen = precision.select_precision(number_format, group.device)
 
     def evaluate(step: int, model: nn.Module) -> dict[str, float]:
-        show = partial(reporting.save_examples, job.folder, report, step) if group.rank == 0 else None
+        show = partial(worker_context.save_examples, job.folder, report, step) if group.rank == 0 else None
         with chosen.autocast():
             return scorer.score(model, group, objective, start.plan.global_rows, show)
 

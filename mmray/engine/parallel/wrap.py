@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from mmray.engine.collectives import Group
-from mmray.engine.parallel import fsdp as sharding
+from mmray.engine.parallel import fsdp
 from mmray.engine.parallel.branches import BranchParallel
 from mmray.errors import UsageError
 
@@ -66,7 +66,7 @@ def wrap(module: nn.Module, group: Group, layout: ParallelConfig | None = None) 
     if layout.kind == "fsdp":
         if layout.shard_dtype == torch.float16:
             raise UsageError("train.parallel fsdp takes fp32 or bf16, and this device's best is fp16; set one of them")
-        return sharding.shard(module, group, layout.shard_dtype)
+        return fsdp.shard(module, group, layout.shard_dtype)
     return _replicated(module, layout)
 
 
@@ -106,7 +106,7 @@ def rewrap(model: nn.Module, group: Group, layout: ParallelConfig) -> nn.Module:
 
 def has_inner_collectives(model: nn.Module) -> bool:
     """Return True if a forward has collectives (FSDP, SyncBatchNorm), so no rank may skip it."""
-    return sharding.is_sharded(model) or any(isinstance(part, nn.SyncBatchNorm) for part in model.modules())
+    return fsdp.is_sharded(model) or any(isinstance(part, nn.SyncBatchNorm) for part in model.modules())
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -133,8 +133,8 @@ def finalize_gradients(model: nn.Module, group: Group) -> None:
     """Complete `.grad` after the last backward: add the replica's gradients, or average those of replicated scalars."""
     if isinstance(model, BranchParallel):
         model.collect_gradients()
-    elif sharding.is_sharded(model):
-        sharding.average_replicated_gradients(model, group)
+    elif fsdp.is_sharded(model):
+        fsdp.average_replicated_gradients(model, group)
 
 
 def zero_grad(model: nn.Module, optimizer: Optimizer) -> None:
@@ -161,7 +161,7 @@ def post_step(model: nn.Module) -> None:
 @contextmanager
 def summon_full_params(module: nn.Module) -> Iterator[None]:
     """Scope with the full weights on every rank, so ranks may run different numbers of forwards (evaluation)."""
-    with sharding.unsharded(module) if sharding.is_sharded(module) else nullcontext():
+    with fsdp.unsharded(module) if fsdp.is_sharded(module) else nullcontext():
         yield
 
 
