@@ -12,9 +12,9 @@ from mmray.config.recipes import RECIPES
 from mmray.models.build import build
 from mmray.models.export.export import export
 from tests.conftest import ROOT
+from tests.engine.single_worker import ran
 from tests.made import make_set, noisy, row
 from tests.train import runs
-from tests.train.lone_worker import ran
 
 README = (ROOT / "README.md").read_text()
 FENCES = re.findall(r"^```(\w*)\n(.*?)^```", README, re.M | re.S)

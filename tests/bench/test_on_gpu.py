@@ -12,8 +12,8 @@ from mmray.config import Batch, Train
 from mmray.engine.batch import resolve_batch_shape
 from mmray.engine.collectives import Group
 from tests.bench.test_step import tiny
-from tests.train.gpus import gpus
-from tests.train.made_up_gpu import DEVICES
+from tests.engine.fake_cuda import DEVICES
+from tests.engine.gpu_devices import gpus
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GROUP = Group(device=DEVICES[0])

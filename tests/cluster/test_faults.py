@@ -89,7 +89,7 @@ def losses_of_one_worker(wanted, folder):
 
 def in_double(wanted):
     """The same run in double precision."""
-    own = CustomModel(kind="tests.train.double:DoubleTowers", inputs=wanted.model.inputs)
+    own = CustomModel(kind="tests.engine.custom_model:DoubleTowers", inputs=wanted.model.inputs)
     return wanted.model_copy(update={"model": own})
 
 

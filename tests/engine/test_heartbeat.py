@@ -21,7 +21,7 @@ from mmray.engine.heartbeat import (
     stack_of_thread,
 )
 from mmray.engine.metrics.meters import reduce_over_ranks
-from tests.train import toy
+from tests.engine import toy
 
 
 def test_names_of_loop_functions_match():

@@ -10,11 +10,11 @@ from mmray.engine.collectives import Group
 from mmray.evaluate.evaluator import Evaluator
 from mmray.evaluate.generation import GenerationEvaluator
 from mmray.objectives.contrastive import Contrastive
+from tests.engine.fake_cuda import CPU, DEVICES
+from tests.engine.gpu_devices import gpus, within
 from tests.evaluate import test_evaluator, test_generation
 from tests.made import make_set, row
 from tests.models import test_generative, test_regions
-from tests.train.gpus import gpus, within
-from tests.train.made_up_gpu import CPU, DEVICES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CLASSES = {"classes": ("red circle", "blue square"), "prompts": ("{}", "a {}")}

@@ -22,7 +22,7 @@ from mmray.models.build import build
 from mmray.models.encoders.image import build_image_tower
 from mmray.models.export.export import export
 from mmray.models.synthetic import synthetic_batch
-from tests.train import toy
+from tests.engine import toy
 
 TEXTS = ["a red circle", "a blue square on a green ground", "Two TRIANGLES,  left of a circle"]
 TOKENIZER = train_tokenizer(TEXTS, 80)

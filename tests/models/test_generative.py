@@ -22,8 +22,8 @@ from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError
 from mmray.models.build import build
 from mmray.models.export.export import export
-from tests.train import toy
-from tests.train.test_step import INVALID, ROWS, micro_of, take
+from tests.engine import toy
+from tests.engine.test_step import INVALID, ROWS, micro_of, take
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = ["a red circle", "a blue square on a green ground", "what is this?", "user: assistant: describe the image."]

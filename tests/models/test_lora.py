@@ -15,9 +15,9 @@ from mmray.errors import UsageError
 from mmray.models import lora
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
+from tests.engine import toy
+from tests.engine.test_step import take
 from tests.models import test_generative as writing
-from tests.train import toy
-from tests.train.test_step import take
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 INPUTS = Inputs(image_side=32, max_tokens=10, fit="squash")

@@ -22,8 +22,8 @@ from mmray.models.encoders.image import build_image_tower
 from mmray.models.export.export import export
 from mmray.models.fusion import SAMPLES_PER_SIDE, UNNAMED_LOGIT, LabelTexts, region_features
 from mmray.models.synthetic import synthetic_batch
+from tests.engine import toy
 from tests.models.test_fusion import IMAGES, INPUTS, TOKENIZER, VOCAB, spec_of
-from tests.train import toy
 
 LABELS = ("", "red circle", "blue square", "triangle")
 BOXED = INPUTS.model_copy(update={"max_boxes": 3})

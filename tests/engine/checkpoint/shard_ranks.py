@@ -39,7 +39,8 @@ from mmray.storage import storage
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, to_path
 from mmray.train import run_dir
-from tests.train import runs, toy
+from tests.engine import toy
+from tests.train import runs
 
 MOST, APART = 4, 2
 WORLDS = (1, 2, 3, 4)

@@ -17,10 +17,10 @@ from mmray.engine.collectives import Group
 from mmray.errors import TrainingError
 from mmray.storage.paths import to_path
 from mmray.train.worker_group import COLLECTIVE_ERRORS
+from tests.engine import toy
 from tests.engine.checkpoint import shard_ranks
+from tests.engine.conftest import spawned
 from tests.made import make_set, row
-from tests.train import toy
-from tests.train.conftest import spawned
 
 HEADER_BYTES = 8192  # upper limit of a file's header: names, offsets and dtypes
 

@@ -15,7 +15,7 @@ from mmray.engine import loop, prefetch
 from mmray.engine.collectives import Group
 from mmray.objectives.contrastive import Contrastive
 from mmray.objectives.sigmoid import Sigmoid
-from tests.train import real_models, toy, two_ranks
+from tests.engine import recipe_models, toy, two_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as in the ranks
 
@@ -37,26 +37,26 @@ def test_two_ranks_equal_one_rank_for_each_objective(played, kind):
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-@pytest.mark.parametrize("kind", real_models.MODELS)
+@pytest.mark.parametrize("kind", recipe_models.MODELS)
 def test_two_ranks_equal_one_process_for_each_kind_of_model(played, kind, way):
-    one, start = (real_models.weights_of(kind, Group(), "single", steps) for steps in (real_models.STEPS, 0))
+    one, start = (recipe_models.weights_of(kind, Group(), "single", steps) for steps in (recipe_models.STEPS, 0))
     assert (one - start).abs().max() > 0.01
     for result in played[0]:
         torch.testing.assert_close(result["real_models"][f"{kind}, {way}"], one, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize(("kind", "way"), real_models.RECOMPUTED)
+@pytest.mark.parametrize(("kind", "way"), recipe_models.RECOMPUTED)
 def test_two_ranks_with_activation_checkpointing_equal_one_plain_process(played, kind, way):
-    one = real_models.weights_of(kind, Group(), "single")
+    one = recipe_models.weights_of(kind, Group(), "single")
     for result in played[0]:
         torch.testing.assert_close(result["recomputed"][f"{kind}, {way}"], one, rtol=0, atol=1e-9)
 
 
 def test_sharded_checkpointed_and_bucketed_llava_equals_plain_run(played):
     """Half of an epoch's last step is padding."""
-    one = real_models.as_llava(Group(), 3, group_by_length=False, parallel="single")
+    one = recipe_models.as_llava(Group(), 3, group_by_length=False, parallel="single")
     torch.manual_seed(3)
-    start = toy.flat(real_models.build(real_models.MODELS["generative"][0], real_models.VOCAB).double())
+    start = toy.flat(recipe_models.build(recipe_models.MODELS["generative"][0], recipe_models.VOCAB).double())
     assert (one - start).abs().max() > 0.01
     for result in played[0]:
         torch.testing.assert_close(result["recomputed"]["llava"], one, rtol=0, atol=1e-9)

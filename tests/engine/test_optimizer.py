@@ -8,7 +8,7 @@ import pytest
 
 from mmray.engine import optimizer
 from mmray.errors import UsageError
-from tests.train import toy
+from tests.engine import toy
 
 
 def test_only_matrices_have_weight_decay():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.train.made_up_gpu import CPU, DEVICES, made_up_gpus
+from tests.engine.fake_cuda import CPU, DEVICES, made_up_gpus
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GPU, OTHER = DEVICES

@@ -7,11 +7,11 @@ import torch
 import torch.multiprocessing as mp
 from torch.multiprocessing import get_context
 
-from tests.train import four_ranks, two_ranks
+from tests.engine import four_ranks, two_ranks
 
 # Imports of all ranks, and lazy imports of torch and transformers, which take many seconds.
 IMPORTED_ONCE = (
-    "tests.train.four_ranks",
+    "tests.engine.four_ranks",
     "tests.engine.checkpoint.shard_ranks",
     "torch._dynamo",
     "torch._inductor.fx_passes.post_grad",

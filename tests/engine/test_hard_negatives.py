@@ -9,7 +9,7 @@ import torch
 from mmray.engine.grad_cache import gather_negative_inputs
 from mmray.engine.memory_probe import FakeGroup
 from mmray.engine.prefetch import make_local_batch
-from tests.train import toy
+from tests.engine import toy
 
 WIDER = 9  # the longest caption of another rank
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.train.made_up_gpu import Waits, made_up_gpus
+from tests.engine.fake_cuda import Waits, made_up_gpus
 
 
 class CountedByTorch:

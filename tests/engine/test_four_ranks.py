@@ -7,7 +7,7 @@ import torch
 
 from mmray.engine.collectives import Group
 from mmray.train.worker_group import COLLECTIVE_ERRORS
-from tests.train import four_ranks, toy, two_ranks
+from tests.engine import four_ranks, toy, two_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as in the ranks
 

@@ -21,7 +21,7 @@ from mmray.engine.collectives import Group
 from mmray.engine.parallel.wrap import ParallelConfig
 from mmray.errors import OutOfMemoryError
 from mmray.objectives.sigmoid import Sigmoid
-from tests.train import toy, two_ranks
+from tests.engine import toy, two_ranks
 
 WORLD = 4
 PAIRS = 2
@@ -102,7 +102,10 @@ def bf16(group: Group) -> dict[str, list[float]]:
     """Losses of a sharded run that gathers weights in bf16, and of one in float32."""
     losses = {}
     for precision in ("fp32", "bf16"):
-        log, plan = toy.Lines(), SamplePlan(num_rows=12, global_rows=12, world=group.world, micro=3, seed=1, steps=6)
+        log, plan = (
+            toy.Lines(),
+            SamplePlan(num_rows=12, global_rows=12, world=group.world, micro=3, seed=1, steps=6),
+        )
         settings = vars(toy.TRAIN) | {"parallel": "fsdp", "precision": precision, "log_every": 1}
         model = toy.Branched(bias=True)
         options = {"objective": Sigmoid(), "log": log, "train": SimpleNamespace(**settings)}

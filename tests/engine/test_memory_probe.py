@@ -14,8 +14,8 @@ from mmray.engine import memory_probe as dry_run
 from mmray.engine.collectives import Group
 from mmray.engine.prefetch import make_local_batch, split_micro_batches
 from mmray.errors import OutOfMemoryError, TrainingError
-from tests.train import toy
-from tests.train.test_loop import Checkpoints, plan_of, train
+from tests.engine import toy
+from tests.engine.test_loop import Checkpoints, plan_of, train
 
 
 def state_with(most_rows: int = 10**9, group: Group | None = None):
@@ -179,7 +179,10 @@ def test_probed_micro_batch_is_kept_over_restarts_until_changed():
 
 
 def test_oom_in_last_backward_is_retried_with_one_rank():
-    models = [toy.Toy().double(), toy.Cramped(toy.Fault("synchronising backward", at_step=2)).double()]
+    models = [
+        toy.Toy().double(),
+        toy.Cramped(toy.Fault("synchronising backward", at_step=2)).double(),
+    ]
     for model in models:
         callbacks = (model.fault,) if isinstance(model, toy.Cramped) else ()
         train(model, plan_of(4, micro=5), callbacks=callbacks)

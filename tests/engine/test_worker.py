@@ -17,9 +17,9 @@ from mmray.engine.checkpoint import state_io
 from mmray.engine.heartbeat import Heartbeat
 from mmray.engine.precision import seed_everything
 from mmray.errors import UsageError
+from tests.engine.custom_model import DoubleTowers
+from tests.engine.single_worker import ran, rows_of
 from tests.train import runs
-from tests.train.double import DoubleTowers
-from tests.train.lone_worker import ran, rows_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # a worker sets its own number of threads
 

@@ -12,7 +12,7 @@ import torch
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import prefetch
 from mmray.engine.metrics.timers import PhaseTimers
-from tests.train import toy
+from tests.engine import toy
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from mmray.engine import loop
 from mmray.engine.metrics.timers import PHASES
 from mmray.engine.run_state import EMA_KEY, LoopResult
 from mmray.errors import TrainingError
-from tests.train import toy
+from tests.engine import toy
 
 
 def plan_of(steps: int, micro: int = 3, world: int = 1) -> SamplePlan:
@@ -38,7 +38,9 @@ class Checkpoints(dict):
 
 def train(model, plan, state=None, first=0, **options):
     return loop.run(
-        toy.task(model, plan, **options), toy.steps_of(plan, 0, first), None if state is None else lambda _: state
+        toy.task(model, plan, **options),
+        toy.steps_of(plan, 0, first),
+        None if state is None else lambda _: state,
     )
 
 
@@ -320,7 +322,7 @@ taken = loop.optimizer_step
 def test_ranks_under_torchrun_equal_one_process(tmp_path, parallel):
     """Two ranks, or one per GPU."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    script = ["-m", "tests.train.under_torchrun", tmp_path / "weights.pt", parallel]
+    script = ["-m", "tests.engine.torchrun_script", tmp_path / "weights.pt", parallel]
     world = str(torch.cuda.device_count() or 2)
     ended = subprocess.run([*torchrun, world, *script], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

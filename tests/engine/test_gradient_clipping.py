@@ -10,8 +10,8 @@ from torch import nn
 
 from mmray.engine import optimizer as clip
 from mmray.errors import UsageError
-from tests.train import toy
-from tests.train.test_loop import plan_of, train
+from tests.engine import toy
+from tests.engine.test_loop import plan_of, train
 
 
 def model_with_gradients():

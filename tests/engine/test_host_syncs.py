@@ -15,9 +15,9 @@ from mmray.engine import loop
 from mmray.engine.collectives import Group
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import optimizer_step
-from tests.train import toy
-from tests.train.gpus import gpus
-from tests.train.made_up_gpu import DEVICES, share_on
+from tests.engine import toy
+from tests.engine.fake_cuda import DEVICES, share_on
+from tests.engine.gpu_devices import gpus
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GPU = DEVICES[0]

@@ -14,7 +14,7 @@ from mmray.engine.precision import Precision, micro_seed
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.run_state import TrainState
 from mmray.engine.step import accumulate_gradients, optimizer_step
-from tests.train import toy
+from tests.engine import toy
 
 ROWS = 29  # not a power of two: the last micro-batch is smaller at 2, 4 and 8
 INVALID = (3, 8, 9, 10, 11, 28)  # inside, at the end, and one full micro-batch at 8
@@ -144,7 +144,10 @@ def test_running_statistics_count_each_valid_row_once():
 def test_batch_of_padding_leaves_gradients_and_statistics_unchanged():
     model = toy.Toy(batch_norm=True).double()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    state, share = toy.train_state(model), make_local_batch(toy.cut(toy.rows(4, 0, (0, 1, 2, 3)), 2))
+    state, share = (
+        toy.train_state(model),
+        make_local_batch(toy.cut(toy.rows(4, 0, (0, 1, 2, 3)), 2)),
+    )
     assert share.is_filler == (True, True)
     assert share.rows == 4
     sums = accumulate_gradients(state, share, lambda index: 0).sums
@@ -228,7 +231,10 @@ def test_row_wise_step_has_gradient_of_the_mean():
     weight = batch["attention_mask"].sum(1)
     mean = ((out["image_embed"] - out["text_embed"]).square().sum(1) * weight).sum() / weight.sum()
     (mean * out["logit_scale"]).backward()
-    state, share = toy.train_state(model, objective=toy.Regression()), make_local_batch(toy.cut(batch, 8))
+    state, share = (
+        toy.train_state(model, objective=toy.Regression()),
+        make_local_batch(toy.cut(batch, 8)),
+    )
     sums = accumulate_gradients(state, share, lambda index: 0).sums
     torch.testing.assert_close(toy.flat_gradient(model), toy.flat_gradient(expected), rtol=0, atol=1e-12)
     torch.testing.assert_close(sums["distance"][0] / weight.sum(), mean.detach(), rtol=0, atol=1e-12)

@@ -18,7 +18,7 @@ from mmray.engine.parallel import branches
 from mmray.engine.parallel.branches import BranchParallel, fitted
 from mmray.objectives.contrastive import Contrastive
 from mmray.objectives.sigmoid import Sigmoid
-from tests.train import toy, two_ranks
+from tests.engine import toy, two_ranks
 
 OBJECTIVES = two_ranks.OBJECTIVES
 TOLERANCE = {"bf16": 3e-2, "fp16": 3e-3}  # relative to the update, for gradients communicated in half precision

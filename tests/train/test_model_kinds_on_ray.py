@@ -12,9 +12,9 @@ from mmray.config import Cluster, Config, Data
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.train.driver import train
 from mmray.train.evaluate_export import evaluate_run, export_run
+from tests.engine.test_model_kinds import KINDS, STEPS, config_of, ended, told, trained
 from tests.made import CAPTIONS, make_set, png
 from tests.train.runs import Silent, lines, same_weights
-from tests.train.test_kinds import KINDS, STEPS, config_of, ended, told, trained
 
 SCORES = ("recall_at", "median_rank", "zero_shot", "classification", "regions", "loss")
 pytestmark = pytest.mark.cluster

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmray.engine.prefetch import LocalBatch
-from tests.train.made_up_autograd import backward
+from tests.engine.fake_cuda_autograd import backward
 
 aten = torch.ops.aten
 DEVICES = torch.device("cuda", 0), torch.device("cuda", 1)

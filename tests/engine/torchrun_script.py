@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine.collectives import Group
-from tests.train import toy
+from tests.engine import toy
 
 
 def main(out: str, parallel: str) -> None:

@@ -42,7 +42,7 @@ from mmray.engine.step import optimizer_step
 from mmray.errors import DataError, UsageError
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
-from tests.train import real_models, toy
+from tests.engine import recipe_models, toy
 
 VOCAB = 40
 INPUTS = Inputs(image_side=32, max_tokens=8)
@@ -133,10 +133,10 @@ def test_compiled_branches_take_same_steps() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", real_models.MODELS)
+@pytest.mark.parametrize("kind", recipe_models.MODELS)
 def test_inductor_takes_same_steps(kind: str) -> None:
-    plain = real_models.weights_of(kind, Group(), "ddp")
-    compiled = real_models.weights_of(kind, Group(), "ddp", backend="inductor")
+    plain = recipe_models.weights_of(kind, Group(), "ddp")
+    compiled = recipe_models.weights_of(kind, Group(), "ddp", backend="inductor")
     within = (
         1e-5 if kind == "generative" else 1e-9
     )  # language models of transformers normalize in float32 in any precision
@@ -164,7 +164,7 @@ def test_later_steps_do_not_recompile(kind: str) -> None:
     for steps in (1, 3):
         torch._dynamo.reset()  # graphs of other tests count toward a limit
         counted = CompileCounter()
-        real_models.weights_of(kind, Group(), "ddp", steps, backend=counted)
+        recipe_models.weights_of(kind, Group(), "ddp", steps, backend=counted)
         compiled.append(counted.frame_count)
     assert compiled[0] == compiled[1] > 0
 

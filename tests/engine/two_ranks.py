@@ -37,7 +37,7 @@ from mmray.engine.step import optimizer_step
 from mmray.errors import OutOfMemoryError
 from mmray.objectives.contrastive import Contrastive
 from mmray.objectives.sigmoid import Sigmoid
-from tests.train import toy
+from tests.engine import toy
 
 WORLD = 2
 ROWS = 21  # the second rank has one row of padding
@@ -212,7 +212,12 @@ def whole_loop(group: Group, folder: Path) -> dict[str, Any]:
     outcome = loop.run(task, toy.steps_of(plan, group.rank))
     if log is not None:
         log.close()
-    return {"status": outcome.status, "steps": outcome.steps, "weights": toy.flat(model), "metrics": outcome.metrics}
+    return {
+        "status": outcome.status,
+        "steps": outcome.steps,
+        "weights": toy.flat(model),
+        "metrics": outcome.metrics,
+    }
 
 
 class Weights:
@@ -237,7 +242,12 @@ def overflow(group: Group, folder: Path) -> dict[str, Any]:
         task = toy.task(model, plan, group, train=train, callbacks=(weights,))
         outcome = loop.run(task, toy.steps_of(plan, group.rank))
     stood = [torch.equal(one, after) for one, after in pairwise(weights.seen)]
-    return {"stood": stood, "skipped": outcome.skipped_steps, "scale": scaler.get_scale(), "weights": toy.flat(model)}
+    return {
+        "stood": stood,
+        "skipped": outcome.skipped_steps,
+        "scale": scaler.get_scale(),
+        "weights": toy.flat(model),
+    }
 
 
 def cramped(
@@ -284,7 +294,9 @@ def rehearsals(group: Group, folder: Path) -> dict[str, int]:
     for name, limits in {"both": (6, 3), "all": (99, 99)}.items():
         model = toy.Cramped(toy.Fault("nowhere", most_rows=limits[group.rank]))
         state = replace(
-            toy.train_state(toy.Toy(), group), model=model, optimizer=optimizer.build_optimizer(model, toy.OPTIMIZER)
+            toy.train_state(toy.Toy(), group),
+            model=model,
+            optimizer=optimizer.build_optimizer(model, toy.OPTIMIZER),
         )
         found[name] = memory_probe.probe_memory(state, lambda rows: toy.rows(rows, 0), share=12, micro=None).micro
     return found
@@ -314,7 +326,11 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 def strategy(group: Group, objective: Any, first: dict[str, Any] | None = None, **settings: Any) -> dict[str, Any]:
     """Eight steps under a strategy (the last six, from `first`): weights, losses, and the state after the second."""
-    log, states, model = toy.Lines(), {}, toy.Branched(bias="logit_bias" in objective.scalar_outputs).double()
+    log, states, model = (
+        toy.Lines(),
+        {},
+        toy.Branched(bias="logit_bias" in objective.scalar_outputs).double(),
+    )
     plan = SamplePlan(num_rows=30, global_rows=12, world=group.world, micro=3, seed=1, steps=8)
     train = SimpleNamespace(**vars(toy.TRAIN) | {"log_every": 1, "checkpoint_every": 2} | settings)
 
@@ -372,7 +388,9 @@ def of_compiled(group: Group, way: str, objective: Any, backend: str) -> torch.T
         micro = len(batch["valid"]) // 2
         micro_batches = [{name: rows[at : at + micro] for name, rows in batch.items()} for at in (0, micro)]
         optimizer_step(
-            state, make_local_batch(micro_batches), lambda index, step=step: micro_seed(toy.SEED, step, 0, index)
+            state,
+            make_local_batch(micro_batches),
+            lambda index, step=step: micro_seed(toy.SEED, step, 0, index),
         )
     return toy.flat(model)
 
@@ -436,14 +454,14 @@ def around_the_ring(group: Group, folder: Path) -> torch.Tensor:
 
 def real_models(group: Group, folder: Path) -> dict[str, torch.Tensor]:
     """Each built-in kind of model, replicated and sharded."""
-    from tests.train.real_models import MODELS, weights_of  # importing transformers takes seconds
+    from tests.engine.recipe_models import MODELS, weights_of  # importing transformers takes seconds
 
     return {f"{kind}, {way}": weights_of(kind, group, way) for kind in MODELS for way in ("ddp", "fsdp")}
 
 
 def recomputed(group: Group, folder: Path) -> dict[str, torch.Tensor]:
     """Activation checkpointing in each branch, and as in recipe `llava`."""
-    from tests.train.real_models import RECOMPUTED, as_llava, weights_of
+    from tests.engine.recipe_models import RECOMPUTED, as_llava, weights_of
 
     found = {f"{kind}, {way}": weights_of(kind, group, way, again=True) for kind, way in RECOMPUTED}
     return found | {"llava": as_llava(group, 2, parallel="fsdp", activation_checkpointing=("text",))}

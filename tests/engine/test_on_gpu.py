@@ -24,10 +24,10 @@ from mmray.engine.step import accumulate_gradients, nonfinite_samples
 from mmray.errors import OutOfMemoryError
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
-from tests.train import real_models, toy
-from tests.train.gpus import gpus, true, within
-from tests.train.lone_worker import ran, rows_of
-from tests.train.made_up_gpu import CPU, DEVICES, OnDevice, made_up_gpus, share_on
+from tests.engine import recipe_models, toy
+from tests.engine.fake_cuda import CPU, DEVICES, OnDevice, made_up_gpus, share_on
+from tests.engine.gpu_devices import gpus, true, within
+from tests.engine.single_worker import ran, rows_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GPU = DEVICES[0]
@@ -45,7 +45,7 @@ QUIET = {"log_every": 0}
 def steps_of(spec, first=0):
     for step in range(first, PLAN.steps):
         positions = torch.from_numpy(PLAN.positions(step, 0))
-        batch = synthetic_batch(spec.inputs, real_models.VOCAB, len(positions), CPU, seed=step)
+        batch = synthetic_batch(spec.inputs, recipe_models.VOCAB, len(positions), CPU, seed=step)
         yield toy.cut(batch | {"valid": positions >= 0, "pos": positions}, PLAN.micro)
 
 
@@ -65,10 +65,10 @@ class Watch:
 
 def task_of(kind, device, double=True, options=None, watch=None, **settings):
     """A run of a built-in kind, with the same initial weights on each device."""
-    spec, objective = real_models.MODELS[kind]
+    spec, objective = recipe_models.MODELS[kind]
     train = SimpleNamespace(**SETTINGS | settings)
     torch.manual_seed(3)
-    model = build(spec, real_models.VOCAB).train()
+    model = build(spec, recipe_models.VOCAB).train()
     model = apply_transforms(model.double() if double else model, train, toy.OPTIMIZER, device)
     callbacks = () if watch is None else (watch,)
     given = {"objective": toy.objective(objective), "train": train, "callbacks": callbacks} | (options or {})
@@ -78,7 +78,7 @@ def task_of(kind, device, double=True, options=None, watch=None, **settings):
 def trained(kind, device, **given):
     """The final weights of a run, on the CPU."""
     task = task_of(kind, device, **given)
-    outcome = loop.run(task, steps_of(real_models.MODELS[kind][0]))
+    outcome = loop.run(task, steps_of(recipe_models.MODELS[kind][0]))
     assert (outcome.status, outcome.steps) == ("finished", PLAN.steps)
     return flat(task.model)
 
@@ -87,7 +87,7 @@ def flat(model):
     return torch.cat([weight.detach().cpu().flatten() for weight in model.parameters()])
 
 
-@pytest.mark.parametrize("kind", real_models.MODELS)
+@pytest.mark.parametrize("kind", recipe_models.MODELS)
 def test_run_on_gpu_equals_run_on_cpu(monkeypatch, kind):
     plain = trained(kind, CPU)
     with gpus(monkeypatch):
@@ -171,7 +171,7 @@ def test_oom_of_batch_between_steps_restarts_with_smaller_micro_batches(monkeypa
     assert met.value.micro == 1
 
 
-@pytest.mark.parametrize("kind", real_models.MODELS)
+@pytest.mark.parametrize("kind", recipe_models.MODELS)
 def test_half_precision_synchronizes_once_per_step(monkeypatch, kind):
     losses = {}
     with gpus(monkeypatch) as waits:
@@ -186,7 +186,7 @@ def test_half_precision_synchronizes_once_per_step(monkeypatch, kind):
     assert math.isfinite(losses["fp16"])  # its first steps may be skipped, until the loss scale fits
 
 
-@pytest.mark.parametrize("kind", real_models.MODELS)
+@pytest.mark.parametrize("kind", recipe_models.MODELS)
 def test_run_resumes_from_its_checkpoint(monkeypatch, kind):
     kept = {}
     with gpus(monkeypatch):
@@ -194,7 +194,7 @@ def test_run_resumes_from_its_checkpoint(monkeypatch, kind):
         whole = trained(kind, GPU, ema=0.9, **given | {"checkpoint_every": 2})
         assert all(not isinstance(value, OnDevice) for value in tensors_of(kept[2]))
         task = task_of(kind, GPU, ema=0.9)
-        loop.run(task, steps_of(real_models.MODELS[kind][0], first=2), lambda _: kept[2])
+        loop.run(task, steps_of(recipe_models.MODELS[kind][0], first=2), lambda _: kept[2])
         resumed = flat(task.model)
     assert (resumed - whole).abs().max() <= (within(kind) if true() else 0)
 
@@ -229,9 +229,9 @@ def test_branches_on_two_gpus_in_half_precision(monkeypatch, number):
     assert bool(weights.isfinite().all())
 
 
-@pytest.mark.parametrize("kind", real_models.MODELS)
+@pytest.mark.parametrize("kind", recipe_models.MODELS)
 def test_probe_finds_fitting_size_and_leaves_model_unchanged(monkeypatch, kind):
-    spec, objective = real_models.MODELS[kind]
+    spec, objective = recipe_models.MODELS[kind]
     with gpus(monkeypatch):
         model = task_of(kind, GPU, double=False).model
         before, chosen = flat(model), precision.select_precision("auto", GPU)
@@ -240,7 +240,7 @@ def test_probe_finds_fitting_size_and_leaves_model_unchanged(monkeypatch, kind):
         state = TrainState(model, toy.objective(objective), group, chosen, apart, chosen.scaler(), {}, timers)
 
         def batch_of(rows):
-            return synthetic_batch(spec.inputs, real_models.VOCAB, rows, GPU)
+            return synthetic_batch(spec.inputs, recipe_models.VOCAB, rows, GPU)
 
         found = memory_probe.probe_memory(state, batch_of, 8, None)
         assert torch.equal(flat(model), before)

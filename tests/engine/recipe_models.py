@@ -34,7 +34,7 @@ from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import optimizer_step
 from mmray.models.build import build
 from mmray.models.synthetic import synthetic_batch
-from tests.train import toy
+from tests.engine import toy
 
 VOCAB, ROWS, STEPS = 40, 8, 2
 INPUTS = Inputs(image_side=16, max_tokens=6)
@@ -100,9 +100,14 @@ def as_llava(group: Group, micro: int, group_by_length: bool = True, **settings:
     )
     torch.manual_seed(3)
     model = apply_transforms(build(MODELS["generative"][0], VOCAB).double(), train, toy.OPTIMIZER, group.device)
-    options = {"objective": toy.objective("language_modelling"), "train": train, "group_by_length": group_by_length}
+    options = {
+        "objective": toy.objective("language_modelling"),
+        "train": train,
+        "group_by_length": group_by_length,
+    }
     loop.run(
-        toy.task(model, plan, group, **options), iter_micro_batches(blocks_of(plan, group.rank), plan, group_by_length)
+        toy.task(model, plan, group, **options),
+        iter_micro_batches(blocks_of(plan, group.rank), plan, group_by_length),
     )
     return toy.flat(model)
 

@@ -15,7 +15,7 @@ from mmray.engine.metrics import meters as system
 from mmray.engine.metrics.meters import Meter
 from mmray.engine.metrics.timers import PhaseTimers, Throughput
 from mmray.engine.precision import Precision
-from tests.train import toy
+from tests.engine import toy
 
 CUDA = torch.device("cuda", 1)
 UUID = "1234-ab"

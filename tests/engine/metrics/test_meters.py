@@ -18,7 +18,7 @@ from mmray.engine.metrics.timers import PHASES, RECENT_STEPS, PeakMemory, PhaseT
 from mmray.engine.metrics.writers import MetricsLog, profiled
 from mmray.engine.worker_context import InputBoundHint, input_bound_hint
 from mmray.errors import StorageError, TrainingError
-from tests.train import toy
+from tests.engine import toy
 
 
 def lines_of(folder):

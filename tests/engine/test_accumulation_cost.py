@@ -15,7 +15,7 @@ from mmray.engine.collectives import Group
 from mmray.engine.prefetch import make_local_batch, split_micro_batches
 from mmray.engine.step import accumulate_gradients
 from mmray.objectives.contrastive import Contrastive
-from tests.train import toy
+from tests.engine import toy
 
 SHARE, MICRO = 64, 16
 
