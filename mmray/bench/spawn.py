@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,6 +21,7 @@ import torch.multiprocessing
 from mmray.engine.collectives import Group
 from mmray.engine.memory_probe import keep_freed_memory
 from mmray.errors import ResourceError, TrainingError, is_out_of_memory
+from mmray.machine import cores
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -45,6 +47,21 @@ def device_of(config: Config) -> torch.device:
     return torch.device("cuda", 0)
 
 
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Return the machine of a measurement: CPU, cores, device, load and versions."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2] for line in lines if line.startswith("model name")]
+    return {
+        "cpu": names[0].strip() if names else platform.processor() or platform.machine(),
+        "cores": cores(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "load_1min": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
 def idle_gpu_notes(config: Config) -> list[str]:
     """Return a note if GPUs of this machine are not used although --cluster.accelerator allows them."""
     have, workers = torch.cuda.device_count(), config.cluster.max_workers
@@ -56,64 +73,53 @@ def idle_gpu_notes(config: Config) -> list[str]:
 
 
 def spawn_workers(measure: Measure, config: Config, kind: str = "") -> Any:
-    """Run `measure` (a module-level function) in `cluster.most_workers` new processes; return rank 0's result.
+    """Run `measure` (a module-level function) in `cluster.max_workers` new processes; return rank 0's result.
 
     `measure` gets a temporary folder. `kind` is `cpu` or `cuda`, by default what a run would choose.
     Raises WorkerFailed if a process raised or was killed.
     """
     kind = kind or device_of(config).type
-    with tempfile.TemporaryDirectory(prefix="mmray-bench-") as folder:
+    with tempfile.TemporaryDirectory(prefix="mmray-bench-") as name:
+        folder = Path(name)
         try:
             torch.multiprocessing.spawn(_enter, (measure, config, kind, folder), nprocs=config.cluster.max_workers)
         except torch.multiprocessing.ProcessExitedException as error:
-            raise _killed(error) from None
+            if error.signal_name == "SIGKILL":
+                reason = "killed by SIGKILL, which the kernel sends when the machine is out of memory"
+                raise WorkerFailed(reason, out_of_memory=True) from None
+            reason = f"a process ended with {error.signal_name or f'exit code {error.exit_code}'}"
+            raise WorkerFailed(reason, out_of_memory=False) from None
         except torch.multiprocessing.ProcessRaisedException:
-            raise _raised(Path(folder)) from None
-        return json.loads((Path(folder) / "answer.json").read_text())
+            # Out of memory first, because the other ranks only see a broken connection.
+            faults = [json.loads(file.read_text()) for file in sorted(folder.glob("fault-*.json"))]
+            fault = max(faults, key=lambda fault: fault["out_of_memory"])
+            raise WorkerFailed(fault["reason"].splitlines()[0], fault["out_of_memory"]) from None
+        return json.loads((folder / "answer.json").read_text())
 
 
-def _enter(rank: int, measure: Measure, config: Config, kind: str, folder: str) -> None:
+def _enter(rank: int, measure: Measure, config: Config, kind: str, folder: Path) -> None:
     try:
-        group = init_worker(rank, config, kind, folder, device_index=rank)
-        answer = measure(config, group, Path(folder))
+        torch.set_num_threads(max(1, int(config.cluster.cpus_per_worker)))
+        device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+        if kind == "cuda":
+            torch.cuda.set_device(device)
+        else:
+            keep_freed_memory()  # as in a training worker
+        dist.init_process_group(
+            "nccl" if kind == "cuda" else "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=config.cluster.max_workers,
+            timeout=timedelta(seconds=config.cluster.collective_timeout_s),
+        )
+        group = Group.current(device)
+        answer = measure(config, group, folder)
     except BaseException as error:
-        text = {"reason": f"{type(error).__name__}: {error}", "out_of_memory": is_out_of_memory(error)}
-        (Path(folder) / f"fault-{rank}.json").write_text(json.dumps(text))
+        fault = {"reason": f"{type(error).__name__}: {error}", "out_of_memory": is_out_of_memory(error)}
+        (folder / f"fault-{rank}.json").write_text(json.dumps(fault))
         raise
     if rank == 0:
-        (Path(folder) / "answer.json").write_text(json.dumps(answer))
+        (folder / "answer.json").write_text(json.dumps(answer))
     group.barrier()
     # Skip interpreter shutdown, during which a gloo thread may release a tensor and abort the process.
     os._exit(0)
-
-
-def init_worker(rank: int, config: Config, kind: str, folder: str, device_index: int) -> Group:
-    """Join the process group through a file in `folder`; `kind` is `cpu` or `cuda`."""
-    torch.set_num_threads(max(1, int(config.cluster.cpus_per_worker)))
-    if kind == "cpu":
-        keep_freed_memory()  # as in a training worker
-    device = torch.device(kind, device_index) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=config.cluster.max_workers,
-        timeout=timedelta(seconds=config.cluster.collective_timeout_s),
-    )
-    return Group.current(device)
-
-
-def _raised(folder: Path) -> WorkerFailed:
-    """Return the error of the failed rank; out of memory first, because its peers only see a broken connection."""
-    faults = [json.loads(file.read_text()) for file in sorted(folder.glob("fault-*.json"))]
-    text = max(faults, key=lambda fault: fault["out_of_memory"])
-    return WorkerFailed(text["reason"].splitlines()[0], text["out_of_memory"])
-
-
-def _killed(error: torch.multiprocessing.ProcessExitedException) -> WorkerFailed:
-    """Return the error of a killed worker; a SIGKILL comes from the kernel's OOM killer."""
-    if error.signal_name == "SIGKILL":
-        return WorkerFailed("killed by SIGKILL, which the kernel sends when the machine is out of memory", True)
-    return WorkerFailed(f"a process ended with {error.signal_name or f'exit code {error.exit_code}'}", False)

@@ -1,7 +1,7 @@
-"""`mmray bench step`: overhead of the training loop against a bare PyTorch loop.
+"""`mmray bench step`: cost of the training loop against a bare PyTorch loop; with `--space`, of each batch shape.
 
-Both loops train the same model on the same synthetic batches in the same processes (one per worker, gloo on CPUs, NCCL
-on GPUs) in ABBA order. The result is the median ratio over pairs of adjacent windows. Uses no Ray and no data.
+Both loops train the same model on the same synthetic batches in the same processes, in ABBA order. Each batch shape
+runs the training loop in new processes, so that its memory is its own. Uses no Ray and no data.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,25 +17,27 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmray import objectives
-from mmray.bench.spawn import device_of, idle_gpu_notes, spawn_workers
-from mmray.bench.timing import describe_machine
+from mmray.bench.spawn import WorkerFailed, describe_machine, device_of, idle_gpu_notes, spawn_workers
+from mmray.config.search_space import parse_space, setting_value, with_settings
 from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop
 from mmray.engine import optimizer as optimizers
-from mmray.engine.batch import resolve_batch_shape
+from mmray.engine.batch import BatchShape, resolve_batch_shape
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.writers import MetricsLog
 from mmray.engine.optimizer import lr_at
 from mmray.engine.parallel import wrap as parallel
 from mmray.engine.parallel.transforms import apply_transforms, compile_branches
 from mmray.engine.precision import seed_everything, select_precision
-from mmray.engine.run_state import TrainSpec
+from mmray.engine.run_state import Callback, LoopResult, TrainSpec
 from mmray.errors import UsageError
 from mmray.models.build import build, random_init_architecture
 from mmray.models.synthetic import synthetic_batch
@@ -43,8 +45,10 @@ from mmray.models.synthetic import synthetic_batch
 if TYPE_CHECKING:
     from mmray.config import Config
 
-
 Batch = dict[str, Tensor]
+WARM_STEPS = 3  # not timed: allocation, DDP's buckets
+NUM_BATCHES = 4  # used in rotation
+VOCAB_SIZE = 30522  # of BERT; used if the config has none
 
 
 def train_baseline(
@@ -86,25 +90,15 @@ def baseline_loss(outputs: dict[str, Tensor], world: int) -> Tensor:
     """CLIP loss over the rows of all ranks; gradients flow to this rank's rows only."""
     image, text = outputs["image_embed"], outputs["text_embed"]
     if world > 1:
-        image, text = _all_gather_with_grad(torch.cat([image, text], dim=1)).chunk(2, dim=1)
+        rows = torch.cat([image, text], dim=1)
+        rows.register_hook(lambda gradient: gradient * world)  # undo DDP's averaging: only this rank has the gradient
+        parts = [torch.empty_like(rows) for _ in range(world)]
+        dist.all_gather(parts, rows.detach())
+        parts[dist.get_rank()] = rows
+        image, text = torch.cat(parts).chunk(2, dim=1)
     logits = outputs["logit_scale"] * image @ text.T
     targets = torch.arange(len(logits), device=logits.device)
     return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
-
-
-def _all_gather_with_grad(rows: Tensor) -> Tensor:
-    """Gather the rows of all ranks, keeping the graph of this rank's rows."""
-    world = dist.get_world_size()
-    rows.register_hook(lambda gradient: gradient * world)  # undo DDP's averaging: only this rank has the gradient
-    parts = [torch.empty_like(rows) for _ in range(world)]
-    dist.all_gather(parts, rows.detach())
-    parts[dist.get_rank()] = rows
-    return torch.cat(parts)
-
-
-WARM_STEPS = 2  # per window, not timed: allocation, DDP's buckets
-NUM_BATCHES = 4  # used in rotation
-VOCAB_SIZE = 30522  # of BERT; used if the config has none
 
 
 def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[str, Any]:
@@ -117,7 +111,7 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
     if config.objective.kind != "contrastive":
         raise UsageError(f"bench step supports objective.kind `contrastive` only, got `{config.objective.kind}`")
     micro, workers = resolve_batch_shape(config.batch, config.cluster.max_workers).micro, config.cluster.max_workers
-    rows = spawn_workers(partial(_pairs, micro=micro, pairs=pairs, window_s=window_s), config)
+    rows = spawn_workers(partial(_measure_pairs, micro=micro, pairs=pairs, window_s=window_s), config)
     ratios = [row["loop_vs_bare"] for row in rows]
     return {
         "machine": describe_machine(device_of(config)),
@@ -129,113 +123,99 @@ def bench_step(config: Config, pairs: int = 10, window_s: float = 3.0) -> dict[s
     }
 
 
+def _measure_pairs(
+    config: Config, group: Group, folder: Path, micro: int, pairs: int, window_s: float
+) -> list[dict[str, float]]:
+    log = MetricsLog(folder) if group.rank == 0 else None
+    rows = measure(build_bench(config, group, micro, log), pairs, window_s)
+    if log is not None:
+        log.close()
+    return rows
+
+
 @dataclass
 class Window:
     """Callback: time from the end of the warm-up to the last step."""
 
     last_step: int
     device: torch.device
-    began_s: float = field(default=0.0)
-    took_s: float = field(default=0.0)
+    start_s: float = 0.0
+    took_s: float = 0.0
 
     def on_step(self, step: int, metrics: dict[str, Any] | None = None) -> None:
-        if step not in (WARM_STEPS, self.last_step):
-            return
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # wait for queued kernels
-        now_s = time.perf_counter()
-        if step == WARM_STEPS:
-            self.began_s = now_s
-        else:
-            self.took_s = now_s - self.began_s
+        if step in (WARM_STEPS, self.last_step):
+            synchronize(self.device)
+            now_s = time.perf_counter()
+            self.start_s, self.took_s = (now_s, 0.0) if step == WARM_STEPS else (self.start_s, now_s - self.start_s)
+
+
+def synchronize(*devices: torch.device) -> None:
+    """Wait for the queued kernels of the GPUs among these devices."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Model and batches of one rank; each window trains a new copy of the model."""
+    """Model and synthetic batches of one rank."""
 
     config: Config
     group: Group
     model: nn.Module
-    batches: list[Batch]
-    log: MetricsLog | None
+    batches: list[Batch]  # of one micro-batch, or of all rows of this rank in a step
+    log: MetricsLog | None = None
 
-    def loop_window(self, steps: int) -> tuple[float, float]:
-        """Return (seconds, last loss) of a window of mmray's loop."""
-        rows = len(self.batches[0]["valid"])
-        every = rows * self.group.world
+    def train(self, model: nn.Module, shape: BatchShape, steps: int, callback: Callback, **options: Any) -> LoopResult:
+        """Run `steps` steps of mmray's loop; `options` are fields of TrainSpec."""
         plan = SamplePlan(
-            num_rows=every * steps,
-            global_rows=every,
+            num_rows=2**30,
+            global_rows=shape.global_rows,
             world=self.group.world,
-            micro=rows,
+            micro=shape.micro,
             seed=self.config.train.seed,
             steps=steps,
         )
-        window = Window(steps, self.group.device)
-        task = TrainSpec(
-            model=self._copy(),
+        spec = TrainSpec(
+            model=model,
             objective=objectives.build(self.config.objective),
             plan=plan,
             group=self.group,
             train=self.config.train,
             optimizer=self.config.optimizer,
-            log=self.log,
-            callbacks=(window,),
+            callbacks=(callback,),
+            **options,
         )
-        outcome = loop.run(task, self._steps(plan))
-        return window.took_s, outcome.metrics["train/loss"]
+        return loop.run(spec, micro_batches(plan, self.group.rank, self.batches))
+
+    def loop_window(self, steps: int) -> tuple[float, float]:
+        """Return (seconds, last loss) of a window of mmray's loop on a copy of the model."""
+        micro, world, window = len(self.batches[0]["valid"]), self.group.world, Window(steps, self.group.device)
+        result = self.train(self._copy(), BatchShape(micro * world, micro, 1, world), steps, window, log=self.log)
+        return window.took_s, result.metrics["train/loss"]
 
     def bare_window(self, steps: int) -> tuple[float, float]:
-        """Return (seconds, last loss) of a window of the bare loop."""
-        window = Window(steps, self.group.device)
-        model = self._copy().to(self.group.device)
-        loss = train_baseline(model, self.batches, self.config, self.group.device, steps, on_step=window.on_step)
+        """Return (seconds, last loss) of a window of the bare loop on a copy of the model."""
+        window, device = Window(steps, self.group.device), self.group.device
+        loss = train_baseline(self._copy().to(device), self.batches, self.config, device, steps, window.on_step)
         return window.took_s, loss
 
     def _copy(self) -> nn.Module:
         return compile_branches(deepcopy(self.model), self.config.train)
 
-    def _steps(self, plan: SamplePlan) -> Iterator[list[Batch]]:
-        for step in range(plan.steps):
-            positions = torch.from_numpy(plan.positions(step, self.group.rank))
-            yield [self.batches[step % NUM_BATCHES] | {"pos": positions}]
 
-
-def measure(bench: Bench, pairs: int, window_s: float) -> list[dict[str, float]]:
-    """Return one row per pair; all ranks run the same windows, timed on rank 0."""
-    steps = _steps_of_a_window(bench, window_s)
-    bench.loop_window(steps)  # the first window imports TensorBoard
-    rate = len(bench.batches[0]["valid"]) * bench.group.world * (steps - WARM_STEPS)
-    rows = []
-    for pair in range(pairs):
-        found: dict[str, tuple[float, float]] = {}
-        for arm in ("loop", "bare") if pair % 2 == 0 else ("bare", "loop"):
-            gc.collect()  # the previous window's DDP is a reference cycle
-            found[arm] = bench.loop_window(steps) if arm == "loop" else bench.bare_window(steps)
-        row = {f"{arm}_samples_per_s": round(rate / took_s, 2) for arm, (took_s, _) in found.items()}
-        row |= {f"{arm}_loss": round(loss, 6) for arm, (_, loss) in found.items()}
-        rows.append({"pair": pair, "loop_vs_bare": round(found["bare"][0] / found["loop"][0], 4)} | row)
-    return rows
-
-
-def _steps_of_a_window(bench: Bench, window_s: float) -> int:
-    """Return the steps (warm-up included) of a window of about `window_s` seconds, a multiple of the log interval."""
-    every = bench.config.train.log_every
-    took_s, _ = bench.bare_window(WARM_STEPS + 4)
-    wanted = max(4, round(window_s / (took_s / 4)))
-    return int(bench.group.broadcast_object(-(-(WARM_STEPS + wanted) // every) * every))
-
-
-def _pairs(
-    config: Config, group: Group, folder: Path, micro: int, pairs: int, window_s: float
-) -> list[dict[str, float]]:
-    """Entry point of one worker."""
-    log = MetricsLog(folder) if group.rank == 0 else None
-    rows = measure(build_bench(config, group, micro, log), pairs, window_s)
-    if log is not None:
-        log.close()
-    return rows
+def micro_batches(plan: SamplePlan, rank: int, batches: list[Batch]) -> Iterator[list[Batch]]:
+    """Yield this rank's micro-batches of each step as slices of `batches` in rotation; the last may be smaller."""
+    size = len(batches[0]["image"])  # of a micro-batch, or of a step
+    for step in range(plan.steps):
+        positions = torch.from_numpy(plan.positions(step, rank))
+        micros = []
+        for start in range(0, plan.rank_rows, plan.micro):
+            pos, first = positions[start : start + plan.micro], start % size
+            batch = batches[(step + start // size) % len(batches)]
+            rows = {name: column[first : first + len(pos)] for name, column in batch.items()}
+            micros.append(rows | {"pos": pos, "valid": pos >= 0})
+        yield micros
 
 
 def build_bench(config: Config, group: Group, micro: int, log: MetricsLog | None = None) -> Bench:
@@ -250,3 +230,133 @@ def build_bench(config: Config, group: Group, micro: int, log: MetricsLog | None
     if group.device.type == "cuda":
         batches = [{name: column.pin_memory() for name, column in batch.items()} for batch in batches]
     return Bench(config, group, model, batches, log)
+
+
+def measure(bench: Bench, pairs: int, window_s: float) -> list[dict[str, float]]:
+    """Return one row per pair; all ranks run the same windows, timed on rank 0."""
+    every = bench.config.train.log_every
+    took_s, _ = bench.bare_window(WARM_STEPS + 4)
+    wanted = WARM_STEPS + max(4, round(window_s / (took_s / 4)))
+    steps = int(bench.group.broadcast_object(-(-wanted // every) * every))
+    bench.loop_window(steps)  # the first window imports TensorBoard
+    timed_rows = len(bench.batches[0]["valid"]) * bench.group.world * (steps - WARM_STEPS)
+    rows = []
+    for pair in range(pairs):
+        results: dict[str, tuple[float, float]] = {}
+        for arm in ("loop", "bare") if pair % 2 == 0 else ("bare", "loop"):
+            gc.collect()  # the previous window's DDP is a reference cycle
+            results[arm] = bench.loop_window(steps) if arm == "loop" else bench.bare_window(steps)
+        row = {f"{arm}_samples_per_s": round(timed_rows / took_s, 2) for arm, (took_s, _) in results.items()}
+        row |= {f"{arm}_loss": round(loss, 6) for arm, (_, loss) in results.items()}
+        rows.append({"pair": pair, "loop_vs_bare": round(results["bare"][0] / results["loop"][0], 4)} | row)
+    return rows
+
+
+# With --space: one row per batch shape.
+MIN_STEPS = 5  # minimum of timed steps for a 95th percentile
+MAX_STEPS = 100_000
+FIGURES = (
+    *("micro", "accumulation", "workers", "global"),
+    *("samples_per_s", "step_p50_s", "step_p95_s", "peak_gib", "peak_reserved_gib"),
+)
+STEP_SETTINGS = (
+    *("model.", "objective.", "batch.", "optimizer.", "cluster.", "train.precision", "train.deterministic"),
+    *("train.activation_checkpointing", "train.compile", "train.channels_last"),
+)
+
+
+def bench_shapes(
+    config: Config, given: Sequence[str], window_s: float = 3.0, notify: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Measure each combination of `--space`; return {"machine", "ratios": {}, "rows", "notes"}.
+
+    A row has the searched `settings`, micro, accumulation, workers, global, `status` (measured, out_of_memory, failed
+    or infeasible), samples_per_s, step_p50_s, step_p95_s, peak_gib (GPU: allocated by torch; CPU: resident memory of
+    rank 0), peak_reserved_gib (GPU), and `reason`. Missing values are None. Raises UsageError, ResourceError.
+    """
+    space = parse_space(given)
+    for key in space.axes:
+        if not key.startswith(STEP_SETTINGS):
+            raise UsageError(
+                f"bench step --space {key}: this setting does not affect a step; use one of {', '.join(STEP_SETTINGS)}"
+            )
+    if "batch.global" not in space.axes:  # derived, otherwise every micro-batch would have the recipe's global batch
+        config = config.replace(batch=config.batch.replace(global_=None))
+    configs = [with_settings(config, typed) for typed in space.combinations()]  # validated before the first runs
+    rows = []
+    for number, each in enumerate(configs, 1):
+        row = _shape_row(each, {key: setting_value(each, key) for key in space.axes}, window_s)
+        chosen = ", ".join(f"{key}={value}" for key, value in row["settings"].items())
+        notify(f"{number} of {len(configs)}, {chosen}: {row['status'].replace('_', ' ')}")
+        rows.append(row)
+    return {"machine": describe_machine(device_of(config)), "ratios": {}, "rows": rows, "notes": idle_gpu_notes(config)}
+
+
+def _shape_row(config: Config, settings: dict[str, Any], window_s: float) -> dict[str, Any]:
+    row = {"settings": settings, "status": "measured", **dict.fromkeys(FIGURES), "reason": None}
+    try:
+        shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
+        row |= {"micro": shape.micro, "accumulation": shape.accumulation}
+        row |= {"workers": shape.workers, "global": shape.global_rows}
+        return row | spawn_workers(partial(measure_shape, shape=shape, window_s=window_s), config)
+    except UsageError as error:
+        return row | {"status": "infeasible", "reason": str(error)}
+    except WorkerFailed as error:
+        return row | {"status": "out_of_memory" if error.out_of_memory else "failed", "reason": str(error)}
+
+
+@dataclass
+class StepTimer:
+    """Callback: seconds of each step after the warm-up, synchronized with the devices of this worker."""
+
+    devices: tuple[torch.device, ...]
+    window_s: float = 0.0
+    times_s: list[float] = field(default_factory=list)
+    _last_s: float = 0.0
+
+    def on_step(self, step: int, metrics: dict[str, Any] | None = None) -> None:
+        synchronize(*self.devices)
+        now_s = time.perf_counter()
+        if step > WARM_STEPS:
+            self.times_s.append(now_s - self._last_s)
+        self._last_s = now_s
+
+    def enough(self) -> bool:
+        """Return whether the next step is the last; any rank may decide, and all stop together."""
+        return len(self.times_s) + 1 >= MIN_STEPS and sum(self.times_s) >= self.window_s
+
+
+def measure_shape(config: Config, group: Group, _: Path, shape: BatchShape, window_s: float) -> dict[str, Any]:
+    """Measure steps of `shape` on one worker for about `window_s` seconds."""
+    if group.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(group.device)
+    bench, timer = build_bench(config, group, shape.micro), StepTimer((group.device,), window_s)
+    bench.train(bench.model, shape, MAX_STEPS, timer, stop=timer.enough)
+    return speed(shape, timer.times_s) | peak_memory(group.device)
+
+
+def speed(shape: BatchShape, times_s: Sequence[float]) -> dict[str, float]:
+    """Return samples_per_s, step_p50_s and step_p95_s of these step times."""
+    p50_s, p95_s = np.percentile(times_s, (50, 95)).tolist()
+    return {"samples_per_s": shape.global_rows / statistics.mean(times_s), "step_p50_s": p50_s, "step_p95_s": p95_s}
+
+
+def peak_memory(*devices: torch.device) -> dict[str, float | None]:
+    """Return the peak memory of this worker: allocated and reserved on its GPUs, or resident on a CPU."""
+    if devices[0].type == "cuda":
+        stats = [torch.cuda.memory_stats(device) for device in devices]
+        names = {"peak_gib": "allocated_bytes.all.peak", "peak_reserved_gib": "reserved_bytes.all.peak"}
+        return {name: round(sum(each[key] for each in stats) / 2**30, 4) for name, key in names.items()}
+    return {"peak_gib": round(peak_resident_bytes() / 2**30, 4), "peak_reserved_gib": None}
+
+
+def peak_resident_bytes() -> int:
+    """Return the peak resident memory of this process.
+
+    Reads VmHWM, because ru_maxrss of a forked process starts at the parent's peak.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
+    return int(psutil.Process().memory_info().rss)  # without /proc: current memory

@@ -138,7 +138,7 @@ def _step(argv: Sequence[str], terminal: Terminal) -> None:
     require_positive(command, "pairs")
     config = recipes.load(command.recipe)
     if command.space:
-        from mmray.bench.batch_shapes import bench_shapes
+        from mmray.bench.step import bench_shapes
 
         result = bench_shapes(config, command.space, command.window_s, terminal.status)
         _print_result(result, shapes_table(result["rows"]), terminal, command.json)
@@ -161,25 +161,7 @@ def _loader(argv: Sequence[str], terminal: Terminal) -> None:
     given = {name: value for name, value in vars(command).items() if name != "json"}
     with terminal.progress("measuring"):
         result = bench_loader(LoaderSettings(**given), terminal.status)
-    _print_result(result, loader_table(result["rows"]), terminal, command.json)
-
-
-def loader_table(rows: list[dict[str, Any]]) -> Table:
-    """Return the table of arms; CPU time is per image, a dash is a missing value."""
-    names = ("img/s", "MB/s", "CPU ms", "first s", "stall s", "worker MiB")
-    table = Table("", *names, show_edge=False)
-    table.columns[0].no_wrap = True
-    for row in rows:
-        peaks = row.get("peaks_mib", {})
-        worker = peaks.get("stream actor" if row["arm"].startswith("stream") else "DataLoader worker")
-        figures = [_figure(row.get(name)) for name in ("cpu_ms_per_image", "first_batch_s", "epoch_stall_s")]
-        figures = [_figure(row.get("mb_per_s"), 0), *figures]
-        table.add_row(row["arm"], f"{row['images_per_s']:,.0f}", *figures, _figure(worker, 0))
-    return table
-
-
-def _figure(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"
+    _print_result(result, rows_table(result["rows"]), terminal, command.json)
 
 
 def shapes_table(rows: list[dict[str, Any]]) -> Table:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Table
 from rich.text import Text
 
-from mmray.report.scores import non_retrieval_metrics
+from mmray.report.run import non_retrieval_metrics
 
 LINE_EVERY_S = 5.0  # interval of progress lines in a log
 LOG_WIDTH = 200

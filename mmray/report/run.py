@@ -1,9 +1,10 @@
-"""Read a run folder, complete or not, without importing Ray, torch or pydantic."""
+"""Read a run folder, complete or not, and format its metrics, without importing Ray, torch or pydantic."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,21 +48,18 @@ class RunRecord:
 
     def series(self, name: str) -> tuple[list[int], list[float | None]]:
         """Return the steps at which a metric was logged and its values; None for a non-numeric value."""
-        told = [line for line in self.lines if name in line]
-        return [line["step"] for line in told], [line[name] for line in told]
+        lines = [line for line in self.lines if name in line]
+        return [line["step"] for line in lines], [line[name] for line in lines]
 
     def values(self, name: str) -> list[float]:
         """Return the values of a metric that are numbers."""
         return [value for value in self.series(name)[1] if value is not None]
 
     def newest(self, prefix: str) -> dict[str, float]:
-        """Return the newest metrics under `prefix`/, without the prefix."""
+        """Return the newest metrics under `prefix` (such as `evaluate/`), without the prefix."""
         for line in reversed(self.lines):
-            found = {
-                key.removeprefix(prefix + "/"): value for key, value in line.items() if key.startswith(prefix + "/")
-            }
-            if found:
-                return found
+            if any(name.startswith(prefix) for name in line):
+                return {name.removeprefix(prefix): value for name, value in line.items() if name.startswith(prefix)}
         return {}
 
 
@@ -86,3 +84,18 @@ def read_lines(file: AnyPath) -> Iterator[Line]:
                 continue
             if isinstance(value, dict):
                 yield value
+
+
+def format_number(value: float | None, digits: int = 3) -> str:
+    """Format with `digits` decimals and thousands separators; a missing or non-finite value is a dash."""
+    return "–" if value is None or not math.isfinite(value) else f"{value:,.{digits}f}"
+
+
+def non_retrieval_metrics(scores: Mapping[str, float | None]) -> list[tuple[str, str]]:
+    """Return (name, value) of all metrics that are not in the recall table; bad_rows only if above 0."""
+    counts = ("rows", "boxes", "tokens", "answered")
+    return [
+        (name.replace("_", " ").replace("/", ", "), format_number(value, 0 if name.endswith(counts) else 3))
+        for name, value in scores.items()
+        if not name.startswith(("recall_at_", "median_rank/")) and not (name == "bad_rows" and not value)
+    ]

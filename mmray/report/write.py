@@ -19,11 +19,9 @@ from plotly.offline import get_plotlyjs
 
 from mmray.errors import UsageError
 from mmray.report import summary
-from mmray.report.figures import run_figures
-from mmray.report.run import RunRecord
-from mmray.report.settings import settings_of
-from mmray.report.summary import quarantine_of
-from mmray.report.sweep import SWEEP, Sweep, sweep_figures
+from mmray.report.figures import run_figures, sweep_figures
+from mmray.report.run import RunRecord, format_number
+from mmray.report.sweep import SWEEP, Sweep
 from mmray.storage.paths import AnyPath, write_atomic
 
 REPORT = "report.html"
@@ -39,7 +37,8 @@ def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
     if not folder.is_dir():
         raise UsageError(f"folder {folder} does not exist; give a run (runs/NAME) or a sweep")
     if isinstance(folder, Path) and (folder / SWEEP).exists():
-        page = _sweep_page(folder)
+        sweep = Sweep.read(folder)
+        page = _render("sweep.html", sweep=sweep, title=folder.name, parts=sweep_figures(sweep))
     elif (folder / "config.yaml").exists():
         page = _run_page(folder)
     else:
@@ -53,7 +52,7 @@ def write_report(folder: AnyPath, out: AnyPath | None = None) -> AnyPath:
 
 def _run_page(folder: AnyPath) -> str:
     run = RunRecord.read(folder)
-    settings = settings_of(run.config)
+    settings = summary.settings_of(run.config)
     return _render(
         "run.html",
         run=run,
@@ -65,15 +64,10 @@ def _run_page(folder: AnyPath) -> str:
         recall=summary.recall_rows(run),
         evaluated=summary.eval_summary(run),
         memory=summary.memory_rows(run),
-        quarantine=quarantine_of(folder, run.data.get("train")),
-        changed=[setting for setting in settings if setting.differs],
+        quarantine=summary.quarantine_of(folder, run.data.get("train")),
+        changed=[setting for setting in settings if setting.value != setting.recipe],
         settings=settings,
     )
-
-
-def _sweep_page(folder: Path) -> str:
-    sweep = Sweep.read(folder)
-    return _render("sweep.html", sweep=sweep, title=folder.name, parts=sweep_figures(sweep))
 
 
 def _render(template: str, **values: Any) -> str:
@@ -86,18 +80,18 @@ def _render(template: str, **values: Any) -> str:
     )
     environment.filters |= {
         "duration": summary.format_duration,
-        "number": summary.format_number,
+        "number": format_number,
         "set_names": summary.dataset_names,
     }
-    now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    own = {name: Markup((TEMPLATES / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js")}
-    return environment.get_template(template).render(
-        **values, css=own["page.css"], js=own["page.js"], plotly=_plotly_js(), now=now
+    values["now"] = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    values["css"], values["js"] = (
+        Markup((TEMPLATES / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js")
     )
+    return environment.get_template(template).render(**values, plotly=_compressed_plotly())
 
 
 @lru_cache(maxsize=1)
-def _plotly_js() -> str:
+def _compressed_plotly() -> str:
     """Plotly's JavaScript (4.8 MB) as base64 of gzip, which the browser decompresses."""
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()
 

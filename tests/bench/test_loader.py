@@ -1,40 +1,39 @@
-"""Loader benchmark: all loaders return the same images; the benchmark runs end to end."""
+"""Loader benchmark: all loaders return the same images; rates, ratios and notes; one run end to end."""
 
 import io
-import subprocess
-import sys
+import json
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from PIL import Image
+from rich.console import Console
 
 from mmray.bench import loader, synthetic_images
-from mmray.bench.loader import LoaderSettings, bench_loader
-from mmray.bench.loader_arms import NoopReader, Source, TextbookDataset, TunedDataset, _read_raw, drop_page_cache
-from mmray.bench.loader_arms import loader as torch_loader
-from mmray.bench.loader_report import RATIOS
-from mmray.bench.timing import WARMUP_ARRIVALS, Arrival, ProcessMonitor, cpu_s_per_row, cpu_seconds, process_role
-from mmray.config import Inputs
+from mmray.bench.loader import RATIOS, LoaderSettings, bench_loader, bottlenecks, ratios, write_images
+from mmray.bench.loader_arms import WARMUP_ARRIVALS, Arrival, TextbookDataset, TunedDataset, rate
+from mmray.cli.bench import bench
+from mmray.cli.console import Terminal
+from mmray.config import Inputs, Prepare
 from mmray.data.images.decode import decode
-from mmray.data.stream.order import Blocks, SamplePlan
+from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError
 from tests.made import make_set, row
 
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Six synthetic photographs as files, as a prepared set of the same bytes, and a tokenizer."""
-    items = list(synthetic_images.synthetic_photos(6))
-    folder = synthetic_images.write_files(iter(items), tmp_path_factory.mktemp("photos") / "files", 6)
-    prepared = make_set(
-        tmp_path_factory.mktemp("set"), [row(n, data=data, texts=[text]) for n, (data, text) in enumerate(items)]
-    )
-    return synthetic_images.read_captions(folder), prepared, train_tokenizer([text for _, text in items], 60)
+RATES = {  # images/s of each arm
+    "reader original": 400.0,
+    "reader prepared": 1500.0,
+    "textbook original": 190.0,
+    "stream original": 380.0,
+    "tuned prepared": 1200.0,
+    "stream prepared": 900.0,
+}
 
 
 def test_synthetic_photographs_are_deterministic_and_cost_like_real_ones():
@@ -45,20 +44,15 @@ def test_synthetic_photographs_are_deterministic_and_cost_like_real_ones():
     assert 5 <= len(first[0][1].split()) <= 60
 
 
-def test_files_are_written_once_without_leftovers(tmp_path):
-    items = [(b"one", "a"), (b"two", "b")]
-    folder = synthetic_images.write_files(iter(items), tmp_path / "x", 2)
-    assert synthetic_images.write_files(iter([]), tmp_path / "x", 2) == folder
-    assert [Path(name).read_bytes() for name, _ in synthetic_images.read_captions(folder)] == [b"one", b"two"]
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
-
-
-def test_all_loaders_return_the_same_images(made):
-    files, prepared, tokenizer = made
+def test_all_loaders_return_the_same_images(tmp_path):
+    items = list(synthetic_images.synthetic_photos(6))
+    files = synthetic_images.read_captions(synthetic_images.write_files(iter(items), tmp_path / "files"))
+    prepared = make_set(tmp_path / "set", [row(n, data=data, texts=[text]) for n, (data, text) in enumerate(items)])
+    tokenizer = train_tokenizer([text for _, text in items], 60)
     plan = SamplePlan(6, 6, 1, 6, seed=0, steps=1, shuffle=False)
     inputs = Inputs(image_side=224, fit="crop", interpolation="bilinear", max_tokens=160)
     block = RowReader(prepared, inputs, tokenizer, 10**7).block(plan, np.arange(6))
-    for source in (Source(files), Source(None, prepared)):
+    for source in (files, prepared):
         tuned = TunedDataset.collate([TunedDataset(source, tokenizer, 224, 160)[index] for index in range(6)])
         assert np.abs(tuned["image"].numpy().astype(int) - block["image"]).max() <= 2
         assert np.array_equal(tuned["input_ids"].numpy(), block["input_ids"])
@@ -76,57 +70,97 @@ def test_all_loaders_return_the_same_images(made):
         assert textbook["input_ids"][:length].tolist() == block["input_ids"][3, :length].tolist()
 
 
-def test_raw_read_reads_each_image_once_from_disk(made):
-    _, prepared, _ = made
-    assert drop_page_cache(prepared)  # the set is not changed
-    arrivals = list(_read_raw(prepared, 0, 1))
-    sizes = [len(row.image) for row in prepared.read(np.arange(6))]
-    assert [(each.rows, each.num_bytes) for each in arrivals] == [(0, 0), (6, sum(sizes))]
+def arrivals(every_s, rows=10, count=12, first_s=0.0):
+    return [Arrival(first_s + number * every_s, rows) for number in range(count)]
 
 
-def test_loader_continues_across_epochs(made):
-    files, _, tokenizer = made
-    batches = iter(torch_loader(TunedDataset(Source(files), tokenizer, 32, 16), rank=0, world=2, batch=2, workers=0))
-    assert [len(next(batches)["image"]) for _ in range(7)] == [2] * 7  # 3 rows per epoch
+def test_rate_excludes_warmup_arrivals():
+    burst = [Arrival(0.0, 1000), Arrival(0.001, 1000), *arrivals(0.5, first_s=0.002)]
+    assert rate([burst], WARMUP_ARRIVALS) == pytest.approx(20)
+    assert rate([arrivals(0.5), arrivals(0.25)], WARMUP_ARRIVALS) == pytest.approx(20 + 40)
+    assert rate([arrivals(0.5, count=2)], WARMUP_ARRIVALS) == pytest.approx(20)  # too few arrivals to exclude any
+    assert rate([arrivals(0.5, count=1)], WARMUP_ARRIVALS) == 0
 
 
-def test_memory_is_reported_by_role():
-    with ProcessMonitor() as watch:
-        held = np.ones(60_000_000)
-        while "driver" not in watch.peaks_mib():
-            pass
-    number, mib = watch.peaks_mib()["driver"]
-    assert len(held) and number == 1 and mib > 400
-    assert process_role(["ray::MapWorker(MapBatches(Decoder)).submit"], None) == "stream actor"
-    assert process_role(["ray::LoaderWorker.stream"], psutil.Process()) == "LoaderWorker"
-    assert process_role(["/usr/lib/ray/raylet --x"], None) == "raylet"
+def test_ratios_pair_arms_within_a_round():
+    rounds = [{"a": 10.0, "b": 5.0}, {"a": 30.0, "b": 10.0}, {"a": 4.0, "b": 4.0}, {"a": 7.0, "b": 0.0}]
+    measured = ratios(rounds, {"a_vs_b": ("a", "b"), "a_vs_c": ("a", "c")})
+    assert measured == {"a_vs_b": {"median": 2.0, "min": 1.0, "max": 3.0, "pairs": 3}}
 
 
-def test_cpu_time_is_the_difference_between_samples():
-    history = [(0.0, {"a": 5.0}), (1.0, {"a": 6.0}), (2.0, {"a": 8.0, "b": 1.0}), (3.0, {"a": 10.0, "b": 1.5})]
-    assert cpu_seconds(history, 0.5, 3.5) == ({"a": 4.0, "b": 1.5}, 1.0, 3.0)
-    assert cpu_seconds(history, 0.5, 1.5) is None
-    consumers = [[Arrival(second / 10, 4) for second in range(40)]] * 2  # 80 rows/s from 0.2 s
-    assert cpu_s_per_row(consumers, history) == pytest.approx({"a": 4 / 160, "b": 1.5 / 160})
+def test_notes_name_the_bottleneck_and_the_cpu_workers_a_device_needs():
+    assert bottlenecks(RATES, 2000.0, 4) == [
+        "original: the bottleneck is reading and decoding on the CPU",
+        "original: a device of 2,000 images/s needs 22 CPU workers of this kind",
+        "prepared: the bottleneck is the stream itself (Ray, and copies of blocks)",
+        "prepared: a device of 2,000 images/s needs 9 CPU workers of this kind",
+    ]
+    assert "original: the bottleneck is the device" in bottlenecks(RATES, 120.0, 4)
 
 
-def test_process_monitor_reports_cpu_time_by_role():
-    with ProcessMonitor() as watch:
-        subprocess.run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.8: pass"], check=True)
-    role = Path(sys.executable).name
-    (_, before), (_, after) = watch.history[0], watch.history[-1]
-    assert 0.4 < after[role] - before.get(role, 0.0) < 1.2  # Python processes of other tests may be running
+def test_table_and_json_of_fixed_windows(tmp_path, monkeypatch):
+    """Two consumers of 32 rows per arrival; arms run in ABBA order."""
+    order = []
+
+    def window(name):
+        order.append(name)
+        return [arrivals(2 * 32 / RATES[name], 32, 20, first_s=1.5)] * 2
+
+    monkeypatch.setattr(loader, "_arms", lambda *_: {name: partial(window, name) for name in RATES})
+    monkeypatch.setattr(loader, "ray_session", lambda _: nullcontext())
+    monkeypatch.setattr(loader, "time", SimpleNamespace(time=lambda: 0.0))
+    out, file = io.StringIO(), tmp_path / "loader.json"
+    words = ["loader", "--rounds", "2", "--workers", "4", "--gpu-rate", "2000", "--json", str(file)]
+    assert bench(words, Terminal(Console(file=out, width=120, highlight=False, soft_wrap=True))) == 0
+    assert order == [*RATES, *reversed(RATES)]
+    text = " ".join(out.getvalue().replace("│", " ").split())
+    assert "textbook original 190.000 1.500" in text and "reader prepared 1,500.000 -" in text
+    assert "stream_prepared_vs_textbook 4.737 (median of 2 pairs" in text
+    written = json.loads(file.read_text())
+    assert list(written) == ["machine", "ratios", "spread", "rows", "notes"]
+    assert written["machine"]["data_workers"] == 4 and list(written["ratios"]) == list(RATIOS)
+    assert written["rows"][3] == {"arm": "stream original", "images_per_s": 380.0, "first_batch_s": 1.5}
+    assert all(note in text for note in written["notes"])
 
 
-def test_noop_block_has_shape_of_real_block(made):
-    _, prepared, tokenizer = made
-    plan = SamplePlan(6, 4, 2, 2, seed=0, steps=1)
-    block = RowReader(prepared, Inputs(image_side=32), tokenizer, 10**7).block(plan, plan.positions(0, 1))
-    blank = NoopReader(32, block["input_ids"].shape[1], Blocks(plan, 0, 1))({"id": np.array([1])})
-    assert {name: (each.shape, each.dtype) for name, each in blank.items()} == {
-        name: (each.shape, each.dtype) for name, each in block.items()
-    }
-    assert blank["pos"].tolist() == block["pos"].tolist() and blank["valid"].tolist() == block["valid"].tolist()
+def files(folder):
+    return [(Path(name).read_bytes(), text) for name, text in synthetic_images.read_captions(folder)]
+
+
+def test_images_are_sampled_evenly_from_the_given_set(tmp_path):
+    """Two sets of the same name give two folders; asking for more images than rows gives all rows."""
+    sets = [
+        make_set(tmp_path / parent / "mine", [row(number + shift) for number in range(100)])
+        for parent, shift in (("a", 0), ("b", 100))
+    ]
+    folders = []
+    for made in sets:
+        folder = write_images(LoaderSettings(data=made.storage.address, images=10), tmp_path / "cache")
+        chosen = made.read(np.arange(0, 100, 11))
+        assert files(folder) == [(each.image, each.texts[0]) for each in chosen]
+        folders.append(folder)
+    assert folders[0] != folders[1]
+    folder = write_images(LoaderSettings(data=sets[0].storage.address, images=500), tmp_path / "cache")
+    assert files(folder) == [(each.image, each.texts[0]) for each in sets[0].read(np.arange(100))]
+
+
+def test_raw_source_is_prepared_and_synthetic_images_are_written_once(tmp_path, monkeypatch):
+    make_set(tmp_path / "prepared", [row(number) for number in range(3)])
+    requests = []
+
+    def prepare(source, cache, settings, notify, progress):
+        requests.append((source, cache, settings))
+        return tmp_path / "prepared"
+
+    monkeypatch.setattr(loader, "ensure_prepared", prepare)
+    drawn = iter([[(bytes([number]), "drawn") for number in range(3)]])
+    monkeypatch.setattr(synthetic_images, "synthetic_photos", lambda num: next(drawn, ()))
+    folder = write_images(LoaderSettings(data="my.jsonl", images=3), tmp_path / "cache")
+    assert requests == [("my.jsonl", str(tmp_path / "cache"), Prepare())]
+    assert [len(data) > 1 for data, _ in files(folder)] == [True] * 3
+    for _ in range(2):
+        folder = write_images(LoaderSettings(images=3), tmp_path / "cache")
+        assert files(folder) == [(bytes([number]), "drawn") for number in range(3)] and len(requests) == 1
 
 
 @pytest.mark.cluster
@@ -135,20 +169,15 @@ def test_bench_loader_end_to_end(local_ray, tmp_path, monkeypatch):
     monkeypatch.setattr(loader, "GLOBAL_ROWS", 16)
     monkeypatch.setattr(loader, "SIDE", 96)
     monkeypatch.setattr(loader, "MIN_STEPS", WARMUP_ARRIVALS + 4)
-    said = []
-    result = bench_loader(
-        LoaderSettings(images=20, image_side=48, rounds=1, window_s=0.1, gpu_rate=500.0, block_mb=0.25), said.append
-    )
+    notes = []
+    settings = LoaderSettings(images=20, image_side=48, rounds=1, window_s=0.1, gpu_rate=500.0, block_mb=0.25)
+    result = bench_loader(settings, notes.append)
     arms = {each["arm"]: each for each in result["rows"]}
-    assert list(result["ratios"]) == list(RATIOS)
+    assert list(arms) == list(RATES) and list(result["ratios"]) == list(RATIOS)
     assert result["ratios"]["stream_vs_tuned"] == pytest.approx(
         arms["stream prepared"]["images_per_s"] / arms["tuned prepared"]["images_per_s"], rel=0.01
     )
-    assert arms["stream original"]["epoch_stall_s"] is not None and arms["raw read"]["mb_per_s"] > 1
-    assert any("the bottleneck is" in note for note in result["notes"])
-    assert any("CPU workers" in note for note in result["notes"]) and len(said) == 1 + len(arms)
+    assert any("the bottleneck is" in note for note in result["notes"]) and len(notes) == 1 + len(arms)
     assert all(arms[f"stream {name}"]["first_batch_s"] > 0 for name in ("original", "prepared"))
-    assert {"driver", "stream actor", "LoaderWorker"} <= set(result["memory_mib"]["stream prepared"])
-    assert "stream actor" in result["notes"][-1]
     with pytest.raises(UsageError, match="got 4: raise --images"):
-        bench_loader(LoaderSettings(images=4, rounds=1), said.append)
+        bench_loader(LoaderSettings(images=4, rounds=1), notes.append)

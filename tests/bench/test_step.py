@@ -1,20 +1,43 @@
-"""Step benchmark: both loops take the same steps; windows, ratios and step counts."""
+"""Step benchmark: both loops take the same steps; batch shapes run in their own processes, and OOM is a row."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 
-from mmray.bench import step
-from mmray.bench import step as bare
-from mmray.bench.step import Bench, Window, bench_step, build_bench, measure
+from mmray.bench import spawn, step
+from mmray.bench.spawn import WorkerFailed, spawn_workers
+from mmray.bench.step import (
+    MIN_STEPS,
+    WARM_STEPS,
+    Bench,
+    StepTimer,
+    Window,
+    bench_shapes,
+    bench_step,
+    build_bench,
+    measure,
+    measure_shape,
+    peak_resident_bytes,
+    speed,
+)
+from mmray.cli.bench import shapes_table
+from mmray.cli.console import Terminal
 from mmray.config import Batch, Cluster, Config, ImageTower, Inputs, Objective, Optimizer, TextTower, Train, TwoTower
+from mmray.config.model import CustomModel
+from mmray.engine.batch import BatchShape, resolve_batch_shape
 from mmray.engine.collectives import Group
 from mmray.errors import ResourceError, UsageError
+from tests.engine.fake_cuda import DEVICES
+from tests.engine.gpu_devices import gpus
+
+CPU = torch.device("cpu")
 
 
 def tiny(workers: int = 1, **sections: object) -> Config:
@@ -34,11 +57,11 @@ def test_both_loops_take_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None
     bench = build_bench(tiny(), Group(), micro=4)
     copies = []
 
-    def kept(model: torch.nn.Module) -> torch.nn.Module:
+    def copy(model: torch.nn.Module) -> torch.nn.Module:
         copies.append(deepcopy(model))
         return copies[-1]
 
-    monkeypatch.setattr(step, "deepcopy", kept)
+    monkeypatch.setattr(step, "deepcopy", copy)
     _, loop_loss = bench.loop_window(8)
     _, bare_loss = bench.bare_window(8)
     ours, theirs = (model.state_dict() for model in copies)
@@ -48,33 +71,58 @@ def test_both_loops_take_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None
     assert loop_loss == pytest.approx(bare_loss, rel=1e-4)
 
 
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("precision", "rel"), [("fp32", 1e-4), ("bf16", 0.02)])
+def test_both_loops_take_the_same_steps_on_a_gpu(monkeypatch: pytest.MonkeyPatch, precision: str, rel: float) -> None:
+    with gpus(monkeypatch):
+        bench = build_bench(tiny(train=Train(steps=1, log_every=4, precision=precision)), Group(device=DEVICES[0]), 4)
+        took_s, loop_loss = bench.loop_window(4)
+        _, bare_loss = bench.bare_window(4)
+    assert took_s > 0 and loop_loss == pytest.approx(bare_loss, rel=rel)
+
+
 def test_windows_alternate_and_ratios_pair_them(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     seconds = {"loop": 2.0, "bare": 1.5}
     bench = build_bench(tiny(), Group(), micro=4)
-
-    def arm(name: str) -> object:
-        return lambda self, steps: (order.append(name), (seconds[name], 0.5))[1]
-
-    monkeypatch.setattr(Bench, "loop_window", arm("loop"))
-    monkeypatch.setattr(Bench, "bare_window", arm("bare"))
+    for name in seconds:
+        monkeypatch.setattr(
+            Bench, f"{name}_window", lambda self, steps, arm=name: (order.append(arm), (seconds[arm], 0.5))[1]
+        )
     rows = measure(bench, pairs=4, window_s=3.0)
     assert order[2:] == ["loop", "bare", "bare", "loop"] * 2
     assert [row["loop_vs_bare"] for row in rows] == [0.75] * 4
-    steps = 12  # 3 s at 4 steps per 1.5 s are 8 steps; 2 of warm-up make 10, rounded up to intervals of 4
-    assert rows[0]["bare_samples_per_s"] == round(4 * (steps - 2) / 1.5, 2)
+    steps = 12  # 3 s at 4 steps per 1.5 s are 8 steps; 3 of warm-up make 11, rounded up to intervals of 4
+    assert rows[0]["bare_samples_per_s"] == round(4 * (steps - WARM_STEPS) / 1.5, 2)
 
 
-def test_window_time_excludes_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([10.0, 14.0])
-    monkeypatch.setattr(step.time, "perf_counter", lambda: next(clock))
-    window = Window(last_step=6, device=torch.device("cpu"))
-    for number in range(1, 7):
+def test_warm_up_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr(step.time, "perf_counter", lambda: float(next(clock)))
+    window = Window(last_step=7, device=CPU)
+    for number in range(1, 8):
         window.on_step(number)
-    assert window.took_s == 4.0
+    assert window.took_s == 1.0  # two readings of the clock
+    timer, number = StepTimer((CPU,), window_s=8.0), 0
+    while not timer.enough():
+        number += 1
+        timer.on_step(number)
+    assert number == WARM_STEPS + 8 and timer.times_s == [1.0] * 8
+    short = StepTimer((CPU,), window_s=0.0)
+    for number in range(1, WARM_STEPS + MIN_STEPS):
+        assert not short.enough()
+        short.on_step(number)
+    assert short.enough()
 
 
-def test_two_workers_end_to_end(tmp_path: Path) -> None:
+def test_single_slow_step_of_twenty_does_not_set_p95() -> None:
+    figures = speed(BatchShape(64, 64, 1, 1), [0.1] * 19 + [9.0])
+    assert figures == pytest.approx(
+        {"samples_per_s": 64 / (10.9 / 20), "step_p50_s": 0.1, "step_p95_s": 0.1 + 0.05 * 8.9}
+    )
+
+
+def test_two_workers_end_to_end() -> None:
     sensitive = Optimizer(lr=1.0, eps=1.0, warmup_steps=0, clip_norm=0)  # eps: gradient scale matters
     result = bench_step(tiny(workers=2, optimizer=sensitive), pairs=2, window_s=0.05)
     ratios = [row["loop_vs_bare"] for row in result["rows"]]
@@ -90,7 +138,7 @@ def test_two_workers_end_to_end(tmp_path: Path) -> None:
 
 def test_bare_loss_equals_clip_loss() -> None:
     eye = torch.eye(3)
-    loss = bare.baseline_loss({"image_embed": eye, "text_embed": eye, "logit_scale": torch.tensor(2.0)}, world=1)
+    loss = step.baseline_loss({"image_embed": eye, "text_embed": eye, "logit_scale": torch.tensor(2.0)}, world=1)
     e2 = torch.tensor(2.0).exp()
     assert loss.item() == pytest.approx(-(e2 / (e2 + 2)).log().item(), rel=1e-6)
 
@@ -101,6 +149,10 @@ def test_unsupported_settings_are_refused() -> None:
     if torch.cuda.device_count() < 64:
         with pytest.raises(ResourceError, match="64 workers"):
             bench_step(tiny(cluster=Cluster(workers=64, accelerator="gpu"), batch=Batch(micro=4)))
+    with pytest.raises(UsageError, match=r"data\.workers: this setting does not affect a step"):
+        bench_shapes(tiny(), ["data.workers=1,2"])
+    with pytest.raises(UsageError, match=r"batch\.micr: unknown setting; did you mean `micro`"):
+        bench_shapes(tiny(), ["batch.micr=1,2"])
 
 
 def test_model_is_configured_as_in_a_worker() -> None:
@@ -123,3 +175,98 @@ def test_pretrained_recipe_needs_no_weights() -> None:
     named = spec.model_copy(update={"text": spec.text.model_copy(update={"weights": "a-name-on-no-hub"})})
     bench = build_bench(tiny(model=named), Group(), micro=2)
     assert bench.model(bench.batches[0])["text_embed"].shape == (2, 8)
+
+
+class Hungry(torch.nn.Module):
+    """A model that runs out of memory for micro-batches larger than 4."""
+
+    def __init__(self, spec: object, vocab_size: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        rows = len(batch["image"])
+        if rows > 4:
+            torch.empty(2**60)
+        embed = self.weight.expand(rows, 8) * batch["input_ids"][:, :1]
+        return {"image_embed": embed, "text_embed": embed, "logit_scale": self.weight[0]}
+
+
+def test_rows_cover_the_space_and_record_out_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = CustomModel(kind="tests.bench.test_step:Hungry", inputs=tiny().model.inputs, vocab_size=32)
+    notes: list[str] = []
+    result = bench_shapes(tiny(model=spec), ["batch.micro=4,8"], window_s=0.02, notify=notes.append)
+    fits, fails = result["rows"]
+    assert notes == ["1 of 2, batch.micro=4: measured", "2 of 2, batch.micro=8: out of memory"]
+    assert (fits["status"], fails["status"]) == ("measured", "out_of_memory")
+    assert fits["samples_per_s"] > 0 and fits["step_p50_s"] <= fits["step_p95_s"] and 0.05 < fits["peak_gib"] < 4
+    assert fits["settings"] == {"batch.micro": 4} and (fits["micro"], fits["global"]) == (4, 4)
+    assert fails["samples_per_s"] is None and "allocate" in fails["reason"]
+    json.dumps(result)
+    Terminal().console.print(shapes_table(result["rows"]))
+    assert "out of memory" in capsys.readouterr().out
+
+
+def test_global_batch_follows_searched_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[BatchShape] = []
+    monkeypatch.setattr(step, "spawn_workers", lambda measure, _: shapes.append(measure.keywords["shape"]) or {})
+    spaces = ["batch.micro=2,4", "batch.accumulation=1,3"]
+    rows = bench_shapes(tiny(batch={"micro": 8, "global": 64}), spaces)["rows"]  # not the recipe's global batch
+    assert [shape.global_rows for shape in shapes] == [row["global"] for row in rows] == [2, 6, 4, 12]
+    rows = bench_shapes(tiny(), ["batch.micro=4", "batch.global=16", "batch.accumulation=3"])["rows"]
+    assert rows[0]["status"] == "infeasible" and "needs accumulation 4" in rows[0]["reason"]
+
+
+def test_memory_excludes_the_parent_process() -> None:
+    held = bytearray(os.urandom(1) * 600_000_000)  # ru_maxrss of a child includes its parent
+    row = bench_shapes(tiny(), ["batch.micro=2"], window_s=0.01)["rows"][0]
+    assert len(held) and row["peak_gib"] * 2**30 < peak_resident_bytes() - 200_000_000
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_batch_shape_row_is_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny(batch=Batch(micro=2, global_=6))
+    with gpus(monkeypatch):
+        row = measure_shape(config, Group(device=DEVICES[0]), Path(), resolve_batch_shape(config.batch, 1), 0.01)
+    assert row["samples_per_s"] > 0 and 0 < row["peak_gib"] < row["peak_reserved_gib"]
+
+
+def test_model_execution_settings_are_searchable() -> None:
+    spaces = ["train.channels_last=false,true", "train.activation_checkpointing=[],[image]"]
+    rows = bench_shapes(tiny(), spaces, 0.01)["rows"]
+    assert [row["status"] for row in rows] == ["measured"] * 4
+    assert rows[3]["settings"] == {"train.channels_last": True, "train.activation_checkpointing": ["image"]}
+
+
+@pytest.mark.parametrize(
+    ("have", "accelerator", "notes"),
+    [
+        *((0, "auto", []), (1, "auto", []), (1, "cpu", [])),
+        (3, "auto", ["2 of 3 GPUs are idle: cluster.workers is 1"]),
+    ],
+)
+def test_idle_gpus_are_reported(monkeypatch: pytest.MonkeyPatch, have: int, accelerator: str, notes: list[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: have)
+    assert spawn.idle_gpu_notes(tiny().with_cluster(accelerator=accelerator, workers=1)) == notes
+
+
+def _kill(config: object, group: object, folder: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fail_on_rank_1(config: object, group: Group, folder: object) -> None:
+    if group.rank == 1:
+        raise torch.OutOfMemoryError("no memory for the bucket\nCompile with TORCH_USE_CUDA_DSA")
+    group.barrier()  # fails, because the connection is closed
+
+
+def test_killed_process_counts_as_oom() -> None:
+    with pytest.raises(WorkerFailed, match="SIGKILL") as killed:
+        spawn_workers(_kill, tiny())
+    assert killed.value.out_of_memory
+
+
+def test_failure_reason_is_the_first_line_of_the_failing_rank() -> None:
+    with pytest.raises(WorkerFailed) as failed:
+        spawn_workers(_fail_on_rank_1, tiny(workers=2))
+    assert str(failed.value) == "OutOfMemoryError: no memory for the bucket" and failed.value.out_of_memory

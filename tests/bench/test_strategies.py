@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from mmray.bench import spawn, strategies
+from mmray.bench import step, strategies
 from mmray.bench.spawn import WorkerFailed
-from mmray.bench.strategies import BASE, Timer, bench_strategies
+from mmray.bench.strategies import BASE, ProfiledTimer, bench_strategies
 from mmray.config import Batch, Optimizer, TextTower, Train
 from mmray.data.stream.order import SamplePlan
 from mmray.engine.collectives import Group
@@ -23,8 +23,8 @@ from tests.bench.test_step import tiny
 def test_rows_are_measured_and_failures_have_a_reason(monkeypatch):
     """With a large Adam epsilon the gradient scale changes the loss, so wrong gradient scaling is detected."""
     sensitive = Optimizer(lr=1.0, eps=1.0, warmup_steps=0, clip_norm=0)
-    refused = strategies.Strategy("refused", {"parallel": "fsdp", "precision": "fp32"}, alone=True)
-    monkeypatch.setattr(strategies, "STRATEGIES", (*strategies.STRATEGIES, refused))
+    refused = {"parallel": "fsdp", "precision": "fp32", "grad_compression": "bf16"}
+    monkeypatch.setitem(strategies.STRATEGIES, "refused", refused)
     config = tiny(workers=2, optimizer=sensitive, batch=Batch(micro=3, global_=12))
     said = []
     result = bench_strategies(config, steps=2, only=("branches fp32", "refused"), notify=said.append)
@@ -39,37 +39,16 @@ def test_rows_are_measured_and_failures_have_a_reason(monkeypatch):
     assert (branches["communication_share"], branches["workers"]) == (0, 1)
     assert 0 <= min(branches["idle_share_0"], branches["idle_share_1"]) <= 1
     assert base["step_p50_s"] <= base["step_p95_s"]
-    assert "set --cluster.workers 2" in no["error"] and no["loss"] is None
+    assert "needs `ddp`" in no["error"] and no["loss"] is None
     assert result["ratios"]["branches_fp32_vs_ddp"] == pytest.approx(branches["samples_per_s"] / base["samples_per_s"])
     json.dumps(result)
-
-
-def test_failure_reason_is_that_of_the_failing_rank(tmp_path, monkeypatch):
-    """Rank 0 gets only a closed connection; the error of rank 1 has several lines."""
-    broken = RuntimeError("Connection closed by peer\nCheck the logs of the remote worker")
-    own = torch.OutOfMemoryError("no room for the bucket\nCompile with TORCH_USE_CUDA_DSA")
-
-    def joined(rank, *_, **__):
-        raise own if rank else broken
-
-    monkeypatch.setattr(spawn, "init_worker", joined)
-    for rank, error in enumerate((broken, own)):
-        with pytest.raises(type(error)):
-            spawn._enter(rank, strategies._measure, tiny(workers=2), "cpu", str(tmp_path))
-
-    def failed(measure, config, kind):
-        raise spawn._raised(tmp_path)
-
-    monkeypatch.setattr(strategies, "spawn_workers", failed)
-    (row,) = bench_strategies(tiny(workers=2), steps=2, only=(BASE,))["rows"]
-    assert row["error"] == "OutOfMemoryError: no room for the bucket" and row["loss"] is None
 
 
 def test_failed_baseline_leaves_other_rows_without_ratios(monkeypatch):
     def measured(measure, config, kind):
         if config.train.parallel == "ddp":
             raise WorkerFailed("RuntimeError: no room", True)
-        return dict.fromkeys(strategies.FIGURES, 1.0) | {"loss_vs_ddp": None}
+        return {"samples_per_s": 1.0, "loss": 1.0}
 
     monkeypatch.setattr(strategies, "spawn_workers", measured)
     result = bench_strategies(tiny(workers=2), steps=2, only=("fsdp fp32",))
@@ -84,7 +63,7 @@ def test_all_rows_use_the_same_device_type(monkeypatch):
 
     def measured(measure, config, kind):
         kinds.append((kind, config.cluster.workers))
-        return dict.fromkeys(strategies.FIGURES, 1.0)
+        return {"samples_per_s": 1.0, "loss": 1.0}
 
     monkeypatch.setattr(strategies, "spawn_workers", measured)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -113,7 +92,7 @@ def test_branches_replicates_the_slower_branch(monkeypatch):
         seen.append(task)
         raise Stopped
 
-    monkeypatch.setattr(strategies.loop, "run", run)
+    monkeypatch.setattr(step.loop, "run", run)
     base = tiny(train=Train(parallel="branches", steps=1))
     spec = base.model.model_copy(update={"text": TextTower(width=32, depth=12, heads=2)})
     with pytest.raises(Stopped):
@@ -126,33 +105,26 @@ def test_communication_time_is_the_union_of_collectives():
         return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
 
     events = [event("gloo:all_reduce", 10, 20), event("gloo:all_gather", 15, 30), event("aten::mm", 0, 99)]
-    profiled = SimpleNamespace(events=lambda: [*events, event("nccl:broadcast", 50, 55)])
-    assert strategies._communication_us(profiled) == 25
+    assert strategies.communication_us([*events, event("nccl:broadcast", 50, 55)]) == 25
 
 
 def test_ranks_split_the_global_batch():
     batches = [{"image": torch.arange(10) + 100 * index, "pos": torch.zeros(10)} for index in range(2)]
     for world in (1, 2, 3):
         plan = SamplePlan(2**30, 10, world, 2, 0, 2)
-        for step in range(2):
-            parts = [list(strategies._steps(plan, rank, batches))[step] for rank in range(world)]
+        shares = [[strategies.rank_share(batch, rank, world) for batch in batches] for rank in range(world)]
+        for number in range(2):
+            parts = [list(step.micro_batches(plan, rank, shares[rank]))[number] for rank in range(world)]
             rows = torch.cat([micro["image"][micro["valid"]] for micro_batches in parts for micro in micro_batches])
-            assert torch.equal(rows, batches[step]["image"])
-            got = np.concatenate(
-                [torch.cat([micro["pos"] for micro in micro_batches]).numpy() for micro_batches in parts]
-            )
-            assert np.array_equal(got, np.concatenate([plan.positions(step, rank) for rank in range(world)]))
+            assert torch.equal(rows, batches[number]["image"])
+            pos = torch.cat([micro["pos"] for micro_batches in parts for micro in micro_batches])
+            assert np.array_equal(pos, np.concatenate([plan.positions(number, rank) for rank in range(world)]))
 
 
-def test_single_slow_step_of_twenty_does_not_set_p95():
-    assert strategies.step_times([0.1] * 19 + [9.0]) == pytest.approx(
-        {"step_p50_s": 0.1, "step_p95_s": 0.1 + 0.05 * 8.9}
-    )
-
-
-def test_warm_up_and_profile_are_not_timed(monkeypatch):
-    timer = Timer(timed=strategies.WARM_STEPS + 2, devices=(torch.device("cpu"),))
-    for step in range(1, strategies.WARM_STEPS + 2 + strategies.PROFILED_STEPS + 1):
-        timer.on_step(step, {"step": step})
-    assert len(timer.times_s) == 2
-    assert timer.metrics == {"step": strategies.WARM_STEPS + 2}
+def test_profiled_steps_are_not_timed():
+    timed = strategies.WARM_STEPS + 2
+    timer = ProfiledTimer((torch.device("cpu"),), timed=timed)
+    for number in range(1, timed + strategies.PROFILED_STEPS + 1):
+        timer.on_step(number, {"step": number})
+    assert len(timer.times_s) == 2 and timer.metrics == {"step": timed}
+    assert timer.peak_gib > 0

@@ -1,6 +1,7 @@
 """Faults on one Ray of this machine: full disk, small object store, few rows, a second process, kills."""
 
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -11,7 +12,6 @@ import ray
 import torch
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
-from mmray.bench.timing import process_role
 from mmray.config import to_yaml
 from mmray.data.store.prepared_set import key_id
 from mmray.data.stream.reader import KEEP_MB
@@ -33,6 +33,14 @@ def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("set")
     make_set(folder, [row(number) for number in range(50)])
     return folder
+
+
+def process_role(command):
+    """Return the title of a Ray worker without its method, or the name of another program."""
+    title = command[0] if command else ""
+    if title.startswith("ray::MapWorker("):
+        return "stream actor"
+    return re.split(r"[.(]", title.removeprefix("ray::"))[0] if title.startswith("ray::") else Path(title).name
 
 
 class StartingTwice(Silent):
@@ -132,7 +140,7 @@ class KillingAReader(Silent):
         super().step(metrics, total_steps)
         if metrics["step"] >= 20 and self.killed is None:
             below = psutil.Process().children(recursive=True)
-            self.killed = next(each for each in below if process_role(each.cmdline(), None) == "stream actor")
+            self.killed = next(each for each in below if process_role(each.cmdline()) == "stream actor")
             self.killed.kill()
         for when, first in (("a third", 30), ("the end", 70)):
             if first <= metrics["step"] < first + 10:
@@ -142,7 +150,7 @@ class KillingAReader(Silent):
         """Exclude shared pages, because the object store counts in the resident size of each process."""
         for process in psutil.Process().children(recursive=True):
             try:
-                role, memory = process_role(process.cmdline(), None), process.memory_info()
+                role, memory = process_role(process.cmdline()), process.memory_info()
             except psutil.Error:  # the process ended meanwhile
                 continue
             held_mib[role] = max(held_mib.get(role, 0), (memory.rss - memory.shared) / 2**20)

@@ -2,7 +2,7 @@
 
 Data actors on CPU nodes read and decode (reader.py) the rows that order.py selects. A block has the rows of one rank
 for several consecutive steps, or a part of its rows for one step, so its size is about the same for each batch size.
-Ray's cost per block hardly depends on the block size (`mmray bench loader`), but an object store has capacity for few
+Ray's cost per block hardly depends on the block size, but an object store has capacity for few
 large blocks: 24 MB is a compromise.
 
 One execution spans all remaining epochs, so there is no stall at the end of an epoch. The plan is a list of block
