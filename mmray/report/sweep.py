@@ -155,10 +155,10 @@ class Sweep:
         """Return a heat map per combination of workers and other settings; none for a single cell."""
         maps: dict[str, HeatMap] = {}
         for trial in sorted(self.trials, key=self.sort_key):
-            cell = trial.values.get("micro"), trial.values.get("accumulation")
-            if isinstance(cell[0], int) and isinstance(cell[1], int):
+            micro, accumulation = (trial.values.get(name) for name in ("micro", "accumulation"))
+            if isinstance(micro, int) and isinstance(accumulation, int):
                 title = ", ".join(filter(None, [f"workers {trial.values.get('workers')}", trial.others]))
-                maps.setdefault(title, HeatMap(title, {})).cells.setdefault(cell, trial)
+                maps.setdefault(title, HeatMap(title, {})).cells.setdefault((micro, accumulation), trial)
         return [each for each in maps.values() if len(each.cells) > 1]
 
 
