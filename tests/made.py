@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from PIL import Image
 
-from mmray.data.prepare.pack import write_shard
+from mmray.data.prepare.pack import open_shard
 from mmray.data.store.manifest import MANIFEST, TOKENIZER, Manifest, fingerprint
 from mmray.data.store.prepared_set import PreparedSet, Row
 from mmray.data.text.tokenizer import train_tokenizer
@@ -37,6 +37,14 @@ def row(number, data=None, texts=None, language=None):
     texts = texts or [CAPTIONS[number % 3]]
     sha256 = hashlib.sha256(data).hexdigest()
     return Row(f"row-{number}", data, texts, language=language, source=f"made:{number}", sha256=sha256)
+
+
+def write_shard(rows, storage, name, split=None):
+    """Write rows as the file `name`; return its manifest entry."""
+    with open_shard(storage, name, split) as shard:
+        for each in rows:
+            shard.append(each)
+    return shard.entry()
 
 
 def make_set(folder, rows, test_rows=()):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mmray.data.prepare.output_dir import create_output_dir, exclusive_lock
+from mmray.data.prepare.pipeline import create_output_dir, exclusive_lock
 from mmray.errors import TrainingError, UsageError
 from mmray.storage import lease
 from mmray.storage.lease import Lease, check_fence

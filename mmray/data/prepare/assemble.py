@@ -1,33 +1,49 @@
-"""Assemble finished chunks into a prepared set: deduplication, quarantine, tokenizer, manifest.
+"""Assemble finished chunks into a prepared set: deduplication, quarantine, error budget, tokenizer.
 
-Runs on the driver after the Ray job, on the records of the chunks. Only digests and one record are in memory.
+Runs on the driver after the Ray job, on the records of the chunks. Only digests and a few records are in memory.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import orjson
 import pyarrow as pa
 
-from mmray.data.prepare.error_budget import LEAKED
 from mmray.data.prepare.pack import read_record, shards_of
-from mmray.data.store.manifest import QUARANTINE, TOKENIZER, Manifest, Shard, fingerprint
+from mmray.data.store.manifest import QUARANTINE, Shard
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import DataError
-from mmray.storage.storage import Storage
-
-if TYPE_CHECKING:
-    from mmray.config import Prepare
+from mmray.storage.storage import MAX_PARALLEL, Storage
 
 NONE = -1
 HELD_OUT = ("test", "val", "valid", "validation", "dev", "eval")  # held-out splits, which are not trained on
+LEAKED = "overlap"  # the reason of rows that --drop-overlap quarantines; they do not count against the budget
+REASONS = ("", "duplicate-key", "duplicate", "duplicate-text")
+SAME_KEY, SAME_CONTENT, SAME_TEXT = 1, 2, 3
+
+
+def records(out: Storage, chunks: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (number of its first row, record) of finished chunks, read ahead in threads.
+
+    Raises DataError if one no longer exists.
+    """
+    start = 0
+    with ThreadPoolExecutor(MAX_PARALLEL) as pool:
+        for first in range(0, len(chunks), 2 * MAX_PARALLEL):
+            batch = chunks[first : first + 2 * MAX_PARALLEL]
+            for index, record in zip(batch, pool.map(partial(read_record, out), batch), strict=True):
+                if record is None:
+                    raise DataError(f"{out.address}: the record of chunk {index} was deleted: rerun the same command")
+                yield start, record
+                start += len(record["rows"]["key"])
 
 
 def parse_digests(hexadecimal: Sequence[str]) -> np.ndarray:
@@ -53,14 +69,6 @@ def first_occurrence(values: np.ndarray) -> np.ndarray:
     return out
 
 
-class Duplicates(NamedTuple):
-    """For each row, the kept row with the same key, content or captions: int64 [N], -1 for none."""
-
-    same_key: np.ndarray
-    same_content: np.ndarray
-    same_text: np.ndarray
-
-
 def match_duplicates(
     keys: np.ndarray,
     images: np.ndarray,
@@ -68,86 +76,69 @@ def match_duplicates(
     texts: np.ndarray,
     rule: Literal["image", "row", "text", "keep"],
     held_out: np.ndarray,
-) -> Duplicates:
-    """Find the rows that duplicate another, each for one reason.
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each row the kept row that it duplicates, int64 [N], -1 for none, and the index in REASONS, uint8 [N].
 
     Arguments are digests [N, 2] in source order (of keys, images, images with captions, captions) and which rows are in
     a held-out split, bool [N]. Of equal rows a held-out one is kept, otherwise the earliest. A duplicate key is an
     error under each rule, and such a row is never the original of another.
     """
-    same_key = first_occurrence(keys)
-    same_content, same_text = (np.full(len(keys), NONE, dtype=np.int64) for _ in range(2))
-    unique = np.flatnonzero(same_key == NONE)
+    original = first_occurrence(keys)
+    reason = np.where(original != NONE, SAME_KEY, 0).astype(np.uint8)
+    unique = np.flatnonzero(original == NONE)
     unique = unique[np.argsort(~held_out[unique], kind="stable")]
     if rule == "text":
-        found = zip((same_content, same_text), _first_kept_occurrence(images[unique], texts[unique]), strict=True)
+        first, why = _first_kept_occurrence(images[unique], texts[unique])
     else:
-        first = (
-            np.full(len(unique), NONE)
-            if rule == "keep"
-            else first_occurrence((images if rule == "image" else rows)[unique])
-        )
-        found = zip((same_content,), (first,), strict=True)
-    for target, first in found:
-        target[unique[first != NONE]] = unique[first[first != NONE]]
-    return Duplicates(same_key, same_content, same_text)
+        first = np.full(len(unique), NONE)
+        if rule != "keep":
+            first = first_occurrence((images if rule == "image" else rows)[unique])
+        why = np.full(len(unique), SAME_CONTENT, np.uint8)
+    repeats = first != NONE
+    original[unique[repeats]], reason[unique[repeats]] = unique[first[repeats]], why[repeats]
+    return original, reason
 
 
-def _first_kept_occurrence(images: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return the earlier kept row with the same images, otherwise the one with the same captions; -1 for none.
+def _first_kept_occurrence(images: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the earlier kept row with the same image, otherwise the one with the same captions, and which it is.
 
     Works row by row, because a row that is dropped for its captions must not cause another row with its image to be
     dropped.
     """
-    groups = [
-        np.where(first == NONE, np.arange(len(first)), first)
-        for first in (first_occurrence(images), first_occurrence(texts))
-    ]
-    out, kept = ([np.full(len(group), NONE, dtype=np.int64) for group in groups] for _ in range(2))
-    shared = [np.bincount(group, minlength=len(group))[group] > 1 for group in groups]
-    for row in np.flatnonzero(shared[0] | shared[1]).tolist():
-        firsts = [int(holder[group[row]]) for holder, group in zip(kept, groups, strict=True)]
-        same = next((column for column, first in enumerate(firsts) if first != NONE), None)
-        if same is not None:
-            out[same][row] = firsts[same]
+    first, why = np.full(len(images), NONE, np.int64), np.zeros(len(images), np.uint8)
+    groups = [np.where(same == NONE, np.arange(len(same)), same) for same in map(first_occurrence, (images, texts))]
+    shared = np.flatnonzero(np.any([np.bincount(group, minlength=len(group))[group] > 1 for group in groups], axis=0))
+    by_image: dict[int, int] = {}
+    by_text: dict[int, int] = {}
+    for row, image, text in zip(shared.tolist(), *(group[shared].tolist() for group in groups), strict=True):
+        if image in by_image:
+            first[row], why[row] = by_image[image], SAME_CONTENT
+        elif text in by_text:
+            first[row], why[row] = by_text[text], SAME_TEXT
         else:
-            for holder, group in zip(kept, groups, strict=True):
-                holder[group[row]] = row
-    return tuple(out)
+            by_image[image] = by_text[text] = row
+    return first, why
 
 
 @dataclass(frozen=True)
 class DedupResult:
     """Duplicate rows, and rows that are dropped as leaks."""
 
-    same: Duplicates
+    original: np.ndarray  # see match_duplicates
+    reason: np.ndarray
     num_leaks: int  # rows whose image is also in another split
     num_same_text: int = 0  # kept rows with the captions of an earlier one
     leaked: dict[int, str] = field(default_factory=dict)  # row -> detail in the quarantine
 
-    @cached_property
-    def first(self) -> np.ndarray:
-        """The original of each duplicate; -1 for rows that are kept."""
-        return np.max(self.same, axis=0)  # each has at most one reason
-
     @property
     def dropped(self) -> np.ndarray:
-        """Whether each row is dropped: bool [N]."""
-        dropped = self.first != NONE
+        """Whether each packed row is dropped: bool [N]."""
+        dropped = self.original != NONE
         dropped[list(self.leaked)] = True
         return dropped
 
-    @property
-    def num_rows(self) -> int:
-        """Number of packed rows, including duplicates."""
-        return len(self.same.same_key)
 
-    @property
-    def num_dropped(self) -> int:
-        return int(self.dropped.sum())
-
-
-def find_duplicates(out: Storage, chunks: Iterable[int], rule: Any) -> DedupResult:
+def find_duplicates(out: Storage, chunks: Sequence[int], rule: Any) -> DedupResult:
     """Find duplicates in the rows of these chunks, in source order."""
     columns: list[tuple[np.ndarray, ...]] = []
     for _, record in records(out, chunks):
@@ -159,43 +150,103 @@ def find_duplicates(out: Storage, chunks: Iterable[int], rule: Any) -> DedupResu
     keys, images, whole, texts, split, held = (np.concatenate(column) for column in zip(*columns, strict=True))
     first = first_occurrence(images)
     num_leaks = int(((first != NONE) & (split != split[first])).sum())
-    found = DedupResult(match_duplicates(keys, images, whole, texts, rule, held), num_leaks)
-    return replace(found, num_same_text=int((first_occurrence(texts[~found.dropped]) != NONE).sum()))
+    result = DedupResult(*match_duplicates(keys, images, whole, texts, rule, held), num_leaks)
+    return replace(result, num_same_text=int((first_occurrence(texts[~result.dropped]) != NONE).sum()))
 
 
-def write_quarantine(
-    out: Storage, chunks: Iterable[int], found: DedupResult
-) -> tuple[list[Shard], Counter[str], Counter[str]]:
-    """Write quarantine.jsonl; return the shards with their dropped rows, counts by reason, kept rows by language.
+@dataclass
+class PackedRows:
+    """The shards with their dropped rows; counts by quarantine reason, with an example; kept rows by language."""
 
-    One object per line, in source order: key, source (`file:line`), stage, reason, detail.
-    """
-    shards: list[Shard] = []
-    reasons: Counter[str] = Counter()
-    languages: Counter[str] = Counter()
-    originals, dropped, start = _Originals(found, out, chunks), found.dropped, 0
+    shards: list[Shard] = field(default_factory=list)
+    reasons: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    languages: Counter[str] = field(default_factory=Counter)
+
+
+def write_quarantine(out: Storage, chunks: Sequence[int], found: DedupResult) -> PackedRows:
+    """Write quarantine.jsonl, one object per line in source order: key, source (`file:line`), stage, reason, detail."""
+    result, dropped = PackedRows(), found.dropped
+    wanted = set(found.original[found.original != NONE].tolist())
+    originals: dict[int, tuple[str, str | None]] = {}  # key and split
+    for start, record in records(out, chunks if wanted else ()):
+        for row, (key, shard) in enumerate(zip(record["rows"]["key"], record["rows"]["shard"], strict=True), start):
+            if row in wanted:
+                originals[row] = (key, record["shards"][shard]["split"])
     with out.open_output(QUARANTINE) as file:
-        for _, record in records(out, chunks):
-            for fault in sorted(record["faults"] + originals.faults(record, start), key=lambda fault: fault["line"]):
+        for start, record in records(out, chunks):
+            rows, shards = record["rows"], shards_of(record)
+            drops = np.flatnonzero(dropped[start : start + len(rows["key"])])
+            faults = record["faults"]
+            for index in drops.tolist():
+                fault = {"line": rows["line"][index], "key": rows["key"][index], "source": rows["origin"][index]}
+                split = shards[rows["shard"][index]].split
+                faults.append(fault | _drop_reason(found, start + index, split, originals))
+            for fault in sorted(faults, key=lambda fault: fault["line"]):
                 del fault["line"]
                 file.write(orjson.dumps(fault, option=orjson.OPT_APPEND_NEWLINE))
-                reasons[fault["reason"]] += 1
-            shards.extend(_with_dropped_rows(record, dropped[start:]))
-            names = enumerate(record["rows"]["language"], start)
-            languages.update(name for row, name in names if name and not dropped[row])
-            start += len(record["rows"]["key"])
-    return shards, reasons, languages
+                result.reasons[fault["reason"]] += 1
+                result.examples.setdefault(fault["reason"], f"{fault['source']}: {fault['detail'][:160]}")
+            shard_of = np.asarray(rows["shard"], np.int64)
+            for number, shard in enumerate(shards):
+                mine = dropped[start : start + len(shard_of)][shard_of == number]
+                result.shards.append(replace(shard, dropped=tuple(np.flatnonzero(mine).tolist())))
+            names = enumerate(rows["language"], start)
+            result.languages.update(name for row, name in names if name and not dropped[row])
+    return result
 
 
-def default_splits(shards: list[Shard]) -> tuple[list[Shard], dict[str, int]]:
-    """Return the shards and the rows of each split; if some rows have a split, those without one are `train`."""
-    if any(shard.split for shard in shards):
-        shards = [shard if shard.split else replace(shard, split="train") for shard in shards]
-    splits: Counter[str] = Counter()
-    for shard in shards:
-        if shard.split:
-            splits[shard.split] += shard.num_live
-    return shards, {split: rows for split, rows in splits.items() if rows}
+def _drop_reason(
+    found: DedupResult, row: int, split: str | None, originals: dict[int, tuple[str, str | None]]
+) -> dict[str, str]:
+    """Return the quarantine entry of a packed row: why it is dropped."""
+    if found.original[row] == NONE:
+        return {"stage": "leakage", "reason": LEAKED, "detail": found.leaked[row]}
+    original, original_split = originals[int(found.original[row])]
+    detail = {
+        SAME_KEY: "an earlier row has this id",
+        SAME_CONTENT: f"duplicate of row {original}",
+        SAME_TEXT: f"same captions as row {original}",
+    }[int(found.reason[row])]
+    if found.reason[row] != SAME_KEY and split != original_split:
+        detail += f" (in split {original_split})"
+    return {"stage": "duplicates", "reason": REASONS[found.reason[row]], "detail": detail}
+
+
+def max_bad_rows(budget: float, total: int) -> int:
+    """Return the number of rows that may be bad. Tolerates float rounding: 0.29 of 100 is 29."""
+    return int(budget * total + 1e-6)
+
+
+def check_budget(source: str, out: Storage, num_read: int, total: int, rows: PackedRows, budget: float) -> None:
+    """Raise DataError if more rows are bad than the budget allows, or if all are."""
+    reasons, quarantine = rows.reasons, f"{out.address}/{QUARANTINE}"
+    bad = reasons.total() - reasons[LEAKED]
+    if reasons[LEAKED] and reasons.total() == num_read:
+        raise DataError(
+            f"{source}: no row of {num_read:,} is left; {reasons[LEAKED]:,} leak from other sets or splits "
+            f"(prepare.drop_overlap). {quarantine} lists them; compare with other sets"
+        )
+    if bad < num_read and bad <= max_bad_rows(budget, total):
+        return
+    first = f"{source}: {bad:,} of {num_read:,} rows are bad ({100 * bad / num_read:.3g} %)"
+    if bad == num_read:
+        first += ", none is good"
+        advice = (
+            "Correct the source: each row needs `image` (a path relative to its folder) and `text`. Map other column "
+            "names with --columns image=NAME text=NAME."
+        )
+    else:
+        unread = "" if num_read == total else f" of {total:,} rows (stopped early)"
+        first += f", the budget is {100 * budget:.3g} %{unread} (prepare.max_bad_fraction)"
+        repeated = {"duplicate", "duplicate-text"} & reasons.keys()
+        keep = ", keep duplicates with prepare.duplicates keep" if repeated else ""
+        advice = (
+            f"Correct them{keep}, or raise prepare.max_bad_fraction to {-(-1000 * bad // total) / 1000:g}. Then rerun "
+            "the same command to resume."
+        )
+    counts = [f"  {count:,} {reason}, for example {rows.examples[reason]}" for reason, count in reasons.most_common(5)]
+    raise DataError("\n".join([first, *counts, f"All of them are in {quarantine}.", advice]))
 
 
 def fit_tokenizer(out: Storage, shards: list[Shard], vocab_size: int) -> str | None:
@@ -204,101 +255,6 @@ def fit_tokenizer(out: Storage, shards: list[Shard], vocab_size: int) -> str | N
     if not vocab_size or not used:
         return None
     return train_tokenizer((text for shard in used for text in _texts(out, shard)), vocab_size)
-
-
-def make_manifest(
-    settings: Prepare,
-    source: dict[str, Any],
-    shards: list[Shard],
-    reasons: Counter[str],
-    languages: Counter[str],
-    found: DedupResult,
-    leakage: dict[str, Any],
-    has_tokenizer: bool,
-    box_names: dict[str, str],
-    class_names: tuple[str, ...],
-) -> Manifest:
-    shards, splits = default_splits([shard for shard in shards if shard.num_live])
-    num_rows = sum(shard.num_live for shard in shards)
-    return Manifest(
-        num_rows=num_rows,
-        num_read=num_rows + reasons.total(),
-        num_quarantined=reasons.total(),
-        reasons=dict(reasons.most_common()),
-        num_leaks=found.num_leaks,
-        splits=splits,
-        fingerprint=fingerprint(shards),
-        tokenizer=TOKENIZER if has_tokenizer else None,
-        source=source,
-        settings=settings.model_dump(mode="json"),
-        shards=tuple(shards),
-        num_same_text=found.num_same_text,
-        leakage=leakage,
-        box_names=box_names,
-        class_names=class_names,
-        languages=dict(sorted(languages.items())),
-    )
-
-
-class _Originals:
-    """Key and split of the originals of duplicates, collected while iterating over the records in source order."""
-
-    def __init__(self, found: DedupResult, out: Storage, chunks: Iterable[int]) -> None:
-        self.found = found
-        self.wanted = set(found.first[found.first != NONE].tolist())
-        self.known: dict[int, tuple[str, str | None]] = {}
-        if (found.first > np.arange(len(found.first))).any():  # a held-out original after its duplicate
-            start = 0
-            for _, record in records(out, chunks):
-                self._collect(record, start)
-                start += len(record["rows"]["key"])
-
-    def _collect(self, record: dict[str, Any], start: int) -> None:
-        """Collect from a record whose first row is row `start` of the set."""
-        for row, (key, shard) in enumerate(zip(record["rows"]["key"], record["rows"]["shard"], strict=True), start):
-            if row in self.wanted:
-                self.known[row] = (key, record["shards"][shard]["split"])
-
-    def faults(self, record: dict[str, Any], start: int) -> list[dict[str, Any]]:
-        """Return quarantine entries of a record (duplicates and leaks) whose first row is row `start` of the set."""
-        self._collect(record, start)
-        rows, faults = record["rows"], []
-        columns = (rows["line"], rows["origin"], rows["key"], rows["shard"])
-        for row, (line, origin, key, shard) in enumerate(zip(*columns, strict=True), start):
-            if self.found.first[row] != NONE:
-                reason = self._duplicate(row, record["shards"][shard]["split"])
-            elif row in self.found.leaked:
-                reason = {"stage": "leakage", "reason": LEAKED, "detail": self.found.leaked[row]}
-            else:
-                continue
-            faults.append({"line": line, "key": key, "source": origin} | reason)
-        return faults
-
-    def _duplicate(self, row: int, split: str | None) -> dict[str, str]:
-        if self.found.same.same_key[row] != NONE:
-            return {"stage": "duplicates", "reason": "duplicate-key", "detail": "an earlier row has this id"}
-        original, original_split = self.known[int(self.found.first[row])]
-        where = f" (in split {original_split})" if split != original_split else ""
-        if self.found.same.same_text[row] != NONE:
-            detail = f"same captions as row {original}{where}"
-            return {"stage": "duplicates", "reason": "duplicate-text", "detail": detail}
-        return {"stage": "duplicates", "reason": "duplicate", "detail": f"duplicate of row {original}{where}"}
-
-
-def records(out: Storage, chunks: Iterable[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (chunk, record) of finished chunks. Raises DataError if one no longer exists."""
-    for index in chunks:
-        record = read_record(out, index)
-        if record is None:
-            raise DataError(f"{out.address}: the record of chunk {index} was deleted: rerun the same command")
-        yield index, record
-
-
-def _with_dropped_rows(record: dict[str, Any], dropped: np.ndarray) -> list[Shard]:
-    """Return the shards of a record with the numbers of their dropped rows."""
-    shard_of = np.asarray(record["rows"]["shard"], np.int64)
-    drops = (np.flatnonzero(dropped[: len(shard_of)][shard_of == number]) for number in range(len(record["shards"])))
-    return [replace(shard, dropped=tuple(drop.tolist())) for shard, drop in zip(shards_of(record), drops, strict=True)]
 
 
 def _texts(out: Storage, shard: Shard) -> Iterator[str]:

@@ -1,9 +1,8 @@
 """Contamination check: find rows whose images are also in another prepared set or in another split of this set.
 
-Exact matches have the same image bytes; near matches have similar perceptual hashes (image_hashes.py). Between two
-splits of one set, the held-out row is kept and the training row is the leak. Ray tasks hash one shard each. Hash files
-are stored in the set that is being prepared and named by the digest of the shard, so an unchanged shard is hashed once.
-The driver matches the hashes.
+Exact matches have the same image bytes; near matches have similar perceptual hashes. Between two splits of one set, the
+held-out row is kept and the training row is the leak. Ray tasks hash one shard each. Hash files are stored in the set
+that is being prepared and named by the digest of the shard, so an unchanged shard is hashed once.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import io
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import chain, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -27,8 +26,8 @@ from mmray.data.formats.rows import BadRow
 from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.sandbox import CRASH, SandboxedDecoder
 from mmray.data.images.thumbnail import encoded_thumbnail
-from mmray.data.prepare.assemble import HELD_OUT, DedupResult, first_occurrence, records, shards_of
-from mmray.data.prepare.image_hashes import IMAGE_HASH_DTYPE, NONE, nearest, perceptual_hash
+from mmray.data.prepare.assemble import HELD_OUT, NONE, DedupResult, first_occurrence, records
+from mmray.data.prepare.pack import shards_of
 from mmray.data.prepare.tasks import Result, contain_crashes, map_tasks
 from mmray.data.store.manifest import Manifest, Shard
 from mmray.data.store.prepared_set import PreparedSet, Row
@@ -41,9 +40,15 @@ if TYPE_CHECKING:
 LEAKS, HASHES_DIR = "leaks.jsonl", "hashes"
 SAME_SET, EXACT = -1, -1
 MAX_EXAMPLES = 12  # maximum leaks with thumbnails
+CELLS = 4
+MAX_COLOR_DISTANCE = 4.0  # of 255, mean over the cells; JPEG with quality 30 changes them by 2
+IMAGE_HASH_DTYPE = np.dtype(
+    [("sha256", "<u8", 2), ("phash", "<u8", 4), ("colors", "u1", 3 * CELLS * CELLS), ("has_phash", "?")]
+)
 _ROWS = 64  # rows per read
-OnRows = Callable[[int, int], None]  # hashed rows, total rows
-Notify = Callable[[str, str], None]  # message, label
+_PAIRS = 1 << 20  # pairs per comparison
+_ROW_BITS = 48  # a match is differing bits << 48 | row, so that the smallest is the nearest and then the first
+_NO_MATCH = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
@@ -55,40 +60,10 @@ class HashJob:
     max_pixels: int
 
     def file(self, shard: Shard) -> str:
-        return f"{shard.sha256[:32]}{'' if self.near else '-exact'}.npy"
+        return f"{HASHES_DIR}/{shard.sha256[:32]}{'' if self.near else '-exact'}.npy"
 
 
-@dataclass(frozen=True)
-class HashedSet:
-    """Shards to hash; `images_from` is the folder of the images of an index-only set."""
-
-    address: str
-    images_from: str
-    shards: Sequence[Shard]
-
-    @classmethod
-    def of(cls, prepared: PreparedSet) -> HashedSet:
-        manifest = prepared.manifest
-        return cls(prepared.storage.address, str(manifest.source.get("address") or ""), manifest.shards)
-
-    def rows(self) -> PreparedSet:
-        """Number of rows of the shards, including dropped ones."""
-        whole = tuple(replace(shard, dropped=(), split=None) for shard in self.shards)
-        count = sum(shard.num_rows for shard in whole)
-        source = {"address": self.images_from}
-        return PreparedSet(Storage(self.address), Manifest(count, count, 0, {}, 0, {}, "", None, source, {}, whole))
-
-    def hashes(self, job: HashJob, live: bool) -> np.ndarray:
-        """Load the hashes of the rows that are not dropped (`live`), or of all rows; 97 bytes each."""
-        out, parts = Storage(job.out), [np.zeros(0, IMAGE_HASH_DTYPE)]
-        for shard in self.shards:
-            hashes = np.load(io.BytesIO(out.read(f"{HASHES_DIR}/{job.file(shard)}")), allow_pickle=False)
-            parts.append(np.delete(hashes, shard.dropped) if live and shard.dropped else hashes)
-        return np.concatenate(parts)
-
-
-@dataclass(frozen=True)
-class LeakMatches:
+class LeakMatches(NamedTuple):
     """Leaking rows in source order; all arrays are [L].
 
     The columns are the row, the number of the other set (SAME_SET: another split of this set), the row in that set, and
@@ -121,36 +96,62 @@ def validate(settings: Prepare, out: str) -> None:
 def check_contamination(
     out: Storage,
     chunks: Sequence[int],
-    source: str,
+    images_from: str,
     found: DedupResult,
     settings: Prepare,
-    on_rows: OnRows,
-    notify: Notify,
+    on_rows: Callable[[int, int], None],
+    notify: Callable[[str, str], None],
 ) -> tuple[dict[int, str], dict[str, Any]]:
     """Write leaks.jsonl; return {row: description} of the leaking rows, and the summary for the manifest.
 
-    Raises DataError, or ResourceError if tasks die.
+    `images_from` is the folder of the images of an index-only set. `on_rows` gets the hashed rows and their total,
+    `notify` a message and a label. Raises DataError, or ResourceError if tasks die.
     """
     others = [PreparedSet.open(address) for address in settings.check_contamination]
-    own = HashedSet(out.address, source, [shard for _, record in records(out, chunks) for shard in shards_of(record)])
-    sets = [own, *map(HashedSet.of, others)]
-    job = HashJob(out.address, settings.phash_distance >= 0, settings.max_pixels)
-    _hash_sets(sets, job, on_rows, notify)
-    columns = [(record["rows"]["shard"], record["shards"]) for _, record in records(out, chunks)]
-    numbers = shard_order(shard_of for shard_of, _ in columns)
-    splits = [shards[number]["split"] for shard_of, shards in columns for number in shard_of]
+    shards: list[Shard] = []
+    splits: list[str | None] = []
+    order = [np.zeros(0, np.int64)]  # number in the shards of each row of the source
+    for start, record in records(out, chunks):
+        shard_of = np.asarray(record["rows"]["shard"], np.int64)
+        shards += shards_of(record)
+        splits += [record["shards"][number]["split"] for number in shard_of]
+        order.append(np.empty_like(shard_of))
+        order[-1][np.argsort(shard_of, kind="stable")] = np.arange(start, start + len(shard_of))
+    numbers, job = np.concatenate(order), HashJob(out.address, settings.phash_distance >= 0, settings.max_pixels)
+    own = _all_rows(out.address, images_from, shards)
+    _hash_shards([own, *others], job, on_rows, notify)
     leaks = find_leaks(
-        own.hashes(job, live=False)[numbers],
+        _load_hashes(own, job)[numbers],
         ~found.dropped,
         splits,
-        [each.hashes(job, live=True) for each in sets[1:]],
+        [_load_hashes(each, job) for each in others],
         settings.phash_distance,
     )
-    rows = own.rows()
-    lines = list(leak_records(leaks, rows, numbers, others))
-    _write_leaks(out, leaks, lines, rows, numbers, others)
-    descriptions = {int(row): _describe(line) for row, line in zip(leaks.row, lines, strict=True)}
-    return descriptions, _summary(leaks, settings)
+    exact, names = int((leaks.bits == EXACT).sum()), (*settings.check_contamination, "splits")
+    by_set: Counter[str] = Counter(names[where] for where in leaks.where.tolist())  # SAME_SET is the last index
+    return _write_leaks(out, leaks, own, numbers, others), {
+        "exact": exact,
+        "near": len(leaks.row) - exact,
+        "phash_distance": settings.phash_distance,
+        "dropped": settings.drop_overlap,
+        "found_in": {name: by_set[name] for name in names},
+    }
+
+
+def _all_rows(address: str, images_from: str, shards: Sequence[Shard]) -> PreparedSet:
+    """Return all rows of these shards, including dropped ones."""
+    whole = tuple(replace(shard, dropped=(), split=None) for shard in shards)
+    count, source = sum(shard.num_rows for shard in whole), {"address": images_from}
+    return PreparedSet(Storage(address), Manifest(count, count, 0, {}, 0, {}, "", None, source, {}, whole))
+
+
+def _load_hashes(prepared: PreparedSet, job: HashJob) -> np.ndarray:
+    """Return the hashes of the rows of a set; 97 bytes each."""
+    out, parts = Storage(job.out), [np.zeros(0, IMAGE_HASH_DTYPE)]
+    for shard in prepared.manifest.shards:
+        hashes = np.load(io.BytesIO(out.read(job.file(shard))), allow_pickle=False)
+        parts.append(np.delete(hashes, shard.dropped) if shard.dropped else hashes)
+    return np.concatenate(parts)
 
 
 def find_leaks(
@@ -172,12 +173,14 @@ def find_leaks(
     rows = np.flatnonzero(live)
     for number, hashes in enumerate(others):
         search(rows, np.arange(len(hashes)), hashes, number)
-    priority = _split_priority(splits)
-    for each in np.unique(priority)[1:]:
+    # Held-out splits first, training last: the later row is the leak.
+    names = sorted({name or "train" for name in splits}, key=lambda name: (name == "train", name not in HELD_OUT, name))
+    priority = np.array([names.index(name or "train") for name in splits], np.int64)
+    for each in range(1, len(names)):
         earlier = rows[priority[rows] < each]
         search(rows[priority[rows] == each], earlier, own[earlier], SAME_SET)
-    found = np.flatnonzero(where >= SAME_SET)
-    return LeakMatches(found, where[found], match[found], bits[found])
+    leaking = np.flatnonzero(where >= SAME_SET)
+    return LeakMatches(leaking, where[leaking], match[leaking], bits[leaking])
 
 
 def _matches(queries: np.ndarray, references: np.ndarray, phash_distance: int) -> tuple[np.ndarray, np.ndarray]:
@@ -192,67 +195,117 @@ def _matches(queries: np.ndarray, references: np.ndarray, phash_distance: int) -
     return index, bits
 
 
-def _split_priority(splits: Sequence[str | None]) -> np.ndarray:
-    """Return the priority of each row's split: held-out splits first, training last. The later row is the leak."""
-    names = {name or "train" for name in splits}
-    order = sorted(names, key=lambda name: (name == "train", name not in HELD_OUT, name))
-    return np.array([order.index(name or "train") for name in splits], np.int64)
+def perceptual_hash(image: Image.Image) -> tuple[np.ndarray, np.ndarray]:
+    """Return (pHash uint64 [4], mean colours uint8 [48]) of an RGB image.
+
+    The 256-bit pHash (signs of a discrete cosine transform; Zauner 2010) is robust to size and compression but ignores
+    colour.
+    """
+    import imagehash  # optional dependency, needed only for near-duplicate search
+
+    signs = imagehash.phash(image, hash_size=16).hash.ravel()
+    colors = np.asarray(image.resize((CELLS, CELLS), Image.Resampling.BOX), np.uint8).ravel()
+    return np.packbits(signs, bitorder="little").view("<u8"), colors
 
 
-def shard_order(records_shards: Iterable[Sequence[int]]) -> np.ndarray:
-    """Return row numbers in shard order, from the shard of each row of each record in source order."""
-    parts, start = [np.zeros(0, np.int64)], 0
-    for shards in records_shards:
-        numbers = np.empty(len(shards), np.int64)
-        numbers[np.argsort(np.asarray(shards, np.int64), kind="stable")] = np.arange(start, start + len(shards))
-        parts.append(numbers)
-        start += len(shards)
-    return np.concatenate(parts)
+def lsh_bands(hashes: np.ndarray, count: int) -> np.ndarray:
+    """Split the bits of uint64 hashes [N, 4] into bands, each mixed to one number: uint64 [count, N].
+
+    Hashes that differ in fewer than `count` bits have at least one equal band (pigeonhole principle).
+    """
+    bits = np.unpackbits(np.ascontiguousarray(hashes).view(np.uint8), axis=1, bitorder="little")
+    out = np.zeros((count, len(hashes)), np.uint64)
+    for band in range(count):
+        packed = np.packbits(bits[:, band::count], axis=1)
+        words = np.pad(packed, ((0, 0), (0, -packed.shape[1] % 8)))
+        for word in words.view("<u8").T:
+            out[band] = out[band] * np.uint64(0x9E3779B97F4A7C15) + word  # a collision only costs a comparison
+    return out
 
 
-def leak_records(
-    leaks: LeakMatches, own: PreparedSet, numbers: np.ndarray, others: Sequence[PreparedSet]
-) -> Iterator[dict[str, Any]]:
-    """Return one leaks.jsonl record for each leak; `numbers` [N] are row numbers in `own`."""
-    keys = own.keys(numbers[leaks.row])
-    names = [""] * len(keys)
-    for number in range(SAME_SET, len(others)):
-        here = np.flatnonzero(leaks.where == number)
-        rows = leaks.match[here]
-        found = own.keys(numbers[rows]) if number == SAME_SET else others[number].keys(rows)
-        for index, key in zip(here, found, strict=True):
-            names[index] = key
-    for key, other, where, bits in zip(keys, names, leaks.where.tolist(), leaks.bits.tolist(), strict=True):
-        address = None if where == SAME_SET else others[where].storage.address
-        yield {"key": key, "set": address, "other": other, "bits": None if bits == EXACT else bits}
+def nearest(queries: np.ndarray, references: np.ndarray, max_bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the nearest reference of each query: (index int64 [N], differing bits int64 [N]); NONE without a match.
+
+    Arguments are IMAGE_HASH_DTYPE records. A match differs in at most `max_bits` of 256 bits, and in colour by at most
+    MAX_COLOR_DISTANCE; ties go to the first. The search is exact: with max_bits + 1 bands, any two such hashes have an
+    equal band. Duplicates are compared once, so a thousand blank pages cost as much as one.
+    """
+    index, bits = np.full(len(queries), NONE, np.int64), np.full(len(queries), NONE, np.int64)
+    (ours, group), (theirs, _) = _distinct(queries), _distinct(references)
+    if not len(ours) or not len(theirs):
+        return index, bits
+    best = np.full(len(ours), _NO_MATCH, np.int64)
+    our_bands, their_bands = (
+        lsh_bands(hashes["phash"][rows], max_bits + 1) for hashes, rows in ((queries, ours), (references, theirs))
+    )
+    for our_band, their_band in zip(our_bands, their_bands, strict=True):
+        for query, candidate in _candidate_pairs(our_band, their_band):
+            left, right = queries[ours[query]], references[theirs[candidate]]
+            differ = np.bitwise_count(left["phash"] ^ right["phash"]).sum(axis=1).astype(np.int64)
+            colors = np.abs(left["colors"].astype(np.int16) - right["colors"]).mean(axis=1)
+            near = (differ <= max_bits) & (colors <= MAX_COLOR_DISTANCE)
+            np.minimum.at(best, query[near], differ[near] << _ROW_BITS | theirs[candidate[near]])
+    match = best[group]
+    rows, match = np.flatnonzero(queries["has_phash"])[match != _NO_MATCH], match[match != _NO_MATCH]
+    index[rows], bits[rows] = match & ((1 << _ROW_BITS) - 1), match >> _ROW_BITS
+    return index, bits
 
 
-def _describe(line: dict[str, Any]) -> str:
-    """Return the quarantine detail of a leak."""
-    how = "same image as" if line["bits"] is None else f"near-duplicate ({line['bits']} of 256 bits differ) of"
-    return f"{how} row {line['other']} of {line['set'] or 'a held-out split of this set'}"
+def _distinct(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the index of the first record of each distinct hash, and the hash number of each hashed record."""
+    rows = np.flatnonzero(hashes["has_phash"])
+    if not len(rows):
+        return rows, rows
+    packed = np.concatenate([hashes["phash"][rows].view(np.uint8), hashes["colors"][rows]], axis=1)
+    _, first, group = np.unique(packed, axis=0, return_index=True, return_inverse=True)
+    return rows[first], group.ravel()
+
+
+def _candidate_pairs(ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield indices (query [P], reference [P]) of equal numbers, about _PAIRS at a time."""
+    order = np.argsort(theirs, kind="stable")
+    first = np.searchsorted(theirs[order], ours, "left")
+    counts = np.searchsorted(theirs[order], ours, "right") - first
+    ends, start = np.cumsum(counts), 0
+    while start < len(ours):
+        before = ends[start - 1] if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, before + _PAIRS, "right")))
+        size = counts[start:stop]
+        query = np.repeat(np.arange(start, stop), size)
+        within = np.arange(len(query)) - np.repeat(np.cumsum(size) - size, size)
+        yield query, order[first[query] + within]
+        start = stop
 
 
 def _write_leaks(
-    out: Storage,
-    leaks: LeakMatches,
-    lines: Sequence[dict[str, Any]],
-    own: PreparedSet,
-    numbers: np.ndarray,
-    others: Sequence[PreparedSet],
-) -> None:
-    """Write leaks.jsonl; some records have thumbnails of both images, alternating near and exact matches."""
+    out: Storage, leaks: LeakMatches, own: PreparedSet, numbers: np.ndarray, others: Sequence[PreparedSet]
+) -> dict[int, str]:
+    """Write leaks.jsonl; return {row: description}. `numbers` [N] are the row numbers in `own`.
+
+    Some records have thumbnails of both images, alternating near and exact matches.
+    """
+    keys, matches = own.keys(numbers[leaks.row]), np.empty(len(leaks.row), object)
+    for number in range(SAME_SET, len(others)):
+        here = leaks.where == number
+        rows = leaks.match[here]
+        matches[here] = own.keys(numbers[rows]) if number == SAME_SET else others[number].keys(rows)
     near, exact = np.flatnonzero(leaks.bits != EXACT), np.flatnonzero(leaks.bits == EXACT)
     turns = chain.from_iterable(zip_longest(near[:MAX_EXAMPLES].tolist(), exact[:MAX_EXAMPLES].tolist()))
     examples = set([number for number in turns if number is not None][:MAX_EXAMPLES])
+    descriptions = {}
     with out.open_output(LEAKS) as file, closing(SandboxedDecoder()) as sandbox:
-        for number, line in enumerate(lines):
+        for number, (row, where, match, bits) in enumerate(zip(*(column.tolist() for column in leaks), strict=True)):
+            other = None if where == SAME_SET else others[where].storage.address
+            differ = None if bits == EXACT else bits
+            line = {"key": keys[number], "set": other, "other": matches[number], "bits": differ}
+            how = "same image as" if differ is None else f"near-duplicate ({differ} of 256 bits differ) of"
+            descriptions[row] = f"{how} row {matches[number]} of {other or 'a held-out split of this set'}"
             if number in examples:
-                where, match = int(leaks.where[number]), int(leaks.match[number])
-                theirs = (own, int(numbers[match])) if where == SAME_SET else (others[where], match)
-                both = ((own, int(numbers[leaks.row[number]])), theirs)
-                line = line | {"thumbnails": [_thumbnail(rows, row, sandbox) for rows, row in both]}
+                theirs = (own, numbers[match]) if where == SAME_SET else (others[where], match)
+                pair = ((own, numbers[row]), theirs)
+                line["thumbnails"] = [_thumbnail(prepared, index, sandbox) for prepared, index in pair]
             file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+    return descriptions
 
 
 def _thumbnail(rows: PreparedSet, number: int, sandbox: SandboxedDecoder) -> str | None:
@@ -262,30 +315,24 @@ def _thumbnail(rows: PreparedSet, number: int, sandbox: SandboxedDecoder) -> str
         return None
 
 
-def _summary(leaks: LeakMatches, settings: Prepare) -> dict[str, Any]:
-    """Return the summary for the manifest."""
-    exact = int((leaks.bits == EXACT).sum())
-    names = (*settings.check_contamination, "splits")
-    by_set: Counter[str] = Counter(names[where] for where in leaks.where.tolist())  # SAME_SET is the last index
-    return {
-        "exact": exact,
-        "near": len(leaks.row) - exact,
-        "phash_distance": settings.phash_distance,
-        "dropped": settings.drop_overlap,
-        "found_in": {name: by_set[name] for name in names},
-    }
-
-
-def _hash_sets(sets: Sequence[HashedSet], job: HashJob, on_rows: OnRows, notify: Notify) -> None:
+def _hash_shards(
+    sets: Sequence[PreparedSet],
+    job: HashJob,
+    on_rows: Callable[[int, int], None],
+    notify: Callable[[str, str], None],
+) -> None:
     """Hash the shards without a hash file; delete the hash files of shards that no longer exist."""
     out = Storage(job.out)
     out.mkdir(HASHES_DIR)
-    wanted = {job.file(shard): (each, shard) for each in sets for shard in each.shards}
-    existing = set(out.listdir(HASHES_DIR))
-    for name in existing - wanted.keys():
-        out.delete(f"{HASHES_DIR}/{name}")
-    todo = [(each, shard) for name, (each, shard) in wanted.items() if name not in existing]
-    items = [{"set": asdict(replace(each, shards=())), "shard": asdict(shard)} for each, shard in todo]
+    wanted = {job.file(shard): (each, shard) for each in sets for shard in each.manifest.shards}
+    existing = {f"{HASHES_DIR}/{name}" for name in out.listdir(HASHES_DIR)}
+    for file in existing - wanted.keys():
+        out.delete(file)
+    todo = [pair for file, pair in wanted.items() if file not in existing]
+    items = [
+        {"set": each.storage.address, "images_from": each.manifest.source.get("address") or "", "shard": asdict(shard)}
+        for each, shard in todo
+    ]
     done, total = 0, sum(shard.num_rows for _, shard in todo)
     on_rows(done, total)
     with closing(map_tasks(partial(_hash_task, job=job), items)) as results:
@@ -297,49 +344,42 @@ def _hash_sets(sets: Sequence[HashedSet], job: HashJob, on_rows: OnRows, notify:
 
 
 def _hash_task(item: dict[str, Any], job: HashJob) -> Result:
-    shard = Shard.from_json(item["shard"])
-    rows = HashedSet(**item["set"] | {"shards": [shard]})
-    name = f"{rows.address}/{shard.file}"
+    """Ray task: write the image hashes of a shard, and return the rows whose image crashed the decoder.
 
-    def work(sandboxed: bool) -> list[str]:
-        with closing(SandboxedDecoder()) as sandbox:
-            return hash_shard(rows, job, sandbox if sandboxed else None)
+    An unreadable row matches nothing.
+    """
+    shard = Shard.from_json(item["shard"])
+    rows, name = _all_rows(item["set"], item["images_from"], [shard]), f"{item['set']}/{shard.file}"
+
+    def hash_rows(sandbox: SandboxedDecoder | None) -> list[str]:
+        hashes, crashed = np.zeros(shard.num_rows, IMAGE_HASH_DTYPE), []
+        for start in range(0, shard.num_rows, _ROWS):
+            numbers = np.arange(start, min(start + _ROWS, shard.num_rows))
+            for entry, row in zip(hashes[numbers[0] :], _read(rows, numbers), strict=False):
+                if row is None:
+                    continue
+                entry["sha256"] = np.frombuffer(hashlib.sha256(row.image).digest()[:16], "<u8")
+                if not job.near:
+                    continue
+                try:
+                    if sandbox is not None:
+                        sandbox.check(row.image, job.max_pixels)
+                    image = Image.fromarray(decode(row.image, job.max_pixels))
+                    entry["phash"], entry["colors"] = perceptual_hash(image)
+                    entry["has_phash"] = True
+                except BadImage as bad:  # exact matching still uses its bytes
+                    if bad.reason == CRASH:
+                        crashed.append(f"{row.key} ({row.source})")
+        file = io.BytesIO()
+        np.save(file, hashes)
+        Storage(job.out).write(job.file(shard), file.getvalue())
+        return crashed
 
     try:
-        crashed = contain_crashes(work, Storage(job.out), f"{HASHES_DIR}/{job.file(shard)}", name)
+        crashed = contain_crashes(hash_rows, Storage(job.out), job.file(shard), name)
     except OSError as error:
         raise DataError(f"cannot hash {name}: {error}") from error
     return {"num_rows": shard.num_rows, "crashed": crashed}
-
-
-def hash_shard(rows: HashedSet, job: HashJob, sandbox: SandboxedDecoder | None = None) -> list[str]:
-    """Write the image hashes of a shard; return `key (source)` of the rows whose image crashed the decoder.
-
-    An unreadable row matches nothing. `sandbox` decodes each image in a child process first. Raises OSError.
-    """
-    (shard,) = rows.shards
-    hashes, crashed = np.zeros(shard.num_rows, IMAGE_HASH_DTYPE), []
-    for start in range(0, shard.num_rows, _ROWS):
-        stop = min(start + _ROWS, shard.num_rows)
-        for number, row in enumerate(_read(rows.rows(), np.arange(start, stop)), start):
-            if row is None:
-                continue
-            hashes["sha256"][number] = np.frombuffer(hashlib.sha256(row.image).digest()[:16], "<u8")
-            if not job.near:
-                continue
-            try:
-                if sandbox is not None:
-                    sandbox.check(row.image, job.max_pixels)
-                image = Image.fromarray(decode(row.image, job.max_pixels))
-                hashes["phash"][number], hashes["colors"][number] = perceptual_hash(image)
-                hashes["has_phash"][number] = True
-            except BadImage as bad:  # exact matching still uses its bytes
-                if bad.reason == CRASH:
-                    crashed.append(f"{row.key} ({row.source})")
-    file = io.BytesIO()
-    np.save(file, hashes)
-    Storage(job.out).write(f"{HASHES_DIR}/{job.file(shard)}", file.getvalue())
-    return crashed
 
 
 def _read(rows: PreparedSet, numbers: np.ndarray) -> list[Row | None]:

@@ -13,66 +13,22 @@ import re
 import socket
 import ssl
 import threading
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 from urllib.parse import urljoin
 
 import aiohttp
-from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.abc import ResolveResult
 from yarl import URL
 
-from mmray.data.formats.rows import BadRow, SourceRow, parse_row
-from mmray.data.formats.source import SourceItem
+from mmray.data.formats.rows import BadRow
 from mmray.storage.address import is_public_ip, redact_url, rejection_reason
 
-WINDOW = 32  # images in flight, and rows that wait for them
 MAX_REDIRECTS, MAX_ATTEMPTS = 5, 3
 _REDIRECT, _MISSING, _BUSY = (301, 302, 303, 307, 308), (401, 403, 404, 410), (408, 425, 429)
 _ENCODED = re.compile(r"[!-~]+")  # encoding such a URL again would break its signature
-Fetch = Callable[[str], Future[bytes]]
-_Pending = tuple[SourceItem, SourceRow | BadRow, Future[bytes] | None]
-
-
-def prefetch_rows(
-    items: Iterable[SourceItem], hosts: tuple[str, ...], fetch: Fetch | None
-) -> Iterator[tuple[SourceItem, SourceRow | BadRow]]:
-    """Yield each item, in order, with its row or error; images by URL are requested up to WINDOW rows ahead.
-
-    Without `fetch`, URLs are not fetched.
-    """
-    pending: deque[_Pending] = deque()
-    for item in items:
-        raw = _parse(item, hosts)
-        url = raw.image.url if fetch and isinstance(raw, SourceRow) else None
-        pending.append((item, raw, fetch(url) if fetch and url else None))
-        while pending and (len(pending) > WINDOW or pending[0][2] is None):
-            yield _resolve(*pending.popleft())
-    while pending:
-        yield _resolve(*pending.popleft())
-
-
-def _parse(item: SourceItem, hosts: tuple[str, ...]) -> SourceRow | BadRow:
-    if isinstance(item.values, BadRow):
-        return item.values
-    try:
-        return parse_row(item.values, item.origin, hosts)
-    except BadRow as bad:
-        return bad
-
-
-def _resolve(
-    item: SourceItem, raw: SourceRow | BadRow, image: Future[bytes] | None
-) -> tuple[SourceItem, SourceRow | BadRow]:
-    """Return the row with the bytes of its image; waits for them."""
-    if isinstance(raw, BadRow) or image is None:
-        return item, raw
-    try:
-        return item, replace(raw, image=replace(raw.image, data=image.result()))
-    except BadRow as bad:
-        return item, BadRow(bad.stage, bad.reason, bad.detail, raw.key)
 
 
 @dataclass(frozen=True)
@@ -87,32 +43,41 @@ class FetchLimits:
 
 
 class Fetcher:
-    """Fetches images in a background thread while its `with` block is open.
-
-    `tls`, `resolver` and `public` are replaced by tests.
-    """
+    """Fetches images in a background thread while its `with` block is open."""
 
     def __init__(
-        self,
-        hosts: tuple[str, ...],
-        limits: FetchLimits | None = None,
-        tls: ssl.SSLContext | bool = True,
-        resolver: Callable[[], AbstractResolver] = aiohttp.ThreadedResolver,
-        public: Callable[[str], bool] = is_public_ip,
+        self, hosts: tuple[str, ...], limits: FetchLimits | None = None, tls: ssl.SSLContext | bool = True
     ) -> None:
-        self.hosts, self.limits = hosts, limits or FetchLimits()
-        self._tls, self._resolver, self._public = tls, resolver, public
+        self.hosts, self.limits, self._tls = hosts, limits or FetchLimits(), tls
         self._slots: dict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(self.limits.connections))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fetch", daemon=True)
 
     def __enter__(self) -> Self:
+        async def open_session() -> aiohttp.ClientSession:
+            return aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(resolver=_PublicResolver(), ssl=self._tls),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers={"User-Agent": "mmray", "Accept": "image/*", "Accept-Encoding": "identity"},
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.limits.connect_s),
+                auto_decompress=False,
+                trust_env=False,
+            )
+
         self._thread.start()
-        self._session = asyncio.run_coroutine_threadsafe(self._open(), self._loop).result()
+        self._session = asyncio.run_coroutine_threadsafe(open_session(), self._loop).result()
         return self
 
     def __exit__(self, *_: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+        async def close() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._session.close()
+            await self._loop.shutdown_default_executor()
+
+        asyncio.run_coroutine_threadsafe(close(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -120,27 +85,6 @@ class Fetcher:
     def fetch(self, url: str) -> Future[bytes]:
         """Start fetching a URL. The future raises BadRow (stage `read`)."""
         return asyncio.run_coroutine_threadsafe(self._fetch(url), self._loop)
-
-    async def _open(self) -> aiohttp.ClientSession:
-        connector = aiohttp.TCPConnector(
-            resolver=_PublicResolver(self._resolver(), self._public), ssl=self._tls, limit=WINDOW
-        )
-        return aiohttp.ClientSession(
-            connector=connector,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            headers={"User-Agent": "mmray", "Accept": "image/*", "Accept-Encoding": "identity"},
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.limits.connect_s),
-            auto_decompress=False,
-            trust_env=False,
-        )
-
-    async def _close(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._session.close()
-        await asyncio.get_running_loop().shutdown_default_executor()
 
     async def _fetch(self, url: str) -> bytes:
         name, reason = redact_url(url), ""
@@ -151,8 +95,8 @@ class Fetcher:
                         try:
                             return await self._follow_redirects(url, name)
                         except _TransientError as error:
-                            reason = str(error)
-                            pause_s = max(random.uniform(0, self.limits.pause_s * 2**attempt), error.retry_after_s)
+                            reason, retry_after_s = error.args
+                        pause_s = max(random.uniform(0, self.limits.pause_s * 2**attempt), retry_after_s)
                         if attempt + 1 == MAX_ATTEMPTS or pause_s >= self.limits.seconds:
                             break
                         await asyncio.sleep(pause_s)
@@ -177,7 +121,7 @@ class Fetcher:
         except BadRow:
             raise
         except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a malformed response
-            raise _TransientError(f"connection failed ({_describe(error)})") from None
+            raise _TransientError(f"connection failed ({_describe(error)})", 0) from None
         raise BadRow("read", "redirect", f"{name}: more than {MAX_REDIRECTS} redirects")
 
     def _validate(self, base: str, location: str, name: str) -> URL:
@@ -197,7 +141,9 @@ class Fetcher:
     async def _body(self, response: aiohttp.ClientResponse, name: str) -> bytes:
         status, max_bytes = response.status, self.limits.num_bytes
         if status in _BUSY or status >= 500:
-            raise _TransientError(f"the host answers {status}", response.headers.get("Retry-After", ""))
+            retry_after = response.headers.get("Retry-After", "")
+            seconds = int(retry_after) if re.fullmatch("[0-9]{1,6}", retry_after) else 0
+            raise _TransientError(f"the host answers {status}", seconds)
         if status != 200:
             raise BadRow("read", "missing-image" if status in _MISSING else "refused", f"{name}: HTTP status {status}")
         data = bytearray()
@@ -212,34 +158,24 @@ class Fetcher:
 
 
 class _TransientError(Exception):
-    """A failure that a retry may fix; `retry_after` is the HTTP header."""
-
-    def __init__(self, message: str, retry_after: str = "") -> None:
-        super().__init__(message)
-        self.retry_after_s = int(retry_after) if re.fullmatch("[0-9]{1,6}", retry_after) else 0
+    """A failure that a retry may fix: (reason, seconds to wait before the retry)."""
 
 
 class _PrivateAddressError(Exception):
     """Not an OSError, which aiohttp would report as an unknown host."""
 
 
-class _PublicResolver(AbstractResolver):
+class _PublicResolver(aiohttp.ThreadedResolver):
     """Resolves names to their public addresses only."""
-
-    def __init__(self, inner: AbstractResolver, public: Callable[[str], bool]) -> None:
-        self.inner, self.public = inner, public
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        found = await self.inner.resolve(host, port, family)
-        public = [each for each in found if self.public(each["host"])]
-        if found and not public:
-            raise _PrivateAddressError(f"{host} is at {found[0]['host']}, which is not a public address")
+        addresses = await super().resolve(host, port, family)
+        public = [each for each in addresses if is_public_ip(each["host"])]
+        if addresses and not public:
+            raise _PrivateAddressError(f"{host} is at {addresses[0]['host']}, which is not a public address")
         return public
-
-    async def close(self) -> None:
-        await self.inner.close()
 
 
 def _describe(error: Exception) -> str:

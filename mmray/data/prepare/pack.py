@@ -1,30 +1,31 @@
 """The work of one prepare task: convert a chunk of the source to shard files and a record.
 
-Each row is parsed, its images are read, decoded completely and hashed, and its captions are cleaned. Failures go into
-the record with stage and reason. The record (parts/chunk-N.json) is written last and marks the chunk as done. So a
-killed prepare resumes, and a source that grew is appended to. Does not import Ray.
+Each row is parsed, its image is read, decoded completely and hashed, and its captions are cleaned. Failures go into the
+record with stage and reason. The record (parts/chunk-N.json) is written last and marks the chunk as done. So a killed
+prepare resumes, and a source that grew is appended to. Does not import Ray.
 """
 
 from __future__ import annotations
 
 import hashlib
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 import pyarrow as pa
 
 from mmray.data.formats.detect import SourceSpec, open_source
-from mmray.data.formats.rows import BadRow, ImageRef, SourceRow
+from mmray.data.formats.rows import BadRow, SourceRow, parse_row
 from mmray.data.formats.source import Source, SourceChunk, SourceItem, SourceUnreadable
 from mmray.data.images.decode import BadImage, decode, header_size, verify_image
 from mmray.data.images.read import file_stamp, quarantine_os_errors, read_image
 from mmray.data.images.sandbox import SandboxedDecoder
 from mmray.data.images.transform import reencode
-from mmray.data.prepare.fetch import prefetch_rows
 from mmray.data.store.manifest import PARTS, SHARDS, Shard
 from mmray.data.store.prepared_set import BATCH_ROWS, SCHEMA, Row
 from mmray.data.store.shards import first_batch_offset
@@ -34,73 +35,48 @@ from mmray.storage.storage import Storage
 if TYPE_CHECKING:
     from mmray.data.prepare.fetch import Fetcher
 
+PREFETCH_ROWS = 32  # images by URL in flight, and rows that wait for them
+_RECORD_VERSION = 5
+_BOX_SLACK = 0.01  # tolerated fraction outside the image, because annotations may exceed the edge by a pixel
+_DIGESTED = ("key", "texts", "label", "split", "language", "sha256", "boxes", "box_labels", "ref")
+
 
 class ShardWriter:
-    """Writes a shard row by row. The file appears when the `with` block ends without an error."""
+    """Writes a shard row by row; memory holds at most one record batch."""
 
-    def __init__(self, storage: Storage, name: str, split: str | None = None) -> None:
-        self._storage, self._name, self._split = storage, name, split
-        self._digest, self.num_rows = hashlib.sha256(), 0
+    def __init__(self, storage: Storage, name: str, split: str | None, stream: pa.NativeFile, writer: Any) -> None:
+        self._storage, self._name, self._split, self._stream, self._writer = storage, name, split, stream, writer
+        self._digest, self._num_rows = hashlib.sha256(), 0
         self._batch: list[Row] = []
         self._offsets = [first_batch_offset(SCHEMA)]
 
-    def __enter__(self) -> ShardWriter:
-        with ExitStack() as files:
-            self._stream = files.enter_context(self._storage.open_output(self._name))
-            self._writer = files.enter_context(pa.ipc.new_file(self._stream, SCHEMA))
-            self._files = files.pop_all()
-        return self
-
     def append(self, row: Row) -> None:
-        """Append a row; memory holds at most one record batch."""
         self._batch.append(row)
-        self.num_rows += 1
-        self._digest.update(
-            orjson.dumps(
-                [
-                    row.key,
-                    row.texts,
-                    row.label,
-                    row.split,
-                    row.language,
-                    row.sha256,
-                    row.boxes,
-                    row.box_labels,
-                    row.ref,
-                    *([row.messages] if row.messages else []),
-                ]
-            )
-        )
+        self._num_rows += 1
+        values = [getattr(row, name) for name in _DIGESTED] + ([row.messages] if row.messages else [])
+        self._digest.update(orjson.dumps(values))
         if len(self._batch) == BATCH_ROWS:
-            self._flush()
+            self.flush()
 
-    def __exit__(self, *error: Any) -> None:
-        if error[0] is None and self._batch:
-            self._flush()
-        self._files.__exit__(*error)
+    def flush(self) -> None:
+        if self._batch:
+            self._writer.write_batch(pa.RecordBatch.from_pylist([vars(row) for row in self._batch], schema=SCHEMA))
+            self._offsets.append(self._stream.tell())
+            self._batch.clear()
 
     def entry(self) -> Shard:
         """Return the manifest entry of the finished file."""
-        size = self._storage.size(self._name) or 0
-        batches = " ".join(str(offset) for offset in self._offsets)
-        return Shard(self._name, self._split, self.num_rows, size, self._digest.hexdigest(), batches=batches)
-
-    def _flush(self) -> None:
-        self._writer.write_batch(pa.RecordBatch.from_pylist([vars(row) for row in self._batch], schema=SCHEMA))
-        self._offsets.append(self._stream.tell())
-        self._batch.clear()
+        size, batches = self._storage.size(self._name) or 0, " ".join(map(str, self._offsets))
+        return Shard(self._name, self._split, self._num_rows, size, self._digest.hexdigest(), batches=batches)
 
 
-def write_shard(rows: Iterable[Row], storage: Storage, name: str, split: str | None = None) -> Shard:
-    """Write rows as the file `name` in `storage` and return its manifest entry."""
-    with ShardWriter(storage, name, split) as shard:
-        for row in rows:
-            shard.append(row)
-    return shard.entry()
-
-
-_RECORD_VERSION = 5
-_BOX_SLACK = 0.01  # tolerated fraction outside the image, because annotations may exceed the edge by a pixel
+@contextmanager
+def open_shard(storage: Storage, name: str, split: str | None = None) -> Iterator[ShardWriter]:
+    """Open a shard for writing. The file appears when the `with` block ends without an error."""
+    with storage.open_output(name) as stream, pa.ipc.new_file(stream, SCHEMA) as writer:
+        shard = ShardWriter(storage, name, split, stream, writer)
+        yield shard
+        shard.flush()
 
 
 @dataclass(frozen=True)
@@ -124,9 +100,7 @@ class PrepareJob:
         """Return a hash of the settings without addresses, so that a set can be moved together with its source."""
         settings: list[object] = [_RECORD_VERSION, self.image_side, self.max_pixels, self.holdout, self.rows_per_shard]
         settings += [self.source.format, self.columns, self.template, self.check, self.index_only]
-        settings += (
-            [self.allow_urls] if self.allow_urls else []
-        )  # keep the digest of sets prepared before this option existed
+        settings += [self.allow_urls] if self.allow_urls else []  # older sets have digests without this option
         return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
 
     def open(self) -> Source:
@@ -134,24 +108,15 @@ class PrepareJob:
         return open_source(self.source, Storage(self.out), dict(self.columns), self.template)
 
 
-@dataclass(frozen=True)
-class ChunkResult:
-    """Result of a task."""
-
-    index: int
-    num_rows: int
-    num_bad: int
-
-
 class RecordRow(NamedTuple):
-    """Columns of the rows in a record."""
+    """Columns of the rows in a record; `image`, `row` (image and texts) and `text` are digests."""
 
     line: int
     origin: str
     key: str
-    image: str  # digest of the original image
-    row: str  # digest of image and texts
-    text: str  # digest of its texts
+    image: str
+    row: str
+    text: str
     shard: int
     language: str | None
 
@@ -163,40 +128,65 @@ def record_path(index: int) -> str:
 def pack_chunk(
     job: PrepareJob,
     chunk: SourceChunk,
+    sandbox: SandboxedDecoder | None = None,
     fetcher: Callable[[tuple[str, ...]], Fetcher] | None = None,
-    sandboxed: bool = False,
-) -> ChunkResult:
-    """Pack one chunk. `sandboxed` decodes images in a child process; `fetcher` makes the client for images by URL.
+) -> tuple[int, int, int]:
+    """Pack one chunk; return its index, rows and bad rows.
 
+    `sandbox` decodes each image first; `fetcher` makes the client for images by URL.
     Raises SourceChanged, SourceUnreadable, and OSError if the set cannot be written.
     """
-    record = read_record(Storage(job.out), chunk.index) if job.run_id else None
+    out = Storage(job.out)
+    record = read_record(out, chunk.index) if job.run_id else None
     if record is None or record.get("run_id") != job.run_id:
-        record = _pack(job, chunk, fetcher, sandboxed)
-    return ChunkResult(chunk.index, len(record["rows"]["key"]) + len(record["faults"]), len(record["faults"]))
+        packer, fetch = _ChunkPacker(job, chunk, sandbox), None
+        with ExitStack() as files:
+            if job.allow_urls and not job.index_only:
+                from mmray.data.prepare.fetch import Fetcher  # only tasks with URLs need an HTTP client
 
-
-def _pack(job: PrepareJob, chunk: SourceChunk, fetcher: Any, sandboxed: bool) -> dict[str, Any]:
-    packer, fetch = _ChunkPacker(job, chunk, sandboxed), None
-    with ExitStack() as files:
-        files.callback(packer.sandbox.close)
-        if job.allow_urls and not job.index_only:
-            from mmray.data.prepare.fetch import Fetcher  # only tasks with URLs need an HTTP client
-
-            fetch = files.enter_context((fetcher or Fetcher)(job.allow_urls)).fetch
-        for item, raw in prefetch_rows(_items(job, chunk), job.allow_urls, fetch):
-            packer.pack(item, raw, files)
-    record = packer.record()
-    Storage(job.out).write(record_path(chunk.index), orjson.dumps(record))
-    return record
+                fetch = files.enter_context((fetcher or Fetcher)(job.allow_urls)).fetch
+            for item, row in prefetch_rows(_items(job, chunk), job.allow_urls, fetch):
+                packer.pack(item, row, files)
+        record = packer.record()  # after the shard files are closed
+        out.write(record_path(chunk.index), orjson.dumps(record))
+    return chunk.index, num_record_rows(record), len(record["faults"])
 
 
 def _items(job: PrepareJob, chunk: SourceChunk) -> Iterator[SourceItem]:
-    """Yield the rows of a chunk; convert an OSError of the source to SourceUnreadable."""
     try:
         yield from job.open().read(chunk)
     except OSError as error:
         raise SourceUnreadable(f"{job.source.address}/{chunk.file} cannot be read: {error}") from error
+
+
+def prefetch_rows(
+    items: Iterable[SourceItem], hosts: tuple[str, ...], fetch: Callable[[str], Future[bytes]] | None
+) -> Iterator[tuple[SourceItem, SourceRow | BadRow]]:
+    """Yield each item, in order, with its row or error; `fetch` requests images by URL up to PREFETCH_ROWS ahead."""
+    pending: deque[tuple[SourceItem, SourceRow | BadRow, Future[bytes] | None]] = deque()
+
+    def finish() -> tuple[SourceItem, SourceRow | BadRow]:
+        item, row, image = pending.popleft()
+        if image is not None and isinstance(row, SourceRow):
+            try:
+                return item, replace(row, image=replace(row.image, data=image.result()))
+            except BadRow as bad:
+                bad.key = row.key
+                return item, bad
+        return item, row
+
+    for item in items:
+        row: SourceRow | BadRow
+        try:
+            row = item.values if isinstance(item.values, BadRow) else parse_row(item.values, item.origin, hosts)
+        except BadRow as bad:
+            row = bad
+        url = row.image.url if fetch and isinstance(row, SourceRow) else None
+        pending.append((item, row, fetch(url) if fetch and url else None))
+        while pending and (len(pending) > PREFETCH_ROWS or pending[0][2] is None):
+            yield finish()
+    while pending:
+        yield finish()
 
 
 def read_record(out: Storage, index: int) -> dict[str, Any] | None:
@@ -206,6 +196,11 @@ def read_record(out: Storage, index: int) -> dict[str, Any] | None:
     except (FileNotFoundError, ValueError):
         return None
     return record if isinstance(record, dict) else None
+
+
+def num_record_rows(record: dict[str, Any]) -> int:
+    """Return the number of rows of a record, good and bad."""
+    return len(record["rows"]["key"]) + len(record["faults"])
 
 
 def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> bool:
@@ -220,23 +215,17 @@ def is_current(record: dict[str, Any], job: PrepareJob, chunk: SourceChunk) -> b
     )
 
 
-def has_retryable(record: dict[str, Any]) -> bool:
-    """Return whether quarantined rows of the chunk may succeed later, because their files did not open or decode."""
-    return any(fault["stage"] in ("read", "decode") for fault in record["faults"])
-
-
 class _ChunkPacker:
     """State of one chunk while it is packed."""
 
-    def __init__(self, job: PrepareJob, chunk: SourceChunk, sandboxed: bool) -> None:
-        self.job, self.chunk, self.sandboxed = job, chunk, sandboxed
+    def __init__(self, job: PrepareJob, chunk: SourceChunk, sandbox: SandboxedDecoder | None) -> None:
+        self.job, self.chunk, self.sandbox = job, chunk, sandbox
         self.source, self.out = Storage(job.source.address), Storage(job.out)
         self.writers: dict[str | None, ShardWriter] = {}
         self.rows: list[RecordRow] = []
         self.faults: list[dict[str, Any]] = []
         self.files: list[tuple[str, int | None, int | None]] = []
         self.retry = False
-        self.sandbox = SandboxedDecoder()
         self.token = uuid.uuid4().hex[:8]  # never overwrite a file that an earlier manifest names
 
     def pack(self, item: SourceItem, raw: SourceRow | BadRow, files: ExitStack) -> None:
@@ -251,24 +240,16 @@ class _ChunkPacker:
             fault = {"stage": bad.stage, "reason": bad.reason, "detail": _to_utf8(bad.detail)}
             self.faults.append({"line": item.line, "key": key, "source": where} | fault)
             return
-        self._writer(row.split, files).append(row)
+        if row.split not in self.writers:
+            name = f"{SHARDS}/{self.chunk.index:05d}-{row.split or 'rows'}-{self.token}.arrow"
+            self.writers[row.split] = files.enter_context(open_shard(self.out, name, row.split))
+        self.writers[row.split].append(row)
         captions = [*row.texts, *(row.messages or [])]
-        text, whole = (hashlib.sha256(orjson.dumps(values)).hexdigest() for values in (captions, [original, *captions]))
-        self.rows.append(
-            RecordRow(
-                line=item.line,
-                origin=where,
-                key=row.key,
-                image=original[:32],
-                row=whole[:32],
-                text=text[:32],
-                shard=list(self.writers).index(row.split),
-                language=row.language,
-            )
-        )
+        text, whole = (_sha256(orjson.dumps(values))[:32] for values in (captions, [original, *captions]))
+        shard = list(self.writers).index(row.split)
+        self.rows.append(RecordRow(item.line, where, row.key, original[:32], whole, text, shard, row.language))
 
     def record(self) -> dict[str, Any]:
-        """Return the JSON of the finished chunk; call it after the shard files are closed."""
         return {
             "job": self.job.digest(),
             "run_id": self.job.run_id,
@@ -281,76 +262,53 @@ class _ChunkPacker:
         }
 
     def _check(self, raw: SourceRow, where: str) -> tuple[Row, str]:
-        """Return the validated row and the digest of its original image. Raises BadRow."""
+        """Return the validated row and the digest of its original image. Raises BadRow.
+
+        With `--index-only --check none` the image is not read: it has no checksum, and only the same file is its
+        duplicate.
+        """
+        job, image = self.job, raw.image
         try:
             texts = [clean_caption(text) for text in raw.texts]
         except BadText as bad:
             raise BadRow("text", bad.reason, bad.detail) from None
-        if self.job.index_only and raw.image.url:
-            raise BadRow("read", "no-reference", "the image is a URL: prepare without --index-only")
-        if self.job.index_only and raw.image.file is None:
-            raise BadRow("read", "no-reference", "the image is inside the row: prepare without --index-only")
-        if self.job.index_only and self.job.check == "none":
-            self._stamp(raw.image)
-            return self._unchecked_row(raw, texts, where)
-        data = self._read(raw.image)
-        original = hashlib.sha256(data).hexdigest()
-        kept, size = self._decode(raw.image.name, data)
-        sha256 = original if kept is data else hashlib.sha256(kept).hexdigest()
-        row = Row(raw.key, kept, texts, raw.label, raw.split, raw.language, where, sha256)
+        if job.index_only and (image.url or image.file is None):
+            what = "a URL" if image.url else "inside the row"
+            raise BadRow("read", "no-reference", f"the image is {what}: prepare without --index-only")
+        if image.data is None:
+            self.files.append(file_stamp(self.source, str(image.file)))
+        ref = {"file": image.file, "offset": image.offset, "length": image.length} if job.index_only else None
+        if job.index_only and job.check == "none":
+            stored, size, sha256, original = b"", (0, 0), "", _sha256(orjson.dumps(ref))
+        else:
+            with quarantine_os_errors(image.name):
+                data = read_image(self.source, image)
+            stored, size = self._decode(image.name, data)
+            original = _sha256(data)
+            sha256 = original if stored is data else _sha256(stored)
+        row = Row(raw.key, b"" if ref else stored, texts, raw.label, raw.split, raw.language, where, sha256, ref=ref)
         row.messages = list(raw.messages) or None
         if raw.boxes:
             row.boxes, row.box_labels = _relative_boxes(raw, size), list(raw.box_labels)
-        if self.job.index_only:
-            row.image, row.ref = b"", _ref(raw)
-        return self._assign_split(row, original), original
-
-    def _unchecked_row(self, raw: SourceRow, texts: list[str], where: str) -> tuple[Row, str]:
-        """Return a row without reading its image: it has no checksum, and only the same file is its duplicate."""
-        ref = _ref(raw)
-        original = hashlib.sha256(orjson.dumps(ref)).hexdigest()
-        row = Row(raw.key, b"", texts, raw.label, raw.split, raw.language, where, ref=ref)
-        row.messages = list(raw.messages) or None
-        if raw.boxes:
-            row.boxes, row.box_labels = _relative_boxes(raw, (0, 0)), list(raw.box_labels)
-        return self._assign_split(row, original), original
-
-    def _assign_split(self, row: Row, original: str) -> Row:
-        """Assign a row without a split to `train` or the held-out `test`."""
-        if row.split is None and self.job.holdout > 0:
+        if row.split is None and job.holdout > 0:
             # By content hash, so that duplicates share a split and a row keeps its split when the set grows.
-            row.split = "test" if int(original[:16], 16) / 2**64 < self.job.holdout else "train"
-        return row
-
-    def _stamp(self, image: ImageRef) -> None:
-        if image.data is None:
-            self.files.append(file_stamp(self.source, str(image.file)))
-
-    def _read(self, image: ImageRef) -> bytes:
-        self._stamp(image)
-        with quarantine_os_errors(image.name):
-            return read_image(self.source, image)
+            row.split = "test" if int(original[:16], 16) / 2**64 < job.holdout else "train"
+        return row, original
 
     def _decode(self, name: str, data: bytes) -> tuple[bytes, tuple[int, int]]:
         """Return the bytes to store for an image and its size; `check` sets how completely it is decoded."""
+        max_pixels = self.job.max_pixels
         try:
             if self.job.image_side:
-                if self.sandboxed:
-                    self.sandbox.check(data, self.job.max_pixels)
-                rgb = decode(data, self.job.max_pixels)
+                if self.sandbox:
+                    self.sandbox.check(data, max_pixels)
+                rgb = decode(data, max_pixels)
                 return reencode(rgb, data, self.job.image_side), (rgb.shape[1], rgb.shape[0])
-            if self.job.check != "full":
-                return data, header_size(data, self.job.max_pixels) if self.job.check == "header" else (0, 0)
-            check = self.sandbox.check if self.sandboxed else verify_image
-            return data, check(data, self.job.max_pixels)
+            if self.job.check == "full":
+                return data, (self.sandbox.check if self.sandbox else verify_image)(data, max_pixels)
+            return data, header_size(data, max_pixels) if self.job.check == "header" else (0, 0)
         except BadImage as bad:
             raise BadRow("decode", bad.reason, f"{name}: {bad.detail}") from None
-
-    def _writer(self, split: str | None, files: ExitStack) -> ShardWriter:
-        if split not in self.writers:
-            name = f"{SHARDS}/{self.chunk.index:05d}-{split or 'rows'}-{self.token}.arrow"
-            self.writers[split] = files.enter_context(ShardWriter(self.out, name, split))
-        return self.writers[split]
 
 
 def shards_of(record: dict[str, Any]) -> list[Shard]:
@@ -358,14 +316,13 @@ def shards_of(record: dict[str, Any]) -> list[Shard]:
     return [Shard.from_json(values) for values in record["shards"]]
 
 
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
 def _to_utf8(text: str) -> str:
     """Escape what UTF-8 cannot encode, because file names and JSON may contain lone surrogates."""
     return text.encode(errors="backslashreplace").decode()
-
-
-def _ref(raw: SourceRow) -> dict[str, Any]:
-    """Return file, offset and length of a row's image, as stored in a shard."""
-    return {"file": raw.image.file, "offset": raw.image.offset, "length": raw.image.length}
 
 
 def _relative_boxes(raw: SourceRow, size: tuple[int, int]) -> list[list[float]]:

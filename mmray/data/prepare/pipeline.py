@@ -8,11 +8,15 @@ error budget reuses all finished work. manifest.json is written last; without it
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
 import re
+import socket
 import uuid
-from collections.abc import Callable, Generator
-from contextlib import closing
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,25 +25,36 @@ from typing import TYPE_CHECKING, Any
 from mmray.data.formats.detect import class_names, companion_file, detect_source, label_names
 from mmray.data.formats.source import SourceChanged, SourceChunk, SourceUnreadable
 from mmray.data.prepare import assemble, contamination, sample
-from mmray.data.prepare.error_budget import check_budget, max_bad_rows
-from mmray.data.prepare.output_dir import create_output_dir, exclusive_lock, remove_stale_files, remove_temp_files
 from mmray.data.prepare.pack import (
-    ChunkResult,
     PrepareJob,
-    has_retryable,
     is_current,
+    num_record_rows,
     pack_chunk,
     read_record,
     record_path,
 )
-from mmray.data.prepare.tasks import RESUME_HINT, Result, contain_crashes, map_tasks
-from mmray.data.store.manifest import MANIFEST, PARTS, QUARANTINE, TOKENIZER, Manifest, read_manifest
+from mmray.data.prepare.tasks import ATTEMPT_SUFFIX, RESUME_HINT, Result, contain_crashes, map_tasks
+from mmray.data.store.manifest import (
+    MANIFEST,
+    PARTS,
+    QUARANTINE,
+    SHARDS,
+    TOKENIZER,
+    Manifest,
+    Shard,
+    fingerprint,
+    read_manifest,
+)
 from mmray.errors import DataError, ResourceError, UsageError
+from mmray.storage import lease
 from mmray.storage.paths import AnyPath, RemotePath, to_path
-from mmray.storage.storage import Storage
+from mmray.storage.storage import TEMP_SUFFIX, Storage
 
 if TYPE_CHECKING:
     from mmray.config import Prepare
+
+_LOCK = ".lock"
+_NO_NAME = re.compile(r"[^\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -55,6 +70,33 @@ class Progress:
 
 OnProgress = Callable[[Progress], None]
 Notify = Callable[[str, str], None]  # message, label
+
+
+def ensure_prepared(source: str, cache: str, settings: Prepare, notify: Notify, progress: OnProgress) -> AnyPath:
+    """Return the folder of the prepared set `source`; a raw source is prepared first. Ray must be initialized.
+
+    A raw source is prepared into CACHE/NAME-HASH. The hash covers its address and all settings except the error budget,
+    so the next run finds it. Raises DataError and UsageError.
+    """
+    if source == "sample":
+        if isinstance(to_path(cache), RemotePath):
+            raise UsageError(
+                f"the sample set needs a local disk, and data.cache is {cache}: set data.cache to a local folder, or "
+                "data.train to your own data"
+            )
+        source = str(sample.draw(Path(cache) / "sample-drawn"))
+    folder = to_path(source)
+    if (folder / MANIFEST).exists():
+        return folder
+    if not folder.exists() and "," not in folder.name:
+        raise DataError(f"{folder} does not exist: give a prepared set, a source of rows, or `sample`")
+    hashed = f"{folder}\n{settings.model_dump_json(exclude={'max_bad_fraction'})}"
+    name = f"{_NO_NAME.sub('_', folder.stem)}-{hashlib.sha256(hashed.encode()).hexdigest()[:8]}"
+    out = to_path(cache) / name
+    manifest = prepare(str(folder), str(out), settings, progress, notify)
+    quarantined = f"{manifest.num_quarantined:,} quarantined ({QUARANTINE} has the reasons)"
+    notify(f"{out}: {manifest.num_rows:,} rows of {folder.name}, {quarantined}", "prepared")
+    return out
 
 
 def prepare(
@@ -84,94 +126,86 @@ def prepare(
 
 def make_job(source: str, out: str, settings: Prepare) -> PrepareJob:
     """Return the settings that determine how a chunk is packed. Raises DataError and UsageError."""
+    same = ("check", "index_only", "image_side", "max_pixels", "holdout", "rows_per_shard", "allow_urls")
     return PrepareJob(
         source=detect_source(source, settings.format),
         out=Storage(out).address,
         columns=tuple(settings.column_names.items()),
         template=settings.caption,
-        check=settings.check,
-        index_only=settings.index_only,
-        image_side=settings.image_side,
-        max_pixels=settings.max_pixels,
-        holdout=settings.holdout,
-        rows_per_shard=settings.rows_per_shard,
-        allow_urls=settings.allow_urls,
         run_id=uuid.uuid4().hex,
+        **{name: getattr(settings, name) for name in same},
     )
 
 
 def _prepare(job: PrepareJob, settings: Prepare, progress: OnProgress, notify: Notify, retry: bool) -> Manifest:
-    out, where = Storage(job.out), _source_uri(job)
-    remove_temp_files(out)
+    out, where = Storage(job.out), f"{job.source.address}/{job.source.name}".rstrip("/")
+    _remove_files(out, lambda name: name.endswith((TEMP_SUFFIX, ATTEMPT_SUFFIX)), ("", SHARDS, PARTS))
     before = read_manifest(out)
     chunks = _scan(job, progress)
-    total, title = _total_rows(chunks), job.open().title
+    is_counted, title = all(chunk.num_rows is not None for chunk in chunks), job.open().title
+    total = sum(chunk.num_rows or 0 for chunk in chunks) if is_counted else None  # None: only known after reading
     if not chunks or total == 0:
         raise DataError(f"{where} holds no rows of {title}")
-    notify(
-        f"{where}: {len(chunks):,} files of {title}" if total is None else f"{where}: {total:,} rows of {title}",
-        "source",
-    )
+    notify(f"{where}: {f'{len(chunks):,} files' if total is None else f'{total:,} rows'} of {title}", "source")
     if companion := companion_file(job.source):
         notify(f"found {companion} next to it; pass {where},{companion} to use both", "hint")
     if job.allow_urls:
         notify(f"images by URL, only from {', '.join(job.allow_urls)}", "download")
-    if before is not None and not _is_continued(before, job, chunks):
-        if (name := before.source["name"]) != job.source.display_name:
-            raise UsageError(
-                f"{job.out} holds the set made from {name}: choose another folder for {job.source.display_name}"
-            )
-        before = None
+    if before is not None:
+        same = _identity(job, chunks[: before.source["num_chunks"]])
+        if not same.items() <= before.source.items():  # otherwise it is that source, possibly with rows appended
+            if (name := before.source["name"]) != (mine := job.source.display_name):
+                raise UsageError(f"{job.out} holds the set made from {name}: choose another folder for {mine}")
+            before = None
     done, over = _pack(job, chunks, total, settings, progress, retry)
-    total = sum(_record_rows(read_record(out, index)) for index in done) if total is None else total
+    if total is None:
+        total = sum(num_record_rows(record) for _, record in assemble.records(out, done))
     if not total:
         raise DataError(f"{where} holds no rows of {title}")
     progress(Progress("deduplicate", total, total))
     found = assemble.find_duplicates(out, done, settings.duplicates)
-    found, leakage = (found, {}) if over else _check_contamination(job, settings, done, found, progress, notify)
-    shards, reasons, languages = assemble.write_quarantine(out, done, found)
-    num_read = found.num_rows + reasons.total() - found.num_dropped
-    check_budget(where, out, num_read, total, reasons, settings.max_bad_fraction)
-    progress(Progress("tokenize", num_read, total, reasons.total()))
-    has_tokenizer = _write_tokenizer(out, shards, settings, before)
-    manifest = assemble.make_manifest(
-        settings,
-        _identity(job, chunks) | _source_location(job),
-        shards,
-        reasons,
-        languages,
-        found,
-        leakage,
-        has_tokenizer,
-        label_names(job.source),
-        class_names(job.source),
+    leakage: dict[str, Any] = {}
+    if contamination.is_enabled(settings) and not over:
+        images, on_rows = job.source.address if job.index_only else "", partial(Progress, "hash")
+        leaked, leakage = contamination.check_contamination(
+            out, done, images, found, settings, lambda rows, of: progress(on_rows(rows, of)), notify
+        )
+        found = replace(found, leaked=leaked) if settings.drop_overlap else found
+    rows = assemble.write_quarantine(out, done, found)
+    num_rows, num_bad = sum(shard.num_live for shard in rows.shards), rows.reasons.total()
+    assemble.check_budget(where, out, num_rows + num_bad, total, rows, settings.max_bad_fraction)
+    progress(Progress("tokenize", num_rows + num_bad, total, num_bad))
+    shards = [shard for shard in rows.shards if shard.num_live]
+    if any(shard.split for shard in shards):  # rows without a split are training rows if others have one
+        shards = [replace(shard, split=shard.split or "train") for shard in shards]
+    splits: Counter[str] = Counter()
+    for shard in shards:
+        splits.update({shard.split: shard.num_live} if shard.split else {})
+    manifest = Manifest(
+        num_rows=num_rows,
+        num_read=num_rows + num_bad,
+        num_quarantined=num_bad,
+        reasons=dict(rows.reasons.most_common()),
+        num_leaks=found.num_leaks,
+        splits=dict(splits),
+        fingerprint=fingerprint(shards),
+        tokenizer=TOKENIZER if _write_tokenizer(out, rows.shards, settings, before) else None,
+        source=_identity(job, chunks)
+        | {"format": job.source.format, "folder": job.source.address, "file": job.source.name},
+        settings=settings.model_dump(mode="json"),
+        shards=tuple(shards),
+        num_same_text=found.num_same_text,
+        leakage=leakage,
+        box_names=label_names(job.source),
+        class_names=class_names(job.source),
+        languages=dict(sorted(rows.languages.items())),
     )
     out.write(MANIFEST, manifest.to_json())
-    remove_stale_files(out, shards, len(chunks))
+    # Leftovers of killed tasks and earlier settings. The shards come from this process, not from the records, because
+    # another writer may have replaced one on a store.
+    wanted = {shard.file for shard in rows.shards} | {record_path(index) for index in range(len(chunks))}
+    _remove_files(out, lambda name: name not in wanted, (SHARDS, PARTS))
     return manifest
-
-
-def _check_contamination(
-    job: PrepareJob,
-    settings: Prepare,
-    done: list[int],
-    found: assemble.DedupResult,
-    progress: OnProgress,
-    notify: Notify,
-) -> tuple[assemble.DedupResult, dict[str, Any]]:
-    """Return the result with the leaks to drop, and the manifest summary, if the check is enabled."""
-    if not contamination.is_enabled(settings):
-        return found, {}
-    leaked, summary = contamination.check_contamination(
-        Storage(job.out),
-        done,
-        job.source.address if job.index_only else "",
-        found,
-        settings,
-        lambda rows, total: progress(Progress("hash", rows, total)),
-        notify,
-    )
-    return replace(found, leaked=leaked) if settings.drop_overlap else found, summary
 
 
 def _scan(job: PrepareJob, progress: OnProgress) -> list[SourceChunk]:
@@ -187,21 +221,6 @@ def _scan(job: PrepareJob, progress: OnProgress) -> list[SourceChunk]:
     return chunks
 
 
-def _source_uri(job: PrepareJob) -> str:
-    return f"{job.source.address}/{job.source.name}".rstrip("/")
-
-
-def _total_rows(chunks: list[SourceChunk]) -> int | None:
-    """Return the number of rows of these chunks; None if some are only counted while they are read."""
-    counts = [chunk.num_rows for chunk in chunks if chunk.num_rows is not None]
-    return sum(counts) if len(counts) == len(chunks) else None
-
-
-def _record_rows(record: dict[str, Any] | None) -> int:
-    """Return the number of rows of a record, good and bad."""
-    return len(record["rows"]["key"]) + len(record["faults"]) if record else 0
-
-
 def _pack(
     job: PrepareJob, chunks: list[SourceChunk], total: int | None, settings: Prepare, progress: OnProgress, retry: bool
 ) -> tuple[list[int], bool]:
@@ -209,39 +228,45 @@ def _pack(
 
     Stops early in that case, if the number of rows is known in advance.
     """
-    out, max_bad = Storage(job.out), None if total is None else max_bad_rows(settings.max_bad_fraction, total)
+    out, max_bad = Storage(job.out), None if total is None else assemble.max_bad_rows(settings.max_bad_fraction, total)
     done: list[int] = []
     todo: list[SourceChunk] = []
-    rows = bad = 0
+    rows = bad = kept = 0
+
+    def report() -> bool:
+        """Report progress, with an estimate of an unknown total; return whether too many rows are bad."""
+        of = total if total is not None else round(rows * len(chunks) / max(1, len(done)))
+        progress(Progress("pack", rows, of, bad, kept))
+        return max_bad is not None and bad > max_bad
+
     for chunk in chunks:
         record = read_record(out, chunk.index)
-        if record is None or not is_current(record, job, chunk) or (retry and has_retryable(record)):
+        if (
+            record is None
+            or not is_current(record, job, chunk)
+            or (retry and any(fault["stage"] in ("read", "decode") for fault in record["faults"]))
+        ):
             todo.append(chunk)
-            continue
-        done.append(chunk.index)
-        rows, bad = rows + _record_rows(record), bad + len(record["faults"])
-    kept, over = rows, max_bad is not None and bad > max_bad
-    progress(Progress("pack", rows, _estimate_total(total, rows, done, chunks), bad, kept))
+        else:
+            done.append(chunk.index)
+            rows, bad = rows + num_record_rows(record), bad + len(record["faults"])
+    kept = rows
+    over = report()
     with closing(pack_chunks(job, [] if over else todo)) as results:  # an error in `progress` also stops the job
         for index, num_rows, num_bad in results:
             done.append(index)
             rows, bad = rows + num_rows, bad + num_bad
-            progress(Progress("pack", rows, _estimate_total(total, rows, done, chunks), bad, kept))
-            if over := max_bad is not None and bad > max_bad:
+            if over := report():
                 break
     return sorted(done), over
-
-
-def _estimate_total(total: int | None, rows: int, done: list[int], chunks: list[SourceChunk]) -> int:
-    """Return the number of rows; estimated from the finished chunks if it is unknown."""
-    return total if total is not None else round(rows * len(chunks) / max(1, len(done)))
 
 
 def pack_chunks(job: PrepareJob, chunks: list[SourceChunk]) -> Generator[tuple[int, int, int], None, None]:
     """Yield (index, rows, bad rows) of each chunk, in order of completion."""
     with closing(map_tasks(partial(_pack_task, job=job), [asdict(chunk) for chunk in chunks])) as results:
         for result in results:
-            yield result["index"], result["num_rows"], result["num_bad"]
+            index, num_rows, num_bad = result["chunk"]
+            yield index, num_rows, num_bad
 
 
 def _pack_task(item: dict[str, Any], job: PrepareJob) -> Result:
@@ -249,7 +274,7 @@ def _pack_task(item: dict[str, Any], job: PrepareJob) -> Result:
     chunk = SourceChunk(**item)
     name, where = record_path(chunk.index), f"{chunk.file} from row {chunk.first_line}"
     try:
-        return asdict(contain_crashes(partial(_pack_one, job, chunk), Storage(job.out), name, where))
+        return {"chunk": contain_crashes(partial(pack_chunk, job, chunk), Storage(job.out), name, where)}
     except SourceChanged as error:
         raise DataError(str(error)) from error
     except SourceUnreadable as error:
@@ -258,34 +283,15 @@ def _pack_task(item: dict[str, Any], job: PrepareJob) -> Result:
         raise ResourceError(f"cannot write to {job.out}: {error}. {RESUME_HINT}") from error
 
 
-def _pack_one(job: PrepareJob, chunk: SourceChunk, sandboxed: bool) -> ChunkResult:
-    return pack_chunk(job, chunk, sandboxed=sandboxed)
-
-
-def _is_continued(before: Manifest, job: PrepareJob, chunks: list[SourceChunk]) -> bool:
-    """Return whether the source is the one of this manifest, possibly with rows appended."""
-    same = _identity(job, chunks[: before.source["num_chunks"]])
-    return same.items() <= before.source.items()
-
-
 def _identity(job: PrepareJob, chunks: list[SourceChunk]) -> dict[str, Any]:
     """Return what identifies a source; with --index-only its address too, because the images stay there."""
     digest = hashlib.sha256("".join(chunk.sha256 for chunk in chunks).encode()).hexdigest()
-    identity = {
-        "name": job.source.display_name,
-        "num_chunks": len(chunks),
-        "num_bytes": chunks[-1].stop,
-        "sha256": digest,
-    }
-    return identity | ({"address": job.source.address} if job.index_only else {})
+    size = {"num_chunks": len(chunks), "num_bytes": chunks[-1].stop}
+    address = {"address": job.source.address} if job.index_only else {}
+    return {"name": job.source.display_name, **size, "sha256": digest, **address}
 
 
-def _source_location(job: PrepareJob) -> dict[str, str]:
-    """Return the location of the source, for a report that shows quarantined rows; it may have moved since."""
-    return {"format": job.source.format, "folder": job.source.address, "file": job.source.name}
-
-
-def _write_tokenizer(out: Storage, shards: list[assemble.Shard], settings: Prepare, before: Manifest | None) -> bool:
+def _write_tokenizer(out: Storage, shards: list[Shard], settings: Prepare, before: Manifest | None) -> bool:
     """Train the tokenizer. A set that grew keeps its tokenizer, because models were trained with it."""
     if before is not None and before.tokenizer and before.settings["vocab_size"] == settings.vocab_size:
         return True
@@ -295,31 +301,45 @@ def _write_tokenizer(out: Storage, shards: list[assemble.Shard], settings: Prepa
     return text is not None
 
 
-NOT_IN_CACHE_KEY = {"max_bad_fraction"}  # a prepare with another budget reuses finished chunks
-_NO_NAME = re.compile(r"[^\w.-]+")
+def create_output_dir(out: Storage) -> None:
+    """Create the folder. Raises UsageError if it contains anything else."""
+    try:
+        names = set(out.listdir()) - {_LOCK, lease.FOLDER}
+        if names and not names & {MANIFEST, PARTS}:
+            raise UsageError(f"{out.address} is not empty and is not a prepared set: choose another folder")
+        out.mkdir(PARTS)
+        out.mkdir(SHARDS)
+    except OSError as error:
+        raise UsageError(f"cannot write to {out.address} ({error}): choose another folder") from None
 
 
-def ensure_prepared(source: str, cache: str, settings: Prepare, notify: Notify, progress: OnProgress) -> AnyPath:
-    """Return the folder of the prepared set `source`; a raw source is prepared first. Ray must be initialized.
+@contextmanager
+def exclusive_lock(out: Storage) -> Iterator[None]:
+    """Exclude a second prepare of the folder; uses a lease on an object store. Raises UsageError."""
+    if out.local_path is None:
+        with lease.Lease(to_path(out.address), activity="being prepared", advice="choose another folder"):
+            yield
+        return
+    try:
+        lock = os.open(out.local_path / _LOCK, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise UsageError(f"cannot write to {out.address} ({error}): choose another folder") from None
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(lock, 200).decode(errors="replace")
+            raise UsageError(f"{out.address} is being prepared by {holder}: wait until it has finished") from None
+        os.truncate(lock, 0)
+        os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield
+    finally:
+        os.close(lock)  # closing releases the lock
 
-    A raw source is prepared into CACHE/NAME-HASH. The hash covers its address and all settings except the error budget,
-    so the next run finds it. Raises DataError and UsageError.
-    """
-    if source == "sample":
-        if isinstance(to_path(cache), RemotePath):
-            raise UsageError(
-                f"the sample set needs a local disk, and data.cache is {cache}: set data.cache to a local folder, or "
-                "data.train to your own data"
-            )
-        source = str(sample.draw(Path(cache) / "sample-drawn"))
-    folder = to_path(source)
-    if (folder / MANIFEST).exists():
-        return folder
-    if not folder.exists() and "," not in folder.name:
-        raise DataError(f"{folder} does not exist: give a prepared set, a source of rows, or `sample`")
-    name = hashlib.sha256(f"{folder}\n{settings.model_dump_json(exclude=NOT_IN_CACHE_KEY)}".encode()).hexdigest()[:8]
-    out = to_path(cache) / f"{_NO_NAME.sub('_', folder.stem)}-{name}"
-    manifest = prepare(str(folder), str(out), settings, progress, notify)
-    quarantined = f"{manifest.num_quarantined:,} quarantined ({QUARANTINE} has the reasons)"
-    notify(f"{out}: {manifest.num_rows:,} rows of {folder.name}, {quarantined}", "prepared")
-    return out
+
+def _remove_files(out: Storage, unwanted: Callable[[str], bool], folders: Iterable[str]) -> None:
+    """Delete the unwanted files of these folders; names are relative to `out`."""
+    for folder in folders:
+        for name in out.listdir(folder):
+            if unwanted(path := f"{folder}/{name}".lstrip("/")):
+                out.delete(path)

@@ -1,14 +1,12 @@
 """The sample set: generated shapes with captions, so that the first run needs no download and learns something.
 
-3,584 small images (JPEG and PNG, nine sizes) and a JSONL of captions are generated from a seed, bit-identical with the
-same Pillow version. The test split has 512 *combinations* of shape, colour, size, arrangement and background that are
-not in the training split, with unique captions. Recall on it measures compositional generalization. Eight more rows are
-damaged on purpose, to demonstrate the quarantine.
+3,584 small images and a JSONL of captions are generated from a seed, bit-identical with the same Pillow version. The
+test split has *combinations* of shape, colour, size, arrangement and background that are not in the training split, so
+recall on it measures compositional generalization. Eight more rows are damaged, to demonstrate the quarantine.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import math
@@ -24,9 +22,7 @@ from PIL import Image, ImageDraw
 from mmray.errors import UsageError
 
 VERSION = 1  # increment it if the images change; it is part of the folder name
-NUM_TRAIN = 3072
-NUM_TEST = 512
-
+NUM_TRAIN, NUM_TEST = 3072, 512
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
 COLORS = {
     "red": (214, 32, 38),
@@ -45,8 +41,21 @@ CENTRES = {
     "bottom left": (0.27, 0.73),
     "bottom right": (0.73, 0.73),
 }
+_BAR = 0.32  # half the width of the bars of a cross
+_CROSS = [
+    (math.hypot(1, _BAR), -math.atan2(_BAR, 1)),
+    (math.hypot(1, _BAR), math.atan2(_BAR, 1)),
+    (_BAR * math.sqrt(2), math.pi / 4),
+]
+OUTLINES = {  # corners as (distance from the centre / radius, angle clockwise from the top)
+    "square": [(1.2, math.pi * (0.25 + 0.5 * corner)) for corner in range(4)],
+    "triangle": [(1.15, math.pi * 2 * corner / 3) for corner in range(3)],
+    "star": [(1.15 * (0.42 if corner % 2 else 1.0), math.pi * corner / 5) for corner in range(10)],
+    "cross": [(distance, angle + turn * math.pi / 2) for turn in range(4) for distance, angle in _CROSS],
+}
 CORNERS = tuple(CENTRES)[1:]
 COUNTS = {"two": 2, "three": 3, "four": 4}
+SAVE_OPTIONS: dict[str, dict[str, Any]] = {"jpg": {"quality": 90}, "png": {"compress_level": 3}}
 CANVASES = ((64, 64), (80, 64), (96, 72), (72, 96), (96, 96), (128, 96), (96, 128), (128, 128), (160, 120))
 
 ONE = (
@@ -83,36 +92,25 @@ def draw(out: Path, seed: int = 0) -> Path:
     The set is written to a temporary folder and renamed, so an existing folder is complete. Raises UsageError if `out`
     is not writable.
     """
-    folder = Path(out) / f"v{VERSION}-seed{seed}"
+    folder = out / f"v{VERSION}-seed{seed}"
     jsonl = folder / "sample.jsonl"
-    if jsonl.exists():
-        return jsonl
     try:
-        Path(out).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out, prefix=".drawing-") as scratch:
-            _draw_all(Path(scratch) / "set", seed)
-            _rename_unless_present(Path(scratch) / "set", folder)
+        if not jsonl.exists():
+            out.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=out, prefix=".drawing-") as scratch:
+                _draw_all(Path(scratch) / "set", seed)
+                (Path(scratch) / "set").rename(folder)
     except OSError as error:
-        raise UsageError(
-            f"cannot draw the sample set into {out}: {error.strerror or error}. Set data.cache to a writable folder"
-        ) from None
+        if not jsonl.exists():  # otherwise another process has generated the same set meanwhile
+            raise UsageError(
+                f"cannot draw the sample set into {out}: {error.strerror or error}. Set data.cache to a writable folder"
+            ) from None
     return jsonl
-
-
-def _rename_unless_present(drawn: Path, folder: Path) -> None:
-    """Rename, unless another process has generated the same set meanwhile."""
-    try:
-        drawn.rename(folder)
-    except OSError:
-        if not (folder / "sample.jsonl").exists():
-            raise
 
 
 def scenes(seed: int) -> tuple[list[Scene], list[Scene]]:
     """Return scenes of the train rows (some repeat) and of the test rows, without overlap."""
-    every = list(
-        map(Scene, *zip(*itertools.product(SHAPES, COLORS, RADII, (*CENTRES, *COUNTS), BACKGROUNDS), strict=True))
-    )
+    every = [Scene(*each) for each in itertools.product(SHAPES, COLORS, RADII, (*CENTRES, *COUNTS), BACKGROUNDS)]
     random.Random(f"scenes {seed}").shuffle(every)
     test, train = every[:NUM_TEST], every[NUM_TEST:]
     return list(itertools.islice(itertools.cycle(train), NUM_TRAIN)), test
@@ -127,7 +125,7 @@ def _draw_all(folder: Path, seed: int) -> None:
     for number, (split, scene) in enumerate(split_of):
         chance = random.Random(f"row {seed} {number}")
         name = f"images/{number:05d}.{chance.choice(('jpg', 'jpg', 'png'))}"
-        (folder / name).write_bytes(_encode(_draw_scene(scene, chance), name))
+        _draw_scene(scene, chance).save(folder / name, **SAVE_OPTIONS[name[-3:]])
         texts = chance.sample(scene.captions(), chance.choice((1, 2, 3)))
         lines.append(_line(f"shapes-{number:05d}", name, texts, split))
     for number, line in enumerate(_damaged(folder, lines)):
@@ -160,13 +158,6 @@ def _damaged(folder: Path, lines: list[str]) -> Iterator[str]:
     yield _line("damaged-duplicate", rows[0]["image"], rows[0]["texts"])
 
 
-def _encode(image: Image.Image, name: str) -> bytes:
-    file = io.BytesIO()
-    settings: dict[str, Any] = {"quality": 90} if name.endswith("jpg") else {"compress_level": 3}
-    image.save(file, "JPEG" if name.endswith("jpg") else "PNG", **settings)
-    return file.getvalue()
-
-
 def _draw_scene(scene: Scene, chance: random.Random) -> Image.Image:
     """Draw a scene on a random canvas with jittered positions, angles and colours; supersampled twice."""
     width, height = chance.choice(CANVASES)
@@ -196,30 +187,5 @@ def _draw_shape(
     elif shape == "ring":
         pen.ellipse(box, outline=colour, width=max(2, round(radius * 0.4)))
     else:
-        corners = (_to_xy(distance * radius, angle + turn) for distance, angle in OUTLINES[shape])
-        pen.polygon([(x + dx, y + dy) for dx, dy in corners], fill=colour)
-
-
-def _to_xy(distance: float, angle: float) -> tuple[float, float]:
-    return distance * math.sin(angle), -distance * math.cos(angle)
-
-
-def _star(points: int, inner: float) -> list[tuple[float, float]]:
-    return [(inner if corner % 2 else 1.0, math.pi * corner / points) for corner in range(2 * points)]
-
-
-def _cross(half_bar: float) -> list[tuple[float, float]]:
-    """Return the twelve corners of a plus sign with bars of width 2 * `half_bar`."""
-    tip, inner = math.hypot(1, half_bar), half_bar * math.sqrt(2)
-    spread = math.atan2(half_bar, 1)
-    quarter = [(tip, -spread), (tip, spread), (inner, math.pi / 4)]
-    return [(distance, angle + turn * math.pi / 2) for turn in range(4) for distance, angle in quarter]
-
-
-# Corners as (distance from the centre / radius, angle clockwise from the top).
-OUTLINES = {
-    "square": [(1.2, math.pi * (0.25 + 0.5 * corner)) for corner in range(4)],
-    "triangle": [(1.15, math.pi * 2 * corner / 3) for corner in range(3)],
-    "star": [(1.15 * distance, angle) for distance, angle in _star(5, 0.42)],
-    "cross": _cross(0.32),
-}
+        corners = [(distance * radius, angle + turn) for distance, angle in OUTLINES[shape]]
+        pen.polygon([(x + far * math.sin(angle), y - far * math.cos(angle)) for far, angle in corners], fill=colour)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ import ray.exceptions
 
 from mmray import errors
 from mmray.cluster.placement import physical_cores_if_local
+from mmray.data.images.sandbox import SandboxedDecoder
 from mmray.errors import MmrayError, ResourceError
 from mmray.storage.storage import Storage
 
@@ -41,7 +43,10 @@ def map_tasks(work: Work, items: Sequence[Any]) -> Generator[Result, None, None]
     if not items:
         return
     rows = [{"item": orjson.dumps(item).decode()} for item in items]
-    tasks = min(len(rows), MAX_TASKS)
+    tasks, cores = min(len(rows), MAX_TASKS), physical_cores_if_local()
+    # A worker process costs two core-seconds to start, so there are no more of them than cores. With many tasks there
+    # is one more, because each worker waits 0.2 s for its next task. None: one for each CPU of the cluster.
+    concurrency = min(tasks, cores if tasks < TASKS_PER_CORE * cores else cores + 1) if cores else None
     dataset = ray.data.from_items(rows, override_num_blocks=tasks)
     with warnings.catch_warnings():  # map_batches deprecates max_retries but has no other way to set it
         warnings.simplefilter("ignore")
@@ -50,7 +55,7 @@ def map_tasks(work: Work, items: Sequence[Any]) -> Generator[Result, None, None]
             batch_size=1,
             batch_format="numpy",
             max_retries=MAX_RETRIES,
-            concurrency=_max_concurrency(tasks),
+            concurrency=concurrency,
         )
     try:
         for row in results.iter_rows():
@@ -64,10 +69,10 @@ def map_tasks(work: Work, items: Sequence[Any]) -> Generator[Result, None, None]
         raise ResourceError(f"prepare workers died: {error}\n{RESUME_HINT}") from error
 
 
-def contain_crashes(work: Callable[[bool], T], out: Storage, name: str, what: str) -> T:
-    """Return `work(sandboxed)`; if `sandboxed`, it must decode images in a child process.
+def contain_crashes(work: Callable[[SandboxedDecoder | None], T], out: Storage, name: str, what: str) -> T:
+    """Return `work(sandbox)`; with a sandbox, it must decode each image there first.
 
-    It is False at first, and True after this item killed its worker or ran out of memory. The file `name`.attempt
+    There is none at first, and one after this item killed its worker or ran out of memory. The file `name`.attempt
     counts the workers that died, for the retried task. Raises ResourceError after MAX_ATTEMPTS.
     """
     name += ATTEMPT_SUFFIX
@@ -79,14 +84,15 @@ def contain_crashes(work: Callable[[bool], T], out: Storage, name: str, what: st
             f"probably ran out of memory: lower --rows-per-shard. {RESUME_HINT}"
         )
     out.write(name, str(deaths + 1).encode())
-    try:
-        return work(deaths > 0)
-    except MemoryError:
-        if deaths:
-            raise
-        return work(True)
-    finally:
-        out.delete(name)
+    with closing(SandboxedDecoder()) as sandbox:  # its child process starts with the first image
+        try:
+            return work(sandbox if deaths else None)
+        except MemoryError:
+            if deaths:
+                raise
+            return work(sandbox)
+        finally:
+            out.delete(name)
 
 
 def _run_item(batch: dict[str, np.ndarray], work: Work) -> dict[str, np.ndarray]:
@@ -101,15 +107,3 @@ def _run_item(batch: dict[str, np.ndarray], work: Work) -> dict[str, np.ndarray]
         message = f"prepare failed: {''.join(traceback.format_exception_only(error)).strip()} ({where})"
         result = {"error": "MmrayError", "message": f"{message}. {RESUME_HINT}"}
     return {"result": np.array([orjson.dumps(result).decode()])}
-
-
-def _max_concurrency(tasks: int) -> int | None:
-    """Return the maximum number of concurrent tasks; None: one for each CPU of the cluster.
-
-    A worker process costs two core-seconds to start, so there are no more of them than cores. With many tasks there is
-    one more, because each worker waits 0.2 s for its next task.
-    """
-    cores = physical_cores_if_local()
-    if cores is None:
-        return None
-    return min(tasks, cores if tasks < TASKS_PER_CORE * cores else cores + 1)

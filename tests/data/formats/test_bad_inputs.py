@@ -34,8 +34,7 @@ def faults_of(source, out):
 
     def run(job, chunks):
         for chunk in chunks:
-            done = pack_chunk(job, chunk)
-            yield done.index, done.num_rows, done.num_bad
+            yield pack_chunk(job, chunk)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare_module, "pack_chunks", run)

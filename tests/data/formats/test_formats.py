@@ -32,8 +32,7 @@ def in_process(monkeypatch):
     def run(job, chunks):
         for chunk in chunks:
             packed.append(chunk.index)
-            done = pack_chunk(job, chunk)
-            yield done.index, done.num_rows, done.num_bad
+            yield pack_chunk(job, chunk)
 
     monkeypatch.setattr(prepare_module, "pack_chunks", run)
     return packed

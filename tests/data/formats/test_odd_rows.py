@@ -26,8 +26,7 @@ def in_process(monkeypatch):
 
     def run(job, chunks):
         for chunk in chunks:
-            done = pack_chunk(job, chunk)
-            yield done.index, done.num_rows, done.num_bad
+            yield pack_chunk(job, chunk)
 
     monkeypatch.setattr(prepare_module, "pack_chunks", run)
 

@@ -4,10 +4,10 @@ import json
 import threading
 import time
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from urllib.parse import quote
 
+import aiohttp
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,19 +17,20 @@ from mmray.config import Prepare
 from mmray.data.formats.detect import SourceSpec
 from mmray.data.formats.rows import BadRow, parse_row
 from mmray.data.formats.source import SourceItem
+from mmray.data.prepare import fetch as fetch_module
 from mmray.data.prepare import pipeline as prepare_module
-from mmray.data.prepare.fetch import WINDOW, Fetcher, FetchLimits, prefetch_rows
-from mmray.data.prepare.pack import PrepareJob, pack_chunk
+from mmray.data.prepare.fetch import Fetcher, FetchLimits
+from mmray.data.prepare.pack import PREFETCH_ROWS, PrepareJob, pack_chunk, prefetch_rows
 from mmray.data.prepare.pipeline import ensure_prepared, prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
 from mmray.report.summary import quarantine_of
 from mmray.storage.address import is_public_ip, parse_host, redact_url, rejection_reason
-from tests.data.prepare.https_server import Names, Server
+from tests.data.prepare.https_server import Server, dns_table
 from tests.data.prepare.test_pipeline import colour_image, quarantine
 
 LIMITS = FetchLimits(num_bytes=300_000, seconds=5.0, pause_s=0.01)
-LOOPBACK = partial(Names, allowed_test=["127.0.0.1"], other_test=["127.0.0.1"])
+LOOPBACK = {"allowed_test": ["127.0.0.1"], "other_test": ["127.0.0.1"]}
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +40,13 @@ def server(tmp_path_factory):
 
 
 @pytest.fixture
-def fetching(server):
-    """Factory of fetchers that treat loopback as public by default."""
+def fetching(server, monkeypatch):
+    """Factory of fetchers with a DNS table, which treat loopback as public by default."""
 
-    def make(hosts=None, limits=LIMITS, resolver=LOOPBACK, public=lambda _: True):
-        return Fetcher(hosts or (f"allowed.test:{server.port}",), limits, server.trusted, resolver, public)
+    def make(hosts=None, limits=LIMITS, names=LOOPBACK, public=lambda _: True, tls=server.trusted):
+        monkeypatch.setattr(aiohttp.ThreadedResolver, "resolve", dns_table(**names))
+        monkeypatch.setattr(fetch_module, "is_public_ip", public)
+        return Fetcher(hosts or (f"allowed.test:{server.port}",), limits, tls)
 
     return make
 
@@ -153,9 +156,7 @@ def test_redirects_stay_on_allowed_hosts(server, fetching):
 
 @pytest.mark.parametrize("found", ["10.0.0.1", "127.0.0.1", "::1", "169.254.169.254", "::ffff:127.0.0.1"])
 def test_name_that_resolves_to_private_address_is_refused(server, fetching, found):
-    with fetching(
-        (f"inner.test:{server.port}",), resolver=partial(Names, inner_test=[found]), public=is_public_ip
-    ) as fetcher:
+    with fetching((f"inner.test:{server.port}",), names={"inner_test": [found]}, public=is_public_ip) as fetcher:
         kind, detail = fault(fetcher, server.address("6?hush", "inner.test"))
     assert kind == "read private-address"
     assert "inner.test is at" in detail and "hush" not in detail
@@ -171,8 +172,8 @@ def test_localhost_is_refused(server):
 
 
 def test_public_address_is_chosen_among_several(server, fetching):
-    resolver = partial(Names, allowed_test=["10.255.255.1", "127.0.0.1"])
-    with fetching(resolver=resolver, public=lambda address: address == "127.0.0.1") as fetcher:
+    names = {"allowed_test": ["10.255.255.1", "127.0.0.1"]}
+    with fetching(names=names, public=lambda address: address == "127.0.0.1") as fetcher:
         assert fetcher.fetch(server.address("8")).result() == colour_image(8)
 
 
@@ -199,8 +200,8 @@ def test_transient_failures_are_retried(server, fetching):
         assert fault(fetcher, "https://nowhere.test/x")[0] == "read unreadable"
 
 
-def test_untrusted_certificate_is_refused(server):
-    with Fetcher((f"allowed.test:{server.port}",), LIMITS, True, LOOPBACK, lambda _: True) as fetcher:
+def test_untrusted_certificate_is_refused(server, fetching):
+    with fetching(tls=True) as fetcher:
         kind, detail = fault(fetcher, server.address("10"))
     assert (kind, "certificate" in detail.lower()) == ("read refused", True)
 
@@ -228,7 +229,7 @@ def test_downloads_overlap_and_rows_keep_their_order(server, fetching):
     assert number == 39
     assert time.monotonic() - began < 0.6 * 40 * 0.2
     assert 4 < server.most <= LIMITS.connections
-    assert most <= WINDOW + 1
+    assert most <= PREFETCH_ROWS + 1
 
 
 def test_closing_a_fetcher_cancels_requests(server, fetching):
@@ -268,9 +269,8 @@ def test_prepare_from_urls(server, fetching, tmp_path, monkeypatch, kind):
 
     def run(job, chunks):
         for chunk in chunks:
-            done = pack_chunk(job, chunk, fetching)
-            packed.append(done.index)
-            yield done.index, done.num_rows, done.num_bad
+            packed.append(chunk.index)
+            yield pack_chunk(job, chunk, fetcher=fetching)
 
     monkeypatch.setattr(prepare_module, "pack_chunks", run)
     settings = Prepare(

@@ -25,11 +25,18 @@ from mmray.cli import main
 from mmray.config import Prepare
 from mmray.data.images.decode import decode
 from mmray.data.prepare import pipeline as prepare_module
-from mmray.data.prepare.assemble import first_occurrence, hash_texts, match_duplicates
-from mmray.data.prepare.error_budget import max_bad_rows
-from mmray.data.prepare.output_dir import create_output_dir
+from mmray.data.prepare.assemble import (
+    NONE,
+    SAME_CONTENT,
+    SAME_KEY,
+    SAME_TEXT,
+    first_occurrence,
+    hash_texts,
+    match_duplicates,
+    max_bad_rows,
+)
 from mmray.data.prepare.pack import pack_chunk, read_record
-from mmray.data.prepare.pipeline import Progress, prepare
+from mmray.data.prepare.pipeline import Progress, create_output_dir, prepare
 from mmray.data.prepare.tasks import MAX_ATTEMPTS
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, MmrayError, ResourceError, UsageError
@@ -39,9 +46,7 @@ LAX = Prepare(max_bad_fraction=1.0, rows_per_shard=4, vocab_size=100)
 
 
 def run_here(job, chunks):
-    for chunk in chunks:
-        packed = pack_chunk(job, chunk)
-        yield packed.index, packed.num_rows, packed.num_bad
+    yield from (pack_chunk(job, chunk) for chunk in chunks)
 
 
 @pytest.fixture
@@ -208,9 +213,8 @@ def test_first_occurrence_equals_naive_search():
 
 def test_row_with_a_repeated_id_is_never_the_original():
     keys, images = hash_texts(["k", "k", "l"]), hash_texts(["a", "b", "b"])
-    same = match_duplicates(keys, images, images, images, "image", np.zeros(3, bool))
-    assert same.same_key.tolist() == [-1, 0, -1]
-    assert same.same_content.tolist() == same.same_text.tolist() == [-1, -1, -1]
+    original, reason = match_duplicates(keys, images, images, images, "image", np.zeros(3, bool))
+    assert original.tolist() == [NONE, 0, NONE] and reason.tolist() == [0, SAME_KEY, 0]
 
 
 def test_text_rule_equals_a_loop_over_rows():
@@ -218,12 +222,15 @@ def test_text_rule_equals_a_loop_over_rows():
     images, texts = np.random.default_rng(1).integers(0, 40, (2, 90, 2)).astype(np.uint64) // 8
     keys = hash_texts([str(number) for number in range(90)])
     held_out = np.arange(90) % 7 == 3
-    same = match_duplicates(keys, images, images, texts, "text", held_out)
+    original, reason = match_duplicates(keys, images, images, texts, "text", held_out)
     kept: list[int] = []
     for number in (*np.flatnonzero(held_out), *np.flatnonzero(~held_out)):
         image = next((one for one in kept if (images[one] == images[number]).all()), -1)
         text = next((one for one in kept if (texts[one] == texts[number]).all()), -1) if image < 0 else -1
-        assert (same.same_content[number], same.same_text[number]) == (image, text)
+        assert (original[number], reason[number]) == (
+            max(image, text),
+            SAME_CONTENT if image >= 0 else SAME_TEXT if text >= 0 else 0,
+        )
         kept += [number] if image == text == -1 else []
     assert 5 < len(kept) < 25
 
@@ -546,12 +553,12 @@ def task_with(pack, item, job):
         return _pack_task(item, job)
 
 
-def dies_at_1(job, chunk, **options):
+def dies_at_1(job, chunk, sandbox):
     if chunk.index == 1:
         with Path(job.out, "deaths").open("a") as file:
             file.write("x")
         os.kill(os.getpid(), signal.SIGKILL)
-    return pack_chunk(job, chunk, **options)
+    return pack_chunk(job, chunk, sandbox)
 
 
 @pytest.mark.cluster
@@ -564,7 +571,7 @@ def test_chunk_that_keeps_killing_workers_is_named_and_others_are_kept(tmp_path,
     assert not list(out.glob("parts/*.attempt"))
 
 
-def has_a_bug(job, chunk, **_):
+def has_a_bug(job, chunk, sandbox):
     with Path(job.out, "calls").open("a") as file:
         file.write("x")
     return {}["absent"]

@@ -72,13 +72,16 @@ def test_interrupted_sample_leaves_no_set(small, tmp_path, monkeypatch):
     assert sample.draw(tmp_path).exists()
 
 
-def test_concurrent_sample_writers_are_accepted(jsonl, tmp_path):
-    (tmp_path / "drawn").mkdir()
-    sample._rename_unless_present(tmp_path / "drawn", jsonl.parent)
-    (tmp_path / "foreign").mkdir()
-    (tmp_path / "foreign" / "file").touch()
-    with pytest.raises(OSError):
-        sample._rename_unless_present(tmp_path / "drawn", tmp_path / "foreign")
+def test_concurrent_sample_writers_are_accepted(small, tmp_path, monkeypatch):
+    draw_all = sample._draw_all
+
+    def draw_after_another(folder, seed):
+        monkeypatch.setattr(sample, "_draw_all", draw_all)
+        sample.draw(tmp_path, seed)  # another process
+        draw_all(folder, seed)
+
+    monkeypatch.setattr(sample, "_draw_all", draw_after_another)
+    assert sample.draw(tmp_path).exists() and [path.name for path in tmp_path.iterdir()] == ["v1-seed0"]
 
 
 def test_test_combinations_are_not_in_train_but_their_parts_are():

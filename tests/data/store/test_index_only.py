@@ -7,7 +7,6 @@ import pytest
 
 from mmray.config import Inputs, Prepare
 from mmray.data.formats.rows import BadRow
-from mmray.data.prepare.pack import write_shard
 from mmray.data.store.manifest import MANIFEST, Manifest
 from mmray.data.store.prepared_set import PreparedSet, Row
 from mmray.data.stream.order import SamplePlan
@@ -18,6 +17,7 @@ from mmray.storage.storage import Storage
 from tests.data.formats import test_formats as formats
 from tests.data.formats.test_formats import COUNT, colour_image, prepared, text
 from tests.data.test_sources_remote import ALL
+from tests.made import write_shard
 
 in_process = formats.in_process
 TOKENIZER = train_tokenizer([text(number) for number in range(COUNT)], 60)

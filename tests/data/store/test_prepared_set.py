@@ -13,12 +13,13 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from mmray.data.prepare.pack import ShardWriter, write_shard
+from mmray.data.prepare.pack import open_shard
 from mmray.data.store import shards as open_shards
 from mmray.data.store.manifest import MANIFEST, TOKENIZER, Manifest, Shard, fingerprint, read_manifest
 from mmray.data.store.prepared_set import PreparedSet, Row, key_id
 from mmray.errors import DataError
 from mmray.storage.storage import Storage
+from tests.made import write_shard
 
 
 def make_rows(count, split=None, start=0):
@@ -231,7 +232,7 @@ def test_disk_error_is_not_reported_as_damage(tmp_path, monkeypatch):
 def test_unfinished_shard_leaves_no_file(tmp_path, request, kind):
     addresses = {"disk": lambda: str(tmp_path), "store": lambda: request.getfixturevalue("s3").address}
     storage = Storage(addresses.get(kind, lambda: "memory://unfinished")())
-    with pytest.raises(RuntimeError, match="killed"), ShardWriter(storage, "a.arrow") as shard:
+    with pytest.raises(RuntimeError, match="killed"), open_shard(storage, "a.arrow") as shard:
         for row in make_rows(20):
             shard.append(row)
         raise RuntimeError("killed")

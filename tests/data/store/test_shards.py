@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from mmray.config import Data
 from mmray.data.formats.rows import BadRow, ImageRef
 from mmray.data.images.read import read_image, read_images
-from mmray.data.prepare.pack import write_shard
 from mmray.data.store import cache as shard_cache
 from mmray.data.store.cache import ShardCache
 from mmray.data.store.manifest import MANIFEST, Manifest
@@ -28,6 +27,7 @@ from mmray.errors import UsageError
 from mmray.storage import storage
 from mmray.storage.storage import Storage, coalesce_ranges
 from tests.data.store.test_prepared_set import make_rows, make_set
+from tests.made import write_shard
 
 SPANS = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 60)).map(lambda s: (s[0], s[0] + s[1])), max_size=30)
 

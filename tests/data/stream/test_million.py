@@ -10,14 +10,13 @@ import numpy as np
 import psutil
 
 from mmray.config import Inputs
-from mmray.data.prepare.pack import write_shard
 from mmray.data.store.manifest import MANIFEST, Manifest, fingerprint
 from mmray.data.store.prepared_set import PreparedSet, key_id
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.storage.storage import Storage
-from tests.made import CAPTIONS, row
+from tests.made import CAPTIONS, row, write_shard
 
 ROWS, IN_SHARD = 1_000_000, 512  # default of prepare.rows_per_shard
 

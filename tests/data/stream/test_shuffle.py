@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from mmray.config import Data
-from mmray.data.prepare.pack import write_shard
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.shuffle import shuffle_block_and_window, with_local_cache
 from mmray.errors import UsageError
@@ -16,6 +15,7 @@ from mmray.train.resolve import resolve_run
 from tests import made
 from tests.data.store.test_prepared_set import make_rows, make_set
 from tests.data.store.test_shards import memory, put  # noqa: F401 - a fixture
+from tests.made import write_shard
 from tests.train.runs import Silent, config
 
 
