@@ -21,7 +21,8 @@ from mmray.data.images import boxes
 from mmray.data.images.decode import MAX_PIXELS, decode
 from mmray.data.images.sandbox import SandboxedDecoders
 from mmray.data.images.transform import transform
-from mmray.data.store.prepared_set import BATCH_ROWS, ROW_ERRORS, PreparedSet, Row, key_id
+from mmray.data.store.manifest import BATCH_ROWS
+from mmray.data.store.prepared_set import ROW_ERRORS, PreparedSet, Row, key_id
 from mmray.data.stream.collate import box_columns, label_columns
 from mmray.data.stream.reader import NO_LABEL, Block
 from mmray.data.text.chat import build_encoder

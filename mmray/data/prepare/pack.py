@@ -26,8 +26,8 @@ from mmray.data.images.decode import BadImage, decode, header_size, verify_image
 from mmray.data.images.read import file_stamp, quarantine_os_errors, read_image
 from mmray.data.images.sandbox import SandboxedDecoder
 from mmray.data.images.transform import reencode
-from mmray.data.store.manifest import PARTS, SHARDS, Shard
-from mmray.data.store.prepared_set import BATCH_ROWS, SCHEMA, Row
+from mmray.data.store.manifest import BATCH_ROWS, PARTS, SHARDS, Shard
+from mmray.data.store.prepared_set import SCHEMA, Row
 from mmray.data.store.shards import first_batch_offset
 from mmray.data.text.tokenizer import BadText, clean_caption
 from mmray.storage.storage import Storage

@@ -12,7 +12,7 @@ import os
 import uuid
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -76,24 +76,18 @@ class ShardCache:
     def _evict(self) -> None:
         """Delete the least recently used entries until the total is below the limit."""
         with self._file_lock("trim"):
-            entries = sorted(self._entries())
+            entries: list[tuple[int, int, str]] = []  # last use in ns, bytes, path; also partial files
+            for file in os.scandir(self.folder):
+                with suppress(FileNotFoundError):  # just renamed
+                    stat = file.stat()
+                    entries += [(stat.st_mtime_ns, stat.st_size, file.path)] if file.is_file() else []
             total = sum(size for _, size, _ in entries)
-            for _, size, path in entries:
+            for _, size, path in sorted(entries):
                 if total <= self.max_bytes:
                     break
                 Path(path).unlink(missing_ok=True)
                 total -= size
         self._uncounted = 0
-
-    def _entries(self) -> Iterator[tuple[int, int, str]]:
-        """Return (last use in ns, bytes, path) of each file, including partial ones of killed processes."""
-        for file in os.scandir(self.folder):
-            try:
-                stat = file.stat()
-            except FileNotFoundError:  # just renamed
-                continue
-            if file.is_file():
-                yield stat.st_mtime_ns, stat.st_size, file.path
 
     @contextmanager
     def _file_lock(self, name: str) -> Iterator[None]:

@@ -8,10 +8,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import orjson
 
 from mmray.errors import DataError
@@ -20,9 +18,9 @@ from mmray.storage.storage import Storage
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 QUARANTINE = "quarantine.jsonl"
-SHARDS = "shards"
-PARTS = "parts"
+SHARDS, PARTS = "shards", "parts"
 SCHEMA_VERSION = 3
+BATCH_ROWS = 8  # rows of a record batch: few enough to read one random row, enough to keep the index of a shard short
 
 
 @dataclass(frozen=True)
@@ -46,14 +44,9 @@ class Shard:
         return cls(**{**values, "dropped": tuple(values.get("dropped", ()))})
 
     @property
-    def offsets(self) -> np.ndarray:
-        """Byte offsets, int64 [record batches + 1]; record batch b is bytes offsets[b]..offsets[b + 1]."""
-        return _parse_offsets(self.batches)
-
-
-@lru_cache(maxsize=4096)
-def _parse_offsets(text: str) -> np.ndarray:
-    return np.array(text.split(), np.int64)
+    def offsets(self) -> list[int]:
+        """Byte offsets of the record batches; record batch b is bytes offsets[b]..offsets[b + 1]."""
+        return [int(offset) for offset in self.batches.split()]
 
 
 @dataclass(frozen=True)
@@ -73,7 +66,7 @@ class Manifest:
     shards: tuple[Shard, ...] = field(repr=False)
     schema_version: int = SCHEMA_VERSION
     num_same_text: int = 0  # rows whose captions occur in an earlier row; kept
-    leakage: dict[str, Any] = field(default_factory=dict)  # what was found in other sets and across splits, if asked
+    leakage: dict[str, Any] = field(default_factory=dict)  # summary of the contamination check
     box_names: dict[str, str] = field(default_factory=dict)  # names of box labels, if the source has them
     class_names: tuple[str, ...] = ()  # names of labels 0, 1, ..., if the source has them
     languages: dict[str, int] = field(default_factory=dict)  # rows by language; rows without one are not counted
@@ -109,6 +102,9 @@ def read_manifest(storage: Storage) -> Manifest | None:
             )
         del values["format"]
         values["shards"] = tuple(Shard.from_json(item) for item in values["shards"])
+        for shard in values["shards"]:  # only range reads need the offsets
+            if storage.local_path is None and shard.batches.count(" ") != -(-shard.num_rows // BATCH_ROWS):
+                raise ValueError(f"{shard.file} does not have the offsets of all record batches")
         return Manifest(**{**values, "class_names": tuple(values.get("class_names", ()))})
     except (ValueError, TypeError, KeyError) as error:
         raise DataError(

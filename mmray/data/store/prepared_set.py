@@ -1,17 +1,16 @@
 """Prepared sets: validated rows in Arrow IPC shards with random access by row number; and mixtures of several sets.
 
-A shard has the rows of one split in record batches of 8 rows: small enough to read one random row, large enough to keep
-the index of the shard short. The manifest alone defines the rows of a set and their order.
+A shard has the rows of one split. The manifest alone defines the rows of a set and their order.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,13 +18,12 @@ import pyarrow as pa
 from mmray.data.formats.rows import ImageRef, is_safe_path
 from mmray.data.images.read import read_images
 from mmray.data.store.cache import ShardCache
-from mmray.data.store.manifest import MANIFEST, PARTS, TOKENIZER, Manifest, Shard, fingerprint, read_manifest
+from mmray.data.store.manifest import BATCH_ROWS, MANIFEST, PARTS, TOKENIZER, Manifest, fingerprint, read_manifest
 from mmray.data.store.shards import BatchRequest, ShardReader
 from mmray.data.stream.order import MixtureComponent
 from mmray.errors import DataError
 from mmray.storage.storage import RangeReader, Storage
 
-BATCH_ROWS = 8
 ROW_ERRORS = (FileNotFoundError, ValueError)  # errors of a row; any other error is a storage failure
 SCHEMA = pa.schema(
     [
@@ -43,9 +41,6 @@ SCHEMA = pa.schema(
         ("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
     ]
 )
-
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -79,14 +74,6 @@ def key_id(key: str) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-class _Group(NamedTuple):
-    """Requested rows of one record batch: their indices in the result and their numbers in the batch."""
-
-    request: BatchRequest
-    indices: np.ndarray
-    inside: np.ndarray
-
-
 class PreparedSet:
     """The rows of a prepared set, or of one split of it, numbered from 0 in source order.
 
@@ -116,8 +103,10 @@ class PreparedSet:
         """
         storage = Storage(str(path))
         manifest = read_manifest(storage)
+        if manifest is None and storage.listdir(PARTS):
+            raise DataError(f"{path} is not complete: rerun the same `mmray prepare` command to finish it")
         if manifest is None:
-            raise DataError(_missing_manifest_message(storage))
+            raise DataError(f"{path} is not a prepared set (no {MANIFEST}): run `mmray prepare SOURCE {path}`")
         if storage.local_path is not None:  # only range reads need the offsets, and they are most of a pickled manifest
             manifest = replace(manifest, shards=tuple(replace(shard, batches="") for shard in manifest.shards))
         if split is None or not manifest.splits:
@@ -139,14 +128,9 @@ class PreparedSet:
     def num_bytes(self) -> int:
         return sum(shard.num_bytes for shard in self._shards)
 
-    @property
-    def splits(self) -> dict[str, int]:
-        """Number of rows of each split of the full set; empty if rows have no splits."""
-        return self.manifest.splits
-
-    def has_split(self, name: str | None = None) -> bool:
-        """Return whether the full set has this split, or without a name any splits."""
-        return bool(self.splits) if name is None else name in self.splits
+    def has_split(self, name: str) -> bool:
+        """Return whether the full set has this split."""
+        return name in self.manifest.splits
 
     @property
     def fingerprint(self) -> str:
@@ -169,8 +153,18 @@ class PreparedSet:
         Raises IndexError for a number outside the set. Raises OSError or ValueError with the shard name if a file is
         missing or damaged.
         """
-        found = self._map_batches(rows, lambda records, shard: [Row(**each) for each in _to_pylist(records, shard)])
-        return self._with_images(found)
+        out: list[Row] = self._read_batches(rows)
+        refs = [row.ref for row in out if row.ref]
+        for ref in refs:
+            if not is_safe_path(ref["file"]):  # an untrusted set must not refer to files outside its source
+                raise ValueError(f"{self.storage.address} refers to {ref['file']!r} outside its source folder")
+        if refs:
+            images = [ImageRef(ref["file"], **ref) for ref in refs]
+            found = iter(read_images(self.image_storage, images, self._image_reader))
+            for row in out:
+                if row.ref:
+                    row.image = next(found)
+        return out
 
     @property
     def image_storage(self) -> Storage:
@@ -181,50 +175,35 @@ class PreparedSet:
     def _image_reader(self) -> RangeReader:
         return RangeReader(self.image_storage)
 
-    def _with_images(self, rows: list[Row]) -> list[Row]:
-        """Read the images of index-only rows. Raises OSError or ValueError."""
-        refs = [row.ref for row in rows if row.ref]
-        for ref in refs:
-            if not is_safe_path(ref["file"]):  # an untrusted set must not refer to files outside its source
-                raise ValueError(f"{self.storage.address} refers to {ref['file']!r} outside its source folder")
-        if refs:
-            images = [ImageRef(ref["file"], **ref) for ref in refs]
-            found = iter(read_images(self.image_storage, images, self._image_reader))
-            for row in rows:
-                if row.ref:
-                    row.image = next(found)
-        return rows
-
     def keys(self, rows: np.ndarray | None = None) -> list[str]:
         """Return the keys of these rows, by default of all rows; does not read images."""
-        wanted = np.arange(self.num_rows) if rows is None else rows
-        return self._map_batches(wanted, lambda records, _: records.column("key").to_pylist(), ["key"])
+        return self._read_batches(np.arange(self.num_rows) if rows is None else rows, "key")
 
     def refs(self, rows: np.ndarray) -> list[dict[str, Any] | None]:
         """Return file, offset and length of the images of these rows; does not read images."""
-        return self._map_batches(rows, lambda records, _: records.column("ref").to_pylist(), ["ref"])
+        return self._read_batches(rows, "ref")
 
-    def _map_batches(
-        self, rows: np.ndarray, function: Callable[[pa.RecordBatch, Shard], list[T]], columns: list[str] | None = None
-    ) -> list[T]:
-        """Apply `function` to the records of these rows; return its values in the order of the rows."""
+    def _read_batches(self, rows: np.ndarray, column: str | None = None) -> list[Any]:
+        """Return these rows, or one column of them, in their order."""
         rows = np.asarray(rows, np.int64)
         out: list[Any] = [None] * len(rows)
-        groups = list(self._grouped(rows))
 
-        def fill(number: int, records: pa.RecordBatch) -> bool:
-            group = groups[number]
-            taken = (records.select(columns) if columns else records).take(pa.array(group.inside))
-            values = function(taken, group.request.shard)
-            for index, value in zip(group.indices, values, strict=True):
+        def fill(request: BatchRequest, records: pa.RecordBatch) -> bool:
+            taken = (records if column is None else records.select([column])).take(pa.array(request.inside))
+            try:
+                values = (taken if column is None else taken.column(0)).to_pylist()
+            except (UnicodeDecodeError, pa.ArrowException) as error:
+                raise ValueError(f"{request.shard.file}: {error}") from None
+            values = [Row(**each) for each in values] if column is None else values
+            for index, value in zip(request.indices, values, strict=True):
                 out[index] = value
             return not self._chunk or all(value.checksum_ok for value in values if isinstance(value, Row))
 
-        self._shard_reader.for_each_batch([group.request for group in groups], fill)
+        self._shard_reader.for_each_batch(list(self._requests(rows)), fill)
         return out
 
-    def _grouped(self, rows: np.ndarray) -> Iterator[_Group]:
-        """Group rows by their record batch, each record batch once."""
+    def _requests(self, rows: np.ndarray) -> Iterator[BatchRequest]:
+        """Group rows by their record batch."""
         if rows.size and (rows.min() < 0 or rows.max() >= self.num_rows):
             raise IndexError(f"rows {rows.min()}..{rows.max()} of a set of {self.num_rows}")
         shards = np.searchsorted(self._starts, rows, side="right") - 1
@@ -234,9 +213,9 @@ class PreparedSet:
             physical = self._physical(shard, within[indices])
             for batch in np.unique(physical // BATCH_ROWS).tolist():
                 here = physical // BATCH_ROWS == batch
-                keep = self._chunk_of(shard, int(rows[indices[here]].min())) if self._chunk else (batch, batch)
-                entry = self._shards[shard]
-                yield _Group(BatchRequest(entry, batch, *keep), indices[here], physical[here] % BATCH_ROWS)
+                first, last = self._chunk_of(shard, int(rows[indices[here]].min())) if self._chunk else (batch, batch)
+                inside = physical[here] % BATCH_ROWS
+                yield BatchRequest(self._shards[shard], batch, first, last, indices[here], inside)
 
     def _chunk_of(self, shard: int, row: int) -> tuple[int, int]:
         """Return the first and last record batch, within this shard, of the shuffle block of a row."""
@@ -252,19 +231,6 @@ class PreparedSet:
         return np.delete(np.arange(entry.num_rows), entry.dropped)[live] if entry.dropped else live
 
 
-def _to_pylist(records: pa.RecordBatch, shard: Shard) -> list[dict[str, Any]]:
-    try:
-        return list(records.to_pylist())
-    except (UnicodeDecodeError, pa.ArrowException) as error:
-        raise ValueError(f"{shard.file}: {error}") from None
-
-
-def _missing_manifest_message(storage: Storage) -> str:
-    if storage.listdir(PARTS):
-        return f"{storage.address} is not complete: rerun the same `mmray prepare` command to finish it"
-    return f"{storage.address} is not a prepared set (no {MANIFEST}): run `mmray prepare SOURCE {storage.address}`"
-
-
 class PreparedMixture:
     """Weighted prepared sets as one set: rows are numbered set by set; an epoch has round(weight x rows) rows of each.
 
@@ -273,7 +239,8 @@ class PreparedMixture:
 
     def __init__(self, sets: Sequence[PreparedSet], weights: Sequence[float]) -> None:
         self.sets, self.weights = tuple(sets), tuple(weights)
-        self.names = _names([each.storage.address for each in sets])
+        names = [PurePosixPath(each.storage.address.partition("?")[0]).name for each in sets]
+        self.names = [name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names)]
         self._starts = np.cumsum([0, *(each.num_rows for each in sets)])
 
     @property
@@ -316,9 +283,3 @@ class PreparedMixture:
             for index, row in zip(indices, self.sets[number].read(rows[indices] - self._starts[number]), strict=True):
                 out[index] = replace(row, key=f"{self.names[number]}/{row.key}")
         return out  # type: ignore[return-value]  # every row belongs to a set
-
-
-def _names(addresses: Sequence[str]) -> list[str]:
-    """Return the last part of each address; duplicates get a number."""
-    bases = [PurePosixPath(address.partition("?")[0]).name for address in addresses]
-    return [base if bases.count(base) == 1 else f"{base}-{number}" for number, base in enumerate(bases)]

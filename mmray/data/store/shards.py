@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from mmray.data.store.cache import ShardCache
@@ -23,8 +24,6 @@ from mmray.storage.storage import RangeReader, Storage, coalesce_ranges, paralle
 MAX_OPEN = 256  # memory-mapped shards; each uses a file descriptor
 MAGIC_BYTES = 8  # padded magic at the start of an Arrow IPC file
 
-Consumer = Callable[[int, pa.RecordBatch], bool]
-
 
 def first_batch_offset(schema: pa.Schema) -> int:
     """Return the byte offset of the first record batch in a file with this schema."""
@@ -32,12 +31,20 @@ def first_batch_offset(schema: pa.Schema) -> int:
 
 
 class BatchRequest(NamedTuple):
-    """A record batch of a shard, and the first and last record batch of the block to cache it with."""
+    """Rows of one record batch: their indices in the result, and their numbers in the batch.
+
+    `first` and `last` are the record batches of the block to cache it with.
+    """
 
     shard: Shard
     batch: int
     first: int
     last: int
+    indices: np.ndarray
+    inside: np.ndarray
+
+
+Consumer = Callable[[BatchRequest, pa.RecordBatch], bool]
 
 
 class ShardReader:
@@ -52,7 +59,7 @@ class ShardReader:
         return ShardReader, (self._storage, self._schema, self._cache)
 
     def for_each_batch(self, requests: Sequence[BatchRequest], consume: Consumer) -> None:
-        """Call `consume` with the index of each request and its record batch; on a store from several threads.
+        """Call `consume` with each request and its record batch; on a store from several threads.
 
         `consume` returns whether the rows match their checksums. If rows from the cache do not, the entry is fetched
         again and `consume` is called once more.
@@ -60,47 +67,36 @@ class ShardReader:
         Raises OSError, or ValueError with the file name if a shard is damaged.
         """
         if self._storage.local_path is not None:
-            for index, request in enumerate(requests):
-                consume(index, self._read_mapped(request.shard.file, request.batch))
+            for request in requests:
+                consume(request, self._read_mapped(request.shard.file, request.batch))
             return
         fetches = list(self._plan(requests))
         if self._cache is not None:  # so that actors that start a window together fetch different parts of it
             random.shuffle(fetches)
-        parallel_map(lambda fetch: self._fetch(*fetch, requests, consume), fetches)
+        parallel_map(lambda fetch: self._fetch(*fetch, consume), fetches)
 
-    def _plan(self, requests: Sequence[BatchRequest]) -> Iterator[tuple[Shard, int, int, list[int]]]:
-        """Yield shard, byte range and request indices of each fetch."""
-        by_shard: dict[str, list[int]] = {}
-        for index, request in enumerate(requests):
-            by_shard.setdefault(request.shard.file, []).append(index)
-        for indices in by_shard.values():
-            shard = requests[indices[0]].shard
-            offsets = shard.offsets.tolist()
-            if self._cache is None:
-                spans = [(offsets[requests[i].batch], offsets[requests[i].batch + 1]) for i in indices]
-                for start, stop, inside in coalesce_ranges(spans):
-                    yield shard, start, stop, [indices[i] for i in inside]
+    def _plan(self, requests: Sequence[BatchRequest]) -> Iterator[tuple[int, int, list[BatchRequest]]]:
+        """Yield byte range and requests of each fetch; a fetch is of one shard."""
+        groups: dict[tuple[Any, ...], list[BatchRequest]] = {}
+        for request in requests:
+            block = (request.first, request.last) if self._cache is not None else ()
+            groups.setdefault((request.shard.file, *block), []).append(request)
+        for group in groups.values():
+            offsets = group[0].shard.offsets
+            if self._cache is not None:
+                yield offsets[group[0].first], offsets[group[0].last + 1], group
                 continue
-            blocks: dict[tuple[int, int], list[int]] = {}
-            for index in indices:
-                blocks.setdefault((requests[index].first, requests[index].last), []).append(index)
-            for (first, last), inside in blocks.items():
-                yield shard, offsets[first], offsets[last + 1], inside
+            spans = [(offsets[request.batch], offsets[request.batch + 1]) for request in group]
+            for start, stop, inside in coalesce_ranges(spans):
+                yield start, stop, [group[index] for index in inside]
 
-    def _fetch(
-        self,
-        shard: Shard,
-        start: int,
-        stop: int,
-        indices: list[int],
-        requests: Sequence[BatchRequest],
-        consume: Consumer,
-    ) -> None:
+    def _fetch(self, start: int, stop: int, requests: list[BatchRequest], consume: Consumer) -> None:
+        shard = requests[0].shard
         read = partial(self._ranges.read, shard.file, start, stop)
 
         def decode(data: bytes | pa.Buffer) -> bool:
-            results = [consume(i, self._decode(shard, requests[i].batch, data, start)) for i in indices]
-            return all(results)
+            intact = [consume(request, self._decode(shard, request.batch, data, start)) for request in requests]
+            return all(intact)
 
         if self._cache is None:
             decode(read())
@@ -117,7 +113,7 @@ class ShardReader:
 
     def _decode(self, shard: Shard, batch: int, data: bytes | pa.Buffer, start: int) -> pa.RecordBatch:
         """Return a record batch of a shard from the bytes read at `start`, without a copy."""
-        first, last = (int(offset) - start for offset in shard.offsets[batch : batch + 2])
+        first, last = (offset - start for offset in shard.offsets[batch : batch + 2])
         try:
             records = pa.ipc.read_record_batch(pa.ipc.read_message(pa.py_buffer(data)[first:last]), self._schema)
             records.validate(full=True)  # damaged offsets would crash the process later

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmray.data.store.cache import ShardCache
-from mmray.data.store.prepared_set import BATCH_ROWS, ROW_ERRORS, PreparedSet
+from mmray.data.store.manifest import BATCH_ROWS
+from mmray.data.store.prepared_set import ROW_ERRORS, PreparedSet
 from mmray.errors import UsageError
 
 if TYPE_CHECKING:

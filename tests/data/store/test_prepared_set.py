@@ -86,13 +86,12 @@ def test_each_split_has_its_rows(tmp_path):
     train, test = make_rows(12, "train"), make_rows(5, "test", start=12)
     path = make_set(tmp_path, [(train[:6], "train", ()), (test, "test", (0,)), (train[6:], "train", ())])
     whole = PreparedSet.open(path)
-    assert (whole.num_rows, whole.splits) == (16, {"train": 12, "test": 4})
-    assert whole.has_split()
+    assert (whole.num_rows, whole.manifest.splits) == (16, {"train": 12, "test": 4})
     assert whole.has_split("test")
     assert not whole.has_split("val")
     assert PreparedSet.open(path, "train").read(np.arange(12)) == train
     assert PreparedSet.open(path, "test").read(np.arange(4)) == test[1:]
-    assert PreparedSet.open(path, "test").splits == whole.splits
+    assert PreparedSet.open(path, "test").manifest == whole.manifest
     assert len({PreparedSet.open(path, split).fingerprint for split in (None, "train", "test")}) == 3
     with pytest.raises(DataError, match=r"no split `val`; it has train \(12 rows\), test \(4 rows\)"):
         PreparedSet.open(path, "val")
@@ -101,7 +100,6 @@ def test_each_split_has_its_rows(tmp_path):
 def test_any_split_of_a_set_without_splits_is_all_rows(tmp_path):
     prepared = PreparedSet.open(make_set(tmp_path, [(make_rows(7), None, ())]), "train2017")
     assert prepared.num_rows == 7
-    assert not prepared.has_split()
     assert not prepared.has_split("train2017")
 
 

@@ -23,7 +23,7 @@ from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row
 from mmray.data.stream import shuffle
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.shuffle import shuffle_block_and_window
-from mmray.errors import UsageError
+from mmray.errors import DataError, UsageError
 from mmray.storage import storage
 from mmray.storage.storage import Storage, coalesce_ranges
 from tests.data.store.test_prepared_set import make_rows, make_set
@@ -129,6 +129,15 @@ def test_damage_on_a_store_is_detected_and_never_crashes(memory):
     there.storage.write(shard.file, good[: len(good) // 2])
     with pytest.raises(ValueError, match=r"shards/0\.arrow ends at byte"):
         PreparedSet.open(there.storage.address).read(np.array([17]))
+
+
+def test_manifest_without_all_record_batches_is_damaged(memory):
+    there = put(memory, [(make_rows(18), None, ())])
+    text = there.storage.read(MANIFEST).decode()
+    last = there.manifest.shards[0].batches.rpartition(" ")[2]
+    there.storage.write(MANIFEST, text.replace(f" {last}", "").encode())
+    with pytest.raises(DataError, match=r"manifest\.json is damaged .*shards/0\.arrow"):
+        PreparedSet.open(there.storage.address)
 
 
 BLOCK_ROWS = 128
