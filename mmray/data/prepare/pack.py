@@ -27,8 +27,7 @@ from mmray.data.images.read import file_stamp, quarantine_os_errors, read_image
 from mmray.data.images.sandbox import SandboxedDecoder
 from mmray.data.images.transform import reencode
 from mmray.data.store.manifest import BATCH_ROWS, PARTS, SHARDS, Shard
-from mmray.data.store.prepared_set import SCHEMA, Row
-from mmray.data.store.shards import first_batch_offset
+from mmray.data.store.prepared_set import MAGIC_BYTES, SCHEMA, Row
 from mmray.data.text.tokenizer import BadText, clean_caption
 from mmray.storage.storage import Storage
 
@@ -48,7 +47,7 @@ class ShardWriter:
         self._storage, self._name, self._split, self._stream, self._writer = storage, name, split, stream, writer
         self._digest, self._num_rows = hashlib.sha256(), 0
         self._batch: list[Row] = []
-        self._offsets = [first_batch_offset(SCHEMA)]
+        self._offsets = [MAGIC_BYTES + len(SCHEMA.serialize())]
 
     def append(self, row: Row) -> None:
         self._batch.append(row)

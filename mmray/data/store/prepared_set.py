@@ -1,16 +1,20 @@
 """Prepared sets: validated rows in Arrow IPC shards with random access by row number; and mixtures of several sets.
 
-A shard has the rows of one split. The manifest alone defines the rows of a set and their order.
+The manifest defines the rows of a set, their order, and the byte offsets of the record batches of each shard, so an
+object store needs no request for an index. Shards on a local disk are memory-mapped.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import random
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -18,12 +22,22 @@ import pyarrow as pa
 from mmray.data.formats.rows import ImageRef, is_safe_path
 from mmray.data.images.read import read_images
 from mmray.data.store.cache import ShardCache
-from mmray.data.store.manifest import BATCH_ROWS, MANIFEST, PARTS, TOKENIZER, Manifest, fingerprint, read_manifest
-from mmray.data.store.shards import BatchRequest, ShardReader
+from mmray.data.store.manifest import (
+    BATCH_ROWS,
+    MANIFEST,
+    PARTS,
+    TOKENIZER,
+    Manifest,
+    Shard,
+    fingerprint,
+    read_manifest,
+)
 from mmray.data.stream.order import MixtureComponent
 from mmray.errors import DataError
-from mmray.storage.storage import RangeReader, Storage
+from mmray.storage.storage import RangeReader, Storage, coalesce_ranges, parallel_map
 
+MAX_OPEN = 256  # memory-mapped shards; each uses a file descriptor
+MAGIC_BYTES = 8  # padded magic at the start of an Arrow IPC file
 ROW_ERRORS = (FileNotFoundError, ValueError)  # errors of a row; any other error is a storage failure
 SCHEMA = pa.schema(
     [
@@ -74,6 +88,130 @@ def key_id(key: str) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little", signed=True)
 
 
+class BatchRequest(NamedTuple):
+    """Rows of one record batch: their indices in the result, and their numbers in the batch.
+
+    `first` and `last` are the record batches of the block to cache it with.
+    """
+
+    shard: Shard
+    batch: int
+    first: int
+    last: int
+    indices: np.ndarray
+    inside: np.ndarray
+
+
+Consumer = Callable[[BatchRequest, pa.RecordBatch], bool]
+
+
+class ShardReader:
+    """Reads record batches of the shards in a storage; safe for threads, cheap to pickle.
+
+    On an object store, nearby batches share a request. With a cache, complete shuffle blocks are fetched once and kept
+    on the local disk.
+    """
+
+    def __init__(self, storage: Storage, cache: ShardCache | None = None) -> None:
+        self._storage, self._cache = storage, cache
+        self._ranges, self._lock = RangeReader(storage), threading.Lock()
+        self._mapped: OrderedDict[str, tuple[threading.Lock, pa.RecordBatchFileReader]] = OrderedDict()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardReader, (self._storage, self._cache)
+
+    def for_each_batch(self, requests: Sequence[BatchRequest], consume: Consumer) -> None:
+        """Call `consume` with each request and its record batch; on a store from several threads.
+
+        `consume` returns whether the rows match their checksums. If rows from the cache do not, the entry is fetched
+        again and `consume` is called once more.
+
+        Raises OSError, or ValueError with the file name if a shard is damaged.
+        """
+        if self._storage.local_path is not None:
+            for request in requests:
+                consume(request, self._read_mapped(request.shard.file, request.batch))
+            return
+        fetches = list(self._plan(requests))
+        if self._cache is not None:  # so that actors that start a window together fetch different parts of it
+            random.shuffle(fetches)
+        parallel_map(lambda fetch: self._fetch(*fetch, consume), fetches)
+
+    def _plan(self, requests: Sequence[BatchRequest]) -> Iterator[tuple[int, int, list[BatchRequest]]]:
+        """Yield byte range and requests of each fetch; a fetch is of one shard."""
+        groups: dict[tuple[Any, ...], list[BatchRequest]] = {}
+        for request in requests:
+            block = (request.first, request.last) if self._cache is not None else ()
+            groups.setdefault((request.shard.file, *block), []).append(request)
+        for group in groups.values():
+            offsets = group[0].shard.offsets
+            if self._cache is not None:
+                yield offsets[group[0].first], offsets[group[0].last + 1], group
+                continue
+            spans = [(offsets[request.batch], offsets[request.batch + 1]) for request in group]
+            for start, stop, inside in coalesce_ranges(spans):
+                yield start, stop, [group[index] for index in inside]
+
+    def _fetch(self, start: int, stop: int, requests: list[BatchRequest], consume: Consumer) -> None:
+        shard = requests[0].shard
+        read = partial(self._ranges.read, shard.file, start, stop)
+
+        def decode(data: bytes | pa.Buffer) -> bool:
+            intact = [consume(request, self._decode(shard, request.batch, data, start)) for request in requests]
+            return all(intact)
+
+        if self._cache is None:
+            decode(read())
+            return
+        key = f"{self._storage.address}/{shard.file} {shard.sha256} {shard.num_bytes} {start} {stop}"
+        entry = hashlib.sha256(key.encode()).hexdigest()[:32]
+        try:
+            is_intact = decode(self._cache.get(entry, stop - start, read))
+        except ValueError:
+            is_intact = False
+        if not is_intact:  # damaged in the cache or in the store; the caller gets the bytes of the store
+            self._cache.invalidate(entry)
+            decode(self._cache.get(entry, stop - start, read))
+
+    def _decode(self, shard: Shard, batch: int, data: bytes | pa.Buffer, start: int) -> pa.RecordBatch:
+        """Return a record batch of a shard from the bytes read at `start`, without a copy."""
+        first, last = (offset - start for offset in shard.offsets[batch : batch + 2])
+        try:
+            records = pa.ipc.read_record_batch(pa.ipc.read_message(pa.py_buffer(data)[first:last]), SCHEMA)
+            records.validate(full=True)  # damaged offsets would crash the process later
+            return records
+        except (OSError, EOFError, pa.ArrowException) as error:
+            raise self._damaged(shard.file, batch, error) from None
+
+    def _read_mapped(self, file: str, batch: int) -> pa.RecordBatch:
+        """Return a record batch of a local shard, without a copy."""
+        try:
+            lock, reader = self._open_mapped(file)
+            with lock:
+                records = reader.get_batch(batch)
+            records.validate(full=True)  # damaged offsets would crash the process later
+            return records
+        except (OSError, pa.ArrowException) as error:
+            if isinstance(error, OSError) and error.errno:  # Arrow's own OSError for a short file has no errno
+                raise
+            raise self._damaged(file, batch, error) from None
+
+    def _open_mapped(self, file: str) -> tuple[threading.Lock, pa.RecordBatchFileReader]:
+        with self._lock:
+            if file not in self._mapped:
+                reader = pa.ipc.open_file(self._storage.open(file, mapped=True))
+                if not reader.schema.equals(SCHEMA):
+                    raise pa.ArrowInvalid("its columns are not those of a shard")
+                self._mapped[file] = (threading.Lock(), reader)
+                if len(self._mapped) > MAX_OPEN:
+                    self._mapped.popitem(last=False)
+            self._mapped.move_to_end(file)
+            return self._mapped[file]
+
+    def _damaged(self, file: str, batch: int, error: BaseException) -> ValueError:
+        return ValueError(f"{self._storage.address}/{file}, record batch {batch}: {error}")
+
+
 class PreparedSet:
     """The rows of a prepared set, or of one split of it, numbered from 0 in source order.
 
@@ -92,7 +230,7 @@ class PreparedSet:
         self.storage, self.manifest, self.split = storage, manifest, split
         self._shards = [shard for shard in manifest.shards if split is None or shard.split == split]
         self._starts = np.concatenate([[0], np.cumsum([shard.num_live for shard in self._shards])]).astype(np.int64)
-        self._shard_reader = ShardReader(storage, SCHEMA, cache)
+        self._shard_reader = ShardReader(storage, cache)
         self._chunk = chunk if cache is not None and storage.local_path is None else 0
 
     @classmethod

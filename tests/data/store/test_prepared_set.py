@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mmray.data.prepare.pack import open_shard
-from mmray.data.store import shards as open_shards
+from mmray.data.store import prepared_set
 from mmray.data.store.manifest import MANIFEST, TOKENIZER, Manifest, Shard, fingerprint, read_manifest
 from mmray.data.store.prepared_set import PreparedSet, Row, key_id
 from mmray.errors import DataError
@@ -135,7 +135,7 @@ def test_pickled_set_keeps_the_rows_it_was_opened_with(tmp_path):
 
 
 def test_threads_share_a_set_with_more_shards_than_open_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(open_shards, "MAX_OPEN", 2)
+    monkeypatch.setattr(prepared_set, "MAX_OPEN", 2)
     rows = make_rows(40)
     prepared = PreparedSet.open(make_set(tmp_path, [(rows[start : start + 4], None, ()) for start in range(0, 40, 4)]))
     orders = [np.random.default_rng(seed).permutation(40) for seed in range(16)]
