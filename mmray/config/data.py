@@ -49,9 +49,7 @@ def _weight(text: str | None) -> float | None:
     return weight if 0 < weight < math.inf else None
 
 
-SourceFormat = Literal[
-    "auto", "jsonl", "csv", "tsv", "parquet", "webdataset", "coco", "folders", "pairs", "lists", "saved"
-]
+SourceFormat = Literal["auto", "jsonl", "csv", "tsv", "parquet", "webdataset", "coco", "folders", "pairs", "saved"]
 COLUMNS = (
     *("id", "image", "images", "text", "texts", "label", "split", "language", "boxes", "box_labels", "messages"),
 )

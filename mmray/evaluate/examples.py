@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmray.data.images.decode import decode
-from mmray.data.images.thumbnail import thumbnail
+from mmray.data.images.transform import thumbnail
 from mmray.data.store.prepared_set import PreparedSet, Row
 from mmray.evaluate.embeddings import EmbeddingSet
 from mmray.evaluate.retrieval import top_k

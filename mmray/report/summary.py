@@ -20,7 +20,6 @@ from mmray.data.formats.rows import BadRow, parse_row
 from mmray.data.formats.source import Source, SourceChanged
 from mmray.data.images.read import read_image
 from mmray.data.images.sandbox import SandboxedDecoder
-from mmray.data.images.thumbnail import encoded_thumbnail
 from mmray.data.prepare.contamination import LEAKS, MAX_EXAMPLES
 from mmray.data.store.manifest import MANIFEST, QUARANTINE
 from mmray.errors import MmrayError, UsageError
@@ -261,7 +260,7 @@ def _load_images(rows: list[QuarantinedRow], source: Source, storage: Storage) -
                         data = read_image(storage, parse_row(item.values, item.origin).image)
                     except (OSError, ValueError):  # includes BadRow: unreadable images are often quarantined
                         continue
-                    row.picture = encoded_thumbnail(data, sandbox)
+                    row.picture = sandbox.thumbnail(data)
                 if not wanted or time.monotonic() > until:
                     return
     except (OSError, ValueError, SourceChanged, MmrayError):

@@ -17,7 +17,7 @@ import mmray
 from mmray.config import Chat, ChatInputs, ClipImage, Decoder, Generative
 from mmray.data.images.transform import resize_to_square
 from mmray.data.stream.collate import IGNORE_INDEX, label_columns
-from mmray.data.text.chat import ChatEncoder, add_special_tokens
+from mmray.data.text.chat import ChatEncoder, extend_tokenizer
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import UsageError
 from mmray.models.build import build
@@ -28,7 +28,7 @@ from tests.engine.test_step import INVALID, ROWS, micro_of, take
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = ["a red circle", "a blue square on a green ground", "what is this?", "user: assistant: describe the image."]
 CHAT = Chat(question="what is this?")
-TOKENIZER = add_special_tokens(train_tokenizer(TEXTS, 90), CHAT)
+TOKENIZER = extend_tokenizer(train_tokenizer(TEXTS, 90), ChatInputs(chat=CHAT))
 ENCODER = ChatEncoder(TOKENIZER, CHAT, 40)
 INPUTS = ChatInputs(image_side=32, max_tokens=40, fit="squash", mean=(0.5, 0.4, 0.3), std=(0.25, 0.2, 0.1), chat=CHAT)
 SPEC = Generative(

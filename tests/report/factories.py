@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from mmray.config import recipes, to_yaml
-from mmray.data.images.thumbnail import thumbnail
+from mmray.data.images.transform import thumbnail
 
 WAYS = ("image_to_text", "text_to_image")
 

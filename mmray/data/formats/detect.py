@@ -9,18 +9,17 @@ from pathlib import PurePosixPath
 
 import orjson
 
-from mmray.data.formats import coco, image_folder
-from mmray.data.formats.csv import CsvSource, TsvSource
-from mmray.data.formats.image_folder import ListingSource, class_rows, is_image, list_rows, pair_rows
-from mmray.data.formats.jsonl import JsonlSource
+from mmray.data.formats import listing
+from mmray.data.formats.listing import ListingSource, class_rows, coco_rows, is_image, pair_rows
 from mmray.data.formats.parquet import HFSavedSource, ParquetSource
 from mmray.data.formats.rows import is_valid_name
 from mmray.data.formats.source import Source, read_head
+from mmray.data.formats.text_lines import CsvSource, JsonlSource, TsvSource
 from mmray.data.formats.webdataset import WebDatasetSource
 from mmray.errors import DataError, UsageError
 from mmray.storage.storage import Storage
 
-_FILE_FORMATS: dict[str, Callable[[Storage, str, dict[str, str]], Source]] = {
+_SOURCES: dict[str, Callable[[Storage, str, dict[str, str]], Source]] = {
     "jsonl": JsonlSource, "csv": CsvSource, "tsv": TsvSource, "parquet": ParquetSource, "webdataset": WebDatasetSource,
     "saved": HFSavedSource,
 }  # fmt: skip
@@ -28,8 +27,6 @@ _SUFFIXES = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".tar": "webdataset",
     ".json": "coco",
 }  # fmt: skip
-
-_LINE_BYTES = 64 << 10  # of the first line of a file, to distinguish rows from a document
 
 
 @dataclass(frozen=True)
@@ -50,116 +47,89 @@ def detect_source(address: str, forced: str = "auto") -> SourceSpec:
     if not is_valid_name(address):
         raise UsageError(f"{address!r} is not plain UTF-8: rename the file")
     place, name = Storage.split(address.rstrip("/") if len(address) > 1 else address)
-    whole = Storage(address)
-    is_folder = whole.is_dir()
-    if "," in name and forced in ("auto", "lists", "coco") and not is_folder and place.size(name) is None:
-        return _multi_file_source(place, name, forced)
-    if is_folder:
-        kind = forced if forced != "auto" else _detect_folder_format(whole)
-        if kind in ("jsonl", "csv", "tsv", "coco", "lists"):
+    folder = Storage(address)
+    if folder.is_dir():
+        kind = forced if forced != "auto" else _detect_folder_format(folder)
+        if kind in ("jsonl", "csv", "tsv", "coco"):
             raise UsageError(f"{address} is a folder, and {kind} is a file: give the path of the file")
-        return SourceSpec(kind, whole.address, "")
-    found = _detect_file_format(place, name)
-    kind = found if forced == "auto" else forced
+        return SourceSpec(kind, folder.address, "")
+    names = [name]
+    if "," in name and forced in ("auto", "coco") and place.size(name) is None:
+        names, forced = name.split(","), "coco"
+    detected = [_detect_file_format(place, each) for each in names]
+    kind = detected[0] if forced == "auto" else forced
     if kind in ("saved", "folders", "pairs"):
         raise UsageError(f"{address} is a file, and {kind} is a folder: give the path of the folder")
-    if kind == "lists":
-        raise UsageError(f"{address}: two parallel lists are given as images.txt,captions.txt (one folder, a comma)")
-    return _coco(place, name) if kind == "coco" else SourceSpec(kind, place.address, name)
+    if kind == "coco" and PurePosixPath(place.address).name == "annotations":  # COCO has its images next to this folder
+        place, annotations = Storage.split(place.address)
+        name = f"{annotations}/{name}"
+    return SourceSpec(kind, place.address, name)
 
 
-def open_source(chosen: SourceSpec, out: Storage, columns: dict[str, str], template: str) -> Source:
+def open_source(spec: SourceSpec, out: Storage, columns: dict[str, str], template: str) -> Source:
     """Open the source without reading it. `out` is the folder of the prepared set, which stores listings."""
-    place, name = Storage(chosen.address), chosen.name
-    if chosen.format in _FILE_FORMATS:
-        return _FILE_FORMATS[chosen.format](place, name, columns)
-    if chosen.format == "lists":
-        images, _, captions = name.partition(",")
-        return ListingSource(place, out, columns, "two parallel lists", partial(list_rows, place, images, captions))
-    if chosen.format == "folders":
-        return ListingSource(place, out, columns, "a folder for each class", partial(class_rows, place, template))
-    if chosen.format == "pairs":
-        return ListingSource(place, out, columns, "image and text pairs", partial(pair_rows, place))
-    return ListingSource(place, out, columns, "COCO", partial(coco.coco_rows, place, name, template))
+    place = Storage(spec.address)
+    if spec.format in _SOURCES:
+        return _SOURCES[spec.format](place, spec.name, columns)
+    title, rows = {
+        "folders": ("a folder for each class", partial(class_rows, place, template)),
+        "pairs": ("image and text pairs", partial(pair_rows, place)),
+        "coco": ("COCO", partial(coco_rows, place, spec.name, template)),
+    }[spec.format]
+    return ListingSource(place, out, columns, title, rows)
 
 
-def label_names(chosen: SourceSpec) -> dict[str, str]:
+def label_names(spec: SourceSpec) -> dict[str, str]:
     """Return the names of the box labels; empty if the format has none."""
-    return coco.label_names(Storage(chosen.address), chosen.name) if chosen.format == "coco" else {}
+    return listing.label_names(Storage(spec.address), spec.name) if spec.format == "coco" else {}
 
 
-def class_names(chosen: SourceSpec) -> tuple[str, ...]:
+def class_names(spec: SourceSpec) -> tuple[str, ...]:
     """Return the names of the labels 0, 1, ...; empty if the format has none."""
-    return image_folder.class_names(Storage(chosen.address)) if chosen.format == "folders" else ()
+    return listing.class_names(Storage(spec.address)) if spec.format == "folders" else ()
 
 
-def companion_file(chosen: SourceSpec) -> str | None:
+def companion_file(spec: SourceSpec) -> str | None:
     """Return the name of a file next to the source that describes the same images but is not read."""
-    return coco.companion_file(Storage(chosen.address), chosen.name) if chosen.format == "coco" else None
-
-
-def _multi_file_source(place: Storage, name: str, forced: str) -> SourceSpec:
-    """Combine files of one folder into one source: COCO documents, or a list of images and a list of captions."""
-    names = name.split(",")
-    if forced == "lists" or (forced == "auto" and not all(each.lower().endswith(".json") for each in names)):
-        return SourceSpec("lists", place.address, name)
-    for each in names:
-        read_head(place, each)
-    return _coco(place, name)
-
-
-def _coco(place: Storage, name: str) -> SourceSpec:
-    if PurePosixPath(place.address).name == "annotations":  # COCO has its images next to this folder
-        place, folder = Storage.split(place.address)
-        name = f"{folder}/{name}"
-    return SourceSpec("coco", place.address, name)
+    return listing.companion_file(Storage(spec.address), spec.name) if spec.format == "coco" else None
 
 
 def _detect_file_format(place: Storage, name: str) -> str:
     """Detect the format by magic number, otherwise by suffix; the default is JSON lines."""
-    head = read_head(place, name, 512)
+    head = read_head(place, name, 64 << 10)
     if head.startswith(b"PAR1"):
         return "parquet"
     if head[257:262] == b"ustar":
         return "webdataset"
     kind = _SUFFIXES.get(PurePosixPath(name).suffix.lower(), "jsonl")
-    return "jsonl" if kind == "coco" and _holds_rows(read_head(place, name, _LINE_BYTES)) else kind
-
-
-def _holds_rows(head: bytes) -> bool:
-    """Return whether JSON that starts with these bytes holds rows (lines or an array) and not a COCO document."""
-    if head.lstrip().startswith(b"["):
-        return True
-    try:
-        first = orjson.loads(head.lstrip().partition(b"\n")[0])
+    if kind != "coco":
+        return kind
+    text = head.lstrip()
+    try:  # a JSON file may hold rows (lines or an array)
+        first = orjson.loads(text.partition(b"\n")[0])
     except ValueError:  # a document over several lines, or a truncated line
-        return False
-    return isinstance(first, dict) and not {"images", "annotations"} <= first.keys()
+        return "jsonl" if text.startswith(b"[") else "coco"
+    return "coco" if isinstance(first, dict) and {"images", "annotations"} <= first.keys() else "jsonl"
 
 
 def _detect_folder_format(place: Storage) -> str:
     names = place.list_files()
-    bases = {name.rpartition("/")[2] for name in names}
     suffixes = {PurePosixPath(name).suffix.lower() for name in names}
-    if "state.json" in bases and ".arrow" in suffixes:
+    if ".arrow" in suffixes and any(name.rpartition("/")[2] == "state.json" for name in names):
         return "saved"
     if ".tar" in suffixes:  # img2dataset writes a .parquet next to each tar
         return "webdataset"
     images = [name for name in names if is_image(name)]
-    paired = bool(images) and bool({str(PurePosixPath(name).with_suffix(".txt")) for name in images} & set(names))
-    if ".parquet" in suffixes and not (paired and _is_img2dataset_layout(names, images)):
-        return "parquet"
+    paired = not {str(PurePosixPath(name).with_suffix(".txt")) for name in images}.isdisjoint(names)
+    if ".parquet" in suffixes:  # img2dataset writes FOLDER.parquet next to each FOLDER of pairs
+        is_img2dataset = {f"{PurePosixPath(name).parent}.parquet" for name in images} <= set(names)
+        return "pairs" if paired and is_img2dataset else "parquet"
     if paired:
         return "pairs"
-    if images and any("/" in name for name in images):
+    if any("/" in name for name in images):
         return "folders"
-    lines = [name for name in names if "/" not in name and PurePosixPath(name).suffix.lower() in _SUFFIXES]
-    named = f": give the path of one of its files ({', '.join(lines[:5])})" if lines else ""
+    files = [name for name in names if "/" not in name and PurePosixPath(name).suffix.lower() in _SUFFIXES]
+    hint = f": give the path of one of its files ({', '.join(files[:5])})" if files else ""
     raise DataError(
-        f"{place.address} holds no source that is known{named or ' (no tars, no Parquet, no folders of images)'}"
+        f"{place.address} holds no source that is known{hint or ' (no tars, no Parquet, no folders of images)'}"
     )
-
-
-def _is_img2dataset_layout(names: list[str], images: list[str]) -> bool:
-    """Return whether the Parquet files are img2dataset metadata: FOLDER.parquet next to each image folder FOLDER."""
-    return {f"{PurePosixPath(name).parent}.parquet" for name in images} <= set(names)

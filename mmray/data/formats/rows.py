@@ -9,6 +9,16 @@ from typing import Any
 
 from mmray.storage.address import is_url, redact_url, rejection_reason
 
+COLUMNS = (
+    "id", "key", "image_path", "image", "images", "text", "texts", "label", "split", "language", "boxes", "box_labels",
+    "messages",
+)  # fmt: skip
+MAX_MESSAGE_BYTES = 64 * 1024  # of one message; captions have the same limit
+_ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
+_IMAGE = "<image>"  # common image placeholder in datasets; the chat settings of the model define the actual position
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
 
 class BadRow(ValueError):
     """A row to quarantine: stage, reason (a short word) and detail (a sentence)."""
@@ -16,82 +26,6 @@ class BadRow(ValueError):
     def __init__(self, stage: str, reason: str, detail: str, key: str | None = None) -> None:
         super().__init__(f"{stage} {reason}: {detail}")
         self.stage, self.reason, self.detail, self.key = stage, reason, detail, key
-
-
-MAX_MESSAGE_BYTES = 64 * 1024  # of one message; captions have the same limit
-_ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
-_IMAGE = "<image>"  # common image placeholder in datasets; the chat settings of the model define the actual position
-
-
-def parse_messages(value: Any) -> tuple[dict[str, str], ...]:
-    """Parse the messages {role, content} of a row; roles are system (first only), user, assistant. Raises BadRow.
-
-    Accepts {role, content}, where content is a string or a list of parts of type `text` and `image`, and LLaVA's {from:
-    human | gpt, value}. `<image>` is removed from the text.
-    """
-    if not isinstance(value, list) or not value:
-        raise _invalid_messages(f"must be a list of {{role, content}}, is {str(value)[:80]!r}")
-    messages = tuple(_parse_message(item) for item in value)
-    if (images := sum(_parse_content(_content_of(item)).count(_IMAGE) for item in value)) > 1:
-        raise _invalid_messages(f"the conversation has {images} images, models take one")
-    if any(message["role"] == "system" for message in messages[1:]):
-        raise _invalid_messages("only the first message may be that of the system")
-    if not any(message["role"] == "assistant" for message in messages):
-        raise _invalid_messages("no message is the assistant's: there is nothing to learn")
-    return messages
-
-
-def _parse_message(item: Any) -> dict[str, str]:
-    if not isinstance(item, dict):
-        raise _invalid_messages(f"a message must be {{role, content}}, is {str(item)[:80]!r}")
-    said = item.get("role") or item.get("from")
-    role = _ROLES.get(said) if isinstance(said, str) else None
-    if role is None:
-        raise _invalid_messages(f"the role of a message must be one of {', '.join(_ROLES)}, is {str(said)[:40]!r}")
-    content = _parse_content(_content_of(item)).replace(_IMAGE, "").strip()
-    try:
-        num_bytes = len(content.encode())
-    except UnicodeEncodeError as error:
-        raise _invalid_messages(f"character {error.start} of a message is half a surrogate pair") from None
-    if num_bytes > MAX_MESSAGE_BYTES:
-        raise _invalid_messages(f"a message of {num_bytes} bytes is over {MAX_MESSAGE_BYTES}")
-    content = "".join(character for character in content if character >= " " or character in "\t\n")
-    if not content and role != "user":  # a user turn may consist of the image only
-        raise _invalid_messages(f"a message of the {role} is empty")
-    return {"role": role, "content": content}
-
-
-def _content_of(item: dict[str, Any]) -> Any:
-    """Return the content of a message; an Arrow struct has both keys, one of them null."""
-    content = item.get("content")
-    return item.get("value") if content is None else content
-
-
-def _parse_content(content: Any) -> str:
-    """Return the text of a content, or of its parts."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        kinds = [part.get("type") for part in content]
-        if set(kinds) <= {"text", "image"} and kinds.count("image") <= 1:
-            texts = [part.get("text") for part in content if part["type"] == "text"]
-            if all(isinstance(text, str) for text in texts):
-                return "\n".join(map(str, texts))
-    raise _invalid_messages(f"content must be text, or a list of texts and at most one image, is {str(content)[:80]!r}")
-
-
-def _invalid_messages(detail: str) -> BadRow:
-    return BadRow("columns", "messages", detail)
-
-
-COLUMNS = (
-    "id", "key", "image_path", "image", "images", "text", "texts", "label", "split", "language", "boxes", "box_labels",
-    "messages",
-)  # fmt: skip
-_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_IMAGE_COLUMNS = ("image_path", "image", "images")
-_TEXT_COLUMNS = ("text", "texts")
 
 
 @dataclass(frozen=True)
@@ -131,24 +65,49 @@ def parse_row(values: dict[str, Any], origin: str, hosts: tuple[str, ...] = ()) 
     `origin` is the key of a row without one. Image URLs must be on one of `hosts`.
     """
     values = {name: value for name, value in values.items() if value is not None}
-    key = _parse_key(values, origin)
+    key = values.get("id", values.get("key", origin))
+    if isinstance(key, bool) or not isinstance(key, (str, int)):
+        raise BadRow("columns", "key", f"id must be text or an integer, is {type(key).__name__}")
+    key = str(key)
+    if not key.strip() or len(key) > 1024 or not is_valid_name(key):
+        raise BadRow("columns", "key", f"id must be 1 to 1024 characters without controls, is {key[:40]!r}")
     try:
-        boxes = _parse_boxes(values)
-        messages = parse_messages(values["messages"]) if "messages" in values else ()
-        return SourceRow(
-            key=key,
-            image=_parse_image(values, hosts),
-            texts=_parse_texts(values, messages),
-            label=_parse_label(values),
-            split=_parse_word(values, "split"),
-            language=_parse_word(values, "language"),
-            boxes=boxes,
-            box_labels=_parse_box_labels(values, len(boxes)),
-            messages=messages,
-        )
+        return _parse_columns(key, values, hosts)
     except BadRow as bad:
         bad.key = key
         raise
+
+
+def _parse_columns(key: str, values: dict[str, Any], hosts: tuple[str, ...]) -> SourceRow:
+    boxes, box_labels, label = values.get("boxes", []), values.get("box_labels", []), values.get("label")
+    if not isinstance(boxes, list) or not all(map(_is_box, boxes)):
+        raise BadRow("columns", "boxes", f"boxes must be a list of [x, y, width, height], is {str(boxes)[:80]}")
+    messages = parse_messages(values["messages"]) if "messages" in values else ()
+    images = _single_column(values, ("image_path", "image", "images"), "no-image")
+    if len(images) > 1:
+        detail = f"the row has {len(images)} images, models take one: write one row per image"
+        raise BadRow("columns", "multiple-images", detail)
+    if messages and not {"text", "texts"} & values.keys():
+        texts: tuple[Any, ...] = tuple(turn["content"] for turn in messages if turn["role"] == "assistant")
+    else:
+        texts = _single_column(values, ("text", "texts"), "no-text")
+    if label is not None and not _is_label(label):
+        raise BadRow("columns", "label", f"label must be an integer (number your classes), is {str(label)[:40]!r}")
+    for column in ("split", "language"):  # short plain words, because they become parts of file names
+        word = values.get(column)
+        if word is not None and not (isinstance(word, str) and _WORD.fullmatch(word)):
+            detail = f"{column} must be a word of letters, digits, . _ -, is {str(word)[:40]!r}"
+            raise BadRow("columns", column, detail)
+    if (
+        not isinstance(box_labels, list)
+        or not all(map(_is_label, box_labels))
+        or len(box_labels) not in (0, len(boxes))
+    ):
+        raise BadRow("columns", "boxes", f"box_labels must be an integer for each of {len(boxes)} boxes")
+    return SourceRow(
+        key, _parse_image(images[0], hosts), texts, label, values.get("split"), values.get("language"),
+        tuple(tuple(map(float, box)) for box in boxes), tuple(box_labels), messages,
+    )  # fmt: skip
 
 
 def rename_columns(values: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
@@ -173,25 +132,7 @@ def is_valid_name(text: str) -> bool:
     return _CONTROL.search(text) is None
 
 
-def _parse_key(values: dict[str, Any], origin: str) -> str:
-    key = values.get("id", values.get("key", origin))
-    if isinstance(key, bool) or not isinstance(key, (str, int)):
-        raise BadRow("columns", "key", f"id must be text or an integer, is {type(key).__name__}")
-    key = str(key)
-    if not key.strip() or len(key) > 1024 or not is_valid_name(key):
-        raise BadRow("columns", "key", f"id must be 1 to 1024 characters without controls, is {key[:40]!r}")
-    return key
-
-
-def _parse_image(values: dict[str, Any], hosts: tuple[str, ...]) -> ImageRef:
-    given = _single_column(values, _IMAGE_COLUMNS, "no-image")
-    if len(given) > 1:
-        detail = f"the row has {len(given)} images, models take one: write one row per image"
-        raise BadRow("columns", "multiple-images", detail)
-    return _image_ref(given[0], hosts)
-
-
-def _image_ref(value: Any, hosts: tuple[str, ...]) -> ImageRef:
+def _parse_image(value: Any, hosts: tuple[str, ...]) -> ImageRef:
     """Parse a path, bytes, the {path, bytes} struct of Hugging Face, or a URL at one of `hosts`."""
     if isinstance(value, ImageRef):
         return value
@@ -205,13 +146,13 @@ def _image_ref(value: Any, hosts: tuple[str, ...]) -> ImageRef:
     if not isinstance(name, str) or not name.strip():
         raise BadRow("columns", "image", f"an image must be a path, is {str(name)[:80]!r}")
     if hosts and is_url(name) and is_valid_name(name):
-        if why := rejection_reason(name, hosts):
-            raise BadRow("columns", "url", f"{redact_url(name)}: {why}")
+        if reason := rejection_reason(name, hosts):
+            raise BadRow("columns", "url", f"{redact_url(name)}: {reason}")
         return ImageRef(redact_url(name), url=name)
     if not is_safe_path(name):
-        told = redact_url(name) if "://" in name else name[:200]
+        shown = redact_url(name) if "://" in name else name[:200]
         hint = " (--allow-urls names the hosts that images are fetched from)" if is_url(name) else ""
-        raise BadRow("columns", "path", f"{told!r} is not a path inside the folder of the source{hint}")
+        raise BadRow("columns", "path", f"{shown!r} is not a path inside the folder of the source{hint}")
     return ImageRef(name, file=name)
 
 
@@ -230,37 +171,8 @@ def _single_column(values: dict[str, Any], columns: tuple[str, ...], missing: st
     return items
 
 
-def _parse_texts(values: dict[str, Any], messages: tuple[dict[str, str], ...]) -> tuple[Any, ...]:
-    """Parse captions; a row with only a conversation has the assistant's turns as captions."""
-    if messages and not any(column in values for column in _TEXT_COLUMNS):
-        return tuple(message["content"] for message in messages if message["role"] == "assistant")
-    return _single_column(values, _TEXT_COLUMNS, "no-text")
-
-
-def _parse_label(values: dict[str, Any]) -> int | None:
-    label = values.get("label")
-    if label is not None and not _is_label(label):
-        raise BadRow("columns", "label", f"label must be an integer (number your classes), is {str(label)[:40]!r}")
-    return label
-
-
 def _is_label(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
-
-
-def _parse_word(values: dict[str, Any], column: str) -> str | None:
-    """Parse a split or a language: a short plain word, because it becomes part of a file name."""
-    name = values.get(column)
-    if name is not None and not (isinstance(name, str) and _WORD.fullmatch(name)):
-        raise BadRow("columns", column, f"{column} must be a word of letters, digits, . _ -, is {str(name)[:40]!r}")
-    return name
-
-
-def _parse_boxes(values: dict[str, Any]) -> tuple[tuple[float, ...], ...]:
-    boxes = values.get("boxes", [])
-    if not isinstance(boxes, list) or not all(_is_box(box) for box in boxes):
-        raise BadRow("columns", "boxes", f"boxes must be a list of [x, y, width, height], is {str(boxes)[:80]}")
-    return tuple(tuple(float(number) for number in box) for box in boxes)
 
 
 def _is_box(box: Any) -> bool:
@@ -268,8 +180,57 @@ def _is_box(box: Any) -> bool:
     return numbers and all(abs(number) < 2**63 for number in box) and box[2] >= 0 and box[3] >= 0
 
 
-def _parse_box_labels(values: dict[str, Any], num_boxes: int) -> tuple[int, ...]:
-    labels = values.get("box_labels", [])
-    if not isinstance(labels, list) or not all(map(_is_label, labels)) or len(labels) not in (0, num_boxes):
-        raise BadRow("columns", "boxes", f"box_labels must be an integer for each of {num_boxes} boxes")
-    return tuple(labels)
+def parse_messages(value: Any) -> tuple[dict[str, str], ...]:
+    """Parse the messages {role, content} of a row; roles are system (first only), user, assistant. Raises BadRow.
+
+    Accepts {role, content}, where content is a string or a list of parts of type `text` and `image`, and LLaVA's {from:
+    human | gpt, value}. `<image>` is removed from the text.
+    """
+    if not isinstance(value, list) or not value:
+        raise _invalid_messages(f"must be a list of {{role, content}}, is {str(value)[:80]!r}")
+    messages: list[dict[str, str]] = []
+    num_images = 0
+    for item in value:
+        if not isinstance(item, dict):
+            raise _invalid_messages(f"a message must be {{role, content}}, is {str(item)[:80]!r}")
+        given = item.get("role") or item.get("from")
+        role = _ROLES.get(given) if isinstance(given, str) else None
+        if role is None:
+            raise _invalid_messages(f"the role of a message must be one of {', '.join(_ROLES)}, is {str(given)[:40]!r}")
+        content = item.get("content")  # an Arrow struct has both keys, one of them null
+        content = _join_parts(item.get("value") if content is None else content)
+        num_images += content.count(_IMAGE)
+        content = content.replace(_IMAGE, "").strip()
+        try:
+            num_bytes = len(content.encode())
+        except UnicodeEncodeError as error:
+            raise _invalid_messages(f"character {error.start} of a message is half a surrogate pair") from None
+        if num_bytes > MAX_MESSAGE_BYTES:
+            raise _invalid_messages(f"a message of {num_bytes} bytes is over {MAX_MESSAGE_BYTES}")
+        content = "".join(character for character in content if character >= " " or character in "\t\n")
+        if not content and role != "user":  # a user turn may consist of the image only
+            raise _invalid_messages(f"a message of the {role} is empty")
+        if messages and role == "system":
+            raise _invalid_messages("only the first message may be that of the system")
+        messages.append({"role": role, "content": content})
+    if num_images > 1:
+        raise _invalid_messages(f"the conversation has {num_images} images, models take one")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise _invalid_messages("no message is the assistant's: there is nothing to learn")
+    return tuple(messages)
+
+
+def _join_parts(content: Any) -> str:
+    """Return the text of a content, or of its parts."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        kinds = [part.get("type") for part in content]
+        texts = [part.get("text") for part in content if part.get("type") == "text"]
+        if set(kinds) <= {"text", "image"} and kinds.count("image") <= 1 and all(isinstance(t, str) for t in texts):
+            return "\n".join(texts)
+    raise _invalid_messages(f"content must be text, or a list of texts and at most one image, is {str(content)[:80]!r}")
+
+
+def _invalid_messages(detail: str) -> BadRow:
+    return BadRow("columns", "messages", detail)

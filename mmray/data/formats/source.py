@@ -1,7 +1,7 @@
 """Interface of a source format: chunks are planned on the driver and read in the tasks that pack them.
 
-Each format is one file of this folder. `scan` splits the source into chunks without decoding, and `read` yields the
-rows of a chunk as named values with their location. A row that cannot be parsed is a BadRow.
+Each class of this package reads one format. `scan` splits the source into chunks without decoding, and `read` yields
+the rows of a chunk as named values with their location. A row that cannot be parsed is a BadRow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SourceUnreadable(Exception):
 
 @dataclass(frozen=True)
 class SourceChunk:
-    """A part of one file: bytes, row groups or record batches start..stop, depending on the format."""
+    """A part of one file: bytes (text), rows (Parquet, Arrow) or everything (tar) from start to stop."""
 
     index: int
     file: str
@@ -65,9 +65,9 @@ def file_signature(place: Storage, name: str) -> str:
     return hashlib.sha256(repr((name, *place.size_and_mtime(name))).encode()).hexdigest()
 
 
-def check_unchanged(place: Storage, chunk: SourceChunk, expected: str) -> None:
+def check_unchanged(place: Storage, chunk: SourceChunk) -> None:
     """Raise SourceChanged if the file differs from the scanned one by `file_signature`."""
-    if file_signature(place, chunk.file) != expected:
+    if file_signature(place, chunk.file) != chunk.sha256:
         raise SourceChanged(f"{chunk.file} changed while it was read: run the same command again")
 
 
@@ -84,16 +84,11 @@ def read_head(place: Storage, name: str, size: int = 64) -> bytes:
 
 
 def list_files(place: Storage, name: str, suffix: str) -> list[str]:
-    """Return the file `name`, or without a name the sorted files of the folder with this suffix, ignoring case."""
-    return (
-        [name]
-        if name
-        else check_file_names(place, [file for file in place.list_files() if file.lower().endswith(suffix)])
-    )
+    """Return the file `name`, or without a name the sorted files of the folder with this suffix, ignoring case.
 
-
-def check_file_names(place: Storage, names: list[str]) -> list[str]:
-    """Return the names. Raises DataError for a name that is not UTF-8, because pyarrow cannot open it."""
-    if odd := [name for name in names if not is_valid_name(name)]:
+    Raises DataError for a name that is not UTF-8, because pyarrow cannot open it.
+    """
+    names = [name] if name else [file for file in place.list_files() if file.lower().endswith(suffix)]
+    if odd := [each for each in names if not is_valid_name(each)]:
         raise DataError(f"{place.address}: the name {odd[0]!r} is not plain UTF-8: rename the file")
     return names

@@ -38,12 +38,19 @@ def transform_boxes(
     augment: Augment | None = None,
     random: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the visible boxes of a row on the model's square, up to `inputs.max_boxes`, padded by `pad_boxes`."""
-    moved, is_visible = clip_boxes(
+    """Return the visible boxes of a row on the model's square, the largest `inputs.max_boxes` of them.
+
+    The boxes are float32 [max_boxes, 4], their labels int64 [max_boxes] padded with UNLABELED; then their number.
+    """
+    moved, visible = clip_boxes(
         to_model_coords(np.array(boxes, np.float64).reshape(-1, 4), size, inputs, augment, random)
     )
-    all_labels = np.array(labels or [UNLABELED] * len(moved), np.int64)
-    return pad_boxes(moved[is_visible], all_labels[is_visible], inputs.max_boxes)
+    keep = np.flatnonzero(visible)
+    keep = np.sort(keep[np.argsort(-_area(moved[keep]), kind="stable")[: inputs.max_boxes]])
+    out = empty_box_columns(1, inputs.max_boxes)
+    out["boxes"][0, : len(keep)] = moved[keep]
+    out["box_labels"][0, : len(keep)] = np.array(labels or [UNLABELED] * len(moved), np.int64)[keep]
+    return out["boxes"][0], out["box_labels"][0], len(keep)
 
 
 def to_model_coords(
@@ -55,12 +62,16 @@ def to_model_coords(
     """
     width, height = size
     if augment is not None and augment.crops and random is not None:
-        out = _relative_to(boxes, size, random_crop_box(size, augment, random[CROP]))
-    elif inputs.fit == "pad":
-        left, top, w, h = letterbox_rect(width, height, inputs.image_side)
-        out = (boxes * [w, h, w, h] + [left, top, left, top]) / inputs.image_side
+        part: Box = random_crop_box(size, augment, random[CROP])
+    elif inputs.fit == "pad":  # the square is larger than the image
+        x, y, w, h = letterbox_rect(width, height, inputs.image_side)
+        across, down = width / w, height / h
+        part = (-x * across, -y * down, (inputs.image_side - x) * across, (inputs.image_side - y) * down)
     else:
-        out = _relative_to(boxes, size, crop_rect(width, height, inputs.fit))
+        part = crop_rect(width, height, inputs.fit)
+    left, top, right, bottom = part  # of the image, in its pixels
+    origin, extent = [left, top, left, top], [right - left, bottom - top, right - left, bottom - top]
+    out = (boxes * [width, height, width, height] - origin) / extent
     if augment is not None and random is not None and random[FLIP] < augment.flip:
         out = np.stack([1 - out[:, 2], out[:, 1], 1 - out[:, 0], out[:, 3]], axis=1)
     return out
@@ -71,20 +82,6 @@ def clip_boxes(boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     clipped = boxes.clip(0, 1)
     whole, visible = _area(boxes), _area(clipped)
     return clipped, (visible > 0) & (visible >= MIN_VISIBLE_FRACTION * whole)
-
-
-def pad_boxes(boxes: np.ndarray, labels: np.ndarray, max_boxes: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return (float32 [max_boxes, 4], int64 [max_boxes] padded with UNLABELED, number of boxes); keeps the largest."""
-    keep = np.sort(np.argsort(-_area(boxes), kind="stable")[:max_boxes])
-    out, out_labels = np.zeros((max_boxes, 4), np.float32), np.full(max_boxes, UNLABELED, np.int64)
-    out[: len(keep)], out_labels[: len(keep)] = boxes[keep], labels[keep]
-    return out, out_labels, len(keep)
-
-
-def _relative_to(boxes: np.ndarray, size: tuple[int, int], part: Box) -> np.ndarray:
-    """Convert fractions of an image of `size` to fractions of its `part` (left, top, right, bottom in pixels)."""
-    left, top, right, bottom = part
-    return (boxes * [*size, *size] - [left, top, left, top]) / [right - left, bottom - top, right - left, bottom - top]
 
 
 def _area(boxes: np.ndarray) -> np.ndarray:

@@ -35,6 +35,7 @@ _TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_MAGIC = {b"\xff\xd8\xff": "JPEG", b"\x89PNG\r\n\x1a\n": "PNG", b"GIF87a": "GIF", b"GIF89a": "GIF"}
 # PNG raw mode -> factor from the transparent grey value in the file to the value in Pillow's pixels.
 _GREY_SCALE = {"1": 255, "L;2": 85, "L;4": 17}
 
@@ -82,13 +83,9 @@ def header_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
 
 def detect_format(data: bytes) -> str | None:
     """Return the decoder for these bytes by magic number (Pillow's JPEG decoder handles MPO)."""
-    if data.startswith(b"\xff\xd8\xff"):
-        return "JPEG"
-    if data.startswith(b"\x89PNG\r\n\x1a\n"):
-        return "PNG"
     if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
         return "WEBP"
-    return "GIF" if data[:6] in (b"GIF87a", b"GIF89a") else None
+    return next((name for magic, name in _MAGIC.items() if data.startswith(magic)), None)
 
 
 def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
@@ -109,9 +106,8 @@ def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
             _check_png_chunks(data)  # reports the damaged chunk, if there is one
         if decoder == "WEBP" and 8 + int.from_bytes(data[4:8], "little") > len(data):
             raise BadImage("truncated", f"the WebP header announces more than its {len(data)} bytes") from None
-        is_known = not isinstance(error, Image.UnidentifiedImageError)  # its text is a memory address
-        detail = f"the {decoder} header cannot be read" + (f": {error}" if is_known else "")
-        raise BadImage("corrupt", detail) from None
+        detail = "" if isinstance(error, Image.UnidentifiedImageError) else f": {error}"  # its text is an address
+        raise BadImage("corrupt", f"the {decoder} header cannot be read{detail}") from None
     if image.width * image.height > max_pixels:
         raise BadImage("too-large", f"{image.width} x {image.height} is over {max_pixels} pixels")
     return image
@@ -120,7 +116,12 @@ def _open(data: bytes, max_pixels: int) -> ImageFile.ImageFile:
 def _decode_with_pillow(image: ImageFile.ImageFile, data: bytes, max_pixels: int) -> Image.Image:
     if image.format == "PNG":
         _check_png_chunks(data)
-        _scale_png_transparency(image)
+        transparent, raw_mode = image.info.get("transparency"), image.tile[0][3] if image.tile else ""
+        # The file stores it at its own bit depth; Pillow compares it unscaled (of 16 bits the low byte).
+        if transparent is not None and raw_mode == "RGB;16B":
+            image.info["transparency"] = tuple(value >> 8 for value in transparent)
+        elif transparent is not None and raw_mode in _GREY_SCALE:
+            image.info["transparency"] = transparent * _GREY_SCALE[raw_mode]
     try:
         image.load()
         move = _TRANSPOSE.get(_orientation(image))
@@ -142,13 +143,10 @@ def _decode_jpeg_fast(image: ImageFile.ImageFile, data: bytes, eighth: bool = Fa
     try:
         if simplejpeg.decode_jpeg_header(data)[1::-1] != image.size:  # do not allocate more than was checked
             return None
-        colours, smallest = ("GRAY", 1) if eighth else ("RGB", 0)  # 0: full size
-        pixels: np.ndarray = simplejpeg.decode_jpeg(  # strict: warnings are errors
-            data, colours, min_height=smallest, min_width=smallest, strict=True
-        )
+        colours, side = ("GRAY", 1) if eighth else ("RGB", 0)  # 0: full size; strict: warnings are errors
+        return simplejpeg.decode_jpeg(data, colours, min_height=side, min_width=side, strict=True)
     except ValueError:
         return None
-    return pixels
 
 
 def _orientation(image: Image.Image) -> int:
@@ -158,21 +156,6 @@ def _orientation(image: Image.Image) -> int:
         raise
     except Exception:  # noqa: BLE001 - damaged EXIF raises many types and does not affect the pixels
         return 1
-
-
-def _scale_png_transparency(image: ImageFile.ImageFile) -> None:
-    """Scale the transparent colour of a PNG to the depth of the decoded pixels.
-
-    The file stores it at its own bit depth; Pillow compares it unscaled (of 16 bits the low byte).
-    """
-    transparent = image.info.get("transparency")
-    if transparent is None or not image.tile:
-        return
-    raw_mode = image.tile[0][3]
-    if raw_mode == "RGB;16B":
-        image.info["transparency"] = tuple(value >> 8 for value in transparent)
-    elif raw_mode in _GREY_SCALE:
-        image.info["transparency"] = transparent * _GREY_SCALE[raw_mode]
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

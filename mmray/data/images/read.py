@@ -10,7 +10,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from mmray.data.formats.rows import BadRow, ImageRef
 from mmray.storage.storage import ByteRange, RangeReader, Storage, coalesce_ranges, parallel_map, with_retries
@@ -19,42 +19,42 @@ MAX_IMAGE_BYTES = 256 * 1024 * 1024
 _BAD_NAME_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP)  # the name cannot belong to a file
 
 
-def read_image(place: Storage, picture: ImageRef) -> bytes:
+def read_image(place: Storage, image: ImageRef) -> bytes:
     """Return the encoded bytes of an image. Raises BadRow (stage `read`) or OSError."""
-    if picture.data is not None:
-        return picture.data
-    if picture.length is None:
-        return read_file(place, str(picture.file))
+    if image.data is not None:
+        return image.data
+    if image.length is None:
+        return read_file(place, str(image.file))
     if place.local_path is not None:
-        _checked_size(place, str(picture.file))  # rejects links that leave the folder, and pipes
-    with place.open(str(picture.file)) as file:
-        file.seek(picture.offset)
-        return bytes(file.read(picture.length))
+        _checked_size(place, str(image.file))  # rejects links that leave the folder, and pipes
+    with place.open(str(image.file)) as file:
+        file.seek(image.offset)
+        return bytes(file.read(image.length))
 
 
-def read_images(place: Storage, pictures: Sequence[ImageRef], files: RangeReader | None = None) -> list[bytes]:
+def read_images(place: Storage, images: Sequence[ImageRef], files: RangeReader | None = None) -> list[bytes]:
     """Return the encoded bytes of several images, in order. Raises BadRow or OSError.
 
     On an object store, neighbouring byte ranges share a request. `files` are files that are already open, because
     opening one costs a request.
     """
     if place.local_path is not None:
-        return [read_image(place, picture) for picture in pictures]
-    out, files = [b""] * len(pictures), files or RangeReader(place)
-    whole = [number for number, picture in enumerate(pictures) if picture.length is None]
-    parts: dict[str, list[int]] = {}
-    for number, picture in enumerate(pictures):
-        if picture.length is not None:
-            parts.setdefault(str(picture.file), []).append(number)
+        return [read_image(place, image) for image in images]
+    out, files = [b""] * len(images), files or RangeReader(place)
+    whole = [number for number, image in enumerate(images) if image.length is None]
+    numbers_of: dict[str, list[int]] = {}
+    for number, image in enumerate(images):
+        if image.length is not None:
+            numbers_of.setdefault(str(image.file), []).append(number)
     reads = []
-    for file, numbers in parts.items():
-        spans = [(pictures[n].offset or 0, (pictures[n].offset or 0) + (pictures[n].length or 0)) for n in numbers]
+    for file, numbers in numbers_of.items():
+        spans = [(images[number].offset, images[number].offset + (images[number].length or 0)) for number in numbers]
         reads += [(file, read, spans, numbers) for read in coalesce_ranges(spans)]
 
     def read_whole(number: int) -> None:
-        out[number] = with_retries(lambda: read_image(place, pictures[number]))
+        out[number] = with_retries(lambda: read_image(place, images[number]))
 
-    def read_parts(job: tuple[str, ByteRange, list[tuple[int, int]], list[int]]) -> None:
+    def read_range(job: tuple[str, ByteRange, list[tuple[int, int]], list[int]]) -> None:
         file, read, spans, numbers = job
         data = files.read(file, read.start, read.stop)
         for span in read.spans:
@@ -62,7 +62,7 @@ def read_images(place: Storage, pictures: Sequence[ImageRef], files: RangeReader
             out[numbers[span]] = data[start - read.start : stop - read.start]
 
     parallel_map(read_whole, whole)
-    parallel_map(read_parts, reads)
+    parallel_map(read_range, reads)
     return out
 
 
@@ -91,17 +91,12 @@ def quarantine_os_errors(name: str) -> Iterator[None]:
 
 
 def file_stamp(place: Storage, name: str) -> tuple[str, int | None, int | None]:
-    """Return (name, size, mtime) to detect a changed image.
-
-    Size and mtime are None if the file does not exist or is on an object store.
-    """
-    try:
-        if place.local_path is None:
-            return (name, None, None)
-        info = os.stat(f"{place.local_path}/{name}")  # noqa: PTH116 - called for each image of the set
-        return (name, info.st_size, info.st_mtime_ns)
-    except OSError:
-        return (name, None, None)
+    """Return (name, size, mtime) to detect a changed image; None if it is missing or on an object store."""
+    with suppress(OSError):
+        if place.local_path is not None:
+            info = os.stat(f"{place.local_path}/{name}")  # noqa: PTH116 - called for each image of the set
+            return (name, info.st_size, info.st_mtime_ns)
+    return (name, None, None)
 
 
 def _checked_size(place: Storage, name: str) -> int:

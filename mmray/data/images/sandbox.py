@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import orjson
 
-from mmray.data.images.decode import BadImage, decode
-from mmray.data.images.transform import resize_to_square, transform
+from mmray.data.images.decode import MAX_PIXELS, BadImage, decode
+from mmray.data.images.transform import resize_to_square, thumbnail, transform
 
 if TYPE_CHECKING:
     import numpy as np
 
     from mmray.config import Augment, Inputs
 
-TransformSpec = tuple["Inputs", "Augment | None", "np.ndarray | None"]  # the arguments of `transform` after the pixels
 COMMAND = (sys.executable, "-m", "mmray.data.images.sandbox")
 CRASH = "decoder-crash"  # reason of an image that killed its decoder
 
@@ -35,14 +34,16 @@ class SandboxedDecoder:
         self.deaths = 0
         self._child: subprocess.Popen[bytes] | None = None
 
-    def check(self, data: bytes, max_pixels: int, spec: TransformSpec | None = None) -> tuple[int, int]:
-        """Return (width, height) of an image that decodes completely and survives the transform `spec`.
+    def check(
+        self, data: bytes, max_pixels: int, spec: tuple[Inputs, Augment | None, np.ndarray | None] | None = None
+    ) -> tuple[int, int]:
+        """Return (width, height) of an image that decodes completely and survives `transform` with `spec`.
 
         Raises BadImage, with reason `decoder-crash` if the image kills the child.
         """
         args = b"" if spec is None else pickle.dumps(spec)
-        child = self._child or subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._child, line = child, b""
+        child = self._child = self._child or subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        line = b""
         assert child.stdin is not None
         assert child.stdout is not None
         with suppress(BrokenPipeError):  # detected by the missing reply
@@ -56,6 +57,14 @@ class SandboxedDecoder:
         if "reason" in reply:
             raise BadImage(reply["reason"], reply["detail"])
         return reply["width"], reply["height"]
+
+    def thumbnail(self, data: bytes) -> str | None:
+        """Return a thumbnail of untrusted encoded bytes; None if they cannot be decoded."""
+        try:
+            self.check(data, MAX_PIXELS)
+            return thumbnail(decode(data))
+        except (BadImage, MemoryError):
+            return None
 
     def close(self) -> None:
         """Stop the child."""
@@ -74,10 +83,9 @@ class SandboxedDecoders:
     def check(self, key: str, data: bytes, max_pixels: int) -> None:
         """Raise BadImage as `SandboxedDecoder.check`; the result is cached by key."""
         if key not in self._results:
-            try:
+            sandbox = SandboxedDecoder()
+            with suppress(IndexError):  # pop is atomic, a check of the length before it is not
                 sandbox = self._free.pop()
-            except IndexError:
-                sandbox = SandboxedDecoder()
             try:
                 sandbox.check(data, max_pixels)
                 self._results[key] = None
@@ -99,13 +107,14 @@ def serve(source: BinaryIO, out: BinaryIO) -> None:
     while head := source.readline():
         num_args, length, max_pixels = map(int, head.split())
         args, data = source.read(num_args), source.read(length)
+        reply: dict[str, int | str]
         try:
             rgb = decode(data, max_pixels)
             if args:
                 transform(rgb, *pickle.loads(args))  # from the parent process
             else:
                 resize_to_square(rgb, 1, "squash", "bilinear")
-            reply: dict[str, int | str] = {"width": rgb.shape[1], "height": rgb.shape[0]}
+            reply = {"width": rgb.shape[1], "height": rgb.shape[0]}
         except BadImage as bad:
             reply = {"reason": bad.reason, "detail": bad.detail}
         except MemoryError:  # nothing else allocates here, so the image caused it

@@ -25,7 +25,6 @@ from PIL import Image
 from mmray.data.formats.rows import BadRow
 from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.sandbox import CRASH, SandboxedDecoder
-from mmray.data.images.thumbnail import encoded_thumbnail
 from mmray.data.prepare.assemble import HELD_OUT, NONE, DedupResult, first_occurrence, records
 from mmray.data.prepare.pack import shards_of
 from mmray.data.prepare.tasks import Result, contain_crashes, map_tasks
@@ -310,7 +309,7 @@ def _write_leaks(
 
 def _thumbnail(rows: PreparedSet, number: int, sandbox: SandboxedDecoder) -> str | None:
     try:
-        return encoded_thumbnail(rows.read(np.array([number]))[0].image, sandbox)
+        return sandbox.thumbnail(rows.read(np.array([number]))[0].image)
     except (OSError, ValueError):
         return None
 

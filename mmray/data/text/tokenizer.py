@@ -12,12 +12,12 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, BertWordPieceTokenizer, Tokenizer
 
 from mmray.errors import UsageError
 
@@ -27,10 +27,13 @@ if TYPE_CHECKING:
 
 MAX_CAPTION_BYTES = 64 * 1024
 MAX_TRAINING_TEXTS = 1_000_000  # more hardly change a vocabulary of some thousand tokens, and all are in memory
-TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER, VOCABULARY, SETTINGS = "tokenizer.json", "vocab.txt", "tokenizer_config.json"
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # ids 0 to 4
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # Unicode category Cc, which is stable
 _PAD_NAMES = ("[PAD]", "<pad>", "<|pad|>", "<|endoftext|>", "</s>")
+MAX_LANGUAGES = 1000  # a column with more values is not a language column
+_RESERVED_TOKENS = {*SPECIAL_TOKENS, *_PAD_NAMES, "<s>", "<unk>", "<mask>", "<|startoftext|>"}
+_NO_LANGUAGES = "it has no tokens of languages: it was trained without model.inputs.language_token"
 
 
 class BadText(ValueError):
@@ -62,6 +65,101 @@ def clean_caption(text: str) -> str:
     return kept
 
 
+class TextEncoder:
+    """Encodes captions as token ids, right-padded to the longest of the call and truncated to `max_tokens`.
+
+    With a `language_token` pattern such as `[{}]`, the token of its language precedes each caption of a known language.
+    The special tokens of the tokenizer that match the pattern are the languages.
+    """
+
+    empty = ""  # text of a row without captions
+
+    def __init__(self, tokenizer_json: str, max_tokens: int, language_token: str = "") -> None:
+        self.tokenizer = Tokenizer.from_str(tokenizer_json)
+        # Padded positions are masked, so any id works if the tokenizer has no pad token.
+        known = (self.tokenizer.token_to_id(name) for name in _PAD_NAMES)
+        declared = self.tokenizer.padding
+        self.pad_id = int(declared["pad_id"]) if declared else next((index for index in known if index is not None), 0)
+        self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
+        self.tokenizer.no_padding()
+        self.tokenizer.enable_truncation(max_tokens)  # truncates the text but keeps [CLS] and [SEP]
+        pattern = re.compile(re.escape(language_token).replace(r"\{\}", "(.+)") or "(?!)")  # without one: no language
+        added: dict[int, AddedToken] = self.tokenizer.get_added_tokens_decoder()
+        self.special_tokens = [token.content for token in added.values() if token.special]
+        matches = [pattern.fullmatch(token) for token in self.special_tokens if token not in _RESERVED_TOKENS]
+        self._language_tokens = {match[1]: match[0] for match in matches if match}
+
+    @property
+    def languages(self) -> tuple[str, ...]:
+        """Languages with a token."""
+        return tuple(sorted(self._language_tokens))
+
+    def texts_of(self, row: Row) -> list[str]:
+        """Return the captions of a row, with the token of the row's language if it is known."""
+        token = self._language_tokens.get(row.language or "", "")
+        return [token + remove_tokens(text, self._language_tokens.values()) for text in row.texts]
+
+    def format_caption(self, text: str, language: str | None = None) -> str:
+        """Return a text as a caption of this language. Raises UsageError if the language has no token."""
+        if language is not None and language not in self._language_tokens:
+            known = f"it knows {', '.join(self.languages)}" if self.languages else _NO_LANGUAGES
+            raise UsageError(f"the model has no token for language {language!r}; {known}")
+        token = self._language_tokens.get(language or "", "")
+        return token + remove_tokens(text, self._language_tokens.values())
+
+    def columns(self, texts: list[str]) -> dict[str, np.ndarray]:
+        """Return the output of `encode` as batch columns: input_ids int32 [N, T], num_tokens int32 [N]."""
+        ids, num_tokens = self.encode(texts)
+        return {"input_ids": ids, "num_tokens": num_tokens}
+
+    def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return (ids int32 [N, T], num_tokens int32 [N]); T is the length of the longest text, at least 1."""
+        rows = [encoding.ids for encoding in self.tokenizer.encode_batch(texts)]
+        num_tokens = np.array([len(row) for row in rows], dtype=np.int32)
+        ids = np.full((len(rows), max(1, num_tokens.max(initial=0))), self.pad_id, dtype=np.int32)
+        for target, row in zip(ids, rows, strict=True):
+            target[: len(row)] = row
+        return ids, num_tokens
+
+
+def remove_tokens(text: str, tokens: Collection[str]) -> str:
+    """Remove special tokens from untrusted text."""
+    while (token := next((token for token in tokens if token in text), None)) is not None:
+        text = text.replace(token, "")  # the rest may form another token
+    return text
+
+
+def add_special_tokens(tokenizer_json: str, tokens: Iterable[str]) -> str:
+    """Add special tokens; an existing token keeps its id."""
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
+    return str(tokenizer.to_str())
+
+
+def add_language_tokens(tokenizer_json: str, pattern: str, languages: Iterable[str]) -> str:
+    """Add a special token for each language: `[de]` with the pattern `[{}]`. Raises UsageError.
+
+    So tokenizer.json records the languages of a model.
+    """
+    tokens = [pattern.replace("{}", language) for language in sorted(languages)]
+    if not tokens:
+        raise UsageError(
+            f"model.inputs.language_token is {pattern!r}, but no row of the training set has a `language`: prepare it "
+            "with that column (again, into another folder, where mmray did not count languages yet), or leave it empty"
+        )
+    if len(tokens) > MAX_LANGUAGES:
+        raise UsageError(
+            f"model.inputs.language_token: the training set has {len(tokens):,} languages, the first {tokens[0]!r}; a "
+            f"column of languages has at most {MAX_LANGUAGES:,}: leave the setting empty, or fix the source"
+        )
+    if reserved := sorted(_RESERVED_TOKENS.intersection(tokens)):
+        raise UsageError(
+            f"model.inputs.language_token: {reserved[0]!r} would be the token of a language, and has another meaning; "
+            "take another pattern, such as `<lang:{}>`"
+        )
+    return add_special_tokens(tokenizer_json, tokens)
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
     """Train a lower-casing WordPiece tokenizer (BERT's normalizer) and return the text of its tokenizer.json.
 
@@ -69,18 +167,19 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
     randomly seeded hash map and breaks ties by number. So the alphabet is numbered here. Only the first million texts
     are used.
     """
-    kept = list(itertools.islice(texts, MAX_TRAINING_TEXTS))
-    normalizer = normalizers.BertNormalizer(lowercase=True)
-    alphabet = _alphabet(kept, normalizer, limit=max(1, (vocab_size - len(SPECIAL_TOKENS)) // 2))
+    texts = list(itertools.islice(texts, MAX_TRAINING_TEXTS))
+    tokenizer = BertWordPieceTokenizer(lowercase=True)
+    counts: Counter[str] = Counter()
+    for start in range(0, len(texts), 1000):  # batched, because the overhead of a call exceeds the work for one text
+        counts.update(tokenizer.normalize("\n".join(texts[start : start + 1000])))
+    ranked = sorted((-count, character) for character, count in counts.items() if not character.isspace())
+    limit = max(1, (vocab_size - len(SPECIAL_TOKENS)) // 2)
+    alphabet = sorted(character for _, character in ranked[:limit])
     pieces = [*SPECIAL_TOKENS, *alphabet, *(f"##{character}" for character in alphabet)]
-    learner = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    learner.normalizer = normalizer
-    learner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=pieces, limit_alphabet=0, show_progress=False
+    tokenizer.train_from_iterator(
+        texts, vocab_size, min_frequency=0, limit_alphabet=0, special_tokens=pieces, show_progress=False
     )
-    learner.train_from_iterator(kept, trainer)
-    return str(_build_wordpiece(learner.get_vocab(), lowercase=True).to_str())
+    return str(BertWordPieceTokenizer(tokenizer.get_vocab(), lowercase=True).to_str())
 
 
 def load_tokenizer(name: str, trained: str | None) -> str:
@@ -104,104 +203,44 @@ def load_tokenizer(name: str, trained: str | None) -> str:
         return _load_folder(path.parent) if path.name == TOKENIZER else _load_file(path, None)
     if name.startswith(("/", "./", "../", "~")) or name.endswith((".txt", ".json")):
         raise UsageError(f"model.inputs.tokenizer: there is no file or directory {name}")
-    return _load_from_hub(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(name, allow_patterns=[TOKENIZER, VOCABULARY, SETTINGS])
+    except Exception as error:  # noqa: BLE001 - of the hub, its cache, and the connection
+        raise UsageError(
+            f"model.inputs.tokenizer: {name!r} is no file or directory here, and the hub did not give it "
+            f"({str(error).splitlines()[0][:200]}): check the name, or, where there is no network, name a directory "
+            "with tokenizer.json, a vocab.txt, or `trained`"
+        ) from None
+    return _load_folder(Path(folder))
 
 
 def declared_pad_id(tokenizer_json: str) -> int | None:
     """Return the id of the pad token that the tokenizer declares, or None."""
-    return _declared_pad_id(Tokenizer.from_str(tokenizer_json))
-
-
-class TextEncoder:
-    """Encodes captions as token ids, right-padded to the longest of the call and truncated to `max_tokens`."""
-
-    empty = ""  # text of a row without captions
-
-    def __init__(self, tokenizer_json: str, max_tokens: int) -> None:
-        self.tokenizer = Tokenizer.from_str(tokenizer_json)
-        self.pad_id = _pad_id(self.tokenizer)
-        self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
-        self.tokenizer.no_padding()
-        self.tokenizer.enable_truncation(max_tokens)  # truncates the text but keeps [CLS] and [SEP]
-
-    def texts_of(self, row: Row) -> list[str]:
-        """Return the captions of a row."""
-        return row.texts
-
-    def format_caption(self, text: str, language: str | None = None) -> str:
-        """Return a text as it is tokenized for this language (see LanguageEncoder). Raises UsageError."""
-        if language is not None:
-            raise UsageError(
-                f"a text of language {language!r}, but the model has no tokens of languages: it was trained without "
-                "model.inputs.language_token"
-            )
-        return text
-
-    def columns(self, texts: list[str]) -> dict[str, np.ndarray]:
-        """Return the output of `encode` as batch columns: input_ids int32 [N, T], num_tokens int32 [N]."""
-        ids, num_tokens = self.encode(texts)
-        return {"input_ids": ids, "num_tokens": num_tokens}
-
-    def encode(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids int32 [N, T], num_tokens int32 [N]); T is the length of the longest text, at least 1."""
-        rows = [encoding.ids for encoding in self.tokenizer.encode_batch(texts)]
-        num_tokens = np.array([len(row) for row in rows], dtype=np.int32)
-        ids = np.full((len(rows), max(1, num_tokens.max(initial=0))), self.pad_id, dtype=np.int32)
-        for target, row in zip(ids, rows, strict=True):
-            target[: len(row)] = row
-        return ids, num_tokens
-
-
-def _alphabet(texts: list[str], normalizer: normalizers.Normalizer, limit: int) -> list[str]:
-    """Return the `limit` most frequent characters of the normalized texts, sorted by code point."""
-    counts: Counter[str] = Counter()
-    for start in range(0, len(texts), 1000):  # batched, because the overhead of a call exceeds the work for one text
-        counts.update(normalizer.normalize_str("\n".join(texts[start : start + 1000])))
-    ranked = sorted((-count, character) for character, count in counts.items() if not character.isspace())
-    return sorted(character for _, character in ranked[:limit])
-
-
-def _build_wordpiece(vocabulary: dict[str, int], lowercase: bool) -> Tokenizer:
-    """Build BERT's tokenizer with this vocabulary. Raises UsageError if a required special token is missing."""
-    missing = [token for token in ("[UNK]", "[CLS]", "[SEP]", "[PAD]") if token not in vocabulary]
-    if missing:
-        raise UsageError(f"model.inputs.tokenizer: the vocabulary has no {', '.join(missing)}: it is not WordPiece's")
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    tokenizer.post_processor = processors.BertProcessing(("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"]))
-    tokenizer.add_special_tokens([token for token in SPECIAL_TOKENS if token in vocabulary])
-    return tokenizer
+    padding = Tokenizer.from_str(tokenizer_json).padding
+    return int(padding["pad_id"]) if padding else None
 
 
 def _load_folder(folder: Path) -> str:
-    file = folder / SETTINGS
-    settings = _read_settings(file) if file.is_file() else {}
-    if (folder / TOKENIZER).is_file():
-        return _with_padding(_load_file(folder / TOKENIZER, None), settings)
-    if not (folder / "vocab.txt").is_file():
-        raise UsageError(f"model.inputs.tokenizer: {folder} holds neither tokenizer.json nor vocab.txt")
-    return _with_padding(_load_file(folder / "vocab.txt", settings.get("do_lower_case")), settings)
-
-
-def _read_settings(file: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        settings = None
+    """Load tokenizer.json or vocab.txt; as in transformers, the pad token of tokenizer_config.json overrides theirs."""
+    settings: Any = {}
+    if (folder / SETTINGS).is_file():
+        try:
+            settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        except ValueError:
+            settings = None
     if not isinstance(settings, dict):
-        raise UsageError(f"model.inputs.tokenizer: {file} is not a JSON object")
-    return settings
-
-
-def _with_padding(tokenizer_json: str, settings: dict[str, Any]) -> str:
-    """Set the pad token of tokenizer_config.json; as in transformers, it overrides that of tokenizer.json."""
+        raise UsageError(f"model.inputs.tokenizer: {folder / SETTINGS} is not a JSON object")
+    name = TOKENIZER if (folder / TOKENIZER).is_file() else VOCABULARY
+    if not (folder / name).is_file():
+        raise UsageError(f"model.inputs.tokenizer: {folder} holds neither tokenizer.json nor vocab.txt")
+    tokenizer_json = _load_file(folder / name, settings.get("do_lower_case"))
     pad = settings.get("pad_token")
     pad = pad.get("content") if isinstance(pad, dict) else pad  # a token is a string or a serialized AddedToken
     tokenizer = Tokenizer.from_str(tokenizer_json)
     pad_id = tokenizer.token_to_id(pad) if isinstance(pad, str) else None
-    if pad_id is None or pad_id == _declared_pad_id(tokenizer):
+    if pad_id is None or pad_id == declared_pad_id(tokenizer_json):
         return tokenizer_json
     tokenizer.enable_padding(pad_id=pad_id, pad_token=pad)
     return str(tokenizer.to_str())
@@ -219,120 +258,8 @@ def _load_file(path: Path, lowercase: bool | None) -> str:
     except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception for a file it cannot parse
         raise UsageError(f"model.inputs.tokenizer: {path} cannot be read as a tokenizer: {error}") from None
     vocabulary = {token: index for index, token in enumerate(text.removesuffix("\n").split("\n"))}
+    if missing := [token for token in ("[UNK]", "[CLS]", "[SEP]", "[PAD]") if token not in vocabulary]:
+        raise UsageError(f"model.inputs.tokenizer: the vocabulary has no {', '.join(missing)}: it is not WordPiece's")
     if lowercase is None:
         lowercase = not any(token != token.lower() for token in vocabulary if not token.startswith("["))
-    return str(_build_wordpiece(vocabulary, lowercase).to_str())
-
-
-def _load_from_hub(name: str) -> str:
-    try:
-        return _with_padding(str(Tokenizer.from_pretrained(name).to_str()), _hub_settings(name))
-    except UsageError:
-        raise
-    except Exception as error:  # noqa: BLE001 - tokenizers raises bare Exception for every cause
-        raise UsageError(
-            f"model.inputs.tokenizer: {name!r} is no file or directory here, and the hub did not give it "
-            f"({str(error).splitlines()[0][:200]}): check the name, or, where there is no network, name a directory "
-            "with tokenizer.json, a vocab.txt, or `trained`"
-        ) from None
-
-
-def _hub_settings(name: str) -> dict[str, Any]:
-    """Return tokenizer_config.json of a Hub name; empty if the name has none, but a connection error is raised."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import RemoteEntryNotFoundError
-
-    try:
-        return _read_settings(Path(hf_hub_download(name, SETTINGS)))
-    except RemoteEntryNotFoundError:
-        return {}
-
-
-def _declared_pad_id(tokenizer: Tokenizer) -> int | None:
-    return int(tokenizer.padding["pad_id"]) if tokenizer.padding else None
-
-
-def _pad_id(tokenizer: Tokenizer) -> int:
-    """Return the id for padding; padded positions are masked, so any id works if the tokenizer has no pad token."""
-    if (declared := _declared_pad_id(tokenizer)) is not None:
-        return declared
-    found = (tokenizer.token_to_id(name) for name in _PAD_NAMES)
-    return next((index for index in found if index is not None), 0)
-
-
-# Language tokens (`model.inputs.language_token`): each language of the training sets becomes a special token (`[de]`
-# with the pattern `[{}]`) in front of the caption. So tokenizer.json records the languages of a model. Prompts, labels
-# and rows without a known language have no such token.
-MAX_LANGUAGES = 1000  # a column with more values is not a language column
-_RESERVED_TOKENS = {
-    *SPECIAL_TOKENS,
-    "<s>",
-    "</s>",
-    "<pad>",
-    "<unk>",
-    "<mask>",
-    "<|pad|>",
-    "<|startoftext|>",
-    "<|endoftext|>",
-}
-
-
-class LanguageEncoder(TextEncoder):
-    """A TextEncoder that puts the language token in front of each caption of a known language."""
-
-    def __init__(self, tokenizer_json: str, pattern: str, max_tokens: int) -> None:
-        super().__init__(tokenizer_json, max_tokens)
-        before, _, after = pattern.partition("{}")
-        found = (token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special)
-        self._marks = {
-            mark[len(before) : len(mark) - len(after)]: mark
-            for mark in found
-            if mark.startswith(before)
-            and mark.endswith(after)
-            and len(mark) > len(pattern) - 2
-            and mark not in _RESERVED_TOKENS
-        }
-
-    @property
-    def languages(self) -> tuple[str, ...]:
-        """Languages with a token."""
-        return tuple(sorted(self._marks))
-
-    def texts_of(self, row: Row) -> list[str]:
-        """Return the captions of a row, with the token of the row's language if it is known."""
-        return [self._marks.get(row.language or "", "") + self._plain(text) for text in row.texts]
-
-    def format_caption(self, text: str, language: str | None = None) -> str:
-        """Return a text as a caption of this language. Raises UsageError if the language has no token."""
-        if language is not None and language not in self._marks:
-            raise UsageError(f"the model has no token for language {language!r}; it knows {', '.join(self.languages)}")
-        return self._marks.get(language or "", "") + self._plain(text)
-
-    def _plain(self, text: str) -> str:
-        """Remove language tokens from untrusted text."""
-        while (found := next((mark for mark in self._marks.values() if mark in text), None)) is not None:
-            text = text.replace(found, "")  # the rest may form another token
-        return text
-
-
-def add_language_tokens(tokenizer_json: str, pattern: str, languages: Iterable[str]) -> str:
-    """Add a special token for each language; an existing token keeps its id. Raises UsageError."""
-    marks = [pattern.replace("{}", language) for language in sorted(languages)]
-    if not marks:
-        raise UsageError(
-            f"model.inputs.language_token is {pattern!r}, but no row of the training set has a `language`: prepare it "
-            "with that column (again, into another folder, where mmray did not count languages yet), or leave it empty"
-        )
-    if len(marks) > MAX_LANGUAGES:
-        raise UsageError(
-            f"model.inputs.language_token: the training set has {len(marks):,} languages, the first {marks[0]!r}; a "
-            f"column of languages has at most {MAX_LANGUAGES:,}: leave the setting empty, or fix the source"
-        )
-    if taken := sorted(_RESERVED_TOKENS.intersection(marks)):
-        raise UsageError(
-            f"model.inputs.language_token: {taken[0]!r} would be the token of a language, and has another meaning; "
-            "take another pattern, such as `<lang:{}>`"
-        )
-    tokenizer = Tokenizer.from_str(tokenizer_json)
-    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
-    return str(tokenizer.to_str())
+    return str(BertWordPieceTokenizer(vocabulary, lowercase=lowercase).to_str())

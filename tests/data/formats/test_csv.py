@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmray.data.formats import lines
-from mmray.data.formats.csv import CsvSource
+from mmray.data.formats import text_lines as lines
 from mmray.data.formats.rows import BadRow
+from mmray.data.formats.text_lines import CsvSource
 from mmray.storage.storage import Storage
 
 NAMES = ["image", "text", "id"]

@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from mmray.config import Prepare
-from mmray.data.formats import image_folder, lines
 from mmray.data.formats.detect import detect_source
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.pack import pack_chunk
@@ -149,13 +148,6 @@ def pairs(folder):
     return folder
 
 
-def lists(folder):
-    images(folder)
-    (folder / "images.txt").write_text("".join(f"{n}.png\n" for n in range(COUNT)))
-    (folder / "captions.txt").write_text("".join(f"{text(n)}\n" for n in range(COUNT)))
-    return folder / "images.txt,captions.txt"
-
-
 def saved(folder):
     """A dataset in the layout of `datasets.Dataset.save_to_disk`: an Arrow stream and its state.json."""
     folder.mkdir(parents=True)
@@ -176,7 +168,6 @@ SOURCES = {
     "WebDataset": tars,
     "COCO": coco_captions,
     "image and text pairs": pairs,
-    "two parallel lists": lists,
     "Hugging Face datasets": saved,
 }
 
@@ -194,7 +185,7 @@ def test_every_format_is_detected_and_gives_the_same_rows(tmp_path, title, in_pr
     assert [row.texts[0] for row in rows] == [text(number) for number in range(COUNT)]
     assert all(row.checksum_ok for row in rows)
     assert len({row.key for row in rows}) == len({row.source for row in rows}) == COUNT
-    if title not in ("COCO", "image and text pairs", "two parallel lists"):
+    if title not in ("COCO", "image and text pairs"):
         assert [row.label for row in rows] == list(range(COUNT))
     in_process.clear()
     assert prepare(str(source), str(tmp_path / "out"), LAX) == manifest
@@ -236,23 +227,6 @@ def test_incomplete_pairs_and_non_utf8_captions_are_quarantined(tmp_path):
         "some/1.png": "no-text", "some/2.txt": "no-image", "some/3.png": "encoding", "some/4.png": "blank"
     }  # fmt: skip
     assert [row.texts for row in rows] == [[text(0)], ["one", "two"], [text(6)]]
-
-
-def test_lists_of_unequal_length_are_a_data_error(tmp_path):
-    source = lists(tmp_path / "raw")
-    (tmp_path / "raw" / "captions.txt").write_text("one\n")
-    with pytest.raises(DataError, match=r"images\.txt has 7 lines, captions\.txt 1: make them equal"):
-        prepared(source, tmp_path / "out")
-
-
-def test_too_long_caption_is_quarantined(tmp_path, monkeypatch):
-    for module in (lines, image_folder):
-        monkeypatch.setattr(module, "MAX_LINE_BYTES", 10_000)
-    source = lists(tmp_path / "raw")
-    said = [text(number) if number != 3 else "x" * 10_000 for number in range(COUNT)]
-    (tmp_path / "raw" / "captions.txt").write_text("".join(f"{each}\n" for each in said))
-    _, rows, faults = prepared(source, tmp_path / "out")
-    assert len(rows) == COUNT - 1 and faults == {"images.txt:4": "too-long"}
 
 
 def test_csv_keeps_quoted_fields_and_reports_bad_lines(tmp_path):

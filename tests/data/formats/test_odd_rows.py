@@ -109,7 +109,8 @@ def test_existing_file_with_comma_in_its_name_is_one_source(tmp_path):
     (tmp_path / "a.png").write_bytes(colour_image(1))
     (tmp_path / "my,file.jsonl").write_text('{"image": "a.png", "text": "x"}\n')
     assert prepared(tmp_path / "my,file.jsonl", tmp_path / "out")[0].num_rows == 1
-    assert detect_source(str(tmp_path / "other,file.txt")).format == "lists"
+    with pytest.raises(DataError, match=r"there is no file .*other"):
+        detect_source(str(tmp_path / "other,file.txt"))
     (tmp_path / "my,folder").mkdir()
     (tmp_path / "my,folder" / "a.parquet").touch()
     assert detect_source(str(tmp_path / "my,folder")).format == "parquet"

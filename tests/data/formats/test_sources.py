@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmray.data.formats import lines as lines_module
-from mmray.data.formats.jsonl import check_jsonl, parse_json
-from mmray.data.formats.lines import read_lines
-from mmray.data.formats.lines import scan_lines as scan
+from mmray.data.formats import text_lines as lines_module
 from mmray.data.formats.rows import BadRow, parse_row
 from mmray.data.formats.source import SourceChanged
+from mmray.data.formats.text_lines import JsonlSource, parse_json, read_lines
+from mmray.data.formats.text_lines import scan_lines as scan
 from mmray.data.images import read as files
 from mmray.data.images.read import file_stamp, read_file
 from mmray.errors import DataError
@@ -103,15 +102,15 @@ def test_endless_line_costs_one_row_and_no_memory(tmp_path, monkeypatch):
 )
 def test_files_other_than_jsonl_are_refused(tmp_path, data, message):
     with pytest.raises(DataError, match=message):
-        check_jsonl(*write(tmp_path, data))
+        JsonlSource(*write(tmp_path, data), {}).check()
 
 
 def test_missing_file_and_folder_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"there is no file .*b\.jsonl"):
-        check_jsonl(Storage(str(tmp_path)), "b.jsonl")
+        JsonlSource(Storage(str(tmp_path)), "b.jsonl", {}).check()
     (tmp_path / "folder").mkdir()
     with pytest.raises(DataError, match="cannot be read"):
-        check_jsonl(Storage(str(tmp_path)), "folder")
+        JsonlSource(Storage(str(tmp_path)), "folder", {}).check()
 
 
 def test_valid_row_is_parsed():

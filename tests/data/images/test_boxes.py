@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmray.config import Augment, Inputs
-from mmray.data.images.boxes import UNLABELED, clip_boxes, pad_boxes, to_model_coords, transform_boxes
+from mmray.data.images.boxes import UNLABELED, clip_boxes, to_model_coords, transform_boxes
 from mmray.data.images.transform import random_numbers, resize_to_square, transform
 from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.order import PADDING, SamplePlan
@@ -98,10 +98,10 @@ def test_boxes_outside_the_crop_are_dropped():
 
 
 def test_largest_boxes_are_kept_in_order():
-    boxes = np.array([[0, 0, side, side] for side in (0.3, 0.1, 0.9, 0.5)])
-    found, labels, count = pad_boxes(boxes, np.array([7, 8, 9, 10]), 3)
+    boxes = [[0, 0, side, side] for side in (0.3, 0.1, 0.9, 0.5)]
+    found, labels, count = transform_boxes(boxes, [7, 8, 9, 10], (9, 9), inputs(max_boxes=3))
     assert labels.tolist() == [7, 9, 10] and count == 3 and np.allclose(found[:, 2], [0.3, 0.9, 0.5])
-    found, labels, count = pad_boxes(boxes[:1], np.array([7]), 3)
+    found, labels, count = transform_boxes(boxes[:1], [7], (9, 9), inputs(max_boxes=3))
     assert labels.tolist() == [7, UNLABELED, UNLABELED] and count == 1 and not found[1:].any()
     assert transform_boxes([], [], (9, 9), inputs())[2] == 0
     assert transform_boxes([[0, 0, 1, 1]], [], (9, 9), inputs())[1].tolist() == [UNLABELED] * 4

@@ -71,7 +71,7 @@ def test_crash_kills_only_the_child_and_a_new_one_starts(tmp_path):
 DIES_OF_CROPS = """
 import os, sys
 from mmray.data.images import sandbox, transform
-transform._jitter = lambda *rest: os.abort()
+transform.random_crop_box = lambda *rest: os.abort()
 sandbox.serve(sys.stdin.buffer, sys.stdout.buffer)
 """
 

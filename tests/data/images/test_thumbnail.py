@@ -4,7 +4,7 @@ import io
 import numpy as np
 from PIL import Image
 
-from mmray.data.images.thumbnail import thumbnail
+from mmray.data.images.transform import thumbnail
 
 
 def test_thumbnail_is_small_and_never_enlarged():

@@ -51,7 +51,7 @@ def test_index_only_set_streams_the_blocks_of_the_packed_set(tmp_path, title, ch
     assert not any(colour_image(number) in images for number in range(COUNT))
 
 
-@pytest.mark.parametrize("title", ["JSON lines", "Parquet", "two parallel lists", "a folder for each class", "TSV"])
+@pytest.mark.parametrize("title", ["JSON lines", "Parquet", "a folder for each class", "TSV"])
 def test_every_format_with_file_names_can_be_index_only(tmp_path, title):
     packed, index = blocks_of(ALL[title](tmp_path / "raw"), tmp_path)
     assert same(packed, index) and packed["valid"].all()

@@ -18,13 +18,15 @@ from mmray.data.store.prepared_set import PreparedSet, Row
 from mmray.data.stream.collate import IGNORE_INDEX, label_columns
 from mmray.data.stream.order import SamplePlan
 from mmray.data.stream.reader import RowReader
-from mmray.data.text.chat import NO_IMAGE, ChatEncoder, add_special_tokens, build_encoder, extend_tokenizer
+from mmray.data.text.chat import NO_IMAGE, ChatEncoder, build_encoder, extend_tokenizer
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.storage.storage import Storage
 from tests.made import make_set, png, row
 
 CHAT = Chat()
-WORDPIECE = add_special_tokens(train_tokenizer(["user assistant describe the image a red circle what is it"], 90), CHAT)
+WORDPIECE = extend_tokenizer(
+    train_tokenizer(["user assistant describe the image a red circle what is it"], 90), ChatInputs()
+)
 SAID = [
     {"role": "system", "content": "be short"},
     {"role": "user", "content": "what is it"},
@@ -60,7 +62,7 @@ def test_loss_covers_assistant_tokens_and_end_token() -> None:
 
 
 def test_token_with_leading_space_is_learned() -> None:
-    encoder = ChatEncoder(add_special_tokens(spaced(), CHAT), CHAT, 64)
+    encoder = ChatEncoder(extend_tokenizer(spaced(), ChatInputs()), CHAT, 64)
     columns = encoder.columns([encoder.as_conversation("a red circle")])
     learned = columns["input_ids"][0][columns["loss_mask"][0]]
     assert [encoder.tokenizer.id_to_token(token) for token in learned] == ["▁a", "▁red", "▁circle", "</s>"]
@@ -93,7 +95,7 @@ def test_conversation_with_truncated_image_has_no_targets() -> None:
 
 
 def test_missing_special_tokens_are_added_once() -> None:
-    assert add_special_tokens(WORDPIECE, CHAT) == WORDPIECE
+    assert extend_tokenizer(WORDPIECE, ChatInputs()) == WORDPIECE
     assert extend_tokenizer(WORDPIECE, Inputs()) == WORDPIECE
     assert isinstance(build_encoder(WORDPIECE, ChatInputs()), ChatEncoder)
 

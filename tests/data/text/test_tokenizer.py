@@ -2,17 +2,14 @@ import hashlib
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import huggingface_hub
 import numpy as np
 import pytest
-from huggingface_hub.errors import RemoteEntryNotFoundError
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import BertWordPieceTokenizer, Tokenizer
 
-from mmray.data.text import tokenizer as text
 from mmray.data.text.tokenizer import (
     BadText,
     TextEncoder,
@@ -155,18 +152,12 @@ def test_declared_pad_token_is_used(tmp_path, trained):
         load_tokenizer(str(tmp_path), None)
 
 
-@pytest.mark.parametrize(("there", "pad_id"), [('{"pad_token": "[MASK]"}', 4), (None, None)])
-def test_declared_pad_token_of_a_hub_tokenizer_is_used(tmp_path, trained, monkeypatch, there, pad_id):
-    def downloaded(name, file):
-        if there is None:
-            raise RemoteEntryNotFoundError("no such file", response=SimpleNamespace(headers={}, request=None))
-        (tmp_path / file).write_text(there)
-        return str(tmp_path / file)
-
-    hub = SimpleNamespace(from_str=Tokenizer.from_str, from_pretrained=lambda name: Tokenizer.from_str(trained))
-    monkeypatch.setattr(text, "Tokenizer", hub)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", downloaded)
-    assert declared_pad_id(load_tokenizer("some/model", None)) == pad_id
+def test_hub_tokenizer_is_loaded_with_its_pad_token(tmp_path, trained, monkeypatch):
+    (tmp_path / "tokenizer.json").write_text(trained)
+    (tmp_path / "tokenizer_config.json").write_text('{"pad_token": "[MASK]"}')
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, allow_patterns: str(tmp_path))
+    assert load_tokenizer("some/model", None) == load_tokenizer(str(tmp_path), None)
+    assert declared_pad_id(load_tokenizer("some/model", None)) == 4
 
 
 def test_cased_vocabulary_is_not_lower_cased(tmp_path):
@@ -195,12 +186,10 @@ def test_missing_tokenizer_names_are_refused(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"neither tokenizer\.json nor vocab\.txt"):
         load_tokenizer(str(tmp_path), None)
 
-    class Offline:
-        @staticmethod
-        def from_pretrained(name):
-            raise Exception("cannot find the requested files")
+    def offline(name, allow_patterns):
+        raise ConnectionError("cannot find the requested files")
 
-    monkeypatch.setattr(text, "Tokenizer", Offline)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(UsageError, match="no network, name a directory"):
         load_tokenizer("some/model", None)
 
