@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain
@@ -56,28 +56,26 @@ class EvalBatches:
     world: int = 1
     max_pixels: int = MAX_PIXELS
     sandbox: SandboxedDecoders | None = None
-    threads: int = field(default_factory=lambda: min(16, cores()))
     skipped: list[str] = field(default_factory=list)
 
     @property
     def rows(self) -> np.ndarray:
         """Row numbers of this rank: contiguous parts that cover the set and differ by at most one row."""
-        wanted = min(self.prepared.num_rows, self.limit or self.prepared.num_rows)
-        return np.array_split(np.arange(wanted), self.world)[self.rank]
+        limit = min(self.prepared.num_rows, self.limit or self.prepared.num_rows)
+        return np.array_split(np.arange(limit), self.world)[self.rank]
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches with at least one row each."""
         self.skipped.clear()
         rows = self.rows
         parts = [rows[start : start + self.batch] for start in range(0, len(rows), self.batch)]
-        with closing(self), ThreadPoolExecutor(self.threads, thread_name_prefix="mmray-eval") as pool:
-            ahead = self._submit(pool, parts[0]) if parts else []
-            for index in range(len(parts)):
+        with closing(self), ThreadPoolExecutor(min(16, cores()), thread_name_prefix="mmray-eval") as pool:
+            # A few adjacent rows per task, so a store gets one request for them; `map` submits when it is called.
+            ahead: Iterator[list[EvalRowOrError]] = iter(())
+            for part, after in zip([rows[:0], *parts], [*parts, rows[:0]], strict=True):
                 current = ahead
-                if index + 1 < len(parts):
-                    ahead = self._submit(pool, parts[index + 1])
-                records = chain.from_iterable(future.result() for future in current)
-                if (batch := self._collate(parts[index], records)) is not None:
+                ahead = pool.map(self._read, [after[at : at + BATCH_ROWS] for at in range(0, len(after), BATCH_ROWS)])
+                if (batch := self._collate(part, chain.from_iterable(current))) is not None:
                     yield batch
 
     def close(self) -> None:
@@ -85,11 +83,7 @@ class EvalBatches:
         if self.sandbox is not None:
             self.sandbox.close()
 
-    def _submit(self, pool: ThreadPoolExecutor, rows: np.ndarray) -> list[Future[list[EvalRowOrError]]]:
-        """Submit reads of a few adjacent rows each, so a store gets one request for them."""
-        return [pool.submit(self._read_all, rows[at : at + BATCH_ROWS]) for at in range(0, len(rows), BATCH_ROWS)]
-
-    def _read_all(self, rows: np.ndarray) -> list[EvalRowOrError]:
+    def _read(self, rows: np.ndarray) -> list[EvalRowOrError]:
         """Read rows; a row that fails becomes its exception."""
         records: list[Row | None]
         try:
@@ -113,38 +107,29 @@ class EvalBatches:
             raise ValueError(f"{record.key} ({record.source}): image digest does not match the prepared set")
         if self.sandbox is not None:
             self.sandbox.check(record.key, record.image, self.max_pixels)
-        label = NO_LABEL if record.label is None else record.label
-        return *self._pixels_and_boxes(record), self.encoder.texts_of(record), label
-
-    def _pixels_and_boxes(self, record: Row) -> tuple[np.ndarray, Block]:
-        """Pixels of a row, and its boxes in model coordinates."""
         inputs, rgb = self.inputs, decode(record.image, self.max_pixels)
-        pixels = transform(rgb, inputs)
-        if not (inputs.max_boxes and record.boxes):
-            return pixels, boxes.empty_box_columns(1, inputs.max_boxes)
-        size = (rgb.shape[1], rgb.shape[0])
-        model_boxes, labels, count = boxes.transform_boxes(record.boxes, record.box_labels or [], size, inputs)
-        columns = {"boxes": model_boxes[None], "box_labels": labels[None], "num_boxes": np.array([count], np.int32)}
-        return pixels, columns
+        columns = boxes.empty_box_columns(1, inputs.max_boxes)
+        if inputs.max_boxes and record.boxes:
+            size = (rgb.shape[1], rgb.shape[0])
+            model_boxes, labels, count = boxes.transform_boxes(record.boxes, record.box_labels or [], size, inputs)
+            columns = {"boxes": model_boxes[None], "box_labels": labels[None], "num_boxes": np.array([count], np.int32)}
+        label = NO_LABEL if record.label is None else record.label
+        return transform(rgb, inputs), columns, self.encoder.texts_of(record), label
 
     def _collate(self, rows: np.ndarray, records: Iterable[EvalRowOrError]) -> Batch | None:
         """Collate the readable rows; None if there are none."""
-        rows_read, pixels, boxed, labels, texts, owner = [], [], [], [], [], []
-        for row, one in zip(rows.tolist(), records, strict=True):
-            if isinstance(one, Exception):
-                self.skipped.append(f"row {row}: {one}")
-                if len(self.skipped) % 1000 == 1:
-                    logging.getLogger(__name__).warning("evaluation skips %s", self.skipped[-1])
+        readable: list[tuple[int, EvalRow]] = []
+        for row, record in zip(rows.tolist(), records, strict=True):
+            if not isinstance(record, Exception):
+                readable.append((row, record))
                 continue
-            image, regions, captions, label = one
-            rows_read.append(row)
-            pixels.append(image)
-            boxed.append(regions)
-            labels.append(label)
-            texts.extend(captions)
-            owner.extend([row] * len(captions))
-        if not rows_read:
+            self.skipped.append(f"row {row}: {record}")
+            if len(self.skipped) % 1000 == 1:
+                logging.getLogger(__name__).warning("evaluation skips %s", self.skipped[-1])
+        if not readable:
             return None
+        pixels, boxed, texts_of_row, labels = zip(*(record for _, record in readable), strict=True)
+        texts = [text for texts in texts_of_row for text in texts]
         columns = self.encoder.columns(texts)
         ids, num_tokens = columns["input_ids"], columns["num_tokens"]
         return (
@@ -152,11 +137,11 @@ class EvalBatches:
             | box_columns({name: np.concatenate([each[name] for each in boxed]) for name in boxed[0]})
             | {
                 "image": torch.from_numpy(np.stack(pixels)),
-                "row": torch.tensor(rows_read),
+                "row": torch.tensor([row for row, _ in readable]),
                 "label": torch.tensor(labels),
                 "input_ids": torch.from_numpy(ids.astype(np.int64)),
                 "attention_mask": (torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]).long(),
-                "owner": torch.tensor(owner),
+                "owner": torch.tensor([row for row, record in readable for _ in record[2]]),
                 "text_id": torch.tensor([key_id(str(text)) for text in texts]),
             }
         )
@@ -179,14 +164,5 @@ class EvalDataset:
 
     def _batches(self, rank: int, world: int, limit: int | None) -> EvalBatches:
         """One rank's part of the first `limit` rows."""
-        return EvalBatches(
-            self._prepared,
-            self._inputs,
-            self._encoder,
-            self._settings.batch,
-            limit,
-            rank,
-            world,
-            self._max_pixels,
-            self._sandbox,
-        )
+        rows = (self._prepared, self._inputs, self._encoder, self._settings.batch)
+        return EvalBatches(*rows, limit, rank, world, self._max_pixels, self._sandbox)

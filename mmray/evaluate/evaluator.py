@@ -1,9 +1,7 @@
 """Evaluation of embedding models on held-out rows; every rank gets the same metrics, for any number of ranks.
 
-Recall@k, median rank and validation loss always; zero-shot accuracy if class names are known (evaluate.classes, or a
-set made of one folder per class); accuracy of the classification and region heads, if the model has them. Each rank
-embeds its part of the rows (batches.py), embeddings are gathered, and each rank scores its part of the queries against
-all rows (retrieval.py, zero_shot.py). Examples of hits and misses come from the same ranks (examples.py).
+Each rank embeds its part of the rows (batches.py), embeddings are gathered, and each rank scores its part of the
+queries against all rows (retrieval.py). Examples of hits and misses come from the same ranks (examples.py).
 """
 
 from __future__ import annotations
@@ -13,19 +11,19 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmray.data.stream.reader import NO_LABEL
 from mmray.errors import DataError
 from mmray.evaluate.batches import Batch, EvalBatches, EvalDataset
-from mmray.evaluate.embeddings import EmbeddingSet, dedupe_texts, first_index
 from mmray.evaluate.examples import retrieval_examples
-from mmray.evaluate.retrieval import TIE, compute_ranks, retrieval_metrics
-from mmray.evaluate.zero_shot import TOP_K, class_embeddings, fill_prompts, topk_accuracy, topk_correct
+from mmray.evaluate.retrieval import TIE, EmbeddingSet, compute_ranks, dedupe_texts, first_index, retrieval_metrics
 from mmray.models.fusion import LabelTexts
 from mmray.models.synthetic import synthetic_batch
 from mmray.objectives.protocol import Objective, split_objective
 
+TOP_K = (1, 5)
 CHUNK = 4096  # gallery rows scored at once; memory is CHUNK x CHUNK
 
 
@@ -71,9 +69,9 @@ class Evaluator(EvalDataset):
             show(retrieval_examples(embedded, ranks, self._prepared, CHUNK, group.device, self._max_pixels))
         if classes := settings.classes or self._prepared.manifest.class_names:
             metrics |= self._zero_shot(model, embedded, group, classes)
-        if (head := class_head(model)) is not None:
+        if (head := getattr(model, "class_head", None)) is not None:
             metrics |= topk_accuracy(embedded.class_correct, "classification", head.out_features)
-        if (labels := region_labels(model)) is not None:
+        if isinstance(labels := getattr(model, "labels", None), LabelTexts):
             metrics |= topk_accuracy(embedded.region_correct, "regions", int(labels.named.sum()), "boxes")
         return metrics | {"bad_rows": float(bad_rows)}
 
@@ -81,23 +79,45 @@ class Evaluator(EvalDataset):
     def _zero_shot(
         self, model: nn.Module, embedded: EmbeddingSet, group: Group, classes: tuple[str, ...]
     ) -> dict[str, float]:
-        """Accuracy of the nearest class embedding, each rank on its part of the rows."""
+        """Accuracy of the nearest class embedding, each rank on its part of the rows.
+
+        Source: prompt ensembling of Radford et al. 2021 (CLIP), section 3.1.4.
+        """
         prompts, language = self._settings.prompts, self._settings.language
-        captions = [self._encoder.format_caption(text, language) for text in fill_prompts(classes, prompts)]
-        ids, num_tokens = self._encoder.encode(captions)
+        texts = [prompt.replace("{}", name) for name in classes for prompt in prompts]
+        ids, num_tokens = self._encoder.encode([self._encoder.format_caption(text, language) for text in texts])
         mask = (torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]).long()
         with eval_mode(model):
             text = _embed_texts(model, torch.from_numpy(ids.astype("int64")), mask, self._settings.batch, group.device)
-        weights, mine = class_embeddings(text, len(prompts)), slice(group.rank, None, group.world)
-        image, label = (
-            embedded.image[mine].split(CHUNK),
-            embedded.label[mine].split(CHUNK),
-        )
-        counts = [topk_correct(rows @ weights.T, labels, TIE) for rows, labels in zip(image, label, strict=True)]
-        correct = group.all_gather_variable(torch.stack([torch.zeros(3, dtype=torch.int64), *counts]).sum(0)[None]).sum(
-            0
-        )
-        return topk_accuracy(correct.cpu(), "zero_shot", len(classes))
+        weights = F.normalize(text.unflatten(0, (len(classes), len(prompts))).mean(dim=1), dim=1)
+        correct, mine = torch.zeros(len(TOP_K) + 1, dtype=torch.int64), slice(group.rank, None, group.world)
+        chunks = zip(embedded.image[mine].split(CHUNK), embedded.label[mine].split(CHUNK), strict=True)
+        for image, label in chunks:
+            correct += topk_correct(image @ weights.T, label, TIE)
+        correct = group.all_gather_variable(correct[None]).sum(0).cpu()
+        return topk_accuracy(correct, "zero_shot", len(classes))
+
+
+def topk_correct(scores: Tensor, label: Tensor, tie: float = 0.0) -> Tensor:
+    """Rows with their class in the top 1, in the top 5, and labelled rows: int64 [3].
+
+    scores [N, C], label int64 [N]; labels below 0 or above C are not counted. A wrong class within `tie` of the correct
+    one ranks before it, as does a NaN.
+    """
+    num_classes = scores.shape[1]
+    labelled = (label >= 0) & (label < num_classes)
+    scores, label = scores[labelled], label[labelled]
+    own = scores.gather(1, label[:, None])
+    before = (~(scores < own - tie)).sum(dim=1) - 1 + own.isnan().squeeze(1) * num_classes
+    return torch.stack([*((before < k).sum() for k in TOP_K), labelled.sum()])
+
+
+def topk_accuracy(correct: Tensor, name: str, num_classes: int, unit: str = "rows") -> dict[str, float]:
+    """`NAME/top_1`, `NAME/top_5` (with more than 5 classes) and `NAME/UNIT` from the sums of `topk_correct`."""
+    *hits, total = correct.tolist()
+    pairs = zip(TOP_K, hits, strict=True)
+    metrics = {f"{name}/top_{k}": hit / total for k, hit in pairs if total and (k == 1 or k < num_classes)}
+    return metrics | {f"{name}/{unit}": float(total)}
 
 
 def retrieval_ranks(embedded: EmbeddingSet, group: Group, chunk: int) -> dict[str, Tensor]:
@@ -150,10 +170,10 @@ def embed_dataset(
     with eval_mode(model):
         # A synthetic row: a rank without rows needs the width and the scalar outputs too.
         outputs = model(synthetic_batch(batches.inputs, 1, 1, group.device))
-        none = {"row": torch.zeros(0, dtype=torch.int64), "image": outputs["image_embed"][:0].float().cpu()}
-        correct = torch.zeros(0, len(TOP_K) + 1, dtype=torch.int64)
-        none |= {"label": none["row"], "owner": none["row"], "text_id": none["row"], "text": none["image"]}
-        parts = [none | {"class_correct": correct, "region_correct": correct}]
+        none, correct = torch.zeros(0, dtype=torch.int64), torch.zeros(0, len(TOP_K) + 1, dtype=torch.int64)
+        width = outputs["image_embed"][:0].float().cpu()
+        empty = {"row": none, "image": width, "owner": none, "text_id": none, "text": width, "label": none}
+        parts = [empty | {"class_correct": correct, "region_correct": correct}]
         parts += [_embed_batch(model, batch, batches.batch, group.device) for batch in batches]
     mine = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     gathered = {name: _gather(mine[name], group, chunk) for name in mine}
@@ -173,53 +193,27 @@ def embed_dataset(
 
 
 def _embed_batch(model: Any, batch: Batch, text_rows: int, device: torch.device) -> dict[str, Tensor]:
-    """Embeddings of a batch on the CPU; captions are embedded `text_rows` at a time."""
+    """Embeddings of a batch and `topk_correct` [1, 3] of the heads, on the CPU; `text_rows` captions at a time."""
+    pixels = batch["image"].to(device)
     text = _embed_texts(model, batch["input_ids"], batch["attention_mask"], text_rows, device)
-    image = model.embed_image(batch["image"].to(device)).float().cpu()
-    embedded = {"row": batch["row"], "image": image, "owner": batch["owner"], "text_id": batch["text_id"], "text": text}
-    correct = {
-        "class_correct": _class_correct(model, batch, device),
-        "region_correct": _region_correct(model, batch, device),
-    }
-    return embedded | correct | {"label": batch["label"]}
+    classes = regions = torch.zeros(len(TOP_K) + 1, dtype=torch.int64)
+    if getattr(model, "class_head", None) is not None:  # each image with its first caption
+        first = torch.searchsorted(batch["owner"], batch["row"])
+        tokens = (batch[name][first].to(device) for name in ("input_ids", "attention_mask"))
+        classes = topk_correct(model.class_head(model.embed_pair(pixels, *tokens)).float().cpu(), batch["label"])
+    if isinstance(getattr(model, "labels", None), LabelTexts) and "boxes" in batch:
+        logits = model.classify_regions(pixels, batch["boxes"].to(device)).float().cpu()
+        label = torch.where(batch["box_mask"], batch["box_labels"], NO_LABEL)
+        regions = topk_correct(logits.flatten(0, 1), label.flatten())
+    image = model.embed_image(pixels).float().cpu()
+    same = {name: batch[name] for name in ("row", "owner", "text_id", "label")}
+    return same | {"image": image, "text": text, "class_correct": classes[None], "region_correct": regions[None]}
 
 
 def _embed_texts(model: Any, input_ids: Tensor, attention_mask: Tensor, rows: int, device: torch.device) -> Tensor:
     """Embeddings of captions on the CPU, `rows` at a time."""
     pairs = zip(input_ids.split(rows), attention_mask.split(rows), strict=True)
     return torch.cat([model.embed_text(ids.to(device), mask.to(device)).float().cpu() for ids, mask in pairs])
-
-
-def class_head(model: Any) -> nn.Linear | None:
-    """The model's classification head, if it has one."""
-    head: nn.Linear | None = getattr(model, "class_head", None)
-    return head
-
-
-def _class_correct(model: Any, batch: Batch, device: torch.device) -> Tensor:
-    """`topk_correct` of the classification head, int64 [1, 3]; each image with its first caption."""
-    head = class_head(model)
-    if head is None:
-        return torch.zeros(1, len(TOP_K) + 1, dtype=torch.int64)
-    first = torch.searchsorted(batch["owner"], batch["row"])
-    ids, mask = batch["input_ids"][first].to(device), batch["attention_mask"][first].to(device)
-    logits = head(model.embed_pair(batch["image"].to(device), ids, mask))
-    return topk_correct(logits.float().cpu(), batch["label"])[None]
-
-
-def region_labels(model: Any) -> LabelTexts | None:
-    """The label texts of the region head, if the model has one."""
-    labels = getattr(model, "labels", None)
-    return labels if isinstance(labels, LabelTexts) else None
-
-
-def _region_correct(model: Any, batch: Batch, device: torch.device) -> Tensor:
-    """`topk_correct` of the labelled boxes, int64 [1, 3]."""
-    if region_labels(model) is None or "boxes" not in batch:
-        return torch.zeros(1, len(TOP_K) + 1, dtype=torch.int64)
-    logits = model.classify_regions(batch["image"].to(device), batch["boxes"].to(device)).float().cpu()
-    label = torch.where(batch["box_mask"], batch["box_labels"], NO_LABEL)
-    return topk_correct(logits.flatten(0, 1), label.flatten())[None]
 
 
 @contextmanager
@@ -235,8 +229,6 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 def _gather(rows: Tensor, group: Group, chunk: int) -> Tensor:
     """Gather rows of all ranks to the CPU; captions of one row keep their order."""
-    if group.world == 1:
-        return rows
     longest = int(group.all_gather_variable(torch.tensor([len(rows)])).max())
     starts = range(0, max(1, longest), chunk)
     return torch.cat([group.all_gather_variable(rows[start : start + chunk]).cpu() for start in starts])

@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmray.data.store.prepared_set import ROW_ERRORS
 from mmray.errors import DataError
-from mmray.evaluate.batches import Batch, EvalBatches, EvalDataset
+from mmray.evaluate.batches import EvalBatches, EvalDataset
 from mmray.evaluate.evaluator import Group, eval_mode
-from mmray.models.export.generate import generate_answer
 from mmray.objectives.language_modelling import LanguageModelling
 
 # BLEU (Papineni et al. 2002) is that of torchmetrics. CIDEr-D (Vedantam et al. 2015, arXiv:1411.5726, equations 1 to 4
@@ -53,57 +53,31 @@ def words(text: str) -> list[str]:
 
 def cider_d(written: Sequence[list[str]], references: Sequence[Sequence[list[str]]]) -> float:
     """Mean CIDEr-D over the images; n-grams are weighted by inverse document frequency over the references."""
-    counted = [[ngrams(reference) for reference in texts] for texts in references]
-    document_frequency: Ngrams = Counter(gram for texts in counted for gram in set().union(*texts))
-    scores = [
-        _image_score(ngrams(text), texts, document_frequency, len(counted))
-        for text, texts in zip(written, counted, strict=True)
-    ]
+    seen = Counter(gram for texts in references for gram in set().union(*map(_ngrams, texts)))
+
+    def weigh(text: list[str]) -> list[dict[tuple[str, ...], float]]:
+        weighed: list[dict[tuple[str, ...], float]] = [{} for _ in range(MAX_NGRAM)]  # by length of the n-gram
+        for gram, count in _ngrams(text).items():
+            weighed[len(gram) - 1][gram] = count * math.log(len(references) / max(1, seen[gram]))
+        return weighed
+
+    scores = []
+    for text, texts in zip(written, references, strict=True):
+        total, weighed = 0.0, weigh(text)
+        for reference in texts:
+            penalty = math.exp(-((len(text) - len(reference)) ** 2) / (2 * SIGMA**2))
+            for own, other in zip(weighed, weigh(reference), strict=True):
+                norms = math.hypot(*own.values()) * math.hypot(*other.values())
+                dot = sum(min(weight, other[gram]) * other[gram] for gram, weight in own.items() if gram in other)
+                total += penalty * dot / norms / MAX_NGRAM if norms else 0.0
+        scores.append(total / max(1, len(texts)))
     return SCALE * sum(scores) / max(1, len(scores))
 
 
-def ngrams(text: list[str]) -> Ngrams:
+def _ngrams(text: list[str]) -> Ngrams:
     """Counts of the 1- to 4-grams."""
-    return Counter(
-        tuple(text[first : first + length])
-        for length in range(1, MAX_NGRAM + 1)
-        for first in range(len(text) - length + 1)
-    )
-
-
-def _image_score(written: Ngrams, references: Sequence[Ngrams], document_frequency: Ngrams, images: int) -> float:
-    """Mean similarity of a caption to the references of its image."""
-    mine = _tf_idf(written, document_frequency, images)
-    scores = [
-        _similarity(mine, _tf_idf(reference, document_frequency, images), written, reference)
-        for reference in references
-    ]
-    return sum(scores) / max(1, len(scores))
-
-
-def _tf_idf(counts: Ngrams, document_frequency: Ngrams, images: int) -> list[dict[tuple[str, ...], float]]:
-    """tf-idf weights of the n-grams, for each n."""
-    weighed: list[dict[tuple[str, ...], float]] = [{} for _ in range(MAX_NGRAM)]
-    for gram, count in counts.items():
-        weighed[len(gram) - 1][gram] = count * math.log(images / max(1, document_frequency[gram]))
-    return weighed
-
-
-def _similarity(candidate: list[dict], target: list[dict], written: Ngrams, reference: Ngrams) -> float:
-    """Mean cosine over n, with counts clipped to the reference's, times the length penalty."""
-    penalty = math.exp(-((_length(written) - _length(reference)) ** 2) / (2 * SIGMA**2))
-    total = 0.0
-    for own, other in zip(candidate, target, strict=True):
-        norms = math.sqrt(sum(w * w for w in own.values())) * math.sqrt(sum(w * w for w in other.values()))
-        if norms:
-            dot = sum(min(weight, other[gram]) * other[gram] for gram, weight in own.items() if gram in other)
-            total += penalty * dot / norms
-    return total / MAX_NGRAM
-
-
-def _length(counts: Ngrams) -> int:
-    """Number of words, from the n-grams."""
-    return sum(count for gram, count in counts.items() if len(gram) == 1)
+    lengths = range(1, MAX_NGRAM + 1)
+    return Counter(tuple(text[at : at + length]) for length in lengths for at in range(len(text) - length + 1))
 
 
 @torch.no_grad()
@@ -113,28 +87,29 @@ def answer_scores(model: Any, batches: EvalBatches, group: Group, max_new_tokens
     The prompt is the first question of a row; references are its captions, or the first answer. Unreadable rows are
     skipped.
     """
-    answers = []
+    results: list[Any] = []
+    numbers = batches.rows.tolist()
     with closing(batches):
-        for row in batches.rows.tolist():
-            try:
-                pixels, _, conversations, _ = batches.read(row)
-            except ROW_ERRORS:
-                continue  # counted where the loss is computed
-            question, references = batches.encoder.prompt_and_references(conversations)
-            image = torch.from_numpy(pixels)[None]
-            answers.append([row, generate_answer(model, batches.encoder, image, question, max_new_tokens), references])
-    gathered = sorted(_gather_json(answers, group))
-    if not gathered:
-        return {}
-    scores = caption_scores([answer for _, answer, _ in gathered], [references for _, _, references in gathered])
-    return scores | {"answered": float(len(gathered))}
-
-
-def _gather_json(rows: list[list[Any]], group: Group) -> list[list[Any]]:
-    """Rows of all ranks, sent as JSON lines."""
-    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        for start in range(0, len(numbers), batches.batch):
+            part = []
+            for row in numbers[start : start + batches.batch]:
+                try:
+                    image, _, conversations, _ = batches.read(row)
+                except ROW_ERRORS:
+                    continue  # counted where the loss is computed
+                part.append((row, image, *batches.encoder.prompt_and_references(conversations)))
+            if part:
+                rows, images, questions, references = zip(*part, strict=True)
+                pixels = torch.from_numpy(np.stack(images))
+                answers = model.answer(batches.encoder, pixels, questions, max_new_tokens)
+                results += zip(rows, answers, references, strict=True)
+    lines = "".join(json.dumps(row) + "\n" for row in results).encode()
     gathered = group.all_gather_variable(torch.frombuffer(bytearray(lines or b"\n"), dtype=torch.uint8))
-    return [json.loads(line) for line in bytes(gathered.cpu().numpy()).splitlines() if line]
+    results = sorted(json.loads(line) for line in bytes(gathered.cpu().numpy()).splitlines() if line)
+    if not results:
+        return {}
+    scores = caption_scores([answer for _, answer, _ in results], [texts for _, _, texts in results])
+    return scores | {"answered": float(len(results))}
 
 
 class GenerationEvaluator(EvalDataset):
@@ -159,9 +134,14 @@ class GenerationEvaluator(EvalDataset):
         sums = torch.zeros(5, dtype=torch.float64)  # loss, tokens, correct tokens, rows, bad rows
         with eval_mode(model):
             for batch in batches:
-                for part in _parts(batch, settings.batch):
-                    sums[:3] += _loss_sums(model, part, group.device)
                 sums[3] += len(batch["row"])
+                image_index = torch.searchsorted(batch["row"], batch["owner"])
+                for part in torch.arange(len(image_index)).split(settings.batch):  # conversations of these images
+                    local = {name: batch[name][part].to(group.device) for name in ("input_ids", "labels", "image_pos")}
+                    local["image"] = batch["image"][image_index[part]].to(group.device)
+                    local["valid"] = torch.ones(len(part), dtype=torch.bool, device=group.device)
+                    loss, count, more = LanguageModelling().compute_loss(model(local), local)
+                    sums[:3] += torch.stack([loss.double(), count.double(), more["token_accuracy"].double()]).cpu()
         sums[4] = len(batches.skipped)
         loss, tokens, correct, rows, bad_rows = group.all_gather_variable(sums[None]).sum(0).tolist()
         if not rows:
@@ -180,21 +160,3 @@ class GenerationEvaluator(EvalDataset):
             "rows": rows,
             "bad_rows": bad_rows,
         }
-
-
-def _parts(batch: Batch, rows: int) -> list[Batch]:
-    """Conversations with their images, `rows` at a time."""
-    image_index = torch.searchsorted(batch["row"], batch["owner"])
-    columns = {name: batch[name].split(rows) for name in ("input_ids", "labels", "image_pos")}
-    return [
-        {name: parts[number] for name, parts in columns.items()} | {"image": batch["image"][images]}
-        for number, images in enumerate(image_index.split(rows))
-    ]
-
-
-def _loss_sums(model: nn.Module, part: Batch, device: torch.device) -> Tensor:
-    """Sums of loss, target tokens and correct ones, float64 [3] on the CPU."""
-    local = {name: tensor.to(device) for name, tensor in part.items()}
-    local["valid"] = torch.ones(len(local["labels"]), dtype=torch.bool, device=device)
-    loss, count, parts = LanguageModelling().compute_loss(model(local), local)
-    return torch.stack([loss.double(), count.double(), parts["token_accuracy"].double()]).cpu()

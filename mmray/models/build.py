@@ -8,7 +8,7 @@ from torch import nn
 
 from mmray import plugins
 from mmray.errors import UsageError
-from mmray.models import lora, protocol
+from mmray.models import lora
 from mmray.models.clip import Clip, Siglip
 from mmray.models.fusion import Fusion
 from mmray.models.generative import Generative
@@ -38,26 +38,20 @@ def build(spec: Section, vocab_size: int, architecture: dict[str, Any] | None = 
             f"model.vocab_size: {spec.vocab_size} embedding rows are too few for a tokenizer of {vocab_size} tokens; "
             "set 0 or a larger number"
         )
-    model = _construct(spec, spec.vocab_size or vocab_size, architecture)
+    rows = spec.vocab_size or vocab_size
+    if spec.kind in BUILT_IN:
+        model: nn.Module = BUILT_IN[spec.kind](spec, rows, architecture)
+    else:
+        model = plugins.load_class(spec.kind, "model.kind", tuple(BUILT_IN))(spec, rows)
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"model.kind: `{spec.kind}` built a {type(model).__name__}, not a torch.nn.Module")
+        if type(model).forward is nn.Module.forward:
+            raise UsageError(f"model.kind: `{spec.kind}` has no forward(batch); see mmray/models/protocol.py")
     if spec.lora.rank:
         lora.add_adapters(model, spec.lora)
     return model
 
 
-def _construct(spec: Section, rows: int, architecture: dict[str, Any] | None) -> nn.Module:
-    if spec.kind in BUILT_IN:
-        built: nn.Module = BUILT_IN[spec.kind](spec, rows, architecture)
-        return built
-    model = plugins.load_class(spec.kind, "model.kind", tuple(BUILT_IN))(spec, rows)
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"model.kind: `{spec.kind}` built a {type(model).__name__}, not a torch.nn.Module")
-    protocol.validate_model(model, spec.kind)
-    return model
-
-
 def random_init_architecture(spec: Section, vocab_size: int) -> dict[str, Any] | None:
     """An `architecture` that replaces pretrained weights with random ones, for benchmarks and dry runs."""
-    if spec.kind not in BUILT_IN:
-        return None
-    architecture: dict[str, Any] = BUILT_IN[spec.kind].random_init_architecture(spec, vocab_size)
-    return architecture
+    return BUILT_IN[spec.kind].random_init_architecture(spec, vocab_size) if spec.kind in BUILT_IN else None

@@ -10,17 +10,14 @@ Li et al. 2023 (FLIP, arXiv:2212.00794).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmray.data.text.chat import language_token_pattern
 from mmray.errors import UsageError
-from mmray.models import weights as open_clip
-from mmray.models.weights import add_language_rows, load_pretrained, patch_config, read_state_dict, transformer_config
+from mmray.models.weights import HfModel, patch_config, transformer_config
 
 if TYPE_CHECKING:
     from mmray.config import Clip as ClipSection
@@ -56,10 +53,8 @@ class DualEncoder(nn.Module):
 
     def scalar_outputs(self) -> dict[str, Tensor]:
         """The scalars `logit_scale` = 1 / temperature and, if configured, `logit_bias`."""
-        scale = {"logit_scale": self.log_scale.exp()}
-        return (
-            scale if self.logit_bias is None else scale | {"logit_bias": self.logit_bias * 1}
-        )  # an output, not the leaf
+        bias = {} if self.logit_bias is None else {"logit_bias": self.logit_bias * 1}  # an output, not the leaf
+        return {"logit_scale": self.log_scale.exp()} | bias
 
     def embed_image(self, image: Tensor) -> Tensor:
         """Pixels uint8 [B, 3, S, S] -> L2-normalised embeddings [B, D]."""
@@ -106,17 +101,17 @@ def l2_normalize(embedding: Tensor) -> Tensor:
     return F.normalize(embedding, dim=-1)
 
 
-WEIGHTS_SETTING = "model.weights"
 LEGACY_END_ID = 2  # with this eos id transformers' CLIP pools at the largest id instead
 
 
-class Clip(DualEncoder):
+class Clip(HfModel, DualEncoder):
     """transformers' CLIPModel as two branches.
 
     spec: the `model` section. vocab_size: tokens of the tokenizer. architecture: `architecture()` of the same model;
     the caller then loads its weights. Raises UsageError.
     """
 
+    hf_class = "CLIPModel"
     hf_names = (
         ("image.tower.", "vision_model."),
         ("image.project.", "visual_projection."),
@@ -126,24 +121,20 @@ class Clip(DualEncoder):
     )
 
     def __init__(self, spec: ClipSection, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
-        from transformers import CLIPConfig, CLIPModel
-
-        net = _build_hf_model(CLIPModel, CLIPConfig, spec, vocab_size, _clip_config, architecture)
-        _check_compatible(net.config, spec.inputs, vocab_size, spec.weights)
+        net = self.build_hf(spec, vocab_size, architecture)
         image = ClipImage(net.vision_model, net.visual_projection, spec.inputs, spec.patch_dropout)
         super().__init__(image, ClipText(net.text_model, net.text_projection), spec)
         self._config = net.config
         if architecture is None and spec.weights != "none":
             self.log_scale.data.copy_(net.logit_scale.detach())
 
-    def architecture(self) -> dict[str, Any]:
-        """The transformers config, as JSON values."""
-        return {"config": self._config.to_dict()}
-
     @staticmethod
-    def random_init_architecture(spec: ClipSection, vocab_size: int) -> dict[str, Any]:
-        """The `architecture` of a model with random weights in the shape of the settings."""
-        return {"config": _clip_config(spec, vocab_size).to_dict()}
+    def config_of(spec: ClipSection, vocab_size: int) -> Any:
+        from transformers import CLIPConfig
+
+        shared = {"projection_dim": spec.embed_dim, "hidden_act": spec.activation}
+        text, vision = _text_config(spec, vocab_size) | shared, _vision_config(spec) | shared
+        return CLIPConfig(text_config=text, vision_config=vision, projection_dim=spec.embed_dim)
 
     def hf_config(self, end_id: int | None, pad_id: int) -> dict[str, Any] | None:
         """config.json for transformers; None if its classes cannot represent the model.
@@ -152,14 +143,14 @@ class Clip(DualEncoder):
         """
         if end_id in (None, LEGACY_END_ID) or self.logit_bias is not None:
             return None
-        text = {"eos_token_id": end_id, "pad_token_id": pad_id}
-        return _hf_config(self._config, "CLIPModel", text)
+        return self._hf_config({"eos_token_id": end_id, "pad_token_id": pad_id})
 
 
-class Siglip(DualEncoder):
+class Siglip(HfModel, DualEncoder):
     """transformers' SiglipModel as two branches; the temperature is not clamped. Arguments as for `Clip`."""
 
     max_log_scale = None
+    hf_class = "SiglipModel"
     hf_names = (
         ("image.tower.", "vision_model."),
         ("text.tower.", "text_model."),
@@ -167,38 +158,47 @@ class Siglip(DualEncoder):
     )
 
     def __init__(self, spec: SiglipSection, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
-        from transformers import SiglipConfig, SiglipModel
-
-        net = _build_hf_model(SiglipModel, SiglipConfig, spec, vocab_size, _siglip_config, architecture)
-        _check_compatible(net.config, spec.inputs, vocab_size, spec.weights)
-        _set_pad_id(net.config.text_config, spec)
+        net = self.build_hf(spec, vocab_size, architecture)
+        text = net.config.text_config
+        if spec.pad_id is not None:  # configs can be wrong: SigLIP 2's has a default that its tokenizer does not use
+            text.pad_token_id = spec.pad_id
+        if text.pad_token_id is None or not 0 <= text.pad_token_id < text.vocab_size:
+            raise UsageError(
+                f"model.pad_id: {text.pad_token_id} is not a token of a model with {text.vocab_size} embedding rows; "
+                "set the pad id of the tokenizer"
+            )
         image = SiglipImage(net.vision_model, spec.inputs, spec.patch_dropout)
-        super().__init__(image, SiglipText(net.text_model, net.config.text_config), spec)
+        super().__init__(image, SiglipText(net.text_model, text), spec)
         self._config = net.config
         if architecture is None and spec.weights != "none":
             self.log_scale.data.copy_(net.logit_scale.detach().squeeze())
             if self.logit_bias is not None:
                 self.logit_bias.data.copy_(net.logit_bias.detach().squeeze())
 
-    def architecture(self) -> dict[str, Any]:
-        """The transformers config, as JSON values."""
-        return {"config": self._config.to_dict()}
-
     @staticmethod
-    def random_init_architecture(spec: SiglipSection, vocab_size: int) -> dict[str, Any]:
-        """The `architecture` of a model with random weights in the shape of the settings."""
-        return {"config": _siglip_config(spec, vocab_size).to_dict()}
+    def config_of(spec: SiglipSection, vocab_size: int) -> Any:
+        from transformers import SiglipConfig
+
+        text = _text_config(spec, vocab_size) | {"projection_size": spec.image.width, "pad_token_id": 0}
+        return SiglipConfig(text_config=text, vision_config=_vision_config(spec))
 
     def hf_config(self, end_id: int | None, pad_id: int) -> dict[str, Any] | None:
         """config.json for transformers; None if its classes cannot represent the model."""
-        if self.logit_bias is None:
-            return None
-        return _hf_config(self._config, "SiglipModel", {"eos_token_id": end_id})
+        return None if self.logit_bias is None else self._hf_config({"eos_token_id": end_id})
 
     @property
     def padded_to(self) -> tuple[int, int]:
         """(tokens, pad id) of each caption: SigLIP attends to its padding."""
         return self.text.length, self.text.pad_id  # type: ignore[return-value]
+
+
+def _vision_config(spec: Any) -> dict[str, int]:
+    return transformer_config(spec.image) | patch_config(spec.inputs.image_side, spec.image.patch)
+
+
+def _text_config(spec: Any, vocab_size: int) -> dict[str, int | None]:
+    sizes = {"max_position_embeddings": spec.inputs.max_tokens, "vocab_size": vocab_size}
+    return transformer_config(spec.text) | sizes | {"bos_token_id": None, "eos_token_id": None}  # set at export
 
 
 class ClipImage(nn.Module):
@@ -275,94 +275,3 @@ def drop_patches(patches: Tensor, dropout: float) -> Tensor:
     kept = max(1, round(patches.shape[1] * (1 - dropout)))
     index = torch.rand(patches.shape[:2], device=patches.device).argsort(dim=1)[:, :kept].sort(dim=1).values
     return patches.gather(1, index[..., None].expand(-1, -1, patches.shape[-1]))
-
-
-def _build_hf_model(
-    kind: Any, config_kind: Any, spec: Any, vocab_size: int, make_config: Any, architecture: dict[str, Any] | None
-) -> Any:
-    """Build the transformers model: from `architecture`, pretrained, from an open_clip file, or untrained."""
-    token = language_token_pattern(spec.inputs)
-    if architecture is None and spec.weights != "none":
-        if not open_clip.is_checkpoint_file(spec.weights):
-            return add_language_rows(
-                load_pretrained(WEIGHTS_SETTING, kind, config_kind, spec.weights), vocab_size, token
-            )
-        if spec.kind != "clip":
-            raise UsageError(
-                f"{WEIGHTS_SETTING}: {spec.weights} is an open_clip checkpoint, which only model.kind `clip` loads"
-            )
-        state = read_state_dict(WEIGHTS_SETTING, spec.weights)
-        rows = min(vocab_size, open_clip.open_clip_vocab_size(state) or vocab_size) if token else vocab_size
-        net = kind(_with_sdpa(make_config(spec, rows)))
-        open_clip.load_open_clip(net, state, WEIGHTS_SETTING, spec.weights)
-        return add_language_rows(net, vocab_size, token)
-    config = config_kind.from_dict(architecture["config"]) if architecture else make_config(spec, vocab_size)
-    return kind(_with_sdpa(config))
-
-
-def _with_sdpa(config: Any) -> Any:
-    config._attn_implementation = "sdpa"
-    return config
-
-
-def _vision(spec: Any) -> dict[str, int]:
-    return transformer_config(spec.image) | patch_config(spec.inputs.image_side, spec.image.patch)
-
-
-def _text(spec: Any, vocab_size: int) -> dict[str, int | None]:
-    sizes = {"max_position_embeddings": spec.inputs.max_tokens, "vocab_size": vocab_size}
-    return transformer_config(spec.text) | sizes | {"bos_token_id": None, "eos_token_id": None}  # set at export
-
-
-def _clip_config(spec: ClipSection, vocab_size: int) -> Any:
-    from transformers import CLIPConfig
-
-    text = _text(spec, vocab_size)
-    shared = {"projection_dim": spec.embed_dim, "hidden_act": spec.activation}
-    return CLIPConfig(text_config=text | shared, vision_config=_vision(spec) | shared, projection_dim=spec.embed_dim)
-
-
-def _siglip_config(spec: SiglipSection, vocab_size: int) -> Any:
-    from transformers import SiglipConfig
-
-    text = _text(spec, vocab_size)
-    return SiglipConfig(
-        text_config=text | {"projection_size": spec.image.width, "pad_token_id": 0}, vision_config=_vision(spec)
-    )
-
-
-def _check_compatible(config: Any, inputs: Inputs, vocab_size: int, weights: str) -> None:
-    """Raise UsageError if the model cannot process the images, ids or positions of the data."""
-    text, side = config.text_config, config.vision_config.image_size
-    if side != inputs.image_side:
-        raise UsageError(f"model.inputs.image_side: {weights} needs images of {side} pixels, not {inputs.image_side}")
-    if text.max_position_embeddings < inputs.max_tokens:
-        raise UsageError(
-            f"model.inputs.max_tokens: {inputs.max_tokens} exceeds the {text.max_position_embeddings} positions of "
-            f"{weights}; reduce it"
-        )
-    if text.vocab_size < vocab_size:
-        raise UsageError(
-            f"{WEIGHTS_SETTING}: {weights} has {text.vocab_size} embedding rows, too few for a tokenizer of "
-            f"{vocab_size} tokens; use the tokenizer of the weights (model.inputs.tokenizer)"
-        )
-
-
-def _set_pad_id(text: Any, spec: SiglipSection) -> None:
-    """Set the config's pad id to that of the tokenizer.
-
-    Pretrained configs can be wrong: SigLIP 2's has transformers' default, which its tokenizer does not use.
-    """
-    if spec.pad_id is not None:
-        text.pad_token_id = spec.pad_id
-    pad_id = text.pad_token_id
-    if pad_id is None or not 0 <= pad_id < text.vocab_size:
-        raise UsageError(
-            f"model.pad_id: {pad_id} is not a token of a model with {text.vocab_size} embedding rows; set the pad id "
-            "of the tokenizer"
-        )
-
-
-def _hf_config(config: Any, name: str, text: Mapping[str, int | None]) -> dict[str, Any]:
-    values: dict[str, Any] = config.to_dict()
-    return values | {"architectures": [name], "text_config": values["text_config"] | text}

@@ -9,16 +9,16 @@ Source: the multimodal encoder of ALBEF (Li et al. 2021, arXiv:2107.07651, secti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from mmray.data.text.chat import language_token_pattern
 from mmray.errors import UsageError
-from mmray.models.clip import DualEncoder, NormalizePixels, l2_normalize
-from mmray.models.encoders import image as image_towers
-from mmray.models.encoders.text import HfTextTower, build_text_tower, mask_with_first, random_init_config
+from mmray.models.clip import l2_normalize
+from mmray.models.encoders.text import mask_with_first
+from mmray.models.two_tower import ImageBranch, TextBranch, TwoTower
+from mmray.models.weights import FEED_FORWARD, check_heads
 
 if TYPE_CHECKING:
     from mmray.config import CrossAttention as CrossSection
@@ -43,20 +43,15 @@ class RegionHead(nn.Module):
 
     def forward(self, grid: Tensor, boxes: Tensor) -> Tensor:
         """Feature map [B, W, H, H] and boxes [B, N, 4] in fractions of the square -> L2-normalised [B, N, D]."""
-        num_rows, num_boxes = boxes.shape[:2]
-        features = self.project(region_features(grid, boxes))
-        return l2_normalize(features).view(num_rows, num_boxes, self.project.out_features)
+        return l2_normalize(self.project(region_features(grid, boxes))).unflatten(0, boxes.shape[:2])
 
 
 def region_features(grid: Tensor, boxes: Tensor) -> Tensor:
     """Feature map [B, W, H, H] and boxes [B, N, 4] in fractions of the square -> mean inside each box [B x N, W]."""
     from torchvision.ops import roi_align
 
-    num_rows, num_boxes = boxes.shape[:2]
-    precise = grid.to(
-        torch.promote_types(grid.dtype, torch.float32)
-    )  # half precision cannot represent large row indices
-    row = torch.arange(num_rows, device=boxes.device).repeat_interleave(num_boxes)
+    precise = grid.to(torch.promote_types(grid.dtype, torch.float32))  # half precision cannot represent large indices
+    row = torch.arange(len(boxes), device=boxes.device).repeat_interleave(boxes.shape[1])
     rois = torch.cat([row[:, None].to(precise.dtype), boxes.flatten(0, 1).to(precise.dtype)], dim=1)
     features: Tensor = roi_align(
         precise, rois, output_size=1, spatial_scale=grid.shape[-1], sampling_ratio=SAMPLES_PER_SIDE, aligned=True
@@ -76,8 +71,7 @@ class LabelTexts(nn.Module):
 
     def __init__(self, names: Sequence[str], ids: list[list[int]] | None) -> None:
         super().__init__()
-        self._names = tuple(names)
-        self.is_set = ids is not None
+        self._names, self.is_set = tuple(names), False
         for name in ("ids", "mask", "named"):
             self.register_buffer(name, torch.zeros(0), persistent=False)
         if ids is not None:
@@ -90,9 +84,8 @@ class LabelTexts(nn.Module):
 
     def to_list(self) -> list[list[int]] | None:
         """Token ids of each name, as JSON values."""
-        if not self.is_set:
-            return None
-        return [row[mask].tolist() for row, mask in zip(self.ids, self.mask.bool(), strict=True)]
+        pairs = zip(self.ids, self.mask.bool(), strict=True)
+        return [row[mask].tolist() for row, mask in pairs] if self.is_set else None
 
     def tokens(self) -> tuple[Tensor, Tensor]:
         """Ids and mask [C, T]. Raises UsageError before `tokenize`."""
@@ -103,10 +96,10 @@ class LabelTexts(nn.Module):
         return self.ids, self.mask
 
     def _set(self, ids: list[list[int]]) -> None:
-        longest = max((len(row) for row in ids), default=1)
-        self.ids = torch.tensor([row + [0] * (longest - len(row)) for row in ids], device=self.ids.device)
-        self.mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids], device=self.mask.device)
-        self.named = torch.tensor([bool(name) for name in self._names], device=self.named.device)
+        longest, device = max((len(row) for row in ids), default=1), self.ids.device
+        self.ids = torch.tensor([row + [0] * (longest - len(row)) for row in ids], device=device)
+        self.mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids], device=device)
+        self.named = torch.tensor([bool(name) for name in self._names], device=device)
         self.is_set = True
 
 
@@ -117,30 +110,62 @@ def region_logits(regions: Tensor, texts: Tensor, scale: Tensor, named: Tensor |
     return logits if named is None else logits.masked_fill(~named, UNNAMED_LOGIT)
 
 
-FEED_FORWARD = 4  # feed-forward width / token width
+class FusionImage(ImageBranch):
+    """Encode images to a feature map and an embedding."""
+
+    def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
+        """Pixels uint8 [B, 3, S, S] -> image_features [B, N, W] and L2-normalised embeddings [B, D]."""
+        image_features = self.tower.features(self.pixels(image))
+        return image_features, l2_normalize(self.project(self.tower.pool(image_features)))
 
 
-class Fusion(DualEncoder):
-    """Two towers, cross-attention layers, and the configured heads.
+class FusionText(TextBranch):
+    """Encode captions to features of each token and an embedding."""
 
-    spec: the `model` section. vocab_size: tokens of the tokenizer. architecture: `architecture()` of the same model;
-    the caller then loads its weights. Raises UsageError.
-    """
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids and mask [B, T] -> text_features [B, T, W] and L2-normalised embeddings [B, D]."""
+        text_features = self.tower.features(input_ids, attention_mask)
+        return text_features, l2_normalize(self.project(self.tower.pool(text_features, attention_mask)))
 
-    image: FusionImage
-    text: FusionText
+
+class CrossEncoder(nn.Module):
+    """Layers of self-attention over text tokens and cross-attention from text tokens to image features."""
+
+    def __init__(self, spec: CrossSection, image_width: int, num_positions: int, text_width: int) -> None:
+        super().__init__()
+        check_heads(spec)
+        self.from_image, self.from_text = nn.Linear(image_width, spec.width), nn.Linear(text_width, spec.width)
+        self.position = nn.Parameter(0.02 * torch.randn(1, num_positions, spec.width))  # feature maps have no positions
+        sizes = spec.width, spec.heads, FEED_FORWARD * spec.width, spec.dropout
+        options: dict[str, Any] = {"activation": "gelu", "batch_first": True, "norm_first": True}
+        self.layers = nn.ModuleList(nn.TransformerDecoderLayer(*sizes, **options) for _ in range(spec.depth))
+        self.norm = nn.LayerNorm(spec.width)
+
+    def forward(self, image_features: Tensor, text_features: Tensor, attention_mask: Tensor) -> Tensor:
+        """Image features [B, N, W], text features and mask [B, T, W], [B, T] -> mean over the text tokens [B, W]."""
+        mask = mask_with_first(attention_mask)
+        hidden, memory = self.from_text(text_features), self.from_image(image_features) + self.position
+        for layer in self.layers:
+            hidden = layer(hidden, memory, tgt_key_padding_mask=~mask)
+        weight = mask.unsqueeze(-1).to(hidden.dtype)
+        return (self.norm(hidden) * weight).sum(1) / weight.sum(1)
+
+
+class Fusion(TwoTower):
+    """Two towers, cross-attention layers, and the configured heads. Arguments as for `TwoTower`."""
+
+    branch_classes = (FusionImage, FusionText)
 
     def __init__(self, spec: Section, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
-        inputs, config = spec.inputs, architecture["text"] if architecture else None
-        image = image_towers.build_image_tower(spec.image, inputs.image_side, spec.batch_norm, architecture)
-        text = build_text_tower(spec.text, vocab_size, inputs.max_tokens, config, language_token_pattern(inputs))
-        pixels = NormalizePixels(inputs.mean, inputs.std)
-        super().__init__(FusionImage(pixels, image, spec.embed_dim), FusionText(text, spec.embed_dim), spec)
-        num_positions = _num_image_tokens(image, inputs.image_side)
-        self.cross = CrossEncoder(spec.cross, cast("int", image.width), num_positions, text.width)
+        super().__init__(spec, vocab_size, architecture)
+        image, side = self.image.tower, spec.inputs.image_side
+        with torch.no_grad():
+            num_positions = image.eval().features(torch.zeros(1, 3, side, side)).shape[1]  # keeps BatchNorm statistics
+            image.train()
+        self.cross = CrossEncoder(spec.cross, image.width, num_positions, self.text.tower.width)
         self.match_head = nn.Linear(spec.cross.width, 1) if spec.matching else None
         self.class_head = nn.Linear(spec.cross.width, spec.classes) if spec.classes else None
-        self.region_head = RegionHead(cast("int", image.width), spec.embed_dim) if spec.regions else None
+        self.region_head = RegionHead(image.width, spec.embed_dim) if spec.regions else None
         self.labels = LabelTexts(spec.region_labels, (architecture or {}).get("labels")) if spec.regions else None
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -197,98 +222,20 @@ class Fusion(DualEncoder):
         return regions
 
     def _region_logits(self, regions: Tensor) -> Tensor:
-        """Embeddings [B, N, D] -> logits [B, N, C] over the label texts."""
         assert self.labels is not None
         texts = self.text(*self.labels.tokens())[1]
         return region_logits(regions, texts, self.log_scale.exp(), self.labels.named)
 
     def branches(self) -> dict[str, nn.Module]:
         """The two towers and the cross-attention layers."""
-        return {"image": self.image, "text": self.text, "cross": self.cross}
+        return super().branches() | {"cross": self.cross}
 
     def architecture(self) -> dict[str, Any]:
         """The transformers configs of the towers and the token ids of the labels, as JSON values."""
-        labels = {} if self.labels is None else {"labels": self.labels.to_list()}
-        return {"text": self.text.tower.config()} | image_towers.image_architecture(self.image.tower) | labels
+        return super().architecture() | ({} if self.labels is None else {"labels": self.labels.to_list()})
 
     @staticmethod
-    def random_init_architecture(spec: Section, vocab_size: int) -> dict[str, Any]:
+    def random_init_architecture(spec: Any, vocab_size: int) -> dict[str, Any]:
         """The `architecture` of a model with random weights in the shape of the settings; each label is one token."""
         labels = {"labels": [[number % vocab_size] for number in range(len(spec.region_labels))]}
-        towers = {"text": random_init_config(spec.text, vocab_size, spec.inputs.max_tokens)}
-        return towers | image_towers.random_init_architecture(spec.image) | (labels if spec.regions else {})
-
-
-class FusionImage(nn.Module):
-    """Encode images to a feature map and an embedding."""
-
-    def __init__(self, pixels: NormalizePixels, tower: Any, embed_dim: int) -> None:
-        super().__init__()
-        self.pixels, self.tower = pixels, tower
-        self.project = nn.Linear(tower.width, embed_dim, bias=False)
-
-    def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
-        """Pixels uint8 [B, 3, S, S] -> image_features [B, N, W] and L2-normalised embeddings [B, D]."""
-        image_features = self.tower.features(self.pixels(image))
-        return image_features, l2_normalize(self.project(self.tower.pool(image_features)))
-
-
-class FusionText(nn.Module):
-    """Encode captions to features of each token and an embedding."""
-
-    def __init__(self, tower: HfTextTower, embed_dim: int) -> None:
-        super().__init__()
-        self.tower = tower
-        self.project = nn.Linear(tower.width, embed_dim, bias=False)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids and mask [B, T] -> text_features [B, T, W] and L2-normalised embeddings [B, D]."""
-        text_features = self.tower.features(input_ids, attention_mask)
-        return text_features, l2_normalize(self.project(self.tower.pool(text_features, attention_mask)))
-
-
-class CrossEncoder(nn.Module):
-    """Layers of self-attention over text tokens and cross-attention from text tokens to image features."""
-
-    def __init__(self, spec: CrossSection, image_width: int, num_positions: int, text_width: int) -> None:
-        super().__init__()
-        self.from_image, self.from_text = nn.Linear(image_width, spec.width), nn.Linear(text_width, spec.width)
-        self.position = nn.Parameter(0.02 * torch.randn(1, num_positions, spec.width))  # feature maps have no positions
-        self.layers = nn.ModuleList(_layer(spec) for _ in range(spec.depth))
-        self.norm = nn.LayerNorm(spec.width)
-
-    def forward(self, image_features: Tensor, text_features: Tensor, attention_mask: Tensor) -> Tensor:
-        """Image features [B, N, W], text features and mask [B, T, W], [B, T] -> mean over the text tokens [B, W]."""
-        mask = mask_with_first(attention_mask)
-        hidden, memory = self.from_text(text_features), self.from_image(image_features) + self.position
-        for layer in self.layers:
-            hidden = layer(hidden, memory, tgt_key_padding_mask=~mask)
-        weight = mask.unsqueeze(-1).to(hidden.dtype)
-        return (self.norm(hidden) * weight).sum(1) / weight.sum(1)
-
-
-def _layer(spec: CrossSection) -> nn.TransformerDecoderLayer:
-    if spec.width % spec.heads:
-        raise UsageError(
-            f"model.cross.heads: {spec.heads} heads do not divide the width of {spec.width}; choose a divisor of "
-            "model.cross.width"
-        )
-    return nn.TransformerDecoderLayer(
-        spec.width,
-        spec.heads,
-        FEED_FORWARD * spec.width,
-        spec.dropout,
-        activation="gelu",
-        batch_first=True,
-        norm_first=True,
-    )
-
-
-@torch.no_grad()
-def _num_image_tokens(tower: Any, image_side: int) -> int:
-    """Positions of the feature map of an image; BatchNorm statistics are not updated."""
-    was_training = tower.training
-    tower.eval()
-    image_features: Tensor = tower.features(torch.zeros(1, 3, image_side, image_side))
-    tower.train(was_training)
-    return image_features.shape[1]
+        return TwoTower.random_init_architecture(spec, vocab_size) | (labels if spec.regions else {})

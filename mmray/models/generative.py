@@ -8,33 +8,37 @@ Source: Liu et al. 2023 (arXiv:2304.08485), with the two-layer projection of LLa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 from mmray.errors import UsageError
 from mmray.models.clip import NormalizePixels
-from mmray.models.weights import load_pretrained, patch_config, transformer_config
+from mmray.models.weights import SETTING, HfModel, patch_config, transformer_config
 
 if TYPE_CHECKING:
     from mmray.config import Generative as Section
     from mmray.config import Inputs
+    from mmray.data.text.chat import ChatEncoder
 
 
-WEIGHTS_SETTING = "model.weights"
 VISION_TYPES = ("clip_vision_model", "siglip_vision_model")
 
 
-class Generative(nn.Module):
+class Generative(HfModel, nn.Module):
     """transformers' LlavaForConditionalGeneration as two branches.
 
     spec: the `model` section. vocab_size: tokens of the tokenizer. architecture: `architecture()` of the same model;
     the caller then loads its weights. Raises UsageError.
     """
 
+    hf_class = "LlavaForConditionalGeneration"
     hf_names = (
         ("image.tower.", "model.vision_tower."),
         ("image.project.", "model.multi_modal_projector."),
@@ -44,8 +48,7 @@ class Generative(nn.Module):
 
     def __init__(self, spec: Section, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
         super().__init__()
-        net = _build_hf_model(spec, vocab_size, architecture)
-        _check_compatible(net.config, spec.inputs, vocab_size, spec.weights)
+        net = self.build_hf(spec, vocab_size, architecture)
         self.image = VisionTokens(net.model.vision_tower, net.model.multi_modal_projector, spec.inputs, net.config)
         self.text = LanguageModel(net.model.language_model, net.lm_head)
         self._config, self.chat = net.config, spec.inputs.chat
@@ -58,14 +61,55 @@ class Generative(nn.Module):
         """The vision encoder and the language model."""
         return {"image": self.image, "text": self.text}
 
-    def architecture(self) -> dict[str, Any]:
-        """The transformers config, as JSON values."""
-        return {"config": self._config.to_dict()}
+    @torch.no_grad()
+    def answer(self, encoder: ChatEncoder, image: Tensor, questions: Sequence[str], max_new_tokens: int) -> list[str]:
+        """Answer a question about each image, uint8 [B, 3, S, S], by greedy decoding."""
+        from transformers import LlavaForConditionalGeneration
+
+        with torch.device("meta"):
+            net: Any = LlavaForConditionalGeneration(self._config)
+        net.model.vision_tower, net.model.multi_modal_projector = self.image.tower, self.image.project
+        net.model.language_model, net.lm_head = self.text.tower, self.text.head
+        device, prompts = self.text.head.weight.device, []
+        for features, question in zip(self.image(image.to(device)).split(1), questions, strict=True):
+            prompt = (torch.from_numpy(array).long().to(device) for array in encoder.encode_prompt(question))
+            prompts.append(self.text.insert_image(features, *prompt)[0])
+        masks = [prompt.new_ones(len(prompt), dtype=torch.long) for prompt in prompts]
+        rows = net.generate(
+            inputs_embeds=pad_sequence(prompts, batch_first=True, padding_side="left"),
+            attention_mask=pad_sequence(masks, batch_first=True, padding_side="left"),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            eos_token_id=encoder.end_id,
+            pad_token_id=encoder.end_id,
+        )
+        tokens = [list(takewhile(lambda token: token != encoder.end_id, row)) for row in rows.tolist()]
+        return [str(encoder.tokenizer.decode(row)).strip() for row in tokens]
 
     @staticmethod
-    def random_init_architecture(spec: Section, vocab_size: int) -> dict[str, Any]:
-        """The `architecture` of a model with random weights in the shape of the settings."""
-        return {"config": _random_init_config(spec, vocab_size).to_dict()}
+    def config_of(spec: Section, vocab_size: int) -> Any:
+        from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
+
+        patches: dict[str, Any] = patch_config(spec.inputs.image_side, spec.image.patch)
+        text: dict[str, Any] = transformer_config(spec.text) | {"max_position_embeddings": spec.text.max_positions}
+        ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # set at export
+        return LlavaConfig(
+            vision_config=CLIPVisionConfig(**transformer_config(spec.image), **patches),
+            text_config=LlamaConfig(vocab_size=vocab_size, **text, **ends),
+            image_seq_length=(patches["image_size"] // patches["patch_size"]) ** 2,
+            image_token_index=0,
+            vision_feature_layer=-1,
+        )
+
+    @staticmethod
+    def num_image_tokens(config: Any) -> int:
+        vision, layer = config.vision_config, config.vision_feature_layer
+        if vision.model_type not in VISION_TYPES or not isinstance(layer, int):
+            raise UsageError(
+                f"{SETTING}: a vision encoder of type {vision.model_type!r} with feature layer {layer} is not "
+                f"supported; use {' or '.join(VISION_TYPES)} with a single layer"
+            )
+        return int(vision.image_size // vision.patch_size) ** 2
 
     def hf_config(self, end_id: int, pad_id: int, image_id: int) -> dict[str, Any]:
         """config.json for transformers."""
@@ -73,7 +117,7 @@ class Generative(nn.Module):
         ends = {"eos_token_id": end_id, "pad_token_id": pad_id}
         image = {"image_token_index": image_id, "image_seq_length": self.image.num_tokens}
         text = values["text_config"] | ends | {"dtype": None}
-        return values | image | ends | {"architectures": ["LlavaForConditionalGeneration"], "text_config": text}
+        return values | image | ends | {"architectures": [self.hf_class], "text_config": text}
 
     def hf_processor(self) -> dict[str, Any]:
         """processor_config.json for transformers, which inserts one image token per image feature."""
@@ -117,7 +161,7 @@ class LanguageModel(nn.Module):
 
     def __init__(self, tower: Any, head: nn.Linear) -> None:
         super().__init__()
-        self.tower, self.head, self._empty_cache = tower, head, empty_cache
+        self.tower, self.head = tower, head
 
     def forward(self, image: Tensor, input_ids: Tensor, image_pos: Tensor) -> Tensor:
         """Image features [B, N, W], ids [B, T], position of the image token [B] (-1: none) -> logits [B, T, V].
@@ -126,32 +170,18 @@ class LanguageModel(nn.Module):
         """
         # Without mask and cache transformers checks for packed rows, which synchronises the device in each
         # micro-batch. A mask would disable the causal attention kernel, the fastest. So it gets an empty cache.
-        inputs = self._insert_image(image, input_ids, image_pos)
-        hidden = self.tower(
-            inputs_embeds=inputs, past_key_values=self._empty_cache(), use_cache=False
-        ).last_hidden_state
+        inputs, empty = (
+            self.insert_image(image, input_ids, image_pos),
+            Cache(layer_class_to_replicate=_PassThroughLayer),
+        )
+        hidden = self.tower(inputs_embeds=inputs, past_key_values=empty, use_cache=False).last_hidden_state
         # The prediction at the image token is that of the last image feature.
         text = torch.arange(input_ids.shape[1], device=hidden.device)[None]
         at, more = image_pos.clamp(min=0)[:, None], image.shape[1] - 1
         logits: Tensor = self.head(_gather_rows(hidden, torch.where(text < at, text, text + more)))
         return logits
 
-    def greedy_decode(
-        self, image: Tensor, input_ids: Tensor, image_pos: Tensor, end_id: int, max_new_tokens: int
-    ) -> list[int]:
-        """Greedy decoding of one row until `end_id` or `max_new_tokens`."""
-        tokens: list[int] = []
-        hidden, past = self._insert_image(image, input_ids, image_pos), None
-        while len(tokens) < max_new_tokens:
-            out = self.tower(inputs_embeds=hidden, past_key_values=past, use_cache=True)
-            token = int(self.head(out.last_hidden_state[:, -1]).argmax())
-            if token == end_id:
-                break
-            tokens.append(token)
-            past, hidden = out.past_key_values, self.tower.embed_tokens(input_ids.new_tensor([[token]]))
-        return tokens
-
-    def _insert_image(self, image: Tensor, input_ids: Tensor, image_pos: Tensor) -> Tensor:
+    def insert_image(self, image: Tensor, input_ids: Tensor, image_pos: Tensor) -> Tensor:
         """Input embeddings [B, T + N - 1, W]: token embeddings with the image features in place of the image token."""
         num_image = image.shape[1]
         embedded = self.tower.embed_tokens(input_ids)
@@ -171,65 +201,8 @@ def _gather_rows(rows: Tensor, index: Tensor) -> Tensor:
     return rows.gather(1, index[..., None].expand(-1, -1, rows.shape[-1]))
 
 
-def _build_hf_model(spec: Section, vocab_size: int, architecture: dict[str, Any] | None) -> Any:
-    """Build the transformers model from `architecture`, pretrained weights, or with random weights."""
-    from transformers import LlavaConfig, LlavaForConditionalGeneration
-
-    if architecture is None and spec.weights != "none":
-        net = load_pretrained(WEIGHTS_SETTING, LlavaForConditionalGeneration, LlavaConfig, spec.weights)
-    else:
-        config = (
-            LlavaConfig.from_dict(architecture["config"]) if architecture else _random_init_config(spec, vocab_size)
-        )
-        config._attn_implementation = "sdpa"
-        net = LlavaForConditionalGeneration(config)
-    return net
-
-
-def _random_init_config(spec: Section, vocab_size: int) -> Any:
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
-
-    patches: dict[str, Any] = patch_config(spec.inputs.image_side, spec.image.patch)
-    ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # set at export
-    text = LlamaConfig(
-        vocab_size=vocab_size, max_position_embeddings=spec.text.max_positions, **transformer_config(spec.text), **ends
-    )
-    return LlavaConfig(
-        vision_config=CLIPVisionConfig(**transformer_config(spec.image), **patches),
-        text_config=text,
-        image_seq_length=(patches["image_size"] // patches["patch_size"]) ** 2,
-        image_token_index=0,
-        vision_feature_layer=-1,
-    )
-
-
 def _has_class_token(tower: Any) -> int:
     return int(hasattr(tower.embeddings, "class_embedding"))
-
-
-def _check_compatible(config: Any, inputs: Inputs, vocab_size: int, weights: str) -> None:
-    """Raise UsageError if the model cannot process the data, or its vision encoder is not supported."""
-    vision, text = config.vision_config, config.text_config
-    if vision.model_type not in VISION_TYPES or not isinstance(config.vision_feature_layer, int):
-        raise UsageError(
-            f"{WEIGHTS_SETTING}: {weights} has a vision encoder of type {vision.model_type!r} with feature layer "
-            f"{config.vision_feature_layer}; supported are {' and '.join(VISION_TYPES)} with a single layer"
-        )
-    if vision.image_size != inputs.image_side:
-        raise UsageError(
-            f"model.inputs.image_side: {weights} needs images of {vision.image_size} pixels, not {inputs.image_side}"
-        )
-    positions = inputs.max_tokens + (inputs.image_side // vision.patch_size) ** 2
-    if positions > text.max_position_embeddings:
-        raise UsageError(
-            f"model.inputs.max_tokens: {inputs.max_tokens} and the image tokens are {positions}, more than the "
-            f"{text.max_position_embeddings} positions of the language model; reduce it"
-        )
-    if text.vocab_size < vocab_size:
-        raise UsageError(
-            f"{WEIGHTS_SETTING}: {weights} has {text.vocab_size} embedding rows, too few for a tokenizer of "
-            f"{vocab_size} tokens; use the tokenizer of the weights (model.inputs.tokenizer)"
-        )
 
 
 class _PassThroughLayer(DynamicLayer):
@@ -237,8 +210,3 @@ class _PassThroughLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return key_states, value_states
-
-
-def empty_cache() -> Cache:
-    """A cache that stays empty, for training."""
-    return Cache(layer_class_to_replicate=_PassThroughLayer)

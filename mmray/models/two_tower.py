@@ -2,57 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from mmray.data.text.chat import language_token_pattern
 from mmray.models.clip import DualEncoder, NormalizePixels, l2_normalize
-from mmray.models.encoders import image as image_towers
-from mmray.models.encoders.text import HfTextTower, build_text_tower, random_init_config
+from mmray.models.encoders.image import build_image_tower, image_architecture, random_init_image
+from mmray.models.encoders.text import HfTextTower, bert_config, build_text_tower
 
 if TYPE_CHECKING:
-    from mmray.config import TwoTower as Section
-
-
-class TwoTower(DualEncoder):
-    """An image branch and a text branch with one embedding space and a learned temperature.
-
-    spec: the `model` section. vocab_size: tokens of the tokenizer. architecture: `architecture()` of the same model;
-    the caller then loads its weights. Raises UsageError.
-    """
-
-    image: ImageBranch
-    text: TextBranch
-
-    def __init__(self, spec: Section, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
-        inputs, config = spec.inputs, architecture["text"] if architecture else None
-        image = image_towers.build_image_tower(spec.image, inputs.image_side, spec.batch_norm, architecture)
-        text = build_text_tower(spec.text, vocab_size, inputs.max_tokens, config, language_token_pattern(inputs))
-        super().__init__(
-            ImageBranch(image, spec.embed_dim, inputs.mean, inputs.std), TextBranch(text, spec.embed_dim), spec
-        )
-
-    def architecture(self) -> dict[str, Any]:
-        """The transformers configs of the towers, as JSON values."""
-        return {"text": self.text.tower.config()} | image_towers.image_architecture(self.image.tower)
-
-    @staticmethod
-    def random_init_architecture(spec: Section, vocab_size: int) -> dict[str, Any]:
-        """The `architecture` of a model with random weights in the shape of the settings."""
-        text = random_init_config(spec.text, vocab_size, spec.inputs.max_tokens)
-        return {"text": text} | image_towers.random_init_architecture(spec.image)
+    from mmray.config import Inputs
+    from mmray.config.model import TowerModel as Section
 
 
 class ImageBranch(nn.Module):
     """Normalise, encode and project images."""
 
-    def __init__(self, tower: nn.Module, embed_dim: int, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+    def __init__(self, tower: Any, embed_dim: int, inputs: Inputs) -> None:
         super().__init__()
-        self.pixels, self.tower = NormalizePixels(mean, std), tower
-        self.project = nn.Linear(cast("int", tower.width), embed_dim, bias=False)
+        self.pixels, self.tower = NormalizePixels(inputs.mean, inputs.std), tower
+        self.project = nn.Linear(tower.width, embed_dim, bias=False)
 
-    def forward(self, image: Tensor) -> Tensor:
+    def forward(self, image: Tensor) -> Any:
         """Pixels uint8 [B, 3, S, S] -> L2-normalised embeddings [B, D]."""
         return l2_normalize(self.project(self.tower(self.pixels(image))))
 
@@ -65,6 +37,35 @@ class TextBranch(nn.Module):
         self.tower = tower
         self.project = nn.Linear(tower.width, embed_dim, bias=False)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
         """Ids and mask [B, T] -> L2-normalised embeddings [B, D]."""
         return l2_normalize(self.project(self.tower(input_ids, attention_mask)))
+
+
+class TwoTower(DualEncoder):
+    """An image branch and a text branch with one embedding space and a learned temperature.
+
+    spec: the `model` section. vocab_size: tokens of the tokenizer. architecture: `architecture()` of the same model;
+    the caller then loads its weights. Raises UsageError.
+    """
+
+    image: ImageBranch
+    text: TextBranch
+    branch_classes = (ImageBranch, TextBranch)
+
+    def __init__(self, spec: Section, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
+        inputs, config = spec.inputs, architecture["text"] if architecture else None
+        image = build_image_tower(spec.image, inputs.image_side, spec.batch_norm, architecture)
+        text = build_text_tower(spec.text, vocab_size, inputs.max_tokens, config, language_token_pattern(inputs))
+        image_branch, text_branch = self.branch_classes
+        super().__init__(image_branch(image, spec.embed_dim, inputs), text_branch(text, spec.embed_dim), spec)
+
+    def architecture(self) -> dict[str, Any]:
+        """The transformers configs of the towers, as JSON values."""
+        return {"text": self.text.tower.net.config.to_dict()} | image_architecture(self.image.tower)
+
+    @staticmethod
+    def random_init_architecture(spec: Section, vocab_size: int) -> dict[str, Any]:
+        """The `architecture` of a model with random weights in the shape of the settings."""
+        text = bert_config(spec.text, vocab_size, spec.inputs.max_tokens).to_dict()
+        return {"text": text} | random_init_image(spec.image)

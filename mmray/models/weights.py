@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import pickle
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from textwrap import shorten
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from mmray.data.text.chat import language_token_pattern
 from mmray.data.text.tokenizer import MAX_LANGUAGES
 from mmray.errors import UsageError
 
+SETTING = "model.weights"
+HAVE_POOLER_OPTION = ("vit", "bert", "roberta", "xlm-roberta", "camembert", "ernie", "albert")
+READ_ERRORS = (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError)
+
 
 def save_weights(weights: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a state_dict as safetensors. Raises SafetensorError or OSError."""
+    """Write a state_dict as safetensors; tied weights are copied. Raises SafetensorError or OSError."""
+    seen: set[int] = set()
+    out: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        storage = tensor.untyped_storage().data_ptr()
+        whole = tensor.detach().contiguous()
+        out[name] = whole.clone() if storage in seen and storage != 0 else whole
+        seen.add(storage)
     file.touch()
     mode = file.stat().st_mode  # of the umask; safetensors creates files that only the owner can read
-    save_file(_untie(weights), file, metadata={"format": "pt"} | (metadata or {}))
+    save_file(out, file, metadata={"format": "pt"} | (metadata or {}))
     file.chmod(mode)
-
-
-def load_weights(file: Path) -> dict[str, Tensor]:
-    """Read a safetensors file to the CPU. Raises OSError or SafetensorError."""
-    return load_file(file)
 
 
 def read_state_dict(setting: str, file: str) -> dict[str, Tensor]:
@@ -37,9 +44,9 @@ def read_state_dict(setting: str, file: str) -> dict[str, Tensor]:
         raise UsageError(f"{setting}: no file {path}; set `none`, `pretrained`, or a file of weights")
     try:
         if path.suffix == ".safetensors":
-            return load_weights(path)
+            return load_file(path)
         state: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+    except READ_ERRORS as error:
         raise UsageError(f"{setting}: cannot read weights from {path}: {_first_line(error)}") from None
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]  # a training checkpoint with epoch and optimizer
@@ -48,23 +55,20 @@ def read_state_dict(setting: str, file: str) -> dict[str, Tensor]:
     return state
 
 
-def _untie(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors that share no storage: safetensors refuses tied weights, so each gets a copy."""
-    seen: set[int] = set()
-    out: dict[str, Tensor] = {}
-    for name, tensor in weights.items():
-        storage = tensor.untyped_storage().data_ptr()
-        whole = tensor.detach().contiguous()
-        out[name] = whole.clone() if storage in seen and storage != 0 else whole
-        seen.add(storage)
-    return out
+def load_state(net: nn.Module, state: dict[str, Tensor], problem: str) -> None:
+    """Load a state_dict. Raises UsageError that starts with `problem` if names or shapes differ."""
+    try:
+        net.load_state_dict(state)
+    except RuntimeError as error:
+        details = [shorten(line, 160) for line in str(error).splitlines()[1:4]]
+        raise UsageError(f"{problem}: {'; '.join(details)}") from None
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def load_local_or_hub(setting: str, name: str, read: Callable[..., Any], **options: Any) -> Any:
+def _load_local_or_hub(setting: str, name: str, read: Callable[..., Any], **options: Any) -> Any:
     """Call `read` for a directory, the hub cache, or the hub, in this order. Raises UsageError."""
     path = Path(name).expanduser()
     if path.is_dir():
@@ -73,132 +77,191 @@ def load_local_or_hub(setting: str, name: str, read: Callable[..., Any], **optio
         raise UsageError(f"{setting}: no directory {path}; set one written by save_pretrained")
     try:
         return read(name, local_files_only=True, **options)
-    except (OSError, SafetensorError, pickle.UnpicklingError, RuntimeError, ValueError, KeyError) as error:
+    except READ_ERRORS as error:
         if path.is_dir():
-            detail = str(error).splitlines()[0]
-            raise UsageError(f"{setting}: cannot read a saved model from {name}: {detail}") from None
+            raise UsageError(f"{setting}: cannot read a saved model from {name}: {_first_line(error)}") from None
     try:
         return read(name, **options)
     except OSError as error:
         raise UsageError(
             f"{setting}: `{name}` is not a directory, not in the hub cache, and cannot be downloaded "
-            f"({str(error).splitlines()[0]}). Run `hf download {name} --local-dir DIR` on a machine with a network and "
+            f"({_first_line(error)}). Run `hf download {name} --local-dir DIR` on a machine with a network and "
             f"set {setting} to DIR, or set it to `none`"
         ) from None
 
 
-def load_pretrained(setting: str, kind: Any, config_kind: Any, name: str) -> Any:
-    """Load a model of class `kind` in float32. Raises UsageError for another type or missing weights."""
-    model_type, expected = (
-        load_local_or_hub(setting, name, config_kind.get_config_dict)[0].get("model_type"),
-        config_kind.model_type,
-    )
-    if model_type != expected:
-        raise UsageError(f"{setting}: {name} holds a model of type {model_type!r}, not `{expected}`")
-    return load_complete(setting, name, kind.from_pretrained, expected, attn_implementation="sdpa")
+def load_config(setting: str, name: str, supported: Collection[str]) -> Any:
+    """Load the config of a saved model. Raises UsageError unless its model_type is supported."""
+    from transformers import AutoConfig
+
+    try:
+        config = _load_local_or_hub(setting, name, AutoConfig.from_pretrained)
+    except ImportError:
+        raise UsageError(f'{setting}: {name} is a timm model; install timm with `pip install "mmray[timm]"`') from None
+    if config.model_type not in supported:
+        raise UsageError(
+            f"{setting}: {name} holds a model of type {config.model_type!r}; supported are {', '.join(supported)}"
+        )
+    return config
+
+
+def load_model(setting: str, name: str, kind: Any, config: Any, **options: Any) -> Any:
+    """Load a saved model of class `kind` in float32. Raises UsageError if weights are missing."""
+    options |= {"config": config, "dtype": torch.float32, "output_loading_info": True}
+    net, report = _load_local_or_hub(setting, name, kind.from_pretrained, **options)
+    if missing := sorted(report["missing_keys"]):
+        raise UsageError(f"{setting}: {name} lacks {len(missing)} weights of a {config.model_type}, first {missing[0]}")
+    return net
+
+
+def build_encoder(setting: str, name: str | None, config: Any) -> Any:
+    """transformers' encoder without a pooler: the saved one in `name`, or a random one. Raises UsageError."""
+    from transformers import AutoModel
+
+    options = {"add_pooling_layer": False} if config.model_type in HAVE_POOLER_OPTION else {}
+    if name is None:
+        return AutoModel.from_config(config, **options)
+    return load_model(setting, name, AutoModel, config, **options)
 
 
 def add_language_rows(net: Any, rows: int, language_token: str) -> Any:
     """Add embedding rows for language tokens that a pretrained model lacks, initialised as the model does."""
-    text = getattr(net, "text_model", net)  # of CLIP and SigLIP
-    missing = rows - text.config.vocab_size
-    if language_token and 0 < missing <= MAX_LANGUAGES:
-        text.resize_token_embeddings(rows, mean_resizing=False)
+    if language_token:
+        text = getattr(net, "text_model", net)  # of CLIP and SigLIP
+        if 0 < rows - text.config.vocab_size <= MAX_LANGUAGES:
+            text.resize_token_embeddings(rows, mean_resizing=False)
     return net
 
 
-def load_complete(setting: str, name: str, read: Callable[..., Any], family: str, **options: Any) -> Any:
-    """Load a model in float32. Raises UsageError if weights are missing."""
-    net, report = load_local_or_hub(setting, name, read, dtype=torch.float32, output_loading_info=True, **options)
-    if report["missing_keys"]:
-        missing = sorted(report["missing_keys"])
-        raise UsageError(f"{setting}: {name} lacks {len(missing)} weights of a {family}, first {missing[0]}")
-    return net
+def check_vocab_size(setting: str, weights: str, rows: int, vocab_size: int) -> None:
+    """Raise UsageError if the token embedding is too small for the tokenizer."""
+    if rows < vocab_size:
+        raise UsageError(
+            f"{setting}: {weights} has {rows} embedding rows, too few for a tokenizer of {vocab_size} tokens; use the "
+            "tokenizer of the weights (model.inputs.tokenizer)"
+        )
 
 
-# open_clip checkpoints (and OpenAI's CLIP) -> transformers' CLIPModel. Only ViT models with CLIP's text transformer.
-SUFFIXES = (".pt", ".pth", ".bin", ".safetensors")
-_TENSORS = {
+class HfModel:
+    """A model of one class of transformers; its `architecture` is the config of this class."""
+
+    hf_class: ClassVar[str]
+    hf_names: ClassVar[tuple[tuple[str, str], ...]]  # prefixes of weights here and in transformers
+    _config: Any
+
+    def architecture(self) -> dict[str, Any]:
+        """The transformers config, as JSON values."""
+        return {"config": self._config.to_dict()}
+
+    @classmethod
+    def random_init_architecture(cls, spec: Any, vocab_size: int) -> dict[str, Any]:
+        """The `architecture` of a model with random weights in the shape of the settings."""
+        return {"config": cls.config_of(spec, vocab_size).to_dict()}
+
+    def _hf_config(self, text: dict[str, int | None]) -> dict[str, Any]:
+        """config.json for transformers, with `text` in the config of the text model."""
+        values: dict[str, Any] = self._config.to_dict()
+        return values | {"architectures": [self.hf_class], "text_config": values["text_config"] | text}
+
+    @staticmethod
+    def config_of(spec: Any, vocab_size: int) -> Any:
+        """transformers' config in the shape of the settings. Raises UsageError."""
+        raise NotImplementedError
+
+    @staticmethod
+    def num_image_tokens(_config: Any) -> int:
+        """Positions of the text model that an image takes. Raises UsageError for an unsupported config."""
+        return 0
+
+    @classmethod
+    def build_hf(cls, spec: Any, vocab_size: int, architecture: dict[str, Any] | None) -> Any:
+        """Build the transformers model: from `architecture`, saved or open_clip weights, or with random ones.
+
+        Raises UsageError, also if it cannot process the images, ids or positions of the data.
+        """
+        import transformers
+
+        kind: Any = getattr(transformers, cls.hf_class)
+        token, rows = language_token_pattern(spec.inputs), vocab_size
+        if architecture is not None:
+            net = kind(kind.config_class.from_dict(architecture["config"]))
+        elif spec.weights == "none":
+            net = kind(cls.config_of(spec, vocab_size))
+        elif not is_checkpoint_file(spec.weights):
+            config = load_config(SETTING, spec.weights, (kind.config_class.model_type,))
+            net = add_language_rows(load_model(SETTING, spec.weights, kind, config), vocab_size, token)
+        elif spec.kind != "clip":
+            raise UsageError(f"{SETTING}: {spec.weights} is a checkpoint file, which only model.kind `clip` loads")
+        else:
+            state = open_clip_to_hf(read_state_dict(SETTING, spec.weights))
+            if token and TOKEN_EMBEDDING in state:
+                rows = min(vocab_size, len(state[TOKEN_EMBEDDING]))
+            net = kind(cls.config_of(spec, rows))
+            shape = "an open_clip ViT checkpoint in the shape of model.image and model.text"
+            load_state(net, state, f"{SETTING}: {spec.weights} is not {shape}")
+            add_language_rows(net, vocab_size, token)
+        vision, text, inputs = net.config.vision_config, net.config.text_config, spec.inputs
+        if vision.image_size != inputs.image_side:
+            raise UsageError(
+                f"model.inputs.image_side: {spec.weights} needs images of {vision.image_size} pixels, not "
+                f"{inputs.image_side}"
+            )
+        if (positions := inputs.max_tokens + cls.num_image_tokens(net.config)) > text.max_position_embeddings:
+            raise UsageError(
+                f"model.inputs.max_tokens: {inputs.max_tokens} (with image tokens {positions}) exceeds the "
+                f"{text.max_position_embeddings} positions of {spec.weights}; reduce it"
+            )
+        check_vocab_size(SETTING, spec.weights, text.vocab_size, vocab_size)
+        return net
+
+
+# Names in checkpoints of open_clip and OpenAI -> transformers' CLIPModel, replaced in this order. Only ViT models with
+# CLIP's text transformer; projections are transposed and q, k and v are one tensor.
+OPEN_CLIP_NAMES = {
+    "visual.transformer.resblocks.": "vision_model.encoder.layers.",
+    "transformer.resblocks.": "text_model.encoder.layers.",
     "visual.class_embedding": "vision_model.embeddings.class_embedding",
     "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
-    "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
+    "visual.conv1.": "vision_model.embeddings.patch_embedding.",
+    "visual.ln_pre.": "vision_model.pre_layrnorm.",
+    "visual.ln_post.": "vision_model.post_layernorm.",
+    "visual.proj": "visual_projection.weight",
     "positional_embedding": "text_model.embeddings.position_embedding.weight",
     "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
-    "logit_scale": "logit_scale",
-}
-_TRANSPOSED = {
-    "visual.proj": "visual_projection.weight",
+    "ln_final.": "text_model.final_layer_norm.",
     "text_projection": "text_projection.weight",
-}  # x @ P, not P @ x
-_NORMS = {
-    "visual.ln_pre": "vision_model.pre_layrnorm",
-    "visual.ln_post": "vision_model.post_layernorm",
-    "ln_final": "text_model.final_layer_norm",
+    ".ln_1.": ".layer_norm1.",
+    ".ln_2.": ".layer_norm2.",
+    ".attn.": ".self_attn.",
+    ".mlp.c_fc.": ".mlp.fc1.",
+    ".mlp.c_proj.": ".mlp.fc2.",
 }
-_IN_BLOCK = {
-    "ln_1": "layer_norm1",
-    "ln_2": "layer_norm2",
-    "attn.out_proj": "self_attn.out_proj",
-    "mlp.c_fc": "mlp.fc1",
-    "mlp.c_proj": "mlp.fc2",
-}
-_BLOCK = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.(.+)$")
+TOKEN_EMBEDDING = OPEN_CLIP_NAMES["token_embedding.weight"]
+_TRANSPOSED = ("visual_projection.weight", "text_projection.weight")  # x @ P, not P @ x
 _IGNORED = ("attn_mask", "input_resolution", "context_length", "vocab_size")  # further entries of OpenAI's files
 
 
 def is_checkpoint_file(name: str) -> bool:
     """Return True if `model.weights` is a checkpoint file, not a directory or a hub name."""
-    return Path(name).suffix in SUFFIXES and not Path(name).expanduser().is_dir()
-
-
-def open_clip_vocab_size(state: dict[str, Tensor]) -> int:
-    """Embedding rows of the checkpoint; 0 if it has none."""
-    rows = [tensor for name, tensor in state.items() if name.removeprefix("module.") == "token_embedding.weight"]
-    return len(rows[0]) if rows else 0
-
-
-def load_open_clip(net: nn.Module, state: dict[str, Tensor], setting: str, name: str) -> None:
-    """Load an open_clip checkpoint into transformers' CLIPModel. Raises UsageError if names or shapes differ."""
-    try:
-        missing, unexpected = net.load_state_dict(open_clip_to_hf(state), strict=False)
-    except KeyError as error:
-        raise UsageError(f"{setting}: {name} is not an open_clip ViT checkpoint: unexpected {error.args[0]}") from None
-    except RuntimeError as error:
-        detail = str(error).splitlines()[1].strip()
-        raise UsageError(f"{setting}: {name} does not match model.image and model.text: {detail}") from None
-    if missing or unexpected:
-        raise UsageError(
-            f"{setting}: {name} does not match model.image and model.text: {len(missing)} weights are missing and "
-            f"{len(unexpected)} unexpected, first {[*missing, *unexpected][0]}"
-        )
+    path = Path(name).expanduser()
+    return path.suffix in (".pt", ".pth", ".bin", ".safetensors") and not path.is_dir()
 
 
 def open_clip_to_hf(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename an open_clip state_dict for transformers. Raises KeyError with an unknown name."""
+    """Rename an open_clip state_dict for transformers; unknown names are kept."""
     out: dict[str, Tensor] = {}
     for given, tensor in state.items():
         name = given.removeprefix("module.")  # of DDP
-        if name not in _IGNORED:
-            out |= _hf_tensors(name, tensor.float())
+        if name in _IGNORED:
+            continue
+        for theirs, ours in OPEN_CLIP_NAMES.items():
+            name = name.replace(theirs, ours)
+        prefix, packed, kind = name.partition("in_proj_")
+        if packed:
+            out |= zip((f"{prefix}{part}_proj.{kind}" for part in "qkv"), tensor.float().chunk(3), strict=True)
+        else:
+            out[name] = tensor.float().T.contiguous() if name in _TRANSPOSED else tensor.float()
     return out
-
-
-def _hf_tensors(name: str, tensor: Tensor) -> dict[str, Any]:
-    if name in _TENSORS:
-        return {_TENSORS[name]: tensor}
-    if name in _TRANSPOSED:
-        return {_TRANSPOSED[name]: tensor.T.contiguous()}
-    block = _BLOCK.match(name)
-    if block is None:
-        module, _, kind = name.rpartition(".")
-        return {f"{_NORMS[module]}.{kind}": tensor}
-    prefix = f"{'vision' if block[1] else 'text'}_model.encoder.layers.{block[2]}"
-    if block[3] in ("attn.in_proj_weight", "attn.in_proj_bias"):
-        kind = block[3].rpartition("_")[2]
-        names = [f"{prefix}.self_attn.{part}_proj.{kind}" for part in "qkv"]
-        return dict(zip(names, tensor.chunk(3), strict=True))
-    module, _, kind = block[3].rpartition(".")
-    return {f"{prefix}.{_IN_BLOCK[module]}.{kind}": tensor}
 
 
 FEED_FORWARD = 4  # times the width
@@ -206,17 +269,22 @@ FEED_FORWARD = 4  # times the width
 
 def transformer_config(part: Any) -> dict[str, Any]:
     """transformers' config values for the width, depth and heads of an encoder section. Raises UsageError."""
-    if part.width % part.heads:
-        raise UsageError(
-            f"{part.path}.heads: {part.heads} heads do not divide the width of {part.width}; choose a divisor of "
-            f"{part.path}.width"
-        )
+    check_heads(part)
     return {
         "hidden_size": part.width,
         "num_hidden_layers": part.depth,
         "num_attention_heads": part.heads,
         "intermediate_size": FEED_FORWARD * part.width,
     }
+
+
+def check_heads(part: Any) -> None:
+    """Raise UsageError if the heads of a section do not divide its width."""
+    if part.width % part.heads:
+        raise UsageError(
+            f"{part.path}.heads: {part.heads} heads do not divide the width of {part.width}; choose a divisor of "
+            f"{part.path}.width"
+        )
 
 
 def patch_config(side: int, patch: int) -> dict[str, int]:

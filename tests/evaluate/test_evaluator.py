@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError
 from mmray.evaluate import evaluator as evaluator_module
-from mmray.evaluate.embeddings import EmbeddingSet
 from mmray.evaluate.evaluator import Evaluator, retrieval_ranks, retrieval_scores
+from mmray.evaluate.retrieval import EmbeddingSet
 from mmray.models.fusion import LabelTexts
 from mmray.objectives.contrastive import Contrastive
 from tests.made import CAPTIONS, make_set, row

@@ -14,7 +14,6 @@ import torch
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError
 from mmray.evaluate.generation import GenerationEvaluator, caption_scores, cider_d, words
-from mmray.models.export.generate import generate_answer
 from tests.evaluate.test_evaluator import on_ranks
 from tests.made import make_set, row
 from tests.models.test_generative import ENCODER, INPUTS, SAID, TOKENIZER, model_of
@@ -87,7 +86,7 @@ def test_answers_equal_greedy_decoding_without_cache() -> None:
             said.append(int(token))
             ids = torch.cat([ids, token[None, None]], dim=1)
     assert said
-    assert generate_answer(model, ENCODER, pixels, "a red", 7) == ENCODER.tokenizer.decode(said).strip()
+    assert model.answer(ENCODER, pixels, ["a red"], 7) == [ENCODER.tokenizer.decode(said).strip()]
 
 
 def test_the_best_captions_have_the_highest_scores() -> None:

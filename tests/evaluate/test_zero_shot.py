@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmray.evaluate.zero_shot import class_embeddings, fill_prompts, topk_accuracy, topk_correct
+from mmray.evaluate.evaluator import topk_accuracy, topk_correct
 
 NAN = float("nan")
 
@@ -34,9 +34,3 @@ def test_top_5_equals_naive_search() -> None:
 
 def test_no_labels_give_no_accuracy() -> None:
     assert topk_accuracy(topk_correct(torch.randn(2, 3), torch.tensor([-1, -1])), "c", 3) == {"c/rows": 0.0}
-
-
-def test_class_embeddings_are_normalised_prompt_means() -> None:
-    assert fill_prompts(("cat", "dog"), ("a {}.", "{}s")) == ["a cat.", "cats", "a dog.", "dogs"]
-    embeddings = torch.tensor([[1.0, 0], [0, 1], [0, 1], [0, 1]])
-    torch.testing.assert_close(class_embeddings(embeddings, 2), torch.tensor([[0.5**0.5, 0.5**0.5], [0, 1]]))

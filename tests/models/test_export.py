@@ -164,10 +164,10 @@ def test_image_processor_config_is_written_only_if_pixels_are_equal(tmp_path: Pa
 
     spec = spec_of(fit)
     out = export(trained(spec), spec.model_dump(mode="json"), TOKENIZER, tmp_path / "model")
-    documented = "pixels\n  agree up to rounding" in (out / "README.md").read_text()
+    documented = "pixels agree up to rounding" in (out / "README.md").read_text()
     assert documented == (out / "preprocessor_config.json").exists() == (fit != "pad")
     if not documented:
-        assert "no image processor that pads with white" in (out / "README.md").read_text()
+        assert "no image processor pads with white" in (out / "README.md").read_text()
         with pytest.raises((OSError, ValueError)):
             AutoImageProcessor.from_pretrained(out)
         return

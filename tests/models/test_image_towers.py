@@ -144,9 +144,9 @@ def test_wrong_state_dict_is_named(tmp_path):
 
     with pytest.raises(UsageError, match=r"is not a state_dict"):
         build([torch.zeros(1)])
-    with pytest.raises(UsageError, match=r"does not fit this resnet18: \d+ weights are missing and 1 unexpected"):
+    with pytest.raises(UsageError, match=r"does not fit a resnet18: Missing .*Unexpected .*\"other\""):
         build({"other": torch.zeros(1)})
-    with pytest.raises(UsageError, match=r"does not fit a resnet18: size mismatch for conv1\.weight"):
+    with pytest.raises(UsageError, match=r"does not fit a resnet18: .*size mismatch for conv1\.weight"):
         build({"conv1.weight": torch.zeros(1)})
 
 

@@ -76,7 +76,7 @@ def test_every_family_returns_the_mean_over_tokens(family, tmp_path):
     torch.testing.assert_close(tower(torch.where(MASK.bool(), ids, 9), MASK), expected)
     tower(ids, MASK).sum().backward()
     assert not [name for name, weight in tower.named_parameters() if weight.grad is None]
-    again = build_text_tower(TextTower(), 30, 12, json.loads(json.dumps(tower.config()))).eval()
+    again = build_text_tower(TextTower(), 30, 12, json.loads(json.dumps(tower.net.config.to_dict()))).eval()
     again.load_state_dict(tower.state_dict())
     assert torch.equal(again(ids, MASK), tower(ids, MASK))
     dropping = build_text_tower(TextTower(weights=str(tmp_path), dropout=0.5), 30, 12).train()
@@ -90,7 +90,7 @@ def test_every_family_returns_the_mean_over_tokens(family, tmp_path):
 def test_tower_rebuilds_from_its_config(saved):
     folder, _ = saved
     tower = build_text_tower(TextTower(weights=str(folder)), 30, 64).eval()
-    shape = json.loads(json.dumps(tower.config()))
+    shape = json.loads(json.dumps(tower.net.config.to_dict()))
     (folder / "config.json").unlink()
     again = build_text_tower(TextTower(weights=str(folder)), 30, 64, shape).eval()
     again.load_state_dict(tower.state_dict())
@@ -152,7 +152,7 @@ def test_offline_hub_error_suggests_a_fix(monkeypatch):
         calls.append(settings.get("local_files_only", False))
         raise OSError("We couldn't connect to the hub")
 
-    monkeypatch.setattr(BertConfig, "get_config_dict", offline)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", offline)
     with pytest.raises(UsageError, match=r"`bert-none`.*couldn't connect.*hf download bert-none --local-dir DIR"):
         build_text_tower(TextTower(weights="bert-none"), 30, 12)
     assert calls == [True, False]

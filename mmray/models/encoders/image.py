@@ -1,14 +1,13 @@
 """Image encoders ("towers"): normalised pixels -> features [B, width], or a feature map (for fusion.py).
 
 Three sources: ConvNet (the sample set's small network), torchvision's ResNets, and transformers' AutoModel, which also
-loads timm models. Every tower has `width`. Only ResNets have BatchNorm. transformers is imported when a tower is built,
-because the import takes seconds.
+loads timm models.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 from urllib.error import URLError
 
 import torch
@@ -16,8 +15,9 @@ from torch import Tensor, nn
 
 from mmray.errors import UsageError
 from mmray.models.weights import (
-    load_complete,
-    load_local_or_hub,
+    build_encoder,
+    load_config,
+    load_state,
     patch_config,
     read_state_dict,
     transformer_config,
@@ -33,92 +33,49 @@ HF_TYPES = ("vit", "dinov2", "resnet", "timm_wrapper")  # supported model_type v
 
 def build_image_tower(
     spec: ImageTower, image_side: int, batch_norm: str, architecture: dict[str, Any] | None = None
-) -> nn.Module:
+) -> ImageEncoder:
     """Build the image tower that `spec` names with its weights, or without them if `architecture` is given.
 
     batch_norm: `local`, `frozen` or `synced` (model.batch_norm), for ResNets. Raises UsageError.
     """
-    tower: nn.Module
-    if spec.name in ("transformers", "vit"):
-        tower = _build_hf_tower(spec, image_side, batch_norm, (architecture or {}).get("image"))
-    elif spec.name == "convnet":
-        tower = ConvNet(spec.width, spec.depth, image_side)
+    tower: ImageEncoder
+    target: nn.Module
+    if spec.name == "convnet":
+        tower = target = ConvNet(spec.width, spec.depth, image_side)
     else:
-        tower = _resnet(spec, batch_norm)
-    if architecture is None and spec.weights != "none" and spec.name != "transformers":
-        saved = (
-            _pretrained(spec.name) if spec.weights == "pretrained" else read_state_dict(WEIGHTS_SETTING, spec.weights)
+        is_hf = spec.name in ("transformers", "vit")
+        net, width, prefix = (
+            _hf_network(spec, image_side, (architecture or {}).get("image")) if is_hf else _resnet(spec, batch_norm)
         )
-        _load(tower, saved, spec)
+        target = net = nn.SyncBatchNorm.convert_sync_batchnorm(net) if batch_norm == "synced" else net
+        tower = Backbone(net, width, prefix, frozen=batch_norm == "frozen")
+    if architecture is None and spec.weights != "none" and spec.name != "transformers":
+        pretrained = spec.weights == "pretrained"
+        state = _pretrained(spec.name) if pretrained else read_state_dict(WEIGHTS_SETTING, spec.weights)
+        state = {name: value for name, value in state.items() if not name.startswith(("fc.", "heads."))}
+        load_state(target, state, f"{WEIGHTS_SETTING}: {spec.weights} does not fit a {spec.name}")
     return tower
 
 
 def image_architecture(tower: nn.Module) -> dict[str, Any]:
     """The tower's part of the model's `architecture()`: the transformers config, if it has one."""
-    return {"image": tower.config()} if isinstance(tower, HfImageTower) else {}
+    config = getattr(getattr(tower, "net", None), "config", None)
+    return {} if config is None else {"image": config.to_dict()}
 
 
-def random_init_architecture(spec: ImageTower) -> dict[str, Any]:
+def random_init_image(spec: ImageTower) -> dict[str, Any]:
     """`image_architecture` without loading weights. Raises UsageError."""
-    if spec.name != "transformers":
-        return {}
-    from transformers import AutoConfig
-
-    _hf_type(spec)
-    return {"image": load_local_or_hub(WEIGHTS_SETTING, spec.weights, AutoConfig.from_pretrained).to_dict()}
+    return {"image": _saved_config(spec).to_dict()} if spec.name == "transformers" else {}
 
 
-def to_grid(features: Tensor) -> Tensor:
-    """[B, H x H, width] -> [B, width, H, H]."""
-    return features.transpose(1, 2).unflatten(2, (math.isqrt(features.shape[1]), -1))
+class ImageEncoder(nn.Module):
+    """Base of the towers: features of each position, pooled.
 
-
-class FeatureMapTower(nn.Module):
-    """A network without its head.
-
-    prefix_tokens: leading tokens that are not patches (class token, registers). frozen: BatchNorm always uses its
-    running statistics; its scale and shift are still trained.
+    prefix_tokens: leading positions that are not patches (class token, registers).
     """
 
-    net: Any
-
-    def __init__(self, net: nn.Module, width: int, prefix_tokens: int, frozen: bool) -> None:
-        super().__init__()
-        self.net, self.width, self.prefix_tokens, self.frozen = net, width, prefix_tokens, frozen
-
-    def pool(self, features: Tensor) -> Tensor:
-        """[B, N, width] -> [B, width]: the class token, or the mean if there is none."""
-        return features[:, 0] if self.prefix_tokens else features.mean(dim=1)
-
-    def grid(self, features: Tensor) -> Tensor:
-        """[B, N, width] -> feature map [B, width, H, H] without prefix tokens."""
-        return to_grid(features[:, self.prefix_tokens :])
-
-    def train(self, mode: bool = True) -> Self:
-        """Set the mode, but keep frozen BatchNorm in evaluation mode."""
-        super().train(mode)
-        if self.frozen:
-            for module in self.modules():
-                if isinstance(module, nn.BatchNorm2d):
-                    module.eval()
-        return self
-
-
-class HfImageTower(FeatureMapTower):
-    """A ViT, DINOv2 or ResNet of transformers, or a timm model in transformers' wrapper, without its head."""
-
-    def __init__(self, net: Any, frozen: bool = False) -> None:
-        kind = net.config.model_type
-        if kind == "timm_wrapper":
-            prefix, width = int(getattr(net.timm_model, "num_prefix_tokens", 0)), net.timm_model.num_features
-        elif kind == "resnet":
-            prefix, width = 0, net.config.hidden_sizes[-1]
-        else:
-            prefix, width = 1, net.config.hidden_size
-        super().__init__(net, width, prefix, frozen)
-        for name, weight in net.named_parameters():
-            if any(part in name for part in ("mask_token", "attn_pool", "fc_norm")):
-                weight.requires_grad_(False)  # not used here, so it would never get a gradient
+    width: int
+    prefix_tokens = 0
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Normalised pixels [B, 3, S, S] -> features [B, width]."""
@@ -126,78 +83,98 @@ class HfImageTower(FeatureMapTower):
 
     def features(self, pixels: Tensor) -> Tensor:
         """Normalised pixels [B, 3, S, S] -> features of each position [B, N, width]."""
-        hidden: Tensor = self.net(pixel_values=pixels).last_hidden_state
-        return hidden.flatten(2).transpose(1, 2) if hidden.ndim == 4 else hidden
+        raise NotImplementedError
 
-    def config(self) -> dict[str, Any]:
-        """The transformers config as JSON values."""
-        values: dict[str, Any] = self.net.config.to_dict()
-        return values
+    def pool(self, features: Tensor) -> Tensor:
+        """[B, N, width] -> [B, width]: the class token, or the mean if there is none."""
+        return features[:, 0] if self.prefix_tokens else features.mean(dim=1)
+
+    def grid(self, features: Tensor) -> Tensor:
+        """[B, N, width] -> feature map [B, width, H, H] without prefix tokens."""
+        patches = features[:, self.prefix_tokens :]
+        return patches.transpose(1, 2).unflatten(2, (math.isqrt(patches.shape[1]), -1))
 
 
-def _build_hf_tower(spec: ImageTower, image_side: int, batch_norm: str, config: dict[str, Any] | None) -> HfImageTower:
-    """Load the tower from `spec.weights`, or build it untrained from `config` or (`vit`) from the settings."""
-    from transformers import MODEL_MAPPING, AutoConfig, AutoModel, ViTConfig
+class Backbone(ImageEncoder):
+    """A network of torchvision or transformers (ViT, DINOv2, ResNet, or its wrapper of timm) without its head.
 
-    if config is None and spec.name == "transformers":
-        kind = _hf_type(spec)
-        net = load_complete(WEIGHTS_SETTING, spec.weights, AutoModel.from_pretrained, kind, **_pooler_option(kind))
+    frozen: BatchNorm always uses its running statistics; its scale and shift are still trained.
+    """
+
+    def __init__(self, net: Any, width: int, prefix_tokens: int, frozen: bool) -> None:
+        super().__init__()
+        self.net, self.width, self.prefix_tokens, self.frozen = net, width, prefix_tokens, frozen
+
+    def features(self, pixels: Tensor) -> Tensor:
+        """Normalised pixels [B, 3, S, S] -> features of each position [B, N, width]."""
+        out = self.net(pixels)
+        hidden: Tensor = out if isinstance(out, Tensor) else out.last_hidden_state
+        return hidden if hidden.ndim == 3 else hidden.reshape(len(hidden), self.width, -1).transpose(1, 2)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode, but keep frozen BatchNorm in evaluation mode."""
+        super().train(mode)
+        for module in self.modules():
+            if self.frozen and isinstance(module, nn.BatchNorm2d):
+                module.eval()
+        return self
+
+
+def _hf_network(spec: ImageTower, image_side: int, values: dict[str, Any] | None) -> tuple[Any, int, int]:
+    """Network, width and prefix tokens: from `spec.weights`, or untrained from a config or the settings (`vit`)."""
+    from transformers import AutoConfig, ViTConfig
+
+    if values is not None:
+        net = build_encoder(WEIGHTS_SETTING, None, AutoConfig.for_model(**values))
+    elif spec.name == "vit":
+        shape = transformer_config(spec) | patch_config(image_side, spec.patch)
+        net = build_encoder(WEIGHTS_SETTING, None, ViTConfig(**shape, layer_norm_eps=1e-6))
     else:
-        if config is None:
-            shape = transformer_config(spec) | patch_config(image_side, spec.patch)
-            hf: Any = ViTConfig(**shape, layer_norm_eps=1e-6)
-        else:
-            hf = AutoConfig.for_model(**config)
-        net = cast("Any", MODEL_MAPPING)[type(hf)](hf, **_pooler_option(hf.model_type))
-    _check_compatible(net.config, image_side, spec.weights)
-    if batch_norm == "synced":
-        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    return HfImageTower(net, frozen=batch_norm == "frozen")
+        net = build_encoder(WEIGHTS_SETTING, spec.weights, _saved_config(spec))
+    config = net.config
+    if config.model_type == "vit" and config.image_size != image_side:
+        raise UsageError(
+            f"model.inputs.image_side: {spec.weights} needs images of {config.image_size} pixels, not {image_side}; "
+            f"set it to {config.image_size}"
+        )
+    if config.model_type == "dinov2" and image_side % config.patch_size:  # it interpolates its positions
+        raise UsageError(
+            f"model.inputs.image_side: patches of {config.patch_size} pixels ({spec.weights}) do not tile an image of "
+            f"{image_side}; take a multiple of {config.patch_size}"
+        )
+    for name, weight in net.named_parameters():
+        if any(part in name for part in ("mask_token", "attn_pool", "fc_norm")):
+            weight.requires_grad_(False)  # not used here, so it would never get a gradient
+    if config.model_type == "timm_wrapper":
+        return net, net.timm_model.num_features, int(getattr(net.timm_model, "num_prefix_tokens", 0))
+    return (net, config.hidden_sizes[-1], 0) if config.model_type == "resnet" else (net, config.hidden_size, 1)
 
 
-def _hf_type(spec: ImageTower) -> str:
-    """The model_type of the weights. Raises UsageError if no image tower can be built from them."""
-    from transformers import ViTConfig
-
+def _saved_config(spec: ImageTower) -> Any:
     if spec.weights in ("none", "pretrained"):
         raise UsageError(
             f"{WEIGHTS_SETTING}: model.image.name `transformers` takes its shape from the weights; set a directory "
             f"saved by transformers, or a hub name (got `{spec.weights}`)"
         )
-    kind = load_local_or_hub(WEIGHTS_SETTING, spec.weights, ViTConfig.get_config_dict)[0].get("model_type")
-    if kind not in HF_TYPES:
+    return load_config(WEIGHTS_SETTING, spec.weights, HF_TYPES)
+
+
+def _resnet(spec: ImageTower, batch_norm: str) -> tuple[Any, int, int]:
+    """A torchvision ResNet (He et al. 2016) that returns its flattened feature map."""
+    if batch_norm == "frozen" and spec.weights == "none":
         raise UsageError(
-            f"{WEIGHTS_SETTING}: {spec.weights} holds a model of type {kind!r}; supported are {', '.join(HF_TYPES)}"
+            "model.batch_norm: `frozen` needs the running statistics of trained weights, but model.image.weights is "
+            "`none`. Set model.batch_norm to `local`, or model.image.weights to `pretrained` or a file"
         )
-    if kind == "timm_wrapper":
-        try:
-            import timm  # noqa: F401
-        except ImportError:
-            raise UsageError(
-                f'{WEIGHTS_SETTING}: {spec.weights} is a timm model; install timm with `pip install "mmray[timm]"`'
-            ) from None
-    return str(kind)
+    from torchvision.models import get_model
+
+    net = get_model(spec.name, weights=None)
+    width = net.fc.in_features
+    net.avgpool, net.fc = nn.Identity(), nn.Identity()
+    return net, width, 0
 
 
-def _pooler_option(kind: str) -> dict[str, bool]:
-    return {"add_pooling_layer": False} if kind == "vit" else {}
-
-
-def _check_compatible(config: Any, image_side: int, weights: str) -> None:
-    """Raise UsageError if the encoder cannot process images of this size; DINOv2 interpolates its positions."""
-    if config.model_type == "vit" and config.image_size != image_side:
-        raise UsageError(
-            f"model.inputs.image_side: {weights} needs images of {config.image_size} pixels, not {image_side}; set it "
-            f"to {config.image_size}"
-        )
-    if config.model_type == "dinov2" and image_side % config.patch_size:
-        raise UsageError(
-            f"model.inputs.image_side: patches of {config.patch_size} pixels ({weights}) do not tile an image of "
-            f"{image_side}; take a multiple of {config.patch_size}"
-        )
-
-
-class ConvNet(nn.Module):
+class ConvNet(ImageEncoder):
     """Small residual network with GroupNorm, fast on a CPU.
 
     Pixels [B, 3, S, S] -> features [B, width]. The stem has about `channels / 2` channels at S / 2; stage i has
@@ -223,27 +200,19 @@ class ConvNet(nn.Module):
         self.stages = nn.Sequential(*(_Block(sizes[i], sizes[i + 1]) for i in range(depth)))
         self.norm = _norm(self.width)
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Normalised pixels [B, 3, S, S] -> features [B, width]."""
-        return self._map(pixels).amax(dim=(2, 3))
-
     def features(self, pixels: Tensor) -> Tensor:
         """Normalised pixels [B, 3, S, S] -> features of each position [B, N, width]."""
-        return self._map(pixels).flatten(2).transpose(1, 2)
+        size = pixels.shape[-2:]
+        axes = (torch.linspace(-1, 1, side, device=pixels.device, dtype=pixels.dtype) for side in size)
+        coordinates = torch.stack(torch.meshgrid(*axes, indexing="ij")).expand(len(pixels), -1, -1, -1)
+        # Channels last: convolutions take 0.6 of the time on a CPU; half-precision ones are faster on a GPU too.
+        inputs = torch.cat([pixels, coordinates], dim=1).contiguous(memory_format=torch.channels_last)
+        hidden: Tensor = self.norm(self.stages(self.stem(inputs)))
+        return hidden.relu().flatten(2).transpose(1, 2)
 
     def pool(self, features: Tensor) -> Tensor:
         """[B, N, width] -> [B, width]: the maximum over positions."""
         return features.amax(dim=1)
-
-    def grid(self, features: Tensor) -> Tensor:
-        """[B, N, width] -> feature map [B, width, H, H]."""
-        return to_grid(features)
-
-    def _map(self, pixels: Tensor) -> Tensor:
-        # Channels last: convolutions take 0.6 of the time on a CPU; half-precision ones are faster on a GPU too.
-        inputs = torch.cat([pixels, _coordinates(pixels)], dim=1).contiguous(memory_format=torch.channels_last)
-        hidden: Tensor = self.norm(self.stages(self.stem(inputs)))
-        return hidden.relu()
 
 
 class _Block(nn.Module):
@@ -268,46 +237,6 @@ def _norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(channels // GROUP_CHANNELS, channels)
 
 
-def _coordinates(pixels: Tensor) -> Tensor:
-    """Each pixel's row and column in -1..1, [B, 2, H, W]."""
-    height, width = pixels.shape[-2:]
-    rows = torch.linspace(-1, 1, height, device=pixels.device, dtype=pixels.dtype)
-    columns = torch.linspace(-1, 1, width, device=pixels.device, dtype=pixels.dtype)
-    return torch.stack(torch.meshgrid(rows, columns, indexing="ij")).expand(len(pixels), -1, -1, -1)
-
-
-class _ResNet(FeatureMapTower):
-    """A torchvision ResNet (He et al. 2016) without its classifier."""
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Normalised pixels [B, 3, S, S] -> features [B, width]."""
-        features: Tensor = self.net(pixels)
-        return features
-
-    def features(self, pixels: Tensor) -> Tensor:
-        """Normalised pixels [B, 3, S, S] -> features of each position [B, N, width]."""
-        net: Any = self.net
-        hidden = net.maxpool(net.relu(net.bn1(net.conv1(pixels))))
-        hidden = net.layer4(net.layer3(net.layer2(net.layer1(hidden))))
-        return hidden.flatten(2).transpose(1, 2)
-
-
-def _resnet(spec: ImageTower, batch_norm: str) -> _ResNet:
-    if batch_norm == "frozen" and spec.weights == "none":
-        raise UsageError(
-            "model.batch_norm: `frozen` needs the running statistics of trained weights, but model.image.weights is "
-            "`none`. Set model.batch_norm to `local`, or model.image.weights to `pretrained` or a file"
-        )
-    from torchvision.models import get_model
-
-    net = get_model(spec.name, weights=None)
-    width = net.fc.in_features
-    net.fc = nn.Identity()
-    if batch_norm == "synced":
-        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    return _ResNet(net, width, prefix_tokens=0, frozen=batch_norm == "frozen")
-
-
 def _pretrained(name: str) -> dict[str, Tensor]:
     """torchvision's default weights of a ResNet, from its cache or a download. Raises UsageError."""
     if not name.startswith("resnet"):
@@ -325,19 +254,3 @@ def _pretrained(name: str) -> dict[str, Tensor]:
             "a machine with a network and set model.image.weights to the file, or set it to `none`"
         ) from None
     return state
-
-
-def _load(tower: nn.Module, state: dict[str, Tensor], spec: ImageTower) -> None:
-    """Load weights into a tower without those of a classifier. Raises UsageError if names or shapes differ."""
-    target = tower.net if isinstance(tower, FeatureMapTower) else tower
-    state = {name: value for name, value in state.items() if not name.startswith(("fc.", "heads."))}
-    try:
-        missing, unexpected = target.load_state_dict(state, strict=False)
-    except RuntimeError as error:
-        detail = str(error).splitlines()[1].strip()
-        raise UsageError(f"{WEIGHTS_SETTING}: {spec.weights} does not fit a {spec.name}: {detail}") from None
-    if missing or unexpected:
-        raise UsageError(
-            f"{WEIGHTS_SETTING}: {spec.weights} does not fit this {spec.name}: {len(missing)} weights are missing and "
-            f"{len(unexpected)} unexpected, first {[*missing, *unexpected][0]}"
-        )

@@ -1,15 +1,7 @@
 """Export a trained model to a folder that `mmray.load` opens.
 
-    config.json               the `model` section, and the architecture of pretrained parts
-    model.safetensors         weights
-    tokenizer.json            of the `tokenizers` package
-    tokenizer_config.json     for transformers
-    preprocessor_config.json  image preprocessing for transformers (not for `fit: pad`)
-    processor_config.json     LLaVA only
-    README.md                 model card
-
 CLIP, SigLIP and LLaVA are exported in transformers' format: its `AutoModel`, `AutoTokenizer` and `AutoImageProcessor`
-open the same folder without mmray.
+open the same folder without mmray. config.json also has the `model` section and the architecture of pretrained parts.
 """
 
 from __future__ import annotations
@@ -29,7 +21,6 @@ from torch import Tensor
 from mmray.data.text.chat import ChatEncoder
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.errors import UsageError
-from mmray.models.export.card import model_card, preprocessor_config
 from mmray.models.weights import save_weights
 from mmray.storage.paths import AnyPath, RemotePath, move_tree, staged_upload, to_path
 
@@ -37,6 +28,8 @@ CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 EXPORT_FILES = {CONFIG, WEIGHTS, TOKENIZER, TOKENIZER_CONFIG, PREPROCESSOR, PROCESSOR, CARD}
+RESAMPLING = {"bilinear": 2, "bicubic": 3}  # Pillow's numbers
+FIT = {"squash": "Squashed to", "crop": "Centre-cropped and resized to", "pad": "Padded with white and resized to"}
 MADE_BY = "mmray"  # key in config.json that marks a folder as an export
 
 
@@ -53,8 +46,19 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | Any
             raise UsageError(f"{out} exists and is not an exported model: choose another folder")
     except OSError as error:
         raise UsageError(f"cannot read the folder {out}: {error}; choose another one") from error
-    weights, files = _contents(model, spec, tokenizer_json)
-    files = {CARD: model_card(out.name, spec, sum(p.numel() for p in model.parameters()))} | files
+    architecture = model.architecture() if hasattr(model, "architecture") else None
+    hf = hf_config(model, tokenizer_json)
+    weights = model.state_dict() if hf is None else to_hf_state(model)
+    tokenizer, tokenizer_config = hf_tokenizer(model, tokenizer_json, spec["inputs"]["max_tokens"])
+    files: dict[str, Any] = {
+        CARD: model_card(out.name, spec, sum(p.numel() for p in model.parameters())),
+        TOKENIZER: tokenizer,
+        TOKENIZER_CONFIG: tokenizer_config,
+        PROCESSOR: model.hf_processor() if hasattr(model, "hf_processor") else None,
+        PREPROCESSOR: preprocessor_config(spec["inputs"]),
+        CONFIG: (hf or {}) | {MADE_BY: version("mmray"), "model": spec, "architecture": architecture},  # written last
+    }
+    files = {name: values for name, values in files.items() if values is not None}
     try:
         with _replace_dir(out, [WEIGHTS, *files]) as folder:
             save_weights(weights, folder / WEIGHTS)
@@ -63,21 +67,6 @@ def export(model: Any, spec: dict[str, Any], tokenizer_json: str, out: str | Any
     except (OSError, SafetensorError) as error:
         raise UsageError(f"cannot write the exported model {out}: {error}; choose another folder") from error
     return out
-
-
-def _contents(model: Any, spec: dict[str, Any], tokenizer_json: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The weights, and the text or JSON values of all files but the card by name, config.json last."""
-    architecture = model.architecture() if hasattr(model, "architecture") else None
-    config = {MADE_BY: version("mmray"), "model": spec, "architecture": architecture}
-    hf = hf_config(model, tokenizer_json)
-    weights = model.state_dict() if hf is None else to_hf_state(model)
-    tokenizer, settings = hf_tokenizer(model, tokenizer_json, spec["inputs"]["max_tokens"])
-    files = {TOKENIZER: tokenizer, TOKENIZER_CONFIG: settings}
-    if hasattr(model, "hf_processor"):
-        files[PROCESSOR] = model.hf_processor()
-    if (preprocessor := preprocessor_config(spec["inputs"])) is not None:
-        files[PREPROCESSOR] = preprocessor
-    return weights, files | {CONFIG: (hf or {}) | config}
 
 
 @contextmanager
@@ -124,20 +113,23 @@ def _is_export_or_empty(folder: AnyPath) -> bool:
 
 def hf_config(model: Any, tokenizer_json: str) -> dict[str, Any] | None:
     """config.json for transformers; None if it has no class that computes the same."""
-    if not hasattr(model, "hf_config"):
-        return None
-    values: dict[str, Any] | None
+    values: dict[str, Any] | None = None
     if hasattr(model, "chat"):
         chat = ChatEncoder(tokenizer_json, model.chat, 8)
         values = model.hf_config(chat.end_id, chat.pad_id, chat.image_id)
-    else:
-        values = model.hf_config(_end_id(tokenizer_json), TextEncoder(tokenizer_json, 8).pad_id)
+    elif hasattr(model, "hf_config"):
+        tokenizer = Tokenizer.from_str(tokenizer_json)
+        tokenizer.no_padding()
+        caption = tokenizer.encode("a")
+        ids, special = caption.ids, caption.special_tokens_mask
+        has_end = 0 in special and special[-1] and ids.index(ids[-1]) == len(ids) - 1  # at the end and nowhere else
+        values = model.hf_config(ids[-1] if has_end else None, TextEncoder(tokenizer_json, 8).pad_id)
     return values
 
 
 def to_hf_state(model: Any) -> dict[str, Tensor]:
     """The model's weights under transformers' names."""
-    state = {_replace_prefix(name, model.hf_names): tensor for name, tensor in model.state_dict().items()}
+    state = _replace_prefixes(model.state_dict(), model.hf_names)
     if "logit_bias" in state:  # SigLIP stores its two scalars as vectors of one
         state |= {name: state[name].reshape(1) for name in ("logit_scale", "logit_bias")}
     return state
@@ -145,41 +137,91 @@ def to_hf_state(model: Any) -> dict[str, Tensor]:
 
 def from_hf_state(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of `to_hf_state`."""
-    names = tuple((hf, own) for own, hf in model.hf_names)
-    own_state = {_replace_prefix(name, names): tensor for name, tensor in state.items()}
-    scalars = ("log_scale", "logit_bias")
-    return {name: tensor.reshape(()) if name in scalars else tensor for name, tensor in own_state.items()}
+    own = _replace_prefixes(state, [(hf, own) for own, hf in model.hf_names])
+    return own | {name: own[name].reshape(()) for name in ("log_scale", "logit_bias") if name in own}
+
+
+def _replace_prefixes(state: dict[str, Tensor], prefixes: Sequence[tuple[str, str]]) -> dict[str, Tensor]:
+    out = {}
+    for name, tensor in state.items():
+        old, new = next((pair for pair in prefixes if name.startswith(pair[0])), ("", ""))
+        out[new + name.removeprefix(old)] = tensor
+    return out
 
 
 def hf_tokenizer(model: Any, tokenizer_json: str, max_tokens: int) -> tuple[str, dict[str, Any]]:
     """tokenizer.json and tokenizer_config.json; padded to a fixed length for a model that attends to its padding."""
-    encoder, tokenizer = TextEncoder(tokenizer_json, max_tokens), Tokenizer.from_str(tokenizer_json)
-    length, pad_id = getattr(model, "padded_to", (max_tokens, encoder.pad_id))
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    length, pad_id = getattr(model, "padded_to", (max_tokens, TextEncoder(tokenizer_json, max_tokens).pad_id))
     pad = tokenizer.id_to_token(pad_id)
-    settings: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": length,
-        "pad_token": pad,
-    }
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length, "pad_token": pad}
     if hasattr(model, "chat"):
         settings |= {"eos_token": model.chat.end, "image_token": model.chat.image}
-    if not hasattr(model, "padded_to"):
-        return tokenizer_json, settings
-    tokenizer.enable_padding(length=length, pad_id=pad_id, pad_token=pad)
-    return str(tokenizer.to_str()), settings
+    if hasattr(model, "padded_to"):
+        tokenizer.enable_padding(length=length, pad_id=pad_id, pad_token=pad)
+        tokenizer_json = tokenizer.to_str()
+    return tokenizer_json, settings
 
 
-def _end_id(tokenizer_json: str) -> int | None:
-    """The token that the tokenizer adds at the end of each caption and nowhere else; None if there is none."""
-    tokenizer = Tokenizer.from_str(tokenizer_json)
-    tokenizer.no_padding()
-    caption = tokenizer.encode("a")
-    ids, special = caption.ids, caption.special_tokens_mask
-    return ids[-1] if 0 in special and special[-1] and ids.index(ids[-1]) == len(ids) - 1 else None
+def preprocessor_config(inputs: dict[str, Any]) -> dict[str, Any] | None:
+    """preprocessor_config.json for transformers; None for padding with white, which it does not support."""
+    if inputs["fit"] == "pad":
+        return None
+    side = inputs["image_side"]
+    square = {"height": side, "width": side}
+    if inputs["fit"] == "crop":
+        size = {"size": {"shortest_edge": side}, "do_center_crop": True, "crop_size": square}
+        shape = {"image_processor_type": "CLIPImageProcessor", **size}
+    else:
+        shape = {"image_processor_type": "ViTImageProcessor", "size": square}
+    return shape | {
+        "do_convert_rgb": True,
+        "fit": inputs["fit"],
+        "do_resize": True,
+        "resample": RESAMPLING[inputs["interpolation"]],
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(inputs["mean"]),
+        "image_std": list(inputs["std"]),
+    }
 
 
-def _replace_prefix(name: str, prefixes: tuple[tuple[str, str], ...]) -> str:
-    for old, new in prefixes:
-        if name.startswith(old):
-            return new + name.removeprefix(old)
-    return name
+def model_card(name: str, spec: dict[str, Any], num_parameters: int) -> str:
+    """Return README.md. spec: the `model` section as JSON values."""
+    inputs = spec["inputs"]
+    if chat := inputs.get("chat"):
+        tags, purpose = "image-text-to-text", "A model that answers questions about an image."
+        call = f'model.answer(["photo.jpg"], "{chat["question"]}")'
+        turn = f"{chat['user'].format(chat['image'] + '...').strip()} {chat['assistant'].format('...')}{chat['end']}"
+        texts = f"one image and up to {inputs['max_tokens']} tokens, formatted as `{turn}`."
+    else:
+        tags, purpose = "image-text, retrieval, zero-shot", "An image-text model; similarities are dot products."
+        call = 'scores = model.embed_images(["photo.jpg"]) @ model.embed_texts(["a red circle", "a blue square"]).T'
+        texts = f"up to {inputs['max_tokens']} tokens; longer ones are truncated."
+        if pattern := inputs.get("language_token"):
+            texts += f' `embed_texts(texts, language="de")` adds `{pattern.replace("{}", "de")}`.'
+    processor = "`AutoImageProcessor.from_pretrained(...)`: pixels agree up to rounding and half a pixel of a crop."
+    if inputs["fit"] == "pad":
+        processor = "no image processor pads with white; do so, and normalise with mean and std of `config.json`."
+    return f"""---
+library_name: mmray
+tags: [{tags}]
+---
+
+# {name}
+
+{purpose} Kind {spec["kind"]}, {num_parameters:,} parameters, trained with mmray.
+
+```python
+import mmray
+model = mmray.load("{name}")
+{call}
+```
+
+- Images: PIL images, encoded bytes or paths. {FIT[inputs["fit"]]} {inputs["image_side"]} x {inputs["image_side"]}
+  pixels ({inputs["interpolation"]}); transparency is composited on white, EXIF orientation is applied.
+- Texts: {texts}
+- In transformers: `PreTrainedTokenizerFast(tokenizer_file="tokenizer.json")`;
+  {processor}
+"""

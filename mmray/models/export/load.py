@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 from PIL import Image, ImageOps
+from safetensors.torch import load_file
 from torch import Tensor
 
 from mmray.data.images.boxes import clip_boxes, to_model_coords
@@ -23,9 +23,7 @@ from mmray.data.text.tokenizer import TextEncoder, clean_caption
 from mmray.errors import DataError, UsageError
 from mmray.models.build import build
 from mmray.models.export.export import CONFIG, TOKENIZER, WEIGHTS, from_hf_state
-from mmray.models.export.generate import generate_answer
 from mmray.models.fusion import region_logits
-from mmray.models.weights import load_weights
 from mmray.storage.paths import AnyPath, local_copy, to_path
 
 if TYPE_CHECKING:
@@ -46,8 +44,9 @@ def load(folder: str | AnyPath, device: torch.device | str = "cpu") -> Any:
         config = json.loads((path / CONFIG).read_text())
         tokenizer_json = (path / TOKENIZER).read_text()
         with local_copy(path / WEIGHTS) as file:
-            weights = load_weights(file)
-        spec = _to_namespace(config["model"])
+            weights = load_file(file)
+        spec = json.loads(json.dumps(config["model"]), object_hook=lambda values: SimpleNamespace(**values))
+        spec.settings = config["model"].get("settings", {})  # of a user's own model
         encoder = build_encoder(tokenizer_json, spec.inputs)
     except Exception as error:  # the tokenizers package raises bare Exception
         raise UsageError(f"{path} is not a model exported by `mmray export RUN {path}`: {error}") from error
@@ -70,11 +69,15 @@ class Embedder:
 
     def embed_images(self, images: Sequence[ImageInput], batch: int = 64) -> Tensor:
         """L2-normalised embeddings float32 [N, D] on the CPU."""
-        return self._embed(images, batch, self._embed_image_batch)
+        return self._embed(images, batch, lambda start, part: self.model.embed_image(self._pixels(start, part)))
 
     def embed_texts(self, texts: Sequence[str], batch: int = 256, language: str | None = None) -> Tensor:
         """L2-normalised embeddings float32 [N, D] on the CPU. Raises UsageError for a language without a token."""
-        return self._embed(texts, batch, partial(self._embed_text_batch, language=language))
+        embed = self.model.embed_text
+        return self._embed(texts, batch, lambda start, part: embed(*self._tokens(start, part, language)))
+
+    def _pixels(self, start: int, images: Sequence[ImageInput]) -> Tensor:
+        return load_images(images, self.inputs, start).to(self.device)
 
     @torch.no_grad()
     def match(
@@ -121,8 +124,9 @@ class Embedder:
             raise UsageError(f"got {len(images)} images and {len(texts)} texts: pass as many of each")
         parts = [torch.zeros(0, head.out_features)]
         for start in range(0, len(images), batch):
-            pixels = load_images(images[start : start + batch], self.inputs, start).to(self.device)
-            pair = self.model.embed_pair(pixels, *self._tokens(start, texts[start : start + batch], language))
+            part = slice(start, start + batch)
+            tokens = self._tokens(start, texts[part], language)
+            pair = self.model.embed_pair(self._pixels(start, images[part]), *tokens)
             parts.append(head(pair).float().cpu())
         return torch.cat(parts)
 
@@ -131,21 +135,17 @@ class Embedder:
         if isinstance(items, str | bytes):
             raise TypeError("pass a list, even for a single item")
         parts = [embed(start, items[start : start + batch]) for start in range(0, len(items), batch)]
-        return torch.cat(parts).float().cpu() if parts else self._embed_text_batch(0, ["a"])[:0].float().cpu()
-
-    def _embed_image_batch(self, start: int, images: Sequence[ImageInput]) -> Tensor:
-        embedding: Tensor = self.model.embed_image(load_images(images, self.inputs, start).to(self.device))
-        return embedding
-
-    def _embed_text_batch(self, start: int, texts: Sequence[str], language: str | None = None) -> Tensor:
-        embedding: Tensor = self.model.embed_text(*self._tokens(start, texts, language))
-        return embedding
+        parts = parts or [self.model.embed_text(*self._tokens(0, ["a"], None))[:0]]  # has the width
+        return torch.cat(parts).float().cpu()
 
     def _tokens(self, start: int, texts: Sequence[str], language: str | None) -> list[Tensor]:
-        """Ids and mask [B, T] on the device."""
-        captions = [
-            self._encoder.format_caption(_clean(index, text), language) for index, text in enumerate(texts, start)
-        ]
+        """Ids and mask [B, T] on the device; `start` is the index of the first text, for errors."""
+        captions = []
+        for index, text in enumerate(texts, start):
+            try:
+                captions.append(self._encoder.format_caption(clean_caption(text), language))
+            except ValueError as error:
+                raise DataError(f"text {index}: {error}") from error
         ids, num_tokens = self._encoder.encode(captions)
         mask = np.arange(ids.shape[1]) < num_tokens[:, None]
         return [torch.from_numpy(array.astype(np.int64)).to(self.device) for array in (ids, mask)]
@@ -159,24 +159,38 @@ class Generator:
         self._encoder = encoder
 
     def answer(
-        self, images: Sequence[ImageInput], question: str | Sequence[str] | None = None, max_new_tokens: int = 64
+        self,
+        images: Sequence[ImageInput],
+        question: str | Sequence[str] | None = None,
+        max_new_tokens: int = 64,
+        batch: int = 16,
     ) -> list[str]:
         """Answer a question about each image (PIL image, encoded bytes, or path).
 
         question: one for all, or one per image; default is the caption question of training. Raises DataError with the
         index of the first unreadable image.
         """
-        default = question if question is not None else self.inputs.chat.question
-        questions = [default] * len(images) if isinstance(default, str) else list(default)
-        return [
-            generate_answer(self.model, self._encoder, load_images([image], self.inputs, index), text, max_new_tokens)
-            for index, (image, text) in enumerate(zip(images, questions, strict=True))
-        ]
+        question = self.inputs.chat.question if question is None else question
+        questions = [question] * len(images) if isinstance(question, str) else question
+        if len(questions) != len(images):
+            raise UsageError(f"got {len(images)} images and {len(questions)} questions: pass as many of each")
+        answers: list[str] = []
+        for start in range(0, len(images), batch):
+            pixels = load_images(images[start : start + batch], self.inputs, start)
+            answers += self.model.answer(self._encoder, pixels, questions[start : start + batch], max_new_tokens)
+        return answers
 
 
 def load_images(images: Sequence[ImageInput], inputs: Inputs, first: int = 0) -> Tensor:
     """Pixels uint8 [N, 3, S, S]. Raises DataError with the index of an unreadable image, counted from `first`."""
-    return torch.from_numpy(np.stack([_pixels(index, image, inputs) for index, image in enumerate(images, first)]))
+    pixels = []
+    for index, image in enumerate(images, first):
+        try:
+            pixels.append(transform(_to_rgb(image), inputs))
+        except (OSError, ValueError) as error:
+            name = f" ({image})" if isinstance(image, str | Path) else ""
+            raise DataError(f"image {index}{name}: {error}") from error
+    return torch.from_numpy(np.stack(pixels))
 
 
 def load_image_and_boxes(image: ImageInput, boxes: Sequence[Sequence[float]], inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -199,14 +213,6 @@ def load_image_and_boxes(image: ImageInput, boxes: Sequence[Sequence[float]], in
     return pixels, torch.from_numpy(model_boxes.astype(np.float32))[None]
 
 
-def _pixels(index: int, image: ImageInput, inputs: Inputs) -> np.ndarray:
-    try:
-        return transform(_to_rgb(image), inputs)
-    except (OSError, ValueError) as error:
-        name = f" ({image})" if isinstance(image, str | Path) else ""
-        raise DataError(f"image {index}{name}: {error}") from error
-
-
 def _to_rgb(image: ImageInput) -> np.ndarray:
     """Upright RGB uint8 [H, W, 3], decoded as in training."""
     if isinstance(image, str | Path):
@@ -221,17 +227,3 @@ def _to_rgb(image: ImageInput) -> np.ndarray:
     file = io.BytesIO()
     upright.save(file, "PNG")  # lossless; `decode` handles transparency and 16-bit images
     return decode(file.getvalue(), MAX_PIXELS)
-
-
-def _clean(index: int, text: str) -> str:
-    try:
-        return clean_caption(text)
-    except ValueError as error:
-        raise DataError(f"text {index}: {error}") from error
-
-
-def _to_namespace(values: Any) -> Any:
-    """JSON values with the attributes of a config section; a user's own `settings` stay a dict."""
-    if isinstance(values, dict):
-        return SimpleNamespace(**{k: v if k == "settings" else _to_namespace(v) for k, v in values.items()})
-    return values
