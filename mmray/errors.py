@@ -6,9 +6,18 @@ Exit codes: 0 success, 2 usage, 3 training failed, 4 resources not available, 5 
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 
 INTERRUPTED = 130
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """Return a hint with the known name closest to `word`, otherwise all of them."""
+    names = list(known)
+    near = difflib.get_close_matches(word, names, n=1)
+    return f"did you mean `{near[0]}`?" if near else f"known: {', '.join(names)}"
 
 
 class MmrayError(Exception):

@@ -6,7 +6,6 @@ Exit codes: 0 success, 2 usage, 3 training failed, 4 resources not available, 5 
 
 from __future__ import annotations
 
-import difflib
 import os
 import signal
 import sys
@@ -23,7 +22,7 @@ from mmray.cli.prepare import prepare
 from mmray.cli.report import report
 from mmray.cli.train import train
 from mmray.cli.tune import tune
-from mmray.errors import INTERRUPTED, ForceExit, MmrayError, UsageError
+from mmray.errors import INTERRUPTED, ForceExit, MmrayError, UsageError, suggest
 
 VERBS: dict[str, Callable[[Sequence[str], Terminal], int]] = {
     "train": train,
@@ -64,9 +63,7 @@ def run(argv: list[str], terminal: Terminal) -> int:
         return 0
     try:
         if argv[0] not in VERBS:
-            near = difflib.get_close_matches(argv[0], VERBS, n=1)
-            hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(VERBS)}"
-            raise UsageError(f"unknown command `{argv[0]}`; {hint}")
+            raise UsageError(f"unknown command `{argv[0]}`; {suggest(argv[0], VERBS)}")
         return VERBS[argv[0]](argv[1:], terminal)
     except MmrayError as error:
         terminal.error(str(error))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ from tyro.conf import Positional
 from mmray.cli.args import parse, require_positive, write_json
 from mmray.cli.console import Terminal, rows_table
 from mmray.config import recipes
-from mmray.errors import UsageError
+from mmray.errors import UsageError, suggest
 
 COLUMNS = {
     "samples_per_s": ("samples/s", ",.0f"),
@@ -125,9 +124,7 @@ def bench(argv: Sequence[str], terminal: Terminal) -> int:
             terminal.note(f"mmray bench {name}: {run.__doc__} (--help for its options)")
         return 0
     if what not in BENCHES:
-        near = difflib.get_close_matches(what, BENCHES, n=1)
-        hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(BENCHES)}"
-        raise UsageError(f"unknown benchmark `{what}`; {hint}")
+        raise UsageError(f"unknown benchmark `{what}`; {suggest(what, BENCHES)}")
     BENCHES[what](rest, terminal)
     return 0
 

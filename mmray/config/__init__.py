@@ -1,3 +1,4 @@
+# ruff: noqa: F401 - the sections are imported from here
 """All settings of mmray as typed, validated, immutable sections.
 
 A config comes from a recipe (recipes.py) or a YAML file and is changed by `--section.field value` flags. The driver
@@ -26,12 +27,10 @@ from mmray.config.model import (
     CrossAttention,
     CustomModel,
     Decoder,
-    Fit,
     Fusion,
     Generative,
     ImageTower,
     Inputs,
-    Interpolation,
     Lora,
     Model,
     Objective,
@@ -44,45 +43,6 @@ from mmray.config.training import Batch, Evaluate, Optimizer, Scoring, Train
 from mmray.errors import UsageError
 
 LENGTHS = ("train.steps", "train.samples", "train.epochs")  # mutually exclusive
-
-__all__ = [
-    "LENGTHS",
-    "Augment",
-    "Batch",
-    "Chat",
-    "ChatInputs",
-    "Clip",
-    "ClipImage",
-    "ClipText",
-    "Cluster",
-    "Config",
-    "CrossAttention",
-    "CustomModel",
-    "Data",
-    "Decoder",
-    "Evaluate",
-    "Fit",
-    "Fusion",
-    "Generative",
-    "ImageTower",
-    "Inputs",
-    "Interpolation",
-    "Lora",
-    "Model",
-    "Objective",
-    "Optimizer",
-    "Prepare",
-    "Run",
-    "Scoring",
-    "Section",
-    "Siglip",
-    "TextTower",
-    "Train",
-    "TwoTower",
-    "from_yaml",
-    "model_section",
-    "to_yaml",
-]
 
 
 class Config(Section):

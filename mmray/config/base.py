@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
+import re
 from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from mmray.errors import UsageError
+from mmray.errors import UsageError, suggest
+
+UNION_TAG = re.compile(r"int|float|str|constrained-int|literal\[.*")  # in pydantic's `loc`, in addition to settings
 
 
 class Section(BaseModel):
@@ -29,21 +31,13 @@ class Section(BaseModel):
             raise UsageError("\n".join(_explain(cls, item) for item in error.errors())) from None
 
 
-def _is_type(part: str) -> bool:
-    """Return whether a part of pydantic's `loc` is a union tag instead of a setting."""
-    return part in ("int", "float", "str", "constrained-int") or part.startswith("literal[")
-
-
 def _explain(section: type[Section], item: Any) -> str:
     """Format one pydantic error: setting, problem, value, and the closest known name."""
-    name = ".".join([section.path, *(str(part) for part in item["loc"] if not _is_type(str(part)))])
-    name = name.strip(".") or "config"
+    parts = [part for part in map(str, item["loc"]) if not UNION_TAG.fullmatch(part)]
+    name = ".".join([section.path, *parts]).strip(".") or "config"
     if item["type"] == "extra_forbidden":
         known = [field.alias or key for key, field in section.model_fields.items()]
-        close = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
-        return f"{name}: unknown setting; " + (f"did you mean `{close[0]}`?" if close else f"known: {', '.join(known)}")
+        return f"{name}: unknown setting; {suggest(str(item['loc'][-1]), known)}"
     message = item["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
-    if item["type"] == "value_error":
-        return f"{name}: {message}"
-    return f"{name}: {message} (got {item['input']!r})"
+    value = "" if item["type"] == "value_error" else f" (got {item['input']!r})"
+    return f"{name}: {message[0].lower()}{message[1:]}{value}"

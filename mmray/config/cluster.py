@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
 from mmray.config.base import Section
 from mmray.storage.address import CREDENTIALS_REFUSED, has_credentials
 
-LABEL = r"^(auto|none|[A-Za-z0-9._/-]+=\S+)$"
+Label = Annotated[str, Field(pattern=r"^(auto|none|[A-Za-z0-9._/-]+=\S+)$")]
 
 
 class Cluster(Section):
@@ -18,33 +18,20 @@ class Cluster(Section):
 
     path: ClassVar[str] = "cluster"
     address: str | None = Field(None, description="Ray address; None: RAY_ADDRESS if set, otherwise this machine.")
-    workers: int | str = Field(
-        1, description="Training workers, with one GPU each or CPUs only; 1-4: as many as fit, from 1 to 4."
-    )
+    workers: int | str = Field(1, description="Training workers, one GPU each or CPUs only; 1-4: as many as fit.")
     accelerator: Literal["auto", "gpu", "cpu"] = Field("auto", description="auto: GPUs if the cluster has any.")
     cpus_per_worker: float = Field(1.0, gt=0, description="CPUs per training worker.")
     resources_per_worker: dict[str, float] = Field({}, description="Custom Ray resources per training worker.")
-    data_label: str = Field(
-        "auto",
-        pattern=LABEL,
-        description="Label (key=value) of the nodes for data; auto: mmray/role=data if nodes have roles, otherwise "
-        "CPU-only nodes if there are any; none: any node.",
+    data_label: Label = Field(
+        "auto", description="Label (key=value) of nodes for data; auto: mmray/role=data, or CPU-only nodes; none: any."
     )
-    train_label: str = Field(
-        "auto",
-        pattern=LABEL,
-        description="Label (key=value) of the nodes for training; auto: mmray/role=train if nodes have roles; none: "
-        "any node.",
+    train_label: Label = Field(
+        "auto", description="Label (key=value) of nodes for training; auto: mmray/role=train if nodes have roles."
     )
-    wait_for_nodes: bool = Field(
-        False, description="Skip the capacity check and wait for nodes that an autoscaler or a person will add."
-    )
+    wait_for_nodes: bool = Field(False, description="Skip the capacity check and wait for nodes to be added.")
     max_failures: int = Field(3, ge=0, description="Maximum number of consecutive failures without a new checkpoint.")
     start_timeout_s: float = Field(600.0, gt=0, description="How long to wait for nodes to start.")
-    collective_timeout_s: float = Field(300.0, gt=0, description="Timeout of a collective operation.")
-    hang_timeout_s: float = Field(
-        180.0, gt=0, description="Restart the workers if a rank makes no progress for this long."
-    )
+    hang_timeout_s: float = Field(180.0, gt=0, description="Restart the workers after this long without progress.")
 
     @field_validator("workers")
     @classmethod
@@ -62,6 +49,11 @@ class Cluster(Section):
     def max_workers(self) -> int:
         """Number of workers for batch arithmetic and start-up checks."""
         return _range(self.workers)[1]
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Timeout of a collective operation; the hang of a rank is detected, and named, before it."""
+        return max(300.0, 1.5 * self.hang_timeout_s)
 
     @property
     def elastic(self) -> bool:
@@ -82,12 +74,8 @@ class Run(Section):
         None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="Name of the run's folder; None: the recipe's name."
     )
     storage: str = Field("runs", description="Parent folder, visible to all nodes, or s3://bucket/prefix.")
-    resume: Literal["auto", "never", "must"] = Field(
-        "auto", description="Whether to resume from the newest checkpoint; auto: if there is one."
-    )
-    trackers: tuple[str, ...] = Field(
-        (), description="Experiment trackers: `mlflow`, `wandb`, your own `package.module:Class`."
-    )
+    resume: Literal["auto", "never", "must"] = Field("auto", description="Resume from the newest checkpoint, if any.")
+    trackers: tuple[str, ...] = Field((), description="Trackers: `mlflow`, `wandb`, your own `package.module:Class`.")
     project: str = Field("mmray", min_length=1, description="Project (experiment) name in the trackers.")
 
     @field_validator("storage")

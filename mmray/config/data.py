@@ -13,7 +13,9 @@ from mmray.config.base import Section
 from mmray.errors import UsageError
 from mmray.storage.address import parse_host
 
-_TERM = re.compile(r"(?:(\S+) \* +)?(\S.*)")  # `weight * address`, weight optional
+_TERM = re.compile(r"(?:([\d.]+(?:[eE][+-]?\d+)?) \* +)?((?!\S+ \* )\S.*)")  # `weight * address`, weight optional
+
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
 def parse_mixture(text: str) -> list[tuple[str, float]]:
@@ -21,8 +23,8 @@ def parse_mixture(text: str) -> list[tuple[str, float]]:
     terms: list[tuple[str, float]] = []
     for term in text.split(" + "):
         match = _TERM.fullmatch(term.strip())
-        weight = _weight(match[1]) if match else None
-        if match is None or weight is None or match[2] in dict(terms):
+        weight = float(match[1] or 1) if match else 0
+        if match is None or not 0 < weight < math.inf or match[2] in dict(terms):
             raise ValueError(
                 f"`{text}` is neither a set nor a sum of different sets, at `{term.strip()}`; write for example "
                 "`prepared/a + 2 * prepared/b`"
@@ -41,73 +43,42 @@ def format_mixture(terms: list[tuple[str, float]]) -> str:
     return " + ".join(address if weight == 1 else f"{weight:g} * {address}" for address, weight in terms)
 
 
-def _weight(text: str | None) -> float | None:
-    try:
-        weight = 1.0 if text is None else float(text)
-    except ValueError:
-        return None
-    return weight if 0 < weight < math.inf else None
-
-
 SourceFormat = Literal["auto", "jsonl", "csv", "tsv", "parquet", "webdataset", "coco", "folders", "pairs", "saved"]
-COLUMNS = (
-    *("id", "image", "images", "text", "texts", "label", "split", "language", "boxes", "box_labels", "messages"),
-)
+COLUMNS = ("id", "image", "images", "text", "texts", "label", "split", "language", "boxes", "box_labels", "messages")
 
 
 class Prepare(Section):
     """Validation, deduplication and packing of raw rows into a prepared set."""
 
     path: ClassVar[str] = "prepare"
-    max_bad_fraction: float = Field(
-        0.01, ge=0, le=1, description="Maximum share of quarantined rows, duplicates included; above it, exit code 5."
-    )
-    image_side: int = Field(
-        0, ge=0, description="Re-encode images whose shorter side is longer than this; 0: keep the original bytes."
-    )
+    max_bad_fraction: Share = Field(0.01, description="Maximum share of quarantined rows; above it, exit code 5.")
+    image_side: int = Field(0, ge=0, description="Re-encode images whose shorter side is longer; 0: keep all bytes.")
     max_pixels: int = Field(25_000_000, ge=1, description="Quarantine images of more pixels, before they are decoded.")
     duplicates: Literal["image", "row", "text", "keep"] = Field(
         "image",
         description="Quarantine rows that repeat an earlier row's images, its images and captions (row), its images or "
         "captions (text), or keep all.",
     )
-    holdout: float = Field(
-        0.0, ge=0, lt=1, description="Share of the rows without a split that goes to the split `test`."
-    )
+    holdout: float = Field(0.0, ge=0, lt=1, description="Share of the rows without a split that becomes `test`.")
     vocab_size: int = Field(8192, ge=0, description="Size of the tokenizer trained on the captions; 0: train none.")
     format: SourceFormat = Field("auto", description="Format of the source; auto: detect it.")
-    columns: tuple[str, ...] = Field(
-        (), description="Names of columns in the source, as OURS=THEIRS: image=url text=caption."
-    )
+    columns: tuple[str, ...] = Field((), description="Columns of the source, as OURS=THEIRS: image=url text=caption.")
     allow_urls: Annotated[tuple[str, ...], tyro.conf.arg(metavar="HOST [HOST ...]")] = Field(
-        (),
-        description="Hosts that images may be downloaded from over https, such as images.example.org or host:8443; "
-        "empty: rows with URLs are quarantined.",
+        (), description="Hosts for image downloads over https, as host or host:8443; without, URLs are quarantined."
     )
     caption: str = Field("a photo of a {}", description="Caption of a class, for sources with classes and no text.")
-    check: Literal["full", "header", "none"] = Field(
-        "full", description="How images are validated: decoded, header only, or not at all."
-    )
-    index_only: bool = Field(
-        False, description="Write an index of the source instead of copying its images; the source must stay in place."
-    )
+    check: Literal["full", "header", "none"] = Field("full", description="Validate images fully, by header, or not.")
+    index_only: bool = Field(False, description="Index the images in the source, which must stay, instead of copying.")
     check_contamination: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = Field(
         (), description="Count rows whose image is also in this prepared set, such as a benchmark (repeatable)."
     )
     phash_distance: int = Field(
-        7,
-        ge=-1,
-        le=31,
-        description="Maximum distance of two near-duplicates' 256-bit perceptual hashes; -1: exact only.",
+        7, ge=-1, le=31, description="Maximum distance of near-duplicates' 256-bit perceptual hashes; -1: exact only."
     )
     drop_overlap: bool = Field(
-        False,
-        description="Quarantine rows whose image is in a `check_contamination` set, or training rows whose image is in "
-        "a held-out split.",
+        False, description="Quarantine rows found by `check_contamination`, and training rows also in another split."
     )
-    rows_per_shard: int = Field(
-        512, ge=1, le=65536, description="Source rows per task and shard; use 8192 for 100 million rows."
-    )
+    rows_per_shard: int = Field(512, ge=1, le=65536, description="Rows per task and shard; 8192 for 100 million rows.")
 
     @field_validator("columns")
     @classmethod
@@ -136,7 +107,7 @@ class Prepare(Section):
 
 
 class Data(Section):
-    """Data sets, row selection and streaming."""
+    """Data sets, row selection and streaming; training takes the split `train` of a set with splits."""
 
     path: ClassVar[str] = "data"
     train: str = Field(
@@ -144,10 +115,7 @@ class Data(Section):
         description="A prepared set, a raw source (prepared on first use), `sample`, or a mixture in which a weight "
         "is epochs per epoch: `prepared/a + 2 * prepared/b`.",
     )
-    train_split: str = Field("train", description="Split to train on, if the set has splits.")
-    eval: str | None = Field(
-        None, description="Set to evaluate on; None: `eval_split` of the training set, if it has one."
-    )
+    eval: str | None = Field(None, description="Set to evaluate on; None: `eval_split` of the training set, if any.")
     eval_split: str = Field("test", description="Split to evaluate on, if the set has splits.")
     cache: str = Field("prepared", description="Folder for sets that a run prepares.")
     workers: int | Literal["auto"] = Field("auto", description="Decoding actors; auto: by CPU cores and memory.")
@@ -155,30 +123,22 @@ class Data(Section):
     shuffle: bool = Field(True, description="Shuffle each epoch differently, by the seed; False: source order.")
     shuffle_blocks: str | int = Field(
         "auto",
-        description="Rows per block and blocks per shuffle window, as 32x16, so that object stores get larger "
-        "reads; 1: full shuffle; auto: by row size on object stores, full shuffle on disks.",
+        description="Rows per block and blocks per shuffle window, as 32x16, for larger reads; 1: full shuffle; auto: "
+        "by row size on object stores, full shuffle on disks.",
     )
-    local_cache: str | None = Field(
-        None, description="Folder on each data node that caches reads from object stores; None: no cache."
-    )
+    local_cache: str | None = Field(None, description="Folder on each data node that caches reads from object stores.")
     local_cache_gb: float = Field(20.0, gt=0, description="Size limit of the local cache in GB.")
-    block_mb: float = Field(
-        24.0, gt=0, le=512, description="Size of a Ray Data block in MB; less if object store memory is small."
-    )
+    block_mb: float = Field(24.0, gt=0, le=512, description="Maximum size of a Ray Data block in MB.")
     max_bad_rows: int = Field(16, ge=0, description="Maximum number of unreadable rows before training fails.")
 
     @model_validator(mode="after")
-    def _check_train(self) -> Data:
+    def _check(self) -> Data:
         try:
             mixed = is_mixture(self.train)
         except ValueError as error:
             raise UsageError(f"data.train: {error}") from None
         if mixed and self.limit is not None:
             raise UsageError("data.limit needs a single set; for a mixture, give the sets smaller weights")
-        return self
-
-    @model_validator(mode="after")
-    def _check_workers(self) -> Data:
         if isinstance(self.workers, int) and self.workers < 1:
             raise ValueError(f"workers must be `auto` or at least 1 (got {self.workers})")
         return self
@@ -201,12 +161,8 @@ class Augment(Section):
     """Random augmentation of training images, seeded by (seed, epoch, key); held-out images are not augmented."""
 
     path: ClassVar[str] = "augment"
-    crop_scale: tuple[float, float] = Field(
-        (1.0, 1.0), description="Random resized crop: range of its share of the image area; 1 1: off."
-    )
-    flip: float = Field(
-        0.0, ge=0, le=1, description="Probability of a horizontal flip; wrong if captions mention left and right."
-    )
+    crop_scale: tuple[float, float] = Field((1.0, 1.0), description="Area of a random crop, lowest and highest share.")
+    flip: Share = Field(0.0, description="Probability of a horizontal flip; wrong if captions mention left and right.")
     color_jitter: tuple[float, float, float, float] = Field(
         (0.0, 0.0, 0.0, 0.0), description="Brightness, contrast, saturation and hue jitter, as in torchvision."
     )

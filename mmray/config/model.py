@@ -20,10 +20,8 @@ Patch = Annotated[int, Field(ge=1, description="Side of a patch in pixels.")]
 Dropout = Annotated[float, Field(ge=0, lt=1, description="Dropout of hidden states and attention.")]
 EmbedDim = Annotated[int, Field(ge=2, description="Size of the shared embedding.")]
 Temperature = Annotated[float, Field(gt=0.001, le=1, description="Initial temperature of the scores; it is learned.")]
-LogitBias = Annotated[
-    float | None,
-    Field(description="Initial bias of the scores for the objective `sigmoid` (-10 in SigLIP); None: no bias."),
-]
+LogitBias = Annotated[float | None, Field(description="Initial bias of the scores (objective `sigmoid`); None: none.")]
+RGB = tuple[float, float, float]
 MaxTokens = Annotated[int, Field(ge=4, le=8192, description="Maximum number of tokens of a text; longer ones are cut.")]
 
 
@@ -34,23 +32,17 @@ class Inputs(Section):
     image_side: int = Field(224, ge=8, le=4096, description="Height and width of the model's input image in pixels.")
     fit: Fit = Field("crop", description="How an image becomes square: centre crop, squash, or pad with white.")
     interpolation: Interpolation = Field("bicubic", description="Resampling filter.")
-    mean: tuple[float, float, float] = Field((0.485, 0.456, 0.406), description="Mean per channel, pixels in 0..1.")
-    std: tuple[float, float, float] = Field(
-        (0.229, 0.224, 0.225), description="Standard deviation per channel, pixels in 0..1."
-    )
+    mean: RGB = Field((0.485, 0.456, 0.406), description="Mean per channel, pixels in 0..1.")
+    std: RGB = Field((0.229, 0.224, 0.225), description="Standard deviation per channel, pixels in 0..1.")
     tokenizer: str = Field(
         "trained",
-        description="`trained` (on the captions, by prepare), a folder with tokenizer.json, a WordPiece vocab.txt, or "
-        "a hub name.",
+        description="`trained` (by prepare), a folder with tokenizer.json, a WordPiece vocab.txt, a hub name.",
     )
     max_tokens: MaxTokens = 64
     language_token: str = Field(
-        "",
-        description="Pattern of the token for a row's `language`, put before its text, such as `[{}]`; empty: none.",
+        "", description="Pattern of the token for a row's `language`, before its text, such as `[{}]`; empty: none."
     )
-    max_boxes: int = Field(
-        0, ge=0, le=1024, description="Maximum number of boxes per image, largest first; 0: batches have no boxes."
-    )
+    max_boxes: int = Field(0, ge=0, le=1024, description="Maximum number of boxes per image, largest first.")
 
     @field_validator("language_token")
     @classmethod
@@ -70,8 +62,7 @@ class Chat(Section):
     """Conversation template of a generative model; `{}` is the message."""
 
     path: ClassVar[str] = "model.inputs.chat"
-    image: str = Field("<image>", min_length=1, description="Image placeholder token.")
-    after_image: str = Field("\n", description="Text inserted after the image token.")
+    image: str = Field("<image>", min_length=1, description="Image placeholder token; a line break follows it.")
     system: str = Field("{} ", description="System message.")
     user: str = Field("USER: {} ", description="User message.")
     assistant: str = Field("ASSISTANT: {}", description="Assistant message, which the loss is computed on.")
@@ -114,7 +105,6 @@ class Lora(Section):
     targets: tuple[str, ...] = Field(
         ("*.q_proj", "*.v_proj"), min_length=1, description="Name patterns of the linear layers that get an adapter."
     )
-    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout of the adapter inputs.")
 
 
 class Model(Section):
@@ -159,13 +149,10 @@ class ImageTower(Section):
     path: ClassVar[str] = "model.image"
     name: Literal["convnet", "vit", "resnet18", "resnet34", "resnet50", "resnet101", "transformers"] = Field(
         "resnet50",
-        description="A small GroupNorm network, a ViT, a torchvision ResNet, or the transformers ViT, DINOv2 or ResNet "
-        "in `weights`.",
+        description="Small GroupNorm network, ViT, torchvision ResNet, or the transformers model in `weights`.",
     )
     weights: str = Field(
-        "none",
-        description="`none`, `pretrained` (torchvision's, from the hub), or a weights file; with `transformers` a "
-        "saved folder or a hub name.",
+        "none", description="`none`, `pretrained`, or a weights file; `transformers`: a saved folder or a hub name."
     )
     width: int = Field(48, ge=8, description="Channels of the first stage (convnet) or hidden size (vit).")
     depth: int = Field(4, ge=1, description="Stages (convnet) or layers (vit).")
@@ -178,8 +165,7 @@ class TextTower(Section):
 
     path: ClassVar[str] = "model.text"
     weights: str = Field(
-        "none",
-        description="`none`, a folder saved by transformers, or a hub name: BERT, RoBERTa, DistilBERT and similar.",
+        "none", description="`none`, a folder saved by transformers, or a hub name (BERT and similar)."
     )
     width: Width = 128
     depth: Depth = 2
@@ -220,13 +206,9 @@ class Fusion(TowerModel):
     kind: Annotated[Literal["fusion"], _KIND] = "fusion"
     cross: CrossAttention = CrossAttention()
     matching: bool = Field(True, description="Image-text matching head (objective `matching`).")
-    classes: int = Field(
-        0, ge=0, description="Number of classes of the classification head (`classification`); 0: none."
-    )
+    classes: int = Field(0, ge=0, description="Classes of the classification head (`classification`); 0: none.")
     regions: bool = Field(False, description="Region head that scores boxes against label texts (`region_text`).")
-    region_labels: tuple[str, ...] = Field(
-        (), description="Names of the box labels 0, 1, ...; empty: those of the training set, if it has any."
-    )
+    region_labels: tuple[str, ...] = Field((), description="Names of the box labels 0, 1, ...; empty: the set's.")
 
 
 class ClipImage(Section):
@@ -278,23 +260,16 @@ class Siglip(ClipFamily):
     text: ClipText = ClipText(width=768, heads=12)
     temperature: Temperature = 0.1
     logit_bias: LogitBias = -10.0
-    pad_id: int | None = Field(
-        None, ge=0, description="Padding token id; None: the tokenizer's, otherwise that of the weights."
-    )
+    pad_id: int | None = Field(None, ge=0, description="Padding token id; None: that of tokenizer or weights.")
 
     def with_tokens(self, vocab_size: int, pad_id: int | None) -> Self:
-        """Return the model with vocabulary size and padding token of its tokenizer, unless they are set."""
         return super().with_tokens(vocab_size, pad_id).replace(pad_id=pad_id if self.pad_id is None else self.pad_id)
 
 
-class Decoder(Section):
+class Decoder(ClipText):
     """Language model; pretrained weights define its shape."""
 
-    path: ClassVar[str] = "model.text"
-    width: Width = 512
     depth: Depth = 8
-    heads: Heads = 8
-    max_positions: int = Field(2048, ge=8, description="Maximum sequence length, image tokens included.")
 
 
 class Generative(Model):
@@ -314,13 +289,8 @@ class CustomModel(Model):
     settings: dict[str, bool | int | float | str] = Field({}, description="Settings passed to your class.")
 
 
-KINDS: dict[str, type[Model]] = {
-    "two_tower": TwoTower,
-    "clip": Clip,
-    "siglip": Siglip,
-    "fusion": Fusion,
-    "generative": Generative,
-}
+_BUILT_IN: tuple[type[Model], ...] = (TwoTower, Clip, Siglip, Fusion, Generative)
+KINDS = {str(section.model_fields["kind"].default): section for section in _BUILT_IN}
 
 
 def model_section(kind: str) -> type[Model]:
@@ -334,7 +304,7 @@ def model_section(kind: str) -> type[Model]:
     )
 
 
-def _tag(value: Any) -> str:
+def _kind_name(value: Any) -> str:
     kind = value.get("kind", "two_tower") if isinstance(value, dict) else getattr(value, "kind", "two_tower")
     return model_section(str(kind)).__name__
 
@@ -346,7 +316,7 @@ AnyModel = Annotated[
     | Annotated[Fusion, Tag("Fusion")]
     | Annotated[Generative, Tag("Generative")]
     | Annotated[CustomModel, Tag("CustomModel")],
-    Discriminator(_tag),
+    Discriminator(_kind_name),
 ]
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from mmray.config import (
     Batch,
@@ -13,7 +13,6 @@ from mmray.config import (
     Cluster,
     Config,
     CrossAttention,
-    Data,
     Evaluate,
     Fusion,
     Generative,
@@ -28,7 +27,9 @@ from mmray.config import (
     TwoTower,
     from_yaml,
 )
-from mmray.errors import UsageError
+from mmray.errors import UsageError, suggest
+
+OPENAI: Any = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
 
 
 def sample() -> Config:
@@ -44,7 +45,6 @@ def sample() -> Config:
             embed_dim=128,
         ),
         prepare=Prepare(max_bad_fraction=0.05, vocab_size=512),
-        data=Data(train="sample"),
         batch=Batch(micro=64, global_=128),
         optimizer=Optimizer(lr=1e-3, warmup_steps=30, weight_decay=0.05),
         train=Train(steps=350, log_every=10, checkpoint_every=175),
@@ -58,7 +58,7 @@ def resnet50_bert() -> Config:
     return Config(
         recipe="resnet50-bert",
         model=TwoTower(
-            inputs=Inputs(tokenizer="bert-base-uncased", max_tokens=64),
+            inputs=Inputs(tokenizer="bert-base-uncased"),
             image=ImageTower(name="resnet50", weights="pretrained"),
             text=TextTower(weights="bert-base-uncased", width=768, depth=12, heads=12),
             embed_dim=512,
@@ -69,7 +69,6 @@ def resnet50_bert() -> Config:
         optimizer=Optimizer(lr=1e-4, warmup_steps=500),
         train=Train(epochs=10, log_every=20),
         evaluate=Evaluate(every=500),
-        cluster=Cluster(workers=1),
     )
 
 
@@ -79,19 +78,13 @@ def clip() -> Config:
         recipe="clip",
         model=Clip(
             weights="openai/clip-vit-base-patch32",
-            inputs=Inputs(
-                tokenizer="openai/clip-vit-base-patch32",
-                max_tokens=77,
-                mean=(0.48145466, 0.4578275, 0.40821073),
-                std=(0.26862954, 0.26130258, 0.27577711),
-            ),
+            inputs=Inputs(tokenizer="openai/clip-vit-base-patch32", max_tokens=77, **OPENAI),
         ),
         prepare=Prepare(image_side=256),
         batch=Batch(micro=256, global_=1024),
         optimizer=Optimizer(lr=1e-5, warmup_steps=200),
         train=Train(epochs=5, log_every=20, checkpoint_every=500),
         evaluate=Evaluate(every=500),
-        cluster=Cluster(workers=1),
     )
 
 
@@ -111,7 +104,6 @@ def siglip() -> Config:
         optimizer=Optimizer(lr=1e-5, warmup_steps=200, weight_decay=1e-4, betas=(0.9, 0.95)),
         train=Train(epochs=5, log_every=20, checkpoint_every=500),
         evaluate=Evaluate(every=500),
-        cluster=Cluster(workers=1),
     )
 
 
@@ -120,10 +112,10 @@ def fusion() -> Config:
     return Config(
         recipe="fusion",
         model=Fusion(
-            inputs=Inputs(tokenizer="bert-base-uncased", max_tokens=64),
+            inputs=Inputs(tokenizer="bert-base-uncased"),
             image=ImageTower(name="resnet50", weights="pretrained"),
             text=TextTower(weights="bert-base-uncased", width=768, depth=12, heads=12),
-            cross=CrossAttention(width=512, depth=4, heads=8, dropout=0.1),
+            cross=CrossAttention(width=512, dropout=0.1),
             batch_norm="frozen",
         ),
         objective=Objective(kind="contrastive + matching"),
@@ -132,7 +124,6 @@ def fusion() -> Config:
         optimizer=Optimizer(lr=3e-4, warmup_steps=500, lr_multipliers=("image.tower.*=0.1", "text.tower.*=0.1")),
         train=Train(epochs=10, log_every=20, checkpoint_every=500),
         evaluate=Evaluate(every=500),
-        cluster=Cluster(workers=1),
     )
 
 
@@ -142,13 +133,7 @@ def llava() -> Config:
         recipe="llava",
         model=Generative(
             weights="llava-hf/llava-1.5-7b-hf",
-            inputs=ChatInputs(
-                image_side=336,
-                tokenizer="llava-hf/llava-1.5-7b-hf",
-                max_tokens=512,
-                mean=(0.48145466, 0.4578275, 0.40821073),
-                std=(0.26862954, 0.26130258, 0.27577711),
-            ),
+            inputs=ChatInputs(image_side=336, tokenizer="llava-hf/llava-1.5-7b-hf", **OPENAI),
         ),
         objective=Objective(kind="language_modelling"),
         batch=Batch(micro=4, global_=128, group_by_length=True),
@@ -159,14 +144,8 @@ def llava() -> Config:
     )
 
 
-RECIPES: dict[str, Callable[[], Config]] = {
-    "sample": sample,
-    "resnet50-bert": resnet50_bert,
-    "clip": clip,
-    "siglip": siglip,
-    "fusion": fusion,
-    "llava": llava,
-}
+_FUNCTIONS = (sample, resnet50_bert, clip, siglip, fusion, llava)
+RECIPES: dict[str, Callable[[], Config]] = {recipe.__name__.replace("_", "-"): recipe for recipe in _FUNCTIONS}
 
 
 def load(name: str) -> Config:
@@ -182,6 +161,4 @@ def load(name: str) -> Config:
             return from_yaml(file.read_text(), str(file), RECIPES)
         except OSError as error:
             raise UsageError(f"cannot read the recipe {file}: {error.strerror}") from None
-    near = difflib.get_close_matches(name, RECIPES, n=1)
-    hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(RECIPES)}, or the path of a .yaml file"
-    raise UsageError(f"there is no recipe `{name}`; {hint}")
+    raise UsageError(f"there is no recipe `{name}`; {suggest(name, RECIPES)} (or give the path of a .yaml file)")

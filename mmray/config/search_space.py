@@ -6,7 +6,6 @@ Listed values form a grid. Ranges are sampled, and each sample is combined with 
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 import random
@@ -18,7 +17,7 @@ from typing import Any
 import yaml
 
 from mmray.config import LENGTHS, Config
-from mmray.errors import UsageError
+from mmray.errors import UsageError, suggest
 
 _RANGE = re.compile(r"(uniform|loguniform)\(([^,]+),([^,]+)\)")
 _COMMA = re.compile(r",(?![^\[]*\])")  # not inside [ ]
@@ -92,9 +91,7 @@ def with_settings(base: Config, settings: dict[str, Any]) -> Config:
         if isinstance(group.get(name), dict):
             raise UsageError(f"{key}: it is a group of settings; name one of them, as {key}.{next(iter(group[name]))}")
         if name not in group and sections and group:
-            near = difflib.get_close_matches(name, group, n=1)
-            hint = f"did you mean `{near[0]}`?" if near else f"known: {', '.join(group)}"
-            raise UsageError(f"{key}: unknown setting; {hint}")
+            raise UsageError(f"{key}: unknown setting; {suggest(name, group)}")
         group[name] = value
     return Config.model_validate(values)
 

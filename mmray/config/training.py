@@ -10,7 +10,8 @@ from pydantic import Field, field_validator, model_validator
 
 from mmray.config.base import Section
 
-_FACTOR = re.compile(r"\d+(\.\d*)?(e-?\d+)?")
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+_MULTIPLIER = re.compile(r".+=\d+(\.\d*)?(e-?\d+)?")
 
 
 class Batch(Section):
@@ -18,12 +19,10 @@ class Batch(Section):
 
     path: ClassVar[str] = "batch"
     micro: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
-        None, description="Rows per forward pass and worker; auto: as many as fit in memory, found before step 1."
+        None, description="Rows per forward pass and worker; auto: as many as fit in memory, measured before step 1."
     )
     accumulation: int | None = Field(None, ge=1, description="Forward passes per worker and step.")
-    group_by_length: bool = Field(
-        False, description="Group the rows of a step into micro-batches of similar caption length (less padding)."
-    )
+    group_by_length: bool = Field(False, description="Group rows of similar caption length in a micro-batch.")
     global_: Annotated[int | None, tyro.conf.arg(name="global")] = Field(
         None, alias="global", ge=1, description="Rows per optimizer step over all workers; constant during a run."
     )
@@ -36,22 +35,15 @@ class Optimizer(Section):
     lr: float = Field(5e-4, gt=0, description="Peak learning rate.")
     final_lr_fraction: float = Field(0.0, ge=0, le=1, description="Final learning rate as a share of the peak.")
     warmup_steps: int = Field(100, ge=0, description="Steps of linear warm-up.")
-    weight_decay: float = Field(
-        0.1, ge=0, description="Weight decay of matrices; norms, biases and temperature have none."
-    )
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
-        (0.9, 0.98), description="AdamW's betas."
-    )
+    weight_decay: float = Field(0.1, ge=0, description="Weight decay of matrices; others have none.")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.98), description="AdamW's betas.")
     eps: float = Field(1e-6, gt=0, description="AdamW's epsilon.")
     clip_norm: float = Field(1.0, ge=0, description="Maximum gradient norm; 0: no clipping.")
     clip_per: Literal["model", "branch"] = Field(
         "model", description="Whether the norm is of all gradients, or of each branch separately."
     )
     schedule: Literal["cosine", "linear", "constant", "cooldown"] = Field(
-        "cosine", description="Learning rate after warm-up; cooldown: constant, then linear to the final rate."
-    )
-    cooldown_fraction: float = Field(
-        0.2, gt=0, le=1, description="Share of the steps in which the schedule `cooldown` decays."
+        "cosine", description="Learning rate after warm-up; cooldown: constant, then linear in the last 20%."
     )
     freeze: tuple[str, ...] = Field((), description="Name patterns of frozen weights, such as `image.tower.*`.")
     lr_multipliers: tuple[str, ...] = Field(
@@ -62,8 +54,7 @@ class Optimizer(Section):
     @classmethod
     def _check_multipliers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for text in value:
-            pattern, _, factor = text.rpartition("=")
-            if not pattern or not _FACTOR.fullmatch(factor):
+            if not _MULTIPLIER.fullmatch(text):
                 raise ValueError(f"write `pattern=factor`, for example `image.*=0.1` (got `{text}`)")
         return value
 
@@ -80,23 +71,16 @@ class Train(Section):
     )
     seed: int = Field(0, ge=0, description="Seed of all random numbers.")
     log_every: int = Field(10, ge=1, description="Steps between two lines of metrics.jsonl.")
-    checkpoint_every: int | Literal["auto"] = Field(
+    checkpoint_every: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         "auto",
         description="Steps between checkpoints; 0: only at the end; auto: after evaluations, at most 2% of the time.",
     )
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints to keep, in addition to the best.")
-    max_nonfinite_steps: int = Field(
-        10, ge=1, description="Maximum number of consecutive steps with a non-finite loss or gradient."
+    max_nonfinite_steps: int = Field(10, ge=1, description="Maximum number of consecutive non-finite steps.")
+    ema: Fraction = Field(
+        0.0, description="Decay of an exponential moving average of the weights, for evaluation and export; 0: none."
     )
-    ema: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="Decay of an exponential moving average of the weights, for evaluation and export; 0: none.",
-    )
-    activation_checkpointing: tuple[str, ...] = Field(
-        (), description="Branches (`image`, `text`) whose activations are recomputed in backward to save memory."
-    )
+    activation_checkpointing: tuple[str, ...] = Field((), description="Branches (`image`, `text`) to recompute.")
     compile: str = Field("none", description="`none`, or a torch.compile backend such as `inductor`.")
     channels_last: bool = Field(False, description="Channels-last memory format (faster convolutions).")
     deterministic: bool = Field(False, description="Use torch's deterministic algorithms (slower on a GPU).")
@@ -106,13 +90,6 @@ class Train(Section):
     grad_compression: Literal["none", "bf16", "fp16"] = Field("none", description="Dtype of DDP's gradient all-reduce.")
     profile: int = Field(0, ge=0, description="Steps to record with torch.profiler into the run's folder.")
     callbacks: tuple[str, ...] = Field((), description="Your own `package.module:Class`, called after each step.")
-
-    @field_validator("checkpoint_every")
-    @classmethod
-    def _check_interval(cls, every: int | str) -> int | str:
-        if isinstance(every, int) and every < 0:
-            raise ValueError(f"must be `auto` or at least 0 (got {every})")
-        return every
 
     @model_validator(mode="after")
     def _check_length(self) -> Train:
@@ -128,28 +105,21 @@ class Scoring(Section):
     path: ClassVar[str] = "evaluate"
     batch: int = Field(128, ge=1, description="Rows per forward pass and worker.")
     limit: int | None = Field(None, ge=1, description="Evaluate on the first N rows only.")
-    num_generations: int = Field(
-        0, ge=0, description="Rows for which a generative model writes an answer, scored with BLEU and CIDEr; 0: none."
-    )
+    num_generations: int = Field(0, ge=0, description="Answers that a generative model writes, for BLEU and CIDEr.")
     max_new_tokens: int = Field(64, ge=1, description="Maximum number of tokens of an answer.")
-    classes: tuple[str, ...] = Field(
-        (), description="Names of the labels 0, 1, ... for zero-shot classification; empty: those of the set, if any."
-    )
+    classes: tuple[str, ...] = Field((), description="Names of the labels 0, 1, ...; empty: those of the set, if any.")
     prompts: tuple[str, ...] = Field(
         ("a photo of a {}.",),
         min_length=1,
         description="Zero-shot prompts, with `{}` for the class name; their embeddings are averaged.",
     )
-    language: str | None = Field(
-        None, description="Language of `classes` and `prompts`, for models with language tokens."
-    )
+    language: str | None = Field(None, description="Language of `classes` and `prompts`, for language tokens.")
 
     @field_validator("prompts")
     @classmethod
     def _check_prompts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for prompt in value:
-            if "{}" not in prompt:
-                raise ValueError(f"each needs a `{{}}` for the class name (got `{prompt}`)")
+        if wrong := [prompt for prompt in value if "{}" not in prompt]:
+            raise ValueError(f"each needs a `{{}}` for the class name (got `{wrong[0]}`)")
         return value
 
 

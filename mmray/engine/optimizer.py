@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 LR_SCALE = "lr_scale"  # key of a parameter group: its multiplier of the learning rate
+COOLDOWN_FRACTION = 0.2  # of the steps after warm-up, in which the schedule `cooldown` decays
 
 
 def freeze_parameters(module: nn.Module, patterns: tuple[str, ...]) -> None:
@@ -147,7 +148,7 @@ def _height(progress: float, section: Section) -> float:
         return 1.0
     if section.schedule == "cosine":
         return (1 + math.cos(math.pi * progress)) / 2
-    length = section.cooldown_fraction if section.schedule == "cooldown" else 1.0
+    length = COOLDOWN_FRACTION if section.schedule == "cooldown" else 1.0
     return min(1.0, (1 - progress) / length)
 
 

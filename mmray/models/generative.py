@@ -91,7 +91,7 @@ class Generative(HfModel, nn.Module):
         from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
 
         patches: dict[str, Any] = patch_config(spec.inputs.image_side, spec.image.patch)
-        text: dict[str, Any] = transformer_config(spec.text) | {"max_position_embeddings": spec.text.max_positions}
+        text: dict[str, Any] = transformer_config(spec.text)
         ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}  # set at export
         return LlavaConfig(
             vision_config=CLIPVisionConfig(**transformer_config(spec.image), **patches),

@@ -30,7 +30,7 @@ def add_adapters(model: nn.Module, section: Section) -> None:
             '`pip install "mmray[lora]"`, or set the rank to 0'
         ) from None
     layers = _target_layers(model, section.targets)
-    config = LoraConfig(r=section.rank, lora_alpha=section.alpha, lora_dropout=section.dropout, target_modules=layers)
+    config = LoraConfig(r=section.rank, lora_alpha=section.alpha, target_modules=layers)
     inject_adapter_in_model(config, model)
 
 

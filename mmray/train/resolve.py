@@ -45,7 +45,7 @@ def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
         progress=reporter.prepare_progress,
     )
     terms = [(str(prepared(source)), weight) for source, weight in parse_mixture(config.data.train)]
-    train_sets = [PreparedSet.open(folder, config.data.train_split) for folder, _ in terms]
+    train_sets = [PreparedSet.open(folder, "train") for folder, _ in terms]
     eval_set = _eval_set(config, terms[0][0], train_sets[0], prepared)
     shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
     chunk, window = shuffle_block_and_window(config.data, train_sets, shape.global_rows)

@@ -102,11 +102,8 @@ def _branches_reasons(config: Config) -> list[str]:
         )
     if getattr(getattr(model, "text", None), "dropout", 0):
         reasons.append("train.parallel branches cannot repeat dropout masks; set --model.text.dropout 0")
-    if getattr(model, "patch_dropout", 0) or (model.lora.rank and model.lora.dropout):
-        reasons.append(
-            "train.parallel branches cannot repeat dropout masks; set --model.patch-dropout 0 and "
-            "--model.lora.dropout 0"
-        )
+    if getattr(model, "patch_dropout", 0):
+        reasons.append("train.parallel branches cannot repeat dropout masks; set --model.patch-dropout 0")
     return reasons
 
 

@@ -25,7 +25,6 @@ MAY_CHANGE = (
     "run",
     "cluster.address",
     "cluster.start_timeout_s",
-    "cluster.collective_timeout_s",
     "data.cache",
     "data.local_cache",
     "data.local_cache_gb",

@@ -57,7 +57,7 @@ MODELS: dict[str, tuple[Model, str]] = {
         Generative(
             inputs=ChatInputs(image_side=16, max_tokens=8),
             image=IMAGE,
-            text=Decoder(width=16, depth=1, heads=2, max_positions=64),
+            text=Decoder(width=16, depth=1, heads=2),
         ),
         "language_modelling",
     ),

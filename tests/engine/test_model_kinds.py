@@ -70,7 +70,7 @@ KINDS: dict[str, tuple[Model, str]] = {
 WRITING = Generative(
     inputs=ChatInputs(image_side=16, fit="squash", max_tokens=32),
     image=IMAGE,
-    text=Decoder(width=16, depth=1, heads=2, max_positions=64),
+    text=Decoder(width=16, depth=1, heads=2),
 )
 STEPS = 6
 LINE = DriverHandle(lambda _: None, lambda: False, lambda _: 0, lambda _: False, {"rank": 0, "node": "", "pid": 0})

@@ -36,8 +36,8 @@ def test_rate_after_the_end_is_the_floor():
     ("schedule", "half", "last"), [("linear", 0.6, 0.2), ("constant", 1.0, 1.0), ("cooldown", 1.0, 0.2)]
 )
 def test_other_decay_shapes(schedule, half, last):
-    section = SimpleNamespace(**{**vars(SECTION), "schedule": schedule, "cooldown_fraction": 0.25})
+    section = SimpleNamespace(**{**vars(SECTION), "schedule": schedule})
     rates = [lr_at(step, section, 12) for step in range(13)]
     assert (rates[4], rates[8], rates[12]) == pytest.approx((1.0, half, last))
     if schedule == "cooldown":
-        assert rates[10:12] == pytest.approx([1.0, 0.6])  # it falls in the last quarter of the eight steps
+        assert rates[10:12] == pytest.approx([1.0, 0.7])  # it falls in the last fifth of the eight steps

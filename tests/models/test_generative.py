@@ -34,7 +34,7 @@ INPUTS = ChatInputs(image_side=32, max_tokens=40, fit="squash", mean=(0.5, 0.4, 
 SPEC = Generative(
     inputs=INPUTS,
     image=ClipImage(width=16, depth=2, heads=2, patch=8),
-    text=Decoder(width=24, depth=2, heads=2, max_positions=64),
+    text=Decoder(width=24, depth=2, heads=2),
     vocab_size=ENCODER.vocab_size,
 )
 SAID = (

@@ -61,7 +61,7 @@ class Two(SimpleNamespace):
 
 
 @pytest.mark.parametrize(("accelerator", "backend"), [("gpu", "nccl"), ("auto", "nccl"), ("cpu", "gloo")])
-@pytest.mark.parametrize(("settings", "seconds"), [({}, 300), ({"collective_timeout_s": 0.5}, 1)])
+@pytest.mark.parametrize(("settings", "seconds"), [({}, 300), ({"hang_timeout_s": 400.3}, 601)])
 def test_process_group_uses_nccl_or_gloo_with_timeout(here, monkeypatch, accelerator, backend, settings, seconds):
     """Arguments that reach init_process_group from our TorchConfig through Ray."""
     config = Config(cluster=Cluster(workers=2, accelerator=accelerator, **settings))

@@ -81,7 +81,7 @@ class ChatEncoder:
     def render(self, conversation: list[Message]) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of a conversation and the character spans that contribute to the loss."""
         chat, text, spans = self._chat, "", []
-        image = chat.image + chat.after_image
+        image = f"{chat.image}\n"
         if not any(message["role"] == "user" for message in conversation):
             text, image = image, ""
         for message in conversation:

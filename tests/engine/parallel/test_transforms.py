@@ -65,7 +65,7 @@ SPECS: dict[str, Model] = {
     "generative": Generative(
         inputs=ChatInputs(image_side=32, max_tokens=8),
         image=IMAGE,
-        text=Decoder(width=16, depth=2, heads=2, max_positions=64),
+        text=Decoder(width=16, depth=2, heads=2),
     ),
 }
 OBJECTIVES = {
