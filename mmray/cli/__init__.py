@@ -24,16 +24,8 @@ from mmray.cli.train import train
 from mmray.cli.tune import tune
 from mmray.errors import INTERRUPTED, ForceExit, MmrayError, UsageError, suggest
 
-VERBS: dict[str, Callable[[Sequence[str], Terminal], int]] = {
-    "train": train,
-    "prepare": prepare,
-    "tune": tune,
-    "evaluate": evaluate,
-    "export": export,
-    "report": report,
-    "bench": bench,
-    "doctor": doctor,
-}
+_COMMANDS = (train, prepare, tune, evaluate, export, report, bench, doctor)
+VERBS: dict[str, Callable[[Sequence[str], Terminal], int]] = {command.__name__: command for command in _COMMANDS}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -56,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(argv: list[str], terminal: Terminal) -> int:
     """Run a command line and return its exit code; print an MmrayError without traceback. Raises ForceExit."""
     if not argv or argv[0] in ("-h", "--help", "help"):
-        _usage(terminal)
+        terminal.note("mmray trains image-text models on a Ray cluster. Each command has --help.\n")
+        for verb in VERBS.values():
+            terminal.note(f"  {verb.__doc__}")
         return 0
     if argv[0] == "--version":
         terminal.note(f"mmray {version('mmray')}")
@@ -73,9 +67,3 @@ def run(argv: list[str], terminal: Terminal) -> int:
     except KeyboardInterrupt:
         terminal.error("interrupted")
         return INTERRUPTED
-
-
-def _usage(terminal: Terminal) -> None:
-    terminal.note("mmray trains image-text models on a Ray cluster. Each command has --help.\n")
-    for verb in VERBS.values():
-        terminal.note(f"  {verb.__doc__}")

@@ -14,9 +14,7 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 from mmray.config import Config, recipes
 from mmray.errors import UsageError
 
-STYLE = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
 BOOLS = {"True": True, "False": False, "true": True, "false": False}  # Python's and YAML's spelling
-NONE_REGISTRY = ("None", "null")
 Command = TypeVar("Command")
 
 _REGISTRY = ConstructorRegistry()
@@ -48,7 +46,7 @@ def _nothing(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[None] | None:
         instance_from_str=lambda words: None,
         is_instance=lambda value: value is None,
         str_from_instance=lambda value: ["None"],
-        choices=NONE_REGISTRY,
+        choices=("None", "null"),
     )
 
 
@@ -59,24 +57,28 @@ def split_args(argv: Sequence[str]) -> tuple[str, list[str], bool]:
     return name, [word for word in rest if word != "--print-config"], "--print-config" in rest
 
 
-def parse_run(argv: Sequence[str], verb: str) -> tuple[Config, bool]:
-    """Return the config of a recipe name and flags, and whether --print-config is given."""
-    name, rest, print_config = split_args(argv)
-    named = [word.removeprefix("--").partition("=")[0].replace("-", "_") for word in rest if word.startswith("--")]
-    recipe = recipe_for(name, rest).without_conflicting(named)
-    description = (
-        f"Train the recipe `{name}`; the defaults below are the recipe's values. "
-        f"Recipes: {', '.join(recipes.RECIPES)}, or a YAML file. --print-config prints the settings and exits."
-    )
-    return parse(Config, rest, f"mmray {verb} {name}", recipe, description), print_config
+def values_of(flag: str, words: Sequence[str]) -> list[str]:
+    """Return the values of `--flag value` and `--flag=value`, before the flags are parsed."""
+    pairs = [*pairwise(words), *(tuple(word.split("=", 1)) for word in words if "=" in word)]
+    return [value for given, value in pairs if given == flag]
 
 
 def recipe_for(name: str, words: Sequence[str]) -> Config:
     """Return the recipe with the model kind of `--model.kind`, because it determines the other flags."""
-    kind = next((asked for flag, asked in pairwise(words) if flag == "--model.kind"), None)
-    kind = next((word.partition("=")[2] for word in words if word.startswith("--model.kind=")), kind)
-    recipe = recipes.load(name)
-    return recipe if kind is None else recipe.with_model_kind(kind)
+    recipe, kinds = recipes.load(name), values_of("--model.kind", words)
+    return recipe.with_model_kind(kinds[-1]) if kinds else recipe
+
+
+def parse_run(argv: Sequence[str], verb: str) -> tuple[Config, bool]:
+    """Return the config of a recipe name and flags, and whether --print-config is given."""
+    name, rest, print_config = split_args(argv)
+    given = [word.removeprefix("--").partition("=")[0].replace("-", "_") for word in rest if word.startswith("--")]
+    description = (
+        f"Train the recipe `{name}`; the defaults below are the recipe's values. "
+        f"Recipes: {', '.join(recipes.RECIPES)}, or a YAML file. --print-config prints the settings and exits."
+    )
+    recipe = recipe_for(name, rest).without_conflicting(given)
+    return parse(Config, rest, f"mmray {verb} {name}", recipe, description), print_config
 
 
 def parse(
@@ -91,28 +93,24 @@ def parse(
     Raises UsageError for a `--json` that cannot be written.
     """
     given: dict[str, Any] = {} if default is None else {"default": default}
+    style = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
     typed = tyro.cli(
-        command, args=list(words), prog=prog, description=description, config=STYLE, registry=_REGISTRY, **given
+        command, args=list(words), prog=prog, description=description, config=style, registry=_REGISTRY, **given
     )
-    _check_json(vars(typed).get("json"))
+    file = vars(typed).get("json")
+    if file is not None and not Path(file).parent.is_dir():
+        raise UsageError(f"--json {file}: folder {Path(file).parent} does not exist; create it or choose another file")
+    if file is not None and Path(file).is_dir():
+        raise UsageError(f"--json {file}: is a folder; give a file in it")
     return typed
 
 
 def require_positive(command: Any, *names: str) -> None:
-    """Raise UsageError if one of these numbers is below 1."""
+    """Raise UsageError if one of these numbers of the command is below 1."""
     for name in names:
-        if getattr(command, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')}: must be at least 1 (got {getattr(command, name)})")
-
-
-def _check_json(file: str | None) -> None:
-    """Raise UsageError before the work starts if the file cannot be written."""
-    if file is None:
-        return
-    if not Path(file).parent.is_dir():
-        raise UsageError(f"--json {file}: folder {Path(file).parent} does not exist; create it or choose another file")
-    if Path(file).is_dir():
-        raise UsageError(f"--json {file}: is a folder; give a file in it")
+        value = getattr(command, name, None)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name}: must be at least 1 (got {value})")
 
 
 def write_json(file: str | None, value: dict[str, Any]) -> None:

@@ -15,65 +15,6 @@ from mmray.cli.console import Terminal, rows_table
 from mmray.config import recipes
 from mmray.errors import UsageError, suggest
 
-COLUMNS = {
-    "samples_per_s": ("samples/s", ",.0f"),
-    "step_p50_s": ("p50 s", ".3f"),
-    "step_p95_s": ("p95 s", ".3f"),
-    "communication_share": ("comm", ".0%"),
-    "idle_share_0": ("idle 0", ".0%"),
-    "idle_share_1": ("idle 1", ".0%"),
-    "peak_gib": ("GiB", ".2f"),
-    "loss": ("loss", ".4f"),
-    "loss_vs_ddp": ("vs ddp", "+.3%"),
-}
-
-
-@dataclass(frozen=True)
-class StrategiesCommand:
-    """Compare every parallel strategy and precision that this machine supports, on one model and global batch."""
-
-    recipe: Positional[str] = "sample"
-    """Recipe whose model and batch are used."""
-    steps: int = 10
-    """Timed steps, after 3 warm-up steps."""
-    only: tuple[str, ...] = ()
-    """Run only these strategies, by their names in the table."""
-    json: str | None = None
-    """Write machine, ratios and rows to this file as JSON."""
-
-
-def strategies(argv: Sequence[str], terminal: Terminal) -> None:
-    """compare DDP, FSDP, two-device branches and precisions"""
-    command = parse(StrategiesCommand, argv, "mmray bench strategies")
-    require_positive(command, "steps")
-    from mmray.bench.strategies import bench_strategies
-
-    result = bench_strategies(recipes.load(command.recipe), command.steps, command.only, terminal.status)
-    machine = result["machine"]
-    terminal.note(f"{machine['device']}, {machine['cpu']}, {machine['cores']} cores", "machine")
-    terminal.note(result["batch"])
-    terminal.console.print(_table(result["rows"]))
-    terminal.note(
-        "share of the time in collectives; idle: of the two devices of branches; loss after the last step", "comm"
-    )
-    for row in result["rows"]:
-        if row["error"]:
-            terminal.note(row["error"], row["strategy"])
-    for note in result["notes"]:
-        terminal.note(note)
-    write_json(command.json, result)
-
-
-def _table(rows: list[dict[str, Any]]) -> Table:
-    """Return the table without borders, to fit 80 columns; a dash is a missing value."""
-    table = Table("strategy", box=None, pad_edge=False, padding=(0, 1))
-    for title, _ in COLUMNS.values():
-        table.add_column(title, justify="right")
-    for row in rows:
-        figures = ["-" if row[name] is None else format(row[name], style) for name, (_, style) in COLUMNS.items()]
-        table.add_row(row["strategy"], *figures)
-    return table
-
 
 @dataclass(frozen=True)
 class StepCommand:
@@ -116,92 +57,108 @@ class LoaderCommand:
     """Write machine, ratios and rows to this file as JSON."""
 
 
+@dataclass(frozen=True)
+class StrategiesCommand:
+    """Compare every parallel strategy and precision that this machine supports, on one model and global batch."""
+
+    recipe: Positional[str] = "sample"
+    """Recipe whose model and batch are used."""
+    steps: int = 10
+    """Timed steps, after 3 warm-up steps."""
+    only: tuple[str, ...] = ()
+    """Run only these strategies, by their names in the table."""
+    json: str | None = None
+    """Write machine, ratios and rows to this file as JSON."""
+
+
 def bench(argv: Sequence[str], terminal: Terminal) -> int:
     """mmray bench step|loader|strategies [--space batch.micro=8,16,32] [--json FILE]"""
     what, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     if what in ("-h", "--help"):
-        for name, run in BENCHES.items():
+        for name, (_, run) in BENCHES.items():
             terminal.note(f"mmray bench {name}: {run.__doc__} (--help for its options)")
         return 0
     if what not in BENCHES:
         raise UsageError(f"unknown benchmark `{what}`; {suggest(what, BENCHES)}")
-    BENCHES[what](rest, terminal)
+    command_type, run = BENCHES[what]
+    command = parse(command_type, rest, f"mmray bench {what}")
+    require_positive(command, "pairs", "images", "rounds", "steps")
+    result, table = run(command, terminal)
+    machine = result["machine"]
+    terminal.note(f"{machine['device']}, {machine['cpu']}, {machine['cores']} cores", "machine")
+    if "batch" in result:
+        terminal.note(result["batch"])
+    terminal.console.print(table)
+    for name, spread in result.get("spread", {}).items():
+        of = f"median of {spread['pairs']} pairs, {spread['min']:.3f} to {spread['max']:.3f}"
+        terminal.note(f"{result['ratios'][name]:.3f} ({of})", name)
+    for note in result["notes"]:
+        terminal.note(note)
+    write_json(command.json, result)
     return 0
 
 
-def _step(argv: Sequence[str], terminal: Terminal) -> None:
+def _step(command: StepCommand, terminal: Terminal) -> tuple[dict[str, Any], Table]:
     """compare the training loop with a bare one, or measure batch shapes"""
-    command = parse(StepCommand, argv, "mmray bench step")
-    require_positive(command, "pairs")
     config = recipes.load(command.recipe)
     if command.space:
         from mmray.bench.step import bench_shapes
 
         result = bench_shapes(config, command.space, command.window_s, terminal.status)
-        _print_result(result, shapes_table(result["rows"]), terminal, command.json)
-        return
+        return result, shapes_table(result["rows"])
     from mmray.bench.step import bench_step
 
     total_s = 2 * command.pairs * command.window_s
     terminal.status(f"{command.pairs} pairs of windows of {command.window_s:g} s, about {total_s:.0f} s in total")
     result = bench_step(config, command.pairs, command.window_s)
-    terminal.note(result["batch"])
-    _print_result(result, rows_table(result["rows"]), terminal, command.json)
+    first = result["rows"][0].items()
+    columns = {name: (name.replace("_", " "), ",.3f" if isinstance(value, float) else "") for name, value in first}
+    return {"notes": ()} | result, rows_table(result["rows"], columns)
 
 
-def _loader(argv: Sequence[str], terminal: Terminal) -> None:
+def _loader(command: LoaderCommand, terminal: Terminal) -> tuple[dict[str, Any], Table]:
     """compare the stream with PyTorch DataLoaders and report the bottleneck"""
-    command = parse(LoaderCommand, argv, "mmray bench loader")
-    require_positive(command, "images", "rounds")
     from mmray.bench.loader import LoaderSettings, bench_loader
 
     given = {name: value for name, value in vars(command).items() if name != "json"}
     with terminal.progress("measuring"):
         result = bench_loader(LoaderSettings(**given), terminal.status)
-    _print_result(result, rows_table(result["rows"]), terminal, command.json)
+    columns = {"arm": ("", ""), "images_per_s": ("images/s", ",.0f"), "first_batch_s": ("first batch s", ",.2f")}
+    return result, rows_table(result["rows"], columns)
+
+
+def _strategies(command: StrategiesCommand, terminal: Terminal) -> tuple[dict[str, Any], Table]:
+    """compare DDP, FSDP, two-device branches and precisions"""
+    from mmray.bench.strategies import bench_strategies
+
+    result = bench_strategies(recipes.load(command.recipe), command.steps, command.only, terminal.status)
+    columns = {"strategy": ("strategy", ""), "samples_per_s": ("samples/s", ",.0f")}
+    columns |= {"step_p50_s": ("p50 s", ".3f"), "step_p95_s": ("p95 s", ".3f"), "communication_share": ("comm", ".0%")}
+    columns |= {"idle_share_0": ("idle 0", ".0%"), "idle_share_1": ("idle 1", ".0%"), "peak_gib": ("GiB", ".2f")}
+    columns |= {"loss": ("loss", ".4f"), "loss_vs_ddp": ("vs ddp", "+.3%")}
+    notes = ["comm: share of the time in collectives; idle: of the two devices of branches; loss after the last step"]
+    notes += [f"{row['strategy']}: {row['error']}" for row in result["rows"] if row["error"]]
+    return result | {"notes": [*notes, *result["notes"]]}, rows_table(result["rows"], columns)
 
 
 def shapes_table(rows: list[dict[str, Any]]) -> Table:
     """Return the table of batch shapes; rows that were not measured have a reason."""
-    other = [name for name in rows[0]["settings"] if not name.startswith("batch.")]
-    table = Table(
-        "micro x accumulation x workers", *other, "samples/s", "p50 ms", "p95 ms", "peak GiB", show_edge=False
-    )
+    searched = {name: (name, "") for name in rows[0]["settings"] if not name.startswith("batch.")}
+    columns = {"shape": ("micro x accumulation x workers", ""), **searched, "samples_per_s": ("samples/s", ",.1f")}
+    columns |= {"step_p50_s": ("p50 s", ",.4f"), "step_p95_s": ("p95 s", ",.4f"), "peak_gib": ("peak GiB", ".2f")}
+    columns |= {"peak_reserved_gib": ("reserved GiB", ".2f"), "status": ("status", "")}
+    shown = []
     for row in rows:
-        cut = f"{row['micro']} x {row['accumulation']} x {row['workers']} = {row['global']}"
+        shape = f"{row['micro']} x {row['accumulation']} x {row['workers']} = {row['global']}"
         if row["status"] == "infeasible":
-            cut = ", ".join(f"{name} {value}" for name, value in row["settings"].items())
-        figures = [row["status"].replace("_", " "), "", "", ""]
-        if row["status"] == "measured":
-            reserved = f" ({row['peak_reserved_gib']:.2f} reserved)" if row["peak_reserved_gib"] else ""
-            figures = [
-                f"{row['samples_per_s']:,.1f}",
-                f"{row['step_p50_s'] * 1e3:,.1f}",
-                f"{row['step_p95_s'] * 1e3:,.1f}",
-            ]
-            figures.append(f"{row['peak_gib']:.2f}{reserved}")
-        table.add_row(cut, *(str(row["settings"][name]) for name in other), *figures)
-        if row["reason"]:
-            table.add_row(f"  {row['reason']}")
-    return table
+            shape = ", ".join(f"{name} {value}" for name, value in row["settings"].items())
+        status = ": ".join(filter(None, (row["status"].replace("_", " "), row["reason"])))
+        shown.append(row["settings"] | row | {"shape": shape, "status": status})
+    return rows_table(shown, columns)
 
 
-def _print_result(result: dict[str, Any], table: Table, terminal: Terminal, json: str | None) -> None:
-    """Print table, ratios and notes; write them as JSON if a file is given."""
-    machine = result["machine"]
-    terminal.note(f"{machine['device']}, {machine['cpu']}, {machine['cores']} cores", "machine")
-    terminal.console.print(table)
-    for name, ratio in result["ratios"].items():
-        spread = result.get("spread", {}).get(name)
-        of = f" (median of {spread['pairs']} pairs, {spread['min']:.3f} to {spread['max']:.3f})" if spread else ""
-        terminal.note(f"{ratio:.3f}{of}", name)
-    for note in result.get("notes", ()):
-        terminal.note(note)
-    write_json(json, result)
-
-
-BENCHES: dict[str, Callable[[Sequence[str], Terminal], None]] = {
-    "step": _step,
-    "loader": _loader,
-    "strategies": strategies,
+BENCHES: dict[str, tuple[type[Any], Callable[[Any, Terminal], tuple[dict[str, Any], Table]]]] = {
+    "step": (StepCommand, _step),
+    "loader": (LoaderCommand, _loader),
+    "strategies": (StrategiesCommand, _strategies),
 }

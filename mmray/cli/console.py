@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
-from rich.live import Live
-from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
-from rich.table import Table
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Column, Table
 from rich.text import Text
 
 from mmray.report.run import non_retrieval_metrics
@@ -19,16 +19,7 @@ from mmray.report.run import non_retrieval_metrics
 LINE_EVERY_S = 5.0  # interval of progress lines in a log
 LOG_WIDTH = 200
 RECALLS = (1, 5, 10)
-
-
-class _Count(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text("" if task.total is None else f"{task.completed:,.0f}/{task.total:,.0f}")
-
-
-class _Figures(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(task.fields.get("figures", ""), style="cyan")
+WAYS = ("image_to_text", "text_to_image")
 
 
 class Terminal:
@@ -57,41 +48,38 @@ class Terminal:
             SpinnerColumn(),
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
-            _Count(),
-            _Figures(),
+            TextColumn("{task.fields[count]}"),
+            TextColumn("{task.fields[figures]}", style="cyan", table_column=Column()),  # wraps if it is narrow
         )
         if not self.console.is_terminal:
             yield
             return
         with Progress(*columns, console=self.console, transient=True) as live_display:
-            self._live, self._task = live_display, live_display.add_task(title, total=None, figures="", start=False)
+            self._live = live_display
+            self._add_task(title)
             try:
                 yield
             finally:
                 self._live = None
 
-    @contextmanager
-    def live_display(self) -> Iterator[Callable[[RenderableType], None]]:
-        """Yield a function that redraws a table in place while the block runs; in a log it does nothing."""
-        if not self.console.is_terminal:
-            yield lambda _: None
-            return
-        with Live(console=self.console, transient=True, auto_refresh=False) as drawing:
-            yield lambda what: drawing.update(what, refresh=True)
-
     def status(self, title: str) -> None:
         """Show the current activity while the number of items is unknown."""
         if self._live is not None:
             self._live.remove_task(self._task)  # rich cannot reset a known total
-            self._task = self._live.add_task(title, total=None, figures="", start=False)
+            self._add_task(title)
         elif not self.console.is_terminal:
             self.note(title)
+
+    def _add_task(self, title: str) -> None:
+        assert self._live is not None
+        self._task = self._live.add_task(title, total=None, count="", figures="", start=False)
 
     def update(self, done: float, total: float, figures: str, word: str) -> None:
         """Set the progress to done of total; in a log, print a line every few seconds and at the end."""
         if self._live is not None:
             self._live.start_task(self._task)
-            self._live.update(self._task, completed=done, total=total, figures=figures, description=word)
+            count = f"{done:,.0f}/{total:,.0f}"
+            self._live.update(self._task, completed=done, total=total, count=count, figures=figures, description=word)
             return
         now = time.monotonic()
         if not self.console.is_terminal and (now - self._printed_s >= LINE_EVERY_S or done >= total):
@@ -112,21 +100,11 @@ def training_figures(metrics: dict[str, Any], seconds_left: float | None) -> str
     return "  ".join(part for part in parts if part)
 
 
-def recall_table(metrics: dict[str, Any]) -> Table:
-    """Format recall and median rank in both directions."""
-    table = Table("", *(f"R@{k}" for k in RECALLS), "median rank", title_justify="left", show_edge=False)
-    for way in ("image_to_text", "text_to_image"):
-        recalls = [f"{metrics[f'recall_at_{k}/{way}']:.3f}" for k in RECALLS]
-        table.add_row(way.replace("_", " "), *recalls, f"{metrics[f'median_rank/{way}']:g}")
-    return table
-
-
 def language_note(metrics: dict[str, Any]) -> str:
     """Format the metrics of a generative model."""
-    return (
-        f"perplexity {metrics['perplexity']:.3f}, {metrics['token_accuracy']:.1%} of {metrics['tokens']:,.0f} tokens "
-        "correct" + (f"; BLEU-4 {metrics['bleu_4']:.3f}, CIDEr {metrics['cider']:.3f}" if "cider" in metrics else "")
-    )
+    answers = f"; BLEU-4 {metrics['bleu_4']:.3f}, CIDEr {metrics['cider']:.3f}" if "cider" in metrics else ""
+    correct = f"{metrics['token_accuracy']:.1%} of {metrics['tokens']:,.0f} tokens correct"
+    return f"perplexity {metrics['perplexity']:.3f}, {correct}{answers}"
 
 
 def scores_tables(metrics: dict[str, Any]) -> list[Table]:
@@ -135,22 +113,32 @@ def scores_tables(metrics: dict[str, Any]) -> list[Table]:
     others.add_column(justify="right", min_width=len("image to text"))  # aligned with the recall table
     for name, value in non_retrieval_metrics(metrics):
         others.add_row(name, value)
-    return [recall_table(metrics), others] if "recall_at_1/image_to_text" in metrics else [others]
+    if "recall_at_1/image_to_text" not in metrics:
+        return [others]
+    rows = [
+        {
+            "way": way.replace("_", " "),
+            **{name.partition("/")[0]: metrics[name] for name in metrics if name.endswith(way)},
+        }
+        for way in WAYS
+    ]
+    columns = {
+        "way": ("", ""),
+        **{f"recall_at_{k}": (f"R@{k}", ".3f") for k in RECALLS},
+        "median_rank": ("median rank", "g"),
+    }
+    return [rows_table(rows, columns), others]
 
 
-def rows_table(rows: list[dict[str, Any]]) -> Table:
-    """Return a table with the JSON names as columns; a dash is a missing value."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    table = Table(*(name.replace("_", " ") for name in names), show_edge=False)
+def rows_table(rows: list[dict[str, Any]], columns: dict[str, tuple[str, str]]) -> Table:
+    """Return the table of rows with a title and a format per column; a dash is a missing value."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for title, style in columns.values():
+        table.add_column(title, justify="right" if style else "left", no_wrap=bool(style))
     for row in rows:
-        table.add_row(*(_cell(row.get(name)) for name in names))
+        values = [(row.get(name), style) for name, (_, style) in columns.items()]
+        table.add_row(*("-" if value is None else format(value, style) for value, style in values))
     return table
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.3f}" if isinstance(value, float) else str(value)
 
 
 class Reporter:
@@ -174,14 +162,13 @@ class Reporter:
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:
         if "evaluate/recall_at_1/image_to_text" in metrics:
-            self.log(evaluation_line(metrics), "evaluation")
+            recalls = ", ".join(f"{way.replace('_', ' ')} {metrics[f'evaluate/recall_at_1/{way}']:.3f}" for way in WAYS)
+            self.log(f"step {metrics['step']:,}: recall@1 {recalls}", "evaluation")
         elif "evaluate/perplexity" in metrics:
             scores = {name.removeprefix("evaluate/"): value for name, value in metrics.items()}
             self.log(f"step {metrics['step']:,}: {language_note(scores)}", "evaluation")
-        done = metrics["step"]
-        self.terminal.update(
-            done, total_steps, training_figures(metrics, self._seconds_left(done, total_steps)), "step"
-        )
+        left_s = self._seconds_left(metrics["step"], total_steps)
+        self.terminal.update(metrics["step"], total_steps, training_figures(metrics, left_s), "step")
 
     def _seconds_left(self, done: int, total: int) -> float | None:
         """Estimate the remaining time from the rate since the first logged line, which excludes warm-up."""
@@ -191,12 +178,6 @@ class Reporter:
             return None
         began_s, first = self._first
         return (total - done) * (now - began_s) / (done - first)
-
-
-def evaluation_line(metrics: dict[str, Any]) -> str:
-    ways = ("image_to_text", "text_to_image")
-    recalls = ", ".join(f"{way.replace('_', ' ')} {metrics[f'evaluate/recall_at_1/{way}']:.3f}" for way in ways)
-    return f"step {metrics['step']:,}: recall@1 {recalls}"
 
 
 def relative_paths(text: str) -> str:

@@ -35,16 +35,11 @@ def doctor(argv: Sequence[str], terminal: Terminal) -> int:
     with terminal.progress("checking"):
         for finding in run_checks(command.address, command.storage):
             findings.append(finding)
-            terminal.console.print(_line(finding))
+            level, name, observed, fix = vars(finding).values()
+            icon, style = ICONS[level]
+            line = Text.assemble((f"{icon} ", style), (f"{name:<22} ", "bold"), observed)
+            terminal.console.print(line.append(f"\n{'':<25}{fix}" if fix else "", style="italic"))
     write_json(command.json, {"findings": [vars(finding) for finding in findings]})
     levels = [finding.level for finding in findings]
     terminal.note(f"{levels.count('error')} errors, {levels.count('warning')} warnings", "summary")
     return ResourceError.exit_code if "error" in levels else 0
-
-
-def _line(finding: object) -> Text:
-    """Format a finding, with its fix on a second line."""
-    level, name, observed, fix = vars(finding).values()
-    mark, style = ICONS[level]
-    line = Text.assemble((f"{mark} ", style), (f"{name:<22} ", "bold"), observed)
-    return line if not fix else line.append(f"\n{'':<25}{fix}", style="italic")

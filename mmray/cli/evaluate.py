@@ -37,19 +37,15 @@ class EvaluateCommand:
     """Metrics to compute; the default of each setting is the run's value."""
 
 
-PROG = "mmray evaluate"
-
-
 def command_of(argv: Sequence[str]) -> EvaluateCommand:
     """Parse the command line, with the run's own settings as defaults. Raises UsageError."""
-    run = parse(EvaluateCommand, argv, PROG).run
+    run = parse(EvaluateCommand, argv, "mmray evaluate").run
     from mmray.storage.paths import to_path
     from mmray.train.evaluate_export import load_run_config
 
     own = load_run_config(to_path(run)).evaluate.scoring
-    command = parse(EvaluateCommand, argv, PROG, EvaluateCommand(run, evaluate=own))
-    if command.workers is not None:
-        require_positive(command, "workers")
+    command = parse(EvaluateCommand, argv, "mmray evaluate", EvaluateCommand(run, evaluate=own))
+    require_positive(command, "workers")
     return command
 
 

@@ -65,14 +65,8 @@ def prepare(argv: Sequence[str], terminal: Terminal) -> int:
     with ray_session(section), terminal.progress("starting Ray"):
         check_data_capacity(section)
         reporter = Reporter(terminal)
-        manifest = prepare_rows(
-            command.source,
-            command.out,
-            command.settings,
-            reporter.prepare_progress,
-            reporter.log,
-            command.retry_quarantined,
-        )
+        report = (reporter.prepare_progress, reporter.log)
+        manifest = prepare_rows(command.source, command.out, command.settings, *report, command.retry_quarantined)
     splits = ", ".join(f"{name} {rows:,}" for name, rows in sorted(manifest.splits.items())) or "no splits"
     terminal.note(f"{manifest.num_read:,} rows read in {time.monotonic() - began_s:.0f} s", "read")
     terminal.note(f"{manifest.num_rows:,} rows ({splits}) in {command.out}", "prepared")

@@ -1,13 +1,9 @@
 """A lease on a directory: one writer at a time, even if a writer that was considered dead resumes.
 
-The lease is the file `lease/N` in the directory. N is a fencing number: it grows with every take-over and attempt, and
-a writer that finds a higher number stops writing (Kleppmann 2017, Designing Data-Intensive Applications, chapter 8). On
-a file system, N is claimed by exclusive create. pyarrow has no conditional put for object stores. There, each contender
-puts its own object `lease/N-TOKEN` and owns N only if a listing then has no other object with N or more. The later of
-two contenders sees the object of the earlier one, because S3 listings are consistent since 2020.
-
-No clocks are compared. An owner on another machine is dead if its file does not change for `stale_after_s`. On this
-machine, the process is checked.
+The file `lease/N` has the fencing number N, which grows with every take-over and attempt; a writer that finds a higher
+number stops (Kleppmann 2017, chapter 8). On disks N is claimed by exclusive create. pyarrow has no conditional put:
+on an object store each contender writes `lease/N-TOKEN`, and owns N if a listing has no other object of N or more.
+No clocks are compared: an owner on another machine is dead if its file does not change for `stale_after_s`.
 """
 
 from __future__ import annotations
@@ -70,14 +66,19 @@ class Lease:
         """
         try:
             while not self.fence:
-                newest = max(_fences(self._folder), default=0)
-                if newest and self._is_held(newest):
-                    raise UsageError(self._held_message(newest))
+                newest, file = max(_claims(self._folder), key=lambda claim: claim[0], default=(0, None))
+                if file is not None and self._is_held(file):
+                    owner = _read_owner(file) or {}
+                    who = f"process {owner['pid']} on {owner['host']}" if "pid" in owner else "another process"
+                    raise UsageError(
+                        f"{self._directory} is {self._activity} by {who}. Wait until it ends, stop it, or "
+                        f"{self._advice}. If it is killed, the same command takes over."
+                    )
                 if self._claim(newest + 1):
                     self.fence = newest + 1
-            for older in _fences(self._folder):
-                if older < self.fence:
-                    self._remove(older)
+            for fence, file in _claims(self._folder):
+                if fence < self.fence:
+                    file.unlink(missing_ok=True)
         except OSError as error:
             raise UsageError(
                 f"Cannot write the lease {self._folder}: {error.strerror or error}. Make the folder writable, or "
@@ -98,7 +99,7 @@ class Lease:
             while not self._claim(before + 1):
                 check_fence(self._directory, before)
             self.fence = before + 1
-            self._remove(before)
+            self._file(before).unlink(missing_ok=True)
         except OSError as error:
             raise StorageError(f"Cannot write the lease {self._folder}: {error}") from error
         return self.fence
@@ -114,52 +115,52 @@ class Lease:
         self._released.set()
         self._thread.join()
         self._thread = None
-        fence, self.fence = self.fence, 0
+        file, self.fence = self._file(self.fence), 0
         with suppress(OSError):  # an unreleased lease expires; the error of the run matters more
-            path = self._path(fence)
-            if path is not None and path.exists():
-                write_atomic(path, json.dumps({"released": True}))  # kept: the next fencing number must be higher
+            if file.exists():
+                write_atomic(file, json.dumps({"released": True}))  # kept: the next fencing number must be higher
+
+    def _file(self, fence: int) -> AnyPath:
+        """Return the file of a claim of this process."""
+        return self._folder / f"{fence}{self._suffix}"
 
     def _claim(self, fence: int) -> bool:
         """Try to become the only owner of a fencing number. Raises OSError."""
-        path = self._folder / f"{fence}{self._suffix}"
-        owner = json.dumps(_this_process())
-        if isinstance(path, Path):
-            path.parent.mkdir(parents=True, exist_ok=True)
+        file, pid = self._file(fence), os.getpid()
+        owner = {"host": socket.gethostname(), "pid": pid, "machine": _machine_id(), "process": _start_time(pid)}
+        if isinstance(file, Path):
+            file.parent.mkdir(parents=True, exist_ok=True)
             try:
-                file = path.open("x")
+                with file.open("x") as stream:
+                    stream.write(json.dumps(owner))
             except FileExistsError:
                 return False
-            try:
-                with file:
-                    file.write(owner)
             except OSError:
-                path.unlink(missing_ok=True)  # an empty claim would block the next attempt
+                file.unlink(missing_ok=True)  # an empty claim would block the next attempt
                 raise
         else:
-            path.write_text(owner)
-        fences = _fences(self._folder)
+            file.write_text(json.dumps(owner))
+        fences = [number for number, _ in _claims(self._folder)]
         if fences.count(fence) == 1 and max(fences) == fence:
             return True
-        path.unlink(missing_ok=True)
-        if isinstance(path, RemotePath):  # all contenders withdrew
+        file.unlink(missing_ok=True)
+        if isinstance(file, RemotePath):  # all contenders withdrew
             time.sleep(random.uniform(0, MAX_PAUSE_S))
         return False
 
-    def _is_held(self, fence: int) -> bool:
-        """Return whether the owner is alive; waits for heartbeats of an owner on another machine."""
-        beat_s, owner = self._modified_s(fence), self._owner(fence)
+    def _is_held(self, file: AnyPath) -> bool:
+        """Return whether the owner of a claim is alive; waits for heartbeats of an owner on another machine."""
+        beat_s, owner = _modified_s(file), _read_owner(file)
         if owner is None or owner.get("released"):
             return False
-        alive = _is_alive_here(owner)
-        if alive is not None:
+        if (alive := _is_alive_here(owner)) is not None:
             return alive
         who = f"process {owner.get('pid')} on {owner.get('host')}"
         _log.warning("%s: waiting up to %g s for a heartbeat of %s", self._directory, self._stale_after_s, who)
         deadline = time.monotonic() + self._stale_after_s
         while time.monotonic() < deadline:
             time.sleep(min(1.0, self._heartbeat_s / 4))
-            if self._modified_s(fence) != beat_s or (not owner and self._owner(fence)):
+            if _modified_s(file) != beat_s or (not owner and _read_owner(file)):
                 return True
         return False
 
@@ -177,62 +178,17 @@ class Lease:
 
     def _beat(self, fence: int) -> None:
         """Update the modification time of the claim. Raises FileNotFoundError if it was deleted."""
-        path = self._path(fence)
-        if path is None:
-            raise FileNotFoundError(f"lease {fence} in {self._folder} is gone")
-        if isinstance(path, Path):
-            with path.open("r+b") as file:
-                file.write(b"{")  # unlike utime, a write reaches the server of every network mount
+        file = self._file(fence)
+        if isinstance(file, Path):
+            with file.open("r+b") as stream:
+                stream.write(b"{")  # unlike utime, a write reaches the server of every network mount
         else:
-            path.write_bytes(path.read_bytes())
-
-    def _modified_s(self, fence: int) -> float:
-        """Return the time of the last heartbeat by the clock of the storage; -1 if the claim was deleted."""
-        path = self._path(fence)
-        try:
-            if isinstance(path, Path):
-                with path.open("rb") as file:  # opening makes a network mount revalidate its attributes
-                    return os.fstat(file.fileno()).st_mtime
-            return -1.0 if path is None else path.stat().st_mtime
-        except FileNotFoundError:
-            return -1.0
-
-    def _owner(self, fence: int) -> dict[str, Any] | None:
-        """Return the contents of the claim: {} while it is being written, None if it was deleted."""
-        path = self._path(fence)
-        try:
-            owner = None if path is None else json.loads(path.read_text())
-        except FileNotFoundError:
-            return None
-        except ValueError:
-            return {}
-        return owner if isinstance(owner, dict) or path is None else {}
-
-    def _remove(self, fence: int) -> None:
-        path = self._path(fence)
-        if path is not None:
-            path.unlink(missing_ok=True)
-
-    def _path(self, fence: int) -> AnyPath | None:
-        """Return the file of a claim (on an object store preferably that of this process), or None."""
-        own = f"{fence}{self._suffix}"
-        if isinstance(self._folder, Path):
-            return self._folder / own
-        names = [name for name in _claims(self._folder) if name.partition("-")[0] == str(fence)]
-        return self._folder / (own if own in names else names[0]) if names else None
-
-    def _held_message(self, fence: int) -> str:
-        owner = self._owner(fence) or {}
-        who = f"process {owner['pid']} on {owner['host']}" if {"pid", "host"} <= owner.keys() else "another process"
-        return (
-            f"{self._directory} is {self._activity} by {who}. Wait until it ends, stop it, or {self._advice}. If it is "
-            "killed, the same command takes over."
-        )
+            file.write_bytes(file.read_bytes())
 
 
 def check_fence(directory: AnyPath, fence: int) -> None:
     """Raise TrainingError if the lease with this fencing number was taken over, OSError if the storage fails."""
-    fences = _fences(directory / FOLDER)
+    fences = [number for number, _ in _claims(directory / FOLDER)]
     newest = max(fences, default=0)
     if newest > fence or fence not in fences:
         raise TrainingError(
@@ -241,21 +197,36 @@ def check_fence(directory: AnyPath, fence: int) -> None:
         )
 
 
-def _claims(folder: AnyPath) -> list[str]:
+def _claims(folder: AnyPath) -> list[tuple[int, AnyPath]]:
+    """Return (fencing number, file) of all claims."""
     try:
-        return [path.name for path in folder.iterdir() if path.name.partition("-")[0].isdecimal()]
+        files: list[AnyPath] = list(folder.iterdir())
     except FileNotFoundError:
         return []
+    numbers = [file.name.partition("-")[0] for file in files]
+    return [(int(number), file) for number, file in zip(numbers, files, strict=True) if number.isdecimal()]
 
 
-def _fences(folder: AnyPath) -> list[int]:
-    """Return the fencing numbers of all claims."""
-    return [int(name.partition("-")[0]) for name in _claims(folder)]
+def _modified_s(file: AnyPath) -> float:
+    """Return the time of the last heartbeat by the clock of the storage; -1 if the claim was deleted."""
+    try:
+        if isinstance(file, Path):
+            with file.open("rb") as stream:  # opening makes a network mount revalidate its attributes
+                return os.fstat(stream.fileno()).st_mtime
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return -1.0
 
 
-def _this_process() -> dict[str, Any]:
-    pid = os.getpid()
-    return {"host": socket.gethostname(), "pid": pid, "machine": _machine_id(), "process": _start_time(pid)}
+def _read_owner(file: AnyPath) -> dict[str, Any] | None:
+    """Return the contents of a claim: {} while it is being written, None if it was deleted."""
+    try:
+        owner = json.loads(file.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return {}
+    return owner if isinstance(owner, dict) else {}
 
 
 def _machine_id() -> str | None:
@@ -268,16 +239,12 @@ def _machine_id() -> str | None:
 
 
 def _start_time(pid: int) -> str | None:
-    """Return the start time of a process in ticks since boot, or None if it is dead.
-
-    The start time distinguishes it from a later process with the same PID.
-    """
+    """Return the start time of a process in ticks since boot, which a later process of the same PID does not have."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None
-    fields = stat.rpartition(")")[2].split()  # proc(5): field 3 (state) first; field 22 is the start time
-    return None if fields[0] == "Z" else fields[19]
+        return None  # the process is dead
+    return None if fields[0] == "Z" else fields[19]  # proc(5): field 3 (state) first; field 22 is the start time
 
 
 def _is_alive_here(owner: dict[str, Any]) -> bool | None:

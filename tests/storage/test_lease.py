@@ -132,7 +132,7 @@ def test_killed_local_holder_is_replaced_at_once(tmp_path: Path) -> None:
 
 def test_reused_pid_is_not_the_holder(tmp_path: Path) -> None:
     file = hold_elsewhere(tmp_path)
-    file.write_text(json.dumps(lease._this_process() | {"process": "1"}))
+    file.write_text(json.dumps(ELSEWHERE | {"machine": lease._machine_id(), "pid": os.getpid()}))
     held = short(tmp_path)
     assert held.acquire() == 2
     held.release()
