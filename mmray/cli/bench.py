@@ -123,7 +123,7 @@ def _loader(command: LoaderCommand, terminal: Terminal) -> tuple[dict[str, Any],
     given = {name: value for name, value in vars(command).items() if name != "json"}
     with terminal.progress("measuring"):
         result = bench_loader(LoaderSettings(**given), terminal.status)
-    columns = {"arm": ("", ""), "images_per_s": ("images/s", ",.0f"), "first_batch_s": ("first batch s", ",.2f")}
+    columns = {"arm": ("", ""), "images_per_s": ("images/s", ",.0f"), "first_batch_s": ("first batch s", ",.3f")}
     return result, rows_table(result["rows"], columns)
 
 
