@@ -22,7 +22,7 @@ from tests.models import test_generative as writing
 pytestmark = pytest.mark.usefixtures("one_thread")
 INPUTS = Inputs(image_side=32, max_tokens=10, fit="squash")
 VOCAB = 23
-ADAPTERS = Lora(rank=3, alpha=6, dropout=0.0)
+ADAPTERS = Lora(rank=3, alpha=6)
 SPECS: dict[str, tuple[Model, str, str]] = {  # with the objective, and an output that the adapters change
     "clip": (
         Clip(
