@@ -16,7 +16,7 @@ from ray.core.generated import autoscaler_pb2
 from mmray.config import Cluster, CustomModel
 from mmray.data.store.prepared_set import PreparedSet, key_id
 from mmray.data.stream.order import PADDING, Blocks, ResumePoint, SamplePlan
-from mmray.data.stream.reader import BlockReader, RowReader
+from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import TextEncoder
 from mmray.engine.metrics.meters import rows_sha
 from mmray.engine.worker import work
@@ -73,8 +73,8 @@ def losses_of_one_worker(wanted, folder):
     fence = lease.acquire()
     plan = SamplePlan(50, 16, 1, 4, 0, calm.train.steps)
     reader = RowReader(prepared, calm.model.inputs, tokenizer, calm.prepare.max_pixels, calm.augment)
-    read, blocks = BlockReader(reader, Blocks(plan, 0, 1)), Blocks(plan, 0, 1)
-    stream = (read({"id": np.array([number])}) for number in range(blocks.count))
+    blocks = Blocks(plan, 0, 1)
+    stream = (reader.block(plan, blocks.positions(number)) for number in range(blocks.count))
     line = DriverHandle(lambda _: None, lambda: False, lambda _: 0, lambda _: False, {"rank": 0, "node": "", "pid": 0})
     work(
         WorkerContext(calm, folder, fence, reader, None, tokenizer),

@@ -59,15 +59,14 @@ def _rows(parts: list[NumpyBatch], first: int, last: int) -> NumpyBatch:
     ]
     if len(pieces) == 1:
         return pieces[0]
-    return {name: _concat([piece[name] for piece in pieces]) for name in pieces[0]}
-
-
-def _concat(columns: list[np.ndarray]) -> np.ndarray:
-    """Concatenate columns; token columns of different width are zero-padded."""
-    if columns[0].ndim == 2:
-        widest = max(column.shape[1] for column in columns)
-        columns = [np.pad(column, ((0, 0), (0, widest - column.shape[1]))) for column in columns]
-    return np.concatenate(columns)
+    out = {}
+    for name, first_piece in pieces[0].items():
+        columns = [piece[name] for piece in pieces]
+        if first_piece.ndim == 2:  # tokens: zero-padded to the same width
+            widest = max(column.shape[1] for column in columns)
+            columns = [np.pad(column, ((0, 0), (0, widest - column.shape[1]))) for column in columns]
+        out[name] = np.concatenate(columns)
+    return out
 
 
 def _batch(rows: NumpyBatch) -> Batch:

@@ -8,7 +8,7 @@ import ray
 
 from mmray.data.images.sandbox import SandboxedDecoder
 from mmray.data.stream.order import Blocks
-from mmray.data.stream.reader import Block, BlockReader, RowReader
+from mmray.data.stream.reader import Block, RowReader
 
 SANDBOXED_BLOCKS = 8
 WORKER_DIED_MESSAGE = (
@@ -17,14 +17,14 @@ WORKER_DIED_MESSAGE = (
 )
 
 
-class DecodeActor(BlockReader):
+class DecodeActor:
     """Reads and decodes blocks. After a restart it reports to the coordinator `board` and decodes in a child process.
 
     Ray gives the same block to a restarted actor again, forever, so the image that crashed it must be identified here.
     """
 
     def __init__(self, reader: RowReader, blocks: Blocks, board: Any = None):
-        super().__init__(reader, blocks)
+        self.reader, self.blocks = reader, blocks
         again = ray.get_runtime_context().was_current_actor_reconstructed
         self.sandboxed_blocks_left = SANDBOXED_BLOCKS if again else 0
         reader.sandbox = SandboxedDecoder() if again else None
@@ -34,7 +34,9 @@ class DecodeActor(BlockReader):
             )
 
     def __call__(self, batch: Block) -> Block:
-        block, sandbox = super().__call__(batch), self.reader.sandbox
+        """Return the block with the number `batch["id"]`."""
+        block = self.reader.block(self.blocks.plan, self.blocks.positions(int(batch["id"][0])))
+        sandbox = self.reader.sandbox
         if sandbox is not None and not sandbox.deaths:  # no image crashed; the node may have been lost
             self.sandboxed_blocks_left -= 1
             if not self.sandboxed_blocks_left:

@@ -233,19 +233,16 @@ class SamplePlan:
         epoch, offset = np.divmod(np.maximum(positions, 0), self.num_rows)
         if self.shuffle:
             key = splitmix64(splitmix64(epoch.astype(np.uint64)) ^ np.uint64(self.seed))
-            offset = self._shuffle(offset.astype(np.uint64), key).astype(np.int64)
+            rows = offset.astype(np.uint64)
+            if self.parts and self.chunk > 1:  # slots of a mixture
+                shuffled = windowed_permutation(rows, self.num_rows, key, self.chunk * self.window)
+                offset = interleave(self.parts, shuffled.astype(np.int64))
+            else:
+                offset = chunked_permutation(rows, self.num_rows, key, self.chunk, self.window).astype(np.int64)
         if not self.parts:
             return offset, np.where(positions >= 0, epoch, 0)
-        if self.shuffle and self.chunk > 1:
-            offset = interleave(self.parts, offset)
         rows, passes = mixture_rows(self.parts, offset, epoch, self.seed, self.shuffle, self.chunk, self.window)
         return rows, np.where(positions >= 0, passes, 0)
-
-    def _shuffle(self, offset: np.ndarray, key: np.ndarray) -> np.ndarray:
-        """Return shuffled rows of one set, or slots of a mixture."""
-        if self.chunk > 1 and self.parts:
-            return windowed_permutation(offset, self.num_rows, key, self.chunk * self.window)
-        return chunked_permutation(offset, self.num_rows, key, self.chunk, self.window)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.sandbox import SandboxedDecoder
 from mmray.data.images.transform import random_numbers, transform
 from mmray.data.store.prepared_set import ROW_ERRORS, PreparedMixture, PreparedSet, Row, key_id
-from mmray.data.stream.order import PADDING, Blocks, SamplePlan, hash_choice
+from mmray.data.stream.order import PADDING, SamplePlan, hash_choice
 from mmray.data.text.chat import build_encoder
 
 if TYPE_CHECKING:
@@ -54,28 +54,32 @@ class RowReader:
         """Arrays of the rows at `positions` [R] of the sample order.
 
         image uint8 [R, 3, S, S]; input_ids int32 [R, T]; num_tokens int32 [R] (1 for an invalid row); key int64 [R];
-        label int64 [R], -1 for none; valid bool [R]; pos int64 [R]. Generative models also get learned
-        bool [R, T] and image_pos int32 [R] (data/text/chat.py); `inputs.max_boxes` M adds boxes float32 [R, M, 4] in
-        fractions of the square, box_labels int64 [R, M], num_boxes int32 [R]. Padding and unreadable rows are zeros
-        with valid=False.
+        label int64 [R], -1 for none; valid bool [R]; pos int64 [R]. Generative models also get loss_mask bool [R, T]
+        and image_pos int32 [R] (data/text/chat.py); `inputs.max_boxes` M adds boxes float32 [R, M, 4] in fractions of
+        the square, box_labels int64 [R, M], num_boxes int32 [R]. Padding and unreadable rows are zeros with
+        valid=False.
         """
-        row_ids = plan.rows_at(positions)
-        rows = self._rows(row_ids)
+        row_ids, epoch = plan.rows_at(positions), plan.passes_at(positions)
+        stored = np.flatnonzero(row_ids != PADDING)
+        rows: list[Row | None] = [None] * len(row_ids)
+        for index, row in zip(stored, self._read(row_ids[stored]), strict=True):
+            rows[index] = row
         key = np.array([key_id(row.key) if row else 0 for row in rows], np.int64)
-        epoch = plan.passes_at(positions)
-        pixels, valid, found = self._pixels(
+        pixels, valid, box_columns = self._pixels(
             row_ids, rows, random_numbers(plan.seed, epoch, key) if self.augment else None
         )
-        words = self._encode_texts(plan.seed, epoch, rows, key)
+        texts = [self.encoder.texts_of(row) if row else [self.encoder.empty] for row in rows]
+        chosen = hash_choice(plan.seed, epoch, key, np.array([len(choices) for choices in texts], np.int64))
+        tokens = self.encoder.columns([choices[c] for choices, c in zip(texts, chosen, strict=True)])
         return {
             "image": pixels,
-            **words,
-            "num_tokens": np.where(valid, words["num_tokens"], 1).astype(np.int32),
+            **tokens,
+            "num_tokens": np.where(valid, tokens["num_tokens"], 1).astype(np.int32),
             "key": np.where(valid, key, 0),
             "label": np.array([NO_LABEL if row is None or row.label is None else row.label for row in rows], np.int64),
             "valid": valid,
             "pos": positions,
-        } | found
+        } | box_columns
 
     def explain_bad_row(self, row: int) -> tuple[Row | None, str]:
         """Return the row, if its record is readable, and the reason why it cannot be used (for the quarantine)."""
@@ -92,14 +96,6 @@ class RowReader:
             return record, str(error)
         return record, "readable at the second attempt"
 
-    def _rows(self, row_ids: np.ndarray) -> list[Row | None]:
-        """Return rows in order; None for padding and for damaged records."""
-        real = np.flatnonzero(row_ids != PADDING)
-        out: list[Row | None] = [None] * len(row_ids)
-        for index, row in zip(real, self._read(row_ids[real]), strict=True):
-            out[index] = row
-        return out
-
     def _read(self, row_ids: np.ndarray) -> list[Row | None]:
         try:
             return list(self.prepared.read(row_ids))
@@ -110,58 +106,42 @@ class RowReader:
             return self._read(row_ids[:middle]) + self._read(row_ids[middle:])
 
     def _pixels(
-        self, row_ids: np.ndarray, rows: list[Row | None], drawn: np.ndarray | None
+        self, row_ids: np.ndarray, rows: list[Row | None], random: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray, Block]:
-        """Return pixels uint8 [R, 3, S, S], valid bool [R], and box columns; `drawn` augments them."""
+        """Return pixels uint8 [R, 3, S, S], valid bool [R], and box columns; `random` [R, NUM_RANDOM] augments them."""
         side = self.inputs.image_side
         pixels, valid = np.zeros((len(rows), 3, side, side), np.uint8), np.zeros(len(rows), bool)
-        found = boxes.empty_box_columns(len(rows), self.inputs.max_boxes)
+        columns = boxes.empty_box_columns(len(rows), self.inputs.max_boxes)
         for index, row in enumerate(rows):
             if row is None or not row.checksum_ok:
                 continue
-            draw_of = None if drawn is None else drawn[index]
             try:
-                if found and row.boxes:
-                    pixels[index], each = self._decode_with_boxes(row, draw_of)
-                    for name, value in each.items():
-                        found[name][index] = value
-                else:
-                    pixels[index] = self._image(int(row_ids[index]), row.image, draw_of)
-                valid[index] = True
+                pixels[index], values = self._decode(
+                    int(row_ids[index]), row, None if random is None else random[index]
+                )
             except BadImage:
                 continue
-        return pixels, valid, found
+            valid[index] = True
+            for name, value in values.items():
+                columns[name][index] = value
+        return pixels, valid, columns
 
-    def _image(self, row_id: int, data: bytes, drawn: np.ndarray | None) -> np.ndarray:
-        """Return the pixels of an encoded image, augmented by `drawn` [NUM_RANDOM]. Raises BadImage."""
-        if self.cache is None:
-            return self._decoded(data, drawn)
-        if row_id not in self.cache:
-            self.cache[row_id] = self._decoded(data, drawn)
-        return self.cache[row_id]
-
-    def _decoded(self, data: bytes, drawn: np.ndarray | None) -> np.ndarray:
+    def _decode(self, row_id: int, row: Row, random: np.ndarray | None) -> tuple[np.ndarray, Block]:
+        """Return the pixels of a row, augmented by `random` [NUM_RANDOM], and its box columns. Raises BadImage."""
+        has_boxes = bool(self.inputs.max_boxes and row.boxes)
+        if self.cache is not None and row_id in self.cache and not has_boxes:
+            return self.cache[row_id], {}
         if self.sandbox is not None:
-            self.sandbox.check(data, self.max_pixels, (self.inputs, self.augment, drawn))
-        return transform(decode(data, self.max_pixels), self.inputs, self.augment, drawn)
-
-    def _decode_with_boxes(self, row: Row, drawn: np.ndarray | None) -> tuple[np.ndarray, Block]:
-        """Return the pixels as `_image` does, and the boxes of the row on them. Raises BadImage."""
-        inputs, data = self.inputs, row.image
-        if self.sandbox is not None:
-            self.sandbox.check(data, self.max_pixels, (inputs, self.augment, drawn))
-        rgb = decode(data, self.max_pixels)  # boxes need the size of the full image
-        square = transform(rgb, inputs, self.augment, drawn)
-        assert row.boxes is not None
-        size = (rgb.shape[1], rgb.shape[0])
-        found, labels, count = boxes.transform_boxes(row.boxes, row.box_labels or [], size, inputs, self.augment, drawn)
-        return square, {"boxes": found, "box_labels": labels, "num_boxes": np.array(count)}
-
-    def _encode_texts(self, seed: int, epoch: np.ndarray, rows: list[Row | None], key: np.ndarray) -> Block:
-        """Return the token columns of the rows; one of several captions is sampled."""
-        words = [self.encoder.texts_of(row) if row else [self.encoder.empty] for row in rows]
-        chosen = hash_choice(seed, epoch, key, np.array([len(choices) for choices in words], np.int64))
-        return self.encoder.columns([choices[c] for choices, c in zip(words, chosen, strict=True)])
+            self.sandbox.check(row.image, self.max_pixels, (self.inputs, self.augment, random))
+        rgb = decode(row.image, self.max_pixels)
+        pixels = transform(rgb, self.inputs, self.augment, random)
+        if has_boxes:
+            size, args = (rgb.shape[1], rgb.shape[0]), (self.inputs, self.augment, random)
+            found, labels, count = boxes.transform_boxes(row.boxes or [], row.box_labels or [], size, *args)
+            return pixels, {"boxes": found, "box_labels": labels, "num_boxes": np.array(count)}
+        if self.cache is not None:
+            self.cache[row_id] = pixels
+        return pixels, {}
 
 
 def _to_namespace(settings: T) -> T:
@@ -170,13 +150,3 @@ def _to_namespace(settings: T) -> T:
     values = {name: getattr(settings, name) for name in (*vars(settings), *computed)}
     values |= {name: _to_namespace(value) for name, value in values.items() if hasattr(value, "model_fields_set")}
     return cast(T, SimpleNamespace(**values))
-
-
-class BlockReader:
-    """Callable for Ray Data: block numbers in, blocks of model inputs out."""
-
-    def __init__(self, reader: RowReader, blocks: Blocks):
-        self.reader, self.blocks = reader, blocks
-
-    def __call__(self, batch: Block) -> Block:
-        return self.reader.block(self.blocks.plan, self.blocks.positions(int(batch["id"][0])))

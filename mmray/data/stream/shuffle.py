@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,7 +33,10 @@ def shuffle_block_and_window(data: Data, sets: Sequence[PreparedSet], global_row
     row_bytes = [size for each in sets if (size := _contiguous_row_bytes(each))]
     is_cached = data.local_cache is not None and bool(row_bytes)
     chunk, window = data.shuffle_shape
-    chunk = chunk or max((_rows_of(size, is_cached) for size in row_bytes), default=1)
+    if chunk is None:  # the rows of one request, in whole record batches
+        request_bytes, max_rows = (CACHED_BYTES, MAX_CACHED_ROWS) if is_cached else (REQUEST_BYTES, MAX_ROWS)
+        batches = (min(round(request_bytes / size / BATCH_ROWS), max_rows // BATCH_ROWS) for size in row_bytes)
+        chunk = max((BATCH_ROWS * max(1, count) for count in batches), default=1)
     if chunk == 1 or not data.shuffle:
         return 1, 1
     if window is not None:
@@ -44,31 +47,19 @@ def shuffle_block_and_window(data: Data, sets: Sequence[PreparedSet], global_row
     return chunk, max(1, min(max(MIN_CACHED_WINDOW, global_rows), fitting))
 
 
-def _rows_of(row_bytes: float, is_cached: bool) -> int:
-    """Return the rows of one request, in whole record batches."""
-    request_bytes, max_rows = (CACHED_BYTES, MAX_CACHED_ROWS) if is_cached else (REQUEST_BYTES, MAX_ROWS)
-    return BATCH_ROWS * max(1, min(round(request_bytes / row_bytes / BATCH_ROWS), max_rows // BATCH_ROWS))
-
-
 def _contiguous_row_bytes(prepared: PreparedSet) -> float:
     """Return the bytes of a row that are stored next to those of the next row; 0 if blocks save no requests."""
     in_set = max(1.0, prepared.num_bytes / max(1, prepared.num_rows)) if prepared.storage.local_path is None else 0.0
     if not is_index_only(prepared) or prepared.image_storage.local_path is not None:
         return in_set
-    refs = _sample_refs(prepared)
-    if not refs or any(ref["length"] is None for ref in refs):
-        return 0.0  # each image is a file, so it costs one request in any order
-    return float(in_set + np.mean([ref["length"] for ref in refs]))
-
-
-def _sample_refs(prepared: PreparedSet) -> list[dict[str, Any]]:
-    """Return references of a few rows spread over the set."""
     rows = np.unique(np.linspace(0, max(0, prepared.num_rows - 1), SAMPLE_ROWS).astype(np.int64))
-    found: list[dict[str, Any]] = []
+    lengths: list[int | None] = []
     for row in rows[: prepared.num_rows]:
         with suppress(*ROW_ERRORS):  # damaged rows are reported when they are read
-            found += [ref for ref in prepared.refs(np.array([row])) if ref]
-    return found
+            lengths += [ref["length"] for ref in prepared.refs(np.array([row])) if ref]
+    known = [length for length in lengths if length is not None]
+    # An image that is a file costs one request in any order.
+    return float(in_set + np.mean(known)) if known and len(known) == len(lengths) else 0.0
 
 
 def is_index_only(prepared: PreparedSet) -> bool:

@@ -2,11 +2,6 @@
 
 Data actors on CPU nodes read and decode (reader.py) the rows that order.py selects. A block has the rows of one rank
 for several consecutive steps, or a part of its rows for one step, so its size is about the same for each batch size.
-Ray's cost per block hardly depends on the block size, but an object store has capacity for few
-large blocks: 24 MB is a compromise.
-
-One execution spans all remaining epochs, so there is no stall at the end of an epoch. The plan is a list of block
-numbers, or a `ray.data.range` for many, so its cost is constant up to millions of blocks.
 """
 
 from __future__ import annotations
@@ -54,13 +49,13 @@ def block_ids_dataset(count: int) -> ray.data.Dataset:
 
     A short list is inlined, so that no task has to start before the first block. A long one comes from coarse tasks.
     """
-    if count <= MAX_INLINE_BLOCKS:
-        listed = ray.data.from_items([{"id": number} for number in range(count)], override_num_blocks=count)
-        listed.context.execution_options.preserve_order = True
-        return listed
-    numbers = ray.data.range(count, override_num_blocks=-(-count // BLOCKS_PER_TASK))
+    numbers: ray.data.Dataset
+    if is_short := count <= MAX_INLINE_BLOCKS:
+        numbers = ray.data.from_items([{"id": number} for number in range(count)], override_num_blocks=count)
+    else:
+        numbers = ray.data.range(count, override_num_blocks=-(-count // BLOCKS_PER_TASK))
     numbers.context.execution_options.preserve_order = True
-    return numbers.repartition(target_num_rows_per_block=1, strict=True)
+    return numbers if is_short else numbers.repartition(target_num_rows_per_block=1, strict=True)
 
 
 def stream_dataset(
@@ -116,7 +111,7 @@ class StreamDataConfig(ray.train.DataConfig):
 
     def datasets(self) -> dict[str, Callable[[], Any]]:
         """Return the `datasets` of a TorchTrainer: a name only, because `configure` builds the dataset."""
-        return {"train": _placeholder}
+        return {"train": lambda: None}
 
 
 def iter_blocks(split: Any) -> Iterable[Block]:
@@ -126,7 +121,3 @@ def iter_blocks(split: Any) -> Iterable[Block]:
     """
     blocks: Iterable[Block] = split.iter_batches(batch_size=None, batch_format="numpy", prefetch_batches=0)
     return blocks
-
-
-def _placeholder() -> None:
-    """Placeholder, because Ray Train requires a dataset; `StreamDataConfig.configure` ignores it."""
