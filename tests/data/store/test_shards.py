@@ -108,29 +108,6 @@ def test_rows_on_a_store_equal_rows_on_a_disk(memory, tmp_path, cached):
         there.read(np.array([here.num_rows]))
 
 
-def test_damage_on_a_store_is_detected_and_never_crashes(memory):
-    rows = make_rows(18)
-    there = put(memory, [(rows, None, ())])
-    shard = there.manifest.shards[0]
-    good, outcomes = there.storage.read(shard.file), set()
-    for position in range(0, len(good), 61):
-        damaged = bytearray(good)
-        damaged[position] ^= 1 << position % 8
-        there.storage.write(shard.file, bytes(damaged))
-        for number in (0, 17):
-            try:
-                row = PreparedSet.open(there.storage.address).read(np.array([number]))[0]
-                outcomes.add("same" if row == rows[number] else "intact" if row.checksum_ok else "seen")
-                assert row.image == rows[number].image or not row.checksum_ok
-            except (ValueError, OSError) as error:
-                assert shard.file in str(error)
-                outcomes.add("raised")
-    assert {"raised", "seen", "same"} <= outcomes
-    there.storage.write(shard.file, good[: len(good) // 2])
-    with pytest.raises(ValueError, match=r"shards/0\.arrow ends at byte"):
-        PreparedSet.open(there.storage.address).read(np.array([17]))
-
-
 def test_manifest_without_all_record_batches_is_damaged(memory):
     there = put(memory, [(make_rows(18), None, ())])
     text = there.storage.read(MANIFEST).decode()
