@@ -32,10 +32,17 @@ def blocks(prepared, **settings):
     return [reader.block(PLAN, part) for part in np.split(POSITIONS, 3)]
 
 
-def test_kept_images_are_decoded_once_and_give_the_same_blocks(tmp_path, decoded):
-    prepared = make_set(tmp_path, [row(number, data=noisy(number)) for number in range(ROWS)])
+@pytest.fixture
+def prepared(tmp_path):
+    return make_set(tmp_path, [row(number, data=noisy(number)) for number in range(ROWS)])
+
+
+def test_kept_images_are_decoded_once_and_give_the_same_blocks(prepared, decoded):
     plain = blocks(prepared)
     assert len(decoded) == 3 * ROWS
+    decoded.clear()
+    blocks(prepared, keep_mb=0.99 * ALL_MB)
+    assert len(decoded) == 3 * ROWS, "a larger set is not kept"
     decoded.clear()
     kept = blocks(prepared, keep_mb=ALL_MB)
     assert sorted(decoded) == sorted(noisy(number) for number in range(ROWS))
@@ -44,14 +51,7 @@ def test_kept_images_are_decoded_once_and_give_the_same_blocks(tmp_path, decoded
         assert all(np.array_equal(mine[name], theirs[name]) for name in theirs)
 
 
-def test_set_larger_than_the_limit_is_not_kept(tmp_path, decoded):
-    prepared = make_set(tmp_path, [row(number, data=noisy(number)) for number in range(ROWS)])
-    blocks(prepared, keep_mb=0.99 * ALL_MB)
-    assert len(decoded) == 3 * ROWS
-
-
-def test_augmented_images_are_not_kept(tmp_path):
-    prepared = make_set(tmp_path, [row(number, data=noisy(number)) for number in range(ROWS)])
+def test_augmented_images_are_not_kept(prepared):
     augment = Augment(crop_scale=(0.3, 0.6))
     first, second, _ = blocks(prepared, keep_mb=ALL_MB, augment=augment)
     by_key = [dict(zip(block["key"].tolist(), block["image"], strict=True)) for block in (first, second)]

@@ -39,36 +39,26 @@ def small(monkeypatch):
     monkeypatch.setattr(sample, "NUM_TEST", 10)
 
 
-def test_sample_is_deterministic(jsonl, tmp_path):
-    assert _digest(sample.draw(tmp_path).parent) == _digest(jsonl.parent)
-
-
-def test_seeds_give_different_samples(small, tmp_path):
+def test_sample_depends_only_on_the_seed(small, tmp_path):
     one, other = (sample.draw(tmp_path, seed=seed).parent for seed in (0, 1))
-    assert other != one and sample.draw(tmp_path).parent == one
-    assert _digest(other) != _digest(one)
+    assert other != one and _digest(other) != _digest(one)
+    assert _digest(sample.draw(tmp_path / "again").parent) == _digest(one)
 
 
-def test_existing_sample_is_reused(jsonl):
-    marked = jsonl.parent / "images" / "missing.jpg"
-    marked.write_bytes(b"mark")
-    try:
-        assert sample.draw(jsonl.parent.parent) == jsonl
-        assert marked.read_bytes() == b"mark"
-    finally:
-        marked.unlink()
+def test_existing_sample_is_reused(small, tmp_path):
+    jsonl = sample.draw(tmp_path)
+    jsonl.write_text("mark")
+    assert sample.draw(tmp_path) == jsonl and jsonl.read_text() == "mark"
 
 
 def test_interrupted_sample_leaves_no_set(small, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    intact = sample._damaged
-    monkeypatch.setattr(sample, "_damaged", full)
-    with pytest.raises(UsageError, match=r"No space left on device.*data\.cache"):
+    with monkeypatch.context() as patch, pytest.raises(UsageError, match=r"No space left on device.*data\.cache"):
+        patch.setattr(sample, "_damaged", full)
         sample.draw(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(sample, "_damaged", intact)
     assert sample.draw(tmp_path).exists()
 
 
@@ -111,27 +101,24 @@ def test_splits_follow_scenes_and_test_captions_are_unique(jsonl):
 def test_images_differ_and_have_both_formats_and_many_sizes(jsonl):
     rows = _rows(jsonl)
     files = [jsonl.parent / row["image"] for row in rows]
-    assert len({hashlib.sha256(path.read_bytes()).digest() for path in files}) == len(rows)
-    assert len({row["id"] for row in rows}) == len(rows)
-    pictures = [Image.open(path) for path in files[:200]]
-    for picture in pictures:
-        picture.load()
-    assert {picture.format for picture in pictures} == {"JPEG", "PNG"}
-    assert {picture.size for picture in pictures} == set(sample.CANVASES)
+    assert len({path.read_bytes() for path in files}) == len({row["id"] for row in rows}) == len(rows)
+    images = [Image.open(path) for path in files[:200]]
+    assert {image.format for image in images} == {"JPEG", "PNG"}
+    assert {image.size for image in images} == set(sample.CANVASES)
 
 
 @pytest.mark.parametrize("where", [*sample.CENTRES, *sample.COUNTS])
 def test_shapes_match_the_caption(where):
     scene = sample.Scene("circle", "red", "small", where, "white")
-    picture = sample._draw_scene(scene, random.Random(3))
-    width, height = picture.size
+    image = sample._draw_scene(scene, random.Random(3))
+    width, height = image.size
 
     def is_red(corner):
         x, y = sample.CENTRES[corner]
-        red, green, _ = picture.getpixel((round(x * width), round(y * height)))
+        red, green, _ = image.getpixel((round(x * width), round(y * height)))
         return red - green > 100
 
-    shown = {place for place in sample.CENTRES if is_red(place)}
+    shown = {corner for corner in sample.CENTRES if is_red(corner)}
     assert len(shown) == sample.COUNTS.get(where, 1)
     assert "centre" not in shown if where in sample.COUNTS else shown == {where}
 
@@ -139,22 +126,10 @@ def test_shapes_match_the_caption(where):
 def test_sample_has_one_damaged_row_of_each_kind(jsonl):
     images, whole = jsonl.parent / "images", {row["image"] for row in _rows(jsonl)}
     lines = jsonl.read_text().splitlines()
-    broken = [line for line in lines if not line.endswith("}")]
+    assert sum(not line.endswith("}") for line in lines) == 1
     damaged = [json.loads(line) for line in lines if line.startswith('{"id": "damaged')]
-    assert len(broken) == 1
-    with pytest.raises(json.JSONDecodeError):
-        json.loads(broken[0])
-    assert [row["id"].removeprefix("damaged-") for row in damaged] == [
-        "truncated",
-        "empty",
-        "web-page",
-        "flipped-byte",
-        "missing",
-        "blank-caption",
-        "duplicate",
-    ]
-    assert (images / "empty.jpg").read_bytes() == b""
-    assert b"<html>" in (images / "web-page.jpg").read_bytes()
+    kinds = ("truncated", "empty", "web-page", "flipped-byte", "missing", "blank-caption", "duplicate")
+    assert tuple(row["id"].removeprefix("damaged-") for row in damaged) == kinds
     assert not (images / "missing.jpg").exists()
     for name in ("truncated.jpg", "empty.jpg", "web-page.jpg", "flipped-byte.png"):
         with pytest.raises(BadImage):  # Pillow does not fail for every flipped byte, but the checksum of the chunk does
