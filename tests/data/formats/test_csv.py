@@ -3,13 +3,11 @@
 import csv
 import io
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmray.data.formats import text_lines as lines
 from mmray.data.formats.rows import BadRow
-from mmray.data.formats.text_lines import CsvSource
+from mmray.data.formats.text_lines import BOM, CsvSource
 from mmray.storage.storage import Storage
 
 NAMES = ["image", "text", "id"]
@@ -46,15 +44,6 @@ def test_unquoted_fields_parse_like_python_csv(tmp_path_factory, rows, end):
     assert rows_of(tmp_path_factory.mktemp("csv"), text.encode()) == rows
 
 
-@settings(deadline=None)
-@given(rows=st.lists(FIELDS, max_size=4), size=st.integers(1, 4))
-def test_record_boundaries_do_not_depend_on_chunking(tmp_path_factory, rows, size):
-    whole, folder = written(rows), tmp_path_factory.mktemp("csv")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lines, "_PIECE_BYTES", size)
-        assert rows_of(folder, whole) == rows
-
-
 def test_stray_quotes_in_captions_lose_no_row(tmp_path):
     captions = [f'a 5" pipe {number}' if number in (2, 6) else f"row {number}" for number in range(10)]
     data = "image,text,id\n" + "".join(f"{number}.png,{text},{number}\n" for number, text in enumerate(captions))
@@ -62,7 +51,7 @@ def test_stray_quotes_in_captions_lose_no_row(tmp_path):
 
 
 def test_byte_order_mark_before_quoted_column_name_is_dropped(tmp_path):
-    data = lines.BOM + b'"image","text\n","id"\n0.png,"two\nlines",0\n'
+    data = BOM + b'"image","text\n","id"\n0.png,"two\nlines",0\n'
     assert rows_of(tmp_path, data) == [["0.png", "two\nlines", "0"]]
 
 
@@ -71,3 +60,9 @@ def test_carriage_return_in_a_field_is_reported(tmp_path):
     assert good == ["0.png", "x", "0"]
     assert (bad.stage, bad.reason) == ("parse", "csv")
     assert "carriage return" in bad.detail
+
+
+def test_missing_quote_costs_at_most_one_megabyte(tmp_path):
+    data = b'image,text,id\n0.png,"open,0\n' + b"1.png,x,1\n" * 200_000
+    bad, *rest = rows_of(tmp_path, data, 10**6)
+    assert bad.reason == "csv" and 90_000 < len(rest) < 100_000

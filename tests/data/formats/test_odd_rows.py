@@ -1,7 +1,6 @@
 """Invalid rows and file names are quarantined by name and do not stop prepare."""
 
 import csv
-import io
 import json
 import os
 import tarfile
@@ -11,34 +10,27 @@ import pytest
 
 from mmray.data.formats.detect import detect_source
 from mmray.data.prepare import pipeline as prepare_module
-from mmray.data.prepare.pack import pack_chunk
 from mmray.errors import DataError, ResourceError, UsageError
 from mmray.storage.storage import Storage
+from tests.data.formats import test_formats as formats
 from tests.data.formats.test_formats import LAX, prepared
 from tests.data.prepare.test_pipeline import colour_image
 
+in_process = formats.in_process
 LATIN = os.fsdecode(b"caf\xe9")
 
 
-@pytest.fixture(autouse=True)
-def in_process(monkeypatch):
-    """Pack without Ray."""
-
-    def run(job, chunks):
-        for chunk in chunks:
-            yield pack_chunk(job, chunk)
-
-    monkeypatch.setattr(prepare_module, "pack_chunks", run)
+def tar_of(path, *stems, **options):
+    with tarfile.open(path, "w", **options) as tar:
+        for stem in stems:
+            formats.add(tar, f"{stem}.png", colour_image(ord(stem[0])))
+            formats.add(tar, f"{stem}.txt", b"x")
+    return path
 
 
 def test_tar_member_with_non_utf8_name_is_quarantined(tmp_path):
-    with tarfile.open(tmp_path / "a.tar", "w", format=tarfile.GNU_FORMAT, encoding="latin-1") as tar:
-        for stem in ("a", "caf\xe9", "z"):
-            for kind, data in (("png", colour_image(len(stem))), ("txt", stem.encode())):
-                member = tarfile.TarInfo(f"{stem}.{kind}")
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
-    manifest, _, faults = prepared(tmp_path / "a.tar", tmp_path / "out", duplicates="keep")
+    tar_of(tmp_path / "a.tar", "a", "caf\xe9", "z", format=tarfile.GNU_FORMAT, encoding="latin-1")
+    manifest, _, faults = prepared(tmp_path / "a.tar", tmp_path / "out")
     assert (manifest.num_rows, faults) == (2, {"a.tar/caf\\udce9": "path"})
 
 
@@ -124,16 +116,6 @@ def test_unreadable_source_is_not_reported_as_write_error(tmp_path, monkeypatch)
     (tmp_path / "out" / "parts").mkdir(parents=True)
     with pytest.raises(ResourceError, match=rf"^{tmp_path}/a\.jsonl cannot be read: .*rerun the same command"):
         prepare_module._pack_task(asdict(chunk), job)
-
-
-def tar_of(path, *stems):
-    with tarfile.open(path, "w") as tar:
-        for stem in stems:
-            for kind, data in (("png", colour_image(ord(stem))), ("txt", b"x")):
-                member = tarfile.TarInfo(f"{stem}.{kind}")
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
-    return path
 
 
 def test_empty_tars_are_a_source_without_rows(tmp_path):

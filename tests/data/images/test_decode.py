@@ -62,23 +62,23 @@ def test_each_format_is_detected_by_content_and_decoded(name):
     image = with_pillow(FORMATS[name])
     assert (image.mode, image.size) == ("RGB", (40, 30))
     assert np.abs(np.asarray(image).astype(int) - np.asarray(picture())).mean() < 12
+    assert np.array_equal(decode(FORMATS[name]), image)
+    assert verify_image(FORMATS[name]) == image.size
+
+
+def rotated(orientation, kind="JPEG"):
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010F] = orientation, "a camera"
+    return encode(picture(), kind, exif=exif)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_applied(kind, orientation):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    data = encode(picture(), kind, exif=exif)
-    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
-    assert np.array_equal(np.asarray(with_pillow(data)), np.asarray(expected))
-    assert (with_pillow(data).size == (30, 40)) == (orientation >= 5)
-
-
-@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
-def test_damaged_exif_does_not_fail_decoding():
-    data = encode(picture(), "JPEG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xffgarbage")
-    assert with_pillow(data).size == (40, 30)
+    data = rotated(orientation, kind)
+    expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
+    assert np.array_equal(decode(data), expected) and np.array_equal(with_pillow(data), expected)
+    assert header_size(data) == verify_image(data) == ((30, 40) if orientation >= 5 else (40, 30))
 
 
 def damaged_exif(number):
@@ -143,12 +143,12 @@ def test_bit_depth_is_scaled_and_transparent_colour_is_applied(data, expected):
 def test_animation_decodes_to_its_first_frame(kind):
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "lime")]
     data = encode(frames[0], kind, save_all=True, append_images=frames[1:])
-    assert np.asarray(with_pillow(data)).mean((0, 1)) == pytest.approx([255, 0, 0], abs=3)
+    assert decode(data).mean((0, 1)) == pytest.approx([255, 0, 0], abs=3)
 
 
 def test_cmyk_and_grey_become_rgb():
-    assert np.asarray(with_pillow(encode(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG")))[4, 4, 0] > 200
-    assert np.asarray(with_pillow(encode(Image.new("L", (8, 8), 77), "PNG")))[4, 4].tolist() == [77, 77, 77]
+    assert decode(encode(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG"))[4, 4, 0] > 200
+    assert decode(encode(Image.new("L", (8, 8), 77), "PNG"))[4, 4].tolist() == [77, 77, 77]
 
 
 @pytest.mark.parametrize(
@@ -240,13 +240,6 @@ def test_fused_crop_agrees_with_resize_then_centre_crop(size, interpolation):
     assert np.abs(resize_to_square(np.asarray(image), side, "crop", interpolation) - usual).mean() < 3
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_decode_equals_pillow_for_every_format(name):
-    data = FORMATS[name]
-    assert np.array_equal(decode(data), with_pillow(data))
-    assert verify_image(data) == with_pillow(data).size
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"subsampling": 0}, {"progressive": True}, {"quality": 30}, {"optimize": True}]
 )
@@ -258,26 +251,15 @@ def test_jpeg_fast_path_equals_pillow(mode, options):
         assert verify_image(data) == size
 
 
-def test_rotated_jpeg_equals_pillow():
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    data = encode(picture(40, 30), "JPEG", exif=exif)
-    assert np.array_equal(decode(data), with_pillow(data))
-    assert verify_image(data) == (30, 40)
-
-
 def test_xmp_orientation_is_applied():
     packet = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
     data = encode(picture(40, 30), "JPEG", xmp=packet)
-    assert with_pillow(data).size == (30, 40)
     assert np.array_equal(decode(data), np.asarray(with_pillow(data)))
-    assert verify_image(data) == (30, 40)
+    assert verify_image(data) == with_pillow(data).size == (30, 40)
 
 
 def test_upright_jpeg_takes_fast_path(monkeypatch):
-    exif = Image.Exif()
-    exif[0x0112], exif[0x010F] = 1, "a camera"
-    data = encode(picture(40, 30), "JPEG", exif=exif)
+    data = rotated(1)
     expected = np.asarray(with_pillow(data))
     monkeypatch.setattr(decode_module, "_decode_with_pillow", lambda *_: pytest.fail("decoded by Pillow"))
     assert np.array_equal(decode(data), expected)
@@ -322,15 +304,9 @@ def test_shrink_keeps_small_images_and_re_encodes_large_ones():
     assert Image.open(io.BytesIO(small)).format == "JPEG"
     assert with_pillow(small).size == (20, 15)
     assert small == reencode(decode(jpeg), jpeg, 15)
+    assert with_pillow(reencode(decode(rotated(6)), rotated(6), 15)).size == (15, 20)
     for data in (lossless, FORMATS["WEBP"], FORMATS["GIF"]):
         assert Image.open(io.BytesIO(reencode(decode(data), data, 15))).format == "PNG"
-
-
-def test_shrink_keeps_what_decode_corrected():
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    data = encode(picture(), "JPEG", exif=exif)
-    assert with_pillow(reencode(decode(data), data, 15)).size == (15, 20)
 
 
 def test_png_suite(shared_data):
@@ -353,11 +329,3 @@ def test_png_suite_backgrounds(shared_data):
     for other in pixels:
         assert (other[0, :3] == 255).all()
         assert np.abs(other.mean() - pixels[0].mean()) < 4
-
-
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_header_size_is_that_of_the_upright_image(orientation):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    data = encode(picture(40, 30), "JPEG", exif=exif)
-    assert header_size(data) == with_pillow(data).size == ((30, 40) if orientation >= 5 else (40, 30))

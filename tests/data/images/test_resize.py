@@ -1,5 +1,7 @@
 """SIMD resize equals Pillow's, in every thread; Pillow is the fallback without a SIMD build."""
 
+import base64
+import io
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from PIL import Image, ImageDraw, ImageFont
 
 from mmray.data.images import transform as module
-from mmray.data.images.transform import resize, resize_with_pillow
+from mmray.data.images.transform import resize, resize_with_pillow, thumbnail
 
 SIZES = [(1, 1), (3, 200), (224, 224), (257, 131), (640, 17), (60, 400)]
 
@@ -77,3 +79,9 @@ def test_pillow_is_the_fallback(monkeypatch):
     monkeypatch.setattr(module, "simd", None)
     box = (0, 0, 20, 30)
     assert np.array_equal(resize(rgb, (8, 8), "bilinear", box), resize_with_pillow(rgb, (8, 8), "bilinear", box))
+
+
+def test_thumbnail_is_small_and_never_enlarged():
+    for (width, height), size in (((1000, 500), (128, 64)), ((20, 10), (20, 10))):
+        data = thumbnail(np.zeros((height, width, 3), np.uint8)).partition(",")[2]
+        assert Image.open(io.BytesIO(base64.b64decode(data))).size == size
