@@ -1,15 +1,12 @@
 """Every entry of the matrix has the documented outcome in one prepare; the README has the same table."""
 
 import json
-import subprocess
-import sys
 from contextlib import suppress
 
 import pytest
 
 from mmray.config import Prepare
 from mmray.data.images.decode import BadImage, decode, verify_image
-from mmray.data.images.sandbox import SandboxedDecoder
 from mmray.data.prepare import pipeline as prepare_module
 from mmray.data.prepare.pack import pack_chunk
 from mmray.data.prepare.pipeline import prepare
@@ -63,39 +60,3 @@ def test_readme_table_matches_the_matrix():
     readme = (ROOT / "mmray" / "data" / "README.md").read_text()
     assert readme.count(matrix.BEGIN) == readme.count(matrix.END) == 1
     assert matrix.table() in readme, "put the output of `python -m tests.data.formats.bad_inputs` between the marks"
-
-
-DYING = """
-import os, sys
-from mmray.data.images import sandbox
-whole = sandbox.decode
-sandbox.decode = lambda data, limit: os.abort() if b"kills" in data else whole(data, limit)
-sandbox.serve(sys.stdin.buffer, sys.stdout.buffer)
-"""
-
-
-def test_decoder_crash_is_reported_and_next_image_is_decoded(monkeypatch):
-    monkeypatch.setattr("mmray.data.images.sandbox.COMMAND", (sys.executable, "-c", DYING))
-    sandbox, good = SandboxedDecoder(), matrix.encoded()
-    assert sandbox.check(good, 1000) == (9, 6)
-    with pytest.raises(BadImage, match="the decoder process died") as caught:
-        sandbox.check(good + b"kills", 1000)
-    assert caught.value.reason == "decoder-crash"
-    assert sandbox.check(good, 1000) == (9, 6)
-    with pytest.raises(BadImage) as caught:
-        sandbox.check(b"", 1000)
-    assert caught.value.reason == "empty"
-    child = sandbox._child
-    sandbox.close()
-    assert child is not None and child.poll() == 0
-
-
-def test_child_process_applies_the_given_limit():
-    data = matrix.encoded()
-    run = subprocess.run(
-        [sys.executable, "-m", "mmray.data.images.sandbox"],
-        input=b"0 %d 53\n" % len(data) + data,
-        capture_output=True,
-        check=True,
-    )
-    assert json.loads(run.stdout)["reason"] == "too-large"

