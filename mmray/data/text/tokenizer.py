@@ -88,11 +88,7 @@ class TextEncoder:
         self.special_tokens = [token.content for token in added.values() if token.special]
         matches = [pattern.fullmatch(token) for token in self.special_tokens if token not in _RESERVED_TOKENS]
         self._language_tokens = {match[1]: match[0] for match in matches if match}
-
-    @property
-    def languages(self) -> tuple[str, ...]:
-        """Languages with a token."""
-        return tuple(sorted(self._language_tokens))
+        self.languages = tuple(sorted(self._language_tokens))  # those with a token
 
     def texts_of(self, row: Row) -> list[str]:
         """Return the captions of a row, with the token of the row's language if it is known."""
