@@ -1,8 +1,4 @@
-"""Check whether a run fits a cluster, how many runs fit at once, and what is missing. Pure functions.
-
-A Demand (resource bundles of training workers, and single CPUs for data) is compared with the existing nodes and the
-pools of the autoscaler. The check is needed because Ray waits forever for a worker that can never be placed.
-"""
+"""Check whether a run fits a cluster and what is missing, because Ray would wait forever. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
 
 Resources = dict[str, float]
 Labels = dict[str, str]
@@ -18,7 +13,6 @@ Labels = dict[str, str]
 NODE_ID = "ray.io/node-id"
 NODE_GROUP = "ray.io/node-group"  # Ray's label with the name of the node's pool
 TOLERANCE = 1e-6
-REPORTED_RESOURCES = ("CPU", "GPU")
 
 
 @dataclass(frozen=True)
@@ -32,7 +26,12 @@ class Node:
         """Return whether the node satisfies this label selector."""
         if self.labels is None:
             return True
-        return all(_matches(self.labels.get(key), value) for key, value in wanted.items())
+        for key, selector in wanted.items():  # those that mmray uses: `value`, `!value`, `in(a,b)`, `!in(a,b)`
+            body = selector.removeprefix("!")
+            values = body[3:-1].split(",") if body.startswith("in(") else [body]
+            if (self.labels.get(key) in {each.strip() for each in values}) == selector.startswith("!"):
+                return False
+        return True
 
     def fits(self, bundle: Resources) -> bool:
         """Return whether the node has all of these resources."""
@@ -60,24 +59,54 @@ class Demand:
     data_labels: Labels = field(default_factory=dict)
 
     def __str__(self) -> str:
-        each = f"{format_resources(self.per_worker)} each{format_labels(self.worker_labels)}"
-        workers = f"{self.workers} training workers of {each}"
-        data = f"{self.data_cpus} CPUs for data{format_labels(self.data_labels)}"
+        workers = f"{self.workers} training workers of {format_resources(self.per_worker)} each"
+        if self.worker_labels:
+            workers += f" on nodes{format_labels(self.worker_labels)}"
+        data = f"{self.data_cpus} CPUs for data"
+        if self.data_labels:
+            data += f" on nodes{format_labels(self.data_labels)}"
         return ", and ".join(part for part, count in ((workers, self.workers), (data, self.data_cpus)) if count)
 
 
 def missing_capacity(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool] = ()) -> str | None:
     """Return None if the demand fits the nodes and pools; otherwise a message with what is missing and what fits."""
-    if max_concurrent(demand, nodes, 1):
-        return None
     largest = max_cluster(demand, nodes, pools)
-    return None if max_concurrent(demand, largest, 1) else _explain(demand, largest, pools)
+    if max_concurrent(demand, nodes, 1) or max_concurrent(demand, largest, 1):
+        return None
+    names = {"CPU", "GPU", *demand.per_worker}
+    totals = {name: sum(node.resources.get(name, 0) for node in largest) for name in names}
+    total = f"the cluster {'can grow to' if pools else 'has'} {format_resources(totals)} on {len(largest)} nodes"
+    grow = "raise max_workers of a pool in cluster.yaml" if pools else "add nodes, or join a larger cluster"
+    cause, fix = _cause_and_fix(demand, largest)
+    on_cpus = "; or train on CPUs (--cluster.accelerator cpu)" if demand.per_worker.get("GPU") else ""
+    return f"{demand}: {cause}; {total}. {fix or grow}{on_cpus}"
+
+
+def _cause_and_fix(demand: Demand, nodes: Sequence[Node]) -> tuple[str, str]:
+    """The first cause why the demand does not fit, and a change with which it may (empty: only more nodes)."""
+    absent = [name for name in demand.per_worker if not any(node.resources.get(name) for node in nodes)]
+    if absent:
+        known = sorted({name for node in nodes for name in node.resources if ":" not in name})
+        return f"no node has any {' or '.join(absent)}", f"the nodes have {', '.join(known)}"
+    for purpose, labels in (("training", demand.worker_labels), ("data", demand.data_labels)):
+        if not any(node.matches_labels(labels) for node in nodes):
+            fix = f"--cluster.{purpose.removesuffix('ing')}-label none allows any node"
+            return f"no node for {purpose} is{format_labels(labels)}", fix
+    if not any(node.fits(demand.per_worker) and node.matches_labels(demand.worker_labels) for node in nodes):
+        return "no single node can hold one worker", ""
+    if not max_concurrent(replace(demand, workers=0), nodes, 1):
+        return "there are too few CPUs for data", "fewer --data.workers need fewer CPUs" if demand.data_cpus > 2 else ""
+    fitting = max_workers(demand, nodes)
+    return f"{fitting} workers fit together with the data", f"--cluster.workers {fitting} would fit" if fitting else ""
 
 
 def max_concurrent(demand: Demand, nodes: Sequence[Node], limit: int) -> int:
     """Return how many such runs fit at once on these free resources, up to `limit`."""
     free = [Node(dict(node.resources), node.labels) for node in nodes]
-    return next((count for count in range(limit) if not _allocate_run(free, demand)), limit)
+    # Data last, because single CPUs fit the gaps left by workers.
+    bundles = [(demand.per_worker, demand.worker_labels)] * demand.workers
+    bundles += [({"CPU": 1.0}, demand.data_labels)] * demand.data_cpus
+    return next((count for count in range(limit) if not all(_allocate(free, *each) for each in bundles)), limit)
 
 
 def max_workers(demand: Demand, nodes: Sequence[Node]) -> int:
@@ -100,12 +129,6 @@ def outside_pools(nodes: Sequence[Node], pools: Sequence[Pool]) -> list[Node]:
     return [node for node in nodes if (node.labels or {}).get(NODE_GROUP) not in names]
 
 
-def max_gpus(nodes: Sequence[Node], pools: Sequence[Pool]) -> int:
-    """Return the number of GPUs including those that autoscaling can add."""
-    fixed = sum(node.resources.get("GPU", 0) for node in outside_pools(nodes, pools))
-    return int(fixed + sum(pool.resources.get("GPU", 0) * pool.most for pool in pools))
-
-
 def exclude_nodes(node_ids: Iterable[str], labels: Labels | None = None) -> Labels:
     """Return `labels` extended to exclude these nodes."""
     before = (labels or {}).get(NODE_ID, "").removeprefix("!in(").removesuffix(")")
@@ -118,65 +141,8 @@ def format_resources(resources: Resources) -> str:
 
 
 def format_labels(labels: Labels) -> str:
-    """Format as ` on nodes labelled role=gpu`; empty without labels."""
-    return f" on nodes labelled {_join(labels)}" if labels else ""
-
-
-def _join(labels: Labels) -> str:
-    return ", ".join(f"{key}={value}" for key, value in labels.items())
-
-
-def _explain(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool]) -> str:
-    """Format what is missing, the first cause, and a change that would fit."""
-    totals = {
-        name: sum(node.resources.get(name, 0) for node in nodes) for name in {*REPORTED_RESOURCES, *demand.per_worker}
-    }
-    total = f"the cluster {'can grow to' if pools else 'has'} {format_resources(totals)} on {len(nodes)} nodes"
-    return f"{demand}: {_cause(demand, nodes)}; {total}. {'; '.join(_suggestions(demand, nodes, pools))}"
-
-
-def _cause(demand: Demand, nodes: Sequence[Node]) -> str:
-    absent = [name for name in demand.per_worker if not any(node.resources.get(name) for node in nodes)]
-    if absent:
-        return f"no node has any {' or '.join(absent)}"
-    for purpose, labels in (("training", demand.worker_labels), ("data", demand.data_labels)):
-        if not any(node.matches_labels(labels) for node in nodes):
-            return f"no node for {purpose} is labelled {_join(labels)}"
-    if not any(node.fits(demand.per_worker) and node.matches_labels(demand.worker_labels) for node in nodes):
-        return "no single node can hold one worker"
-    if not max_concurrent(replace(demand, workers=0), nodes, 1):
-        return "there are too few CPUs for data"
-    return f"{max_workers(demand, nodes)} workers fit together with the data"
-
-
-def _suggestions(demand: Demand, nodes: Sequence[Node], pools: Sequence[Pool]) -> list[str]:
-    def would_fit(**changes: Any) -> bool:
-        return bool(max_concurrent(replace(demand, **changes), nodes, 1))
-
-    def without(name: str) -> Resources:
-        return {other: amount for other, amount in demand.per_worker.items() if other != name}
-
-    changes = []
-    if fitting := max_workers(demand, nodes):
-        changes.append(f"--cluster.workers {fitting} would fit")
-    if demand.per_worker.get("GPU") and would_fit(per_worker=without("GPU")):
-        changes.append("it would fit on CPUs (--cluster.accelerator cpu)")
-    if (demand.worker_labels or demand.data_labels) and would_fit(worker_labels={}, data_labels={}):
-        changes.append("it would fit without labels (--cluster.train-label none --cluster.data-label none)")
-    for name in demand.per_worker.keys() - set(REPORTED_RESOURCES):
-        if would_fit(per_worker=without(name)):
-            known = sorted({key for node in nodes for key in node.resources if ":" not in key})
-            changes.append(f"it would fit without {name} (the nodes have {', '.join(known)})")
-    if demand.data_cpus > 2:
-        changes.append("fewer --data.workers need fewer CPUs")
-    fallback = "raise max_workers of a pool in cluster.yaml" if pools else "add nodes, or join a larger cluster"
-    return changes or [fallback]
-
-
-def _allocate_run(free: list[Node], demand: Demand) -> bool:
-    """Allocate one run; data last, because single CPUs fit the gaps left by workers."""
-    workers = all(_allocate(free, demand.per_worker, demand.worker_labels) for _ in range(demand.workers))
-    return workers and all(_allocate(free, {"CPU": 1.0}, demand.data_labels) for _ in range(demand.data_cpus))
+    """Format as ` labelled role=gpu`; empty without labels."""
+    return f" labelled {', '.join(f'{key}={value}' for key, value in labels.items())}" if labels else ""
 
 
 def _allocate(free: list[Node], bundle: Resources, labels: Labels) -> bool:
@@ -188,11 +154,3 @@ def _allocate(free: list[Node], bundle: Resources, labels: Labels) -> bool:
     for name, amount in bundle.items():
         node.resources[name] = node.resources.get(name, 0) - amount
     return True
-
-
-def _matches(value: str | None, wanted: str) -> bool:
-    """Match the label selectors that mmray uses: `value`, `!value`, `in(a,b)`, `!in(a,b)`."""
-    negated = wanted.startswith("!")
-    body = wanted.removeprefix("!")
-    values = body[3:-1].split(",") if body.startswith("in(") else [body]
-    return (value in {each.strip() for each in values}) != negated

@@ -1,8 +1,4 @@
-"""Connect to a Ray cluster, or start one on this machine, without Ray's console output.
-
-The address is that of the config or of RAY_ADDRESS, which `ray job submit` sets. Without one, Ray starts locally.
-Ray's messages are in its log files.
-"""
+"""Connect to a Ray cluster, or start one on this machine, without Ray's console output."""
 
 from __future__ import annotations
 
@@ -40,7 +36,7 @@ def ray_session(
     A local cluster has CPUs for `data_actors` actors. `while_starting` runs in a thread while Ray starts, and its
     exceptions are raised; it must not import Ray's modules, because this thread imports them.
     """
-    import ray  # `mmray --help` must not import Ray
+    import ray.data  # here: `mmray --help` must not import Ray
 
     from mmray.cluster.placement import set_data_placement
     from mmray.cluster.ray_internals import ENVIRONMENT
@@ -62,7 +58,10 @@ def ray_session(
     try:
         if done is not None:
             done.result()
-        _silence_ray_logging()
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = context.print_on_execution_start = False
+        for name in ("ray", "ray.data", "ray.train", "ray.tune"):
+            logging.getLogger(name).setLevel(logging.ERROR)
         set_data_placement(section)
         yield
     finally:
@@ -94,7 +93,9 @@ def _start(address: str | None, section: Cluster, data_actors: int) -> None:
                     include_dashboard=False,
                     **quiet,
                 )
-            _restrict_token_permissions()
+            token = Path.home() / ".ray" / "auth_token"
+            if token.exists() and token.stat().st_uid == os.getuid():
+                token.chmod(0o600)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ResourceError(f"cannot connect to Ray at {address or 'this machine'}: {error}") from error
 
@@ -135,33 +136,6 @@ def check_reachable(address: str) -> None:
         ) from None
 
 
-def _restrict_token_permissions() -> None:
-    """Restrict the file with Ray's cluster token to this user."""
-    file = Path.home() / ".ray" / "auth_token"
-    if file.exists() and file.stat().st_uid == os.getuid():
-        file.chmod(0o600)
-
-
 def num_local_cpus(section: Cluster, data_actors: int, physical: int) -> int:
-    """Return the logical CPUs of a local cluster: at least enough for the workers and their data.
-
-    Ray uses CPUs for scheduling only, so 2 training workers and a data actor can share 2 cores. With a strict count the
-    run would wait forever.
-    """
+    """Return the logical CPUs of a local cluster: at least enough for the workers and their data, which share cores."""
     return max(physical, math.ceil(section.max_workers * section.cpus_per_worker) + data_actors + INPUT_TASK_CPUS)
-
-
-def num_decode_actors(cpus: float, taken: float, memory_gib: float, block_mb: float) -> int:
-    """Return how many decode actors fit: one CPU each besides the `taken` ones, and memory for actor and blocks."""
-    actor_gib = 0.5 + 4 * block_mb / 1024
-    return max(1, int(min(cpus - taken, memory_gib * 0.5 / actor_gib)))
-
-
-def _silence_ray_logging() -> None:
-    """Disable console output of Ray's loggers and progress bars in this process."""
-    from ray.data import DataContext
-
-    context = DataContext.get_current()
-    context.enable_progress_bars = context.print_on_execution_start = False
-    for name in ("ray", "ray.data", "ray.train", "ray.tune"):
-        logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,11 +1,9 @@
-"""Checks of `mmray doctor`: problems of this machine or cluster and their fixes.
-
-Most checks are functions from observed values to a Finding; `run_checks` collects the values and connects to Ray.
-"""
+"""Checks of `mmray doctor`: problems of this machine or cluster, and their fixes."""
 
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import stat
 import subprocess
@@ -14,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,20 +43,25 @@ class Finding:
     fix: str = ""
 
 
+def _warn_if(problem: bool, name: str, observed: str, fix: str) -> Finding:
+    return Finding("warning", name, observed, fix) if problem else Finding("ok", name, observed)
+
+
 def run_checks(address: str | None, storage: str) -> Iterator[Finding]:
     """Check this machine and the Ray cluster at `address` (default: RAY_ADDRESS, otherwise one started here)."""
     yield from _packages()
-    torch = _torch()
-    yield torch
-    if torch.level == "ok":
-        yield _gpus()
+    yield from _torch()
     yield check_memory(free_memory() / GIB)
-    yield check_shm(_size_gib(Path("/dev/shm")), psutil.virtual_memory().total / GIB)
-    yield check_open_files()
+    shm = Path("/dev/shm")
+    shm_gib = shutil.disk_usage(shm).total / GIB if shm.exists() else None
+    yield check_shm(shm_gib, psutil.virtual_memory().total / GIB)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fix = f"run `ulimit -n {min(hard, 65536) if hard > 0 else 65536}` in the shell that starts mmray (or Ray)"
+    yield _warn_if(0 < soft < LEAST_OPEN_FILES, "open files", f"limit {soft:,}", fix)
     if "://" not in storage:
         yield check_disk("disk of run.storage", Path(storage).expanduser())
     yield check_disk("disk of Ray's files", Path(tempfile.gettempdir()))
-    yield check_storage(storage) if "://" in storage else check_writable(Path(storage).expanduser())
+    yield check_storage(storage)
     yield check_auth(os.environ.get("RAY_AUTH_MODE"), Path.home() / ".ray" / "auth_token")
     yield check_stale_cluster(Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray", "ray_current_cluster"))
     yield from _ray(address or os.environ.get("RAY_ADDRESS"))
@@ -66,173 +69,99 @@ def run_checks(address: str | None, storage: str) -> Iterator[Finding]:
 
 def _packages() -> Iterator[Finding]:
     """Check that each package has a supported version."""
-    from importlib.metadata import requires
-
     for line in requires("mmray") or []:
-        wanted = Requirement(line)
+        wanted, fix = Requirement(line), f"pip install '{line}'"
         if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
             continue
         try:
             have = version(wanted.name)
         except PackageNotFoundError:
-            yield Finding("error", wanted.name, "not installed", f"pip install '{line}'")
+            yield Finding("error", wanted.name, "not installed", fix)
             continue
         if not wanted.specifier.contains(have, prereleases=True):
-            yield Finding(
-                "error", wanted.name, f"{have} is installed, mmray needs {wanted.specifier}", f"pip install '{line}'"
-            )
+            yield Finding("error", wanted.name, f"{have} is installed, mmray needs {wanted.specifier}", fix)
     yield Finding("ok", "packages", f"mmray {version('mmray')}, Ray {version('ray')}, Python {sys.version.split()[0]}")
 
 
-def _torch() -> Finding:
-    """Check that torch and torchvision are builds of one index; mixed builds fail at import."""
+def _torch() -> Iterator[Finding]:
+    """Check that torch and torchvision are builds of one index (mixed builds fail at import), and torch's GPUs."""
     try:
         import torch
         import torchvision  # noqa: F401
     except (ImportError, RuntimeError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        return Finding(
-            "error", "torch", reason, "pip install --force-reinstall torch torchvision (both from one index)"
-        )
-    return Finding("ok", "torch", f"{torch.__version__} with torchvision {version('torchvision')}")
-
-
-def _gpus() -> Finding:
-    import torch
-
+        fix = "pip install --force-reinstall torch torchvision (both from one index)"
+        yield Finding("error", "torch", str(error).splitlines()[0], fix)
+        return
+    yield Finding("ok", "torch", f"{torch.__version__} with torchvision {version('torchvision')}")
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20).stdout.splitlines()
     except (OSError, subprocess.TimeoutExpired):
         listed = []
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    return check_gpus(
-        len([line for line in listed if line.startswith("GPU")]), names, os.environ.get("CUDA_VISIBLE_DEVICES")
-    )
+    num_listed = sum(line.startswith("GPU") for line in listed)
+    yield check_gpus(num_listed, names, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def check_gpus(listed: int, usable: list[str], visible: str | None = None) -> Finding:
     """Compare the GPUs that the driver lists with those that torch can use; `visible` is CUDA_VISIBLE_DEVICES."""
-    if listed > len(usable):
-        observed = f"the driver lists {listed} GPUs, torch can use {len(usable)}"
-        if visible is not None:
-            fix = f"CUDA_VISIBLE_DEVICES={visible} hides the others; unset it to use all of them"
-            return Finding("warning", "GPUs", observed, fix)
+    if listed <= len(usable):
+        return Finding("ok", "GPUs", ", ".join(usable) or "none; training uses the CPU")
+    observed = f"the driver lists {listed} GPUs, torch can use {len(usable)}"
+    if visible is None:
         return Finding("error", "GPUs", observed, "update the driver, or install the torch build for its CUDA version")
-    return Finding("ok", "GPUs", ", ".join(usable) or "none; training uses the CPU")
+    return Finding(
+        "warning", "GPUs", observed, f"CUDA_VISIBLE_DEVICES={visible} hides the others; unset it to use all of them"
+    )
 
 
 def check_memory(available_gib: float) -> Finding:
-    observed = f"{available_gib:.1f} GiB free, {cores()} cores"
-    if available_gib < LEAST_MEMORY_GIB:
-        return Finding(
-            "warning", "memory", observed, "close other programs, or use fewer --cluster.workers and --data.workers"
-        )
-    return Finding("ok", "memory", observed)
+    """Check the free memory of this machine."""
+    fix = "close other programs, or use fewer --cluster.workers and --data.workers"
+    return _warn_if(available_gib < LEAST_MEMORY_GIB, "memory", f"{available_gib:.1f} GiB free, {cores()} cores", fix)
 
 
 def check_shm(size_gib: float | None, memory_gib: float) -> Finding:
     """Check the size of /dev/shm, which holds Ray's object store; containers limit it to 64 MB by default."""
     if size_gib is None:
         return Finding("ok", "shared memory", "no /dev/shm on this system; Ray uses files")
-    observed = f"/dev/shm has {size_gib:.1f} GiB"
-    if size_gib < LEAST_SHM_SHARE * memory_gib:
-        fix = f"start the container with --shm-size={0.3 * memory_gib:.0f}g; otherwise Ray uses slow files in /tmp"
-        return Finding("warning", "shared memory", observed, fix)
-    return Finding("ok", "shared memory", observed)
-
-
-def check_open_files() -> Finding:
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < LEAST_OPEN_FILES:
-        fix = f"run `ulimit -n {min(hard, 65536) if hard > 0 else 65536}` in the shell that starts mmray (or Ray)"
-        return Finding("warning", "open files", f"limit {soft}", fix)
-    return Finding("ok", "open files", f"limit {soft:,}")
+    fix = f"start the container with --shm-size={0.3 * memory_gib:.0f}g; otherwise Ray uses slow files in /tmp"
+    small = size_gib < LEAST_SHM_SHARE * memory_gib
+    return _warn_if(small, "shared memory", f"/dev/shm has {size_gib:.1f} GiB", fix)
 
 
 def check_disk(what: str, folder: Path) -> Finding:
+    """Check the free disk space; Ray stops spilling objects above 95 %."""
     existing = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.exists())
     usage = shutil.disk_usage(existing)
-    observed = f"{usage.free / GIB:.0f} GiB free at {existing}"
-    if usage.free / GIB < LEAST_DISK_GIB or usage.used > 0.95 * usage.total:  # Ray stops spilling objects above 95 %
-        return Finding(
-            "warning", what, observed, "free disk space, or choose another folder (--run.storage; for Ray: RAY_TMPDIR)"
-        )
-    return Finding("ok", what, observed)
-
-
-def check_writable(folder: Path) -> Finding:
-    """Write and delete a file in the folder of runs."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".mmray-doctor-") as file:
-            file.write(b"x")
-    except OSError as error:
-        return Finding("error", "run.storage", f"cannot write to {folder}: {error}", "choose another --run.storage")
-    return Finding("ok", "run.storage", f"{folder} is writable")
+    full = usage.free / GIB < LEAST_DISK_GIB or usage.used > 0.95 * usage.total
+    fix = "free disk space, or choose another folder (--run.storage; for Ray: RAY_TMPDIR)"
+    return _warn_if(full, what, f"{usage.free / GIB:.0f} GiB free at {existing}", fix)
 
 
 def check_storage(address: str) -> Finding:
-    """Write, read and delete an object at the address of runs."""
-    began_s = time.monotonic()
+    """Write, read and delete a file in the folder, or at the address, of runs."""
+    start_s = time.monotonic()
     try:
         check_shared(address, [])
     except ResourceError as error:
         return Finding("error", "run.storage", str(error), "fix the error above, or choose another --storage")
-    return Finding("ok", "run.storage", f"{address}: objects written and read in {time.monotonic() - began_s:.1f} s")
+    return Finding("ok", "run.storage", f"{address}: files written and read in {time.monotonic() - start_s:.1f} s")
 
 
 def check_auth(mode: str | None, file: Path) -> Finding:
     """Check RAY_AUTH_MODE, which must be equal on the head and every client."""
-    what, there = "authentication", file.exists() or bool(os.environ.get("RAY_AUTH_TOKEN"))
-    if mode == "token" and not there:
-        return Finding(
-            "error", what, f"RAY_AUTH_MODE=token, but there is no token at {file}", "ray get-auth-token --generate"
-        )
-    if there and file.exists() and stat.S_IMODE(file.stat().st_mode) & 0o077:
-        return Finding("warning", what, f"other users can read {file}", f"chmod 600 {file}")
-    if mode is None and there:
-        observed = f"RAY_AUTH_MODE is not set and {file} exists"
-        return Finding(
-            "ok", what, f"{observed}: local clusters use it. To join another cluster, set RAY_AUTH_MODE as it does"
-        )
-    return Finding(
-        "ok", what, f"RAY_AUTH_MODE={mode}" if mode else "RAY_AUTH_MODE is not set; a local cluster gets a token"
-    )
-
-
-def _ray(address: str | None) -> Iterator[Finding]:
-    """Connect to (or start) Ray, run a task, transfer data through the object store."""
-    began_s = time.monotonic()
-    try:
-        with ray_session(Cluster(address=address)):
-            yield Finding(
-                "ok",
-                "Ray",
-                f"{'connected to ' + address if address else 'started'} in {time.monotonic() - began_s:.1f} s",
-            )
-            yield from _cluster()
-    except ResourceError as error:
-        fix = "check that RAY_AUTH_MODE is the same here and on the head, and run `ray status` on the head"
-        yield Finding("error", "Ray", str(error).splitlines()[0], fix)
-
-
-def _cluster() -> Iterator[Finding]:
-    import ray
-
-    total, free = ray.cluster_resources(), ray.available_resources()
-    yield check_nodes([node for node in ray.nodes() if node["Alive"]], free)
-    began_s = time.monotonic()
-    try:
-        probe = ray.remote(num_cpus=min(1, total.get("CPU", 0)))(_probe_task)
-        size = ray.get(probe.remote(bytes(PROBE_MB << 20)), timeout=60)
-    except ray.exceptions.GetTimeoutError:
-        fix = "all CPUs are in use, or no node has one yet: see `ray status`"
-        yield Finding("error", "test task", "did not run within 60 s", fix)
-        return
-    observed = f"ran with {size >> 20} MB from the object store in {time.monotonic() - began_s:.2f} s"
-    yield Finding("ok", "test task", observed)
+    name, has_token = "authentication", file.exists() or bool(os.environ.get("RAY_AUTH_TOKEN"))
+    if mode == "token" and not has_token:
+        observed = f"RAY_AUTH_MODE=token, but there is no token at {file}"
+        return Finding("error", name, observed, "ray get-auth-token --generate")
+    if file.exists() and stat.S_IMODE(file.stat().st_mode) & 0o077:
+        return Finding("warning", name, f"other users can read {file}", f"chmod 600 {file}")
+    if mode is not None:
+        return Finding("ok", name, f"RAY_AUTH_MODE={mode}")
+    if has_token:
+        use = "local clusters use it. To join another cluster, set RAY_AUTH_MODE as it does"
+        return Finding("ok", name, f"RAY_AUTH_MODE is not set and {file} exists: {use}")
+    return Finding("ok", name, "RAY_AUTH_MODE is not set; a local cluster gets a token")
 
 
 def check_stale_cluster(file: Path) -> Finding:
@@ -248,24 +177,38 @@ def check_stale_cluster(file: Path) -> Finding:
     return Finding("ok", name, f"{address} responds")
 
 
+def _ray(address: str | None) -> Iterator[Finding]:
+    """Connect to (or start) Ray, run a task, transfer data through the object store."""
+    start_s = time.monotonic()
+    try:
+        with ray_session(Cluster(address=address)):
+            how = f"connected to {address}" if address else "started"
+            yield Finding("ok", "Ray", f"{how} in {time.monotonic() - start_s:.1f} s")
+            import ray
+
+            total, free = ray.cluster_resources(), ray.available_resources()
+            yield check_nodes([node for node in ray.nodes() if node["Alive"]], free)
+            start_s = time.monotonic()
+            try:
+                probe: Any = ray.remote(num_cpus=min(1, total.get("CPU", 0)))(lambda data: len(data))
+                size = ray.get(probe.remote(bytes(PROBE_MB << 20)), timeout=60)
+            except ray.exceptions.GetTimeoutError:
+                fix = "all CPUs are in use, or no node has one yet: see `ray status`"
+                yield Finding("error", "test task", "did not run within 60 s", fix)
+                return
+            observed = f"ran with {size >> 20} MB from the object store in {time.monotonic() - start_s:.2f} s"
+            yield Finding("ok", "test task", observed)
+    except ResourceError as error:
+        fix = "check that RAY_AUTH_MODE is the same here and on the head, and run `ray status` on the head"
+        yield Finding("error", "Ray", str(error).splitlines()[0], fix)
+
+
 def check_nodes(alive: list[dict[str, Any]], free: dict[str, float]) -> Finding:
     """Report the resources of the cluster; warn if training workers leave no CPU for data."""
-    cpus = sum(node["Resources"].get("CPU", 0) for node in alive)
-    gpu_count = sum(node["Resources"].get("GPU", 0) for node in alive)
+    cpus, gpus = (sum(node["Resources"].get(name, 0) for node in alive) for name in ("CPU", "GPU"))
     observed = (
         f"{len(alive)} node{'s' * (len(alive) > 1)}; free: {free.get('CPU', 0):g} of {cpus:g} CPUs, "
-        f"{free.get('GPU', 0):g} of {gpu_count:g} GPUs"
+        f"{free.get('GPU', 0):g} of {gpus:g} GPUs"
     )
-    if gpu_count and cpus <= gpu_count:
-        return Finding(
-            "warning", "cluster", observed, "data needs CPUs in addition to one per training worker: add CPU nodes"
-        )
-    return Finding("ok", "cluster", observed)
-
-
-def _probe_task(data: bytes) -> int:
-    return len(data)
-
-
-def _size_gib(path: Path) -> float | None:
-    return shutil.disk_usage(path).total / GIB if path.exists() else None
+    fix = "data needs CPUs in addition to one per training worker: add CPU nodes"
+    return _warn_if(0 < gpus >= cpus, "cluster", observed, fix)

@@ -1,9 +1,4 @@
-"""Nodes and pools of the cluster, and the placement of data and training workers.
-
-If nodes have the label `mmray/role` (see cluster.yaml), data runs on `data` nodes and training on `train` nodes. The
-head has the label too, so the placement is known while the pools are empty. Without roles, data avoids GPU nodes if
-other nodes have CPUs.
-"""
+"""Nodes and pools of the cluster, and the placement of data and training workers (see README.md)."""
 
 from __future__ import annotations
 
@@ -54,13 +49,13 @@ class LiveNodes:
 
 def alive_nodes() -> list[Node]:
     """Return the alive nodes with their total resources."""
-    return [Node(dict(node["Resources"]), dict(node["Labels"])) for node in _alive()]
+    return [Node(dict(node["Resources"]), dict(node["Labels"])) for node in ray.nodes() if node["Alive"]]
 
 
 def free_nodes() -> list[Node]:
     """Return the alive nodes with their free resources."""
     free = free_resources()
-    return [Node(free.get(node["NodeID"], {}), dict(node["Labels"])) for node in _alive()]
+    return [Node(free.get(node["NodeID"], {}), dict(node["Labels"])) for node in ray.nodes() if node["Alive"]]
 
 
 def live_nodes() -> LiveNodes:
@@ -68,18 +63,10 @@ def live_nodes() -> LiveNodes:
 
     Ray reports a lost node as alive for half a minute, but a connection to its raylet fails at once.
     """
-    free, draining, alive = free_resources(), draining_nodes(), _alive()
+    draining, alive = draining_nodes(), [node for node in ray.nodes() if node["Alive"]]
     unavailable = {node["NodeID"] for node in alive if node["NodeID"] in draining or not _is_reachable(node)}
-    nodes = [
-        Node(free.get(node["NodeID"], {}), dict(node.get("Labels") or {}))
-        for node in alive
-        if node["NodeID"] not in unavailable
-    ]
+    nodes = [node for node in free_nodes() if (node.labels or {})[NODE_ID] not in unavailable]
     return LiveNodes(nodes, tuple(sorted(unavailable)))
-
-
-def _alive() -> list[dict[str, Any]]:
-    return [node for node in ray.nodes() if node["Alive"]]
 
 
 def _is_reachable(node: dict[str, Any]) -> bool:
@@ -103,8 +90,7 @@ def autoscaling_pools() -> list[Pool]:
     if groups is None:
         file = LAUNCHER_FILE.expanduser()
         return parse_launcher_config(yaml.safe_load(file.read_text())) if file.exists() else []
-    limits = [(name, resources, UNLIMITED if most < 0 else most) for name, resources, most in groups]
-    return [Pool(name, resources, most) for name, resources, most in limits if most]
+    return [Pool(name, resources, UNLIMITED if most < 0 else most) for name, resources, most in groups if most]
 
 
 def parse_launcher_config(launcher: dict[str, Any]) -> list[Pool]:
@@ -153,10 +139,8 @@ def physical_cores_if_local() -> int | None:
 
 def data_labels(setting: str, nodes: list[Node]) -> Labels:
     """Return the labels of nodes that read and decode data."""
-    if setting != "auto":
-        return parse_label(setting)
-    if _has_roles(nodes):
-        return {ROLE: "data"}
+    if setting != "auto" or _has_roles(nodes):
+        return _role_labels(setting, "data")
     gpu_nodes = [node for node in nodes if node.resources.get("GPU")]
     others = [n for n in nodes if n not in gpu_nodes and n.resources.get("CPU") and HEAD_RESOURCE not in n.resources]
     return exclude_nodes((node.labels or {})[NODE_ID] for node in gpu_nodes) if gpu_nodes and others else {}
@@ -164,17 +148,13 @@ def data_labels(setting: str, nodes: list[Node]) -> Labels:
 
 def train_labels(setting: str, nodes: list[Node]) -> Labels:
     """Return the labels of nodes for training workers; GPU workers need none without roles."""
-    if setting != "auto":
-        return parse_label(setting)
-    return {ROLE: "train"} if _has_roles(nodes) else {}
+    return _role_labels(setting, "train") if setting != "auto" or _has_roles(nodes) else {}
 
 
-def parse_label(setting: str) -> Labels:
-    """Parse `none` or `key=value`."""
-    if setting == "none":
-        return {}
-    key, _, value = setting.partition("=")
-    return {key: value}
+def _role_labels(setting: str, role: str) -> Labels:
+    """Labels of a setting: `auto` (those of `role`), `none` or `key=value`."""
+    key, _, value = {"auto": f"{ROLE}={role}", "none": ""}.get(setting, setting).partition("=")
+    return {key: value} if key else {}
 
 
 def _has_roles(nodes: list[Node]) -> bool:
@@ -203,18 +183,12 @@ def kill_processes(processes: Iterable[tuple[str, int, float]], timeout_s: float
 
     SIGKILL also ends processes that hang in native code. Unreachable nodes are skipped.
     """
+    kill = ray.remote(num_cpus=0, max_retries=0)(kill_process)
     tasks = [
-        _kill.options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
-            pid, started_s
-        )
+        kill.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(pid, started_s)
         for node, pid, started_s in processes
     ]
     ray.wait(tasks, num_returns=len(tasks), timeout=timeout_s)
-
-
-@ray.remote(max_retries=0)
-def _kill(pid: int, started_s: float) -> None:
-    kill_process(pid, started_s)
 
 
 def kill_process(pid: int, started_s: float) -> bool:

@@ -1,8 +1,4 @@
-"""All uses of Ray's private API, with a version check.
-
-Ray 2.60 has no public API for free resources per node, draining nodes, autoscaler pools, autoscaler requests that Ray
-Data does not overwrite, and the types of some Ray Train errors.
-"""
+"""All uses of Ray's private API, with a version check. Ray 2.60 has no public API for them."""
 
 from __future__ import annotations
 

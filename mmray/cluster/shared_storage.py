@@ -1,7 +1,4 @@
-"""Check before the first step that run.storage is shared by all training nodes.
-
-Checkpoints on a node's local disk are lost with that node, and workers on other nodes cannot resume from them.
-"""
+"""Check before the first step that run.storage is shared by all training nodes: workers resume from it."""
 
 from __future__ import annotations
 
@@ -36,10 +33,7 @@ def check_persistent(storage: str, cwd: Path) -> None:
 
 
 def check_shared(storage: str, nodes: list[Node]) -> None:
-    """Write and read `storage` from the driver and each node. Raises ResourceError.
-
-    Without nodes, only the driver checks it.
-    """
+    """Write and read `storage` from the driver and each node (without nodes, from the driver). Raises ResourceError."""
     folder = f".probe-{os.getpid()}-{os.urandom(4).hex()}"
     try:
         root = Storage(storage)
@@ -47,47 +41,43 @@ def check_shared(storage: str, nodes: list[Node]) -> None:
     except OSError as error:
         hint = CREDENTIALS if "://" in storage else "Make it writable, or choose another --run.storage."
         raise ResourceError(f"run.storage {storage} is not writable: {error}. {hint}") from error
-    try:
-        faults = {name: fault for name, fault in _probe_nodes(nodes, storage, folder).items() if fault}
-    finally:
-        with suppress(OSError):  # a remaining probe folder is harmless
-            root.delete_tree(folder)
-    if faults:
-        lines = "\n  ".join(f"node {name}: {fault}" for name, fault in sorted(faults.items()))
-        raise ResourceError(
-            f"run.storage {storage} is not the same folder on every training node:\n  {lines}\n"
-            + (CREDENTIALS if "://" in storage else MOUNT)
-        )
-
-
-def _probe_nodes(nodes: list[Node], storage: str, folder: str) -> dict[str, str | None]:
-    """Return {node ID: problem}; None without a problem or if the node was lost."""
-    task: Any = ray.remote(num_cpus=0, max_retries=0)(_read_and_write)
-    probes = {}
+    probe: Any = ray.remote(num_cpus=0, max_retries=0)(_read_and_write)
+    tasks = {}
     for node in nodes:
         node_id = str((node.labels or {})[NODE_ID])
         affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        probes[node_id] = task.options(scheduling_strategy=affinity).remote(storage, folder, node_id)
-    if probes:
-        ray.wait(list(probes.values()), num_returns=len(probes), timeout=PROBE_TIMEOUT_S)
-    return {node_id: _probe_result(probe, storage, f"{folder}/{node_id}") for node_id, probe in probes.items()}
-
-
-def _probe_result(probe: Any, storage: str, written: str) -> str | None:
+        tasks[node_id] = probe.options(scheduling_strategy=affinity).remote(storage, folder, node_id)
     try:
-        fault = ray.get(probe, timeout=0)
+        if tasks:
+            ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=PROBE_TIMEOUT_S)
+        faults = [(node_id, _fault_of(task, root, f"{folder}/{node_id}")) for node_id, task in sorted(tasks.items())]
+    finally:
+        with suppress(OSError):  # a remaining probe folder is harmless
+            root.delete_tree(folder)
+    if lines := [f"node {node_id}: {fault}" for node_id, fault in faults if fault]:
+        raise ResourceError(
+            f"run.storage {storage} is not the same folder on every training node:\n  " + "\n  ".join(lines) + "\n"
+            f"{CREDENTIALS if '://' in storage else MOUNT}"
+        )
+
+
+def _fault_of(task: Any, root: Storage, written: str) -> str | None:
+    """Return the problem of a node; None without one, or if the node was lost."""
+    try:
+        fault: str | None = ray.get(task, timeout=0)
     except ray.exceptions.GetTimeoutError:
         return f"no answer within {PROBE_TIMEOUT_S:g} s"
     except ray.exceptions.RayTaskError as error:
         return f"probe failed: {str(error.cause).strip() or type(error.cause).__name__}"
     except ray.exceptions.RayError:
         return None
-    is_visible = Storage(storage).size(written) is not None
-    return fault or (None if is_visible else "files written on that node are not visible from the driver")
+    if fault is None and root.size(written) is None:
+        return "files written on that node are not visible from the driver"
+    return fault
 
 
 def _read_and_write(storage: str, folder: str, node_id: str) -> str | None:
-    """Return the problem found on a node (Ray task)."""
+    """Return the problem of this node (Ray task)."""
     try:
         root = Storage(storage)
         if root.read(f"{folder}/driver").decode(errors="replace") != folder:

@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -32,13 +31,13 @@ class Coordinator:
         now_s = time.monotonic()
         return metrics, [{**record, "age_s": now_s - received_s} for record, received_s in self._heartbeats.values()]
 
-    def heartbeat(self, record: dict[str, Any]) -> bool:
-        """Store a rank's heartbeat, or remove a rank that ended; return whether stacks are requested."""
+    def heartbeat(self, record: dict[str, Any]) -> tuple[bool, bool]:
+        """Store a rank's heartbeat, or remove a rank that ended; return whether a stop and stacks are requested."""
         if "ended" in record:
             self._heartbeats.pop(record["rank"], None)
         else:
             self._heartbeats[record["rank"]] = (record, time.monotonic())
-        return self._stacks
+        return self._stop, self._stacks
 
     def bad_row(self, row: int) -> int:
         """Count an unreadable row; return the total over all ranks, 0 if the row was known."""
@@ -50,9 +49,6 @@ class Coordinator:
     def request_stop(self) -> None:
         self._stop = True
 
-    def stop_requested(self) -> bool:
-        return self._stop
-
     def request_stacks(self) -> None:
         self._stacks = True
 
@@ -61,22 +57,3 @@ def start_coordinator(bad_rows: set[int]) -> Any:
     """Start the actor on the driver's node, without a CPU; `bad_rows` are those of earlier attempts."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return ray.remote(Coordinator).options(num_cpus=0, scheduling_strategy=here).remote(bad_rows)
-
-
-@dataclass
-class StopFlag:
-    """Rank 0's copy of the stop request, refreshed at most once per second without waiting."""
-
-    coordinator: Any
-    interval_s: float = 1.0
-    _answer: Any = None
-    _asked_s: float = field(default=-1e9)
-    _stop: bool = False
-
-    def __call__(self) -> bool:
-        now_s = time.monotonic()
-        if self._answer is None and now_s - self._asked_s > self.interval_s:
-            self._answer, self._asked_s = self.coordinator.stop_requested.remote(), now_s
-        if self._answer is not None and ray.wait([self._answer], timeout=0)[0]:
-            self._stop, self._answer = ray.get(self._answer), None
-        return self._stop

@@ -11,15 +11,15 @@ from mmray.cluster.ray_internals import version_warning
 from mmray.config import Config
 from mmray.data.store.manifest import QUARANTINE
 from mmray.data.store.prepared_set import PreparedMixture
-from mmray.errors import ForceExit, TrainingError
+from mmray.errors import ForceExit, TrainingError, UsageError
 from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
 from mmray.storage.paths import AnyPath, merge_parts
 from mmray.train import run_dir, trackers
 from mmray.train.monitor import ProgressReporter
 from mmray.train.resolve import ResolvedRun, resolve_run
-from mmray.train.resources import check_capacity, check_gpus, check_storage, format_workers
-from mmray.train.supervisor import run_attempts
+from mmray.train.resources import check_capacity, check_storage, resource_demand
+from mmray.train.supervisor import Supervisor
 
 MAX_LISTED_RUNS = 3
 
@@ -38,7 +38,7 @@ def train(config: Config, reporter: ProgressReporter) -> RunOutcome:
     actors = 1 if config.data.workers == "auto" else config.data.workers
     # torch takes seconds to import: it is imported while Ray starts.
     with ray_session(config.cluster, actors, while_starting=partial(validate_settings, config)):
-        return run_training(config, reporter)
+        return _train(config, reporter)
 
 
 def validate_settings(config: Config) -> None:
@@ -48,16 +48,15 @@ def validate_settings(config: Config) -> None:
     from mmray.train import validate
 
     resolve_batch_shape(config.batch, config.cluster.max_workers)
-    validate.validate(config)
+    if reasons := validate.unsupported_reasons(config):
+        raise UsageError("\n".join(reasons))
     trackers.check_trackers(config)
     objectives.build(config.objective)
 
 
-def run_training(config: Config, reporter: ProgressReporter) -> RunOutcome:
-    """Train `config` on the connected cluster, or resume its run. Raises MmrayError."""
+def _train(config: Config, reporter: ProgressReporter) -> RunOutcome:
     if warning := version_warning():
         reporter.log(warning, "warning")
-    check_gpus(config)
     check_capacity(config)
     check_storage(config)
     resolved = resolve_run(config, reporter)
@@ -66,14 +65,12 @@ def run_training(config: Config, reporter: ProgressReporter) -> RunOutcome:
     if selection.action == "done":
         result = run_dir.RunDir(selection.path).read_json("result.json") or {}
         return RunOutcome(selection.path, result, already_done=True)
-    lease = Lease(selection.path)
-    lease.acquire()
-    try:
+    with Lease(selection.path) as lease:
         run = run_dir.create_run_dir(selection.path, resolved.config, resolved.data, resolved.tokenizer_json)
         _log_summary(resolved, run, reporter)
         try:
             with trackers.track_run(resolved.config, run.path, reporter) as tracking:
-                result = run_attempts(resolved, run, lease, tracking)
+                result = Supervisor(resolved, run, lease, tracking).train()
                 tracking.run_status = result["status"]
         except ForceExit:
             raise
@@ -82,8 +79,6 @@ def run_training(config: Config, reporter: ProgressReporter) -> RunOutcome:
             raise
         _finalize_run_dir(run, lease, reporter)
         return RunOutcome(run.path, result)
-    finally:
-        lease.release()
 
 
 def _finalize_run_dir(run: run_dir.RunDir, lease: Lease, reporter: ProgressReporter) -> None:
@@ -121,6 +116,8 @@ def _log_summary(resolved: ResolvedRun, run: run_dir.RunDir, reporter: ProgressR
     if rows != 1:
         reporter.log(f"blocks of {rows:,} adjacent rows, {blocks:,} blocks mixed", "shuffle")
     epochs = resolved.steps * resolved.shape.global_rows / num_rows
-    reporter.log(format_workers(resolved.config), "workers")
+    gpus, workers = resource_demand(resolved.config).per_worker.get("GPU", 0), resolved.config.cluster.workers
+    devices = f"{gpus:g} GPU{'s' * (gpus > 1)} each" if gpus else "on CPUs"
+    reporter.log(f"{str(workers).replace('-', ' to ')}, {devices}", "workers")
     reporter.log(str(resolved.shape), "batch")
     reporter.log(f"{resolved.steps:,} steps, about {epochs:.1f} epochs", "schedule")

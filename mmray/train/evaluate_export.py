@@ -1,14 +1,10 @@
-"""Evaluate or export a checkpoint of a run.
-
-The evaluation runs on workers with the resources of a training worker, so the driver needs no GPU.
-"""
+"""Evaluate or export a checkpoint of a run. The evaluation runs on workers, so the driver needs no GPU."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any, Literal
 
-import ray
 import ray.train
 import ray.train.torch
 from torch import nn
@@ -33,16 +29,8 @@ from mmray.models.export.export import export
 from mmray.storage.paths import AnyPath, to_path
 from mmray.train import validate
 from mmray.train.monitor import ProgressReporter
-from mmray.train.resources import (
-    check_capacity,
-    failure_config,
-    num_free_workers,
-    ray_storage_args,
-    scaling_config,
-    set_start_timeout,
-    start_timeout_error,
-    torch_config,
-)
+from mmray.train.recovery import start_timeout_error
+from mmray.train.resources import check_capacity, num_free_workers, torch_trainer
 from mmray.train.run_dir import RunDir
 
 Step = int | Literal["best"] | None  # a step, the best checkpoint, or (None) the latest
@@ -57,32 +45,30 @@ def load_run_config(folder: AnyPath) -> Config:
 
 
 def open_run(folder: AnyPath, step: Step) -> tuple[Config, str, AnyPath]:
-    """Config, tokenizer and checkpoint folder of a run. Raises UsageError if there is no valid checkpoint."""
+    """Config, tokenizer and checkpoint folder of a run. Raises UsageError if there is no valid checkpoint.
+
+    No damaged checkpoint is quarantined, because the run may be active.
+    """
     run, config = RunDir(folder.expanduser().resolve()), load_run_config(folder)
-    return config, (run.path / "tokenizer.json").read_text(), _select_checkpoint(run, step, best_metric(config))
-
-
-def _select_checkpoint(run: RunDir, step: Step, metric: str) -> AnyPath:
-    """Return the checkpoint of `step`; quarantine no damaged one, because the run may be active."""
-    faults: list[str] = []
+    metric, faults = best_metric(config), list[str]()
     if step is None:
-        found = files.latest_valid(run.checkpoints, faults.append, quarantine=False)
+        checkpoint = files.latest_valid(run.checkpoints, faults.append, quarantine=False)
     else:
-        found = files.best(run.checkpoints, metric) if step == "best" else run.checkpoints / f"step-{step}"
-        if found is None:
+        checkpoint = files.best(run.checkpoints, metric) if step == "best" else run.checkpoints / f"step-{step}"
+        if checkpoint is None:
             faults = [f"none has {metric}: the run holds out no rows, or was never evaluated at a checkpoint"]
-        elif (fault := files.verify(found)) is not None:
-            faults, found = [f"checkpoint {found} is not valid: {fault}"], None
-    if found is None:
+        elif (fault := files.verify(checkpoint)) is not None:
+            faults, checkpoint = [f"checkpoint {checkpoint} is not valid: {fault}"], None
+    if checkpoint is None:
         existing = ", ".join(files.list_names(run.checkpoints)) or "none"
         raise UsageError("\n".join([f"{run.path} has no such valid checkpoint; checkpoints: {existing}", *faults]))
-    return found
+    return config, (run.path / "tokenizer.json").read_text(), checkpoint
 
 
 def export_run(folder: AnyPath, out: str | AnyPath, step: Step) -> AnyPath:
     """Export the model of a run's checkpoint to `out`, for `mmray.load`."""
-    config, tokenizer_json, found = open_run(folder, step)
-    model = lora.merge_adapters(load_model(config, found))
+    config, tokenizer_json, checkpoint = open_run(folder, step)
+    model = lora.merge_adapters(load_model(config, checkpoint))
     spec = config.model.replace(lora=Lora())  # the adapters are merged into the weights
     return export(model, spec.model_dump(mode="json"), tokenizer_json, out)
 
@@ -101,22 +87,14 @@ def evaluate_run(
 
     scoring, cluster: settings that override those of the run; None keeps them.
     """
-    config, tokenizer_json, found = open_run(folder, step)
-    config = with_evaluation_settings(
-        config, scoring, **{name: value for name, value in cluster.items() if value is not None}
-    )
-    config = config.with_cluster(address=address)
+    config, tokenizer_json, checkpoint = open_run(folder, step)
+    config = with_evaluation_settings(config, scoring, **cluster).with_cluster(address=address)
     with ray_session(config.cluster):
         check_capacity(config, with_data=False)
         held_out = _held_out(config, folder, data, split, reporter)
         config = config.with_cluster(workers=num_free_workers(config))
-        set_start_timeout(config)
-        trainer = ray.train.torch.TorchTrainer(
-            partial(_score_on_worker, config, tokenizer_json, held_out, found),  # type: ignore[arg-type]
-            torch_config=torch_config(config),
-            scaling_config=scaling_config(config),
-            run_config=ray.train.RunConfig(**ray_storage_args(folder.resolve()), failure_config=failure_config()),
-        )
+        score = partial(_score_on_worker, config, tokenizer_json, held_out, checkpoint)
+        trainer = torch_trainer(score, config, folder.resolve())
         try:
             return dict(trainer.fit().return_value)  # type: ignore[attr-defined]
         except ray.train.TrainingFailedError as error:
@@ -124,25 +102,25 @@ def evaluate_run(
 
 
 def with_evaluation_settings(config: Config, scoring: Scoring | None, **cluster: Any) -> Config:
-    """The run's config with these settings of the evaluation and of the cluster. Raises UsageError."""
+    """The run's config with these settings of evaluation and cluster, if not None. Raises UsageError."""
     if scoring is not None:
         config = config.replace(evaluate=config.evaluate.replace(**dict(scoring)))
     if reasons := validate.evaluation_reasons(config):
         raise UsageError("\n".join(reasons))
-    return config.with_cluster(**cluster)
+    return config.with_cluster(**{name: value for name, value in cluster.items() if value is not None})
 
 
-def load_model(config: Config, found: AnyPath) -> nn.Module:
+def load_model(config: Config, checkpoint: AnyPath) -> nn.Module:
     """The model of a checkpoint on the CPU, with the EMA weights if the run has them."""
-    model = build(config.model, config.model.vocab_size, files.load_meta(found).get("architecture"))
+    model = build(config.model, config.model.vocab_size, files.load_meta(checkpoint).get("architecture"))
     from mmray.engine.checkpoint import state_io  # late: DCP takes seconds to import
 
     if config.train.ema:
-        averaged = state_io.load_weights(found, EMA_KEY)
-        own = {name.removeprefix("module."): weight for name, weight in averaged.items() if name.startswith("module.")}
-        model.load_state_dict(own)
+        averaged = state_io.load_weights(checkpoint, EMA_KEY).items()
+        weights = {name.removeprefix("module."): each for name, each in averaged if name.startswith("module.")}
     else:
-        model.load_state_dict(state_io.load_weights(found))
+        weights = state_io.load_weights(checkpoint)
+    model.load_state_dict(weights)
     return model
 
 
@@ -150,20 +128,19 @@ def _held_out(
     config: Config, folder: AnyPath, data: str | None, split: str | None, reporter: ProgressReporter
 ) -> PreparedSet:
     """The set to evaluate on: `data`, or the run's evaluation set or split. A raw source is prepared first."""
-    own = config.data.eval_split if data is None else "test"
+    split = split or (config.data.eval_split if data is None else "test")
     source = data or config.data.eval
     if source is None:
-        trained_on = parse_mixture((RunDir(folder).read_json("data.json") or {})["train"])[0][0]
-        return PreparedSet.open(trained_on, split or own)
+        return PreparedSet.open(parse_mixture((RunDir(folder).read_json("data.json") or {})["train"])[0][0], split)
     if not (to_path(source) / MANIFEST).exists():
         check_data_capacity(config.cluster)
-    place = ensure_prepared(source, config.data.cache, config.prepare, reporter.log, reporter.prepare_progress)
-    return PreparedSet.open(str(place), split or own)
+    prepared = ensure_prepared(source, config.data.cache, config.prepare, reporter.log, reporter.prepare_progress)
+    return PreparedSet.open(str(prepared), split)
 
 
-def _score_on_worker(config: Config, tokenizer_json: str, held_out: PreparedSet, found: AnyPath) -> dict[str, Any]:
+def _score_on_worker(config: Config, tokenizer_json: str, held_out: PreparedSet, checkpoint: AnyPath) -> dict[str, Any]:
     group = Group.current(ray.train.torch.get_device())
-    model = load_model(config, found)
+    model = load_model(config, checkpoint)
     check_evaluable(config, model)
     scorer = build_evaluator(config, held_out, tokenizer_json)
     rows = config.batch.global_  # resolved when the run started

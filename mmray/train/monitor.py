@@ -12,23 +12,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import ray
 import ray.exceptions
 
+from mmray.cluster.capacity import max_workers
 from mmray.cluster.placement import AutoscalerRequest, draining_nodes, kill_processes, live_nodes
 from mmray.config import Config
 from mmray.errors import ForceExit
-from mmray.train.resources import num_additional_workers, request_nodes
+from mmray.train.resources import request_nodes, resource_demand
 
 if TYPE_CHECKING:
     from mmray.data.prepare.pipeline import Progress
 
 WASTED_STEPS, CHECKPOINT_S = "wasted_steps", "checkpoint_s"
-HANG_INTERVAL_S, DRAIN_INTERVAL_S, CAPACITY_INTERVAL_S = 1.0, 1.0, 5.0
+CHECK_INTERVAL_S, CAPACITY_INTERVAL_S = 1.0, 5.0
 CAPACITY_POLLS = 2  # in a row before a resize; four times as many after each failed resize
 STACKS_WAIT_S = 3.0  # until all ranks have written their stacks: a heartbeat comes each second
 REQUEST_DELAY_S = 3.0  # from the driver's request to the ranks' agreement, in addition to a step
@@ -69,14 +70,6 @@ class HeartbeatRecord:
         return f"rank {self.rank} (process {self.pid}, node {self.node[:8]}) {state} {self.where}"
 
 
-@dataclass(frozen=True)
-class Hang:
-    """Ranks that block the others, and a message that names them."""
-
-    ranks: tuple[int, ...]
-    message: str
-
-
 @dataclass
 class HangDetector:
     """Detect ranks that made no progress for `limit_s`."""
@@ -84,32 +77,24 @@ class HangDetector:
     limit_s: float
     start_limit_s: float  # until the first step, and while a rank waits for data: nodes may have to start
     first_step: int = 0
-    _last: dict[int, tuple[int, float]] = field(default_factory=dict)
+    _last: dict[int, tuple[int, float]] = field(default_factory=dict)  # rank: progress, and since when
 
-    def check(self, records: Sequence[HeartbeatRecord], now_s: float) -> Hang | None:
-        """Return the hang that these heartbeats show; None without one."""
-        idle_s = [self._idle_s(record, now_s) for record in records]
-        limits_s = [self._limit_s(record) for record in records]
-        late = [each for each, idle, limit in zip(records, idle_s, limits_s, strict=True) if idle > limit]
+    def check(self, records: Sequence[HeartbeatRecord], now_s: float) -> str | None:
+        """Return a message that names the ranks the others wait for; None without a hang."""
+        late, idle_s, others_may = [], [], False
+        for record in records:
+            if self._last.get(record.rank, (-1, 0.0))[0] != record.progress:
+                self._last[record.rank] = (record.progress, now_s)
+            idle_s.append(now_s - self._last[record.rank][1])
+            started = record.step > self.first_step and not record.waits_for_data
+            limit_s = self.limit_s if started else max(self.limit_s, self.start_limit_s)
+            if idle_s[-1] > limit_s:
+                late.append(record)
+            others_may |= idle_s[-1] < limit_s
         all_wait = all(record.in_collective and record.age_s <= SILENT_S for record in late)
-        others_may = any(idle < limit for idle, limit in zip(idle_s, limits_s, strict=True))
         if not late or (all_wait and others_may):  # they wait for a rank that writes, evaluates or waits for data
             return None
-        stuck = stuck_ranks(records)
-        names = "; ".join(str(record) for record in stuck)
-        return Hang(tuple(record.rank for record in stuck), f"no step for {max(idle_s):.0f} s: {names}")
-
-    def _limit_s(self, record: HeartbeatRecord) -> float:
-        if record.step > self.first_step and not record.waits_for_data:
-            return self.limit_s
-        return max(self.limit_s, self.start_limit_s)
-
-    def _idle_s(self, record: HeartbeatRecord, now_s: float) -> float:
-        progress, since_s = self._last.get(record.rank, (-1, now_s))
-        if progress != record.progress:
-            since_s = now_s
-        self._last[record.rank] = (record.progress, since_s)
-        return now_s - since_s
+        return f"no step for {max(idle_s):.0f} s: {'; '.join(str(record) for record in stuck_ranks(records))}"
 
 
 def stuck_ranks(records: Sequence[HeartbeatRecord]) -> list[HeartbeatRecord]:
@@ -162,14 +147,15 @@ class AttemptMonitor:
     progress: RunProgress
     autoscaler: AutoscalerRequest
     failed_resizes: int = 0  # resizes from this number of workers after which no larger group started
-    hang: Hang | None = None
+    hang: str | None = None  # names the ranks
     preempted: bool = False  # a node of the group is being preempted
     stop_reason: StopReason | None = None
     started: bool = False  # a worker has reported
     heartbeats: list[HeartbeatRecord] = field(default_factory=list)
-    _next_s: dict[str, float] = field(default_factory=dict)
+    _next_check_s: float = 0.0
+    _next_capacity_s: float = 0.0
     _capacity_polls: int = 0
-    _detector: HangDetector = field(init=False)
+    _signalled: bool = False
 
     def __post_init__(self) -> None:
         cluster = self.config.cluster
@@ -177,12 +163,20 @@ class AttemptMonitor:
         self._detector = HangDetector(cluster.hang_timeout_s, cluster.start_timeout_s, self.first_step)
 
     def poll(self) -> None:
-        """Read metrics and heartbeats from the coordinator, and run each check that is due."""
-        self._read_news()
-        self._if_due(HANG_INTERVAL_S, self._check_hang)
-        self._if_due(DRAIN_INTERVAL_S, self._check_preemption)
-        if self.world < self.config.cluster.max_workers:
-            self._if_due(CAPACITY_INTERVAL_S, self._check_capacity)
+        """Read metrics and heartbeats from the coordinator, and run the checks that are due."""
+        self.read_news()
+        now_s = time.monotonic()
+        if now_s < self._next_check_s:
+            return
+        self._next_check_s = now_s + CHECK_INTERVAL_S
+        try:
+            self._check_hang(now_s)
+            self._check_preemption()
+            if self.world < self.config.cluster.max_workers and now_s >= self._next_capacity_s:
+                self._next_capacity_s = now_s + CAPACITY_INTERVAL_S
+                self._check_capacity()
+        except (ray.exceptions.RayError, RuntimeError, OSError) as error:  # training continues meanwhile
+            self.reporter.log(f"no response from Ray, retrying: {error}", "cluster")
 
     def request_stop(self, reason: StopReason, message: str) -> None:
         """Request a checkpoint and the end of the run after the next step; the first reason is kept."""
@@ -191,7 +185,14 @@ class AttemptMonitor:
             self.reporter.log(message, "stop")
             self.coordinator.request_stop.remote()
 
-    def _read_news(self) -> None:
+    def on_signal(self, _: int, __: FrameType | None) -> None:
+        """Stop at a checkpoint on the first Ctrl-C or SIGTERM; exit on the second, or if no worker has started."""
+        if self._signalled or not self.started:
+            raise ForceExit
+        self._signalled, self.stop_reason = True, None  # overrides a resize or a preemption
+        self.request_stop("user", "after this step, with a checkpoint; press Ctrl-C again to exit at once")
+
+    def read_news(self) -> None:
         try:
             news, records = ray.get(self.coordinator.take.remote(), timeout=10)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
@@ -205,27 +206,15 @@ class AttemptMonitor:
             if "step" in metrics:
                 self.reporter.step(metrics, self.total_steps)
 
-    def _if_due(self, interval_s: float, check: Callable[[], None]) -> None:
-        now_s = time.monotonic()
-        if now_s < self._next_s.get(check.__name__, 0.0):
-            return
-        self._next_s[check.__name__] = now_s + interval_s
-        try:
-            check()
-        except (ray.exceptions.RayError, RuntimeError, OSError) as error:  # training continues meanwhile
-            self.reporter.log(f"no response from Ray, retrying: {error}", "cluster")
-
-    def _check_hang(self) -> None:
+    def _check_hang(self, now_s: float) -> None:
         """Kill the processes of a hung group, after all that can have written their stacks."""
-        hang = self._detector.check(self.heartbeats, time.monotonic())
-        if hang is None or self.hang is not None:
+        if self.hang is not None or (hang := self._detector.check(self.heartbeats, now_s)) is None:
             return
         self.hang = hang
-        self.reporter.log(f"{hang.message}; stacks are written to stacks/ in the run's folder", "hang")
+        self.reporter.log(f"{hang}; stacks are written to stacks/ in the run's folder", "hang")
         self.coordinator.request_stacks.remote()
-        records = self.heartbeats
         time.sleep(STACKS_WAIT_S)
-        kill_processes((record.node, record.pid, record.started_s) for record in records)
+        kill_processes((record.node, record.pid, record.started_s) for record in self.heartbeats)
 
     def _check_preemption(self) -> None:
         """Request a checkpoint in time if a node of the group is being preempted."""
@@ -242,26 +231,12 @@ class AttemptMonitor:
     def _check_capacity(self) -> None:
         """Request a resize if more workers fit at several polls in a row."""
         request_nodes(self.config, self.autoscaler, self.world)
-        more = num_additional_workers(self.config, live_nodes().nodes, self.world) if self.heartbeats else 0
+        demand = resource_demand(self.config, with_data=False)
+        further = replace(demand, workers=demand.workers - self.world)
+        more = max_workers(further, live_nodes().nodes) if self.heartbeats else 0
         self._capacity_polls = self._capacity_polls + 1 if more else 0
         if self._capacity_polls >= CAPACITY_POLLS * 4**self.failed_resizes:
             self.request_stop("resize", f"{self.world + more} workers fit now; checkpointing to restart with all")
-
-
-@contextmanager
-def stop_on_signal(monitor: AttemptMonitor) -> Iterator[None]:
-    """Stop at a checkpoint on the first Ctrl-C or SIGTERM; exit on the second, or if no worker has started."""
-    received: list[int] = []
-
-    def handle(number: int, _: FrameType | None) -> None:
-        received.append(number)
-        if len(received) > 1 or not monitor.started:
-            raise ForceExit
-        monitor.stop_reason = None  # overrides a resize or a preemption
-        monitor.request_stop("user", "after this step, with a checkpoint; press Ctrl-C again to exit at once")
-
-    with signal_handlers(handle):
-        yield
 
 
 @contextmanager

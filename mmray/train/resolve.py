@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from typing import Any
+
+import numpy as np
 
 from mmray.config import Config
 from mmray.config.data import format_mixture, is_mixture, parse_mixture
@@ -16,9 +19,11 @@ from mmray.data.stream.shuffle import shuffle_block_and_window, with_local_cache
 from mmray.data.text.chat import build_encoder, extend_tokenizer
 from mmray.data.text.tokenizer import declared_pad_id, load_tokenizer
 from mmray.engine.batch import BatchShape, resolve_batch_shape, total_steps
-from mmray.storage.paths import AnyPath
+from mmray.errors import DataError, UsageError
 from mmray.train.monitor import ProgressReporter
-from mmray.train.validate import with_region_labels
+
+MAX_LABELS = 20_000  # of boxes; the text branch embeds each label in every micro-batch
+SAMPLED_ROWS = 128  # of a set, to find boxes
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,11 @@ def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
     )
     terms = [(str(prepared(source)), weight) for source, weight in parse_mixture(config.data.train)]
     train_sets = [PreparedSet.open(folder, "train") for folder, _ in terms]
-    eval_set = _eval_set(config, terms[0][0], train_sets[0], prepared)
+    eval_set, split = None, config.data.eval_split
+    if config.data.eval is not None:
+        eval_set = PreparedSet.open(str(prepared(config.data.eval)), split)
+    elif train_sets[0].has_split(split):
+        eval_set = PreparedSet.open(terms[0][0], split)
     shape = resolve_batch_shape(config.batch, config.cluster.max_workers)
     chunk, window = shuffle_block_and_window(config.data, train_sets, shape.global_rows)
     train_sets = [with_local_cache(config.data, each, chunk) for each in train_sets]
@@ -81,10 +90,55 @@ def resolve_run(config: Config, reporter: ProgressReporter) -> ResolvedRun:
     return ResolvedRun(resolved, train_set, eval_set, tokenizer_json, shape, steps, data)
 
 
-def _eval_set(
-    config: Config, folder: str, train_set: PreparedSet, prepared: Callable[[str], AnyPath]
-) -> PreparedSet | None:
-    split = config.data.eval_split
-    if config.data.eval is not None:
-        return PreparedSet.open(str(prepared(config.data.eval)), split)
-    return PreparedSet.open(folder, split) if train_set.has_split(split) else None
+def with_region_labels(model: Any, train_sets: Sequence[PreparedSet], eval_set: PreparedSet | None) -> Any:
+    """The `model` section with `region_labels`; by default the label names of the training sets.
+
+    Raises UsageError if there are none, or sets name a label differently; DataError if no sampled row has a labelled
+    box.
+    """
+    if not getattr(model, "regions", False):
+        return model
+    names, address = model.region_labels, train_sets[0].storage.address
+    if not names:
+        known = _merge_label_names(train_sets)
+        if not known:
+            raise UsageError(
+                f"model.regions: {address} has no names of its box labels; set the names of labels 0, 1, ... with "
+                "--model.region-labels"
+            )
+        if (last := max(known)) >= MAX_LABELS:
+            raise UsageError(
+                f"model.regions: {address} has a box label {last} ({known[last]}); they count from 0 and are fewer "
+                f"than {MAX_LABELS:,}: renumber them in the source"
+            )
+        names = tuple(known.get(label, "") for label in range(last + 1))
+        if eval_set is not None:
+            _merge_label_names([*train_sets, eval_set])
+    if not any(_has_boxes(each) for each in train_sets):
+        raise DataError(
+            f"none of {SAMPLED_ROWS} rows of {address} has a labelled box: use a source with boxes (COCO instances, or "
+            "rows with `boxes` and `box_labels`), or set --model.regions False"
+        )
+    return model.replace(region_labels=names)
+
+
+def _merge_label_names(sets: Sequence[PreparedSet]) -> dict[int, str]:
+    """Merge the label names of the sets. Raises UsageError if two sets name a label differently."""
+    known: dict[int, str] = {}
+    for each in sets:
+        for label, name in each.manifest.box_names.items():
+            if known.setdefault(int(label), name) != name:
+                raise UsageError(
+                    f"model.regions: box label {label} is `{known[int(label)]}` in one set and `{name}` in "
+                    f"{each.storage.address}; use the same label numbers in both sources"
+                )
+    return known
+
+
+def _has_boxes(prepared: PreparedSet) -> bool:
+    """Return whether a sampled row has a labelled box."""
+    for row in np.unique(np.linspace(0, prepared.num_rows - 1, SAMPLED_ROWS).astype(np.int64)):
+        with suppress(OSError, ValueError):  # a damaged row is reported during training
+            if prepared.read(np.array([row]))[0].box_labels:
+                return True
+    return False

@@ -1,8 +1,4 @@
-"""A run's folder: its name, its files, and whether a command starts, resumes or refuses it.
-
-runs/NAME/  config.yaml  data.json  environment.json  tokenizer.json  metrics.jsonl  events.*
-            quarantine.jsonl  checkpoints/step-N/  examples.json  result.json  report.html
-"""
+"""A run's folder (README.md lists its files), and whether a command starts, resumes or refuses it."""
 
 from __future__ import annotations
 
@@ -26,33 +22,20 @@ from mmray.storage import lease
 from mmray.storage.paths import AnyPath, to_path, write_atomic
 
 # Settings that may change when a run is resumed: they alter neither its rows nor the arithmetic of a step.
+_RESUMABLE = {
+    "batch": "micro accumulation",
+    "data": "workers block_mb cache local_cache local_cache_gb max_bad_rows eval eval_split",
+    "train": "steps samples epochs log_every checkpoint_every keep_checkpoints callbacks profile parallel "
+    "activation_checkpointing",
+}
 RESUMABLE_CHANGES = (
-    "recipe",
-    "batch.micro",
-    "batch.accumulation",
-    "cluster",
-    "run",
-    "prepare",
-    "data.workers",
-    "data.block_mb",
-    "data.cache",
-    "data.local_cache",
-    "data.local_cache_gb",
-    "data.max_bad_rows",
-    "data.eval",
-    "data.eval_split",
-    "evaluate",
-    "train.steps",
-    "train.samples",
-    "train.epochs",
-    "train.log_every",
-    "train.checkpoint_every",
-    "train.keep_checkpoints",
-    "train.callbacks",
-    "train.profile",
-    "train.parallel",
-    "train.activation_checkpointing",
+    *("recipe", "cluster", "run", "prepare", "evaluate"),
+    *(f"{section}.{name}" for section, names in _RESUMABLE.items() for name in names.split()),
 )
+# Written before config.yaml.
+FILES_BEFORE_CONFIG = (lease.FOLDER, "checkpoints", "tokenizer.json", "data.json", "environment.json")
+MAX_LISTED_CHANGES = 3
+PACKAGES = ("mmray", "ray", "torch", "torchvision", "transformers", "pyarrow", "pillow", "numpy")
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -75,23 +58,8 @@ def forbidden_changes(
     return [
         f"{name}: {old.get(name)!r} -> {new.get(name)!r}"
         for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name) and not _is_in(name, may_change)
+        if old.get(name) != new.get(name) and not any(f"{name}.".startswith(f"{each}.") for each in may_change)
     ]
-
-
-def _is_in(name: str, settings: Sequence[str]) -> bool:
-    return any(name == each or name.startswith(f"{each}.") for each in settings)
-
-
-FILES_BEFORE_CONFIG = (
-    lease.FOLDER,
-    "checkpoints",
-    "tokenizer.json",
-    "data.json",
-    "environment.json",
-)  # written before config.yaml
-MAX_LISTED_CHANGES = 3
-PACKAGES = ("mmray", "ray", "torch", "torchvision", "transformers", "pyarrow", "pillow", "numpy")
 
 
 @dataclass(frozen=True)
@@ -117,23 +85,6 @@ class RunDir:
 
 
 @dataclass(frozen=True)
-class ExistingRun:
-    """The run that is already at a path."""
-
-    finished_steps: int | None  # None: not finished
-    changes: list[str]  # differences in settings or data that may not change on resume
-
-    def skip_reason(self) -> str:
-        """Return the reason why an unnamed run does not resume it."""
-        if not self.changes:
-            return f"finished its {self.finished_steps or 0:,} steps"
-        more = (
-            f", and {len(self.changes) - MAX_LISTED_CHANGES:,} more" if len(self.changes) > MAX_LISTED_CHANGES else ""
-        )
-        return "has other settings: " + ", ".join(self.changes[:MAX_LISTED_CHANGES]) + more
-
-
-@dataclass(frozen=True)
 class RunSelection:
     """`start` a new run, `resume` an existing one, or `done`: it has finished."""
 
@@ -142,8 +93,8 @@ class RunSelection:
     skipped: tuple[str, ...] = ()  # existing runs that an unnamed run does not resume, each with the reason
 
 
-def find_existing_run(path: AnyPath, config: Config, data: dict[str, Any]) -> ExistingRun | None:
-    """The run at `path`, compared with `config` and `data`; None if there is none."""
+def compare_existing_run(path: AnyPath, config: Config, data: dict[str, Any]) -> tuple[list[str], int | None] | None:
+    """The run at `path`: changes that may not be made on resume, and its steps if it finished; None without a run."""
     if not (path / "config.yaml").exists():
         if path.exists() and any(file.name not in FILES_BEFORE_CONFIG for file in path.iterdir()):
             raise UsageError(f"{path} exists and is not an mmray run; choose another --run.name")
@@ -154,7 +105,7 @@ def find_existing_run(path: AnyPath, config: Config, data: dict[str, Any]) -> Ex
     old = run.read_json("data.json") or {}
     changes += [f"data {key}: {old.get(key)!r} -> {data[key]!r}" for key in sorted(data) if old.get(key) != data[key]]
     result = run.read_json("result.json") or {}
-    return ExistingRun(result.get("steps") if result.get("status") == "finished" else None, changes)
+    return changes, result.get("steps", 0) if result.get("status") == "finished" else None
 
 
 def select_run(config: Config, data: dict[str, Any], steps: int) -> RunSelection:
@@ -163,10 +114,10 @@ def select_run(config: Config, data: dict[str, Any], steps: int) -> RunSelection
     Raises UsageError with the settings that differ if resuming would change the run.
     """
     mode, named = config.run.resume, config.run.name is not None
-    skipped: list[str] = []
-    for path in candidate_paths(config):
-        found = find_existing_run(path, config, data)
-        if found is None:
+    storage, skipped = to_path(config.run.storage), list[str]()
+    for path in (storage / name for name in candidate_names(config.recipe, config.run.name)):
+        existing = compare_existing_run(path, config, data)
+        if existing is None:
             if mode == "must":
                 raise UsageError(f"--run.resume must: no run at {path}")
             return RunSelection("start", path, tuple(skipped))
@@ -174,23 +125,20 @@ def select_run(config: Config, data: dict[str, Any], steps: int) -> RunSelection
             if named:
                 raise UsageError(f"{path} exists; choose another --run.name, or resume it with --run.resume auto")
             continue
-        if found.changes and (named or mode == "must"):
+        changes, finished_steps = existing
+        finished = finished_steps is not None and finished_steps >= steps
+        if not changes and (named or mode != "auto" or not finished):
+            return RunSelection("done" if finished else "resume", path, tuple(skipped))
+        if changes and (named or mode == "must"):
             raise UsageError(
-                f"{path} has other settings:\n  " + "\n  ".join(found.changes) + "\n"
+                f"{path} has other settings:\n  " + "\n  ".join(changes) + "\n"
                 "Resuming would change the run: choose another --run.name, or restore these settings."
             )
-        finished = found.finished_steps is not None and found.finished_steps >= steps
-        if found.changes or (finished and not named and mode == "auto"):
-            skipped.append(f"{path} {found.skip_reason()}")
-            continue
-        return RunSelection("done" if finished else "resume", path, tuple(skipped))
+        num_more = len(changes) - MAX_LISTED_CHANGES
+        more = f", and {num_more:,} more" if num_more > 0 else ""
+        other = f"has other settings: {', '.join(changes[:MAX_LISTED_CHANGES])}{more}"
+        skipped.append(f"{path} {other if changes else f'finished its {finished_steps:,} steps'}")
     raise AssertionError("candidate names are endless")
-
-
-def candidate_paths(config: Config) -> Iterator[AnyPath]:
-    """The run's path; for an unnamed run RECIPE, RECIPE-2, RECIPE-3, ..."""
-    storage = to_path(config.run.storage)
-    return (storage / name for name in candidate_names(config.recipe, config.run.name))
 
 
 def candidate_names(stem: str, named: str | None) -> Iterator[str]:
@@ -235,14 +183,13 @@ _MIN_SECRET_CHARS = 6  # shorter values occur in ordinary text
 def redact(value: Any) -> Any:
     """The value with every string redacted, and values of settings named like secrets replaced."""
     if isinstance(value, dict):
-        return {name: HIDDEN if _is_secret(name, item) else redact(item) for name, item in value.items()}
+        return {
+            name: HIDDEN if item and isinstance(item, str) and _SECRET_SETTING.search(name) else redact(item)
+            for name, item in value.items()
+        }
     if isinstance(value, list | tuple):
         return [redact(item) for item in value]
     return redact_text(value) if isinstance(value, str) else value
-
-
-def _is_secret(name: str, item: Any) -> bool:
-    return isinstance(item, str) and item != "" and _SECRET_SETTING.search(name) is not None
 
 
 def redact_text(text: str) -> str:

@@ -1,6 +1,6 @@
 """Experiment trackers: the metrics that rank 0 logs, sent from the driver by one bounded background thread per tracker.
 
-A tracker may be slow, fail or hang: `put` never blocks, lines that do not fit the queue are dropped, and the end of a
+A tracker may be slow, fail or hang: training never waits for it, the oldest waiting lines are dropped, and the end of a
 run waits at most MAX_WAIT_S. Each problem is a warning with what was lost. The run's tracker-NAME.json keeps the
 tracker's run id and the last step it accepted, so a resumed run continues there without duplicate steps.
 """
@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from queue import Empty, Full, Queue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mmray import plugins
@@ -89,8 +88,10 @@ class TrackingReporter:
         self.run_status = "failed"  # until the driver sets how the run ended
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:
+        numbers = {name: float(each) for name, each in metrics.items() if isinstance(each, int | float)}
+        finite = {name: value for name, value in numbers.items() if math.isfinite(value) and name != "step"}
         for thread in self.threads:
-            thread.put((metrics["step"], _numeric_metrics(metrics)))
+            thread.put(metrics["step"], finite)
         self._log_warnings()
         self.reporter.step(metrics, total_steps)
 
@@ -98,53 +99,49 @@ class TrackingReporter:
         """Finish the trackers and wait for them, `wait_s` at most in total."""
         deadline_s = time.monotonic() + wait_s
         for thread in self.threads:
-            thread.success = self.run_status in ("finished", "stopped")
-            thread.put(None)
+            thread.end(success=self.run_status in ("finished", "stopped"))
         for thread in self.threads:
-            thread.close(deadline_s)
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+            if thread.is_alive():
+                thread.warnings.append(f"did not finish within {MAX_WAIT_S:g} s; the end of the run may be missing")
+            if lost := thread.num_put - thread.num_done:
+                thread.warnings.append(f"{lost} lines of metrics were not sent (metrics.jsonl has all of them)")
         self._log_warnings()
 
     def _log_warnings(self) -> None:
         for thread in self.threads:
             while thread.warnings:
-                self.log(f"{thread.name}: {thread.warnings.popleft()}", "tracker")
+                self.log(f"{thread.tracker}: {thread.warnings.popleft()}", "tracker")
 
 
-class TrackerThread:
+class TrackerThread(threading.Thread):
     """Calls one tracker from a daemon thread. `put` never blocks; `warnings` is read by the driver."""
 
-    def __init__(self, name: str, folder: AnyPath, about: dict[str, Any]) -> None:
-        self.name, self._about = name, about
+    def __init__(self, tracker: str, folder: AnyPath, about: dict[str, Any]) -> None:
+        super().__init__(name=f"mmray-{tracker}", daemon=True)
+        self.tracker, self._about = tracker, about
         self.warnings: deque[str] = deque(maxlen=20)
-        self.success = False
-        self._spec = BUILT_IN.get(name, name)
+        self.num_put = self.num_done = 0  # lines of metrics; done: accepted, or by an earlier attempt
+        self._spec = BUILT_IN.get(tracker, tracker)
         self._file = folder / f"tracker-{self._spec.rpartition(':')[2].removesuffix('Tracker').lower()}.json"
-        self._queue: Queue[tuple[int, dict[str, float]] | None] = Queue(MAX_QUEUED)
-        self._num_lost = self._num_errors = 0
-        self._thread = threading.Thread(target=self._run, name=f"mmray-{name}", daemon=True)
-        self._thread.start()
+        self._lines: deque[tuple[int, dict[str, float]]] = deque(maxlen=MAX_QUEUED)
+        self._news, self._ended, self._success = threading.Event(), False, False
+        self.start()
 
-    def put(self, line: tuple[int, dict[str, float]] | None) -> None:
-        """Queue a line; if the queue is full, drop the oldest. None ends the thread."""
-        while True:
-            try:
-                return self._queue.put_nowait(line)
-            except Full:
-                with suppress(Empty):  # the thread took it first
-                    self._queue.get_nowait()
-                    self._num_lost += 1
+    def put(self, step: int, metrics: dict[str, float]) -> None:
+        """Queue a line; if the queue is full, the oldest is dropped."""
+        self.num_put += 1
+        self._lines.append((step, metrics))
+        self._news.set()
 
-    def close(self, deadline_s: float) -> None:
-        """Wait for the thread until `deadline_s` of the monotonic clock; warn about lines that were not sent."""
-        self._thread.join(max(0.0, deadline_s - time.monotonic()))
-        if self._thread.is_alive():
-            self._num_lost += self._queue.qsize()
-            self.warnings.append(f"did not finish within {MAX_WAIT_S:g} s; the end of the run may be missing there")
-        if lost := self._num_lost + self._num_errors:
-            self.warnings.append(f"{lost} lines of metrics were not sent (metrics.jsonl has all of them)")
+    def end(self, success: bool) -> None:
+        """Finish the tracker after the queued lines."""
+        self._success, self._ended = success, True
+        self._news.set()
 
-    def _run(self) -> None:
-        run_id, last_step = None, 0
+    def run(self) -> None:
+        """Start the tracker, send each queued line, finish the tracker."""
+        run_id, last_step, num_errors = None, 0, 0
         with suppress(OSError, ValueError, KeyError):  # missing or damaged: start a new run there
             known = json.loads(self._file.read_text())
             run_id, last_step = known["id"], known["last_step"]
@@ -153,36 +150,33 @@ class TrackerThread:
             run_id = tracker.start(self._about, run_id)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a library may raise anything; training continues
             self._warn("could not start, so nothing of this run is sent", error)
-            while self._queue.get() is not None:
-                pass
             return
-        while (line := self._queue.get()) is not None:
-            step, metrics = line
-            if step <= last_step:
-                continue  # logged before a restart
-            try:
-                tracker.log(step, metrics)
-            except (Exception, SystemExit) as error:  # noqa: BLE001
-                self._num_errors += 1
-                if self._num_errors % 100 == 1:
-                    self._warn(f"did not accept step {step}", error)
+        while not self._ended or self._lines:
+            if not self._lines:
+                self._news.wait()
+                self._news.clear()
                 continue
-            last_step = step
-            with suppress(OSError):  # a resumed run then sends some steps twice
-                write_atomic(self._file, json.dumps({"id": run_id, "last_step": last_step}) + "\n")
+            step, metrics = self._lines.popleft()
+            if step > last_step:  # otherwise logged before a restart
+                try:
+                    tracker.log(step, metrics)
+                except (Exception, SystemExit) as error:  # noqa: BLE001
+                    num_errors += 1
+                    if num_errors % 100 == 1:
+                        self._warn(f"did not accept step {step}", error)
+                    continue
+                last_step = step
+                with suppress(OSError):  # a resumed run then sends some steps twice
+                    write_atomic(self._file, json.dumps({"id": run_id, "last_step": last_step}) + "\n")
+            self.num_done += 1
         try:
-            tracker.finish(self.success)
+            tracker.finish(self._success)
         except (Exception, SystemExit) as error:  # noqa: BLE001
             self._warn("could not finish the run", error)
 
     def _warn(self, what: str, error: BaseException) -> None:
         message = (str(error).splitlines() or [""])[0][:300]
         self.warnings.append(redact_text(f"{what}: {type(error).__name__}: {message}"))
-
-
-def _numeric_metrics(metrics: dict[str, Any]) -> dict[str, float]:
-    numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float) and name != "step"}
-    return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
 
 
 class WandbTracker:
@@ -197,6 +191,7 @@ class WandbTracker:
 
         mode: Any = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
         run_id = run_id or uuid.uuid4().hex[:12]
+        private = dict.fromkeys(("disable_git", "x_disable_meta", "x_disable_stats"), True)
         self._run = wandb.init(
             project=about["project"],
             name=about["name"],
@@ -205,15 +200,7 @@ class WandbTracker:
             mode=mode,
             dir=about["folder"],
             config=about["config"],
-            settings=wandb.Settings(
-                console="off",
-                disable_git=True,
-                save_code=False,
-                silent=True,
-                x_disable_meta=True,
-                x_disable_stats=True,
-                x_save_requirements=False,
-            ),
+            settings=wandb.Settings(console="off", silent=True, save_code=False, x_save_requirements=False, **private),
         )
         return run_id
 
@@ -240,14 +227,17 @@ class MlflowTracker:
 
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow requires it for a folder
         address = os.environ.get("MLFLOW_TRACKING_URI") or (Path(about["folder"]).parent / "mlruns").as_uri()
-        self._client = MlflowClient(tracking_uri=address)
-        self._run_id = run_id or self._create_run(about)
+        client = self._client = MlflowClient(tracking_uri=address)
         if run_id is not None:
-            self._client.update_run(run_id, status="RUNNING")
-        else:
-            params = [Param(name, str(value)[:MAX_PARAM_CHARS]) for name, value in flatten(about["config"]).items()]
-            for first in range(0, len(params), MAX_PARAMS_PER_CALL):
-                self._client.log_batch(self._run_id, params=params[first : first + MAX_PARAMS_PER_CALL])
+            client.update_run(run_id, status="RUNNING")
+            self._run_id = run_id
+            return run_id
+        experiment = client.get_experiment_by_name(about["project"])
+        number = experiment.experiment_id if experiment else client.create_experiment(about["project"])
+        self._run_id = str(client.create_run(number, run_name=about["name"]).info.run_id)
+        params = [Param(name, str(value)[:MAX_PARAM_CHARS]) for name, value in flatten(about["config"]).items()]
+        for first in range(0, len(params), MAX_PARAMS_PER_CALL):
+            client.log_batch(self._run_id, params=params[first : first + MAX_PARAMS_PER_CALL])
         return self._run_id
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -258,8 +248,3 @@ class MlflowTracker:
 
     def finish(self, success: bool) -> None:
         self._client.set_terminated(self._run_id, "FINISHED" if success else "FAILED")
-
-    def _create_run(self, about: dict[str, Any]) -> str:
-        experiment = self._client.get_experiment_by_name(about["project"])
-        number = experiment.experiment_id if experiment else self._client.create_experiment(about["project"])
-        return str(self._client.create_run(number, run_name=about["name"]).info.run_id)

@@ -21,7 +21,7 @@ from mmray.errors import ResourceError, UsageError
 from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
 from mmray.train.resolve import resolve_run
-from mmray.train.resources import check_gpus, is_single_node, num_data_actors, resource_demand
+from mmray.train.resources import check_capacity, is_single_node, num_data_actors, resource_demand
 from mmray.train.run_dir import collect_environment
 from mmray.tune import sweep_dir
 from mmray.tune.results import infeasible_row, select_best
@@ -99,7 +99,7 @@ def search(sweep: Sweep, listener: SweepListener) -> SweepOutcome:
 
 
 def filter_feasible(trials: list[Trial]) -> list[Trial]:
-    """Mark trials that would leave GPUs idle as infeasible. Raises ResourceError if no trial is feasible."""
+    """Mark trials that do not fit the cluster as infeasible. Raises ResourceError if no trial is feasible."""
     checked = [_checked(trial) for trial in trials]
     if all(trial.infeasible for trial in checked):
         reasons = (new.infeasible for old, new in zip(trials, checked, strict=True) if not old.infeasible)
@@ -111,7 +111,7 @@ def _checked(trial: Trial) -> Trial:
     if trial.config is None or trial.infeasible:
         return trial
     try:
-        check_gpus(trial.config.with_cluster(workers=trial.config.cluster.max_workers))  # as in the trial
+        check_capacity(trial.config.with_cluster(workers=trial.config.cluster.max_workers))  # as in the trial
     except ResourceError as error:
         return replace(trial, infeasible=str(error))
     return trial

@@ -6,7 +6,6 @@ Faults come from callbacks (tests/train/faults.py), or from a reporter that is c
 import time
 from functools import partial
 
-import numpy as np
 import pytest
 import ray
 import torch
@@ -14,18 +13,17 @@ from ray._raylet import GcsClient
 from ray.core.generated import autoscaler_pb2
 
 from mmray.config import Cluster, CustomModel
-from mmray.data.store.prepared_set import PreparedSet, key_id
-from mmray.data.stream.order import PADDING, Blocks, ResumePoint, SamplePlan
+from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.stream.order import Blocks, ResumePoint, SamplePlan
 from mmray.data.stream.reader import RowReader
 from mmray.data.text.tokenizer import TextEncoder
-from mmray.engine.metrics.meters import rows_sha
 from mmray.engine.worker import work
 from mmray.engine.worker_context import DriverHandle, WorkerContext
 from mmray.storage.lease import Lease
 from mmray.train import monitor
 from mmray.train.driver import train
 from tests.made import make_set, row
-from tests.train.runs import Silent, config, lines, marks, weights
+from tests.train.runs import Silent, config, expected_marks, lines, marks, weights
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 AWAY_S = 60.0  # from the loss of a node to the first step on another
@@ -47,15 +45,6 @@ def settings(data, storage, name, nodes, steps=12, callbacks=(), cluster=None, *
     return made.model_copy(
         update={"model": made.model.model_copy(update={"text": text}), "cluster": Cluster(**section)}
     )
-
-
-def expected_marks(steps, rows=50, global_rows=16):
-    """The rows of each step according to the order."""
-    plan = SamplePlan(rows, global_rows, 1, global_rows, 0, steps)
-    for step in range(steps):
-        positions = plan.positions(step, 0)
-        keys = [key_id(f"row-{number}") for number in plan.rows_at(positions[positions != PADDING])]
-        yield step + 1, plan.rows_start(step), rows_sha(torch.tensor(np.array(keys, np.int64)))
 
 
 def losses_of_one_worker(wanted, folder):
@@ -122,7 +111,7 @@ class Acting(Silent):
                 self.acted_s = time.monotonic()
 
 
-def told(reporter, label):
+def notes(reporter, label):
     return [text for kind, text in reporter.notes if kind == label]
 
 
@@ -138,11 +127,9 @@ def test_elastic_run_over_lost_and_added_nodes_takes_same_rows(nodes, data, tmp_
         (16, 3): partial(nodes.remove, first),
     }
     reporter = Acting(acts)
-    wanted = settings(data, tmp_path, "elastic", nodes, steps=30, cluster={"workers": "1-3"})
-    wanted = in_double(wanted)
+    wanted = in_double(settings(data, tmp_path, "elastic", nodes, steps=30, cluster={"workers": "1-3"}))
     outcome = train(wanted, reporter)
-    starts = [text for kind, text in reporter.notes if kind == "status"]
-    assert starts == [f"starting {count} workers" for count in (2, 1, 3, 2)]
+    assert notes(reporter, "status") == [f"starting {count} workers" for count in (2, 1, 3, 2)]
     assert outcome.result["resizes"] == 1 and outcome.result["status"] == "finished"
     assert outcome.result["wasted_steps"] <= 2 * 3  # one checkpoint interval for each node; growing wastes none
     assert max(reporter.away_s[0], reporter.away_s[2]) < AWAY_S
@@ -156,10 +143,9 @@ def test_hung_stopped_and_crashed_ranks_are_named_and_replaced(nodes, data, tmp_
     nodes.reset([(4, 2)])
     faults = [f"tests.train.faults:{name}" for name in ("HangOnce", "StopOnce", "SegfaultOnce")]
     reporter = Silent()
-    wanted = settings(data, tmp_path, "hung", nodes, callbacks=faults, cluster={"hang_timeout_s": 6.0})
-    wanted = in_double(wanted)
+    wanted = in_double(settings(data, tmp_path, "hung", nodes, callbacks=faults, cluster={"hang_timeout_s": 6.0}))
     outcome = train(wanted, reporter)
-    hung, stopped = told(reporter, "hang")
+    hung, stopped = notes(reporter, "hang")
     assert "rank 1 (" in hung and "is at" in hung and "faults.py" in hung and "rank 0" not in hung
     assert "rank 1 (" in stopped and "has not responded for" in stopped and "rank 0" not in stopped
     stacks = {file.name: file.read_text() for file in (outcome.path / "stacks").iterdir()}
@@ -190,7 +176,7 @@ def test_preemption_with_notice_wastes_no_step(nodes, data, tmp_path):
     outcome = train(wanted, reporter)
     assert (outcome.result["preemptions"], outcome.result["restarts"]) == (1, 1)
     assert outcome.result["wasted_steps"] == 0
-    (asked,), (from_own,) = told(reporter, "stop"), told(reporter, "resume")
+    (asked,), (from_own,) = notes(reporter, "stop"), notes(reporter, "resume")
     assert asked.startswith("node will be preempted in ") and "checkpointing and moving" in asked
     assert 4 < int(from_own.rpartition("-")[2]) < 20
     assert marks(outcome.path) == list(expected_marks(24))

@@ -58,7 +58,7 @@ def test_decoding_runs_on_data_nodes_and_training_on_train_nodes(joined_roles, t
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"workers": 99, "accelerator": "gpu"}, "no node has any GPU"),
         ({"resources_per_worker": {"gpu_slto": 1.0}}, "no node has any gpu_slto"),
@@ -66,12 +66,11 @@ def test_decoding_runs_on_data_nodes_and_training_on_train_nodes(joined_roles, t
         ({"workers": 7}, "6 workers fit together with the data"),
     ],
 )
-def test_impossible_run_is_refused_within_10_s(joined_roles, tmp_path, settings, said):
+def test_impossible_run_is_refused_within_10_s(joined_roles, tmp_path, settings, message):
     wanted = config(tmp_path / "none", tmp_path, "never")
-    cluster = wanted.cluster.model_copy(update=settings)
-    wanted = wanted.model_copy(update={"cluster": cluster, "batch": Batch(micro=4, global_=128)})
+    wanted = wanted.replace(cluster=wanted.cluster.replace(**settings), batch=Batch(micro=4, global_=128))
     began_s = time.monotonic()
-    with pytest.raises(ResourceError, match=said):
+    with pytest.raises(ResourceError, match=message):
         train(wanted, Silent())
     assert time.monotonic() - began_s < 10
     assert not (tmp_path / "never").exists()
@@ -93,8 +92,7 @@ def test_start_timeout_is_a_resource_error(joined_roles, tmp_path):
     make_set(tmp_path / "set", [row(number) for number in range(50)])
     blocker = ray.util.placement_group([{"CPU": 3}] * 2, bundle_label_selector=[{ROLE: "train"}] * 2)
     ray.get(blocker.ready(), timeout=20)
-    wanted = config(tmp_path / "set", tmp_path, "late", steps=STEPS)
-    wanted = wanted.model_copy(update={"cluster": wanted.cluster.model_copy(update={"start_timeout_s": 5})})
+    wanted = config(tmp_path / "set", tmp_path, "late", steps=STEPS).with_cluster(start_timeout_s=5)
     try:
         with pytest.raises(ResourceError, match=r"did not start within 5 s \(cluster.start_timeout_s\)"):
             train(wanted, Silent())

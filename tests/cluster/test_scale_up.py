@@ -7,9 +7,8 @@ from mmray.cluster.placement import ROLE
 from mmray.config import Cluster
 from mmray.train.driver import train
 from tests.cluster.fake_autoscaler import FakeAutoscaler
-from tests.cluster.test_faults import expected_marks
 from tests.made import make_set, row
-from tests.train.runs import Silent, config, marks
+from tests.train.runs import Silent, config, expected_marks, marks
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(400)]  # three minutes
 POOLS = {

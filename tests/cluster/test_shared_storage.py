@@ -7,7 +7,7 @@ import pytest
 from mmray.cluster.doctor import check_storage
 from mmray.cluster.placement import alive_nodes
 from mmray.cluster.shared_storage import check_persistent, check_shared
-from mmray.errors import ResourceError
+from mmray.errors import ResourceError, UsageError
 from mmray.storage.storage import Storage
 
 
@@ -40,5 +40,10 @@ def test_node_with_another_folder_at_the_same_path_is_named(local_ray, tmp_path,
     assert list((tmp_path / "no-folder-of-anybody").iterdir()) == []
 
 
-def test_job_may_store_runs_at_an_address():
-    check_persistent("s3://bucket/runs", Path("/session/working_dir_files/_ray_pkg_1"))
+def test_relative_storage_of_a_job_is_refused():
+    job = Path("/session/runtime_resources/working_dir_files/_ray_pkg_1")
+    with pytest.raises(UsageError, match=r"run.storage runs is relative"):
+        check_persistent("runs", job)
+    check_persistent("/shared/runs", job)
+    check_persistent("s3://bucket/runs", job)
+    check_persistent("runs", Path("/project"))

@@ -11,9 +11,8 @@ import ray
 from ray._private.state import actors
 
 from mmray.config import Cluster, to_yaml
-from tests.cluster.test_faults import expected_marks
 from tests.made import make_set, row
-from tests.train.runs import config, marks
+from tests.train.runs import config, expected_marks, marks
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]  # two minutes; run by hand
 CANARY = "canary-5f1d0c"  # a secret that no file of a run may contain

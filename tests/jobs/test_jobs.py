@@ -9,7 +9,6 @@ import pytest
 from ray.job_submission import JobStatus, JobSubmissionClient
 from ray.util.state import list_actors, list_placement_groups
 
-from mmray.cli import VERBS
 from mmray.config import to_yaml
 from tests.jobs.head import Head
 from tests.jobs.test_lines import submit_line
@@ -44,8 +43,8 @@ def submit(head, job, *arguments):
     words = submit_line(job)
     at = words.index("--")
     line = [*words[:at], "--no-wait", "--submission-id", f"{job}-{time.time_ns()}", *words[at : at + 3], *arguments]
-    told = subprocess.run(line, cwd=ROOT, env=head.env, capture_output=True, text=True, timeout=60)
-    assert told.returncode == 0, told.stdout + told.stderr
+    done = subprocess.run(line, cwd=ROOT, env=head.env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
     return line[line.index("--submission-id") + 1]
 
 
@@ -64,7 +63,7 @@ def test_usage_and_data_errors_keep_their_exit_codes(head, client, tmp_path):
     unknown = submit(head, "train", "no-such-recipe")
     empty = submit(head, "prepare", str(tmp_path / "empty.jsonl"), str(tmp_path / "out"))
     impossible = submit(head, "train", "sample", "--cluster.workers", "99", "--cluster.accelerator", "gpu")
-    for job_id, code, said in [
+    for job_id, code, text in [
         (typo, 2, "stepz"),
         (unknown, 2, "no-such-recipe"),
         (empty, 5, "empty.jsonl is empty"),
@@ -72,7 +71,7 @@ def test_usage_and_data_errors_keep_their_exit_codes(head, client, tmp_path):
     ]:
         status, exit_code, log = ended(client, job_id)
         assert (status, exit_code) == (JobStatus.FAILED, code), log
-        assert said in log and "Traceback" not in log
+        assert text in log and "Traceback" not in log
 
 
 @pytest.mark.parametrize("shipped", [True, False])
@@ -125,7 +124,6 @@ def left_behind(head, within_s=15):
         time.sleep(0.5)
 
 
-@pytest.mark.skipif("tune" not in VERBS, reason="this tree has no verb tune")
 def test_sweep_writes_its_recommendation(head, client, data, tmp_path):
     recipe = tmp_path / "tiny.yaml"
     recipe.write_text(to_yaml(config(data, tmp_path, "sweep")))

@@ -2,9 +2,15 @@
 
 import json
 
+import numpy as np
+import torch
+
 from mmray.config import Batch, Cluster, Config, Data, Evaluate, ImageTower, Inputs, Optimizer, Run, TextTower, Train
 from mmray.config import TwoTower as Model
+from mmray.data.store.prepared_set import key_id
+from mmray.data.stream.order import PADDING, SamplePlan
 from mmray.engine.checkpoint import state_io
+from mmray.engine.metrics.meters import rows_sha
 
 STEPS = 12
 IMAGE = ImageTower(name="convnet", width=8, depth=2)
@@ -56,6 +62,18 @@ def lines(folder):
 def marks(folder):
     """The rows of each step."""
     return [(line["step"], line["rows_start"], line["rows_sha"]) for line in lines(folder)]
+
+
+def expected_marks(steps, rows=50, global_rows=16, names=None, **plan):
+    """The rows of each step according to the order, computed without the stream."""
+    plan, names = (
+        SamplePlan(rows, global_rows, 1, global_rows, 0, steps, **plan),
+        names or [f"row-{n}" for n in range(rows)],
+    )
+    for step in range(steps):
+        positions = plan.positions(step, 0)
+        keys = [key_id(names[number]) for number in plan.rows_at(positions[positions != PADDING])]
+        yield step + 1, plan.rows_start(step), rows_sha(torch.tensor(np.array(keys, np.int64)))
 
 
 def weights(folder):

@@ -1,7 +1,6 @@
 """Complete runs on Ray with two workers: their files, and exact resume after a kill or stop."""
 
 import json
-import os
 
 import pytest
 
@@ -25,12 +24,9 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def unkilled(local_ray, data, tmp_path_factory):
     """An undisturbed run."""
-    storage = tmp_path_factory.mktemp("runs")
-    listener = Silent()
-    wanted = config(data, storage, "calm")
+    reporter, wanted = Silent(), config(data, tmp_path_factory.mktemp("runs"), "calm")
     trackers = ("tests.train.trackers:Keeping", "tests.train.trackers:Failing")
-    wanted = wanted.model_copy(update={"run": wanted.run.model_copy(update={"trackers": trackers})})
-    return train(wanted, listener), listener
+    return train(wanted.replace(run=wanted.run.replace(trackers=trackers)), reporter), reporter
 
 
 def test_run_writes_its_files_and_metrics(unkilled):
@@ -40,10 +36,8 @@ def test_run_writes_its_files_and_metrics(unkilled):
     assert result["rows_consumed"] == 150  # three epochs of 50 rows, each in steps of 16, 16, 16 and 2
     assert [mark[:2] for mark in marks(outcome.path)][:6] == [(1, 0), (2, 16), (3, 32), (4, 48), (5, 50), (6, 66)]
     assert json.loads((outcome.path / "result.json").read_text()) == result
-    assert {"recall_at_1/image_to_text", "recall_at_10/text_to_image", "median_rank/image_to_text"} <= set(
-        result["metrics"]
-    )
-    assert sorted(path.name for path in (outcome.path / "checkpoints").iterdir() if path.name.startswith("step-"))[-1]
+    assert {"recall_at_1/image_to_text", "median_rank/image_to_text"} <= result["metrics"].keys()
+    assert (outcome.path / "checkpoints" / f"step-{STEPS}").is_dir()
     assert list(outcome.path.glob("events.*"))
     examples = json.loads((outcome.path / "examples.json").read_text())
     assert (examples["step"], examples["rows"]) == (STEPS, 20) and examples["images"]
@@ -90,26 +84,6 @@ def test_oom_outside_a_step_restarts_with_smaller_micro_batches(unkilled, data, 
     micro_batches = [line["batch/micro"] for line in lines(outcome.path)]
     assert micro_batches[:3] == [4] * 3 and micro_batches[3:] == [2] * (STEPS - 3)
     assert any("out of memory in the optimizer at step 6" in text for _, text in listener.notes)
-
-
-@pytest.mark.slow  # test_object_store.py covers the same on an object store
-@pytest.mark.cluster
-def test_resume_after_stop_is_bitwise_equal(unkilled, data, tmp_path):
-    """SIGINT stops the run in its first steps, and the same command resumes it."""
-
-    class Stopping(Silent):
-        def step(self, metrics, total_steps):
-            super().step(metrics, total_steps)
-            if metrics["step"] == 1:
-                os.kill(os.getpid(), 2)
-
-    first = train(config(data, tmp_path, "stopped", callbacks=("tests.train.faults:Slowly",)), Stopping())
-    assert first.result["status"] == "stopped" and 0 < first.result["steps"] < STEPS
-    second = train(config(data, tmp_path, "stopped"), Silent())
-    calm, _ = unkilled
-    assert second.result["status"] == "finished"
-    assert marks(second.path) == marks(calm.path)
-    assert same_weights(weights(second.path), weights(calm.path))
 
 
 @pytest.mark.cluster

@@ -122,18 +122,18 @@ def test_export_of_best_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[
 
 
 def test_evaluate_uses_best_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, asked = made_run(tmp_path / "one", tmp_path, step_3=0.5, step_6=0.25), []
+    folder, steps = made_run(tmp_path / "one", tmp_path, step_3=0.5, step_6=0.25), []
 
-    def scored(folder: AnyPath, *given: Any, **named: Any) -> dict[str, float]:
-        asked.append(next(each for each in (*given, *named.values()) if each in ("best", 3)))
+    def evaluate(folder: AnyPath, data: Any, split: Any, step: Any, *_: Any, **__: Any) -> dict[str, float]:
+        steps.append(step)
         return {"perplexity": 1.0, "token_accuracy": 1.0, "tokens": 1.0, "rows": 1.0}
 
-    monkeypatch.setattr(evaluate_export, "evaluate_run", scored)
+    monkeypatch.setattr(evaluate_export, "evaluate_run", evaluate)
     for step in ("best", "3"):
         assert cli.run(["evaluate", str(folder), "--step", step], Terminal()) == 0
-    assert asked == ["best", 3]
-    assert evaluate_export.open_run(folder, "best")[2].name == evaluate_export.open_run(folder, 3)[2].name == "step-3"
-    assert evaluate_export.open_run(folder, None)[2].name == "step-6"
+    assert steps == ["best", 3]
+    opened = [evaluate_export.open_run(folder, step)[2].name for step in ("best", 3, None)]
+    assert opened == ["step-3", "step-3", "step-6"]
 
 
 def test_elastic_run_is_evaluated_with_fewer_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

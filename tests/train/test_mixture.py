@@ -2,18 +2,14 @@
 
 import os
 
-import numpy as np
 import pytest
-import torch
 
-from mmray.data.store.prepared_set import key_id
-from mmray.data.stream.order import PADDING, MixtureComponent, SamplePlan
-from mmray.engine.metrics.meters import rows_sha
+from mmray.data.stream.order import MixtureComponent
 from mmray.errors import UsageError
 from mmray.train.driver import train
 from mmray.train.resolve import resolve_run
 from tests.made import make_set, png, row
-from tests.train.runs import STEPS, Silent, config, lines, marks, same_weights, weights
+from tests.train.runs import STEPS, Silent, config, expected_marks, lines, marks, same_weights, weights
 
 
 @pytest.fixture
@@ -48,13 +44,9 @@ def test_mixture_resumes_bitwise_after_stop(local_ray, sets, tmp_path):
     calm = train(config(sets, tmp_path / "runs", "calm"), listener)
     assert ("mixture", "12 rows of two per epoch (it has 8)") in listener.notes
     assert calm.result["status"] == "finished" and calm.result["metrics"]["recall_at_10/image_to_text"] >= 0
-    plan = SamplePlan(42, 16, 1, 16, 0, STEPS, parts=(MixtureComponent(30, 30), MixtureComponent(8, 12)))
     names = [f"one/row-{number}" for number in range(30)] + [f"two/row-{number}" for number in range(8)]
-    expected = []
-    for step in range(STEPS):
-        positions = plan.positions(step, 0)
-        keys = [key_id(names[number]) for number in plan.rows_at(positions[positions != PADDING])]
-        expected.append((step + 1, plan.rows_start(step), rows_sha(torch.tensor(np.array(keys, np.int64)))))
+    parts = (MixtureComponent(30, 30), MixtureComponent(8, 12))
+    expected = list(expected_marks(STEPS, 42, names=names, parts=parts))
     assert marks(calm.path) == expected
     first = train(config(sets, tmp_path / "runs", "stopped", ("tests.train.faults:Slowly",)), Stopping())
     assert first.result["status"] == "stopped" and 0 < first.result["steps"] < STEPS
@@ -62,5 +54,5 @@ def test_mixture_resumes_bitwise_after_stop(local_ray, sets, tmp_path):
     assert marks(second.path) == expected
     assert same_weights(weights(second.path), weights(calm.path))
     assert [line["train/loss"] for line in lines(second.path)] == [line["train/loss"] for line in lines(calm.path)]
-    with pytest.raises(UsageError, match="was run with other settings"):
+    with pytest.raises(UsageError, match="has other settings"):
         train(config(sets.replace("1.5", "2"), tmp_path / "runs", "stopped"), Silent())

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.cluster
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A training and an evaluation split."""
     rows = [told(number) for number in range(30)]
     folder = tmp_path_factory.mktemp("kinds-on-ray") / "set"
@@ -29,15 +29,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def on_ray(kind: str, place: Path, storage: Path) -> Config:
+def on_ray(kind: str, prepared: Path, storage: Path) -> Config:
     config = config_of(kind, storage)
-    return config.model_copy(update={"data": Data(train=str(place), workers=1), "cluster": Cluster(workers=1)})
+    return config.model_copy(update={"data": Data(train=str(prepared), workers=1), "cluster": Cluster(workers=1)})
 
 
 @pytest.fixture
-def alone(place: Path, tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, dict]:
+def alone(prepared: Path, tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, dict]:
     """A run of the kind in this process: its folder and final metrics."""
-    sets = PreparedSet.open(str(place), "train"), PreparedSet.open(str(place), "test")
+    sets = PreparedSet.open(str(prepared), "train"), PreparedSet.open(str(prepared), "test")
     folder = tmp_path / "alone"
     return folder, trained(config_of(request.param, tmp_path), sets, folder)["metrics"]
 
@@ -45,10 +45,10 @@ def alone(place: Path, tmp_path: Path, request: pytest.FixtureRequest) -> tuple[
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "alone"), [(kind, kind) for kind in KINDS], indirect=["alone"])
 def test_resume_on_ray_gives_the_same_weights(
-    kind: str, alone: tuple[Path, dict], local_ray: None, place: Path, tmp_path: Path
+    kind: str, alone: tuple[Path, dict], local_ray: None, prepared: Path, tmp_path: Path
 ) -> None:
     folder, metrics = alone
-    config = on_ray(kind, place, tmp_path)
+    config = on_ray(kind, prepared, tmp_path)
     shutil.copytree(folder / "checkpoints" / "step-3", tmp_path / kind / "checkpoints" / "step-3")
     run = train(config, Silent())
     assert (run.result["status"], run.result["steps"], run.result["restarts"]) == ("finished", STEPS, 0)
@@ -62,10 +62,10 @@ def test_resume_on_ray_gives_the_same_weights(
 
 @pytest.mark.parametrize("alone", ["fusion"], indirect=True)
 def test_run_on_ray_equals_run_in_one_process(
-    alone: tuple[Path, dict], local_ray: None, place: Path, tmp_path: Path
+    alone: tuple[Path, dict], local_ray: None, prepared: Path, tmp_path: Path
 ) -> None:
     folder, metrics = alone
-    run = train(on_ray("fusion", place, tmp_path), Silent())
+    run = train(on_ray("fusion", prepared, tmp_path), Silent())
     assert same_weights(ended(run.path), ended(folder))
     scores = evaluate_run(run.path, None, "test", None, None, Silent())
     for found in (run.result["metrics"], metrics):

@@ -1,5 +1,6 @@
 """Supervision of an attempt: hung ranks, the coordinator, deadlines, and polling while Ray Train runs."""
 
+import re
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -40,46 +41,56 @@ def test_stuck_rank_is_the_one_the_others_wait_for(beats, named):
     assert [one.rank for one in stuck_ranks(beats)] == named
 
 
-def test_rank_without_progress_for_the_limit_is_named():
+START = {"limit_s": 10, "start_limit_s": 60}
+
+
+@pytest.mark.parametrize(
+    ("settings", "beats", "times_s", "message"),
+    [
+        # named: the rank for which the other waits in a collective
+        (
+            START | {"first_step": 3},
+            [beat(0, waits=True), beat(1)],
+            (0, 9, 11),
+            r"rank 1 \(process 101, node node1\) is at",
+        ),
+        # data nodes may be preempted and restarted meanwhile
+        (
+            START,
+            [replace(beat(0), waits_for_data=True), beat(1, waits=True)],
+            (0, 20, 59, 61),
+            "rank 0 .* waits for data",
+        ),
+        (START | {"first_step": 7}, [beat(0)], (0, 50, 61), "rank 0"),  # before the first step
+    ],
+)
+def test_rank_without_progress_for_the_limit_is_named(settings, beats, times_s, message):
+    detector = HangDetector(**settings)
+    *before, hang = [detector.check(beats, float(now_s)) for now_s in times_s]
+    assert before == [None] * len(before)
+    assert re.search(message, hang) and hang.count("rank ") == 1
+
+
+def test_progress_resets_the_limit():
     detector = HangDetector(limit_s=10, start_limit_s=60, first_step=3)
-    assert detector.check([beat(0, True), beat(1)], 0.0) is None
-    assert detector.check([beat(0, True), beat(1)], 9.0) is None
-    assert detector.check([beat(0, True, progress=8), beat(1, progress=8)], 11.0) is None
-    hang = detector.check([beat(0, True, progress=8), beat(1, progress=8)], 22.0)
-    assert hang.ranks == (1,) and "rank 1 (process 101, node node1) is at mine.py:1" in hang.message
+    assert detector.check([beat(0), beat(1)], 0.0) is None
+    assert detector.check([beat(0, progress=8), beat(1, progress=8)], 11.0) is None
+    assert detector.check([beat(0, progress=8), beat(1, progress=8)], 22.0) is not None
 
 
 def test_waiting_for_a_rank_that_evaluates_is_no_hang():
     detector = HangDetector(limit_s=10, start_limit_s=10)
     for second in range(60):
-        moving = [beat(0, waits=False, progress=second), beat(1, waits=True), beat(2, waits=True)]
-        assert detector.check(moving, float(second)) is None
-    stands = [beat(0, waits=False, progress=59), beat(1, waits=True), beat(2, waits=True)]
-    assert detector.check(stands, 65.0) is None
-    assert detector.check(stands, 71.0).ranks == (0,)
+        assert detector.check([beat(0, progress=second), beat(1, waits=True)], float(second)) is None
+    idle = [beat(0, progress=59), beat(1, waits=True)]
+    assert detector.check(idle, 65.0) is None
+    assert "rank 0" in detector.check(idle, 71.0)
 
 
 def test_stuck_rank_is_named_while_others_progress():
     detector = HangDetector(limit_s=10, start_limit_s=10)
-    beats = [[beat(0, waits=False), beat(1, waits=False, progress=second)] for second in range(12)]
-    found = [detector.check(each, float(second)) for second, each in enumerate(beats)]
-    assert found[10] is None and 0 in found[11].ranks
-
-
-def test_waiting_for_data_is_a_hang_only_after_the_start_timeout():
-    """Data nodes may be preempted and restarted meanwhile."""
-    detector = HangDetector(limit_s=10, start_limit_s=60)
-    records = [replace(beat(0), waits_for_data=True), beat(1, waits=True)]
-    assert [detector.check(records, second) for second in (0.0, 20.0, 59.0)] == [None] * 3
-    hang = detector.check(records, 61.0)
-    assert hang.ranks == (0,) and "waits for data at mine.py:0" in hang.message
-
-
-def test_start_timeout_applies_before_first_step():
-    detector = HangDetector(limit_s=10, start_limit_s=60, first_step=7)
-    assert detector.check([beat(0)], 0.0) is None
-    assert detector.check([beat(0)], 50.0) is None
-    assert detector.check([beat(0)], 61.0) is not None
+    hangs = [detector.check([beat(0), beat(1, progress=second)], float(second)) for second in range(12)]
+    assert hangs[10] is None and "rank 0" in hangs[11]
 
 
 def test_checkpoint_deadline_allows_twice_its_time():
@@ -101,10 +112,12 @@ def test_bad_rows_of_earlier_attempts_are_read_and_truncated_line_ignored(tmp_pa
 
 def test_heartbeat_has_age_and_ended_rank_is_removed():
     actor = Coordinator(set())
-    assert actor.heartbeat({"rank": 0, "step": 3}) is False
+    assert actor.heartbeat({"rank": 0, "step": 3}) == (False, False)
     actor.heartbeat({"rank": 1, "step": 3})
     actor.request_stacks()
-    assert actor.heartbeat({"rank": 1, "ended": True}) is True
+    assert actor.heartbeat({"rank": 1, "ended": True}) == (False, True)
+    actor.request_stop()
+    assert actor.heartbeat({"rank": 0, "step": 3}) == (True, True)
     news, (beat,) = actor.take()
     assert news == [] and beat["rank"] == 0 and beat["age_s"] >= 0
 
@@ -118,36 +131,27 @@ def test_progress_is_kept_over_attempts_and_last_step_is_not(monkeypatch):
     arguments = Config(), 1, coordinator, reporter, 200
     first = AttemptMonitor(*arguments, first_step=0, progress=progress, autoscaler=None)
     assert (progress.last_step, progress.logged) == (0, False)
-    first._read_news()
+    first.read_news()
     assert (progress.last_step, progress.logged) == (120, True)
     second = AttemptMonitor(*arguments, first_step=20, progress=progress, autoscaler=None)
     assert (progress.last_step, progress.logged, progress.step_s) == (20, True, 0.5)
     news[0]["step"] = 40
-    second._read_news()
+    second.read_news()
     assert progress.last_step == 40
 
 
-def test_last_poll_comes_after_the_end():
-    done, seen = [], []
+def test_error_of_thread_is_raised_after_a_last_poll():
+    ended, seen = [], []
 
     def call():
         assert threading.current_thread() is not threading.main_thread()
-        done.append("all")
-        return 7
-
-    assert run_in_thread(call, lambda: seen.append(list(done))) == 7
-    assert seen[-1] == ["all"]
-
-
-def test_error_of_thread_is_raised_after_last_poll():
-    seen = []
-
-    def call():
+        ended.append("ended")
         raise SystemExit("gone")
 
     with pytest.raises(SystemExit, match="gone"):
-        run_in_thread(call, lambda: seen.append(1))
-    assert seen
+        run_in_thread(call, lambda: seen.append(list(ended)))
+    assert seen[-1] == ["ended"]
+    assert run_in_thread(lambda: 7, lambda: None) == 7
 
 
 def test_error_of_poll_is_raised_at_once():

@@ -1,30 +1,41 @@
-"""Decisions after a failed attempt, as pure functions."""
+"""Classification of a failed attempt and the decision that follows, as pure functions."""
 
 import pickle
+from types import SimpleNamespace
 
 import pytest
+import ray.exceptions
+import ray.train
+from ray.train.v2._internal.exceptions import (
+    WorkerGroupStartupTimeoutError,
+    WorkerHealthCheckFailedError,
+    WorkerHealthCheckTimeoutError,
+)
 
-from mmray.errors import DataError, OutOfMemoryError, TrainingError
-from mmray.train.supervisor import Fail, Failure, ReduceMicroBatch, Restart, count_failures, decide_recovery
+from mmray.engine.batch import BatchShape
+from mmray.errors import DataError, OutOfMemoryError, ResourceError, TrainingError
+from mmray.train.recovery import Failure, Restart, classify_failure, count_failures, decide_recovery
 
 LOST = Failure("lost", RuntimeError("worker died"), step=7)
 
 
-def raised(error, step=7):
-    return Failure("raised", error, step)
+def raised(error, step=7, logged=True):
+    return Failure("raised", error, step, logged)
 
 
 def test_lost_worker_is_retried_up_to_max_failures():
     assert isinstance(decide_recovery(LOST, None, 1, 2), Restart)
     assert isinstance(decide_recovery(LOST, LOST, 2, 2), Restart)
-    verdict = decide_recovery(LOST, LOST, 3, 2)
-    assert isinstance(verdict, Fail) and "cluster.max_failures 2" in str(verdict.error)
+    error = decide_recovery(LOST, LOST, 3, 2)
+    assert isinstance(error, TrainingError) and "cluster.max_failures 2" in str(error)
+    late = Failure("lost", ResourceError("the training workers did not start"), 0)
+    assert decide_recovery(late, None, 4, 3).exit_code == 4
 
 
 @pytest.mark.parametrize("kind", ["lost", "hung", "preempted"])
 def test_lost_hung_and_preempted_restart(kind):
-    verdict = decide_recovery(Failure(kind, TrainingError("a node went"), 7), None, 1, 3)
-    assert verdict == Restart(f"{kind} after step 7: TrainingError: a node went")
+    decision = decide_recovery(Failure(kind, TrainingError("a node went"), 7), None, 1, 3)
+    assert decision == Restart(f"{kind} after step 7: TrainingError: a node went")
 
 
 def test_repeated_user_error_is_raised_with_its_traceback():
@@ -33,45 +44,108 @@ def test_repeated_user_error_is_raised_with_its_traceback():
     error = KeyError("label")
     error.add_note('Traceback (most recent call last):\n  File "mine.py", line 3, in on_step\n')
     again = decide_recovery(raised(error), first, 2, 3)
-    assert isinstance(again, Fail) and "KeyError: 'label'" in str(again.error)
-    assert str(again.error).startswith("Traceback") and 'File "mine.py", line 3' in str(again.error)
-    assert again.error.__cause__ is error
+    assert isinstance(again, TrainingError) and "KeyError: 'label'" in str(again)
+    assert str(again).startswith("Traceback") and 'File "mine.py", line 3' in str(again)
+    assert again.__cause__ is error
     assert isinstance(decide_recovery(raised(KeyError("label"), 9), first, 2, 3), Restart)
 
 
 def test_error_before_first_step_is_raised():
-    error = ValueError("shape")
-    verdict = decide_recovery(Failure("raised", error, step=0, logged=False), None, 1, 3)
-    assert isinstance(verdict, Fail) and "before the first logged step" in str(verdict.error)
-    assert isinstance(
-        decide_recovery(Failure("raised", error, step=0), None, 1, 3), Restart
-    )  # an earlier attempt logged a step
+    error = decide_recovery(raised(ValueError("shape"), step=0, logged=False), None, 1, 3)
+    assert isinstance(error, TrainingError) and "before the first logged step" in str(error)
+    assert isinstance(decide_recovery(raised(ValueError("shape"), step=0), None, 1, 3), Restart)
 
 
 @pytest.mark.parametrize("error", [DataError("17 bad rows"), TrainingError("NaN")])
 def test_mmray_errors_are_final(error):
-    verdict = decide_recovery(raised(error), None, 1, 3)
-    assert isinstance(verdict, Fail) and verdict.error is error
+    assert decide_recovery(raised(error), None, 1, 3) is error
 
 
 def test_oom_restarts_with_smaller_micro_batches():
-    shrink = decide_recovery(Failure("raised", OutOfMemoryError("out of memory", 8), step=0), None, 9, 0)
-    assert shrink == ReduceMicroBatch(8, "out of memory")
-    last = decide_recovery(Failure("raised", OutOfMemoryError("a single row is too many"), step=7), None, 1, 3)
-    assert isinstance(last, Fail) and last.error.exit_code == 3
-    again = pickle.loads(pickle.dumps(OutOfMemoryError("out of memory", 8)))  # as it comes from a worker
+    error = OutOfMemoryError("out of memory", 8)
+    assert decide_recovery(raised(error, step=0), None, 9, 0) == Restart("out of memory", 8)
+    assert decide_recovery(raised(OutOfMemoryError("a single row is too many")), None, 1, 3).exit_code == 3
+    again = pickle.loads(pickle.dumps(error))  # as it comes from a worker
     assert (str(again), again.micro) == ("out of memory", 8)
 
 
 def test_failures_are_counted_since_last_checkpoint():
     failures, attempts = 0, 0
-    while not isinstance(decide_recovery(LOST, LOST, failures, 3), Fail):
+    while isinstance(decide_recovery(LOST, LOST, failures, 3), Restart):
         failures, attempts = count_failures(failures, "lost", progressed=False), attempts + 1
     assert attempts == 4
     assert count_failures(3, "lost", progressed=True) == 1
     assert count_failures(3, "hung", progressed=False) == 4
+    assert count_failures(2, "preempted", progressed=False) == 2  # no failure
 
 
-def test_preemptions_are_not_failures():
-    assert count_failures(2, "preempted", progressed=False) == 2
-    assert isinstance(decide_recovery(Failure("preempted", TrainingError("gone"), 7), None, 3, 3), Restart)
+def failure_from(error, micro=0, logged=0, least=2):
+    """Classify an error of Ray Train in a run of 16 rows per step, micro-batches of 4, two workers."""
+    monitor = SimpleNamespace(
+        hang=None,
+        preempted=False,
+        stop_reason=None,
+        progress=SimpleNamespace(last_step=0, logged=False, micro=logged),
+        world=2,
+        config=SimpleNamespace(cluster=SimpleNamespace(min_workers=least)),
+    )
+    return classify_failure(error, monitor, SimpleNamespace(micro=micro, shape=BatchShape(16, 4, 2, 2)))
+
+
+def failure_of(*errors, **settings):
+    """Classify these errors of the workers."""
+    return failure_from(ray.train.WorkerGroupError("failed", dict(enumerate(errors))), **settings)
+
+
+def test_start_timeout_of_elastic_group_restarts_with_fewer_workers(monkeypatch):
+    """Another run took the resources after they were counted."""
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "600")
+    late = ray.train.ControllerError(WorkerGroupStartupTimeoutError(2))
+    assert isinstance(decide_recovery(failure_from(late, least=1), None, 1, 3), Restart)
+    assert "start_timeout_s" in str(decide_recovery(failure_from(late, least=2), None, 1, 3))
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(f"{GLOO} recv operation to complete"),
+        RuntimeError(f"{GLOO} send operation to complete"),
+        RuntimeError("wait timeout after 1000ms, keys: /0//1//cpu//0/1"),
+        RuntimeError("[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, OpType=ALLREDUCE)"),
+        WorkerHealthCheckFailedError("A worker health check failed.", ray.exceptions.ActorDiedError()),
+        WorkerHealthCheckTimeoutError("A worker health check timed out."),
+    ],
+)
+def test_broken_collective_is_retried_even_before_first_step(error):
+    """Loading a model may take longer than a collective waits; a worker may die meanwhile."""
+    failure = failure_of(error)
+    assert failure.kind == "lost"
+    assert isinstance(decide_recovery(failure, None, 1, 3), Restart)
+    assert failure_of(ValueError("a bug"), error).kind == "raised"
+
+
+def test_host_oom_restarts_with_smaller_micro_batches():
+    killed = WorkerHealthCheckFailedError("A check failed.", ray.exceptions.OutOfMemoryError("1 worker(s) killed\n..."))
+    peer = RuntimeError("Connection closed by peer")
+    decision = decide_recovery(failure_of(killed, peer), None, 1, 3)
+    assert decision.micro == 2
+    assert "a node ran out of memory with micro-batches of 4 rows (1 worker(s) killed)" in decision.reason
+    assert decide_recovery(failure_of(killed, peer, logged=2), None, 1, 3).micro == 1
+    alone = failure_of(killed, peer, micro=1)
+    assert isinstance(alone.error, OutOfMemoryError)
+    assert decide_recovery(alone, None, 1, 3).micro == 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        RuntimeError("NCCL communicator was aborted"),
+        TrainingError("one synthetic micro-batch did not pass the model: what?"),  # in a memory probe with `fsdp`
+    ],
+)
+def test_oom_of_one_rank_outweighs_errors_of_others(other):
+    oom = OutOfMemoryError("NCCL error in: ncclUnhandledCudaError: out of memory", 2)
+    assert decide_recovery(failure_of(other, oom), None, 1, 3) == Restart(str(oom), 2)

@@ -15,7 +15,7 @@ from mmray.data.store.prepared_set import PreparedSet
 from mmray.engine.bad_samples import quarantine_bad_rows
 from mmray.errors import DataError, UsageError
 from mmray.storage.storage import Storage
-from mmray.train.validate import with_region_labels
+from mmray.train.resolve import with_region_labels
 from tests.made import make_set, row
 
 MODEL = Fusion(inputs=Inputs(max_boxes=4), regions=True)

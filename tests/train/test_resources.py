@@ -1,4 +1,4 @@
-"""Resources that a run requests from Ray: decode actors within cores and memory, and the process group of workers."""
+"""Resources that a run requests from Ray: devices, decode actors, and the process group of the workers."""
 
 from datetime import timedelta
 from types import SimpleNamespace
@@ -7,77 +7,123 @@ import pytest
 import torch.distributed as dist
 from ray.train.torch import config as ray_torch
 
-from mmray.cluster.capacity import Node
-from mmray.cluster.connect import num_decode_actors
-from mmray.config import Cluster, Config, Data
+from mmray.cluster import ray_internals
+from mmray.cluster.capacity import Node, Pool
+from mmray.cluster.placement import ROLE
+from mmray.config import Cluster, Config, Data, Train
+from mmray.config.recipes import RECIPES
+from mmray.errors import ResourceError
 from mmray.train import resources
-from mmray.train.resources import num_data_actors, scaling_config, torch_config
+from mmray.train.resources import check_capacity, num_data_actors, resource_demand, torch_trainer
 
-
-@pytest.mark.parametrize(
-    ("cpus", "taken", "memory_gib", "block_mb", "actors"),
-    [
-        (16, 2, 1000.0, 24.0, 14),  # limited by cores
-        (16, 2, 8.0, 128.0, 4),  # 1 GiB per actor (0.5 GiB and four blocks), within half of the memory
-        (16, 2, 8.0, 512.0, 1),
-        (16, 2, float("inf"), 512.0, 14),  # Ray reports no memory
-        (2, 2, 1000.0, 24.0, 1),  # workers use all cores of a laptop and share them
-        (16, 2, 0.1, 24.0, 1),
-    ],
-)
-def test_decode_actors_are_limited_by_cores_and_memory(cpus, taken, memory_gib, block_mb, actors):
-    assert num_decode_actors(cpus, taken, memory_gib, block_mb) == actors
+GIB = 2.0**30
+LAPTOP = Node({"CPU": 12.0, "GPU": 2.0, "memory": 64 * GIB}, {"ray.io/node-id": "a"})
+HEAD = Node({"CPU": 4.0, ray_internals.HEAD_RESOURCE: 1.0}, {"ray.io/node-id": "h"})
+GPU_NODE = Node({"CPU": 8.0, "GPU": 4.0, "memory": 64 * GIB}, {"ray.io/node-id": "g"})
+CPU_NODE = Node({"CPU": 16.0, "memory": 64 * GIB}, {"ray.io/node-id": "c"})
+POOLS = [Pool("cpu", {"CPU": 16.0}, 8), Pool("gpu", {"CPU": 8.0, "GPU": 1.0}, 4)]
 
 
 @pytest.fixture
-def here(monkeypatch):
-    """One node with 12 CPUs and 2 GPUs in Ray, on a machine of 8 cores with 20 GiB free."""
-    counted = {"CPU": 12.0, "GPU": 2.0}
-    monkeypatch.setattr(resources.placement, "alive_nodes", lambda: [Node(counted)])
-    monkeypatch.setattr(resources.placement, "autoscaling_pools", list)
-    monkeypatch.setattr(resources.ray, "cluster_resources", lambda: counted)
+def cluster(monkeypatch):
+    """cluster(nodes, pools): a cluster of these nodes; the driver's machine has 8 cores and 20 GiB free."""
+
+    def of(nodes, pools=()):
+        monkeypatch.setattr(resources.placement, "alive_nodes", lambda: nodes)
+        monkeypatch.setattr(resources.placement, "autoscaling_pools", lambda: list(pools))
+
     monkeypatch.setattr(resources, "cores", lambda: 8)
-    monkeypatch.setattr(resources, "free_memory", lambda: 20 * 2**30)
+    monkeypatch.setattr(resources, "free_memory", lambda: 20 * GIB)
+    of([LAPTOP])
+    return of
 
 
 @pytest.mark.parametrize(
     ("workers", "data", "actors"),
     [
         (2, Data(), 6),  # limited by real cores, not by Ray's CPUs
-        (2, Data(block_mb=512), 4),  # 2.5 GiB each, of 10
+        (2, Data(block_mb=512), 4),  # 2.5 GiB each (0.5 and four blocks), within half of the memory
         ("2-8", Data(), 1),
         (2, Data(workers=11), 11),  # an explicit number is kept
     ],
 )
-def test_decode_actors_on_one_node_use_real_cores_and_free_memory(here, workers, data, actors):
+def test_decode_actors_on_one_node_use_real_cores_and_free_memory(cluster, workers, data, actors):
     assert num_data_actors(Config(cluster=Cluster(workers=workers), data=data)) == actors
 
 
-class Two(SimpleNamespace):
-    """A group of two workers."""
+@pytest.mark.parametrize(
+    ("nodes", "pools", "settings", "actors"),
+    [
+        ([HEAD, GPU_NODE, CPU_NODE], [], {}, 19),  # 16 and the head's 4, and one for the feed
+        ([HEAD, CPU_NODE], [], {"cpus_per_worker": 2.0}, 11),  # workers take 8 of 20
+        ([Node({"CPU": 0.0}, {ROLE: "head"})], POOLS, {}, 15),  # one node of the CPU pool
+    ],
+)
+def test_decode_actors_fill_data_nodes(cluster, nodes, pools, settings, actors):
+    cluster(nodes, pools)
+    assert num_data_actors(Config(cluster=Cluster(workers=4, **settings))) == actors
 
+
+@pytest.mark.parametrize(
+    ("nodes", "settings", "gpus"),
+    [
+        ([LAPTOP], RECIPES["sample"]().cluster.model_dump(), 1),
+        ([CPU_NODE], RECIPES["sample"]().cluster.model_dump(), 0),
+        ([LAPTOP], {"accelerator": "cpu"}, 0),
+        ([CPU_NODE], {"accelerator": "gpu"}, 1),
+    ],
+)
+def test_workers_have_gpus_if_the_cluster_has_any(cluster, nodes, settings, gpus):
+    cluster(nodes)
+    assert resource_demand(Config(cluster=Cluster(**settings))).per_worker.get("GPU", 0) == gpus
+
+
+@pytest.mark.parametrize(
+    ("nodes", "workers", "parallel", "message"),
+    [
+        ([HEAD, GPU_NODE], 8, "ddp", r"8 training workers of 1 CPU and 1 GPU.*--cluster\.workers 4 would fit.*cpu"),
+        ([HEAD, GPU_NODE], "3-4", "branches", r"3 training workers of 1 CPU and 2 GPU.*--cluster\.workers 2 would"),
+    ],
+)
+def test_too_few_gpus_are_an_error(cluster, nodes, workers, parallel, message):
+    """Otherwise they would be idle unnoticed."""
+    cluster(nodes)
+
+    def check(**settings):
+        check_capacity(Config(cluster=Cluster(workers=workers, **settings), train=Train(parallel=parallel)))
+
+    with pytest.raises(ResourceError, match=message):
+        check()
+    check(accelerator="cpu")
+    check(wait_for_nodes=True)
+
+
+class TwoWorkers(SimpleNamespace):
     def __len__(self):
         return 2
 
 
 @pytest.mark.parametrize(("accelerator", "backend"), [("gpu", "nccl"), ("auto", "nccl"), ("cpu", "gloo")])
 @pytest.mark.parametrize(("settings", "seconds"), [({}, 300), ({"hang_timeout_s": 400.3}, 601)])
-def test_process_group_uses_nccl_or_gloo_with_timeout(here, monkeypatch, accelerator, backend, settings, seconds):
+def test_process_group_uses_nccl_or_gloo_with_timeout(
+    cluster, tmp_path, monkeypatch, accelerator, backend, settings, seconds
+):
     """Arguments that reach init_process_group from our TorchConfig through Ray."""
     config = Config(cluster=Cluster(workers=2, accelerator=accelerator, **settings))
-    ranks, made = [], []
-    group = Two(
-        get_resources_per_worker=lambda: scaling_config(config).resources_per_worker,
+    monkeypatch.setenv(ray_internals.START_TIMEOUT_VARIABLE, "")  # restored after the test
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # otherwise Ray sets it permanently
+    trainer = torch_trainer(lambda: None, config, tmp_path)
+    calls, groups = [], []
+    workers = TwoWorkers(
+        get_resources_per_worker=lambda: trainer.scaling_config.resources_per_worker,
         execute=lambda *_, **__: None,
         execute_single=lambda *_: ("127.0.0.1", 1),
-        execute_single_async=lambda _, call, **given: ranks.append((call, given)),
+        execute_single_async=lambda _, call, **arguments: calls.append((call, arguments)),
     )
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # otherwise Ray sets it permanently
     monkeypatch.setattr(ray_torch.ray, "get", lambda _: None)
-    monkeypatch.setattr(dist, "init_process_group", lambda **given: made.append(given))
-    ours = torch_config(config)
-    ours.backend_cls().on_start(group, ours)
-    for call, given in ranks:
-        call(**given)
-    assert [each["rank"] for each in made] == [0, 1]
-    assert all(each["backend"] == backend and each["timeout"] == timedelta(seconds=seconds) for each in made)
+    monkeypatch.setattr(dist, "init_process_group", lambda **arguments: groups.append(arguments))
+    trainer.backend_config.backend_cls().on_start(workers, trainer.backend_config)
+    for call, arguments in calls:
+        call(**arguments)
+    assert [each["rank"] for each in groups] == [0, 1]
+    assert all(each["backend"] == backend and each["timeout"] == timedelta(seconds=seconds) for each in groups)

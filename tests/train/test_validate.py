@@ -3,8 +3,7 @@
 import pytest
 
 from mmray.config import recipes
-from mmray.errors import UsageError
-from mmray.train.validate import unsupported_reasons, validate
+from mmray.train.validate import unsupported_reasons
 
 
 def config(recipe="sample", workers=1, **sections):
@@ -22,13 +21,13 @@ def config(recipe="sample", workers=1, **sections):
         ({"workers": 2, "train": {"parallel": "fsdp", "precision": "fp16"}}, "set --train.precision bf16"),
         (
             {"workers": 2, "train": {"parallel": "fsdp", "channels_last": True}},
-            "or --train.channels_last F",
+            "set --train.channels_last False",
         ),
         (
             {"workers": 2, "train": {"parallel": "fsdp", "grad_compression": "bf16"}},
             "train.grad_compression bf16 needs `ddp`",
         ),
-        ({"train": {"parallel": "branches"}, "model": {"kind": "my.package:Mine"}}, "needs two branches"),
+        ({"train": {"parallel": "branches"}, "model": {"kind": "my.package:Mine"}}, "has not two branches"),
         ({"batch": {"micro": "auto"}, "model": {"batch_norm": "synced"}}, "set --batch.micro"),
         (
             {"recipe": "llava", "workers": 2, "evaluate": {"classes": ("cat", "dog")}},
@@ -36,7 +35,7 @@ def config(recipe="sample", workers=1, **sections):
         ),
         ({"objective": {"kind": "region_text"}}, "for model.kind `fusion`, not `two_tower`"),
         ({"recipe": "fusion", "objective": {"kind": "matching + region_text"}}, "set --model.regions True"),
-        ({"recipe": "fusion", "model": {"regions": True}}, r"add `\+ region_text` to --objective.kind"),
+        ({"recipe": "fusion", "model": {"regions": True}}, "add `+ region_text` to --objective.kind"),
         (
             {"recipe": "fusion", "model": {"regions": True}, "objective": {"kind": "matching + region_text"}},
             "set --model.inputs.max-boxes",
@@ -45,8 +44,7 @@ def config(recipe="sample", workers=1, **sections):
     ],
 )
 def test_unsupported_settings_are_refused(given, message):
-    with pytest.raises(UsageError, match=message):
-        validate(config(**given))
+    assert message in "\n".join(unsupported_reasons(config(**given)))
 
 
 def test_batch_norm_and_branches():
@@ -63,4 +61,4 @@ def test_all_recipes_support_clipping_per_branch(recipe):
 @pytest.mark.parametrize(("parallel", "workers"), [("ddp", 1), ("ddp", 4), ("fsdp", 2), ("branches", 1), ("single", 1)])
 @pytest.mark.parametrize("micro", [8, "auto"])
 def test_supported_settings_pass(parallel, workers, micro):
-    validate(config(workers=workers, train={"parallel": parallel}, batch={"micro": micro}))
+    assert unsupported_reasons(config(workers=workers, train={"parallel": parallel}, batch={"micro": micro})) == []

@@ -1,0 +1,151 @@
+"""Why an attempt failed, and what follows. Values and pure functions."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+import ray.exceptions
+import ray.train
+
+from mmray.cluster import ray_internals
+from mmray.engine.batch import smaller_micro
+from mmray.errors import MmrayError, OutOfMemoryError, ResourceError, StorageError, TrainingError
+from mmray.train.monitor import AttemptMonitor
+from mmray.train.resolve import ResolvedRun
+
+# Errors of collectives that broke or timed out: gloo's, NCCL's, and those of the store through which ranks connect.
+COLLECTIVE_ERRORS = re.compile(
+    "Connection (closed|reset) by peer|Broken pipe|Connection timed out|No route to host|NCCL|Socket Timeout"
+    "|(recv|send) operation to complete|wait timeout after"
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Cause of a failed attempt.
+
+    Kinds: `lost`: a worker, node or connection was lost; `hung`: a rank made no progress and the group was killed;
+    `preempted`: a node was drained; `raised`: code raised an error.
+    """
+
+    kind: str
+    error: BaseException
+    step: int  # last logged step; the first step of an attempt that has logged none
+    logged: bool = True  # this attempt or an earlier one logged a step
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Restart from the latest valid checkpoint with as many workers as fit."""
+
+    reason: str
+    micro: int = 0  # rows of a micro-batch from now on; 0: unchanged
+
+
+def count_failures(failures: int, kind: str, progressed: bool) -> int:
+    """Consecutive failures without a new checkpoint, including this one; `failures` before it.
+
+    A preemption is no failure. Occasional failures between checkpoints do not add up, so a long run survives them.
+    """
+    return (0 if progressed else failures) + (kind != "preempted")
+
+
+def decide_recovery(failure: Failure, before: Failure | None, failures: int, max_failures: int) -> Restart | MmrayError:
+    """Return a restart, or the error that ends the run.
+
+    `before` is the failure of the previous attempt, `failures` the result of `count_failures`.
+    """
+    error = failure.error
+    if isinstance(error, OutOfMemoryError) and error.micro:
+        return Restart(str(error), error.micro)
+    if isinstance(error, MmrayError) and failure.kind == "raised":
+        return error
+    message = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+    repeated = (
+        before is not None
+        and failure.kind == before.kind == "raised"
+        and (type(error), str(error), failure.step) == (type(before.error), str(before.error), before.step)
+    )
+    if repeated:
+        return _final_error(f"the same error occurred again after step {failure.step}: {message}", error)
+    if failure.kind == "raised" and not failure.logged:
+        return _final_error(f"failed before the first logged step: {message}", error)
+    if failures > max_failures:
+        if isinstance(error, ResourceError):
+            return error  # has its exit code and names the fix
+        count = f"{failures} failures without a new checkpoint (cluster.max_failures {max_failures})"
+        return _final_error(f"{count}; the last: {message}", error)
+    return Restart(f"{failure.kind} after step {failure.step}: {message.splitlines()[0]}")
+
+
+def _final_error(message: str, cause: BaseException) -> TrainingError:
+    """Return a TrainingError with the worker's traceback, which is in a note of `cause`."""
+    traceback = "".join(f"{note.rstrip()}\n" for note in getattr(cause, "__notes__", ()))
+    error = TrainingError(f"{traceback}{message}")
+    error.__cause__ = cause
+    return error
+
+
+def classify_failure(error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun) -> Failure:
+    """Return the cause of a failed attempt: from the monitor, otherwise from Ray's error."""
+    kind, cause = _find_cause(error, monitor, resolved)
+    return Failure(kind, cause, monitor.progress.last_step, monitor.progress.logged)
+
+
+def _find_cause(error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun) -> tuple[str, BaseException]:
+    if monitor.hang is not None:
+        return "hung", TrainingError(monitor.hang)
+    if isinstance(error, MmrayError):
+        return "raised", error
+    if ray_internals.is_preemption(error):
+        return "preempted", TrainingError("a node was preempted")
+    if (late := start_timeout_error(error)) is not None:
+        # An elastic run retries with fewer workers: resources were taken, or a node was lost.
+        return "lost" if monitor.world > monitor.config.cluster.min_workers else "raised", late
+    if not isinstance(error, ray.train.WorkerGroupError):
+        return "lost", TrainingError(f"Ray Train failed: {error}")
+    failures = [getattr(each, "health_check_failure", each) for each in error.worker_failures.values()]
+    raised = [each for each in failures if not _is_worker_lost(each)]
+    killed = next((each for each in failures if isinstance(each, ray.exceptions.OutOfMemoryError)), None)
+    if killed is not None and not raised:
+        return "lost", _host_oom_error(killed, monitor, resolved)
+    # Errors of mmray first, and of these a lack of memory: the other ranks' errors only follow from it.
+    own = [each for each in raised if isinstance(each, MmrayError)]
+    own.sort(key=lambda each: not isinstance(each, OutOfMemoryError))
+    cause = next(iter([*own, *raised, *failures]), error)
+    if isinstance(cause, StorageError) and monitor.stop_reason in ("resize", "preempted"):
+        return "lost", cause  # only the checkpoint before the resize failed: restart from the previous one
+    if raised:
+        return "raised", cause
+    return "preempted" if monitor.preempted else "lost", cause
+
+
+def _is_worker_lost(error: BaseException) -> bool:
+    """Return whether a worker was lost; peers of a dead or slow rank only report a broken collective."""
+    if isinstance(error, MmrayError):
+        return False  # it may quote NCCL running out of memory
+    lost = isinstance(error, ray.exceptions.RayError) or ray_internals.is_health_check_timeout(error)
+    return lost or COLLECTIVE_ERRORS.search(str(error)) is not None
+
+
+def _host_oom_error(error: BaseException, monitor: AttemptMonitor, resolved: ResolvedRun) -> OutOfMemoryError:
+    """Ray's memory monitor killed a worker: its node, not a device, was out of memory."""
+    share = -(-resolved.shape.global_rows // monitor.world)
+    micro = min(rows for rows in (monitor.progress.micro, resolved.micro, resolved.shape.micro, share) if rows)
+    less = smaller_micro(micro)
+    what = f"a node ran out of memory with micro-batches of {micro} rows ({str(error).splitlines()[0]})"
+    fix = f"Retrying with micro-batches of {less}" if less else "Check what else uses memory on that node"
+    return OutOfMemoryError(f"{what}. {fix}", less)
+
+
+def start_timeout_error(error: BaseException) -> ResourceError | None:
+    """Return the error to raise if Ray Train's error is the start timeout; None for any other."""
+    if not ray_internals.is_start_timeout(error):
+        return None
+    waited_s = float(os.environ[ray_internals.START_TIMEOUT_VARIABLE])
+    return ResourceError(
+        f"the training workers did not start within {waited_s:g} s (cluster.start_timeout_s): their nodes are in use "
+        "or did not start. Check `ray status` on the head, and rerun the same command to resume"
+    )
