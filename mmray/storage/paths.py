@@ -12,12 +12,13 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pyarrow as pa
 from pyarrow import fs
 
 from mmray.storage.storage import Storage, with_retries
@@ -102,42 +103,25 @@ class RemotePath:
         return self.read_bytes().decode(encoding, errors)
 
     def write_bytes(self, data: bytes) -> None:
-        """Write the object; an existing one is replaced."""
         with_retries(lambda: self.storage.write(self.relative, data))
 
     def write_text(self, text: str, encoding: str = "utf-8") -> None:
         self.write_bytes(text.encode(encoding))
 
-    # Streams instead of pyarrow's copy_files, which drops the error of an object's last request (pyarrow 26), and
-    # instead of the store's own copy, which S3 limits to 5 GB.
-
     def download(self, file: Path) -> None:
         """Copy the object to a local file."""
-
-        def copy() -> None:
-            with self.storage.filesystem[0].open_input_stream(self.key) as source, file.open("wb") as target:
-                shutil.copyfileobj(source, target, CHUNK_BYTES)
-
-        with_retries(copy)
+        _copy(self._open_input, lambda: file.open("wb"))
 
     def upload(self, file: Path) -> None:
         """Write the object from a local file."""
-
-        def copy() -> None:
-            with file.open("rb") as source, self.storage.open_output(self.relative) as target:
-                shutil.copyfileobj(source, target, CHUNK_BYTES)
-
-        with_retries(copy)
+        _copy(lambda: file.open("rb"), lambda: self.storage.open_output(self.relative))
 
     def copy(self, other: RemotePath) -> None:
         """Write another object with the same bytes."""
+        _copy(self._open_input, lambda: other.storage.open_output(other.relative))
 
-        def copy() -> None:
-            system = self.storage.filesystem[0]
-            with system.open_input_stream(self.key) as source, other.storage.open_output(other.relative) as target:
-                shutil.copyfileobj(source, target, CHUNK_BYTES)
-
-        with_retries(copy)
+    def _open_input(self) -> pa.NativeFile:
+        return self.storage.filesystem[0].open_input_stream(self.key)
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
         """Do nothing, because stores have no folders."""
@@ -151,6 +135,18 @@ class RemotePath:
 
     def _info(self) -> fs.FileInfo:
         return with_retries(lambda: self.storage.filesystem[0].get_file_info(self.key))
+
+
+def _copy(open_source: Callable[[], Any], open_target: Callable[[], Any]) -> None:
+    """Copy with retries, through streams: pyarrow's copy_files drops the error of an object's last request, and S3
+    limits its own copies to 5 GB.
+    """
+
+    def copy() -> None:
+        with open_source() as source, open_target() as target:
+            shutil.copyfileobj(source, target, CHUNK_BYTES)
+
+    with_retries(copy)
 
 
 AnyPath = Path | RemotePath
@@ -267,29 +263,24 @@ def _parts(path: RemotePath) -> RemotePath:
 def temp_dir() -> Iterator[Path]:
     """Yield a local folder that is deleted after the block, or by a later process if this one is killed."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    with _locked(folder):
+        for old in folder.parent.glob(f"{PREFIX}*"):  # of killed processes; a live one holds the lock of its folder
+            with suppress(OSError):  # locked, owned by another user, or just deleted
+                if time.time() - old.stat().st_mtime > STALE_AFTER_S:
+                    with _locked(old):
+                        shutil.rmtree(old, ignore_errors=True)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder. Raises OSError if another process holds it."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        _remove_stale(folder)
-        yield folder
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
     finally:
         os.close(handle)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_stale(own: Path) -> None:
-    """Delete old temporary folders of killed processes; a live process holds the lock of its folder."""
-    for old in own.parent.glob(f"{PREFIX}*"):
-        try:
-            if time.time() - old.stat().st_mtime < STALE_AFTER_S:
-                continue
-            handle = os.open(old, os.O_RDONLY)
-        except OSError:
-            continue  # owned by another user, or just deleted
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(old, ignore_errors=True)
-        except BlockingIOError:
-            continue
-        finally:
-            os.close(handle)

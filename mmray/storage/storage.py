@@ -30,11 +30,8 @@ SCHEMES = ("file", "s3", "gs", "gcs", "abfs", "abfss", "hdfs")
 TEMP_SUFFIX = ".unfinished"
 ATTEMPTS, MAX_WAIT_S = 5, 20.0
 PERMANENT_ERRORS = (  # S3 errors that a retry does not fix
-    "ACCESS_DENIED",
-    "INVALID_ACCESS_KEY_ID",
-    "INVALID_CLIENT_TOKEN_ID",
-    "NO_SUCH_BUCKET",
-    "SIGNATURE_DOES_NOT_MATCH",
+    *("ACCESS_DENIED", "INVALID_ACCESS_KEY_ID", "INVALID_CLIENT_TOKEN_ID"),
+    *("NO_SUCH_BUCKET", "SIGNATURE_DOES_NOT_MATCH"),
 )
 MAX_GAP_BYTES = 1 << 20  # about as much as a store sends during the latency of one request
 MAX_REQUEST_BYTES = 16 << 20
@@ -212,19 +209,13 @@ def _walk(folder: str, prefix: str, above: tuple[str, ...] = ()) -> Iterator[str
 
 def with_retries(call: Callable[[], T]) -> T:
     """Return the result of `call`, retried with exponential backoff on transient errors. Raises the last error."""
-    retrying = Retrying(
-        retry=retry_if_exception(_is_transient),
-        stop=stop_after_attempt(ATTEMPTS),
-        wait=wait_random_exponential(multiplier=0.5, max=MAX_WAIT_S),
-        reraise=True,
-    )
-    return retrying(call)
 
+    def is_transient(error: BaseException) -> bool:
+        permanent = isinstance(error, FileNotFoundError | PermissionError)
+        return isinstance(error, OSError) and not permanent and not any(text in str(error) for text in PERMANENT_ERRORS)
 
-def _is_transient(error: BaseException) -> bool:
-    if not isinstance(error, OSError) or isinstance(error, FileNotFoundError | PermissionError):
-        return False
-    return not any(answer in str(error) for answer in PERMANENT_ERRORS)
+    stop, wait = stop_after_attempt(ATTEMPTS), wait_random_exponential(multiplier=0.5, max=MAX_WAIT_S)
+    return Retrying(retry=retry_if_exception(is_transient), stop=stop, wait=wait, reraise=True)(call)
 
 
 def parallel_map(call: Callable[[T], Any], items: Iterable[T]) -> None:

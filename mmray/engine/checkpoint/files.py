@@ -19,7 +19,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,15 @@ def latest_valid(folder: AnyPath, log: Callable[[str], None] | None = None, quar
         fault = verify(path)
         if fault is None:
             return path
-        moved = ""
         if quarantine and (path / SUMS).exists():
-            moved = f"; it is renamed to {_quarantine(path).name}"
+            target = path.with_name(f"{path.name}.damaged")  # an older damaged one of the same step is replaced
+            try:
+                move_tree(path, target)
+            except OSError as error:
+                raise StorageError(f"cannot rename the damaged checkpoint {path}: {error.strerror or error}") from error
+            fault += f"; it is renamed to {target.name}"
         if log is not None:
-            log(f"ignored checkpoint {path}: {fault}{moved}")
+            log(f"ignored checkpoint {path}: {fault}")
     return None
 
 
@@ -78,11 +82,11 @@ def best(folder: AnyPath, metric: str) -> AnyPath | None:
 
 def best_score(folder: AnyPath, metric: str) -> dict[str, Any] | None:
     """Step of the best checkpoint, the metric without `evaluate/`, and its score, for result.json; None without one."""
-    found = best(folder, metric)
-    if found is None:
+    path = best(folder, metric)
+    if path is None:
         return None
-    score = load_meta(found)["metrics"][metric]
-    return {"step": step_of(found), "metric": metric.removeprefix("evaluate/"), "score": score}
+    score = load_meta(path)["metrics"][metric]
+    return {"step": step_of(path), "metric": metric.removeprefix("evaluate/"), "score": score}
 
 
 def prune(folder: AnyPath, keep: int, metric: str | None = None) -> list[AnyPath]:
@@ -105,23 +109,20 @@ def prune(folder: AnyPath, keep: int, metric: str | None = None) -> list[AnyPath
 
 def discard(path: AnyPath, strict: bool = True) -> None:
     """Delete a checkpoint, its checksums first: an interrupted deletion leaves an incomplete checkpoint."""
-    try:
+    with nullcontext() if strict else suppress(OSError):
         (path / SUMS).unlink(missing_ok=True)
         remove_tree(path)
-    except OSError:
-        if strict:
-            raise
 
 
 def _steps(folder: AnyPath) -> list[AnyPath]:
     """All step-N folders, complete or not, oldest first."""
     try:
-        found: list[AnyPath] = list(folder.iterdir())
+        paths: list[AnyPath] = list(folder.iterdir())
     except FileNotFoundError:
         return []
     except OSError as error:  # not the same as empty: a run must not restart because its folder cannot be read
         raise StorageError(f"cannot list the checkpoints in {folder}: {error.strerror or error}") from error
-    named = [path for path in found if path.name.startswith("step-") and path.name[5:].isdecimal()]
+    named = [path for path in paths if path.name.startswith("step-") and path.name[5:].isdecimal()]
     return sorted(named, key=step_of)
 
 
@@ -144,21 +145,10 @@ def _score(path: AnyPath, metric: str) -> float | None:
     return -value if any(part in metric.split("/") for part in LOWER_IS_BETTER) else value
 
 
-def _quarantine(path: AnyPath) -> AnyPath:
-    """Rename a damaged checkpoint and return its new path; an older damaged one of the same step is replaced."""
-    target = path.with_name(f"{path.name}.damaged")
-    try:
-        move_tree(path, target)
-    except OSError as error:
-        raise StorageError(f"cannot rename the damaged checkpoint {path}: {error.strerror or error}") from error
-    return target
-
-
 def verify(path: AnyPath) -> str | None:
     """Return the fault of a checkpoint, None if every byte is as written.
 
-    Raises StorageError if the storage cannot be read (the checkpoint may be intact), and UsageError for a checkpoint of
-    an older format.
+    Raises StorageError if the storage cannot be read (the checkpoint may be intact), UsageError for an older format.
     """
     try:
         return _fault(path)

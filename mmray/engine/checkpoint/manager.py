@@ -88,17 +88,14 @@ class CheckpointManager:
             "metrics": metrics,
         }
         path, before = self._folder / "checkpoints" / f"step-{step}", partial(self._before_write, step)
-        saved = state_io.save_async(
-            path,
-            state,
-            meta,
-            self._cpu_group,
-            self._sharded,
-            self._stager,
-            before,
-            self._prune,
-        )
-        saved.add_done_callback(partial(self._measure, start_s))
+        io = (self._cpu_group, self._sharded, self._stager)
+        saved = state_io.save_async(path, state, meta, *io, before, self._prune)
+
+        def measure(saved: Future[Any]) -> None:
+            if saved.exception() is None:
+                self.cost_s = time.perf_counter() - start_s
+
+        saved.add_done_callback(measure)
         self._pending = path, saved
         return self.cost_s
 
@@ -142,10 +139,6 @@ class CheckpointManager:
             self._error = None
         except StorageError as error:
             self._error = error
-
-    def _measure(self, start_s: float, saved: Future[Any]) -> None:
-        if saved.exception() is None:
-            self.cost_s = time.perf_counter() - start_s
 
     def _check_lease(self) -> None:
         assert self._fence is not None

@@ -158,7 +158,7 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> State:
     names, state = _learned_names(module, optimizer), optimizer.state_dict()
     return {
         "state": {names[index]: dict(values) for index, values in state["state"].items()},
-        "param_groups": [_without_params(group) for group in state["param_groups"]],
+        "param_groups": [{k: v for k, v in group.items() if k != "params"} for group in state["param_groups"]],
     }
 
 
@@ -324,7 +324,3 @@ def _learned_names(module: nn.Module, optimizer: Optimizer) -> list[str]:
     """Names of the optimizer's parameters, in the order of its state dict."""
     names = {weight: name for name, weight in module.named_parameters()}
     return [names[weight] for group in optimizer.param_groups for weight in group["params"]]
-
-
-def _without_params(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}

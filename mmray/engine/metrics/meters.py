@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
@@ -34,28 +36,28 @@ class Padding:
     """Tokens of one rank since the last line, with and without padding; `over` computes the fractions of the run."""
 
     tokens: int = 0
-    places: int = 0
+    padded_tokens: int = 0
     padded_tokens_unbucketed: int = 0
 
     def add(self, share: LocalBatch) -> None:
         self.tokens += share.tokens
-        self.places += share.padded_tokens
+        self.padded_tokens += share.padded_tokens
         self.padded_tokens_unbucketed += share.padded_tokens_unbucketed
 
     def compute(self, device: torch.device) -> list[Tensor]:
         """Return scalars to be summed over ranks, and reset."""
-        counted = [self.tokens, self.places, self.padded_tokens_unbucketed]
-        self.tokens = self.places = self.padded_tokens_unbucketed = 0
+        counted = [self.tokens, self.padded_tokens, self.padded_tokens_unbucketed]
+        self.tokens = self.padded_tokens = self.padded_tokens_unbucketed = 0
         return list(torch.tensor(counted, dtype=torch.float64, device=device))
 
     @staticmethod
     def over(sums: list[float], group_by_length: bool) -> Metrics:
         """Fraction of padding; with length bucketing also the fraction without it."""
-        tokens, places, plain = sums
-        if not places:
+        tokens, padded, unbucketed = sums
+        if not padded:
             return {}
-        unsorted = {"batch/padding_unbucketed": 1 - tokens / plain} if group_by_length else {}
-        return {"batch/padding": 1 - tokens / places} | unsorted
+        without = {"batch/padding_unbucketed": 1 - tokens / unbucketed} if group_by_length else {}
+        return {"batch/padding": 1 - tokens / padded} | without
 
 
 @dataclass
@@ -98,8 +100,8 @@ class Meter:
         return metrics | machine_load(device) | {"memory/peak_gib": self.rates.timers.memory.compute_gib(device)}
 
 
-# Reductions of per-rank metrics over ranks, by prefix; the default is the mean.
-REDUCTIONS = {"time/step_p95_s": "max", "time/first_step_s": "max", "memory/": "max", "host/memory_gib": "max"}
+# Prefixes of per-rank metrics whose maximum over ranks is reported; the mean of all others.
+MAXIMA = ("time/step_p95_s", "time/first_step_s", "memory/", "host/memory_gib")
 
 
 def reduce_over_ranks(group: Group, sums: list[Tensor], own: Metrics) -> tuple[list[float], Metrics]:
@@ -110,16 +112,9 @@ def reduce_over_ranks(group: Group, sums: list[Tensor], own: Metrics) -> tuple[l
     figures = torch.tensor([float(value) for value in own.values()], dtype=torch.float64, device=group.device)
     local = torch.cat([*(value.to(torch.float64).reshape(1) for value in sums), figures])
     everyone = group.to_host(group.all_gather(local[None]))
-    found = everyone[:, len(sums) :]
-    reduced = {
-        name: (found[:, index].max() if _reduction(name) == "max" else found[:, index].mean()).item()
-        for index, name in enumerate(own)
-    }
+    columns = zip(own, everyone[:, len(sums) :].unbind(1), strict=True)
+    reduced = {name: (column.max() if name.startswith(MAXIMA) else column.mean()).item() for name, column in columns}
     return everyone[:, : len(sums)].sum(0).tolist(), reduced
-
-
-def _reduction(name: str) -> str:
-    return next((how for prefix, how in REDUCTIONS.items() if name.startswith(prefix)), "mean")
 
 
 def rows_sha(keys: Tensor) -> str:
@@ -133,19 +128,14 @@ def machine_load(device: torch.device) -> dict[str, float]:
     What NVML does not report is NaN, because every rank must have the same keys.
     """
     load = {"host/cpu_percent": psutil.cpu_percent(), "host/memory_gib": psutil.virtual_memory().used / 2**30}
-    return load | _gpu_load(str(torch.cuda.get_device_properties(device).uuid)) if device.type == "cuda" else load
-
-
-def _gpu_load(uuid: str) -> dict[str, float]:
-    nothing = {"gpu/busy_percent": float("nan"), "gpu/memory_gib": float("nan")}
-    nvml, handle = _handle(uuid)
-    if handle is None:
-        return nothing
-    try:
-        busy, used = nvml.nvmlDeviceGetUtilizationRates(handle).gpu, nvml.nvmlDeviceGetMemoryInfo(handle).used
-    except nvml.NVMLError:  # not supported on a MIG slice
-        return nothing
-    return {"gpu/busy_percent": float(busy), "gpu/memory_gib": used / 2**30}
+    if device.type != "cuda":
+        return load
+    busy, used = math.nan, math.nan
+    nvml, handle = _handle(str(torch.cuda.get_device_properties(device).uuid))
+    if handle is not None:
+        with suppress(nvml.NVMLError):  # not supported on a MIG slice
+            busy, used = nvml.nvmlDeviceGetUtilizationRates(handle).gpu, nvml.nvmlDeviceGetMemoryInfo(handle).used
+    return load | {"gpu/busy_percent": float(busy), "gpu/memory_gib": used / 2**30}
 
 
 @lru_cache
@@ -183,8 +173,6 @@ PEAKS = {
     "V100": (125, 15.7),
     "T4": (65, 8.1),
 }
-
-
 WITH_BIAS = (torch.ops.aten.addmm, torch.ops.aten.baddbmm)  # the first argument is added
 
 

@@ -17,6 +17,8 @@ import psutil
 import torch
 
 MOST_EVENTS = 1024  # then the older half is read, which has completed by then
+RECENT_STEPS = 500  # window of the percentiles: the steps between two lines are too few for a 95th
+PHASES = ("transfer", "forward", "backward", "sync", "optimizer", "checkpoint")
 
 
 class DeviceTimer:
@@ -61,9 +63,6 @@ class DeviceTimer:
             ended.synchronize()
             self._took_s += began.elapsed_time(ended) / 1000
         del self._events[:count]
-
-
-RECENT_STEPS = 500  # window of the percentiles: the steps between two lines are too few for a 95th
 
 
 @dataclass
@@ -116,9 +115,6 @@ class Throughput:
         return metrics
 
 
-PHASES = ("transfer", "forward", "backward", "sync", "optimizer", "checkpoint")
-
-
 class PhaseTimers:
     """Device time of a step by phase: `with timers("forward"): ...`.
 
@@ -148,7 +144,6 @@ class PeakMemory:
     """
 
     _peak_bytes: int = 0
-
     _process: psutil.Process = field(default_factory=psutil.Process)
 
     def update(self, device: torch.device) -> None:

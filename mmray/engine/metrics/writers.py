@@ -21,15 +21,11 @@ from mmray.errors import StorageError, TrainingError
 from mmray.storage.paths import AnyPath, RemotePath, temp_dir
 
 Metrics = dict[str, Any]
-
-
 METRICS = "metrics.jsonl"
-
-
-NEWLINE = b"\n"
-
-
 CHECK_EVERY_S = 10.0  # between two checks that this process still owns the run
+UPLOAD_EVERY_S = 10.0
+UPLOAD_COST_SHARE = 0.05  # of the time at most: large files are uploaded less often
+SKIPPED = 2  # steps before a profile, which allocate and compile
 
 
 class MetricsLog:
@@ -66,7 +62,8 @@ class MetricsLog:
 
     def write(self, metrics: Metrics) -> None:
         """Write one line immediately; NaN and infinity become null."""
-        line = json.dumps({key: _plain(value) for key, value in metrics.items()}, allow_nan=False) + "\n"
+        plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
+        line = json.dumps(plain, allow_nan=False) + "\n"
         self._own(CHECK_EVERY_S)
         self._pending += line.encode()
         try:
@@ -75,7 +72,7 @@ class MetricsLog:
             self._refused = False
         except OSError as error:
             if not self._refused:
-                self._tell(f"{self._refusal(error)}; lines are kept and will be written later")
+                self._tell(f"cannot write {self._path}: {error.strerror or error}; lines are kept for a later write")
             self._refused = True
 
     def close(self) -> None:
@@ -86,7 +83,8 @@ class MetricsLog:
             if self._events is not None:
                 self._events.close()
         except OSError as error:
-            self._tell(f"{self._refusal(error)}: its last {self._pending.count(NEWLINE)} lines are lost")
+            lost = self._pending.count(b"\n")
+            self._tell(f"cannot write {self._path}: {error.strerror or error}; its last {lost} lines are lost")
         finally:
             self._file.close()
 
@@ -107,29 +105,17 @@ class MetricsLog:
 
     def _plot(self, metrics: Metrics) -> None:
         """Write the line to TensorBoard. Raises OSError; pending events are then missing there."""
+        from torch.utils.tensorboard import SummaryWriter  # takes seconds to import: after the start, on one rank
+
         try:
+            if self._events is None:
+                self._events = SummaryWriter(str(self._folder), purge_step=self._purge_step)
             for key, value in metrics.items():
                 if "/" in key:
-                    self._writer().add_scalar(key, value, metrics["step"])
+                    self._events.add_scalar(key, value, metrics["step"])
         except OSError:  # the writer's thread has ended; continue in another file
             self._events, self._purge_step = None, metrics["step"]
             raise
-
-    def _writer(self) -> Any:
-        if self._events is None:
-            from torch.utils.tensorboard import (
-                SummaryWriter,  # takes seconds to import: after training started, on one rank
-            )
-
-            self._events = SummaryWriter(str(self._folder), purge_step=self._purge_step)
-        return self._events
-
-    def _refusal(self, error: OSError) -> str:
-        return f"cannot write {self._path}: {error.strerror or error}"
-
-
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _drop_after(path: Path, start_step: int) -> int:
@@ -138,9 +124,12 @@ def _drop_after(path: Path, start_step: int) -> int:
         return 0
     kept, last_step = [], start_step
     for line in path.read_text(encoding="utf-8").splitlines():
-        step = _step_of(line)
-        last_step = max(last_step, step or 0)
-        if step is not None and step <= start_step:
+        try:
+            step = int(json.loads(line)["step"])
+        except (ValueError, KeyError, TypeError):
+            continue  # truncated
+        last_step = max(last_step, step)
+        if step <= start_step:
             kept.append(line + "\n")
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_text("".join(kept), encoding="utf-8")
@@ -148,25 +137,11 @@ def _drop_after(path: Path, start_step: int) -> int:
     return last_step - start_step
 
 
-def _step_of(line: str) -> int | None:
-    """Step of a line; None for a truncated one."""
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-EVERY_S = 10.0
-
-
-COST_SHARE = 0.05  # of the time at most: large files are uploaded less often
-
-
 class LogUploader:
     """Uploads growing files from the local folder `here` to the run's folder; `tell` gets warnings.
 
-    An object store cannot append to objects, so files grow locally and are uploaded every EVERY_S, before each
-    checkpoint and at the end. `check` raises TrainingError if another process owns the run: nothing is uploaded then.
+    An object store cannot append to objects, so files grow locally and are uploaded every 10 s, before each checkpoint
+    and at the end. `check` raises TrainingError if another process owns the run: nothing is uploaded then.
     """
 
     def __init__(self, folder: AnyPath, tell: Callable[[str], None], check: Callable[[], None] = lambda: None):
@@ -194,10 +169,7 @@ class LogUploader:
                 state = (file.stat().st_size, file.stat().st_mtime_ns)
                 if self._sent.get(file) == state:
                     continue
-                remote = self._folder
-                for part in file.relative_to(self.here).parts:
-                    remote = remote / part
-                remote.upload(file)
+                (self._folder / file.relative_to(self.here).as_posix()).upload(file)
                 self._sent[file] = state
 
     def close(self) -> None:
@@ -214,25 +186,16 @@ class LogUploader:
                 self._tell(f"cannot upload the last log lines; they are kept in {kept}: {error}")
 
     def _upload_loop(self) -> None:
-        pause_s = EVERY_S
+        pause_s = UPLOAD_EVERY_S
         while not self._ended.wait(pause_s):
             start_s = time.monotonic()
-            if not self._try():
+            try:
+                self.push()
+            except OSError as error:
+                self._tell(f"cannot upload metrics, will retry: {error}")
+            except TrainingError:  # another process owns the run
                 return
-            pause_s = max(EVERY_S, (time.monotonic() - start_s) / COST_SHARE)
-
-    def _try(self) -> bool:
-        """Upload; return False if another process owns the run."""
-        try:
-            self.push()
-        except OSError as error:
-            self._tell(f"cannot upload metrics, will retry: {error}")
-        except TrainingError:
-            return False
-        return True
-
-
-SKIPPED = 2  # steps before the profile, which allocate and compile
+            pause_s = max(UPLOAD_EVERY_S, (time.monotonic() - start_s) / UPLOAD_COST_SHARE)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ def quick(monkeypatch):
 
 
 def test_growing_files_are_uploaded_fully_and_continued(s3, monkeypatch):
-    monkeypatch.setattr(writers, "EVERY_S", 0.2)
+    monkeypatch.setattr(writers, "UPLOAD_EVERY_S", 0.2)
     folder, told = to_path(s3.address) / "mine", []
     for text in ("one\n", "two\n"):
         files = LogUploader(folder, told.append)
