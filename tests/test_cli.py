@@ -13,12 +13,13 @@ from rich.console import Console
 
 from mmray import cli
 from mmray.cli.args import parse
-from mmray.cli.console import Terminal, scores_tables, training_figures
+from mmray.cli.console import Terminal, scores_tables
 from mmray.cli.evaluate import command_of
 from mmray.cli.prepare import PrepareCommand, _findings
 from mmray.cli.train import _print_outcome
 from mmray.config import CustomModel, Siglip, from_yaml, to_yaml
 from mmray.config.model import KINDS
+from mmray.config.search_space import setting_value
 from mmray.data.store.manifest import Manifest
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.engine.checkpoint import state_io
@@ -50,22 +51,35 @@ def test_printed_config_loads_as_recipe(typed, tmp_path):
     assert typed("train", str(tmp_path / "mine.yaml"), "--print-config")[1] == out
 
 
-def test_flags_accept_yaml_values(typed):
-    code, out, _ = typed("train", "--data.shuffle", "false", "--augment.crop-scale", "0.5", "1", "--print-config")
-    config = from_yaml(out, "printed")
-    assert code == 0 and not config.data.shuffle and config.augment.crop_scale == (0.5, 1.0)
+LENGTH = ["clip", "--batch.micro", "8", "--batch.accumulation=2"]
+OWN = ["--model.kind", "mine:Net", "--model.settings"]
 
 
-@pytest.mark.parametrize("word", ["true", "True", "=true", "=True", ""])
-def test_boolean_flag_accepts_yaml_python_and_bare_form(typed, word):
-    flag = (
-        [f"--batch.group-by-length{word}"]
-        if word.startswith("=")
-        else ["--batch.group-by-length", word][: 1 + bool(word)]
-    )
-    code, out, _ = typed("train", *flag, "--data.shuffle=false", "--print-config")
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--data.shuffle", "false", "--augment.crop-scale", "0.5", "1"], {"augment.crop_scale": [0.5, 1.0]}),
+        *((["--batch.group-by-length", *word], {"batch.group_by_length": True}) for word in (["true"], ["True"], [])),
+        *(([f"--batch.group-by-length={word}"], {"batch.group_by_length": True}) for word in ("true", "True")),
+        (["--data.shuffle=false", "--batch.group-by-length"], {"data.shuffle": False, "batch.group_by_length": True}),
+        # `true` is a class name here, and `null` is YAML for no value
+        (["--evaluate.classes", "true", "null"], {"evaluate.classes": ["true", "null"]}),
+        (["--evaluate.limit", "null", "--evaluate.language=null"], {"evaluate.limit": None, "evaluate.language": None}),
+        (
+            [*OWN, "deep", "true", "width", "3", "name", "x"],
+            {"model.settings": {"deep": True, "width": 3, "name": "x"}},
+        ),
+        ([*OWN, "thin", "false", "rate", "0.5"], {"model.settings": {"thin": False, "rate": 0.5}}),
+        # clip sets epochs and a global batch
+        (["clip", "--train.steps", "7"], {"train.steps": 7, "train.epochs": None}),
+        (LENGTH, {"batch.micro": 8, "batch.accumulation": 2, "batch.global": None}),
+        ([*LENGTH, "--batch.global", "64"], {"batch.global": 64}),
+    ],
+)
+def test_flags_change_settings(typed, words, expected):
+    code, out, _ = typed("train", *words, "--print-config")
     config = from_yaml(out, "printed")
-    assert code == 0 and config.batch.group_by_length and not config.data.shuffle
+    assert code == 0 and {key: setting_value(config, key) for key in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -77,37 +91,6 @@ def test_prepare_boolean_flag_needs_no_value(words):
     assert settings.drop_overlap and settings.check_contamination == ("x",) and not settings.index_only
 
 
-def test_string_values_are_not_converted(typed):
-    """`true` is a class name here, and `null` is YAML for no value."""
-    words = ["--evaluate.classes", "true", "false", "null", "--evaluate.limit", "null", "--evaluate.language=null"]
-    evaluate = from_yaml(typed("train", *words, "--print-config")[1], "printed").evaluate
-    assert evaluate.classes == ("true", "false", "null") and evaluate.limit is None and evaluate.language is None
-
-
-def test_custom_model_settings_keep_their_types(typed):
-    words = ["--model.settings", "deep", "true", "width", "3", "name", "x", "thin", "false", "rate", "0.5"]
-    _, out, _ = typed("train", "--model.kind", "mine:Net", *words, "--print-config")
-    assert from_yaml(out, "printed").model.settings == {
-        "deep": True,
-        "width": 3,
-        "name": "x",
-        "thin": False,
-        "rate": 0.5,
-    }
-
-
-def test_run_length_flag_replaces_that_of_the_recipe(typed):
-    """clip sets epochs, resnet50-bert a global batch."""
-    _, out, _ = typed("train", "clip", "--train.steps", "7", "--print-config")
-    assert (from_yaml(out, "x").train.steps, from_yaml(out, "x").train.epochs) == (7, None)
-    words = ["--batch.micro", "8", "--batch.accumulation=2"]
-    batch = from_yaml(typed("train", "clip", *words, "--print-config")[1], "x").batch
-    assert (batch.micro, batch.accumulation, batch.global_) == (8, 2, None)
-    assert (
-        from_yaml(typed("train", "clip", *words, "--batch.global", "64", "--print-config")[1], "x").batch.global_ == 64
-    )
-
-
 @pytest.mark.parametrize("verb", ["train", "tune"])
 def test_model_kind_is_selected_by_name(typed, verb):
     code, out, _ = typed(verb, "clip", "--model.kind", "siglip", "--model.logit-bias", "-5", "--print-config")
@@ -117,24 +100,13 @@ def test_model_kind_is_selected_by_name(typed, verb):
     assert f"--model.kind{{{','.join(KINDS)}}}|package.module:Class" in told
 
 
-def test_prepare_reports_leaks_and_repeated_captions():
-    found = {
-        "exact": 2,
-        "near": 1,
-        "phash_distance": 7,
-        "dropped": False,
-        "found_in": {"prepared/eval": 2, "splits": 1},
-    }
+def test_prepare_reports_overlap_and_repeated_captions():
+    found = {"exact": 2, "near": 1, "dropped": False, "found_in": {"prepared/eval": 2, "splits": 1}}
     manifest = Manifest(9, 9, 0, {}, 0, {}, "", None, {}, {}, (), num_same_text=4, leakage=found)
-    assert list(_findings(manifest, "out")) == [
-        ("captions", "4 rows repeat the captions of an earlier row; they are kept"),
-        (
-            "overlap",
-            "3 rows (2 exact, 1 near-duplicates): 2 in prepared/eval, 1 in another split; kept; "
-            "--drop-overlap quarantines them",
-        ),
-        ("", "listed in out/leaks.jsonl"),
-    ]
+    captions, overlap, where = _findings(manifest, "out")
+    assert captions == ("captions", "4 rows repeat the captions of an earlier row; they are kept")
+    assert overlap[1].startswith("3 rows (2 exact, 1 near-duplicates): 2 in prepared/eval, 1 in another split; kept")
+    assert where == ("", "listed in out/leaks.jsonl")
     assert list(_findings(replace(manifest, num_same_text=0, leakage={}), "out")) == []
 
 
@@ -215,42 +187,32 @@ def test_log_gets_plain_lines_including_the_last():
     assert lines[0] == "step 1/100  loss 1.0" and lines[-1] == "step 100/100  loss 1.0" and len(lines) <= 3
 
 
-@pytest.mark.parametrize(
-    ("best", "told"),
-    [
-        (None, False),
-        ({"step": 9, "metric": "recall_at_1/mean", "score": 0.5}, False),
-        ({"step": 6, "metric": "recall_at_1/mean", "score": 0.5}, True),
-    ],
-)
+@pytest.mark.parametrize(("step", "shown"), [(None, False), (9, False), (6, True)])
 @pytest.mark.parametrize("status", ["finished", "stopped"])
-def test_train_reports_best_checkpoint_if_not_last(best, told, status, capfd):
+def test_train_reports_best_checkpoint_if_not_last(step, shown, status, capfd):
+    best = step and {"step": step, "metric": "recall_at_1/mean", "score": 0.5}
     result = {"status": status, "steps": 9, "elapsed_s": 1.0, "restarts": 0, "scores": {}, "best": best}
     _print_outcome(RunOutcome(Path.cwd() / "runs" / "one", result), Terminal())
-    said = capfd.readouterr().out
+    out = capfd.readouterr().out
     line = "step 6 with recall_at_1/mean 0.500: mmray export runs/one exported/one --step best"
-    assert (line in said) == ("--step best" in said) == told
-
-
-def test_missing_metrics_are_omitted():
-    assert training_figures({"train/loss": 1.5}, None) == "loss 1.500"
-    metrics = {"train/loss": 1.5, "throughput/samples_per_s": 1234.5, "time/data_wait_share": 0.031}
-    assert training_figures(metrics, 61.0) == "loss 1.500  1,234 samples/s  data wait 3%  61 s left"
+    assert (line in out) == ("--step best" in out) == shown
 
 
 def test_every_evaluation_metric_is_shown():
     metrics = {f"recall_at_{k}/{way}": k / 10 for k in (1, 5, 10) for way in ("image_to_text", "text_to_image")}
     metrics |= {"median_rank/image_to_text": 1.0, "median_rank/text_to_image": 2.5}
-    others = {"zero_shot/top_1": 0.25, "regions/top_1": 0.75, "regions/boxes": 1234.0, "loss": None, "bad_rows": 0.0}
+    others = {"zero_shot/top_1": 0.25, "regions/boxes": 1234.0, "loss": None, "bad_rows": 0.0}
+    lines = printed(*scores_tables(metrics | others))
+    assert "image to text 0.100 0.500 1.000 1" in lines and "text to image 0.100 0.500 1.000 2.5" in lines
+    assert lines[-3:] == ["zero shot, top 1 0.250", "regions, boxes 1,234", "loss –"]
+    assert printed(*scores_tables({"perplexity": 4.5, "bad_rows": 2.0})) == ["perplexity 4.500", "bad rows 2"]
+
+
+def printed(*tables):
     text = io.StringIO()
-    Console(file=text, width=80).print(*scores_tables(metrics | others))
-    told = text.getvalue()
-    assert "image to text" in told and told.count("recall") == 0 and "2.5" in told and "0.500" in told
-    lines = [" ".join(line.replace("│", " ").split()) for line in told.splitlines()]
-    assert lines[-4:] == ["zero shot, top 1 0.250", "regions, top 1 0.750", "regions, boxes 1,234", "loss –"]
-    text = io.StringIO()
-    Console(file=text, width=80).print(*scores_tables({"perplexity": 4.5, "cider": 0.125, "bad_rows": 2.0}))
-    assert "perplexity" in text.getvalue() and "0.125" in text.getvalue() and "bad rows" in text.getvalue()
+    Console(file=text, width=80).print(*tables)
+    lines = (" ".join(line.replace("│", " ").split()) for line in text.getvalue().splitlines())
+    return [line for line in lines if line]
 
 
 def test_messages_are_not_parsed_as_markup(capfd):

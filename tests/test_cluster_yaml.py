@@ -44,12 +44,9 @@ def test_pools_start_at_zero_spot_nodes_with_role_labels(cluster, pool, role):
     assert any("--shm-size" in option for option in node_type["docker"]["worker_run_options"])
 
 
-def test_idle_nodes_are_terminated_not_stopped(cluster):
+def test_idle_nodes_are_terminated_and_versions_match_the_package(cluster):
     assert 0 < cluster["idle_timeout_minutes"] <= 30
     assert cluster["provider"]["cache_stopped_nodes"] is False
-
-
-def test_versions_match_the_package(cluster):
     wanted = re.search(r"ray\[[^]]*\]~=(\d+\.\d+)", (FILE.parent / "pyproject.toml").read_text()).group(1)
     assert cluster["docker"]["image"].startswith(f"rayproject/ray:{wanted}.")
     assert f'"ray[default]=={wanted}.' in TEXT

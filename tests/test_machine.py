@@ -24,40 +24,43 @@ def host(monkeypatch, tmp_path):
     return write
 
 
-def test_without_limits_the_machine_is_reported(host):
-    host("cgroup/cpu.max", "max 100000\n")
-    host("cgroup/memory.max", "max\n")
-    host("cgroup/memory.current", f"{9 * GIB}\n")
-    assert (machine.cores(), machine.free_memory()) == (64, 240 * GIB)
+V1 = {
+    "cgroup/cpu/cpu.cfs_quota_us": "200000",
+    "cgroup/cpu/cpu.cfs_period_us": "100000",
+    "cgroup/memory/memory.limit_in_bytes": 8 * GIB,
+    "cgroup/memory/memory.usage_in_bytes": 6 * GIB,
+    "cgroup/memory/memory.stat": f"total_inactive_file {1 * GIB}",
+}
+CONTAINER = {  # inactive page cache counts as free, because the kernel reclaims it
+    "cgroup/cpu.max": "350000 100000",
+    "cgroup/memory.max": 16 * GIB,
+    "cgroup/memory.current": 9 * GIB,
+    "cgroup/memory.stat": f"anon {4 * GIB}\ninactive_file {5 * GIB}\nactive_file 0",
+}
+PARENTS = {
+    "own": "0::/slurm/job_7/step_0",
+    "cgroup/slurm/job_7/cpu.max": "800000 100000",
+    "cgroup/slurm/job_7/memory.max": 32 * GIB,
+    "cgroup/slurm/job_7/memory.current": 2 * GIB,
+    "cgroup/slurm/job_7/step_0/memory.max": "max",
+}
+UNLIMITED = {"cgroup/cpu.max": "max 100000", "cgroup/memory.max": "max", "cgroup/memory.current": 9 * GIB}
 
 
-def test_container_limits_are_reported(host):
-    """Inactive page cache counts as free, because the kernel reclaims it."""
-    host("cgroup/cpu.max", "350000 100000\n")
-    host("cgroup/memory.max", f"{16 * GIB}\n")
-    host("cgroup/memory.current", f"{9 * GIB}\n")
-    host("cgroup/memory.stat", f"anon {4 * GIB}\ninactive_file {5 * GIB}\nactive_file 0\n")
-    assert (machine.cores(), machine.free_memory()) == (4, 12 * GIB)
-
-
-def test_limits_of_parent_cgroups_apply(host):
-    host("own", "0::/slurm/job_7/step_0\n")
-    host("cgroup/slurm/job_7/cpu.max", "800000 100000\n")
-    host("cgroup/slurm/job_7/memory.max", f"{32 * GIB}\n")
-    host("cgroup/slurm/job_7/memory.current", f"{2 * GIB}\n")
-    host("cgroup/slurm/job_7/step_0/memory.max", "max\n")
-    assert (machine.cores(), machine.free_memory()) == (8, 30 * GIB)
-
-
-def test_cgroup_v1_limits_are_reported(host):
-    host("cgroup/cpu/cpu.cfs_quota_us", "200000\n")
-    host("cgroup/cpu/cpu.cfs_period_us", "100000\n")
-    host("cgroup/memory/memory.limit_in_bytes", f"{8 * GIB}\n")
-    host("cgroup/memory/memory.usage_in_bytes", f"{6 * GIB}\n")
-    host("cgroup/memory/memory.stat", f"total_inactive_file {1 * GIB}\n")
-    assert (machine.cores(), machine.free_memory()) == (2, 3 * GIB)
-    host("cgroup/cpu/cpu.cfs_quota_us", "-1\n")
-    assert machine.cores() == 64
+@pytest.mark.parametrize(
+    ("files", "cores", "gib"),
+    [
+        (UNLIMITED, 64, 240),
+        (CONTAINER, 4, 12),
+        (PARENTS, 8, 30),
+        (V1, 2, 3),
+        (V1 | {"cgroup/cpu/cpu.cfs_quota_us": "-1"}, 64, 3),
+    ],
+)
+def test_cgroup_limits_are_reported(host, files, cores, gib):
+    for file, content in files.items():
+        host(file, f"{content}\n")
+    assert (machine.cores(), machine.free_memory()) == (cores, gib * GIB)
 
 
 def test_cpu_affinity_limits_cores(host, monkeypatch):

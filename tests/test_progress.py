@@ -72,31 +72,26 @@ def test_messages_are_written_above_the_bar_and_the_bar_is_cleared(clock):
     assert terminal.terminal._live is None
 
 
-def seconds_left(reporter, clock, steps, pace_s, total):
-    """The estimated time left at each of these steps, with `pace_s` seconds per step."""
-    said, before = [], steps[0]
+RESTART = None  # a minute without steps
+
+
+@pytest.mark.parametrize(
+    ("steps", "pace_s", "total", "expected"),
+    [
+        (range(10, 101, 10), 0.5, 100, [None, *((100 - step) * 0.5 for step in range(20, 101, 10))]),
+        ((510, 520, 590), 2.0, 600, [None, 160.0, 20.0]),  # resumed
+        ((10, 60, RESTART, 35, 45), 2.0, 100, [None, 80.0, None, 110.0]),  # from an older checkpoint
+        ((10, 60, RESTART, 65, 75), 2.0, 100, [None, 80.0, None, 50.0]),
+    ],
+)
+def test_time_left_counts_steps_of_this_attempt(clock, steps, pace_s, total, expected):
+    reporter, estimates, before = Reporter(Terminal()), [], steps[0]
     for step in steps:
-        clock.s += (step - before) * pace_s
+        if step is RESTART:
+            clock.s += 60.0
+            reporter.status("starting 1 workers")
+            continue
+        clock.s += abs(step - before) * pace_s
         before = step
-        said.append(reporter._seconds_left(step, total))
-    return said
-
-
-def test_time_left_of_steady_run_is_exact(clock):
-    said = seconds_left(Reporter(Terminal()), clock, range(10, 101, 10), 0.5, 100)
-    assert said == [None, *(pytest.approx((100 - step) * 0.5) for step in range(20, 101, 10))]
-
-
-def test_resumed_run_counts_only_its_own_steps(clock):
-    clock.s = 40.0
-    assert seconds_left(Reporter(Terminal()), clock, (510, 520, 590), 2.0, 600) == [None, 160.0, 20.0]
-
-
-@pytest.mark.parametrize("again", [30, 60])
-def test_pace_restarts_with_a_new_attempt(clock, again):
-    """From an older checkpoint or the latest step; the minute of the restart does not count."""
-    reporter = Reporter(Terminal())
-    assert seconds_left(reporter, clock, (10, 60), 1.0, 100) == [None, 40.0]
-    clock.s += 60.0
-    reporter.status("starting 1 workers")
-    assert seconds_left(reporter, clock, (again + 5, again + 15), 2.0, 100) == [None, 2.0 * (100 - again - 15)]
+        estimates.append(reporter._seconds_left(step, total))
+    assert estimates == [value if value is None else pytest.approx(value) for value in expected]

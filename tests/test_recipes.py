@@ -41,7 +41,7 @@ def test_full_recipe_yaml_round_trip_is_equal(name, tmp_path):
     """Also for changes back to a default that no recipe has."""
     changed = recipes.load(name).model_copy(update={"train": Train(steps=3), "batch": Batch(micro=2, accumulation=3)})
     other_kind = recipes.load(name).with_model_kind("fusion" if name != "fusion" else "clip")
-    for config in (recipes.load(name), changed, other_kind, Config(recipe=name)):
+    for config in (recipes.load(name), changed, other_kind, Config(recipe=name), Config(recipe="mine")):
         (tmp_path / "whole.yaml").write_text(to_yaml(config))
         assert recipes.load(str(tmp_path / "whole.yaml")) == config
 
@@ -63,22 +63,21 @@ def test_short_yaml_overrides_the_named_recipe(text, expected, tmp_path):
 
 def test_short_yaml_may_change_model_kind(tmp_path):
     (tmp_path / "short.yaml").write_text("recipe: clip\nmodel: {kind: siglip, logit_bias: -5}\n")
-    config = recipes.load(str(tmp_path / "short.yaml"))
     model = recipes.clip().with_model_kind("siglip").model.model_copy(update={"logit_bias": -5.0})
-    assert config == recipes.clip().model_copy(update={"model": model})
+    assert recipes.load(str(tmp_path / "short.yaml")) == recipes.clip().model_copy(update={"model": model})
 
 
-def test_short_yaml_with_unknown_recipe_is_refused(tmp_path):
-    """Without the recipe, another model would be trained from random weights."""
-    (tmp_path / "short.yaml").write_text("recipe: clipp\nbatch: {micro: 8}\n")
-    with pytest.raises(UsageError, match=r"short.yaml: recipe: unknown recipe `clipp`; use one of sample, .*clip"):
-        recipes.load(str(tmp_path / "short.yaml"))
-    whole = to_yaml(recipes.load("clip").replace(recipe="mine"))
-    (tmp_path / "whole.yaml").write_text(whole)
-    assert recipes.load(str(tmp_path / "whole.yaml")).recipe == "mine"
-
-
-def test_error_in_short_yaml_names_the_file(tmp_path):
-    (tmp_path / "short.yaml").write_text("recipe: clip\nbatch: {micr: 8}\n")
-    with pytest.raises(UsageError, match=r"short.yaml: batch.micr: unknown setting; did you mean `micro`"):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [  # without the recipe, another model would be trained from random weights
+        (
+            "recipe: clipp\nbatch: {micro: 8}\n",
+            r"short.yaml: recipe: unknown recipe `clipp`; use one of sample, .*clip",
+        ),
+        ("recipe: clip\nbatch: {micr: 8}\n", r"short.yaml: batch.micr: unknown setting; did you mean `micro`"),
+    ],
+)
+def test_invalid_short_yaml_is_refused_with_its_name(tmp_path, text, message):
+    (tmp_path / "short.yaml").write_text(text)
+    with pytest.raises(UsageError, match=message):
         recipes.load(str(tmp_path / "short.yaml"))

@@ -9,12 +9,8 @@ from mmray.errors import UsageError
 
 def test_lists_are_crossed_with_the_last_fastest():
     space = parse_space(["batch.micro=8,16", "train.precision=fp32,bf16"])
-    assert [tuple(each.values()) for each in space.combinations()] == [
-        ("8", "fp32"),
-        ("8", "bf16"),
-        ("16", "fp32"),
-        ("16", "bf16"),
-    ]
+    expected = [("8", "fp32"), ("8", "bf16"), ("16", "fp32"), ("16", "bf16")]
+    assert [tuple(each.values()) for each in space.combinations()] == expected
 
 
 def test_settings_get_the_types_of_the_config():

@@ -34,27 +34,18 @@ def hold_elsewhere(run: Path, fence: int = 1) -> Path:
     return file
 
 
-def test_fences_only_grow(tmp_path: Path) -> None:
-    fences = []
-    for _ in range(3):
+def test_fences_only_grow_and_second_holder_is_refused(tmp_path):
+    for fence in (1, 2, 3):
         held = short(tmp_path)
-        fences.append(held.acquire())
-        check_fence(tmp_path, fences[-1])
+        assert held.acquire() == fence
+        check_fence(tmp_path, fence)
+        with pytest.raises(UsageError, match=rf"process {os.getpid()} on .*--run\.name"):
+            short(tmp_path).acquire()
         held.release()
-    assert fences == [1, 2, 3]
     assert [file.name for file in (tmp_path / "lease").iterdir()] == ["3"]
 
 
-def test_second_holder_is_refused_with_pid_and_host(tmp_path: Path) -> None:
-    first = short(tmp_path)
-    first.acquire()
-    with pytest.raises(UsageError, match=rf"process {os.getpid()} on .*--run\.name"):
-        short(tmp_path).acquire()
-    first.release()
-    assert short(tmp_path).acquire() == 2
-
-
-def test_live_holder_on_another_machine_is_named_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_holder_on_another_machine_is_named_and_kept(tmp_path, monkeypatch):
     holder = short(tmp_path)
     fence = holder.acquire()
     file = tmp_path / "lease" / str(fence)
@@ -66,7 +57,7 @@ def test_live_holder_on_another_machine_is_named_and_kept(tmp_path: Path, monkey
     holder.release()
 
 
-def test_stale_lease_is_taken_over_and_old_holder_stops(tmp_path: Path) -> None:
+def test_stale_lease_is_taken_over_and_old_holder_stops(tmp_path):
     hold_elsewhere(tmp_path, fence=4)
     check_fence(tmp_path, 4)
     held = short(tmp_path)
@@ -79,14 +70,14 @@ def test_stale_lease_is_taken_over_and_old_holder_stops(tmp_path: Path) -> None:
         check_fence(tmp_path, 4)
 
 
-def test_advance_fences_off_earlier_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advance_fences_off_earlier_attempts_and_heartbeat_continues(tmp_path, monkeypatch):
     held = short(tmp_path)
     assert (held.acquire(), held.advance(), held.advance(), held.fence) == (1, 2, 3, 3)
     check_fence(tmp_path, 3)
     for earlier in (1, 2):
         with pytest.raises(TrainingError, match="a later attempt"):
             check_fence(tmp_path, earlier)
-    monkeypatch.setattr(lease, "_is_alive_here", lambda _: None)
+    monkeypatch.setattr(lease, "_is_alive_here", lambda _: None)  # as seen from another machine
     time.sleep(STALE_S + 4 * BEAT_S)
     with pytest.raises(UsageError):
         short(tmp_path).acquire()
@@ -96,23 +87,13 @@ def test_advance_fences_off_earlier_attempts(tmp_path: Path, monkeypatch: pytest
     held.release()
 
 
-def test_heartbeat_keeps_lease_fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = short(tmp_path)
-    held.acquire()
-    monkeypatch.setattr(lease, "_is_alive_here", lambda _: None)  # as seen from another machine
-    time.sleep(STALE_S + 4 * BEAT_S)
-    with pytest.raises(UsageError):
-        short(tmp_path).acquire()
-    held.release()
-
-
-def _hold(run: str, ready: multiprocessing.synchronize.Event, fences: multiprocessing.Queue[int]) -> None:
+def _hold(run: str, ready: multiprocessing.synchronize.Event, fences: multiprocessing.Queue[int]):
     fences.put(Lease(Path(run)).acquire())
     ready.set()
     time.sleep(60)
 
 
-def test_killed_local_holder_is_replaced_at_once(tmp_path: Path) -> None:
+def test_killed_local_holder_is_replaced_at_once(tmp_path):
     spawn = multiprocessing.get_context("spawn")
     ready, fences = spawn.Event(), spawn.Queue()
     process = spawn.Process(target=_hold, args=(str(tmp_path), ready, fences))
@@ -130,7 +111,7 @@ def test_killed_local_holder_is_replaced_at_once(tmp_path: Path) -> None:
     second.release()
 
 
-def test_reused_pid_is_not_the_holder(tmp_path: Path) -> None:
+def test_reused_pid_is_not_the_holder(tmp_path):
     file = hold_elsewhere(tmp_path)
     file.write_text(json.dumps(ELSEWHERE | {"machine": lease._machine_id(), "pid": os.getpid()}))
     held = short(tmp_path)
@@ -138,7 +119,7 @@ def test_reused_pid_is_not_the_holder(tmp_path: Path) -> None:
     held.release()
 
 
-def test_lost_lease_stops_heartbeat_and_release_keeps_new_holder(tmp_path: Path) -> None:
+def test_lost_lease_stops_heartbeat_and_release_keeps_new_holder(tmp_path):
     first = short(tmp_path)
     fence = first.acquire()
     (tmp_path / "lease" / str(fence)).unlink()
@@ -150,7 +131,7 @@ def test_lost_lease_stops_heartbeat_and_release_keeps_new_holder(tmp_path: Path)
     assert [file.name for file in (tmp_path / "lease").iterdir()] == ["2"]
 
 
-def _race(run: str, start: multiprocessing.synchronize.Barrier, won: multiprocessing.Queue[int]) -> None:
+def _race(run: str, start: multiprocessing.synchronize.Barrier, won: multiprocessing.Queue[int]):
     held = Lease(Path(run))
     start.wait(60)
     try:
@@ -160,7 +141,7 @@ def _race(run: str, start: multiprocessing.synchronize.Barrier, won: multiproces
     start.wait(60)  # the winner stays alive until all others have tried
 
 
-def test_one_of_many_contenders_wins(tmp_path: Path) -> None:
+def test_one_of_many_contenders_wins(tmp_path):
     hold_elsewhere(tmp_path, fence=3).write_text(json.dumps({"released": True}))
     fork = multiprocessing.get_context("fork")
     start, won = fork.Barrier(6), fork.Queue()
@@ -173,7 +154,7 @@ def test_one_of_many_contenders_wins(tmp_path: Path) -> None:
     assert results == [0, 0, 0, 0, 0, 4]
 
 
-def test_unwritable_folder_is_a_usage_error(tmp_path: Path) -> None:
+def test_unwritable_folder_is_a_usage_error(tmp_path):
     (tmp_path / "run").write_text("a file")
     with pytest.raises(UsageError, match=r"--run\.storage"):
         short(tmp_path / "run").acquire()

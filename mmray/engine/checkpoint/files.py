@@ -58,7 +58,7 @@ def latest_valid(folder: AnyPath, log: Callable[[str], None] | None = None, quar
 
 def latest_complete(folder: AnyPath) -> AnyPath | None:
     """Return the newest complete checkpoint, unverified; None without one."""
-    return next(reversed(_complete(folder)), None)
+    return next(reversed(_steps(folder, complete=True)), None)
 
 
 def list_names(folder: AnyPath) -> list[str]:
@@ -76,8 +76,14 @@ def step_of(path: AnyPath) -> int:
 
 def best(folder: AnyPath, metric: str) -> AnyPath | None:
     """Return the complete checkpoint with the best recorded `metric`, the newest of equals; None if none has it."""
-    scored = [(score, path) for path in _complete(folder) if (score := _score(path, metric)) is not None]
-    return max(scored, key=lambda pair: (pair[0], step_of(pair[1])))[1] if scored else None
+    sign = -1 if any(part in metric.split("/") for part in LOWER_IS_BETTER) else 1
+    scored: list[tuple[float, int, AnyPath]] = []
+    for path in _steps(folder, complete=True):
+        with suppress(TrainingError):  # a damaged record is never the best
+            value = load_meta(path).get("metrics", {}).get(metric)
+            if isinstance(value, int | float):
+                scored.append((sign * value, step_of(path), path))
+    return max(scored, key=lambda item: item[:2])[2] if scored else None
 
 
 def best_score(folder: AnyPath, metric: str) -> dict[str, Any] | None:
@@ -94,8 +100,7 @@ def prune(folder: AnyPath, keep: int, metric: str | None = None) -> list[AnyPath
 
     Incomplete ones are deleted too. Raises TrainingError if the storage refuses.
     """
-    complete = _complete(folder)
-    kept = set(complete[-keep:])
+    kept = set(_steps(folder, complete=True)[-keep:])
     if metric is not None and (top := best(folder, metric)) is not None:
         kept.add(top)
     deleted = [path for path in _steps(folder) if path not in kept]
@@ -114,35 +119,15 @@ def discard(path: AnyPath, strict: bool = True) -> None:
         remove_tree(path)
 
 
-def _steps(folder: AnyPath) -> list[AnyPath]:
-    """All step-N folders, complete or not, oldest first."""
+def _steps(folder: AnyPath, complete: bool = False) -> list[AnyPath]:
+    """All step-N folders, or only complete ones, oldest first."""
     try:
-        paths: list[AnyPath] = list(folder.iterdir())
+        paths = [path for path in folder.iterdir() if path.name.startswith("step-") and path.name[5:].isdecimal()]
+        return sorted((path for path in paths if not complete or (path / SUMS).exists()), key=step_of)
     except FileNotFoundError:
         return []
     except OSError as error:  # not the same as empty: a run must not restart because its folder cannot be read
         raise StorageError(f"cannot list the checkpoints in {folder}: {error.strerror or error}") from error
-    named = [path for path in paths if path.name.startswith("step-") and path.name[5:].isdecimal()]
-    return sorted(named, key=step_of)
-
-
-def _complete(folder: AnyPath) -> list[AnyPath]:
-    steps = _steps(folder)
-    try:
-        return [path for path in steps if (path / SUMS).exists()]
-    except OSError as error:
-        raise StorageError(f"cannot read the checkpoints in {folder}: {error.strerror or error}") from error
-
-
-def _score(path: AnyPath, metric: str) -> float | None:
-    """The recorded metric with a sign that makes larger better; None if it is missing or not a number."""
-    try:
-        value = load_meta(path).get("metrics", {}).get(metric)
-    except TrainingError:
-        return None  # a damaged record is never the best
-    if not isinstance(value, int | float):
-        return None
-    return -value if any(part in metric.split("/") for part in LOWER_IS_BETTER) else value
 
 
 def verify(path: AnyPath) -> str | None:
@@ -242,16 +227,16 @@ def read_json(file: AnyPath) -> dict[str, Any]:
 
 def format_record(meta: dict[str, Any]) -> str:
     """The text of meta.json; NaN and infinity, which JSON lacks, become null."""
+
+    def strict(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: strict(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [strict(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
     known = meta | {"versions": {"python": platform.python_version(), "torch": torch.__version__}}
-    return json.dumps(_strict_json(known), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _strict_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _strict_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict_json(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(strict(known), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def format_write_error(path: AnyPath, error: Exception) -> str:

@@ -76,7 +76,10 @@ class CheckpointManager:
         `last`: other ranks wait in their next collective. Ranks that write shards wait for each other anyway.
         """
         start_s = time.perf_counter()
-        if self._pending and not wait([self._pending[1]], None if last else self._patience_s(metrics)).done:
+        patience_s = self._max_wait_s
+        if patience_s is not None and not any(name.startswith("evaluate/") for name in metrics):
+            patience_s = min(MAX_WAIT_S, patience_s)  # longer for an evaluated step, which may be the best
+        if self._pending and not wait([self._pending[1]], None if last else patience_s).done:
             self._log(f"skipped the checkpoint of step {step}: the one before is still being written. {RETRY}")
             return self.cost_s
         self._finish_pending()
@@ -115,13 +118,6 @@ class CheckpointManager:
                 self._stager.close()
             if self._fence is not None:
                 self.growing.close()
-
-    def _patience_s(self, metrics: dict[str, Any]) -> float | None:
-        """Return the longest wait for the previous save; longer for an evaluated step, which may be the best."""
-        if self._max_wait_s is None:
-            return None
-        evaluated = any(name.startswith("evaluate/") for name in metrics)
-        return self._max_wait_s if evaluated else min(MAX_WAIT_S, self._max_wait_s)
 
     def _finish_pending(self) -> None:
         if self._pending is not None:

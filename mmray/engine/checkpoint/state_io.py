@@ -16,6 +16,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -125,21 +127,18 @@ def load(path: AnyPath, target: Target | None = None, only: str = "") -> State:
         reader = HuggingFaceStorageReader(str(local))
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
-            found: dict[str, Any] = {
+            tensors: dict[str, Any] = {
                 key: target(key, torch.empty(stored.size, dtype=stored.properties.dtype, device="meta"))
                 for key, stored in reader.read_metadata().state_dict_metadata.items()
                 if isinstance(stored, TensorStorageMetadata) and key.startswith(f"{only}/" if only else "")
             }
             with _cause():
-                dcp.load(found, storage_reader=reader, planner=planner, no_dist=True)
+                dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
         except (AssertionError, KeyError) as error:  # DCP's errors for a damaged file
             raise ValueError(f"{type(error).__name__}: {error}") from error
-    for key, tensor in found.items():
+    for key, tensor in tensors.items():
         *parents, name = (unquote(part) for part in key.split("/"))
-        into = state
-        for parent in parents:
-            into = into[parent]
-        into[name] = tensor
+        reduce(getitem, parents, state)[name] = tensor
     return state
 
 
@@ -260,10 +259,10 @@ class ShardWriter(HuggingFaceStorageWriter):
         shards = [result for written in results for result in written]
         for shard in shards:
             file = self._folder / shard.index.fqn
-            found = file.stat().st_size if file.exists() else 0
-            if found != shard.size_in_bytes:
+            size = file.stat().st_size if file.exists() else 0
+            if size != shard.size_in_bytes:
                 raise OSError(
-                    f"{file} has {found:,} bytes, but its rank wrote {shard.size_in_bytes:,}: "
+                    f"{file} has {size:,} bytes, but its rank wrote {shard.size_in_bytes:,}: "
                     "is this folder shared by all nodes?"
                 )
         self._before()
@@ -305,9 +304,9 @@ def _local_shards(path: AnyPath) -> Iterator[Path]:
     """A local folder with the shards of a checkpoint and no other safetensors file. Raises OSError."""
     names = shard_names(shards_of(path))
     if not isinstance(path, RemotePath):
-        found = {file.name for file in path.glob("*.safetensors")}
-        if found != set(names):
-            raise OSError(f"expected {', '.join(names)}; the folder has {', '.join(sorted(found)) or 'none'}")
+        files = {file.name for file in path.glob("*.safetensors")}
+        if files != set(names):
+            raise OSError(f"expected {', '.join(names)}; the folder has {', '.join(sorted(files)) or 'none'}")
         yield path
         return
     with temp_dir() as local:
