@@ -29,6 +29,28 @@ def test_range_draws_depend_only_on_the_seed():
     assert drawn == parse_space(["optimizer.lr=loguniform(1e-5,1e-3)"], samples=20, seed=3).combinations()
     values = [each["optimizer.lr"] for each in drawn]
     assert all(1e-5 <= value <= 1e-3 for value in values) and min(values) < 1e-4 < max(values)
+    crossed = parse_space(["optimizer.lr=loguniform(1e-5,1e-3)", "batch.micro=8,16"], samples=20, seed=3).combinations()
+    assert [each["optimizer.lr"] for each in crossed[::2]] == values
+
+
+def test_lists_accept_brackets_none_and_hyphens():
+    space = parse_space(["optimizer.betas=[0.9,0.98],[0.9,0.95]", "--data.block-mb=8", "evaluate.limit=None,5"])
+    assert list(space.axes.values()) == [([0.9, 0.98], [0.9, 0.95]), ("8",), (None, "5")]
+    assert list(space.axes) == ["optimizer.betas", "data.block_mb", "evaluate.limit"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("batch.micro=8", "--samples N"),
+        ("optimizer.lr=loguniform(0,1e-3)", r"loguniform from above 0"),
+        ("optimizer.lr=uniform(2,1)", "from a smaller to a larger"),
+        ("optimizer.lr=uniform(a,1)", "not numbers"),
+    ],
+)
+def test_invalid_range_is_refused(given, message):
+    with pytest.raises(UsageError, match=message):
+        parse_space([given], samples=3)
 
 
 @pytest.mark.parametrize(

@@ -5,28 +5,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from mmray.engine.batch import BatchShape
 from mmray.errors import is_out_of_memory
 from mmray.tune.trials import Trial
 
 Status = Literal["finished", "out_of_memory", "failed", "stopped", "infeasible"]
+Row = dict[str, Any]
 REUSABLE = ("finished", "out_of_memory")  # not repeated by a resumed sweep
 ERROR_LENGTH = 240
+_RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")  # the exception line of a traceback
 
 
-@dataclass(frozen=True)
-class TrialOutcome:
+class TrialOutcome(NamedTuple):
     """Outcome of a trial: status, error and duration."""
 
     status: Status
     error: str | None = None
     elapsed_s: float | None = None
-
-
-_RAISED = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")  # the exception line of a traceback
 
 
 def outcome_of(error: BaseException, elapsed_s: float | None = None) -> TrialOutcome:
@@ -50,110 +46,69 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     waiting = [error]
     while waiting:
         cause = waiting.pop()
-        if cause in seen:
-            continue
-        seen.append(cause)
-        yield cause
-        waiting += [e for e in (cause.__cause__, cause.__context__) if e is not None]
-        waiting += getattr(cause, "worker_failures", {}).values()
+        if cause not in seen:
+            seen.append(cause)
+            yield cause
+            waiting += [e for e in (cause.__cause__, cause.__context__) if e is not None]
+            waiting += getattr(cause, "worker_failures", {}).values()
 
 
-def row_of(
-    trial: Trial, ended: TrialOutcome, lines: list[dict[str, Any]], result: dict[str, Any] | None
-) -> dict[str, Any]:
-    """Return one object of trials.jsonl."""
-    shape = trial.shape
-    found = _final_micro(shape, lines)
-    ended = _mark_oom(shape, ended, found)
-    return {
-        "trial": trial.name,
-        "status": ended.status,
-        "settings": trial.settings,
-        **_batch_split(shape, found),
-        "workers": shape.workers if shape else None,
-        "global": shape.global_rows if shape else None,
-        **figures(lines),
-        "recall_at_1": _recall(result),
-        "error": ended.error,
-        "elapsed_s": ended.elapsed_s,
-        "run": None if trial.infeasible else f"trials/{trial.name}",
-    }
+def row_of(trial: Trial, outcome: TrialOutcome, lines: list[Row] | None = None, result: Row | None = None) -> Row:
+    """Return one object of trials.jsonl, from the metrics and the result of the trial's run.
 
-
-def _batch_split(shape: BatchShape | None, found: int) -> dict[str, Any]:
-    """Return micro-batch and accumulation as requested or as found by `auto`."""
-    if shape is None:
-        return {"micro": None, "accumulation": None}
-    if not shape.auto or found == shape.micro:
-        return {"micro": shape.micro, "accumulation": shape.accumulation}
-    return {"micro": found, "accumulation": -(-shape.global_rows // (shape.workers * found))}
-
-
-def _final_micro(shape: BatchShape | None, lines: list[dict[str, Any]]) -> int:
-    """Return the micro-batch at the end of the run; smaller than requested after an OOM."""
-    most = shape.micro if shape else 0
-    return min(most, int(lines[-1].get("batch/micro") or most)) if lines else most
-
-
-def _mark_oom(shape: BatchShape | None, ended: TrialOutcome, found: int) -> TrialOutcome:
-    """Mark a run that continued with smaller micro-batches as out_of_memory; it measured another shape."""
-    if shape is None or ended.status != "finished" or shape.auto or found == shape.micro:
-        return ended
-    told = f"out of memory at micro-batch {shape.micro}; the run continued with {found}: search {found} or use `auto`"
-    return replace(ended, status="out_of_memory", error=told)
-
-
-def infeasible_row(trial: Trial) -> dict[str, Any]:
-    return row_of(trial, TrialOutcome("infeasible", trial.infeasible), [], None)
-
-
-def figures(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Aggregate the logged metrics of a run; rates exclude the first window (warm-up)."""
-    last = lines[-1] if lines else {}
-    return {
-        "steps": last.get("step"),
-        "samples": last.get("rows_stop"),
-        **_rates(lines),
-        "step_p50_s": last.get("time/step_p50_s"),
-        "step_p95_s": last.get("time/step_p95_s"),
-        "peak_gib": max((line["memory/peak_gib"] for line in lines if line.get("memory/peak_gib")), default=None),
-        "loss": _last_loss(lines),
-    }
-
-
-def _rates(lines: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Return mean, minimum and maximum samples/s over the logging windows after the first.
-
-    A final window with less than half the steps counts for the mean only.
+    Micro-batch and accumulation are those requested, or those that `auto` used. A run that continued with smaller
+    micro-batches than requested measured another shape, so it is out_of_memory.
     """
-    windows = []
-    before = 0
+    shape, lines = trial.shape, lines or []
+    row: Row = {"trial": trial.name, "status": outcome.status, "settings": trial.settings}
+    row |= dict.fromkeys(("micro", "accumulation", "workers", "global"))
+    row |= figures(lines) | {"recall_at_1": None, "error": outcome.error, "elapsed_s": outcome.elapsed_s}
+    row["run"] = None if trial.infeasible else f"trials/{trial.name}"
+    if shape is not None:
+        row |= {"micro": shape.micro, "accumulation": shape.accumulation}
+        row |= {"workers": shape.workers, "global": shape.global_rows}
+        used = min(shape.micro, int(lines[-1].get("batch/micro") or shape.micro)) if lines else shape.micro
+        if used < shape.micro and shape.auto:
+            row |= {"micro": used, "accumulation": -(-shape.global_rows // (shape.workers * used))}
+        elif used < shape.micro and outcome.status == "finished":
+            advice = f"the run continued with {used}: search {used} or use `auto`"
+            row |= {"status": "out_of_memory", "error": f"out of memory at micro-batch {shape.micro}; {advice}"}
+    metrics = (result or {}).get("metrics", {})
+    both = [metrics.get(f"recall_at_1/{way}") for way in ("image_to_text", "text_to_image")]
+    if None not in both:
+        row["recall_at_1"] = sum(both) / 2
+    return row
+
+
+def figures(lines: list[Row]) -> Row:
+    """Aggregate the logged metrics of a run.
+
+    samples_per_s are mean, minimum and maximum over the logging windows after the first (warm-up); a final window with
+    less than half the steps counts for the mean only. The loss is the mean over the last quarter of the lines.
+    """
+    last = lines[-1] if lines else {}
+    losses: list[Any] = [line.get("train/loss") for line in lines[-max(1, len(lines) // 4) :]]
+    rates: Row = dict.fromkeys(("samples_per_s", "samples_per_s_min", "samples_per_s_max"))
+    windows, before = [], 0
     for line in lines:
         rate, steps = line.get("throughput/samples_per_s"), line["step"] - before
         before = line["step"]
         if rate is not None:
             windows.append((rate, line["time/step_s"] * steps, steps))
-    windows = windows[1:] or windows
-    if not windows:
-        return dict.fromkeys(("samples_per_s", "samples_per_s_min", "samples_per_s_max"))
-    longest = max(steps for _, _, steps in windows)
-    whole = [rate for rate, _, steps in windows if 2 * steps > longest]
-    mean = sum(rate * busy_s for rate, busy_s, _ in windows) / sum(busy_s for _, busy_s, _ in windows)
-    return {"samples_per_s": mean, "samples_per_s_min": min(whole), "samples_per_s_max": max(whole)}
-
-
-def _last_loss(lines: list[dict[str, Any]]) -> float | None:
-    """Return the mean loss over the last quarter of the lines; None if any is not finite."""
-    losses = [line.get("train/loss") for line in lines[-max(1, len(lines) // 4) :]]
-    known = [loss for loss in losses if loss is not None]
-    return sum(known) / len(known) if known and len(known) == len(losses) else None
-
-
-def _recall(result: dict[str, Any] | None) -> float | None:
-    """Return the mean recall@1 of both directions."""
-    metrics = (result or {}).get("metrics", {})
-    both = [metrics.get(f"recall_at_1/{way}") for way in ("image_to_text", "text_to_image")]
-    return sum(both) / 2 if None not in both else None
+    if windows := windows[1:] or windows:
+        longest = max(steps for _, _, steps in windows)
+        whole = [rate for rate, _, steps in windows if 2 * steps > longest]
+        mean = sum(rate * busy_s for rate, busy_s, _ in windows) / sum(busy_s for _, busy_s, _ in windows)
+        rates = {"samples_per_s": mean, "samples_per_s_min": min(whole), "samples_per_s_max": max(whole)}
+    return {
+        "steps": last.get("step"),
+        "samples": last.get("rows_stop"),
+        **rates,
+        "step_p50_s": last.get("time/step_p50_s"),
+        "step_p95_s": last.get("time/step_p95_s"),
+        "peak_gib": max((line["memory/peak_gib"] for line in lines if line.get("memory/peak_gib")), default=None),
+        "loss": None if not losses or None in losses else sum(losses) / len(losses),
+    }
 
 
 # A contrastive loss grows with the global batch, because each row is classified among all rows of the batch. So trials
@@ -161,11 +116,8 @@ def _recall(result: dict[str, Any] | None) -> float | None:
 # bound on mutual information (van den Oord et al. 2018, equation 5).
 TOLERANCE = 0.02  # relative; the noise of a trial is rarely smaller
 
-Row = dict[str, Any]
 
-
-@dataclass(frozen=True)
-class Goal:
+class Goal(NamedTuple):
     """The metric to optimize, and the tie-breaker among nearly equal trials."""
 
     figure: str
@@ -191,7 +143,7 @@ _FORMATS = {
 }
 
 
-def select_best(rows: list[Row], goal: str, relative_to_chance: bool) -> dict[str, Any] | None:
+def select_best(rows: list[Row], goal: str, relative_to_chance: bool) -> Row | None:
     """Return {"best", "per_global", "why"} of the finished trials that measured the goal; None without any.
 
     `relative_to_chance`: compare losses of different global batches by ln(global) - loss (contrastive objectives).
@@ -203,15 +155,17 @@ def select_best(rows: list[Row], goal: str, relative_to_chance: bool) -> dict[st
     sizes = sorted({row["global"] for row in measured})
     per_global = {size: _pick([row for row in measured if row["global"] == size], wanted)[0] for size in sizes}
     if goal == "loss" and relative_to_chance and len(sizes) > 1:
-        best = max(per_global.values(), key=_nats_below_chance)
+        nats, best = max(
+            ((math.log(size) - row["loss"], row) for size, row in per_global.items()), key=lambda each: each[0]
+        )
         why = (
-            f"{best['trial']} ends {_nats_below_chance(best):.2f} nats below chance, more than the best of the other "
-            f"global batches (loss {best['loss']:.3f}, chance ln {best['global']}): contrastive "
-            "losses are comparable only within one global batch."
+            f"{best['trial']} ends {nats:.2f} nats below chance, more than the best of the other global batches (loss "
+            f"{best['loss']:.3f}, chance ln {best['global']}): contrastive losses are comparable only within one "
+            "global batch."
         )
     else:
         best, leader = _pick(measured, wanted)
-        why = _why(best, leader, len(measured), wanted) + _uncertainty(best, measured, wanted)
+        why = _why(best, leader, measured, wanted)
     return {"best": best["trial"], "per_global": {str(g): row["trial"] for g, row in per_global.items()}, "why": why}
 
 
@@ -227,38 +181,27 @@ def _extreme(rows: list[Row], figure: str, largest: bool) -> Row:
     return (max if largest else min)(rows, key=lambda row: row[figure])
 
 
-def _why(best: Row, leader: Row, count: int, goal: Goal) -> str:
-    figure = _format(best, goal.figure)
-    if best is leader:
-        if count == 1:
-            return f"{best['trial']} is the only trial that finished: {figure}."
-        return f"{best['trial']} has {goal.words} of {count} trials: {figure}."
-    return (
-        f"{best['trial']} is within {TOLERANCE:.0%} of {goal.words} ({figure}; {leader['trial']}: "
-        f"{_format(leader, goal.figure)}) and {goal.tie_words} ({_format(best, goal.tie)}; {leader['trial']}: "
-        f"{_format(leader, goal.tie)})."
-    )
+def _why(best: Row, leader: Row, rows: list[Row], goal: Goal) -> str:
+    """Return the reason, with a warning if the second-best speed is within the range of the best trial's windows."""
 
+    def text(row: Row, figure: str) -> str:
+        return _FORMATS[figure].format(row[figure])
 
-def _uncertainty(best: Row, rows: list[Row], goal: Goal) -> str:
-    """Return a warning if the second-best speed is within the range of the best trial's windows."""
-    others = [row for row in rows if row is not best]
-    if goal.figure != "samples_per_s" or not others:
-        return ""
-    rival = _extreme(others, goal.figure, goal.largest)
+    if best is not leader:
+        why = (
+            f"{best['trial']} is within {TOLERANCE:.0%} of {goal.words} ({text(best, goal.figure)}; {leader['trial']}: "
+            f"{text(leader, goal.figure)}) and {goal.tie_words} ({text(best, goal.tie)}; {leader['trial']}: "
+            f"{text(leader, goal.tie)})."
+        )
+    elif len(rows) == 1:
+        return f"{best['trial']} is the only trial that finished: {text(best, goal.figure)}."
+    else:
+        why = f"{best['trial']} has {goal.words} of {len(rows)} trials: {text(best, goal.figure)}."
+    rival = _extreme([row for row in rows if row is not best], goal.figure, goal.largest)
     low, high = best["samples_per_s_min"], best["samples_per_s_max"]
-    if low is None or not low <= rival[goal.figure] <= high:
-        return ""
-    return (
-        f" {rival['trial']} may be as fast: its {_format(rival, goal.figure)} is within the range of {low:,.0f} to "
-        f"{high:,.0f}; run longer trials (--train.samples) to decide."
-    )
-
-
-def _format(row: Row, figure: str) -> str:
-    return _FORMATS[figure].format(row[figure])
-
-
-def _nats_below_chance(row: Row) -> float:
-    loss: float = row["loss"]
-    return math.log(row["global"]) - loss
+    if goal.figure == "samples_per_s" and low is not None and low <= rival["samples_per_s"] <= high:
+        why += (
+            f" {rival['trial']} may be as fast: its {text(rival, goal.figure)} is within the range of {low:,.0f} to "
+            f"{high:,.0f}; run longer trials (--train.samples) to decide."
+        )
+    return why

@@ -7,39 +7,39 @@ Ray Tune starts as many concurrent trials as fit. A trial is an actor on the hea
 from __future__ import annotations
 
 import os
+import queue
+import shutil
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+from ray import tune
+
 from mmray.cluster import placement
-from mmray.cluster.capacity import Demand, Node, max_concurrent
+from mmray.cluster.capacity import max_concurrent
 from mmray.cluster.connect import ray_session
+from mmray.cluster.ray_internals import HEAD_RESOURCE
 from mmray.config import Config, to_yaml
 from mmray.config.search_space import Space
-from mmray.errors import ResourceError, UsageError
+from mmray.errors import ForceExit, ResourceError, TrainingError, UsageError
 from mmray.report.write import write_report_safely
 from mmray.storage.lease import Lease
+from mmray.train.driver import train
+from mmray.train.monitor import signal_handlers
 from mmray.train.resolve import resolve_run
 from mmray.train.resources import check_capacity, is_single_node, num_data_actors, resource_demand
 from mmray.train.run_dir import collect_environment
-from mmray.tune import sweep_dir
-from mmray.tune.results import infeasible_row, select_best
-from mmray.tune.sweep_dir import KIND, SweepDir
-from mmray.tune.sweep_state import Row, SweepListener, SweepState
-from mmray.tune.trainable import run_trials
-from mmray.tune.trials import (
-    Trial,
-    largest_cluster,
-    max_demand,
-    samples_per_trial,
-    searched_values,
-    to_recipe,
-    trial_concurrency,
-    trial_config,
-    trials_of,
-    warmup_warning,
-)
+from mmray.train.worker_group import run_in_thread
+from mmray.tune import trials as planning
+from mmray.tune.results import Row, TrialOutcome, outcome_of, row_of, select_best
+from mmray.tune.sweep import SweepDir, SweepListener, SweepState, create_sweep_dir, resolve_sweep_dir
+from mmray.tune.trials import Trial
 
 POLL_S = 0.25
 FREE_AFTER_S = 10.0  # data actors release their CPUs with a delay
@@ -49,6 +49,18 @@ _ENVIRONMENT = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
 }
+# The driver of a trial runs on the head node and requests no CPU, because a small machine needs all of them for data.
+_DRIVER = {HEAD_RESOURCE: 0.001}
+# Columns of the table of trials, from logged metrics.
+FIGURES = {
+    "samples_per_s": "throughput/samples_per_s",
+    "step_p50_s": "time/step_p50_s",
+    "step_p95_s": "time/step_p95_s",
+    "peak_gib": "memory/peak_gib",
+    "loss": "train/loss",
+}
+Report = Callable[[dict[str, Any]], Any]
+Events = queue.SimpleQueue[tuple[str, str, Any]]  # (now or ended, trial, value)
 
 
 @dataclass(frozen=True)
@@ -76,23 +88,26 @@ def search(sweep: Sweep, listener: SweepListener) -> SweepOutcome:
 
     A failed trial is recorded as a row; the other trials continue.
     """
-    trials = trials_of(sweep.base, sweep.space)
+    trials = planning.trials_of(sweep.base, sweep.space)
     os.environ.update(_ENVIRONMENT)
-    with ray_session(largest_cluster(trials)):
+    with ray_session(planning.largest_cluster(trials)):
         trials = filter_feasible(trials)
         configs, num_rows = _resolve_trials(trials, sweep, listener)
-        samples = samples_per_trial(sweep.length, trials, num_rows)
-        identity = {"space": searched_values(trials), "samples_per_trial": samples}
-        folder = sweep_dir.resolve_sweep_dir(sweep.base, identity)
+        samples = planning.samples_per_trial(sweep.length, trials, num_rows)
+        identity = {"space": planning.searched_values(trials), "samples_per_trial": samples}
+        folder = resolve_sweep_dir(sweep.base, identity)
         lease = Lease(folder.path)
         lease.acquire()
         try:
-            sweep_dir.create(folder, sweep.base)
-            placed = [replace(trial, config=configs[trial.name]) for trial in trials if trial.name in configs]
-            runs = {trial.name: trial_config(trial, samples, num_rows, folder.path, sweep.goal) for trial in placed}
-            doubt = warmup_warning(list(runs.values()), num_rows, sweep.goal)
-            if doubt is not None:
-                listener.log(doubt, "warm-up")
+            create_sweep_dir(folder, sweep.base)
+            resolved = [replace(trial, config=configs[trial.name]) for trial in trials if trial.name in configs]
+            runs = {
+                trial.name: planning.trial_config(trial, samples, num_rows, folder.path, sweep.goal)
+                for trial in resolved
+            }
+            warning = planning.warmup_warning(list(runs.values()), num_rows, sweep.goal)
+            if warning is not None:
+                listener.log(warning, "warm-up")
             return _search(sweep, trials, runs, identity, folder, listener)
         finally:
             lease.release()
@@ -100,21 +115,39 @@ def search(sweep: Sweep, listener: SweepListener) -> SweepOutcome:
 
 def filter_feasible(trials: list[Trial]) -> list[Trial]:
     """Mark trials that do not fit the cluster as infeasible. Raises ResourceError if no trial is feasible."""
-    checked = [_checked(trial) for trial in trials]
+    checked, errors = [], []
+    for trial in trials:
+        if trial.config is not None and not trial.infeasible:
+            try:
+                check_capacity(trial.config.with_cluster(workers=trial.config.cluster.max_workers))  # as in the trial
+            except ResourceError as error:
+                errors.append(error)
+                trial = replace(trial, infeasible=str(error))
+        checked.append(trial)
     if all(trial.infeasible for trial in checked):
-        reasons = (new.infeasible for old, new in zip(trials, checked, strict=True) if not old.infeasible)
-        raise ResourceError(str(next(reasons)))
+        raise errors[0]
     return checked
 
 
-def _checked(trial: Trial) -> Trial:
-    if trial.config is None or trial.infeasible:
-        return trial
-    try:
-        check_capacity(trial.config.with_cluster(workers=trial.config.cluster.max_workers))  # as in the trial
-    except ResourceError as error:
-        return replace(trial, infeasible=str(error))
-    return trial
+def _resolve_trials(trials: list[Trial], sweep: Sweep, listener: SweepListener) -> tuple[dict[str, Config], int]:
+    """Prepare each distinct data set once; return the configs of feasible trials and the number of rows."""
+    configs: dict[str, Config] = {}
+    sets: dict[str, dict[str, str | None]] = {}
+    num_rows = 0
+    for trial in trials:
+        if trial.config is None or trial.shape is None or trial.infeasible:
+            continue
+        data = trial.config.data
+        key = f"{data.train} {data.eval} {trial.config.prepare.model_dump_json()}"
+        config = trial.config.replace(data=data.replace(**sets.get(key, {})))
+        run = resolve_run(config, listener)
+        if sweep.goal == "recall" and run.eval_set is None:
+            raise UsageError("--goal recall: the set holds no rows out; prepare it with --holdout, or give --data.eval")
+        held_out = run.eval_set.storage.address if run.eval_set and data.eval else None
+        sets[key] = {"train": run.data["train"], "eval": held_out}
+        configs[trial.name] = config.replace(data=config.data.replace(**sets[key]))
+        num_rows = max(num_rows, run.data["num_rows"])
+    return configs, num_rows
 
 
 def _search(
@@ -126,14 +159,13 @@ def _search(
     listener: SweepListener,
 ) -> SweepOutcome:
     """Run the remaining trials and rank all; update sweep.json and trials.jsonl after each trial."""
-    began_s, before_s = time.monotonic(), (folder.read_json("sweep.json") or {}).get("elapsed_s", 0.0)
-    rows = {trial.name: infeasible_row(trial) for trial in trials if trial.infeasible}
-    kept = folder.kept({trial.name: trial.settings for trial in trials})
-    running = SweepState(folder, {trial.name: trial for trial in trials}, rows | kept, listener)
-    todo = {name: run for name, run in runs.items() if name not in kept}
-    at_once, runs_now = _concurrency(todo, sweep.concurrency)
+    start_s, before_s = time.monotonic(), (folder.read_json("sweep.json") or {}).get("elapsed_s", 0.0)
+    infeasible = {t.name: row_of(t, TrialOutcome("infeasible", t.infeasible)) for t in trials if t.infeasible}
+    measured = folder.reusable_rows(trials)
+    state = SweepState(folder, {trial.name: trial for trial in trials}, infeasible | measured, listener)
+    at_once, remaining = plan_concurrency({n: run for n, run in runs.items() if n not in measured}, sweep.concurrency)
     summary = {
-        "kind": KIND,
+        "kind": "sweep",
         "recipe": sweep.base.recipe,
         **identity,
         "goal": sweep.goal,
@@ -144,45 +176,28 @@ def _search(
         "recommendation": None,
     }
     folder.write_json("sweep.json", summary)
-    folder.write_rows(list(running.rows.values()))
-    running.announce(identity, sweep.goal, len(kept), at_once)
-    if todo:
-        run_trials(running, runs_now, at_once)
-    found = select_best(list(running.rows.values()), sweep.goal, sweep.base.objective.kind == "contrastive")
-    summary |= {
-        "status": running.status(),
-        "elapsed_s": before_s + time.monotonic() - began_s,
-        "recommendation": found,
-    }
-    if found is not None:
-        folder.write("best.yaml", to_yaml(to_recipe(running.trials[found["best"]])))
+    folder.write_rows(list(state.rows.values()))
+    counts = [f"{len(trials)} of {identity['samples_per_trial']:,} samples each"]
+    counts += [f"{len(measured)} already measured"] if measured else []
+    counts += [f"{len(infeasible)} infeasible"] if infeasible else []
+    space = "  ".join(f"{key}={','.join(map(str, values))}" for key, values in identity["space"].items())
+    listener.log(str(folder.path), "sweep")
+    listener.log(space, "space")
+    listener.log(", ".join(counts), "trials")
+    listener.log(f"{sweep.goal}; {at_once} at a time", "goal")
+    if remaining:
+        run_trials(state, remaining, at_once)
+    best = select_best(list(state.rows.values()), sweep.goal, sweep.base.objective.kind == "contrastive")
+    elapsed_s = before_s + time.monotonic() - start_s
+    summary |= {"status": state.status(), "elapsed_s": elapsed_s, "recommendation": best}
+    if best is not None:
+        folder.write("best.yaml", to_yaml(planning.to_recipe(state.trials[best["best"]])))
     folder.write_json("sweep.json", summary)
     write_report_safely(folder.path, listener.log)
-    return SweepOutcome(folder.path, summary, running.table())
+    return SweepOutcome(folder.path, summary, state.table())
 
 
-def _resolve_trials(trials: list[Trial], sweep: Sweep, listener: SweepListener) -> tuple[dict[str, Config], int]:
-    """Prepare each distinct data set once; return the configs of feasible trials and the number of rows."""
-    configs: dict[str, Config] = {}
-    places: dict[str, dict[str, str | None]] = {}
-    num_rows = 0
-    for trial in trials:
-        if trial.config is None or trial.shape is None or trial.infeasible:
-            continue
-        asked = trial.config
-        key = f"{asked.data.train} {asked.data.eval} {asked.prepare.model_dump_json()}"
-        config = asked.replace(data=asked.data.replace(**places.get(key, {})))
-        ready = resolve_run(config, listener)
-        if sweep.goal == "recall" and ready.eval_set is None:
-            raise UsageError("--goal recall: the set holds no rows out; prepare it with --holdout, or give --data.eval")
-        held_out = ready.eval_set.storage.address if ready.eval_set and asked.data.eval else None
-        places[key] = {"train": ready.data["train"], "eval": held_out}
-        configs[trial.name] = config.replace(data=config.data.replace(**places[key]))
-        num_rows = max(num_rows, ready.data["num_rows"])
-    return configs, num_rows
-
-
-def _concurrency(runs: dict[str, Config], asked: int | None) -> tuple[int, dict[str, Config]]:
+def plan_concurrency(runs: dict[str, Config], limit: int | None) -> tuple[int, dict[str, Config]]:
     """Return the number of concurrent trials, and their configs with the number of data actors.
 
     The default on a single machine is 1, because concurrent trials would distort each other's samples/s.
@@ -190,30 +205,159 @@ def _concurrency(runs: dict[str, Config], asked: int | None) -> tuple[int, dict[
     """
     if not runs:
         return 1, runs
-    demand = max_demand([resource_demand(config) for config in runs.values()])
+    demand = planning.max_demand([resource_demand(config) for config in runs.values()])
     lone = all(is_single_node(config) for config in runs.values())
-    wanted = min(asked or (1 if lone else len(runs)), len(runs))
+    wanted = min(limit or (1 if lone else len(runs)), len(runs))
     waits = any(config.cluster.wait_for_nodes for config in runs.values())
-    at_once, actors = trial_concurrency(
-        _free_nodes(demand), placement.alive_nodes(), demand, wanted, placement.autoscaling_pools(), waits
-    )
-    return at_once, {name: _with_actors(config, actors) for name, config in runs.items()}
-
-
-def _with_actors(config: Config, at_most: int) -> Config:
-    """Return the config with a fixed number of data actors, because concurrent trials share the cluster."""
-    if isinstance(config.data.workers, int):
-        return config
-    actors = min(num_data_actors(config), at_most)
-    return config.replace(data=config.data.replace(workers=actors))
-
-
-def _free_nodes(demand: Demand) -> list[Node]:
-    """Return free resources per node, after waiting up to FREE_AFTER_S for ended actors to release theirs."""
-    waiting = max_concurrent(demand, placement.alive_nodes(), 1) == 1
-    until = time.monotonic() + FREE_AFTER_S
-    while True:
-        free = placement.free_nodes()
-        if not waiting or max_concurrent(demand, free, 1) or time.monotonic() > until:
-            return free
+    whole, free, until = placement.alive_nodes(), placement.free_nodes(), time.monotonic() + FREE_AFTER_S
+    # Actors that ended release their resources with a delay.
+    while max_concurrent(demand, whole, 1) and not max_concurrent(demand, free, 1) and time.monotonic() < until:
         time.sleep(POLL_S)
+        free = placement.free_nodes()
+    pools = placement.autoscaling_pools()
+    at_once, actors = planning.trial_concurrency(free, whole, demand, wanted, pools, waits)
+    return at_once, {
+        name: config  # concurrent trials share the cluster, so each gets a fixed number of data actors
+        if isinstance(config.data.workers, int)
+        else config.replace(data=config.data.replace(workers=min(num_data_actors(config), actors)))
+        for name, config in runs.items()
+    }
+
+
+def run_trials(state: SweepState, runs: dict[str, Config], at_once: int) -> None:
+    """Run Ray Tune in a thread; this thread redraws the table and handles signals. Each started trial gets a row."""
+    events: Events = queue.SimpleQueue()
+    for name in runs:
+        state.clear(name)
+    scratch = state.folder.path / "ray"
+    shutil.rmtree(scratch, ignore_errors=True)
+    tuner = tune.Tuner(
+        tune.with_resources(tune.with_parameters(_trial, configs=runs), _DRIVER),
+        param_space={"trial": tune.grid_search(list(runs))},
+        # Actors are reused because importing torch takes several seconds.
+        tune_config=tune.TuneConfig(max_concurrent_trials=at_once, reuse_actors=True),
+        run_config=tune.RunConfig(
+            name="tune",
+            storage_path=str(scratch),
+            verbose=0,
+            stop=_Stopper(state.stop),
+            callbacks=[_QueueCallback(events)],
+            failure_config=tune.FailureConfig(max_failures=0),
+        ),
+    )
+
+    def fit() -> Exception | None:
+        """Return an error instead of raising it, so that rows are written first."""
+        try:
+            tuner.fit()
+        except Exception as error:  # noqa: BLE001 - raised below
+            return error
+        return None
+
+    with handle_signals(state):
+        failure = run_in_thread(fit, partial(_drain_events, state, events))
+    for name in list(state.live):
+        state.end(name, TrialOutcome("stopped"))
+    shutil.rmtree(scratch, ignore_errors=True)
+    if failure is not None:
+        raise TrainingError(f"Ray Tune failed: {failure}") from failure
+
+
+def _drain_events(state: SweepState, events: Events) -> None:
+    """Apply the queued events and redraw the table of trials."""
+    while not events.empty():
+        kind, name, value = events.get()
+        if kind == "ended":
+            state.end(name, value)
+        else:
+            state.update(name, value)
+    state.listener.trials(state.table())
+
+
+@contextmanager
+def handle_signals(state: SweepState) -> Iterator[None]:
+    """On the first Ctrl-C or SIGTERM, end the running trials and keep the results; on the second, raise ForceExit."""
+
+    def stop(_: int, __: FrameType | None) -> None:
+        if state.stop.is_set():
+            raise ForceExit
+        state.stop.set()
+        state.listener.log("stopping the running trials; press Ctrl-C again to exit at once", "stop")
+
+    with signal_handlers(stop):
+        yield
+
+
+def _trial(given: dict[str, Any], configs: dict[str, Config]) -> None:
+    """Train one config and report the outcome to Ray Tune; a failure is reported instead of raised."""
+    start_s = time.monotonic()
+    try:
+        train(configs[given["trial"]], _TrialReporter(tune.report))
+        outcome = TrialOutcome("finished", None, time.monotonic() - start_s)
+    except Exception as error:  # noqa: BLE001 - any error is the outcome of this trial only
+        outcome = outcome_of(error, time.monotonic() - start_s)
+    tune.report({"ended": outcome._asdict()})
+
+
+class _TrialReporter:
+    """ProgressReporter of a trial: reports status and metrics to Ray Tune."""
+
+    def __init__(self, report: Report):
+        self.report = report
+
+    def log(self, text: str, label: str = "") -> None:
+        """Ignored: the sweep logs it once for all trials."""
+
+    def prepare_progress(self, progress: Any) -> None:
+        """Ignored: data is prepared before the first trial."""
+
+    def status(self, title: str) -> None:
+        self.report({"now": {"doing": title}})
+
+    def step(self, metrics: dict[str, Any], total_steps: int) -> None:
+        figures = {name: metrics[key] for name, key in FIGURES.items() if metrics.get(key) is not None}
+        self.report({"now": {"doing": f"step {metrics['step']:,}/{total_steps:,}"} | figures})
+
+
+class _Stopper(tune.Stopper):
+    """Stops the experiment when the event is set. Ray Tune pickles the stopper, so the state excludes the event."""
+
+    def __init__(self, stop: threading.Event):
+        self._stop = stop
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        return False
+
+    def stop_all(self) -> bool:
+        return self._stop.is_set()
+
+
+class _QueueCallback(tune.Callback):
+    """Puts trial events of Ray Tune into a queue; pickled without the queue."""
+
+    def __init__(self, events: Events):
+        self._events = events
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        self._put(trial, "now", {"status": "running", "doing": "starting"})
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
+        if "ended" in result:
+            self._put(trial, "ended", TrialOutcome(**result["ended"]))
+        else:
+            self._put(trial, "now", result["now"])
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        error = trial.get_pickled_error() or TrainingError("its driver process died; see the logs of the head node")
+        self._put(trial, "ended", outcome_of(error))
+
+    def _put(self, trial: Any, kind: str, value: Any) -> None:
+        self._events.put((kind, trial.config["trial"], value))

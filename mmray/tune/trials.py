@@ -49,53 +49,43 @@ def trials_of(base: Config, space: Space) -> list[Trial]:
 
     Raises UsageError for a value that is invalid in all combinations; otherwise only those trials are infeasible.
     """
-    trials, wrong = [], []
-    for number, typed in enumerate(space.combinations(), 1):
+    trials, wrong, combinations = [], [], space.combinations()
+    for number, typed in enumerate(combinations, 1):
+        name = f"t{number:03}"
         try:
             config = with_settings(base, typed)
         except UsageError as error:
             wrong.append((typed, error))
-            trials.append(Trial(f"t{number:03}", typed, None, None, str(error)))
+            trials.append(Trial(name, typed, None, None, str(error)))
             continue
-        settings = {key: setting_value(config, key) for key in typed}
-        trials.append(_with_batch_shape(Trial(f"t{number:03}", settings, config, None)))
-    _raise_where_always_wrong(space.combinations(), wrong)
+        trial = Trial(name, {key: setting_value(config, key) for key in typed}, config, None)
+        batch, workers = config.batch, config.cluster.max_workers
+        try:
+            shape = resolve_batch_shape(batch, workers)
+        except UsageError as error:
+            trials.append(replace(trial, infeasible=str(error)))
+            continue
+        if isinstance(batch.micro, int) and shape.micro < batch.micro:
+            share = f"a worker's share of {shape.global_rows} rows over {workers} workers is {shape.micro}"
+            trials.append(replace(trial, infeasible=f"batch.micro {batch.micro}: {share}"))
+        else:
+            trials.append(replace(trial, shape=shape))
+    for typed, reason in wrong:
+        for key, value in typed.items():
+            if sum(each[key] == value for each in combinations) == sum(each[key] == value for each, _ in wrong):
+                raise UsageError(f"--space {reason}")
     if all(trial.infeasible for trial in trials):
         reasons = "\n  ".join(f"{trial.settings}: {trial.infeasible}" for trial in trials)
         raise UsageError(f"no combination is feasible:\n  {reasons}")
     return trials
 
 
-def _raise_where_always_wrong(all_typed: list[dict[str, Any]], wrong: list[tuple[dict[str, Any], UsageError]]) -> None:
-    for typed, error in wrong:
-        for key, value in typed.items():
-            here = sum(other[key] == value for other in all_typed)
-            if here == sum(other[key] == value for other, _ in wrong):
-                raise UsageError(f"--space {error}")
-
-
-def _with_batch_shape(trial: Trial) -> Trial:
-    """Return the trial with its batch shape, or mark it infeasible."""
-    assert trial.config is not None
-    batch, workers = trial.config.batch, trial.config.cluster.max_workers
-    try:
-        shape = resolve_batch_shape(batch, workers)
-    except UsageError as error:
-        return replace(trial, infeasible=str(error))
-    if isinstance(batch.micro, int) and shape.micro < batch.micro:
-        share = f"a worker's share of {shape.global_rows} rows over {workers} workers is {shape.micro}"
-        return replace(trial, infeasible=f"batch.micro {batch.micro}: {share}")
-    return replace(trial, shape=shape)
-
-
 def searched_values(trials: Sequence[Trial]) -> dict[str, list[Any]]:
     """Return {setting: distinct values over all trials} in order."""
     space: dict[str, list[Any]] = {}
-    for trial in trials:
-        for key, value in trial.settings.items():
-            values = space.setdefault(key, [])
-            if value not in values:
-                values.append(value)
+    for key, value in (item for trial in trials for item in trial.settings.items()):
+        if value not in space.setdefault(key, []):
+            space[key].append(value)
     return space
 
 
@@ -125,9 +115,7 @@ def trial_config(trial: Trial, samples: int, num_rows: int, folder: Path, goal: 
     config = trial.config
     train = config.train.replace(steps=None, samples=samples, epochs=None, log_every=1, checkpoint_every=0)
     steps = total_steps(train, num_rows, trial.shape.global_rows)
-    limit = config.evaluate.limit
-    if goal != "recall":
-        limit = min(limit or EVAL_ROWS, EVAL_ROWS)
+    limit = config.evaluate.limit if goal == "recall" else min(config.evaluate.limit or EVAL_ROWS, EVAL_ROWS)
     return config.replace(
         train=train.replace(log_every=max(1, steps // WINDOWS)),
         evaluate=config.evaluate.replace(every=0, limit=limit),
@@ -187,7 +175,11 @@ def trial_concurrency(
     trial fits only after other jobs release resources, one trial starts and waits. Raises ResourceError.
     """
     together = replace(demand, workers=demand.workers * wanted, data_cpus=demand.data_cpus * wanted)
-    reach = [*free, *pending_nodes(together, whole, pools)]
+    # Nodes that autoscaling can add: the pools without the nodes that are already there.
+    group_of = [(node.labels or {}).get(NODE_GROUP) for node in whole]
+    pooled = [node for node, group in zip(whole, group_of, strict=True) if group in {pool.name for pool in pools}]
+    left = [replace(pool, most=pool.most - group_of.count(pool.name)) for pool in pools]
+    reach = [*free, *max_cluster(together, pooled, left)]
     at_once = max_concurrent(demand, reach, wanted)
     if at_once == 0:
         lacking = None if waits else missing_capacity(demand, whole, pools)
@@ -197,11 +189,3 @@ def trial_concurrency(
     cpus = sum(node.resources.get("CPU", 0) for node in reach if node.matches_labels(demand.data_labels)) / at_once
     taken = 0 if demand.data_labels else demand.workers * demand.per_worker.get("CPU", 0)
     return at_once, max(1, int(cpus - taken) - INPUT_TASK_CPUS)
-
-
-def pending_nodes(demand: Demand, here: Sequence[Node], pools: Sequence[Pool]) -> list[Node]:
-    """Return the nodes that autoscaling can add for this demand."""
-    group_of = [(node.labels or {}).get(NODE_GROUP) for node in here]
-    theirs = [node for node, group in zip(here, group_of, strict=True) if group in {pool.name for pool in pools}]
-    left = [replace(pool, most=pool.most - group_of.count(pool.name)) for pool in pools]
-    return max_cluster(demand, theirs, left)

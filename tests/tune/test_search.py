@@ -9,7 +9,6 @@ from rich.console import Console
 
 from mmray import cli
 from mmray.cli.console import Terminal
-from mmray.cli.tune import trials_table
 from mmray.config import from_yaml, to_yaml
 from mmray.config.search_space import parse_space
 from mmray.errors import ResourceError
@@ -147,12 +146,3 @@ def test_infeasible_sweep_reports_missing_resources(local_ray, recipe):
     )
     with pytest.raises(ResourceError, match=r"no trial fits: 2 training workers of 9 CPU each.* the cluster has 8 CPU"):
         search(Sweep(wide, reset_searched(wide, []), parse_space(["batch.micro=4"])), Watching())
-
-
-def test_table_fits_terminal_and_marks_the_best(finished):
-    _, _, folder = finished
-    text = io.StringIO()
-    rows = list(rows_of(folder).values())
-    found = json.loads((folder / "sweep.json").read_text())["recommendation"]
-    Console(file=text, width=100).print(trials_table(rows, "throughput", found))
-    assert "t001*" in text.getvalue() and "4x2x2" in text.getvalue() and "out of memory" in text.getvalue()

@@ -1,10 +1,17 @@
-"""Selection of the sweep folder, and which rows of an earlier command are kept."""
+"""Sweep folder: which one a command uses, which rows it keeps; signals during a sweep."""
+
+import signal
+import threading
+from types import SimpleNamespace
 
 import pytest
 
 from mmray.config import recipes
-from mmray.errors import UsageError
-from mmray.tune.sweep_dir import create, resolve_sweep_dir
+from mmray.errors import ForceExit, UsageError
+from mmray.tune.search import handle_signals
+from mmray.tune.sweep import create_sweep_dir, resolve_sweep_dir
+from mmray.tune.trials import Trial
+from tests.train.runs import Silent
 
 IDENTITY = {"space": {"batch.micro": [8, 16]}, "samples_per_trial": 64}
 
@@ -16,7 +23,7 @@ def base(storage, **run):
 
 def started(config, status="stopped", identity=IDENTITY):
     sweep = resolve_sweep_dir(config, identity)
-    create(sweep, config)
+    create_sweep_dir(sweep, config)
     sweep.write_json("sweep.json", {"kind": "sweep", "status": status, **identity})
     return sweep
 
@@ -75,6 +82,16 @@ def test_finished_rows_are_kept_if_settings_match(tmp_path):
     rows = [{"trial": f"t{n}", "status": status, "settings": {"batch.micro": n}} for n, status in enumerate(statuses)]
     sweep.write_rows(rows[::-1])
     assert sweep.read_rows() == rows
-    settings = {row["trial"]: row["settings"] for row in rows}
-    assert list(sweep.kept(settings)) == ["t0", "t1"]
-    assert list(sweep.kept(settings | {"t0": {"batch.micro": 99}})) == ["t1"]
+    trials = [Trial(row["trial"], row["settings"], None, None) for row in rows]
+    assert list(sweep.reusable_rows(trials)) == ["t0", "t1"]
+    assert list(sweep.reusable_rows([Trial("t0", {"batch.micro": 99}, None, None), *trials[1:]])) == ["t1"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_second_ctrl_c_exits_without_interpreter_shutdown(number):
+    state = SimpleNamespace(stop=threading.Event(), listener=Silent())
+    with handle_signals(state):
+        signal.raise_signal(number)
+        assert state.stop.is_set()
+        with pytest.raises(ForceExit):
+            signal.raise_signal(number)
