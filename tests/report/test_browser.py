@@ -1,4 +1,4 @@
-"""The report in a real browser: every chart is drawn, no console errors, no horizontal scroll."""
+"""The report in a real browser: every chart is drawn, no console errors, no horizontal scroll on a narrow page."""
 
 import html
 import os
@@ -13,54 +13,47 @@ from tests.report.factories import line, make_run, make_whole_run, make_whole_sw
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs chromium (or google-chrome) on PATH")
-PASSIVE = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
+# The title becomes, for each frame: drawn, horizontal overflow in pixels, number of charts that were not drawn.
+MEASURE = """<script>
+const measure = (page) => [page.dataset.drawn, page.scrollWidth - page.clientWidth,
+                           page.querySelectorAll(".plot:not(:has(.main-svg))").length].join(" ");
+onload = () => setTimeout(() => {
+  document.title = [...document.querySelectorAll("iframe")].map((frame) =>
+    measure(frame.contentDocument.documentElement)).join(", ");
+}, 5000);
+</script>"""
 
 
-def opened(file, profile):
-    """(DOM of the page after drawing, console messages), opened as a file with a separate profile."""
-    command = [BROWSER, *PASSIVE, f"--user-data-dir={profile}", "--enable-logging=stderr", "--v=0"]
+def render(file, profile):
+    """Return (DOM of the page after drawing, console messages), opened as a file with a separate profile."""
+    command = [BROWSER, *FLAGS, f"--user-data-dir={profile}", "--enable-logging=stderr", "--v=0"]
     command += ["--virtual-time-budget=10000", "--window-size=1400,1000", "--dump-dom", f"file://{file}"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=True, env={**os.environ, "LANG": "C"}
-    )
-    return done.stdout, [said for said in done.stderr.splitlines() if ":CONSOLE" in said]
+    environment = {**os.environ, "LANG": "C"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
+    return done.stdout, [text for text in done.stderr.splitlines() if ":CONSOLE" in text]
 
 
-def undrawn(dom):
-    """Names of charts without a trace."""
+def charts_without_trace(dom):
     parts = re.split(r'id="plot-([a-z0-9-]+)"', dom)
     assert len(parts) > 1, "the page has no charts"
+    charts = {name: part.split("</figure>")[0] for name, part in zip(parts[1::2], parts[2::2], strict=True)}
     marks = ('class="trace', "<image", 'class="point')
-    return [
-        name
-        for name, part in zip(parts[1::2], parts[2::2], strict=True)
-        if "main-svg" not in part.split("</figure>")[0] or not any(mark in part.split("</figure>")[0] for mark in marks)
-    ]
+    return [n for n, part in charts.items() if "main-svg" not in part or not any(mark in part for mark in marks)]
 
 
 @pytest.mark.parametrize("make", [make_whole_run, make_whole_sweep])
 def test_every_chart_is_drawn_without_console_errors(tmp_path, make):
-    dom, said = opened(write_report(make(tmp_path / "folder")), tmp_path / "profile")
+    dom, messages = render(write_report(make(tmp_path / "folder")), tmp_path / "profile")
     assert 'data-drawn="yes"' in dom
-    assert undrawn(dom) == []
-    assert said == []
+    assert (charts_without_trace(dom), messages) == ([], [])
 
 
 def test_broken_page_is_detected(tmp_path):
     page = tmp_path / "page.html"
-    page.write_text('<figure><div class="plot" id="plot-loss"></div></figure><script>throw new Error("told")</script>')
-    dom, said = opened(page, tmp_path / "profile")
-    assert undrawn(dom) == ["loss"] and len(said) == 1 and "told" in said[0]
-
-
-MEASURE = """<script>
-const told = (page) => [page.dataset.drawn, page.scrollWidth - page.clientWidth,
-                        page.querySelectorAll(".plot:not(:has(.main-svg))").length].join(" ");
-onload = () => setTimeout(() => {
-  document.title = [...document.querySelectorAll("iframe")].map((frame) =>
-    told(frame.contentDocument.documentElement)).join(", ");
-}, 5000);
-</script>"""
+    page.write_text('<figure><div class="plot" id="plot-loss"></div></figure><script>throw new Error("bad")</script>')
+    dom, messages = render(page, tmp_path / "profile")
+    assert charts_without_trace(dom) == ["loss"] and len(messages) == 1 and "bad" in messages[0]
 
 
 def test_page_fits_420_pixels_without_horizontal_scroll(tmp_path):
@@ -70,6 +63,6 @@ def test_page_fits_420_pixels_without_horizontal_scroll(tmp_path):
     pages = [html.escape(write_report(folder).read_text()) for folder in folders]
     frames = "".join(f'<iframe style="width: 420px; height: 900px" srcdoc="{page}"></iframe>' for page in pages)
     (tmp_path / "frames.html").write_text("<title>none</title>" + frames + MEASURE)
-    dom, said = opened(tmp_path / "frames.html", tmp_path / "profile")
+    dom, messages = render(tmp_path / "frames.html", tmp_path / "profile")
     assert re.search("<title>(.*)</title>", dom).group(1) == "yes 0 0, yes 0 0, yes 0 0"
-    assert said == []
+    assert messages == []

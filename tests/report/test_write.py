@@ -13,9 +13,19 @@ from mmray.storage.paths import to_path
 from mmray.storage.storage import Storage
 from tests.data.images.crashing_images import deadly, decoder_dies
 from tests.made import png
-from tests.report.factories import examples, line, make_run, make_sweep, make_whole_run, make_whole_sweep, scores, trial
+from tests.report.factories import (
+    examples,
+    line,
+    make_run,
+    make_sweep,
+    make_whole_run,
+    make_whole_sweep,
+    scores,
+    trial,
+    write_lines,
+)
 
-MOST_BYTES = 3_000_000
+MAX_BYTES = 3_000_000
 
 
 def page_of(folder):
@@ -27,8 +37,10 @@ def plots(page):
     return re.findall(r'id="plot-([a-z0-9-]+)"', page)
 
 
-def test_finished_run_has_all_sections(tmp_path):
+def test_finished_run_has_all_sections_in_one_small_file(tmp_path):
     page = page_of(make_whole_run(tmp_path / "calm"))
+    file = tmp_path / "calm" / "report.html"
+    assert file.stat().st_size < MAX_BYTES and not re.search(r'(src|href)="(?!data:|#)', file.read_text())
     assert plots(page) == ["loss", "lr", "gradient", "recall", "throughput", "step", "memory"]
     assert '<span class="pill finished">finished</span>' in page and "<title>calm · mmray</title>" in page
     assert "micro 64 x accumulation 1 x workers 2 = 128 rows per step" in page
@@ -41,14 +53,14 @@ def test_finished_run_has_all_sections(tmp_path):
 @pytest.mark.parametrize("has_recall", [True, False])
 def test_every_score_of_the_newest_evaluation_is_shown(tmp_path, has_recall):
     """Generative models have no recall."""
-    told = {
+    metrics = {
         "evaluate/perplexity": 4.5,
         "evaluate/token_accuracy": 0.5,
         "evaluate/cider": 0.125,
         "evaluate/zero_shot/top_1": 0.375,
     }
-    told |= {"evaluate/regions/boxes": 1234.0} | (scores(0.5) if has_recall else {})
-    page = page_of(make_run(tmp_path / "run", [line(1, **told), line(2)]))
+    metrics |= {"evaluate/regions/boxes": 1234.0} | (scores(0.5) if has_recall else {})
+    page = page_of(make_run(tmp_path / "run", [line(1, **metrics), line(2)]))
     section = re.search(r'<section id="held-out">.*?</section>', page, re.DOTALL)[0]
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", section))
     wanted = {"at step": "1", "perplexity": "4.500", "cider": "0.125", "zero shot, top 1": "0.375"}
@@ -61,61 +73,44 @@ def test_every_score_of_the_newest_evaluation_is_shown(tmp_path, has_recall):
 def test_memory_breakdown_is_a_table(tmp_path):
     page = page_of(make_run(tmp_path / "run", [line(1), line(2, **{"memory/peak_gib": 0.75}), line(3)]))
     table = re.search(r"Memory of a worker.*?</table>", page, re.DOTALL)[0]
-    told = re.findall(r'<th scope="row">(\w+)</th><td class="num">([\d.]+)</td>', table)
+    sizes_shown = re.findall(r'<th scope="row">(\w+)</th><td class="num">([\d.]+)</td>', table)
     sizes = {"parameters": "0.062", "gradients": "0.031", "optimizer": "0.125", "activations": "0.250", "peak": "0.750"}
-    assert dict(told) == sizes
+    assert dict(sizes_shown) == sizes
     sharded = {f"memory/{name}_gib": None for name in sizes if name != "peak"}
     lines = [{key: value for key, value in line(1).items() if key not in sharded}]
     assert "Memory of a worker" not in page_of(make_run(tmp_path / "sharded", lines))  # not measured for sharded models
 
 
-def test_page_is_one_small_file_without_network_requests(tmp_path):
-    page = write_report(make_whole_run(tmp_path / "calm"))
-    assert page.stat().st_size < MOST_BYTES
-    assert not re.search(r'(src|href)="(?!data:|#)', page.read_text())
-
-
-@pytest.mark.parametrize("where", ["caption", "key", "name"])
+@pytest.mark.parametrize("where", ["caption", "answer", "name", "trial"])
 def test_user_text_is_escaped(tmp_path, where):
-    hostile = "<script>alert(1)</script>"
-    if where == "name":  # no flag accepts such a name, but a folder may be renamed
-        folder = make_run(tmp_path / "<script>alert(1)<", [line(1)])
-        hostile = "<script>alert(1)<"
+    hostile = "<script>alert(1)<"
+    shown = examples(hostile if where == "caption" else "a cat")
+    if where == "answer":
+        shown["image_to_text"][0]["answers"][1]["caption"] = hostile
+    if where == "trial":
+        folder = make_sweep(tmp_path / "sweep", [trial(hostile, 8, 1, 10.0), trial("t002", 16, 1, 20.0)])
     else:
-        shown = examples(hostile if where == "caption" else "a cat")
-        if where == "key":
-            shown["image_to_text"][0]["answers"][1]["caption"] = hostile
-        folder = make_run(tmp_path / "run", [line(1, **scores(0.5))], shown=shown)
+        name = hostile if where == "name" else "run"  # no flag accepts such a name, but a folder may be renamed
+        folder = make_run(tmp_path / name, [line(1, **scores(0.5))], shown=shown)
     page = page_of(folder)
     assert hostile not in page and "&lt;script&gt;alert(1)" in page
-
-
-def test_chart_names_are_escaped(tmp_path):
-    hostile = "</script><script>alert(1)</script>"
-    page = page_of(make_sweep(tmp_path / "sweep", [trial(hostile, 8, 1, 10.0), trial("t002", 16, 1, 20.0)]))
-    assert hostile not in page and "\\u003c/script\\u003e" in page
+    assert ("\\u003cscript\\u003e" in page) == (where == "trial")  # in the data of a chart
 
 
 @pytest.mark.parametrize(
-    ("lines", "result", "drawn", "said"),
+    ("lines", "result", "drawn", "message"),
     [
         ([], None, [], "No step was logged."),
         ([], {"status": "failed", "error": "no <data>"}, [], "The run failed: no &lt;data&gt;"),
-        (
-            [{"step": 1, "train/loss": 4.0}],
-            {"status": "stopped", "steps": 1, "elapsed_s": 3.0},
-            ["loss"],
-            "was stopped",
-        ),
+        ([{"step": 1, "train/loss": 4.0}], {"status": "stopped", "elapsed_s": 3.0}, ["loss"], "was stopped"),
         ([line(1), line(2, **{"train/loss": None})], None, None, "not a number at 1 of 2 logged steps"),
-        ([line(1, **{"train/loss": None})], None, None, "not a number at 1 of 1 logged steps"),
         ([line(1, **{"train/skipped_steps": 4})], None, None, "4 steps were skipped"),
         ([line(1, **{"time/data_wait_share": 0.6})], None, None, "waited for data 60% of the time"),
     ],
 )
-def test_incomplete_run_has_a_page(tmp_path, lines, result, drawn, said):
+def test_incomplete_run_has_a_page(tmp_path, lines, result, drawn, message):
     page = page_of(make_run(tmp_path / "run", lines, result))
-    assert said in page
+    assert message in page
     assert drawn is None or plots(page) == drawn
     assert ("The run has no result yet" in page) == (result is None)
 
@@ -132,65 +127,47 @@ def test_changed_settings_are_listed_first(tmp_path):
     changed, everything = page.split("<details>", 1)
     assert "optimizer.lr" in changed and '<td>0.25</td><td class="soft">0.001</td>' in changed
     assert "optimizer.eps" not in changed and "AdamW&#39;s epsilon." in everything
-
-
-def test_settings_of_another_version_are_shown_unchanged(tmp_path):
-    folder = make_run(tmp_path / "run")
+    folder = make_run(tmp_path / "of_another_version")
     (folder / "config.yaml").write_text("recipe: sample\nbatch: {of_old: 3}\n")
     assert "batch.of_old" in page_of(folder)
 
 
 @pytest.fixture
-def set_aside(tmp_path):
+def quarantined(tmp_path):
     """A run on a set with quarantined rows, with its source still available."""
     prepared, source = tmp_path / "set", tmp_path / "raw"
     prepared.mkdir()
     source.mkdir()
     (source / "good.png").write_bytes(png(9))
     (source / "bad.png").write_bytes(png(9)[:40])
-    rows = [
-        {"image": "good.png", "text": "one"},
-        {"image": "bad.png", "text": "two"},
-        {"image": "gone.png", "text": "3"},
-    ]
-    (source / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [{"image": f"{name}.png", "text": "one"} for name in ("good", "bad", "gone")]
+    write_lines(source / "rows.jsonl", rows)
     reasons = ("duplicate", "truncated", "missing-image")
     entries = [
         {"key": f"k{n}", "source": f"rows.jsonl:{n}", "stage": "decode", "reason": reason, "detail": f"about {reason}"}
         for n, reason in enumerate(reasons, 1)
     ]
-    (prepared / "quarantine.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries * 20))
-    (prepared / "manifest.json").write_text(
-        json.dumps(
-            {
-                "num_read": 500,
-                "source": {"format": "jsonl", "file": "rows.jsonl", "folder": str(source)},
-                "leakage": {
-                    "exact": 1,
-                    "near": 2,
-                    "phash_distance": 7,
-                    "dropped": True,
-                    "found_in": {"/e": 3, "splits": 0},
-                },
-            }
-        )
-    )
+    write_lines(prepared / "quarantine.jsonl", entries * 20)
+    leakage = {"exact": 1, "near": 2, "phash_distance": 7, "dropped": True, "found_in": {"/e": 3, "splits": 0}}
+    where = {"format": "jsonl", "file": "rows.jsonl", "folder": str(source)}
+    manifest = {"num_read": 500, "source": where, "leakage": leakage}
+    (prepared / "manifest.json").write_text(json.dumps(manifest))
     small = "data:image/webp;base64,AAAA"
     leaks = [
         {"key": "<i>k8</i>", "set": "/e", "other": "e1", "bits": 3, "thumbnails": [small, None]},
         {"key": "k9", "set": "/e", "other": "e2", "bits": None, "thumbnails": [small, small]},
         {"key": "k10", "set": "/e", "other": "e3", "bits": 4},
     ]
-    (prepared / "leaks.jsonl").write_text("".join(json.dumps(leak) + "\n" for leak in leaks))
+    write_lines(prepared / "leaks.jsonl", leaks)
     folder = make_run(tmp_path / "run", [line(1)])
     (folder / "data.json").write_text(json.dumps({"train": str(prepared), "num_rows": 440}))
     late = {"key": "k1", "source": "rows.jsonl:1", "row": 7, "stage": "train", "reason": "its images changed"}
-    (folder / "quarantine.jsonl").write_text(json.dumps(late) + "\n")
+    write_lines(folder / "quarantine.jsonl", [late])
     return folder, source
 
 
-def test_quarantined_rows_are_shown_with_available_images(set_aside):
-    folder, source = set_aside
+def test_quarantined_rows_are_shown_with_available_images(quarantined):
+    folder, source = quarantined
     page = page_of(folder)
     assert "61 rows of 500 read" in page
     assert page.index("in training</span>") < page.index("duplicate</span><p>")  # one of each reason in turn
@@ -202,8 +179,8 @@ def test_quarantined_rows_are_shown_with_available_images(set_aside):
     assert page_of(folder).count("cannot be opened") == 12 + 1
 
 
-def test_decoder_crash_does_not_stop_the_report(set_aside):
-    folder, source = set_aside
+def test_decoder_crash_does_not_stop_the_report(quarantined):
+    folder, source = quarantined
     (source / "good.png").write_bytes(deadly(png(9), source / "tries"))
     with decoder_dies():
         page = page_of(folder)
@@ -211,8 +188,8 @@ def test_decoder_crash_does_not_stop_the_report(set_aside):
     assert (source / "tries").read_text()  # decoded in a separate process
 
 
-def test_mixed_sets_are_listed(set_aside):
-    folder, _ = set_aside
+def test_mixed_sets_are_listed(quarantined):
+    folder, _ = quarantined
     prepared = json.loads((folder / "data.json").read_text())["train"]
     (folder / "data.json").write_text(json.dumps({"train": f"{prepared} + 0.5 * /there/other/", "num_rows": 440}))
     page = page_of(folder)
@@ -220,12 +197,9 @@ def test_mixed_sets_are_listed(set_aside):
     assert "61 rows of 500 read" in page  # of the first set
 
 
-def test_leaked_pairs_are_shown_side_by_side(set_aside):
-    page = page_of(set_aside[0])
-    assert (
-        "3 rows are also in another set (1 exact, 2 near-duplicates within 7 of 256 bits): 3 in /e, 0 in another split"
-        in page
-    )
+def test_leaked_pairs_are_shown_side_by_side(quarantined):
+    page = page_of(quarantined[0])
+    assert "3 rows are also in another set (1 exact, 2 near-duplicates within 7 of 256 bits): 3 in /e, 0 in" in page
     assert page.count('alt="its duplicate"') == 1 and page.count('alt="the row"') == 2
     assert "3 bits</span>" in page and "&lt;i&gt;k8&lt;/i&gt;" in page
     assert "k10" not in page  # no images
@@ -271,15 +245,15 @@ def test_report_command_writes_the_page(tmp_path, capfd):
     assert "page.html (2." in capfd.readouterr().out and not (folder / "report.html").exists()
 
 
-@pytest.mark.parametrize(
-    ("folder", "said"),
-    [("nowhere", "does not exist"), (".", "is neither a run"), ("calm/no/page.html", "cannot write")],
-)
-def test_invalid_arguments_are_usage_errors(tmp_path, folder, said):
-    make_whole_run(tmp_path / "calm")
-    out = tmp_path / folder if folder.endswith(".html") else None
-    with pytest.raises(UsageError, match=said):
-        write_report(tmp_path / ("calm" if out else folder), out)
+def test_invalid_arguments_are_usage_errors(tmp_path):
+    run = make_whole_run(tmp_path / "calm")
+    for folder, out, message in (
+        (tmp_path / "nowhere", None, "does not exist"),
+        (tmp_path, None, "is neither a run"),
+        (run, run / "no" / "page.html", "cannot write"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            write_report(folder, out)
 
 
 def test_report_of_a_run_on_an_object_store_equals_the_local_one(s3, tmp_path):
