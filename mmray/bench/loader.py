@@ -106,12 +106,11 @@ def _arms(settings: LoaderSettings, actors: int, notify: Notify) -> dict[str, Ar
     """Prepare the images and start the processes; return the arms by name."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmray" / "bench"
     notify("preparing the images: original bytes and re-encoded")
-    folder = write_images(settings, cache)
+    folder, sets = write_images(settings, cache), {}
     files = synthetic_images.read_captions(folder)
-    sets = {
-        name: synthetic_images.prepare_fixture(folder, side, cache)
-        for name, side in (("original", 0), ("prepared", settings.image_side))
-    }
+    for name, side in (("original", 0), ("prepared", settings.image_side)):
+        prepare = Prepare(image_side=side, duplicates="keep", max_bad_fraction=1.0)
+        sets[name] = _prepare(str(folder / synthetic_images.CAPTIONS), cache / folder.name, prepare)
     if len(files) < GLOBAL_ROWS:
         raise UsageError(f"bench loader needs {GLOBAL_ROWS} images (a global batch), got {len(files)}: raise --images")
     tokenizer = load_tokenizer("trained", sets["original"].tokenizer_json)
@@ -153,10 +152,14 @@ def write_images(settings: LoaderSettings, cache: Path) -> Path:
     if settings.data is None:
         folder = cache / f"photos-{synthetic_images.VERSION}-{settings.images}"
         return synthetic_images.write_files(synthetic_images.synthetic_photos(settings.images), folder)
-    path = ensure_prepared(settings.data, str(cache), Prepare(), notify=lambda *_: None, progress=lambda _: None)
-    prepared = PreparedSet.open(str(path))
-    folder = cache / f"{path.name}-{prepared.fingerprint[:8]}-{settings.images}"
+    prepared = _prepare(settings.data, cache, Prepare())
+    name = prepared.storage.address.rpartition("/")[2]
+    folder = cache / f"{name}-{prepared.fingerprint[:8]}-{settings.images}"
     return synthetic_images.write_files(synthetic_images.sample_rows(prepared, settings.images), folder)
+
+
+def _prepare(source: str, cache: Path, settings: Prepare) -> PreparedSet:
+    return PreparedSet.open(str(ensure_prepared(source, str(cache), settings, lambda *_: None, lambda _: None)))
 
 
 def bottlenecks(rates: Mapping[str, float], gpu_rate: float | None, actors: int) -> list[str]:

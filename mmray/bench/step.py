@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 Batch = dict[str, Tensor]
 WARM_STEPS = 3  # not timed: allocation, DDP's buckets
+MIN_STEPS = 5  # minimum of timed steps for a 95th percentile
 NUM_BATCHES = 4  # used in rotation
 VOCAB_SIZE = 30522  # of BERT; used if the config has none
 
@@ -134,26 +135,29 @@ def _measure_pairs(
 
 
 @dataclass
-class Window:
-    """Callback: time from the end of the warm-up to the last step."""
+class StepTimer:
+    """Callback: seconds of each step after the warm-up, or of all of them together, synchronized with the devices."""
 
-    last_step: int
-    device: torch.device
-    start_s: float = 0.0
-    took_s: float = 0.0
+    devices: tuple[torch.device, ...]
+    window_s: float = 0.0
+    last_step: int = 0  # measure only once, at this step; 0: measure each step
+    times_s: list[float] = field(default_factory=list)
+    _last_s: float = 0.0
 
     def on_step(self, step: int, metrics: dict[str, Any] | None = None) -> None:
-        if step in (WARM_STEPS, self.last_step):
-            synchronize(self.device)
-            now_s = time.perf_counter()
-            self.start_s, self.took_s = (now_s, 0.0) if step == WARM_STEPS else (self.start_s, now_s - self.start_s)
+        if self.last_step and step not in (WARM_STEPS, self.last_step):
+            return
+        for device in self.devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # wait for queued kernels
+        now_s = time.perf_counter()
+        if step > WARM_STEPS:
+            self.times_s.append(now_s - self._last_s)
+        self._last_s = now_s
 
-
-def synchronize(*devices: torch.device) -> None:
-    """Wait for the queued kernels of the GPUs among these devices."""
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+    def enough(self) -> bool:
+        """Return whether the next step is the last; any rank may decide, and all stop together."""
+        return len(self.times_s) + 1 >= MIN_STEPS and sum(self.times_s) >= self.window_s
 
 
 @dataclass(frozen=True)
@@ -190,15 +194,18 @@ class Bench:
 
     def loop_window(self, steps: int) -> tuple[float, float]:
         """Return (seconds, last loss) of a window of mmray's loop on a copy of the model."""
-        micro, world, window = len(self.batches[0]["valid"]), self.group.world, Window(steps, self.group.device)
-        result = self.train(self._copy(), BatchShape(micro * world, micro, 1, world), steps, window, log=self.log)
-        return window.took_s, result.metrics["train/loss"]
+        micro, world, timer = len(self.batches[0]["valid"]), self.group.world, self._timer(steps)
+        result = self.train(self._copy(), BatchShape(micro * world, micro, 1, world), steps, timer, log=self.log)
+        return sum(timer.times_s), result.metrics["train/loss"]
 
     def bare_window(self, steps: int) -> tuple[float, float]:
         """Return (seconds, last loss) of a window of the bare loop on a copy of the model."""
-        window, device = Window(steps, self.group.device), self.group.device
-        loss = train_baseline(self._copy().to(device), self.batches, self.config, device, steps, window.on_step)
-        return window.took_s, loss
+        timer, device = self._timer(steps), self.group.device
+        loss = train_baseline(self._copy().to(device), self.batches, self.config, device, steps, timer.on_step)
+        return sum(timer.times_s), loss
+
+    def _timer(self, last_step: int) -> StepTimer:
+        return StepTimer((self.group.device,), last_step=last_step)
 
     def _copy(self) -> nn.Module:
         return compile_branches(deepcopy(self.model), self.config.train)
@@ -253,7 +260,6 @@ def measure(bench: Bench, pairs: int, window_s: float) -> list[dict[str, float]]
 
 
 # With --space: one row per batch shape.
-MIN_STEPS = 5  # minimum of timed steps for a 95th percentile
 MAX_STEPS = 100_000
 FIGURES = (
     *("micro", "accumulation", "workers", "global"),
@@ -303,27 +309,6 @@ def _shape_row(config: Config, settings: dict[str, Any], window_s: float) -> dic
         return row | {"status": "infeasible", "reason": str(error)}
     except WorkerFailed as error:
         return row | {"status": "out_of_memory" if error.out_of_memory else "failed", "reason": str(error)}
-
-
-@dataclass
-class StepTimer:
-    """Callback: seconds of each step after the warm-up, synchronized with the devices of this worker."""
-
-    devices: tuple[torch.device, ...]
-    window_s: float = 0.0
-    times_s: list[float] = field(default_factory=list)
-    _last_s: float = 0.0
-
-    def on_step(self, step: int, metrics: dict[str, Any] | None = None) -> None:
-        synchronize(*self.devices)
-        now_s = time.perf_counter()
-        if step > WARM_STEPS:
-            self.times_s.append(now_s - self._last_s)
-        self._last_s = now_s
-
-    def enough(self) -> bool:
-        """Return whether the next step is the last; any rank may decide, and all stop together."""
-        return len(self.times_s) + 1 >= MIN_STEPS and sum(self.times_s) >= self.window_s
 
 
 def measure_shape(config: Config, group: Group, _: Path, shape: BatchShape, window_s: float) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from mmray.bench.spawn import WorkerFailed, describe_machine, device_of, idle_gpu_notes, spawn_workers
-from mmray.bench.step import WARM_STEPS, StepTimer, build_bench, peak_memory, speed, synchronize
+from mmray.bench.step import WARM_STEPS, StepTimer, build_bench, peak_memory, speed
 from mmray.engine.batch import BatchShape, resolve_batch_shape
 from mmray.engine.collectives import Group
 from mmray.engine.memory_probe import slower_branch
@@ -109,8 +109,7 @@ class ProfiledTimer(StepTimer):
     _profile_start_s: float = 0.0
 
     def on_step(self, step: int, metrics: Metrics | None = None) -> None:
-        if step <= self.timed:
-            super().on_step(step)
+        super().on_step(step)
         if step == self.timed:
             self.metrics, self.peak_gib = metrics or {}, peak_memory(*self.devices)["peak_gib"]  # before the profiler
             kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.devices[0].type == "cuda" else [])]
@@ -118,7 +117,6 @@ class ProfiledTimer(StepTimer):
             self._profile.start()
             self._profile_start_s = time.perf_counter()
         if step == self.timed + PROFILED_STEPS:
-            synchronize(*self.devices)
             took_s = time.perf_counter() - self._profile_start_s
             self._profile.stop()
             self.communication_share = communication_us(self._profile.events()) / 1e6 / took_s
@@ -159,7 +157,7 @@ def _measure(config: Config, group: Group, _: Path, *, steps: int) -> dict[str, 
         bench.model, shape, timed + PROFILED_STEPS, timer, devices=devices, slower=slower
     )
     idle = {name: timer.metrics[f"branches/{name}"] for name in IDLE_SHARES if f"branches/{name}" in timer.metrics}
-    return speed(shape, timer.times_s) | {
+    return speed(shape, timer.times_s[:steps]) | {
         "communication_share": timer.communication_share,
         "peak_gib": timer.peak_gib,
         "loss": timer.metrics["train/loss"],

@@ -14,8 +14,6 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from mmray.config import Prepare
-from mmray.data.prepare.pipeline import ensure_prepared
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.storage.paths import write_atomic
 
@@ -36,7 +34,12 @@ def synthetic_photos(num: int) -> Iterator[tuple[bytes, str]]:
     field = np.asarray(field / field.std(), np.float32)
     for number in range(num):
         draw = np.random.default_rng((1, number))
-        luma, red, blue = (_random_crop(field, draw) for _ in range(3))
+        layers = []  # luma and two chroma channels: random crops, flipped, of deviation 1
+        for _ in range(3):
+            top, left = draw.integers(0, height - HEIGHT), draw.integers(0, width - WIDTH)
+            crop = field[top : top + HEIGHT, left : left + WIDTH][:: draw.choice([-1, 1]), :: draw.choice([-1, 1])]
+            layers.append((crop - crop.mean()) / crop.std())
+        luma, red, blue = layers
         grey = 128 + 55 * luma
         rgb = np.stack([grey + 22 * red, grey - 11 * red - 8 * blue, grey + 20 * blue], axis=-1)
         file = io.BytesIO()
@@ -68,18 +71,3 @@ def read_captions(folder: Path) -> list[tuple[str, str]]:
     """Return (image path, caption) of each row of such a folder."""
     rows = (json.loads(line) for line in (folder / CAPTIONS).read_text().splitlines())
     return [(str(folder / row["image"]), row["text"]) for row in rows]
-
-
-def prepare_fixture(folder: Path, side: int, cache: Path) -> PreparedSet:
-    """Prepare the files of `folder` into `cache`, re-encoded at `side` (0: original bytes); needs a running Ray."""
-    settings = Prepare(image_side=side, duplicates="keep", max_bad_fraction=1.0)
-    source = str(folder / CAPTIONS)
-    path = ensure_prepared(source, str(cache / folder.name), settings, notify=lambda *_: None, progress=lambda _: None)
-    return PreparedSet.open(str(path))
-
-
-def _random_crop(field: np.ndarray, draw: np.random.Generator) -> np.ndarray:
-    top, left = draw.integers(0, field.shape[0] - HEIGHT), draw.integers(0, field.shape[1] - WIDTH)
-    part = field[top : top + HEIGHT, left : left + WIDTH]
-    part = part[:: draw.choice([-1, 1]), :: draw.choice([-1, 1])]
-    return (part - part.mean()) / part.std()

@@ -54,101 +54,61 @@ def figure(
 
 def run_figures(run: RunRecord) -> dict[str, list[Figure]]:
     """Return the charts of the measured metrics by page section."""
-    loss = [("train/loss", "training", BLUE), ("evaluate/loss", "held out", ORANGE)]
-    lr = {"exponentformat": "power", "nticks": 5}
-    rate, peak = ("throughput/samples_per_s", "samples/s", BLUE), ("memory/peak_gib", "peak", ROSE)
+    loss = {"train/loss": _series("training", BLUE), "evaluate/loss": _series("held out", ORANGE)}
+    rate = {"throughput/samples_per_s": _series("samples/s", BLUE, fill=True)}
+    step = {"time/step_s": _series("whole step", TEAL, fill=True)}
+    step["time/data_wait_s"] = _series("waiting for data", ORANGE, fill=True)
+    recall = {
+        f"evaluate/recall_at_{k}/{way}": _series(f"R@{k} {title}", colour, dash=dash)
+        # Six legend entries are too wide for a narrow page.
+        | {"legendgroup": way, "showlegend": k == 1, "opacity": 1 if k == 1 else 0.75}
+        for k, dash in {1: "solid", 5: "dash", 10: "dot"}.items()
+        for way, (title, colour) in DIRECTIONS.items()
+    }
+    percent = {"range": [0, 1.03], "tickformat": ".0%"}
     parts = {
         "learning": [
-            _metric_figure(run, "loss", "Loss", loss),
-            _metric_figure(run, "lr", "Learning rate", [("train/lr", "learning rate", TEAL)], fill=True, **lr),
-            _metric_figure(run, "gradient", "Gradient norm", [("train/grad_norm", "before clipping", ROSE)]),
+            _chart(run, "loss", "Loss", loss),
+            _chart(run, "lr", "Learning rate", {"train/lr": _series("rate", TEAL, fill=True)}, exponentformat="power"),
+            _chart(run, "gradient", "Gradient norm", {"train/grad_norm": _series("before clipping", ROSE)}),
         ],
-        "recall": [_recall(run)],
+        "recall": [_chart(run, "recall", "Recall over the run: R@1, dashed R@5, dotted R@10", recall, 320, **percent)],
         "speed": [
-            _metric_figure(run, "throughput", "Samples per second", [rate], fill=True),
-            _step_time(run),
-            _metric_figure(run, "memory", "Peak memory of a worker", [peak], rangemode="tozero", ticksuffix=" GiB"),
+            _chart(run, "throughput", "Samples per second", rate, rangemode="tozero"),
+            _chart(run, "step", "Where a step's time goes", step, rangemode="tozero", ticksuffix=" s"),
+            _chart(
+                *(run, "memory", "Peak memory of a worker", {"memory/peak_gib": _series("peak", ROSE)}),
+                rangemode="tozero",
+                ticksuffix=" GiB",
+            ),
         ],
     }
     return {part: [each for each in figures if each is not None] for part, figures in parts.items()}
 
 
-def _metric_figure(
-    run: RunRecord, name: str, title: str, metrics: list[tuple[str, str, str]], fill: bool = False, **axis: Any
+def _series(name: str, colour: str, fill: bool = False, dash: str = "solid") -> dict[str, Any]:
+    """Return the style of a line."""
+    style: dict[str, Any] = {"name": name, "line": {"color": colour, "width": 2, "dash": dash}}
+    return style | ({"fill": "tozeroy", "fillcolor": FILLS[colour]} if fill else {})
+
+
+def _chart(
+    run: RunRecord, name: str, title: str, metrics: dict[str, dict[str, Any]], height: int = 260, **yaxis: Any
 ) -> Figure | None:
-    """Return a chart of (metric, label, colour) over steps; None if the first metric was not measured."""
-    if not run.values(metrics[0][0]):
+    """Return lines of the measured metrics over the steps of a run; None without any."""
+    traces, ranges = [], []
+    for metric, style in metrics.items():
+        if values := run.values(metric):
+            steps, with_gaps = run.series(metric)
+            mode = "lines+markers" if len(values) <= FEW_POINTS else "lines"
+            traces.append(go.Scatter(x=steps, y=with_gaps, mode=mode, marker={"size": 6}, **style))
+            ranges.append(f"{style['name']} {values[0]:.4g} at the start, {values[-1]:.4g} at the end")
+    if not traces:
         return None
-    style = {"fill": "tozeroy", "fillcolor": FILLS[metrics[0][2]]} if fill else {}
-    axis = {"rangemode": "tozero"} | axis if fill else axis
-    traces = [_line(run, *metric, **style) for metric in metrics if run.values(metric[0])]
-    return _steps_figure(run, name, title, _range_text(run, metrics[0][0], title), traces, yaxis=axis)
-
-
-def _steps_figure(run: RunRecord, name: str, title: str, summary: str, traces: list[Any], **layout: Any) -> Figure:
-    """Return a chart over the steps of a run, with integer ticks."""
     few = run.lines[-1]["step"] - run.lines[0]["step"] < MAX_TICKS
     ticks = {"dtick": 1} if few else {"nticks": MAX_TICKS}
     xaxis = {"title": {"text": "step", "standoff": 6}, "tickformat": ",d", **ticks}
-    return figure(name, title, summary, traces, xaxis=xaxis, **layout)
-
-
-def _line(run: RunRecord, name: str, title: str, colour: str, **style: Any) -> go.Scatter:
-    """Return the line of a metric over steps, with markers if there are few points."""
-    steps, values = run.series(name)
-    line = {"color": colour, "width": 2} | style.pop("line", {})
-    mode = {"mode": "lines+markers" if len(values) <= FEW_POINTS else "lines", "marker": {"size": 6}}
-    return go.Scatter(x=steps, y=values, name=title, line=line, **mode | style)
-
-
-def _range_text(run: RunRecord, name: str, title: str) -> str:
-    values = run.values(name)
-    return f"{title}: {values[0]:.4g} at the start, {values[-1]:.4g} at the end, at most {max(values):.4g}"
-
-
-def _recall(run: RunRecord) -> Figure | None:
-    if not run.values("evaluate/recall_at_1/image_to_text"):
-        return None
-    traces = [
-        _line(
-            run,
-            f"evaluate/recall_at_{k}/{way}",
-            title if k == 1 else f"R@{k} {title}",
-            colour,
-            mode="lines+markers",
-            line={"dash": dash, "width": 2.5 if k == 1 else 1.5},
-            opacity=1 if k == 1 else 0.75,
-            legendgroup=way,
-            showlegend=k == 1,  # six legend entries are too wide for a narrow page
-        )
-        for k, dash in {1: "solid", 5: "dash", 10: "dot"}.items()
-        for way, (title, colour) in DIRECTIONS.items()
-    ]
-    ranges = (
-        _range_text(run, f"evaluate/recall_at_1/{way}", f"recall at 1 {name}")
-        for way, (name, _) in DIRECTIONS.items()
-        if run.values(f"evaluate/recall_at_1/{way}")
-    )
-    title, axis = "Recall over the run: R@1, dashed R@5, dotted R@10", {"range": [0, 1.03], "tickformat": ".0%"}
-    return _steps_figure(run, "recall", title, "; ".join(ranges), traces, height=320, yaxis=axis)
-
-
-def _step_time(run: RunRecord) -> Figure | None:
-    """Stacked chart of compute time and data wait per step."""
-    steps, whole = run.series("time/step_s")
-    waits = run.series("time/data_wait_s")[1]
-    if not steps or len(waits) != len(whole):
-        return None
-    wait_ms = [None if wait is None else 1000 * wait for wait in waits]
-    busy_ms = [None if s is None or w is None else 1000 * s - w for s, w in zip(whole, wait_ms, strict=True)]
-    mode = {"mode": "lines+markers" if len(steps) <= FEW_POINTS else "lines", "stackgroup": "step"}
-    traces = [
-        go.Scatter(x=steps, y=y, name=name, line={"color": colour, "width": 1.5}, fillcolor=FILLS[colour], **mode)
-        for name, y, colour in (("compute", busy_ms, TEAL), ("waiting for data", wait_ms, ORANGE))
-    ]
-    title, summary = "Where a step's time goes", "milliseconds per step, computing and waiting for data"
-    axis = {"rangemode": "tozero", "ticksuffix": " ms"}
-    return _steps_figure(run, "step", title, summary, traces, yaxis=axis)
+    return figure(name, title, "; ".join(ranges), traces, height, xaxis=xaxis, yaxis=yaxis)
 
 
 def sweep_figures(sweep: Sweep) -> dict[str, list[Figure]]:

@@ -1,10 +1,12 @@
 """Output and exit code of the command for each outcome of a sweep, without Ray."""
 
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from mmray import cli
 from mmray.cli.console import Terminal
 from mmray.cli.tune import _print_outcome, trial_line, trials_table
 from mmray.config import from_yaml, recipes
@@ -21,62 +23,55 @@ LINES = [
 ]
 
 
-@pytest.fixture
-def outcome(tmp_path):
-    """Make the outcome of two trials with these statuses."""
-
-    def make(status, *ends):
-        trials = trials_of(recipes.load("sample"), parse_space(["batch.micro=32,64"]))
-        rows = [row_of(t, e, LINES if e.status == "finished" else [], None) for t, e in zip(trials, ends, strict=True)]
-        found = select_best(rows, "throughput", True)
-        summary = {"status": status, "goal": "throughput", "elapsed_s": 61.2, "recommendation": found}
-        return SweepOutcome(tmp_path / "sample-tune", summary, rows)
-
-    return make
+FINISHED = TrialOutcome("finished", None, 9.0)
+OOM = TrialOutcome("out_of_memory", "CUDA out of memory", 3.0)
+STOPPED = TrialOutcome("stopped")
 
 
-def said(outcome, width=80):
+def outcome(status, *outcomes):
+    """The outcome of a sweep of two trials."""
+    trials = trials_of(recipes.load("sample"), parse_space(["batch.micro=32,64"]))
+    rows = [row_of(t, o, LINES if o.status == "finished" else []) for t, o in zip(trials, outcomes, strict=True)]
+    best = select_best(rows, "throughput", True)
+    summary = {"status": status, "goal": "throughput", "elapsed_s": 61.2, "recommendation": best}
+    return SweepOutcome(Path("runs/sample-tune"), summary, rows)
+
+
+def print_outcome(sweep):
     text = io.StringIO()
-    code = _print_outcome(outcome, Terminal(Console(file=text, width=width, soft_wrap=True)))
+    code = _print_outcome(sweep, Terminal(Console(file=text, width=80, soft_wrap=True)))
     return code, text.getvalue()
 
 
-def test_finished_sweep_prints_best_trial_and_next_command(outcome):
-    oom = TrialOutcome("out_of_memory", "CUDA out of memory", 3.0)
-    code, text = said(outcome("finished", TrialOutcome("finished", None, 9.0), oom))
+def test_finished_sweep_prints_best_trial_and_next_command():
+    code, text = print_outcome(outcome("finished", FINISHED, OOM))
     assert code == 0
     assert "1 of 2 trials measured in 61 s" in text and "t002       out of memory: CUDA out of memory" in text
     assert "t001 is the only trial that finished: 600 samples/s." in text
     assert "mmray train " in text and "sample-tune/best.yaml" in text
 
 
-def test_stopped_sweep_exits_with_130_and_prints_best_so_far(outcome):
-    code, text = said(outcome("stopped", TrialOutcome("finished", None, 9.0), TrialOutcome("stopped")))
+def test_stopped_sweep_exits_with_130_and_prints_best_so_far():
+    code, text = print_outcome(outcome("stopped", FINISHED, STOPPED))
     assert code == 130 and "run the same command to resume" in text and "best.yaml" in text
-    code, text = said(outcome("stopped", TrialOutcome("stopped"), TrialOutcome("stopped")))
+    code, text = print_outcome(outcome("stopped", STOPPED, STOPPED))
     assert code == 130 and "best.yaml" not in text
 
 
-def test_sweep_without_measured_trial_prints_each_reason(outcome):
-    failed = outcome(
-        "failed", TrialOutcome("failed", "KeyError: 'label'"), TrialOutcome("out_of_memory", "CUDA out of memory")
-    )
-    with pytest.raises(TrainingError) as caught:
-        said(failed)
-    assert caught.value.exit_code == 3
-    assert "t001 failed: KeyError: 'label'" in str(caught.value)
-    assert "t002 out of memory: CUDA out of memory" in str(caught.value)
-
-
-def test_trials_without_goal_metric_are_an_error(outcome):
-    blind = outcome("finished", TrialOutcome("finished", None, 9.0), TrialOutcome("finished", None, 9.0))
-    blind.summary.update(goal="loss", recommendation=None)
+def test_sweep_without_ranked_trial_is_an_error_with_each_reason():
+    with pytest.raises(TrainingError) as raised:
+        print_outcome(outcome("failed", TrialOutcome("failed", "KeyError: 'label'"), OOM))
+    assert raised.value.exit_code == 3
+    assert "t001 failed: KeyError: 'label'" in str(raised.value)
+    assert "t002 out of memory: CUDA out of memory" in str(raised.value)
+    unmeasured = outcome("finished", FINISHED, FINISHED)
+    unmeasured.summary.update(goal="loss", recommendation=None)
     with pytest.raises(TrainingError, match="no trial reported a finite loss"):
-        said(blind)
+        print_outcome(unmeasured)
 
 
-def test_table_fits_eighty_columns(outcome):
-    rows = outcome("finished", TrialOutcome("finished", None, 9.0), TrialOutcome("finished", None, 9.0)).rows
+def test_table_fits_eighty_columns_and_marks_the_best():
+    rows = outcome("finished", FINISHED, FINISHED).rows
     text = io.StringIO()
     Console(file=text, width=80).print(trials_table(rows, "throughput", select_best(rows, "throughput", True)))
     line = next(line for line in text.getvalue().splitlines() if line.startswith("t001*"))
@@ -85,7 +80,6 @@ def test_table_fits_eighty_columns(outcome):
 
 
 def test_print_config_prints_the_base_recipe(capfd):
-    from mmray import cli
-
-    code = cli.run(["tune", "sample", "--space", "batch.micro=32", "--train.steps", "5", "--print-config"], Terminal())
-    assert code == 0 and from_yaml(capfd.readouterr().out, "printed") == recipes.load("sample")
+    words = ["tune", "sample", "--space", "batch.micro=32", "--train.steps", "5", "--print-config"]
+    assert cli.run(words, Terminal()) == 0
+    assert from_yaml(capfd.readouterr().out, "printed") == recipes.load("sample")
