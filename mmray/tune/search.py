@@ -11,7 +11,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -51,16 +51,7 @@ _ENVIRONMENT = {
 }
 # The driver of a trial runs on the head node and requests no CPU, because a small machine needs all of them for data.
 _DRIVER = {HEAD_RESOURCE: 0.001}
-# Columns of the table of trials, from logged metrics.
-FIGURES = {
-    "samples_per_s": "throughput/samples_per_s",
-    "step_p50_s": "time/step_p50_s",
-    "step_p95_s": "time/step_p95_s",
-    "peak_gib": "memory/peak_gib",
-    "loss": "train/loss",
-}
-Report = Callable[[dict[str, Any]], Any]
-Events = queue.SimpleQueue[tuple[str, str, Any]]  # (now or ended, trial, value)
+Events = queue.SimpleQueue[tuple[str, str | TrialOutcome]]  # (trial, what it is doing or how it ended)
 
 
 @dataclass(frozen=True)
@@ -266,11 +257,11 @@ def run_trials(state: SweepState, runs: dict[str, Config], at_once: int) -> None
 def _drain_events(state: SweepState, events: Events) -> None:
     """Apply the queued events and redraw the table of trials."""
     while not events.empty():
-        kind, name, value = events.get()
-        if kind == "ended":
-            state.end(name, value)
+        name, event = events.get()
+        if isinstance(event, str):
+            state.update(name, event)
         else:
-            state.update(name, value)
+            state.end(name, event)
     state.listener.trials(state.table())
 
 
@@ -292,7 +283,7 @@ def _trial(given: dict[str, Any], configs: dict[str, Config]) -> None:
     """Train one config and report the outcome to Ray Tune; a failure is reported instead of raised."""
     start_s = time.monotonic()
     try:
-        train(configs[given["trial"]], _TrialReporter(tune.report))
+        train(configs[given["trial"]], _TrialReporter())
         outcome = TrialOutcome("finished", None, time.monotonic() - start_s)
     except Exception as error:  # noqa: BLE001 - any error is the outcome of this trial only
         outcome = outcome_of(error, time.monotonic() - start_s)
@@ -300,10 +291,7 @@ def _trial(given: dict[str, Any], configs: dict[str, Config]) -> None:
 
 
 class _TrialReporter:
-    """ProgressReporter of a trial: reports status and metrics to Ray Tune."""
-
-    def __init__(self, report: Report):
-        self.report = report
+    """ProgressReporter of a trial: reports what it is doing to Ray Tune; its metrics are read from its folder."""
 
     def log(self, text: str, label: str = "") -> None:
         """Ignored: the sweep logs it once for all trials."""
@@ -312,11 +300,10 @@ class _TrialReporter:
         """Ignored: data is prepared before the first trial."""
 
     def status(self, title: str) -> None:
-        self.report({"now": {"doing": title}})
+        tune.report({"doing": title})
 
     def step(self, metrics: dict[str, Any], total_steps: int) -> None:
-        figures = {name: metrics[key] for name, key in FIGURES.items() if metrics.get(key) is not None}
-        self.report({"now": {"doing": f"step {metrics['step']:,}/{total_steps:,}"} | figures})
+        tune.report({"doing": f"step {metrics['step']:,}/{total_steps:,}"})
 
 
 class _Stopper(tune.Stopper):
@@ -345,19 +332,16 @@ class _QueueCallback(tune.Callback):
         return {}
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self._put(trial, "now", {"status": "running", "doing": "starting"})
+        self._put(trial, "starting")
 
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
-        if "ended" in result:
-            self._put(trial, "ended", TrialOutcome(**result["ended"]))
-        else:
-            self._put(trial, "now", result["now"])
+        self._put(trial, TrialOutcome(**result["ended"]) if "ended" in result else result["doing"])
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         error = trial.get_pickled_error() or TrainingError("its driver process died; see the logs of the head node")
-        self._put(trial, "ended", outcome_of(error))
+        self._put(trial, outcome_of(error))
 
-    def _put(self, trial: Any, kind: str, value: Any) -> None:
-        self._events.put((kind, trial.config["trial"], value))
+    def _put(self, trial: Any, event: str | TrialOutcome) -> None:
+        self._events.put((trial.config["trial"], event))

@@ -126,7 +126,8 @@ class SweepState:
 
     def table(self) -> list[Row]:
         """Return one row per trial in order."""
-        return [self.rows.get(name) or self.live.get(name) or _waiting(trial) for name, trial in self.trials.items()]
+        waiting = {name: row_of(t, TrialOutcome("stopped")) | {"status": "waiting"} for name, t in self.trials.items()}
+        return list((waiting | self.live | self.rows).values())
 
     def clear(self, name: str) -> None:
         """Remove the files of an interrupted trial, because trials do not resume."""
@@ -134,23 +135,25 @@ class SweepState:
         if run.exists():
             shutil.rmtree(run)
 
-    def update(self, name: str, figures: Row) -> None:
+    def update(self, name: str, doing: str) -> None:
         """Update the row of a running trial."""
         if name not in self.rows:
-            self.live[name] = {**_waiting(self.trials[name]), **self.live.get(name, {}), **figures}
+            self.live[name] = self._row(name, TrialOutcome("stopped")) | {"status": "running", "doing": doing}
 
     def end(self, name: str, outcome: TrialOutcome) -> None:
-        """Write the row of an ended trial from the files of its run."""
-        if name in self.rows:
-            return
-        self.live.pop(name, None)
+        """Write the row of an ended trial."""
+        if name not in self.rows:
+            self.live.pop(name, None)
+            self.rows[name] = self._row(name, outcome)
+            self.folder.write_rows(list(self.rows.values()))
+            self.listener.ended(self.rows[name])
+
+    def _row(self, name: str, outcome: TrialOutcome) -> Row:
+        """Return the row of a trial from the files of its run; a killed run may leave an incomplete last line."""
         run = SweepDir(self.folder.path / "trials" / name)
         file = run.path / "metrics.jsonl"
-        # A killed run may leave an incomplete last line.
         lines = [orjson.loads(line) for line in file.read_bytes().split(b"\n")[:-1]] if file.exists() else []
-        self.rows[name] = row_of(self.trials[name], outcome, lines, run.read_json("result.json"))
-        self.folder.write_rows(list(self.rows.values()))
-        self.listener.ended(self.rows[name])
+        return row_of(self.trials[name], outcome, lines, run.read_json("result.json"))
 
     def status(self) -> str:
         """Return the final status of the sweep: finished if any trial was measured."""
@@ -158,7 +161,3 @@ class SweepState:
         if "stopped" in statuses or "waiting" in statuses:
             return "stopped"
         return "finished" if "finished" in statuses else "failed"
-
-
-def _waiting(trial: Trial) -> Row:
-    return row_of(trial, TrialOutcome("stopped")) | {"status": "waiting"}
