@@ -124,13 +124,9 @@ class ProfiledTimer(StepTimer):
 
 def communication_us(events: Any) -> float:
     """Return the microseconds of a profile during which any collective ran."""
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in events
-        if event.name.startswith(("gloo:", "nccl:", "ncclDevKernel"))
-    )
+    collectives = (event.time_range for event in events if event.name.startswith(("gloo:", "nccl:", "ncclDevKernel")))
     total, reached = 0.0, float("-inf")
-    for start, end in spans:
+    for start, end in sorted((span.start, span.end) for span in collectives):
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return total

@@ -124,32 +124,24 @@ def sweep_figures(sweep: Sweep) -> dict[str, list[Figure]]:
 def _heat_map(number: int, heat_map: HeatMap, sweep: Sweep) -> Figure:
     """One trace for the measured cells and one for the others; all heat maps have one colour scale."""
     goal = sweep.goal
-    measured = [trial.measured(goal.figure) for trial in sweep.trials]
-    everywhere = [value for value in measured if value is not None]
+    measured = [value for trial in sweep.trials if (value := trial.measured(goal.figure)) is not None]
     cells = [[heat_map.cells.get((micro, rows)) for micro in heat_map.micro] for rows in heat_map.accumulation]
     x, y = [str(each) for each in heat_map.micro], [str(each) for each in heat_map.accumulation]
-    values = [[trial and trial.measured(goal.figure) for trial in row] for row in cells]
+    values = [[trial.measured(goal.figure) if trial else None for trial in row] for row in cells]
+    missing = [[1.0 if trial and trial.measured(goal.figure) is None else None for trial in row] for row in cells]
     style: dict[str, Any] = {"x": x, "y": y, "texttemplate": "%{text}", "textfont": {"size": 12}, "xgap": 3, "ygap": 3}
+    style |= {"hovertemplate": "micro %{x}, accumulation %{y}: %{text}<extra></extra>"}
     style |= {"showscale": False, "showlegend": False}
-    traces = [
-        go.Heatmap(
-            z=values,
-            text=[[trial.cell_text(goal.figure, sweep.best) if trial else "" for trial in row] for row in cells],
-            hovertemplate=f"micro %{{x}}, accumulation %{{y}}: %{{z:,.4g}} {goal.title}<extra></extra>",
-            colorscale=SCALE,
-            reversescale=not goal.largest,
-            zmin=min(everywhere, default=None),
-            zmax=max(everywhere, default=None),
-            **style,
-        ),
-        go.Heatmap(
-            z=[[1 if trial and trial.measured(goal.figure) is None else None for trial in row] for row in cells],
-            text=[[trial.missing_text(goal.figure) if trial else "" for trial in row] for row in cells],
-            hovertemplate="micro %{x}, accumulation %{y}: %{text}<extra></extra>",
-            colorscale=[[0, "#b3324f"], [1, "#b3324f"]],
-            **style,
-        ),
-    ]
+    traces = []
+    for z in (values, missing):
+        text = [  # without that of other cells, because Plotly draws it for cells without a value too
+            [trial.cell_text(goal.figure, sweep.best) if trial and value is not None else "" for value, trial in pairs]
+            for pairs in (zip(row, trials, strict=True) for row, trials in zip(z, cells, strict=True))
+        ]
+        traces.append(go.Heatmap(z=z, text=text, **style))
+    lowest, highest = min(measured, default=None), max(measured, default=None)
+    traces[0].update(colorscale=SCALE, reversescale=not goal.largest, zmin=lowest, zmax=highest)
+    traces[1].update(colorscale=[[0, "#b3324f"], [1, "#b3324f"]])
     return figure(
         f"grid-{number}",
         heat_map.title,

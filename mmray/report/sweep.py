@@ -69,16 +69,12 @@ class Trial:
         return "; ".join(part for part in (self.others, self.values.get("error")) if part)
 
     def cell_text(self, name: str, best: Trial | None) -> str:
-        """Return the text of a heat map cell with a value."""
+        """Return the text of a heat map cell: the value, or why there is none."""
         value = self.measured(name)
         if value is None:
-            return ""
+            return STATUS_LABELS.get(self.status, "failed")
         text = f"{value:,.0f}" if value >= 100 else f"{value:.4g}"
         return f"<b>★ {text}</b>" if best is not None and self.name == best.name else text
-
-    def missing_text(self, name: str) -> str:
-        """Return the text of a heat map cell without a value."""
-        return STATUS_LABELS.get(self.status, "failed") if self.measured(name) is None else ""
 
 
 @dataclass(frozen=True)

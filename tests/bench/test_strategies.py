@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import torch
 from mmray.bench import step, strategies
 from mmray.bench.spawn import WorkerFailed
 from mmray.bench.strategies import BASE, ProfiledTimer, bench_strategies
-from mmray.config import Batch, Optimizer, TextTower, Train
+from mmray.config import Batch, Optimizer, Train
 from mmray.data.stream.order import SamplePlan
 from mmray.engine.collectives import Group
 from mmray.errors import ResourceError
@@ -85,19 +86,22 @@ class Stopped(Exception):
 
 
 def test_branches_replicates_the_slower_branch(monkeypatch):
-    """A deep text tower and a small convnet, measured by time as in a run."""
-    seen = []
+    specs = []
 
-    def run(task, steps):
-        seen.append(task)
+    def build_slow(*arguments):
+        bench = step.build_bench(*arguments)
+        bench.model.branches()["text"].register_forward_pre_hook(lambda *_: time.sleep(0.2))
+        return bench
+
+    def run(spec, steps):
+        specs.append(spec)
         raise Stopped
 
     monkeypatch.setattr(step.loop, "run", run)
-    base = tiny(train=Train(parallel="branches", steps=1))
-    spec = base.model.model_copy(update={"text": TextTower(width=32, depth=12, heads=2)})
+    monkeypatch.setattr(strategies, "build_bench", build_slow)
     with pytest.raises(Stopped):
-        strategies._measure(base.model_copy(update={"model": spec}), Group(), Path(), steps=2)
-    assert (seen[0].slower, len(seen[0].devices)) == ("text", 2)
+        strategies._measure(tiny(train=Train(parallel="branches", steps=1)), Group(), Path(), steps=2)
+    assert (specs[0].slower, len(specs[0].devices)) == ("text", 2)
 
 
 def test_communication_time_is_the_union_of_collectives():
