@@ -25,7 +25,7 @@ from mmray.tune.trials import Trial
 
 # Settings of the recipe that a resumed sweep may change.
 MAY_CHANGE = (
-    *("run", "cluster.address", "cluster.start_timeout_s", "cluster.collective_timeout_s"),
+    *("run", "cluster.address", "cluster.start_timeout_s"),
     *("data.cache", "data.local_cache", "data.local_cache_gb"),
 )
 

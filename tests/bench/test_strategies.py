@@ -85,12 +85,13 @@ class Stopped(Exception):
     """Raised where the training loop would start."""
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_branches_replicates_the_slower_branch(monkeypatch):
     specs = []
 
     def build_slow(*arguments):
         bench = step.build_bench(*arguments)
-        bench.model.branches()["text"].register_forward_pre_hook(lambda *_: time.sleep(0.2))
+        bench.model.branches()["text"].register_forward_pre_hook(lambda *_: time.sleep(1.0))
         return bench
 
     def run(spec, steps):

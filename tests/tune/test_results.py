@@ -7,7 +7,7 @@ import torch
 
 from mmray.engine.batch import BatchShape
 from mmray.errors import TrainingError
-from mmray.train.supervisor import Failure, decide_recovery
+from mmray.train.recovery import Failure, decide_recovery
 from mmray.tune.results import TrialOutcome, figures, one_line, outcome_of, row_of, select_best
 from mmray.tune.trials import Trial
 
@@ -49,7 +49,7 @@ class WorkerGroupError(Exception):
 
 def raised_by_policy(error):
     """The exception of a run after an actor boundary, which drops its cause."""
-    return decide_recovery(Failure("raised", error, 3), None, 1, 0).error
+    return decide_recovery(Failure("raised", error, 3), None, 1, 0)
 
 
 @pytest.mark.parametrize(

@@ -219,13 +219,13 @@ def test_single_machine_runs_trials_sequentially(runs, monkeypatch):
     assert plan_concurrency(runs, 3)[0] == 3
 
 
-def test_trial_with_idle_gpus_is_infeasible_and_others_run(monkeypatch):
+def test_trial_with_too_few_gpus_is_infeasible_and_others_run(monkeypatch):
     monkeypatch.setattr(cluster, "autoscaling_pools", list)
     monkeypatch.setattr(cluster, "alive_nodes", lambda: [Node({"CPU": 16.0, "GPU": 2.0})])
     sizes = {"t001": 1, "t002": 2, "t003": 4, "t004": "1-4"}
     trials = [Trial(name, {}, Config(cluster=Cluster(workers=size)), None) for name, size in sizes.items()]
     checked = filter_feasible(trials)
     assert [trial.infeasible is None for trial in checked] == [True, True, False, False]
-    assert "4 training workers with a GPU each, and the cluster has 2 GPUs" in checked[2].infeasible
-    with pytest.raises(ResourceError, match=r"--cluster.workers 2 trains on them"):
+    assert "4 training workers of 1 CPU and 1 GPU each" in checked[2].infeasible
+    with pytest.raises(ResourceError, match=r"--cluster.workers 2 would fit"):
         filter_feasible(trials[2:])
