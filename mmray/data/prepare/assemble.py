@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +19,8 @@ import orjson
 import pyarrow as pa
 
 from mmray.data.prepare.pack import read_record, shards_of
-from mmray.data.store.manifest import QUARANTINE, Shard
+from mmray.data.store.manifest import QUARANTINE, TOKENIZER, Shard
+from mmray.data.store.prepared_set import SCHEMA
 from mmray.data.text.tokenizer import train_tokenizer
 from mmray.errors import DataError
 from mmray.storage.storage import MAX_PARALLEL, Storage
@@ -249,21 +251,21 @@ def check_budget(source: str, out: Storage, num_read: int, total: int, rows: Pac
     raise DataError("\n".join([first, *counts, f"All of them are in {quarantine}.", advice]))
 
 
-def fit_tokenizer(out: Storage, shards: list[Shard], vocab_size: int) -> str | None:
-    """Return a tokenizer trained on the captions outside the held-out splits; None if there are none."""
+def write_tokenizer(out: Storage, shards: list[Shard], vocab_size: int) -> bool:
+    """Train a tokenizer on the captions outside the held-out splits, if there are any; return whether it is written."""
     used = [shard for shard in shards if shard.split not in HELD_OUT and shard.num_live]
-    if not vocab_size or not used:
-        return None
-    return train_tokenizer((text for shard in used for text in _texts(out, shard)), vocab_size)
+    if vocab_size and used:
+        texts = (text for shard in used for text in _texts(out, shard))
+        out.write(TOKENIZER, train_tokenizer(texts, vocab_size).encode())
+    return bool(vocab_size and used)
 
 
 def _texts(out: Storage, shard: Shard) -> Iterator[str]:
     """Yield the captions of the kept rows of a shard; images are not read."""
-    dropped, row = set(shard.dropped), 0
-    only_texts = pa.ipc.IpcReadOptions(included_fields=[2])
+    dropped = set(shard.dropped)
+    only_texts = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index("texts")])
     with pa.ipc.open_file(out.open(shard.file, mapped=True), options=only_texts) as reader:
-        for batch in range(reader.num_record_batches):
-            for texts in reader.get_batch(batch).column("texts").to_pylist():
-                if row not in dropped:
-                    yield from texts
-                row += 1
+        batches = (reader.get_batch(number).column("texts") for number in range(reader.num_record_batches))
+        for row, texts in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches)):
+            if row not in dropped:
+                yield from texts

@@ -1,6 +1,4 @@
-"""Prepare pipeline: raw rows to a prepared set.
-
-Scan the source into chunks, pack the chunks that are not done (Ray), deduplicate, write the manifest.
+"""Prepare pipeline: scan the source into chunks, pack those that are not done (Ray), deduplicate, write the manifest.
 
 A chunk is done when its record exists. So a killed prepare resumes, a source that grew is appended to, and a larger
 error budget reuses all finished work. manifest.json is written last; without it the folder is not a prepared set.
@@ -8,15 +6,12 @@ error budget reuses all finished work. manifest.json is written last; without it
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import os
 import re
-import socket
 import uuid
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,14 +20,7 @@ from typing import TYPE_CHECKING, Any
 from mmray.data.formats.detect import class_names, companion_file, detect_source, label_names
 from mmray.data.formats.source import SourceChanged, SourceChunk, SourceUnreadable
 from mmray.data.prepare import assemble, contamination, sample
-from mmray.data.prepare.pack import (
-    PrepareJob,
-    is_current,
-    num_record_rows,
-    pack_chunk,
-    read_record,
-    record_path,
-)
+from mmray.data.prepare.pack import PrepareJob, is_current, num_record_rows, pack_chunk, read_record, record_path
 from mmray.data.prepare.tasks import ATTEMPT_SUFFIX, RESUME_HINT, Result, contain_crashes, map_tasks
 from mmray.data.store.manifest import (
     MANIFEST,
@@ -41,7 +29,6 @@ from mmray.data.store.manifest import (
     SHARDS,
     TOKENIZER,
     Manifest,
-    Shard,
     fingerprint,
     read_manifest,
 )
@@ -53,7 +40,6 @@ from mmray.storage.storage import TEMP_SUFFIX, Storage
 if TYPE_CHECKING:
     from mmray.config import Prepare
 
-_LOCK = ".lock"
 _NO_NAME = re.compile(r"[^\w.-]+")
 
 
@@ -175,6 +161,9 @@ def _prepare(job: PrepareJob, settings: Prepare, progress: OnProgress, notify: N
     num_rows, num_bad = sum(shard.num_live for shard in rows.shards), rows.reasons.total()
     assemble.check_budget(where, out, num_rows + num_bad, total, rows, settings.max_bad_fraction)
     progress(Progress("tokenize", num_rows + num_bad, total, num_bad))
+    # A set that grew keeps its tokenizer, because models were trained with it.
+    has_tokenizer = bool(before and before.tokenizer and before.settings["vocab_size"] == settings.vocab_size)
+    has_tokenizer = has_tokenizer or assemble.write_tokenizer(out, rows.shards, settings.vocab_size)
     shards = [shard for shard in rows.shards if shard.num_live]
     if any(shard.split for shard in shards):  # rows without a split are training rows if others have one
         shards = [replace(shard, split=shard.split or "train") for shard in shards]
@@ -189,7 +178,7 @@ def _prepare(job: PrepareJob, settings: Prepare, progress: OnProgress, notify: N
         num_leaks=found.num_leaks,
         splits=dict(splits),
         fingerprint=fingerprint(shards),
-        tokenizer=TOKENIZER if _write_tokenizer(out, rows.shards, settings, before) else None,
+        tokenizer=TOKENIZER if has_tokenizer else None,
         source=_identity(job, chunks)
         | {"format": job.source.format, "folder": job.source.address, "file": job.source.name},
         settings=settings.model_dump(mode="json"),
@@ -291,20 +280,10 @@ def _identity(job: PrepareJob, chunks: list[SourceChunk]) -> dict[str, Any]:
     return {"name": job.source.display_name, **size, "sha256": digest, **address}
 
 
-def _write_tokenizer(out: Storage, shards: list[Shard], settings: Prepare, before: Manifest | None) -> bool:
-    """Train the tokenizer. A set that grew keeps its tokenizer, because models were trained with it."""
-    if before is not None and before.tokenizer and before.settings["vocab_size"] == settings.vocab_size:
-        return True
-    text = assemble.fit_tokenizer(out, shards, settings.vocab_size)
-    if text is not None:
-        out.write(TOKENIZER, text.encode())
-    return text is not None
-
-
 def create_output_dir(out: Storage) -> None:
     """Create the folder. Raises UsageError if it contains anything else."""
     try:
-        names = set(out.listdir()) - {_LOCK, lease.FOLDER}
+        names = set(out.listdir()) - {lease.FOLDER}
         if names and not names & {MANIFEST, PARTS}:
             raise UsageError(f"{out.address} is not empty and is not a prepared set: choose another folder")
         out.mkdir(PARTS)
@@ -313,28 +292,9 @@ def create_output_dir(out: Storage) -> None:
         raise UsageError(f"cannot write to {out.address} ({error}): choose another folder") from None
 
 
-@contextmanager
-def exclusive_lock(out: Storage) -> Iterator[None]:
-    """Exclude a second prepare of the folder; uses a lease on an object store. Raises UsageError."""
-    if out.local_path is None:
-        with lease.Lease(to_path(out.address), activity="being prepared", advice="choose another folder"):
-            yield
-        return
-    try:
-        lock = os.open(out.local_path / _LOCK, os.O_RDWR | os.O_CREAT)
-    except OSError as error:
-        raise UsageError(f"cannot write to {out.address} ({error}): choose another folder") from None
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(lock, 200).decode(errors="replace")
-            raise UsageError(f"{out.address} is being prepared by {holder}: wait until it has finished") from None
-        os.truncate(lock, 0)
-        os.write(lock, f"process {os.getpid()} on {socket.gethostname()}".encode())
-        yield
-    finally:
-        os.close(lock)  # closing releases the lock
+def exclusive_lock(out: Storage) -> lease.Lease:
+    """Return the lease that excludes a second prepare of the folder; acquiring it raises UsageError."""
+    return lease.Lease(to_path(out.address), activity="being prepared", advice="choose another folder")
 
 
 def _remove_files(out: Storage, unwanted: Callable[[str], bool], folders: Iterable[str]) -> None:

@@ -1,10 +1,7 @@
 """Sample order as a pure function: the rows of each optimizer step, for any step, seed and number of workers.
 
 Position p of a run is row `rows_at(p)`. An epoch is `num_rows` positions; a step takes the next `global_rows` positions
-of its epoch. Nothing is stored, so a resumed or resized run takes the same rows.
-
-The shuffle is a keyed bijection of 0..size-1. `permute` is a full shuffle; `chunked_permutation` keeps rows that are
-stored next to each other close, so that few large reads fetch them. Both need O(1) memory per row.
+of its epoch. Nothing is stored, so a resumed or resized run takes the same rows. The shuffle is a keyed bijection.
 """
 
 from __future__ import annotations
@@ -39,8 +36,8 @@ def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
 def chunked_permutation(index: np.ndarray, size: int, key: np.ndarray, chunk: int, window: int) -> np.ndarray:
     """Keyed bijection of 0..size-1 that shuffles chunks of neighbouring rows, and rows within windows of chunks.
 
-    A window has `window` to 2 * window - 1 chunks (or all). If the last chunk is ragged, fewer than `chunk` rows fall
-    outside their window. A chunk of 1 is `permute`.
+    Rows that are stored next to each other stay close, so that few large reads fetch them. A window has `window` to
+    2 * window - 1 chunks (or all). If the last chunk is ragged, fewer than `chunk` rows fall outside their window.
     """
     if chunk == 1:
         return permute(index, size, key)
@@ -70,8 +67,7 @@ def windowed_permutation(index: np.ndarray, units: int, key: np.ndarray, window:
 def _cycle_walk(
     bijection: Callable[[np.ndarray, np.ndarray], np.ndarray], index: np.ndarray, size: int, key: np.ndarray
 ) -> np.ndarray:
-    """Restrict a bijection of a larger domain to 0..size-1 (Black and Rogaway 2002, "Ciphers with arbitrary finite
-    domains")."""
+    """Restrict a bijection of a larger domain to 0..size-1 (Black and Rogaway 2002)."""
     out = bijection(index, key)
     outside = np.flatnonzero(out >= size)
     while outside.size:
@@ -161,22 +157,17 @@ def interleave(parts: tuple[MixtureComponent, ...], positions: np.ndarray) -> np
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """The rows of each step of a run at one world size.
+    """The rows of each step of a run at one world size."""
 
-    num_rows: rows of an epoch. global_rows: rows of a step over all workers. micro: rows of one forward pass. steps:
-    length of the run. parts: sets of a mixture; their `per_epoch` add up to num_rows. chunk, window: see
-    `chunked_permutation`; a chunk of 1 is a full shuffle.
-    """
-
-    num_rows: int
-    global_rows: int
+    num_rows: int  # of an epoch
+    global_rows: int  # of a step, over all workers
     world: int
-    micro: int
+    micro: int  # rows of one forward pass
     seed: int
-    steps: int
+    steps: int  # of the run
     shuffle: bool = True
-    parts: tuple[MixtureComponent, ...] = ()
-    chunk: int = 1
+    parts: tuple[MixtureComponent, ...] = ()  # sets of a mixture; their `per_epoch` add up to num_rows
+    chunk: int = 1  # see `chunked_permutation`; 1: full shuffle
     window: int = 1
 
     @property
