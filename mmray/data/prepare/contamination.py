@@ -29,7 +29,7 @@ from mmray.data.prepare.assemble import HELD_OUT, NONE, DedupResult, first_occur
 from mmray.data.prepare.pack import shards_of
 from mmray.data.prepare.tasks import Result, contain_crashes, map_tasks
 from mmray.data.store.manifest import Manifest, Shard
-from mmray.data.store.prepared_set import PreparedSet, Row
+from mmray.data.store.prepared_set import PreparedSet, read_or_none
 from mmray.errors import DataError, UsageError
 from mmray.storage.storage import Storage
 
@@ -354,7 +354,7 @@ def _hash_task(item: dict[str, Any], job: HashJob) -> Result:
         hashes, crashed = np.zeros(shard.num_rows, IMAGE_HASH_DTYPE), []
         for start in range(0, shard.num_rows, _ROWS):
             numbers = np.arange(start, min(start + _ROWS, shard.num_rows))
-            for entry, row in zip(hashes[numbers[0] :], _read(rows, numbers), strict=False):
+            for entry, row in zip(hashes[numbers[0] :], read_or_none(rows, numbers, (BadRow,)), strict=False):
                 if row is None:
                     continue
                 entry["sha256"] = np.frombuffer(hashlib.sha256(row.image).digest()[:16], "<u8")
@@ -376,19 +376,6 @@ def _hash_task(item: dict[str, Any], job: HashJob) -> Result:
 
     try:
         crashed = contain_crashes(hash_rows, Storage(job.out), job.file(shard), name)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # rows of a damaged shard must not count as compared
         raise DataError(f"cannot hash {name}: {error}") from error
     return {"num_rows": shard.num_rows, "crashed": crashed}
-
-
-def _read(rows: PreparedSet, numbers: np.ndarray) -> list[Row | None]:
-    """Read rows by number; None for a row of an index-only set whose image no longer exists.
-
-    Raises OSError if a shard cannot be read, because its rows must not count as compared.
-    """
-    try:
-        return list(rows.read(numbers))
-    except BadRow:
-        return [None] if len(numbers) == 1 else [row for number in numbers for row in _read(rows, np.array([number]))]
-    except ValueError as error:
-        raise OSError(str(error)) from error

@@ -421,3 +421,16 @@ class PreparedMixture:
             for index, row in zip(indices, self.sets[number].read(rows[indices] - self._starts[number]), strict=True):
                 out[index] = replace(row, key=f"{self.names[number]}/{row.key}")
         return out  # type: ignore[return-value]  # every row belongs to a set
+
+
+def read_or_none(
+    prepared: PreparedSet | PreparedMixture, rows: np.ndarray, errors: tuple[type[Exception], ...] = ROW_ERRORS
+) -> list[Row | None]:
+    """Return the rows with these numbers; None for a row whose record or image raises one of `errors`."""
+    try:
+        return list(prepared.read(rows))
+    except errors:
+        if len(rows) <= 1:
+            return [None] * len(rows)
+        middle = len(rows) // 2
+        return read_or_none(prepared, rows[:middle], errors) + read_or_none(prepared, rows[middle:], errors)

@@ -16,7 +16,7 @@ from mmray.data.images import boxes
 from mmray.data.images.decode import BadImage, decode
 from mmray.data.images.sandbox import SandboxedDecoder
 from mmray.data.images.transform import random_numbers, transform
-from mmray.data.store.prepared_set import ROW_ERRORS, PreparedMixture, PreparedSet, Row, key_id
+from mmray.data.store.prepared_set import PreparedMixture, PreparedSet, Row, key_id, read_or_none
 from mmray.data.stream.order import PADDING, SamplePlan, hash_choice
 from mmray.data.text.chat import build_encoder
 
@@ -62,7 +62,7 @@ class RowReader:
         row_ids, epoch = plan.rows_at(positions), plan.passes_at(positions)
         stored = np.flatnonzero(row_ids != PADDING)
         rows: list[Row | None] = [None] * len(row_ids)
-        for index, row in zip(stored, self._read(row_ids[stored]), strict=True):
+        for index, row in zip(stored, read_or_none(self.prepared, row_ids[stored]), strict=True):
             rows[index] = row
         key = np.array([key_id(row.key) if row else 0 for row in rows], np.int64)
         pixels, valid, box_columns = self._pixels(
@@ -95,15 +95,6 @@ class RowReader:
         except BadImage as error:
             return record, str(error)
         return record, "readable at the second attempt"
-
-    def _read(self, row_ids: np.ndarray) -> list[Row | None]:
-        try:
-            return list(self.prepared.read(row_ids))
-        except ROW_ERRORS:
-            if len(row_ids) <= 1:
-                return [None] * len(row_ids)
-            middle = len(row_ids) // 2  # isolate the damaged record by bisection
-            return self._read(row_ids[:middle]) + self._read(row_ids[middle:])
 
     def _pixels(
         self, row_ids: np.ndarray, rows: list[Row | None], random: np.ndarray | None
