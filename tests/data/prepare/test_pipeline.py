@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -106,9 +107,8 @@ def test_every_row_is_kept_or_quarantined(tmp_path, in_process):
     add(source, {"id": "k5", "image": "new.png", "text": "an id again"})
     manifest = prepare(str(source), str(tmp_path / "out"), LAX)
     assert (manifest.num_rows, manifest.num_quarantined, manifest.num_read) == (10, 8, 18)
-    assert [
-        (fault["key"], fault["source"], fault["stage"], fault["reason"]) for fault in quarantine(tmp_path / "out")
-    ] == [
+    faults = quarantine(tmp_path / "out")
+    assert [(fault["key"], fault["source"], fault["stage"], fault["reason"]) for fault in faults] == [
         ("a", "rows.jsonl:11", "read", "missing-image"),
         ("b", "rows.jsonl:12", "decode", "truncated"),
         ("c", "rows.jsonl:13", "text", "blank"),
@@ -118,10 +118,8 @@ def test_every_row_is_kept_or_quarantined(tmp_path, in_process):
         ("k4", "rows.jsonl:18", "decode", "truncated"),
         ("k5", "rows.jsonl:19", "duplicates", "duplicate-key"),
     ]
-    assert manifest.reasons == {
-        "truncated": 2, "missing-image": 1, "blank": 1, "json": 1, "path": 1, "duplicate": 1, "duplicate-key": 1
-    }  # fmt: skip
-    assert "k3" in quarantine(tmp_path / "out")[5]["detail"]
+    assert manifest.reasons == Counter(fault["reason"] for fault in faults)
+    assert "k3" in faults[5]["detail"]
     prepared = PreparedSet.open(str(tmp_path / "out"))
     rows = prepared.read(np.arange(10))
     assert [row.key for row in rows] == [f"k{number}" for number in range(10)]

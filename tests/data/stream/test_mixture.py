@@ -33,10 +33,10 @@ def test_rows_are_numbered_set_after_set(both):
             both.read(np.array([number]))
 
 
-def test_fingerprint_depends_on_rows_and_weights(both, tmp_path):
-    assert both.fingerprint != PreparedMixture(both.sets, [1, 2]).fingerprint
-    assert both.fingerprint != PreparedMixture(both.sets[::-1], [1, 2.5]).fingerprint
+def test_fingerprint_depends_on_rows_and_weights(both):
+    others = [(both.sets, [1, 2]), (both.sets[::-1], [1, 2.5])]
     assert both.fingerprint == PreparedMixture(both.sets, [1, 2.5]).fingerprint
+    assert both.fingerprint not in [PreparedMixture(*each).fingerprint for each in others]
 
 
 def test_sets_of_the_same_name_get_distinct_names(tmp_path):
@@ -73,11 +73,8 @@ def test_mixture_is_parsed_and_formatted(text, terms):
 def test_invalid_mixtures_are_refused(text):
     with pytest.raises(ValueError, match="neither a set nor a sum of different sets"):
         parse_mixture(text)
-
-
-def test_invalid_mixture_is_a_usage_error():
-    with pytest.raises(UsageError, match=r"data\.train: `0 \* a` is neither"):
-        Data(train="0 * a")
+    with pytest.raises(UsageError, match=r"data\.train: `.*` is neither"):
+        Data(train=text)
 
 
 def test_limit_needs_a_single_set():

@@ -18,11 +18,21 @@ from tests.data.store.test_shards import memory, put  # noqa: F401 - a fixture
 from tests.made import write_shard
 from tests.train.runs import Silent, config
 
+STORE = "memory://raw"
+
 
 def with_row_bytes(prepared, row_bytes):
     """The set as if its rows had this size."""
     (shard,) = prepared.manifest.shards
     manifest = replace(prepared.manifest, shards=(replace(shard, num_bytes=row_bytes * shard.num_rows),))
+    return PreparedSet(prepared.storage, manifest)
+
+
+def with_refs(prepared, address, length=None):
+    """The set as if its rows referred to images at an address."""
+    rows = [replace(row, image=b"", ref={"file": "a", "offset": 0, "length": length}) for row in make_rows(20)]
+    entry = write_shard(rows, prepared.storage, prepared.manifest.shards[0].file, None)
+    manifest = replace(prepared.manifest, shards=(entry,), settings={"index_only": True}, source={"address": address})
     return PreparedSet(prepared.storage, manifest)
 
 
@@ -45,76 +55,55 @@ def here(tmp_path):
 )  # fmt: skip
 def test_block_size_follows_row_bytes_on_a_store_and_is_one_on_a_disk(there, here, row_bytes, cached, expected):
     data = Data(local_cache="/somewhere" if cached else None)
-    assert shuffle_block_and_window(data, [with_row_bytes(there, row_bytes)], 64) == expected
-    assert (
-        shuffle_block_and_window(data, [with_row_bytes(here, row_bytes), with_row_bytes(there, row_bytes)], 64)
-        == expected
-    )
-    assert shuffle_block_and_window(data, [with_row_bytes(here, row_bytes)], 64) == (1, 1)
+    on_store, on_disk = with_row_bytes(there, row_bytes), with_row_bytes(here, row_bytes)
+    assert shuffle_block_and_window(data, [on_store], 64) == expected
+    assert shuffle_block_and_window(data, [on_disk, on_store], 64) == expected
+    assert shuffle_block_and_window(data, [on_disk], 64) == (1, 1)
 
 
-def test_window_follows_global_batch_and_cache_size(there):
-    rows = [with_row_bytes(there, 100_000)]
-    assert shuffle_block_and_window(Data(local_cache="/c"), rows, 1000) == (40, 1000)
-    assert shuffle_block_and_window(Data(local_cache="/c"), rows, 10**6) == (40, 1250)
-    assert shuffle_block_and_window(Data(local_cache="/c", local_cache_gb=0.8), rows, 64) == (40, 50)
-    assert shuffle_block_and_window(Data(), rows, 10**6) == (8, 16)
-
-
-def test_explicit_shuffle_blocks_are_used(there, here):
-    assert shuffle_block_and_window(Data(shuffle_blocks=1), [there], 64) == (1, 1)
-    assert shuffle_block_and_window(Data(shuffle_blocks="1x9"), [there], 64) == (1, 1)
-    assert shuffle_block_and_window(Data(shuffle_blocks="5x9"), [here], 64) == (5, 9)
-    assert shuffle_block_and_window(Data(shuffle_blocks=5), [here], 64) == (5, 16)
-    assert shuffle_block_and_window(Data(shuffle_blocks=5, shuffle=False), [there], 64) == (1, 1)
-
-
-def with_refs(prepared, address, **ref):
-    """The set as if its rows referred to images at an address."""
-    rows = [replace(row, image=b"", ref={"file": "a", "offset": 0, "length": None} | ref) for row in make_rows(20)]
-    entry = write_shard(rows, prepared.storage, prepared.manifest.shards[0].file, None)
-    manifest = replace(prepared.manifest, shards=(entry,), settings={"index_only": True}, source={"address": address})
-    return PreparedSet(prepared.storage, manifest)
+@pytest.mark.parametrize(
+    ("settings", "global_rows", "expected"),
+    [
+        ({"local_cache": "/c"}, 1000, (40, 1000)), ({"local_cache": "/c"}, 10**6, (40, 1250)),
+        ({"local_cache": "/c", "local_cache_gb": 0.8}, 64, (40, 50)), ({}, 10**6, (8, 16)),
+        ({"shuffle_blocks": 1}, 64, (1, 1)), ({"shuffle_blocks": "1x9"}, 64, (1, 1)),
+        ({"shuffle_blocks": "5x9"}, 64, (5, 9)), ({"shuffle_blocks": 5}, 64, (5, 16)),
+        ({"shuffle_blocks": 5, "shuffle": False}, 64, (1, 1)),
+    ],
+)  # fmt: skip
+def test_window_follows_settings_global_batch_and_cache_size(there, settings, global_rows, expected):
+    assert shuffle_block_and_window(Data(**settings), [with_row_bytes(there, 100_000)], global_rows) == expected
 
 
 def test_index_only_set_uses_blocks_if_its_images_are_contiguous_on_a_store(there, here, tmp_path):
-    disk, store = str(tmp_path), "memory://raw"
-    assert shuffle_block_and_window(Data(), [with_refs(here, store, length=66_000)], 64) == (8, 16)
-    assert shuffle_block_and_window(Data(), [with_refs(here, store, length=20_000)], 64) == (24, 16)
-    assert shuffle_block_and_window(Data(), [with_refs(here, disk, length=20_000)], 64) == (1, 1)
-    assert shuffle_block_and_window(Data(), [with_refs(there, store, length=20_000)], 64) == (24, 16)
-    assert shuffle_block_and_window(Data(), [with_refs(there, disk)], 64) == (32, 16)  # only the index is on the store
-    assert shuffle_block_and_window(Data(shuffle_blocks=1), [with_refs(there, store, length=20_000)], 64) == (1, 1)
-
-
-def test_single_file_images_get_a_full_shuffle(there, here):
-    for prepared in (here, there):
-        single = with_refs(prepared, "memory://raw")
-        assert shuffle_block_and_window(Data(), [single], 64) == (1, 1)
-        assert shuffle_block_and_window(Data(shuffle_blocks=16), [single], 64) == (16, 16)
+    for prepared, address, length, expected in (
+        (here, STORE, 66_000, (8, 16)), (here, STORE, 20_000, (24, 16)), (here, str(tmp_path), 20_000, (1, 1)),
+        (there, STORE, 20_000, (24, 16)), (there, str(tmp_path), None, (32, 16)),  # only the index is on the store
+        (here, STORE, None, (1, 1)), (there, STORE, None, (1, 1)),  # each image is a file
+    ):  # fmt: skip
+        indexed = with_refs(prepared, address, length)
+        assert shuffle_block_and_window(Data(), [indexed], 64) == expected
+        assert shuffle_block_and_window(Data(shuffle_blocks=16), [indexed], 64) == (16, 16)
 
 
 def test_damaged_row_does_not_stop_the_size_estimate(there):
-    indexed = with_refs(there, "memory://raw", length=66_000)
+    indexed = with_refs(there, STORE, length=66_000)
     shard = indexed.manifest.shards[0]
-    data = bytearray(there.storage.read(shard.file))
-    data[shard.offsets[0] : shard.offsets[1]] = bytes(int(shard.offsets[1] - shard.offsets[0]))
+    data, (start, stop) = bytearray(there.storage.read(shard.file)), shard.offsets[:2]
+    data[start:stop] = bytes(stop - start)
     there.storage.write(shard.file, bytes(data))
     assert shuffle_block_and_window(Data(), [indexed], 64) == (8, 16)
 
 
-def test_cache_is_refused_for_index_only_sets_on_a_store(there, here, tmp_path):
+def test_cache_is_for_sets_on_a_store_that_contain_their_images(there, here, tmp_path):
     data = Data(local_cache=str(tmp_path / "cache"))
-    for indexed in (with_refs(there, "memory://raw"), with_refs(here, "memory://raw"), with_refs(there, str(tmp_path))):
+    for indexed in (with_refs(there, STORE), with_refs(here, STORE), with_refs(there, str(tmp_path))):
         with pytest.raises(UsageError, match=r"data\.local_cache cannot cache .* only refers"):
             with_local_cache(data, indexed, 16)
     on_disks = with_refs(here, str(tmp_path))
     assert with_local_cache(data, on_disks, 16) is on_disks and with_local_cache(Data(), there, 16) is there
-
-
-def test_rows_read_are_cached_in_the_given_folder(there, tmp_path):
-    kept = with_local_cache(Data(local_cache=str(tmp_path / "cache")), there, 16)
-    assert kept.read(np.arange(20)) == make_rows(20)
+    there = put("memory://set", [(make_rows(20), None, ())])
+    assert with_local_cache(data, there, 16).read(np.arange(20)) == make_rows(20)
     assert len([file for file in (tmp_path / "cache").iterdir() if file.is_file()]) == 2
 
 
@@ -126,13 +115,12 @@ def test_run_on_a_store_resolves_to_shuffle_blocks(memory, tmp_path, cached, win
         store.write(name, (tmp_path / "set" / name).read_bytes())
     asked = config(store.address, tmp_path, "r")
     cache = str(tmp_path / "cache") if cached else None
-    asked = asked.model_copy(update={"data": asked.data.model_copy(update={"local_cache": cache})})
-    ready = resolve_run(asked, Silent())
-    chunk, _ = ready.config.data.shuffle_shape
-    assert ready.config.data.shuffle_shape == (64 if cached else 32, window)
-    plan = worker_group.resume_point(ready, None, 2).plan
+    run = resolve_run(asked.model_copy(update={"data": asked.data.model_copy(update={"local_cache": cache})}), Silent())
+    chunk = 64 if cached else 32
+    assert run.config.data.shuffle_shape == (chunk, window)
+    plan = worker_group.resume_point(run, None, 2).plan
     assert (plan.chunk, plan.window, plan.num_rows) == (chunk, window, 30)
-    assert len(ready.train_set.read(np.arange(30))) == 30 and (tmp_path / "cache").exists() == cached
+    assert len(run.train_set.read(np.arange(30))) == 30 and (tmp_path / "cache").exists() == cached
 
 
 def test_cache_for_sets_on_a_disk_is_reported_unused(tmp_path):

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -114,9 +115,8 @@ def test_changing_worker_groups_take_same_rows(
 
     One rank of each group is slow. The last group runs to the end of the run, which is not the end of an epoch.
     """
-    monkeypatch.setattr(
-        "mmray.data.stream.stream.MAX_INLINE_BLOCKS", 40
-    )  # two streams of 5,000 rows have more blocks, as long runs do
+    # Two streams of 5,000 rows have more blocks, as long runs do.
+    monkeypatch.setattr("mmray.data.stream.stream.MAX_INLINE_BLOCKS", 40)
     rows_consumed, found, plans = 0, [], []
     for world, stop in zip((1, 3, 2), stops, strict=True):
         plan = SamplePlan(num_rows, global_rows, world, micro=1 if global_rows < 16 else 32, seed=3, steps=stops[-1])
@@ -177,9 +177,8 @@ def test_block_holds_pixels_tokens_and_padding(reader):
 
 def test_data_worker_does_not_import_pydantic(tmp_path):
     inputs, augment = ChatInputs(image_side=8, max_tokens=40), Augment(flip=1.0, crop_scale=(0.5, 1.0))
-    reader = RowReader(
-        make_set(tmp_path, [row(0, texts=CAPTIONS)]), inputs, train_tokenizer(CAPTIONS, 60), 10**6, augment
-    )
+    prepared = make_set(tmp_path, [row(0, texts=CAPTIONS)])
+    reader = RowReader(prepared, inputs, train_tokenizer(CAPTIONS, 60), 10**6, augment)
     heavy = ("pydantic", "tyro", "mmray.config", "torch", "ray")
     code = f"""
 import pickle, sys
@@ -192,39 +191,23 @@ print(block["image"].shape, block["valid"], [name for name in {heavy} if name in
     assert run.stdout.decode().strip() == "(1, 3, 8, 8) [ True] []"
 
 
-def test_unreadable_row_keeps_its_position(tmp_path):
-    reader = RowReader(
-        make_set(tmp_path, [row(number, b"broken" if number == 2 else None) for number in range(6)]),
-        INPUTS,
-        train_tokenizer(CAPTIONS, 60),
-        10**6,
-    )
-    block = reader.block(SamplePlan(6, 6, 1, 6, 0, 1, shuffle=False), np.arange(6))
-    assert block["valid"].tolist() == [True, True, False, True, True, True]
-    assert block["pos"].tolist() == list(range(6))
-    record, reason = reader.explain_bad_row(2)
-    assert record.key == "row-2" and "format" in reason
-
-
-def test_damaged_record_invalidates_only_itself(tmp_path):
-    prepared = make_set(tmp_path, [row(number) for number in range(40)])
+def test_unreadable_row_and_damaged_record_invalidate_only_themselves(tmp_path):
+    rows = [row(number, b"broken" if number == 2 else None) for number in range(40)]
+    prepared = make_set(tmp_path, rows)
     reader = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
     shard = tmp_path / "0.arrow"
     data = bytearray(shard.read_bytes())
-    at = data.index(prepared.read(np.array([11]))[0].image)
-    data[at + 40] ^= 1
+    data[data.index(prepared.read(np.array([11]))[0].image) + 40] ^= 1
     shard.write_bytes(data)
     block = reader.block(SamplePlan(40, 40, 1, 40, 0, 1, shuffle=False), np.arange(40))
-    assert np.flatnonzero(~block["valid"]).tolist() == [11]
+    assert np.flatnonzero(~block["valid"]).tolist() == [2, 11] and block["pos"].tolist() == list(range(40))
+    record, reason = reader.explain_bad_row(2)
+    assert record.key == "row-2" and "format" in reason
     assert "checksum" in reader.explain_bad_row(11)[1]
 
 
 def test_unavailable_store_raises_instead_of_invalidating_rows(reader, monkeypatch):
-
-    def refuse(*_):
-        raise OSError("503 slow down")
-
-    monkeypatch.setattr(type(reader.prepared), "read", refuse)
+    monkeypatch.setattr(type(reader.prepared), "read", Mock(side_effect=OSError("503 slow down")))
     with pytest.raises(OSError, match="503"):
         reader.block(SamplePlan(40, 40, 1, 40, 0, 1, shuffle=False), np.arange(40))
 
