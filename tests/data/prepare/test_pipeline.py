@@ -24,17 +24,9 @@ from PIL import Image
 from mmray.cli import main
 from mmray.config import Prepare
 from mmray.data.images.decode import decode
+from mmray.data.prepare import assemble
 from mmray.data.prepare import pipeline as prepare_module
-from mmray.data.prepare.assemble import (
-    NONE,
-    SAME_CONTENT,
-    SAME_KEY,
-    SAME_TEXT,
-    first_occurrence,
-    hash_texts,
-    match_duplicates,
-    max_bad_rows,
-)
+from mmray.data.prepare.assemble import NONE, hash_texts, match_duplicates
 from mmray.data.prepare.pack import pack_chunk
 from mmray.data.prepare.pipeline import Progress, create_output_dir, ensure_prepared, prepare
 from mmray.data.prepare.tasks import MAX_ATTEMPTS
@@ -62,6 +54,17 @@ def in_process(monkeypatch):
     return packed
 
 
+@pytest.fixture
+def run(tmp_path):
+    """Prepare raw/rows.jsonl into `out` with settings that differ from LAX."""
+
+    def run(name="out", progress=None, retry=False, **settings):
+        source, out = str(tmp_path / "raw" / "rows.jsonl"), str(tmp_path / name)
+        return prepare(source, out, LAX.model_copy(update=settings), progress, retry=retry)
+
+    return run
+
+
 def colour_image(number, kind="PNG", size=(12, 8)):
     out = io.BytesIO()
     Image.new("RGB", size, (number % 256, number // 256, 77)).save(out, kind)
@@ -71,11 +74,10 @@ def colour_image(number, kind="PNG", size=(12, 8)):
 def make_source(folder, count, start=0, **columns):
     """Append `count` rows with one image each to a JSONL."""
     folder.mkdir(exist_ok=True)
-    with (folder / "rows.jsonl").open("a") as file:
-        for number in range(start, start + count):
-            (folder / f"{number}.png").write_bytes(colour_image(number))
-            file.write(json.dumps({"id": f"k{number}", "image": f"{number}.png", "text": f"colour {number}"} | columns))
-            file.write("\n")
+    for number in range(start, start + count):
+        (folder / f"{number}.png").write_bytes(colour_image(number))
+        row = {"id": f"k{number}", "image": f"{number}.png", "text": f"colour {number}"} | columns
+        add(folder / "rows.jsonl", row)
     return folder / "rows.jsonl"
 
 
@@ -89,9 +91,18 @@ def quarantine(out):
     return [json.loads(line) for line in (Path(out) / "quarantine.jsonl").read_text().splitlines()]
 
 
-def test_every_row_is_kept_or_quarantined(tmp_path, in_process):
-    source = make_source(tmp_path / "raw", 10)
+def keys(out, split=None):
+    return PreparedSet.open(str(out), split).keys()
+
+
+def numbered(count):
+    return [f"k{number}" for number in range(count)]
+
+
+def test_every_row_is_kept_or_quarantined(tmp_path, in_process, run):
+    source, out = make_source(tmp_path / "raw", 10), tmp_path / "out"
     (source.parent / "half.png").write_bytes(colour_image(900)[:50])
+    (source.parent / "new.png").write_bytes(colour_image(901))
     add(
         source,
         {"id": "a", "image": "gone.png", "text": "x"},
@@ -102,12 +113,10 @@ def test_every_row_is_kept_or_quarantined(tmp_path, in_process):
         {"id": "d", "image": "../raw/0.png", "text": "x"},
         {"id": "e", "image": "3.png", "text": "the same image again"},
         {"id": "k4", "image": "half.png", "text": "bad before its id counts"},
+        {"id": "k5", "image": "new.png", "text": "an id again"},
     )
-    (source.parent / "new.png").write_bytes(colour_image(901))
-    add(source, {"id": "k5", "image": "new.png", "text": "an id again"})
-    manifest = prepare(str(source), str(tmp_path / "out"), LAX)
+    manifest, faults = run(), quarantine(out)
     assert (manifest.num_rows, manifest.num_quarantined, manifest.num_read) == (10, 8, 18)
-    faults = quarantine(tmp_path / "out")
     assert [(fault["key"], fault["source"], fault["stage"], fault["reason"]) for fault in faults] == [
         ("a", "rows.jsonl:11", "read", "missing-image"),
         ("b", "rows.jsonl:12", "decode", "truncated"),
@@ -118,151 +127,132 @@ def test_every_row_is_kept_or_quarantined(tmp_path, in_process):
         ("k4", "rows.jsonl:18", "decode", "truncated"),
         ("k5", "rows.jsonl:19", "duplicates", "duplicate-key"),
     ]
-    assert manifest.reasons == Counter(fault["reason"] for fault in faults)
-    assert "k3" in faults[5]["detail"]
-    prepared = PreparedSet.open(str(tmp_path / "out"))
+    assert manifest.reasons == Counter(fault["reason"] for fault in faults) and "k3" in faults[5]["detail"]
+    prepared = PreparedSet.open(str(out))
     rows = prepared.read(np.arange(10))
-    assert [row.key for row in rows] == [f"k{number}" for number in range(10)]
+    assert [row.key for row in rows] == numbered(10)
     assert all(row.checksum_ok and row.image == colour_image(number) for number, row in enumerate(rows))
-    assert rows[7].source == "rows.jsonl:8"
-    assert prepared.tokenizer_json
-    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["num_rows"] == 10
+    assert rows[7].source == "rows.jsonl:8" and prepared.tokenizer_json
+    assert json.loads((out / "manifest.json").read_text())["num_rows"] == 10
 
 
-def test_all_columns_are_kept(tmp_path, in_process):
-    source = make_source(tmp_path / "raw", 1)
+def test_all_columns_are_kept(tmp_path, in_process, run):
+    source, out = make_source(tmp_path / "raw", 1), str(tmp_path / "out")
     make_source(tmp_path / "raw", 2, start=1, split="train", label=3, language="en")
     add(source, {"image_path": "0.png", "texts": ["one", " two "], "split": "test"})
-    out = str(tmp_path / "out")
-    manifest = prepare(str(source), out, LAX.model_copy(update={"duplicates": "keep"}))
+    manifest = run(duplicates="keep")
     assert manifest.splits == {"train": 3, "test": 1}  # rows without a split are training rows if others have one
     [test] = PreparedSet.open(out, "test").read(np.array([0]))
     assert (test.key, test.texts, test.split, test.label) == ("rows.jsonl:4", ["one", "two"], "test", None)
     train = PreparedSet.open(out, "train").read(np.arange(3))
-    assert [row.label for row in train] == [None, 3, 3]
-    assert [row.language for row in train] == [None, "en", "en"]
+    assert [(row.label, row.language) for row in train] == [(None, None), (3, "en"), (3, "en")]
     assert manifest.languages == {"en": 2} and PreparedSet.open(out, "test").languages == {"en"}
 
 
 @pytest.mark.parametrize(
-    ("rule", "kept"),
+    ("rule", "kept", "num_same_text"),
     [
-        ("image", ["k0", "k1", "c", "d"]),
-        ("row", ["k0", "k1", "b", "c", "d"]),
-        ("text", ["k0", "k1", "d"]),
-        ("keep", ["k0", "k1", "a", "b", "c", "d"]),
+        ("image", ["k0", "k1", "c", "d"], 1),
+        ("row", ["k0", "k1", "b", "c", "d"], 2),
+        ("text", ["k0", "k1", "d"], 0),
+        ("keep", ["k0", "k1", "a", "b", "c", "d"], 3),
     ],
 )
-def test_duplicate_rules(tmp_path, in_process, rule, kept):
+def test_duplicate_rules(tmp_path, in_process, run, rule, kept, num_same_text):
     source = make_source(tmp_path / "raw", 2)
     add(source, {"id": "a", "image": "0.png", "text": "colour 0"}, {"id": "b", "image": "0.png", "text": "other"})
-    for number, said in ((5, "colour 1"), (6, "other")):  # b was dropped for its image, not its caption
+    for number, text in ((5, "colour 1"), (6, "other")):  # b was dropped for its image, not its caption
         (tmp_path / "raw" / f"{number}.png").write_bytes(colour_image(number))
-        add(source, {"id": "cd"[number - 5], "image": f"{number}.png", "text": said})
-    manifest = prepare(str(source), str(tmp_path / "out"), LAX.model_copy(update={"duplicates": rule}))
-    assert PreparedSet.open(str(tmp_path / "out")).keys() == kept
+        add(source, {"id": "cd"[number - 5], "image": f"{number}.png", "text": text})
+    manifest = run(duplicates=rule)
+    assert keys(tmp_path / "out") == kept and manifest.num_same_text == num_same_text
     assert manifest.num_rows + manifest.num_quarantined == manifest.num_read == 6
-    told = {fault["key"]: (fault["stage"], fault["reason"], fault["detail"]) for fault in quarantine(tmp_path / "out")}
-    repeated = ("duplicates", "duplicate-text", "same captions as row k1")
-    assert told.get("c") == (repeated if rule == "text" else None)
-    assert manifest.num_same_text == {"image": 1, "row": 2, "text": 0, "keep": 3}[rule]
+    faults = {fault["key"]: (fault["reason"], fault["detail"]) for fault in quarantine(tmp_path / "out")}
+    assert faults.get("c") == (("duplicate-text", "same captions as row k1") if rule == "text" else None)
 
 
-def test_duplicates_across_chunks_and_splits(tmp_path, in_process):
+def test_duplicates_across_chunks_and_splits(tmp_path, in_process, run):
     source = make_source(tmp_path / "raw", 9, split="train")
     add(source, {"id": "t", "image": "2.png", "text": "x", "split": "test"}, {"id": "u", "image": "2.png", "text": "x"})
-    manifest = prepare(str(source), str(tmp_path / "out"), LAX)
+    manifest = run()
     assert len(in_process) == 3
-    said = [(fault["key"], fault["detail"]) for fault in quarantine(tmp_path / "out")]
-    assert said == [(key, "duplicate of row t (in split test)") for key in ("k2", "u")]  # held-out rows stay held out
-    assert manifest.splits == {"train": 8, "test": 1}
-    assert manifest.num_leaks == 2
+    faults = [(fault["key"], fault["detail"]) for fault in quarantine(tmp_path / "out")]
+    assert faults == [(key, "duplicate of row t (in split test)") for key in ("k2", "u")]  # held-out rows stay held out
+    assert manifest.splits == {"train": 8, "test": 1} and manifest.num_leaks == 2
     with pytest.raises(DataError, match=r"(?s)2 duplicate, for example rows\.jsonl:3: .* keep duplicates with"):
-        prepare(str(source), str(tmp_path / "out"), Prepare(rows_per_shard=4))
+        run(max_bad_fraction=0.01)
 
 
 def test_row_with_a_repeated_id_is_never_the_original():
-    assert first_occurrence(np.zeros((0, 2), np.uint64)).tolist() == []
-    keys, images = hash_texts(["k", "k", "l"]), hash_texts(["a", "b", "b"])
-    original, reason = match_duplicates(keys, images, images, images, "image", np.zeros(3, bool))
-    assert original.tolist() == [NONE, 0, NONE] and reason.tolist() == [0, SAME_KEY, 0]
+    ids, images = hash_texts(["k", "k", "l"]), hash_texts(["a", "b", "b"])
+    original, reason = match_duplicates(ids, images, images, images, "image", np.zeros(3, bool))
+    assert original.tolist() == [NONE, 0, NONE] and reason.tolist() == [0, assemble.SAME_KEY, 0]
 
 
 def test_text_rule_equals_a_loop_over_rows():
     """A row dropped for its captions does not cause rows with the same image to be dropped."""
     images, texts = np.random.default_rng(1).integers(0, 40, (2, 90, 2)).astype(np.uint64) // 8
-    keys = hash_texts([str(number) for number in range(90)])
     held_out = np.arange(90) % 7 == 3
-    original, reason = match_duplicates(keys, images, images, texts, "text", held_out)
+    original, reason = match_duplicates(hash_texts(numbered(90)), images, images, texts, "text", held_out)
     kept: list[int] = []
     for number in (*np.flatnonzero(held_out), *np.flatnonzero(~held_out)):
         image = next((one for one in kept if (images[one] == images[number]).all()), -1)
         text = next((one for one in kept if (texts[one] == texts[number]).all()), -1) if image < 0 else -1
-        assert (original[number], reason[number]) == (
-            max(image, text),
-            SAME_CONTENT if image >= 0 else SAME_TEXT if text >= 0 else 0,
-        )
+        why = assemble.SAME_CONTENT if image >= 0 else assemble.SAME_TEXT if text >= 0 else 0
+        assert (original[number], reason[number]) == (max(image, text), why)
         kept += [number] if image == text == -1 else []
     assert 5 < len(kept) < 25
 
 
-def test_holdout_is_by_content_and_stable(tmp_path, in_process):
-    settings = LAX.model_copy(update={"holdout": 0.3, "duplicates": "keep"})
-    source = make_source(tmp_path / "raw", 60)
+def test_holdout_is_by_content_and_stable(tmp_path, in_process, run):
+    source, out = make_source(tmp_path / "raw", 60), tmp_path / "out"
     add(source, *({"id": f"twin{number}", "image": f"{number}.png", "text": "y"} for number in range(60)))
-    manifest = prepare(str(source), str(tmp_path / "out"), settings)
-    assert 20 < manifest.splits["test"] < 55
-    assert manifest.num_leaks == 0
-    before = PreparedSet.open(str(tmp_path / "out"), "test").keys()
+    manifest, before = run(holdout=0.3, duplicates="keep"), keys(out, "test")
+    assert 20 < manifest.splits["test"] < 55 and manifest.num_leaks == 0
     assert {key.replace("twin", "k") for key in before} == {key for key in before if key.startswith("k")}
     make_source(tmp_path / "raw", 10, start=100)
-    prepare(str(source), str(tmp_path / "out"), settings)
-    assert PreparedSet.open(str(tmp_path / "out"), "test").keys()[: len(before)] == before
+    run(holdout=0.3, duplicates="keep")
+    assert keys(out, "test")[: len(before)] == before
 
 
-def test_image_side_re_encodes_only_larger_images(tmp_path, in_process):
+def test_image_side_re_encodes_only_larger_images(tmp_path, in_process, run):
     source = make_source(tmp_path / "raw", 2)
     (source.parent / "1.png").write_bytes(colour_image(1, "JPEG", (90, 60)))
-    prepare(str(source), str(tmp_path / "out"), LAX.model_copy(update={"image_side": 30}))
+    run(image_side=30)
     rows = PreparedSet.open(str(tmp_path / "out")).read(np.arange(2))
-    assert rows[0].image == colour_image(0)
-    assert decode(rows[1].image).shape[:2] == (30, 45)
+    assert rows[0].image == colour_image(0) and decode(rows[1].image).shape[:2] == (30, 45)
     assert all(row.checksum_ok for row in rows)
 
 
-def test_second_prepare_packs_only_new_rows(tmp_path, in_process):
-    source, out = make_source(tmp_path / "raw", 10), tmp_path / "out"
-    first = prepare(str(source), str(out), LAX)
-    shards = {path.name: path.stat().st_mtime_ns for path in (out / "shards").iterdir()}
+def test_second_prepare_packs_only_new_rows(tmp_path, in_process, run):
+    make_source(tmp_path / "raw", 10)
+    first, out = run(), tmp_path / "out"
+    shards = {path: path.stat().st_mtime_ns for path in (out / "shards").iterdir()}
     tokenizer = (out / "tokenizer.json").read_text()
     in_process.clear()
-    assert prepare(str(source), str(out), LAX) == first
-    assert in_process == []
+    assert run() == first and in_process == []
     make_source(tmp_path / "raw", 7, start=10, text="words never seen before")
-    grown = prepare(str(source), str(out), LAX)
-    assert in_process == [3, 4]
-    assert grown.num_rows == 17
-    assert PreparedSet.open(str(out)).keys() == [f"k{number}" for number in range(17)]
-    assert {name: time for name, time in shards.items() if (out / "shards" / name).stat().st_mtime_ns == time} == shards
-    assert (out / "tokenizer.json").read_text() == tokenizer
-    assert grown.fingerprint != first.fingerprint
+    grown = run()
+    assert in_process == [3, 4] and grown.num_rows == 17 and keys(out) == numbered(17)
+    assert all(path.stat().st_mtime_ns == time for path, time in shards.items())
+    assert (out / "tokenizer.json").read_text() == tokenizer and grown.fingerprint != first.fingerprint
 
 
-def test_shards_survive_records_of_another_writer(tmp_path, in_process):
-    source, out = make_source(tmp_path / "raw", 10), tmp_path / "out"
+def test_shards_survive_records_of_another_writer(tmp_path, in_process, run):
+    make_source(tmp_path / "raw", 10)
 
     def meddle(progress):
         if progress.stage == "tokenize":
-            for record in (out / "parts").iterdir():
+            for record in (tmp_path / "out" / "parts").iterdir():
                 record.write_text(json.dumps(json.loads(record.read_text()) | {"shards": []}))
 
-    prepare(str(source), str(out), LAX, meddle)
-    assert PreparedSet.open(str(out)).keys() == [f"k{number}" for number in range(10)]
+    run(progress=meddle)
+    assert keys(tmp_path / "out") == numbered(10)
 
 
-def test_killed_prepare_resumes(tmp_path, in_process, monkeypatch):
-    source, out = make_source(tmp_path / "raw", 20), tmp_path / "out"
-    whole = prepare(str(source), str(tmp_path / "whole"), LAX)
+def test_killed_prepare_resumes(tmp_path, in_process, monkeypatch, run):
+    make_source(tmp_path / "raw", 20)
+    whole, out, seen = run("whole"), tmp_path / "out", []
     in_process.clear()
 
     def killed(job, chunks):
@@ -271,55 +261,47 @@ def test_killed_prepare_resumes(tmp_path, in_process, monkeypatch):
         (out / "shards" / "00002-rows-y.arrow").write_bytes(b"whole, but its record was never written")
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(prepare_module, "pack_chunks", killed)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(str(source), str(out), LAX)
+        run()
     with pytest.raises(DataError, match="is not complete"):
         PreparedSet.open(str(out))
-    seen = []
-    manifest = prepare(str(source), str(out), LAX, seen.append)
-    assert in_process == [2, 3, 4]
-    assert manifest.fingerprint == whole.fingerprint
+    manifest = run(progress=seen.append)
+    assert in_process == [2, 3, 4] and manifest.fingerprint == whole.fingerprint
     assert Progress("pack", 8, 20, 0, 8) in seen
-    assert sorted(path.name for path in (out / "shards").iterdir()) == sorted(
-        Path(shard.file).name for shard in manifest.shards
-    )
+    assert {f"shards/{path.name}" for path in (out / "shards").iterdir()} == {shard.file for shard in manifest.shards}
 
 
-def test_changed_chunks_are_packed_again(tmp_path, in_process):
-    source, out = make_source(tmp_path / "raw", 12), str(tmp_path / "out")
-    first = prepare(str(source), out, LAX)
+def test_changed_chunks_are_packed_again(tmp_path, in_process, run):
+    source, out = make_source(tmp_path / "raw", 12), tmp_path / "out"
+    first = run()
     for change, packed in [
         (lambda: (source.parent / "5.png").write_bytes(colour_image(505)), [1]),
         (lambda: (source.parent / "9.png").unlink(), [2]),
         (lambda: source.write_text(source.read_text().replace("colour 2", "colour X")), [0]),
-        (lambda: next((tmp_path / "out" / "shards").glob("00001*")).write_bytes(b"cut"), [1]),
-        (lambda: (tmp_path / "out" / "parts" / "chunk-00000.json").write_bytes(b"{"), [0]),
-        (lambda: (tmp_path / "out" / "parts" / "chunk-00002.json").unlink(), [2]),
+        (lambda: next((out / "shards").glob("00001*")).write_bytes(b"cut"), [1]),
+        (lambda: (out / "parts" / "chunk-00000.json").write_bytes(b"{"), [0]),
+        (lambda: (out / "parts" / "chunk-00002.json").unlink(), [2]),
     ]:
         in_process.clear()
         change()
-        prepare(str(source), out, LAX)
+        run()
         assert in_process == packed
-    prepared = PreparedSet.open(out)
-    assert prepared.num_rows == 11
-    assert prepared.read(np.array([5]))[0].image == colour_image(505)
+    prepared = PreparedSet.open(str(out))
+    assert prepared.num_rows == 11 and prepared.read(np.array([5]))[0].image == colour_image(505)
     in_process.clear()
     (source.parent / "9.png").write_bytes(colour_image(9))
-    assert prepare(str(source), out, LAX).num_rows == 12
-    assert prepare(str(source), out, LAX.model_copy(update={"image_side": 4})).fingerprint != first.fingerprint
-    assert in_process == [2, 0, 1, 2]
-    assert len(list((tmp_path / "out" / "shards").iterdir())) == 3
+    assert run().num_rows == 12
+    assert run(image_side=4).fingerprint != first.fingerprint
+    assert in_process == [2, 0, 1, 2] and len(list((out / "shards").iterdir())) == 3
 
 
-def test_exceeded_budget_is_a_data_error_and_a_larger_one_resumes(tmp_path, in_process):
-    source, out = make_source(tmp_path / "raw", 16), str(tmp_path / "out")
+def test_exceeded_budget_is_a_data_error_and_a_larger_one_resumes(tmp_path, in_process, run):
+    source, out = make_source(tmp_path / "raw", 16), tmp_path / "out"
     (source.parent / "15.png").unlink()
     (source.parent / "14.png").write_bytes(b"GIF")
-    tight = LAX.model_copy(update={"max_bad_fraction": 0.1})
     with pytest.raises(DataError) as caught:
-        prepare(str(source), out, tight)
+        run(max_bad_fraction=0.1)
     assert caught.value.exit_code == 5
     for part in (
         "2 of 16 rows are bad (12.5 %), the budget is 10 %",
@@ -330,44 +312,38 @@ def test_exceeded_budget_is_a_data_error_and_a_larger_one_resumes(tmp_path, in_p
         assert part in str(caught.value)
     assert len(quarantine(out)) == 2
     with pytest.raises(DataError, match="is not complete"):
-        PreparedSet.open(out)
+        PreparedSet.open(str(out))
     in_process.clear()
-    assert prepare(str(source), out, LAX.model_copy(update={"max_bad_fraction": 0.125})).num_rows == 14
-    assert in_process == []
-    assert all(max_bad_rows(bad / 100, 100) == bad for bad in range(101))  # though 0.29 * 100 < 29
+    assert run(max_bad_fraction=0.125).num_rows == 14 and in_process == []
+    assert all(assemble.max_bad_rows(bad / 100, 100) == bad for bad in range(101))  # though 0.29 * 100 < 29
 
 
-def test_source_over_budget_ends_early(tmp_path, in_process):
-    source = make_source(tmp_path / "raw", 40)
+def test_source_over_budget_ends_early(tmp_path, in_process, run):
+    source, seen = make_source(tmp_path / "raw", 40), []
     for number in range(2, 8):
         (source.parent / f"{number}.png").unlink()
-    seen = []
     with pytest.raises(DataError, match=r"6 of 8 rows are bad .* of 40 rows \(stopped early\)"):
-        prepare(str(source), str(tmp_path / "out"), LAX.model_copy(update={"max_bad_fraction": 0.1}), seen.append)
+        run(progress=seen.append, max_bad_fraction=0.1)
     assert max(progress.done_rows for progress in seen if progress.stage == "pack") == 8
 
 
-def test_retry_packs_only_chunks_with_unread_rows(tmp_path, in_process, monkeypatch):
+def test_retry_packs_only_chunks_with_unread_rows(tmp_path, in_process, monkeypatch, run):
     source, out = make_source(tmp_path / "raw", 16), tmp_path / "out"
-    whole = prepare(str(source), str(tmp_path / "whole"), LAX)
+    whole = run("whole")
     add(source, {"image": "0.png", "text": " "})
-    lost = {number: (source.parent / f"{number}.png").read_bytes() for number in (5, 9, 10)}
-    with monkeypatch.context() as patch:  # a file system without modification times, like an object store
-        for module in ("images.read", "prepare.pack"):
-            patch.setattr(f"mmray.data.{module}.file_stamp", lambda storage, name: (name, None, None))
-        for number in lost:
-            (source.parent / f"{number}.png").unlink()
-        assert prepare(str(source), str(out), LAX).reasons == {"missing-image": 3, "blank": 1}
-        kept = {path.name for path in (out / "shards").iterdir() if path.name.startswith(("00000", "00003"))}
-        for number, data in lost.items():
-            (source.parent / f"{number}.png").write_bytes(data)
-        in_process.clear()
-        assert prepare(str(source), str(out), LAX).num_rows == 13
-        assert in_process == []
-        manifest = prepare(str(source), str(out), LAX, retry=True)
-        assert in_process == [1, 2]  # a blank caption is not retried
-        assert prepare(str(source), str(out), LAX, retry=True) == manifest
-        assert in_process == [1, 2]
+    for module in ("images.read", "prepare.pack"):  # a file system without modification times, like an object store
+        monkeypatch.setattr(f"mmray.data.{module}.file_stamp", lambda storage, name: (name, None, None))
+    for number in (5, 9, 10):
+        (source.parent / f"{number}.png").unlink()
+    assert run().reasons == {"missing-image": 3, "blank": 1}
+    kept = {path.name for path in (out / "shards").iterdir() if path.name.startswith(("00000", "00003"))}
+    for number in (5, 9, 10):
+        (source.parent / f"{number}.png").write_bytes(colour_image(number))
+    in_process.clear()
+    assert run().num_rows == 13 and in_process == []
+    manifest = run(retry=True)
+    assert in_process == [1, 2]  # a blank caption is not retried
+    assert run(retry=True) == manifest and in_process == [1, 2]
     assert (manifest.fingerprint, manifest.reasons) == (whole.fingerprint, {"blank": 1})
     assert kept < {path.name for path in (out / "shards").iterdir()}
 
@@ -382,119 +358,135 @@ def test_retry_packs_only_chunks_with_unread_rows(tmp_path, in_process, monkeypa
         ([b"id,image,text", b"1,a.png,x"], "not JSON"),
     ],
 )
-def test_source_without_good_rows_is_a_data_error(tmp_path, in_process, rows, message):
+def test_source_without_good_rows_is_a_data_error(tmp_path, in_process, run, rows, message):
     (tmp_path / "raw").mkdir()
-    source = tmp_path / "raw" / "rows.jsonl"
-    add(source, *rows)
+    add(tmp_path / "raw" / "rows.jsonl", *rows)
     with pytest.raises(DataError, match="(?s)" + message):
-        prepare(str(source), str(tmp_path / "out"), LAX)
+        run()
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_missing_source_and_invalid_output_folders_are_refused(tmp_path, in_process):
+def test_missing_source_and_invalid_output_folders_are_refused(tmp_path, in_process, run):
     with pytest.raises(DataError, match="there is no file"):
-        prepare(str(tmp_path / "none.jsonl"), str(tmp_path / "out"), LAX)
+        run()
     assert not (tmp_path / "out").exists()
-    source = make_source(tmp_path / "raw", 2)
+    make_source(tmp_path / "raw", 2)
     (tmp_path / "file").write_text("x")
-    for out, message in (
-        (source.parent, "is not empty and is not a prepared set"),
-        (tmp_path / "file", "cannot write to"),
-        ("/proc/out", "cannot write to"),
-    ):
+    for out, message in (("raw", "is not empty and is not a prepared set"), ("file", "cannot write to")):
         with pytest.raises(UsageError, match=message):
-            prepare(str(source), str(out), LAX)
+            run(out)
+    with pytest.raises(UsageError, match="cannot write to"):
+        prepare(str(tmp_path / "raw" / "rows.jsonl"), "/proc/out", LAX)
 
 
-def test_another_source_does_not_replace_a_set(tmp_path, in_process):
-    out = str(tmp_path / "out")
-    prepare(str(make_source(tmp_path / "raw", 2)), out, LAX)
+def test_another_source_does_not_replace_a_set(tmp_path, in_process, run):
+    make_source(tmp_path / "raw", 2)
+    run()
     other = make_source(tmp_path / "other", 3, start=50)
     other = other.rename(other.with_name("others.jsonl"))
     with pytest.raises(UsageError, match=r"holds the set made from rows\.jsonl"):
-        prepare(str(other), out, LAX)
-    assert PreparedSet.open(out).keys() == ["k0", "k1"]
+        prepare(str(other), str(tmp_path / "out"), LAX)
+    assert keys(tmp_path / "out") == numbered(2)
 
 
-def test_concurrent_prepare_is_refused(tmp_path, in_process, monkeypatch):
-    source, out = make_source(tmp_path / "raw", 8), str(tmp_path / "out")
+def test_concurrent_prepare_is_refused(tmp_path, in_process, monkeypatch, run):
+    make_source(tmp_path / "raw", 8)
 
     def meanwhile(job, chunks):
         with pytest.raises(UsageError, match=f"being prepared by process {os.getpid()} on"):
-            prepare(str(source), out, LAX)
+            run()
         return run_here(job, chunks)
 
     monkeypatch.setattr(prepare_module, "pack_chunks", meanwhile)
-    assert prepare(str(source), out, LAX).num_rows == 8
+    assert run().num_rows == 8
 
 
-def test_set_and_source_may_be_moved_together(tmp_path, in_process):
-    source = make_source(tmp_path / "raw", 8)
-    first = prepare(str(source), str(tmp_path / "out"), LAX)
-    (tmp_path / "there").mkdir()
+def test_set_and_source_may_be_moved_together(tmp_path, in_process, run):
+    make_source(tmp_path / "raw", 8)
+    first, there = run(), tmp_path / "there"
+    there.mkdir()
     for name in ("raw", "out"):
-        (tmp_path / name).rename(tmp_path / "there" / name)
+        (tmp_path / name).rename(there / name)
     in_process.clear()
-    again = prepare(str(tmp_path / "there/raw/rows.jsonl"), str(tmp_path / "there/out"), LAX)
-    assert again == replace(first, source=first.source | {"folder": str(tmp_path / "there/raw")})
-    assert in_process == []
+    again = prepare(str(there / "raw" / "rows.jsonl"), str(there / "out"), LAX)
+    assert again == replace(first, source=first.source | {"folder": str(there / "raw")}) and in_process == []
 
 
-def test_tokenizer_is_trained_on_training_captions_if_there_are_any(tmp_path, in_process):
-    source = make_source(tmp_path / "raw", 4, split="test", text="qqqq")
-    assert prepare(str(source), str(tmp_path / "a"), LAX).tokenizer is None
+def test_tokenizer_is_trained_on_training_captions_if_there_are_any(tmp_path, in_process, run):
+    make_source(tmp_path / "raw", 4, split="test", text="qqqq")
+    assert run("a").tokenizer is None
     make_source(tmp_path / "raw", 4, start=4, split="train", text="seen words")
-    assert prepare(str(source), str(tmp_path / "b"), LAX.model_copy(update={"vocab_size": 0})).tokenizer is None
-    assert prepare(str(source), str(tmp_path / "c"), LAX).tokenizer == "tokenizer.json"
+    assert run("b", vocab_size=0).tokenizer is None
+    assert run("c").tokenizer == "tokenizer.json"
     vocabulary = json.loads((tmp_path / "c" / "tokenizer.json").read_text())["model"]["vocab"]
     assert "words" in vocabulary and not any("q" in piece for piece in vocabulary)
 
 
 def test_packing_needs_neither_torch_nor_ray():
-    heavy = ("torch", "transformers", "ray", "pydantic")
+    heavy = ("torch", "transformers", "ray", "pydantic", "aiohttp")
     code = f"import sys, mmray.data.prepare.pack; print([name for name in {heavy} if name in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"[]\n"
 
 
-def test_ray_job_equals_in_process_prepare(tmp_path, in_process, monkeypatch, local_ray):
-    source = make_source(tmp_path / "raw", 30)
+def test_cache_name_ignores_the_error_budget(tmp_path, monkeypatch):
+    """A larger error budget, as exit code 5 suggests, reuses finished chunks; other settings give another set."""
+    source, outs = tmp_path / "my rows é.jsonl", []
+    source.write_text("{}")
+    manifest = SimpleNamespace(num_rows=0, num_quarantined=0)
+    monkeypatch.setattr(prepare_module, "prepare", lambda source, out, *_: outs.append(out) or manifest)
+    for settings in ({}, {"max_bad_fraction": 0.5}, {"duplicates": "keep"}, {"image_side": 8}):
+        ensure_prepared(str(source), str(tmp_path / "cache"), Prepare(**settings), lambda *_: None, lambda _: None)
+    assert [outs.index(out) for out in outs] == [0, 0, 2, 3]
+    assert outs[0].startswith(f"{tmp_path}/cache/my_rows_é-")
+    with pytest.raises(UsageError, match=r"the sample set needs a local disk, and data\.cache is s3://b/cache"):
+        ensure_prepared("sample", "s3://b/cache", Prepare(), lambda *_: None, lambda _: None)
+
+
+def test_retried_task_does_not_repack_a_finished_chunk(tmp_path):
+    source, shards = make_source(tmp_path / "raw", 4), tmp_path / "out" / "shards"
+    job = prepare_module.make_job(str(source), str(tmp_path / "out"), LAX)
+    (chunk,) = job.open().scan(4, ())
+    create_output_dir(Storage(job.out))
+    first, files = pack_chunk(job, chunk), list(shards.iterdir())
+    assert pack_chunk(job, chunk) == first and list(shards.iterdir()) == files
+    again = prepare_module.make_job(str(source), str(tmp_path / "out"), LAX)
+    assert pack_chunk(again, chunk) == first  # a concurrent prepare that requested this chunk packs it
+    assert len(list(shards.iterdir())) == 2
+
+
+def test_ray_job_equals_in_process_prepare(tmp_path, in_process, monkeypatch, local_ray, run):
+    source, seen = make_source(tmp_path / "raw", 30), []
     add(source, {"image": "gone.png", "text": "x"}, {"image": "3.png", "text": "twin"})
-    here = prepare(str(source), str(tmp_path / "here"), LAX)
+    here = run("here")
     monkeypatch.undo()
-    seen = []
-    manifest = prepare(str(source), str(tmp_path / "out"), LAX, seen.append)
+    manifest = run(progress=seen.append)
     assert (manifest.fingerprint, manifest.reasons) == (here.fingerprint, here.reasons)
     assert quarantine(tmp_path / "out") == quarantine(tmp_path / "here")
     packed = [progress.done_rows for progress in seen if progress.stage == "pack"]
-    assert packed == sorted(packed)
-    assert packed[-1] == 32
-    assert len(packed) > 3
+    assert packed == sorted(packed) and packed[-1] == 32 and len(packed) > 3
 
 
 def test_command_over_budget_exits_with_5(tmp_path, in_process, local_ray, capsys):
     source, out = make_source(tmp_path / "raw", 7), tmp_path / "out"
     add(source, {"image": "gone.png", "text": "x"})
-    typed = ["prepare", str(source), str(out), "--rows-per-shard", "4", "--max-bad-fraction"]
-    with pytest.raises(SystemExit) as ended:
-        main([*typed, "0.1"])
-    assert ended.value.code == 5
-    assert "error: " in (told := capsys.readouterr().err) and "1 of 8 rows are bad (12.5 %)" in told
-    with pytest.raises(SystemExit) as ended:
-        main([*typed, "0.125"])
-    assert ended.value.code == 0
+    command = ["prepare", str(source), str(out), "--rows-per-shard", "4", "--max-bad-fraction"]
+    for budget, code in (("0.1", 5), ("0.125", 0)):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, budget])
+        assert ended.value.code == code
+        assert ("1 of 8 rows are bad (12.5 %)" in capsys.readouterr().err) == (code == 5)
 
 
-def test_task_that_cannot_write_is_a_resource_error(tmp_path, local_ray):
-    source, out = make_source(tmp_path / "raw", 3), tmp_path / "out"
+def test_task_that_cannot_write_is_a_resource_error(tmp_path, local_ray, run):
+    make_source(tmp_path / "raw", 3)
 
     def take_away(progress):
         if progress.stage == "pack":
-            (out / "shards").rmdir()
+            (tmp_path / "out" / "shards").rmdir()
 
     with pytest.raises(ResourceError, match=r"cannot write to .*rerun the same command to resume"):
-        prepare(str(source), str(out), LAX, take_away)
-    assert prepare(str(source), str(out), LAX).num_rows == 3
+        run(progress=take_away)
+    assert run().num_rows == 3
 
 
 _pack_task = prepare_module._pack_task
@@ -515,13 +507,13 @@ def dies_at_1(job, chunk, sandbox):
 
 
 @pytest.mark.cluster
-def test_chunk_that_keeps_killing_workers_is_named_and_others_are_kept(tmp_path, monkeypatch, local_ray):
-    source, out = make_source(tmp_path / "raw", 12), tmp_path / "out"
+def test_chunk_that_keeps_killing_workers_is_named_and_others_are_kept(tmp_path, monkeypatch, local_ray, run):
+    make_source(tmp_path / "raw", 12)
     monkeypatch.setattr(prepare_module, "_pack_task", partial(task_with, dies_at_1))
     with pytest.raises(ResourceError, match=r"died 3 times at rows\.jsonl from row 5\..*rerun the same"):
-        prepare(str(source), str(out), LAX)
-    assert (out / "deaths").stat().st_size == MAX_ATTEMPTS
-    assert not list(out.glob("parts/*.attempt"))
+        run()
+    assert (tmp_path / "out" / "deaths").stat().st_size == MAX_ATTEMPTS
+    assert not list(tmp_path.glob("out/parts/*.attempt"))
 
 
 def has_a_bug(job, chunk, sandbox):
@@ -531,27 +523,13 @@ def has_a_bug(job, chunk, sandbox):
 
 
 @pytest.mark.cluster
-def test_python_exception_in_a_task_is_raised_at_once(tmp_path, monkeypatch, local_ray):
+def test_python_exception_in_a_task_is_raised_at_once(tmp_path, monkeypatch, local_ray, run):
     """Not retried, and not attributed to images or memory."""
-    source, out = make_source(tmp_path / "raw", 4), tmp_path / "out"
+    make_source(tmp_path / "raw", 4)
     monkeypatch.setattr(prepare_module, "_pack_task", partial(task_with, has_a_bug))
     with pytest.raises(MmrayError, match=r"KeyError: 'absent' \(.*test_pipeline\.py:\d+ in has_a_bug\)"):
-        prepare(str(source), str(out), LAX)
-    assert (out / "calls").read_text() == "x"
-
-
-def test_retried_task_does_not_repack_a_finished_chunk(tmp_path):
-    source = make_source(tmp_path / "raw", 4)
-    job = prepare_module.make_job(str(source), str(tmp_path / "out"), LAX)
-    (chunk,) = job.open().scan(4, ())
-    create_output_dir(Storage(job.out))
-    first = pack_chunk(job, chunk)
-    shards = sorted((tmp_path / "out" / "shards").iterdir())
-    assert pack_chunk(job, chunk) == first
-    assert sorted((tmp_path / "out" / "shards").iterdir()) == shards
-    again = prepare_module.make_job(str(source), str(tmp_path / "out"), LAX)
-    assert pack_chunk(again, chunk) == first  # a concurrent prepare that requested this chunk packs it
-    assert len(list((tmp_path / "out" / "shards").iterdir())) == 2
+        run()
+    assert (tmp_path / "out" / "calls").read_text() == "x"
 
 
 KILLED = """
@@ -559,41 +537,24 @@ import sys, ray, ray.data
 from mmray.config import Prepare
 from mmray.data.prepare.pipeline import prepare
 ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-prepare(sys.argv[1], sys.argv[2], Prepare(rows_per_shard=4, vocab_size=100), lambda p: print(p.done_rows, flush=True))
+prepare(sys.argv[1], sys.argv[2], Prepare(rows_per_shard=4, vocab_size=100))
 """
 
 
 @pytest.mark.cluster
-def test_prepare_resumes_after_the_driver_was_killed(tmp_path, in_process):
+def test_prepare_resumes_after_the_driver_was_killed(tmp_path, in_process, run):
     source, out = make_source(tmp_path / "raw", 400), tmp_path / "out"
     driver = subprocess.Popen([sys.executable, "-c", KILLED, str(source), str(out)])
     deadline = time.monotonic() + 60
     while len(list((out / "parts").glob("chunk-*.json"))) < 5:
-        assert time.monotonic() < deadline
-        assert driver.poll() is None
+        assert time.monotonic() < deadline and driver.poll() is None
         time.sleep(0.01)
     driver.send_signal(signal.SIGKILL)
     driver.wait()
     time.sleep(2)  # its workers exit by themselves
     assert not (out / "manifest.json").exists()
     done = len(list((out / "parts").glob("chunk-*.json")))
-    manifest = prepare(str(source), str(out), Prepare(rows_per_shard=4, vocab_size=100))
+    manifest = run()
     assert len(in_process) == 100 - done < 96
-    assert (manifest.num_rows, manifest.num_quarantined) == (400, 0)
-    assert PreparedSet.open(str(out)).keys() == [f"k{number}" for number in range(400)]
-    assert not [name for name in Storage(str(out)).listdir("shards") if name.endswith(".unfinished")]
-
-
-def test_cache_name_ignores_the_error_budget(tmp_path, monkeypatch):
-    """A larger error budget, as exit code 5 suggests, reuses finished chunks; other settings give another set."""
-    source, outs = tmp_path / "my rows é.jsonl", []
-    source.write_text("{}")
-    manifest = SimpleNamespace(num_rows=0, num_quarantined=0)
-    monkeypatch.setattr("mmray.data.prepare.pipeline.prepare", lambda source, out, *_: outs.append(out) or manifest)
-    alike, others = {"max_bad_fraction": 0.5}, {"duplicates": "keep"}
-    for settings in (Prepare(), Prepare(**alike), Prepare(**others), Prepare(image_side=8)):
-        ensure_prepared(str(source), str(tmp_path / "cache"), settings, lambda *_: None, lambda _: None)
-    assert [outs.index(out) for out in outs] == [0, 0, 2, 3]
-    assert outs[0].startswith(f"{tmp_path}/cache/my_rows_é-")
-    with pytest.raises(UsageError, match=r"the sample set needs a local disk, and data\.cache is s3://b/cache"):
-        ensure_prepared("sample", "s3://b/cache", Prepare(), lambda *_: None, lambda _: None)
+    assert (manifest.num_rows, manifest.num_quarantined) == (400, 0) and keys(out) == numbered(400)
+    assert not list(out.glob("shards/*.unfinished"))
