@@ -47,21 +47,28 @@ def write_shard(rows, storage, name, split=None):
     return shard.entry()
 
 
+def write_set(folder, shards, tokenizer=None, languages=()):
+    """Write a prepared set of shards (rows, split, dropped) and return its address."""
+    storage = Storage(str(folder))
+    storage.mkdir("shards")
+    entries, splits = [], Counter()
+    for number, (rows, split, dropped) in enumerate(shards):
+        entries.append(replace(write_shard(rows, storage, f"shards/{number}.arrow", split), dropped=dropped))
+        splits.update({split: entries[-1].num_live} if split else {})
+    count = sum(entry.num_live for entry in entries)
+    name = TOKENIZER if tokenizer else None
+    manifest = Manifest(count, count, 0, {}, 0, dict(splits), fingerprint(entries), name, {}, {}, tuple(entries))
+    if tokenizer:
+        storage.write(TOKENIZER, tokenizer.encode())
+    storage.write(MANIFEST, replace(manifest, languages=dict(Counter(languages))).to_json())
+    return storage.address
+
+
 def make_set(folder, rows, test_rows=()):
     """A prepared set of these rows in two shards, and a test split if it has rows."""
-    place = Storage(str(folder))
-    place.mkdir()
     split = "train" if test_rows else None
     half = max(1, len(rows) // 2)
-    parts = [(rows[:half], split), (rows[half:], split), (list(test_rows), "test")]
-    shards = tuple(
-        write_shard(part, place, f"{number}.arrow", name) for number, (part, name) in enumerate(parts) if part
-    )
-    splits = {"train": len(rows), "test": len(test_rows)} if test_rows else {}
-    place.write(TOKENIZER, train_tokenizer(CAPTIONS, 60).encode())
-    total = len(rows) + len(test_rows)
-    manifest = Manifest(total, total, 0, {}, 0, splits, fingerprint(shards), TOKENIZER, {}, {}, shards)
-    languages = Counter(each.language for each in [*rows, *test_rows] if each.language)
-    manifest = replace(manifest, languages=dict(languages))
-    place.write(MANIFEST, manifest.to_json())
-    return PreparedSet.open(str(folder))
+    shards = [(rows[:half], split, ()), (rows[half:], split, ()), (list(test_rows), "test", ())]
+    languages = [each.language for each in [*rows, *test_rows] if each.language]
+    shards = [shard for shard in shards if shard[0]]
+    return PreparedSet.open(write_set(folder, shards, train_tokenizer(CAPTIONS, 60), languages))

@@ -15,10 +15,11 @@ import pytest
 
 from mmray.data.prepare.pack import open_shard
 from mmray.data.store import prepared_set
-from mmray.data.store.manifest import MANIFEST, TOKENIZER, Manifest, Shard, fingerprint
+from mmray.data.store.manifest import MANIFEST, Shard
 from mmray.data.store.prepared_set import PreparedSet, Row, key_id
 from mmray.errors import DataError
 from mmray.storage.storage import Storage
+from tests.made import write_set as make_set
 from tests.made import write_shard
 
 
@@ -29,27 +30,6 @@ def make_rows(count, split=None, start=0):
         row = Row(f"key-{number}", image, [f"caption {number}", "zwei"], number, split, "en", f"x.jsonl:{number}")
         rows.append(replace(row, sha256=hashlib.sha256(image).hexdigest()))
     return rows
-
-
-def make_set(folder, shards, tokenizer=None):
-    """Write a prepared set of shards (rows, split, dropped) and return its address."""
-    storage = Storage(str(folder))
-    storage.mkdir("shards")
-    entries = []
-    for number, (rows, split, dropped) in enumerate(shards):
-        entries.append(replace(write_shard(rows, storage, f"shards/{number}.arrow", split), dropped=dropped))
-    splits = {}
-    for entry in entries:
-        if entry.split:
-            splits[entry.split] = splits.get(entry.split, 0) + entry.num_live
-    num_rows = sum(entry.num_live for entry in entries)
-    manifest = Manifest(
-        num_rows, num_rows, 0, {}, 0, splits, fingerprint(entries), tokenizer and TOKENIZER, {}, {}, tuple(entries)
-    )
-    if tokenizer:
-        storage.write(TOKENIZER, tokenizer.encode())
-    storage.write(MANIFEST, manifest.to_json())
-    return storage.address
 
 
 def test_rows_are_read_in_the_requested_order(tmp_path):

@@ -26,7 +26,8 @@ from mmray.data.stream.shuffle import shuffle_block_and_window
 from mmray.errors import DataError, UsageError
 from mmray.storage import storage
 from mmray.storage.storage import Storage, coalesce_ranges
-from tests.data.store.test_prepared_set import make_rows, make_set
+from tests.data.store.test_prepared_set import make_rows
+from tests.made import write_set as make_set
 from tests.made import write_shard
 
 SPANS = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 60)).map(lambda s: (s[0], s[0] + s[1])), max_size=30)
@@ -55,8 +56,7 @@ def random_rows(first, count, size=300):
 
 
 def make_index_only_set(store, images, rows, size=300, per_tar=512):
-    """A prepared set at `place` whose images are members of WebDataset tars at `images`, each between a header and
-    a caption."""
+    """A prepared set in `store` whose images are members of WebDataset tars at `images`."""
     shards = []
     for tar, first in enumerate(range(0, rows, per_tar)):
         here = random_rows(first, min(per_tar, rows - first), size)

@@ -23,16 +23,16 @@ ROWS, IN_SHARD = 1_000_000, 512  # default of prepare.rows_per_shard
 
 def make_million(folder):
     """Shards as prepare writes them, but one file hard-linked under many names."""
-    place = Storage(str(folder))
-    place.mkdir()
-    whole = write_shard([row(number) for number in range(IN_SHARD)], place, "0.arrow")
-    last = write_shard([row(number) for number in range(ROWS % IN_SHARD)], place, "last.arrow")
+    storage = Storage(str(folder))
+    storage.mkdir()
+    whole = write_shard([row(number) for number in range(IN_SHARD)], storage, "0.arrow")
+    last = write_shard([row(number) for number in range(ROWS % IN_SHARD)], storage, "last.arrow")
     names = [f"{number:05d}.arrow" for number in range(ROWS // IN_SHARD)]
     for name in names:
         os.link(folder / "0.arrow", folder / name)
     shards = (*(replace(whole, file=name) for name in names), last)
     manifest = Manifest(ROWS, ROWS, 0, {}, 0, {}, fingerprint(shards), None, {}, {}, shards)
-    place.write(MANIFEST, manifest.to_json())
+    storage.write(MANIFEST, manifest.to_json())
     return len(manifest.to_json())
 
 

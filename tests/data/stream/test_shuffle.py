@@ -13,8 +13,9 @@ from mmray.storage.storage import Storage
 from mmray.train import worker_group
 from mmray.train.resolve import resolve_run
 from tests import made
-from tests.data.store.test_prepared_set import make_rows, make_set
+from tests.data.store.test_prepared_set import make_rows
 from tests.data.store.test_shards import memory, put  # noqa: F401 - a fixture
+from tests.made import write_set as make_set
 from tests.made import write_shard
 from tests.train.runs import Silent, config
 

@@ -195,7 +195,7 @@ def test_unreadable_row_and_damaged_record_invalidate_only_themselves(tmp_path):
     rows = [row(number, b"broken" if number == 2 else None) for number in range(40)]
     prepared = make_set(tmp_path, rows)
     reader = RowReader(prepared, INPUTS, train_tokenizer(CAPTIONS, 60), 10**6)
-    shard = tmp_path / "0.arrow"
+    shard = tmp_path / "shards" / "0.arrow"
     data = bytearray(shard.read_bytes())
     data[data.index(prepared.read(np.array([11]))[0].image) + 40] ^= 1
     shard.write_bytes(data)
