@@ -120,13 +120,10 @@ def _override(recipe: Config, values: dict[str, Any]) -> dict[str, Any]:
     given = [f"{name}.{key}" for name, fields in sections.items() for key in fields if fields[key] is not None]
     kind = str(sections.get("model", {}).get("kind", recipe.model.kind))
     base = recipe.with_model_kind(kind).without_conflicting(given)
-    return _merge(base.model_dump(mode="json", by_alias=True), values)
 
+    def merge(old: Any, new: Any) -> Any:
+        nested = isinstance(old, dict) and isinstance(new, dict)
+        return old | {name: merge(old.get(name), value) for name, value in new.items()} if nested else new
 
-def _merge(base: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
-    """Merge nested settings."""
-    merged = {
-        name: _merge(base[name], value) if isinstance(value, dict) and isinstance(base.get(name), dict) else value
-        for name, value in override.items()
-    }
-    return base | merged
+    merged: dict[str, Any] = merge(base.model_dump(mode="json", by_alias=True), values)
+    return merged

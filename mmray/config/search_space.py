@@ -33,11 +33,9 @@ class Range:
 
     def draw(self, source: random.Random) -> float:
         """Sample a value, rounded to four digits to keep recipes readable."""
-        if self.log:
-            value = math.exp(source.uniform(math.log(self.low), math.log(self.high)))
-        else:
-            value = source.uniform(self.low, self.high)
-        return float(f"{value:.4g}")
+        low, high = (math.log(self.low), math.log(self.high)) if self.log else (self.low, self.high)
+        value = source.uniform(low, high)
+        return float(f"{math.exp(value) if self.log else value:.4g}")
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,10 @@ def parse_space(given: Sequence[str], samples: int | None = None, seed: int = 0)
             raise UsageError(f"--space {text}: write a setting and its values, as in --space batch.micro=8,16,32")
         if key in axes:
             raise UsageError(f"--space {key} is given twice; list its values after one `=`, with commas")
-        _refuse(key)
+        if key in LENGTHS:
+            raise UsageError(f"--space {key}: every trial trains as many samples, so a sweep has one length: --{key} N")
+        if key.startswith(("run.", "cluster.address")) or key == "recipe":
+            raise UsageError(f"--space {key}: it belongs to the whole sweep; give it once, as --{key} VALUE")
         axes[key] = _axis(key, values.strip())
     if not axes:
         raise UsageError("nothing to search: give at least one --space, as in --space batch.micro=8,16,32")
@@ -104,18 +105,13 @@ def setting_value(config: Config, key: str) -> Any:
     return value
 
 
-def _refuse(key: str) -> None:
-    """Raise UsageError for settings that must be equal in all trials of a sweep."""
-    if key in LENGTHS:
-        raise UsageError(f"--space {key}: every trial trains as many samples, so a sweep has one length: --{key} N")
-    if key.startswith(("run.", "cluster.address")) or key == "recipe":
-        raise UsageError(f"--space {key}: it belongs to the whole sweep; give it once, as --{key} VALUE")
-
-
 def _axis(key: str, text: str) -> tuple[Any, ...] | Range:
     match = _RANGE.fullmatch(text)
     if match is None:
-        values = tuple(_value(item.strip()) for item in _COMMA.split(text))
+        items = [item.strip() for item in _COMMA.split(text)]  # text, `None`, or a list in brackets
+        values = tuple(
+            yaml.safe_load(item) if item.startswith("[") else None if item == "None" else item for item in items
+        )
         if "" in values or any(values.count(value) > 1 for value in values):
             raise UsageError(f"--space {key}={text}: a value is empty, or listed twice")
         return values
@@ -129,10 +125,3 @@ def _axis(key: str, text: str) -> tuple[Any, ...] | Range:
             f"--space {key}={text}: a range goes from a smaller to a larger number, loguniform from above 0"
         )
     return Range(low, high, log)
-
-
-def _value(text: str) -> Any:
-    """Parse a listed value: `None`, a list in brackets, otherwise text."""
-    if text.startswith("["):
-        return yaml.safe_load(text)
-    return None if text == "None" else text

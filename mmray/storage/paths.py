@@ -52,7 +52,7 @@ class RemotePath:
     @property
     def key(self) -> str:
         """The path in the file system of the storage: bucket and key."""
-        return f"{self.storage.filesystem[1]}/{self.relative}".rstrip("/")
+        return self.storage.key(self.relative)
 
     @property
     def name(self) -> str:

@@ -75,9 +75,12 @@ class Storage:
         """Prefix of the real path of every file inside this local folder."""
         return os.path.realpath(str(self.local_path)).rstrip("/") + "/"
 
+    def key(self, name: str) -> str:
+        """The path of a file or folder in the file system: on an object store, bucket and key."""
+        return f"{self.filesystem[1]}/{name}".rstrip("/")
+
     def _info(self, name: str) -> fs.FileInfo:
-        system, root = self.filesystem
-        return system.get_file_info(f"{root}/{name}".rstrip("/"))
+        return self.filesystem[0].get_file_info(self.key(name))
 
     def size(self, name: str) -> int | None:
         """Return the size of a file in bytes; None if it does not exist."""
@@ -96,36 +99,32 @@ class Storage:
 
     def list_files(self, folder: str = "") -> list[str]:
         """Return the names of all files below a folder, sorted, relative to this storage."""
-        system, root = self.filesystem
-        path = f"{root}/{folder}".rstrip("/")
         if self.local_path is not None:
-            return sorted(_walk(path, f"{folder}/".lstrip("/")))
-        infos = system.get_file_info(fs.FileSelector(path, recursive=True))
+            return sorted(_walk(self.key(folder), f"{folder}/".lstrip("/")))
+        system, root = self.filesystem
+        infos = system.get_file_info(fs.FileSelector(self.key(folder), recursive=True))
         return sorted(info.path[len(root) :].lstrip("/") for info in infos if info.type == fs.FileType.File)
 
     def listdir(self, folder: str = "") -> list[str]:
         """Return the sorted names in a folder; empty if it does not exist."""
-        system, root = self.filesystem
         if self.local_path is not None:
             path = self.local_path / folder
             return sorted(os.listdir(path)) if path.exists() else []  # noqa: PTH208 - names only
-        selector = fs.FileSelector(f"{root}/{folder}".rstrip("/"), allow_not_found=True)
-        return sorted(info.base_name for info in system.get_file_info(selector))
+        selector = fs.FileSelector(self.key(folder), allow_not_found=True)
+        return sorted(info.base_name for info in self.filesystem[0].get_file_info(selector))
 
     def mkdir(self, folder: str = "") -> None:
         """Create a folder and its parents."""
-        system, root = self.filesystem
-        system.create_dir(f"{root}/{folder}".rstrip("/"), recursive=True)
+        self.filesystem[0].create_dir(self.key(folder), recursive=True)
 
     def open(self, name: str, mapped: bool = False) -> pa.NativeFile:
         """Open a file for random access; `mapped` memory-maps a local one.
 
         Map only files that never change: truncating a mapped file kills the processes that read it.
         """
-        system, root = self.filesystem
-        if mapped and isinstance(system, fs.LocalFileSystem):
-            return pa.memory_map(f"{root}/{name}")
-        return system.open_input_file(f"{root}/{name}")
+        if mapped and self.local_path is not None:
+            return pa.memory_map(self.key(name))
+        return self.filesystem[0].open_input_file(self.key(name))
 
     def read(self, name: str) -> bytes:
         """Return all bytes of a file."""
@@ -135,8 +134,7 @@ class Storage:
     @contextmanager
     def open_output(self, name: str) -> Iterator[pa.NativeFile]:
         """Open a file for writing; it appears under its name only if the block succeeds."""
-        system, root = self.filesystem
-        target = f"{root}/{name}"
+        system, target = self.filesystem[0], self.key(name)
         if isinstance(system, fs.LocalFileSystem):
             temporary = f"{target}.{uuid.uuid4().hex[:8]}{TEMP_SUFFIX}"
             try:
@@ -163,13 +161,11 @@ class Storage:
 
     def delete(self, name: str) -> None:
         """Delete a file."""
-        system, root = self.filesystem
-        system.delete_file(f"{root}/{name}")
+        self.filesystem[0].delete_file(self.key(name))
 
     def delete_tree(self, folder: str) -> None:
         """Delete a folder and all its files."""
-        system, root = self.filesystem
-        system.delete_dir(f"{root}/{folder}".rstrip("/"))
+        self.filesystem[0].delete_dir(self.key(folder))
 
 
 def open_filesystem(address: str) -> tuple[fs.FileSystem, str]:
