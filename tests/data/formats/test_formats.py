@@ -240,14 +240,25 @@ def test_csv_keeps_quoted_fields_and_reports_bad_lines(tmp_path):
     assert faults == {"a.csv:5": "columns", "a.csv:6": "encoding", "a.csv:7": "label", "a.csv:8": "csv"}
 
 
-def test_appended_csv_packs_only_new_rows(tmp_path, in_process):
-    source = csv_source(tmp_path / "raw")
+def append_to_csv(source):
+    (source.parent / "new.png").write_bytes(colour_image(99))
+    source.write_bytes(source.read_bytes() + b"new.png,new,\r\n")
+
+
+def append_tar(source):
+    with tarfile.open(source / "00002.tar", "w") as tar:
+        add(tar, "new.png", colour_image(99))
+        add(tar, "new.txt", b"new")
+
+
+@pytest.mark.parametrize(("make", "append"), [(csv_source, append_to_csv), (tars, append_tar)])
+def test_only_appended_rows_are_packed(tmp_path, in_process, make, append):
+    source = make(tmp_path / "raw")
     prepared(source, tmp_path / "out")
     in_process.clear()
-    (tmp_path / "raw" / "new.png").write_bytes(colour_image(99))
-    source.write_bytes(source.read_bytes() + b"new.png,new,\r\n")
-    assert prepared(source, tmp_path / "out")[0].num_rows == COUNT + 1
-    assert len(in_process) == 1
+    append(source)
+    manifest, rows, _ = prepared(source, tmp_path / "out")
+    assert (manifest.num_rows, len(in_process), rows[-1].texts) == (COUNT + 1, 1, ["new"])
 
 
 def test_columns_can_be_renamed(tmp_path):
@@ -379,19 +390,6 @@ def test_truncated_tar_is_reported(tmp_path, keep):
     assert "truncated" in faults.values()
     assert manifest.num_rows < 4
     assert [row.texts for row in rows] == [[text(number)] for number in range(len(rows))]
-
-
-def test_added_tar_is_appended(tmp_path, in_process):
-    source = tars(tmp_path / "raw")
-    prepared(source, tmp_path / "out")
-    in_process.clear()
-    with tarfile.open(source / "00002.tar", "w") as tar:
-        add(tar, "new.png", colour_image(50))
-        add(tar, "new.txt", b"new")
-    manifest, rows, _ = prepared(source, tmp_path / "out")
-    assert in_process == [2]
-    assert [row.key for row in rows][-1] == "00002/new"
-    assert manifest.num_rows == COUNT + 1
 
 
 def test_unsupported_sources_are_refused(tmp_path):

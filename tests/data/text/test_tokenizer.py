@@ -129,6 +129,9 @@ def test_vocabulary_file_and_directories(tmp_path, trained):
     assert TextEncoder(load_tokenizer(str(tmp_path), None), 8).encode(["A cats"])[0].tolist() == [[2, 1, 5, 6, 3]]
     (tmp_path / "tokenizer.json").write_text(trained)
     assert load_tokenizer(str(tmp_path), None) == trained
+    (tmp_path / "cased.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "Cat", "cat"]))
+    cased = TextEncoder(load_tokenizer(str(tmp_path / "cased.txt"), None), 8)
+    assert cased.encode(["Cat cat"])[0].tolist() == [[2, 4, 5, 3]]
 
 
 def test_declared_pad_token_is_used(tmp_path, trained):
@@ -158,12 +161,6 @@ def test_hub_tokenizer_is_loaded_with_its_pad_token(tmp_path, trained, monkeypat
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, allow_patterns: str(tmp_path))
     assert load_tokenizer("some/model", None) == load_tokenizer(str(tmp_path), None)
     assert declared_pad_id(load_tokenizer("some/model", None)) == 4
-
-
-def test_cased_vocabulary_is_not_lower_cased(tmp_path):
-    (tmp_path / "v.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "Cat", "cat"]))
-    encoder = TextEncoder(load_tokenizer(str(tmp_path / "v.txt"), None), 8)
-    assert encoder.encode(["Cat cat"])[0].tolist() == [[2, 4, 5, 3]]
 
 
 @pytest.mark.parametrize(
