@@ -14,14 +14,6 @@ in_process = formats.in_process
 CAPTIONS, INSTANCES = "annotations/captions_val2017.json", "annotations/instances_val2017.json"
 
 
-def test_coco_keeps_captions_and_boxes(tmp_path):
-    _, rows, _ = prepared(coco_captions(tmp_path / "raw"), tmp_path / "out", image_side=4)
-    assert rows[2].texts == [text(2), "another"]
-    assert (rows[2].key, rows[2].source) == ("2", "annotations/captions_val2017.json:image 2")
-    assert rows[2].boxes == [[0.25, 0.25, 0.75, 0.75]]  # of 12 x 8 pixels; the packed image is 6 x 4
-    assert rows[2].box_labels == [2]
-
-
 def test_coco_without_captions_uses_category_names(tmp_path):
     images(tmp_path / "raw", 2)
     notes = [{"image_id": 0, "bbox": [0, 0, 4, 4], "category_id": c} for c in (1, 2, 1)]

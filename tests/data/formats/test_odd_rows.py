@@ -34,25 +34,6 @@ def test_tar_member_with_non_utf8_name_is_quarantined(tmp_path):
     assert (manifest.num_rows, faults) == (2, {"a.tar/caf\\udce9": "path"})
 
 
-@pytest.mark.parametrize(
-    "odd",
-    [
-        {"split": "\ud800"},
-        {"id": "\ud800"},
-        {"image": "\udce9.png"},
-        {"boxes": [[10**400, 0, 1, 1]], "box_labels": [1]},
-        {"messages": "\ud800"},
-        {"texts": ["\ud800"], "text": None},
-    ],
-)
-def test_unrepresentable_row_is_quarantined(tmp_path, odd):
-    (tmp_path / "a.png").write_bytes(colour_image(1))
-    rows = [{"id": "1", "image": "a.png", "text": "x"}, {"id": "2", "image": "a.png", "text": "y"} | odd]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    manifest, _, faults = prepared(tmp_path / "a.jsonl", tmp_path / "out")
-    assert (manifest.num_rows, list(faults)) == (1, ["a.jsonl:2"])
-
-
 def test_files_with_non_utf8_names_are_quarantined(tmp_path):
     folder = tmp_path / "raw"
     for number, name in enumerate(("cat", "dog", LATIN)):

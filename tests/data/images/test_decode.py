@@ -177,15 +177,6 @@ def test_bad_bytes_raise_with_reason(data, reason):
     assert caught.value.detail
 
 
-def test_oversized_image_is_refused_from_the_header():
-    data = encode(Image.new("L", (300, 200)), "PNG")
-    assert header_size(data, 60_000)
-    for call in (header_size, decode):
-        with pytest.raises(BadImage, match="300 x 200") as caught:
-            call(data, 59_999)
-        assert caught.value.reason == "too-large"
-
-
 @settings(max_examples=150, deadline=None)
 @given(name=st.sampled_from(sorted(FORMATS)), data=st.data())
 def test_damaged_bytes_decode_or_raise_bad_image(name, data):
