@@ -8,7 +8,7 @@ from mmray.data.prepare.pipeline import prepare
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError, UsageError
 from tests.data.formats import test_formats as formats
-from tests.data.formats.test_formats import COUNT, LAX, coco_captions, images, prepared, text
+from tests.data.formats.test_formats import COUNT, LAX, images, prepared, text
 
 in_process = formats.in_process
 CAPTIONS, INSTANCES = "annotations/captions_val2017.json", "annotations/instances_val2017.json"

@@ -5,7 +5,6 @@ import pickle
 import struct
 import subprocess
 import sys
-import zlib
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from PIL import Image, ImageOps
 from mmray.data.images import decode as decode_module
 from mmray.data.images.decode import MAX_PIXELS, BadImage, decode, header_size, verify_image
 from mmray.data.images.transform import reencode, resize_to_square
+from tests.data.formats.bad_inputs import animated, encode, raw_png
 
 
 def with_pillow(data, max_pixels=MAX_PIXELS):
@@ -27,24 +27,6 @@ def picture(width=40, height=30):
     """A smooth image that differs in every direction."""
     y, x = np.mgrid[:height, :width]
     return Image.fromarray(np.stack([x * 255 // width, y * 255 // height, (x + y) % 256], -1).astype(np.uint8))
-
-
-def encode(image, kind, **options):
-    out = io.BytesIO()
-    image.save(out, kind, **options)
-    return out.getvalue()
-
-
-def png(depth, colour, rows, trns=b"", size=None):
-    """Encode a PNG of a depth that Pillow does not write. `rows` are the bytes of each line of 2 pixels."""
-
-    def chunk(kind, data):
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", *(size or (2, len(rows))), depth, colour, 0, 0, 0)
-    body = chunk(b"IHDR", header) + (chunk(b"tRNS", trns) if trns else b"")
-    body += chunk(b"IDAT", zlib.compress(b"".join(b"\0" + row for row in rows))) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + body
 
 
 FORMATS = {
@@ -122,15 +104,18 @@ def test_transparency_is_composited_on_white():
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        (png(16, 0, [struct.pack(">2H", 0, 65535), struct.pack(">2H", 32768, 257)]), [0, 255, 128, 1]),
-        (png(16, 0, [struct.pack(">2H", 0, 1000)], struct.pack(">H", 1000)), [0, 255]),
-        (png(16, 0, [struct.pack(">2H", 1000, 999)], struct.pack(">H", 1000)), [255, 4]),
-        (png(4, 0, [b"\x5a"], struct.pack(">H", 5)), [255, 170]),
-        (png(2, 0, [b"\x40"], struct.pack(">H", 1)), [255, 0]),
-        (png(1, 0, [b"\x40"], struct.pack(">H", 0)), [255, 255]),
-        (png(1, 0, [b"\x40"], struct.pack(">H", 1)), [0, 255]),
-        (png(8, 0, [b"\x05\x06"], struct.pack(">H", 5)), [255, 6]),
-        (png(16, 2, [struct.pack(">6H", *[0x1234] * 3, *[0x5678] * 3)], struct.pack(">3H", *[0x1234] * 3)), [255, 86]),
+        (raw_png(16, 0, [struct.pack(">2H", 0, 65535), struct.pack(">2H", 32768, 257)]), [0, 255, 128, 1]),
+        (raw_png(16, 0, [struct.pack(">2H", 0, 1000)], struct.pack(">H", 1000)), [0, 255]),
+        (raw_png(16, 0, [struct.pack(">2H", 1000, 999)], struct.pack(">H", 1000)), [255, 4]),
+        (raw_png(4, 0, [b"\x5a"], struct.pack(">H", 5)), [255, 170]),
+        (raw_png(2, 0, [b"\x40"], struct.pack(">H", 1)), [255, 0]),
+        (raw_png(1, 0, [b"\x40"], struct.pack(">H", 0)), [255, 255]),
+        (raw_png(1, 0, [b"\x40"], struct.pack(">H", 1)), [0, 255]),
+        (raw_png(8, 0, [b"\x05\x06"], struct.pack(">H", 5)), [255, 6]),
+        (
+            raw_png(16, 2, [struct.pack(">6H", *[0x1234] * 3, *[0x5678] * 3)], struct.pack(">3H", *[0x1234] * 3)),
+            [255, 86],
+        ),
     ],
 )
 def test_bit_depth_is_scaled_and_transparent_colour_is_applied(data, expected):
@@ -141,9 +126,7 @@ def test_bit_depth_is_scaled_and_transparent_colour_is_applied(data, expected):
 
 @pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP"])
 def test_animation_decodes_to_its_first_frame(kind):
-    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "lime")]
-    data = encode(frames[0], kind, save_all=True, append_images=frames[1:])
-    assert decode(data).mean((0, 1)) == pytest.approx([255, 0, 0], abs=3)
+    assert decode(animated(kind)).mean((0, 1)) == pytest.approx([255, 0, 0], abs=3)
 
 
 def test_cmyk_and_grey_become_rgb():
@@ -166,8 +149,8 @@ def test_cmyk_and_grey_become_rgb():
         (FORMATS["PNG"][:60] + b"\0" + FORMATS["PNG"][61:], "checksum"),
         (b"\x89PNG\r\n\x1a\n", "truncated"),
         (b"\xff\xd8\xff\xe0", "corrupt"),
-        (png(8, 0, [b"\0\0"], size=(60000, 60000)), "too-large"),
-        (png(8, 0, [b"\0\0"], size=(6000, 6000)), "too-large"),
+        (raw_png(8, 0, [b"\0\0"], size=(60000, 60000)), "too-large"),
+        (raw_png(8, 0, [b"\0\0"], size=(6000, 6000)), "too-large"),
     ],
 )
 def test_bad_bytes_raise_with_reason(data, reason):
