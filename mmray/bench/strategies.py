@@ -21,9 +21,8 @@ from mmray.bench.spawn import WorkerFailed, describe_machine, device_of, idle_gp
 from mmray.bench.step import WARM_STEPS, StepTimer, build_bench, peak_memory, speed
 from mmray.engine.batch import BatchShape, resolve_batch_shape
 from mmray.engine.collectives import Group
-from mmray.engine.memory_probe import slower_branch
 from mmray.engine.metrics.writers import Metrics
-from mmray.errors import ResourceError
+from mmray.engine.parallel.branches import two_devices
 from mmray.train.validate import unsupported_reasons
 
 if TYPE_CHECKING:
@@ -135,22 +134,14 @@ def communication_us(events: Any) -> float:
 def _measure(config: Config, group: Group, _: Path, *, steps: int) -> dict[str, Any]:
     """Measure one strategy on one rank."""
     shape, timed = resolve_batch_shape(config.batch, group.world), WARM_STEPS + steps
-    devices: tuple[torch.device, ...] = (group.device,)
-    slower, on_gpu = "image", group.device.type == "cuda"
-    if config.train.parallel == "branches":
-        if on_gpu and torch.cuda.device_count() < 2:
-            raise ResourceError("parallel branches needs two GPUs, this machine has one")
-        devices = (group.device, torch.device("cuda", 1) if on_gpu else group.device)
+    devices = two_devices(group.device) if config.train.parallel == "branches" else (group.device,)
     config = config.replace(train=config.train.replace(log_every=timed))
     # Every rank generates the same global batches, as rank 0 of 1, and takes its share of the rows.
     bench = build_bench(config, Group(device=group.device), shape.global_rows)
-    if config.train.parallel == "branches":
-        batch = {name: column[: shape.micro].to(group.device) for name, column in bench.batches[0].items()}
-        slower = slower_branch(bench.model, batch)
     batches = [rank_share(batch, group.rank, group.world) for batch in bench.batches]
     timer = ProfiledTimer(devices, timed=timed)
     replace(bench, group=group, batches=batches).train(
-        bench.model, shape, timed + PROFILED_STEPS, timer, devices=devices, slower=slower
+        bench.model, shape, timed + PROFILED_STEPS, timer, devices=devices
     )
     idle = {name: timer.metrics[f"branches/{name}"] for name in IDLE_SHARES if f"branches/{name}" in timer.metrics}
     return speed(shape, timer.times_s[:steps]) | {

@@ -30,7 +30,9 @@ from mmray.engine.optimizer import (
     make_clip_groups,
     set_lr,
 )
+from mmray.engine.parallel import fsdp
 from mmray.engine.parallel import wrap as parallel
+from mmray.engine.parallel.wrap import ParallelConfig
 from mmray.engine.precision import micro_seed, select_precision
 from mmray.engine.prefetch import LocalBatch, prefetch, split_micro_batches
 from mmray.engine.run_state import EMA_KEY, LoopResult, Progress, State, StateLoader, TrainSpec, TrainState
@@ -43,7 +45,7 @@ from mmray.objectives.protocol import Batch
 class _Run:
     spec: TrainSpec
     state: TrainState
-    layout: parallel.ParallelConfig
+    layout: ParallelConfig
     progress: Progress
     meter: Meter
     schedule: CheckpointSchedule
@@ -157,12 +159,11 @@ def _next_batch(batches: Iterator[LocalBatch], run: _Run) -> LocalBatch:
 def _start(spec: TrainSpec, stored: StateLoader | None) -> _Run:
     """Build the train state: wrapped model, optimizer and scaler, restored from the checkpoint if there is one."""
     device = spec.group.device
-    module = spec.model.to(parallel.init_device(spec.train.parallel, device))
-    module.train()
+    module = spec.model.train()
     chosen = select_precision(spec.train.precision, device)
     timers = PhaseTimers(device)
     meter = Meter(Throughput(timers), max(1, len(spec.devices)))
-    layout = parallel.ParallelConfig.of(spec.train, chosen.dtype, spec.devices, spec.slower)
+    layout = ParallelConfig(spec.train.parallel, spec.train.grad_compression, chosen.dtype, spec.devices)
     model = parallel.wrap(module, spec.group, layout)
     state = TrainState(
         model=model,
@@ -188,7 +189,6 @@ def _load(
     """Restore model, optimizer and scaler from the checkpoint; each rank reads only its own shards."""
     saved = stored(state_io.targets(module))
     module.load_state_dict(saved["model"])
-    parallel.on_weights_loaded(state.model)
     state_io.load_optimizer_state(module, state.optimizer, saved["optimizer"])
     if saved["scaler"]:  # empty if saved in a precision that needs no scaler
         state.scaler.load_state_dict(saved["scaler"])
@@ -288,7 +288,7 @@ def _measure(run: _Run, keys: Tensor, result: StepResult) -> Metrics:
 
 def _evaluate(run: _Run, evaluate: Callable[[int, nn.Module], dict[str, float]]) -> Metrics:
     start_s = time.perf_counter()
-    with parallel.summon_full_params(run.spec.model):
+    with fsdp.unsharded(run.spec.model):
         try:
             scores = evaluate(run.progress.step, run.spec.model if run.average is None else run.average.module)
         except (RuntimeError, MemoryError) as error:

@@ -26,11 +26,10 @@ from mmray.data.stream.order import SamplePlan
 from mmray.engine import optimizer, precision
 from mmray.engine.batch import smaller_micro
 from mmray.engine.collectives import Group
-from mmray.engine.metrics.timers import DeviceTimer, PhaseTimers
+from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.oom import ADVICE, RecoverableOom
 from mmray.engine.parallel import fsdp, wrap
 from mmray.engine.parallel import wrap as parallel
-from mmray.engine.parallel.branches import BRANCH_INPUTS
 from mmray.engine.parallel.transforms import compile_branches
 from mmray.engine.prefetch import LocalBatch, make_local_batch
 from mmray.engine.run_state import TrainState
@@ -278,20 +277,6 @@ def _table(state: TrainState, saved_bytes: int) -> dict[str, float]:
     return {f"memory/{name}_gib": size / GIB for name, size in sizes.items()}
 
 
-def slower_branch(module: nn.Module, batch: Batch) -> str:
-    """Name of the branch whose forward of a batch takes longer, measured after one warm-up."""
-    took_s = {}
-    for name, branch in module.branches().items():  # type: ignore[operator]
-        timer = DeviceTimer(batch["valid"].device)
-        with torch.no_grad(), wrap.preserve_buffers(module):
-            for _ in range(2):
-                timer.pop_s()
-                with timer.running():
-                    branch(*(batch[column] for column in BRANCH_INPUTS[name]))
-        took_s[name] = timer.pop_s()
-    return max(took_s, key=lambda name: took_s[name])
-
-
 def _does_not_fit(micro: int | None) -> OutOfMemoryError:
     if micro is None or micro == 1:
         return OutOfMemoryError(f"a single row does not fit in the memory of a worker's device: {ADVICE}")
@@ -340,7 +325,7 @@ def _sharded_copy(config: Config, state: TrainState) -> TrainState:
             f"`{config.model.kind}` cannot be copied ({error}): add a __deepcopy__, or use another strategy"
         ) from error
     module = compile_branches(whole, config.train)
-    layout = parallel.ParallelConfig.of(config.train, state.precision.dtype, (), "")
+    layout = parallel.ParallelConfig("fsdp", shard_dtype=state.precision.dtype)
     model = parallel.wrap(module, state.group, layout)
     return replace(state, model=model, optimizer=optimizer.build_optimizer(module, config.optimizer))
 

@@ -60,7 +60,6 @@ class TrainSpec:
     note: Callable[[str, str], None] = lambda text, label: None  # a console line, from rank 0
     devices: tuple[torch.device, ...] = ()  # of this worker, if the strategy takes several
     profile_path: Path | None = None  # output of `train.profile`, on ranks that write one
-    slower: str = "image"  # the slower branch, if the strategy splits them
     static_metrics: Metrics = field(default_factory=dict)  # constant over the run, such as the memory table
     # Recover from OOM on a CPU too: the kernel usually kills the process instead, and each vote costs 4 % of a small
     # step.

@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from mmray.engine.grad_cache import (
     GradCache,
@@ -28,7 +29,7 @@ from mmray.engine.grad_cache import (
 )
 from mmray.engine.oom import OomGuard, RecoverableOom, error_text
 from mmray.engine.optimizer import clip_gradients, grad_norms
-from mmray.engine.parallel import wrap
+from mmray.engine.parallel import fsdp, wrap
 from mmray.engine.precision import seeded
 from mmray.engine.prefetch import LocalBatch
 from mmray.engine.run_state import SeedFn, TrainState
@@ -130,7 +131,7 @@ def accumulate_gradients(
     with wrap.maybe_no_sync(state.model, last=True):
         backward(guard.run_and_sync(lambda: forward(last)))
     with state.timers("sync"):
-        wrap.finalize_gradients(state.model, state.group)
+        fsdp.average_replicated_gradients(state.model, state.group)
     return AccumulationResult(cache.sums.sums, scalars, cache.totals)
 
 
@@ -193,9 +194,9 @@ def apply_update(state: TrainState, stop_votes: Tensor) -> tuple[dict[str, float
         constrain = getattr(wrap.unwrap(state.model), "constrain", None)
         if constrain is not None:
             constrain()
-        wrap.post_step(state.model)
     state.scaler.update()
-    wrap.zero_grad(state.model, state.optimizer)
+    # Not None under DDP, where gradients are views of the buckets and every trainable weight gets one in each step.
+    state.optimizer.zero_grad(set_to_none=not isinstance(state.model, DistributedDataParallel))
     return norms, finite, votes > 0
 
 

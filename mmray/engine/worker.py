@@ -19,19 +19,20 @@ from mmray.data.stream.collate import iter_micro_batches
 from mmray.data.stream.order import ResumePoint
 from mmray.data.stream.reader import Block
 from mmray.data.text.chat import build_encoder
-from mmray.engine import loop, memory_probe, precision, worker_context
+from mmray.engine import loop, precision, worker_context
 from mmray.engine.bad_samples import quarantine_bad_rows
 from mmray.engine.checkpoint import files, state_io
 from mmray.engine.checkpoint.manager import CheckpointManager
 from mmray.engine.collectives import Group
 from mmray.engine.heartbeat import Heartbeat
-from mmray.engine.memory_probe import dry_run_job, keep_freed_memory, make_probe_state, synthetic_batches
+from mmray.engine.memory_probe import dry_run_job, keep_freed_memory, make_probe_state
 from mmray.engine.metrics.writers import MetricsLog
+from mmray.engine.parallel.branches import two_devices
 from mmray.engine.parallel.transforms import apply_transforms
 from mmray.engine.precision import seed_everything
 from mmray.engine.run_state import Callback, State, TrainSpec
 from mmray.engine.worker_context import DriverHandle, InputBoundHint, Report, WorkerContext
-from mmray.errors import MmrayError, UsageError
+from mmray.errors import MmrayError
 from mmray.evaluate.build import build_evaluator, check_evaluable
 from mmray.models.build import build
 from mmray.models.fusion import LabelTexts
@@ -100,7 +101,7 @@ def _work(
         static_metrics=rehearsed.table,
         names=partial(worker_context.row_keys, job.reader),
         note=lambda text, label: worker_context.report_note(line.report, label, text),
-        **(_branches(job, model, rehearsed.micro, device) if config.train.parallel == "branches" else {}),
+        devices=two_devices(device) if config.train.parallel == "branches" else (),
     )
     if config.batch.micro == "auto":
         task.note(f"micro-batches of {rehearsed.micro} rows fit", "memory")
@@ -157,23 +158,6 @@ def _callbacks(
         return (*own, pulse)
     advising = InputBoundHint(partial(worker_context.report_hint, job, line.report, device))
     return (*own, pulse, worker_context.ProgressReporter(line.report, keeper), advising)
-
-
-def _branches(job: WorkerContext, model: nn.Module, micro: int, device: torch.device) -> dict[str, Any]:
-    """Return the arguments of TrainSpec for the strategy `branches`: two devices, and the slower branch."""
-    return {
-        "devices": _two_of(device),
-        "slower": memory_probe.slower_branch(model, synthetic_batches(job.config, device)(micro)),
-    }
-
-
-def _two_of(device: torch.device) -> tuple[torch.device, torch.device]:
-    """Return the two GPUs of this worker, or the CPU twice. Raises UsageError if there is only one GPU."""
-    if device.type != "cuda":
-        return device, device
-    if torch.cuda.device_count() < 2:
-        raise UsageError("train.parallel branches needs two GPUs in one worker, and this one sees one; take `ddp`")
-    return device, torch.device("cuda", 1 - (device.index or 0))
 
 
 def _architecture(model: nn.Module) -> dict[str, Any] | None:

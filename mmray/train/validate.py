@@ -18,7 +18,6 @@ def unsupported_reasons(config: Config) -> list[str]:
     model: Any = config.model
     fsdp, branches = train.parallel == "fsdp", train.parallel == "branches"
     batch_norm = getattr(model, "batch_norm", "frozen")
-    image_encoder = getattr(getattr(model, "image", None), "name", "")
     text_dropout = getattr(getattr(model, "text", None), "dropout", 0)
     patch_dropout = getattr(model, "patch_dropout", 0)
     learned, head = "region_text" in parse_terms(config.objective.kind), bool(getattr(model, "regions", False))
@@ -39,10 +38,6 @@ def unsupported_reasons(config: Config) -> list[str]:
         (fsdp and train.channels_last, "fsdp needs the default layout; set --train.channels_last False, or use `ddp`"),
         (fsdp and train.ema, "train.ema needs whole weights, which fsdp shards; use `ddp`, or --train.ema 0"),
         (branches and kind not in TWO_BRANCHES, f"model.kind `{kind}` has not two branches; set --train.parallel ddp"),
-        (
-            branches and image_encoder.startswith(("resnet", "transformers")) and batch_norm != "frozen",
-            "train.parallel branches splits micro-batches, which changes BatchNorm; set --model.batch-norm frozen",
-        ),
         (branches and text_dropout, "branches cannot repeat dropout masks; set --model.text.dropout 0"),
         (branches and patch_dropout, "branches cannot repeat dropout masks; set --model.patch-dropout 0"),
         (

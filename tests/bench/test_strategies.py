@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,9 +12,8 @@ import torch
 from mmray.bench import step, strategies
 from mmray.bench.spawn import WorkerFailed
 from mmray.bench.strategies import BASE, ProfiledTimer, bench_strategies
-from mmray.config import Batch, Optimizer, Train
+from mmray.config import Batch, Optimizer
 from mmray.data.stream.order import SamplePlan
-from mmray.engine.collectives import Group
 from mmray.errors import ResourceError
 from tests.bench.test_step import tiny
 
@@ -79,30 +76,6 @@ def test_all_rows_use_the_same_device_type(monkeypatch):
 
 def set_accelerator(config, accelerator):
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"accelerator": accelerator})})
-
-
-class Stopped(Exception):
-    """Raised where the training loop would start."""
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_branches_replicates_the_slower_branch(monkeypatch):
-    specs = []
-
-    def build_slow(*arguments):
-        bench = step.build_bench(*arguments)
-        bench.model.branches()["text"].register_forward_pre_hook(lambda *_: time.sleep(1.0))
-        return bench
-
-    def run(spec, steps):
-        specs.append(spec)
-        raise Stopped
-
-    monkeypatch.setattr(step.loop, "run", run)
-    monkeypatch.setattr(strategies, "build_bench", build_slow)
-    with pytest.raises(Stopped):
-        strategies._measure(tiny(train=Train(parallel="branches", steps=1)), Group(), Path(), steps=2)
-    assert (specs[0].slower, len(specs[0].devices)) == ("text", 2)
 
 
 def test_communication_time_is_the_union_of_collectives():

@@ -16,7 +16,6 @@ from mmray.data.stream.order import SamplePlan
 from mmray.engine import loop, memory_probe, optimizer, precision
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import PhaseTimers
-from mmray.engine.parallel import branches
 from mmray.engine.parallel.transforms import apply_transforms
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.run_state import TrainState
@@ -211,12 +210,10 @@ def tensors_of(state):
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
-@pytest.mark.parametrize("slower", ["image", "text"])
-def test_branches_on_two_gpus_equal_one_device(monkeypatch, kind, slower):
+def test_branches_on_two_gpus_equal_one_device(monkeypatch, kind):
     plain = trained(kind, CPU)
     with gpus(monkeypatch, count=2):
-        monkeypatch.setattr(branches, "REFIT_EVERY", 2)
-        options = {"devices": DEVICES, "slower": slower}
+        options = {"devices": DEVICES}
         apart = trained(kind, GPU, options=options, parallel="branches")
     assert (apart - plain).abs().max() < 1e-9
 
@@ -224,7 +221,7 @@ def test_branches_on_two_gpus_equal_one_device(monkeypatch, kind, slower):
 @pytest.mark.parametrize("number", ["bf16", "fp16"])
 def test_branches_on_two_gpus_in_half_precision(monkeypatch, number):
     with gpus(monkeypatch, count=2):
-        options = {"devices": DEVICES, "slower": "image"}
+        options = {"devices": DEVICES}
         weights = trained("clip", GPU, double=False, options=options, parallel="branches", precision=number)
     assert bool(weights.isfinite().all())
 

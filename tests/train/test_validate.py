@@ -47,12 +47,6 @@ def test_unsupported_settings_are_refused(given, message):
     assert message in "\n".join(unsupported_reasons(config(**given)))
 
 
-def test_batch_norm_and_branches():
-    given = {"recipe": "resnet50-bert", "train": {"parallel": "branches"}}
-    assert unsupported_reasons(config(**given)) == []
-    assert "BatchNorm" in unsupported_reasons(config(**given, model={"batch_norm": "local"}))[0]
-
-
 @pytest.mark.parametrize("recipe", ["sample", "clip", "siglip", "fusion", "llava"])
 def test_all_recipes_support_clipping_per_branch(recipe):
     assert not any("clip" in reason for reason in unsupported_reasons(config(recipe, optimizer={"clip_per": "branch"})))

@@ -29,23 +29,18 @@ def shard(module: nn.Module, group: Group, dtype: torch.dtype | None) -> nn.Modu
     mesh = init_device_mesh(group.device.type, (group.world,))
     reduce_dtype = None if dtype is None else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    kept = set(_replicated(module))
-    for parameter in kept:
+    replicated = set(_replicated(module))
+    for parameter in replicated:
         parameter.data = parameter.data.to(group.device)  # fully_shard moves the others
-    for part in [*_parts(module), module]:
-        fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=kept)
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
+    blocks = [block for part in lists for block in part if next(block.parameters(), None) is not None]
+    branches = module.branches().values() if hasattr(module, "branches") else ()  # type: ignore[operator]
+    for part in [*reversed(blocks), *branches, module]:  # inner ones first: fully_shard skips sharded weights
+        fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=replicated)
     for name in EMBEDDING_METHODS:  # called by evaluation instead of forward
         if hasattr(module, name):
             register_fsdp_forward_method(module, name)
     return module
-
-
-def _parts(module: nn.Module) -> list[nn.Module]:
-    """Return the units of gathering: the blocks of each ModuleList, then each branch with its remaining weights."""
-    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
-    blocks = [block for part in lists for block in part if next(block.parameters(), None) is not None]
-    branches = list(module.branches().values()) if hasattr(module, "branches") else []  # type: ignore[operator]
-    return [*reversed(blocks), *branches]  # inner ones first: fully_shard skips sharded weights
 
 
 def _replicated(module: nn.Module) -> list[nn.Parameter]:
@@ -70,8 +65,8 @@ def parameter_storages(module: nn.Module) -> Callable[[], set[int]]:
 
 
 def average_replicated_gradients(module: nn.Module, group: Group) -> None:
-    """Average the gradients of replicated scalars over ranks, because FSDP does not."""
-    for parameter in _replicated(module):
+    """Average the gradients of a sharded model's replicated scalars over ranks, because FSDP does not."""
+    for parameter in _replicated(module) if is_sharded(module) else ():
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
             parameter.grad /= group.world
@@ -79,9 +74,9 @@ def average_replicated_gradients(module: nn.Module, group: Group) -> None:
 
 @contextmanager
 def unsharded(module: nn.Module) -> Iterator[None]:
-    """Scope with all weights on every rank, so a forward has no collectives; needs the memory of the full model.
+    """Scope of an evaluation with all weights of a sharded model on every rank; needs the memory of the full model.
 
-    For evaluations: with collectives, a rank with more batches or tokens than the others would wait forever. Calls that
+    With collectives, a rank with more batches or tokens than the others would wait forever. Calls that
     bypass a module's forward would see only this rank's shard.
     """
     parts = [part for part in module.modules() if isinstance(part, FSDPModule)]

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mmray.engine.optimizer import freeze_parameters
-from mmray.engine.parallel.wrap import init_device, preserve_buffers
+from mmray.engine.parallel.wrap import preserve_buffers
 from mmray.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,12 +27,22 @@ def apply_transforms(model: nn.Module, train: Train, optimizer: Optimizer, devic
     freeze_parameters(model, optimizer.freeze)
     if device.type == "cpu" and any(isinstance(layer, nn.SyncBatchNorm) for layer in model.modules()):
         raise UsageError("model.batch_norm: `synced` needs GPUs; take `local` or `frozen` on a CPU")
-    model.to(init_device(train.parallel, device))
+    model.to("cpu" if train.parallel == "fsdp" else device)  # the full model may not fit on a GPU
     if train.channels_last:
         model.to(memory_format=torch.channels_last)
+    branches = _branches(model)
     for name in train.activation_checkpointing:
-        checkpoint_activations(_branch(model, name))
+        if name not in branches:
+            raise UsageError(
+                f"train.activation_checkpointing: the model has no branch `{name}`; it has "
+                f"{', '.join(branches) or 'none'}"
+            )
+        checkpoint_activations(branches[name])
     return compile_branches(model, train)
+
+
+def _branches(model: nn.Module) -> dict[str, nn.Module]:
+    return model.branches() if hasattr(model, "branches") else {}  # type: ignore[operator]
 
 
 def compile_branches(model: nn.Module, train: Train) -> nn.Module:
@@ -46,10 +56,11 @@ def compile_branches(model: nn.Module, train: Train) -> nn.Module:
 def checkpoint_activations(branch: nn.Module) -> None:
     """Save only the inputs of a branch's blocks and recompute them in backward (Chen et al. 2016).
 
-    The recomputation draws the same dropout masks and does not update running statistics. torch.compile requires equal
-    forwards, so blocks with running statistics are excluded from its graphs.
+    Blocks are the members of its outermost lists; without lists, the branch itself. The recomputation draws the same
+    dropout masks and does not update running statistics. torch.compile requires equal forwards, so blocks with running
+    statistics are excluded from its graphs.
     """
-    for block in _blocks(branch):
+    for block in list(_list_members(branch)) or [branch]:
         if next(block.buffers(), None) is None:
             block.forward = partial(_recomputed, block.forward, {})
         else:
@@ -67,27 +78,9 @@ def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractC
     return nullcontext(), preserve_buffers(block)
 
 
-def _blocks(branch: nn.Module) -> list[nn.Module]:
-    """Return the members of a branch's outermost lists; without lists, the branch itself."""
-    return list(_members(branch)) or [branch]
-
-
-def _members(module: nn.Module) -> Iterable[nn.Module]:
+def _list_members(module: nn.Module) -> Iterable[nn.Module]:
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.Sequential):
             yield from child
         else:
-            yield from _members(child)
-
-
-def _branches(model: nn.Module) -> dict[str, nn.Module]:
-    return model.branches() if hasattr(model, "branches") else {}  # type: ignore[operator]
-
-
-def _branch(model: nn.Module, name: str) -> nn.Module:
-    branches = _branches(model)
-    if name not in branches:
-        raise UsageError(
-            f"train.activation_checkpointing: the model has no branch `{name}`; it has {', '.join(branches) or 'none'}"
-        )
-    return branches[name]
+            yield from _list_members(child)

@@ -1,7 +1,4 @@
-"""Wrap a model in its parallel strategy (DDP, FSDP or branches).
-
-step.py and loop.py call the functions below, so they contain no code for single strategies.
-"""
+"""Wrap a model in its parallel strategy (DDP, FSDP or branches), and the operations of a step that depend on it."""
 
 from __future__ import annotations
 
@@ -9,21 +6,16 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from mmray.engine.collectives import Group
 from mmray.engine.parallel import fsdp
 from mmray.engine.parallel.branches import BranchParallel
 from mmray.errors import UsageError
-
-if TYPE_CHECKING:
-    from mmray.config import Train
 
 BUCKET_MB = 25.0  # MiB of gradients per all-reduce (DDP)
 HOOKS = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
@@ -37,20 +29,6 @@ class ParallelConfig:
     grad_compression: str = "none"
     shard_dtype: torch.dtype | None = None  # of gathered weights (fsdp); None: unchanged
     devices: tuple[torch.device, ...] = ()  # of one worker (branches)
-    slower: str = "image"  # the branch that has a replica (branches)
-
-    @classmethod
-    def of(
-        cls, train: Train, dtype: torch.dtype | None, devices: tuple[torch.device, ...], slower: str
-    ) -> ParallelConfig:
-        """Build from the `train` section, the gathered dtype, the devices and the slower branch."""
-        chosen = (train.parallel, train.grad_compression)
-        return cls(*chosen, dtype, devices, slower)
-
-
-def init_device(kind: str, device: torch.device) -> torch.device:
-    """Return the device of a model before `wrap`: the CPU under `fsdp`, because the full model may not fit on a GPU."""
-    return torch.device("cpu") if kind == "fsdp" else device
 
 
 def wrap(module: nn.Module, group: Group, layout: ParallelConfig | None = None) -> nn.Module:
@@ -59,18 +37,17 @@ def wrap(module: nn.Module, group: Group, layout: ParallelConfig | None = None) 
     DDP broadcasts rank 0's weights; under FSDP all ranks must pass equal weights. Raises UsageError for `fsdp` in fp16.
     """
     layout = layout or ParallelConfig()
-    if layout.kind == "branches":
-        return BranchParallel(module, layout.devices, layout.slower)
-    if group.world == 1:
-        return module.to(group.device)
-    if layout.kind == "fsdp":
+    if layout.kind == "fsdp" and group.world > 1:
         if layout.shard_dtype == torch.float16:
             raise UsageError("train.parallel fsdp takes fp32 or bf16, and this device's best is fp16; set one of them")
         return fsdp.shard(module, group, layout.shard_dtype)
-    return _replicated(module, layout)
+    module.to(group.device)
+    if layout.kind == "branches":
+        return BranchParallel(module, layout.devices)
+    return module if group.world == 1 else _replicate(module, layout.grad_compression)
 
 
-def _replicated(module: nn.Module, layout: ParallelConfig) -> DistributedDataParallel:
+def _replicate(module: nn.Module, grad_compression: str) -> DistributedDataParallel:
     """Wrap in DDP without broadcasting buffers, so each worker has its own running statistics.
 
     `static_graph` is off, because together with `no_sync` it fails an assertion in torch.
@@ -84,20 +61,15 @@ def _replicated(module: nn.Module, layout: ParallelConfig) -> DistributedDataPar
         # torch 2.11 does not have the replacement yet.
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         model = DistributedDataParallel(
-            module,
-            gradient_as_bucket_view=True,
-            broadcast_buffers=False,
-            bucket_cap_mb=BUCKET_MB,
+            module, gradient_as_bucket_view=True, broadcast_buffers=False, bucket_cap_mb=BUCKET_MB
         )
-    if layout.grad_compression != "none":
-        model.register_comm_hook(None, HOOKS[layout.grad_compression])
+    if grad_compression != "none":
+        model.register_comm_hook(None, HOOKS[grad_compression])
     return model
 
 
 def rewrap(model: nn.Module, group: Group, layout: ParallelConfig) -> nn.Module:
     """Reset the wrapper on all ranks after an abandoned step, because DDP still waits for its backward."""
-    if isinstance(model, BranchParallel):
-        model.drop_gradients()
     if not isinstance(model, DistributedDataParallel):
         return model
     model._remove_autograd_hooks()  # otherwise the old reducer's hooks would also run
@@ -124,45 +96,7 @@ def maybe_no_sync(model: nn.Module, last: bool) -> AbstractContextManager[None]:
 
     FSDP reduces them in each, because unreduced gradients would be unsharded and need the memory that sharding saves.
     """
-    if last or not isinstance(model, DistributedDataParallel):
-        return nullcontext()
-    return model.no_sync()
-
-
-def finalize_gradients(model: nn.Module, group: Group) -> None:
-    """Complete `.grad` after the last backward: add the replica's gradients, or average those of replicated scalars."""
-    if isinstance(model, BranchParallel):
-        model.collect_gradients()
-    elif fsdp.is_sharded(model):
-        fsdp.average_replicated_gradients(model, group)
-
-
-def zero_grad(model: nn.Module, optimizer: Optimizer) -> None:
-    """Set gradients to None, or to zero under DDP, where they are views of the buckets.
-
-    Zero has no side effect there, because under DDP every trainable weight gets a gradient in each step.
-    """
-    tied = isinstance(model, DistributedDataParallel) and model.gradient_as_bucket_view
-    optimizer.zero_grad(set_to_none=not tied)
-
-
-def on_weights_loaded(model: nn.Module) -> None:
-    """Update the copies of weights after a checkpoint was loaded."""
-    if isinstance(model, BranchParallel):
-        model.copy_anew()
-
-
-def post_step(model: nn.Module) -> None:
-    """Update the copies of weights after the optimizer step."""
-    if isinstance(model, BranchParallel):
-        model.spread_weights()
-
-
-@contextmanager
-def summon_full_params(module: nn.Module) -> Iterator[None]:
-    """Scope with the full weights on every rank, so ranks may run different numbers of forwards (evaluation)."""
-    with fsdp.unsharded(module) if fsdp.is_sharded(module) else nullcontext():
-        yield
+    return nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync()
 
 
 @contextmanager
