@@ -35,44 +35,42 @@ def quarantine_bad_rows(
     """
     for block in blocks:
         _check_labels(block, config)
-        _check_box_labels(block, config)
         positions = block["pos"][~block["valid"] & (block["pos"] >= 0)]
         for row in plan.rows_at(positions).tolist():
-            bad = count(row)
-            if bad == 0:
+            num_bad = count(row)
+            if num_bad == 0:
                 continue
-            last = _quarantine(folder, reader, row)
-            if bad > config.data.max_bad_rows:
-                budget = f"data.max_bad_rows {config.data.max_bad_rows}"
+            record, reason = reader.explain_bad_row(row)
+            key, source = (record.key, record.source) if record else (None, None)
+            entry = {"key": key, "source": source, "row": row, "stage": "train", "reason": reason}
+            append_line(folder / QUARANTINE, orjson.dumps(entry))
+            if num_bad > config.data.max_bad_rows:
                 raise DataError(
-                    f"{bad} rows could not be read ({budget}), the last: {last}. "
-                    f"All are listed in {folder / QUARANTINE}; run `mmray prepare` again from the source"
+                    f"{num_bad} rows could not be read (data.max_bad_rows {config.data.max_bad_rows}), the last: row "
+                    f"{row} ({key}, {source}): {reason}. All are listed in {folder / QUARANTINE}; run `mmray prepare` "
+                    "again from the source"
                 )
         yield block
 
 
 def _check_labels(block: Block, config: Config) -> None:
-    """Raise DataError for a label without a class in the model; on a GPU it would be a device-side assert."""
-    classes = getattr(config.model, "classes", 0)
+    """Raise DataError for a label without a class in the model, or a box label without a name.
+
+    On a GPU it would be a device-side assert.
+    """
+    classes, names = getattr(config.model, "classes", 0), getattr(config.model, "region_labels", ())
     if classes and (largest := int(block["label"].max(initial=0))) >= classes:
         raise DataError(
             f"a row of {config.data.train} has label {largest}, but model.classes is {classes}: labels start at 0; "
             f"set --model.classes to {largest + 1} or more"
         )
-
-
-def _check_box_labels(block: Block, config: Config) -> None:
-    """Raise DataError for a box whose label has no name."""
-    names = getattr(config.model, "region_labels", ())
-    if not names or "box_labels" not in block:
-        return
-    labels = np.unique(block["box_labels"])
-    bad = [label for label in labels.tolist() if label != NO_LABEL and not (label < len(names) and names[label])]
-    if bad:
-        raise DataError(
-            f"a box of {config.data.train} has label {bad[0]}, which has no name in model.region_labels: list one for "
-            "each label, starting at 0"
-        )
+    labels = np.unique(block["box_labels"]).tolist() if names and "box_labels" in block else []
+    for label in labels:
+        if label != NO_LABEL and not (label < len(names) and names[label]):
+            raise DataError(
+                f"a box of {config.data.train} has label {label}, which has no name in model.region_labels: list one "
+                "for each label, starting at 0"
+            )
 
 
 def load_bad_rows(folder: AnyPath) -> set[int]:
@@ -84,17 +82,3 @@ def load_bad_rows(folder: AnyPath) -> set[int]:
         except (ValueError, KeyError, TypeError):
             continue
     return rows
-
-
-def _quarantine(folder: AnyPath, reader: RowReader, row: int) -> str:
-    """Write one row to quarantine.jsonl; return its name and reason."""
-    record, reason = reader.explain_bad_row(row)
-    entry = {
-        "key": record.key if record else None,
-        "source": record.source if record else None,
-        "row": row,
-        "stage": "train",
-        "reason": reason,
-    }
-    append_line(folder / QUARANTINE, orjson.dumps(entry))
-    return f"row {row} ({entry['key']}, {entry['source']}): {reason}"

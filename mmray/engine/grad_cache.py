@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -22,24 +21,6 @@ from mmray.engine.prefetch import LocalBatch
 from mmray.engine.run_state import TrainState
 from mmray.objectives.protocol import Batch, HardNegativeMining, Objective, ObjectiveParts, Outputs, Pairwise
 
-Factors = tuple[Tensor, Tensor]  # of the global loss and of the local one
-
-
-class LossMeter:
-    """Sums over micro-batches, each a vector [K]: the counts of the global loss first, then those of the local one."""
-
-    def __init__(self, num_global: int, num_local: int) -> None:
-        self._sizes = num_global, num_local
-        self.sums: dict[str, Tensor] = {}
-
-    def add(self, sums: dict[str, Tensor], local_loss: bool) -> None:
-        padding = (self._sizes[0], 0) if local_loss else (0, self._sizes[1])
-        for name, value in sums.items():
-            padded = value.detach().reshape(-1)
-            if any(padding):
-                padded = F.pad(padded, padding)
-            self.sums[name] = self.sums[name] + padded if name in self.sums else padded
-
 
 @dataclass
 class GradCache:
@@ -47,12 +28,29 @@ class GradCache:
 
     totals: Tensor  # float64 [K + 1], sums over ranks of the objective's counts and of the stop requests
     micro_batches: list[Batch]  # with the columns of their hard negatives
-    factors: Factors
+    factors: tuple[Tensor, Tensor]  # of the global loss and of the local one
     gradients: list[Outputs] = field(default_factory=list)  # of each micro-batch: at its outputs, times the factor
-    sums: LossMeter = field(init=False)
+    sums: dict[str, Tensor] = field(default_factory=dict)  # [K] each: the counts of the global loss come first
 
-    def __post_init__(self) -> None:
-        self.sums = LossMeter(len(self.factors[0]), len(self.factors[1]))
+    @classmethod
+    def create(cls, state: TrainState, parts: ObjectiveParts, batch: LocalBatch, totals: Tensor) -> GradCache:
+        """Return a cache without gradients.
+
+        The factors turn a rank's loss sums into its part of the mean over all ranks. They include the loss scale, and
+        the world size because DDP averages gradients.
+        """
+        factors = state.scaler.scale(state.group.world / totals[:-1].clamp(min=1))
+        num_global = 0 if parts.global_loss is None else parts.global_loss.count(batch.micro_batches[0]).numel()
+        return cls(totals, batch.micro_batches, (factors[:num_global], factors[num_global:]))
+
+    def add(self, sums: dict[str, Tensor], local_loss: bool) -> None:
+        """Add the sums of a micro-batch."""
+        padding = (len(self.factors[0]), 0) if local_loss else (0, len(self.factors[1]))
+        for name, value in sums.items():
+            padded = value.detach().reshape(-1)
+            if any(padding):
+                padded = F.pad(padded, padding)
+            self.sums[name] = self.sums[name] + padded if name in self.sums else padded
 
     def roots(self, parts: ObjectiveParts, outputs: Outputs, index: int) -> list[tuple[Tensor, Tensor | None]]:
         """Outputs of micro-batch `index` with their cached gradients, except those of frozen branches.
@@ -63,19 +61,7 @@ class GradCache:
             return []
         is_last = index == len(self.micro_batches) - 1
         names = parts.global_loss.gathered_outputs + (parts.global_loss.scalar_outputs if is_last else ())
-        gradients = self.gradients[index]
-        return [(outputs[name], gradients[name]) for name in names if outputs[name].requires_grad]
-
-
-def loss_factors(state: TrainState, parts: ObjectiveParts, batch: LocalBatch, totals: Tensor) -> Factors:
-    """Factors from a rank's loss sums to its part of the mean over all ranks, including the loss scale.
-
-    They include the world size because DDP averages gradients.
-    """
-    factors = state.group.world / totals[:-1].clamp(min=1)
-    num_global = 0 if parts.global_loss is None else parts.global_loss.count(batch.micro_batches[0]).numel()
-    scaled = state.scaler.scale(factors)
-    return scaled[:num_global], scaled[num_global:]
+        return [(outputs[name], self.gradients[index][name]) for name in names if outputs[name].requires_grad]
 
 
 def build_grad_cache(
@@ -90,66 +76,46 @@ def build_grad_cache(
 
     After an OOM there are no gradients, but this rank still takes part in the collectives, because others wait in them.
     """
-    group, objective = state.group, parts.global_loss
+    group, objective, mining, ring = state.group, parts.global_loss, parts.mining, parts.ring
     with state.timers("sync"):
-        gathered = (
-            GatheredOutputs(group.all_reduce_sum(counts))
-            if uses_ring(parts)
-            else gather_outputs(group, embedded, batch, counts, gathered_output_names(parts))
-        )
-    factors = loss_factors(state, parts, batch, gathered.totals)
-    cache = GradCache(gathered.totals, batch.micro_batches, factors)
-    if (mining := parts.mining) is not None:
+        if ring is None:
+            gathered = gather_outputs(group, embedded, batch, counts, parts.gathered_names)
+        else:
+            gathered = GatheredOutputs(group.all_reduce_sum(counts))
+    cache = GradCache.create(state, parts, batch, gathered.totals)
+    if mining is not None:
         with state.timers("sync"):
             inputs = gather_negative_inputs(group, mining, batch)
         cache.micro_batches = guard.run(lambda: attach_negatives(mining, batch, embedded, gathered, inputs))
     if objective is None:
         return cache
-    gradients_of_others: Outputs = {}
-    if uses_ring(parts) and isinstance(objective, Pairwise):
-        leaves = _leaves(objective, embedded)
+    of_other_ranks: Outputs = {}
+    if ring is not None:
         valid = torch.cat([micro["valid"] for micro in batch.micro_batches])
-        loss_sum, metrics, own = ring_loss(objective, leaves, valid, batch.rows, factors[0], guard)
-        loss = GlobalLoss(loss_sum, metrics, own, None)
+        loss = ring_loss(ring, _leaves(objective, embedded), valid, batch.rows, cache.factors[0], guard)
     else:
-        loss = guard.run(lambda: _global_loss(state, objective, batch, embedded, gathered, factors[0]))
-        with state.timers("sync"):
-            packed = gathered.gradient_or_zeros(None if loss is None else loss.gathered_gradients)
-            gradients_of_others = gathered.unpack(group.reduce_scatter(packed))
-    cache.gradients = guard.run(lambda: _split_gradients(batch, objective, loss, gradients_of_others))
+        loss = guard.run(lambda: _global_loss(state, objective, batch, embedded, gathered, cache.factors[0]))
+        if gathered.packed is not None:
+            with state.timers("sync"):
+                # Zeros after an OOM: other ranks wait for the reduce-scatter.
+                packed = torch.zeros_like(gathered.packed) if loss is None else loss[2][PACKED]
+                received = group.reduce_scatter(packed)[1:, 1:]
+            of_other_ranks = _split_columns(received, gathered.shapes)
+    cache.gradients = guard.run(lambda: _split_gradients(batch, objective, loss[2], of_other_ranks))
     if cache.gradients:
-        cache.sums.add({"loss": loss.loss_sum, **loss.metrics}, local_loss=False)
+        cache.add({"loss": loss[0], **loss[1]}, local_loss=False)
     return cache
 
 
-def gathered_output_names(parts: ObjectiveParts) -> tuple[str, ...]:
-    """Outputs that are needed from all ranks."""
-    gathered_outputs = () if parts.global_loss is None else parts.global_loss.gathered_outputs
-    return tuple(dict.fromkeys(gathered_outputs + (() if parts.mining is None else parts.mining.score_outputs)))
-
-
-def uses_ring(parts: ObjectiveParts) -> bool:
-    """Return whether outputs are sent around the ring instead of gathered."""
-    return isinstance(parts.global_loss, Pairwise) and parts.mining is None
-
-
-@dataclass(frozen=True)
-class GlobalLoss:
-    """The loss of this rank's rows over the global batch, and its gradients."""
-
-    loss_sum: Tensor
-    metrics: dict[str, Tensor]  # further sums to log
-    gradients: Outputs  # at this rank's outputs, all micro-batches concatenated, and at the scalar outputs
-    gathered_gradients: Tensor | None  # at the gathered outputs of all ranks, packed
+GlobalLoss = tuple[Tensor, dict[str, Tensor], Outputs]  # loss sum of this rank's rows, further sums, gradients
+PACKED = "packed"  # key of the gradient at GatheredOutputs.packed
 
 
 def _leaves(objective: Objective, embedded: list[Outputs]) -> Outputs:
     """Outputs of all micro-batches concatenated, requiring gradients."""
     leaves = {name: torch.cat([outputs[name].detach() for outputs in embedded]) for name in objective.gathered_outputs}
     leaves |= {name: embedded[0][name].clone() for name in objective.scalar_outputs}
-    for leaf in leaves.values():
-        leaf.requires_grad_()
-    return leaves
+    return {name: leaf.requires_grad_() for name, leaf in leaves.items()}
 
 
 def _global_loss(
@@ -167,23 +133,22 @@ def _global_loss(
     with state.timers("forward"):
         loss_sum, _, metrics = objective.compute_loss(leaves, row_values, gathered.columns)
         loss = (loss_sum.reshape(-1) * factor.to(loss_sum.dtype)).sum()
-    inputs = [*leaves.values(), *([] if gathered.packed is None else [gathered.packed])]
+    inputs = leaves if gathered.packed is None else {**leaves, PACKED: gathered.packed}
     with state.timers("backward"):
-        gradients = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
-    own = dict(zip(leaves, gradients, strict=False))
-    return GlobalLoss(loss_sum.detach(), metrics, own, None if gathered.packed is None else gradients[-1])
+        gradients = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True, materialize_grads=True)
+    return loss_sum.detach(), metrics, dict(zip(inputs, gradients, strict=True))
 
 
 def _split_gradients(
-    batch: LocalBatch, objective: Objective, loss: GlobalLoss, gradients_of_others: Outputs
+    batch: LocalBatch, objective: Objective, gradients: Outputs, of_other_ranks: Outputs
 ) -> list[Outputs]:
     """Gradients at the outputs of each micro-batch, from this rank's loss and from the other ranks' losses."""
     sizes = [len(micro["valid"]) for micro in batch.micro_batches]
     sliced = {}
     for name in objective.gathered_outputs:
-        gradient = loss.gradients[name]
-        sliced[name] = (gradient + gradients_of_others[name] if gradients_of_others else gradient).split(sizes)
-    scalars = {name: loss.gradients[name] for name in objective.scalar_outputs}
+        own = gradients[name]
+        sliced[name] = (own + of_other_ranks[name][: len(own)] if of_other_ranks else own).split(sizes)
+    scalars = {name: gradients[name] for name in objective.scalar_outputs}
     return [scalars | {name: sliced[name][index] for name in sliced} for index in range(len(sizes))]
 
 
@@ -197,24 +162,7 @@ class GatheredOutputs:
     totals: Tensor  # float64 [K + 1], sum of the ranks' counts
     packed: Tensor | None = None  # [world x (1 + rows), width], a leaf that requires gradients
     columns: dict[str, Any] | None = None  # the argument `gathered` of Objective.compute_loss, views of `packed`
-    shapes: dict[str, torch.Size] | None = None  # of this rank's outputs, in the order of `packed`
-
-    def gradient_or_zeros(self, gradient: Tensor | None) -> Tensor:
-        """Return the gradient of `packed`; zeros after an OOM, because other ranks wait for the reduce-scatter."""
-        if self.packed is None:
-            return self.totals
-        return torch.zeros_like(self.packed) if gradient is None else gradient
-
-    def unpack(self, gradient: Tensor) -> Outputs:
-        """Gradients of this rank's outputs from its part [1 + rows, width]; empty in a group of one."""
-        if self.shapes is None:
-            return {}
-        widths = [prod(shape[1:]) for shape in self.shapes.values()]
-        parts = gradient[1:, : sum(widths)].split(widths, dim=1)
-        return {
-            name: part[: shape[0]].reshape(shape)
-            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
-        }
+    shapes: dict[str, torch.Size] = field(default_factory=dict)  # of this rank's outputs, in the order of `packed`
 
 
 def gather_outputs(
@@ -228,23 +176,29 @@ def gather_outputs(
     if group.world == 1:
         return GatheredOutputs(counts)
     outputs = {name: torch.cat([part[name] for part in embedded]) for name in names}
-    columns = [output.flatten(1) for output in outputs.values()]
-    dtype = torch.promote_types(torch.float32, columns[0].dtype)
+    shapes = {name: output.shape for name, output in outputs.items()}
+    dtype = torch.promote_types(torch.float32, outputs[names[0]].dtype)
     valid = torch.cat([micro["valid"] for micro in batch.micro_batches])
-    rows = torch.cat([*(column.to(dtype) for column in columns), valid.to(dtype)[:, None]], dim=1)
+    rows = torch.cat([valid.to(dtype)[:, None], *(output.flatten(1).to(dtype) for output in outputs.values())], dim=1)
     rows = F.pad(rows, (0, max(0, len(counts) - rows.shape[1])))  # a sum of many objectives has many counts
     header = F.pad(counts.to(dtype), (0, rows.shape[1] - len(counts)))[None]
     local = torch.cat([header, F.pad(rows, (0, 0, 0, batch.rows - len(rows)))])
     packed = group.all_gather(local).requires_grad_()
     by_rank = packed.view(group.world, batch.rows + 1, -1)
     totals = by_rank[:, 0, : len(counts)].detach().double().sum(0)
-    widths = [column.shape[1] for column in columns]
-    *parts, flags, _ = by_rank[:, 1:].flatten(0, 1).split([*widths, 1, rows.shape[1] - sum(widths) - 1], dim=1)
-    gathered: dict[str, Any] = {
-        name: part.reshape(-1, *output.shape[1:]) for (name, output), part in zip(outputs.items(), parts, strict=True)
-    }
-    gathered |= {"valid": flags[:, 0].detach() > 0, "offset": group.rank * batch.rows}
-    return GatheredOutputs(totals, packed, gathered, {name: output.shape for name, output in outputs.items()})
+    flat = by_rank[:, 1:].flatten(0, 1)
+    columns = {"valid": flat[:, 0].detach() > 0, "offset": group.rank * batch.rows}
+    return GatheredOutputs(totals, packed, columns | _split_columns(flat[:, 1:], shapes), shapes)
+
+
+def _split_columns(columns: Tensor, shapes: dict[str, torch.Size]) -> Outputs:
+    """[rows, width] -> a view [rows, ...] for each shape [B, ...]."""
+    outputs, first = {}, 0
+    for name, shape in shapes.items():
+        width = shape[1:].numel()
+        outputs[name] = columns[:, first : first + width].view(-1, *shape[1:])
+        first += width
+    return outputs
 
 
 # --- ring loss: outputs rotate from rank to rank, with their gradients (Zhai et al. 2023, SigLIP, section 3.3)
@@ -252,7 +206,7 @@ def gather_outputs(
 
 def ring_loss(
     objective: Pairwise, leaves: Outputs, valid: Tensor, rows: int, factor: Tensor, guard: OomGuard
-) -> tuple[Tensor, dict[str, Tensor], Outputs]:
+) -> GlobalLoss:
     """This rank's loss sum, further sums, and the gradient of (all ranks' losses x factor) at its own outputs.
 
     leaves: outputs of this rank's rows that require gradients. rows: equal on every rank, at least this rank's number.
@@ -262,52 +216,32 @@ def ring_loss(
     local = {name: leaf for name, leaf in leaves.items() if name not in objective.rotating_outputs}
     gradients = {name: torch.zeros_like(leaf) for name, leaf in local.items()}
     sums = {"loss": factor.new_zeros(())}
-    rotating = _pack({name: leaves[name].detach() for name in objective.rotating_outputs}, valid, rows)
+    shapes = {name: leaves[name].shape for name in objective.rotating_outputs}
+    values = torch.cat([leaves[name].detach().flatten(1) for name in shapes], dim=1)
+    values = values.to(torch.promote_types(values.dtype, torch.float32))
+    widths = [values.shape[1], values.shape[1], 1]
+    # Values, the gradients accumulated so far, and `valid`: one message a hop.
+    rotating = torch.cat([values, torch.zeros_like(values), valid.to(values.dtype)[:, None]], dim=1)
+    rotating = F.pad(rotating, (0, 0, 0, rows - len(rotating)))
 
     def accumulate(rotating: Tensor, own: bool) -> None:
         for first in range(0, rows, objective.chunk):
-            chunk = slice(first, min(first + objective.chunk, rows))
-            outputs, flags = _unpack(rotating[chunk], leaves, objective.rotating_outputs)
-            loss_sum, metrics = objective.pairwise_loss(local, valid, outputs, flags, first if own else None)
+            values, gradient_sums, flags = rotating[first : first + objective.chunk].split(widths, dim=1)
+            outputs = {name: part.clone().requires_grad_() for name, part in _split_columns(values, shapes).items()}
+            loss_sum, metrics = objective.pairwise_loss(local, valid, outputs, flags[:, 0] > 0, first if own else None)
             inputs = {**local, **outputs}
             flat = torch.autograd.grad(loss_sum * factor.to(loss_sum.dtype), list(inputs.values()))
-            rotating_gradients = _gradient_views(rotating[chunk], leaves, objective.rotating_outputs)
+            targets = gradients | _split_columns(gradient_sums, shapes)
             for name, gradient in zip(inputs, flat, strict=True):
-                (gradients if name in local else rotating_gradients)[name].add_(gradient)
+                targets[name].add_(gradient)
             for name, value in {"loss": loss_sum.detach(), **metrics}.items():
                 sums[name] = sums[name] + value if name in sums else value
 
     for hop in range(guard.group.world):
         guard.run(partial(accumulate, rotating, own=hop == 0))
         rotating = guard.group.ring_shift(rotating)
-    returned = _gradient_views(rotating, leaves, objective.rotating_outputs)
-    loss = sums.pop("loss")
-    return loss, sums, gradients | {name: returned[name][: len(valid)] for name in objective.rotating_outputs}
-
-
-def _pack(outputs: Outputs, valid: Tensor, rows: int) -> Tensor:
-    """Rows, the gradients accumulated so far, and `valid`: [rows, 2 x width + 1], one message a hop."""
-    values = torch.cat([output.flatten(1) for output in outputs.values()], dim=1)
-    values = values.to(torch.promote_types(values.dtype, torch.float32))
-    packed = torch.cat([values, torch.zeros_like(values), valid.to(values.dtype)[:, None]], dim=1)
-    return F.pad(packed, (0, 0, 0, rows - len(packed)))
-
-
-def _unpack(rotating: Tensor, like: Outputs, names: tuple[str, ...]) -> tuple[Outputs, Tensor]:
-    """The rotating outputs as new leaves, and their `valid`."""
-    width = (rotating.shape[1] - 1) // 2
-    outputs = _split_columns(rotating[:, :width], like, names)
-    return {name: output.clone().requires_grad_() for name, output in outputs.items()}, rotating[:, -1] > 0
-
-
-def _gradient_views(rotating: Tensor, like: Outputs, names: tuple[str, ...]) -> Outputs:
-    width = (rotating.shape[1] - 1) // 2
-    return _split_columns(rotating[:, width : 2 * width], like, names)
-
-
-def _split_columns(columns: Tensor, like: Outputs, names: tuple[str, ...]) -> Outputs:
-    parts = columns.split([like[name][0].numel() for name in names], dim=1)
-    return {name: part.view(-1, *like[name].shape[1:]) for name, part in zip(names, parts, strict=True)}
+    returned = _split_columns(rotating[: len(valid)].split(widths, dim=1)[1], shapes)
+    return sums.pop("loss"), sums, gradients | returned
 
 
 # --- hard negatives: token ids and positions of all ranks, never pixels
@@ -318,17 +252,15 @@ def attach_negatives(
     mining: HardNegativeMining, batch: LocalBatch, embedded: list[Outputs], gathered: GatheredOutputs, inputs: Batch
 ) -> list[Batch]:
     """The micro-batches with the columns that `mining` samples for their rows."""
-    if gathered.columns is None:
-        known = {name: torch.cat([outputs[name] for outputs in embedded]) for name in mining.score_outputs}
-        known |= {**inputs, "valid": torch.cat([micro["valid"] for micro in batch.micro_batches])}
-        offset = 0
-    else:
-        known = {**{name: gathered.columns[name].detach() for name in mining.score_outputs}, **inputs}
-        known |= {"valid": gathered.columns["valid"]}
-        offset = gathered.columns["offset"]
-    micro_batches = []
+    columns = gathered.columns or {
+        **{name: torch.cat([outputs[name] for outputs in embedded]) for name in mining.score_outputs},
+        "valid": torch.cat([micro["valid"] for micro in batch.micro_batches]),
+        "offset": 0,
+    }
+    micro_batches, offset = [], columns["offset"]
     for micro, outputs in zip(batch.micro_batches, embedded, strict=True):
-        micro_batches.append(micro | mining.sample_hard_negatives(outputs, micro, {**known, "offset": offset}))
+        known = {**columns, **inputs, "offset": offset}
+        micro_batches.append(micro | mining.sample_hard_negatives(outputs, micro, known))
         offset += len(micro["valid"])
     return micro_batches
 
@@ -336,25 +268,21 @@ def attach_negatives(
 def gather_negative_inputs(group: Group, mining: HardNegativeMining, batch: LocalBatch) -> Batch:
     """Input columns of all ranks from which negatives are taken, padded to `batch.rows` a rank, in one collective.
 
-    They are integers, packed next to each other, each as wide as the widest of any rank.
+    They are integers, packed next to each other, each as wide as the widest of any rank. Captions are trimmed by
+    micro-batch, so those of a rank are padded to its widest first.
     """
-    columns = {name: _concatenate([micro[name] for micro in batch.micro_batches]) for name in mining.gathered_inputs}
+    columns = {}
+    for name in mining.gathered_inputs:
+        parts = [micro[name] for micro in batch.micro_batches]
+        width = max(part[0].numel() for part in parts)
+        columns[name] = torch.cat([_pad(part, len(part), width) for part in parts])
     if group.world == 1:
         return columns
     widest = -group.all_reduce_min(-max(column[0].numel() for column in columns.values()))
-    padded = [_pad(column, batch.rows, widest) for column in columns.values()]
-    packed = torch.cat([column.long().reshape(batch.rows, -1) for column in padded], dim=1)
-    gathered = group.all_gather(packed).split([column[0].numel() for column in padded], dim=1)
-    return {
-        name: part.reshape(-1, *column.shape[1:]).to(column.dtype)
-        for name, column, part in zip(columns, padded, gathered, strict=True)
-    }
-
-
-def _concatenate(parts: list[Tensor]) -> Tensor:
-    """Rows of all micro-batches, padded with zeros to the widest, because captions are trimmed by micro-batch."""
-    widest = max(part[0].numel() for part in parts)
-    return torch.cat([_pad(part, len(part), widest) for part in parts])
+    columns = {name: _pad(column, batch.rows, widest) for name, column in columns.items()}
+    packed = group.all_gather(torch.cat([column.long().reshape(batch.rows, -1) for column in columns.values()], dim=1))
+    split = _split_columns(packed, {name: column.shape for name, column in columns.items()})
+    return {name: split[name].to(column.dtype) for name, column in columns.items()}
 
 
 def _pad(column: Tensor, rows: int, width: int) -> Tensor:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from mmray.storage.paths import AnyPath, open_for_upload
 
@@ -29,8 +29,6 @@ DATA_WAIT = str(ENGINE / "prefetch.py")
 DEVICE_READ = str(ENGINE / "collectives.py")  # reads results that other ranks contribute to
 LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 COLLECTIVES = ("torch/distributed/", "torch/autograd/")  # DDP's collectives are inside the backward
-
-
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+) ", re.MULTILINE)
 _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
@@ -80,51 +78,45 @@ class Heartbeat:
     def _run(self) -> None:
         dumped = False
         while not self._ended.is_set():
-            requested = self._send({**self._about, **self._observe()})
-            if requested and not dumped:
+            if self._send({**self._about, **self._observe()}) and not dumped:
                 dumped = True
-                self._dump_stacks()
+                with open_for_upload(self._stacks) as path, path.open("w") as file:
+                    print(self._about, file=file, flush=True)
+                    faulthandler.dump_traceback(file, all_threads=True)
             self._ended.wait(INTERVAL_S)
 
     def _observe(self) -> dict[str, Any]:
         frames = stack_of_thread(self._thread_id)
         own = [frame for frame in frames if frame.file.startswith(PACKAGE)]
-        functions = {frame.function for frame in own}
+        innermost = own[0].file if own else ""
+        now_s, functions = time.monotonic(), {frame.function for frame in own}
+        self._waiting_since_s = (self._waiting_since_s or now_s) if innermost == CHECKPOINT_WAIT else None
+        writing = self._waiting_since_s is not None and now_s - self._waiting_since_s < self._write_limit_s
         outside_steps = bool(functions & LONG_PHASES) or LOOP not in functions
-        if self._waits_for_checkpoint(own) or (outside_steps and frames != self._frames):
+        if writing or (outside_steps and frames != self._frames):
             self._progress += 1
         self._frames = frames
+        files = [frame.file.replace(os.sep, "/") for frame in frames]
         return {
             "step": self._step,
             "progress": self._progress,
             "where": _location(frames),
-            "in_collective": _in_collective(frames),
-            "waits_for_data": bool(own) and own[0].file == DATA_WAIT,
+            # In a collective, in a backward, or reading a result that the device reduces.
+            "in_collective": any(part in file for file in files for part in COLLECTIVES)
+            or (bool(frames) and frames[0].file == DEVICE_READ),
+            "waits_for_data": innermost == DATA_WAIT,
         }
-
-    def _waits_for_checkpoint(self, own: list[Frame]) -> bool:
-        """Return whether the thread waits for a checkpoint, and has not yet for longer than the limit."""
-        now_s = time.monotonic()
-        if not own or own[0].file != CHECKPOINT_WAIT:
-            self._waiting_since_s = None
-            return False
-        since_s = self._waiting_since_s = self._waiting_since_s or now_s
-        return now_s - since_s < self._write_limit_s
-
-    def _dump_stacks(self) -> None:
-        with open_for_upload(self._stacks) as path, path.open("w") as file:
-            file.write(f"{self._about}\n")
-            file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)
 
 
 def stack_of_thread(thread_id: int) -> list[Frame]:
     """The calls of a thread of this process, innermost first, at most 100; empty if no scratch file can be created.
 
-    Reads faulthandler's text, because walking the frame objects of a running thread crashed Python 3.11.
+    Reads faulthandler's text, because walking the frame objects of a running thread crashed Python 3.11. The file is in
+    memory if the system has memfd, because a stalled disk would stall the process.
     """
     try:
-        with _scratch_file() as file:
+        in_memory = hasattr(os, "memfd_create")
+        with os.fdopen(os.memfd_create("mmray-heartbeat"), "w+b") if in_memory else tempfile.TemporaryFile() as file:
             faulthandler.dump_traceback(file, all_threads=True)
             file.seek(0)
             _, *threads = _THREAD.split(file.read().decode(errors="replace"))
@@ -133,21 +125,6 @@ def stack_of_thread(thread_id: int) -> list[Frame]:
     stacks = {int(number, 16): stack for number, stack in zip(threads[::2], threads[1::2], strict=True)}
     calls = _CALL.findall(stacks.get(thread_id, ""))
     return [Frame(name, int(line), function) for name, line, function in calls]
-
-
-def _scratch_file() -> IO[bytes]:
-    """A file in memory if the system has memfd, because a stalled disk would stall the process."""
-    if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("mmray-heartbeat"), "w+b")
-    return tempfile.TemporaryFile()
-
-
-def _in_collective(frames: list[Frame]) -> bool:
-    """Return whether the thread is in a collective, in a backward, or reading a result that the device reduces."""
-    files = (frame.file.replace(os.sep, "/") for frame in frames)
-    return any(part in file for file in files for part in COLLECTIVES) or (
-        bool(frames) and frames[0].file == DEVICE_READ
-    )
 
 
 def _location(frames: list[Frame]) -> str:

@@ -7,9 +7,8 @@ or in a Ray Train worker. Every rank makes the same calls; only rank 0 writes th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +31,9 @@ from mmray.engine.optimizer import (
 )
 from mmray.engine.parallel import fsdp
 from mmray.engine.parallel import wrap as parallel
-from mmray.engine.parallel.wrap import ParallelConfig
 from mmray.engine.precision import micro_seed, select_precision
 from mmray.engine.prefetch import LocalBatch, prefetch, split_micro_batches
-from mmray.engine.run_state import EMA_KEY, LoopResult, Progress, State, StateLoader, TrainSpec, TrainState
+from mmray.engine.run_state import EMA_KEY, LoopResult, Progress, StateLoader, TrainSpec, TrainState
 from mmray.engine.step import StepResult, nonfinite_samples, optimizer_step
 from mmray.errors import OutOfMemoryError, TrainingError, is_out_of_memory
 from mmray.objectives.protocol import Batch
@@ -45,11 +43,11 @@ from mmray.objectives.protocol import Batch
 class _Run:
     spec: TrainSpec
     state: TrainState
-    layout: ParallelConfig
+    layout: parallel.ParallelConfig
     progress: Progress
     meter: Meter
     schedule: CheckpointSchedule
-    average: ExponentialMovingAverage | None = None
+    average: ExponentialMovingAverage | None
 
 
 def run(spec: TrainSpec, steps: Iterable[list[Batch]], stored: StateLoader | None = None) -> LoopResult:
@@ -65,105 +63,37 @@ def run(spec: TrainSpec, steps: Iterable[list[Batch]], stored: StateLoader | Non
     stop = False
     with profiled(spec.train.profile, spec.profile_path, group.device) as profile_step:
         while progress.step < plan.steps and not stop:
-            keys, result = _train_step(run, batches)
+            start_s = time.perf_counter()
+            batch = _next_batch(run, batches)
+            set_lr(run.state.optimizer, lr_at(progress.step, spec.optimizer, plan.steps))
+            result = _take_step(run, batch)
+            progress.step += 1
+            if run.average is not None and result.finite:
+                run.average.update_parameters(spec.model)
+            _check_finite(run, batch, result)
+            num_rows = plan.rows_stop(progress.step - 1) - plan.rows_start(progress.step - 1)
+            run.meter.rates.add(time.perf_counter() - start_s, batch.wait_s, num_rows, batch.tokens)
+            run.meter.padding.add(batch)
+            keys = batch.keys
+            del batch  # a GPU holds two batches: this one and the next
             metrics = _finish_step(run, keys, result) or metrics
             stop = result.stop
             profile_step()
-    status: Literal["finished", "stopped"] = "finished" if progress.step >= plan.steps else "stopped"
-    return LoopResult(status, progress.step, plan.rows_start(progress.step), progress.skipped, metrics)
-
-
-def _train_step(run: _Run, batches: Iterator[LocalBatch]) -> tuple[Tensor, StepResult]:
-    """Fetch the next batch and take its step; return the keys of its rows, so that the batch itself is freed."""
-    start_s, spec, progress = time.perf_counter(), run.spec, run.progress
-    batch = _next_batch(batches, run)
-    set_lr(run.state.optimizer, lr_at(progress.step, spec.optimizer, spec.plan.steps))
-    result = _step_or_shrink(run, batch)
-    progress.step += 1
-    if run.average is not None and result.finite:
-        run.average.update_parameters(spec.model)
-    progress.skipped += not result.finite
-    progress.skipped_in_a_row = 0 if result.finite else progress.skipped_in_a_row + 1
-    if progress.skipped_in_a_row >= spec.train.max_nonfinite_steps:
-        raise TrainingError(_nonfinite_message(run, split_micro_batches(batch, progress.micro)))
-    num_rows = spec.plan.rows_stop(progress.step - 1) - spec.plan.rows_start(progress.step - 1)
-    run.meter.rates.add(time.perf_counter() - start_s, batch.wait_s, num_rows, batch.tokens)
-    run.meter.padding.add(batch)
-    return batch.keys, result
-
-
-def _step_or_shrink(run: _Run, batch: LocalBatch) -> StepResult:
-    """Take one optimizer step; after an OOM, retry it on all ranks with smaller micro-batches.
-
-    Raises OutOfMemoryError if there are no smaller ones, or if the ranks are no longer in step and must restart.
-    """
-    spec, progress = run.spec, run.progress
-    step, rank = progress.step, spec.group.rank
-    # The stop request is reduced over ranks in the step: all ranks must leave the loop together.
-    stop = spec.stop()
-    while True:
-        micro_batches = split_micro_batches(batch, progress.micro)
-        try:
-            run.meter.count_flops(run.state, micro_batches)
-            return optimizer_step(
-                run.state, micro_batches, lambda index: micro_seed(spec.train.seed, step, rank, index), stop
-            )
-        except RecoverableOom as error:
-            message = str(error)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            smaller = smaller_micro(progress.micro)
-            details = oom.describe_rank_error(spec.plan, step, rank, spec.names, error_text(error))
-            text = oom.step_oom_message(step, progress.micro, [details], smaller)
-            raise OutOfMemoryError(text, smaller) from error
-        del micro_batches
-        _shrink(run, message)  # outside `except`: the traceback would keep the step's tensors alive
-
-
-def _shrink(run: _Run, error: str) -> None:
-    """Reduce the micro-batches on all ranks from now on, and drop the gradients of the abandoned step."""
-    spec, progress = run.spec, run.progress
-    smaller = smaller_micro(progress.micro)
-    own = error and oom.describe_rank_error(spec.plan, progress.step, spec.group.rank, spec.names, error)
-    text = oom.step_oom_message(progress.step, progress.micro, spec.group.all_gather_objects(own), smaller)
-    if smaller == 0:
-        raise OutOfMemoryError(text)
-    progress.micro = smaller
-    run.state.optimizer.zero_grad(set_to_none=True)
-    run.state = replace(run.state, model=parallel.rewrap(run.state.model, spec.group, run.layout))
-    if spec.group.device.type == "cuda":
-        torch.cuda.empty_cache()
-    spec.note(text, "memory")
-
-
-def _next_batch(batches: Iterator[LocalBatch], run: _Run) -> LocalBatch:
-    """Return the next batch. An OOM outside the recoverable part of a step restarts with smaller micro-batches."""
-    spec, progress = run.spec, run.progress
-    try:
-        batch = next(batches, None)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        smaller = smaller_micro(progress.micro)
-        text = oom.prefetch_oom_message(progress.step, progress.micro, spec.group.rank, error_text(error), smaller)
-        raise OutOfMemoryError(text, smaller) from error
-    if batch is None:
-        raise TrainingError(
-            f"the data stream ended after step {progress.step} of {spec.plan.steps}. The prepared set may have "
-            "changed: run `mmray prepare` to check it"
-        )
-    return batch
+    return LoopResult(
+        status="finished" if progress.step >= plan.steps else "stopped",
+        steps=progress.step,
+        rows_consumed=plan.rows_start(progress.step),
+        skipped_steps=progress.skipped,
+        metrics=metrics,
+    )
 
 
 def _start(spec: TrainSpec, stored: StateLoader | None) -> _Run:
     """Build the train state: wrapped model, optimizer and scaler, restored from the checkpoint if there is one."""
-    device = spec.group.device
-    module = spec.model.train()
-    chosen = select_precision(spec.train.precision, device)
+    device, module, train = spec.group.device, spec.model.train(), spec.train
+    chosen = select_precision(train.precision, device)
     timers = PhaseTimers(device)
-    meter = Meter(Throughput(timers), max(1, len(spec.devices)))
-    layout = ParallelConfig(spec.train.parallel, spec.train.grad_compression, chosen.dtype, spec.devices)
+    layout = parallel.ParallelConfig(train.parallel, train.grad_compression, chosen.dtype, spec.devices)
     model = parallel.wrap(module, spec.group, layout)
     state = TrainState(
         model=model,
@@ -177,10 +107,15 @@ def _start(spec: TrainSpec, stored: StateLoader | None) -> _Run:
         clip_norm=spec.optimizer.clip_norm,
         can_recover_oom=(spec.recover_cpu_oom or device.type == "cuda") and not parallel.has_inner_collectives(model),
     )
-    average = ExponentialMovingAverage(module, spec.train.ema) if spec.train.ema else None
-    progress = _initial_progress(spec, Progress() if stored is None else _load(stored, module, state, average))
-    schedule = CheckpointSchedule(spec.train.checkpoint_every, progress.step)
-    return _Run(spec, state, layout, progress, meter, schedule, average)
+    average = ExponentialMovingAverage(module, train.ema) if train.ema else None
+    progress = Progress() if stored is None else _load(stored, module, state, average)
+    planned = min(spec.plan.micro, spec.plan.rank_rows, spec.micro or spec.plan.rank_rows)
+    if progress.planned_micro != planned:  # otherwise keep what it was reduced to before the checkpoint
+        progress.planned_micro = progress.micro = planned
+    meter = Meter(Throughput(timers), max(1, len(spec.devices)))
+    return _Run(
+        spec, state, layout, progress, meter, CheckpointSchedule(train.checkpoint_every, progress.step), average
+    )
 
 
 def _load(
@@ -197,46 +132,99 @@ def _load(
     return Progress(**saved["progress"])
 
 
-def _initial_progress(spec: TrainSpec, progress: Progress) -> Progress:
-    """Set the rows of a micro-batch: the planned number, or what it was reduced to before the checkpoint."""
-    planned = min(spec.plan.micro, spec.plan.rank_rows, spec.micro or spec.plan.rank_rows)
-    if progress.planned_micro != planned:
-        progress.planned_micro = progress.micro = planned
-    return progress
+def _next_batch(run: _Run, batches: Iterator[LocalBatch]) -> LocalBatch:
+    """Return the next batch. An OOM outside the recoverable part of a step restarts with smaller micro-batches."""
+    step, micro = run.progress.step, run.progress.micro
+    try:
+        batch = next(batches, None)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        smaller = smaller_micro(micro)
+        retry = f"restarting with {smaller} rows" if smaller else oom.ADVICE
+        cause = f"(rank {run.spec.group.rank}: {error_text(error).splitlines()[0]})"
+        raise OutOfMemoryError(
+            f"out of memory after step {step} with micro-batches of {micro} rows {cause}; {retry}", smaller
+        ) from error
+    if batch is None:
+        raise TrainingError(
+            f"the data stream ended after step {step} of {run.spec.plan.steps}. The prepared set may have changed: run "
+            "`mmray prepare` to check it"
+        )
+    return batch
 
 
-def _state(run: _Run) -> State:
-    """Return references, to be written or copied before the next step; of sharded tensors, this rank's shard."""
-    averaged = {} if run.average is None else {EMA_KEY: run.average.state_dict()}
-    return averaged | {
-        "model": dict(run.spec.model.state_dict()),
-        "optimizer": state_io.optimizer_state(run.spec.model, run.state.optimizer),
-        "scaler": run.state.scaler.state_dict(),
-        "progress": vars(run.progress).copy(),
-    }
+def _take_step(run: _Run, batch: LocalBatch) -> StepResult:
+    """Take one optimizer step; after an OOM, retry it on all ranks with smaller micro-batches.
 
-
-def _nonfinite_message(run: _Run, batch: LocalBatch) -> str:
-    """Name the rows of the last step, on any rank, for which the model outputs are not finite."""
+    Raises OutOfMemoryError if there are no smaller ones, or if the ranks are no longer in step and must restart.
+    """
     spec, progress = run.spec, run.progress
-    mine = [int(row) for row in spec.plan.rows_at(nonfinite_samples(run.state, batch).numpy())]
-    named = [name for names in spec.group.all_gather_objects(spec.names(mine[: oom.MAX_NAMED])) for name in names]
-    step, most = progress.step - 1, spec.train.max_nonfinite_steps
-    return oom.nonfinite_message(spec.plan, step, progress.skipped_in_a_row, most, named)
+    plan, step, rank = spec.plan, progress.step, spec.group.rank
+    # The stop request is reduced over ranks in the step: all ranks must leave the loop together.
+    stop = spec.stop()
+    while True:
+        micro_batches = split_micro_batches(batch, progress.micro)
+        try:
+            run.meter.count_flops(run.state, micro_batches)
+            return optimizer_step(
+                run.state, micro_batches, lambda index: micro_seed(spec.train.seed, step, rank, index), stop
+            )
+        except RecoverableOom as error:
+            own_error = str(error)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            smaller = smaller_micro(progress.micro)
+            details = oom.describe_rank_error(plan, step, rank, spec.names, error_text(error))
+            raise OutOfMemoryError(oom.step_oom_message(step, progress.micro, [details], smaller), smaller) from error
+        # Outside `except`: the traceback would keep the step's tensors alive.
+        del micro_batches
+        smaller = smaller_micro(progress.micro)
+        details = own_error and oom.describe_rank_error(plan, step, rank, spec.names, own_error)
+        text = oom.step_oom_message(step, progress.micro, spec.group.all_gather_objects(details), smaller)
+        if smaller == 0:
+            raise OutOfMemoryError(text)
+        progress.micro = smaller
+        run.state.optimizer.zero_grad(set_to_none=True)
+        run.state = replace(run.state, model=parallel.rewrap(run.state.model, spec.group, run.layout))
+        if spec.group.device.type == "cuda":
+            torch.cuda.empty_cache()
+        spec.note(text, "memory")
+
+
+def _check_finite(run: _Run, batch: LocalBatch, result: StepResult) -> None:
+    """Count skipped steps; after too many in a row raise TrainingError that names the rows with non-finite outputs."""
+    spec, progress, most = run.spec, run.progress, run.spec.train.max_nonfinite_steps
+    progress.skipped += not result.finite
+    progress.skipped_in_a_row = 0 if result.finite else progress.skipped_in_a_row + 1
+    if progress.skipped_in_a_row < most:
+        return
+    plan, step = spec.plan, progress.step - 1
+    bad = plan.rows_at(nonfinite_samples(run.state, split_micro_batches(batch, progress.micro)).numpy())
+    names = spec.names([int(row) for row in bad[: oom.MAX_NAMED]])
+    named = [name for of_rank in spec.group.all_gather_objects(names) for name in of_rank]
+    rows = f"rows {plan.rows_start(step):,} to {plan.rows_stop(step) - 1:,} of the sample order"
+    cause = f"outputs not finite for {', '.join(named)}" if named else f"all outputs finite, and the rows are {rows}"
+    raise TrainingError(
+        f"the gradient was not finite in {progress.skipped_in_a_row} steps in a row, up to step {step + 1} "
+        f"(train.max_nonfinite_steps {most}; {cause}). Lower --optimizer.lr, or try --train.precision fp32 to see "
+        "whether the precision is the cause"
+    )
 
 
 def _finish_step(run: _Run, keys: Tensor, result: StepResult) -> Metrics | None:
     """Measure, evaluate, log, save, and call the callbacks. Every rank makes the same decisions."""
     spec, step = run.spec, run.progress.step
     last = step == spec.plan.steps or result.stop
-    evaluating = spec.evaluate is not None and (step == spec.plan.steps or _due(step, spec.evaluate_every))
+    evaluating = spec.evaluate is not None and (step == spec.plan.steps or _is_due(step, spec.evaluate_every))
     scored = evaluating and run.schedule.every == "auto"  # keep what was scored, so that the best can be kept
     saving = spec.save is not None and (last or scored or run.schedule.is_due(step))
     metrics = None
-    if last or evaluating or saving or _due(step, spec.train.log_every):
+    if last or evaluating or saving or _is_due(step, spec.train.log_every):
         metrics = _measure(run, keys, result)
-        if spec.evaluate is not None and evaluating:
-            metrics |= _evaluate(run, spec.evaluate)
+        if evaluating:
+            metrics |= _evaluate(run)
         if spec.log is not None:
             spec.log.write(metrics)
     if saving:
@@ -247,17 +235,7 @@ def _finish_step(run: _Run, keys: Tensor, result: StepResult) -> Metrics | None:
     return metrics
 
 
-def _save(run: _Run, metrics: Metrics, last: bool) -> None:
-    """Save a checkpoint. With `auto`, the interval is derived from the save time measured on rank 0."""
-    spec, step, schedule = run.spec, run.progress.step, run.schedule
-    assert spec.save is not None
-    cost_s = spec.save(step, _state(run), metrics, last)
-    if schedule.every == "auto" and not last:
-        steps = steps_between_checkpoints(metrics.get("time/step_s"), cost_s, step - schedule.first)
-        schedule.saved(step, spec.group.broadcast_object(steps))
-
-
-def _due(step: int, every: int) -> bool:
+def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
@@ -267,34 +245,60 @@ def _measure(run: _Run, keys: Tensor, result: StepResult) -> Metrics:
     means = [(value / result.counts).sum() for value in result.sums.values()]
     counted = run.meter.padding.compute(spec.group.device)
     sums, own = reduce_over_ranks(spec.group, [*means, *counted], run.meter.compute(state))
-    metrics: Metrics = {
-        "step": step + 1,
-        "epoch": spec.plan.epoch(step),
-        "rows_start": spec.plan.rows_start(step),
-        "rows_stop": spec.plan.rows_stop(step),
-        "rows_sha": rows_sha(spec.group.all_gather_variable(keys)),
-    }
-    metrics |= {f"train/{name}": mean for name, mean in zip(result.sums, sums[: len(means)], strict=True)}
-    metrics |= {f"train/{name}": float(value) for name, value in result.scalars.items()}
-    metrics["train/lr"] = state.optimizer.param_groups[0]["lr"]
-    metrics["train/grad_norm"] = result.grad_norm
-    metrics |= {f"train/grad_norm_{name}": norm for name, norm in result.grad_norms.items() if name != WHOLE}
-    metrics["train/skipped_steps"] = run.progress.skipped
-    metrics["batch/micro"] = run.progress.micro
-    metrics |= Padding.over(sums[len(means) :], spec.group_by_length)
-    metrics |= spec.static_metrics
-    return metrics | own
+    return (
+        {
+            "step": step + 1,
+            "epoch": spec.plan.epoch(step),
+            "rows_start": spec.plan.rows_start(step),
+            "rows_stop": spec.plan.rows_stop(step),
+            "rows_sha": rows_sha(spec.group.all_gather_variable(keys)),
+        }
+        | {f"train/{name}": mean for name, mean in zip(result.sums, sums[: len(means)], strict=True)}
+        | {f"train/{name}": float(value) for name, value in result.scalars.items()}
+        | {"train/lr": state.optimizer.param_groups[0]["lr"], "train/grad_norm": result.grad_norm}
+        | {f"train/grad_norm_{name}": norm for name, norm in result.grad_norms.items() if name != WHOLE}
+        | {"train/skipped_steps": run.progress.skipped, "batch/micro": run.progress.micro}
+        | Padding.over(sums[len(means) :], spec.group_by_length)
+        | spec.static_metrics
+        | own
+    )
 
 
-def _evaluate(run: _Run, evaluate: Callable[[int, nn.Module], dict[str, float]]) -> Metrics:
-    start_s = time.perf_counter()
-    with fsdp.unsharded(run.spec.model):
+def _evaluate(run: _Run) -> Metrics:
+    start_s, step, model = time.perf_counter(), run.progress.step, run.spec.model
+    assert run.spec.evaluate is not None
+    with fsdp.unsharded(model):
         try:
-            scores = evaluate(run.progress.step, run.spec.model if run.average is None else run.average.module)
+            scores = run.spec.evaluate(step, model if run.average is None else run.average.module)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise OutOfMemoryError(oom.evaluation_oom_message(run.progress.step, error_text(error)), 0) from error
-    run.spec.model.train()
-    metrics: Metrics = {f"evaluate/{name}": score for name, score in scores.items()}
-    return metrics | {"time/evaluate_s": time.perf_counter() - start_s}
+            raise OutOfMemoryError(
+                f"out of memory in the evaluation after step {step} ({error_text(error).splitlines()[0]}): lower "
+                "--evaluate.batch and rerun the same command to resume",
+                0,
+            ) from error
+    model.train()
+    return {f"evaluate/{name}": score for name, score in scores.items()} | {
+        "time/evaluate_s": time.perf_counter() - start_s
+    }
+
+
+def _save(run: _Run, metrics: Metrics, last: bool) -> None:
+    """Save a checkpoint. With `auto`, the interval is derived from the save time measured on rank 0.
+
+    The state has references, to be written or copied before the next step; of sharded tensors, this rank's shard.
+    """
+    spec, step, schedule = run.spec, run.progress.step, run.schedule
+    assert spec.save is not None
+    state = {} if run.average is None else {EMA_KEY: run.average.state_dict()}
+    state |= {
+        "model": dict(spec.model.state_dict()),
+        "optimizer": state_io.optimizer_state(spec.model, run.state.optimizer),
+        "scaler": run.state.scaler.state_dict(),
+        "progress": vars(run.progress).copy(),
+    }
+    cost_s = spec.save(step, state, metrics, last)
+    if schedule.every == "auto" and not last:
+        steps = steps_between_checkpoints(metrics.get("time/step_s"), cost_s, step - schedule.first)
+        schedule.saved(step, spec.group.broadcast_object(steps))

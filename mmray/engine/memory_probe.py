@@ -10,7 +10,6 @@ import copy
 import ctypes
 import gc
 import os
-import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,9 +28,8 @@ from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.oom import ADVICE, RecoverableOom
 from mmray.engine.parallel import fsdp, wrap
-from mmray.engine.parallel import wrap as parallel
 from mmray.engine.parallel.transforms import compile_branches
-from mmray.engine.prefetch import LocalBatch, make_local_batch
+from mmray.engine.prefetch import make_local_batch
 from mmray.engine.run_state import TrainState
 from mmray.engine.step import accumulate_gradients
 from mmray.engine.worker_context import WorkerContext
@@ -43,15 +41,122 @@ from mmray.objectives.protocol import Batch
 if TYPE_CHECKING:
     from mmray.config import Config
 
-
 GIB = 2**30
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
-
-
 HOST_SHARE = 0.8  # of a host's free memory, available to its ranks
-
-
 BatchOf = Callable[[int], Batch]  # rows -> a synthetic micro-batch on the training device
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """Rows of a micro-batch that fit on every rank, and this rank's memory table in GiB."""
+
+    micro: int
+    table: dict[str, float]
+
+
+def dry_run_job(job: WorkerContext, state: TrainState, plan: SamplePlan) -> ProbeResult:
+    """Take a synthetic step to find shape and memory errors before the first; return the rows that fit."""
+    config, spec = job.config, job.config.model
+    micro = min(plan.micro, plan.rank_rows, job.micro or plan.rank_rows)
+    auto = config.batch.micro == "auto" and not job.micro
+    sharded = config.train.parallel == "fsdp"
+    if sharded:
+        state = _sharded_copy(config, state)
+    averaged = state.model.parameters() if config.train.ema else ()
+    copied = [weight.detach().clone() for weight in averaged]  # the averaged weights will be in memory too
+    device = state.group.device
+    try:
+        return dry_run(
+            config,
+            state,
+            lambda rows: synthetic_batch(spec.inputs, spec.vocab_size, rows, device),
+            plan.rank_rows,
+            None if auto else micro,
+        )
+    finally:
+        copied.clear()
+        if sharded:
+            del state
+            gc.collect()  # FSDP's state and the module refer to each other
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+
+
+def make_probe_state(config: Config, model: nn.Module, objective: Any, group: Group) -> TrainState:
+    """Return a state for the synthetic step, with a temporary optimizer."""
+    chosen, timers = precision.select_precision(config.train.precision, group.device), PhaseTimers(group.device)
+    temporary = optimizer.build_optimizer(model, config.optimizer)
+    return TrainState(model, objective, group, chosen, temporary, chosen.scaler(), {}, timers)
+
+
+def _sharded_copy(config: Config, state: TrainState) -> TrainState:
+    """Return the state with a temporary copy of the model, sharded over the ranks.
+
+    A copy, because a full state can only be loaded into unsharded weights. Raises UsageError if a custom model cannot
+    be copied.
+    """
+    try:
+        module = copy.deepcopy(state.model)
+    except (TypeError, RuntimeError) as error:  # for example locks, files, or computed weights
+        raise UsageError(
+            "train.parallel fsdp copies the model for the dry run, and model.kind "
+            f"`{config.model.kind}` cannot be copied ({error}): add a __deepcopy__, or use another strategy"
+        ) from error
+    compile_branches(module, config.train)
+    model = wrap.wrap(module, state.group, wrap.ParallelConfig("fsdp", shard_dtype=state.precision.dtype))
+    return replace(state, model=model, optimizer=optimizer.build_optimizer(module, config.optimizer))
+
+
+def dry_run(config: Config, state: TrainState, batch_of: BatchOf, share: int, micro: int | None) -> ProbeResult:
+    """Call `probe_memory`; report a mismatch of model and objective as a UsageError."""
+
+    def check_all_learn() -> None:
+        weights = state.model.named_parameters()
+        unused = [name for name, weight in weights if weight.requires_grad and weight.grad is None]
+        if unused:  # DDP would wait for their gradients forever
+            raise UsageError(
+                f"objective.kind `{config.objective.kind}` gives no gradient to {len(unused)} parameters of the model, "
+                f"the first is {unused[0]}: use another objective, or freeze them with "
+                f"--optimizer.freeze {' '.join(unused[:3])}"
+            )
+
+    try:
+        return probe_memory(state, batch_of, share, micro, check_all_learn)
+    except KeyError as error:
+        raise UsageError(
+            f"objective.kind: `{config.objective.kind}` reads `{error.args[0]}`, which a model of model.kind "
+            f"`{config.model.kind}` with these settings does not return; use another objective or model"
+        ) from error
+
+
+def probe_memory(
+    state: TrainState, batch_of: BatchOf, share: int, micro: int | None, check: Callable[[], None] = lambda: None
+) -> ProbeResult:
+    """Take one synthetic step in micro-batches of `micro` rows, or (None) of as many as fit on every rank.
+
+    share: rows of a rank in a step. `check` is called while the step's gradients exist. The model (not wrapped, or a
+    sharded copy) and the random number generators are unchanged afterwards. Raises OutOfMemoryError if `micro` rows, or
+    one, do not fit; TrainingError if the model cannot process the rows at all.
+    """
+    group = state.group
+    alone = FakeGroup(group.rank, group.world, group.device)
+    fake = replace(state, group=alone, can_recover_oom=not wrap.has_inner_collectives(state.model))
+    _allocate_optimizer(state.optimizer)
+    ddp_buckets = group.world > 1 and not fsdp.is_sharded(state.model)  # allocated before the forward
+    probe = _probe_alone if fake.can_recover_oom else _probe_together
+    fitting = probe(group, partial(_try, fake, batch_of, share, ddp_buckets), share, micro)
+    saved = _try(fake, batch_of, share, False, fitting, fitting, check) or 0
+    if group.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(group.device)  # the reported peak is that of training
+    weights = list(state.model.parameters())
+    states = [value for state in state.optimizer.state.values() for value in state.values()]
+    sizes = {  # of sharded tensors, this rank's shard; rank 0, whose table is logged, has the largest
+        "parameters": sum(fsdp.to_local(weight).nbytes for weight in weights),
+        "gradients": sum(fsdp.to_local(weight).nbytes for weight in weights if weight.requires_grad),
+        "optimizer": sum(fsdp.to_local(value).nbytes for value in states if isinstance(value, Tensor)),
+        "activations": saved,
+    }
+    return ProbeResult(fitting, {f"memory/{name}_gib": size / GIB for name, size in sizes.items()})
 
 
 class FakeGroup(Group):
@@ -66,9 +171,6 @@ class FakeGroup(Group):
     def all_gather(self, rows: Tensor) -> Tensor:
         return rows.repeat(self.world, *(1 for _ in rows.shape[1:]))
 
-    def all_gather_variable(self, rows: Tensor) -> Tensor:
-        return self.all_gather(rows.detach().to(self.device))
-
     def ring_shift(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
 
@@ -76,55 +178,30 @@ class FakeGroup(Group):
         return gradients.view(self.world, -1, *gradients.shape[1:]).sum(0)
 
 
-@dataclass(frozen=True)
-class ProbeResult:
-    """Rows of a micro-batch that fit on every rank, and this rank's memory table in GiB."""
-
-    micro: int
-    table: dict[str, float]
-
-
-def probe_memory(
-    state: TrainState, batch_of: BatchOf, share: int, micro: int | None, check: Callable[[], None] = lambda: None
-) -> ProbeResult:
-    """Take one synthetic step in micro-batches of `micro` rows, or (None) of as many as fit on every rank.
-
-    share: rows of a rank in a step. `check` is called while the step's gradients exist. The model (not wrapped, or a
-    sharded copy) and the random number generators are unchanged afterwards. Raises OutOfMemoryError if `micro` rows, or
-    one, do not fit; TrainingError if the model cannot process the rows at all.
-    """
-    alone = FakeGroup(state.group.rank, state.group.world, state.group.device)
-    fake = replace(state, group=alone, can_recover_oom=not wrap.has_inner_collectives(state.model))
-    _allocate_optimizer(state)
-    probe = _probe_alone if fake.can_recover_oom else _probe_together
-    fitting = probe(state.group, fake, batch_of, share, micro)
-    saved = _try(fake, batch_of, share, fitting, fitting, check=check) or 0
-    if state.group.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(state.group.device)  # the reported peak is that of training
-    return ProbeResult(fitting, _table(state, saved))
+def _allocate_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Allocate the optimizer state as a first step does; AdamW at learning rate 0 leaves the weights unchanged."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
-def _halvings(share: int) -> list[int]:
-    """Candidate sizes of a micro-batch, ascending: the share, half of it, and so on down to 1."""
-    sizes = []
-    while share:
-        sizes.append(share)
-        share = smaller_micro(share)
-    return sizes[::-1]
+Attempt = Callable[[int, int], int | None]  # rows, rows of a micro-batch -> result of _try
 
 
-def _probe_alone(group: Group, fake: TrainState, batch_of: BatchOf, share: int, micro: int | None) -> int:
+def _probe_alone(group: Group, attempt: Attempt, share: int, micro: int | None) -> int:
     """Rows that fit on every rank: each rank probes independently, then they take the minimum."""
     fitting = 1 if micro is None else micro
-    held = group.world > 1  # DDP allocates its buckets before the forward
-    saved = _try(fake, batch_of, share, 1 if micro is None else min(share, 2 * micro), fitting, held)
+    saved = attempt(1 if micro is None else min(share, 2 * micro), fitting)
     if saved is not None and micro is None:
-        limit = _most_rows(group, saved)
-        sizes = [size for size in _halvings(share) if size <= limit]
+        sizes = _sizes_up_to(share, _host_limit(group, saved))
         # Memory grows with the rows, so the sizes that fit come first.
-        num_fitting = bisect_right(
-            sizes, False, key=lambda size: size > 1 and _try(fake, batch_of, share, share, size, held) is None
-        )
+        num_fitting = bisect_right(sizes, False, key=lambda size: size > 1 and attempt(share, size) is None)
         fitting = sizes[num_fitting - 1]
     agreed = group.all_reduce_min(0 if saved is None else fitting)
     if agreed == 0:
@@ -132,63 +209,85 @@ def _probe_alone(group: Group, fake: TrainState, batch_of: BatchOf, share: int, 
     return agreed
 
 
-def _probe_together(group: Group, fake: TrainState, batch_of: BatchOf, share: int, micro: int | None) -> int:
+def _probe_together(group: Group, attempt: Attempt, share: int, micro: int | None) -> int:
     """Rows that fit if a forward has collectives: all ranks try the same sizes, ascending.
 
     A rank that runs out of memory leaves the others in a collective, and no vote can recover them. Its error carries
     the previous size, which fitted on every rank, and the group restarts with that. Ascending sizes restart only once.
     Ranks cannot probe the unsharded model independently, because it need not fit on one device.
     """
-    least = 1 if micro is None else micro
-    smaller = 0 if micro is None else smaller_micro(micro)
-    saved = _try_or_restart(group, fake, batch_of, share, min(share, 2 * least), least, smaller)
+
+    def try_or_restart(rows: int, size: int, smaller: int) -> int:
+        saved = attempt(min(share, rows), size)
+        if saved is not None:
+            return saved
+        if smaller == 0:
+            raise _does_not_fit(None)
+        raise OutOfMemoryError(
+            f"out of memory in the dry run with micro-batches of {size} rows (rank {group.rank}); restarting with "
+            f"{smaller} rows",
+            smaller,
+        )
+
     if micro is not None:
+        try_or_restart(2 * micro, micro, smaller_micro(micro))
         return micro
-    most = group.all_reduce_min(_most_rows(group, saved))
-    sizes = [size for size in _halvings(share) if size <= most]
+    saved = try_or_restart(2, 1, 0)
+    sizes = _sizes_up_to(share, group.all_reduce_min(_host_limit(group, saved)))
     for smaller, size in pairwise(sizes):
-        _try_or_restart(group, fake, batch_of, share, min(share, 2 * size), size, smaller)
+        try_or_restart(2 * size, size, smaller)
     if 2 * sizes[-1] < share:  # the outputs of all rows are in memory at once
-        _try_or_restart(group, fake, batch_of, share, share, sizes[-1], smaller_micro(sizes[-1]))
+        try_or_restart(share, sizes[-1], smaller_micro(sizes[-1]))
     return sizes[-1]
 
 
-def _try_or_restart(
-    group: Group, fake: TrainState, batch_of: BatchOf, share: int, rows: int, micro: int, smaller: int
-) -> int:
-    """Return the result of `_try`; after an OOM raise the error that restarts the group with `smaller` rows."""
-    held = group.world > 1 and not fsdp.is_sharded(fake.model)  # DDP's buckets
-    saved = _try(fake, batch_of, share, rows, micro, held)
-    if saved is not None:
-        return saved
-    if smaller == 0:
-        raise _does_not_fit(None)
-    raise OutOfMemoryError(
-        f"out of memory in the dry run with micro-batches of {micro} rows (rank {group.rank}); restarting with "
-        f"{smaller} rows",
-        smaller,
-    )
+def _sizes_up_to(share: int, most: int) -> list[int]:
+    """Candidate sizes of a micro-batch, ascending: the share, half of it, and so on down to 1."""
+    sizes = []
+    while share:
+        sizes.append(share)
+        share = smaller_micro(share)
+    return [size for size in reversed(sizes) if size <= most]
+
+
+def _host_limit(group: Group, bytes_of_one_row: int) -> int:
+    """Rows that fit in a host's free memory; no limit on a GPU, where an allocation fails in time.
+
+    On a CPU the kernel kills the process instead.
+    """
+    if group.device.type == "cuda":
+        return 2**31
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", group.world))
+    return max(1, int(HOST_SHARE * free_memory() / ranks / max(1, bytes_of_one_row)))
+
+
+def _does_not_fit(micro: int | None) -> OutOfMemoryError:
+    if micro is None or micro == 1:
+        return OutOfMemoryError(f"a single row does not fit in the memory of a worker's device: {ADVICE}")
+    return OutOfMemoryError(f"a micro-batch of {micro} rows does not fit: lower --batch.micro, or set it to auto")
 
 
 def _try(
     state: TrainState,
     batch_of: BatchOf,
     share: int,
+    ddp_buckets: bool,
     rows: int,
     micro: int,
-    held: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> int | None:
     """Bytes that autograd saves for the backward of a micro-batch; None if `rows` rows in micro-batches do not fit.
 
-    share: rows of a step; a GPU holds those of two steps at once (prefetch.py). held: allocate gradients first.
+    share: rows of a step; a GPU holds those of two steps at once (prefetch.py).
     """
+    sizes = [min(micro, rows - first) for first in range(0, rows, micro)]
     with wrap.preserve_buffers(state.model), _saved_bytes(state.model) as saved:
         try:
             for weight in state.model.parameters():
-                weight.grad = torch.zeros_like(weight) if held and weight.requires_grad else None
-            batch = _synthetic_batch(batch_of, rows, micro)
-            prefetched = _prefetched_columns(batch, 2 * share - rows)
+                weight.grad = torch.zeros_like(weight) if ddp_buckets and weight.requires_grad else None
+            batch = make_local_batch([batch_of(size) for size in sizes])
+            on_gpu = [column for column in batch.micro_batches[0].values() if column.device.type == "cuda"]
+            prefetched = [column.new_empty(2 * share - rows, *column.shape[1:]) for column in on_gpu]
             accumulate_gradients(state, batch, lambda index: index)
             prefetched.clear()
             check()
@@ -205,32 +304,7 @@ def _try(
             state.model.zero_grad(set_to_none=True)
     if state.group.device.type == "cuda":
         torch.cuda.empty_cache()
-    return saved[0] // -(-rows // micro) if fits else None
-
-
-def _synthetic_batch(batch_of: BatchOf, rows: int, micro: int) -> LocalBatch:
-    sizes = [min(micro, rows - first) for first in range(0, rows, micro)]
-    return make_local_batch([batch_of(size) for size in sizes])
-
-
-def _prefetched_columns(batch: LocalBatch, rows: int) -> list[Tensor]:
-    """On a GPU, the memory of the rows that are prefetched while a step is taken."""
-    columns = [column for column in batch.micro_batches[0].values() if column.device.type == "cuda"]
-    return [column.new_empty(rows, *column.shape[1:]) for column in columns]
-
-
-def _allocate_optimizer(state: TrainState) -> None:
-    """Allocate the optimizer state as a first step does; AdamW at learning rate 0 leaves the weights unchanged."""
-    optimizer = state.optimizer
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    return saved[0] // len(sizes) if fits else None
 
 
 @contextmanager
@@ -250,126 +324,12 @@ def _saved_bytes(model: nn.Module) -> Iterator[list[int]]:
         yield total
 
 
-def _most_rows(group: Group, bytes_of_one_row: int) -> int:
-    """Rows that fit in a host's free memory; no limit on a GPU, where an allocation fails in time.
-
-    On a CPU the kernel kills the process instead.
-    """
-    if group.device.type == "cuda":
-        return 2**31
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", group.world))
-    return max(1, int(HOST_SHARE * free_memory() / ranks / max(1, bytes_of_one_row)))
-
-
-def _table(state: TrainState, saved_bytes: int) -> dict[str, float]:
-    """GiB of weights, gradients, optimizer state, and what one micro-batch saves for its backward.
-
-    Of sharded tensors, this rank's shard; rank 0, whose table is logged, has the largest.
-    """
-    weights = list(state.model.parameters())
-    states = [value for state in state.optimizer.state.values() for value in state.values()]
-    sizes = {
-        "parameters": sum(fsdp.to_local(weight).nbytes for weight in weights),
-        "gradients": sum(fsdp.to_local(weight).nbytes for weight in weights if weight.requires_grad),
-        "optimizer": sum(fsdp.to_local(value).nbytes for value in states if isinstance(value, Tensor)),
-        "activations": saved_bytes,
-    }
-    return {f"memory/{name}_gib": size / GIB for name, size in sizes.items()}
-
-
-def _does_not_fit(micro: int | None) -> OutOfMemoryError:
-    if micro is None or micro == 1:
-        return OutOfMemoryError(f"a single row does not fit in the memory of a worker's device: {ADVICE}")
-    return OutOfMemoryError(f"a micro-batch of {micro} rows does not fit: lower --batch.micro, or set it to auto")
-
-
-def make_probe_state(config: Config, model: nn.Module, objective: Any, group: Group) -> TrainState:
-    """Return a state for the synthetic step, with a temporary optimizer."""
-    chosen, timers = precision.select_precision(config.train.precision, group.device), PhaseTimers(group.device)
-    temporary = optimizer.build_optimizer(model, config.optimizer)
-    return TrainState(model, objective, group, chosen, temporary, chosen.scaler(), {}, timers)
-
-
-def dry_run_job(job: WorkerContext, state: TrainState, plan: SamplePlan) -> ProbeResult:
-    """Take a synthetic step to find shape and memory errors before the first; return the rows that fit."""
-    micro = min(plan.micro, plan.rank_rows, job.micro or plan.rank_rows)
-    auto = job.config.batch.micro == "auto" and not job.micro
-    batch_of = synthetic_batches(job.config, state.group.device)
-    sharded = job.config.train.parallel == "fsdp"
-    if sharded:
-        state = _sharded_copy(job.config, state)
-    averaged = state.model.parameters() if job.config.train.ema else ()
-    copied = [weight.detach().clone() for weight in averaged]  # the averaged weights will be in memory too
-    try:
-        return dry_run(job.config, state, batch_of, plan.rank_rows, None if auto else micro)
-    finally:
-        copied.clear()
-        if sharded:
-            del state
-            gc.collect()  # FSDP's state and the module refer to each other
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
-
-
-def _sharded_copy(config: Config, state: TrainState) -> TrainState:
-    """Return the state with a temporary copy of the model, sharded over the ranks.
-
-    A copy, because a full state can only be loaded into unsharded weights. Raises UsageError if a custom model cannot
-    be copied.
-    """
-    try:
-        whole = copy.deepcopy(state.model)
-    except (TypeError, RuntimeError) as error:  # for example locks, files, or computed weights
-        raise UsageError(
-            "train.parallel fsdp copies the model for the dry run, and model.kind "
-            f"`{config.model.kind}` cannot be copied ({error}): add a __deepcopy__, or use another strategy"
-        ) from error
-    module = compile_branches(whole, config.train)
-    layout = parallel.ParallelConfig("fsdp", shard_dtype=state.precision.dtype)
-    model = parallel.wrap(module, state.group, layout)
-    return replace(state, model=model, optimizer=optimizer.build_optimizer(module, config.optimizer))
-
-
-def dry_run(
-    config: Config,
-    state: TrainState,
-    batch_of: Callable[[int], dict[str, torch.Tensor]],
-    share: int,
-    micro: int | None,
-) -> ProbeResult:
-    """Call `probe_memory`; report a mismatch of model and objective as a UsageError."""
-    try:
-        return probe_memory(state, batch_of, share, micro, partial(_check_all_learn, state.model, config))
-    except KeyError as error:
-        raise UsageError(
-            f"objective.kind: `{config.objective.kind}` reads `{error.args[0]}`, which a model of model.kind "
-            f"`{config.model.kind}` with these settings does not return; use another objective or model"
-        ) from error
-
-
-def synthetic_batches(config: Config, device: torch.device) -> Callable[[int], dict[str, torch.Tensor]]:
-    spec = config.model
-    return lambda rows: synthetic_batch(spec.inputs, spec.vocab_size, rows, device)
-
-
-def _check_all_learn(model: nn.Module, config: Config) -> None:
-    """Raise UsageError if a weight receives no gradient, because DDP would wait for it forever."""
-    unused = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
-    if unused:
-        raise UsageError(
-            f"objective.kind `{config.objective.kind}` gives no gradient to {len(unused)} parameters of the model, the "
-            f"first is {unused[0]}: use another objective, or freeze them with "
-            f"--optimizer.freeze {' '.join(unused[:3])}"
-        )
-
-
 def keep_freed_memory() -> bool:
     """Make glibc's malloc keep freed memory on a CPU; return False if there is no mallopt.
 
     By default large tensors are unmapped when freed, and each step maps and clears their pages again. Measured on a
     ResNet-18 step: 14 % less CPU time (0.46 s instead of 0.54 s, mean of three pairs), 60 times fewer page faults.
     """
-    if not sys.platform.startswith("linux"):
-        return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and all(mallopt(option, 2**31 - 1) for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD))
+    m_mmap_threshold, m_trim_threshold = -3, -1  # <malloc.h>
+    return mallopt is not None and all(mallopt(option, 2**31 - 1) for option in (m_mmap_threshold, m_trim_threshold))

@@ -54,13 +54,12 @@ class OomGuard:
     def run_and_sync(self, work: Callable[[], T]) -> T:
         """Return the result of `work` after a vote; raise RecoverableOom on all ranks if any ran out of memory."""
         result = self.run(work)
-        if self.can_recover_oom and not self._vote():
-            raise RecoverableOom(self._error or "")
+        if self.can_recover_oom:
+            with self.timers("sync"):
+                all_fit = self.group.all_reduce_and(self._error is None)
+            if not all_fit:
+                raise RecoverableOom(self._error or "")
         return result
-
-    def _vote(self) -> bool:
-        with self.timers("sync"):
-            return self.group.all_reduce_and(self._error is None)
 
 
 ADVICE = (
@@ -94,30 +93,3 @@ def step_oom_message(step: int, micro: int, errors: list[str], smaller: int) -> 
     if smaller == 0:
         return f"{before} ({where}): a single row does not fit: {ADVICE}"
     return f"{before} ({where}); retrying the same rows with {smaller} at a time"
-
-
-def evaluation_oom_message(step: int, error: str) -> str:
-    """Out of memory in the evaluation after `step` steps; its batch size is independent of training."""
-    return (
-        f"out of memory in the evaluation after step {step} ({error.splitlines()[0]}): lower --evaluate.batch and "
-        "rerun the same command to resume"
-    )
-
-
-def prefetch_oom_message(steps: int, micro: int, rank: int, error: str, smaller: int) -> str:
-    """Out of memory between two steps, after `steps` steps; `smaller` as above."""
-    before = (
-        f"out of memory after step {steps} with micro-batches of {micro} rows (rank {rank}: {error.splitlines()[0]})"
-    )
-    return f"{before}: {ADVICE}" if smaller == 0 else f"{before}; restarting with {smaller} rows"
-
-
-def nonfinite_message(plan: SamplePlan, step: int, in_row: int, most: int, named: list[str]) -> str:
-    """Gradients stayed non-finite up to step `step` (from 0); `named`: rows whose outputs are not finite."""
-    rows = f"rows {plan.rows_start(step):,} to {plan.rows_stop(step) - 1:,} of the sample order"
-    which = f"outputs not finite for {', '.join(named)}" if named else f"all outputs finite, and the rows are {rows}"
-    return (
-        f"the gradient was not finite in {in_row} steps in a row, up to step {step + 1} "
-        f"(train.max_nonfinite_steps {most}; {which}). Lower --optimizer.lr, or try --train.precision fp32 to see "
-        "whether the precision is the cause"
-    )

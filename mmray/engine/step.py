@@ -14,19 +14,12 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mmray.engine.grad_cache import (
-    GradCache,
-    build_grad_cache,
-    gathered_output_names,
-    loss_factors,
-    uses_ring,
-)
+from mmray.engine.grad_cache import GradCache, build_grad_cache
 from mmray.engine.oom import OomGuard, RecoverableOom, error_text
 from mmray.engine.optimizer import clip_gradients, grad_norms
 from mmray.engine.parallel import fsdp, wrap
@@ -92,19 +85,20 @@ def accumulate_gradients(
     """Add the gradient of the global batch to the weights, scaled by the scaler. Raises as `optimizer_step` does."""
     parts = split_objective(state.objective)
     guard = OomGuard(state.group, state.can_recover_oom, state.timers)
-    counts = _local_counts(parts, batch, stop)
+    objectives = [part for part in (parts.global_loss, parts.local_loss) if part is not None]
+    counts = [torch.stack([part.count(micro) for micro in batch.micro_batches]).double().sum(0) for part in objectives]
+    local_counts = torch.cat([*(count.reshape(-1) for count in counts), counts[0].new_full((1,), stop)])
     first: list[Outputs] = []
     if parts.global_loss is None and parts.mining is None:
         with state.timers("sync"):
-            totals = state.group.all_reduce_sum(counts)
-        cache = GradCache(totals, batch.micro_batches, loss_factors(state, parts, batch, totals))
+            totals = state.group.all_reduce_sum(local_counts)
+        cache = GradCache.create(state, parts, batch, totals)
     else:
         first, embedded = guard.run_and_sync(lambda: embed(state, parts, batch, seed_of))
-        if len(batch.micro_batches) == 1 and first and not uses_ring(parts):
+        if len(batch.micro_batches) == 1 and first and parts.ring is None:
             guard.can_recover_oom = False  # one vote a step is enough: only the loss precedes the next collective
-        cache = build_grad_cache(state, parts, batch, embedded, counts, guard)
+        cache = build_grad_cache(state, parts, batch, embedded, local_counts, guard)
     scalars: Outputs = {}
-    last = len(batch.micro_batches) - 1
 
     def forward(index: int) -> list[tuple[Tensor, Tensor | None]]:
         """Return the roots of the backward of a micro-batch, with their gradients."""
@@ -114,7 +108,7 @@ def accumulate_gradients(
         roots = cache.roots(parts, outputs, index)
         if parts.local_loss is not None:
             loss_sum, _, metrics = parts.local_loss.compute_loss(outputs, micro)
-            cache.sums.add({"loss": loss_sum, **metrics}, local_loss=True)
+            cache.add({"loss": loss_sum, **metrics}, local_loss=True)
             roots.append(((loss_sum.reshape(-1) * cache.factors[1].to(loss_sum.dtype)).sum(), None))
         return roots
 
@@ -122,17 +116,15 @@ def accumulate_gradients(
         with state.timers("backward"):
             torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
 
-    def accumulate(index: int) -> None:
-        backward(forward(index))
-
+    last = len(batch.micro_batches) - 1
     for index in range(last):
         with wrap.maybe_no_sync(state.model, last=False):
-            guard.run(partial(accumulate, index))
+            guard.run(lambda index=index: backward(forward(index)))  # type: ignore[misc]
     with wrap.maybe_no_sync(state.model, last=True):
         backward(guard.run_and_sync(lambda: forward(last)))
     with state.timers("sync"):
         fsdp.average_replicated_gradients(state.model, state.group)
-    return AccumulationResult(cache.sums.sums, scalars, cache.totals)
+    return AccumulationResult(cache.sums, scalars, cache.totals)
 
 
 def forward_micro_batch(
@@ -154,7 +146,7 @@ def embed(
     With hard negatives no graph is kept, because the model has not seen the negatives yet.
     """
     model, micro_batches = state.model, batch.micro_batches
-    names = dict.fromkeys((*gathered_output_names(parts), *state.objective.scalar_outputs))
+    names = dict.fromkeys((*parts.gathered_names, *state.objective.scalar_outputs))
     first: list[Outputs] = []
     if parts.mining is None:
         with wrap.maybe_no_sync(model, last=len(micro_batches) == 1):
@@ -166,14 +158,6 @@ def embed(
             outputs = forward_micro_batch(state, inner, micro_batches[index], batch, index, seed_of)
             embedded.append({name: outputs[name].detach() for name in names})
     return first, embedded
-
-
-def _local_counts(parts: ObjectiveParts, batch: LocalBatch, stop: bool) -> Tensor:
-    """This rank's part of the objective's counts, and its stop request: float64 [K + 1]."""
-    objectives = [part for part in (parts.global_loss, parts.local_loss) if part is not None]
-    counts = [torch.stack([part.count(micro) for micro in batch.micro_batches]).double().sum(0) for part in objectives]
-    flat = torch.cat([count.reshape(-1) for count in counts])
-    return torch.cat([flat, flat.new_full((1,), stop)])
 
 
 def apply_update(state: TrainState, stop_votes: Tensor) -> tuple[dict[str, float], bool, bool]:

@@ -7,15 +7,10 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import orjson
-import torch
-
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.reader import RowReader
 from mmray.engine.metrics.writers import Metrics
-from mmray.report.run import EXAMPLES
-from mmray.storage.paths import AnyPath, write_atomic
+from mmray.storage.paths import AnyPath
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -23,6 +18,8 @@ if TYPE_CHECKING:
 
 
 Report = Callable[[dict[str, Any]], Any]
+BOUND = 0.15  # share of the time; below it, more data workers hardly help
+EVERY = 100  # steps between two hints
 
 
 @dataclass(frozen=True)
@@ -49,9 +46,9 @@ class DriverHandle:
     beat: Callable[[dict[str, Any]], bool]  # sends a heartbeat; returns True if this rank's stacks are requested
     about: dict[str, Any]  # rank, node and process, for the heartbeat
 
-
-BOUND = 0.15  # share of the time; below it, more data workers hardly help
-EVERY = 100  # steps between two hints
+    def note(self, label: str, text: str) -> None:
+        """Report a console line."""
+        self.report({"note": text, "label": label})
 
 
 def input_bound_hint(
@@ -101,36 +98,3 @@ class ProgressReporter:
             self.report({"checkpoint_s": self._reported_s})
         if metrics is not None:
             self.report(metrics)
-
-
-def report_hint(job: WorkerContext, report: Report, device: torch.device, wait_share: float) -> None:
-    """Report a hint if training waits for rows."""
-    config, kind = job.config, "GPU" if device.type == "cuda" else "CPU"
-    line = input_bound_hint(
-        wait_share, job.data_workers, config.prepare.image_side, config.model.inputs.image_side, kind
-    )
-    if line is not None:
-        report_note(report, "throughput", line)
-
-
-def save_examples(folder: AnyPath, report: Report, step: int, examples: dict[str, Any]) -> None:
-    """Write the examples of the newest evaluation for the HTML report; a storage error is only logged."""
-    try:
-        write_atomic(folder / EXAMPLES, orjson.dumps({"step": step, **examples}).decode())
-    except OSError as error:
-        report_note(report, "storage", f"cannot write the examples of step {step}: {error}")
-
-
-def report_note(report: Report, label: str, text: str) -> None:
-    """Report a console line."""
-    report({"note": text, "label": label})
-
-
-def row_keys(reader: RowReader, rows: list[int]) -> list[str]:
-    """Keys of rows of the prepared set, for messages; numbers if they cannot be read."""
-    try:
-        return [
-            f"{record.key} (row {row})" for row, record in zip(rows, reader.prepared.read(np.array(rows)), strict=True)
-        ]
-    except (OSError, ValueError):
-        return [f"row {row}" for row in rows]

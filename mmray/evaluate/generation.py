@@ -22,7 +22,7 @@ from mmray.data.store.prepared_set import ROW_ERRORS
 from mmray.errors import DataError
 from mmray.evaluate.batches import EvalBatches, EvalDataset
 from mmray.evaluate.evaluator import Group, eval_mode
-from mmray.objectives.language_modelling import LanguageModelling
+from mmray.objectives.cross_entropy import LanguageModelling
 
 # BLEU (Papineni et al. 2002) is that of torchmetrics. CIDEr-D (Vedantam et al. 2015, arXiv:1411.5726, equations 1 to 4
 # with the penalties of section 6) is implemented here, because pycocoevalcap needs Java for its tokenizer. Words are in

@@ -3,29 +3,67 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mmray import plugins
 from mmray.errors import UsageError
-from mmray.objectives.classification import Classification
 from mmray.objectives.contrastive import Contrastive
-from mmray.objectives.language_modelling import LanguageModelling
+from mmray.objectives.cross_entropy import Classification, LanguageModelling, RegionText
 from mmray.objectives.matching import Matching
 from mmray.objectives.protocol import Batch, HardNegativeMining, LossSums, Objective, ObjectiveParts, Outputs, Pairwise
-from mmray.objectives.region_text import RegionText
 from mmray.objectives.sigmoid import Sigmoid
 
 if TYPE_CHECKING:
     from mmray.config import Objective as Section
 
+BUILT_IN: dict[str, Callable[[Section], Any]] = {
+    "contrastive": lambda _: Contrastive(),
+    "sigmoid": lambda _: Sigmoid(),
+    "matching": lambda _: Matching(),
+    "classification": lambda section: Classification(section.label_smoothing),
+    "region_text": lambda _: RegionText(),
+    "language_modelling": lambda _: LanguageModelling(),
+}
+_TERM = re.compile(r"(?:(\d+(?:\.\d*)?(?:e-?\d+)?|\.\d+)\s*\*)?\s*([A-Za-z_][\w.:]*)$")
+REQUIRED = ("gathered_outputs", "scalar_outputs", "count", "compute_loss")
 
-@dataclass(frozen=True)
-class Term:
+
+def build(section: Section) -> Any:
+    """Build the objective named by `section.kind`. Raises UsageError."""
+    terms = []
+    for name, weight in parse_terms(section.kind).items():
+        if name in BUILT_IN:
+            objective = BUILT_IN[name](section)
+        else:
+            objective = plugins.load_class(name, "objective.kind", tuple(BUILT_IN))(section)
+            if missing := [part for part in REQUIRED if not hasattr(objective, part)]:
+                raise UsageError(
+                    f"objective.kind: `{name}` lacks {', '.join(missing)}; see mmray/objectives/protocol.py"
+                )
+        terms.append(Term(name, weight, objective))
+    return terms[0].objective if len(terms) == 1 and terms[0].weight == 1 else CombinedObjective(terms)
+
+
+def parse_terms(kind: str) -> dict[str, float]:
+    """Parse `contrastive + 0.5 * matching` into names and weights. Raises UsageError."""
+    terms: dict[str, float] = {}
+    for text in kind.split("+"):
+        match = _TERM.match(text.strip())
+        weight = float(match[1] or 1) if match else 0.0
+        if match is None or weight == 0 or match[2] in terms:
+            raise UsageError(
+                f"objective.kind: cannot parse `{text.strip()}` in `{kind}`. Write an objective or a sum of different "
+                "ones, for example `contrastive` or `contrastive + 0.5 * matching`."
+            )
+        terms[match[2]] = weight
+    return terms
+
+
+class Term(NamedTuple):
     """One weighted objective of a sum such as `contrastive + 0.5 * matching`; each is divided by its own count."""
 
     name: str
@@ -37,14 +75,22 @@ class CombinedObjective:
     """A sum of objectives, split into its global and its local losses."""
 
     def __init__(self, terms: list[Term]) -> None:
-        global_loss = [term for term in terms if term.objective.gathered_outputs]
-        local_loss = [term for term in terms if not term.objective.gathered_outputs]
-        self.objective_parts = ObjectiveParts(_merge_terms(global_loss), _merge_terms(local_loss))
-        both = [
-            part for part in (self.objective_parts.global_loss, self.objective_parts.local_loss) if part is not None
-        ]
-        self.gathered_outputs: tuple[str, ...] = both[0].gathered_outputs
-        self.scalar_outputs: tuple[str, ...] = _union(part.scalar_outputs for part in both)
+        self.objective_parts = ObjectiveParts(
+            _merge_terms([term for term in terms if term.objective.gathered_outputs]),
+            _merge_terms([term for term in terms if not term.objective.gathered_outputs]),
+        )
+        self.gathered_outputs = _union(term.objective.gathered_outputs for term in terms)
+        self.scalar_outputs = _union(term.objective.scalar_outputs for term in terms)
+
+
+def _merge_terms(terms: list[Term]) -> Objective | None:
+    """Terms of one kind as one objective; a single term of weight 1 is used as it is."""
+    if len(terms) == 1 and terms[0].weight == 1:
+        only: Objective = terms[0].objective
+        return only
+    if len(terms) == 1 and isinstance(terms[0].objective, Pairwise):
+        return WeightedPairwise(terms[0])
+    return WeightedSum(terms) if terms else None
 
 
 class WeightedSum:
@@ -52,12 +98,11 @@ class WeightedSum:
 
     def __init__(self, terms: list[Term]) -> None:
         self._terms = terms
-        mining = [term.objective for term in terms if isinstance(term.objective, HardNegativeMining)]
-        self._mining = mining
-        self.gathered_outputs: tuple[str, ...] = _union(term.objective.gathered_outputs for term in terms)
-        self.scalar_outputs: tuple[str, ...] = _union(term.objective.scalar_outputs for term in terms)
-        self.score_outputs: tuple[str, ...] = _union(objective.score_outputs for objective in mining)
-        self.gathered_inputs: tuple[str, ...] = _union(objective.gathered_inputs for objective in mining)
+        self._mining = [term.objective for term in terms if isinstance(term.objective, HardNegativeMining)]
+        self.gathered_outputs = _union(term.objective.gathered_outputs for term in terms)
+        self.scalar_outputs = _union(term.objective.scalar_outputs for term in terms)
+        self.score_outputs = _union(objective.score_outputs for objective in self._mining)
+        self.gathered_inputs = _union(objective.gathered_inputs for objective in self._mining)
 
     def count(self, batch: Batch) -> Tensor:
         """The terms' counts [K]."""
@@ -87,7 +132,6 @@ class WeightedPairwise(WeightedSum):
 
     def __init__(self, term: Term) -> None:
         super().__init__([term])
-        self._term = term
         self.rotating_outputs: tuple[str, ...] = term.objective.rotating_outputs
         self.chunk: int = term.objective.chunk
 
@@ -95,73 +139,10 @@ class WeightedPairwise(WeightedSum):
         self, outputs: Outputs, valid: Tensor, remote: Outputs, remote_valid: Tensor, offset: int | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Weighted loss summed over the pairs, and the unweighted sums."""
-        loss, parts = self._term.objective.pairwise_loss(outputs, valid, remote, remote_valid, offset)
-        return self._term.weight * loss, {f"loss_{self._term.name}": loss.detach(), **parts}
+        (term,) = self._terms
+        loss, parts = term.objective.pairwise_loss(outputs, valid, remote, remote_valid, offset)
+        return term.weight * loss, {f"loss_{term.name}": loss.detach(), **parts}
 
 
-def _merge_terms(terms: list[Term]) -> Objective | None:
-    """Terms of one kind as one objective; a single term of weight 1 is used as it is."""
-    if len(terms) == 1 and terms[0].weight == 1:
-        only: Objective = terms[0].objective
-        return only
-    if len(terms) == 1 and isinstance(terms[0].objective, Pairwise):
-        return WeightedPairwise(terms[0])
-    return WeightedSum(terms) if terms else None
-
-
-def _union(names: Any) -> tuple[str, ...]:
+def _union(names: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for some in names for name in some))
-
-
-BUILT_IN: dict[str, Callable[[Any], Objective]] = {
-    "contrastive": lambda _: Contrastive(),
-    "sigmoid": lambda _: Sigmoid(),
-    "matching": lambda _: Matching(),
-    "classification": lambda section: Classification(section.label_smoothing),
-    "region_text": lambda _: RegionText(),
-    "language_modelling": lambda _: LanguageModelling(),
-}
-_TERM = re.compile(r"(?:([\d.]+(?:e-?\d+)?)\s*\*)?\s*([A-Za-z_][\w.:]*)$")
-REQUIRED = ("gathered_outputs", "scalar_outputs", "count", "compute_loss")
-
-
-def build(section: Section) -> Objective:
-    """Build the objective named by `section.kind`. Raises UsageError."""
-    terms = [Term(name, weight, _build_term(name, section)) for name, weight in parse_terms(section.kind).items()]
-    if len(terms) == 1 and terms[0].weight == 1:
-        only: Objective = terms[0].objective
-        return only
-    combined: Any = CombinedObjective(terms)
-    return combined
-
-
-def parse_terms(kind: str) -> dict[str, float]:
-    """Parse `contrastive + 0.5 * matching` into names and weights. Raises UsageError."""
-    terms: dict[str, float] = {}
-    for text in kind.split("+"):
-        match = _TERM.match(text.strip())
-        weight = _parse_weight(match[1]) if match else None
-        if match is None or weight is None or weight <= 0 or match[2] in terms:
-            raise UsageError(
-                f"objective.kind: cannot parse `{text.strip()}` in `{kind}`. Write an objective or a sum of different "
-                "ones, for example `contrastive` or `contrastive + 0.5 * matching`."
-            )
-        terms[match[2]] = weight
-    return terms
-
-
-def _parse_weight(text: str | None) -> float | None:
-    try:
-        return 1.0 if text is None else float(text)
-    except ValueError:
-        return None
-
-
-def _build_term(name: str, section: Section) -> Any:
-    if name in BUILT_IN:
-        return BUILT_IN[name](section)
-    objective = plugins.load_class(name, "objective.kind", tuple(BUILT_IN))(section)
-    missing = [part for part in REQUIRED if not hasattr(objective, part)]
-    if missing:
-        raise UsageError(f"objective.kind: `{name}` lacks {', '.join(missing)}; see mmray/objectives/protocol.py")
-    return objective

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmray.objectives.protocol import Batch, LossSums, Outputs
+from mmray.objectives.protocol import Batch, LossSums, Outputs, at_least_float32
 
 
 class Contrastive:
@@ -49,8 +49,7 @@ class Contrastive:
 
 def mask_invalid(embed: Tensor, valid: Tensor) -> Tensor:
     """Embeddings in at least float32, invalid rows zero, so a NaN in padding cannot reach a gradient."""
-    embed = embed.to(torch.promote_types(embed.dtype, torch.float32))
-    return torch.where(valid[:, None], embed, 0)
+    return torch.where(valid[:, None], at_least_float32(embed), 0)
 
 
 def _cross_entropy_sum(logits: Tensor, targets: Tensor, valid: Tensor, columns: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmray.objectives.protocol import Batch, LossSums, Outputs
+from mmray.objectives.protocol import Batch, LossSums, Outputs, at_least_float32
 
 NO_NEGATIVE = -1
 _ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # constants of splitmix64 as signed integers
@@ -40,7 +40,7 @@ class Matching:
         """Loss sum over the valid rows, their count, and half the number of correctly classified pairs (2 per row)."""
         valid = batch["valid"]
         has_negative = valid & batch["has_negative"]
-        match, negative = _float(outputs["match"]), _float(outputs["match_negative"])
+        match, negative = at_least_float32(outputs["match"]), at_least_float32(outputs["match_negative"])
         match, negative = torch.where(valid, match, 0), torch.where(has_negative, negative, 0)
         losses = torch.where(valid, F.softplus(-match), 0) + torch.where(has_negative, F.softplus(negative), 0)
         correct = (valid & (match > 0)).sum() + (has_negative & (negative <= 0)).sum()
@@ -64,8 +64,8 @@ def sample_negatives(outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -
 
     Gumbel-max sampling; the noise is a function of the positions of the two rows.
     """
-    scores = outputs["logit_scale"] * _float(outputs["image_embed"]) @ _float(gathered["text_embed"]).T
-    scores = scores.double() + gumbel_noise(batch["pos"], gathered["pos"])
+    image, text = at_least_float32(outputs["image_embed"]), at_least_float32(gathered["text_embed"])
+    scores = (outputs["logit_scale"] * image @ text.T).double() + gumbel_noise(batch["pos"], gathered["pos"])
     offset = gathered["offset"]
     captions = hash_captions(gathered["input_ids"], gathered["attention_mask"])
     own = captions[offset : offset + len(scores)]
@@ -94,7 +94,3 @@ def hash_captions(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
 def _logical_shift_right(bits: Tensor, positions: int) -> Tensor:
     """Logical right shift; torch's operator is arithmetic."""
     return (bits >> positions) & ((1 << (64 - positions)) - 1)
-
-
-def _float(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -10,12 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from mmray.data.stream.collate import Batch
 
 Outputs = dict[str, Tensor]
 LossSums = tuple[Tensor, Tensor, dict[str, Tensor]]  # loss sum, count, further sums to log
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Return float32 instead of half precision."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 class Objective(Protocol):
@@ -91,11 +97,19 @@ class ObjectiveParts:
     @property
     def mining(self) -> HardNegativeMining | None:
         """The local loss, if it needs hard negatives."""
-        return (
-            self.local_loss
-            if isinstance(self.local_loss, HardNegativeMining) and self.local_loss.score_outputs
-            else None
-        )
+        local = self.local_loss
+        return local if isinstance(local, HardNegativeMining) and local.score_outputs else None
+
+    @property
+    def ring(self) -> Pairwise | None:
+        """The global loss, if its outputs are sent around a ring of ranks instead of gathered."""
+        return self.global_loss if isinstance(self.global_loss, Pairwise) and self.mining is None else None
+
+    @property
+    def gathered_names(self) -> tuple[str, ...]:
+        """Outputs that are needed from all ranks."""
+        of_loss = () if self.global_loss is None else self.global_loss.gathered_outputs
+        return tuple(dict.fromkeys(of_loss + (() if self.mining is None else self.mining.score_outputs)))
 
 
 def split_objective(objective: Any) -> ObjectiveParts:

@@ -1,0 +1,94 @@
+"""Local losses that are a cross-entropy over targets: classes of rows, next tokens, texts of boxes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmray.data.stream.collate import IGNORE_INDEX
+from mmray.data.stream.reader import NO_LABEL
+from mmray.objectives.protocol import Batch, LossSums, Outputs, at_least_float32
+
+
+class CrossEntropy:
+    """Cross-entropy of each target, divided by the targets of the global batch, so each target has the same weight."""
+
+    gathered_outputs: tuple[str, ...] = ()
+    scalar_outputs: tuple[str, ...] = ()
+    logits: str  # output [B, ..., C]
+    accuracy: str  # metric
+    label_smoothing = 0.0
+
+    def targets(self, batch: Batch) -> Tensor:
+        """Classes int64 [B, ...]; IGNORE_INDEX does not count."""
+        raise NotImplementedError
+
+    def count(self, batch: Batch) -> Tensor:
+        """Number of targets."""
+        return (self.targets(batch) != IGNORE_INDEX).sum()
+
+    def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:
+        """Loss sum over the targets, their count, and how many were the argmax; at least float32."""
+        targets = self.targets(batch)
+        counted = targets != IGNORE_INDEX
+        logits = at_least_float32(outputs[self.logits])
+        logits = torch.where(counted[..., None], logits, 0)  # keeps a NaN of padding out of the gradient
+        loss = F.cross_entropy(
+            logits.flatten(0, -2),
+            targets.flatten(),
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )
+        correct = (counted & (logits.argmax(dim=-1) == targets)).sum()
+        return loss, counted.sum(), {self.accuracy: correct.to(loss.dtype)}
+
+
+class Classification(CrossEntropy):
+    """Cross-entropy with smoothed labels (Szegedy et al. 2016, arXiv:1512.00567, section 7).
+
+    Outputs: `class_logits` [B, C]. The batch's `label` is int64 [B], -1 for a row without a label.
+    """
+
+    logits, accuracy = "class_logits", "class_accuracy"
+
+    def __init__(self, label_smoothing: float = 0.0) -> None:
+        self.label_smoothing = label_smoothing
+
+    def targets(self, batch: Batch) -> Tensor:
+        """Labels of valid rows [B]."""
+        return torch.where(batch["valid"] & (batch["label"] != NO_LABEL), batch["label"], IGNORE_INDEX)
+
+
+class LanguageModelling(CrossEntropy):
+    """Next-token loss of generative models.
+
+    Outputs: `logits` [B, T, V], the prediction of the next token. The batch's `labels` is int64 [B, T], -100 for tokens
+    without a loss: the prompt, the image, padding.
+    """
+
+    logits, accuracy = "logits", "token_accuracy"
+
+    def targets(self, batch: Batch) -> Tensor:
+        """Next token at each position of valid rows [B, T], none at the last."""
+        following = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
+        return torch.where(batch["valid"][:, None], following, IGNORE_INDEX)
+
+
+class RegionText(CrossEntropy):
+    """Cross-entropy of each box over the texts of all labels (Gu et al. 2022, ViLD-text, arXiv:2104.13921, eq. 2).
+
+    Outputs: `region_logits` [B, N, C], box against label text. The batch's `box_labels` is int64 [B, N], -1 for a box
+    without a label, `box_mask` bool [B, N].
+    """
+
+    scalar_outputs = ("logit_scale",)
+    logits, accuracy = "region_logits", "region_accuracy"
+
+    def targets(self, batch: Batch) -> Tensor:
+        """Labels of the boxes of valid rows [B, N]."""
+        labelled = batch["valid"][:, None] & batch["box_mask"] & (batch["box_labels"] != NO_LABEL)
+        return torch.where(labelled, batch["box_labels"], IGNORE_INDEX)
