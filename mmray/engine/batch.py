@@ -34,9 +34,10 @@ class BatchShape:
 
 def resolve_batch_shape(batch: Batch, workers: int) -> BatchShape:
     """Resolve the batch settings for a number of workers. Raises UsageError if they contradict each other."""
-    micro, accumulation, total = batch.micro, batch.accumulation, batch.global_
-    if micro == "auto":
-        return _auto_shape(batch, workers)
+    accumulation, total, auto = batch.accumulation, batch.global_, batch.micro == "auto"
+    micro = None if batch.micro == "auto" else batch.micro
+    if auto and (total is None or accumulation is not None):
+        raise UsageError("batch.micro: `auto` needs `--batch.global` and no `--batch.accumulation`, which is derived")
     if total is None:
         if micro is None:
             raise UsageError("batch: set `--batch.global` and `--batch.micro`, or `--batch.micro` (and accumulation)")
@@ -53,15 +54,7 @@ def resolve_batch_shape(batch: Batch, workers: int) -> BatchShape:
             f"batch: global {total} over {workers} workers in micro-batches of {micro} needs accumulation {derived}, "
             f"not {accumulation}; omit one of the three"
         )
-    return BatchShape(total, min(micro, share), derived, workers)
-
-
-def _auto_shape(batch: Batch, workers: int) -> BatchShape:
-    if batch.global_ is None or batch.accumulation is not None:
-        raise UsageError("batch.micro: `auto` needs `--batch.global` and no `--batch.accumulation`, which is derived")
-    if batch.global_ < workers:
-        raise UsageError(f"batch.global: {batch.global_} rows are fewer than {workers} workers; set at least {workers}")
-    return BatchShape(batch.global_, -(-batch.global_ // workers), 1, workers, auto=True)
+    return BatchShape(total, min(micro, share), derived, workers, auto)
 
 
 def total_steps(train: Train, num_rows: int, global_rows: int) -> int:

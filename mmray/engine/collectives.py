@@ -23,9 +23,8 @@ class Group:
     rank: int = 0
     world: int = 1
     device: torch.device = field(default=torch.device("cpu"))
-    cpu_group: Any = field(
-        default=None, compare=False, repr=False
-    )  # gloo group of the same ranks; None: the default group
+    # A gloo group of the same ranks; None: the default group.
+    cpu_group: Any = field(default=None, compare=False, repr=False)
 
     @classmethod
     def current(cls, device: torch.device | str = "cpu", timeout_s: float = 300.0) -> Group:
@@ -39,13 +38,9 @@ class Group:
         """Minimum over ranks; a CPU collective that does not wait for the device."""
         if self.world == 1:
             return value
-        box = torch.tensor([value])
-        dist.all_reduce(box, dist.ReduceOp.MIN, group=self.cpu_group)
-        return int(box)
-
-    def all_reduce_and(self, good: bool) -> bool:
-        """True if `good` is true on every rank; a CPU collective."""
-        return bool(self.all_reduce_min(int(good)))
+        minimum = torch.tensor([value])
+        dist.all_reduce(minimum, dist.ReduceOp.MIN, group=self.cpu_group)
+        return int(minimum)
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, written into `tensor` and returned."""
@@ -75,13 +70,10 @@ class Group:
         rows = rows.detach().to(self.device)
         if self.world == 1:
             return rows
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([len(rows)], device=self.device))
-        counts = [int(size) for size in sizes]
+        counts = self.all_gather(torch.tensor([len(rows)], device=self.device)).tolist()
         padded = rows.new_zeros(max(counts), *rows.shape[1:])
         padded[: len(rows)] = rows
-        gathered = [torch.empty_like(padded) for _ in range(self.world)]
-        dist.all_gather(gathered, padded)
+        gathered = self.all_gather(padded).unflatten(0, (self.world, max(counts)))
         return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
 
     def ring_shift(self, tensor: Tensor) -> Tensor:
@@ -118,13 +110,13 @@ class Group:
         """Create a gloo group of the same ranks for a thread, so that its collectives cannot interleave with others."""
         return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
-    def broadcast_object(self, value: Any, source: int = 0) -> Any:
-        """Rank `source`'s value, on every rank."""
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
         if self.world == 1:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, src=source, device=self.device)
-        return box[0]
+        values = [value]
+        dist.broadcast_object_list(values, src=0, device=self.device)
+        return values[0]
 
 
 @lru_cache(maxsize=1)

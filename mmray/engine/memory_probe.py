@@ -10,12 +10,10 @@ import copy
 import ctypes
 import gc
 import os
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,8 +141,8 @@ def probe_memory(
     fake = replace(state, group=alone, can_recover_oom=not wrap.has_inner_collectives(state.model))
     _allocate_optimizer(state.optimizer)
     ddp_buckets = group.world > 1 and not fsdp.is_sharded(state.model)  # allocated before the forward
-    probe = _probe_alone if fake.can_recover_oom else _probe_together
-    fitting = probe(group, partial(_try, fake, batch_of, share, ddp_buckets), share, micro)
+    attempt = partial(_try, fake, batch_of, share, ddp_buckets)
+    fitting = _find_micro(group, attempt, share, micro, together=not fake.can_recover_oom)
     saved = _try(fake, batch_of, share, False, fitting, fitting, check) or 0
     if group.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(group.device)  # the reported peak is that of training
@@ -191,63 +189,50 @@ def _allocate_optimizer(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-Attempt = Callable[[int, int], int | None]  # rows, rows of a micro-batch -> result of _try
+def _find_micro(
+    group: Group, attempt: Callable[[int, int], int | None], share: int, micro: int | None, together: bool
+) -> int:
+    """Rows of a micro-batch that fit on every rank: `micro`, or the largest of the share, half of it, and so on.
 
+    attempt: `_try` for rows in micro-batches. Each rank probes alone, then all take the minimum. If a forward has
+    collectives, they probe together, because the unsharded model need not fit on one device. Then a rank that runs out
+    of memory leaves the others in a collective, and no vote can recover them: its error carries the previous size, with
+    which the group restarts. Sizes ascend, so it restarts only once.
+    """
 
-def _probe_alone(group: Group, attempt: Attempt, share: int, micro: int | None) -> int:
-    """Rows that fit on every rank: each rank probes independently, then they take the minimum."""
-    fitting = 1 if micro is None else micro
-    saved = attempt(1 if micro is None else min(share, 2 * micro), fitting)
+    def bytes_if_fits(rows: int, size: int, smaller: int) -> int | None:
+        saved = attempt(min(share, rows), size)
+        if saved is None and together:
+            raise (
+                OutOfMemoryError(
+                    f"out of memory in the dry run with micro-batches of {size} rows (rank {group.rank}); restarting with "
+                    f"{smaller} rows",
+                    smaller,
+                )
+                if smaller
+                else _does_not_fit(None)
+            )
+        return saved
+
+    fitting = micro or 1
+    saved = bytes_if_fits(1 if micro is None else 2 * micro, fitting, smaller_micro(fitting))
     if saved is not None and micro is None:
-        sizes = _sizes_up_to(share, _host_limit(group, saved))
-        # Memory grows with the rows, so the sizes that fit come first.
-        num_fitting = bisect_right(sizes, False, key=lambda size: size > 1 and attempt(share, size) is None)
-        fitting = sizes[num_fitting - 1]
+        limit = _host_limit(group, saved)
+        limit = group.all_reduce_min(limit) if together else limit
+        sizes = [share]
+        while sizes[-1] > 1:
+            sizes.append(smaller_micro(sizes[-1]))
+        for size in [size for size in reversed(sizes) if 1 < size <= limit]:
+            if bytes_if_fits(2 * size, size, fitting) is None:
+                break
+            fitting = size
+        # The outputs of all rows are in memory at once.
+        while 0 < 2 * fitting < share and bytes_if_fits(share, fitting, smaller_micro(fitting)) is None:
+            fitting = smaller_micro(fitting)
     agreed = group.all_reduce_min(0 if saved is None else fitting)
     if agreed == 0:
         raise _does_not_fit(micro)
     return agreed
-
-
-def _probe_together(group: Group, attempt: Attempt, share: int, micro: int | None) -> int:
-    """Rows that fit if a forward has collectives: all ranks try the same sizes, ascending.
-
-    A rank that runs out of memory leaves the others in a collective, and no vote can recover them. Its error carries
-    the previous size, which fitted on every rank, and the group restarts with that. Ascending sizes restart only once.
-    Ranks cannot probe the unsharded model independently, because it need not fit on one device.
-    """
-
-    def try_or_restart(rows: int, size: int, smaller: int) -> int:
-        saved = attempt(min(share, rows), size)
-        if saved is not None:
-            return saved
-        if smaller == 0:
-            raise _does_not_fit(None)
-        raise OutOfMemoryError(
-            f"out of memory in the dry run with micro-batches of {size} rows (rank {group.rank}); restarting with "
-            f"{smaller} rows",
-            smaller,
-        )
-
-    if micro is not None:
-        try_or_restart(2 * micro, micro, smaller_micro(micro))
-        return micro
-    saved = try_or_restart(2, 1, 0)
-    sizes = _sizes_up_to(share, group.all_reduce_min(_host_limit(group, saved)))
-    for smaller, size in pairwise(sizes):
-        try_or_restart(2 * size, size, smaller)
-    if 2 * sizes[-1] < share:  # the outputs of all rows are in memory at once
-        try_or_restart(share, sizes[-1], smaller_micro(sizes[-1]))
-    return sizes[-1]
-
-
-def _sizes_up_to(share: int, most: int) -> list[int]:
-    """Candidate sizes of a micro-batch, ascending: the share, half of it, and so on down to 1."""
-    sizes = []
-    while share:
-        sizes.append(share)
-        share = smaller_micro(share)
-    return [size for size in reversed(sizes) if size <= most]
 
 
 def _host_limit(group: Group, bytes_of_one_row: int) -> int:

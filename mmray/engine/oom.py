@@ -56,7 +56,7 @@ class OomGuard:
         result = self.run(work)
         if self.can_recover_oom:
             with self.timers("sync"):
-                all_fit = self.group.all_reduce_and(self._error is None)
+                all_fit = self.group.all_reduce_min(int(self._error is None)) == 1
             if not all_fit:
                 raise RecoverableOom(self._error or "")
         return result
@@ -66,10 +66,7 @@ ADVICE = (
     "lower --model.inputs.image-side or --model.inputs.max-tokens, try --train.precision bf16 or --train.parallel "
     "fsdp, or use a smaller model or a larger GPU"
 )
-
 MAX_NAMED = 4  # rows named in a message; the rest are counted
-
-
 RowNames = Callable[[list[int]], list[str]]  # row numbers in the prepared set -> names for messages
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -23,9 +22,10 @@ from mmray.errors import UsageError
 if TYPE_CHECKING:
     from mmray.config import Optimizer as Section
 
-
 LR_SCALE = "lr_scale"  # key of a parameter group: its multiplier of the learning rate
 COOLDOWN_FRACTION = 0.2  # of the steps after warm-up, in which the schedule `cooldown` decays
+ClipGroups = dict[str, list[nn.Parameter]]
+WHOLE, REST = "", "rest"  # clip groups: all parameters; those in no branch
 
 
 def freeze_parameters(module: nn.Module, patterns: tuple[str, ...]) -> None:
@@ -38,17 +38,21 @@ def freeze_parameters(module: nn.Module, patterns: tuple[str, ...]) -> None:
 
 
 def build_optimizer(module: nn.Module, section: Section) -> AdamW:
-    """Fused AdamW over the trainable parameters (Loshchilov & Hutter 2019), with weight decay if ndim >= 2."""
-    scales = _scales(module, section.lr_multipliers)
-    named: dict[tuple[float, int], list[nn.Parameter]] = {}  # by factor, and matrix, vector or scalar
+    """Fused AdamW over the trainable parameters (Loshchilov & Hutter 2019), with weight decay if ndim >= 2.
+
+    The last `pattern=factor` of `lr_multipliers` that matches a parameter applies to it.
+    """
+    scales: dict[str, float] = {}
+    for text in section.lr_multipliers:
+        pattern, _, factor = text.rpartition("=")
+        scales |= dict.fromkeys(_matching(module, pattern, "optimizer.lr_multipliers"), float(factor))
+    named: dict[tuple[float, int], list[nn.Parameter]] = defaultdict(list)
     for name, weight in module.named_parameters():
-        if weight.requires_grad:
-            named.setdefault((scales.get(name, 1.0), min(weight.ndim, 2)), []).append(
-                weight
-            )  # a scalar is never sharded
+        if weight.requires_grad:  # by factor, and matrix, vector or scalar, because a scalar is never sharded
+            named[scales.get(name, 1.0), min(weight.ndim, 2)].append(weight)
     groups = [
-        {"params": named[scale, kind], "weight_decay": section.weight_decay if kind == 2 else 0.0, LR_SCALE: scale}
-        for scale, kind in sorted(named, reverse=True)
+        {"params": named[scale, ndim], "weight_decay": section.weight_decay if ndim == 2 else 0.0, LR_SCALE: scale}
+        for scale, ndim in sorted(named, reverse=True)
     ]
     return AdamW(groups, lr=section.lr, betas=(section.betas[0], section.betas[1]), eps=section.eps, fused=True)
 
@@ -59,27 +63,14 @@ def set_lr(optimizer: Optimizer, lr: float) -> None:
         group["lr"] = lr * group[LR_SCALE]
 
 
-def _scales(module: nn.Module, factors: Iterable[str]) -> dict[str, float]:
-    """Multiplier of each parameter that a `pattern=factor` matches; the last one applies."""
-    scales: dict[str, float] = {}
-    for text in factors:
-        pattern, _, factor = text.rpartition("=")
-        scales |= dict.fromkeys(_matching(module, pattern, "optimizer.lr_multipliers"), float(factor))
-    return scales
-
-
 def _matching(module: nn.Module, pattern: str, setting: str) -> list[str]:
     names = [name for name, _ in module.named_parameters()]
-    found = [name for name in names if fnmatchcase(name, pattern)]
-    if not found:
+    matching = [name for name in names if fnmatchcase(name, pattern)]
+    if not matching:
         raise UsageError(
             f"{setting}: `{pattern}` matches no parameter of the model; names are like {names[0]} and {names[-1]}"
         )
-    return found
-
-
-ClipGroups = dict[str, list[nn.Parameter]]
-WHOLE, REST = "", "rest"
+    return matching
 
 
 def make_clip_groups(module: nn.Module, clip_per: str) -> ClipGroups:
@@ -98,27 +89,20 @@ def make_clip_groups(module: nn.Module, clip_per: str) -> ClipGroups:
 
 def grad_norms(groups: ClipGroups) -> Tensor:
     """The gradient norm of each group, in order; stays on the device."""
-    each = [_norm([p.grad for p in group if p.grad is not None]) for group in groups.values()]
-    return torch.stack([norm.to(each[0].device) for norm in each])  # branches may be on two devices
+    norms = []
+    for group in groups.values():
+        parts = [get_total_norm(gradients) for gradients in _by_kind([p.grad for p in group if p.grad is not None])]
+        parts = [part.full_tensor() if isinstance(part, DTensor) else part for part in parts] or [torch.zeros(())]
+        whole = torch.stack([part.to(parts[0].device) for part in parts])
+        norms.append(parts[0] if len(parts) == 1 else torch.linalg.vector_norm(whole))
+    return torch.stack([norm.to(norms[0].device) for norm in norms])  # branches may be on two devices
 
 
-def clip_gradients(groups: ClipGroups, found: Tensor, of_group: dict[str, float], max_norm: float) -> None:
+def clip_gradients(groups: ClipGroups, norms: Tensor, host_norms: dict[str, float], max_norm: float) -> None:
     """Scale down the gradients of each group whose norm exceeds `max_norm`; 0 does not clip."""
-    for norm, (name, group) in zip(found, groups.items(), strict=True):
-        if not 0 < max_norm < of_group[name]:
-            continue
-        for same in _by_kind([p for p in group if p.grad is not None]):
-            clip_grads_with_norm_(same, max_norm, norm.to(same[0].device))
-
-
-def _norm(gradients: list[Tensor]) -> Tensor:
-    if not gradients:
-        return torch.zeros(())
-    parts = [get_total_norm(same) for same in _by_kind(gradients)]
-    whole = [part.full_tensor() if isinstance(part, DTensor) else part for part in parts]
-    if len(whole) == 1:
-        return whole[0]
-    return torch.linalg.vector_norm(torch.stack([part.to(whole[0].device) for part in whole]))
+    for norm, (name, group) in zip(norms, groups.items(), strict=True):
+        for parameters in _by_kind([p for p in group if p.grad is not None]) if 0 < max_norm < host_norms[name] else ():
+            clip_grads_with_norm_(parameters, max_norm, norm.to(parameters[0].device))
 
 
 def _by_kind(tensors: list) -> list[list]:
@@ -138,18 +122,14 @@ def lr_at(step: int, section: Section, total_steps: int) -> float:
     if step < section.warmup_steps:
         return section.lr * (step + 1) / (section.warmup_steps + 1)
     progress = min(1.0, (step - section.warmup_steps) / max(1, total_steps - section.warmup_steps))
-    height = _height(progress, section)
-    return section.lr * (section.final_lr_fraction + (1 - section.final_lr_fraction) * height)
-
-
-def _height(progress: float, section: Section) -> float:
-    """Height from 1 (peak) to 0 (end) at a fraction of the steps after warm-up."""
     if section.schedule == "constant":
-        return 1.0
-    if section.schedule == "cosine":
-        return (1 + math.cos(math.pi * progress)) / 2
-    length = COOLDOWN_FRACTION if section.schedule == "cooldown" else 1.0
-    return min(1.0, (1 - progress) / length)
+        height = 1.0
+    elif section.schedule == "cosine":
+        height = (1 + math.cos(math.pi * progress)) / 2
+    else:
+        length = COOLDOWN_FRACTION if section.schedule == "cooldown" else 1.0
+        height = min(1.0, (1 - progress) / length)
+    return section.lr * (section.final_lr_fraction + (1 - section.final_lr_fraction) * height)
 
 
 class ExponentialMovingAverage(AveragedModel):
@@ -166,12 +146,7 @@ class ExponentialMovingAverage(AveragedModel):
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
         share = 1 - self.decay if self.n_averaged else 1.0
-        places: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-        for averaged, weight in zip(self.module.parameters(), model.parameters(), strict=True):
-            places[weight.device][0].append(averaged)
-            places[weight.device][1].append(weight)
-        for averages, weights in places.values():
-            torch._foreach_lerp_(averages, weights, share)
-        for kept, buffer in zip(self.module.buffers(), model.buffers(), strict=True):
-            kept.copy_(buffer)
+        torch._foreach_lerp_(list(self.module.parameters()), list(model.parameters()), share)
+        for average, buffer in zip(self.module.buffers(), model.buffers(), strict=True):
+            average.copy_(buffer)
         self.n_averaged += 1

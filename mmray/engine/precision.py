@@ -13,8 +13,8 @@ import torch
 
 from mmray.engine.collectives import Group
 
-FROM_WEAKEST = ("fp32", "fp16", "bf16")  # best on a CPU, an older GPU, a newer GPU
-_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+# From the weakest: the best formats of a CPU, an older GPU, a newer GPU.
+DTYPES = {"fp32": None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,7 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[object]:
         """Scope of a forward; new each time, because weights cast under no_grad must not be reused with gradients."""
-        if self.dtype is None:
-            return nullcontext()
-        return torch.autocast(self.device_type, self.dtype)
+        return nullcontext() if self.dtype is None else torch.autocast(self.device_type, self.dtype)
 
     def scaler(self) -> torch.amp.GradScaler:
         """A loss scaler, disabled if none is needed."""
@@ -43,9 +41,8 @@ class Precision:
 
 def select_precision(setting: str, device: torch.device) -> Precision:
     """Resolve `train.precision`: auto is bf16 on GPUs that support it, fp16 on older ones, fp32 on a CPU."""
-    if setting == "auto":
-        setting = _best(device)
-    return Precision(setting, _DTYPES[setting], device.type)
+    name = _best(device) if setting == "auto" else setting
+    return Precision(name, DTYPES[name], device.type)
 
 
 def common_precision(setting: str, group: Group) -> str:
@@ -55,7 +52,8 @@ def common_precision(setting: str, group: Group) -> str:
     """
     if setting != "auto":
         return setting
-    return FROM_WEAKEST[group.all_reduce_min(FROM_WEAKEST.index(_best(group.device)))]
+    names = list(DTYPES)
+    return names[group.all_reduce_min(names.index(_best(group.device)))]
 
 
 def _best(device: torch.device) -> str:

@@ -12,25 +12,19 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mmray.data.stream.order import SamplePlan
 from mmray.engine.metrics.timers import PhaseTimers
 from mmray.errors import TrainingError, is_out_of_memory
 from mmray.objectives.protocol import Batch
 
 Item = TypeVar("Item")
 Ready = TypeVar("Ready")
-
-
-class Positions(Protocol):
-    """The part of SamplePlan that is used here."""
-
-    def positions(self, step: int, rank: int) -> np.ndarray:
-        """Positions in the sample order [rank_rows] that a rank takes in a step; -1 is padding."""
 
 
 @dataclass(frozen=True)
@@ -59,32 +53,28 @@ class LocalBatch:
 def make_local_batch(micro_batches: list[Batch], bucketed: bool = False) -> LocalBatch:
     """Build a batch from micro-batches of the stream without the invalid rows; `bucketed`: ordered by length."""
     valid = torch.cat([micro["valid"] for micro in micro_batches])
-    keys = torch.cat([micro["key"] for micro in micro_batches])
+    keys = torch.cat([micro["key"] for micro in micro_batches])[valid]
     sizes = tuple(len(micro["valid"]) for micro in micro_batches)
-    if bool(valid.all()):
-        return LocalBatch(
-            micro_batches, (False,) * len(micro_batches), keys, sizes, *_tokens(micro_batches, sizes, bucketed)
-        )
     is_filler = tuple(not bool(micro["valid"].any()) for micro in micro_batches)
-    filler_row = torch.tensor([0])
-    kept = [
-        _rows(micro, filler_row if empty else micro["valid"])
-        for micro, empty in zip(micro_batches, is_filler, strict=True)
-    ]
-    real = [micro for micro, empty in zip(kept, is_filler, strict=True) if not empty]
-    return LocalBatch(kept, is_filler, keys[valid], sizes, *_tokens(real, sizes, bucketed))
-
-
-def _tokens(micro_batches: list[Batch], sizes: tuple[int, ...], bucketed: bool) -> tuple[int, int, int]:
-    """Number of tokens, of padded tokens, and of padded tokens without length bucketing."""
-    masks = [micro["attention_mask"] for micro in micro_batches if "attention_mask" in micro]
-    padded_tokens = sum(mask.numel() for mask in masks)
-    if not (bucketed and masks):
-        return sum(int(mask.sum()) for mask in masks), padded_tokens, padded_tokens
-    lengths = torch.cat([mask.sum(dim=1) for mask in masks])
-    by_row = lengths[torch.cat([micro["pos"] for micro in micro_batches]).argsort()]
-    plain = sum(int(part.max()) * len(part) for part in by_row.split(max(sizes)))
-    return int(lengths.sum()), padded_tokens, plain
+    if not bool(valid.all()):
+        rows = [
+            torch.tensor([0]) if empty else micro["valid"]
+            for micro, empty in zip(micro_batches, is_filler, strict=True)
+        ]
+        micro_batches = [
+            {name: tensor[index] for name, tensor in micro.items()}
+            for micro, index in zip(micro_batches, rows, strict=True)
+        ]
+    # Tokens, padded tokens, and padded tokens without length bucketing.
+    real = [micro for micro, empty in zip(micro_batches, is_filler, strict=True) if not empty]
+    masks = [micro["attention_mask"] for micro in real if "attention_mask" in micro]
+    tokens, padded = sum(int(mask.sum()) for mask in masks), sum(mask.numel() for mask in masks)
+    unbucketed = padded
+    if bucketed and masks:
+        order = torch.cat([micro["pos"] for micro in real]).argsort()
+        lengths = torch.cat([mask.sum(dim=1) for mask in masks])[order]
+        unbucketed = sum(int(part.max()) * len(part) for part in lengths.split(max(sizes)))
+    return LocalBatch(micro_batches, is_filler, keys, sizes, tokens, padded, unbucketed)
 
 
 def split_micro_batches(batch: LocalBatch, micro: int) -> LocalBatch:
@@ -105,7 +95,7 @@ def split_micro_batches(batch: LocalBatch, micro: int) -> LocalBatch:
 
 def prefetch(
     steps: Iterable[list[Batch]],
-    plan: Positions,
+    plan: SamplePlan,
     first: int,
     rank: int,
     device: torch.device,
@@ -118,22 +108,26 @@ def prefetch(
     batch and the next one, if the caller frees a batch before it requests another. Raises TrainingError if rows are not
     those of the plan, and the OOM error if a batch does not fit even between two steps.
     """
-    batches = _checked(steps, plan, first, rank, bucketed)
+
+    def checked() -> Iterator[LocalBatch]:
+        for step, micro_batches in enumerate(steps, start=first):
+            got, expected = torch.cat([micro["pos"] for micro in micro_batches]).numpy(), plan.positions(step, rank)
+            if bucketed:
+                got, expected = np.sort(got), np.sort(expected)
+            check_positions(got, expected, step, rank)
+            yield make_local_batch(micro_batches, bucketed)
+
+    batches = checked()
     if device.type == "cuda":
-        copied = map(partial(_copied, device=device, stream=torch.cuda.Stream(device), timers=timers), batches)
-        batches = _ahead(copied, partial(_arrive, device=device), device)
-    return iter(partial(_timed, batches), None)  # keeps no reference to a batch that the caller has freed
+        copied = map(partial(_copy_ahead, device=device, stream=torch.cuda.Stream(device), timers=timers), batches)
+        batches = _ahead(copied, partial(_receive, device=device), device)
 
+    def timed() -> LocalBatch | None:
+        start_s = time.perf_counter()
+        batch = next(batches, None)
+        return None if batch is None else replace(batch, wait_s=time.perf_counter() - start_s)
 
-def _checked(
-    steps: Iterable[list[Batch]], plan: Positions, first: int, rank: int, bucketed: bool
-) -> Iterator[LocalBatch]:
-    for step, micro_batches in enumerate(steps, start=first):
-        got, expected = torch.cat([micro["pos"] for micro in micro_batches]).numpy(), plan.positions(step, rank)
-        if bucketed:
-            got, expected = np.sort(got), np.sort(expected)
-        check_positions(got, expected, step, rank)
-        yield make_local_batch(micro_batches, bucketed)
+    return iter(timed, None)  # keeps no reference to a batch that the caller has freed
 
 
 def check_positions(got: np.ndarray, expected: np.ndarray, step: int, rank: int) -> None:
@@ -151,35 +145,24 @@ def check_positions(got: np.ndarray, expected: np.ndarray, step: int, rank: int)
     )
 
 
-def _rows(micro: Batch, which: Tensor) -> Batch:
-    return {name: tensor[which] for name, tensor in micro.items()}
-
-
-def _timed(batches: Iterator[LocalBatch]) -> LocalBatch | None:
-    """The next batch with its wait time; None after the last."""
-    start_s = time.perf_counter()
-    batch = next(batches, None)
-    return None if batch is None else replace(batch, wait_s=time.perf_counter() - start_s)
-
-
 Copied = tuple[LocalBatch, torch.cuda.Event | None]
 
 
-def _copied(batch: LocalBatch, device: torch.device, stream: torch.cuda.Stream, timers: PhaseTimers) -> Copied:
+def _copy_ahead(batch: LocalBatch, device: torch.device, stream: torch.cuda.Stream, timers: PhaseTimers) -> Copied:
     """Start copying a batch to the device on a side stream; return it with the event of its completion.
 
     If it does not fit at the peak of a step, it stays on the CPU, without an event.
     """
     try:
         with torch.cuda.stream(stream), timers("transfer"):
-            return _on(batch, device), stream.record_event()
+            return _copy(batch, device), stream.record_event()
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
     return batch, None
 
 
-def _on(batch: LocalBatch, device: torch.device) -> LocalBatch:
+def _copy(batch: LocalBatch, device: torch.device) -> LocalBatch:
     """Copy a batch to a device on the current stream."""
     micro_batches = [
         {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in micro.items()}
@@ -188,11 +171,11 @@ def _on(batch: LocalBatch, device: torch.device) -> LocalBatch:
     return replace(batch, micro_batches=micro_batches)
 
 
-def _arrive(copied: Copied, device: torch.device) -> LocalBatch:
+def _receive(copied: Copied, device: torch.device) -> LocalBatch:
     """Make a batch usable on the compute stream; called between two steps, when most memory is free."""
     batch, arrived = copied
     if arrived is None:
-        return _on(batch, device)
+        return _copy(batch, device)
     current = torch.cuda.current_stream(device)
     current.wait_event(arrived)
     for micro in batch.micro_batches:
