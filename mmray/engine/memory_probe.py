@@ -203,14 +203,11 @@ def _find_micro(
     def bytes_if_fits(rows: int, size: int, smaller: int) -> int | None:
         saved = attempt(min(share, rows), size)
         if saved is None and together:
-            raise (
-                OutOfMemoryError(
-                    f"out of memory in the dry run with micro-batches of {size} rows (rank {group.rank}); restarting with "
-                    f"{smaller} rows",
-                    smaller,
-                )
-                if smaller
-                else _does_not_fit(None)
+            if smaller == 0:
+                raise _does_not_fit(None)
+            cause = f"micro-batches of {size} rows (rank {group.rank})"
+            raise OutOfMemoryError(
+                f"out of memory in the dry run with {cause}; restarting with {smaller} rows", smaller
             )
         return saved
 

@@ -46,10 +46,7 @@ def select_precision(setting: str, device: torch.device) -> Precision:
 
 
 def common_precision(setting: str, group: Group) -> str:
-    """Resolve `train.precision` for all ranks; auto: the best that every device supports.
-
-    With different choices, ranks would average gradients of differently scaled losses.
-    """
+    """Resolve `train.precision` for all ranks; auto: the best that every device supports."""
     if setting != "auto":
         return setting
     names = list(DTYPES)

@@ -57,13 +57,10 @@ def make_local_batch(micro_batches: list[Batch], bucketed: bool = False) -> Loca
     sizes = tuple(len(micro["valid"]) for micro in micro_batches)
     is_filler = tuple(not bool(micro["valid"].any()) for micro in micro_batches)
     if not bool(valid.all()):
-        rows = [
-            torch.tensor([0]) if empty else micro["valid"]
-            for micro, empty in zip(micro_batches, is_filler, strict=True)
-        ]
+        filler = torch.tensor([0])
         micro_batches = [
-            {name: tensor[index] for name, tensor in micro.items()}
-            for micro, index in zip(micro_batches, rows, strict=True)
+            {name: tensor[filler if empty else micro["valid"]] for name, tensor in micro.items()}
+            for micro, empty in zip(micro_batches, is_filler, strict=True)
         ]
     # Tokens, padded tokens, and padded tokens without length bucketing.
     real = [micro for micro, empty in zip(micro_batches, is_filler, strict=True) if not empty]

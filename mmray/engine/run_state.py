@@ -61,9 +61,7 @@ class TrainSpec:
     devices: tuple[torch.device, ...] = ()  # of this worker, if the strategy takes several
     profile_path: Path | None = None  # output of `train.profile`, on ranks that write one
     static_metrics: Metrics = field(default_factory=dict)  # constant over the run, such as the memory table
-    # Recover from OOM on a CPU too: the kernel usually kills the process instead, and each vote costs 4 % of a small
-    # step.
-    recover_cpu_oom: bool = False
+    recover_cpu_oom: bool = False  # the kernel usually kills the process instead; each vote costs 4 % of a small step
     stop: Callable[[], bool] = lambda: False  # True on any rank ends the run after this step
 
 

@@ -1,12 +1,7 @@
 """One optimizer step: a rank's part of the global batch in, updated weights out, exactly as if the batch were one.
 
-A loss is a sum; gradients are divided by the count over all ranks. Because DDP averages, the loss is multiplied by the
-world size. Objectives whose rows interact take two passes (GradCache, Gao et al. 2021, section 3): all micro-batches
-are embedded, the loss is computed over the gathered global batch, and each micro-batch is forwarded again with the
-cached gradient of its embeddings. The first micro-batch keeps its graph, so a single micro-batch takes a single pass.
-
-The local loss is computed in the second pass, with the graph of one micro-batch. If it needs hard negatives (matching),
-the first pass samples them, and no graph is kept from it.
+README.md, section "One step", describes the two passes of objectives whose rows interact (GradCache). The local loss is
+computed in the second pass, with the graph of one micro-batch.
 """
 
 from __future__ import annotations
@@ -64,14 +59,14 @@ def optimizer_step(state: TrainState, batch: LocalBatch, seed_of: SeedFn, stop: 
     changed then except running statistics of a `local` BatchNorm, which have seen some rows twice. If the ranks are no
     longer in step, the rank that ran out of memory raises the original error.
     """
-    result, error = None, ""
+    error = ""
     try:
         result = accumulate_gradients(state, batch, seed_of, stop)
     except (RuntimeError, MemoryError) as raised:
         if state.group.world > 1 or not state.can_recover_oom or not is_out_of_memory(raised):
             raise
         error = error_text(raised)
-    if result is None:
+    if error:
         raise RecoverableOom(error)  # outside `except`: the traceback would keep the step's tensors alive
     with state.timers("optimizer"):
         norms, finite, stop_requested = apply_update(state, result.totals[-1:])
