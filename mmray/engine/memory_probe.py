@@ -205,9 +205,10 @@ def _find_micro(
         if saved is None and together:
             if smaller == 0:
                 raise _does_not_fit(None)
-            cause = f"micro-batches of {size} rows (rank {group.rank})"
             raise OutOfMemoryError(
-                f"out of memory in the dry run with {cause}; restarting with {smaller} rows", smaller
+                f"out of memory in the dry run with micro-batches of {size} rows (rank {group.rank}); restarting "
+                f"with {smaller} rows",
+                smaller,
             )
         return saved
 
