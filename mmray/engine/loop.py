@@ -29,7 +29,6 @@ from mmray.engine.optimizer import (
     make_clip_groups,
     set_lr,
 )
-from mmray.engine.parallel import fsdp
 from mmray.engine.parallel import wrap as parallel
 from mmray.engine.precision import micro_seed, select_precision
 from mmray.engine.prefetch import LocalBatch, prefetch, split_micro_batches
@@ -267,7 +266,7 @@ def _measure(run: _Run, keys: Tensor, result: StepResult) -> Metrics:
 def _evaluate(run: _Run) -> Metrics:
     start_s, step, model = time.perf_counter(), run.progress.step, run.spec.model
     assert run.spec.evaluate is not None
-    with fsdp.unsharded(model):
+    with parallel.unsharded(model):
         try:
             scores = run.spec.evaluate(step, model if run.average is None else run.average.module)
         except (RuntimeError, MemoryError) as error:

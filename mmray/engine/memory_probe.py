@@ -25,7 +25,7 @@ from mmray.engine.batch import smaller_micro
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import PhaseTimers
 from mmray.engine.oom import ADVICE, RecoverableOom
-from mmray.engine.parallel import fsdp, wrap
+from mmray.engine.parallel import wrap
 from mmray.engine.parallel.transforms import compile_branches
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.run_state import TrainState
@@ -140,7 +140,7 @@ def probe_memory(
     alone = FakeGroup(group.rank, group.world, group.device)
     fake = replace(state, group=alone, can_recover_oom=not wrap.has_inner_collectives(state.model))
     _allocate_optimizer(state.optimizer)
-    ddp_buckets = group.world > 1 and not fsdp.is_sharded(state.model)  # allocated before the forward
+    ddp_buckets = group.world > 1 and not wrap.is_sharded(state.model)  # allocated before the forward
     attempt = partial(_try, fake, batch_of, share, ddp_buckets)
     fitting = _find_micro(group, attempt, share, micro, together=not fake.can_recover_oom)
     saved = _try(fake, batch_of, share, False, fitting, fitting, check) or 0
@@ -149,9 +149,9 @@ def probe_memory(
     weights = list(state.model.parameters())
     states = [value for state in state.optimizer.state.values() for value in state.values()]
     sizes = {  # of sharded tensors, this rank's shard; rank 0, whose table is logged, has the largest
-        "parameters": sum(fsdp.to_local(weight).nbytes for weight in weights),
-        "gradients": sum(fsdp.to_local(weight).nbytes for weight in weights if weight.requires_grad),
-        "optimizer": sum(fsdp.to_local(value).nbytes for value in states if isinstance(value, Tensor)),
+        "parameters": sum(wrap.to_local(weight).nbytes for weight in weights),
+        "gradients": sum(wrap.to_local(weight).nbytes for weight in weights if weight.requires_grad),
+        "optimizer": sum(wrap.to_local(value).nbytes for value in states if isinstance(value, Tensor)),
         "activations": saved,
     }
     return ProbeResult(fitting, {f"memory/{name}_gib": size / GIB for name, size in sizes.items()})
@@ -293,7 +293,7 @@ def _try(
 @contextmanager
 def _saved_bytes(model: nn.Module) -> Iterator[list[int]]:
     """Count the bytes of tensors that autograd saves in the scope, except weights, each storage once; a list of one."""
-    weights, seen, total = fsdp.parameter_storages(model), set(), [0]
+    weights, seen, total = wrap.parameter_storages(model), set(), [0]
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mmray.engine.grad_cache import GradCache, build_grad_cache
 from mmray.engine.oom import OomGuard, RecoverableOom, error_text
 from mmray.engine.optimizer import clip_gradients, grad_norms
-from mmray.engine.parallel import fsdp, wrap
+from mmray.engine.parallel import wrap
 from mmray.engine.precision import seeded
 from mmray.engine.prefetch import LocalBatch
 from mmray.engine.run_state import SeedFn, TrainState
@@ -118,7 +118,7 @@ def accumulate_gradients(
     with wrap.maybe_no_sync(state.model, last=True):
         backward(guard.run_and_sync(lambda: forward(last)))
     with state.timers("sync"):
-        fsdp.average_replicated_gradients(state.model, state.group)
+        wrap.average_replicated_gradients(state.model, state.group)
     return AccumulationResult(cache.sums, scalars, cache.totals)
 
 
