@@ -25,7 +25,7 @@ def rows(num: int, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]
     return outputs | {"logit_scale": torch.tensor(2.0)}, batch
 
 
-def everyone_of(outputs: dict[str, Tensor], batch: dict[str, Tensor], offset: int = 0) -> dict[str, object]:
+def gathered_of(outputs: dict[str, Tensor], batch: dict[str, Tensor], offset: int = 0) -> dict[str, object]:
     return {**{name: outputs[name] for name in Matching.score_outputs}, **batch, "offset": offset}
 
 
@@ -36,7 +36,7 @@ def test_negatives_exclude_self_padding_and_equal_captions() -> None:
     batch["valid"][5] = False
     for shift in range(50):
         batch["pos"] = torch.arange(8) + 8 * shift
-        chosen = sample_negatives(outputs, batch, everyone_of(outputs, batch))
+        chosen = sample_negatives(outputs, batch, gathered_of(outputs, batch))
         assert not set(chosen.tolist()) & {5, NO_NEGATIVE}
         assert all(int(chosen[row]) != row for row in range(8))
         assert int(chosen[0]) != 1
@@ -45,11 +45,14 @@ def test_negatives_exclude_self_padding_and_equal_captions() -> None:
 
 def test_sampling_does_not_depend_on_the_split() -> None:
     outputs, batch = rows(9)
-    whole = sample_negatives(outputs, batch, everyone_of(outputs, batch))
+    whole = sample_negatives(outputs, batch, gathered_of(outputs, batch))
+    columns = Matching().sample_hard_negatives(outputs, batch, gathered_of(outputs, batch))
+    assert torch.equal(columns["negative_ids"], batch["input_ids"][whole])
+    assert torch.equal(columns["negative_mask"], batch["attention_mask"][whole])
     part = slice(4, 7)
     mine = {name: value if value.ndim == 0 else value[part] for name, value in outputs.items()}
     cut = {name: value[part] for name, value in batch.items()}
-    assert torch.equal(sample_negatives(mine, cut, everyone_of(outputs, batch, offset=4)), whole[part])
+    assert torch.equal(sample_negatives(mine, cut, gathered_of(outputs, batch, offset=4)), whole[part])
 
 
 def test_negatives_follow_the_softmax_distribution() -> None:
@@ -57,38 +60,33 @@ def test_negatives_follow_the_softmax_distribution() -> None:
     counts = torch.zeros(5)
     for step in range(4000):
         batch["pos"] = torch.arange(5) + 5 * step
-        counts[sample_negatives(outputs, batch, everyone_of(outputs, batch))[0]] += 1
+        counts[sample_negatives(outputs, batch, gathered_of(outputs, batch))[0]] += 1
     scores = 2 * outputs["image_embed"][0] @ outputs["text_embed"].T
     scores[0] = -torch.inf
     torch.testing.assert_close(counts / 4000, scores.softmax(0), rtol=0, atol=0.03)
 
 
 def test_noise_is_gumbel_and_a_function_of_positions() -> None:
-    place = torch.arange(300) + 12345
-    noise = gumbel_noise(place, place + 7_000_000)
-    assert torch.equal(noise[3:5], gumbel_noise(place[3:5], place + 7_000_000))
+    position = torch.arange(300) + 12345
+    noise = gumbel_noise(position, position + 7_000_000)
+    assert torch.equal(noise[3:5], gumbel_noise(position[3:5], position + 7_000_000))
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.02)
     assert noise.var().item() == pytest.approx(torch.pi**2 / 6, abs=0.05)
     assert abs(torch.corrcoef(torch.stack([noise[:, :-1].flatten(), noise[:, 1:].flatten()]))[0, 1]) < 0.02
-    assert not torch.equal(noise, gumbel_noise(place + 7_000_000, place).T)
+    assert not torch.equal(noise, gumbel_noise(position + 7_000_000, position).T)
 
 
-def test_single_row_has_no_negative() -> None:
+def test_rows_without_negative_and_invalid_rows_do_not_count() -> None:
     outputs, batch = rows(1)
-    columns = Matching().sample_hard_negatives(outputs, batch, everyone_of(outputs, batch))
+    columns = Matching().sample_hard_negatives(outputs, batch, gathered_of(outputs, batch))
     assert columns["has_negative"].tolist() == [False]
-    judged = {"match": torch.tensor([0.0]), "match_negative": torch.tensor([50.0])}
-    loss, count, parts = Matching().compute_loss(judged, batch | columns)
+    logits = {"match": torch.tensor([0.0]), "match_negative": torch.tensor([50.0])}
+    loss, count, parts = Matching().compute_loss(logits, batch | columns)
     assert loss.item() == pytest.approx(torch.tensor(2.0).log().item() / 2)
     assert (int(count), parts["match_accuracy"].item()) == (1, 0)
-
-
-def test_negative_caption_is_copied_from_the_sampled_row() -> None:
-    outputs, batch = rows(6)
-    chosen = sample_negatives(outputs, batch, everyone_of(outputs, batch))
-    columns = Matching().sample_hard_negatives(outputs, batch, everyone_of(outputs, batch))
-    assert torch.equal(columns["negative_ids"], batch["input_ids"][chosen])
-    assert torch.equal(columns["negative_mask"], batch["attention_mask"][chosen])
+    logits = {"match": torch.tensor([1.0, float("nan")]), "match_negative": torch.zeros(2)}
+    invalid = {"valid": torch.tensor([True, False]), "has_negative": torch.tensor([True, True])}
+    assert torch.isfinite(Matching().compute_loss(logits, invalid)[0])
 
 
 def test_caption_hash_ignores_padding() -> None:
@@ -97,10 +95,3 @@ def test_caption_hash_ignores_padding() -> None:
     assert torch.equal(hash_captions(F.pad(ids, (0, 3), value=9), F.pad(mask, (0, 3))), codes)
     assert len(set(codes.tolist())) == len({tuple(row) for row in ids.tolist()})
     assert (hash_captions(ids.flip(1), mask) != codes).sum() > 490
-
-
-def test_invalid_rows_do_not_affect_loss_or_gradient() -> None:
-    judged = {"match": torch.tensor([1.0, float("nan")]).requires_grad_(), "match_negative": torch.zeros(2)}
-    batch = {"valid": torch.tensor([True, False]), "has_negative": torch.tensor([True, True])}
-    loss, _, _ = Matching().compute_loss(judged, batch)
-    assert torch.isfinite(loss)
