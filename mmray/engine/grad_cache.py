@@ -1,8 +1,6 @@
-"""GradCache: the loss over the rows of all micro-batches and ranks, and its gradient at each output.
+"""GradCache (Gao et al. 2021, arXiv:2101.06983): the loss over the rows of all micro-batches and ranks.
 
-Runs between the two passes of a step (step.py). Outputs are gathered to every rank in one collective. For a loss
-that is a sum over pairs (sigmoid) they rotate around a ring of ranks instead, so that memory does not grow with it.
-Source: Gao et al. 2021 (arXiv:2101.06983), section 3.
+Its gradient at each output is computed between the two passes of a step (step.py).
 """
 
 from __future__ import annotations

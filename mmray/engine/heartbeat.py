@@ -1,7 +1,6 @@
-"""A training worker's heartbeat: a thread that reports each second the current step and where the training thread is.
+"""A training worker's heartbeat: a thread that reports each second the step and the source line of the training thread.
 
-The position is read from the thread's stack, so the loop needs no code for it. On request the thread writes all stacks
-of the process into the run's folder. `send` takes a heartbeat and returns whether stacks are requested.
+The line is read from the thread's stack. On request all stacks of the process are written into the run's folder.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Frame(NamedTuple):
 
 
 class Heartbeat:
-    """Callback of the loop and sender of heartbeats; `stacks` is the file for this rank's stacks.
+    """Callback of the loop and sender of heartbeats; `send` returns whether stacks are requested, to the file `stacks`.
 
     Waiting for a checkpoint counts as progress for `write_limit_s`: a network mount that died never answers.
     """

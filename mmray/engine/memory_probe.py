@@ -1,8 +1,4 @@
-"""Memory probe and dry run: one synthetic step before the first, for shape errors, memory use and rows that fit.
-
-The probed step is that of step.py, in a fake process group, so that each rank probes independently. If the model's
-forward has collectives, all ranks probe together.
-"""
+"""Memory probe and dry run: one synthetic step before the first, for shape errors, memory use and rows that fit."""
 
 from __future__ import annotations
 

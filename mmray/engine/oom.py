@@ -1,8 +1,6 @@
-"""OOM recovery: work that may run out of memory, the ranks' vote on it, and the messages for failed steps.
+"""OOM recovery: work that may run out of memory, the ranks' vote on it, and its messages.
 
-step.py runs the work between two collectives through an OomGuard. After an OOM a rank skips all work until the next
-vote, so that all ranks leave the step at the same point. The loop then retries the same rows in smaller micro-batches.
-The vote is a CPU collective and does not wait for the device.
+README.md, section "OOM recovery", describes the protocol. The vote is a CPU collective: it does not wait for the GPU.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ def error_text(error: BaseException) -> str:
 class RecoverableOom(Exception):
     """Some rank ran out of memory, all ranks know it, and no weight has changed: the step can be retried.
 
-    Running statistics of a `local` BatchNorm have changed: copying them in each step would cost more. The text is this
-    rank's error, empty if it was another rank's.
+    The text is this rank's error, empty if it was another rank's.
     """
 
 

@@ -1,7 +1,4 @@
-"""AdamW with parameter groups, gradient clipping, learning-rate schedule, and EMA of the weights.
-
-Weight decay applies to matrices, not to biases, norms and the temperature. Learning rates and freezing go by name.
-"""
+"""AdamW with parameter groups, gradient clipping, learning-rate schedule, and EMA of the weights."""
 
 from __future__ import annotations
 
@@ -115,9 +112,8 @@ def _by_kind(tensors: list) -> list[list]:
 def lr_at(step: int, section: Section, total_steps: int) -> float:
     """Learning rate of step `step`, counted from 0: linear warm-up, then the schedule.
 
-    Step `warmup_steps` is the first at the peak; the step after the last would have peak x final_lr_fraction, except
-    for `constant`. `cosine`: Loshchilov & Hutter 2017, SGDR, equation 5, one period. `cooldown`: the peak, then
-    linear (Hägele et al. 2024).
+    Step `warmup_steps` is the first at the peak; the step after the last would have peak x final_lr_fraction. `cosine`:
+    Loshchilov & Hutter 2017, equation 5, one period. `cooldown`: the peak, then linear (Hägele et al. 2024).
     """
     if step < section.warmup_steps:
         return section.lr * (step + 1) / (section.warmup_steps + 1)
@@ -133,10 +129,9 @@ def lr_at(step: int, section: Section, total_steps: int) -> float:
 
 
 class ExponentialMovingAverage(AveragedModel):
-    """Exponential moving average of a model's weights: decay x average + (1 - decay) x weights after each step.
+    """decay x average + (1 - decay) x weights after each step, from the weights after the first; the model's buffers.
 
-    Starts with the weights after the first step; buffers are the model's. torch's update copies the step count to the
-    device each time, which makes the host wait.
+    torch's update copies the step count to the device each time, which makes the host wait.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

@@ -35,7 +35,7 @@ class Precision:
         return nullcontext() if self.dtype is None else torch.autocast(self.device_type, self.dtype)
 
     def scaler(self) -> torch.amp.GradScaler:
-        """A loss scaler, disabled if none is needed."""
+        """Return a loss scaler, disabled if none is needed."""
         return torch.amp.GradScaler(self.device_type, enabled=self.needs_scaler)
 
 
@@ -60,10 +60,8 @@ def _best(device: torch.device) -> str:
 
 
 def micro_seed(seed: int, step: int, rank: int, micro_index: int) -> int:
-    """A 63-bit seed for the forward of one micro-batch, so that a second forward draws the same dropout masks.
-
-    Hashed, because neighbouring seeds give correlated streams.
-    """
+    """A 63-bit seed for the forward of one micro-batch, so that a second forward draws the same dropout masks."""
+    # Hashed, because neighbouring seeds give correlated streams.
     digest = blake2b(struct.pack("<4q", seed, step, rank, micro_index), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

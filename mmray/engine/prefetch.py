@@ -1,7 +1,6 @@
 """Prefetch: from the stream's micro-batches to a batch on the device, verified, without padding rows, one step ahead.
 
-Reads CPU tensors in sample order from data/stream/. Padding rows are removed here, because they would change
-BatchNorm's statistics and cost time in every encoder.
+Padding rows would change BatchNorm's statistics and cost time in every encoder.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ Ready = TypeVar("Ready")
 class LocalBatch:
     """One rank's part of a global batch: valid rows only, in as many micro-batches as on every other rank.
 
-    A micro-batch without valid rows has one filler row: a model may have collectives (synced BatchNorm), so all ranks
-    must run equally many forwards.
+    A micro-batch without valid rows has one filler row, because all ranks must run equally many forwards.
     """
 
     micro_batches: list[Batch]

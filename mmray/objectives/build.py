@@ -64,7 +64,7 @@ def parse_terms(kind: str) -> dict[str, float]:
 
 
 class Term(NamedTuple):
-    """One weighted objective of a sum such as `contrastive + 0.5 * matching`; each is divided by its own count."""
+    """One weighted objective of a sum; each is divided by its own count."""
 
     name: str
     weight: float
@@ -72,7 +72,7 @@ class Term(NamedTuple):
 
 
 class CombinedObjective:
-    """A sum of objectives, split into its global and its local losses."""
+    """A sum of objectives such as `contrastive + 0.5 * matching`, split into its global and its local losses."""
 
     def __init__(self, terms: list[Term]) -> None:
         self.objective_parts = ObjectiveParts(
@@ -105,7 +105,7 @@ class WeightedSum:
         self.gathered_inputs = _union(objective.gathered_inputs for objective in self._mining)
 
     def count(self, batch: Batch) -> Tensor:
-        """The terms' counts [K]."""
+        """Return the terms' counts [K]."""
         return torch.stack([term.objective.count(batch) for term in self._terms])
 
     def compute_loss(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any] | None = None) -> LossSums:

@@ -1,8 +1,7 @@
 """Image-text matching with hard negatives, for models with cross-attention.
 
-Each image is paired with its own caption and with a hard negative: a similar caption of another row. Negatives are
-sampled over the global batch as a function of the rows and their positions in the sample order, so the result
-does not depend on micro-batches, ranks or resumes.
+Negatives are a function of the rows of the global batch and their positions in the sample order, so they do not depend
+on micro-batches, ranks or resumes.
 """
 
 from __future__ import annotations

@@ -51,13 +51,10 @@ class Objective(Protocol):
 
 @runtime_checkable
 class HardNegativeMining(Protocol):
-    """A local loss whose rows first get a hard negative, sampled among all rows of the global batch.
+    """A local loss whose rows first get a hard negative, sampled among all rows of the global batch."""
 
-    `score_outputs`: outputs that the sampling reads. `gathered_inputs`: columns of the batch that it copies.
-    """
-
-    score_outputs: tuple[str, ...]
-    gathered_inputs: tuple[str, ...]
+    score_outputs: tuple[str, ...]  # outputs that the sampling reads
+    gathered_inputs: tuple[str, ...]  # columns of the batch that it copies
 
     def sample_hard_negatives(self, outputs: Outputs, batch: Batch, gathered: dict[str, Any]) -> Batch:
         """Further columns for the rows of a micro-batch, passed to the model with the batch.
@@ -70,13 +67,10 @@ class HardNegativeMining(Protocol):
 
 @runtime_checkable
 class Pairwise(Protocol):
-    """A global loss that is a sum over pairs, so it can be computed on a ring of ranks, `chunk` remote rows at a time.
+    """A global loss that is a sum over pairs, so it can be computed on a ring of ranks."""
 
-    `rotating_outputs`: outputs sent around the ring; the others in `gathered_outputs` stay on their rank.
-    """
-
-    rotating_outputs: tuple[str, ...]
-    chunk: int
+    rotating_outputs: tuple[str, ...]  # sent around the ring; the others in `gathered_outputs` stay on their rank
+    chunk: int  # remote rows at a time
 
     def pairwise_loss(
         self, outputs: Outputs, valid: Tensor, remote: Outputs, remote_valid: Tensor, offset: int | None
@@ -114,7 +108,5 @@ class ObjectiveParts:
 
 def split_objective(objective: Any) -> ObjectiveParts:
     """Split an objective into its global and its local loss."""
-    if hasattr(objective, "objective_parts"):
-        parts: ObjectiveParts = objective.objective_parts
-        return parts
-    return ObjectiveParts(objective, None) if objective.gathered_outputs else ObjectiveParts(None, objective)
+    own = ObjectiveParts(objective, None) if objective.gathered_outputs else ObjectiveParts(None, objective)
+    return getattr(objective, "objective_parts", own)

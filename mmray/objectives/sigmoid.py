@@ -1,8 +1,4 @@
-"""SigLIP's sigmoid loss: a binary cross-entropy for each image-text pair of the global batch.
-
-It needs no softmax over all rows, so texts travel around a ring of ranks (engine/grad_cache.py), and memory does not
-grow with the number of ranks.
-"""
+"""SigLIP's sigmoid loss: a binary cross-entropy for each image-text pair, computed on a ring of ranks."""
 
 from __future__ import annotations
 
