@@ -174,17 +174,16 @@ def _take_step(run: _Run, batch: LocalBatch) -> StepResult:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            smaller = smaller_micro(progress.micro)
             details = oom.describe_rank_error(plan, step, rank, spec.names, error_text(error))
-            raise OutOfMemoryError(oom.step_oom_message(step, progress.micro, [details], smaller), smaller) from error
+            text = oom.step_oom_message(step, progress.micro, [details])
+            raise OutOfMemoryError(text, smaller_micro(progress.micro)) from error
         # Outside `except`: the traceback would keep the step's tensors alive.
         del micro_batches
-        smaller = smaller_micro(progress.micro)
-        details = own_error and oom.describe_rank_error(plan, step, rank, spec.names, own_error)
-        text = oom.step_oom_message(step, progress.micro, spec.group.all_gather_objects(details), smaller)
-        if smaller == 0:
+        details = oom.describe_rank_error(plan, step, rank, spec.names, own_error)
+        text = oom.step_oom_message(step, progress.micro, spec.group.all_gather_objects(details))
+        progress.micro = smaller_micro(progress.micro)
+        if progress.micro == 0:
             raise OutOfMemoryError(text)
-        progress.micro = smaller
         run.state.optimizer.zero_grad(set_to_none=True)
         run.state = replace(run.state, model=parallel.rewrap(run.state.model, spec.group, run.layout))
         if spec.group.device.type == "cuda":

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from mmray.data.stream.order import SamplePlan
+from mmray.engine.batch import smaller_micro
 from mmray.engine.collectives import Group
 from mmray.engine.metrics.timers import PhaseTimers
 from mmray.errors import is_out_of_memory
@@ -73,17 +74,20 @@ def row_numbers(rows: list[int]) -> list[str]:
 
 
 def describe_rank_error(plan: SamplePlan, step: int, rank: int, names: RowNames, error: str) -> str:
-    """Format a rank's rows of step `step` (from 0), the first of them by name, and its error."""
+    """Format a rank's rows of step `step` (from 0), the first of them by name, and its error; empty without one."""
+    if not error:
+        return ""
     positions = plan.positions(step, rank)
     rows = [int(row) for row in plan.rows_at(positions[positions >= 0])]
     more = f" and {len(rows) - MAX_NAMED} more" if len(rows) > MAX_NAMED else ""
     return f"rank {rank}, with {', '.join(names(rows[:MAX_NAMED]))}{more}: {error.splitlines()[0]}"
 
 
-def step_oom_message(step: int, micro: int, errors: list[str], smaller: int) -> str:
-    """Out of memory in step `step` (from 0); `smaller`: rows of the next micro-batches, 0: none."""
-    before = f"out of memory at step {step + 1} with micro-batches of {micro} rows"
-    where = "; ".join(error for error in errors if error)
-    if smaller == 0:
-        return f"{before} ({where}): a single row does not fit: {ADVICE}"
-    return f"{before} ({where}); retrying the same rows with {smaller} at a time"
+def step_oom_message(step: int, micro: int, errors: list[str]) -> str:
+    """Format an OOM of step `step` (from 0), and the errors of the ranks that have one."""
+    smaller = smaller_micro(micro)
+    retry = (
+        f"; retrying the same rows with {smaller} at a time" if smaller else f": a single row does not fit: {ADVICE}"
+    )
+    errors = [error for error in errors if error]
+    return f"out of memory at step {step + 1} with micro-batches of {micro} rows ({'; '.join(errors)}){retry}"

@@ -85,12 +85,19 @@ def _train(
     writer = _checkpoint_manager(job, group, model, line)
     main = writer if group.rank == 0 else None
     callbacks = [*(plugins.load_class(name, "train.callbacks")() for name in config.train.callbacks), pulse]
+
+    def report_hint(wait_share: float) -> None:
+        kind = "GPU" if device.type == "cuda" else "CPU"
+        sides = config.prepare.image_side, config.model.inputs.image_side
+        hint = input_bound_hint(wait_share, job.data_workers, *sides, kind)
+        if hint is not None:
+            line.note("throughput", hint)
+
     log = None
     if main is not None:
         log = main.log_from(start.step)
         line.report({"wasted_steps": log.wasted_steps})
-        hint = InputBoundHint(partial(_report_hint, job, line, device))
-        callbacks += [ProgressReporter(line.report, main), hint]
+        callbacks += [ProgressReporter(line.report, main), InputBoundHint(report_hint)]
 
     def save(step: int, state: State, metrics: dict[str, Any], last: bool) -> float | None:
         return None if writer is None else writer.save(step, start.plan.rows_start(step), state, metrics, last)
@@ -183,14 +190,6 @@ def _evaluator(
             )
 
     return evaluate
-
-
-def _report_hint(job: WorkerContext, line: DriverHandle, device: torch.device, wait_share: float) -> None:
-    config, kind = job.config, "GPU" if device.type == "cuda" else "CPU"
-    sides = config.prepare.image_side, config.model.inputs.image_side
-    hint = input_bound_hint(wait_share, job.data_workers, *sides, kind)
-    if hint is not None:
-        line.note("throughput", hint)
 
 
 def _row_keys(reader: RowReader, rows: list[int]) -> list[str]:

@@ -48,8 +48,6 @@ class BranchParallel(nn.Module):
         self._anchor = torch.zeros((), requires_grad=True)  # makes autograd call the join's backward
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the model's outputs on the first device."""
-
         def run(index: int) -> Tensor:
             branch, columns = self._branches[index]
             output: Tensor = branch(*(batch[name] for name in columns))
@@ -63,7 +61,7 @@ class BranchParallel(nn.Module):
         return embeds | self.module.scalar_outputs()  # type: ignore[operator]
 
     def backward(self, outputs: list[Tensor], gradients: tuple[Tensor, ...]) -> None:
-        """Run the backward on both devices concurrently, from the gradients of the joined outputs."""
+        """Run the backward of both devices from the gradients of the joined outputs."""
         self._run_both(lambda index: outputs[index].requires_grad and outputs[index].backward(gradients[index]))
 
     def idle(self) -> dict[str, float]:
