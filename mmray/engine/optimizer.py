@@ -90,8 +90,9 @@ def grad_norms(groups: ClipGroups) -> Tensor:
     for group in groups.values():
         parts = [get_total_norm(gradients) for gradients in _by_kind([p.grad for p in group if p.grad is not None])]
         parts = [part.full_tensor() if isinstance(part, DTensor) else part for part in parts] or [torch.zeros(())]
-        whole = torch.stack([part.to(parts[0].device) for part in parts])
-        norms.append(parts[0] if len(parts) == 1 else torch.linalg.vector_norm(whole))
+        if len(parts) > 1:
+            parts = [torch.linalg.vector_norm(torch.stack([part.to(parts[0].device) for part in parts]))]
+        norms += parts
     return torch.stack([norm.to(norms[0].device) for norm in norms])  # branches may be on two devices
 
 
@@ -112,8 +113,8 @@ def _by_kind(tensors: list) -> list[list]:
 def lr_at(step: int, section: Section, total_steps: int) -> float:
     """Learning rate of step `step`, counted from 0: linear warm-up, then the schedule.
 
-    Step `warmup_steps` is the first at the peak; the step after the last would have peak x final_lr_fraction. `cosine`:
-    Loshchilov & Hutter 2017, equation 5, one period. `cooldown`: the peak, then linear (Hägele et al. 2024).
+    Step `warmup_steps` is the first at the peak; except for `constant`, the step after the last would have peak x
+    final_lr_fraction. `cosine`: Loshchilov & Hutter 2017, equation 5. `cooldown`: Hägele et al. 2024.
     """
     if step < section.warmup_steps:
         return section.lr * (step + 1) / (section.warmup_steps + 1)
