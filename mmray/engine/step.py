@@ -147,8 +147,8 @@ def embed(
         with wrap.maybe_no_sync(model, last=len(micro_batches) == 1):
             first.append(forward_micro_batch(state, model, micro_batches[0], batch, 0, seed_of))
     embedded = [{name: outputs[name].detach() for name in names} for outputs in first]
-    inner, missing = wrap.without_sync(model), range(len(first), len(micro_batches))
-    with torch.no_grad(), wrap.preserve_buffers(wrap.unwrap(model)) if missing else nullcontext():
+    inner, missing = wrap.unwrap(model), range(len(first), len(micro_batches))
+    with torch.no_grad(), wrap.preserve_buffers(inner) if missing else nullcontext():
         for index in missing:
             outputs = forward_micro_batch(state, inner, micro_batches[index], batch, index, seed_of)
             embedded.append({name: outputs[name].detach() for name in names})
@@ -182,10 +182,10 @@ def apply_update(state: TrainState, stop_votes: Tensor) -> tuple[dict[str, float
 @torch.no_grad()
 def nonfinite_samples(state: TrainState, batch: LocalBatch) -> Tensor:
     """Positions in the sample order of this rank's rows whose model outputs are not finite, int64 on the CPU."""
-    model, positions = wrap.without_sync(state.model), [torch.zeros(0, dtype=torch.int64)]
+    model, positions = wrap.unwrap(state.model), [torch.zeros(0, dtype=torch.int64)]
     mining = split_objective(state.objective).mining
     for index, micro in enumerate(batch.micro_batches):
-        with wrap.preserve_buffers(wrap.unwrap(model)):
+        with wrap.preserve_buffers(model):
             outputs = forward_micro_batch(state, model, micro, batch, index, lambda _: 0)
             if mining is not None:  # negatives from the same micro-batch, to check the outputs of pairs as well
                 near = {name: outputs[name] for name in mining.score_outputs}

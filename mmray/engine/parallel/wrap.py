@@ -86,13 +86,8 @@ def has_inner_collectives(model: nn.Module) -> bool:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the module inside a wrapped model."""
+    """Return the module inside a wrapped model; only under FSDP its forward communicates, to gather weights."""
     return model.module if isinstance(model, DistributedDataParallel | BranchParallel) else model
-
-
-def without_sync(model: nn.Module) -> nn.Module:
-    """Return the module for a forward without backward; only FSDP still communicates, to gather weights."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def maybe_no_sync(model: nn.Module, last: bool) -> AbstractContextManager[None]:
