@@ -84,7 +84,7 @@ def whole(model: torch.nn.Module) -> torch.Tensor:
 def ring(group: Group) -> dict[str, Any]:
     """Sizes that the objective sees at once, and whether anything was gathered."""
     seen, objective = [], toy.objective("0.5 * sigmoid")
-    inner = objective.objective_parts.global_loss._term.objective
+    inner = objective.objective_parts.global_loss._terms[0].objective
     objective.objective_parts.global_loss.chunk = 3
     pairs = inner.pairwise_loss
     inner.pairwise_loss = lambda *given: (seen.append((len(given[1]), len(given[3]))), pairs(*given))[1]
