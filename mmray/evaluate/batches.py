@@ -36,6 +36,26 @@ EvalRow = tuple[np.ndarray, Block, list[Any], int]
 EvalRowOrError = EvalRow | FileNotFoundError | ValueError
 
 
+class EvalDataset:
+    """Held-out rows and the settings that turn them into model inputs; base class of the evaluators.
+
+    Unless `prepare` decoded the images, they are first decoded in another process, because a decoder that crashes would
+    kill this one.
+    """
+
+    def __init__(
+        self,
+        prepared: PreparedSet,
+        inputs: Inputs,
+        tokenizer_json: str,
+        settings: Evaluate,
+        max_pixels: int = MAX_PIXELS,
+    ) -> None:
+        self.prepared, self.inputs, self.settings, self.max_pixels = prepared, inputs, settings, max_pixels
+        self.encoder = build_encoder(tokenizer_json, inputs)
+        self.sandbox = None if prepared.manifest.is_decoded else SandboxedDecoders()
+
+
 @dataclass
 class EvalBatches:
     """Batches of one rank's part of the first `limit` rows; can be iterated repeatedly.
@@ -43,32 +63,26 @@ class EvalBatches:
     A batch: image uint8 [B, 3, S, S]; row, label int64 [B] (-1: no label); input_ids, attention_mask int64 [C, T], all
     captions of these rows; owner int64 [C], the row of each caption; text_id int64 [C], equal for equal captions;
     labels and image_pos for generative models, boxes with `inputs.max_boxes` (data/stream/collate.py). Unreadable rows
-    are listed in `skipped`; a failing object store raises OSError. With `sandbox`, images are first decoded in another
-    process, because a decoder that crashes would kill this one.
+    are listed in `skipped`; a failing object store raises OSError.
     """
 
-    prepared: PreparedSet
-    inputs: Inputs
-    encoder: Any  # of data/text/chat.py build_encoder
-    batch: int
-    limit: int | None = None
+    data: EvalDataset
     rank: int = 0
     world: int = 1
-    max_pixels: int = MAX_PIXELS
-    sandbox: SandboxedDecoders | None = None
+    limit: int | None = None
     skipped: list[str] = field(default_factory=list)
 
     @property
     def rows(self) -> np.ndarray:
         """Row numbers of this rank: contiguous parts that cover the set and differ by at most one row."""
-        limit = min(self.prepared.num_rows, self.limit or self.prepared.num_rows)
+        limit = min(self.data.prepared.num_rows, self.limit or self.data.prepared.num_rows)
         return np.array_split(np.arange(limit), self.world)[self.rank]
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield batches with at least one row each."""
         self.skipped.clear()
-        rows = self.rows
-        parts = [rows[start : start + self.batch] for start in range(0, len(rows), self.batch)]
+        rows, size = self.rows, self.data.settings.batch
+        parts = [rows[start : start + size] for start in range(0, len(rows), size)]
         with closing(self), ThreadPoolExecutor(min(16, cores()), thread_name_prefix="mmray-eval") as pool:
             # A few adjacent rows per task, so a store gets one request for them; `map` submits when it is called.
             ahead: Iterator[list[EvalRowOrError]] = iter(())
@@ -80,14 +94,14 @@ class EvalBatches:
 
     def close(self) -> None:
         """Stop the sandbox processes; the next row restarts them."""
-        if self.sandbox is not None:
-            self.sandbox.close()
+        if self.data.sandbox is not None:
+            self.data.sandbox.close()
 
     def _read(self, rows: np.ndarray) -> list[EvalRowOrError]:
         """Read rows; a row that fails becomes its exception."""
         records: list[Row | None]
         try:
-            records = [*self.prepared.read(rows)]
+            records = [*self.data.prepared.read(rows)]
         except ROW_ERRORS:  # of one row: read them one by one
             records = [None] * len(rows)
         results: list[EvalRowOrError] = []
@@ -100,21 +114,22 @@ class EvalBatches:
 
     def read(self, row: int) -> EvalRow:
         """Pixels, box columns, texts and label of one row. Raises OSError or ValueError (BadImage is one)."""
-        return self._convert(self.prepared.read(np.array([row]))[0])
+        return self._convert(self.data.prepared.read(np.array([row]))[0])
 
     def _convert(self, record: Row) -> EvalRow:
         if not record.checksum_ok:
             raise ValueError(f"{record.key} ({record.source}): image digest does not match the prepared set")
-        if self.sandbox is not None:
-            self.sandbox.check(record.key, record.image, self.max_pixels)
-        inputs, rgb = self.inputs, decode(record.image, self.max_pixels)
+        data, inputs = self.data, self.data.inputs
+        if data.sandbox is not None:
+            data.sandbox.check(record.key, record.image, data.max_pixels)
+        rgb = decode(record.image, data.max_pixels)
         columns = boxes.empty_box_columns(1, inputs.max_boxes)
         if inputs.max_boxes and record.boxes:
             size = (rgb.shape[1], rgb.shape[0])
             model_boxes, labels, count = boxes.transform_boxes(record.boxes, record.box_labels or [], size, inputs)
             columns = {"boxes": model_boxes[None], "box_labels": labels[None], "num_boxes": np.array([count], np.int32)}
         label = NO_LABEL if record.label is None else record.label
-        return transform(rgb, inputs), columns, self.encoder.texts_of(record), label
+        return transform(rgb, inputs), columns, data.encoder.texts_of(record), label
 
     def _collate(self, rows: np.ndarray, records: Iterable[EvalRowOrError]) -> Batch | None:
         """Collate the readable rows; None if there are none."""
@@ -130,7 +145,7 @@ class EvalBatches:
             return None
         pixels, boxed, texts_of_row, labels = zip(*(record for _, record in readable), strict=True)
         texts = [text for texts in texts_of_row for text in texts]
-        columns = self.encoder.columns(texts)
+        columns = self.data.encoder.columns(texts)
         ids, num_tokens = columns["input_ids"], columns["num_tokens"]
         return (
             label_columns(columns, ids.shape[1])
@@ -145,24 +160,3 @@ class EvalBatches:
                 "text_id": torch.tensor([key_id(str(text)) for text in texts]),
             }
         )
-
-
-class EvalDataset:
-    """Held-out rows and the settings that turn them into model inputs; base class of the evaluators."""
-
-    def __init__(
-        self,
-        prepared: PreparedSet,
-        inputs: Inputs,
-        tokenizer_json: str,
-        settings: Evaluate,
-        max_pixels: int = MAX_PIXELS,
-    ) -> None:
-        self._prepared, self._inputs, self._settings, self._max_pixels = prepared, inputs, settings, max_pixels
-        self._encoder = build_encoder(tokenizer_json, inputs)
-        self._sandbox = None if prepared.manifest.is_decoded else SandboxedDecoders()
-
-    def _batches(self, rank: int, world: int, limit: int | None) -> EvalBatches:
-        """One rank's part of the first `limit` rows."""
-        rows = (self._prepared, self._inputs, self._encoder, self._settings.batch)
-        return EvalBatches(*rows, limit, rank, world, self._max_pixels, self._sandbox)

@@ -14,8 +14,6 @@ from mmray.models import protocol
 if TYPE_CHECKING:
     from mmray.config import Config
 
-BEST_METRIC = {True: "evaluate/loss", False: "evaluate/recall_at_1/mean"}  # by is_generative
-
 
 def build_evaluator(config: Config, prepared: PreparedSet, tokenizer_json: str) -> Any:
     """Build the evaluator for this run's kind of model over a set of held-out rows."""
@@ -36,4 +34,4 @@ def is_generative(config: Config) -> bool:
 
 def best_metric(config: Config) -> str:
     """The metric that selects the best checkpoint."""
-    return BEST_METRIC[is_generative(config)]
+    return "evaluate/loss" if is_generative(config) else "evaluate/recall_at_1/mean"

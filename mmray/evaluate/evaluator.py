@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,18 +27,7 @@ TOP_K = (1, 5)
 CHUNK = 4096  # gallery rows scored at once; memory is CHUNK x CHUNK
 
 
-class Group(Protocol):
-    """The methods of engine/collectives.py:Group that evaluation uses."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world(self) -> int: ...
-    @property
-    def device(self) -> torch.device: ...
-
-    def all_gather_variable(self, rows: Tensor) -> Tensor:
-        """Concatenate the rows of all ranks in rank order; their number may differ by rank."""
+Group = Any  # engine/collectives.py:Group: rank, world, device and all_gather_variable
 
 
 class Evaluator(EvalDataset):
@@ -57,8 +46,8 @@ class Evaluator(EvalDataset):
         The model's mode is restored. `show`, on one rank or none, is called with examples of hits and misses. Raises
         DataError on every rank if no row could be read.
         """
-        settings = self._settings
-        batches = self._batches(group.rank, group.world, settings.limit)
+        settings = self.settings
+        batches = EvalBatches(self, group.rank, group.world, settings.limit)
         embedded = embed_dataset(model, batches, group, objective, CHUNK)
         bad_rows = int(group.all_gather_variable(torch.tensor([len(batches.skipped)])).sum())
         if len(embedded.row) == 0:
@@ -66,8 +55,8 @@ class Evaluator(EvalDataset):
         ranks = retrieval_ranks(embedded, group, CHUNK)
         metrics = retrieval_scores(embedded, ranks, group, objective, global_rows, CHUNK)
         if show is not None:
-            show(retrieval_examples(embedded, ranks, self._prepared, CHUNK, group.device, self._max_pixels))
-        if classes := settings.classes or self._prepared.manifest.class_names:
+            show(retrieval_examples(embedded, ranks, self.prepared, CHUNK, group.device, self.max_pixels))
+        if classes := settings.classes or self.prepared.manifest.class_names:
             metrics |= self._zero_shot(model, embedded, group, classes)
         if (head := getattr(model, "class_head", None)) is not None:
             metrics |= topk_accuracy(embedded.class_correct, "classification", head.out_features)
@@ -83,12 +72,12 @@ class Evaluator(EvalDataset):
 
         Source: prompt ensembling of Radford et al. 2021 (CLIP), section 3.1.4.
         """
-        prompts, language = self._settings.prompts, self._settings.language
+        prompts, language = self.settings.prompts, self.settings.language
         texts = [prompt.replace("{}", name) for name in classes for prompt in prompts]
-        ids, num_tokens = self._encoder.encode([self._encoder.format_caption(text, language) for text in texts])
+        ids, num_tokens = self.encoder.encode([self.encoder.format_caption(text, language) for text in texts])
         mask = (torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]).long()
         with eval_mode(model):
-            text = _embed_texts(model, torch.from_numpy(ids.astype("int64")), mask, self._settings.batch, group.device)
+            text = _embed_texts(model, torch.from_numpy(ids.astype("int64")), mask, self.settings.batch, group.device)
         weights = F.normalize(text.unflatten(0, (len(classes), len(prompts))).mean(dim=1), dim=1)
         correct, mine = torch.zeros(len(TOP_K) + 1, dtype=torch.int64), slice(group.rank, None, group.world)
         chunks = zip(embedded.image[mine].split(CHUNK), embedded.label[mine].split(CHUNK), strict=True)
@@ -136,12 +125,10 @@ def _ranks(
     queries: Tensor, gallery: Tensor, correct: Tensor, group: Group, chunk: int, copies: Tensor | None = None
 ) -> Tensor:
     """`compute_ranks`, each rank of the group on its part of the queries."""
-    mine = slice(group.rank, None, group.world)
-    own = correct[:, correct[0] % group.world == group.rank]
-    own = torch.stack([own[0] // group.world, own[1]])
-    ranks = group.all_gather_variable(compute_ranks(queries[mine], gallery, own, chunk, group.device, copies)).cpu()
-    interleaved = torch.cat([torch.arange(len(queries))[rank :: group.world] for rank in range(group.world)])
-    return torch.empty_like(ranks).scatter_(0, interleaved, ranks)
+    share = torch.arange(len(queries)).tensor_split(group.world)[group.rank]
+    first, end = (int(share[0]), int(share[-1]) + 1) if len(share) else (0, 0)
+    own = correct[:, (correct[0] >= first) & (correct[0] < end)] - torch.tensor([[first], [0]])
+    return group.all_gather_variable(compute_ranks(queries[first:end], gallery, own, chunk, group.device, copies)).cpu()
 
 
 def retrieval_scores(
@@ -154,8 +141,7 @@ def retrieval_scores(
     metrics: dict[str, float] = {}
     for direction, values in ranks.items():
         metrics |= retrieval_metrics(values, direction)
-    both = [metrics[f"recall_at_1/{direction}"] for direction in ("image_to_text", "text_to_image")]
-    metrics["recall_at_1/mean"] = sum(both) / 2
+    metrics["recall_at_1/mean"] = sum(metrics[f"recall_at_1/{direction}"] for direction in ranks) / 2
     global_loss = split_objective(objective).global_loss
     if global_loss is not None and set(global_loss.gathered_outputs) <= {"image_embed", "text_embed"}:
         metrics["loss"] = _loss(embedded, group, global_loss, global_rows, chunk)
@@ -169,12 +155,12 @@ def embed_dataset(
     """Embed the rows of all ranks; every rank gets all embeddings, gathered `chunk` rows at a time."""
     with eval_mode(model):
         # A synthetic row: a rank without rows needs the width and the scalar outputs too.
-        outputs = model(synthetic_batch(batches.inputs, 1, 1, group.device))
+        outputs = model(synthetic_batch(batches.data.inputs, 1, 1, group.device))
         none, correct = torch.zeros(0, dtype=torch.int64), torch.zeros(0, len(TOP_K) + 1, dtype=torch.int64)
         width = outputs["image_embed"][:0].float().cpu()
         empty = {"row": none, "image": width, "owner": none, "text_id": none, "text": width, "label": none}
         parts = [empty | {"class_correct": correct, "region_correct": correct}]
-        parts += [_embed_batch(model, batch, batches.batch, group.device) for batch in batches]
+        parts += [_embed_batch(model, batch, batches.data.settings.batch, group.device) for batch in batches]
     mine = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     gathered = {name: _gather(mine[name], group, chunk) for name in mine}
     by_row, by_owner = gathered["row"].argsort(), gathered["owner"].argsort(stable=True)
@@ -238,33 +224,20 @@ def _gather(rows: Tensor, group: Group, chunk: int) -> Tensor:
 def _loss(embedded: EmbeddingSet, group: Group, objective: Objective, global_rows: int, chunk: int) -> float:
     """Mean loss over consecutive groups of `global_rows` rows with their first captions; the last may be smaller.
 
-    Groups and the order of summation do not depend on the number of ranks.
+    Groups and the order of summation do not depend on the number of ranks. `chunk` rows are scored at a time.
     """
-    first_caption = torch.searchsorted(embedded.owner, embedded.row)
-    spans = [(start, min(start + global_rows, len(embedded.row))) for start in range(0, len(embedded.row), global_rows)]
-    sums = [torch.zeros(0, 3, dtype=torch.float64)]
-    for index in range(group.rank, len(spans), group.world):
-        rows = slice(*spans[index])
-        image, text = embedded.image[rows], embedded.text[first_caption[rows]]
-        total, count = _loss_of_group(image, text, embedded.scalar_outputs, group.device, objective, chunk)
-        sums.append(torch.tensor([[index, total, count]], dtype=torch.float64))
-    gathered = group.all_gather_variable(torch.cat(sums)).cpu()
-    _, total, count = gathered[gathered[:, 0].argsort()].sum(dim=0).tolist()
-    return total / count
-
-
-def _loss_of_group(
-    image: Tensor, text: Tensor, shared: dict[str, Tensor], device: torch.device, objective: Objective, chunk: int
-) -> tuple[float, float]:
-    """(loss sum, count) of a group of pairs [G, D], `chunk` rows against all at a time."""
-    image, text = image.to(device), text.to(device)
-    valid = torch.ones(len(image), dtype=torch.bool, device=device)
-    total = count = 0.0
-    with torch.autocast(device.type, enabled=False):  # as in training, the loss is computed in float32
-        for start in range(0, len(image), chunk):
-            rows = slice(start, start + chunk)
-            gathered = {"image_embed": image, "text_embed": text, "valid": valid, "offset": start}
-            outputs = {"image_embed": image[rows], "text_embed": text[rows], **shared}
-            loss_sum, rows_counted, _ = objective.compute_loss(outputs, {"valid": valid[rows]}, gathered)
-            total, count = total + float(loss_sum.sum()), count + float(rows_counted.reshape(-1)[0])
-    return total, count
+    texts = embedded.text[torch.searchsorted(embedded.owner, embedded.row)]
+    pairs = list(zip(embedded.image.split(global_rows), texts.split(global_rows), strict=True))
+    sums = torch.zeros(len(pairs), 2, dtype=torch.float64)  # loss sum and count
+    for index in range(group.rank, len(pairs), group.world):
+        image, text = (side.to(group.device) for side in pairs[index])
+        valid = torch.ones(len(image), dtype=torch.bool, device=group.device)
+        with torch.autocast(group.device.type, enabled=False):  # as in training, the loss is computed in float32
+            for start in range(0, len(image), chunk):
+                rows = slice(start, start + chunk)
+                gathered = {"image_embed": image, "text_embed": text, "valid": valid, "offset": start}
+                outputs = {"image_embed": image[rows], "text_embed": text[rows], **embedded.scalar_outputs}
+                loss_sum, count, _ = objective.compute_loss(outputs, {"valid": valid[rows]}, gathered)
+                sums[index] += torch.tensor([float(loss_sum.sum()), float(count.reshape(-1)[0])], dtype=torch.float64)
+    total, count = group.all_gather_variable(sums[None]).sum(0).sum(0).tolist()  # exact over the ranks
+    return float(total / count)

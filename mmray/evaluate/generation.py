@@ -90,18 +90,18 @@ def answer_scores(model: Any, batches: EvalBatches, group: Group, max_new_tokens
     results: list[Any] = []
     numbers = batches.rows.tolist()
     with closing(batches):
-        for start in range(0, len(numbers), batches.batch):
+        for start in range(0, len(numbers), batches.data.settings.batch):
             part = []
-            for row in numbers[start : start + batches.batch]:
+            for row in numbers[start : start + batches.data.settings.batch]:
                 try:
                     image, _, conversations, _ = batches.read(row)
                 except ROW_ERRORS:
                     continue  # counted where the loss is computed
-                part.append((row, image, *batches.encoder.prompt_and_references(conversations)))
+                part.append((row, image, *batches.data.encoder.prompt_and_references(conversations)))
             if part:
                 rows, images, questions, references = zip(*part, strict=True)
                 pixels = torch.from_numpy(np.stack(images))
-                answers = model.answer(batches.encoder, pixels, questions, max_new_tokens)
+                answers = model.answer(batches.data.encoder, pixels, questions, max_new_tokens)
                 results += zip(rows, answers, references, strict=True)
     lines = "".join(json.dumps(row) + "\n" for row in results).encode()
     gathered = group.all_gather_variable(torch.frombuffer(bytearray(lines or b"\n"), dtype=torch.uint8))
@@ -129,8 +129,8 @@ class GenerationEvaluator(EvalDataset):
         With `evaluate.num_generations` also bleu_4, cider and answered. Raises DataError on every rank if no row is
         readable.
         """
-        settings = self._settings
-        batches = self._batches(group.rank, group.world, settings.limit)
+        settings = self.settings
+        batches = EvalBatches(self, group.rank, group.world, settings.limit)
         sums = torch.zeros(5, dtype=torch.float64)  # loss, tokens, correct tokens, rows, bad rows
         with eval_mode(model):
             for batch in batches:
@@ -150,7 +150,7 @@ class GenerationEvaluator(EvalDataset):
         if settings.num_generations:
             with eval_mode(model):
                 limit = min(settings.num_generations, settings.limit or settings.num_generations)
-                batches = self._batches(group.rank, group.world, limit)
+                batches = EvalBatches(self, group.rank, group.world, limit)
                 answers = answer_scores(model, batches, group, settings.max_new_tokens)
         return answers | {
             "loss": mean,

@@ -92,7 +92,11 @@ def compute_ranks(
             query = queries[first : first + chunk].to(device, torch.float32)
             low, high = torch.searchsorted(correct[0], torch.tensor([first, first + len(query)])).tolist()
             pairs = torch.stack([correct[0, low:high] - first, correct[1, low:high]])
-            threshold = _best_correct(query, gallery, pairs, chunk)[:, None] - TIE
+            best = query.new_full((len(query),), -torch.inf)  # score of the best correct answer; NaN if one is NaN
+            for row, column in zip(*(side.split(chunk) for side in pairs), strict=True):
+                scores = (query[row.to(device)] * gallery[column].to(device, torch.float32)).sum(dim=1)
+                best.scatter_reduce_(0, row.to(device), scores, "amax")
+            threshold = best[:, None] - TIE
             before = torch.zeros(len(query), dtype=torch.int64, device=device)
             for start in range(0, len(gallery), chunk):
                 columns = slice(start, start + chunk)
@@ -125,17 +129,6 @@ def retrieval_metrics(ranks: Tensor, direction: str) -> dict[str, float]:
     metrics = {f"recall_at_{k}/{direction}": (ranks <= k).double().mean().item() for k in RECALL_AT}
     middle = ranks.sort().values[[(len(ranks) - 1) // 2, len(ranks) // 2]]
     return metrics | {f"median_rank/{direction}": middle.double().mean().item()}
-
-
-def _best_correct(query: Tensor, gallery: Tensor, pairs: Tensor, chunk: int) -> Tensor:
-    """Score of the best correct answer of each query, float32 [Q] on the device of `query` (NaN if one is NaN)."""
-    best = query.new_full((len(query),), -torch.inf)
-    for start in range(0, pairs.shape[1], chunk):
-        row, column = pairs[:, start : start + chunk]
-        row = row.to(query.device)
-        scores = (query[row] * gallery[column].to(query.device, torch.float32)).sum(dim=1)
-        best.scatter_reduce_(0, row, scores, "amax")
-    return best
 
 
 @contextmanager

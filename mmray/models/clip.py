@@ -1,8 +1,7 @@
 """Dual encoders: image branch, text branch and temperature; transformers' CLIP and SigLIP in this form.
 
-The encoders are those of transformers with scaled-dot-product attention. Only the forward pass is reimplemented: it
-pools captions at their last token, can drop patches in training, and builds no mask that synchronises the GPU.
-transformers is imported when a model is built, because the import takes seconds.
+Only the forward pass is reimplemented: it pools captions at their last token, can drop patches in training, and builds
+no mask that synchronises the GPU. transformers is imported when a model is built, because the import takes seconds.
 Sources: Radford et al. 2021 (CLIP, arXiv:2103.00020), Zhai et al. 2023 (SigLIP, arXiv:2303.15343), patch dropout of
 Li et al. 2023 (FLIP, arXiv:2212.00794).
 """
@@ -122,7 +121,7 @@ class Clip(HfModel, DualEncoder):
 
     def __init__(self, spec: ClipSection, vocab_size: int, architecture: dict[str, Any] | None = None) -> None:
         net = self.build_hf(spec, vocab_size, architecture)
-        image = ClipImage(net.vision_model, net.visual_projection, spec.inputs, spec.patch_dropout)
+        image = VisionBranch(net.vision_model, net.visual_projection, spec.inputs, spec.patch_dropout)
         super().__init__(image, ClipText(net.text_model, net.text_projection), spec)
         self._config = net.config
         if architecture is None and spec.weights != "none":
@@ -167,7 +166,7 @@ class Siglip(HfModel, DualEncoder):
                 f"model.pad_id: {text.pad_token_id} is not a token of a model with {text.vocab_size} embedding rows; "
                 "set the pad id of the tokenizer"
             )
-        image = SiglipImage(net.vision_model, spec.inputs, spec.patch_dropout)
+        image = VisionBranch(net.vision_model, None, spec.inputs, spec.patch_dropout)
         super().__init__(image, SiglipText(net.text_model, text), spec)
         self._config = net.config
         if architecture is None and spec.weights != "none":
@@ -201,22 +200,25 @@ def _text_config(spec: Any, vocab_size: int) -> dict[str, int | None]:
     return transformer_config(spec.text) | sizes | {"bos_token_id": None, "eos_token_id": None}  # set at export
 
 
-class ClipImage(nn.Module):
-    """CLIP's vision transformer: the projected class token."""
+class VisionBranch(nn.Module):
+    """The vision transformer of CLIP (projected class token) or, without `project`, of SigLIP (attention pooling)."""
 
-    def __init__(self, tower: Any, project: nn.Linear, inputs: Inputs, patch_dropout: float) -> None:
+    def __init__(self, tower: Any, project: nn.Linear | None, inputs: Inputs, patch_dropout: float) -> None:
         super().__init__()
         self.pixels, self.tower, self.project = NormalizePixels(inputs.mean, inputs.std), tower, project
         self.patch_dropout = patch_dropout
 
     def forward(self, image: Tensor) -> Tensor:
         """Pixels uint8 [B, 3, S, S] -> L2-normalised embeddings [B, D]."""
-        hidden = self.tower.embeddings(self.pixels(image))
+        hidden, tower = self.tower.embeddings(self.pixels(image)), self.tower
         if self.training and self.patch_dropout:
-            patches = drop_patches(hidden[:, 1:], self.patch_dropout)
-            hidden = torch.cat([hidden[:, :1], patches], dim=1)
-        hidden = self.tower.encoder(inputs_embeds=self.tower.pre_layrnorm(hidden)).last_hidden_state
-        return l2_normalize(self.project(self.tower.post_layernorm(hidden[:, 0])))
+            prefix = 0 if self.project is None else 1  # the class token
+            patches = drop_patches(hidden[:, prefix:], self.patch_dropout)
+            hidden = torch.cat([hidden[:, :prefix], patches], dim=1)
+        if self.project is None:
+            return l2_normalize(tower.head(tower.post_layernorm(tower.encoder(inputs_embeds=hidden).last_hidden_state)))
+        hidden = tower.encoder(inputs_embeds=tower.pre_layrnorm(hidden)).last_hidden_state
+        return l2_normalize(self.project(tower.post_layernorm(hidden[:, 0])))
 
 
 class ClipText(nn.Module):
@@ -234,23 +236,6 @@ class ClipText(nn.Module):
         last = (attention_mask.sum(dim=1) - 1).clamp(min=0)
         features = hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[-1])).squeeze(1)
         return l2_normalize(self.project(self.tower.final_layer_norm(features)))
-
-
-class SiglipImage(nn.Module):
-    """SigLIP's vision transformer with attention pooling."""
-
-    def __init__(self, tower: Any, inputs: Inputs, patch_dropout: float) -> None:
-        super().__init__()
-        self.pixels, self.tower = NormalizePixels(inputs.mean, inputs.std), tower
-        self.patch_dropout = patch_dropout
-
-    def forward(self, image: Tensor) -> Tensor:
-        """Pixels uint8 [B, 3, S, S] -> L2-normalised embeddings [B, D]."""
-        hidden = self.tower.embeddings(self.pixels(image))
-        if self.training and self.patch_dropout:
-            hidden = drop_patches(hidden, self.patch_dropout)
-        hidden = self.tower.encoder(inputs_embeds=hidden).last_hidden_state
-        return l2_normalize(self.tower.head(self.tower.post_layernorm(hidden)))
 
 
 class SiglipText(nn.Module):

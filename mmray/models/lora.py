@@ -29,7 +29,17 @@ def add_adapters(model: nn.Module, section: Section) -> None:
             f"model.lora.rank: adapters need peft ({error}). Install it on every node with "
             '`pip install "mmray[lora]"`, or set the rank to 0'
         ) from None
-    layers = _target_layers(model, section.targets)
+    linear = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part.weight.requires_grad]
+    if not linear:
+        raise UsageError("model.lora: the model has no trainable linear layer to adapt")
+    layers: list[str] = []
+    for pattern in section.targets:
+        if not (matching := [name for name in linear if fnmatchcase(name, pattern)]):
+            raise UsageError(
+                f"model.lora.targets: `{pattern}` matches no linear layer of the model; layers are named like "
+                f"{linear[0]} and {linear[-1]}"
+            )
+        layers += matching
     config = LoraConfig(r=section.rank, lora_alpha=section.alpha, target_modules=layers)
     inject_adapter_in_model(config, model)
 
@@ -41,19 +51,3 @@ def merge_adapters(model: nn.Module) -> nn.Module:
         adapted.merge(safe_merge=True)
         model.set_submodule(name, adapted.get_base_layer())
     return model
-
-
-def _target_layers(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
-    """Names of the trainable linear layers that match a pattern."""
-    linear = [
-        name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer.weight.requires_grad
-    ]
-    if not linear:
-        raise UsageError("model.lora: the model has no trainable linear layer to adapt")
-    for pattern in targets:
-        if not any(fnmatchcase(name, pattern) for name in linear):
-            raise UsageError(
-                f"model.lora.targets: `{pattern}` matches no linear layer of the model; layers are named like "
-                f"{linear[0]} and {linear[-1]}"
-            )
-    return [name for name in linear if any(fnmatchcase(name, pattern) for pattern in targets)]

@@ -6,13 +6,13 @@ import io
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from mmray.data.store.prepared_set import PreparedSet, Row
-from mmray.data.text.tokenizer import TextEncoder
 from mmray.evaluate.batches import EvalBatches, EvalDataset
 from tests.data.images.crashing_images import deadly, decoder_dies
 from tests.made import CAPTIONS, make_set, png, row
@@ -29,9 +29,9 @@ def prepared(tmp_path: Path) -> PreparedSet:
     return make_set(tmp_path / "set", rows)
 
 
-def batches(prepared: PreparedSet, **options: int) -> EvalBatches:
-    encoder = TextEncoder(prepared.tokenizer_json or "", INPUTS.max_tokens)
-    return EvalBatches(prepared, INPUTS, encoder, **({"batch": 4} | options))  # type: ignore[arg-type]
+def batches(prepared: PreparedSet, batch: int = 4, max_pixels: int = 1000, **options: Any) -> EvalBatches:
+    data = EvalDataset(prepared, INPUTS, prepared.tokenizer_json or "", SimpleNamespace(batch=batch), max_pixels)  # type: ignore[arg-type]
+    return EvalBatches(data, **options)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 30])
@@ -51,8 +51,8 @@ def test_all_captions_with_their_rows(prepared: PreparedSet) -> None:
     for batch in reading:
         owner = batch["owner"].tolist()
         assert owner == [number for number in batch["row"].tolist() for _ in range(1 + number % 3)]
-        texts = [CAPTIONS[place] for number in batch["row"].tolist() for place in range(1 + number % 3)]
-        ids, num_tokens = reading.encoder.encode(texts)
+        texts = [CAPTIONS[index] for number in batch["row"].tolist() for index in range(1 + number % 3)]
+        ids, num_tokens = reading.data.encoder.encode(texts)
         assert np.array_equal(batch["input_ids"].numpy(), ids)
         assert batch["attention_mask"].sum(1).tolist() == num_tokens.tolist()
         assert ((batch["attention_mask"].diff(dim=1)) <= 0).all()
@@ -89,14 +89,13 @@ def test_image_that_kills_the_decoder_is_skipped(tmp_path: Path, caplog: pytest.
     bad, log = row(3, data=deadly(png(3), tmp_path / "tries")), tmp_path / "tries"
     made = make_set(tmp_path / "set", [*map(row, range(3)), bad, row(4)])
     unchecked = PreparedSet(made.storage, replace(made.manifest, settings={"check": "header", "image_side": 0}))
-    held = EvalDataset(unchecked, INPUTS, made.tokenizer_json, SimpleNamespace(batch=2))  # type: ignore[arg-type]
     with decoder_dies():
+        reading = batches(unchecked, batch=2)
         for _ in range(2):
-            reading = held._batches(0, 1, None)
             assert [number for batch in reading for number in batch["row"].tolist()] == [0, 1, 2, 4]
             assert reading.skipped[0].startswith("row 3: decoder-crash: row-3: the decoder process died")
     assert len(log.read_text().splitlines()) == 1 and "row-3" in caplog.text
-    assert EvalDataset(made, INPUTS, made.tokenizer_json, SimpleNamespace())._sandbox is None  # type: ignore[arg-type]
+    assert batches(made).data.sandbox is None
 
 
 def test_adjacent_rows_are_read_in_one_request(prepared: PreparedSet, monkeypatch: pytest.MonkeyPatch) -> None:

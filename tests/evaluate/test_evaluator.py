@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.errors import DataError
 from mmray.evaluate import evaluator as evaluator_module
-from mmray.evaluate.evaluator import Evaluator, retrieval_ranks, retrieval_scores
+from mmray.evaluate.evaluator import Evaluator, retrieval_ranks, retrieval_scores, topk_accuracy, topk_correct
 from mmray.evaluate.retrieval import EmbeddingSet
 from mmray.models.fusion import LabelTexts
 from mmray.objectives.contrastive import Contrastive
@@ -57,47 +58,30 @@ class Toy(nn.Module):
 
 
 @dataclass
-class Meeting:
-    """Rendezvous of threads that act as ranks."""
-
-    world: int
-    rows: list[Any] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.rows = [None] * self.world
-        self.barrier = threading.Barrier(self.world, timeout=30)
-
-
-@dataclass
 class Rank:
     """A process group for evaluation whose ranks are threads."""
 
     rank: int
-    meeting: Meeting
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @property
-    def world(self) -> int:
-        return self.meeting.world
+    world: int
+    rows: list[Any]  # shared by all ranks
+    barrier: threading.Barrier
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def all_gather_variable(self, rows: Tensor) -> Tensor:
-        self.meeting.rows[self.rank] = rows
-        self.meeting.barrier.wait()
-        everyone = torch.cat(self.meeting.rows)
-        self.meeting.barrier.wait()
+        self.rows[self.rank] = rows
+        self.barrier.wait()
+        everyone = torch.cat(self.rows)
+        self.barrier.wait()
         return everyone
 
 
 def on_ranks(world: int, work: Any) -> list[Any]:
     """Results of `work(group)` on each of `world` ranks; a raised error is the result of its rank."""
-    meeting, results = Meeting(world), [None] * world
+    rows, results, barrier = [None] * world, [None] * world, threading.Barrier(world, timeout=30)
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(Rank(rank, meeting))
+            results[rank] = work(Rank(rank, world, rows, barrier))
         except DataError as error:
             results[rank] = error  # type: ignore[call-overload]
 
@@ -116,13 +100,12 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedSet:
     return make_set(tmp_path_factory.mktemp("scored") / "set", rows)
 
 
-def score_all(embedded: EmbeddingSet, group: Any) -> dict[str, float]:
-    return retrieval_scores(embedded, retrieval_ranks(embedded, group, 2), group, Contrastive(), 2, 2)
+def evaluator_of(prepared: PreparedSet, **settings: Any) -> Evaluator:
+    return Evaluator(prepared, INPUTS, prepared.tokenizer_json, SimpleNamespace(**vars(SETTINGS) | settings))  # type: ignore[arg-type]
 
 
 def score(prepared: PreparedSet, group: Any, global_rows: int = 6, **settings: Any) -> dict[str, float]:
-    evaluator = Evaluator(prepared, INPUTS, prepared.tokenizer_json, SimpleNamespace(**vars(SETTINGS) | settings))  # type: ignore[arg-type]
-    return evaluator.score(Toy(), group, Contrastive(), global_rows)
+    return evaluator_of(prepared, **settings).score(Toy(), group, Contrastive(), global_rows)
 
 
 @pytest.mark.parametrize("world", [2, 3, 30])
@@ -159,7 +142,9 @@ def test_scores_of_a_case_computed_by_hand() -> None:
         region_correct=torch.zeros(3),
         scalar_outputs={"logit_scale": torch.tensor(2.0)},
     )
-    (metrics,) = on_ranks(1, lambda group: score_all(embedded, group))
+    (metrics,) = on_ranks(
+        1, lambda g: retrieval_scores(embedded, retrieval_ranks(embedded, g, 2), g, Contrastive(), 2, 2)
+    )
     # Image to text: image 0 ties with a wrong caption (rank 2), image 1 is right, image 2 scores 0 where wrong ones
     # score 1, 0 and 0: rank 4. Text to image: 1, 1, then rank 3 (1, and a tie at 0), then rank 3 likewise.
     assert metrics["recall_at_1/image_to_text"] == pytest.approx(1 / 3)
@@ -173,7 +158,7 @@ def test_scores_of_a_case_computed_by_hand() -> None:
     assert metrics["loss"] == pytest.approx(F.cross_entropy(two, torch.arange(2)).item() * 2 / 3, rel=1e-6)
 
 
-class Told(Toy):
+class KnowsClasses(Toy):
     """Knows the class of an image by its grey level and of a caption by its length, up to `known` classes."""
 
     def __init__(self, known: int) -> None:
@@ -193,10 +178,10 @@ def test_images_that_share_a_caption_are_correct_answers(tmp_path: Path, world: 
     """Three images of each of three classes, as from class folders."""
     rows = [row(number, texts=[" ".join(["a"] * (1 + number % 3))]) for number in range(9)]
     held_out = make_set(tmp_path / "set", rows)
-    evaluator = Evaluator(held_out, INPUTS, held_out.tokenizer_json, SETTINGS)  # type: ignore[arg-type]
-    for metrics in on_ranks(world, lambda group: evaluator.score(Told(3), group, Contrastive(), 6)):
+    evaluator = evaluator_of(held_out)
+    for metrics in on_ranks(world, lambda group: evaluator.score(KnowsClasses(3), group, Contrastive(), 6)):
         assert metrics["recall_at_1/image_to_text"] == metrics["recall_at_1/text_to_image"] == 1
-    for metrics in on_ranks(world, lambda group: evaluator.score(Told(2), group, Contrastive(), 6)):
+    for metrics in on_ranks(world, lambda group: evaluator.score(KnowsClasses(2), group, Contrastive(), 6)):
         # An image of class 1 ties with the three captions of class 2, one of class 2 with all wrong captions; captions
         # of class 2 rank the three images of class 1 first, and tie with three more.
         assert metrics["recall_at_1/image_to_text"] == pytest.approx(1 / 3)
@@ -208,10 +193,10 @@ def test_images_that_share_a_caption_are_correct_answers(tmp_path: Path, world: 
 def test_loss_equals_training_loss(prepared: PreparedSet) -> None:
     (metrics,) = on_ranks(1, lambda group: score(prepared, group, global_rows=100))
     model = Toy().eval()
-    evaluator = Evaluator(prepared, INPUTS, prepared.tokenizer_json, SETTINGS)  # type: ignore[arg-type]
+    evaluator = evaluator_of(prepared)
     good = [number for number in range(NUM_ROWS) if number != 4]
     texts = [prepared.read([number])[0].texts[0] for number in good]  # type: ignore[arg-type]
-    ids, num_tokens = evaluator._encoder.encode(texts)
+    ids, num_tokens = evaluator.encoder.encode(texts)
     batch = {
         "image": torch.tensor(good, dtype=torch.uint8).view(-1, 1, 1, 1).repeat(1, 3, 8, 8),
         "input_ids": torch.from_numpy(ids),
@@ -224,7 +209,7 @@ def test_loss_equals_training_loss(prepared: PreparedSet) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_mode_and_random_state_are_restored(prepared: PreparedSet, training: bool) -> None:
-    model, evaluator = Toy().train(training), Evaluator(prepared, INPUTS, prepared.tokenizer_json, SETTINGS)  # type: ignore[arg-type]
+    model, evaluator = Toy().train(training), evaluator_of(prepared)
     before = torch.get_rng_state()
     on_ranks(1, lambda group: evaluator.score(model, group, Contrastive(), 6))
     assert model.training == training
@@ -233,7 +218,7 @@ def test_mode_and_random_state_are_restored(prepared: PreparedSet, training: boo
 
 @pytest.mark.parametrize("gathered_outputs", [("match_logits",), ()])
 def test_objective_without_embeddings_has_no_loss(prepared: PreparedSet, gathered_outputs: tuple[str, ...]) -> None:
-    evaluator = Evaluator(prepared, INPUTS, prepared.tokenizer_json, SETTINGS)  # type: ignore[arg-type]
+    evaluator = evaluator_of(prepared)
     matching = SimpleNamespace(gathered_outputs=gathered_outputs, scalar_outputs=())
     (metrics,) = on_ranks(1, lambda group: evaluator.score(Toy(), group, matching, 6))  # type: ignore[arg-type]
     assert "loss" not in metrics
@@ -262,15 +247,10 @@ def test_classification_head_and_zero_shot_are_scored(tmp_path: Path, world: int
     rows = [replace(row(number), label=number % 3) for number in range(12)]
     rows[3], rows[4], rows[5] = replace(rows[3], label=None), replace(rows[4], label=None), replace(rows[5], label=7)
     held_out = make_set(tmp_path / "set", rows)
-    settings = SimpleNamespace(**vars(SETTINGS) | {"classes": ("a", "red", "one"), "prompts": ("{}", "a {}")})
-    evaluator = Evaluator(held_out, INPUTS, held_out.tokenizer_json, settings)  # type: ignore[arg-type]
-    named = replace(held_out.manifest, class_names=("a", "red", "one"))  # like class folders
-    of_the_set = Evaluator(
-        PreparedSet(held_out.storage, named),
-        INPUTS,
-        held_out.tokenizer_json,
-        SimpleNamespace(**vars(settings) | {"classes": ()}),
-    )  # type: ignore[arg-type]
+    classes, prompts = ("a", "red", "one"), ("{}", "a {}")
+    evaluator = evaluator_of(held_out, classes=classes, prompts=prompts)
+    named = replace(held_out.manifest, class_names=classes)  # like class folders
+    of_the_set = evaluator_of(PreparedSet(held_out.storage, named), prompts=prompts)
     (scores,) = on_ranks(1, lambda group: evaluator.score(Labelled(), group, Contrastive(), 6))
     assert on_ranks(1, lambda group: of_the_set.score(Labelled(), group, Contrastive(), 6)) == [scores]
     for metrics in on_ranks(world, lambda group: evaluator.score(Labelled(), group, Contrastive(), 6)):
@@ -284,19 +264,14 @@ def zero_shot_by_hand(model: Labelled, evaluator: Evaluator, rows: list[Any]) ->
     model.eval()
     classes = []
     for name in ("a", "red", "one"):
-        ids, _ = evaluator._encoder.encode([name])
-        longer, _ = evaluator._encoder.encode([f"a {name}"])
-        both = [
-            model.embed_text(torch.from_numpy(each), torch.ones_like(torch.from_numpy(each))) for each in (ids, longer)
-        ]
-        classes.append(F.normalize((both[0] + both[1]) / 2))
-    right = []
+        ids = [torch.from_numpy(evaluator.encoder.encode([text])[0]) for text in (name, f"a {name}")]
+        classes.append(F.normalize(sum(model.embed_text(each, torch.ones_like(each)) for each in ids) / 2))
+    hits = []
     for number, record in enumerate(rows):
-        image = model.embed_image(torch.full((1, 3, 8, 8), number, dtype=torch.uint8))
-        scores = torch.tensor([float((image * each).sum()) for each in classes])
         if record.label in (0, 1, 2):
-            right.append(int(scores.argmax()) == record.label)
-    return sum(right) / len(right)
+            image = model.embed_image(torch.full((1, 3, 8, 8), number, dtype=torch.uint8))
+            hits.append(int(torch.cat([(image * each).sum()[None] for each in classes]).argmax()) == record.label)
+    return sum(hits) / len(hits)
 
 
 class Naming(Toy):
@@ -333,3 +308,29 @@ def test_no_readable_row_raises_on_every_rank(tmp_path: Path) -> None:
     for error in on_ranks(2, lambda group: score(damaged, group)):
         assert isinstance(error, DataError)
         assert "cannot read any of 2 evaluation rows" in str(error)
+
+
+def test_topk_of_a_case_computed_by_hand() -> None:
+    scores = torch.tensor([[3.0, 1, 2], [1, 1, 0], [0, math.nan, 1], [9, 0, 0], [0, 0, 9], [math.nan, 0, 0]])
+    label = torch.tensor([0, 0, 2, -1, 7, 0])
+    right, in_five, rows = topk_correct(scores, label).tolist()
+    # Correct; a tie (wrong); a NaN in another class (wrong); no label; label out of range; a NaN in its own class.
+    assert (right, rows) == (1, 4)
+    assert in_five == 3
+    assert topk_accuracy(topk_correct(scores, label), "zero_shot", 3) == {
+        "zero_shot/top_1": 0.25,
+        "zero_shot/rows": 4.0,
+    }
+
+
+def test_top_5_equals_naive_search() -> None:
+    draw = torch.Generator().manual_seed(0)
+    scores, label = torch.randn(50, 9, generator=draw), torch.randint(0, 9, (50,), generator=draw)
+    found = topk_accuracy(topk_correct(scores, label), "c", 9)
+    naive = [label[row] in scores[row].argsort(descending=True)[:5] for row in range(50)]
+    assert found["c/top_5"] == pytest.approx(sum(naive) / 50)
+    assert found["c/top_1"] == pytest.approx((scores.argmax(1) == label).double().mean().item())
+
+
+def test_no_labels_give_no_accuracy() -> None:
+    assert topk_accuracy(topk_correct(torch.randn(2, 3), torch.tensor([-1, -1])), "c", 3) == {"c/rows": 0.0}

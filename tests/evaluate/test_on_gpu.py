@@ -14,7 +14,7 @@ from tests.engine.fake_cuda import CPU, DEVICES
 from tests.engine.gpu_devices import gpus, within
 from tests.evaluate import test_evaluator, test_generation
 from tests.made import make_set, row
-from tests.models import test_generative, test_regions
+from tests.models import test_fusion, test_generative
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CLASSES = {"classes": ("red circle", "blue square"), "prompts": ("{}", "a {}")}
@@ -34,10 +34,10 @@ def prepared(tmp_path):
 
 def by_embeddings(prepared, device):
     """Scores and examples of a model with a region head and class names."""
-    model = test_regions.model_of().double().to(device)
+    model = test_fusion.region_model(matching=False).double().to(device)
     settings = SimpleNamespace(**vars(test_evaluator.SETTINGS) | CLASSES)
     shown = []
-    evaluator = Evaluator(prepared, test_regions.BOXED, test_regions.TOKENIZER, settings)
+    evaluator = Evaluator(prepared, test_fusion.BOXED, test_fusion.TOKENIZER, settings)
     return evaluator.score(model, Group(device=device), Contrastive(), 4, shown.append), shown
 
 

@@ -19,44 +19,55 @@ def naive_ranks(queries: Tensor, gallery: Tensor, right: list[list[bool]]) -> li
     out = []
     for query, is_right in zip(queries.double().tolist(), right, strict=True):
         scores = [math.fsum(a * b for a, b in zip(query, row, strict=True)) for row in gallery.double().tolist()]
-        order = sorted(range(len(scores)), key=lambda place: (-scores[place], is_right[place]))
-        out.append(1 + [is_right[place] for place in order].index(True))
+        order = sorted(range(len(scores)), key=lambda index: (-scores[index], is_right[index]))
+        out.append(1 + [is_right[index] for index in order].index(True))
     return out
 
 
 def pairs(is_right: Tensor) -> Tensor:
-    """Correct answers in the format of `ranks`."""
+    """Correct answers in the format of `compute_ranks`."""
     return is_right.nonzero().T
 
 
-def same(query_owner: Tensor, gallery_owner: Tensor) -> Tensor:
-    return query_owner[:, None] == gallery_owner
-
-
-def several_captions(num_images: int, captions_of: list[int]) -> Tensor:
-    return torch.tensor([image for image in range(num_images) for _ in range(captions_of[image])])
+def several_captions(captions_of: list[int]) -> Tensor:
+    return torch.arange(len(captions_of)).repeat_interleave(torch.tensor(captions_of))
 
 
 @given(
     vectors=st.lists(st.lists(st.integers(-8, 8), min_size=3, max_size=3), min_size=1, max_size=4),
     captions_of=st.lists(st.integers(1, 3), min_size=1, max_size=7),
+    shared=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=60, deadline=None)
-def test_chunked_equals_naive_with_ties(vectors: list[list[int]], captions_of: list[int], seed: int) -> None:
-    """Few distinct vectors make many ties; chunk sizes from 1 to more than the gallery."""
+def test_ranks_and_top_k_equal_naive_with_ties(
+    vectors: list[list[int]], captions_of: list[int], shared: bool, seed: int
+) -> None:
+    """Few distinct vectors make many ties; chunk sizes from 1 to more than the gallery.
+
+    shared: the first caption is correct for every image.
+    """
     draw = np.random.default_rng(seed)
     pool = torch.tensor(vectors, dtype=torch.float32) / 8
-    image_owner = torch.from_numpy(draw.permutation(len(captions_of)))
-    text_owner = several_captions(len(captions_of), captions_of)
-    text_owner = text_owner[torch.from_numpy(draw.permutation(len(text_owner)))]
-    image = pool[torch.from_numpy(draw.integers(len(pool), size=len(image_owner)))]
-    text = pool[torch.from_numpy(draw.integers(len(pool), size=len(text_owner)))]
-    right = same(image_owner, text_owner)
-    for queries, gallery, is_right in ((image, text, right), (text, image, right.T)):
+    owner = several_captions(captions_of)
+    owner = owner[torch.from_numpy(draw.permutation(len(owner)))]
+    image = pool[torch.from_numpy(draw.integers(len(pool), size=len(captions_of)))]
+    text = pool[torch.from_numpy(draw.integers(len(pool), size=len(owner)))]
+    of_image = torch.arange(len(image))[:, None] == owner
+    of_image[:, :1] |= shared
+    for queries, gallery, is_right in ((image, text, of_image), (text, image, of_image.T)):
         expected = naive_ranks(queries, gallery, is_right.tolist())
         for chunk in range(1, len(text) + 2):
             assert compute_ranks(queries, gallery, pairs(is_right), chunk).tolist() == expected
+        scores, right = (queries.double() @ gallery.double().T).tolist(), is_right.tolist()
+        naive = [
+            sorted(range(len(gallery)), key=lambda index: (-scores[q][index], right[q][index], index))
+            for q in range(len(queries))
+        ]
+        for k, chunk in ((2, 1), (5, 3), (5, 100)):
+            indices, best = top_k(queries, gallery, is_right, k, chunk)
+            assert indices.tolist() == [order[:k] for order in naive]
+            assert best.tolist() == [[scores[q][index] for index in order[:k]] for q, order in enumerate(naive)]
 
 
 @given(
@@ -78,50 +89,19 @@ def test_copies_count_as_rows(scores: list[list[int]], copies: list[int], seed: 
         assert compute_ranks(queries, gallery, pairs(is_right), chunk, copies=times).tolist() == expected
 
 
-@given(
-    vectors=st.lists(st.lists(st.integers(-8, 8), min_size=3, max_size=3), min_size=1, max_size=4),
-    captions_of=st.lists(st.integers(1, 3), min_size=1, max_size=7),
-    seed=st.integers(0, 2**32 - 1),
-)
-@settings(max_examples=40, deadline=None)
-def test_top_k_is_the_head_of_the_naive_order(vectors: list[list[int]], captions_of: list[int], seed: int) -> None:
-    """The reference sorts the full gallery, ties included; its first correct answer is at position `rank`."""
-    draw = np.random.default_rng(seed)
-    pool = torch.tensor(vectors, dtype=torch.float32) / 8
-    owner = several_captions(len(captions_of), captions_of)
-    owner = owner[torch.from_numpy(draw.permutation(len(owner)))]
-    image = pool[torch.from_numpy(draw.integers(len(pool), size=len(captions_of)))]
-    text = pool[torch.from_numpy(draw.integers(len(pool), size=len(owner)))]
-    of_image = same(torch.arange(len(image)), owner)
-    of_image[:, :1] = True  # and the first caption is correct for every image
-    for queries, gallery, is_right in ((image, text, of_image), (text, image, of_image.T)):
-        scores = (queries.double() @ gallery.double().T).tolist()
-        right = is_right.tolist()
-        naive = [
-            sorted(range(len(gallery)), key=lambda place: (-scores[q][place], right[q][place], place))
-            for q in range(len(queries))
-        ]
-        found = compute_ranks(queries, gallery, pairs(is_right), 3)
-        for k, chunk in ((2, 1), (5, 3), (5, 100)):
-            places, best = top_k(queries, gallery, is_right, k, chunk)
-            assert places.tolist() == [order[:k] for order in naive]
-            assert best.tolist() == [[scores[q][place] for place in order[:k]] for q, order in enumerate(naive)]
-        assert found.tolist() == [1 + [right[q][p] for p in order].index(True) for q, order in enumerate(naive)]
-
-
 def test_top_k_puts_nan_before_the_correct_answer() -> None:
-    places, best = top_k(torch.full((1, 2), torch.nan), torch.eye(2), torch.tensor([[False, True]]), 5, 1)
-    assert places.tolist() == [[0, 1]] and best.tolist() == [[math.inf, -math.inf]]
+    order, best = top_k(torch.full((1, 2), torch.nan), torch.eye(2), torch.tensor([[False, True]]), 5, 1)
+    assert order.tolist() == [[0, 1]] and best.tolist() == [[math.inf, -math.inf]]
 
 
 @pytest.mark.parametrize("dim", [8, 512])
 def test_chunked_equals_naive_on_unit_vectors(dim: int) -> None:
     torch.manual_seed(dim)
-    owner = several_captions(40, [1 + image % 5 for image in range(40)])
+    owner = several_captions([1 + image % 5 for image in range(40)])
     image = torch.nn.functional.normalize(torch.randn(40, dim), dim=1)
     text = torch.nn.functional.normalize(image[owner] + torch.randn(len(owner), dim), dim=1)
     text[::7] = text[3]  # equal embeddings at many positions of the gallery
-    right = same(torch.arange(40), owner)
+    right = torch.arange(40)[:, None] == owner
     for queries, gallery, is_right in ((image, text, right), (text, image, right.T)):
         expected = naive_ranks(queries, gallery, is_right.tolist())
         assert len(set(expected)) > 3

@@ -1,4 +1,4 @@
-"""Fusion: text attends only to its own image; padding has no effect; heads follow the settings."""
+"""Fusion: text attends only to its own image, padding has no effect, boxes are scored against label texts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
@@ -17,17 +18,21 @@ from mmray.data.text.tokenizer import TextEncoder, train_tokenizer
 from mmray.engine import optimizer
 from mmray.engine.prefetch import make_local_batch
 from mmray.engine.step import optimizer_step
-from mmray.errors import UsageError
-from mmray.models.build import build
+from mmray.errors import DataError, UsageError
+from mmray.models.build import build, random_init_architecture
 from mmray.models.encoders.image import build_image_tower
 from mmray.models.export.export import export
+from mmray.models.fusion import SAMPLES_PER_SIDE, UNNAMED_LOGIT, LabelTexts, region_features
 from mmray.models.synthetic import synthetic_batch
 from tests.engine import toy
 
 TEXTS = ["a red circle", "a blue square on a green ground", "Two TRIANGLES,  left of a circle"]
 TOKENIZER = train_tokenizer(TEXTS, 80)
 VOCAB = TextEncoder(TOKENIZER, 8).vocab_size
+ENCODER = TextEncoder(TOKENIZER, 8)
 INPUTS = Inputs(image_side=32, max_tokens=8)
+BOXED = INPUTS.model_copy(update={"max_boxes": 3})
+LABELS = ("", "red circle", "blue square", "triangle")
 IMAGES = {
     "convnet": ImageTower(name="convnet", width=8, depth=2),
     "vit": ImageTower(name="vit", width=16, depth=1, heads=2, patch=8),
@@ -46,98 +51,54 @@ def model_of(spec: Fusion | None = None, seed: int = 0) -> nn.Module:
     return build(spec or spec_of(), VOCAB).eval().double()
 
 
-def batch_of(rows: int = 4) -> dict[str, Tensor]:
-    batch, other = synthetic_batch(INPUTS, VOCAB, rows, "cpu"), synthetic_batch(INPUTS, VOCAB, rows, "cpu", seed=1)
-    mask = (torch.arange(INPUTS.max_tokens) < (torch.arange(rows) % 4 + 3)[:, None]).long()
-    negatives = {"negative_ids": other["input_ids"], "negative_mask": mask.flip(0)}
-    return batch | negatives | {"attention_mask": mask, "has_negative": torch.ones(rows, dtype=torch.bool)}
+def region_model(image: str = "convnet", **changes: object) -> nn.Module:
+    torch.manual_seed(0)
+    spec = spec_of(image, **{"inputs": BOXED, "regions": True, "region_labels": LABELS, "classes": 0} | changes)
+    model = build(spec, VOCAB)
+    model.labels.tokenize(ENCODER)
+    return model.eval()
 
 
-def rows_of(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value for name, value in outputs.items() if value.ndim}
-
-
-@pytest.mark.parametrize("image", IMAGES)
-def test_rows_are_independent(image: str) -> None:
-    """A wrong implementation that takes (B, D) for a sequence attends across the batch."""
-    model, batch = model_of(spec_of(image)), batch_of()
-    before = rows_of(model(batch))
-    assert set(before) == {"image_embed", "text_embed", "class_logits", "match", "match_negative"}
-    changed = {name: value.clone() for name, value in batch.items()}
-    changed["input_ids"][1] = changed["input_ids"][1].flip(0)
-    changed["negative_ids"][1] = 5
-    changed["image"][1] = 255 - changed["image"][1]
-    others = torch.tensor([0, 2, 3])
-    for name, value in rows_of(model(changed)).items():
-        torch.testing.assert_close(value[others], before[name][others], rtol=0, atol=1e-12, msg=name)
-        assert (value[1] - before[name][1]).abs().max() > 1e-6, name
-
-
-def test_padding_changes_nothing() -> None:
-    model, batch = model_of(), batch_of()
-    before = rows_of(model(batch))
-    for ids, mask in (("input_ids", "attention_mask"), ("negative_ids", "negative_mask")):
-        batch[ids] = torch.where(batch[mask] == 0, 7, batch[ids])
-    for name, value in rows_of(model(batch)).items():
-        torch.testing.assert_close(value, before[name], rtol=0, atol=1e-12, msg=name)
-    short = {
-        name: value[:1, :3] if name.endswith(("ids", "attention_mask")) else value[:1] for name, value in batch.items()
-    }
-    del short["negative_ids"]
-    for name, value in rows_of(model(short)).items():
-        torch.testing.assert_close(value, before[name][:1], rtol=0, atol=1e-12, msg=name)
+def boxed_batch(rows: int = 4) -> dict[str, Tensor]:
+    batch, draw = synthetic_batch(BOXED, VOCAB, rows, "cpu"), torch.Generator().manual_seed(5)
+    corners = torch.rand(rows, 3, 2, 2, generator=draw).sort(dim=2).values
+    return batch | {"boxes": corners.flatten(2), "box_labels": torch.randint(1, 4, (rows, 3), generator=draw)}
 
 
 def test_cross_attention_uses_image_positions() -> None:
-    model, batch = model_of(), batch_of(1)
-    places, _ = model.image(batch["image"])
+    model, batch = model_of(), synthetic_batch(INPUTS, VOCAB, 1, "cpu")
+    image_features, _ = model.image(batch["image"])
     words, _ = model.text(batch["input_ids"], batch["attention_mask"])
-    pair = model.cross(places, words, batch["attention_mask"])
-    for other in (places.flip(1), places * 0):
+    pair = model.cross(image_features, words, batch["attention_mask"])
+    for other in (image_features.flip(1), image_features * 0):
         assert (model.cross(other, words, batch["attention_mask"]) - pair).abs().max() > 1e-6
 
 
-@pytest.mark.parametrize("image", IMAGES)
-def test_pooled_features_equal_forward(image: str) -> None:
-    torch.manual_seed(0)
-    tower = build_image_tower(IMAGES[image], 32, "local").eval()
-    pixels = torch.randn(2, 3, 32, 32)
-    with torch.no_grad():
-        torch.testing.assert_close(tower.pool(tower.features(pixels)), tower(pixels), rtol=1e-5, atol=1e-5)
-
-
-def test_empty_caption_stays_finite() -> None:
-    model, batch = model_of().train(), batch_of()
-    batch["attention_mask"][2:] = 0
-    batch["negative_mask"][:] = 0
-    sum(value.sum() for value in model(batch).values()).backward()
-    assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in model.parameters())
-
-
-def test_heads_follow_the_settings() -> None:
-    bare = model_of(spec_of(matching=False, classes=0))
-    assert rows_of(bare(batch_of())).keys() == {"image_embed", "text_embed"}
-    assert not [name for name, _ in bare.named_parameters() if name.startswith(("match_head", "class_head"))]
+def test_cross_attention_needs_matching_heads() -> None:
     with pytest.raises(UsageError, match=r"model\.cross\.heads: 3 heads do not divide the width of 16"):
         model_of(spec_of(cross=CrossAttention(width=16, heads=3)))
+
+
+def train(model: nn.Module, kind: str, batch: dict[str, Tensor]) -> dict[str, float]:
+    """Sums over counts after 80 steps."""
+    state = toy.train_state(model, objective=objectives.build(Objective(kind=kind)))
+    optimizer.set_lr(state.optimizer, 0.003)
+    for step in range(80):
+        result = optimizer_step(state, make_local_batch([batch | {"pos": batch["pos"] + 12 * step}]), lambda _: 0)
+    return {name: float((value / result.counts).sum()) for name, value in result.sums.items()}
 
 
 def test_matching_loss_decreases() -> None:
     """Each image has one bright quarter and each caption one word for it; the heads learn to distinguish them."""
     torch.manual_seed(0)
     model = build(spec_of(classes=4), VOCAB).train()
-    settings = Objective(kind="contrastive + matching + 0.5 * classification")
-    state = toy.train_state(model, objective=objectives.build(settings))
     quarter = torch.arange(12) % 4
     image = torch.zeros(12, 3, 2, 16, 2, 16, dtype=torch.uint8)
     image[torch.arange(12), :, quarter // 2, :, quarter % 2] = 255
     batch = synthetic_batch(INPUTS, VOCAB, 12, "cpu")
     batch |= {"image": image.view(12, 3, 32, 32), "label": quarter}
     batch |= {"input_ids": (quarter + 5)[:, None].expand(-1, 8).contiguous()}
-    optimizer.set_lr(state.optimizer, 0.003)
-    for step in range(80):
-        found = optimizer_step(state, make_local_batch([batch | {"pos": batch["pos"] + 12 * step}]), lambda _: 0)
-    means = {name: float((value / found.counts).sum()) for name, value in found.sums.items()}
+    means = train(model, "contrastive + matching + 0.5 * classification", batch)
     assert means["match_accuracy"] > 0.95
     assert means["class_accuracy"] == 1
 
@@ -160,3 +121,114 @@ def test_exported_heads_equal_trained(tmp_path: Path) -> None:
     assert loaded.match([], []).shape == (0,)
     with pytest.raises(UsageError, match="3 images and 1 texts: pass as many of each"):
         loaded.match(images, TEXTS[:1])
+
+
+def test_region_features_are_the_mean_inside_the_box() -> None:
+    """Against torch's own bilinear sampling at the same points."""
+    draw = torch.Generator().manual_seed(0)
+    grid = torch.randn(3, 5, 6, 6, dtype=torch.float64, generator=draw)
+    boxes = torch.tensor([[[0.1, 0.2, 0.7, 0.9], [0.0, 0.0, 1.0, 1.0]]], dtype=torch.float64).expand(3, -1, -1)
+    steps = (torch.arange(SAMPLES_PER_SIDE, dtype=torch.float64) + 0.5) / SAMPLES_PER_SIDE
+    for row in range(3):
+        for number, (left, top, right, bottom) in enumerate(boxes[row].tolist()):
+            x, y = left + steps * (right - left), top + steps * (bottom - top)
+            points = torch.stack(torch.meshgrid(x, y, indexing="xy"), dim=2)[None] * 2 - 1
+            sampled = F.grid_sample(grid[row : row + 1], points, padding_mode="border", align_corners=False)
+            expected = sampled.mean(dim=(0, 2, 3))
+            found = region_features(grid, boxes).view(3, 2, 5)[row, number]
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("image", IMAGES)
+def test_feature_map_has_the_layout_of_the_image(image: str) -> None:
+    """A change in a corner of the image changes that corner of the grid most."""
+    torch.manual_seed(0)
+    side = 128 if image == "resnet18" else 32  # five stages halve the resolution
+    tower = build_image_tower(IMAGES[image], side, "local").eval()
+    pixels = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(1))
+    other = pixels.clone()
+    other[:, :, : side // 2, side // 2 :] += 2  # top right
+    with torch.no_grad():
+        change = (tower.grid(tower.features(other)) - tower.grid(tower.features(pixels))).abs().mean(1)[0]
+    half = change.shape[0] // 2
+    quarters = {(y, x): float(change[half * y :, half * x :][:half, :half].mean()) for y in (0, 1) for x in (0, 1)}
+    assert max(quarters, key=lambda quarter: quarters[quarter]) == (0, 1)
+
+
+@pytest.mark.parametrize("image", ["convnet", "vit"])
+def test_boxes_are_independent(image: str) -> None:
+    model, batch = region_model(image, matching=False).double(), boxed_batch()
+    before = model(batch)["region_logits"]
+    assert before.shape == (4, 3, 4)
+    assert (before[..., 0] == UNNAMED_LOGIT).all()
+    changed = batch | {"boxes": batch["boxes"].clone()}
+    changed["boxes"][1, 2] = torch.tensor([0.0, 0.1, 0.2, 0.3])
+    after = model(changed)["region_logits"]
+    same = torch.ones(4, 3, dtype=torch.bool)
+    same[1, 2] = False
+    torch.testing.assert_close(after[same], before[same], rtol=0, atol=1e-12)
+    assert (after[1, 2, 1:] - before[1, 2, 1:]).abs().max() > 1e-6
+
+
+def test_region_logits_are_scaled_cosines_with_label_texts() -> None:
+    model, batch = region_model(matching=False), boxed_batch(2)
+    with torch.no_grad():
+        regions = model.embed_regions(batch["image"], batch["boxes"])
+        for number, name in enumerate(LABELS[1:], 1):
+            ids, _ = ENCODER.encode([name])
+            ids = torch.from_numpy(ids).long()
+            expected = model.log_scale.exp() * regions @ model.embed_text(ids, torch.ones_like(ids))[0]
+            torch.testing.assert_close(model(batch)["region_logits"][..., number], expected, rtol=0, atol=1e-5)
+
+
+def test_micro_batch_without_boxes_trains() -> None:
+    model, batch = region_model(matching=False).train(), boxed_batch(2)
+    outputs = model(batch | {"boxes": torch.zeros(2, 0, 4)})
+    assert outputs["region_logits"].shape == (2, 0, 4)
+    sum(value.sum() for value in outputs.values()).backward()
+    assert not model.region_head.project.weight.grad.any()
+
+
+def test_label_ids_are_saved_in_the_architecture() -> None:
+    spec = spec_of(inputs=BOXED, regions=True, region_labels=LABELS)
+    with pytest.raises(UsageError, match="the names are not tokenized"):
+        build(spec, VOCAB)(boxed_batch(1))
+    model = region_model(matching=False)
+    again = LabelTexts(LABELS, model.architecture()["labels"])
+    torch.testing.assert_close(again.tokens(), model.labels.tokens())
+    assert build(spec, VOCAB, random_init_architecture(spec, VOCAB))(boxed_batch(1))["region_logits"].shape == (1, 3, 4)
+
+
+def test_region_loss_decreases() -> None:
+    """Each image has two bright quarters of different colour; the label depends only on the box position."""
+    torch.manual_seed(0)
+    model = region_model(matching=False).train()
+    model.cross.requires_grad_(False)
+    first = torch.arange(12) % 2
+    image = torch.zeros(12, 3, 32, 32, dtype=torch.uint8)
+    image[torch.arange(12), first, :16, :16] = 255
+    image[torch.arange(12), 1 - first, 16:, 16:] = 255
+    boxes = torch.tensor([[0.0, 0.0, 0.5, 0.5], [0.5, 0.5, 1.0, 1.0]]).expand(12, -1, -1)
+    batch = synthetic_batch(BOXED, VOCAB, 12, "cpu") | {"image": image, "boxes": boxes}
+    batch |= {"box_labels": torch.stack([first, 1 - first], dim=1) + 1, "box_mask": torch.ones(12, 2, dtype=torch.bool)}
+    assert train(model, "contrastive + region_text", batch)["region_accuracy"] == 1
+
+
+def test_exported_region_head_equals_trained(tmp_path: Path) -> None:
+    spec = spec_of(inputs=BOXED.model_copy(update={"fit": "squash"}), regions=True, region_labels=LABELS)
+    torch.manual_seed(1)
+    model = build(spec.model_copy(update={"vocab_size": VOCAB}), VOCAB).eval()
+    model.labels.tokenize(ENCODER)
+    values = spec.model_copy(update={"vocab_size": VOCAB}).model_dump(mode="json")
+    loaded = mmray.load(export(model, values, TOKENIZER, tmp_path / "model"))
+    noise = torch.randint(0, 256, (1, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    picture = Image.fromarray(noise[0].permute(1, 2, 0).numpy())
+    fractions = torch.tensor([[[0.25, 0.0, 0.75, 0.5], [0.5, 0.5, 1.0, 1.0]]])
+    with torch.no_grad():
+        expected = model.classify_regions(noise, fractions)[0].softmax(1)
+    boxes = [(8, 0, 16, 16), (16, 16, 16, 16)]
+    named = loaded.classify_boxes(picture, boxes)
+    torch.testing.assert_close(named, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(loaded.classify_boxes(picture, boxes, LABELS[1:]), named[:, 1:], rtol=0, atol=1e-5)
+    with pytest.raises(DataError, match=r"box 1 \(40, 0, 4, 4\) lies outside"):
+        loaded.classify_boxes(picture, [boxes[0], (40, 0, 4, 4)])

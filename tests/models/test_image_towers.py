@@ -1,5 +1,10 @@
-"""Image towers: shapes, weights from files and the hub, the BatchNorm policy, and errors that name the setting."""
+"""Image towers: features, weights from files, directories and the hub, the BatchNorm policy, and errors."""
 
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
 from urllib.error import URLError
 
 import pytest
@@ -7,129 +12,114 @@ import torch
 import torchvision
 from safetensors.torch import save_file
 from torch import nn
+from transformers import AutoConfig, AutoModel, BertConfig
 
-from mmray.config import ImageTower
+from mmray.config import ImageTower, Inputs, TextTower, TwoTower
 from mmray.errors import UsageError
+from mmray.models.build import build, random_init_architecture
 from mmray.models.encoders.image import build_image_tower
+from mmray.models.synthetic import synthetic_batch
 
 PIXELS = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+CONVNET = ImageTower(name="convnet", width=16, depth=2)
+SIDE = 32
+SMALL: dict[str, dict[str, Any]] = {
+    "vit": {"image_size": SIDE, "patch_size": 8, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+    "dinov2": {"image_size": 48, "patch_size": 8, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
+}
+
+
+def saved(family: str, folder: Path) -> Any:
+    """A small network saved by transformers, in evaluation mode."""
+    torch.manual_seed(1)
+    net = AutoModel.from_config(AutoConfig.for_model(family, **SMALL[family])).eval()
+    net.save_pretrained(folder)
+    return net
+
+
+def spec_of(folder: Path) -> ImageTower:
+    return ImageTower(name="transformers", weights=str(folder))
 
 
 @pytest.mark.parametrize(
-    ("spec", "width"),
+    ("spec", "side", "width"),
     [
-        (ImageTower(name="convnet", width=16, depth=4), 64),
-        (ImageTower(name="vit", width=32, depth=2, heads=4, patch=16), 32),
-        (ImageTower(name="resnet18"), 512),
-        (ImageTower(name="resnet34"), 512),
-        (ImageTower(name="resnet50"), 2048),
-        (ImageTower(name="resnet101"), 2048),
+        (ImageTower(name="convnet", width=16, depth=4), 64, 64),
+        (ImageTower(name="convnet", width=16, depth=4), 33, 64),
+        (ImageTower(name="convnet", width=16, depth=4), 50, 64),
+        (ImageTower(name="vit", width=32, depth=2, heads=4, patch=16), 64, 32),
+        (ImageTower(name="resnet18"), 64, 512),
+        (ImageTower(name="resnet50"), 64, 2048),
     ],
 )
-def test_tower_output_has_its_width(spec, width):
-    tower = build_image_tower(spec, 64, "local").eval()
+def test_tower_output_has_its_width(spec: ImageTower, side: int, width: int) -> None:
+    tower = build_image_tower(spec, side, "local").eval()
     with torch.no_grad():
-        assert tower(PIXELS).shape == (2, width)
+        assert tower(torch.rand(2, 3, side, side)).shape == (2, width)
     assert tower.width == width
 
 
-def test_convnet_features_depend_on_position():
+def test_convnet_features_depend_on_position() -> None:
     """Without coordinate channels, global max pooling would give the same features for a moved shape."""
     torch.manual_seed(0)
-    tower = build_image_tower(ImageTower(name="convnet", width=16, depth=2), 64, "local").double()
+    tower = build_image_tower(CONVNET, 64, "local").double()
     here, there = torch.zeros(1, 3, 64, 64).double(), torch.zeros(1, 3, 64, 64).double()
     here[..., 8:24, 8:24] = 1
     there[..., 40:56, 40:56] = 1
     assert (tower(here) - tower(there)).abs().max() > 1e-2
-
-
-def test_convnet_is_equal_in_train_and_eval_mode():
-    tower = build_image_tower(ImageTower(name="convnet", width=16, depth=2), 64, "local")
-    assert torch.equal(tower.train()(PIXELS), tower.eval()(PIXELS))
-    assert not [layer for layer in tower.modules() if isinstance(layer, (nn.BatchNorm2d, nn.Dropout))]
-
-
-@pytest.mark.parametrize("side", [33, 50, 64])
-def test_convnet_takes_odd_image_sides(side):
-    tower = build_image_tower(ImageTower(name="convnet", width=16, depth=4), side, "local")
-    assert tower(torch.rand(2, 3, side, side)).shape == (2, 64)
+    assert torch.equal(tower.train()(here), tower.eval()(here))
 
 
 @pytest.mark.parametrize("rows", [2, 64])
-def test_convnet_gradient_strides_equal_weight_strides(rows):
-    tower = build_image_tower(ImageTower(name="convnet", width=16, depth=2), 64, "local")
+def test_convnet_gradient_strides_equal_weight_strides(rows: int) -> None:
+    tower = build_image_tower(CONVNET, 64, "local")
     tower(torch.rand(rows, 3, 64, 64)).sum().backward()
     assert [name for name, weight in tower.named_parameters() if weight.grad.stride() != weight.stride()] == []
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("spec", "batch_norm", "message"),
     [
-        (ImageTower(name="convnet", width=20), r"model\.image\.width: .*multiple of 8 \(got 20\)"),
-        (
-            ImageTower(name="convnet", width=16, depth=6),
-            r"model\.image\.depth: 6 stages need images of at least 128 pixels",
-        ),
-        (ImageTower(name="vit", width=30, heads=4), r"model\.image\.heads: 4 heads do not divide the width of 30"),
-        (ImageTower(name="vit", width=32, patch=12), r"model\.image\.patch: patches of 12 pixels .* 64"),
-        (ImageTower(name="vit", weights="pretrained"), r"model\.image\.weights: .* `vit`"),
+        (ImageTower(name="convnet", width=20), "local", r"model\.image\.width: .*multiple of 8 \(got 20\)"),
+        (ImageTower(name="convnet", width=16, depth=6), "local", r"depth: 6 stages need images of at least 128 pixels"),
+        (ImageTower(name="vit", width=30, heads=4), "local", r"heads: 4 heads do not divide the width of 30"),
+        (ImageTower(name="vit", width=32, patch=12), "local", r"model\.image\.patch: patches of 12 pixels .* 64"),
+        (ImageTower(name="vit", weights="pretrained"), "local", r"model\.image\.weights: .* `vit`"),
+        (ImageTower(name="transformers"), "local", r"takes its shape from the weights; .* \(got `none`\)"),
+        (ImageTower(name="resnet18"), "frozen", r"model\.batch_norm: `frozen`.*model\.image\.weights is `none`"),
     ],
 )
-def test_invalid_shape_is_named(spec, message):
+def test_invalid_setting_is_named(spec: ImageTower, batch_norm: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        build_image_tower(spec, 64, "local")
-
-
-def test_frozen_batch_norm_with_random_weights_raises():
-    with pytest.raises(UsageError, match=r"model\.batch_norm: `frozen`.*model\.image\.weights is `none`"):
-        build_image_tower(ImageTower(name="resnet18"), 64, "frozen")
-
-
-@pytest.fixture
-def resnet_file(tmp_path):
-    """A saved torchvision ResNet-18 with its classifier, and the network."""
-    net = torchvision.models.resnet18()
-    save_file(net.state_dict(), tmp_path / "net.safetensors")
-    torch.save(net.state_dict(), tmp_path / "net.pth")
-    return tmp_path, net
+        build_image_tower(spec, 64, batch_norm)
 
 
 @pytest.mark.parametrize("name", ["net.safetensors", "net.pth"])
-def test_weights_load_from_a_file_without_the_classifier(resnet_file, name):
-    folder, net = resnet_file
-    tower = build_image_tower(ImageTower(name="resnet18", weights=str(folder / name)), 64, "local").eval()
+def test_weights_load_from_a_file_without_the_classifier(tmp_path: Path, name: str) -> None:
+    """Frozen BatchNorm keeps its statistics, so rows are independent."""
+    net = torchvision.models.resnet18()
+    (save_file if name.endswith("safetensors") else torch.save)(net.state_dict(), tmp_path / name)
+    spec = ImageTower(name="resnet18", weights=str(tmp_path / name))
     net.eval().fc = nn.Identity()
     with torch.no_grad():
-        torch.testing.assert_close(tower(PIXELS), net(PIXELS))
-
-
-def test_frozen_keeps_statistics_and_local_updates_them(resnet_file):
-    folder, _ = resnet_file
-    spec = ImageTower(name="resnet18", weights=str(folder / "net.pth"))
+        torch.testing.assert_close(build_image_tower(spec, 64, "local").eval()(PIXELS), net(PIXELS))
     for policy, moves in (("frozen", False), ("local", True)):
-        tower = build_image_tower(spec, 64, policy).train()
+        tower: Any = build_image_tower(spec, 64, policy).train()
         before = tower.net.bn1.running_mean.clone()
-        tower(PIXELS).sum().backward()
+        features = tower(PIXELS)
+        features.sum().backward()
         assert (not torch.equal(tower.net.bn1.running_mean, before)) is moves
         assert tower.net.bn1.weight.grad is not None
-
-
-def test_rows_are_independent_with_frozen_batch_norm(resnet_file):
-    folder, _ = resnet_file
-    tower = build_image_tower(ImageTower(name="resnet18", weights=str(folder / "net.pth")), 64, "frozen").train()
-    torch.testing.assert_close(tower(PIXELS)[:1], tower(PIXELS[:1]), rtol=1e-4, atol=1e-4)
+        if policy == "frozen":
+            torch.testing.assert_close(features[:1], tower(PIXELS[:1]), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "no file"),
-        (b"not weights", "cannot read weights from"),
-        (b"", "cannot read weights from"),
-    ],
+    ("content", "message"), [(None, "no file"), (b"not weights", "cannot read weights"), (b"", "cannot read weights")]
 )
 @pytest.mark.parametrize("suffix", ["pth", "safetensors"])
-def test_bad_weights_file_is_named(tmp_path, content, message, suffix):
+def test_bad_weights_file_is_named(tmp_path: Path, content: bytes | None, message: str, suffix: str) -> None:
     file = tmp_path / f"weights.{suffix}"
     if content is not None:
         file.write_bytes(content)
@@ -137,38 +127,106 @@ def test_bad_weights_file_is_named(tmp_path, content, message, suffix):
         build_image_tower(ImageTower(name="resnet18", weights=str(file)), 64, "local")
 
 
-def test_wrong_state_dict_is_named(tmp_path):
-    def build(tensors):
-        torch.save(tensors, tmp_path / "w.pth")
-        build_image_tower(ImageTower(name="resnet18", weights=str(tmp_path / "w.pth")), 64, "local")
+class Payload:
+    """Runs code when it is unpickled."""
 
-    with pytest.raises(UsageError, match=r"is not a state_dict"):
-        build([torch.zeros(1)])
-    with pytest.raises(UsageError, match=r"does not fit a resnet18: Missing .*Unexpected .*\"other\""):
-        build({"other": torch.zeros(1)})
-    with pytest.raises(UsageError, match=r"does not fit a resnet18: .*size mismatch for conv1\.weight"):
-        build({"conv1.weight": torch.zeros(1)})
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return (open, (str(self.file), "w"))
 
 
-def test_code_in_a_weights_file_is_not_executed(tmp_path):
-    class Payload:
-        def __reduce__(self):
-            return (open, (str(tmp_path / "ran"), "w"))
-
-    torch.save({"conv1.weight": Payload()}, tmp_path / "w.pth")
-    with pytest.raises(UsageError, match="cannot read weights from"):
-        build_image_tower(ImageTower(name="resnet18", weights=str(tmp_path / "w.pth")), 64, "local")
+def test_wrong_state_dict_is_named_and_its_code_is_not_executed(tmp_path: Path) -> None:
+    for state, message in (
+        ([torch.zeros(1)], r"is not a state_dict"),
+        ({"other": torch.zeros(1)}, r'does not fit a resnet18: Missing .*Unexpected .*"other"'),
+        ({"conv1.weight": torch.zeros(1)}, r"does not fit a resnet18: .*size mismatch for conv1\.weight"),
+        ({"conv1.weight": Payload(tmp_path / "ran")}, "cannot read weights from"),
+    ):
+        torch.save(state, tmp_path / "w.pth")
+        with pytest.raises(UsageError, match=message):
+            build_image_tower(ImageTower(name="resnet18", weights=str(tmp_path / "w.pth")), 64, "local")
     assert not (tmp_path / "ran").exists()
 
 
-def test_offline_pretrained_error_suggests_a_fix(monkeypatch):
-    def offline(*_, **__):
+def test_offline_pretrained_error_suggests_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*_: object, **__: object) -> None:
         raise URLError("Name or service not known")
 
     monkeypatch.setattr(torchvision.models.ResNet18_Weights, "get_state_dict", offline)
     spec = ImageTower(name="resnet18", weights="pretrained")
-    with pytest.raises(
-        UsageError, match=r"cannot download the pretrained weights of resnet18.*https://.*\.pth.*`none`"
-    ):
+    with pytest.raises(UsageError, match=r"cannot download the pretrained weights of resnet18.*https://.*\.pth"):
         build_image_tower(spec, 64, "frozen")
     assert build_image_tower(spec, 64, "frozen", architecture={}).width == 512
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_saved_encoder_has_equal_features_and_rebuilds(family: str, tmp_path: Path) -> None:
+    net, pixels = saved(family, tmp_path), torch.randn(2, 3, SIDE, SIDE)
+    spec = TwoTower(
+        image=spec_of(tmp_path),
+        text=TextTower(width=16, depth=1, heads=2),
+        inputs=Inputs(image_side=SIDE, max_tokens=8),
+        embed_dim=8,
+    )
+    model, batch = build(spec, 30), synthetic_batch(spec.inputs, 30, 3, "cpu")
+    tower = model.eval().image.tower
+    with torch.no_grad():
+        theirs = net(pixel_values=pixels)
+        expected = theirs.pooler_output.flatten(1) if family == "resnet" else theirs.last_hidden_state[:, 0]
+        torch.testing.assert_close(tower(pixels), expected)
+        grid, hidden = tower.grid(tower.features(pixels)), theirs.last_hidden_state
+    assert grid.shape == (2, tower.width, 4, 4)
+    last = hidden[:, :, -1, -1] if family == "resnet" else hidden[:, -1]
+    torch.testing.assert_close(grid[:, :, -1, -1], last)
+
+    outputs = model.train()(batch)
+    (outputs["image_embed"].sum() + outputs["text_embed"].sum() * outputs["logit_scale"]).backward()
+    assert not [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
+    architecture = json.loads(json.dumps(model.architecture()))
+    assert random_init_architecture(spec, 30)["image"]["model_type"] == family
+    for file in tmp_path.iterdir():
+        file.unlink()
+    again = build(spec, 30, architecture).eval()
+    again.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(again(batch)["image_embed"], model.eval()(batch)["image_embed"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "side", "message"),
+    [
+        ("vit", 64, "needs images of 32 pixels, not 64; set it to 32"),
+        ("dinov2", 36, "patches of 8 pixels .* do not tile an image of 36"),
+    ],
+)
+def test_incompatible_image_side_raises(family: str, side: int, message: str, tmp_path: Path) -> None:
+    saved(family, tmp_path)
+    with pytest.raises(UsageError, match=rf"model\.inputs\.image_side: .*{message}"):
+        build_image_tower(spec_of(tmp_path), side, "local")
+
+
+def test_frozen_batch_norm_of_a_saved_encoder_and_unsupported_type(tmp_path: Path) -> None:
+    saved("resnet", tmp_path)
+    for batch_norm in ("local", "frozen"):
+        tower = build_image_tower(spec_of(tmp_path), SIDE, batch_norm).train()
+        norms = [layer for layer in tower.modules() if isinstance(layer, nn.BatchNorm2d)]
+        assert norms and all(layer.training == (batch_norm == "local") for layer in norms)
+    BertConfig().save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=r"a model of type 'bert'; supported are vit, dinov2, resnet"):
+        build_image_tower(spec_of(tmp_path), SIDE, "local")
+
+
+@torch.no_grad()
+def test_timm_features_are_those_of_the_wrapped_model(tmp_path: Path) -> None:
+    pytest.importorskip("timm")
+    config = AutoConfig.for_model("timm_wrapper", architecture="test_vit", model_args={"img_size": SIDE})
+    net = AutoModel.from_config(config).eval()
+    net.save_pretrained(tmp_path)
+    tower: Any = build_image_tower(spec_of(tmp_path), SIDE, "local").eval()
+    pixels = torch.randn(2, 3, SIDE, SIDE)
+    hidden = net(pixel_values=pixels).last_hidden_state
+    torch.testing.assert_close(tower.features(pixels), hidden)
+    torch.testing.assert_close(tower(pixels), hidden[:, 0])
+    assert tower.grid(hidden).shape == (2, tower.width, 2, 2)

@@ -79,14 +79,12 @@ class Embedder:
     def _pixels(self, start: int, images: Sequence[ImageInput]) -> Tensor:
         return load_images(images, self.inputs, start).to(self.device)
 
-    @torch.no_grad()
     def match(
         self, images: Sequence[ImageInput], texts: Sequence[str], batch: int = 64, language: str | None = None
     ) -> Tensor:
         """Probability float32 [N] that image i and text i match. Raises UsageError without a matching head."""
         return self._pair_logits("match_head", images, texts, batch, language).sigmoid().squeeze(1)
 
-    @torch.no_grad()
     def classify(
         self, images: Sequence[ImageInput], texts: Sequence[str], batch: int = 64, language: str | None = None
     ) -> Tensor:
@@ -114,6 +112,7 @@ class Embedder:
         probability: Tensor = logits[0].softmax(dim=1).float().cpu()
         return probability
 
+    @torch.no_grad()
     def _pair_logits(
         self, head_name: str, images: Sequence[ImageInput], texts: Sequence[str], batch: int, language: str | None
     ) -> Tensor:
@@ -215,15 +214,10 @@ def load_image_and_boxes(image: ImageInput, boxes: Sequence[Sequence[float]], in
 
 def _to_rgb(image: ImageInput) -> np.ndarray:
     """Upright RGB uint8 [H, W, 3], decoded as in training."""
-    if isinstance(image, str | Path):
-        return decode(Path(image).read_bytes(), MAX_PIXELS)
-    if isinstance(image, bytes):
-        return decode(image, MAX_PIXELS)
-    upright = ImageOps.exif_transpose(image)
-    if upright.mode not in _PNG_MODES:
-        upright = upright.convert("RGBA" if upright.has_transparency_data else "RGB")
-    if upright.mode == "RGB" and "transparency" not in upright.info:
-        return np.asarray(upright)
-    file = io.BytesIO()
-    upright.save(file, "PNG")  # lossless; `decode` handles transparency and 16-bit images
-    return decode(file.getvalue(), MAX_PIXELS)
+    if isinstance(image, Image.Image):
+        upright, file = ImageOps.exif_transpose(image), io.BytesIO()
+        if upright.mode not in _PNG_MODES:
+            upright = upright.convert("RGBA" if upright.has_transparency_data else "RGB")
+        upright.save(file, "PNG", compress_level=0)  # lossless; `decode` handles transparency and 16-bit images
+        image = file.getvalue()
+    return decode(image if isinstance(image, bytes) else Path(image).read_bytes(), MAX_PIXELS)

@@ -22,7 +22,7 @@ from mmray.data.text.tokenizer import (
     train_tokenizer,
 )
 from mmray.errors import UsageError
-from mmray.evaluate.batches import EvalBatches
+from mmray.evaluate.batches import EvalBatches, EvalDataset
 from mmray.evaluate.evaluator import Evaluator
 from mmray.models.build import build
 from mmray.models.export.export import export
@@ -48,7 +48,7 @@ def test_stream_and_evaluation_prepend_the_language_token(tmp_path: Path) -> Non
     block = RowReader(prepared, INPUTS, TOKENIZER, 10**6).block(
         SamplePlan(5, 5, 1, 5, 0, 1, shuffle=False), np.arange(5)
     )
-    (batch,) = EvalBatches(prepared, INPUTS, build_encoder(TOKENIZER, INPUTS), 8)
+    (batch,) = EvalBatches(EvalDataset(prepared, INPUTS, TOKENIZER, Evaluate(batch=8)))
     assert np.array_equal(batch["input_ids"].numpy(), block["input_ids"])
     plain = build_encoder(TRAINED, Inputs(max_tokens=12)).encode(["a red one"])[0][0].tolist()
     marks = [[Tokenizer.from_str(TOKENIZER).token_to_id(f"[{said}]")] * (said in ("de", "pt-BR")) for said in SAID]

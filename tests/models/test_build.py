@@ -1,0 +1,127 @@
+"""Properties of every built-in model: independent rows, no effect of padding, gradients, rebuilding; custom models."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mmray.config import CustomModel, Model, model_section
+from mmray.errors import UsageError
+from mmray.models.build import build, random_init_architecture
+from mmray.models.synthetic import synthetic_batch
+from tests.models import test_clip, test_fusion, test_two_tower
+
+VOCAB = 40
+SPECS: dict[str, Model] = {
+    **test_clip.SPECS,
+    **{image: test_two_tower.spec_of(image) for image in test_two_tower.IMAGES},
+    **{f"fusion-{image}": test_fusion.spec_of(image) for image in test_fusion.IMAGES},
+    "fusion without heads": test_fusion.spec_of(matching=False, classes=0),
+}
+
+
+def model_of(spec: Model) -> Any:
+    torch.manual_seed(0)
+    return build(spec, VOCAB).double()
+
+
+def batch_of(spec: Model, rows: int = 4) -> dict[str, Tensor]:
+    batch = synthetic_batch(spec.inputs, VOCAB, rows, "cpu")
+    mask = (torch.arange(spec.inputs.max_tokens) < (torch.arange(rows) % 4 + 3)[:, None]).long()
+    negatives = {"negative_ids": batch["input_ids"].flip(1), "negative_mask": mask.flip(0)}
+    return batch | negatives | {"attention_mask": mask, "has_negative": torch.ones(rows, dtype=torch.bool)}
+
+
+def rows_of(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in outputs.items() if value.ndim}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_rows_are_independent_of_each_other_and_of_padding(name: str) -> None:
+    """A wrong implementation of cross-attention that takes (B, D) for a sequence attends across the batch."""
+    model, batch = model_of(SPECS[name]).eval(), batch_of(SPECS[name])
+    before = rows_of(model(batch))
+    heads = {"class_logits", "match", "match_negative"} if name.startswith("fusion-") else set()
+    assert before.keys() == {"image_embed", "text_embed"} | heads
+    changed = {column: value.clone() for column, value in batch.items()}
+    for ids, mask in (("input_ids", "attention_mask"), ("negative_ids", "negative_mask")):
+        changed[ids][batch[mask] == 0] = 7  # padding
+        changed[ids][1, :3] = changed[ids][1, :3].flip(0) + 1
+    changed["image"][1] = 255 - changed["image"][1]
+    others = torch.tensor([0, 2, 3])
+    for output, value in rows_of(model(changed)).items():
+        torch.testing.assert_close(value[others], before[output][others], rtol=0, atol=1e-9, msg=output)
+        assert (value[1] - before[output][1]).abs().max() > 1e-6, output
+    cut = {column: value[:1, :6] if value.ndim == 2 else value[:1] for column, value in batch.items()}
+    for output, value in rows_of(model(cut)).items():
+        torch.testing.assert_close(value, before[output][:1], rtol=0, atol=1e-9, msg=output)
+    assert torch.equal(model.embed_image(batch["image"]), before["image_embed"])
+    assert torch.equal(model.embed_text(batch["input_ids"], batch["attention_mask"]), before["text_embed"])
+    torch.testing.assert_close(before["image_embed"].norm(dim=1), torch.ones(4).double())
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_every_parameter_gets_a_finite_gradient(name: str) -> None:
+    """Some captions are empty. The branches share no weights."""
+    model, batch = model_of(SPECS[name]).train(), batch_of(SPECS[name])
+    batch["attention_mask"][2:] = 0
+    batch["negative_mask"][:] = 0
+    outputs = model(batch).values()
+    sum((output * torch.arange(output.numel()).view(output.shape)).sum() for output in outputs).backward()
+    assert [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None] == []
+    assert all(weight.grad.isfinite().all() for weight in model.parameters() if weight.grad is not None)
+    branches = [set(branch.parameters()) for branch in model.branches().values()]
+    assert sum(map(len, branches)) == len(set().union(*branches))
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_model_rebuilds_from_its_architecture(name: str) -> None:
+    spec = SPECS[name]
+    model, batch = model_of(spec), batch_of(spec)
+    moved = spec.model_copy(update={"weights": "/no/such/place"}) if hasattr(spec, "weights") else spec
+    again = build(moved, VOCAB, json.loads(json.dumps(model.architecture()))).double().eval()
+    again.load_state_dict(model.state_dict())
+    torch.testing.assert_close(again(batch), model.eval()(batch), rtol=0, atol=0)
+    build(moved, VOCAB, random_init_architecture(moved, VOCAB)).load_state_dict(model.state_dict())
+
+
+class Custom(nn.Module):
+    """A user's model."""
+
+    def __init__(self, spec: CustomModel, vocab_size: int) -> None:
+        super().__init__()
+        self.seen = (spec.kind, vocab_size)
+
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+
+class WithoutForward(nn.Module):
+    """A class without `forward`."""
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (f"{__name__}:Custom", None),
+        ("two_towers", r"unknown kind `two_towers`; use one of two_tower"),
+        ("no_such_package:Model", r"cannot load `no_such_package:Model`: No module named"),
+        ("mmray.models.build:Missing", r"cannot load `mmray\.models\.build:Missing`"),
+        (f"{__name__}:WithoutForward", r"has no forward\(batch\); see mmray/models/protocol\.py"),
+        ("operator:is_", r"`operator:is_` built a bool, not a torch\.nn\.Module"),
+    ],
+)
+def test_custom_kind(kind: str, message: str | None) -> None:
+    if message is None:
+        model: Any = build(model_section(kind)(kind=kind), VOCAB)
+        assert model.seen == (kind, VOCAB)
+        return
+    with pytest.raises(UsageError, match=rf"^model\.kind: .*{message}"):
+        build(model_section(kind)(kind=kind), VOCAB)
