@@ -57,13 +57,11 @@ class DualEncoder(nn.Module):
 
     def embed_image(self, image: Tensor) -> Tensor:
         """Pixels uint8 [B, 3, S, S] -> L2-normalised embeddings [B, D]."""
-        embedding: Tensor = self.image(image)
-        return embedding
+        return self.image(image)
 
     def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Ids and mask [B, T] -> L2-normalised embeddings [B, D]."""
-        embedding: Tensor = self.text(input_ids, attention_mask)
-        return embedding
+        return self.text(input_ids, attention_mask)
 
     def branches(self) -> dict[str, nn.Module]:
         """The submodules that share nothing but the loss."""
@@ -89,8 +87,7 @@ class NormalizePixels(nn.Module):
         self.register_buffer("std", 255 * torch.tensor(std).view(-1, 1, 1), persistent=False)
 
     def forward(self, image: Tensor) -> Tensor:
-        normalised: Tensor = (image.to(self.mean.dtype) - self.mean) / self.std
-        return normalised
+        return (image.to(self.mean.dtype) - self.mean) / self.std
 
 
 def l2_normalize(embedding: Tensor) -> Tensor:
@@ -182,7 +179,6 @@ class Siglip(HfModel, DualEncoder):
         return SiglipConfig(text_config=text, vision_config=_vision_config(spec))
 
     def hf_config(self, end_id: int | None, pad_id: int) -> dict[str, Any] | None:
-        """config.json for transformers; None if its classes cannot represent the model."""
         return None if self.logit_bias is None else self._hf_config({"eos_token_id": end_id})
 
     @property

@@ -18,7 +18,7 @@ from mmray.errors import UsageError
 from mmray.models.clip import l2_normalize
 from mmray.models.encoders.text import mask_with_first
 from mmray.models.two_tower import ImageBranch, TextBranch, TwoTower
-from mmray.models.weights import FEED_FORWARD, check_heads
+from mmray.models.weights import transformer_config
 
 if TYPE_CHECKING:
     from mmray.config import CrossAttention as CrossSection
@@ -71,11 +71,12 @@ class LabelTexts(nn.Module):
 
     def __init__(self, names: Sequence[str], ids: list[list[int]] | None) -> None:
         super().__init__()
-        self._names, self.is_set = tuple(names), False
-        for name in ("ids", "mask", "named"):
-            self.register_buffer(name, torch.zeros(0), persistent=False)
-        if ids is not None:
-            self._set(ids)
+        self._names = tuple(names)
+        self._set(ids)
+
+    @property
+    def is_set(self) -> bool:
+        return self._ids is not None
 
     def tokenize(self, encoder: Any) -> None:
         """Tokenize the names with a TextEncoder (data/text/tokenizer.py)."""
@@ -84,8 +85,7 @@ class LabelTexts(nn.Module):
 
     def to_list(self) -> list[list[int]] | None:
         """Token ids of each name, as JSON values."""
-        pairs = zip(self.ids, self.mask.bool(), strict=True)
-        return [row[mask].tolist() for row, mask in pairs] if self.is_set else None
+        return self._ids
 
     def tokens(self) -> tuple[Tensor, Tensor]:
         """Ids and mask [C, T]. Raises UsageError before `tokenize`."""
@@ -95,12 +95,16 @@ class LabelTexts(nn.Module):
             )
         return self.ids, self.mask
 
-    def _set(self, ids: list[list[int]]) -> None:
-        longest, device = max((len(row) for row in ids), default=1), self.ids.device
-        self.ids = torch.tensor([row + [0] * (longest - len(row)) for row in ids], device=device)
-        self.mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in ids], device=device)
-        self.named = torch.tensor([bool(name) for name in self._names], device=device)
-        self.is_set = True
+    def _set(self, ids: list[list[int]] | None) -> None:
+        self._ids, rows = ids, ids or []
+        longest = max((len(row) for row in rows), default=1)
+        values = {
+            "ids": torch.tensor([row + [0] * (longest - len(row)) for row in rows]),
+            "mask": torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows]),
+            "named": torch.tensor([bool(name) for name in self._names]),
+        }
+        for name, value in values.items():
+            self.register_buffer(name, value.to(getattr(self, name, value).device), persistent=False)
 
 
 def region_logits(regions: Tensor, texts: Tensor, scale: Tensor, named: Tensor | None = None) -> Tensor:
@@ -133,10 +137,9 @@ class CrossEncoder(nn.Module):
 
     def __init__(self, spec: CrossSection, image_width: int, num_positions: int, text_width: int) -> None:
         super().__init__()
-        check_heads(spec)
         self.from_image, self.from_text = nn.Linear(image_width, spec.width), nn.Linear(text_width, spec.width)
         self.position = nn.Parameter(0.02 * torch.randn(1, num_positions, spec.width))  # feature maps have no positions
-        sizes = spec.width, spec.heads, FEED_FORWARD * spec.width, spec.dropout
+        sizes = spec.width, spec.heads, transformer_config(spec)["intermediate_size"], spec.dropout
         options: dict[str, Any] = {"activation": "gelu", "batch_first": True, "norm_first": True}
         self.layers = nn.ModuleList(nn.TransformerDecoderLayer(*sizes, **options) for _ in range(spec.depth))
         self.norm = nn.LayerNorm(spec.width)
@@ -193,20 +196,15 @@ class Fusion(TwoTower):
         return outputs
 
     def embed_image(self, image: Tensor) -> Tensor:
-        """Pixels uint8 [B, 3, S, S] -> L2-normalised embeddings [B, D]."""
-        embedding: Tensor = self.image(image)[1]
-        return embedding
+        return self.image(image)[1]
 
     def embed_text(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Ids and mask [B, T] -> L2-normalised embeddings [B, D]."""
-        embedding: Tensor = self.text(input_ids, attention_mask)[1]
-        return embedding
+        return self.text(input_ids, attention_mask)[1]
 
     def embed_pair(self, image: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Pixels and captions of the same rows -> features that the heads read [B, W]."""
         text_features, _ = self.text(input_ids, attention_mask)
-        pair: Tensor = self.cross(self.image(image)[0], text_features, attention_mask)
-        return pair
+        return self.cross(self.image(image)[0], text_features, attention_mask)
 
     def embed_regions(self, image: Tensor, boxes: Tensor) -> Tensor:
         """Pixels and boxes [B, N, 4] in fractions of the square -> L2-normalised embeddings [B, N, D]."""
@@ -218,8 +216,7 @@ class Fusion(TwoTower):
 
     def _region_embeds(self, image_features: Tensor, boxes: Tensor) -> Tensor:
         assert self.region_head is not None
-        regions: Tensor = self.region_head(self.image.tower.grid(image_features), boxes)
-        return regions
+        return self.region_head(self.image.tower.grid(image_features), boxes)
 
     def _region_logits(self, regions: Tensor) -> Tensor:
         assert self.labels is not None
@@ -227,15 +224,12 @@ class Fusion(TwoTower):
         return region_logits(regions, texts, self.log_scale.exp(), self.labels.named)
 
     def branches(self) -> dict[str, nn.Module]:
-        """The two towers and the cross-attention layers."""
         return super().branches() | {"cross": self.cross}
 
     def architecture(self) -> dict[str, Any]:
-        """The transformers configs of the towers and the token ids of the labels, as JSON values."""
         return super().architecture() | ({} if self.labels is None else {"labels": self.labels.to_list()})
 
     @staticmethod
     def random_init_architecture(spec: Any, vocab_size: int) -> dict[str, Any]:
-        """The `architecture` of a model with random weights in the shape of the settings; each label is one token."""
-        labels = {"labels": [[number % vocab_size] for number in range(len(spec.region_labels))]}
+        labels = {"labels": [[number % vocab_size] for number in range(len(spec.region_labels))]}  # one token each
         return TwoTower.random_init_architecture(spec, vocab_size) | (labels if spec.regions else {})

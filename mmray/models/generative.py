@@ -152,8 +152,7 @@ class VisionTokens(nn.Module):
             hidden = self.tower.pre_layrnorm(hidden)
         for layer in self.tower.encoder.layers[: self.depth]:
             hidden = layer(hidden, attention_mask=None)
-        features: Tensor = self.project(hidden[:, self.skip :])
-        return features
+        return self.project(hidden[:, self.skip :])
 
 
 class LanguageModel(nn.Module):
@@ -178,8 +177,7 @@ class LanguageModel(nn.Module):
         # The prediction at the image token is that of the last image feature.
         text = torch.arange(input_ids.shape[1], device=hidden.device)[None]
         at, more = image_pos.clamp(min=0)[:, None], image.shape[1] - 1
-        logits: Tensor = self.head(_gather_rows(hidden, torch.where(text < at, text, text + more)))
-        return logits
+        return self.head(_gather_rows(hidden, torch.where(text < at, text, text + more)))
 
     def insert_image(self, image: Tensor, input_ids: Tensor, image_pos: Tensor) -> Tensor:
         """Input embeddings [B, T + N - 1, W]: token embeddings with the image features in place of the image token."""

@@ -269,22 +269,17 @@ FEED_FORWARD = 4  # times the width
 
 def transformer_config(part: Any) -> dict[str, Any]:
     """transformers' config values for the width, depth and heads of an encoder section. Raises UsageError."""
-    check_heads(part)
+    if part.width % part.heads:
+        raise UsageError(
+            f"{part.path}.heads: {part.heads} heads do not divide the width of {part.width}; choose a divisor of "
+            f"{part.path}.width"
+        )
     return {
         "hidden_size": part.width,
         "num_hidden_layers": part.depth,
         "num_attention_heads": part.heads,
         "intermediate_size": FEED_FORWARD * part.width,
     }
-
-
-def check_heads(part: Any) -> None:
-    """Raise UsageError if the heads of a section do not divide its width."""
-    if part.width % part.heads:
-        raise UsageError(
-            f"{part.path}.heads: {part.heads} heads do not divide the width of {part.width}; choose a divisor of "
-            f"{part.path}.width"
-        )
 
 
 def patch_config(side: int, patch: int) -> dict[str, int]:

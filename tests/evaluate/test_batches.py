@@ -46,34 +46,23 @@ def test_every_row_once(prepared: PreparedSet, world: int, limit: int | None) ->
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_all_captions_with_their_rows(prepared: PreparedSet) -> None:
-    reading = batches(prepared)
-    for batch in reading:
-        owner = batch["owner"].tolist()
-        assert owner == [number for number in batch["row"].tolist() for _ in range(1 + number % 3)]
-        texts = [CAPTIONS[index] for number in batch["row"].tolist() for index in range(1 + number % 3)]
-        ids, num_tokens = reading.data.encoder.encode(texts)
-        assert np.array_equal(batch["input_ids"].numpy(), ids)
-        assert batch["attention_mask"].sum(1).tolist() == num_tokens.tolist()
-        assert ((batch["attention_mask"].diff(dim=1)) <= 0).all()
-
-
-def test_pixels_are_those_of_the_row(prepared: PreparedSet) -> None:
-    for batch in batches(prepared):
-        assert batch["image"].shape[1:] == (3, 8, 8)
-        assert batch["image"][:, 0, 0, 0].tolist() == batch["row"].tolist()  # row N has grey level N
-
-
-def test_iterated_twice_is_the_same(prepared: PreparedSet) -> None:
-    reading = batches(prepared)
-    first, second = [[batch["row"].tolist() for batch in reading] for _ in range(2)]
-    assert first == second
-    assert len(reading.skipped) == 2
-
-
-def test_batch_without_readable_rows_is_omitted(prepared: PreparedSet) -> None:
-    sizes = [len(batch["row"]) for batch in batches(prepared, batch=1)]
-    assert sizes == [1] * 21
+@pytest.mark.parametrize("size", [1, 4])
+def test_batches_have_all_captions_and_pixels_at_each_iteration(prepared: PreparedSet, size: int) -> None:
+    reading = batches(prepared, batch=size)
+    for _ in range(2):
+        sizes = []
+        for batch in reading:
+            rows = batch["row"].tolist()
+            sizes.append(len(rows))
+            assert batch["owner"].tolist() == [number for number in rows for _ in range(1 + number % 3)]
+            ids, num_tokens = reading.data.encoder.encode([text for n in rows for text in CAPTIONS[: 1 + n % 3]])
+            assert np.array_equal(batch["input_ids"].numpy(), ids)
+            assert batch["attention_mask"].sum(1).tolist() == num_tokens.tolist()
+            assert ((batch["attention_mask"].diff(dim=1)) <= 0).all()
+            assert batch["image"].shape[1:] == (3, 8, 8)
+            assert batch["image"][:, 0, 0, 0].tolist() == rows  # row N has grey level N
+        assert sizes == ([1] * 21 if size == 1 else [4, 2, 4, 4, 4, 3])  # batches without readable rows are omitted
+        assert len(reading.skipped) == 2
 
 
 def test_too_large_image_is_skipped(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmray.data.store.prepared_set import PreparedSet
+from mmray.data.text.tokenizer import TextEncoder
 from mmray.errors import DataError
 from mmray.evaluate import evaluator as evaluator_module
 from mmray.evaluate.evaluator import Evaluator, retrieval_ranks, retrieval_scores, topk_accuracy, topk_correct
@@ -100,32 +101,36 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedSet:
     return make_set(tmp_path_factory.mktemp("scored") / "set", rows)
 
 
-def evaluator_of(prepared: PreparedSet, **settings: Any) -> Evaluator:
-    return Evaluator(prepared, INPUTS, prepared.tokenizer_json, SimpleNamespace(**vars(SETTINGS) | settings))  # type: ignore[arg-type]
-
-
-def score(prepared: PreparedSet, group: Any, global_rows: int = 6, **settings: Any) -> dict[str, float]:
-    return evaluator_of(prepared, **settings).score(Toy(), group, Contrastive(), global_rows)
+def score(
+    prepared: PreparedSet,
+    model: nn.Module | None = None,
+    world: int = 1,
+    rows: int = 6,
+    objective: Any = None,
+    inputs: Any = INPUTS,
+    **settings: Any,
+) -> list[Any]:
+    """Scores on each rank."""
+    section: Any = SimpleNamespace(**vars(SETTINGS) | settings)
+    evaluator = Evaluator(prepared, inputs, prepared.tokenizer_json, section)  # type: ignore[arg-type]
+    return on_ranks(world, lambda group: evaluator.score(model or Toy(), group, objective or Contrastive(), rows))
 
 
 @pytest.mark.parametrize("world", [2, 3, 30])
 @pytest.mark.parametrize("limit", [None, 9])
 def test_scores_do_not_depend_on_the_number_of_ranks(prepared: PreparedSet, world: int, limit: int | None) -> None:
     """30 ranks for 23 rows: some ranks have no row."""
-    (alone,) = on_ranks(1, lambda group: score(prepared, group, limit=limit))
+    (alone,) = score(prepared, limit=limit)
     assert alone["rows"] == (limit or NUM_ROWS) - 1
     assert alone["bad_rows"] == 1
-    for result in on_ranks(world, lambda group: score(prepared, group, limit=limit)):
-        assert result == alone
+    assert score(prepared, world=world, limit=limit) == [alone] * world
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 1000])
 def test_scores_do_not_depend_on_the_chunk(prepared: PreparedSet, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    (one,) = on_ranks(1, lambda group: score(prepared, group))
+    (one,) = score(prepared)
     monkeypatch.setattr(evaluator_module, "CHUNK", chunk)
-    (other,) = on_ranks(1, lambda group: score(prepared, group))
-    assert other.pop("loss") == pytest.approx(one.pop("loss"), rel=1e-6)
-    assert other == one
+    assert score(prepared) == [one | {"loss": pytest.approx(one["loss"], rel=1e-6)}]
 
 
 def test_scores_of_a_case_computed_by_hand() -> None:
@@ -178,10 +183,9 @@ def test_images_that_share_a_caption_are_correct_answers(tmp_path: Path, world: 
     """Three images of each of three classes, as from class folders."""
     rows = [row(number, texts=[" ".join(["a"] * (1 + number % 3))]) for number in range(9)]
     held_out = make_set(tmp_path / "set", rows)
-    evaluator = evaluator_of(held_out)
-    for metrics in on_ranks(world, lambda group: evaluator.score(KnowsClasses(3), group, Contrastive(), 6)):
+    for metrics in score(held_out, KnowsClasses(3), world):
         assert metrics["recall_at_1/image_to_text"] == metrics["recall_at_1/text_to_image"] == 1
-    for metrics in on_ranks(world, lambda group: evaluator.score(KnowsClasses(2), group, Contrastive(), 6)):
+    for metrics in score(held_out, KnowsClasses(2), world):
         # An image of class 1 ties with the three captions of class 2, one of class 2 with all wrong captions; captions
         # of class 2 rank the three images of class 1 first, and tie with three more.
         assert metrics["recall_at_1/image_to_text"] == pytest.approx(1 / 3)
@@ -190,37 +194,28 @@ def test_images_that_share_a_caption_are_correct_answers(tmp_path: Path, world: 
         assert metrics["recall_at_5/text_to_image"] == pytest.approx(2 / 3)
 
 
-def test_loss_equals_training_loss(prepared: PreparedSet) -> None:
-    (metrics,) = on_ranks(1, lambda group: score(prepared, group, global_rows=100))
-    model = Toy().eval()
-    evaluator = evaluator_of(prepared)
+@pytest.mark.parametrize("training", [True, False])
+def test_loss_equals_training_loss_and_state_is_restored(prepared: PreparedSet, training: bool) -> None:
+    model, before = Toy().train(training), torch.get_rng_state()
+    (metrics,) = score(prepared, model, rows=100)
+    assert model.training == training
+    assert torch.equal(torch.get_rng_state(), before)
     good = [number for number in range(NUM_ROWS) if number != 4]
     texts = [prepared.read([number])[0].texts[0] for number in good]  # type: ignore[arg-type]
-    ids, num_tokens = evaluator.encoder.encode(texts)
+    ids, num_tokens = TextEncoder(prepared.tokenizer_json or "", INPUTS.max_tokens).encode(texts)
     batch = {
         "image": torch.tensor(good, dtype=torch.uint8).view(-1, 1, 1, 1).repeat(1, 3, 8, 8),
         "input_ids": torch.from_numpy(ids),
         "attention_mask": (torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]).long(),
         "valid": torch.ones(len(good), dtype=torch.bool),
     }
-    loss_sum, count, _ = Contrastive().compute_loss(model(batch), batch)
+    loss_sum, count, _ = Contrastive().compute_loss(model.eval()(batch), batch)
     assert metrics["loss"] == pytest.approx((loss_sum / count).item(), rel=1e-6)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_mode_and_random_state_are_restored(prepared: PreparedSet, training: bool) -> None:
-    model, evaluator = Toy().train(training), evaluator_of(prepared)
-    before = torch.get_rng_state()
-    on_ranks(1, lambda group: evaluator.score(model, group, Contrastive(), 6))
-    assert model.training == training
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("gathered_outputs", [("match_logits",), ()])
 def test_objective_without_embeddings_has_no_loss(prepared: PreparedSet, gathered_outputs: tuple[str, ...]) -> None:
-    evaluator = evaluator_of(prepared)
-    matching = SimpleNamespace(gathered_outputs=gathered_outputs, scalar_outputs=())
-    (metrics,) = on_ranks(1, lambda group: evaluator.score(Toy(), group, matching, 6))  # type: ignore[arg-type]
+    (metrics,) = score(prepared, objective=SimpleNamespace(gathered_outputs=gathered_outputs, scalar_outputs=()))
     assert "loss" not in metrics
     assert "recall_at_10/text_to_image" in metrics
 
@@ -248,30 +243,23 @@ def test_classification_head_and_zero_shot_are_scored(tmp_path: Path, world: int
     rows[3], rows[4], rows[5] = replace(rows[3], label=None), replace(rows[4], label=None), replace(rows[5], label=7)
     held_out = make_set(tmp_path / "set", rows)
     classes, prompts = ("a", "red", "one"), ("{}", "a {}")
-    evaluator = evaluator_of(held_out, classes=classes, prompts=prompts)
     named = replace(held_out.manifest, class_names=classes)  # like class folders
-    of_the_set = evaluator_of(PreparedSet(held_out.storage, named), prompts=prompts)
-    (scores,) = on_ranks(1, lambda group: evaluator.score(Labelled(), group, Contrastive(), 6))
-    assert on_ranks(1, lambda group: of_the_set.score(Labelled(), group, Contrastive(), 6)) == [scores]
-    for metrics in on_ranks(world, lambda group: evaluator.score(Labelled(), group, Contrastive(), 6)):
+    of_the_set = score(PreparedSet(held_out.storage, named), Labelled(), prompts=prompts)
+    assert of_the_set == score(held_out, Labelled(), classes=classes, prompts=prompts)
+    model, encoder = Labelled().eval(), TextEncoder(held_out.tokenizer_json or "", INPUTS.max_tokens)
+    embeddings = []
+    for name in classes:
+        ids = [torch.from_numpy(encoder.encode([prompt.format(name)])[0]) for prompt in prompts]
+        embeddings.append(F.normalize(sum(model.embed_text(each, torch.ones_like(each)) for each in ids) / 2))
+    hits = []
+    for number in (number for number in range(12) if rows[number].label in (0, 1, 2)):
+        image = model.embed_image(torch.full((1, 3, 8, 8), number, dtype=torch.uint8))
+        hits.append(int((image * torch.cat(embeddings)).sum(dim=1).argmax()) == rows[number].label)
+    for metrics in score(held_out, Labelled(), world, classes=classes, prompts=prompts):
         assert metrics["classification/rows"] == metrics["zero_shot/rows"] == 9
         assert metrics["classification/top_1"] == pytest.approx(6 / 9)
         assert "classification/top_5" not in metrics  # of three classes
-        assert metrics["zero_shot/top_1"] == pytest.approx(zero_shot_by_hand(Labelled(), evaluator, rows))
-
-
-def zero_shot_by_hand(model: Labelled, evaluator: Evaluator, rows: list[Any]) -> float:
-    model.eval()
-    classes = []
-    for name in ("a", "red", "one"):
-        ids = [torch.from_numpy(evaluator.encoder.encode([text])[0]) for text in (name, f"a {name}")]
-        classes.append(F.normalize(sum(model.embed_text(each, torch.ones_like(each)) for each in ids) / 2))
-    hits = []
-    for number, record in enumerate(rows):
-        if record.label in (0, 1, 2):
-            image = model.embed_image(torch.full((1, 3, 8, 8), number, dtype=torch.uint8))
-            hits.append(int(torch.cat([(image * each).sum()[None] for each in classes]).argmax()) == record.label)
-    return sum(hits) / len(hits)
+        assert metrics["zero_shot/top_1"] == pytest.approx(sum(hits) / 9)
 
 
 class Naming(Toy):
@@ -295,9 +283,8 @@ def test_region_head_is_scored(world: int, tmp_path: Path) -> None:
         rows.append(replace(row(number), boxes=boxes, box_labels=labels))
     prepared = make_set(tmp_path / "set", rows)
     inputs = SimpleNamespace(**vars(INPUTS) | {"max_boxes": 2})
-    evaluator = Evaluator(prepared, inputs, prepared.tokenizer_json, SETTINGS)
     labelled = [(each, label) for made in rows for each, label in enumerate(made.box_labels) if label >= 0]
-    for metrics in on_ranks(world, lambda group: evaluator.score(Naming(), group, Contrastive(), 6)):
+    for metrics in score(prepared, Naming(), world, inputs=inputs):
         assert metrics["regions/boxes"] == len(labelled) == 7
         assert metrics["regions/top_1"] == sum(each == 0 for each, _ in labelled) / len(labelled)
         assert "regions/top_5" not in metrics  # two label names
@@ -305,7 +292,7 @@ def test_region_head_is_scored(world: int, tmp_path: Path) -> None:
 
 def test_no_readable_row_raises_on_every_rank(tmp_path: Path) -> None:
     damaged = make_set(tmp_path / "set", [row(number, data=b"nothing") for number in range(2)])
-    for error in on_ranks(2, lambda group: score(damaged, group)):
+    for error in score(damaged, world=2):
         assert isinstance(error, DataError)
         assert "cannot read any of 2 evaluation rows" in str(error)
 

@@ -20,12 +20,12 @@ WAYS = ("image_to_text", "text_to_image")
 def shown_of(prepared, world=1, **settings):  # noqa: F811
     """The examples of rank 0 and the metrics of the same evaluation."""
     evaluator = Evaluator(prepared, INPUTS, prepared.tokenizer_json, SimpleNamespace(**vars(SETTINGS) | settings))
-    kept = []
+    shown = []
 
     def score(group):
-        return evaluator.score(Toy(), group, Contrastive(), 6, kept.append if group.rank == 0 else None)
+        return evaluator.score(Toy(), group, Contrastive(), 6, shown.append if group.rank == 0 else None)
 
-    return kept, on_ranks(world, score)[0]
+    return shown, on_ranks(world, score)[0]
 
 
 def test_examples_do_not_depend_on_ranks_or_chunk(prepared, monkeypatch):  # noqa: F811
@@ -47,7 +47,7 @@ def test_examples_agree_with_the_recall_and_with_the_set(prepared):  # noqa: F81
             assert [answer["score"] for answer in item["answers"]] == sorted(
                 (answer["score"] for answer in item["answers"]), reverse=True
             )
-            marked = [place for place, answer in enumerate(item["answers"], 1) if answer["correct"]]
+            marked = [rank for rank, answer in enumerate(item["answers"], 1) if answer["correct"]]
             assert (marked[:1] == [item["rank"]]) if item["rank"] <= 5 else not marked
             for answer in item["answers"]:
                 texts = prepared.read(np.array([answer["row"]]))[0].texts
@@ -58,21 +58,17 @@ def test_examples_agree_with_the_recall_and_with_the_set(prepared):  # noqa: F81
                     assert answer["correct"] == (item["caption"] in texts)
 
 
-def test_queries_show_their_own_caption(prepared):  # noqa: F811
+def test_shown_queries_have_their_own_caption_and_a_thumbnail(prepared):  # noqa: F811
     """Rows have several captions each, selected by name and number."""
     (examples,), _ = shown_of(prepared)
-    told = {(item["row"], item["caption"]) for item in examples["text_to_image"]}
-    assert any(caption != prepared.read(np.array([row]))[0].texts[0] for row, caption in told)
-
-
-def test_every_shown_image_has_a_thumbnail(prepared):  # noqa: F811
-    (examples,), _ = shown_of(prepared)
-    wanted = {item["row"] for way in WAYS for item in examples[way]}
-    wanted |= {answer["row"] for item in examples["text_to_image"] for answer in item["answers"]}
-    assert set(examples["images"]) == {str(row) for row in wanted}
-    head, _, data = examples["images"][str(max(wanted))].partition(",")
+    queries = {(item["row"], item["caption"]) for item in examples["text_to_image"]}
+    assert any(caption != prepared.read(np.array([row]))[0].texts[0] for row, caption in queries)
+    shown = {item["row"] for way in WAYS for item in examples[way]}
+    shown |= {answer["row"] for item in examples["text_to_image"] for answer in item["answers"]}
+    assert set(examples["images"]) == {str(row) for row in shown}
+    head, _, data = examples["images"][str(max(shown))].partition(",")
     assert head == "data:image/webp;base64"
-    assert abs(Image.open(io.BytesIO(base64.b64decode(data))).convert("L").getpixel((8, 8)) - max(wanted)) <= 2
+    assert abs(Image.open(io.BytesIO(base64.b64decode(data))).convert("L").getpixel((8, 8)) - max(shown)) <= 2
 
 
 def test_selected_queries_are_evenly_spaced():

@@ -16,7 +16,7 @@ from mmray.errors import DataError
 from mmray.evaluate.generation import GenerationEvaluator, caption_scores, cider_d, words
 from tests.evaluate.test_evaluator import on_ranks
 from tests.made import make_set, row
-from tests.models.test_generative import ENCODER, INPUTS, SAID, TOKENIZER, model_of
+from tests.models.test_generative import CONVERSATIONS, ENCODER, INPUTS, TOKENIZER, model_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = [["a red circle", "a circle"], ["a blue square on a green ground"], ["a blue ground"]]
@@ -28,7 +28,7 @@ MODEL = model_of()  # initialise once: ranks are threads here and share one gene
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedSet:
     """Nine rows: captions, a conversation, and an unreadable row."""
     rows = [row(number, texts=TEXTS[number % 3]) for number in range(9)]
-    rows[3].messages = SAID[2]
+    rows[3].messages = CONVERSATIONS[2]
     rows[5] = row(5, data=b"nothing")
     return make_set(tmp_path_factory.mktemp("language") / "set", rows)
 
@@ -39,7 +39,7 @@ def score(prepared: PreparedSet, group: Any, **settings: Any) -> dict[str, float
 
 
 def test_perplexity_covers_every_target_token(prepared: PreparedSet) -> None:
-    (found,) = on_ranks(1, lambda group: score(prepared, group))
+    (metrics,) = on_ranks(1, lambda group: score(prepared, group))
     losses, right = [], []
     for number, record in enumerate(prepared.read(np.arange(9))):
         if number == 5:
@@ -51,13 +51,13 @@ def test_perplexity_covers_every_target_token(prepared: PreparedSet) -> None:
             at = torch.from_numpy(columns["image_pos"].astype(np.int64))
             with torch.no_grad():
                 logits = MODEL({"image": pixels, "input_ids": ids, "image_pos": at})["logits"][0].double()
-            for place in np.flatnonzero(columns["loss_mask"][0]):
-                losses.append(-logits[place - 1].log_softmax(0)[ids[0, place]].item())
-                right.append(logits[place - 1].argmax().item() == ids[0, place])
-    assert found["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
-    assert found["perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
-    assert found["token_accuracy"] == pytest.approx(np.mean(right))
-    assert (found["tokens"], found["rows"], found["bad_rows"]) == (len(losses), 8, 1)
+            for index in np.flatnonzero(columns["loss_mask"][0]):
+                losses.append(-logits[index - 1].log_softmax(0)[ids[0, index]].item())
+                right.append(logits[index - 1].argmax().item() == ids[0, index])
+    assert metrics["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert metrics["perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
+    assert metrics["token_accuracy"] == pytest.approx(np.mean(right))
+    assert (metrics["tokens"], metrics["rows"], metrics["bad_rows"]) == (len(losses), 8, 1)
 
 
 @pytest.mark.parametrize("world", [2, 11])
@@ -74,19 +74,23 @@ def test_no_readable_row_raises_on_every_rank(tmp_path: Path) -> None:
         assert isinstance(result, DataError)
 
 
-def test_answers_equal_greedy_decoding_without_cache() -> None:
-    """The reference decodes one token at a time from the full text, without a cache."""
-    model, pixels, said = model_of(seed=1), torch.full((1, 3, 32, 32), 90, dtype=torch.uint8), []
-    ids, at = (torch.from_numpy(array.astype(np.int64)) for array in ENCODER.encode_prompt("a red"))
-    with torch.no_grad():
-        for _ in range(7):
-            token = model({"image": pixels, "input_ids": ids, "image_pos": at})["logits"][0, -1].argmax()
-            if token == ENCODER.end_id:
-                break
-            said.append(int(token))
-            ids = torch.cat([ids, token[None, None]], dim=1)
-    assert said
-    assert model.answer(ENCODER, pixels, ["a red"], 7) == [ENCODER.tokenizer.decode(said).strip()]
+def test_answers_equal_greedy_decoding_without_cache_and_padding() -> None:
+    """The reference decodes one row and one token at a time from the full text; answers are decoded together."""
+    model, questions, expected = model_of(seed=1), ["a red", "what is this? a blue square", ""], []
+    pixels = torch.tensor([90, 20, 200], dtype=torch.uint8).view(3, 1, 1, 1).expand(-1, 3, 32, 32)
+    for image, question in zip(pixels.split(1), questions, strict=True):
+        tokens: list[int] = []
+        ids, at = (torch.from_numpy(array.astype(np.int64)) for array in ENCODER.encode_prompt(question))
+        with torch.no_grad():
+            for _ in range(7):
+                token = model({"image": image, "input_ids": ids, "image_pos": at})["logits"][0, -1].argmax()
+                if token == ENCODER.end_id:
+                    break
+                tokens.append(int(token))
+                ids = torch.cat([ids, token[None, None]], dim=1)
+        expected.append(ENCODER.tokenizer.decode(tokens).strip())
+    assert any(expected)
+    assert model.answer(ENCODER, pixels, questions, 7) == expected
 
 
 def test_the_best_captions_have_the_highest_scores() -> None:

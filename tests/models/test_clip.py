@@ -56,9 +56,8 @@ def test_export_loads_in_transformers_with_equal_outputs(kind: str, tmp_path: Pa
     from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
     spec, model = SPECS[kind], model_of(SPECS[kind])
-    out = export(
-        model, spec.model_copy(update={"vocab_size": VOCAB}).model_dump(mode="json"), TOKENIZER, tmp_path / "m"
-    )
+    values = spec.model_copy(update={"vocab_size": VOCAB}).model_dump(mode="json")
+    out = export(model, values, TOKENIZER, tmp_path / "m")
     loaded = mmray.load(out)
     theirs, report = AutoModel.from_pretrained(out, output_loading_info=True)
     assert not any(report.values())
@@ -124,14 +123,12 @@ def test_weights_load_from_a_saved_transformers_model(kind: str, tmp_path: Path)
         features = theirs.text_model(input_ids=ids)
         expected = theirs.text_projection(features.pooler_output) if kind == "clip" else features.pooler_output
         image = theirs.get_image_features(pixel_values=model.image.pixels(pixels)).pooler_output
-        torch.testing.assert_close(
-            model.embed_text(ids, torch.ones_like(ids)), F.normalize(expected), atol=1e-6, rtol=0
-        )
+        text = model.embed_text(ids, torch.ones_like(ids))
+        torch.testing.assert_close(text, F.normalize(expected), atol=1e-6, rtol=0)
         torch.testing.assert_close(model.embed_image(pixels), F.normalize(image), atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("named", ["folder", "file"])
-def test_siglip_pads_with_the_tokenizers_pad_id(named: str, tmp_path: Path) -> None:
+def test_siglip_pads_with_the_tokenizers_pad_id(tmp_path: Path) -> None:
     """Like SigLIP 2: config.json keeps the default pad id 1 of transformers, another token of its tokenizer."""
     from transformers import AutoModel, AutoTokenizer, SiglipConfig
 
@@ -148,19 +145,17 @@ def test_siglip_pads_with_the_tokenizers_pad_id(named: str, tmp_path: Path) -> N
     with torch.no_grad():
         expected = F.normalize(theirs.text_model(input_ids=tokens["input_ids"]).pooler_output)
 
-    place = tmp_path / "saved" / ("tokenizer.json" if named == "file" else "")
-    tokenizer = load_tokenizer(str(place), None)
-    left_open = SPECS["siglip"].model_copy(update={"weights": str(tmp_path / "saved")})
-    spec = left_open.with_tokens(VOCAB, declared_pad_id(tokenizer))
+    tokenizer = load_tokenizer(str(tmp_path / "saved"), None)
+    unset = SPECS["siglip"].model_copy(update={"weights": str(tmp_path / "saved")})
+    spec = unset.with_tokens(VOCAB, declared_pad_id(tokenizer))
     model = build(spec, VOCAB).eval()
     ids, num_tokens = TextEncoder(tokenizer, 10).encode(TEXTS)
     ids[np.arange(ids.shape[1]) >= num_tokens[:, None]] = 7  # padding ids have no effect
     mask = torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]
     with torch.no_grad():
-        torch.testing.assert_close(
-            model.embed_text(torch.from_numpy(ids).long(), mask.long()), expected, rtol=0, atol=1e-6
-        )
-        other = build(left_open.model_copy(update={"pad_id": 1}), VOCAB).eval()
+        text = model.embed_text(torch.from_numpy(ids).long(), mask.long())
+        torch.testing.assert_close(text, expected, rtol=0, atol=1e-6)
+        other = build(unset.model_copy(update={"pad_id": 1}), VOCAB).eval()
         wrong = other.embed_text(torch.from_numpy(ids).long(), mask.long())
         assert (wrong - expected).abs().max() > 1e-3  # the model attends to padding
 
@@ -285,14 +280,8 @@ def spec_with(kind: str, **changes: object) -> Model:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (
-            spec_with("clip", image=ClipImage(width=30, heads=4)),
-            r"model\.image\.heads: 4 heads do not divide the width of 30",
-        ),
-        (
-            spec_with("siglip", text=ClipText(width=30, heads=4)),
-            r"model\.text\.heads: 4 heads do not divide the width of 30",
-        ),
+        (spec_with("clip", image=ClipImage(width=30, heads=4)), r"model\.image\.heads: 4 heads do not divide"),
+        (spec_with("siglip", text=ClipText(width=30, heads=4)), r"model\.text\.heads: 4 heads do not divide"),
         (spec_with("clip", image=ClipImage(patch=12)), r"model\.image\.patch: patches of 12 pixels .* 32"),
         (spec_with("clip", vocab_size=20), r"model\.vocab_size: 20 embedding rows are too few"),
         (spec_with("clip", weights="/no/such/place"), r"model\.weights: no directory /no/such/place"),
@@ -351,19 +340,3 @@ def test_saved_weights_get_rows_for_language_tokens(kind: str, tmp_path: Path) -
     again.load_state_dict(model.state_dict())
     with pytest.raises(UsageError, match=r"too few|size mismatch"):
         build(plain, VOCAB + 2)
-
-
-@pytest.mark.parametrize(("name", "fit"), [("CLIPImageProcessorPil", "crop"), ("SiglipImageProcessorPil", "squash")])
-def test_pixels_match_the_hf_processor(name: str, fit: str) -> None:
-    """Within 1 of 255 on average and 4 at most for photographs; crops may differ by half a pixel."""
-    import transformers
-
-    size = {"shortest_edge": 224} if fit == "crop" else {"height": 224, "width": 224}
-    processor = getattr(transformers, name)(size=size)
-    rows, columns = np.mgrid[0:360, 0:480]
-    waves = [127 + 120 * np.sin(columns / 37 + k) * np.cos(rows / (23 + 9 * k)) for k in range(3)]
-    image = Image.fromarray(np.stack(waves, axis=-1).astype(np.uint8))
-    theirs = processor(image, return_tensors="np")["pixel_values"][0]
-    mean, std = (np.array(value)[:, None, None] for value in (processor.image_mean, processor.image_std))
-    difference = np.abs((theirs * std + mean) * 255 - resize_to_square(np.asarray(image), 224, fit, "bicubic"))
-    assert difference.mean() <= 1 and difference.max() <= 4

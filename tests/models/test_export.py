@@ -23,6 +23,7 @@ from mmray.data.images.transform import resize_to_square
 from mmray.data.text.tokenizer import TextEncoder, train_tokenizer
 from mmray.errors import DataError, UsageError
 from mmray.models.build import build
+from mmray.models.export.export import export
 from mmray.storage import storage
 
 Exported = tuple[nn.Module, TwoTower, Path]
@@ -63,7 +64,7 @@ def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
 
 
 def save(model: nn.Module, spec: Model, out: Path | str) -> Any:
-    return save(model, spec, out)
+    return export(model, spec.model_dump(mode="json"), TOKENIZER, out)
 
 
 def direct_images(model: nn.Module, spec: Model, images: list[bytes]) -> Tensor:
@@ -82,29 +83,22 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
 
 
 @pytest.mark.parametrize("fit", ["crop", "squash", "pad"])
-def test_loaded_model_embeds_images_as_trained(tmp_path: Path, fit: str) -> None:
+def test_loaded_model_embeds_as_trained(tmp_path: Path, fit: str) -> None:
     spec = spec_of(fit)
     model = trained(spec)
     loaded = mmray.load(save(model, spec, tmp_path / "model"))
     data = [encoded(picture(), "JPEG"), encoded(picture("RGBA"), "PNG"), encoded(picture("L"), "WEBP")]
     (tmp_path / "file.jpg").write_bytes(data[0])
-    expected = direct_images(model, spec, data)
-    got = loaded.embed_images([tmp_path / "file.jpg", data[1], data[2]], batch=2)
-    assert got.dtype == torch.float32
-    assert (got - expected).abs().max() <= 1e-6
-    assert (expected[0] - expected[1]).abs().max() > 1e-3  # the output depends on the input
-    assert torch.allclose(got.norm(dim=1), torch.ones(3))
-
-
-def test_loaded_model_embeds_texts_as_trained(exported: Exported) -> None:
-    model, spec, out = exported
+    image, embedded = direct_images(model, spec, data), loaded.embed_images([tmp_path / "file.jpg", *data[1:]], batch=2)
+    torch.testing.assert_close(embedded, image, rtol=0, atol=1e-6)
     ids, num_tokens = TextEncoder(TOKENIZER, spec.inputs.max_tokens).encode(TEXTS)
     mask = torch.arange(ids.shape[1]) < torch.from_numpy(num_tokens)[:, None]
     with torch.no_grad():
-        expected = model.embed_text(torch.from_numpy(ids).long(), mask.long())
+        text = model.embed_text(torch.from_numpy(ids).long(), mask.long())
     for batch in (1, 2, 256):
-        assert (mmray.load(out).embed_texts(TEXTS, batch) - expected).abs().max() <= 1e-6
-    assert (expected[0] - expected[1]).abs().max() > 1e-3
+        torch.testing.assert_close(loaded.embed_texts(TEXTS, batch), text, rtol=0, atol=1e-6)
+    for each in (image, text):
+        assert (each[0] - each[1]).abs().max() > 1e-3  # the output depends on the input
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "LA", "P", "1", "CMYK", "I;16", "HSV", "EXIF"])
@@ -155,6 +149,7 @@ def test_transformers_reads_tokenizer_and_preprocessing(tmp_path: Path, fit: str
     spec = spec_of(fit)
     out = save(trained(spec), spec, tmp_path / "model")
     assert json.loads((out / "config.json").read_text())["model"] == spec.model_dump(mode="json")
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1  # that of the umask
     ids, num_tokens = TextEncoder(TOKENIZER, 8).encode([TEXTS[0]])
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(out / "tokenizer.json"))(TEXTS[0])["input_ids"]
     assert theirs == ids[0, : num_tokens[0]].tolist()
@@ -183,35 +178,18 @@ def test_invalid_input_is_named(exported: Exported, tmp_path: Path) -> None:
         loaded.embed_texts("a bare string")
 
 
-def test_exported_files_follow_the_umask(exported: Exported) -> None:
-    modes = {path.name: path.stat().st_mode for path in exported[2].iterdir()}
-    assert len(set(modes.values())) == 1, modes
-
-
-def test_export_replaces_only_exports(tmp_path: Path) -> None:
-    spec = spec_of()
-    model = trained(spec)
-    out = save(model, spec, tmp_path / "model")
-    with torch.no_grad():
-        model.text.project.weight.mul_(-1)
-    save(model, spec, out)
-    assert torch.equal(mmray.load(out).model.text.project.weight, model.text.project.weight)
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("years")
-    with pytest.raises(UsageError, match="is not an exported model"):
-        save(model, spec, tmp_path / "mine")
-    assert (tmp_path / "mine" / "thesis.tex").exists()
-
-
-@pytest.mark.parametrize("config", ['{"model_type": "clip"}', "[]", "{broken"])
-def test_export_keeps_a_foreign_folder_with_same_files(tmp_path: Path, config: str) -> None:
-    """A folder written by save_pretrained of transformers."""
-    spec = spec_of()
-    (tmp_path / "config.json").write_text(config)
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("thesis.tex", "years")] + [("config.json", text) for text in ('{"model_type": "clip"}', "[]", "{broken")],
+)
+def test_export_replaces_only_exports(tmp_path: Path, name: str, content: str) -> None:
+    """A folder of the user, or one written by save_pretrained of transformers."""
+    (tmp_path / name).write_text(content)
     (tmp_path / "model.safetensors").write_bytes(b"weights of weeks")
     with pytest.raises(UsageError, match="is not an exported model"):
-        save(trained(spec), spec, tmp_path)
+        save(trained(spec_of()), spec_of(), tmp_path)
+    with pytest.raises(UsageError, match="cannot write"):
+        save(trained(spec_of()), spec_of(), tmp_path / name / "model")
     assert (tmp_path / "model.safetensors").read_bytes() == b"weights of weeks"
 
 
@@ -226,8 +204,8 @@ def test_export_is_atomic_when_killed(tmp_path: Path, monkeypatch: pytest.Monkey
         model.text.project.weight.mul_(-1)
 
     def renamed(path: Path, target: Path) -> Path:
-        found = [mmray.load(each).model.text.project.weight for each in tmp_path.iterdir()]
-        seen.append(any(torch.equal(weight, before) for weight in found))
+        weights = [mmray.load(each).model.text.project.weight for each in tmp_path.iterdir()]
+        seen.append(any(torch.equal(weight, before) for weight in weights))
         if len(seen) == ends:
             raise KeyboardInterrupt
         return rename(path, target)
@@ -280,13 +258,6 @@ def test_damaged_export_raises(exported: Exported, tmp_path: Path, name: str, co
         (out / name).write_bytes(content)
     with pytest.raises(UsageError, match="is not a model exported"):
         mmray.load(out)
-
-
-def test_unwritable_folder_raises(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    spec = spec_of()
-    with pytest.raises(UsageError, match="cannot write"):
-        save(trained(spec), spec, tmp_path / "file" / "model")
 
 
 class Plain(nn.Module):

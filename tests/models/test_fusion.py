@@ -181,22 +181,18 @@ def test_region_logits_are_scaled_cosines_with_label_texts() -> None:
             torch.testing.assert_close(model(batch)["region_logits"][..., number], expected, rtol=0, atol=1e-5)
 
 
-def test_micro_batch_without_boxes_trains() -> None:
+def test_micro_batch_without_boxes_trains_and_label_ids_are_saved() -> None:
     model, batch = region_model(matching=False).train(), boxed_batch(2)
     outputs = model(batch | {"boxes": torch.zeros(2, 0, 4)})
     assert outputs["region_logits"].shape == (2, 0, 4)
     sum(value.sum() for value in outputs.values()).backward()
     assert not model.region_head.project.weight.grad.any()
-
-
-def test_label_ids_are_saved_in_the_architecture() -> None:
-    spec = spec_of(inputs=BOXED, regions=True, region_labels=LABELS)
-    with pytest.raises(UsageError, match="the names are not tokenized"):
-        build(spec, VOCAB)(boxed_batch(1))
-    model = region_model(matching=False)
     again = LabelTexts(LABELS, model.architecture()["labels"])
     torch.testing.assert_close(again.tokens(), model.labels.tokens())
-    assert build(spec, VOCAB, random_init_architecture(spec, VOCAB))(boxed_batch(1))["region_logits"].shape == (1, 3, 4)
+    spec = spec_of(inputs=BOXED, regions=True, region_labels=LABELS)
+    with pytest.raises(UsageError, match="the names are not tokenized"):
+        build(spec, VOCAB)(batch)
+    assert build(spec, VOCAB, random_init_architecture(spec, VOCAB))(batch)["region_logits"].shape == (2, 3, 4)
 
 
 def test_region_loss_decreases() -> None:

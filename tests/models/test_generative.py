@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import mmray
 from mmray.config import Chat, ChatInputs, ClipImage, Decoder, Generative
-from mmray.data.images.transform import resize_to_square
 from mmray.data.stream.collate import IGNORE_INDEX, label_columns
 from mmray.data.text.chat import ChatEncoder, extend_tokenizer
 from mmray.data.text.tokenizer import train_tokenizer
@@ -37,7 +36,7 @@ SPEC = Generative(
     text=Decoder(width=24, depth=2, heads=2),
     vocab_size=ENCODER.vocab_size,
 )
-SAID = (
+CONVERSATIONS = (
     [{"role": "system", "content": "a red"}, {"role": "user", "content": ""}, {"role": "assistant", "content": "a"}],
     ENCODER.as_conversation("a blue square on a green ground"),
     [*ENCODER.as_conversation("a red circle"), *ENCODER.as_conversation("a circle")],
@@ -60,9 +59,7 @@ def picture(seed: int = 0) -> Image.Image:
 def batch_of(conversations: list, seed: int = 0) -> dict[str, Tensor]:
     columns = ENCODER.columns(conversations)
     ids = torch.from_numpy(columns["input_ids"].astype(np.int64))
-    pixels = [
-        resize_to_square(np.asarray(picture(seed + number)), 32, "squash", "bicubic") for number in range(len(ids))
-    ]
+    pixels = [np.asarray(picture(seed + number)).transpose(2, 0, 1) for number in range(len(ids))]
     return label_columns(columns, ids.shape[1]) | {
         "image": torch.from_numpy(np.stack(pixels)),
         "input_ids": ids,
@@ -85,16 +82,16 @@ def test_export_loads_as_hf_llava_with_equal_outputs(tmp_path: Path) -> None:
     model = model_of()
     out = exported(model, tmp_path / "m")
     processor, theirs = AutoProcessor.from_pretrained(out), AutoModelForImageTextToText.from_pretrained(out).eval()
-    for number, conversation in enumerate(SAID):
+    for number, conversation in enumerate(CONVERSATIONS):
         text, _ = ENCODER.render(conversation)
         given = processor(images=[picture(number)], text=[text], return_tensors="pt")
         expected = theirs(**given).logits[0]
         batch = batch_of([conversation], number)
         mine = model(batch)["logits"][0]
-        places = given["input_ids"][0] == ENCODER.image_id
-        assert places.sum() == 16
-        said = (~places) | (torch.cumsum(places, 0) == 16)  # the logits of the last image token
-        torch.testing.assert_close(mine, expected[said], rtol=1e-4, atol=1e-4)
+        is_image = given["input_ids"][0] == ENCODER.image_id
+        assert is_image.sum() == 16
+        compared = (~is_image) | (torch.cumsum(is_image, 0) == 16)  # the logits of the last image token
+        torch.testing.assert_close(mine, expected[compared], rtol=1e-4, atol=1e-4)
     as_conversation = ENCODER.render(ENCODER.as_conversation("")[:1])[0] + "ASSISTANT:"
     given = processor(images=[picture()], text=[as_conversation], return_tensors="pt")
     cut = given["input_ids"].shape[1] - 1  # without the closing token of the tokenizer
@@ -107,8 +104,8 @@ def test_export_loads_as_hf_llava_with_equal_outputs(tmp_path: Path) -> None:
 @torch.no_grad()
 def test_rows_are_independent_of_each_other_and_padding() -> None:
     model = model_of()
-    together = model(batch_of(list(SAID)))["logits"]
-    for number, conversation in enumerate(SAID):
+    together = model(batch_of(list(CONVERSATIONS)))["logits"]
+    for number, conversation in enumerate(CONVERSATIONS):
         alone = model(batch_of([conversation], number))["logits"][0]
         torch.testing.assert_close(together[number, : len(alone)], alone, rtol=1e-5, atol=1e-5)
 
@@ -144,7 +141,7 @@ def test_invalid_setting_raises(change: dict, complaint: str) -> None:
 def rows_of(step: int) -> dict[str, Tensor]:
     """Rows with one to forty target tokens, some with none, some invalid."""
     draw = np.random.default_rng(step)
-    batch = batch_of([SAID[number] for number in draw.integers(0, 3, ROWS)], step)
+    batch = batch_of([CONVERSATIONS[number] for number in draw.integers(0, 3, ROWS)], step)
     batch["labels"][draw.integers(0, ROWS, 4)] = IGNORE_INDEX
     batch["valid"][list(INVALID)] = False
     return batch

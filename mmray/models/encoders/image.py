@@ -106,7 +106,6 @@ class Backbone(ImageEncoder):
         self.net, self.width, self.prefix_tokens, self.frozen = net, width, prefix_tokens, frozen
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Normalised pixels [B, 3, S, S] -> features of each position [B, N, width]."""
         out = self.net(pixels)
         hidden: Tensor = out if isinstance(out, Tensor) else out.last_hidden_state
         return hidden if hidden.ndim == 3 else hidden.reshape(len(hidden), self.width, -1).transpose(1, 2)
@@ -201,7 +200,6 @@ class ConvNet(ImageEncoder):
         self.norm = _norm(self.width)
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Normalised pixels [B, 3, S, S] -> features of each position [B, N, width]."""
         size = pixels.shape[-2:]
         axes = (torch.linspace(-1, 1, side, device=pixels.device, dtype=pixels.dtype) for side in size)
         coordinates = torch.stack(torch.meshgrid(*axes, indexing="ij")).expand(len(pixels), -1, -1, -1)
@@ -211,7 +209,6 @@ class ConvNet(ImageEncoder):
         return hidden.relu().flatten(2).transpose(1, 2)
 
     def pool(self, features: Tensor) -> Tensor:
-        """[B, N, width] -> [B, width]: the maximum over positions."""
         return features.amax(dim=1)
 
 

@@ -80,8 +80,7 @@ class HfTextTower(nn.Module):
         """Ids and mask [B, T] -> features of each token [B, T, width]."""
         # transformers uses a 4-D mask as it is; it would inspect a 2-D one, which synchronises the GPU every step.
         mask = mask_with_first(attention_mask)[:, None, None, :]
-        hidden: Tensor = self.net(input_ids=input_ids, attention_mask=mask).last_hidden_state
-        return hidden
+        return self.net(input_ids=input_ids, attention_mask=mask).last_hidden_state
 
     def pool(self, features: Tensor, attention_mask: Tensor) -> Tensor:
         """Features of each token [B, T, width] -> mean over the tokens [B, width]."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mmray.config import ChatInputs, Inputs
 
 _PNG_MODES = ("1", "L", "LA", "P", "I", "I;16", "I;16B", "RGB", "RGBA")
+ANSWER_BATCH = 16  # images answered at once
 ImageInput = Image.Image | bytes | str | Path
 Item = TypeVar("Item")
 
@@ -97,20 +98,32 @@ class Embedder:
     ) -> Tensor:
         """Probabilities float32 [N, C] over `texts` for each box of an image.
 
-        boxes: (left, top, width, height) in pixels. texts: default is the labels of the training set, in their order.
+        boxes: (left, top, width, height) in pixels, as in COCO. texts: default is the labels of training, in order.
         Raises UsageError without a region head, and DataError for an unreadable image or an invisible box.
         """
         if getattr(self.model, "region_head", None) is None:
             raise UsageError("this model has no region_head: it was not trained to classify boxes")
-        pixels, model_boxes = (part.to(self.device) for part in load_image_and_boxes(image, boxes, self.inputs))
+        height, width = _to_rgb(image).shape[:2]
+        corners = [[x / width, y / height, (x + w) / width, (y + h) / height] for x, y, w, h in boxes]
+        fractions = np.array(corners, np.float64).reshape(-1, 4)
+        square, is_visible = clip_boxes(to_model_coords(fractions, (width, height), self.inputs, None, None))
+        if not is_visible.all():
+            first = int(np.flatnonzero(~is_visible)[0])
+            raise DataError(
+                f"box {first} {tuple(boxes[first])} lies outside the part of the {width} x {height} image that the "
+                f"model sees (model.inputs.fit {self.inputs.fit})"
+            )
+        pixels, model_boxes = (
+            self._pixels(0, [image]),
+            torch.from_numpy(square.astype(np.float32))[None].to(self.device),
+        )
         if texts is None:
             logits = self.model.classify_regions(pixels, model_boxes)
         else:
             regions = self.model.embed_regions(pixels, model_boxes)
             text = self.embed_texts(texts).to(self.device)
             logits = region_logits(regions, text, self.model.scalar_outputs()["logit_scale"])
-        probability: Tensor = logits[0].softmax(dim=1).float().cpu()
-        return probability
+        return logits[0].softmax(dim=1).float().cpu()
 
     @torch.no_grad()
     def _pair_logits(
@@ -158,11 +171,7 @@ class Generator:
         self._encoder = encoder
 
     def answer(
-        self,
-        images: Sequence[ImageInput],
-        question: str | Sequence[str] | None = None,
-        max_new_tokens: int = 64,
-        batch: int = 16,
+        self, images: Sequence[ImageInput], question: str | Sequence[str] | None = None, max_new_tokens: int = 64
     ) -> list[str]:
         """Answer a question about each image (PIL image, encoded bytes, or path).
 
@@ -174,9 +183,10 @@ class Generator:
         if len(questions) != len(images):
             raise UsageError(f"got {len(images)} images and {len(questions)} questions: pass as many of each")
         answers: list[str] = []
-        for start in range(0, len(images), batch):
-            pixels = load_images(images[start : start + batch], self.inputs, start)
-            answers += self.model.answer(self._encoder, pixels, questions[start : start + batch], max_new_tokens)
+        for start in range(0, len(images), ANSWER_BATCH):
+            part = slice(start, start + ANSWER_BATCH)
+            pixels = load_images(images[part], self.inputs, start)
+            answers += self.model.answer(self._encoder, pixels, questions[part], max_new_tokens)
         return answers
 
 
@@ -190,26 +200,6 @@ def load_images(images: Sequence[ImageInput], inputs: Inputs, first: int = 0) ->
             name = f" ({image})" if isinstance(image, str | Path) else ""
             raise DataError(f"image {index}{name}: {error}") from error
     return torch.from_numpy(np.stack(pixels))
-
-
-def load_image_and_boxes(image: ImageInput, boxes: Sequence[Sequence[float]], inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Pixels uint8 [1, 3, S, S] and boxes float32 [1, N, 4] in fractions of the model's square.
-
-    boxes: (left, top, width, height) in pixels of the upright image, as in COCO. Raises DataError for an unreadable
-    image, and for a box that is mostly cropped away.
-    """
-    pixels = load_images([image], inputs)
-    height, width = _to_rgb(image).shape[:2]
-    corners = [[x / width, y / height, (x + w) / width, (y + h) / height] for x, y, w, h in boxes]
-    fractions = np.array(corners, np.float64).reshape(-1, 4)
-    model_boxes, is_visible = clip_boxes(to_model_coords(fractions, (width, height), inputs, None, None))
-    if not is_visible.all():
-        first = int(np.flatnonzero(~is_visible)[0])
-        raise DataError(
-            f"box {first} {tuple(boxes[first])} lies outside the part of the {width} x {height} image that the model "
-            f"sees (model.inputs.fit {inputs.fit})"
-        )
-    return pixels, torch.from_numpy(model_boxes.astype(np.float32))[None]
 
 
 def _to_rgb(image: ImageInput) -> np.ndarray:
