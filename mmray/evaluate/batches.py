@@ -18,14 +18,12 @@ import torch
 from torch import Tensor
 
 from mmray.data.images import boxes
-from mmray.data.images.decode import MAX_PIXELS, decode
+from mmray.data.images.decode import MAX_PIXELS
 from mmray.data.images.sandbox import SandboxedDecoders
-from mmray.data.images.transform import transform
 from mmray.data.store.manifest import BATCH_ROWS
 from mmray.data.store.prepared_set import ROW_ERRORS, PreparedSet, Row, key_id
 from mmray.data.stream.collate import box_columns, label_columns
-from mmray.data.stream.reader import NO_LABEL, Block
-from mmray.data.text.chat import build_encoder
+from mmray.data.stream.reader import NO_LABEL, Block, RowReader
 from mmray.machine import cores
 
 if TYPE_CHECKING:
@@ -52,7 +50,8 @@ class EvalDataset:
         max_pixels: int = MAX_PIXELS,
     ) -> None:
         self.prepared, self.inputs, self.settings, self.max_pixels = prepared, inputs, settings, max_pixels
-        self.encoder = build_encoder(tokenizer_json, inputs)
+        self.reader = RowReader(prepared, inputs, tokenizer_json, max_pixels)
+        self.encoder = self.reader.encoder
         self.sandbox = None if prepared.manifest.is_decoded else SandboxedDecoders()
 
 
@@ -119,17 +118,15 @@ class EvalBatches:
     def _convert(self, record: Row) -> EvalRow:
         if not record.checksum_ok:
             raise ValueError(f"{record.key} ({record.source}): image digest does not match the prepared set")
-        data, inputs = self.data, self.data.inputs
+        data = self.data
         if data.sandbox is not None:
             data.sandbox.check(record.key, record.image, data.max_pixels)
-        rgb = decode(record.image, data.max_pixels)
-        columns = boxes.empty_box_columns(1, inputs.max_boxes)
-        if inputs.max_boxes and record.boxes:
-            size = (rgb.shape[1], rgb.shape[0])
-            model_boxes, labels, count = boxes.transform_boxes(record.boxes, record.box_labels or [], size, inputs)
-            columns = {"boxes": model_boxes[None], "box_labels": labels[None], "num_boxes": np.array([count], np.int32)}
+        pixels, values = data.reader.decode_row(0, record, None)
+        columns = boxes.empty_box_columns(1, data.inputs.max_boxes)
+        for name, value in values.items():
+            columns[name][0] = value
         label = NO_LABEL if record.label is None else record.label
-        return transform(rgb, inputs), columns, data.encoder.texts_of(record), label
+        return pixels, columns, data.encoder.texts_of(record), label
 
     def _collate(self, rows: np.ndarray, records: Iterable[EvalRowOrError]) -> Batch | None:
         """Collate the readable rows; None if there are none."""

@@ -96,6 +96,8 @@ def load_config(setting: str, name: str, supported: Collection[str]) -> Any:
 
     try:
         config = _load_local_or_hub(setting, name, AutoConfig.from_pretrained)
+        if config.model_type == "timm_wrapper":
+            import timm  # noqa: F401
     except ImportError:
         raise UsageError(f'{setting}: {name} is a timm model; install timm with `pip install "mmray[timm]"`') from None
     if config.model_type not in supported:

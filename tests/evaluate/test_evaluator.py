@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,17 +104,17 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> PreparedSet:
 
 def score(
     prepared: PreparedSet,
-    model: nn.Module | None = None,
+    model: Callable[[], nn.Module] = Toy,
     world: int = 1,
     rows: int = 6,
     objective: Any = None,
     inputs: Any = INPUTS,
     **settings: Any,
 ) -> list[Any]:
-    """Scores on each rank."""
+    """Scores on each rank, each with its own `model()`: ranks are threads."""
     section: Any = SimpleNamespace(**vars(SETTINGS) | settings)
     evaluator = Evaluator(prepared, inputs, prepared.tokenizer_json, section)  # type: ignore[arg-type]
-    return on_ranks(world, lambda group: evaluator.score(model or Toy(), group, objective or Contrastive(), rows))
+    return on_ranks(world, lambda group: evaluator.score(model(), group, objective or Contrastive(), rows))
 
 
 @pytest.mark.parametrize("world", [2, 3, 30])
@@ -183,9 +184,9 @@ def test_images_that_share_a_caption_are_correct_answers(tmp_path: Path, world: 
     """Three images of each of three classes, as from class folders."""
     rows = [row(number, texts=[" ".join(["a"] * (1 + number % 3))]) for number in range(9)]
     held_out = make_set(tmp_path / "set", rows)
-    for metrics in score(held_out, KnowsClasses(3), world):
+    for metrics in score(held_out, lambda: KnowsClasses(3), world):
         assert metrics["recall_at_1/image_to_text"] == metrics["recall_at_1/text_to_image"] == 1
-    for metrics in score(held_out, KnowsClasses(2), world):
+    for metrics in score(held_out, lambda: KnowsClasses(2), world):
         # An image of class 1 ties with the three captions of class 2, one of class 2 with all wrong captions; captions
         # of class 2 rank the three images of class 1 first, and tie with three more.
         assert metrics["recall_at_1/image_to_text"] == pytest.approx(1 / 3)
@@ -197,7 +198,7 @@ def test_images_that_share_a_caption_are_correct_answers(tmp_path: Path, world: 
 @pytest.mark.parametrize("training", [True, False])
 def test_loss_equals_training_loss_and_state_is_restored(prepared: PreparedSet, training: bool) -> None:
     model, before = Toy().train(training), torch.get_rng_state()
-    (metrics,) = score(prepared, model, rows=100)
+    (metrics,) = score(prepared, lambda: model, rows=100)
     assert model.training == training
     assert torch.equal(torch.get_rng_state(), before)
     good = [number for number in range(NUM_ROWS) if number != 4]
@@ -244,8 +245,8 @@ def test_classification_head_and_zero_shot_are_scored(tmp_path: Path, world: int
     held_out = make_set(tmp_path / "set", rows)
     classes, prompts = ("a", "red", "one"), ("{}", "a {}")
     named = replace(held_out.manifest, class_names=classes)  # like class folders
-    of_the_set = score(PreparedSet(held_out.storage, named), Labelled(), prompts=prompts)
-    assert of_the_set == score(held_out, Labelled(), classes=classes, prompts=prompts)
+    of_the_set = score(PreparedSet(held_out.storage, named), Labelled, prompts=prompts)
+    assert of_the_set == score(held_out, Labelled, classes=classes, prompts=prompts)
     model, encoder = Labelled().eval(), TextEncoder(held_out.tokenizer_json or "", INPUTS.max_tokens)
     embeddings = []
     for name in classes:
@@ -255,7 +256,7 @@ def test_classification_head_and_zero_shot_are_scored(tmp_path: Path, world: int
     for number in (number for number in range(12) if rows[number].label in (0, 1, 2)):
         image = model.embed_image(torch.full((1, 3, 8, 8), number, dtype=torch.uint8))
         hits.append(int((image * torch.cat(embeddings)).sum(dim=1).argmax()) == rows[number].label)
-    for metrics in score(held_out, Labelled(), world, classes=classes, prompts=prompts):
+    for metrics in score(held_out, Labelled, world, classes=classes, prompts=prompts):
         assert metrics["classification/rows"] == metrics["zero_shot/rows"] == 9
         assert metrics["classification/top_1"] == pytest.approx(6 / 9)
         assert "classification/top_5" not in metrics  # of three classes
@@ -284,7 +285,7 @@ def test_region_head_is_scored(world: int, tmp_path: Path) -> None:
     prepared = make_set(tmp_path / "set", rows)
     inputs = SimpleNamespace(**vars(INPUTS) | {"max_boxes": 2})
     labelled = [(each, label) for made in rows for each, label in enumerate(made.box_labels) if label >= 0]
-    for metrics in score(prepared, Naming(), world, inputs=inputs):
+    for metrics in score(prepared, Naming, world, inputs=inputs):
         assert metrics["regions/boxes"] == len(labelled) == 7
         assert metrics["regions/top_1"] == sum(each == 0 for each, _ in labelled) / len(labelled)
         assert "regions/top_5" not in metrics  # two label names

@@ -15,6 +15,7 @@ from mmray.models.build import build, random_init_architecture
 from mmray.models.synthetic import synthetic_batch
 from tests.models import test_clip, test_fusion, test_two_tower
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 VOCAB = 40
 SPECS: dict[str, Model] = {
     **test_clip.SPECS,

@@ -23,6 +23,7 @@ from mmray.models.clip import drop_patches
 from mmray.models.export.export import export
 from mmray.models.synthetic import synthetic_batch
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = ["a red circle", "a blue square on a green ground", "Two TRIANGLES,  left of a circle"]
 TOKENIZER = train_tokenizer(TEXTS, 80)
 VOCAB = TextEncoder(TOKENIZER, 8).vocab_size
@@ -103,29 +104,43 @@ def test_hf_export_pools_at_the_end_token_of_the_tokenizer(kind: str, added: tup
         torch.testing.assert_close(embedded, given, rtol=0, atol=1e-6)
 
 
+def spec_with(kind: str, **changes: object) -> Model:
+    return SPECS[kind].model_copy(update=changes)
+
+
+def with_language_tokens(spec: Model) -> nn.Module:
+    """The model with rows for two language tokens; without the setting another tokenizer is refused."""
+    with pytest.raises(UsageError, match=r"too few|size mismatch"):
+        build(spec, VOCAB + 2)
+    inputs = spec.inputs.model_copy(update={"language_token": "[{}]"})
+    model = build(spec.model_copy(update={"inputs": inputs}), VOCAB + 2).eval()
+    assert model.text.tower.embeddings.token_embedding.weight[VOCAB:].std() > 0
+    return model
+
+
 @pytest.mark.parametrize("kind", SPECS)
 def test_weights_load_from_a_saved_transformers_model(kind: str, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModel
 
-    drawn = model_of(SPECS[kind])
-    config = AutoConfig.for_model(**drawn.architecture()["config"])
+    config = AutoConfig.for_model(**model_of(SPECS[kind]).architecture()["config"])
     torch.manual_seed(5)
     config.text_config.eos_token_id = 3
     theirs = AutoModel.from_config(config).eval()
     with torch.no_grad():
         theirs.logit_scale.fill_(2.5)
     theirs.save_pretrained(tmp_path)
-    model = model_of(SPECS[kind].model_copy(update={"weights": str(tmp_path)}))
-    assert model.log_scale.item() == 2.5
+    spec = spec_with(kind, weights=str(tmp_path))
     ids = torch.cat([torch.randint(5, VOCAB, (3, INPUTS.max_tokens - 1)), torch.full((3, 1), 3)], dim=1)
     pixels = batch_of(3)["image"]
-    with torch.no_grad():
-        features = theirs.text_model(input_ids=ids)
-        expected = theirs.text_projection(features.pooler_output) if kind == "clip" else features.pooler_output
-        image = theirs.get_image_features(pixel_values=model.image.pixels(pixels)).pooler_output
-        text = model.embed_text(ids, torch.ones_like(ids))
-        torch.testing.assert_close(text, F.normalize(expected), atol=1e-6, rtol=0)
-        torch.testing.assert_close(model.embed_image(pixels), F.normalize(image), atol=1e-6, rtol=0)
+    for model in (model_of(spec), with_language_tokens(spec)):
+        assert model.log_scale.item() == 2.5
+        with torch.no_grad():
+            features = theirs.text_model(input_ids=ids)
+            expected = theirs.text_projection(features.pooler_output) if kind == "clip" else features.pooler_output
+            image = theirs.get_image_features(pixel_values=model.image.pixels(pixels)).pooler_output
+            text = model.embed_text(ids, torch.ones_like(ids))
+            torch.testing.assert_close(text, F.normalize(expected), atol=1e-6, rtol=0)
+            torch.testing.assert_close(model.embed_image(pixels), F.normalize(image), atol=1e-6, rtol=0)
 
 
 def test_siglip_pads_with_the_tokenizers_pad_id(tmp_path: Path) -> None:
@@ -262,19 +277,14 @@ def test_open_clip_checkpoint_loads_with_equal_outputs(wrapped: bool, tmp_path: 
     state = theirs.state_dict()
     named = {f"module.{name}": tensor for name, tensor in state.items()}
     torch.save({"epoch": 3, "state_dict": named} if wrapped else state, file)
-    model = model_of(SPECS["clip"].model_copy(update={"weights": str(file)}))
-    ids = torch.randint(0, VOCAB, (3, 10))
-    pixels = batch_of(3)["image"]
-    with torch.no_grad():
-        image = F.normalize(theirs.encode_image(model.image.pixels(pixels)))
-        text = F.normalize(theirs.encode_text(ids))
-        torch.testing.assert_close(model.embed_image(pixels), image, rtol=0, atol=2e-6)
-        torch.testing.assert_close(model.embed_text(ids, torch.ones_like(ids)), text, rtol=0, atol=2e-6)
-    assert model.log_scale.item() == 3.0
-
-
-def spec_with(kind: str, **changes: object) -> Model:
-    return SPECS[kind].model_copy(update=changes)
+    spec, ids, pixels = spec_with("clip", weights=str(file)), torch.randint(0, VOCAB, (3, 10)), batch_of(3)["image"]
+    for model in (model_of(spec), with_language_tokens(spec)):
+        with torch.no_grad():
+            image = F.normalize(theirs.encode_image(model.image.pixels(pixels)))
+            text = F.normalize(theirs.encode_text(ids))
+            torch.testing.assert_close(model.embed_image(pixels), image, rtol=0, atol=2e-6)
+            torch.testing.assert_close(model.embed_text(ids, torch.ones_like(ids)), text, rtol=0, atol=2e-6)
+        assert model.log_scale.item() == 3.0
 
 
 @pytest.mark.parametrize(
@@ -316,27 +326,3 @@ def test_incompatible_weights_raise(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=message):
             build(spec_with("clip", weights=str(tmp_path / name)), VOCAB)
-
-
-@pytest.mark.parametrize("kind", [*SPECS, "open_clip"])
-def test_saved_weights_get_rows_for_language_tokens(kind: str, tmp_path: Path) -> None:
-    from transformers import AutoConfig, AutoModel
-
-    weights = tmp_path / "open_clip.pt" if kind == "open_clip" else tmp_path
-    if kind == "open_clip":
-        open_clip = OpenClip()
-        torch.save(open_clip.state_dict(), weights)
-        saved = open_clip.token_embedding.weight
-    else:
-        theirs = AutoModel.from_config(AutoConfig.for_model(**model_of(SPECS[kind]).architecture()["config"]))
-        theirs.save_pretrained(weights)
-        saved = theirs.text_model.embeddings.token_embedding.weight
-    plain = spec_with("clip" if kind == "open_clip" else kind, weights=str(weights))
-    spec = plain.model_copy(update={"inputs": plain.inputs.model_copy(update={"language_token": "[{}]"})})
-    model = build(spec, VOCAB + 2)
-    rows = model.text.tower.embeddings.token_embedding.weight
-    assert torch.equal(rows[:VOCAB], saved) and len(rows) == VOCAB + 2 and rows[VOCAB:].std() > 0
-    again = build(spec, VOCAB + 2, json.loads(json.dumps(model.architecture())))
-    again.load_state_dict(model.state_dict())
-    with pytest.raises(UsageError, match=r"too few|size mismatch"):
-        build(plain, VOCAB + 2)

@@ -26,6 +26,7 @@ from mmray.models.fusion import SAMPLES_PER_SIDE, UNNAMED_LOGIT, LabelTexts, reg
 from mmray.models.synthetic import synthetic_batch
 from tests.engine import toy
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS = ["a red circle", "a blue square on a green ground", "Two TRIANGLES,  left of a circle"]
 TOKENIZER = train_tokenizer(TEXTS, 80)
 VOCAB = TextEncoder(TOKENIZER, 8).vocab_size

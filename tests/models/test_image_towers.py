@@ -20,6 +20,7 @@ from mmray.models.build import build, random_init_architecture
 from mmray.models.encoders.image import build_image_tower
 from mmray.models.synthetic import synthetic_batch
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 PIXELS = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
 CONVNET = ImageTower(name="convnet", width=16, depth=2)
 SIDE = 32

@@ -107,7 +107,7 @@ class RowReader:
             if row is None or not row.checksum_ok:
                 continue
             try:
-                pixels[index], values = self._decode(
+                pixels[index], values = self.decode_row(
                     int(row_ids[index]), row, None if random is None else random[index]
                 )
             except BadImage:
@@ -117,7 +117,7 @@ class RowReader:
                 columns[name][index] = value
         return pixels, valid, columns
 
-    def _decode(self, row_id: int, row: Row, random: np.ndarray | None) -> tuple[np.ndarray, Block]:
+    def decode_row(self, row_id: int, row: Row, random: np.ndarray | None) -> tuple[np.ndarray, Block]:
         """Return the pixels of a row, augmented by `random` [NUM_RANDOM], and its box columns. Raises BadImage."""
         has_boxes = bool(self.inputs.max_boxes and row.boxes)
         if self.cache is not None and row_id in self.cache and not has_boxes:
