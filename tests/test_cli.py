@@ -123,7 +123,7 @@ def test_prepare_reports_overlap_and_repeated_captions():
         (["tune", "sample"], "nothing to search: give at least one --space"),
         (["tune", "sample", "--space", "batch.micr=8"], "unknown setting; did you mean `micro`"),
         (["tune", "sample", "--space", "batch.micro=8,0"], "batch.micro: input should be greater than or equal to 1"),
-        (["tune", "sample", "--space", "batch.micro=128"], "a worker's share of 128 rows over 2 workers is 64"),
+        (["tune", "sample", "--space", "batch.micro=128"], "64 rows per worker (batch.global 128 on 2 workers)"),
         (["evaluate", "nowhere"], "is not a run: it has no config.yaml"),
         (["export", "nowhere", "out"], "is not a run: it has no config.yaml"),
         (["bench", "everything"], "unknown benchmark `everything`"),

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from mmray.cli.console import Reporter, Terminal
 
-FIGURES = ("loss 1.234", "2,560 samples/s", "data wait 3%", "0.45 GiB")
+FIGURES = ("loss 1.234", "2,560 samples/s", "data wait 3%", "peak 0.45 GiB")
 
 
 def line(step):

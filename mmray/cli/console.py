@@ -94,7 +94,7 @@ def training_figures(metrics: dict[str, Any], seconds_left: float | None) -> str
         f"loss {metrics['train/loss']:.3f}",
         f"{metrics['throughput/samples_per_s']:,.0f} samples/s" if "throughput/samples_per_s" in metrics else "",
         f"data wait {wait:.0%}" if wait is not None else "",
-        f"{metrics['memory/peak_gib']:.2f} GiB" if "memory/peak_gib" in metrics else "",
+        f"peak {metrics['memory/peak_gib']:.2f} GiB" if "memory/peak_gib" in metrics else "",
         f"{seconds_left:.0f} s left" if seconds_left is not None else "",
     ]
     return "  ".join(part for part in parts if part)

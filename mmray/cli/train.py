@@ -35,7 +35,9 @@ def _print_outcome(outcome: Any, terminal: Terminal) -> int:
         )
         return 0
     took = f"{result['steps']:,} steps in {result['elapsed_s']:.0f} s"
-    restarts = f", {result['restarts']} restarts, {result['wasted_steps']} steps repeated" if result["restarts"] else ""
+    restarts = (
+        f", restarted {result['restarts']} x, {result['wasted_steps']} steps repeated" if result["restarts"] else ""
+    )
     if result["status"] == "stopped":
         terminal.note(f"{took}; run the same command to resume from step {result['steps']:,}", "stopped")
         _print_best(outcome, terminal)

@@ -21,6 +21,8 @@ COLLECTIVE_ERRORS = re.compile(
     "|(recv|send) operation to complete|wait timeout after"
 )
 
+EVENTS = {"lost": "worker lost", "hung": "worker hung", "preempted": "node preempted", "raised": "worker failed"}
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -77,7 +79,7 @@ def decide_recovery(failure: Failure, before: Failure | None, failures: int, max
             return error  # has its exit code and names the fix
         count = f"{failures} failures without a new checkpoint (cluster.max_failures {max_failures})"
         return _final_error(f"{count}; the last: {message}", error)
-    return Restart(f"{failure.kind} after step {failure.step}: {message.splitlines()[0]}")
+    return Restart(f"{EVENTS[failure.kind]} after step {failure.step}: {message.splitlines()[0]}")
 
 
 def _final_error(message: str, cause: BaseException) -> TrainingError:

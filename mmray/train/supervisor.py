@@ -145,7 +145,8 @@ class Supervisor:
         self.last_failure, self.restart = failure, decision
         if decision.micro:
             self.resolved = replace(self.resolved, micro=decision.micro)
-        self.reporter.log(f"{decision.reason}; restarting from the latest checkpoint", "failure")
+        start = f"the checkpoint of step {latest_step:,}" if latest_step else "step 0, as there is no checkpoint yet"
+        self.reporter.log(f"{decision.reason}; restarting from {start}", "failure")
 
     def _choose_nodes(self) -> tuple[LiveNodes, int]:
         """The nodes and the number of workers of the next attempt. Raises TrainingError if Ray ended."""

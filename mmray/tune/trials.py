@@ -66,8 +66,8 @@ def trials_of(base: Config, space: Space) -> list[Trial]:
             trials.append(replace(trial, infeasible=str(error)))
             continue
         if isinstance(batch.micro, int) and shape.micro < batch.micro:
-            share = f"a worker's share of {shape.global_rows} rows over {workers} workers is {shape.micro}"
-            trials.append(replace(trial, infeasible=f"batch.micro {batch.micro}: {share}"))
+            limit = f"{shape.micro} rows per worker (batch.global {shape.global_rows} on {workers} workers)"
+            trials.append(replace(trial, infeasible=f"batch.micro {batch.micro} is more than {limit}"))
         else:
             trials.append(replace(trial, shape=shape))
     for typed, reason in wrong:

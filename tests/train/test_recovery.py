@@ -14,7 +14,7 @@ from ray.train.v2._internal.exceptions import (
 
 from mmray.engine.batch import BatchShape
 from mmray.errors import DataError, OutOfMemoryError, ResourceError, TrainingError
-from mmray.train.recovery import Failure, Restart, classify_failure, count_failures, decide_recovery
+from mmray.train.recovery import EVENTS, Failure, Restart, classify_failure, count_failures, decide_recovery
 
 LOST = Failure("lost", RuntimeError("worker died"), step=7)
 
@@ -35,7 +35,7 @@ def test_lost_worker_is_retried_up_to_max_failures():
 @pytest.mark.parametrize("kind", ["lost", "hung", "preempted"])
 def test_lost_hung_and_preempted_restart(kind):
     decision = decide_recovery(Failure(kind, TrainingError("a node went"), 7), None, 1, 3)
-    assert decision == Restart(f"{kind} after step 7: TrainingError: a node went")
+    assert decision == Restart(f"{EVENTS[kind]} after step 7: TrainingError: a node went")
 
 
 def test_repeated_user_error_is_raised_with_its_traceback():

@@ -69,7 +69,7 @@ def test_global_batch_sets_the_accumulation():
 def test_impossible_batch_arithmetic_makes_only_its_trial_infeasible():
     one, other = trials("batch.micro=32,128")
     assert one.shape is not None and one.infeasible is None
-    assert other.shape is None and "a worker's share of 128 rows over 2 workers is 64" in other.infeasible
+    assert other.shape is None and "64 rows per worker (batch.global 128 on 2 workers)" in other.infeasible
     contradicting = trials("batch.accumulation=1,2", base=set_batch(SAMPLE, micro=32))
     assert [t.infeasible is None for t in contradicting] == [False, True]
     with pytest.raises(UsageError, match="no combination is feasible"):

@@ -242,10 +242,10 @@ def check_budget(source: str, out: Storage, num_read: int, total: int, rows: Pac
         unread = "" if num_read == total else f" of {total:,} rows (stopped early)"
         first += f", the budget is {100 * budget:.3g} %{unread} (prepare.max_bad_fraction)"
         repeated = {"duplicate", "duplicate-text"} & reasons.keys()
-        keep = ", keep duplicates with prepare.duplicates keep" if repeated else ""
+        keep = ", keep duplicates with --duplicates keep" if repeated else ""
         advice = (
-            f"Correct them{keep}, or raise prepare.max_bad_fraction to {-(-1000 * bad // total) / 1000:g}. Then rerun "
-            "the same command to resume."
+            f"Correct them{keep}, or accept them with --max-bad-fraction {-(-1000 * bad // total) / 1000:g}. "
+            "Then rerun the same command to resume."
         )
     counts = [f"  {count:,} {reason}, for example {rows.examples[reason]}" for reason, count in reasons.most_common(5)]
     raise DataError("\n".join([first, *counts, f"All of them are in {quarantine}.", advice]))

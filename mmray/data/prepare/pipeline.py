@@ -70,7 +70,7 @@ def ensure_prepared(source: str, cache: str, settings: Prepare, notify: Notify, 
                 f"the sample set needs a local disk, and data.cache is {cache}: set data.cache to a local folder, or "
                 "data.train to your own data"
             )
-        source = str(sample.draw(Path(cache) / "sample-drawn"))
+        source = str(sample.draw(Path(cache) / "sample-source"))
     folder = to_path(source)
     if (folder / MANIFEST).exists():
         return folder

@@ -307,7 +307,7 @@ def test_exceeded_budget_is_a_data_error_and_a_larger_one_resumes(tmp_path, in_p
         "2 of 16 rows are bad (12.5 %), the budget is 10 %",
         "1 missing-image, for example rows.jsonl:16: there is no file 15.png",
         f"{out}/quarantine.jsonl",
-        "max_bad_fraction to 0.125",
+        "--max-bad-fraction 0.125",
     ):
         assert part in str(caught.value)
     assert len(quarantine(out)) == 2
