@@ -19,7 +19,17 @@ import ray.exceptions
 import yaml
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from mmray.cluster.capacity import NODE_ID, Demand, Labels, Node, Pool, Resources, exclude_nodes, missing_capacity
+from mmray.cluster.capacity import (
+    NODE_ID,
+    Demand,
+    Labels,
+    Node,
+    Pool,
+    Resources,
+    exclude_nodes,
+    max_concurrent,
+    missing_capacity,
+)
 from mmray.cluster.ray_internals import HEAD_RESOURCE, autoscaler_groups, draining_nodes, free_resources, request_nodes
 from mmray.errors import ResourceError
 from mmray.machine import cores
@@ -31,7 +41,7 @@ ROLE = "mmray/role"
 LAUNCHER_FILE = Path("~/ray_bootstrap_config.yaml")
 UNLIMITED = 10_000  # maximum of a pool without a limit
 EXPIRES_S, REFRESH_S, REQUEST_TIMEOUT_S = 60.0, 15.0, 5.0  # for requests to the autoscaler
-CONNECT_TIMEOUT_S = 1.0
+CONNECT_TIMEOUT_S, FREE_INTERVAL_S = 1.0, 0.25
 START_TOLERANCE_S = 2.0  # process start times shift with system clock corrections
 
 
@@ -56,6 +66,14 @@ def free_nodes() -> list[Node]:
     """Return the alive nodes with their free resources."""
     free = free_resources()
     return [Node(free.get(node["NodeID"], {}), dict(node["Labels"])) for node in ray.nodes() if node["Alive"]]
+
+
+def wait_for_free_nodes(demand: Demand, timeout_s: float) -> list[Node]:
+    """Return the free resources when the demand fits them, or after the timeout: ended workers release theirs late."""
+    end_s = time.monotonic() + timeout_s
+    while not max_concurrent(demand, nodes := free_nodes(), 1) and time.monotonic() < end_s:
+        time.sleep(FREE_INTERVAL_S)
+    return nodes
 
 
 def live_nodes() -> LiveNodes:

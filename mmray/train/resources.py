@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from mmray.errors import ResourceError
 from mmray.machine import cores, free_memory
 from mmray.storage.paths import AnyPath, RemotePath
 
-FREE_WAIT_S = 4.0  # workers that ended a moment ago still hold their resources
+FREE_WAIT_S = 4.0
 
 
 def resource_demand(config: Config, with_data: bool = True) -> Demand:
@@ -59,15 +58,13 @@ def num_free_workers(config: Config) -> int:
 
     Raises ResourceError if not even the minimum fits within FREE_WAIT_S, unless the cluster can grow.
     """
-    demand, until_s = resource_demand(config, with_data=False), time.monotonic() + FREE_WAIT_S
+    demand = resource_demand(config, with_data=False)
     minimum = replace(demand, workers=config.cluster.min_workers)
-    while (missing := missing_capacity(minimum, placement.free_nodes())) is not None and time.monotonic() < until_s:
-        time.sleep(0.5)
-    if missing is None:
-        return max_workers(demand, placement.free_nodes()) or minimum.workers
-    if config.cluster.wait_for_nodes or placement.autoscaling_pools():
-        return minimum.workers
-    raise ResourceError(f"with the resources that are free now, {missing}; or wait until other jobs have ended")
+    free = placement.wait_for_free_nodes(minimum, FREE_WAIT_S)
+    grows = config.cluster.wait_for_nodes or placement.autoscaling_pools()
+    if not grows and (missing := missing_capacity(minimum, free)):
+        raise ResourceError(f"with the resources that are free now, {missing}; or wait until other jobs have ended")
+    return max(max_workers(demand, free), minimum.workers)
 
 
 def check_storage(config: Config) -> None:

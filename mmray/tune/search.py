@@ -41,7 +41,6 @@ from mmray.tune.results import Row, TrialOutcome, outcome_of, row_of, select_bes
 from mmray.tune.sweep import SweepDir, SweepListener, SweepState, create_sweep_dir, resolve_sweep_dir
 from mmray.tune.trials import Trial
 
-POLL_S = 0.25
 FREE_AFTER_S = 10.0  # data actors release their CPUs with a delay
 # `verbose=0` disables only the older reporter of Ray Tune; trials must keep the working directory.
 _ENVIRONMENT = {
@@ -200,12 +199,8 @@ def plan_concurrency(runs: dict[str, Config], limit: int | None) -> tuple[int, d
     lone = all(is_single_node(config) for config in runs.values())
     wanted = min(limit or (1 if lone else len(runs)), len(runs))
     waits = any(config.cluster.wait_for_nodes for config in runs.values())
-    whole, free, until = placement.alive_nodes(), placement.free_nodes(), time.monotonic() + FREE_AFTER_S
-    # Actors that ended release their resources with a delay.
-    while max_concurrent(demand, whole, 1) and not max_concurrent(demand, free, 1) and time.monotonic() < until:
-        time.sleep(POLL_S)
-        free = placement.free_nodes()
-    pools = placement.autoscaling_pools()
+    whole, pools = placement.alive_nodes(), placement.autoscaling_pools()
+    free = placement.wait_for_free_nodes(demand, FREE_AFTER_S if max_concurrent(demand, whole, 1) else 0.0)
     at_once, actors = planning.trial_concurrency(free, whole, demand, wanted, pools, waits)
     return at_once, {
         name: config  # concurrent trials share the cluster, so each gets a fixed number of data actors

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from tests.made import make_set, row
 from tests.nodes import several_nodes
 
 
@@ -28,6 +29,14 @@ class Nodes:
             self.remove(node)
         for size in sizes:
             self.add(*size)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A prepared set of 50 rows."""
+    folder = tmp_path_factory.mktemp("set")
+    make_set(folder, [row(number) for number in range(50)])
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -22,19 +22,11 @@ from mmray.engine.worker_context import DriverHandle, WorkerContext
 from mmray.storage.lease import Lease
 from mmray.train import monitor
 from mmray.train.driver import train
-from tests.made import make_set, row
 from tests.train.runs import Silent, config, expected_marks, lines, marks, weights
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 AWAY_S = 60.0  # from the loss of a node to the first step on another
 SLOT = {"slot": 1.0}  # one per worker, so that tests control where workers run
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("set")
-    make_set(folder, [row(number) for number in range(50)])
-    return folder
 
 
 def settings(data, storage, name, nodes, steps=12, callbacks=(), cluster=None, **given):

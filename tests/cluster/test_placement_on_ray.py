@@ -46,9 +46,8 @@ def actors_by_role(roles_of):
     return found
 
 
-def test_decoding_runs_on_data_nodes_and_training_on_train_nodes(joined_roles, tmp_path):
-    make_set(tmp_path / "set", [row(number) for number in range(50)])
-    wanted = config(tmp_path / "set", tmp_path, "run", steps=STEPS, checkpoint_every=0)
+def test_decoding_runs_on_data_nodes_and_training_on_train_nodes(joined_roles, data, tmp_path):
+    wanted = config(data, tmp_path, "run", steps=STEPS, checkpoint_every=0)
     assert train(wanted, Silent()).result["status"] == "finished"
     found = actors_by_role(joined_roles)
     decoders = [roles for name, roles in found.items() if "MapWorker" in name]
@@ -86,7 +85,7 @@ def test_prepare_without_data_cpu_is_refused_within_10_s(joined_roles, tmp_path,
     assert "--wait-for-nodes" in said and time.monotonic() - began_s < 10
 
 
-def test_start_timeout_is_a_resource_error(joined_roles, tmp_path):
+def test_start_timeout_is_a_resource_error(joined_roles, data, tmp_path):
     """The nodes are large enough, but their resources are taken. Training ends at the start timeout; evaluation, which
     can be repeated later, ends after a check of the free resources."""
     make_set(tmp_path / "set", [row(number) for number in range(50)])

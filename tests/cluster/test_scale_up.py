@@ -7,7 +7,6 @@ from mmray.cluster.placement import ROLE
 from mmray.config import Cluster
 from mmray.train.driver import train
 from tests.cluster.fake_autoscaler import FakeAutoscaler
-from tests.made import make_set, row
 from tests.train.runs import Silent, config, expected_marks, marks
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(400)]  # three minutes
@@ -17,20 +16,17 @@ POOLS = {
 }
 
 
-def test_elastic_run_scales_up_from_zero_nodes(tmp_path):
+def test_elastic_run_scales_up_from_zero_nodes(data, tmp_path):
     if ray.is_initialized():
         ray.shutdown()
-    make_set(tmp_path / "set", [row(number) for number in range(50)])
-    made = config(tmp_path / "set", tmp_path, "grown", ("tests.train.faults:Slowly",), steps=60)
-    text = made.model.text.model_copy(update={"dropout": 0.0})
+    made = config(data, tmp_path, "grown", ("tests.train.faults:Slowly",), steps=60)
     with FakeAutoscaler(POOLS, tmp_path) as address:
         labels = {"train_label": f"{ROLE}=train", "data_label": f"{ROLE}=data"}
         section = Cluster(
             workers="1-2", resources_per_worker={"slot": 1.0}, address=address, wait_for_nodes=True, **labels
         )
-        wanted = made.model_copy(update={"model": made.model.model_copy(update={"text": text}), "cluster": section})
         reporter = Silent()
-        outcome = train(wanted, reporter)
+        outcome = train(made.replace(cluster=section), reporter)
     starts = [text for kind, text in reporter.notes if kind == "status"]
     assert starts[-1] == "starting 2 workers" and outcome.result["status"] == "finished"
     assert outcome.result["wasted_steps"] == 0 and marks(outcome.path) == list(expected_marks(60))

@@ -10,8 +10,7 @@ import pytest
 import ray
 from ray._private.state import actors
 
-from mmray.config import Cluster, to_yaml
-from tests.made import make_set, row
+from mmray.config import to_yaml
 from tests.train.runs import config, expected_marks, marks
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]  # two minutes; run by hand
@@ -49,12 +48,10 @@ def left_on(address, within_s=10.0):
         ray.shutdown()
 
 
-def test_stop_then_kill_then_finish_is_one_run(nodes, tmp_path):
+def test_stop_then_kill_then_finish_is_one_run(nodes, data, tmp_path):
     """Exit code 130 with nothing left on the cluster; a kill loses at most one interval; no secret is stored."""
     nodes.reset([(4, 2)])
-    make_set(tmp_path / "set", [row(number) for number in range(50)])
-    made = config(tmp_path / "set", tmp_path, "run", ("tests.train.faults:Slowly",))
-    made = made.model_copy(update={"cluster": Cluster(workers=2, address=nodes.address)})
+    made = config(data, tmp_path, "run", ("tests.train.faults:Slowly",), nodes.address)
     recipe, run = tmp_path / "mine.yaml", tmp_path / "run"
     recipe.write_text(to_yaml(made))
 

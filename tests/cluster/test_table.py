@@ -25,13 +25,6 @@ FLAT_MIB = 24  # a block and memory kept by the allocator
 RANDOM_KILLS = int(os.environ.get("MMRAY_TEST_KILLS", "20"))
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("set")
-    make_set(folder, [row(number) for number in range(50)])
-    return folder
-
-
 def process_role(command):
     """Return the title of a Ray worker without its method, or the name of another program."""
     title = command[0] if command else ""
