@@ -7,11 +7,12 @@ import time
 from functools import partial
 
 import pytest
-import ray
 import torch
 from ray._raylet import GcsClient
 from ray.core.generated import autoscaler_pb2
 
+from mmray.cluster.capacity import NODE_ID
+from mmray.cluster.placement import alive_nodes, free_nodes
 from mmray.config import Cluster, CustomModel
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.data.stream.order import Blocks, ResumePoint, SamplePlan
@@ -32,11 +33,9 @@ SLOT = {"slot": 1.0}  # one per worker, so that tests control where workers run
 def settings(data, storage, name, nodes, steps=12, callbacks=(), cluster=None, **given):
     """A run with slow steps and no dropout, so any number of workers gives the same model."""
     made = config(data, storage, name, ("tests.train.faults:Slowly", *callbacks), steps=steps, **given)
-    text = made.model.text.model_copy(update={"dropout": 0.0})
+    model = made.model.replace(text=made.model.text.replace(dropout=0.0))
     section = {"workers": 2, "resources_per_worker": SLOT, "address": nodes.address} | (cluster or {})
-    return made.model_copy(
-        update={"model": made.model.model_copy(update={"text": text}), "cluster": Cluster(**section)}
-    )
+    return made.replace(model=model, cluster=Cluster(**section))
 
 
 def losses_of_one_worker(wanted, folder):
@@ -44,12 +43,7 @@ def losses_of_one_worker(wanted, folder):
     prepared = PreparedSet.open(wanted.data.train, "train")
     tokenizer = prepared.tokenizer_json
     vocab_size = TextEncoder(tokenizer, 8).vocab_size
-    calm = wanted.model_copy(
-        update={
-            "model": wanted.model.model_copy(update={"vocab_size": vocab_size}),
-            "train": wanted.train.model_copy(update={"callbacks": ()}),
-        }
-    )
+    calm = wanted.replace(model=wanted.model.replace(vocab_size=vocab_size), train=wanted.train.replace(callbacks=()))
     lease = Lease(folder)
     fence = lease.acquire()
     plan = SamplePlan(50, 16, 1, 4, 0, calm.train.steps)
@@ -57,13 +51,8 @@ def losses_of_one_worker(wanted, folder):
     blocks = Blocks(plan, 0, 1)
     stream = (reader.block(plan, blocks.positions(number)) for number in range(blocks.count))
     line = DriverHandle(lambda _: None, lambda: False, lambda _: 0, lambda _: False, {"rank": 0, "node": "", "pid": 0})
-    work(
-        WorkerContext(calm, folder, fence, reader, None, tokenizer),
-        ResumePoint(plan, 0),
-        stream,
-        torch.device("cpu"),
-        line,
-    )
+    context = WorkerContext(calm, folder, fence, reader, None, tokenizer)
+    work(context, ResumePoint(plan, 0), stream, torch.device("cpu"), line)
     lease.release()
     return [entry["train/loss"] for entry in lines(folder)]
 
@@ -71,7 +60,7 @@ def losses_of_one_worker(wanted, folder):
 def in_double(wanted):
     """The same run in double precision."""
     own = CustomModel(kind="tests.engine.custom_model:DoubleTowers", inputs=wanted.model.inputs)
-    return wanted.model_copy(update={"model": own})
+    return wanted.replace(model=own)
 
 
 def assert_same_model(folder, calm):
@@ -157,9 +146,10 @@ def test_preemption_with_notice_wastes_no_step(nodes, data, tmp_path):
     nodes.reset([(4, 1), (2, 1), (2, 1)])
 
     def drain():
-        (node,) = {
-            entry["NodeID"] for entry in ray.nodes() if entry["Alive"] and entry["Resources"].get("slot")
-        } & _nodes_of_slots_taken(leave_first=nodes.workers[0].node_id)
+        """Drain a node of the group, but not the first one."""
+        slots = {node.labels[NODE_ID] for node in alive_nodes() if node.resources.get("slot")}
+        taken = {node.labels[NODE_ID] for node in free_nodes() if not node.resources.get("slot")}
+        node = min((slots & taken) - {nodes.workers[0].node_id})
         reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
         GcsClient(address=nodes.address).drain_node(node, reason, "spot", int((time.time() + 10) * 1000))
 
@@ -172,12 +162,3 @@ def test_preemption_with_notice_wastes_no_step(nodes, data, tmp_path):
     assert asked.startswith("node will be preempted in ") and "checkpointing and moving" in asked
     assert 4 < int(from_own.rpartition("-")[2]) < 20
     assert marks(outcome.path) == list(expected_marks(24))
-
-
-def _nodes_of_slots_taken(leave_first):
-    from ray._private import state
-
-    free = state.available_resources_per_node()
-    taken = {node for node, resources in free.items() if not resources.get("slot")}
-    with_slots = {entry["NodeID"] for entry in ray.nodes() if entry["Resources"].get("slot")}
-    return {sorted((taken & with_slots) - {leave_first})[0]}

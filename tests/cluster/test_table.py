@@ -152,24 +152,20 @@ def test_object_store_of_80_mb_streams_five_times_that(tmp_path):
     the two measurements, so a leak would be visible.
     """
     ray.shutdown()
-    started = ray.init(
-        address="local",
-        num_cpus=8,
-        object_store_memory=80 * 10**6,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    started = ray.init(address="local", num_cpus=8, object_store_memory=80 * 10**6, **quiet)
     try:
         greys = [png(grey, 160) for grey in range(64)]
         make_set(tmp_path / "set", [row(number, greys[number % 64]) for number in range(5120)])
         wanted = config(tmp_path / "set", tmp_path, "tiny", steps=80, checkpoint_every=0)
-        model = wanted.model.model_copy(update={"inputs": wanted.model.inputs.model_copy(update={"image_side": 160})})
-        batch = wanted.batch.model_copy(update={"micro": 16, "global_": 64})
-        wide = wanted.data.model_copy(update={"block_mb": 24.0})
+        wanted = wanted.replace(
+            model=wanted.model.replace(inputs=wanted.model.inputs.replace(image_side=160)),
+            batch=wanted.batch.replace(micro=16, global_=64),
+            data=wanted.data.replace(block_mb=24.0),
+        )
         assert max(KEEP_MB * 1e6, 4 * 80e6) < 5120 * 3 * 160**2  # no decoded image is kept for another epoch
         reporter = KillingAReader()
-        outcome = train(wanted.model_copy(update={"model": model, "batch": batch, "data": wide}), reporter)
+        outcome = train(wanted, reporter)
         state = get_state_from_address(started.address_info["address"])
         spilled = get_memory_info_reply(state).store_stats.spilled_bytes_total
     finally:

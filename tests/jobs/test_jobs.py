@@ -122,15 +122,3 @@ def left_behind(head, within_s=15):
         if not left or time.monotonic() > until:
             return left
         time.sleep(0.5)
-
-
-def test_sweep_writes_its_recommendation(head, client, data, tmp_path):
-    recipe = tmp_path / "tiny.yaml"
-    recipe.write_text(to_yaml(config(data, tmp_path, "sweep")))
-    space = ("--space", "batch.micro=4,8", "--train.samples", "32")
-    status, code, log = ended(client, submit(head, "tune", str(recipe), *space), within_s=200)
-    assert (status, code) == (JobStatus.SUCCEEDED, 0), log
-    summary = json.loads((tmp_path / "sweep" / "sweep.json").read_text())
-    assert (summary["kind"], summary["status"]) == ("sweep", "finished")
-    assert len((tmp_path / "sweep" / "trials.jsonl").read_text().splitlines()) == 2
-    assert (tmp_path / "sweep" / "best.yaml").exists()

@@ -39,12 +39,7 @@ class Silent:
 def config(data, storage, name, callbacks=(), address=None, **train_settings):
     """Two workers, two micro-batches each, 16 rows per step, with dropout."""
     return Config(
-        model=Model(
-            inputs=Inputs(image_side=16, fit="squash", max_tokens=12),
-            image=IMAGE,
-            text=TEXT,
-            embed_dim=16,
-        ),
+        model=Model(inputs=Inputs(image_side=16, fit="squash", max_tokens=12), image=IMAGE, text=TEXT, embed_dim=16),
         data=Data(train=str(data), block_mb=0.02, workers=1, max_bad_rows=2),
         batch=Batch(micro=4, global_=16),
         optimizer=Optimizer(lr=1e-3, warmup_steps=2),

@@ -81,10 +81,8 @@ def made_run(folder: AnyPath, tmp_path: Path, **recalls: float | None) -> AnyPat
         step = int(name.removeprefix("step_"))
         torch.manual_seed(step)
         model = build(config.model, size)
-        meta = {
-            "architecture": model.architecture(),
-            "metrics": {} if recall is None else {best_metric(config): recall},
-        }
+        metrics = {} if recall is None else {best_metric(config): recall}
+        meta = {"architecture": model.architecture(), "metrics": metrics}
         state_io.save(folder / "checkpoints", step, {"model": model.state_dict()}, meta)
     return folder
 

@@ -11,7 +11,7 @@ import mmray
 from mmray.config import Cluster, Config, Data
 from mmray.data.store.prepared_set import PreparedSet
 from mmray.train.driver import train
-from mmray.train.evaluate_export import evaluate_run, export_run
+from mmray.train.evaluate_export import export_run
 from tests.engine.test_model_kinds import KINDS, STEPS, config_of, ended, told, trained
 from tests.made import CAPTIONS, make_set, png
 from tests.train.runs import Silent, lines, same_weights
@@ -42,8 +42,11 @@ def alone(prepared: Path, tmp_path: Path, request: pytest.FixtureRequest) -> tup
     return folder, trained(config_of(request.param, tmp_path), sets, folder)["metrics"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "alone"), [(kind, kind) for kind in KINDS], indirect=["alone"])
+@pytest.mark.parametrize(
+    ("kind", "alone"),
+    [pytest.param(kind, kind, marks=[] if kind == "fusion" else pytest.mark.slow) for kind in KINDS],
+    indirect=["alone"],
+)
 def test_resume_on_ray_gives_the_same_weights(
     kind: str, alone: tuple[Path, dict], local_ray: None, prepared: Path, tmp_path: Path
 ) -> None:
@@ -58,15 +61,3 @@ def test_resume_on_ray_gives_the_same_weights(
     assert {name: metrics[name] for name in scores} == pytest.approx(scores, rel=1e-6)
     loaded = mmray.load(export_run(run.path, tmp_path / "exported", None))
     assert (loaded.embed_images([png(3)]) @ loaded.embed_texts(CAPTIONS).T).isfinite().all()
-
-
-@pytest.mark.parametrize("alone", ["fusion"], indirect=True)
-def test_run_on_ray_equals_run_in_one_process(
-    alone: tuple[Path, dict], local_ray: None, prepared: Path, tmp_path: Path
-) -> None:
-    folder, metrics = alone
-    run = train(on_ray("fusion", prepared, tmp_path), Silent())
-    assert same_weights(ended(run.path), ended(folder))
-    scores = evaluate_run(run.path, None, "test", None, None, Silent())
-    for found in (run.result["metrics"], metrics):
-        assert {name: found[name] for name in scores} == pytest.approx(scores, rel=1e-6)

@@ -10,23 +10,7 @@ import pytest
 from PIL import Image
 
 import mmray
-from mmray.config import (
-    Batch,
-    Cluster,
-    Config,
-    CrossAttention,
-    Data,
-    Evaluate,
-    Fusion,
-    ImageTower,
-    Inputs,
-    Objective,
-    Optimizer,
-    Prepare,
-    Run,
-    TextTower,
-    Train,
-)
+from mmray import config as settings
 from mmray.train.driver import train
 from mmray.train.evaluate_export import export_run
 from tests.train.runs import Silent, lines
@@ -58,25 +42,25 @@ def instances(folder: Path, count: int = 80) -> Path:
     return folder / "instances.json"
 
 
-def config_of(source: Path, storage: Path) -> Config:
-    return Config(
-        model=Fusion(
-            inputs=Inputs(image_side=48, fit="squash", max_tokens=12, max_boxes=4),
-            image=ImageTower(name="convnet", width=16, depth=2),
-            text=TextTower(width=32, depth=1, heads=2),
-            cross=CrossAttention(width=16, depth=1, heads=2),
+def config_of(source: Path, storage: Path) -> settings.Config:
+    return settings.Config(
+        model=settings.Fusion(
+            inputs=settings.Inputs(image_side=48, fit="squash", max_tokens=12, max_boxes=4),
+            image=settings.ImageTower(name="convnet", width=16, depth=2),
+            text=settings.TextTower(width=32, depth=1, heads=2),
+            cross=settings.CrossAttention(width=16, depth=1, heads=2),
             embed_dim=32,
             regions=True,
         ),
-        objective=Objective(kind="contrastive + matching + region_text"),
-        prepare=Prepare(holdout=0.2, duplicates="keep", max_bad_fraction=0.0),
-        data=Data(train=str(source), cache=str(storage / "prepared"), workers=1),
-        batch=Batch(micro=8, global_=16),
-        optimizer=Optimizer(lr=3e-3, warmup_steps=5),
-        train=Train(steps=60, log_every=20),
-        evaluate=Evaluate(batch=16),
-        cluster=Cluster(workers=2),
-        run=Run(name="regions", storage=str(storage / "runs")),
+        objective=settings.Objective(kind="contrastive + matching + region_text"),
+        prepare=settings.Prepare(holdout=0.2, duplicates="keep", max_bad_fraction=0.0),
+        data=settings.Data(train=str(source), cache=str(storage / "prepared"), workers=1),
+        batch=settings.Batch(micro=8, global_=16),
+        optimizer=settings.Optimizer(lr=3e-3, warmup_steps=5),
+        train=settings.Train(steps=60, log_every=20),
+        evaluate=settings.Evaluate(batch=16),
+        cluster=settings.Cluster(workers=2),
+        run=settings.Run(name="regions", storage=str(storage / "runs")),
     )
 
 

@@ -15,7 +15,7 @@ from tests.train.runs import Silent, config
 def test_data_limit_is_rows_per_epoch(tmp_path):
     make_set(tmp_path / "set", [row(number) for number in range(50)])
     wanted = config(tmp_path / "set", tmp_path, "limited", steps=None, epochs=2.0)
-    limited = wanted.model_copy(update={"data": wanted.data.model_copy(update={"limit": 20})})
+    limited = wanted.replace(data=wanted.data.replace(limit=20))
     whole, first = resolve_run(wanted, Silent()), resolve_run(limited, Silent())
     assert (whole.data["num_rows"], first.data["num_rows"]) == (50, 20)
     assert (whole.steps, first.steps) == (8, 4)
@@ -28,8 +28,8 @@ def test_language_tokens_are_those_of_the_sets(tmp_path):
     make_set(tmp_path / "a", [row(number, language="de") for number in range(4)])
     make_set(tmp_path / "b", [row(number, language=["fr", None][number % 2]) for number in range(4)])
     wanted = config(f"{tmp_path}/a + {tmp_path}/b", tmp_path, "mixed")
-    inputs = wanted.model.inputs.model_copy(update={"language_token": "[{}]"})
-    speaking = wanted.model_copy(update={"model": wanted.model.model_copy(update={"inputs": inputs})})
+    inputs = wanted.model.inputs.replace(language_token="[{}]")
+    speaking = wanted.replace(model=wanted.model.replace(inputs=inputs))
     plain, settled = resolve_run(wanted, Silent()), resolve_run(speaking, Silent())
     assert build_encoder(settled.tokenizer_json, inputs).languages == ("de", "fr")
     assert settled.config.model.vocab_size == plain.config.model.vocab_size + 2

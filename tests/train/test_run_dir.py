@@ -105,32 +105,28 @@ def test_run_refuses_changed_setting(tmp_path, setting):
 def test_skipped_runs_are_logged_with_reason(tmp_path):
     """Otherwise a changed setting would silently start a new run instead of resuming one."""
 
-    def logged(wanted, data):
+    def logged(global_rows=16, data=DATA):
         reporter = Silent()
-        decision = select_run(wanted, data, 10)
+        decision = select_run(config(tmp_path, global_rows), data, 10)
         _log_skipped_runs(decision, reporter)
         return decision.action, [f"{label} {text}" for label, text in reporter.notes]
 
     create_run_dir(tmp_path / "sample", config(tmp_path), DATA, "{}")
-    assert logged(config(tmp_path), DATA) == ("resume", [])
-    action, lines = logged(config(tmp_path, global_rows=32), DATA)
-    assert (
-        action == "start" and lines[0] == f"skipped runs {tmp_path}/sample has other settings: batch.global: 16 -> 32"
-    )
+    assert logged() == ("resume", [])
+    action, lines = logged(32)
+    assert (action, lines[0]) == ("start", f"skipped runs {tmp_path}/sample has other settings: batch.global: 16 -> 32")
     assert lines[1].startswith("run starting a new run")
-    create_run_dir(tmp_path / "sample-2", config(tmp_path, global_rows=32), DATA, "{}")
-    assert logged(config(tmp_path, global_rows=32), DATA) == ("resume", lines[:1])
+    create_run_dir(tmp_path / "sample-2", config(tmp_path, 32), DATA, "{}")
+    assert logged(32) == ("resume", lines[:1])
     finish(tmp_path / "sample", 10)
-    action, lines = logged(config(tmp_path), {"train": "b", "fingerprint": "c", "num_rows": 9})
-    assert (
-        action == "start" and "sample has other settings: data fingerprint: 'ab' -> 'c', data num_rows: 1" in lines[0]
-    )
+    lines = logged(data={"train": "b", "fingerprint": "c", "num_rows": 9})[1]
+    assert "sample has other settings: data fingerprint: 'ab' -> 'c', data num_rows: 1" in lines[0]
     assert lines[1].endswith(", and 1 more")  # than three: its global rows
-    assert logged(config(tmp_path), DATA)[1][0] == f"skipped runs {tmp_path}/sample finished its 10 steps"
+    assert logged()[1][0] == f"skipped runs {tmp_path}/sample finished its 10 steps"
     for number in (3, 4, 5):
-        create_run_dir(tmp_path / f"sample-{number}", config(tmp_path, global_rows=8 * number), DATA, "{}")
-    action, lines = logged(config(tmp_path, global_rows=64), DATA)
-    assert action == "start" and lines[0] == "skipped runs 2 more existing runs (finished, or with other settings)"
+        create_run_dir(tmp_path / f"sample-{number}", config(tmp_path, 8 * number), DATA, "{}")
+    lines = logged(64)[1]
+    assert lines[0] == "skipped runs 2 more existing runs (finished, or with other settings)"
     assert [line.split(" has ")[0][-1] for line in lines[1:4]] == ["3", "4", "5"] and len(lines) == 5
 
 
@@ -155,19 +151,3 @@ def test_unwritable_storage_is_a_usage_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"Choose another --run.storage"):
         create_run_dir(tmp_path / "file" / "run", config(tmp_path), DATA, "{}")
-
-
-def test_run_on_object_store_is_resumed(s3):
-    wanted = config(s3.address, name="mine")
-    assert select_run(wanted, DATA, 10).action == "start"
-    run = create_run_dir(select_run(wanted, DATA, 10).path, wanted, DATA, "{}")
-    assert str(run.path) == f"{s3.address}/mine" and run.read_json("data.json") == DATA
-    assert select_run(wanted, DATA, 10).action == "resume"
-    run.write_json("result.json", {"status": "finished", "steps": 10})
-    assert select_run(wanted, DATA, 10).action == "done"
-    with pytest.raises(UsageError, match="data num_rows"):
-        select_run(wanted, DATA | {"num_rows": 7}, 10)
-    with pytest.raises(UsageError, match="not an mmray run"):
-        (run.path / "config.yaml").unlink()
-        (run.path / "other").write_text("")
-        select_run(wanted, DATA, 10)

@@ -88,6 +88,12 @@ def test_lost_lease_leaves_result_and_report_of_new_owner(supervised, fails, tmp
     driver._finalize_run_dir(supervised.run, supervised.lease, Silent())
 
 
+def test_failing_report_is_logged_only(tmp_path):
+    reporter = Silent()
+    driver.write_report_safely(tmp_path, reporter.log)  # a folder without a run
+    assert reporter.notes[0][0] == "report" and "UsageError" in reporter.notes[0][1]
+
+
 def test_full_disk_at_the_end_reports_how_to_resume(supervised, monkeypatch):
     outcome = {"status": "finished", "steps": 12}
     with monkeypatch.context() as full:

@@ -12,11 +12,9 @@ import pytest
 
 from mmray.config import Config, Data, Run
 from mmray.errors import UsageError
-from mmray.storage.paths import to_path
 from mmray.train import trackers
 from mmray.train.run_dir import redact, redact_text
 from tests.train.runs import Silent
-from tests.train.trackers import Counting
 
 STEPS = 5
 
@@ -107,16 +105,6 @@ def test_hanging_tracker_does_not_delay_steps(tmp_path: Path, monkeypatch: pytes
         assert time.monotonic() - began_s < 10
         reporter = tracked.reporter
     assert any("lines of metrics were not sent" in text for _, text in reporter.notes)  # type: ignore[attr-defined]
-
-
-def test_tracker_state_is_kept_on_object_store(s3) -> None:
-    folder = to_path(f"{s3.address}/run")
-    for last, known in ((2, None), (3, "first")):
-        with trackers.track_run(config_of("Counting"), folder, Silent()) as tracked:
-            for step in range(1, last + 1):
-                tracked.step(metrics_of(step), STEPS)
-        assert (Counting.resumed, Counting.steps[-1]) == (known, last)
-    assert Counting.steps == [1, 2, 3]
 
 
 @pytest.mark.cluster  # its import takes seconds

@@ -3,7 +3,6 @@
 import json
 import time
 from pathlib import Path
-from typing import ClassVar
 
 
 class Keeping:
@@ -50,20 +49,3 @@ class Hanging(Keeping):
 class Exiting(Keeping):
     def log(self, step, metrics):
         raise SystemExit(7)
-
-
-class Counting:
-    """Keeps the steps of all runs in memory."""
-
-    steps: ClassVar[list[int]] = []
-    resumed: ClassVar[str | None] = None
-
-    def start(self, about, run_id):
-        Counting.resumed = run_id
-        return "first"
-
-    def log(self, step, metrics):
-        self.steps.append(step)
-
-    def finish(self, success):
-        """Nothing to close."""
