@@ -69,7 +69,7 @@ def _train(config: Config, reporter: ProgressReporter) -> RunOutcome:
         run = run_dir.create_run_dir(selection.path, resolved.config, resolved.data, resolved.tokenizer_json)
         _log_summary(resolved, run, reporter)
         try:
-            with trackers.track_run(resolved.config, run.path, reporter) as tracking:
+            with trackers.TrackingReporter(resolved.config, run.path, reporter) as tracking:
                 result = Supervisor(resolved, run, lease, tracking).train()
                 tracking.run_status = result["status"]
         except ForceExit:

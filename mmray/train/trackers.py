@@ -15,8 +15,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -59,31 +58,17 @@ def check_trackers(config: Config) -> None:
             raise UsageError(f'run.trackers: {name} is not installed on this machine: `pip install "mmray[{name}]"`')
 
 
-@contextmanager
-def track_run(config: Config, folder: AnyPath, reporter: ProgressReporter) -> Iterator[TrackingReporter]:
-    """A reporter that also sends metrics to the run's trackers; they are finished when the block ends."""
-    about = {
-        "name": folder.name,
-        "project": config.run.project,
-        "folder": str(folder),
-        "config": redact(config.model_dump(mode="json", by_alias=True)),
-    }
-    tracking = TrackingReporter(reporter, [TrackerThread(name, folder, about) for name in config.run.trackers])
-    wait_s = MAX_WAIT_S
-    try:
-        yield tracking
-    except ForceExit:
-        wait_s = 0.0
-        raise
-    finally:
-        tracking.close(wait_s)
-
-
 class TrackingReporter:
-    """Passes progress to another reporter, and metrics to the trackers as well."""
+    """Passes progress to another reporter and metrics to the run's trackers, which finish at the end of the block."""
 
-    def __init__(self, reporter: ProgressReporter, threads: list[TrackerThread]) -> None:
-        self.reporter, self.threads = reporter, threads
+    def __init__(self, config: Config, folder: AnyPath, reporter: ProgressReporter) -> None:
+        about = {
+            "name": folder.name,
+            "project": config.run.project,
+            "folder": str(folder),
+            "config": redact(config.model_dump(mode="json", by_alias=True)),
+        }
+        self.reporter, self.threads = reporter, [TrackerThread(name, folder, about) for name in config.run.trackers]
         self.log, self.status, self.prepare_progress = reporter.log, reporter.status, reporter.prepare_progress
         self.run_status = "failed"  # until the driver sets how the run ended
 
@@ -95,9 +80,12 @@ class TrackingReporter:
         self._log_warnings()
         self.reporter.step(metrics, total_steps)
 
-    def close(self, wait_s: float) -> None:
-        """Finish the trackers and wait for them, `wait_s` at most in total."""
-        deadline_s = time.monotonic() + wait_s
+    def __enter__(self) -> TrackingReporter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Finish the trackers and wait for them, MAX_WAIT_S at most in total."""
+        deadline_s = time.monotonic() + (0.0 if kind is ForceExit else MAX_WAIT_S)
         for thread in self.threads:
             thread.end(success=self.run_status in ("finished", "stopped"))
         for thread in self.threads:

@@ -14,7 +14,7 @@ from mmray.config import Cluster, Config, Data, Train
 from mmray.config.recipes import RECIPES
 from mmray.errors import ResourceError
 from mmray.train import resources
-from mmray.train.resources import check_capacity, num_data_actors, resource_demand, torch_trainer
+from mmray.train.resources import check_capacity, num_data_actors, num_free_workers, resource_demand, torch_trainer
 
 GIB = 2.0**30
 LAPTOP = Node({"CPU": 12.0, "GPU": 2.0, "memory": 64 * GIB}, {"ray.io/node-id": "a"})
@@ -96,6 +96,18 @@ def test_too_few_gpus_are_an_error(cluster, nodes, workers, parallel, message):
         check()
     check(accelerator="cpu")
     check(wait_for_nodes=True)
+
+
+def test_evaluation_takes_free_workers(cluster, monkeypatch):
+    config, free = Config(cluster=Cluster(workers="2-4", accelerator="cpu")), [Node({"CPU": 3.0})]
+    monkeypatch.setattr(resources.placement, "free_nodes", lambda: free)
+    monkeypatch.setattr(resources, "FREE_WAIT_S", 0.0)
+    assert num_free_workers(config) == 3
+    free[:] = [Node({"CPU": 1.0})]
+    with pytest.raises(ResourceError, match=r"resources that are free now, 2 training workers.*wait until"):
+        num_free_workers(config)
+    cluster([LAPTOP], POOLS)
+    assert num_free_workers(config) == 2  # the cluster grows
 
 
 class TwoWorkers(SimpleNamespace):

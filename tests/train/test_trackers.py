@@ -38,7 +38,7 @@ def run_with_trackers(
     """Report these steps as the driver does; `at_end` is called before the trackers finish."""
     reporter = Silent()
     folder.mkdir(exist_ok=True)
-    with trackers.track_run(config, folder, reporter) as tracked:
+    with trackers.TrackingReporter(config, folder, reporter) as tracked:
         for step in steps:
             tracked.step(metrics_of(step), STEPS)
         at_end()
@@ -98,7 +98,7 @@ def test_hanging_tracker_does_not_delay_steps(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(trackers, "MAX_WAIT_S", 0.5)
     monkeypatch.setattr(trackers, "MAX_QUEUED", 50)
     long = {"step": 1} | {f"metric/{number}": 0.5 for number in range(2000)}
-    with trackers.track_run(config_of("Hanging"), tmp_path, Silent()) as tracked:
+    with trackers.TrackingReporter(config_of("Hanging"), tmp_path, Silent()) as tracked:
         began_s = time.monotonic()
         for step in range(1, 400):
             tracked.step(long | {"step": step}, 400)
