@@ -12,8 +12,7 @@ import io
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,18 +47,6 @@ _ROWS = 64  # rows per read
 _PAIRS = 1 << 20  # pairs per comparison
 _ROW_BITS = 48  # a match is differing bits << 48 | row, so that the smallest is the nearest and then the first
 _NO_MATCH = np.iinfo(np.int64).max
-
-
-@dataclass(frozen=True)
-class HashJob:
-    """Settings of the hash tasks."""
-
-    out: str
-    near: bool
-    max_pixels: int
-
-    def file(self, shard: Shard) -> str:
-        return f"{HASHES_DIR}/{shard.sha256[:32]}{'' if self.near else '-exact'}.npy"
 
 
 class LeakMatches(NamedTuple):
@@ -116,16 +103,11 @@ def check_contamination(
         splits += [record["shards"][number]["split"] for number in shard_of]
         order.append(np.empty_like(shard_of))
         order[-1][np.argsort(shard_of, kind="stable")] = np.arange(start, start + len(shard_of))
-    numbers, job = np.concatenate(order), HashJob(out.address, settings.phash_distance >= 0, settings.max_pixels)
-    own = _all_rows(out.address, images_from, shards)
-    _hash_shards([own, *others], job, on_rows, notify)
-    leaks = find_leaks(
-        _load_hashes(own, job)[numbers],
-        ~found.dropped,
-        splits,
-        [_load_hashes(each, job) for each in others],
-        settings.phash_distance,
-    )
+    numbers, own = np.concatenate(order), _all_rows(out.address, images_from, shards)
+    _hash_shards(out, [own, *others], settings, on_rows, notify)
+    near = settings.phash_distance >= 0
+    own_hashes, other_hashes = _load_hashes(out, own, near)[numbers], [_load_hashes(out, each, near) for each in others]
+    leaks = find_leaks(own_hashes, ~found.dropped, splits, other_hashes, settings.phash_distance)
     exact, names = int((leaks.bits == EXACT).sum()), (*settings.check_contamination, "splits")
     by_set: Counter[str] = Counter(names[where] for where in leaks.where.tolist())  # SAME_SET is the last index
     return _write_leaks(out, leaks, own, numbers, others), {
@@ -144,11 +126,15 @@ def _all_rows(address: str, images_from: str, shards: Sequence[Shard]) -> Prepar
     return PreparedSet(Storage(address), Manifest(count, count, 0, {}, 0, {}, "", None, source, {}, whole))
 
 
-def _load_hashes(prepared: PreparedSet, job: HashJob) -> np.ndarray:
+def _hash_file(shard: Shard, near: bool) -> str:
+    return f"{HASHES_DIR}/{shard.sha256[:32]}{'' if near else '-exact'}.npy"
+
+
+def _load_hashes(out: Storage, prepared: PreparedSet, near: bool) -> np.ndarray:
     """Return the hashes of the rows of a set; 97 bytes each."""
-    out, parts = Storage(job.out), [np.zeros(0, IMAGE_HASH_DTYPE)]
+    parts = [np.zeros(0, IMAGE_HASH_DTYPE)]
     for shard in prepared.manifest.shards:
-        hashes = np.load(io.BytesIO(out.read(job.file(shard))), allow_pickle=False)
+        hashes = np.load(io.BytesIO(out.read(_hash_file(shard, near))), allow_pickle=False)
         parts.append(np.delete(hashes, shard.dropped) if shard.dropped else hashes)
     return np.concatenate(parts)
 
@@ -315,26 +301,30 @@ def _thumbnail(rows: PreparedSet, number: int, sandbox: SandboxedDecoder) -> str
 
 
 def _hash_shards(
+    out: Storage,
     sets: Sequence[PreparedSet],
-    job: HashJob,
+    settings: Prepare,
     on_rows: Callable[[int, int], None],
     notify: Callable[[str, str], None],
 ) -> None:
     """Hash the shards without a hash file; delete the hash files of shards that no longer exist."""
-    out = Storage(job.out)
     out.mkdir(HASHES_DIR)
-    wanted = {job.file(shard): (each, shard) for each in sets for shard in each.manifest.shards}
+    near = settings.phash_distance >= 0
+    wanted = {_hash_file(shard, near): (each, shard) for each in sets for shard in each.manifest.shards}
     existing = {f"{HASHES_DIR}/{name}" for name in out.listdir(HASHES_DIR)}
     for file in existing - wanted.keys():
         out.delete(file)
-    todo = [pair for file, pair in wanted.items() if file not in existing]
+    job: dict[str, Any] = {"out": out.address, "near": near, "max_pixels": settings.max_pixels}
     items = [
-        {"set": each.storage.address, "images_from": each.manifest.source.get("address") or "", "shard": asdict(shard)}
-        for each, shard in todo
+        job
+        | {"file": file, "set": each.storage.address, "images_from": each.manifest.source.get("address") or ""}
+        | {"shard": asdict(shard)}
+        for file, (each, shard) in wanted.items()
+        if file not in existing
     ]
-    done, total = 0, sum(shard.num_rows for _, shard in todo)
+    done, total = 0, sum(item["shard"]["num_rows"] for item in items)
     on_rows(done, total)
-    with closing(map_tasks(partial(_hash_task, job=job), items)) as results:
+    with closing(map_tasks(_hash_task, items)) as results:
         for result in results:
             if result["crashed"]:
                 notify(f"{', '.join(result['crashed'])}: the decoder crashed; only the bytes were compared", "crash")
@@ -342,12 +332,12 @@ def _hash_shards(
             on_rows(done, total)
 
 
-def _hash_task(item: dict[str, Any], job: HashJob) -> Result:
+def _hash_task(item: dict[str, Any]) -> Result:
     """Ray task: write the image hashes of a shard, and return the rows whose image crashed the decoder.
 
     An unreadable row matches nothing.
     """
-    shard = Shard.from_json(item["shard"])
+    shard, out = Shard.from_json(item["shard"]), Storage(item["out"])
     rows, name = _all_rows(item["set"], item["images_from"], [shard]), f"{item['set']}/{shard.file}"
 
     def hash_rows(sandbox: SandboxedDecoder | None) -> list[str]:
@@ -358,12 +348,12 @@ def _hash_task(item: dict[str, Any], job: HashJob) -> Result:
                 if row is None:
                     continue
                 entry["sha256"] = np.frombuffer(hashlib.sha256(row.image).digest()[:16], "<u8")
-                if not job.near:
+                if not item["near"]:
                     continue
                 try:
                     if sandbox is not None:
-                        sandbox.check(row.image, job.max_pixels)
-                    image = Image.fromarray(decode(row.image, job.max_pixels))
+                        sandbox.check(row.image, item["max_pixels"])
+                    image = Image.fromarray(decode(row.image, item["max_pixels"]))
                     entry["phash"], entry["colors"] = perceptual_hash(image)
                     entry["has_phash"] = True
                 except BadImage as bad:  # exact matching still uses its bytes
@@ -371,11 +361,11 @@ def _hash_task(item: dict[str, Any], job: HashJob) -> Result:
                         crashed.append(f"{row.key} ({row.source})")
         file = io.BytesIO()
         np.save(file, hashes)
-        Storage(job.out).write(job.file(shard), file.getvalue())
+        out.write(item["file"], file.getvalue())
         return crashed
 
     try:
-        crashed = contain_crashes(hash_rows, Storage(job.out), job.file(shard), name)
+        crashed = contain_crashes(hash_rows, out, item["file"], name)
     except (OSError, ValueError) as error:  # rows of a damaged shard must not count as compared
         raise DataError(f"cannot hash {name}: {error}") from error
     return {"num_rows": shard.num_rows, "crashed": crashed}

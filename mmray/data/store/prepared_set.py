@@ -11,6 +11,7 @@ import random
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import PurePosixPath
@@ -176,25 +177,29 @@ class ShardReader:
     def _decode(self, shard: Shard, batch: int, data: bytes | pa.Buffer, start: int) -> pa.RecordBatch:
         """Return a record batch of a shard from the bytes read at `start`, without a copy."""
         first, last = (offset - start for offset in shard.offsets[batch : batch + 2])
-        try:
+        with self._damage_named(shard.file, batch):
             records = pa.ipc.read_record_batch(pa.ipc.read_message(pa.py_buffer(data)[first:last]), SCHEMA)
             records.validate(full=True)  # damaged offsets would crash the process later
             return records
-        except (OSError, EOFError, pa.ArrowException) as error:
-            raise self._damaged(shard.file, batch, error) from None
 
     def _read_mapped(self, file: str, batch: int) -> pa.RecordBatch:
         """Return a record batch of a local shard, without a copy."""
-        try:
+        with self._damage_named(file, batch):
             lock, reader = self._open_mapped(file)
             with lock:
                 records = reader.get_batch(batch)
-            records.validate(full=True)  # damaged offsets would crash the process later
+            records.validate(full=True)
             return records
-        except (OSError, pa.ArrowException) as error:
+
+    @contextmanager
+    def _damage_named(self, file: str, batch: int) -> Iterator[None]:
+        """Convert Arrow's errors for damaged bytes to a ValueError with the file name."""
+        try:
+            yield
+        except (OSError, EOFError, pa.ArrowException) as error:
             if isinstance(error, OSError) and error.errno:  # Arrow's own OSError for a short file has no errno
                 raise
-            raise self._damaged(file, batch, error) from None
+            raise ValueError(f"{self._storage.address}/{file}, record batch {batch}: {error}") from None
 
     def _open_mapped(self, file: str) -> tuple[threading.Lock, pa.RecordBatchFileReader]:
         with self._lock:
@@ -207,9 +212,6 @@ class ShardReader:
                     self._mapped.popitem(last=False)
             self._mapped.move_to_end(file)
             return self._mapped[file]
-
-    def _damaged(self, file: str, batch: int, error: BaseException) -> ValueError:
-        return ValueError(f"{self._storage.address}/{file}, record batch {batch}: {error}")
 
 
 class PreparedSet:

@@ -146,10 +146,10 @@ def test_prepare_quarantines_crashing_image_and_packs_the_rest(tmp_path, monkeyp
     assert all(tries(source, number) <= 3 for number in bad)
 
 
-def hash_task(item, job):
+def hash_task(item):
     """The contamination task on a worker with the crashing decoder."""
     with decoder_dies():
-        return _hash_task(item, job)
+        return _hash_task(item)
 
 
 @pytest.mark.cluster
