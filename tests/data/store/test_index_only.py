@@ -21,6 +21,7 @@ from tests.made import write_shard
 
 in_process = formats.in_process
 TOKENIZER = train_tokenizer([text(number) for number in range(COUNT)], 60)
+PLAN = SamplePlan(COUNT, COUNT, 1, COUNT, seed=0, steps=1, shuffle=False)
 
 
 def blocks_of(source, tmp_path, **settings):
@@ -28,11 +29,14 @@ def blocks_of(source, tmp_path, **settings):
     blocks = []
     for out, how in (("packed", {}), ("index", {"index_only": True} | settings)):
         prepared(source, tmp_path / out, duplicates="keep", **how)
-        rows = PreparedSet.open(str(tmp_path / out))
-        reader = RowReader(rows, Inputs(image_side=8, max_tokens=12), TOKENIZER, 10**6)
-        plan = SamplePlan(num_rows=rows.num_rows, global_rows=4, world=1, micro=4, seed=3, steps=9)
-        blocks.append(reader.block(plan, np.arange(2 * rows.num_rows)))
+        reader = reader_of(tmp_path / out)
+        num_rows = reader.prepared.num_rows
+        blocks.append(reader.block(SamplePlan(num_rows, 4, 1, 4, seed=3, steps=9), np.arange(2 * num_rows)))
     return blocks
+
+
+def reader_of(out):
+    return RowReader(PreparedSet.open(str(out)), Inputs(image_side=8, max_tokens=12), TOKENIZER, 10**6)
 
 
 def same(one, other):
@@ -63,10 +67,9 @@ def test_changed_or_missing_referenced_image_invalidates_only_its_row(tmp_path):
     prepared(source, tmp_path / "out", index_only=True)
     (tmp_path / "raw" / "2.png").write_bytes(colour_image(200))
     (tmp_path / "raw" / "4.png").unlink()
-    tokenizer = train_tokenizer(["x"], 60)
-    reader = RowReader(PreparedSet.open(str(tmp_path / "out")), Inputs(image_side=8, max_tokens=12), tokenizer, 10**6)
-    plan = SamplePlan(num_rows=COUNT, global_rows=COUNT, world=1, micro=COUNT, seed=0, steps=1, shuffle=False)
-    assert reader.block(plan, np.arange(COUNT))["valid"].tolist() == [n not in (2, 4) for n in range(COUNT)]
+    assert reader_of(tmp_path / "out").block(PLAN, np.arange(COUNT))["valid"].tolist() == [
+        n not in (2, 4) for n in range(COUNT)
+    ]
 
 
 def test_disk_error_fails_the_stream_and_is_retried_by_prepare(tmp_path, monkeypatch):
@@ -81,12 +84,10 @@ def test_disk_error_fails_the_stream_and_is_retried_by_prepare(tmp_path, monkeyp
         patch.setattr(Storage, "read", stale)
         assert prepared(source, tmp_path / "out", index_only=True)[2] == {"rows.csv:4": "unreadable"}
     assert prepared(source, tmp_path / "out", index_only=True)[0].num_rows == COUNT
-    rows = PreparedSet.open(str(tmp_path / "out"))
-    reader = RowReader(rows, Inputs(image_side=8, max_tokens=12), train_tokenizer(["x"], 60), 10**6)
-    plan = SamplePlan(num_rows=COUNT, global_rows=COUNT, world=1, micro=COUNT, seed=0, steps=1, shuffle=False)
+    reader = reader_of(tmp_path / "out")
     monkeypatch.setattr(Storage, "read", stale)
     with pytest.raises(OSError, match="Stale"):
-        reader.block(plan, np.arange(COUNT))
+        reader.block(PLAN, np.arange(COUNT))
 
 
 def test_rows_with_inline_images_cannot_be_index_only(tmp_path):

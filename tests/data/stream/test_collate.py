@@ -36,23 +36,20 @@ def test_group_by_length_keeps_rows_and_pads_less(micro):
     for one, other in zip(plain, sorted_, strict=True):
         assert [len(micro["pos"]) for micro in one] == [len(micro["pos"]) for micro in other]
         assert rows_of(one) == rows_of(other)
-    logged = {
-        "batch/padding": pytest.approx(padding_share(sorted_)),
-        "batch/padding_unbucketed": pytest.approx(padding_share(plain)),
-    }
-    assert Padding.over(told_of(sorted_, True), group_by_length=True) == logged
-    assert Padding.over(told_of(plain, False), group_by_length=False) == {
-        "batch/padding": logged["batch/padding_unbucketed"]
-    }
-    of_each = {4: (0.13, 0.32), 5: (0.17, 0.37), 16: (0.43, 0.43)}[micro]  # a single micro-batch has no order to change
-    assert (padding_share(sorted_), padding_share(plain)) == pytest.approx(of_each, abs=0.005)
+    share, plain_share = padding_share(sorted_), padding_share(plain)
+    logged = {"batch/padding": pytest.approx(share), "batch/padding_unbucketed": pytest.approx(plain_share)}
+    assert Padding.over(counts_of(sorted_, True), group_by_length=True) == logged
+    plain_logged = {"batch/padding": pytest.approx(plain_share)}
+    assert Padding.over(counts_of(plain, False), group_by_length=False) == plain_logged
+    expected = {4: (0.13, 0.32), 5: (0.17, 0.37), 16: (0.43, 0.43)}  # a single micro-batch has no order to change
+    assert (share, plain_share) == pytest.approx(expected[micro], abs=0.005)
 
 
-def told_of(steps, arranged):
+def counts_of(steps, group_by_length):
     """Tokens and padding of these steps."""
     padding = Padding()
     for micros in steps:
-        padding.add(make_local_batch(micros, arranged))
+        padding.add(make_local_batch(micros, group_by_length))
     return [float(count) for count in padding.compute(torch.device("cpu"))]
 
 
@@ -65,21 +62,14 @@ def test_step_in_several_blocks_equals_step_in_one(micro, group_by_length):
     parts = [{name: column[first : first + 4] for name, column in whole.items()} for first in range(0, 64, 4)]
     for part in parts:  # padded to its longest caption, as in the block
         part["input_ids"] = part["input_ids"][:, : part["num_tokens"].max()]
-    for one, other in zip(
-        iter_micro_batches([whole], plan, group_by_length),
-        iter_micro_batches(parts, plan, group_by_length),
-        strict=True,
-    ):
+    steps = (iter_micro_batches(each, plan, group_by_length) for each in ([whole], parts))
+    for one, other in zip(*steps, strict=True):
         for first, second in zip(one, other, strict=True):
             assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def rows_of(step):
     """Position, image and unpadded caption of each row of a step, for any grouping."""
-    return sorted(
-        (int(p), int(image[0, 0, 0]), tuple(ids[mask.bool()].tolist()))
-        for micro in step
-        for p, image, ids, mask in zip(
-            micro["pos"], micro["image"], micro["input_ids"], micro["attention_mask"], strict=True
-        )
-    )
+    columns = ("pos", "image", "input_ids", "attention_mask")
+    rows = (row for micro in step for row in zip(*(micro[name] for name in columns), strict=True))
+    return sorted((int(p), int(image[0, 0, 0]), tuple(ids[mask.bool()].tolist())) for p, image, ids, mask in rows)
