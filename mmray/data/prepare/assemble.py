@@ -166,10 +166,10 @@ class PackedRows:
     languages: Counter[str] = field(default_factory=Counter)
 
 
-def write_quarantine(out: Storage, chunks: Sequence[int], found: DedupResult) -> PackedRows:
+def write_quarantine(out: Storage, chunks: Sequence[int], dedup: DedupResult) -> PackedRows:
     """Write quarantine.jsonl, one object per line in source order: key, source (`file:line`), stage, reason, detail."""
-    result, dropped = PackedRows(), found.dropped
-    wanted = set(found.original[found.original != NONE].tolist())
+    result, dropped = PackedRows(), dedup.dropped
+    wanted = set(dedup.original[dedup.original != NONE].tolist())
     originals: dict[int, tuple[str, str | None]] = {}  # key and split
     for start, record in records(out, chunks if wanted else ()):
         for row, (key, shard) in enumerate(zip(record["rows"]["key"], record["rows"]["shard"], strict=True), start):
@@ -183,7 +183,7 @@ def write_quarantine(out: Storage, chunks: Sequence[int], found: DedupResult) ->
             for index in drops.tolist():
                 fault = {"line": rows["line"][index], "key": rows["key"][index], "source": rows["origin"][index]}
                 split = shards[rows["shard"][index]].split
-                faults.append(fault | _drop_reason(found, start + index, split, originals))
+                faults.append(fault | _drop_reason(dedup, start + index, split, originals))
             for fault in sorted(faults, key=lambda fault: fault["line"]):
                 del fault["line"]
                 file.write(orjson.dumps(fault, option=orjson.OPT_APPEND_NEWLINE))
@@ -191,28 +191,28 @@ def write_quarantine(out: Storage, chunks: Sequence[int], found: DedupResult) ->
                 result.examples.setdefault(fault["reason"], f"{fault['source']}: {fault['detail'][:160]}")
             shard_of = np.asarray(rows["shard"], np.int64)
             for number, shard in enumerate(shards):
-                mine = dropped[start : start + len(shard_of)][shard_of == number]
-                result.shards.append(replace(shard, dropped=tuple(np.flatnonzero(mine).tolist())))
+                in_shard = dropped[start : start + len(shard_of)][shard_of == number]
+                result.shards.append(replace(shard, dropped=tuple(np.flatnonzero(in_shard).tolist())))
             names = enumerate(rows["language"], start)
             result.languages.update(name for row, name in names if name and not dropped[row])
     return result
 
 
 def _drop_reason(
-    found: DedupResult, row: int, split: str | None, originals: dict[int, tuple[str, str | None]]
+    dedup: DedupResult, row: int, split: str | None, originals: dict[int, tuple[str, str | None]]
 ) -> dict[str, str]:
     """Return the quarantine entry of a packed row: why it is dropped."""
-    if found.original[row] == NONE:
-        return {"stage": "leakage", "reason": LEAKED, "detail": found.leaked[row]}
-    original, original_split = originals[int(found.original[row])]
+    if dedup.original[row] == NONE:
+        return {"stage": "leakage", "reason": LEAKED, "detail": dedup.leaked[row]}
+    original, original_split = originals[int(dedup.original[row])]
     detail = {
         SAME_KEY: "an earlier row has this id",
         SAME_CONTENT: f"duplicate of row {original}",
         SAME_TEXT: f"same captions as row {original}",
-    }[int(found.reason[row])]
-    if found.reason[row] != SAME_KEY and split != original_split:
+    }[int(dedup.reason[row])]
+    if dedup.reason[row] != SAME_KEY and split != original_split:
         detail += f" (in split {original_split})"
-    return {"stage": "duplicates", "reason": REASONS[found.reason[row]], "detail": detail}
+    return {"stage": "duplicates", "reason": REASONS[dedup.reason[row]], "detail": detail}
 
 
 def max_bad_rows(budget: float, total: int) -> int:

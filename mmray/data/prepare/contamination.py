@@ -83,7 +83,7 @@ def check_contamination(
     out: Storage,
     chunks: Sequence[int],
     images_from: str,
-    found: DedupResult,
+    dedup: DedupResult,
     settings: Prepare,
     on_rows: Callable[[int, int], None],
     notify: Callable[[str, str], None],
@@ -107,7 +107,7 @@ def check_contamination(
     _hash_shards(out, [own, *others], settings, on_rows, notify)
     near = settings.phash_distance >= 0
     own_hashes, other_hashes = _load_hashes(out, own, near)[numbers], [_load_hashes(out, each, near) for each in others]
-    leaks = find_leaks(own_hashes, ~found.dropped, splits, other_hashes, settings.phash_distance)
+    leaks = find_leaks(own_hashes, ~dedup.dropped, splits, other_hashes, settings.phash_distance)
     exact, names = int((leaks.bits == EXACT).sum()), (*settings.check_contamination, "splits")
     by_set: Counter[str] = Counter(names[where] for where in leaks.where.tolist())  # SAME_SET is the last index
     return _write_leaks(out, leaks, own, numbers, others), {
@@ -216,20 +216,19 @@ def nearest(queries: np.ndarray, references: np.ndarray, max_bits: int) -> tuple
     equal band. Duplicates are compared once, so a thousand blank pages cost as much as one.
     """
     index, bits = np.full(len(queries), NONE, np.int64), np.full(len(queries), NONE, np.int64)
-    (ours, group), (theirs, _) = _distinct(queries), _distinct(references)
-    if not len(ours) or not len(theirs):
+    (query_rows, group), (reference_rows, _) = _distinct(queries), _distinct(references)
+    if not len(query_rows) or not len(reference_rows):
         return index, bits
-    best = np.full(len(ours), _NO_MATCH, np.int64)
-    our_bands, their_bands = (
-        lsh_bands(hashes["phash"][rows], max_bits + 1) for hashes, rows in ((queries, ours), (references, theirs))
-    )
-    for our_band, their_band in zip(our_bands, their_bands, strict=True):
-        for query, candidate in _candidate_pairs(our_band, their_band):
-            left, right = queries[ours[query]], references[theirs[candidate]]
+    best = np.full(len(query_rows), _NO_MATCH, np.int64)
+    query_bands = lsh_bands(queries["phash"][query_rows], max_bits + 1)
+    reference_bands = lsh_bands(references["phash"][reference_rows], max_bits + 1)
+    for query_band, reference_band in zip(query_bands, reference_bands, strict=True):
+        for query, candidate in _candidate_pairs(query_band, reference_band):
+            left, right = queries[query_rows[query]], references[reference_rows[candidate]]
             differ = np.bitwise_count(left["phash"] ^ right["phash"]).sum(axis=1).astype(np.int64)
             colors = np.abs(left["colors"].astype(np.int16) - right["colors"]).mean(axis=1)
             near = (differ <= max_bits) & (colors <= MAX_COLOR_DISTANCE)
-            np.minimum.at(best, query[near], differ[near] << _ROW_BITS | theirs[candidate[near]])
+            np.minimum.at(best, query[near], differ[near] << _ROW_BITS | reference_rows[candidate[near]])
     match = best[group]
     rows, match = np.flatnonzero(queries["has_phash"])[match != _NO_MATCH], match[match != _NO_MATCH]
     index[rows], bits[rows] = match & ((1 << _ROW_BITS) - 1), match >> _ROW_BITS
@@ -246,13 +245,13 @@ def _distinct(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return rows[first], group.ravel()
 
 
-def _candidate_pairs(ours: np.ndarray, theirs: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _candidate_pairs(queries: np.ndarray, references: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield indices (query [P], reference [P]) of equal numbers, about _PAIRS at a time."""
-    order = np.argsort(theirs, kind="stable")
-    first = np.searchsorted(theirs[order], ours, "left")
-    counts = np.searchsorted(theirs[order], ours, "right") - first
+    order = np.argsort(references, kind="stable")
+    first = np.searchsorted(references[order], queries, "left")
+    counts = np.searchsorted(references[order], queries, "right") - first
     ends, start = np.cumsum(counts), 0
-    while start < len(ours):
+    while start < len(queries):
         before = ends[start - 1] if start else 0
         stop = max(start + 1, int(np.searchsorted(ends, before + _PAIRS, "right")))
         size = counts[start:stop]
@@ -271,9 +270,9 @@ def _write_leaks(
     """
     keys, matches = own.keys(numbers[leaks.row]), np.empty(len(leaks.row), object)
     for number in range(SAME_SET, len(others)):
-        here = leaks.where == number
-        rows = leaks.match[here]
-        matches[here] = own.keys(numbers[rows]) if number == SAME_SET else others[number].keys(rows)
+        in_set = leaks.where == number
+        rows = leaks.match[in_set]
+        matches[in_set] = own.keys(numbers[rows]) if number == SAME_SET else others[number].keys(rows)
     near, exact = np.flatnonzero(leaks.bits != EXACT), np.flatnonzero(leaks.bits == EXACT)
     turns = chain.from_iterable(zip_longest(near[:MAX_EXAMPLES].tolist(), exact[:MAX_EXAMPLES].tolist()))
     examples = set([number for number in turns if number is not None][:MAX_EXAMPLES])
@@ -286,8 +285,8 @@ def _write_leaks(
             how = "same image as" if differ is None else f"near-duplicate ({differ} of 256 bits differ) of"
             descriptions[row] = f"{how} row {matches[number]} of {other or 'a held-out split of this set'}"
             if number in examples:
-                theirs = (own, numbers[match]) if where == SAME_SET else (others[where], match)
-                pair = ((own, numbers[row]), theirs)
+                match_of = (own, numbers[match]) if where == SAME_SET else (others[where], match)
+                pair = ((own, numbers[row]), match_of)
                 line["thumbnails"] = [_thumbnail(prepared, index, sandbox) for prepared, index in pair]
             file.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
     return descriptions

@@ -140,8 +140,8 @@ def _prepare(job: PrepareJob, settings: Prepare, progress: OnProgress, notify: N
     if before is not None:
         same = _identity(job, chunks[: before.source["num_chunks"]])
         if not same.items() <= before.source.items():  # otherwise it is that source, possibly with rows appended
-            if (name := before.source["name"]) != (mine := job.source.display_name):
-                raise UsageError(f"{job.out} holds the set made from {name}: choose another folder for {mine}")
+            if (name := before.source["name"]) != (other := job.source.display_name):
+                raise UsageError(f"{job.out} holds the set made from {name}: choose another folder for {other}")
             before = None
     done, over = _pack(job, chunks, total, settings, progress, retry)
     if total is None:
@@ -149,15 +149,15 @@ def _prepare(job: PrepareJob, settings: Prepare, progress: OnProgress, notify: N
     if not total:
         raise DataError(f"{where} holds no rows of {title}")
     progress(Progress("deduplicate", total, total))
-    found = assemble.find_duplicates(out, done, settings.duplicates)
+    dedup = assemble.find_duplicates(out, done, settings.duplicates)
     leakage: dict[str, Any] = {}
     if contamination.is_enabled(settings) and not over:
         images, on_rows = job.source.address if job.index_only else "", partial(Progress, "hash")
         leaked, leakage = contamination.check_contamination(
-            out, done, images, found, settings, lambda rows, of: progress(on_rows(rows, of)), notify
+            out, done, images, dedup, settings, lambda rows, of: progress(on_rows(rows, of)), notify
         )
-        found = replace(found, leaked=leaked) if settings.drop_overlap else found
-    rows = assemble.write_quarantine(out, done, found)
+        dedup = replace(dedup, leaked=leaked) if settings.drop_overlap else dedup
+    rows = assemble.write_quarantine(out, done, dedup)
     num_rows, num_bad = sum(shard.num_live for shard in rows.shards), rows.reasons.total()
     assemble.check_budget(where, out, num_rows + num_bad, total, rows, settings.max_bad_fraction)
     progress(Progress("tokenize", num_rows + num_bad, total, num_bad))
@@ -175,7 +175,7 @@ def _prepare(job: PrepareJob, settings: Prepare, progress: OnProgress, notify: N
         num_read=num_rows + num_bad,
         num_quarantined=num_bad,
         reasons=dict(rows.reasons.most_common()),
-        num_leaks=found.num_leaks,
+        num_leaks=dedup.num_leaks,
         splits=dict(splits),
         fingerprint=fingerprint(shards),
         tokenizer=TOKENIZER if has_tokenizer else None,
@@ -183,7 +183,7 @@ def _prepare(job: PrepareJob, settings: Prepare, progress: OnProgress, notify: N
         | {"format": job.source.format, "folder": job.source.address, "file": job.source.name},
         settings=settings.model_dump(mode="json"),
         shards=tuple(shards),
-        num_same_text=found.num_same_text,
+        num_same_text=dedup.num_same_text,
         leakage=leakage,
         box_names=label_names(job.source),
         class_names=class_names(job.source),

@@ -37,15 +37,15 @@ class ShardCache:
 
         Raises the errors of `fetch`, and UsageError if the folder cannot be created.
         """
-        found = self._mapped(name, size)
-        if found is None:
+        entry = self._mapped(name, size)
+        if entry is None:
             with self._file_lock(str(zlib.crc32(name.encode()) % LOCKS)):
-                found = self._mapped(name, size)
-                if found is None:
+                entry = self._mapped(name, size)
+                if entry is None:
                     data = fetch()
                     self._write(name, data)
-                    found = pa.py_buffer(data)
-        return found
+                    entry = pa.py_buffer(data)
+        return entry
 
     def invalidate(self, name: str) -> None:
         """Delete a damaged entry; processes that mapped it keep their mapping."""
@@ -54,10 +54,10 @@ class ShardCache:
     def _mapped(self, name: str, size: int) -> pa.Buffer | None:
         try:
             os.utime(self.folder / name)  # the modification time is the time of last use
-            found = pa.memory_map(str(self.folder / name)).read_buffer()
+            entry = pa.memory_map(str(self.folder / name)).read_buffer()
         except OSError:
             return None
-        return found if found.size == size else None
+        return entry if entry.size == size else None
 
     def _write(self, name: str, data: bytes) -> None:
         temporary = self.folder / f"{name}.{uuid.uuid4().hex[:8]}{TEMP_SUFFIX}"

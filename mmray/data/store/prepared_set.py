@@ -299,11 +299,11 @@ class PreparedSet:
             if not is_safe_path(ref["file"]):  # an untrusted set must not refer to files outside its source
                 raise ValueError(f"{self.storage.address} refers to {ref['file']!r} outside its source folder")
         if refs:
-            images = [ImageRef(ref["file"], **ref) for ref in refs]
-            found = iter(read_images(self.image_storage, images, self._image_reader))
+            image_refs = [ImageRef(ref["file"], **ref) for ref in refs]
+            images = iter(read_images(self.image_storage, image_refs, self._image_reader))
             for row in out:
                 if row.ref:
-                    row.image = next(found)
+                    row.image = next(images)
         return out
 
     @property
@@ -352,10 +352,11 @@ class PreparedSet:
             indices = np.flatnonzero(shards == shard)
             physical = self._physical(shard, within[indices])
             for batch in np.unique(physical // BATCH_ROWS).tolist():
-                here = physical // BATCH_ROWS == batch
-                first, last = self._chunk_of(shard, int(rows[indices[here]].min())) if self._chunk else (batch, batch)
-                inside = physical[here] % BATCH_ROWS
-                yield BatchRequest(self._shards[shard], batch, first, last, indices[here], inside)
+                in_batch, first, last = physical // BATCH_ROWS == batch, batch, batch
+                if self._chunk:
+                    first, last = self._chunk_of(shard, int(rows[indices[in_batch]].min()))
+                inside = physical[in_batch] % BATCH_ROWS
+                yield BatchRequest(self._shards[shard], batch, first, last, indices[in_batch], inside)
 
     def _chunk_of(self, shard: int, row: int) -> tuple[int, int]:
         """Return the first and last record batch, within this shard, of the shuffle block of a row."""
@@ -409,7 +410,7 @@ class PreparedMixture:
     @property
     def tokenizer_json(self) -> str | None:
         """Tokenizer of the first set that has one."""
-        return next((found for each in self.sets if (found := each.tokenizer_json)), None)
+        return next((text for each in self.sets if (text := each.tokenizer_json)), None)
 
     def read(self, rows: np.ndarray) -> list[Row]:
         """Return the rows with these numbers, in this order. Raises the same errors as PreparedSet.read."""

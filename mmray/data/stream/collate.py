@@ -27,26 +27,26 @@ def iter_micro_batches(
     """
     for parts in _by_step(blocks, plan.rank_rows):
         if group_by_length and plan.accumulation > 1:  # the order within one micro-batch has no effect
-            whole = _rows(parts, 0, plan.rank_rows)
-            order = np.argsort(-whole["num_tokens"], kind="stable")
-            parts = [{name: column[order] for name, column in whole.items()}]
+            all_rows = _rows(parts, 0, plan.rank_rows)
+            order = np.argsort(-all_rows["num_tokens"], kind="stable")
+            parts = [{name: column[order] for name, column in all_rows.items()}]
         starts = range(0, plan.rank_rows, plan.micro)
         yield [_batch(_rows(parts, first, min(first + plan.micro, plan.rank_rows))) for first in starts]
 
 
 def _by_step(blocks: Iterable[NumpyBatch], share: int) -> Iterator[list[NumpyBatch]]:
     """Yield the blocks of each step: a slice of one, or several."""
-    held: list[NumpyBatch] = []
+    pending: list[NumpyBatch] = []
     for block in blocks:
         size = len(block["pos"])
         if size >= share:
             for first in range(0, size, share):
                 yield [{name: column[first : first + share] for name, column in block.items()}]
             continue
-        held.append(block)
-        if len(held) * size == share:
-            yield held
-            held = []
+        pending.append(block)
+        if len(pending) * size == share:
+            yield pending
+            pending = []
 
 
 def _rows(parts: list[NumpyBatch], first: int, last: int) -> NumpyBatch:

@@ -57,10 +57,10 @@ def windowed_permutation(index: np.ndarray, units: int, key: np.ndarray, window:
     length, longer = divmod(units, windows)  # number of windows that are one unit longer
     edge = longer * (length + 1) * unit
     out = np.empty_like(index)
-    for first, size, here in ((0, (length + 1) * unit, index < edge), (edge, length * unit, index >= edge)):
-        number, inside = np.divmod(index[here] - np.uint64(first), np.uint64(size))
-        salt = splitmix64(key[here] ^ splitmix64(number + np.uint64(first)))
-        out[here] = permute(inside, size, salt) + number * np.uint64(size) + np.uint64(first)
+    for first, size, selected in ((0, (length + 1) * unit, index < edge), (edge, length * unit, index >= edge)):
+        number, inside = np.divmod(index[selected] - np.uint64(first), np.uint64(size))
+        salt = splitmix64(key[selected] ^ splitmix64(number + np.uint64(first)))
+        out[selected] = permute(inside, size, salt) + number * np.uint64(size) + np.uint64(first)
     return out
 
 
@@ -132,12 +132,12 @@ def mixture_rows(
     rows, passes = np.zeros(slots.shape, np.int64), np.zeros(slots.shape, np.int64)
     first_slot = first_row = 0
     for number, part in enumerate(parts):
-        here = (slots >= first_slot) & (slots < first_slot + part.per_epoch)
-        passed, row = np.divmod(epoch[here] * part.per_epoch + slots[here] - first_slot, part.num_rows)
+        selected = (slots >= first_slot) & (slots < first_slot + part.per_epoch)
+        passed, row = np.divmod(epoch[selected] * part.per_epoch + slots[selected] - first_slot, part.num_rows)
         if shuffle:
             key = splitmix64(splitmix64(splitmix64(passed.astype(np.uint64)) ^ np.uint64(seed)) ^ np.uint64(number + 1))
             row = chunked_permutation(row.astype(np.uint64), part.num_rows, key, chunk, window).astype(np.int64)
-        rows[here], passes[here] = row + first_row, passed
+        rows[selected], passes[selected] = row + first_row, passed
         first_slot, first_row = first_slot + part.per_epoch, first_row + part.num_rows
     return rows, passes
 
@@ -148,9 +148,9 @@ def interleave(parts: tuple[MixtureComponent, ...], positions: np.ndarray) -> np
     offset, left, first = positions.ravel(), sum(part.per_epoch for part in parts), 0
     for part in parts:  # every (left / per_epoch)th of the remaining positions belongs to this set
         before = offset * part.per_epoch // left
-        mine = (offset + 1) * part.per_epoch // left > before
-        slots[rest[mine]] = first + before[mine]
-        rest, offset = rest[~mine], (offset - before)[~mine]
+        selected = (offset + 1) * part.per_epoch // left > before
+        slots[rest[selected]] = first + before[selected]
+        rest, offset = rest[~selected], (offset - before)[~selected]
         left, first = left - part.per_epoch, first + part.per_epoch
     return slots.reshape(positions.shape)
 

@@ -128,8 +128,8 @@ class RowReader:
         pixels = transform(rgb, self.inputs, self.augment, random)
         if has_boxes:
             size, args = (rgb.shape[1], rgb.shape[0]), (self.inputs, self.augment, random)
-            found, labels, count = boxes.transform_boxes(row.boxes or [], row.box_labels or [], size, *args)
-            return pixels, {"boxes": found, "box_labels": labels, "num_boxes": np.array(count)}
+            moved, labels, count = boxes.transform_boxes(row.boxes or [], row.box_labels or [], size, *args)
+            return pixels, {"boxes": moved, "box_labels": labels, "num_boxes": np.array(count)}
         if self.cache is not None:
             self.cache[row_id] = pixels
         return pixels, {}

@@ -299,15 +299,3 @@ def test_referenced_images_are_read_in_few_requests_in_order(memory, monkeypatch
         read_images(store, [*refs, ImageRef("", "gone.jpg")])
     with pytest.raises(ValueError, match=r"a\.tar ends at byte 5005"):
         read_images(store, [ImageRef("", "a.tar", offset=5000, length=100)])
-
-
-def test_threads_may_read_one_object_concurrently(memory):
-    store, data = Storage(f"{memory}/raw"), np.random.default_rng(0).bytes(5000)
-    store.write("whole.jpg", data)
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for _ in range(100):
-            assert read_images(store, [ImageRef("", "whole.jpg")] * 8) == [data] * 8
-    finally:
-        sys.setswitchinterval(before)
