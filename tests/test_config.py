@@ -55,8 +55,7 @@ def test_invalid_settings_are_named(text, message):
 
 def test_kind_selects_the_model_config():
     own = from_yaml("model: {kind: 'my.models:Mine', settings: {width: 3, deep: true}}", "run.yaml").model
-    assert isinstance(own, CustomModel)
-    assert own.settings == {"width": 3, "deep": True}
+    assert isinstance(own, CustomModel) and own.settings == {"width": 3, "deep": True}
     assert isinstance(from_yaml("model: {kind: siglip}", "run.yaml").model, Siglip)
     assert isinstance(from_yaml("model: {temperature: 0.1}", "run.yaml").model, TwoTower)
     for model in (own, Siglip(), Config().model):
@@ -65,8 +64,7 @@ def test_kind_selects_the_model_config():
 
 def test_kind_flag_replaces_the_model_config():
     config, _ = parse_run(["sample", "--model.kind", "clip", "--model.image.patch", "8"], "train")
-    assert isinstance(config.model, Clip)
-    assert config.model.image.patch == 8
+    assert isinstance(config.model, Clip) and config.model.image.patch == 8
     assert config.model.inputs == recipes.load("sample").model.inputs
     config, _ = parse_run(["--model.kind=my.models:Mine"], "train")
     assert config.model == CustomModel(kind="my.models:Mine", inputs=config.model.inputs)
@@ -74,15 +72,11 @@ def test_kind_flag_replaces_the_model_config():
         parse_run(["sample", "--model.kind", "clap"], "train")
 
 
-def test_settings_are_frozen():
-    with pytest.raises(ValidationError, match="frozen"):
-        Config().batch.micro = 3  # type: ignore[misc]
-
-
 def test_resume_may_change_batch_split_but_not_rows():
-    before = Config(batch=Batch(micro=4, global_=16)).model_dump(mode="json", by_alias=True)
-    recut = Config(batch=Batch(micro=2, global_=16)).model_dump(mode="json", by_alias=True)
-    other = Config(batch=Batch(micro=4, global_=32)).model_dump(mode="json", by_alias=True)
+    before, recut, other = (
+        Config(batch=Batch(micro=micro, global_=rows)).model_dump(mode="json", by_alias=True)
+        for micro, rows in ((4, 16), (2, 16), (4, 32))
+    )
     assert forbidden_changes(before, recut) == []
     assert forbidden_changes(before, other) == ["batch.global: 16 -> 32"]
 
@@ -94,37 +88,35 @@ def test_workers_are_a_number_or_a_range(given, least, most):
     assert from_yaml(to_yaml(Config(cluster=cluster)), "here").cluster == cluster
 
 
-@pytest.mark.parametrize("given", [0, "4-1", "0-2", "some", "1-", -1])
-def test_invalid_worker_range_is_refused(given):
-    with pytest.raises(UsageError, match=r"cluster.workers: must be a number of at least 1, or a range such as 1-4"):
-        Cluster(workers=given)
-
-
 def test_local_weight_paths_become_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "exported").mkdir()
     assert Clip(weights="exported").with_absolute_weights().weights == str(tmp_path / "exported")
-    assert Clip(weights="openai/clip-vit-base-patch32").with_absolute_weights() == Clip(
-        weights="openai/clip-vit-base-patch32"
-    )
+    assert Clip(weights="openai/clip").with_absolute_weights() == Clip(weights="openai/clip")
     towers = TwoTower(text=TextTower(weights="exported"), image=ImageTower(weights="pretrained"))
-    found = towers.with_absolute_weights()
-    assert (found.text.weights, found.image.weights) == (str(tmp_path / "exported"), "pretrained")
+    absolute = towers.with_absolute_weights()
+    assert (absolute.text.weights, absolute.image.weights) == (str(tmp_path / "exported"), "pretrained")
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
-        ({"workers": -3}, r"cluster.workers: must be a number of at least 1, or a range such as 1-4"),
-        ({"workerz": 5}, "cluster.workerz: unknown setting; did you mean `workers`"),
-        ({"max_failures": "many"}, "cluster.max_failures: input should be a valid integer"),
+        *(
+            ({"workers": value}, "workers: must be a number of at least 1")
+            for value in (-3, 0, "4-1", "0-2", "no", "1-")
+        ),
+        ({"workerz": 5}, "workerz: unknown setting; did you mean `workers`"),
+        ({"max_failures": "many"}, "max_failures: input should be a valid integer"),
     ],
 )
-def test_replaced_settings_are_validated(settings, said):
-    with pytest.raises(UsageError, match=said):
+def test_replaced_settings_are_validated(settings, message):
+    with pytest.raises(UsageError, match=f"cluster.{message}"):
         Config().with_cluster(**settings)
-    with pytest.raises(UsageError, match=said):
-        Cluster().replace(**settings)
+
+
+def test_settings_are_frozen():
+    with pytest.raises(ValidationError, match="frozen"):
+        Config().batch.micro = 3  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("name", recipes.RECIPES)

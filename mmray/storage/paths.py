@@ -72,8 +72,7 @@ class RemotePath:
     def expanduser(self) -> RemotePath:
         return self
 
-    def resolve(self) -> RemotePath:
-        return self
+    resolve = expanduser
 
     def exists(self) -> bool:
         return self._info().type != fs.FileType.NotFound
@@ -174,13 +173,8 @@ def write_atomic(path: AnyPath, text: str) -> None:
 @contextmanager
 def open_for_upload(path: AnyPath) -> Iterator[Path]:
     """Yield a local file to write; it is uploaded to `path` after the block succeeds."""
-    if not isinstance(path, RemotePath):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield path
-        return
-    with temp_dir() as folder:
+    with staged_upload(path.parent, (path.name,)) as folder:
         yield folder / path.name
-        path.upload(folder / path.name)
 
 
 @contextmanager
@@ -239,11 +233,10 @@ def move_tree(path: AnyPath, target: AnyPath) -> None:
 def append_line(path: AnyPath, line: bytes) -> None:
     """Append a line to a file with several writers; on an object store as a separate part until `merge_parts`."""
     if isinstance(path, RemotePath):
-        part = f"{time.time_ns():020}-{uuid.uuid4().hex[:8]}"
-        (_parts(path) / part).write_bytes(line + b"\n")
-        return
-    with path.open("ab") as file:
-        file.write(line + b"\n")
+        (_parts(path) / f"{time.time_ns():020}-{uuid.uuid4().hex[:8]}").write_bytes(line + b"\n")
+    else:
+        with path.open("ab") as file:
+            file.write(line + b"\n")
 
 
 def merge_parts(path: AnyPath) -> None:

@@ -117,8 +117,24 @@ def test_permanent_errors_are_not_retried(monkeypatch):
     assert len(calls) == 3 + storage.ATTEMPTS
 
 
-@pytest.mark.parametrize("address", ["s3://key:canary@bucket/runs", "s3://bucket/runs?secret_key=canary"])
-def test_credentials_in_run_storage_are_refused(address):
-    with pytest.raises(UsageError, match=r"run\.storage.*AWS_SECRET_ACCESS_KEY") as error:
-        Run(storage=address)
-    assert "canary" not in str(error.value)
+@pytest.mark.parametrize(
+    "address", ["s3://KEY:hush@bucket/set", "s3://bucket/set?access_key=K&secret_key=hush", "https://me:hush@host/x"]
+)
+def test_credentials_are_refused_without_repeating_them(address):
+    for use in (Storage, lambda address: Run(storage=address)):
+        with pytest.raises(UsageError, match="AWS_SECRET_ACCESS_KEY") as refused:
+            use(address)
+        assert "hush" not in str(refused.value)
+
+
+@pytest.mark.parametrize("address", ["prepared/a@b", "s3://bucket/a@b", "s3://bucket/set?region=eu-west-1"])
+def test_address_with_at_sign_or_options_is_accepted(address):
+    assert Storage(address).address.endswith(address)
+
+
+@pytest.mark.parametrize(
+    "address", ["http://169.254.169.254/latest", "https://host/x", "ftp://host/x", "nonsense://x/y"]
+)
+def test_only_storage_schemes_are_opened(address):
+    with pytest.raises(UsageError, match=r"cannot be opened: use a local path or an address with file, s3, gs"):
+        Storage(address).listdir()

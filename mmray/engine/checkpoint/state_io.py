@@ -66,9 +66,8 @@ Target = Callable[[str, Tensor], Tensor]  # key and meta tensor -> the tensor to
 def save(folder: AnyPath, step: int, state: State, meta: dict[str, Any]) -> AnyPath:
     """Write folder/step-N from one process and return it; replace an existing one. Raises StorageError, TypeError."""
     path = folder / f"step-{step}"
-    tensors, writer, planner = prepare_save(path, state, {"step": step} | meta)
     with as_storage_error(path):
-        dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=True)
+        save_async(path, state, {"step": step} | meta).result()
     return path
 
 
@@ -76,44 +75,31 @@ def save_async(
     path: AnyPath,
     state: State,
     meta: dict[str, Any],
-    cpu_group: Any,
-    sharded: bool,
-    stager: AsyncStager | None,
-    before: Callable[[], None],
-    after: Callable[[], None],
+    cpu_group: Any = None,
+    sharded: bool = False,
+    stager: AsyncStager | None = None,
+    before: Callable[[], None] = lambda: None,
+    after: Callable[[], None] = lambda: None,
 ) -> Future[Any]:
     """Copy the state to the host and write it in a background thread; under FSDP all ranks call it together.
 
     Rank 0 calls `before` in that thread before any rank writes and again before the checksums, and `after` at the end;
     what it raises, every rank raises. Await the result inside `as_storage_error`. Raises TypeError.
     """
-    tensors, writer, planner = prepare_save(path, state, meta, cpu_group if sharded else None, before, after)
+    values, tensors = split(state)
+    writer = ShardWriter(path, values, meta, cpu_group if sharded else None, before, after)
+    if writer.rank != 0:
+        tensors = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, DTensor)}
     saved = dcp.async_save(
         tensors,
         storage_writer=writer,
-        planner=planner,
+        planner=dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
         process_group=cpu_group,
         async_stager=stager,
         no_dist=not sharded,
     )
     assert isinstance(saved, Future)
     return saved
-
-
-def prepare_save(
-    path: AnyPath,
-    state: State,
-    meta: dict[str, Any],
-    cpu_group: Any = None,
-    before: Callable[[], None] = lambda: None,
-    after: Callable[[], None] = lambda: None,
-) -> tuple[dict[str, Tensor], ShardWriter, SavePlanner]:
-    """Return this rank's tensors by key, and DCP's writer and planner for them."""
-    values, tensors = split(state)
-    writer = ShardWriter(path, values, meta, cpu_group, before, after)
-    if writer.rank != 0:
-        tensors = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, DTensor)}
-    return tensors, writer, dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 
 def load(path: AnyPath, target: Target | None = None, only: str = "") -> State:
