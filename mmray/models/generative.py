@@ -169,10 +169,8 @@ class LanguageModel(nn.Module):
         """
         # Without mask and cache transformers checks for packed rows, which synchronises the device in each
         # micro-batch. A mask would disable the causal attention kernel, the fastest. So it gets an empty cache.
-        inputs, empty = (
-            self.insert_image(image, input_ids, image_pos),
-            Cache(layer_class_to_replicate=_PassThroughLayer),
-        )
+        inputs = self.insert_image(image, input_ids, image_pos)
+        empty = Cache(layer_class_to_replicate=_PassThroughLayer)
         hidden = self.tower(inputs_embeds=inputs, past_key_values=empty, use_cache=False).last_hidden_state
         # The prediction at the image token is that of the last image feature.
         text = torch.arange(input_ids.shape[1], device=hidden.device)[None]

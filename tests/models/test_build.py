@@ -1,25 +1,37 @@
-"""Properties of every built-in model: independent rows, no effect of padding, gradients, rebuilding; custom models."""
+"""Properties of every built-in model: independent rows, no effect of padding, gradients, rebuilding; custom models.
+
+Also what all dual encoders share: pixels, temperature and precision.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from mmray.config import CustomModel, Model, model_section
+from mmray.config import CustomModel, Inputs, Model, TextTower, TwoTower, model_section
 from mmray.errors import UsageError
 from mmray.models.build import build, random_init_architecture
 from mmray.models.synthetic import synthetic_batch
-from tests.models import test_clip, test_fusion, test_two_tower
+from tests.models import test_clip, test_fusion
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 VOCAB = 40
+INPUTS = Inputs(image_side=32, mean=(0.5, 0.4, 0.3), std=(0.25, 0.2, 0.1), max_tokens=12)
+
+
+def two_tower(image: str = "convnet", **changes: Any) -> TwoTower:
+    text = TextTower(width=16, depth=1, heads=2)
+    return TwoTower(inputs=INPUTS, image=test_fusion.IMAGES[image], text=text, embed_dim=8, **changes)
+
+
 SPECS: dict[str, Model] = {
     **test_clip.SPECS,
-    **{image: test_two_tower.spec_of(image) for image in test_two_tower.IMAGES},
+    **{image: two_tower(image) for image in test_fusion.IMAGES},
     **{f"fusion-{image}": test_fusion.spec_of(image) for image in test_fusion.IMAGES},
     "fusion without heads": test_fusion.spec_of(matching=False, classes=0),
 }
@@ -88,6 +100,51 @@ def test_model_rebuilds_from_its_architecture(name: str) -> None:
     again.load_state_dict(model.state_dict())
     torch.testing.assert_close(again(batch), model.eval()(batch), rtol=0, atol=0)
     build(moved, VOCAB, random_init_architecture(moved, VOCAB)).load_state_dict(model.state_dict())
+
+
+def test_pixels_are_normalised_in_the_model() -> None:
+    model: Any = build(two_tower(), VOCAB)
+    batch, seen = synthetic_batch(INPUTS, VOCAB, 2, "cpu"), []
+    model.image.tower.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+    model.embed_image(batch["image"])
+    mean, std = torch.tensor(INPUTS.mean), torch.tensor(INPUTS.std)
+    expected = (batch["image"].permute(0, 2, 3, 1) / 255 - mean) / std
+    torch.testing.assert_close(seen[0], expected.permute(0, 3, 1, 2), atol=1e-5, rtol=1e-5)
+    assert not [name for name in model.state_dict() if "mean" in name or "std" in name]
+
+
+def test_half_precision_gives_float32_embeddings() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = build(two_tower(), VOCAB)(synthetic_batch(INPUTS, VOCAB, 4, "cpu"))
+    assert outputs["image_embed"].dtype == outputs["text_embed"].dtype == torch.float32
+    torch.testing.assert_close(outputs["image_embed"].norm(dim=1), torch.ones(4))
+
+
+def test_temperature_starts_as_set_and_is_clamped() -> None:
+    model: Any = build(two_tower(temperature=0.2), VOCAB)
+    model.constrain()
+    assert model.scalar_outputs()["logit_scale"].item() == pytest.approx(5.0)
+    with torch.no_grad():
+        model.log_scale.fill_(10.0)
+    model.constrain()
+    assert model.log_scale.item() == pytest.approx(math.log(100))
+    assert model.log_scale.requires_grad
+
+
+def test_synthetic_batch_has_the_columns_of_a_collated_one() -> None:
+    batch, again = (synthetic_batch(INPUTS, VOCAB, 3, "cpu") for _ in range(2))
+    assert {name: (tuple(column.shape), column.dtype) for name, column in batch.items()} == {
+        "image": ((3, 3, 32, 32), torch.uint8),
+        "input_ids": ((3, 12), torch.int64),
+        "attention_mask": ((3, 12), torch.int64),
+        "key": ((3,), torch.int64),
+        "label": ((3,), torch.int64),
+        "valid": ((3,), torch.bool),
+        "pos": ((3,), torch.int64),
+    }
+    assert int(batch["input_ids"].max()) < VOCAB
+    torch.testing.assert_close(batch, again, rtol=0, atol=0)
+    assert not torch.equal(synthetic_batch(INPUTS, VOCAB, 3, "cpu", seed=1)["image"], batch["image"])
 
 
 class Custom(nn.Module):
