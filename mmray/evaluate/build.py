@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from mmray.data.store.prepared_set import PreparedSet
+from mmray.errors import UsageError
 from mmray.evaluate.evaluator import Evaluator
 from mmray.evaluate.generation import GenerationEvaluator
-from mmray.models import protocol
+from mmray.models.protocol import EMBEDDING_METHODS
 
 if TYPE_CHECKING:
     from mmray.config import Config
@@ -23,8 +24,13 @@ def build_evaluator(config: Config, prepared: PreparedSet, tokenizer_json: str) 
 
 def check_evaluable(config: Config, model: nn.Module) -> None:
     """Raise UsageError if the model lacks methods that its evaluator calls."""
-    if not is_generative(config):
-        protocol.validate_embedding_model(model, config.model.kind)
+    missing = [name for name in EMBEDDING_METHODS if not callable(getattr(model, name, None))]
+    if missing and not is_generative(config):
+        raise UsageError(
+            f"model.kind: `{config.model.kind}` has no {' and no '.join(missing)}, which evaluation calls. Add the "
+            "methods (see mmray/models/protocol.py), or disable evaluation with a --data.eval-split that the set does "
+            "not have"
+        )
 
 
 def is_generative(config: Config) -> bool:

@@ -11,7 +11,6 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from mmray.data.stream.collate import Batch
-from mmray.errors import UsageError
 
 
 class Model(Protocol):
@@ -44,13 +43,3 @@ class Model(Protocol):
 
 
 EMBEDDING_METHODS = ("embed_image", "embed_text")
-
-
-def validate_embedding_model(model: nn.Module, kind: str) -> None:
-    """Raise UsageError unless retrieval can be evaluated with the model."""
-    missing = [name for name in EMBEDDING_METHODS if not callable(getattr(model, name, None))]
-    if missing:
-        raise UsageError(
-            f"model.kind: `{kind}` has no {' and no '.join(missing)}, which evaluation calls. Add the methods (see "
-            "mmray/models/protocol.py), or disable evaluation with a --data.eval-split that the set does not have"
-        )
