@@ -37,6 +37,10 @@ def unsupported_reasons(config: Config) -> list[str]:
         (fsdp and train.precision == "fp16", "fsdp supports fp32 and bf16; set --train.precision bf16"),
         (fsdp and train.channels_last, "fsdp needs the default layout; set --train.channels_last False, or use `ddp`"),
         (fsdp and train.ema, "train.ema needs whole weights, which fsdp shards; use `ddp`, or --train.ema 0"),
+        (
+            fsdp and config.evaluate.num_generations,
+            "evaluate.num_generations needs whole weights, which fsdp shards; set it to 0, and run `mmray evaluate`",
+        ),
         (branches and kind not in TWO_BRANCHES, f"model.kind `{kind}` has not two branches; set --train.parallel ddp"),
         (branches and text_dropout, "branches cannot repeat dropout masks; set --model.text.dropout 0"),
         (branches and patch_dropout, "branches cannot repeat dropout masks; set --model.patch-dropout 0"),

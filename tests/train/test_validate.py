@@ -33,6 +33,7 @@ def config(recipe="sample", workers=1, **sections):
             {"recipe": "llava", "workers": 2, "evaluate": {"classes": ("cat", "dog")}},
             "evaluate.classes: a generative model",
         ),
+        ({"recipe": "llava", "workers": 2, "evaluate": {"num_generations": 5}}, "which fsdp shards; set it to 0"),
         ({"objective": {"kind": "region_text"}}, "for model.kind `fusion`, not `two_tower`"),
         ({"recipe": "fusion", "objective": {"kind": "matching + region_text"}}, "set --model.regions True"),
         ({"recipe": "fusion", "model": {"regions": True}}, "add `+ region_text` to --objective.kind"),
